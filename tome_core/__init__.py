@@ -1,0 +1,28 @@
+"""Token merging for Stable Diffusion UNets: pictures that cost less time and memory.
+
+>>> # tome_core.apply_patch(pipe, ratio=0.5); image = pipe("a lake").images[0]; tome_core.remove_patch(pipe)
+"""
+
+from .config import MergeConfig, MergeRule, describe_settings
+from .families import UnsupportedModelError
+from .patch import Patch, apply_patch, patch, remove_patch, report
+from .plan import MergePlan
+from .report import Report
+from .schedule import NoiseSchedule
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "MergeConfig",
+    "MergePlan",
+    "MergeRule",
+    "NoiseSchedule",
+    "Patch",
+    "Report",
+    "UnsupportedModelError",
+    "apply_patch",
+    "describe_settings",
+    "patch",
+    "remove_patch",
+    "report",
+]

@@ -1,0 +1,251 @@
+"""What to merge, where and when: frozen settings, checked when they are built.
+
+Every field of `MergeRule` carries its own label, help, range and step: the user interfaces of both hosts and
+the settings table of the README are generated from them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
+
+from .methods import METHODS
+from .methods.cluster import CLUSTER_ON
+
+SIDES = ("qkv", "kv", "q")
+DOWNSAMPLES = (1, 2, 4, 8)
+SEED_LIMIT = 2**31 - 1
+
+
+def _setting(default: Any, label: str, help: str, **facts: Any) -> Any:
+    """A field with what a person needs to know of it; ``facts``: minimum, maximum, step, choices, advanced."""
+    return field(default=default, metadata={"label": label, "help": help, **facts})
+
+
+@dataclass(frozen=True)
+class MergeRule:
+    """One rule: what is merged, in which blocks, at which times.
+
+    >>> MergeRule(ratio=0.9).effective_ratio  # over the cap 1 - 1/(sx*sy) of bipartite matching
+    0.75
+    """
+
+    method: str = _setting(
+        "bipartite", "Method",
+        "How tokens are matched: " + "; ".join(f"{m.name}: {m.summary}" for m in METHODS.values()),
+        choices=tuple(METHODS),
+    )
+    ratio: float = _setting(
+        0.5, "Ratio", "Share of tokens that are merged away. 0 is off. Bipartite matching can reach "
+        "1 - 1/(sx*sy); more is clamped and reported. Not used by downsample, where it follows from sx and sy.",
+        minimum=0.0, maximum=1.0, step=0.05,
+    )
+    sx: int = _setting(
+        2, "Stride x", "Width in tokens of the cell that keeps one destination; downsample: the factor.",
+        minimum=1, maximum=8, step=1, open_ended=True, advanced=True,
+    )
+    sy: int = _setting(
+        2, "Stride y", "Height in tokens of the cell that keeps one destination; downsample: the factor.",
+        minimum=1, maximum=8, step=1, open_ended=True, advanced=True,
+    )
+    use_rand: bool = _setting(
+        True, "Random destinations", "Draw each cell's destination anew at every step (from the seed, so equal "
+        "seeds give equal pictures) instead of always taking the top left token.", advanced=True,
+    )
+    seed: int = _setting(
+        0, "Seed", "What the random destinations are drawn from; nothing else depends on it.",
+        minimum=0, maximum=SEED_LIMIT, step=1, advanced=True,
+    )
+    merge_attn: bool = _setting(
+        True, "Self-attention", "Merge in self-attention, where nearly all of the gain is.", advanced=True
+    )
+    merge_crossattn: bool = _setting(
+        False, "Cross-attention", "Merge in the attention to the prompt as well. Rarely worth its damage.",
+        advanced=True,
+    )
+    merge_mlp: bool = _setting(
+        False, "MLP", "Merge in the feed-forward layer as well. Costs much detail in late steps.", advanced=True
+    )
+    side: str | None = _setting(
+        None, "Merge what", "Which side of self-attention is merged: qkv (query, key and value), kv (keys and "
+        "values; every query is kept) or q. Automatic is the method's own: kv for downsample, else qkv.",
+        choices=(None, *SIDES), advanced=True,
+    )
+    levels: tuple[int, ...] | None = _setting(
+        None, "Levels", "Which resolutions of the UNet, counting those that have attention, the finest is 0. "
+        "Automatic is the finest: that is 64x64 tokens on SD1.5 at 512 px and 32x32 on SDXL.", advanced=True,
+    )
+    max_downsample: int | None = _setting(
+        None, "Up to down-sampling", "Instead of levels: every block down-sampled at most this much from the "
+        "latent, as in tomesd. 1 reaches nothing on SDXL, whose attention starts at 2.",
+        choices=(None, *DOWNSAMPLES), advanced=True,
+    )
+    start_percent: float = _setting(
+        0.0, "Start", "When merging starts, as a share of the noise schedule (0 is pure noise, the first step).",
+        minimum=0.0, maximum=1.0, step=0.01,
+    )
+    end_percent: float = _setting(
+        1.0, "End", "When merging ends, as a share of the noise schedule (1 is the finished picture).",
+        minimum=0.0, maximum=1.0, step=0.01,
+    )
+    min_timestep: float | None = _setting(
+        None, "Lowest timestep", "Merge only at timesteps of at least this. Known even on a bare UNet.",
+        minimum=0.0, maximum=1000.0, step=1.0, advanced=True, open_ended=True,
+    )
+    max_timestep: float | None = _setting(
+        None, "Highest timestep", "Merge only at timesteps of at most this. Known even on a bare UNet.",
+        minimum=0.0, maximum=1000.0, step=1.0, advanced=True, open_ended=True,
+    )
+    max_beta: float | None = _setting(
+        None, "Noise threshold", "Merge only while beta_t, the noise added by one training step, is below this. "
+        "Stable Diffusion's betas end at 0.012, so 0.2 is always on.",
+        minimum=0.0, maximum=1.0, step=0.001, advanced=True,
+    )
+    cluster_on: str = _setting(
+        "tokens", "Cluster on",
+        "What the method cluster compares: the tokens, or their similarity to the image's mean.",
+        choices=CLUSTER_ON, advanced=True,
+    )
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = _checked(item, getattr(self, item.name))
+            object.__setattr__(self, item.name, value)
+        self._check_combination()
+
+    def _check_combination(self) -> None:
+        method = METHODS[self.method]
+        if self.side is not None and self.side not in method.sides:
+            raise ValueError(
+                f"side={self.side!r} is not possible with method={self.method!r}; use {_one_of(method.sides)}"
+            )
+        if method.mode == "pick" and (self.merge_crossattn or self.merge_mlp):
+            raise ValueError(
+                f"method={self.method!r} keeps every query, so it cannot merge_crossattn or merge_mlp; "
+                "set both to False, or add a second rule with another method"
+            )
+        if self.levels is not None and self.max_downsample is not None:
+            raise ValueError(
+                f"levels={self.levels!r} and max_downsample={self.max_downsample!r} both choose the blocks; "
+                "give one of them"
+            )
+        for low, high in (("start_percent", "end_percent"), ("min_timestep", "max_timestep")):
+            first, last = getattr(self, low), getattr(self, high)
+            if first is not None and last is not None and first > last:
+                raise ValueError(f"{low}={first!r} lies after {high}={last!r}; swap them")
+
+    @property
+    def effective_side(self) -> str:
+        """The side that is merged: the one given, else the method's own."""
+        return self.side or METHODS[self.method].sides[0]
+
+    @property
+    def ratio_cap(self) -> float:
+        """The highest ratio the settings allow: ``1 - 1/(sx*sy)`` where every cell keeps a destination."""
+        return 1.0 - 1.0 / (self.sx * self.sy) if self.method != "cluster" else 1.0
+
+    @property
+    def effective_ratio(self) -> float:
+        """The ratio in force: clamped to the cap, or the one that follows from the cell size."""
+        return min(self.ratio, self.ratio_cap) if METHODS[self.method].uses_ratio else self.ratio_cap
+
+    @property
+    def is_off(self) -> bool:
+        """True where the rule can merge nothing."""
+        return self.effective_ratio == 0 or not (self.merge_attn or self.merge_crossattn or self.merge_mlp)
+
+    @property
+    def uses_percent(self) -> bool:
+        """True where the rule is limited to a part of the noise schedule."""
+        return self.start_percent > 0 or self.end_percent < 1
+
+    @property
+    def uses_time(self) -> bool:
+        """True where the rule does not hold at all times."""
+        limits = (self.min_timestep, self.max_timestep, self.max_beta)
+        return self.uses_percent or any(limit is not None for limit in limits)
+
+
+@dataclass(frozen=True, init=False)
+class MergeConfig:
+    """The rules, in order; the first that fits a block, a part of it and a time is the one that counts.
+
+    Flat keywords make one rule, ``rules`` several:
+
+    >>> MergeConfig(ratio=0.5).rules == (MergeRule(ratio=0.5),)
+    True
+    >>> early, late = MergeRule(ratio=0.75, end_percent=0.5), MergeRule(ratio=0.25)
+    >>> len(MergeConfig(rules=(early, late)).rules)
+    2
+    """
+
+    rules: tuple[MergeRule, ...]
+
+    def __init__(self, *, rules: tuple[MergeRule, ...] | None = None, **flat: Any) -> None:
+        if rules is not None and flat:
+            raise TypeError(f"rules and {', '.join(flat)} were both given; put the latter into a rule")
+        unknown = set(flat) - {item.name for item in fields(MergeRule)}
+        if unknown:
+            known = ", ".join(item.name for item in fields(MergeRule))
+            raise TypeError(f"unknown setting {', '.join(sorted(unknown))}; there are: {known}")
+        if rules is None:
+            rules = (MergeRule(**flat),)
+        elif not all(isinstance(rule, MergeRule) for rule in rules):
+            raise TypeError(f"rules is {rules!r}; it has to be a sequence of MergeRule")
+        object.__setattr__(self, "rules", tuple(rules))
+
+
+def _checked(item: Any, value: Any) -> Any:
+    """The value in its field's type, or an error that names the value, the range and the remedy."""
+    facts, name = item.metadata, item.name
+    if value is None and item.default is None:
+        return None
+    if name == "levels":
+        return _checked_levels(value)
+    if "choices" in facts:
+        # `1 == True` in Python, so types are compared as well
+        if not any(value == choice and type(value) is type(choice) for choice in facts["choices"]):
+            raise ValueError(f"{name}={value!r} is not possible; use {_one_of(facts['choices'])}")
+        return value
+    if isinstance(item.default, bool):
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}={value!r} is {type(value).__name__}; use True or False")
+        return value
+    return _checked_number(item, value)
+
+
+def _checked_number(item: Any, value: Any) -> int | float:
+    facts, name = item.metadata, item.name
+    whole = isinstance(facts["step"], int)
+    kind = "a whole number" if whole else "a number"
+    top = "" if facts.get("open_ended") else f" to {facts['maximum']}"
+    range_text = f"use {kind} from {facts['minimum']}{top or ' up'}"
+    if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
+        raise TypeError(f"{name}={value!r} is {type(value).__name__}; {range_text}")
+    too_high = not facts.get("open_ended") and value > facts["maximum"]
+    if not math.isfinite(value) or value < facts["minimum"] or too_high:
+        raise ValueError(f"{name}={value!r} is out of range; {range_text}")
+    return value if whole else float(value)
+
+
+def _checked_levels(value: Any) -> tuple[int, ...]:
+    if isinstance(value, (list, tuple)) and value and all(type(one) is int and one >= 0 for one in value):
+        return tuple(sorted(set(value)))
+    raise ValueError(f"levels={value!r} is not possible; use None or whole numbers from 0 up, such as (0,) or (0, 1)")
+
+
+def _one_of(choices: tuple[Any, ...]) -> str:
+    return "one of " + ", ".join(repr(choice) for choice in choices)
+
+
+def describe_settings() -> list[dict[str, Any]]:
+    """What there is to set: one dict a field of `MergeRule`, in order.
+
+    Keys: name, default, label, help, and where they apply minimum, maximum, step, choices, advanced,
+    open_ended (the maximum is a user interface's, not the engine's).
+    """
+    return [
+        {"name": item.name, "default": None if item.default is MISSING else item.default, **item.metadata}
+        for item in fields(MergeRule)
+    ]

@@ -1,0 +1,95 @@
+"""The token grid, its cells, and the draw that picks one token of each cell."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+_MASK = 0x7FFFFFFF  # 31 bits: a product with a 31-bit constant then fits int64 on every device
+
+
+class Grid(NamedTuple):
+    """Height and width in tokens; token ``(row, column)`` is number ``row * width + column``."""
+
+    height: int
+    width: int
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens, ``height * width``."""
+        return self.height * self.width
+
+
+class Cells(NamedTuple):
+    """``members``: int64 ``[K, S]``, the tokens of each cell; ``rest``: int64 ``[R]``, those in no whole cell."""
+
+    members: torch.Tensor
+    rest: torch.Tensor
+
+
+class Draw(NamedTuple):
+    """What a random choice depends on, and nothing else does: seed, level and the time of each sample.
+
+    ``time``: float ``[1]`` or ``[B]`` tensor of timesteps, or None (counts as 0).
+    """
+
+    seed: int
+    level: int
+    time: torch.Tensor | None = None
+
+
+def cells(grid: Grid, sy: int, sx: int, device: torch.device) -> Cells:
+    """Cut the grid into ``sy x sx`` cells, row by row.
+
+    Tokens beyond the last whole cell go to ``rest``. A grid smaller than a cell is one cell of its own size
+    along that side, so there is always at least one.
+    """
+    sy, sx = min(sy, grid.height), min(sx, grid.width)
+    rows, columns = grid.height // sy, grid.width // sx
+    index = torch.arange(grid.tokens, device=device).view(grid.height, grid.width)
+    inner = index[: rows * sy, : columns * sx].reshape(rows, sy, columns, sx)
+    members = inner.permute(0, 2, 1, 3).reshape(rows * columns, sy * sx)
+    right, below = index[: rows * sy, columns * sx :], index[rows * sy :]
+    return Cells(members, torch.cat([right.reshape(-1), below.reshape(-1)]))
+
+
+def split_cells(parts: Cells, draw: Draw | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """One destination per cell, and the sources: all the others.
+
+    draw: decides which token of the cell; None takes the first (top left).
+    Returns int64 ``[T, K]`` and ``[T, N - K]``; T is 1, or B where samples differ in time.
+    """
+    count, size = parts.members.shape
+    device = parts.members.device
+    if draw is None:
+        chosen = torch.zeros(1, count, dtype=torch.int64, device=device)
+    else:
+        chosen = draw_choices(draw, count, size, device)
+    samples = chosen.shape[0]
+    members = parts.members.expand(samples, -1, -1)
+    destinations = members.gather(2, chosen[..., None])[..., 0]
+    slot = torch.arange(size - 1, device=device).expand(samples, count, -1)
+    sources = members.gather(2, slot + (slot >= chosen[..., None]))
+    return destinations, torch.cat([sources.reshape(samples, -1), parts.rest.expand(samples, -1)], 1)
+
+
+def draw_choices(draw: Draw, count: int, choices: int, device: torch.device) -> torch.Tensor:
+    """``count`` numbers in ``0..choices-1`` for each time in the draw: int64 ``[T, count]``.
+
+    A hash of (seed, level, round(time), position), so no generator is touched, a conditional and an
+    unconditional pass agree even when they run apart, and every device gives the same numbers.
+    """
+    time = torch.zeros(1, device=device) if draw.time is None else draw.time.to(device).reshape(-1)
+    stamp = time.float().round().to(torch.int64) & _MASK
+    key = _scramble(_scramble(draw.seed & _MASK) ^ (draw.level & _MASK))
+    place = _scramble(torch.arange(count, device=device) + 1)
+    mixed = _scramble(_scramble(stamp ^ key)[:, None] ^ place[None])
+    return (mixed >> 7) % choices
+
+
+def _scramble(value):
+    """Mix the 31 bits of an int or an int64 tensor; every product is cut back to 31 bits."""
+    value = ((value ^ (value >> 16)) * 0x45D9F3B) & _MASK
+    value = ((value ^ (value >> 15)) * 0x2C1B3C6D) & _MASK
+    return value ^ (value >> 16)

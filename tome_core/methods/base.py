@@ -1,0 +1,82 @@
+"""What every matching method is: one function of one signature, and a few facts about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+
+from ..grid import Draw, Grid
+from ..plan import MergeMode, MergePlan
+
+Side = Literal["qkv", "kv", "q"]
+
+
+class MatchOptions(NamedTuple):
+    """The settings a method may use.
+
+    ratio: share of tokens to remove, 0..1. sx, sy: cell size in tokens. draw: what random choices depend
+    on, None for fixed ones. cluster_on: see `tome_core.methods.cluster`.
+    """
+
+    ratio: float
+    sx: int
+    sy: int
+    draw: Draw | None = None
+    cluster_on: str = "tokens"
+
+
+class Method(NamedTuple):
+    """A matching method.
+
+    match: ``(x [B, N, C], grid, options) -> MergePlan``, or None where nothing is to merge. It may look at
+        ``x`` only through operators with static shapes, and never synchronises with the device.
+    sides: the sides of attention it can merge, the default first.
+    mode: how its groups become tokens, see `MergePlan.merge`.
+    uses_ratio: False where the ratio follows from the cell size.
+    """
+
+    name: str
+    summary: str
+    match: Callable[[torch.Tensor, Grid, MatchOptions], MergePlan | None]
+    sides: tuple[Side, ...] = ("qkv", "kv", "q")
+    mode: MergeMode = "mean"
+    uses_ratio: bool = True
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best key of every query: ``score`` float32 and ``index`` int64, both ``[B, Q]``."""
+
+    score: torch.Tensor
+    index: torch.Tensor
+
+
+# Largest block of scores held at once. 8 MiB stays in a CPU's cache; a GPU wants few, large products.
+_SCORE_BYTES = {"cpu": 8 << 20}
+_SCORE_BYTES_ELSEWHERE = 64 << 20
+
+
+def best_keys(
+    take_queries: Callable[[int, int], torch.Tensor], count: int, keys: torch.Tensor, bias: torch.Tensor | None = None
+) -> Best:
+    """The key with the highest dot product for each of ``count`` queries, plus ``bias`` if given.
+
+    take_queries: ``(start, stop) -> [B, stop - start, C]`` float32, called slice by slice, so that neither
+    the scores nor the queries ever exist as a whole. keys: float32 ``[B, K, C]``. bias: ``[B, K]``.
+    """
+    transposed = keys.transpose(1, 2)
+    budget = _SCORE_BYTES.get(keys.device.type, _SCORE_BYTES_ELSEWHERE)
+    step = max(1, budget // (4 * keys.shape[0] * keys.shape[1]))
+    scores, indices = [], []
+    for start in range(0, count, step):
+        product = torch.bmm(take_queries(start, min(start + step, count)), transposed)
+        if bias is not None:
+            product = product + bias[:, None]
+        score, index = product.max(-1)
+        scores.append(score)
+        indices.append(index)
+    return Best(torch.cat(scores, 1), torch.cat(indices, 1))
+

@@ -1,0 +1,106 @@
+"""k-means clustering: every cluster becomes one token.
+
+A loose summary of the ToMe paper describes this ("cosine similarity between the token embeddings and the
+mean embedding of the image ... k-means clustering with k equal to half of the number of tokens"). The paper
+itself does bipartite matching; this is an option beside it. Two readings of that sentence:
+``tokens`` clusters the tokens themselves, ``mean_similarity`` only their cosine to the image's mean token.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from ..grid import Grid
+from ..plan import MergePlan, take_rows
+from .base import MatchOptions, Method, best_keys
+
+ITERATIONS = 4  # a fixed number: stopping at convergence would need a look at the data
+CLUSTER_ON = ("tokens", "mean_similarity")
+
+
+def match(x: torch.Tensor, grid: Grid, options: MatchOptions) -> MergePlan | None:
+    """Cluster into ``N - int(N * ratio)`` groups (at least one), none of them empty.
+
+    x: ``[B, N, C]``, any float dtype; computed in float32 with Euclidean distance, from centres spread
+    evenly over the picture (``tokens``) or over the sorted similarities (``mean_similarity``).
+    Returns None where the ratio removes no token.
+    """
+    tokens = grid.tokens
+    count = max(1, tokens - int(tokens * options.ratio))
+    if count >= tokens:
+        return None
+    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+        if options.cluster_on == "mean_similarity":
+            value, group, centre = _cluster_scalars(_mean_similarity(x), count)
+        else:
+            value, group, centre = _cluster_tokens(x.float(), count)
+        distance = (value - take_rows(centre, group)).square().sum(-1)
+        return MergePlan(_fill_empty(group, distance, count), count)
+
+
+def _mean_similarity(x: torch.Tensor) -> torch.Tensor:
+    x = x.float()
+    return F.cosine_similarity(x, x.mean(1, keepdim=True), dim=-1)[..., None]
+
+
+def _evenly(tokens: int, count: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(count, device=device)[None] * tokens // count
+
+
+def _cluster_tokens(value: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    tokens = value.shape[1]
+    centre = take_rows(value, _evenly(tokens, count, value.device))
+    for _ in range(ITERATIONS):
+        # |x - c|^2 is smallest where x.c - |c|^2 / 2 is largest
+        half_square = centre.square().sum(-1) / -2
+        group = best_keys(lambda i, j: value[:, i:j], tokens, centre, half_square).index
+        centre = _move(centre, value, group)
+    return value, group, centre
+
+
+def _cluster_scalars(value: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """In one dimension centres stay sorted, so the nearest is found by bisection between the mid-points."""
+    batch, tokens, _ = value.shape
+    ordered = value[..., 0].sort(dim=1).values
+    centre = ordered.gather(1, _evenly(tokens, count, value.device).expand(batch, -1))[..., None]
+    for _ in range(ITERATIONS):
+        middle = (centre[:, 1:, 0] + centre[:, :-1, 0]) / 2
+        group = torch.searchsorted(middle.contiguous(), value[..., 0].contiguous())
+        centre = _move(centre, value, group).sort(dim=1).values
+    return value, group, centre
+
+
+def _move(centre: torch.Tensor, value: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
+    """Centres at the mean of their tokens; one that lost all of them stays where it was."""
+    plan = MergePlan(group, centre.shape[1])
+    return torch.where((plan.sizes == 0)[..., None], centre, plan.merge(value))
+
+
+def _fill_empty(group: torch.Tensor, distance: torch.Tensor, count: int) -> torch.Tensor:
+    """Give every empty cluster one token: those farthest from their centre, except one token per cluster.
+
+    With E of G clusters empty, G - E tokens stay and N - (G - E) >= E may move. group, distance: ``[B, N]``.
+    Returns ``[B, N]``.
+    """
+    plan = MergePlan(group, count)
+    # the nearest token of each cluster stays: sort by distance, then stably by cluster; the first of a run
+    by_distance = distance.argsort(dim=1, stable=True)
+    by_cluster = group.gather(1, by_distance).argsort(dim=1, stable=True)
+    order = by_distance.gather(1, by_cluster)
+    run = group.gather(1, order)
+    is_first = torch.cat([torch.ones_like(run[:, :1], dtype=torch.bool), run[:, 1:] != run[:, :-1]], 1)
+    keeps = torch.zeros_like(is_first).scatter(1, order, is_first)
+    movable = torch.where(keeps, torch.full_like(distance, -1.0), distance)
+    farthest = movable.argsort(dim=1, descending=True, stable=True)[:, :count]
+    empty = plan.sizes == 0
+    empty_first = empty.to(torch.int64).argsort(dim=1, descending=True, stable=True)[:, : farthest.shape[1]]
+    taken = torch.where(empty.gather(1, empty_first), empty_first, group.gather(1, farthest))
+    return group.scatter(1, farthest, taken)
+
+
+METHOD = Method(
+    name="cluster",
+    summary="k-means on the tokens or on their similarity to the image's mean; every cluster merges",
+    match=match,
+)

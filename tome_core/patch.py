@@ -1,0 +1,251 @@
+"""Patching a model in place, and undoing it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch import nn
+
+from .config import MergeConfig, MergeRule
+from .families import Place, find_blocks, find_unet
+from .methods import METHODS
+from .report import Ledger, LevelTally, Report, make_report
+from .runtime import Run
+from .schedule import NoiseSchedule, ever_merges
+from .sites import BlockSite, CrossAttentionSite, FeedForwardSite, SelfAttentionSite, TransformerSite, UNetSite
+from .wrap import Wrap
+
+logger = logging.getLogger(__name__)
+
+_MARK = "_tome_core_patch"
+
+
+class Patch:
+    """The handle of one patch: a context manager that can also be kept.
+
+    >>> # with tome_core.patch(pipe, MergeConfig(ratio=0.5)) as handle:
+    >>> #     image = pipe("a lake").images[0]
+    >>> #     print(handle.report())
+
+    It is installed when `patch` returns it. Leaving the ``with`` takes it off and puts back the patch that was
+    there before, if any. Nothing else is left behind: no attribute, hook, class or state-dict key.
+    """
+
+    def __init__(self, unet: nn.Module, config: MergeConfig, schedule: NoiseSchedule | None) -> None:
+        self.unet = unet
+        self.config = config
+        self._previous: Patch | None = None
+        self._removed = False
+        places = find_blocks(unet)
+        depths = sorted({place.halvings for place in places})
+        downsamples = [2**depth for depth in depths]
+        self._covered = [ever_merges(config.rules, i, d) for i, d in enumerate(downsamples)]
+        self._notes = _notes(config, self._covered, downsamples)
+        tallies = [LevelTally(2**depth, sum(p.halvings == depth for p in places)) for depth in depths]
+        ledger = Ledger(tallies, self._notes)
+        self.run = Run(config, downsamples, schedule, ledger)
+        covered = [place for place in places if self._covered[depths.index(place.halvings)]]
+        self._wraps = self._build(covered, depths)
+
+    def _build(self, places: list[Place], depths: list[int]) -> list[Wrap]:
+        if not places:
+            return []
+        rules = self.config.rules
+        wraps: list[Wrap] = [UNetSite(self.unet, self.run)] if places[0].transformer is not self.unet else []
+        transformers: dict[int, TransformerSite] = {}
+        for place in places:
+            transformer = transformers.get(id(place.transformer))
+            if transformer is None:
+                transformer = transformers[id(place.transformer)] = TransformerSite(place.transformer, self.run)
+                wraps.append(transformer)
+            block = BlockSite(place.block, transformer, self.run, depths.index(place.halvings))
+            wraps.append(block)
+            if any(rule.merge_attn for rule in rules):
+                wraps.append(SelfAttentionSite(place.block.attn1, block, place.family))
+            if any(rule.merge_crossattn for rule in rules) and getattr(place.block, "attn2", None) is not None:
+                wraps.append(CrossAttentionSite(place.block.attn2, block))
+            if any(rule.merge_mlp for rule in rules) and getattr(place.block, "ff", None) is not None:
+                wraps.append(FeedForwardSite(place.block.ff, block))
+        return wraps
+
+    @property
+    def is_installed(self) -> bool:
+        """True while the model merges."""
+        return vars(self.unet).get(_MARK) is self
+
+    def install(self) -> Patch:
+        """Put the patch on, in place of another of ours if there is one. Idempotent; cheap enough for every step."""
+        current = vars(self.unet).get(_MARK)
+        if current is self:
+            return self
+        if current is not None:
+            current.uninstall()
+        self._wraps = [wrap.install() for wrap in self._wraps]
+        vars(self.unet)[_MARK] = self
+        return self
+
+    def uninstall(self) -> None:
+        """Take the patch off, keeping its counts and its wraps for another `install`. Idempotent."""
+        if not self.is_installed:
+            return
+        for wrap in reversed(self._wraps):
+            wrap.uninstall()
+        del vars(self.unet)[_MARK]
+
+    def remove(self) -> None:
+        """Take the patch off for good. Idempotent; never fails."""
+        self._removed = True
+        self.uninstall()
+
+    def set_time(
+        self, *, percent: float | None = None, timestep: float | None = None, sigma: float | None = None
+    ) -> None:
+        """Tell the time before a call of the UNet, on whichever scale is at hand; without arguments, stop telling.
+
+        percent: 0..1, ComfyUI's ``percent_to_sigma`` scale. timestep: of the training schedule. sigma: the
+        noise's standard deviation. Needed for rules in percent on a bare UNet, and for every rule that is
+        limited in time on a UNet compiled as a whole, which cannot look at its own arguments.
+        """
+        self.run.set_time(percent, timestep, sigma)
+
+    def report(self) -> Report:
+        """What was merged so far, where, and what was skipped and why."""
+        settings = tuple(_describe(rule) for rule in self.config.rules)
+        return make_report(self.run.ledger, self._covered, settings, self.is_installed)
+
+    def __enter__(self) -> Patch:
+        return self.install()
+
+    def __exit__(self, *error: object) -> None:
+        was_installed = self.is_installed
+        self.remove()
+        if was_installed and self._previous is not None and not self._previous._removed:
+            self._previous.install()
+
+
+def patch(model: Any, config: MergeConfig | None = None, *, host_clock: bool = False) -> Patch:
+    """Merge tokens in a model, in place, until the handle is left or removed.
+
+    model: a UNet, a compiled one, a diffusers pipeline, or an LDM model. config: None is ``MergeConfig()``.
+    host_clock: the caller will use `Patch.set_time`, so rules in percent are no reason to speak up.
+    A patch of ours that is already there is replaced; leaving the ``with`` brings it back.
+    Raises UnsupportedModelError (a ValueError) where there is no LDM-style transformer block, TypeError for
+    what is no model.
+    """
+    if config is not None and not isinstance(config, MergeConfig):
+        raise TypeError(f"config is {type(config).__name__}; it has to be a MergeConfig, or None for the defaults")
+    unet = find_unet(model)
+    handle = Patch(unet, config or MergeConfig(), _schedule_of(model))
+    handle._previous = vars(unet).get(_MARK)
+    if not host_clock and handle.run.lacks_schedule:
+        logger.warning(
+            "A rule is limited in percent or beta, which a bare UNet does not know: call handle.set_time(percent=...) "
+            "before each step, patch the pipeline instead, or use min_timestep and max_timestep."
+        )
+    for note in handle._notes:
+        logger.warning("%s", note)
+    return handle.install()
+
+
+def apply_patch(
+    model: Any,
+    ratio: float = 0.5,
+    max_downsample: int | None = None,
+    sx: int = 2,
+    sy: int = 2,
+    use_rand: bool = True,
+    merge_attn: bool = True,
+    merge_crossattn: bool = False,
+    merge_mlp: bool = False,
+    seed: int = 0,
+) -> Any:
+    """Merge tokens in a model, in place, and return the model. Takes tomesd's arguments.
+
+    ratio: share of tokens merged away, 0..1, clamped to ``1 - 1/(sx*sy)``. max_downsample: 1, 2, 4 or 8;
+    None, unlike tomesd, is the finest level that has attention. use_rand: draw destinations from ``seed``
+    and the timestep. Raises ValueError or TypeError for values outside, UnsupportedModelError for a model
+    without LDM-style blocks.
+
+    >>> # tome_core.apply_patch(pipe, ratio=0.5)
+    >>> # image = pipe("a lake").images[0]
+    >>> # tome_core.remove_patch(pipe)
+    """
+    config = MergeConfig(
+        ratio=ratio,
+        max_downsample=max_downsample,
+        sx=sx,
+        sy=sy,
+        use_rand=use_rand,
+        merge_attn=merge_attn,
+        merge_crossattn=merge_crossattn,
+        merge_mlp=merge_mlp,
+        seed=seed,
+    )
+    patch(model, config)
+    return model
+
+
+def remove_patch(model: Any) -> Any:
+    """Take our merging off a model and return the model. Does nothing, and never fails, where there is none."""
+    handle = _handle_of(model)
+    while handle is not None:
+        handle.remove()
+        handle = handle._previous
+    return model
+
+
+def report(model: Any) -> Report:
+    """What the model's patch did so far; also for a wrapped model and its inner one."""
+    handle = _handle_of(model)
+    return handle.report() if handle is not None else Report(patched=False)
+
+
+def _handle_of(model: Any) -> Patch | None:
+    try:
+        return vars(find_unet(model)).get(_MARK)
+    except TypeError:
+        return None
+
+
+def _schedule_of(model: Any) -> NoiseSchedule | None:
+    """The noise schedule of a pipeline's scheduler; None for anything that has no scheduler."""
+    scheduler = getattr(model, "scheduler", None)
+    if scheduler is None or not hasattr(scheduler, "timesteps"):
+        return None
+    betas = getattr(scheduler, "betas", None)
+    return NoiseSchedule.stable_diffusion() if betas is None else NoiseSchedule(tuple(betas.double().tolist()))
+
+
+def _notes(config: MergeConfig, covered: list[bool], downsamples: list[int]) -> tuple[str, ...]:
+    notes = []
+    for rule in config.rules:
+        if METHODS[rule.method].uses_ratio and rule.ratio > rule.ratio_cap:
+            notes.append(
+                f"ratio {rule.ratio:g} is over the cap {rule.ratio_cap:g} of cells {rule.sx}x{rule.sy} and was "
+                f"clamped; larger cells (sx, sy) allow more"
+            )
+    if not any(covered) and not all(rule.is_off for rule in config.rules):
+        have = ", ".join(f"/{d}" for d in downsamples)
+        notes.append(
+            f"nothing will merge: no rule reaches a level of this model, whose attention is at {have} of the latent; "
+            "leave levels and max_downsample at None for the finest of them"
+        )
+    return tuple(notes)
+
+
+def _describe(rule: MergeRule) -> str:
+    if rule.is_off:
+        return "off"
+    parts = [("attention", rule.merge_attn), ("cross-attention", rule.merge_crossattn), ("MLP", rule.merge_mlp)]
+    where = ", ".join(name for name, on in parts if on)
+    text = f"{rule.method} {rule.effective_ratio:.0%} of {rule.effective_side} in {where}"
+    limits = []
+    if rule.uses_percent:
+        limits.append(f"{rule.start_percent:.0%} to {rule.end_percent:.0%} of the schedule")
+    if rule.min_timestep is not None or rule.max_timestep is not None:
+        last = "the highest" if rule.max_timestep is None else f"{rule.max_timestep:g}"
+        limits.append(f"timesteps {rule.min_timestep or 0:g} to {last}")
+    if rule.max_beta is not None:
+        limits.append(f"beta below {rule.max_beta:g}")
+    return text + (f", {', '.join(limits)}" if limits else "")

@@ -1,0 +1,180 @@
+"""A merge is one integer map: which group each token belongs to.
+
+Letters, here and everywhere in this package: ``B`` batch, ``N`` tokens, ``G`` groups, ``C`` channels,
+``H`` and ``W`` the height and width of the token grid.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+
+MergeMode = Literal["mean", "pick"]
+
+
+def take_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Rows of ``x`` picked by token index.
+
+    x: ``[B, N, C]``, any dtype. index: int64 ``[B or 1, K]`` with values in ``0..N-1``. Returns ``[B, K, C]``.
+    One gather of flat rows: an index expanded over channels costs 4 times as much on a CPU.
+    """
+    batch, tokens, channels = x.shape
+    rows = _flat_rows(index, batch, tokens)
+    return F.embedding(rows, x.reshape(batch * tokens, channels)).view(batch, index.shape[1], channels)
+
+
+def _flat_rows(index: torch.Tensor, batch: int, per_sample: int) -> torch.Tensor:
+    """``[B or 1, K]`` indices within a sample -> ``[B * K]`` indices into rows of all samples."""
+    if batch == 1:
+        return index.reshape(-1)
+    start = torch.arange(batch, device=index.device)[:, None] * per_sample
+    return (index + start).reshape(-1)
+
+
+class MergePlan:
+    """Which group each token belongs to, and the two operations that follow from it.
+
+    group: int64 ``[B or 1, N]``, values in ``0..num_groups-1``; one row serves every sample of a batch.
+        The values are not checked, because looking at them would stall a GPU.
+    num_groups: number of groups ``G``, at least 1. Static: shapes never depend on the data.
+    representative: int64 ``[B or 1, G]``, the token that stands for each group in ``merge(x, "pick")``.
+        Without it the lowest token index of the group does.
+
+    A group may be empty: its mean is 0, its size 0 and its key logit minus infinity.
+
+    >>> import torch
+    >>> plan = MergePlan(torch.tensor([[0, 1, 0, 1]]), num_groups=2)
+    >>> plan.merge(torch.tensor([[[1.0], [2.0], [3.0], [4.0]]])).flatten().tolist()
+    [2.0, 3.0]
+    """
+
+    def __init__(self, group: torch.Tensor, num_groups: int, representative: torch.Tensor | None = None) -> None:
+        if group.dtype != torch.int64 or group.dim() != 2:
+            raise ValueError(f"group is {group.dtype} {tuple(group.shape)}; it has to be int64 [B or 1, N]")
+        if num_groups < 1:
+            raise ValueError(f"num_groups is {num_groups}; it has to be at least 1")
+        if representative is not None and representative.shape[1] != num_groups:
+            shape = tuple(representative.shape)
+            raise ValueError(f"representative is {shape}; it has to be [B or 1, {num_groups}]")
+        self.group = group
+        self.num_groups = num_groups
+        self.representative = representative
+        # Derived on first use and kept: one plan merges several tensors of one block.
+        self._rows: torch.Tensor | None = None
+        self._segments: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._sizes: torch.Tensor | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens ``N``."""
+        return self.group.shape[1]
+
+    @property
+    def sizes(self) -> torch.Tensor:
+        """Tokens in each group: int64 ``[B or 1, G]``; every row sums to ``N``."""
+        if self._sizes is None:
+            if self.group.is_cuda:
+                # By sorting: atomics on CUDA are refused under torch.use_deterministic_algorithms.
+                self._sizes = _segments(self.group, self.num_groups)[1].diff().view(-1, self.num_groups)
+            else:
+                zeros = torch.zeros(self.group.shape[0], self.num_groups, dtype=torch.int64, device=self.group.device)
+                self._sizes = zeros.scatter_add(1, self.group, torch.ones_like(self.group))
+        return self._sizes
+
+    @property
+    def key_logits(self) -> torch.Tensor:
+        """What a merged key adds to its logit so as to weigh as much as its tokens did: log of the size.
+
+        float32 ``[B or 1, G]``, minus infinity for an empty group. (Proportional attention: ToMe for ViTs,
+        arXiv 2210.09461, section 3.)
+        """
+        return self.sizes.float().log()
+
+    def merge(self, x: torch.Tensor, mode: MergeMode = "mean") -> torch.Tensor:
+        """Tokens to groups.
+
+        x: ``[B, N, C]``, any float dtype. ``mean``: the mean of each group, summed in float32 (4,096 half
+        precision sums lose three digits); ``pick``: the group's representative, unchanged.
+        Returns ``[B, G, C]`` in the dtype of ``x``. Differentiable. Equal inputs give equal bits.
+        Law: ``merge(unmerge(y)) == y`` on every group that has a token.
+        """
+        self._check(x, self.num_tokens, "tokens")
+        if mode == "pick":
+            return self._pick(x)
+        if mode != "mean":
+            raise ValueError(f"mode is {mode!r}; it has to be 'mean' or 'pick'")
+        batch, tokens, channels = x.shape
+        flat = x.reshape(batch * tokens, channels)
+        if x.is_cuda:
+            mean = _segment_mean_by_bag(flat, *self._flat_segments(batch))
+        else:
+            sizes = self.sizes.expand(batch, -1).reshape(-1, 1)
+            mean = _segment_mean_by_add(flat, self._flat_groups(batch), sizes)
+        return mean.view(batch, self.num_groups, channels)
+
+    def unmerge(self, y: torch.Tensor) -> torch.Tensor:
+        """Groups back to tokens: every token gets its group's row.
+
+        y: ``[B, G, C]``. Returns ``[B, N, C]``. Law: ``unmerge(merge(x))`` is idempotent.
+        """
+        self._check(y, self.num_groups, "groups")
+        batch, groups, channels = y.shape
+        flat = F.embedding(self._flat_groups(batch), y.reshape(batch * groups, channels))
+        return flat.view(batch, self.num_tokens, channels)
+
+    def _check(self, x: torch.Tensor, count: int, what: str) -> None:
+        fits = x.dim() == 3 and x.shape[1] == count and self.group.shape[0] in (1, x.shape[0])
+        if not fits:
+            raise ValueError(
+                f"tensor is {tuple(x.shape)}, the plan's group {tuple(self.group.shape)}: "
+                f"expected [{self.group.shape[0] if self.group.shape[0] > 1 else 'B'}, {count} {what}, C]"
+            )
+
+    def _flat_groups(self, batch: int) -> torch.Tensor:
+        if self._rows is None or self._rows.shape[0] != batch * self.num_tokens:
+            self._rows = _flat_rows(self.group, batch, self.num_groups)
+        return self._rows
+
+    def _flat_segments(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._segments is None or self._segments[0].shape[0] != batch * self.num_tokens:
+            self._segments = _segments(self._flat_groups(batch).view(batch, -1), self.num_groups, flat=True)
+        return self._segments
+
+    def _pick(self, x: torch.Tensor) -> torch.Tensor:
+        if self.representative is not None:
+            return take_rows(x, self.representative)
+        order, offsets = _segments(self.group, self.num_groups)
+        first = order[offsets[:-1].clamp(max=order.shape[0] - 1)].view(-1, self.num_groups) % self.num_tokens
+        return take_rows(x, first).masked_fill((self.sizes == 0)[..., None], 0)
+
+
+def _segments(group: torch.Tensor, num_groups: int, flat: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens sorted by group, and where each group starts: int64 ``[R * N]`` and ``[R * G + 1]``, R rows.
+
+    group: ``[R, N]``; ``flat`` says that its values already count groups over all rows.
+    """
+    rows = group.shape[0]
+    keys = group.reshape(-1) if flat else _flat_rows(group, rows, num_groups)
+    ordered, order = keys.sort(stable=True)
+    starts = torch.arange(rows * num_groups + 1, device=group.device)
+    return order, torch.searchsorted(ordered, starts)
+
+
+def _segment_mean_by_add(x: torch.Tensor, group: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    """Mean of the rows of each group by adding them up in order.
+
+    Bit-equal from run to run on a CPU, where rows are added one after the other; on CUDA it is not.
+    """
+    exact = x if x.dtype in (torch.float32, torch.float64) else x.float()
+    total = exact.new_zeros(sizes.shape[0], x.shape[1]).index_add(0, group, exact)
+    return (total / sizes.clamp(min=1)).to(x.dtype)
+
+
+def _segment_mean_by_bag(x: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Mean of the rows of each group, every group summed by one thread in a fixed order.
+
+    For CUDA, where adding rows with atomics gives other bits from run to run; stays one kernel when compiled.
+    """
+    return F.embedding_bag(order, x, offsets, mode="mean", include_last_offset=True)

@@ -1,0 +1,156 @@
+"""What was merged where, what it saved, and why something was skipped."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass
+class LevelTally:
+    """Counts of one level. ``merged``: calls by (part, tokens, queries left, keys left); ``skipped``: by reason.
+
+    The attention work of a call is queries times keys times batch.
+    """
+
+    downsample: int
+    blocks: int
+    merged: Counter = field(default_factory=Counter)
+    skipped: Counter = field(default_factory=Counter)
+    traced: Counter = field(default_factory=Counter)
+    work_full: int = 0
+    work_left: int = 0
+
+
+class Ledger:
+    """Keeps the counts of one patch while it runs; only eager code writes into it.
+
+    Inside a compiled graph a Python counter would either be traced away or force a new graph at every call,
+    so there only the decision is noted, when it is traced.
+    """
+
+    def __init__(self, levels: list[LevelTally], notes: tuple[str, ...]) -> None:
+        self.levels = levels
+        self.notes = notes
+        self.calls = 0
+
+    def begin_call(self) -> None:
+        """One more call of the UNet."""
+        self.calls += 1
+
+    def merge(self, level: int, part: str, before: tuple[int, int, int], after: tuple[int, int]) -> None:
+        """A call merged. before: (batch, queries, keys) of the unmerged call; after: (queries, keys) left."""
+        tally = self.levels[level]
+        batch, queries, keys = before
+        what = (part, queries, *after)
+        if torch.compiler.is_compiling():
+            return
+        tally.merged[what] += 1
+        if part == "attn":
+            tally.work_full += batch * queries * keys
+            tally.work_left += batch * after[0] * after[1]
+
+    def skip(self, level: int, part: str, reason: str, work: int = 0) -> None:
+        """A call was left unmerged. work: batch times queries times keys of a self-attention."""
+        if torch.compiler.is_compiling():
+            return
+        tally = self.levels[level]
+        tally.skipped[f"{part}: {reason}"] += 1
+        tally.work_full += work
+        tally.work_left += work
+
+
+@dataclass(frozen=True)
+class LevelReport:
+    """One level. ``tokens``: (before, queries after, keys after) of each kind of merged self-attention call.
+
+    calls_merged, calls_skipped: calls of blocks' parts; reasons: skipped calls by reason.
+    work_saved: share of the self-attention work (queries times keys) that was saved, None before any call.
+    """
+
+    level: int
+    downsample: int
+    blocks: int
+    covered: bool
+    tokens: tuple[tuple[int, int, int], ...]
+    calls_merged: int
+    calls_skipped: int
+    reasons: dict[str, int]
+    work_saved: float | None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a patch did so far; ``str()`` of it is for people. ``calls``: calls of the UNet that were counted."""
+
+    patched: bool
+    settings: tuple[str, ...] = ()
+    calls: int = 0
+    levels: tuple[LevelReport, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def merged_anything(self) -> bool:
+        """True where at least one call was merged."""
+        return any(level.calls_merged for level in self.levels)
+
+    def __str__(self) -> str:
+        if not self.patched and not self.levels:
+            return "Token merging: not applied to this model."
+        lines = [f"Token merging: {'; '.join(self.settings)} ({self.calls} UNet calls)"]
+        lines += [line for level in self.levels for line in _level_lines(level)]
+        lines += [f"  note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+
+def _level_lines(level: LevelReport) -> list[str]:
+    head = f"  level {level.level} (latent /{level.downsample}, {_count(level.blocks, 'block')})"
+    if not level.covered:
+        return [f"{head}: left alone, no rule covers it"]
+    lines = []
+    if level.calls_merged:
+        lines.append(f"{head}: {_tokens_text(level)}{_count(level.calls_merged, 'call')} merged{_saved_text(level)}")
+    elif not level.calls_skipped:
+        lines.append(f"{head}: will merge; no call counted yet")
+    else:
+        lines.append(f"{head}: nothing merged")
+    lines += [f"    skipped {_count(n, 'call')}: {reason}" for reason, n in sorted(level.reasons.items())]
+    return lines
+
+
+def _tokens_text(level: LevelReport) -> str:
+    kinds = [f"{n} tokens -> {_sides(queries, keys)}" for n, queries, keys in level.tokens]
+    return "; ".join(kinds) + ", " if kinds else ""
+
+
+def _sides(queries: int, keys: int) -> str:
+    return str(queries) if queries == keys else f"{queries} queries x {keys} keys"
+
+
+def _saved_text(level: LevelReport) -> str:
+    return "" if level.work_saved is None else f", {level.work_saved:.0%} of the attention work saved"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def make_report(ledger: Ledger, covered: list[bool], settings: tuple[str, ...], patched: bool) -> Report:
+    """The counts so far, as something that no longer changes."""
+    levels = tuple(
+        LevelReport(
+            level=number,
+            downsample=tally.downsample,
+            blocks=tally.blocks,
+            covered=covered[number],
+            tokens=tuple(sorted({(n, q, k) for part, n, q, k in tally.merged if part == "attn"}, reverse=True)),
+            calls_merged=sum(tally.merged.values()),
+            calls_skipped=sum(tally.skipped.values()),
+            reasons=dict(tally.skipped),
+            work_saved=1 - tally.work_left / tally.work_full if tally.work_full else None,
+        )
+        for number, tally in enumerate(ledger.levels)
+    )
+    return Report(patched, settings, ledger.calls, levels, ledger.notes)

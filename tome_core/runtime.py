@@ -1,0 +1,142 @@
+"""The state of a patched UNet while it runs: its clock, the rules in force, and what one call knows."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from .config import MergeConfig
+from .grid import Grid
+from .report import Ledger
+from .schedule import UNKNOWN, LevelRules, NoiseSchedule, Time, choose
+
+logger = logging.getLogger(__name__)
+
+
+class Call(NamedTuple):
+    """One call of the UNet. stamp: its timestep argument, what draws depend on; rules: those in force, by level."""
+
+    stamp: Any
+    rules: tuple[LevelRules, ...]
+
+
+class GridCall(NamedTuple):
+    """One call of a transformer: the UNet call it belongs to, and the picture's batch and token grid."""
+
+    call: Call
+    batch: int
+    grid: Grid
+
+
+class Run:
+    """Clock, rules in force and counts of one patch.
+
+    config: the settings. downsamples: of each level. schedule: ties the scales of time together; None on a
+    bare UNet, which knows its timestep alone.
+    """
+
+    def __init__(
+        self, config: MergeConfig, downsamples: Sequence[int], schedule: NoiseSchedule | None, ledger: Ledger
+    ) -> None:
+        self.config = config
+        self.downsamples = tuple(downsamples)
+        self.knows_schedule = schedule is not None
+        # times given in percent or sigma from outside are Stable Diffusion's where nothing else is known
+        self.schedule = schedule or NoiseSchedule.stable_diffusion()
+        self.ledger = ledger
+        self.uses_time = any(rule.uses_time for rule in config.rules)
+        self.time_is_given = False
+        self.call: Call | None = None
+        self.why_off = ""
+        self.rules: tuple[LevelRules, ...] = ()
+        self._choices: dict[tuple[LevelRules, ...], tuple[LevelRules, ...]] = {}
+        self._choose(UNKNOWN)
+
+    @property
+    def lacks_schedule(self) -> bool:
+        """True where a rule is limited on a scale that the timestep argument alone does not give."""
+        limited = any(rule.uses_percent or rule.max_beta is not None for rule in self.config.rules)
+        return limited and not self.knows_schedule
+
+    def set_time(self, percent: float | None, timestep: float | None, sigma: float | None) -> None:
+        """Take the time from outside until further notice; all None hands the clock back to the UNet's argument.
+
+        Whichever is given, the schedule supplies the other scales.
+        """
+        self.time_is_given = not (percent is None and timestep is None and sigma is None)
+        if sigma is not None and timestep is None:
+            timestep = self.schedule.timestep_of_sigma(sigma)
+        if percent is not None and timestep is None:
+            timestep = self.schedule.timestep_of(percent)
+        self._choose(self._moment(timestep, percent, everything=True))
+
+    def begin(self, timestep: Any) -> None:
+        """A call of the UNet starts; timestep is its argument: a number, or a tensor ``[]`` or ``[B]``."""
+        if not torch.compiler.is_compiling():
+            self.ledger.begin_call()
+            if self.uses_time and not self.time_is_given:
+                self._choose(self._moment(_common_value(timestep), None, everything=self.knows_schedule))
+        self.call = Call(timestep, self.rules)
+
+    def end(self) -> None:
+        """The call is over; nothing of it is kept."""
+        self.call = None
+
+    def current(self) -> Call:
+        """The call in progress; where somebody runs a part of the UNet by itself, one without a time."""
+        return self.call if self.call is not None else Call(None, self.rules)
+
+    def _moment(self, timestep: float | None, percent: float | None, everything: bool) -> Time:
+        if timestep is None:
+            return Time(percent=percent)
+        if not everything:
+            return Time(timestep=timestep)
+        exact = self.schedule.percent_of(timestep) if percent is None else percent
+        return Time(exact, timestep, self.schedule.beta_of(timestep))
+
+    def _choose(self, time: Time) -> None:
+        rules = choose(self.config.rules, self.downsamples, time)
+        # Equal choices are one object: a compiled graph is chosen by what it finds here.
+        self.rules = self._choices.setdefault(rules, rules)
+        self.why_off = "outside the rules' time range" if time != UNKNOWN else "the time is not known"
+
+
+def _common_value(timestep: Any) -> float | None:
+    """The timestep as a number; None where the samples of a batch are at different times.
+
+    Only asked for where a rule is limited in time, because on a GPU the answer waits for the device.
+    """
+    if not torch.is_tensor(timestep):
+        return None if timestep is None else float(timestep)
+    values = timestep.detach().reshape(-1).tolist()
+    return float(values[0]) if values and min(values) == max(values) else None
+
+
+class CallMemory:
+    """Which call a tensor belonged to, for gradient checkpointing.
+
+    A checkpoint runs a block again during the backward pass, when the UNet may have been called at another
+    size and time since. The block's input is kept alive until then, so its address tells which call it was.
+    """
+
+    LIMIT = 4096
+
+    def __init__(self) -> None:
+        self._calls: OrderedDict[int, Any] = OrderedDict()
+
+    def keep(self, x: torch.Tensor, call: Any, training: bool) -> None:
+        """Remember the call of ``x``, unless no backward pass can follow."""
+        if torch.compiler.is_compiling() or not (training or torch.is_grad_enabled() or x.requires_grad):
+            return
+        self._calls[x.data_ptr()] = call
+        self._calls.move_to_end(x.data_ptr())
+        if len(self._calls) > self.LIMIT:
+            self._calls.popitem(last=False)
+
+    def recall(self, x: torch.Tensor) -> Any | None:
+        """The call of ``x``, or None."""
+        return self._calls.get(x.data_ptr()) if self._calls else None

@@ -1,0 +1,148 @@
+"""Which rule holds at which time and level, and how times are converted.
+
+Three scales, all of one noise schedule of ``T`` training steps (1,000 for Stable Diffusion):
+
+* timestep ``t``: ``T - 1`` is pure noise, 0 the finished picture; what the UNet is called with;
+* percent ``p``: ``t = (1 - p) * (T - 1)``. ComfyUI's ``percent_to_sigma(p)`` is the sigma of that timestep,
+  so ranges given in per cent mean the same there;
+* beta ``beta_t``: the noise that training step ``t`` adds. For Stable Diffusion ("scaled linear")
+  ``sqrt(beta_t) = sqrt(0.00085) + t / (T - 1) * (sqrt(0.012) - sqrt(0.00085))``.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from .config import MergeRule
+
+_SD_BETA_START, _SD_BETA_END, _SD_STEPS = 0.00085, 0.012, 1000
+
+
+@dataclass(frozen=True)
+class NoiseSchedule:
+    """Betas of all training steps, ascending: what ties timestep, percent and beta together."""
+
+    betas: tuple[float, ...]
+
+    @classmethod
+    def stable_diffusion(cls) -> NoiseSchedule:
+        """The schedule of SD1, SD2 and SDXL."""
+        first, last = _SD_BETA_START**0.5, _SD_BETA_END**0.5
+        steps = range(_SD_STEPS)
+        return cls(tuple((first + t / (_SD_STEPS - 1) * (last - first)) ** 2 for t in steps))
+
+    @property
+    def last(self) -> int:
+        """The highest timestep, ``T - 1``."""
+        return len(self.betas) - 1
+
+    def percent_of(self, timestep: float) -> float:
+        """Share of the schedule that lies behind, 0 at pure noise. Clamped to 0..1."""
+        return min(1.0, max(0.0, 1.0 - timestep / self.last))
+
+    def timestep_of(self, percent: float) -> float:
+        """The timestep at a share of the schedule; the inverse of `percent_of`."""
+        return (1.0 - percent) * self.last
+
+    def beta_of(self, timestep: float) -> float:
+        """beta_t, linear between whole timesteps, clamped to the schedule's ends."""
+        t = min(float(self.last), max(0.0, timestep))
+        below = int(t)
+        above = min(below + 1, self.last)
+        return self.betas[below] + (t - below) * (self.betas[above] - self.betas[below])
+
+    def timestep_of_sigma(self, sigma: float) -> float:
+        """The timestep at which the noise has this standard deviation, relative to a picture of unit variance.
+
+        ``sigma_t^2 = 1 / prod(1 - beta) - 1``, linear between whole timesteps in log sigma as in k-diffusion,
+        clamped to the schedule's ends.
+        """
+        logs = self._log_sigmas
+        wanted = math.log(max(sigma, 1e-12))
+        above = bisect.bisect_left(logs, wanted)
+        if above == 0 or above == len(logs):
+            return float(min(above, self.last))
+        low, high = logs[above - 1], logs[above]
+        return above - 1 + (wanted - low) / (high - low)
+
+    @cached_property
+    def _log_sigmas(self) -> list[float]:
+        log_kept, logs = 0.0, []
+        for beta in self.betas:
+            log_kept += math.log(max(1.0 - beta, 1e-12))
+            logs.append(0.5 * math.log(max(math.expm1(-log_kept), 1e-24)))
+        return logs
+
+
+class Time(NamedTuple):
+    """A moment on the three scales; None where it is not known."""
+
+    percent: float | None = None
+    timestep: float | None = None
+    beta: float | None = None
+
+
+UNKNOWN = Time()
+
+
+class LevelRules(NamedTuple):
+    """The rules in force at one level, one for each part of a block; None where nothing is merged."""
+
+    attn: MergeRule | None = None
+    crossattn: MergeRule | None = None
+    mlp: MergeRule | None = None
+
+    @property
+    def any(self) -> bool:
+        """True where some part is merged."""
+        return any(rule is not None for rule in self)
+
+
+def holds_at(rule: MergeRule, time: Time) -> bool:
+    """Is the moment inside all of the rule's limits? A limit on a scale that is not known does not hold."""
+    within = True
+    if rule.uses_percent:
+        within = time.percent is not None and rule.start_percent <= time.percent <= rule.end_percent
+    if rule.min_timestep is not None:
+        within = within and time.timestep is not None and time.timestep >= rule.min_timestep
+    if rule.max_timestep is not None:
+        within = within and time.timestep is not None and time.timestep <= rule.max_timestep
+    if rule.max_beta is not None:
+        within = within and time.beta is not None and time.beta < rule.max_beta
+    return within
+
+
+def reaches(rule: MergeRule, level: int, downsample: int) -> bool:
+    """Does the rule cover blocks of this level, down-sampled this much from the latent?"""
+    if rule.max_downsample is not None:
+        return downsample <= rule.max_downsample
+    return level in (rule.levels if rule.levels is not None else (0,))
+
+
+def choose(rules: Sequence[MergeRule], downsamples: Sequence[int], time: Time) -> tuple[LevelRules, ...]:
+    """The rules in force now: for each level (its down-sampling given) and part, the first that fits.
+
+    A rule of ratio 0 fits too: it keeps its blocks and times unmerged whatever later rules say.
+    """
+    live = [rule for rule in rules if holds_at(rule, time)]
+    return tuple(
+        LevelRules(*(_first(live, level, downsample, part) for part in ("merge_attn", "merge_crossattn", "merge_mlp")))
+        for level, downsample in enumerate(downsamples)
+    )
+
+
+def _first(rules: Sequence[MergeRule], level: int, downsample: int, part: str) -> MergeRule | None:
+    for rule in rules:
+        if getattr(rule, part) and reaches(rule, level, downsample):
+            return None if rule.is_off else rule
+    return None
+
+
+def ever_merges(rules: Sequence[MergeRule], level: int, downsample: int) -> bool:
+    """Can any rule merge at this level at some time?"""
+    return any(not rule.is_off and reaches(rule, level, downsample) for rule in rules)

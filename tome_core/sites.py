@@ -1,0 +1,298 @@
+"""The places in a UNet where merging happens: what wraps the UNet, its transformers, blocks and their parts.
+
+The line of every LDM-style block is ``x = attn1(norm1(x)) + x``, then the same with ``attn2`` and ``ff``.
+Merging before such a part and unmerging after it needs no line of the block itself, so everything that hooks
+the block from outside goes on seeing all tokens. The wraps above the parts only pass on what the parts need:
+the UNet's its time, the transformer's the picture's grid, the block's the plan made from its input.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from .config import MergeRule
+from .families import Family
+from .grid import Draw, Grid
+from .methods import METHODS, MatchOptions
+from .plan import MergePlan
+from .runtime import CallMemory, GridCall, Run
+from .wrap import Wrap
+
+_TIME_NAMES = ("timesteps", "timestep", "t")
+_INPUT_NAMES = ("hidden_states", "x", "sample")
+_MASK_NAMES = ("mask", "attention_mask", "attn_mask")
+# sgm's cross-frame attention repeats keys over the batch, IP-Adapter masks are cut to the number of queries
+_STRANGER_NAMES = ("n_times_crossframe_attn_in_self", "ip_adapter_masks")
+
+
+class Merging(NamedTuple):
+    """A plan and how it is used in one part of a block."""
+
+    plan: MergePlan
+    rule: MergeRule
+    mode: str
+
+    def merge(self, x: torch.Tensor) -> torch.Tensor:
+        """``[B, N, C]`` to ``[B, G, C]``."""
+        return self.plan.merge(x, self.mode)
+
+
+class BlockCall(NamedTuple):
+    """One call of a block: what each part merges with (None: it does not), and the shape parts must have."""
+
+    attn: Merging | None
+    crossattn: Merging | None
+    mlp: Merging | None
+    batch: int
+    tokens: int
+
+
+class UNetSite(Wrap):
+    """Around the UNet: opens and closes the call, and hands its timestep argument to the run."""
+
+    def __init__(self, unet: nn.Module, run: Run) -> None:
+        super().__init__(unet)
+        self.run = run
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The UNet's forward, inside a call of the run."""
+        if not self.active:
+            return self.original(*args, **kwargs)
+        self.run.begin(args[1] if len(args) > 1 else _named(kwargs, _TIME_NAMES))
+        try:
+            return self.original(*args, **kwargs)
+        finally:
+            self.run.end()
+
+
+class TransformerSite(Wrap):
+    """Around a transformer: takes the token grid from its 4-D input, anew at each call."""
+
+    def __init__(self, transformer: nn.Module, run: Run) -> None:
+        super().__init__(transformer)
+        self.run = run
+        self.current: GridCall | None = None
+        self.memory = CallMemory()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The transformer's forward, its blocks knowing the grid."""
+        x = args[0] if args else _named(kwargs, _INPUT_NAMES)
+        if not self.active or not torch.is_tensor(x) or x.dim() != 4:
+            return self.original(*args, **kwargs)
+        call = self.run.call or self.memory.recall(x) or self.run.current()
+        self.memory.keep(x, call, self.target.training)
+        self.current = GridCall(call, x.shape[0], Grid(x.shape[2], x.shape[3]))
+        try:
+            return self.original(*args, **kwargs)
+        finally:
+            self.current = None
+
+
+class BlockSite(Wrap):
+    """Around a block: makes the plans of its parts from the block's input, as tomesd does."""
+
+    def __init__(self, block: nn.Module, transformer: TransformerSite, run: Run, level: int) -> None:
+        # LDM blocks run `_forward` inside their own gradient checkpoint, so only that is seen when it is repeated
+        super().__init__(block, "_forward" if hasattr(type(block), "_forward") else "forward")
+        self.transformer = transformer
+        self.run = run
+        self.level = level
+        self.current: BlockCall | None = None
+        self.memory = CallMemory()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The block's forward, its parts knowing their plans."""
+        x = args[0] if args else _named(kwargs, _INPUT_NAMES)
+        if not self.active or not torch.is_tensor(x) or x.dim() != 3:
+            return self.original(*args, **kwargs)
+        outer = self.transformer.current or self.memory.recall(x)
+        if outer is not None:
+            self.memory.keep(x, outer, self.target.training)
+            self.current = self._open(x, outer)
+        else:
+            self._skip(x, "the block was called outside its transformer")
+        try:
+            return self.original(*args, **kwargs)
+        finally:
+            self.current = None
+
+    def _open(self, x: torch.Tensor, outer: GridCall) -> BlockCall | None:
+        rules = outer.call.rules[self.level]
+        if not rules.any:
+            return self._skip(x, self.run.why_off)
+        if x.shape[0] != outer.batch or x.shape[1] != outer.grid.tokens:
+            return self._skip(x, "the tokens are not the picture's grid")
+        # one rule, one match: a block matches once however many of its parts merge
+        attn = self._match(x, outer, rules.attn)
+        crossattn = attn if rules.crossattn is rules.attn else self._match(x, outer, rules.crossattn)
+        if rules.mlp is rules.attn:
+            mlp = attn
+        else:
+            mlp = crossattn if rules.mlp is rules.crossattn else self._match(x, outer, rules.mlp)
+        if attn is None and crossattn is None and mlp is None:
+            return self._skip(x, "the grid is too small for the ratio to remove a token")
+        return BlockCall(attn, crossattn, mlp, x.shape[0], x.shape[1])
+
+    def _match(self, x: torch.Tensor, outer: GridCall, rule: MergeRule | None) -> Merging | None:
+        if rule is None:
+            return None
+        method = METHODS[rule.method]
+        draw = Draw(rule.seed, self.level, _stamp(outer.call.stamp, x)) if rule.use_rand else None
+        options = MatchOptions(rule.effective_ratio, rule.sx, rule.sy, draw, rule.cluster_on)
+        plan = method.match(x, outer.grid, options)
+        return None if plan is None else Merging(plan, rule, method.mode)
+
+    def _skip(self, x: torch.Tensor, reason: str) -> None:
+        self.run.ledger.skip(self.level, "block", reason, x.shape[0] * x.shape[1] * x.shape[1])
+
+
+class PartSite(Wrap):
+    """Around a part of a block: merge its input, unmerge its output."""
+
+    part = ""
+
+    def __init__(self, module: nn.Module, block: BlockSite) -> None:
+        super().__init__(module)
+        self.block = block
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The part's forward on merged tokens, or untouched where merging does not fit the call."""
+        merging = self._merging() if self.active else None
+        if merging is None:
+            return self.original(*args, **kwargs)
+        problem = self._problem(args, kwargs)
+        if problem:
+            self._skip(args, problem)
+            return self.original(*args, **kwargs)
+        return self._merged(merging, *args, **kwargs)
+
+    def _merging(self) -> Merging | None:
+        call = self.block.current
+        return None if call is None else getattr(call, self.part)
+
+    def _problem(self, args: tuple, kwargs: dict) -> str | None:
+        call = self.block.current
+        if not args or not torch.is_tensor(args[0]) or args[0].dim() != 3:
+            return "called in an unknown way"
+        if args[0].shape[0] != call.batch or args[0].shape[1] != call.tokens:
+            return "the tokens are not the picture's grid"
+        if any(kwargs.get(name) for name in _STRANGER_NAMES if not torch.is_tensor(kwargs.get(name))):
+            return "cross-frame attention or an adapter's mask needs every token"
+        return "an adapter's mask needs every token" if any(name in kwargs for name in _STRANGER_NAMES[1:]) else None
+
+    def _merged(self, merging: Merging, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        out = self.original(merging.merge(x), *args, **kwargs)
+        return self._finish(merging, x, out, (merging.plan.num_groups, 0), 0)
+
+    def _finish(self, merging: Merging, x: torch.Tensor, out: torch.Tensor, left: tuple[int, int], keys: int) -> Any:
+        self.block.run.ledger.merge(self.block.level, self.part, (x.shape[0], x.shape[1], keys), left)
+        return merging.plan.unmerge(out) if left[0] != x.shape[1] else out
+
+    def _skip(self, args: tuple, reason: str) -> None:
+        self.block.run.ledger.skip(self.block.level, self.part, reason)
+
+
+class FeedForwardSite(PartSite):
+    """Around ``ff``."""
+
+    part = "mlp"
+
+
+class CrossAttentionSite(PartSite):
+    """Around ``attn2``: only the queries are the picture's tokens. A mask over the prompt stays what it is."""
+
+    part = "crossattn"
+
+    def _problem(self, args: tuple, kwargs: dict) -> str | None:
+        masks = (kwargs.get(name) for name in _MASK_NAMES)
+        if any(torch.is_tensor(mask) and mask.dim() > 2 and mask.shape[-2] > 1 for mask in masks):
+            return "an attention mask for single tokens came along"
+        return super()._problem(args, kwargs)
+
+
+class SelfAttentionSite(PartSite):
+    """Around ``attn1``: merges query, key and value with one plan, or only the sides the rule names."""
+
+    part = "attn"
+
+    def __init__(self, module: nn.Module, block: BlockSite, family: Family) -> None:
+        super().__init__(module, block)
+        self.family = family
+
+    def _problem(self, args: tuple, kwargs: dict) -> str | None:
+        if len(args) > 2:
+            return "called in an unknown way"
+        if any(kwargs.get(name) is not None for name in _MASK_NAMES):
+            return "an attention mask came along"
+        return super()._problem(args, kwargs) or self._side_problem(args, kwargs)
+
+    def _side_problem(self, args: tuple, kwargs: dict) -> str | None:
+        side = self._merging().rule.effective_side
+        if side == "qkv":
+            return None
+        if side == "kv" and not self._is_self(args, kwargs):
+            return "keys and values are not the picture's tokens"
+        # diffusers' fused projections make q, k and v from one input and offer nothing else
+        fused = getattr(self.target, "fused_projections", False)
+        return "fused projections cannot merge one side alone" if fused else None
+
+    def _is_self(self, args: tuple, kwargs: dict) -> bool:
+        """Do keys and values come from the picture's tokens? ComfyUI passes them along even then."""
+        context = args[1] if len(args) > 1 else kwargs.get(self.family.context)
+        if context is None or context is args[0]:
+            return True
+        block = self.block.target
+        if getattr(block, "disable_self_attn", False) or getattr(block, "only_cross_attention", False):
+            return False
+        return context.shape[:2] == args[0].shape[:2]
+
+    def _merged(self, merging: Merging, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        own = self._is_self((x, *args), kwargs)
+        side = merging.rule.effective_side if own else "q"
+        groups, tokens = merging.plan.num_groups, x.shape[1]
+        if args:
+            kwargs = {self.family.context: args[0], **kwargs}
+        context = kwargs.get(self.family.context)
+        merged = merging.merge(x)
+        if side == "q":
+            kwargs[self.family.context] = x if context is None else context
+        else:
+            self._merge_keys(merging, x, merged, kwargs, explicit=side == "kv")
+        out = self.original(merged if side != "kv" else x, **kwargs)
+        queries = tokens if side == "kv" else groups
+        keys = tokens if own else context.shape[1]
+        return self._finish(merging, x, out, (queries, keys if side == "q" else groups), keys)
+
+    def _merge_keys(
+        self, merging: Merging, x: torch.Tensor, merged: torch.Tensor, kwargs: dict, explicit: bool
+    ) -> None:
+        for name in (self.family.context, "value"):
+            given = kwargs.get(name)
+            if given is not None:
+                kwargs[name] = merged if given is x else merging.merge(given)
+        if explicit and kwargs.get(self.family.context) is None:
+            kwargs[self.family.context] = merged
+
+    def _skip(self, args: tuple, reason: str) -> None:
+        call = self.block.current
+        self.block.run.ledger.skip(self.block.level, self.part, reason, call.batch * call.tokens * call.tokens)
+
+
+def _named(kwargs: dict, names: tuple[str, ...]) -> Any:
+    return next((kwargs[name] for name in names if name in kwargs), None)
+
+
+def _stamp(time: Any, x: torch.Tensor) -> torch.Tensor | None:
+    """The timestep of each sample of ``x`` as a tensor ``[1]`` or ``[B]``; video models pass one for several frames."""
+    if time is None:
+        return None
+    if not torch.is_tensor(time):
+        return torch.full((1,), float(time), device=x.device)
+    time = time.detach().reshape(-1)
+    batch, count = x.shape[0], time.shape[0]
+    if count in (1, batch):
+        return time
+    return time.repeat_interleave(batch // count) if batch % count == 0 else time[:1]

@@ -1,0 +1,80 @@
+"""Wrapping one method of one object in place, and taking the wrap off again whatever others did meanwhile."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+
+class Wrap:
+    """Stands in for ``target.NAME`` on the instance; subclasses put their work into `forward`.
+
+    A bound method of a small object instead of a closure, so that a deep copy or a pickle of the target
+    calls the copy's weights. What lies beneath is fixed for life: if a foreign wrapper was put on top and
+    saved this one as "the original", a wrap that changed its mind about what it calls could call itself.
+    Removed, or left underneath somebody else's wrapper, it is a pass-through for ever.
+    """
+
+    def __init__(self, target: Any, name: str = "forward") -> None:
+        self.target = target
+        self.name = name
+        self.active = False
+        self.beneath = vars(target).get(name)
+        self._of_class = getattr(type(target), name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What callers of ``target.NAME`` get."""
+        return self.original(*args, **kwargs)
+
+    def original(self, *args: Any, **kwargs: Any) -> Any:
+        """What ``target.NAME`` did before: somebody's own replacement, else the class's method.
+
+        The class is asked at every call, because hosts replace methods of classes, and classes of objects. A
+        compiler cannot follow that question for every class, so it gets the answer of the last `install`.
+        """
+        if self.beneath is not None:
+            return self.beneath(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return self._of_class(self.target, *args, **kwargs)
+        return getattr(type(self.target), self.name)(self.target, *args, **kwargs)
+
+    def is_on_top(self) -> bool:
+        """Is it this object that ``target.NAME`` calls first?"""
+        return getattr(vars(self.target).get(self.name), "__self__", None) is self
+
+    def install(self) -> Wrap:
+        """Put it on and return the wrap in force: this one, or a new one over what others have put there since.
+
+        Reusing the same object keeps a compiled graph valid; idempotent.
+        """
+        current = vars(self.target).get(self.name)
+        wrap = self
+        if not self.is_on_top():
+            if current is not self.beneath and current != self.beneath:
+                self.active = False
+                wrap = copy.copy(self)
+                wrap.beneath = current
+            setattr(self.target, self.name, wrap.forward)
+        wrap._of_class = getattr(type(self.target), self.name)
+        wrap.active = True
+        return wrap
+
+    def uninstall(self) -> None:
+        """Take it off and leave what was there before; underneath another's wrapper, become a pass-through."""
+        self.active = False
+        if not self.is_on_top():
+            return
+        if self.beneath is None:
+            delattr(self.target, self.name)
+        else:
+            setattr(self.target, self.name, self.beneath)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # not every function can be pickled; this one is found again
+        return {key: value for key, value in vars(self).items() if key != "_of_class"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._of_class = getattr(type(self.target), self.name)
