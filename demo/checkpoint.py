@@ -1,0 +1,123 @@
+"""What a path given by the user holds, read without loading it, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+PICKLED = (".ckpt", ".pt", ".pth", ".bin", ".pkl", ".pickle", ".mar", ".onnx.pb")
+WHY_NOT_PICKLED = "a pickle can run any code when it is opened, so only .safetensors weights are accepted here"
+HEADER_LIMIT = 100_000_000  # bytes; the format's own limit
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model that may be loaded. `kind`: "folder", "sd" or "sdxl"; `variant` as diffusers means it ("fp16")."""
+
+    path: Path
+    kind: str
+    variant: str | None = None
+
+
+def inspect(path: Path) -> Checkpoint:
+    """Say what `path` holds. Raises FileNotFoundError or ValueError, in one sentence, where it cannot be used."""
+    if not path.exists():
+        raise FileNotFoundError(f"--model {path} does not exist; give a diffusers folder or a .safetensors file")
+    return _inspect_folder(path) if path.is_dir() else _inspect_file(path)
+
+
+def _inspect_file(path: Path) -> Checkpoint:
+    if path.suffix.lower() in PICKLED:
+        raise ValueError(f"{path} is a pickled checkpoint: {WHY_NOT_PICKLED}; "
+                         "download or convert the model as .safetensors")
+    if path.suffix != ".safetensors":
+        raise ValueError(f"{path} ends in {path.suffix or 'nothing'!r}; a single-file model must end in "
+                         "'.safetensors' (or give a diffusers folder)")
+    shapes = read_shapes(path)
+    first = shapes.get("model.diffusion_model.input_blocks.0.0.weight")
+    if first is None:
+        raise ValueError(f"{path} holds no Stable Diffusion UNet (no 'model.diffusion_model.input_blocks' among its "
+                         f"{len(shapes)} tensors): a LoRA, a VAE, a part of a model, or another kind of model; "
+                         "give a whole SD1.x, SD2.x or SDXL checkpoint, or a diffusers folder")
+    _refuse_extra_channels(path, first[1], 4)
+    if any(name.startswith("conditioner.embedders.1.") for name in shapes):
+        return Checkpoint(path, "sdxl")
+    if any(name.startswith("conditioner.") for name in shapes):
+        raise ValueError(f"{path} is an SDXL refiner, which only improves finished pictures; give an SDXL base model")
+    return Checkpoint(path, "sd")
+
+
+def read_shapes(path: Path) -> dict[str, list[int]]:
+    """Tensor names and shapes of a .safetensors file from its header. Raises ValueError if it is not one."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = file.read(length) if 2 <= length <= HEADER_LIMIT else b""
+    try:
+        entries = json.loads(header)
+        return {name: entry["shape"] for name, entry in entries.items() if name != "__metadata__"}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path} ends in .safetensors but is no such file (its header does not read: {error}); "
+                         "it may be a renamed or incomplete download, get it again") from error
+
+
+def _inspect_folder(path: Path) -> Checkpoint:
+    index = path / "model_index.json"
+    if not index.is_file():
+        if any(file.suffix.lower() in PICKLED for file in path.iterdir()):
+            raise ValueError(f"{path} holds pickled weights: {WHY_NOT_PICKLED}; convert the model as .safetensors")
+        raise ValueError(f"{path} has no model_index.json, so it is no diffusers folder; give the folder that has "
+                         "one, or a single .safetensors file")
+    parts = _parts(index)
+    if "unet" not in parts:
+        raise ValueError(f"{path} holds a model without a UNet (its parts: {', '.join(parts) or 'none'}); "
+                         "merging works on Stable Diffusion's UNets")
+    for name in parts:
+        _refuse_pickled(path / name)
+    _refuse_code(path, parts)
+    unet = _read_json(path / "unet" / "config.json")
+    _refuse_extra_channels(path, unet.get("in_channels", 4), unet.get("out_channels", 4))
+    return Checkpoint(path, "folder", _variant(path / "unet"))
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path} is missing: the model is incomplete, get it again") from None
+    except ValueError as error:
+        raise ValueError(f"{path} does not read as JSON ({error}); the model is damaged, get it again") from error
+
+
+def _parts(index: Path) -> list[str]:
+    """Names of a pipeline's parts that are there: [library, class] in model_index.json."""
+    entries = _read_json(index).items()
+    return [name for name, entry in entries if isinstance(entry, list) and entry and entry[0] is not None]
+
+
+def _refuse_pickled(part: Path) -> None:
+    files = list(part.iterdir()) if part.is_dir() else []
+    pickled = [file.name for file in files if file.suffix.lower() in PICKLED]
+    if pickled and not any(file.suffix == ".safetensors" for file in files):
+        raise ValueError(f"{part} holds only pickled weights ({pickled[0]}): {WHY_NOT_PICKLED}; "
+                         "download or convert the model as .safetensors")
+
+
+def _refuse_code(path: Path, parts: list[str]) -> None:
+    """Older diffusers import modules that a local folder brings along, without asking."""
+    found = [file for folder in (path, *(path / part for part in parts)) for file in folder.glob("*.py")]
+    if found:
+        raise ValueError(f"{found[0]} is Python code inside the model, which loading it could run; "
+                         "use a model without code of its own, or move that file away if the model does not need it")
+
+
+def _refuse_extra_channels(path: Path, channels: int, expected: int) -> None:
+    if channels != expected:
+        raise ValueError(f"{path} takes {channels} latent channels where a text-to-image model takes {expected}: "
+                         "an inpainting or editing model; give one that makes pictures from text alone")
+
+
+def _variant(unet: Path) -> str | None:
+    """None where plain weights exist, else the tag in `diffusion_pytorch_model.fp16.safetensors`."""
+    tags = [file.name.split(".")[1:-1] for file in sorted(unet.glob("*.safetensors"))]
+    return None if not tags or [] in tags else tags[0][0].split("-")[0]

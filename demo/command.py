@@ -1,0 +1,156 @@
+"""The demo's command line. Everything that can be wrong is refused before the first picture is begun."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+from demo import checkpoint, cores, prompt
+
+ROOT = Path(__file__).resolve().parent.parent
+OUTPUT = ROOT / "demo-output" / "comparison.png"
+PICTURES = 4
+BLOCK_RATIO, BLOCK_REPEATS = 0.5, 7
+
+
+def number(name: str, low: int, high: int, remedy: str):
+    """A parser for a whole number in low..high."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = None
+        if value is None or not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is no {name}; allowed is a whole number from {low} to {high}, "
+                                             f"{remedy}")
+        return value
+
+    return parse
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options; `install.py demo` passes everything on to them."""
+    made = argparse.ArgumentParser(
+        prog="demo", description="Pictures without token merging and at ratio 0.25, 0.5 and 0.75, from the same seeds."
+    )
+    add = made.add_argument
+    add("--pictures", type=number("number of pictures", 1, 64, "such as 4"), metavar="N",
+        help=f"how many pictures each setting makes (default {PICTURES}, or one for each --prompt)")
+    add("--steps", type=number("number of steps", 1, 1000, "such as 20"), default=20, metavar="N",
+        help="solver steps a picture (default 20)")
+    add("--seed", type=number("seed", 0, 2**31, "such as 0"), default=0, metavar="N",
+        help="seed of the first picture; the next ones count up (default 0)")
+    add("--prompt", action="append", metavar="TEXT",
+        help=f"what to paint; repeat it for several. The embedded model knows {prompt.known_words()}")
+    add("--model", type=Path, metavar="DIR_OR_FILE",
+        help="your own model: a diffusers folder or a single .safetensors file (pickled checkpoints are refused)")
+    add("--config", type=Path, metavar="DIR",
+        help="with a single-file --model: a local diffusers folder with its configuration and tokenizer")
+    add("--device", metavar="NAME", help="cpu, cuda, mps, ... (default: an accelerator if torch sees one, else cpu)")
+    add("--output", type=Path, default=OUTPUT, metavar="PNG", help=f"where the picture goes (default {OUTPUT})")
+    return made
+
+
+def checked(options: argparse.Namespace) -> checkpoint.Checkpoint | None:
+    """Complete the options and check them together, without torch; gives the user's checkpoint if there is one.
+
+    Raises ValueError or OSError with the sentence the user is to read.
+    """
+    given = options.prompt or []
+    if options.pictures and len(given) > options.pictures:
+        raise ValueError(f"--pictures {options.pictures} is less than the {len(given)} prompts; "
+                         "give at least as many, or leave --pictures out")
+    options.pictures = options.pictures or len(given) or PICTURES
+    if options.config and not (options.model and options.model.is_file()):
+        raise ValueError(f"--config {options.config} belongs to a single-file --model FILE.safetensors; leave it out")
+    if options.config and not (options.config / "model_index.json").is_file():
+        raise ValueError(f"--config {options.config} has no model_index.json; give a diffusers folder")
+    if not options.model:
+        for text in given:
+            prompt.parse(text)
+    _check_output(options.output)
+    return checkpoint.inspect(options.model) if options.model else None
+
+
+def _check_output(path: Path) -> None:
+    if path.suffix.lower() != ".png" or path.is_dir():
+        raise ValueError(f"--output {path} is no PNG file name; give one such as comparison.png")
+    existing = next(folder for folder in path.absolute().parents if folder.exists())
+    if not existing.is_dir():
+        raise ValueError(f"--output {path} lies below {existing}, which is a file; give another place")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    probe = path.with_name(f"{path.name}.part")
+    try:
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(f"--output {path} cannot be written ({error.strerror}); give another place") from error
+
+
+def _device(name: str | None):
+    import torch
+
+    if name is None:
+        mps = torch.backends.mps.is_available()
+        return torch.device("cuda" if torch.cuda.is_available() else "mps" if mps else "cpu")
+    try:
+        torch.empty(1, device=name)
+        return torch.device(name)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ValueError(f"--device {name} does not work here ({str(error).splitlines()[0]}); "
+                         "leave it out to take what torch finds") from error
+
+
+def _source(options: argparse.Namespace, user: checkpoint.Checkpoint | None):
+    import tome_core
+    from demo.source import Embedded, UserPipeline
+
+    device = _device(options.device)
+    made = UserPipeline(user, options.config, device) if user else Embedded(device)
+    tome_core.patch(made.target, tome_core.MergeConfig(ratio=BLOCK_RATIO)).remove()  # unsupported: say so now
+    return made
+
+
+def _run(options: argparse.Namespace, source) -> None:
+    from tqdm import tqdm
+
+    import tome_core.bench
+    from demo import picture, sheet, table
+    from demo.source import LONG_PROMPTS
+
+    texts = options.prompt or list(LONG_PROMPTS if options.model else prompt.PROMPTS)
+    wanted = picture.orders(texts, options.pictures, options.seed)
+    with tqdm(total=options.steps * len(wanted) * len(picture.VARIANTS), unit="step") as bar:
+        columns = picture.compare(source, wanted, options.steps, bar.update, bar.set_description)
+        bar.set_description("done")
+    print("Timing one SD1.5-sized block ...", file=sys.stderr)
+    block = table.Block(BLOCK_RATIO, *tome_core.bench.time_block(ratio=BLOCK_RATIO, repeats=BLOCK_REPEATS))
+    title = f"Token merging, {source.name}, {options.steps} steps on {source.device}"
+    sheet.write(sheet.draw(columns, wanted, title), options.output)
+    print(f"{title}, {len(wanted)} pictures each\n\n{table.table(columns)}\n")
+    for column in columns[1:]:
+        print(f"{picture.label(column.ratio)}: {column.report}\n")
+    print(f"{table.verdict(columns, block)}\n\nThe pictures side by side: {options.output.resolve()}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the demo; gives the exit code: 0 done, 2 wrong options (one sentence says which), 130 interrupted."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    options = parser().parse_args(arguments)
+    try:
+        try:
+            user = checked(options)
+            cores.wait_passively()
+            print("Loading the model ...", file=sys.stderr)
+            source = _source(options, user)
+        except (ValueError, OSError) as error:
+            print(f"demo: {error}", file=sys.stderr)
+            return 2
+        _run(options, source)
+    except KeyboardInterrupt:
+        print("\ndemo: stopped; nothing was written.", file=sys.stderr)
+        return 130
+    return 0

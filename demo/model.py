@@ -1,0 +1,112 @@
+"""The embedded model: a small UNet of Stable Diffusion's architecture on a fixed Haar latent."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import torch
+from diffusers import UNet2DConditionModel
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from demo.prompt import VOCABULARY
+
+WEIGHTS = Path(__file__).with_name("scenes128.safetensors")
+UNET = {
+    "sample_size": 64,
+    "in_channels": 12,
+    "out_channels": 12,
+    "block_out_channels": [32, 64, 128],
+    "down_block_types": ["CrossAttnDownBlock2D"] * 3,
+    "up_block_types": ["CrossAttnUpBlock2D"] * 3,
+    "layers_per_block": 1,
+    "cross_attention_dim": 96,
+    "attention_head_dim": [1, 2, 4],  # diffusers means the number of heads by it: 32 channels each here
+    "norm_num_groups": 16,
+}
+SCHEDULER = {
+    "num_train_timesteps": 1000,
+    "beta_schedule": "scaled_linear",
+    "beta_start": 0.00085,
+    "beta_end": 0.012,
+    "prediction_type": "v_prediction",
+    "rescale_betas_zero_snr": True,
+    "clip_sample": False,
+}
+HAAR_GAIN = 5.0  # detail bands of these scenes are about five times weaker than the mean band
+
+
+def encode(pictures: torch.Tensor, gain: float = HAAR_GAIN) -> torch.Tensor:
+    """Pictures [n, 3, H, W] in -1..1 to latents [n, 12, H/2, W/2]: one level of the Haar transform.
+
+    decode(encode(x)) == x up to rounding. Raises ValueError for an odd side.
+    """
+    if pictures.shape[-1] % 2 or pictures.shape[-2] % 2:
+        raise ValueError(f"pictures of {tuple(pictures.shape[-2:])} pixels have no Haar latent; "
+                         "both sides must be even")
+    a, b = pictures[..., ::2, ::2], pictures[..., ::2, 1::2]
+    c, d = pictures[..., 1::2, ::2], pictures[..., 1::2, 1::2]
+    details = [a - b + c - d, a + b - c - d, a - b - c + d]
+    return torch.cat([(a + b + c + d) / 2, *(gain * detail / 2 for detail in details)], 1)
+
+
+def decode(latents: torch.Tensor, gain: float = HAAR_GAIN) -> torch.Tensor:
+    """Latents [n, 12, h, w] back to pictures [n, 3, 2h, 2w]; the inverse of `encode`."""
+    mean, across, down, diagonal = latents.chunk(4, 1)
+    across, down, diagonal = across / gain, down / gain, diagonal / gain
+    n, channels, height, width = mean.shape
+    pictures = latents.new_empty(n, channels, 2 * height, 2 * width)
+    pictures[..., ::2, ::2] = (mean + across + down + diagonal) / 2
+    pictures[..., ::2, 1::2] = (mean - across + down - diagonal) / 2
+    pictures[..., 1::2, ::2] = (mean + across - down - diagonal) / 2
+    pictures[..., 1::2, 1::2] = (mean - across - down + diagonal) / 2
+    return pictures
+
+
+class SceneModel(nn.Module):
+    """UNet and prompt embedding. Its state dict has the keys `unet.*` and `emb.weight` [26, 96]."""
+
+    def __init__(self, unet: dict | None = None, scheduler: dict | None = None, haar_gain: float = HAAR_GAIN):
+        super().__init__()
+        unet = unet or UNET
+        self.unet = UNet2DConditionModel(**unet)
+        self.emb = nn.Embedding(VOCABULARY, unet["cross_attention_dim"])
+        self.unet_config, self.scheduler, self.haar_gain = unet, scheduler or SCHEDULER, haar_gain
+
+    def forward(self, latents: torch.Tensor, timestep: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """v-prediction [n, 12, h, w] for noisy `latents`, `timestep` (0-d or [n]) and `tokens` int [n, 6]."""
+        return self.unet(latents, timestep, self.emb(tokens), return_dict=False)[0]
+
+
+def save(model: SceneModel, path: Path) -> None:
+    """Write the weights as fp16 safetensors that carry their own configuration; replaces `path` in one move."""
+    metadata = {
+        "unet_config": json.dumps(model.unet_config),
+        "scheduler": json.dumps(model.scheduler),
+        "haar_gain": str(model.haar_gain),
+    }
+    unfinished = Path(f"{path}.part")
+    weights = {name: value.detach().half().cpu().contiguous() for name, value in model.state_dict().items()}
+    save_file(weights, unfinished, metadata)
+    os.replace(unfinished, path)
+
+
+def load(path: Path = WEIGHTS) -> SceneModel:
+    """The model in `path`, float32, on the CPU, ready to sample.
+
+    Raises ValueError where the file is no weights file of this demo, FileNotFoundError where there is none.
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            weights = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
+        unet, scheduler = json.loads(metadata["unet_config"]), json.loads(metadata["scheduler"])
+        model = SceneModel(unet, scheduler, float(metadata["haar_gain"]))
+        model.load_state_dict(weights)
+    except (SafetensorError, KeyError, RuntimeError) as error:
+        raise ValueError(f"{path} holds no scene model of this demo ({error}); "
+                         "give a file that demo.train wrote, or restore it from the repository") from error
+    return model.eval()

@@ -1,0 +1,60 @@
+"""Prompts of the embedded model: a few words, one for each attribute of a scene at most."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from demo.scenes import ATTRIBUTES, SIZES
+
+NULL_TOKEN = sum(SIZES)  # "no prompt": the unconditional half of classifier-free guidance
+VOCABULARY = NULL_TOKEN + 1
+OFFSETS = np.concatenate([[0], np.cumsum(SIZES)[:-1]])
+ATTRIBUTE_OF = {word: name for name, words in ATTRIBUTES.items() for word in words}
+# What a prompt leaves open. The null token is no choice here: in training it replaced all six or none.
+DEFAULTS = {"sky": "day", "ground": "meadow", "body": "nobody", "mountains": "flat", "colour": "red"}
+PROMPTS = (
+    "sunset sea peaks left red ball",
+    "day meadow hills right yellow tree",
+    "night snow peaks right blue cone",
+    "dawn desert hills left green box",
+    "day sea hills left white tree",
+    "storm meadow peaks right red cone",
+)
+
+
+def known_words() -> str:
+    """All words a prompt may use, by attribute."""
+    return "; ".join(f"{name}: {', '.join(words)}" for name, words in ATTRIBUTES.items())
+
+
+def parse(prompt: str) -> dict[str, str]:
+    """One word for each attribute: "night red" gives {"sky": "night", "colour": "red", "shape": "ball", ...}.
+
+    Words may be separated by spaces or commas, in any order and case. What is left out gets a default; a prompt
+    that names a colour and no shape means a ball, one that names neither means an empty scene. Raises ValueError,
+    listing the known words, for an unknown word and for two words of one attribute.
+    """
+    chosen: dict[str, str] = {}
+    for word in prompt.lower().replace(",", " ").split():
+        if word not in ATTRIBUTE_OF:
+            raise ValueError(f"the embedded model does not know the word {word!r} in the prompt {prompt!r}; "
+                             f"it knows {known_words()}")
+        name = ATTRIBUTE_OF[word]
+        if chosen.get(name, word) != word:
+            raise ValueError(f"the prompt {prompt!r} names two values for {name}, {chosen[name]!r} and {word!r}; "
+                             f"keep one of them (it knows {known_words()})")
+        chosen[name] = word
+    shape = "ball" if "colour" in chosen else "empty"
+    return {name: chosen.get(name) or DEFAULTS.get(name, shape) for name in ATTRIBUTES}
+
+
+def tokens_of(attributes: np.ndarray) -> np.ndarray:
+    """Attributes int [n, 6] to token ids int [n, 6]: every value of every attribute has its own id."""
+    return np.asarray(attributes) + OFFSETS
+
+
+def tokens(prompt: str) -> list[int]:
+    """The six token ids of a prompt; raises ValueError as `parse` does."""
+    words = parse(prompt)
+    attributes = [ATTRIBUTES[name].index(words[name]) for name in ATTRIBUTES]
+    return tokens_of(np.array(attributes)).tolist()

@@ -1,0 +1,59 @@
+"""From a prompt and a seed to a picture, the same one every time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from diffusers import DPMSolverMultistepScheduler
+
+from demo.model import SceneModel, decode
+from demo.prompt import NULL_TOKEN
+
+GUIDANCE = 1.5
+
+
+def solver(model: SceneModel, steps: int) -> DPMSolverMultistepScheduler:
+    """A fresh solver for one picture; the model's own noise schedule, `steps` of it, the noisiest one first."""
+    # clip_sample is DDPM's word, which this solver does not take.
+    config = {name: value for name, value in model.scheduler.items() if name != "clip_sample"}
+    made = DPMSolverMultistepScheduler(**config, timestep_spacing="trailing", final_sigmas_type="zero")
+    made.set_timesteps(steps)
+    return made
+
+
+@torch.no_grad()
+def sample(
+    model: SceneModel,
+    tokens: list[int],
+    seed: int,
+    *,
+    steps: int = 20,
+    guidance: float = GUIDANCE,
+    on_step: Callable[[], None] | None = None,
+) -> np.ndarray:
+    """One picture, uint8 [H, W, 3], of six `tokens`.
+
+    The start noise is drawn on the CPU from `seed` alone, so it does not depend on the device, on other pictures
+    or on the global random state. `on_step` is called after every solver step.
+    """
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(seed)
+    side, channels = model.unet.config.sample_size, model.unet.config.in_channels
+    latent = torch.randn(1, channels, side, side, generator=generator).to(device)
+    pair = torch.tensor([tokens, [NULL_TOKEN] * len(tokens)], device=device)
+    scheduler = solver(model, steps)
+    for timestep in scheduler.timesteps:
+        with_prompt, without = model(latent.expand(2, -1, -1, -1), timestep.to(device), pair).chunk(2)
+        velocity = without + guidance * (with_prompt - without)
+        latent = scheduler.step(velocity, timestep, latent).prev_sample
+        if on_step:
+            on_step()
+    return to_bytes(decode(latent, model.haar_gain))[0]
+
+
+def to_bytes(pictures: torch.Tensor) -> np.ndarray:
+    """Pictures [n, 3, H, W] in -1..1 (clipped to it) to uint8 [n, H, W, 3]."""
+    scaled = (pictures.float().clamp(-1, 1) + 1) * 127.5
+    return scaled.round().to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()

@@ -1,0 +1,91 @@
+"""Where pictures come from: the embedded model or the user's own, behind one small interface."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from demo import model, prompt, sampler
+from demo.checkpoint import Checkpoint
+
+LONG_PROMPTS = (
+    "a lighthouse on a cliff at sunset, waves below, detailed painting",
+    "portrait of an old fisherman in a yellow raincoat, photo, soft light",
+    "a narrow street in an old town after rain, lanterns, reflections",
+    "a bowl of fruit on a wooden table, still life, morning light",
+)
+
+
+class Source(Protocol):
+    """`target` is what `tome_core.patch` gets; `picture` gives uint8 [H, W, 3], the same for equal arguments."""
+
+    name: str
+    device: torch.device
+    target: object
+
+    def picture(self, text: str, seed: int, steps: int, on_step: Callable[[], None]) -> np.ndarray: ...
+
+
+class Embedded:
+    """The small model in this folder, which knows a few words."""
+
+    def __init__(self, device: torch.device):
+        self.name, self.device = "embedded model", device
+        self.model = model.load().to(device)
+        self.target = self.model.unet
+
+    def picture(self, text: str, seed: int, steps: int, on_step: Callable[[], None]) -> np.ndarray:
+        return sampler.sample(self.model, prompt.tokens(text), seed, steps=steps, on_step=on_step)
+
+
+class UserPipeline:
+    """A diffusers pipeline made from the user's files; nothing is looked up on the network."""
+
+    def __init__(self, checkpoint: Checkpoint, config: Path | None, device: torch.device):
+        self.name, self.device = checkpoint.path.name, device
+        dtype = torch.float32 if device.type == "cpu" else torch.float16
+        load = _load_folder if checkpoint.kind == "folder" else _load_file
+        try:
+            self.target = load(checkpoint, config, dtype).to(device)
+        except Exception as error:  # the loaders of two libraries raise whatever their depths raise
+            hint = "" if config or checkpoint.kind == "folder" else (
+                "; a single file brings no configuration and no tokenizer: give --config DIR, a diffusers folder "
+                "of the same model family (its weights are not needed)")
+            raise ValueError(f"{checkpoint.path} could not be loaded: {_first_line(error)}{hint}") from error
+        self.target.set_progress_bar_config(disable=True)
+
+    def picture(self, text: str, seed: int, steps: int, on_step: Callable[[], None]) -> np.ndarray:
+        def after_step(pipe, step, timestep, tensors):
+            on_step()
+            return tensors
+
+        generator = torch.Generator().manual_seed(seed)
+        made = self.target(text, num_inference_steps=steps, generator=generator, output_type="np",
+                           callback_on_step_end=after_step)
+        return (made.images[0] * 255).round().astype(np.uint8)
+
+
+def _load_folder(checkpoint: Checkpoint, config: Path | None, dtype: torch.dtype):
+    from diffusers import AutoPipelineForText2Image, DiffusionPipeline
+
+    options = {"local_files_only": True, "use_safetensors": True, "torch_dtype": dtype, "variant": checkpoint.variant}
+    try:
+        return AutoPipelineForText2Image.from_pretrained(checkpoint.path, **options)
+    except ValueError:  # a text-to-image class that the table of AutoPipeline does not list
+        return DiffusionPipeline.from_pretrained(checkpoint.path, **options)
+
+
+def _load_file(checkpoint: Checkpoint, config: Path | None, dtype: torch.dtype):
+    from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
+
+    family = StableDiffusionXLPipeline if checkpoint.kind == "sdxl" else StableDiffusionPipeline
+    return family.from_single_file(str(checkpoint.path), config=config and str(config), local_files_only=True,
+                                   torch_dtype=dtype)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), 'no reason given')}"
