@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -37,6 +38,7 @@ class Patch:
         self.config = config
         self._previous: Patch | None = None
         self._removed = False
+        self._entered = False
         places = find_blocks(unet)
         depths = sorted({place.halvings for place in places})
         downsamples = [2**depth for depth in depths]
@@ -75,11 +77,12 @@ class Patch:
         return vars(self.unet).get(_MARK) is self
 
     def install(self) -> Patch:
-        """Put the patch on, in place of another of ours if there is one. Idempotent; cheap enough for every step."""
+        """Put the patch on, in place of another of ours if there is one.
+
+        Idempotent; cheap enough for every step, and also brings back what somebody else has overwritten.
+        """
         current = vars(self.unet).get(_MARK)
-        if current is self:
-            return self
-        if current is not None:
+        if current is not None and current is not self:
             current.uninstall()
         self._wraps = [wrap.install() for wrap in self._wraps]
         vars(self.unet)[_MARK] = self
@@ -115,13 +118,21 @@ class Patch:
         return make_report(self.run.ledger, self._covered, settings, self.is_installed)
 
     def __enter__(self) -> Patch:
+        self._entered = True
         return self.install()
 
     def __exit__(self, *error: object) -> None:
-        was_installed = self.is_installed
-        self.remove()
-        if was_installed and self._previous is not None and not self._previous._removed:
-            self._previous.install()
+        self._entered = False
+        # patches put on inside this `with` end with it
+        later = list(_back_from(vars(self.unet).get(_MARK)))
+        if self not in later:
+            self.remove()
+            return
+        for one in later[: later.index(self) + 1]:
+            one.remove()
+        before = next((one for one in _back_from(self._previous) if not one._removed), None)
+        if before is not None:
+            before.install()
 
 
 def patch(model: Any, config: MergeConfig | None = None, *, host_clock: bool = False) -> Patch:
@@ -137,7 +148,9 @@ def patch(model: Any, config: MergeConfig | None = None, *, host_clock: bool = F
         raise TypeError(f"config is {type(config).__name__}; it has to be a MergeConfig, or None for the defaults")
     unet = find_unet(model)
     handle = Patch(unet, config or MergeConfig(), _schedule_of(model))
-    handle._previous = vars(unet).get(_MARK)
+    handle._previous = current = vars(unet).get(_MARK)
+    if current is not None and not current._entered:
+        current._previous = None  # nobody will leave it for what was before it; without this, the chain would grow
     if not host_clock and handle.run.lacks_schedule:
         logger.warning(
             "A rule is limited in percent or beta, which a bare UNet does not know: call handle.set_time(percent=...) "
@@ -188,10 +201,8 @@ def apply_patch(
 
 def remove_patch(model: Any) -> Any:
     """Take our merging off a model and return the model. Does nothing, and never fails, where there is none."""
-    handle = _handle_of(model)
-    while handle is not None:
+    for handle in _back_from(_handle_of(model)):
         handle.remove()
-        handle = handle._previous
     return model
 
 
@@ -206,6 +217,13 @@ def _handle_of(model: Any) -> Patch | None:
         return vars(find_unet(model)).get(_MARK)
     except TypeError:
         return None
+
+
+def _back_from(handle: Patch | None) -> Iterator[Patch]:
+    """A patch and those it took the place of, the latest first."""
+    while handle is not None:
+        yield handle
+        handle = handle._previous
 
 
 def _schedule_of(model: Any) -> NoiseSchedule | None:

@@ -50,6 +50,13 @@ class BlockCall(NamedTuple):
     tokens: int
 
 
+class Now:
+    """What a site knows of the call in progress, None between calls. One object for a wrap and its copies."""
+
+    def __init__(self) -> None:
+        self.call: Any = None
+
+
 class UNetSite(Wrap):
     """Around the UNet: opens and closes the call, and hands its timestep argument to the run."""
 
@@ -74,7 +81,7 @@ class TransformerSite(Wrap):
     def __init__(self, transformer: nn.Module, run: Run) -> None:
         super().__init__(transformer)
         self.run = run
-        self.current: GridCall | None = None
+        self.now = Now()  # holds a GridCall
         self.memory = CallMemory()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -84,11 +91,11 @@ class TransformerSite(Wrap):
             return self.original(*args, **kwargs)
         call = self.run.call or self.memory.recall(x) or self.run.current()
         self.memory.keep(x, call, self.target.training)
-        self.current = GridCall(call, x.shape[0], Grid(x.shape[2], x.shape[3]))
+        self.now.call = GridCall(call, x.shape[0], Grid(x.shape[2], x.shape[3]))
         try:
             return self.original(*args, **kwargs)
         finally:
-            self.current = None
+            self.now.call = None
 
 
 class BlockSite(Wrap):
@@ -100,7 +107,7 @@ class BlockSite(Wrap):
         self.transformer = transformer
         self.run = run
         self.level = level
-        self.current: BlockCall | None = None
+        self.now = Now()  # holds a BlockCall
         self.memory = CallMemory()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -108,16 +115,16 @@ class BlockSite(Wrap):
         x = args[0] if args else _named(kwargs, _INPUT_NAMES)
         if not self.active or not torch.is_tensor(x) or x.dim() != 3:
             return self.original(*args, **kwargs)
-        outer = self.transformer.current or self.memory.recall(x)
+        outer = self.transformer.now.call or self.memory.recall(x)
         if outer is not None:
             self.memory.keep(x, outer, self.target.training)
-            self.current = self._open(x, outer)
+            self.now.call = self._open(x, outer)
         else:
             self._skip(x, "the block was called outside its transformer")
         try:
             return self.original(*args, **kwargs)
         finally:
-            self.current = None
+            self.now.call = None
 
     def _open(self, x: torch.Tensor, outer: GridCall) -> BlockCall | None:
         rules = outer.call.rules[self.level]
@@ -170,11 +177,11 @@ class PartSite(Wrap):
         return self._merged(merging, *args, **kwargs)
 
     def _merging(self) -> Merging | None:
-        call = self.block.current
+        call = self.block.now.call
         return None if call is None else getattr(call, self.part)
 
     def _problem(self, args: tuple, kwargs: dict) -> str | None:
-        call = self.block.current
+        call = self.block.now.call
         if not args or not torch.is_tensor(args[0]) or args[0].dim() != 3:
             return "called in an unknown way"
         if args[0].shape[0] != call.batch or args[0].shape[1] != call.tokens:
@@ -277,7 +284,7 @@ class SelfAttentionSite(PartSite):
             kwargs[self.family.context] = merged
 
     def _skip(self, args: tuple, reason: str) -> None:
-        call = self.block.current
+        call = self.block.now.call
         self.block.run.ledger.skip(self.block.level, self.part, reason, call.batch * call.tokens * call.tokens)
 
 

@@ -21,7 +21,8 @@ class Wrap:
         self.target = target
         self.name = name
         self.active = False
-        self.beneath = vars(target).get(name)
+        self.beneath: Any = None
+        self._placed = False
         self._of_class = getattr(type(target), name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -45,18 +46,22 @@ class Wrap:
         return getattr(vars(self.target).get(self.name), "__self__", None) is self
 
     def install(self) -> Wrap:
-        """Put it on and return the wrap in force: this one, or a new one over what others have put there since.
+        """Put it on top and return the wrap in force: this one, or a copy over what others have put there since.
 
-        Reusing the same object keeps a compiled graph valid; idempotent.
+        Reusing the same object keeps a compiled graph valid; idempotent. Subclasses keep what a call in
+        progress knows in objects that a copy shares, so that the sites that refer to this one stay right.
         """
-        current = vars(self.target).get(self.name)
         wrap = self
         if not self.is_on_top():
-            if current is not self.beneath and current != self.beneath:
+            current = _without_inert(vars(self.target).get(self.name))
+            if not self._placed:
+                self.beneath = current
+            elif current != self.beneath:
                 self.active = False
                 wrap = copy.copy(self)
                 wrap.beneath = current
             setattr(self.target, self.name, wrap.forward)
+        wrap._placed = True
         wrap._of_class = getattr(type(self.target), self.name)
         wrap.active = True
         return wrap
@@ -78,3 +83,10 @@ class Wrap:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._of_class = getattr(type(self.target), self.name)
+
+
+def _without_inert(method: Any) -> Any:
+    """What a method comes down to below wraps that were removed; without this, chains of them would grow."""
+    while isinstance(wrap := getattr(method, "__self__", None), Wrap) and not wrap.active:
+        method = wrap.beneath
+    return method
