@@ -168,8 +168,8 @@ def _segment_mean_by_add(x: torch.Tensor, group: torch.Tensor, sizes: torch.Tens
     Bit-equal from run to run on a CPU, where rows are added one after the other; on CUDA it is not.
     """
     exact = x if x.dtype in (torch.float32, torch.float64) else x.float()
-    total = exact.new_zeros(sizes.shape[0], x.shape[1]).index_add(0, group, exact)
-    return (total / sizes.clamp(min=1)).to(x.dtype)
+    total = exact.new_zeros(sizes.shape[0], x.shape[1]).index_add_(0, group, exact)
+    return total.div_(sizes.clamp(min=1)).to(x.dtype)
 
 
 def _segment_mean_by_bag(x: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
