@@ -24,8 +24,6 @@ from .wrap import Wrap
 _TIME_NAMES = ("timesteps", "timestep", "t")
 _INPUT_NAMES = ("hidden_states", "x", "sample")
 _MASK_NAMES = ("mask", "attention_mask", "attn_mask")
-# sgm's cross-frame attention repeats keys over the batch, IP-Adapter masks are cut to the number of queries
-_STRANGER_NAMES = ("n_times_crossframe_attn_in_self", "ip_adapter_masks")
 
 
 class Merging(NamedTuple):
@@ -186,9 +184,7 @@ class PartSite(Wrap):
             return "called in an unknown way"
         if args[0].shape[0] != call.batch or args[0].shape[1] != call.tokens:
             return "the tokens are not the picture's grid"
-        if any(kwargs.get(name) for name in _STRANGER_NAMES if not torch.is_tensor(kwargs.get(name))):
-            return "cross-frame attention or an adapter's mask needs every token"
-        return "an adapter's mask needs every token" if any(name in kwargs for name in _STRANGER_NAMES[1:]) else None
+        return None
 
     def _merged(self, merging: Merging, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         out = self.original(merging.merge(x), *args, **kwargs)
@@ -217,6 +213,8 @@ class CrossAttentionSite(PartSite):
         masks = (kwargs.get(name) for name in _MASK_NAMES)
         if any(torch.is_tensor(mask) and mask.dim() > 2 and mask.shape[-2] > 1 for mask in masks):
             return "an attention mask for single tokens came along"
+        if kwargs.get("ip_adapter_masks") is not None:  # cut to the number of queries as if they were a picture
+            return "an adapter's mask needs every token"
         return super()._problem(args, kwargs)
 
 
@@ -234,12 +232,16 @@ class SelfAttentionSite(PartSite):
             return "called in an unknown way"
         if any(kwargs.get(name) is not None for name in _MASK_NAMES):
             return "an attention mask came along"
+        if kwargs.get("n_times_crossframe_attn_in_self"):  # sgm: keys of some samples serve others
+            return "cross-frame attention needs every token"
         return super()._problem(args, kwargs) or self._side_problem(args, kwargs)
 
     def _side_problem(self, args: tuple, kwargs: dict) -> str | None:
         side = self._merging().rule.effective_side
         if side == "qkv":
             return None
+        if kwargs.get("additional_tokens") is not None:  # sgm adds them to x, and to keys only where they are x
+            return "additional tokens cannot be kept in one side alone"
         if side == "kv" and not self._is_self(args, kwargs):
             return "keys and values are not the picture's tokens"
         # diffusers' fused projections make q, k and v from one input and offer nothing else
