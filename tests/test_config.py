@@ -1,0 +1,103 @@
+"""Settings: what is refused and how, what follows from what, and the text every setting carries."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from tome_core import MergeConfig, MergeRule, describe_settings
+from tome_core.methods import METHODS
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "error"),
+    [
+        ("ratio", 1.5, ValueError), ("ratio", -0.1, ValueError), ("ratio", math.nan, ValueError),
+        ("ratio", math.inf, ValueError), ("ratio", "0.5", TypeError), ("ratio", None, TypeError),
+        ("ratio", True, TypeError),
+        ("sx", 0, ValueError), ("sx", 2.5, TypeError), ("sy", -1, ValueError), ("sy", "2", TypeError),
+        ("max_downsample", 3, ValueError), ("max_downsample", 0, ValueError), ("max_downsample", True, ValueError),
+        ("max_downsample", "1", ValueError), ("method", "kmeans", ValueError), ("side", "vq", ValueError),
+        ("seed", -1, ValueError), ("seed", 2**31, ValueError), ("seed", 1.0, TypeError), ("use_rand", 1, TypeError),
+        ("merge_mlp", "yes", TypeError), ("levels", (), ValueError),
+        ("levels", 0, ValueError), ("levels", (0.5,), ValueError),
+        ("start_percent", 2, ValueError), ("min_timestep", -5, ValueError), ("max_beta", 1.1, ValueError),
+        ("cluster_on", "colour", ValueError),
+    ],
+)  # fmt: skip
+def test_a_bad_value_is_named_with_its_range(setting, value, error):
+    with pytest.raises(error) as caught:
+        MergeConfig(**{setting: value})
+    text = str(caught.value)
+    assert setting in text and repr(value) in text
+    assert "use" in text
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"method": "downsample", "side": "q"},
+        {"method": "downsample", "merge_mlp": True},
+        {"levels": (0,), "max_downsample": 1},
+        {"start_percent": 0.8, "end_percent": 0.2},
+        {"min_timestep": 800, "max_timestep": 200},
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(settings):
+    with pytest.raises(ValueError, match="|".join(settings)):
+        MergeConfig(**settings)
+
+
+def test_an_unknown_setting_lists_the_known_ones():
+    with pytest.raises(TypeError, match=r"rato.*ratio"):
+        MergeConfig(rato=0.5)
+
+
+def test_flat_settings_and_rules_exclude_each_other():
+    with pytest.raises(TypeError, match="ratio"):
+        MergeConfig(rules=(MergeRule(),), ratio=0.5)
+    with pytest.raises(TypeError, match="MergeRule"):
+        MergeConfig(rules=({"ratio": 0.5},))
+
+
+def test_settings_are_frozen_and_compare_by_value():
+    config = MergeConfig(ratio=0.25)
+    assert config == MergeConfig(rules=(MergeRule(ratio=0.25),)) and hash(config) == hash(MergeConfig(ratio=0.25))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.rules = ()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.rules[0].ratio = 0.9
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"ratio": 0.9}, 0.75),
+        ({"ratio": 0.9, "sx": 4, "sy": 4}, 0.9),
+        ({"ratio": 1.0, "sx": 1, "sy": 1}, 0.0),
+        ({"ratio": 0.9, "method": "cluster"}, 0.9),
+        ({"method": "downsample", "sx": 4, "sy": 2}, 0.875),
+    ],
+)
+def test_the_ratio_in_force_follows_from_method_and_cell(settings, expected):
+    assert MergeRule(**settings).effective_ratio == pytest.approx(expected)
+
+
+def test_downsample_merges_keys_and_values_and_the_others_everything():
+    assert {name: MergeRule(method=name).effective_side for name in METHODS} == {
+        "bipartite": "qkv", "downsample": "kv", "cluster": "qkv",
+    }  # fmt: skip
+
+
+def test_every_setting_says_what_it_does():
+    described = {setting["name"]: setting for setting in describe_settings()}
+    assert list(described) == [field.name for field in dataclasses.fields(MergeRule)]
+    for setting in described.values():
+        assert setting["label"] and len(setting["help"]) > 20
+        numeric = isinstance(setting["default"], (int, float)) and not isinstance(setting["default"], bool)
+        if numeric:
+            assert setting["minimum"] <= setting["default"] <= setting["maximum"] and setting["step"] > 0
+        if "choices" in setting:
+            assert setting["default"] in setting["choices"]

@@ -1,0 +1,80 @@
+"""The shape of the house: arrows in one direction, the engine on torch alone, nothing done at import."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tome_core
+
+ROOT = Path(__file__).parents[1]
+# what each module of the engine may import from the engine; read top to bottom, the arrows point up
+MAY_IMPORT = {
+    "plan": set(),
+    "grid": set(),
+    "methods": {"plan", "grid", "methods"},
+    "config": {"methods"},
+    "schedule": {"config"},
+    "report": set(),
+    "wrap": set(),
+    "families": set(),
+    "runtime": {"config", "grid", "report", "schedule"},
+    "sites": {"config", "families", "grid", "methods", "plan", "runtime", "wrap"},
+    "patch": {"config", "families", "methods", "report", "runtime", "schedule", "sites", "wrap"},
+    "sd_block": set(),
+    "bench": {"config", "grid", "methods", "patch", "plan", "sd_block"},
+    "__init__": {"config", "families", "patch", "plan", "report", "schedule"},
+}
+HOSTS = ("extension", "comfy_nodes", "demo", "benchmarks")
+
+
+def _imports(path: Path) -> set[str]:
+    """Top-level names it imports; relative imports as ``.module``."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add("." * node.level + (node.module or "").split(".")[0])
+    return found
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tome_core").rglob("*.py")), ids=lambda p: p.stem)
+def test_the_engine_imports_torch_and_the_standard_library_only(path):
+    outside = {name for name in _imports(path) if not name.startswith(".")}
+    assert outside <= {"torch", "__future__"} | set(sys.stdlib_module_names)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tome_core").rglob("*.py")), ids=lambda p: p.stem)
+def test_arrows_inside_the_engine_point_one_way(path):
+    inside = path.parent.name == "methods"
+    module = "methods" if inside else path.stem
+    used = {name.lstrip(".") for name in _imports(path) if name.startswith("." * (2 if inside else 1))}
+    if inside:
+        used = {name.lstrip(".") for name in _imports(path) if name.startswith("..")}
+    assert used <= MAY_IMPORT[module], f"{module} imports {sorted(used - MAY_IMPORT[module])}"
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_hosts_do_not_import_each_other(host):
+    others = set(HOSTS) - {host}
+    for path in (ROOT / host).rglob("*.py"):
+        assert not {name.lstrip(".") for name in _imports(path)} & others, path
+
+
+def test_importing_the_engine_does_nothing_but_define():
+    code = "import torch, logging; before = len(logging.root.handlers); state = torch.get_rng_state();" \
+        "import tome_core; assert torch.equal(torch.get_rng_state(), state);" \
+        "assert len(logging.root.handlers) == before"  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "" and done.stderr == ""
+
+
+def test_the_version_is_the_same_everywhere():
+    assert f'version = "{tome_core.__version__}"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert f"## {tome_core.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
