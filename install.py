@@ -31,9 +31,6 @@ def root():
     return Path(__file__).resolve().parent
 
 
-# What is required ----------------------------------------------------------------------------------------------
-
-
 def requirements(project, extras):
     """The requirement lines of a parsed pyproject.toml: dependencies, then those of each extra, without repeats.
 
@@ -80,9 +77,6 @@ def read_project(path):
         return toml.load(file)
 
 
-# The environment -----------------------------------------------------------------------------------------------
-
-
 def reusable_torch(requirement):
     """Folder of a torch in this interpreter that meets `requirement`, found without importing it; else None."""
     from importlib import metadata
@@ -103,12 +97,12 @@ def venv_python(folder):
 
 
 def is_usable(folder):
-    """Whether the environment is there, runs, and is of this Python's version."""
+    """Whether the environment is there, runs, has pip, and is of this Python's version."""
     import subprocess
 
     if not venv_python(folder).exists():
         return False
-    command = [str(venv_python(folder)), "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
+    command = [str(venv_python(folder)), "-c", "import pip, sys; print('%d.%d' % sys.version_info[:2])"]
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
     return answer.returncode == 0 and answer.stdout.strip() == "{}.{}".format(*sys.version_info[:2])
 
@@ -123,19 +117,23 @@ def make_environment(folder, torch_folder):
         raise Failure(f"{folder} exists, was not made by install.py and does not run under this Python; "
                       "move it away, or call install.py with the Python it belongs to")
     import os
+    import shutil
     import subprocess
     import venv
 
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir()
+    (folder / OWNER).write_text("Made by install.py of tome_core, which may remove it and make it again.\n")
     # An environment sees its base interpreter's packages, not those of another environment it was made from.
     foreign = torch_folder is not None and sys.prefix != sys.base_prefix and is_below(torch_folder, sys.prefix)
     print(f"Making a private environment in {folder} ...", flush=True)
     builder = venv.EnvBuilder(system_site_packages=torch_folder is not None and not foreign, with_pip=True,
-                              symlinks=os.name != "nt", clear=True)
+                              symlinks=os.name != "nt")
     try:
         builder.create(folder)
     except (subprocess.CalledProcessError, OSError) as error:
         raise Failure(f"{folder} could not be made ({error}). {NO_VENV.format(python=sys.executable)}") from error
-    (folder / OWNER).write_text("Made by install.py of tome_core, which may remove it and make it again.\n")
     if foreign:
         link = next(folder.glob("**/site-packages")) / "torch_of_parent.pth"
         link.write_text(f"{torch_folder}\n", encoding="utf-8")
@@ -153,14 +151,16 @@ def environment(extras, no_deps=()):
 
     `no_deps`: requirement lines installed without their own dependencies.
     """
+    import re
+
     lines = requirements(read_project(root() / "pyproject.toml"), extras)
     folder = root() / ".venv"
     stamp = folder / f"installed-{'-'.join(extras)}.txt"
-    mark = fingerprint(sys.version, [*lines, *no_deps])
+    torch_folder = reusable_torch(next(line for line in lines if re.match(r"torch\b", line)))
+    mark = fingerprint(sys.version, [*lines, *no_deps, str(torch_folder)])
     if stamp.exists() and stamp.read_text() == mark and venv_python(folder).exists():
         return str(venv_python(folder))
     if not is_usable(folder):
-        torch_folder = reusable_torch(next(line for line in lines if line.startswith("torch>")))
         print(f"torch is taken from {torch_folder}." if torch_folder else
               "torch will be downloaded, which can take a while. (A Python that has it already would be reused.)")
         make_environment(folder, torch_folder)
@@ -194,9 +194,6 @@ def run(command, **options):
             except subprocess.TimeoutExpired:
                 process.terminate()
             raise
-
-
-# The commands --------------------------------------------------------------------------------------------------
 
 
 def demo(arguments):
