@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tome_core import MergeRule, NoiseSchedule
-from tome_core.schedule import Time, choose, holds_at
+from tome_core.schedule import Time, choose, holds_at, live_at
 
 SD = NoiseSchedule.stable_diffusion()
 
@@ -61,19 +61,19 @@ def test_limits_hold_up_to_their_ends_and_not_where_the_time_is_unknown(rule, in
 def test_the_first_rule_that_fits_wins():
     hard, gentle = MergeRule(ratio=0.75, end_percent=0.5), MergeRule(ratio=0.25)
     for percent, expected in ((0.1, hard), (0.5, hard), (0.6, gentle)):
-        assert choose((hard, gentle), (1, 2), Time(percent=percent))[0].attn is expected
+        assert choose(live_at((hard, gentle), Time(percent=percent)), (1, 2))[0].attn is expected
 
 
 def test_a_rule_of_ratio_zero_keeps_its_times_unmerged():
     off, on = MergeRule(ratio=0.0, start_percent=0.8), MergeRule(ratio=0.5)
-    assert choose((off, on), (1,), Time(percent=0.9))[0].attn is None
-    assert choose((off, on), (1,), Time(percent=0.5))[0].attn is on
+    assert choose(live_at((off, on), Time(percent=0.9)), (1,))[0].attn is None
+    assert choose(live_at((off, on), Time(percent=0.5)), (1,))[0].attn is on
 
 
 def test_each_part_of_a_block_has_its_own_first_rule():
     early = MergeRule(merge_attn=False, merge_mlp=True, end_percent=0.3)
     always = MergeRule(ratio=0.5)
-    rules = choose((early, always), (1,), Time(percent=0.1))[0]
+    rules = choose(live_at((early, always), Time(percent=0.1)), (1,))[0]
     assert rules.attn is always and rules.mlp is early and rules.crossattn is None
 
 
@@ -90,5 +90,11 @@ def test_each_part_of_a_block_has_its_own_first_rule():
     ],
 )
 def test_levels_count_what_has_attention_and_max_downsample_counts_from_the_latent(rule, downsamples, reached):
-    chosen = choose((rule,), downsamples, Time())
+    chosen = choose((rule,), downsamples)
     assert [level for level, rules in enumerate(chosen) if rules.attn is rule] == reached
+
+
+def test_a_rule_for_large_pictures_leaves_small_and_unknown_ones_to_the_next():
+    large, any_size = MergeRule(ratio=0.75, min_pixels=1024 * 1024), MergeRule(ratio=0.25)
+    for pixels, expected in ((1024 * 1024, large), (1024 * 1024 - 1, any_size), (None, any_size)):
+        assert choose((large, any_size), (1,), pixels)[0].attn is expected

@@ -102,6 +102,12 @@ class MergeRule:
         "Stable Diffusion's betas end at 0.012, so 0.2 is always on.",
         minimum=0.0, maximum=1.0, step=0.001, advanced=True,
     )
+    min_pixels: int = _setting(
+        0, "Smallest picture", "Merge only in pictures of at least this many pixels, width times height (512x512 is "
+        "262144, 1024x1024 is 1048576), counting a latent's token as 8x8. 0 is every picture. Leaves a first pass "
+        "alone and serves the high-resolution one.",
+        minimum=0, maximum=16777216, step=65536, open_ended=True,
+    )
     cluster_on: str = _setting(
         "tokens", "Cluster on",
         "What the method cluster compares: the tokens, or their similarity to the image's mean.",

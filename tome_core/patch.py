@@ -12,7 +12,7 @@ from .config import MergeConfig, MergeRule
 from .families import Place, find_blocks, find_unet
 from .methods import METHODS
 from .report import Ledger, LevelTally, Report, make_report
-from .runtime import Run
+from .runtime import MergeMap, Run
 from .schedule import NoiseSchedule, ever_merges
 from .sites import BlockSite, CrossAttentionSite, FeedForwardSite, SelfAttentionSite, TransformerSite, UNetSite
 from .wrap import Wrap
@@ -111,6 +111,14 @@ class Patch:
         limited in time on a UNet compiled as a whole, which cannot look at its own arguments.
         """
         self.run.set_time(percent, timestep, sigma)
+
+    def keep_maps(self, keep: bool = True) -> None:
+        """From now on keep the latest map of each level on the CPU, for `maps`; costs a wait for the device each."""
+        self.run.maps = {} if keep else None
+
+    def maps(self) -> dict[int, MergeMap]:
+        """Level -> what a block of it merged last; empty unless `keep_maps` was called before the model ran."""
+        return dict(self.run.maps or {})
 
     def report(self) -> Report:
         """What was merged so far, where, and what was skipped and why."""

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from .config import MergeConfig
+from .config import MergeConfig, MergeRule
 from .grid import Grid
 from .report import Ledger
-from .schedule import UNKNOWN, LevelRules, NoiseSchedule, Time, choose
+from .schedule import UNKNOWN, LevelRules, NoiseSchedule, Time, choose, live_at
 
-logger = logging.getLogger(__name__)
+_PIXELS_PER_LATENT = 8 * 8  # Stable Diffusion's latent is an eighth of the picture along each side
 
 
 class Call(NamedTuple):
@@ -30,6 +29,14 @@ class GridCall(NamedTuple):
     call: Call
     batch: int
     grid: Grid
+
+
+class MergeMap(NamedTuple):
+    """What one block merged, to be looked at. group: int64 ``[B or 1, N]`` on the CPU, the group of each token."""
+
+    grid: Grid
+    group: torch.Tensor
+    num_groups: int
 
 
 class Run:
@@ -49,10 +56,13 @@ class Run:
         self.schedule = schedule or NoiseSchedule.stable_diffusion()
         self.ledger = ledger
         self.uses_time = any(rule.uses_time for rule in config.rules)
+        self.uses_pixels = any(rule.min_pixels for rule in config.rules)
         self.time_is_given = False
         self.call: Call | None = None
         self.why_off = ""
+        self.live: tuple[MergeRule, ...] = ()
         self.rules: tuple[LevelRules, ...] = ()
+        self.maps: dict[int, MergeMap] | None = None
         self._choices: dict[tuple[LevelRules, ...], tuple[LevelRules, ...]] = {}
         self._choose(UNKNOWN)
 
@@ -74,13 +84,20 @@ class Run:
             timestep = self.schedule.timestep_of(percent)
         self._choose(self._moment(timestep, percent, everything=True))
 
-    def begin(self, timestep: Any) -> None:
-        """A call of the UNet starts; timestep is its argument: a number, or a tensor ``[]`` or ``[B]``."""
+    def begin(self, timestep: Any, latent: Any) -> None:
+        """A call of the UNet starts; these are its arguments.
+
+        timestep: a number, or a tensor ``[]`` or ``[B]``. latent: ``[B, C, H, W]``, only its size is looked at.
+        """
         if not torch.compiler.is_compiling():
             self.ledger.begin_call()
             if self.uses_time and not self.time_is_given:
                 self._choose(self._moment(_common_value(timestep), None, everything=self.knows_schedule))
-        self.call = Call(timestep, self.rules)
+        rules = self.rules
+        if self.uses_pixels and torch.is_tensor(latent) and latent.dim() == 4:
+            pixels = latent.shape[2] * latent.shape[3] * _PIXELS_PER_LATENT
+            rules = choose(self.live, self.downsamples, pixels)
+        self.call = Call(timestep, rules)
 
     def end(self) -> None:
         """The call is over; nothing of it is kept."""
@@ -99,10 +116,14 @@ class Run:
         return Time(exact, timestep, self.schedule.beta_of(timestep))
 
     def _choose(self, time: Time) -> None:
-        rules = choose(self.config.rules, self.downsamples, time)
+        self.live = live_at(self.config.rules, time)
+        rules = choose(self.live, self.downsamples)
         # Equal choices are one object: a compiled graph is chosen by what it finds here.
         self.rules = self._choices.setdefault(rules, rules)
-        self.why_off = "outside the rules' time range" if time != UNKNOWN else "the time is not known"
+        if any(rule.min_pixels for rule in self.live):
+            self.why_off = "the picture is smaller than min_pixels"
+        else:
+            self.why_off = "outside the rules' time range" if time != UNKNOWN else "the time is not known"
 
 
 def _common_value(timestep: Any) -> float | None:

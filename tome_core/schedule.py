@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from .config import MergeRule
 
+_PARTS = ("merge_attn", "merge_crossattn", "merge_mlp")
 _SD_BETA_START, _SD_BETA_END, _SD_STEPS = 0.00085, 0.012, 1000
 
 
@@ -124,14 +125,22 @@ def reaches(rule: MergeRule, level: int, downsample: int) -> bool:
     return level in (rule.levels if rule.levels is not None else (0,))
 
 
-def choose(rules: Sequence[MergeRule], downsamples: Sequence[int], time: Time) -> tuple[LevelRules, ...]:
-    """The rules in force now: for each level (its down-sampling given) and part, the first that fits.
+def live_at(rules: Sequence[MergeRule], time: Time) -> tuple[MergeRule, ...]:
+    """The rules that hold at this moment, in order."""
+    return tuple(rule for rule in rules if holds_at(rule, time))
 
+
+def choose(
+    rules: Sequence[MergeRule], downsamples: Sequence[int], pixels: int | None = None
+) -> tuple[LevelRules, ...]:
+    """The rules in force: for each level (its down-sampling given) and part, the first of ``rules`` that fits.
+
+    pixels: of the picture; None where it is not known, and then a rule with a smallest picture does not fit.
     A rule of ratio 0 fits too: it keeps its blocks and times unmerged whatever later rules say.
     """
-    live = [rule for rule in rules if holds_at(rule, time)]
+    large = [rule for rule in rules if rule.min_pixels <= (pixels or 0)]
     return tuple(
-        LevelRules(*(_first(live, level, downsample, part) for part in ("merge_attn", "merge_crossattn", "merge_mlp")))
+        LevelRules(*(_first(large, level, downsample, part) for part in _PARTS))
         for level, downsample in enumerate(downsamples)
     )
 

@@ -18,7 +18,7 @@ from .families import Family
 from .grid import Draw, Grid
 from .methods import METHODS, MatchOptions
 from .plan import MergePlan
-from .runtime import CallMemory, GridCall, Run
+from .runtime import CallMemory, GridCall, MergeMap, Run
 from .wrap import Wrap
 
 _TIME_NAMES = ("timesteps", "timestep", "t")
@@ -66,7 +66,8 @@ class UNetSite(Wrap):
         """The UNet's forward, inside a call of the run."""
         if not self.active:
             return self.original(*args, **kwargs)
-        self.run.begin(args[1] if len(args) > 1 else _named(kwargs, _TIME_NAMES))
+        latent = args[0] if args else _named(kwargs, _INPUT_NAMES)
+        self.run.begin(args[1] if len(args) > 1 else _named(kwargs, _TIME_NAMES), latent)
         try:
             return self.original(*args, **kwargs)
         finally:
@@ -139,7 +140,14 @@ class BlockSite(Wrap):
             mlp = crossattn if rules.mlp is rules.crossattn else self._match(x, outer, rules.mlp)
         if attn is None and crossattn is None and mlp is None:
             return self._skip(x, "the grid is too small for the ratio to remove a token")
+        self._keep_map(outer.grid, attn or crossattn or mlp)
         return BlockCall(attn, crossattn, mlp, x.shape[0], x.shape[1])
+
+    def _keep_map(self, grid: Grid, merging: Merging) -> None:
+        """Only where somebody asked to see it: fetching a map waits for the device."""
+        if self.run.maps is not None and not torch.compiler.is_compiling():
+            plan = merging.plan
+            self.run.maps[self.level] = MergeMap(grid, plan.group.cpu(), plan.num_groups)
 
     def _match(self, x: torch.Tensor, outer: GridCall, rule: MergeRule | None) -> Merging | None:
         if rule is None:
