@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import tome_core
+from tome_core.settings_table import replace_between_markers
 
 ROOT = Path(__file__).parents[1]
 # what each module of the engine may import from the engine; read top to bottom, the arrows point up
@@ -26,6 +27,7 @@ MAY_IMPORT = {
     "sites": {"config", "families", "grid", "methods", "plan", "runtime", "wrap"},
     "patch": {"config", "families", "methods", "report", "runtime", "schedule", "sites", "wrap"},
     "sd_block": set(),
+    "settings_table": {"config"},
     "bench": {"config", "grid", "methods", "patch", "plan", "sd_block"},
     "__init__": {"config", "families", "patch", "plan", "report", "schedule"},
 }
@@ -73,6 +75,11 @@ def test_importing_the_engine_does_nothing_but_define():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "" and done.stderr == ""
+
+
+def test_the_settings_in_the_readme_are_those_of_the_code():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert replace_between_markers(text) == text, "run: python -m tome_core.settings_table --write README.md"
 
 
 def test_the_version_is_the_same_everywhere():
