@@ -1,0 +1,137 @@
+"""Stand-ins for code that cannot be installed from PyPI: the blocks of sgm and ComfyUI, and LDM's outer models.
+
+They have their originals' class names, argument names and order of calls, which is all that the patch relies on,
+and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+class _Attention(nn.Module):
+    def __init__(self, width: int, heads: int, context_width: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.to_q = nn.Linear(width, width, bias=False)
+        self.to_k = nn.Linear(context_width, width, bias=False)
+        self.to_v = nn.Linear(context_width, width, bias=False)
+        self.to_out = nn.Linear(width, width)
+
+    def attend(self, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            tensor.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for tensor in (self.to_q(x), self.to_k(keys), self.to_v(values))
+        )
+        return self.to_out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class SgmAttention(_Attention):
+    """The signature of sgm's CrossAttention."""
+
+    def forward(self, x, context=None, mask=None, additional_tokens=None, n_times_crossframe_attn_in_self=0):
+        assert mask is None and not n_times_crossframe_attn_in_self
+        count = 0 if additional_tokens is None else additional_tokens.shape[1]
+        if count:
+            x = torch.cat([additional_tokens, x], dim=1)
+        context = x if context is None else context
+        return self.attend(x, context, context)[:, count:]
+
+
+class ComfyAttention(_Attention):
+    """The signature of ComfyUI's CrossAttention."""
+
+    def forward(self, x, context=None, value=None, mask=None, transformer_options=None):
+        assert mask is None and isinstance(transformer_options, dict)
+        context = x if context is None else context
+        return self.attend(x, context, context if value is None else value)
+
+
+class _FeedForward(nn.Sequential):
+    def __init__(self, width: int) -> None:
+        super().__init__(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+
+
+class _Block(nn.Module):
+    attention: type[_Attention]
+
+    def __init__(self, width: int, heads: int, context_width: int) -> None:
+        super().__init__()
+        self.attn1 = self.attention(width, heads, width)
+        self.attn2 = self.attention(width, heads, context_width)
+        self.ff = _FeedForward(width)
+        self.norm1, self.norm2, self.norm3 = nn.LayerNorm(width), nn.LayerNorm(width), nn.LayerNorm(width)
+
+
+class SgmBlock(_Block):
+    """The signature of sgm's BasicTransformerBlock, which is what SDXL runs on in the webui."""
+
+    attention = SgmAttention
+
+    def __init__(self, width: int, heads: int, context_width: int, checkpoint: bool = True) -> None:
+        super().__init__(width, heads, context_width)
+        self.checkpoint = checkpoint
+
+    def forward(self, x, context=None, additional_tokens=None, n_times_crossframe_attn_in_self=0):
+        if not self.checkpoint:
+            return self._forward(x, context, additional_tokens, n_times_crossframe_attn_in_self)
+        return checkpoint(self._forward, x, context, use_reentrant=False)
+
+    def _forward(self, x, context=None, additional_tokens=None, n_times_crossframe_attn_in_self=0):
+        x = x + self.attn1(
+            self.norm1(x),
+            context=None,
+            additional_tokens=additional_tokens,
+            n_times_crossframe_attn_in_self=n_times_crossframe_attn_in_self,
+        )
+        x = x + self.attn2(self.norm2(x), context=context, additional_tokens=additional_tokens)
+        return x + self.ff(self.norm3(x))
+
+
+class ComfyBlock(_Block):
+    """The signature of ComfyUI's block. explicit: some attn1 patch exists, so keys and values are passed along."""
+
+    attention = ComfyAttention
+
+    def __init__(self, width: int, heads: int, context_width: int, explicit: bool = False) -> None:
+        super().__init__(width, heads, context_width)
+        self.explicit = explicit
+
+    def forward(self, x, context=None, transformer_options=None):
+        options = transformer_options or {}
+        n = self.norm1(x)
+        own = n if self.explicit else None
+        x = x + self.attn1(n, context=own, value=own, transformer_options=options)
+        x = x + self.attn2(self.norm2(x), context=context, value=None, transformer_options=options)
+        return x + self.ff(self.norm3(x))
+
+
+# the patch goes by names, because every host has its own copy of the class
+SgmBlock.__name__ = ComfyBlock.__name__ = "BasicTransformerBlock"
+
+
+class DiffusionWrapper(nn.Module):
+    """What holds an LDM model's UNet; the original needs pytorch-lightning."""
+
+    def __init__(self, unet: nn.Module) -> None:
+        super().__init__()
+        self.diffusion_model = unet
+
+
+class LatentDiffusionDouble(nn.Module):
+    """An LDM model as `.model.diffusion_model` shows it; make_block replaces the blocks of the UNet."""
+
+    def __init__(self, unet: nn.Module, make_block: Callable[[int], nn.Module] | None = None) -> None:
+        super().__init__()
+        self.model = DiffusionWrapper(unet)
+        for module in unet.modules() if make_block else ():
+            blocks: Any = getattr(module, "transformer_blocks", None)
+            if blocks is not None:
+                width = blocks[0].norm1.normalized_shape[0]
+                module.transformer_blocks = nn.ModuleList([make_block(width)])

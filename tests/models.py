@@ -1,0 +1,335 @@
+"""Small models of every family the patch has to work on, each built from its real classes, and how each is called.
+
+`CASES` is what the contract runs over. Zero-initialised layers get random weights, so that every block matters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from diffusers import ControlNetModel, UNet2DConditionModel, UNetMotionModel
+from diffusers.models.attention import BasicTransformerBlock
+from diffusers.models.attention_processor import AttnProcessor2_0, IPAdapterAttnProcessor2_0
+from diffusers.models.embeddings import ImageProjection, MultiIPAdapterImageProjection
+from ldm.modules.diffusionmodules.openaimodel import UNetModel
+from torch import nn
+
+from tests.doubles import ComfyBlock, LatentDiffusionDouble, SgmBlock
+
+TEXT = 32
+
+
+class Case(NamedTuple):
+    """One family. build: makes the model, its weights always the same; call: ``(model, x, timestep, text)`` to picture.
+
+    in_channels: of the latent; frames: pictures of one sample.
+    """
+
+    name: str
+    build: Callable[[], Any]
+    call: Callable[[Any, torch.Tensor, Any, torch.Tensor], torch.Tensor]
+    in_channels: int = 4
+    frames: int = 1
+
+
+def call_case(
+    case: Case, model: Any, batch: int = 2, height: int = 16, width: int = 16, timestep: Any = 500, seed: int = 0
+) -> torch.Tensor:
+    """The model's picture for inputs that depend on the arguments only; no gradients, global RNG untouched."""
+    x, text = inputs(case.in_channels, batch, height, width, seed, case.frames)
+    with torch.no_grad():
+        return case.call(model, x, timestep, text)
+
+
+def inputs(channels: int, batch: int, height: int, width: int, seed: int = 0, frames: int = 1):
+    """A latent and a text, the first samples of which do not depend on the batch."""
+    latents, texts = [], []
+    for sample in range(batch):
+        generator = torch.Generator().manual_seed(1000 * seed + sample)
+        shape = (channels, height, width) if frames == 1 else (channels, frames, height, width)
+        latents.append(torch.randn(shape, generator=generator))
+        texts.append(torch.randn(7, TEXT, generator=generator))
+    return torch.stack(latents), torch.stack(texts)
+
+
+def fixed(model: nn.Module, seed: int = 0) -> nn.Module:
+    """Weights from a generator of their own, none of them zero."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            spread = parameter.shape[1:].numel() ** -0.5 if parameter.dim() > 1 else 0.1
+            noise = torch.randn(parameter.shape, generator=generator) * spread
+            is_gain = parameter.dim() == 1 and bool((parameter == 1).all())
+            parameter.copy_(noise + 1 if is_gain else noise)
+    return model.eval()
+
+
+def seeded(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """The builder, leaving the global RNG as it was and its prints unheard."""
+
+    @functools.wraps(build)
+    def builder() -> nn.Module:
+        with torch.random.fork_rng(devices=[]), contextlib.redirect_stdout(io.StringIO()):
+            return fixed(build())
+
+    return builder
+
+
+# --- diffusers ----------------------------------------------------------------------------------------------------
+
+_DOWN, _UP = ("CrossAttnDownBlock2D", "DownBlock2D"), ("UpBlock2D", "CrossAttnUpBlock2D")
+
+
+def unet(**changes: Any) -> UNet2DConditionModel:
+    """A UNet2DConditionModel in SD1.5's shape: attention on the latent's level and in the middle."""
+    settings = {
+        "sample_size": 16, "in_channels": 4, "out_channels": 4, "layers_per_block": 1,
+        "block_out_channels": (32, 64), "norm_num_groups": 8, "down_block_types": _DOWN, "up_block_types": _UP,
+        "cross_attention_dim": TEXT, "attention_head_dim": 4,
+    }  # fmt: skip
+    return UNet2DConditionModel(**{**settings, **changes})
+
+
+@seeded
+def sd15() -> nn.Module:
+    return unet()
+
+
+@seeded
+def four_levels() -> nn.Module:
+    """Attention at /1, /2, /4 and /8, as SD1.5 has it."""
+    down = ("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",)
+    up = ("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 3
+    return unet(block_out_channels=(16, 16, 32, 32), down_block_types=down, up_block_types=up)
+
+
+@seeded
+def sd2() -> nn.Module:
+    return unet(use_linear_projection=True, attention_head_dim=(2, 4))
+
+
+@seeded
+def sdxl() -> nn.Module:
+    """Attention starts at half the latent's size, the deepest transformers have two blocks."""
+    return unet(
+        block_out_channels=(16, 32, 32),
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+        attention_head_dim=(2, 4, 4), use_linear_projection=True, transformer_layers_per_block=(1, 1, 2),
+        addition_embed_type="text_time", addition_time_embed_dim=8, projection_class_embeddings_input_dim=64,
+    )  # fmt: skip
+
+
+@seeded
+def inpainting() -> nn.Module:
+    return unet(in_channels=9)
+
+
+@seeded
+def gligen() -> nn.Module:
+    return unet(attention_type="gated")
+
+
+@seeded
+def chunked() -> nn.Module:
+    model = unet()
+    for block in model.modules():
+        if type(block).__name__ == "BasicTransformerBlock":
+            block.set_chunk_feed_forward(16, dim=1)
+    return model
+
+
+@seeded
+def lora() -> nn.Module:
+    from peft import LoraConfig
+
+    model = unet()
+    model.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
+    return model
+
+
+@seeded
+def ip_adapter() -> nn.Module:
+    """The attention processors as diffusers' own loader sets them."""
+    model = unet()
+    processors = {}
+    for name in model.attn_processors:
+        if name.endswith("attn1.processor"):
+            processors[name] = AttnProcessor2_0()
+        else:
+            width = model.get_submodule(name.rsplit(".", 2)[0]).attn2.to_q.in_features
+            processors[name] = IPAdapterAttnProcessor2_0(width, TEXT, scale=1.0, num_tokens=(4,))
+    model.set_attn_processor(processors)
+    model.encoder_hid_proj = MultiIPAdapterImageProjection([ImageProjection(16, TEXT, num_image_text_embeds=4)])
+    model.config.encoder_hid_dim_type = "ip_image_proj"
+    return model
+
+
+def _adaptive(norm_type: str, **block: Any) -> nn.Module:
+    """A UNet with blocks of another kind, whose transformers are told what the UNet itself does not pass on."""
+    model = unet()
+    for module in model.modules():
+        if type(module).__name__ != "Transformer2DModel":
+            continue
+        width = module.config.num_attention_heads * module.config.attention_head_dim
+        one = BasicTransformerBlock(width, 4, width // 4, cross_attention_dim=TEXT, norm_type=norm_type, **block)
+        module.transformer_blocks = nn.ModuleList([one])
+        module.register_forward_pre_hook(functools.partial(_tell, norm_type, width), with_kwargs=True)
+    return model
+
+
+def _tell(norm_type: str, width: int, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    batch = args[0].shape[0]
+    if norm_type == "ada_norm_zero":
+        return args, {**kwargs, "timestep": torch.full((batch,), 7), "class_labels": torch.full((batch,), 3)}
+    return args, {**kwargs, "timestep": torch.linspace(-1, 1, 6 * width).expand(batch, -1)}
+
+
+@seeded
+def ada_norm_single() -> nn.Module:
+    return _adaptive("ada_norm_single")
+
+
+@seeded
+def ada_norm_zero() -> nn.Module:
+    return _adaptive("ada_norm_zero", num_embeds_ada_norm=10)
+
+
+@seeded
+def motion() -> nn.Module:
+    return UNetMotionModel(
+        sample_size=16, in_channels=4, out_channels=4, layers_per_block=1, block_out_channels=(32, 64),
+        norm_num_groups=8, down_block_types=("CrossAttnDownBlockMotion", "DownBlockMotion"),
+        up_block_types=("UpBlockMotion", "CrossAttnUpBlockMotion"), cross_attention_dim=TEXT,
+        num_attention_heads=4, motion_num_attention_heads=4,
+    )  # fmt: skip
+
+
+def call_unet(model: Any, x: torch.Tensor, timestep: Any, text: torch.Tensor, **more: Any) -> torch.Tensor:
+    return model(x, timestep, text, **more).sample
+
+
+def _call_motion(model, x, timestep, text):
+    return call_unet(model, x, timestep, text.repeat_interleave(x.shape[2], 0))
+
+
+def _call_sdxl(model, x, timestep, text):
+    batch = x.shape[0]
+    added = {"text_embeds": text[:, 0, :16], "time_ids": torch.arange(6.0).expand(batch, -1)}
+    return call_unet(model, x, timestep, text, added_cond_kwargs=added)
+
+
+@functools.cache
+def _controlnet() -> nn.Module:
+    return seeded(lambda: ControlNetModel.from_unet(unet(), conditioning_embedding_out_channels=(8, 8)))()
+
+
+def _call_with_controlnet(model, x, timestep, text):
+    hint = torch.zeros(x.shape[0], 3, 2 * x.shape[2], 2 * x.shape[3])
+    down, mid = _controlnet()(x, timestep, text, controlnet_cond=hint, return_dict=False)
+    return call_unet(
+        model, x, timestep, text, down_block_additional_residuals=down, mid_block_additional_residual=mid
+    )
+
+
+def _call_with_image(model, x, timestep, text, **more):
+    added = {"image_embeds": [text[:, :1, :16]]}
+    return call_unet(model, x, timestep, text, added_cond_kwargs=added, **more)
+
+
+def _call_with_masked_image(model, x, timestep, text):
+    mask = torch.zeros(1, 1, x.shape[2], x.shape[3])
+    mask[..., : x.shape[3] // 2] = 1
+    return _call_with_image(model, x, timestep, text, cross_attention_kwargs={"ip_adapter_masks": [mask]})
+
+
+def _call_gligen(model, x, timestep, text):
+    boxes = torch.tensor([[0.1, 0.1, 0.6, 0.6], [0.4, 0.4, 0.9, 0.9]]).expand(x.shape[0], -1, -1)
+    grounding = {"boxes": boxes, "positive_embeddings": text[:, :2], "masks": torch.ones(x.shape[0], 2)}
+    return call_unet(model, x, timestep, text, cross_attention_kwargs={"gligen": grounding})
+
+
+# --- LDM, and doubles of other hosts' blocks in its UNet ------------------------------------------------------------
+
+
+def ldm(**changes: Any) -> UNetModel:
+    """An LDM UNet in SD1's shape: attention on the latent's level, on the next, and in the middle."""
+    settings = {
+        "image_size": 16, "in_channels": 4, "out_channels": 4, "model_channels": 32, "num_res_blocks": 1,
+        "attention_resolutions": (1, 2), "channel_mult": (1, 2), "num_heads": 4, "use_spatial_transformer": True,
+        "context_dim": TEXT, "legacy": False,
+    }  # fmt: skip
+    return UNetModel(**{**settings, **changes})
+
+
+@seeded
+def ldm_sd1() -> nn.Module:
+    return ldm()
+
+
+@seeded
+def ldm_sd2() -> nn.Module:
+    return ldm(num_heads=-1, num_head_channels=16, use_linear_in_transformer=True)
+
+
+@seeded
+def ldm_latent_diffusion() -> nn.Module:
+    """Attention starts at half the latent's size, resampling by residual blocks, some blocks without self-attention."""
+    return ldm(
+        attention_resolutions=(2, 4), channel_mult=(1, 1, 2), num_heads=-1, num_head_channels=16, legacy=True,
+        resblock_updown=True, disable_self_attentions=(False, False, True),
+    )  # fmt: skip
+
+
+@seeded
+def ldm_wrapped() -> nn.Module:
+    return LatentDiffusionDouble(ldm())
+
+
+@seeded
+def sgm_double() -> nn.Module:
+    return LatentDiffusionDouble(ldm(), lambda width: SgmBlock(width, 4, TEXT))
+
+
+@seeded
+def comfy_double() -> nn.Module:
+    return LatentDiffusionDouble(ldm(), lambda width: ComfyBlock(width, 4, TEXT))
+
+
+@seeded
+def comfy_double_with_patches() -> nn.Module:
+    return LatentDiffusionDouble(ldm(), lambda width: ComfyBlock(width, 4, TEXT, explicit=True))
+
+
+def call_ldm(model, x, timestep, text):
+    model = getattr(getattr(model, "model", model), "diffusion_model", model)
+    return model(x, torch.as_tensor(timestep).expand(x.shape[0]), text)
+
+
+CASES = (
+    Case("ldm_sd1", ldm_sd1, call_ldm),
+    Case("ldm_sd2", ldm_sd2, call_ldm),
+    Case("ldm_latent_diffusion", ldm_latent_diffusion, call_ldm),
+    Case("ldm_wrapped", ldm_wrapped, call_ldm),
+    Case("sgm_double", sgm_double, call_ldm),
+    Case("comfy_double", comfy_double, call_ldm),
+    Case("comfy_double_with_patches", comfy_double_with_patches, call_ldm),
+    Case("sd15", sd15, call_unet),
+    Case("sd2", sd2, call_unet),
+    Case("sdxl", sdxl, _call_sdxl),
+    Case("inpainting", inpainting, call_unet, in_channels=9),
+    Case("controlnet", sd15, _call_with_controlnet),
+    Case("ip_adapter", ip_adapter, _call_with_image),
+    Case("ip_adapter_masks", ip_adapter, _call_with_masked_image),
+    Case("gligen", gligen, _call_gligen),
+    Case("lora", lora, call_unet),
+    Case("ada_norm_single", ada_norm_single, call_unet),
+    Case("ada_norm_zero", ada_norm_zero, call_unet),
+    Case("chunked_feed_forward", chunked, call_unet),
+    Case("motion", motion, _call_motion, frames=2),
+)
