@@ -130,10 +130,11 @@ def _run(options: argparse.Namespace, source) -> None:
     block = table.Block(BLOCK_RATIO, *tome_core.bench.time_block(ratio=BLOCK_RATIO, repeats=BLOCK_REPEATS))
     title = f"Token merging, {source.name}, {options.steps} steps on {source.device}"
     sheet.write(sheet.draw(columns, wanted, title), options.output)
-    print(f"{title}, {len(wanted)} pictures each\n\n{table.table(columns)}\n")
+    print(f"{title}, {len(wanted)} picture{'s' * (len(wanted) > 1)} each\n\n{table.table(columns)}\n")
     for column in columns[1:]:
         print(f"{picture.label(column.ratio)}: {column.report}\n")
-    print(f"{table.verdict(columns, block)}\n\nThe pictures side by side: {options.output.resolve()}")
+    print(table.verdict(columns, block, on_cpu=source.device.type == "cpu"))
+    print(f"\nThe pictures side by side: {options.output.resolve()}")
 
 
 def main(arguments: list[str] | None = None) -> int:

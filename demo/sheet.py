@@ -64,7 +64,7 @@ def _heads(columns: list[Column]) -> list[tuple[list[np.ndarray], str, str]]:
     for column in columns[1:]:
         pairs = list(zip(plain.pictures, column.pictures, strict=True))
         quality = f"PSNR {np.mean([psnr(a, b) for a, b in pairs]):.1f} dB"
-        time = f"{np.median(column.wall):.2f} s, x{speed_up(plain.wall, column.wall):.2f} as fast"
+        time = f"{np.median(column.wall):.2f} s, {speed_up(plain.wall, column.wall):.2f} times as fast"
         heads.append((column.pictures, label(column.ratio), time))
         heads.append(([difference(a, b) for a, b in pairs], f"difference x{AMPLIFY}", quality))
     return heads

@@ -43,18 +43,18 @@ class Embedded:
 
 
 class UserPipeline:
-    """A diffusers pipeline made from the user's files; nothing is looked up on the network."""
+    """A diffusers pipeline made from the user's files, .safetensors weights only."""
 
     def __init__(self, checkpoint: Checkpoint, config: Path | None, device: torch.device):
         self.name, self.device = checkpoint.path.name, device
         dtype = torch.float32 if device.type == "cpu" else torch.float16
         load = _load_folder if checkpoint.kind == "folder" else _load_file
         try:
-            self.target = load(checkpoint, config, dtype).to(device)
+            self.target = load(checkpoint, config).to(device, dtype)
         except Exception as error:  # the loaders of two libraries raise whatever their depths raise
             hint = "" if config or checkpoint.kind == "folder" else (
-                "; a single file brings no configuration and no tokenizer: give --config DIR, a diffusers folder "
-                "of the same model family (its weights are not needed)")
+                "; a single file brings no configuration and no tokenizer, which are looked up online where nothing is "
+                "cached: to do without, give --config DIR, a diffusers folder of the same family (without weights)")
             raise ValueError(f"{checkpoint.path} could not be loaded: {_first_line(error)}{hint}") from error
         self.target.set_progress_bar_config(disable=True)
 
@@ -69,22 +69,23 @@ class UserPipeline:
         return (made.images[0] * 255).round().astype(np.uint8)
 
 
-def _load_folder(checkpoint: Checkpoint, config: Path | None, dtype: torch.dtype):
+def _load_folder(checkpoint: Checkpoint, config: Path | None):
     from diffusers import AutoPipelineForText2Image, DiffusionPipeline
 
-    options = {"local_files_only": True, "use_safetensors": True, "torch_dtype": dtype, "variant": checkpoint.variant}
+    options = {"local_files_only": True, "use_safetensors": True, "variant": checkpoint.variant}
     try:
         return AutoPipelineForText2Image.from_pretrained(checkpoint.path, **options)
     except ValueError:  # a text-to-image class that the table of AutoPipeline does not list
         return DiffusionPipeline.from_pretrained(checkpoint.path, **options)
 
 
-def _load_file(checkpoint: Checkpoint, config: Path | None, dtype: torch.dtype):
+def _load_file(checkpoint: Checkpoint, config: Path | None):
     from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
 
     family = StableDiffusionXLPipeline if checkpoint.kind == "sdxl" else StableDiffusionPipeline
-    return family.from_single_file(str(checkpoint.path), config=config and str(config), local_files_only=True,
-                                   torch_dtype=dtype)
+    # A single file has weights only. Without `config`, diffusers takes the family's configuration and tokenizer
+    # from its cache or fetches them (text files of a few MB, no weights).
+    return family.from_single_file(str(checkpoint.path), config=config and str(config), local_files_only=bool(config))
 
 
 def _first_line(error: Exception) -> str:
