@@ -125,8 +125,8 @@ def make_environment(folder, torch_folder):
         shutil.rmtree(folder)
     folder.mkdir()
     (folder / OWNER).write_text("Made by install.py of tome_core, which may remove it and make it again.\n")
-    # An environment sees its base interpreter's packages, not those of another environment it was made from.
-    foreign = torch_folder is not None and sys.prefix != sys.base_prefix and is_below(torch_folder, sys.prefix)
+    # An environment can see its base interpreter's packages, but not those of another environment it is made from.
+    foreign = torch_folder is not None and sys.prefix != sys.base_prefix
     print(f"Making a private environment in {folder} ...", flush=True)
     builder = venv.EnvBuilder(system_site_packages=torch_folder is not None and not foreign, with_pip=True,
                               symlinks=os.name != "nt")
@@ -137,13 +137,6 @@ def make_environment(folder, torch_folder):
     if foreign:
         link = next(folder.glob("**/site-packages")) / "torch_of_parent.pth"
         link.write_text(f"{torch_folder}\n", encoding="utf-8")
-
-
-def is_below(path, folder):
-    """Whether `path` lies in `folder`."""
-    from pathlib import Path
-
-    return Path(folder).resolve() in path.parents
 
 
 def environment(extras, no_deps=()):
