@@ -20,6 +20,8 @@ from ldm.modules.diffusionmodules.openaimodel import UNetModel
 from torch import nn
 
 from tests.doubles import ComfyBlock, LatentDiffusionDouble, SgmBlock
+from tome_core import MergePlan
+from tome_core.methods import METHODS
 
 TEXT = 32
 
@@ -78,6 +80,15 @@ def seeded(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
             return fixed(build())
 
     return builder
+
+
+def merge_with_self(monkeypatch: Any) -> None:
+    """Let bipartite matching give every token a group of its own: all sites work, for nothing."""
+
+    def match(x: torch.Tensor, grid: Any, options: Any) -> MergePlan:
+        return MergePlan(torch.arange(grid.tokens, device=x.device)[None], grid.tokens)
+
+    monkeypatch.setitem(METHODS, "bipartite", METHODS["bipartite"]._replace(match=match))
 
 
 # --- diffusers ----------------------------------------------------------------------------------------------------
@@ -248,7 +259,7 @@ def _call_with_masked_image(model, x, timestep, text):
     return _call_with_image(model, x, timestep, text, cross_attention_kwargs={"ip_adapter_masks": [mask]})
 
 
-def _call_gligen(model, x, timestep, text):
+def call_gligen(model, x, timestep, text):
     boxes = torch.tensor([[0.1, 0.1, 0.6, 0.6], [0.4, 0.4, 0.9, 0.9]]).expand(x.shape[0], -1, -1)
     grounding = {"boxes": boxes, "positive_embeddings": text[:, :2], "masks": torch.ones(x.shape[0], 2)}
     return call_unet(model, x, timestep, text, cross_attention_kwargs={"gligen": grounding})
@@ -326,7 +337,7 @@ CASES = (
     Case("controlnet", sd15, _call_with_controlnet),
     Case("ip_adapter", ip_adapter, _call_with_image),
     Case("ip_adapter_masks", ip_adapter, _call_with_masked_image),
-    Case("gligen", gligen, _call_gligen),
+    Case("gligen", gligen, call_gligen),
     Case("lora", lora, call_unet),
     Case("ada_norm_single", ada_norm_single, call_unet),
     Case("ada_norm_zero", ada_norm_zero, call_unet),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tome_core
-from tests.models import CASES, Case, call_case, inputs
+from tests.models import CASES, Case, call_case, inputs, merge_with_self
 from tome_core import MergeConfig
 from tome_core.families import find_blocks, find_unet
 from tome_core.grid import split_cells
@@ -43,6 +43,18 @@ def test_ratio_zero_is_bit_exact_off(case: Case):
     assert torch.equal(call_case(case, model), vanilla)
     tome_core.apply_patch(model, ratio=0.5, merge_attn=False)
     assert torch.equal(call_case(case, model), vanilla)
+
+
+@every_family
+@pytest.mark.parametrize("side", ["qkv", "kv", "q"])
+def test_merging_each_token_with_itself_changes_no_bit(case: Case, side: str, monkeypatch):
+    """The plumbing alone: every site merges and unmerges, and nothing but the plan may make a difference."""
+    merge_with_self(monkeypatch)
+    model = case.build()
+    vanilla = call_case(case, model)
+    with tome_core.patch(model, MergeConfig(side=side, max_downsample=8, **EVERYTHING)) as handle:
+        assert torch.equal(call_case(case, model), vanilla)
+    assert all(level.calls_merged >= level.blocks for level in handle.report().levels)
 
 
 @every_family
