@@ -1,0 +1,125 @@
+"""Gradients through a merged UNet do not depend on gradient checkpointing (the 11th of tomesd's faults).
+
+A checkpoint runs its blocks once more during the backward pass. They have to merge the same tokens then, though
+the UNet may have been called at another size and time since.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import NamedTuple
+
+import pytest
+
+from tests.models import call_ldm, call_unet, inputs, ldm_sd1, sd15, sgm_double
+from tome_core import MergeConfig, MergeRule, patch
+
+# LDM's own checkpoint function calls what torch renamed since
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.*autocast")
+
+
+class Setup(NamedTuple):
+    """A model, how it is called, and how its checkpointing is switched."""
+
+    build: object
+    call: object
+    switch: object
+
+
+def _switch_diffusers(model, on: bool) -> None:
+    (model.enable_gradient_checkpointing if on else model.disable_gradient_checkpointing)()
+
+
+def _switch_ldm(model, on: bool) -> None:
+    for module in model.modules():
+        if isinstance(getattr(module, "use_checkpoint", None), bool):
+            module.use_checkpoint = on
+    _switch_blocks(model, on)
+
+
+def _switch_blocks(model, on: bool) -> None:
+    for module in model.modules():
+        if isinstance(getattr(module, "checkpoint", None), bool):
+            module.checkpoint = on
+
+
+SETUPS = {
+    "diffusers": Setup(sd15, call_unet, _switch_diffusers),
+    "ldm": Setup(ldm_sd1, call_ldm, _switch_ldm),
+    "sgm": Setup(sgm_double, call_ldm, _switch_blocks),
+}
+CALLS = {
+    "one call": [(16, 16, 500)],
+    "two sizes and times": [(16, 16, 10), (24, 16, 900)],
+    "two shapes of equally many tokens": [(32, 16, 10), (16, 32, 10)],
+    "the same size at two times": [(16, 16, 10), (16, 16, 900)],
+    "the same call twice": [(16, 16, 10), (16, 16, 10)],
+}
+CONFIGS = {
+    "random destinations": MergeConfig(merge_mlp=True, max_downsample=2),
+    "rules by time": MergeConfig(rules=(MergeRule(ratio=0.75, max_timestep=500), MergeRule(ratio=0.25, seed=3))),
+}
+
+
+def gradients(setup: Setup, calls, config, checkpointing: bool, *, train: bool = True, only: str = "") -> dict:
+    """Gradients of the parameters whose names contain ``only``, of a loss over all the calls."""
+    model = setup.build()
+    setup.switch(model, checkpointing)
+    model.train(train)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(only in name)
+    loss = 0
+    with patch(model, config):
+        for number, (height, width, timestep) in enumerate(calls):
+            x, text = inputs(4, 2, height, width, seed=number)
+            loss = loss + (setup.call(model, x, timestep, text) * (number + 1)).square().mean()
+        loss.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(one: dict, other: dict) -> None:
+    assert one.keys() == other.keys() and one
+    for name, gradient in one.items():
+        scale = gradient.abs().max().item()
+        assert (gradient - other[name]).abs().max().item() <= 1e-4 * scale + 1e-7, name
+
+
+@pytest.mark.parametrize("setup", SETUPS.values(), ids=list(SETUPS))
+@pytest.mark.parametrize("calls", CALLS.values(), ids=list(CALLS))
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=list(CONFIGS))
+def test_checkpointing_changes_no_gradient(setup: Setup, calls, config):
+    plain = gradients(setup, calls, config, checkpointing=False)
+    assert_same(plain, gradients(setup, calls, config, checkpointing=True))
+    unmerged = gradients(setup, calls, MergeConfig(ratio=0), checkpointing=False)
+    assert any((plain[name] - unmerged[name]).abs().max() > 1e-3 * plain[name].abs().max() for name in plain)
+
+
+@pytest.mark.parametrize(
+    "name, only",
+    [
+        ("ldm", ""),  # its checkpoint function wants a gradient of every parameter
+        ("sgm", "input_blocks.1.1.transformer_blocks.0.attn1"),
+        ("diffusers", "down_blocks.0.attentions.0.transformer_blocks.0.attn1"),
+        ("diffusers", "attn1.to_q"),
+    ],
+)
+def test_checkpointing_changes_no_gradient_of_a_model_in_eval_mode(name: str, only: str):
+    """With the rest frozen, the first block's input needs no gradient itself."""
+    plain, checkpointed = (
+        gradients(SETUPS[name], CALLS["two sizes and times"], CONFIGS["rules by time"], on, train=False, only=only)
+        for on in (False, True)
+    )
+    assert_same(plain, checkpointed)
+
+
+def test_a_model_copied_between_forward_and_backward_keeps_its_gradients():
+    setup, config = SETUPS["diffusers"], CONFIGS["random destinations"]
+    plain = gradients(setup, CALLS["one call"], config, checkpointing=False)
+    model = setup.build().train()
+    setup.switch(model, True)
+    x, text = inputs(4, 2, 16, 16)
+    with patch(model, config):
+        loss = setup.call(model, x, 500, text).square().mean()
+        copy.deepcopy(model)
+        loss.backward()
+    assert_same(plain, {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
