@@ -9,16 +9,12 @@ import torch
 _MASK = 0x7FFFFFFF  # 31 bits: a product with a 31-bit constant then fits int64 on every device
 
 
+# No properties or methods on the tuples of this package: the compiler of torch 2.4 follows their fields only.
 class Grid(NamedTuple):
     """Height and width in tokens; token ``(row, column)`` is number ``row * width + column``."""
 
     height: int
     width: int
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens, ``height * width``."""
-        return self.height * self.width
 
 
 class Cells(NamedTuple):
@@ -47,7 +43,7 @@ def cells(grid: Grid, sy: int, sx: int, device: torch.device) -> Cells:
     """
     sy, sx = min(sy, grid.height), min(sx, grid.width)
     rows, columns = grid.height // sy, grid.width // sx
-    index = torch.arange(grid.tokens, device=device).view(grid.height, grid.width)
+    index = torch.arange(grid.height * grid.width, device=device).view(grid.height, grid.width)
     inner = index[: rows * sy, : columns * sx].reshape(rows, sy, columns, sx)
     members = inner.permute(0, 2, 1, 3).reshape(rows * columns, sy * sx)
     right, below = index[: rows * sy, columns * sx :], index[rows * sy :]

@@ -98,11 +98,6 @@ class LevelRules(NamedTuple):
     crossattn: MergeRule | None = None
     mlp: MergeRule | None = None
 
-    @property
-    def any(self) -> bool:
-        """True where some part is merged."""
-        return any(rule is not None for rule in self)
-
 
 def holds_at(rule: MergeRule, time: Time) -> bool:
     """Is the moment inside all of the rule's limits? A limit on a scale that is not known does not hold."""

@@ -33,10 +33,6 @@ class Merging(NamedTuple):
     rule: MergeRule
     mode: str
 
-    def merge(self, x: torch.Tensor) -> torch.Tensor:
-        """``[B, N, C]`` to ``[B, G, C]``."""
-        return self.plan.merge(x, self.mode)
-
 
 class BlockCall(NamedTuple):
     """One call of a block: what each part merges with (None: it does not), and the shape parts must have."""
@@ -127,9 +123,9 @@ class BlockSite(Wrap):
 
     def _open(self, x: torch.Tensor, outer: GridCall) -> BlockCall | None:
         rules = outer.call.rules[self.level]
-        if not rules.any:
+        if rules.attn is None and rules.crossattn is None and rules.mlp is None:
             return self._skip(x, self.run.why_off)
-        if x.shape[0] != outer.batch or x.shape[1] != outer.grid.tokens:
+        if x.shape[0] != outer.batch or x.shape[1] != outer.grid.height * outer.grid.width:
             return self._skip(x, "the tokens are not the picture's grid")
         # one rule, one match: a block matches once however many of its parts merge
         attn = self._match(x, outer, rules.attn)
@@ -195,7 +191,7 @@ class PartSite(Wrap):
         return None
 
     def _merged(self, merging: Merging, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        out = self.original(merging.merge(x), *args, **kwargs)
+        out = self.original(merging.plan.merge(x, merging.mode), *args, **kwargs)
         return self._finish(merging, x, out, (merging.plan.num_groups, 0), 0)
 
     def _finish(self, merging: Merging, x: torch.Tensor, out: torch.Tensor, left: tuple[int, int], keys: int) -> Any:
@@ -273,7 +269,7 @@ class SelfAttentionSite(PartSite):
         if args:
             kwargs = {self.family.context: args[0], **kwargs}
         context = kwargs.get(self.family.context)
-        merged = merging.merge(x)
+        merged = merging.plan.merge(x, merging.mode)
         if side == "q":
             kwargs[self.family.context] = x if context is None else context
         else:
@@ -289,7 +285,7 @@ class SelfAttentionSite(PartSite):
         for name in (self.family.context, "value"):
             given = kwargs.get(name)
             if given is not None:
-                kwargs[name] = merged if given is x else merging.merge(given)
+                kwargs[name] = merged if given is x else merging.plan.merge(given, merging.mode)
         if explicit and kwargs.get(self.family.context) is None:
             kwargs[self.family.context] = merged
 

@@ -11,10 +11,11 @@ import torch
 class Wrap:
     """Stands in for ``target.NAME`` on the instance; subclasses put their work into `forward`.
 
-    A bound method of a small object instead of a closure, so that a deep copy or a pickle of the target
-    calls the copy's weights. What lies beneath is fixed for life: if a foreign wrapper was put on top and
-    saved this one as "the original", a wrap that changed its mind about what it calls could call itself.
-    Removed, or left underneath somebody else's wrapper, it is a pass-through for ever.
+    A callable object instead of a closure, so that a deep copy or a pickle of the target calls the copy's
+    weights; and not a bound method of it, which the compiler of torch 2.4 refuses in this place. What lies
+    beneath is fixed for life: if a foreign wrapper was put on top and saved this one as "the original", a wrap
+    that changed its mind about what it calls could call itself. Removed, or left underneath somebody else's
+    wrapper, it is a pass-through for ever.
     """
 
     def __init__(self, target: Any, name: str = "forward") -> None:
@@ -28,6 +29,9 @@ class Wrap:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What callers of ``target.NAME`` get."""
         return self.original(*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
         """What ``target.NAME`` did before: somebody's own replacement, else the class's method.
@@ -43,7 +47,7 @@ class Wrap:
 
     def is_on_top(self) -> bool:
         """Is it this object that ``target.NAME`` calls first?"""
-        return getattr(vars(self.target).get(self.name), "__self__", None) is self
+        return vars(self.target).get(self.name) is self
 
     def install(self) -> Wrap:
         """Put it on top and return the wrap in force: this one, or a copy over what others have put there since.
@@ -60,7 +64,7 @@ class Wrap:
                 self.active = False
                 wrap = copy.copy(self)
                 wrap.beneath = current
-            setattr(self.target, self.name, wrap.forward)
+            setattr(self.target, self.name, wrap)
         wrap._placed = True
         wrap._of_class = getattr(type(self.target), self.name)
         wrap.active = True
@@ -87,6 +91,6 @@ class Wrap:
 
 def _without_inert(method: Any) -> Any:
     """What a method comes down to below wraps that were removed; without this, chains of them would grow."""
-    while isinstance(wrap := getattr(method, "__self__", None), Wrap) and not wrap.active:
-        method = wrap.beneath
+    while isinstance(method, Wrap) and not method.active:
+        method = method.beneath
     return method

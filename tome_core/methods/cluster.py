@@ -26,7 +26,7 @@ def match(x: torch.Tensor, grid: Grid, options: MatchOptions) -> MergePlan | Non
     evenly over the picture (``tokens``) or over the sorted similarities (``mean_similarity``).
     Returns None where the ratio removes no token.
     """
-    tokens = grid.tokens
+    tokens = grid.height * grid.width
     count = max(1, tokens - int(tokens * options.ratio))
     if count >= tokens:
         return None
