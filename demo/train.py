@@ -141,12 +141,12 @@ def prepared(options: argparse.Namespace) -> TrainingState:
 def main(arguments: list[str] | None = None) -> int:
     """Train; gives the exit code: 0 done, 2 wrong options, 130 stopped (the run is kept)."""
     options = parser().parse_args(arguments)
-    torch.set_flush_denormal(True)  # moments of rarely used weights become denormal, which a CPU computes slowly
     try:
         state = prepared(options)
     except (ValueError, OSError) as error:
         print(f"demo.train: {error}", file=sys.stderr)
         return 2
+    torch.set_flush_denormal(True)  # moments of rarely used weights become denormal, which a CPU computes slowly
     stopped = False
     try:
         train(state, options)

@@ -1,0 +1,85 @@
+"""Training the embedded model: a stop costs nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from demo import train
+from demo.model import SceneModel
+from demo.training_loss import Scenes, stratified_times
+from demo.training_state import TrainingState
+
+
+def fresh():
+    torch.manual_seed(0)
+    return TrainingState(SceneModel(), 1e-3)
+
+
+def advance(state, steps):
+    scenes = Scenes(0, 2, 16)
+    return [train.train_step(state, *scenes[state.step], seed=0) for _ in range(steps)]
+
+
+def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(tmp_path):
+    state = fresh()
+    advance(state, 2)
+    state.seconds = 12.5
+    state.save(tmp_path / "state.safetensors")
+    torch.manual_seed(99)
+    resumed = TrainingState(SceneModel(), 1e-3)
+    resumed.load(tmp_path / "state.safetensors")
+    assert (resumed.step, resumed.seconds) == (2, 12.5)
+    assert advance(resumed, 2) == advance(state, 2)
+    for module in ("model", "average"):
+        ours, theirs = getattr(resumed, module).state_dict(), getattr(state, module).state_dict()
+        assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+
+
+def test_a_step_moves_the_weights_and_the_average_follows():
+    state = fresh()
+    before = state.model.emb.weight.clone()
+    advance(state, 1)
+    moved = (state.model.emb.weight - before).abs().max()
+    followed = (state.average.emb.weight - before).abs().max()
+    assert 0 < followed < moved
+
+
+def test_every_step_has_scenes_of_its_own_that_can_be_made_again():
+    scenes = Scenes(0, 2, 16)
+    assert all(torch.equal(a, b) for a, b in zip(scenes[3], scenes[3], strict=True))
+    assert not torch.equal(scenes[3][0], scenes[4][0])
+    assert not torch.equal(scenes[3][0], Scenes(1, 2, 16)[3][0])
+
+
+def test_times_cover_the_whole_range_evenly():
+    times = stratified_times(10, torch.Generator().manual_seed(0))
+    assert sorted(times.div(100, rounding_mode="floor").tolist()) == list(range(10))
+
+
+def test_the_learning_rate_warms_up_stays_and_falls():
+    rates = [train.learning_rate(1.0, *point, 0.25) for point in ((0, 0.0), (100, 0.2), (100, 0.6), (100, 1.0))]
+    halfway = rates.pop(2)
+    assert rates == [pytest.approx(1 / 40), pytest.approx(1.0), pytest.approx(0.02)]
+    assert 0.3 < halfway < 0.8
+
+
+def test_a_file_that_is_no_training_state_is_refused(tmp_path, capsys):
+    path = tmp_path / "state.safetensors"
+    path.write_bytes(b"nothing")
+    assert train.main(["--minutes", "1", "--state", str(path)]) == 2
+    assert "is no training state" in capsys.readouterr().err
+    assert path.read_bytes() == b"nothing"
+
+
+@pytest.mark.parametrize("option", ["--coarse=1", "--batch=0", "--workers=-1"])
+def test_wrong_options_are_refused_with_the_value(tmp_path, capsys, option):
+    assert train.main(["--minutes", "1", "--state", str(tmp_path / "s"), option]) == 2
+    assert option.replace("=", " ") in capsys.readouterr().err
+
+
+def test_prompts_are_left_out_now_and_then():
+    tokens = np.concatenate([Scenes(0, 50, 2)[step][1].numpy() for step in range(4)])
+    dropped = (tokens == tokens.max()).all(1).mean()
+    assert 0.03 < dropped < 0.2

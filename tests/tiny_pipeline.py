@@ -1,0 +1,101 @@
+"""A whole Stable Diffusion pipeline with random weights, small enough to write in a test and to load in a second."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+from safetensors.torch import save_file
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+START, END = "<|startoftext|>", "<|endoftext|>"
+WIDTH = 32
+
+
+def write_folder(folder: Path) -> Path:
+    """A diffusers folder that makes 32 px pictures; 16 x 16 tokens at its finest level."""
+    torch.manual_seed(0)
+    tokenizer = _tokenizer(folder)
+    text = CLIPTextModel(_text_config(len(tokenizer)))
+    vae = AutoencoderKL(
+        block_out_channels=(32, 64),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        latent_channels=4,
+    )
+    unet = UNet2DConditionModel(
+        sample_size=16,
+        block_out_channels=(32, 64),
+        layers_per_block=1,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        cross_attention_dim=WIDTH,
+        attention_head_dim=4,
+    )
+    scheduler = DDIMScheduler(clip_sample=False, steps_offset=1)
+    pipeline = StableDiffusionPipeline(vae, text, tokenizer, unet, scheduler, None, None, requires_safety_checker=False)
+    pipeline.save_pretrained(folder / "pipeline")
+    return folder / "pipeline"
+
+
+def _tokenizer(folder: Path) -> CLIPTokenizer:
+    words = [*LETTERS, *(f"{letter}</w>" for letter in LETTERS), START, END]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "vocab.json").write_text(json.dumps({word: i for i, word in enumerate(words)}))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    return CLIPTokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"), model_max_length=77)
+
+
+def _text_config(words: int) -> CLIPTextConfig:
+    return CLIPTextConfig(
+        vocab_size=words,
+        hidden_size=WIDTH,
+        intermediate_size=37,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        bos_token_id=words - 2,
+        eos_token_id=words - 1,
+        pad_token_id=words - 1,
+    )
+
+
+def write_single_file(path: Path) -> Path:
+    """A checkpoint in the layout of SD1.5's single files, of the same sizes as the folder's pipeline.
+
+    The UNet and the autoencoder are the original classes, so that the names in the file are the original ones.
+    """
+    from ldm.modules.diffusionmodules.model import Decoder, Encoder
+    from ldm.modules.diffusionmodules.openaimodel import UNetModel
+
+    torch.manual_seed(1)
+    unet = UNetModel(
+        image_size=16,
+        in_channels=4,
+        out_channels=4,
+        model_channels=32,
+        attention_resolutions=[1],
+        num_res_blocks=1,
+        channel_mult=[1, 2],
+        num_heads=4,
+        use_spatial_transformer=True,
+        context_dim=WIDTH,
+        legacy=False,
+    )
+    sizes = {"ch": 32, "out_ch": 3, "ch_mult": (1, 2), "num_res_blocks": 1, "attn_resolutions": [], "in_channels": 3}
+    sizes |= {"resolution": 32, "z_channels": 4, "double_z": True}
+    parts = {
+        "model.diffusion_model": unet,
+        "first_stage_model.encoder": Encoder(**sizes),
+        "first_stage_model.decoder": Decoder(**sizes),
+        "first_stage_model.quant_conv": torch.nn.Conv2d(8, 8, 1),
+        "first_stage_model.post_quant_conv": torch.nn.Conv2d(4, 4, 1),
+    }
+    weights = {f"{part}.{name}": value for part, module in parts.items() for name, value in module.state_dict().items()}
+    text = CLIPTextModel(_text_config(len(LETTERS) * 2 + 2)).state_dict()
+    prefix = "cond_stage_model.transformer.text_model."
+    weights |= {prefix + name.removeprefix("text_model."): value for name, value in text.items()}
+    save_file({name: value.clone().contiguous() for name, value in weights.items()}, path)
+    return path
