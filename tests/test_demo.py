@@ -164,7 +164,7 @@ def test_a_diffusers_folder_is_compared_like_the_embedded_model(tmp_path, tiny_f
         assert image.size[0] == sheet.cell(1, 6, (256, 256))[2] + sheet.GAP
 
 
-def test_a_single_file_is_loaded_with_a_local_configuration_that_has_no_weights(tmp_path, tiny_folder, capsys, quick_block):
+def test_a_single_file_is_loaded_with_a_configuration_that_has_no_weights(tmp_path, tiny_folder, capsys, quick_block):
     single = tiny_pipeline.write_single_file(tmp_path / "single.safetensors")
     bare = shutil.ignore_patterns("*.safetensors")
     config = shutil.copytree(tiny_folder, tmp_path / "config", ignore=bare)
