@@ -31,3 +31,19 @@ def bipartite_similarities(x: torch.Tensor, height: int, width: int, sy: int, sx
 def _cosine(a: torch.Tensor, b: torch.Tensor) -> float:
     length = (a.norm() * b.norm()).item()
     return (a @ b).item() / length if length > 0 else 0.0
+
+
+def k_means(values: torch.Tensor, centres: torch.Tensor, iterations: int) -> list[int]:
+    """Lloyd's algorithm on ``[N, C]`` from ``[K, C]``, in float64: the cluster of each value after the last round.
+
+    A cluster that loses all of its values keeps its centre; ties go to the lower number.
+    """
+    values, centres = values.double(), centres.double().clone()
+    label: list[int] = []
+    for _ in range(iterations):
+        label = [int(((centres - value) ** 2).sum(-1).argmin()) for value in values]
+        for number in range(len(centres)):
+            members = [values[i] for i in range(len(values)) if label[i] == number]
+            if members:
+                centres[number] = torch.stack(members).mean(0)
+    return label

@@ -10,10 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.oracles import bipartite_similarities
+from tests.oracles import bipartite_similarities, k_means
 from tome_core.grid import Draw, Grid, cells, draw_choices, split_cells
 from tome_core.methods import METHODS, MatchOptions
 from tome_core.methods.bipartite import best_destination
+from tome_core.methods.cluster import ITERATIONS
 
 GRIDS = [(1, 1), (1, 16), (16, 1), (2, 2), (3, 5), (7, 4), (5, 9), (8, 8), (3, 3)]
 VARIANTS = [(name, "tokens") for name in METHODS] + [("cluster", "mean_similarity")]
@@ -112,6 +113,36 @@ def test_tokens_of_zeros_do_no_harm(name, on):
     for case in (x, torch.zeros_like(x)):
         plan = match(name, case, (8, 8), cluster_on=on)
         assert torch.isfinite(plan.merge(case)).all()
+        assert (plan.sizes >= 1).all()  # equal tokens empty clusters, which are then given one each
+
+
+def test_a_token_of_zeros_has_similarity_zero_to_every_other():
+    x = tokens((4, 4), batch=1)
+    destinations, sources = split_cells(cells(Grid(4, 4), 2, 2, x.device), None)
+    x[:, sources[0, :5]] = 0
+    assert (best_destination(x, sources, destinations).score[0, :5] == 0).all()
+    x[:, destinations[0]] = 0
+    assert (best_destination(x, sources, destinations).score == 0).all()
+
+
+@pytest.mark.parametrize("ratio", [0.5, 0.8])
+def test_cluster_is_lloyds_algorithm(ratio):
+    x = tokens((6, 6), batch=1, channels=3)
+    count = 36 - int(36 * ratio)
+    start = x[0, [i * 36 // count for i in range(count)]]
+    expected = k_means(x[0], start, ITERATIONS)
+    plan = match("cluster", x, (6, 6), ratio=ratio)
+    assert len(set(expected)) == count  # none empty here, so none was given a token
+    assert plan.group[0].tolist() == expected
+
+
+def test_cluster_on_mean_similarity_is_lloyds_algorithm_on_the_cosines():
+    x = tokens((6, 6), batch=1, channels=3)
+    cosine = torch.nn.functional.cosine_similarity(x[0], x[0].mean(0, keepdim=True), dim=-1)
+    start = cosine.sort().values[[0, 9, 18, 27]]
+    expected = k_means(cosine[:, None], start[:, None], ITERATIONS)
+    plan = match("cluster", x, (6, 6), ratio=32 / 36, cluster_on="mean_similarity")
+    assert plan.group[0].tolist() == expected
 
 
 def test_downsample_keeps_the_top_left_token_of_each_cell():
