@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     add("--config", type=Path, metavar="DIR",
         help="with a single-file --model: a local diffusers folder with its configuration and tokenizer")
     add("--device", metavar="NAME", help="cpu, cuda, mps, ... (default: an accelerator if torch sees one, else cpu)")
-    add("--output", type=Path, default=OUTPUT, metavar="PNG", help=f"where the picture goes (default {OUTPUT})")
+    add("--output", type=Path, default=OUTPUT, metavar="PNG", help="where the picture goes (default %(default)s)")
     return made
 
 

@@ -41,8 +41,8 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("--minutes", type=positive, required=True, help="length of the whole run, over all its resumptions")
     state, weights = FOLDER / "training.safetensors", FOLDER / "scenes128.safetensors"
-    add("--state", type=Path, default=state, help=f"where the run is kept (default {state})")
-    add("--output", type=Path, default=weights, help=f"where the weights go (default {weights})")
+    add("--state", type=Path, default=state, help="where the run is kept (default %(default)s)")
+    add("--output", type=Path, default=weights, help="where the weights go (default %(default)s)")
     add("--start", type=Path, help="weights to begin a new run with (default: random ones)")
     add("--device", default="cpu", help="cpu (default), cuda, ...")
     add("--batch", type=int, default=4, help="pictures a step; twice as many at first (default 4; a GPU takes 64)")
