@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.operators import MPS_OPERATORS, OperatorRecorder
 from tests.oracles import bipartite_similarities, k_means
 from tome_core.grid import Draw, Grid, cells, draw_choices, split_cells
 from tome_core.methods import METHODS, MatchOptions
@@ -173,6 +174,14 @@ def test_equal_inputs_give_equal_maps_and_the_global_generator_is_left_alone(nam
     first, second = (match(name, x, (16, 16), draw=Draw(5, 0, torch.tensor([7.0])), cluster_on=on) for _ in range(2))
     assert torch.equal(first.group, second.group)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(("name", "on"), VARIANTS)
+def test_matching_uses_only_operators_that_mps_has(name, on):
+    x, draw = tokens((7, 5)), Draw(1, 0, torch.tensor([3.0, 4.0]))
+    with OperatorRecorder() as used:
+        match(name, x, (7, 5), draw=draw, cluster_on=on)
+    assert used.names <= MPS_OPERATORS, sorted(used.names - MPS_OPERATORS)
 
 
 def test_destinations_depend_on_seed_level_and_time_and_on_nothing_else():

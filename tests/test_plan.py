@@ -6,21 +6,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.operators import MPS_OPERATORS, OperatorRecorder
 from tests.oracles import mean_by_group
 from tome_core import MergePlan
 from tome_core.plan import _segment_mean_by_add, _segment_mean_by_bag, _segments
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# Every aten operator that merging may use: each of them has an MPS kernel in torch 2.4 and newer.
-MPS_OPERATORS = {
-    "aten._unsafe_view", "aten.add", "aten.any", "aten.arange", "aten.clamp", "aten.clone", "aten.detach",
-    "aten.div", "aten.div_", "aten.embedding", "aten.eq", "aten.expand", "aten.index", "aten.index_add_",
-    "aten.index_select", "aten.log", "aten.masked_fill", "aten.mul", "aten.new_zeros", "aten.ones_like",
-    "aten.remainder", "aten.scatter_add", "aten.searchsorted", "aten.slice", "aten.sort", "aten.unsqueeze",
-    "aten.view", "aten._to_copy", "aten.zeros", "aten.reshape", "aten.select",
-}  # fmt: skip
 
 
 @st.composite
@@ -138,21 +130,11 @@ def test_the_cuda_route_gives_what_the_other_gives(case):
     assert torch.allclose(_segment_mean_by_bag(flat, order, offsets), by_add, atol=1e-6)
 
 
-class _Recorder(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.add(str(func.overloadpacket))
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("mode", ["mean", "pick"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_merging_uses_only_operators_that_mps_has(mode, dtype):
     plan, x = MergePlan(torch.tensor([[0, 1, 1, 0, 3]]), 4), torch.randn(2, 5, 3).to(dtype)
-    with _Recorder() as used:
+    with OperatorRecorder() as used:
         plan.unmerge(plan.merge(x, mode))
         plan.key_logits  # noqa: B018
     assert used.names <= MPS_OPERATORS, sorted(used.names - MPS_OPERATORS)
