@@ -120,6 +120,12 @@ class Patch:
         """Level -> what a block of it merged last; empty unless `keep_maps` was called before the model ran."""
         return dict(self.run.maps or {})
 
+    def reset_counts(self) -> None:
+        """Begin the report, and the maps, anew: for a host whose users ask about one picture at a time."""
+        self.run.ledger.reset()
+        if self.run.maps is not None:
+            self.run.maps = {}
+
     def report(self) -> Report:
         """What was merged so far, where, and what was skipped and why."""
         settings = tuple(_describe(rule) for rule in self.config.rules)

@@ -36,6 +36,14 @@ class Ledger:
         self.notes = notes
         self.calls = 0
 
+    def reset(self) -> None:
+        """Count from nothing again; in place, because compiled graphs hold on to these objects."""
+        self.calls = 0
+        for tally in self.levels:
+            tally.merged.clear()
+            tally.skipped.clear()
+            tally.work_full = tally.work_left = 0
+
     def begin_call(self) -> None:
         """One more call of the UNet."""
         self.calls += 1
