@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-PICKLED = (".ckpt", ".pt", ".pth", ".bin", ".pkl", ".pickle", ".mar", ".onnx.pb")
+PICKLED = (".ckpt", ".pt", ".pth", ".bin", ".pkl", ".pickle")
 WHY_NOT_PICKLED = "a pickle can run any code when it is opened, so only .safetensors weights are accepted here"
 HEADER_LIMIT = 100_000_000  # bytes; the format's own limit
 
