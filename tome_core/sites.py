@@ -8,6 +8,7 @@ the UNet's its time, the transformer's the picture's grid, the block's the plan 
 
 from __future__ import annotations
 
+from operator import index
 from typing import Any, NamedTuple
 
 import torch
@@ -86,7 +87,7 @@ class TransformerSite(Wrap):
             return self.original(*args, **kwargs)
         call = self.run.call or self.memory.recall(x) or self.run.current()
         self.memory.keep(x, call, self.target.training)
-        self.now.call = GridCall(call, x.shape[0], Grid(x.shape[2], x.shape[3]))
+        self.now.call = GridCall(call, index(x.shape[0]), Grid(index(x.shape[2]), index(x.shape[3])))
         try:
             return self.original(*args, **kwargs)
         finally:
@@ -125,7 +126,10 @@ class BlockSite(Wrap):
         rules = outer.call.rules[self.level]
         if rules.attn is None and rules.crossattn is None and rules.mlp is None:
             return self._skip(x, self.run.why_off)
-        if x.shape[0] != outer.batch or x.shape[1] != outer.grid.height * outer.grid.width:
+        # `index` makes a compiler take sizes as constants, one graph for each: with unknown ones it takes minutes
+        outer = GridCall(outer.call, index(outer.batch), Grid(index(outer.grid.height), index(outer.grid.width)))
+        tokens = outer.grid.height * outer.grid.width
+        if index(x.shape[0]) != outer.batch or index(x.shape[1]) != tokens:
             return self._skip(x, "the tokens are not the picture's grid")
         # one rule, one match: a block matches once however many of its parts merge
         attn = self._match(x, outer, rules.attn)
@@ -137,7 +141,7 @@ class BlockSite(Wrap):
         if attn is None and crossattn is None and mlp is None:
             return self._skip(x, "the grid is too small for the ratio to remove a token")
         self._keep_map(outer.grid, attn or crossattn or mlp)
-        return BlockCall(attn, crossattn, mlp, x.shape[0], x.shape[1])
+        return BlockCall(attn, crossattn, mlp, outer.batch, tokens)
 
     def _keep_map(self, grid: Grid, merging: Merging) -> None:
         """Only where somebody asked to see it: fetching a map waits for the device."""
