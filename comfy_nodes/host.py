@@ -1,0 +1,98 @@
+"""All that is asked of ComfyUI itself. Each question has an answer where the host is older, a fork, or a test."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+KEY = "tome"  # of our wrappers; a second ApplyToMe finds and replaces the first by it
+# values of comfy.patcher_extension.WrappersMP, here since December 2024
+APPLY_MODEL, OUTER_SAMPLE = "apply_model", "outer_sample"
+
+
+def can_wrap(patcher: Any) -> bool:
+    """Does this ComfyUI have keyed wrappers?"""
+    return hasattr(patcher, "add_wrapper_with_key") and hasattr(patcher, "remove_wrappers_with_key")
+
+
+def attach(patcher: Any, apply_model: Callable, outer_sample: Callable) -> None:
+    """Put our wrappers on a ModelPatcher, in place of those that are there."""
+    detach(patcher)
+    patcher.add_wrapper_with_key(APPLY_MODEL, KEY, apply_model)
+    patcher.add_wrapper_with_key(OUTER_SAMPLE, KEY, outer_sample)
+
+
+def detach(patcher: Any) -> bool:
+    """Take our wrappers off a ModelPatcher, and nothing else. True where there were some."""
+    found = attached(patcher) is not None
+    if can_wrap(patcher):
+        for kind in (APPLY_MODEL, OUTER_SAMPLE):
+            patcher.remove_wrappers_with_key(kind, KEY)
+    return found
+
+
+def attached(patcher: Any) -> Any | None:
+    """The object whose methods `attach` put on; None where there is none."""
+    wrappers = getattr(patcher, "wrappers", {}).get(APPLY_MODEL, {}).get(KEY, [])
+    return getattr(wrappers[-1], "__self__", None) if wrappers else None
+
+
+def has_built_in_merging(patcher: Any) -> bool:
+    """Is ComfyUI's own TomePatchModel on it? It leaves no name behind but that of its patch function."""
+    options = getattr(patcher, "model_options", {}).get("transformer_options", {})
+    patches = options.get("patches", {}).get("attn1_patch", [])
+    return any(getattr(patch, "__qualname__", "").startswith("TomePatchModel.") for patch in patches)
+
+
+def show(text: str, node_id: Any) -> None:
+    """Say it in the graph, under the node, and in the log. Never fails: it runs in mid-queue."""
+    logger.info("%s", text)
+    send = getattr(_server(), "send_progress_text", None)
+    if send is None or node_id is None:
+        return
+    try:
+        send(text, str(node_id))
+    except Exception:  # a host's own transport; nobody's picture should depend on it
+        logger.debug("the message could not be sent to node %s", node_id, exc_info=True)
+
+
+def preview_waits_for(node_id: Any, preview: str) -> bool:
+    """Does the running prompt hold a node of class ``preview`` whose model comes from node ``node_id``?
+
+    Asked when sampling starts, because a cached ApplyToMe does not run again when a preview is added.
+    """
+    return any(_leads_to(prompt, preview, str(node_id)) for prompt in _running_prompts())
+
+
+def _leads_to(prompt: dict, preview: str, node_id: str) -> bool:
+    waiting = [key for key, node in prompt.items() if node.get("class_type") == preview]
+    if node_id not in prompt:  # made by another node while the prompt runs, so no link shows where it is
+        return bool(waiting)
+    seen = set()
+    while waiting:
+        key = waiting.pop()
+        if key == node_id:
+            return True
+        if key in seen or key not in prompt:
+            continue
+        seen.add(key)
+        inputs = prompt[key].get("inputs", {})
+        links = inputs.values() if prompt[key].get("class_type") != preview else [inputs.get("model")]
+        waiting += [str(link[0]) for link in links if isinstance(link, (list, tuple)) and len(link) == 2]
+    return False
+
+
+def _running_prompts() -> Iterator[dict]:
+    running = getattr(getattr(_server(), "prompt_queue", None), "currently_running", None)
+    for item in list(running.values()) if isinstance(running, dict) else ():
+        if isinstance(item, (list, tuple)) and len(item) > 2 and isinstance(item[2], dict):
+            yield item[2]
+
+
+def _server() -> Any | None:
+    # looked up instead of imported: outside ComfyUI `server` is anybody's module
+    return getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)

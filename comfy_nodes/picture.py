@@ -1,0 +1,86 @@
+"""Draws what merged: tokens coloured by their group over a picture. Pictures are ``[H, W, 3]``, float, 0..1."""
+
+from __future__ import annotations
+
+import colorsys
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+_STRENGTH = 0.6  # of the colours over the picture
+_GOLDEN = 0.618034  # share of the colour circle from one group to the next, so that neighbours differ
+_BORDER = 0.45  # brightness left where two groups meet
+
+
+def panel(picture: torch.Tensor, grid: Any, group: torch.Tensor, title: str) -> torch.Tensor:
+    """The picture with each group in its colour; a token that merged with none keeps the picture's own.
+
+    grid: (height, width) in tokens. group: int64 ``[N]``, the group of each token.
+    """
+    height, width = picture.shape[:2]
+    tokens = group.reshape(1, 1, *grid).double()  # double: nearest keeps whole numbers whole
+    cells = F.interpolate(tokens, (height, width), mode="nearest")[0, 0].long()
+    sizes = torch.bincount(group)
+    merged = (sizes[cells] > 1).unsqueeze(-1)
+    colours = _colours(len(sizes))[cells]
+    drawn = torch.where(merged, picture * (1 - _STRENGTH) + colours * _STRENGTH, picture)
+    return titled(drawn * _borders(cells), title)
+
+
+def titled(picture: torch.Tensor, title: str) -> torch.Tensor:
+    """The picture with a line of text in its upper left corner."""
+    from PIL import Image, ImageDraw
+
+    image = Image.fromarray((picture.clamp(0, 1) * 255).round().to(torch.uint8).numpy())
+    draw = ImageDraw.Draw(image)
+    text = "\n".join(_wrapped(title, max(16, picture.shape[1] // 7)))
+    box = draw.multiline_textbbox((4, 4), text)
+    draw.rectangle((0, 0, box[2] + 4, box[3] + 4), fill=(0, 0, 0))
+    draw.multiline_text((4, 4), text, fill=(255, 255, 255))
+    pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
+    return pixels.reshape(picture.shape).float() / 255
+
+
+def row_of(group: torch.Tensor, sample: int, batch: int) -> torch.Tensor:
+    """The groups ``[N]`` of one sample of the batch, from a map ``[rows or 1, N]``.
+
+    A call of the model holds the batch once for each prompt, the positive one last.
+    """
+    rows = group.shape[0]
+    first = rows - batch if rows >= batch else 0
+    return group[min(first + sample, rows - 1)]
+
+
+def from_latent(samples: torch.Tensor, latent_format: Any) -> torch.Tensor:
+    """A rough picture ``[B, H, W, 3]`` of latents ``[B, C, h, w]``, eight times their size; grey where the format
+    has no colours to offer."""
+    samples = samples.detach().float().cpu()
+    if samples.dim() == 5:  # video: its first frame
+        samples = samples[:, :, 0]
+    factors = getattr(latent_format, "latent_rgb_factors", None)
+    if factors is None or len(factors) != samples.shape[1]:
+        rgb = torch.full((samples.shape[0], 3, *samples.shape[2:]), 0.5)
+    else:
+        bias = torch.tensor(getattr(latent_format, "latent_rgb_factors_bias", None) or (0.0, 0.0, 0.0))
+        mixed = torch.einsum("bchw,cr->brhw", samples, torch.tensor(factors)) + bias[:, None, None]
+        rgb = ((mixed + 1) / 2).clamp(0, 1)
+    return F.interpolate(rgb, scale_factor=8, mode="nearest").movedim(1, -1)
+
+
+def _colours(count: int) -> torch.Tensor:
+    hues = (number * _GOLDEN % 1.0 for number in range(count))
+    return torch.tensor([colorsys.hsv_to_rgb(hue, 0.75, 1.0) for hue in hues])
+
+
+def _borders(cells: torch.Tensor) -> torch.Tensor:
+    light = torch.ones(cells.shape)
+    light[1:][cells[1:] != cells[:-1]] = _BORDER
+    light[:, 1:][cells[:, 1:] != cells[:, :-1]] = _BORDER
+    return light.unsqueeze(-1)
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    import textwrap
+
+    return [line for part in text.splitlines() for line in textwrap.wrap(part, width)] or [""]
