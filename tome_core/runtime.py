@@ -153,6 +153,8 @@ class CallMemory:
         """Remember the call of ``x``, unless no backward pass can follow."""
         if torch.compiler.is_compiling() or not (training or torch.is_grad_enabled() or x.requires_grad):
             return
+        if type(x) not in (torch.Tensor, torch.nn.Parameter):  # a tracer's or a transform's has no address
+            return
         self._calls[x.data_ptr()] = call
         self._calls.move_to_end(x.data_ptr())
         if len(self._calls) > self.LIMIT:
@@ -160,4 +162,7 @@ class CallMemory:
 
     def recall(self, x: torch.Tensor) -> Any | None:
         """The call of ``x``, or None."""
-        return self._calls.get(x.data_ptr()) if self._calls else None
+        return self._calls.get(x.data_ptr()) if self._calls and type(x) is torch.Tensor else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_calls": OrderedDict()}  # addresses mean nothing to a copy

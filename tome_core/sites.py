@@ -177,10 +177,13 @@ class PartSite(Wrap):
         if merging is None:
             return self.original(*args, **kwargs)
         problem = self._problem(args, kwargs)
-        if problem:
-            self._skip(args, problem)
-            return self.original(*args, **kwargs)
-        return self._merged(merging, *args, **kwargs)
+        if not problem:
+            out = self._merged(merging, *args, **kwargs)
+            if out is not None:
+                return out
+            problem = "what it returned cannot be unmerged"
+        self._skip(args, problem)
+        return self.original(*args, **kwargs)
 
     def _merging(self) -> Merging | None:
         call = self.block.now.call
@@ -194,13 +197,19 @@ class PartSite(Wrap):
             return "the tokens are not the picture's grid"
         return None
 
-    def _merged(self, merging: Merging, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def _merged(self, merging: Merging, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any | None:
+        """The part's output for merged input; None where that cannot be unmerged."""
         out = self.original(merging.plan.merge(x, merging.mode), *args, **kwargs)
         return self._finish(merging, x, out, (merging.plan.num_groups, 0), 0)
 
-    def _finish(self, merging: Merging, x: torch.Tensor, out: torch.Tensor, left: tuple[int, int], keys: int) -> Any:
+    def _finish(self, merging: Merging, x: torch.Tensor, out: Any, left: tuple[int, int], keys: int) -> Any | None:
+        queries = left[0]
+        if queries != x.shape[1]:
+            if not torch.is_tensor(out) or out.dim() != 3 or out.shape[:2] != (x.shape[0], queries):
+                return None
+            out = merging.plan.unmerge(out)
         self.block.run.ledger.merge(self.block.level, self.part, (x.shape[0], x.shape[1], keys), left)
-        return merging.plan.unmerge(out) if left[0] != x.shape[1] else out
+        return out
 
     def _skip(self, args: tuple, reason: str) -> None:
         self.block.run.ledger.skip(self.block.level, self.part, reason)
@@ -246,6 +255,9 @@ class SelfAttentionSite(PartSite):
 
     def _side_problem(self, args: tuple, kwargs: dict) -> str | None:
         side = self._merging().rule.effective_side
+        value = kwargs.get("value")
+        if value is not None and side != "q" and self._is_self(args, kwargs) and value.shape[:2] != args[0].shape[:2]:
+            return "keys and values are of different numbers"
         if side == "qkv":
             return None
         if kwargs.get("additional_tokens") is not None:  # sgm adds them to x, and to keys only where they are x
@@ -266,7 +278,7 @@ class SelfAttentionSite(PartSite):
             return False
         return context.shape[:2] == args[0].shape[:2]
 
-    def _merged(self, merging: Merging, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def _merged(self, merging: Merging, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any | None:
         own = self._is_self((x, *args), kwargs)
         side = merging.rule.effective_side if own else "q"
         groups, tokens = merging.plan.num_groups, x.shape[1]
