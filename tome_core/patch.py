@@ -6,8 +6,10 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
+from .clock import SchedulerClock
 from .config import MergeConfig, MergeRule
 from .families import Place, find_blocks, find_unet
 from .methods import METHODS
@@ -70,6 +72,11 @@ class Patch:
             if any(rule.merge_mlp for rule in rules) and getattr(place.block, "ff", None) is not None:
                 wraps.append(FeedForwardSite(place.block.ff, block))
         return wraps
+
+    def _follow(self, scheduler: Any) -> None:
+        """Take the time from a pipeline's scheduler, where a rule asks for the time at all."""
+        if self._wraps and self.run.uses_time and hasattr(scheduler, "scale_model_input"):
+            self._wraps.append(SchedulerClock(scheduler, self.run))
 
     @property
     def is_installed(self) -> bool:
@@ -162,6 +169,7 @@ def patch(model: Any, config: MergeConfig | None = None, *, host_clock: bool = F
         raise TypeError(f"config is {type(config).__name__}; it has to be a MergeConfig, or None for the defaults")
     unet = find_unet(model)
     handle = Patch(unet, config or MergeConfig(), _schedule_of(model))
+    handle._follow(getattr(model, "scheduler", None))
     handle._previous = current = vars(unet).get(_MARK)
     if current is not None and not current._entered:
         current._previous = None  # nobody will leave it for what was before it; without this, the chain would grow
@@ -241,12 +249,12 @@ def _back_from(handle: Patch | None) -> Iterator[Patch]:
 
 
 def _schedule_of(model: Any) -> NoiseSchedule | None:
-    """The noise schedule of a pipeline's scheduler; None for anything that has no scheduler."""
-    scheduler = getattr(model, "scheduler", None)
-    if scheduler is None or not hasattr(scheduler, "timesteps"):
-        return None
-    betas = getattr(scheduler, "betas", None)
-    return NoiseSchedule.stable_diffusion() if betas is None else NoiseSchedule(tuple(betas.double().tolist()))
+    """The noise schedule of a pipeline's scheduler, or of an LDM model itself; None for a bare UNet."""
+    owner = getattr(model, "scheduler", None) or model
+    betas = getattr(owner, "betas", None)
+    if torch.is_tensor(betas) and betas.dim() == 1:
+        return NoiseSchedule(tuple(betas.double().tolist()))
+    return NoiseSchedule.stable_diffusion() if hasattr(owner, "scale_model_input") else None
 
 
 def _notes(config: MergeConfig, covered: list[bool], downsamples: list[int]) -> tuple[str, ...]:

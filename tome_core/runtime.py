@@ -58,6 +58,7 @@ class Run:
         self.uses_time = any(rule.uses_time for rule in config.rules)
         self.uses_pixels = any(rule.min_pixels for rule in config.rules)
         self.time_is_given = False
+        self._told = False
         self.call: Call | None = None
         self.why_off = ""
         self.live: tuple[MergeRule, ...] = ()
@@ -84,6 +85,12 @@ class Run:
             timestep = self.schedule.timestep_of(percent)
         self._choose(self._moment(timestep, percent, everything=True))
 
+    def tell(self, timestep: float) -> None:
+        """The time of the next call of the UNet, from a pipeline's scheduler; `set_time` outweighs it."""
+        if not self.time_is_given:
+            self._told = True
+            self._choose(self._moment(timestep, None, everything=True))
+
     def begin(self, timestep: Any, latent: Any) -> None:
         """A call of the UNet starts; these are its arguments.
 
@@ -91,8 +98,9 @@ class Run:
         """
         if not torch.compiler.is_compiling():
             self.ledger.begin_call()
-            if self.uses_time and not self.time_is_given:
+            if self.uses_time and not self.time_is_given and not self._told:
                 self._choose(self._moment(_common_value(timestep), None, everything=self.knows_schedule))
+            self._told = False  # a scheduler that is no longer asked must not stop the clock
         rules = self.rules
         if self.uses_pixels and torch.is_tensor(latent) and latent.dim() == 4:
             pixels = latent.shape[2] * latent.shape[3] * _PIXELS_PER_LATENT
