@@ -86,7 +86,8 @@ def merge_with_self(monkeypatch: Any) -> None:
     """Let bipartite matching give every token a group of its own: all sites work, for nothing."""
 
     def match(x: torch.Tensor, grid: Any, options: Any) -> MergePlan:
-        return MergePlan(torch.arange(grid.tokens, device=x.device)[None], grid.tokens)
+        tokens = grid.height * grid.width
+        return MergePlan(torch.arange(tokens, device=x.device)[None], tokens)
 
     monkeypatch.setitem(METHODS, "bipartite", METHODS["bipartite"]._replace(match=match))
 
