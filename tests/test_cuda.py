@@ -1,0 +1,59 @@
+"""What only a CUDA device can tell: equal bits, no waiting for the device, half precision, the CPU's destinations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tome_core
+from tome_core.grid import Draw, Grid, draw_choices
+from tome_core.methods import METHODS, MatchOptions
+from tome_core.sd_block import make_block, make_inputs
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: torch sees none here")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_merged_block_gives_equal_bits_every_time(dtype):
+    block, inputs = make_block("cuda", dtype), make_inputs(64, 2, "cuda", dtype)
+    with torch.inference_mode(), tome_core.patch(block):
+        results = [block(*inputs) for _ in range(10)]
+    assert torch.isfinite(results[0]).all()
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_a_merged_block_never_waits_for_the_device(method):
+    block, inputs = make_block("cuda", torch.float16), make_inputs(64, 2, "cuda", torch.float16)
+    with torch.inference_mode(), tome_core.patch(block, tome_core.MergeConfig(method=method)):
+        block(*inputs)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            block(*inputs)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_destinations_are_those_of_the_cpu():
+    draw = Draw(5, 1, torch.tensor([3.0, 500.0]))
+    on_gpu = draw_choices(draw, 4096, 4, torch.device("cuda"))
+    assert torch.equal(on_gpu.cpu(), draw_choices(draw, 4096, 4, torch.device("cpu")))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_matching_finds_the_similarities_of_the_cpu(dtype):
+    x = torch.randn(2, 1024, 320, generator=torch.Generator().manual_seed(0)).to(dtype)
+    options = MatchOptions(0.5, 2, 2)
+    plans = [METHODS["bipartite"].match(place, Grid(32, 32), options) for place in (x, x.cuda())]
+    pairs = zip(plans, (x, x.cuda()), strict=True)
+    errors = [(plan.unmerge(plan.merge(place)) - place).float().norm() for plan, place in pairs]
+    assert errors[0].item() == pytest.approx(errors[1].item(), rel=1e-3)
+
+
+def test_a_compiled_block_gives_the_bits_of_its_own_earlier_runs():
+    block, inputs = make_block("cuda", torch.float16), make_inputs(64, 2, "cuda", torch.float16)
+    with torch.inference_mode(), tome_core.patch(block):
+        compiled = torch.compile(block, fullgraph=True)
+        results = [compiled(*inputs) for _ in range(10)]
+    assert all(torch.equal(result, results[0]) for result in results)
