@@ -204,7 +204,23 @@ def test(arguments):
     return run([python, "-m", "pytest", *arguments], cwd=root()) or style
 
 
-COMMANDS = {"demo": demo, "test": test}
+def comfyui(arguments):
+    """the nodes into a ComfyUI: comfyui DIR (undone by --uninstall)"""
+    return part("comfy_nodes/installation.py").main(arguments)
+
+
+def part(path):
+    """A module of this repository by its file: without the package around it, which imports torch."""
+    from importlib.util import module_from_spec, spec_from_file_location
+    from pathlib import PurePosixPath
+
+    spec = spec_from_file_location(f"install_{PurePosixPath(path).parent.name}", root() / path)
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+COMMANDS = {"demo": demo, "test": test, "comfyui": comfyui}
 
 
 def usage():
