@@ -79,13 +79,7 @@ class BranchMerging:
 
     def report(self, steps: int | None = None) -> str:
         """What this sampling merged, for people."""
-        reports = [handle.report() for handle in self._patches.values()]
-        lines = [str(report) for report in reports if report.calls]
-        if self._calls and not lines:
-            lines = [
-                f"Token merging: {self._calls} calls of a compiled model. What happens inside its graphs is not "
-                "counted; the first run that was compiled decided what merges."
-            ]
+        lines = [_text(handle.report()) for handle in self._patches.values()] if self._calls else []
         lines += self._strangers.values()
         if not lines:
             return "Token merging: the model was not called."
@@ -143,6 +137,16 @@ def unsupported(model: Any) -> str | None:
     except (tome_core.UnsupportedModelError, TypeError) as error:
         return str(error)
     return None
+
+
+def _text(report: Any) -> str:
+    if report.calls or not any(level.covered for level in report.levels):
+        return str(report)
+    levels = ", ".join(f"{level.level} (latent /{level.downsample})" for level in report.levels if level.covered)
+    return (
+        f"Token merging: {'; '.join(report.settings)}\n"
+        f"  level {levels}: inside a compiled model, where calls are not counted"
+    )
 
 
 def _steps(*args: Any, **kwargs: Any) -> int | None:

@@ -11,7 +11,9 @@ _DIGITS = 6
 
 
 def percent_of(sigma: float, model_sampling: Any) -> float:
-    """The percent whose ``percent_to_sigma`` is this sigma: 0 for pure noise, 1 for the finished picture.
+    """The percent whose ``percent_to_sigma`` is this sigma: near 0 for pure noise, near 1 for the finished picture.
+
+    0 and 1 themselves are beyond every step, as in ComfyUI: a range that ends at 0 or starts at 1 holds no step.
 
     model_sampling: the model's own; any schedule whose sigma falls as the percent rises. Asked for one value at a
     time because that is all that every kind of it offers.
@@ -23,4 +25,7 @@ def percent_of(sigma: float, model_sampling: Any) -> float:
             low = middle
         else:
             high = middle
-    return round(high, _DIGITS)
+    edge = 10.0**-_DIGITS
+    first = 0.0 if sigma >= model_sampling.percent_to_sigma(0.0) else edge
+    last = 1.0 if sigma <= model_sampling.percent_to_sigma(1.0) else 1.0 - edge
+    return min(last, max(first, round(high, _DIGITS)))

@@ -107,7 +107,7 @@ class Report:
     def __str__(self) -> str:
         if not self.patched and not self.levels:
             return "Token merging: not applied to this model."
-        lines = [f"Token merging: {'; '.join(self.settings)} ({self.calls} UNet calls)"]
+        lines = [f"Token merging: {'; '.join(self.settings)} ({_count(self.calls, 'UNet call')})"]
         lines += [line for level in self.levels for line in _level_lines(level)]
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)

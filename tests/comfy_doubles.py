@@ -1,0 +1,181 @@
+"""Stand-ins for what of ComfyUI the nodes rely on: its ModelPatcher, its chain of wrappers, its sampling.
+
+Written from the contract (who calls whom with what, what is copied and what is shared); tests/hosts/comfyui holds
+the same claims against the real thing.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.models import comfy_double, inputs
+from tome_core import NoiseSchedule
+
+
+class Executor:
+    """One place in a chain of wrappers; called, it goes on to the next, and to ``original`` at the end."""
+
+    def __init__(self, original: Any, class_obj: Any, wrappers: list, place: int = 0) -> None:
+        self.original = original
+        self.class_obj = class_obj
+        self.wrappers = list(wrappers)
+        self.place = place
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return Executor(self.original, self.class_obj, self.wrappers, self.place + 1).execute(*args, **kwargs)
+
+    def execute(self, *args: Any, **kwargs: Any) -> Any:
+        """What the host calls first."""
+        if self.place == len(self.wrappers):
+            return self.original(*args, **kwargs)
+        return self.wrappers[self.place](self, *args, **kwargs)
+
+
+class DiscreteSampling:
+    """Stable Diffusion's sigmas, with ComfyUI's sentinels beyond both ends of the scale."""
+
+    def __init__(self) -> None:
+        betas = torch.tensor(NoiseSchedule.stable_diffusion().betas, dtype=torch.float64)
+        kept = torch.cumprod(1 - betas, 0)
+        self.sigmas = ((1 - kept) / kept).sqrt().float()
+
+    def sigma(self, timestep: float) -> float:
+        """Between whole timesteps linear in the logarithm."""
+        logs, below = self.sigmas.log(), int(timestep)
+        share = timestep - below
+        return torch.exp((1 - share) * logs[below] + share * logs[min(below + 1, 999)]).item()
+
+    def percent_to_sigma(self, percent: float) -> float:
+        """999999999.9 at 0 and before, 0 at 1 and after."""
+        if percent <= 0:
+            return 999999999.9
+        return 0.0 if percent >= 1 else self.sigma((1 - percent) * 999)
+
+    def timestep(self, sigma: torch.Tensor) -> torch.Tensor:
+        """The nearest whole one."""
+        return (sigma.log()[:, None] - self.sigmas.log()).abs().argmin(1)
+
+
+class BaseModel(nn.Module):
+    """Holds the UNet that all branches share."""
+
+    def __init__(self, unet: nn.Module) -> None:
+        super().__init__()
+        self.diffusion_model = unet
+        self.model_sampling = DiscreteSampling()
+        self.latent_format = SimpleNamespace(latent_rgb_factors=[[0.3, 0.2, 0.1]] * 4)
+
+    def apply_model(self, x: Any, t: Any, c_crossattn: Any, transformer_options: dict) -> torch.Tensor:
+        """Runs the wrappers of kind apply_model around the UNet."""
+        wrappers = [one for many in transformer_options["wrappers"].get("apply_model", {}).values() for one in many]
+        executor = Executor(self._apply_model, self, wrappers)
+        return executor.execute(x, t, None, c_crossattn, None, transformer_options)
+
+    def _apply_model(self, x: Any, t: Any, concat: Any, context: Any, control: Any, options: dict) -> torch.Tensor:
+        return self.diffusion_model(x, self.model_sampling.timestep(t).float(), context)
+
+
+class ModelPatcher:
+    """A branch: clones share the model, and have copies of the lists of wrappers, not of what is in them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.model_options: dict = {"transformer_options": {}}
+        self.wrappers: dict[str, dict[str, list]] = {}
+
+    def clone(self) -> ModelPatcher:
+        """An equal branch."""
+        other = ModelPatcher(self.model)
+        other.model_options = _copied(self.model_options)
+        other.wrappers = _copied(self.wrappers)
+        return other
+
+    def add_wrapper_with_key(self, kind: str, key: str, wrapper: Any) -> None:
+        """One more under this key."""
+        self.wrappers.setdefault(kind, {}).setdefault(key, []).append(wrapper)
+
+    def remove_wrappers_with_key(self, kind: str, key: str) -> None:
+        """All under this key; the kind stays, empty."""
+        self.wrappers.get(kind, {}).pop(key, None)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _copied(one) for key, one in value.items()}
+    return [_copied(one) for one in value] if isinstance(value, list) else value
+
+
+class Guider:
+    """Samples with a branch: both prompts in one call a step, a plain Euler step each."""
+
+    def __init__(self, patcher: ModelPatcher, model: BaseModel | None = None) -> None:
+        self.patcher = patcher
+        self.model = model or patcher.model
+
+    def sample(self, steps: int = 4, batch: int = 1, size: tuple[int, int] = (16, 16), stop: Any = None) -> Any:
+        """The latent after all steps. stop: called with each step's number, and may raise."""
+        noise, text = inputs(4, 2 * batch, *size)
+        times = [999 * (1 - step / steps) for step in range(steps)]
+        sigmas = torch.tensor([self.model.model_sampling.sigma(time) for time in times] + [0.0])
+        options = {"wrappers": _copied(self.patcher.wrappers), "sample_sigmas": sigmas}
+        self.options, self.text, self.stop = options, text, stop
+        wrappers = [one for many in options["wrappers"].get("outer_sample", {}).values() for one in many]
+        executor = Executor(self._outer_sample, self, wrappers)
+        with torch.no_grad():
+            return executor.execute(noise[:batch], torch.zeros_like(noise[:batch]), None, sigmas, None)
+
+    def _outer_sample(self, noise: Any, latent: Any, sampler: Any, sigmas: torch.Tensor, *args: Any) -> torch.Tensor:
+        x = noise
+        for step, (now, then) in enumerate(itertools.pairwise(sigmas)):
+            pair = torch.cat([x, x])
+            out = self.model.apply_model(pair, now.expand(len(pair)), self.text, {**self.options, "sigmas": now[None]})
+            if self.stop is not None:
+                self.stop(step)
+            negative, positive = out.chunk(2)
+            x = x + (negative + 7 * (positive - negative)) * (then - now) / now.clamp(min=1) * 0.01
+        return x
+
+
+class Server:
+    """ComfyUI's PromptServer as nodes see it: `texts` keeps what was shown, `run` says which prompt is running."""
+
+    def __init__(self) -> None:
+        self.texts: list[tuple[str, str]] = []
+        self.prompt_queue = SimpleNamespace(currently_running={})
+
+    def send_progress_text(self, text: str, node_id: str, sid: Any = None) -> None:
+        """Show a text under a node."""
+        self.texts.append((node_id, text))
+
+    def run(self, prompt: dict) -> None:
+        """From now on this prompt is running."""
+        self.prompt_queue.currently_running = {0: (0, "a prompt", prompt, {}, [])}
+
+    def module(self) -> ModuleType:
+        """What `import server` gives inside ComfyUI."""
+        module = ModuleType("server")
+        module.PromptServer = SimpleNamespace(instance=self)
+        return module
+
+
+def checkpoint() -> ModelPatcher:
+    """A loader's output: a small UNet with ComfyUI's blocks."""
+    return ModelPatcher(BaseModel(comfy_double().model.diffusion_model))
+
+
+def load_pack(folder: Path) -> ModuleType:
+    """ComfyUI's rule: the module's name is the folder's path with every dot replaced, and it stays in sys.modules."""
+    name = str(folder).replace(".", "_x_")
+    spec = importlib.util.spec_from_file_location(name, folder / "__init__.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module

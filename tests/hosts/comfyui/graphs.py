@@ -1,0 +1,66 @@
+"""Graphs in ComfyUI's API format, and what was seen when they ran."""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from typing import Any
+
+TEXTS = {"sd1": (768, 0), "sd1_inpainting": (768, 0), "sd2": (1024, 0), "sdxl": (2048, 1280)}
+
+
+SEEDS = itertools.count(1000)
+
+
+class Graph:
+    """Collects nodes; `add` gives the node's first output. `graph` is what is posted.
+
+    Each has a noise seed of its own, because ComfyUI would not sample again what it finds in its cache.
+    """
+
+    def __init__(self, model: str = "sd1", size: tuple[int, int] = (128, 128), batch: int = 1, steps: int = 2) -> None:
+        self.graph: dict[str, dict] = {}
+        self.steps = steps
+        self.seed = next(SEEDS)
+        self.model = self.add("UNETLoader", unet_name=f"{model}.safetensors", weight_dtype="default")
+        width, pooled = TEXTS[model]
+        self.positive = self.add("TestText", width=width, pooled=pooled, seed=1)
+        self.negative = self.add("TestText", width=width, pooled=pooled, seed=2)
+        self.latent = self.add("EmptyLatentImage", width=size[0], height=size[1], batch_size=batch)
+
+    def add(self, kind: str, **inputs: Any) -> list:
+        """A node of this class; inputs are values, or what `add` gave."""
+        number = str(len(self.graph) + 1)
+        self.graph[number] = {"class_type": kind, "inputs": inputs}
+        return [number, 0]
+
+    def apply(self, model: list | None = None, **values: Any) -> list:
+        """ApplyToMe."""
+        return self.add("ApplyToMe", model=model or self.model, **{"preset": "custom", "ratio": 0.5, **values})
+
+    def sample(self, name: str, model: list | None = None, **changes: Any) -> list:
+        """A KSampler whose result is kept under a name."""
+        inputs = {
+            "model": model or self.model, "positive": self.positive, "negative": self.negative,
+            "latent_image": self.latent, "seed": self.seed, "steps": self.steps, "cfg": 7.0, "sampler_name": "euler",
+            "scheduler": "normal", "denoise": 1.0,
+        }  # fmt: skip
+        latent = self.add("KSampler", **{**inputs, **changes})
+        self.add("TestKeep", latent=latent, name=name)
+        return latent
+
+
+def bytes_of(seen: dict, name: str) -> list[str]:
+    """A latent, image by image, in hexadecimal."""
+    return seen["latents"][name]["bytes"]
+
+
+def numbers_of(seen: dict, name: str) -> tuple[float, ...]:
+    """Image 0 of a latent."""
+    raw = bytes.fromhex(bytes_of(seen, name)[0])
+    return struct.unpack(f"{len(raw) // 4}f", raw)
+
+
+def report_of(seen: dict, node: list) -> str:
+    """What a node showed last."""
+    return [text for number, text in seen["texts"] if number == node[0]][-1]

@@ -1,0 +1,262 @@
+# ruff: noqa: RUF012 (a node of ComfyUI is a class with such attributes)
+"""Nodes that the tests load into ComfyUI beside ours: prompts without a text encoder, and things that go wrong.
+
+What they see is kept here and asked for at /tome_test/state.
+"""
+
+import gc
+
+import comfy.controlnet
+import comfy.model_management
+import torch
+from aiohttp import web
+from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
+from server import PromptServer
+
+SEEN = {"texts": [], "calls": [], "latents": {}}
+
+
+def patched(unet):
+    """How many methods of the UNet's modules somebody stands in for."""
+    return sum(name in vars(module) for module in unet.modules() for name in ("forward", "_forward"))
+
+
+def keep_texts():
+    server = PromptServer.instance
+    send = server.send_progress_text
+
+    def keep(text, node_id, *args, **kwargs):
+        SEEN["texts"].append([str(node_id), text])
+        return send(text, node_id, *args, **kwargs)
+
+    server.send_progress_text = keep
+
+
+@PromptServer.instance.routes.get("/tome_test/state")
+async def state(request):
+    gc.collect()
+    unets = [one for one in gc.get_objects() if type(one) is UNetModel]
+    return web.json_response({**SEEN, "unets": len(unets), "patched": sum(map(patched, unets))})
+
+
+@PromptServer.instance.routes.get("/tome_test/clear")
+async def clear(request):
+    for kept in SEEN.values():
+        kept.clear()
+    return web.json_response({})
+
+
+class Node:
+    CATEGORY = "test"
+    FUNCTION = "run"
+    RETURN_TYPES = ("MODEL",)
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": cls.INPUTS}
+
+
+class TestText(Node):
+    """A prompt of random numbers; pooled: its summary's width, 0 for none."""
+
+    INPUTS = {"width": ("INT", {"max": 4096}), "pooled": ("INT", {"max": 4096}), "seed": ("INT", {})}
+    RETURN_TYPES = ("CONDITIONING",)
+
+    def run(self, width, pooled, seed):
+        generator = torch.Generator().manual_seed(seed)
+        more = {"pooled_output": torch.randn(1, pooled, generator=generator)} if pooled else {}
+        return ([[torch.randn(1, 77, width, generator=generator), more]],)
+
+
+class TestProbe(Node):
+    """Notes each call of the UNet under `name`; raises in call number `fail_at`; sleeps at each call."""
+
+    INPUTS = {
+        "model": ("MODEL",), "name": ("STRING", {}), "fail_at": ("INT", {"default": 0}),
+        "sleep": ("FLOAT", {"default": 0.0}),
+    }  # fmt: skip
+
+    def run(self, model, name, fail_at, sleep):
+        def watch(executor, x, timesteps, *args, **kwargs):
+            state = torch.get_rng_state()
+            out = executor(x, timesteps, *args, **kwargs)
+            moved = not torch.equal(state, torch.get_rng_state())
+            unet = executor.class_obj
+            SEEN["calls"].append([name, float(timesteps[0]), patched(unet), list(x.shape), moved])
+            if fail_at and sum(call[0] == name for call in SEEN["calls"]) == fail_at:
+                raise RuntimeError("the test wanted this to fail")
+            if sleep:
+                import time
+
+                time.sleep(sleep)
+            return out
+
+        model = model.clone()
+        model.add_wrapper_with_key("diffusion_model", "probe" + name, watch)
+        return (model,)
+
+
+class TestKeep(Node):
+    """Keeps a latent's bytes, for the test to compare."""
+
+    INPUTS = {"latent": ("LATENT",), "name": ("STRING", {})}
+    RETURN_TYPES = ()
+    OUTPUT_NODE = True
+
+    def run(self, latent, name):
+        samples = latent["samples"].float().cpu().contiguous()
+        SEEN["latents"][name] = {
+            "shape": list(samples.shape), "finite": bool(samples.isfinite().all()),
+            "bytes": [sample.numpy().tobytes().hex() for sample in samples],
+        }  # fmt: skip
+        return ()
+
+
+class TestKeepImage(TestKeep):
+    INPUTS = {"image": ("IMAGE",), "name": ("STRING", {})}
+
+    def run(self, image, name):
+        return super().run({"samples": image}, name)
+
+
+class TestEncode(Node):
+    """A latent to inpaint, without a VAE: random, with a mask over its half."""
+
+    INPUTS = {"image": ("IMAGE",)}
+    RETURN_TYPES = ("LATENT",)
+
+    def run(self, image):
+        size = (image.shape[0], 4, image.shape[1] // 8, image.shape[2] // 8)
+        mask = torch.zeros(size[0], 1, image.shape[1], image.shape[2])
+        mask[..., : image.shape[2] // 2] = 1
+        return ({"samples": torch.randn(size, generator=torch.Generator().manual_seed(3)), "noise_mask": mask},)
+
+
+class TestCompile(Node):
+    """TorchCompileModel with the back end that needs no compiler."""
+
+    INPUTS = {"model": ("MODEL",)}
+
+    def run(self, model):
+        from comfy_api.torch_helpers import set_torch_compile_wrapper
+
+        model = model.clone()
+        skip = {"guard_filter_fn": lambda guards: ["transformer_options" not in guard.name for guard in guards]}
+        set_torch_compile_wrapper(model=model, backend="eager", options=skip)
+        return (model,)
+
+
+class TestLora(Node):
+    """A weight patch on every to_q, as a LoRA makes it."""
+
+    INPUTS = {"model": ("MODEL",), "strength": ("FLOAT", {})}
+
+    def run(self, model, strength):
+        model = model.clone()
+        keys = [key for key in model.model.state_dict() if key.endswith("to_q.weight")]
+        weights = {key: (torch.ones_like(model.model.state_dict()[key], device="cpu").float() * 0.01,) for key in keys}
+        assert len(model.add_patches(weights, strength)) == len(keys) > 0
+        return (model,)
+
+
+class TestMasks(Node):
+    """Stands in for every attn2 as IPAdapter does, and needs a query for every token of a picture's grid."""
+
+    INPUTS = {"model": ("MODEL",)}
+
+    def run(self, model):
+        def attend(q, k, v, extra_options):
+            height, width = extra_options["activations_shape"][2:]
+            assert q.shape[1] == height * width, f"a mask of {height}x{width} does not fit {q.shape[1]} tokens"
+            heads = extra_options["n_heads"]
+            from comfy.ldm.modules.attention import optimized_attention
+
+            return optimized_attention(q, k, v, heads) * torch.linspace(0, 1, q.shape[1])[None, :, None]
+
+        model = model.clone()
+        for place in ("input", "middle", "output"):
+            for number in range(20):
+                model.set_model_attn2_replace(attend, place, number)
+        return (model,)
+
+
+class TestControl(Node):
+    """A ControlNet of random weights for the model `sd1`, on a prompt."""
+
+    INPUTS = {"conditioning": ("CONDITIONING",), "image": ("IMAGE",)}
+    RETURN_TYPES = ("CONDITIONING",)
+
+    def run(self, conditioning, image):
+        from comfy.cldm.cldm import ControlNet
+
+        torch.manual_seed(0)
+        net = ControlNet(
+            image_size=32, in_channels=4, model_channels=320, hint_channels=3, num_res_blocks=[1, 1],
+            channel_mult=[1, 1], transformer_depth=[1, 1], transformer_depth_middle=1, use_spatial_transformer=True,
+            num_heads=8, num_head_channels=-1, context_dim=768, legacy=False, use_linear_in_transformer=False,
+            dtype=torch.float32, operations=comfy.ops.manual_cast,
+        )  # fmt: skip
+        for parameter in net.parameters():
+            torch.nn.init.normal_(parameter, std=0.02)
+        device = comfy.model_management.get_torch_device()
+        control = comfy.controlnet.ControlNet(
+            net, compression_ratio=8, load_device=device, manual_cast_dtype=torch.float32
+        )
+        control.set_cond_hint(image.movedim(-1, 1), 1.0, (0.0, 1.0))
+        return ([[text, {**more, "control": control, "control_apply_to_uncond": True}] for text, more in conditioning],)
+
+
+class TestGligen(Node):
+    """GLIGEN of random weights for the model `sd1`: one box, on a prompt."""
+
+    INPUTS = {"conditioning": ("CONDITIONING",)}
+    RETURN_TYPES = ("CONDITIONING",)
+
+    def run(self, conditioning):
+        from comfy import gligen
+
+        torch.manual_seed(0)
+        fusers = [gligen.GatedSelfAttentionDense(320, 768, 8, 40) for _ in range(7)]
+        position = gligen.PositionNet(768, 768)
+        model = gligen.Gligen(fusers, position, 768)
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.05)
+        import comfy.model_patcher
+
+        device = comfy.model_management.get_torch_device()
+        patcher = comfy.model_patcher.ModelPatcher(model, load_device=device, offload_device=torch.device("cpu"))
+        boxes = ("position", patcher, [(torch.randn(1, 768), 4, 4, 2, 2)])
+        return ([[text, {**more, "gligen": boxes}] for text, more in conditioning],)
+
+
+class TestFlux(Node):
+    """A model without LDM blocks."""
+
+    INPUTS = {}
+
+    def run(self):
+        import comfy.model_patcher
+
+        model = torch.nn.Module()
+        model.diffusion_model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+        cpu = torch.device("cpu")
+        return (comfy.model_patcher.ModelPatcher(model, load_device=cpu, offload_device=cpu),)
+
+
+class TestSink(Node):
+    """Makes ComfyUI run what leads to a model."""
+
+    INPUTS = {"model": ("MODEL",)}
+    RETURN_TYPES = ()
+    OUTPUT_NODE = True
+
+    def run(self, model):
+        return ()
+
+
+keep_texts()
+NODES = (
+    TestText, TestProbe, TestKeep, TestKeepImage, TestCompile, TestLora, TestMasks, TestControl, TestGligen, TestFlux,
+    TestSink, TestEncode,
+)  # fmt: skip
+NODE_CLASS_MAPPINGS = {node.__name__: node for node in NODES}

@@ -1,0 +1,150 @@
+"""A real ComfyUI on a free port of this machine, with models, packs and outputs in a folder of the tests' own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy would not find this machine
+
+
+class Comfy:
+    """The server; `graph` in ComfyUI's API format everywhere."""
+
+    def __init__(self, port: int, log: Path) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = log
+
+    def ask(self, path: str, body: Any = None, timeout: float = 60) -> Any:
+        """The answer to a GET, or with a body to a POST."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        with OPENER.open(request, timeout=timeout) as answer:
+            text = answer.read().decode()
+        try:
+            return json.loads(text) if text else None
+        except json.JSONDecodeError:
+            return text
+
+    def queue(self, graph: dict) -> str:
+        """Post a graph; AssertionError with ComfyUI's reason where it refuses."""
+        try:
+            return self.ask("/prompt", {"prompt": graph})["prompt_id"]
+        except urllib.error.HTTPError as error:
+            raise AssertionError(error.read().decode()) from error
+
+    def wait(self, prompt: str, timeout: float = 300) -> dict:
+        """The history of a prompt, when it has ended."""
+        end = time.monotonic() + timeout
+        while time.monotonic() < end:
+            history = self.ask(f"/history/{prompt}")
+            if history:
+                return history[prompt]
+            time.sleep(0.1)
+        raise AssertionError(f"the prompt did not end in {timeout} s:\n{self.tail()}")
+
+    def run(self, graph: dict) -> dict:
+        """Clear what was seen, run the graph, and give what was seen."""
+        self.ask("/tome_test/clear")
+        history = self.wait(self.queue(graph))
+        state = self.state()
+        state["status"] = history["status"]["status_str"]
+        state["errors"] = [one[1] for one in history["status"]["messages"] if one[0] == "execution_error"]
+        return state
+
+    def good(self, graph: dict) -> dict:
+        """`run`, for a graph that has to succeed and to leave the models as they were."""
+        seen = self.run(graph)
+        assert seen["status"] == "success", seen["errors"]
+        assert seen["patched"] == 0
+        assert all(latent["finite"] for latent in seen["latents"].values())
+        return seen
+
+    def forget(self) -> None:
+        """Make the server drop its models and cached results; AssertionError where something keeps them."""
+        self.ask("/free", {"unload_models": True, "free_memory": True})
+        end = time.monotonic() + 30
+        while self.state()["unets"]:
+            assert time.monotonic() < end, "something holds a dropped model"
+            time.sleep(0.3)
+
+    def state(self) -> dict:
+        """What the probe pack saw since the last `clear`."""
+        return self.ask("/tome_test/state")
+
+    def tail(self) -> str:
+        """The log's last lines."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-30:])
+
+
+def host_python() -> str:
+    """The Python that runs the checkout."""
+    return os.environ.get("COMFYUI_PYTHON", sys.executable)
+
+
+def make_base(checkout: Path, base: Path, pack_name: str) -> None:
+    """Fill a folder with models, our pack under this name, and the probe pack."""
+    for name in ("custom_nodes", "input", "output", "temp", "user"):
+        (base / name).mkdir(parents=True, exist_ok=True)
+    shutil.copytree(HERE / "probe_pack", base / "custom_nodes" / "probe_pack", dirs_exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        (base / "custom_nodes" / pack_name).symlink_to(ROOT, target_is_directory=True)
+    models = base / "models" / "diffusion_models"
+    if not models.exists():
+        command = [host_python(), str(HERE / "make_models.py"), str(models)]
+        done = subprocess.run(command, cwd=checkout, env=_environment(), capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr[-3000:]
+
+
+@contextlib.contextmanager
+def serve(checkout: Path, base: Path, *options: str) -> Iterator[Comfy]:
+    """Start the checkout's server on a folder, wait until it answers, and stop it at the end."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        host_python(), "main.py", "--cpu", "--listen", "127.0.0.1", "--port", str(port), "--disable-auto-launch",
+        "--disable-api-nodes", "--use-pytorch-cross-attention", "--base-directory", str(base), *options,
+    ]  # fmt: skip
+    log = base / "server.log"
+    with log.open("w") as out:
+        process = subprocess.Popen(command, cwd=checkout, env=_environment(), stdout=out, stderr=subprocess.STDOUT)
+    comfy = Comfy(port, log)
+    try:
+        _wait_until_ready(comfy, process)
+        yield comfy
+    finally:
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def _wait_until_ready(comfy: Comfy, process: subprocess.Popen, timeout: float = 180) -> None:
+    end = time.monotonic() + timeout
+    while time.monotonic() < end:
+        assert process.poll() is None, f"ComfyUI ended by itself:\n{comfy.tail()}"
+        with contextlib.suppress(OSError):
+            comfy.ask("/system_stats", timeout=5)
+            return
+        time.sleep(0.5)
+    raise AssertionError(f"ComfyUI did not answer in {timeout} s:\n{comfy.tail()}")
+
+
+def _environment() -> dict[str, str]:
+    # one thread: equal bits are asked for, and they depend on how sums are split
+    return {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}

@@ -1,0 +1,101 @@
+"""Beside the nodes that people combine it with, in a real ComfyUI: it merges or steps aside and says so."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.hosts.comfyui.graphs import Graph, bytes_of, report_of
+
+MERGED = "256 tokens -> 128"
+ASIDE = "attn: the tokens are not the picture's grid"
+OTHERS = {
+    "HyperTile": ({"tile_size": 64, "swap_size": 2, "max_depth": 0, "scale_depth": False}, None),
+    "PatchModelAddDownscale": (
+        {"block_number": 1, "downscale_factor": 2.0, "start_percent": 0.0, "end_percent": 1.0,
+         "downscale_after_skip": True, "downscale_method": "bicubic", "upscale_method": "bicubic"}, "tokens -> "),
+    "TomePatchModel": ({"ratio": 0.5}, ASIDE),
+    "FreeU": ({"b1": 1.1, "b2": 1.2, "s1": 0.9, "s2": 0.2}, MERGED),
+    "TestLora": ({"strength": 1.0}, MERGED),
+    "TestMasks": ({}, MERGED),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_before_or_after_makes_no_difference(comfy, other):
+    inputs, expected = OTHERS[other]
+    graph = Graph(steps=1)
+    alone = graph.add(other, model=graph.model, **inputs)
+    before, inner = graph.apply(alone), graph.apply()
+    after = graph.add(other, model=inner, **inputs)
+    graph.sample("other alone", alone)
+    graph.sample("before", before)
+    graph.sample("after", after)
+    graph.sample("removed", graph.add("RemoveToMe", model=after))
+    seen = comfy.good(graph.graph)
+    print(report_of(seen, before))
+    assert bytes_of(seen, "other alone") == bytes_of(seen, "removed")
+    if other != "HyperTile":  # draws its tiles from Python's random numbers
+        assert bytes_of(seen, "before") == bytes_of(seen, "after")
+    if expected:
+        assert expected in report_of(seen, before) and expected in report_of(seen, inner)
+    if expected == MERGED:
+        assert bytes_of(seen, "other alone") != bytes_of(seen, "before")
+
+
+def test_remove_says_that_the_built_in_node_still_merges(comfy):
+    graph = Graph()
+    removed = graph.add("RemoveToMe", model=graph.add("TomePatchModel", model=graph.apply(), ratio=0.5))
+    graph.add("TestSink", model=removed)
+    assert "TomePatchModel is on it and still merges" in report_of(comfy.good(graph.graph), removed)
+
+
+def test_area_prompts_merge_each_crop_on_its_own(comfy):
+    graph = Graph(size=(256, 192), steps=1)
+    area = graph.add("ConditioningSetArea", conditioning=graph.positive, width=96, height=64, x=32, y=64, strength=1.0)
+    both = graph.add("ConditioningCombine", conditioning_1=graph.negative, conditioning_2=area)
+    applied = graph.apply()
+    graph.sample("applied", applied, positive=both)
+    report = report_of(comfy.good(graph.graph), applied)
+    assert "768 tokens -> 384; 96 tokens -> 48" in report
+
+
+def test_controlnet_and_merging_both_take_effect(comfy):
+    graph = Graph(steps=1)
+    image = graph.add("EmptyImage", width=128, height=128, batch_size=1, color=8421504)
+    controlled = graph.add("TestControl", conditioning=graph.positive, image=image)
+    applied = graph.apply()
+    graph.sample("control", positive=controlled)
+    graph.sample("merged", applied)
+    graph.sample("both", applied, positive=controlled)
+    seen = comfy.good(graph.graph)
+    assert len({bytes_of(seen, name)[0] for name in ("control", "merged", "both")}) == 3
+    assert MERGED in report_of(seen, applied)
+
+
+def test_gligen_and_merging_both_take_effect(comfy):
+    graph = Graph(steps=1)
+    boxed = graph.add("TestGligen", conditioning=graph.positive)
+    applied = graph.apply()
+    graph.sample("gligen", positive=boxed)
+    graph.sample("merged", applied)
+    graph.sample("both", applied, positive=boxed)
+    seen = comfy.good(graph.graph)
+    assert len({bytes_of(seen, name)[0] for name in ("gligen", "merged", "both")}) == 3
+    assert MERGED in report_of(seen, applied)
+
+
+def test_a_compiled_branch_merges_like_one_that_is_not(comfy):
+    graph = Graph(steps=2)
+    applied = graph.apply()
+    graph.sample("plain")
+    graph.sample("plain compiled", graph.add("TestCompile", model=graph.model))
+    graph.sample("applied", applied)
+    graph.sample("compiled after", graph.add("TestCompile", model=applied))
+    graph.sample("compiled before", graph.apply(graph.add("TestCompile", model=graph.model)))
+    graph.sample("plain compiled again", graph.add("TestCompile", model=graph.model))
+    seen = comfy.good(graph.graph)
+    print("\n".join(text for _, text in seen["texts"]))
+    assert bytes_of(seen, "plain compiled") == bytes_of(seen, "plain compiled again")
+    assert bytes_of(seen, "compiled after") == bytes_of(seen, "compiled before")
+    assert bytes_of(seen, "compiled after") == bytes_of(seen, "applied") != bytes_of(seen, "plain")
+    assert bytes_of(seen, "plain") == bytes_of(seen, "plain compiled")

@@ -1,0 +1,134 @@
+"""Branches of one graph in a real ComfyUI: each merges as its own nodes say, and no other does."""
+
+from __future__ import annotations
+
+import time
+
+from tests.hosts.comfyui.graphs import Graph, bytes_of, numbers_of, report_of
+
+
+def test_removed_and_plain_are_the_same_bytes_and_applied_is_not(comfy):
+    graph = Graph()
+    applied = graph.apply()
+    graph.sample("plain")
+    graph.sample("applied", applied)
+    graph.sample("removed", graph.add("RemoveToMe", model=applied))
+    seen = comfy.good(graph.graph)
+    assert bytes_of(seen, "plain") == bytes_of(seen, "removed") != bytes_of(seen, "applied")
+    report = report_of(seen, applied)
+    assert "256 tokens -> 128, 6 calls merged, 75% of the attention work saved" in report and "2 steps" in report
+
+
+def test_a_plain_graph_gives_the_same_bytes_as_the_plain_branch(comfy):
+    mixed = Graph()
+    mixed.sample("applied", mixed.apply(merge_seed=5))
+    mixed.sample("plain", seed=7)
+    alone = Graph()
+    alone.sample("plain", seed=7)
+    first = comfy.good(mixed.graph)
+    comfy.forget()
+    second = comfy.good(alone.graph)
+    assert bytes_of(first, "plain") == bytes_of(second, "plain")
+
+
+def test_two_ratios_from_one_checkpoint_do_not_disturb_each_other(comfy):
+    both = Graph()
+    quarter, half = both.apply(ratio=0.25), both.apply(ratio=0.5)
+    both.sample("quarter", quarter)
+    both.sample("half", half)
+    both.sample("quarter again", both.apply(ratio=0.25))
+    seen = comfy.good(both.graph)
+    assert "256 tokens -> 192" in report_of(seen, quarter) and "256 tokens -> 128" in report_of(seen, half)
+    assert bytes_of(seen, "quarter") == bytes_of(seen, "quarter again") != bytes_of(seen, "half")
+
+
+def test_a_second_apply_replaces_the_first(comfy):
+    graph = Graph()
+    twice = graph.apply(graph.apply(ratio=0.75), ratio=0.25)
+    graph.sample("once", graph.apply(ratio=0.25))
+    graph.sample("twice", twice)
+    seen = comfy.good(graph.graph)
+    assert bytes_of(seen, "once") == bytes_of(seen, "twice")
+    assert "256 tokens -> 192" in report_of(seen, twice)
+
+
+def test_the_percent_range_counts_steps_as_comfyui_does(comfy):
+    graph = Graph(steps=4)
+    second_half = graph.apply(start_percent=0.5)
+    graph.sample("second half", graph.add("TestProbe", model=second_half, name="late", fail_at=0, sleep=0))
+    never = graph.apply(start_percent=1.0)
+    graph.sample("never", never, seed=3)
+    graph.sample("plain", seed=3)
+    seen = comfy.good(graph.graph)
+    report = report_of(seen, second_half)
+    assert "inside the time range at 2 of 4 noise levels" in report and "6 calls merged" in report
+    assert "skipped 6 calls: block: outside the rules' time range" in report
+    assert [call[1] < 500 for call in seen["calls"]] == [False, False, True, True]
+    assert bytes_of(seen, "never") == bytes_of(seen, "plain")
+
+
+def test_the_hosts_random_numbers_are_left_alone(comfy):
+    graph = Graph()
+    watched = graph.add("TestProbe", model=graph.apply(), name="merging", fail_at=0, sleep=0)
+    graph.sample("applied", watched, sampler_name="euler_ancestral")
+    assert [call[4] for call in comfy.good(graph.graph)["calls"]] == [False, False]
+
+
+def test_image_0_does_not_depend_on_the_batch(comfy):
+    one, two = Graph(batch=1), Graph(batch=2)
+    for graph in (one, two):
+        graph.sample("plain", seed=21)
+        graph.sample("applied", graph.apply(), seed=21)
+    first, second = comfy.good(one.graph), comfy.good(two.graph)
+    for name in ("plain", "applied"):
+        ours, theirs = numbers_of(first, name), numbers_of(second, name)
+        largest = max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) / max(map(abs, ours))
+        print(f"{name}: batch of 1 against batch of 2, largest difference {largest:.1e} of the largest value")
+        assert largest < 1e-4
+
+
+def test_an_exception_in_mid_step_leaves_nothing_patched(comfy):
+    graph = Graph(steps=4)
+    graph.sample("fails", graph.add("TestProbe", model=graph.apply(), name="bomb", fail_at=2, sleep=0))
+    seen = comfy.run(graph.graph)
+    assert seen["status"] == "error" and "the test wanted this" in seen["errors"][0]["exception_message"]
+    assert [call[2] > 0 for call in seen["calls"]] == [True, True] and seen["patched"] == 0
+    before, after = Graph(), Graph()
+    for plain in (before, after):
+        plain.sample("plain", seed=31)
+    first = comfy.good(before.graph)
+    comfy.forget()
+    assert bytes_of(first, "plain") == bytes_of(comfy.good(after.graph), "plain")
+
+
+def test_an_interrupt_in_mid_sampling_leaves_nothing_patched(comfy):
+    graph = Graph(steps=30)
+    graph.sample("interrupted", graph.add("TestProbe", model=graph.apply(), name="slow", fail_at=0, sleep=0.3))
+    comfy.ask("/tome_test/clear")
+    prompt = comfy.queue(graph.graph)
+    while len(comfy.state()["calls"]) < 2:
+        time.sleep(0.2)
+    comfy.ask("/interrupt", {})
+    history = comfy.wait(prompt)
+    seen = comfy.state()
+    assert any(message[0] == "execution_interrupted" for message in history["status"]["messages"])
+    assert 2 <= len(seen["calls"]) < 30 and seen["patched"] == 0
+
+
+def test_a_dropped_graph_lets_go_of_its_model(comfy):
+    graph = Graph()
+    graph.sample("applied", graph.apply(ratio=0.45))
+    comfy.good(graph.graph)
+    assert comfy.state()["unets"] > 0
+    comfy.forget()
+
+
+def test_wrong_values_are_refused_before_anything_runs(comfy):
+    graph = Graph()
+    graph.sample("never", graph.apply(start_percent=0.8, end_percent=0.2))
+    try:
+        comfy.queue(graph.graph)
+    except AssertionError as refusal:
+        assert "start_percent=0.8 lies after end_percent=0.2; swap them" in str(refusal)
+    else:
+        raise AssertionError("the prompt was accepted")
