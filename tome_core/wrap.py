@@ -7,14 +7,18 @@ from typing import Any
 
 import torch
 
+# What is put on: a bound method of the wrap, because with a callable object the compiler makes a graph of its own for
+# each block where compile_repeated_blocks needs one for all, and gives up after eight. The compiler of torch 2.4
+# refuses bound methods in this place.
+_BOUND = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 5)
+
 
 class Wrap:
     """Stands in for ``target.NAME`` on the instance; subclasses put their work into `forward`.
 
-    A callable object instead of a closure, so that a deep copy or a pickle of the target calls the copy's
-    weights; and not a bound method of it, which the compiler of torch 2.4 refuses in this place. What lies
-    beneath is fixed for life: if a foreign wrapper was put on top and saved this one as "the original", a wrap
-    that changed its mind about what it calls could call itself. Removed, or left underneath somebody else's
+    An object instead of a closure, so that a deep copy or a pickle of the target calls the copy's weights. What
+    lies beneath is fixed for life: if a foreign wrapper was put on top and saved this one as "the original", a
+    wrap that changed its mind about what it calls could call itself. Removed, or left underneath somebody else's
     wrapper, it is a pass-through for ever.
     """
 
@@ -47,7 +51,7 @@ class Wrap:
 
     def is_on_top(self) -> bool:
         """Is it this object that ``target.NAME`` calls first?"""
-        return vars(self.target).get(self.name) is self
+        return _wrap_of(vars(self.target).get(self.name)) is self
 
     def install(self) -> Wrap:
         """Put it on top and return the wrap in force: this one, or a copy over what others have put there since.
@@ -64,7 +68,7 @@ class Wrap:
                 self.active = False
                 wrap = copy.copy(self)
                 wrap.beneath = current
-            setattr(self.target, self.name, wrap)
+            setattr(self.target, self.name, wrap.forward if _BOUND else wrap)
         wrap._placed = True
         wrap._of_class = getattr(type(self.target), self.name)
         wrap.active = True
@@ -89,8 +93,14 @@ class Wrap:
         self._of_class = getattr(type(self.target), self.name)
 
 
+def _wrap_of(method: Any) -> Wrap | None:
+    """The wrap behind what was found as a method, if there is one."""
+    owner = getattr(method, "__self__", method)
+    return owner if isinstance(owner, Wrap) else None
+
+
 def _without_inert(method: Any) -> Any:
     """What a method comes down to below wraps that were removed; without this, chains of them would grow."""
-    while isinstance(method, Wrap) and not method.active:
-        method = method.beneath
+    while (wrap := _wrap_of(method)) is not None and not wrap.active:
+        method = wrap.beneath
     return method
