@@ -2,24 +2,43 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import index
 
 import torch
+
+logger = logging.getLogger(__name__)
+
+TIME_IS_UNKNOWN = "the time is not known"
+
+
+def _when_traced(method: Callable) -> Callable:
+    """Make a compiler call the method once, while it traces, instead of looking inside.
+
+    What `torch.compiler.assume_constant_result` does, without its import of the whole compiler. The arguments
+    have to be constants.
+    """
+    method._dynamo_marked_constant = True
+    return method
 
 
 @dataclass
 class LevelTally:
     """Counts of one level. ``merged``: calls by (part, tokens, queries left, keys left); ``skipped``: by reason.
 
-    The attention work of a call is queries times keys times batch.
+    traced_merges, traced_skips: what was decided while a compiler traced. The attention work of a call is
+    queries times keys times batch.
     """
 
     downsample: int
     blocks: int
     merged: Counter = field(default_factory=Counter)
     skipped: Counter = field(default_factory=Counter)
-    traced: Counter = field(default_factory=Counter)
+    traced_merges: set[tuple[str, int, int, int]] = field(default_factory=set)
+    traced_skips: set[str] = field(default_factory=set)
     work_full: int = 0
     work_left: int = 0
 
@@ -35,6 +54,7 @@ class Ledger:
         self.levels = levels
         self.notes = notes
         self.calls = 0
+        self._time_was_missed = False
 
     def reset(self) -> None:
         """Count from nothing again; in place, because compiled graphs hold on to these objects."""
@@ -50,12 +70,12 @@ class Ledger:
 
     def merge(self, level: int, part: str, before: tuple[int, int, int], after: tuple[int, int]) -> None:
         """A call merged. before: (batch, queries, keys) of the unmerged call; after: (queries, keys) left."""
-        tally = self.levels[level]
         batch, queries, keys = before
-        what = (part, queries, *after)
         if torch.compiler.is_compiling():
+            self.trace_merge(index(level), part, index(queries), index(after[0]), index(after[1]))
             return
-        tally.merged[what] += 1
+        tally = self.levels[level]
+        tally.merged[(part, queries, *after)] += 1
         if part == "attn":
             tally.work_full += batch * queries * keys
             tally.work_left += batch * after[0] * after[1]
@@ -63,11 +83,30 @@ class Ledger:
     def skip(self, level: int, part: str, reason: str, work: int = 0) -> None:
         """A call was left unmerged. work: batch times queries times keys of a self-attention."""
         if torch.compiler.is_compiling():
+            self.trace_skip(index(level), part, reason)
             return
         tally = self.levels[level]
         tally.skipped[f"{part}: {reason}"] += 1
         tally.work_full += work
         tally.work_left += work
+
+    @_when_traced
+    def trace_merge(self, level: int, part: str, tokens: int, queries: int, keys: int) -> int:
+        """A call is being compiled as a merged one."""
+        self.levels[level].traced_merges.add((part, tokens, queries, keys))
+        return 0
+
+    @_when_traced
+    def trace_skip(self, level: int, part: str, reason: str) -> int:
+        """A call is being compiled as one that is left unmerged."""
+        self.levels[level].traced_skips.add(f"{part}: {reason}")
+        if reason == TIME_IS_UNKNOWN and not self._time_was_missed:
+            self._time_was_missed = True
+            logger.warning(
+                "A rule is limited in time, but a UNet compiled as a whole cannot look at its own timestep, so it is "
+                "compiled without merging: call handle.set_time(...) before each step."
+            )
+        return 0
 
 
 @dataclass(frozen=True)
@@ -76,6 +115,7 @@ class LevelReport:
 
     calls_merged, calls_skipped: calls of blocks' parts; reasons: skipped calls by reason.
     work_saved: share of the self-attention work (queries times keys) that was saved, None before any call.
+    traced_merges, traced_reasons: what a compiler was told while it traced; a compiled call is not counted.
     """
 
     level: int
@@ -87,6 +127,8 @@ class LevelReport:
     calls_skipped: int
     reasons: dict[str, int]
     work_saved: float | None
+    traced_merges: tuple[tuple[str, int, int, int], ...] = ()
+    traced_reasons: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -101,8 +143,8 @@ class Report:
 
     @property
     def merged_anything(self) -> bool:
-        """True where at least one call was merged."""
-        return any(level.calls_merged for level in self.levels)
+        """True where at least one call was merged, or compiled as a merged one."""
+        return any(level.calls_merged or level.traced_merges for level in self.levels)
 
     def __str__(self) -> str:
         if not self.patched and not self.levels:
@@ -120,11 +162,15 @@ def _level_lines(level: LevelReport) -> list[str]:
     lines = []
     if level.calls_merged:
         lines.append(f"{head}: {_tokens_text(level)}{_count(level.calls_merged, 'call')} merged{_saved_text(level)}")
+    elif not level.calls_skipped and (level.traced_merges or level.traced_reasons):
+        lines.append(f"{head}: compiled, so calls are not counted")
     elif not level.calls_skipped:
         lines.append(f"{head}: will merge; no call counted yet")
     else:
         lines.append(f"{head}: nothing merged")
     lines += [f"    skipped {_count(n, 'call')}: {reason}" for reason, n in sorted(level.reasons.items())]
+    lines += [f"    compiled merging in {p}: {n} tokens -> {_sides(q, k or q)}" for p, n, q, k in level.traced_merges]
+    lines += [f"    compiled without merging, {reason}" for reason in level.traced_reasons]
     return lines
 
 
@@ -158,6 +204,8 @@ def make_report(ledger: Ledger, covered: list[bool], settings: tuple[str, ...], 
             calls_skipped=sum(tally.skipped.values()),
             reasons=dict(tally.skipped),
             work_saved=1 - tally.work_left / tally.work_full if tally.work_full else None,
+            traced_merges=tuple(sorted(tally.traced_merges)),
+            traced_reasons=tuple(sorted(tally.traced_skips)),
         )
         for number, tally in enumerate(ledger.levels)
     )

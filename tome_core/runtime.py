@@ -10,7 +10,7 @@ import torch
 
 from .config import MergeConfig, MergeRule
 from .grid import Grid
-from .report import Ledger
+from .report import TIME_IS_UNKNOWN, Ledger
 from .schedule import UNKNOWN, LevelRules, NoiseSchedule, Time, choose, live_at
 
 _PIXELS_PER_LATENT = 8 * 8  # Stable Diffusion's latent is an eighth of the picture along each side
@@ -131,7 +131,7 @@ class Run:
         if any(rule.min_pixels for rule in self.live):
             self.why_off = "the picture is smaller than min_pixels"
         else:
-            self.why_off = "outside the rules' time range" if time != UNKNOWN else "the time is not known"
+            self.why_off = "outside the rules' time range" if time != UNKNOWN else TIME_IS_UNKNOWN
 
 
 def _common_value(timestep: Any) -> float | None:
