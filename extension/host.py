@@ -1,0 +1,160 @@
+"""All that is asked of the webui: the only file here that knows its modules.
+
+Imported by the shim, when the webui runs its scripts; each question has an answer where a webui is older or a fork.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from modules import script_callbacks, scripts, shared
+
+from ..tome_core.families import find_unet
+
+logger = logging.getLogger(__name__)
+Script = scripts.Script
+ALWAYS_VISIBLE = scripts.AlwaysVisible
+# 1.10 and the Forges; before it, a pass is known by process_batch and before_hr
+HAS_SAMPLING_HOOK = hasattr(scripts.Script, "process_before_every_sampling")
+_BUILT_IN = "get_token_merging_ratio"
+
+
+class _ConsoleHandler(logging.StreamHandler):
+    """The webui's console, whose root logger may be silent below warnings."""
+
+
+def set_up_console(name: str) -> None:
+    """Let our loggers, below ``name``, be heard from INFO up. Idempotent."""
+    ours = logging.getLogger(name)
+    for old in [one for one in ours.handlers if type(one).__name__ == _ConsoleHandler.__name__]:
+        ours.removeHandler(old)
+    handler = _ConsoleHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("ToMe: %(message)s"))
+    ours.addHandler(handler)
+    ours.setLevel(logging.INFO)
+    ours.propagate = False
+
+
+def listen(**callbacks: Callable) -> None:
+    """Be called back: ``cfg_denoiser=f`` is ``script_callbacks.on_cfg_denoiser(f)``. The webui forgets at a reload."""
+    for name, function in callbacks.items():
+        getattr(script_callbacks, f"on_{name}")(function)
+
+
+def option(key: str, default: Any) -> Any:
+    """A saved setting; the default where the settings were never built (API without user interface)."""
+    value = getattr(getattr(shared, "opts", None), key, default)
+    return default if value is None else value
+
+
+def add_option(
+    key: str, default: Any, label: str, help: str, section: tuple[str, str], component: str = "", **arguments: Any
+) -> None:
+    """Put a setting into the settings tab. component: a name in gradio, "" for what suits the default."""
+    made = None
+    if component:
+        import gradio
+
+        made = getattr(gradio, component)
+    info = shared.OptionInfo(default, label, made, arguments or None, section=section)
+    if hasattr(info, "info"):
+        info = info.info(help)
+    shared.opts.add_option(key, info)
+
+
+def running_unet(p: Any) -> Any:
+    """The UNet that samples now, in whichever of the webuis."""
+    model = getattr(p, "sd_model", None)
+    model = shared.sd_model if model is None else model
+    objects = getattr(model, "forge_objects", None)
+    return find_unet(model if objects is None else objects.unet.model)
+
+
+def reason_to_step_aside(hires: bool) -> str | None:
+    """Why the UNet's attention must be left alone in this pass; None where nothing speaks against it."""
+    if getattr(sys.modules.get("modules.sd_unet"), "current_unet", None) is not None:
+        return "an SdUnet (such as TensorRT) computes in place of the UNet's own blocks"
+    if option("hypertile_enable_unet", False) or (hires and option("hypertile_enable_unet_secondpass", False)):
+        return "HyperTile is on, whose tiles need every token"
+    return None
+
+
+def time_of(params: Any) -> dict[str, float]:
+    """The step's time, as a keyword for the engine's ``set_time``. Waits for the device."""
+    value = float(params.sigma.reshape(-1)[0])
+    denoiser = getattr(params, "denoiser", None)
+    kinds = [cls.__name__ for cls in type(denoiser).__mro__]
+    # DDIM, PLMS and UniPC count in timesteps, which Forge has turned into sigmas by now
+    if "CFGDenoiserTimesteps" in kinds and not getattr(denoiser, "classic_ddim_eps_estimation", False):
+        return {"timestep": value}
+    return {"sigma": value}
+
+
+def first_seed(p: Any) -> int:
+    """The seed of the current batch's first image; 0 where there is none yet."""
+    for name in ("seeds", "all_seeds"):
+        seeds = getattr(p, name, None)
+        if seeds:
+            return int(seeds[0])
+    return 0
+
+
+def has_hires(p: Any) -> bool:
+    """Will there be a hires pass?"""
+    return bool(getattr(p, "enable_hr", False))
+
+
+def is_hires(p: Any) -> bool:
+    """Is this the hires pass?"""
+    return bool(getattr(p, "is_hr_pass", False))
+
+
+def comment(p: Any, text: str) -> None:
+    """Put a message under the picture."""
+    if hasattr(p, "comment"):
+        p.comment(text)
+
+
+def silence_built_in(p: Any) -> None:
+    """Turn the webui's own token merging, and its infotext, off for this job. Dies with ``p``."""
+    setattr(p, _BUILT_IN, lambda for_hr=False: 0)
+
+
+def restore_built_in(p: Any) -> None:
+    """Undo `silence_built_in`, also where a copy of ``p`` (an X/Y/Z plot's) inherited it."""
+    vars(p).pop(_BUILT_IN, None)
+
+
+def built_in_ratios(is_img2img: bool) -> tuple[float, float]:
+    """Ratios of the first and the hires pass that the user saved for the webui's own token merging, 0 is off."""
+    base = option("token_merging_ratio", 0.0)
+    first = (is_img2img and option("token_merging_ratio_img2img", 0.0)) or base
+    return float(first), float(option("token_merging_ratio_hr", 0.0) or base)
+
+
+def plot_module() -> Any | None:
+    """The module of the X/Y/Z plot, which the webui runs anew at each reload."""
+    for data in getattr(scripts, "scripts_data", ()):
+        if data.script_class.__module__ in ("xyz_grid.py", "scripts.xyz_grid"):
+            return data.module
+    return None
+
+
+def accordion(is_on: bool, label: str, elem_id: str) -> Any:
+    """A context whose result is a checkbox, folded out while it is checked."""
+    from modules.ui_components import InputAccordion
+
+    return InputAccordion(is_on, label=label, elem_id=elem_id)
+
+
+def add_message(processed: Any, text: str) -> None:
+    """Put a line under the finished picture."""
+    processed.comments = f"{getattr(processed, 'comments', '') or ''}{text}\n"
+
+
+def add_fact(processed: Any, facts: Mapping[str, Any]) -> None:
+    """Tell API callers, who get no comments: in ``info.extra_generation_params``, not in the picture's infotext."""
+    processed.extra_generation_params = {**(getattr(processed, "extra_generation_params", None) or {}), **facts}

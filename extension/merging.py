@@ -1,0 +1,150 @@
+"""Merging for exactly the passes of a job: which model is patched when, and what it came to.
+
+A webui calls nothing after an exception, and other extensions start jobs inside jobs, or copies of them. So what a
+job wants hangs on its ``p`` and holds for that object alone, one patch at most is armed at any time, and whoever
+comes next takes it off first.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..tome_core import Patch, Report, UnsupportedModelError, patch
+from ..tome_core.families import find_unet
+from . import host
+from .settings import Wish
+
+logger = logging.getLogger(__name__)
+_ATTRIBUTE = "_tome_core_job"
+
+
+@dataclass
+class PassRecord:
+    """What became of one pass, or of its repetitions over a job's batches. steps_live: inside the time range."""
+
+    steps: int = 0
+    steps_live: int = 0
+    reports: list[Report] = field(default_factory=list)
+    refusals: list[str] = field(default_factory=list)
+    maps: dict[int, Any] = field(default_factory=dict)
+
+    def refuse(self, reason: str) -> None:
+        """Note once why nothing merges."""
+        if reason not in self.refusals:
+            self.refusals.append(reason)
+
+
+class Job:
+    """One job's wish and records. wish: None where the values were wrong, then ``error`` says how."""
+
+    def __init__(self, p: Any, wish: Wish | None, error: str = "") -> None:
+        self.p = weakref.ref(p)
+        self.wish = wish
+        self.error = error
+        self.keeps_maps = False
+        self.records: dict[bool, PassRecord] = {}  # by: is it the hires pass
+
+    @property
+    def is_on(self) -> bool:
+        """Will a pass of it merge?"""
+        p = self.p()
+        return self.wish is not None and p is not None and self.wish.merges(host.has_hires(p))
+
+    def record(self, hires: bool) -> PassRecord:
+        """The record of a pass."""
+        return self.records.setdefault(hires, PassRecord())
+
+
+def job_of(p: Any) -> Job | None:
+    """The job of this very object; a copy of ``p`` inherits the attribute, but not the job."""
+    job = vars(p).get(_ATTRIBUTE)
+    return job if job is not None and job.p() is p else None
+
+
+def set_job(p: Any, job: Job) -> None:
+    """Hang the job on its ``p``."""
+    setattr(p, _ATTRIBUTE, job)
+
+
+class Armed:
+    """The one patch that is armed, if any. There is one of these for all tabs, because there is one model."""
+
+    def __init__(self) -> None:
+        self.job: Job | None = None
+        self.hires = False
+        self.config: Any = None
+        self.handle: Patch | None = None
+
+    def arm(self, p: Any, hires: bool) -> None:
+        """From now on the pass that is about to start merges as its job wants. Idempotent."""
+        self.disarm()
+        job = job_of(p)
+        config = job.wish.config(hires, host.first_seed(p)) if job is not None and job.wish is not None else None
+        if config is None:
+            return
+        reason = host.reason_to_step_aside(hires)
+        if reason is not None:
+            job.record(hires).refuse(reason)
+            return
+        self.job, self.hires, self.config = job, hires, config
+        self._put_on(host.running_unet(p))
+
+    def step(self, params: Any) -> None:
+        """Before each call of the model: the right model patched, for the right job, knowing its time."""
+        if self.job is None:
+            return
+        p = self.job.p()
+        running = getattr(getattr(params, "denoiser", None), "p", None)
+        if p is None or (running is not None and running is not p):
+            self._rest()  # somebody samples in between
+            return
+        self._follow(host.running_unet(p))
+        record = self.job.record(self.hires)
+        record.steps += 1
+        if self.handle is None:
+            return
+        if self.handle.run.uses_time:
+            self.handle.set_time(**host.time_of(params))
+        record.steps_live += bool(self.handle.run.live)
+
+    def disarm(self) -> None:
+        """Take the patch off, keeping what it counted. Idempotent."""
+        self._take_off()
+        self.job = self.config = None
+
+    def _follow(self, unet: Any) -> None:
+        """The refiner, or a hires checkpoint, may have brought another model since the pass began."""
+        if self.handle is None or self.handle.unet is not find_unet(unet):
+            self._take_off()
+            self._put_on(unet)
+        else:
+            self.handle.install()  # brings back what somebody else put something in place of
+
+    def _put_on(self, unet: Any) -> None:
+        try:
+            self.handle = patch(unet, self.config, host_clock=True)
+        except (UnsupportedModelError, TypeError) as error:
+            self.job.record(self.hires).refuse(str(error))
+            return
+        self.handle.keep_maps(self.job.keeps_maps)
+
+    def _rest(self) -> None:
+        if self.handle is not None:
+            self.handle.uninstall()
+
+    def _take_off(self) -> None:
+        handle, self.handle = self.handle, None
+        if handle is None:
+            return
+        handle.remove()
+        report = handle.report()
+        if report.calls:
+            record = self.job.record(self.hires)
+            record.reports.append(report)
+            record.maps.update(handle.maps())
+
+
+armed = Armed()

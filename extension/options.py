@@ -1,0 +1,82 @@
+"""The settings tab: section "Token Merging (ToMe)", keys `tomecore_*`. Readable before, and without, the tab."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import host
+from .settings import FIELDS, Field
+
+SECTION = ("tome_core", "Token Merging (ToMe)")
+_HIRES_ONLY = ("hires", "hires_ratio")  # img2img has no hires pass
+CONSOLE, NOTE, MAP = "tomecore_console", "tomecore_note", "tomecore_map"
+_SWITCHES = (
+    (CONSOLE, True, "Show the report in the console",
+     "one line after each job: levels, tokens before and after, steps, attention saved"),
+    (NOTE, True, "Show the report under the picture", "the same line, below its generation parameters"),
+    (MAP, False, "Draw the merge map beside the result",
+     "one more picture in the gallery: what merged into what in the last step"),
+)  # fmt: skip
+
+
+def key_of(one: Field, is_img2img: bool) -> str:
+    """The saved setting that holds a field's default in a tab."""
+    return f"tomecore_{'img2img_' if is_img2img else ''}{one.name}"
+
+
+def fields_of(is_img2img: bool) -> list[Field]:
+    """The fields that a tab has defaults for."""
+    return [one for one in FIELDS if not (is_img2img and one.name in _HIRES_ONLY)]
+
+
+def default_of(one: Field, is_img2img: bool) -> Any:
+    """The user's default of a field; the engine's where there is none, or none that makes sense."""
+    value = host.option(key_of(one, is_img2img), one.default)
+    if one.choices:
+        return value if value in one.choices else one.default
+    if isinstance(one.default, bool):
+        return value if isinstance(value, bool) else one.default
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return one.default
+    return type(one.default)(value)
+
+
+def is_on(key: str) -> bool:
+    """One of the switches `CONSOLE`, `NOTE` and `MAP`."""
+    return bool(host.option(key, next(default for name, default, *_ in _SWITCHES if name == key)))
+
+
+def register() -> None:
+    """Put the section into the settings tab."""
+    for key, default, label, help in _SWITCHES:
+        host.add_option(key, default, label, help, SECTION)
+    for is_img2img in (False, True):
+        for one in fields_of(is_img2img):
+            _register_default(one, is_img2img)
+
+
+def _register_default(one: Field, is_img2img: bool) -> None:
+    label = "On by default" if one.name == "enabled" else f"Default: {one.label}"
+    if is_img2img:
+        label = f"img2img: {label[0].lower()}{label[1:]}"
+    component, arguments = component_name(one), arguments_of(one)
+    host.add_option(key_of(one, is_img2img), one.default, label, one.help, SECTION, component, **arguments)
+
+
+def component_name(one: Field) -> str:
+    """The gradio component that shows a field."""
+    if one.choices:
+        return "Radio" if 1 < len(one.choices) < 5 else "Dropdown"
+    if isinstance(one.default, bool):
+        return "Checkbox"
+    return "Slider" if one.maximum is not None and one.name != "seed" else "Number"
+
+
+def arguments_of(one: Field) -> dict[str, Any]:
+    """The arguments of that component, apart from value and label."""
+    name = component_name(one)
+    if name in ("Radio", "Dropdown"):
+        return {"choices": list(one.choices)}
+    if name == "Slider":
+        return {"minimum": one.minimum, "maximum": one.maximum, "step": one.step}
+    return {"precision": 0} if name == "Number" else {}

@@ -1,0 +1,152 @@
+"""What a user can set, from the engine's own description, and what a list of such values asks for.
+
+Scripts and API callers know the values by their position in `FIELDS`: new ones are only ever appended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ..tome_core import MergeConfig, describe_settings
+
+PRESETS = ("custom",)
+SAME, OFF, OWN, ONLY = HIRES = ("same", "off", "own ratio", "only hires")
+# what people read -> what the engine takes
+CHOICES = {
+    "level": {"automatic": None, **{f"up to /{d}": d for d in (1, 2, 4, 8)}},
+    "merge_what": {"automatic": None, "q+k+v": "qkv", "k+v": "kv", "q": "q"},
+}
+IMAGE_SEED = -1
+_SEED_MASK = 2**31 - 1  # the engine's range; the webui's seeds have one bit more
+
+
+class Field(NamedTuple):
+    """One value of the panel. engine: the setting of the engine it stands for, "" for the panel's own."""
+
+    name: str
+    label: str
+    help: str
+    default: Any
+    engine: str = ""
+    choices: tuple[str, ...] = ()
+    minimum: float | None = None
+    maximum: float | None = None
+    step: float | None = None
+
+
+def _from_engine(name: str, source: str = "", /, **changes: Any) -> Field:
+    setting = next(one for one in describe_settings() if one["name"] == (source or name))
+    choices = tuple(CHOICES.get(name, setting.get("choices", ())))
+    default = choices[0] if name in CHOICES else setting["default"]
+    field = Field(
+        name, setting["label"], setting["help"], default, setting["name"], choices,
+        *(setting.get(key) for key in ("minimum", "maximum", "step")),
+    )  # fmt: skip
+    return field._replace(**changes)
+
+
+_LEVEL_HELP = (
+    "Which resolutions of the UNet merge. Automatic is the finest that has attention: 64x64 tokens on SD1.5 at "
+    "512 px, 32x32 on SDXL. Up to /2 is every block down-sampled at most twofold from the latent, and so on; up to "
+    "/1 reaches nothing on SDXL."
+)
+_HIRES_HELP = (
+    "What happens in the hires pass. Same: as in the first pass. Off: only the first pass merges. Own ratio: the "
+    "slider beside. Only hires: the first pass is left alone, which changes the composition least."
+)
+FIELDS = (
+    Field("enabled", "Token Merging (ToMe)", "Merge tokens in the UNet's attention: less time and memory.", False),
+    Field("preset", "Preset", "Custom: the settings below.", PRESETS[0], choices=PRESETS),
+    _from_engine("ratio"),
+    Field("hires", "Hires pass", _HIRES_HELP, SAME, choices=HIRES),
+    _from_engine("hires_ratio", "ratio", label="Hires ratio", engine="",
+                 help="Ratio of the hires pass, where it is set to 'own ratio'."),
+    _from_engine("level", "max_downsample", label="Level", help=_LEVEL_HELP),
+    _from_engine("start_percent"),
+    _from_engine("end_percent"),
+    _from_engine("min_pixels", maximum=4194304),
+    _from_engine("method"),
+    _from_engine("merge_what", "side"),
+    _from_engine("merge_crossattn"),
+    _from_engine("merge_mlp"),
+    _from_engine("sx"),
+    _from_engine("sy"),
+    _from_engine("use_rand"),
+    _from_engine("seed", label="Destination seed", default=IMAGE_SEED, minimum=IMAGE_SEED,
+                 help="What the random destinations are drawn from. -1 is the image's own seed."),
+)  # fmt: skip
+NAMES = tuple(field.name for field in FIELDS)
+DEFAULTS = {field.name: field.default for field in FIELDS}
+
+
+def field(name: str) -> Field:
+    """The field of this name."""
+    return FIELDS[NAMES.index(name)]
+
+
+@dataclass(frozen=True)
+class Wish:
+    """Checked values of one job, by name. ratios: of the first and of the hires pass, 0 where it is left alone."""
+
+    values: Mapping[str, Any]
+    ratios: tuple[float, float]
+
+    def config(self, hires: bool, seed: int = 0) -> MergeConfig | None:
+        """The engine's settings for a pass; None where it is left alone. seed: the image's."""
+        ratio = self.ratios[hires]
+        return _config(self.values, ratio, seed) if ratio and self.values["enabled"] else None
+
+    def merges(self, has_hires: bool) -> bool:
+        """Does it merge in any pass that will run?"""
+        return self.config(False) is not None or (has_hires and self.config(True) is not None)
+
+
+def read(values: Sequence[Any], changes: Mapping[str, Any] | None = None) -> Wish:
+    """What the values ask for, in the order of `FIELDS`; missing ones are the defaults.
+
+    changes: by name, from an X/Y/Z plot, which outweigh them. Raises ValueError or TypeError, naming the value, the
+    range and the remedy, for what is not possible; the webui itself checks nothing that comes through its API.
+    """
+    if len(values) > len(FIELDS):
+        raise ValueError(f"{len(values)} values were given; there are {len(FIELDS)}: {', '.join(NAMES)}")
+    given = {**DEFAULTS, **dict(zip(NAMES, values, strict=False)), **(changes or {})}
+    if given["enabled"] is False:  # what is not used need not be right
+        return Wish(DEFAULTS, (0.0, 0.0))
+    if "hires_ratio" in (changes or {}) and given["hires"] in (SAME, OFF):
+        given["hires"] = OWN
+    checked = {one.name: _checked(one, given[one.name]) for one in FIELDS}
+    for name in ("ratio", "hires_ratio"):
+        _config(checked, checked[name], 0, name)
+    return Wish(checked, _ratios(checked))
+
+
+def _ratios(values: Mapping[str, Any]) -> tuple[float, float]:
+    ratio, own = values["ratio"], values["hires_ratio"]
+    return {SAME: (ratio, ratio), OFF: (ratio, 0.0), OWN: (ratio, own), ONLY: (0.0, ratio)}[values["hires"]]
+
+
+def _checked(one: Field, value: Any) -> Any:
+    """The value in its field's type; the ranges of the engine's settings are the engine's to check."""
+    if one.choices and value not in one.choices:
+        raise ValueError(f"{one.name}={value!r} is not possible; use one of {', '.join(map(repr, one.choices))}")
+    if one.name == "enabled" and not isinstance(value, bool):
+        raise TypeError(f"enabled={value!r} is {type(value).__name__}; use true or false")
+    # sliders and pasted infotexts give whole numbers as 2.0
+    if isinstance(one.step, int) and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if one.name == "seed" and type(value) is int and value != IMAGE_SEED:
+        return value & _SEED_MASK if value >= 0 else value
+    return value
+
+
+def _config(values: Mapping[str, Any], ratio: float, seed: int, name: str = "ratio") -> MergeConfig:
+    given = {one.engine: CHOICES.get(one.name, {}).get(values[one.name], values[one.name])
+             for one in FIELDS if one.engine}  # fmt: skip
+    if values["seed"] == IMAGE_SEED and type(values["seed"]) is int:
+        given["seed"] = int(seed) & _SEED_MASK
+    try:
+        return MergeConfig(**{**given, "ratio": ratio})
+    except (ValueError, TypeError) as error:
+        raise type(error)(str(error).replace("ratio=", f"{name}=", 1)) from None

@@ -1,0 +1,73 @@
+"""The line after each job: what merged where, or why nothing did."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from ..tome_core import Report
+from .merging import Job, PassRecord
+
+
+def line_of(job: Job, has_hires: bool) -> str:
+    """One line on a job that was on."""
+    if not has_hires:
+        return _pass_text(job, False)
+    names = {False: "first pass", True: "hires pass"}
+    return "; ".join(f"{name}: {_pass_text(job, hires)}" for hires, name in names.items())
+
+
+def _pass_text(job: Job, hires: bool) -> str:
+    if job.wish.config(hires) is None:
+        return "left alone" if job.is_on else "ratio 0, left alone"
+    record = job.records.get(hires)
+    if record is None:
+        return "did not run"
+    merged = _merged_text(record.reports)
+    why = list(dict.fromkeys([*record.refusals, *_notes(record.reports)]))
+    if merged:
+        return ", ".join([merged, _steps_text(record), *why])
+    return f"nothing merged: {', '.join(why or _reasons(record.reports) or ['the model was not called'])}"
+
+
+def _steps_text(record: PassRecord) -> str:
+    plural = "" if record.steps == 1 else "s"
+    if record.steps_live == record.steps:
+        return f"{record.steps} step{plural}"
+    return f"{record.steps_live} of {record.steps} step{plural}"
+
+
+def _merged_text(reports: Sequence[Report]) -> str:
+    """``level 0 (/1) 4096 -> 2048 tokens, 75% of its attention work saved``, for each level."""
+    parts = []
+    for level in range(max((len(report.levels) for report in reports), default=0)):
+        seen = [(report.calls, report.levels[level]) for report in reports if level < len(report.levels)]
+        if not any(one.calls_merged for _, one in seen):
+            continue
+        kinds = dict.fromkeys(tokens for _, one in seen for tokens in one.tokens)
+        text = f"level {level} (/{seen[0][1].downsample})"
+        if kinds:
+            text += f" {', '.join(_tokens_text(*tokens) for tokens in kinds)} tokens"
+        weighed = [(calls, one.work_saved) for calls, one in seen if one.work_saved is not None]
+        if weighed:
+            saved = sum(calls * share for calls, share in weighed) / sum(calls for calls, _ in weighed)
+            text += f", {saved:.0%} of its attention saved"
+        parts.append(text)
+    return ", ".join(parts)
+
+
+def _tokens_text(before: int, queries: int, keys: int) -> str:
+    return f"{before} -> {queries if queries == keys else f'{queries} queries x {keys} keys'}"
+
+
+def _reasons(reports: Sequence[Report]) -> list[str]:
+    """Why calls were skipped, the most frequent first."""
+    counted: Counter[str] = Counter()
+    for report in reports:
+        for level in report.levels:
+            counted.update(level.reasons)
+    return [reason.partition(": ")[2] for reason, _ in counted.most_common(3)]
+
+
+def _notes(reports: Sequence[Report]) -> list[str]:
+    return [note for report in reports for note in report.notes]

@@ -1,0 +1,29 @@
+"""The webui's entry when this repository lies in `extensions/`; everything is in `extension/`.
+
+The webui runs this file again at every Reload UI, and registers each subclass of its Script that it finds here.
+"""
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "_tome_core_webui"  # private: `extension` and `tome_core` may be taken by others
+
+
+def load():
+    """Our entry module, below a package of our own whose path is the repository; None if another copy is there."""
+    parent = sys.modules.get(PACKAGE)
+    if parent is None:
+        parent = sys.modules[PACKAGE] = ModuleType(PACKAGE)
+        parent.__path__ = [str(ROOT)]
+    if parent.__path__ != [str(ROOT)]:
+        print(f"ToMe: {ROOT} is not used, because the extension is installed twice; remove it or {parent.__path__[0]}")
+        return None
+    return importlib.import_module(f"{PACKAGE}.extension.script")
+
+
+entry = load()
+if entry is not None:
+    TokenMergingScript = entry.register()
