@@ -1,0 +1,123 @@
+"""Beside packs that cannot be installed here, by what they do to a model: tiles, frames, whole-model wrappers."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from comfy_nodes.nodes import ApplyToMe
+from tests.comfy_doubles import Guider, ModelPatcher, Server, checkpoint
+from tests.doubles import ComfyBlock
+from tests.models import inputs
+
+
+@pytest.fixture
+def server(monkeypatch) -> Server:
+    one = Server()
+    monkeypatch.setitem(sys.modules, "server", one.module())
+    return one
+
+
+def apply(patcher: ModelPatcher, **values) -> ModelPatcher:
+    return ApplyToMe().apply(patcher, unique_id="5", **values)[0]
+
+
+def call(patcher: ModelPatcher, x: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+    """One call of the model, as Tiled Diffusion makes several in a step."""
+    with torch.no_grad():
+        options = {"wrappers": {"apply_model": patcher.wrappers["apply_model"]}}
+        return patcher.model.apply_model(x, torch.full((len(x),), 3.0), text, options)
+
+
+def test_tiles_of_one_step_do_not_share_what_merges():
+    """Tiled Diffusion, MultiDiffusion: tiles of equal and unequal size, at one time, one after the other."""
+    applied = apply(checkpoint())
+    picture, text = inputs(4, 1, 24, 40)
+    tiles = [picture[..., :16, :16], picture[..., 8:, 16:32], picture[..., :24, 20:], picture[..., :16, 24:]]
+    together = [call(applied, tile, text) for tile in tiles]
+    alone = [call(apply(checkpoint()), tile, text) for tile in tiles]
+    assert all(torch.equal(one, other) for one, other in zip(together, alone, strict=True))
+
+
+def test_a_picture_does_not_depend_on_the_sampling_before_it():
+    """Ultimate SD Upscale: many samplings with one model, tile after tile."""
+    applied = apply(checkpoint())
+    first = Guider(applied).sample(steps=2)
+    Guider(applied).sample(steps=3, size=(8, 24))
+    assert torch.equal(Guider(applied).sample(steps=2), first)
+
+
+class TemporalTransformer3DModel(nn.Module):
+    """What AnimateDiff puts between a UNet's modules: blocks whose tokens are frames, not places."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.transformer_blocks = nn.ModuleList([ComfyBlock(width, 4, width)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.flatten(2).permute(2, 0, 1)  # [places, frames, C]
+        for block in self.transformer_blocks:
+            tokens = block(tokens, tokens)
+        return tokens.permute(1, 2, 0).reshape(x.shape)
+
+
+def test_animatediff_merges_in_spatial_blocks_only(server):
+    patcher = checkpoint()
+    added = TemporalTransformer3DModel(32)
+    frames = added.transformer_blocks[0].attn1
+    patcher.model.diffusion_model.input_blocks[1].append(added)
+    applied = apply(patcher)
+    patched = []
+    applied.add_wrapper_with_key("apply_model", "inner", lambda run, *args: (patched.append("forward" in vars(frames)),
+                                                                            run(*args))[1])  # fmt: skip
+    assert Guider(applied).sample(steps=1, batch=4).isfinite().all()
+    assert patched == [False] and "256 tokens -> 128" in server.texts[-1][1]
+
+
+@pytest.mark.parametrize("size", [(1, 16), (2, 2), (9, 15)])
+@pytest.mark.parametrize("method", ["bipartite", "downsample", "cluster"])
+def test_any_size_and_method_merges_or_steps_aside(server, size, method):
+    grown = tuple(2 * side for side in size)  # the small UNet halves once
+    applied = apply(checkpoint(), method=method, level="up to /8")
+    assert Guider(applied).sample(steps=1, batch=3, size=grown).isfinite().all()
+    assert "Token merging" in server.texts[-1][1]
+
+
+def test_a_sampler_inside_a_step_patches_once():
+    """Nodes that run the model again inside a wrapper of their own."""
+    applied = apply(checkpoint())
+    other = applied.clone()
+    other.wrappers["apply_model"] = {"tome": applied.wrappers["apply_model"]["tome"] * 2}
+    assert torch.equal(Guider(other).sample(), Guider(applied).sample())
+    assert "forward" not in vars(applied.model.diffusion_model)
+
+
+@pytest.mark.parametrize("first", ["plain", "applied"])
+def test_only_one_branch_compiled_and_the_other_not(first):
+    """TorchCompileModel swaps the model's UNet for a compiled one while its branch runs."""
+    torch._dynamo.reset()
+    plain = checkpoint()
+    applied = apply(plain)
+    compiled = torch.compile(plain.model.diffusion_model, backend="eager")
+
+    def with_compile(patcher: ModelPatcher) -> ModelPatcher:
+        def swap(run, *args):
+            kept, run.class_obj.diffusion_model = run.class_obj.diffusion_model, compiled
+            try:
+                return run(*args)
+            finally:
+                run.class_obj.diffusion_model = kept
+
+        other = patcher.clone()
+        other.add_wrapper_with_key("apply_model", "torch.compile", swap)
+        return other
+
+    expected = {"plain": Guider(plain).sample(steps=2), "applied": Guider(applied).sample(steps=2)}
+    branches = {"plain": with_compile(plain), "applied": with_compile(applied)}
+    for name in (first, *branches, first):
+        assert torch.allclose(Guider(branches[name]).sample(steps=2), expected[name], atol=1e-5), name
+    before = with_compile(plain)
+    assert torch.allclose(Guider(apply(before)).sample(steps=2), expected["applied"], atol=1e-5)
