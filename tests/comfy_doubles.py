@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.models import comfy_double, inputs
+from tests.doubles import ComfyBlock, LatentDiffusionDouble
+from tests.models import TEXT, comfy_double, fixed, inputs, ldm
 from tome_core import NoiseSchedule
 
 
@@ -169,6 +170,13 @@ class Server:
 def checkpoint() -> ModelPatcher:
     """A loader's output: a small UNet with ComfyUI's blocks."""
     return ModelPatcher(BaseModel(comfy_double().model.diffusion_model))
+
+
+def least_checkpoint() -> ModelPatcher:
+    """One level, for what takes its time with every block: a compiler."""
+    unet = ldm(attention_resolutions=(1,), channel_mult=(1,))
+    return ModelPatcher(BaseModel(fixed(LatentDiffusionDouble(unet, lambda width: ComfyBlock(width, 4, TEXT))).model
+                                  .diffusion_model))  # fmt: skip
 
 
 def load_pack(folder: Path) -> ModuleType:

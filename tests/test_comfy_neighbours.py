@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from comfy_nodes.nodes import ApplyToMe
-from tests.comfy_doubles import Guider, ModelPatcher, Server, checkpoint
+from tests.comfy_doubles import Guider, ModelPatcher, Server, checkpoint, least_checkpoint
 from tests.doubles import ComfyBlock
 from tests.models import inputs
 
@@ -95,11 +95,10 @@ def test_a_sampler_inside_a_step_patches_once():
     assert "forward" not in vars(applied.model.diffusion_model)
 
 
-@pytest.mark.parametrize("first", ["plain", "applied"])
-def test_only_one_branch_compiled_and_the_other_not(first):
+def test_branches_of_one_compiled_model_merge_or_not_in_any_order():
     """TorchCompileModel swaps the model's UNet for a compiled one while its branch runs."""
     torch._dynamo.reset()
-    plain = checkpoint()
+    plain = least_checkpoint()
     applied = apply(plain)
     compiled = torch.compile(plain.model.diffusion_model, backend="eager")
 
@@ -115,9 +114,9 @@ def test_only_one_branch_compiled_and_the_other_not(first):
         other.add_wrapper_with_key("apply_model", "torch.compile", swap)
         return other
 
-    expected = {"plain": Guider(plain).sample(steps=2), "applied": Guider(applied).sample(steps=2)}
+    expected = {"plain": Guider(plain).sample(steps=1), "applied": Guider(applied).sample(steps=1)}
     branches = {"plain": with_compile(plain), "applied": with_compile(applied)}
-    for name in (first, *branches, first):
-        assert torch.allclose(Guider(branches[name]).sample(steps=2), expected[name], atol=1e-5), name
+    for name in ("applied", "plain", "applied"):
+        assert torch.allclose(Guider(branches[name]).sample(steps=1), expected[name], atol=1e-5), name
     before = with_compile(plain)
-    assert torch.allclose(Guider(apply(before)).sample(steps=2), expected["applied"], atol=1e-5)
+    assert torch.allclose(Guider(apply(before)).sample(steps=1), expected["applied"], atol=1e-5)
