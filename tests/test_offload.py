@@ -1,0 +1,80 @@
+"""accelerate's hooks, which replace `forward` as we do, put on before and after the patch. On the CPU alone.
+
+The pipelines' `enable_model_cpu_offload` and `enable_sequential_cpu_offload` are these calls with a GPU's name.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from accelerate import cpu_offload, cpu_offload_with_hook, dispatch_model
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
+
+import tome_core
+from tests.models import CASES, call_case
+from tests.test_patch_contract import traces
+from tome_core.families import find_unet
+
+CPU = torch.device("cpu")
+FEW = [case for case in CASES if case.name in ("sd15", "sdxl", "ldm_wrapped", "sgm_double")]
+
+
+def _offload_sequentially(unet) -> None:
+    """Weights live elsewhere and come for each module's own call."""
+    cpu_offload(unet, CPU, offload_buffers=True)
+
+
+def _offload_as_a_model(unet) -> None:
+    cpu_offload_with_hook(unet, CPU)
+
+
+def _dispatch(unet) -> None:
+    names = {name for name, _ in unet.named_children()} | {name for name, _ in unet.named_parameters(recurse=False)}
+    dispatch_model(unet, dict.fromkeys(names, "cpu"), main_device="cpu", force_hooks=True)
+
+
+def _hook_every_module(unet) -> None:
+    add_hook_to_module(unet, AlignDevicesHook(CPU, io_same_device=True), append=True)
+    for module in list(unet.modules())[1:]:
+        add_hook_to_module(module, AlignDevicesHook(CPU), append=True)
+
+
+WAYS = (_offload_sequentially, _offload_as_a_model, _dispatch, _hook_every_module)
+
+
+@pytest.mark.parametrize("case", FEW, ids=lambda case: case.name)
+@pytest.mark.parametrize("offload", WAYS, ids=lambda way: way.__name__.strip("_"))
+@pytest.mark.parametrize("patch_first", [True, False])
+@pytest.mark.parametrize("unpatch_first", [True, False])
+def test_offloading_and_merging_come_and_go_in_any_order(case, offload, patch_first: bool, unpatch_first: bool):
+    model = case.build()
+    vanilla = call_case(case, model)
+    merged = call_case(case, tome_core.apply_patch(case.build(), merge_mlp=True))
+    if patch_first:
+        tome_core.apply_patch(model, merge_mlp=True)
+        offload(find_unet(model))
+    else:
+        offload(find_unet(model))
+        tome_core.apply_patch(model, merge_mlp=True)
+    for _ in range(2):
+        assert torch.equal(call_case(case, model), merged)
+    assert tome_core.report(model).merged_anything
+    if unpatch_first:
+        tome_core.remove_patch(model)
+        assert torch.equal(call_case(case, model), vanilla)
+        remove_hook_from_module(find_unet(model), recurse=True)
+    else:
+        remove_hook_from_module(find_unet(model), recurse=True)
+        tome_core.remove_patch(model)
+    assert torch.equal(call_case(case, model), vanilla)
+
+
+def test_a_patch_between_hooks_leaves_nothing_of_its_own():
+    case = FEW[1]
+    model = case.build()
+    cpu_offload(find_unet(model), CPU)
+    before = traces(model)
+    tome_core.apply_patch(model)
+    call_case(case, model)
+    tome_core.remove_patch(model)
+    assert traces(model) == before
