@@ -60,6 +60,9 @@ def config_of(values: dict[str, Any]) -> Any:
 
     Raises ValueError or TypeError, with value, range and remedy, for what the engine refuses.
     """
+    preset = values.get("preset")
+    if preset is not None and preset not in PRESETS:
+        raise ValueError(f"preset={preset!r} is not known here; use one of {', '.join(PRESETS)}, or update this pack")
     known = {name: value for name, value in values.items() if name in SETTINGS and value is not None}
     return tome_core.MergeConfig(**{SETTINGS[name]: _engine_value(name, value) for name, value in known.items()})
 

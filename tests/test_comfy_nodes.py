@@ -271,6 +271,7 @@ def test_the_defaults_of_the_node_are_the_defaults_of_the_engine():
     ({"start_percent": 0.9, "end_percent": 0.1}, "swap them"),
     ({"method": "downsample", "merge_what": "q"}, "not possible with method"),
     ({"level": "up to /3"}, "use one of automatic"),
+    ({"preset": "of tomorrow"}, "update this pack"),
 ])  # fmt: skip
 def test_wrong_values_are_named_when_the_prompt_is_queued_and_stop_no_queue(server, values, words):
     assert words in ApplyToMe.VALIDATE_INPUTS(unique_id="5", model=None, **values)
