@@ -141,7 +141,7 @@ class Armed:
             return
         handle.remove()
         report = handle.report()
-        if report.calls:
+        if report.calls or report.notes:
             record = self.job.record(self.hires)
             record.reports.append(report)
             record.maps.update(handle.maps())

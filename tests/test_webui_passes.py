@@ -1,0 +1,255 @@
+"""Which passes of which jobs merge, in the callback orders of the webuis, on a real LDM UNet."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from tests.models import ldm_latent_diffusion, ldm_wrapped
+from tests.webui_doubles import FLAVOURS, CFGDenoiserTimesteps, Processing, Webui, merges
+
+ON = (True, "custom", 0.5)
+ADVANCED = 5  # position of what follows the hires ratio
+
+
+@pytest.fixture(params=FLAVOURS)
+def webui(request, monkeypatch):
+    made = Webui(monkeypatch, request.param).start()
+    yield made
+    assert not merges(made.unet), "something was left on the model"
+    made.call("script_unloaded")
+
+
+@pytest.fixture
+def one_webui(monkeypatch):
+    made = Webui(monkeypatch, "a1111").start()
+    yield made
+    made.call("script_unloaded")
+
+
+def plain(webui, **more):
+    """The picture of a webui without the extension."""
+    with_us, webui.script = webui.script, object()
+    done = webui.job(**more)
+    webui.script = with_us
+    return done
+
+
+def passes(webui, *args, **more):
+    """Which passes (first, hires) merged."""
+    p = Processing(webui, args, enable_hr=True, **more)
+    webui.process(p)
+    records = webui.part("merging").job_of(p).records
+    assert not webui.errors
+    return tuple(any(one.merged_anything for one in getattr(records.get(hires), "reports", ()))
+                 for hires in (False, True))  # fmt: skip
+
+
+@pytest.mark.parametrize("args", [(False,), (True, "custom", 0.0), (True, "custom", 0), (True, "custom", 9.0)])
+def test_off_ratio_zero_and_wrong_values_are_bit_identical_to_no_extension(webui, args):
+    expected = plain(webui, enable_hr=True)
+    done = webui.job(*args, enable_hr=True)
+    assert torch.equal(done.latents, expected.latents)
+    assert done.infotexts == expected.infotexts == [""]
+    assert not webui.errors
+
+
+def test_the_picture_after_a_merged_one_is_bit_identical(webui):
+    expected = plain(webui, enable_hr=True)
+    merged = webui.job(*ON, enable_hr=True)
+    assert not torch.equal(merged.latents, expected.latents)
+    assert torch.equal(webui.job(False, enable_hr=True).latents, expected.latents)
+
+
+@pytest.mark.parametrize(("hires", "merged"), [
+    ("same", (True, True)), ("off", (True, False)), ("own ratio", (True, True)), ("only hires", (False, True)),
+])  # fmt: skip
+def test_each_choice_for_the_hires_pass(webui, hires, merged):
+    assert passes(webui, *ON, hires, 0.25) == merged
+
+
+def test_the_hires_pass_alone_leaves_the_first_bit_identical(webui):
+    without = Processing(webui, (False,), enable_hr=True)
+    expected = webui.process(without)
+    for args in ((*ON, "only hires"), (True, "custom", 0.0, "own ratio", 0.5)):
+        p = Processing(webui, args, enable_hr=True)
+        done = webui.process(p)
+        assert torch.equal(p.first, without.first)
+        assert not torch.equal(done.latents, expected.latents)
+
+
+def test_the_own_ratio_is_the_hires_passes(webui):
+    done = webui.job(*ON, "own ratio", 0.25, enable_hr=True)
+    assert "first pass: level 0 (/1) 256 -> 128 tokens" in done.comments
+    assert "hires pass: level 0 (/1) 576 -> 432 tokens" in done.comments
+
+
+def test_every_step_of_every_batch_merges(webui):
+    done = webui.job(*ON, n_iter=3, batch_size=2)
+    assert done.comments == "ToMe: level 0 (/1) 256 -> 128 tokens, 75% of its attention saved, 12 steps\n"
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_all_webuis_give_the_same_picture(monkeypatch, flavour):
+    pictures = []
+    for one in (flavour, "a1111"):
+        webui = Webui(monkeypatch, one).start()
+        pictures.append(webui.job(*ON, enable_hr=True).latents)
+        webui.call("script_unloaded")
+    assert torch.equal(*pictures)
+
+
+def test_an_exception_leaves_a_patch_that_the_next_job_takes_off(webui):
+    def fail(step):
+        raise RuntimeError("out of memory")
+
+    expected = plain(webui)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        webui.job(*ON, at_step=fail)
+    assert merges(webui.unet), "the webui calls nothing after an exception"
+    assert torch.equal(webui.job(False).latents, expected.latents)
+
+
+def test_a_stranger_who_samples_after_an_exception_is_not_merged(one_webui):
+    def fail(step):
+        raise RuntimeError
+
+    expected = plain(one_webui)
+    with pytest.raises(RuntimeError):
+        one_webui.job(*ON, at_step=fail)
+    assert torch.equal(plain(one_webui).latents, expected.latents)  # no hook, but its denoiser says whose it is
+    one_webui.part("merging").armed.disarm()
+
+
+def test_a_job_inside_a_job_has_its_own_wish_and_the_outer_one_goes_on(webui):
+    inner = []
+
+    def detail(step):
+        if step == "postprocess_image":
+            inner.append(webui.job(False).latents)
+
+    expected = plain(webui).latents
+    alone = webui.job(*ON, n_iter=2)
+    done = webui.job(*ON, n_iter=2, at_step=detail)
+    assert torch.equal(done.latents, alone.latents)
+    assert done.comments == alone.comments
+    assert all(torch.equal(one, expected) for one in inner)
+
+
+def test_a_job_between_two_steps_is_left_alone(one_webui):
+    inner = []
+
+    def interlude(step):
+        if step == 1:
+            inner.append(plain(one_webui).latents)
+
+    expected = plain(one_webui).latents
+    alone = one_webui.job(*ON)
+    # at_step comes after the outer step was announced: the inner job's steps take the patch off from the third on
+    done = one_webui.job(*ON, at_step=interlude)
+    assert torch.equal(inner[0], expected)
+    assert done.comments == alone.comments
+
+
+def test_a_copy_of_a_job_does_not_merge_by_the_first_ones_wish(webui):
+    p = Processing(webui, ON)
+    webui.process(p)
+    twin = copy.copy(p)
+    assert webui.part("merging").job_of(twin) is None
+    webui.hook("process_before_every_sampling" if webui.flavour != "old" else "process_batch", twin)
+    assert not merges(webui.unet)
+
+
+def test_the_refiner_is_merged_too(webui):
+    first, second = webui.shared.sd_model, ldm_wrapped()
+    done = webui.job(*ON, refiner=second)
+    assert done.comments == "ToMe: level 0 (/1) 256 -> 128 tokens, 75% of its attention saved, 4 steps\n"
+    assert not merges(second)
+    webui.shared.sd_model = first
+
+
+def test_a_refiner_that_cannot_merge_is_named(webui):
+    first, second = webui.shared.sd_model, torch.nn.Module()
+    second.model = torch.nn.Module()
+    second.model.diffusion_model = Blank()
+    done = webui.job(*ON, refiner=second)
+    assert "has no BasicTransformerBlock" in done.comments and "75%" in done.comments
+    webui.shared.sd_model = first
+
+
+class Blank(torch.nn.Module):
+    def forward(self, x, timesteps, context):
+        return x * 0.1
+
+
+@pytest.mark.parametrize("denoiser", [Processing.denoiser, CFGDenoiserTimesteps])
+def test_start_and_end_follow_the_samplers_own_clock(webui, denoiser):
+    args = [*ON, "same", 0.5, "automatic", 0.0, 0.6]
+    done = webui.job(*args, denoiser=denoiser)
+    assert ", 3 of 4 steps" in done.comments  # timesteps 999, 800, 500 of 999 lie before 60 %
+    assert "75%" not in done.comments
+
+
+def test_the_levels_of_another_family_count_from_its_finest(one_webui):
+    one_webui.load(ldm_wrapped())
+    one_webui.shared.sd_model.model.diffusion_model = ldm_latent_diffusion()
+    done = one_webui.job(*ON)
+    assert "level 0 (/2) 64 -> 32 tokens" in done.comments
+    forced = one_webui.job(*ON, "same", 0.5, "up to /1")
+    assert "nothing merged: nothing will merge: no rule reaches a level" in forced.comments
+
+
+def test_an_active_sd_unet_and_hypertile_are_left_alone_and_named(one_webui):
+    expected = plain(one_webui).latents
+    one_webui.shared.opts.saved["hypertile_enable_unet"] = True
+    done = one_webui.job(*ON)
+    assert torch.equal(done.latents, expected) and "HyperTile is on" in done.comments
+    one_webui.shared.opts.saved["hypertile_enable_unet"] = False
+    one_webui._module("modules.sd_unet", current_unet=object())
+    done = one_webui.job(*ON)
+    assert torch.equal(done.latents, expected) and "an SdUnet" in done.comments
+
+
+def test_hypertile_in_the_second_pass_only_stops_the_second_pass(one_webui):
+    one_webui.shared.opts.saved["hypertile_enable_unet_secondpass"] = True
+    assert passes(one_webui, *ON) == (True, False)
+
+
+def test_a_foreign_forward_left_on_the_blocks_keeps_working(webui):
+    """ControlNet's reference mode replaces `_forward` of every block and leaves it there."""
+    seen = []
+    for block in [one for one in webui.unet.modules() if type(one).__name__ == "BasicTransformerBlock"]:
+        def foreign(x, context=None, block=block):
+            seen.append(x.shape[1])
+            bank = block.norm1(x)
+            x = block.attn1(bank, context=torch.cat([bank, bank], dim=1)) + x
+            x = block.attn2(block.norm2(x), context=context) + x
+            return block.ff(block.norm3(x)) + x
+
+        block._forward = foreign
+    expected = plain(webui).latents
+    done = webui.job(*ON)
+    assert set(seen) == {256, 64} and not webui.errors
+    assert "256 -> 128 queries x 512 keys" in done.comments
+    assert not torch.equal(done.latents, expected)
+    assert torch.equal(webui.job(False).latents, expected)
+
+
+def test_a_batch_draws_from_its_own_first_seed(one_webui):
+    both = one_webui.job(*ON, n_iter=2, seed=7).latents
+    second = one_webui.job(*ON, seed=8).latents
+    assert torch.equal(both[1:], second)
+
+
+def test_a_given_destination_seed_outweighs_the_images(one_webui):
+    args = [*ON, "same", 0.5, "automatic", 0.0, 1.0, 0, "bipartite", "automatic", False, False, 2, 2, True]
+    assert not torch.equal(one_webui.job(*args, -1).latents, one_webui.job(*args, 123456).latents)
+    assert torch.equal(one_webui.job(*args, -1).latents, one_webui.job(*args, 7).latents)
+
+
+def test_a_picture_below_the_smallest_size_says_so(webui):
+    done = webui.job(*ON, "same", 0.5, "automatic", 0.0, 1.0, 20000, enable_hr=True)
+    assert "first pass: nothing merged: the picture is smaller than min_pixels" in done.comments
+    assert "hires pass: level 0 (/1) 576 -> 288" in done.comments

@@ -1,0 +1,82 @@
+"""The real shim, run by the webui's own rule: once, twice, beside a rival, and beside a second copy of itself."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+
+import pytest
+
+from tests.webui_doubles import ROOT, Webui, merges
+
+ON = (True, "custom", 0.5)
+
+
+@pytest.fixture
+def webui(monkeypatch):
+    made = Webui(monkeypatch)
+    yield made
+    made.call("script_unloaded")
+
+
+def test_exactly_one_script_is_registered_and_it_is_always_visible(webui):
+    webui.start()
+    assert [one.__name__ for one in webui.classes] == ["TokenMerging"]
+    assert webui.script.show(False) is webui.scripts.AlwaysVisible
+    assert webui.script.title() == "Token Merging (ToMe)"
+
+
+def test_a_rival_extension_that_owns_our_names_does_no_harm(webui, monkeypatch, tmp_path):
+    for name in ("extension", "tome_core", "install"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise ImportError('the rival was imported')")
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    webui.start()
+    assert "128 tokens" in webui.job(*ON).comments
+    assert not webui.errors
+
+
+def test_reload_runs_new_code_and_leaves_the_model_clean(webui):
+    webui.start()
+    before = webui.part("merging")
+    with pytest.raises(ZeroDivisionError):
+        webui.job(*ON, at_step=lambda step: 1 / 0)
+    assert merges(webui.unet)
+    webui.reload()
+    assert not merges(webui.unet)
+    assert webui.part("merging") is not before
+    assert "128 tokens" in webui.job(*ON).comments
+    assert all(len(listeners) == 1 for listeners in webui.callbacks.values())
+
+
+def test_unload_leaves_no_module_of_ours_behind(webui):
+    webui.start()
+    webui.call("script_unloaded")
+    assert not [name for name in sys.modules if name.startswith("_tome_core_webui")]
+    webui.callbacks.clear()
+
+
+def test_being_installed_twice_is_said_and_only_one_works(webui, tmp_path, capsys):
+    webui.start()
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts" / "token_merging.py", tmp_path / "scripts")
+    with pytest.raises(ValueError, match="not enough values"):  # no script was found there
+        webui.start(tmp_path)
+    assert "installed twice" in capsys.readouterr().out
+
+
+def test_nothing_of_the_state_dict_changes(webui):
+    webui.start()
+    keys = list(webui.unet.state_dict())
+    seen = []
+    webui.job(*ON, at_step=lambda step: seen.append(list(webui.unet.state_dict())))
+    assert all(one == keys for one in seen)
+
+
+def test_the_shim_works_without_the_webuis_settings(webui):
+    """Started with --nowebui, no settings tab is ever built."""
+    webui.start()
+    del webui.shared.opts
+    assert "128 tokens" in webui.job(*ON).comments
+    assert not webui.errors

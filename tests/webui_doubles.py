@@ -1,0 +1,318 @@
+"""The webui's modules as far as an extension sees them, and jobs in the callback orders of three webuis.
+
+Everything here stands for a fact of A1111 1.10.1, Forge or reForge. The UNet is real (LDM's own, small), the shim and
+the Script are the repository's.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import inspect
+import sys
+import types
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+from tests.models import TEXT, ldm_wrapped
+
+ROOT = Path(__file__).parents[1]
+SIGMAS = (14.61, 6.0, 2.0, 0.5)
+TIMESTEPS = (999.0, 800.0, 500.0, 150.0)
+FLAVOURS = ("a1111", "reforge", "forge", "old")  # old: 1.6 to 1.9, without process_before_every_sampling
+SAMPLING_HOOK = "process_before_every_sampling"
+HOOKS = ("before_process", "process", "process_batch", "before_hr", "post_sample", "postprocess_batch")
+
+
+class OptionInfo:
+    """modules.options.OptionInfo."""
+
+    def __init__(self, default=None, label="", component=None, component_args=None, section=None):
+        self.default, self.label, self.section, self.comment = default, label, section, ""
+        self.component, self.component_args = component, component_args
+
+    def info(self, text):
+        self.comment = text
+        return self
+
+
+class Options:
+    """shared.opts: an option that was never added nor saved is an AttributeError."""
+
+    def __init__(self):
+        self.labels, self.saved = {}, {"token_merging_ratio": 0.0}
+
+    def add_option(self, key, info):
+        self.labels[key] = info
+        self.saved.setdefault(key, info.default)
+
+    def __getattr__(self, key):
+        try:
+            return vars(self)["saved"][key]
+        except KeyError:
+            raise AttributeError(key) from None
+
+
+class Component:
+    """Any gradio component, and a context like some of them; remembers how it was made."""
+
+    made: list[Component] = []
+
+    def __init__(self, value=None, **arguments):
+        self.kind, self.value, self.arguments = type(self).__name__, value, arguments
+        Component.made.append(self)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        return None
+
+    def click(self, **arguments):
+        self.clicked = arguments
+
+
+GRADIO = ("Row", "Accordion", "Slider", "Radio", "Dropdown", "Checkbox", "Number", "Button", "HTML")
+
+
+class Denoiser:
+    """CFGDenoiser: tells its listeners, then calls the model that runs now."""
+
+    classic_ddim_eps_estimation = False
+
+    def __init__(self, p, webui):
+        self.p, self.webui, self.step = p, webui, 0
+
+    def __call__(self, x, time, timestep):
+        p, webui = self.p, self.webui
+        if p.refiner is not None and self.step >= p.refiner_at:
+            webui.load(p.refiner)
+        sigma = torch.full((x.shape[0],), time)
+        webui.call("cfg_denoiser", types.SimpleNamespace(x=x, sigma=sigma, denoiser=self))
+        p.at_step(self.step)
+        self.step += 1
+        text = p.text.expand(2 * x.shape[0], -1, -1)
+        with torch.no_grad():
+            out = webui.unet(torch.cat([x, x]), torch.full((2 * x.shape[0],), timestep), text)
+        cond, uncond = out.chunk(2)
+        return uncond + 2 * (cond - uncond)
+
+
+class CFGDenoiserTimesteps(Denoiser):
+    """The same for DDIM and its like, whose time is a timestep."""
+
+
+class Processing:
+    """StableDiffusionProcessing, with what the test wants to happen."""
+
+    is_hr_pass = False
+    refiner = None
+    refiner_at = 2
+    denoiser = Denoiser
+    size = 16
+
+    def __init__(self, webui, args, enable_hr=False, n_iter=1, batch_size=1, seed=7, **more):
+        self.webui, self.enable_hr, self.n_iter, self.batch_size = webui, enable_hr, n_iter, batch_size
+        self.args = list(args)
+        self.extra_generation_params: dict[str, Any] = {}
+        self.all_seeds = [seed + n for n in range(n_iter * batch_size)]
+        self.comments: dict[str, int] = {}
+        self.text = torch.randn(1, 7, TEXT, generator=torch.Generator().manual_seed(0))
+        vars(self).update(more)
+
+    @property
+    def sd_model(self):
+        return self.webui.shared.sd_model
+
+    def comment(self, text):
+        self.comments[text] = 1
+
+    def get_token_merging_ratio(self, for_hr=False):
+        return self.webui.shared.opts.token_merging_ratio
+
+    def at_step(self, step):
+        """Replaced by tests that interrupt, raise or look."""
+
+
+class Webui:
+    """One webui with our repository, and perhaps others, among its extensions."""
+
+    def __init__(self, monkeypatch, flavour="a1111"):
+        self.flavour = flavour
+        self.monkeypatch = monkeypatch
+        self.callbacks = defaultdict(list)
+        self.errors: list[Exception] = []
+        self.log: list[tuple] = []
+        self._make_modules()
+        self.load(ldm_wrapped())
+
+    # --- modules -----------------------------------------------------------------------------------------------
+
+    def _make_modules(self):
+        script = type("Script", (), {"elem_id": lambda self, name: f"script_{name}", "args_from": 0})
+        for hook in HOOKS if self.flavour == "old" else (*HOOKS, SAMPLING_HOOK):
+            setattr(script, hook, lambda self, p, *args, **facts: None)
+        self.scripts = self._module("modules.scripts", Script=script, AlwaysVisible=object(), scripts_data=[])
+        self.shared = self._module("modules.shared", opts=Options(), sd_model=None, OptionInfo=OptionInfo)
+        listeners = {f"on_{name}": self.callbacks[name].append
+                     for name in ("cfg_denoiser", "ui_settings", "before_ui", "script_unloaded")}  # fmt: skip
+        self.script_callbacks = self._module("modules.script_callbacks", **listeners)
+        package = self._module("modules", scripts=self.scripts, shared=self.shared)
+        package.script_callbacks = self.script_callbacks
+        self._module("gradio", **{name: type(name, (Component,), {}) for name in GRADIO})
+        accordion = type("InputAccordion", (Component,), {"accordion": Component()})
+        self._module("modules.ui_components", InputAccordion=accordion)
+
+    def _module(self, name, **contents):
+        module = types.ModuleType(name)
+        vars(module).update(contents)
+        self.monkeypatch.setitem(sys.modules, name, module)
+        return module
+
+    def call(self, name, *args):
+        for function in list(self.callbacks[name]):
+            function(*args)
+
+    # --- scripts -----------------------------------------------------------------------------------------------
+
+    def start(self, root=ROOT):
+        """The webui's start, as far as it concerns a script: files are run, settings and pages are built."""
+        self.scripts.scripts_data.clear()
+        self.classes = []
+        path = list(sys.path)
+        sys.path.insert(0, str(root))
+        for file in sorted((root / "scripts").glob("*.py")):
+            spec = importlib.util.spec_from_file_location(file.name, file)  # neither in sys.modules nor named so
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            self.classes += [one for one in vars(module).values()
+                             if inspect.isclass(one) and issubclass(one, self.scripts.Script)]  # fmt: skip
+        if self.flavour in ("a1111", "old"):  # the Forges leave every extension's root on the path
+            sys.path[:] = path
+        self.call("before_ui")
+        self.call("ui_settings")
+        (script_class,) = self.classes
+        self.script = script_class()
+        return self
+
+    def reload(self):
+        """Reload UI: the files are run again, and nothing else is."""
+        self.call("script_unloaded")
+        for listeners in self.callbacks.values():
+            listeners.clear()
+        return self.start()
+
+    def part(self, name):
+        """A module of the running extension."""
+        return sys.modules[f"_tome_core_webui.extension.{name}"]
+
+    # --- models ------------------------------------------------------------------------------------------------
+
+    def load(self, model):
+        """Make it the model that samples; the Forges keep it elsewhere."""
+        if self.flavour == "forge":
+            unet = types.SimpleNamespace(model=model.model)
+            model = types.SimpleNamespace(forge_objects=types.SimpleNamespace(unet=unet))
+        elif self.flavour == "reforge":
+            model.forge_objects = types.SimpleNamespace(unet=types.SimpleNamespace(model=model.model))
+        self.shared.sd_model = model
+
+    @property
+    def unet(self):
+        model = self.shared.sd_model
+        return getattr(model, "forge_objects", None).unet.model.diffusion_model if self.flavour != "a1111" and hasattr(
+            model, "forge_objects") else model.model.diffusion_model  # fmt: skip
+
+    def reset_objects(self):
+        """The Forges throw their patcher away before each pass, not the UNet in it."""
+        if hasattr(self.shared.sd_model, "forge_objects"):
+            objects = copy.copy(self.shared.sd_model.forge_objects)
+            objects.unet = copy.copy(objects.unet)
+            self.shared.sd_model.forge_objects = objects
+
+    # --- a job -------------------------------------------------------------------------------------------------
+
+    def hook(self, name, p, *front, **facts):
+        """Every hook is called so: what it raises is reported, and the job goes on."""
+        self.log.append((name, p.is_hr_pass))
+        try:
+            getattr(self.script, name, lambda *args, **facts: None)(p, *front, *p.args, **facts)
+        except Exception as error:
+            self.errors.append(error)
+
+    def job(self, *args, **more):
+        """process_images of a new p."""
+        return self.process(Processing(self, args, **more))
+
+    def process(self, p):
+        """process_images, in the order of this webui."""
+        self.hook("before_process", p)
+        self.hook("process", p)
+        latents, infotexts, built_in = [], [], []
+        for n in range(p.n_iter):
+            p.seeds = p.all_seeds[n * p.batch_size : (n + 1) * p.batch_size]
+            self.reset_objects()
+            self.hook("process_batch", p, batch_number=n)
+            built_in.append(p.get_token_merging_ratio())
+            infotexts += [self.infotext(p)] * p.batch_size
+            latents.append(self._sample(p, built_in))
+            if self.flavour != "old":
+                self.hook("post_sample", p)
+            self.hook("postprocess_batch", p, images=latents[-1], batch_number=n)
+            p.at_step("postprocess_image")
+        comments = "".join(f"{text}\n" for text in p.comments)
+        done = types.SimpleNamespace(
+            latents=torch.cat(latents), images=[Image.new("RGB", (64, 64))] * p.n_iter, infotexts=infotexts,
+            comments=comments, extra_generation_params=p.extra_generation_params, built_in=built_in,
+            index_of_first_image=0,
+        )  # fmt: skip
+        self.hook("postprocess", p, done)
+        return done
+
+    def _sample(self, p, built_in):
+        generator = torch.Generator().manual_seed(p.seeds[0])
+        x = torch.randn(p.batch_size, 4, p.size, p.size, generator=generator)
+        self._before_sampling(p)
+        x = p.first = self._steps(p, x)
+        if not p.enable_hr:
+            return x
+        p.is_hr_pass = True
+        x = torch.nn.functional.interpolate(x, scale_factor=1.5) + 0.1
+        if self.flavour == "reforge":
+            self.reset_objects()
+        built_in.append(p.get_token_merging_ratio(for_hr=True))
+        self.hook("before_hr", p)
+        self._before_sampling(p)
+        if self.flavour == "forge":
+            self.reset_objects()
+            self._before_sampling(p)
+        x = self._steps(p, x)
+        p.is_hr_pass = False
+        return x
+
+    def _before_sampling(self, p):
+        if self.flavour != "old":
+            self.hook(SAMPLING_HOOK, p, x=None, noise=None, c=None, uc=None)
+
+    def _steps(self, p, x):
+        denoiser = p.denoiser(p, self)
+        for sigma, timestep in zip(SIGMAS, TIMESTEPS, strict=True):
+            time = timestep if p.denoiser is CFGDenoiserTimesteps else sigma
+            x = x - 0.2 * denoiser(x / (1 + sigma) ** 0.1, time, timestep)
+        return x
+
+    def infotext(self, p):
+        """create_infotext, the part about us."""
+        pairs = {key: value for key, value in p.extra_generation_params.items() if value is not None}
+        if p.get_token_merging_ratio():
+            pairs["Token merging ratio"] = p.get_token_merging_ratio()
+        return ", ".join(f"{key}: {value}" for key, value in pairs.items())
+
+
+def merges(model):
+    """Does anything of ours lie on this UNet?"""
+    return any("_tome_core_patch" in vars(one) or "forward" in vars(one) for one in model.modules())
