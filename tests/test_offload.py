@@ -13,7 +13,9 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_f
 import tome_core
 from tests.models import CASES, call_case
 from tests.test_patch_contract import traces
+from tome_core import MergeConfig
 from tome_core.families import find_unet
+from tome_core.wrap import Wrap
 
 CPU = torch.device("cpu")
 FEW = [case for case in CASES if case.name in ("sd15", "sdxl", "ldm_wrapped", "sgm_double")]
@@ -69,12 +71,40 @@ def test_offloading_and_merging_come_and_go_in_any_order(case, offload, patch_fi
     assert torch.equal(call_case(case, model), vanilla)
 
 
-def test_a_patch_between_hooks_leaves_nothing_of_its_own():
-    case = FEW[1]
-    model = case.build()
+@pytest.mark.parametrize("patch_first", [True, False])
+def test_a_hook_that_is_renewed_after_every_picture_does_not_cost_the_patch(patch_first: bool):
+    """diffusers' model offload removes and renews its hooks then; the time of a call must not get lost."""
+    case = next(case for case in FEW if case.name == "sd15")
+    config = MergeConfig(max_timestep=600)
+    plain, model = case.build(), case.build()
+    tome_core.patch(plain, config)
+    if patch_first:
+        tome_core.patch(model, config)
+    _offload_as_a_model(model)
+    if not patch_first:
+        tome_core.patch(model, config)
+    for _ in range(3):
+        for time in (900, 500):
+            assert torch.equal(call_case(case, model, timestep=time), call_case(case, plain, timestep=time))
+        remove_hook_from_module(model, recurse=True)
+        _offload_as_a_model(model)
+    assert tome_core.report(model).calls == 6
+    tome_core.remove_patch(model)
+    remove_hook_from_module(model, recurse=True)
+    assert torch.equal(call_case(case, model), call_case(case, case.build()))
+
+
+@pytest.mark.parametrize("patch_first", [True, False])
+def test_a_patch_leaves_a_hooked_model_as_it_found_it(patch_first: bool):
+    case = next(case for case in FEW if case.name == "sd15")
+    model, hooked = case.build(), case.build()
+    cpu_offload(find_unet(hooked), CPU)
+    if patch_first:
+        tome_core.apply_patch(model)
     cpu_offload(find_unet(model), CPU)
-    before = traces(model)
     tome_core.apply_patch(model)
     call_case(case, model)
     tome_core.remove_patch(model)
-    assert traces(model) == before
+    assert traces(model) == traces(hooked)
+    methods = [vars(module).get("_old_forward") for module in model.modules()]
+    assert not [one for one in methods if isinstance(getattr(one, "__self__", one), Wrap)]

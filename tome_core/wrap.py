@@ -10,7 +10,7 @@ import torch
 # What is put on: a bound method of the wrap, because with a callable object the compiler makes a graph of its own for
 # each block where compile_repeated_blocks needs one for all, and gives up after eight. The compiler of torch 2.4
 # refuses bound methods in this place.
-_BOUND = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 5)
+_BOUND = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 7)
 
 
 class Wrap:
@@ -50,8 +50,23 @@ class Wrap:
         return getattr(type(self.target), self.name)(self.target, *args, **kwargs)
 
     def is_on_top(self) -> bool:
-        """Is it this object that ``target.NAME`` calls first?"""
-        return _wrap_of(vars(self.target).get(self.name)) is self
+        """Is it this object that ``target.NAME`` calls first (below accelerate's hook, if there is one)?"""
+        return _wrap_of(vars(self.target).get(self._slot())) is self
+
+    def _slot(self) -> str:
+        """The attribute to stand in.
+
+        accelerate's hook calls ``_old_forward`` and puts that back when it leaves, which diffusers' model offload
+        makes it do after every picture: what stood above the hook would be lost.
+        """
+        hooked = self.name == "forward" and {"_hf_hook", "_old_forward"} <= vars(self.target).keys()
+        return "_old_forward" if hooked else self.name
+
+    def _found(self) -> Any:
+        """What others have put into the slot; None for the class's own method, which accelerate puts there."""
+        method = _without_inert(vars(self.target).get(self._slot()))
+        own = getattr(method, "__self__", None) is self.target
+        return None if own and getattr(method, "__func__", None) is getattr(type(self.target), self.name) else method
 
     def install(self) -> Wrap:
         """Put it on top and return the wrap in force: this one, or a copy over what others have put there since.
@@ -61,14 +76,14 @@ class Wrap:
         """
         wrap = self
         if not self.is_on_top():
-            current = _without_inert(vars(self.target).get(self.name))
+            current = self._found()
             if not self._placed:
                 self.beneath = current
             elif current != self.beneath:
                 self.active = False
                 wrap = copy.copy(self)
                 wrap.beneath = current
-            setattr(self.target, self.name, wrap.forward if _BOUND else wrap)
+            setattr(self.target, self._slot(), wrap.forward if _BOUND else wrap)
         wrap._placed = True
         wrap._of_class = getattr(type(self.target), self.name)
         wrap.active = True
@@ -79,10 +94,13 @@ class Wrap:
         self.active = False
         if not self.is_on_top():
             return
-        if self.beneath is None:
-            delattr(self.target, self.name)
+        slot = self._slot()
+        if self.beneath is not None:
+            setattr(self.target, slot, self.beneath)
+        elif slot == self.name:
+            delattr(self.target, slot)
         else:
-            setattr(self.target, self.name, self.beneath)
+            setattr(self.target, slot, getattr(type(self.target), self.name).__get__(self.target))
 
     def __getstate__(self) -> dict[str, Any]:
         # not every function can be pickled; this one is found again
