@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 # What is put on: a bound method of the wrap, because with a callable object the compiler makes a graph of its own for
-# each block where compile_repeated_blocks needs one for all, and gives up after eight. The compiler of torch 2.4
-# refuses bound methods in this place.
-_BOUND = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 7)
+# each block where compile_repeated_blocks needs one for all, and gives up after eight. The compilers of torch 2.4 to
+# 2.6 refuse bound methods in this place; those of 2.8, 2.10 and 2.13 were seen to take them.
+_BOUND = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
 
 
 class Wrap:
