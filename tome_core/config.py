@@ -19,7 +19,10 @@ SEED_LIMIT = 2**31 - 1
 
 
 def _setting(default: Any, label: str, help: str, **facts: Any) -> Any:
-    """A field with what a person needs to know of it; ``facts``: minimum, maximum, step, choices, advanced."""
+    """A field with what a person needs to know of it.
+
+    facts: minimum, maximum, step, choices, advanced; unset: what None means, where it is not "automatic".
+    """
     return field(default=default, metadata={"label": label, "help": help, **facts})
 
 
@@ -74,7 +77,7 @@ class MergeRule:
     )
     levels: tuple[int, ...] | None = _setting(
         None, "Levels", "Which resolutions of the UNet, counting those that have attention, the finest is 0. "
-        "Automatic is the finest: that is 64x64 tokens on SD1.5 at 512 px and 32x32 on SDXL.", advanced=True,
+        "Automatic is the finest: 64x64 tokens on SD1.5 at 512 px, and on SDXL at 1024 px.", advanced=True,
     )
     max_downsample: int | None = _setting(
         None, "Up to down-sampling", "Instead of levels: every block down-sampled at most this much from the "
@@ -91,16 +94,16 @@ class MergeRule:
     )
     min_timestep: float | None = _setting(
         None, "Lowest timestep", "Merge only at timesteps of at least this. Known even on a bare UNet.",
-        minimum=0.0, maximum=1000.0, step=1.0, advanced=True, open_ended=True,
+        minimum=0.0, maximum=1000.0, step=1.0, unset="no limit", advanced=True, open_ended=True,
     )
     max_timestep: float | None = _setting(
         None, "Highest timestep", "Merge only at timesteps of at most this. Known even on a bare UNet.",
-        minimum=0.0, maximum=1000.0, step=1.0, advanced=True, open_ended=True,
+        minimum=0.0, maximum=1000.0, step=1.0, unset="no limit", advanced=True, open_ended=True,
     )
     max_beta: float | None = _setting(
         None, "Noise threshold", "Merge only while beta_t, the noise added by one training step, is below this. "
         "Stable Diffusion's betas end at 0.012, so 0.2 is always on.",
-        minimum=0.0, maximum=1.0, step=0.001, advanced=True,
+        minimum=0.0, maximum=1.0, step=0.001, unset="no limit", advanced=True,
     )
     min_pixels: int = _setting(
         0, "Smallest picture", "Merge only in pictures of at least this many pixels, width times height (512x512 is "
@@ -248,8 +251,8 @@ def _one_of(choices: tuple[Any, ...]) -> str:
 def describe_settings() -> list[dict[str, Any]]:
     """What there is to set: one dict a field of `MergeRule`, in order.
 
-    Keys: name, default, label, help, and where they apply minimum, maximum, step, choices, advanced,
-    open_ended (the maximum is a user interface's, not the engine's).
+    Keys: name, default, label, help, and where they apply minimum, maximum, step, choices, advanced, unset (what
+    None means, else "automatic"), open_ended (the maximum is a user interface's, not the engine's).
     """
     return [
         {"name": item.name, "default": None if item.default is MISSING else item.default, **item.metadata}

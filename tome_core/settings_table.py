@@ -19,7 +19,8 @@ def table() -> str:
     """One row a setting: name, default, range, what it does."""
     rows = ["| setting | default | range | what it does |", "|---|---|---|---|"]
     for setting in describe_settings():
-        cells = (f"`{setting['name']}`", _code(setting["default"]), _range(setting), setting["help"])
+        default = setting.get("unset", "automatic") if setting["default"] is None else _code(setting["default"])
+        cells = (f"`{setting['name']}`", default, _range(setting), setting["help"])
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(rows)
 
@@ -40,7 +41,8 @@ def _range(setting: dict[str, Any]) -> str:
     if "choices" in setting:
         return ", ".join(_code(choice) for choice in setting["choices"])
     if "minimum" in setting:
-        return f"from {setting['minimum']:g}" + ("" if setting.get("open_ended") else f" to {setting['maximum']:g}")
+        low, high = (f"{setting[end]:.10g}" for end in ("minimum", "maximum"))
+        return f"from {low}" + ("" if setting.get("open_ended") else f" to {high}")
     return "on, off" if isinstance(setting["default"], bool) else "whole numbers from 0"
 
 
