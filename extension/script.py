@@ -54,6 +54,7 @@ class TokenMerging(host.Script):
         if job is None:  # a caller that left the first hook out
             self.before_process(p, *values)
             job = job_of(p)
+        job.keeps_maps = options.is_on(options.MAP)  # not before: only now a request's own settings are in force
         if job.error:
             logger.error("%s", job.error)
             host.comment(p, f"ToMe: {job.error}")
@@ -101,9 +102,7 @@ def _job_from(p: Any, values: tuple) -> Job:
         wish = read(values, metadata.changes_of(p))
     except (ValueError, TypeError) as error:
         return Job(p, None, f"not merged, because a setting is wrong: {error}")
-    job = Job(p, wish)
-    job.keeps_maps = options.is_on(options.MAP)
-    return job
+    return Job(p, wish)
 
 
 def _tell(p: Any, job: Job, processed: Any) -> None:

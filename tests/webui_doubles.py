@@ -13,7 +13,7 @@ import sys
 import types
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from PIL import Image
@@ -60,7 +60,7 @@ class Options:
 class Component:
     """Any gradio component, and a context like some of them; remembers how it was made."""
 
-    made: list[Component] = []
+    made: ClassVar[list[Component]] = []
 
     def __init__(self, value=None, **arguments):
         self.kind, self.value, self.arguments = type(self).__name__, value, arguments

@@ -1,0 +1,151 @@
+"""A real webui on a free port of this machine, its settings, extensions and pictures in a folder of the tests' own."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from PIL import Image
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy would not find this machine
+QUIET = {"live_previews_enable": False, "show_progressbar": False, "samples_save": False, "grid_save": False,
+         "sd_vae": "None", "token_merging_ratio": 0.0, "tomecore_map": False}  # fmt: skip
+# the last two: A1111 1.10 puts back after a request only those settings that were saved once
+START = [
+    "--skip-torch-cuda-test", "--do-not-download-clip", "--no-download-sd-model", "--skip-version-check",
+    "--skip-install", "--skip-python-version-check", "--skip-prepare-environment", "--disable-console-progressbars",
+    "--api",
+]  # fmt: skip
+ON_A_CPU = {
+    "a1111": "--no-half --precision full --use-cpu all --opt-sdp-attention",
+    "forge": "--always-cpu --attention-pytorch --all-in-fp32",
+    "reforge": "--always-cpu --attention-pytorch --all-in-fp32",
+}
+
+
+class Picture(NamedTuple):
+    """pixels: of the first image; all: of every image; infotext, facts: what the API says about it."""
+
+    pixels: bytes
+    all: tuple[bytes, ...]
+    infotext: str
+    facts: dict
+
+
+def kind_of(checkout: Path) -> str:
+    """a1111, forge or reforge."""
+    if not (checkout / "modules_forge").exists():
+        return "a1111"
+    return "forge" if (checkout / "backend").exists() else "reforge"
+
+
+class Webui:
+    """The server."""
+
+    def __init__(self, port: int, log: Path, kind: str) -> None:
+        self.url, self.log, self.kind = f"http://127.0.0.1:{port}", log, kind
+
+    def ask(self, path: str, body: Any = None, timeout: float = 300) -> Any:
+        """The answer to a GET, or with a body to a POST."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        with OPENER.open(request, timeout=timeout) as answer:
+            return json.loads(answer.read() or "null")
+
+    def draw(self, *args: Any, hires: bool = False, path: str = "txt2img", **more: Any) -> Picture:
+        """A small picture; args: of our script, left out where there are none."""
+        body = {"prompt": "a lake", "seed": 42, "steps": 3, "width": 128, "height": 128, "sampler_name": "Euler",
+                "cfg_scale": 7, "save_images": False, **more}  # fmt: skip
+        if hires:
+            body |= {"enable_hr": True, "hr_scale": 1.5, "hr_second_pass_steps": 2, "hr_upscaler": "Latent",
+                     "denoising_strength": 0.7}  # fmt: skip
+            if self.kind != "a1111":
+                body |= {"hr_additional_modules": ["Use same choices"], "hr_cfg": 7}
+        if args:
+            body["alwayson_scripts"] = {"Token Merging (ToMe)": {"args": list(args)}}
+        answer = self.ask(f"/sdapi/v1/{path}", body)
+        facts = json.loads(answer["info"])
+        found = tuple(Image.open(io.BytesIO(base64.b64decode(one))).convert("RGB").tobytes()
+                      for one in answer["images"])  # fmt: skip
+        return Picture(found[0], found, facts["infotexts"][0], facts)
+
+    def state(self) -> dict:
+        """What the probe extension saw since the last call."""
+        return self.ask("/tome_test/state")
+
+    def said(self, start: int = 0) -> str:
+        """The log from a position on."""
+        return self.log.read_text(errors="replace")[start:]
+
+
+@contextlib.contextmanager
+def serve(checkout: Path, checkpoints: Path, folder: Path, with_us: bool, *options: str) -> Iterator[Webui]:
+    """Start the checkout's server on a data folder, wait until it is ready, and stop it at the end."""
+    kind = kind_of(checkout)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    _fill(folder, with_us)
+    flags = shlex.split(os.environ.get("WEBUI_FLAGS", ON_A_CPU[kind]))
+    command = [
+        os.environ.get("WEBUI_PYTHON", sys.executable), "launch.py", *START, *flags, "--port", str(port),
+        "--data-dir", str(folder), "--ckpt-dir", str(checkpoints), "--ckpt", str(checkpoints / "first.safetensors"),
+        *options,
+    ]  # fmt: skip
+    log = folder / "server.log"
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command, cwd=checkout, env=_environment(), stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    webui = Webui(port, log, kind)
+    try:
+        _wait_until_ready(webui, process)
+        yield webui
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _fill(folder: Path, with_us: bool) -> None:
+    (folder / "extensions").mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(QUIET))
+    (folder / "extensions" / "probe").symlink_to(HERE / "probe", target_is_directory=True)
+    if with_us:
+        (folder / "extensions" / "tome_core").symlink_to(ROOT, target_is_directory=True)
+
+
+def _wait_until_ready(webui: Webui, process: subprocess.Popen, timeout: float = 300) -> None:
+    end = time.monotonic() + timeout
+    # by the log: a request before this line breaks the start of A1111 1.10
+    while "Startup time" not in webui.said():
+        assert process.poll() is None, f"the webui ended by itself:\n{webui.said()[-4000:]}"
+        assert time.monotonic() < end, f"the webui was not ready in {timeout} s:\n{webui.said()[-4000:]}"
+        time.sleep(0.5)
+    webui.ask("/sdapi/v1/options")
+
+
+def _environment() -> dict[str, str]:
+    # one thread: equal bits are asked for, and they depend on how sums are split
+    more = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1",
+            "GRADIO_ANALYTICS_ENABLED": "False", "SD_WEBUI_RESTARTING": "1", "no_proxy": "*"}  # fmt: skip
+    kept = {key: value for key, value in os.environ.items() if key not in ("COMMANDLINE_ARGS", "PYTHONPATH")}
+    return {**kept, **more}
