@@ -23,7 +23,7 @@ class Probe(scripts.Script):
 def on_step(params):
     prompt = params.denoiser.p.prompt
     if params.denoiser.step == 1 and "fail" in prompt:
-        params.x = params.x[:, :1]  # what a callback raises is swallowed; this, the model cannot take
+        params.denoiser.step = None  # what a callback raises is swallowed; with this, the denoiser cannot go on
     if params.denoiser.step == 1 and "interrupt" in prompt:
         shared.state.interrupt()
 
@@ -31,6 +31,8 @@ def on_step(params):
 def patched():
     model = shared.sd_model
     objects = getattr(model, "forge_objects", None)
+    if not hasattr(model, "model") and objects is None:
+        return 0  # Forge has no model before the first picture
     unet = (objects.unet.model if objects is not None else model.model).diffusion_model
     return sum("_tome_core_patch" in vars(one) or "forward" in vars(one) for one in unet.modules())
 
