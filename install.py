@@ -206,21 +206,31 @@ def test(arguments):
 
 def comfyui(arguments):
     """the nodes into a ComfyUI: comfyui DIR (undone by --uninstall)"""
-    return part("comfy_nodes/installation.py").main(arguments)
+    return place("comfyui", arguments)
+
+
+def webui(arguments):
+    """the extension into A1111, Forge or reForge: webui DIR (undone by --uninstall)"""
+    return place("webui", arguments)
+
+
+def place(host, arguments):
+    """Put the repository into a host's folder, or take it out."""
+    places = part("install_places.py")
+    return places.main(places.HOSTS[host], arguments)
 
 
 def part(path):
     """A module of this repository by its file: without the package around it, which imports torch."""
     from importlib.util import module_from_spec, spec_from_file_location
-    from pathlib import PurePosixPath
 
-    spec = spec_from_file_location(f"install_{PurePosixPath(path).parent.name}", root() / path)
-    module = module_from_spec(spec)
+    spec = spec_from_file_location(path.removesuffix(".py"), root() / path)
+    module = sys.modules[spec.name] = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-COMMANDS = {"demo": demo, "test": test, "comfyui": comfyui}
+COMMANDS = {"demo": demo, "test": test, "webui": webui, "comfyui": comfyui}
 
 
 def usage():
