@@ -161,6 +161,20 @@ def test_an_exception_in_mid_forward_leaves_the_patch_usable(case: Case):
     assert torch.equal(call_case(case, model), vanilla)
 
 
+def test_a_handle_that_is_entered_again_is_there_again():
+    case = CASES[0]
+    model = case.build()
+    handle = tome_core.patch(model)
+    merged = call_case(case, model)
+    handle.remove()
+    with handle:
+        with tome_core.patch(model, MergeConfig(ratio=0.25)):
+            pass
+        assert torch.equal(call_case(case, model), merged)
+    handle.remove()
+    assert not handle.is_installed and not torch.equal(call_case(case, model), merged)
+
+
 def _raise(*_):
     raise RuntimeError("interrupted")
 

@@ -93,6 +93,7 @@ class Patch:
             current.uninstall()
         self._wraps = [wrap.install() for wrap in self._wraps]
         vars(self.unet)[_MARK] = self
+        self._removed = False
         return self
 
     def uninstall(self) -> None:
