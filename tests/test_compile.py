@@ -64,7 +64,8 @@ def skip_where_unpatched_fails(case) -> None:
 
 
 @pytest.mark.parametrize(
-    "name, patch_first", [("sd15", True), ("sd15", False), ("one_level_ldm", False), ("comfy_double_with_patches", True)]
+    "name, patch_first",
+    [("sd15", True), ("sd15", False), ("one_level_ldm", False), ("comfy_double_with_patches", True)],
 )
 def test_one_graph_serves_twenty_times_however_it_was_made(name: str, patch_first: bool):
     case, settings = BY_NAME[name], EVERYTHING if name == "sd15" else {}
