@@ -77,6 +77,46 @@ def test_animatediff_merges_in_spatial_blocks_only(server):
     assert patched == [False] and "256 tokens -> 128" in server.texts[-1][1]
 
 
+def projections_alone(attention: nn.Module, x: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+    """What ComfyUI's block does where a node stands in for an attention; the node wants every token."""
+    assert x.shape[1] in (16 * 16, 8 * 8)
+    return attention.attend(x, context, context)
+
+
+class ReplacedBlock(ComfyBlock):
+    """Perturbed-attention guidance stands in for attn1, IPAdapter for attn2."""
+
+    replaced = ""
+
+    def forward(self, x, context=None, transformer_options=None):
+        n = self.norm1(x)
+        own = projections_alone(self.attn1, n, n) if self.replaced == "attn1" else self.attn1(n, transformer_options={})
+        x = x + own
+        n = self.norm2(x)
+        if self.replaced == "attn2":
+            x = x + projections_alone(self.attn2, n, context)
+        else:
+            x = x + self.attn2(n, context=context, transformer_options={})
+        return x + self.ff(self.norm3(x))
+
+
+@pytest.mark.parametrize(
+    ("replaced", "said", "saved"), [("attn1", "attn", "0%"), ("attn2", "crossattn", "75%"), ("", "", "75%")]
+)
+def test_an_attention_that_another_node_stands_in_for_is_left_alone_and_said(server, replaced, said, saved):
+    patcher = checkpoint()
+    for module in patcher.model.modules():
+        if type(module) is ComfyBlock:
+            module.__class__ = ReplacedBlock
+            module.replaced = replaced
+    applied = apply(patcher, merge_crossattn=True, merge_mlp=True)
+    assert Guider(applied).sample(steps=1).isfinite().all()
+    report = server.texts[-1][1]
+    assert f"{saved} of the attention work saved" in report
+    assert report.count("runs in its place") == bool(replaced)
+    assert not replaced or f"calls: {said}: something else runs in its place" in report
+
+
 @pytest.mark.parametrize("size", [(1, 16), (2, 2), (9, 15)])
 @pytest.mark.parametrize("method", ["bipartite", "downsample", "cluster"])
 def test_any_size_and_method_merges_or_steps_aside(server, size, method):

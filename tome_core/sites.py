@@ -103,6 +103,7 @@ class BlockSite(Wrap):
         self.transformer = transformer
         self.run = run
         self.level = level
+        self.ran: dict[str, Now] = {}  # part that has a site -> whether this call came by it
         self.now = Now()  # holds a BlockCall
         self.memory = CallMemory()
 
@@ -117,10 +118,29 @@ class BlockSite(Wrap):
             self.now.call = self._open(x, outer)
         else:
             self._skip(x, "the block was called outside its transformer")
+        for part in self.ran.values():
+            part.call = None
         try:
-            return self.original(*args, **kwargs)
+            out = self.original(*args, **kwargs)
+            self._note_what_was_passed_over()
+            return out
         finally:
             self.now.call = None
+
+    def skip_part(self, part: str, reason: str) -> None:
+        """A part that should have merged did not."""
+        call = self.now.call
+        work = call.batch * call.tokens * call.tokens if part == "attn" else 0
+        self.run.ledger.skip(self.level, part, reason, work)
+
+    def _note_what_was_passed_over(self) -> None:
+        """ComfyUI's block uses an attention's projections alone where a node has put something in its place."""
+        call = self.now.call
+        if call is None or torch.compiler.is_compiling():
+            return
+        for part, ran in self.ran.items():
+            if getattr(call, part) is not None and ran.call is None:
+                self.skip_part(part, "something else runs in its place")
 
     def _open(self, x: torch.Tensor, outer: GridCall) -> BlockCall | None:
         rules = outer.call.rules[self.level]
@@ -170,19 +190,21 @@ class PartSite(Wrap):
     def __init__(self, module: nn.Module, block: BlockSite) -> None:
         super().__init__(module)
         self.block = block
+        self.ran = block.ran[self.part] = Now()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The part's forward on merged tokens, or untouched where merging does not fit the call."""
         merging = self._merging() if self.active else None
         if merging is None:
             return self.original(*args, **kwargs)
+        self.ran.call = True
         problem = self._problem(args, kwargs)
         if not problem:
             out = self._merged(merging, *args, **kwargs)
             if out is not None:
                 return out
             problem = "what it returned cannot be unmerged"
-        self._skip(args, problem)
+        self.block.skip_part(self.part, problem)
         return self.original(*args, **kwargs)
 
     def _merging(self) -> Merging | None:
@@ -210,9 +232,6 @@ class PartSite(Wrap):
             out = merging.plan.unmerge(out)
         self.block.run.ledger.merge(self.block.level, self.part, (x.shape[0], x.shape[1], keys), left)
         return out
-
-    def _skip(self, args: tuple, reason: str) -> None:
-        self.block.run.ledger.skip(self.block.level, self.part, reason)
 
 
 class FeedForwardSite(PartSite):
@@ -304,10 +323,6 @@ class SelfAttentionSite(PartSite):
                 kwargs[name] = merged if given is x else merging.plan.merge(given, merging.mode)
         if explicit and kwargs.get(self.family.context) is None:
             kwargs[self.family.context] = merged
-
-    def _skip(self, args: tuple, reason: str) -> None:
-        call = self.block.now.call
-        self.block.run.ledger.skip(self.block.level, self.part, reason, call.batch * call.tokens * call.tokens)
 
 
 def _named(kwargs: dict, names: tuple[str, ...]) -> Any:

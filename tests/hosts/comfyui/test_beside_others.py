@@ -37,6 +37,7 @@ def test_before_or_after_makes_no_difference(comfy, other):
     assert bytes_of(seen, "other alone") == bytes_of(seen, "removed")
     if other != "HyperTile":  # draws its tiles from Python's random numbers
         assert bytes_of(seen, "before") == bytes_of(seen, "after")
+    assert ("crossattn: something else runs in its place" in report_of(seen, before)) == (other == "TestMasks")
     if expected:
         assert expected in report_of(seen, before) and expected in report_of(seen, inner)
     if expected == MERGED:
