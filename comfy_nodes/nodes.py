@@ -18,6 +18,10 @@ NO_MAPS = (
     "No merge map. Either this model has no ApplyToMe, or nothing merged, or the model is compiled, or the sampler's "
     "result came from the cache: then change its seed and queue again."
 )
+STRETCHED = (
+    " (stretched: the last call was not of this picture's size. It was a tile or an area of it, or the picture was "
+    "scaled)"
+)
 
 
 class ApplyToMe:
@@ -149,5 +153,8 @@ def _panels(one: torch.Tensor, sample: int, batch: int, maps: dict[int, tuple[in
     for level, (downsample, found) in maps.items():
         group = picture.row_of(found.group, sample, batch)
         title = f"level {level} (latent /{downsample}): {len(group)} tokens -> {found.num_groups}"
+        token = 8 * downsample  # in pixels along each side
+        if any(abs(side * token - pixels) >= token for side, pixels in zip(found.grid, one.shape, strict=False)):
+            title += STRETCHED
         panels.append(picture.panel(one, tuple(found.grid), group, title))
     return torch.cat(panels, dim=1)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from comfy_nodes import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS, host
+from comfy_nodes import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS, host, picture
 from comfy_nodes.inputs import SETTINGS, config_of, input_types
 from comfy_nodes.nodes import ApplyToMe, RemoveToMe, ToMePreview
 from comfy_nodes.percent import percent_of
@@ -320,6 +320,17 @@ def test_the_preview_draws_over_an_image_of_any_size(server):
     applied = apply(checkpoint())
     sample(applied, steps=1)
     assert ToMePreview().preview(applied, image=torch.rand(1, 72, 90, 3))[0].shape == (1, 72, 90, 3)
+
+
+@pytest.mark.parametrize(("last_call", "stretched"), [((16, 24), False), ((16, 16), True)])
+def test_the_preview_says_when_its_map_is_of_a_tile(server, monkeypatch, last_call, stretched):
+    titles = []
+    monkeypatch.setattr(picture, "panel", lambda one, grid, group, title: [titles.append(title), one][1])
+    server.run(PROMPT)
+    applied = apply(checkpoint(), level="up to /8")
+    sample(applied, steps=1, size=last_call)
+    preview(applied, torch.zeros(1, 4, 16, 24))
+    assert ["stretched" in title for title in titles] == [stretched] * 2
 
 
 def test_a_preview_of_another_branch_keeps_no_maps(server):
