@@ -229,6 +229,50 @@ class TestGligen(Node):
         return ([[text, {**more, "gligen": boxes}] for text, more in conditioning],)
 
 
+class TestVAE(Node):
+    """A VAE without weights: boxes of colours, eight pixels wide."""
+
+    INPUTS = {}
+    RETURN_TYPES = ("VAE",)
+
+    def run(self):
+        return (self,)
+
+    def encode(self, pixels):
+        boxes = torch.nn.functional.avg_pool2d(pixels[..., :3].movedim(-1, 1), 8)
+        return torch.cat([boxes, boxes.mean(1, keepdim=True)], 1)
+
+    def decode(self, latent):
+        colours = torch.sigmoid(latent[:, :3].float())
+        return torch.nn.functional.interpolate(colours, scale_factor=8).movedim(1, -1)
+
+
+class TestPicture(Node):
+    INPUTS = {"width": ("INT", {}), "height": ("INT", {})}
+    RETURN_TYPES = ("IMAGE",)
+
+    def run(self, width, height):
+        return (torch.rand(2, height, width, 3, generator=torch.Generator().manual_seed(4)),)
+
+
+class TestIPAdapter(Node):
+    """IPAdapter's weights for the model `sd1`, and what it should and should not show, all random."""
+
+    INPUTS = {}
+    RETURN_TYPES = ("IPADAPTER", "EMBEDS", "EMBEDS")
+
+    def run(self):
+        generator = torch.Generator().manual_seed(6)
+
+        def draw(*shape):
+            return torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+
+        norm = {"norm.weight": torch.ones(768), "norm.bias": torch.zeros(768)}
+        layers = {f"{2 * n + 1}.to_{side}_ip.weight": draw(320, 768) for n in range(16) for side in "kv"}
+        projection = {"proj.weight": draw(4 * 768, 64), "proj.bias": torch.zeros(4 * 768), **norm}
+        return {"image_proj": projection, "ip_adapter": layers}, draw(1, 64), draw(1, 64)
+
+
 class TestFlux(Node):
     """A model without LDM blocks."""
 
@@ -257,6 +301,6 @@ class TestSink(Node):
 keep_texts()
 NODES = (
     TestText, TestProbe, TestKeep, TestKeepImage, TestCompile, TestLora, TestMasks, TestControl, TestGligen, TestFlux,
-    TestSink, TestEncode,
+    TestSink, TestEncode, TestVAE, TestPicture, TestIPAdapter,
 )  # fmt: skip
 NODE_CLASS_MAPPINGS = {node.__name__: node for node in NODES}

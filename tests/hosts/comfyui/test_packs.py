@@ -1,0 +1,105 @@
+"""Beside other people's node packs in a real ComfyUI, each where it lies in the checkout's `custom_nodes`."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+
+import pytest
+
+from tests.hosts.comfyui.graphs import Graph, bytes_of
+from tests.hosts.comfyui.running import make_base, serve
+
+
+def spelled(name: str) -> str:
+    return re.sub("[-_]", "", name).lower()  # people and managers write folders in many ways
+
+
+@pytest.fixture(scope="module")
+def beside(checkout, base, tmp_path_factory):
+    """Name of a pack -> a server with it. One for each, because packs change ComfyUI itself."""
+    running = {}
+
+    def server(name):
+        if name not in running:
+            place = checkout / "custom_nodes"
+            found = [one for one in place.iterdir() if spelled(one.name) == spelled(name)]
+            if not found:
+                pytest.skip(f"looked for the pack {name} in {place}")
+            folder = tmp_path_factory.mktemp("pack")
+            (folder / "models").symlink_to(base / "models", target_is_directory=True)
+            make_base(checkout, folder, "tome-core.v1")
+            (folder / "custom_nodes" / name).symlink_to(found[0].resolve(), target_is_directory=True)
+            running[name] = servers.enter_context(serve(checkout, folder))
+        return running[name]
+
+    with contextlib.ExitStack() as servers:
+        yield server
+
+
+def reports_of(comfy, graph: Graph, applied: list) -> str:
+    """What ApplyToMe said when this graph ran, which has to keep `plain`, `applied` and `removed`."""
+    seen = comfy.good(graph.graph)
+    assert bytes_of(seen, "plain") == bytes_of(seen, "removed") != bytes_of(seen, "applied")
+    texts = [text for number, text in seen["texts"] if number == applied[0]]
+    assert texts and all("calls merged" in text for text in texts)
+    return "\n".join(texts)
+
+
+@pytest.mark.parametrize("method", ["MultiDiffusion", "Mixture of Diffusers", "SpotDiffusion"])
+@pytest.mark.parametrize(("size", "batch"), [((160, 128), 1), ((168, 136), 2), ((224, 96), 1)])
+def test_tiled_diffusion(beside, method, size, batch):
+    """Three tiles in the last: a call of two, and a call of one."""
+    comfy = beside("ComfyUI-TiledDiffusion")
+    graph = Graph(size=size, batch=batch, steps=1)
+    applied = graph.apply()
+    tiles = {"method": method, "tile_width": 96, "tile_height": 96, "tile_overlap": 32, "tile_batch_size": 2}
+    tiled = graph.add("TiledDiffusion", model=applied, **tiles)
+    graph.sample("plain", graph.add("TiledDiffusion", model=graph.model, **tiles))
+    graph.sample("applied", tiled)
+    graph.sample("removed", graph.add("RemoveToMe", model=tiled))
+    assert "144 tokens -> 72, " in reports_of(comfy, graph, applied)
+
+
+@pytest.mark.parametrize(
+    ("uniform", "together", "tokens"), [(True, 1, {"196 "}), (True, 2, {"196 "}), (False, 1, {"196 ", "182 ", "77 "})]
+)
+def test_ultimate_sd_upscale(beside, uniform, together, tokens):
+    """together: tiles in a call. Without uniform tiles there are many sizes, and seams have sizes of their own."""
+    comfy = beside("ComfyUI_UltimateSDUpscale")
+    graph = Graph()
+    applied = graph.apply()
+    picture = graph.add("TestPicture", width=160 if uniform else 168, height=128 if uniform else 136)
+    values = {
+        "upscaled_image": picture, "positive": graph.positive, "negative": graph.negative, "vae": graph.add("TestVAE"),
+        "seed": graph.seed, "steps": 2, "cfg": 7.0, "sampler_name": "euler", "scheduler": "normal", "denoise": 0.5,
+        "mode_type": "Linear", "tile_width": 96, "tile_height": 96, "mask_blur": 8, "tile_padding": 16,
+        "seam_fix_mode": "None" if uniform else "Half Tile + Intersections", "seam_fix_denoise": 1.0,
+        "seam_fix_width": 64, "seam_fix_mask_blur": 8, "seam_fix_padding": 16, "force_uniform_tiles": uniform,
+        "tiled_decode": False, "batch_size": together,
+    }  # fmt: skip
+    removed = graph.add("RemoveToMe", model=applied)
+    for name, model in (("plain", graph.model), ("applied", applied), ("removed", removed)):
+        image = graph.add("UltimateSDUpscaleNoUpscale", model=model, **values)
+        graph.add("TestKeepImage", image=image, name=name)
+    reports = reports_of(comfy, graph, applied)
+    assert all(f": {number}tokens" in reports for number in tokens)
+
+
+@pytest.mark.parametrize(("size", "batch", "everything"), [((128, 128), 1, False), ((136, 88), 3, True)])
+def test_ipadapter_with_a_mask(beside, size, batch, everything):
+    comfy = beside("ComfyUI_IPAdapter_plus")
+    graph = Graph(size=size, batch=batch, steps=1)
+    applied = graph.apply(merge_crossattn=everything, merge_mlp=everything)
+    random = graph.add("TestIPAdapter")
+    values = {
+        "ipadapter": random, "pos_embed": [random[0], 1], "neg_embed": [random[0], 2], "weight": 1.0,
+        "weight_type": "linear", "start_at": 0.0, "end_at": 1.0, "embeds_scaling": "V only",
+        "attn_mask": graph.add("SolidMask", value=0.5, width=64, height=64),
+    }  # fmt: skip
+    adapted = graph.add("IPAdapterEmbeds", model=applied, **values)
+    graph.sample("plain", graph.add("IPAdapterEmbeds", model=graph.model, **values))
+    graph.sample("applied", adapted)
+    graph.sample("removed", graph.add("RemoveToMe", model=adapted))
+    reports = reports_of(comfy, graph, applied)
+    assert ("crossattn: something else runs in its place" in reports) == everything
