@@ -105,7 +105,7 @@ def serve(checkout: Path, checkpoints: Path, folder: Path, with_us: bool, *optio
     command = [
         os.environ.get("WEBUI_PYTHON", sys.executable), "launch.py", *START, *flags, "--port", str(port),
         "--data-dir", str(folder), "--ckpt-dir", str(checkpoints), "--ckpt", str(checkpoints / "first.safetensors"),
-        *options,
+        "--gradio-allowed-path", str(checkout), *options,  # Forge serves its own scripts from its data folder alone
     ]  # fmt: skip
     log = folder / "server.log"
     with log.open("w") as out:
