@@ -10,6 +10,8 @@ from __future__ import annotations
 import sys
 
 REQUIRED_PYTHON = (3, 10)
+NAME = "tome_core"  # our folder in a host
+COPY = "copied_by_install.txt"  # this file in a folder of a host says that we made it and may remove it
 OWNER = "tome_core.txt"  # this file in an environment says that it was made here and may be made again
 NO_VENV = (
     "this Python ({python}) cannot make environments: its 'venv' or 'ensurepip' is missing. "
@@ -204,30 +206,156 @@ def test(arguments):
     return run([python, "-m", "pytest", *arguments], cwd=root()) or style
 
 
+class Host:
+    """A program that takes extensions. looked_for: sets of names, any of which together are the program and nothing
+    else; below: a folder it may lie in; place: its folder for extensions; copied: what it needs of ours; after: a hint.
+    """
+
+    def __init__(self, command, name, looked_for, below, place, copied, after):
+        self.command, self.name, self.looked_for, self.below = command, name, looked_for, below
+        self.place, self.copied, self.after = place, copied, after
+
+
+COMFYUI = Host(
+    "comfyui",
+    "ComfyUI",
+    # the program, or the folder that its --base-directory and its desktop version work in
+    (("main.py", "nodes.py", "comfy", "custom_nodes"), ("models", "input", "output", "custom_nodes")),
+    "ComfyUI",  # the portable version has it one folder down
+    "custom_nodes",
+    ("__init__.py", "comfy_nodes", "tome_core", "locales", "example_workflows", "pyproject.toml", "LICENSE"),
+    "Restart ComfyUI; the nodes are under model/patch/unet.",
+)
+WEBUI = Host(
+    "webui",
+    "webui",
+    # the program (A1111, Forge, reForge), or the folder of its --data-dir
+    (("launch.py", "webui.py", "modules", "extensions"), ("extensions", "config.json", "models")),
+    "webui",  # the one-click packages of A1111 and Forge have it one folder down
+    "extensions",
+    ("scripts", "extension", "tome_core", "install.py", "pyproject.toml", "LICENSE"),
+    "Restart the webui; the panel is in txt2img and img2img.",
+)
+
+
 def comfyui(arguments):
     """the nodes into a ComfyUI: comfyui DIR (undone by --uninstall)"""
-    return place("comfyui", arguments)
+    return place(COMFYUI, arguments)
 
 
 def webui(arguments):
     """the extension into A1111, Forge or reForge: webui DIR (undone by --uninstall)"""
-    return place("webui", arguments)
+    return place(WEBUI, arguments)
 
 
 def place(host, arguments):
-    """Put the repository into a host's folder, or take it out."""
-    places = part("install_places.py")
-    return places.main(places.HOSTS[host], arguments)
+    """Put the repository into a host's folder for extensions, or take it out again."""
+    from pathlib import Path
+
+    folders = [one for one in arguments if not one.startswith("-")]
+    options = {one for one in arguments if one.startswith("-")}
+    if len(folders) != 1 or options - {"--uninstall", "--copy"}:
+        raise Failure(f"usage: python install.py {host.command} DIR [--uninstall] [--copy]", 2)
+    where = target(host, Path(folders[0]).expanduser())
+    try:
+        print(take_out(host, where) if "--uninstall" in options else put(host, where, "--copy" in options))
+    except OSError as error:
+        raise Failure(str(error)) from error
+    return 0
 
 
-def part(path):
-    """A module of this repository by its file: without the package around it, which imports torch."""
-    from importlib.util import module_from_spec, spec_from_file_location
+def target(host, folder):
+    """Where in the host's folder the repository goes. Raises Failure for a folder that is not the host."""
+    for candidate in (folder, folder / host.below):
+        if any(all((candidate / name).exists() for name in wanted) for wanted in host.looked_for):
+            return candidate.resolve() / host.place / NAME
+    looked_for = ", or for ".join(", ".join(wanted) for wanted in host.looked_for)
+    raise Failure(
+        f"{folder} is not a {host.name} folder: looked for {looked_for} in it, and did not find all of either; give "
+        f"the folder that holds {host.name}'s {host.looked_for[0][0]}"
+    )
 
-    spec = spec_from_file_location(path.removesuffix(".py"), root() / path)
-    module = sys.modules[spec.name] = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+
+def put(host, where, copy=False):
+    """Link the repository to `where`, or copy it where links are not possible. Gives what was done."""
+    import os
+
+    if where.parent == root().parent:
+        return f"{root()} lies in {where.parent} already: there is nothing to do."
+    if is_link(where) and where.resolve() == root() and not copy:
+        return f"{where} is a link to {root()} already. {host.after}"
+    if os.path.lexists(where):
+        remove(where)
+    how = "copied" if copy or not link(where) else "linked"
+    if how == "copied":
+        copy_to(where, host.copied)
+    return f"{how.capitalize()} {root()} to {where}. {host.after}"
+
+
+def take_out(host, where):
+    """Undo `put`. Gives what was done."""
+    import os
+
+    if not os.path.lexists(where):
+        return f"{where} does not exist: there is nothing to undo."
+    remove(where)
+    return f"Removed {where}. Restart {host.name}."
+
+
+def remove(where):
+    """Take away a link, or a copy made by us. Raises Failure for anything else."""
+    import shutil
+
+    if is_link(where):
+        # rmdir takes a junction away and leaves what it points to
+        where.unlink() if where.is_symlink() else where.rmdir()
+    elif (where / COPY).is_file():
+        shutil.rmtree(where)
+    else:
+        raise Failure(f"{where} exists and was not made by install.py; move it away first")
+
+
+def is_link(where):
+    """A symbolic link, or a junction, which Windows has instead."""
+    import os
+
+    if where.is_symlink():
+        return True
+    try:
+        return os.name == "nt" and bool(os.readlink(where))
+    except OSError:
+        return False
+
+
+def link(where):
+    """Make a link to the repository; a junction on Windows, which needs no rights. False where neither is possible."""
+    import os
+
+    try:
+        if os.name == "nt":
+            import _winapi
+
+            _winapi.CreateJunction(str(root()), str(where))
+        else:
+            where.symlink_to(root(), target_is_directory=True)
+    except (OSError, ImportError):
+        return False
+    return True
+
+
+def copy_to(where, names):
+    """Copy what a host needs, the engine inside."""
+    import shutil
+
+    ignore = shutil.ignore_patterns("__pycache__", "*.pyc")
+    where.mkdir()
+    (where / COPY).write_text("Made by install.py of tome_core, which may remove it and make it again.\n")
+    for name in names:
+        source = root() / name
+        if source.is_dir():
+            shutil.copytree(source, where / name, ignore=ignore)
+        elif source.is_file():
+            shutil.copy2(source, where / name)
 
 
 COMMANDS = {"demo": demo, "test": test, "webui": webui, "comfyui": comfyui}

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-import install_places
+import install
 from comfy_nodes import NODE_CLASS_MAPPINGS, nodedefs
-from install_places import COMFYUI
+from install import COMFYUI
 from tests.comfy_doubles import load_pack
 from tome_core.config import DOWNSAMPLES
 
@@ -74,8 +74,8 @@ def test_install_py_puts_the_pack_there_and_takes_it_away(comfyui, options):
 
 def test_where_links_are_not_possible_it_is_copied(comfyui, monkeypatch):
     monkeypatch.setattr(Path, "symlink_to", lambda *args, **kwargs: (_ for _ in ()).throw(OSError("no right")))
-    place = install_places.target(COMFYUI, comfyui)
-    assert "Copied" in install_places.install(COMFYUI, place)
+    place = install.target(COMFYUI, comfyui)
+    assert "Copied" in install.put(COMFYUI, place)
     looks_right(place)
 
 
@@ -106,10 +106,10 @@ def test_a_folder_that_is_not_comfyui_is_refused_with_what_was_looked_for(tmp_pa
 def test_a_base_directory_and_the_portable_version_are_comfyui_too(tmp_path, comfyui):
     for name in COMFYUI.looked_for[1]:
         (tmp_path / "base" / name).mkdir(parents=True)
-    assert install_places.target(COMFYUI, tmp_path / "base").parent == tmp_path / "base" / "custom_nodes"
+    assert install.target(COMFYUI, tmp_path / "base").parent == tmp_path / "base" / "custom_nodes"
     portable = tmp_path / "portable"
     shutil.copytree(comfyui, portable / "ComfyUI")
-    assert install_places.target(COMFYUI, portable).parent == portable / "ComfyUI" / "custom_nodes"
+    assert install.target(COMFYUI, portable).parent == portable / "ComfyUI" / "custom_nodes"
 
 
 def test_a_folder_of_somebody_else_is_not_replaced(comfyui):

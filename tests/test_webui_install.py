@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-import install_places
-from install_places import WEBUI
+import install
+from install import WEBUI
 from tests.webui_doubles import ROOT, Webui
 
 NOT_CLONED = shutil.ignore_patterns(".*", "__pycache__", "tests", "demo", "shared", "benchmarks")
@@ -77,8 +77,8 @@ def test_install_py_puts_it_there_and_takes_it_away(webui, folder, options):
 
 def test_where_links_are_not_possible_it_is_copied(webui, folder, monkeypatch):
     monkeypatch.setattr(Path, "symlink_to", lambda *args, **kwargs: (_ for _ in ()).throw(OSError("no right")))
-    place = install_places.target(WEBUI, folder)
-    assert "Copied" in install_places.install(WEBUI, place)
+    place = install.target(WEBUI, folder)
+    assert "Copied" in install.put(WEBUI, place)
     works(webui, place)
 
 
@@ -101,5 +101,5 @@ def test_what_somebody_else_put_there_is_not_removed(folder):
 
 def test_the_one_click_package_has_it_one_folder_down(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "package" / "webui")
-    place = install_places.target(WEBUI, tmp_path / "package")
+    place = install.target(WEBUI, tmp_path / "package")
     assert place.parent == (tmp_path / "package" / "webui" / "extensions").resolve()
