@@ -2,7 +2,8 @@
 
 WEBUI_DIR: a checkout of A1111, Forge or reForge with its dependencies. WEBUI_PYTHON: the Python that runs it.
 WEBUI_CHECKPOINT: a checkpoint that it can load; without it a small one with random weights is made. WEBUI_FLAGS:
-instead of those for a CPU. The user's settings, extensions and pictures are not touched.
+instead of those for a CPU. A webui takes CLIP's tokenizer from the Hugging Face cache, so without a network it has to
+be there (HF_HOME). The user's settings, extensions and pictures are not touched.
 """
 
 from __future__ import annotations
