@@ -111,9 +111,9 @@ class Run:
         """The call is over; nothing of it is kept."""
         self.call = None
 
-    def current(self) -> Call:
-        """The call in progress; where somebody runs a part of the UNet by itself, one without a time."""
-        return self.call if self.call is not None else Call(None, self.rules)
+    def call_without_time(self) -> Call:
+        """What stands for the UNet's call where somebody runs a part of it by itself."""
+        return Call(None, self.rules)
 
     def _moment(self, timestep: float | None, percent: float | None, everything: bool) -> Time:
         if timestep is None:

@@ -85,7 +85,7 @@ class TransformerSite(Wrap):
         x = args[0] if args else _named(kwargs, _INPUT_NAMES)
         if not self.active or not torch.is_tensor(x) or x.dim() != 4:
             return self.original(*args, **kwargs)
-        call = self.run.call or self.memory.recall(x) or self.run.current()
+        call = self.run.call or self.memory.recall(x) or self.run.call_without_time()
         self.memory.keep(x, call, self.target.training)
         self.now.call = GridCall(call, index(x.shape[0]), Grid(index(x.shape[2]), index(x.shape[3])))
         try:
