@@ -201,7 +201,7 @@ def test(arguments):
     """ruff and the tests; further arguments go to pytest"""
     lines = (root() / "tests" / "requirements-no-deps.txt").read_text(encoding="utf-8").splitlines()
     no_deps = [line for line in lines if line and not line.startswith("#")]
-    python = environment(["demo", "test"], no_deps)
+    python = environment(["demo", "benchmarks", "test"], no_deps)
     style = run([python, "-m", "ruff", "check", "."], cwd=root())
     return run([python, "-m", "pytest", *arguments], cwd=root()) or style
 

@@ -1,0 +1,1 @@
+"""Measurements that settle arguments: ``python -m benchmarks.speed`` and ``.quality``, results kept as data."""

@@ -1,0 +1,76 @@
+"""``python -m benchmarks.report FILE...``: the table and the plot of results, from their JSON alone.
+
+Each kind of result has its own module, ``benchmarks/speed_report.py`` and ``benchmarks/quality_report.py``, with
+``table(records) -> str`` (Markdown) and ``plot(records, path)`` (a PNG); this file only finds the one that fits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from benchmarks import results
+
+
+def module_for(kind: str) -> ModuleType:
+    """The module that knows how to show results of this kind."""
+    return importlib.import_module(f"benchmarks.{kind}_report")
+
+
+def write(paths: list[Path], table_path: Path | None, plot_path: Path | None) -> str:
+    """The Markdown table of results of one kind, also written to `table_path`; the plot goes to `plot_path`.
+
+    Raises ResultError for a file that is no result, and for results of several kinds.
+    """
+    records = [results.load(path) for path in paths]
+    kinds = sorted({record["kind"] for record in records})
+    if len(kinds) > 1:
+        raise results.ResultError(f"results of several kinds ({', '.join(kinds)}); give those of one")
+    module = module_for(kinds[0])
+    text = module.table(records)
+    if table_path:
+        table_path.write_text(f"{text}\n", encoding="utf-8")
+    if plot_path:
+        module.plot(records, plot_path)
+    return text
+
+
+def new_figure(width: float = 8, height: float = 5):
+    """A matplotlib figure that needs no screen and leaves the global state of pyplot alone; save it with savefig.
+
+    Raises ResultError where matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise results.ResultError("a plot needs matplotlib: pip install matplotlib, or give --no-plot") from error
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the table and write both beside the first file; 0 done, 2 for a file that is no result."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description="A Markdown table and a plot of "
+                                     "results, made from their JSON alone.")  # fmt: skip
+    add = parser.add_argument
+    add("files", nargs="+", type=Path, metavar="FILE", help="results of one kind, speed or quality")
+    add("--table", type=Path, metavar="MD", help="where the table goes (default: beside the first FILE)")
+    add("--plot", type=Path, metavar="PNG", help="where the plot goes (default: beside the first FILE)")
+    add("--no-plot", action="store_true", help="only the table, which needs no matplotlib")
+    options = parser.parse_args(arguments)
+    plot = None if options.no_plot else options.plot or options.files[0].with_suffix(".png")
+    try:
+        print(write(options.files, options.table or options.files[0].with_suffix(".md"), plot))
+    except (results.ResultError, OSError) as error:
+        print(f"benchmarks.report: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

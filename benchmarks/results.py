@@ -1,0 +1,158 @@
+"""Results as data: one JSON a run, written row by row, so that a killed run goes on where it was.
+
+A record is ``{"kind", "created", "command", "commit", "versions", "device", "settings", "rows", "missing"}``. A row
+is a dict with a ``key`` that names what was measured; ``missing`` are the keys that are planned and not there yet.
+A file is a whole record at every moment: what reads results needs no second format for unfinished ones.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parent / "results"
+KINDS = ("speed", "quality")
+# what has to be equal for rows of two processes to stand in one table
+IDENTITY = ("kind", "settings", "versions", "device")
+_FIELDS = {"kind": str, "created": str, "command": str, "versions": dict, "device": dict, "settings": dict,
+           "rows": list, "missing": list}  # fmt: skip
+
+Record = dict[str, Any]
+
+
+class ResultError(ValueError):
+    """A file that is no result, or a result of another run; the message says what to do."""
+
+
+def new_record(kind: str, command: str, settings: dict[str, Any], environment: dict[str, Any]) -> Record:
+    """A record without rows. environment: what `benchmarks.environment.describe` gives."""
+    if kind not in KINDS:
+        raise ValueError(f"kind {kind!r}; it has to be one of {', '.join(KINDS)}")
+    created = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+    record = {"kind": kind, "created": created, "command": command, **environment, "settings": settings}
+    return _as_json({**record, "rows": [], "missing": []})
+
+
+def save(record: Record, path: Path) -> None:
+    """Write it in one move: a kill while writing leaves the file as it was before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.part")
+    # a NaN or infinity is no JSON, and no result either
+    text = json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False)
+    unfinished.write_text(f"{text}\n", encoding="utf-8")
+    os.replace(unfinished, path)
+
+
+def load(path: Path) -> Record:
+    """Read what `save` wrote. Raises ResultError, naming the file, where it is no result."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ResultError(f"{path} cannot be read ({error.strerror}); give a result, such as those below "
+                          f"{FOLDER.name}/") from error
+    except ValueError as error:
+        raise ResultError(f"{path} is no JSON ({error}); give a result of benchmarks.speed or .quality") from error
+    wrong = _what_is_wrong(record)
+    if wrong:
+        raise ResultError(f"{path} is no result: {wrong}; give one of benchmarks.speed or .quality")
+    return record
+
+
+def _what_is_wrong(record: Any) -> str | None:
+    if not isinstance(record, dict):
+        return f"it holds a {type(record).__name__}"
+    for field, kind in _FIELDS.items():
+        if not isinstance(record.get(field), kind):
+            return f"its {field!r} is missing" if field not in record else f"its {field!r} is not a {kind.__name__}"
+    if record["kind"] not in KINDS:
+        return f"its kind is {record['kind']!r}, not one of {', '.join(KINDS)}"
+    if not all(isinstance(row, dict) and isinstance(row.get("key"), str) for row in record["rows"]):
+        return "one of its rows has no key"
+    return None
+
+
+class Run:
+    """A record and its file, filled row by row.
+
+    >>> # run = Run.start(record, keys=["a", "b"])
+    >>> # for key in run.missing:
+    >>> #     run.add(key, {"seconds": measure(key)})
+    """
+
+    def __init__(self, record: Record, path: Path, keys: Sequence[str]) -> None:
+        self.record, self.path, self._keys = record, path, list(keys)
+        if len(set(self._keys)) != len(self._keys):
+            raise ValueError("two planned rows have the same key")
+        self._note_missing()
+
+    @classmethod
+    def start(cls, record: Record, keys: Sequence[str], output: Path | None = None, folder: Path = FOLDER) -> Run:
+        """Begin a run, or go on with a killed one of the same settings, versions and device.
+
+        keys: of all planned rows, in their order. output: the file; None is a new one below `folder`, or the
+        unfinished one that fits. Raises ResultError where `output` is the result of something else, or complete.
+        """
+        if output is None:
+            path = _unfinished(record, folder)
+            return cls(_go_on(load(path), record), path, keys) if path else cls(record, _new_path(record, folder), keys)
+        if not output.exists():
+            return cls(record, output, keys)
+        before = load(output)
+        difference = _difference(before, record)
+        if difference:
+            raise ResultError(f"{output} is a run with other {difference}; give another file, or remove this one")
+        if not set(keys) - {row["key"] for row in before["rows"]}:
+            raise ResultError(f"{output} is complete; give another file to measure again, or remove this one")
+        return cls(_go_on(before, record), output, keys)
+
+    @property
+    def missing(self) -> list[str]:
+        """Keys of the rows that are planned and not there yet, in the plan's order."""
+        return list(self.record["missing"])
+
+    def add(self, key: str, row: dict[str, Any]) -> None:
+        """Add one row and save. Raises ValueError for a row that is not missing."""
+        if key not in self.record["missing"]:
+            raise ValueError(f"row {key!r} is not missing")
+        self.record["rows"].append(_as_json({"key": key, **row}))
+        self._note_missing()
+        save(self.record, self.path)
+
+    def _note_missing(self) -> None:
+        there = {row["key"] for row in self.record["rows"]}
+        self.record["missing"] = [key for key in self._keys if key not in there]
+
+
+def _unfinished(record: Record, folder: Path) -> Path | None:
+    for path in sorted(folder.glob(f"{record['kind']}-*.json"), reverse=True):
+        before = load(path)
+        if before["missing"] and not _difference(before, record):
+            return path
+    return None
+
+
+def _difference(before: Record, record: Record) -> str | None:
+    """The names of what differs, as far as it forbids to go on with the same file."""
+    names: Iterable[str] = (field for field in IDENTITY if before[field] != record[field])
+    return ", ".join(names) or None
+
+
+def _go_on(before: Record, record: Record) -> Record:
+    """The earlier record; one that grew under several commits names them all."""
+    commits = dict.fromkeys([*(before.get("commit") or "unknown").split(", "), record.get("commit") or "unknown"])
+    return {**before, "commit": ", ".join(commits)}
+
+
+def _new_path(record: Record, folder: Path) -> Path:
+    stem = f"{record['kind']}-{record['device'].get('kind', 'device')}-{record['created'][:10]}"
+    paths = (folder / f"{stem}{'' if number == 1 else f'-{number}'}.json" for number in range(1, 10**6))
+    return next(path for path in paths if not path.exists())
+
+
+def _as_json(value: Any) -> Any:
+    """As it will be read back: tuples become lists, so that a comparison with a loaded record is one of equals."""
+    return json.loads(json.dumps(value, allow_nan=False))
