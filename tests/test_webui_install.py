@@ -12,7 +12,8 @@ import pytest
 
 import install
 from install import WEBUI
-from tests.webui_doubles import ROOT, Webui
+from tests.webui_doubles import Webui
+from tests.webui_modules import ROOT
 
 NOT_CLONED = shutil.ignore_patterns(".*", "__pycache__", "tests", "demo", "shared", "benchmarks")
 

@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from tests.webui_doubles import ROOT, Processing, Webui
+from tests.webui_doubles import Processing, Webui
+from tests.webui_modules import ROOT
 from tome_core import describe_settings
 
 ENGINE = {one["name"]: one for one in describe_settings()}

@@ -207,7 +207,7 @@ def test_an_active_sd_unet_and_hypertile_are_left_alone_and_named(one_webui):
     done = one_webui.job(*ON)
     assert torch.equal(done.latents, expected) and "HyperTile is on" in done.comments
     one_webui.shared.opts.saved["hypertile_enable_unet"] = False
-    one_webui._module("modules.sd_unet", current_unet=object())
+    one_webui.put("modules.sd_unet", current_unet=object())
     done = one_webui.job(*ON)
     assert torch.equal(done.latents, expected) and "an SdUnet" in done.comments
 

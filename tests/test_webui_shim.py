@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from tests.webui_doubles import ROOT, Webui, merges
+from tests.webui_doubles import Webui, merges
+from tests.webui_modules import ROOT
 
 ON = (True, "custom", 0.5)
 

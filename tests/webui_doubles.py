@@ -1,60 +1,23 @@
-"""The webui's modules as far as an extension sees them, and jobs in the callback orders of three webuis.
+"""A webui with doubles for gradio, and jobs in the callback orders of three webuis.
 
-Everything here stands for a fact of A1111 1.10.1, Forge or reForge. The UNet is real (LDM's own, small), the shim and
-the Script are the repository's.
+Everything here stands for a fact of A1111 1.10.1, Forge or reForge. The UNet is real (LDM's own, small).
 """
 
 from __future__ import annotations
 
 import copy
-import importlib.util
-import inspect
-import sys
 import types
-from collections import defaultdict
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from PIL import Image
 
 from tests.models import TEXT, ldm_wrapped
+from tests.webui_modules import SAMPLING_HOOK, Modules
 
-ROOT = Path(__file__).parents[1]
 SIGMAS = (14.61, 6.0, 2.0, 0.5)
 TIMESTEPS = (999.0, 800.0, 500.0, 150.0)
 FLAVOURS = ("a1111", "reforge", "forge", "old")  # old: 1.6 to 1.9, without process_before_every_sampling
-SAMPLING_HOOK = "process_before_every_sampling"
-HOOKS = ("before_process", "process", "process_batch", "before_hr", "post_sample", "postprocess_batch")
-
-
-class OptionInfo:
-    """modules.options.OptionInfo."""
-
-    def __init__(self, default=None, label="", component=None, component_args=None, section=None):
-        self.default, self.label, self.section, self.comment = default, label, section, ""
-        self.component, self.component_args = component, component_args
-
-    def info(self, text):
-        self.comment = text
-        return self
-
-
-class Options:
-    """shared.opts: an option that was never added nor saved is an AttributeError."""
-
-    def __init__(self):
-        self.labels, self.saved = {}, {"token_merging_ratio": 0.0}
-
-    def add_option(self, key, info):
-        self.labels[key] = info
-        self.saved.setdefault(key, info.default)
-
-    def __getattr__(self, key):
-        try:
-            return vars(self)["saved"][key]
-        except KeyError:
-            raise AttributeError(key) from None
 
 
 class Component:
@@ -138,77 +101,17 @@ class Processing:
         """Replaced by tests that interrupt, raise or look."""
 
 
-class Webui:
+class Webui(Modules):
     """One webui with our repository, and perhaps others, among its extensions."""
 
     def __init__(self, monkeypatch, flavour="a1111"):
-        self.flavour = flavour
-        self.monkeypatch = monkeypatch
-        self.callbacks = defaultdict(list)
+        super().__init__(monkeypatch.setitem, flavour)
         self.errors: list[Exception] = []
         self.log: list[tuple] = []
-        self._make_modules()
-        self.load(ldm_wrapped())
-
-    # --- modules -----------------------------------------------------------------------------------------------
-
-    def _make_modules(self):
-        script = type("Script", (), {"elem_id": lambda self, name: f"script_{name}", "args_from": 0})
-        for hook in HOOKS if self.flavour == "old" else (*HOOKS, SAMPLING_HOOK):
-            setattr(script, hook, lambda self, p, *args, **facts: None)
-        self.scripts = self._module("modules.scripts", Script=script, AlwaysVisible=object(), scripts_data=[])
-        self.shared = self._module("modules.shared", opts=Options(), sd_model=None, OptionInfo=OptionInfo)
-        listeners = {f"on_{name}": self.callbacks[name].append
-                     for name in ("cfg_denoiser", "ui_settings", "before_ui", "script_unloaded")}  # fmt: skip
-        self.script_callbacks = self._module("modules.script_callbacks", **listeners)
-        package = self._module("modules", scripts=self.scripts, shared=self.shared)
-        package.script_callbacks = self.script_callbacks
-        self._module("gradio", **{name: type(name, (Component,), {}) for name in GRADIO})
+        self.put("gradio", **{name: type(name, (Component,), {}) for name in GRADIO})
         accordion = type("InputAccordion", (Component,), {"accordion": Component()})
-        self._module("modules.ui_components", InputAccordion=accordion)
-
-    def _module(self, name, **contents):
-        module = types.ModuleType(name)
-        vars(module).update(contents)
-        self.monkeypatch.setitem(sys.modules, name, module)
-        return module
-
-    def call(self, name, *args):
-        for function in list(self.callbacks[name]):
-            function(*args)
-
-    # --- scripts -----------------------------------------------------------------------------------------------
-
-    def start(self, root=ROOT):
-        """The webui's start, as far as it concerns a script: files are run, settings and pages are built."""
-        self.scripts.scripts_data.clear()
-        self.classes = []
-        path = list(sys.path)
-        sys.path.insert(0, str(root))
-        for file in sorted((root / "scripts").glob("*.py")):
-            spec = importlib.util.spec_from_file_location(file.name, file)  # neither in sys.modules nor named so
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-            self.classes += [one for one in vars(module).values()
-                             if inspect.isclass(one) and issubclass(one, self.scripts.Script)]  # fmt: skip
-        if self.flavour in ("a1111", "old"):  # the Forges leave every extension's root on the path
-            sys.path[:] = path
-        self.call("before_ui")
-        self.call("ui_settings")
-        (script_class,) = self.classes
-        self.script = script_class()
-        return self
-
-    def reload(self):
-        """Reload UI: the files are run again, and nothing else is."""
-        self.call("script_unloaded")
-        for listeners in self.callbacks.values():
-            listeners.clear()
-        return self.start()
-
-    def part(self, name):
-        """A module of the running extension."""
-        return sys.modules[f"_tome_core_webui.extension.{name}"]
+        self.put("modules.ui_components", InputAccordion=accordion)
+        self.load(ldm_wrapped())
 
     # --- models ------------------------------------------------------------------------------------------------
 
