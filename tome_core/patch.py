@@ -13,10 +13,11 @@ from .clock import SchedulerClock
 from .config import MergeConfig, MergeRule
 from .families import Place, find_blocks, find_unet
 from .methods import METHODS
+from .parts import CrossAttentionSite, FeedForwardSite, SelfAttentionSite
 from .report import Ledger, LevelTally, Report, make_report
 from .runtime import MergeMap, Run
 from .schedule import NoiseSchedule, ever_merges
-from .sites import BlockSite, CrossAttentionSite, FeedForwardSite, SelfAttentionSite, TransformerSite, UNetSite
+from .sites import BlockSite, TransformerSite, UNetSite
 from .wrap import Wrap
 
 logger = logging.getLogger(__name__)

@@ -1,9 +1,6 @@
-"""The places in a UNet where merging happens: what wraps the UNet, its transformers, blocks and their parts.
+"""What wraps a UNet, its transformers and its blocks, and passes on what the blocks' parts need to merge.
 
-The line of every LDM-style block is ``x = attn1(norm1(x)) + x``, then the same with ``attn2`` and ``ff``.
-Merging before such a part and unmerging after it needs no line of the block itself, so everything that hooks
-the block from outside goes on seeing all tokens. The wraps above the parts only pass on what the parts need:
-the UNet's its time, the transformer's the picture's grid, the block's the plan made from its input.
+The UNet's wrap gives the time, the transformer's the picture's grid, the block's the plan made from its input.
 """
 
 from __future__ import annotations
@@ -15,7 +12,6 @@ import torch
 from torch import nn
 
 from .config import MergeRule
-from .families import Family
 from .grid import Draw, Grid
 from .methods import METHODS, MatchOptions
 from .plan import MergePlan
@@ -24,7 +20,6 @@ from .wrap import Wrap
 
 _TIME_NAMES = ("timesteps", "timestep", "t")
 _INPUT_NAMES = ("hidden_states", "x", "sample")
-_MASK_NAMES = ("mask", "attention_mask", "attn_mask")
 
 
 class Merging(NamedTuple):
@@ -63,8 +58,8 @@ class UNetSite(Wrap):
         """The UNet's forward, inside a call of the run."""
         if not self.active:
             return self.original(*args, **kwargs)
-        latent = args[0] if args else _named(kwargs, _INPUT_NAMES)
-        self.run.begin(args[1] if len(args) > 1 else _named(kwargs, _TIME_NAMES), latent)
+        latent = args[0] if args else named(kwargs, _INPUT_NAMES)
+        self.run.begin(args[1] if len(args) > 1 else named(kwargs, _TIME_NAMES), latent)
         try:
             return self.original(*args, **kwargs)
         finally:
@@ -82,7 +77,7 @@ class TransformerSite(Wrap):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The transformer's forward, its blocks knowing the grid."""
-        x = args[0] if args else _named(kwargs, _INPUT_NAMES)
+        x = args[0] if args else named(kwargs, _INPUT_NAMES)
         if not self.active or not torch.is_tensor(x) or x.dim() != 4:
             return self.original(*args, **kwargs)
         call = self.run.call or self.memory.recall(x) or self.run.call_without_time()
@@ -109,7 +104,7 @@ class BlockSite(Wrap):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The block's forward, its parts knowing their plans."""
-        x = args[0] if args else _named(kwargs, _INPUT_NAMES)
+        x = args[0] if args else named(kwargs, _INPUT_NAMES)
         if not self.active or not torch.is_tensor(x) or x.dim() != 3:
             return self.original(*args, **kwargs)
         outer = self.transformer.now.call or self.memory.recall(x)
@@ -182,150 +177,8 @@ class BlockSite(Wrap):
         self.run.ledger.skip(self.level, "block", reason, x.shape[0] * x.shape[1] * x.shape[1])
 
 
-class PartSite(Wrap):
-    """Around a part of a block: merge its input, unmerge its output."""
-
-    part = ""
-
-    def __init__(self, module: nn.Module, block: BlockSite) -> None:
-        super().__init__(module)
-        self.block = block
-        self.ran = block.ran[self.part] = Now()
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The part's forward on merged tokens, or untouched where merging does not fit the call."""
-        merging = self._merging() if self.active else None
-        if merging is None:
-            return self.original(*args, **kwargs)
-        self.ran.call = True
-        problem = self._problem(args, kwargs)
-        if not problem:
-            out = self._merged(merging, *args, **kwargs)
-            if out is not None:
-                return out
-            problem = "what it returned cannot be unmerged"
-        self.block.skip_part(self.part, problem)
-        return self.original(*args, **kwargs)
-
-    def _merging(self) -> Merging | None:
-        call = self.block.now.call
-        return None if call is None else getattr(call, self.part)
-
-    def _problem(self, args: tuple, kwargs: dict) -> str | None:
-        call = self.block.now.call
-        if not args or not torch.is_tensor(args[0]) or args[0].dim() != 3:
-            return "called in an unknown way"
-        if args[0].shape[0] != call.batch or args[0].shape[1] != call.tokens:
-            return "the tokens are not the picture's grid"
-        return None
-
-    def _merged(self, merging: Merging, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any | None:
-        """The part's output for merged input; None where that cannot be unmerged."""
-        out = self.original(merging.plan.merge(x, merging.mode), *args, **kwargs)
-        return self._finish(merging, x, out, (merging.plan.num_groups, 0), 0)
-
-    def _finish(self, merging: Merging, x: torch.Tensor, out: Any, left: tuple[int, int], keys: int) -> Any | None:
-        queries = left[0]
-        if queries != x.shape[1]:
-            if not torch.is_tensor(out) or out.dim() != 3 or out.shape[:2] != (x.shape[0], queries):
-                return None
-            out = merging.plan.unmerge(out)
-        self.block.run.ledger.merge(self.block.level, self.part, (x.shape[0], x.shape[1], keys), left)
-        return out
-
-
-class FeedForwardSite(PartSite):
-    """Around ``ff``."""
-
-    part = "mlp"
-
-
-class CrossAttentionSite(PartSite):
-    """Around ``attn2``: only the queries are the picture's tokens. A mask over the prompt stays what it is."""
-
-    part = "crossattn"
-
-    def _problem(self, args: tuple, kwargs: dict) -> str | None:
-        masks = (kwargs.get(name) for name in _MASK_NAMES)
-        if any(torch.is_tensor(mask) and mask.dim() > 2 and mask.shape[-2] > 1 for mask in masks):
-            return "an attention mask for single tokens came along"
-        if kwargs.get("ip_adapter_masks") is not None:  # cut to the number of queries as if they were a picture
-            return "an adapter's mask needs every token"
-        return super()._problem(args, kwargs)
-
-
-class SelfAttentionSite(PartSite):
-    """Around ``attn1``: merges query, key and value with one plan, or only the sides the rule names."""
-
-    part = "attn"
-
-    def __init__(self, module: nn.Module, block: BlockSite, family: Family) -> None:
-        super().__init__(module, block)
-        self.family = family
-
-    def _problem(self, args: tuple, kwargs: dict) -> str | None:
-        if len(args) > 2:
-            return "called in an unknown way"
-        if any(kwargs.get(name) is not None for name in _MASK_NAMES):
-            return "an attention mask came along"
-        if kwargs.get("n_times_crossframe_attn_in_self"):  # sgm: keys of some samples serve others
-            return "cross-frame attention needs every token"
-        return super()._problem(args, kwargs) or self._side_problem(args, kwargs)
-
-    def _side_problem(self, args: tuple, kwargs: dict) -> str | None:
-        side = self._merging().rule.effective_side
-        value = kwargs.get("value")
-        if value is not None and side != "q" and self._is_self(args, kwargs) and value.shape[:2] != args[0].shape[:2]:
-            return "keys and values are of different numbers"
-        if side == "qkv":
-            return None
-        if kwargs.get("additional_tokens") is not None:  # sgm adds them to x, and to keys only where they are x
-            return "additional tokens cannot be kept in one side alone"
-        if side == "kv" and not self._is_self(args, kwargs):
-            return "keys and values are not the picture's tokens"
-        # diffusers' fused projections make q, k and v from one input and offer nothing else
-        fused = getattr(self.target, "fused_projections", False)
-        return "fused projections cannot merge one side alone" if fused else None
-
-    def _is_self(self, args: tuple, kwargs: dict) -> bool:
-        """Do keys and values come from the picture's tokens? ComfyUI passes them along even then."""
-        context = args[1] if len(args) > 1 else kwargs.get(self.family.context)
-        if context is None or context is args[0]:
-            return True
-        block = self.block.target
-        if getattr(block, "disable_self_attn", False) or getattr(block, "only_cross_attention", False):
-            return False
-        return context.shape[:2] == args[0].shape[:2]
-
-    def _merged(self, merging: Merging, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any | None:
-        own = self._is_self((x, *args), kwargs)
-        side = merging.rule.effective_side if own else "q"
-        groups, tokens = merging.plan.num_groups, x.shape[1]
-        if args:
-            kwargs = {self.family.context: args[0], **kwargs}
-        context = kwargs.get(self.family.context)
-        merged = merging.plan.merge(x, merging.mode)
-        if side == "q":
-            kwargs[self.family.context] = x if context is None else context
-        else:
-            self._merge_keys(merging, x, merged, kwargs, explicit=side == "kv")
-        out = self.original(merged if side != "kv" else x, **kwargs)
-        queries = tokens if side == "kv" else groups
-        keys = tokens if own else context.shape[1]
-        return self._finish(merging, x, out, (queries, keys if side == "q" else groups), keys)
-
-    def _merge_keys(
-        self, merging: Merging, x: torch.Tensor, merged: torch.Tensor, kwargs: dict, explicit: bool
-    ) -> None:
-        for name in (self.family.context, "value"):
-            given = kwargs.get(name)
-            if given is not None:
-                kwargs[name] = merged if given is x else merging.plan.merge(given, merging.mode)
-        if explicit and kwargs.get(self.family.context) is None:
-            kwargs[self.family.context] = merged
-
-
-def _named(kwargs: dict, names: tuple[str, ...]) -> Any:
+def named(kwargs: dict, names: tuple[str, ...]) -> Any:
+    """The first of these arguments that was given, or None."""
     return next((kwargs[name] for name in names if name in kwargs), None)
 
 
