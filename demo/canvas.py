@@ -2,55 +2,64 @@
 
 from __future__ import annotations
 
-import numpy as np
+import torch
 
 
-def smooth(x: np.ndarray, width: float) -> np.ndarray:
+def smooth(x: torch.Tensor, width: float) -> torch.Tensor:
     """Step from 0 to 1 around x = 0, `width` wide, with no corners (smoothstep)."""
-    t = np.clip(x / width + 0.5, 0, 1)
+    t = torch.clip(x / width + 0.5, 0, 1)
     return t * t * (3 - 2 * t)
 
 
 class Canvas:
-    """`n` pictures of `size` x `size`, painted together.
+    """`n` pictures of `size` x `size`, painted together on the generator's device.
 
     `image` is [n, size, size, 3], colours in 0..1. `x` [1, 1, size] and `y` [1, size, 1] are pixel centres in
-    0..1, `y` downwards. Every random draw comes from `rng`, one value a picture, so equal seeds give equal
-    pictures. `traits` maps an attribute's name to the index of its value, [n].
+    0..1, `y` downwards. Every random draw comes from `generator`, so equal generators give equal pictures.
+    `traits` maps an attribute's name to the index of its value, int64 [n].
     """
 
-    def __init__(self, traits: dict[str, np.ndarray], rng: np.random.Generator, size: int):
-        self.traits, self.rng, self.size = traits, rng, size
+    def __init__(self, traits: dict[str, torch.Tensor], generator: torch.Generator, size: int):
+        self.generator, self.device, self.size = generator, generator.device, size
+        self.traits = {name: values.to(self.device) for name, values in traits.items()}
         self.n = len(next(iter(traits.values())))
-        centres = (np.arange(size, dtype=np.float32) + 0.5) / size
+        centres = (torch.arange(size, device=self.device) + 0.5) / size
         self.x, self.y = centres[None, None, :], centres[None, :, None]
         self.edge = 1.5 / size  # width of an anti-aliased edge: one and a half pixels
-        self.image = np.zeros((self.n, size, size, 3), np.float32)
+        self.image = torch.zeros(self.n, size, size, 3, device=self.device)
 
-    def uniform(self, low: float, high: float) -> np.ndarray:
+    def random(self, *shape: int) -> torch.Tensor:
+        """Uniform values in 0..1, float32 [n, *shape]."""
+        return torch.rand(self.n, *shape, generator=self.generator, device=self.device)
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        """Standard normal values, float32 [n, *shape]."""
+        return torch.randn(self.n, *shape, generator=self.generator, device=self.device)
+
+    def uniform(self, low: float, high: float) -> torch.Tensor:
         """One uniform value a picture, [n, 1, 1]."""
-        return self.rng.uniform(low, high, (self.n, 1, 1)).astype(np.float32)
+        return low + (high - low) * self.random(1, 1)
 
-    def chance(self) -> np.ndarray:
+    def chance(self) -> torch.Tensor:
         """One value in 0..1 a picture, [n, 1, 1], to compare with a probability."""
-        return self.rng.random((self.n, 1, 1))
+        return self.random(1, 1)
 
-    def jitter(self, sigma: float) -> np.ndarray:
+    def jitter(self, sigma: float) -> torch.Tensor:
         """One small random colour shift a picture, [n, 1, 1, 3]."""
-        return self.rng.normal(0, sigma, (self.n, 1, 1, 3)).astype(np.float32)
+        return sigma * self.normal(1, 1, 3)
 
-    def per_pixel(self, low: float, high: float) -> np.ndarray:
+    def per_pixel(self, low: float, high: float) -> torch.Tensor:
         """One uniform value a pixel, [n, size, size]."""
-        return self.rng.uniform(low, high, (self.n, self.size, self.size)).astype(np.float32)
+        return low + (high - low) * self.random(self.size, self.size)
 
-    def colour(self, palette: np.ndarray, trait: str) -> np.ndarray:
-        """The palette's row for each picture's value of `trait`, [n, 1, 1, 3]."""
-        return palette[self.traits[trait]][:, None, None, :].astype(np.float32)
+    def row(self, table: torch.Tensor, trait: str) -> torch.Tensor:
+        """The table's row for each picture's value of `trait`, [n, 1, 1, ...]."""
+        return table.to(self.device)[self.traits[trait]][:, None, None]
 
-    def has(self, trait: str, value: int) -> np.ndarray:
+    def has(self, trait: str, value: int) -> torch.Tensor:
         """Which pictures have this value of `trait`, bool [n, 1, 1]."""
         return (self.traits[trait] == value)[:, None, None]
 
-    def over(self, mask: np.ndarray, colour: np.ndarray) -> None:
+    def over(self, mask: torch.Tensor, colour: torch.Tensor | float) -> None:
         """Lay `colour` (broadcastable to the image) on, with `mask` [n, size, size] as opacity in 0..1."""
         self.image += mask[..., None] * (colour - self.image)

@@ -4,32 +4,33 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
+import torch
+from torch import tensor
 
 from demo.canvas import Canvas, smooth
 
 # One row for each sky: day, sunset, night, dawn, storm.
-SKY_TOP = np.array([[0.20, 0.45, 0.85], [0.22, 0.18, 0.45], [0.02, 0.03, 0.12], [0.45, 0.60, 0.85], [0.25, 0.27, 0.32]])
-SKY_LOW = np.array([[0.75, 0.88, 0.98], [0.98, 0.55, 0.25], [0.10, 0.14, 0.32], [0.98, 0.80, 0.75], [0.58, 0.60, 0.62]])
-LIGHT = np.array([[1.0, 1.0, 1.0], [1.0, 0.78, 0.65], [0.35, 0.40, 0.60], [0.95, 0.88, 0.88], [0.65, 0.67, 0.70]])
-BODY = np.array([[1.0, 0.97, 0.80], [1.0, 0.80, 0.45], [0.92, 0.94, 1.0], [1.0, 0.93, 0.85], [0.80, 0.80, 0.80]])
-ROCK = np.array([[0.35, 0.40, 0.48], [0.35, 0.28, 0.40], [0.30, 0.34, 0.45], [0.45, 0.42, 0.52], [0.30, 0.32, 0.35]])
+SKY_TOP = tensor([[0.20, 0.45, 0.85], [0.22, 0.18, 0.45], [0.02, 0.03, 0.12], [0.45, 0.60, 0.85], [0.25, 0.27, 0.32]])
+SKY_LOW = tensor([[0.75, 0.88, 0.98], [0.98, 0.55, 0.25], [0.10, 0.14, 0.32], [0.98, 0.80, 0.75], [0.58, 0.60, 0.62]])
+LIGHT = tensor([[1.0, 1.0, 1.0], [1.0, 0.78, 0.65], [0.35, 0.40, 0.60], [0.95, 0.88, 0.88], [0.65, 0.67, 0.70]])
+BODY = tensor([[1.0, 0.97, 0.80], [1.0, 0.80, 0.45], [0.92, 0.94, 1.0], [1.0, 0.93, 0.85], [0.80, 0.80, 0.80]])
+ROCK = tensor([[0.35, 0.40, 0.48], [0.35, 0.28, 0.40], [0.30, 0.34, 0.45], [0.45, 0.42, 0.52], [0.30, 0.32, 0.35]])
 # One row for each ground: sea, meadow, desert, snow.
-GROUND = np.array([[0.10, 0.33, 0.50], [0.28, 0.52, 0.18], [0.82, 0.66, 0.40], [0.90, 0.93, 0.97]])
-NIGHT, SEA, MEADOW, DESERT, LEFT, RIGHT = 2, 0, 1, 2, 1, 2
-MOUNTAIN_HEIGHT = np.array([0.0, 0.08, 0.25], np.float32)  # flat, hills, peaks
+GROUND = tensor([[0.10, 0.33, 0.50], [0.28, 0.52, 0.18], [0.82, 0.66, 0.40], [0.90, 0.93, 0.97]])
+NIGHT, SEA, MEADOW, DESERT, SNOW, LEFT, RIGHT = 2, 0, 1, 2, 3, 1, 2
+MOUNTAIN_HEIGHT = tensor([0.0, 0.08, 0.25])  # flat, hills, peaks
 
 
 @dataclass
 class Setting:
     """What later layers need of earlier ones; colours [n, 1, 1, 3], the rest [n, 1, 1] in 0..1."""
 
-    horizon: np.ndarray
-    light: np.ndarray
-    haze: np.ndarray
-    body_x: np.ndarray = None
-    body_colour: np.ndarray = None
-    ground_colour: np.ndarray = None
+    horizon: torch.Tensor
+    light: torch.Tensor
+    haze: torch.Tensor
+    body_x: torch.Tensor = None
+    body_colour: torch.Tensor = None
+    ground_colour: torch.Tensor = None
 
 
 def paint(canvas: Canvas) -> Setting:
@@ -47,115 +48,116 @@ def paint(canvas: Canvas) -> Setting:
 
 def _sky(canvas: Canvas) -> Setting:
     horizon = canvas.uniform(0.50, 0.64)
-    top = canvas.colour(SKY_TOP, "sky") + canvas.jitter(0.025)
-    haze = canvas.colour(SKY_LOW, "sky") + canvas.jitter(0.025)
-    height = np.clip(canvas.y / horizon, 0, 1) ** canvas.uniform(0.8, 1.5)
+    top = canvas.row(SKY_TOP, "sky") + canvas.jitter(0.025)
+    haze = canvas.row(SKY_LOW, "sky") + canvas.jitter(0.025)
+    height = torch.clip(canvas.y / horizon, 0, 1) ** canvas.uniform(0.8, 1.5)
     canvas.image[:] = top + (haze - top) * height[..., None]
-    return Setting(horizon, canvas.colour(LIGHT, "sky"), haze)
+    return Setting(horizon, canvas.row(LIGHT, "sky"), haze)
 
 
 def _stars(canvas: Canvas, setting: Setting) -> None:
-    bright = canvas.rng.random((canvas.n, canvas.size, canvas.size)) > 0.992
+    bright = canvas.random(canvas.size, canvas.size) > 0.992
     stars = bright & (canvas.y < setting.horizon - 0.05) & canvas.has("sky", NIGHT)
-    canvas.over(stars * canvas.per_pixel(0.3, 0.9), np.float32(1.0))
+    canvas.over(stars * canvas.per_pixel(0.3, 0.9), 1.0)
 
 
 def _cloud(canvas: Canvas, setting: Setting) -> None:
     u = canvas.uniform
     centre_x, centre_y, width, height = u(0, 1), u(0.05, 0.38), u(0.10, 0.26), u(0.015, 0.04)
     distance = ((canvas.x - centre_x) / width) ** 2 + ((canvas.y - centre_y) / height) ** 2
-    wobble = 0.25 * np.sin(canvas.x * u(20, 40) + u(0, 6.3))
-    present = canvas.chance() < np.where(canvas.has("sky", NIGHT), 0.15, 0.6)
-    colour = np.clip(setting.haze * 1.05 + 0.08 * setting.light, 0, 1)
-    canvas.over(np.clip(1.1 - distance - wobble, 0, 1) * 0.75 * present, colour)
+    wobble = 0.25 * torch.sin(canvas.x * u(20, 40) + u(0, 6.3))
+    present = canvas.chance() < torch.where(canvas.has("sky", NIGHT), 0.15, 0.6)
+    colour = torch.clip(setting.haze * 1.05 + 0.08 * setting.light, 0, 1)
+    canvas.over(torch.clip(1.1 - distance - wobble, 0, 1) * 0.75 * present, colour)
 
 
 def _body(canvas: Canvas, setting: Setting) -> None:
     u = canvas.uniform
-    setting.body_x = np.where(canvas.has("body", LEFT), u(0.15, 0.38), u(0.62, 0.85))
-    setting.body_colour = canvas.colour(BODY, "sky")
+    setting.body_x = torch.where(canvas.has("body", LEFT), u(0.15, 0.38), u(0.62, 0.85))
+    setting.body_colour = canvas.row(BODY, "sky")
     body_y, radius = u(0.10, 0.30), u(0.055, 0.085)
-    distance = np.sqrt((canvas.x - setting.body_x) ** 2 + (canvas.y - body_y) ** 2)
+    distance = torch.sqrt((canvas.x - setting.body_x) ** 2 + (canvas.y - body_y) ** 2)
     present = _body_present(canvas)
-    canvas.over(present * 0.55 * np.exp(-np.maximum(distance - radius, 0) / 0.09), setting.body_colour)
+    canvas.over(present * 0.55 * torch.exp(-torch.clip(distance - radius, min=0) / 0.09), setting.body_colour)
     canvas.over(present * smooth(radius - distance, canvas.edge), setting.body_colour)
 
 
-def _body_present(canvas: Canvas) -> np.ndarray:
-    return (canvas.has("body", LEFT) | canvas.has("body", RIGHT)).astype(np.float32)
+def _body_present(canvas: Canvas) -> torch.Tensor:
+    return (canvas.has("body", LEFT) | canvas.has("body", RIGHT)).float()
 
 
 def _mountains(canvas: Canvas, setting: Setting, layer: int) -> None:
     """One silhouette, the farther one (layer 0) first and higher; peaks are triangles, hills sines."""
-    highest = MOUNTAIN_HEIGHT[canvas.traits["mountains"]][:, None, None]
+    highest = canvas.row(MOUNTAIN_HEIGHT, "mountains")
     height = highest * (1 - 0.45 * layer) * (0.35 + 0.8 * _ridge(canvas, highest > 0.1))
     top = setting.horizon - height
     mask = smooth(canvas.y - top, canvas.edge) * (highest > 0)
-    colour = canvas.colour(ROCK, "sky") * (1 - 0.3 * layer) + canvas.jitter(0.02)
-    depth = np.clip((canvas.y - top) / np.maximum(setting.horizon - top, 0.02), 0, 1)
+    colour = canvas.row(ROCK, "sky") * (1 - 0.3 * layer) + canvas.jitter(0.02)
+    depth = torch.clip((canvas.y - top) / torch.clip(setting.horizon - top, min=0.02), 0, 1)
     canvas.over(mask, colour + 0.5 * depth[..., None] * (setting.haze - colour))
     if layer == 0:
-        ragged = 0.055 + 0.02 * np.sin(canvas.x * 60 + canvas.uniform(0, 6))
+        ragged = 0.055 + 0.02 * torch.sin(canvas.x * 60 + canvas.uniform(0, 6))
         cap = smooth(ragged - (canvas.y - top), canvas.edge) * mask * (highest > 0.1) * (height > 0.13)
-        canvas.over(cap * 0.9, np.float32(0.95) * setting.light)
+        canvas.over(cap * 0.9, 0.95 * setting.light)
 
 
-def _ridge(canvas: Canvas, peaked: np.ndarray) -> np.ndarray:
+def _ridge(canvas: Canvas, peaked: torch.Tensor) -> torch.Tensor:
     """Height of a mountain range along x, about 0..1: four octaves, each half as high."""
     profile = 0
     for octave, frequency in enumerate((1.3, 2.9, 6.1, 13.0)):
         phase = canvas.uniform(0, 1)
-        triangle = np.abs(((canvas.x * frequency * canvas.uniform(0.8, 1.2) + phase) % 1) * 2 - 1)
-        wave = 0.5 + 0.5 * np.sin(6.283 * (canvas.x * frequency + phase))
-        profile = profile + np.where(peaked, triangle, wave) * 0.5**octave
+        triangle = torch.abs(((canvas.x * frequency * canvas.uniform(0.8, 1.2) + phase) % 1) * 2 - 1)
+        wave = 0.5 + 0.5 * torch.sin(6.283 * (canvas.x * frequency + phase))
+        profile = profile + torch.where(peaked, triangle, wave) * 0.5**octave
     return profile / 1.9
 
 
 def _ground(canvas: Canvas, setting: Setting) -> None:
     mask = smooth(canvas.y - setting.horizon, canvas.edge)
-    near = np.clip((canvas.y - setting.horizon) / (1 - setting.horizon), 0, 1)
-    ground = (canvas.colour(GROUND, "ground") + canvas.jitter(0.02)) * setting.light
+    near = torch.clip((canvas.y - setting.horizon) / (1 - setting.horizon), 0, 1)
+    ground = (canvas.row(GROUND, "ground") + canvas.jitter(0.02)) * setting.light
     far = ground * 0.75 + setting.haze * 0.25
-    colour = far + (ground - far) * np.sqrt(near)[..., None]
-    textures = [texture(canvas, setting, near, colour) for texture in (_waves, _grass, _dunes, _drifts)]
-    kinds = [canvas.has("ground", kind)[..., None] for kind in (SEA, MEADOW, DESERT)]
-    above = canvas.image.copy()
-    canvas.over(mask, np.clip(colour + np.select(kinds, textures[:3], textures[3]), 0, 1))
+    colour = far + (ground - far) * torch.sqrt(near)[..., None]
+    textures = {SEA: _waves, MEADOW: _grass, DESERT: _dunes, SNOW: _drifts}
+    texture = sum(canvas.has("ground", kind)[..., None] * draw(canvas, setting, near, colour)
+                  for kind, draw in textures.items())
+    above = canvas.image.clone()
+    canvas.over(mask, torch.clip(colour + texture, 0, 1))
     setting.ground_colour = ground
     _mirror(canvas, setting, above, mask, near)
 
 
-def _waves(canvas: Canvas, setting: Setting, near: np.ndarray, colour: np.ndarray) -> np.ndarray:
+def _waves(canvas: Canvas, setting: Setting, near: torch.Tensor, colour: torch.Tensor) -> torch.Tensor:
     u, x, depth = canvas.uniform, canvas.x, 1 / (near + 0.12)
-    waves = np.sin(depth * u(9, 12) + u(0, 6.3) + 0.8 * np.sin(x * u(8, 16) / (near + 0.35) + u(0, 6.3)))
-    waves = waves + 0.5 * np.sin(depth * u(17, 23) + 1.3 * np.sin(x * u(14, 24) / (near + 0.35)))
-    glitter = np.exp(-(((x - setting.body_x) / (0.05 + 0.10 * near)) ** 2)) * _body_present(canvas)
+    waves = torch.sin(depth * u(9, 12) + u(0, 6.3) + 0.8 * torch.sin(x * u(8, 16) / (near + 0.35) + u(0, 6.3)))
+    waves = waves + 0.5 * torch.sin(depth * u(17, 23) + 1.3 * torch.sin(x * u(14, 24) / (near + 0.35)))
+    glitter = torch.exp(-(((x - setting.body_x) / (0.05 + 0.10 * near)) ** 2)) * _body_present(canvas)
     glitter = (glitter * (0.35 + 0.25 * waves))[..., None] * (setting.body_colour - colour) * 0.8
     return 0.055 * waves[..., None] * (setting.haze * 0.8 + 0.2) + glitter
 
 
-def _grass(canvas: Canvas, setting: Setting, near: np.ndarray, colour: np.ndarray) -> np.ndarray:
-    noise = canvas.rng.normal(0, 1, (canvas.n, canvas.size, canvas.size)).astype(np.float32)
-    noise = noise + np.roll(noise, 1, 1)  # blades are taller than wide
-    rolling = np.sin(canvas.x * canvas.uniform(6, 12) / (near + 0.4) + canvas.uniform(0, 6))
+def _grass(canvas: Canvas, setting: Setting, near: torch.Tensor, colour: torch.Tensor) -> torch.Tensor:
+    noise = canvas.normal(canvas.size, canvas.size)
+    noise = noise + torch.roll(noise, 1, 1)  # blades are taller than wide
+    rolling = torch.sin(canvas.x * canvas.uniform(6, 12) / (near + 0.4) + canvas.uniform(0, 6))
     return (0.035 * noise * (0.3 + near) + 0.04 * rolling)[..., None] * setting.light
 
 
-def _dunes(canvas: Canvas, setting: Setting, near: np.ndarray, colour: np.ndarray) -> np.ndarray:
+def _dunes(canvas: Canvas, setting: Setting, near: torch.Tensor, colour: torch.Tensor) -> torch.Tensor:
     u, x = canvas.uniform, canvas.x
-    dunes = np.sin(u(3, 5) / (near + 0.12) + x * u(-5, 5) + 1.2 * np.sin(x * u(3, 7) + u(0, 6)))
+    dunes = torch.sin(u(3, 5) / (near + 0.12) + x * u(-5, 5) + 1.2 * torch.sin(x * u(3, 7) + u(0, 6)))
     return 0.07 * dunes[..., None] * setting.light
 
 
-def _drifts(canvas: Canvas, setting: Setting, near: np.ndarray, colour: np.ndarray) -> np.ndarray:
-    drifts = np.sin(canvas.x * canvas.uniform(3, 6) + near * canvas.uniform(2, 5) + canvas.uniform(0, 6))
+def _drifts(canvas: Canvas, setting: Setting, near: torch.Tensor, colour: torch.Tensor) -> torch.Tensor:
+    drifts = torch.sin(canvas.x * canvas.uniform(3, 6) + near * canvas.uniform(2, 5) + canvas.uniform(0, 6))
     return 0.035 * drifts[..., None] * setting.light
 
 
-def _mirror(canvas: Canvas, setting: Setting, above: np.ndarray, mask: np.ndarray, near: np.ndarray) -> None:
+def _mirror(canvas: Canvas, setting: Setting, above: torch.Tensor, mask: torch.Tensor, near: torch.Tensor) -> None:
     """A calm sea shows what stands above the horizon again: content that only far attention explains."""
     calm = canvas.has("ground", SEA) * (canvas.chance() < 0.7)
-    rows = np.round((2 * setting.horizon[:, :, 0] - canvas.y[:, :, 0]) * canvas.size - 0.5)
-    rows = np.clip(rows, 0, canvas.size - 1).astype(np.int64)
-    image = np.take_along_axis(above, np.broadcast_to(rows[:, :, None, None], above.shape), 1)
+    rows = torch.round((2 * setting.horizon[:, :, 0] - canvas.y[:, :, 0]) * canvas.size - 0.5)
+    rows = torch.clip(rows, 0, canvas.size - 1).long()
+    image = torch.take_along_dim(above, torch.broadcast_to(rows[:, :, None, None], above.shape), 1)
     canvas.over(mask * calm * 0.7 * (1 - 0.35 * near), image * (0.75 + 0.25 * setting.light))

@@ -24,7 +24,7 @@ UNET = {
     "up_block_types": ["CrossAttnUpBlock2D"] * 3,
     "layers_per_block": 1,
     "cross_attention_dim": 96,
-    "attention_head_dim": [1, 2, 4],  # diffusers means the number of heads by it: 32 channels each here
+    "attention_head_dim": [2, 2, 4],  # diffusers means the number of heads by it: 16, 32 and 32 channels each
     "norm_num_groups": 16,
 }
 SCHEDULER = {

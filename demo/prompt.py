@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
+import torch
 
 from demo.scenes import ATTRIBUTES, SIZES
 
 NULL_TOKEN = sum(SIZES)  # "no prompt": the unconditional half of classifier-free guidance
 VOCABULARY = NULL_TOKEN + 1
-OFFSETS = np.concatenate([[0], np.cumsum(SIZES)[:-1]])
+OFFSETS = [sum(SIZES[:place]) for place in range(len(SIZES))]
 ATTRIBUTE_OF = {word: name for name, words in ATTRIBUTES.items() for word in words}
 # What a prompt leaves open. The null token is no choice here: in training it replaced all six or none.
 DEFAULTS = {"sky": "day", "ground": "meadow", "body": "nobody", "mountains": "flat", "colour": "red"}
@@ -48,13 +48,13 @@ def parse(prompt: str) -> dict[str, str]:
     return {name: chosen.get(name) or DEFAULTS.get(name, shape) for name in ATTRIBUTES}
 
 
-def tokens_of(attributes: np.ndarray) -> np.ndarray:
-    """Attributes int [n, 6] to token ids int [n, 6]: every value of every attribute has its own id."""
-    return np.asarray(attributes) + OFFSETS
+def tokens_of(attributes: torch.Tensor) -> torch.Tensor:
+    """Attributes int64 [n, 6] to token ids int64 [n, 6]: every value of every attribute has its own id."""
+    return attributes + torch.tensor(OFFSETS, device=attributes.device)
 
 
 def tokens(prompt: str) -> list[int]:
     """The six token ids of a prompt; raises ValueError as `parse` does."""
     words = parse(prompt)
     attributes = [ATTRIBUTES[name].index(words[name]) for name in ATTRIBUTES]
-    return tokens_of(np.array(attributes)).tolist()
+    return tokens_of(torch.tensor(attributes)).tolist()

@@ -1,14 +1,14 @@
 """Procedural landscapes ("scenes"): the data the embedded model was trained on.
 
-Every picture is described by six attributes, which are also the words of its prompt. Mirror lakes and twin
-objects repeat random texture far away in the same picture, so that self-attention has something to look up.
+Every picture is described by six attributes, which are also the words of its prompt. Mirror lakes, twin objects
+and tiled walls repeat random texture far away in the same picture, so that self-attention has something to look up.
 """
 
 from __future__ import annotations
 
-import numpy as np
+import torch
 
-from demo import landscape, thing
+from demo import landscape, thing, wall
 from demo.canvas import Canvas
 
 ATTRIBUTES = {
@@ -20,37 +20,35 @@ ATTRIBUTES = {
     "colour": ("red", "yellow", "blue", "white", "green"),
 }
 SIZES = tuple(len(values) for values in ATTRIBUTES.values())
-CHUNK = 512  # pictures painted at once: about 100 MB of temporaries at 128 px
+CHUNK = 64  # pictures painted at once
 
 
-def draw_attributes(n: int, rng: np.random.Generator) -> np.ndarray:
-    """Random attributes of `n` scenes: int [n, 6], one column an attribute, each value equally likely."""
-    return np.stack([rng.integers(0, size, n) for size in SIZES], 1)
+def draw_attributes(n: int, generator: torch.Generator) -> torch.Tensor:
+    """Random attributes of `n` scenes: int64 [n, 6], one column an attribute, each value equally likely."""
+    device = generator.device
+    return torch.stack([torch.randint(size, (n,), generator=generator, device=device) for size in SIZES], 1)
 
 
-def render(attributes: np.ndarray, rng: np.random.Generator, size: int = 64) -> np.ndarray:
-    """Paint scenes: `attributes` int [n, 6] to float32 [n, 3, size, size] in -1..1.
+def render(attributes: torch.Tensor, generator: torch.Generator, size: int = 64) -> torch.Tensor:
+    """Paint scenes: `attributes` int64 [n, 6] to float32 [n, 3, size, size] in -1..1, on the generator's device.
 
-    What the attributes leave open (positions, textures, clouds) is drawn from `rng`: equal generators give
-    equal pictures. Raises ValueError for attributes of another shape or out of range.
+    What the attributes leave open (positions, textures, clouds) is drawn from `generator`: equal generators on one
+    device give equal pictures. Raises ValueError for attributes of another shape or out of range.
     """
-    attributes = np.asarray(attributes)
     if attributes.ndim != 2 or attributes.shape[1] != len(SIZES):
-        raise ValueError(f"attributes have shape {attributes.shape}; scenes need [n, {len(SIZES)}]")
-    if (attributes < 0).any() or (attributes >= np.array(SIZES)).any():
+        raise ValueError(f"attributes have shape {tuple(attributes.shape)}; scenes need [n, {len(SIZES)}]")
+    if (attributes < 0).any() or (attributes.cpu() >= torch.tensor(SIZES)).any():
         raise ValueError(f"attributes run from {attributes.min()} to {attributes.max()}; allowed are 0 up to "
                          f"{[s - 1 for s in SIZES]} for {list(ATTRIBUTES)}")
-    canvas = Canvas(dict(zip(ATTRIBUTES, attributes.T, strict=True)), rng, size)
-    thing.paint(canvas, landscape.paint(canvas))
-    return (np.clip(canvas.image, 0, 1).transpose(0, 3, 1, 2) * 2 - 1).astype(np.float32)
+    canvas = Canvas(dict(zip(ATTRIBUTES, attributes.T, strict=True)), generator, size)
+    setting = landscape.paint(canvas)
+    wall.paint(canvas, setting)
+    thing.paint(canvas, setting)
+    return canvas.image.clip(0, 1).permute(0, 3, 1, 2) * 2 - 1
 
 
-def make(n: int, seed: int, size: int = 64) -> tuple[np.ndarray, np.ndarray]:
-    """`n` random scenes: pictures uint8 [n, 3, size, size] and their attributes int [n, 6]."""
-    rng = np.random.default_rng(seed)
-    attributes = draw_attributes(n, rng)
-    pictures = np.empty((n, 3, size, size), np.uint8)
-    for start in range(0, n, CHUNK):
-        part = slice(start, start + CHUNK)
-        pictures[part] = np.round((render(attributes[part], rng, size) + 1) * 127.5)
-    return pictures, attributes
+def make(n: int, seed: int, size: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
+    """`n` random scenes painted on the CPU: float32 [n, 3, size, size] in -1..1 and their attributes int64 [n, 6]."""
+    generator = torch.Generator().manual_seed(seed)
+    attributes = draw_attributes(n, generator)
+    return torch.cat([render(part, generator, size) for part in attributes.split(CHUNK)]), attributes

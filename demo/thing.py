@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
+import torch
+from torch import tensor
 
 from demo.canvas import Canvas, smooth
 from demo.landscape import LEFT, RIGHT, Setting
 
 # One row for each colour: red, yellow, blue, white, green.
-COLOUR = np.array([[0.88, 0.15, 0.12], [0.96, 0.82, 0.15], [0.15, 0.30, 0.90], [0.95, 0.95, 0.95], [0.15, 0.65, 0.25]])
-BARK = np.array([0.35, 0.22, 0.12], np.float32)
+COLOUR = tensor([[0.88, 0.15, 0.12], [0.96, 0.82, 0.15], [0.15, 0.30, 0.90], [0.95, 0.95, 0.95], [0.15, 0.65, 0.25]])
+BARK = tensor([0.35, 0.22, 0.12])
 EMPTY, BALL, BOX, CONE, TREE = range(5)
 
 
@@ -19,15 +20,15 @@ EMPTY, BALL, BOX, CONE, TREE = range(5)
 class Place:
     """Where the object stands: foot at (x, y), half width `scale`, sun from the left (+1) or right (-1)."""
 
-    x: np.ndarray
-    y: np.ndarray
-    scale: np.ndarray
-    side: np.ndarray
+    x: torch.Tensor
+    y: torch.Tensor
+    scale: torch.Tensor
+    side: torch.Tensor
 
 
 def paint(canvas: Canvas, setting: Setting) -> None:
     """Paint the object on a finished background; pictures of shape "empty" stay as they are."""
-    present = (~canvas.has("shape", EMPTY)).astype(np.float32)
+    present = (~canvas.has("shape", EMPTY)).float()
     place = _place(canvas)
     _shadow(canvas, place, present, setting)
     dx, dy = canvas.x - place.x, canvas.y - place.y
@@ -35,67 +36,68 @@ def paint(canvas: Canvas, setting: Setting) -> None:
     masks = _shapes(canvas, place, dx, dy)
     trunk = canvas.has("shape", TREE) * masks.pop("trunk")
     canvas.over(trunk, BARK * setting.light)
-    mask = np.select([canvas.has("shape", kind) for kind in (BALL, BOX, CONE, TREE)], list(masks.values()), 0.0)
-    canvas.over(mask, np.clip(lit, 0, 1))
+    kinds = zip((BALL, BOX, CONE, TREE), masks.values(), strict=True)
+    mask = sum(canvas.has("shape", kind) * mask for kind, mask in kinds)
+    canvas.over(mask, torch.clip(lit, 0, 1))
     _finish(canvas, place, dx, dy, mask)
-    _twin(canvas, place, np.maximum(mask, trunk), present)
+    _twin(canvas, place, torch.maximum(mask, trunk), present)
 
 
 def _place(canvas: Canvas) -> Place:
     x, scale, y = canvas.uniform(0.28, 0.72), canvas.uniform(0.11, 0.16), canvas.uniform(0.74, 0.86)
-    side = np.select([canvas.has("body", LEFT), canvas.has("body", RIGHT)], [1.0, -1.0], 0.4)
-    return Place(x, y, scale, side.astype(np.float32))
+    left, right = canvas.has("body", LEFT).float(), canvas.has("body", RIGHT).float()
+    return Place(x, y, scale, left - right + 0.4 * (1 - left - right))
 
 
-def _shadow(canvas: Canvas, place: Place, present: np.ndarray, setting: Setting) -> None:
+def _shadow(canvas: Canvas, place: Place, present: torch.Tensor, setting: Setting) -> None:
     across = (canvas.x - place.x - place.side * place.scale * 0.8) / (place.scale * 1.35)
     along = (canvas.y - place.y) / (place.scale * 0.28)
-    mask = np.clip(1.25 - np.sqrt(across**2 + along**2), 0, 0.5) * 2
+    mask = torch.clip(1.25 - torch.sqrt(across**2 + along**2), 0, 0.5) * 2
     canvas.over(present * 0.45 * mask, setting.ground_colour * 0.25)
 
 
-def _lit_colour(canvas: Canvas, setting: Setting, place: Place, dx: np.ndarray, dy: np.ndarray) -> np.ndarray:
+def _lit_colour(canvas: Canvas, setting: Setting, place: Place, dx: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
     """Colour of the surface: shaded away from the sun, over a random 6 x 6 pattern that a twin repeats."""
     shade = 0.78 - 0.30 * place.side * dx / place.scale - 0.22 * (dy + place.scale) / place.scale
-    shade = np.clip(shade, 0.25, 1.1)
-    tiles = canvas.rng.random((canvas.n, 6, 6)).astype(np.float32)
-    column = np.clip((dx / place.scale + 1.2) / 2.4 * 6, 0, 5.99).astype(np.int64)
-    row = np.clip((dy / place.scale + 2.4) / 2.4 * 6, 0, 5.99).astype(np.int64)
-    pattern = tiles[np.arange(canvas.n)[:, None, None], row, column]
-    paint = canvas.colour(COLOUR, "colour") * (setting.light * 0.75 + 0.25)
+    shade = torch.clip(shade, 0.25, 1.1)
+    tiles = canvas.random(6, 6)
+    column = torch.clip((dx / place.scale + 1.2) / 2.4 * 6, 0, 5.99).long()
+    row = torch.clip((dy / place.scale + 2.4) / 2.4 * 6, 0, 5.99).long()
+    pattern = tiles[torch.arange(canvas.n, device=canvas.device)[:, None, None], row, column]
+    paint = canvas.row(COLOUR, "colour") * (setting.light * 0.75 + 0.25)
     return paint * shade[..., None] * (0.55 + 0.6 * pattern[..., None])
 
 
-def _shapes(canvas: Canvas, place: Place, dx: np.ndarray, dy: np.ndarray) -> dict[str, np.ndarray]:
+def _shapes(canvas: Canvas, place: Place, dx: torch.Tensor, dy: torch.Tensor) -> dict[str, torch.Tensor]:
     """Opacity of every shape, [n, size, size] each; the caller picks one a picture."""
     s, edge = place.scale, canvas.edge
-    wavy = s * (0.85 + 0.10 * np.sin(9 * np.arctan2(dy + 1.7 * s, dx) + canvas.uniform(0, 6)))
-    cone = np.minimum(smooth((2.1 * s + dy) * 0.48 - np.abs(dx), edge), smooth(-dy + 0.01, edge))
+    wavy = s * (0.85 + 0.10 * torch.sin(9 * torch.arctan2(dy + 1.7 * s, dx) + canvas.uniform(0, 6)))
+    cone = torch.minimum(smooth((2.1 * s + dy) * 0.48 - torch.abs(dx), edge), smooth(-dy + 0.01, edge))
     return {
-        "ball": smooth(s - np.sqrt(dx**2 + (dy + s * 0.95) ** 2), edge),
-        "box": np.minimum(smooth(s * 0.85 - np.abs(dx), edge), smooth(s * 0.85 - np.abs(dy + s * 0.8), edge)),
+        "ball": smooth(s - torch.sqrt(dx**2 + (dy + s * 0.95) ** 2), edge),
+        "box": torch.minimum(smooth(s * 0.85 - torch.abs(dx), edge), smooth(s * 0.85 - torch.abs(dy + s * 0.8), edge)),
         "cone": cone * (dy > -2.2 * s),
-        "crown": smooth(wavy - np.sqrt(dx**2 + (dy + 1.7 * s) ** 2), edge),
-        "trunk": np.minimum(smooth(s * 0.14 - np.abs(dx), edge), smooth(s * 0.6 - np.abs(dy + s * 0.5), edge)),
+        "crown": smooth(wavy - torch.sqrt(dx**2 + (dy + 1.7 * s) ** 2), edge),
+        "trunk": torch.minimum(smooth(s * 0.14 - torch.abs(dx), edge), smooth(s * 0.6 - torch.abs(dy + s * 0.5), edge)),
     }
 
 
-def _finish(canvas: Canvas, place: Place, dx: np.ndarray, dy: np.ndarray, mask: np.ndarray) -> None:
+def _finish(canvas: Canvas, place: Place, dx: torch.Tensor, dy: torch.Tensor, mask: torch.Tensor) -> None:
     """A ball's highlight and a box's dark side."""
     s = place.scale
     distance = (dx + place.side * s * 0.35) ** 2 + (dy + s * 1.3) ** 2
-    canvas.over(mask * np.exp(-distance / (s * 0.22) ** 2) * 0.7 * canvas.has("shape", BALL), np.float32(1.0))
+    canvas.over(mask * torch.exp(-distance / (s * 0.22) ** 2) * 0.7 * canvas.has("shape", BALL), 1.0)
     dark = canvas.has("shape", BOX) * mask * smooth(place.side * dx - s * 0.35, canvas.edge)
-    canvas.over(dark * 0.35, np.float32(0.0))
+    canvas.over(dark * 0.35, 0.0)
 
 
-def _twin(canvas: Canvas, place: Place, mask: np.ndarray, present: np.ndarray) -> None:
+def _twin(canvas: Canvas, place: Place, mask: torch.Tensor, present: torch.Tensor) -> None:
     """Copy the object's own pixels 7/20 of the picture towards the emptier side, in half of the pictures."""
-    shift = np.where(place.x[:, 0, 0] < 0.5, 1, -1) * (canvas.size * 7 // 20)
-    source = np.arange(canvas.size)[None] - shift[:, None]
+    shift = torch.where(place.x[:, 0, 0] < 0.5, 1, -1) * (canvas.size * 7 // 20)
+    source = torch.arange(canvas.size, device=canvas.device)[None] - shift[:, None]
     inside = (source >= 0) & (source < canvas.size)
-    source = np.clip(source, 0, canvas.size - 1)[:, None, :]
-    copied = np.take_along_axis(mask, np.broadcast_to(source, mask.shape), 2) * inside[:, None, :]
+    source = torch.clip(source, 0, canvas.size - 1)[:, None, :]
+    copied = torch.take_along_dim(mask, torch.broadcast_to(source, mask.shape), 2) * inside[:, None, :]
     copied = copied * (canvas.chance() < 0.5)
-    pixels = np.take_along_axis(canvas.image, np.broadcast_to(source[..., None], canvas.image.shape), 2)
+    pixels = torch.take_along_dim(canvas.image, torch.broadcast_to(source[..., None], canvas.image.shape), 2)
     canvas.over(copied * present, pixels)

@@ -15,8 +15,9 @@ cores.wait_passively()
 
 import torch  # noqa: E402
 
+from demo import attention  # noqa: E402
 from demo import model as scene_model  # noqa: E402
-from demo.training_loss import Scenes, batches, held_out_loss, stratified_times, v_loss  # noqa: E402
+from demo.training_loss import Scenes, held_out_loss, stratified_times, v_loss  # noqa: E402
 from demo.training_state import TrainingState  # noqa: E402
 
 FOLDER = Path(__file__).resolve().parent.parent / "demo-output"
@@ -43,12 +44,12 @@ def parser() -> argparse.ArgumentParser:
     state, weights = FOLDER / "training.safetensors", FOLDER / "scenes128.safetensors"
     add("--state", type=Path, default=state, help="where the run is kept (default %(default)s)")
     add("--output", type=Path, default=weights, help="where the weights go (default %(default)s)")
-    add("--start", type=Path, help="weights to begin a new run with (default: random ones)")
+    add("--start", type=Path, help="weights to begin a new run with (default: random ones); "
+        "level-0 self-attention starts anew all the same")
     add("--device", default="cpu", help="cpu (default), cuda, ...")
     add("--batch", type=int, default=4, help="pictures a step; twice as many at first (default 4; a GPU takes 64)")
     add("--learning-rate", type=positive, default=1e-3, help="highest learning rate (default 0.001)")
     add("--coarse", type=float, default=0.28, help="share of the time spent on half-size pictures first")
-    add("--workers", type=int, default=0, help="processes that paint scenes ahead (default 0; with a GPU about 8)")
     add("--seed", type=int, default=0, help="seed of the scenes and of the noise")
     return made
 
@@ -95,7 +96,9 @@ def _phase(state: TrainingState, options: argparse.Namespace, until: float, size
     if state.seconds / total >= until:
         return
     before = time.monotonic()
-    for pictures, tokens in batches(Scenes(options.seed, batch, size), state.step, options.workers):
+    scenes = Scenes(options.seed, batch, size, options.device)
+    while True:
+        pictures, tokens = scenes[state.step]
         rate = learning_rate(options.learning_rate, state.step, state.seconds / total, options.coarse)
         for group in state.optimizer.param_groups:
             group["lr"] = rate
@@ -118,7 +121,7 @@ def prepared(options: argparse.Namespace) -> TrainingState:
     """The state to go on from: the saved one, else new. Raises ValueError or OSError with a sentence to read."""
     if not 0 <= options.coarse < 1:
         raise ValueError(f"--coarse {options.coarse} is a share of the time: at least 0 and less than 1, such as 0.28")
-    for name, low in (("batch", 1), ("workers", 0), ("seed", 0)):
+    for name, low in (("batch", 1), ("seed", 0)):
         if getattr(options, name) < low:
             raise ValueError(f"--{name} {getattr(options, name)} is too small; give at least {low}")
     resume = options.state.exists()
@@ -126,7 +129,10 @@ def prepared(options: argparse.Namespace) -> TrainingState:
         raise ValueError(f"--start begins a new run, but {options.state} holds one; leave --start out to go on, "
                          "or give another --state")
     torch.manual_seed(options.seed)
-    model = scene_model.load(options.start) if options.start else scene_model.SceneModel()
+    model = scene_model.SceneModel()
+    if options.start:
+        model.load_state_dict(scene_model.load(options.start).state_dict())
+    attention.start_sharp(model)
     state = TrainingState(model.to(options.device), options.learning_rate)
     if resume:
         state.load(options.state)
@@ -158,7 +164,9 @@ def main(arguments: list[str] | None = None) -> int:
     if stopped:
         print("stopped; the same command goes on from here", file=sys.stderr)
         return 130
-    print(f"held-out loss {held_out_loss(state.average):.4f}")
+    published = scene_model.load(options.output)
+    print(f"held-out loss {held_out_loss(published):.4f}")
+    print(attention.gates(published))
     return 0
 
 

@@ -1,0 +1,73 @@
+"""What makes the embedded models worth measuring on: heads that look at few keys, and a loss that needs them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from demo import attention, landscape, model, training_loss, wall
+from demo.canvas import Canvas
+
+
+def uniform(made):
+    """The same model with queries of zero: every head averages over all keys."""
+    with torch.no_grad():
+        for module in attention.level_0(made):
+            module.to_q.weight.zero_()
+    return made
+
+
+def test_a_head_that_averages_uses_all_keys_and_one_that_looks_up_uses_few():
+    torch.manual_seed(0)
+    assert attention.effective_keys(uniform(model.SceneModel()), 1) == pytest.approx([1.0] * 6, abs=0.01)
+    sharp = model.SceneModel()
+    with torch.no_grad():
+        for module in attention.level_0(sharp):
+            module.to_q.weight.mul_(1000)
+    assert max(attention.effective_keys(sharp, 1)) < 0.01
+
+
+def test_attention_that_gives_nothing_is_worth_nothing():
+    torch.manual_seed(0)
+    made = model.SceneModel()
+    with torch.no_grad():
+        for module in attention.level_0(made):
+            module.to_out[0].weight.zero_()
+            module.to_out[0].bias.zero_()
+    assert attention.loss_rise(made, 1) == 0
+
+
+def test_watching_leaves_the_model_as_it_was():
+    made = model.load()
+    before = training_loss.held_out_loss(made, 1)
+    attention.effective_keys(made, 1)
+    attention.loss_rise(made, 1)
+    assert training_loss.held_out_loss(made, 1) == before
+    assert not any("forward" in vars(module) for module in attention.level_0(made))
+
+
+def test_a_sharp_start_tells_like_tokens_from_unlike_ones():
+    torch.manual_seed(0)
+    made = model.SceneModel()
+    attention.start_sharp(made)
+    module = attention.level_0(made)[0]
+    x = torch.nn.functional.layer_norm(torch.randn(200, 32), [32])
+    logits = module.scale * module.to_q(x) @ module.to_k(x).T
+    assert logits.diagonal().mean() > 3 * logits.std()
+
+
+def test_gates_say_what_was_missed():
+    good, bad = attention.Gates((0.1, 0.9, 0.9, 0.9, 0.9), 0.31), attention.Gates((0.21, 0.9), 0.29)
+    assert good.passed() and "MISSED" not in str(good)
+    assert not bad.passed() and str(bad).count("MISSED") == 2
+    assert not attention.Gates((0.1, 0.9, 0.9, 0.9, 0.9), 0.29).passed()
+    assert not attention.Gates((0.1, 0.9, 0.9, 0.9, 0.9, 0.9), 0.5).passed()
+
+
+def test_a_wall_holds_a_few_kinds_of_tiles_again_and_again():
+    canvas = Canvas({"sky": torch.zeros(20, dtype=torch.int64)}, torch.Generator().manual_seed(0), 128)
+    wall.paint(canvas, landscape.Setting(None, torch.ones(1, 1, 1, 3), None))
+    colours = [torch.unique(picture.flatten(0, 1), dim=0) for picture in canvas.image]
+    with_wall = [len(found) - 1 for found in colours if len(found) > 1]  # one colour is the bare canvas
+    assert len(with_wall) in range(8, 17)
+    assert all(wall.TEXELS**2 < count <= wall.KINDS * wall.TEXELS**2 for count in with_wall)
