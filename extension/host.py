@@ -67,10 +67,14 @@ def add_option(
 
 def running_unet(p: Any) -> Any:
     """The UNet that samples now, in whichever of the webuis."""
-    model = getattr(p, "sd_model", None)
-    model = shared.sd_model if model is None else model
+    model = _running_model(p)
     objects = getattr(model, "forge_objects", None)
     return find_unet(model if objects is None else objects.unet.model)
+
+
+def _running_model(p: Any) -> Any:
+    model = getattr(p, "sd_model", None)
+    return shared.sd_model if model is None else model
 
 
 def reason_to_step_aside(hires: bool) -> str | None:
@@ -100,6 +104,14 @@ def first_seed(p: Any) -> int:
         if seeds:
             return int(seeds[0])
     return 0
+
+
+def first_row(p: Any) -> int:
+    """The first picture's row in what the UNet computes in one call, by its prompt; negative counts from the end.
+
+    A1111 computes the prompts and then the negative prompts, the Forges the other way round.
+    """
+    return 0 if getattr(_running_model(p), "forge_objects", None) is None else -int(p.batch_size)
 
 
 def has_hires(p: Any) -> bool:

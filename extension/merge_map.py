@@ -14,7 +14,8 @@ _GOLDEN = 0.618034  # share of the colour circle from one group to the next, so 
 def draw(picture: Image.Image, maps: dict[int, Any], sample: int = 0) -> Image.Image:
     """The picture once for each level, side by side; a token that merged with none keeps the picture's own colours.
 
-    maps: level -> what a block merged last (grid, group ``[B or 1, N]``, num_groups). sample: of the batch.
+    maps: level -> what a block merged last (grid, group ``[B or 1, N]``, num_groups). sample: the picture's row of the
+    batch, negative from its end.
     """
     panels = [_panel(picture, level, found, sample) for level, found in sorted(maps.items())]
     whole = Image.new("RGB", (sum(one.width for one in panels), picture.height))
@@ -24,8 +25,8 @@ def draw(picture: Image.Image, maps: dict[int, Any], sample: int = 0) -> Image.I
 
 
 def _panel(picture: Image.Image, level: int, found: Any, sample: int) -> Image.Image:
-    # the webui computes all conditions of a step in one call, the pictures' first
-    group = found.group[min(sample, found.group.shape[0] - 1)]
+    rows = found.group.shape[0]
+    group = found.group[max(-rows, min(sample, rows - 1))]
     merged = torch.bincount(group)[group] > 1
     size = (found.grid.width, found.grid.height)
     colours = Image.new("HSV", size)

@@ -54,7 +54,6 @@ class TokenMerging(host.Script):
         if job is None:  # a caller that left the first hook out
             self.before_process(p, *values)
             job = job_of(p)
-        job.keeps_maps = options.is_on(options.MAP)  # not before: only now a request's own settings are in force
         if job.error:
             logger.error("%s", job.error)
             host.comment(p, f"ToMe: {job.error}")
@@ -62,8 +61,11 @@ class TokenMerging(host.Script):
             p.extra_generation_params |= metadata.written(job.wish, host.has_hires(p))
 
     def process_batch(self, p: Any, *values: Any, **facts: Any) -> None:
-        """Before webui 1.10 this is the last call before the first pass."""
+        """A batch begins; before webui 1.10 this is the last call before its first pass."""
         armed.disarm()
+        job = job_of(p)
+        if job is not None:  # the map lies on the first picture; asked now, when a request's own settings are in force
+            job.keeps_maps = options.is_on(options.MAP) and not facts.get("batch_number", 0)
         if not host.HAS_SAMPLING_HOOK:
             armed.arm(p, hires=False)
 
@@ -112,9 +114,9 @@ def _tell(p: Any, job: Job, processed: Any) -> None:
     if options.is_on(options.NOTE):
         host.add_message(processed, f"ToMe: {line}")
     maps = next((job.records[hires].maps for hires in (True, False) if hires in job.records), {})
-    if job.keeps_maps and maps and processed.images:
+    if maps and processed.images:
         first = min(getattr(processed, "index_of_first_image", 0), len(processed.images) - 1)
-        processed.images.append(merge_map.draw(processed.images[first], maps))
+        processed.images.append(merge_map.draw(processed.images[first], maps, host.first_row(p)))
 
 
 def on_step(params: Any) -> None:

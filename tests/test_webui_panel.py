@@ -119,16 +119,6 @@ def test_the_report_can_be_kept_out_of_log_and_comments(webui, capsys):
     assert "tokens" not in capsys.readouterr().out
 
 
-def test_the_merge_map_is_one_more_picture_and_changes_none(webui):
-    webui.shared.opts.saved["tomecore_map"] = False
-    without = webui.job(True, enable_hr=True)
-    webui.shared.opts.saved["tomecore_map"] = True
-    done = webui.job(True, enable_hr=True)
-    assert done.latents.equal(without.latents) and len(done.images) == len(without.images) + 1
-    assert done.images[-1].size == done.images[0].size and len(done.images[-1].getcolors(4096)) > 20
-    assert len(webui.job(False, enable_hr=True).images) == 1
-
-
 def test_the_documented_argument_list_is_the_panels(webui):
     text = (ROOT / "extension" / "README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\d+) \| `(\w+)` \|", text, re.MULTILINE)

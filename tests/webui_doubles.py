@@ -58,10 +58,13 @@ class Denoiser:
         webui.call("cfg_denoiser", types.SimpleNamespace(x=x, sigma=sigma, denoiser=self))
         p.at_step(self.step)
         self.step += 1
-        text = p.text.expand(2 * x.shape[0], -1, -1)
+        halves = [p.text, torch.zeros_like(p.text)]
+        if webui.has_uncond_first:
+            halves.reverse()
+        text = torch.cat([half.expand(x.shape[0], -1, -1) for half in halves])
         with torch.no_grad():
             out = webui.unet(torch.cat([x, x]), torch.full((2 * x.shape[0],), timestep), text)
-        cond, uncond = out.chunk(2)
+        uncond, cond = out.chunk(2) if webui.has_uncond_first else reversed(out.chunk(2))
         return uncond + 2 * (cond - uncond)
 
 
@@ -106,6 +109,7 @@ class Webui(Modules):
 
     def __init__(self, monkeypatch, flavour="a1111"):
         super().__init__(monkeypatch.setitem, flavour)
+        self.has_uncond_first = flavour in ("forge", "reforge")
         self.errors: list[Exception] = []
         self.log: list[tuple] = []
         self.put("gradio", **{name: type(name, (Component,), {}) for name in GRADIO})
