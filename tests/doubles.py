@@ -47,7 +47,7 @@ class SgmAttention(_Attention):
 class ComfyAttention(_Attention):
     """The signature of ComfyUI's CrossAttention."""
 
-    def forward(self, x, context=None, value=None, mask=None, transformer_options=None):
+    def forward(self, x, context=None, value=None, mask=None, transformer_options={}):  # noqa: B006 - as ComfyUI has it
         assert mask is None and isinstance(transformer_options, dict)
         context = x if context is None else context
         return self.attend(x, context, context if value is None else value)

@@ -66,7 +66,7 @@ def time_block(ratio: float, repeats: int = 7, side: int = 64) -> tuple[float, f
 
 
 def _patched_run(block: torch.nn.Module, inputs: tuple, ratio: float) -> Callable[[], Any]:
-    handle = patch(block, MergeConfig(ratio=ratio, use_rand=False))
+    handle = patch(block, MergeConfig(ratio=ratio, use_rand=False, proportional=False))
     handle.uninstall()
 
     def run() -> Any:

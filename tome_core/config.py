@@ -116,6 +116,11 @@ class MergeRule:
         "What the method cluster compares: the tokens, or their similarity to the image's mean.",
         choices=CLUSTER_ON, advanced=True,
     )
+    proportional: bool = _setting(
+        True, "Size-aware keys", "Let a merged key of self-attention weigh as much as the tokens it stands for, by "
+        "adding the logarithm of their number to its logit. Half the error at the same cost, and what makes strong "
+        "merging of keys and values possible. Off is tomesd's way.", advanced=True,
+    )
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -163,6 +168,11 @@ class MergeRule:
     def is_off(self) -> bool:
         """True where the rule can merge nothing."""
         return self.effective_ratio == 0 or not (self.merge_attn or self.merge_crossattn or self.merge_mlp)
+
+    @property
+    def sizes_keys(self) -> bool:
+        """True where merged keys are to know their sizes: not where none are merged, or all groups are alike."""
+        return self.proportional and self.effective_side != "q" and METHODS[self.method].mode == "mean"
 
     @property
     def uses_percent(self) -> bool:

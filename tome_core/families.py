@@ -25,7 +25,7 @@ class Family(NamedTuple):
     """Names by which one family of UNets calls things.
 
     down, middle, up: attributes of the UNet. transformer: class that turns a picture into tokens.
-    context: the attention's argument for what keys and values are made from.
+    context, mask: the attention's arguments for what keys and values are made from, and for an attention mask.
     """
 
     name: str
@@ -34,12 +34,21 @@ class Family(NamedTuple):
     up: str
     transformer: str
     context: str
+    mask: str
 
 
 FAMILIES = (
     # CompVis, Stability-AI (ldm and sgm), ComfyUI, Forge, reForge
-    Family("ldm", "input_blocks", "middle_block", "output_blocks", "SpatialTransformer", "context"),
-    Family("diffusers", "down_blocks", "mid_block", "up_blocks", "Transformer2DModel", "encoder_hidden_states"),
+    Family("ldm", "input_blocks", "middle_block", "output_blocks", "SpatialTransformer", "context", "mask"),
+    Family(
+        "diffusers",
+        "down_blocks",
+        "mid_block",
+        "up_blocks",
+        "Transformer2DModel",
+        "encoder_hidden_states",
+        "attention_mask",
+    ),
 )
 
 _RESAMPLER = re.compile(r"(?:Fir|K)?(Down|Up)sample(?:2D)?")

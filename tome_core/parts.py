@@ -13,9 +13,14 @@ import torch
 from torch import nn
 
 from .families import Family
-from .sites import BlockSite, Merging, Now
-from .wrap import Wrap
+from .plan import MergePlan
+from .probe import FOLDED, MASK, WITHOUT, Route, folding_of, key_mask, padded
+from .sites import BlockSite, Merging
+from .sized import SizedKeys
+from .wrap import Now, Wrap
 
+_PLAIN = Route(WITHOUT)
+_MORE_KEYS = Route(WITHOUT, "additional tokens came along")
 _MASK_NAMES = ("mask", "attention_mask", "attn_mask")
 
 
@@ -96,9 +101,26 @@ class SelfAttentionSite(PartSite):
 
     part = "attn"
 
-    def __init__(self, module: nn.Module, block: BlockSite, family: Family) -> None:
+    def __init__(
+        self, module: nn.Module, block: BlockSite, family: Family, sized: SizedKeys | None = None
+    ) -> None:
         super().__init__(module, block)
         self.family = family
+        self.sized = block.sized = sized
+
+    def install(self) -> Wrap:
+        """As of every wrap; the projections are wrapped as well where keys are to know their sizes."""
+        wrap = super().install()
+        if self.sized is not None:
+            sides = {rule.effective_side == "kv" for rule in self.block.run.config.rules if rule.sizes_keys}
+            self.sized.install(wrap.beneath, wrap.original, sides)
+        return wrap
+
+    def uninstall(self) -> None:
+        """Take all of it off."""
+        if self.sized is not None:
+            self.sized.uninstall()
+        super().uninstall()
 
     def _problem(self, args: tuple, kwargs: dict) -> str | None:
         if len(args) > 2:
@@ -142,14 +164,36 @@ class SelfAttentionSite(PartSite):
             kwargs = {self.family.context: args[0], **kwargs}
         context = kwargs.get(self.family.context)
         merged = merging.plan.merge(x, merging.mode)
+        route = self._route(merging, side, kwargs)
         if side == "q":
             kwargs[self.family.context] = x if context is None else context
         else:
-            self._merge_keys(merging, x, merged, kwargs, explicit=side == "kv")
-        out = self.original(merged if side != "kv" else x, **kwargs)
+            self._merge_keys(merging, x, merged, kwargs, explicit=side == "kv" or route.padded)
+        out = self._attend(merging.plan, route, merged if side != "kv" else x, kwargs)
         queries = tokens if side == "kv" else groups
         keys = tokens if own else context.shape[1]
         return self._finish(merging, x, out, (queries, keys if side == "q" else groups), keys)
+
+    def _route(self, merging: Merging, side: str, kwargs: dict) -> Route:
+        route = merging.route
+        if side == "q" or route is None:
+            return _PLAIN
+        if kwargs.get("additional_tokens") is not None:  # sgm puts them among the keys
+            route = _MORE_KEYS
+        self.block.run.ledger.route(self.block.level, route.kind, route.why)
+        return route
+
+    def _attend(self, plan: MergePlan, route: Route, x: torch.Tensor, kwargs: dict) -> Any:
+        if route.kind == MASK:
+            kwargs[self.family.mask] = key_mask(plan, x)
+        if route.kind != FOLDED:
+            return self.original(x, **kwargs)
+        now = self.sized.wraps.now
+        now.call = folding_of(route, plan)
+        try:
+            return self.original(padded(x, route), **kwargs)
+        finally:
+            now.call = None
 
     def _merge_keys(
         self, merging: Merging, x: torch.Tensor, merged: torch.Tensor, kwargs: dict, explicit: bool

@@ -18,6 +18,7 @@ from .report import Ledger, LevelTally, Report, make_report
 from .runtime import MergeMap, Run
 from .schedule import NoiseSchedule, ever_merges
 from .sites import BlockSite, TransformerSite, UNetSite
+from .sized import Routes, SizedKeys
 from .wrap import Wrap
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ class Patch:
         rules = self.config.rules
         wraps: list[Wrap] = [UNetSite(self.unet, self.run)] if places[0].transformer is not self.unet else []
         transformers: dict[int, TransformerSite] = {}
+        sizes_keys, routes = any(rule.sizes_keys and rule.merge_attn and not rule.is_off for rule in rules), Routes()
         for place in places:
             transformer = transformers.get(id(place.transformer))
             if transformer is None:
@@ -67,7 +69,8 @@ class Patch:
             block = BlockSite(place.block, transformer, self.run, depths.index(place.halvings))
             wraps.append(block)
             if any(rule.merge_attn for rule in rules):
-                wraps.append(SelfAttentionSite(place.block.attn1, block, place.family))
+                sized = SizedKeys(place.block.attn1, place.family, routes) if sizes_keys else None
+                wraps.append(SelfAttentionSite(place.block.attn1, block, place.family, sized))
             if any(rule.merge_crossattn for rule in rules) and getattr(place.block, "attn2", None) is not None:
                 wraps.append(CrossAttentionSite(place.block.attn2, block))
             if any(rule.merge_mlp for rule in rules) and getattr(place.block, "ff", None) is not None:
@@ -197,8 +200,9 @@ def apply_patch(
     merge_mlp: bool = False,
     seed: int = 0,
 ) -> Any:
-    """Merge tokens in a model, in place, and return the model. Takes tomesd's arguments.
+    """Merge tokens in a model, in place, and return the model. Takes tomesd's arguments and does what tomesd does.
 
+    `patch` does more, and by default better: its merged keys know how many tokens they stand for.
     ratio: share of tokens merged away, 0..1, clamped to ``1 - 1/(sx*sy)``. max_downsample: 1, 2, 4 or 8;
     None, unlike tomesd, is the finest level that has attention. use_rand: draw destinations from ``seed``
     and the timestep. Raises ValueError or TypeError for values outside, UnsupportedModelError for a model
@@ -218,6 +222,7 @@ def apply_patch(
         merge_crossattn=merge_crossattn,
         merge_mlp=merge_mlp,
         seed=seed,
+        proportional=False,
     )
     patch(model, config)
     return model
@@ -282,6 +287,8 @@ def _describe(rule: MergeRule) -> str:
     parts = [("attention", rule.merge_attn), ("cross-attention", rule.merge_crossattn), ("MLP", rule.merge_mlp)]
     where = ", ".join(name for name, on in parts if on)
     text = f"{rule.method} {rule.effective_ratio:.0%} of {rule.effective_side} in {where}"
+    if rule.merge_attn and rule.sizes_keys:
+        text += ", size-aware"
     limits = []
     if rule.uses_percent:
         limits.append(f"{rule.start_percent:.0%} to {rule.end_percent:.0%} of the schedule")

@@ -29,8 +29,9 @@ def _when_traced(method: Callable) -> Callable:
 class LevelTally:
     """Counts of one level. ``merged``: calls by (part, tokens, queries left, keys left); ``skipped``: by reason.
 
-    traced_merges, traced_skips: what was decided while a compiler traced. The attention work of a call is
-    queries times keys times batch.
+    routes: how merged keys got to know their sizes, by way and calls.
+    traced_merges, traced_skips, traced_routes: what was decided while a compiler traced. The attention work of a call
+    is queries times keys times batch.
     """
 
     downsample: int
@@ -39,6 +40,8 @@ class LevelTally:
     skipped: Counter = field(default_factory=Counter)
     traced_merges: set[tuple[str, int, int, int]] = field(default_factory=set)
     traced_skips: set[str] = field(default_factory=set)
+    routes: Counter = field(default_factory=Counter)
+    traced_routes: set[str] = field(default_factory=set)
     work_full: int = 0
     work_left: int = 0
 
@@ -62,6 +65,7 @@ class Ledger:
         for tally in self.levels:
             tally.merged.clear()
             tally.skipped.clear()
+            tally.routes.clear()
             tally.work_full = tally.work_left = 0
 
     def begin_call(self) -> None:
@@ -90,6 +94,19 @@ class Ledger:
         tally.work_full += work
         tally.work_left += work
 
+    def route(self, level: int, way: str, why: str) -> None:
+        """Merged keys of a self-attention got to know their sizes this way, or did not."""
+        if torch.compiler.is_compiling():
+            self.trace_route(index(level), way, why)
+            return
+        self.levels[level].routes[_route_text(way, why)] += 1
+
+    @_when_traced
+    def trace_route(self, level: int, way: str, why: str) -> int:
+        """A call is being compiled with the sizes taken this way."""
+        self.levels[level].traced_routes.add(_route_text(way, why))
+        return 0
+
     @_when_traced
     def trace_merge(self, level: int, part: str, tokens: int, queries: int, keys: int) -> int:
         """A call is being compiled as a merged one."""
@@ -115,7 +132,9 @@ class LevelReport:
 
     calls_merged, calls_skipped: calls of blocks' parts; reasons: skipped calls by reason.
     work_saved: share of the self-attention work (queries times keys) that was saved, None before any call.
-    traced_merges, traced_reasons: what a compiler was told while it traced; a compiled call is not counted.
+    routes: how merged keys of self-attention got to know their sizes, and calls.
+    traced_merges, traced_reasons, traced_routes: what a compiler was told while it traced; a compiled call is not
+    counted.
     """
 
     level: int
@@ -129,6 +148,8 @@ class LevelReport:
     work_saved: float | None
     traced_merges: tuple[tuple[str, int, int, int], ...] = ()
     traced_reasons: tuple[str, ...] = ()
+    routes: dict[str, int] = field(default_factory=dict)
+    traced_routes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -168,10 +189,16 @@ def _level_lines(level: LevelReport) -> list[str]:
         lines.append(f"{head}: will merge; no call counted yet")
     else:
         lines.append(f"{head}: nothing merged")
+    lines += [f"    size-aware keys: {route}, {_count(n, 'call')}" for route, n in sorted(level.routes.items())]
     lines += [f"    skipped {_count(n, 'call')}: {reason}" for reason, n in sorted(level.reasons.items())]
     lines += [f"    compiled merging in {p}: {n} tokens -> {_sides(q, k or q)}" for p, n, q, k in level.traced_merges]
+    lines += [f"    compiled with size-aware keys: {route}" for route in level.traced_routes]
     lines += [f"    compiled without merging, {reason}" for reason in level.traced_reasons]
     return lines
+
+
+def _route_text(way: str, why: str) -> str:
+    return f"{way}, because {why}" if why else way
 
 
 def _tokens_text(level: LevelReport) -> str:
@@ -206,6 +233,8 @@ def make_report(ledger: Ledger, covered: list[bool], settings: tuple[str, ...], 
             work_saved=1 - tally.work_left / tally.work_full if tally.work_full else None,
             traced_merges=tuple(sorted(tally.traced_merges)),
             traced_reasons=tuple(sorted(tally.traced_skips)),
+            routes=dict(tally.routes),
+            traced_routes=tuple(sorted(tally.traced_routes)),
         )
         for number, tally in enumerate(ledger.levels)
     )

@@ -18,6 +18,7 @@ class CrossAttention(nn.Module):
 
     def __init__(self, channels: int, context_channels: int) -> None:
         super().__init__()
+        self.heads = HEADS
         self.to_q = nn.Linear(channels, channels, bias=False)
         self.to_k = nn.Linear(context_channels, channels, bias=False)
         self.to_v = nn.Linear(context_channels, channels, bias=False)
@@ -27,7 +28,7 @@ class CrossAttention(nn.Module):
         """``[B, N, C]`` to ``[B, N, C]``."""
         context = x if context is None else context
         q, k, v = (
-            part.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for part in (self.to_q(x), self.to_k(context), self.to_v(context))
         )
         return self.to_out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))

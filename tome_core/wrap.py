@@ -13,6 +13,13 @@ import torch
 _BOUND = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
 
 
+class Now:
+    """What a site knows of the call in progress, None between calls. One object for a wrap and its copies."""
+
+    def __init__(self) -> None:
+        self.call: Any = None
+
+
 class Wrap:
     """Stands in for ``target.NAME`` on the instance; subclasses put their work into `forward`.
 
