@@ -1,0 +1,161 @@
+"""How fast is merging, beside its peers and its bounds? ``python -m benchmarks.speed`` measures it in one run.
+
+Models have the shapes of Stable Diffusion 1.5 and XL and random weights, so nothing is downloaded and nothing is said
+about pictures. Variants take turns in every round; times are processor time of one thread on a CPU and events on a
+GPU. The run can be stopped at any time: the same command goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+# Before torch is imported: threads that spin while they wait count as processor time.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
+
+from benchmarks import environment, results, speed_report
+from benchmarks.speed_fleet import Fleet
+from benchmarks.speed_measure import Bench, seconds
+from benchmarks.speed_memory import free_memory
+from benchmarks.speed_models import SHAPES, TINY_SHAPES, Shape, make_decoder, make_unet
+from benchmarks.speed_options import completed, parser, planned, settings
+from benchmarks.speed_plan import COSTS, Case, Estimate, row_keys
+
+_EFFICIENCY = {"cpu": 0.6, "cuda": 0.4}  # of a large product's speed, what a whole UNet reaches
+
+
+class Workshop:
+    """The model in use, its fleets, and the bench of one case: made when a row asks for another."""
+
+    def __init__(self, shapes: dict[str, Shape], device: str, dtype: str, names: list[str]) -> None:
+        self._shapes, self._device, self._dtype, self._names = shapes, device, getattr(torch, dtype), names
+        self._model: str | None = None
+        self._unet = self._decoder = self._bench = None
+        self._fleets: dict[tuple[str, bool], Fleet] = {}
+
+    def measure(self, case: Case, part: str, failed: dict[str, str]) -> dict:
+        """The row. failed: the case's variants that failed in an earlier row, in another process perhaps, and why."""
+        fresh = self._bench is None or self._bench.case != case
+        if fresh:
+            self._bench = None
+            self._load(case.model)
+            self._bench = self._make_bench(case, failed)
+        if part == COSTS:
+            return self._bench.costs()
+        if fresh:
+            self._bench.warm_up()
+        return self._bench.round(int(part))
+
+    def _load(self, model: str) -> None:
+        """Have one model in memory at a time: what does not fit is to be the method's fault."""
+        if self._model != model:
+            self._unet = self._decoder = None
+            self._fleets.clear()
+            free_memory(torch.device(self._device))
+            self._unet, self._model = make_unet(self._shapes[model], self._device, self._dtype), model
+
+    def _make_bench(self, case: Case, failed: dict[str, str]) -> Bench:
+        shape, how = self._shapes[case.model], (case.attention, case.compiled)
+        if how not in self._fleets:
+            self._fleets[how] = Fleet(self._unet, self._names, *how)
+        if case.what != "call" and self._decoder is None:
+            self._decoder = make_decoder(shape, self._device, self._dtype)
+        return Bench(case, shape, self._fleets[how], self._decoder, failed)
+
+
+def execute(run: results.Run, rows: dict, workshop: Workshop, estimate: Estimate, minutes: float | None) -> None:
+    """Measure what is missing, until all is there or the next row would not fit into the minutes."""
+    begin = time.monotonic()
+    with torch.inference_mode():
+        todo = run.missing
+        for number, key in enumerate(todo, 1):
+            left = sum(estimate.seconds(*rows[one]) for one in todo[number - 1 :])
+            if minutes is not None and time.monotonic() - begin + estimate.seconds(*rows[key]) > 60 * minutes:
+                _say(f"the next row would end after {minutes:g} minutes, so the run ends here")
+                return
+            _say(f"[{number}/{len(todo)}] {key}; {_duration(left)} left")
+            since = time.monotonic()
+            run.add(key, workshop.measure(*rows[key], failed_before(run.record, rows[key][0])))
+            estimate.learn(*rows[key], time.monotonic() - since)
+
+
+def failed_before(record: results.Record, case: Case) -> dict[str, str]:
+    """The variants that have failed in rows of this case, and why."""
+    return {name: why for row in record["rows"] if row["case"] == case.as_json() for name, why in row["failed"].items()}
+
+
+def print_plan(all_cases: list[Case], rows: dict, missing: list[str], estimate: Estimate) -> None:
+    """What will be measured, and how long that may take."""
+    _say("plan, with estimates that the run itself corrects:")
+    for case in all_cases:
+        left = [rows[key] for key in missing if rows[key][0] == case]
+        if left:
+            _say(f"  {case.key:<55} {len(left):>3} rows {_duration(sum(estimate.guess(*row) for row in left)):>9}")
+    _say(f"  {'together':<55} {len(missing):>3} rows {_duration(sum(estimate.guess(*rows[k]) for k in missing)):>9}")
+
+
+def rate(device: str, dtype: str) -> float:
+    """Floating-point operations per second that a UNet may reach here, from one large product."""
+    kind = torch.device(device).type
+    side = {"cuda": 8192}.get(kind, 1024)
+    matrix = torch.ones(side, side, device=device, dtype=getattr(torch, dtype))
+    once = [seconds(lambda: matrix @ matrix, matrix.device) for _ in range(3)]
+    return _EFFICIENCY.get(kind, 0.4) * 2 * side**3 / max(min(once), 1e-9)
+
+
+def _duration(spent: float) -> str:
+    return f"{spent:.0f} s" if spent < 100 else f"{spent / 60:.0f} min"
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def measure(options: argparse.Namespace, command: str, folder: Path) -> results.Run:
+    """The whole run, up to its end or to that of its minutes."""
+    shapes, all_cases = TINY_SHAPES if options.rehearsal else SHAPES, planned(options)
+    rows = row_keys(all_cases, options.rounds)
+    record = results.new_record("speed", command, settings(options), environment.describe(options.device))
+    run = results.Run.start(record, list(rows), options.output, folder)
+    estimate = Estimate(shapes, len(options.variants), options.device, rate(options.device, options.dtype))
+    print_plan(all_cases, rows, run.missing, estimate)
+    workshop = Workshop(shapes, options.device, options.dtype, options.variants)
+    execute(run, rows, workshop, estimate, options.minutes)
+    return run
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure and print; 0 done, 1 where a variant failed for another reason than memory, 2 wrong options."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = parser(__doc__).parse_args(arguments)
+    try:
+        completed(options)
+    except ValueError as error:
+        print(f"benchmarks.speed: {error}", file=sys.stderr)
+        return 2
+    torch.set_num_threads(1)
+    command = shlex.join(["python", "-m", "benchmarks.speed", *arguments])
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            run = measure(options, command, Path(scratch) if options.rehearsal else results.FOLDER)
+    except results.ResultError as error:
+        print(f"benchmarks.speed: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nbenchmarks.speed: stopped; the same command goes on from here.", file=sys.stderr)
+        return 130
+    print(speed_report.table([run.record]))
+    if run.path.exists():
+        _say(f"result: {run.path}; a plot: python -m benchmarks.report {run.path}")
+    return 1 if speed_report.failures(run.record) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

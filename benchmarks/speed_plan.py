@@ -1,0 +1,137 @@
+"""What a speed run measures: its cases, the rows of each, and how long they may take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from benchmarks.speed_models import Shape
+
+SUITES = {
+    "calls": "one call of the UNet at each size, batch 2",
+    "pictures": "whole pictures: guided steps and the decoder",
+    "hires": "512 px, then 2048 px from the enlarged latent; only the second pass is patched",
+    "seeds": "one call for 1 to 10 pictures at 512, 768 and 1024 px, fused and naive attention",
+}
+PICTURE_SIZES = (512, 1024)
+HIRES = (512, 2048)
+SEED_PICTURES, SEED_SIZES = (1, 2, 4, 8, 10), (512, 768, 1024)
+COSTS = "costs"
+_COMPILE_SECONDS = {"cpu": 120.0, "cuda": 60.0}  # of one variant at one size
+_NAIVE_FACTOR = 3.0
+_LEAST_SECONDS = {"cpu": 0.02, "cuda": 0.1}  # a GPU's quick calls are repeated within a round for this long
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing whose time is compared over the variants.
+
+    what: ``call``, ``picture`` or ``hires``. batch: of the UNet, two for each picture (with and without prompt).
+    steps: solver steps of a picture, of its second pass where there are two.
+    """
+
+    model: str
+    what: str
+    pixels: int
+    batch: int = 2
+    attention: str = "sdpa"
+    compiled: bool = False
+    steps: int = 1
+
+    @property
+    def key(self) -> str:
+        """Its name, which is unique in a plan."""
+        how = "compiled" if self.compiled else "eager"
+        steps = "" if self.what == "call" else f" {self.steps} steps"
+        return f"{self.model} {self.what} {self.pixels} px batch {self.batch} {self.attention} {how}{steps}"
+
+    def as_json(self) -> dict[str, Any]:
+        """Its fields, as a row keeps them."""
+        return asdict(self)
+
+
+def cases(
+    suites: Sequence[str], models: Sequence[str], sizes: Sequence[int], steps: int, compiled: bool
+) -> list[Case]:
+    """All cases, the most telling first, because a run may end early. compiled: each one compiled as well.
+
+    Pictures are made at the usual ones of the sizes, or at all of them where none is.
+    """
+    found: list[Case] = []
+    for model in models:
+        if "calls" in suites:
+            found += [Case(model, "call", pixels) for pixels in sizes]
+        if "pictures" in suites:
+            usual = [pixels for pixels in sizes if pixels in PICTURE_SIZES]
+            found += [Case(model, "picture", pixels, steps=steps) for pixels in usual or sizes]
+        if "hires" in suites and model == "sd15":
+            found.append(Case(model, "hires", HIRES[1], steps=steps))
+    if "seeds" in suites:
+        found += _seed_cases(models[0])
+    found = list(dict.fromkeys(found))
+    # naive attention is there to be compared with, not to be compiled
+    eager_and_compiled = [[case, _compiled(case)] if case.attention == "sdpa" else [case] for case in found]
+    return [case for pair in eager_and_compiled for case in pair] if compiled else found
+
+
+def _compiled(case: Case) -> Case:
+    return Case(**{**case.as_json(), "compiled": True})
+
+
+def _seed_cases(model: str) -> list[Case]:
+    return [
+        Case(model, "call", pixels, batch=2 * pictures, attention=attention)
+        for attention in ("sdpa", "naive") for pixels in SEED_SIZES for pictures in SEED_PICTURES
+    ]  # fmt: skip
+
+
+def row_keys(all_cases: Sequence[Case], rounds: int) -> dict[str, tuple[Case, str]]:
+    """Row key -> (case, what the row holds: ``costs`` or the number of a round), in the run's order.
+
+    What takes many calls averages over them, and gets a third of the rounds; what only fills the seeds' rows, half.
+    """
+    found = {}
+    for case in all_cases:
+        share = 3 if case.what != "call" else 1 if (case.batch, case.attention) == (2, "sdpa") else 2
+        parts = [COSTS, *(str(number) for number in range(1, -(-rounds // share) + 1))]
+        found |= {f"{case.key} #{part}": (case, part) for part in parts}
+    return found
+
+
+def passes(case: Case) -> list[tuple[int, int]]:
+    """(pixels, steps) of each pass over a picture. The second pass of a hires fix does half of the steps again."""
+    if case.what == "hires":
+        return [(HIRES[0], case.steps), (case.pixels, max(1, case.steps // 2))]
+    return [(case.pixels, case.steps)]
+
+
+class Estimate:
+    """Seconds that a row will take; corrected by what the rows so far have taken."""
+
+    def __init__(self, shapes: dict[str, Shape], variants: int, device: str, rate: float) -> None:
+        """rate: floating-point operations per second that the device reaches in a UNet."""
+        self._shapes, self._variants, self._device, self._rate = shapes, variants, device, rate
+        self._guessed = self._spent = 0.0
+
+    def guess(self, case: Case, part: str) -> float:
+        """Before anything is known of this machine but its rate."""
+        once = self._operations(case) / self._rate * (_NAIVE_FACTOR if case.attention == "naive" else 1)
+        compiling = _COMPILE_SECONDS.get(self._device, 0.0) if case.compiled and part == COSTS else 0.0
+        once = max(once, _LEAST_SECONDS.get(self._device, 0.0))
+        return self._variants * ((2 if part == COSTS else 1) * once + compiling)
+
+    def _operations(self, case: Case) -> float:
+        """Of the case's UNet calls; the decoder's are left out."""
+        shape = self._shapes[case.model]
+        return case.batch * sum(steps * shape.operations(pixels) for pixels, steps in passes(case))
+
+    def seconds(self, case: Case, part: str) -> float:
+        """The guess, in proportion to how the guesses so far turned out."""
+        return self.guess(case, part) * (self._spent / self._guessed if self._guessed else 1.0)
+
+    def learn(self, case: Case, part: str, spent: float) -> None:
+        """Take note of a row that was measured."""
+        self._guessed += self.guess(case, part)
+        self._spent += spent
+

@@ -1,0 +1,104 @@
+"""What is measured side by side: the control, the methods, and two bounds that no method can pass.
+
+To add one: write a function that patches a UNet in place, and give it a line in `VARIANTS`. It gets a UNet of its
+own, which shares its weights with the others', and never has to be undone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+import tome_core
+from tome_core.families import Place, find_blocks
+
+CONTROL = "vanilla"
+NO_ATTENTION = "no self-attention"
+IDEAL = "ideal"
+
+
+class Variant(NamedTuple):
+    """apply: patches a UNet. meaning: for the reader of a table. bound: the variant that does the same for free."""
+
+    apply: Callable[[nn.Module], None]
+    meaning: str
+    bound: str | None = None
+
+
+def finest_blocks(unet: nn.Module) -> list[Place]:
+    """The transformer blocks of the finest level that has attention."""
+    places = find_blocks(unet)
+    finest = min(place.halvings for place in places)
+    return [place for place in places if place.halvings == finest]
+
+
+class FreeMerge(nn.Module):
+    """Attention on half of the tokens, with a match, a merge and an unmerge that cost nothing but a slice and a cat."""
+
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, hidden_states: torch.Tensor, **named: object) -> torch.Tensor:
+        """``[B, N, C]`` to ``[B, N, C]``."""
+        tokens = hidden_states.shape[1]
+        kept = tokens - tokens // 2
+        attended = self.attention(hidden_states[:, :kept], **named)
+        return torch.cat([attended, attended[:, : tokens - kept]], 1)
+
+
+class NoAttention(nn.Module):
+    """In place of attention: nothing."""
+
+    def forward(self, hidden_states: torch.Tensor, **named: object) -> torch.Tensor:
+        """Returns its input."""
+        return hidden_states
+
+
+def _nothing(unet: nn.Module) -> None:
+    """The control is the model as it is."""
+
+
+def _tomesd(unet: nn.Module) -> None:
+    # its default, 1, reaches nothing on SDXL, whose attention starts at half the latent
+    finest = 2 ** finest_blocks(unet)[0].halvings
+    importlib.import_module("tomesd").apply_patch(unet, ratio=0.5, max_downsample=finest)
+
+
+def _ours(**settings: object) -> Callable[[nn.Module], None]:
+    def apply(unet: nn.Module) -> None:
+        tome_core.patch(unet, tome_core.MergeConfig(**settings))
+
+    return apply
+
+
+def _free_merge(unet: nn.Module) -> None:
+    for place in finest_blocks(unet):
+        place.block.attn1 = FreeMerge(place.block.attn1)
+
+
+def _no_attention(unet: nn.Module) -> None:
+    for place in find_blocks(unet):
+        place.block.attn1 = NoAttention()
+
+
+VARIANTS: dict[str, Variant] = {
+    CONTROL: Variant(_nothing, "the model as it is"),
+    "tomesd": Variant(_tomesd, "tomesd 0.1.3, ratio 0.5 at the finest level", IDEAL),
+    "downsample": Variant(
+        _ours(method="downsample"), "token down-sampling (ToDo): a quarter of keys and values at the finest level"
+    ),
+    "ours": Variant(_ours(), "tome_core with its default settings: ratio 0.5 at the finest level", IDEAL),
+    IDEAL: Variant(_free_merge, "bound: half of the tokens merged at the finest level, and merging costs nothing"),
+    NO_ATTENTION: Variant(_no_attention, "bound: every self-attention left out, at all levels"),
+}
+
+
+def missing_package(names: list[str]) -> str | None:
+    """The package that one of these variants needs and that is not installed."""
+    return "tomesd" if "tomesd" in names and importlib.util.find_spec("tomesd") is None else None
