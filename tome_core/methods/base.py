@@ -18,7 +18,8 @@ class MatchOptions(NamedTuple):
     """The settings a method may use.
 
     ratio: share of tokens to remove, 0..1. sx, sy: cell size in tokens. draw: what random choices depend
-    on, None for fixed ones. cluster_on: see `tome_core.methods.cluster`.
+    on, None for fixed ones. cluster_on: see `tome_core.methods.cluster`. refine: k-means steps after the match;
+    window: tokens a side within which partners are looked for, 0 is everywhere. Both of bipartite matching.
     """
 
     ratio: float
@@ -26,6 +27,8 @@ class MatchOptions(NamedTuple):
     sy: int
     draw: Draw | None = None
     cluster_on: str = "tokens"
+    refine: int = 0
+    window: int = 0
 
 
 class Method(NamedTuple):

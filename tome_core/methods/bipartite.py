@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from ..grid import Grid, cells, split_cells
 from ..plan import MergePlan, take_rows
 from .base import Best, MatchOptions, Method, best_keys
+from .windows import best_in_window
 
 _TINY = 1e-12  # keeps a token of zeros at similarity 0
 
@@ -21,6 +22,7 @@ def match(x: torch.Tensor, grid: Grid, options: MatchOptions) -> MergePlan | Non
     """Merge ``int(N * ratio)`` sources, or all there are, into their most similar destination.
 
     x: ``[B, N, C]``, any float dtype, N the grid's tokens; similarity is the cosine, compared in float32.
+    Partners are looked for in the whole grid or in windows of it; then the match may be refined (`refined`).
     Returns groups numbered destinations first; None where the ratio removes no token.
     """
     destinations, sources = split_cells(cells(grid, options.sy, options.sx, x.device), options.draw)
@@ -28,8 +30,14 @@ def match(x: torch.Tensor, grid: Grid, options: MatchOptions) -> MergePlan | Non
     if removed <= 0:
         return None
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-        best = best_destination(x, sources, destinations)
-    return _plan(best, sources, destinations, removed)
+        if 0 < options.window < max(grid.height, grid.width):
+            best = best_in_window(x, grid, options, sources, destinations)
+        else:
+            best = _best_anywhere(x, sources, destinations)
+        if removed < sources.shape[1]:  # else all merge, in whatever order
+            best = Best(best.score / _lengths(x, sources), best.index)
+        plan = _plan(best, sources, destinations, removed)
+        return refined(plan, x, options.refine) if options.refine else plan
 
 
 def best_destination(x: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor) -> Best:
@@ -37,19 +45,44 @@ def best_destination(x: torch.Tensor, sources: torch.Tensor, destinations: torch
 
     x: ``[B, N, C]``; sources ``[B or 1, S]``, destinations ``[B or 1, D]``: int64 token numbers.
     """
+    best = _best_anywhere(x, sources, destinations)
+    return Best(best.score / _lengths(x, sources), best.index)
+
+
+def _best_anywhere(x: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor) -> Best:
+    """The score is the cosine times the source's length, which does not change which destination is best."""
     keys = F.normalize(take_rows(x, destinations).float(), dim=-1, eps=_TINY)
-    # A source's own length does not change which key is best, so it is divided out of the score only.
-    best = best_keys(lambda i, j: take_rows(x, sources[:, i:j]).float(), sources.shape[1], keys)
+    return best_keys(lambda i, j: take_rows(x, sources[:, i:j]).float(), sources.shape[1], keys)
+
+
+def _lengths(x: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
     length = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).clamp(min=_TINY)
-    own = length.gather(1, sources.expand(x.shape[0], -1))
-    return Best(best.score / own, best.index)
+    return length.gather(1, sources.expand(x.shape[0], -1))
+
+
+def refined(plan: MergePlan, x: torch.Tensor, steps: int) -> MergePlan:
+    """The plan after ``steps`` of spherical k-means that start from it: every token goes to the nearest centre.
+
+    A centre is the mean of its tokens' directions, near is the cosine. A group that loses its tokens stays empty,
+    so the plan is for keys that know their sizes, or for merging and unmerging.
+    """
+    unit = F.normalize(x.float(), dim=-1, eps=_TINY)
+    for _ in range(steps):
+        centres = F.normalize(plan.merge(unit), dim=-1, eps=_TINY)
+        empty = torch.zeros(plan.sizes.shape, device=x.device).masked_fill(plan.sizes == 0, float("-inf"))
+        group = best_keys(lambda i, j: unit[:, i:j], x.shape[1], centres, empty).index
+        plan = MergePlan(group, plan.num_groups)
+    return plan
 
 
 def _plan(best: Best, sources: torch.Tensor, destinations: torch.Tensor, removed: int) -> MergePlan:
     batch, count = best.score.shape
     num_destinations = destinations.shape[1]
     sources, destinations = sources.expand(batch, -1), destinations.expand(batch, -1)
-    order = best.score.argsort(dim=1, descending=True, stable=True)
+    if removed == count:
+        order = torch.arange(count, device=sources.device).expand(batch, -1)
+    else:
+        order = best.score.argsort(dim=1, descending=True, stable=True)
     merged, alone = order[:, :removed], order[:, removed:]
     number = torch.arange(num_destinations + count - removed, device=sources.device).expand(batch, -1)
     own = torch.empty_like(sources).scatter(1, merged, best.index.gather(1, merged))

@@ -1,0 +1,105 @@
+"""The best destination inside a window of the grid: cost grows with the tokens, not with their square.
+
+The grid is cut into windows of whole cells. Where it does not divide, the last windows hold fewer cells and the
+tokens beyond the last whole cell; every window has the same shape all the same, and what it has too much is off
+the grid: doubled tokens, whose result nobody asks for, and candidates at minus infinity, never chosen (at zero
+they would beat every negative similarity).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from ..grid import Grid
+from ..plan import take_rows
+from .base import Best, MatchOptions, best_keys
+
+_TINY = 1e-12
+
+
+class Windows(NamedTuple):
+    """tokens: int64 ``[W, T]`` of each window; cells: int64 ``[W, K]``, numbered over the whole grid.
+
+    bias: float32 ``[W, K]``, minus infinity off the grid, None where nothing is; slot: int64 ``[1, N]``, where a
+    token is among the ``W * T``.
+    """
+
+    tokens: torch.Tensor
+    cells: torch.Tensor
+    bias: torch.Tensor | None
+    slot: torch.Tensor
+
+
+class _Line(NamedTuple):
+    """One axis. tokens: ``[W, T]``; cells: ``[W, K]``; real: is that cell on the grid; window, place: of a token."""
+
+    tokens: torch.Tensor
+    cells: torch.Tensor
+    real: torch.Tensor
+    window: torch.Tensor
+    place: torch.Tensor
+
+
+def cut(grid: Grid, sy: int, sx: int, window: int, device: torch.device) -> Windows:
+    """Windows of at most ``window`` tokens a side, whole cells of ``sy x sx`` each, one cell at least."""
+    sy, sx = min(sy, grid.height), min(sx, grid.width)
+    down, right = _line(grid.height, sy, window, device), _line(grid.width, sx, window, device)
+    columns = grid.width // sx
+    tokens = _pairs(down.tokens * grid.width, right.tokens)
+    cells = _pairs(down.cells * columns, right.cells)
+    count, per_row, per_window = right.tokens.shape[0], right.tokens.shape[1], tokens.shape[1]
+    slot = (down.window * count * per_window + down.place * per_row)[:, None] + (
+        right.window * per_window + right.place
+    )[None]
+    bias = None
+    if grid.height // sy % down.cells.shape[1] or columns % right.cells.shape[1]:
+        real = _pairs(down.real * 2, right.real) == 3
+        bias = torch.zeros(real.shape, device=device).masked_fill(real == 0, float("-inf"))
+    return Windows(tokens, cells, bias, slot.reshape(1, -1))
+
+
+def _line(length: int, cell: int, window: int, device: torch.device) -> _Line:
+    cells = length // cell
+    per_window = min(max(1, window // cell), cells)
+    windows = -(-cells // per_window)
+    step = per_window * cell
+    size = min(length, step + length - cells * cell)
+    start = torch.arange(windows, device=device)[:, None]
+    number = start * per_window + torch.arange(per_window, device=device)
+    token = torch.arange(length, device=device)
+    own = (token // cell).clamp(max=cells - 1) // per_window
+    tokens = (start * step + torch.arange(size, device=device)).clamp(max=length - 1)
+    return _Line(tokens, number.clamp(max=cells - 1), (number < cells).to(torch.int64), own, token - own * step)
+
+
+def _pairs(down: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Sums of ``[V, P]`` and ``[U, Q]`` over all pairs: ``[V * U, P * Q]``."""
+    both = down[:, None, :, None] + right[None, :, None, :]
+    return both.reshape(down.shape[0] * right.shape[0], -1)
+
+
+def best_in_window(
+    x: torch.Tensor, grid: Grid, options: MatchOptions, sources: torch.Tensor, destinations: torch.Tensor
+) -> Best:
+    """The most similar destination of each source among those of its window, by cosine times the source's length.
+
+    x: ``[B, N, C]``; sources ``[B or 1, S]``, destinations ``[B or 1, D]`` (one a cell, in order): int64.
+    """
+    batch, _, channels = x.shape
+    windows = cut(grid, options.sy, options.sx, options.window, x.device)
+    count, size = windows.tokens.shape
+    keys = F.normalize(take_rows(x, destinations).float(), dim=-1, eps=_TINY)
+    keys = take_rows(keys, windows.cells.reshape(1, -1)).view(batch * count, -1, channels)
+
+    def queries(start: int, stop: int) -> torch.Tensor:
+        rows = take_rows(x, windows.tokens[:, start:stop].reshape(1, -1))
+        return rows.view(batch * count, stop - start, channels).float()
+
+    bias = windows.bias if windows.bias is None else windows.bias.expand(batch, -1, -1).reshape(batch * count, -1)
+    best = best_keys(queries, size, keys, bias)
+    cells = windows.cells.expand(batch, -1, -1).gather(2, best.index.view(batch, count, size))
+    place = windows.slot.expand(sources.shape[0], -1).gather(1, sources).expand(batch, -1)
+    return Best(best.score.view(batch, -1).gather(1, place), cells.view(batch, -1).gather(1, place))
