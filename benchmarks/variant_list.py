@@ -1,0 +1,138 @@
+"""Every variant of the quality benchmark, and the groups that the command line offers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks import variants
+from benchmarks.reference_patch import Grouping, Recipe
+from benchmarks.variants import Variant
+
+PLAIN = "unmerged"
+RATIOS = (0.25, 0.5, 0.75)
+# ratio and cell of what QUALITY.md tried on keys and values
+KEY_SETTINGS = ((0.5, 2), (0.75, 2), (0.9, 4), (0.9375, 4), (0.984, 8))
+NOISY = 600  # the timestep from which on merging costs nearly nothing
+
+
+def _yardsticks_and_controls() -> Iterator[Variant]:
+    yield Variant(PLAIN, "", variants.nothing, "plain", "torch")
+    yield Variant("bfloat16", "", variants.in_bfloat16, "yardstick", "torch")
+    yield Variant("twice the solver steps", "", variants.nothing, "yardstick", "torch", 2, ("pictures",))
+    for name, recipe in (
+        ("zero attention", Recipe(zero=True)),
+        ("random partner 0.75", Recipe(Grouping(0.75, how="random"), together=True)),
+        ("random partner kv 0.9375", _kv(0.9375, 4, how="random")),
+    ):
+        yield Variant(name, "", variants.reference((0, recipe)), "control")
+
+
+def _engine() -> Iterator[Variant]:
+    """Every method of the engine, as tomesd merges: keys that do not know how many tokens they stand for."""
+
+    def one(line: str, setting: str, **settings: Any) -> Variant:
+        return Variant(line, setting, variants.engine(proportional=False, **settings), code="engine")
+
+    for ratio in RATIOS:
+        yield one("bipartite drawn", str(ratio), ratio=ratio)
+        yield one("bipartite", str(ratio), ratio=ratio, use_rand=False)
+        yield one("bipartite kv", str(ratio), ratio=ratio, use_rand=False, side="kv")
+        yield one("cluster", str(ratio), method="cluster", ratio=ratio)
+        yield one("cluster kv", str(ratio), method="cluster", ratio=ratio, side="kv")
+        yield one("cluster by mean", str(ratio), method="cluster", ratio=ratio, cluster_on="mean_similarity")
+    yield one("bipartite kv", "0.9 cells 4", ratio=0.9, sx=4, sy=4, use_rand=False, side="kv")
+    for sx, sy in ((2, 1), (2, 2), (4, 4)):
+        yield one("downsample", f"{sx}x{sy}", method="downsample", sx=sx, sy=sy)
+
+
+def _sized() -> Iterator[Variant]:
+    """Keys that know how many tokens they stand for."""
+
+    def engine(line: str, setting: str, **settings: Any) -> Variant:
+        return Variant(line, setting, variants.engine(proportional=True, use_rand=False, **settings), code="engine")
+
+    for ratio in RATIOS:
+        yield engine("sized", str(ratio), ratio=ratio)
+    for ratio, cell in KEY_SETTINGS:
+        yield engine("sized kv", _setting(ratio, cell), ratio=ratio, sx=cell, sy=cell, side="kv")
+        yield _reference("sized kv on keys", _setting(ratio, cell), _kv(ratio, cell, metric="keys"))
+    yield engine("cluster kv sized", "0.75", method="cluster", ratio=0.75, side="kv")
+    for ratio in (0.25, 0.5):
+        yield _reference("sized kv 0.9 and q", str(ratio), Recipe(Grouping(0.9, 4), Grouping(ratio)))
+
+
+def _setting(ratio: float, cell: int) -> str:
+    return str(ratio) if cell == 2 else f"{ratio} cells {cell}"
+
+
+def _kv(ratio: float, cell: int = 2, **more: Any) -> Recipe:
+    return Recipe(Grouping(ratio, cell, **more))
+
+
+def _reference(line: str, setting: str, recipe: Recipe) -> Variant:
+    return Variant(line, setting, variants.reference((0, recipe)))
+
+
+def _better_and_worse_groups() -> Iterator[Variant]:
+    """At a quarter and at a sixteenth of the attention work."""
+    both = {"metric": "keys+values"}
+    for ratio, cell in ((0.75, 2), (0.9375, 4)):
+        for line, more in (
+            ("sized kv k-means 1", {"steps": 1}),
+            ("sized kv k-means 3", {"steps": 3}),
+            ("sized kv on keys k-means 3", {"metric": "keys", "steps": 3}),
+            ("sized kv on normed", {"metric": "normed"}),
+            ("sized kv on keys+values", both),
+            ("sized kv on keys+values by distance", {**both, "euclid": True}),
+            ("sized kv on keys+values by distance k-means 3", {**both, "euclid": True, "steps": 3}),
+            ("sized kv windows 16", {"window": 16}),
+        ):
+            yield _reference(line, _setting(ratio, cell), _kv(ratio, cell, **more))
+        yield _reference("mean kv", f"{cell}x{cell}", Recipe(Grouping(ratio, cell, how="pool"), sized=False))
+
+
+def _schedules() -> Iterator[Variant]:
+    """Noisy steps and the rest merged differently. The last is the other way round: the literature disagrees."""
+    together = Recipe(Grouping(0.75), together=True)
+    keys = {"metric": "keys"}
+    for setting, early, late in (
+        ("kv 0.984 then 0.75", _kv(0.984, 8), _kv(0.75)),
+        ("kv 0.984 then 0.5", _kv(0.984, 8), _kv(0.5)),
+        ("kv 0.984 then 0.75 on keys", _kv(0.984, 8, **keys), _kv(0.75, **keys)),
+        ("qkv 0.75 then kv 0.75", together, _kv(0.75)),
+        ("kv 0.75 then 0.984", _kv(0.75), _kv(0.984, 8)),
+    ):
+        yield Variant("schedule", setting, variants.reference((NOISY, early), (0, late)))
+
+
+def _everything() -> dict[str, Variant]:
+    tomesd = [Variant("tomesd", str(ratio), variants.tomesd(ratio), "tomesd", "tomesd") for ratio in RATIOS]
+    parts = (_yardsticks_and_controls(), tomesd, _engine(), _sized(), _better_and_worse_groups(), _schedules())
+    return {variant.name: variant for part in parts for variant in part}
+
+
+VARIANTS = _everything()
+# in every table, whatever else is asked for
+ALWAYS = tuple(name for name, variant in VARIANTS.items() if variant.role in ("plain", "control", "yardstick"))
+_SMALLEST = ("tomesd-0.75", "bipartite-drawn-0.75", "sized-kv-0.75")
+_STANDARD = (
+    *(f"{line}-{ratio}" for line in ("tomesd", "sized") for ratio in RATIOS),
+    *(f"{line}-{ratio}" for line in ("bipartite-drawn", "bipartite") for ratio in RATIOS[1:]),
+    "bipartite-kv-0.75", "bipartite-kv-0.9-cells-4", "cluster-0.5", "cluster-by-mean-0.5", "downsample-2x2",
+    "sized-kv-0.5", "sized-kv-0.75", "sized-kv-0.9375-cells-4", "sized-kv-0.984-cells-8",
+    "sized-kv-on-keys-0.75", "sized-kv-on-keys-0.9375-cells-4", "sized-kv-k-means-3-0.9375-cells-4",
+    "schedule-kv-0.984-then-0.75",
+)  # fmt: skip
+# a whole picture takes as long as twenty noised ones
+_PICTURED = (
+    "tomesd-0.5", "tomesd-0.75", "bipartite-drawn-0.5", "sized-0.5", "sized-0.75", "downsample-2x2",
+    "sized-kv-0.75", "sized-kv-0.9375-cells-4", "sized-kv-on-keys-0.9375-cells-4", "schedule-kv-0.984-then-0.75",
+)  # fmt: skip
+_PICTURED_BY_ALL = {*ALWAYS, *_STANDARD, *(name for name in VARIANTS if name.startswith("schedule"))}
+# the variants of each measure
+GROUPS = {
+    "smallest": {"noised": (*ALWAYS, *_SMALLEST), "pictures": (*ALWAYS, *_SMALLEST)},
+    "standard": {"noised": (*ALWAYS, *_STANDARD), "pictures": (*ALWAYS, *_PICTURED)},
+    "all": {"noised": tuple(VARIANTS), "pictures": tuple(name for name in VARIANTS if name in _PICTURED_BY_ALL)},
+}

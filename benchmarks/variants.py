@@ -1,0 +1,88 @@
+"""What a row of the quality benchmark is about: a name, and how to make a UNet do what it names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+import tome_core
+from benchmarks.reference_patch import Phase, Recipe, Reference, finest
+
+Role = Literal["plain", "method", "tomesd", "control", "yardstick"]
+PutOn = Callable[[nn.Module, int], AbstractContextManager]
+MEASURES = ("noised", "pictures")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One thing to measure.
+
+    method: the line it belongs to in the plot. setting: what it is on that line. put_on: (UNet, seed) -> context
+    manager inside which the UNet does it. code: whose code runs, the "engine", "reference", "tomesd" or "torch".
+    solver: how many times as many solver steps as the others it takes.
+    """
+
+    method: str
+    setting: str
+    put_on: PutOn
+    role: Role = "method"
+    code: str = "reference"
+    solver: int = 1
+    measures: tuple[str, ...] = MEASURES
+
+    @property
+    def name(self) -> str:
+        """What a command line calls it: no spaces."""
+        return f"{self.method} {self.setting}".strip().replace(" ", "-")
+
+    def described(self) -> dict[str, Any]:
+        """The part of it that a result keeps."""
+        return {name: getattr(self, name) for name in ("name", "method", "setting", "role", "code")}
+
+
+@contextmanager
+def nothing(unet: nn.Module, seed: int) -> Iterator[None]:
+    """The UNet as it is."""
+    yield
+
+
+@contextmanager
+def in_bfloat16(unet: nn.Module, seed: int) -> Iterator[None]:
+    """Products in bfloat16, the rest as it is."""
+    with torch.autocast(next(unet.parameters()).device.type, torch.bfloat16):
+        yield
+
+
+def engine(**settings: Any) -> PutOn:
+    """tome_core with the settings of one rule."""
+    return lambda unet, seed: tome_core.patch(unet, tome_core.MergeConfig(seed=seed, **settings))
+
+
+def reference(*phases: tuple[float, Recipe]) -> PutOn:
+    """The reference code: (lowest timestep, recipe) pairs, the first that holds counts."""
+    return lambda unet, seed: Reference(unet, tuple(Phase(*phase) for phase in phases), seed)
+
+
+def tomesd(ratio: float) -> PutOn:
+    """tomesd itself, as its users call it, at the finest level the UNet has."""
+
+    @contextmanager
+    def put_on(unet: nn.Module, seed: int) -> Iterator[None]:
+        import tomesd as package
+
+        device = next(unet.parameters()).device
+        # its destinations come from a clone of the global generator, so equal seeds need that one set
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            package.apply_patch(unet, ratio=ratio, max_downsample=2 ** finest(unet)[0].halvings)
+            try:
+                yield
+            finally:
+                package.remove_patch(unet)
+
+    return put_on

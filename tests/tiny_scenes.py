@@ -1,0 +1,24 @@
+"""A scene model of two levels with random weights, for tests of everything but quality itself."""
+
+from __future__ import annotations
+
+import torch
+
+from demo import model
+
+SIDE = 16  # tokens a side at the finest level
+UNET = {
+    **model.UNET,
+    "sample_size": SIDE,
+    "block_out_channels": [32, 32],
+    "attention_head_dim": [2, 2],
+    "down_block_types": ["CrossAttnDownBlock2D"] * 2,
+    "up_block_types": ["CrossAttnUpBlock2D"] * 2,
+}
+
+
+def make() -> model.SceneModel:
+    """The same weights each time; leaves the global generator alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return model.SceneModel(UNET).eval()
