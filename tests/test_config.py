@@ -24,7 +24,9 @@ from tome_core.methods import METHODS
         ("merge_mlp", "yes", TypeError), ("levels", (), ValueError),
         ("levels", 0, ValueError), ("levels", (0.5,), ValueError),
         ("start_percent", 2, ValueError), ("min_timestep", -5, ValueError), ("max_beta", 1.1, ValueError),
-        ("cluster_on", "colour", ValueError),
+        ("cluster_on", "colour", ValueError), ("proportional", 1, TypeError), ("refine", 4, ValueError),
+        ("refine", 1.0, TypeError), ("query_ratio", 0.9, ValueError), ("window", -1, ValueError),
+        ("window", 8.0, TypeError), ("share", "step", ValueError),
     ],
 )  # fmt: skip
 def test_a_bad_value_is_named_with_its_range(setting, value, error):
@@ -41,6 +43,9 @@ def test_a_bad_value_is_named_with_its_range(setting, value, error):
         {"method": "downsample", "side": "q"},
         {"method": "downsample", "merge_mlp": True},
         {"levels": (0,), "max_downsample": 1},
+        {"refine": 1, "proportional": False},
+        {"query_ratio": 0.5, "side": "qkv"},
+        {"query_ratio": 0.5},
         {"start_percent": 0.8, "end_percent": 0.2},
         {"min_timestep": 800, "max_timestep": 200},
     ],

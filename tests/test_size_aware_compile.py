@@ -58,3 +58,13 @@ def test_projections_that_change_after_the_patch_are_traced_without_the_sizes():
         assert call_case(SMALL, whole, timestep=TIMES[0]).isfinite().all()
         why = "without, because its projections were changed before it was compiled"
         assert handle.report().levels[0].traced_routes == (why,)
+
+
+def test_shared_windowed_and_refined_matches_compile_whole():
+    config = MergeConfig(side="kv", ratio=0.9375, sx=4, sy=4, query_ratio=0.25, share="call", window=8, refine=1)
+    plain, model, backend = SMALL.build(), SMALL.build(), CompileCounter()
+    with tome_core.patch(plain, config), tome_core.patch(model, config):
+        whole = compiled(model, backend)
+        for time in TIMES[:3]:
+            assert torch.equal(call_case(SMALL, whole, timestep=time), call_case(SMALL, plain, timestep=time))
+    assert backend.frame_count == 1

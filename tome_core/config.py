@@ -15,6 +15,7 @@ from .methods.cluster import CLUSTER_ON
 
 SIDES = ("qkv", "kv", "q")
 DOWNSAMPLES = (1, 2, 4, 8)
+SHARES = ("block", "call")
 SEED_LIMIT = 2**31 - 1
 
 
@@ -121,6 +122,26 @@ class MergeRule:
         "adding the logarithm of their number to its logit. Half the error at the same cost, and what makes strong "
         "merging of keys and values possible. Off is tomesd's way.", advanced=True,
     )
+    refine: int = _setting(
+        0, "Refinement", "k-means steps after the match: every token goes to the nearest of the merged ones. Each "
+        "costs as much as a match; worth it for strong merging of keys and values. Used by bipartite.",
+        minimum=0, maximum=3, step=1, advanced=True,
+    )
+    query_ratio: float = _setting(
+        0.0, "Query ratio", "Where keys and values are merged: share of the queries that is merged beside them, by a "
+        "match of their own in 2x2 cells, so 0.75 at most. 0 keeps every query.",
+        minimum=0.0, maximum=0.75, step=0.05, advanced=True,
+    )
+    window: int = _setting(
+        0, "Window", "Look for partners only inside windows of this many tokens a side: far cheaper on large pictures, "
+        "but what is alike far apart stays apart. 0 is the whole picture. Used by bipartite.",
+        minimum=0, maximum=64, step=8, open_ended=True, advanced=True,
+    )
+    share: str = _setting(
+        "block", "Match for", "block: every block matches its own tokens. call: the first block of a level matches, "
+        "and the level's others merge by the same map, once for each call of the UNet.",
+        choices=SHARES, advanced=True,
+    )
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -139,6 +160,7 @@ class MergeRule:
                 f"method={self.method!r} keeps every query, so it cannot merge_crossattn or merge_mlp; "
                 "set both to False, or add a second rule with another method"
             )
+        self._check_sides()
         if self.levels is not None and self.max_downsample is not None:
             raise ValueError(
                 f"levels={self.levels!r} and max_downsample={self.max_downsample!r} both choose the blocks; "
@@ -148,6 +170,17 @@ class MergeRule:
             first, last = getattr(self, low), getattr(self, high)
             if first is not None and last is not None and first > last:
                 raise ValueError(f"{low}={first!r} lies after {high}={last!r}; swap them")
+
+    def _check_sides(self) -> None:
+        if self.refine and not self.proportional and self.effective_side != "q" and self.merge_attn:
+            raise ValueError(
+                f"refine={self.refine!r} may leave groups without tokens, which only keys that know their sizes can "
+                "be; set proportional to True, or use refine=0"
+            )
+        if self.query_ratio and self.effective_side != "kv":
+            raise ValueError(
+                f"query_ratio={self.query_ratio!r} merges queries beside side='kv'; use that side, or query_ratio=0"
+            )
 
     @property
     def effective_side(self) -> str:

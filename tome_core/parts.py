@@ -64,14 +64,17 @@ class PartSite(Wrap):
     def _merged(self, merging: Merging, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any | None:
         """The part's output for merged input; None where that cannot be unmerged."""
         out = self.original(merging.plan.merge(x, merging.mode), *args, **kwargs)
-        return self._finish(merging, x, out, (merging.plan.num_groups, 0), 0)
+        return self._finish(merging.plan, x, out, (merging.plan.num_groups, 0), 0)
 
-    def _finish(self, merging: Merging, x: torch.Tensor, out: Any, left: tuple[int, int], keys: int) -> Any | None:
+    def _finish(
+        self, plan: MergePlan | None, x: torch.Tensor, out: Any, left: tuple[int, int], keys: int
+    ) -> Any | None:
+        """The output for every token. plan: that of the queries, None where all were kept; left: queries, keys."""
         queries = left[0]
-        if queries != x.shape[1]:
+        if plan is not None and queries != x.shape[1]:
             if not torch.is_tensor(out) or out.dim() != 3 or out.shape[:2] != (x.shape[0], queries):
                 return None
-            out = merging.plan.unmerge(out)
+            out = plan.unmerge(out)
         self.block.run.ledger.merge(self.block.level, self.part, (x.shape[0], x.shape[1], keys), left)
         return out
 
@@ -136,6 +139,8 @@ class SelfAttentionSite(PartSite):
         value = kwargs.get("value")
         if value is not None and side != "q" and self._is_self(args, kwargs) and value.shape[:2] != args[0].shape[:2]:
             return "keys and values are of different numbers"
+        if kwargs.get("additional_tokens") is not None and self._merging().rule.refine:
+            return "additional tokens came along, and groups may be empty"
         if side == "qkv":
             return None
         if kwargs.get("additional_tokens") is not None:  # sgm adds them to x, and to keys only where they are x
@@ -159,7 +164,7 @@ class SelfAttentionSite(PartSite):
     def _merged(self, merging: Merging, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any | None:
         own = self._is_self((x, *args), kwargs)
         side = merging.rule.effective_side if own else "q"
-        groups, tokens = merging.plan.num_groups, x.shape[1]
+        tokens = x.shape[1]
         if args:
             kwargs = {self.family.context: args[0], **kwargs}
         context = kwargs.get(self.family.context)
@@ -169,10 +174,12 @@ class SelfAttentionSite(PartSite):
             kwargs[self.family.context] = x if context is None else context
         else:
             self._merge_keys(merging, x, merged, kwargs, explicit=side == "kv" or route.padded)
-        out = self._attend(merging.plan, route, merged if side != "kv" else x, kwargs)
-        queries = tokens if side == "kv" else groups
+        queries = merging.queries if side == "kv" else merging.plan
+        asked = x if queries is None else merged if queries is merging.plan else queries.merge(x)
+        out = self._attend(merging.plan, route, asked, kwargs)
         keys = tokens if own else context.shape[1]
-        return self._finish(merging, x, out, (queries, keys if side == "q" else groups), keys)
+        left = (asked.shape[1], keys if side == "q" else merging.plan.num_groups)
+        return self._finish(queries, x, out, left, keys)
 
     def _route(self, merging: Merging, side: str, kwargs: dict) -> Route:
         route = merging.route

@@ -17,10 +17,14 @@ _PIXELS_PER_LATENT = 8 * 8  # Stable Diffusion's latent is an eighth of the pict
 
 
 class Call(NamedTuple):
-    """One call of the UNet. stamp: its timestep argument, what draws depend on; rules: those in force, by level."""
+    """One call of the UNet. stamp: its timestep argument, what draws depend on; rules: those in force, by level.
+
+    plans: those that a level's blocks share, by level, part and shape; they end with the call.
+    """
 
     stamp: Any
     rules: tuple[LevelRules, ...]
+    plans: dict[tuple, Any]
 
 
 class GridCall(NamedTuple):
@@ -105,7 +109,7 @@ class Run:
         if self.uses_pixels and torch.is_tensor(latent) and latent.dim() == 4:
             pixels = latent.shape[2] * latent.shape[3] * _PIXELS_PER_LATENT
             rules = choose(self.live, self.downsamples, pixels)
-        self.call = Call(timestep, rules)
+        self.call = Call(timestep, rules, {})
 
     def end(self) -> None:
         """The call is over; nothing of it is kept."""
@@ -113,7 +117,7 @@ class Run:
 
     def call_without_time(self) -> Call:
         """What stands for the UNet's call where somebody runs a part of it by itself."""
-        return Call(None, self.rules)
+        return Call(None, self.rules, {})
 
     def _moment(self, timestep: float | None, percent: float | None, everything: bool) -> Time:
         if timestep is None:

@@ -30,12 +30,23 @@ _UNSIZED_RATIO, _UNSIZED_CELL = 0.75, 2
 
 
 class Merging(NamedTuple):
-    """A plan and how it is used in one part of a block. route: how keys get to know their sizes; None: they do not."""
+    """A plan and how it is used in one part of a block. route: how keys get to know their sizes; None: they do not.
+
+    queries: the plan of self-attention's queries where ``plan`` is of its keys and values alone; None: all are kept.
+    """
 
     plan: MergePlan
     rule: MergeRule
     mode: str
     route: Route | None = None
+    queries: MergePlan | None = None
+
+
+class Plans(NamedTuple):
+    """What one match found: the plan, and the queries' own where they have one."""
+
+    plan: MergePlan | None
+    queries: MergePlan | None
 
 
 class BlockCall(NamedTuple):
@@ -149,12 +160,12 @@ class BlockSite(Wrap):
         if index(x.shape[0]) != outer.batch or index(x.shape[1]) != tokens:
             return self._skip(x, "the tokens are not the picture's grid")
         # one rule, one match: a block matches once however many of its parts merge
-        attn = self._match(x, outer, rules.attn, self._route(x, rules.attn, arguments))
-        crossattn = attn if rules.crossattn is rules.attn else self._match(x, outer, rules.crossattn)
+        attn = self._match(x, outer, rules.attn, "attn", self._route(x, rules.attn, arguments))
+        crossattn = attn if rules.crossattn is rules.attn else self._match(x, outer, rules.crossattn, "crossattn")
         if rules.mlp is rules.attn:
             mlp = attn
         else:
-            mlp = crossattn if rules.mlp is rules.crossattn else self._match(x, outer, rules.mlp)
+            mlp = crossattn if rules.mlp is rules.crossattn else self._match(x, outer, rules.mlp, "mlp")
         if attn is None and crossattn is None and mlp is None:
             return self._skip(x, "the grid is too small for the ratio to remove a token")
         self._keep_map(outer.grid, attn or crossattn or mlp)
@@ -172,23 +183,46 @@ class BlockSite(Wrap):
         return OVERRIDDEN if brings_its_own_attention(arguments) else self.sized.route(x, rule.effective_side == "kv")
 
     def _match(
-        self, x: torch.Tensor, outer: GridCall, rule: MergeRule | None, route: Route | None = None
+        self, x: torch.Tensor, outer: GridCall, rule: MergeRule | None, part: str, route: Route | None = None
     ) -> Merging | None:
         if rule is None:
             return None
-        method = METHODS[rule.method]
+        unsized = route is not None and route.kind == WITHOUT
+        plans = None
+        if rule.share == "call":
+            key = (self.level, part, unsized, outer.batch, outer.grid.height, outer.grid.width)
+            plans = outer.call.plans.get(key)
+        if plans is None or (plans.plan is not None and plans.plan.group.device != x.device):
+            plans = self._plans(x, outer, rule, unsized)
+            if rule.share == "call":
+                outer.call.plans[key] = plans
+        if plans.plan is None:
+            return None
+        return Merging(plans.plan, rule, METHODS[rule.method].mode, route, plans.queries)
+
+    def _plans(self, x: torch.Tensor, outer: GridCall, rule: MergeRule, unsized: bool) -> Plans:
+        """Match the block's input, as tomesd does; whatever else is to be compared one day replaces ``x`` here."""
         draw = Draw(rule.seed, self.level, _stamp(outer.call.stamp, x)) if rule.use_rand else None
-        options = MatchOptions(rule.effective_ratio, rule.sx, rule.sy, draw, rule.cluster_on)
-        if route is not None and route.kind == WITHOUT and rule.effective_side == "kv":
-            options = _unsized(options)
-        plan = method.match(x, outer.grid, options)
-        return None if plan is None else Merging(plan, rule, method.mode, route)
+        options = MatchOptions(
+            rule.effective_ratio, rule.sx, rule.sy, draw, rule.cluster_on, rule.refine, rule.window
+        )
+        if unsized:
+            options = _unsized(options, rule.effective_side)
+        plan = METHODS[rule.method].match(x, outer.grid, options)
+        if plan is None or not rule.query_ratio:
+            return Plans(plan, None)
+        light = MatchOptions(rule.query_ratio, 2, 2, draw, window=rule.window)
+        return Plans(plan, METHODS["bipartite"].match(x, outer.grid, light))
 
     def _skip(self, x: torch.Tensor, reason: str) -> None:
         self.run.ledger.skip(self.level, "block", reason, x.shape[0] * x.shape[1] * x.shape[1])
 
 
-def _unsized(options: MatchOptions) -> MatchOptions:
+def _unsized(options: MatchOptions, side: str) -> MatchOptions:
+    """What keys that cannot know their sizes bear: no empty groups, and alone only so much."""
+    options = options._replace(refine=0)
+    if side != "kv":
+        return options
     return options._replace(
         ratio=min(options.ratio, _UNSIZED_RATIO), sx=min(options.sx, _UNSIZED_CELL), sy=min(options.sy, _UNSIZED_CELL)
     )
