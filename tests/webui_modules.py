@@ -47,6 +47,11 @@ class Options:
             raise AttributeError(key) from None
 
 
+def elem_id(script, name):
+    """scripts.Script.elem_id, which has the script's title in it too."""
+    return f"script_{'img2img' if script.is_img2img else 'txt2img'}_{name}"
+
+
 class Modules:
     """modules.scripts and its like in this process, and our repository among the extensions that they load.
 
@@ -56,7 +61,7 @@ class Modules:
     def __init__(self, put_item: Callable, flavour="a1111"):
         self.flavour, self._put_item = flavour, put_item
         self.callbacks = defaultdict(list)
-        script = type("Script", (), {"elem_id": lambda self, name: f"script_{name}", "args_from": 0})
+        script = type("Script", (), {"is_img2img": False, "args_from": 0, "elem_id": elem_id})
         for hook in HOOKS if flavour == "old" else (*HOOKS, SAMPLING_HOOK):
             setattr(script, hook, lambda self, p, *args, **facts: None)
         self.scripts = self.put("modules.scripts", Script=script, AlwaysVisible=object(), scripts_data=[])

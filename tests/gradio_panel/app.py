@@ -1,0 +1,184 @@
+"""Our panels and settings in a page of their own; run by the Python of an environment that holds a webui's gradio.
+
+    app.py PORT TORCH SAVED
+
+TORCH: a folder to find torch in, which such an environment lacks. SAVED: saved settings, as JSON. Ends with its
+standard input. Gradio is real and so is the extension; the webui's modules are doubles.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import operator
+import sys
+import warnings
+from pathlib import Path
+
+import gradio as gr
+
+sys.path.append(str(Path(__file__).parents[1]))
+import webui_modules
+
+BUILT_IN = ("token_merging_ratio", "token_merging_ratio_img2img", "token_merging_ratio_hr")
+QUICK = ("tomecore_enabled", "tomecore_ratio", "tomecore_method", "tomecore_level", "tomecore_min_pixels")
+BY_TYPE = {bool: gr.Checkbox, int: gr.Number, str: gr.Textbox}
+BOX = "-checkbox"
+IS_OLD = gr.__version__ < "4"
+numbers = itertools.count()
+if not IS_OLD:  # it writes a file beside each file that defines a component; Forge stops it too
+    gr.component_meta.create_or_modify_pyi = lambda *args: None
+
+
+class Switch(gr.Checkbox):
+    """What InputAccordion makes: a checkbox, and beside it an accordion that is unfolded while it is checked.
+
+    The webui hides the checkbox and links the two by a script of its page; this one is seen and clicked.
+    """
+
+    def link(self):
+        """Make the accordion beside."""
+        self.accordion = gr.Accordion(self.label, open=self.value, elem_id=self.elem_id.removesuffix(BOX))
+        self.change(fn=lambda on: gr.update(open=on), inputs=[self], outputs=[self.accordion])
+
+    def __enter__(self):
+        self.accordion.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        self.accordion.__exit__(*error)
+
+    def get_block_name(self):
+        return "checkbox"
+
+
+class SwitchOfA1111(Switch):
+    """There it is a class."""
+
+    def __init__(self, value, *, elem_id, **arguments):
+        super().__init__(value, elem_id=elem_id + BOX, **arguments)
+        self.link()
+
+
+def switch_of_forge(value, *, elem_id, **arguments):
+    """There it is a function, because gradio 4 makes a component again for each update."""
+    made = Switch(value, elem_id=elem_id + BOX, **arguments)
+    made.link()
+    return made
+
+
+def told(facts):
+    """A text that differs from the last one, which the browser waits for."""
+    return json.dumps({"number": next(numbers), **facts})
+
+
+def changed(fields, values):
+    """What is not at its default."""
+    return {one.name: values[one.name] for one in fields if values[one.name] != one.default}
+
+
+class Processing:
+    """StableDiffusionProcessing, as far as nothing is sampled."""
+
+    def __init__(self, enable_hr):
+        self.enable_hr, self.extra_generation_params, self.comments = enable_hr, {}, []
+
+    def comment(self, text):
+        self.comments.append(text)
+
+
+class Tab:
+    """A panel, what a job would get from it, and the pasting of an infotext."""
+
+    def __init__(self, webui, is_img2img):
+        self.fields = webui.part("settings").FIELDS
+        self.script = script = type(webui.script)()
+        script.is_img2img = is_img2img
+        name = "img2img" if is_img2img else "txt2img"
+        with gr.Group():
+            controls = script.ui(is_img2img)
+        generate = gr.Button("Generate", elem_id=f"{name}_generate")
+        told_here = gr.Textbox(label="What the hooks got and made of it", elem_id=f"{name}_told")
+        generate.click(fn=self.generate, inputs=controls, outputs=[told_here])
+        infotext = gr.Textbox(label="Infotext, as JSON", elem_id=f"{name}_infotext")
+        paste = gr.Button("Paste", elem_id=f"{name}_paste")
+        fields = [control for control, _ in script.infotext_fields]
+        paste.click(fn=self.paste, inputs=[infotext], outputs=[*fields, told_here])
+
+    def generate(self, *values):
+        """The hooks until the infotext is written."""
+        p = Processing(enable_hr=not self.script.is_img2img)
+        self.script.before_process(p, *values)
+        self.script.process(p, *values)
+        found = changed(self.fields, {one.name: value for one, value in zip(self.fields, values, strict=True)})
+        return told({"changed": found, "infotext": p.extra_generation_params, "comments": p.comments})
+
+    def paste(self, text):
+        """The webui leaves a control alone for which its function gives None."""
+        found = [read(json.loads(text)) for _, read in self.script.infotext_fields]
+        return [*(gr.update() if value is None else gr.update(value=value) for value in found), told({})]
+
+
+class Settings:
+    """The settings tab, and some of its settings again as quicksettings, which are saved when they change."""
+
+    def __init__(self, webui):
+        self.webui, self.opts = webui, webui.shared.opts
+        keys = list(self.opts.labels)
+        rows = [self.row(f"setting_{key}", key) for key in keys]
+        apply = gr.Button("Apply settings", elem_id="apply")
+        told_here = gr.Textbox(label="What is saved", elem_id="settings_told")
+        apply.click(fn=lambda *values: self.save(dict(zip(keys, values, strict=True))), inputs=rows,
+                    outputs=[told_here])  # fmt: skip
+        for key in QUICK:
+            row = self.row(f"quick_{key}", key)
+            row.change(fn=lambda value, key=key: self.save_one(key, value), inputs=[row], outputs=[row, told_here])
+
+    def row(self, elem_id, key):
+        """The component of a setting."""
+        info = self.opts.labels[key]
+        make = info.component or BY_TYPE[type(info.default)]
+        return make(value=self.opts.saved[key], label=info.label, elem_id=elem_id, **(info.component_args or {}))
+
+    def save(self, values):
+        """What a panel would start with then is told beside."""
+        self.opts.saved.update(values)
+        options, fields = self.webui.part("options"), self.webui.part("settings").FIELDS
+        starts = {one.name: options.default_of(one, False) for one in fields}
+        return told({"saved": values, "starts": changed(fields, starts)})
+
+    def save_one(self, key, value):
+        """A quicksetting's component is updated with its own arguments, but for the precision."""
+        arguments = {name: one for name, one in (self.opts.labels[key].component_args or {}).items()
+                     if name != "precision"}  # fmt: skip
+        return gr.update(value=value, **arguments), self.save({key: value})
+
+
+def build(saved):
+    """The page."""
+    webui = webui_modules.Modules(operator.setitem, "a1111" if IS_OLD else "forge")
+    webui.put("modules.ui_components", InputAccordion=SwitchOfA1111 if IS_OLD else switch_of_forge)
+    opts = webui.shared.opts
+    opts.saved.update(saved)
+    for key in BUILT_IN:
+        slider = {"minimum": 0.0, "maximum": 0.9, "step": 0.1}
+        opts.add_option(key, webui_modules.OptionInfo(0.0, key, gr.Slider, slider))
+    webui.start()
+    with gr.Blocks() as page, warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # gradio 3 drops arguments that it does not know, and says only so
+        for is_img2img in (False, True):
+            Tab(webui, is_img2img)
+        Settings(webui)
+    return page
+
+
+def main(port, torch_folder, saved):
+    """Serve the page."""
+    sys.path.append(torch_folder)  # last, so that it outweighs nothing of this environment
+    page = build(json.loads(saved))
+    page.launch(server_name="127.0.0.1", server_port=int(port), prevent_thread_lock=True, show_api=False, quiet=True)
+    sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,61 @@
+"""What a user does on the page of app.py, in a browser that playwright drives."""
+
+from __future__ import annotations
+
+import json
+
+
+class Page:
+    """The controls whose ids begin with `prefix`."""
+
+    def __init__(self, page, prefix="script_txt2img_"):
+        self.page, self.prefix = page, prefix
+
+    def at(self, name, inside=""):
+        return self.page.locator(f"#{self.prefix}{name} {inside}".strip()).first
+
+    def below(self, prefix):
+        """The same page, its names meaning other controls."""
+        return Page(self.page, prefix)
+
+    def check(self, name, on=True):
+        self.at(name, "input[type=checkbox]").set_checked(on)
+
+    def number(self, name, value):
+        box = self.at(name, "input[type=number]")
+        box.fill(str(value))
+        box.press("Tab")
+
+    def key(self, name, key):
+        """Move a slider's knob from where it is."""
+        self.at(name, "input[type=range]").press(key)
+
+    def choose(self, name, text):
+        self.at(name, f"label:has(input[value='{text}'])").click()
+
+    def pick(self, name, text):
+        """From a dropdown."""
+        self.at(name, "input").click()
+        self.page.locator(f"[data-testid=dropdown-option][aria-label='{text}']").click()
+
+    def click(self, name, told):
+        """Press a button, and give what is told when it has been heard."""
+        before = self.page.locator(f"#{told}_told textarea").input_value()
+        self.page.locator(f"#{name}").click()
+        ask = "([id, old]) => {const now = document.querySelector(`#${id}_told textarea`).value;" \
+            "return now !== old && now}"  # fmt: skip
+        return json.loads(self.page.wait_for_function(ask, arg=[told, before]).json_value())
+
+    def wait_for_number(self, name, value):
+        ask = "([id, value]) => document.querySelector(`#${id} input[type=number]`).value == value"
+        self.page.wait_for_function(ask, arg=[self.prefix + name, value])
+
+    def wait_until_saved(self, key, value):
+        ask = "([key, value]) => {const text = document.querySelector('#settings_told textarea').value;" \
+            "return text && JSON.parse(text).saved[key] === value}"  # fmt: skip
+        self.page.wait_for_function(ask, arg=[key, value])
+
+    def generate(self, tab="txt2img"):
+        """(what the hooks got that is not at its default, the infotext they wrote, their comments)"""
+        told = self.click(f"{tab}_generate", tab)
+        return told["changed"], told["infotext"], told["comments"]

@@ -1,0 +1,73 @@
+"""An environment with a webui's gradio, made once, and the page of app.py served by it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import install
+
+HERE = Path(__file__).parent
+OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy would not find this machine
+STAMP = "installed.txt"
+
+
+def environment(folder: Path, pins: Path) -> str:
+    """The interpreter of an environment in `folder` that has what the file `pins` lists, and nothing of this one.
+
+    The second call needs no pip. Raises install.Failure with pip's reason where it cannot be made.
+    """
+    lines = pins.read_text(encoding="utf-8")
+    mark = install.fingerprint(sys.version, [lines])
+    stamp = folder / STAMP
+    if stamp.exists() and stamp.read_text() == mark and install.is_usable(folder):
+        return str(install.venv_python(folder))
+    install.make_environment(folder, None)
+    python = str(install.venv_python(folder))
+    # --only-binary: on a Python too new for the webui's pins, say so instead of compiling numpy
+    command = [python, "-m", "pip", "install", "--disable-pip-version-check", "--only-binary=:all:", "-r", str(pins)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        reasons = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
+        raise install.Failure(f"pip could not install {pins.name}: {' '.join(reasons[-2:])}")
+    stamp.write_text(mark)
+    return python
+
+
+@contextlib.contextmanager
+def serve(python: str, saved: dict[str, Any]) -> Iterator[str]:
+    """The address of the page, which starts with these saved settings; its server ends with the block.
+
+    What the server says is put with what this process says, so that pytest shows it below the test that failed.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # -I: nothing of this environment but the torch that is asked for
+    command = [python, "-I", str(HERE / "app.py"), str(port), str(Path(torch.__file__).parents[1]), json.dumps(saved)]
+    quiet = {"GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "no_proxy": "*"}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, env={**os.environ, **quiet}) as process:
+        try:
+            _wait_until_ready(f"http://127.0.0.1:{port}", process)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+
+
+def _wait_until_ready(address: str, process: subprocess.Popen) -> None:
+    while True:
+        assert process.poll() is None, "the page's server ended by itself"
+        with contextlib.suppress(OSError), OPENER.open(address):
+            return
+        time.sleep(0.2)
