@@ -23,7 +23,8 @@ def result(tmp_path_factory):
 def test_it_prints_what_it_measured(result):
     data, text = result
     assert data["environment"]["torch"] in text
-    for name in ("merge, 4,096", "unmerge, 4,096", "match + merge + unmerge", "SD1.5 block", "peak memory"):
+    rows = ("merge, 4,096", "unmerge, 4,096", "match + merge + unmerge, 16,384", "SD1.5 block", "peak memory")
+    for name in (*rows, "window 16", "shared", "k+v .75 sized", "k+v .9375 sized"):
         assert name in text
     assert all(value > 0 for times in data["ms_4096"].values() for value in times.values())
 
@@ -47,7 +48,7 @@ def test_a_block_is_timed_with_and_without_merging():
 
 def test_nothing_is_patched_after_timing():
     block = bench.make_block()
-    run = bench._patched_run(block, bench.make_inputs(8, 1, "cpu", bench.torch.float32), 0.5)
+    run = bench._patched_run(block, bench.make_inputs(8, 1, "cpu", bench.torch.float32), bench._TOMESDS)
     run()
     assert not any("forward" in vars(module) or "_forward" in vars(module) for module in block.modules())
 

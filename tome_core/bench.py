@@ -30,6 +30,14 @@ from .plan import MergePlan
 from .sd_block import CHANNELS, make_block, make_inputs
 
 _OPTIONS = MatchOptions(ratio=0.5, sx=2, sy=2)
+_WINDOWED = _OPTIONS._replace(window=16)
+# of the block: tomesd's way, and what goes further
+_TOMESDS = MergeConfig(ratio=_OPTIONS.ratio, use_rand=False, proportional=False)
+_SIZED = {
+    "k+v .75 sized": MergeConfig(ratio=0.75, side="kv", use_rand=False),
+    "k+v .9375 sized": MergeConfig(ratio=0.9375, sx=4, sy=4, side="kv", use_rand=False),
+    "k+v .9375 sized, window 16": MergeConfig(ratio=0.9375, sx=4, sy=4, side="kv", use_rand=False, window=16),
+}
 # what `--measure-memory` runs in a fresh process: (implementation, tokens) -> MiB
 _MEMORY_MODES = ("ours", "tomesd")
 
@@ -60,13 +68,14 @@ def _timed(run: Callable[[], Any], device: str) -> float:
 def time_block(ratio: float, repeats: int = 7, side: int = 64) -> tuple[float, float]:
     """Seconds of one SD1.5 block on ``side * side`` tokens, batch 2, float32: (as it is, merged at ``ratio``)."""
     block, inputs = make_block(), make_inputs(side, 2, "cpu", torch.float32)
+    merged = _patched_run(block, inputs, MergeConfig(ratio=ratio, use_rand=False, proportional=False))
     with torch.inference_mode():
-        result = medians({"vanilla": lambda: block(*inputs), "merged": _patched_run(block, inputs, ratio)}, repeats)
+        result = medians({"vanilla": lambda: block(*inputs), "merged": merged}, repeats)
     return result["vanilla"], result["merged"]
 
 
-def _patched_run(block: torch.nn.Module, inputs: tuple, ratio: float) -> Callable[[], Any]:
-    handle = patch(block, MergeConfig(ratio=ratio, use_rand=False, proportional=False))
+def _patched_run(block: torch.nn.Module, inputs: tuple, config: MergeConfig) -> Callable[[], Any]:
+    handle = patch(block, config)
     handle.uninstall()
 
     def run() -> Any:
@@ -101,7 +110,11 @@ def measure_steps(tomesd: ModuleType | None, side: int, repeats: int, device: st
     match = METHODS["bipartite"].match
     plan = match(x, Grid(side, side), _OPTIONS)
     merged = plan.merge(x)
-    whole = {"ours": lambda: _whole(match(x, Grid(side, side), _OPTIONS), x)}
+    whole = {
+        "ours": lambda: _whole(match(x, Grid(side, side), _OPTIONS), x),
+        "window 16": lambda: _whole(match(x, Grid(side, side), _WINDOWED), x),
+        "shared": lambda: _whole(plan, x),
+    }
     merge, unmerge = {"ours": lambda: _fresh(plan).merge(x)}, {"ours": lambda: plan.unmerge(merged)}
     if tomesd is not None:
         find = _tomesd_match(tomesd, x, side)
@@ -110,7 +123,9 @@ def measure_steps(tomesd: ModuleType | None, side: int, repeats: int, device: st
         merge["tomesd"] = lambda: their_merge(x)
         unmerge["tomesd"] = lambda: their_unmerge(their_merged)
         whole["tomesd"] = lambda: [unmerge_(merge_(x)) for merge_, unmerge_ in [find()]]
-    parts = {"merge": merge, "unmerge": unmerge, "match + merge + unmerge": whole}
+    parts = {"match + merge + unmerge": whole}
+    if side == 64:
+        parts = {"merge": merge, "unmerge": unmerge, **parts}
     return {name: _in_ms(medians(variants, repeats, device)) for name, variants in parts.items()}
 
 
@@ -129,11 +144,12 @@ def _tomesd_match(tomesd: ModuleType, x: torch.Tensor, side: int) -> Callable[[]
 
 
 def measure_block(tomesd: ModuleType | None, side: int, repeats: int, device: str, dtype: torch.dtype) -> dict:
-    """Milliseconds of one SD1.5 block as it is and with half of its tokens merged."""
+    """Milliseconds of one SD1.5 block as it is, with half of its tokens merged, and with merged keys and values."""
     block, inputs = make_block(device, dtype), make_inputs(side, 2, device, dtype)
-    variants = {"vanilla": lambda: block(*inputs), "ours": _patched_run(block, inputs, _OPTIONS.ratio)}
+    variants = {"vanilla": lambda: block(*inputs), "ours": _patched_run(block, inputs, _TOMESDS)}
     if tomesd is not None:
         variants["tomesd"] = _tomesd_run(tomesd, block, inputs, _OPTIONS.ratio)
+    variants |= {name: _patched_run(block, inputs, config) for name, config in _SIZED.items()}
     return _in_ms(medians(variants, repeats, device))
 
 
@@ -211,6 +227,8 @@ def run(device: str, dtype: str, repeats: int) -> dict[str, Any]:
     with torch.inference_mode():
         _progress("match, merge and unmerge at 4,096 tokens")
         result["ms_4096"] = measure_steps(tomesd, 64, repeats, device, kind)
+        _progress("match, merge and unmerge at 16,384 tokens")
+        result["ms_16384"] = measure_steps(tomesd, 128, repeats, device, kind)
         _progress("one SD1.5 block at 4,096 tokens")
         result["block_ms_4096"] = measure_block(tomesd, 64, repeats, device, kind)
         _progress("peak memory at 16,384 tokens")
@@ -224,8 +242,9 @@ def run(device: str, dtype: str, repeats: int) -> dict[str, Any]:
 def table(result: dict[str, Any]) -> str:
     """The measurements for a reader."""
     lines = ["", "batch 2, 320 channels, ratio 0.5; " + ", ".join(f"{k} {v}" for k, v in result["environment"].items())]
-    for name, times in result["ms_4096"].items():
-        lines.append(_row(f"{name}, 4,096 tokens", times, "ms", reference="tomesd"))
+    for tokens, key in (("4,096", "ms_4096"), ("16,384", "ms_16384")):
+        for name, times in result[key].items():
+            lines.append(_row(f"{name}, {tokens} tokens", times, "ms", reference="tomesd"))
     lines.append(_row("SD1.5 block, 4,096 tokens", result["block_ms_4096"], "ms", reference="vanilla"))
     lines.append(_row("peak memory, 16,384 tokens", result["peak_mib_16384"], "MiB", reference="tomesd"))
     for name, value in result.get("difference_from_tomesd", {}).items():
