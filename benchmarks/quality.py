@@ -1,0 +1,129 @@
+"""``python -m benchmarks.quality``: what merging does to a trained model's predictions and pictures.
+
+Prints the table; the figures are kept as JSON below benchmarks/results/, and the same command goes on where a killed
+run was. Several processes: ``accelerate launch --num_processes N -m benchmarks.quality --output FILE``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from demo import cores
+
+cores.wait_passively()
+
+import torch  # noqa: E402
+
+from benchmarks import environment, picture_metrics, quality_options, report, results, subjects  # noqa: E402
+from benchmarks.quality_rows import Amounts, Bench, Row, calls, rows  # noqa: E402
+from benchmarks.quality_run import Processes, fill, finish  # noqa: E402
+from benchmarks.variant_list import VARIANTS  # noqa: E402
+
+
+def _device(name: str | None, rank: int) -> torch.device:
+    if name is None:
+        name = f"cuda:{rank % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(1, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {name} does not work here: {str(error).splitlines()[0]}") from error
+    return torch.device(name)
+
+
+def _openers(options: argparse.Namespace, prompts: list[str], device: torch.device) -> dict[str, Callable]:
+    dtype = getattr(torch, options.dtype)
+    return {
+        path.stem: subjects.opener(path, config=options.config, device=device, prompts=prompts, dtype=dtype)
+        for path in options.model
+    }
+
+
+def _plan(options: argparse.Namespace, amounts: Amounts) -> list[Row]:
+    names = quality_options.names(options)
+    return [row for path in options.model
+            for row in rows(path.stem, names, amounts, can_be_noised=subjects.is_scene_model(path))]  # fmt: skip
+
+
+def _settings(options: argparse.Namespace, amounts: Amounts, prompts: list[str], lpips: bool) -> dict[str, Any]:
+    """What has to be equal for two runs to be one."""
+    chosen = {name for names in quality_options.names(options).values() for name in names}
+    return {
+        "models": {path.stem: subjects.fingerprint(path) for path in options.model},
+        "held_out": subjects.held_out_fingerprint(),
+        **asdict(amounts),
+        "dtype": options.dtype,
+        "prompts": prompts,
+        "lpips": lpips,
+        "variants": [variant.described() for name, variant in VARIANTS.items() if name in chosen],
+    }
+
+
+def _estimate(bench: Bench, plan: list[Row], amounts: Amounts) -> str:
+    """Said before the start, from a picture without merging; what matches takes longer, what merges much less."""
+    bench.subject.picture(0, 1)
+    start = time.perf_counter()
+    bench.subject.picture(0, 2)
+    seconds = (time.perf_counter() - start) / 4 * sum(calls(row, amounts) for row in plan)
+    return f"{len(plan)} rows in all, about {max(1, round(seconds / 60))} minutes from start to end"
+
+
+def _run(options: argparse.Namespace, command: str) -> Path | None:
+    """Measure; gives the finished file, None in all processes but the first."""
+    processes = Processes.from_environment()
+    amounts, prompts = quality_options.complete(options)
+    if processes.count > 1 and not options.output:
+        raise ValueError("several processes need --output FILE, so that all of them know the file")
+    device = _device(options.device, processes.rank)
+    openers = _openers(options, prompts, device)
+    lpips, told = picture_metrics.lpips() if prompts else (None, "")
+    plan = _plan(options, amounts)
+
+    def open_bench(name: str) -> Bench:
+        bench = Bench(openers[name](), amounts, options.save, lpips)
+        if name == plan[0].checkpoint and processes.rank == 0:
+            print(_estimate(bench, plan, amounts), file=sys.stderr)
+        return bench
+
+    settings = _settings(options, amounts, prompts, lpips is not None)
+    record = results.new_record("quality", command, settings, environment.describe(str(device)))
+    record["notes"] = [told] if told else []
+    done = fill(record, plan, options.output, processes, open_bench, amounts)
+    if done is None:
+        return None
+    path, record = done
+    finish(record, path, options.save)
+    return path
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run; gives the exit code: 0 done, 2 wrong options (one sentence says which), 130 interrupted."""
+    logging.basicConfig(level=logging.ERROR, format="%(message)s")  # the engine's notes of clamped ratios are known
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = quality_options.parser().parse_args(arguments)
+    if options.list:
+        print("\n".join(VARIANTS))
+        return 0
+    try:
+        path = _run(options, shlex.join(["python", "-m", "benchmarks.quality", *arguments]))
+        if path:
+            print(report.write([path], path.with_suffix(".md"), None))
+            print(f"\n{path}; with a plot: python -m benchmarks.report {path}", file=sys.stderr)
+    except (ValueError, OSError) as error:
+        print(f"benchmarks.quality: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nbenchmarks.quality: stopped; the same command goes on from here.", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""The tables and the plot of quality results, from their JSON alone; ``python -m benchmarks.report`` finds this."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+from benchmarks.quality_figures import ROLES, Mean, Section, sections
+from benchmarks.results import Record
+
+LEGEND = """\
+Work: the share of the finest self-attention's products (queries times keys) that is left, counted while the rows were
+measured and averaged over their steps. Gap: rise of the held-out v-loss; dev: squared distance of the prediction from
+the unmerged one; both in % of the unmerged v-loss, on the same pictures, noise and times. PSNR and SSIM: whole pictures
+beside the unmerged ones of equal seeds. ±: standard error over pictures. "Reference" methods are plain code of the
+benchmark, "engine" is tome_core; **tomesd** is tomesd itself. Sorted by work, then by error."""
+_ABSENT = "n/a"
+Columns = dict[str, Callable[[str], str]]
+
+
+def table(records: list[Record]) -> str:
+    """Markdown: for every checkpoint the means, the same by time, the whole pictures, the Frechet distances."""
+    parts = [text for record in records for text in (_origin(record), *_record_tables(record))]
+    return "\n\n".join([LEGEND, *parts])
+
+
+def _record_tables(record: Record) -> Iterator[str]:
+    for section in sections(record):
+        if section.noised:
+            yield from _noised_tables(section, record["settings"])
+        if section.pictures:
+            yield _picture_table(section, record["settings"])
+    if record.get("frechet"):
+        yield _frechet_table(record)
+
+
+def _origin(record: Record) -> str:
+    versions = ", ".join(f"{name} {value}" for name, value in record["versions"].items() if value)
+    device = ", ".join(f"{name} {value}" if name in ("cores", "threads") else str(value)
+                       for name, value in record["device"].items() if name != "kind")  # fmt: skip
+    lines = [f"`{record['command']}`, {record['created'][:10]}, commit {record.get('commit')}; {versions}; {device}."]
+    lines += [f"{note}." for note in record.get("notes", [])]
+    if record["missing"]:
+        lines.append(f"**Unfinished: {len(record['missing'])} rows are missing.**")
+    return "\n".join(lines)
+
+
+def _noised_tables(section: Section, settings: dict[str, Any]) -> Iterator[str]:
+    figures, times = section.noised, settings["times"]
+    head = (f"### {section.checkpoint}: {section.counts['noised']} noised pictures, "
+            f"unmerged v-loss {section.loss:.5f}")  # fmt: skip
+    order = _order(section, figures, lambda one: one.dev.value)
+    yield f"{head}\n\n" + _table(section, order, {
+        "work": lambda name: _work(figures[name].work),
+        "gap %": lambda name: _mean(figures[name].gap),
+        "dev %": lambda name: _mean(figures[name].dev),
+    })  # fmt: skip
+    for what in ("dev", "gap"):
+        columns: Columns = {
+            f"t = {time}": lambda name, i=i, what=what: _mean(getattr(figures[name], f"{what}_at")[i])
+            for i, time in enumerate(times)
+        }
+        yield f"#### {section.checkpoint}: {what} % by time\n\n{_table(section, order, columns)}"
+
+
+def _picture_table(section: Section, settings: dict[str, Any]) -> str:
+    figures = section.pictures
+    order = _order(section, figures, lambda one: -one.psnr.value)
+    columns: Columns = {
+        "work": lambda name: _work(figures[name].work),
+        "PSNR dB": lambda name: _mean(figures[name].psnr),
+        "SSIM": lambda name: _mean(figures[name].ssim),
+    }
+    if any(one.lpips for one in figures.values()):
+        columns["LPIPS"] = lambda name: _mean(figures[name].lpips) if figures[name].lpips else _ABSENT
+    head = f"### {section.checkpoint}: {section.counts['pictures']} whole pictures, {settings['steps']} solver steps"
+    return f"{head}\n\n{_table(section, order, columns)}"
+
+
+def _frechet_table(record: Record) -> str:
+    kinds = {"plain_features": "plain features", "inception": "FID"}
+    there = [kind for kind in kinds if any(kind in one for one in record["frechet"])]
+    lines = [f"| checkpoint | variant | {' | '.join(kinds[kind] for kind in there)} |", "|---" * (2 + len(there)) + "|"]
+    for one in record["frechet"]:
+        values = " | ".join(f"{one[kind]:.4g}" if kind in one else _ABSENT for kind in there)
+        lines.append(f"| {one['checkpoint']} | {one['variant']} | {values} |")
+    head = "### Frechet distances to the unmerged pictures"
+    return f"{head}\n\nPlain features: colours of 4x4 squares and Haar energies, not comparable with published FIDs." \
+        "\n\n" + "\n".join(lines)  # fmt: skip
+
+
+def _order(section: Section, figures: dict[str, Any], error: Callable[[Any], float]) -> list[str]:
+    """Methods from much work to little and from good to bad, then the controls, then the yardsticks.
+
+    A yardstick of another measure stands there without figures: no table is without its yardsticks.
+    """
+    def place(name: str) -> tuple:
+        one = figures.get(name)
+        role = max(1, ROLES.index(section.variants[name]["role"]))
+        return (role, -round(one.work, 4), error(one)) if one else (role, 0, 0)
+
+    absent = [name for name, one in section.variants.items() if one["role"] == "yardstick" and name not in figures]
+    return sorted([*figures, *absent], key=place)
+
+
+def _table(section: Section, order: list[str], columns: Columns) -> str:
+    heads = ["method", "setting", "code", *columns]
+    lines = [f"| {' | '.join(heads)} |", "|---|---|---|" + "---:|" * len(columns)]
+    for name in order:
+        one = section.variants[name]
+        method = {"tomesd": f"**{one['method']}**", "method": one["method"]}.get(one["role"])
+        cells = [method or f"*{one['method']}* ({one['role']})", one["setting"], one["code"]]
+        lines.append(f"| {' | '.join([*cells, *(_or_absent(cell, name) for cell in columns.values())])} |")
+    return "\n".join(lines)
+
+
+def _or_absent(cell: Callable[[str], str], name: str) -> str:
+    try:
+        return cell(name)
+    except KeyError:
+        return _ABSENT
+
+
+def _work(share: float) -> str:
+    return f"{share:.3g}"
+
+
+def _mean(mean: Mean) -> str:
+    """As many decimals as the error has two digits for."""
+    if not math.isfinite(mean.value):
+        return "equal"
+    if mean.error is None:
+        return f"{mean.value:.3g}"
+    decimals = 3 if mean.error == 0 else min(5, max(1, 1 - math.floor(math.log10(mean.error))))
+    return f"{mean.value:.{decimals}f} ± {mean.error:.{decimals}f}"
+
+
+def plot(records: list[Record], path: Path) -> None:
+    """Error over attention work left, a column of panels for each checkpoint."""
+    from benchmarks import quality_plot
+
+    columns = [section for record in records for section in sections(record)]
+    width, height = quality_plot.size(columns)
+    figure = report.new_figure(width, height)
+    quality_plot.draw(figure, columns)
+    figure.savefig(path, dpi=110)

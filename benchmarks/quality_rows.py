@@ -1,0 +1,160 @@
+"""The rows of a quality result: which there are, and how each is measured.
+
+A row is one variant on one part of the pictures of one checkpoint, so that little is lost when a run is killed.
+Everything is paired: the rows of a part share pictures, noise, times and the seed of whatever is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from benchmarks import picture_metrics
+from benchmarks.attention_work import AttentionWork
+from benchmarks.subjects import PART_NOISED, SceneSubject, Subject
+from benchmarks.variant_list import PLAIN, VARIANTS
+from benchmarks.variants import Variant
+from demo.table import ssim
+
+TIMES = (50, 200, 400, 600, 800, 950)
+PART_PICTURES = {True: 4, False: 1}  # pictures in one row: of a scene model, of a user's model, which takes minutes
+
+
+@dataclass(frozen=True)
+class Amounts:
+    """How much is measured: noised pictures and their times, whole pictures and their solver steps, and the seed."""
+
+    noised: int
+    pictures: int
+    steps: int
+    times: tuple[int, ...] = TIMES
+    seed: int = 0
+    frechet: bool = False
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row to measure: pictures `first` to `first + count` of a checkpoint, of which it is part number `part`."""
+
+    checkpoint: str
+    measure: str
+    part: int
+    first: int
+    count: int
+    variant: str
+
+    @property
+    def key(self) -> str:
+        return f"{self.checkpoint}/{self.measure}/{self.part}/{self.variant}"
+
+    @property
+    def group(self) -> tuple[str, str, int]:
+        """Rows of one group share the unmerged prediction they are compared with."""
+        return self.checkpoint, self.measure, self.part
+
+    def described(self) -> dict[str, Any]:
+        """The part of it that a result keeps beside its figures."""
+        return {"checkpoint": self.checkpoint, "measure": self.measure, "part": self.part, "variant": self.variant}
+
+
+def calls(row: Row, amounts: Amounts) -> int:
+    """Pictures that go through the UNet for this row, for the time left."""
+    if row.measure == "noised":
+        return row.count * len(amounts.times)
+    return row.count * amounts.steps * 2 * VARIANTS[row.variant].solver
+
+
+def rows(checkpoint: str, names: dict[str, tuple[str, ...]], amounts: Amounts, can_be_noised: bool) -> Iterator[Row]:
+    """All rows of a checkpoint, those of a part together, the unmerged one first. names: variants by measure."""
+    sizes = {"noised": PART_NOISED, "pictures": PART_PICTURES[can_be_noised]}
+    totals = {"noised": amounts.noised if can_be_noised else 0, "pictures": amounts.pictures}
+    for measure, size in sizes.items():
+        chosen = [name for name in names[measure] if measure in VARIANTS[name].measures]
+        for part, first in enumerate(range(0, totals[measure], size)):
+            count = min(size, totals[measure] - first)
+            yield from (Row(checkpoint, measure, part, first, count, name) for name in chosen)
+
+
+class Bench:
+    """Measures rows on one checkpoint; keeps the unmerged results of the latest group only."""
+
+    def __init__(self, subject: Subject, amounts: Amounts, save: Path | None, lpips: Callable | None) -> None:
+        self.subject, self.amounts, self.lpips = subject, amounts, lpips
+        self.save = save and save / subject.name
+        self.work = AttentionWork(subject.unet)
+        self._group: tuple | None = None
+        self._plain: list = []
+
+    @torch.inference_mode()
+    def measure(self, row: Row) -> dict[str, Any]:
+        """The figures of a row: lists over pictures, for noised ones lists over times of such lists."""
+        work = self._noised if row.measure == "noised" else self._pictures
+        return work(row, VARIANTS[row.variant])
+
+    def _noised(self, row: Row, variant: Variant) -> dict[str, Any]:
+        def predict(one: Variant) -> list:
+            return [self._predict(row, one, time) for time in self.amounts.times]
+
+        found, plain = self._beside_plain(row, variant, predict)
+        apart = [_error(one[0], other[0]) for one, other in zip(found, plain, strict=True)]
+        kept = {"loss": [loss for _, loss, _ in found], "dev": apart}
+        return {"work": _round(share for *_, share in found),
+                **{name: [_round(one) for one in many] for name, many in kept.items()}}  # fmt: skip
+
+    def _beside_plain(self, row: Row, variant: Variant, make: Callable[[Variant], list]) -> tuple[list, list]:
+        """What the variant makes and what the unmerged model makes, which is made once for a group of rows."""
+        if self._group != row.group:
+            self._group, self._plain = row.group, make(VARIANTS[PLAIN])
+        return (self._plain if variant.name == PLAIN else make(variant)), self._plain
+
+    def _predict(self, row: Row, variant: Variant, time: int) -> tuple[torch.Tensor, list[float], float]:
+        subject: SceneSubject = self.subject
+        noised = subject.noised(row.part, row.count, time)
+        with variant.put_on(subject.unet, self.amounts.seed + row.part), self.work:
+            prediction = subject.predict(noised)
+        return prediction, _error(prediction, noised.velocity), self.work.share()
+
+    def _pictures(self, row: Row, variant: Variant) -> dict[str, Any]:
+        def make(one: Variant) -> list:
+            return [self._picture(one, number) for number in range(row.first, row.first + row.count)]
+
+        found, plain = self._beside_plain(row, variant, make)
+        pairs = [(one[0], other[0]) for one, other in zip(plain, found, strict=True)]
+        kept = {
+            "work": _round([np.mean([share for _, share in found])])[0],
+            "squared_error": _round([picture_metrics.squared_error(*pair) for pair in pairs]),
+            "ssim": _round([ssim(*pair) for pair in pairs]),
+        }
+        if self.lpips:
+            kept["lpips"] = _round([self.lpips(*pair) for pair in pairs])
+        if self.amounts.frechet:
+            kept["features"] = [_round(picture_metrics.features(made)) for made, _ in found]
+        return kept
+
+    def _picture(self, variant: Variant, number: int) -> tuple[np.ndarray, float]:
+        with variant.put_on(self.subject.unet, self.amounts.seed + number), self.work:
+            made = self.subject.picture(number, self.amounts.steps * variant.solver)
+        if self.save:
+            self._keep(made, variant, number)
+        return made, self.work.share()
+
+    def _keep(self, picture: np.ndarray, variant: Variant, number: int) -> None:
+        folder = self.save / variant.name
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(picture).save(folder / f"{number:05}.png")
+
+
+def _error(a: torch.Tensor, b: torch.Tensor) -> list[float]:
+    """Mean squared difference of each picture."""
+    return (a - b).double().pow(2).flatten(1).mean(1).tolist()
+
+
+def _round(values: Iterable) -> list[float]:
+    """Six digits: more than the figures hold, and a result that is not all noise digits."""
+    return [float(f"{float(value):.6g}") for value in values]
