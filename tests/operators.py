@@ -10,7 +10,7 @@ MPS_OPERATORS = {
     "aten.bitwise_xor", "aten.bmm", "aten.cat", "aten.clamp", "aten.clamp_min", "aten.clamp_min_", "aten.clone",
     "aten.copy_", "aten.detach", "aten.div", "aten.div_", "aten.embedding", "aten.empty", "aten.eq", "aten.expand",
     "aten.fill_", "aten.floor_divide", "aten.full", "aten.full_like", "aten.gather", "aten.ge", "aten.index",
-    "aten.index_add_", "aten.index_select", "aten.lift_fresh", "aten.linalg_vector_norm", "aten.log", "aten.lt",
+    "aten.index_add_", "aten.index_select", "aten.lift_fresh", "aten.linalg_vector_norm", "aten.log",
     "aten.masked_fill", "aten.max", "aten.mean", "aten.mul", "aten.ne", "aten.neg", "aten.new_empty",
     "aten.new_zeros", "aten.ones_like", "aten.pow", "aten.remainder", "aten.reshape", "aten.round",
     "aten.__rshift__", "aten.bitwise_right_shift", "aten.scalar_tensor", "aten.scatter", "aten.scatter_add",

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from tests.operators import MPS_OPERATORS, OperatorRecorder
 from tests.oracles import bipartite_similarities, k_means, refined_groups, window_similarities
+from tome_core import MergePlan
 from tome_core.grid import Draw, Grid, cells, draw_choices, split_cells
 from tome_core.methods import METHODS, MatchOptions
-from tome_core.methods.bipartite import best_destination
+from tome_core.methods.bipartite import best_destination, refined
 from tome_core.methods.cluster import ITERATIONS
 from tome_core.methods.windows import best_in_window
 
@@ -163,6 +164,13 @@ def test_refinement_is_k_means_on_directions_from_the_match(steps, ratio, cell):
         expected = refined_groups(x[sample], start.group[sample].tolist(), start.num_groups, steps)
         assert plan.group[sample].tolist() == expected
     assert not torch.equal(plan.group, start.group)
+
+
+def test_a_group_without_tokens_gets_none_though_all_else_be_far():
+    """Its centre is nowhere: at cosine 0 it would be nearer than every other to the third token."""
+    x = torch.tensor([[[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0], [1.0, 0.5]]])
+    plan = refined(MergePlan(torch.tensor([[0, 0, 0, 2]]), 3), x, 1)
+    assert plan.group.tolist() == [[0, 0, 2, 2]]
 
 
 def test_refinement_brings_tokens_closer_to_what_they_become():

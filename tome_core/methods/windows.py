@@ -1,9 +1,9 @@
 """The best destination inside a window of the grid: cost grows with the tokens, not with their square.
 
 The grid is cut into windows of whole cells. Where it does not divide, the last windows hold fewer cells and the
-tokens beyond the last whole cell; every window has the same shape all the same, and what it has too much is off
-the grid: doubled tokens, whose result nobody asks for, and candidates at minus infinity, never chosen (at zero
-they would beat every negative similarity).
+tokens beyond the last whole cell; every window has the same shape all the same, and what it has too much is its
+own last tokens and cells once more: results that nobody asks for, and candidates that are on the grid. (Zeros in
+their place would beat every negative similarity.)
 """
 
 from __future__ import annotations
@@ -23,22 +23,19 @@ _TINY = 1e-12
 class Windows(NamedTuple):
     """tokens: int64 ``[W, T]`` of each window; cells: int64 ``[W, K]``, numbered over the whole grid.
 
-    bias: float32 ``[W, K]``, minus infinity off the grid, None where nothing is; slot: int64 ``[1, N]``, where a
-    token is among the ``W * T``.
+    slot: int64 ``[1, N]``, where a token is among the ``W * T``.
     """
 
     tokens: torch.Tensor
     cells: torch.Tensor
-    bias: torch.Tensor | None
     slot: torch.Tensor
 
 
 class _Line(NamedTuple):
-    """One axis. tokens: ``[W, T]``; cells: ``[W, K]``; real: is that cell on the grid; window, place: of a token."""
+    """One axis. tokens: ``[W, T]``; cells: ``[W, K]``; window, place: of a token ``[N]``."""
 
     tokens: torch.Tensor
     cells: torch.Tensor
-    real: torch.Tensor
     window: torch.Tensor
     place: torch.Tensor
 
@@ -54,11 +51,7 @@ def cut(grid: Grid, sy: int, sx: int, window: int, device: torch.device) -> Wind
     slot = (down.window * count * per_window + down.place * per_row)[:, None] + (
         right.window * per_window + right.place
     )[None]
-    bias = None
-    if grid.height // sy % down.cells.shape[1] or columns % right.cells.shape[1]:
-        real = _pairs(down.real * 2, right.real) == 3
-        bias = torch.zeros(real.shape, device=device).masked_fill(real == 0, float("-inf"))
-    return Windows(tokens, cells, bias, slot.reshape(1, -1))
+    return Windows(tokens, cells, slot.reshape(1, -1))
 
 
 def _line(length: int, cell: int, window: int, device: torch.device) -> _Line:
@@ -72,7 +65,7 @@ def _line(length: int, cell: int, window: int, device: torch.device) -> _Line:
     token = torch.arange(length, device=device)
     own = (token // cell).clamp(max=cells - 1) // per_window
     tokens = (start * step + torch.arange(size, device=device)).clamp(max=length - 1)
-    return _Line(tokens, number.clamp(max=cells - 1), (number < cells).to(torch.int64), own, token - own * step)
+    return _Line(tokens, number.clamp(max=cells - 1), own, token - own * step)
 
 
 def _pairs(down: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -98,8 +91,7 @@ def best_in_window(
         rows = take_rows(x, windows.tokens[:, start:stop].reshape(1, -1))
         return rows.view(batch * count, stop - start, channels).float()
 
-    bias = windows.bias if windows.bias is None else windows.bias.expand(batch, -1, -1).reshape(batch * count, -1)
-    best = best_keys(queries, size, keys, bias)
+    best = best_keys(queries, size, keys)
     cells = windows.cells.expand(batch, -1, -1).gather(2, best.index.view(batch, count, size))
     place = windows.slot.expand(sources.shape[0], -1).gather(1, sources).expand(batch, -1)
     return Best(best.score.view(batch, -1).gather(1, place), cells.view(batch, -1).gather(1, place))
