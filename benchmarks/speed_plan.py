@@ -20,6 +20,7 @@ SEED_PICTURES, SEED_SIZES = (1, 2, 4, 8, 10), (512, 768, 1024)
 COSTS = "costs"
 _COMPILE_SECONDS = {"cpu": 120.0, "cuda": 60.0}  # of one variant at one size
 _NAIVE_FACTOR = 3.0
+_TRUST_SECONDS = 30.0
 _LEAST_SECONDS = {"cpu": 0.02, "cuda": 0.1}  # a GPU's quick calls are repeated within a round for this long
 
 
@@ -127,8 +128,11 @@ class Estimate:
         return case.batch * sum(steps * shape.operations(pixels) for pixels, steps in passes(case))
 
     def seconds(self, case: Case, part: str) -> float:
-        """The guess, in proportion to how the guesses so far turned out."""
-        return self.guess(case, part) * (self._spent / self._guessed if self._guessed else 1.0)
+        """The guess, in proportion to how the guesses so far turned out.
+
+        The first half minute counts as guessed well: what is short there is mostly the start of things.
+        """
+        return self.guess(case, part) * (self._spent + _TRUST_SECONDS) / (self._guessed + _TRUST_SECONDS)
 
     def learn(self, case: Case, part: str, spent: float) -> None:
         """Take note of a row that was measured."""

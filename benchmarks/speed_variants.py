@@ -18,7 +18,7 @@ import tome_core
 from tome_core.families import Place, find_blocks
 
 CONTROL = "vanilla"
-NO_ATTENTION = "no self-attention"
+NO_ATTENTION = "attention-free"
 IDEAL = "ideal"
 
 

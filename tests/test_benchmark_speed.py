@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -130,6 +131,15 @@ def test_a_figure_without_its_control_is_not_printed(record):
     call, picture = (case.key for case in summaries(record))
     assert f"### {call}" in whole and f"### {call}" not in text
     assert f"its control (vanilla) is missing: {call}" in text and f"### {picture}" in text
+
+
+def test_compiled_cases_stand_beside_the_same_ones_uncompiled(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))  # no C++ compiler needed
+    output = tmp_path / "result.json"
+    assert run("--smoke", "--suites", "calls", "--variants", "ours", "--compile", output=output) == 0
+    eager, compiled = summaries(results.load(output))
+    assert compiled.case == {**eager.case, "compiled": True} and eager.case["compiled"] is False
+    assert compiled.figures["ours"].times and compiled.figures["ours"].operators is None
 
 
 def synthetic(**seconds):
