@@ -15,6 +15,8 @@ from torch import nn
 from demo.prompt import VOCABULARY
 
 WEIGHTS = Path(__file__).with_name("scenes128.safetensors")
+# Of another seed, so that a ranking can be seen to repeat.
+CHECKPOINTS = (WEIGHTS, WEIGHTS.with_name("scenes128-b.safetensors"))
 UNET = {
     "sample_size": 64,
     "in_channels": 12,

@@ -45,17 +45,19 @@ def parser() -> argparse.ArgumentParser:
     add("--state", type=Path, default=state, help="where the run is kept (default %(default)s)")
     add("--output", type=Path, default=weights, help="where the weights go (default %(default)s)")
     add("--start", type=Path, help="weights to begin a new run with (default: random ones); "
-        "level-0 self-attention starts anew all the same")
+        "half of the level-0 heads are drawn anew all the same")
     add("--device", default="cpu", help="cpu (default), cuda, ...")
     add("--batch", type=int, default=4, help="pictures a step; twice as many at first (default 4; a GPU takes 64)")
     add("--learning-rate", type=positive, default=1e-3, help="highest learning rate (default 0.001)")
-    add("--coarse", type=float, default=0.28, help="share of the time spent on half-size pictures first")
+    add("--coarse", type=float, default=0.25, help="share of the time spent on half-size pictures first (default 0.25)")
+    add("--crops", type=float, default=0.4, help="share of the time spent on half-size parts of full pictures after "
+        "that, cheap to look things up in (default 0.4)")
     add("--seed", type=int, default=0, help="seed of the scenes and of the noise")
     return made
 
 
 def learning_rate(highest: float, step: int, progress: float, coarse: float) -> float:
-    """Warm up for 40 steps, stay, and fall along a cosine to 2 % once the pictures have full size."""
+    """Warm up for 40 steps, stay, and fall along a cosine to 2 % once the half-size pictures are done."""
     fine = max(0.0, progress - coarse) / (1 - coarse)
     return highest * min(1.0, (step + 1) / 40) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, fine))))
 
@@ -75,34 +77,38 @@ def train_step(state: TrainingState, pictures: torch.Tensor, tokens: torch.Tenso
 
 
 def train(state: TrainingState, options: argparse.Namespace) -> None:
-    """Run until the minutes are used up, half-size pictures first; saves now and then, and at the end."""
+    """Run until the minutes are used up, the cheap pictures first; saves now and then, and at the end."""
     full = 2 * state.model.unet.config.sample_size
-    phases = ((options.coarse, full // 2, 2 * options.batch), (1.0, full, options.batch))
+    phases = (
+        (options.coarse, Scenes(options.seed, 2 * options.batch, full // 2, device=options.device)),
+        (options.coarse + options.crops, Scenes(options.seed, 2 * options.batch, full, full // 2, options.device)),
+        (1.0, Scenes(options.seed, options.batch, full, device=options.device)),
+    )
     saved = spoken = time.monotonic()
-    for until, size, batch in phases:
-        for loss in _phase(state, options, until, size, batch):
+    for until, scenes in phases:
+        for loss in _phase(state, options, until, scenes):
             now = time.monotonic()
             if now - spoken > SPEAK_EVERY:
-                print(_progress_line(state, options.minutes, size, loss), flush=True)
+                print(_progress_line(state, options.minutes, scenes, loss), flush=True)
                 spoken = now
             if now - saved > SAVE_EVERY:
                 state.save(options.state)
                 saved = now
 
 
-def _phase(state: TrainingState, options: argparse.Namespace, until: float, size: int, batch: int) -> Iterator[float]:
-    """Steps on pictures of one size while progress is below `until`; gives the running mean of the loss."""
-    total, mean = options.minutes * 60, None
+def _phase(state: TrainingState, options: argparse.Namespace, until: float, scenes: Scenes) -> Iterator[float]:
+    """Steps on one kind of pictures while progress is below `until`; gives the running mean of the loss."""
+    total, mean, sharp = options.minutes * 60, None, attention.sharp_weights(state.model)
     if state.seconds / total >= until:
         return
     before = time.monotonic()
-    scenes = Scenes(options.seed, batch, size, options.device)
     while True:
         pictures, tokens = scenes[state.step]
         rate = learning_rate(options.learning_rate, state.step, state.seconds / total, options.coarse)
         for group in state.optimizer.param_groups:
             group["lr"] = rate
         loss = train_step(state, pictures, tokens, options.seed)
+        attention.hold_sharp(state.model, sharp)
         mean = loss if mean is None else 0.95 * mean + 0.05 * loss
         now = time.monotonic()
         state.seconds, before = state.seconds + now - before, now
@@ -111,16 +117,21 @@ def _phase(state: TrainingState, options: argparse.Namespace, until: float, size
             return
 
 
-def _progress_line(state: TrainingState, minutes: float, size: int, loss: float) -> str:
+def _progress_line(state: TrainingState, minutes: float, scenes: Scenes, loss: float) -> str:
     spent = state.seconds / 60
-    return (f"{spent:.1f} of {minutes:g} min, step {state.step}, {size} px, loss {loss:.4f}, "
+    part = f"{scenes.crop} of " if scenes.crop else ""
+    return (f"{spent:.1f} of {minutes:g} min, step {state.step}, {part}{scenes.size} px, loss {loss:.4f}, "
             f"{max(0.0, minutes - spent):.1f} min left")
 
 
 def prepared(options: argparse.Namespace) -> TrainingState:
     """The state to go on from: the saved one, else new. Raises ValueError or OSError with a sentence to read."""
-    if not 0 <= options.coarse < 1:
-        raise ValueError(f"--coarse {options.coarse} is a share of the time: at least 0 and less than 1, such as 0.28")
+    for name in ("coarse", "crops"):
+        if not 0 <= getattr(options, name) < 1:
+            raise ValueError(f"--{name} {getattr(options, name)} is a share of the time: at least 0 and less than 1")
+    if options.coarse + options.crops >= 1:
+        raise ValueError(f"--coarse {options.coarse} and --crops {options.crops} leave no time for full pictures; "
+                         "give shares that sum to less than 1")
     for name, low in (("batch", 1), ("seed", 0)):
         if getattr(options, name) < low:
             raise ValueError(f"--{name} {getattr(options, name)} is too small; give at least {low}")

@@ -17,19 +17,27 @@ HELD_OUT_SEED = 2**40  # training's seeds are small
 class Scenes:
     """Endless fresh scenes: item k is the batch of step k, so a resumed run sees what it would have seen.
 
-    Painted on `device`. Gives pictures float32 [batch, 3, size, size] in -1..1 and token ids int64 [batch, 6].
+    Painted on `device`. Gives pictures float32 [batch, 3, size, size] in -1..1 and token ids int64 [batch, 6]; with
+    `crop` instead a part of each, [batch, 3, crop, crop], from below the sky, where there is most to look up.
     """
 
-    def __init__(self, seed: int, batch: int, size: int, device: str = "cpu"):
-        self.seed, self.batch, self.size, self.device = seed, batch, size, device
+    def __init__(self, seed: int, batch: int, size: int, crop: int | None = None, device: str = "cpu"):
+        self.seed, self.batch, self.size, self.crop, self.device = seed, batch, size, crop, device
 
     def __getitem__(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         mixed = (self.seed * 1_000_003 + self.size) * 1_000_000_007 + step
         generator = torch.Generator(self.device).manual_seed(mixed % 2**63)
         attributes = draw_attributes(self.batch, generator)
         pictures = render(attributes, generator, self.size)
+        if self.crop:
+            pictures = self._cropped(pictures, torch.rand(2, generator=generator, device=self.device).tolist())
         unprompted = torch.rand(self.batch, 1, generator=generator, device=self.device) < NO_PROMPT
         return pictures, torch.where(unprompted, NULL_TOKEN, tokens_of(attributes))
+
+    def _cropped(self, pictures: torch.Tensor, place: list[float]) -> torch.Tensor:
+        room = self.size - self.crop
+        top, left = round(room * (1 + place[0]) / 4) * 2, round(room * place[1] / 2) * 2  # even: whole tokens
+        return pictures[..., top:top + self.crop, left:left + self.crop]
 
 
 def stratified_times(n: int, generator: torch.Generator) -> torch.Tensor:

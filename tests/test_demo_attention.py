@@ -52,8 +52,9 @@ def test_a_sharp_start_tells_like_tokens_from_unlike_ones():
     attention.start_sharp(made)
     module = attention.level_0(made)[0]
     x = torch.nn.functional.layer_norm(torch.randn(200, 32), [32])
-    logits = module.scale * module.to_q(x) @ module.to_k(x).T
-    assert logits.diagonal().mean() > 3 * logits.std()
+    broad, sharp = ((module.to_q(x)[:, head] @ module.to_k(x)[:, head].T) for head in (slice(16), slice(16, 32)))
+    assert sharp.diagonal().mean() > 3 * sharp.std()
+    assert broad.diagonal().mean().abs() < 3 * broad.std()
 
 
 def test_gates_say_what_was_missed():
@@ -64,10 +65,21 @@ def test_gates_say_what_was_missed():
     assert not attention.Gates((0.1, 0.9, 0.9, 0.9, 0.9, 0.9), 0.5).passed()
 
 
-def test_a_wall_holds_a_few_kinds_of_tiles_again_and_again():
+def test_a_wall_shows_a_few_colours_again_and_again():
     canvas = Canvas({"sky": torch.zeros(20, dtype=torch.int64)}, torch.Generator().manual_seed(0), 128)
     wall.paint(canvas, landscape.Setting(None, torch.ones(1, 1, 1, 3), None))
     colours = [torch.unique(picture.flatten(0, 1), dim=0) for picture in canvas.image]
     with_wall = [len(found) - 1 for found in colours if len(found) > 1]  # one colour is the bare canvas
-    assert len(with_wall) in range(8, 17)
-    assert all(wall.TEXELS**2 < count <= wall.KINDS * wall.TEXELS**2 for count in with_wall)
+    assert len(with_wall) in range(8, 20)
+    assert all(2 < count <= wall.COLOURS for count in with_wall)
+
+
+@pytest.mark.parametrize("weights", model.CHECKPOINTS, ids=lambda path: path.stem)
+def test_the_shipped_models_pass_their_gates(weights):
+    measured = attention.gates(model.load(weights))
+    assert measured.passed(), str(measured)
+
+
+def test_the_two_shipped_models_differ_in_what_their_heads_look_at():
+    first, second = (attention.sharp_weights(model.load(weights)) for weights in model.CHECKPOINTS)
+    assert all((a - b).abs().mean() > 0.1 for a, b in zip(first, second, strict=True))

@@ -78,17 +78,19 @@ def test_an_odd_picture_has_no_latent():
         model.encode(torch.zeros(1, 3, 5, 4))
 
 
-def test_the_embedded_weights_are_small_and_half_precision():
-    assert model.WEIGHTS.stat().st_size < 10e6
-    with safe_open(model.WEIGHTS, "pt") as file:
+@pytest.mark.parametrize("weights", model.CHECKPOINTS, ids=lambda path: path.stem)
+def test_the_embedded_weights_are_small_and_half_precision(weights):
+    assert weights.stat().st_size < 10e6
+    with safe_open(weights, "pt") as file:
         names = set(file.keys())
         assert {file.get_slice(name).get_dtype() for name in names} == {"F16"}
     assert "emb.weight" in names and all(name.startswith("unet.") for name in names - {"emb.weight"})
 
 
-def test_the_embedded_weights_fit_the_scenes_the_latent_and_the_tokens():
+@pytest.mark.parametrize("weights", model.CHECKPOINTS, ids=lambda path: path.stem)
+def test_the_embedded_weights_fit_the_scenes_the_latent_and_the_tokens(weights):
     """Random weights score 1 and more; any mix-up of attributes, bands or noise schedule would be far above."""
-    assert training_loss.held_out_loss(model.load(), pictures=4) < 0.2
+    assert training_loss.held_out_loss(model.load(weights), pictures=4) < 0.2
 
 
 def test_saving_and_loading_keeps_the_model(tmp_path):
