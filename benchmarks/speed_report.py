@@ -129,11 +129,11 @@ def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
     columns = min(3, max(1, len(panels)))
     rows = max(1, -(-len(panels) // columns))
     figure = new_figure(6 * columns, 4 * rows)
-    axes = figure.subplots(rows, columns, squeeze=False).flat
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axis, (title, cases) in zip(axes, panels.items(), strict=False):
         axis.set_title(title, fontsize=9)
         (_bars if len({case.case["pixels"] for case in cases}) == 1 else _lines)(axis, cases)
-    for axis in list(axes)[len(panels) :]:
+    for axis in axes[len(panels) :]:
         axis.set_visible(False)
     figure.savefig(path, dpi=100)
 
@@ -156,8 +156,9 @@ def _bars(axis: Any, cases: list[Summary]) -> None:
     names = [name for name in figures if figures[name].factor]
     axis.barh(names, [figures[name].factor for name in names], height=0.6, label=cases[-1].case["what"])
     blocks = [name for name in names if figures[name].block_factor and name != NO_ATTENTION]
-    axis.plot([figures[name].block_factor for name in blocks], blocks, "kD", label="finest level's blocks alone")
+    if blocks:
+        axis.plot([figures[name].block_factor for name in blocks], blocks, "kD", label="finest level's blocks alone")
+        axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2)
     axis.axvline(1, color="grey", linewidth=0.8)
     axis.invert_yaxis()
     axis.set(xlabel="times as fast as the control")
-    axis.legend(fontsize=8)
