@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts.webui.running import serve
+from tests.hosts.webui.running import kind_of
+from tests.hosts.webui.twins import Twins, serve_twins
 
 
 @pytest.fixture(scope="session")
@@ -29,7 +30,7 @@ def checkout() -> Path:
 
 @pytest.fixture(scope="session")
 def checkpoints(checkout, tmp_path_factory) -> Iterator[Path]:
-    """A folder with the same checkpoint under two names, for the refiner."""
+    """A folder with the same checkpoint under two names, for the refiner; beside a made one, ``other`` weights."""
     folder = tmp_path_factory.mktemp("checkpoints")
     given = os.environ.get("WEBUI_CHECKPOINT")
     if given:
@@ -37,10 +38,21 @@ def checkpoints(checkout, tmp_path_factory) -> Iterator[Path]:
     else:
         from tests.hosts.webui.make_checkpoint import make
 
-        make(folder / "first.safetensors")
+        is_narrow = kind_of(checkout) == "a1111"
+        make(folder / "first.safetensors", is_narrow=is_narrow)
+        make(folder / "other.safetensors", seed=2, is_narrow=is_narrow)
+        (folder / "other.yaml").unlink()  # the probe gives it the first one's: A1111 then loads into the same modules
     _link(folder / "first.safetensors", folder / "second")
     yield folder
     shutil.rmtree(folder)  # half a gigabyte, and pytest keeps the folders of three runs
+
+
+@pytest.fixture
+def other(checkpoints) -> str:
+    """The name of a checkpoint with other weights in the first one's layout."""
+    if not (checkpoints / "other.safetensors").exists():
+        pytest.skip("needs a second checkpoint of the same layout, which is made where WEBUI_CHECKPOINT is not set")
+    return "other"
 
 
 def _link(source: Path, target: Path) -> None:
@@ -50,21 +62,27 @@ def _link(source: Path, target: Path) -> None:
 
 
 @pytest.fixture(scope="session")
-def without(checkout, checkpoints, tmp_path_factory) -> dict[str, bytes]:
-    """Pixels of a webui without us."""
-    with serve(checkout, checkpoints, tmp_path_factory.mktemp("without"), False) as webui:
-        built_in = {"override_settings": {"token_merging_ratio": 0.5}}
-        return {
-            "plain": webui.draw().pixels,
-            "hires": webui.draw(hires=True).pixels,
-            "first pass": webui.state()["upscaled"][-1:],
-            "built-in": webui.draw(**built_in).pixels,
-            "plain again": webui.draw().pixels,
-        }
+def twins(checkout, checkpoints, tmp_path_factory) -> Iterator[Twins]:
+    """The running servers, without us and with us."""
+    with serve_twins(checkout, checkpoints, tmp_path_factory.mktemp("webui")) as running:
+        yield running
 
 
 @pytest.fixture(scope="session")
-def webui(checkout, checkpoints, without, tmp_path_factory):
+def webui(twins):
     """The running server, with us."""
-    with serve(checkout, checkpoints, tmp_path_factory.mktemp("with"), True) as running:
-        yield running
+    return twins.webui
+
+
+@pytest.fixture(scope="session")
+def without(twins) -> dict[str, bytes]:
+    """Pixels of a webui without us."""
+    webui = twins.without
+    built_in = {"override_settings": {"token_merging_ratio": 0.5}}
+    return {
+        "plain": webui.draw().pixels,
+        "hires": webui.draw(hires=True).pixels,
+        "first pass": webui.state()["upscaled"][-1:],
+        "built-in": webui.draw(**built_in).pixels,
+        "plain again": webui.draw().pixels,
+    }

@@ -1,4 +1,4 @@
-"""A small checkpoint with random weights in SD1.5's layout: two levels, real CLIP and VAE widths."""
+"""A small checkpoint with random weights in SD1.5's layout: narrow, or as wide and with two levels; a real CLIP."""
 
 from __future__ import annotations
 
@@ -16,35 +16,65 @@ VAE = {
     "double_z": True, "z_channels": 4, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 128,
     "ch_mult": [1, 2, 4, 4], "num_res_blocks": 2, "attn_resolutions": [], "dropout": 0.0,
 }  # fmt: skip
+# a tenth of the work; all of SD1.5's stages, because ControlNet's reference mode counts them
+NARROW_UNET = {
+    "model_channels": 64, "attention_resolutions": [1, 2, 4], "num_res_blocks": 2, "channel_mult": [1, 2, 4, 4],
+}  # fmt: skip
+NARROW_VAE = {"ch": 32}
 
 
-def make(path: Path) -> None:
-    """Write the checkpoint, and beside it the configuration that A1111 needs for what is not SD1.5's own size."""
-    from ldm.modules.diffusionmodules.model import Decoder, Encoder
+def make_hypernetwork(path: Path) -> None:
+    """Write a hypernetwork of one linear layer each for keys and values, of the image's tokens and of the text's."""
+    generator = torch.Generator().manual_seed(3)
+    layers = {
+        width: tuple(
+            {"linear.0.weight": torch.randn(width, width, generator=generator) * width**-0.5,
+             "linear.0.bias": torch.zeros(width)} for _ in "kv"
+        ) for width in (UNET["model_channels"], NARROW_UNET["model_channels"], UNET["context_dim"])
+    }  # fmt: skip
+    path.parent.mkdir(parents=True, exist_ok=True)
+    facts = {**layers, "layer_structure": [1, 1], "activation_func": "linear", "step": 1, "name": path.stem}
+    torch.save(facts, path, _use_new_zipfile_serialization=False)  # A1111 1.10 refuses what newer torch puts into a zip
+
+
+def make(path: Path, seed: int = 1, is_narrow: bool = False) -> None:
+    """Write the checkpoint, and beside it the configuration that A1111 needs for what is not SD1.5's own size.
+
+    is_narrow: the Forges ask no configuration and know SD1.5's widths alone.
+    """
     from ldm.modules.diffusionmodules.openaimodel import UNetModel
-    from safetensors.torch import save_file
+
+    unet, vae = (UNET | NARROW_UNET, VAE | NARROW_VAE) if is_narrow else (UNET, VAE)
+    parts = {"model.diffusion_model.": UNetModel(**unet), "cond_stage_model.transformer.": text_encoder()}
+    save(path, parts, vae, seed)
+    path.with_suffix(".yaml").write_text(_configuration(unet, vae))
+
+
+def text_encoder() -> nn.Module:
+    """CLIP's, as SD1.5 and SDXL have it."""
     from transformers import CLIPTextConfig, CLIPTextModel
 
-    text = CLIPTextModel(CLIPTextConfig(
+    return CLIPTextModel(CLIPTextConfig(
         hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12, projection_dim=768,
         vocab_size=49408, max_position_embeddings=77,
     ))  # fmt: skip
-    parts = {
-        "model.diffusion_model.": UNetModel(**UNET),
-        "first_stage_model.encoder.": Encoder(**VAE),
-        "first_stage_model.decoder.": Decoder(**VAE),
-        "first_stage_model.quant_conv.": nn.Conv2d(8, 8, 1),
-        "first_stage_model.post_quant_conv.": nn.Conv2d(4, 4, 1),
-        "cond_stage_model.transformer.": text,
-    }
-    generator = torch.Generator().manual_seed(1)
+
+
+def save(path: Path, parts: dict[str, nn.Module], vae: dict, seed: int = 1) -> None:
+    """Write the parts, by the beginning of their keys, and a VAE, all with random weights."""
+    from ldm.modules.diffusionmodules.model import Decoder, Encoder
+    from safetensors.torch import save_file
+
+    stage = {"encoder.": Encoder(**vae), "decoder.": Decoder(**vae), "quant_conv.": nn.Conv2d(8, 8, 1),
+             "post_quant_conv.": nn.Conv2d(4, 4, 1)}  # fmt: skip
+    generator = torch.Generator().manual_seed(seed)
     weights = {}
-    for prefix, module in parts.items():
+    for prefix, module in (parts | {f"first_stage_model.{key}": one for key, one in stage.items()}).items():
+        is_bare_text = prefix.endswith("transformer.")  # newer transformers leave its first name out
         for key, value in module.state_dict().items():
-            name = key if key.startswith("text_model.") or "cond_stage" not in prefix else f"text_model.{key}"
+            name = f"text_model.{key}" if is_bare_text and not key.startswith("text_model.") else key
             weights[prefix + name] = _random(key, value, generator)
     save_file(weights, path, metadata={"format": "pt"})
-    path.with_suffix(".yaml").write_text(_configuration())
 
 
 def _random(key: str, value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -57,16 +87,16 @@ def _random(key: str, value: torch.Tensor, generator: torch.Generator) -> torch.
     return (torch.zeros if key.endswith("bias") else torch.ones)(value.shape).half()
 
 
-def _configuration() -> str:
+def _configuration(unet: dict, vae: dict) -> str:
     import json
 
-    stage = {"embed_dim": 4, "monitor": "val/rec_loss", "ddconfig": VAE, "lossconfig": {"target": "torch.nn.Identity"}}
+    stage = {"embed_dim": 4, "monitor": "val/rec_loss", "ddconfig": vae, "lossconfig": {"target": "torch.nn.Identity"}}
     parameters = {
         "linear_start": 0.00085, "linear_end": 0.012, "num_timesteps_cond": 1, "log_every_t": 200, "timesteps": 1000,
         "first_stage_key": "jpg", "cond_stage_key": "txt", "image_size": 64, "channels": 4,
         "cond_stage_trainable": False, "conditioning_key": "crossattn", "monitor": "val/loss_simple_ema",
         "scale_factor": 0.18215, "use_ema": False,
-        "unet_config": {"target": "ldm.modules.diffusionmodules.openaimodel.UNetModel", "params": UNET},
+        "unet_config": {"target": "ldm.modules.diffusionmodules.openaimodel.UNetModel", "params": unet},
         "first_stage_config": {"target": "ldm.models.autoencoder.AutoencoderKL", "params": stage},
         "cond_stage_config": {"target": "ldm.modules.encoders.modules.FrozenCLIPEmbedder"},
     }  # fmt: skip

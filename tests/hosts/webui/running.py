@@ -14,18 +14,24 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from PIL import Image
 
+from tests.hosts.webui.make_checkpoint import make_hypernetwork
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy would not find this machine
 QUIET = {"live_previews_enable": False, "show_progressbar": False, "samples_save": False, "grid_save": False,
-         "sd_vae": "None", "token_merging_ratio": 0.0, "tomecore_map": False}  # fmt: skip
-# the last two: A1111 1.10 puts back after a request only those settings that were saved once
+         "sd_vae": "None"}  # fmt: skip
+# what tests override: A1111 1.10 puts back after a request only those settings that were saved once
+OVERRIDDEN = {"token_merging_ratio": 0.0, "tomecore_map": False, "batch_cond_uncond": True, "skip_early_cond": 0.0,
+              "hypertile_enable_unet": False, "hypertile_enable_unet_secondpass": False,
+              "ad_script_names": ""}  # fmt: skip
+QUICK = {"quicksettings_list": ["sd_model_checkpoint", "tomecore_map", "tomecore_ratio"]}
 START = [
     "--skip-torch-cuda-test", "--do-not-download-clip", "--no-download-sd-model", "--skip-version-check",
     "--skip-install", "--skip-python-version-check", "--skip-prepare-environment", "--disable-console-progressbars",
@@ -59,6 +65,7 @@ class Webui:
 
     def __init__(self, port: int, log: Path, kind: str) -> None:
         self.url, self.log, self.kind = f"http://127.0.0.1:{port}", log, kind
+        self.drawn: dict[str, Picture] = {}
 
     def ask(self, path: str, body: Any = None, timeout: float = 300) -> Any:
         """The answer to a GET, or with a body to a POST."""
@@ -77,12 +84,32 @@ class Webui:
             if self.kind != "a1111":
                 body |= {"hr_additional_modules": ["Use same choices"], "hr_cfg": 7}
         if args:
-            body["alwayson_scripts"] = {"Token Merging (ToMe)": {"args": list(args)}}
+            others = body.get("alwayson_scripts", {})
+            body["alwayson_scripts"] = {**others, "Token Merging (ToMe)": {"args": list(args)}}
         answer = self.ask(f"/sdapi/v1/{path}", body)
         facts = json.loads(answer["info"])
         found = tuple(Image.open(io.BytesIO(base64.b64decode(one))).convert("RGB").tobytes()
                       for one in answer["images"])  # fmt: skip
         return Picture(found[0], found, facts["infotexts"][0], facts)
+
+    def draw_once(self, **job: Any) -> Picture:
+        """The same, remembered: a picture takes seconds, and many tests ask for the same one."""
+        key = json.dumps(job)
+        if key not in self.drawn:
+            self.drawn[key] = self.draw(**job)
+        return self.drawn[key]
+
+    def values_of(self, script: str, is_img2img: bool = False, **changes: Any) -> list:
+        """A script's arguments for the API: its defaults, but for ``changes``, by label with _ for spaces.
+
+        Labels that occur twice mean their first.
+        """
+        (info,) = [one["args"] for one in self.ask("/sdapi/v1/script-info")
+                   if one["name"] == script and one["is_img2img"] is is_img2img]  # fmt: skip
+        labels, values = [(one["label"] or "").replace(" ", "_") for one in info], [one["value"] for one in info]
+        for label, value in changes.items():
+            values[labels.index(label)] = value
+        return values
 
     def state(self) -> dict:
         """What the probe extension saw since the last call."""
@@ -92,15 +119,21 @@ class Webui:
         """The log from a position on."""
         return self.log.read_text(errors="replace")[start:]
 
+    def told(self, start: int) -> list[str]:
+        """Our own lines in the log from a position on."""
+        return [line.partition("ToMe: ")[2] for line in self.said(start).splitlines() if line.startswith("ToMe: ")]
+
 
 @contextlib.contextmanager
-def serve(checkout: Path, checkpoints: Path, folder: Path, with_us: bool, *options: str) -> Iterator[Webui]:
+def serve(
+    checkout: Path, checkpoints: Path, folder: Path, with_us: bool, *options: str, extensions: Sequence[Path] = ()
+) -> Iterator[Webui]:
     """Start the checkout's server on a data folder, wait until it is ready, and stop it at the end."""
     kind = kind_of(checkout)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    _fill(folder, with_us)
+    _fill(folder, with_us, extensions)
     flags = shlex.split(os.environ.get("WEBUI_FLAGS", ON_A_CPU[kind]))
     command = [
         os.environ.get("WEBUI_PYTHON", sys.executable), "launch.py", *START, *flags, "--port", str(port),
@@ -125,9 +158,12 @@ def serve(checkout: Path, checkpoints: Path, folder: Path, with_us: bool, *optio
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def _fill(folder: Path, with_us: bool) -> None:
+def _fill(folder: Path, with_us: bool, extensions: Sequence[Path]) -> None:
     (folder / "extensions").mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(QUIET))
+    (folder / "config.json").write_text(json.dumps({**QUIET, **OVERRIDDEN, **(QUICK if with_us else {})}))
+    make_hypernetwork(folder / "models" / "hypernetworks" / "small.pt")
+    for one in extensions:
+        (folder / "extensions" / one.name).symlink_to(one, target_is_directory=True)
     (folder / "extensions" / "probe").symlink_to(HERE / "probe", target_is_directory=True)
     if with_us:
         (folder / "extensions" / "tome_core").symlink_to(ROOT, target_is_directory=True)

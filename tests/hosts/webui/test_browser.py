@@ -124,7 +124,17 @@ def test_reload_ui_keeps_it_working(page, webui):
     unfold(page)
     small(page)
     assert "256 -> 128 tokens" in draw(page)
-    assert "Error loading script" not in webui.said() and webui.state()["patched"] == 0
+    assert "Error loading script: token_merging.py" not in webui.said() and webui.state()["patched"] == 0
+
+
+def test_a_quicksetting_of_ours_counts_at_once(page, webui):
+    assert page.locator("#quicksettings #setting_tomecore_ratio input[type=number]").count() == 1
+    box = page.locator("#quicksettings #setting_tomecore_map input[type=checkbox]")
+    for is_on in (True, False):
+        box.click()
+        page.wait_for_timeout(3000)
+        assert webui.ask("/sdapi/v1/options")["tomecore_map"] is is_on
+        assert len(webui.draw(True, "custom", 0.5).all) == 1 + is_on
 
 
 def test_the_settings_tab_is_there(page):

@@ -25,7 +25,7 @@ def test_the_script_is_there_and_lists_its_arguments(webui):
     assert found["is_alwayson"] and len(labels) == 17 and labels[:3] == ["Token Merging (ToMe)", "Preset", "Ratio"]
     assert (found["args"][2]["minimum"], found["args"][2]["maximum"], found["args"][2]["step"]) == (0, 1, 0.05)
     assert found["args"][3]["choices"] == ["same", "off", "own ratio", "only hires"]
-    assert "Error loading script" not in webui.said()
+    assert "Error loading script: token_merging.py" not in webui.said()
 
 
 @pytest.mark.parametrize("args", [(), (False,), (True, "custom", 0)])

@@ -1,9 +1,10 @@
 """In a test's webui: looks whether anything is left on the model, and stops or fails a job whose prompt says so."""
 
 import hashlib
+import os
 
 import modules.scripts as scripts
-from modules import script_callbacks, shared
+from modules import script_callbacks, sd_models_config, shared
 
 seen = {"upscaled": []}
 
@@ -21,8 +22,8 @@ class Probe(scripts.Script):
 
 
 def on_step(params):
-    prompt = params.denoiser.p.prompt
-    if params.denoiser.step == 1 and "fail" in prompt:
+    prompt, is_hires = params.denoiser.p.prompt, params.denoiser.p.is_hr_pass
+    if params.denoiser.step == 1 and "fail" in prompt and is_hires == ("fail hires" in prompt):
         params.denoiser.step = None  # what a callback raises is swallowed; with this, the denoiser cannot go on
     if params.denoiser.step == 1 and "interrupt" in prompt:
         shared.state.interrupt()
@@ -34,7 +35,16 @@ def patched():
     if not hasattr(model, "model") and objects is None:
         return 0  # Forge has no model before the first picture
     unet = (objects.unet.model if objects is not None else model.model).diffusion_model
-    return sum("_tome_core_patch" in vars(one) or "forward" in vars(one) for one in unet.modules())
+    return sum(any(map(is_ours, (*vars(one).values(), *hooks(one)))) for one in unet.modules())
+
+
+def hooks(module):
+    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+
+
+def is_ours(found):
+    """Other extensions leave methods behind as well."""
+    return "tome_core" in type(getattr(found, "__self__", found)).__module__
 
 
 def on_app(demo, app):
@@ -46,5 +56,18 @@ def on_app(demo, app):
     app.add_api_route("/tome_test/state", state, methods=["GET"])
 
 
+def share_configuration():
+    """Checkpoints without a configuration of their own get the first one's: one layout, as among SD1.5's."""
+    find = getattr(sd_models_config, "find_checkpoint_config_near_filename", None)  # Forge has none
+
+    def find_or_share(info):
+        first = os.path.join(os.path.dirname(info.filename), "first.yaml")
+        return find(info) or (first if os.path.exists(first) else None)
+
+    if find is not None:
+        sd_models_config.find_checkpoint_config_near_filename = find_or_share
+
+
+share_configuration()
 script_callbacks.on_cfg_denoiser(on_step)
 script_callbacks.on_app_started(on_app)

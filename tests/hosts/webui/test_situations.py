@@ -1,0 +1,102 @@
+"""In a real webui, one law for every way in which it can call its model: off is the webui without us, on says so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+ON = (True, "custom", 0.5)
+SAID = "level 0 (/1) 256 -> 128 tokens, 75% of its attention saved"
+GUIDANCE = {
+    "cond and uncond in two calls": {"override_settings": {"batch_cond_uncond": False}},
+    "texts of unequal length": {"negative_prompt": "a boat on the shore, " * 20},
+    "two prompts at once": {"prompt": "a lake AND a tree :0.5", "batch_size": 2},
+    "uncond left out of every second step": {"s_min_uncond": 20, "steps": 4},
+    "uncond left out of the early steps": {"override_settings": {"skip_early_cond": 0.6}},
+    "no uncond": {"cfg_scale": 1},
+    "several batches": {"n_iter": 2, "batch_size": 2},
+}
+
+
+@pytest.mark.parametrize("job", GUIDANCE.values(), ids=GUIDANCE)
+def test_however_the_conditions_come(twins, job):
+    assert SAID in twins.law(*ON, **job)
+
+
+def test_a_hypernetwork(twins):
+    if twins.webui.kind == "forge":
+        pytest.skip("Forge has no hypernetworks")
+    job = {"prompt": "a lake <hypernet:small:1>"}
+    assert twins.without.draw_once(**job).pixels != twins.without.draw_once().pixels
+    assert SAID in twins.law(*ON, **job)
+
+
+def test_hypertile_in_the_hires_pass_alone_leaves_the_first_pass_to_us(twins):
+    _needs_hypertile(twins)
+    job = {"hires": True, "override_settings": {"hypertile_enable_unet_secondpass": True}}
+    line = twins.law(*ON, **job)
+    assert line.startswith(f"first pass: {SAID}") and "hires pass: nothing merged: HyperTile is on" in line
+    assert "nothing merged" not in twins.law(*ON)
+
+
+def test_hypertile_in_both_passes_leaves_us_nothing(twins):
+    _needs_hypertile(twins)
+    job = {"override_settings": {"hypertile_enable_unet": True}}
+    assert twins.law(*ON, **job, merges=False) == "nothing merged: HyperTile is on, whose tiles need every token"
+    assert SAID in twins.law(*ON)
+
+
+def _needs_hypertile(twins):
+    if twins.webui.kind != "a1111":
+        pytest.skip("HyperTile is a setting of A1111 alone")
+
+
+def test_another_checkpoint_is_loaded_into_the_same_modules(twins, other):
+    start = len(twins.webui.said())
+    assert SAID in twins.law(*ON, override_settings={"sd_model_checkpoint": other})
+    if twins.webui.kind == "a1111":
+        assert "Reusing loaded model" in twins.webui.said(start)
+    assert SAID in twins.law(*ON)
+
+
+@pytest.mark.parametrize("hires", ["same", "off", "only hires"])
+def test_a_checkpoint_of_its_own_for_the_hires_pass(twins, other, hires):
+    plain = twins.without.draw_once(hires=True)
+    job = {"hires": True, "hr_checkpoint_name": other}
+    assert twins.without.draw_once(**job).pixels != plain.pixels
+    first, _, second = twins.law(*ON, hires, **job).partition("; ")
+    assert first == ("first pass: left alone" if hires == "only hires" else f"first pass: {SAID}, 3 steps")
+    assert second.startswith("hires pass: left alone" if hires == "off" else "hires pass: level 0 (/1) 576 -> 288")
+
+
+def test_an_exception_in_the_hires_pass_leaves_nothing(twins):
+    import urllib.error
+
+    with pytest.raises(urllib.error.HTTPError):
+        twins.webui.draw(*ON, prompt="a lake, fail hires", hires=True)
+    assert twins.webui.draw().pixels == twins.without.draw_once().pixels
+
+
+def test_the_map_of_several_pictures_is_the_first_ones(twins):
+    alone = _map_of(twins)
+    assert _alike(_map_of(twins, n_iter=2), alone)
+    assert _alike(_map_of(twins, batch_size=2), alone)
+    assert not _alike(_map_of(twins, seed=43), alone)
+
+
+def test_the_map_shows_what_the_prompt_merged_and_not_the_negative_prompt(twins):
+    job = {"prompt": "a lake " * 30, "negative_prompt": "boats, sails, a harbour, " * 9, "steps": 1}
+    assert _alike(_map_of(twins, **job), _map_of(twins, **job, cfg_scale=1))
+
+
+def _map_of(twins, **job):
+    """The colours of the map without the picture and the label; 0 where nothing merged."""
+    done = twins.webui.draw(*ON, **job, override_settings={"tomecore_map": True}).all
+    first, *_, drawn = (torch.frombuffer(bytearray(one), dtype=torch.uint8).float()
+                        for one in done if len(one) == len(done[-1]))  # fmt: skip
+    colours = ((drawn - 0.4 * first) / 0.6).where(drawn != first, 0)
+    return colours.reshape(128, 128, 3)[20:]
+
+
+def _alike(left, right):
+    return ((left - right).abs() < 12).float().mean() > 0.9
