@@ -121,21 +121,38 @@ def test_a_grid_that_cells_do_not_divide_is_refused():
         reference.bipartite(tokens()[:, 1:], 0.5)
 
 
-@pytest.mark.parametrize("sized", [False, True])
-@pytest.mark.parametrize(("settings", "recipe"), [
+BOTH_HAVE = [
     ({"ratio": 0.75, "side": "kv"}, Recipe(Grouping(0.75))),
     ({"ratio": 0.9, "sx": 4, "sy": 4, "side": "kv"}, Recipe(Grouping(0.9, 4))),
     ({"ratio": 0.75}, Recipe(Grouping(0.75), together=True)),
     ({"ratio": 0.75, "side": "q"}, Recipe(q=Grouping(0.75))),
+    ({"ratio": 0.9, "sx": 4, "sy": 4, "side": "kv", "window": 8}, Recipe(Grouping(0.9, 4, window=8))),
+    ({"ratio": 0.75, "side": "kv", "query_ratio": 0.5}, Recipe(Grouping(0.75), Grouping(0.5))),
+    # the engine refuses it without sizes, because it may leave groups empty
+    ({"ratio": 0.9, "sx": 4, "sy": 4, "side": "kv", "refine": 3}, Recipe(Grouping(0.9, 4, steps=3))),
+]
+
+
+@pytest.mark.parametrize(("settings", "recipe", "sized"), [
+    (*both, sized) for both in BOTH_HAVE for sized in (True, False) if sized or "refine" not in both[0]
 ])  # fmt: skip
 def test_in_a_unet_the_reference_predicts_what_the_engine_predicts(settings, recipe, sized):
-    plain = predict()
+    with tome_core.patch(small_model().unet, tome_core.MergeConfig(use_rand=False, proportional=sized, **settings)):
+        theirs = predict()
     with put_on(Phase(0, replace(recipe, sized=sized))):
         ours = predict()
-    config = tome_core.MergeConfig(use_rand=False, proportional=sized, **settings)
-    with tome_core.patch(small_model().unet, config):
-        theirs = predict()
-    assert (ours - theirs).abs().max() < 1e-5 < 1e-2 < (ours - plain).abs().max()
+    assert (ours - theirs).abs().max() < 1e-5 < 1e-2 < (ours - predict()).abs().max()
+
+
+def test_in_a_unet_a_schedule_of_the_reference_is_one_of_the_engine():
+    early = {"ratio": 0.9, "sx": 4, "sy": 4, "side": "kv", "use_rand": False}
+    late = {"ratio": 0.5, "side": "kv", "use_rand": False}
+    rules = tome_core.MergeRule(min_timestep=600, **early), tome_core.MergeRule(**late)
+    for time in (900, 600, 599, 10):
+        with tome_core.patch(small_model().unet, tome_core.MergeConfig(rules=rules)):
+            theirs = predict(time)
+        with put_on(Phase(600, Recipe(Grouping(0.9, 4))), Phase(0, Recipe(Grouping(0.5)))):
+            assert (predict(time) - theirs).abs().max() < 1e-5
 
 
 def test_in_a_unet_the_reference_predicts_what_tomesd_predicts():
