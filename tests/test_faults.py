@@ -119,7 +119,8 @@ def test_05_positional_embeddings_are_added(each_with_itself):
 def test_06_double_self_attention_works(monkeypatch):
     model = block(double_self_attention=True)
     vanilla = call_block(model, encoder_hidden_states=None)
-    with monkeypatch.context() as context, tome_core.patch(model, MergeConfig(merge_crossattn=True)) as handle:
+    config = MergeConfig(merge_crossattn=True, proportional=False)
+    with monkeypatch.context() as context, tome_core.patch(model, config) as handle:
         merge_with_self(context)
         assert torch.equal(call_block(model, encoder_hidden_states=None), vanilla)
         assert handle.report().levels[0].calls_merged == 2

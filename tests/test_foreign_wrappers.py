@@ -135,6 +135,10 @@ def test_a_patch_taken_back_under_somebody_elses_wrapper_merges_again(case: Case
     merged = call_case(case, model)
     with tome_core.patch(model, MergeConfig(ratio=0.25)):
         foreign = wrap_everything(model)
+    attentions = {id(place.block.attn1) for place in find_blocks(find_unet(model))}
+    for one in foreign:  # an attention under somebody's wrapper is another kind, and is asked how it takes sizes
+        assert one.calls == 0 or id(one.module) in attentions
+        one.calls = 0
     assert torch.equal(call_case(case, model), merged)
     assert all(one.calls == 1 for one in foreign)
     outer.remove()
