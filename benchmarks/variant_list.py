@@ -28,87 +28,94 @@ def _yardsticks_and_controls() -> Iterator[Variant]:
         yield Variant(name, "", variants.reference((0, recipe)), "control")
 
 
-def _engine() -> Iterator[Variant]:
-    """Every method of the engine, as tomesd merges: keys that do not know how many tokens they stand for."""
-
-    def one(line: str, setting: str, **settings: Any) -> Variant:
-        return Variant(line, setting, variants.engine(proportional=False, **settings), code="engine")
-
-    for ratio in RATIOS:
-        yield one("bipartite drawn", str(ratio), ratio=ratio)
-        yield one("bipartite", str(ratio), ratio=ratio, use_rand=False)
-        yield one("bipartite kv", str(ratio), ratio=ratio, use_rand=False, side="kv")
-        yield one("cluster", str(ratio), method="cluster", ratio=ratio)
-        yield one("cluster kv", str(ratio), method="cluster", ratio=ratio, side="kv")
-        yield one("cluster by mean", str(ratio), method="cluster", ratio=ratio, cluster_on="mean_similarity")
-    yield one("bipartite kv", "0.9 cells 4", ratio=0.9, sx=4, sy=4, use_rand=False, side="kv")
-    for sx, sy in ((2, 1), (2, 2), (4, 4)):
-        yield one("downsample", f"{sx}x{sy}", method="downsample", sx=sx, sy=sy)
-
-
-def _sized() -> Iterator[Variant]:
-    """Keys that know how many tokens they stand for."""
-
-    def engine(line: str, setting: str, **settings: Any) -> Variant:
-        return Variant(line, setting, variants.engine(proportional=True, use_rand=False, **settings), code="engine")
-
-    for ratio in RATIOS:
-        yield engine("sized", str(ratio), ratio=ratio)
-    for ratio, cell in KEY_SETTINGS:
-        yield engine("sized kv", _setting(ratio, cell), ratio=ratio, sx=cell, sy=cell, side="kv")
-        yield _reference("sized kv on keys", _setting(ratio, cell), _kv(ratio, cell, metric="keys"))
-    yield engine("cluster kv sized", "0.75", method="cluster", ratio=0.75, side="kv")
-    for ratio in (0.25, 0.5):
-        yield _reference("sized kv 0.9 and q", str(ratio), Recipe(Grouping(0.9, 4), Grouping(ratio)))
-
-
-def _setting(ratio: float, cell: int) -> str:
-    return str(ratio) if cell == 2 else f"{ratio} cells {cell}"
-
-
-def _kv(ratio: float, cell: int = 2, **more: Any) -> Recipe:
-    return Recipe(Grouping(ratio, cell, **more))
+def _engine(line: str, setting: str, *rules: dict[str, Any]) -> Variant:
+    return Variant(line, setting, variants.engine(*rules), code="engine")
 
 
 def _reference(line: str, setting: str, recipe: Recipe) -> Variant:
     return Variant(line, setting, variants.reference((0, recipe)))
 
 
+def _kv(ratio: float, cell: int = 2, **more: Any) -> Recipe:
+    """Sized keys and values in the reference code."""
+    return Recipe(Grouping(ratio, cell, **more))
+
+
+def _kv_rule(ratio: float, cell: int = 2, **more: Any) -> dict[str, Any]:
+    """Keys and values in the engine; sized where `proportional` does not say otherwise."""
+    return {"ratio": ratio, "sx": cell, "sy": cell, "side": "kv", "use_rand": False, **more}
+
+
+def _setting(ratio: float, cell: int) -> str:
+    return str(ratio) if cell == 2 else f"{ratio} cells {cell}"
+
+
+def _unsized() -> Iterator[Variant]:
+    """Every method of the engine, as tomesd merges: keys that do not know how many tokens they stand for."""
+
+    def one(line: str, setting: str, **settings: Any) -> Variant:
+        return _engine(line, setting, {"proportional": False, **settings})
+
+    for ratio in RATIOS:
+        yield one("bipartite drawn", str(ratio), ratio=ratio)
+        yield one("bipartite", str(ratio), ratio=ratio, use_rand=False)
+        yield one("bipartite kv", str(ratio), **_kv_rule(ratio))
+        yield one("cluster", str(ratio), method="cluster", ratio=ratio)
+        yield one("cluster kv", str(ratio), method="cluster", ratio=ratio, side="kv")
+        yield one("cluster by mean", str(ratio), method="cluster", ratio=ratio, cluster_on="mean_similarity")
+    yield one("bipartite kv", "0.9 cells 4", **_kv_rule(0.9, 4))
+    for sx, sy in ((2, 1), (2, 2), (4, 4)):
+        yield one("downsample", f"{sx}x{sy}", method="downsample", sx=sx, sy=sy)
+
+
+def _sized() -> Iterator[Variant]:
+    """Keys that know how many tokens they stand for."""
+    for ratio in RATIOS:
+        yield _engine("sized", str(ratio), {"ratio": ratio, "use_rand": False})
+    for ratio, cell in KEY_SETTINGS:
+        yield _engine("sized kv", _setting(ratio, cell), _kv_rule(ratio, cell))
+        yield _reference("sized kv on keys", _setting(ratio, cell), _kv(ratio, cell, metric="keys"))
+    yield _engine("cluster kv sized", "0.75", {"method": "cluster", "ratio": 0.75, "side": "kv"})
+    for ratio in (0.25, 0.5):
+        yield _engine("sized kv 0.9 and q", str(ratio), _kv_rule(0.9, 4, query_ratio=ratio))
+
+
 def _better_and_worse_groups() -> Iterator[Variant]:
     """At a quarter and at a sixteenth of the attention work."""
     both = {"metric": "keys+values"}
     for ratio, cell in ((0.75, 2), (0.9375, 4)):
+        setting = _setting(ratio, cell)
+        yield _engine("sized kv k-means 1", setting, _kv_rule(ratio, cell, refine=1))
+        yield _engine("sized kv k-means 3", setting, _kv_rule(ratio, cell, refine=3))
+        yield _engine("sized kv windows 16", setting, _kv_rule(ratio, cell, window=16))
         for line, more in (
-            ("sized kv k-means 1", {"steps": 1}),
-            ("sized kv k-means 3", {"steps": 3}),
             ("sized kv on keys k-means 3", {"metric": "keys", "steps": 3}),
             ("sized kv on normed", {"metric": "normed"}),
             ("sized kv on keys+values", both),
             ("sized kv on keys+values by distance", {**both, "euclid": True}),
             ("sized kv on keys+values by distance k-means 3", {**both, "euclid": True, "steps": 3}),
-            ("sized kv windows 16", {"window": 16}),
         ):
-            yield _reference(line, _setting(ratio, cell), _kv(ratio, cell, **more))
+            yield _reference(line, setting, _kv(ratio, cell, **more))
         yield _reference("mean kv", f"{cell}x{cell}", Recipe(Grouping(ratio, cell, how="pool"), sized=False))
 
 
 def _schedules() -> Iterator[Variant]:
-    """Noisy steps and the rest merged differently. The last is the other way round: the literature disagrees."""
-    together = Recipe(Grouping(0.75), together=True)
-    keys = {"metric": "keys"}
+    """Noisy steps and the rest merged differently. The fourth is the other way round: the literature disagrees."""
+    together = {"ratio": 0.75, "use_rand": False}
     for setting, early, late in (
-        ("kv 0.984 then 0.75", _kv(0.984, 8), _kv(0.75)),
-        ("kv 0.984 then 0.5", _kv(0.984, 8), _kv(0.5)),
-        ("kv 0.984 then 0.75 on keys", _kv(0.984, 8, **keys), _kv(0.75, **keys)),
-        ("qkv 0.75 then kv 0.75", together, _kv(0.75)),
-        ("kv 0.75 then 0.984", _kv(0.75), _kv(0.984, 8)),
+        ("kv 0.984 then 0.75", _kv_rule(0.984, 8), _kv_rule(0.75)),
+        ("kv 0.984 then 0.5", _kv_rule(0.984, 8), _kv_rule(0.5)),
+        ("qkv 0.75 then kv 0.75", together, _kv_rule(0.75)),
+        ("kv 0.75 then 0.984", _kv_rule(0.75), _kv_rule(0.984, 8)),
     ):
-        yield Variant("schedule", setting, variants.reference((NOISY, early), (0, late)))
+        yield _engine("schedule", setting, {**early, "min_timestep": NOISY}, late)
+    phases = (NOISY, _kv(0.984, 8, metric="keys")), (0, _kv(0.75, metric="keys"))
+    yield Variant("schedule", "kv 0.984 then 0.75 on keys", variants.reference(*phases))
 
 
 def _everything() -> dict[str, Variant]:
     tomesd = [Variant("tomesd", str(ratio), variants.tomesd(ratio), "tomesd", "tomesd") for ratio in RATIOS]
-    parts = (_yardsticks_and_controls(), tomesd, _engine(), _sized(), _better_and_worse_groups(), _schedules())
+    parts = (_yardsticks_and_controls(), tomesd, _unsized(), _sized(), _better_and_worse_groups(), _schedules())
     return {variant.name: variant for part in parts for variant in part}
 
 

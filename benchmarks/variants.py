@@ -58,9 +58,14 @@ def in_bfloat16(unet: nn.Module, seed: int) -> Iterator[None]:
         yield
 
 
-def engine(**settings: Any) -> PutOn:
-    """tome_core with the settings of one rule."""
-    return lambda unet, seed: tome_core.patch(unet, tome_core.MergeConfig(seed=seed, **settings))
+def engine(*rules: dict[str, Any]) -> PutOn:
+    """tome_core with the settings of each rule, the first that holds counts."""
+
+    def put_on(unet: nn.Module, seed: int) -> AbstractContextManager:
+        made = tuple(tome_core.MergeRule(seed=seed, **settings) for settings in rules)
+        return tome_core.patch(unet, tome_core.MergeConfig(rules=made))
+
+    return put_on
 
 
 def reference(*phases: tuple[float, Recipe]) -> PutOn:
