@@ -64,12 +64,14 @@ def _looks(sections: list[Section]) -> dict[str, dict[str, Any]]:
 def _draw_panel(axis: Any, panel: Panel, section: Section, looks: dict[str, dict[str, Any]]) -> None:
     figures = panel.figures(section)
     lines: dict[str, list[tuple[float, Mean]]] = {}
+    beside = cycle((0.01, 0.28, 0.6))  # labels of lines that nearly coincide stand beside each other
     for name, one in figures.items():
         described, error = section.variants[name], panel.error(one)
         if described["role"] in STYLES:
-            axis.axhline(error.value, linewidth=1, **STYLES[described["role"]])
-            axis.annotate(described["method"], (0.01, error.value), xycoords=("axes fraction", "data"), fontsize=7,
-                          va="bottom", color=STYLES[described["role"]]["color"])  # fmt: skip
+            style = STYLES[described["role"]]
+            axis.axhline(error.value, linewidth=1, **style)
+            axis.annotate(described["method"], (next(beside), error.value), xycoords=("axes fraction", "data"),
+                          fontsize=7, va="bottom", color=style["color"])  # fmt: skip
         else:
             lines.setdefault(described["method"], []).append((one.work, error))
     for method, points in lines.items():
