@@ -90,9 +90,9 @@ def test_the_command_at_its_smallest_setting(tmp_path, capsys):
     for figures in (section.noised, section.pictures):
         assert {*CONTROLS, "bfloat16"} <= figures.keys()
         assert {figures[name].work for name in ("tomesd-0.75", "bipartite-drawn-0.75")} == {1 / 16}
-    assert section.noised["zero-attention"].dev.value > 5 * section.noised["tomesd-0.75"].dev.value
-    assert section.noised["bfloat16"].dev.value < section.noised["sized-kv-0.75"].dev.value
-    assert section.pictures["twice-the-solver-steps"].psnr.value < section.pictures["tomesd-0.75"].psnr.value
+    dev = {name: one.dev.value for name, one in section.noised.items()}
+    assert dev["zero-attention"] > dev["random-partner-0.75"] > dev["tomesd-0.75"]
+    assert dev["bfloat16"] < dev["sized-kv-0.75"] < dev["tomesd-0.75"]
     tables = capsys.readouterr().out.split("| method ")[1:]
     assert len(tables) == 4
     for table in tables:
