@@ -14,7 +14,7 @@ from demo import checkpoint
 
 AMOUNTS = {
     "smallest": Amounts(noised=2, pictures=1, steps=2, times=(200, 800)),
-    "standard": Amounts(noised=24, pictures=8, steps=10),
+    "standard": Amounts(noised=16, pictures=6, steps=10),  # 15 minutes of one core a checkpoint
     "all": Amounts(noised=24, pictures=8, steps=10),
 }
 OWN_PICTURES, OWN_STEPS = 8, 20  # a user's models want more steps than the scene models
