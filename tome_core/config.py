@@ -119,7 +119,7 @@ class MergeRule:
     )
     proportional: bool = _setting(
         True, "Size-aware keys", "Let a merged key of self-attention weigh as much as the tokens it stands for, by "
-        "adding the logarithm of their number to its logit. Half the error at the same cost, and what makes strong "
+        "adding the logarithm of their number to its logit. Less error at the same cost, and what makes strong "
         "merging of keys and values possible. Off is tomesd's way.", advanced=True,
     )
     refine: int = _setting(
