@@ -6,10 +6,7 @@ the same claims against the real thing.
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
-import sys
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -177,13 +174,3 @@ def least_checkpoint() -> ModelPatcher:
     unet = ldm(attention_resolutions=(1,), channel_mult=(1,))
     return ModelPatcher(BaseModel(fixed(LatentDiffusionDouble(unet, lambda width: ComfyBlock(width, 4, TEXT))).model
                                   .diffusion_model))  # fmt: skip
-
-
-def load_pack(folder: Path) -> ModuleType:
-    """ComfyUI's rule: the module's name is the folder's path with every dot replaced, and it stays in sys.modules."""
-    name = str(folder).replace(".", "_x_")
-    spec = importlib.util.spec_from_file_location(name, folder / "__init__.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module

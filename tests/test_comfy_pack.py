@@ -15,7 +15,7 @@ import pytest
 import install
 from comfy_nodes import NODE_CLASS_MAPPINGS, nodedefs
 from install import COMFYUI
-from tests.comfy_doubles import load_pack
+from tests.comfy_loader import load_pack
 from tome_core.config import DOWNSAMPLES
 
 ROOT = Path(__file__).parents[1]
@@ -90,7 +90,7 @@ def test_comfyui_manager_calls_it_bare(comfyui):
 def test_a_link_to_the_nodes_folder_alone_finds_the_engine(comfyui):
     place = comfyui / "custom_nodes" / "comfy_nodes"
     place.symlink_to(ROOT / "comfy_nodes")
-    code = "from tests.comfy_doubles import load_pack; from pathlib import Path; import sys;" \
+    code = "from tests.comfy_loader import load_pack; from pathlib import Path; import sys;" \
         "print(sorted(load_pack(Path(sys.argv[1])).NODE_CLASS_MAPPINGS))"  # fmt: skip
     command = [sys.executable, "-c", code, str(place)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
