@@ -40,6 +40,7 @@ class BranchMerging:
         self._strangers: dict[int, str] = {}
         self._calls = 0
         self._times: dict[float, bool] = {}  # sigma -> was merging on
+        self._inside: set[Any] = set()  # patches of calls in progress
         self._lock = threading.Lock()
 
     def __deepcopy__(self, memo: dict) -> BranchMerging:
@@ -49,15 +50,17 @@ class BranchMerging:
     def apply_model(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         """Around BaseModel.apply_model: the model's UNet is patched for this call."""
         handle = self._patch_of(executor.class_obj)
-        if handle is None or handle.is_installed:
+        if handle is None or handle in self._inside:
             return executor(*args, **kwargs)
         self._calls += 1
         if self._uses_time:
             self._tell_time(handle, executor.class_obj, *args, **kwargs)
-        handle.install()
+        self._inside.add(handle)
         try:
+            handle.install()
             return executor(*args, **kwargs)
         finally:
+            self._inside.discard(handle)
             handle.uninstall()
 
     def outer_sample(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -66,6 +69,7 @@ class BranchMerging:
         try:
             return executor(*args, **kwargs)
         finally:
+            self._take_off()
             host.show(self.report(_steps(*args, **kwargs)), self.node_id)
             self._let_go_of_strangers()
 
@@ -100,6 +104,12 @@ class BranchMerging:
         for handle in self._patches.values():
             handle.reset_counts()
             handle.keep_maps(self._keeps_maps)
+
+    def _take_off(self) -> None:
+        """What an interrupt left on, when it fell into the very moment of taking a patch off."""
+        for handle in self._patches.values():
+            if handle not in self._inside:
+                handle.uninstall()
 
     def _let_go_of_strangers(self) -> None:
         home = id(self._home())

@@ -1,0 +1,22 @@
+"""How much the long tests do: a little at every change, and all of it with
+
+    TOME_THOROUGH=1 python -m pytest tests/test_soak.py tests/test_random_arguments.py tests/test_interruptions.py
+
+which is 500 generations in each host, 10,000 random arguments for each door, and faults at every single wrap.
+"""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+THOROUGH = os.environ.get("TOME_THOROUGH") == "1"
+GENERATIONS = 500 if THOROUGH else 60
+# equal cases at every small run, so that nobody's change is red for what another's would be; new ones at a long one
+settings.register_profile("small", max_examples=300, deadline=None, derandomize=True, database=None)
+settings.register_profile("thorough", max_examples=10_000, deadline=None)
+PROFILE = settings(
+    settings.get_profile("thorough" if THOROUGH else "small"),
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
