@@ -15,9 +15,11 @@ from tome_core.settings_table import replace_between_markers
 ROOT = Path(__file__).parents[1]
 # what each module of the engine may import from the engine; read top to bottom, the arrows point up
 MAY_IMPORT = {
-    "plan": set(),
+    "triton_kernels": set(),
+    "kernels": {"triton_kernels"},
+    "plan": {"kernels"},
     "grid": set(),
-    "methods": {"plan", "grid", "methods"},
+    "methods": {"plan", "grid", "kernels", "methods"},
     "config": {"methods"},
     "schedule": {"config"},
     "report": set(),
@@ -37,6 +39,8 @@ MAY_IMPORT = {
     "bench": {"config", "grid", "methods", "patch", "plan", "sd_block"},
     "__init__": {"config", "families", "patch", "plan", "report", "schedule"},
 }
+# what a module may import beside torch and the standard library: its one importer does without it where it is missing
+OPTIONAL = {"triton_kernels": {"triton"}}
 # which hosts a host may import beside itself: the quality benchmark measures the demo's model
 HOSTS = {"extension": set(), "comfy_nodes": set(), "demo": set(), "benchmarks": {"demo"}}
 
@@ -48,14 +52,23 @@ def _imports(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found.add("." * node.level + (node.module or "").split(".")[0])
+            names = [node.module.split(".")[0]] if node.module else [alias.name for alias in node.names]
+            found |= {"." * node.level + name for name in names}
     return found
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "tome_core").rglob("*.py")), ids=lambda p: p.stem)
 def test_the_engine_imports_torch_and_the_standard_library_only(path):
     outside = {name for name in _imports(path) if not name.startswith(".")}
-    assert outside <= {"torch", "__future__"} | set(sys.stdlib_module_names)
+    assert outside <= {"torch", "__future__"} | OPTIONAL.get(path.stem, set()) | set(sys.stdlib_module_names)
+
+
+def test_importing_the_engine_imports_nothing_optional():
+    code = "import sys, torch; before = set(sys.modules); import tome_core, tome_core.bench;" \
+        "print(*{name.split('.')[-1] for name in set(sys.modules) - before} & {'triton', 'triton_kernels'})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == ""
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "tome_core").rglob("*.py")), ids=lambda p: p.stem)

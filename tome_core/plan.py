@@ -11,6 +11,8 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
+from . import kernels
+
 MergeMode = Literal["mean", "pick"]
 
 
@@ -108,13 +110,7 @@ class MergePlan:
         if mode != "mean":
             raise ValueError(f"mode is {mode!r}; it has to be 'mean' or 'pick'")
         batch, tokens, channels = x.shape
-        flat = x.reshape(batch * tokens, channels)
-        if x.is_cuda:
-            mean = _segment_mean_by_bag(flat, *self._flat_segments(batch))
-        else:
-            sizes = self.sizes.expand(batch, -1).reshape(-1, 1)
-            mean = _segment_mean_by_add(flat, self._flat_groups(batch), sizes)
-        return mean.view(batch, self.num_groups, channels)
+        return self._mean(x.reshape(batch * tokens, channels), batch).view(batch, self.num_groups, channels)
 
     def unmerge(self, y: torch.Tensor) -> torch.Tensor:
         """Groups back to tokens: every token gets its group's row.
@@ -125,6 +121,17 @@ class MergePlan:
         batch, groups, channels = y.shape
         flat = F.embedding(self._flat_groups(batch), y.reshape(batch * groups, channels))
         return flat.view(batch, self.num_tokens, channels)
+
+    def _mean(self, flat: torch.Tensor, batch: int) -> torch.Tensor:
+        """``[B * N, C]`` -> ``[B * G, C]``."""
+        if kernels.ready(flat) and not (torch.is_grad_enabled() and flat.requires_grad):
+            mean = kernels.mean_rows(flat, *self._flat_segments(batch))
+            if mean is not None:
+                return mean
+        if flat.is_cuda:
+            return _segment_mean_by_bag(flat, *self._flat_segments(batch))
+        sizes = self.sizes.expand(batch, -1).reshape(-1, 1)
+        return _segment_mean_by_add(flat, self._flat_groups(batch), sizes)
 
     def _check(self, x: torch.Tensor, count: int, what: str) -> None:
         fits = x.dim() == 3 and x.shape[1] == count and self.group.shape[0] in (1, x.shape[0])

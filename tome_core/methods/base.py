@@ -8,8 +8,9 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from .. import kernels
 from ..grid import Draw, Grid
-from ..plan import MergeMode, MergePlan
+from ..plan import MergeMode, MergePlan, take_rows
 
 Side = Literal["qkv", "kv", "q"]
 
@@ -57,6 +58,26 @@ class Best:
     index: torch.Tensor
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Queries of `best_keys` that are rows of a tensor: a kernel takes them from where they are, without a copy.
+
+    x: ``[B or 1, N, C]``, any float dtype. rows: int64 ``[B or 1, Q]`` with values in ``0..N-1``, None for all rows.
+    """
+
+    x: torch.Tensor
+    rows: torch.Tensor | None = None
+
+    def __call__(self, start: int, stop: int) -> torch.Tensor:
+        """Queries ``start`` to ``stop`` of every sample: float32 ``[B, stop - start, C]``."""
+        if self.rows is None:
+            return self.x[:, start:stop].float()
+        rows = self.rows[:, start:stop]
+        if self.x.shape[0] > 1 or rows.shape[0] == 1:
+            return take_rows(self.x, rows).float()
+        return take_rows(self.x, rows.reshape(1, -1)).view(*rows.shape, -1).float()
+
+
 # Largest block of scores held at once. 8 MiB stays in a CPU's cache; a GPU wants few, large products.
 _SCORE_BYTES = {"cpu": 8 << 20}
 _SCORE_BYTES_ELSEWHERE = 64 << 20
@@ -67,9 +88,22 @@ def best_keys(
 ) -> Best:
     """The key with the highest dot product for each of ``count`` queries, plus ``bias`` if given.
 
-    take_queries: ``(start, stop) -> [B, stop - start, C]`` float32, called slice by slice, so that neither
-    the scores nor the queries ever exist as a whole. keys: float32 ``[B, K, C]``. bias: ``[B, K]``.
+    take_queries: ``(start, stop) -> [B, stop - start, C]`` float32, or `Rows`. keys: float32 ``[B, K, C]``.
+    bias: float32 ``[B, K]``. Not differentiable. The scores never exist as a whole: on a GPU with Triton one kernel
+    keeps them to itself (`tome_core.kernels`; half precision `Rows` are multiplied as they are there), elsewhere
+    queries are called slice by slice. Equal from either up to rounding: near ties may resolve differently.
     """
+    if kernels.ready(keys):
+        queries = take_queries if isinstance(take_queries, Rows) else Rows(take_queries(0, count))
+        found = kernels.best_keys(queries.x, queries.rows, keys, bias) if kernels.ready(queries.x) else None
+        if found is not None:
+            return Best(*found)
+    return _best_by_slices(take_queries, count, keys, bias)
+
+
+def _best_by_slices(
+    take_queries: Callable[[int, int], torch.Tensor], count: int, keys: torch.Tensor, bias: torch.Tensor | None
+) -> Best:
     transposed = keys.transpose(1, 2)
     budget = _SCORE_BYTES.get(keys.device.type, _SCORE_BYTES_ELSEWHERE)
     step = max(1, budget // (4 * keys.shape[0] * keys.shape[1]))
