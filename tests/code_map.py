@@ -23,7 +23,6 @@ FOLDERS = {
     "benchmarks/results": "Results as data, and the tables made from them.",
     "comfy_nodes/docs": "Pictures of the nodes for the README.",
     "comfy_nodes/web/docs": "What ComfyUI shows in its help panel, a page a node.",
-    "demo/docs": "What the embedded models draw.",
     "example_workflows": "Graphs with our nodes, where ComfyUI looks for templates.",
     "extension/docs": "Pictures of the panel for the READMEs.",
     "locales/en": "The nodes' English texts, where ComfyUI looks for them.",
