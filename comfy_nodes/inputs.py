@@ -64,14 +64,29 @@ def config_of(values: dict[str, Any]) -> Any:
     if preset is not None and preset not in PRESETS:
         raise ValueError(f"preset={preset!r} is not known here; use one of {', '.join(PRESETS)}, or update this pack")
     known = {name: value for name, value in values.items() if name in SETTINGS and value is not None}
-    return tome_core.MergeConfig(**{SETTINGS[name]: _engine_value(name, value) for name, value in known.items()})
+    asked = {name: _engine_value(name, value) for name, value in known.items()}
+    try:
+        return tome_core.MergeConfig(**{SETTINGS[name]: value for name, value in asked.items()})
+    except (TypeError, ValueError) as error:
+        raise type(error)(_in_the_nodes_words(str(error), known, asked)) from None
+
+
+def _in_the_nodes_words(text: str, known: dict[str, Any], asked: dict[str, Any]) -> str:
+    """The engine's message, with the inputs' names and choices in the place of its own."""
+    for name, value in known.items():
+        text = text.replace(f"{SETTINGS[name]}={asked[name]!r}", f"{name}={value!r}", 1)
+    head, remedy, choices = text.rpartition("; use one of ")
+    if remedy:
+        for label, side in CHOICES["merge_what"].items():
+            choices = choices.replace(repr(side), repr(label))
+    return head + remedy + choices
 
 
 def _engine_value(name: str, value: Any) -> Any:
     choices = CHOICES.get(name)
     if choices is None:
         return value
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name}={value!r} is not possible; use one of {', '.join(choices)}")
     return choices[value]
 

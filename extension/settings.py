@@ -135,18 +135,31 @@ def _checked(one: Field, value: Any) -> Any:
         raise TypeError(f"enabled={value!r} is {type(value).__name__}; use true or false")
     # sliders and pasted infotexts give whole numbers as 2.0
     if isinstance(one.step, int) and isinstance(value, float) and value.is_integer():
-        return int(value)
+        value = int(value)
     if one.name == "seed" and type(value) is int and value != IMAGE_SEED:
         return value & _SEED_MASK if value >= 0 else value
     return value
 
 
 def _config(values: Mapping[str, Any], ratio: float, seed: int, name: str = "ratio") -> MergeConfig:
-    given = {one.engine: CHOICES.get(one.name, {}).get(values[one.name], values[one.name])
+    given = {one.engine: CHOICES[one.name][values[one.name]] if one.name in CHOICES else values[one.name]
              for one in FIELDS if one.engine}  # fmt: skip
     if values["seed"] == IMAGE_SEED and type(values["seed"]) is int:
         given["seed"] = int(seed) & _SEED_MASK
     try:
         return MergeConfig(**{**given, "ratio": ratio})
     except (ValueError, TypeError) as error:
-        raise type(error)(str(error).replace("ratio=", f"{name}=", 1)) from None
+        text = str(error).replace("ratio=", f"{name}=", 1)
+        raise type(error)(_in_the_panels_words(text, values, given)) from None
+
+
+def _in_the_panels_words(text: str, values: Mapping[str, Any], given: Mapping[str, Any]) -> str:
+    """The engine's message, with the panel's names and choices in the place of its own."""
+    for name in CHOICES:
+        engine = field(name).engine
+        text = text.replace(f"{engine}={given[engine]!r}", f"{name}={values[name]!r}", 1)
+    head, remedy, choices = text.rpartition("; use one of ")
+    if remedy:
+        for label, side in CHOICES["merge_what"].items():
+            choices = choices.replace(repr(side), repr(label))
+    return head + remedy + choices
