@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 import tome_core
-from tome_core.grid import Draw, Grid, draw_choices
+from tome_core import MergePlan, kernels
+from tome_core.grid import Draw, Grid, cells, draw_choices, split_cells
 from tome_core.methods import METHODS, MatchOptions
+from tome_core.methods.base import Rows, best_keys
 from tome_core.sd_block import make_block, make_inputs
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: torch sees none here")
@@ -57,3 +64,47 @@ def test_a_compiled_block_gives_the_bits_of_its_own_earlier_runs():
         compiled = torch.compile(block, fullgraph=True)
         results = [compiled(*inputs) for _ in range(10)]
     assert all(torch.equal(result, results[0]) for result in results)
+
+
+def skip_without_kernels():
+    if not kernels.ready(torch.zeros(1, device="cuda")):
+        pytest.skip("no Triton kernels here: Triton is missing, or the GPU is older than Ampere")
+
+
+def test_the_kernels_keep_their_laws_on_this_gpu():
+    skip_without_kernels()
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernel_laws.py"]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    root = Path(__file__).parents[1]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment)
+    assert done.returncode == 0, done.stdout[-8000:]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_kernels_give_equal_bits_every_time_and_never_wait_for_the_device(dtype):
+    skip_without_kernels()
+    x = torch.randn(2, 4096, 320, device="cuda", dtype=dtype)
+    keys = torch.randn(2, 1024, 320, device="cuda")
+    group = torch.randint(1500, (2, 4096), device="cuda")
+    best_keys(Rows(x), 4096, keys), MergePlan(group, 1500).merge(x)  # compiled now
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = [best_keys(Rows(x), 4096, keys) for _ in range(10)]
+        means = [MergePlan(group, 1500).merge(x) for _ in range(10)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(one.score, found[0].score) and torch.equal(one.index, found[0].index) for one in found)
+    assert all(torch.equal(one, means[0]) for one in means)
+    assert kernels.ready(x), "a kernel could not run: see the debug log"
+
+
+def test_the_kernel_takes_no_memory_for_scores():
+    skip_without_kernels()
+    x = torch.randn(2, 16384, 320, device="cuda", dtype=torch.float16)
+    destinations, sources = split_cells(cells(Grid(128, 128), 2, 2, x.device), None)
+    keys = x[:, destinations[0]].float()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    best_keys(Rows(x, sources), sources.shape[1], keys)
+    assert torch.cuda.max_memory_allocated() - before < 2**20  # the results are 288 KiB, the scores 384 MiB

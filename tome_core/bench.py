@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from . import kernels
 from .config import MergeConfig
 from .grid import Grid, cells, split_cells
 from .methods import METHODS, MatchOptions
@@ -115,6 +116,8 @@ def measure_steps(tomesd: ModuleType | None, side: int, repeats: int, device: st
         "window 16": lambda: _whole(match(x, Grid(side, side), _WINDOWED), x),
         "shared": lambda: _whole(plan, x),
     }
+    if kernels.ready(x):
+        whole["ours without Triton"] = lambda: _without_triton(lambda: _whole(match(x, Grid(side, side), _OPTIONS), x))
     merge, unmerge = {"ours": lambda: _fresh(plan).merge(x)}, {"ours": lambda: plan.unmerge(merged)}
     if tomesd is not None:
         find = _tomesd_match(tomesd, x, side)
@@ -136,6 +139,11 @@ def _fresh(plan: MergePlan) -> MergePlan:
 
 def _whole(plan: MergePlan, x: torch.Tensor) -> torch.Tensor:
     return plan.unmerge(plan.merge(x))
+
+
+def _without_triton(run: Callable[[], torch.Tensor]) -> torch.Tensor:
+    with kernels.without():
+        return run()
 
 
 def _tomesd_match(tomesd: ModuleType, x: torch.Tensor, side: int) -> Callable[[], tuple]:

@@ -9,6 +9,7 @@ the compiler makes its own kernels of them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -27,7 +28,13 @@ def ready(x: torch.Tensor) -> bool:
     """Whether the kernels can serve this tensor. Imports Triton where the first one asks that they could."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
-    return x.device.type in DEVICES and x.dtype in _DTYPES and _module() is not None
+    return x.device.type in DEVICES and x.dtype in _DTYPES and _supported(x.device) and _module() is not None
+
+
+@functools.cache
+def _supported(device: torch.device) -> bool:
+    """Triton names compute capability 8.0 (Ampere) as its oldest; AMD's GPUs report 9 and more."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def best_keys(
