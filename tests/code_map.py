@@ -38,6 +38,7 @@ FOLDERS = {
 # files that hold no docstring; the first pattern that fits a path speaks for it
 OTHERS = {
     ".ci/run": "The README's test command on a clean checkout.",
+    ".comfyignore": "What ComfyUI's registry does not get.",
     ".github/ISSUE_TEMPLATE/config.yml": "Every issue starts from one of the forms.",
     ".github/ISSUE_TEMPLATE/*.yml": "A form.",
     ".github/workflows/ci.yml": "Ruff, and the newcomer's two commands on the oldest and newest Python and torch.",
@@ -59,6 +60,7 @@ OTHERS = {
     "locales/*/nodeDefs.json": "Written by hand; a test says which text is missing.",
     "tests/gradio_panel/*.txt": "The gradio of one webui, as requirements.",
     "tests/requirements-no-deps.txt": "What tests need and cannot be installed with its own requirements.",
+    "tests/requirements-triton.txt": "What the tests of the optional kernels need.",
     "*.png": "Pictures.",
 }
 
@@ -141,11 +143,15 @@ def main(arguments: list[str] | None = None) -> None:
     paths = tracked()
     if paths is None:
         parser.error(f"{ROOT} is not a git checkout, so what belongs to it is not known")
+    try:
+        made = code_map(paths)
+        text = options.write and replace_between_markers(options.write.read_text(encoding="utf-8"), made)
+    except ValueError as error:
+        parser.exit(1, f"{error}\n")
     if options.write is None:
-        print(code_map(paths))
-        return
-    text = options.write.read_text(encoding="utf-8")
-    options.write.write_text(replace_between_markers(text, code_map(paths)), encoding="utf-8")
+        print(made)
+    else:
+        options.write.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

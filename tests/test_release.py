@@ -18,6 +18,7 @@ import pytest
 import install
 import tome_core
 from tests import release
+from tests.code_map import tracked
 
 ROOT = Path(__file__).parents[1]
 PACKED = ("tome_core", "tests", "pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE")
@@ -79,6 +80,19 @@ def test_the_version_is_told_without_torch():
 def test_a_clone_in_a_host_needs_no_installed_metadata(folder):
     for path in (ROOT / folder).rglob("*.py"):
         assert not re.search(r"importlib[. ](import )?metadata|pkg_resources", path.read_text(encoding="utf-8")), path
+
+
+def test_comfyuis_registry_gets_what_the_nodes_need_and_little_else():
+    lines = (ROOT / ".comfyignore").read_text(encoding="utf-8").splitlines()
+    left_out = {line.removeprefix("/") for line in lines if line and not line.startswith("#")}
+    needed = {*install.COMFYUI.copied, "install.py"}  # the Manager runs it
+    assert not left_out & needed
+    known = tracked()
+    if known is None:
+        pytest.skip("this is no git checkout, so what belongs to it is not known")
+    there = {path.parts[0] for path in known}
+    harmless = {"README.md", "CHANGELOG.md", ".gitignore", ".comfyignore"}
+    assert there - needed - harmless == left_out, "name it in .comfyignore, or in install.py if the nodes need it"
 
 
 # --- wheel and sdist --------------------------------------------------------------------------------------------------
