@@ -12,16 +12,17 @@ import torch.nn.functional as F
 
 from ..grid import Grid, cells, split_cells
 from ..plan import MergePlan, take_rows
-from .base import Best, MatchOptions, Method, best_keys
+from .base import Best, MatchOptions, Method, Rows, best_keys
+from .likeness import comparable, searched
 from .windows import best_in_window
 
-_TINY = 1e-12  # keeps a token of zeros at similarity 0
+_TINY = 1e-12
 
 
 def match(x: torch.Tensor, grid: Grid, options: MatchOptions) -> MergePlan | None:
     """Merge ``int(N * ratio)`` sources, or all there are, into their most similar destination.
 
-    x: ``[B, N, C]``, any float dtype, N the grid's tokens; similarity is the cosine, compared in float32.
+    x: ``[B, N, C]``, any float dtype, N the grid's tokens; compared in float32, by cosine or by distance.
     Partners are looked for in the whole grid or in windows of it; then the match may be refined (`refined`).
     Returns groups numbered destinations first; None where the ratio removes no token.
     """
@@ -33,45 +34,42 @@ def match(x: torch.Tensor, grid: Grid, options: MatchOptions) -> MergePlan | Non
         if 0 < options.window < max(grid.height, grid.width):
             best = best_in_window(x, grid, options, sources, destinations)
         else:
-            best = _best_anywhere(x, sources, destinations)
+            best = _best_anywhere(x, sources, destinations, options.by_distance)
         if removed < sources.shape[1]:  # else all merge, in whatever order
-            best = Best(best.score / _lengths(x, sources), best.index)
+            best = Best(comparable(best.score, x, sources, options.by_distance), best.index)
         plan = _plan(best, sources, destinations, removed)
-        return refined(plan, x, options.refine) if options.refine else plan
+    return refined(plan, x, options.refine, options.by_distance) if options.refine else plan
 
 
-def best_destination(x: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor) -> Best:
-    """The most similar destination of each source, by cosine.
+def best_destination(
+    x: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor, by_distance: bool = False
+) -> Best:
+    """The most similar destination of each source, with its cosine, or minus half the squared distance.
 
     x: ``[B, N, C]``; sources ``[B or 1, S]``, destinations ``[B or 1, D]``: int64 token numbers.
     """
-    best = _best_anywhere(x, sources, destinations)
-    return Best(best.score / _lengths(x, sources), best.index)
+    best = _best_anywhere(x, sources, destinations, by_distance)
+    return Best(comparable(best.score, x, sources, by_distance), best.index)
 
 
-def _best_anywhere(x: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor) -> Best:
-    """The score is the cosine times the source's length, which does not change which destination is best."""
-    keys = F.normalize(take_rows(x, destinations).float(), dim=-1, eps=_TINY)
-    return best_keys(lambda i, j: take_rows(x, sources[:, i:j]).float(), sources.shape[1], keys)
+def _best_anywhere(x: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor, by_distance: bool) -> Best:
+    keys, bias = searched(take_rows(x, destinations), by_distance)
+    return best_keys(Rows(x, sources), sources.shape[1], keys, bias)
 
 
-def _lengths(x: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
-    length = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).clamp(min=_TINY)
-    return length.gather(1, sources.expand(x.shape[0], -1))
+def refined(plan: MergePlan, x: torch.Tensor, steps: int, by_distance: bool = False) -> MergePlan:
+    """The plan after ``steps`` of k-means that start from it: every token goes to the nearest centre.
 
-
-def refined(plan: MergePlan, x: torch.Tensor, steps: int) -> MergePlan:
-    """The plan after ``steps`` of spherical k-means that start from it: every token goes to the nearest centre.
-
-    A centre is the mean of its tokens' directions, near is the cosine. A group that loses its tokens stays empty,
-    so the plan is for keys that know their sizes, or for merging and unmerging.
+    By distance a centre is the mean of its tokens; by cosine of their directions (spherical k-means). A group that
+    loses its tokens stays empty, so the plan is for keys that know their sizes, or for merging and unmerging.
     """
-    unit = F.normalize(x.float(), dim=-1, eps=_TINY)
-    for _ in range(steps):
-        centres = F.normalize(plan.merge(unit), dim=-1, eps=_TINY)
-        empty = torch.zeros(plan.sizes.shape, device=x.device).masked_fill(plan.sizes == 0, float("-inf"))
-        group = best_keys(lambda i, j: unit[:, i:j], x.shape[1], centres, empty).index
-        plan = MergePlan(group, plan.num_groups)
+    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+        x = x.float() if by_distance else F.normalize(x.float(), dim=-1, eps=_TINY)
+        for _ in range(steps):
+            keys, bias = searched(plan.merge(x), by_distance)
+            bias = torch.zeros(keys.shape[:2], device=x.device) if bias is None else bias
+            bias = bias.masked_fill(plan.sizes == 0, float("-inf"))
+            plan = MergePlan(best_keys(Rows(x), x.shape[1], keys, bias).index, plan.num_groups)
     return plan
 
 

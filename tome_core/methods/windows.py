@@ -11,13 +11,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from ..grid import Grid
 from ..plan import take_rows
 from .base import Best, MatchOptions, best_keys
-
-_TINY = 1e-12
+from .likeness import searched
 
 
 class Windows(NamedTuple):
@@ -77,21 +75,23 @@ def _pairs(down: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 def best_in_window(
     x: torch.Tensor, grid: Grid, options: MatchOptions, sources: torch.Tensor, destinations: torch.Tensor
 ) -> Best:
-    """The most similar destination of each source among those of its window, by cosine times the source's length.
+    """The most similar destination of each source among those of its window; scores as `likeness.searched` has them.
 
     x: ``[B, N, C]``; sources ``[B or 1, S]``, destinations ``[B or 1, D]`` (one a cell, in order): int64.
     """
     batch, _, channels = x.shape
     windows = cut(grid, options.sy, options.sx, options.window, x.device)
     count, size = windows.tokens.shape
-    keys = F.normalize(take_rows(x, destinations).float(), dim=-1, eps=_TINY)
+    keys, bias = searched(take_rows(x, destinations), options.by_distance)
     keys = take_rows(keys, windows.cells.reshape(1, -1)).view(batch * count, -1, channels)
+    if bias is not None:
+        bias = bias[:, windows.cells].view(batch * count, -1)
 
     def queries(start: int, stop: int) -> torch.Tensor:
         rows = take_rows(x, windows.tokens[:, start:stop].reshape(1, -1))
         return rows.view(batch * count, stop - start, channels).float()
 
-    best = best_keys(queries, size, keys)
+    best = best_keys(queries, size, keys, bias)
     cells = windows.cells.expand(batch, -1, -1).gather(2, best.index.view(batch, count, size))
     place = windows.slot.expand(sources.shape[0], -1).gather(1, sources).expand(batch, -1)
     return Best(best.score.view(batch, -1).gather(1, place), cells.view(batch, -1).gather(1, place))
