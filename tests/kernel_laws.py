@@ -201,9 +201,11 @@ def test_a_querys_result_has_the_same_bits_alone_as_among_others(dtype):
         assert torch.equal(getattr(together, name)[1:, 70:80], getattr(alone, name))
 
 
-@pytest.mark.parametrize("method", ["bipartite", "cluster"])
-def test_a_match_is_as_good_as_that_of_torchs_operators(method):
-    x, options = noise(2, 64, 40, dtype=torch.float16), MatchOptions(0.5, 2, 2)
+@pytest.mark.parametrize(
+    "method, more", [("bipartite", {}), ("bipartite", {"window": 4}), ("bipartite", {"refine": 1}), ("cluster", {})]
+)
+def test_a_match_is_as_good_as_that_of_torchs_operators(method, more):
+    x, options = noise(2, 64, 40, dtype=torch.float16), MatchOptions(0.5, 2, 2, **more)
     plan = METHODS[method].match(x, Grid(8, 8), options)
     with kernels.without():
         plain = METHODS[method].match(x, Grid(8, 8), options)
