@@ -6,13 +6,16 @@
 from .config import MergeConfig, MergeRule, describe_settings
 from .families import UnsupportedModelError
 from .patch import Patch, apply_patch, patch, remove_patch, report
+from .phases import ramp
 from .plan import MergePlan
+from .presets import PRESETS, preset
 from .report import Report
 from .schedule import NoiseSchedule
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "PRESETS",
     "MergeConfig",
     "MergePlan",
     "MergeRule",
@@ -23,6 +26,8 @@ __all__ = [
     "apply_patch",
     "describe_settings",
     "patch",
+    "preset",
+    "ramp",
     "remove_patch",
     "report",
 ]

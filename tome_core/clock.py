@@ -23,20 +23,30 @@ class SchedulerClock(Wrap):
         self.run = run
         self._known: torch.Tensor | None = None
         self._values: list[float] = []
+        self._sampling = 0  # the pictures so far
+        self._last: float | None = None  # what was told last
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the scheduler answers, after telling the run the time."""
         timestep = args[1] if len(args) > 1 else kwargs.get("timestep")
         if self.active and timestep is not None:
-            self.run.tell(self._number(timestep))
+            value = self._number(timestep)
+            self._count(value)
+            self.run.tell(value, (id(self), self._sampling))
         return self.original(*args, **kwargs)
+
+    def _count(self, value: float) -> None:
+        """Time goes down while a picture is made; where it does not, another begins, or a sampler started over."""
+        if self._last is None or value >= self._last:
+            self._sampling += 1
+        self._last = value
 
     def _number(self, timestep: Any) -> float:
         steps = getattr(self.target, "timesteps", None)
         if not torch.is_tensor(timestep) or not torch.is_tensor(steps):
             return float(timestep)
         if self._known is not steps:
-            self._known, self._values = steps, steps.tolist()
+            self._known, self._values, self._last = steps, steps.tolist(), None
         inside = timestep.untyped_storage().data_ptr() == steps.untyped_storage().data_ptr() and steps.is_contiguous()
         place = timestep.storage_offset() - steps.storage_offset()
         # a copy of the timestep, or one of somebody's own making, has to be waited for

@@ -12,6 +12,7 @@ from typing import Any
 
 from .methods import METHODS
 from .methods.cluster import CLUSTER_ON
+from .metric import METRICS
 
 SIDES = ("qkv", "kv", "q")
 DOWNSAMPLES = (1, 2, 4, 8)
@@ -124,7 +125,8 @@ class MergeRule:
     )
     refine: int = _setting(
         0, "Refinement", "k-means steps after the match: every token goes to the nearest of the merged ones. Each "
-        "costs as much as a match; worth it for strong merging of keys and values. Used by bipartite.",
+        "costs as much as a match; worth it for strong merging of keys and values. Used by bipartite. A match that is "
+        "kept over steps is renewed by one such step.",
         minimum=0, maximum=3, step=1, advanced=True,
     )
     query_ratio: float = _setting(
@@ -141,6 +143,35 @@ class MergeRule:
         "block", "Match for", "block: every block matches its own tokens. call: the first block of a level matches, "
         "and the level's others merge by the same map, once for each call of the UNet.",
         choices=SHARES, advanced=True,
+    )
+    metric: str = _setting(
+        "input", "Compare", "What a match compares: input (the block's input, by cosine, as tomesd does), normed (the "
+        "tokens that attention gets, by cosine), keys, or keys+values (by distance). The last is the most exact, and "
+        "costs two projections. Used by bipartite.",
+        choices=METRICS, advanced=True,
+    )
+    project: int = _setting(
+        0, "Projection", "Compare by a random projection to this many channels: cheaper, and less exact. 0 is none.",
+        minimum=0, maximum=512, step=16, open_ended=True, advanced=True,
+    )
+    keep: float = _setting(
+        0.0, "Keep a match for", "How many timesteps (of 1000) a block's match goes on serving the following steps. "
+        "With 20 sampling steps one is 50. 0 matches anew at every step. Needs a host or a pipeline that says which "
+        "steps belong to one picture; not used inside compiled models.",
+        minimum=0.0, maximum=1000.0, step=10.0, advanced=True,
+    )
+    early_ratio: float | None = _setting(
+        None, "Early ratio", "Another ratio of self-attention for the early, noisy steps, which bear far more. Cells "
+        "are made as large as it needs, up to 8x8.", minimum=0.0, maximum=1.0, step=0.05, unset="the same",
+    )
+    early_until: float = _setting(
+        500.0, "Early until timestep", "The early phase is every step at this timestep or a higher one: 1000 is pure "
+        "noise, 0 the finished picture.", minimum=0.0, maximum=1000.0, step=10.0, advanced=True,
+    )
+    early_mlp: float = _setting(
+        0.0, "Early MLP ratio", "Merge this share of the tokens in the feed-forward layer too, in the early phase "
+        "only. What SDXL, whose time is mostly there, can gain by.",
+        minimum=0.0, maximum=0.75, step=0.05, advanced=True,
     )
 
     def __post_init__(self) -> None:
@@ -159,6 +190,11 @@ class MergeRule:
             raise ValueError(
                 f"method={self.method!r} keeps every query, so it cannot merge_crossattn or merge_mlp; "
                 "set both to False, or add a second rule with another method"
+            )
+        if self.early_ratio is not None and not method.uses_ratio:
+            raise ValueError(
+                f"early_ratio={self.early_ratio!r} is not used by method={self.method!r}, whose ratio follows from sx "
+                "and sy; leave it at None, or add a second rule"
             )
         self._check_sides()
         if self.levels is not None and self.max_downsample is not None:
@@ -200,7 +236,14 @@ class MergeRule:
     @property
     def is_off(self) -> bool:
         """True where the rule can merge nothing."""
+        if self.early_mlp or (self.early_ratio and self.merge_attn):
+            return False
         return self.effective_ratio == 0 or not (self.merge_attn or self.merge_crossattn or self.merge_mlp)
+
+    @property
+    def has_early_phase(self) -> bool:
+        """True where the early, noisy steps are treated in another way."""
+        return self.early_ratio is not None or self.early_mlp > 0
 
     @property
     def sizes_keys(self) -> bool:
@@ -216,7 +259,7 @@ class MergeRule:
     def uses_time(self) -> bool:
         """True where the rule does not hold at all times."""
         limits = (self.min_timestep, self.max_timestep, self.max_beta)
-        return self.uses_percent or any(limit is not None for limit in limits)
+        return self.uses_percent or self.has_early_phase or any(limit is not None for limit in limits)
 
 
 @dataclass(frozen=True, init=False)

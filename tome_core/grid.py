@@ -78,13 +78,13 @@ def draw_choices(draw: Draw, count: int, choices: int, device: torch.device) -> 
     """
     time = torch.zeros(1, device=device) if draw.time is None else draw.time.to(device).reshape(-1)
     stamp = time.float().round().to(torch.int64) & _MASK
-    key = _scramble(_scramble(draw.seed & _MASK) ^ (draw.level & _MASK))
-    place = _scramble(torch.arange(count, device=device) + 1)
-    mixed = _scramble(_scramble(stamp ^ key)[:, None] ^ place[None])
+    key = scramble(scramble(draw.seed & _MASK) ^ (draw.level & _MASK))
+    place = scramble(torch.arange(count, device=device) + 1)
+    mixed = scramble(scramble(stamp ^ key)[:, None] ^ place[None])
     return (mixed >> 7) % choices
 
 
-def _scramble(value):
+def scramble(value):
     """Mix the 31 bits of an int or an int64 tensor; every product is cut back to 31 bits."""
     value = ((value ^ (value >> 16)) * 0x45D9F3B) & _MASK
     value = ((value ^ (value >> 15)) * 0x2C1B3C6D) & _MASK

@@ -115,7 +115,7 @@ class SelfAttentionSite(PartSite):
         """As of every wrap; the projections are wrapped as well where keys are to know their sizes."""
         wrap = super().install()
         if self.sized is not None:
-            sides = {rule.effective_side == "kv" for rule in self.block.run.config.rules if rule.sizes_keys}
+            sides = {rule.effective_side == "kv" for rule in self.block.run.in_order if rule.sizes_keys}
             self.sized.install(wrap.beneath, wrap.original, sides)
         return wrap
 

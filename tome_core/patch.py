@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from .config import MergeConfig, MergeRule
 from .families import Place, find_blocks, find_unet
 from .methods import METHODS
 from .parts import CrossAttentionSite, FeedForwardSite, SelfAttentionSite
+from .phases import plain_rules
+from .presets import DEFAULT, preset_config
 from .report import Ledger, LevelTally, Report, make_report
 from .runtime import MergeMap, Run
 from .schedule import NoiseSchedule, ever_merges
@@ -46,7 +48,7 @@ class Patch:
         places = find_blocks(unet)
         depths = sorted({place.halvings for place in places})
         downsamples = [2**depth for depth in depths]
-        self._covered = [ever_merges(config.rules, i, d) for i, d in enumerate(downsamples)]
+        self._covered = [ever_merges(plain_rules(config.rules), i, d) for i, d in enumerate(downsamples)]
         self._notes = _notes(config, self._covered, downsamples)
         tallies = [LevelTally(2**depth, sum(p.halvings == depth for p in places)) for depth in depths]
         ledger = Ledger(tallies, self._notes)
@@ -57,16 +59,16 @@ class Patch:
     def _build(self, places: list[Place], depths: list[int]) -> list[Wrap]:
         if not places:
             return []
-        rules = self.config.rules
+        rules = self.run.in_order
         wraps: list[Wrap] = [UNetSite(self.unet, self.run)] if places[0].transformer is not self.unet else []
         transformers: dict[int, TransformerSite] = {}
         sizes_keys, routes = any(rule.sizes_keys and rule.merge_attn and not rule.is_off for rule in rules), Routes()
-        for place in places:
+        for number, place in enumerate(places):
             transformer = transformers.get(id(place.transformer))
             if transformer is None:
                 transformer = transformers[id(place.transformer)] = TransformerSite(place.transformer, self.run)
                 wraps.append(transformer)
-            block = BlockSite(place.block, transformer, self.run, depths.index(place.halvings))
+            block = BlockSite(place.block, transformer, self.run, number, depths.index(place.halvings))
             wraps.append(block)
             if any(rule.merge_attn for rule in rules):
                 sized = SizedKeys(place.block.attn1, place.family, routes) if sizes_keys else None
@@ -79,7 +81,7 @@ class Patch:
 
     def _follow(self, scheduler: Any) -> None:
         """Take the time from a pipeline's scheduler, where a rule asks for the time at all."""
-        if self._wraps and self.run.uses_time and hasattr(scheduler, "scale_model_input"):
+        if self._wraps and self.run.wants_time and hasattr(scheduler, "scale_model_input"):
             self._wraps.append(SchedulerClock(scheduler, self.run))
 
     @property
@@ -114,15 +116,22 @@ class Patch:
         self.uninstall()
 
     def set_time(
-        self, *, percent: float | None = None, timestep: float | None = None, sigma: float | None = None
+        self,
+        *,
+        percent: float | None = None,
+        timestep: float | None = None,
+        sigma: float | None = None,
+        sampling: Hashable = None,
     ) -> None:
         """Tell the time before a call of the UNet, on whichever scale is at hand; without arguments, stop telling.
 
         percent: 0..1, ComfyUI's ``percent_to_sigma`` scale. timestep: of the training schedule. sigma: the
-        noise's standard deviation. Needed for rules in percent on a bare UNet, and for every rule that is
-        limited in time on a UNet compiled as a whole, which cannot look at its own arguments.
+        noise's standard deviation. sampling: whatever tells this picture's sampling from all others, the same at
+        each of its steps; matches are kept over steps (``keep``) only where it is given. Needed for rules in percent
+        on a bare UNet, and for every rule that is limited in time on a UNet compiled as a whole, which cannot look
+        at its own arguments.
         """
-        self.run.set_time(percent, timestep, sigma)
+        self.run.set_time(percent, timestep, sigma, sampling)
 
     def keep_maps(self, keep: bool = True) -> None:
         """From now on keep the latest map of each level on the CPU, for `maps`; costs a wait for the device each."""
@@ -161,19 +170,22 @@ class Patch:
             before.install()
 
 
-def patch(model: Any, config: MergeConfig | None = None, *, host_clock: bool = False) -> Patch:
+def patch(model: Any, config: MergeConfig | str | None = None, *, host_clock: bool = False) -> Patch:
     """Merge tokens in a model, in place, until the handle is left or removed.
 
-    model: a UNet, a compiled one, a diffusers pipeline, or an LDM model. config: None is ``MergeConfig()``.
+    model: a UNet, a compiled one, a diffusers pipeline, or an LDM model. config: settings, or the name of a preset:
+    "quality", "balanced" (None is that), "fast" or "max".
     host_clock: the caller will use `Patch.set_time`, so rules in percent are no reason to speak up.
     A patch of ours that is already there is replaced; leaving the ``with`` brings it back.
     Raises UnsupportedModelError (a ValueError) where there is no LDM-style transformer block, TypeError for
     what is no model.
     """
-    if config is not None and not isinstance(config, MergeConfig):
-        raise TypeError(f"config is {type(config).__name__}; it has to be a MergeConfig, or None for the defaults")
+    if config is None or isinstance(config, str):
+        config = preset_config(DEFAULT if config is None else config)
+    if not isinstance(config, MergeConfig):
+        raise TypeError(f"config is {type(config).__name__}; it has to be a MergeConfig, a preset's name, or None")
     unet = find_unet(model)
-    handle = Patch(unet, config or MergeConfig(), _schedule_of(model))
+    handle = Patch(unet, config, _schedule_of(model))
     handle._follow(getattr(model, "scheduler", None))
     handle._previous = current = vars(unet).get(_MARK)
     if current is not None and not current._entered:
@@ -289,6 +301,8 @@ def _describe(rule: MergeRule) -> str:
     text = f"{rule.method} {rule.effective_ratio:.0%} of {rule.effective_side} in {where}"
     if rule.merge_attn and rule.sizes_keys:
         text += ", size-aware"
+    if rule.has_early_phase:
+        text += f", {_describe_early(rule)}"
     limits = []
     if rule.uses_percent:
         limits.append(f"{rule.start_percent:.0%} to {rule.end_percent:.0%} of the schedule")
@@ -298,3 +312,10 @@ def _describe(rule: MergeRule) -> str:
     if rule.max_beta is not None:
         limits.append(f"beta below {rule.max_beta:g}")
     return text + (f", {', '.join(limits)}" if limits else "")
+
+
+def _describe_early(rule: MergeRule) -> str:
+    parts = [] if rule.early_ratio is None else [f"{rule.early_ratio:.0%}"]
+    if rule.early_mlp:
+        parts.append(f"{rule.early_mlp:.0%} of the MLP")
+    return f"{' and '.join(parts)} down to timestep {rule.early_until:g}"

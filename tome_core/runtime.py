@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from .config import MergeConfig, MergeRule
 from .grid import Grid
+from .keep import KeptPlans, Sampling
+from .phases import plain_rules
 from .report import TIME_IS_UNKNOWN, Ledger
 from .schedule import UNKNOWN, LevelRules, NoiseSchedule, Time, choose, live_at
 
@@ -19,12 +21,14 @@ _PIXELS_PER_LATENT = 8 * 8  # Stable Diffusion's latent is an eighth of the pict
 class Call(NamedTuple):
     """One call of the UNet. stamp: its timestep argument, what draws depend on; rules: those in force, by level.
 
-    plans: those that a level's blocks share, by level, part and shape; they end with the call.
+    plans: those that a level's blocks share, by level, part and shape; they end with the call. kept: those of the
+    calls before it in the same sampling; None where nothing is kept.
     """
 
     stamp: Any
     rules: tuple[LevelRules, ...]
     plans: dict[tuple, Any]
+    kept: KeptPlans | None = None
 
 
 class GridCall(NamedTuple):
@@ -59,10 +63,13 @@ class Run:
         # times given in percent or sigma from outside are Stable Diffusion's where nothing else is known
         self.schedule = schedule or NoiseSchedule.stable_diffusion()
         self.ledger = ledger
-        self.uses_time = any(rule.uses_time for rule in config.rules)
-        self.uses_pixels = any(rule.min_pixels for rule in config.rules)
+        self.in_order = plain_rules(config.rules)
+        self.uses_time = any(rule.uses_time for rule in self.in_order)
+        self.uses_pixels = any(rule.min_pixels for rule in self.in_order)
+        self.wants_time = self.uses_time or any(rule.keep for rule in self.in_order)
         self.time_is_given = False
         self._told = False
+        self.sampling = Sampling()
         self.call: Call | None = None
         self.why_off = ""
         self.live: tuple[MergeRule, ...] = ()
@@ -74,25 +81,29 @@ class Run:
     @property
     def lacks_schedule(self) -> bool:
         """True where a rule is limited on a scale that the timestep argument alone does not give."""
-        limited = any(rule.uses_percent or rule.max_beta is not None for rule in self.config.rules)
+        limited = any(rule.uses_percent or rule.max_beta is not None for rule in self.in_order)
         return limited and not self.knows_schedule
 
-    def set_time(self, percent: float | None, timestep: float | None, sigma: float | None) -> None:
+    def set_time(
+        self, percent: float | None, timestep: float | None, sigma: float | None, sampling: Hashable = None
+    ) -> None:
         """Take the time from outside until further notice; all None hands the clock back to the UNet's argument.
 
-        Whichever is given, the schedule supplies the other scales.
+        Whichever is given, the schedule supplies the other scales. sampling: see `Sampling.set`.
         """
         self.time_is_given = not (percent is None and timestep is None and sigma is None)
         if sigma is not None and timestep is None:
             timestep = self.schedule.timestep_of_sigma(sigma)
         if percent is not None and timestep is None:
             timestep = self.schedule.timestep_of(percent)
+        self.sampling.set(sampling, timestep)
         self._choose(self._moment(timestep, percent, everything=True))
 
-    def tell(self, timestep: float) -> None:
+    def tell(self, timestep: float, sampling: Hashable = None) -> None:
         """The time of the next call of the UNet, from a pipeline's scheduler; `set_time` outweighs it."""
         if not self.time_is_given:
             self._told = True
+            self.sampling.set(sampling, timestep)
             self._choose(self._moment(timestep, None, everything=True))
 
     def begin(self, timestep: Any, latent: Any) -> None:
@@ -109,7 +120,11 @@ class Run:
         if self.uses_pixels and torch.is_tensor(latent) and latent.dim() == 4:
             pixels = latent.shape[2] * latent.shape[3] * _PIXELS_PER_LATENT
             rules = choose(self.live, self.downsamples, pixels)
-        self.call = Call(timestep, rules, {})
+        self.call = Call(timestep, rules, {}, self._kept())
+
+    def _kept(self) -> KeptPlans | None:
+        """Inside a compiled model kept plans would be a graph's outputs; a backward pass would meet later ones."""
+        return None if torch.compiler.is_compiling() or torch.is_grad_enabled() else self.sampling.next_call()
 
     def end(self) -> None:
         """The call is over; nothing of it is kept."""
@@ -128,7 +143,7 @@ class Run:
         return Time(exact, timestep, self.schedule.beta_of(timestep))
 
     def _choose(self, time: Time) -> None:
-        self.live = live_at(self.config.rules, time)
+        self.live = live_at(self.in_order, time)
         rules = choose(self.live, self.downsamples)
         # Equal choices are one object: a compiled graph is chosen by what it finds here.
         self.rules = self._choices.setdefault(rules, rules)

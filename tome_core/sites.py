@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from .config import MergeRule
-from .grid import Draw, Grid
-from .methods import METHODS, MatchOptions
+from .grid import Grid
+from .matching import Matcher
+from .methods import METHODS
 from .plan import MergePlan
 from .probe import WITHOUT, Route
 from .runtime import CallMemory, GridCall, MergeMap, Run
@@ -22,11 +23,6 @@ from .wrap import Now, Wrap
 
 _TIME_NAMES = ("timesteps", "timestep", "t")
 _INPUT_NAMES = ("hidden_states", "x", "sample")
-
-
-# keys and values that cannot know their sizes: at this ratio and cell the sizes do nothing, beyond it they are
-# everything (measured on a trained model: .9375 in 4x4 cells 2.6 to 14 times worse without them)
-_UNSIZED_RATIO, _UNSIZED_CELL = 0.75, 2
 
 
 class Merging(NamedTuple):
@@ -40,13 +36,6 @@ class Merging(NamedTuple):
     mode: str
     route: Route | None = None
     queries: MergePlan | None = None
-
-
-class Plans(NamedTuple):
-    """What one match found: the plan, and the queries' own where they have one."""
-
-    plan: MergePlan | None
-    queries: MergePlan | None
 
 
 class BlockCall(NamedTuple):
@@ -104,12 +93,13 @@ class TransformerSite(Wrap):
 class BlockSite(Wrap):
     """Around a block: makes the plans of its parts from the block's input, as tomesd does."""
 
-    def __init__(self, block: nn.Module, transformer: TransformerSite, run: Run, level: int) -> None:
+    def __init__(self, block: nn.Module, transformer: TransformerSite, run: Run, number: int, level: int) -> None:
         # LDM blocks run `_forward` inside their own gradient checkpoint, so only that is seen when it is repeated
         super().__init__(block, "_forward" if hasattr(type(block), "_forward") else "forward")
         self.transformer = transformer
         self.run = run
         self.level = level
+        self.matcher = Matcher(block, number, level)
         self.sized: SizedKeys | None = None  # of its self-attention, where a rule asks for it
         self.ran: dict[str, Now] = {}  # part that has a site -> whether this call came by it
         self.now = Now()  # holds a BlockCall
@@ -187,60 +177,15 @@ class BlockSite(Wrap):
     ) -> Merging | None:
         if rule is None:
             return None
-        unsized = route is not None and route.kind == WITHOUT
-        plans = None
-        if rule.share == "call":
-            key = (self.level, part, unsized, outer.batch, outer.grid.height, outer.grid.width)
-            plans = outer.call.plans.get(key)
-        if plans is None or (plans.plan is not None and plans.plan.group.device != x.device):
-            plans = self._plans(x, outer, rule, unsized)
-            if rule.share == "call":
-                outer.call.plans[key] = plans
+        plans = self.matcher.find(x, outer, rule, part, route is not None and route.kind == WITHOUT)
         if plans.plan is None:
             return None
         return Merging(plans.plan, rule, METHODS[rule.method].mode, route, plans.queries)
-
-    def _plans(self, x: torch.Tensor, outer: GridCall, rule: MergeRule, unsized: bool) -> Plans:
-        """Match the block's input, as tomesd does; whatever else is to be compared one day replaces ``x`` here."""
-        draw = Draw(rule.seed, self.level, _stamp(outer.call.stamp, x)) if rule.use_rand else None
-        options = MatchOptions(
-            rule.effective_ratio, rule.sx, rule.sy, draw, rule.cluster_on, rule.refine, rule.window
-        )
-        if unsized:
-            options = _unsized(options, rule.effective_side)
-        plan = METHODS[rule.method].match(x, outer.grid, options)
-        if plan is None or not rule.query_ratio:
-            return Plans(plan, None)
-        light = MatchOptions(rule.query_ratio, 2, 2, draw, window=rule.window)
-        return Plans(plan, METHODS["bipartite"].match(x, outer.grid, light))
 
     def _skip(self, x: torch.Tensor, reason: str) -> None:
         self.run.ledger.skip(self.level, "block", reason, x.shape[0] * x.shape[1] * x.shape[1])
 
 
-def _unsized(options: MatchOptions, side: str) -> MatchOptions:
-    """What keys that cannot know their sizes bear: no empty groups, and alone only so much."""
-    options = options._replace(refine=0)
-    if side != "kv":
-        return options
-    return options._replace(
-        ratio=min(options.ratio, _UNSIZED_RATIO), sx=min(options.sx, _UNSIZED_CELL), sy=min(options.sy, _UNSIZED_CELL)
-    )
-
-
 def named(kwargs: dict, names: tuple[str, ...]) -> Any:
     """The first of these arguments that was given, or None."""
     return next((kwargs[name] for name in names if name in kwargs), None)
-
-
-def _stamp(time: Any, x: torch.Tensor) -> torch.Tensor | None:
-    """The timestep of each sample of ``x`` as a tensor ``[1]`` or ``[B]``; video models pass one for several frames."""
-    if time is None:
-        return None
-    if not torch.is_tensor(time):
-        return torch.full((1,), float(time), device=x.device)
-    time = time.detach().reshape(-1)
-    batch, count = x.shape[0], time.shape[0]
-    if count in (1, batch):
-        return time
-    return time.repeat_interleave(batch // count) if batch % count == 0 else time[:1]

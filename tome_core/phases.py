@@ -1,0 +1,63 @@
+"""One rule with an early phase is several plain ones, and a ramp is a few: everything else knows plain rules only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from .config import MergeRule
+
+_CELLS = (2, 4, 8)
+_PLAIN = {"early_ratio": None, "early_mlp": 0.0}
+
+
+def plain_rules(rules: Iterable[MergeRule]) -> tuple[MergeRule, ...]:
+    """The same rules, each early phase a rule of its own before the one it belongs to."""
+    return tuple(plain for rule in rules for plain in _plain(rule))
+
+
+def _plain(rule: MergeRule) -> tuple[MergeRule, ...]:
+    if not rule.has_early_phase:
+        return (rule,)
+    late = replace(rule, **_PLAIN)
+    begins = max(rule.early_until, rule.min_timestep or 0.0)
+    if rule.max_timestep is not None and rule.max_timestep < begins:
+        return (late,)
+    only = {**_PLAIN, "min_timestep": begins, "merge_crossattn": False}
+    early = []
+    if rule.early_mlp:
+        early.append(replace(rule, **only, ratio=rule.early_mlp, sx=2, sy=2, side="qkv", merge_attn=False,
+            merge_mlp=True, refine=0, query_ratio=0.0))  # fmt: skip
+    if rule.early_ratio is not None and rule.merge_attn:
+        cell = _cell_for(rule.early_ratio)
+        early.append(replace(rule, **only, ratio=rule.early_ratio, merge_mlp=False,
+            sx=max(rule.sx, cell), sy=max(rule.sy, cell)))  # fmt: skip
+    return (*early, late)
+
+
+def _cell_for(ratio: float) -> int:
+    """The smallest cell side whose cap ``1 - 1/(side*side)`` allows the ratio; the largest where none does."""
+    return next((side for side in _CELLS if ratio <= 1 - 1 / side**2), _CELLS[-1])
+
+
+def ramp(rule: MergeRule, first: float, bands: int = 4) -> tuple[MergeRule, ...]:
+    """Rules that bring the ratio from ``first`` at pure noise down, or up, to the rule's own at the picture.
+
+    bands: equal parts of the noise schedule, each with one ratio, because every ratio is a shape of its own. Raises
+    ValueError for fewer than two, or where the rule is already limited in time.
+
+    >>> [one.ratio for one in ramp(MergeRule(ratio=0.5), 0.9, bands=3)]
+    [0.9, 0.7, 0.5]
+    """
+    if bands < 2:
+        raise ValueError(f"bands={bands!r} is no ramp; use 2 or more")
+    if rule.uses_time:
+        raise ValueError("the rule is limited in time already; give ramp one that is not")
+    steps = [first + (rule.ratio - first) * place / (bands - 1) for place in range(bands)]
+    ratios = [round(step, 6) for step in steps]
+    cells = [_cell_for(ratio) for ratio in ratios]
+    return tuple(
+        replace(rule, ratio=ratio, sx=max(rule.sx, cell), sy=max(rule.sy, cell), start_percent=place / bands,
+            end_percent=(place + 1) / bands)
+        for place, (ratio, cell) in enumerate(zip(ratios, cells, strict=True))
+    )  # fmt: skip
