@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from ..grid import Grid
 from ..plan import MergePlan, take_rows
-from .base import MatchOptions, Method, best_keys
+from .base import MatchOptions, Method, Rows, best_keys
 
 ITERATIONS = 4  # a fixed number: stopping at convergence would need a look at the data
 CLUSTER_ON = ("tokens", "mean_similarity")
@@ -54,7 +54,7 @@ def _cluster_tokens(value: torch.Tensor, count: int) -> tuple[torch.Tensor, torc
     for _ in range(ITERATIONS):
         # |x - c|^2 is smallest where x.c - |c|^2 / 2 is largest
         half_square = centre.square().sum(-1) / -2
-        group = best_keys(lambda i, j: value[:, i:j], tokens, centre, half_square).index
+        group = best_keys(Rows(value), tokens, centre, half_square).index
         centre = _move(centre, value, group)
     return value, group, centre
 

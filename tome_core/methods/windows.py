@@ -14,7 +14,7 @@ import torch
 
 from ..grid import Grid
 from ..plan import take_rows
-from .base import Best, MatchOptions, best_keys
+from .base import Best, MatchOptions, Rows, best_keys
 from .likeness import searched
 
 
@@ -87,11 +87,9 @@ def best_in_window(
     if bias is not None:
         bias = bias[:, windows.cells].view(batch * count, -1)
 
-    def queries(start: int, stop: int) -> torch.Tensor:
-        rows = take_rows(x, windows.tokens[:, start:stop].reshape(1, -1))
-        return rows.view(batch * count, stop - start, channels).float()
-
-    best = best_keys(queries, size, keys, bias)
+    first = torch.arange(batch, device=x.device)[:, None, None] * x.shape[1]
+    rows = (windows.tokens + first).view(batch * count, size)
+    best = best_keys(Rows(x.reshape(1, -1, channels), rows), size, keys, bias)
     cells = windows.cells.expand(batch, -1, -1).gather(2, best.index.view(batch, count, size))
     place = windows.slot.expand(sources.shape[0], -1).gather(1, sources).expand(batch, -1)
     return Best(best.score.view(batch, -1).gather(1, place), cells.view(batch, -1).gather(1, place))
