@@ -162,7 +162,8 @@ class MergeRule:
     )
     early_ratio: float | None = _setting(
         None, "Early ratio", "Another ratio of self-attention for the early, noisy steps, which bear far more. Cells "
-        "are made as large as it needs, up to 8x8.", minimum=0.0, maximum=1.0, step=0.05, unset="the same",
+        "are made as large as it needs, up to 8x8, and from 0.9 on the match is refined.",
+        minimum=0.0, maximum=1.0, step=0.05, unset="the same",
     )
     early_until: float = _setting(
         500.0, "Early until timestep", "The early phase is every step at this timestep or a higher one: 1000 is pure "
@@ -172,6 +173,10 @@ class MergeRule:
         0.0, "Early MLP ratio", "Merge this share of the tokens in the feed-forward layer too, in the early phase "
         "only. What SDXL, whose time is mostly there, can gain by.",
         minimum=0.0, maximum=0.75, step=0.05, advanced=True,
+    )
+    only_if_it_pays: bool = _setting(
+        False, "Only where it pays", "Leave a level alone where it has so few tokens that merging would take longer "
+        "than it saves on this kind of device.", advanced=True,
     )
 
     def __post_init__(self) -> None:

@@ -12,12 +12,14 @@ import torch
 from torch import nn
 
 from .config import MergeRule
+from .gate import pays
 from .grid import Grid
 from .matching import Matcher
 from .methods import METHODS
 from .plan import MergePlan
 from .probe import WITHOUT, Route
 from .runtime import CallMemory, GridCall, MergeMap, Run
+from .schedule import LevelRules
 from .sized import OVERRIDDEN, SizedKeys, brings_its_own_attention
 from .wrap import Now, Wrap
 
@@ -149,6 +151,9 @@ class BlockSite(Wrap):
         tokens = outer.grid.height * outer.grid.width
         if index(x.shape[0]) != outer.batch or index(x.shape[1]) != tokens:
             return self._skip(x, "the tokens are not the picture's grid")
+        rules = LevelRules(*(rule if pays(rule, tokens, x.device.type) else None for rule in rules))
+        if rules.attn is None and rules.crossattn is None and rules.mlp is None:
+            return self._skip(x, "so few tokens that merging would not pay")
         # one rule, one match: a block matches once however many of its parts merge
         attn = self._match(x, outer, rules.attn, "attn", self._route(x, rules.attn, arguments))
         crossattn = attn if rules.crossattn is rules.attn else self._match(x, outer, rules.crossattn, "crossattn")
