@@ -8,11 +8,14 @@ from typing import Any
 from benchmarks import variants
 from benchmarks.reference_patch import Grouping, Recipe
 from benchmarks.variants import Variant
+from tome_core import PRESETS
 
 PLAIN = "unmerged"
 RATIOS = (0.25, 0.5, 0.75)
 # ratio and cell of what QUALITY.md tried on keys and values
 KEY_SETTINGS = ((0.5, 2), (0.75, 2), (0.9, 4), (0.9375, 4), (0.984, 8))
+# of the line the presets are chosen from
+FRONT = ((0.4, 2), (0.5, 2), (0.6, 2), (0.7, 2), (0.8, 4), (0.85, 4), (0.89, 4), (0.9375, 4), (0.96, 8), (0.984, 8))
 NOISY = 600  # the timestep from which on merging costs nearly nothing
 
 
@@ -44,6 +47,15 @@ def _kv(ratio: float, cell: int = 2, **more: Any) -> Recipe:
 def _kv_rule(ratio: float, cell: int = 2, **more: Any) -> dict[str, Any]:
     """Keys and values in the engine; sized where `proportional` does not say otherwise."""
     return {"ratio": ratio, "sx": cell, "sy": cell, "side": "kv", "use_rand": False, **more}
+
+
+def _merged_keys() -> Iterator[Variant]:
+    """What the presets are chosen from: keys and values compared by distance, refined where they are few."""
+    for ratio, cell in FRONT:
+        more = {"metric": "keys+values", "refine": int(cell > 2)}
+        yield _engine("merged keys", _setting(ratio, cell), _kv_rule(ratio, cell, **more))
+    for name in PRESETS:
+        yield Variant("preset", name, variants.named_preset(name), code="engine")
 
 
 def _setting(ratio: float, cell: int) -> str:
@@ -115,7 +127,8 @@ def _schedules() -> Iterator[Variant]:
 
 def _everything() -> dict[str, Variant]:
     tomesd = [Variant("tomesd", str(ratio), variants.tomesd(ratio), "tomesd", "tomesd") for ratio in RATIOS]
-    parts = (_yardsticks_and_controls(), tomesd, _unsized(), _sized(), _better_and_worse_groups(), _schedules())
+    parts = (_yardsticks_and_controls(), tomesd, _unsized(), _sized(), _merged_keys(), _better_and_worse_groups(),
+             _schedules())  # fmt: skip
     return {variant.name: variant for part in parts for variant in part}
 
 
@@ -123,19 +136,19 @@ VARIANTS = _everything()
 # in every table, whatever else is asked for
 ALWAYS = tuple(name for name, variant in VARIANTS.items() if variant.role in ("plain", "control", "yardstick"))
 _SMALLEST = ("tomesd-0.75", "bipartite-drawn-0.75", "sized-kv-0.75")
-_BEST = ("sized-kv-on-keys+values-by-distance-0.75", "sized-kv-on-keys+values-by-distance-k-means-3-0.9375-cells-4")
+_FRONT = tuple(name for name, variant in VARIANTS.items() if variant.method == "merged keys")
+_PRESETS = tuple(name for name, variant in VARIANTS.items() if variant.method == "preset")
 _STANDARD = (
     *(f"{line}-{ratio}" for line in ("tomesd", "sized") for ratio in RATIOS),
     "bipartite-drawn-0.5", "bipartite-0.5", "bipartite-kv-0.75", "bipartite-kv-0.9-cells-4", "cluster-0.5",
     "cluster-by-mean-0.5", "downsample-2x2",
-    "sized-kv-0.5", "sized-kv-0.75", "sized-kv-0.9375-cells-4", "sized-kv-0.984-cells-8",
-    "sized-kv-on-keys-0.75", "sized-kv-on-keys-0.9375-cells-4", "sized-kv-k-means-3-0.9375-cells-4",
-    *_BEST, "schedule-kv-0.984-then-0.75",
+    "sized-kv-0.75", "sized-kv-0.9375-cells-4", "sized-kv-0.984-cells-8", "sized-kv-on-keys-0.75", "mean-kv-4x4",
+    *_FRONT, *_PRESETS,
 )  # fmt: skip
 # a whole picture takes as long as twenty noised ones
 _PICTURED = (
-    "tomesd-0.5", "tomesd-0.75", "sized-0.5", "sized-0.75", "downsample-2x2", "sized-kv-0.75",
-    "sized-kv-0.9375-cells-4", *_BEST, "schedule-kv-0.984-then-0.75",
+    "tomesd-0.5", "tomesd-0.75", "sized-0.5", "downsample-2x2", "sized-kv-0.75", "merged-keys-0.5",
+    "merged-keys-0.9375-cells-4", *_PRESETS,
 )  # fmt: skip
 _PICTURED_BY_ALL = {*ALWAYS, *_STANDARD, *(name for name in VARIANTS if name.startswith("schedule"))}
 # the variants of each measure

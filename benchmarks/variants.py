@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -59,13 +59,33 @@ def in_bfloat16(unet: nn.Module, seed: int) -> Iterator[None]:
 
 
 def engine(*rules: dict[str, Any]) -> PutOn:
-    """tome_core with the settings of each rule, the first that holds counts."""
+    """tome_core with the settings of each rule, the first that holds counts.
 
-    def put_on(unet: nn.Module, seed: int) -> AbstractContextManager:
-        made = tuple(tome_core.MergeRule(seed=seed, **settings) for settings in rules)
-        return tome_core.patch(unet, tome_core.MergeConfig(rules=made))
+    What happens inside is one sampling, whose matches may be kept from step to step.
+    """
+
+    @contextmanager
+    def put_on(unet: nn.Module, seed: int) -> Iterator[None]:
+        made = tuple(tome_core.MergeRule(**{**settings, "seed": seed}) for settings in rules)
+        with tome_core.patch(unet, tome_core.MergeConfig(rules=made), host_clock=True) as merging:
+            sampling = object()
+
+            def tell(module: nn.Module, args: tuple, kwargs: dict) -> None:
+                time = args[1] if len(args) > 1 else kwargs["timestep"]
+                merging.set_time(timestep=float(torch.as_tensor(time).reshape(-1)[0]), sampling=sampling)
+
+            clock = unet.register_forward_pre_hook(tell, with_kwargs=True)
+            try:
+                yield
+            finally:
+                clock.remove()
 
     return put_on
+
+
+def named_preset(name: str) -> PutOn:
+    """One of tome_core's presets, also on grids that it would leave alone."""
+    return engine({**vars(replace(tome_core.preset(name), only_if_it_pays=False))})
 
 
 def reference(*phases: tuple[float, Recipe]) -> PutOn:
