@@ -46,8 +46,9 @@ def _cell_for(ratio: float) -> int:
 def ramp(rule: MergeRule, first: float, bands: int = 4) -> tuple[MergeRule, ...]:
     """Rules that bring the ratio from ``first`` at pure noise down, or up, to the rule's own at the picture.
 
-    bands: equal parts of the noise schedule, each with one ratio, because every ratio is a shape of its own. Raises
-    ValueError for fewer than two, or where the rule is already limited in time.
+    bands: equal parts of the 1000 timesteps, each with one ratio, because every ratio is a shape of its own. The
+    first rule that holds counts, so all of them are needed, in this order. Raises ValueError for fewer than two, or
+    where the rule is already limited in time.
 
     >>> [one.ratio for one in ramp(MergeRule(ratio=0.5), 0.9, bands=3)]
     [0.9, 0.7, 0.5]
@@ -60,7 +61,7 @@ def ramp(rule: MergeRule, first: float, bands: int = 4) -> tuple[MergeRule, ...]
     ratios = [round(step, 6) for step in steps]
     cells = [_cell_for(ratio) for ratio in ratios]
     return tuple(
-        replace(rule, ratio=ratio, sx=max(rule.sx, cell), sy=max(rule.sy, cell), start_percent=place / bands,
-            end_percent=(place + 1) / bands)
+        replace(rule, ratio=ratio, sx=max(rule.sx, cell), sy=max(rule.sy, cell),
+            min_timestep=None if place == bands - 1 else 1000.0 * (1 - (place + 1) / bands))
         for place, (ratio, cell) in enumerate(zip(ratios, cells, strict=True))
     )  # fmt: skip

@@ -1,0 +1,168 @@
+"""A match that serves several steps: only inside one sampling, only while it is young, and never for another call."""
+
+from __future__ import annotations
+
+import copy
+
+import diffusers
+import pytest
+import torch
+
+import tome_core
+from tests.models import CASES, call_case
+from tests.tiny_pipeline import write_folder
+from tome_core import MergeConfig, matching
+from tome_core.keep import Sampling
+
+CASE = next(case for case in CASES if case.name == "sd15")
+KEPT = MergeConfig(side="kv", ratio=0.75, use_rand=False, keep=100.0, refine=1, metric="keys+values")
+
+
+@pytest.fixture
+def work(monkeypatch) -> list[str]:
+    """What is done for plans: "match" or "renew", one entry a block."""
+    done = []
+    for name, word in (("_match", "match"), ("_renewed", "renew")):
+        plain = getattr(matching.Matcher, name)
+
+        def noted(self, *args, plain=plain, word=word):
+            done.append(word)
+            return plain(self, *args)
+
+        monkeypatch.setattr(matching.Matcher, name, noted)
+    return done
+
+
+@pytest.fixture
+def model():
+    return CASE.build()
+
+
+def blocks(handle) -> int:
+    return handle.report().levels[0].blocks
+
+
+def step(model, handle, timestep, sampling="a", **call):
+    handle.set_time(timestep=timestep, sampling=sampling)
+    return call_case(CASE, model, timestep=timestep, **call)
+
+
+def test_a_match_serves_the_steps_that_are_near_in_time(model, work):
+    with tome_core.patch(model, KEPT) as handle:
+        for timestep in (900, 850, 800):
+            step(model, handle, timestep)
+        assert work == ["match"] * blocks(handle)
+        step(model, handle, 799)
+        assert work == ["match"] * blocks(handle) + ["renew"] * blocks(handle)
+        step(model, handle, 700)
+        assert len(work) == 2 * blocks(handle)
+
+
+def test_without_a_named_sampling_nothing_is_kept(model, work):
+    with tome_core.patch(model, KEPT) as handle:
+        for _ in range(2):
+            call_case(CASE, model)
+            handle.set_time(timestep=500)
+            call_case(CASE, model)
+    assert work == ["match"] * 4 * blocks(handle)
+
+
+def test_a_picture_does_not_depend_on_the_one_before(model):
+    def draw(handle, name, steps):
+        return [step(model, handle, t, name, seed=t % 7) for t in steps]
+
+    for steps in ((900, 600, 550), (500,), (500, 500)):
+        with tome_core.patch(model, KEPT) as handle:
+            draw(handle, "other", (900, 860, 550, 500))
+            second = draw(handle, "this", steps)
+        with tome_core.patch(model, KEPT) as handle:
+            fresh = draw(handle, "this", steps)
+        assert all(map(torch.equal, second, fresh))
+
+
+def test_the_calls_of_one_time_keep_apart(model):
+    """Tiles of one size: each finds its own match again, as it would were it the only one."""
+
+    def tile(handle, number, names):
+        pictures = []
+        for timestep in (900, 850):
+            for one in names:
+                handle.set_time(timestep=timestep, sampling="tiles")
+                pictures.append((one, call_case(CASE, model, timestep=timestep, seed=one)))
+        return [picture for one, picture in pictures if one == number]
+
+    with tome_core.patch(model, KEPT) as handle:
+        together = tile(handle, 2, (1, 2, 3))
+    with tome_core.patch(model, KEPT) as handle:
+        alone = tile(handle, 2, (2,))
+    assert all(map(torch.equal, together, alone))
+
+
+def test_another_shape_matches_for_itself(model, work):
+    with tome_core.patch(model, KEPT) as handle:
+        step(model, handle, 900)
+        step(model, handle, 880, height=24)
+        step(model, handle, 860)
+    assert work == ["match"] * 2 * blocks(handle)
+
+
+def test_a_change_of_rule_matches_anew(model, work):
+    config = MergeConfig(side="kv", ratio=0.5, early_ratio=0.75, keep=1000.0, use_rand=False)
+    with tome_core.patch(model, config) as handle:
+        step(model, handle, 520)
+        step(model, handle, 480)
+    assert work == ["match"] * 2 * blocks(handle)
+
+
+def test_nothing_is_kept_where_a_backward_pass_may_follow(model, work):
+    with tome_core.patch(model, KEPT) as handle:
+        for timestep in (900, 880):
+            handle.set_time(timestep=timestep, sampling="a")
+            x, text = torch.randn(1, 4, 16, 16), torch.randn(1, 7, 32)
+            CASE.call(model, x, timestep, text).sum().backward()
+    assert work == ["match"] * 2 * blocks(handle)
+
+
+def test_a_copy_keeps_nothing_of_its_original(model, work):
+    with tome_core.patch(model, KEPT) as handle:
+        step(model, handle, 900)
+        other = copy.deepcopy(model)
+        call_case(CASE, other, timestep=890)
+    assert work == ["match"] * 2 * blocks(handle)
+
+
+def test_giving_the_clock_back_forgets():
+    sampling = Sampling()
+    sampling.set("a", 900.0)
+    sampling.next_call().plans["x"] = 1
+    sampling.set("a", 850.0)
+    assert sampling.next_call().plans
+    sampling.set(None, None)
+    assert sampling.next_call() is None
+    sampling.set("a", 800.0)
+    assert not sampling.next_call().plans
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_folder(tmp_path_factory.mktemp("pipeline"))
+
+
+@pytest.mark.parametrize("steps", [1, 6])
+def test_a_pipeline_names_its_samplings(folder, work, steps):
+    pipe = diffusers.StableDiffusionPipeline.from_pretrained(folder, local_files_only=True)
+    pipe.set_progress_bar_config(disable=True)
+
+    def draw(seed):
+        generator = torch.Generator().manual_seed(seed)
+        return pipe("a", num_inference_steps=steps, generator=generator, output_type="latent").images
+
+    config = MergeConfig(side="kv", ratio=0.75, keep=400.0, use_rand=False, refine=1)
+    with tome_core.patch(pipe, config) as handle:
+        draw(1)
+        count = len(work)
+        second = draw(2)
+        assert work[count:] == work[:count] and work.count("match") == 2 * blocks(handle)
+    assert steps == 1 or 0 < work.count("renew") < (steps - 1) * 2 * blocks(handle)
+    with tome_core.patch(pipe, config):
+        assert torch.equal(draw(2), second)

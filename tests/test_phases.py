@@ -1,0 +1,119 @@
+"""Early phases and ramps are plain rules; presets are settings by name; few tokens are left alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tome_core
+from tests.models import CASES, call_case
+from tome_core import PRESETS, MergeConfig, MergeRule, preset, ramp
+from tome_core.gate import pays
+from tome_core.phases import plain_rules
+
+CASE = next(case for case in CASES if case.name == "sd15")
+
+
+def tokens_at(config, timestep, size=16):
+    model = CASE.build()
+    with tome_core.patch(model, config) as handle:
+        call_case(CASE, model, timestep=timestep, height=size, width=size)
+    return handle.report().levels[0].tokens
+
+
+def test_an_early_phase_is_what_two_rules_are():
+    one = MergeConfig(side="kv", ratio=0.5, early_ratio=0.9, early_until=600.0)
+    for timestep, keys in ((999, 26), (600, 26), (599, 128), (0, 128)):
+        assert tokens_at(one, timestep) == ((256, 256, keys),), timestep
+    early, late = plain_rules(one.rules)
+    assert (early.sx, early.sy, early.min_timestep, late.min_timestep) == (4, 4, 600.0, None)
+    assert early.refine == 2 and late.refine == 0 and plain_rules((early, late)) == (early, late)
+
+
+@pytest.mark.parametrize(("ratio", "side"), [(0.5, 2), (0.75, 2), (0.76, 4), (0.9375, 4), (0.95, 8), (1.0, 8)])
+def test_early_cells_are_as_large_as_the_ratio_needs(ratio, side):
+    early = plain_rules((MergeRule(early_ratio=ratio),))[0]
+    assert (early.sx, early.sy) == (side, side)
+    assert early.effective_ratio == min(ratio, 1 - 1 / 64)
+
+
+def test_an_early_phase_touches_self_attention_only():
+    rule = MergeRule(ratio=0.5, early_ratio=0.75, merge_mlp=True, merge_crossattn=True)
+    early, late = plain_rules((rule,))
+    assert early.merge_attn and not early.merge_mlp and not early.merge_crossattn
+    assert late.merge_mlp and late.merge_crossattn
+
+
+def test_the_mlp_early_only():
+    model, config = CASE.build(), MergeConfig(ratio=0.0, early_mlp=0.5)
+    with tome_core.patch(model, config) as handle:
+        vanilla = CASE.build()
+        assert torch.equal(call_case(CASE, model, timestep=400), call_case(CASE, vanilla, timestep=400))
+        assert not torch.equal(call_case(CASE, model, timestep=600), call_case(CASE, vanilla, timestep=600))
+    assert "MLP" in str(handle.report())
+
+
+def test_a_ratio_of_nothing_early_leaves_early_steps_alone():
+    config = MergeConfig(ratio=0.5, early_ratio=0.0)
+    assert not tokens_at(config, 900) and tokens_at(config, 100)
+
+
+def test_a_rule_that_ends_before_the_phase_has_none():
+    assert len(plain_rules((MergeRule(early_ratio=0.75, max_timestep=400.0),))) == 1
+
+
+@pytest.mark.parametrize("settings", [{"early_ratio": 1.5}, {"early_until": -1.0}, {"early_mlp": 0.8},
+    {"keep": 2000.0}, {"metric": "cosine"}, {"project": -1}, {"method": "downsample", "early_ratio": 0.5}])
+def test_what_is_out_of_range_is_named(settings):
+    name, value = list(settings.items())[-1]
+    with pytest.raises(ValueError, match=rf"{name}={value!r}"):
+        MergeRule(**settings)
+
+
+def test_a_ramp_goes_from_one_ratio_to_the_other():
+    rules = ramp(MergeRule(ratio=0.25, side="kv"), 0.75, bands=3)
+    assert [rule.ratio for rule in rules] == [0.75, 0.5, 0.25]
+    for timestep, ratio in ((999, 0.75), (670, 0.75), (660, 0.5), (340, 0.5), (330, 0.25), (0, 0.25)):
+        assert tokens_at(MergeConfig(rules=rules), timestep) == ((256, 256, 256 - int(256 * ratio)),), timestep
+    for bad in ({"bands": 1}, {"rule": MergeRule(end_percent=0.5)}):
+        with pytest.raises(ValueError):
+            ramp(bad.get("rule", MergeRule()), 0.5, bad.get("bands", 4))
+
+
+def test_a_model_starts_with_the_balanced_preset():
+    model = CASE.build()
+    assert tome_core.patch(model).config.rules == (preset("balanced"),)
+    for name in PRESETS:
+        assert tome_core.patch(model, name).config.rules == (preset(name),)
+    tome_core.remove_patch(model)
+    with pytest.raises(ValueError, match=r"preset='best'.*'balanced'"):
+        tome_core.patch(model, "best")
+
+
+def test_stronger_presets_leave_less_to_do():
+    left = []
+    for name in PRESETS:
+        rules = plain_rules((preset(name),))
+        late = [rule for rule in rules if not rule.min_timestep][-1]
+        left.append((1 - late.effective_ratio) * (1 - late.query_ratio))
+    assert left == sorted(left, reverse=True) and len(set(left)) == len(left)
+
+
+def test_presets_leave_few_tokens_alone_and_merge_many():
+    config = MergeConfig(rules=(preset("balanced"),))
+    assert not tokens_at(config, 100) and tokens_at(config, 100, size=32)
+    assert [pays(preset("fast"), tokens, "cuda") for tokens in (1024, 4096)] == [False, True]
+    assert pays(MergeRule(), 4, "cpu") and not pays(None, 4096, "cpu")
+    model = CASE.build()
+    with tome_core.patch(model, config) as handle:
+        call_case(CASE, model)
+    assert "would not pay" in str(handle.report())
+
+
+def test_tomesds_way_in_is_tomesds_way():
+    model = CASE.build()
+    tome_core.apply_patch(model)
+    rule = vars(model)["_tome_core_patch"].config.rules[0]
+    assert (rule.metric, rule.keep, rule.early_ratio, rule.only_if_it_pays, rule.proportional) == (
+        "input", 0.0, None, False, False,
+    )  # fmt: skip
