@@ -1,7 +1,7 @@
 """Hosts run this file bare when they install the extension: it has nothing to do and says nothing.
 
-People run `python install.py demo` or `python install.py test`: a private environment `.venv` beside this file is
-made and filled once, and the command runs in it. Only the standard library and pip are needed. Imports are inside
+People run `python install.py demo`, `page` or `test`: a private environment `.venv` beside this file is made and
+filled once, and the command runs in it. Only the standard library and pip are needed. Imports are inside
 the functions, because a host starts this file with every launch.
 """
 
@@ -197,6 +197,11 @@ def demo(arguments):
     return run([environment(["demo"]), str(root() / "demo"), *arguments])
 
 
+def page(arguments):
+    """a page in the browser to try the settings on (options: install.py page --help)"""
+    return run([environment(["demo", "page"]), str(root() / "demo" / "page.py"), *arguments])
+
+
 def test(arguments):
     """ruff and the tests; further arguments go to pytest"""
     lines = (root() / "tests" / "requirements-no-deps.txt").read_text(encoding="utf-8").splitlines()
@@ -358,7 +363,7 @@ def copy_to(where, names):
             shutil.copy2(source, where / name)
 
 
-COMMANDS = {"demo": demo, "test": test, "webui": webui, "comfyui": comfyui}
+COMMANDS = {"demo": demo, "page": page, "test": test, "webui": webui, "comfyui": comfyui}
 
 
 def usage():

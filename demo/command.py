@@ -31,6 +31,10 @@ def number(name: str, low: int, high: int, remedy: str):
     return parse
 
 
+STEPS = number("number of steps", 1, 1000, "such as 20")
+SEED = number("seed", 0, 2**31, "such as 0")
+
+
 def parser() -> argparse.ArgumentParser:
     """The options; `install.py demo` passes everything on to them."""
     made = argparse.ArgumentParser(
@@ -39,9 +43,9 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("--pictures", type=number("number of pictures", 1, 64, "such as 4"), metavar="N",
         help=f"how many pictures each setting makes (default {PICTURES}, or one for each --prompt)")
-    add("--steps", type=number("number of steps", 1, 1000, "such as 20"), default=20, metavar="N",
+    add("--steps", type=STEPS, default=20, metavar="N",
         help="solver steps a picture (default 20)")
-    add("--seed", type=number("seed", 0, 2**31, "such as 0"), default=0, metavar="N",
+    add("--seed", type=SEED, default=0, metavar="N",
         help="seed of the first picture; the next ones count up (default 0)")
     add("--prompt", action="append", metavar="TEXT",
         help=f"what to paint; repeat it for several. The embedded model knows {prompt.known_words()}")
@@ -64,14 +68,19 @@ def checked(options: argparse.Namespace) -> checkpoint.Checkpoint | None:
         raise ValueError(f"--pictures {options.pictures} is less than the {len(given)} prompts; "
                          "give at least as many, or leave --pictures out")
     options.pictures = options.pictures or len(given) or PICTURES
-    if options.config and not (options.model and options.model.is_file()):
-        raise ValueError(f"--config {options.config} belongs to a single-file --model FILE.safetensors; leave it out")
-    if options.config and not (options.config / "model_index.json").is_file():
-        raise ValueError(f"--config {options.config} has no model_index.json; give a diffusers folder")
     if not options.model:
         for text in given:
             prompt.parse(text)
     _check_output(options.output)
+    return checked_model(options)
+
+
+def checked_model(options: argparse.Namespace) -> checkpoint.Checkpoint | None:
+    """What --model and --config name, None without them. Raises ValueError or OSError with the sentence to read."""
+    if options.config and not (options.model and options.model.is_file()):
+        raise ValueError(f"--config {options.config} belongs to a single-file --model FILE.safetensors; leave it out")
+    if options.config and not (options.config / "model_index.json").is_file():
+        raise ValueError(f"--config {options.config} has no model_index.json; give a diffusers folder")
     return checkpoint.inspect(options.model) if options.model else None
 
 
@@ -90,7 +99,7 @@ def _check_output(path: Path) -> None:
         raise ValueError(f"--output {path} cannot be written ({error.strerror}); give another place") from error
 
 
-def _device(name: str | None):
+def device_of(name: str | None):
     import torch
 
     if name is None:
@@ -104,11 +113,12 @@ def _device(name: str | None):
                          "leave it out to take what torch finds") from error
 
 
-def _source(options: argparse.Namespace, user: checkpoint.Checkpoint | None):
+def source_of(options: argparse.Namespace, user: checkpoint.Checkpoint | None):
+    """The model that the options ask for. Raises ValueError where it does not load, or cannot be merged in."""
     import tome_core
     from demo.source import Embedded, UserPipeline
 
-    device = _device(options.device)
+    device = device_of(options.device)
     made = UserPipeline(user, options.config, device) if user else Embedded(device)
     tome_core.patch(made.target, tome_core.MergeConfig(ratio=BLOCK_RATIO)).remove()  # unsupported: say so now
     return made
@@ -146,7 +156,7 @@ def main(arguments: list[str] | None = None) -> int:
             user = checked(options)
             cores.wait_passively()
             print("Loading the model ...", file=sys.stderr)
-            source = _source(options, user)
+            source = source_of(options, user)
         except (ValueError, OSError) as error:
             print(f"demo: {error}", file=sys.stderr)
             return 2

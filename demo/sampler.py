@@ -32,11 +32,13 @@ def sample(
     steps: int = 20,
     guidance: float = GUIDANCE,
     on_step: Callable[[], None] | None = None,
+    on_picture: Callable[[np.ndarray], None] | None = None,
 ) -> np.ndarray:
     """One picture, uint8 [H, W, 3], of six `tokens`.
 
     The start noise is drawn on the CPU from `seed` alone, so it does not depend on the device, on other pictures
-    or on the global random state. `on_step` is called after every solver step.
+    or on the global random state. `on_step` is called after every solver step, and before it
+    `on_picture` with the picture as far as it is.
     """
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
@@ -48,6 +50,8 @@ def sample(
         with_prompt, without = model(latent.expand(2, -1, -1, -1), timestep.to(device), pair).chunk(2)
         velocity = without + guidance * (with_prompt - without)
         latent = scheduler.step(velocity, timestep, latent).prev_sample
+        if on_picture:
+            on_picture(to_bytes(decode(latent, model.haar_gain))[0])
         if on_step:
             on_step()
     return to_bytes(decode(latent, model.haar_gain))[0]

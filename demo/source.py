@@ -20,30 +20,52 @@ LONG_PROMPTS = (
 )
 
 
+OnPicture = Callable[[np.ndarray], None]  # gets the unfinished picture after a step
+
+
 class Source(Protocol):
-    """`target` is what `tome_core.patch` gets; `picture` gives uint8 [H, W, 3], the same for equal arguments."""
+    """`target` is what `tome_core.patch` gets; `picture` gives uint8 [H, W, 3], the same for equal arguments.
+
+    prompt_row: which row of the model's batch of two is the prompt's. timesteps: of a picture's steps, where the target
+    does not know them by itself, else None.
+    """
 
     name: str
     device: torch.device
     target: object
+    prompt_row: int
 
-    def picture(self, text: str, seed: int, steps: int, on_step: Callable[[], None]) -> np.ndarray: ...
+    def timesteps(self, steps: int) -> list[float] | None: ...
+
+    def picture(
+        self, text: str, seed: int, steps: int, on_step: Callable[[], None], on_picture: OnPicture | None = None
+    ) -> np.ndarray: ...
 
 
 class Embedded:
     """The small model in this folder, which knows a few words."""
+
+    prompt_row = 0
 
     def __init__(self, device: torch.device):
         self.name, self.device = "embedded model", device
         self.model = model.load().to(device)
         self.target = self.model.unet
 
-    def picture(self, text: str, seed: int, steps: int, on_step: Callable[[], None]) -> np.ndarray:
-        return sampler.sample(self.model, prompt.tokens(text), seed, steps=steps, on_step=on_step)
+    def timesteps(self, steps: int) -> list[float] | None:
+        return sampler.solver(self.model, steps).timesteps.tolist()
+
+    def picture(
+        self, text: str, seed: int, steps: int, on_step: Callable[[], None], on_picture: OnPicture | None = None
+    ) -> np.ndarray:
+        tokens = prompt.tokens(text)
+        return sampler.sample(self.model, tokens, seed, steps=steps, on_step=on_step, on_picture=on_picture)
 
 
 class UserPipeline:
-    """A diffusers pipeline made from the user's files, .safetensors weights only."""
+    """A diffusers pipeline made from the user's files, .safetensors weights only; it shows no unfinished pictures."""
+
+    prompt_row = -1
 
     def __init__(self, checkpoint: Checkpoint, config: Path | None, device: torch.device):
         self.name, self.device = checkpoint.path.name, device
@@ -58,7 +80,12 @@ class UserPipeline:
             raise ValueError(f"{checkpoint.path} could not be loaded: {_first_line(error)}{hint}") from error
         self.target.set_progress_bar_config(disable=True)
 
-    def picture(self, text: str, seed: int, steps: int, on_step: Callable[[], None]) -> np.ndarray:
+    def timesteps(self, steps: int) -> list[float] | None:
+        return None  # a patched pipeline follows its own scheduler
+
+    def picture(
+        self, text: str, seed: int, steps: int, on_step: Callable[[], None], on_picture: OnPicture | None = None
+    ) -> np.ndarray:
         def after_step(pipe, step, timestep, tensors):
             on_step()
             return tensors

@@ -1,0 +1,136 @@
+"""The page's settings as something to copy: a script, a webui's payload, a ComfyUI node, a link. Pure functions.
+
+Every format holds resolved values and no preset's name, so that it means the same after presets have changed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlencode
+
+from demo import page_hosts
+from demo.page_controls import NAMES, SETTINGS, rule_of, shown, values_of
+from tome_core import MergeRule
+
+DEFAULT_MODEL = "stable-diffusion-v1-5/stable-diffusion-v1-5"
+_PICTURE = ("prompt", "seed", "steps")
+_IN_LINK = {"merge_seed" if name in _PICTURE else name: name for name in NAMES}
+SCRIPT = '''\
+import torch
+import tome_core
+from diffusers import AutoPipelineForText2Image
+
+pipe = AutoPipelineForText2Image.from_pretrained({model!r})
+config = tome_core.MergeConfig({settings})
+with tome_core.patch(pipe, config) as merging:
+    generator = torch.Generator().manual_seed({seed})
+    image = pipe({prompt!r}, num_inference_steps={steps}, generator=generator).images[0]
+    print(merging.report())
+image.save("merged.png")
+'''
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A picture and how to merge in it. seed: 0..2**31; steps: 1..1000."""
+
+    prompt: str
+    seed: int
+    steps: int
+    rule: MergeRule = MergeRule()  # noqa: RUF009 - frozen
+
+
+def differing(rule: MergeRule) -> dict[str, Any]:
+    """The settings that are not at the engine's defaults."""
+    return {name: getattr(rule, name) for name in NAMES if getattr(rule, name) != SETTINGS[name]["default"]}
+
+
+def script(wanted: Wanted, model: str = DEFAULT_MODEL) -> str:
+    """A Python program that makes the picture with diffusers; `model`: a diffusers folder or a model's name."""
+    settings = "".join(f"\n    {name}={value!r}," for name, value in differing(wanted.rule).items())
+    settings += "\n" if settings else ""
+    return SCRIPT.format(model=model, settings=settings, seed=wanted.seed, prompt=wanted.prompt, steps=wanted.steps)
+
+
+def webui(wanted: Wanted) -> str:
+    """JSON for a webui's /sdapi/v1/txt2img: the panel's values, by position."""
+    host = page_hosts.webui()
+    own = {"enabled": True, "preset": page_hosts.custom(host.PRESETS)}
+    values = []
+    for one in host.FIELDS:
+        value = _in_a_hosts_words(one.name, one.engine, host.CHOICES, wanted.rule) if one.engine else None
+        values.append(own.get(one.name, one.default) if value is None else value)
+    panel = {host.field("enabled").label: {"args": values}}
+    picture = {"prompt": wanted.prompt, "seed": wanted.seed, "steps": wanted.steps}
+    return json.dumps({**picture, "alwayson_scripts": panel}, indent=2)
+
+
+def comfyui(rule: MergeRule) -> str:
+    """The node ApplyToMe as a prompt of ComfyUI's API has it; the model comes from node "4"."""
+    host = page_hosts.comfyui()
+    found = {name: _in_a_hosts_words(name, engine, host.CHOICES, rule) for name, engine in host.SETTINGS.items()}
+    # an input without a value is left out, which a node takes for the default
+    settings = {name: value for name, value in found.items() if value is not None}
+    inputs = {"model": ["4", 0], "preset": page_hosts.custom(host.PRESETS), **settings}
+    return json.dumps({"class_type": "ApplyToMe", "inputs": inputs}, indent=2)
+
+
+def lost(rule: MergeRule) -> dict[str, tuple[str, ...]]:
+    """Host -> the settings that are not at their defaults and that the host has no control for."""
+    known = {
+        "webui": {one.engine for one in page_hosts.webui().FIELDS},
+        "ComfyUI": set(page_hosts.comfyui().SETTINGS.values()),
+    }
+    return {host: tuple(name for name in differing(rule) if name not in names) for host, names in known.items()}
+
+
+def _in_a_hosts_words(name: str, engine: str, choices: Mapping[str, Mapping[str, Any]], rule: MergeRule) -> Any:
+    """What a host writes for a value of the engine; None where it has no word for it, and for None itself."""
+    value = getattr(rule, engine)
+    if name in choices:
+        return next((word for word, means in choices[name].items() if means == value), None)
+    return value
+
+
+def query(wanted: Wanted) -> str:
+    """The query of a link that restores the page: the picture, the method, and what is not at the engine's default."""
+    found = {"method": wanted.rule.method, **differing(wanted.rule)}
+    settings = {name: shown(engine, found[engine]) for name, engine in _IN_LINK.items() if engine in found}
+    return urlencode({"prompt": wanted.prompt, "seed": wanted.seed, "steps": wanted.steps, **settings})
+
+
+def from_query(parameters: Mapping[str, str], start: Wanted) -> Wanted:
+    """What a link asks for. Settings that it leaves out are at the engine's defaults; all, and the picture, as `start`.
+
+    Raises ValueError for a name that is none and for a setting that is not possible.
+    """
+    unknown = [name for name in parameters if name not in (*_PICTURE, *_IN_LINK)]
+    if unknown:
+        raise ValueError(f"the link's {unknown[0]!r} is no setting; there are {', '.join((*_PICTURE, *_IN_LINK))}")
+    values = values_of(MergeRule() if set(parameters) - set(_PICTURE) else start.rule)
+    for name, engine in _IN_LINK.items():
+        if name in parameters:
+            values[engine] = _read(engine, parameters[name])
+    seed, steps = (_number(parameters.get(name, str(getattr(start, name)))) for name in ("seed", "steps"))
+    return Wanted(parameters.get("prompt", start.prompt), seed, steps, rule_of(values))
+
+
+def _read(name: str, text: str) -> Any:
+    """A control's value from a link's text."""
+    default = SETTINGS[name]["default"]
+    if isinstance(default, bool):
+        return {"True": True, "False": False}.get(text, text)
+    return text if "minimum" not in SETTINGS[name] else _number(text)
+
+
+def _number(text: str) -> Any:
+    """A whole number, a number, or the text itself, which is then refused by whoever checks it."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

@@ -1,0 +1,42 @@
+"""What the hosts call each setting, from their own tables: the only place where the demo looks into a host.
+
+The page writes a webui's payload and a ComfyUI node, which have to follow those tables when they grow. Neither a webui
+nor ComfyUI is asked for: both tables are made from the engine's description alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import tome_core
+
+ROOT = Path(__file__).resolve().parents[1]
+_PACKAGE = "_tome_core_page"  # `extension` speaks to its engine as a neighbour, so it needs a package around it
+
+
+def webui() -> ModuleType:
+    """The module with the panel's `FIELDS` and `CHOICES`."""
+    if _PACKAGE not in sys.modules:
+        parent = sys.modules[_PACKAGE] = ModuleType(_PACKAGE)
+        parent.__path__ = [str(ROOT)]
+        sys.modules[f"{_PACKAGE}.tome_core"] = tome_core  # one engine, not a second one
+    return importlib.import_module(".extension.settings", _PACKAGE)
+
+
+def comfyui() -> ModuleType:
+    """The module with the node's `SETTINGS` and `CHOICES`."""
+    return importlib.import_module("comfy_nodes.inputs")
+
+
+def merge_map() -> ModuleType:
+    """The module whose `panel` draws which tokens became one."""
+    return importlib.import_module("comfy_nodes.picture")
+
+
+def custom(presets: Any) -> str:
+    """The choice of a host's presets that takes the settings as they are given."""
+    return next(one for one in presets if one.lower() == "custom")
