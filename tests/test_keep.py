@@ -127,7 +127,7 @@ def test_a_copy_keeps_nothing_of_its_original(model, work):
     with tome_core.patch(model, KEPT) as handle:
         step(model, handle, 900)
         other = copy.deepcopy(model)
-        call_case(CASE, other, timestep=890)
+        step(other, vars(other)["_tome_core_patch"], 890)
     assert work == ["match"] * 2 * blocks(handle)
 
 

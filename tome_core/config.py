@@ -6,7 +6,6 @@ the settings table of the README are generated from them.
 
 from __future__ import annotations
 
-import math
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
@@ -18,6 +17,7 @@ SIDES = ("qkv", "kv", "q")
 DOWNSAMPLES = (1, 2, 4, 8)
 SHARES = ("block", "call")
 SEED_LIMIT = 2**31 - 1
+_ENDLESS = 2**53  # what has no upper limit of its own ends here, where floats stop counting
 
 
 def _setting(default: Any, label: str, help: str, **facts: Any) -> Any:
@@ -291,8 +291,8 @@ class MergeConfig:
             raise TypeError(f"unknown setting {', '.join(sorted(unknown))}; there are: {known}")
         if rules is None:
             rules = (MergeRule(**flat),)
-        elif not all(isinstance(rule, MergeRule) for rule in rules):
-            raise TypeError(f"rules is {rules!r}; it has to be a sequence of MergeRule")
+        elif not isinstance(rules, (list, tuple)) or not all(isinstance(rule, MergeRule) for rule in rules):
+            raise TypeError(f"rules is {rules!r}; it has to be a list or tuple of MergeRule")
         object.__setattr__(self, "rules", tuple(rules))
 
 
@@ -324,7 +324,9 @@ def _checked_number(item: Any, value: Any) -> int | float:
     if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
         raise TypeError(f"{name}={value!r} is {type(value).__name__}; {range_text}")
     too_high = not facts.get("open_ended") and value > facts["maximum"]
-    if not math.isfinite(value) or value < facts["minimum"] or too_high:
+    # compared and not converted: a whole number may be past the largest float
+    endless = value != value or abs(value) >= _ENDLESS
+    if endless or value < facts["minimum"] or too_high:
         raise ValueError(f"{name}={value!r} is out of range; {range_text}")
     return value if whole else float(value)
 

@@ -106,7 +106,8 @@ class ProjectionWraps:
         for role in [role for role, wrap in self._wraps.items() if found.get(role) is not wrap.target]:
             self._wraps.pop(role).uninstall()
         for role, module in found.items():
-            self._wraps[role] = (self._wraps.get(role) or Projection(module, role, self.now)).install()
+            wrap = self._wraps.setdefault(role, Projection(module, role, self.now))  # known before it is on
+            self._wraps[role] = wrap.install()
 
     def uninstall(self) -> None:
         """Take them off."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Hashable, Iterator
 from typing import Any
 
@@ -26,6 +27,7 @@ from .wrap import Wrap
 logger = logging.getLogger(__name__)
 
 _MARK = "_tome_core_patch"
+_LOCK = threading.RLock()  # two threads may patch one model
 
 
 class Patch:
@@ -94,21 +96,28 @@ class Patch:
 
         Idempotent; cheap enough for every step, and also brings back what somebody else has overwritten.
         """
-        current = vars(self.unet).get(_MARK)
-        if current is not None and current is not self:
-            current.uninstall()
-        self._wraps = [wrap.install() for wrap in self._wraps]
-        vars(self.unet)[_MARK] = self
-        self._removed = False
+        with _LOCK:
+            current = vars(self.unet).get(_MARK)
+            if current is not None and current is not self:
+                current.uninstall()
+            vars(self.unet)[_MARK] = self  # before the wraps, so that what an interrupt leaves of them can be found
+            self._removed = False
+            try:
+                for place, wrap in enumerate(self._wraps):
+                    self._wraps[place] = wrap.install()
+            except BaseException:
+                self.uninstall()
+                raise
         return self
 
     def uninstall(self) -> None:
         """Take the patch off, keeping its counts and its wraps for another `install`. Idempotent."""
-        if not self.is_installed:
-            return
-        for wrap in reversed(self._wraps):
-            wrap.uninstall()
-        del vars(self.unet)[_MARK]
+        with _LOCK:
+            if not self.is_installed:
+                return
+            for wrap in reversed(self._wraps):
+                wrap.uninstall()
+            del vars(self.unet)[_MARK]
 
     def remove(self) -> None:
         """Take the patch off for good. Idempotent; never fails."""

@@ -28,8 +28,8 @@ def _plain(rule: MergeRule) -> tuple[MergeRule, ...]:
     only = {**_PLAIN, "min_timestep": begins, "merge_crossattn": False}
     early = []
     if rule.early_mlp:
-        early.append(replace(rule, **only, ratio=rule.early_mlp, sx=2, sy=2, side="qkv", merge_attn=False,
-            merge_mlp=True, refine=0, query_ratio=0.0))  # fmt: skip
+        early.append(replace(rule, **only, method="bipartite", ratio=rule.early_mlp, sx=2, sy=2, side="qkv",
+            merge_attn=False, merge_mlp=True, refine=0, query_ratio=0.0))  # fmt: skip
     if rule.early_ratio is not None and rule.merge_attn:
         cell = _cell_for(rule.early_ratio)
         refines = rule.method == "bipartite" and rule.sizes_keys and rule.early_ratio >= _FEW_KEYS

@@ -1,0 +1,98 @@
+"""Faults that random arguments, interrupts and threads brought up: each as small as it gets."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import pytest
+
+import tome_core
+from tests.models import CASES
+from tome_core import MergeConfig, MergeRule
+from tome_core.phases import plain_rules
+
+CASE = next(case for case in CASES if case.name == "sd15")
+
+
+def patched(model) -> bool:
+    return any("forward" in vars(module) for module in model.modules()) or "_tome_core_patch" in vars(model)
+
+
+def test_an_interrupt_at_any_line_of_installing_leaves_nothing():
+    model, lines = CASE.build(), 0
+
+    def interrupt_at(number):
+        seen = 0
+
+        def trace(frame, event, argument):
+            nonlocal seen
+            if "tome_core" not in frame.f_code.co_filename:
+                return None
+            seen += event == "line"
+            if seen == number:
+                seen += 1
+                raise KeyboardInterrupt
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            with tome_core.patch(model, MergeConfig(ratio=0.5)):
+                pass
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        return seen
+
+    lines = interrupt_at(-1)
+    for number in range(1, lines, max(1, lines // 60)):
+        interrupt_at(number)
+        tome_core.remove_patch(model)
+        assert not patched(model), number
+
+
+def test_two_threads_patch_one_model():
+    model, errors, before = CASE.build(), [], sys.getswitchinterval()
+
+    def work(ratio):
+        try:
+            for _ in range(15):
+                with tome_core.patch(model, MergeConfig(ratio=ratio, proportional=False)):
+                    pass
+                tome_core.apply_patch(model, ratio=ratio)
+                tome_core.remove_patch(model)
+        except Exception as error:
+            errors.append(error)
+
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work, args=(ratio,)) for ratio in (0.25, 0.5)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    tome_core.remove_patch(model)
+    assert not errors and not patched(model)
+
+
+@pytest.mark.parametrize("name", ["sx", "ratio", "seed", "min_pixels", "min_timestep", "window"])
+@pytest.mark.parametrize("value", [10**400, -(10**400)])
+def test_numbers_beyond_all_floats_are_out_of_range(name, value):
+    with pytest.raises(ValueError, match=f"{name}="):
+        MergeConfig(**{name: value})
+
+
+@pytest.mark.parametrize("rules", [iter([MergeRule()]), 5, MergeRule(), [MergeRule(), 1]])
+def test_rules_are_a_list_of_rules(rules):
+    with pytest.raises(TypeError, match="rules"):
+        MergeConfig(rules=rules)
+
+
+@pytest.mark.parametrize("method", list(tome_core.methods.METHODS))
+def test_every_method_bears_an_early_mlp(method):
+    early, late = plain_rules((MergeRule(method=method, early_mlp=0.5),))
+    assert early.merge_mlp and not early.merge_attn and late.method == method
