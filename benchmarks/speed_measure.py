@@ -14,6 +14,7 @@ from benchmarks.speed_memory import cuda_peak, free_memory, kernels, operators, 
 from benchmarks.speed_models import Shape, make_inputs
 from benchmarks.speed_picture import picture_run
 from benchmarks.speed_plan import Case
+from benchmarks.speed_variants import VARIANTS
 
 _ENOUGH_SECONDS, _MOST_CALLS = 0.1, 20  # a GPU's quick calls are repeated for so long within a round, so often at most
 _SMALL_PIXELS = 128  # of the call before that whose memory is measured
@@ -28,11 +29,12 @@ class Bench:
     ) -> None:  # fmt: skip
         """decoder: for pictures. failed: variants that are known to fail, and why; they are not tried again."""
         self.case, self._shape, self._fleet = case, shape, fleet
-        self.names, self.failed = list(fleet.unets), dict(failed or {})
+        self.names = [name for name in fleet.unets if case.what == "call" or not VARIANTS[name].calls_only]
+        self.failed = dict(failed or {})
         weight = next(fleet.unpatched.parameters())
         self.device, self._dtype = weight.device, weight.dtype
         self._calls = dict.fromkeys(self.names, 1)
-        self._runs = {name: self._prepared(unet, decoder) for name, unet in fleet.unets.items()}
+        self._runs = {name: self._prepared(fleet.unets[name], decoder) for name in self.names}
 
     def _prepared(self, unet: nn.Module, decoder: nn.Module | None) -> Callable[[], Any]:
         if self.case.what == "call":

@@ -35,7 +35,7 @@ def parser(description: str) -> argparse.ArgumentParser:
         help=f"sides of square pictures for the suites calls and pictures; default: {' '.join(map(str, SIZES))} on "
              "cuda, 512 on cpu")
     add("--variants", nargs="+", choices=VARIANTS, metavar="VARIANT", help=f"default: all; {CONTROL} is always there")
-    add("--rounds", type=_count, metavar="N", help="timed turns of every variant; default: 10 on cuda, 5 on cpu")
+    add("--rounds", type=_count, metavar="N", help="timed turns of every variant; default: 8 on cuda, 5 on cpu")
     add("--steps", type=_count, default=STEPS, metavar="N", help="solver steps of a picture; default: %(default)s")
     add("--compile", action="store_true", help="measure every fused case compiled as well (a minute or more for each "
                                                "variant and size)")
@@ -75,7 +75,7 @@ def completed(options: argparse.Namespace) -> argparse.Namespace:
     options.suites = options.suites or (list(SUITES) if like_gpu else ["calls", "pictures"][: 1 + options.smoke])
     options.models = options.models or (list(SHAPES) if like_gpu else ["sd15"])
     options.sizes = options.sizes or (list(SIZES) if like_gpu else [512])
-    options.rounds = options.rounds or (1 if options.rehearsal else 10 if like_gpu else 5)
+    options.rounds = options.rounds or (1 if options.rehearsal else 8 if like_gpu else 5)
     options.steps = min(options.steps, 2) if options.rehearsal else options.steps
     options.variants = [name for name in VARIANTS if name == CONTROL or name in (options.variants or VARIANTS)]
     if options.minutes is None and options.device == "cuda":

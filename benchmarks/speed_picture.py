@@ -51,7 +51,10 @@ def _denoise(
     times = scheduler.timesteps[of - steps :]
     scheduler.set_begin_index(of - steps)
     latent = noise * scheduler.init_noise_sigma if latent is None else scheduler.add_noise(latent, noise, times[:1])
-    for time in times:
+    tell, picture = getattr(unet, "tell_time", None), object()
+    for time, value in zip(times, times.tolist(), strict=True):
+        if tell is not None:
+            tell(timestep=value, sampling=picture)
         both = scheduler.scale_model_input(torch.cat([latent, latent]), time)
         without, with_prompt = unet(both, time, text, **named).sample.chunk(2)
         guided = without + _GUIDANCE * (with_prompt - without)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -20,14 +21,20 @@ from tome_core.families import Place, find_blocks
 CONTROL = "vanilla"
 NO_ATTENTION = "attention-free"
 IDEAL = "ideal"
+_EARLY, _LATE = 900.0, 100.0
+_ANEW = "matches anew (within a picture a match serves several steps)"
 
 
 class Variant(NamedTuple):
-    """apply: patches a UNet. meaning: for the reader of a table. bound: the variant that does the same for free."""
+    """apply: patches a UNet. meaning: for the reader of a table. bound: the variant that does the same for free.
+
+    calls_only: a picture would show nothing that another variant does not show.
+    """
 
     apply: Callable[[nn.Module], None]
     meaning: str
     bound: str | None = None
+    calls_only: bool = False
 
 
 def finest_blocks(unet: nn.Module) -> list[Place]:
@@ -77,6 +84,21 @@ def _ours(**settings: object) -> Callable[[nn.Module], None]:
     return apply
 
 
+def _preset(name: str, timestep: float) -> Callable[[nn.Module], None]:
+    """A preset, also on grids that it would leave alone. A call of the UNet is at this time, and matches anew.
+
+    Who makes pictures tells the time with what is left at ``unet.tell_time``, as hosts do.
+    """
+
+    def apply(unet: nn.Module) -> None:
+        rule = replace(tome_core.preset(name), only_if_it_pays=False)
+        handle = tome_core.patch(unet, tome_core.MergeConfig(rules=(rule,)), host_clock=True)
+        handle.set_time(timestep=timestep)
+        unet.tell_time = handle.set_time
+
+    return apply
+
+
 def _free_merge(unet: nn.Module) -> None:
     for place in finest_blocks(unet):
         place.block.attn1 = FreeMerge(place.block.attn1)
@@ -93,7 +115,9 @@ VARIANTS: dict[str, Variant] = {
     "downsample": Variant(
         _ours(method="downsample"), "token down-sampling (ToDo): a quarter of keys and values at the finest level"
     ),
-    "ours": Variant(_ours(), "tome_core with its default settings: ratio 0.5 at the finest level", IDEAL),
+    "ours": Variant(_preset("balanced", _LATE), f"tome_core's preset balanced; in calls a late step, which {_ANEW}"),
+    "ours, early": Variant(_preset("balanced", _EARLY), "the same in an early step", None, True),
+    "ours, max": Variant(_preset("max", _LATE), "tome_core's preset max, as above"),
     IDEAL: Variant(_free_merge, "bound: half of the tokens merged at the finest level, and merging costs nothing"),
     NO_ATTENTION: Variant(_no_attention, "bound: every self-attention left out, at all levels"),
 }

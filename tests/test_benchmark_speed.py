@@ -44,7 +44,8 @@ def test_the_smallest_run_measures_every_variant(record):
     assert record["versions"]["tomesd"] == "0.1.3" and record["device"]["threads"] == 1
     assert [case.case["what"] for case in summaries(record)] == ["call", "picture"]
     for case in summaries(record):
-        assert list(case.figures) == list(VARIANTS)
+        shown = [name for name, one in VARIANTS.items() if case.case["what"] == "call" or not one.calls_only]
+        assert list(case.figures) == shown
         assert all(figure.times[0] > 0 and figure.factor > 0 for figure in case.figures.values())
         assert case.figures[CONTROL].factor == 1
         assert case.figures["ours"].operators > case.figures[CONTROL].operators
@@ -154,19 +155,20 @@ def synthetic(**seconds):
 
 
 def test_a_share_of_a_bound_is_the_part_of_its_saving():
-    times = {CONTROL: [10.0, 20.0, 10.0], "ours": [8.0, 16.0, 80.0], "tomesd": [10.0, 20.0, 10.0],
+    times = {CONTROL: [10.0, 20.0, 10.0], "tomesd": [8.0, 16.0, 80.0], "ours": [10.0, 20.0, 10.0],
              IDEAL: [6.0, 12.0, 6.0], NO_ATTENTION: [2.0, 4.0, 2.0]}  # fmt: skip
     (case,) = summaries(synthetic(**times))
-    ours = case.figures["ours"]
-    assert ours.factor == pytest.approx(1.25), "the median over rounds of ratios within a round"
-    assert ours.of_ideal == pytest.approx(0.5) and ours.of_no_attention == pytest.approx(0.25)
-    assert case.figures["tomesd"].of_ideal == pytest.approx(0)
+    tomesd = case.figures["tomesd"]
+    assert tomesd.factor == pytest.approx(1.25), "the median over rounds of ratios within a round"
+    assert tomesd.of_ideal == pytest.approx(0.5) and tomesd.of_no_attention == pytest.approx(0.25)
+    assert case.figures["ours"].of_ideal is None, "what merges more than half has another bound"
+    assert case.figures["ours"].of_no_attention == pytest.approx(0)
     assert case.figures[IDEAL].of_ideal is None and case.figures[CONTROL].of_no_attention is None
 
 
 def test_a_share_of_a_bound_that_saves_nothing_is_no_figure():
-    (case,) = summaries(synthetic(**{CONTROL: [10.0], "ours": [9.0], IDEAL: [9.9]}))
-    assert case.figures["ours"].of_ideal is None and case.figures["ours"].factor == pytest.approx(10 / 9)
+    (case,) = summaries(synthetic(**{CONTROL: [10.0], "tomesd": [9.0], IDEAL: [9.9]}))
+    assert case.figures["tomesd"].of_ideal is None and case.figures["tomesd"].factor == pytest.approx(10 / 9)
 
 
 def test_a_rehearsal_goes_through_the_whole_plan_of_a_gpu(tmp_path, capsys):
@@ -190,7 +192,7 @@ def test_the_standard_gpu_run_is_planned_for_ten_minutes():
     options = speed.completed(speed.parser("").parse_args(["--dry-run"]))
     options.steps = STEPS
     estimate = Estimate(SHAPES, len(VARIANTS), "cuda", 3e14)
-    assert 60 < sum(estimate.guess(*row) for row in row_keys(planned(options), 10).values()) < 600
+    assert 60 < sum(estimate.guess(*row) for row in row_keys(planned(options), 8).values()) < 600
 
 
 def test_no_row_is_begun_that_would_end_too_late(tmp_path, monkeypatch, capsys):
