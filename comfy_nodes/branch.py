@@ -35,7 +35,8 @@ class BranchMerging:
         self._home = weakref.ref(home)
         self._wants_maps = wants_maps
         self._keeps_maps = False
-        self._uses_time = any(rule.uses_time for rule in config.rules)
+        self._has_range = any(rule.uses_percent for rule in config.rules)
+        self._sampling: object | None = None  # what tells the sampling that is going on from all others
         self._patches: dict[int, Any] = {}
         self._strangers: dict[int, str] = {}
         self._calls = 0
@@ -53,7 +54,7 @@ class BranchMerging:
         if handle is None or handle in self._inside:
             return executor(*args, **kwargs)
         self._calls += 1
-        if self._uses_time:
+        if handle.run.wants_time:
             self._tell_time(handle, executor.class_obj, *args, **kwargs)
         self._inside.add(handle)
         try:
@@ -66,9 +67,11 @@ class BranchMerging:
     def outer_sample(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         """Around a whole sampling: counts begin before it, and the report follows."""
         self._begin()
+        outer, self._sampling = self._sampling, object()
         try:
             return executor(*args, **kwargs)
         finally:
+            self._sampling = outer
             self._take_off()
             host.show(self.report(_steps(*args, **kwargs)), self.node_id)
             self._let_go_of_strangers()
@@ -106,8 +109,10 @@ class BranchMerging:
             handle.keep_maps(self._keeps_maps)
 
     def _take_off(self) -> None:
-        """What an interrupt left on, when it fell into the very moment of taking a patch off."""
+        """Forget the time, and what was kept over steps; and what an interrupt left on, when it fell into the very
+        moment of taking a patch off."""
         for handle in self._patches.values():
+            handle.set_time()
             if handle not in self._inside:
                 handle.uninstall()
 
@@ -135,9 +140,10 @@ class BranchMerging:
     def _tell_time(self, handle: Any, model: Any, *args: Any, **kwargs: Any) -> None:
         """From apply_model(x, t, ...), whose ``t`` is a sigma for each sample."""
         sigmas = args[1] if len(args) > 1 else kwargs["t"]
-        sigma = float(sigmas.reshape(-1)[0])  # one wait for the device a call, and only where a range is set
-        handle.set_time(percent=percent_of(sigma, model.model_sampling))
-        self._times[sigma] = bool(handle.run.live)
+        sigma = float(sigmas.reshape(-1)[0])  # one wait for the device a call, and only where the time matters
+        handle.set_time(percent=percent_of(sigma, model.model_sampling), sampling=self._sampling)
+        if self._has_range:
+            self._times[sigma] = bool(handle.run.live)
 
 
 def unsupported(model: Any) -> str | None:

@@ -14,6 +14,7 @@ ALIASES = ["token merging", "tomesd", "tome", "speed", "faster sampling"]
 PREVIEW_ALIASES = [*ALIASES, "merge map", "token map"]
 HIDDEN = {"unique_id": "UNIQUE_ID"}
 TOO_OLD = "Token merging: this ComfyUI is older than December 2024 and has no keyed wrappers; the model is unchanged."
+OFF_TEXT = "Token merging is off: the preset is off, the model is unchanged."
 NO_MAPS = (
     "No merge map. Either this model has no ApplyToMe, or nothing merged, or the model is compiled, or the sampler's "
     "result came from the cache: then change its seed and queue again."
@@ -67,8 +68,10 @@ class ApplyToMe:
             config = inputs.config_of(values)
         except (TypeError, ValueError) as error:  # linked values are not seen by VALIDATE_INPUTS
             problem = str(error)
-        if problem is not None:
-            host.show(f"Token merging stepped aside, the model is unchanged: {problem}", unique_id)
+            config = None
+        if problem is not None or config is None:
+            text = f"Token merging stepped aside, the model is unchanged: {problem}" if problem else OFF_TEXT
+            host.show(text, unique_id)
             return (clone,)
         merging = BranchMerging(
             config, unique_id, clone.model.diffusion_model, lambda: host.preview_waits_for(unique_id, "ToMePreview")

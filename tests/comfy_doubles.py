@@ -118,9 +118,11 @@ class Guider:
         self.patcher = patcher
         self.model = model or patcher.model
 
-    def sample(self, steps: int = 4, batch: int = 1, size: tuple[int, int] = (16, 16), stop: Any = None) -> Any:
+    def sample(
+        self, steps: int = 4, batch: int = 1, size: tuple[int, int] = (16, 16), stop: Any = None, seed: int = 0
+    ) -> Any:
         """The latent after all steps. stop: called with each step's number, and may raise."""
-        noise, text = inputs(4, 2 * batch, *size)
+        noise, text = inputs(4, 2 * batch, *size, seed)
         times = [999 * (1 - step / steps) for step in range(steps)]
         sigmas = torch.tensor([self.model.model_sampling.sigma(time) for time in times] + [0.0])
         options = {"wrappers": _copied(self.patcher.wrappers), "sample_sigmas": sigmas}

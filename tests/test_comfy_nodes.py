@@ -18,7 +18,7 @@ from comfy_nodes.nodes import ApplyToMe, RemoveToMe, ToMePreview
 from comfy_nodes.percent import percent_of
 from tests.comfy_doubles import BaseModel, DiscreteSampling, Guider, ModelPatcher, Server, checkpoint
 from tests.test_patch_contract import traces
-from tome_core import describe_settings
+from tome_core import MergeConfig, describe_settings
 
 
 @pytest.fixture
@@ -242,7 +242,9 @@ def test_inputs_are_in_their_documented_order_and_none_is_called_seed():
     types = ApplyToMe.INPUT_TYPES()
     assert [*types["required"], *types["optional"]] == [
         "model", "preset", "ratio", "level", "start_percent", "end_percent", "min_pixels", "method", "merge_what",
-        "merge_crossattn", "merge_mlp", "sx", "sy", "use_rand", "merge_seed",
+        "merge_crossattn", "merge_mlp", "sx", "sy", "use_rand", "merge_seed", "early_ratio", "early_until", "early_mlp",
+        "proportional", "metric", "refine", "query_ratio", "window", "share", "project", "keep",
+        "only_if_it_pays",
     ]  # fmt: skip
 
 
@@ -254,6 +256,9 @@ def test_ranges_defaults_steps_and_tooltips_are_the_engines():
         if name in ("preset", "level", "merge_what"):
             continue
         setting = settings[SETTINGS[name]]
+        if name == "early_ratio":  # a number that can be left open: -1, which is below its range
+            assert facts["default"] == facts["min"] == -1 and facts["tooltip"] == f"{setting['help']} -1 is the same."
+            continue
         assert facts["default"] == setting["default"] and facts["tooltip"] == setting["help"]
         for ours, theirs in (("min", "minimum"), ("max", "maximum"), ("step", "step")):
             assert facts.get(ours) == setting.get(theirs)
@@ -262,7 +267,8 @@ def test_ranges_defaults_steps_and_tooltips_are_the_engines():
 def test_the_defaults_of_the_node_are_the_defaults_of_the_engine():
     types = input_types()
     values = {name: facts["default"] for name, (_, facts) in {**types["required"], **types["optional"]}.items()}
-    assert config_of(values) == config_of({}) and ApplyToMe.VALIDATE_INPUTS(**values) is True
+    assert config_of({**values, "preset": "custom"}) == config_of({}) == MergeConfig()
+    assert ApplyToMe.VALIDATE_INPUTS(**values) is True
     json.dumps(types)
 
 
@@ -272,6 +278,9 @@ def test_the_defaults_of_the_node_are_the_defaults_of_the_engine():
     ({"method": "downsample", "merge_what": "q"}, "not possible with method"),
     ({"level": "up to /3"}, "use one of automatic"),
     ({"preset": "of tomorrow"}, "update this pack"),
+    ({"early_ratio": -0.5}, "early_ratio=-0.5 is out of range"),
+    ({"early_ratio": 0.5, "method": "downsample"}, "leave it at -1"),
+    ({"query_ratio": 0.5, "merge_what": "q"}, "merges queries beside merge_what='k+v'"),
 ])  # fmt: skip
 def test_wrong_values_are_named_when_the_prompt_is_queued_and_stop_no_queue(server, values, words):
     assert words in ApplyToMe.VALIDATE_INPUTS(unique_id="5", model=None, **values)
