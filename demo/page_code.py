@@ -58,7 +58,7 @@ def script(wanted: Wanted, model: str = DEFAULT_MODEL) -> str:
 def webui(wanted: Wanted) -> str:
     """JSON for a webui's /sdapi/v1/txt2img: the panel's values, by position."""
     host = page_hosts.webui()
-    own = {"enabled": True, "preset": page_hosts.custom(host.PRESETS)}
+    own = {"enabled": True, "preset": page_hosts.custom(host.field("preset").choices)}
     values = []
     for one in host.FIELDS:
         value = _in_a_hosts_words(one.name, one.engine, host.CHOICES, wanted.rule) if one.engine else None
@@ -74,7 +74,7 @@ def comfyui(rule: MergeRule) -> str:
     found = {name: _in_a_hosts_words(name, engine, host.CHOICES, rule) for name, engine in host.SETTINGS.items()}
     # an input without a value is left out, which a node takes for the default
     settings = {name: value for name, value in found.items() if value is not None}
-    inputs = {"model": ["4", 0], "preset": page_hosts.custom(host.PRESETS), **settings}
+    inputs = {"model": ["4", 0], "preset": page_hosts.custom(host.input_types()["required"]["preset"][0]), **settings}
     return json.dumps({"class_type": "ApplyToMe", "inputs": inputs}, indent=2)
 
 

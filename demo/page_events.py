@@ -12,8 +12,6 @@ from collections.abc import Iterator, Mapping
 from html import escape
 from typing import Any
 
-import gradio as gr
-
 from demo import command, page_code, prompt
 from demo import page_controls as controls
 from demo.page_code import Wanted
@@ -93,14 +91,14 @@ class Events:
             yield self._complaint(error, wrong)
             return
         stop = self._stops[session] = threading.Event()
-        yield {"says": _progress(Shot(WARMING, 0, 1), 0), "stop": gr.update(interactive=True)}
+        yield {"says": _progress(Shot(WARMING, 0, 1), 0), "stop": update(interactive=True)}
         try:
             last = yield from self._followed(wanted, stop)
         except Exception as error:  # a library's depths raise whatever they raise: memory, a damaged model
             last = {"says": f"<strong>{type(error).__name__}: {escape(str(error))}</strong>"}
         finally:
             self._stops.pop(session, None)
-        yield {**last, "stop": gr.update(interactive=False)}
+        yield {**last, "stop": update(interactive=False)}
 
     def _followed(self, wanted: Wanted, stop: threading.Event) -> Iterator[Parts]:
         began, sent = time.monotonic(), 0.0
@@ -140,8 +138,8 @@ class Events:
 
     def _marks(self, now: tuple[str, ...], before: tuple[str, ...], sentence: str) -> Parts:
         """The sentence beside the controls that it is about, and the usual help beside those of the last one."""
-        healed = {name: gr.update(info=self.help(name), elem_classes=[]) for name in before}
-        return {**healed, **{name: gr.update(info=sentence, elem_classes=["wrong"]) for name in now}, "wrong": now}
+        healed = {name: update(info=self.help(name), elem_classes=[]) for name in before}
+        return {**healed, **{name: update(info=sentence, elem_classes=["wrong"]) for name in now}, "wrong": now}
 
     def _elsewhere(self, wanted: Wanted, address: str) -> Parts:
         lost = [f"{host} has no control for: {', '.join(names)}." for host, names in page_code.lost(wanted.rule).items()
@@ -151,6 +149,11 @@ class Events:
             "payload": page_code.webui(wanted), "node": page_code.comfyui(wanted.rule), "lost": " ".join(lost),
             "link": f"{address}?{page_code.query(wanted)}",
         }  # fmt: skip
+
+
+def update(**changes: Any) -> dict[str, Any]:
+    """What gradio's function of this name gives, which is the form it sends; so this file does without gradio."""
+    return {"__type__": "update", **changes}
 
 
 def _values_of(wanted: Wanted) -> dict[str, Any]:
@@ -165,7 +168,7 @@ def _plain(value: Any) -> str:
 
 def _filled(parts: Parts, values: Values) -> Parts:
     """The parts, with values put into the controls."""
-    return {**parts, **{name: {**gr.update(value=value), **parts.get(name, {})} for name, value in values.items()}}
+    return {**parts, **{name: {**update(value=value), **parts.get(name, {})} for name, value in values.items()}}
 
 
 def _progress(shot: Shot, passed: float) -> str:

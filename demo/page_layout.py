@@ -10,10 +10,12 @@ import gradio as gr
 from demo import page_controls as controls
 from demo.page_events import NAMES, PICTURE, Events
 
-THEME = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])  # none is fetched
+# fonts that are there: no other machine is asked for one. Gradio's own grey of the help texts is hard to read
+THEME = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]).set(
+    block_info_text_color="*neutral_600", block_info_text_color_dark="*neutral_300"
+)
 CSS = """
 .wrong { outline: 2px solid #c2410c; }
-[data-testid=block-info] ~ div { color: var(--body-text-color-subdued); }
 .says strong, .wrong [data-testid=block-info] ~ div { color: #c2410c; }
 .says progress { width: 100%; }
 .report pre { white-space: pre-wrap; overflow-wrap: anywhere; }
@@ -29,7 +31,7 @@ class Page:
     def __init__(self, events: Events) -> None:
         self.events, self.parts = events, {}
         with gr.Blocks(title="Token merging", analytics_enabled=False, delete_cache=(600, 600)) as self.blocks:
-            gr.Markdown(f"# Token merging\nThe same picture without and with it. {events.studio.source.name}.")
+            gr.Markdown(f"# Token merging\nThe same picture without it and with it: {events.studio.source.name}.")
             with gr.Row():
                 with gr.Column(min_width=300):
                     self._ask()
@@ -52,6 +54,7 @@ class Page:
         with gr.Row():
             self._put("generate", gr.Button, "Generate", variant="primary", min_width=120)
             self._put("stop", gr.Button, "Stop", interactive=False, min_width=120)
+        self._put("says", gr.HTML, elem_classes=["says"])
         for name in controls.BASIC:
             self.parts[name] = controls.make(name, getattr(start.rule, name))
         with gr.Accordion("Advanced", open=False, elem_id="advanced"):
@@ -59,7 +62,6 @@ class Page:
                 self.parts[name] = controls.make(name, getattr(start.rule, name))
 
     def _answer(self) -> None:
-        self._put("says", gr.HTML, elem_classes=["says"])
         self._put("slider", gr.ImageSlider, label="Without merging | with it", interactive=False, buttons=[])
         self._put("position", gr.Slider, 0, 100, 50, step=1, label="Line between the two, in % from the left")
         self._put("figures", gr.Markdown)
@@ -92,13 +94,13 @@ class Page:
     def _told(self, found: dict[str, Any]) -> dict[Any, Any]:
         return {self.parts[name]: value for name, value in found.items()}
 
-    def _touched(self, preset: str, wrong: tuple[str, ...], *given: Any, request: gr.Request) -> dict[Any, Any]:
+    def _touched(self, request: gr.Request, preset: str, wrong: tuple[str, ...], *given: Any) -> dict[Any, Any]:
         return self._told(self.events.touched(_named(given), tuple(wrong), _address(request)))
 
-    def _chosen(self, preset: str, wrong: tuple[str, ...], *given: Any, request: gr.Request) -> dict[Any, Any]:
+    def _chosen(self, request: gr.Request, preset: str, wrong: tuple[str, ...], *given: Any) -> dict[Any, Any]:
         return self._told(self.events.chosen(_named(given), preset, tuple(wrong), _address(request)))
 
-    def _made(self, preset: str, wrong: tuple[str, ...], *given: Any, request: gr.Request) -> Iterator[dict[Any, Any]]:
+    def _made(self, request: gr.Request, preset: str, wrong: tuple[str, ...], *given: Any) -> Iterator[dict[Any, Any]]:
         for found in self.events.made(_named(given), tuple(wrong), request.session_hash):
             yield self._told(found)
 
