@@ -1,0 +1,57 @@
+"""The presets are what the committed results make of them, and the best that was measured within their budgets."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+import tome_core
+from benchmarks import presets, results
+from benchmarks.quality_rows import TIMES
+
+FRONT = Path(__file__).parents[1] / "benchmarks/results/front-cpu-2026-11-21.json"
+
+
+@pytest.fixture(scope="module")
+def points():
+    return presets.front([results.load(FRONT)])
+
+
+def test_the_shipped_table_is_made_from_the_committed_result(tmp_path):
+    output = tmp_path / "table.py"
+    assert presets.main([str(FRONT), "--output", str(output)]) == 0
+    assert output.read_text(encoding="utf-8") == presets.TABLE.read_text(encoding="utf-8")
+
+
+def test_both_checkpoints_count(points):
+    assert len(points) > 5 and len(results.load(FRONT)["settings"]["models"]) == 2
+    with pytest.raises(ValueError, match="merged keys"):
+        presets.front([])
+
+
+@pytest.mark.parametrize("name", tome_core.PRESETS)
+def test_no_pair_of_settings_within_the_budget_does_less_harm(points, name):
+    budget = presets.BUDGETS[name]
+    choice = presets.choose(points, budget)
+    assert choice.work <= budget + 0.002
+    for late, early, place in itertools.product(points, points, range(len(TIMES) + 1)):
+        work = (place * late.work + (len(TIMES) - place) * early.work) / len(TIMES)
+        if work <= budget:
+            dev = sum((*late.dev[:place], *early.dev[place:])) / len(TIMES)
+            assert choice.dev <= dev + 1e-9, (late.ratio, early.ratio, place)
+    rule = tome_core.preset(name)
+    assert all(getattr(rule, key) == value for key, value in choice.settings().items())
+
+
+def test_a_budget_below_everything_measured_is_refused(points):
+    with pytest.raises(ValueError, match="no setting"):
+        presets.choose(points, 0.001)
+
+
+def test_results_without_the_rows_are_refused_in_a_sentence(tmp_path, capsys):
+    record = {**results.load(FRONT), "rows": []}
+    results.save(record, tmp_path / "empty.json")
+    assert presets.main([str(tmp_path / "empty.json"), "--output", str(tmp_path / "x.py")]) == 2
+    assert "merged keys" in capsys.readouterr().err and not (tmp_path / "x.py").exists()
