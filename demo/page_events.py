@@ -60,7 +60,8 @@ class Events:
         try:
             wanted = self.wanted(values)
         except Wrong as error:
-            return {**nothing, **self._complaint(error, wrong), "preset": controls.CUSTOM}
+            touched = {"preset": controls.CUSTOM} if set(error.names) - set(PICTURE) else {}
+            return {**nothing, **self._complaint(error, wrong), **touched}
         return {**self._marks((), wrong, ""), **self._elsewhere(wanted, address), "says": "",
                 "preset": controls.preset_of(wanted.rule)}  # fmt: skip
 

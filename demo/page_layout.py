@@ -83,7 +83,10 @@ class Page:
     def _connect(self) -> None:
         parts = self.parts
         given, told = [parts[name] for name in ("preset", "wrong", *NAMES)], list(parts.values())
-        gr.on([parts[name].input for name in NAMES], self._touched, given, told, trigger_mode="always_last", **_QUIET)
+        # a text that is pasted fires no `input`
+        touches = [parts[name].input for name in NAMES]
+        touches += [parts[name].blur for name in NAMES if isinstance(parts[name], gr.Textbox)]
+        gr.on(touches, self._touched, given, told, trigger_mode="always_last", **_QUIET)
         parts["preset"].input(self._chosen, given, told, trigger_mode="always_last", **_QUIET)
         gr.on([parts["generate"].click, parts["prompt"].submit], self._made, given, told, trigger_mode="once",
               concurrency_limit=1, **_QUIET)  # fmt: skip

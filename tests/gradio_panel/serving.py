@@ -34,15 +34,20 @@ def environment(folder: Path, pins: Path) -> str:
     if stamp.exists() and stamp.read_text() == mark and install.is_usable(folder):
         return str(install.venv_python(folder))
     install.make_environment(folder, None)
-    python = str(install.venv_python(folder))
+    fill(folder, ["-r", str(pins)], pins.name)
+    stamp.write_text(mark)
+    return str(install.venv_python(folder))
+
+
+def fill(folder: Path, arguments: list[str], what: str) -> None:
+    """`pip install` in an environment. Raises install.Failure with pip's reason."""
     # --only-binary: on a Python too new for the webui's pins, say so instead of compiling numpy
-    command = [python, "-m", "pip", "install", "--disable-pip-version-check", "--only-binary=:all:", "-r", str(pins)]
+    command = [str(install.venv_python(folder)), "-m", "pip", "install", "--disable-pip-version-check",
+               "--only-binary=:all:", *arguments]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         reasons = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
-        raise install.Failure(f"pip could not install {pins.name}: {' '.join(reasons[-2:])}")
-    stamp.write_text(mark)
-    return python
+        raise install.Failure(f"pip could not install {what}: {' '.join(reasons[-2:])}")
 
 
 @contextlib.contextmanager
@@ -59,13 +64,13 @@ def serve(python: str, saved: dict[str, Any]) -> Iterator[str]:
     quiet = {"GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "no_proxy": "*"}
     with subprocess.Popen(command, stdin=subprocess.PIPE, env={**os.environ, **quiet}) as process:
         try:
-            _wait_until_ready(f"http://127.0.0.1:{port}", process)
+            wait_until_ready(f"http://127.0.0.1:{port}", process)
             yield f"http://127.0.0.1:{port}"
         finally:
             process.terminate()
 
 
-def _wait_until_ready(address: str, process: subprocess.Popen) -> None:
+def wait_until_ready(address: str, process: subprocess.Popen) -> None:
     while True:
         assert process.poll() is None, "the page's server ended by itself"
         with contextlib.suppress(OSError), OPENER.open(address):

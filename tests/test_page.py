@@ -1,0 +1,278 @@
+"""The page in a browser: served by `demo/page.py` with the gradio that install.py gives it, clicked in Chromium."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+import install
+from tests.gradio_panel.page import Page
+from tests.gradio_panel.serving import OPENER, STAMP, fill, wait_until_ready
+from tome_core import preset
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+ROOT = Path(__file__).parents[1]
+FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
+         "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]  # fmt: skip
+SLOW = 120_000  # ms; small machines take long to draw
+NARROW = {"width": 400, "height": 800}
+
+
+def environment(folder: Path) -> str:
+    """The interpreter of an environment such as install.py makes for the page. Raises install.Failure."""
+    lines = install.requirements(install.read_project(ROOT / "pyproject.toml"), ["demo", "page"])
+    torch_folder = install.reusable_torch(next(line for line in lines if re.match(r"torch\b", line)))
+    mark = install.fingerprint(sys.version, [*lines, str(torch_folder)])
+    stamp = folder / STAMP
+    if not (stamp.exists() and stamp.read_text() == mark and install.is_usable(folder)):
+        install.make_environment(folder, torch_folder)
+        fill(folder, lines, "the page's requirements")
+        stamp.write_text(mark)
+    return str(install.venv_python(folder))
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    """A browser that sees this machine and no other."""
+    path = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+    if path is None:
+        pytest.skip("needs a Chromium: install it, or set CHROMIUM to its path")
+    with sync_api.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=path, headless=True, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def address(chromium, request, tmp_path_factory):
+    """Where the page is served, started as a user starts it, from a folder that is not ours."""
+    cache = getattr(request.config, "cache", None)  # pytest can be told to have none
+    try:
+        python = environment((cache.mkdir("page") if cache else tmp_path_factory.mktemp("page")) / "env")
+    except install.Failure as failure:
+        pytest.skip(str(failure))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [python, str(ROOT / "demo" / "page.py"), "--no-browser", "--port", str(port), "--device", "cpu"]
+    away = {"HTTP_PROXY": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9", "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, cwd=tmp_path_factory.mktemp("elsewhere"), env={**os.environ, **away}) as process:
+        try:
+            wait_until_ready(f"http://127.0.0.1:{port}", process)
+            yield f"http://127.0.0.1:{port}/"
+        finally:
+            process.terminate()
+
+
+class MergingPage(Page):
+    """What a user sees and does; a name is a part's."""
+
+    def __init__(self, page):
+        super().__init__(page, "")
+
+    def text(self, name):
+        return self.at(name).inner_text()
+
+    def box(self, name):
+        return self.at(name, "textarea, input")
+
+    def link(self):
+        return self.page.locator("#link textarea, #link input").first.input_value()
+
+    def until(self, name, pattern):
+        """Wait for a text in a part, and give the part's whole text."""
+        self.at(name).filter(has_text=re.compile(pattern)).wait_for()
+        return self.text(name)
+
+    def until_link(self, part, there=True):
+        ask = "([part, there]) => document.querySelector('#link textarea, #link input').value.includes(part) === there"
+        self.page.wait_for_function(ask, arg=[part, there])
+
+    def type(self, name, text):
+        """Write a text in the place of the one that is there, as fingers do."""
+        self.box(name).fill("")
+        self.box(name).press_sequentially(text)
+
+    def until_line(self, low, high):
+        """Wait until the line is so far from the picture's left, in %; the picture is in the middle of its frame."""
+        ask = """([low, high]) => {
+            const frame = document.querySelector('#slider img.fixed'), width = frame.clientWidth
+            const picture = Math.min(width, frame.clientHeight * frame.naturalWidth / frame.naturalHeight)
+            const clipped = +frame.style.clipPath.match(/([\\d.]+)%\\)/)[1] / 100 * width
+            const at = (clipped - (width - picture) / 2) / picture * 100
+            return low <= at && at <= high
+        }"""
+        self.page.wait_for_function(ask, arg=[low, high])
+
+
+@pytest.fixture
+def opened(chromium, address):
+    """Opens the page, with a query and a size; whatever it asks for has to come from this machine."""
+    with contextlib.ExitStack() as stack:
+        asked, failed = [], []
+
+        def go(query="", **size):
+            made = chromium.new_page(viewport=size or {"width": 1280, "height": 1400})
+            stack.callback(made.close)
+            made.set_default_timeout(SLOW)
+            made.on("request", lambda request: asked.append(request.url))
+            made.on("pageerror", lambda error: failed.append(str(error)))
+            made.goto(address + query, wait_until="domcontentloaded")
+            page = MergingPage(made)
+            page.at("generate").wait_for()
+            page.until_link("method=")
+            return page
+
+        yield go
+        assert not failed
+        assert not [url for url in asked if not url.startswith((address, "data:", "blob:"))]
+
+
+def test_a_picture_is_made_told_step_by_step_and_the_line_moves_by_mouse_and_keyboard(opened):
+    page = opened("?steps=2&prompt=night+snow+peaks+right+blue+cone")
+    assert not page.at("stop", "").is_enabled()
+    page.at("generate").click()
+    page.until("says", r"Without merging: step \d of 2")
+    assert page.at("says", "progress").get_attribute("max") == "1" and page.at("stop").is_enabled()
+    page.until("says", r"^\s*Done\.")
+    figures = r"[\d.]+ s without merging, [\d.]+ s with: [\d.]+ times as fast; PSNR [\d.]+ dB"
+    assert re.search(figures, page.text("figures"))
+    assert re.search(r"Level 0: 4096 tokens became \d+", page.at("maps").inner_text())
+    page.page.get_by_text("Report", exact=True).click()
+    assert "Token merging:" in page.until("report", "UNet calls")
+    before, after = (one.get_attribute("src") for one in page.page.locator("#slider img").all())
+    sizes = page.page.evaluate("[...document.querySelectorAll('#slider img, #difference img, #maps img')]"
+                               ".map(one => one.naturalWidth)")  # fmt: skip
+    assert before != after and len(sizes) >= 4 and set(sizes) == {512}
+
+    page.until_line(50, 50)
+    here = page.at("slider", "[data-testid=slider] .icon-wrap").bounding_box()
+    frame = page.at("slider", "img").bounding_box()
+    page.page.mouse.move(here["x"] + here["width"] / 2, here["y"] + here["height"] / 2)
+    page.page.mouse.down()
+    page.page.mouse.move(here["x"] - 100, frame["y"] + frame["height"] / 2, steps=4)
+    page.page.mouse.up()
+    page.until_line(10, 40)
+    page.number("position", 80)
+    page.until_line(79, 81)
+    page.key("position", "ArrowRight")
+    page.until_line(80.5, 82)
+
+
+def test_a_run_is_cancelled_and_the_next_one_is_made(opened):
+    page = opened("?steps=500")
+    page.at("generate").click()
+    page.until("says", r"Without merging: step \d+ of 500")
+    page.at("stop").click()
+    page.until("says", r"Stopped\.")
+    page.page.wait_for_function("document.querySelector('#stop').disabled")
+    page.number("steps", 1)
+    page.until_link("steps=1&")
+    page.at("generate").click()
+    page.until("says", r"^\s*Done\.")
+
+
+def test_a_wrong_value_is_told_beside_its_control_and_nothing_is_made(opened):
+    page = opened("?steps=1")
+    page.type("prompt", "day banana")
+    assert "does not know the word 'banana'" in page.until("prompt", "banana")
+    page.until_link("method=", there=False)
+    page.box("prompt").press("Enter")
+    page.until("says", "does not know the word 'banana'")
+    assert not page.page.locator("#slider img").count()
+    page.type("prompt", "day sea")
+    page.until("prompt", "The embedded model knows")
+    page.number("start_percent", 0.8)
+    page.until_link("start_percent=0.8")
+    page.number("end_percent", 0.2)
+    for name in ("start_percent", "end_percent", "says"):
+        assert "start_percent=0.8 lies after end_percent=0.2; swap them" in page.until(name, "swap them")
+    page.number("end_percent", 1)
+    page.until_link("start_percent=0.8")
+    assert "swap" not in page.text("start_percent") + page.text("end_percent") + page.text("says")
+
+
+def test_a_preset_fills_the_controls_a_touch_makes_it_custom_and_the_link_restores_it_all(opened):
+    page = opened()
+    page.choose("preset", "Max")
+    page.until_link(f"ratio={preset('max').ratio}")
+    page.wait_for_number("ratio", preset("max").ratio)
+    page.number("ratio", 0.35)
+    page.until_link("ratio=0.35")
+    assert page.at("preset", "input:checked").get_attribute("value") == "Custom"
+    page.at("advanced").get_by_text("Advanced").click()
+    page.at("seed").wait_for()
+    page.number("seed", 77)
+    page.number("picture_seed", 5)
+    page.until_link("merge_seed=77")
+    page.until_link("&seed=5&")
+    script = page.until("script", "image.save")
+    assert "ratio=0.35" in script and "seed=77" in script and "manual_seed(5)" in script
+    again = opened(page.link().partition("/?")[2].join(("?", "")))
+    assert again.link() == page.link() and again.text("script") == script
+    assert again.at("preset", "input:checked").get_attribute("value") == "Custom"
+    assert again.box("picture_seed").input_value() == "5"
+    wrong = opened("?ratio=2")
+    assert "ratio=2 is out of range" in wrong.until("says", "The link was not used")
+
+
+def test_it_fits_into_400_pixels(opened):
+    page = opened(**NARROW)
+    page.at("advanced").get_by_text("Advanced").click()
+    page.at("seed").wait_for()
+    page.number("steps", 1)
+    page.until_link("steps=1&")
+    page.at("generate").click()
+    page.until("says", r"^\s*Done\.")
+    assert page.page.evaluate("document.documentElement.scrollWidth") <= NARROW["width"]
+    for name in ("prompt", "preset", "generate", "stop", "seed", "slider", "position", "difference", "maps", "link"):
+        box = page.at(name).bounding_box()
+        assert box["x"] >= 0 and box["x"] + box["width"] <= NARROW["width"], name
+
+
+def test_the_keyboard_is_enough(opened):
+    page = opened("?steps=1")
+    page.box("prompt").focus()
+    press, focused = page.page.keyboard.press, "document.activeElement.closest('[id]:not(input)')?.id"
+    seen = []
+    while "advanced" not in seen and len(seen) < 60:
+        press("Tab")
+        seen.append(page.page.evaluate(focused))
+        if seen[-1] == "preset" and seen.count("preset") == 1:
+            press("ArrowRight")  # Balanced -> Fast
+            page.until_link(f"ratio={preset('fast').ratio}")
+        outline = "(() => {const one = getComputedStyle(document.activeElement);" \
+            "return one.outlineStyle !== 'none' || one.boxShadow !== 'none' || one.borderColor})()"  # fmt: skip
+        assert page.page.evaluate(outline)
+        if page.page.evaluate("document.activeElement.closest('#advanced') !== null"):
+            seen.append("advanced")
+    order = ["picture_seed", "steps", "preset", "generate", "method", "ratio", "advanced"]
+    assert [name for name in dict.fromkeys(seen) if name in order] == order
+    press("Enter")
+    page.at("seed").wait_for()
+    page.at("generate").focus()
+    press("Space")
+    page.until("says", r"^\s*Done\.")
+
+
+def test_it_listens_on_this_machine_alone_and_forbids_the_page_to_ask_elsewhere(address):
+    with OPENER.open(address) as answer:
+        policy = answer.headers["content-security-policy"]
+    assert policy.startswith("default-src 'self'") and "http" not in policy
+    others = {one[4][0] for one in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)} - {"127.0.0.1"}
+    for other in others:
+        with socket.socket() as outside, pytest.raises(OSError):
+            outside.settimeout(5)
+            outside.connect((other, int(address.rstrip("/").rpartition(":")[2])))
+    with pytest.raises(urllib.error.HTTPError):
+        OPENER.open(urllib.request.Request(address, headers={"Host": "elsewhere.example"}))
