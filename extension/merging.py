@@ -77,6 +77,7 @@ class Armed:
         self.hires = False
         self.config: Any = None
         self.handle: Patch | None = None
+        self._sampling: object | None = None  # what tells the pass that is armed from all others
 
     def arm(self, p: Any, hires: bool) -> None:
         """From now on the pass that is about to start merges as its job wants. Idempotent."""
@@ -89,7 +90,7 @@ class Armed:
         if reason is not None:
             job.record(hires).refuse(reason)
             return
-        self.job, self.hires, self.config = job, hires, config
+        self.job, self.hires, self.config, self._sampling = job, hires, config, object()
         self._put_on(host.running_unet(p))
 
     def step(self, params: Any) -> None:
@@ -106,8 +107,8 @@ class Armed:
         record.steps += 1
         if self.handle is None:
             return
-        if self.handle.run.uses_time:
-            self.handle.set_time(**host.time_of(params))
+        if self.handle.run.wants_time:
+            self.handle.set_time(**host.time_of(params), sampling=self._sampling)
         record.steps_live += bool(self.handle.run.live)
 
     def disarm(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .settings import FIELDS, OWN, Field, Wish, field
+from .settings import CUSTOM, FIELDS, OWN, Field, Wish, field
 
 # "Token merging ratio" belongs to the webui's own merging
 KEYS = {
@@ -28,18 +28,36 @@ KEYS = {
     "sy": "ToMe stride y",
     "use_rand": "ToMe random",
     "seed": "ToMe seed",
+    "early_ratio": "ToMe early ratio",
+    "early_until": "ToMe early until",
+    "early_mlp": "ToMe early MLP",
+    "proportional": "ToMe size-aware keys",
+    "metric": "ToMe compare",
+    "refine": "ToMe refinement",
+    "query_ratio": "ToMe query ratio",
+    "window": "ToMe window",
+    "share": "ToMe match for",
+    "project": "ToMe projection",
+    "keep": "ToMe keep",
+    "only_if_it_pays": "ToMe only where it pays",
 }
 _ALWAYS = ("ratio", "method")
 _HIRES = ("hires", "hires_ratio")
+_OTHERS = ("preset", *_HIRES)
 _CHANGES = "_tome_core_xyz"
-AXES = ("ratio", "hires_ratio", "method", "level", "start_percent", "end_percent")
+AXES = ("preset", "ratio", "hires_ratio", "early_ratio", "method", "level", "start_percent", "end_percent")
 
 
 def written(wish: Wish, has_hires: bool) -> dict[str, Any]:
-    """The infotext of a job that is on: ratio and method always, else what differs from the defaults."""
+    """The infotext of a job that is on: ratio and method always, else what differs from the defaults.
+
+    The preset is named beside the values that it stood for, as a note to the reader: they are what is pasted.
+    """
     values = wish.values
-    found = {KEYS[one.name]: values[one.name] for one in FIELDS if one.name in KEYS and one.name not in _HIRES
+    found = {KEYS[one.name]: values[one.name] for one in FIELDS if one.name in KEYS and one.name not in _OTHERS
              and (one.name in _ALWAYS or values[one.name] != one.default)}  # fmt: skip
+    if values["preset"] != CUSTOM:
+        found[KEYS["preset"]] = values["preset"]
     if has_hires:
         found[KEYS["hires"]] = values["hires"]
         if values["hires"] == OWN:
@@ -63,6 +81,8 @@ def read_back(one: Field, parameters: Mapping[str, str]) -> Any:
         return KEYS["ratio"] in parameters
     if KEYS["ratio"] not in parameters:
         return None
+    if one.name == "preset":
+        return CUSTOM
     text = parameters.get(KEYS[one.name])
     if text is None:
         return None if one.name in _HIRES else one.default

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import host
-from .settings import FIELDS, Field
+from .settings import FIELDS, UNSET, Field, preset_values
 
 SECTION = ("tome_core", "Token Merging (ToMe)")
 _HIRES_ONLY = ("hires", "hires_ratio")  # img2img has no hires pass
@@ -41,6 +41,12 @@ def default_of(one: Field, is_img2img: bool) -> Any:
     return type(one.default)(value)
 
 
+def shown(is_img2img: bool) -> dict[str, Any]:
+    """What a tab's panel starts with, by name: the user's defaults, and over them what their preset fills in."""
+    values = {one.name: default_of(one, is_img2img) for one in FIELDS}
+    return {**values, **preset_values(values["preset"])}
+
+
 def is_on(key: str) -> bool:
     """One of the switches `CONSOLE`, `NOTE` and `MAP`."""
     return bool(host.option(key, next(default for name, default, *_ in _SWITCHES if name == key)))
@@ -66,10 +72,10 @@ def _register_default(one: Field, is_img2img: bool) -> None:
 def component_name(one: Field) -> str:
     """The gradio component that shows a field."""
     if one.choices:
-        return "Radio" if 1 < len(one.choices) < 5 else "Dropdown"
+        return "Radio" if len(one.choices) < 5 or one.name == "preset" else "Dropdown"
     if isinstance(one.default, bool):
         return "Checkbox"
-    return "Slider" if one.maximum is not None and one.name != "seed" else "Number"
+    return "Slider" if one.maximum is not None and one.name != "seed" and one.default != UNSET else "Number"
 
 
 def arguments_of(one: Field) -> dict[str, Any]:
@@ -79,4 +85,4 @@ def arguments_of(one: Field) -> dict[str, Any]:
         return {"choices": list(one.choices)}
     if name == "Slider":
         return {"minimum": one.minimum, "maximum": one.maximum, "step": one.step}
-    return {"precision": 0} if name == "Number" else {}
+    return {"precision": 0} if name == "Number" and isinstance(one.default, int) else {}

@@ -1,6 +1,7 @@
 """What a user can set, from the engine's own description, and what a list of such values asks for.
 
-Scripts and API callers know the values by their position in `FIELDS`: new ones are only ever appended.
+Scripts and API callers know the values by their position in `FIELDS`: new ones are only ever appended. Every default
+but the preset's is the engine's, because that is what a short list or an older infotext means where it is silent.
 """
 
 from __future__ import annotations
@@ -9,10 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..tome_core import MergeConfig, describe_settings
+from ..tome_core import PRESETS, MergeConfig, MergeRule, describe_settings, preset
+from ..tome_core.presets import DEFAULT as START
 
-PRESETS = ("custom",)
+NO_PRESET, CUSTOM = "off", "custom"
+PRESET_CHOICES = (NO_PRESET, *PRESETS, CUSTOM)
 SAME, OFF, OWN, ONLY = HIRES = ("same", "off", "own ratio", "only hires")
+UNSET = -1.0  # a number's way to say None, which neither a slider nor an infotext can
 # what people read -> what the engine takes
 CHOICES = {
     "level": {"automatic": None, **{f"up to /{d}": d for d in (1, 2, 4, 8)}},
@@ -38,6 +42,9 @@ class Field(NamedTuple):
 
 def _from_engine(name: str, source: str = "", /, **changes: Any) -> Field:
     setting = next(one for one in describe_settings() if one["name"] == (source or name))
+    if setting["default"] is None and "minimum" in setting:
+        text = f"{setting['help']} {UNSET:g} is {setting['unset']}."
+        setting |= {"default": UNSET, "minimum": UNSET, "help": text}
     choices = tuple(CHOICES.get(name, setting.get("choices", ())))
     default = choices[0] if name in CHOICES else setting["default"]
     field = Field(
@@ -56,9 +63,13 @@ _HIRES_HELP = (
     "What happens in the hires pass. Same: as in the first pass. Off: only the first pass merges. Own ratio: the "
     "slider beside. Only hires: the first pass is left alone, which changes the composition least."
 )
+_PRESET_HELP = (
+    "Quality changes the picture least, max saves the most time; balanced and fast lie between. Choosing one fills in "
+    "the settings below, and changing one of them makes it custom. Off is the same as the switch above."
+)
 FIELDS = (
     Field("enabled", "Token Merging (ToMe)", "Merge tokens in the UNet's attention: less time and memory.", False),
-    Field("preset", "Preset", "Custom: the settings below.", PRESETS[0], choices=PRESETS),
+    Field("preset", "Preset", _PRESET_HELP, START, choices=PRESET_CHOICES),
     _from_engine("ratio"),
     Field("hires", "Hires pass", _HIRES_HELP, SAME, choices=HIRES),
     _from_engine("hires_ratio", "ratio", label="Hires ratio", engine="",
@@ -76,9 +87,23 @@ FIELDS = (
     _from_engine("use_rand"),
     _from_engine("seed", label="Destination seed", default=IMAGE_SEED, minimum=IMAGE_SEED,
                  help="What the random destinations are drawn from. -1 is the image's own seed."),
+    _from_engine("early_ratio"),
+    _from_engine("early_until"),
+    _from_engine("early_mlp"),
+    _from_engine("proportional"),
+    _from_engine("metric"),
+    _from_engine("refine"),
+    _from_engine("query_ratio"),
+    _from_engine("window"),
+    _from_engine("share"),
+    _from_engine("project"),
+    _from_engine("keep"),
+    _from_engine("only_if_it_pays"),
 )  # fmt: skip
 NAMES = tuple(field.name for field in FIELDS)
 DEFAULTS = {field.name: field.default for field in FIELDS}
+# what a preset fills in: the engine's settings, but not which pictures merge, nor by which seed
+FILLED = tuple(field.name for field in FIELDS if field.engine and field.name not in ("min_pixels", "seed"))
 
 
 def field(name: str) -> Field:
@@ -86,9 +111,27 @@ def field(name: str) -> Field:
     return FIELDS[NAMES.index(name)]
 
 
+def values_of(rule: MergeRule) -> dict[str, Any]:
+    """What the panel shows where it stands for this rule; of `FILLED`, in order."""
+    return {name: _shown(name, getattr(rule, field(name).engine)) for name in FILLED}
+
+
+def preset_values(name: str) -> dict[str, Any]:
+    """What a preset fills in; nothing for off and custom."""
+    return values_of(preset(name)) if name in PRESETS else {}
+
+
+def _shown(name: str, value: Any) -> Any:
+    """What people read for a value of the engine."""
+    if name in CHOICES:
+        return next(label for label, one in CHOICES[name].items() if one == value)
+    return UNSET if value is None else value
+
+
 @dataclass(frozen=True)
 class Wish:
-    """Checked values of one job, by name. ratios: of the first and of the hires pass, 0 where it is left alone."""
+    """Checked values of one job, by name, a preset's filled in. ratios: of the first and of the hires pass, 0 where it
+    is left alone."""
 
     values: Mapping[str, Any]
     ratios: tuple[float, float]
@@ -106,20 +149,32 @@ class Wish:
 def read(values: Sequence[Any], changes: Mapping[str, Any] | None = None) -> Wish:
     """What the values ask for, in the order of `FIELDS`; missing ones are the defaults.
 
-    changes: by name, from an X/Y/Z plot, which outweigh them. Raises ValueError or TypeError, naming the value, the
+    A preset outweighs the values that it fills in; without one, where it is None, they count as with custom.
+    changes: by name, from an X/Y/Z plot, which outweigh both. Raises ValueError or TypeError, naming the value, the
     range and the remedy, for what is not possible; the webui itself checks nothing that comes through its API.
     """
     if len(values) > len(FIELDS):
         raise ValueError(f"{len(values)} values were given; there are {len(FIELDS)}: {', '.join(NAMES)}")
-    given = {**DEFAULTS, **dict(zip(NAMES, values, strict=False)), **(changes or {})}
-    if given["enabled"] is False:  # what is not used need not be right
+    changes = changes or {}
+    given = {**DEFAULTS, **dict(zip(NAMES, values, strict=False)), **changes}
+    if given["enabled"] is False or given["preset"] == NO_PRESET:  # what is not used need not be right
         return Wish(DEFAULTS, (0.0, 0.0))
-    if "hires_ratio" in (changes or {}) and given["hires"] in (SAME, OFF):
+    given = _resolved(given, changes)
+    if "hires_ratio" in changes and given["hires"] in (SAME, OFF):
         given["hires"] = OWN
     checked = {one.name: _checked(one, given[one.name]) for one in FIELDS}
     for name in ("ratio", "hires_ratio"):
         _config(checked, checked[name], 0, name)
     return Wish(checked, _ratios(checked))
+
+
+def _resolved(given: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The values with the preset's filled in, and custom where a change is not the preset's."""
+    if given["preset"] is None:
+        return {**given, "preset": CUSTOM}
+    filled = preset_values(given["preset"]) if given["preset"] in PRESETS else {}
+    touched = {name: value for name, value in changes.items() if name in filled}
+    return {**given, **filled, **touched, "preset": CUSTOM if touched else given["preset"]}
 
 
 def _ratios(values: Mapping[str, Any]) -> tuple[float, float]:
@@ -136,14 +191,15 @@ def _checked(one: Field, value: Any) -> Any:
     # sliders and pasted infotexts give whole numbers as 2.0
     if isinstance(one.step, int) and isinstance(value, float) and value.is_integer():
         value = int(value)
+    if one.default == UNSET and value is None:
+        return UNSET
     if one.name == "seed" and type(value) is int and value != IMAGE_SEED:
         return value & _SEED_MASK if value >= 0 else value
     return value
 
 
 def _config(values: Mapping[str, Any], ratio: float, seed: int, name: str = "ratio") -> MergeConfig:
-    given = {one.engine: CHOICES[one.name][values[one.name]] if one.name in CHOICES else values[one.name]
-             for one in FIELDS if one.engine}  # fmt: skip
+    given = {one.engine: _asked(one, values[one.name]) for one in FIELDS if one.engine}
     if values["seed"] == IMAGE_SEED and type(values["seed"]) is int:
         given["seed"] = int(seed) & _SEED_MASK
     try:
@@ -153,11 +209,21 @@ def _config(values: Mapping[str, Any], ratio: float, seed: int, name: str = "rat
         raise type(error)(_in_the_panels_words(text, values, given)) from None
 
 
+def _asked(one: Field, value: Any) -> Any:
+    """What the engine takes for a value that people read."""
+    if one.name in CHOICES:
+        return CHOICES[one.name][value]
+    return None if one.default == UNSET and type(value) in (int, float) and value == UNSET else value
+
+
 def _in_the_panels_words(text: str, values: Mapping[str, Any], given: Mapping[str, Any]) -> str:
     """The engine's message, with the panel's names and choices in the place of its own."""
     for name in CHOICES:
         engine = field(name).engine
         text = text.replace(f"{engine}={given[engine]!r}", f"{name}={values[name]!r}", 1)
+    for label, side in CHOICES["merge_what"].items():
+        text = text.replace(f"side={side!r}", f"merge_what={label!r}")
+    text = text.replace("leave it at None", f"leave it at {UNSET:g}")
     head, remedy, choices = text.rpartition("; use one of ")
     if remedy:
         for label, side in CHOICES["merge_what"].items():

@@ -7,10 +7,12 @@ from typing import Any
 import gradio as gr
 
 from . import host, metadata, options
-from .settings import FIELDS, OWN, SAME, Field, field
+from .settings import CUSTOM, DEFAULTS, FIELDS, FILLED, NO_PRESET, OWN, SAME, START, Field, field, preset_values
 
 _ROWS = (("level", "merge_what"), ("start_percent", "end_percent"), ("min_pixels", "method"),
-         ("merge_crossattn", "merge_mlp", "use_rand"), ("sx", "sy", "seed"))  # fmt: skip
+         ("merge_crossattn", "merge_mlp", "use_rand"), ("sx", "sy", "seed"), ("early_until", "early_mlp"),
+         ("metric", "proportional"), ("refine", "query_ratio"), ("window", "keep"),
+         ("share", "project", "only_if_it_pays"))  # fmt: skip
 TAKE_OVER = "Take over the webui's own token merging"
 TAKE_OVER_HELP = "Puts the ratios from Settings / Optimizations into this panel. Saved settings stay as they are."
 
@@ -22,6 +24,7 @@ class Panel:
         self.is_img2img = is_img2img
         self._elem_id = elem_id
         self._made: dict[str, Any] = {}
+        self._shown = options.shown(is_img2img)
         switch = field("enabled")
         is_on = options.default_of(switch, is_img2img)
         with host.accordion(is_on, switch.label, elem_id("enabled")) as enabled:
@@ -31,6 +34,7 @@ class Panel:
         for control in (*self.controls, getattr(enabled, "accordion", enabled)):
             # defaults live in the settings tab; ui-config.json would freeze the first ones it saw
             control.do_not_save_to_config = True
+        self._connect_presets()
 
     def paste_fields(self) -> list[tuple[Any, Any]]:
         """(control, what reads its value from an infotext), for the webui."""
@@ -38,9 +42,10 @@ class Panel:
         return [(self._made[name], function) for name, function in functions.items()]
 
     def _build(self) -> None:
+        self._add("preset")
         with gr.Row():
-            self._add("preset")
             self._add("ratio")
+            self._add("early_ratio")
         with gr.Row(visible=not self.is_img2img):
             self._add("hires")
             self._add("hires_ratio")
@@ -51,23 +56,73 @@ class Panel:
                 with gr.Row():
                     for name in row:
                         self._add(name)
-        targets = [self._made[name] for name in ("enabled", "ratio", "hires", "hires_ratio")]
+        targets = [self._made[name] for name in TAKEN_OVER]
         button.click(fn=lambda: taken_over(self.is_img2img), inputs=[], outputs=targets, show_progress=False)
+
+    def _connect_presets(self) -> None:
+        """`input` is what a person does; `change` would hear our own filling-in too, and in gradio 4 some inputs do."""
+        enabled, preset = self._made["enabled"], self._made["preset"]
+        filled = [self._made[name] for name in FILLED]
+        quietly = {"show_progress": False, "queue": False}
+        preset.input(fn=chosen, inputs=[preset], outputs=[enabled, *filled], **quietly)
+        enabled.change(fn=switched, inputs=[enabled, preset], outputs=[preset, *filled], **quietly)
+        for control in filled:
+            control.input(fn=touched, inputs=[preset, *filled], outputs=[preset], **quietly)
 
     def _add(self, name: str) -> None:
         one = field(name)
         make = getattr(gr, options.component_name(one))
         arguments = options.arguments_of(one) | _help(one)
         value = options.default_of(one, self.is_img2img)
-        self._made[name] = make(value=value, label=one.label, elem_id=self._elem_id(name), **arguments)
+        made = self._made[name] = make(value=value, label=one.label, elem_id=self._elem_id(name), **arguments)
+        _show(made, self._shown[name])
 
 
 def _help(one: Field) -> dict[str, str]:
     return {"info": one.help}
 
 
+def _show(control: Any, value: Any) -> None:
+    """Let the page start with this value.
+
+    The control's own value stays: the API fills short lists with it, in which custom means the defaults and not what
+    the preset beside filled in.
+    """
+    if value != control.value:
+        made = control.get_config
+        control.get_config = lambda *args, **more: {**made(*args, **more), "value": value}
+
+
+def chosen(preset: str) -> list[Any]:
+    """For enabled and all of `FILLED`, when somebody chose a preset."""
+    return [gr.update(value=False) if preset == NO_PRESET else gr.update(), *_filled(preset)]
+
+
+def switched(is_on: bool, preset: str) -> list[Any]:
+    """For the preset and all of `FILLED`, when it is switched on or off: on and "off" do not go together."""
+    if is_on and preset == NO_PRESET:
+        return [gr.update(value=START), *_filled(START)]
+    return [gr.update() for _ in ("preset", *FILLED)]
+
+
+def touched(preset: str, *values: Any) -> Any:
+    """For the preset, when somebody may have changed what it had filled in. values: of `FILLED`."""
+    wanted = preset_values(preset)
+    return gr.update(value=CUSTOM) if wanted and list(wanted.values()) != list(values) else gr.update()
+
+
+def _filled(preset: str) -> list[Any]:
+    values = preset_values(preset)
+    return [gr.update(value=values[name]) if values else gr.update() for name in FILLED]
+
+
+TAKEN_OVER = ("enabled", "preset", "hires", "hires_ratio", *FILLED)
+
+
 def taken_over(is_img2img: bool) -> list[Any]:
-    """Values for enabled, ratio, hires and hires ratio that do what the webui's own merging is set to."""
+    """Values for `TAKEN_OVER` that do what the webui's own merging is set to."""
     first, hires = host.built_in_ratios(is_img2img)
     same = first == hires
-    return [first > 0 or hires > 0, first, SAME if same else OWN, hires]
+    values = {**DEFAULTS, "enabled": first > 0 or hires > 0, "preset": CUSTOM, "ratio": first,
+              "hires": SAME if same else OWN, "hires_ratio": hires}  # fmt: skip
+    return [values[name] for name in TAKEN_OVER]

@@ -8,20 +8,30 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import install
+import tome_core
 from tests.gradio_panel.page import Page
 from tests.gradio_panel.serving import environment, serve
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+# the panel's fields without a webui: `extension` speaks to the engine as a neighbour, so it needs a package around it
+sys.modules["_tome_core_gradio"] = around = ModuleType("_tome_core_gradio")
+around.__path__ = [str(Path(__file__).parents[1])]
+settings = import_module("_tome_core_gradio.extension.settings")
 PINS = Path(__file__).parent / "gradio_panel"
 FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
          "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]  # fmt: skip
 SLOW = 120_000  # ms; small machines take long to draw
-SAVED = {"enabled": True, "ratio": 0.7, "level": "up to /2", "method": "cluster", "merge_mlp": True, "seed": 11}
+NAMES = tome_core.PRESETS
+# of img2img; the preset outweighs the ratio
+SAVED = {"enabled": True, "preset": NAMES[-1], "ratio": 0.123, "min_pixels": 4096, "seed": 11}
 
 
 @pytest.fixture(scope="module")
@@ -38,16 +48,23 @@ def chromium():
 
 @pytest.fixture(scope="module", params=["a1111", "forge"])
 def address(chromium, request, tmp_path_factory):
-    """Where the page is served, by the gradio of each webui. img2img has defaults of the user's own."""
+    """Where the page is served, by the gradio of each webui. The user's own defaults: custom; a preset in img2img."""
     cache = getattr(request.config, "cache", None)  # pytest can be told to have none
     folder = (cache.mkdir("gradio") if cache else tmp_path_factory.mktemp("gradio")) / request.param
     try:
         python = environment(folder, PINS / f"{request.param}.txt")
     except install.Failure as failure:
         pytest.skip(str(failure))
-    saved = {f"tomecore_img2img_{name}": value for name, value in SAVED.items()}
+    saved = {f"tomecore_img2img_{name}": value for name, value in SAVED.items()} | {"tomecore_preset": "custom"}
     with serve(python, saved) as running:
         yield running
+
+
+def filled(name, **changes):
+    """What differs from custom at the defaults, when a preset was chosen and then some settings were changed."""
+    values = {"preset": name, **settings.preset_values(name), **changes}
+    plain = {**settings.DEFAULTS, "preset": "custom"}
+    return {key: value for key, value in values.items() if value != plain[key]}
 
 
 @pytest.fixture
@@ -118,6 +135,63 @@ def test_everything_folded_below_arrives_at_its_own_place(page):
     assert page.generate()[0] == {**wanted, "merge_mlp": True}
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_choosing_a_preset_fills_the_controls(page, name):
+    page.check("enabled-checkbox")
+    page.at("preset").wait_for()
+    page.number("ratio", 0.123)
+    page.heard(page.choose, "preset", name)
+    changed, infotext, comments = page.generate()
+    assert changed == {"enabled": True, **filled(name)} and comments == []
+    assert infotext["ToMe preset"] == name and infotext["ToMe ratio"] == settings.preset_values(name)["ratio"]
+
+
+def test_touching_any_kind_of_control_makes_it_custom(page):
+    page.check("enabled-checkbox")
+    page.at("advanced").get_by_text("Advanced").click()
+    page.at("level").wait_for()
+    for act, name, value in (
+        (page.number, "ratio", 0.3), (page.number, "early_ratio", 0.6), (page.pick, "level", "up to /4"),
+        (page.choose, "metric", "normed"), (page.check, "merge_mlp", True), (page.number, "keep", 30),
+    ):  # fmt: skip
+        page.heard(page.choose, "preset", NAMES[-1])
+        assert page.generate()[0] == {"enabled": True, **filled(NAMES[-1])}
+        page.heard(act, name, value)
+        changed, infotext, comments = page.generate()
+        assert changed == {"enabled": True, **filled(NAMES[-1], preset="custom", **{name: value})}, name
+        assert "ToMe preset" not in infotext and comments == []
+    page.heard(page.choose, "preset", NAMES[0])
+    page.key("ratio", "ArrowRight")
+    page.page.wait_for_function("document.querySelector('#script_txt2img_preset input[value=custom]').checked")
+    page.heard(page.choose, "preset", NAMES[0])
+    page.number("seed", 99)
+    page.number("hires_ratio", 0.8)
+    assert page.generate()[0] == {"enabled": True, "seed": 99, "hires_ratio": 0.8, **filled(NAMES[0])}
+
+
+def test_off_folds_the_panel_and_switching_on_gives_the_preset_that_all_begin_with(page):
+    page.check("enabled-checkbox")
+    page.at("preset").wait_for()
+    page.heard(page.choose, "preset", "off")
+    page.at("preset").wait_for(state="hidden")
+    assert page.generate() == ({"preset": "off"}, {}, [])
+    page.heard(page.check, "enabled-checkbox")
+    page.at("preset").wait_for()
+    page.wait_for_number("ratio", settings.preset_values(settings.START)["ratio"])
+    assert page.generate()[0] == {"enabled": True, **filled(settings.START)}
+
+
+def test_pasting_a_presets_picture_gives_custom_with_its_values(page):
+    page.check("enabled-checkbox")
+    page.at("preset").wait_for()
+    page.heard(page.choose, "preset", NAMES[-1])
+    infotext = {key: str(value) for key, value in page.generate()[1].items()}
+    page.heard(page.choose, "preset", NAMES[0])
+    page.page.locator("#txt2img_infotext textarea").fill(json.dumps(infotext))
+    page.click("txt2img_paste", "txt2img")
+    assert page.generate()[0] == {"enabled": True, **filled(NAMES[-1], preset="custom")}
+
+
 def test_values_that_do_not_go_together_are_told_and_nothing_is_written(page):
     page.check("enabled-checkbox")
     page.at("advanced").get_by_text("Advanced").click()
@@ -164,8 +238,11 @@ def test_img2img_starts_with_its_own_defaults_and_has_no_hires_row(page):
     img2img = page.below("script_img2img_")
     assert img2img.at("ratio").is_visible() and not img2img.at("hires").is_visible()
     changed, infotext, comments = img2img.generate("img2img")
-    assert changed == SAVED and comments == []
-    assert infotext["ToMe ratio"] == 0.7 and "ToMe hires" not in infotext
+    own = {name: SAVED[name] for name in ("enabled", "min_pixels", "seed")}
+    assert changed == {**own, **filled(NAMES[-1])} and comments == []
+    assert infotext["ToMe preset"] == NAMES[-1] and "ToMe hires" not in infotext
+    img2img.heard(img2img.number, "ratio", 0.3)
+    assert img2img.generate("img2img")[0] == {**own, **filled(NAMES[-1], preset="custom", ratio=0.3)}
 
 
 def test_what_the_settings_tab_saves_is_what_a_panel_starts_with(page):

@@ -10,8 +10,8 @@ import pytest
 
 from tests.webui_doubles import Component, Processing, Webui
 
-FULL = (True, "custom", 0.35, "own ratio", 0.65, "up to /2", 0.1, 0.8, 65536, "bipartite", "q+k+v", True, True, 3, 4,
-        False, 99)  # fmt: skip
+FULL = (True, "custom", 0.35, "own ratio", 0.65, "up to /2", 0.1, 0.8, 65536, "bipartite", "k+v", True, True, 3, 4,
+        False, 99, 0.45, 600.0, 0.25, True, "normed", 1, 0.3, 8, "call", 16, 50.0, True)  # fmt: skip
 # the webui's own pattern and its splitting of values such as 2x2, as facts
 PAIR = re.compile(r'\s*(\w[\w \-/]+):\s*("(?:\\.|[^\\"])+"|[^,]*)(?:,|$)')
 
@@ -112,12 +112,13 @@ def test_the_plots_axes_reach_the_job_and_are_added_once(webui):
     webui.call("before_ui")
     webui.call("before_ui")
     labels = [one.label for one in plot.axis_options]
-    assert labels == [f"[ToMe] {name}" for name in ("Ratio", "Hires ratio", "Method", "Level", "Start", "End")]
-    ratio, hires, method, level, *_ = plot.axis_options
+    names = ("Preset", "Ratio", "Hires ratio", "Early ratio", "Method", "Level", "Start", "End")
+    assert labels == [f"[ToMe] {name}" for name in names]
+    _, ratio, hires, _, method, level, *_ = plot.axis_options
     assert (ratio.type, method.type) == (float, str) and "downsample" in method.choices()
     assert "up to /2" in level.choices()
 
-    p = Processing(webui, (False,), enable_hr=True)
+    p = Processing(webui, (False, "custom"), enable_hr=True)
     ratio.apply(p, 0.25, None)
     twin = copy.copy(p)
     hires.apply(twin, 0.75, None)
@@ -157,6 +158,9 @@ def test_the_button_takes_over_the_built_ins_values(webui, options, is_img2img, 
     Component.made.clear()
     webui.script.ui(is_img2img)
     (button,) = [one for one in Component.made if one.kind == "Button"]
-    assert button.clicked["fn"]() == expected
-    assert [one.arguments["label"] for one in button.clicked["outputs"]] == [
-        "Token Merging (ToMe)", "Ratio", "Hires pass", "Hires ratio"]  # fmt: skip
+    labels = [one.arguments["label"] for one in button.clicked["outputs"]]
+    taken = dict(zip(labels, button.clicked["fn"](), strict=True))
+    assert [taken.pop(one) for one in ("Token Merging (ToMe)", "Ratio", "Hires pass", "Hires ratio")] == expected
+    assert taken.pop("Preset") == "custom"
+    defaults = {one.label: one.default for one in webui.part("settings").FIELDS}
+    assert taken and taken == {label: defaults[label] for label in taken}

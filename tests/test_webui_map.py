@@ -22,9 +22,9 @@ def map_of(webui, **more):
 
 def test_the_map_is_one_more_picture_and_changes_none(webui):
     webui.shared.opts.saved["tomecore_map"] = False
-    without = webui.job(True, enable_hr=True)
+    without = webui.job(True, "custom", enable_hr=True)
     webui.shared.opts.saved["tomecore_map"] = True
-    done = webui.job(True, enable_hr=True)
+    done = webui.job(True, "custom", enable_hr=True)
     assert done.latents.equal(without.latents) and len(done.images) == len(without.images) + 1
     assert done.images[-1].size == done.images[0].size and len(done.images[-1].getcolors(4096)) > 20
     assert len(webui.job(False, enable_hr=True).images) == 1

@@ -6,10 +6,15 @@ import re
 
 import pytest
 
+import tome_core
 from tests.webui_doubles import Processing, Webui
 from tests.webui_modules import ROOT
 from tome_core import describe_settings
 
+START = tome_core.presets.DEFAULT
+# up to early_ratio, early_until, early_mlp, proportional
+FULL = ("custom", 0.5, "same", 0.5, "automatic", 0.0, 1.0, 0, "bipartite", "automatic", False, False, 2, 2, True, -1,
+        -1, 500.0, 0.0, True)  # fmt: skip
 ENGINE = {one["name"]: one for one in describe_settings()}
 
 
@@ -33,7 +38,7 @@ def test_building_the_panel_again_changes_nothing(webui):
 
 def test_labels_help_ranges_and_steps_are_the_engines(webui):
     panel = controls(webui)
-    for name in ("ratio", "start_percent", "end_percent", "sx", "sy"):
+    for name in ("ratio", "start_percent", "end_percent", "sx", "sy", "early_until", "query_ratio", "window", "keep"):
         slider = panel[ENGINE[name]["label"]].arguments
         assert slider["info"] == ENGINE[name]["help"]
         wanted = [ENGINE[name][key] for key in ("minimum", "maximum", "step")]
@@ -56,10 +61,10 @@ def test_the_settings_tab_holds_every_default_for_both_tabs(webui):
 
 def test_the_users_defaults_fill_the_panel_each_tab_with_its_own(webui):
     webui.shared.opts.saved |= {"tomecore_enabled": True, "tomecore_ratio": 0.3, "tomecore_img2img_ratio": 0.7,
-                                "tomecore_method": "downsample"}  # fmt: skip
+                                "tomecore_method": "downsample", "tomecore_preset": "custom"}  # fmt: skip
     assert [one.value for one in webui.script.ui(False)][:3] == [True, "custom", 0.3]
-    assert controls(webui)["Method"].value == "downsample"
-    assert [one.value for one in webui.script.ui(True)][:3] == [False, "custom", 0.7]
+    assert controls(webui)["Method"].value == controls(webui)["Method"].get_config()["value"] == "downsample"
+    assert [one.value for one in webui.script.ui(True)][:3] == [False, START, 0.7]
 
 
 @pytest.mark.parametrize("nonsense", [None, "much", [], True])
@@ -73,13 +78,14 @@ def test_an_api_only_start_has_no_settings_and_works(webui):
     webui.shared.opts.saved.clear()
     webui.shared.opts.saved["token_merging_ratio"] = 0.0
     assert webui.script.ui(False)[2].value == 0.5
-    assert "128 tokens" in webui.job(True).comments and not webui.errors
+    assert "128 tokens" in webui.job(True, "custom").comments and not webui.errors
 
 
 @pytest.mark.parametrize(("args", "message"), [
     (("yes",), "enabled='yes' is str; use true or false"),
     ((1,), "enabled=1 is int"),
-    ((True, "fast"), "preset='fast' is not possible; use one of 'custom'"),
+    ((True, "of tomorrow"), "preset='of tomorrow' is not possible; use one of 'off', 'quality'"),
+    ((True, 1), "preset=1 is not possible"),
     ((True, "custom", "0.5"), "ratio='0.5' is str; use a number from 0.0 to 1.0"),
     ((True, "custom", None), "ratio=None is NoneType"),
     ((True, "custom", 1.5), "ratio=1.5 is out of range"),
@@ -90,7 +96,10 @@ def test_an_api_only_start_has_no_settings_and_works(webui):
     ((True, "custom", 0.5, "same", 0.5, "automatic", 0.8, 0.2), "start_percent=0.8 lies after end_percent=0.2"),
     ((True, "custom", 0.5, "same", 0.5, "automatic", 0.0, 1.0, 0.5), "min_pixels=0.5 is float; use a whole number"),
     ((True, "custom", 0.5, "same", 0.5, "automatic", 0.0, 1.0, 0, {}), "method={} is not possible"),
-    ((True,) + ("custom",) * 17, "18 values were given; there are 17: enabled, preset, ratio"),
+    ((True, *FULL, "keys+values", 1, 0.5), "query_ratio=0.5 merges queries beside merge_what='k+v'"),
+    ((True, *FULL[:-4], 2.0), "early_ratio=2.0 is out of range"),
+    ((True, *FULL[:8], "downsample", *FULL[9:-4], 0.5), "leave it at -1"),
+    ((True,) + ("custom",) * 29, "30 values were given; there are 29: enabled, preset, ratio"),
 ])  # fmt: skip
 def test_wrong_api_values_are_told_and_the_picture_is_unmerged(webui, caplog, args, message):
     webui.part("host").logging.getLogger("_tome_core_webui").propagate = True

@@ -38,6 +38,18 @@ class Component:
     def click(self, **arguments):
         self.clicked = arguments
 
+    def input(self, **arguments):
+        """What a person's doing sets off."""
+        self.heard = arguments
+
+    def change(self, **arguments):
+        """What any change of the value sets off."""
+        self.followed = arguments
+
+    def get_config(self):
+        """What the page starts with; the API starts with `value`."""
+        return {"value": self.value}
+
 
 GRADIO = ("Row", "Accordion", "Slider", "Radio", "Dropdown", "Checkbox", "Number", "Button", "HTML")
 
@@ -112,7 +124,8 @@ class Webui(Modules):
         self.has_uncond_first = flavour in ("forge", "reforge")
         self.errors: list[Exception] = []
         self.log: list[tuple] = []
-        self.put("gradio", **{name: type(name, (Component,), {}) for name in GRADIO})
+        components = {name: type(name, (Component,), {}) for name in GRADIO}
+        self.put("gradio", update=lambda **facts: facts, **components)
         accordion = type("InputAccordion", (Component,), {"accordion": Component()})
         self.put("modules.ui_components", InputAccordion=accordion)
         self.load(ldm_wrapped())

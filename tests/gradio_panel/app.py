@@ -73,8 +73,9 @@ def told(facts):
 
 
 def changed(fields, values):
-    """What is not at its default."""
-    return {one.name: values[one.name] for one in fields if values[one.name] != one.default}
+    """What differs from custom at the engine's defaults."""
+    plain = {one.name: "custom" if one.name == "preset" else one.default for one in fields}
+    return {name: values[name] for name, value in plain.items() if values[name] != value}
 
 
 class Processing:

@@ -38,6 +38,11 @@ class Page:
         self.at(name, "input").click()
         self.page.locator(f"[data-testid=dropdown-option][aria-label='{text}']").click()
 
+    def heard(self, act, *args):
+        """Do something that the page asks its server about, and wait for the answer."""
+        with self.page.expect_response(lambda answer: "predict" in answer.url):
+            act(*args)
+
     def click(self, name, told):
         """Press a button, and give what is told when it has been heard."""
         before = self.page.locator(f"#{told}_told textarea").input_value()
