@@ -5,8 +5,12 @@ from __future__ import annotations
 import pytest
 
 ON = (True, "custom", 0.5)
+# all that comes before the early ratio
+LATER = ("same", 0.5, "automatic", 0.0, 1.0, 0, "bipartite", "automatic", False, False, 2, 2, True, -1)
 # axis -> its values as text, the arguments that each stands for, is there a hires pass
 AXES = {
+    "Preset": ("off, custom", [(False,), ON], False),
+    "Early ratio": ("0.25, 0.75", [(*ON, *LATER, one) for one in (0.25, 0.75)], False),
     "Ratio": ("0, 0.5, 0", [(False,), ON, (False,)], False),
     "Hires ratio": ("0, 0.25", [(*ON, "own ratio", 0.0), (*ON, "own ratio", 0.25)], True),
     "Method": ("bipartite, downsample", [(*ON, "same", 0.5, "automatic", 0.0, 1.0, 0, one)
@@ -35,7 +39,7 @@ def plot(webui, *args, x, y=None, **job):
 @pytest.mark.parametrize("axis", AXES)
 def test_each_cell_is_the_picture_of_its_settings(twins, axis):
     values, settings, hires = AXES[axis]
-    base = () if axis == "Ratio" else ON
+    base = (False, "custom") if axis == "Ratio" else ON
     cells, texts = plot(twins.webui, *base, x=(axis, values), hires=hires)
     alone = [twins.webui.draw(*args, hires=hires) for args in settings]
     assert [cells.index(one.pixels) for one in alone] == [cells.index(one) for one in cells]
@@ -46,7 +50,7 @@ def test_each_cell_is_the_picture_of_its_settings(twins, axis):
 
 
 def test_two_axes_at_once_and_nothing_leaks_from_cell_to_cell(twins):
-    cells, texts = plot(twins.webui, x=("Ratio", "0, 0.5"), y=("Method", "bipartite, downsample"))
+    cells, texts = plot(twins.webui, False, "custom", x=("Ratio", "0, 0.5"), y=("Method", "bipartite, downsample"))
     plain = twins.without.draw_once().pixels
     assert [cell == plain for cell in cells] == [True, False, True, False] and cells[1] != cells[3]
     assert [_ours(text) for text in texts] == [
