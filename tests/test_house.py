@@ -43,7 +43,7 @@ MAY_IMPORT = {
         "sites", "sized", "wrap"},
     "sd_block": set(),
     "settings_table": {"config"},
-    "bench": {"config", "grid", "kernels", "methods", "patch", "plan", "sd_block"},
+    "bench": {"config", "grid", "kernels", "methods", "patch", "plan", "presets", "sd_block"},
     "__init__": {"config", "families", "patch", "phases", "plan", "presets", "report", "schedule"},
 }
 # what a module may import beside torch and the standard library: its one importer does without it where it is missing

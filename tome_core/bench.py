@@ -28,6 +28,7 @@ from .methods import METHODS, MatchOptions
 from .methods.bipartite import best_destination
 from .patch import patch
 from .plan import MergePlan
+from .presets import DEFAULT
 from .sd_block import CHANNELS, make_block, make_inputs
 
 _OPTIONS = MatchOptions(ratio=0.5, sx=2, sy=2)
@@ -39,6 +40,7 @@ _SIZED = {
     "k+v .9375 sized": MergeConfig(ratio=0.9375, sx=4, sy=4, side="kv", use_rand=False),
     "k+v .9375 sized, window 16": MergeConfig(ratio=0.9375, sx=4, sy=4, side="kv", use_rand=False, window=16),
 }
+_STEPS = 20  # of a picture, over whose average a preset is timed: its steps differ, and share matches
 # what `--measure-memory` runs in a fresh process: (implementation, tokens) -> MiB
 _MEMORY_MODES = ("ours", "tomesd")
 
@@ -83,6 +85,24 @@ def _patched_run(block: torch.nn.Module, inputs: tuple, config: MergeConfig) -> 
         handle.install()
         try:
             return block(*inputs)
+        finally:
+            handle.uninstall()
+
+    return run
+
+
+def _picture_run(block: torch.nn.Module, inputs: tuple, name: str) -> Callable[[], Any]:
+    """All the steps of one picture, merged as the preset does."""
+    handle = patch(block, name, host_clock=True)
+    handle.uninstall()
+
+    def run() -> None:
+        sampling = object()
+        handle.install()
+        try:
+            for step in range(_STEPS):
+                handle.set_time(timestep=999.0 * (1 - step / _STEPS), sampling=sampling)
+                block(*inputs)
         finally:
             handle.uninstall()
 
@@ -152,13 +172,19 @@ def _tomesd_match(tomesd: ModuleType, x: torch.Tensor, side: int) -> Callable[[]
 
 
 def measure_block(tomesd: ModuleType | None, side: int, repeats: int, device: str, dtype: torch.dtype) -> dict:
-    """Milliseconds of one SD1.5 block as it is, with half of its tokens merged, and with merged keys and values."""
+    """Milliseconds of one SD1.5 block as it is, with half of its tokens merged, and with merged keys and values.
+
+    Of the default preset the mean over the steps of a picture.
+    """
     block, inputs = make_block(device, dtype), make_inputs(side, 2, device, dtype)
     variants = {"vanilla": lambda: block(*inputs), "ours": _patched_run(block, inputs, _TOMESDS)}
     if tomesd is not None:
         variants["tomesd"] = _tomesd_run(tomesd, block, inputs, _OPTIONS.ratio)
     variants |= {name: _patched_run(block, inputs, config) for name, config in _SIZED.items()}
-    return _in_ms(medians(variants, repeats, device))
+    seconds = medians(variants, repeats, device)
+    preset = {DEFAULT: _picture_run(block, inputs, DEFAULT)}
+    seconds |= {f"preset {name}": value / _STEPS for name, value in medians(preset, -(-repeats // 5), device).items()}
+    return _in_ms(seconds)
 
 
 def measure_agreement(tomesd: ModuleType, side: int) -> dict[str, float]:
