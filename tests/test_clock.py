@@ -117,7 +117,7 @@ def test_nothing_is_left_on_the_scheduler_and_nothing_put_there_without_need(pip
     with tome_core.patch(pipe, LATE):
         assert set(vars(pipe.scheduler)) == before | {"scale_model_input"}
     assert set(vars(pipe.scheduler)) == before
-    with tome_core.patch(pipe):
+    with tome_core.patch(pipe, tome_core.MergeConfig()):
         assert set(vars(pipe.scheduler)) == before
 
 

@@ -234,7 +234,7 @@ def test_a_patch_that_is_taken_off_and_put_back_reuses_its_graph():
     backend = CompileCounter()
     model = SMALL.build()
     whole = compiled(model, backend)
-    handle = tome_core.patch(model)
+    handle = tome_core.patch(model, MergeConfig())
     merged = call_case(SMALL, whole)
     handle.uninstall()
     vanilla = call_case(SMALL, whole)

@@ -24,7 +24,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_merged_block_gives_equal_bits_every_time(dtype):
     block, inputs = make_block("cuda", dtype), make_inputs(64, 2, "cuda", dtype)
-    with torch.inference_mode(), tome_core.patch(block):
+    with torch.inference_mode(), tome_core.patch(block, tome_core.MergeConfig()):
         results = [block(*inputs) for _ in range(10)]
     assert torch.isfinite(results[0]).all()
     assert all(torch.equal(result, results[0]) for result in results)
@@ -60,7 +60,7 @@ def test_matching_finds_the_similarities_of_the_cpu(dtype):
 
 def test_a_compiled_block_gives_the_bits_of_its_own_earlier_runs():
     block, inputs = make_block("cuda", torch.float16), make_inputs(64, 2, "cuda", torch.float16)
-    with torch.inference_mode(), tome_core.patch(block):
+    with torch.inference_mode(), tome_core.patch(block, tome_core.MergeConfig()):
         compiled = torch.compile(block, fullgraph=True)
         results = [compiled(*inputs) for _ in range(10)]
     assert all(torch.equal(result, results[0]) for result in results)

@@ -152,7 +152,7 @@ def test_a_patch_taken_back_under_somebody_elses_wrapper_merges_again(case: Case
 def test_an_exception_in_somebody_elses_wrapper_does_not_stick(case: Case):
     model = case.build()
     vanilla = call_case(case, model)
-    with tome_core.patch(model) as handle:
+    with tome_core.patch(model, MergeConfig()) as handle:
         merged = call_case(case, model)
         block = find_blocks(find_unet(model))[-1].block
         original = block.attn1.forward

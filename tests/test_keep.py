@@ -9,10 +9,12 @@ import pytest
 import torch
 
 import tome_core
+from benchmarks.speed_memory import operators
 from tests.models import CASES, call_case
 from tests.tiny_pipeline import write_folder
 from tome_core import MergeConfig, matching
 from tome_core.keep import Sampling
+from tome_core.sd_block import make_block, make_inputs
 
 CASE = next(case for case in CASES if case.name == "sd15")
 KEPT = MergeConfig(side="kv", ratio=0.75, use_rand=False, keep=100.0, refine=1, metric="keys+values")
@@ -166,3 +168,16 @@ def test_a_pipeline_names_its_samplings(folder, work, steps):
     assert steps == 1 or 0 < work.count("renew") < (steps - 1) * 2 * blocks(handle)
     with tome_core.patch(pipe, config):
         assert torch.equal(draw(2), second)
+
+
+def test_a_kept_match_adds_eight_operators_to_a_block():
+    """Four for the means, and one each to scale and to widen queries, to widen keys, and values."""
+    block, arguments = make_block(), make_inputs(32, 2, "cpu", torch.float32)
+    with torch.inference_mode(), tome_core.patch(block, KEPT) as handle:
+        counts = []
+        for timestep in (200, 180):
+            handle.set_time(timestep=timestep, sampling="a")
+            counts.append(operators(lambda: block(*arguments)))
+        handle.uninstall()
+        vanilla = operators(lambda: block(*arguments))
+    assert counts[0] > counts[1] and counts[1] - vanilla <= 8

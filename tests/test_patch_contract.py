@@ -167,7 +167,7 @@ def test_an_exception_in_mid_forward_leaves_the_patch_usable(case: Case):
 def test_a_handle_that_is_entered_again_is_there_again():
     case = CASES[0]
     model = case.build()
-    handle = tome_core.patch(model)
+    handle = tome_core.patch(model, MergeConfig())
     merged = call_case(case, model)
     handle.remove()
     with handle:

@@ -280,7 +280,7 @@ def test_asking_draws_from_no_generator_and_leaves_training_on():
     block.transformer_blocks[0].attn1.to_out = nn.Sequential(nn.Linear(320, 320), nn.Dropout(0.5))
     block.train()
     state = torch.get_rng_state()
-    with tome_core.patch(block) as handle:
+    with tome_core.patch(block, MergeConfig()) as handle:
         assert torch.equal(torch.get_rng_state(), state)
         assert all(module.training for module in block.modules())
         block(*make_inputs(8, 1, "cpu", torch.float32))
@@ -290,7 +290,7 @@ def test_asking_draws_from_no_generator_and_leaves_training_on():
 def test_a_model_without_weights_is_asked_when_it_has_them():
     block = make_block()
     weights = copy.deepcopy(block.state_dict())
-    with torch.no_grad(), tome_core.patch(block.to("meta")) as handle:
+    with torch.no_grad(), tome_core.patch(block.to("meta"), MergeConfig()) as handle:
         block.to_empty(device="cpu").load_state_dict(weights)
         block(*make_inputs(8, 1, "cpu", torch.float32))
     assert handle.report().levels[0].routes == {"folded": 1}
@@ -299,7 +299,7 @@ def test_a_model_without_weights_is_asked_when_it_has_them():
 def test_attentions_of_one_kind_are_asked_once(monkeypatch):
     asked = []
     monkeypatch.setattr(tome_core.sized, "find_route", lambda trial, *_: asked.append(trial) or Route(MASK))
-    tome_core.patch(BY_NAME["sd15"].build())
+    tome_core.patch(BY_NAME["sd15"].build(), MergeConfig())
     assert len(asked) == 1
 
 

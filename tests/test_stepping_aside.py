@@ -52,7 +52,7 @@ def test_an_output_that_cannot_be_unmerged_leaves_the_call_unmerged(block, input
     foreign = copy.deepcopy(block)
     foreign.transformer_blocks[0].attn1 = _Foreign(foreign.transformer_blocks[0].attn1, change)
     expected = foreign(*inputs)
-    with tome_core.patch(foreign) as handle:
+    with tome_core.patch(foreign, tome_core.MergeConfig()) as handle:
         assert torch.equal(foreign(*inputs), expected)
         assert reasons(handle) == {REASON_UNMERGEABLE: 1}
 
@@ -101,7 +101,7 @@ def test_a_call_that_does_not_fit_is_left_alone_and_named(inputs, arguments, sid
 def test_keys_from_elsewhere_merge_the_query_alone(inputs):
     model = _Calling(context=lambda x: torch.cat([x, x], 1)).eval()
     plain = model(*inputs)
-    with tome_core.patch(model) as handle:
+    with tome_core.patch(model, tome_core.MergeConfig()) as handle:
         assert not torch.equal(model(*inputs), plain)
         assert handle.report().levels[0].tokens == ((64, 32, 128),)
 
@@ -109,7 +109,7 @@ def test_keys_from_elsewhere_merge_the_query_alone(inputs):
 def test_a_block_called_by_itself_is_left_alone(block, inputs):
     tokens = inputs[0].flatten(2).transpose(1, 2)
     expected = block.transformer_blocks[0](tokens, inputs[1])
-    with tome_core.patch(block) as handle:
+    with tome_core.patch(block, tome_core.MergeConfig()) as handle:
         assert torch.equal(block.transformer_blocks[0](tokens, inputs[1]), expected)
         assert reasons(handle) == {"block: the block was called outside its transformer": 1}
 
@@ -117,7 +117,7 @@ def test_a_block_called_by_itself_is_left_alone(block, inputs):
 def test_a_grid_too_small_for_the_ratio_is_left_alone(block):
     inputs = make_inputs(1, 2, "cpu", torch.float32)
     expected = block(*inputs)
-    with tome_core.patch(block) as handle:
+    with tome_core.patch(block, tome_core.MergeConfig()) as handle:
         assert torch.equal(block(*inputs), expected)
         assert reasons(handle) == {"block: the grid is too small for the ratio to remove a token": 1}
 
@@ -138,7 +138,7 @@ def test_a_small_picture_is_left_alone_where_only_large_ones_merge():
 
 
 def test_maps_are_kept_only_where_asked_for(block, inputs):
-    with tome_core.patch(block) as handle:
+    with tome_core.patch(block, tome_core.MergeConfig()) as handle:
         block(*inputs)
         assert handle.maps() == {}
         handle.keep_maps()

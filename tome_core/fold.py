@@ -26,11 +26,11 @@ _EMPTY = -1000.0  # of a group without tokens: its weight is 0 after the softmax
 class Folding(NamedTuple):
     """One attention call whose keys know their sizes.
 
-    logs: float32 ``[B or 1, G]``, log of the sizes; heads: how many; extra: channels added to each of them.
+    plan: whose sizes; heads: how many; extra: channels added to each of them.
     own, wide: the attention's scale on its own heads, and on the wider ones. cut: channels that were added to x.
     """
 
-    logs: torch.Tensor
+    plan: MergePlan
     heads: int
     extra: int
     own: float
@@ -85,11 +85,19 @@ def _widen(role: str, heads: torch.Tensor, folding: Folding) -> torch.Tensor:
         return F.pad(heads, (0, folding.extra), value=1 / folding.wide)
     if role == "to_v":
         return F.pad(heads, (0, folding.extra))
-    # in half precision the logarithm's low part halves the error
-    high = folding.logs.to(heads.dtype)
-    low = (folding.logs - high.float()).to(heads.dtype)
-    tail = F.pad(torch.stack([high, low], -1), (0, folding.extra - 2))
+    tail = _tail(folding.plan, folding.extra, heads.dtype)
     return torch.cat([heads, tail[:, :, None].expand(*heads.shape[:3], -1)], -1)
+
+
+def _tail(plan: MergePlan, extra: int, dtype: torch.dtype) -> torch.Tensor:
+    """The extra channels of the keys, ``[B or 1, G, extra]``; made once for a plan that serves several calls."""
+    key = ("tail", extra, dtype)
+    if key not in plan.derived:
+        logs = size_logs(plan)
+        high = logs.to(dtype)
+        low = (logs - high.float()).to(dtype)  # in half precision the logarithm's low part halves the error
+        plan.derived[key] = F.pad(torch.stack([high, low], -1), (0, extra - 2))
+    return plan.derived[key]
 
 
 class ProjectionWraps:

@@ -67,6 +67,7 @@ class MergePlan:
         self._rows: torch.Tensor | None = None
         self._segments: tuple[torch.Tensor, torch.Tensor] | None = None
         self._sizes: torch.Tensor | None = None
+        self.derived: dict[tuple, torch.Tensor] = {}  # what others make of it and need again, by who and for what
 
     @property
     def num_tokens(self) -> int:

@@ -59,7 +59,7 @@ class Trial(NamedTuple):
 def folding_of(route: Route, plan: MergePlan) -> Folding:
     """What the projections are told in a call on this route."""
     cut = route.heads * route.extra if route.padded else 0
-    return Folding(size_logs(plan), route.heads, route.extra, route.own, route.wide, cut)
+    return Folding(plan, route.heads, route.extra, route.own, route.wide, cut)
 
 
 def padded(x: torch.Tensor, route: Route) -> torch.Tensor:

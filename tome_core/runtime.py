@@ -132,7 +132,7 @@ class Run:
 
     def call_without_time(self) -> Call:
         """What stands for the UNet's call where somebody runs a part of it by itself."""
-        return Call(None, self.rules, {})
+        return Call(None, self.rules, {}, self._kept())
 
     def _moment(self, timestep: float | None, percent: float | None, everything: bool) -> Time:
         if timestep is None:
