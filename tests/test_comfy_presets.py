@@ -110,14 +110,14 @@ const acts = {
   async wait() { await new Promise((done) => setTimeout(done)) },
 };
 async function told(steps) {
-  const node = new ApplyToMe();
+  const node = Object.assign(new ApplyToMe(), { drawn: 0, setDirtyCanvas() { this.drawn += 1 } });
   node.widgets = Object.entries({ ...inputs.required, ...inputs.optional })
     .map(([name, [, facts]]) => ({ name, value: facts.default, callback() { this.called = true } }));
   node.onNodeCreated();
   for (const [act, argument] of steps) await acts[act](node, argument);
   const values = Object.fromEntries(node.widgets.map((one) => [one.name, one.value]));
   const prompt = Object.fromEntries(node.widgets.map((one) => [one.name, one.serializeValue?.() ?? one.value]));
-  return { values, prompt, called: node.widgets.filter((one) => one.called).map((one) => one.name) };
+  return { values, prompt, drawn: node.drawn, called: node.widgets.filter((one) => one.called).map((one) => one.name) };
 }
 console.log(JSON.stringify(await Promise.all(cases.map(told))));
 """
@@ -167,6 +167,7 @@ def test_choosing_a_preset_fills_the_widgets(page, name):
     told = page(WAIT, *(("touch", one) for one in own.items()), ("touch", ("preset", name)))
     assert told["values"] == {**filled(name), **own}
     assert config_of(told["prompt"]) == config_of({"preset": name, **own})
+    assert told["drawn"], "a canvas shows the old values until it is drawn anew"
 
 
 @pytest.mark.parametrize("name", [name for name in SETTINGS if name not in OWN])

@@ -15,6 +15,7 @@ function defaultsOf(nodeData) {
 
 class Presets {
   constructor(node, table, defaults) {
+    this.node = node;
     this.table = table;
     this.defaults = defaults;
     this.widgets = Object.fromEntries((node.widgets ?? []).map((widget) => [widget.name, widget]));
@@ -26,12 +27,13 @@ class Presets {
     this.preset.serializeValue = () => (this.isAt(this.values()) ? CUSTOM : this.preset.value);
   }
 
-  /** Only a person's doing calls a widget's callback. */
+  /** Only a person's doing calls a widget's callback. The canvas would show old values until the mouse moves. */
   listen(widget, heard) {
-    const before = widget.callback;
+    const before = widget.callback, draw = () => this.node.setDirtyCanvas?.(true, true);
     widget.callback = function (...args) {
       const answer = before?.apply(this, args);
       heard();
+      draw();
       return answer;
     };
   }
