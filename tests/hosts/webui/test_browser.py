@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 
 import pytest
+
+from tests.hosts.webui.running import PAYING
+from tome_core import preset
+from tome_core.presets import DEFAULT
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
 PANEL = "#script_txt2img_token_merging_tome_"
@@ -51,8 +56,8 @@ def choose(page, name, text):
 
 
 def small(page):
-    """A picture that is drawn soon."""
-    for name, value in (("width", 128), ("height", 128), ("steps", 3)):
+    """A picture that is drawn soon, and yet with as many tokens as the presets ask for."""
+    for name, value in {**PAYING, "steps": 3}.items():
         box = page.locator(f"#txt2img_{name} input[type=number]").first
         box.fill(str(value))
         box.press("Tab")
@@ -64,6 +69,11 @@ def draw(page):
     page.wait_for_function("document.querySelector('#html_info_txt2img').innerText.includes('Steps:')", timeout=TOLD)
     page.wait_for_timeout(1000)
     return page.locator("#txt2img_results").inner_text()
+
+
+def ours(text):
+    """What an infotext says of us."""
+    return re.findall(r"ToMe [a-zA-Z -]+: [^,\n]+", text)
 
 
 def paste(page, text):
@@ -79,8 +89,25 @@ def test_unfolding_is_switching_on_and_the_picture_says_what_merged(page):
     assert is_on(page)
     small(page)
     shown = draw(page)
-    assert "ToMe ratio: 0.5" in shown
-    assert "ToMe: level 0 (/1) 256 -> 128 tokens, 75% of its attention saved" in shown
+    assert f"ToMe ratio: {preset(DEFAULT).ratio}" in shown and f"ToMe preset: {DEFAULT}" in shown
+    assert "ToMe: level 0 (/1) " in shown and "of its attention saved, 3 steps" in shown
+
+
+def test_a_clicked_preset_fills_the_panel_and_its_picture_is_the_apis(page, webui):
+    unfold(page)
+    choose(page, "preset", "fast")
+    page.wait_for_function(f"document.querySelector('{PANEL}ratio input[type=number]').value == {preset('fast').ratio}")
+    assert is_on(page) and chosen(page, "preset") == "fast"
+    assert number(page, "sx") == preset("fast").sx and chosen(page, "merge_what") == "k+v"
+    small(page)
+    shown = draw(page)
+    assert "ToMe preset: fast" in shown and "of its attention saved, 3 steps" in shown
+    of_api = webui.draw(True, "fast", **PAYING)
+    assert ours(shown) == ours(of_api.infotext) and webui.told(0)[-2] == webui.told(0)[-1]
+    box = page.locator(f"{PANEL}ratio input[type=number]").first
+    box.fill("0.5")
+    box.press("Tab")
+    page.wait_for_function(f"document.querySelector('{PANEL}preset input[value=custom]').checked")
 
 
 def test_hires_alone_is_two_clicks(page):
@@ -123,7 +150,7 @@ def test_reload_ui_keeps_it_working(page, webui):
     page.wait_for_timeout(3000)
     unfold(page)
     small(page)
-    assert "256 -> 128 tokens" in draw(page)
+    assert "of its attention saved, 3 steps" in draw(page)
     assert "Error loading script: token_merging.py" not in webui.said() and webui.state()["patched"] == 0
 
 

@@ -8,6 +8,9 @@ import urllib.error
 
 import pytest
 
+from tests.hosts.webui.running import PAYING
+from tome_core import PRESETS
+
 ON = (True, "custom", 0.5)
 
 
@@ -96,6 +99,42 @@ def test_a_pasted_infotext_makes_the_same_picture(webui):
         one for one in on.infotext.split(", ") if "ToMe" in one]  # fmt: skip
 
 
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_by_its_name_alone(twins, webui, name):
+    line = twins.law(True, name, **PAYING)
+    assert line.startswith("level 0 (/1) ") and "attention saved, 3 steps" in line
+    on = webui.draw(True, name, **PAYING)
+    assert f"ToMe preset: {name}" in on.infotext and "ToMe keep: 100.0" in on.infotext
+    pasted = webui.draw(infotext=on.infotext, styles=[], **PAYING)
+    assert pasted.pixels == on.pixels and "ToMe preset" not in pasted.infotext
+
+
+def test_matches_are_kept_for_no_other_pass_and_no_other_picture(twins, webui):
+    on = {"Token_Merging_(ToMe)": True, "Preset": "custom"}
+    kept, anew = (webui.values_of("token merging (tome)", **on, Keep_a_match_for=time) for time in (1000, 0))
+    job = {"hires": True, "n_iter": 2}
+    assert "75% of its attention saved" in twins.law(*kept, **job)
+    both = webui.draw(*kept, **job)
+    assert both.pixels != webui.draw(*anew, **job).pixels
+    webui.draw(*kept, prompt="a wall")
+    assert webui.draw(*kept, hires=True, seed=43).pixels in both.all
+    assert webui.draw(*kept, **job).all == both.all
+
+
+def test_a_preset_in_the_hires_pass_only(twins, webui):
+    twins.without.state(), twins.without.draw(**PAYING, hires=True)
+    first_pass = twins.without.state()["upscaled"][-1:]
+    webui.state()
+    line = twins.law(True, "fast", 0.5, "only hires", **PAYING, hires=True)
+    assert line.startswith("first pass: left alone; hires pass: level 0 (/1) ")
+    webui.draw(True, "fast", 0.5, "only hires", **PAYING, hires=True)
+    assert webui.state()["upscaled"][-1:] == first_pass
+
+
+def test_a_preset_leaves_a_picture_alone_that_is_too_small_to_pay(twins):
+    assert "nothing merged: " in twins.law(True, "fast", merges=False)
+
+
 def test_wrong_values_are_told_and_the_picture_is_unmerged(webui, without):
     start = len(webui.said())
     done = webui.draw(True, "custom", "0.5")
@@ -115,7 +154,7 @@ def test_a_plot_over_the_ratio(webui, without):
     for axis in ("Y type", "Z type"):
         args[labels.index(axis)] = choices.index("Nothing")
     args[labels.index("Include Sub Images")] = True
-    done = webui.draw(script_name="x/y/z plot", script_args=args)
+    done = webui.draw(False, "custom", script_name="x/y/z plot", script_args=args)
     cells, texts = done.all[-3:], done.facts["infotexts"][-3:]
     assert cells[0] == cells[2] == without["plain"] != cells[1]
     assert ["ToMe ratio: 0.5" in text for text in texts] == [False, True, False]

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import pytest
 
+from tests.hosts.webui.running import PAYING
+
 ON = (True, "custom", 0.5)
 # all that comes before the early ratio
 LATER = ("same", 0.5, "automatic", 0.0, 1.0, 0, "bipartite", "automatic", False, False, 2, 2, True, -1)
-# axis -> its values as text, the arguments that each stands for, is there a hires pass
+# axis -> its values as text, the arguments that each stands for, the job
 AXES = {
-    "Preset": ("off, custom", [(False,), ON], False),
-    "Early ratio": ("0.25, 0.75", [(*ON, *LATER, one) for one in (0.25, 0.75)], False),
-    "Ratio": ("0, 0.5, 0", [(False,), ON, (False,)], False),
-    "Hires ratio": ("0, 0.25", [(*ON, "own ratio", 0.0), (*ON, "own ratio", 0.25)], True),
+    "Preset": ("off, fast, custom", [(False,), (True, "fast"), ON], PAYING),
+    "Early ratio": ("0.25, 0.75", [(*ON, *LATER, one) for one in (0.25, 0.75)], {}),
+    "Ratio": ("0, 0.5, 0", [(False,), ON, (False,)], {}),
+    "Hires ratio": ("0, 0.25", [(*ON, "own ratio", 0.0), (*ON, "own ratio", 0.25)], {"hires": True}),
     "Method": ("bipartite, downsample", [(*ON, "same", 0.5, "automatic", 0.0, 1.0, 0, one)
-                                         for one in ("bipartite", "downsample")], False),
-    "Level": ("automatic, up to /2", [(*ON, "same", 0.5, one) for one in ("automatic", "up to /2")], False),
-    "Start": ("0, 0.5", [(*ON, "same", 0.5, "automatic", one, 1.0) for one in (0.0, 0.5)], False),
-    "End": ("1, 0.5", [(*ON, "same", 0.5, "automatic", 0.0, one) for one in (1.0, 0.5)], False),
+                                         for one in ("bipartite", "downsample")], {}),
+    "Level": ("automatic, up to /2", [(*ON, "same", 0.5, one) for one in ("automatic", "up to /2")], {}),
+    "Start": ("0, 0.5", [(*ON, "same", 0.5, "automatic", one, 1.0) for one in (0.0, 0.5)], {}),
+    "End": ("1, 0.5", [(*ON, "same", 0.5, "automatic", 0.0, one) for one in (1.0, 0.5)], {}),
 }  # fmt: skip
 
 
@@ -38,10 +40,10 @@ def plot(webui, *args, x, y=None, **job):
 
 @pytest.mark.parametrize("axis", AXES)
 def test_each_cell_is_the_picture_of_its_settings(twins, axis):
-    values, settings, hires = AXES[axis]
+    values, settings, job = AXES[axis]
     base = (False, "custom") if axis == "Ratio" else ON
-    cells, texts = plot(twins.webui, *base, x=(axis, values), hires=hires)
-    alone = [twins.webui.draw(*args, hires=hires) for args in settings]
+    cells, texts = plot(twins.webui, *base, x=(axis, values), **job)
+    alone = [twins.webui.draw(*args, **job) for args in settings]
     assert [cells.index(one.pixels) for one in alone] == [cells.index(one) for one in cells]
     assert len(set(cells)) > 1
     for text, one in zip(texts, alone, strict=True):
