@@ -4,6 +4,7 @@ The repository's root holds an `__init__.py`, because ComfyUI asks for one; pyte
 """
 
 import os
+import shutil
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -28,3 +29,20 @@ class PlainRoot:
 def pytest_configure(config):
     # registered, because a conftest's own hooks are not asked about the folders above it
     config.pluginmanager.register(PlainRoot())
+
+
+_FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
+         "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    """A browser that sees this machine and no other."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+    path = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+    if path is None:
+        pytest.skip("needs a Chromium: install it, or set CHROMIUM to its path")
+    with sync_api.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=path, headless=True, args=_FLAGS)
+        yield browser
+        browser.close()

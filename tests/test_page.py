@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -20,10 +19,8 @@ from tests.gradio_panel.page import Page
 from tests.gradio_panel.serving import OPENER, STAMP, fill, wait_until_ready
 from tome_core import preset
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+pytest.importorskip("playwright.sync_api", reason="needs playwright")
 ROOT = Path(__file__).parents[1]
-FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
-         "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]  # fmt: skip
 SLOW = 120_000  # ms; small machines take long to draw
 NARROW = {"width": 400, "height": 800}
 
@@ -39,18 +36,6 @@ def environment(folder: Path) -> str:
         fill(folder, lines, "the page's requirements")
         stamp.write_text(mark)
     return str(install.venv_python(folder))
-
-
-@pytest.fixture(scope="module")
-def chromium():
-    """A browser that sees this machine and no other."""
-    path = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
-    if path is None:
-        pytest.skip("needs a Chromium: install it, or set CHROMIUM to its path")
-    with sync_api.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=path, headless=True, args=FLAGS)
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")

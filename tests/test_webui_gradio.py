@@ -6,8 +6,6 @@ Each in an environment of its own with the webui's pins, made once and kept in p
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -20,30 +18,16 @@ import tome_core
 from tests.gradio_panel.page import Page
 from tests.gradio_panel.serving import environment, serve
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+pytest.importorskip("playwright.sync_api", reason="needs playwright")
 # the panel's fields without a webui: `extension` speaks to the engine as a neighbour, so it needs a package around it
 sys.modules["_tome_core_gradio"] = around = ModuleType("_tome_core_gradio")
 around.__path__ = [str(Path(__file__).parents[1])]
 settings = import_module("_tome_core_gradio.extension.settings")
 PINS = Path(__file__).parent / "gradio_panel"
-FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
-         "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]  # fmt: skip
 SLOW = 120_000  # ms; small machines take long to draw
 NAMES = tome_core.PRESETS
 # of img2img; the preset outweighs the ratio
 SAVED = {"enabled": True, "preset": NAMES[-1], "ratio": 0.123, "min_pixels": 4096, "seed": 11}
-
-
-@pytest.fixture(scope="module")
-def chromium():
-    """A browser that sees this machine and no other."""
-    path = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
-    if path is None:
-        pytest.skip("needs a Chromium: install it, or set CHROMIUM to its path")
-    with sync_api.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=path, headless=True, args=FLAGS)
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module", params=["a1111", "forge"])
