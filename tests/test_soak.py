@@ -75,7 +75,8 @@ def soak(generate: Callable[[int], None], rest: Callable[[], None], capsys: Any,
     first, last = found[0], found[-1]
     with capsys.disabled():
         print(f"\n  {host}, {GENERATIONS} generations: {first} ... {last} ", end="")
-    assert all(one.tensors == first.tensors for one in found), found
+    # fewer is no leak: what earlier tests left behind may go at any time
+    assert all(one.tensors <= first.tensors for one in found), found
     assert last.objects - first.objects <= MORE_OBJECTS, found
     assert last.traced - first.traced <= MORE_BYTES, found
     if first.resident is not None:
