@@ -8,15 +8,12 @@ score matrix never exists as a whole, and a token of zeros scores 0 instead of N
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from ..grid import Grid, cells, split_cells
 from ..plan import MergePlan, take_rows
 from .base import Best, MatchOptions, Method, Rows, best_keys
-from .likeness import comparable, searched
+from .likeness import comparable, directions, searched
 from .windows import best_in_window
-
-_TINY = 1e-12
 
 
 def match(x: torch.Tensor, grid: Grid, options: MatchOptions) -> MergePlan | None:
@@ -64,7 +61,7 @@ def refined(plan: MergePlan, x: torch.Tensor, steps: int, by_distance: bool = Fa
     loses its tokens stays empty, so the plan is for keys that know their sizes, or for merging and unmerging.
     """
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-        x = x.float() if by_distance else F.normalize(x.float(), dim=-1, eps=_TINY)
+        x = x.float() if by_distance else directions(x)
         for _ in range(steps):
             keys, bias = searched(plan.merge(x), by_distance)
             bias = torch.zeros(keys.shape[:2], device=x.device) if bias is None else bias

@@ -20,7 +20,12 @@ def searched(rows: torch.Tensor, by_distance: bool) -> tuple[torch.Tensor, torch
     rows = rows.float()
     if by_distance:
         return rows, rows.pow(2).sum(-1) * -0.5
-    return F.normalize(rows, dim=-1, eps=_TINY), None
+    return directions(rows), None
+
+
+def directions(rows: torch.Tensor) -> torch.Tensor:
+    """The rows at length 1, float32; a row of zeros stays zero."""
+    return F.normalize(rows.float(), dim=-1, eps=_TINY)
 
 
 def comparable(score: torch.Tensor, x: torch.Tensor, rows: torch.Tensor, by_distance: bool) -> torch.Tensor:
