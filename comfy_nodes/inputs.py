@@ -14,6 +14,7 @@ OFF, CUSTOM = "off", "custom"
 PRESETS = (OFF, *tome_core.PRESETS, CUSTOM)
 START = tome_core.presets.DEFAULT
 UNSET = -1.0  # a number's way to say None
+ROUND = 0.0001  # of a typed number: a preset has 0.9375
 # input -> setting of the engine, in the order of the node
 SETTINGS = {
     "ratio": "ratio",
@@ -159,7 +160,7 @@ def _widget(name: str, setting: dict[str, Any]) -> tuple:
     facts |= {"min": setting["minimum"], "max": setting["maximum"], "step": setting["step"]}
     if isinstance(setting["step"], int):
         return "INT", facts
-    return "FLOAT", facts | {"round": min(0.01, setting["step"])}
+    return "FLOAT", facts | {"round": ROUND}
 
 
 _MAY_BE_UNSET = tuple(name for name, setting in described().items() if setting["default"] == UNSET)

@@ -97,6 +97,17 @@ class Other {}
 app.extension.beforeRegisterNodeDef(Other, { name: "KSampler", input: {} });
 if (Object.getOwnPropertyNames(Other.prototype).length > 1) throw "another node was changed";
 
+// as the frontend's useFloatWidget has it, 1.49.6
+function asFloat({ step, round }) {
+  return { step2: step, round, precision: Math.max(0, -Math.floor(Math.log10(step))) };
+}
+function round(widget) {
+  const { round, precision } = widget.options;
+  if (typeof widget.value === "number") {
+    widget.value = Number((Math.round(widget.value / round) * round).toFixed(precision));
+  }
+}
+
 const acts = {
   load(node, values) {
     values.forEach((value, place) => { node.widgets[place].value = value });
@@ -111,13 +122,18 @@ const acts = {
 };
 async function told(steps) {
   const node = Object.assign(new ApplyToMe(), { drawn: 0, setDirtyCanvas() { this.drawn += 1 } });
-  node.widgets = Object.entries({ ...inputs.required, ...inputs.optional })
-    .map(([name, [, facts]]) => ({ name, value: facts.default, callback() { this.called = true } }));
+  node.widgets = Object.entries({ ...inputs.required, ...inputs.optional }).map(([name, [kind, facts]]) => ({
+    name, value: facts.default, options: kind === "FLOAT" ? asFloat(facts) : {},
+    callback() { this.called = true; if (kind === "FLOAT") round(this) },
+  }));
   node.onNodeCreated();
   for (const [act, argument] of steps) await acts[act](node, argument);
   const values = Object.fromEntries(node.widgets.map((one) => [one.name, one.value]));
   const prompt = Object.fromEntries(node.widgets.map((one) => [one.name, one.serializeValue?.() ?? one.value]));
-  return { values, prompt, drawn: node.drawn, called: node.widgets.filter((one) => one.called).map((one) => one.name) };
+  const shown = Object.fromEntries(node.widgets.filter((one) => one.options.step2 && !isNaN(one.value))
+    .map((one) => [one.name, one.value.toFixed(one.options.precision)]));
+  const called = node.widgets.filter((one) => one.called).map((one) => one.name);
+  return { values, prompt, shown, drawn: node.drawn, called };
 }
 console.log(JSON.stringify(await Promise.all(cases.map(told))));
 """
@@ -168,6 +184,22 @@ def test_choosing_a_preset_fills_the_widgets(page, name):
     assert told["values"] == {**filled(name), **own}
     assert config_of(told["prompt"]) == config_of({"preset": name, **own})
     assert told["drawn"], "a canvas shows the old values until it is drawn anew"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_presets_numbers_are_shown_as_they_are_and_can_be_typed(page, name):
+    """Two decimals, as many as the step has, show 0.9375 as 0.94, and make it 0.94 where a person types it."""
+    told = page(WAIT, ("touch", ("preset", name)))
+    assert {name: float(text) for name, text in told["shown"].items()}.items() <= filled(name).items()
+    by_hand = [("touch", one) for one in values_of(tome_core.preset(name)).items()]
+    typed = page(WAIT, ("touch", ("preset", "custom")), *by_hand)
+    assert typed["values"] == {**filled(name), "preset": "custom"}
+
+
+def test_numbers_have_no_more_decimals_than_they_need(page):
+    shown = page(WAIT, ("touch", ("preset", "custom")), ("touch", ("ratio", 0.5)))["shown"]
+    assert (shown["ratio"], shown["start_percent"], shown["query_ratio"], shown["keep"]) == (
+        "0.5000", "0.00", "0.00", "100")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [name for name in SETTINGS if name not in OWN])

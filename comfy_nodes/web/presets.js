@@ -23,6 +23,7 @@ class Presets {
     this.listen(this.preset, () => this.fill());
     for (const name of Object.keys(Object.values(table)[0])) {
       this.listen(this.widgets[name], () => this.touched());
+      this.showDecimals(this.widgets[name]);
     }
     this.preset.serializeValue = () => (this.isAt(this.values()) ? CUSTOM : this.preset.value);
   }
@@ -36,6 +37,13 @@ class Presets {
       draw();
       return answer;
     };
+  }
+
+  /** As many as the presets' values have: the step's two would show 0.9375 as 0.94, and make it 0.94 when typed. */
+  showDecimals({ name, options }) {
+    if (typeof options?.precision !== "number") return;
+    const decimals = Object.values(this.table).map((values) => `${values[name]}`.split(".")[1]?.length ?? 0);
+    options.precision = Math.max(options.precision, ...decimals);
   }
 
   /** The chosen preset's values; undefined for off and custom. */
