@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -144,10 +145,26 @@ def test_the_english_texts_are_those_of_the_nodes():
 @pytest.mark.parametrize("language", ["zh", "ja"])
 def test_every_text_is_translated(language):
     def shape(texts):
-        return {key: shape(one) if isinstance(one, dict) else bool(one) for key, one in texts.items()}
+        return {key: shape(one) if isinstance(one, dict) else bool(one.strip()) for key, one in texts.items()}
 
     text = (ROOT / "locales" / language / "nodeDefs.json").read_text(encoding="utf-8")
-    assert shape(json.loads(text)) == shape(nodedefs.english())
+    translated, english = json.loads(text), nodedefs.english()
+    assert shape(translated) == shape(english)
+    same = [(node, name) for node, texts in english.items() for name, one in texts["inputs"].items()
+            if translated[node]["inputs"][name]["tooltip"] == one["tooltip"]]  # fmt: skip
+    assert not same, "left in English"
+
+
+@pytest.mark.parametrize("language", ["zh", "ja"])
+def test_a_translation_names_every_number_that_the_english_text_names(language):
+    """So that a changed limit, or a sentence that was added, is not forgotten; words for numbers may become digits."""
+    text = (ROOT / "locales" / language / "nodeDefs.json").read_text(encoding="utf-8")
+    translated, number = json.loads(text), re.compile(r"\d+(?:\.\d+)?")
+    for node, texts in nodedefs.english().items():
+        for name, one in texts["inputs"].items():
+            tooltip = translated[node]["inputs"][name]["tooltip"]
+            missing = set(number.findall(one["tooltip"])) - set(number.findall(tooltip))
+            assert not missing, (node, name)
 
 
 @pytest.mark.parametrize("name", WORKFLOWS)
@@ -166,11 +183,25 @@ def test_an_example_workflow_fits_the_nodes(name):
             assert NODE_CLASS_MAPPINGS["ApplyToMe"].VALIDATE_INPUTS(**values) is True
 
 
-def test_the_docs_name_every_input():
+def documented(name: str) -> dict[str, bool]:
+    """Input -> is it bold, from the first column of a help page's table."""
+    text = (ROOT / "comfy_nodes" / "web" / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    cells = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("|")][2:]
+    return {one.strip("*"): one.startswith("**") for cell in cells for one in cell.split(", ")}
+
+
+def test_the_help_pages_have_a_row_for_every_input_and_the_advanced_ones_in_light_type():
     for name, node in NODE_CLASS_MAPPINGS.items():
-        text = (ROOT / "comfy_nodes" / "web" / "docs" / f"{name}.md").read_text(encoding="utf-8")
         types = node.INPUT_TYPES()
-        assert all(one in text for one in (*types["required"], *types.get("optional", ())))
+        inputs = {**types["required"], **types.get("optional", {})}
+        found = documented(name)
+        if name == "ApplyToMe":
+            assert found == {one: not facts.get("advanced", False) for one, (_, facts) in inputs.items()
+                             if one != "model"}  # fmt: skip
+        elif found:
+            assert found.keys() == inputs.keys()
+        else:
+            assert inputs.keys() == {"model"}
 
 
 def test_the_registry_knows_the_pack():
