@@ -2,10 +2,11 @@
 
 With ``s`` the scale that an attention uses on heads of width ``d``, and ``t`` the one it uses on wider heads,
 
-    s q.k + log n  =  t [q s/t, 1/t].[k, log n]
+    s q.k + log n  =  t [q, 1/t].[k s/t, log n]
 
 so extra channels on every head of q and k carry the term, and whatever computes the attention in between (SDPA,
-xformers, a host's own code, with its settings) stays as it is. v gets as many zeros, because flash kernels want
+xformers, a host's own code, with its settings) stays as it is. k is what is scaled, because it is merged and short.
+v gets as many zeros, because flash kernels want
 one width (on a CPU, with v left narrower, the block ran at half the speed); what they become is cut off again.
 """
 
@@ -79,25 +80,30 @@ class Projection(Wrap):
 
 def _widen(role: str, heads: torch.Tensor, folding: Folding) -> torch.Tensor:
     """``[B, N, heads, d]`` to ``[B, N, heads, d + extra]``."""
-    if role == "to_q":
-        if folding.own != folding.wide:
-            heads = heads * (folding.own / folding.wide)
-        return F.pad(heads, (0, folding.extra), value=1 / folding.wide)
-    if role == "to_v":
-        return F.pad(heads, (0, folding.extra))
-    tail = _tail(folding.plan, folding.extra, heads.dtype)
-    return torch.cat([heads, tail[:, :, None].expand(*heads.shape[:3], -1)], -1)
+    if role == "to_k" and folding.own != folding.wide:
+        heads = heads * (folding.own / folding.wide)
+    # one copy; padding would fill and then copy
+    return torch.cat([heads, _tail(role, folding, heads.dtype).expand(*heads.shape[:3], -1)], -1)
 
 
-def _tail(plan: MergePlan, extra: int, dtype: torch.dtype) -> torch.Tensor:
-    """The extra channels of the keys, ``[B or 1, G, extra]``; made once for a plan that serves several calls."""
-    key = ("tail", extra, dtype)
-    if key not in plan.derived:
-        logs = size_logs(plan)
-        high = logs.to(dtype)
-        low = (logs - high.float()).to(dtype)  # in half precision the logarithm's low part halves the error
-        plan.derived[key] = F.pad(torch.stack([high, low], -1), (0, extra - 2))
-    return plan.derived[key]
+def _tail(role: str, folding: Folding, dtype: torch.dtype) -> torch.Tensor:
+    """The extra channels, ``[B or 1, G or 1, 1, extra]``; made once for a plan that serves several calls."""
+    key = (role, folding.wide, folding.extra, dtype)
+    derived = folding.plan.derived
+    if key not in derived:
+        if role == "to_k":
+            derived[key] = _parts(size_logs(folding.plan), dtype, folding.extra)[:, :, None]
+        else:
+            value = 1 / folding.wide if role == "to_q" else 0.0
+            derived[key] = torch.full((1, 1, 1, folding.extra), value, dtype=dtype, device=folding.plan.group.device)
+    return derived[key]
+
+
+def _parts(logs: torch.Tensor, dtype: torch.dtype, extra: int) -> torch.Tensor:
+    """``[B or 1, G]`` to ``[B or 1, G, extra]``: high and low part, whose sum halves the error in half precision."""
+    high = logs.to(dtype)
+    low = (logs - high.float()).to(dtype)
+    return F.pad(torch.stack([high, low], -1), (0, extra - 2))
 
 
 class ProjectionWraps:
