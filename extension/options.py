@@ -9,6 +9,10 @@ from .settings import FIELDS, UNSET, Field, preset_values
 
 SECTION = ("tome_core", "Token Merging (ToMe)")
 _HIRES_ONLY = ("hires", "hires_ratio")  # img2img has no hires pass
+_PRESET_HELP = (
+    "What the panel starts with. All but custom and off outweigh the defaults below, except those for the hires pass, "
+    "the smallest picture and the destination seed."
+)
 CONSOLE, NOTE, MAP = "tomecore_console", "tomecore_note", "tomecore_map"
 _SWITCHES = (
     (CONSOLE, True, "Show the report in the console",
@@ -65,8 +69,9 @@ def _register_default(one: Field, is_img2img: bool) -> None:
     label = "On by default" if one.name == "enabled" else f"Default: {one.label}"
     if is_img2img:
         label = f"img2img: {label[0].lower()}{label[1:]}"
+    help = _PRESET_HELP if one.name == "preset" else one.help
     component, arguments = component_name(one), arguments_of(one)
-    host.add_option(key_of(one, is_img2img), one.default, label, one.help, SECTION, component, **arguments)
+    host.add_option(key_of(one, is_img2img), one.default, label, help, SECTION, component, **arguments)
 
 
 def component_name(one: Field) -> str:

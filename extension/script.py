@@ -141,7 +141,5 @@ def unload() -> None:
 def register() -> type[TokenMerging]:
     """Be called back, and give the class; called by the shim each time that the webui runs it."""
     host.set_up_console(PARENT)
-    host.listen(
-        cfg_denoiser=on_step, ui_settings=options.register, before_ui=add_axes, script_unloaded=unload
-    )
+    host.listen(cfg_denoiser=on_step, ui_settings=options.register, before_ui=add_axes, script_unloaded=unload)
     return TokenMerging

@@ -61,7 +61,11 @@ _LEVEL_HELP = (
 )
 _HIRES_HELP = (
     "What happens in the hires pass. Same: as in the first pass. Off: only the first pass merges. Own ratio: the "
-    "slider beside. Only hires: the first pass is left alone, which changes the composition least."
+    "hires ratio. Only hires: the first pass is left alone, which changes the composition least."
+)
+_SIDE_HELP = (
+    "What of self-attention is merged: q+k+v (queries, keys and values), k+v (every query is kept) or q. Automatic is "
+    "the method's own: k+v for downsample, else q+k+v."
 )
 _PRESET_HELP = (
     "Quality changes the picture least, max saves the most time; balanced and fast lie between. Choosing one fills in "
@@ -79,7 +83,7 @@ FIELDS = (
     _from_engine("end_percent"),
     _from_engine("min_pixels", maximum=4194304),
     _from_engine("method"),
-    _from_engine("merge_what", "side"),
+    _from_engine("merge_what", "side", help=_SIDE_HELP),
     _from_engine("merge_crossattn"),
     _from_engine("merge_mlp"),
     _from_engine("sx"),
@@ -101,6 +105,9 @@ FIELDS = (
     _from_engine("only_if_it_pays"),
 )  # fmt: skip
 NAMES = tuple(field.name for field in FIELDS)
+# the page's last argument, behind the fields: the preset with which it last filled its controls
+FILLED_WITH = "filled_with"
+ARGUMENTS = (*NAMES, FILLED_WITH)
 DEFAULTS = {field.name: field.default for field in FIELDS}
 # what a preset fills in: the engine's settings, but not which pictures merge, nor by which seed
 FILLED = tuple(field.name for field in FIELDS if field.engine and field.name not in ("min_pixels", "seed"))
@@ -149,14 +156,15 @@ class Wish:
 def read(values: Sequence[Any], changes: Mapping[str, Any] | None = None) -> Wish:
     """What the values ask for, in the order of `FIELDS`; missing ones are the defaults.
 
-    A preset outweighs the values that it fills in; without one, where it is None, they count as with custom.
+    A preset outweighs the values that it fills in, unless the page says that it had filled them in: then another value
+    was set since. Without one, where it is None, they count as with custom.
     changes: by name, from an X/Y/Z plot, which outweigh both. Raises ValueError or TypeError, naming the value, the
     range and the remedy, for what is not possible; the webui itself checks nothing that comes through its API.
     """
-    if len(values) > len(FIELDS):
-        raise ValueError(f"{len(values)} values were given; there are {len(FIELDS)}: {', '.join(NAMES)}")
+    if len(values) > len(ARGUMENTS):
+        raise ValueError(f"{len(values)} values were given; there are {len(ARGUMENTS)}: {', '.join(ARGUMENTS)}")
     changes = changes or {}
-    given = {**DEFAULTS, **dict(zip(NAMES, values, strict=False)), **changes}
+    given = {**DEFAULTS, **dict(zip(ARGUMENTS, values, strict=False)), **changes}
     if given["enabled"] is False or given["preset"] == NO_PRESET:  # what is not used need not be right
         return Wish(DEFAULTS, (0.0, 0.0))
     given = _resolved(given, changes)
@@ -169,11 +177,14 @@ def read(values: Sequence[Any], changes: Mapping[str, Any] | None = None) -> Wis
 
 
 def _resolved(given: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The values with the preset's filled in, and custom where a change is not the preset's."""
+    """The values with the preset's filled in, and custom where something else was set."""
     if given["preset"] is None:
         return {**given, "preset": CUSTOM}
     filled = preset_values(given["preset"]) if given["preset"] in PRESETS else {}
     touched = {name: value for name, value in changes.items() if name in filled}
+    if given.get(FILLED_WITH) == given["preset"] and "preset" not in changes:
+        # in the instant before Generate, when the page had not yet made the preset custom
+        touched = {name: given[name] for name in filled if given[name] != filled[name]} | touched
     return {**given, **filled, **touched, "preset": CUSTOM if touched else given["preset"]}
 
 

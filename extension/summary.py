@@ -19,7 +19,7 @@ def line_of(job: Job, has_hires: bool) -> str:
 
 def _pass_text(job: Job, hires: bool) -> str:
     if job.wish.config(hires) is None:
-        return "left alone" if job.is_on else "ratio 0, left alone"
+        return "left alone" if job.is_on else _why_off(job)
     record = job.records.get(hires)
     if record is None:
         return "did not run"
@@ -30,6 +30,12 @@ def _pass_text(job: Job, hires: bool) -> str:
     return f"nothing merged: {', '.join(why or _reasons(record.reports) or ['the model was not called'])}"
 
 
+def _why_off(job: Job) -> str:
+    if any(job.wish.ratios):
+        return "left alone, because only the hires pass is to merge, and there is none"
+    return "ratio 0, left alone"
+
+
 def _steps_text(record: PassRecord) -> str:
     plural = "" if record.steps == 1 else "s"
     if record.steps_live == record.steps:
@@ -38,7 +44,7 @@ def _steps_text(record: PassRecord) -> str:
 
 
 def _merged_text(reports: Sequence[Report]) -> str:
-    """``level 0 (/1) 4096 -> 2048 tokens, 75% of its attention work saved``, for each level."""
+    """``level 0 (/1) 4096 -> 2048 tokens, 75% of its attention saved``, for each level."""
     parts = []
     for level in range(max((len(report.levels) for report in reports), default=0)):
         seen = [(report.calls, report.levels[level]) for report in reports if level < len(report.levels)]

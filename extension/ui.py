@@ -7,7 +7,19 @@ from typing import Any
 import gradio as gr
 
 from . import host, metadata, options
-from .settings import CUSTOM, DEFAULTS, FIELDS, FILLED, NO_PRESET, OWN, SAME, START, Field, field, preset_values
+from .settings import (
+    ARGUMENTS,
+    CUSTOM,
+    DEFAULTS,
+    FILLED,
+    FILLED_WITH,
+    NO_PRESET,
+    OWN,
+    SAME,
+    START,
+    field,
+    preset_values,
+)
 
 _ROWS = (("level", "merge_what"), ("start_percent", "end_percent"), ("min_pixels", "method"),
          ("merge_crossattn", "merge_mlp", "use_rand"), ("sx", "sy", "seed"), ("early_until", "early_mlp"),
@@ -18,7 +30,7 @@ TAKE_OVER_HELP = "Puts the ratios from Settings / Optimizations into this panel.
 
 
 class Panel:
-    """The controls of one tab, in `controls` in the order of `FIELDS`. elem_id: makes a name unique to the tab."""
+    """The controls of one tab, in `controls` in the order of `ARGUMENTS`. elem_id: makes a name unique to the tab."""
 
     def __init__(self, is_img2img: bool, elem_id: Any) -> None:
         self.is_img2img = is_img2img
@@ -30,7 +42,7 @@ class Panel:
         with host.accordion(is_on, switch.label, elem_id("enabled")) as enabled:
             self._made["enabled"] = enabled
             self._build()
-        self.controls = [self._made[one.name] for one in FIELDS]
+        self.controls = [self._made[name] for name in ARGUMENTS]
         for control in (*self.controls, getattr(enabled, "accordion", enabled)):
             # defaults live in the settings tab; ui-config.json would freeze the first ones it saw
             control.do_not_save_to_config = True
@@ -39,6 +51,7 @@ class Panel:
     def paste_fields(self) -> list[tuple[Any, Any]]:
         """(control, what reads its value from an infotext), for the webui."""
         functions = metadata.paste_functions()
+        functions[FILLED_WITH] = functions["preset"]
         return [(self._made[name], function) for name, function in functions.items()]
 
     def _build(self) -> None:
@@ -56,30 +69,34 @@ class Panel:
                 with gr.Row():
                     for name in row:
                         self._add(name)
+        self._note_the_preset()
         targets = [self._made[name] for name in TAKEN_OVER]
         button.click(fn=lambda: taken_over(self.is_img2img), inputs=[], outputs=targets, show_progress=False)
 
+    def _note_the_preset(self) -> None:
+        """Keep, out of sight, which preset the controls were filled with; nothing for the API, which fills in none."""
+        note = gr.Textbox(value="", label="Filled with", visible=False, elem_id=self._elem_id(FILLED_WITH))
+        self._made[FILLED_WITH] = note
+        _show(note, self._shown["preset"])
+
     def _connect_presets(self) -> None:
         """`input` is what a person does; `change` would hear our own filling-in too, and in gradio 4 some inputs do."""
-        enabled, preset = self._made["enabled"], self._made["preset"]
+        enabled, preset, note = (self._made[name] for name in ("enabled", "preset", FILLED_WITH))
         filled = [self._made[name] for name in FILLED]
         quietly = {"show_progress": False, "queue": False}
-        preset.input(fn=chosen, inputs=[preset], outputs=[enabled, *filled], **quietly)
-        enabled.change(fn=switched, inputs=[enabled, preset], outputs=[preset, *filled], **quietly)
+        preset.input(fn=chosen, inputs=[preset], outputs=[enabled, note, *filled], **quietly)
+        enabled.change(fn=switched, inputs=[enabled, preset], outputs=[preset, note, *filled], **quietly)
         for control in filled:
-            control.input(fn=touched, inputs=[preset, *filled], outputs=[preset], **quietly)
+            control.input(fn=touched, inputs=[preset, *filled], outputs=[preset, note], **quietly)
 
     def _add(self, name: str) -> None:
         one = field(name)
         make = getattr(gr, options.component_name(one))
-        arguments = options.arguments_of(one) | _help(one)
-        value = options.default_of(one, self.is_img2img)
-        made = self._made[name] = make(value=value, label=one.label, elem_id=self._elem_id(name), **arguments)
+        made = self._made[name] = make(
+            value=options.default_of(one, self.is_img2img), label=one.label, info=one.help,
+            elem_id=self._elem_id(name), **options.arguments_of(one),
+        )  # fmt: skip
         _show(made, self._shown[name])
-
-
-def _help(one: Field) -> dict[str, str]:
-    return {"info": one.help}
 
 
 def _show(control: Any, value: Any) -> None:
@@ -94,35 +111,36 @@ def _show(control: Any, value: Any) -> None:
 
 
 def chosen(preset: str) -> list[Any]:
-    """For enabled and all of `FILLED`, when somebody chose a preset."""
+    """For enabled, `FILLED_WITH` and all of `FILLED`, when somebody chose a preset."""
     return [gr.update(value=False) if preset == NO_PRESET else gr.update(), *_filled(preset)]
 
 
 def switched(is_on: bool, preset: str) -> list[Any]:
-    """For the preset and all of `FILLED`, when it is switched on or off: on and "off" do not go together."""
+    """For the preset, `FILLED_WITH` and all of `FILLED`, when it is switched: on and "off" do not go together."""
     if is_on and preset == NO_PRESET:
         return [gr.update(value=START), *_filled(START)]
-    return [gr.update() for _ in ("preset", *FILLED)]
+    return [gr.update() for _ in ("preset", FILLED_WITH, *FILLED)]
 
 
-def touched(preset: str, *values: Any) -> Any:
-    """For the preset, when somebody may have changed what it had filled in. values: of `FILLED`."""
+def touched(preset: str, *values: Any) -> list[Any]:
+    """For the preset and `FILLED_WITH`, when somebody may have changed what it filled in. values: of `FILLED`."""
     wanted = preset_values(preset)
-    return gr.update(value=CUSTOM) if wanted and list(wanted.values()) != list(values) else gr.update()
+    is_other = wanted and list(wanted.values()) != list(values)
+    return [gr.update(value=CUSTOM) if is_other else gr.update() for _ in ("preset", FILLED_WITH)]
 
 
 def _filled(preset: str) -> list[Any]:
     values = preset_values(preset)
-    return [gr.update(value=values[name]) if values else gr.update() for name in FILLED]
+    return [gr.update(value=preset), *(gr.update(value=values[name]) if values else gr.update() for name in FILLED)]
 
 
-TAKEN_OVER = ("enabled", "preset", "hires", "hires_ratio", *FILLED)
+TAKEN_OVER = ("enabled", "preset", FILLED_WITH, "hires", "hires_ratio", *FILLED)
 
 
 def taken_over(is_img2img: bool) -> list[Any]:
     """Values for `TAKEN_OVER` that do what the webui's own merging is set to."""
     first, hires = host.built_in_ratios(is_img2img)
     same = first == hires
-    values = {**DEFAULTS, "enabled": first > 0 or hires > 0, "preset": CUSTOM, "ratio": first,
-              "hires": SAME if same else OWN, "hires_ratio": hires}  # fmt: skip
+    values = {**DEFAULTS, "enabled": first > 0 or hires > 0, "preset": CUSTOM, FILLED_WITH: CUSTOM,
+              "ratio": first, "hires": SAME if same else OWN, "hires_ratio": hires}  # fmt: skip
     return [values[name] for name in TAKEN_OVER]

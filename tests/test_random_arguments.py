@@ -280,7 +280,7 @@ def panel_values(settings: Any) -> list[tuple[st.SearchStrategy, Any]]:
         else:
             right = possible(DESCRIBED["ratio" if one.name == "hires_ratio" else one.engine])
         found.append((right, one.default))
-    return found
+    return [*found, (st.sampled_from(("", *settings.PRESET_CHOICES)), "")]
 
 
 @st.composite
@@ -313,9 +313,9 @@ def test_any_arguments_of_the_api_give_a_picture_or_a_message(flavour, monkeypat
         problem = done.extra_generation_params.get("ToMe error")
         if problem is not None:
             assert torch.equal(done.latents, plain[hires]), "a refused job is merged"
-            named = names_one_of(problem, dict(zip(settings.NAMES, map(_as_read, args), strict=False)))
-            assert named or names_one_of(problem, dict(zip(settings.NAMES, args, strict=False))) or (
-                len(args) > len(settings.NAMES) and str(len(args)) in problem), (problem, args)  # fmt: skip
+            named = names_one_of(problem, dict(zip(settings.ARGUMENTS, map(_as_read, args), strict=False)))
+            assert named or names_one_of(problem, dict(zip(settings.ARGUMENTS, args, strict=False))) or (
+                len(args) > len(settings.ARGUMENTS) and str(len(args)) in problem), (problem, args)  # fmt: skip
             assert problem in done.comments
             seen["refusals"] += 1
             return

@@ -263,6 +263,7 @@ def test_a_webui_model_is_as_it_was_after_all_generations(capsys, monkeypatch):
         webui.log.clear()
         webui.shared.opts.saved[options.MAP] = dice.random() < 0.3
         args = [value(one) if dice.random() < 0.5 or one.name == "enabled" else one.default for one in settings.FIELDS]
+        args += dice.choice([[], [args[1]], [settings.START]])
         facts = {"enable_hr": dice.random() < 0.7, "n_iter": dice.randint(1, 2), "seed": dice.randint(0, 2**32)}
         if dice.random() < 0.05:
             with pytest.raises(RuntimeError, match="by the test"):

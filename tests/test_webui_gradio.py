@@ -153,6 +153,24 @@ def test_touching_any_kind_of_control_makes_it_custom(page):
     assert page.generate()[0] == {"enabled": True, "seed": 99, "hires_ratio": 0.8, **filled(NAMES[0])}
 
 
+def test_what_is_clicked_before_the_page_hears_of_it_counts(page):
+    page.check("enabled-checkbox")
+    page.at("preset").wait_for()
+    page.heard(page.choose, "preset", NAMES[-1])
+    with page.waiting(page.number, "ratio", 0.3):
+        changed, infotext, comments = page.generate()
+        assert changed == {"enabled": True, **filled(NAMES[-1], ratio=0.3)}
+        assert infotext["ToMe ratio"] == 0.3 and "ToMe preset" not in infotext and comments == []
+    page.page.wait_for_function("document.querySelector('#script_txt2img_preset input[value=custom]').checked")
+    with page.waiting(page.choose, "preset", NAMES[0]):
+        changed, infotext, comments = page.generate()
+        assert changed == {"enabled": True, **filled(NAMES[-1], ratio=0.3, preset=NAMES[0])}
+        ratio = settings.preset_values(NAMES[0])["ratio"]
+        assert (infotext["ToMe preset"], infotext["ToMe ratio"]) == (NAMES[0], ratio) and comments == []
+    page.wait_for_number("ratio", ratio)
+    assert page.generate()[0] == {"enabled": True, **filled(NAMES[0])}
+
+
 def test_off_folds_the_panel_and_switching_on_gives_the_preset_that_all_begin_with(page):
     page.check("enabled-checkbox")
     page.at("preset").wait_for()

@@ -57,7 +57,7 @@ def test_a_pasted_infotext_makes_the_same_picture(webui, args):
 
 def test_everything_is_read_back_exactly(webui):
     done = webui.job(*FULL, enable_hr=True)
-    assert tuple(pasted(webui, done.infotexts[0])) == FULL
+    assert tuple(pasted(webui, done.infotexts[0])) == (*FULL, "custom")
 
 
 def test_a_picture_without_us_turns_us_off_and_leaves_the_rest_alone(webui):
@@ -90,9 +90,12 @@ def test_hires_keys_are_written_for_hires_pictures_alone(webui):
     assert "ToMe hires ratio: 0.2" in webui.job(True, "custom", 0.5, "own ratio", 0.2, enable_hr=True).infotexts[0]
 
 
-def test_only_hires_without_a_hires_pass_is_off(webui):
-    done = webui.job(True, "custom", 0.5, "only hires")
+@pytest.mark.parametrize("args", [(0.5, "only hires"), (0.0, "own ratio", 0.5)])
+def test_only_hires_without_a_hires_pass_is_off_and_says_why(webui, args):
+    done = webui.job(True, "custom", *args)
     assert done.infotexts == [""]
+    assert done.comments == "ToMe: left alone, because only the hires pass is to merge, and there is none\n"
+    assert webui.job(True, "custom", 0.0).comments == "ToMe: ratio 0, left alone\n"
 
 
 def test_nothing_leaks_from_one_cell_of_a_plot_to_the_next(webui):
@@ -161,6 +164,6 @@ def test_the_button_takes_over_the_built_ins_values(webui, options, is_img2img, 
     labels = [one.arguments["label"] for one in button.clicked["outputs"]]
     taken = dict(zip(labels, button.clicked["fn"](), strict=True))
     assert [taken.pop(one) for one in ("Token Merging (ToMe)", "Ratio", "Hires pass", "Hires ratio")] == expected
-    assert taken.pop("Preset") == "custom"
+    assert taken.pop("Preset") == taken.pop("Filled with") == "custom"
     defaults = {one.label: one.default for one in webui.part("settings").FIELDS}
     assert taken and taken == {label: defaults[label] for label in taken}

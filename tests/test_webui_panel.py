@@ -45,6 +45,20 @@ def test_labels_help_ranges_and_steps_are_the_engines(webui):
         assert [slider[key] for key in ("minimum", "maximum", "step")] == wanted
 
 
+def test_what_is_merged_is_told_in_the_words_of_its_choices(webui):
+    info = controls(webui)["Merge what"].arguments
+    assert "automatic" in info["choices"] and all(one.lower() in info["info"].lower() for one in info["choices"])
+    assert not re.search(r"\b(qkv|kv)\b", info["info"])
+
+
+def test_the_settings_tab_does_not_promise_that_a_preset_fills_it(webui):
+    labels = webui.shared.opts.labels
+    for tab in ("", "img2img_"):
+        told = labels[f"tomecore_{tab}preset"].comment
+        assert "fills in" not in told and "outweigh the defaults below" in told
+    assert "fills in the settings below" in controls(webui)["Preset"].arguments["info"]
+
+
 def test_no_control_starts_as_none_and_none_is_kept_in_ui_config(webui):
     for one in webui.script.ui(False):
         assert one.value is not None and one.do_not_save_to_config
@@ -99,7 +113,7 @@ def test_an_api_only_start_has_no_settings_and_works(webui):
     ((True, *FULL, "keys+values", 1, 0.5), "query_ratio=0.5 merges queries beside merge_what='k+v'"),
     ((True, *FULL[:-4], 2.0), "early_ratio=2.0 is out of range"),
     ((True, *FULL[:8], "downsample", *FULL[9:-4], 0.5), "leave it at -1"),
-    ((True,) + ("custom",) * 29, "30 values were given; there are 29: enabled, preset, ratio"),
+    ((True,) + ("custom",) * 30, "31 values were given; there are 30: enabled, preset, ratio"),
 ])  # fmt: skip
 def test_wrong_api_values_are_told_and_the_picture_is_unmerged(webui, caplog, args, message):
     webui.part("host").logging.getLogger("_tome_core_webui").propagate = True
@@ -131,7 +145,7 @@ def test_the_report_can_be_kept_out_of_log_and_comments(webui, capsys):
 def test_the_documented_argument_list_is_the_panels(webui):
     text = (ROOT / "extension" / "README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\d+) \| `(\w+)` \|", text, re.MULTILINE)
-    assert rows == [(str(n), one.name) for n, one in enumerate(webui.part("settings").FIELDS)]
+    assert rows == [(str(n), name) for n, name in enumerate(webui.part("settings").ARGUMENTS)]
 
 
 def test_a_job_without_the_first_hook_still_works(webui):

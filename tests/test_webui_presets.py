@@ -107,7 +107,7 @@ def test_a_short_list_means_with_custom_what_it_meant_before_there_were_presets(
 
 def page(webui, is_img2img=False):
     """The controls by field name."""
-    return dict(zip(webui.part("settings").NAMES, webui.script.ui(is_img2img), strict=True))
+    return dict(zip(webui.part("settings").ARGUMENTS, webui.script.ui(is_img2img), strict=True))
 
 
 def starts(webui, is_img2img=False):
@@ -120,15 +120,15 @@ def test_the_preset_is_the_first_control_and_the_page_shows_what_it_stands_for(w
     panel = page(webui)
     inside = [one for one in Component.made if "label" in one.arguments][1:]  # the first is the switch around all
     assert inside[0] is panel["preset"] and panel["preset"].arguments["choices"] == ["off", *NAMES, "custom"]
-    assert starts(webui) == {**settings.DEFAULTS, **settings.preset_values(DEFAULT)}
+    assert starts(webui) == {**settings.DEFAULTS, **settings.preset_values(DEFAULT), "filled_with": DEFAULT}
     assert panel["preset"].value == DEFAULT
 
 
 def test_each_tab_starts_with_its_own_preset(webui, settings):
     webui.shared.opts.saved |= {"tomecore_preset": "custom", "tomecore_ratio": 0.3, "tomecore_img2img_preset": NAMES[0],
                                 "tomecore_img2img_ratio": 0.2}  # fmt: skip
-    assert starts(webui) == {**settings.DEFAULTS, "preset": "custom", "ratio": 0.3}
-    wanted = {**settings.DEFAULTS, "preset": NAMES[0], **settings.preset_values(NAMES[0])}
+    assert starts(webui) == {**settings.DEFAULTS, "preset": "custom", "ratio": 0.3, "filled_with": "custom"}
+    wanted = {**settings.DEFAULTS, "preset": NAMES[0], **settings.preset_values(NAMES[0]), "filled_with": NAMES[0]}
     assert starts(webui, is_img2img=True) == wanted
     assert page(webui, is_img2img=True)["ratio"].value == 0.2
 
@@ -146,20 +146,21 @@ def after(panel, event, *inputs):
 def test_choosing_a_preset_fills_the_controls(webui, settings, name):
     panel = page(webui)
     assert panel["preset"].heard["inputs"] == [panel["preset"]]
-    assert after(panel, panel["preset"].heard, name) == settings.preset_values(name)
+    assert after(panel, panel["preset"].heard, name) == {**settings.preset_values(name), "filled_with": name}
 
 
 def test_choosing_custom_changes_nothing_and_off_switches_off(webui):
     panel = page(webui)
-    assert after(panel, panel["preset"].heard, "custom") == {}
-    assert after(panel, panel["preset"].heard, "off") == {"enabled": False}
+    assert after(panel, panel["preset"].heard, "custom") == {"filled_with": "custom"}
+    assert after(panel, panel["preset"].heard, "off") == {"enabled": False, "filled_with": "off"}
 
 
 def test_switching_on_an_off_panel_gives_the_preset_that_all_begin_with(webui, settings):
     panel = page(webui)
     event = panel["enabled"].followed
     assert event["inputs"] == [panel["enabled"], panel["preset"]]
-    assert after(panel, event, True, "off") == {"preset": DEFAULT, **settings.preset_values(DEFAULT)}
+    wanted = {"preset": DEFAULT, "filled_with": DEFAULT, **settings.preset_values(DEFAULT)}
+    assert after(panel, event, True, "off") == wanted
     for is_on, preset in ((False, "off"), (True, "custom"), (True, NAMES[0]), (False, NAMES[0])):
         assert after(panel, event, is_on, preset) == {}
 
@@ -168,14 +169,49 @@ def test_touching_what_a_preset_fills_makes_it_custom_and_nothing_else_does(webu
     panel = page(webui)
     for name, control in panel.items():
         if name not in settings.FILLED:
-            assert name in ("enabled", "preset", "hires", "hires_ratio", "min_pixels", "seed")
+            assert name in ("enabled", "preset", "hires", "hires_ratio", "min_pixels", "seed", "filled_with")
             continue
         for preset in NAMES:
             filled = settings.preset_values(preset)
             assert after(panel, control.heard, preset, *filled.values()) == {}
-            assert after(panel, control.heard, preset, *{**filled, name: None}.values()) == {"preset": "custom"}
+            custom = {"preset": "custom", "filled_with": "custom"}
+            assert after(panel, control.heard, preset, *{**filled, name: None}.values()) == custom
         assert after(panel, control.heard, "off", *filled.values()) == {}
     assert not any(hasattr(panel[name], "heard") for name in ("hires", "hires_ratio", "min_pixels", "seed"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("moved", [{"ratio": 0.3}, {"merge_what": "q", "query_ratio": 0.0}, {"early_ratio": 0.25}])
+def test_a_control_moved_in_the_instant_before_generate_counts(settings, name, moved):
+    """The page sends the preset that its controls were filled with, and has not heard yet that it is custom now."""
+    values = as_custom(settings, name, preset=name, **moved)
+    assert settings.read([*values, name]) == settings.read(as_custom(settings, name, **moved))
+    assert settings.read([*values, name]).config(False) != settings.read([True, name]).config(False)
+
+
+def test_the_picture_of_a_control_moved_just_now_names_no_preset(webui, settings):
+    done = webui.job(*as_custom(settings, NAMES[0], preset=NAMES[0], ratio=0.3), NAMES[0])
+    wanted = webui.job(*as_custom(settings, NAMES[0], ratio=0.3))
+    assert torch.equal(done.latents, wanted.latents) and done.infotexts == wanted.infotexts
+    assert "ToMe ratio: 0.3" in done.infotexts[0] and "ToMe preset" not in done.infotexts[0]
+
+
+@pytest.mark.parametrize("before", ["custom", *NAMES[1:], "off"])
+def test_a_preset_chosen_in_the_instant_before_generate_counts(settings, before):
+    """The page sends the values that stood there before."""
+    values = as_custom(settings, before, preset=NAMES[0])
+    assert settings.read([*values, before]) == settings.read([True, NAMES[0]])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_the_page_sends_untouched_is_the_preset(settings, name):
+    assert settings.read([*as_custom(settings, name, preset=name), name]) == settings.read([True, name])
+
+
+def test_the_api_fills_a_short_list_with_nothing_that_makes_a_preset_custom(webui, settings):
+    controls = webui.script.ui(False)
+    filled = [True, NAMES[0], *(one.value for one in controls[2:])]
+    assert settings.read(filled) == settings.read([True, NAMES[0]])
 
 
 # --- what a picture remembers ----------------------------------------------------------------------------------------
@@ -186,7 +222,7 @@ def test_a_picture_holds_the_values_and_the_name_and_is_pasted_as_custom(webui, 
     done = webui.job(True, name, enable_hr=True)
     assert f"ToMe preset: {name}" in done.infotexts[0]
     values = pasted(webui, done.infotexts[0])
-    assert values == as_custom(settings, name)
+    assert values == [*as_custom(settings, name), "custom"]
     monkeypatch.setattr(settings, "preset_values", lambda name: {"ratio": 0.1})  # an update has changed them
     again = webui.job(*values, enable_hr=True)
     assert torch.equal(again.latents, done.latents) and "ToMe preset" not in again.infotexts[0]
@@ -195,7 +231,7 @@ def test_a_picture_holds_the_values_and_the_name_and_is_pasted_as_custom(webui, 
 def test_an_infotext_from_before_presets_is_custom(webui, settings):
     text = "Steps: 3, ToMe ratio: 0.35, ToMe method: bipartite, ToMe stride x: 3"
     wanted = {**settings.DEFAULTS, "enabled": True, "preset": "custom", "ratio": 0.35, "sx": 3}
-    assert pasted(webui, text) == list(wanted.values())
+    assert pasted(webui, text) == [*wanted.values(), "custom"]
 
 
 # --- the X/Y/Z plot --------------------------------------------------------------------------------------------------
@@ -212,7 +248,7 @@ def test_the_axis_of_presets(webui, settings, axes):
     axis = axes["[ToMe] Preset"]
     assert axis.type is str and axis.choices() == ["off", *NAMES, "custom"]
     for name in ("off", *NAMES):
-        p = Processing(webui, (False, "custom", 0.2))
+        p = Processing(webui, [*as_custom(settings, NAMES[0], enabled=False, preset=NAMES[0], ratio=0.2), NAMES[0]])
         axis.apply(p, name, None)
         wanted = webui.job(True, name)
         done = webui.process(p)

@@ -51,7 +51,8 @@ class Component:
         return {"value": self.value}
 
 
-GRADIO = ("Row", "Accordion", "Slider", "Radio", "Dropdown", "Checkbox", "Number", "Button", "HTML")
+GRADIO = ("Row", "Accordion", "Slider", "Radio", "Dropdown", "Checkbox", "Number", "Button", "HTML",
+          "Textbox")  # fmt: skip
 
 
 class Denoiser:

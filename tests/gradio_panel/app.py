@@ -111,7 +111,7 @@ class Tab:
         p = Processing(enable_hr=not self.script.is_img2img)
         self.script.before_process(p, *values)
         self.script.process(p, *values)
-        found = changed(self.fields, {one.name: value for one, value in zip(self.fields, values, strict=True)})
+        found = changed(self.fields, {one.name: value for one, value in zip(self.fields, values, strict=False)})
         return told({"changed": found, "infotext": p.extra_generation_params, "comments": p.comments})
 
     def paste(self, text):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+
+GENERATES = 30  # with so many values; gradio 3 asks all questions at one address
 
 
 class Page:
@@ -42,6 +45,25 @@ class Page:
         """Do something that the page asks its server about, and wait for the answer."""
         with self.page.expect_response(lambda answer: "predict" in answer.url):
             act(*args)
+
+    @contextlib.contextmanager
+    def waiting(self, act, *args):
+        """Do something that the page asks its server about, and let that wait until the end of the block."""
+        held = []
+
+        def hold(route):
+            if len(route.request.post_data_json["data"]) == GENERATES:
+                route.continue_()
+            else:
+                held.append(route)
+
+        self.page.route("**/run/predict*", hold)
+        with self.page.expect_request("**/run/predict*"):
+            act(*args)
+        yield
+        for route in held:
+            route.continue_()
+        self.page.unroute("**/run/predict*", hold)
 
     def click(self, name, told):
         """Press a button, and give what is told when it has been heard."""
