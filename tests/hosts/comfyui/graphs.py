@@ -6,7 +6,7 @@ import itertools
 import struct
 from typing import Any
 
-TEXTS = {"sd1": (768, 0), "sd1_inpainting": (768, 0), "sd2": (1024, 0), "sdxl": (2048, 1280)}
+TEXTS = {"sd1": (768, 0), "sd1_inpainting": (768, 0), "sd1_wide": (768, 0), "sd2": (1024, 0), "sdxl": (2048, 1280)}
 
 
 SEEDS = itertools.count(1000)

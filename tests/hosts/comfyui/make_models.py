@@ -54,12 +54,18 @@ def random_weights(shapes, seed):
     return weights
 
 
-os.makedirs(FOLDER, exist_ok=True)
-for number, (name, config) in enumerate(MODELS.items()):
+def unet_weights(config, seed):
+    """Random weights of a UNet, under the names that a checkpoint has for them."""
     unet = UNetModel(
         image_size=32, out_channels=4, model_channels=320, use_spatial_transformer=True, legacy=False,
         device="meta", dtype=torch.float16, operations=comfy.ops.disable_weight_init, **config,
     )  # fmt: skip
-    weights = random_weights({key: value.shape for key, value in unet.state_dict().items()}, number)
-    save_file({f"model.diffusion_model.{key}": value for key, value in weights.items()}, f"{FOLDER}/{name}.safetensors")
-    print(name, flush=True)
+    weights = random_weights({key: value.shape for key, value in unet.state_dict().items()}, seed)
+    return {f"model.diffusion_model.{key}": value for key, value in weights.items()}
+
+
+os.makedirs(FOLDER, exist_ok=True)
+if __name__ == "__main__":
+    for number, (name, config) in enumerate(MODELS.items()):
+        save_file(unet_weights(config, number), f"{FOLDER}/{name}.safetensors")
+        print(name, flush=True)

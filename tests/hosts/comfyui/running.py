@@ -104,9 +104,14 @@ def make_base(checkout: Path, base: Path, pack_name: str) -> None:
         (base / "custom_nodes" / pack_name).symlink_to(ROOT, target_is_directory=True)
     models = base / "models" / "diffusion_models"
     if not models.exists():
-        command = [host_python(), str(HERE / "make_models.py"), str(models)]
-        done = subprocess.run(command, cwd=checkout, env=_environment(), capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, done.stderr[-3000:]
+        make("make_models.py", checkout, models)
+
+
+def make(script: str, checkout: Path, folder: Path) -> None:
+    """Let one of the scripts beside this file write its random weights into a folder."""
+    command = [host_python(), str(HERE / script), str(folder)]
+    done = subprocess.run(command, cwd=checkout, env=_environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @contextlib.contextmanager

@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from tests.hosts.comfyui.graphs import Graph, bytes_of
-from tests.hosts.comfyui.running import make_base, serve
+from tests.hosts.comfyui.graphs import Graph, bytes_of, report_of
+from tests.hosts.comfyui.running import make, make_base, serve
 
 
 def spelled(name: str) -> str:
@@ -103,3 +103,26 @@ def test_ipadapter_with_a_mask(beside, size, batch, everything):
     graph.sample("removed", graph.add("RemoveToMe", model=adapted))
     reports = reports_of(comfy, graph, applied)
     assert ("crossattn: something else runs in its place" in reports) == everything
+
+
+def test_animatediff_animates_and_the_pictures_tokens_merge(beside, checkout, base):
+    comfy = beside("ComfyUI-AnimateDiff-Evolved")
+    make("make_motion.py", checkout, base / "models")
+    graph = Graph("sd1_wide", size=(128, 128), batch=3, steps=1)
+    motion = graph.add("ADE_LoadAnimateDiffModel", model_name="motion.safetensors")
+    motions = graph.add("ADE_ApplyAnimateDiffModelSimple", motion_model=motion)
+
+    def animated(model: list) -> list:
+        return graph.add("ADE_UseEvolvedSampling", model=model, beta_schedule="autoselect", m_models=motions)
+
+    applied = graph.apply()
+    moving = animated(applied)
+    graph.sample("still")
+    graph.sample("plain", animated(graph.model))
+    graph.sample("applied", moving)
+    graph.sample("removed", graph.add("RemoveToMe", model=moving))
+    seen = comfy.good(graph.graph)
+    print(report_of(seen, applied))
+    assert bytes_of(seen, "plain") == bytes_of(seen, "removed") != bytes_of(seen, "applied")
+    assert bytes_of(seen, "plain") != bytes_of(seen, "still"), "nothing was animated"
+    assert "256 tokens -> 128, 5 calls merged" in report_of(seen, applied)

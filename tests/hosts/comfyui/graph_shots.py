@@ -1,0 +1,66 @@
+"""The pictures of our graphs: `python -m tests.hosts.comfyui.graph_shots` with COMFYUI_DIR and COMFYUI_PYTHON set.
+
+It starts that ComfyUI with random weights, writes the thumbnails of the example workflows as they open, and the
+README's picture of the first after sampling. Needs playwright and a Chromium, as the tests do.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from PIL import Image
+
+from tests.hosts.comfyui.page import GraphPage
+from tests.hosts.comfyui.running import ROOT, make, make_base, serve
+from tests.hosts.comfyui.workflows import WORKFLOWS, made_small, workflow
+
+README = ROOT / "comfy_nodes" / "docs" / "graph.png"
+SIZE = (1900, 1150)
+MARGIN = 16
+THUMBNAIL = 900  # pixels wide; ComfyUI shows them smaller
+COLOURS = 256
+
+
+def shoot(page: GraphPage, path: Path) -> None:
+    """The whole graph, without the menus around it."""
+    boxes = [node["box"] for node in page.nodes()]
+    left, top = min(box[0] for box in boxes) - 120, min(box[1] for box in boxes) - 110  # beside and below the menus
+    page.look_at(left, top)
+    right, below = max(box[0] + box[2] for box in boxes), max(box[1] + box[3] for box in boxes)
+    clip = {"x": 120 - MARGIN, "y": 110 - 55, "width": right - left - 120 + 2 * MARGIN,
+            "height": below - top - 55 + MARGIN}  # fmt: skip
+    page.page.screenshot(path=path, clip=clip)
+
+
+def main() -> None:
+    """Write all of them."""
+    from playwright.sync_api import sync_playwright
+
+    chromium = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+    checkout = Path(os.environ["COMFYUI_DIR"])
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as driver:
+        base = Path(folder)
+        make_base(checkout, base, "tome_core")
+        make("make_checkpoints.py", checkout, base / "models" / "checkpoints")
+        browser = driver.chromium.launch(executable_path=chromium, headless=True, args=["--no-sandbox"])
+        with serve(checkout, base) as comfy:
+            page = GraphPage(browser, comfy, SIZE)
+            for name in WORKFLOWS:
+                page.open(workflow(name))
+                shoot(page, base / "one.png")
+                with Image.open(base / "one.png") as image:
+                    image.convert("RGB").resize((THUMBNAIL, round(THUMBNAIL * image.height / image.width))).save(
+                        ROOT / "example_workflows" / f"{name}.jpg", quality=85)  # fmt: skip
+            page.open(made_small(workflow(WORKFLOWS[0]), steps=4, size=384))
+            page.queue()
+            shoot(page, README)
+        browser.close()
+    with Image.open(README) as image:
+        image.convert("RGB").quantize(COLOURS).save(README, optimize=True)
+
+
+if __name__ == "__main__":
+    main()

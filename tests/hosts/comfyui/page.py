@@ -1,0 +1,129 @@
+"""What a person does on a real ComfyUI's page, in a browser that playwright drives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+MINUTE = 60_000
+READY = "window.app?.extensionManager && window.app.vueAppReady !== false && window.app.canvas && window.app.graph"
+QUEUE = """
+async () => {
+  window.ended = null;
+  for (const kind of ["execution_success", "execution_error", "execution_interrupted"]) {
+    app.api.addEventListener(kind, (event) => { window.ended = [kind, event.detail]; }, { once: true });
+  }
+  return await app.queuePrompt(0, 1);
+}
+"""
+# only texts that a node shows, and only where it stands
+NODES = """
+() => app.graph.nodes.map((node) => ({
+  id: node.id, type: node.type, box: [...node.pos, ...node.size],
+  values: Object.fromEntries((node.widgets ?? []).map((one) => [one.name, one.value])),
+  shown: Object.fromEntries((node.widgets ?? []).map((one) => [one.name, one._displayValue])),
+}))
+"""
+# of a widget on the canvas, in pixels of the page
+PLACE = """
+([name, where]) => {
+  const node = app.graph.nodes.find((one) => one.type === "ApplyToMe"), { scale, offset } = app.canvas.ds;
+  const x = { left: 20, middle: node.size[0] / 2 }[where], y = node.widgets.find((one) => one.name === name).y + 10;
+  return [(node.pos[0] + x + offset[0]) * scale, (node.pos[1] + y + offset[1]) * scale];
+}
+"""
+TITLE = 30  # pixels, above a node's box
+
+
+class GraphPage:
+    """The page of a running server. vue: draw nodes with Vue ("Nodes 2.0") instead of on the canvas."""
+
+    def __init__(self, browser: Any, comfy: Any, size: tuple[int, int] = (1600, 1000), vue: bool = False) -> None:
+        for name, value in (("TutorialCompleted", True), ("VueNodes.Enabled", vue), ("Minimap.Visible", False)):
+            comfy.ask(f"/settings/Comfy.{name}", value)
+        self.vue = vue
+        self.page = browser.new_page(viewport={"width": size[0], "height": size[1]})
+        self.page.set_default_timeout(10 * MINUTE)
+        self.page.goto(comfy.url, wait_until="domcontentloaded")
+        self.page.wait_for_function(READY)
+
+    def open(self, workflow: dict) -> None:
+        """As from a file."""
+        self.page.evaluate("async (flow) => { await app.loadGraphData(flow, true, true, 'test'); }", workflow)
+        self.page.wait_for_timeout(1500)  # nodes take their sizes when they are drawn
+
+    def queue(self) -> None:
+        """Run the graph. AssertionError with what ComfyUI says where that fails."""
+        assert self.page.evaluate(QUEUE), "the page refused to queue it"
+        self.page.wait_for_function("window.ended")
+        kind, facts = self.page.evaluate("window.ended")
+        assert kind == "execution_success", facts
+        self.page.wait_for_timeout(1500)
+
+    def nodes(self, kind: str | None = None) -> list[dict[str, Any]]:
+        """What nodes of a type hold and show."""
+        return [node for node in self.page.evaluate(NODES) if kind in (None, node["type"])]
+
+    def look_at(self, left: float, top: float) -> None:
+        """Move the graph so that this point of it is in the page's upper left corner, at full size."""
+        self.page.evaluate(f"() => {{ const {{ ds }} = app.canvas; ds.scale = 1; ds.offset = [{-left}, {-top}];"
+                           "app.canvas.setDirty(true, true); }")  # fmt: skip
+        self.page.wait_for_timeout(2000)
+
+    # --- what hands do to the widgets of the only ApplyToMe
+
+    def choose(self, name: str, choice: str) -> None:
+        """An entry of a list."""
+        if self.vue:
+            self._field(name).click()
+            self.page.get_by_role("option", name=choice, exact=True).click()
+        else:
+            self._click(name, "middle")
+            self.page.locator(".litecontextmenu .litemenu-entry").get_by_text(choice, exact=True).click()
+        self.page.wait_for_timeout(500)
+
+    def less(self, name: str) -> None:
+        """The arrow to the left, or minus."""
+        if self.vue:
+            self._field(name).get_by_test_id("decrement").click()
+        else:
+            self._click(name, "left")
+        self.page.wait_for_timeout(500)
+
+    def type(self, name: str, number: str) -> None:
+        """A number into its field, or into the question that a click on it opens."""
+        if self.vue:
+            self._field(name).dblclick()
+            field = self._field(name).locator("input")
+        else:
+            self._click(name, "middle")
+            field = self.page.locator(".graphdialog input")
+        field.fill(number)
+        field.press("Enter")
+        self.page.wait_for_timeout(500)
+
+    def text_of(self, name: str) -> str:
+        """A number as it is drawn."""
+        if self.vue:
+            return self._field(name).locator("input").input_value()
+        return self.nodes("ApplyToMe")[0]["shown"][name]
+
+    def _field(self, name: str) -> Any:
+        return self.page.locator(f'[data-node-id="{self.nodes("ApplyToMe")[0]["id"]}"] [aria-label="{name}" i]').first
+
+    def _click(self, name: str, where: str) -> None:
+        x, y = self.page.evaluate(PLACE, [name, where])
+        self.page.mouse.click(x, y)
+
+    def close(self) -> None:
+        self.page.close()
+
+
+def overlapping(nodes: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Types of nodes of which one covers a part of the other."""
+
+    def meet(one: list[float], other: list[float]) -> bool:
+        (x, y, width, height), (left, top, wide, high) = one, other
+        return x < left + wide and left < x + width and y - TITLE < top + high and top - TITLE < y + height
+
+    return [(one["type"], other["type"]) for number, one in enumerate(nodes) for other in nodes[:number]
+            if meet(one["box"], other["box"])]  # fmt: skip

@@ -1,0 +1,34 @@
+"""Our example workflows, and how they are made small enough for a CPU."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+from tests.hosts.comfyui.running import ROOT
+
+WORKFLOWS = ("txt2img", "sdxl", "hires_fix")
+SEED, STEPS, MIN_PIXELS = 0, 2, 5  # places among the widgets of KSampler, KSampler, ApplyToMe
+
+
+def workflow(name: str) -> dict:
+    """As it lies in example_workflows/."""
+    return json.loads((ROOT / "example_workflows" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def made_small(flow: dict, steps: int, size: int, seed: int = 7) -> dict:
+    """Fewer steps, and pictures of `size` pixels a side; what else is measured in pixels follows suit."""
+    flow = copy.deepcopy(flow)
+    nodes = flow["nodes"]
+    scale = size / next(node["widgets_values"][0] for node in nodes if node["type"] == "EmptyLatentImage")
+    for node in nodes:
+        values = node.get("widgets_values")
+        if node["type"] == "KSampler":
+            values[SEED], values[STEPS] = seed, steps
+        elif node["type"] == "EmptyLatentImage":
+            values[:2] = [size, size]
+        elif node["type"] == "LatentUpscale":
+            values[1:3] = [round(side * scale / 8) * 8 for side in values[1:3]]
+        elif node["type"] == "ApplyToMe":
+            values[MIN_PIXELS] = round(values[MIN_PIXELS] * scale**2)
+    return flow
