@@ -125,16 +125,19 @@ def sd2() -> nn.Module:
     return unet(use_linear_projection=True, attention_head_dim=(2, 4))
 
 
+SDXL = {
+    "block_out_channels": (16, 32, 32),
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+    "attention_head_dim": (2, 4, 4), "use_linear_projection": True, "transformer_layers_per_block": (1, 1, 2),
+    "addition_embed_type": "text_time", "addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 64,
+}  # fmt: skip
+
+
 @seeded
 def sdxl() -> nn.Module:
     """Attention starts at half the latent's size, the deepest transformers have two blocks."""
-    return unet(
-        block_out_channels=(16, 32, 32),
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-        attention_head_dim=(2, 4, 4), use_linear_projection=True, transformer_layers_per_block=(1, 1, 2),
-        addition_embed_type="text_time", addition_time_embed_dim=8, projection_class_embeddings_input_dim=64,
-    )  # fmt: skip
+    return unet(**SDXL)
 
 
 @seeded

@@ -12,7 +12,7 @@ import torch
 import tome_core
 from tests.models import CASES
 from tests.tiny_pipeline import write_folder
-from tome_core.clock import SchedulerClock
+from tome_core.timesteps import Timesteps
 
 STEPS = 8
 LATE = tome_core.MergeConfig(ratio=0.5, start_percent=0.5)
@@ -59,27 +59,29 @@ def test_a_rule_in_percent_merges_in_exactly_its_steps(pipe, name):
     assert level.reasons == {"block: outside the rules' time range": (len(pipe.scheduler.timesteps) - merges) * blocks}
 
 
-def test_the_clock_looks_a_timestep_up_without_reading_it(pipe, monkeypatch):
+def test_a_timestep_is_looked_up_without_reading_it(pipe, monkeypatch):
     pipe.scheduler.set_timesteps(STEPS)
-    steps = pipe.scheduler.timesteps
-    handle = tome_core.patch(pipe, LATE)
-    clock = next(wrap for wrap in handle._wraps if isinstance(wrap, SchedulerClock))
-    clock._number(steps[0])
+    steps, known = pipe.scheduler.timesteps, Timesteps()
+    known.look(steps[0])
     values = steps.tolist()
     monkeypatch.setattr(torch.Tensor, "__float__", lambda self: pytest.fail("the timestep's value was read"))
     monkeypatch.setattr(torch.Tensor, "tolist", lambda self: pytest.fail("the timesteps were read again"))
-    assert [clock._number(t) for t in steps] == values
-    assert [clock._number(t) for t in steps[3:]] == values[3:]
-    handle.remove()
+    assert [known.look(t) for t in steps] == [(value, 1) for value in values]
+    assert [known.look(t[None].expand(2))[0] for t in steps[3:]] == values[3:]
 
 
-def test_a_timestep_of_somebodys_own_making_is_read(pipe):
-    pipe.scheduler.set_timesteps(STEPS)
-    handle = tome_core.patch(pipe, LATE)
-    clock = next(wrap for wrap in handle._wraps if isinstance(wrap, SchedulerClock))
-    assert clock._number(torch.tensor(123)) == 123.0
-    assert clock._number(77) == 77.0
-    handle.remove()
+def test_a_timestep_of_somebodys_own_making_is_read():
+    known = Timesteps()
+    for one in (torch.tensor(123), torch.full((2,), 123), torch.arange(10_000)[123], 123, torch.tensor(1.0).to("meta")):
+        assert known.look(one) is None
+    assert [known.read(one) for one in (torch.tensor(123), 77, 77)] == [(123.0, 1), (77.0, 1), (77.0, 2)]
+
+
+def test_a_schedule_is_one_picture_until_it_is_begun_again():
+    known, steps, others = Timesteps(), torch.arange(1000, 0, -100), torch.arange(1000, 0, -100)
+    order = [*steps[:4], steps[3], *steps[5:], *steps[:2], *others[2:], *steps[4:]]
+    numbers = [known.look(one)[1] for one in order]
+    assert numbers == [1] * 10 + [2] * 2 + [3] * 8 + [4] * 6
 
 
 def test_a_scheduler_exchanged_after_patching_does_not_stop_the_clock(pipe):

@@ -170,6 +170,20 @@ def test_a_pipeline_names_its_samplings(folder, work, steps):
         assert torch.equal(draw(2), second)
 
 
+def test_matches_do_not_pile_up_where_schedulers_come_and_go(folder):
+    pipe = diffusers.StableDiffusionPipeline.from_pretrained(folder, local_files_only=True)
+    pipe.set_progress_bar_config(disable=True)
+    with tome_core.patch(pipe, KEPT) as handle:
+        counts = []
+        for _ in range(3):
+            pipe("a", num_inference_steps=4, output_type="latent")
+            counts.append(len(handle.run._mine.sampling._plans))
+            pipe.scheduler = diffusers.DDIMScheduler.from_config(pipe.scheduler.config)
+        assert counts == [blocks(handle)] * 3
+        pipe.unet(torch.randn(1, 4, 16, 16), torch.tensor(500), torch.randn(1, 7, 32))
+        assert not handle.run._mine.sampling._plans
+
+
 def test_a_kept_match_adds_eight_operators_to_a_block():
     """Four for the means, and one each to scale and to widen queries, to widen keys, and values."""
     block, arguments = make_block(), make_inputs(32, 2, "cpu", torch.float32)

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+from diffusers import (
+    AutoencoderKL,
+    DDIMScheduler,
+    StableDiffusionPipeline,
+    StableDiffusionXLPipeline,
+    UNet2DConditionModel,
+)
 from safetensors.torch import save_file
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+
+from tests import models
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 START, END = "<|startoftext|>", "<|endoftext|>"
 WIDTH = 32
+FEW_HEADS = {"attention_head_dim": 1}  # what the name means; four heads of 1,024 tokens take three times as long
 
 
 def write_folder(folder: Path) -> Path:
@@ -20,12 +30,7 @@ def write_folder(folder: Path) -> Path:
     torch.manual_seed(0)
     tokenizer = _tokenizer(folder)
     text = CLIPTextModel(_text_config(len(tokenizer)))
-    vae = AutoencoderKL(
-        block_out_channels=(32, 64),
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        latent_channels=4,
-    )
+    vae = _autoencoder()
     unet = UNet2DConditionModel(
         sample_size=16,
         block_out_channels=(32, 64),
@@ -35,10 +40,43 @@ def write_folder(folder: Path) -> Path:
         cross_attention_dim=WIDTH,
         attention_head_dim=4,
     )
-    scheduler = DDIMScheduler(clip_sample=False, steps_offset=1)
-    pipeline = StableDiffusionPipeline(vae, text, tokenizer, unet, scheduler, None, None, requires_safety_checker=False)
-    pipeline.save_pretrained(folder / "pipeline")
+    _assembled(vae, text, tokenizer, unet).save_pretrained(folder / "pipeline")
     return folder / "pipeline"
+
+
+def stable_diffusion(folder: Path) -> StableDiffusionPipeline:
+    """As SD1.5 is built; pictures of 64 px, 32 x 32 tokens at its finest level, which is where presets begin."""
+    torch.manual_seed(0)
+    tokenizer = _tokenizer(folder)
+    text, unet = CLIPTextModel(_text_config(len(tokenizer))), models.fixed(models.unet(sample_size=32, **FEW_HEADS))
+    return _assembled(_autoencoder(), text, tokenizer, unet)
+
+
+def stable_diffusion_xl(folder: Path) -> StableDiffusionXLPipeline:
+    """As SDXL is built, whose attention starts at half the latent: pictures of 128 px, 32 x 32 tokens there."""
+    torch.manual_seed(0)
+    tokenizer = _tokenizer(folder)
+    texts = [kind(_text_config(len(tokenizer))) for kind in (CLIPTextModel, CLIPTextModelWithProjection)]
+    unet = models.fixed(models.unet(**{**models.SDXL, **FEW_HEADS}, sample_size=64, cross_attention_dim=2 * WIDTH))
+    return StableDiffusionXLPipeline(_autoencoder(), *texts, tokenizer, tokenizer, unet, _scheduler())
+
+
+def _assembled(*parts: Any) -> StableDiffusionPipeline:
+    """Of a VAE, a text encoder, a tokenizer and a UNet."""
+    return StableDiffusionPipeline(*parts, _scheduler(), None, None, requires_safety_checker=False)
+
+
+def _autoencoder() -> AutoencoderKL:
+    return AutoencoderKL(
+        block_out_channels=(32, 64),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        latent_channels=4,
+    )
+
+
+def _scheduler() -> DDIMScheduler:
+    return DDIMScheduler(clip_sample=False, steps_offset=1)
 
 
 def _tokenizer(folder: Path) -> CLIPTokenizer:
@@ -53,6 +91,7 @@ def _text_config(words: int) -> CLIPTextConfig:
     return CLIPTextConfig(
         vocab_size=words,
         hidden_size=WIDTH,
+        projection_dim=16,
         intermediate_size=37,
         num_hidden_layers=1,
         num_attention_heads=4,

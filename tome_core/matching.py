@@ -45,9 +45,9 @@ class Matcher:
             if plans is None or not _fits(plans, x):
                 plans = outer.call.plans[place] = self._match(x, outer, rule, unsized)
             return plans
-        kept = outer.call.kept
-        if rule.keep and kept is not None:
-            return self._keep(x, outer, rule, unsized, (self.number, kept.ordinal, *key))
+        # a block that is compiled by itself gets kept plans from outside, and would have a graph for each of them
+        if rule.keep and not torch.compiler.is_compiling() and outer.call.kept is not None:
+            return self._keep(x, outer, rule, unsized, (self.number, outer.call.kept.ordinal, *key))
         return self._match(x, outer, rule, unsized)
 
     def _keep(self, x: torch.Tensor, outer: GridCall, rule: MergeRule, unsized: bool, key: tuple) -> Plans:

@@ -84,6 +84,7 @@ class Patch:
     def _follow(self, scheduler: Any) -> None:
         """Take the time from a pipeline's scheduler, where a rule asks for the time at all."""
         if self._wraps and self.run.wants_time and hasattr(scheduler, "scale_model_input"):
+            self.run.in_pipeline = True
             self._wraps.append(SchedulerClock(scheduler, self.run))
 
     @property

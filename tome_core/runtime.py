@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from .keep import KeptPlans, Sampling
 from .phases import plain_rules
 from .report import TIME_IS_UNKNOWN, Ledger
 from .schedule import UNKNOWN, LevelRules, NoiseSchedule, Time, choose, live_at
+from .timesteps import Timesteps
 
 _PIXELS_PER_LATENT = 8 * 8  # Stable Diffusion's latent is an eighth of the picture along each side
 
@@ -47,11 +49,24 @@ class MergeMap(NamedTuple):
     num_groups: int
 
 
+class Pictures(threading.local):
+    """What each thread knows of the picture it makes: pipelines that share a UNet may run at once.
+
+    told: time and picture of the UNet's next call, as the scheduler gave them.
+    """
+
+    def __init__(self) -> None:
+        self.timesteps = Timesteps()
+        self.sampling = Sampling()
+        self.told: tuple[float, int] | None = None
+
+
 class Run:
     """Clock, rules in force and counts of one patch.
 
     config: the settings. downsamples: of each level. schedule: ties the scales of time together; None on a
-    bare UNet, which knows its timestep alone.
+    bare UNet, which knows its timestep alone. in_pipeline: the UNet's timesteps are a scheduler's, and name pictures.
+    lock: one call of the UNet at a time, because its sites tell each other what they know of it.
     """
 
     def __init__(
@@ -68,8 +83,9 @@ class Run:
         self.uses_pixels = any(rule.min_pixels for rule in self.in_order)
         self.wants_time = self.uses_time or any(rule.keep for rule in self.in_order)
         self.time_is_given = False
-        self._told = False
-        self.sampling = Sampling()
+        self.in_pipeline = False
+        self.sampling = Sampling()  # the one that `set_time` named
+        self._mine, self.lock = Pictures(), threading.RLock()
         self.call: Call | None = None
         self.why_off = ""
         self.live: tuple[MergeRule, ...] = ()
@@ -99,12 +115,12 @@ class Run:
         self.sampling.set(sampling, timestep)
         self._choose(self._moment(timestep, percent, everything=True))
 
-    def tell(self, timestep: float, sampling: Hashable = None) -> None:
-        """The time of the next call of the UNet, from a pipeline's scheduler; `set_time` outweighs it."""
+    def tell(self, timestep: Any) -> None:
+        """The timestep of the next call of the UNet, from a pipeline's scheduler; `set_time` outweighs it."""
         if not self.time_is_given:
-            self._told = True
-            self.sampling.set(sampling, timestep)
-            self._choose(self._moment(timestep, None, everything=True))
+            steps = self._mine.timesteps
+            self._mine.told = steps.look(timestep) or steps.read(timestep)
+            self._choose(self._moment(self._mine.told[0], None, everything=True))
 
     def begin(self, timestep: Any, latent: Any) -> None:
         """A call of the UNet starts; these are its arguments.
@@ -113,18 +129,31 @@ class Run:
         """
         if not torch.compiler.is_compiling():
             self.ledger.begin_call()
-            if self.uses_time and not self.time_is_given and not self._told:
-                self._choose(self._moment(_common_value(timestep), None, everything=self.knows_schedule))
-            self._told = False  # a scheduler that is no longer asked must not stop the clock
+            if self.wants_time and not self.time_is_given:
+                self._look_at(timestep)
         rules = self.rules
         if self.uses_pixels and torch.is_tensor(latent) and latent.dim() == 4:
             pixels = latent.shape[2] * latent.shape[3] * _PIXELS_PER_LATENT
             rules = choose(self.live, self.downsamples, pixels)
         self.call = Call(timestep, rules, {}, self._kept())
 
+    def _look_at(self, timestep: Any) -> None:
+        """The time of this call: among its arguments, as the scheduler gave it, or by waiting for the device."""
+        mine = self._mine
+        found = (mine.timesteps.look(timestep) if self.in_pipeline else None) or mine.told
+        mine.told = None  # a scheduler that is no longer asked must not stop the clock
+        value, picture = found or (None, None)
+        mine.sampling.set(picture, value)
+        if found is not None:
+            self._choose(self._moment(value, None, everything=True))
+        elif self.uses_time:
+            self._choose(self._moment(_common_value(timestep), None, everything=self.knows_schedule))
+
     def _kept(self) -> KeptPlans | None:
         """Inside a compiled model kept plans would be a graph's outputs; a backward pass would meet later ones."""
-        return None if torch.compiler.is_compiling() or torch.is_grad_enabled() else self.sampling.next_call()
+        if torch.compiler.is_compiling() or torch.is_grad_enabled():
+            return None
+        return (self.sampling if self.time_is_given else self._mine.sampling).next_call()
 
     def end(self) -> None:
         """The call is over; nothing of it is kept."""
@@ -151,6 +180,12 @@ class Run:
             self.why_off = "the picture is smaller than min_pixels"
         else:
             self.why_off = "outside the rules' time range" if time != UNKNOWN else TIME_IS_UNKNOWN
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key not in ("_mine", "lock")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _mine=Pictures(), lock=threading.RLock())
 
 
 def _common_value(timestep: Any) -> float | None:

@@ -61,6 +61,12 @@ class UNetSite(Wrap):
         """The UNet's forward, inside a call of the run."""
         if not self.active:
             return self.original(*args, **kwargs)
+        if torch.compiler.is_compiling():  # no graph can hold a lock
+            return self._call(args, kwargs)
+        with self.run.lock:
+            return self._call(args, kwargs)
+
+    def _call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         latent = args[0] if args else named(kwargs, _INPUT_NAMES)
         self.run.begin(args[1] if len(args) > 1 else named(kwargs, _TIME_NAMES), latent)
         try:
