@@ -13,6 +13,7 @@ _PRESET_HELP = (
     "What the panel starts with. All but custom and off outweigh the defaults below, except those for the hires pass, "
     "the smallest picture and the destination seed."
 )
+_LARGEST = 2**53  # that a page can hold
 CONSOLE, NOTE, MAP = "tomecore_console", "tomecore_note", "tomecore_map"
 _SWITCHES = (
     (CONSOLE, True, "Show the report in the console",
@@ -40,7 +41,7 @@ def default_of(one: Field, is_img2img: bool) -> Any:
         return value if value in one.choices else one.default
     if isinstance(one.default, bool):
         return value if isinstance(value, bool) else one.default
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not -_LARGEST < value < _LARGEST:
         return one.default
     return type(one.default)(value)
 

@@ -81,11 +81,16 @@ def test_the_users_defaults_fill_the_panel_each_tab_with_its_own(webui):
     assert [one.value for one in webui.script.ui(True)][:3] == [False, START, 0.7]
 
 
-@pytest.mark.parametrize("nonsense", [None, "much", [], True])
+HUGE = pytest.param(10**400, id="huge")
+
+
+@pytest.mark.parametrize("nonsense", [None, "much", [], True, float("nan"), float("inf"), HUGE])
 def test_a_nonsensical_saved_default_is_not_used(webui, nonsense):
-    webui.shared.opts.saved |= {"tomecore_ratio": nonsense, "tomecore_level": nonsense}
+    """A1111 1.10 does not start where a panel raises."""
+    webui.shared.opts.saved |= {f"tomecore_{name}": nonsense for name in ("ratio", "level", "sx", "metric")}
     panel = controls(webui)
     assert panel["Ratio"].value == 0.5 and panel["Level"].value == "automatic"
+    assert panel["Stride x"].value == 2 and panel["Compare"].value == "input"
 
 
 def test_an_api_only_start_has_no_settings_and_works(webui):
