@@ -12,7 +12,7 @@ from demo import checkpoint, cores, prompt
 ROOT = Path(__file__).resolve().parent.parent
 OUTPUT = ROOT / "demo-output" / "comparison.png"
 PICTURES = 4
-BLOCK_RATIO, BLOCK_REPEATS = 0.5, 7
+BLOCK_REPEATS = 3
 
 
 def number(name: str, low: int, high: int, remedy: str):
@@ -38,7 +38,8 @@ SEED = number("seed", 0, 2**31, "such as 0")
 def parser() -> argparse.ArgumentParser:
     """The options; `install.py demo` passes everything on to them."""
     made = argparse.ArgumentParser(
-        prog="demo", description="Pictures without token merging and at ratio 0.25, 0.5 and 0.75, from the same seeds."
+        prog="demo",
+        description="Pictures from the same seeds: without merging, with a preset, at ratio 0.25, 0.5 and 0.75.",
     )
     add = made.add_argument
     add("--pictures", type=number("number of pictures", 1, 64, "such as 4"), metavar="N",
@@ -120,7 +121,7 @@ def source_of(options: argparse.Namespace, user: checkpoint.Checkpoint | None):
 
     device = device_of(options.device)
     made = UserPipeline(user, options.config, device) if user else Embedded(device)
-    tome_core.patch(made.target, tome_core.MergeConfig(ratio=BLOCK_RATIO)).remove()  # unsupported: say so now
+    tome_core.patch(made.target, tome_core.MergeConfig()).remove()  # unsupported: say so now
     return made
 
 
@@ -137,12 +138,12 @@ def _run(options: argparse.Namespace, source) -> None:
         columns = picture.compare(source, wanted, options.steps, bar.update, bar.set_description)
         bar.set_description("done")
     print("Timing one SD1.5-sized block ...", file=sys.stderr)
-    block = table.Block(BLOCK_RATIO, *tome_core.bench.time_block(ratio=BLOCK_RATIO, repeats=BLOCK_REPEATS))
+    block = table.Block(picture.PRESET.name, *tome_core.bench.time_block(BLOCK_REPEATS))
     title = f"Token merging, {source.name}, {options.steps} steps on {source.device}"
     sheet.write(sheet.draw(columns, wanted, title), options.output)
     print(f"{title}, {len(wanted)} picture{'s' * (len(wanted) > 1)} each\n\n{table.table(columns)}\n")
     for column in columns[1:]:
-        print(f"{picture.label(column.ratio)}: {column.report}\n")
+        print(f"{column.variant.name}: {column.report}\n")
     print(table.verdict(columns, block, on_cpu=source.device.type == "cpu"))
     print(f"\nThe pictures side by side: {options.output.resolve()}")
 

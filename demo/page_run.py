@@ -15,6 +15,7 @@ from PIL import Image
 
 import tome_core
 from demo import page_hosts, sheet
+from demo.clock import told_times
 from demo.page_code import Wanted
 from demo.source import Source
 from demo.table import psnr
@@ -122,37 +123,25 @@ def _compare(source: Source, wanted: Wanted, tell: Tell) -> None:
 
 def _one(source: Source, wanted: Wanted, shot: Shot, tell: Tell, merging: tome_core.Patch | None = None):
     """A picture and its seconds by the clock; `shot` is told with every step."""
-    clock, latest = _clock(source, wanted.steps, merging), [None]
+    latest = [None]
     step = 0
 
     def on_step() -> None:
         nonlocal step
         step += 1
-        clock(step)
+        if merging is not None and step == wanted.steps - 1:
+            merging.keep_maps()  # of the last step alone, because keeping them waits for a GPU
         tell(replace(shot, step=step, unfinished=latest[0]))
 
     def on_picture(picture: np.ndarray) -> None:
         latest[0] = picture
 
-    clock(0)
+    if merging is not None and wanted.steps == 1:
+        merging.keep_maps()
+    heard = on_step if merging is None else told_times(source, wanted.steps, merging, on_step)
     began = time.perf_counter()
-    made = source.picture(wanted.prompt, wanted.seed, wanted.steps, on_step, on_picture)
+    made = source.picture(wanted.prompt, wanted.seed, wanted.steps, heard, on_picture)
     return made, time.perf_counter() - began
-
-
-def _clock(source: Source, steps: int, merging: tome_core.Patch | None) -> Callable[[int], None]:
-    """Tells a merging model how late it is, before each step, where its source knows and no scheduler does."""
-    times, sampling = source.timesteps(steps), object()
-
-    def at(step: int) -> None:
-        if merging is None or step >= steps:
-            return
-        if times is not None:
-            merging.set_time(timestep=times[step], sampling=sampling)
-        if step == steps - 1:
-            merging.keep_maps()  # of the last step alone, because keeping them waits for a GPU
-
-    return at
 
 
 def enlarged(picture: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The comparison run: the same pictures without merging and at several ratios, timed side by side."""
+"""The comparison run: the same pictures without merging, with the preset and at several ratios, timed side by side."""
 
 from __future__ import annotations
 
@@ -10,11 +10,23 @@ from statistics import median
 import numpy as np
 
 import tome_core
+from demo.clock import told_times
 from demo.source import Source
+from tome_core.presets import DEFAULT
 
-RATIOS = (0.25, 0.5, 0.75)
-UNMERGED = 0.0
-VARIANTS = (UNMERGED, *RATIOS)
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to make the pictures. merging: what `tome_core.patch` takes, None to leave the model alone."""
+
+    name: str
+    merging: tome_core.MergeConfig | str | None
+
+
+UNMERGED = Variant("no merging", None)
+PRESET = Variant(f"preset {DEFAULT}", DEFAULT)
+RATIOS = tuple(Variant(f"ratio {ratio}", tome_core.MergeConfig(ratio=ratio)) for ratio in (0.25, 0.5, 0.75))
+VARIANTS = (UNMERGED, PRESET, *RATIOS)
 
 
 @dataclass(frozen=True)
@@ -29,7 +41,7 @@ class Order:
 class Column:
     """What one variant made: pictures uint8 [H, W, 3], seconds by the wall clock and of processor time."""
 
-    ratio: float
+    variant: Variant
     pictures: list[np.ndarray] = field(default_factory=list)
     wall: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
@@ -41,12 +53,12 @@ def orders(prompts: list[str], count: int, seed: int) -> list[Order]:
     return [Order(prompts[i % len(prompts)], seed + i) for i in range(count)]
 
 
-def make(source: Source, order: Order, steps: int, ratio: float, on_step: Callable[[], None]):
-    """One picture at `ratio` and the merging report (None for UNMERGED, which is not patched at all)."""
-    if ratio == UNMERGED:
+def make(source: Source, order: Order, steps: int, variant: Variant, on_step: Callable[[], None]):
+    """One picture and the merging report (None for UNMERGED, which is not patched at all)."""
+    if variant.merging is None:
         return source.picture(order.prompt, order.seed, steps, on_step), None
-    with tome_core.patch(source.target, tome_core.MergeConfig(ratio=ratio)) as handle:
-        picture = source.picture(order.prompt, order.seed, steps, on_step)
+    with tome_core.patch(source.target, variant.merging, host_clock=True) as handle:
+        picture = source.picture(order.prompt, order.seed, steps, told_times(source, steps, handle, on_step))
         return picture, handle.report()
 
 
@@ -59,21 +71,21 @@ def compare(
     slower or busier does so for all of them. `on_step` is called steps x orders x variants times.
     """
     announce("warming up")
-    for ratio in (UNMERGED, RATIOS[1]):
-        make(source, wanted[0], min(steps, 2), ratio, lambda: None)
-    columns = {ratio: Column(ratio) for ratio in VARIANTS}
+    for variant in (UNMERGED, PRESET):
+        make(source, wanted[0], min(steps, 2), variant, lambda: None)
+    columns = {variant: Column(variant) for variant in VARIANTS}
     for i, order in enumerate(wanted):
         turn = i % len(VARIANTS)
-        for ratio in VARIANTS[turn:] + VARIANTS[:turn]:
-            announce(f"picture {i + 1} of {len(wanted)}, {label(ratio)}")
-            _timed(columns[ratio], source, order, steps, on_step)
+        for variant in VARIANTS[turn:] + VARIANTS[:turn]:
+            announce(f"picture {i + 1} of {len(wanted)}, {variant.name}")
+            _timed(columns[variant], source, order, steps, on_step)
     return list(columns.values())
 
 
 def _timed(column: Column, source: Source, order: Order, steps: int, on_step: Callable[[], None]) -> None:
     wall, cpu = time.perf_counter(), time.process_time()
     # Ends on the host with the finished picture, so work queued on a GPU is counted without a sync of its own.
-    picture, report = make(source, order, steps, column.ratio, on_step)
+    picture, report = make(source, order, steps, column.variant, on_step)
     column.wall.append(time.perf_counter() - wall)
     column.cpu.append(time.process_time() - cpu)
     column.pictures.append(picture)
@@ -83,8 +95,3 @@ def _timed(column: Column, source: Source, order: Order, steps: int, on_step: Ca
 def speed_up(plain: list[float], merged: list[float]) -> float:
     """How many times as fast: the median over pictures of plain / merged seconds. Above 1 is a gain."""
     return median(a / b for a, b in zip(plain, merged, strict=True))
-
-
-def label(ratio: float) -> str:
-    """A variant's name on the screen and in the picture."""
-    return "no merging" if ratio == UNMERGED else f"ratio {ratio}"

@@ -1,4 +1,4 @@
-"""The comparison picture: a row for each prompt, a column for each ratio, difference maps beside them."""
+"""The comparison picture: a row for each prompt, a column for each variant, difference maps beside them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from demo.picture import Column, Order, label, speed_up
+from demo.picture import Column, Order, speed_up
 from demo.table import psnr
 
 SMALLEST, LARGEST = 256, 512  # px of a picture on the sheet; smaller ones are enlarged by whole pixels
@@ -39,7 +39,7 @@ def cell(row: int, column: int, size: tuple[int, int]) -> tuple[int, int, int, i
 
 
 def draw(columns: list[Column], wanted: list[Order], title: str) -> Image.Image:
-    """The whole sheet. Columns: unmerged, then for each ratio the picture and its difference to unmerged."""
+    """The whole sheet. Columns: unmerged, then for each way of merging the picture and its difference to unmerged."""
     size = shown_size(*columns[0].pictures[0].shape[:2])
     cells = 1 + 2 * (len(columns) - 1)
     right, bottom = cell(len(wanted) - 1, cells - 1, size)[2:]
@@ -60,12 +60,12 @@ def draw(columns: list[Column], wanted: list[Order], title: str) -> Image.Image:
 def _heads(columns: list[Column]) -> list[tuple[list[np.ndarray], str, str]]:
     """Pictures, heading and note of every cell column, from left to right."""
     plain = columns[0]
-    heads = [(plain.pictures, label(plain.ratio), f"{np.median(plain.wall):.2f} s a picture")]
+    heads = [(plain.pictures, plain.variant.name, f"{np.median(plain.wall):.2f} s a picture")]
     for column in columns[1:]:
         pairs = list(zip(plain.pictures, column.pictures, strict=True))
         quality = f"PSNR {np.mean([psnr(a, b) for a, b in pairs]):.1f} dB"
         time = f"{np.median(column.wall):.2f} s, {speed_up(plain.wall, column.wall):.2f} times as fast"
-        heads.append((column.pictures, label(column.ratio), time))
+        heads.append((column.pictures, column.variant.name, time))
         heads.append(([difference(a, b) for a, b in pairs], f"difference x{AMPLIFY}", quality))
     return heads
 

@@ -9,7 +9,7 @@ from statistics import mean, median
 import numpy as np
 from skimage.metrics import structural_similarity
 
-from demo.picture import Column, label, speed_up
+from demo.picture import Column, speed_up
 
 GAIN = 1.05  # below five per cent nobody notices, and a busy machine's noise is as large
 BLOCK = "one SD1.5-sized block (4096 tokens, 320 channels, batch 2, float32 on the CPU)"
@@ -17,9 +17,9 @@ BLOCK = "one SD1.5-sized block (4096 tokens, 320 channels, batch 2, float32 on t
 
 @dataclass(frozen=True)
 class Block:
-    """Seconds for one SD1.5-sized transformer block without and with merging at `ratio`."""
+    """Seconds for one SD1.5-sized transformer block without and with merging; merging: its name."""
 
-    ratio: float
+    merging: str
     plain: float
     merged: float
 
@@ -48,7 +48,7 @@ def table(columns: list[Column]) -> str:
 
 
 def _line(column: Column, plain: Column) -> tuple[str, ...]:
-    start = (label(column.ratio), f"{median(column.wall):.2f} s")
+    start = (column.variant.name, f"{median(column.wall):.2f} s")
     if column is plain:
         return (*start, "1.00", f"{median(column.cpu):.2f} s", "1.00", "-", "-")
     pairs = list(zip(plain.pictures, column.pictures, strict=True))
@@ -68,23 +68,22 @@ def verdict(columns: list[Column], block: Block, on_cpu: bool) -> str:
     The clock decides, because it is what a user waits for; `on_cpu` adds processor time, which other programs
     disturb less.
     """
-    gains = {column.ratio: speed_up(columns[0].wall, column.wall) for column in columns[1:]}
-    best = max(gains, key=gains.get)
-    best_column = next(column for column in columns if column.ratio == best)
-    effort = f" ({speed_up(columns[0].cpu, best_column.cpu):.2f} times by processor time)" if on_cpu else ""
+    best = max(columns[1:], key=lambda column: speed_up(columns[0].wall, column.wall))
+    gain = speed_up(columns[0].wall, best.wall)
+    effort = f" ({speed_up(columns[0].cpu, best.cpu):.2f} times by processor time)" if on_cpu else ""
     height, width = columns[0].pictures[0].shape[:2]
-    if gains[best] < GAIN:
+    if gain < GAIN:
         pictures = (f"Merging gains nothing on these {width}x{height} px pictures on this machine: the best setting, "
-                    f"ratio {best}, was {gains[best]:.2f} times as fast as no merging{effort}. "
+                    f"{best.variant.name}, was {gain:.2f} times as fast as no merging{effort}. "
                     "The smaller the picture, the less of its time is attention.")
     else:
-        pictures = (f"Merging made these {width}x{height} px pictures up to {gains[best]:.2f} times as fast "
-                    f"on this machine, at ratio {best}{effort}.")
+        pictures = (f"Merging made these {width}x{height} px pictures up to {gain:.2f} times as fast "
+                    f"on this machine, with {best.variant.name}{effort}.")
     return f"{pictures}\n{_block_sentence(block)}"
 
 
 def _block_sentence(block: Block) -> str:
-    times = f"{block.plain * 1000:.0f} ms without merging, {block.merged * 1000:.0f} ms at ratio {block.ratio}"
+    times = f"{block.plain * 1000:.0f} ms without merging, {block.merged * 1000:.0f} ms with {block.merging}"
     if block.gain < GAIN:
         return f"{BLOCK[0].upper()}{BLOCK[1:]}: {times}. Merging gains nothing there either on this machine."
     return f"{BLOCK[0].upper()}{BLOCK[1:]}: {times}, {block.gain:.2f} times as fast."

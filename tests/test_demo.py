@@ -6,13 +6,19 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
-from demo import command, picture, sheet, table
+import tome_core
+from demo import command, picture, prompt, sheet, table
+from demo.page_code import Wanted
+from demo.page_run import Studio
+from demo.source import Embedded
 from tests import tiny_pipeline
 
 ROOT = Path(__file__).parents[1]
@@ -31,16 +37,17 @@ def test_psnr_of_a_known_difference():
 
 def columns_with(plain, merged):
     blank = [np.zeros((8, 8, 3), np.uint8)] * len(plain)
-    return [picture.Column(0.0, blank, plain, plain), picture.Column(0.5, blank, merged, merged)]
+    made = ((picture.UNMERGED, plain), (picture.PRESET, merged))
+    return [picture.Column(variant, blank, seconds, seconds) for variant, seconds in made]
 
 
 def test_a_loss_is_called_a_loss():
-    text = table.verdict(columns_with([1.0, 1.0], [1.2, 1.3]), table.Block(0.5, 1.0, 1.1), on_cpu=True)
+    text = table.verdict(columns_with([1.0, 1.0], [1.2, 1.3]), table.Block("this", 1.0, 1.1), on_cpu=True)
     assert text.count("gains nothing") == 2
 
 
 def test_a_gain_is_told_with_its_size_and_where_it_was_measured():
-    text = table.verdict(columns_with([2.0, 2.0, 2.0], [1.0, 1.0, 9.0]), table.Block(0.5, 3.0, 2.0), on_cpu=False)
+    text = table.verdict(columns_with([2.0, 2.0, 2.0], [1.0, 1.0, 9.0]), table.Block("this", 3.0, 2.0), on_cpu=False)
     assert "2.00 times as fast" in text and "1.50 times as fast" in text and "gains nothing" not in text
 
 
@@ -80,17 +87,19 @@ def test_the_demo_ends_well_and_says_where_the_picture_is(whole_run):
 
 def test_the_table_has_a_line_for_every_setting(whole_run):
     text = whole_run[0].stdout
-    for ratio in picture.RATIOS:
-        assert re.search(rf"ratio {ratio} +[\d.]+ s +[\d.]+ +[\d.]+ s +[\d.]+ +[\d.]+ dB +[01]\.\d+\n", text), text
-        assert f"ratio {ratio}: Token merging" in text
+    names = [variant.name for variant in picture.VARIANTS]
+    assert names == ["no merging", "preset balanced", "ratio 0.25", "ratio 0.5", "ratio 0.75"]
+    for name in names[1:]:
+        assert re.search(rf"{name} +[\d.]+ s +[\d.]+ +[\d.]+ s +[\d.]+ +[\d.]+ dB +[01]\.\d+\n", text), text
+        assert f"{name}: Token merging" in text
     assert re.search(r"no merging +[\d.]+ s +1\.00", text)
-    assert re.search(r"SD1.5-sized block .*: \d+ ms without merging, \d+ ms at ratio 0.5", text)
+    assert re.search(r"SD1.5-sized block .*: \d+ ms without merging, \d+ ms with preset balanced", text)
     assert re.search(r"(gains nothing|times as fast)", text)
 
 
 def test_progress_names_every_setting(whole_run):
     progress = whole_run[0].stderr
-    assert all(f"picture 2 of 2, {picture.label(ratio)}" in progress for ratio in picture.VARIANTS)
+    assert all(f"picture 2 of 2, {variant.name}" in progress for variant in picture.VARIANTS)
 
 
 def test_the_sheet_has_its_size_and_a_label_on_every_row_and_column(whole_run):
@@ -98,9 +107,9 @@ def test_the_sheet_has_its_size_and_a_label_on_every_row_and_column(whole_run):
     with Image.open(path) as image:
         assert image.format == "PNG"
         pixels = np.array(image.convert("L"))
-    right, bottom = sheet.cell(1, 6, (256, 256))[2:]
+    right, bottom = sheet.cell(1, 8, (256, 256))[2:]
     assert pixels.shape == (bottom + sheet.GAP, right + sheet.GAP)
-    for column in range(7):
+    for column in range(9):
         left, top = sheet.cell(0, column, (256, 256))[:2]
         head = pixels[top - sheet.HEAD : top, left : left + 256]
         assert 200 < (head < 128).sum() < head.size / 4, f"no readable heading over column {column}"
@@ -124,11 +133,21 @@ def test_the_unmerged_column_is_what_a_plain_run_makes(whole_run, tmp_path):
         assert np.array_equal(shown(path, row, 0), plain[row])
 
 
+def test_the_preset_is_told_the_time_as_on_the_page(whole_run):
+    _, path = whole_run
+    wanted = Wanted(prompt.PROMPTS[0], 5, STEPS, tome_core.preset("balanced"))
+    *_, last = Studio(Embedded(torch.device("cpu"))).make(wanted, threading.Event())
+    assert np.array_equal(shown(path, 0, 1), last.merged)
+    with tome_core.patch((embedded := Embedded(torch.device("cpu"))).target, "balanced"):
+        untold = embedded.picture(prompt.PROMPTS[0], 5, STEPS, lambda: None)
+    assert not np.array_equal(untold, last.merged), "without the time the preset keeps no match: this test sees nothing"
+
+
 def test_merged_columns_differ_and_their_difference_maps_are_theirs(whole_run):
     _, path = whole_run
     for row in range(2):
         plain = shown(path, row, 0)
-        for column in (1, 3, 5):
+        for column in (1, 3, 5, 7):
             merged = shown(path, row, column)
             assert not np.array_equal(merged, plain)
             assert np.array_equal(shown(path, row, column + 1), sheet.difference(plain, merged))
@@ -161,7 +180,7 @@ def test_a_diffusers_folder_is_compared_like_the_embedded_model(tmp_path, tiny_f
     assert code == 0 and str(path) in text
     assert re.search(r"ratio 0.75: Token merging.*\n.*256 tokens -> 64", text)
     with Image.open(path) as image:
-        assert image.size[0] == sheet.cell(1, 6, (256, 256))[2] + sheet.GAP
+        assert image.size[0] == sheet.cell(1, 8, (256, 256))[2] + sheet.GAP
 
 
 def test_a_single_file_is_loaded_with_a_configuration_that_has_no_weights(tmp_path, tiny_folder, capsys, quick_block):

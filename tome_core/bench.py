@@ -68,13 +68,16 @@ def _timed(run: Callable[[], Any], device: str) -> float:
     return time.perf_counter() - start
 
 
-def time_block(ratio: float, repeats: int = 7, side: int = 64) -> tuple[float, float]:
-    """Seconds of one SD1.5 block on ``side * side`` tokens, batch 2, float32: (as it is, merged at ``ratio``)."""
+def time_block(repeats: int = 3, side: int = 64) -> tuple[float, float]:
+    """Seconds of one SD1.5 block on ``side * side`` tokens, batch 2, float32: (as it is, with the default preset).
+
+    The preset's are the mean over the steps of a picture.
+    """
     block, inputs = make_block(), make_inputs(side, 2, "cpu", torch.float32)
-    merged = _patched_run(block, inputs, MergeConfig(ratio=ratio, use_rand=False, proportional=False))
+    variants = {"vanilla": lambda: block(*inputs), "merged": _picture_run(block, inputs, DEFAULT)}
     with torch.inference_mode():
-        result = medians({"vanilla": lambda: block(*inputs), "merged": merged}, repeats)
-    return result["vanilla"], result["merged"]
+        result = medians(variants, repeats)
+    return result["vanilla"], result["merged"] / _STEPS
 
 
 def _patched_run(block: torch.nn.Module, inputs: tuple, config: MergeConfig) -> Callable[[], Any]:
