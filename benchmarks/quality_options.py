@@ -32,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
     ):
         which.add_argument(f"--{name}", dest="group", action="store_const", const=name, help=text)
     which.add_argument("--variants", nargs="+", metavar="NAME", help="these, beside the controls and yardsticks")
-    which.add_argument("--list", action="store_true", help="print the names of all variants and stop")
+    add("--list", action="store_true", help="print the names of all variants and stop")
     add("--model", nargs="+", type=Path, metavar="PATH", help="scene models of this repository (default: those in "
         "demo/), or your own checkpoints: diffusers folders or .safetensors files")  # fmt: skip
     add("--prompts", type=Path, metavar="FILE", help="one prompt a line, for your own checkpoint; the usual choice "

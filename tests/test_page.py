@@ -1,4 +1,4 @@
-"""The page in a browser: served by `demo/page.py` with the gradio that install.py gives it, clicked in Chromium."""
+"""The page in a browser: `install.py page` in a fresh copy of the project, clicked in Chromium."""
 
 from __future__ import annotations
 
@@ -10,53 +10,67 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from pathlib import Path
 
 import pytest
 
-import install
+from tests import checkout, tiny_pipeline
 from tests.gradio_panel.page import Page
-from tests.gradio_panel.serving import OPENER, STAMP, fill, wait_until_ready
+from tests.gradio_panel.serving import OPENER, wait_until_ready
 from tome_core import preset
 
 pytest.importorskip("playwright.sync_api", reason="needs playwright")
-ROOT = Path(__file__).parents[1]
 SLOW = 120_000  # ms; small machines take long to draw
 NARROW = {"width": 400, "height": 800}
 
 
-def environment(folder: Path) -> str:
-    """The interpreter of an environment such as install.py makes for the page. Raises install.Failure."""
-    lines = install.requirements(install.read_project(ROOT / "pyproject.toml"), ["demo", "page"])
-    torch_folder = install.reusable_torch(next(line for line in lines if re.match(r"torch\b", line)))
-    mark = install.fingerprint(sys.version, [*lines, str(torch_folder)])
-    stamp = folder / STAMP
-    if not (stamp.exists() and stamp.read_text() == mark and install.is_usable(folder)):
-        install.make_environment(folder, torch_folder)
-        fill(folder, lines, "the page's requirements")
-        stamp.write_text(mark)
-    return str(install.venv_python(folder))
+@pytest.fixture(scope="module")
+def installed(request, tmp_path_factory):
+    """A fresh copy of the project whose `install.py page` has made itself the environment it needs."""
+    copy = checkout.kept(request.config, tmp_path_factory.mktemp("page"))
+    first = subprocess.run(page_command(copy, "--help"), capture_output=True, text=True, check=False)
+    if first.returncode:
+        pytest.skip(f"install.py page could not make its environment: {first.stdout[-500:]}{first.stderr[-500:]}")
+    return copy
 
 
 @pytest.fixture(scope="module")
-def address(chromium, request, tmp_path_factory):
-    """Where the page is served, started as a user starts it, from a folder that is not ours."""
-    cache = getattr(request.config, "cache", None)  # pytest can be told to have none
-    try:
-        python = environment((cache.mkdir("page") if cache else tmp_path_factory.mktemp("page")) / "env")
-    except install.Failure as failure:
-        pytest.skip(str(failure))
+def address(installed, tmp_path_factory):
+    """Where the page with the embedded model is."""
+    with served(installed, tmp_path_factory.mktemp("elsewhere")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def own_model(tmp_path_factory):
+    """A diffusers folder with random weights."""
+    return tiny_pipeline.write_folder(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def own_address(installed, own_model, tmp_path_factory):
+    """Where the page with a model of the user's is."""
+    with served(installed, tmp_path_factory.mktemp("elsewhere"), "--model", str(own_model)) as found:
+        yield found
+
+
+def page_command(copy, *options):
+    return [sys.executable, str(copy / "install.py"), "page", *options]
+
+
+@contextlib.contextmanager
+def served(copy, folder, *options):
+    """The page's address, started as a user starts it, from a folder that is not ours and with no way to others."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [python, str(ROOT / "demo" / "page.py"), "--no-browser", "--port", str(port), "--device", "cpu"]
+    command = page_command(copy, "--no-browser", "--port", str(port), "--device", "cpu", *options)
     away = {"HTTP_PROXY": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9", "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, cwd=tmp_path_factory.mktemp("elsewhere"), env={**os.environ, **away}) as process:
+    with subprocess.Popen(command, cwd=folder, env={**os.environ, **away}, start_new_session=True) as process:
         try:
             wait_until_ready(f"http://127.0.0.1:{port}", process)
             yield f"http://127.0.0.1:{port}/"
         finally:
-            process.terminate()
+            checkout.end(process)
 
 
 class MergingPage(Page):
@@ -102,6 +116,13 @@ class MergingPage(Page):
 
 @pytest.fixture
 def opened(chromium, address):
+    """Opens the page with the embedded model."""
+    with visits(chromium, address) as go:
+        yield go
+
+
+@contextlib.contextmanager
+def visits(chromium, address):
     """Opens the page, with a query and a size; whatever it asks for has to come from this machine."""
     with contextlib.ExitStack() as stack:
         asked, failed = [], []
@@ -152,6 +173,16 @@ def test_a_picture_is_made_told_step_by_step_and_the_line_moves_by_mouse_and_key
     page.until_line(79, 81)
     page.key("position", "ArrowRight")
     page.until_line(80.5, 82)
+
+
+def test_ones_own_model_is_drawn_with_and_the_code_to_copy_names_it(chromium, own_address, own_model):
+    with visits(chromium, own_address) as go:
+        page = go("?steps=2&prompt=a+cat&ratio=0.5&only_if_it_pays=False")
+        page.at("generate").click()
+        page.until("says", r"^\s*Done\.")
+        assert re.search(r"[\d.]+ times as fast; PSNR [\d.]+ dB", page.text("figures"))
+        assert re.search(r"Level 0: 256 tokens became \d+", page.at("maps").inner_text())
+        assert str(own_model) in page.text("script")
 
 
 def test_a_run_is_cancelled_and_the_next_one_is_made(opened):

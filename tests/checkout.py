@@ -1,0 +1,46 @@
+"""A copy of the project as a newcomer has it: what git would give, and nothing that lies beside it here."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def fresh(folder: Path) -> Path:
+    """The project's files as they are now, committed or not, in `folder`; an environment made there stays."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if listed.returncode:
+        pytest.skip(f"needs git's list of the project's files, which says: {listed.stderr.strip()}")
+    wanted = {name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()}
+    for old in folder.rglob("*"):
+        inside = old.relative_to(folder)
+        if inside.parts[0] != ".venv" and not old.is_dir() and inside.as_posix() not in wanted:
+            old.unlink()
+    for name in wanted:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, folder / name)
+    return folder
+
+
+def kept(config: pytest.Config, otherwise: Path) -> Path:
+    """The copy that all tests share, where pytest may keep things; else one in the folder `otherwise`."""
+    cache = getattr(config, "cache", None)  # pytest can be told to have none
+    return fresh((cache.mkdir("checkout") if cache else otherwise) / "repository")
+
+
+def end(process: subprocess.Popen) -> None:
+    """End a command that was started with start_new_session, and whatever it started itself."""
+    if os.name == "nt":
+        subprocess.run(["taskkill", "/F", "/T", "/PID", str(process.pid)], capture_output=True, check=False)
+    else:
+        os.killpg(process.pid, signal.SIGTERM)
