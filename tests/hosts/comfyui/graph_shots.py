@@ -18,8 +18,9 @@ from tests.hosts.comfyui.running import ROOT, make, make_base, serve
 from tests.hosts.comfyui.workflows import WORKFLOWS, made_small, workflow
 
 README = ROOT / "comfy_nodes" / "docs" / "graph.png"
-SIZE = (1900, 1150)
-MARGIN = 16
+SIZE = (2200, 1350)
+MENUS = (120, 170)  # pixels that the page's own menus take, to the left and above
+MARGIN, BADGE = 16, 55  # around the nodes, and what stands above them
 THUMBNAIL = 900  # pixels wide; ComfyUI shows them smaller
 COLOURS = 256
 
@@ -27,11 +28,11 @@ COLOURS = 256
 def shoot(page: GraphPage, path: Path) -> None:
     """The whole graph, without the menus around it."""
     boxes = [node["box"] for node in page.nodes()]
-    left, top = min(box[0] for box in boxes) - 120, min(box[1] for box in boxes) - 110  # beside and below the menus
-    page.look_at(left, top)
+    left, top = min(box[0] for box in boxes), min(box[1] for box in boxes)
     right, below = max(box[0] + box[2] for box in boxes), max(box[1] + box[3] for box in boxes)
-    clip = {"x": 120 - MARGIN, "y": 110 - 55, "width": right - left - 120 + 2 * MARGIN,
-            "height": below - top - 55 + MARGIN}  # fmt: skip
+    page.look_at(left - MENUS[0], top - MENUS[1])
+    clip = {"x": MENUS[0] - MARGIN, "y": MENUS[1] - BADGE, "width": right - left + 2 * MARGIN,
+            "height": below - top + BADGE + MARGIN}  # fmt: skip
     page.page.screenshot(path=path, clip=clip)
 
 

@@ -32,7 +32,7 @@ def text_weights(config, prefix, seed):
 def vae_weights():
     """Random weights of TAESD, which decodes a picture in an instant."""
     weights = random_weights({key: value.shape for key, value in TAESD().state_dict().items() if value.dim()}, 9)
-    weights["taesd_decoder.19.weight"] *= 0.4  # what follows a ReLU is bright: most would be whiter than white
+    weights["taesd_decoder.19.weight"] *= 0.15  # what follows a ReLU is bright: most would be whiter than white
     weights["taesd_decoder.19.bias"] += 0.1
     return {f"first_stage_model.{key}": value for key, value in weights.items()}
 
