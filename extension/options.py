@@ -30,7 +30,7 @@ def key_of(one: Field, is_img2img: bool) -> str:
 
 
 def fields_of(is_img2img: bool) -> list[Field]:
-    """The fields that a tab has defaults for."""
+    """The fields that a tab shows."""
     return [one for one in FIELDS if not (is_img2img and one.name in _HIRES_ONLY)]
 
 

@@ -51,8 +51,9 @@ class Panel:
     def paste_fields(self) -> list[tuple[Any, Any]]:
         """(control, what reads its value from an infotext), for the webui."""
         functions = metadata.paste_functions()
-        functions[FILLED_WITH] = functions["preset"]
-        return [(self._made[name], function) for name, function in functions.items()]
+        names = [one.name for one in options.fields_of(self.is_img2img)]  # a hires choice would be unseen in img2img
+        note = (self._made[FILLED_WITH], functions["preset"])
+        return [*((self._made[name], functions[name]) for name in names), note]
 
     def _build(self) -> None:
         self._add("preset")

@@ -73,6 +73,14 @@ def test_a_picture_without_a_hires_pass_leaves_the_hires_controls_alone(webui):
     assert pasted(webui, done.infotexts[0])[3] == "only hires"
 
 
+def test_a_hires_choice_is_not_pasted_into_img2img_where_nobody_would_see_it(webui):
+    done = webui.job(True, "custom", 0.35, "only hires", enable_hr=True)
+    assert "ToMe hires: only hires" in done.infotexts[0]
+    values = pasted(webui, done.infotexts[0], is_img2img=True)
+    assert values[:4] == [True, "custom", 0.35, "same"]
+    assert "256 -> 167 tokens" in webui.job(*values).comments
+
+
 def test_what_the_infotext_does_not_mention_is_at_its_default_not_at_the_users(webui):
     done = webui.job(True, "custom", 0.5)
     webui.shared.opts.saved |= {"tomecore_level": "up to /8", "tomecore_sx": 5}
