@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from tome_core import MergePlan, kernels
 from tome_core.grid import Grid
 from tome_core.methods import METHODS, MatchOptions
-from tome_core.methods.base import Best, Rows, best_keys
+from tome_core.methods.base import Best, Rows, best_keys, taken
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -117,7 +117,7 @@ def test_the_best_key_is_that_of_the_exact_scores(shape, kind, dtype):
     rows, keys = case(shape, dtype)
     bias = biases(shape[0], shape[3])[kind]
     found = best_keys(rows, shape[2], keys, bias)
-    assert_best(found, rows(0, shape[2]), keys, bias)
+    assert_best(found, taken(rows, 0, shape[2]), keys, bias)
     with kernels.without():
         plain = best_keys(rows, shape[2], keys, bias)
     assert torch.allclose(found.score, plain.score, atol=1e-5)
@@ -125,7 +125,7 @@ def test_the_best_key_is_that_of_the_exact_scores(shape, kind, dtype):
 
 def test_queries_taken_slice_by_slice_are_found_the_same():
     rows, keys = case(SHAPES[2])
-    direct, called = best_keys(rows, 130, keys), best_keys(lambda i, j: rows(i, j), 130, keys)
+    direct, called = best_keys(rows, 130, keys), best_keys(lambda i, j: taken(rows, i, j), 130, keys)
     assert torch.equal(direct.score, called.score) and torch.equal(direct.index, called.index)
 
 
@@ -143,8 +143,8 @@ def test_no_queries_are_no_results(used):
 def test_one_tensor_serves_samples_with_rows_of_their_own():
     x, keys = noise(1, 50, 20), noise(4, 9, 20, seed=1)
     rows = Rows(x, torch.arange(28, device=DEVICE).view(4, 7))
-    assert torch.equal(rows(2, 5), torch.stack([x[0, 7 * sample + 2 : 7 * sample + 5] for sample in range(4)]))
-    assert_best(best_keys(rows, 7, keys), rows(0, 7), keys, None)
+    assert torch.equal(taken(rows, 2, 5), torch.stack([x[0, 7 * sample + 2 : 7 * sample + 5] for sample in range(4)]))
+    assert_best(best_keys(rows, 7, keys), taken(rows, 0, 7), keys, None)
 
 
 def test_any_strides_will_do():
@@ -153,7 +153,7 @@ def test_any_strides_will_do():
     rows = torch.arange(69, -1, -1, device=DEVICE)[None, ::2].expand(2, -1)
     queries = Rows(x, rows)
     assert not x.is_contiguous() and x.shape == (2, 70, 40)
-    assert_best(best_keys(queries, 35, keys, bias), queries(0, 35), keys, bias)
+    assert_best(best_keys(queries, 35, keys, bias), taken(queries, 0, 35), keys, bias)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -134,7 +134,37 @@ def _in_groups(pipe: Any) -> None:
     pipe.enable_group_offload(CPU, CPU, num_blocks_per_group=1)
 
 
-OFFLOADS = {"models": _as_models, "sequential": _sequentially, "groups": _in_groups}
+def _as_sdnext_does(pipe: Any) -> None:
+    """SD.Next's "balanced": one hook for all models, which hooks them anew, and dispatches one, while it is called."""
+    from accelerate import dispatch_model
+    from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+
+    models = [one for one in pipe.components.values() if isinstance(one, torch.nn.Module)]
+
+    def rehook(module: torch.nn.Module) -> None:
+        remove_hook_from_module(module, recurse=True)
+        add_hook_to_module(module, hook, append=True)
+        module._hf_hook.execution_device = CPU
+
+    class Balanced(ModelHook):
+        last: Any = None
+
+        def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple, dict]:
+            if self.last is not module:
+                for other in models:
+                    if other is not module:
+                        rehook(other)
+                places = dict.fromkeys((name for name, _ in module.named_children()), "cpu")
+                dispatch_model(module, places, CPU, force_hooks=True)
+            self.last = module
+            return args, kwargs
+
+    hook = Balanced()
+    for one in models:
+        rehook(one)
+
+
+OFFLOADS = {"models": _as_models, "sequential": _sequentially, "groups": _in_groups, "SD.Next": _as_sdnext_does}
 
 
 @pytest.mark.parametrize("kind, offload", [*(("sd15", one) for one in OFFLOADS), ("sdxl", "models")])
@@ -161,7 +191,7 @@ def test_offloading_does_not_cost_the_patch(build, kind: str, offload: str, patc
 # --- LoRA ------------------------------------------------------------------------------------------------------------
 
 
-def write_adapter(pipe: Any, folder: Path, name: str) -> Path:
+def write_adapter(pipe: Any, folder: Path, name: str) -> None:
     """A LoRA of every projection, from random numbers that depend on the name."""
     peft = pytest.importorskip("peft", reason="LoRAs are peft's")
     parts = ["to_q", "to_k", "to_v", "to_out.0", "proj_in", "proj_out", "net.0.proj"]
@@ -170,8 +200,6 @@ def write_adapter(pipe: Any, folder: Path, name: str) -> Path:
     layers = {key: torch.randn(value.shape, generator=dice) * value.shape[1] ** -0.5
               for key, value in peft.get_peft_model_state_dict(pipe.unet, adapter_name=name).items()}  # fmt: skip
     pipe.save_lora_weights(folder, layers, weight_name=f"{name}.safetensors")
-    pipe.unet.delete_adapters(name)
-    return folder / f"{name}.safetensors"
 
 
 @pytest.fixture
@@ -180,9 +208,10 @@ def load(build, tmp_path) -> Callable[..., None]:
 
     def into(pipe: Any, *names: str) -> None:
         for name in names:
-            kind = "sdxl" if "XL" in type(pipe).__name__ else "sd15"
-            path = tmp_path / f"{name}.safetensors"
-            pipe.load_lora_weights(path if path.exists() else write_adapter(build(kind), tmp_path, name), name)
+            file = f"{name}.safetensors"
+            if not (tmp_path / file).exists():
+                write_adapter(build("sdxl" if "XL" in type(pipe).__name__ else "sd15"), tmp_path, name)
+            pipe.load_lora_weights(tmp_path, weight_name=file, adapter_name=name)
 
     return into
 

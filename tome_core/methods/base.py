@@ -60,8 +60,7 @@ class Best:
     index: torch.Tensor
 
 
-@dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):
     """Queries of `best_keys` that are rows of a tensor: a kernel takes them from where they are, without a copy.
 
     x: ``[B or 1, N, C]``, any float dtype. rows: int64 ``[B or 1, Q]`` with values in ``0..N-1``, None for all rows.
@@ -70,14 +69,20 @@ class Rows:
     x: torch.Tensor
     rows: torch.Tensor | None = None
 
-    def __call__(self, start: int, stop: int) -> torch.Tensor:
-        """Queries ``start`` to ``stop`` of every sample: float32 ``[B, stop - start, C]``."""
-        if self.rows is None:
-            return self.x[:, start:stop].float()
-        rows = self.rows[:, start:stop]
-        if self.x.shape[0] > 1 or rows.shape[0] == 1:
-            return take_rows(self.x, rows).float()
-        return take_rows(self.x, rows.reshape(1, -1)).view(*rows.shape, -1).float()
+
+def taken(source: Rows | Callable[[int, int], torch.Tensor], start: int, stop: int) -> torch.Tensor:
+    """Queries ``start`` to ``stop`` of every sample: float32 ``[B, stop - start, C]``.
+
+    No method of `Rows`: the compilers of torch 2.4 cannot follow calls of objects that they made themselves.
+    """
+    if not isinstance(source, Rows):
+        return source(start, stop)
+    if source.rows is None:
+        return source.x[:, start:stop].float()
+    rows = source.rows[:, start:stop]
+    if source.x.shape[0] > 1 or rows.shape[0] == 1:
+        return take_rows(source.x, rows).float()
+    return take_rows(source.x, rows.reshape(1, -1)).view(*rows.shape, -1).float()
 
 
 # Largest block of scores held at once. 8 MiB stays in a CPU's cache; a GPU wants few, large products.
@@ -86,25 +91,25 @@ _SCORE_BYTES_ELSEWHERE = 64 << 20
 
 
 def best_keys(
-    take_queries: Callable[[int, int], torch.Tensor], count: int, keys: torch.Tensor, bias: torch.Tensor | None = None
+    queries: Rows | Callable[[int, int], torch.Tensor], count: int, keys: torch.Tensor, bias: torch.Tensor | None = None
 ) -> Best:
     """The key with the highest dot product for each of ``count`` queries, plus ``bias`` if given.
 
-    take_queries: ``(start, stop) -> [B, stop - start, C]`` float32, or `Rows`. keys: float32 ``[B, K, C]``.
+    queries: `Rows`, or ``(start, stop) -> [B, stop - start, C]`` float32. keys: float32 ``[B, K, C]``.
     bias: float32 ``[B, K]``. Not differentiable. The scores never exist as a whole: on a GPU with Triton one kernel
     keeps them to itself (`tome_core.kernels`; half precision `Rows` are multiplied as they are there), elsewhere
     queries are called slice by slice. Equal from either up to rounding: near ties may resolve differently.
     """
     if kernels.ready(keys):
-        queries = take_queries if isinstance(take_queries, Rows) else Rows(take_queries(0, count))
-        found = kernels.best_keys(queries.x, queries.rows, keys, bias) if kernels.ready(queries.x) else None
+        rows = queries if isinstance(queries, Rows) else Rows(queries(0, count))
+        found = kernels.best_keys(rows.x, rows.rows, keys, bias) if kernels.ready(rows.x) else None
         if found is not None:
             return Best(*found)
-    return _best_by_slices(take_queries, count, keys, bias)
+    return _best_by_slices(queries, count, keys, bias)
 
 
 def _best_by_slices(
-    take_queries: Callable[[int, int], torch.Tensor], count: int, keys: torch.Tensor, bias: torch.Tensor | None
+    queries: Rows | Callable[[int, int], torch.Tensor], count: int, keys: torch.Tensor, bias: torch.Tensor | None
 ) -> Best:
     transposed = keys.transpose(1, 2)
     budget = _SCORE_BYTES.get(keys.device.type, _SCORE_BYTES_ELSEWHERE)
@@ -114,7 +119,7 @@ def _best_by_slices(
     best_index = torch.empty(keys.shape[0], count, dtype=torch.int64, device=keys.device)
     for start in range(0, count, step):
         stop = min(start + step, count)
-        product = torch.bmm(take_queries(start, stop), transposed)
+        product = torch.bmm(taken(queries, start, stop), transposed)
         if bias is not None:
             product += bias[:, None]
         best_score[:, start:stop], best_index[:, start:stop] = product.max(-1)
