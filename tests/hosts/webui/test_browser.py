@@ -110,6 +110,22 @@ def test_a_clicked_preset_fills_the_panel_and_its_picture_is_the_apis(page, webu
     page.wait_for_function(f"document.querySelector('{PANEL}preset input[value=custom]').checked")
 
 
+def test_a_control_moved_in_the_instant_before_generate_counts(page):
+    unfold(page)
+    small(page)
+    asked = []  # the page's questions, which wait for their answers until the picture is there
+    page.route("**/run/predict*", lambda route: asked.append(route))
+    box = page.locator(f"{PANEL}ratio input[type=number]").first
+    box.fill("0.5")
+    box.press("Tab")
+    shown = draw(page)
+    assert asked and chosen(page, "preset") == DEFAULT
+    assert "ToMe ratio: 0.5" in shown and "ToMe preset" not in shown
+    for route in asked:
+        route.continue_()
+    page.wait_for_function(f"document.querySelector('{PANEL}preset input[value=custom]').checked")
+
+
 def test_hires_alone_is_two_clicks(page):
     unfold(page)
     choose(page, "hires", "only hires")
