@@ -6,10 +6,14 @@ before instead of after, drawn alone instead of at once. Equal means equal bits.
 
 from __future__ import annotations
 
+import copy
+import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import diffusers
@@ -380,6 +384,37 @@ def test_pipelines_of_their_own_may_draw_at_once(build):
         assert all(torch.equal(one, expected) for one in pictures)
     for handle in handles:
         assert_merged(handle)
+
+
+# --- SD.Next ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_readmes_file_for_sdnext_patches_what_is_loaded(build, monkeypatch):
+    """Its scripts register what is called with every pipeline that it loads; it takes another sampler for each picture,
+    a copy of the first one where none is named, and raises where somebody interrupts.
+    """
+    loaded: list[Callable[[Any], Any]] = []
+    modules, callbacks = ModuleType("modules"), ModuleType("modules.script_callbacks")
+    callbacks.on_model_loaded = loaded.append
+    modules.script_callbacks = callbacks
+    monkeypatch.setitem(sys.modules, "modules", modules)
+    text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```py\n(.*?)^```$", text.split("## In SD.Next")[1].split("\n## ")[0], re.S | re.M)
+    exec(code, {})
+    pipe, merged = build(), merged_alone(build())
+    loaded[0](pipe)
+    default = copy.deepcopy(pipe.scheduler)
+
+    def interrupt(*_: Any) -> None:
+        raise AssertionError("Interrupted...")
+
+    for _ in range(2):
+        pipe.scheduler = copy.deepcopy(default)
+        assert torch.equal(draw(pipe), merged)
+        pipe.scheduler = diffusers.UniPCMultistepScheduler.from_config(default.config)
+        with pytest.raises(AssertionError, match="Interrupted"):
+            draw(pipe, seed=5, timesteps=None, num_inference_steps=12, callback_on_step_end=interrupt)
+    assert_merged(vars(pipe.unet)["_tome_core_patch"])
 
 
 # --- other pipelines, other calls ------------------------------------------------------------------------------------
