@@ -12,6 +12,8 @@ logger = logging.getLogger(__name__)
 KEY = "tome"  # of our wrappers; a second ApplyToMe finds and replaces the first by it
 # values of comfy.patcher_extension.WrappersMP, here since December 2024
 APPLY_MODEL, OUTER_SAMPLE = "apply_model", "outer_sample"
+# Nodes 2.0 (frontend 1.49) reads a node's text as Markdown, which joins lines that end otherwise; the canvas does not
+LINE_BREAK = "  \n"
 
 
 def can_wrap(patcher: Any) -> bool:
@@ -55,7 +57,7 @@ def show(text: str, node_id: Any) -> None:
     if send is None or node_id is None:
         return
     try:
-        send(text, str(node_id))
+        send(text.replace("\n", LINE_BREAK), str(node_id))
     except Exception:  # a host's own transport; nobody's picture should depend on it
         logger.debug("the message could not be sent to node %s", node_id, exc_info=True)
 

@@ -204,6 +204,15 @@ def test_without_a_server_the_report_is_in_the_log(caplog):
     assert "256 tokens -> 128" in caplog.text
 
 
+def test_a_reports_lines_stay_lines_where_comfyui_reads_them_as_markdown(server, caplog):
+    """Nodes 2.0 does, and joins lines that do not end in two spaces; the canvas does not."""
+    with caplog.at_level("INFO"):
+        sample(apply(checkpoint()), steps=1)
+    *lines, last = server.texts[-1][1].split("\n")
+    assert len(lines) > 2 and all(line.endswith("  ") for line in lines) and last == "  1 step"
+    assert not any(line.endswith(" ") for line in caplog.records[-1].getMessage().split("\n"))
+
+
 def test_a_server_that_fails_breaks_no_picture(server, monkeypatch):
     monkeypatch.setattr(server, "send_progress_text", lambda *args: 1 / 0)
     assert sample(apply(checkpoint()), steps=1).isfinite().all()

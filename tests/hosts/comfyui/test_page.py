@@ -60,17 +60,34 @@ def test_an_example_workflow_runs_and_shows_its_whole_report(page_of, name, vue)
     page = page_of(vue)
     page.open(made_small(workflow(name), steps=2, size=SIZES[name], seed=int(vue)))  # a cached sampler says nothing
     page.queue()
+    report = whole_report(page)
+    assert MERGED[name] in report and "calls merged" in report
+    assert not overlapping(page.nodes())
+
+
+@KINDS
+def test_a_node_as_it_is_added_makes_room_for_its_report(page_of, vue):
+    flow = made_small(workflow("txt2img"), steps=1, size=256, seed=10 + vue)
+    for node in flow["nodes"]:
+        if node["type"] == "ApplyToMe":
+            node["size"] = [320, 100]  # the page makes it as tall as its inputs
+    page = page_of(vue)
+    page.open(flow)
+    page.queue()
+    assert "calls merged" in whole_report(page)
+
+
+def whole_report(page: GraphPage) -> str:
+    """What ApplyToMe shows. AssertionError where a part of it is outside of the node, or its lines run together."""
     (applied,) = page.nodes("ApplyToMe")
     (report,) = [text for text in applied["values"].values() if "Token merging" in str(text)]
     print(report)
-    assert MERGED[name] in report and "calls merged" in report
-    assert not overlapping(page.nodes())
-    last = page.page.get_by_text(report.splitlines()[-1].strip()).last
-    assert last.is_visible()
     page.look_at(300, 0)
-    _, top, _, height = applied["box"]
-    seen = last.bounding_box()
+    text = page.page.get_by_text(report.splitlines()[-1].strip()).last
+    assert [line.strip() for line in text.inner_text().splitlines()] == [line.strip() for line in report.splitlines()]
+    seen, (_, top, _, height) = text.bounding_box(), applied["box"]
     assert top < seen["y"] and seen["y"] + seen["height"] < top + height, "the node has no room for its report"
+    return report
 
 
 @KINDS
