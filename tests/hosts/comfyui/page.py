@@ -23,6 +23,7 @@ NODES = """
   shown: Object.fromEntries((node.widgets ?? []).map((one) => [one.name, one._displayValue])),
 }))
 """
+DRAWN = "() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(true))))"
 # of a widget on the canvas, in pixels of the page
 PLACE = """
 ([name, where]) => {
@@ -49,7 +50,8 @@ class GraphPage:
     def open(self, workflow: dict) -> None:
         """As from a file."""
         self.page.evaluate("async (flow) => { await app.loadGraphData(flow, true, true, 'test'); }", workflow)
-        self.page.wait_for_timeout(1500)  # nodes take their sizes when they are drawn
+        self.page.wait_for_function("count => app.graph.nodes.length === count", arg=len(workflow["nodes"]))
+        self._wait_for_stillness()
 
     def queue(self) -> None:
         """Run the graph. AssertionError with what ComfyUI says where that fails."""
@@ -57,7 +59,15 @@ class GraphPage:
         self.page.wait_for_function("window.ended")
         kind, facts = self.page.evaluate("window.ended")
         assert kind == "execution_success", facts
-        self.page.wait_for_timeout(1500)
+        self._wait_for_stillness()
+
+    def _wait_for_stillness(self) -> None:
+        """Nodes take their sizes when they are drawn, and texts make them grow."""
+        before = None
+        while (now := [(node["box"], node["values"]) for node in self.nodes()]) != before:
+            before = now
+            self.page.wait_for_timeout(1500)
+            self.page.evaluate(DRAWN)
 
     def nodes(self, kind: str | None = None) -> list[dict[str, Any]]:
         """What nodes of a type hold and show."""

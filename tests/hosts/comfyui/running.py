@@ -46,15 +46,11 @@ class Comfy:
         except urllib.error.HTTPError as error:
             raise AssertionError(error.read().decode()) from error
 
-    def wait(self, prompt: str, timeout: float = 300) -> dict:
-        """The history of a prompt, when it has ended."""
-        end = time.monotonic() + timeout
-        while time.monotonic() < end:
-            history = self.ask(f"/history/{prompt}")
-            if history:
-                return history[prompt]
+    def wait(self, prompt: str) -> dict:
+        """The history of a prompt, when it has ended; however long a busy machine takes."""
+        while not (history := self.ask(f"/history/{prompt}")):
             time.sleep(0.1)
-        raise AssertionError(f"the prompt did not end in {timeout} s:\n{self.tail()}")
+        return history[prompt]
 
     def run(self, graph: dict) -> dict:
         """Clear what was seen, run the graph, and give what was seen."""
@@ -139,15 +135,13 @@ def serve(checkout: Path, base: Path, *options: str) -> Iterator[Comfy]:
             process.kill()
 
 
-def _wait_until_ready(comfy: Comfy, process: subprocess.Popen, timeout: float = 180) -> None:
-    end = time.monotonic() + timeout
-    while time.monotonic() < end:
-        assert process.poll() is None, f"ComfyUI ended by itself:\n{comfy.tail()}"
+def _wait_until_ready(comfy: Comfy, process: subprocess.Popen) -> None:
+    while process.poll() is None:
         with contextlib.suppress(OSError):
-            comfy.ask("/system_stats", timeout=5)
+            comfy.ask("/system_stats")
             return
         time.sleep(0.5)
-    raise AssertionError(f"ComfyUI did not answer in {timeout} s:\n{comfy.tail()}")
+    raise AssertionError(f"ComfyUI ended by itself:\n{comfy.tail()}")
 
 
 def _environment() -> dict[str, str]:
