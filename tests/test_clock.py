@@ -84,6 +84,30 @@ def test_a_schedule_is_one_picture_until_it_is_begun_again():
     assert numbers == [1] * 10 + [2] * 2 + [3] * 8 + [4] * 6
 
 
+def test_noise_that_grows_and_a_schedule_that_is_written_into_begin_another_picture():
+    known, steps = Timesteps(), torch.tensor([500.0, 510.0, 400.0])
+    assert [known.look(one) for one in steps] == [(500.0, 1), (510.0, 2), (400.0, 2)]
+    steps.mul_(0.5)
+    assert known.look(steps[2]) == (200.0, 3)
+    with torch.inference_mode():
+        assert known.look(torch.tensor([9.0, 8.0])[1]) == (8.0, 4)
+
+
+def test_several_timesteps_at_once_are_no_time(pipe):
+    with tome_core.patch(pipe, LATE):
+        pipe.scheduler.scale_model_input(torch.zeros(2, 4, 8, 8), torch.tensor([900, 800]))
+
+
+@pytest.mark.parametrize("turn", [1, -1])
+def test_nothing_is_left_on_a_scheduler_that_two_pipelines_share(pipe, turn):
+    other = copy.deepcopy(pipe)
+    other.scheduler = pipe.scheduler
+    before = dict(vars(pipe.scheduler))
+    for handle in [tome_core.patch(one, LATE) for one in (pipe, other)][::turn]:
+        handle.remove()
+    assert vars(pipe.scheduler) == before
+
+
 def test_a_scheduler_exchanged_after_patching_does_not_stop_the_clock(pipe):
     handle = tome_core.patch(pipe, LATE)
     draw(pipe)

@@ -195,3 +195,14 @@ def test_a_kept_match_adds_eight_operators_to_a_block():
         handle.uninstall()
         vanilla = operators(lambda: block(*arguments))
     assert counts[0] > counts[1] and counts[1] - vanilla <= 8
+
+
+def test_a_removed_patch_keeps_nothing_of_its_pictures(model):
+    handle = tome_core.patch(model, KEPT)
+    step(model, handle, 900)
+    assert handle.run.sampling.next_call().plans
+    call_case(CASE, model.train())
+    memories = [wrap.memory for wrap in handle._wraps if hasattr(wrap, "memory")]
+    assert all(one._calls for one in memories)
+    handle.remove()
+    assert handle.run.sampling.next_call() is None and not any(one._calls for one in memories)

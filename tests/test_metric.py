@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import tome_core
-from tests.models import CASES, call_case
+from tests.models import CASES, call_case, call_unet, fixed, unet
 from tests.test_patch_contract import every_family, largest_difference
-from tome_core import MergeConfig
+from tome_core import PRESETS, MergeConfig
 from tome_core.grid import Grid
 from tome_core.methods import METHODS, MatchOptions
 from tome_core.methods.bipartite import best_destination, refined
@@ -127,6 +127,17 @@ def test_every_family_merges_by_every_metric(case, metric):
     assert merged.isfinite().all() and largest_difference(merged, vanilla) > 1e-3
     assert handle.report().levels[0].tokens
     assert torch.equal(call_case(case, model), vanilla)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_blocks_without_self_attention_are_left_alone_and_named(name):
+    """Their first attention looks at the prompt too, as in the four times upscaler: its keys are no metric."""
+    model = fixed(unet(only_cross_attention=True, cross_attention_dim=48))
+    x, text = torch.randn(1, 4, 32, 32), torch.randn(1, 7, 48)
+    plain = call_unet(model, x, 5, text)
+    with tome_core.patch(model, name) as handle:
+        assert torch.equal(call_unet(model, x, 5, text), plain)
+    assert list(handle.report().levels[0].reasons) == ["attn: keys and values are not the picture's tokens"]
 
 
 def test_the_metric_decides_what_merges():

@@ -80,6 +80,17 @@ def test_a_ramp_goes_from_one_ratio_to_the_other():
             ramp(bad.get("rule", MergeRule()), 0.5, bad.get("bands", 4))
 
 
+def test_a_method_without_a_ratio_has_no_ramp():
+    with pytest.raises(ValueError, match="method='downsample' has no ratio to ramp"):
+        ramp(MergeRule(method="downsample"), 0.9)
+
+
+def test_an_early_ratio_beyond_the_largest_cells_is_clamped_and_told(caplog):
+    model = CASE.build()
+    with tome_core.patch(model, MergeConfig(early_ratio=1.0)) as handle:
+        assert handle.report().notes == ("early_ratio 1 is over the cap 0.984375 and was clamped",)
+
+
 def test_a_model_starts_with_the_balanced_preset():
     model = CASE.build()
     assert tome_core.patch(model).config.rules == (preset("balanced"),)

@@ -14,7 +14,7 @@ from torch import nn
 import tome_core
 from tests.models import CASES, Case, call_case, sd15
 from tests.test_patch_contract import every_family, largest_difference, traces
-from tome_core import MergeConfig, MergePlan, MergeRule
+from tome_core import MergeConfig, MergePlan, MergeRule, probe
 from tome_core.families import FAMILIES
 from tome_core.fold import ProjectionWraps, extra_channels
 from tome_core.parts import SelfAttentionSite
@@ -294,6 +294,23 @@ def test_a_model_without_weights_is_asked_when_it_has_them():
         block.to_empty(device="cpu").load_state_dict(weights)
         block(*make_inputs(8, 1, "cpu", torch.float32))
     assert handle.report().levels[0].routes == {"folded": 1}
+
+
+def test_memory_that_was_missing_once_is_no_answer(monkeypatch):
+    block, inputs = make_block(), make_inputs(8, 1, "cpu", torch.float32)
+
+    def no_memory(*_):
+        raise probe.OUT_OF_MEMORY("none left")
+
+    with torch.no_grad(), monkeypatch.context() as for_a_while:
+        for_a_while.setattr(probe, "_compare", no_memory)
+        handle = tome_core.patch(block, MergeConfig())
+        block(*inputs)
+    assert handle.report().levels[0].routes == {"without, because there was no memory to try it out": 1}
+    handle.reset_counts()
+    block(*inputs)
+    assert handle.report().levels[0].routes == {"folded": 1}
+    handle.remove()
 
 
 def test_attentions_of_one_kind_are_asked_once(monkeypatch):

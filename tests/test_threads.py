@@ -14,11 +14,13 @@ import tome_core
 from comfy_nodes import host
 from comfy_nodes.nodes import ApplyToMe
 from tests.comfy_doubles import Guider, least_checkpoint
+from tests.models import CASES, call_case
 from tests.test_interruptions import picture, pipeline
 from tests.test_patch_contract import traces
 from tests.thoroughness import THOROUGH
 from tome_core import MergeConfig, MergeRule
 
+CASE = next(case for case in CASES if case.name == "ldm_sd1")
 ROUNDS = 30 if THOROUGH else 5
 CONFIGS = (
     MergeConfig(ratio=0.75, merge_mlp=True, end_percent=0.6),
@@ -84,6 +86,50 @@ def test_one_config_may_serve_two_threads():
     (alone, _), *_ = [rounds(pipe, CONFIGS[0])[:2] for pipe in pipes]
     both = at_once(*(lambda pipe=pipe: rounds(pipe, CONFIGS[0]) for pipe in pipes))
     assert all(torch.equal(one, alone) for pictures in both for one in pictures[::2])
+
+
+def in_the_middle_of_a_call(model: Any, work: Callable[[], Any], call: Callable[[], Any]) -> Any:
+    """What the call gives, where another thread does some work as soon as the finest attention has begun."""
+    others = []
+
+    def hook(*_: Any) -> None:
+        if not others:
+            others.append(threading.Thread(target=work))
+            others[0].start()
+            others[0].join(0.2)  # time enough to do harm; it has to wait for the call
+
+    handle = model.input_blocks[1][1].transformer_blocks[0].attn1.to_q.register_forward_hook(hook)
+    try:
+        return call()
+    finally:
+        handle.remove()
+        others[0].join()
+
+
+def test_a_patch_goes_off_between_two_calls_of_another_thread():
+    model = CASE.build()
+    with tome_core.patch(model, MergeConfig(ratio=0.75, side="kv")) as handle:
+        expected = call_case(CASE, model)
+        found = in_the_middle_of_a_call(model, handle.uninstall, lambda: call_case(CASE, model))
+        assert not handle.is_installed
+    assert torch.equal(found, expected)
+
+
+def test_a_call_keeps_its_rules_when_another_thread_tells_the_time():
+    model = CASE.build()
+    with tome_core.patch(model, MergeConfig(ratio=0.75, min_timestep=500.0)) as handle:
+        look, others = handle.run._look_at, []
+
+        def interrupted(timestep: Any) -> None:
+            look(timestep)
+            others.append(threading.Thread(target=lambda: handle.run.tell(900)))
+            others[0].start()
+            others[0].join(0.2)  # time enough to do harm; it has to wait for the call
+
+        handle.run._look_at = interrupted
+        call_case(CASE, model, timestep=100)
+        others[0].join()
+    assert handle.report().levels[0].calls_skipped and not handle.report().levels[0].calls_merged
 
 
 def sample(patcher: Any, model: Any = None) -> list[torch.Tensor]:

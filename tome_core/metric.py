@@ -33,10 +33,16 @@ def _along(block: nn.Module, x: torch.Tensor, metric: str) -> torch.Tensor:
     if metric == "input" or not isinstance(norm, nn.LayerNorm):
         return x
     x = norm(x)
-    if metric == "normed" or not hasattr(attention, "to_k") or not hasattr(attention, "to_v"):
+    if metric == "normed" or not _makes_keys_of(attention, x):
         return x
     keys = _of_unit_spread(attention.to_k(x))
     return keys if metric == "keys" else torch.cat([keys, _of_unit_spread(attention.to_v(x))], -1)
+
+
+def _makes_keys_of(attention: nn.Module, x: torch.Tensor) -> bool:
+    """Not where its keys are the prompt's, as in blocks that are told to do without self-attention."""
+    made = [getattr(attention, name, None) for name in ("to_k", "to_v")]
+    return all(one is not None and getattr(one, "in_features", x.shape[2]) == x.shape[2] for one in made)
 
 
 def _of_unit_spread(x: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Hashable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from .config import MergeConfig, MergeRule
 from .families import Place, find_blocks, find_unet
 from .methods import METHODS
 from .parts import CrossAttentionSite, FeedForwardSite, SelfAttentionSite
-from .phases import plain_rules
+from .phases import HIGHEST_EARLY_RATIO, plain_rules
 from .presets import DEFAULT, preset_config
 from .report import Ledger, LevelTally, Report, make_report
 from .runtime import MergeMap, Run
@@ -97,8 +98,7 @@ class Patch:
 
         Idempotent; cheap enough for every step, and also brings back what somebody else has overwritten.
         """
-        with _LOCK:
-            current = vars(self.unet).get(_MARK)
+        with _between_calls(self.unet) as current:
             if current is not None and current is not self:
                 current.uninstall()
             vars(self.unet)[_MARK] = self  # before the wraps, so that what an interrupt leaves of them can be found
@@ -112,8 +112,11 @@ class Patch:
         return self
 
     def uninstall(self) -> None:
-        """Take the patch off, keeping its counts and its wraps for another `install`. Idempotent."""
-        with _LOCK:
+        """Take the patch off, keeping its counts and its wraps for another `install`. Idempotent.
+
+        Like `install` it waits for a call of the UNet that goes on in another thread.
+        """
+        with _between_calls(self.unet):
             if not self.is_installed:
                 return
             for wrap in reversed(self._wraps):
@@ -124,6 +127,9 @@ class Patch:
         """Take the patch off for good. Idempotent; never fails."""
         self._removed = True
         self.uninstall()
+        self.run.forget()
+        for wrap in self._wraps:
+            wrap.forget()
 
     def set_time(
         self,
@@ -270,6 +276,20 @@ def _handle_of(model: Any) -> Patch | None:
         return None
 
 
+@contextmanager
+def _between_calls(unet: nn.Module) -> Iterator[Patch | None]:
+    """While nobody else patches the UNet, and no other thread is inside of it; gives the patch it has.
+
+    The UNet's own lock first: whoever is inside may patch it from there.
+    """
+    while True:
+        current = vars(unet).get(_MARK)
+        with nullcontext() if current is None else current.run.lock, _LOCK:
+            if vars(unet).get(_MARK) is current:
+                yield current
+                return
+
+
 def _back_from(handle: Patch | None) -> Iterator[Patch]:
     """A patch and those it took the place of, the latest first."""
     while handle is not None:
@@ -294,6 +314,8 @@ def _notes(config: MergeConfig, covered: list[bool], downsamples: list[int]) -> 
                 f"ratio {rule.ratio:g} is over the cap {rule.ratio_cap:g} of cells {rule.sx}x{rule.sy} and was "
                 f"clamped; larger cells (sx, sy) allow more"
             )
+        if rule.early_ratio is not None and rule.early_ratio > HIGHEST_EARLY_RATIO:
+            notes.append(f"early_ratio {rule.early_ratio:g} is over the cap {HIGHEST_EARLY_RATIO:g} and was clamped")
     if not any(covered) and not all(rule.is_off for rule in config.rules):
         have = ", ".join(f"/{d}" for d in downsamples)
         notes.append(

@@ -6,8 +6,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from .config import MergeRule
+from .methods import METHODS
 
 _CELLS = (2, 4, 8)
+HIGHEST_EARLY_RATIO = 1 - 1 / _CELLS[-1] ** 2
 _PLAIN = {"early_ratio": None, "early_mlp": 0.0}
 _FEW_KEYS = 0.9  # from this ratio on a k-means step costs a tenth of a match at 0.5, and halves the error
 _STEPS = 2
@@ -47,14 +49,16 @@ def ramp(rule: MergeRule, first: float, bands: int = 4) -> tuple[MergeRule, ...]
     """Rules that bring the ratio from ``first`` at pure noise down, or up, to the rule's own at the picture.
 
     bands: equal parts of the 1000 timesteps, each with one ratio, because every ratio is a shape of its own. The
-    first rule that holds counts, so all of them are needed, in this order. Raises ValueError for fewer than two, or
-    where the rule is already limited in time.
+    first rule that holds counts, so all of them are needed, in this order. Raises ValueError for fewer than two, where
+    the method has no ratio, or where the rule is already limited in time.
 
     >>> [one.ratio for one in ramp(MergeRule(ratio=0.5), 0.9, bands=3)]
     [0.9, 0.7, 0.5]
     """
     if bands < 2:
         raise ValueError(f"bands={bands!r} is no ramp; use 2 or more")
+    if not METHODS[rule.method].uses_ratio:
+        raise ValueError(f"method={rule.method!r} has no ratio to ramp, it follows from sx and sy; use another method")
     if rule.uses_time:
         raise ValueError("the rule is limited in time already; give ramp one that is not")
     steps = [first + (rule.ratio - first) * place / (bands - 1) for place in range(bands)]

@@ -22,6 +22,7 @@ from .plan import MergePlan
 
 logger = logging.getLogger(__name__)
 
+OUT_OF_MEMORY = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)  # torch 2.4 has the latter alone
 FOLDED, MASK, WITHOUT = "folded", "mask", "without"
 _SIZES = (1, 2, 0, 5, 40, 1, 200, 3)  # far apart, so that a wrong scale shows in half precision too
 # error allowed, of what leaving the sizes out does: a mask that is ignored has 1
@@ -80,6 +81,8 @@ def find_route(trial: Trial, device: torch.device, dtype: torch.dtype) -> Route 
     with torch.no_grad(), torch.autocast(device.type, enabled=False), _not_training(trial.attention):
         try:
             return _compare(trial, _Tokens(channels, device, dtype))
+        except OUT_OF_MEMORY:  # which says nothing about the attention
+            raise
         except Exception as error:  # whatever a host's attention may raise for input that is not its own
             logger.debug("attention cannot be tried out: %r", error)
             return None
@@ -136,6 +139,8 @@ def _ways(trial: Trial) -> Iterator[Route]:
 def _error(trial: Trial, tokens: _Tokens, route: Route, expected: torch.Tensor) -> float:
     try:
         return _distance(_run(trial, tokens, tokens.x, route), expected)
+    except OUT_OF_MEMORY:
+        raise
     except Exception as error:  # as above: what does not run does not fit
         logger.debug("attention does not take %s: %r", route, error)
         return float("inf")

@@ -84,6 +84,12 @@ class Ledger:
             tally.work_full += batch * queries * keys
             tally.work_left += batch * after[0] * after[1]
 
+    def keep(self, level: int, work: int) -> None:
+        """A self-attention was no part of what is merged in this call; work: as of `skip`."""
+        if not torch.compiler.is_compiling():
+            self.levels[level].work_full += work
+            self.levels[level].work_left += work
+
     def skip(self, level: int, part: str, reason: str, work: int = 0) -> None:
         """A call was left unmerged. work: batch times queries times keys of a self-attention."""
         if torch.compiler.is_compiling():

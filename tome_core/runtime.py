@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
@@ -14,7 +15,7 @@ from .grid import Grid
 from .keep import KeptPlans, Sampling
 from .phases import plain_rules
 from .report import TIME_IS_UNKNOWN, Ledger
-from .schedule import UNKNOWN, LevelRules, NoiseSchedule, Time, choose, live_at
+from .schedule import UNKNOWN, LevelRules, NoiseSchedule, Time, choose, live_at, reaches
 from .timesteps import Timesteps
 
 _PIXELS_PER_LATENT = 8 * 8  # Stable Diffusion's latent is an eighth of the picture along each side
@@ -87,7 +88,7 @@ class Run:
         self.sampling = Sampling()  # the one that `set_time` named
         self._mine, self.lock = Pictures(), threading.RLock()
         self.call: Call | None = None
-        self.why_off = ""
+        self.why_off: tuple[str, ...] = ()  # by level
         self.live: tuple[MergeRule, ...] = ()
         self.rules: tuple[LevelRules, ...] = ()
         self.maps: dict[int, MergeMap] | None = None
@@ -112,15 +113,18 @@ class Run:
             timestep = self.schedule.timestep_of_sigma(sigma)
         if percent is not None and timestep is None:
             timestep = self.schedule.timestep_of(percent)
-        self.sampling.set(sampling, timestep)
-        self._choose(self._moment(timestep, percent, everything=True))
+        with self.lock:  # a call that goes on in another thread keeps its rules
+            self.sampling.set(sampling, timestep)
+            self._choose(self._moment(timestep, percent, everything=True))
 
     def tell(self, timestep: Any) -> None:
         """The timestep of the next call of the UNet, from a pipeline's scheduler; `set_time` outweighs it."""
-        if not self.time_is_given:
-            steps = self._mine.timesteps
-            self._mine.told = steps.look(timestep) or steps.read(timestep)
-            self._choose(self._moment(self._mine.told[0], None, everything=True))
+        if self.time_is_given or (torch.is_tensor(timestep) and timestep.numel() != 1):
+            return
+        mine = self._mine
+        mine.told = told = mine.timesteps.look(timestep) or mine.timesteps.read(timestep)
+        with self.lock:
+            self._choose(self._moment(told[0], None, everything=True))
 
     def begin(self, timestep: Any, latent: Any) -> None:
         """A call of the UNet starts; these are its arguments.
@@ -176,10 +180,20 @@ class Run:
         rules = choose(self.live, self.downsamples)
         # Equal choices are one object: a compiled graph is chosen by what it finds here.
         self.rules = self._choices.setdefault(rules, rules)
-        if any(rule.min_pixels for rule in self.live):
-            self.why_off = "the picture is smaller than min_pixels"
-        else:
-            self.why_off = "outside the rules' time range" if time != UNKNOWN else TIME_IS_UNKNOWN
+        in_large = choose(self.live, self.downsamples, sys.maxsize)
+        self.why_off = tuple(self._why_off(level, in_large[level], time) for level in range(len(self.downsamples)))
+
+    def _why_off(self, level: int, in_large: LevelRules, time: Time) -> str:
+        """Why a level is left alone where no rule is in force; in_large: its rules in a picture of any size."""
+        if any(in_large):
+            return "the picture is smaller than min_pixels"
+        if any(rule.is_off and reaches(rule, level, self.downsamples[level]) for rule in self.live):
+            return "a rule of ratio 0 leaves it alone"
+        return "outside the rules' time range" if time != UNKNOWN else TIME_IS_UNKNOWN
+
+    def forget(self) -> None:
+        """Let go of what was kept of pictures."""
+        self.sampling, self._mine = Sampling(), Pictures()
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in vars(self).items() if key not in ("_mine", "lock")}
@@ -225,6 +239,10 @@ class CallMemory:
     def recall(self, x: torch.Tensor) -> Any | None:
         """The call of ``x``, or None."""
         return self._calls.get(x.data_ptr()) if self._calls and type(x) is torch.Tensor else None
+
+    def clear(self) -> None:
+        """Remember nothing."""
+        self._calls.clear()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_calls": OrderedDict()}  # addresses mean nothing to a copy

@@ -84,6 +84,10 @@ class TransformerSite(Wrap):
         self.now = Now()  # holds a GridCall
         self.memory = CallMemory()
 
+    def forget(self) -> None:
+        """Let go of what was kept for backward passes."""
+        self.memory.clear()
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The transformer's forward, its blocks knowing the grid."""
         x = args[0] if args else named(kwargs, _INPUT_NAMES)
@@ -112,6 +116,10 @@ class BlockSite(Wrap):
         self.ran: dict[str, Now] = {}  # part that has a site -> whether this call came by it
         self.now = Now()  # holds a BlockCall
         self.memory = CallMemory()
+
+    def forget(self) -> None:
+        """Let go of what was kept for backward passes."""
+        self.memory.clear()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The block's forward, its parts knowing their plans."""
@@ -151,7 +159,7 @@ class BlockSite(Wrap):
     def _open(self, x: torch.Tensor, outer: GridCall, arguments: tuple) -> BlockCall | None:
         rules = outer.call.rules[self.level]
         if rules.attn is None and rules.crossattn is None and rules.mlp is None:
-            return self._skip(x, self.run.why_off)
+            return self._skip(x, self.run.why_off[self.level])
         # `index` makes a compiler take sizes as constants, one graph for each: with unknown ones it takes minutes
         outer = GridCall(outer.call, index(outer.batch), Grid(index(outer.grid.height), index(outer.grid.width)))
         tokens = outer.grid.height * outer.grid.width
@@ -169,6 +177,8 @@ class BlockSite(Wrap):
             mlp = crossattn if rules.mlp is rules.crossattn else self._match(x, outer, rules.mlp, "mlp")
         if attn is None and crossattn is None and mlp is None:
             return self._skip(x, "the grid is too small for the ratio to remove a token")
+        if attn is None:
+            self.run.ledger.keep(self.level, outer.batch * tokens * tokens)
         self._keep_map(outer.grid, attn or crossattn or mlp)
         return BlockCall(attn, crossattn, mlp, outer.batch, tokens)
 

@@ -10,12 +10,13 @@ from torch import nn
 
 from .families import Family
 from .fold import ProjectionWraps
-from .probe import FOLDED, WITHOUT, Route, Trial, find_route
+from .probe import FOLDED, OUT_OF_MEMORY, WITHOUT, Route, Trial, find_route
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 NOT_ASKED = Route(WITHOUT, "it could not be tried out before it was compiled")
 _CHANGED = Route(WITHOUT, "its projections were changed before it was compiled")
 _SILENT = Route(WITHOUT, "trying it out told nothing")
+_NO_MEMORY = Route(WITHOUT, "there was no memory to try it out")
 OVERRIDDEN = Route(WITHOUT, "the call brings an attention of its own")
 
 
@@ -78,7 +79,10 @@ class SizedKeys:
         route = self.routes.found.get(key)
         if route is None:
             trial = Trial(self.attention, self.call, self.family, self.wraps, alone)
-            route = find_route(trial, device, dtype)
+            try:
+                route = find_route(trial, device, dtype)
+            except OUT_OF_MEMORY:  # asked again at the next call
+                return _NO_MEMORY
             if route is not None:
                 self.routes.found[key] = route
         return route

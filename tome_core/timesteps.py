@@ -18,6 +18,7 @@ class Timesteps:
 
     def __init__(self) -> None:
         self._steps: torch.Tensor | None = None
+        self._version: int | None = None
         self._values: list[float] = []
         self._place = 0
         self._last: float | None = None  # the value that was read last
@@ -33,8 +34,9 @@ class Timesteps:
         if not self._holds(timestep):
             self._steps = torch.empty(0, dtype=timestep.dtype, device=timestep.device).set_(storage)
             self._values, self._last = self._steps.tolist(), None
+            self._version = _version(timestep)
             self._pictures += 1
-        elif place < self._place:  # somebody went through them before
+        elif place < self._place or self._values[place] > self._values[self._place]:  # noise grows: another picture
             self._pictures += 1
         self._place = place
         return self._values[place], self._pictures
@@ -54,4 +56,10 @@ class Timesteps:
         held = self._steps
         if held is None or (held.dtype, held.device) != (timestep.dtype, timestep.device):
             return False
-        return held.untyped_storage().data_ptr() == timestep.untyped_storage().data_ptr()
+        same = held.untyped_storage().data_ptr() == timestep.untyped_storage().data_ptr()
+        return same and self._version == _version(timestep)
+
+
+def _version(timestep: torch.Tensor) -> int | None:
+    """Tells whether somebody wrote into the schedule; not to be had of what inference mode made."""
+    return None if timestep.is_inference() else timestep._version

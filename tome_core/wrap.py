@@ -101,13 +101,16 @@ class Wrap:
         self.active = False
         if not self.is_on_top():
             return
-        slot = self._slot()
-        if self.beneath is not None:
-            setattr(self.target, slot, self.beneath)
+        slot, beneath = self._slot(), _without_inert(self.beneath)
+        if beneath is not None:
+            setattr(self.target, slot, beneath)
         elif slot == self.name:
             delattr(self.target, slot)
         else:
             setattr(self.target, slot, getattr(type(self.target), self.name).__get__(self.target))
+
+    def forget(self) -> None:
+        """Let go of what was kept of calls; the wrap is not needed any more."""
 
     def __getstate__(self) -> dict[str, Any]:
         # not every function can be pickled; this one is found again
