@@ -16,7 +16,7 @@ MPS_OPERATORS = {
     "aten.__rshift__", "aten.bitwise_right_shift", "aten.scalar_tensor", "aten.scatter", "aten.scatter_add",
     "aten.searchsorted", "aten.select", "aten.slice", "aten.sort", "aten.split", "aten.sqrt", "aten.sub",
     "aten.sum", "aten.t", "aten.transpose", "aten.permute", "aten.unsqueeze", "aten.squeeze", "aten.view",
-    "aten.where", "aten.zeros", "aten.zeros_like", "aten.empty_like",
+    "aten.where", "aten.zeros", "aten.zeros_like", "aten.empty_like", "aten.argsort",
 }  # fmt: skip
 
 

@@ -184,6 +184,7 @@ class MergeRule:
             value = _checked(item, getattr(self, item.name))
             object.__setattr__(self, item.name, value)
         self._check_combination()
+        object.__setattr__(self, "ratio_text", repr(self.effective_ratio))
 
     def _check_combination(self) -> None:
         method = METHODS[self.method]
@@ -237,6 +238,15 @@ class MergeRule:
     def effective_ratio(self) -> float:
         """The ratio in force: clamped to the cap, or the one that follows from the cell size."""
         return min(self.ratio, self.ratio_cap) if METHODS[self.method].uses_ratio else self.ratio_cap
+
+    @property
+    def constant_ratio(self) -> float:
+        """The ratio in force, for use inside compiled models.
+
+        From a text, because compilers of torch 2.4 take a number that differs from the last graph's for a variable,
+        and fail where it is multiplied with a size.
+        """
+        return float(self.ratio_text)
 
     @property
     def is_off(self) -> bool:
@@ -293,6 +303,8 @@ class MergeConfig:
             rules = (MergeRule(**flat),)
         elif not isinstance(rules, (list, tuple)) or not all(isinstance(rule, MergeRule) for rule in rules):
             raise TypeError(f"rules is {rules!r}; it has to be a list or tuple of MergeRule")
+        if not rules:
+            raise ValueError("rules=() merges nothing; give one rule or more, or do without the patch")
         object.__setattr__(self, "rules", tuple(rules))
 
 

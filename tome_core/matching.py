@@ -72,7 +72,7 @@ class Matcher:
 
     def _match(self, x: torch.Tensor, outer: GridCall, rule: MergeRule, unsized: bool) -> Plans:
         options = MatchOptions(
-            rule.effective_ratio, rule.sx, rule.sy, self._draw(x, outer, rule), rule.cluster_on, rule.refine,
+            rule.constant_ratio, rule.sx, rule.sy, self._draw(x, outer, rule), rule.cluster_on, rule.refine,
             rule.window, rule.metric in BY_DISTANCE,
         )  # fmt: skip
         if unsized:
