@@ -106,3 +106,8 @@ def test_every_setting_says_what_it_does():
             assert setting["minimum"] <= setting["default"] <= setting["maximum"] and setting["step"] > 0
         if "choices" in setting:
             assert setting["default"] in setting["choices"]
+
+
+def test_no_rules_at_all_are_refused():
+    with pytest.raises(ValueError, match=r"rules=\(\) merges nothing; give one rule or more"):
+        MergeConfig(rules=())
