@@ -197,8 +197,7 @@ def test_skipping_and_interrupting_from_outside(webui, without):
         worker.start()
         time.sleep(1.5)
         webui.ask(f"/sdapi/v1/{path}", {})
-        worker.join(120)
-        assert not worker.is_alive()
+        worker.join()
     assert webui.draw().pixels == without["plain"]
 
 
