@@ -30,9 +30,9 @@ class ApplyToMe:
 
     DISPLAY_NAME = "Apply ToMe (Token Merging)"
     DESCRIPTION = (
-        "Merges similar tokens in the UNet's attention, so that sampling takes less time and memory: the larger the "
-        "picture, the more. For SD1.x, SD2.x and SDXL. Only samplers behind this node are changed. After sampling the "
-        "node shows what merged."
+        "Merges similar tokens in the UNet's attention, so that sampling takes less time: the larger the picture, the "
+        "more. For SD1.x, SD2.x and SDXL. Only samplers behind this node are changed. After sampling the node shows "
+        "what merged."
     )
     CATEGORY = CATEGORY
     SEARCH_ALIASES = ALIASES

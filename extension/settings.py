@@ -72,7 +72,7 @@ _PRESET_HELP = (
     "the settings below, and changing one of them makes it custom. Off is the same as the switch above."
 )
 FIELDS = (
-    Field("enabled", "Token Merging (ToMe)", "Merge tokens in the UNet's attention: less time and memory.", False),
+    Field("enabled", "Token Merging (ToMe)", "Merge tokens in the UNet's attention: less time.", False),
     Field("preset", "Preset", _PRESET_HELP, START, choices=PRESET_CHOICES),
     _from_engine("ratio"),
     Field("hires", "Hires pass", _HIRES_HELP, SAME, choices=HIRES),

@@ -1,4 +1,4 @@
-"""Token merging for Stable Diffusion UNets: pictures that cost less time and memory.
+"""Token merging for Stable Diffusion UNets: pictures that cost less time.
 
 >>> # tome_core.apply_patch(pipe, ratio=0.5); image = pipe("a lake").images[0]; tome_core.remove_patch(pipe)
 """
