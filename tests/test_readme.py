@@ -52,6 +52,7 @@ WAYS = {
     "python -m benchmarks.quality --smallest": Way(f"{ONE_MODEL} --output {{new}}/quality.json"),
     "python -m benchmarks.quality --list": Way(),
     "python -m benchmarks.quality --all": Way("--list"),
+    "python -m benchmarks.quality --variants NAME": Way("--list", (("NAME", "sized-0.5"),)),
     "python -m benchmarks.quality --model DIR": Way(
         "--smallest --prompts {new}/prompts.txt --pictures 1 --output {new}/quality.json", (("DIR", "{pipeline}"),)
     ),
@@ -83,6 +84,8 @@ ELSEWHERE = {
     ".ci/run": (".github/workflows/ci.yml", "python install.py test"),
     "python install.py page": ("tests/test_page.py", '"install.py"), "page"'),
     "python -m tome_core.bench": ("tests/test_bench.py", '"-m", "tome_core.bench"'),
+    "python -m tome_core.bench --json FILE": ("tests/test_bench.py", '"--json", str(file)]'),
+    "python -m tome_core.bench --repeats 5 --json FILE": ("tests/test_bench.py", '"--json", str(file)]'),
     "python -m demo.train": ("tests/test_demo_training.py", "train.main("),
 }
 PIP = re.compile(r"pip install (?P<what>.*)")
@@ -125,8 +128,8 @@ def test_pip_is_told_to_install_what_the_project_is_tested_with(command):
     for one in (one for one in told if not one.startswith("-")):
         if one in files:
             assert "--no-deps" in told
-        elif inside := re.fullmatch(r"\.\[(.*)\]", one):
-            assert set(inside[1].split(",")) <= set(extras)
+        elif inside := re.fullmatch(r"(?:\.|DIR)(?:\[(.*)\])?", one):  # DIR: a clone of this project
+            assert not inside[1] or set(inside[1].split(",")) <= set(extras)
         else:
             assert any(line == one or re.fullmatch(rf"{re.escape(one)}\W.*", line)
                        for line in (*tested, *files["tests/requirements-no-deps.txt"])), one  # fmt: skip
