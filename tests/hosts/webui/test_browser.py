@@ -172,12 +172,12 @@ def test_reload_ui_keeps_it_working(page, webui):
 
 
 def test_a_quicksetting_of_ours_counts_at_once(page, webui):
-    assert page.locator("#quicksettings #setting_tomecore_ratio input[type=number]").count() == 1
+    page.locator("#quicksettings #setting_tomecore_ratio input[type=number]").wait_for()
     box = page.locator("#quicksettings #setting_tomecore_map input[type=checkbox]")
     for is_on in (True, False):
         box.click()
-        page.wait_for_timeout(3000)
-        assert webui.ask("/sdapi/v1/options")["tomecore_map"] is is_on
+        while webui.ask("/sdapi/v1/options")["tomecore_map"] is not is_on:
+            page.wait_for_timeout(500)
         assert len(webui.draw(True, "custom", 0.5).all) == 1 + is_on
 
 
