@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-import subprocess
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -15,10 +10,10 @@ from comfy_nodes import host
 from comfy_nodes.inputs import OWN, PRESETS, SETTINGS, config_of, input_types, values_of
 from comfy_nodes.nodes import ApplyToMe
 from tests.comfy_doubles import Guider, ModelPatcher, checkpoint
+from tests.comfy_page import page_with
 from tome_core import MergeConfig, MergeRule
 from tome_core.presets import DEFAULT
 
-ROOT = Path(__file__).parents[1]
 NAMES = tome_core.PRESETS
 
 
@@ -142,22 +137,10 @@ console.log(JSON.stringify(await Promise.all(cases.map(told))));
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     """What a node of the page is like after some acts: lists of (act, argument) to what it tells."""
-    node = shutil.which("node")
-    if node is None:
-        pytest.skip("needs node, which runs the page's script without a page")
-    folder = tmp_path_factory.mktemp("page")
-    for place in ("scripts", "extensions/pack"):
-        (folder / place).mkdir(parents=True)
-    (folder / "package.json").write_text('{"type": "module"}')
-    (folder / "scripts" / "app.js").write_text(STUB)
-    (folder / "driver.js").write_text(DRIVER)
-    shutil.copy(ROOT / "comfy_nodes" / "web" / "presets.js", folder / "extensions" / "pack")
+    page = page_with("presets.js", STUB, DRIVER, tmp_path_factory.mktemp("page"))
 
     def run(*steps):
-        facts = json.dumps({"inputs": input_types(), "cases": [steps]})
-        done = subprocess.run([node, "driver.js", facts], cwd=folder, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)[0]
+        return page({"inputs": input_types(), "cases": [steps]})[0]
 
     return run
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-import subprocess
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.comfy_page import page_with
+
 STUB = """
 export const extensions = [], listeners = [];
 export const app = {
@@ -48,22 +44,10 @@ console.log(JSON.stringify(node.size));
 @pytest.fixture(scope="module")
 def size_after(tmp_path_factory):
     """The size of a node after its report, from its kind and its size before."""
-    node = shutil.which("node")
-    if node is None:
-        pytest.skip("needs node, which runs the page's script without a page")
-    folder = tmp_path_factory.mktemp("page")
-    for place in ("scripts", "extensions/pack"):
-        (folder / place).mkdir(parents=True)
-    (folder / "package.json").write_text('{"type": "module"}')
-    (folder / "driver.js").write_text(DRIVER)
-    (folder / "scripts" / "app.js").write_text(STUB)
-    shutil.copy(ROOT / "comfy_nodes" / "web" / "report.js", folder / "extensions" / "pack")
+    page = page_with("report.js", STUB, DRIVER, tmp_path_factory.mktemp("page"))
 
     def run(size, kind="ApplyToMe", vue=False, again=None):
-        facts = json.dumps({"kind": kind, "size": size, "vue": vue, "again": again})
-        done = subprocess.run([node, "driver.js", facts], cwd=folder, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
+        return page({"kind": kind, "size": size, "vue": vue, "again": again})
 
     return run
 
