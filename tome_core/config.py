@@ -232,7 +232,7 @@ class MergeRule:
     @property
     def ratio_cap(self) -> float:
         """The highest ratio the settings allow: ``1 - 1/(sx*sy)`` where every cell keeps a destination."""
-        return 1.0 - 1.0 / (self.sx * self.sy) if self.method != "cluster" else 1.0
+        return 1.0 - 1.0 / (self.sx * self.sy) if METHODS[self.method].keeps_cells else 1.0
 
     @property
     def effective_ratio(self) -> float:

@@ -65,7 +65,7 @@ class Matcher:
 
     def _renewed(self, old: Plans, x: torch.Tensor, outer: GridCall, rule: MergeRule, unsized: bool) -> Plans:
         """One k-means step from the plan of an earlier time is as good as a new match with several, and cheaper."""
-        if not rule.refine or unsized or old.plan is None or rule.method != "bipartite":
+        if not rule.refine or unsized or old.plan is None or not METHODS[rule.method].compares:
             return self._match(x, outer, rule, unsized)
         plan = refined(old.plan, self._compared(x, rule), 1, rule.metric in BY_DISTANCE)
         return Plans(plan, self._match_queries(x, outer, rule))
@@ -81,8 +81,8 @@ class Matcher:
         return Plans(plan, None if plan is None else self._match_queries(x, outer, rule))
 
     def _compared(self, x: torch.Tensor, rule: MergeRule) -> torch.Tensor:
-        """Other methods than bipartite say themselves what they look at."""
-        return compared(self.block, x, rule.metric, rule.project) if rule.method == "bipartite" else x
+        """A method that does not compare by a metric gets the block's input."""
+        return compared(self.block, x, rule.metric, rule.project) if METHODS[rule.method].compares else x
 
     def _match_queries(self, x: torch.Tensor, outer: GridCall, rule: MergeRule) -> MergePlan | None:
         if not rule.query_ratio:

@@ -34,7 +34,7 @@ def _plain(rule: MergeRule) -> tuple[MergeRule, ...]:
             merge_attn=False, merge_mlp=True, refine=0, query_ratio=0.0))  # fmt: skip
     if rule.early_ratio is not None and rule.merge_attn:
         cell = _cell_for(rule.early_ratio)
-        refines = rule.method == "bipartite" and rule.sizes_keys and rule.early_ratio >= _FEW_KEYS
+        refines = METHODS[rule.method].compares and rule.sizes_keys and rule.early_ratio >= _FEW_KEYS
         early.append(replace(rule, **only, ratio=rule.early_ratio, merge_mlp=False, sx=max(rule.sx, cell),
             sy=max(rule.sy, cell), refine=max(rule.refine, _STEPS) if refines else rule.refine))  # fmt: skip
     return (*early, late)

@@ -6,7 +6,7 @@ To add one:
 2. describe it at the end of that file as ``METHOD = Method(name=..., summary=..., match=match)``;
 3. add it to the tuple below;
 4. run ``python install.py test``: the laws in ``tests/test_methods.py`` and the patch contract run over
-   every registered method, and the settings page of the README is regenerated from the registry.
+   every registered method; ``python -m tome_core.settings_table --write README.md`` names it among the settings.
 """
 
 from . import bipartite, cluster, downsample

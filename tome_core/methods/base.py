@@ -42,6 +42,8 @@ class Method(NamedTuple):
     sides: the sides of attention it can merge, the default first.
     mode: how its groups become tokens, see `MergePlan.merge`.
     uses_ratio: False where the ratio follows from the cell size.
+    keeps_cells: True where one token of every cell stays, so that the ratio can reach ``1 - 1/(sx*sy)`` at most.
+    compares: True where it gets what `metric` names instead of the block's input, and k-means steps improve its plan.
     """
 
     name: str
@@ -50,6 +52,8 @@ class Method(NamedTuple):
     sides: tuple[Side, ...] = ("qkv", "kv", "q")
     mode: MergeMode = "mean"
     uses_ratio: bool = True
+    keeps_cells: bool = False
+    compares: bool = False
 
 
 @dataclass(frozen=True)

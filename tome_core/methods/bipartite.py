@@ -93,4 +93,6 @@ METHOD = Method(
     name="bipartite",
     summary="one destination per cell; the most similar tokens merge into theirs (ToMe, arXiv 2303.17604)",
     match=match,
+    keeps_cells=True,
+    compares=True,
 )

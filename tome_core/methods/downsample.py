@@ -38,4 +38,5 @@ METHOD = Method(
     sides=("kv",),
     mode="pick",
     uses_ratio=False,
+    keeps_cells=True,
 )
