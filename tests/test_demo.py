@@ -6,19 +6,13 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
-import tome_core
-from demo import command, picture, prompt, sheet, table
-from demo.page_code import Wanted
-from demo.page_run import Studio
-from demo.source import Embedded
+from demo import command, picture, sheet, table
 from tests import tiny_pipeline
 
 ROOT = Path(__file__).parents[1]
@@ -133,14 +127,21 @@ def test_the_unmerged_column_is_what_a_plain_run_makes(whole_run, tmp_path):
         assert np.array_equal(shown(path, row, 0), plain[row])
 
 
-def test_the_preset_is_told_the_time_as_on_the_page(whole_run):
+def test_the_preset_is_told_the_time_as_on_the_page(whole_run, tmp_path):
+    """Both in a process of their own, with as many threads: the bits depend on these."""
     _, path = whole_run
-    wanted = Wanted(prompt.PROMPTS[0], 5, STEPS, tome_core.preset("balanced"))
-    *_, last = Studio(Embedded(torch.device("cpu"))).make(wanted, threading.Event())
-    assert np.array_equal(shown(path, 0, 1), last.merged)
-    with tome_core.patch((embedded := Embedded(torch.device("cpu"))).target, "balanced"):
-        untold = embedded.picture(prompt.PROMPTS[0], 5, STEPS, lambda: None)
-    assert not np.array_equal(untold, last.merged), "without the time the preset keeps no match: this test sees nothing"
+    code = (
+        "import sys, threading, numpy, torch, tome_core; from demo import prompt; from demo.source import Embedded;"
+        "from demo.page_code import Wanted; from demo.page_run import Studio; source = Embedded(torch.device('cpu'));"
+        f"wanted = Wanted(prompt.PROMPTS[0], 5, {STEPS}, tome_core.preset('balanced'));"
+        "*_, last = Studio(source).make(wanted, threading.Event()); tome_core.patch(source.target, 'balanced');"
+        f"untold = source.picture(prompt.PROMPTS[0], 5, {STEPS}, lambda: None);"
+        "numpy.save(sys.argv[1], [last.merged, untold])"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "merged.npy")], cwd=ROOT, check=True)
+    page, untold = np.load(tmp_path / "merged.npy")
+    assert np.array_equal(shown(path, 0, 1), page)
+    assert not np.array_equal(untold, page), "without the time the preset keeps no match: this test sees nothing"
 
 
 def test_merged_columns_differ_and_their_difference_maps_are_theirs(whole_run):
