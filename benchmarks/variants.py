@@ -85,7 +85,7 @@ def engine(*rules: dict[str, Any]) -> PutOn:
 
 def named_preset(name: str) -> PutOn:
     """One of tome_core's presets, also on grids that it would leave alone."""
-    return engine({**vars(replace(tome_core.preset(name), only_if_it_pays=False))})
+    return engine(asdict(replace(tome_core.preset(name), only_if_it_pays=False)))
 
 
 def reference(*phases: tuple[float, Recipe]) -> PutOn:
