@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 import tome_core
 from tests.test_webui_infotext import AxisOption, pasted
 from tests.webui_doubles import Component, Processing, Webui
-from tome_core import MergeConfig, MergeRule
+from tome_core import MergeConfig
 from tome_core.presets import DEFAULT
 
 NAMES = tome_core.PRESETS
@@ -50,7 +51,7 @@ def as_custom(settings, name, **own):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_panel_can_say_all_of_a_preset(settings, name, monkeypatch):
     monkeypatch.undo()
-    wanted = MergeConfig(rules=(MergeRule(**{**vars(tome_core.preset(name)), "seed": 5}),))
+    wanted = MergeConfig(rules=(replace(tome_core.preset(name), seed=5),))
     assert vars(settings.read((True, name)).config(False, seed=5).rules[0]) == vars(wanted.rules[0])
     assert vars(settings.read(as_custom(settings, name)).config(False, seed=5).rules[0]) == vars(wanted.rules[0])
 
