@@ -6,8 +6,8 @@ With ``s`` the scale that an attention uses on heads of width ``d``, and ``t`` t
 
 so extra channels on every head of q and k carry the term, and whatever computes the attention in between (SDPA,
 xformers, a host's own code, with its settings) stays as it is. k is what is scaled, because it is merged and short.
-v gets as many zeros, because flash kernels want
-one width (on a CPU, with v left narrower, the block ran at half the speed); what they become is cut off again.
+v gets as many zeros, because flash kernels want one width (on a CPU, with v left narrower, the block ran at half the
+speed); what they become is cut off again.
 """
 
 from __future__ import annotations

@@ -129,7 +129,8 @@ class Patch:
         self.uninstall()
         self.run.forget()
         for wrap in self._wraps:
-            wrap.forget()
+            if isinstance(wrap, (TransformerSite, BlockSite)):
+                wrap.memory.clear()
 
     def set_time(
         self,

@@ -84,10 +84,6 @@ class TransformerSite(Wrap):
         self.now = Now()  # holds a GridCall
         self.memory = CallMemory()
 
-    def forget(self) -> None:
-        """Let go of what was kept for backward passes."""
-        self.memory.clear()
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The transformer's forward, its blocks knowing the grid."""
         x = args[0] if args else named(kwargs, _INPUT_NAMES)
@@ -116,10 +112,6 @@ class BlockSite(Wrap):
         self.ran: dict[str, Now] = {}  # part that has a site -> whether this call came by it
         self.now = Now()  # holds a BlockCall
         self.memory = CallMemory()
-
-    def forget(self) -> None:
-        """Let go of what was kept for backward passes."""
-        self.memory.clear()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The block's forward, its parts knowing their plans."""

@@ -109,9 +109,6 @@ class Wrap:
         else:
             setattr(self.target, slot, getattr(type(self.target), self.name).__get__(self.target))
 
-    def forget(self) -> None:
-        """Let go of what was kept of calls; the wrap is not needed any more."""
-
     def __getstate__(self) -> dict[str, Any]:
         # not every function can be pickled; this one is found again
         return {key: value for key, value in vars(self).items() if key != "_of_class"}
