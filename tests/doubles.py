@@ -24,33 +24,36 @@ class _Attention(nn.Module):
         self.to_v = nn.Linear(context_width, width, bias=False)
         self.to_out = nn.Linear(width, width)
 
-    def attend(self, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
         q, k, v = (
             tensor.unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for tensor in (self.to_q(x), self.to_k(keys), self.to_v(values))
         )
-        return self.to_out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return self.to_out(F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2))
 
 
 class SgmAttention(_Attention):
     """The signature of sgm's CrossAttention."""
 
     def forward(self, x, context=None, mask=None, additional_tokens=None, n_times_crossframe_attn_in_self=0):
-        assert mask is None and not n_times_crossframe_attn_in_self
+        assert not n_times_crossframe_attn_in_self
         count = 0 if additional_tokens is None else additional_tokens.shape[1]
         if count:
             x = torch.cat([additional_tokens, x], dim=1)
         context = x if context is None else context
-        return self.attend(x, context, context)[:, count:]
+        return self.attend(x, context, context, mask)[:, count:]  # as it is: a mask for each head, not each sample
 
 
 class ComfyAttention(_Attention):
     """The signature of ComfyUI's CrossAttention."""
 
     def forward(self, x, context=None, value=None, mask=None, transformer_options={}):  # noqa: B006 - as ComfyUI has it
-        assert mask is None and isinstance(transformer_options, dict)
+        assert isinstance(transformer_options, dict)
         context = x if context is None else context
-        return self.attend(x, context, context if value is None else value)
+        mask = mask[:, None] if mask is not None and mask.dim() == 3 else mask
+        return self.attend(x, context, context if value is None else value, mask)
 
 
 class _FeedForward(nn.Sequential):

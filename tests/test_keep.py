@@ -11,8 +11,9 @@ import torch
 import tome_core
 from benchmarks.speed_memory import operators
 from tests.models import CASES, call_case
+from tests.sized_attention import wide_heads  # noqa: F401
 from tests.tiny_pipeline import write_folder
-from tome_core import MergeConfig, matching
+from tome_core import MergeConfig, kernels, matching
 from tome_core.keep import Sampling
 from tome_core.sd_block import make_block, make_inputs
 
@@ -184,17 +185,40 @@ def test_matches_do_not_pile_up_where_schedulers_come_and_go(folder):
         assert not handle.run._mine.sampling._plans
 
 
-def test_a_kept_match_adds_eight_operators_to_a_block():
-    """Four for the means, and one each to scale and to widen queries, to widen keys, and values."""
+def added_by_a_kept_match() -> int:
+    """Operators that a block runs beyond its own where an earlier step has matched."""
     block, arguments = make_block(), make_inputs(32, 2, "cpu", torch.float32)
     with torch.inference_mode(), tome_core.patch(block, KEPT) as handle:
         counts = []
-        for timestep in (200, 180):
+        for timestep in (200, 180, 160):
             handle.set_time(timestep=timestep, sampling="a")
             counts.append(operators(lambda: block(*arguments)))
         handle.uninstall()
         vanilla = operators(lambda: block(*arguments))
-    assert counts[0] > counts[1] and counts[1] - vanilla <= 8
+    assert counts[0] > counts[1] == counts[2]
+    return counts[1] - vanilla
+
+
+@pytest.fixture
+def one_kernel_a_mean(monkeypatch):
+    """As on a GPU with Triton: one launch makes all the means."""
+    monkeypatch.setattr(kernels, "ready", lambda x: True)
+    monkeypatch.setattr(kernels, "best_keys", lambda *_: None)
+    monkeypatch.setattr(kernels, "mean_rows", lambda x, order, offsets: x[: len(offsets) - 1].clone())
+
+
+def test_a_kept_match_adds_one_kernel_to_a_small_block_on_a_gpu(one_kernel_a_mean):
+    assert added_by_a_kept_match() == 1
+
+
+def test_wider_heads_add_four_more(one_kernel_a_mean, wide_heads):  # noqa: F811
+    """k is scaled; q, k and v are widened."""
+    assert added_by_a_kept_match() == 5
+
+
+def test_a_kept_match_adds_three_operators_to_a_block_on_a_cpu():
+    """Zeros, the sum over each group, and its division."""
+    assert added_by_a_kept_match() == 3
 
 
 def test_a_removed_patch_keeps_nothing_of_its_pictures(model):

@@ -10,6 +10,7 @@ from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 import tome_core
 from tests.models import CASES, call_case
+from tests.sized_attention import wide_heads  # noqa: F401
 from tests.test_compile import BY_NAME as NAMED
 from tests.test_compile import SMALL, TIMES, compiled, fresh_compiler, skip_where_unpatched_fails  # noqa: F401
 from tome_core import MergeConfig
@@ -19,8 +20,11 @@ SIDES = pytest.mark.parametrize("side", ["qkv", "kv"])
 
 
 @SIDES
+@pytest.mark.parametrize("way", ["folded", "mask"])
 @pytest.mark.parametrize("name", ["one_level", "sdxl", "ip_adapter_masks", "lora", "comfy_double_with_patches"])
-def test_one_graph_serves_all_times(name: str, side: str):
+def test_one_graph_serves_all_times(name: str, way: str, side: str, request):
+    if way == "folded":
+        request.getfixturevalue("wide_heads")
     case, config = BY_NAME.get(name, SMALL), MergeConfig(side=side)
     skip_where_unpatched_fails(case)
     backend = CompileCounter()
@@ -30,8 +34,8 @@ def test_one_graph_serves_all_times(name: str, side: str):
         for time in TIMES[:4]:
             assert torch.equal(call_case(case, whole, timestep=time), call_case(case, plain, timestep=time))
         assert backend.frame_count == 1
-        assert handle.report().levels[0].traced_routes == ("folded",)
-        assert "compiled with size-aware keys: folded" in str(handle.report())
+        assert handle.report().levels[0].traced_routes == (way,)
+        assert f"compiled with size-aware keys: {way}" in str(handle.report())
 
 
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="inductor needs a C++ compiler")
@@ -47,17 +51,19 @@ def test_inductor_builds_a_sized_block(side: str):
     assert backend.frame_count == 1
 
 
-def test_projections_that_change_after_the_patch_are_traced_without_the_sizes():
-    model = SMALL.build()
+@pytest.mark.parametrize("name, way", [
+    ("small", "mask"), ("ldm_sd1", "without, because its projections were changed before it was compiled"),
+])  # fmt: skip
+def test_projections_that_change_after_the_patch_are_traced_without_wider_heads(name: str, way: str):
+    case = BY_NAME.get(name, SMALL)
+    model = case.build()
     with tome_core.patch(model, MergeConfig(side="kv", ratio=0.75)) as handle:
-        whole, backend = None, CompileCounter()
-        for attention in (b.attn1 for b in model.modules() if hasattr(b, "attn1")):
+        for attention in (b.attn1 for b in handle.unet.modules() if hasattr(b, "attn1")):
             forward = attention.to_q.forward
             attention.to_q.forward = lambda x, _forward=forward: _forward(x)
-        whole = compiled(model, backend)
-        assert call_case(SMALL, whole, timestep=TIMES[0]).isfinite().all()
-        why = "without, because its projections were changed before it was compiled"
-        assert handle.report().levels[0].traced_routes == (why,)
+        whole = compiled(model, CompileCounter())
+        assert call_case(case, whole, timestep=TIMES[0]).isfinite().all()
+        assert handle.report().levels[0].traced_routes == (way,)
 
 
 def test_shared_windowed_and_refined_matches_compile_whole():

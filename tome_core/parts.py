@@ -16,7 +16,7 @@ from .families import Family
 from .plan import MergePlan
 from .probe import FOLDED, MASK, WITHOUT, Route, folding_of, key_mask, padded
 from .sites import BlockSite, Merging
-from .sized import SizedKeys
+from .sized import SizedKeys, for_size
 from .wrap import Now, Wrap
 
 _PLAIN = Route(WITHOUT)
@@ -169,22 +169,22 @@ class SelfAttentionSite(PartSite):
             kwargs = {self.family.context: args[0], **kwargs}
         context = kwargs.get(self.family.context)
         merged = merging.plan.merge(x, merging.mode)
-        route = self._route(merging, side, kwargs)
+        queries = merging.queries if side == "kv" else merging.plan
+        asked = x if queries is None else merged if queries is merging.plan else queries.merge(x)
+        route = self._route(merging, side, asked, kwargs)
         if side == "q":
             kwargs[self.family.context] = x if context is None else context
         else:
             self._merge_keys(merging, x, merged, kwargs, explicit=side == "kv" or route.padded)
-        queries = merging.queries if side == "kv" else merging.plan
-        asked = x if queries is None else merged if queries is merging.plan else queries.merge(x)
         out = self._attend(merging.plan, route, asked, kwargs)
         keys = tokens if own else context.shape[1]
         left = (asked.shape[1], keys if side == "q" else merging.plan.num_groups)
         return self._finish(queries, x, out, left, keys)
 
-    def _route(self, merging: Merging, side: str, kwargs: dict) -> Route:
-        route = merging.route
-        if side == "q" or route is None:
+    def _route(self, merging: Merging, side: str, asked: torch.Tensor, kwargs: dict) -> Route:
+        if side == "q" or merging.route is None:
             return _PLAIN
+        route = for_size(merging.route, asked.shape[1], merging.plan.num_groups, asked.device.type)
         if kwargs.get("additional_tokens") is not None:  # sgm puts them among the keys
             route = _MORE_KEYS
         self.block.run.ledger.route(self.block.level, route.kind, route.why)

@@ -131,8 +131,7 @@ class MergePlan:
                 return mean
         if flat.is_cuda:
             return _segment_mean_by_bag(flat, *self._flat_segments(batch))
-        sizes = self.sizes.expand(batch, -1).reshape(-1, 1)
-        return _segment_mean_by_add(flat, self._flat_groups(batch), sizes)
+        return _segment_mean_by_add(flat, self._flat_groups(batch), self._divisors(batch))
 
     def _check(self, x: torch.Tensor, count: int, what: str) -> None:
         fits = x.dim() == 3 and x.shape[1] == count and self.group.shape[0] in (1, x.shape[0])
@@ -146,6 +145,13 @@ class MergePlan:
         if self._rows is None or self._rows.shape[0] != batch * self.num_tokens:
             self._rows = _flat_rows(self.group, batch, self.num_groups)
         return self._rows
+
+    def _divisors(self, batch: int) -> torch.Tensor:
+        """Sizes as ``[B * G, 1]``, at least 1."""
+        key = ("divisors", batch)
+        if key not in self.derived:
+            self.derived[key] = self.sizes.clamp(min=1).expand(batch, -1).reshape(-1, 1)
+        return self.derived[key]
 
     def _flat_segments(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
         if self._segments is None or self._segments[0].shape[0] != batch * self.num_tokens:
@@ -172,14 +178,14 @@ def _segments(group: torch.Tensor, num_groups: int, flat: bool = False) -> tuple
     return order, torch.searchsorted(ordered, starts)
 
 
-def _segment_mean_by_add(x: torch.Tensor, group: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+def _segment_mean_by_add(x: torch.Tensor, group: torch.Tensor, divisors: torch.Tensor) -> torch.Tensor:
     """Mean of the rows of each group by adding them up in order.
 
     Bit-equal from run to run on a CPU, where rows are added one after the other; on CUDA it is not.
     """
     exact = x if x.dtype in (torch.float32, torch.float64) else x.float()
-    total = exact.new_zeros(sizes.shape[0], x.shape[1]).index_add_(0, group, exact)
-    return total.div_(sizes.clamp(min=1)).to(x.dtype)
+    total = exact.new_zeros(divisors.shape[0], x.shape[1]).index_add_(0, group, exact)
+    return total.div_(divisors).to(x.dtype)
 
 
 def _segment_mean_by_bag(x: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

@@ -18,13 +18,14 @@ from torch import nn
 
 from .families import Family
 from .fold import Folding, ProjectionWraps, extra_channels, size_logs
-from .plan import MergePlan
+from .plan import MergePlan, take_rows
 
 logger = logging.getLogger(__name__)
 
 OUT_OF_MEMORY = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)  # torch 2.4 has the latter alone
 FOLDED, MASK, WITHOUT = "folded", "mask", "without"
-_SIZES = (1, 2, 0, 5, 40, 1, 200, 3)  # far apart, so that a wrong scale shows in half precision too
+# of both samples; far apart, so that a wrong scale shows in half precision too
+_SIZES = (1, 2, 0, 5, 40, 1, 200, 3), (3, 200, 1, 40, 5, 0, 2, 1)
 # error allowed, of what leaving the sizes out does: a mask that is ignored has 1
 _ALLOWED = {torch.float32: 0.01, torch.float64: 0.01}
 _ALLOWED_IN_HALF = 0.15
@@ -35,7 +36,8 @@ class Route(NamedTuple):
     """The way one attention takes the sizes. why: of the last way, where the others do not fit.
 
     Of the folded one, own, wide: its scales on its own and on wider heads; heads; extra: channels for each.
-    padded: it takes the width of its heads from its input, which so has to be as wide as they get.
+    padded: it takes the width of its heads from its input, which so has to be as wide as they get. masked: a mask
+    was seen to fit as well.
     """
 
     kind: str
@@ -45,6 +47,7 @@ class Route(NamedTuple):
     heads: int = 1
     extra: int = 0
     padded: bool = False
+    masked: bool = False
 
 
 class Trial(NamedTuple):
@@ -69,8 +72,11 @@ def padded(x: torch.Tensor, route: Route) -> torch.Tensor:
 
 
 def key_mask(plan: MergePlan, x: torch.Tensor) -> torch.Tensor:
-    """What is added to the logits, as a mask ``[B, 1, G]`` in the dtype of ``x``."""
-    return size_logs(plan).to(x.dtype).expand(x.shape[0], -1)[:, None]
+    """What is added to the logits, as a mask ``[B, 1, G]`` in the dtype of ``x``; made once for a plan."""
+    key = (MASK, x.dtype)
+    if key not in plan.derived:
+        plan.derived[key] = size_logs(plan).to(x.dtype)[:, None]
+    return plan.derived[key].expand(x.shape[0], -1, -1)
 
 
 def find_route(trial: Trial, device: torch.device, dtype: torch.dtype) -> Route | None:
@@ -89,24 +95,28 @@ def find_route(trial: Trial, device: torch.device, dtype: torch.dtype) -> Route 
 
 
 class _Tokens:
-    """Random tokens ``[2, 8, C]`` in groups of known sizes, and what a group's first row is among the repeated."""
+    """Random tokens ``[2, 8, C]`` in groups of known sizes, other ones in each sample: some masks know heads alone.
+
+    kept: the groups that have tokens, ``[2, K]``; first: the first of each one's rows among the repeated, ``[2, K]``.
+    """
 
     def __init__(self, channels: int, device: torch.device, dtype: torch.dtype) -> None:
-        x = torch.randn(2, len(_SIZES), channels, generator=torch.Generator().manual_seed(0))
+        x = torch.randn(2, len(_SIZES[0]), channels, generator=torch.Generator().manual_seed(0))
         self.x = x.to(device, dtype)
-        group = [number for number, size in enumerate(_SIZES) for _ in range(size)]
-        self.plan = MergePlan(torch.tensor([group], device=device), len(_SIZES))
-        self.repeated = self.x[:, group]
-        self.kept = [number for number, size in enumerate(_SIZES) if size]
-        self.first = [group.index(number) for number in self.kept]
+        groups = [[number for number, size in enumerate(sizes) for _ in range(size)] for sizes in _SIZES]
+        kept = [[number for number, size in enumerate(sizes) if size] for sizes in _SIZES]
+        first = [[group.index(number) for number in numbers] for group, numbers in zip(groups, kept, strict=True)]
+        group, self.kept, self.first = (torch.tensor(rows, device=device) for rows in (groups, kept, first))
+        self.plan = MergePlan(group, len(_SIZES[0]))
+        self.repeated = take_rows(self.x, group)
 
 
 def _compare(trial: Trial, tokens: _Tokens) -> Route | None:
     name = trial.family.context
     if trial.alone:
-        expected = trial.call(tokens.x, **{name: tokens.repeated})[:, tokens.kept]
+        expected = take_rows(trial.call(tokens.x, **{name: tokens.repeated}), tokens.kept)
     else:
-        expected = trial.call(tokens.repeated)[:, tokens.first]
+        expected = take_rows(trial.call(tokens.repeated), tokens.first)
     plain = _run(trial, tokens, tokens.x)
     effect = _distance(plain, expected)
     if not effect > _TELLS_NOTHING * expected.abs().max().item():
@@ -117,7 +127,8 @@ def _compare(trial: Trial, tokens: _Tokens) -> Route | None:
     # of the folded ways the closest, because two scales may be alike
     folded = [one for one in fitting if tried[one[1]][1].kind == FOLDED]
     if fitting:
-        return tried[min(folded or fitting)[1]][1]
+        masked = any(tried[number][1].kind == MASK for _, number in fitting)
+        return tried[min(folded or fitting)[1]][1]._replace(masked=masked)
     return Route(WITHOUT, "it takes neither wider heads nor a mask")
 
 
@@ -154,14 +165,15 @@ def _run(trial: Trial, tokens: _Tokens, x: torch.Tensor, route: Route | None = N
     if trial.alone or (route is not None and route.padded):
         named[trial.family.context] = x
     if route is None:
-        x, named = x[:, tokens.kept], {name: value[:, tokens.kept] for name, value in named.items()}
+        x = take_rows(x, tokens.kept)
+        named = dict.fromkeys(named, x)
         return trial.call(x, **named)
     if route.kind == MASK:
         named[trial.family.mask] = key_mask(tokens.plan, x)
     else:
         trial.wraps.now.call = folding_of(route, tokens.plan)
         x = padded(x, route)
-    return trial.call(x, **named)[:, tokens.kept]
+    return take_rows(trial.call(x, **named), tokens.kept)
 
 
 def _distance(one: torch.Tensor, other: torch.Tensor) -> float:

@@ -14,7 +14,7 @@ CHANNELS, HEADS, CONTEXT_CHANNELS, CONTEXT_TOKENS = 320, 8, 768, 77
 
 
 class CrossAttention(nn.Module):
-    """Attention from ``[B, N, C]`` to a context ``[B, M, D]``, or to itself."""
+    """Attention from ``[B, N, C]`` to a context ``[B, M, D]``, or to itself; with a mask, as ComfyUI's takes one."""
 
     def __init__(self, channels: int, context_channels: int) -> None:
         super().__init__()
@@ -24,14 +24,17 @@ class CrossAttention(nn.Module):
         self.to_v = nn.Linear(context_channels, channels, bias=False)
         self.to_out = nn.Linear(channels, channels)
 
-    def forward(self, x: torch.Tensor, context: torch.Tensor | None = None) -> torch.Tensor:
-        """``[B, N, C]`` to ``[B, N, C]``."""
+    def forward(
+        self, x: torch.Tensor, context: torch.Tensor | None = None, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """``[B, N, C]`` to ``[B, N, C]``. mask: ``[B, 1 or N, M]``, added to the logits."""
         context = x if context is None else context
         q, k, v = (
             part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for part in (self.to_q(x), self.to_k(context), self.to_v(context))
         )
-        return self.to_out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        mask = None if mask is None else mask[:, None]
+        return self.to_out(F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2))
 
 
 class FeedForward(nn.Module):

@@ -1,0 +1,55 @@
+"""What tests of size-aware keys share: the formula in float64, and what every merged self-attention was asked."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tome_core import MergeConfig, sized
+from tome_core.parts import SelfAttentionSite
+
+sides = pytest.mark.parametrize("side", ["qkv", "kv"])
+
+
+def everywhere(side: str, **more) -> MergeConfig:
+    return MergeConfig(side=side, max_downsample=8, use_rand=False, **more)
+
+
+def masked_formula(attention: nn.Module, x, keys, sizes, scale: float | None = None) -> torch.Tensor:
+    """``to_out(softmax(q k / sqrt(d) + log n) v)`` in float64; sizes: ``[B or 1, G]``."""
+    exact = copy.deepcopy(attention).double()
+    q, k, v = (
+        layer(tokens.double()).unflatten(-1, (exact.heads, -1)).transpose(1, 2)
+        for layer, tokens in ((exact.to_q, x), (exact.to_k, keys), (exact.to_v, keys))
+    )
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    logits = q @ k.transpose(-1, -2) * scale + sizes.double().log()[:, None, None]
+    out = (logits.softmax(-1) @ v).transpose(1, 2).flatten(2)
+    for layer in exact.to_out if isinstance(exact.to_out, nn.ModuleList) else [exact.to_out]:
+        out = layer(out)
+    return out
+
+
+@pytest.fixture
+def attended(monkeypatch) -> list:
+    """What every merged self-attention was asked and answered: (attention, plan, route, x, keys, out)."""
+    calls = []
+    attend = SelfAttentionSite._attend
+
+    def note(site, plan, route, x, kwargs):
+        keys = kwargs.get(site.family.context)
+        out = attend(site, plan, route, x, dict(kwargs))
+        calls.append((site.target, plan, route, x, x if keys is None else keys, out))
+        return out
+
+    monkeypatch.setattr(SelfAttentionSite, "_attend", note)
+    return calls
+
+
+@pytest.fixture
+def wide_heads(monkeypatch):
+    """Wider heads wherever they fit, as in large pictures on a GPU; else a CPU takes the mask."""
+    monkeypatch.setattr(sized, "_MASKED_UP_TO", {"cpu": 0})
