@@ -39,7 +39,7 @@ def test_a_phase_is_one_graph(name):
             pictures(SMALL, whole, handle, times), pictures(SMALL, plain, eager, times), strict=True
         ):
             assert torch.equal(found, expected)
-    assert backend.frame_count == len(plain_rules(config.rules))
+    assert backend.frame_count == len(plain_rules(config.rules, [1]))
 
 
 @pytest.mark.parametrize("name", ["sdxl", "one_level_ldm"])

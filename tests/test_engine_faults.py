@@ -94,5 +94,5 @@ def test_rules_are_a_list_of_rules(rules):
 
 @pytest.mark.parametrize("method", list(tome_core.methods.METHODS))
 def test_every_method_bears_an_early_mlp(method):
-    early, late = plain_rules((MergeRule(method=method, early_mlp=0.5),))
+    early, late = plain_rules((MergeRule(method=method, early_mlp=0.5),), [1])
     assert early.merge_mlp and not early.merge_attn and late.method == method

@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "methods": {"plan", "grid", "kernels", "methods"},
     "metric": {"grid"},
     "config": {"methods", "metric"},
-    "phases": {"config", "methods"},
+    "phases": {"config", "methods", "schedule"},
     "preset_table": set(),
     "presets": {"config", "preset_table"},
     "schedule": {"config"},

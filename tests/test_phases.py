@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import tome_core
 from tests.models import CASES, call_case
 from tome_core import PRESETS, MergeConfig, MergeRule, preset, ramp
-from tome_core.gate import pays
+from tome_core.gate import pays, pays_in_mlp
 from tome_core.phases import plain_rules
 
 CASE = next(case for case in CASES if case.name == "sd15")
@@ -25,21 +27,21 @@ def test_an_early_phase_is_what_two_rules_are():
     one = MergeConfig(side="kv", ratio=0.5, early_ratio=0.9, early_until=600.0)
     for timestep, keys in ((999, 26), (600, 26), (599, 128), (0, 128)):
         assert tokens_at(one, timestep) == ((256, 256, keys),), timestep
-    early, late = plain_rules(one.rules)
+    early, late = plain_rules(one.rules, [1])
     assert (early.sx, early.sy, early.min_timestep, late.min_timestep) == (4, 4, 600.0, None)
-    assert early.refine == 2 and late.refine == 0 and plain_rules((early, late)) == (early, late)
+    assert early.refine == 2 and late.refine == 0 and plain_rules((early, late), [1]) == (early, late)
 
 
 @pytest.mark.parametrize(("ratio", "side"), [(0.5, 2), (0.75, 2), (0.76, 4), (0.9375, 4), (0.95, 8), (1.0, 8)])
 def test_early_cells_are_as_large_as_the_ratio_needs(ratio, side):
-    early = plain_rules((MergeRule(early_ratio=ratio),))[0]
+    early = plain_rules((MergeRule(early_ratio=ratio),), [1])[0]
     assert (early.sx, early.sy) == (side, side)
     assert early.effective_ratio == min(ratio, 1 - 1 / 64)
 
 
 def test_an_early_phase_touches_self_attention_only():
     rule = MergeRule(ratio=0.5, early_ratio=0.75, merge_mlp=True, merge_crossattn=True)
-    early, late = plain_rules((rule,))
+    early, late = plain_rules((rule,), [1])
     assert early.merge_attn and not early.merge_mlp and not early.merge_crossattn
     assert late.merge_mlp and late.merge_crossattn
 
@@ -53,16 +55,60 @@ def test_the_mlp_early_only():
     assert "MLP" in str(handle.report())
 
 
+def mlp_calls(config, **call):
+    """Of each level, by its down-sampling: calls of parts that merged, where nothing but an MLP can."""
+    model = CASE.build()
+    with tome_core.patch(model, config) as handle:
+        call_case(CASE, model, **call)
+    return {level.downsample: level.calls_merged for level in handle.report().levels}
+
+
+def test_a_deep_mlp_merges_where_the_latent_is_halved_at_all_times():
+    """And nowhere else: the finest level costs seventy times as much."""
+    reaching = {None: [], 1: [], 2: [2], 8: [2, 4]}
+    for max_downsample, merged in reaching.items():
+        config = MergeConfig(ratio=0.0, deep_mlp=0.5, max_downsample=max_downsample)
+        for timestep in (999, 0):
+            found = mlp_calls(config, timestep=timestep, height=32, width=32)
+            assert [down for down, calls in found.items() if calls] == [d for d in merged if d in found], found
+
+
+def test_a_deep_mlp_leaves_the_rest_of_its_rule_as_it_is():
+    rule = MergeRule(side="kv", ratio=0.9, sx=4, sy=4, refine=1, query_ratio=0.25, deep_mlp=0.5, early_ratio=0.95,
+                     max_downsample=4)  # fmt: skip
+    deep, *others = plain_rules((rule,), [1, 2, 4, 8])
+    assert (deep.levels, deep.max_downsample, deep.ratio, deep.merge_mlp, deep.merge_attn) == ((1, 2), None, 0.5, True, False)
+    assert others == list(plain_rules((replace(rule, deep_mlp=0.0),), [1, 2, 4, 8]))
+    assert plain_rules((rule,), [1])[0].merge_attn, "nothing is deep there"
+
+
+def test_all_of_sdxl_is_deep():
+    config = MergeConfig(ratio=0.0, deep_mlp=0.5)
+    case = next(case for case in CASES if case.name == "sdxl")
+    model, vanilla = case.build(), case.build()
+    with tome_core.patch(model, config) as handle:
+        assert not torch.equal(call_case(case, model), call_case(case, vanilla))
+    assert handle.report().levels[0].calls_merged
+
+
+def test_the_mlp_pays_by_its_work():
+    deep = plain_rules((replace(preset("balanced"), deep_mlp=0.5, max_downsample=8),), [1, 2])[0]
+    sizes = ((1024, 1280), (4096, 640), (1024, 640), (4096, 320))
+    assert [pays_in_mlp(deep, *size, "cuda") for size in sizes] == [True, True, False, False]
+    assert pays_in_mlp(deep, 1024, 640, "cpu") and not pays_in_mlp(deep, 576, 1280, "cpu")
+    assert pays_in_mlp(MergeRule(merge_mlp=True), 4, 4, "cuda") and not pays_in_mlp(None, 4096, 640, "cpu")
+
+
 def test_a_ratio_of_nothing_early_leaves_early_steps_alone():
     config = MergeConfig(ratio=0.5, early_ratio=0.0)
     assert not tokens_at(config, 900) and tokens_at(config, 100)
 
 
 def test_a_rule_that_ends_before_the_phase_has_none():
-    assert len(plain_rules((MergeRule(early_ratio=0.75, max_timestep=400.0),))) == 1
+    assert len(plain_rules((MergeRule(early_ratio=0.75, max_timestep=400.0),), [1])) == 1
 
 
-@pytest.mark.parametrize("settings", [{"early_ratio": 1.5}, {"early_until": -1.0}, {"early_mlp": 0.8},
+@pytest.mark.parametrize("settings", [{"early_ratio": 1.5}, {"early_until": -1.0}, {"early_mlp": 0.8}, {"deep_mlp": 0.8},
     {"keep": 2000.0}, {"metric": "cosine"}, {"project": -1}, {"method": "downsample", "early_ratio": 0.5}])
 def test_what_is_out_of_range_is_named(settings):
     name, value = list(settings.items())[-1]
@@ -104,7 +150,7 @@ def test_a_model_starts_with_the_balanced_preset():
 def test_stronger_presets_leave_less_to_do():
     left = []
     for name in PRESETS:
-        rules = plain_rules((preset(name),))
+        rules = plain_rules((preset(name),), [1])
         late = [rule for rule in rules if not rule.min_timestep][-1]
         left.append((1 - late.effective_ratio) * (1 - late.query_ratio))
     assert left == sorted(left, reverse=True) and len(set(left)) == len(left)

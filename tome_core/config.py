@@ -174,6 +174,12 @@ class MergeRule:
         "only. What SDXL, whose time is mostly there, can gain by.",
         minimum=0.0, maximum=0.75, step=0.05, advanced=True,
     )
+    deep_mlp: float = _setting(
+        0.0, "Deep MLP ratio", "Merge this share of the tokens in the feed-forward layer too, at all times, in blocks at "
+        "half of the latent's resolution or less, where it does little harm: all of SDXL's, and of SD1.5's those beyond "
+        "the finest, where the level setting reaches them.",
+        minimum=0.0, maximum=0.75, step=0.05, advanced=True,
+    )
     only_if_it_pays: bool = _setting(
         False, "Only where it pays", "Leave a level alone where it has so few tokens that merging would take longer "
         "than it saves on this kind of device.", advanced=True,
@@ -251,7 +257,7 @@ class MergeRule:
     @property
     def is_off(self) -> bool:
         """True where the rule can merge nothing."""
-        if self.early_mlp or (self.early_ratio and self.merge_attn):
+        if self.early_mlp or self.deep_mlp or (self.early_ratio and self.merge_attn):
             return False
         return self.effective_ratio == 0 or not (self.merge_attn or self.merge_crossattn or self.merge_mlp)
 

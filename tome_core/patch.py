@@ -51,7 +51,7 @@ class Patch:
         places = find_blocks(unet)
         depths = sorted({place.halvings for place in places})
         downsamples = [2**depth for depth in depths]
-        self._covered = [ever_merges(plain_rules(config.rules), i, d) for i, d in enumerate(downsamples)]
+        self._covered = [ever_merges(plain_rules(config.rules, downsamples), i, d) for i, d in enumerate(downsamples)]
         self._notes = _notes(config, self._covered, downsamples)
         tallies = [LevelTally(2**depth, sum(p.halvings == depth for p in places)) for depth in depths]
         ledger = Ledger(tallies, self._notes)
@@ -336,6 +336,8 @@ def _describe(rule: MergeRule) -> str:
         text += ", size-aware"
     if rule.has_early_phase:
         text += f", {_describe_early(rule)}"
+    if rule.deep_mlp:
+        text += f", {rule.deep_mlp:.0%} of the deep MLP"
     limits = []
     if rule.uses_percent:
         limits.append(f"{rule.start_percent:.0%} to {rule.end_percent:.0%} of the schedule")

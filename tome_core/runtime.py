@@ -79,7 +79,7 @@ class Run:
         # times given in percent or sigma from outside are Stable Diffusion's where nothing else is known
         self.schedule = schedule or NoiseSchedule.stable_diffusion()
         self.ledger = ledger
-        self.in_order = plain_rules(config.rules)
+        self.in_order = plain_rules(config.rules, self.downsamples)
         self.uses_time = any(rule.uses_time for rule in self.in_order)
         self.uses_pixels = any(rule.min_pixels for rule in self.in_order)
         self.wants_time = self.uses_time or any(rule.keep for rule in self.in_order)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from .config import MergeRule
-from .gate import pays
+from .gate import pays, pays_in_mlp
 from .grid import Grid
 from .matching import Matcher
 from .methods import METHODS
@@ -157,7 +157,7 @@ class BlockSite(Wrap):
         tokens = outer.grid.height * outer.grid.width
         if index(x.shape[0]) != outer.batch or index(x.shape[1]) != tokens:
             return self._skip(x, "the tokens are not the picture's grid")
-        rules = LevelRules(*(rule if pays(rule, tokens, x.device.type) else None for rule in rules))
+        rules = _that_pay(rules, tokens, index(x.shape[2]), x.device.type)
         if rules.attn is None and rules.crossattn is None and rules.mlp is None:
             return self._skip(x, "so few tokens that merging would not pay")
         # one rule, one match: a block matches once however many of its parts merge
@@ -197,6 +197,11 @@ class BlockSite(Wrap):
 
     def _skip(self, x: torch.Tensor, reason: str) -> None:
         self.run.ledger.skip(self.level, "block", reason, x.shape[0] * x.shape[1] * x.shape[1])
+
+
+def _that_pay(rules: LevelRules, tokens: int, channels: int, device: str) -> LevelRules:
+    attn, crossattn = (rule if pays(rule, tokens, device) else None for rule in (rules.attn, rules.crossattn))
+    return LevelRules(attn, crossattn, rules.mlp if pays_in_mlp(rules.mlp, tokens, channels, device) else None)
 
 
 def named(kwargs: dict, names: tuple[str, ...]) -> Any:
