@@ -34,6 +34,7 @@ SETTINGS = {
     "early_ratio": "early_ratio",
     "early_until": "early_until",
     "early_mlp": "early_mlp",
+    "deep_mlp": "deep_mlp",
     "proportional": "proportional",
     "metric": "metric",
     "refine": "refine",

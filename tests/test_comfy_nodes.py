@@ -252,7 +252,7 @@ def test_inputs_are_in_their_documented_order_and_none_is_called_seed():
     assert [*types["required"], *types["optional"]] == [
         "model", "preset", "ratio", "level", "start_percent", "end_percent", "min_pixels", "method", "merge_what",
         "merge_crossattn", "merge_mlp", "sx", "sy", "use_rand", "merge_seed", "early_ratio", "early_until", "early_mlp",
-        "proportional", "metric", "refine", "query_ratio", "window", "share", "project", "keep",
+        "deep_mlp", "proportional", "metric", "refine", "query_ratio", "window", "share", "project", "keep",
         "only_if_it_pays",
     ]  # fmt: skip
 
