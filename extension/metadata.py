@@ -31,6 +31,7 @@ KEYS = {
     "early_ratio": "ToMe early ratio",
     "early_until": "ToMe early until",
     "early_mlp": "ToMe early MLP",
+    "deep_mlp": "ToMe deep MLP",
     "proportional": "ToMe size-aware keys",
     "metric": "ToMe compare",
     "refine": "ToMe refinement",

@@ -94,6 +94,7 @@ FIELDS = (
     _from_engine("early_ratio"),
     _from_engine("early_until"),
     _from_engine("early_mlp"),
+    _from_engine("deep_mlp"),
     _from_engine("proportional"),
     _from_engine("metric"),
     _from_engine("refine"),

@@ -77,7 +77,8 @@ def test_a_deep_mlp_leaves_the_rest_of_its_rule_as_it_is():
     rule = MergeRule(side="kv", ratio=0.9, sx=4, sy=4, refine=1, query_ratio=0.25, deep_mlp=0.5, early_ratio=0.95,
                      max_downsample=4)  # fmt: skip
     deep, *others = plain_rules((rule,), [1, 2, 4, 8])
-    assert (deep.levels, deep.max_downsample, deep.ratio, deep.merge_mlp, deep.merge_attn) == ((1, 2), None, 0.5, True, False)
+    assert (deep.levels, deep.max_downsample, deep.ratio) == ((1, 2), None, 0.5)
+    assert deep.merge_mlp and not deep.merge_attn
     assert others == list(plain_rules((replace(rule, deep_mlp=0.0),), [1, 2, 4, 8]))
     assert plain_rules((rule,), [1])[0].merge_attn, "nothing is deep there"
 
@@ -108,8 +109,9 @@ def test_a_rule_that_ends_before_the_phase_has_none():
     assert len(plain_rules((MergeRule(early_ratio=0.75, max_timestep=400.0),), [1])) == 1
 
 
-@pytest.mark.parametrize("settings", [{"early_ratio": 1.5}, {"early_until": -1.0}, {"early_mlp": 0.8}, {"deep_mlp": 0.8},
-    {"keep": 2000.0}, {"metric": "cosine"}, {"project": -1}, {"method": "downsample", "early_ratio": 0.5}])
+@pytest.mark.parametrize("settings", [{"early_ratio": 1.5}, {"early_until": -1.0}, {"early_mlp": 0.8},
+    {"deep_mlp": 0.8}, {"keep": 2000.0}, {"metric": "cosine"}, {"project": -1},
+    {"method": "downsample", "early_ratio": 0.5}])
 def test_what_is_out_of_range_is_named(settings):
     name, value = list(settings.items())[-1]
     with pytest.raises(ValueError, match=rf"{name}={value!r}"):
