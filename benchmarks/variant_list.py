@@ -16,6 +16,10 @@ RATIOS = (0.25, 0.5, 0.75)
 KEY_SETTINGS = ((0.5, 2), (0.75, 2), (0.9, 4), (0.9375, 4), (0.984, 8))
 # of the line the presets are chosen from
 FRONT = ((0.4, 2), (0.5, 2), (0.6, 2), (0.7, 2), (0.8, 4), (0.85, 4), (0.89, 4), (0.9375, 4), (0.96, 8), (0.984, 8))
+# of the levels below the finest: keys and values merged as hard as any preset does, and the MLP
+BELOW = (1, 2)
+KEYS_BELOW = ((0.9375, 4), (0.984, 8))
+MLP_BELOW = (0.25, 0.5, 0.75)
 NOISY = 600  # the timestep from which on merging costs nearly nothing
 
 
@@ -56,6 +60,18 @@ def _merged_keys() -> Iterator[Variant]:
         yield _engine("merged keys", _setting(ratio, cell), _kv_rule(ratio, cell, **more))
     for name in PRESETS:
         yield Variant("preset", name, variants.named_preset(name), code="engine")
+
+
+def _below() -> Iterator[Variant]:
+    """What merging costs where the latent is halved and quartered, and what setting that to zero does."""
+    for ratio, cell in KEYS_BELOW:
+        more = {"metric": "keys+values", "refine": 1, "levels": BELOW}
+        yield _engine("keys below", _setting(ratio, cell), _kv_rule(ratio, cell, **more))
+    for ratio in MLP_BELOW:
+        yield _engine("MLP below", str(ratio), {"ratio": 0.0, "deep_mlp": ratio, "levels": BELOW, "use_rand": False})
+    yield Variant("zero below", "attention", variants.zeroed("attn1", BELOW), code="torch")
+    yield Variant("zero below", "MLP", variants.zeroed("ff", BELOW), code="torch")
+    yield _engine("MLP at the finest", "0.5", {"ratio": 0.5, "merge_attn": False, "merge_mlp": True, "use_rand": False})
 
 
 def _setting(ratio: float, cell: int) -> str:
@@ -127,7 +143,7 @@ def _schedules() -> Iterator[Variant]:
 
 def _everything() -> dict[str, Variant]:
     tomesd = [Variant("tomesd", str(ratio), variants.tomesd(ratio), "tomesd", "tomesd") for ratio in RATIOS]
-    parts = (_yardsticks_and_controls(), tomesd, _unsized(), _sized(), _merged_keys(), _better_and_worse_groups(),
+    parts = (_yardsticks_and_controls(), tomesd, _unsized(), _sized(), _merged_keys(), _below(), _better_and_worse_groups(),
              _schedules())  # fmt: skip
     return {variant.name: variant for part in parts for variant in part}
 

@@ -12,6 +12,7 @@ from torch import nn
 
 import tome_core
 from benchmarks.reference_patch import Phase, Recipe, Reference, finest
+from tome_core.families import find_blocks
 
 Role = Literal["plain", "method", "tomesd", "control", "yardstick"]
 PutOn = Callable[[nn.Module, int], AbstractContextManager]
@@ -86,6 +87,24 @@ def engine(*rules: dict[str, Any]) -> PutOn:
 def named_preset(name: str) -> PutOn:
     """One of tome_core's presets, also on grids that it would leave alone."""
     return engine(asdict(replace(tome_core.preset(name), only_if_it_pays=False)))
+
+
+def zeroed(part: str, levels: tuple[int, ...]) -> PutOn:
+    """Nothing comes out of this part of the blocks at these levels, 0 the finest."""
+
+    @contextmanager
+    def put_on(unet: nn.Module, seed: int) -> Iterator[None]:
+        places = find_blocks(unet)
+        depths = sorted({place.halvings for place in places})
+        parts = [getattr(place.block, part) for place in places if depths.index(place.halvings) in levels]
+        hooks = [one.register_forward_hook(lambda module, args, out: torch.zeros_like(out)) for one in parts]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    return put_on
 
 
 def reference(*phases: tuple[float, Recipe]) -> PutOn:
