@@ -3,7 +3,9 @@
 A preset may spend a share of the attention work, on average over the noise schedule. Noisy steps bear far more
 merging than late ones, so every pair of settings, one for the early and one for the late steps, is looked at, with
 every time between them; the pair with the least deviation over all checkpoints within the budget is the preset.
-Needs results of ``python -m benchmarks.quality`` with the rows "merged keys"; writes ``tome_core/preset_table.py``.
+Levels below the finest, and their MLPs, are added as far as they add little to that: which of them a picture has
+depends on the model's family and on its size. Needs results of ``python -m benchmarks.quality`` with the rows
+"merged keys", and for the latter "keys below" and "MLP below"; writes ``tome_core/preset_table.py``.
 """
 
 from __future__ import annotations
@@ -16,9 +18,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import results
-from benchmarks.quality_figures import sections
+from benchmarks.quality_figures import Noised, sections
 from benchmarks.quality_rows import TIMES
-from benchmarks.variant_list import FRONT
+from benchmarks.variant_list import FRONT, KEYS_BELOW, MLP_BELOW
 
 TABLE = Path(__file__).parents[1] / "tome_core" / "preset_table.py"
 # share of the attention work that each may spend, and what it has beside the keys and values
@@ -27,6 +29,9 @@ BESIDE = {"max": {"query_ratio": 0.5}}
 # of all of them; kept for 100 timesteps a match serves three steps of 20 (measured: 2 % more deviation 50 timesteps
 # later, 16 % more 100 later, 6 % on average)
 _COMMON = {"side": "kv", "metric": "keys+values", "use_rand": False, "keep": 100.0, "only_if_it_pays": True}
+# of a preset's deviation: what the levels below the finest may add to it with their keys, and with their MLPs
+BELOW_SHARE = 0.2
+_EVERY_LEVEL = 8  # times smaller than the latent: the deepest that these models have
 _EDGES = tuple((low + high) / 2 for low, high in pairwise(TIMES))
 _TOLERANCE = 0.002  # of a budget: ratios of whole tokens and cells come near it, not upon it
 
@@ -38,6 +43,23 @@ class Point(NamedTuple):
     cell: int
     work: float
     dev: tuple[float, ...]
+
+
+class Below(NamedTuple):
+    """What merging below the finest level costs, per cent of the v-loss: keys by ratio, the MLP by ratio."""
+
+    keys: dict[float, float]
+    mlp: dict[float, float]
+
+    def settings(self, choice: Choice) -> dict[str, Any]:
+        """What of it a preset may have besides, as `MergeRule` takes it."""
+        allowed = BELOW_SHARE * choice.dev
+        hardest = max(point.ratio for point in (choice.late, choice.early) if point is not None)
+        keys = [dev for ratio, dev in self.keys.items() if ratio >= hardest]
+        if not keys or min(keys) > allowed:
+            return {}
+        ratios = [ratio for ratio, dev in self.mlp.items() if dev <= allowed]
+        return {"max_downsample": _EVERY_LEVEL, **({"deep_mlp": max(ratios)} if ratios else {})}
 
 
 class Choice(NamedTuple):
@@ -58,16 +80,31 @@ class Choice(NamedTuple):
 
 def front(records: Sequence[dict]) -> list[Point]:
     """The settings that were measured on every checkpoint of these results. Raises ValueError where there are none."""
-    found = [section.noised for record in records for section in sections(record)]
     points = []
     for ratio, cell in FRONT:
-        name = f"merged-keys-{ratio}" + (f"-cells-{cell}" if cell != 2 else "")
-        if found and all(name in noised and len(noised[name].dev_at) == len(TIMES) for noised in found):
-            mean = tuple(sum(noised[name].dev_at[i].value for noised in found) / len(found) for i in range(len(TIMES)))
-            points.append(Point(ratio, cell, found[0][name].work, mean))
+        found = _measured(records, "merged-keys", ratio, cell)
+        if found:
+            mean = tuple(_mean([one.dev_at[i].value for one in found]) for i in range(len(TIMES)))
+            points.append(Point(ratio, cell, found[0].work, mean))
     if not points:
         raise ValueError("no result has rows of merged keys at all times; run python -m benchmarks.quality first")
     return points
+
+
+def below(records: Sequence[dict]) -> Below:
+    """What these results say of the levels below the finest; empty where they say nothing."""
+    keys = {ratio: _measured(records, "keys-below", ratio, cell) for ratio, cell in KEYS_BELOW}
+    mlp = {ratio: _measured(records, "MLP-below", ratio) for ratio in MLP_BELOW}
+    return Below(*({ratio: _mean([one.dev.value for one in found]) for ratio, found in line.items() if found}
+                   for line in (keys, mlp)))  # fmt: skip
+
+
+def _measured(records: Sequence[dict], line: str, ratio: float, cell: int = 2) -> list[Noised]:
+    """One setting on each checkpoint of the results that have it; none where a checkpoint or a time is missing."""
+    name = f"{line}-{ratio}" + (f"-cells-{cell}" if cell != 2 else "")
+    with_it = [record for record in records if any(one["name"] == name for one in record["settings"]["variants"])]
+    found = [section.noised.get(name) for record in with_it for section in sections(record)]
+    return found if all(one is not None and len(one.dev_at) == len(TIMES) for one in found) else []
 
 
 def choose(points: Sequence[Point], budget: float) -> Choice:
@@ -93,7 +130,7 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def written(choices: dict[str, Choice], sources: Sequence[str]) -> str:
+def written(choices: dict[str, Choice], deeper: Below, sources: Sequence[str]) -> str:
     """The module that holds the table."""
     lines = [
         '"""What each preset stands for. Generated by ``python -m benchmarks.presets``: run that, do not edit this.',
@@ -104,12 +141,14 @@ def written(choices: dict[str, Choice], sources: Sequence[str]) -> str:
         f"_ALL = {_literal(_COMMON)}",
         "",
         "# preset -> settings of one `MergeRule`. work: share of self-attention's products that is left, on average",
-        "# over the noise schedule; deviation: of the prediction, in % of the v-loss.",
+        "# over the noise schedule; deviation: of the prediction, in % of the v-loss. Both at the finest level; keys",
+        f"# and MLPs below it add at most {BELOW_SHARE:.0%} each.",
         "TABLE = {",
     ]
     for name, choice in choices.items():
+        settings = choice.settings() | BESIDE.get(name, {}) | deeper.settings(choice)
         lines.append(f"    # work {choice.work:.3f}, deviation {choice.dev:.2f}")
-        lines.append(f'    "{name}": {{**_ALL, {_literal(choice.settings() | BESIDE.get(name, {}))[1:]},')
+        lines.append(f'    "{name}": {{**_ALL, {_literal(settings)[1:]},')
     return "\n".join([*lines, "}", ""])
 
 
@@ -128,12 +167,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=TABLE, metavar="FILE", help="default: the engine's own table")
     options = parser.parse_args(arguments)
     try:
-        points = front([results.load(path) for path in options.results])
+        records = [results.load(path) for path in options.results]
+        points, deeper = front(records), below(records)
         choices = {name: choose(points, budget) for name, budget in BUDGETS.items()}
     except (ValueError, OSError, results.ResultError) as error:
         print(error, file=sys.stderr)
         return 2
-    text = written(choices, [path.name for path in options.results])
+    text = written(choices, deeper, [path.name for path in options.results])
     options.output.write_text(text, encoding="utf-8")
     print(text)
     return 0

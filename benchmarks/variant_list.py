@@ -143,8 +143,8 @@ def _schedules() -> Iterator[Variant]:
 
 def _everything() -> dict[str, Variant]:
     tomesd = [Variant("tomesd", str(ratio), variants.tomesd(ratio), "tomesd", "tomesd") for ratio in RATIOS]
-    parts = (_yardsticks_and_controls(), tomesd, _unsized(), _sized(), _merged_keys(), _below(), _better_and_worse_groups(),
-             _schedules())  # fmt: skip
+    parts = (_yardsticks_and_controls(), tomesd, _unsized(), _sized(), _merged_keys(), _below(),
+             _better_and_worse_groups(), _schedules())  # fmt: skip
     return {variant.name: variant for part in parts for variant in part}
 
 

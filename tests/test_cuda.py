@@ -66,6 +66,40 @@ def test_a_compiled_block_gives_the_bits_of_its_own_earlier_runs():
     assert all(torch.equal(result, results[0]) for result in results)
 
 
+@pytest.mark.parametrize("name", [None, *tome_core.PRESETS])
+def test_a_block_recorded_into_a_cuda_graph_gives_what_it_gives_without(name):
+    block, inputs = make_block("cuda", torch.float16), make_inputs(64, 2, "cuda", torch.float16)
+    other = tuple(torch.randn_like(one) for one in inputs)
+    config = tome_core.MergeConfig() if name is None else name
+    with torch.inference_mode(), tome_core.patch(block, config, host_clock=True) as handle:
+        handle.set_time(timestep=500.0)
+        expected = [block(*given) for given in (inputs, other)]
+        graph, held = torch.cuda.CUDAGraph(), tuple(one.clone() for one in inputs)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            block(*held)
+        torch.cuda.current_stream().wait_stream(stream)
+        handle.set_time(timestep=500.0, sampling="kept")
+        with torch.cuda.graph(graph):
+            out = block(*held)
+        for given, wanted in zip((inputs, other, inputs), (*expected, expected[0]), strict=True):
+            for place, value in zip(held, given, strict=True):
+                place.copy_(value)
+            graph.replay()
+            assert torch.equal(out, wanted)
+
+
+@pytest.mark.parametrize("name", tome_core.PRESETS)
+def test_a_compiled_block_runs_in_cuda_graphs(name):
+    block, inputs = make_block("cuda", torch.float16), make_inputs(64, 2, "cuda", torch.float16)
+    with torch.inference_mode(), tome_core.patch(block, name, host_clock=True) as handle:
+        handle.set_time(timestep=500.0, sampling="a")
+        compiled = torch.compile(block, fullgraph=True, mode="reduce-overhead")
+        results = [compiled(*inputs).clone() for _ in range(6)]
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
 def skip_without_kernels():
     if not kernels.ready(torch.zeros(1, device="cuda")):
         pytest.skip("no Triton kernels here: Triton is missing, or the GPU is older than Ampere")

@@ -13,7 +13,7 @@ from benchmarks.speed_memory import operators
 from tests.models import CASES, call_case
 from tests.sized_attention import wide_heads  # noqa: F401
 from tests.tiny_pipeline import write_folder
-from tome_core import MergeConfig, kernels, matching
+from tome_core import MergeConfig, kernels, matching, runtime, sites, sized
 from tome_core.keep import Sampling
 from tome_core.sd_block import make_block, make_inputs
 
@@ -124,6 +124,36 @@ def test_nothing_is_kept_where_a_backward_pass_may_follow(model, work):
             x, text = torch.randn(1, 4, 16, 16), torch.randn(1, 7, 32)
             CASE.call(model, x, timestep, text).sum().backward()
     assert work == ["match"] * 2 * blocks(handle)
+
+
+def test_nothing_is_kept_in_a_cuda_graph_nor_taken_into_one(model, work, monkeypatch):
+    """Its replays write where its tensors lie, and read what may be gone; and nothing may wait for the device."""
+    with torch.no_grad(), tome_core.patch(model, KEPT) as handle:
+        step(model, handle, 900)
+        with monkeypatch.context() as recording:
+            for place in (sites, runtime):
+                recording.setattr(place, "is_captured", torch.is_tensor)
+            step(model, handle, 880)
+        assert work == ["match"] * 2 * blocks(handle)
+        step(model, handle, 860)
+        assert work == ["match"] * 2 * blocks(handle), "what was kept before is still there"
+
+
+def test_a_cuda_graph_is_recorded_without_trying_anything_out(model, monkeypatch):
+    with torch.no_grad(), tome_core.patch(model, KEPT) as handle:
+        call_case(CASE, model)
+        before = handle.report().levels[0].routes
+        monkeypatch.setattr(sites, "is_captured", torch.is_tensor)
+        monkeypatch.setattr(sized, "find_route", lambda *_: pytest.fail("tried out"))
+        handle.reset_counts()
+        call_case(CASE, model)
+        assert handle.report().levels[0].routes == before
+        for site in handle._wraps:
+            if getattr(site, "sized", None) is not None:
+                site.sized.routes.found.clear()
+        handle.reset_counts()
+        call_case(CASE, model)
+        assert all(route.startswith("without") for route in handle.report().levels[0].routes)
 
 
 def test_a_copy_keeps_nothing_of_its_original(model, work):

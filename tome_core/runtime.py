@@ -133,13 +133,13 @@ class Run:
         """
         if not torch.compiler.is_compiling():
             self.ledger.begin_call()
-            if self.wants_time and not self.time_is_given:
+            if self.wants_time and not self.time_is_given and not is_captured(latent):
                 self._look_at(timestep)
         rules = self.rules
         if self.uses_pixels and torch.is_tensor(latent) and latent.dim() == 4:
             pixels = latent.shape[2] * latent.shape[3] * _PIXELS_PER_LATENT
             rules = choose(self.live, self.downsamples, pixels)
-        self.call = Call(timestep, rules, {}, self._kept())
+        self.call = Call(timestep, rules, {}, self._kept(latent))
 
     def _look_at(self, timestep: Any) -> None:
         """The time of this call: among its arguments, as the scheduler gave it, or by waiting for the device."""
@@ -153,9 +153,12 @@ class Run:
         elif self.uses_time:
             self._choose(self._moment(_common_value(timestep), None, everything=self.knows_schedule))
 
-    def _kept(self) -> KeptPlans | None:
-        """Inside a compiled model kept plans would be a graph's outputs; a backward pass would meet later ones."""
-        if torch.compiler.is_compiling() or torch.is_grad_enabled():
+    def _kept(self, latent: Any) -> KeptPlans | None:
+        """Inside a compiled model kept plans would be a graph's outputs; a backward pass would meet later ones.
+
+        In a CUDA graph they would lie where its next replay writes, or be gone when it reads them.
+        """
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or is_captured(latent):
             return None
         return (self.sampling if self.time_is_given else self._mine.sampling).next_call()
 
@@ -163,9 +166,9 @@ class Run:
         """The call is over; nothing of it is kept."""
         self.call = None
 
-    def call_without_time(self) -> Call:
-        """What stands for the UNet's call where somebody runs a part of it by itself."""
-        return Call(None, self.rules, {}, self._kept())
+    def call_without_time(self, x: Any) -> Call:
+        """What stands for the UNet's call where somebody runs a part of it by itself. x: the part's input."""
+        return Call(None, self.rules, {}, self._kept(x))
 
     def _moment(self, timestep: float | None, percent: float | None, everything: bool) -> Time:
         if timestep is None:
@@ -200,6 +203,13 @@ class Run:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _mine=Pictures(), lock=threading.RLock())
+
+
+def is_captured(x: Any) -> bool:
+    """Are kernels on this tensor being recorded into a CUDA graph? Nothing may wait for them there, or outlive it."""
+    if torch.compiler.is_compiling() or not torch.is_tensor(x) or not x.is_cuda:
+        return False
+    return torch.cuda.is_current_stream_capturing()
 
 
 def _common_value(timestep: Any) -> float | None:

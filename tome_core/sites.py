@@ -18,7 +18,7 @@ from .matching import Matcher
 from .methods import METHODS
 from .plan import MergePlan
 from .probe import WITHOUT, Route
-from .runtime import CallMemory, GridCall, MergeMap, Run
+from .runtime import CallMemory, GridCall, MergeMap, Run, is_captured
 from .schedule import LevelRules
 from .sized import OVERRIDDEN, SizedKeys, brings_its_own_attention
 from .wrap import Now, Wrap
@@ -89,7 +89,7 @@ class TransformerSite(Wrap):
         x = args[0] if args else named(kwargs, _INPUT_NAMES)
         if not self.active or not torch.is_tensor(x) or x.dim() != 4:
             return self.original(*args, **kwargs)
-        call = self.run.call or self.memory.recall(x) or self.run.call_without_time()
+        call = self.run.call or self.memory.recall(x) or self.run.call_without_time(x)
         self.memory.keep(x, call, self.target.training)
         self.now.call = GridCall(call, index(x.shape[0]), Grid(index(x.shape[2]), index(x.shape[3])))
         try:
@@ -171,19 +171,22 @@ class BlockSite(Wrap):
             return self._skip(x, "the grid is too small for the ratio to remove a token")
         if attn is None:
             self.run.ledger.keep(self.level, outer.batch * tokens * tokens)
-        self._keep_map(outer.grid, attn or crossattn or mlp)
+        if self.run.maps is not None and not is_captured(x):
+            self._keep_map(outer.grid, attn or crossattn or mlp)
         return BlockCall(attn, crossattn, mlp, outer.batch, tokens)
 
     def _keep_map(self, grid: Grid, merging: Merging) -> None:
         """Only where somebody asked to see it: fetching a map waits for the device."""
-        if self.run.maps is not None and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling():
             plan = merging.plan
             self.run.maps[self.level] = MergeMap(grid, plan.group.cpu(), plan.num_groups)
 
     def _route(self, x: torch.Tensor, rule: MergeRule | None, arguments: tuple) -> Route | None:
         if rule is None or self.sized is None or not rule.sizes_keys:
             return None
-        return OVERRIDDEN if brings_its_own_attention(arguments) else self.sized.route(x, rule.effective_side == "kv")
+        if brings_its_own_attention(arguments):
+            return OVERRIDDEN
+        return self.sized.route(x, rule.effective_side == "kv", is_captured(x))
 
     def _match(
         self, x: torch.Tensor, outer: GridCall, rule: MergeRule | None, part: str, route: Route | None = None

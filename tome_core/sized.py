@@ -68,10 +68,10 @@ class SizedKeys:
         """Take the wraps of the projections off."""
         self.wraps.uninstall()
 
-    def route(self, x: torch.Tensor, alone: bool) -> Route:
+    def route(self, x: torch.Tensor, alone: bool, captured: bool = False) -> Route:
         """The way this call takes. x: the block's input; alone: keys are merged without the queries.
 
-        While a compiler traces nothing can be tried out, so the last answer holds.
+        While a compiler traces, or a CUDA graph records, nothing can be tried out: what was found before holds.
         """
         if torch.compiler.is_compiling():
             if self.settled.kind != FOLDED or self.wraps.are_in_force():
@@ -81,6 +81,8 @@ class SizedKeys:
             self.wraps.install()
         weight = next(self.attention.parameters(), x)
         dtype = weight.dtype if weight.dtype in _FLOATS else x.dtype
+        if captured:
+            return self.routes.found.get(self._kind(x.device, dtype, alone), NOT_ASKED)
         self.settled = self._ask(x.device, dtype, alone) or self._give_up(x.device, dtype, alone)
         return self.settled
 
