@@ -33,6 +33,7 @@ _COMMON = {"side": "kv", "metric": "keys+values", "use_rand": False, "keep": 100
 BELOW_SHARE = 0.2
 _EVERY_LEVEL = 8  # times smaller than the latent: the deepest that these models have
 _EDGES = tuple((low + high) / 2 for low, high in pairwise(TIMES))
+_PAIRS = 3  # of settings in the first line of a preset
 _TOLERANCE = 0.002  # of a budget: ratios of whole tokens and cells come near it, not upon it
 
 
@@ -148,7 +149,9 @@ def written(choices: dict[str, Choice], deeper: Below, sources: Sequence[str]) -
     for name, choice in choices.items():
         settings = choice.settings() | BESIDE.get(name, {}) | deeper.settings(choice)
         lines.append(f"    # work {choice.work:.3f}, deviation {choice.dev:.2f}")
-        lines.append(f'    "{name}": {{**_ALL, {_literal(settings)[1:]},')
+        pairs = [_literal({key: value})[1:-1] for key, value in settings.items()]
+        lines.append(f'    "{name}": {{**_ALL, {", ".join(pairs[:_PAIRS])},')
+        lines.append(f"        {', '.join(pairs[_PAIRS:])}}},")
     return "\n".join([*lines, "}", ""])
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -85,14 +84,13 @@ def _ours(**settings: object) -> Callable[[nn.Module], None]:
 
 
 def _preset(name: str, timestep: float) -> Callable[[nn.Module], None]:
-    """A preset, also on grids that it would leave alone. A call of the UNet is at this time, and matches anew.
+    """A preset. A call of the UNet is at this time, and matches anew.
 
     Who makes pictures tells the time with what is left at ``unet.tell_time``, as hosts do.
     """
 
     def apply(unet: nn.Module) -> None:
-        rule = replace(tome_core.preset(name), only_if_it_pays=False)
-        handle = tome_core.patch(unet, tome_core.MergeConfig(rules=(rule,)), host_clock=True)
+        handle = tome_core.patch(unet, name, host_clock=True)
         handle.set_time(timestep=timestep)
         unet.tell_time = handle.set_time
 

@@ -11,7 +11,8 @@ import tome_core
 from benchmarks import presets, results
 from benchmarks.quality_rows import TIMES
 
-FRONT = Path(__file__).parents[1] / "benchmarks/results/front-cpu-2026-11-21.json"
+RESULTS = Path(__file__).parents[1] / "benchmarks/results"
+FRONT, BELOW = RESULTS / "front-cpu-2026-11-21.json", RESULTS / "below-cpu-2026-11-21.json"
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +22,7 @@ def points():
 
 def test_the_shipped_table_is_made_from_the_committed_result(tmp_path):
     output = tmp_path / "table.py"
-    assert presets.main([str(FRONT), "--output", str(output)]) == 0
+    assert presets.main([str(FRONT), str(BELOW), "--output", str(output)]) == 0
     assert output.read_text(encoding="utf-8") == presets.TABLE.read_text(encoding="utf-8")
 
 
@@ -43,6 +44,24 @@ def test_no_pair_of_settings_within_the_budget_does_less_harm(points, name):
             assert choice.dev <= dev + 1e-9, (late.ratio, early.ratio, place)
     rule = tome_core.preset(name)
     assert all(getattr(rule, key) == value for key, value in choice.settings().items())
+
+
+@pytest.mark.parametrize("name", tome_core.PRESETS)
+def test_levels_below_the_finest_add_at_most_their_share(points, name):
+    deeper, choice = presets.below([results.load(BELOW)]), presets.choose(points, presets.BUDGETS[name])
+    rule, allowed = tome_core.preset(name), presets.BELOW_SHARE * choice.dev
+    assert (rule.max_downsample, rule.deep_mlp) == (8, deeper.settings(choice)["deep_mlp"])
+    assert deeper.mlp[rule.deep_mlp] <= allowed
+    assert all(dev > allowed for ratio, dev in deeper.mlp.items() if ratio > rule.deep_mlp)
+    assert max(deeper.keys.values()) <= allowed or name == "quality"
+
+
+def test_a_preset_stays_at_the_finest_level_where_nothing_is_known_of_others_or_they_add_too_much(points):
+    choice = presets.choose(points, presets.BUDGETS["balanced"])
+    assert presets.below([results.load(FRONT)]).settings(choice) == {}
+    assert presets.Below({0.984: choice.dev}, {0.5: 0.0}).settings(choice) == {}
+    assert presets.Below({0.9375: 0.0}, {0.5: 0.0}).settings(choice) == {}, "its early steps are merged harder"
+    assert presets.Below({0.984: 0.0}, {0.5: choice.dev}).settings(choice) == {"max_downsample": 8}
 
 
 def test_a_budget_below_everything_measured_is_refused(points):
