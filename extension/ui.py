@@ -81,14 +81,19 @@ class Panel:
         _show(note, self._shown["preset"])
 
     def _connect_presets(self) -> None:
-        """`input` is what a person does; `change` would hear our own filling-in too, and in gradio 4 some inputs do."""
+        """`input` is what a person does; `change` would hear our own filling-in too, and in gradio 4 some inputs do.
+
+        Both gradios drop an event while its like is unanswered, so behind each answer is asked what came meanwhile.
+        """
         enabled, preset, note = (self._made[name] for name in ("enabled", "preset", FILLED_WITH))
         filled = [self._made[name] for name in FILLED]
         quietly = {"show_progress": False, "queue": False}
-        preset.input(fn=chosen, inputs=[preset], outputs=[enabled, note, *filled], **quietly)
+        choosing = {"outputs": [enabled, note, *filled], **quietly}
+        preset.input(fn=chosen, inputs=[preset], **choosing).then(fn=caught_up, inputs=[preset, note], **choosing)
         enabled.change(fn=switched, inputs=[enabled, preset], outputs=[preset, note, *filled], **quietly)
+        touching = {"fn": touched, "inputs": [preset, note, *filled], "outputs": [preset, note], **quietly}
         for control in filled:
-            control.input(fn=touched, inputs=[preset, *filled], outputs=[preset, note], **quietly)
+            control.input(**touching).then(**touching)
 
     def _add(self, name: str) -> None:
         one = field(name)
@@ -116,6 +121,11 @@ def chosen(preset: str) -> list[Any]:
     return [gr.update(value=False) if preset == NO_PRESET else gr.update(), *_filled(preset)]
 
 
+def caught_up(preset: str, note: str) -> list[Any]:
+    """For the same, when that is answered: the choice that was made meanwhile. note: of `FILLED_WITH`."""
+    return [gr.update() for _ in ("enabled", FILLED_WITH, *FILLED)] if note == preset else chosen(preset)
+
+
 def switched(is_on: bool, preset: str) -> list[Any]:
     """For the preset, `FILLED_WITH` and all of `FILLED`, when it is switched: on and "off" do not go together."""
     if is_on and preset == NO_PRESET:
@@ -123,10 +133,13 @@ def switched(is_on: bool, preset: str) -> list[Any]:
     return [gr.update() for _ in ("preset", FILLED_WITH, *FILLED)]
 
 
-def touched(preset: str, *values: Any) -> list[Any]:
-    """For the preset and `FILLED_WITH`, when somebody may have changed what it filled in. values: of `FILLED`."""
+def touched(preset: str, note: str, *values: Any) -> list[Any]:
+    """For the preset and `FILLED_WITH`, when somebody may have changed what it filled in. values: of `FILLED`.
+
+    note: of `FILLED_WITH`; the values are not this preset's while its filling-in is under way.
+    """
     wanted = preset_values(preset)
-    is_other = wanted and list(wanted.values()) != list(values)
+    is_other = wanted and note == preset and list(wanted.values()) != list(values)
     return [gr.update(value=CUSTOM) if is_other else gr.update() for _ in ("preset", FILLED_WITH)]
 
 

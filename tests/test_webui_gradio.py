@@ -15,7 +15,7 @@ import pytest
 
 import install
 import tome_core
-from tests.gradio_panel.page import Page
+from tests.gradio_panel.page import CHOOSING, Page
 from tests.gradio_panel.serving import environment, serve
 
 pytest.importorskip("playwright.sync_api", reason="needs playwright")
@@ -49,6 +49,12 @@ def filled(name, **changes):
     values = {"preset": name, **settings.preset_values(name), **changes}
     plain = {**settings.DEFAULTS, "preset": "custom"}
     return {key: value for key, value in values.items() if value != plain[key]}
+
+
+def choose_and_wait(page, name):
+    """Choose a preset, and wait until it is filled in: until then it outweighs what is clicked."""
+    page.choose("preset", name)
+    page.wait_until_shown({"preset": name, **settings.preset_values(name)})
 
 
 @pytest.fixture
@@ -124,7 +130,7 @@ def test_choosing_a_preset_fills_the_controls(page, name):
     page.check("enabled-checkbox")
     page.at("preset").wait_for()
     page.number("ratio", 0.123)
-    page.heard(page.choose, "preset", name)
+    choose_and_wait(page, name)
     changed, infotext, comments = page.generate()
     assert changed == {"enabled": True, **filled(name)} and comments == []
     assert infotext["ToMe preset"] == name and infotext["ToMe ratio"] == settings.preset_values(name)["ratio"]
@@ -138,16 +144,17 @@ def test_touching_any_kind_of_control_makes_it_custom(page):
         (page.number, "ratio", 0.3), (page.number, "early_ratio", 0.6), (page.pick, "level", "up to /4"),
         (page.choose, "metric", "normed"), (page.check, "merge_mlp", True), (page.number, "keep", 30),
     ):  # fmt: skip
-        page.heard(page.choose, "preset", NAMES[-1])
+        choose_and_wait(page, NAMES[-1])
         assert page.generate()[0] == {"enabled": True, **filled(NAMES[-1])}
-        page.heard(act, name, value)
+        act(name, value)
+        page.wait_until_shown({"preset": "custom", name: value})
         changed, infotext, comments = page.generate()
         assert changed == {"enabled": True, **filled(NAMES[-1], preset="custom", **{name: value})}, name
         assert "ToMe preset" not in infotext and comments == []
-    page.heard(page.choose, "preset", NAMES[0])
+    choose_and_wait(page, NAMES[0])
     page.key("ratio", "ArrowRight")
-    page.page.wait_for_function("document.querySelector('#script_txt2img_preset input[value=custom]').checked")
-    page.heard(page.choose, "preset", NAMES[0])
+    page.wait_until_shown({"preset": "custom"})
+    choose_and_wait(page, NAMES[0])
     page.number("seed", 99)
     page.number("hires_ratio", 0.8)
     assert page.generate()[0] == {"enabled": True, "seed": 99, "hires_ratio": 0.8, **filled(NAMES[0])}
@@ -156,12 +163,12 @@ def test_touching_any_kind_of_control_makes_it_custom(page):
 def test_what_is_clicked_before_the_page_hears_of_it_counts(page):
     page.check("enabled-checkbox")
     page.at("preset").wait_for()
-    page.heard(page.choose, "preset", NAMES[-1])
+    choose_and_wait(page, NAMES[-1])
     with page.waiting(page.number, "ratio", 0.3):
         changed, infotext, comments = page.generate()
         assert changed == {"enabled": True, **filled(NAMES[-1], ratio=0.3)}
         assert infotext["ToMe ratio"] == 0.3 and "ToMe preset" not in infotext and comments == []
-    page.page.wait_for_function("document.querySelector('#script_txt2img_preset input[value=custom]').checked")
+    page.wait_until_shown({"preset": "custom"})
     with page.waiting(page.choose, "preset", NAMES[0]):
         changed, infotext, comments = page.generate()
         assert changed == {"enabled": True, **filled(NAMES[-1], ratio=0.3, preset=NAMES[0])}
@@ -169,6 +176,31 @@ def test_what_is_clicked_before_the_page_hears_of_it_counts(page):
         assert (infotext["ToMe preset"], infotext["ToMe ratio"]) == (NAMES[0], ratio) and comments == []
     page.wait_for_number("ratio", ratio)
     assert page.generate()[0] == {"enabled": True, **filled(NAMES[0])}
+
+
+def test_a_preset_clicked_while_another_is_being_answered_is_filled_in(page):
+    page.check("enabled-checkbox")
+    page.at("advanced").get_by_text("Advanced").click()
+    page.at("level").wait_for()
+    for first, second in ((NAMES[0], NAMES[-1]), (NAMES[1], NAMES[0])):
+        with page.waiting(page.choose, "preset", first):
+            page.choose("preset", second)
+        page.wait_until_shown({"preset": second, **settings.preset_values(second)})
+        assert page.generate()[0] == {"enabled": True, **filled(second)}
+
+
+def test_a_control_clicked_while_its_last_click_is_being_answered_makes_it_custom(page):
+    page.check("enabled-checkbox")
+    page.at("advanced").get_by_text("Advanced").click()
+    page.at("level").wait_for()
+    choose_and_wait(page, NAMES[0])
+    page.number("ratio", 0.3)
+    page.wait_until_shown({"preset": "custom"})
+    with page.waiting(page.number, "ratio", 0.4, but=CHOOSING):  # custom stays custom
+        choose_and_wait(page, NAMES[0])
+        page.number("ratio", 0.3)
+    page.wait_until_shown({"preset": "custom", "ratio": 0.3})
+    assert page.generate()[0] == {"enabled": True, **filled(NAMES[0], preset="custom", ratio=0.3)}
 
 
 def test_off_folds_the_panel_and_switching_on_gives_the_preset_that_all_begin_with(page):
@@ -186,9 +218,9 @@ def test_off_folds_the_panel_and_switching_on_gives_the_preset_that_all_begin_wi
 def test_pasting_a_presets_picture_gives_custom_with_its_values(page):
     page.check("enabled-checkbox")
     page.at("preset").wait_for()
-    page.heard(page.choose, "preset", NAMES[-1])
+    choose_and_wait(page, NAMES[-1])
     infotext = {key: str(value) for key, value in page.generate()[1].items()}
-    page.heard(page.choose, "preset", NAMES[0])
+    choose_and_wait(page, NAMES[0])
     page.page.locator("#txt2img_infotext textarea").fill(json.dumps(infotext))
     page.click("txt2img_paste", "txt2img")
     assert page.generate()[0] == {"enabled": True, **filled(NAMES[-1], preset="custom")}
@@ -243,7 +275,8 @@ def test_img2img_starts_with_its_own_defaults_and_has_no_hires_row(page):
     own = {name: SAVED[name] for name in ("enabled", "min_pixels", "seed")}
     assert changed == {**own, **filled(NAMES[-1])} and comments == []
     assert infotext["ToMe preset"] == NAMES[-1] and "ToMe hires" not in infotext
-    img2img.heard(img2img.number, "ratio", 0.3)
+    img2img.number("ratio", 0.3)
+    img2img.wait_until_shown({"preset": "custom"})
     assert img2img.generate("img2img")[0] == {**own, **filled(NAMES[-1], preset="custom", ratio=0.3)}
 
 

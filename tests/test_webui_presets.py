@@ -150,6 +150,17 @@ def test_choosing_a_preset_fills_the_controls(webui, settings, name):
     assert after(panel, panel["preset"].heard, name) == {**settings.preset_values(name), "filled_with": name}
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_what_was_chosen_before_the_last_choice_was_answered_is_filled_in(webui, settings, name):
+    panel = page(webui)
+    event = panel["preset"].behind
+    assert event["inputs"] == [panel["preset"], panel["filled_with"]]
+    for note in ("off", "custom", *NAMES):
+        wanted = {} if note == name else {**settings.preset_values(name), "filled_with": name}
+        assert after(panel, event, name, note) == wanted
+    assert after(panel, event, "off", name) == {"enabled": False, "filled_with": "off"}
+
+
 def test_choosing_custom_changes_nothing_and_off_switches_off(webui):
     panel = page(webui)
     assert after(panel, panel["preset"].heard, "custom") == {"filled_with": "custom"}
@@ -174,10 +185,13 @@ def test_touching_what_a_preset_fills_makes_it_custom_and_nothing_else_does(webu
             continue
         for preset in NAMES:
             filled = settings.preset_values(preset)
-            assert after(panel, control.heard, preset, *filled.values()) == {}
+            assert after(panel, control.heard, preset, preset, *filled.values()) == {}
             custom = {"preset": "custom", "filled_with": "custom"}
-            assert after(panel, control.heard, preset, *{**filled, name: None}.values()) == custom
-        assert after(panel, control.heard, "off", *filled.values()) == {}
+            assert after(panel, control.heard, preset, preset, *{**filled, name: None}.values()) == custom
+            # not while the filling-in of another choice is under way
+            assert after(panel, control.heard, preset, "custom", *{**filled, name: None}.values()) == {}
+        assert after(panel, control.heard, "off", "off", *filled.values()) == {}
+        assert control.behind == control.heard
     assert not any(hasattr(panel[name], "heard") for name in ("hires", "hires_ratio", "min_pixels", "seed"))
 
 

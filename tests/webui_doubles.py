@@ -41,6 +41,11 @@ class Component:
     def input(self, **arguments):
         """What a person's doing sets off."""
         self.heard = arguments
+        return self
+
+    def then(self, **arguments):
+        """What is asked when that is answered."""
+        self.behind = arguments
 
     def change(self, **arguments):
         """What any change of the value sets off."""

@@ -6,6 +6,7 @@ import contextlib
 import json
 
 GENERATES = 31  # with so many values; gradio 3 asks all questions at one address
+CHOOSING = (1, 2)  # with so few values, when a preset was chosen
 
 
 class Page:
@@ -47,12 +48,15 @@ class Page:
             act(*args)
 
     @contextlib.contextmanager
-    def waiting(self, act, *args):
-        """Do something that the page asks its server about, and let that wait until the end of the block."""
+    def waiting(self, act, *args, but=()):
+        """Do something that the page asks its server about, and let that wait until the end of the block.
+
+        but: numbers of values; a question with so many is answered at once, as that of Generate is.
+        """
         held = []
 
         def hold(route):
-            if len(route.request.post_data_json["data"]) == GENERATES:
+            if len(route.request.post_data_json["data"]) in (GENERATES, *but):
                 route.continue_()
             else:
                 held.append(route)
@@ -76,6 +80,15 @@ class Page:
     def wait_for_number(self, name, value):
         ask = "([id, value]) => document.querySelector(`#${id} input[type=number]`).value == value"
         self.page.wait_for_function(ask, arg=[self.prefix + name, value])
+
+    def wait_until_shown(self, values):
+        """Until the controls show these values, by name; an answer that has come is not yet filled in."""
+        ask = """wanted => Object.entries(wanted).every(([id, value]) => {
+            const all = [...document.querySelectorAll(`#${id} input`)];
+            const one = all.find(input => input.type === "radio" && input.checked) ?? all[0];
+            return one.type === "checkbox" ? one.checked === value : one.value === String(value);
+        })"""
+        self.page.wait_for_function(ask, arg={self.prefix + name: value for name, value in values.items()})
 
     def wait_until_saved(self, key, value):
         ask = "([key, value]) => {const text = document.querySelector('#settings_told textarea').value;" \
