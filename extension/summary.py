@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ..tome_core import Report
+from ..tome_core.report import LevelReport
 from .merging import Job, PassRecord
 
 
@@ -48,18 +49,24 @@ def _merged_text(reports: Sequence[Report]) -> str:
     parts = []
     for level in range(max((len(report.levels) for report in reports), default=0)):
         seen = [(report.calls, report.levels[level]) for report in reports if level < len(report.levels)]
-        if not any(one.calls_merged for _, one in seen):
-            continue
-        kinds = dict.fromkeys(tokens for _, one in seen for tokens in one.tokens)
-        text = f"level {level} (/{seen[0][1].downsample})"
-        if kinds:
-            text += f" {', '.join(_tokens_text(*tokens) for tokens in kinds)} tokens"
-        weighed = [(calls, one.work_saved) for calls, one in seen if one.work_saved is not None]
-        if weighed:
-            saved = sum(calls * share for calls, share in weighed) / sum(calls for calls, _ in weighed)
-            text += f", {saved:.0%} of its attention saved"
-        parts.append(text)
+        if any(one.calls_merged for _, one in seen):
+            parts.append(f"level {level} (/{seen[0][1].downsample}){_level_text(seen)}")
     return ", ".join(parts)
+
+
+def _level_text(seen: Sequence[tuple[int, LevelReport]]) -> str:
+    """What merged at a level, of its passes' (calls of the UNet, report)."""
+    kinds = dict.fromkeys(tokens for _, one in seen for tokens in one.tokens)
+    mlp = dict.fromkeys(tokens for _, one in seen for tokens in one.mlp_tokens)
+    weighed = [(calls, one.work_saved) for calls, one in seen if one.work_saved is not None]
+    parts = [f" {', '.join(_tokens_text(*tokens) for tokens in kinds)} tokens"] if kinds else [""]
+    if weighed and (kinds or not mlp):
+        saved = sum(calls * share for calls, share in weighed) / sum(calls for calls, _ in weighed)
+        parts.append(f", {saved:.0%} of its attention saved")
+    if mlp:
+        text = ", ".join(f"{before} -> {left}" for before, left in mlp)
+        parts.append(f"{', ' if kinds else ' '}{text} in its MLP")
+    return "".join(parts)
 
 
 def _tokens_text(before: int, queries: int, keys: int) -> str:

@@ -73,6 +73,16 @@ def test_a_deep_mlp_merges_where_the_latent_is_halved_at_all_times():
             assert [down for down, calls in found.items() if calls] == [d for d in merged if d in found], found
 
 
+def test_the_report_says_which_levels_mlp_merged():
+    model, config = CASE.build(), MergeConfig(ratio=0.5, deep_mlp=0.25, max_downsample=8)
+    with tome_core.patch(model, config) as handle:
+        call_case(CASE, model, height=32, width=32)
+    fine, deep = handle.report().levels[:2]
+    tokens = 32 * 32 // deep.downsample**2
+    assert (fine.mlp_tokens, deep.mlp_tokens) == ((), ((tokens, tokens * 3 // 4),))
+    assert str(handle.report()).count(f"MLP {tokens} tokens -> {tokens * 3 // 4}, ") == 1
+
+
 def test_a_deep_mlp_leaves_the_rest_of_its_rule_as_it_is():
     rule = MergeRule(side="kv", ratio=0.9, sx=4, sy=4, refine=1, query_ratio=0.25, deep_mlp=0.5, early_ratio=0.95,
                      max_downsample=4)  # fmt: skip

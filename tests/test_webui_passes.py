@@ -91,6 +91,19 @@ def test_every_step_of_every_batch_merges(webui):
     assert done.comments == "ToMe: level 0 (/1) 256 -> 128 tokens, 75% of its attention saved, 12 steps\n"
 
 
+@pytest.mark.parametrize(("ratio", "said"), [
+    (0.5, "level 0 (/1) 256 -> 128 tokens, 75% of its attention saved, "
+          "level 1 (/2) 64 -> 32 tokens, 75% of its attention saved, 64 -> 48 in its MLP"),
+    (0.001, "level 1 (/2) 64 -> 48 in its MLP"),  # too little for the attention to lose a token
+])  # fmt: skip
+def test_the_line_says_what_merged_in_the_mlp(one_webui, ratio, said):
+    settings = one_webui.part("settings")
+    values = {**settings.DEFAULTS, "enabled": True, "preset": "custom", "ratio": ratio, "level": "up to /2",
+              "deep_mlp": 0.25}  # fmt: skip
+    done = one_webui.job(*(values[name] for name in settings.NAMES))
+    assert done.comments == f"ToMe: {said}, 4 steps\n"
+
+
 @pytest.mark.parametrize("flavour", FLAVOURS)
 def test_all_webuis_give_the_same_picture(monkeypatch, flavour):
     pictures = []

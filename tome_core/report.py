@@ -136,6 +136,7 @@ class Ledger:
 class LevelReport:
     """One level. ``tokens``: (before, queries after, keys after) of each kind of merged self-attention call.
 
+    mlp_tokens: (before, after) of each kind of merged call of a feed-forward layer.
     calls_merged, calls_skipped: calls of blocks' parts; reasons: skipped calls by reason.
     work_saved: share of the self-attention work (queries times keys) that was saved, None before any call.
     routes: how merged keys of self-attention got to know their sizes, and calls.
@@ -156,6 +157,7 @@ class LevelReport:
     traced_reasons: tuple[str, ...] = ()
     routes: dict[str, int] = field(default_factory=dict)
     traced_routes: tuple[str, ...] = ()
+    mlp_tokens: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -209,6 +211,7 @@ def _route_text(way: str, why: str) -> str:
 
 def _tokens_text(level: LevelReport) -> str:
     kinds = [f"{n} tokens -> {_sides(queries, keys)}" for n, queries, keys in level.tokens]
+    kinds += [f"MLP {n} tokens -> {left}" for n, left in level.mlp_tokens]
     return "; ".join(kinds) + ", " if kinds else ""
 
 
@@ -241,6 +244,7 @@ def make_report(ledger: Ledger, covered: list[bool], settings: tuple[str, ...], 
             traced_reasons=tuple(sorted(tally.traced_skips)),
             routes=dict(tally.routes),
             traced_routes=tuple(sorted(tally.traced_routes)),
+            mlp_tokens=tuple(sorted({(n, left) for part, n, left, _ in tally.merged if part == "mlp"}, reverse=True)),
         )
         for number, tally in enumerate(ledger.levels)
     )
