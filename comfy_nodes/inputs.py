@@ -34,7 +34,6 @@ SETTINGS = {
     "early_ratio": "early_ratio",
     "early_until": "early_until",
     "early_mlp": "early_mlp",
-    "deep_mlp": "deep_mlp",
     "proportional": "proportional",
     "metric": "metric",
     "refine": "refine",
@@ -44,6 +43,7 @@ SETTINGS = {
     "project": "project",
     "keep": "keep",
     "only_if_it_pays": "only_if_it_pays",
+    "deep_mlp": "deep_mlp",
 }
 OWN = ("merge_seed", "min_pixels")  # presets leave them alone
 # what people read -> what the engine takes

@@ -31,7 +31,6 @@ KEYS = {
     "early_ratio": "ToMe early ratio",
     "early_until": "ToMe early until",
     "early_mlp": "ToMe early MLP",
-    "deep_mlp": "ToMe deep MLP",
     "proportional": "ToMe size-aware keys",
     "metric": "ToMe compare",
     "refine": "ToMe refinement",
@@ -41,6 +40,7 @@ KEYS = {
     "project": "ToMe projection",
     "keep": "ToMe keep",
     "only_if_it_pays": "ToMe only where it pays",
+    "deep_mlp": "ToMe deep MLP",
 }
 _ALWAYS = ("ratio", "method")
 _HIRES = ("hires", "hires_ratio")

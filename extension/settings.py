@@ -94,7 +94,6 @@ FIELDS = (
     _from_engine("early_ratio"),
     _from_engine("early_until"),
     _from_engine("early_mlp"),
-    _from_engine("deep_mlp"),
     _from_engine("proportional"),
     _from_engine("metric"),
     _from_engine("refine"),
@@ -104,6 +103,7 @@ FIELDS = (
     _from_engine("project"),
     _from_engine("keep"),
     _from_engine("only_if_it_pays"),
+    _from_engine("deep_mlp"),
 )  # fmt: skip
 NAMES = tuple(field.name for field in FIELDS)
 # the page's last argument, behind the fields: the preset with which it last filled its controls

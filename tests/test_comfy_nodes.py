@@ -252,9 +252,23 @@ def test_inputs_are_in_their_documented_order_and_none_is_called_seed():
     assert [*types["required"], *types["optional"]] == [
         "model", "preset", "ratio", "level", "start_percent", "end_percent", "min_pixels", "method", "merge_what",
         "merge_crossattn", "merge_mlp", "sx", "sy", "use_rand", "merge_seed", "early_ratio", "early_until", "early_mlp",
-        "deep_mlp", "proportional", "metric", "refine", "query_ratio", "window", "share", "project", "keep",
-        "only_if_it_pays",
+        "proportional", "metric", "refine", "query_ratio", "window", "share", "project", "keep", "only_if_it_pays",
+        "deep_mlp",
     ]  # fmt: skip
+
+
+def test_a_workflow_of_before_deep_mlp_means_what_it_meant():
+    """Widgets are saved by position: a new one in their midst would give each one behind it its neighbour's value."""
+    types = ApplyToMe.INPUT_TYPES()
+    widgets = [name for name in (*types["required"], *types["optional"]) if name != "model"]
+    saved = ["custom", 0.6, "up to /2", 0.1, 0.8, 65536, "bipartite", "k+v", True, True, 3, 4, False, 99, 0.45, 600.0,
+             0.25, False, "normed", 0, 0.3, 8, "call", 16, 50.0, True]  # fmt: skip
+    assert config_of(dict(zip(widgets, saved, strict=False))) == MergeConfig(
+        ratio=0.6, max_downsample=2, start_percent=0.1, end_percent=0.8, min_pixels=65536, side="kv",
+        merge_crossattn=True, merge_mlp=True, sx=3, sy=4, use_rand=False, seed=99, early_ratio=0.45, early_until=600.0,
+        early_mlp=0.25, proportional=False, metric="normed", query_ratio=0.3, window=8, share="call", project=16,
+        keep=50.0, only_if_it_pays=True,
+    )  # fmt: skip
 
 
 def test_ranges_defaults_steps_and_tooltips_are_the_engines():

@@ -11,9 +11,17 @@ import pytest
 from tests.webui_doubles import Component, Processing, Webui
 
 FULL = (True, "custom", 0.35, "own ratio", 0.65, "up to /2", 0.1, 0.8, 65536, "bipartite", "k+v", True, True, 3, 4,
-        False, 99, 0.45, 600.0, 0.25, 0.35, True, "normed", 1, 0.3, 8, "call", 16, 50.0, True)  # fmt: skip
+        False, 99, 0.45, 600.0, 0.25, True, "normed", 1, 0.3, 8, "call", 16, 50.0, True, 0.35)  # fmt: skip
 # the webui's own pattern and its splitting of values such as 2x2, as facts
 PAIR = re.compile(r'\s*(\w[\w \-/]+):\s*("(?:\\.|[^\\"])+"|[^,]*)(?:,|$)')
+
+
+NAMES_BEFORE_DEEP_MLP = (
+    "enabled", "preset", "ratio", "hires", "hires_ratio", "level", "start_percent", "end_percent", "min_pixels",
+    "method", "merge_what", "merge_crossattn", "merge_mlp", "sx", "sy", "use_rand", "seed", "early_ratio",
+    "early_until", "early_mlp", "proportional", "metric", "refine", "query_ratio", "window", "share", "project",
+    "keep", "only_if_it_pays",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -53,6 +61,12 @@ def test_a_pasted_infotext_makes_the_same_picture(webui, args):
     assert again.latents.equal(done.latents)
     assert again.infotexts == done.infotexts
     assert not webui.errors
+
+
+def test_a_list_of_before_deep_mlp_means_what_it_meant(webui):
+    settings = webui.part("settings")
+    saved = FULL[: len(NAMES_BEFORE_DEEP_MLP)]
+    assert settings.read(saved).values == {**dict(zip(NAMES_BEFORE_DEEP_MLP, saved, strict=True)), "deep_mlp": 0.0}
 
 
 def test_everything_is_read_back_exactly(webui):

@@ -12,9 +12,9 @@ from tests.webui_modules import ROOT
 from tome_core import describe_settings
 
 START = tome_core.presets.DEFAULT
-# up to early_ratio, early_until, early_mlp, deep_mlp, proportional
+# up to early_ratio, early_until, early_mlp, proportional
 FULL = ("custom", 0.5, "same", 0.5, "automatic", 0.0, 1.0, 0, "bipartite", "automatic", False, False, 2, 2, True, -1,
-        -1, 500.0, 0.0, 0.0, True)  # fmt: skip
+        -1, 500.0, 0.0, True)  # fmt: skip
 ENGINE = {one["name"]: one for one in describe_settings()}
 
 
@@ -116,8 +116,8 @@ def test_an_api_only_start_has_no_settings_and_works(webui):
     ((True, "custom", 0.5, "same", 0.5, "automatic", 0.0, 1.0, 0.5), "min_pixels=0.5 is float; use a whole number"),
     ((True, "custom", 0.5, "same", 0.5, "automatic", 0.0, 1.0, 0, {}), "method={} is not possible"),
     ((True, *FULL, "keys+values", 1, 0.5), "query_ratio=0.5 merges queries beside merge_what='k+v'"),
-    ((True, *FULL[:-5], 2.0), "early_ratio=2.0 is out of range"),
-    ((True, *FULL[:8], "downsample", *FULL[9:-5], 0.5), "leave it at -1"),
+    ((True, *FULL[:-4], 2.0), "early_ratio=2.0 is out of range"),
+    ((True, *FULL[:8], "downsample", *FULL[9:-4], 0.5), "leave it at -1"),
     ((True,) + ("custom",) * 31, "32 values were given; there are 31: enabled, preset, ratio"),
 ])  # fmt: skip
 def test_wrong_api_values_are_told_and_the_picture_is_unmerged(webui, caplog, args, message):
