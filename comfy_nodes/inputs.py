@@ -51,6 +51,7 @@ CHOICES = {
     "level": {"automatic": None, **{f"up to /{d}": d for d in (1, 2, 4, 8)}},
     "merge_what": {"automatic": None, "q+k+v": "qkv", "k+v": "kv", "q": "q"},
 }
+RATIO_HELP = " The early ratio and both MLP ratios count beside 0 as well."
 LEVEL_HELP = (
     "Which resolutions of the UNet merge. Automatic is the finest that has attention: 64x64 tokens on SD1.5 at "
     "512 px, 32x32 on SDXL. Up to /2 is every block down-sampled at most twofold from the latent, and so on; up to "
@@ -58,8 +59,9 @@ LEVEL_HELP = (
 )
 PRESET_HELP = (
     "Quality changes the picture least, max saves the most time; balanced and fast lie between. Choosing one fills in "
-    "the settings below, and changing one of them makes it custom. Off merges nothing. In a prompt without user "
-    "interface a preset outweighs the settings beside it; custom takes them as they are."
+    "the settings below, and changing one of them makes it custom. They merge at every level with tokens enough to "
+    "gain by it. Off merges nothing. In a prompt without user interface a preset outweighs the settings beside it; "
+    "custom takes them as they are."
 )
 
 
@@ -68,6 +70,7 @@ def described() -> dict[str, dict[str, Any]]:
     settings = {setting["name"]: setting for setting in tome_core.describe_settings()}
     found = {name: dict(settings[setting]) for name, setting in SETTINGS.items()}
     found["level"] |= {"label": "Level", "help": LEVEL_HELP}
+    found["ratio"]["help"] += RATIO_HELP
     for setting in found.values():
         if _can_be_unset(setting):
             text = f"{setting['help']} {UNSET:g} is {setting['unset']}."

@@ -30,7 +30,7 @@ class ApplyToMe:
 
     DISPLAY_NAME = "Apply ToMe (Token Merging)"
     DESCRIPTION = (
-        "Merges similar tokens in the UNet's attention, so that sampling takes less time: the larger the picture, the "
+        "Merges similar tokens in the UNet's blocks, so that sampling takes less time: the larger the picture, the "
         "more. For SD1.x, SD2.x and SDXL. Only samplers behind this node are changed. After sampling the node shows "
         "what merged."
     )

@@ -69,10 +69,11 @@ _SIDE_HELP = (
 )
 _PRESET_HELP = (
     "Quality changes the picture least, max saves the most time; balanced and fast lie between. Choosing one fills in "
-    "the settings below, and changing one of them makes it custom. Off is the same as the switch above."
+    "the settings below, and changing one of them makes it custom. They merge at every level with tokens enough to "
+    "gain by it. Off is the same as the switch above."
 )
 FIELDS = (
-    Field("enabled", "Token Merging (ToMe)", "Merge tokens in the UNet's attention: less time.", False),
+    Field("enabled", "Token Merging (ToMe)", "Merge tokens in the UNet's blocks: less time.", False),
     Field("preset", "Preset", _PRESET_HELP, START, choices=PRESET_CHOICES),
     _from_engine("ratio"),
     Field("hires", "Hires pass", _HIRES_HELP, SAME, choices=HIRES),

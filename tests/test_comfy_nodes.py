@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from comfy_nodes import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS, host, picture
-from comfy_nodes.inputs import SETTINGS, config_of, input_types
+from comfy_nodes.inputs import RATIO_HELP, SETTINGS, config_of, input_types
 from comfy_nodes.nodes import ApplyToMe, RemoveToMe, ToMePreview
 from comfy_nodes.percent import percent_of
 from tests.comfy_doubles import BaseModel, DiscreteSampling, Guider, ModelPatcher, Server, checkpoint
@@ -279,6 +279,8 @@ def test_ranges_defaults_steps_and_tooltips_are_the_engines():
         if name in ("preset", "level", "merge_what"):
             continue
         setting = settings[SETTINGS[name]]
+        if name == "ratio":  # "0 is off", which is not all of it in a node
+            setting = {**setting, "help": setting["help"] + RATIO_HELP}
         if name == "early_ratio":  # a number that can be left open: -1, which is below its range
             assert facts["default"] == facts["min"] == -1 and facts["tooltip"] == f"{setting['help']} -1 is the same."
             continue
