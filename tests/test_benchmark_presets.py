@@ -49,19 +49,25 @@ def test_no_pair_of_settings_within_the_budget_does_less_harm(points, name):
 @pytest.mark.parametrize("name", tome_core.PRESETS)
 def test_levels_below_the_finest_add_at_most_their_share(points, name):
     deeper, choice = presets.below([results.load(BELOW)]), presets.choose(points, presets.BUDGETS[name])
-    rule, allowed = tome_core.preset(name), presets.BELOW_SHARE * choice.dev
+    rule = tome_core.preset(name)
+    late = [place for place, time in enumerate(TIMES) if time < rule.early_until]
+    allowed = presets.BELOW_SHARE * sum(choice.late.dev[place] for place in late)
+    added = {ratio: sum(dev[place] for place in late) for ratio, dev in deeper.mlp.items()}
     assert (rule.max_downsample, rule.deep_mlp) == (8, deeper.settings(choice)["deep_mlp"])
-    assert deeper.mlp[rule.deep_mlp] <= allowed
-    assert all(dev > allowed for ratio, dev in deeper.mlp.items() if ratio > rule.deep_mlp)
-    assert max(deeper.keys.values()) <= allowed or name == "quality"
+    assert added[rule.deep_mlp] <= allowed
+    assert all(dev > allowed for ratio, dev in added.items() if ratio > rule.deep_mlp)
+    assert sum(deeper.keys[0.9375]) / len(TIMES) <= presets.BELOW_SHARE * choice.dev
 
 
 def test_a_preset_stays_at_the_finest_level_where_nothing_is_known_of_others_or_they_add_too_much(points):
     choice = presets.choose(points, presets.BUDGETS["balanced"])
     assert presets.below([results.load(FRONT)]).settings(choice) == {}
-    assert presets.Below({0.984: choice.dev}, {0.5: 0.0}).settings(choice) == {}
-    assert presets.Below({0.9375: 0.0}, {0.5: 0.0}).settings(choice) == {}, "its early steps are merged harder"
-    assert presets.Below({0.984: 0.0}, {0.5: choice.dev}).settings(choice) == {"max_downsample": 8}
+    none, own = (0.0,) * len(TIMES), choice.late.dev
+    assert presets.Below({0.9375: own}, {0.5: none}).settings(choice) == {}
+    assert presets.Below({0.6: none}, {0.5: none}).settings(choice) == {}, "it merges harder than that"
+    assert presets.Below({0.9375: none}, {0.5: own}).settings(choice) == {"max_downsample": 8}
+    early = tuple(0.0 if time < choice.until else 100.0 for time in TIMES)
+    assert presets.Below({0.9375: none}, {0.5: early}).settings(choice)["deep_mlp"] == 0.5, "no early step has it"
 
 
 def test_a_budget_below_everything_measured_is_refused(points):

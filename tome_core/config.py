@@ -161,8 +161,9 @@ class MergeRule:
         minimum=0.0, maximum=1000.0, step=10.0, advanced=True,
     )
     early_ratio: float | None = _setting(
-        None, "Early ratio", "Another ratio of self-attention for the early, noisy steps, which bear far more. Cells "
-        "are made as large as it needs, up to 8x8, and from 0.9 on the match is refined.",
+        None, "Early ratio", "Another ratio of self-attention for the early, noisy steps, which bear far more, at the "
+        "finest level that merges. Cells are made as large as it needs, up to 8x8, and from 0.9 on the match is "
+        "refined.",
         minimum=0.0, maximum=1.0, step=0.05, unset="the same",
     )
     early_until: float = _setting(
@@ -175,9 +176,9 @@ class MergeRule:
         minimum=0.0, maximum=0.75, step=0.05, advanced=True,
     )
     deep_mlp: float = _setting(
-        0.0, "Deep MLP ratio", "Merge this share of the tokens in the feed-forward layer too, at all times, in blocks "
-        "at half of the latent's resolution or less, where it does little harm: all of SDXL's, and of SD1.5's those "
-        "beyond the finest, where the level setting reaches them.",
+        0.0, "Deep MLP ratio", "Merge this share of the tokens in the feed-forward layer too, after the early phase, "
+        "in blocks at half of the latent's resolution or less, where it does little harm: all of SDXL's, and of "
+        "SD1.5's those beyond the finest, where the level setting reaches them.",
         minimum=0.0, maximum=0.75, step=0.05, advanced=True,
     )
     only_if_it_pays: bool = _setting(

@@ -5,6 +5,7 @@ Everything else knows plain rules only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -28,20 +29,27 @@ def plain_rules(rules: Iterable[MergeRule], downsamples: Sequence[int]) -> tuple
 
     downsamples: of each level, how many times smaller than the latent it is.
     """
-    return tuple(plain for rule in rules for plain in (*_deep(rule, downsamples), *_phases(rule)))
+    return tuple(plain for rule in rules for plain in (*_deep(rule, downsamples), *_phases(rule, downsamples)))
 
 
 def _deep(rule: MergeRule, downsamples: Sequence[int]) -> tuple[MergeRule, ...]:
-    levels = tuple(level for level, down in enumerate(downsamples) if down >= _DEEP and reaches(rule, level, down))
-    if not rule.deep_mlp or not levels:
+    levels = tuple(level for level in _reached(rule, downsamples) if downsamples[level] >= _DEEP)
+    ends = math.nextafter(rule.early_until, -1.0)
+    if rule.max_timestep is not None:
+        ends = min(ends, rule.max_timestep)
+    if not rule.deep_mlp or not levels or ends < (rule.min_timestep or 0.0):
         return ()
-    where = {"levels": levels, "max_downsample": None}
-    return (replace(rule, **_PLAIN, **_MLP, **where, ratio=rule.deep_mlp),)
+    where = {"levels": levels, "max_downsample": None, "max_timestep": ends}
+    return (replace(rule, **{**_PLAIN, **_MLP, **where}, ratio=rule.deep_mlp),)
 
 
-def _phases(rule: MergeRule) -> tuple[MergeRule, ...]:
-    late = replace(rule, **_PLAIN)
-    if not rule.has_early_phase:
+def _reached(rule: MergeRule, downsamples: Sequence[int]) -> tuple[int, ...]:
+    return tuple(level for level, down in enumerate(downsamples) if reaches(rule, level, down))
+
+
+def _phases(rule: MergeRule, downsamples: Sequence[int]) -> tuple[MergeRule, ...]:
+    late, reached = replace(rule, **_PLAIN), _reached(rule, downsamples)
+    if not rule.has_early_phase or not reached:
         return (late,)
     begins = max(rule.early_until, rule.min_timestep or 0.0)
     if rule.max_timestep is not None and rule.max_timestep < begins:
@@ -53,7 +61,8 @@ def _phases(rule: MergeRule) -> tuple[MergeRule, ...]:
     if rule.early_ratio is not None and rule.merge_attn:
         cell = _cell_for(rule.early_ratio)
         refines = METHODS[rule.method].compares and rule.sizes_keys and rule.early_ratio >= _FEW_KEYS
-        early.append(replace(rule, **only, ratio=rule.early_ratio, merge_mlp=False, sx=max(rule.sx, cell),
+        finest = {"levels": reached[:1], "max_downsample": None}
+        early.append(replace(rule, **only, **finest, ratio=rule.early_ratio, merge_mlp=False, sx=max(rule.sx, cell),
             sy=max(rule.sy, cell), refine=max(rule.refine, _STEPS) if refines else rule.refine))  # fmt: skip
     return (*early, late)
 

@@ -17,7 +17,7 @@ TABLE = {
         "refine": 1, "early_ratio": 0.984, "early_until": 500.0, "max_downsample": 8, "deep_mlp": 0.5},
     # work 0.032, deviation 1.75
     "fast": {**_ALL, "ratio": 0.9375, "sx": 4, "sy": 4,
-        "refine": 1, "early_ratio": 0.984, "early_until": 300.0, "max_downsample": 8, "deep_mlp": 0.5},
+        "refine": 1, "early_ratio": 0.984, "early_until": 300.0, "max_downsample": 8, "deep_mlp": 0.75},
     # work 0.016, deviation 2.75
     "max": {**_ALL, "ratio": 0.984, "sx": 8, "sy": 8,
         "refine": 1, "query_ratio": 0.5, "max_downsample": 8, "deep_mlp": 0.75},
