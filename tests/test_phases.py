@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from tests.models import CASES, call_case
 from tome_core import PRESETS, MergeConfig, MergeRule, preset, ramp
 from tome_core.gate import pays, pays_in_mlp
 from tome_core.phases import plain_rules
+from tome_core.schedule import reaches
 
 CASE = next(case for case in CASES if case.name == "sd15")
 
@@ -117,6 +120,39 @@ def test_all_of_sdxl_is_deep():
     with tome_core.patch(model, config) as handle:
         merged, plain = (call_case(case, one, timestep=499) for one in (model, vanilla))
     assert not torch.equal(merged, plain) and handle.report().levels[0].calls_merged
+
+
+LEVELS = {"SD1.5, SD2": ((1, 320), (2, 640), (4, 1280), (8, 1280)), "SDXL": ((2, 640), (4, 1280))}
+
+
+def merged_on_a_gpu(family: str, pixels: int) -> tuple[list[str], list[str]]:
+    """Grids at which the preset balanced merges attention, and MLPs."""
+    rules = plain_rules((preset("balanced"),), [down for down, _ in LEVELS[family]])
+    attention, mlp = [], []
+    for level, (down, channels) in enumerate(LEVELS[family]):
+        side = pixels // 8 // down
+        for rule, here, worth in (
+            (rules[-1], attention, pays(rules[-1], side * side, "cuda")),
+            (rules[0], mlp, pays_in_mlp(rules[0], side * side, channels, "cuda")),
+        ):
+            if worth and reaches(rule, level, down):
+                here.append(f"{side}x{side}")
+    return attention, mlp
+
+
+@pytest.mark.parametrize("family", LEVELS)
+def test_the_readme_says_where_presets_merge(family):
+    text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    row = next(line for line in text.splitlines() if line.startswith(f"| {family} |")).split(" | ")[1:]
+    for pixels, cell in zip((512, 1024, 2048), row, strict=True):
+        attention, mlp = merged_on_a_gpu(family, pixels)
+        both = cell.startswith("attention and MLPs at")
+        said = [cell] if both or "MLPs" not in cell else cell.split(", MLPs at ")
+        grids = [re.findall(r"\d+x\d+", part) for part in (said * 2 if both else [*said, ""][:2])]
+        if " to " in said[-1] and not both:  # from the first to the last
+            assert (mlp[0], mlp[-1]) == tuple(grids[1])
+            grids[1] = mlp
+        assert grids == [attention, mlp], (family, pixels)
 
 
 def test_the_mlp_pays_by_its_work():
