@@ -271,6 +271,12 @@ def test_a_workflow_of_before_deep_mlp_means_what_it_meant():
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("other", ["early_ratio", "early_mlp", "deep_mlp"])
+def test_beside_a_ratio_of_0_early_and_mlp_ratios_count_as_its_help_says(other):
+    assert config_of({"ratio": 0.0}).rules[0].is_off
+    assert not config_of({"ratio": 0.0, other: 0.5}).rules[0].is_off
+
+
 def test_ranges_defaults_steps_and_tooltips_are_the_engines():
     settings = {setting["name"]: setting for setting in describe_settings()}
     types = input_types()

@@ -69,6 +69,14 @@ def test_a_list_of_before_deep_mlp_means_what_it_meant(webui):
     assert settings.read(saved).values == {**dict(zip(NAMES_BEFORE_DEEP_MLP, saved, strict=True)), "deep_mlp": 0.0}
 
 
+def test_at_ratio_0_a_pass_is_left_alone_whatever_the_early_and_mlp_ratios_are(webui):
+    settings = webui.part("settings")
+    values = dict(zip(settings.NAMES, FULL, strict=True)) | {"ratio": 0.0}
+    assert values["early_ratio"] and values["early_mlp"] and values["deep_mlp"]
+    wish = settings.read(tuple(values.values()))
+    assert wish.config(hires=False) is None and wish.config(hires=True) is not None
+
+
 def test_everything_is_read_back_exactly(webui):
     done = webui.job(*FULL, enable_hr=True)
     assert tuple(pasted(webui, done.infotexts[0])) == (*FULL, "custom")
