@@ -37,8 +37,10 @@ START = [
     "--skip-install", "--skip-python-version-check", "--skip-prepare-environment", "--disable-console-progressbars",
     "--api",
 ]  # fmt: skip
+ON_CPU = "WEBUI_FLAGS" not in os.environ
 # a picture with as many tokens as the presets ask for: on a CPU fewer than elsewhere
-PAYING = dict.fromkeys(("width", "height"), 512 if "WEBUI_FLAGS" in os.environ else 256)
+PAYING = dict.fromkeys(("width", "height"), 256 if ON_CPU else 512)
+TWICE = {name: 2 * size for name, size in PAYING.items()}  # where a level at half the latent's size pays too
 ON_A_CPU = {
     "a1111": "--no-half --precision full --use-cpu all --opt-sdp-attention",
     "forge": "--always-cpu --attention-pytorch --all-in-fp32",

@@ -8,7 +8,7 @@ import urllib.error
 
 import pytest
 
-from tests.hosts.webui.running import PAYING
+from tests.hosts.webui.running import ON_CPU, PAYING, TWICE
 from tome_core import PRESETS
 
 ON = (True, "custom", 0.5)
@@ -107,6 +107,22 @@ def test_a_preset_by_its_name_alone(twins, webui, name):
     assert f"ToMe preset: {name}" in on.infotext and "ToMe keep: 100.0" in on.infotext
     pasted = webui.draw(infotext=on.infotext, styles=[], **PAYING)
     assert pasted.pixels == on.pixels and "ToMe preset" not in pasted.infotext
+
+
+def test_a_preset_merges_the_second_level_and_its_mlp_where_the_picture_is_large(twins):
+    line = twins.law(True, "balanced", **TWICE, steps=2)  # one in the early phase and one behind it
+    first, found, second = line.partition("level 1 (/2) ")
+    assert found and first.startswith("level 0 (/1) ") and "MLP" not in first, line
+    assert "of its attention saved" in second and "level 2" not in second, line
+    if ON_CPU:  # elsewhere the work of a made checkpoint's narrow MLP does not pay
+        assert "1024 -> 512 in its MLP" in second, line
+
+
+def test_merged_keys_know_their_sizes_in_the_webuis_own_attention(webui):
+    webui.draw(*ON)
+    ways = {text for level in webui.state()["routes"].values() for text in level}
+    # A1111 1.10's attention takes no mask: it prepares one with a method that ldm's lacks
+    assert ways and ways <= ({"folded"} if webui.kind == "a1111" else {"folded", "mask"}), ways
 
 
 def test_matches_are_kept_for_no_other_pass_and_no_other_picture(twins, webui):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.hosts.webui.make_sdxl import make
-from tests.hosts.webui.running import kind_of
+from tests.hosts.webui.running import ON_CPU, TWICE, kind_of
 from tests.hosts.webui.twins import serve_twins
 
 ON = (True, "custom", 0.5)
@@ -27,6 +27,14 @@ def test_its_finest_attention_is_at_half_the_latents_size(sdxl):
     assert "level 0 (/2) 256 -> 128 tokens, 75% of its attention saved, 2 steps" in sdxl.law(*ON, **SIZE)
     line = sdxl.law(*ON, "only hires", hires=True, **SIZE)
     assert line.startswith("first pass: left alone; hires pass: level 0 (/2) 576 -> 288 tokens")
+
+
+def test_a_preset_merges_its_mlp_too_where_the_picture_is_large(sdxl):
+    line = sdxl.law(True, "balanced", **TWICE, steps=2)
+    assert line.startswith("level 0 (/2) ") and "of its attention saved" in line
+    if ON_CPU:  # elsewhere the work of an MLP as narrow as this does not pay
+        assert "1024 -> 512 in its MLP" in line
+    assert "nothing merged: " in sdxl.law(True, "balanced", **SIZE, merges=False)
 
 
 def test_up_to_1_reaches_nothing_and_says_so(sdxl):

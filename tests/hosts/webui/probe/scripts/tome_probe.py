@@ -6,7 +6,7 @@ import os
 import modules.scripts as scripts
 from modules import script_callbacks, sd_models_config, shared
 
-seen = {"upscaled": []}
+seen = {"upscaled": [], "routes": {}}
 
 
 class Probe(scripts.Script):
@@ -27,15 +27,22 @@ def on_step(params):
         params.denoiser.step = None  # what a callback raises is swallowed; with this, the denoiser cannot go on
     if params.denoiser.step == 1 and "interrupt" in prompt:
         shared.state.interrupt()
+    patch = vars(unet()).get("_tome_core_patch") if unet() is not None else None
+    if patch is not None:
+        seen["routes"] = {str(level.downsample): level.routes for level in patch.report().levels if level.routes}
 
 
-def patched():
+def unet():
     model = shared.sd_model
     objects = getattr(model, "forge_objects", None)
     if not hasattr(model, "model") and objects is None:
-        return 0  # Forge has no model before the first picture
-    unet = (objects.unet.model if objects is not None else model.model).diffusion_model
-    return sum(any(map(is_ours, (*vars(one).values(), *hooks(one)))) for one in unet.modules())
+        return None  # Forge has no model before the first picture
+    return (objects.unet.model if objects is not None else model.model).diffusion_model
+
+
+def patched():
+    modules = unet().modules() if unet() is not None else ()
+    return sum(any(map(is_ours, (*vars(one).values(), *hooks(one)))) for one in modules)
 
 
 def hooks(module):
@@ -49,8 +56,9 @@ def is_ours(found):
 
 def on_app(demo, app):
     def state():
-        answer = {"patched": patched(), "upscaled": list(seen["upscaled"])}
+        answer = {"patched": patched(), "upscaled": list(seen["upscaled"]), "routes": seen["routes"]}
         seen["upscaled"].clear()
+        seen["routes"] = {}
         return answer
 
     app.add_api_route("/tome_test/state", state, methods=["GET"])
