@@ -28,12 +28,18 @@ def run(*arguments, output):
 
 
 @pytest.fixture(scope="module")
-def smoke(tmp_path_factory):
+def tiny_grids_pay():
+    """Presets leave the tiny models' grids alone otherwise."""
+    with pytest.MonkeyPatch.context() as patching:
+        patching.setattr(gate, "_LEAST", {"cpu": 0})
+        yield
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory, tiny_grids_pay):
     """The smallest run, whole: its file."""
     output = tmp_path_factory.mktemp("speed") / "smoke.json"
-    with pytest.MonkeyPatch.context() as patching:
-        patching.setattr(gate, "_LEAST", {"cpu": 0})  # its tiny grids would be left alone
-        assert run("--smoke", output=output) == 0
+    assert run("--smoke", output=output) == 0
     return output
 
 
@@ -219,7 +225,7 @@ def test_models_have_the_real_size_and_work(name, millions):
 
 
 @pytest.mark.parametrize("model", sorted(SHAPES))
-def test_every_variant_changes_every_model_and_no_other_twin(model):
+def test_every_variant_changes_every_model_and_no_other_twin(model, tiny_grids_pay):
     """tomesd's own default reaches nothing on SDXL, which would be measured as a method that costs nothing."""
     shape = TINY_SHAPES[model]
     unet = make_unet(shape, "cpu", torch.float32)
