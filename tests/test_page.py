@@ -162,6 +162,7 @@ def test_a_picture_is_made_told_step_by_step_and_the_line_moves_by_mouse_and_key
     assert before != after and len(sizes) >= 4 and set(sizes) == {512}
 
     page.until_line(50, 50)
+    page.at("slider", "img").scroll_into_view_if_needed()  # the report lies below, and with it open it is on screen
     here = page.at("slider", "[data-testid=slider] .icon-wrap").bounding_box()
     frame = page.at("slider", "img").bounding_box()
     page.page.mouse.move(here["x"] + here["width"] / 2, here["y"] + here["height"] / 2)
