@@ -171,13 +171,12 @@ class BlockSite(Wrap):
             return self._skip(x, "the grid is too small for the ratio to remove a token")
         if attn is None:
             self.run.ledger.keep(self.level, outer.batch * tokens * tokens)
-        if self.run.maps is not None and not is_captured(x):
-            self._keep_map(outer.grid, attn or crossattn or mlp)
+        self._keep_map(x, outer.grid, attn or crossattn or mlp)
         return BlockCall(attn, crossattn, mlp, outer.batch, tokens)
 
-    def _keep_map(self, grid: Grid, merging: Merging) -> None:
+    def _keep_map(self, x: torch.Tensor, grid: Grid, merging: Merging) -> None:
         """Only where somebody asked to see it: fetching a map waits for the device."""
-        if not torch.compiler.is_compiling():
+        if self.run.maps is not None and not torch.compiler.is_compiling() and not is_captured(x):
             plan = merging.plan
             self.run.maps[self.level] = MergeMap(grid, plan.group.cpu(), plan.num_groups)
 
