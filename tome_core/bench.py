@@ -1,7 +1,8 @@
 """Is merging worth it on this machine? ``python -m tome_core.bench`` measures it, beside tomesd where it is installed.
 
 Everything is timed in one process on one thread, variants taking turns, as process time on a CPU (another
-program then costs a measurement its evenness, not its value); medians are printed.
+program then costs a measurement its evenness, not its value); medians are printed. ``--host-time`` measures what
+merging costs the host instead (`host_time`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 
-from . import kernels
+from . import host_time, kernels
 from .config import MergeConfig
 from .grid import Grid, cells, split_cells
 from .methods import METHODS, MatchOptions
@@ -29,7 +30,7 @@ from .methods.bipartite import best_destination
 from .patch import patch
 from .plan import MergePlan
 from .presets import DEFAULT
-from .sd_block import CHANNELS, make_block, make_inputs
+from .sd_block import CHANNELS, as_ldm_model, make_block, make_inputs
 
 _OPTIONS = MatchOptions(ratio=0.5, sx=2, sy=2)
 _WINDOWED = _OPTIONS._replace(window=16)
@@ -40,6 +41,7 @@ _SIZED = {
     "k+v .9375 sized": MergeConfig(ratio=0.9375, sx=4, sy=4, side="kv", use_rand=False),
     "k+v .9375 sized, window 16": MergeConfig(ratio=0.9375, sx=4, sy=4, side="kv", use_rand=False, window=16),
 }
+_REPEATS, _HOST_REPEATS = 7, 41
 _STEPS = 20  # of a picture, over whose average a preset is timed: its steps differ, and share matches
 # what `--measure-memory` runs in a fresh process: (implementation, tokens) -> MiB
 _MEMORY_MODES = ("ours", "tomesd")
@@ -113,16 +115,14 @@ def _picture_run(block: torch.nn.Module, inputs: tuple, name: str) -> Callable[[
 
 
 def _tomesd_run(tomesd: ModuleType, block: torch.nn.Module, inputs: tuple, ratio: float) -> Callable[[], Any]:
-    holder = torch.nn.Module()  # tomesd looks for .model.diffusion_model and walks the modules
-    holder.model = torch.nn.Module()
-    holder.model.diffusion_model = block
+    model = as_ldm_model(block)
 
     def run() -> Any:
-        tomesd.apply_patch(holder, ratio=ratio, use_rand=False)
+        tomesd.apply_patch(model, ratio=ratio, use_rand=False)
         try:
             return block(*inputs)
         finally:
-            tomesd.remove_patch(holder)
+            tomesd.remove_patch(model)
 
     return run
 
@@ -259,7 +259,7 @@ def _environment(device: str, dtype: str) -> dict[str, str]:
 def run(device: str, dtype: str, repeats: int) -> dict[str, Any]:
     """All measurements, as plain data."""
     kind = getattr(torch, dtype)
-    tomesd = importlib.import_module("tomesd") if importlib.util.find_spec("tomesd") else None
+    tomesd = _find_tomesd()
     result: dict[str, Any] = {"environment": _environment(device, dtype), "repeats": repeats}
     with torch.inference_mode():
         _progress("match, merge and unmerge at 4,096 tokens")
@@ -274,6 +274,17 @@ def run(device: str, dtype: str, repeats: int) -> dict[str, Any]:
         if tomesd is not None:
             result["difference_from_tomesd"] = measure_agreement(tomesd, 64)
     return result
+
+
+def run_host_time(repeats: int) -> dict[str, Any]:
+    """What merging costs the host, as plain data."""
+    _progress("what merging costs the host")
+    measured = host_time.measure(_find_tomesd(), repeats)
+    return {"environment": _environment("cpu", "float32"), "repeats": repeats, **measured}
+
+
+def _find_tomesd() -> ModuleType | None:
+    return importlib.import_module("tomesd") if importlib.util.find_spec("tomesd") else None
 
 
 def table(result: dict[str, Any]) -> str:
@@ -311,7 +322,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tome_core.bench", description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="where to measure")
     parser.add_argument("--dtype", default="float32", choices=("float32", "float16", "bfloat16"))
-    parser.add_argument("--repeats", type=int, default=7, help="measurements of which the median is printed")
+    parser.add_argument(
+        "--repeats", type=int, help=f"measurements of which the median is printed, {_REPEATS}; with --host-time "
+        f"{_HOST_REPEATS}",
+    )
+    parser.add_argument(
+        "--host-time", action="store_true", help="measure what merging costs the host beside the device's work"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the result there as well")
     parser.add_argument("--measure-memory", choices=_MEMORY_MODES, help=argparse.SUPPRESS)
     parser.add_argument("--side", type=int, default=128, help=argparse.SUPPRESS)
@@ -321,12 +338,18 @@ def main(arguments: list[str] | None = None) -> None:
         with torch.inference_mode():
             print(_process_peak(options.measure_memory, options.side))
         return
-    if options.repeats < 1:
+    if options.repeats is not None and options.repeats < 1:
         parser.error(f"--repeats {options.repeats}: use a whole number from 1 up")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no CUDA device; use --device cpu")
-    result = run(options.device, options.dtype, options.repeats)
-    print(table(result))
+    if options.host_time:
+        if (options.device, options.dtype) != ("cpu", "float32"):
+            parser.error("--host-time measures the host alone: leave --device and --dtype out")
+        result = run_host_time(options.repeats or _HOST_REPEATS)
+        print(host_time.table(result))
+    else:
+        result = run(options.device, options.dtype, options.repeats or _REPEATS)
+        print(table(result))
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:
             json.dump(result, file, indent=2)

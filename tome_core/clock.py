@@ -1,27 +1,80 @@
-"""The clock of a diffusers pipeline: its scheduler, asked outside the UNet and without waiting for the device."""
+"""Which rules are in force at a moment: asked once a step."""
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from .runtime import Run
-from .wrap import Wrap
+from .config import MergeRule
+from .report import TIME_IS_UNKNOWN
+from .schedule import UNKNOWN, LevelRules, NoiseSchedule, Time, choose, holds_at, reaches
 
 
-class SchedulerClock(Wrap):
-    """Around ``scheduler.scale_model_input``, which every pipeline calls with the timestep before the UNet.
+class InForce(NamedTuple):
+    """What holds at a moment. rules: by level, for a picture of unknown size; live: of any level and size, in order;
 
-    For UNets that are compiled as a whole and cannot look at their own arguments, and for timesteps that the UNet
-    gets as copies. Others find the timestep among their arguments, also after the scheduler was exchanged.
+    why_off: by level, why nothing merges where there is no rule.
     """
 
-    def __init__(self, scheduler: Any, run: Run) -> None:
-        super().__init__(scheduler, "scale_model_input")
-        self.run = run
+    rules: tuple[LevelRules, ...]
+    live: tuple[MergeRule, ...]
+    why_off: tuple[str, ...]
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the scheduler answers, after telling the run the time."""
-        timestep = args[1] if len(args) > 1 else kwargs.get("timestep")
-        if self.active and timestep is not None:
-            self.run.tell(timestep)
-        return self.original(*args, **kwargs)
+
+class Clock:
+    """Tells the rules in force from the time.
+
+    rules: plain ones, in order. downsamples: of each level. schedule: the model's own, None where it is not known:
+    then times are Stable Diffusion's.
+    """
+
+    def __init__(
+        self, rules: Sequence[MergeRule], downsamples: Sequence[int], schedule: NoiseSchedule | None = None
+    ) -> None:
+        self.rules = tuple(rules)
+        self.downsamples = tuple(downsamples)
+        self.schedule = schedule or NoiseSchedule.stable_diffusion()
+        self.limited = any(rule.uses_time for rule in rules)
+        self._found: dict[tuple, InForce] = {}
+        # equal choices are one object: a compiled graph is chosen by what it finds, decisions are kept by it
+        self._choices: dict[tuple[LevelRules, ...], tuple[LevelRules, ...]] = {}
+
+    def moment(self, timestep: float | None, percent: float | None = None) -> Time:
+        """The time on all scales. Whichever is given, the schedule supplies the others."""
+        if timestep is None and percent is not None:
+            timestep = self.schedule.timestep_of(percent)
+        if timestep is None:
+            return UNKNOWN
+        percent = self.schedule.percent_of(timestep) if percent is None else percent
+        return Time(percent, timestep, self.schedule.beta_of(timestep))
+
+    def at(self, time: Time) -> InForce:
+        """The rules in force at this time; one object for all times at which the same ones hold."""
+        holds = tuple(holds_at(rule, time) for rule in self.rules) if self.limited else ()
+        key = (holds, time == UNKNOWN)
+        found = self._found.get(key)
+        if found is None:
+            live = tuple(rule for rule, on in zip(self.rules, holds, strict=True) if on) if holds else self.rules
+            found = self._found[key] = self._in_force(live, time)
+        return found
+
+    def for_pixels(self, live: tuple[MergeRule, ...], pixels: int) -> tuple[LevelRules, ...]:
+        """The rules in force in a picture of so many pixels."""
+        return self._one_object(choose(live, self.downsamples, pixels))
+
+    def _in_force(self, live: tuple[MergeRule, ...], time: Time) -> InForce:
+        in_large = choose(live, self.downsamples, sys.maxsize)
+        why = tuple(self._why_off(level, in_large[level], live, time) for level in range(len(self.downsamples)))
+        return InForce(self._one_object(choose(live, self.downsamples)), live, why)
+
+    def _one_object(self, rules: tuple[LevelRules, ...]) -> tuple[LevelRules, ...]:
+        return self._choices.setdefault(rules, rules)
+
+    def _why_off(self, level: int, in_large: LevelRules, live: tuple[MergeRule, ...], time: Time) -> str:
+        """Why a level is left alone where no rule is in force; in_large: its rules in a picture of any size."""
+        if any(in_large):
+            return "the picture is smaller than min_pixels"
+        if any(rule.is_off and reaches(rule, level, self.downsamples[level]) for rule in live):
+            return "a rule of ratio 0 leaves it alone"
+        return "outside the rules' time range" if time != UNKNOWN else TIME_IS_UNKNOWN

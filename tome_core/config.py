@@ -15,7 +15,6 @@ from .metric import METRICS
 
 SIDES = ("qkv", "kv", "q")
 DOWNSAMPLES = (1, 2, 4, 8)
-SHARES = ("block", "call")
 SEED_LIMIT = 2**31 - 1
 _ENDLESS = 2**53  # what has no upper limit of its own ends here, where floats stop counting
 
@@ -138,11 +137,6 @@ class MergeRule:
         0, "Window", "Look for partners only inside windows of this many tokens a side: far cheaper on large pictures, "
         "but what is alike far apart stays apart. 0 is the whole picture. Used by bipartite.",
         minimum=0, maximum=64, step=8, open_ended=True, advanced=True,
-    )
-    share: str = _setting(
-        "block", "Match for", "block: every block matches its own tokens. call: the first block of a level matches, "
-        "and the level's others merge by the same map, once for each call of the UNet.",
-        choices=SHARES, advanced=True,
     )
     metric: str = _setting(
         "input", "Compare", "What a match compares: input (the block's input, by cosine, as tomesd does), normed (the "

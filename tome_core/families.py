@@ -67,41 +67,65 @@ class Place(NamedTuple):
 def find_unet(model: Any) -> nn.Module:
     """The UNet inside what a user may hand over.
 
-    model: a UNet, a compiled one, a diffusers pipeline (``.unet``), an LDM model
-    (``.model.diffusion_model``) or its wrapper (``.diffusion_model``). Of a pipeline without a UNet it is the
-    ``.transformer``, so that `find_blocks` can say what was found. Raises TypeError for anything else.
+    model: a UNet, a compiled one, a diffusers pipeline (``.unet``), an LDM model (``.model.diffusion_model``) or its
+    wrapper (``.diffusion_model``), or any module with one UNet inside (``DataParallel``'s and its like). Of a pipeline
+    without a UNet it is the ``.transformer``, so that `find_blocks` can say what was found. Raises TypeError for
+    anything else, UnsupportedModelError (a ValueError) where there are several.
     """
     found = _unwrapped(model)
     for path in (("unet",), ("model", "diffusion_model"), ("diffusion_model",), ("transformer",)):
         inner = _follow(found, path)
         if isinstance(inner, nn.Module):
-            return _unwrapped(inner)
+            return _unet_in(_unwrapped(inner))
     if isinstance(found, nn.Module):
-        return found
+        return _unet_in(found)
     raise TypeError(
         f"model is {type(model).__name__}; it has to be a UNet, a diffusers pipeline or an LDM model "
         "(with .model.diffusion_model)"
     )
 
 
+def _unet_in(module: nn.Module) -> nn.Module:
+    """The module, or the one UNet in it where it has no stages itself."""
+    if _family_of(module) is not None:
+        return module
+    inside = [one for one in module.modules() if _family_of(one) is not None]
+    outermost = [one for one in inside if not any(one is not other and one in set(other.modules()) for other in inside)]
+    if len(outermost) > 1:
+        kinds = ", ".join(type(one).__name__ for one in outermost)
+        raise UnsupportedModelError(f"{type(module).__name__} has {len(outermost)} UNets inside ({kinds}); patch each")
+    return _unwrapped(outermost[0]) if outermost else module
+
+
+def _family_of(module: nn.Module) -> Family | None:
+    """By its stages: the way down, and what follows it."""
+    for family in FAMILIES:
+        if hasattr(module, family.down) and (hasattr(module, family.middle) or hasattr(module, family.up)):
+            return family
+    return None
+
+
 def find_blocks(unet: nn.Module) -> list[Place]:
     """Every transformer block of the UNet, in the order of its stages.
 
-    Raises UnsupportedModelError where there is none.
+    Raises UnsupportedModelError where there is none, and where there are no stages to tell their sizes by.
     """
-    family = next((f for f in FAMILIES if hasattr(unet, f.down)), None)
-    if family is not None:
-        places = [place for stage in _stages(unet, family) for place in _blocks_in(*stage, family)]
-    else:
-        # a transformer by itself: no stages, so every block is at the size of its input
-        places = [place for f in FAMILIES for place in _blocks_in("", unet, 0, f)]
-    if not places:
+    family = _family_of(unet)
+    stages = () if family is None else _stages(unet, family)
+    places = [place for stage in stages for place in _blocks_in(*stage, family)]
+    if places:
+        return places
+    if family is None and any(is_kind(module, BLOCK) for module in unet.modules()):
+        known = " or ".join(f"{one.down}, {one.middle}, {one.up}" for one in FAMILIES)
         raise UnsupportedModelError(
-            f"{type(unet).__name__} has no {BLOCK} inside a "
-            f"{' or '.join(f.transformer for f in FAMILIES)}, which is what token merging works on; found "
-            f"{_inventory(unet)}. Stable Diffusion 1, 2 and XL UNets have it; Flux, SD3 and other DiT models do not."
+            f"{type(unet).__name__} has transformer blocks, but no stages of a UNet ({known}), without which nobody "
+            "knows their level; patch the UNet or the pipeline that it is a part of"
         )
-    return places
+    raise UnsupportedModelError(
+        f"{type(unet).__name__} has no {BLOCK} inside a "
+        f"{' or '.join(f.transformer for f in FAMILIES)}, which is what token merging works on; found "
+        f"{_inventory(unet)}. Stable Diffusion 1, 2 and XL UNets have it; Flux, SD3 and other DiT models do not."
+    )
 
 
 def is_kind(module: Any, name: str) -> bool:
@@ -116,9 +140,14 @@ def _follow(model: Any, path: tuple[str, ...]) -> Any:
 
 
 def _unwrapped(model: Any) -> Any:
-    while isinstance(getattr(model, "_orig_mod", None), nn.Module):  # torch.compile's wrapper
-        model = model._orig_mod
-    return model
+    """Without torch.compile's wrapper, and those that call what they wrap ``module``."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
+            inner = getattr(model, "module", None)
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
 
 
 def _stages(unet: nn.Module, family: Family) -> Iterator[tuple[str, nn.Module, int]]:

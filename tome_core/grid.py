@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import NamedTuple
 
 import torch
@@ -68,6 +69,30 @@ def split_cells(parts: Cells, draw: Draw | None) -> tuple[torch.Tensor, torch.Te
     slot = torch.arange(size - 1, device=device).expand(samples, count, -1)
     sources = members.gather(2, slot + (slot >= chosen[..., None]))
     return destinations, torch.cat([sources.reshape(samples, -1), parts.rest.expand(samples, -1)], 1)
+
+
+_FIXED: OrderedDict[tuple, tuple[torch.Tensor, torch.Tensor]] = OrderedDict()
+_MOST = 32  # grids whose fixed split is remembered
+
+
+def split_grid(grid: Grid, sy: int, sx: int, draw: Draw | None, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`split_cells` of the grid's `cells`, on the device of ``x``. Without a draw it is the same each time, so kept.
+
+    Not inside a compiled graph, a CUDA graph or a tracer, whose tensors do not outlive it.
+    """
+    plain = type(x) is torch.Tensor and not x.is_meta and not torch.compiler.is_compiling()
+    if draw is not None or not plain or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return split_cells(cells(grid, sy, sx, x.device), draw)
+    key = (grid, sy, sx, x.device)
+    found = _FIXED.get(key)
+    if found is None:
+        with torch.inference_mode(False):  # what is made in it may not be saved for a backward pass
+            found = split_cells(cells(grid, sy, sx, x.device), None)
+        if len(_FIXED) >= _MOST:
+            _FIXED.popitem(last=False)
+        if all(type(one) is torch.Tensor for one in found):
+            _FIXED[key] = found
+    return found
 
 
 def draw_choices(draw: Draw, count: int, choices: int, device: torch.device) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""The plans of one block: matched from its input, shared with its level's other blocks, or kept over steps."""
+"""The plans of one block: matched from its input, or kept over steps."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,11 +14,12 @@ from .methods import METHODS, MatchOptions
 from .methods.bipartite import refined
 from .metric import BY_DISTANCE, compared
 from .plan import MergePlan
-from .runtime import GridCall
 
-# keys and values that cannot know their sizes: at this ratio and cell the sizes do nothing, beyond it they are
-# everything (measured on a trained model: .9375 in 4x4 cells 2.6 to 14 times worse without them)
-_UNSIZED_RATIO, _UNSIZED_CELL = 0.75, 2
+if TYPE_CHECKING:
+    from .sites import GridCall
+
+# of queries, keys and values merged together in an attention whose inside is not known: more loses too much
+_TOGETHER_RATIO, _TOGETHER_CELL = 0.5, 2
 
 
 class Plans(NamedTuple):
@@ -36,49 +37,46 @@ class Matcher:
         self.number = number
         self.level = level
 
-    def find(self, x: torch.Tensor, outer: GridCall, rule: MergeRule, part: str, unsized: bool) -> Plans:
-        """The plans of a part for the block's input ``x``. unsized: its keys cannot know their sizes."""
-        key = (part, unsized, outer.batch, outer.grid.height, outer.grid.width)
-        if rule.share == "call":
-            place = (self.level, *key)
-            plans = outer.call.plans.get(place)
-            if plans is None or not _fits(plans, x):
-                plans = outer.call.plans[place] = self._match(x, outer, rule, unsized)
-            return plans
-        # a block that is compiled by itself gets kept plans from outside, and would have a graph for each of them
-        if rule.keep and not torch.compiler.is_compiling() and outer.call.kept is not None:
-            return self._keep(x, outer, rule, unsized, (self.number, outer.call.kept.ordinal, *key))
-        return self._match(x, outer, rule, unsized)
-
-    def _keep(self, x: torch.Tensor, outer: GridCall, rule: MergeRule, unsized: bool, key: tuple) -> Plans:
-        """What an earlier step matched: as it is, or where it is too old, renewed."""
+    def find(self, x: torch.Tensor, outer: GridCall, rule: MergeRule, part: str, together: bool) -> Plans:
+        """The plans of a part for the block's input ``x``. together: see `BlockCall.plans_for`."""
         kept = outer.call.kept
+        if kept is None or not rule.keep or torch.compiler.is_compiling():
+            return self._match(x, outer, rule, together)
+        key = (self.number, kept.ordinal, part, together, outer.batch, outer.grid)
         old = kept.plans.get(key)
-        if old is None or old.rule is not rule or not _fits(old.plans, x):
-            plans = self._match(x, outer, rule, unsized)
-        elif abs(old.timestep - kept.timestep) <= rule.keep:
+        if old is not None and (old.rule is not rule or not _fits(old.plans, x)):
+            old = None
+        if old is not None and abs(old.timestep - kept.timestep) <= rule.keep:
             return old.plans
+        if old is None:
+            plans = self._match(x, outer, rule, together)
         else:
-            plans = self._renewed(old.plans, x, outer, rule, unsized)
+            plans = self._renewed(old.plans, x, outer, rule, together)
         kept.plans[key] = Kept(plans, kept.timestep, rule)
         return plans
 
-    def _renewed(self, old: Plans, x: torch.Tensor, outer: GridCall, rule: MergeRule, unsized: bool) -> Plans:
+    def _renewed(self, old: Plans, x: torch.Tensor, outer: GridCall, rule: MergeRule, together: bool) -> Plans:
         """One k-means step from the plan of an earlier time is as good as a new match with several, and cheaper."""
-        if not rule.refine or unsized or old.plan is None or not METHODS[rule.method].compares:
-            return self._match(x, outer, rule, unsized)
+        if not rule.refine or together or old.plan is None or not METHODS[rule.method].compares:
+            return self._match(x, outer, rule, together)
         plan = refined(old.plan, self._compared(x, rule), 1, rule.metric in BY_DISTANCE)
         return Plans(plan, self._match_queries(x, outer, rule))
 
-    def _match(self, x: torch.Tensor, outer: GridCall, rule: MergeRule, unsized: bool) -> Plans:
+    def _match(self, x: torch.Tensor, outer: GridCall, rule: MergeRule, together: bool) -> Plans:
+        if together and rule.effective_side != "qkv":
+            return Plans(self._match_as_tomesd(x, outer, rule), None)
         options = MatchOptions(
-            rule.constant_ratio, rule.sx, rule.sy, self._draw(x, outer, rule), rule.cluster_on, rule.refine,
-            rule.window, rule.metric in BY_DISTANCE,
+            rule.constant_ratio, rule.sx, rule.sy, self._draw(x, outer, rule), rule.cluster_on,
+            0 if together else rule.refine, rule.window, rule.metric in BY_DISTANCE,
         )  # fmt: skip
-        if unsized:
-            options = _unsized(options, rule.effective_side)
         plan = METHODS[rule.method].match(self._compared(x, rule), outer.grid, options)
         return Plans(plan, None if plan is None else self._match_queries(x, outer, rule))
+
+    def _match_as_tomesd(self, x: torch.Tensor, outer: GridCall, rule: MergeRule) -> MergePlan | None:
+        """For a rule made for keys and values alone: tokens by cosine, no empty groups, and not too many merged."""
+        ratio, cell = min(rule.constant_ratio, _TOGETHER_RATIO), _TOGETHER_CELL
+        options = MatchOptions(ratio, min(rule.sx, cell), min(rule.sy, cell), self._draw(x, outer, rule))
+        return METHODS["bipartite"].match(x, outer.grid, options)
 
     def _compared(self, x: torch.Tensor, rule: MergeRule) -> torch.Tensor:
         """A method that does not compare by a metric gets the block's input."""
@@ -96,16 +94,6 @@ class Matcher:
 
 def _fits(plans: Plans, x: torch.Tensor) -> bool:
     return plans.plan is None or plans.plan.group.device == x.device
-
-
-def _unsized(options: MatchOptions, side: str) -> MatchOptions:
-    """What keys that cannot know their sizes bear: no empty groups, and alone only so much."""
-    options = options._replace(refine=0)
-    if side != "kv":
-        return options
-    return options._replace(
-        ratio=min(options.ratio, _UNSIZED_RATIO), sx=min(options.sx, _UNSIZED_CELL), sy=min(options.sy, _UNSIZED_CELL)
-    )
 
 
 def _stamp(time: Any, x: torch.Tensor) -> torch.Tensor | None:

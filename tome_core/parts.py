@@ -7,21 +7,23 @@ the block from outside goes on seeing all tokens.
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
 from torch import nn
 
+from .attention import KnownAttention, known_of, name_of
+from .attention.core import UNSIZED, attend_merged
+from .decision import Merging
 from .families import Family
 from .plan import MergePlan
-from .probe import FOLDED, MASK, WITHOUT, Route, folding_of, key_mask, padded
-from .sites import BlockSite, Merging
-from .sized import SizedKeys, for_size
-from .wrap import Now, Wrap
+from .run import is_captured
+from .sites import BlockCall, BlockSite
+from .wrap import Wrap
 
-_PLAIN = Route(WITHOUT)
-_MORE_KEYS = Route(WITHOUT, "additional tokens came along")
 _MASK_NAMES = ("mask", "attention_mask", "attn_mask")
+TOGETHER = "q, k, v together"
 
 
 class PartSite(Wrap):
@@ -31,52 +33,70 @@ class PartSite(Wrap):
 
     def __init__(self, module: nn.Module, block: BlockSite) -> None:
         super().__init__(module)
+        self.switch = block.switch
+        self.level = block.level
         self.block = block
-        self.ran = block.ran[self.part] = Now()
+        block.parts.append(self.part)
+
+    def let_go(self) -> None:
+        """The block no longer waits for this part."""
+        self.block.parts.remove(self.part)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The part's forward on merged tokens, or untouched where merging does not fit the call."""
-        merging = self._merging() if self.active else None
+        block = self.switch.block
+        if block is None or not self.active:
+            return self.original(*args, **kwargs)
+        call = block.outer.call
+        if not torch.compiler.is_compiling() and call.thread != threading.get_ident():  # see `Switch`
+            return self.original(*args, **kwargs)
+        block.ran.add(self.part)
+        merging = getattr(block.outer.decision, self.part)
         if merging is None:
             return self.original(*args, **kwargs)
-        self.ran.call = True
-        problem = self._problem(args, kwargs)
+        problem = self._problem(block, args, kwargs)
         if not problem:
-            out = self._merged(merging, *args, **kwargs)
-            if out is not None:
-                return out
-            problem = "what it returned cannot be unmerged"
-        self.block.skip_part(self.part, problem)
+            problem = self._merged(block, merging, *args, **kwargs)
+            if not isinstance(problem, str):
+                return problem
+        outer = block.outer
+        work = outer.batch * (outer.grid.height * outer.grid.width) ** 2 if self.part == "attn" else 0
+        call.run.ledger.skip(self.level, self.part, problem, work)
         return self.original(*args, **kwargs)
 
-    def _merging(self) -> Merging | None:
-        call = self.block.now.call
-        return None if call is None else getattr(call, self.part)
-
-    def _problem(self, args: tuple, kwargs: dict) -> str | None:
-        call = self.block.now.call
+    def _problem(self, block: BlockCall, args: tuple, kwargs: dict) -> str | None:
         if not args or not torch.is_tensor(args[0]) or args[0].dim() != 3:
             return "called in an unknown way"
-        if args[0].shape[0] != call.batch or args[0].shape[1] != call.tokens:
+        if args[0].shape[:2] != block.x.shape[:2]:
             return "the tokens are not the picture's grid"
         return None
 
-    def _merged(self, merging: Merging, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any | None:
-        """The part's output for merged input; None where that cannot be unmerged."""
-        out = self.original(merging.plan.merge(x, merging.mode), *args, **kwargs)
-        return self._finish(merging.plan, x, out, (merging.plan.num_groups, 0), 0)
+    def _merged(self, block: BlockCall, merging: Merging, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any | str:
+        """The part's output for merged input; why it was left alone where that cannot be."""
+        plan = block.plans_for(merging, self.part).plan
+        if plan is None:
+            return _TOO_SMALL
+        out = self.original(plan.merge(x, merging.mode), *args, **kwargs)
+        return self._finish(block, plan, x, out, (plan.num_groups, 0), 0)
 
     def _finish(
-        self, plan: MergePlan | None, x: torch.Tensor, out: Any, left: tuple[int, int], keys: int
-    ) -> Any | None:
+        self, block: BlockCall, plan: MergePlan | None, x: torch.Tensor, out: Any, left: tuple[int, int], keys: int,
+        route: str = "",
+    ) -> Any | str:  # fmt: skip
         """The output for every token. plan: that of the queries, None where all were kept; left: queries, keys."""
         queries = left[0]
         if plan is not None and queries != x.shape[1]:
             if not torch.is_tensor(out) or out.dim() != 3 or out.shape[:2] != (x.shape[0], queries):
-                return None
+                return "what it returned cannot be unmerged"
             out = plan.unmerge(out)
-        self.block.run.ledger.merge(self.block.level, self.part, (x.shape[0], x.shape[1], keys), left)
+        run = block.outer.call.run
+        run.ledger.merge(self.level, self.part, (x.shape[0], x.shape[1], keys), left, route)
+        if run.maps is not None and block.plans and not torch.compiler.is_compiling() and not is_captured(x):
+            run.keep_map(self.level, block.outer.grid, next(iter(block.plans.values())).plan)
         return out
+
+
+_TOO_SMALL = "the grid is too small for the ratio to remove a token"
 
 
 class FeedForwardSite(PartSite):
@@ -90,124 +110,120 @@ class CrossAttentionSite(PartSite):
 
     part = "crossattn"
 
-    def _problem(self, args: tuple, kwargs: dict) -> str | None:
+    def _problem(self, block: BlockCall, args: tuple, kwargs: dict) -> str | None:
         masks = (kwargs.get(name) for name in _MASK_NAMES)
         if any(torch.is_tensor(mask) and mask.dim() > 2 and mask.shape[-2] > 1 for mask in masks):
             return "an attention mask for single tokens came along"
         if kwargs.get("ip_adapter_masks") is not None:  # cut to the number of queries as if they were a picture
             return "an adapter's mask needs every token"
-        return super()._problem(args, kwargs)
+        return super()._problem(block, args, kwargs)
 
 
 class SelfAttentionSite(PartSite):
-    """Around ``attn1``: merges query, key and value with one plan, or only the sides the rule names."""
+    """Around ``attn1``: keys and values merged inside of a known attention; q, k and v together around any other."""
 
     part = "attn"
 
-    def __init__(
-        self, module: nn.Module, block: BlockSite, family: Family, sized: SizedKeys | None = None
-    ) -> None:
+    def __init__(self, module: nn.Module, block: BlockSite, family: Family) -> None:
         super().__init__(module, block)
         self.family = family
-        self.sized = block.sized = sized
+        self._known: KnownAttention | None = None  # a function of somebody's own put over it is not known
 
     def install(self) -> Wrap:
-        """As of every wrap; the projections are wrapped as well where keys are to know their sizes."""
+        """As of every wrap. What is known is asked here as well, for a compiler, which cannot follow the question."""
         wrap = super().install()
-        if self.sized is not None:
-            sides = {rule.effective_side == "kv" for rule in self.block.run.in_order if rule.sizes_keys}
-            self.sized.install(wrap.beneath, wrap.original, sides)
+        wrap._known = known_of(wrap.target) if wrap.beneath is None else None
         return wrap
 
-    def uninstall(self) -> None:
-        """Take all of it off."""
-        if self.sized is not None:
-            self.sized.uninstall()
-        super().uninstall()
-
-    def _problem(self, args: tuple, kwargs: dict) -> str | None:
-        if len(args) > 2:
+    def _problem(self, block: BlockCall, args: tuple, kwargs: dict) -> str | None:
+        if not args or len(args) > 2 or not torch.is_tensor(args[0]) or args[0].dim() != 3:
             return "called in an unknown way"
-        if any(kwargs.get(name) is not None for name in _MASK_NAMES):
-            return "an attention mask came along"
+        if args[0].shape[:2] != block.x.shape[:2]:
+            return "the tokens are not the picture's grid"
+        for name in _MASK_NAMES:
+            if kwargs.get(name) is not None:
+                return "an attention mask came along"
         if kwargs.get("n_times_crossframe_attn_in_self"):  # sgm: keys of some samples serve others
             return "cross-frame attention needs every token"
-        return super()._problem(args, kwargs) or self._side_problem(args, kwargs)
+        return None
 
-    def _side_problem(self, args: tuple, kwargs: dict) -> str | None:
-        side = self._merging().rule.effective_side
-        value = kwargs.get("value")
-        if value is not None and side != "q" and self._is_self(args, kwargs) and value.shape[:2] != args[0].shape[:2]:
+    def _merged(self, block: BlockCall, merging: Merging, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any | str:
+        name = self.family.context
+        context = args[0] if args else kwargs.pop(name, None)
+        value = kwargs.pop("value", None)
+        if context is not None and context is not x and not _is_self(block.site.target, x, context):
+            return self._of_others(block, merging, x, context, value, kwargs)
+        if value is not None and value.shape[:2] != x.shape[:2]:
             return "keys and values are of different numbers"
-        if kwargs.get("additional_tokens") is not None and self._merging().rule.refine:
-            return "additional tokens came along, and groups may be empty"
-        if side == "qkv":
-            return None
-        if kwargs.get("additional_tokens") is not None:  # sgm adds them to x, and to keys only where they are x
-            return "additional tokens cannot be kept in one side alone"
-        if side == "kv" and not self._is_self(args, kwargs):
-            return "keys and values are not the picture's tokens"
-        # diffusers' fused projections make q, k and v from one input and offer nothing else
-        fused = getattr(self.target, "fused_projections", False)
-        return "fused projections cannot merge one side alone" if fused else None
+        if merging.side == "qkv" and not merging.sized:
+            return self._together(block, merging, x, context, value, kwargs, "")
+        if not torch.compiler.is_compiling():
+            self._known = known_of(self.target) if self.beneath is None else None
+        known = self._known
+        if known is None:
+            return self._together(block, merging, x, context, value, kwargs, f"{name_of(self.target)} is not known")
+        problem = known.problem(self.target, kwargs)
+        if problem:
+            return self._together(block, merging, x, context, value, kwargs, problem)
+        return self._inside(known, block, merging, x, context, value, kwargs)
 
-    def _is_self(self, args: tuple, kwargs: dict) -> bool:
-        """Do keys and values come from the picture's tokens? ComfyUI passes them along even then."""
-        context = args[1] if len(args) > 1 else kwargs.get(self.family.context)
-        if context is None or context is args[0]:
-            return True
-        block = self.block.target
-        if getattr(block, "disable_self_attn", False) or getattr(block, "only_cross_attention", False):
-            return False
-        return context.shape[:2] == args[0].shape[:2]
-
-    def _merged(self, merging: Merging, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any | None:
-        own = self._is_self((x, *args), kwargs)
-        side = merging.rule.effective_side if own else "q"
-        tokens = x.shape[1]
-        if args:
-            kwargs = {self.family.context: args[0], **kwargs}
-        context = kwargs.get(self.family.context)
-        merged = merging.plan.merge(x, merging.mode)
-        queries = merging.queries if side == "kv" else merging.plan
-        asked = x if queries is None else merged if queries is merging.plan else queries.merge(x)
-        route = self._route(merging, side, asked, kwargs)
+    def _inside(
+        self, known: KnownAttention, block: BlockCall, merging: Merging, x: torch.Tensor,
+        context: torch.Tensor | None, value: torch.Tensor | None, kwargs: dict,
+    ) -> Any | str:  # fmt: skip
+        """By the attention's own projections and function, merged in between."""
+        plan, of_queries = block.plans_for(merging, self.part)
+        if plan is None:
+            return _TOO_SMALL
+        side, mode = merging.side, merging.mode
+        source = x if context is None else context
+        value = source if value is None else value
+        queries = of_queries if side == "kv" else plan
+        asked = x if queries is None else queries.merge(x, mode)
         if side == "q":
-            kwargs[self.family.context] = x if context is None else context
+            keys, values = source, value
         else:
-            self._merge_keys(merging, x, merged, kwargs, explicit=side == "kv" or route.padded)
-        out = self._attend(merging.plan, route, asked, kwargs)
-        keys = tokens if own else context.shape[1]
-        left = (asked.shape[1], keys if side == "q" else merging.plan.num_groups)
-        return self._finish(queries, x, out, left, keys)
+            keys = asked if queries is plan and source is x else plan.merge(source, mode)
+            values = keys if value is source else plan.merge(value, mode)
+        out, way = attend_merged(known, self.target, asked, keys, values, plan if merging.sized else None, kwargs)
+        left = (asked.shape[1], keys.shape[1])
+        return self._finish(block, queries, x, out, left, x.shape[1], way if merging.sized else "")
 
-    def _route(self, merging: Merging, side: str, asked: torch.Tensor, kwargs: dict) -> Route:
-        if side == "q" or merging.route is None:
-            return _PLAIN
-        route = for_size(merging.route, asked.shape[1], merging.plan.num_groups, asked.device.type)
-        if kwargs.get("additional_tokens") is not None:  # sgm puts them among the keys
-            route = _MORE_KEYS
-        self.block.run.ledger.route(self.block.level, route.kind, route.why)
-        return route
-
-    def _attend(self, plan: MergePlan, route: Route, x: torch.Tensor, kwargs: dict) -> Any:
-        if route.kind == MASK:
-            kwargs[self.family.mask] = key_mask(plan, x)
-        if route.kind != FOLDED:
-            return self.original(x, **kwargs)
-        now = self.sized.wraps.now
-        now.call = folding_of(route, plan)
-        try:
-            return self.original(padded(x, route), **kwargs)
-        finally:
-            now.call = None
-
-    def _merge_keys(
-        self, merging: Merging, x: torch.Tensor, merged: torch.Tensor, kwargs: dict, explicit: bool
-    ) -> None:
-        for name in (self.family.context, "value"):
-            given = kwargs.get(name)
+    def _together(
+        self, block: BlockCall, merging: Merging, x: torch.Tensor, context: torch.Tensor | None,
+        value: torch.Tensor | None, kwargs: dict, why: str,
+    ) -> Any | str:  # fmt: skip
+        """tomesd's way: one call on merged tokens, whatever lies inside. why: it is not known; "": it was asked for."""
+        plan = block.plans_for(merging, self.part, together=bool(why)).plan
+        if plan is None:
+            return _TOO_SMALL
+        merged = plan.merge(x)
+        for name, given in ((self.family.context, context), ("value", value)):
             if given is not None:
-                kwargs[name] = merged if given is x else merging.plan.merge(given, merging.mode)
-        if explicit and kwargs.get(self.family.context) is None:
-            kwargs[self.family.context] = merged
+                kwargs[name] = merged if given is x else plan.merge(given)
+        out = self.original(merged, **kwargs)
+        route = f"{TOGETHER}, {UNSIZED}, because {why}" if why else ""
+        return self._finish(block, plan, x, out, (plan.num_groups, plan.num_groups), x.shape[1], route)
+
+    def _of_others(
+        self, block: BlockCall, merging: Merging, x: torch.Tensor, context: torch.Tensor, value: torch.Tensor | None,
+        kwargs: dict,
+    ) -> Any | str:  # fmt: skip
+        """Keys and values are not the picture's tokens: queries alone can merge, as in the attention to the prompt."""
+        if merging.side == "kv":
+            return "keys and values are not the picture's tokens"
+        plan = block.plans_for(merging, self.part).plan
+        if plan is None:
+            return _TOO_SMALL
+        kwargs[self.family.context] = context
+        if value is not None:
+            kwargs["value"] = value
+        out = self.original(plan.merge(x, merging.mode), **kwargs)
+        return self._finish(block, plan, x, out, (plan.num_groups, context.shape[1]), context.shape[1])
+
+
+def _is_self(block: nn.Module, x: torch.Tensor, context: torch.Tensor) -> bool:
+    """Do keys and values come from the picture's tokens? ComfyUI passes them along even then."""
+    if getattr(block, "disable_self_attn", False) or getattr(block, "only_cross_attention", False):
+        return False
+    return context.shape[:2] == x.shape[:2]

@@ -3,36 +3,32 @@
 from __future__ import annotations
 
 import logging
-import threading
+import weakref
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import nn
 
-from .clock import SchedulerClock
 from .config import MergeConfig, MergeRule
-from .families import Place, find_blocks, find_unet
+from .families import UnsupportedModelError, find_blocks, find_unet
 from .methods import METHODS
-from .parts import CrossAttentionSite, FeedForwardSite, SelfAttentionSite
+from .noise import SchedulerNoise
 from .phases import HIGHEST_EARLY_RATIO, plain_rules
+from .pipeline import SamplingScope, SchedulerClock
 from .presets import DEFAULT, preset_config
 from .report import Ledger, LevelTally, Report, make_report
-from .runtime import MergeMap, Run
-from .schedule import NoiseSchedule, ever_merges
-from .sites import BlockSite, TransformerSite, UNetSite
-from .sized import Routes, SizedKeys
+from .run import MergeMap, Run
+from .schedule import NoiseSchedule, ever_merges, reaches
+from .wiring import Wiring, put_on, wiring_of
 from .wrap import Wrap
 
 logger = logging.getLogger(__name__)
 
-_MARK = "_tome_core_patch"
-_LOCK = threading.RLock()  # two threads may patch one model
-
 
 class Patch:
-    """The handle of one patch: a context manager that can also be kept.
+    """The handle of one patch: a context manager that can also be kept. It does not keep the UNet alive.
 
     >>> # with tome_core.patch(pipe, MergeConfig(ratio=0.5)) as handle:
     >>> #     image = pipe("a lake").images[0]
@@ -43,94 +39,89 @@ class Patch:
     """
 
     def __init__(self, unet: nn.Module, config: MergeConfig, schedule: NoiseSchedule | None) -> None:
-        self.unet = unet
         self.config = config
+        self._unet = weakref.ref(unet)
         self._previous: Patch | None = None
         self._removed = False
         self._entered = False
+        self._outside: list[Wrap] = []  # of a pipeline and its scheduler; they hold no module
         places = find_blocks(unet)
         depths = sorted({place.halvings for place in places})
         downsamples = [2**depth for depth in depths]
         self._covered = [ever_merges(plain_rules(config.rules, downsamples), i, d) for i, d in enumerate(downsamples)]
         self._notes = _notes(config, self._covered, downsamples)
         tallies = [LevelTally(2**depth, sum(p.halvings == depth for p in places)) for depth in depths]
-        ledger = Ledger(tallies, self._notes)
-        self.run = Run(config, downsamples, schedule, ledger)
-        covered = [place for place in places if self._covered[depths.index(place.halvings)]]
-        self._wraps = self._build(covered, depths)
+        self.run = Run(config, downsamples, schedule, Ledger(tallies, self._notes))
+        self.needs = _needs(self.run.in_order, downsamples)
 
-    def _build(self, places: list[Place], depths: list[int]) -> list[Wrap]:
-        if not places:
-            return []
-        rules = self.run.in_order
-        wraps: list[Wrap] = [UNetSite(self.unet, self.run)] if places[0].transformer is not self.unet else []
-        transformers: dict[int, TransformerSite] = {}
-        sizes_keys, routes = any(rule.sizes_keys and rule.merge_attn and not rule.is_off for rule in rules), Routes()
-        for number, place in enumerate(places):
-            transformer = transformers.get(id(place.transformer))
-            if transformer is None:
-                transformer = transformers[id(place.transformer)] = TransformerSite(place.transformer, self.run)
-                wraps.append(transformer)
-            block = BlockSite(place.block, transformer, self.run, number, depths.index(place.halvings))
-            wraps.append(block)
-            if any(rule.merge_attn for rule in rules):
-                sized = SizedKeys(place.block.attn1, place.family, routes) if sizes_keys else None
-                wraps.append(SelfAttentionSite(place.block.attn1, block, place.family, sized))
-            if any(rule.merge_crossattn for rule in rules) and getattr(place.block, "attn2", None) is not None:
-                wraps.append(CrossAttentionSite(place.block.attn2, block))
-            if any(rule.merge_mlp for rule in rules) and getattr(place.block, "ff", None) is not None:
-                wraps.append(FeedForwardSite(place.block.ff, block))
-        return wraps
-
-    def _follow(self, scheduler: Any) -> None:
-        """Take the time from a pipeline's scheduler, where a rule asks for the time at all."""
-        if self._wraps and self.run.wants_time and hasattr(scheduler, "scale_model_input"):
-            self.run.in_pipeline = True
-            self._wraps.append(SchedulerClock(scheduler, self.run))
+    @property
+    def unet(self) -> nn.Module | None:
+        """The UNet that was patched; None once nobody else holds it."""
+        return self._unet()
 
     @property
     def is_installed(self) -> bool:
-        """True while the model merges."""
-        return vars(self.unet).get(_MARK) is self
+        """True while the model merges as this handle says, wherever nobody else is named."""
+        wiring = self._wiring()
+        return wiring is not None and wiring.switch.run is self.run
 
     def install(self) -> Patch:
         """Put the patch on, in place of another of ours if there is one.
 
-        Idempotent; cheap enough for every step, and also brings back what somebody else has overwritten.
+        Idempotent, and also brings back what somebody else has overwritten.
         """
-        with _between_calls(self.unet) as current:
-            if current is not None and current is not self:
-                current.uninstall()
-            vars(self.unet)[_MARK] = self  # before the wraps, so that what an interrupt leaves of them can be found
-            self._removed = False
-            try:
-                for place, wrap in enumerate(self._wraps):
-                    self._wraps[place] = wrap.install()
-            except BaseException:
-                self.uninstall()
-                raise
+        self._put_on(merges=True)
         return self
 
     def uninstall(self) -> None:
-        """Take the patch off, keeping its counts and its wraps for another `install`. Idempotent.
+        """Take the patch off, keeping its counts. Idempotent.
 
-        Like `install` it waits for a call of the UNet that goes on in another thread.
+        Waits for a call of the UNet that goes on in another thread; a thread that is itself inside a call of another
+        UNet does not wait, and the patch comes off with that call's end.
         """
-        with _between_calls(self.unet):
-            if not self.is_installed:
-                return
-            for wrap in reversed(self._wraps):
+        self.detach()
+
+    def attach(self) -> None:
+        """Have the UNet's wraps on, merging nothing outside of `merging`.
+
+        For a host whose branches share a UNet: once a sampling. Idempotent; brings back what somebody has overwritten.
+        """
+        self._put_on(merges=False)
+
+    def detach(self) -> None:
+        """No longer need the wraps, which come off when nobody does. Idempotent; waits as `uninstall` does."""
+        wiring = self._wiring()
+        if wiring is not None:
+            wiring.release(self)
+        for wrap in self._outside:
+            if wrap.target is not None:
                 wrap.uninstall()
-            del vars(self.unet)[_MARK]
+
+    @contextmanager
+    def merging(self) -> Iterator[Patch]:
+        """While in here, this thread's calls of the UNet merge as this handle says. `attach` comes first."""
+        wiring = self._wiring()
+        if wiring is None:
+            yield self
+            return
+        with wiring.switch.naming(self.run):
+            yield self
+
+    @contextmanager
+    def sampling(self) -> Iterator[Patch]:
+        """While in here, this thread's calls of the UNet are the steps of one picture, or of one batch.
+
+        What ``keep`` keeps is kept inside and let go of at the end; outside of any sampling nothing is kept. A
+        diffusers pipeline's loop is one by itself.
+        """
+        with self.run.sample():
+            yield self
 
     def remove(self) -> None:
         """Take the patch off for good. Idempotent; never fails."""
         self._removed = True
         self.uninstall()
         self.run.forget()
-        for wrap in self._wraps:
-            if isinstance(wrap, (TransformerSite, BlockSite)):
-                wrap.memory.clear()
 
     def set_time(
         self,
@@ -142,21 +133,27 @@ class Patch:
     ) -> None:
         """Tell the time before a call of the UNet, on whichever scale is at hand; without arguments, stop telling.
 
-        percent: 0..1, ComfyUI's ``percent_to_sigma`` scale. timestep: of the training schedule. sigma: the
-        noise's standard deviation. sampling: whatever tells this picture's sampling from all others, the same at
-        each of its steps; matches are kept over steps (``keep``) only where it is given. Needed for rules in percent
-        on a bare UNet, and for every rule that is limited in time on a UNet compiled as a whole, which cannot look
-        at its own arguments.
+        percent: 0..1, ComfyUI's ``percent_to_sigma`` scale. timestep: of Stable Diffusion's schedule. sigma: the
+        noise's standard deviation relative to data of unit variance. sampling: whatever tells this picture's sampling
+        from all others, the same at each of its steps; matches are kept over steps (``keep``) only where it is given.
+        Needed for rules in percent on a bare UNet, and for every rule that is limited in time on a UNet compiled as a
+        whole, which cannot look at its own arguments. Raises ValueError for a number that is no such time.
         """
+        _check_time("percent", percent, 0.0, 1.0)
+        _check_time("timestep", timestep, 0.0, None)
+        _check_time("sigma", sigma, 0.0, None)
         self.run.set_time(percent, timestep, sigma, sampling)
 
     def keep_maps(self, keep: bool = True) -> None:
-        """From now on keep the latest map of each level on the CPU, for `maps`; costs a wait for the device each."""
+        """From now on keep the latest map of each level on its device, for `maps`."""
         self.run.maps = {} if keep else None
 
     def maps(self) -> dict[int, MergeMap]:
-        """Level -> what a block of it merged last; empty unless `keep_maps` was called before the model ran."""
-        return dict(self.run.maps or {})
+        """Level -> what a block of it merged last; empty unless `keep_maps` was called before the model ran.
+
+        Brings them to the CPU, which waits for the device.
+        """
+        return self.run.fetch_maps()
 
     def reset_counts(self) -> None:
         """Begin the report, and the maps, anew: for a host whose users ask about one picture at a time."""
@@ -169,6 +166,28 @@ class Patch:
         settings = tuple(_describe(rule) for rule in self.config.rules)
         return make_report(self.run.ledger, self._covered, settings, self.is_installed)
 
+    def _wiring(self) -> Wiring | None:
+        unet = self.unet
+        return None if unet is None else wiring_of(unet)
+
+    def _put_on(self, merges: bool) -> None:
+        unet = self.unet
+        if unet is None:
+            raise RuntimeError("the UNet that this handle patched is gone; patch the new one")
+        self._removed = False
+        put_on(unet, self, merges)
+        self._outside = [wrap.install() for wrap in self._outside if wrap.target is not None]
+
+    def _follow(self, model: Any) -> None:
+        """Take the time from a pipeline's scheduler, and its pictures from its loop, where a rule asks for them."""
+        scheduler = getattr(model, "scheduler", None)
+        if not self.run.wants_time or not hasattr(scheduler, "scale_model_input"):
+            return
+        self.run.noise = SchedulerNoise(model)
+        self._outside.append(SchedulerClock(scheduler, self.run))
+        if self.run.keeps and hasattr(model, "progress_bar"):
+            self._outside.append(SamplingScope(model, self.run))
+
     def __enter__(self) -> Patch:
         self._entered = True
         return self.install()
@@ -176,7 +195,7 @@ class Patch:
     def __exit__(self, *error: object) -> None:
         self._entered = False
         # patches put on inside this `with` end with it
-        later = list(_back_from(vars(self.unet).get(_MARK)))
+        later = list(_back_from(_handle_in_force(self.unet)))
         if self not in later:
             self.remove()
             return
@@ -185,6 +204,13 @@ class Patch:
         before = next((one for one in _back_from(self._previous) if not one._removed), None)
         if before is not None:
             before.install()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy belongs to a copy of the UNet, which makes itself known (`wiring_of`), and to no pipeline
+        return {**vars(self), "_unet": None, "_outside": [], "_previous": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _unet=lambda: None)
 
 
 def patch(model: Any, config: MergeConfig | str | None = None, *, host_clock: bool = False) -> Patch:
@@ -203,8 +229,7 @@ def patch(model: Any, config: MergeConfig | str | None = None, *, host_clock: bo
         raise TypeError(f"config is {type(config).__name__}; it has to be a MergeConfig, a preset's name, or None")
     unet = find_unet(model)
     handle = Patch(unet, config, _schedule_of(model))
-    handle._follow(getattr(model, "scheduler", None))
-    handle._previous = current = vars(unet).get(_MARK)
+    handle._previous = current = _handle_in_force(unet)
     if current is not None and not current._entered:
         current._previous = None  # nobody will leave it for what was before it; without this, the chain would grow
     if not host_clock and handle.run.lacks_schedule:
@@ -214,7 +239,10 @@ def patch(model: Any, config: MergeConfig | str | None = None, *, host_clock: bo
         )
     for note in handle._notes:
         logger.warning("%s", note)
-    return handle.install()
+    handle._follow(model)
+    handle.install()
+    _remember(model, handle)
+    return handle
 
 
 def apply_patch(
@@ -258,8 +286,11 @@ def apply_patch(
 
 
 def remove_patch(model: Any) -> Any:
-    """Take our merging off a model and return the model. Does nothing, and never fails, where there is none."""
-    for handle in _back_from(_handle_of(model)):
+    """Take our merging off a model and return the model. Does nothing, and never fails, where there is none.
+
+    Of a pipeline whose UNet was exchanged since, it is taken off the old one.
+    """
+    for handle in [*_back_from(_handle_of(model)), *_back_from(_by_model(model))]:
         handle.remove()
     return model
 
@@ -270,25 +301,34 @@ def report(model: Any) -> Report:
     return handle.report() if handle is not None else Report(patched=False)
 
 
-def _handle_of(model: Any) -> Patch | None:
+_OF_MODEL: weakref.WeakKeyDictionary[Any, Patch] = weakref.WeakKeyDictionary()  # what was handed to `patch`
+
+
+def _by_model(model: Any) -> Patch | None:
     try:
-        return vars(find_unet(model)).get(_MARK)
-    except TypeError:
+        return _OF_MODEL.pop(model, None)
+    except TypeError:  # nothing that can be referred to weakly
         return None
 
 
-@contextmanager
-def _between_calls(unet: nn.Module) -> Iterator[Patch | None]:
-    """While nobody else patches the UNet, and no other thread is inside of it; gives the patch it has.
+def _remember(model: Any, handle: Patch) -> None:
+    with suppress(TypeError):  # nothing that can be referred to weakly
+        _OF_MODEL[model] = handle
 
-    The UNet's own lock first: whoever is inside may patch it from there.
-    """
-    while True:
-        current = vars(unet).get(_MARK)
-        with nullcontext() if current is None else current.run.lock, _LOCK:
-            if vars(unet).get(_MARK) is current:
-                yield current
-                return
+
+def _handle_of(model: Any) -> Patch | None:
+    try:
+        return _handle_in_force(find_unet(model))
+    except (TypeError, UnsupportedModelError):
+        return None
+
+
+def _handle_in_force(unet: nn.Module | None) -> Patch | None:
+    """The handle that merges wherever nobody else is named; else the last that holds the wraps."""
+    wiring = None if unet is None else wiring_of(unet)
+    if wiring is None:
+        return None
+    return wiring.merging or (wiring.holders[-1] if wiring.holders else None)
 
 
 def _back_from(handle: Patch | None) -> Iterator[Patch]:
@@ -299,12 +339,38 @@ def _back_from(handle: Patch | None) -> Iterator[Patch]:
 
 
 def _schedule_of(model: Any) -> NoiseSchedule | None:
-    """The noise schedule of a pipeline's scheduler, or of an LDM model itself; None for a bare UNet."""
+    """The noise schedule of a pipeline's scheduler, or of an LDM model itself; None for a bare UNet.
+
+    Times are told on Stable Diffusion's scale (`noise`), so what a scheduler of another kind calls betas is not asked.
+    """
     owner = getattr(model, "scheduler", None) or model
     betas = getattr(owner, "betas", None)
-    if torch.is_tensor(betas) and betas.dim() == 1:
+    trained = owner is model or torch.is_tensor(getattr(owner, "alphas_cumprod", None))
+    if trained and torch.is_tensor(betas) and betas.dim() == 1:
         return NoiseSchedule(tuple(betas.double().tolist()))
     return NoiseSchedule.stable_diffusion() if hasattr(owner, "scale_model_input") else None
+
+
+def _needs(rules: tuple[MergeRule, ...], downsamples: list[int]) -> frozenset[tuple[int, str]]:
+    """(level, part) of all that some rule merges at some time."""
+    live = [rule for rule in rules if not rule.is_off]
+    return frozenset(
+        (level, part)
+        for level, downsample in enumerate(downsamples)
+        for rule in live
+        for part in ("attn", "crossattn", "mlp")
+        if getattr(rule, f"merge_{part}") and reaches(rule, level, downsample)
+    )
+
+
+def _check_time(name: str, value: float | None, least: float, most: float | None) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}={value!r} is {type(value).__name__}; use a number")
+    if not value >= least or value == float("inf") or (most is not None and value > most):
+        top = "up" if most is None else f"to {most:g}"
+        raise ValueError(f"{name}={value!r} is no time; use a number from {least:g} {top}")
 
 
 def _notes(config: MergeConfig, covered: list[bool], downsamples: list[int]) -> tuple[str, ...]:

@@ -125,7 +125,8 @@ class MergePlan:
 
     def _mean(self, flat: torch.Tensor, batch: int) -> torch.Tensor:
         """``[B * N, C]`` -> ``[B * G, C]``."""
-        if kernels.ready(flat) and not (torch.is_grad_enabled() and flat.requires_grad):
+        needs_gradient = torch.is_grad_enabled() and flat.requires_grad
+        if flat.device.type in kernels.DEVICES and not needs_gradient and kernels.ready(flat):
             mean = kernels.mean_rows(flat, *self._flat_segments(batch))
             if mean is not None:
                 return mean

@@ -72,13 +72,22 @@ class Ledger:
         """One more call of the UNet."""
         self.calls += 1
 
-    def merge(self, level: int, part: str, before: tuple[int, int, int], after: tuple[int, int]) -> None:
-        """A call merged. before: (batch, queries, keys) of the unmerged call; after: (queries, keys) left."""
+    def merge(
+        self, level: int, part: str, before: tuple[int, int, int], after: tuple[int, int], route: str = ""
+    ) -> None:
+        """A call merged. before: (batch, queries, keys) of the unmerged call; after: (queries, keys) left.
+
+        route: how merged keys of a self-attention got to know their sizes, or did not; "" where they were not to.
+        """
         batch, queries, keys = before
         if torch.compiler.is_compiling():
             self.trace_merge(index(level), part, index(queries), index(after[0]), index(after[1]))
+            if route:
+                self.trace_route(index(level), route)
             return
         tally = self.levels[level]
+        if route:
+            tally.routes[route] += 1
         tally.merged[(part, queries, *after)] += 1
         if part == "attn":
             tally.work_full += batch * queries * keys
@@ -90,27 +99,20 @@ class Ledger:
             self.levels[level].work_full += work
             self.levels[level].work_left += work
 
-    def skip(self, level: int, part: str, reason: str, work: int = 0) -> None:
-        """A call was left unmerged. work: batch times queries times keys of a self-attention."""
+    def skip(self, level: int, part: str, reason: str, work: int = 0, calls: int = 1) -> None:
+        """Calls were left unmerged. work: batch times queries times keys of a self-attention, for each of them."""
         if torch.compiler.is_compiling():
             self.trace_skip(index(level), part, reason)
             return
         tally = self.levels[level]
-        tally.skipped[f"{part}: {reason}"] += 1
-        tally.work_full += work
-        tally.work_left += work
-
-    def route(self, level: int, way: str, why: str) -> None:
-        """Merged keys of a self-attention got to know their sizes this way, or did not."""
-        if torch.compiler.is_compiling():
-            self.trace_route(index(level), way, why)
-            return
-        self.levels[level].routes[_route_text(way, why)] += 1
+        tally.skipped[f"{part}: {reason}"] += calls
+        tally.work_full += work * calls
+        tally.work_left += work * calls
 
     @_when_traced
-    def trace_route(self, level: int, way: str, why: str) -> int:
+    def trace_route(self, level: int, route: str) -> int:
         """A call is being compiled with the sizes taken this way."""
-        self.levels[level].traced_routes.add(_route_text(way, why))
+        self.levels[level].traced_routes.add(route)
         return 0
 
     @_when_traced
@@ -203,10 +205,6 @@ def _level_lines(level: LevelReport) -> list[str]:
     lines += [f"    compiled with size-aware keys: {route}" for route in level.traced_routes]
     lines += [f"    compiled without merging, {reason}" for reason in level.traced_reasons]
     return lines
-
-
-def _route_text(way: str, why: str) -> str:
-    return f"{way}, because {why}" if why else way
 
 
 def _tokens_text(level: LevelReport) -> str:

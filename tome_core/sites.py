@@ -1,10 +1,12 @@
 """What wraps a UNet, its transformers and its blocks, and passes on what the blocks' parts need to merge.
 
-The UNet's wrap gives the time, the transformer's the picture's grid, the block's the plan made from its input.
+The UNet's wrap opens a call, the transformer's knows the picture's grid and what is decided for it, the block's holds
+its input, from which parts make their plans.
 """
 
 from __future__ import annotations
 
+import threading
 from operator import index
 from typing import Any, NamedTuple
 
@@ -12,198 +14,238 @@ import torch
 from torch import nn
 
 from .config import MergeRule
-from .gate import pays, pays_in_mlp
+from .decision import Decision, Merging
 from .grid import Grid
-from .matching import Matcher
-from .methods import METHODS
-from .plan import MergePlan
-from .probe import WITHOUT, Route
-from .runtime import CallMemory, GridCall, MergeMap, Run, is_captured
-from .schedule import LevelRules
-from .sized import OVERRIDDEN, SizedKeys, brings_its_own_attention
-from .wrap import Now, Wrap
+from .matching import Matcher, Plans
+from .memory import CallMemory
+from .run import Call, Run
+from .switch import Switch, inside
+from .wrap import Wrap
 
 _TIME_NAMES = ("timesteps", "timestep", "t")
 _INPUT_NAMES = ("hidden_states", "x", "sample")
+PARTS = ("attn", "crossattn", "mlp")
 
 
-class Merging(NamedTuple):
-    """A plan and how it is used in one part of a block. route: how keys get to know their sizes; None: they do not.
+class GridCall(NamedTuple):
+    """One call of a transformer: the UNet call it belongs to, its batch and token grid, and what is decided for it."""
 
-    queries: the plan of self-attention's queries where ``plan`` is of its keys and values alone; None: all are kept.
-    """
-
-    plan: MergePlan
-    rule: MergeRule
-    mode: str
-    route: Route | None = None
-    queries: MergePlan | None = None
-
-
-class BlockCall(NamedTuple):
-    """One call of a block: what each part merges with (None: it does not), and the shape parts must have."""
-
-    attn: Merging | None
-    crossattn: Merging | None
-    mlp: Merging | None
+    call: Call
     batch: int
-    tokens: int
+    grid: Grid
+    decision: Decision
+
+
+class BlockCall:
+    """One call of a block. x: its input ``[B, N, C]``; plans: found so far; ran: the parts that were called."""
+
+    def __init__(self, site: BlockSite, x: torch.Tensor, outer: GridCall) -> None:
+        self.site = site
+        self.x = x
+        self.outer = outer
+        self.plans: dict[Any, Plans] = {}
+        self.ran: set[str] = set()
+
+    def plans_for(self, merging: Merging, part: str, together: bool = False) -> Plans:
+        """The plans of a part. One rule, one match: a block matches once however many of its parts merge by it.
+
+        together: for queries, keys and values at once, whose sizes are not to count, whatever the rule says.
+        """
+        if part != "attn":
+            part = self._first_with(merging.rule, part)
+        key = (part, together)
+        plans = self.plans.get(key)
+        if plans is None:
+            # what its self-attention found serves the other parts, whatever way that took
+            plans = self.plans.get((part, True))
+            if plans is None:
+                plans = self.site.matcher.find(self.x, self.outer, merging.rule, part, together)
+            self.plans[key] = plans
+        return plans
+
+
+    def _first_with(self, rule: MergeRule, part: str) -> str:
+        """The first part that merges by this very rule."""
+        for first in PARTS:
+            merging = getattr(self.outer.decision, first)
+            if first == part or (merging is not None and merging.rule is rule):
+                return first
+        return part
 
 
 class UNetSite(Wrap):
-    """Around the UNet: opens and closes the call, and hands its timestep argument to the run."""
+    """Around the UNet: opens and closes its calls."""
 
-    def __init__(self, unet: nn.Module, run: Run) -> None:
+    def __init__(self, unet: nn.Module, switch: Switch) -> None:
         super().__init__(unet)
-        self.run = run
+        self.switch = switch
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The UNet's forward, inside a call of the run."""
-        if not self.active:
-            return self.original(*args, **kwargs)
+        """The UNet's forward, inside a call of the run in force."""
+        switch = self.switch
+        run = switch.current() if self.active else None
         if torch.compiler.is_compiling():  # no graph can hold a lock
-            return self._call(args, kwargs)
-        with self.run.lock:
-            return self._call(args, kwargs)
+            return self.original(*args, **kwargs) if run is None else self._call(run, None, args, kwargs)
+        if run is None:
+            return self.original(*args, **kwargs) if switch.call is None else self._plainly(args, kwargs)
+        with switch.lock:
+            run = switch.current()  # somebody may have taken it off while this thread waited
+            inside.depth += 1
+            try:
+                if run is None:
+                    return self.original(*args, **kwargs)
+                return self._call(run, threading.get_ident(), args, kwargs)
+            finally:
+                inside.depth -= 1
+                if switch.later:
+                    switch.do_later()
 
-    def _call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _call(self, run: Run, thread: int | None, args: tuple, kwargs: dict[str, Any]) -> Any:
         latent = args[0] if args else named(kwargs, _INPUT_NAMES)
-        self.run.begin(args[1] if len(args) > 1 else named(kwargs, _TIME_NAMES), latent)
+        stamp = args[1] if len(args) > 1 else named(kwargs, _TIME_NAMES)
+        switch = self.switch
+        before = switch.call, switch.grid, switch.block
+        switch.call, switch.grid, switch.block = run.begin(stamp, latent, thread), None, None
         try:
             return self.original(*args, **kwargs)
         finally:
-            self.run.end()
+            switch.call, switch.grid, switch.block = before
+
+    def _plainly(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """While a merged call goes on: another thread's sees nothing of it, a call from inside must not either."""
+        switch = self.switch
+        if switch.call.thread != threading.get_ident():
+            return self.original(*args, **kwargs)
+        before = switch.call, switch.grid, switch.block
+        switch.call = switch.grid = switch.block = None
+        try:
+            return self.original(*args, **kwargs)
+        finally:
+            switch.call, switch.grid, switch.block = before
 
 
 class TransformerSite(Wrap):
-    """Around a transformer: takes the token grid from its 4-D input, anew at each call."""
+    """Around a transformer: takes the token grid from its 4-D input, anew at each call, and asks what is decided.
 
-    def __init__(self, transformer: nn.Module, run: Run) -> None:
+    level: of its blocks; blocks: how many it has; channels: of their tokens.
+    """
+
+    def __init__(self, transformer: nn.Module, switch: Switch, level: int, blocks: int, channels: int) -> None:
         super().__init__(transformer)
-        self.run = run
-        self.now = Now()  # holds a GridCall
+        self.switch = switch
+        self.level = level
+        self.blocks = blocks
+        self.channels = channels
         self.memory = CallMemory()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The transformer's forward, its blocks knowing the grid."""
+        """The transformer's forward, its blocks knowing the grid where they are to merge."""
+        switch = self.switch
+        call = switch.call
         x = args[0] if args else named(kwargs, _INPUT_NAMES)
-        if not self.active or not torch.is_tensor(x) or x.dim() != 4:
+        if call is None and self.memory.has_calls:
+            call = in_this_thread(self.memory.recall(x))
+        compiling = torch.compiler.is_compiling()
+        if call is None or not self.active or not torch.is_tensor(x) or x.dim() != 4:
             return self.original(*args, **kwargs)
-        call = self.run.call or self.memory.recall(x) or self.run.call_without_time(x)
-        self.memory.keep(x, call, self.target.training)
-        self.now.call = GridCall(call, index(x.shape[0]), Grid(index(x.shape[2]), index(x.shape[3])))
+        if not compiling and call.thread != threading.get_ident():
+            return self.original(*args, **kwargs)
+        if self.target.training or torch.is_grad_enabled() or x.requires_grad:
+            self.memory.keep(x, call)
+        before, switch.grid = switch.grid, self._open(call, x, compiling)
         try:
-            return self.original(*args, **kwargs)
+            if compiling:
+                return self.original(*args, **kwargs)
+            return (self.beneath or getattr(type(self.target), self.name).__get__(self.target))(*args, **kwargs)
         finally:
-            self.now.call = None
+            switch.grid = before
+
+    def let_go(self) -> None:
+        """Remember no call."""
+        self.memory.clear()
+
+    def _open(self, call: Call, x: torch.Tensor, compiling: bool) -> GridCall | None:
+        # `index` makes a compiler take sizes as constants, one graph for each: with unknown ones it takes minutes
+        batch, height, width = index(x.shape[0]), index(x.shape[2]), index(x.shape[3])
+        tokens, level, run = height * width, self.level, call.run
+        size = (tokens, self.channels, x.device.type)
+        key = () if compiling else (id(call.rules[level]), call.why_off[level], *size)
+        decision = None if compiling else run.decisions.get(key)
+        if decision is None:
+            decision = run.decide(key, call, level, *size)
+        if decision.why_not:
+            run.ledger.skip(level, "block", decision.why_not, batch * tokens * tokens, self.blocks)
+            return None
+        return GridCall(call, batch, Grid(height, width), decision)
 
 
 class BlockSite(Wrap):
-    """Around a block: makes the plans of its parts from the block's input, as tomesd does."""
+    """Around a block: holds its input while its parts run. number: the block's among all of the UNet."""
 
-    def __init__(self, block: nn.Module, transformer: TransformerSite, run: Run, number: int, level: int) -> None:
+    def __init__(self, block: nn.Module, switch: Switch, number: int, level: int) -> None:
         # LDM blocks run `_forward` inside their own gradient checkpoint, so only that is seen when it is repeated
         super().__init__(block, "_forward" if hasattr(type(block), "_forward") else "forward")
-        self.transformer = transformer
-        self.run = run
+        self.switch = switch
         self.level = level
         self.matcher = Matcher(block, number, level)
-        self.sized: SizedKeys | None = None  # of its self-attention, where a rule asks for it
-        self.ran: dict[str, Now] = {}  # part that has a site -> whether this call came by it
-        self.now = Now()  # holds a BlockCall
+        self.parts: list[str] = []  # that have a wrap
         self.memory = CallMemory()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The block's forward, its parts knowing their plans."""
-        x = args[0] if args else named(kwargs, _INPUT_NAMES)
-        if not self.active or not torch.is_tensor(x) or x.dim() != 3:
+        """The block's forward, its parts able to merge."""
+        switch = self.switch
+        outer = switch.grid
+        if not self.active or (outer is None and (switch.call is not None or not self.memory.has_calls)):
             return self.original(*args, **kwargs)
-        outer = self.transformer.now.call or self.memory.recall(x)
-        if outer is not None:
-            self.memory.keep(x, outer, self.target.training)
-            self.now.call = self._open(x, outer, (*args, *kwargs.values()))
-        else:
-            self._skip(x, "the block was called outside its transformer")
-        for part in self.ran.values():
-            part.call = None
+        x = args[0] if args else named(kwargs, _INPUT_NAMES)
+        if not torch.is_tensor(x) or x.dim() != 3:
+            return self.original(*args, **kwargs)
+        if outer is None:  # a checkpoint runs it again
+            outer = self.memory.recall(x)
+            outer = outer and outer._replace(call=in_this_thread(outer.call))
+        compiling = torch.compiler.is_compiling()
+        if outer is None or not (compiling or outer.call.thread == threading.get_ident()):
+            return self.original(*args, **kwargs)
+        if self.target.training or torch.is_grad_enabled() or x.requires_grad:
+            self.memory.keep(x, outer)
+        before, switch.block = switch.block, self._open(x, outer)
+        block = switch.block
         try:
-            out = self.original(*args, **kwargs)
-            self._note_what_was_passed_over()
+            if compiling:
+                return self.original(*args, **kwargs)
+            out = (self.beneath or getattr(type(self.target), self.name).__get__(self.target))(*args, **kwargs)
+            if block is not None and len(block.ran) < len(self.parts):
+                self._note_what_was_passed_over(block)
             return out
         finally:
-            self.now.call = None
+            switch.block = before
 
-    def skip_part(self, part: str, reason: str) -> None:
-        """A part that should have merged did not."""
-        call = self.now.call
-        work = call.batch * call.tokens * call.tokens if part == "attn" else 0
-        self.run.ledger.skip(self.level, part, reason, work)
+    def let_go(self) -> None:
+        """Remember no call."""
+        self.memory.clear()
 
-    def _note_what_was_passed_over(self) -> None:
+    def _open(self, x: torch.Tensor, outer: GridCall) -> BlockCall | None:
+        batch, tokens = index(x.shape[0]), index(x.shape[1])
+        ledger = outer.call.run.ledger
+        if batch != outer.batch or tokens != outer.grid.height * outer.grid.width:
+            ledger.skip(self.level, "block", "the tokens are not the picture's grid", batch * tokens * tokens)
+            return None
+        if outer.decision.attn is None:
+            ledger.keep(self.level, batch * tokens * tokens)
+        return BlockCall(self, x, outer)
+
+    def _note_what_was_passed_over(self, block: BlockCall) -> None:
         """ComfyUI's block uses an attention's projections alone where a node has put something in its place."""
-        call = self.now.call
-        if call is None or torch.compiler.is_compiling():
-            return
-        for part, ran in self.ran.items():
-            if getattr(call, part) is not None and ran.call is None:
-                self.skip_part(part, "something else runs in its place")
-
-    def _open(self, x: torch.Tensor, outer: GridCall, arguments: tuple) -> BlockCall | None:
-        rules = outer.call.rules[self.level]
-        if rules.attn is None and rules.crossattn is None and rules.mlp is None:
-            return self._skip(x, self.run.why_off[self.level])
-        # `index` makes a compiler take sizes as constants, one graph for each: with unknown ones it takes minutes
-        outer = GridCall(outer.call, index(outer.batch), Grid(index(outer.grid.height), index(outer.grid.width)))
-        tokens = outer.grid.height * outer.grid.width
-        if index(x.shape[0]) != outer.batch or index(x.shape[1]) != tokens:
-            return self._skip(x, "the tokens are not the picture's grid")
-        rules = _that_pay(rules, tokens, index(x.shape[2]), x.device.type)
-        if rules.attn is None and rules.crossattn is None and rules.mlp is None:
-            return self._skip(x, "so few tokens that merging would not pay")
-        # one rule, one match: a block matches once however many of its parts merge
-        attn = self._match(x, outer, rules.attn, "attn", self._route(x, rules.attn, arguments))
-        crossattn = attn if rules.crossattn is rules.attn else self._match(x, outer, rules.crossattn, "crossattn")
-        if rules.mlp is rules.attn:
-            mlp = attn
-        else:
-            mlp = crossattn if rules.mlp is rules.crossattn else self._match(x, outer, rules.mlp, "mlp")
-        if attn is None and crossattn is None and mlp is None:
-            return self._skip(x, "the grid is too small for the ratio to remove a token")
-        if attn is None:
-            self.run.ledger.keep(self.level, outer.batch * tokens * tokens)
-        self._keep_map(x, outer.grid, attn or crossattn or mlp)
-        return BlockCall(attn, crossattn, mlp, outer.batch, tokens)
-
-    def _keep_map(self, x: torch.Tensor, grid: Grid, merging: Merging) -> None:
-        """Only where somebody asked to see it: fetching a map waits for the device."""
-        if self.run.maps is not None and not torch.compiler.is_compiling() and not is_captured(x):
-            plan = merging.plan
-            self.run.maps[self.level] = MergeMap(grid, plan.group.cpu(), plan.num_groups)
-
-    def _route(self, x: torch.Tensor, rule: MergeRule | None, arguments: tuple) -> Route | None:
-        if rule is None or self.sized is None or not rule.sizes_keys:
-            return None
-        if brings_its_own_attention(arguments):
-            return OVERRIDDEN
-        return self.sized.route(x, rule.effective_side == "kv", is_captured(x))
-
-    def _match(
-        self, x: torch.Tensor, outer: GridCall, rule: MergeRule | None, part: str, route: Route | None = None
-    ) -> Merging | None:
-        if rule is None:
-            return None
-        plans = self.matcher.find(x, outer, rule, part, route is not None and route.kind == WITHOUT)
-        if plans.plan is None:
-            return None
-        return Merging(plans.plan, rule, METHODS[rule.method].mode, route, plans.queries)
-
-    def _skip(self, x: torch.Tensor, reason: str) -> None:
-        self.run.ledger.skip(self.level, "block", reason, x.shape[0] * x.shape[1] * x.shape[1])
+        outer = block.outer
+        for part in self.parts:
+            if getattr(outer.decision, part) is not None and part not in block.ran:
+                work = outer.batch * (outer.grid.height * outer.grid.width) ** 2 if part == "attn" else 0
+                outer.call.run.ledger.skip(self.level, part, "something else runs in its place", work)
 
 
-def _that_pay(rules: LevelRules, tokens: int, channels: int, device: str) -> LevelRules:
-    attn, crossattn = (rule if pays(rule, tokens, device) else None for rule in (rules.attn, rules.crossattn))
-    return LevelRules(attn, crossattn, rules.mlp if pays_in_mlp(rules.mlp, tokens, channels, device) else None)
+def in_this_thread(call: Call | None) -> Call | None:
+    """A call that is looked at again: a backward pass on a GPU runs in a thread of its own."""
+    return call and call._replace(thread=threading.get_ident())
 
 
 def named(kwargs: dict, names: tuple[str, ...]) -> Any:

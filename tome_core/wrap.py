@@ -13,13 +13,6 @@ import torch
 _BOUND = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
 
 
-class Now:
-    """What a site knows of the call in progress, None between calls. One object for a wrap and its copies."""
-
-    def __init__(self) -> None:
-        self.call: Any = None
-
-
 class Wrap:
     """Stands in for ``target.NAME`` on the instance; subclasses put their work into `forward`.
 
@@ -78,8 +71,8 @@ class Wrap:
     def install(self) -> Wrap:
         """Put it on top and return the wrap in force: this one, or a copy over what others have put there since.
 
-        Reusing the same object keeps a compiled graph valid; idempotent. Subclasses keep what a call in
-        progress knows in objects that a copy shares, so that the sites that refer to this one stay right.
+        Reusing the same object keeps a compiled graph valid; idempotent. Subclasses keep what a call in progress
+        knows in objects that a copy shares.
         """
         wrap = self
         if not self.is_on_top():
@@ -108,6 +101,9 @@ class Wrap:
             delattr(self.target, slot)
         else:
             setattr(self.target, slot, getattr(type(self.target), self.name).__get__(self.target))
+
+    def let_go(self) -> None:
+        """It came off for good: let go of what it held for others."""
 
     def __getstate__(self) -> dict[str, Any]:
         # not every function can be pickled; this one is found again

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from ..grid import Grid, cells, split_cells
+from ..grid import Grid, split_grid
 from ..plan import MergePlan, take_rows
 from .base import Best, MatchOptions, Method, Rows, best_keys
 from .likeness import comparable, directions, searched
@@ -23,7 +23,7 @@ def match(x: torch.Tensor, grid: Grid, options: MatchOptions) -> MergePlan | Non
     Partners are looked for in the whole grid or in windows of it; then the match may be refined (`refined`).
     Returns groups numbered destinations first; None where the ratio removes no token.
     """
-    destinations, sources = split_cells(cells(grid, options.sy, options.sx, x.device), options.draw)
+    destinations, sources = split_grid(grid, options.sy, options.sx, options.draw, x)
     removed = min(sources.shape[1], int(x.shape[1] * options.ratio))
     if removed <= 0:
         return None
@@ -74,18 +74,18 @@ def _plan(best: Best, sources: torch.Tensor, destinations: torch.Tensor, removed
     batch, count = best.score.shape
     num_destinations = destinations.shape[1]
     sources, destinations = sources.expand(batch, -1), destinations.expand(batch, -1)
-    if removed == count:
-        order = torch.arange(count, device=sources.device).expand(batch, -1)
-    else:
-        order = best.score.argsort(dim=1, descending=True, stable=True)
-    merged, alone = order[:, :removed], order[:, removed:]
-    number = torch.arange(num_destinations + count - removed, device=sources.device).expand(batch, -1)
-    own = torch.empty_like(sources).scatter(1, merged, best.index.gather(1, merged))
-    own = own.scatter(1, alone, number[:, num_destinations:])
     tokens = num_destinations + count
     group = torch.empty(batch, tokens, dtype=torch.int64, device=sources.device)
+    number = torch.arange(tokens - removed, device=sources.device).expand(batch, -1)
+    if removed == count:  # all merge, in whatever order
+        own, representative = best.index, destinations
+    else:
+        order = best.score.argsort(dim=1, descending=True, stable=True)
+        merged, alone = order[:, :removed], order[:, removed:]
+        own = torch.empty_like(sources).scatter(1, merged, best.index.gather(1, merged))
+        own = own.scatter(1, alone, number[:, num_destinations:])
+        representative = torch.cat([destinations, sources.gather(1, alone)], 1)
     group = group.scatter(1, sources, own).scatter(1, destinations, number[:, :num_destinations])
-    representative = torch.cat([destinations, sources.gather(1, alone)], 1)
     return MergePlan(group, tokens - removed, representative)
 
 

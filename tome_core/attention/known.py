@@ -1,0 +1,132 @@
+"""What is known of an attention's inside: how it makes q, k and v, what it computes with them, and what follows.
+
+Letters: ``B`` batch, ``N`` queries, ``G`` keys, ``H`` heads. Queries, keys and values are flat here, ``[B, N, H*d]``,
+as projections make them and as most hosts' functions take them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class KnownAttention:
+    """One kind of attention. Without state: one object serves every module of its kind.
+
+    kwargs, everywhere: what the call was given besides its tokens (``x``, context and value).
+    """
+
+    name = ""
+
+    def problem(self, module: nn.Module, kwargs: dict[str, Any]) -> str | None:
+        """Why this very call is not what is known; None where it is."""
+        return None
+
+    def heads(self, module: nn.Module) -> int:
+        """Number of heads ``H``."""
+        return module.heads
+
+    def project(
+        self, module: nn.Module, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kwargs: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q ``[B, N, H*d]`` of ``x [B, N, C]``, k and v ``[B, G, H*d]`` of ``keys`` and ``values [B, G, C]``.
+
+        By the module's own projections, whatever was put on them (LoRA, quantised weights, offloading).
+        """
+        return module.to_q(x), module.to_k(keys), module.to_v(values)
+
+    def scale(self, module: nn.Module, width: int) -> float:
+        """What `attend` multiplies ``q k^T`` with where heads are this wide."""
+        return width**-0.5
+
+    def takes_bias(self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+        """Does `attend` add a bias to the logits, without a detour? Where not, heads are widened instead."""
+        return False
+
+    def attend(
+        self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> torch.Tensor:  # fmt: skip
+        """``softmax(scale q k^T + bias) v``, flat, by the function that would have been called without merging.
+
+        bias: ``[B, 1, G]`` in the dtype of ``q``, or None. Heads may be wider than the module's own.
+        """
+        raise NotImplementedError
+
+    def finish(self, module: nn.Module, out: torch.Tensor) -> torch.Tensor:
+        """What follows: the output projection."""
+        return module.to_out(out)
+
+
+class StandIn:
+    """Stands in for an attention module inside its own ``forward``, with queries, keys and values made before.
+
+    Its projections give these whatever they are asked, its output projection gives back what it gets. Everything else
+    is the module's.
+    """
+
+    def __init__(
+        self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None
+    ) -> None:
+        self._module = module
+        self.to_q, self.to_k, self.to_v = _Given(q), _Given(k), _Given(v)
+        self.to_out = _AsItIs()
+        self.dim_head = q.shape[-1] // module.heads  # what some forwards cut their heads by
+        if scale is not None:
+            self.scale = scale
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._module, name)
+        if isinstance(found, MethodType) and found.__self__ is self._module:
+            return MethodType(found.__func__, self)
+        return found
+
+
+class _Given:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def __call__(self, *_: Any, **__: Any) -> torch.Tensor:
+        return self._tensor
+
+
+class _AsItIs:
+    """A module, or a sequence of a projection and a dropout, that does nothing."""
+
+    def __call__(self, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return x
+
+    def __iter__(self) -> Iterator[_AsItIs]:
+        return iter((self, self))
+
+    def __getitem__(self, place: int) -> _AsItIs:
+        return self
+
+    def __len__(self) -> int:
+        return 2
+
+
+class ForwardOnStandIn(KnownAttention):
+    """An attention that lies inside one ``forward(x, context=...)``: that very function is run on a `StandIn`.
+
+    by_attribute: it multiplies by ``self.scale`` however wide the heads are, not by their width to the power -1/2.
+    """
+
+    def __init__(self, name: str, by_attribute: bool) -> None:
+        self.name = name
+        self.by_attribute = by_attribute
+
+    def scale(self, module: nn.Module, width: int) -> float:
+        """The module's own, or what follows from the width."""
+        return float(module.scale) if self.by_attribute else width**-0.5
+
+    def attend(
+        self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> torch.Tensor:  # fmt: skip
+        """What the module's ``forward`` makes of them; bias is None always."""
+        return type(module).forward(StandIn(module, q, k, v), q, context=k)

@@ -1,0 +1,45 @@
+"""The attentions of CompVis' and Stability AI's own code (packages ``ldm`` and ``sgm``), as they are without a host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import registry
+from .known import ForwardOnStandIn, StandIn
+
+
+class _Sgm(ForwardOnStandIn):
+    """sgm's: tokens may be added to the picture's, which only its own ``forward`` can keep apart."""
+
+    def problem(self, module: nn.Module, kwargs: dict[str, Any]) -> str | None:
+        """Additional tokens."""
+        return "additional tokens came along" if kwargs.get("additional_tokens") is not None else None
+
+
+class _SgmOfTorch(_Sgm):
+    """sgm's by torch's function, which gets the mask as it is."""
+
+    def takes_bias(self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+        """Always."""
+        return True
+
+    def attend(
+        self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> torch.Tensor:  # fmt: skip
+        """What the module's ``forward`` makes of them."""
+        mask = None if bias is None else bias[:, None]  # [B, 1, 1, G]
+        return type(module).forward(StandIn(module, q, k, v), q, context=k, mask=mask)
+
+
+def register() -> None:
+    """Describe them all. Whether one scales by its attribute or by its heads' width is read in its source."""
+    ldm, sgm = "ldm.modules.attention", "sgm.modules.attention"
+    registry.register(f"{ldm}.CrossAttention.forward", ForwardOnStandIn("LDM", by_attribute=True))
+    registry.register(f"{sgm}.CrossAttention.forward", _SgmOfTorch("sgm", by_attribute=False))
+    efficient = "MemoryEfficientCrossAttention.forward"
+    registry.register(f"{ldm}.{efficient}", ForwardOnStandIn("LDM, xformers", by_attribute=False))
+    registry.register(f"{sgm}.{efficient}", _Sgm("sgm, xformers", by_attribute=False))

@@ -1,0 +1,187 @@
+"""The attention processors of diffusers, known by their classes' names: this package imports torch alone.
+
+Each is `Attention` of ``diffusers.models.attention_processor`` with what one processor computes in it. The module's
+methods and projections are called, the processor is not.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from . import registry
+from .known import KnownAttention
+
+_WHERE = "diffusers.models.attention_processor"
+
+
+class _Processor(KnownAttention):
+    """What all of them share: the class, and what follows attention."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def problem(self, module: nn.Module, kwargs: dict[str, Any]) -> str | None:
+        """What attentions outside of transformer blocks have."""
+        norms = module.group_norm is not None or module.spatial_norm is not None or module.norm_cross is not None
+        if norms or module.residual_connection or module.rescale_output_factor != 1.0:
+            return "it norms, scales or adds its input"
+        return None
+
+    def finish(self, module: nn.Module, out: torch.Tensor) -> torch.Tensor:
+        """Output projection and dropout."""
+        projection, dropout = module.to_out
+        return dropout(projection(out))
+
+
+class _ByTorch(_Processor):
+    """``AttnProcessor2_0``: heads are normed where the module has norms, then torch's function."""
+
+    def project(
+        self, module: nn.Module, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kwargs: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """With the norms of queries and keys."""
+        return _normed(module, *super().project(module, x, keys, values, kwargs))
+
+    def takes_bias(self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+        """Always."""
+        return True
+
+    def attend(
+        self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> torch.Tensor:  # fmt: skip
+        """`torch.nn.functional.scaled_dot_product_attention`."""
+        batch, heads = q.shape[0], module.heads
+        q, k, v = (one.view(batch, -1, heads, one.shape[-1] // heads).transpose(1, 2) for one in (q, k, v))
+        mask = None if bias is None else bias[:, None]
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=0.0, is_causal=False)
+        return out.transpose(1, 2).reshape(batch, -1, heads * v.shape[-1]).to(q.dtype)
+
+
+class _Fused(_ByTorch):
+    """``FusedAttnProcessor2_0``: one projection makes queries, keys and values."""
+
+    def project(
+        self, module: nn.Module, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kwargs: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Its parts; all of it where something was put on it."""
+        fused = module.to_qkv
+        k, v = _part(fused, keys, 1), _part(fused, values, 2)
+        return _normed(module, _part(fused, x, 0), k, v)
+
+
+class _ByScores(_Processor):
+    """``AttnProcessor``: the module's own scores, then one product."""
+
+    def scale(self, module: nn.Module, width: int) -> float:
+        """The module's, whatever the width."""
+        return float(module.scale)
+
+    def takes_bias(self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+        """Always."""
+        return True
+
+    def attend(
+        self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> torch.Tensor:  # fmt: skip
+        """By ``get_attention_scores``."""
+        q, k, v = (module.head_to_batch_dim(one) for one in (q, k, v))
+        return module.batch_to_head_dim(self._weighed(module, q, k, v, _for_heads(module, bias)))
+
+    def _weighed(
+        self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        return torch.bmm(module.get_attention_scores(q, k, bias), v)
+
+
+class _InSlices(_ByScores):
+    """``SlicedAttnProcessor``: so many heads at once as its ``slice_size`` says."""
+
+    def _weighed(
+        self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        step = module.processor.slice_size
+        parts = []
+        for start in range(0, q.shape[0], step):
+            piece = slice(start, start + step)
+            scores = module.get_attention_scores(q[piece], k[piece], None if bias is None else bias[piece])
+            parts.append(torch.bmm(scores, v[piece]))
+        return torch.cat(parts)
+
+
+class _ByXformers(_Processor):
+    """``XFormersAttnProcessor``, which gives xformers the module's scale."""
+
+    def scale(self, module: nn.Module, width: int) -> float:
+        """The module's, whatever the width."""
+        return float(module.scale)
+
+    def attend(
+        self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> torch.Tensor:  # fmt: skip
+        """`xformers.ops.memory_efficient_attention`; bias is None always."""
+        attention = importlib.import_module("xformers.ops").memory_efficient_attention
+        q, k, v = (module.head_to_batch_dim(one).contiguous() for one in (q, k, v))
+        out = attention(q, k, v, attn_bias=None, op=module.processor.attention_op, scale=module.scale)
+        return module.batch_to_head_dim(out.to(q.dtype))
+
+
+def _part(fused: nn.Module, x: torch.Tensor, number: int) -> torch.Tensor:
+    """One third of what a projection makes: 0 is queries, 1 keys, 2 values."""
+    if type(fused) is not nn.Linear or "forward" in vars(fused) or fused._forward_hooks or fused._forward_pre_hooks:
+        return fused(x).chunk(3, -1)[number]
+    bias = None if fused.bias is None else fused.bias.chunk(3)[number]
+    return F.linear(x, fused.weight.chunk(3)[number], bias)
+
+
+def _normed(
+    module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    if module.norm_q is not None:
+        q = _of_heads(module, module.norm_q, q)
+    if module.norm_k is not None:
+        k = _of_heads(module, module.norm_k, k)
+    return q, k, v
+
+
+def _of_heads(module: nn.Module, norm: nn.Module, flat: torch.Tensor) -> torch.Tensor:
+    heads = flat.unflatten(-1, (module.heads, -1)).transpose(1, 2)
+    return norm(heads).transpose(1, 2).flatten(2)
+
+
+def _for_heads(module: nn.Module, bias: torch.Tensor | None) -> torch.Tensor | None:
+    """``[B, 1, G]`` to ``[B*H, 1, G]``, in the dtype that the module's scores have."""
+    if bias is None:
+        return None
+    bias = bias.float() if module.upcast_attention else bias
+    return bias.repeat_interleave(module.heads, 0)
+
+
+_KNOWN = {
+    "AttnProcessor": _ByScores,
+    "AttnProcessor2_0": _ByTorch,
+    "SlicedAttnProcessor": _InSlices,
+    "XFormersAttnProcessor": _ByXformers,
+    "FusedAttnProcessor2_0": _Fused,
+}
+# by the full name of the function that computes: a class of the same name is no proof, and a method may be replaced
+_BY_CALL = {f"{_WHERE}.{name}.__call__": kind(name) for name, kind in _KNOWN.items()}
+
+
+def _of_processor(module: nn.Module) -> KnownAttention | None:
+    kind = type(module.processor)
+    call = kind.__call__
+    own = getattr(call, "__qualname__", "") == f"{kind.__qualname__}.__call__"
+    return _BY_CALL.get(registry.function_name(call)) if own else None
+
+
+def register() -> None:
+    """Describe diffusers' attention, whose processor decides."""
+    registry.register(f"{_WHERE}.Attention.forward", _of_processor)

@@ -1,0 +1,109 @@
+"""How much noise a scheduler's steps have, whatever it counts them in.
+
+Schedulers number their steps in training steps, in logarithms of sigma, in angles. What all of them mean is a share of
+noise, so each step is read as the timestep at which Stable Diffusion's schedule has the same log-SNR, and limits in
+timesteps mean the same everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from typing import Any
+
+import torch
+
+from .schedule import NoiseSchedule
+
+_STABLE_DIFFUSION = NoiseSchedule.stable_diffusion()
+_DIGITS = 1  # of a timestep; float32 schedules are good to a hundredth
+_TINY = 1e-12
+
+
+class SchedulerNoise:
+    """What the steps of a pipeline's scheduler stand for. The pipeline is asked anew which scheduler it has."""
+
+    def __init__(self, pipeline: Any) -> None:
+        self._pipeline = weakref.ref(pipeline)
+
+    def timesteps_of(self, values: list[float]) -> list[float]:
+        """Stable Diffusion's timestep for each of the scheduler's own ``values``, all that its ``timesteps`` hold."""
+        return timesteps_of(self._scheduler(), values)
+
+    def timestep_of(self, value: float) -> float:
+        """The same for one of them, found by its value."""
+        steps = getattr(self._scheduler(), "timesteps", None)
+        known = steps.tolist() if torch.is_tensor(steps) and steps.dim() == 1 else []
+        return self.timesteps_of(known)[known.index(value)] if value in known else value
+
+    def _scheduler(self) -> Any:
+        return getattr(self._pipeline(), "scheduler", None)
+
+    def __reduce__(self) -> tuple:
+        return _nobodys, ()  # a copy of the UNet has no pipeline
+
+
+def _nobodys() -> None:
+    return None
+
+
+def timesteps_of(scheduler: Any, values: list[float]) -> list[float]:
+    """Stable Diffusion's timestep for each of a scheduler's own ``values``, all that its ``timesteps`` hold.
+
+    A scheduler that tells nothing of its noise is taken to count as Stable Diffusion does.
+    """
+    log_snrs = _log_snrs(scheduler, values)
+    if log_snrs is None:
+        return values
+    sigmas = (math.exp(-log_snr / 2) for log_snr in log_snrs)
+    return [round(_STABLE_DIFFUSION.timestep_of_sigma(sigma), _DIGITS) for sigma in sigmas]
+
+
+def _log_snrs(scheduler: Any, values: list[float]) -> list[float] | None:
+    sigmas = _listed(scheduler, "sigmas", len(values))
+    if sigmas is not None:
+        return _of_flow(sigmas) if _is_flow(scheduler) else _of_sigmas(sigmas, _config(scheduler, "sigma_data", 1.0))
+    kept = _listed(scheduler, "alphas_cumprod", 1)
+    if kept is not None:
+        return [_of_kept(kept, value) for value in values]
+    alphas, betas = (_listed(scheduler, name, len(values)) for name in ("alphas", "betas"))
+    if alphas is not None and betas is not None:  # of the step itself, not of training: IPNDM
+        pairs = zip(alphas, betas, strict=False)
+        return [2 * math.log(max(alpha, _TINY) / max(beta, _TINY)) for alpha, beta in pairs][: len(values)]
+    return None
+
+
+def _of_sigmas(sigmas: list[float], of_data: float) -> list[float]:
+    """Noise of deviation sigma is added to data of deviation ``of_data``."""
+    return [-2 * math.log(max(sigma, _TINY) / of_data) for sigma in sigmas]
+
+
+def _of_flow(sigmas: list[float]) -> list[float]:
+    """Data and noise are mixed, sigma parts of noise to 1 - sigma of data."""
+    return [2 * math.log(max(1 - sigma, _TINY) / max(sigma, _TINY)) for sigma in sigmas]
+
+
+def _of_kept(kept: list[float], timestep: float) -> float:
+    """From the share of the picture's variance that is kept at each training step, linear between them."""
+    place = min(len(kept) - 1.0, max(0.0, timestep))
+    below = int(place)
+    share = kept[below] + (place - below) * (kept[min(below + 1, len(kept) - 1)] - kept[below])
+    return math.log(max(share, _TINY)) - math.log(max(1 - share, _TINY))
+
+
+def _listed(scheduler: Any, name: str, least: int) -> list[float] | None:
+    found = getattr(scheduler, name, None)
+    if not torch.is_tensor(found) or found.dim() != 1 or len(found) < least:
+        return None
+    return found.tolist()
+
+
+def _is_flow(scheduler: Any) -> bool:
+    predicts = _config(scheduler, "prediction_type", "") == "flow_prediction"
+    return predicts or bool(_config(scheduler, "use_flow_sigmas", False)) or "FlowMatch" in type(scheduler).__name__
+
+
+def _config(scheduler: Any, name: str, default: Any) -> Any:
+    config = getattr(scheduler, "config", None)
+    value = config.get(name) if hasattr(config, "get") else None
+    return default if value is None else value

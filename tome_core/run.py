@@ -1,0 +1,234 @@
+"""One patch while its UNet runs: whose rules are in force in a call, and what the call may use of earlier ones."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from .clock import Clock, InForce
+from .config import MergeConfig, MergeRule
+from .decision import Decision, decide
+from .grid import Grid
+from .keep import KeptPlans, Sampling
+from .noise import SchedulerNoise
+from .phases import plain_rules
+from .plan import MergePlan
+from .report import Ledger
+from .schedule import UNKNOWN, LevelRules, NoiseSchedule
+from .timesteps import Timesteps
+
+_PIXELS_PER_LATENT = 8 * 8  # Stable Diffusion's latent is an eighth of the picture along each side
+_MOST_DECISIONS = 1024  # kept; pictures of ever new sizes must not fill the memory
+
+
+class Call(NamedTuple):
+    """One call of the UNet. stamp: its timestep argument, what draws depend on; rules: those in force, by level.
+
+    thread: that made it; None in a compiled one. why_off: by level. kept: plans of the calls before it in the same
+    sampling; None where nothing is kept.
+    """
+
+    run: Run
+    thread: int | None
+    stamp: Any
+    rules: tuple[LevelRules, ...]
+    why_off: tuple[str, ...]
+    kept: KeptPlans | None = None
+
+
+class MergeMap(NamedTuple):
+    """What one block merged, to be looked at. group: int64 ``[B or 1, N]`` on the CPU, the group of each token."""
+
+    grid: Grid
+    group: torch.Tensor
+    num_groups: int
+
+
+class Pictures(threading.local):
+    """What each thread knows of the picture it makes: pipelines that share a UNet may run at once.
+
+    scopes: samplings that somebody has begun, the latest last. told: the timestep of the UNet's next call, as the
+    scheduler gave it.
+    """
+
+    def __init__(self) -> None:
+        self.timesteps = Timesteps()
+        self.sampling = Sampling()
+        self.scopes: list[object] = []
+        self.told: float | None = None
+
+
+class Run:
+    """What a patch knows while it is in force.
+
+    config: the settings. downsamples: of each level. schedule: ties the scales of time together; None on a bare UNet,
+    which knows its timestep alone.
+    """
+
+    def __init__(
+        self, config: MergeConfig, downsamples: Sequence[int], schedule: NoiseSchedule | None, ledger: Ledger
+    ) -> None:
+        self.config = config
+        self.ledger = ledger
+        self.in_order = plain_rules(config.rules, downsamples)
+        self.knows_schedule = schedule is not None
+        self.clock = Clock(self.in_order, downsamples, schedule)
+        self.keeps = any(rule.keep for rule in self.in_order)
+        self.wants_time = self.clock.limited or self.keeps
+        self.uses_percent = any(rule.uses_percent for rule in self.in_order)
+        self._uses_pixels = any(rule.min_pixels for rule in self.in_order)
+        self.noise: SchedulerNoise | None = None  # of the pipeline, where there is one
+        self.time_is_given = False
+        self.sampling = Sampling()  # the one that `set_time` named
+        self._mine = Pictures()
+        self.now: InForce = self.clock.at(UNKNOWN)
+        self.maps: dict[int, tuple[Grid, MergePlan]] | None = None
+        self.decisions: dict[tuple, Decision] = {}  # made so far; rules are known by their id, and the clock keeps them
+
+    @property
+    def live(self) -> tuple[MergeRule, ...]:
+        """The rules that hold at this moment, in order."""
+        return self.now.live
+
+    @property
+    def lacks_schedule(self) -> bool:
+        """True where a rule is limited on a scale that the timestep argument alone does not give."""
+        limited = any(rule.uses_percent or rule.max_beta is not None for rule in self.in_order)
+        return limited and not self.knows_schedule
+
+    def set_time(
+        self, percent: float | None, timestep: float | None, sigma: float | None, sampling: Hashable = None
+    ) -> None:
+        """Take the time from outside until further notice; all None hands the clock back to the UNet's argument."""
+        self.time_is_given = not (percent is None and timestep is None and sigma is None)
+        if sigma is not None and timestep is None:
+            timestep = self.clock.schedule.timestep_of_sigma(sigma)
+        time = self.clock.moment(timestep, percent)
+        self.sampling.set(sampling, time.timestep)
+        self.now = self.clock.at(time)
+
+    @contextmanager
+    def sample(self) -> Iterator[None]:
+        """While in here, this thread's calls are the steps of one picture."""
+        scopes, scope = self._mine.scopes, object()
+        scopes.append(scope)
+        try:
+            yield
+        finally:
+            scopes.remove(scope)
+            self._mine.sampling.set(None, None)
+
+    def tell(self, timestep: Any) -> None:
+        """The timestep of the next call of the UNet, from a pipeline's scheduler; `set_time` outweighs it."""
+        if self.time_is_given or (torch.is_tensor(timestep) and timestep.numel() != 1):
+            return
+        mine = self._mine
+        mine.told = self._look(timestep)
+        if mine.told is None:
+            mine.told = self._read(timestep)
+        self.now = self.clock.at(self.clock.moment(mine.told))
+
+    def begin(self, timestep: Any, latent: Any, thread: int | None) -> Call:
+        """A call of the UNet starts; these are its arguments.
+
+        timestep: a number, or a tensor ``[]`` or ``[B]``. latent: ``[B, C, H, W]`` or ``[B, C, frames, H, W]``, only
+        its size is looked at. thread: that calls; None where a compiler traces.
+        """
+        now, kept = self.now, None
+        if thread is not None:
+            self.ledger.begin_call()
+            captured = is_captured(latent)
+            if self.wants_time and not self.time_is_given and not captured:
+                now = self._look_at(timestep)
+            # a backward pass would meet later plans; in a CUDA graph they would lie where its next replay writes
+            if self.keeps and not captured and not torch.is_grad_enabled():
+                kept = (self.sampling if self.time_is_given else self._mine.sampling).next_call()
+        rules = now.rules
+        if self._uses_pixels and torch.is_tensor(latent) and latent.dim() in (4, 5):
+            pixels = latent.shape[-2] * latent.shape[-1] * _PIXELS_PER_LATENT
+            rules = self.clock.for_pixels(now.live, pixels)
+        return Call(self, thread, timestep, rules, now.why_off, kept)
+
+    def decide(self, key: tuple, call: Call, level: int, tokens: int, channels: int, device: str) -> Decision:
+        """What merges in a transformer of this level and size; kept under ``key``, but not in a compiled graph."""
+        found = decide(call.rules[level], call.why_off[level], tokens, channels, device)
+        if not torch.compiler.is_compiling():
+            if len(self.decisions) >= _MOST_DECISIONS:
+                self.decisions.clear()
+            self.decisions[key] = found
+        return found
+
+    def _look_at(self, timestep: Any) -> InForce:
+        """The rules at the time of this call: among its arguments, as the scheduler gave it, or by waiting for it."""
+        mine = self._mine
+        scope = mine.scopes[-1] if mine.scopes else None
+        value = self._look(timestep)
+        if value is None:
+            value = mine.told
+        mine.told = None  # a scheduler that is no longer asked must not stop the clock
+        if value is None and (self.clock.limited or (scope is not None and self.keeps)):
+            value = _common_value(timestep)
+        mine.sampling.set(scope, value)
+        now = self.clock.at(self.clock.moment(value)) if self.clock.limited else self.now
+        self.now = now
+        return now
+
+    def _look(self, timestep: Any) -> float | None:
+        return None if self.noise is None else self._mine.timesteps.look(timestep, self.noise.timesteps_of)
+
+    def _read(self, timestep: Any) -> float:
+        """A timestep of somebody's own making, which has to be waited for."""
+        value = float(timestep)
+        return value if self.noise is None else self.noise.timestep_of(value)
+
+    def keep_map(self, level: int, grid: Grid, plan: MergePlan) -> None:
+        """Remember what a block merged, on its device: fetching it would wait."""
+        self.maps[level] = (grid, plan)
+
+    def fetch_maps(self) -> dict[int, MergeMap]:
+        """Level -> the latest map of it, brought to the CPU."""
+        kept = self.maps or {}
+        return {level: MergeMap(grid, plan.group.cpu(), plan.num_groups) for level, (grid, plan) in kept.items()}
+
+    def forget(self) -> None:
+        """Let go of what was kept of pictures."""
+        self.sampling, self._mine = Sampling(), Pictures()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {**vars(self), "decisions": {}}
+        del state["_mine"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _mine=Pictures())
+
+
+def is_captured(x: Any) -> bool:
+    """Are kernels on this tensor being recorded into a CUDA graph? Nothing may wait for them there, or outlive it."""
+    if not torch.is_tensor(x) or not x.is_cuda:
+        return False
+    return torch.cuda.is_current_stream_capturing()
+
+
+def _common_value(timestep: Any) -> float | None:
+    """The timestep as a number; None where the samples of a batch are at different times, or it has no value.
+
+    Only asked for where the time matters and nobody told it, because on a GPU the answer waits for the device.
+    """
+    if not torch.is_tensor(timestep):
+        return None if timestep is None else float(timestep)
+    if timestep.is_meta or is_transformed(timestep):
+        return None
+    values = timestep.detach().reshape(-1).tolist()
+    return float(values[0]) if values and min(values) == max(values) else None
+
+
+def is_transformed(x: torch.Tensor) -> bool:
+    """Is it a stand-in of torch.func, vmap or a tracer, which has no value and no address?"""
+    if type(x) not in (torch.Tensor, torch.nn.Parameter):
+        return True
+    return torch._C._functorch.is_functorch_wrapped_tensor(x)

@@ -1,0 +1,130 @@
+"""Which patch merges in the next call of a UNet, and the call that goes on.
+
+Wraps stay on a UNet while anybody holds them; this object tells them whose settings are in force, if anybody's. It
+lives as long as its UNet, patched or not, and holds no module.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Inside(threading.local):
+    """Whether this thread is inside a merged call of any UNet."""
+
+    depth = 0
+
+
+inside = Inside()
+
+
+class Switch:
+    """The state that all wraps of one UNet share.
+
+    run: of the patch that merges wherever nobody else is named; None: nobody's. named: (thread, run) of those who are
+    named for a time, the latest last. call, grid, block: of the call that goes on, which belongs to the thread that
+    ``call`` names; each site puts back what it found, so that calls inside of calls see their own.
+    lock: held by the thread that is inside a merged call. later: what could not wait for the call that goes on.
+    """
+
+    def __init__(self) -> None:
+        self.run: Any = None
+        self.named: list[tuple[int, Any]] = []
+        self.call: Any = None
+        self.grid: Any = None
+        self.block: Any = None
+        self.lock = threading.RLock()
+        self.later: list[Callable[[], None]] = []
+        _ALL.add(self)
+
+    def current(self) -> Any:
+        """The run in force in this thread, or None. A compiler sees no threads."""
+        if self.named:
+            if torch.compiler.is_compiling():
+                return self.named[-1][1]
+            thread = threading.get_ident()
+            for named, run in reversed(self.named):
+                if named == thread:
+                    return run
+        return self.run
+
+    @contextmanager
+    def naming(self, run: Any) -> Iterator[None]:
+        """While in here, this thread's calls of the UNet are this run's."""
+        entry = (threading.get_ident(), run)
+        self.named.append(entry)
+        try:
+            yield
+        finally:
+            self.named.remove(entry)
+
+    @contextmanager
+    def between_calls(self) -> Iterator[bool]:
+        """While no other thread is inside a merged call of the UNet; waits for it.
+
+        A thread that is itself inside a call of some other UNet must not wait, because that one's may wait for it:
+        it gets False where somebody is inside.
+        """
+        free = self.lock.acquire(blocking=not inside.depth)
+        try:
+            yield free
+        finally:
+            if free:
+                self.lock.release()
+
+    def do_later(self) -> None:
+        """What could not be done while the call went on that has ended now. Called with the lock."""
+        while self.later and self.call is None:
+            self.later.pop(0)()
+
+    def forget_call(self) -> None:
+        """In a forked child: the thread of the call that went on does not exist there."""
+        self.lock = threading.RLock()
+        if self.call is not None and self.call.thread != threading.get_ident():
+            self.call = self.grid = self.block = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {**vars(self), "named": [], "call": None, "grid": None, "block": None, "later": []}
+        del state["lock"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, lock=threading.RLock())
+        _ALL.add(self)
+
+
+_ALL: weakref.WeakSet[Switch] = weakref.WeakSet()
+_OF_UNET: weakref.WeakKeyDictionary[nn.Module, Switch] = weakref.WeakKeyDictionary()
+_GUARD = threading.Lock()
+
+
+def switch_of(unet: nn.Module) -> Switch:
+    """The UNet's own, from the first time on that somebody asks until the UNet is gone."""
+    with _GUARD:
+        return _OF_UNET.setdefault(unet, Switch())
+
+
+def adopt(unet: nn.Module, switch: Switch) -> None:
+    """Make it the UNet's own: a copy of a patched UNet brings a copy of the switch along."""
+    with _GUARD:
+        _OF_UNET[unet] = switch
+
+
+def _in_child() -> None:
+    global _GUARD
+    _GUARD = threading.Lock()
+    inside.depth = 0
+    for switch in list(_ALL):
+        switch.forget_call()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_in_child)

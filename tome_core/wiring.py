@@ -1,0 +1,167 @@
+"""The wraps of one UNet, put on when the first patch needs them and taken off when none does."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from .families import Place, find_blocks
+from .parts import CrossAttentionSite, FeedForwardSite, PartSite, SelfAttentionSite
+from .sites import BlockSite, TransformerSite, UNetSite
+from .switch import Switch, adopt, switch_of
+from .wrap import Wrap
+
+if TYPE_CHECKING:
+    from .patch import Patch
+
+_MARK = "_tome_core_patch"
+_LOCK = threading.RLock()  # two threads may patch one model
+
+
+class Wiring:
+    """All wraps on one UNet, and the handles that need them.
+
+    merging: the handle that is in force wherever nobody else is named.
+    """
+
+    def __init__(self, unet: nn.Module) -> None:
+        self.switch: Switch = switch_of(unet)
+        self.holders: list[Patch] = []
+        self.merging: Patch | None = None
+        self._unet: weakref.ref[nn.Module] | None = weakref.ref(unet)
+        self._wraps: dict[Any, Wrap] = {}
+        self._needs: frozenset[tuple[int, str]] = frozenset()
+
+    def hold(self, unet: nn.Module, handle: Patch) -> None:
+        """Have what the handle needs, on top of what others have put on the model."""
+        if handle not in self.holders:
+            self.holders.append(handle)
+        if not handle.needs <= self._needs:
+            self._build(unet, handle.needs | self._needs)
+        for key, wrap in self._wraps.items():
+            self._wraps[key] = wrap.install()
+
+    def release(self, handle: Patch) -> None:
+        """The handle needs nothing any more. Waits for a call that goes on, or leaves it to that call's end."""
+        with self.switch.between_calls() as free:
+            if free:
+                self._release(handle)
+            else:
+                self._silence(handle)
+                self.switch.later.append(partial(self._release, handle))
+
+    def _release(self, handle: Patch) -> None:
+        with _LOCK:
+            self._silence(handle)
+            if handle in self.holders:
+                self.holders.remove(handle)
+            unet = None if self._unet is None else self._unet()
+            if unet is None or vars(unet).get(_MARK) is not self:
+                return
+            self._shed(frozenset().union(*(one.needs for one in self.holders)))
+            if not self.holders:
+                del vars(unet)[_MARK]
+
+    def _shed(self, needs: frozenset[tuple[int, str]]) -> None:
+        """Take off what nobody needs, the inner first."""
+        levels = {level for level, _ in needs}
+        for key, wrap in reversed(list(self._wraps.items())):
+            if isinstance(wrap, PartSite):
+                needed = (wrap.level, wrap.part) in needs
+            elif isinstance(wrap, UNetSite):
+                needed = bool(needs)
+            else:
+                needed = wrap.level in levels
+            if not needed:
+                wrap.uninstall()
+                wrap.let_go()
+                del self._wraps[key]
+        self._needs = needs
+
+    def _silence(self, handle: Patch) -> None:
+        if self.merging is handle:
+            self.merging, self.switch.run = None, None
+
+    def _build(self, unet: nn.Module, needs: frozenset[tuple[int, str]]) -> None:
+        """Make the wraps that are missing; each is known before it is on."""
+        places = find_blocks(unet)
+        depths = sorted({place.halvings for place in places})
+        wraps = self._wraps
+        if needs and "unet" not in wraps:
+            wraps["unet"] = UNetSite(unet, self.switch)
+        for number, place in enumerate(places):
+            level = depths.index(place.halvings)
+            parts = [part for part in _SITES if (level, part) in needs]
+            if parts:
+                self._build_block(place, places, number, level, parts)
+        self._needs = needs
+
+    def _build_block(self, place: Place, places: list[Place], number: int, level: int, parts: Iterable[str]) -> None:
+        wraps, key = self._wraps, ("transformer", id(place.transformer))
+        if key not in wraps:
+            count = sum(one.transformer is place.transformer for one in places)
+            wraps[key] = TransformerSite(place.transformer, self.switch, level, count, _channels(place.block))
+        block = wraps.get(number)
+        if block is None:
+            block = wraps[number] = BlockSite(place.block, self.switch, number, level)
+        for part in parts:
+            name, site = _SITES[part]
+            module = getattr(place.block, name, None)
+            if module is not None and (number, part) not in wraps:
+                more = (place.family,) if part == "attn" else ()
+                wraps[number, part] = site(module, block, *more)
+
+    def belongs_to(self, unet: nn.Module) -> bool:
+        """A copy of a patched UNet brings a copy of this object, which learns here whose it is."""
+        if self._unet is None:
+            self._unet = weakref.ref(unet)
+            adopt(unet, self.switch)
+            for handle in self.holders:
+                handle._unet = self._unet
+        return self._unet() is unet
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_unet": None}
+
+
+_SITES: dict[str, tuple[str, Any]] = {
+    "attn": ("attn1", SelfAttentionSite),
+    "crossattn": ("attn2", CrossAttentionSite),
+    "mlp": ("ff", FeedForwardSite),
+}
+
+
+def wiring_of(unet: nn.Module) -> Wiring | None:
+    """The wiring that is on the UNet, if any."""
+    wiring = vars(unet).get(_MARK)
+    return wiring if wiring is not None and wiring.belongs_to(unet) else None
+
+
+def put_on(unet: nn.Module, handle: Patch, merges: bool) -> None:
+    """Put the handle's wraps on. merges: it is in force wherever nobody else is named, in the place of who was."""
+    switch = switch_of(unet)
+    with switch.between_calls():
+        with _LOCK:
+            wiring = wiring_of(unet)
+            if wiring is None:
+                wiring = vars(unet)[_MARK] = Wiring(unet)  # before its wraps, so that what an interrupt leaves is found
+            before = wiring.merging
+            try:
+                wiring.hold(unet, handle)
+                if merges:
+                    wiring.merging, switch.run = handle, handle.run
+            except BaseException:
+                wiring.release(handle)
+                raise
+        if merges and before is not None and before is not handle:
+            before.detach()
+
+
+def _channels(block: nn.Module) -> int:
+    """Of the block's tokens; 0 where they cannot be told."""
+    return getattr(getattr(getattr(block, "attn1", None), "to_q", None), "in_features", 0)
