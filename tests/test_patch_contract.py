@@ -13,8 +13,9 @@ import tome_core
 from tests.models import CASES, Case, call_case, inputs, merge_with_self
 from tome_core import MergeConfig
 from tome_core.families import find_blocks, find_unet
-from tome_core.grid import split_cells
+from tome_core.grid import split_grid
 from tome_core.methods import METHODS, bipartite
+from tome_core.switch import switch_of
 
 EVERYTHING = {"ratio": 0.5, "merge_crossattn": True, "merge_mlp": True}
 ALL_LEVELS = MergeConfig(max_downsample=8, **EVERYTHING)
@@ -157,8 +158,8 @@ def test_an_exception_in_mid_forward_leaves_the_patch_usable(case: Case):
     with pytest.raises(RuntimeError, match="interrupted"):
         call_case(case, model)
     hook.remove()
-    assert handle.run.call is None
-    assert all(wrap.now.call is None for wrap in handle._wraps if hasattr(wrap, "now"))
+    switch = switch_of(find_unet(model))
+    assert switch.call is None and switch.grid is None and switch.block is None
     assert torch.equal(call_case(case, model), merged)
     handle.remove()
     assert torch.equal(call_case(case, model), vanilla)
@@ -223,10 +224,10 @@ def test_conditional_and_unconditional_passes_may_run_apart(case: Case, capsys, 
     drawn = []
 
     def split_and_note(*args):
-        drawn.append(split_cells(*args))
+        drawn.append(split_grid(*args))
         return drawn[-1]
 
-    monkeypatch.setattr(bipartite, "split_cells", split_and_note)
+    monkeypatch.setattr(bipartite, "split_grid", split_and_note)
     model = case.build()
     plain = largest_difference(call_case(case, model, batch=1), call_case(case, model)[:1])
     tome_core.apply_patch(model, ratio=0.5)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from .config import MergeRule
+from .noise import STABLE_DIFFUSION
 from .report import TIME_IS_UNKNOWN
 from .schedule import UNKNOWN, LevelRules, NoiseSchedule, Time, choose, holds_at, reaches
 
@@ -34,20 +35,25 @@ class Clock:
     ) -> None:
         self.rules = tuple(rules)
         self.downsamples = tuple(downsamples)
-        self.schedule = schedule or NoiseSchedule.stable_diffusion()
+        self.schedule = schedule or STABLE_DIFFUSION
         self.limited = any(rule.uses_time for rule in rules)
         self._found: dict[tuple, InForce] = {}
         # equal choices are one object: a compiled graph is chosen by what it finds, decisions are kept by it
         self._choices: dict[tuple[LevelRules, ...], tuple[LevelRules, ...]] = {}
 
     def moment(self, timestep: float | None, percent: float | None = None) -> Time:
-        """The time on all scales. Whichever is given, the schedule supplies the others."""
-        if timestep is None and percent is not None:
-            timestep = self.schedule.timestep_of(percent)
-        if timestep is None:
+        """The time on all scales. timestep: of Stable Diffusion's schedule; percent: of the model's own.
+
+        Whichever is given, the schedules supply the others.
+        """
+        own = self.schedule
+        if timestep is None and percent is None:
             return UNKNOWN
-        percent = self.schedule.percent_of(timestep) if percent is None else percent
-        return Time(percent, timestep, self.schedule.beta_of(timestep))
+        if timestep is None:
+            timestep = STABLE_DIFFUSION.timestep_of_sigma(own.sigma_of(own.timestep_of(percent)))
+        if percent is None:
+            percent = own.percent_of(own.timestep_of_sigma(STABLE_DIFFUSION.sigma_of(timestep)))
+        return Time(percent, timestep, own.beta_of(own.timestep_of(percent)))
 
     def at(self, time: Time) -> InForce:
         """The rules in force at this time; one object for all times at which the same ones hold."""

@@ -9,15 +9,25 @@ from __future__ import annotations
 
 import math
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from .schedule import NoiseSchedule
 
-_STABLE_DIFFUSION = NoiseSchedule.stable_diffusion()
+STABLE_DIFFUSION = NoiseSchedule.stable_diffusion()
 _DIGITS = 1  # of a timestep; float32 schedules are good to a hundredth
 _TINY = 1e-12
+
+
+class Step(NamedTuple):
+    """One step of a sampling.
+
+    timestep: Stable Diffusion's at the same log-SNR. percent: of the schedule that the model was trained with.
+    """
+
+    timestep: float
+    percent: float
 
 
 class SchedulerNoise:
@@ -26,15 +36,15 @@ class SchedulerNoise:
     def __init__(self, pipeline: Any) -> None:
         self._pipeline = weakref.ref(pipeline)
 
-    def timesteps_of(self, values: list[float]) -> list[float]:
-        """Stable Diffusion's timestep for each of the scheduler's own ``values``, all that its ``timesteps`` hold."""
-        return timesteps_of(self._scheduler(), values)
+    def steps_of(self, values: list[float]) -> list[Step]:
+        """What the scheduler's own ``values``, all that its ``timesteps`` hold, stand for."""
+        return steps_of(self._scheduler(), values)
 
-    def timestep_of(self, value: float) -> float:
+    def step_of(self, value: float) -> Step:
         """The same for one of them, found by its value."""
         steps = getattr(self._scheduler(), "timesteps", None)
         known = steps.tolist() if torch.is_tensor(steps) and steps.dim() == 1 else []
-        return self.timesteps_of(known)[known.index(value)] if value in known else value
+        return self.steps_of(known)[known.index(value)] if value in known else by_timestep(value)
 
     def _scheduler(self) -> Any:
         return getattr(self._pipeline(), "scheduler", None)
@@ -47,16 +57,40 @@ def _nobodys() -> None:
     return None
 
 
-def timesteps_of(scheduler: Any, values: list[float]) -> list[float]:
-    """Stable Diffusion's timestep for each of a scheduler's own ``values``, all that its ``timesteps`` hold.
+def by_timestep(value: float) -> Step:
+    """A timestep of Stable Diffusion's own."""
+    return Step(value, STABLE_DIFFUSION.percent_of(value))
+
+
+def own_schedule(scheduler: Any) -> NoiseSchedule | None:
+    """The schedule that the model was trained with, where the scheduler knows it.
+
+    What a scheduler without ``alphas_cumprod`` calls betas are its steps' own.
+    """
+    betas = getattr(scheduler, "betas", None)
+    trained = torch.is_tensor(getattr(scheduler, "alphas_cumprod", None))
+    if not trained or not torch.is_tensor(betas) or betas.dim() != 1:
+        return None
+    return NoiseSchedule(tuple(betas.double().tolist()))
+
+
+def steps_of(scheduler: Any, values: list[float]) -> list[Step]:
+    """What a scheduler's own ``values``, all that its ``timesteps`` hold, stand for.
 
     A scheduler that tells nothing of its noise is taken to count as Stable Diffusion does.
     """
     log_snrs = _log_snrs(scheduler, values)
     if log_snrs is None:
-        return values
-    sigmas = (math.exp(-log_snr / 2) for log_snr in log_snrs)
-    return [round(_STABLE_DIFFUSION.timestep_of_sigma(sigma), _DIGITS) for sigma in sigmas]
+        return [by_timestep(value) for value in values]
+    own = own_schedule(scheduler) or STABLE_DIFFUSION
+    sigmas = [math.exp(-log_snr / 2) for log_snr in log_snrs]
+    return [
+        Step(_rounded(STABLE_DIFFUSION, sigma), own.percent_of(_rounded(own, sigma))) for sigma in sigmas
+    ]
+
+
+def _rounded(schedule: NoiseSchedule, sigma: float) -> float:
+    return round(schedule.timestep_of_sigma(sigma), _DIGITS)
 
 
 def _log_snrs(scheduler: Any, values: list[float]) -> list[float] | None:

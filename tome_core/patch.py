@@ -14,7 +14,7 @@ from torch import nn
 from .config import MergeConfig, MergeRule
 from .families import UnsupportedModelError, find_blocks, find_unet
 from .methods import METHODS
-from .noise import SchedulerNoise
+from .noise import STABLE_DIFFUSION, SchedulerNoise, own_schedule
 from .phases import HIGHEST_EARLY_RATIO, plain_rules
 from .pipeline import SamplingScope, SchedulerClock
 from .presets import DEFAULT, preset_config
@@ -339,16 +339,14 @@ def _back_from(handle: Patch | None) -> Iterator[Patch]:
 
 
 def _schedule_of(model: Any) -> NoiseSchedule | None:
-    """The noise schedule of a pipeline's scheduler, or of an LDM model itself; None for a bare UNet.
-
-    Times are told on Stable Diffusion's scale (`noise`), so what a scheduler of another kind calls betas is not asked.
-    """
-    owner = getattr(model, "scheduler", None) or model
-    betas = getattr(owner, "betas", None)
-    trained = owner is model or torch.is_tensor(getattr(owner, "alphas_cumprod", None))
-    if trained and torch.is_tensor(betas) and betas.dim() == 1:
+    """The noise schedule of a pipeline's scheduler, or of an LDM model itself; None for a bare UNet."""
+    scheduler = getattr(model, "scheduler", None)
+    if scheduler is not None:
+        return own_schedule(scheduler) or (STABLE_DIFFUSION if hasattr(scheduler, "scale_model_input") else None)
+    betas = getattr(model, "betas", None)
+    if torch.is_tensor(betas) and betas.dim() == 1:
         return NoiseSchedule(tuple(betas.double().tolist()))
-    return NoiseSchedule.stable_diffusion() if hasattr(owner, "scale_model_input") else None
+    return None
 
 
 def _needs(rules: tuple[MergeRule, ...], downsamples: list[int]) -> frozenset[tuple[int, str]]:

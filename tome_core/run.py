@@ -14,7 +14,7 @@ from .config import MergeConfig, MergeRule
 from .decision import Decision, decide
 from .grid import Grid
 from .keep import KeptPlans, Sampling
-from .noise import SchedulerNoise
+from .noise import STABLE_DIFFUSION, SchedulerNoise, Step, by_timestep
 from .phases import plain_rules
 from .plan import MergePlan
 from .report import Ledger
@@ -51,7 +51,7 @@ class MergeMap(NamedTuple):
 class Pictures(threading.local):
     """What each thread knows of the picture it makes: pipelines that share a UNet may run at once.
 
-    scopes: samplings that somebody has begun, the latest last. told: the timestep of the UNet's next call, as the
+    scopes: samplings that somebody has begun, the latest last. told: the step of the UNet's next call, as the
     scheduler gave it.
     """
 
@@ -59,7 +59,7 @@ class Pictures(threading.local):
         self.timesteps = Timesteps()
         self.sampling = Sampling()
         self.scopes: list[object] = []
-        self.told: float | None = None
+        self.told: Step | None = None
 
 
 class Run:
@@ -106,7 +106,7 @@ class Run:
         """Take the time from outside until further notice; all None hands the clock back to the UNet's argument."""
         self.time_is_given = not (percent is None and timestep is None and sigma is None)
         if sigma is not None and timestep is None:
-            timestep = self.clock.schedule.timestep_of_sigma(sigma)
+            timestep = STABLE_DIFFUSION.timestep_of_sigma(sigma)
         time = self.clock.moment(timestep, percent)
         self.sampling.set(sampling, time.timestep)
         self.now = self.clock.at(time)
@@ -127,10 +127,9 @@ class Run:
         if self.time_is_given or (torch.is_tensor(timestep) and timestep.numel() != 1):
             return
         mine = self._mine
-        mine.told = self._look(timestep)
-        if mine.told is None:
-            mine.told = self._read(timestep)
-        self.now = self.clock.at(self.clock.moment(mine.told))
+        mine.told = self._look(timestep) or self._read(timestep)
+        if mine.told is not None:
+            self.now = self.clock.at(self.clock.moment(*mine.told))
 
     def begin(self, timestep: Any, latent: Any, thread: int | None) -> Call:
         """A call of the UNet starts; these are its arguments.
@@ -166,24 +165,25 @@ class Run:
         """The rules at the time of this call: among its arguments, as the scheduler gave it, or by waiting for it."""
         mine = self._mine
         scope = mine.scopes[-1] if mine.scopes else None
-        value = self._look(timestep)
-        if value is None:
-            value = mine.told
+        step = self._look(timestep) or mine.told
         mine.told = None  # a scheduler that is no longer asked must not stop the clock
-        if value is None and (self.clock.limited or (scope is not None and self.keeps)):
-            value = _common_value(timestep)
-        mine.sampling.set(scope, value)
-        now = self.clock.at(self.clock.moment(value)) if self.clock.limited else self.now
-        self.now = now
-        return now
+        if step is None and (self.clock.limited or (scope is not None and self.keeps)):
+            step = self._read(timestep)
+        mine.sampling.set(scope, None if step is None else step.timestep)
+        if self.clock.limited:
+            self.now = now = self.clock.at(UNKNOWN if step is None else self.clock.moment(*step))
+            return now
+        return self.now
 
-    def _look(self, timestep: Any) -> float | None:
-        return None if self.noise is None else self._mine.timesteps.look(timestep, self.noise.timesteps_of)
+    def _look(self, timestep: Any) -> Step | None:
+        return None if self.noise is None else self._mine.timesteps.look(timestep, self.noise.steps_of)
 
-    def _read(self, timestep: Any) -> float:
-        """A timestep of somebody's own making, which has to be waited for."""
-        value = float(timestep)
-        return value if self.noise is None else self.noise.timestep_of(value)
+    def _read(self, timestep: Any) -> Step | None:
+        """A timestep of somebody's own making, which has to be waited for; None where it tells nothing."""
+        value = _common_value(timestep)
+        if value is None:
+            return None
+        return by_timestep(value) if self.noise is None else self.noise.step_of(value)
 
     def keep_map(self, level: int, grid: Grid, plan: MergePlan) -> None:
         """Remember what a block merged, on its device: fetching it would wait."""

@@ -71,6 +71,14 @@ class NoiseSchedule:
         low, high = logs[above - 1], logs[above]
         return above - 1 + (wanted - low) / (high - low)
 
+    def sigma_of(self, timestep: float) -> float:
+        """The noise's standard deviation at a timestep; the inverse of `timestep_of_sigma`."""
+        logs = self._log_sigmas
+        t = min(float(self.last), max(0.0, timestep))
+        below = int(t)
+        above = min(below + 1, self.last)
+        return math.exp(logs[below] + (t - below) * (logs[above] - logs[below]))
+
     @cached_property
     def _log_sigmas(self) -> list[float]:
         log_kept, logs = 0.0, []
