@@ -37,6 +37,7 @@ class Clock:
         self.downsamples = tuple(downsamples)
         self.schedule = schedule or STABLE_DIFFUSION
         self.limited = any(rule.uses_time for rule in rules)
+        self.nothing = (LevelRules(),) * len(self.downsamples)
         self._found: dict[tuple, InForce] = {}
         # equal choices are one object: a compiled graph is chosen by what it finds, decisions are kept by it
         self._choices: dict[tuple[LevelRules, ...], tuple[LevelRules, ...]] = {}

@@ -101,7 +101,7 @@ def draw_choices(draw: Draw, count: int, choices: int, device: torch.device) -> 
     A hash of (seed, level, round(time), position), so no generator is touched, a conditional and an
     unconditional pass agree even when they run apart, and every device gives the same numbers.
     """
-    time = torch.zeros(1, device=device) if draw.time is None else draw.time.to(device).reshape(-1)
+    time = torch.zeros(1, dtype=torch.float32, device=device) if draw.time is None else draw.time.to(device).reshape(-1)
     stamp = time.float().round().to(torch.int64) & _MASK
     key = scramble(scramble(draw.seed & _MASK) ^ (draw.level & _MASK))
     place = scramble(torch.arange(count, device=device) + 1)

@@ -101,7 +101,7 @@ def _stamp(time: Any, x: torch.Tensor) -> torch.Tensor | None:
     if time is None:
         return None
     if not torch.is_tensor(time):
-        return torch.full((1,), float(time), device=x.device)
+        return torch.full((1,), float(time), dtype=torch.float32, device=x.device)
     time = time.detach().reshape(-1)
     batch, count = x.shape[0], time.shape[0]
     if count in (1, batch):

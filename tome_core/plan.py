@@ -83,7 +83,8 @@ class MergePlan:
                 self._sizes = _segments(self.group, self.num_groups)[1].diff().view(-1, self.num_groups)
             else:
                 # counted in float32, exact up to 2**24 tokens: MPS adds no int64
-                zeros = torch.zeros(self.group.shape[0], self.num_groups, device=self.group.device)
+                shape = (self.group.shape[0], self.num_groups)
+                zeros = torch.zeros(shape, dtype=torch.float32, device=self.group.device)
                 ones = torch.ones_like(self.group, dtype=torch.float32)
                 self._sizes = zeros.scatter_add(1, self.group, ones).to(torch.int64)
         return self._sizes

@@ -22,6 +22,7 @@ from .schedule import UNKNOWN, LevelRules, NoiseSchedule
 from .timesteps import Timesteps
 
 _PIXELS_PER_LATENT = 8 * 8  # Stable Diffusion's latent is an eighth of the picture along each side
+_MAPPED = "torch.vmap maps over the call"
 _MOST_DECISIONS = 1024  # kept; pictures of ever new sizes must not fill the memory
 
 
@@ -138,6 +139,8 @@ class Run:
         its size is looked at. thread: that calls; None where a compiler traces.
         """
         now, kept = self.now, None
+        if thread is not None and is_mapped():
+            return Call(self, thread, timestep, self.clock.nothing, (_MAPPED,) * len(now.why_off))
         if thread is not None:
             self.ledger.begin_call()
             captured = is_captured(latent)
@@ -212,6 +215,14 @@ def is_captured(x: Any) -> bool:
     if not torch.is_tensor(x) or not x.is_cuda:
         return False
     return torch.cuda.is_current_stream_capturing()
+
+
+def is_mapped() -> bool:
+    """Are we inside `torch.vmap`? A match there would be one for each of the samples that it maps over."""
+    functorch = torch._C._functorch
+    if functorch.peek_interpreter_stack() is None:
+        return False
+    return any(one.key() == functorch.TransformType.Vmap for one in functorch.get_interpreter_stack())
 
 
 def _common_value(timestep: Any) -> float | None:

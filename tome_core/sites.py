@@ -7,6 +7,7 @@ its input, from which parts make their plans.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from operator import index
 from typing import Any, NamedTuple
 
@@ -79,6 +80,17 @@ class UNetSite(Wrap):
     def __init__(self, unet: nn.Module, switch: Switch) -> None:
         super().__init__(unet)
         self.switch = switch
+        self.put_back: Callable[[], None] | None = None  # set by whoever knows all wraps
+
+    def look_after_itself(self, level: int) -> None:
+        """A block runs outside of any call: perhaps somebody has taken this wrap off, as DeepCache does when it goes.
+
+        It is put back then, for the next call.
+        """
+        run = self.switch.run
+        if run is not None and self.put_back is not None and not self.is_on_top():
+            self.put_back()
+            run.ledger.skip(level, "block", "somebody had taken the patch off the UNet; from the next call on it is back")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The UNet's forward, inside a call of the run in force."""
@@ -182,10 +194,11 @@ class TransformerSite(Wrap):
 class BlockSite(Wrap):
     """Around a block: holds its input while its parts run. number: the block's among all of the UNet."""
 
-    def __init__(self, block: nn.Module, switch: Switch, number: int, level: int) -> None:
+    def __init__(self, block: nn.Module, root: UNetSite, number: int, level: int) -> None:
         # LDM blocks run `_forward` inside their own gradient checkpoint, so only that is seen when it is repeated
         super().__init__(block, "_forward" if hasattr(type(block), "_forward") else "forward")
-        self.switch = switch
+        self.switch = root.switch
+        self.root = root
         self.level = level
         self.matcher = Matcher(block, number, level)
         self.parts: list[str] = []  # that have a wrap
@@ -196,6 +209,8 @@ class BlockSite(Wrap):
         switch = self.switch
         outer = switch.grid
         if not self.active or (outer is None and (switch.call is not None or not self.memory.has_calls)):
+            if self.active and switch.call is None and switch.run is not None and not torch.compiler.is_compiling():
+                self.root.look_after_itself(self.level)
             return self.original(*args, **kwargs)
         x = args[0] if args else named(kwargs, _INPUT_NAMES)
         if not torch.is_tensor(x) or x.dim() != 3:

@@ -43,6 +43,9 @@ class Wiring:
             self.holders.append(handle)
         if not handle.needs <= self._needs:
             self._build(unet, handle.needs | self._needs)
+        self._put_on()
+
+    def _put_on(self) -> None:
         for key, wrap in self._wraps.items():
             self._wraps[key] = wrap.install()
 
@@ -93,7 +96,8 @@ class Wiring:
         depths = sorted({place.halvings for place in places})
         wraps = self._wraps
         if needs and "unet" not in wraps:
-            wraps["unet"] = UNetSite(unet, self.switch)
+            root = wraps["unet"] = UNetSite(unet, self.switch)
+            root.put_back = self._put_on
         for number, place in enumerate(places):
             level = depths.index(place.halvings)
             parts = [part for part in _SITES if (level, part) in needs]
@@ -108,7 +112,7 @@ class Wiring:
             wraps[key] = TransformerSite(place.transformer, self.switch, level, count, _channels(place.block))
         block = wraps.get(number)
         if block is None:
-            block = wraps[number] = BlockSite(place.block, self.switch, number, level)
+            block = wraps[number] = BlockSite(place.block, wraps["unet"], number, level)
         for part in parts:
             name, site = _SITES[part]
             module = getattr(place.block, name, None)

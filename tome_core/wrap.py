@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,9 @@ import torch
 # each block where compile_repeated_blocks needs one for all, and gives up after eight. The compilers of torch 2.4 to
 # 2.6 refuse bound methods in this place; those of 2.8, 2.10 and 2.13 were seen to take them.
 _BOUND = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
+
+
+_REPLICATE = "_replicate_for_data_parallel"
 
 
 class Wrap:
@@ -84,6 +88,8 @@ class Wrap:
                 wrap = copy.copy(self)
                 wrap.beneath = current
             setattr(self.target, self._slot(), wrap.forward if _BOUND else wrap)
+            if isinstance(self.target, torch.nn.Module):
+                vars(self.target)[_REPLICATE] = partial(_replicate_plainly, self.target)
         wrap._placed = True
         wrap._of_class = getattr(type(self.target), self.name)
         wrap.active = True
@@ -94,6 +100,7 @@ class Wrap:
         self.active = False
         if not self.is_on_top():
             return
+        vars(self.target).pop(_REPLICATE, None)
         slot, beneath = self._slot(), _without_inert(self.beneath)
         if beneath is not None:
             setattr(self.target, slot, beneath)
@@ -112,6 +119,23 @@ class Wrap:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._of_class = getattr(type(self.target), self.name)
+
+
+def _replicate_plainly(module: torch.nn.Module) -> torch.nn.Module:
+    """What `torch.nn.DataParallel` asks a module for: a copy that shares its attributes, here without our wrap.
+
+    The wrap's module is the first one, so a replica would run that one's weights; without it, it merges nothing.
+    """
+    replica = type(module)._replicate_for_data_parallel(module)
+    for slot in ("forward", "_forward", "_old_forward"):
+        if _wrap_of(vars(replica).get(slot)) is not None:
+            beneath = _wrap_of(vars(replica)[slot]).beneath
+            if beneath is None:
+                del vars(replica)[slot]
+            else:
+                vars(replica)[slot] = beneath
+    vars(replica).pop(_REPLICATE, None)
+    return replica
 
 
 def _wrap_of(method: Any) -> Wrap | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -62,6 +63,11 @@ class Best:
 
     score: torch.Tensor
     index: torch.Tensor
+
+
+def without_autocast(x: torch.Tensor) -> AbstractContextManager[Any]:
+    """What is compared is compared in the precision it has; there is no autocast on the meta device."""
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 class Rows(NamedTuple):

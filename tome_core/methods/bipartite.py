@@ -11,7 +11,7 @@ import torch
 
 from ..grid import Grid, split_grid
 from ..plan import MergePlan, take_rows
-from .base import Best, MatchOptions, Method, Rows, best_keys
+from .base import Best, MatchOptions, Method, Rows, best_keys, without_autocast
 from .likeness import comparable, directions, searched
 from .windows import best_in_window
 
@@ -27,7 +27,7 @@ def match(x: torch.Tensor, grid: Grid, options: MatchOptions) -> MergePlan | Non
     removed = min(sources.shape[1], int(x.shape[1] * options.ratio))
     if removed <= 0:
         return None
-    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+    with torch.no_grad(), without_autocast(x):
         if 0 < options.window < max(grid.height, grid.width):
             best = best_in_window(x, grid, options, sources, destinations)
         else:
@@ -60,11 +60,11 @@ def refined(plan: MergePlan, x: torch.Tensor, steps: int, by_distance: bool = Fa
     By distance a centre is the mean of its tokens; by cosine of their directions (spherical k-means). A group that
     loses its tokens stays empty, so the plan is for keys that know their sizes, or for merging and unmerging.
     """
-    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+    with torch.no_grad(), without_autocast(x):
         x = x.float() if by_distance else directions(x)
         for _ in range(steps):
             keys, bias = searched(plan.merge(x), by_distance)
-            bias = torch.zeros(keys.shape[:2], device=x.device) if bias is None else bias
+            bias = keys.new_zeros(keys.shape[:2]) if bias is None else bias
             bias = bias.masked_fill(plan.sizes == 0, float("-inf"))
             plan = MergePlan(best_keys(Rows(x), x.shape[1], keys, bias).index, plan.num_groups)
     return plan

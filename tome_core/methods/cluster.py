@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from ..grid import Grid
 from ..plan import MergePlan, take_rows
-from .base import MatchOptions, Method, Rows, best_keys
+from .base import MatchOptions, Method, Rows, best_keys, without_autocast
 
 ITERATIONS = 4  # a fixed number: stopping at convergence would need a look at the data
 CLUSTER_ON = ("tokens", "mean_similarity")
@@ -30,7 +30,7 @@ def match(x: torch.Tensor, grid: Grid, options: MatchOptions) -> MergePlan | Non
     count = max(1, tokens - int(tokens * options.ratio))
     if count >= tokens:
         return None
-    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+    with torch.no_grad(), without_autocast(x):
         if options.cluster_on == "mean_similarity":
             value, group, centre = _cluster_scalars(_mean_similarity(x), count)
         else:
