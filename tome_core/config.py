@@ -17,12 +17,16 @@ SIDES = ("qkv", "kv", "q")
 DOWNSAMPLES = (1, 2, 4, 8)
 SEED_LIMIT = 2**31 - 1
 _ENDLESS = 2**53  # what has no upper limit of its own ends here, where floats stop counting
+# more is a slip of the hand: one token kept of 4096, the latent of a picture 8192 pixels wide, and more channels than
+# keys and values of any Stable Diffusion have together
+_LARGEST_CELL, _LARGEST_WINDOW, _MOST_CHANNELS = 64, 1024, 4096
 
 
 def _setting(default: Any, label: str, help: str, **facts: Any) -> Any:
     """A field with what a person needs to know of it.
 
-    facts: minimum, maximum, step, choices, advanced; unset: what None means, where it is not "automatic".
+    facts: minimum, maximum, step, choices, advanced; unset: what None means, where it is not "automatic"; limit,
+    open_ended: see `describe_settings`.
     """
     return field(default=default, metadata={"label": label, "help": help, **facts})
 
@@ -47,11 +51,11 @@ class MergeRule:
     )
     sx: int = _setting(
         2, "Stride x", "Width in tokens of the cell that keeps one destination; downsample: the factor.",
-        minimum=1, maximum=8, step=1, open_ended=True, advanced=True,
+        minimum=1, maximum=8, step=1, limit=_LARGEST_CELL, advanced=True,
     )
     sy: int = _setting(
         2, "Stride y", "Height in tokens of the cell that keeps one destination; downsample: the factor.",
-        minimum=1, maximum=8, step=1, open_ended=True, advanced=True,
+        minimum=1, maximum=8, step=1, limit=_LARGEST_CELL, advanced=True,
     )
     use_rand: bool = _setting(
         True, "Random destinations", "Draw each cell's destination anew at every step (from the seed, so equal "
@@ -136,7 +140,7 @@ class MergeRule:
     window: int = _setting(
         0, "Window", "Look for partners only inside windows of this many tokens a side: far cheaper on large pictures, "
         "but what is alike far apart stays apart. 0 is the whole picture. Used by bipartite.",
-        minimum=0, maximum=64, step=8, open_ended=True, advanced=True,
+        minimum=0, maximum=64, step=8, limit=_LARGEST_WINDOW, advanced=True,
     )
     metric: str = _setting(
         "input", "Compare", "What a match compares: input (the block's input, by cosine, as tomesd does), normed (the "
@@ -146,7 +150,7 @@ class MergeRule:
     )
     project: int = _setting(
         0, "Projection", "Compare by a random projection to this many channels: cheaper, and less exact. 0 is none.",
-        minimum=0, maximum=512, step=16, open_ended=True, advanced=True,
+        minimum=0, maximum=512, step=16, limit=_MOST_CHANNELS, advanced=True,
     )
     keep: float = _setting(
         0.0, "Keep a match for", "How many timesteps (of 1000) a block's match goes on serving the following steps. "
@@ -332,14 +336,12 @@ def _checked_number(item: Any, value: Any) -> int | float:
     facts, name = item.metadata, item.name
     whole = isinstance(facts["step"], int)
     kind = "a whole number" if whole else "a number"
-    top = "" if facts.get("open_ended") else f" to {facts['maximum']}"
-    range_text = f"use {kind} from {facts['minimum']}{top or ' up'}"
+    most = _ENDLESS if facts.get("open_ended") else facts.get("limit", facts["maximum"])
+    range_text = f"use {kind} from {facts['minimum']} {'up' if most == _ENDLESS else f'to {most}'}"
     if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
         raise TypeError(f"{name}={value!r} is {type(value).__name__}; {range_text}")
-    too_high = not facts.get("open_ended") and value > facts["maximum"]
-    # compared and not converted: a whole number may be past the largest float
-    endless = value != value or abs(value) >= _ENDLESS
-    if endless or value < facts["minimum"] or too_high:
+    # compared and not converted: a whole number may be past the largest float; and so that NaN is out of range
+    if not facts["minimum"] <= value <= most or value == _ENDLESS:
         raise ValueError(f"{name}={value!r} is out of range; {range_text}")
     return value if whole else float(value)
 
@@ -358,7 +360,8 @@ def describe_settings() -> list[dict[str, Any]]:
     """What there is to set: one dict a field of `MergeRule`, in order.
 
     Keys: name, default, label, help, and where they apply minimum, maximum, step, choices, advanced, unset (what
-    None means, else "automatic"), open_ended (the maximum is a user interface's, not the engine's).
+    None means, else "automatic"). The maximum is a user interface's and the engine's; where `limit` is given, that is
+    the engine's, and where `open_ended` is, it has none.
     """
     return [
         {"name": item.name, "default": None if item.default is MISSING else item.default, **item.metadata}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .attention import KnownAttention, known_of, name_of
+from .attention import KnownAttention, LeftAlone, known_of, name_of
 from .attention.core import UNSIZED, attend_merged
 from .decision import Merging
 from .families import Family
@@ -127,7 +127,7 @@ class SelfAttentionSite(PartSite):
     def __init__(self, module: nn.Module, block: BlockSite, family: Family) -> None:
         super().__init__(module, block)
         self.family = family
-        self._known: KnownAttention | None = None  # a function of somebody's own put over it is not known
+        self._known: KnownAttention | LeftAlone | None = None  # a function of somebody's own put over it is not known
 
     def install(self) -> Wrap:
         """As of every wrap. What is known is asked here as well, for a compiler, which cannot follow the question."""
@@ -151,15 +151,19 @@ class SelfAttentionSite(PartSite):
         name = self.family.context
         context = args[0] if args else kwargs.pop(name, None)
         value = kwargs.pop("value", None)
+        if context is not None and not torch.is_tensor(context):  # diffusers: a prompt, and images beside it
+            return "keys and values are not the picture's tokens"
         if context is not None and context is not x and not _is_self(block.site.target, x, context):
             return self._of_others(block, merging, x, context, value, kwargs)
         if value is not None and value.shape[:2] != x.shape[:2]:
             return "keys and values are of different numbers"
-        if merging.side == "qkv" and not merging.sized:
-            return self._together(block, merging, x, context, value, kwargs, "")
         if not torch.compiler.is_compiling():
             self._known = known_of(self.target) if self.beneath is None else None
         known = self._known
+        if isinstance(known, LeftAlone):
+            return f"{name_of(self.target)} {known.why}"
+        if merging.side == "qkv" and not merging.sized:
+            return self._together(block, merging, x, context, value, kwargs, "")
         if known is None:
             return self._together(block, merging, x, context, value, kwargs, f"{name_of(self.target)} is not known")
         problem = known.problem(self.target, kwargs)

@@ -41,7 +41,7 @@ def _range(setting: dict[str, Any]) -> str:
     if "choices" in setting:
         return ", ".join(_code(choice) for choice in setting["choices"])
     if "minimum" in setting:
-        low, high = (f"{setting[end]:.10g}" for end in ("minimum", "maximum"))
+        low, high = (f"{one:.10g}" for one in (setting["minimum"], setting.get("limit", setting["maximum"])))
         return f"from {low}" + ("" if setting.get("open_ended") else f" to {high}")
     return "on, off" if isinstance(setting["default"], bool) else "whole numbers from 0"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -60,6 +60,12 @@ class KnownAttention:
     def finish(self, module: nn.Module, out: torch.Tensor) -> torch.Tensor:
         """What follows: the output projection."""
         return module.to_out(out)
+
+
+class LeftAlone(NamedTuple):
+    """One kind of attention in which nothing may be merged. why: it cannot be, as a sentence about it goes on."""
+
+    why: str
 
 
 class StandIn:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from . import registry
-from .known import KnownAttention
+from .known import KnownAttention, LeftAlone
 
 _WHERE = "diffusers.models.attention_processor"
 
@@ -172,10 +172,16 @@ _KNOWN = {
     "FusedAttnProcessor2_0": _Fused,
 }
 # by the full name of the function that computes: a class of the same name is no proof, and a method may be replaced
-_BY_CALL = {f"{_WHERE}.{name}.__call__": kind(name) for name, kind in _KNOWN.items()}
+_BY_CALL: dict[str, registry.Description] = {f"{_WHERE}.{name}.__call__": kind(name) for name, kind in _KNOWN.items()}
 
 
-def _of_processor(module: nn.Module) -> KnownAttention | None:
+# self-attention guidance, where diffusers has it and where it had it
+for _folder in ("stable_diffusion_sag", "deprecated.stable_diffusion_sag"):
+    _SAG = f"diffusers.pipelines.{_folder}.pipeline_stable_diffusion_sag.CrossAttnStoreProcessor.__call__"
+    _BY_CALL[_SAG] = LeftAlone("keeps a map that has to hold every token")
+
+
+def _of_processor(module: nn.Module) -> registry.Description:
     kind = type(module.processor)
     call = kind.__call__
     own = getattr(call, "__qualname__", "") == f"{kind.__qualname__}.__call__"

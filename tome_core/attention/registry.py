@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import nn
 
-from .known import KnownAttention
+from .known import KnownAttention, LeftAlone
 
-Entry = KnownAttention | Callable[[nn.Module], KnownAttention | None]
+Description = KnownAttention | LeftAlone | None
+Entry = KnownAttention | LeftAlone | Callable[[nn.Module], Description]
 
 _ENTRIES: dict[str, Entry] = {}
 _FOUND: dict[Any, Entry | None] = {}  # by function: looked up by name once
@@ -27,7 +28,7 @@ def register(forward: str, entry: Entry) -> None:
     _FOUND.clear()
 
 
-def known_of(module: nn.Module) -> KnownAttention | None:
+def known_of(module: nn.Module) -> Description:
     """What is known of the attention that the module computes at this moment; None where nothing is."""
     forward = type(module).forward
     try:
@@ -36,7 +37,7 @@ def known_of(module: nn.Module) -> KnownAttention | None:
         if len(_FOUND) >= _MOST:
             _FOUND.clear()
         entry = _FOUND[forward] = _ENTRIES.get(function_name(forward))
-    if entry is None or isinstance(entry, KnownAttention):
+    if entry is None or isinstance(entry, (KnownAttention, LeftAlone)):
         return entry
     return entry(module)
 
