@@ -16,7 +16,7 @@ from .metric import METRICS
 SIDES = ("qkv", "kv", "q")
 DOWNSAMPLES = (1, 2, 4, 8)
 SEED_LIMIT = 2**31 - 1
-_ENDLESS = 2**53  # what has no upper limit of its own ends here, where floats stop counting
+_ENDLESS = 2**53 - 1  # what has no upper limit of its own ends here, before floats stop counting
 # more is a slip of the hand: one token kept of 4096, the latent of a picture 8192 pixels wide, and more channels than
 # keys and values of any Stable Diffusion have together
 _LARGEST_CELL, _LARGEST_WINDOW, _MOST_CHANNELS = 64, 1024, 4096
@@ -341,7 +341,7 @@ def _checked_number(item: Any, value: Any) -> int | float:
     if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
         raise TypeError(f"{name}={value!r} is {type(value).__name__}; {range_text}")
     # compared and not converted: a whole number may be past the largest float; and so that NaN is out of range
-    if not facts["minimum"] <= value <= most or value == _ENDLESS:
+    if not facts["minimum"] <= value <= most:
         raise ValueError(f"{name}={value!r} is out of range; {range_text}")
     return value if whole else float(value)
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +36,11 @@ class SchedulerNoise:
     """What the steps of a pipeline's scheduler stand for. The pipeline is asked anew which scheduler it has."""
 
     def __init__(self, pipeline: Any) -> None:
-        self._pipeline = weakref.ref(pipeline)
+        try:
+            self._pipeline: Callable[[], Any] = weakref.ref(pipeline)
+        except TypeError:  # a class that allows none: its scheduler is the one it has now
+            holder = SimpleNamespace(scheduler=pipeline.scheduler)
+            self._pipeline = lambda: holder
 
     def steps_of(self, values: list[float]) -> list[Step]:
         """What the scheduler's own ``values``, all that its ``timesteps`` hold, stand for."""

@@ -186,7 +186,8 @@ class Patch:
         self.run.noise = SchedulerNoise(model)
         self._outside.append(SchedulerClock(scheduler, self.run))
         if self.run.keeps and hasattr(model, "progress_bar"):
-            self._outside.append(SamplingScope(model, self.run))
+            with suppress(TypeError):  # a class of somebody's own that allows no weak references
+                self._outside.append(SamplingScope(model, self.run))
 
     def __enter__(self) -> Patch:
         self._entered = True

@@ -90,7 +90,7 @@ class UNetSite(Wrap):
         run = self.switch.run
         if run is not None and self.put_back is not None and not self.is_on_top():
             self.put_back()
-            run.ledger.skip(level, "block", "somebody had taken the patch off the UNet; it is back from the next call on")
+            run.ledger.skip(level, "block", "somebody had taken the patch off the UNet; it is on again for the next")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The UNet's forward, inside a call of the run in force."""
