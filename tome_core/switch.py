@@ -103,24 +103,29 @@ class Switch:
 
 _ALL: weakref.WeakSet[Switch] = weakref.WeakSet()
 _OF_UNET: weakref.WeakKeyDictionary[nn.Module, Switch] = weakref.WeakKeyDictionary()
-_GUARD = threading.Lock()
+_guard = threading.RLock()
+
+
+def patching() -> threading.RLock:
+    """Held while anybody changes what is on a model: two threads may patch one."""
+    return _guard
 
 
 def switch_of(unet: nn.Module) -> Switch:
     """The UNet's own, from the first time on that somebody asks until the UNet is gone."""
-    with _GUARD:
+    with patching():
         return _OF_UNET.setdefault(unet, Switch())
 
 
 def adopt(unet: nn.Module, switch: Switch) -> None:
     """Make it the UNet's own: a copy of a patched UNet brings a copy of the switch along."""
-    with _GUARD:
+    with patching():
         _OF_UNET[unet] = switch
 
 
 def _in_child() -> None:
-    global _GUARD
-    _GUARD = threading.Lock()
+    global _guard
+    _guard = threading.RLock()
     inside.depth = 0
     for switch in list(_ALL):
         switch.forget_call()

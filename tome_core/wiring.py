@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Iterable
 from functools import partial
@@ -13,14 +12,13 @@ from torch import nn
 from .families import Place, find_blocks
 from .parts import CrossAttentionSite, FeedForwardSite, PartSite, SelfAttentionSite
 from .sites import BlockSite, TransformerSite, UNetSite
-from .switch import Switch, adopt, switch_of
+from .switch import Switch, adopt, patching, switch_of
 from .wrap import Wrap
 
 if TYPE_CHECKING:
     from .patch import Patch
 
 _MARK = "_tome_core_patch"
-_LOCK = threading.RLock()  # two threads may patch one model
 
 
 class Wiring:
@@ -59,7 +57,7 @@ class Wiring:
                 self.switch.later.append(partial(self._release, handle))
 
     def _release(self, handle: Patch) -> None:
-        with _LOCK:
+        with patching():
             self._silence(handle)
             if handle in self.holders:
                 self.holders.remove(handle)
@@ -150,7 +148,7 @@ def put_on(unet: nn.Module, handle: Patch, merges: bool) -> None:
     """Put the handle's wraps on. merges: it is in force wherever nobody else is named, in the place of who was."""
     switch = switch_of(unet)
     with switch.between_calls():
-        with _LOCK:
+        with patching():
             wiring = wiring_of(unet)
             if wiring is None:
                 wiring = vars(unet)[_MARK] = Wiring(unet)  # before its wraps, so that what an interrupt leaves is found
