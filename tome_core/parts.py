@@ -18,6 +18,7 @@ from .attention.core import UNSIZED, attend_merged
 from .decision import Merging
 from .families import Family
 from .plan import MergePlan
+from .report import when_traced
 from .run import is_captured
 from .sites import BlockCall, BlockSite
 from .wrap import Wrap
@@ -127,13 +128,22 @@ class SelfAttentionSite(PartSite):
     def __init__(self, module: nn.Module, block: BlockSite, family: Family) -> None:
         super().__init__(module, block)
         self.family = family
-        self._known: KnownAttention | LeftAlone | None = None  # a function of somebody's own put over it is not known
+        self._known: KnownAttention | LeftAlone | None = None  # in the graph that is being made
 
-    def install(self) -> Wrap:
-        """As of every wrap. What is known is asked here as well, for a compiler, which cannot follow the question."""
-        wrap = super().install()
-        wrap._known = known_of(wrap.target) if wrap.beneath is None else None
-        return wrap
+    def _describe(self) -> KnownAttention | LeftAlone | None:
+        """What is known of the attention beneath, at this moment."""
+        if not torch.compiler.is_compiling():
+            return known_of(self.target) if self.beneath is None else None
+        # looked at so that another kind of processor makes another graph
+        if type(getattr(self.target, "processor", None)) is not SelfAttentionSite:
+            self._describe_when_traced()
+        return self._known
+
+    @when_traced
+    def _describe_when_traced(self) -> int:
+        """For a compiler, which cannot follow the question."""
+        self._known = known_of(self.target) if self.beneath is None else None
+        return 0
 
     def _problem(self, block: BlockCall, args: tuple, kwargs: dict) -> str | None:
         if not args or len(args) > 2 or not torch.is_tensor(args[0]) or args[0].dim() != 3:
@@ -157,9 +167,7 @@ class SelfAttentionSite(PartSite):
             return self._of_others(block, merging, x, context, value, kwargs)
         if value is not None and value.shape[:2] != x.shape[:2]:
             return "keys and values are of different numbers"
-        if not torch.compiler.is_compiling():
-            self._known = known_of(self.target) if self.beneath is None else None
-        known = self._known
+        known = self._describe()
         if isinstance(known, LeftAlone):
             return f"{name_of(self.target)} {known.why}"
         if merging.side == "qkv" and not merging.sized:

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 TIME_IS_UNKNOWN = "the time is not known"
 
 
-def _when_traced(method: Callable) -> Callable:
+def when_traced(method: Callable) -> Callable:
     """Make a compiler call the method once, while it traces, instead of looking inside.
 
     What `torch.compiler.assume_constant_result` does, without its import of the whole compiler. The arguments
@@ -109,19 +109,19 @@ class Ledger:
         tally.work_full += work * calls
         tally.work_left += work * calls
 
-    @_when_traced
+    @when_traced
     def trace_route(self, level: int, route: str) -> int:
         """A call is being compiled with the sizes taken this way."""
         self.levels[level].traced_routes.add(route)
         return 0
 
-    @_when_traced
+    @when_traced
     def trace_merge(self, level: int, part: str, tokens: int, queries: int, keys: int) -> int:
         """A call is being compiled as a merged one."""
         self.levels[level].traced_merges.add((part, tokens, queries, keys))
         return 0
 
-    @_when_traced
+    @when_traced
     def trace_skip(self, level: int, part: str, reason: str) -> int:
         """A call is being compiled as one that is left unmerged."""
         self.levels[level].traced_skips.add(f"{part}: {reason}")

@@ -157,9 +157,9 @@ class TransformerSite(Wrap):
         x = args[0] if args else named(kwargs, _INPUT_NAMES)
         if call is None and self.memory.has_calls:
             call = in_this_thread(self.memory.recall(x))
-        compiling = torch.compiler.is_compiling()
         if call is None or not self.active or not torch.is_tensor(x) or x.dim() != 4:
             return self.original(*args, **kwargs)
+        compiling = torch.compiler.is_compiling()
         if not compiling and call.thread != threading.get_ident():
             return self.original(*args, **kwargs)
         if self.target.training or torch.is_grad_enabled() or x.requires_grad:
@@ -177,8 +177,9 @@ class TransformerSite(Wrap):
         self.memory.clear()
 
     def _open(self, call: Call, x: torch.Tensor, compiling: bool) -> GridCall | None:
-        # `index` makes a compiler take sizes as constants, one graph for each: with unknown ones it takes minutes
-        batch, height, width = index(x.shape[0]), index(x.shape[2]), index(x.shape[3])
+        batch, _, height, width = x.shape
+        if compiling:  # sizes as constants, one graph for each: with unknown ones a compiler takes minutes
+            batch, height, width = index(batch), index(height), index(width)
         tokens, level, run = height * width, self.level, call.run
         size = (tokens, self.channels, x.device.type)
         key = () if compiling else (id(call.rules[level]), call.why_off[level], *size)
@@ -240,7 +241,9 @@ class BlockSite(Wrap):
         self.memory.clear()
 
     def _open(self, x: torch.Tensor, outer: GridCall) -> BlockCall | None:
-        batch, tokens = index(x.shape[0]), index(x.shape[1])
+        batch, tokens, _ = x.shape
+        if torch.compiler.is_compiling():
+            batch, tokens = index(batch), index(tokens)
         ledger = outer.call.run.ledger
         if batch != outer.batch or tokens != outer.grid.height * outer.grid.width:
             ledger.skip(self.level, "block", "the tokens are not the picture's grid", batch * tokens * tokens)
