@@ -7,6 +7,7 @@ as projections make them and as most hosts' functions take them.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -88,7 +89,7 @@ class StandIn:
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._module, name)
         if isinstance(found, MethodType) and found.__self__ is self._module:
-            return MethodType(found.__func__, self)
+            return partial(found.__func__, self)  # which a compiler can follow
         return found
 
 
