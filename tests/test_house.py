@@ -21,32 +21,39 @@ MAY_IMPORT = {
     "grid": set(),
     "methods": {"plan", "grid", "kernels", "methods"},
     "metric": {"grid"},
+    "attention": {"plan"},
     "config": {"methods", "metric"},
+    "schedule": {"config"},
     "phases": {"config", "methods", "schedule"},
     "preset_table": set(),
     "presets": {"config", "preset_table"},
-    "schedule": {"config"},
     "keep": set(),
     "timesteps": set(),
+    "noise": {"schedule"},
     "gate": {"config"},
+    "decision": {"config", "gate", "methods", "plan", "schedule"},
     "report": set(),
+    "clock": {"config", "noise", "report", "schedule"},
     "wrap": set(),
     "families": set(),
-    "runtime": {"config", "grid", "keep", "phases", "report", "schedule", "timesteps"},
-    "matching": {"config", "grid", "keep", "methods", "metric", "plan", "runtime"},
-    "fold": {"plan", "wrap"},
-    "probe": {"families", "fold", "plan"},
-    "sized": {"families", "fold", "probe"},
-    "sites": {"config", "gate", "grid", "matching", "methods", "plan", "probe", "runtime", "schedule", "sized", "wrap"},
-    "parts": {"families", "plan", "probe", "sites", "sized", "wrap"},
-    "clock": {"runtime", "wrap"},
-    "patch": {"clock", "config", "families", "methods", "parts", "phases", "presets", "report", "runtime", "schedule",
-        "sites", "sized", "wrap"},
-    "sd_block": set(),
+    "run": {"clock", "config", "decision", "grid", "keep", "noise", "phases", "plan", "report", "schedule",
+        "timesteps"},
+    "memory": {"run"},
+    "matching": {"config", "grid", "keep", "methods", "metric", "plan", "run"},
+    "switch": set(),
+    "sites": {"config", "decision", "grid", "matching", "memory", "run", "switch", "wrap"},
+    "parts": {"attention", "decision", "families", "plan", "report", "run", "sites", "wrap"},
+    "wiring": {"families", "parts", "sites", "switch", "wrap"},
+    "pipeline": {"run", "wrap"},
+    "patch": {"config", "families", "methods", "noise", "phases", "pipeline", "presets", "report", "run", "schedule",
+        "wiring", "wrap"},
+    "sd_block": {"attention"},
     "settings_table": {"config"},
-    "bench": {"config", "grid", "kernels", "methods", "patch", "plan", "presets", "sd_block"},
+    "host_time": {"config", "patch", "presets", "sd_block"},
+    "bench": {"config", "grid", "host_time", "kernels", "methods", "patch", "plan", "presets", "sd_block"},
     "__init__": {"config", "families", "patch", "phases", "plan", "presets", "report", "schedule"},
 }
+PACKAGES = ("methods", "attention")
 # what a module may import beside torch and the standard library: its one importer does without it where it is missing
 OPTIONAL = {"triton_kernels": {"triton"}}
 # which hosts a host may import beside itself: the quality benchmark measures the demo's model
@@ -84,8 +91,8 @@ def test_importing_the_engine_imports_nothing_optional():
 
 @pytest.mark.parametrize("path", sorted((ROOT / "tome_core").rglob("*.py")), ids=lambda p: p.stem)
 def test_arrows_inside_the_engine_point_one_way(path):
-    inside = path.parent.name == "methods"
-    module = "methods" if inside else path.stem
+    inside = path.parent.name in PACKAGES
+    module = path.parent.name if inside else path.stem
     used = {name.lstrip(".") for name in _imports(path) if name.startswith("." * (2 if inside else 1))}
     if inside:
         used = {name.lstrip(".") for name in _imports(path) if name.startswith("..")}

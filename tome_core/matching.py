@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,9 +14,7 @@ from .methods import METHODS, MatchOptions
 from .methods.bipartite import refined
 from .metric import BY_DISTANCE, compared
 from .plan import MergePlan
-
-if TYPE_CHECKING:
-    from .sites import GridCall
+from .run import GridCall
 
 # of queries, keys and values merged together in an attention whose inside is not known: more loses too much
 _TOGETHER_RATIO, _TOGETHER_CELL = 0.5, 2

@@ -166,6 +166,10 @@ class Patch:
         settings = tuple(_describe(rule) for rule in self.config.rules)
         return make_report(self.run.ledger, self._covered, settings, self.is_installed)
 
+    def belong_to(self, unet: nn.Module) -> None:
+        """For a copy, which does not know its UNet: this one."""
+        self._unet = weakref.ref(unet)
+
     def _wiring(self) -> Wiring | None:
         unet = self.unet
         return None if unet is None else wiring_of(unet)

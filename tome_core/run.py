@@ -41,6 +41,15 @@ class Call(NamedTuple):
     kept: KeptPlans | None = None
 
 
+class GridCall(NamedTuple):
+    """One call of a transformer: the UNet call it belongs to, its batch and token grid, and what is decided for it."""
+
+    call: Call
+    batch: int
+    grid: Grid
+    decision: Decision
+
+
 class MergeMap(NamedTuple):
     """What one block merged, to be looked at. group: int64 ``[B or 1, N]`` on the CPU, the group of each token."""
 

@@ -9,32 +9,23 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from operator import index
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from .config import MergeRule
-from .decision import Decision, Merging
+from .decision import Merging
 from .grid import Grid
 from .matching import Matcher, Plans
 from .memory import CallMemory
-from .run import Call, Run
+from .run import Call, GridCall, Run
 from .switch import Switch, inside
 from .wrap import Wrap
 
 _TIME_NAMES = ("timesteps", "timestep", "t")
 _INPUT_NAMES = ("hidden_states", "x", "sample")
 PARTS = ("attn", "crossattn", "mlp")
-
-
-class GridCall(NamedTuple):
-    """One call of a transformer: the UNet call it belongs to, its batch and token grid, and what is decided for it."""
-
-    call: Call
-    batch: int
-    grid: Grid
-    decision: Decision
 
 
 class BlockCall:

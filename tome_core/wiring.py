@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -15,10 +15,20 @@ from .sites import BlockSite, TransformerSite, UNetSite
 from .switch import Switch, adopt, patching, switch_of
 from .wrap import Wrap
 
-if TYPE_CHECKING:
-    from .patch import Patch
-
 _MARK = "_tome_core_patch"
+
+
+class Holder(Protocol):
+    """Who needs wraps: a patch's handle. needs: (level, part) of what it merges; run: what it knows while in force."""
+
+    needs: frozenset[tuple[int, str]]
+    run: Any
+
+    def detach(self) -> None:
+        """No longer need the wraps."""
+
+    def belong_to(self, unet: nn.Module) -> None:
+        """Learn which UNet it patches, where it is a copy."""
 
 
 class Wiring:
@@ -29,13 +39,13 @@ class Wiring:
 
     def __init__(self, unet: nn.Module) -> None:
         self.switch: Switch = switch_of(unet)
-        self.holders: list[Patch] = []
-        self.merging: Patch | None = None
+        self.holders: list[Holder] = []
+        self.merging: Holder | None = None
         self._unet: weakref.ref[nn.Module] | None = weakref.ref(unet)
         self._wraps: dict[Any, Wrap] = {}
         self._needs: frozenset[tuple[int, str]] = frozenset()
 
-    def hold(self, unet: nn.Module, handle: Patch) -> None:
+    def hold(self, unet: nn.Module, handle: Holder) -> None:
         """Have what the handle needs, on top of what others have put on the model."""
         if handle not in self.holders:
             self.holders.append(handle)
@@ -47,7 +57,7 @@ class Wiring:
         for key, wrap in self._wraps.items():
             self._wraps[key] = wrap.install()
 
-    def release(self, handle: Patch) -> None:
+    def release(self, handle: Holder) -> None:
         """The handle needs nothing any more. Waits for a call that goes on, or leaves it to that call's end."""
         with self.switch.between_calls() as free:
             if free:
@@ -56,7 +66,7 @@ class Wiring:
                 self._silence(handle)
                 self.switch.later.append(partial(self._release, handle))
 
-    def _release(self, handle: Patch) -> None:
+    def _release(self, handle: Holder) -> None:
         with patching():
             self._silence(handle)
             if handle in self.holders:
@@ -84,7 +94,7 @@ class Wiring:
                 del self._wraps[key]
         self._needs = needs
 
-    def _silence(self, handle: Patch) -> None:
+    def _silence(self, handle: Holder) -> None:
         if self.merging is handle:
             self.merging, self.switch.run = None, None
 
@@ -124,7 +134,7 @@ class Wiring:
             self._unet = weakref.ref(unet)
             adopt(unet, self.switch)
             for handle in self.holders:
-                handle._unet = self._unet
+                handle.belong_to(unet)
         return self._unet() is unet
 
     def __getstate__(self) -> dict[str, Any]:
@@ -144,7 +154,7 @@ def wiring_of(unet: nn.Module) -> Wiring | None:
     return wiring if wiring is not None and wiring.belongs_to(unet) else None
 
 
-def put_on(unet: nn.Module, handle: Patch, merges: bool) -> None:
+def put_on(unet: nn.Module, handle: Holder, merges: bool) -> None:
     """Put the handle's wraps on. merges: it is in force wherever nobody else is named, in the place of who was."""
     switch = switch_of(unet)
     with switch.between_calls():
