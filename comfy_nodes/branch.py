@@ -1,11 +1,12 @@
 """What an ApplyToMe node puts on its branch of the graph: merging while this branch samples, and only then.
 
-Branches of a graph share one UNet. So nothing is patched when the node runs: at each step this branch's own
-call of the model puts the patch on, calls on and takes it off again, whatever happens in between.
+Branches of a graph share one UNet. So nothing is patched when the node runs: while this branch samples, wraps that
+merge nothing are on the UNet, and each of this branch's own calls of the model turns them to its settings.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections.abc import Callable
@@ -13,7 +14,11 @@ from typing import Any
 
 from . import host
 from .engine import tome_core
-from .percent import percent_of
+from .percent import relative_sigma
+from .sampling import Sampling
+
+_SAMPLER, _SIGMAS, _CALLBACK = 2, 3, 5  # places among the arguments of outer_sample(noise, latent_image, ...)
+_OPTIONS = 5  # of transformer_options among those of apply_model(x, t, c_concat, c_crossattn, control, ...)
 
 
 class BranchMerging:
@@ -22,9 +27,8 @@ class BranchMerging:
     config: the settings. node_id: where the report is shown. home: the branch's own UNet. wants_maps: asked when
     sampling starts, whether to keep what a preview shows.
 
-    Patches are made once for each UNet and kept, so that a compiled model is not compiled again. A patch holds
-    its UNet; so patches of other UNets (a second model sampled with this one's options, a copy on another GPU)
-    are let go after sampling, and this object lives no longer than the ModelPatcher that holds both it and `home`.
+    Patches are made once for each UNet and kept as long as it lives, which they do not lengthen. Their wraps come
+    onto it with the first call of a sampling, and off when the outermost sampling ends.
     """
 
     def __init__(
@@ -36,12 +40,12 @@ class BranchMerging:
         self._wants_maps = wants_maps
         self._keeps_maps = False
         self._has_range = any(rule.uses_percent for rule in config.rules)
-        self._sampling: object | None = None  # what tells the sampling that is going on from all others
-        self._patches: dict[int, Any] = {}
+        self._sampling: Sampling | None = None  # the innermost that goes on
+        self._patches: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # by UNet
+        self._attached: list[Any] = []  # patches whose wraps are on
+        self._called: list[Any] = []  # patches of this sampling
         self._strangers: dict[int, str] = {}
-        self._calls = 0
         self._times: dict[float, bool] = {}  # sigma -> was merging on
-        self._inside: set[Any] = set()  # patches of calls in progress
         self._lock = threading.Lock()
 
     def __deepcopy__(self, memo: dict) -> BranchMerging:
@@ -49,36 +53,36 @@ class BranchMerging:
         return self
 
     def apply_model(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
-        """Around BaseModel.apply_model: the model's UNet is patched for this call."""
-        handle = self._patch_of(executor.class_obj)
-        if handle is None or handle in self._inside:
-            return executor(*args, **kwargs)
-        self._calls += 1
-        if handle.run.wants_time:
-            self._tell_time(handle, executor.class_obj, *args, **kwargs)
-        self._inside.add(handle)
+        """Around BaseModel.apply_model: this call of the model's UNet merges."""
+        if self._sampling is not None:
+            return self._merged(executor, *args, **kwargs)
         try:
-            handle.install()
-            return executor(*args, **kwargs)
+            return self._merged(executor, *args, **kwargs)
         finally:
-            self._inside.discard(handle)
-            handle.uninstall()
+            self._take_off()
 
     def outer_sample(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         """Around a whole sampling: counts begin before it, and the report follows."""
         self._begin()
-        outer, self._sampling = self._sampling, object()
+        sampling = Sampling(_argument(_SAMPLER, "sampler", args, kwargs), _argument(_SIGMAS, "sigmas", args, kwargs))
+        callback = sampling.hear(_argument(_CALLBACK, "callback", args, kwargs))
+        outer, self._sampling = self._sampling, sampling
         try:
-            return executor(*args, **kwargs)
+            if len(args) > _CALLBACK:
+                return executor(*args[:_CALLBACK], callback, *args[_CALLBACK + 1 :], **kwargs)
+            return executor(*args, **{**kwargs, "callback": callback})
         finally:
             self._sampling = outer
-            self._take_off()
+            for handle in self._attached:
+                handle.set_time()
+            if outer is None:
+                self._take_off()
             host.show(self.report(_steps(*args, **kwargs)), self.node_id)
-            self._let_go_of_strangers()
 
     def maps(self) -> dict[int, tuple[int, Any]]:
         """Level -> (down-sampling, latest map) of this branch's own UNet; empty where no preview asked."""
-        handle = self._patches.get(id(self._home()))
+        home = self._home()
+        handle = None if home is None else self._patches.get(home)
         if handle is None:
             return {}
         levels = handle.report().levels
@@ -86,7 +90,7 @@ class BranchMerging:
 
     def report(self, steps: int | None = None) -> str:
         """What this sampling merged, for people."""
-        lines = [_text(handle.report()) for handle in self._patches.values()] if self._calls else []
+        lines = [_text(handle.report()) for handle in self._called]
         lines += self._strangers.values()
         if not lines:
             return "Token merging: the model was not called."
@@ -100,32 +104,36 @@ class BranchMerging:
         return lines
 
     def _begin(self) -> None:
-        self._calls = 0
+        self._called = []
         self._times = {}
         self._strangers = {}
         self._keeps_maps = self._wants_maps()
-        for handle in self._patches.values():
+        for handle in list(self._patches.values()):
             handle.reset_counts()
             handle.keep_maps(self._keeps_maps)
 
-    def _take_off(self) -> None:
-        """Forget the time, and what was kept over steps; and what an interrupt left on, when it fell into the very
-        moment of taking a patch off."""
-        for handle in self._patches.values():
-            handle.set_time()
-            if handle not in self._inside:
-                handle.uninstall()
-
-    def _let_go_of_strangers(self) -> None:
-        home = id(self._home())
-        self._patches = {key: handle for key, handle in self._patches.items() if key == home}
+    def _merged(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
+        handle = self._patch_of(executor.class_obj)
+        if handle is None:
+            return executor(*args, **kwargs)
+        if handle.run.wants_time:
+            self._tell_time(handle, executor.class_obj.model_sampling, *args, **kwargs)
+        with handle.merging():
+            return executor(*args, **kwargs)
 
     def _patch_of(self, model: Any) -> Any | None:
-        """The patch of the UNet in this model, not always `home`; None where it has no blocks of our kind."""
+        """The patch of the UNet in this model, not always `home`, with its wraps on; None where it has no blocks of
+        our kind."""
         try:
             unet = tome_core.families.find_unet(model.diffusion_model)
             with self._lock:  # several GPUs sample in threads
-                return self._patches.get(id(unet)) or self._make(unet)
+                handle = self._patches.get(unet) or self._make(unet)
+                if handle not in self._attached:
+                    self._attached.append(handle)  # first: an interrupt may fall in between
+                    handle.attach()
+                if handle not in self._called:
+                    self._called.append(handle)
+                return handle
         except (tome_core.UnsupportedModelError, TypeError) as error:
             self._strangers[id(model)] = f"Token merging stepped aside: {error}"
             return None
@@ -134,14 +142,26 @@ class BranchMerging:
         handle = tome_core.patch(unet, self.config, host_clock=True)
         handle.uninstall()
         handle.keep_maps(self._keeps_maps)
-        self._patches[id(unet)] = handle
+        self._patches[unet] = handle
         return handle
 
-    def _tell_time(self, handle: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-        """From apply_model(x, t, ...), whose ``t`` is a sigma for each sample."""
-        sigmas = args[1] if len(args) > 1 else kwargs["t"]
-        sigma = float(sigmas.reshape(-1)[0])  # one wait for the device a call, and only where the time matters
-        handle.set_time(percent=percent_of(sigma, model.model_sampling), sampling=self._sampling)
+    def _take_off(self) -> None:
+        """Let go of the UNets, and of what an interrupt left on them."""
+        while self._attached:
+            self._attached[-1].detach()
+            self._attached.pop()
+
+    def _tell_time(self, handle: Any, model_sampling: Any, *args: Any, **kwargs: Any) -> None:
+        """From apply_model(x, t, ..., transformer_options), whose ``t`` is a sigma for each sample."""
+        sampling = self._sampling or Sampling(None, None)
+        t = _argument(1, "t", args, kwargs)
+        sigma = sampling.sigma(t, _argument(_OPTIONS, "transformer_options", args, kwargs) or {})
+        if not 0 <= sigma < math.inf:  # nobody's picture should depend on how we take it
+            handle.set_time()
+            return
+        percent = sampling.percent(sigma, model_sampling) if handle.run.uses_percent else None
+        relative = relative_sigma(sigma, model_sampling)
+        handle.set_time(percent=percent, sigma=relative, sampling=self._sampling)
         if self._has_range:
             self._times[sigma] = bool(handle.run.live)
 
@@ -165,7 +185,11 @@ def _text(report: Any) -> str:
     )
 
 
+def _argument(place: int, name: str, args: tuple, kwargs: dict) -> Any:
+    return args[place] if len(args) > place else kwargs.get(name)
+
+
 def _steps(*args: Any, **kwargs: Any) -> int | None:
     """Steps of a sampling, from outer_sample(noise, latent_image, sampler, sigmas, ...)."""
-    sigmas = kwargs.get("sigmas", args[3] if len(args) > 3 else None)
+    sigmas = _argument(_SIGMAS, "sigmas", args, kwargs)
     return len(sigmas) - 1 if hasattr(sigmas, "__len__") and len(sigmas) else None

@@ -39,7 +39,6 @@ SETTINGS = {
     "refine": "refine",
     "query_ratio": "query_ratio",
     "window": "window",
-    "share": "share",
     "project": "project",
     "keep": "keep",
     "only_if_it_pays": "only_if_it_pays",

@@ -1,4 +1,4 @@
-"""Where a step lies on ComfyUI's percent scale."""
+"""Where a noise level lies on the engine's scales."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ _HALVINGS = 24
 # Scheduled sigmas are float32, good to 1e-7 or so; a step of 1e-6 in percent changes sigma by 6e-6. Rounding to
 # it makes "exactly at 50 %" what ComfyUI's own comparison of sigmas makes of it.
 _DIGITS = 6
+_PURE_NOISE = 1e6  # relative to the picture; where there is nothing of it, its share is infinite
 
 
 def percent_of(sigma: float, model_sampling: Any) -> float:
@@ -29,3 +30,14 @@ def percent_of(sigma: float, model_sampling: Any) -> float:
     first = 0.0 if sigma >= model_sampling.percent_to_sigma(0.0) else edge
     last = 1.0 if sigma <= model_sampling.percent_to_sigma(1.0) else 1.0 - edge
     return min(last, max(first, round(high, _DIGITS)))
+
+
+def relative_sigma(sigma: float, model_sampling: Any) -> float:
+    """The noise's standard deviation where the picture's is 1.
+
+    EDM models see the picture at another one. Flow models see ``(1 - sigma)`` of it under ``sigma`` of the noise.
+    """
+    if any(kind.__name__ == "CONST" for kind in type(model_sampling).__mro__):
+        noise = sigma * getattr(model_sampling, "noise_scale", 1.0)
+        return noise / max(1.0 - sigma, noise / _PURE_NOISE) if noise > 0 else 0.0
+    return sigma / getattr(model_sampling, "sigma_data", 1.0)

@@ -86,15 +86,34 @@ def reason_to_step_aside(hires: bool) -> str | None:
     return None
 
 
-def time_of(params: Any) -> dict[str, float]:
-    """The step's time, as a keyword for the engine's ``set_time``. Waits for the device."""
-    value = float(params.sigma.reshape(-1)[0])
+def read_time(params: Any) -> dict[str, float]:
+    """The step's time by name, sigma or timestep. Waits for the device where that has it."""
+    value = max(0.0, float(params.sigma.reshape(-1)[0]))  # UniPC's last may be just below
     denoiser = getattr(params, "denoiser", None)
     kinds = [cls.__name__ for cls in type(denoiser).__mro__]
     # DDIM, PLMS and UniPC count in timesteps, which Forge has turned into sigmas by now
     if "CFGDenoiserTimesteps" in kinds and not getattr(denoiser, "classic_ddim_eps_estimation", False):
         return {"timestep": value}
     return {"sigma": value}
+
+
+def relative(p: Any, time: dict[str, float]) -> dict[str, float]:
+    """The same time, its sigma as if pictures varied by 1, which A1111 takes them to do always."""
+    unet = getattr(getattr(_running_model(p), "forge_objects", None), "unet", None)
+    model = getattr(unet, "model", None)
+    prediction = getattr(model, "predictor", None) or getattr(model, "model_sampling", None)
+    data = getattr(prediction, "sigma_data", 1.0)
+    return {name: value / data if name == "sigma" else value for name, value in time.items()}
+
+
+def through_hypernetworks(keys: Any, values: Any) -> tuple[Any, Any]:
+    """What the loaded hypernetworks make of tokens ``[B, G, C]`` before keys and values are projected from them."""
+    known = sys.modules.get("modules.hypernetworks.hypernetwork")
+    loaded = getattr(shared, "loaded_hypernetworks", None)
+    if known is None or not loaded:
+        return keys, values
+    for_keys, for_values = known.apply_hypernetworks(loaded, keys)
+    return for_keys, for_values if values is keys else known.apply_hypernetworks(loaded, values)[1]
 
 
 def first_seed(p: Any) -> int:

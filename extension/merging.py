@@ -15,6 +15,7 @@ from typing import Any
 from ..tome_core import Patch, Report, UnsupportedModelError, patch
 from ..tome_core.families import find_unet
 from . import host
+from .pace import Pace
 from .settings import Wish
 
 logger = logging.getLogger(__name__)
@@ -78,6 +79,7 @@ class Armed:
         self.config: Any = None
         self.handle: Patch | None = None
         self._sampling: object | None = None  # what tells the pass that is armed from all others
+        self._pace: Pace | None = None
 
     def arm(self, p: Any, hires: bool) -> None:
         """From now on the pass that is about to start merges as its job wants. Idempotent."""
@@ -92,6 +94,7 @@ class Armed:
             return
         self.job, self.hires, self.config, self._sampling = job, hires, config, object()
         self._put_on(host.running_unet(p))
+        self._pace = Pace(p if self.handle is not None and self.handle.run.wants_time else None)
 
     def step(self, params: Any) -> None:
         """Before each call of the model: the right model patched, for the right job, knowing its time."""
@@ -108,12 +111,15 @@ class Armed:
         if self.handle is None:
             return
         if self.handle.run.wants_time:
-            self.handle.set_time(**host.time_of(params), sampling=self._sampling)
+            self.handle.set_time(**host.relative(p, self._pace.time(params)), sampling=self._sampling)
         record.steps_live += bool(self.handle.run.live)
 
     def disarm(self) -> None:
         """Take the patch off, keeping what it counted. Idempotent."""
         self._take_off()
+        pace, self._pace = self._pace, None
+        if pace is not None:
+            pace.take_off()
         self.job = self.config = None
 
     def _follow(self, unet: Any) -> None:
@@ -122,7 +128,7 @@ class Armed:
             self._take_off()
             self._put_on(unet)
         else:
-            self.handle.install()  # brings back what somebody else put something in place of
+            self.handle.install()  # cheap where it is on; brings back what somebody else put something in place of
 
     def _put_on(self, unet: Any) -> None:
         try:

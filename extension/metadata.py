@@ -5,11 +5,14 @@ Keys hold letters, spaces and - only, and no value has the form 2x2: the webui's
 
 from __future__ import annotations
 
+import logging
+import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .settings import CUSTOM, FIELDS, OWN, Field, Wish, field
+from .settings import CUSTOM, FIELDS, MOST, OWN, Field, Wish, field
 
+logger = logging.getLogger(__name__)
 # "Token merging ratio" belongs to the webui's own merging
 KEYS = {
     "ratio": "ToMe ratio",
@@ -36,7 +39,6 @@ KEYS = {
     "refine": "ToMe refinement",
     "query_ratio": "ToMe query ratio",
     "window": "ToMe window",
-    "share": "ToMe match for",
     "project": "ToMe projection",
     "keep": "ToMe keep",
     "only_if_it_pays": "ToMe only where it pays",
@@ -76,7 +78,8 @@ def read_back(one: Field, parameters: Mapping[str, str]) -> Any:
     """A control's value from a pasted infotext; None leaves the control as it is.
 
     A picture made without us turns us off and leaves the rest alone; what one made with us does not mention is at
-    its default, but for the hires settings, which a picture without a hires pass says nothing about.
+    its default, but for the hires settings, which a picture without a hires pass says nothing about. What makes no
+    sense is ignored, and the log says so: the webui would paste nothing of a picture for which this raises.
     """
     if one.name == "enabled":
         return KEYS["ratio"] in parameters
@@ -89,18 +92,34 @@ def read_back(one: Field, parameters: Mapping[str, str]) -> Any:
         return None if one.name in _HIRES else one.default
     try:
         return _parsed(one, text)
-    except ValueError:
+    except (ValueError, TypeError, OverflowError):
+        logger.warning("%s: %s in the pasted infotext makes no sense and is ignored; %s", KEYS[one.name],
+                       reprlib.repr(text), _possible(one))  # fmt: skip
         return None
 
 
 def _parsed(one: Field, text: Any) -> Any:
-    if isinstance(one.default, bool):
-        return str(text) == "True"
-    if one.choices:
-        if text not in one.choices:
+    """The value of the text. Raises ValueError, TypeError or OverflowError where it makes no sense."""
+    if isinstance(one.default, bool) or one.choices:
+        if str(text) not in _words(one):
             raise ValueError(text)
-        return text
-    return float(text) if isinstance(one.default, float) else int(float(text))
+        return str(text) if one.choices else str(text) == "True"
+    value = float(text)
+    # compared before it is converted: neither infinity nor NaN is a whole number
+    if not one.minimum <= value <= one.limit or (isinstance(one.default, int) and not value.is_integer()):
+        raise ValueError(text)
+    return value if isinstance(one.default, float) else int(value)
+
+
+def _words(one: Field) -> tuple[str, ...]:
+    return one.choices or ("True", "False")
+
+
+def _possible(one: Field) -> str:
+    if isinstance(one.default, bool) or one.choices:
+        return f"use one of {', '.join(_words(one))}"
+    kind = "a number" if isinstance(one.default, float) else "a whole number"
+    return f"use {kind} from {one.minimum:g} {'up' if one.limit == MOST else f'to {one.limit:.10g}'}"
 
 
 def paste_functions() -> dict[str, Callable[[Mapping[str, str]], Any]]:

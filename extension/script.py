@@ -9,7 +9,7 @@ import logging
 import sys
 from typing import Any
 
-from . import host, merge_map, metadata, options
+from . import attentions, host, merge_map, metadata, options
 from .merging import Job, armed, job_of, set_job
 from .settings import field, read
 from .summary import line_of
@@ -141,5 +141,6 @@ def unload() -> None:
 def register() -> type[TokenMerging]:
     """Be called back, and give the class; called by the shim each time that the webui runs it."""
     host.set_up_console(PARENT)
+    attentions.describe()
     host.listen(cfg_denoiser=on_step, ui_settings=options.register, before_ui=add_axes, script_unloaded=unload)
     return TokenMerging

@@ -24,10 +24,14 @@ CHOICES = {
 }
 IMAGE_SEED = -1
 _SEED_MASK = 2**31 - 1  # the engine's range; the webui's seeds have one bit more
+MOST = 2**53 - 1  # of what has no limit; beyond it floats cannot count
 
 
 class Field(NamedTuple):
-    """One value of the panel. engine: the setting of the engine it stands for, "" for the panel's own."""
+    """One value of the panel. engine: the setting of the engine it stands for, "" for the panel's own.
+
+    maximum: the control's; limit: the most that is taken, where it comes from elsewhere.
+    """
 
     name: str
     label: str
@@ -38,6 +42,7 @@ class Field(NamedTuple):
     minimum: float | None = None
     maximum: float | None = None
     step: float | None = None
+    limit: float = MOST
 
 
 def _from_engine(name: str, source: str = "", /, **changes: Any) -> Field:
@@ -50,6 +55,7 @@ def _from_engine(name: str, source: str = "", /, **changes: Any) -> Field:
     field = Field(
         name, setting["label"], setting["help"], default, setting["name"], choices,
         *(setting.get(key) for key in ("minimum", "maximum", "step")),
+        MOST if "open_ended" in setting else setting.get("limit", setting.get("maximum", MOST)),
     )  # fmt: skip
     return field._replace(**changes)
 
@@ -90,7 +96,7 @@ FIELDS = (
     _from_engine("sx"),
     _from_engine("sy"),
     _from_engine("use_rand"),
-    _from_engine("seed", label="Destination seed", default=IMAGE_SEED, minimum=IMAGE_SEED,
+    _from_engine("seed", label="Destination seed", default=IMAGE_SEED, minimum=IMAGE_SEED, limit=2 * _SEED_MASK + 1,
                  help="What the random destinations are drawn from. -1 is the image's own seed."),
     _from_engine("early_ratio"),
     _from_engine("early_until"),
@@ -100,7 +106,6 @@ FIELDS = (
     _from_engine("refine"),
     _from_engine("query_ratio"),
     _from_engine("window"),
-    _from_engine("share"),
     _from_engine("project"),
     _from_engine("keep"),
     _from_engine("only_if_it_pays"),
@@ -202,12 +207,12 @@ def _checked(one: Field, value: Any) -> Any:
     if one.name == "enabled" and not isinstance(value, bool):
         raise TypeError(f"enabled={value!r} is {type(value).__name__}; use true or false")
     # sliders and pasted infotexts give whole numbers as 2.0
-    if isinstance(one.step, int) and isinstance(value, float) and value.is_integer():
+    if isinstance(one.step, int) and isinstance(value, float) and value.is_integer() and abs(value) <= MOST:
         value = int(value)
     if one.default == UNSET and value is None:
         return UNSET
-    if one.name == "seed" and type(value) is int and value != IMAGE_SEED:
-        return value & _SEED_MASK if value >= 0 else value
+    if one.name == "seed" and type(value) is int and 0 <= value <= one.limit:
+        return value & _SEED_MASK
     return value
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from tests.doubles import ComfyBlock, LatentDiffusionDouble
 from tests.models import TEXT, comfy_double, fixed, inputs, ldm
+from tests.on_device import on_device, plain
 from tome_core import NoiseSchedule
 
 
@@ -44,6 +45,7 @@ class DiscreteSampling:
         betas = torch.tensor(NoiseSchedule.stable_diffusion().betas, dtype=torch.float64)
         kept = torch.cumprod(1 - betas, 0)
         self.sigmas = ((1 - kept) / kept).sqrt().float()
+        self.asked = 0  # how often for a sigma of a percent
 
     def sigma(self, timestep: float) -> float:
         """Between whole timesteps linear in the logarithm."""
@@ -53,6 +55,7 @@ class DiscreteSampling:
 
     def percent_to_sigma(self, percent: float) -> float:
         """999999999.9 at 0 and before, 0 at 1 and after."""
+        self.asked += 1
         if percent <= 0:
             return 999999999.9
         return 0.0 if percent >= 1 else self.sigma((1 - percent) * 999)
@@ -78,7 +81,7 @@ class BaseModel(nn.Module):
         return executor.execute(x, t, None, c_crossattn, None, transformer_options)
 
     def _apply_model(self, x: Any, t: Any, concat: Any, context: Any, control: Any, options: dict) -> torch.Tensor:
-        return self.diffusion_model(x, self.model_sampling.timestep(t).float(), context)
+        return self.diffusion_model(x, self.model_sampling.timestep(plain(t)).float(), context)
 
 
 class ModelPatcher:
@@ -111,37 +114,61 @@ def _copied(value: Any) -> Any:
     return [_copied(one) for one in value] if isinstance(value, list) else value
 
 
+def sampler_of(name: str = "sample_euler", module: str = "comfy.k_diffusion.sampling") -> SimpleNamespace:
+    """A KSAMPLER as far as it tells which function it runs."""
+
+    def function() -> None:
+        """Not run: the guider below does the steps."""
+
+    function.__name__, function.__module__ = name, module
+    return SimpleNamespace(sampler_function=function)
+
+
 class Guider:
-    """Samples with a branch: both prompts in one call a step, a plain Euler step each."""
+    """Samples with a branch: both prompts in one call a step, a plain Euler step each.
+
+    is_on_device: whether sigmas are on the device, where reading them is counted.
+    """
+
+    is_on_device = False
 
     def __init__(self, patcher: ModelPatcher, model: BaseModel | None = None) -> None:
         self.patcher = patcher
         self.model = model or patcher.model
 
     def sample(
-        self, steps: int = 4, batch: int = 1, size: tuple[int, int] = (16, 16), stop: Any = None, seed: int = 0
-    ) -> Any:
+        self, steps: int = 4, batch: int = 1, size: tuple[int, int] = (16, 16), stop: Any = None, seed: int = 0,
+        sampler: Any = None, callback: Any = None,
+    ) -> Any:  # fmt: skip
         """The latent after all steps. stop: called with each step's number, and may raise."""
         noise, text = inputs(4, 2 * batch, *size, seed)
         times = [999 * (1 - step / steps) for step in range(steps)]
         sigmas = torch.tensor([self.model.model_sampling.sigma(time) for time in times] + [0.0])
+        sigmas = on_device(sigmas) if self.is_on_device else sigmas
         options = {"wrappers": _copied(self.patcher.wrappers), "sample_sigmas": sigmas}
         self.options, self.text, self.stop = options, text, stop
         wrappers = [one for many in options["wrappers"].get("outer_sample", {}).values() for one in many]
         executor = Executor(self._outer_sample, self, wrappers)
         with torch.no_grad():
-            return executor.execute(noise[:batch], torch.zeros_like(noise[:batch]), None, sigmas, None)
+            latent = torch.zeros_like(noise[:batch])
+            return executor.execute(noise[:batch], latent, sampler, sigmas, None, callback, True, seed)
 
     def _outer_sample(self, noise: Any, latent: Any, sampler: Any, sigmas: torch.Tensor, *args: Any) -> torch.Tensor:
-        x = noise
-        for step, (now, then) in enumerate(itertools.pairwise(sigmas)):
-            pair = torch.cat([x, x])
-            out = self.model.apply_model(pair, now.expand(len(pair)), self.text, {**self.options, "sigmas": now[None]})
+        x, callback = noise, args[1]
+        for step, (now, then) in enumerate(itertools.pairwise(plain(sigmas))):
+            out = self._call(torch.cat([x, x]), now)
             if self.stop is not None:
                 self.stop(step)
+            if callback is not None:
+                callback(step, out, x, len(sigmas) - 1)
             negative, positive = out.chunk(2)
             x = x + (negative + 7 * (positive - negative)) * (then - now) / now.clamp(min=1) * 0.01
         return x
+
+    def _call(self, pair: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
+        """The model, for both prompts."""
+        now = on_device(now) if self.is_on_device else now
+        return self.model.apply_model(pair, now.expand(len(pair)), self.text, {**self.options, "sigmas": now[None]})
 
 
 class Server:

@@ -23,7 +23,7 @@ class SplitDenoiser(Denoiser):
         return uncond + 2 * (cond - uncond)
 
     def tell(self, x, time):
-        sigma = torch.full((x.shape[0],), time)
+        sigma = self.webui.place(torch.full((x.shape[0],), time))
         self.webui.call("cfg_denoiser", types.SimpleNamespace(x=x, sigma=sigma, denoiser=self))
         self.p.at_step(self.step)
         self.step += 1

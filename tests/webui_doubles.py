@@ -6,6 +6,7 @@ Everything here stands for a fact of A1111 1.10.1, Forge or reForge. The UNet is
 from __future__ import annotations
 
 import copy
+import inspect
 import types
 from typing import Any, ClassVar
 
@@ -13,6 +14,7 @@ import torch
 from PIL import Image
 
 from tests.models import TEXT, ldm_wrapped
+from tests.on_device import on_device
 from tests.webui_modules import SAMPLING_HOOK, Modules
 
 SIGMAS = (14.61, 6.0, 2.0, 0.5)
@@ -60,6 +62,48 @@ GRADIO = ("Row", "Accordion", "Slider", "Radio", "Dropdown", "Checkbox", "Number
           "Textbox")  # fmt: skip
 
 
+def sample_euler(model, x, sigmas, extra_args=None, callback=None, disable=None):
+    """k-diffusion's: says after each step's call which it was."""
+    for i, (sigma, timestep) in enumerate(zip(SIGMAS, TIMESTEPS, strict=True)):
+        called = model(x / (1 + sigma) ** 0.1, sigma, timestep)
+        if callback is not None:
+            callback({"x": x, "i": i, "sigma": sigmas[i], "denoised": called})
+        x = x - 0.2 * called
+    return x
+
+
+def ddim(model, x, timesteps, extra_args=None, callback=None, disable=None):
+    """The webui's own: its list runs upwards, and its first is never called."""
+    for i, (sigma, timestep) in enumerate(zip(SIGMAS, TIMESTEPS, strict=True)):
+        x = x - 0.2 * model(x / (1 + sigma) ** 0.1, timestep, timestep)
+        if callback is not None:
+            callback({"x": x, "i": i, "sigma": 0, "denoised": x})
+    return x
+
+
+sample_euler.__module__ = "k_diffusion.sampling"
+ddim.__module__ = "modules.sd_samplers_timesteps_impl"
+
+
+class Sampler:
+    """sd_samplers_common.Sampler: made anew for each pass, before extensions hear of it."""
+
+    def __init__(self, func):
+        self.func, self.steps = func, []
+
+    def callback_state(self, state):
+        self.steps.append(state["i"])
+
+    def run(self, denoiser, x, place):
+        """Give the function the list that it has a parameter for. place: puts a tensor where the host has it."""
+        parameters, more = inspect.signature(self.func).parameters, {}
+        if "sigmas" in parameters:
+            more["sigmas"] = place(torch.tensor([*SIGMAS, 0.0]))
+        if "timesteps" in parameters:
+            more["timesteps"] = place(torch.tensor([1.0, *reversed(TIMESTEPS)]))
+        return self.func(denoiser, x, extra_args={}, disable=False, callback=self.callback_state, **more)
+
+
 class Denoiser:
     """CFGDenoiser: tells its listeners, then calls the model that runs now."""
 
@@ -72,7 +116,7 @@ class Denoiser:
         p, webui = self.p, self.webui
         if p.refiner is not None and self.step >= p.refiner_at:
             webui.load(p.refiner)
-        sigma = torch.full((x.shape[0],), time)
+        sigma = webui.place(torch.full((x.shape[0],), time))
         webui.call("cfg_denoiser", types.SimpleNamespace(x=x, sigma=sigma, denoiser=self))
         p.at_step(self.step)
         self.step += 1
@@ -97,6 +141,8 @@ class Processing:
     refiner = None
     refiner_at = 2
     denoiser = Denoiser
+    sampler_function = None  # None: the one that goes with the denoiser
+    sampler = None
     size = 16
 
     def __init__(self, webui, args, enable_hr=False, n_iter=1, batch_size=1, seed=7, **more):
@@ -123,7 +169,12 @@ class Processing:
 
 
 class Webui(Modules):
-    """One webui with our repository, and perhaps others, among its extensions."""
+    """One webui with our repository, and perhaps others, among its extensions.
+
+    is_on_device: whether times are on the device, where reading them is counted.
+    """
+
+    is_on_device = False
 
     def __init__(self, monkeypatch, flavour="a1111"):
         super().__init__(monkeypatch.setitem, flavour)
@@ -202,6 +253,7 @@ class Webui(Modules):
     def _sample(self, p, built_in):
         generator = torch.Generator().manual_seed(p.seeds[0])
         x = torch.randn(p.batch_size, 4, p.size, p.size, generator=generator)
+        p.sampler = self._sampler_of(p)
         self._before_sampling(p)
         x = p.first = self._steps(p, x)
         if not p.enable_hr:
@@ -211,6 +263,7 @@ class Webui(Modules):
         if self.flavour == "reforge":
             self.reset_objects()
         built_in.append(p.get_token_merging_ratio(for_hr=True))
+        p.sampler = self._sampler_of(p)
         self.hook("before_hr", p)
         self._before_sampling(p)
         if self.flavour == "forge":
@@ -225,11 +278,16 @@ class Webui(Modules):
             self.hook(SAMPLING_HOOK, p, x=None, noise=None, c=None, uc=None)
 
     def _steps(self, p, x):
-        denoiser = p.denoiser(p, self)
-        for sigma, timestep in zip(SIGMAS, TIMESTEPS, strict=True):
-            time = timestep if p.denoiser is CFGDenoiserTimesteps else sigma
-            x = x - 0.2 * denoiser(x / (1 + sigma) ** 0.1, time, timestep)
-        return x
+        # the Forges bring their list to the device, A1111 leaves it on the CPU
+        return p.sampler.run(p.denoiser(p, self), x, self.place if self.has_uncond_first else lambda x: x)
+
+    def _sampler_of(self, p):
+        by_timestep = issubclass(p.denoiser, CFGDenoiserTimesteps)
+        return Sampler(p.sampler_function or (ddim if by_timestep else sample_euler))
+
+    def place(self, x):
+        """The tensor where this webui's device is."""
+        return on_device(x) if self.is_on_device else x
 
     def infotext(self, p):
         """create_infotext, the part about us."""

@@ -1,0 +1,73 @@
+"""One sampling: the noise levels of its steps, and which of them its model is called at, without asking the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .percent import percent_of
+
+# where sampler functions lie that call the model at the levels of their list, one after another, and say after each
+# step's first call which it was
+_KNOWN = ("comfy.k_diffusion.sampling", "comfy.extra_samplers.uni_pc", "comfy_extras.nodes_advanced_samplers")
+_OF_THEIR_OWN = ("sample_dpm_fast", "sample_dpm_adaptive", "sample_ar_video")  # levels
+
+
+class Sampling:
+    """What tells one sampling from all others, and its time.
+
+    sampler, sigmas: those of ``outer_sample``. The levels are read once, at the first call of the model. From the
+    step that the sampler's callback reports follows the level of the calls after it: a second-order sampler's middle
+    ones count as the step's end. A sampler of which that is not known is waited for at each call.
+    """
+
+    def __init__(self, sampler: Any, sigmas: Any) -> None:
+        self._sigmas = sigmas
+        self._levels: list[float] | None = None
+        self._place = 0
+        self._follows_list = _follows_list(sampler)
+        self._percents: dict[tuple[int, float], float] = {}
+
+    def hear(self, callback: Callable | None) -> Callable:
+        """The sampler's callback, with us listening."""
+
+        def heard(step: Any, *args: Any, **kwargs: Any) -> Any:
+            if type(step) is not int or step != self._place:
+                self._follows_list = False
+            self._place += 1
+            return callback(step, *args, **kwargs) if callback is not None else None
+
+        return heard
+
+    def sigma(self, t: Any, options: dict[str, Any]) -> float:
+        """The noise level of a call of the model. t: its sigmas, ``[B]``. options: its transformer_options."""
+        if torch.is_tensor(t) and t.device.type != "cpu" and self._knows_levels(options.get("sample_sigmas")):
+            # a call after the last step is at the last level that has noise
+            return self._levels[min(self._place, len(self._levels) - 1)]
+        return float(t.reshape(-1)[0]) if torch.is_tensor(t) else float(t)
+
+    def percent(self, sigma: float, model_sampling: Any) -> float:
+        """Where the level lies on ComfyUI's scale; for the whole list at once, because each answer may wait."""
+        key = id(model_sampling)
+        if (key, sigma) not in self._percents:
+            for one in {sigma, *(self._levels or ())}:
+                self._percents[key, one] = percent_of(one, model_sampling)
+        return self._percents[key, sigma]
+
+    def _knows_levels(self, listed: Any) -> bool:
+        """Is the list in force the one that was read? listed: as it came to the sampler, past all other wrappers."""
+        if not self._follows_list:
+            return False
+        sigmas = self._sigmas if listed is None else listed
+        if self._levels is None:
+            self._sigmas, self._levels = sigmas, sigmas.tolist()[:-1]
+        self._follows_list = sigmas is self._sigmas and bool(self._levels)
+        return self._follows_list
+
+
+def _follows_list(sampler: Any) -> bool:
+    function = getattr(sampler, "sampler_function", None)
+    name = getattr(function, "__name__", "")
+    return getattr(function, "__module__", "") in _KNOWN and name not in _OF_THEIR_OWN

@@ -1,0 +1,110 @@
+"""The webuis' attentions, described for the engine. Names only: none of their modules is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..tome_core.attention import ForwardOnStandIn, StandIn, register
+from . import host
+
+# A1111 puts one of these onto the attentions of ldm and sgm. True: it multiplies by ``self.scale``, before or after
+# the product; False: by the width of the heads to the power -1/2, as the libraries do that it calls.
+_OPTIMIZATIONS = "modules.sd_hijack_optimizations"
+_A1111 = {
+    f"{_OPTIMIZATIONS}.split_cross_attention_forward": True,
+    f"{_OPTIMIZATIONS}.split_cross_attention_forward_v1": True,
+    f"{_OPTIMIZATIONS}.split_cross_attention_forward_invokeAI": True,
+    f"{_OPTIMIZATIONS}.sub_quad_attention_forward": False,
+    f"{_OPTIMIZATIONS}.xformers_attention_forward": False,
+    # flash or plain products: a mask would leave the plain ones
+    f"{_OPTIMIZATIONS}.scaled_dot_product_no_mem_attention_forward": False,
+    "modules.hypernetworks.hypernetwork.attention_CrossAttention_forward": True,
+}
+_TORCH = f"{_OPTIMIZATIONS}.scaled_dot_product_attention_forward"
+# What adds a mask of four dimensions to the scaled logits before the softmax. Forge's others cut a mask by queries,
+# also where it has one row for all of them, or take it for square; attention_sub_quad may take the maximum first.
+_FORGE = "backend.attention"
+_FORGE_ADDING = ("attention_basic", "attention_pytorch")
+_REFORGE = "ldm_patched.ldm.modules.attention"
+_REFORGE_ADDING = ("attention_basic", "attention_split", "attention_xformers", "attention_pytorch")
+
+
+class _WithoutMask(ForwardOnStandIn):
+    """Where a mask is all that can come along and change the result."""
+
+    def problem(self, module: nn.Module, kwargs: dict[str, Any]) -> str | None:
+        """A mask; what else A1111's forwards are given they ignore."""
+        return "a mask came along" if kwargs.get("mask") is not None else None
+
+
+class _Hijacked(_WithoutMask):
+    """A1111's: hypernetworks, found by the width of their tokens, lie before the projections of keys and values."""
+
+    def project(
+        self, module: nn.Module, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kwargs: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Through the hypernetworks that are loaded."""
+        return super().project(module, x, *host.through_hypernetworks(keys, values), kwargs)
+
+    def attend(
+        self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> torch.Tensor:  # fmt: skip
+        """What the forward in force makes of them. No hypernetwork is for one channel, so none comes in twice."""
+        return type(module).forward(_Masked(module, q, k, v), q, context=k[..., :1], mask=bias)
+
+
+class _Masked(StandIn):
+    """A stand-in that can prepare a mask, which neither ldm's nor sgm's attention can."""
+
+    def prepare_attention_mask(self, mask: torch.Tensor, *_: Any) -> torch.Tensor:
+        """``[B, 1, G]`` to ``[B*H, 1, G]``."""
+        return mask.repeat_interleave(self.heads, 0)
+
+
+class _HijackedByTorch(_Hijacked):
+    """The one of them that has a use for a mask."""
+
+    def takes_bias(self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+        """Unless it casts q, k and v, but not the mask."""
+        return not host.option("upcast_attn", False)
+
+
+class _ByFunction(_WithoutMask):
+    """The Forges': ``forward`` calls a function of its own module's, by one name, or with a mask by another."""
+
+    def __init__(self, name: str, names: Iterable[str], where: str, adding: Iterable[str]) -> None:
+        super().__init__(name, by_attribute=False)
+        self._names = tuple(names)
+        self._adding = frozenset(f"{where}.{one}" for one in adding)
+
+    def takes_bias(self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+        """Where the function in force is known to add a mask, and would be called with a mask too."""
+        home = type(module).forward.__globals__
+        function, *others = (home.get(name) for name in self._names)
+        if any(other is not function for other in others) or hasattr(function, "__wrapped__"):
+            return False
+        return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}" in self._adding
+
+    def attend(
+        self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> torch.Tensor:  # fmt: skip
+        """What the module's ``forward`` makes of them."""
+        mask = None if bias is None else bias[:, None]  # [B, 1, 1, G]
+        return type(module).forward(StandIn(module, q, k, v), q, context=k, mask=mask)
+
+
+def describe() -> None:
+    """Make them all known to the engine; those of other webuis are never asked for."""
+    for forward, by_attribute in _A1111.items():
+        register(forward, _Hijacked("A1111", by_attribute))
+    register(_TORCH, _HijackedByTorch("A1111", by_attribute=False))
+    forge = _ByFunction("Forge", ["attention_function"], _FORGE, _FORGE_ADDING)
+    register("backend.nn.unet.CrossAttention.forward", forge)
+    names = ("optimized_attention", "optimized_attention_masked")
+    register(f"{_REFORGE}.CrossAttention.forward", _ByFunction("reForge", names, _REFORGE, _REFORGE_ADDING))

@@ -1,0 +1,179 @@
+"""A sampling's noise levels are read once; no step waits for the device where the sampler is known."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+
+import tome_core
+from comfy_nodes.inputs import values_of
+from comfy_nodes.nodes import ApplyToMe
+from comfy_nodes.percent import percent_of, relative_sigma
+from comfy_nodes.sampling import Sampling
+from tests.comfy_doubles import DiscreteSampling, Executor, Guider, least_checkpoint, sampler_of
+from tests.on_device import OnDevice, on_device
+
+RANGE = {"preset": "custom", "ratio": 0.5, "start_percent": 0.2, "end_percent": 0.6, "use_rand": False}
+KEPT = {"preset": "custom", "ratio": 0.5, "keep": 1000.0, "use_rand": False}
+PRESETS = [{**values_of(tome_core.preset(name)), "only_if_it_pays": False} for name in tome_core.PRESETS]
+KNOWN = sampler_of()
+UNKNOWN = {
+    "no sampler": None,
+    "DPM fast": sampler_of("dpm_fast_function", "comfy.samplers"),
+    "DPM adaptive": sampler_of("sample_dpm_adaptive"),
+    "another pack's": sampler_of("sample_euler", "custom_nodes.samplers"),
+}
+
+
+class DeviceGuider(Guider):
+    is_on_device = True
+
+
+class Levels(Guider):
+    """Notes which noise levels merged."""
+
+    def _call(self, pair, now):
+        out = super()._call(pair, now)
+        merging = self.options["wrappers"]["apply_model"]["tome"][0].__self__
+        (handle,) = merging._patches.values()
+        self.seen = [*getattr(self, "seen", []), (handle.run.now, bool(handle.run.live))]
+        return out
+
+
+class DeviceLevels(Levels):
+    is_on_device = True
+
+
+@pytest.fixture(autouse=True)
+def waits():
+    OnDevice.waits.clear()
+    return OnDevice.waits
+
+
+def applied(**values):
+    return ApplyToMe().apply(least_checkpoint(), unique_id="5", **values)[0]
+
+
+@pytest.mark.parametrize("values", [RANGE, KEPT, *PRESETS], ids=["range", "kept", *tome_core.PRESETS])
+def test_a_sampling_waits_once_however_many_steps_it_has(values, waits):
+    for steps in (2, 6):
+        waits.clear()
+        DeviceGuider(applied(**values)).sample(steps=steps, size=(8, 8), sampler=KNOWN)
+        assert waits == ["tolist"]
+
+
+def test_settings_without_a_time_never_wait(waits):
+    DeviceGuider(applied(preset="custom", ratio=0.5)).sample(size=(8, 8), sampler=KNOWN)
+    assert waits == []
+
+
+@pytest.mark.parametrize("sampler", UNKNOWN.values(), ids=UNKNOWN)
+def test_a_sampler_that_is_not_known_is_waited_for_at_each_call(sampler, waits):
+    DeviceGuider(applied(**KEPT)).sample(steps=5, size=(8, 8), sampler=sampler)
+    assert waits == ["__float__"] * 5
+
+
+@pytest.mark.parametrize("values", [RANGE, KEPT], ids=["range", "kept"])
+@pytest.mark.parametrize("sampler", [KNOWN, None], ids=["known", "unknown"])
+def test_the_picture_is_the_same_wherever_its_noise_levels_are(values, sampler):
+    expected = Guider(applied(**values)).sample(steps=5)
+    assert torch.equal(DeviceGuider(applied(**values)).sample(steps=5, sampler=sampler), expected)
+
+
+def test_the_range_counts_the_same_steps_as_where_they_are_read():
+    near, far = Levels(applied(**RANGE)), DeviceLevels(applied(**RANGE))
+    near.sample(steps=8, size=(8, 8))
+    far.sample(steps=8, size=(8, 8), sampler=KNOWN)
+    assert [live for _, live in far.seen] == [live for _, live in near.seen] == [False] * 2 + [True] * 3 + [False] * 3
+
+
+class Odd(DeviceGuider):
+    """Reports other steps than the next ones."""
+
+    def _outer_sample(self, noise, latent, sampler, sigmas, *args):
+        told = args[1]
+        odd = (args[0], lambda step, *more: told(2 * step, *more), *args[2:])
+        return super()._outer_sample(noise, latent, sampler, sigmas, *odd)
+
+
+def test_a_sampler_that_leaves_its_list_is_read_from_then_on(waits):
+    expected = Guider(applied(**RANGE)).sample(steps=6)
+    assert torch.equal(Odd(applied(**RANGE)).sample(steps=6, sampler=KNOWN), expected)
+    assert waits == ["tolist"] + ["__float__"] * 4, "steps 0 and 1 fit: 0 was reported, then 2"
+
+
+def test_the_list_in_force_is_the_one_behind_all_other_wrappers():
+    first = Sampling(KNOWN, on_device(torch.tensor([9.0, 8.0, 0.0])))
+    listed = {"sample_sigmas": on_device(torch.tensor([5.0, 3.0, 0.0]))}
+    assert first.sigma(on_device(torch.tensor([5.0])), listed) == 5
+    other = {"sample_sigmas": on_device(torch.tensor([4.0, 2.0, 0.0]))}  # a sampling inside, by the same callback
+    assert first.sigma(on_device(torch.tensor([4.0])), other) == 4
+    assert first.sigma(on_device(torch.tensor([7.0])), listed) == 7, "it is no longer relied on"
+
+
+def test_calls_inside_a_step_have_its_end_and_none_has_no_noise():
+    sampling = Sampling(KNOWN, on_device(torch.tensor([9.0, 8.0, 7.0, 0.0])))
+    heard, t, seen = sampling.hear(None), on_device(torch.tensor([1.0])), []
+    for step in range(3):
+        seen.append(sampling.sigma(t, {}))  # the step's first call
+        heard(step, None, None, 3)
+        seen.append(sampling.sigma(t, {}))  # Heun's second
+    assert seen == [9, 8, 8, 7, 7, 7]
+
+
+def test_the_callback_is_called_as_ever():
+    told = []
+    Guider(applied(**KEPT)).sample(steps=3, size=(8, 8), callback=lambda *args: told.append((args[0], len(args))))
+    assert told == [(0, 4), (1, 4), (2, 4)]
+
+
+@pytest.mark.parametrize("by_keyword", [False, True])
+def test_a_callback_by_keyword_and_a_host_without_one(by_keyword):
+    told = []
+
+    def sample(noise, latent, sampler, sigmas, denoise_mask=None, callback=None):
+        callback(0, None, None, 1)
+        return noise
+
+    wrapper = applied(**KEPT).wrappers["outer_sample"]["tome"][0]
+    more = {"callback": lambda *args: told.append(args)} if by_keyword else {}
+    assert Executor(sample, None, [wrapper]).execute(1, 2, None, torch.ones(2), **more) == 1
+    assert told == [(0, None, None, 1)] * by_keyword
+
+
+def test_percents_are_asked_for_once_a_sampling_and_only_where_rules_have_them():
+    for values, most in ((RANGE, 6 * 26), (KEPT, 0)):
+        branch = applied(**values)
+        Guider(branch).sample(steps=6, size=(8, 8))
+        first, branch.model.model_sampling.asked = branch.model.model_sampling.asked, 0
+        DeviceGuider(branch).sample(steps=6, size=(8, 8), sampler=KNOWN)
+        assert first == branch.model.model_sampling.asked == most
+
+
+def test_a_percent_is_the_asked_models_own():
+    sampling, (one, other) = Sampling(None, None), (DiscreteSampling(), DiscreteSampling())
+    other.sigmas = other.sigmas * 2
+    for model_sampling in (one, other, one):
+        assert sampling.percent(5.0, model_sampling) == percent_of(5.0, model_sampling)
+
+
+@pytest.mark.parametrize("sigma", [float("nan"), float("inf"), -1.0])
+def test_a_noise_level_that_is_none_breaks_nothing(sigma):
+    class Broken(Guider):
+        def _call(self, pair, now):
+            options = {**self.options, "sigmas": now[None]}
+            self.model.model_sampling.timestep = lambda t: torch.full((len(pair),), 500.0)
+            return self.model.apply_model(pair, torch.full((len(pair),), sigma), self.text, options)
+
+    assert Broken(applied(**RANGE)).sample(steps=2, size=(8, 8)).isfinite().all()
+
+
+def test_sigmas_are_told_as_if_pictures_varied_by_one():
+    eps = types.SimpleNamespace(sigma_data=1.0)
+    edm = types.SimpleNamespace(sigma_data=0.5)
+    flow = type("ModelSampling", (type("Flow", (), {}), type("CONST", (), {})), {})()
+    assert [relative_sigma(3.0, one) for one in (eps, object(), edm)] == [3, 3, 6]
+    assert relative_sigma(0.75, flow) == 3 and relative_sigma(0.0, flow) == 0
+    assert 1e5 < relative_sigma(1.0, flow) < float("inf")

@@ -1,0 +1,169 @@
+"""A pass's times are heard from its sampler; no step waits for the device where the sampler is known."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import types
+import weakref
+
+import pytest
+import torch
+
+from tests.on_device import OnDevice, on_device
+from tests.webui_doubles import FLAVOURS, CFGDenoiserTimesteps, Denoiser, Processing, Webui, ddim, merges, sample_euler
+
+RANGE = [True, "custom", 0.5, "same", 0.5, "automatic", 0.0, 0.6]
+ON = (True, "custom", 0.5)
+
+
+def of_another_pack(model, x, sigmas, extra_args=None, callback=None, disable=None):
+    return sample_euler(model, x, sigmas, extra_args, callback, disable)
+
+
+def sample_dpm_fast(model, x, sigma_min=0.1, extra_args=None, callback=None, disable=None):
+    return sample_euler(model, x, (0.0,) * 9, extra_args, callback, disable)
+
+
+sample_dpm_fast.__module__ = sample_euler.__module__
+
+
+def backwards(model, x, sigmas, extra_args=None, callback=None, disable=None):
+    """Reports other steps than the next ones."""
+    return sample_euler(model, x, sigmas, extra_args, lambda d: callback({**d, "i": 3 - d["i"]}), disable)
+
+
+backwards.__module__, backwards.__name__ = sample_euler.__module__, "sample_heun"
+
+
+@pytest.fixture(autouse=True)
+def waits():
+    OnDevice.waits.clear()
+    return OnDevice.waits
+
+
+@pytest.fixture(params=FLAVOURS)
+def webui(request, monkeypatch):
+    made = Webui(monkeypatch, request.param).start()
+    made.is_on_device = True
+    monkeypatch.setattr(Processing, "size", 8)
+    yield made
+    assert not made.errors and not merges(made.unet)
+    made.call("script_unloaded")
+
+
+@pytest.fixture
+def forge(monkeypatch):
+    made = Webui(monkeypatch, "forge").start()
+    made.is_on_device = True
+    monkeypatch.setattr(Processing, "size", 8)
+    yield made
+    made.call("script_unloaded")
+
+
+def expected_waits(webui, steps):
+    """Before 1.10 a sampler is made after the last hook, so its steps are read. A1111's list is on the CPU."""
+    if webui.flavour == "old":
+        return ["__float__"] * steps
+    return ["tolist"] if webui.has_uncond_first else []
+
+
+@pytest.mark.parametrize("denoiser", [Denoiser, CFGDenoiserTimesteps])
+def test_a_pass_waits_once_at_most_however_many_steps_it_has(webui, waits, denoiser):
+    done = webui.job(*RANGE, denoiser=denoiser)
+    assert ", 3 of 4 steps" in done.comments
+    assert waits == expected_waits(webui, 4)
+
+
+def test_each_pass_of_each_batch_has_its_own_list(webui, waits):
+    webui.job(*RANGE, enable_hr=True, n_iter=2)
+    # before 1.10 the first pass's sampler is made after the last hook, the hires pass's before it
+    assert waits == expected_waits(webui, 4) * (2 if webui.flavour == "old" else 4)
+
+
+def test_settings_without_a_time_never_wait(forge, waits):
+    forge.job(*ON)
+    assert waits == []
+
+
+@pytest.mark.parametrize("function", [of_another_pack, sample_dpm_fast])
+def test_a_sampler_that_is_not_known_is_waited_for_at_each_step(forge, waits, function):
+    done = forge.job(*RANGE, sampler_function=function)
+    assert ", 3 of 4 steps" in done.comments and waits == ["__float__"] * 4
+
+
+def test_a_sampler_that_leaves_its_list_is_read_from_then_on(forge, waits):
+    done = forge.job(*RANGE, sampler_function=backwards)
+    assert ", 3 of 4 steps" in done.comments and waits == ["tolist"] + ["__float__"] * 3
+
+
+@pytest.mark.parametrize("denoiser", [Denoiser, CFGDenoiserTimesteps])
+def test_the_picture_is_the_same_wherever_its_times_are(webui, denoiser):
+    far = webui.job(*RANGE, denoiser=denoiser).latents
+    webui.is_on_device = False
+    assert torch.equal(webui.job(*RANGE, denoiser=denoiser).latents, far)
+
+
+def test_the_sampler_reports_its_steps_as_ever_and_is_itself_again_afterwards(webui):
+    seen = []
+
+    def look(step):
+        seen.append((inspect.signature(p.sampler.func), p.sampler.func is sample_euler))
+
+    p = Processing(webui, RANGE, at_step=look)
+    webui.process(p)
+    assert p.sampler.steps == [0, 1, 2, 3] and p.sampler.func is sample_euler
+    assert all(one[0] == inspect.signature(sample_euler) for one in seen)
+    assert seen[0][1] is (webui.flavour == "old")
+
+
+def test_what_somebody_puts_over_the_sampler_stays(forge):
+    def theirs(*args, **kwargs):
+        return sample_euler(*args, **kwargs)
+
+    def put(step):
+        p.sampler.func = theirs
+
+    p = Processing(forge, RANGE, at_step=put)
+    forge.process(p)
+    assert p.sampler.func is theirs
+
+
+def test_an_aborted_jobs_sampler_is_let_go(forge):
+    def fail(step):
+        raise RuntimeError
+
+    p = Processing(forge, RANGE, at_step=fail)
+    with pytest.raises(RuntimeError):
+        forge.process(p)
+    left = weakref.ref(p.sampler)
+    del p
+    gc.collect()
+    assert left() is None
+    forge.part("merging").armed.disarm()
+
+
+def test_sigmas_are_told_as_if_pictures_varied_by_one(webui):
+    model = webui.shared.sd_model
+    relative = webui.part("host").relative
+    p = Processing(webui, ON)
+    assert relative(p, {"sigma": 3.0}) == {"sigma": 3.0}
+    if webui.has_uncond_first:
+        prediction = types.SimpleNamespace(sigma_data=0.5)
+        name = "predictor" if webui.flavour == "forge" else "model_sampling"
+        inner = types.SimpleNamespace(**{name: prediction})
+        webui.shared.sd_model = types.SimpleNamespace(
+            forge_objects=types.SimpleNamespace(unet=types.SimpleNamespace(model=inner))
+        )
+        assert relative(p, {"sigma": 3.0}) == {"sigma": 6.0} and relative(p, {"timestep": 9.0}) == {"timestep": 9.0}
+        webui.shared.sd_model = model
+
+
+def test_a_time_just_below_zero_is_zero(forge):
+    """UniPC's last, by a rounding."""
+    params = types.SimpleNamespace(sigma=on_device(torch.tensor([-1e-7])), denoiser=None)
+    assert forge.part("host").read_time(params) == {"sigma": 0.0}
+
+
+def test_ddim_is_the_webuis_own(forge):
+    assert forge.part("pace")._list_of(ddim) == "timesteps" and forge.part("pace")._list_of(None) == ""
