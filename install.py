@@ -177,10 +177,15 @@ def pip(python, arguments):
 
 
 def run(command, **options):
-    """Run a command to its end and give its exit code; on Ctrl-C it gets ten seconds to end by itself."""
+    """Run a command to its end and give its exit code; on Ctrl-C it gets ten seconds to end by itself.
+
+    SIGTERM is passed on to it, and waited for.
+    """
+    import signal
     import subprocess
 
     with subprocess.Popen(command, **options) as process:
+        before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
         try:
             return process.wait()
         except KeyboardInterrupt:
@@ -189,6 +194,8 @@ def run(command, **options):
             except subprocess.TimeoutExpired:
                 process.terminate()
             raise
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
 
 def demo(arguments):

@@ -5,8 +5,12 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 if not __package__:
@@ -16,8 +20,6 @@ if not __package__:
 from demo import command, cores, prompt
 
 HOST = "127.0.0.1"
-# Gradio's page is all in its package; should a part of it ever ask another machine, the browser refuses.
-OWN = b"default-src 'self' data: blob: 'unsafe-inline' 'unsafe-eval'; frame-ancestors 'none'"
 QUIET = {
     "GRADIO_ANALYTICS_ENABLED": "False",
     "HF_HUB_OFFLINE": "1",
@@ -25,21 +27,6 @@ QUIET = {
     "NO_PROXY": HOST,
     "no_proxy": HOST,
 }
-
-
-class Closed:
-    """ASGI: every answer tells the browser to load nothing from elsewhere."""
-
-    def __init__(self, app) -> None:
-        self.app = app
-
-    async def __call__(self, scope, receive, send) -> None:
-        async def tell(message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), (b"content-security-policy", OWN)]
-            await send(message)
-
-        await self.app(scope, receive, tell)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -78,33 +65,62 @@ def made_page(options: argparse.Namespace):
 
 
 def serve(page, options: argparse.Namespace) -> None:
-    """Serve the page until Ctrl-C. Raises OSError where the port is taken."""
+    """Serve the page until an interrupt; then nothing of it runs any more. Raises OSError where the port is taken."""
     from starlette.middleware import Middleware
     from starlette.middleware.trustedhost import TrustedHostMiddleware
 
+    from demo import page_guards as guards
     from demo.page_layout import CSS, THEME
 
-    # another site's page cannot reach this one under a name of its own that leads here
-    guards = [Middleware(Closed), Middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])]
-    page.blocks.launch(
-        server_name=HOST, server_port=options.port, share=False, inbrowser=not options.no_browser, ssr_mode=False,
-        theme=THEME, css=CSS, footer_links=[], run_history=False, enable_monitoring=False, mcp_server=False, pwa=False,
-        app_kwargs={"middleware": guards},
-    )  # fmt: skip
+    # another site's page cannot reach this one under a name of its own that leads here, nor by this one's own
+    stacked = [Middleware(guards.Closed), Middleware(TrustedHostMiddleware, allowed_hosts=list(guards.NAMES)),
+               Middleware(guards.Own)]  # fmt: skip
+    try:
+        page.blocks.launch(
+            server_name=HOST, server_port=options.port, share=False, inbrowser=not options.no_browser, ssr_mode=False,
+            theme=THEME, css=CSS, footer_links=[], run_history=False, enable_monitoring=False, mcp_server=False,
+            pwa=False, max_file_size=guards.LARGEST, app_kwargs={"middleware": stacked}, prevent_thread_lock=True,
+            num_workers=0,  # of gradio's, which would take uploads at ports of their own, from any site
+        )  # fmt: skip
+        while page.blocks.is_running:
+            time.sleep(0.1)
+    finally:
+        page.events.end()  # first, because the server waits a while for those who wait for a picture
+        page.blocks.close(verbose=False)
+
+
+@contextmanager
+def ends_in_order() -> Iterator[None]:
+    """SIGTERM interrupts as Ctrl-C does. Once: what is then put in order is not interrupted again."""
+    signals = (signal.SIGINT, signal.SIGTERM)
+
+    def interrupt(*_) -> None:
+        for one in signals:
+            signal.signal(one, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = {one: signal.signal(one, interrupt) for one in signals}
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Gives the exit code: 0 stopped by Ctrl-C, 2 wrong options (one sentence says which)."""
+    """Gives the exit code: 0 stopped by Ctrl-C or SIGTERM, 2 wrong options (one sentence says which)."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     os.environ.update(QUIET)
     options = parser().parse_args(arguments)
-    with tempfile.TemporaryDirectory(prefix="tome_page_") as folder:
-        os.environ["GRADIO_TEMP_DIR"] = folder  # its pictures go with it
-        try:
+    try:
+        with ends_in_order(), tempfile.TemporaryDirectory(prefix="tome_page_") as folder:
+            os.environ["GRADIO_TEMP_DIR"] = folder  # its pictures go with it
             serve(made_page(options), options)
-        except (ValueError, OSError) as error:
-            print(f"page: {error}", file=sys.stderr)
-            return 2
+    except KeyboardInterrupt:
+        print("page: stopped.", file=sys.stderr)
+    except (ValueError, OSError) as error:
+        print(f"page: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

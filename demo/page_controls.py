@@ -34,7 +34,7 @@ def component(name: str) -> tuple[str, dict[str, Any]]:
     if "minimum" not in setting:
         return "Textbox", {"placeholder": _unset(name)}
     steps = (setting["maximum"] - setting["minimum"]) / setting["step"]
-    if default is None or setting.get("open_ended") or steps > _SLIDES:
+    if default is None or "limit" in setting or "open_ended" in setting or steps > _SLIDES:
         # no bounds: what is outside is told in the engine's words
         return "Number", {"step": setting["step"]} | ({"placeholder": _unset(name)} if default is None else {})
     return "Slider", {key: setting[key] for key in ("minimum", "maximum", "step")}

@@ -47,6 +47,7 @@ class Events:
     def __init__(self, studio: Studio, start: Wanted, model: str | None = None) -> None:
         self.studio, self.start, self.model = studio, start, model
         self._stops: dict[str, threading.Event] = {}
+        self._ended = False
 
     def help(self, name: str) -> str:
         """What stands below a control's label while its value is right."""
@@ -92,6 +93,8 @@ class Events:
             yield self._complaint(error, wrong)
             return
         stop = self._stops[session] = threading.Event()
+        if self._ended:
+            stop.set()
         yield {"says": _progress(Shot(WARMING, 0, 1), 0), "stop": update(interactive=True)}
         try:
             last = yield from self._followed(wanted, stop)
@@ -118,6 +121,12 @@ class Events:
         """Stop was pressed; the run of this session ends with its step."""
         stop = self._stops.get(session)
         if stop is not None:
+            stop.set()
+
+    def end(self) -> None:
+        """The page ends: every run with its step, and what begins later at once."""
+        self._ended = True
+        for stop in tuple(self._stops.values()):
             stop.set()
 
     def wanted(self, values: Values) -> Wanted:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
+import http.server
+import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import urllib.error
 import urllib.request
 
@@ -59,16 +64,24 @@ def page_command(copy, *options):
 
 @contextlib.contextmanager
 def served(copy, folder, *options):
-    """The page's address, started as a user starts it, from a folder that is not ours and with no way to others."""
+    """The page's address, as `started` has it."""
+    with started(copy, folder, *options) as (address, _):
+        yield address
+
+
+@contextlib.contextmanager
+def started(copy, folder, *options, **environment):
+    """The page's address and its process, as a user starts it, from a folder not ours and with no way to others."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = page_command(copy, "--no-browser", "--port", str(port), "--device", "cpu", *options)
     away = {"HTTP_PROXY": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9", "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, cwd=folder, env={**os.environ, **away}, start_new_session=True) as process:
+    variables = {**os.environ, **away, **environment}
+    with subprocess.Popen(command, cwd=folder, env=variables, start_new_session=True) as process:
         try:
             wait_until_ready(f"http://127.0.0.1:{port}", process)
-            yield f"http://127.0.0.1:{port}/"
+            yield f"http://127.0.0.1:{port}/", process
         finally:
             checkout.end(process)
 
@@ -293,3 +306,82 @@ def test_it_listens_on_this_machine_alone_and_forbids_the_page_to_ask_elsewhere(
             outside.connect((other, int(address.rstrip("/").rpartition(":")[2])))
     with pytest.raises(urllib.error.HTTPError):
         OPENER.open(urllib.request.Request(address, headers={"Host": "elsewhere.example"}))
+
+
+FILE = b'--edge\r\nContent-Disposition: form-data; name="files"; filename="a.txt"\r\n\r\nhello\r\n--edge--\r\n'
+
+
+def answer(address, path, body=None, **headers):
+    """(status, text) of a request. Where a length is given, it is told and nothing sent."""
+    server = http.client.HTTPConnection("127.0.0.1", int(address.rstrip("/").rpartition(":")[2]), timeout=60)
+    with contextlib.closing(server):
+        server.putrequest("GET" if body is None else "POST", path)
+        kind = {} if body is None else {"Content-Type": "multipart/form-data; boundary=edge"}
+        for name, value in ({**kind, "Content-Length": str(len(body or b"")), **headers}).items():
+            server.putheader(name, value)
+        server.endheaders(None if "Content-Length" in headers else body)
+        response = server.getresponse()
+        return response.status, response.read().decode()
+
+
+def test_another_sites_page_can_upload_nothing_and_no_one_too_much(address):
+    status, sentence = answer(address, "/gradio_api/upload", FILE, Origin="https://elsewhere.example")
+    assert status == 403 and "only the page itself may" in sentence
+    assert answer(address, "/?seed=5", Referer="https://elsewhere.example/links")[0] == 200
+    assert answer(address, "/gradio_api/upload", FILE, Origin=address.rstrip("/"))[0] == 200
+    limit = 32 * 2**20
+    status, sentence = answer(address, "/gradio_api/upload", FILE, **{"Content-Length": str(limit + 1)})
+    assert status == 413 and f"send at most {limit} (32 MB)" in sentence
+    assert json.loads(answer(address, "/config")[1])["max_file_size"] == limit
+
+
+class Elsewhere(http.server.BaseHTTPRequestHandler):
+    """Another site: a page that says nothing."""
+
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_browser_that_shows_another_sites_page_is_refused(chromium, address):
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        with contextlib.closing(chromium.new_page()) as elsewhere:
+            elsewhere.goto(f"http://127.0.0.1:{other.server_port}/")
+            heard = []
+            elsewhere.on("response", lambda one: heard.append((one.url, one.status)))
+            upload = """async address => {
+                const body = new FormData()
+                body.append('files', new Blob(['hello']), 'a.txt')
+                await fetch(`${address}gradio_api/upload`, {method: 'POST', mode: 'no-cors', body})
+            }"""
+            elsewhere.evaluate(upload, address)
+            assert heard == [(f"{address}gradio_api/upload", 403)]
+        other.shutdown()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows ends a program without telling it")
+@pytest.mark.parametrize(("which", "to_all", "code"), [
+    (signal.SIGTERM, False, 0), (signal.SIGTERM, True, 0), (signal.SIGINT, True, 130),
+], ids=["kill", "kill all", "Ctrl-C"])  # fmt: skip
+def test_it_leaves_nothing_behind_when_it_is_ended_with_a_picture_half_made(
+    installed, chromium, tmp_path, which, to_all, code
+):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    with started(installed, tmp_path, TMPDIR=str(temporary)) as (address, process):
+        with visits(chromium, address) as go:
+            page = go("?steps=500")
+            page.at("generate").click()
+            page.until("says", r"Without merging: step \d+ of 500")
+            page.page.locator("#slider img").first.wait_for()
+            assert [one for one in temporary.rglob("*") if one.is_file()]
+            (os.killpg if to_all else os.kill)(process.pid, which)
+            assert process.wait(60) == code
+        assert not list(temporary.iterdir())
+        with pytest.raises(ConnectionError), socket.socket() as gone:
+            gone.connect(("127.0.0.1", int(address.rstrip("/").rpartition(":")[2])))

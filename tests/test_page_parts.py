@@ -295,6 +295,16 @@ def test_a_run_lets_stop_be_pressed_while_it_lasts_and_stop_ends_that_of_its_own
     assert "Stopped." in last["says"] and last["stop"]["interactive"] is False
 
 
+def test_where_the_page_ends_every_run_ends_and_none_begins(events, values):
+    run = events.made({**values, "steps": 40}, (), "mine")
+    next(run)
+    next(run)
+    events.end()
+    for ended in (run, events.made({**values, "steps": 40}, (), "another's")):
+        *_, last = ended
+        assert "Stopped." in last["says"]
+
+
 def test_what_goes_wrong_in_a_run_is_told(events, values):
     events.studio = SimpleNamespace(make=lambda wanted, stop: (_ for _ in ()).throw(MemoryError("<none> left")))
     *_, last = events.made(values, (), "s")

@@ -1,0 +1,81 @@
+"""What stands before the page's server: no other site's page may use it, nor may it load anything from elsewhere.
+
+ASGI classes, without gradio. Gradio's own check hides the answers from other sites, but does what they ask; and its
+limit is one of each file, of which a request may hold a thousand.
+"""
+
+from __future__ import annotations
+
+NAMES = ("127.0.0.1", "localhost")  # the page's hosts, as a browser has them
+LARGEST = 32 * 2**20  # bytes of a request; the page's own are far smaller
+# Gradio's page is all in its package; should a part of it ever ask another machine, the browser refuses.
+OWN = b"default-src 'self' data: blob: 'unsafe-inline' 'unsafe-eval'; frame-ancestors 'none'"
+
+
+class Closed:
+    """Every answer tells the browser to load nothing from elsewhere."""
+
+    def __init__(self, app) -> None:
+        self.app = app
+
+    async def __call__(self, scope, receive, send) -> None:
+        async def tell(message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (b"content-security-policy", OWN)]
+            await send(message)
+
+        await self.app(scope, receive, tell)
+
+
+class Own:
+    """What another site's page asks for is refused, and what is too large; a link of another site's may open the page.
+
+    A browser says who asks. What does not say it is no browser, but a program on this machine.
+    """
+
+    def __init__(self, app) -> None:
+        self.app = app
+
+    async def __call__(self, scope, receive, send) -> None:
+        problem = refusal(scope) if scope["type"] in ("http", "websocket") else None
+        if problem is None:
+            await self.app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008, "reason": problem[1][:123]})
+        else:
+            status, sentence = problem
+            text = f"{sentence}\n".encode()
+            headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", b"%d" % len(text))]
+            await send({"type": "http.response.start", "status": status, "headers": headers})
+            await send({"type": "http.response.body", "body": text})
+
+
+def refusal(scope) -> tuple[int, str] | None:
+    """The status and the sentence for a request that is not answered, else None."""
+    said = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
+    host = next((value for name, value in said if name == "host"), NAMES[0])
+    asker = _another_site(said, host)
+    if asker is not None and not _opens_the_page(scope):
+        return 403, f"{asker} asks for this, which only the page itself may; open http://{host}/ and ask from there."
+    lengths = [value for name, value in said if name == "content-length"]
+    if any(name == "transfer-encoding" for name, _ in said):
+        return 411, "A request has to say how long it is; send it with a Content-Length."
+    if not all(one.isdecimal() and len(one) < 16 and int(one) <= LARGEST for one in lengths):
+        return 413, f"A request of {lengths[0][:20]} bytes is too large; send at most {LARGEST} ({LARGEST >> 20} MB)."
+    return None
+
+
+def _opens_the_page(scope) -> bool:
+    return scope["type"] == "http" and scope["method"] in ("GET", "HEAD") and scope["path"] == "/"
+
+
+def _another_site(said: list[tuple[str, str]], host: str) -> str | None:
+    """Whose page asks, where it is not ours; another port of this machine's is another site."""
+    port = "".join(host.partition(":")[1:])
+    own = [f"http://{name}{port}" for name in NAMES]
+    askers = [value for name, value in said if name in ("origin", "referer")]
+    for asker in askers:
+        if not any(asker == one or asker.startswith(f"{one}/") for one in own):
+            return f"Another site ({asker[:200]})"
+    told = [value for name, value in said if name == "sec-fetch-site"]
+    return "Another site" if not askers and any(one in ("cross-site", "same-site") for one in told) else None

@@ -1,0 +1,168 @@
+"""What comes from outside and makes no sense is answered with a sentence: a time, a pasted infotext, the API's values.
+
+None of it is taken for something else, and none of it raises where a host would then drop what makes sense beside it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from decimal import Decimal
+
+import pytest
+import torch
+
+import tome_core
+from tests.models import unet
+from tests.webui_doubles import Processing, Webui
+
+# --- set_time ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def handle():
+    return tome_core.patch(unet(attention_head_dim=1), tome_core.MergeConfig(end_percent=0.5))
+
+
+NO_TIMES = [
+    ("percent", 5), ("percent", 1.0001), ("percent", -0.1), ("timestep", -1), ("sigma", -0.5), ("percent", 10**400),
+    *((name, value) for name in ("percent", "timestep", "sigma") for value in (math.nan, math.inf, -math.inf)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), NO_TIMES, ids=str)
+def test_a_number_that_is_no_time_is_named_with_its_range(handle, name, value):
+    handle.set_time(percent=0.25, timestep=500, sigma=1.5)
+    with pytest.raises(ValueError, match=rf"^{name}=.* is no time; use a number from 0 ") as caught:
+        handle.set_time(**{name: value})
+    assert f"{name}={value!r}" in str(caught.value)
+    assert str(caught.value).endswith("to 1" if name == "percent" else "up")
+
+
+@pytest.mark.parametrize("value", ["0.5", "", b"1", True, [0.5], (0.5,), Decimal(1), 1j, torch.tensor(0.5)], ids=repr)
+@pytest.mark.parametrize("name", ["percent", "timestep", "sigma"])
+def test_what_is_no_number_is_no_time(handle, name, value):
+    with pytest.raises(TypeError, match=rf"^{name}=.*{type(value).__name__}; use a number$"):
+        handle.set_time(**{name: value})
+
+
+@pytest.mark.parametrize("times", [
+    {}, {"percent": 0}, {"percent": 1.0}, {"timestep": 0}, {"timestep": 999.5}, {"timestep": 10_000}, {"sigma": 0.0},
+    {"sigma": 1e-30}, {"sigma": 700}, {"percent": 0.5, "timestep": 500, "sigma": 1.5, "sampling": "a picture"},
+], ids=str)  # fmt: skip
+def test_times_up_to_their_ends_are_taken(handle, times):
+    handle.set_time(**times)
+
+
+# --- what is pasted and what comes through the API --------------------------------------------------------------------
+
+
+@pytest.fixture
+def webui(monkeypatch):
+    made = Webui(monkeypatch).start()
+    yield made
+    made.call("script_unloaded")
+
+
+@pytest.fixture
+def log(webui):
+    """What our loggers say to the webui's console."""
+    told, ours = [], logging.getLogger(webui.part("metadata").__name__.rpartition(".extension")[0])
+
+    class Listener(logging.Handler):
+        def emit(self, record):
+            told.append(record.getMessage())
+
+    listener = Listener()
+    ours.addHandler(listener)
+    yield told
+    ours.removeHandler(listener)
+
+
+NO_NUMBERS = ("inf", "-inf", "Infinity", "1e400", "-1e400", "nan", "1" + "0" * 400, "-" + "9" * 400, "1e300", "-7",
+              "much", "", "0x10", "2.5.1")  # fmt: skip
+
+
+def fields(webui, *kinds):
+    """The fields that an infotext can hold, of these kinds: number, words."""
+    settings = webui.part("settings")
+    for one in settings.FIELDS:
+        is_words = isinstance(one.default, bool) or bool(one.choices)
+        if one.name not in ("enabled", "preset") and ("words" if is_words else "number") in kinds:
+            yield one
+
+
+def pasted(webui, key, text):
+    """Field name -> what the webui is given for its control; the picture was made with us at the ratio 0.5."""
+    parameters = {"ToMe ratio": "0.5", key: text}
+    return {name: read(parameters) for name, read in webui.part("metadata").paste_functions().items()}
+
+
+@pytest.mark.parametrize("text", NO_NUMBERS, ids=lambda text: text[:8])
+def test_a_number_that_makes_no_sense_is_ignored_on_paste_and_the_log_says_so(webui, log, text):
+    keys = webui.part("metadata").KEYS
+    right = pasted(webui, "Steps", "20")
+    for one in fields(webui, "number"):
+        log.clear()
+        found = pasted(webui, keys[one.name], text)
+        assert found.pop(one.name) is None
+        assert found == {name: value for name, value in right.items() if name != one.name}, "what is right was pasted"
+        (sentence,) = log
+        assert sentence.startswith(f"{keys[one.name]}: ") and "makes no sense and is ignored; use a" in sentence
+        assert text[:8] in sentence and len(sentence) < 200
+
+
+@pytest.mark.parametrize("text", ["inf", "maybe", "true", "1"])
+def test_a_word_that_makes_no_sense_is_ignored_on_paste_and_the_log_lists_those_that_do(webui, log, text):
+    keys = webui.part("metadata").KEYS
+    for one in fields(webui, "words"):
+        log.clear()
+        assert pasted(webui, keys[one.name], text)[one.name] is None
+        (sentence,) = log
+        assert sentence.startswith(f"{keys[one.name]}: '{text}' ")
+        assert all(word in sentence for word in one.choices or ("True", "False"))
+
+
+def test_a_number_past_its_limit_is_ignored_on_paste(webui, log):
+    past = {"sx": 65, "sy": "100000", "window": 1025, "project": 4097, "ratio": 1.01, "refine": 4, "early_until": 1001,
+            "seed": 2**32, "min_pixels": 2**53, "sx ": "2.5"}  # fmt: skip
+    keys = webui.part("metadata").KEYS
+    for name, value in past.items():
+        name = name.strip()
+        assert pasted(webui, keys[name], str(value))[name] is None
+    assert len(log) == len(past)
+    assert log[0] == "ToMe stride x: '65' in the pasted infotext makes no sense and is ignored; " \
+        "use a whole number from 1 to 64"  # fmt: skip
+
+
+def test_a_number_at_its_limits_is_pasted(webui, log):
+    keys = webui.part("metadata").KEYS
+    for one in fields(webui, "number"):
+        for value in (one.minimum, one.limit, one.default):
+            assert pasted(webui, keys[one.name], str(value))[one.name] == value
+    assert not log
+
+
+NO_VALUES = [math.inf, -math.inf, math.nan, 10**400, -(10**400), 1e300, "inf", "2", [], {}, [2], b"2"]
+
+
+@pytest.mark.parametrize("value", NO_VALUES, ids=lambda value: str(value)[:12])
+def test_a_value_of_the_api_that_makes_no_sense_leaves_the_picture_unmerged_and_the_log_names_it(webui, log, value):
+    settings = webui.part("settings")
+    for one in settings.FIELDS:
+        log.clear()
+        given = {**settings.DEFAULTS, "enabled": True, "preset": "custom", "hires": "own ratio", one.name: value}
+        p = Processing(webui, given.values(), enable_hr=True)
+        webui.hook("before_process", p)
+        webui.hook("process", p)
+        (sentence,) = log
+        assert sentence.startswith("not merged, because a setting is wrong: ") and one.name in sentence
+        assert not webui.errors and not p.extra_generation_params and list(p.comments) == [f"ToMe: {sentence}"]
+
+
+def test_a_seed_of_the_webuis_is_cut_to_the_engines_bits_and_a_larger_one_is_refused(webui):
+    settings = webui.part("settings")
+    given = {**settings.DEFAULTS, "enabled": True, "preset": "custom"}
+    assert settings.read(tuple({**given, "seed": 2**32 - 1}.values())).values["seed"] == 2**31 - 1
+    with pytest.raises(ValueError, match="seed=4294967296 is out of range"):
+        settings.read(tuple({**given, "seed": 2**32}.values()))

@@ -1,0 +1,97 @@
+"""What stands before the page's server, asked as a server asks it. Needs neither gradio nor a browser."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from demo import page_guards
+from demo.page_guards import LARGEST
+
+UPLOAD = "/gradio_api/upload"
+ELSEWHERE = "https://elsewhere.example"
+
+
+def asked(path=UPLOAD, method="POST", kind="http", host="127.0.0.1:7860", **headers):
+    """(status, text) of a request; (200, "") where it gets through to the page."""
+    told = []
+
+    async def send(message):
+        told.append(message)
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in {"host": host, **headers}.items()]
+    scope = {"type": kind, "path": path, "headers": raw} | ({"method": method} if kind == "http" else {})
+    asyncio.run(page_guards.Own(app)(scope, None, send))
+    first, *rest = told
+    if first["type"] == "websocket.close":
+        return 403, first["reason"]
+    text = b"".join(one["body"] for one in rest)
+    if rest:
+        assert dict(first["headers"])[b"content-length"] == str(len(text)).encode()
+    return first["status"], text.decode()
+
+
+@pytest.mark.parametrize("headers", [
+    {}, {"origin": "http://127.0.0.1:7860"}, {"origin": "http://localhost:7860"},
+    {"host": "localhost:7860", "origin": "http://localhost:7860", "referer": "http://localhost:7860/?seed=5"},
+    {"host": "localhost:9000", "origin": "http://localhost:9000"},  # through a tunnel
+    {"host": "localhost", "origin": "http://localhost", "referer": "http://localhost/"},
+    {"referer": "http://127.0.0.1:7860/?seed=5", "sec_fetch_site": "same-origin"}, {"sec_fetch_site": "none"},
+    {"origin": "http://localhost:7860", "sec_fetch_site": "cross-site"},  # as 127.0.0.1 is another name
+])  # fmt: skip
+def test_the_page_itself_and_programs_on_this_machine_may_ask(headers):
+    for path, method in ((UPLOAD, "POST"), ("/gradio_api/queue/join", "POST"), ("/config", "GET"), ("/", "GET")):
+        assert asked(path, method, **headers) == (200, "")
+
+
+FOREIGN = [
+    {"origin": ELSEWHERE}, {"origin": "null"}, {"referer": f"{ELSEWHERE}/a/page"}, {"sec_fetch_site": "cross-site"},
+    {"sec_fetch_site": "same-site"},
+    {"origin": "http://127.0.0.1:8080"}, {"origin": "http://127.0.0.1"}, {"origin": "https://127.0.0.1:7860"},
+    {"origin": "http://127.0.0.1:78600"}, {"referer": "http://127.0.0.1:7860.elsewhere.example/"},
+    {"origin": "http://localhost.elsewhere.example:7860"}, {"origin": ""},
+    {"origin": ELSEWHERE, "referer": "http://127.0.0.1:7860/"}, {"origin": "http://127.0.0.1:7860", "referer": "x"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("headers", FOREIGN, ids=str)
+def test_another_sites_page_is_refused_with_a_sentence(headers):
+    for path, method in ((UPLOAD, "POST"), (UPLOAD, "OPTIONS"), ("/", "POST"), ("/gradio_api/file=a.png", "GET")):
+        status, text = asked(path, method, **headers)
+        assert status == 403 and text.startswith("Another site")
+        assert "only the page itself may; open http://127.0.0.1:7860/" in text
+
+
+@pytest.mark.parametrize("headers", FOREIGN, ids=str)
+def test_a_link_on_another_site_opens_the_page(headers):
+    assert asked("/", "GET", **headers) == asked("/", "HEAD", **headers) == (200, "")
+
+
+def test_a_websocket_of_another_sites_page_is_closed():
+    assert asked(kind="websocket", origin=ELSEWHERE)[0] == 403
+    assert asked(kind="websocket", origin="http://127.0.0.1:7860") == (200, "")
+
+
+@pytest.mark.parametrize("length", [str(LARGEST + 1), "9" * 400, "-1", "much"])
+def test_what_is_too_large_is_told_the_limit(length):
+    status, text = asked(content_length=length)
+    assert status == 413 and f"send at most {LARGEST} (32 MB)" in text and length[:20] in text
+    assert asked(content_length=str(LARGEST)) == (200, "")
+
+
+def test_a_request_that_hides_its_length_is_refused():
+    status, text = asked(transfer_encoding="chunked")
+    assert status == 411 and "Content-Length" in text
+
+
+def test_what_is_no_request_passes():
+    async def app(scope, receive, send):
+        scope["seen"] = True
+
+    scope = {"type": "lifespan"}
+    asyncio.run(page_guards.Own(app)(scope, None, None))
+    assert scope["seen"]
