@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import nn
 
-from tome_core import MergeConfig, sized
-from tome_core.parts import SelfAttentionSite
+from tome_core import MergeConfig, MergePlan, parts
+from tome_core.attention import sizes as size_terms
+from tome_core.attention.core import Attended, attend_merged
 
 sides = pytest.mark.parametrize("side", ["qkv", "kv"])
 
@@ -33,23 +35,32 @@ def masked_formula(attention: nn.Module, x, keys, sizes, scale: float | None = N
     return out
 
 
+class Asked(NamedTuple):
+    """One merged self-attention. plan: that merged its keys, None where their sizes do not count; way: it took."""
+
+    attention: nn.Module
+    plan: MergePlan | None
+    way: str
+    x: torch.Tensor
+    keys: torch.Tensor
+    out: torch.Tensor
+
+
 @pytest.fixture
-def attended(monkeypatch) -> list:
-    """What every merged self-attention was asked and answered: (attention, plan, route, x, keys, out)."""
+def attended(monkeypatch) -> list[Asked]:
+    """What every merged self-attention that is known was asked and answered."""
     calls = []
-    attend = SelfAttentionSite._attend
 
-    def note(site, plan, route, x, kwargs):
-        keys = kwargs.get(site.family.context)
-        out = attend(site, plan, route, x, dict(kwargs))
-        calls.append((site.target, plan, route, x, x if keys is None else keys, out))
-        return out
+    def note(known, module, x, keys, values, plan, kwargs) -> Attended:
+        done = attend_merged(known, module, x, keys, values, plan, kwargs)
+        calls.append(Asked(module, plan, done.way, x, keys, done.out))
+        return done
 
-    monkeypatch.setattr(SelfAttentionSite, "_attend", note)
+    monkeypatch.setattr(parts, "attend_merged", note)
     return calls
 
 
 @pytest.fixture
 def wide_heads(monkeypatch):
-    """Wider heads wherever they fit, as in large pictures on a GPU; else a CPU takes the mask."""
-    monkeypatch.setattr(sized, "_MASKED_UP_TO", {"cpu": 0})
+    """Wider heads wherever they fit, as in large pictures on a GPU; else a CPU takes the bias."""
+    monkeypatch.setattr(size_terms, "_BIAS_UP_TO", {"cpu": 0})

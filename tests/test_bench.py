@@ -7,8 +7,13 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
-from tome_core import bench
+from tests.conformance import held, ragged
+from tome_core import bench, patch
+from tome_core.attention.core import BIAS, WIDER_HEADS
+from tome_core.families import find_blocks
+from tome_core.sd_block import CrossAttention, as_ldm_model, make_block, make_inputs
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +56,37 @@ def test_nothing_is_patched_after_timing():
     run = bench._patched_run(block, bench.make_inputs(8, 1, "cpu", bench.torch.float32), bench._TOMESDS)
     run()
     assert not any("forward" in vars(module) or "_forward" in vars(module) for module in block.modules())
+
+
+def test_its_block_is_found_in_a_unet_with_stages():
+    assert [place.path for place in find_blocks(make_block())] == ["input_blocks.0.0.transformer_blocks.0"]
+
+
+def test_tomesd_patches_its_block_and_takes_the_patch_off():
+    tomesd = pytest.importorskip("tomesd")
+    unet, inputs = make_block(), make_inputs(8, 2, "cpu", torch.float32)
+    with torch.inference_mode():
+        plain = unet(*inputs)
+        tomesd.apply_patch(as_ldm_model(unet), ratio=0.5, use_rand=False)
+        assert not torch.equal(unet(*inputs), plain)
+        tomesd.remove_patch(as_ldm_model(unet))
+        assert torch.equal(unet(*inputs), plain)
+
+
+def test_its_attention_is_known_and_takes_sizes():
+    module = CrossAttention(64, 64, heads=4).requires_grad_(False)
+    x, keys = (torch.randn(2, count, 64, generator=torch.Generator().manual_seed(count)) * 4 for count in (12, 5))
+    ways = held(lambda one, tokens, context: one(tokens, context), module, x, keys, ragged(2, 40, 5))
+    assert ways == {BIAS, WIDER_HEADS}
+
+
+@pytest.mark.parametrize("config", bench._SIZED.values(), ids=bench._SIZED)
+def test_what_is_timed_as_sized_is_sized(config):
+    unet = make_block()
+    with patch(unet, config) as handle, torch.inference_mode():
+        unet(*make_inputs(16, 2, "cpu", torch.float32))
+        (level,) = handle.report().levels
+        assert list(level.routes) == [BIAS]
 
 
 @pytest.mark.parametrize(("arguments", "telling"), [(["--repeats", "0"], "from 1 up"), (["--device", "tpu"], "cpu")])

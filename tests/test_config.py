@@ -18,6 +18,7 @@ from tome_core.methods import METHODS
         ("ratio", math.inf, ValueError), ("ratio", "0.5", TypeError), ("ratio", None, TypeError),
         ("ratio", True, TypeError),
         ("sx", 0, ValueError), ("sx", 2.5, TypeError), ("sy", -1, ValueError), ("sy", "2", TypeError),
+        ("sx", 100000, ValueError), ("sx", 10**400, ValueError), ("sy", 65, ValueError), ("sx", math.inf, TypeError),
         ("max_downsample", 3, ValueError), ("max_downsample", 0, ValueError), ("max_downsample", True, ValueError),
         ("max_downsample", "1", ValueError), ("method", "kmeans", ValueError), ("side", "vq", ValueError),
         ("seed", -1, ValueError), ("seed", 2**31, ValueError), ("seed", 1.0, TypeError), ("use_rand", 1, TypeError),
@@ -26,7 +27,8 @@ from tome_core.methods import METHODS
         ("start_percent", 2, ValueError), ("min_timestep", -5, ValueError), ("max_beta", 1.1, ValueError),
         ("cluster_on", "colour", ValueError), ("proportional", 1, TypeError), ("refine", 4, ValueError),
         ("refine", 1.0, TypeError), ("query_ratio", 0.9, ValueError), ("window", -1, ValueError),
-        ("window", 8.0, TypeError), ("share", "step", ValueError),
+        ("window", 8.0, TypeError), ("window", 1025, ValueError), ("project", 4097, ValueError),
+        ("min_pixels", 2**53, ValueError), ("max_timestep", math.inf, ValueError), ("min_timestep", 1e300, ValueError),
     ],
 )  # fmt: skip
 def test_a_bad_value_is_named_with_its_range(setting, value, error):
@@ -35,6 +37,26 @@ def test_a_bad_value_is_named_with_its_range(setting, value, error):
     text = str(caught.value)
     assert setting in text and repr(value) in text
     assert "use" in text
+
+
+def test_what_is_past_a_limit_is_told_the_limit():
+    with pytest.raises(ValueError, match=r"^sx=100000 is out of range; use a whole number from 1 to 64$"):
+        MergeConfig(sx=100000)
+    with pytest.raises(ValueError, match=r"^min_pixels=-1 is out of range; use a whole number from 0 up$"):
+        MergeConfig(min_pixels=-1)
+
+
+def test_a_limit_itself_is_taken_and_is_further_than_a_user_interface_goes():
+    limited = {one["name"]: one for one in describe_settings() if "limit" in one}
+    assert set(limited) == {"sx", "sy", "window", "project"}
+    for name, setting in limited.items():
+        assert setting["maximum"] < setting["limit"] and not setting.get("open_ended")
+        assert getattr(MergeRule(**{name: setting["limit"]}), name) == setting["limit"]
+
+
+def test_a_threshold_has_no_upper_limit():
+    rule = MergeRule(min_pixels=2**40, min_timestep=2000.0, max_timestep=1e9)
+    assert (rule.min_pixels, rule.min_timestep, rule.max_timestep) == (2**40, 2000.0, 1e9)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import linecache
 import sys
 import threading
@@ -11,10 +10,9 @@ import pytest
 
 import tome_core
 from tests.models import CASES
-from tome_core import MergeConfig, MergeRule
+from tome_core import MergeConfig, MergeRule, switch
 from tome_core.phases import plain_rules
 
-engine_patch = importlib.import_module("tome_core.patch")  # the package has a function of that name
 CASE = next(case for case in CASES if case.name == "sd15")
 
 
@@ -66,7 +64,7 @@ def test_an_interrupt_at_any_line_of_installing_leaves_nothing():
     for number in range(1, lines, max(1, lines // 60)):
         interrupt_at(number)
         tome_core.remove_patch(model)
-        assert not patched(model) and not engine_patch._LOCK._is_owned(), number
+        assert not patched(model) and not switch.patching()._is_owned(), number
 
 
 def test_two_threads_patch_one_model():

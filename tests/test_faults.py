@@ -41,15 +41,27 @@ class OneBlock(nn.Module):
 OneBlock.__name__ = "Transformer2DModel"
 
 
-def block(**settings):
-    return seeded(lambda: OneBlock(**settings))()
+class OneBlockUNet(nn.Module):
+    """A UNet of diffusers' names, of one stage, with nothing else in it. of_block: what the block is called with."""
+
+    def __init__(self, **block):
+        super().__init__()
+        self.down_blocks = nn.ModuleList([nn.ModuleList([OneBlock(**block)])])
+        self.mid_block, self.up_blocks = None, nn.ModuleList()
+
+    def forward(self, x, timestep, of_block):
+        return self.down_blocks[0][0](x, **of_block)
+
+
+def one_block(**settings):
+    return seeded(lambda: OneBlockUNet(**settings))()
 
 
 def call_block(model, **kwargs):
     x = torch.randn(2, 64, 8, 8, generator=torch.Generator().manual_seed(0))
     text = torch.randn(2, 7, TEXT, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        return model(x, **{"encoder_hidden_states": text, **kwargs})
+        return model(x, 10, {"encoder_hidden_states": text, **kwargs})
 
 
 @pytest.fixture
@@ -68,7 +80,7 @@ def test_01_the_unet_can_be_called_by_keywords():
 
 
 def test_02_a_block_takes_every_argument_it_took_before():
-    model = block()
+    model = one_block()
     vanilla = call_block(model)
     tome_core.apply_patch(model)
     merged = call_block(model)
@@ -77,7 +89,7 @@ def test_02_a_block_takes_every_argument_it_took_before():
 
 
 def test_03_adaptive_norms_work(each_with_itself):
-    model = block(norm_type="ada_norm_single")
+    model = one_block(norm_type="ada_norm_single")
     modulation = torch.linspace(-1, 1, 6 * 64).expand(2, -1)
     vanilla = call_block(model, timestep=modulation)
     tome_core.apply_patch(model, **each_with_itself)
@@ -110,14 +122,14 @@ def test_04_gligen_keeps_its_fuser(monkeypatch):
 def test_05_positional_embeddings_are_added(each_with_itself):
     """tomesd leaves them out without a word."""
     settings = {"positional_embeddings": "sinusoidal", "num_positional_embeddings": 64}
-    model = block(**settings)
+    model = one_block(**settings)
     vanilla = call_block(model)
     tome_core.apply_patch(model, **each_with_itself)
     assert torch.equal(call_block(model), vanilla)
 
 
 def test_06_double_self_attention_works(monkeypatch):
-    model = block(double_self_attention=True)
+    model = one_block(double_self_attention=True)
     vanilla = call_block(model, encoder_hidden_states=None)
     config = MergeConfig(merge_crossattn=True, proportional=False)
     with monkeypatch.context() as context, tome_core.patch(model, config) as handle:
@@ -131,8 +143,8 @@ def test_06_double_self_attention_works(monkeypatch):
 @pytest.mark.parametrize("merge_mlp", [False, True])
 def test_07_chunked_feed_forward_stays_chunked(merge_mlp: bool):
     """It saves memory; tomesd switches that off without a word."""
-    model = block()
-    inner = model.transformer_blocks[0]
+    model = one_block()
+    inner = model.down_blocks[0][0].transformer_blocks[0]
     inner.set_chunk_feed_forward(16, 1)
     lengths = []
     inner.ff.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
@@ -144,7 +156,7 @@ def test_07_chunked_feed_forward_stays_chunked(merge_mlp: bool):
 
 
 def test_08_an_attention_mask_is_obeyed():
-    model = block()
+    model = one_block()
     mask = torch.zeros(2, 1, 64)
     mask[..., 32:] = -1e4
     vanilla = call_block(model, attention_mask=mask)

@@ -13,7 +13,8 @@ from benchmarks.speed_memory import operators
 from tests.models import CASES, call_case
 from tests.sized_attention import wide_heads  # noqa: F401
 from tests.tiny_pipeline import write_folder
-from tome_core import MergeConfig, kernels, matching, runtime, sites, sized
+from tests.wraps import wraps_of
+from tome_core import MergeConfig, kernels, matching, parts, run
 from tome_core.keep import Sampling
 from tome_core.sd_block import make_block, make_inputs
 
@@ -131,36 +132,32 @@ def test_nothing_is_kept_in_a_cuda_graph_nor_taken_into_one(model, work, monkeyp
     with torch.no_grad(), tome_core.patch(model, KEPT) as handle:
         step(model, handle, 900)
         with monkeypatch.context() as recording:
-            for place in (sites, runtime):
-                recording.setattr(place, "is_captured", torch.is_tensor)
+            recording.setattr(run, "is_captured", torch.is_tensor)
             step(model, handle, 880)
         assert work == ["match"] * 2 * blocks(handle)
         step(model, handle, 860)
         assert work == ["match"] * 2 * blocks(handle), "what was kept before is still there"
 
 
-def test_a_cuda_graph_is_recorded_without_trying_anything_out(model, monkeypatch):
-    with torch.no_grad(), tome_core.patch(model, KEPT) as handle:
-        call_case(CASE, model)
-        before = handle.report().levels[0].routes
-        monkeypatch.setattr(sites, "is_captured", torch.is_tensor)
-        monkeypatch.setattr(sized, "find_route", lambda *_: pytest.fail("tried out"))
-        handle.reset_counts()
-        call_case(CASE, model)
-        assert handle.report().levels[0].routes == before
-        for site in handle._wraps:
-            if getattr(site, "sized", None) is not None:
-                site.sized.routes.found.clear()
-        handle.reset_counts()
-        call_case(CASE, model)
-        assert all(route.startswith("without") for route in handle.report().levels[0].routes)
+def test_a_cuda_graph_that_is_recorded_at_once_merges_as_any_call(model, monkeypatch):
+    """Nothing has to run before it: no way is tried out, and no value is waited for."""
+    config = MergeConfig(side="kv", ratio=0.75, use_rand=False)
+    with tome_core.patch(model, config) as handle:
+        expected, routes = call_case(CASE, model), handle.report().levels[0].routes
+    monkeypatch.setattr(run, "is_captured", torch.is_tensor)
+    monkeypatch.setattr(parts, "is_captured", torch.is_tensor)
+    with tome_core.patch(CASE.build(), config) as handle:
+        handle.keep_maps()
+        assert torch.equal(call_case(CASE, handle.unet), expected)
+        assert handle.report().levels[0].routes == routes
+        assert not handle.maps(), "its replays write where a map lies"
 
 
 def test_a_copy_keeps_nothing_of_its_original(model, work):
     with tome_core.patch(model, KEPT) as handle:
         step(model, handle, 900)
         other = copy.deepcopy(model)
-        step(other, vars(other)["_tome_core_patch"], 890)
+        step(other, vars(other)["_tome_core_patch"].merging, 890)
     assert work == ["match"] * 2 * blocks(handle)
 
 
@@ -201,18 +198,62 @@ def test_a_pipeline_names_its_samplings(folder, work, steps):
         assert torch.equal(draw(2), second)
 
 
-def test_matches_do_not_pile_up_where_schedulers_come_and_go(folder):
+def test_a_picture_that_is_done_leaves_no_match_behind(folder):
     pipe = diffusers.StableDiffusionPipeline.from_pretrained(folder, local_files_only=True)
     pipe.set_progress_bar_config(disable=True)
+    counts = []
+
+    def note(*_):
+        counts.append(len(handle.run._mine.sampling._plans))
+        return {}
+
     with tome_core.patch(pipe, KEPT) as handle:
-        counts = []
-        for _ in range(3):
-            pipe("a", num_inference_steps=4, output_type="latent")
-            counts.append(len(handle.run._mine.sampling._plans))
+        for _ in range(2):  # the second with a scheduler that came after the patch
+            pipe("a", num_inference_steps=4, output_type="latent", callback_on_step_end=note)
+            assert counts == [blocks(handle)] * 4 and not handle.run._mine.sampling._plans
+            counts.clear()
             pipe.scheduler = diffusers.DDIMScheduler.from_config(pipe.scheduler.config)
-        assert counts == [blocks(handle)] * 3
         pipe.unet(torch.randn(1, 4, 16, 16), torch.tensor(500), torch.randn(1, 7, 32))
         assert not handle.run._mine.sampling._plans
+
+
+# --- a loop of one's own ----------------------------------------------------------------------------------------------
+
+
+def test_a_loop_of_ones_own_says_where_a_picture_begins_and_ends(model, work):
+    with tome_core.patch(model, KEPT) as handle:
+        each = ["match"] * blocks(handle)
+        for _ in range(2):
+            with handle.sampling():
+                for timestep in (900, 850, 800):
+                    call_case(CASE, model, timestep=timestep)
+        assert work == each * 2
+        call_case(CASE, model, timestep=790)
+        assert work == each * 3, "after its end nothing serves"
+        assert not handle.run._mine.sampling._plans
+
+
+def test_a_sampling_inside_of_another_is_one_of_its_own(model, work):
+    """A detailer's picture, drawn in the middle of a picture by the same UNet."""
+    with tome_core.patch(model, KEPT) as handle:
+        each = ["match"] * blocks(handle)
+        with handle.sampling():
+            call_case(CASE, model, timestep=900)
+            with handle.sampling():
+                call_case(CASE, model, timestep=890)
+            call_case(CASE, model, timestep=880)
+        assert work == each * 3
+
+
+def test_a_loop_that_breaks_off_forgets(model, work):
+    with tome_core.patch(model, KEPT) as handle:
+        with pytest.raises(KeyboardInterrupt), handle.sampling():
+            call_case(CASE, model, timestep=900)
+            raise KeyboardInterrupt
+        assert not handle.run._mine.sampling._plans and not handle.run._mine.scopes
+        with handle.sampling():
+            call_case(CASE, model, timestep=890)
+    assert work == ["match"] * 2 * blocks(handle)
 
 
 def added_by_a_kept_match() -> int:
@@ -232,6 +273,7 @@ def added_by_a_kept_match() -> int:
 @pytest.fixture
 def one_kernel_a_mean(monkeypatch):
     """As on a GPU with Triton: one launch makes all the means."""
+    monkeypatch.setattr(kernels, "DEVICES", ("cpu",))
     monkeypatch.setattr(kernels, "ready", lambda x: True)
     monkeypatch.setattr(kernels, "best_keys", lambda *_: None)
     monkeypatch.setattr(kernels, "mean_rows", lambda x, order, offsets: x[: len(offsets) - 1].clone())
@@ -256,7 +298,7 @@ def test_a_removed_patch_keeps_nothing_of_its_pictures(model):
     step(model, handle, 900)
     assert handle.run.sampling.next_call().plans
     call_case(CASE, model.train())
-    memories = [wrap.memory for wrap in handle._wraps if hasattr(wrap, "memory")]
-    assert all(one._calls for one in memories)
+    memories = [wrap.memory for wrap in wraps_of(handle) if hasattr(wrap, "memory")]
+    assert memories and all(one._calls for one in memories)
     handle.remove()
     assert handle.run.sampling.next_call() is None and not any(one._calls for one in memories)

@@ -1,4 +1,4 @@
-"""Strong merging of keys and values beside lightly merged queries, and matches that a level's blocks share."""
+"""Strong merging of keys and values beside lightly merged queries, and how many matches that takes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from tests.models import CASES, call_case, merge_with_self
 from tests.sized_attention import attended, masked_formula  # noqa: F401
 from tests.test_patch_contract import every_family, largest_difference
 from tome_core import MergeConfig
+from tome_core.attention.core import UNSIZED
 from tome_core.methods import METHODS
-from tome_core.probe import WITHOUT
+from tome_core.switch import switch_of
 
 BY_NAME = {case.name: case for case in CASES}
 
@@ -26,8 +27,9 @@ def test_a_sixty_fourth_of_the_keys_and_a_few_queries(case, attended):  # noqa: 
     assert merged.isfinite().all() and largest_difference(merged, vanilla) > 1e-3
     tokens, queries, keys = handle.report().levels[0].tokens[0]
     assert keys == tokens // 64 and queries == tokens - int(tokens * 0.25)
-    for attention, plan, route, x, context, out in attended:
-        assert route.kind != WITHOUT and x.shape[1] == queries and context.shape[1] == keys
+    assert attended
+    for attention, plan, way, x, context, out in attended:
+        assert way != UNSIZED and x.shape[1] == queries and context.shape[1] == keys
         with torch.no_grad():
             assert largest_difference(out, masked_formula(attention, x, context, plan.sizes)) <= 1e-5 * max(
                 1.0, out.abs().max().item()
@@ -57,29 +59,32 @@ def matches(monkeypatch) -> list:
 
 
 @pytest.mark.parametrize("name", ["ldm_sd1", "sd15", "sdxl", "sgm_double"])
-def test_a_level_matches_once_a_call_and_forgets(name, matches, attended):  # noqa: F811
+def test_a_block_matches_once_a_call_and_forgets(name, matches, attended):  # noqa: F811
     case = BY_NAME[name]
     model, alone = case.build(), case.build()
-    config = MergeConfig(share="call", max_downsample=8, merge_mlp=True)
+    config = MergeConfig(max_downsample=8, merge_crossattn=True, merge_mlp=True)
     with tome_core.patch(model, config) as handle:
         call_case(case, model, seed=1)
-        levels = len(handle.report().levels)
-        assert len(matches) == levels < len(attended)
-        assert {id(call[1]) for call in attended} == {id(plan) for _, plan in matches}
+        levels = handle.report().levels
+        blocks = sum(level.blocks for level in levels)
+        assert len(matches) == blocks == len(attended)
+        assert sum(level.calls_merged for level in levels) == 3 * blocks
+        assert [id(call.plan) for call in attended] == [id(plan) for _, plan in matches]
         second = call_case(case, model, seed=2)
         smaller = call_case(case, model, batch=1, height=24, seed=3)
-        assert len(matches) == 3 * levels and handle.run.call is None
+        assert len(matches) == 3 * blocks and switch_of(handle.unet).call is None
     for settings, picture in (({"seed": 2}, second), ({"batch": 1, "height": 24, "seed": 3}, smaller)):
         with tome_core.patch(alone, config):  # a call depends on no call before it
             assert torch.equal(call_case(case, alone, **settings), picture)
 
 
-def test_parts_with_rules_of_their_own_share_apart(matches):
+def test_parts_with_rules_of_their_own_match_apart(matches):
     case = BY_NAME["sd15"]
-    keys = tome_core.MergeRule(side="kv", ratio=0.75, share="call", query_ratio=0.25)
-    mlp = tome_core.MergeRule(merge_attn=False, merge_mlp=True, share="call")
+    keys = tome_core.MergeRule(side="kv", ratio=0.75, query_ratio=0.25)
+    mlp = tome_core.MergeRule(merge_attn=False, merge_mlp=True)
     model = case.build()
     with tome_core.patch(model, MergeConfig(rules=(keys, mlp))) as handle:
         call_case(case, model)
-    assert [plan.num_groups for _, plan in matches] == [64, 192, 128]
-    assert handle.report().levels[0].calls_merged == 6
+    (level, *_) = handle.report().levels
+    assert [plan.num_groups for _, plan in matches] == [64, 192, 128] * level.blocks
+    assert level.calls_merged == 2 * level.blocks

@@ -69,7 +69,7 @@ def test_an_empty_group_takes_no_token_by_distance():
 
 @pytest.fixture(scope="module")
 def block() -> nn.Module:
-    return make_block().transformer_blocks[0]
+    return make_block().input_blocks[0][0].transformer_blocks[0]
 
 
 def test_metrics_are_what_they_are_called(block):

@@ -58,7 +58,7 @@ def possible(setting: dict[str, Any]) -> st.SearchStrategy:
         return st.booleans()
     low, high = setting["minimum"], setting["maximum"]
     if isinstance(setting["step"], int):
-        return st.integers(low, min(high, 16) if setting.get("open_ended") else high)
+        return st.integers(low, min(high, 16) if "limit" in setting or "open_ended" in setting else high)
     return unset | st.floats(low, high) | st.sampled_from([low, high])
 
 

@@ -81,7 +81,7 @@ WAYS = {
 }
 # what runs elsewhere: the file that has it run, and how it stands there
 ELSEWHERE = {
-    "python install.py test": (".ci/run", "python3 install.py test\n"),
+    "python install.py test": (".ci/run", "python3 install.py test -n 2"),
     ".ci/run": (".github/workflows/ci.yml", "python install.py test"),
     "python install.py page": ("tests/test_page.py", '"install.py"), "page"'),
     "python -m tome_core.bench": ("tests/test_bench.py", '"-m", "tome_core.bench"'),

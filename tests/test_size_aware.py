@@ -14,8 +14,8 @@ from tests.models import CASES, Case, call_case
 from tests.sized_attention import attended, everywhere, masked_formula, sides, wide_heads  # noqa: F401
 from tests.test_patch_contract import every_family, largest_difference, traces
 from tome_core import MergePlan, MergeRule
-from tome_core.fold import ProjectionWraps, extra_channels
-from tome_core.probe import FOLDED, MASK, Route, folding_of, key_mask
+from tome_core.attention import known_of
+from tome_core.attention.core import BIAS, UNSIZED, WIDER_HEADS, Attended, attend_merged
 
 BY_NAME = {case.name: case for case in CASES}
 
@@ -24,8 +24,8 @@ BY_NAME = {case.name: case for case in CASES}
 @sides
 @pytest.mark.parametrize("wide", [True, False])
 def test_every_family_gives_the_masked_formula(case: Case, side: str, wide: bool, attended, request):  # noqa: F811
-    """LDM's masks choose keys, and sgm's have no samples: neither is added to the logits."""
-    way = FOLDED if wide or case.name.startswith(("ldm", "sgm")) else MASK
+    """LDM's masks choose keys, and those that are known by their ``forward`` alone are asked for none."""
+    way = WIDER_HEADS if wide or case.name.startswith(("ldm", "sgm", "comfy")) else BIAS
     if wide:
         request.getfixturevalue("wide_heads")
     model = case.build()
@@ -33,9 +33,8 @@ def test_every_family_gives_the_masked_formula(case: Case, side: str, wide: bool
         call_case(case, model)
     levels = handle.report().levels
     assert all(level.routes.keys() == {way} for level in levels)
-    calls = [call for call in attended if call[2].kind == way]  # the others' keys are not the picture's tokens
-    assert len(calls) == sum(sum(level.routes.values()) for level in levels) >= len(levels)
-    for attention, plan, _, x, keys, out in calls:
+    assert len(attended) == sum(sum(level.routes.values()) for level in levels) >= len(levels)
+    for attention, plan, _, x, keys, out in attended:
         with torch.no_grad():
             expected = masked_formula(attention, x, keys, plan.sizes)
             unsized = masked_formula(attention, x, keys, torch.ones_like(plan.sizes))
@@ -68,9 +67,23 @@ def test_patched_twice_copied_pickled_and_removed(case: Case, side: str):
 
 
 def test_tomesds_arguments_leave_the_sizes_out(attended):  # noqa: F811
+    """As tomesd does: one call of the attention, whatever it is, on merged tokens, and not a word of sizes."""
     case = BY_NAME["sd15"]
-    call_case(case, tome_core.apply_patch(case.build()))
-    assert attended and all(route.kind == "without" and not route.why for _, _, route, _, _, _ in attended)
+    model = tome_core.apply_patch(case.build())
+    call_case(case, model)
+    (level, *_) = tome_core.report(model).levels
+    assert not attended and level.calls_merged == level.blocks and not level.routes
+
+
+def test_keys_that_shall_not_know_their_sizes_do_not(attended):  # noqa: F811
+    case = BY_NAME["sd15"]
+    with tome_core.patch(case.build(), everywhere("kv", proportional=False)) as handle:
+        call_case(case, handle.unet)
+    assert {call.way for call in attended} == {UNSIZED} and not handle.report().levels[0].routes
+    for attention, _, _, x, keys, out in attended:
+        with torch.no_grad():
+            expected = masked_formula(attention, x, keys, torch.ones(1, keys.shape[1]))
+        assert largest_difference(out, expected) <= 1e-5 * max(1.0, expected.abs().max().item())
 
 
 def test_down_sampling_and_merged_queries_have_nothing_to_tell_keys():
@@ -81,48 +94,41 @@ def test_down_sampling_and_merged_queries_have_nothing_to_tell_keys():
 # --- half precision, and groups without tokens ------------------------------------------------------------------
 
 
-def _folded(attention, x, keys, plan) -> torch.Tensor:
-    wraps, width = ProjectionWraps(attention), attention.to_q.out_features // attention.heads
-    wraps.install()
-    extra = extra_channels(width)
-    wraps.now.call = folding_of(
-        Route(FOLDED, "", width**-0.5, (width + extra) ** -0.5, attention.heads, extra), plan
-    )
-    try:
-        return attention(x, encoder_hidden_states=keys)
-    finally:
-        wraps.now.call = None
-        wraps.uninstall()
+def _attended(attention, x, keys, plan) -> Attended:
+    """In whichever way is in force."""
+    return attend_merged(known_of(attention), attention, x, keys, keys, plan, {})
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("width", [40, 64, 80, 160])
-def test_half_precision_is_no_worse_than_a_mask(dtype, width, capsys):
+def test_wider_heads_are_no_worse_than_a_bias_in_half_precision(dtype, width, capsys, request):
     torch.manual_seed(width)
     attention = Attention(2 * width, heads=2, dim_head=width).requires_grad_(False).to(dtype)
     x, keys = torch.randn(2, 512, 2 * width).to(dtype), torch.randn(2, 128, 2 * width).to(dtype)
     plan = MergePlan((torch.rand(1, 4096) ** 3 * 128).long(), 128)
     expected = masked_formula(attention, x, keys, plan.sizes)
-    folded, masked = (
-        ((out - expected).norm() / expected.norm()).item()
-        for out in (
-            _folded(attention, x, keys, plan),
-            attention(x, encoder_hidden_states=keys, attention_mask=key_mask(plan, x)),
-        )
-    )
+    biased = _attended(attention, x, keys, plan)
+    request.getfixturevalue("wide_heads")
+    wide = _attended(attention, x, keys, plan)
+    assert (biased.way, wide.way) == (BIAS, WIDER_HEADS)
+    by_bias, by_width = (((one.out - expected).norm() / expected.norm()).item() for one in (biased, wide))
     with capsys.disabled():
-        print(f"\n  {dtype}, width {width}: folded {folded:.1e}, mask {masked:.1e} ", end="")
+        print(f"\n  {dtype}, width {width}: wider heads {by_width:.1e}, bias {by_bias:.1e} ", end="")
     # both round alike, and which is closer is chance; a CPU's kernels of torch 2.4 differ by one rounding of float16
-    assert folded <= max(1.1 * masked, 1.5 * torch.finfo(torch.float16).eps)
+    assert by_width <= max(1.1 * by_bias, 1.5 * torch.finfo(torch.float16).eps)
 
 
+@pytest.mark.parametrize("wide", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_a_group_without_tokens_weighs_nothing(dtype):
+def test_a_group_without_tokens_weighs_nothing(dtype, wide, request):
+    if wide:
+        request.getfixturevalue("wide_heads")
     torch.manual_seed(0)
     attention = Attention(64, heads=4, dim_head=16).requires_grad_(False).to(dtype)
     x, keys = torch.randn(1, 9, 64).to(dtype), torch.randn(1, 5, 64).to(dtype)
     plan = MergePlan(torch.tensor([[0, 0, 2, 2, 2, 4, 4, 4, 4]]), 5)
-    out = _folded(attention, x, keys, plan)
+    out, way = _attended(attention, x, keys, plan)
     other = keys.clone()
     other[:, [1, 3]] = 30.0
-    assert out.isfinite().all() and torch.equal(out, _folded(attention, x, other, plan))
+    assert way == (WIDER_HEADS if wide else BIAS)
+    assert out.isfinite().all() and torch.equal(out, _attended(attention, x, other, plan).out)

@@ -1,4 +1,4 @@
-"""Size-aware keys in compiled UNets: one graph, no breaks, and no way taken that was not tried out."""
+"""Size-aware keys in compiled UNets: one graph, no breaks, and the way and the pictures of an eager one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 import tome_core
@@ -14,16 +15,25 @@ from tests.sized_attention import wide_heads  # noqa: F401
 from tests.test_compile import BY_NAME as NAMED
 from tests.test_compile import SMALL, TIMES, compiled, fresh_compiler, skip_where_unpatched_fails  # noqa: F401
 from tome_core import MergeConfig
+from tome_core.attention.core import BIAS, WIDER_HEADS
+from tome_core.families import find_unet
 
 BY_NAME = {**{case.name: case for case in CASES}, **NAMED}
 SIDES = pytest.mark.parametrize("side", ["qkv", "kv"])
 
 
+WAYS = [
+    (name, way)
+    for name in ("one_level", "sdxl", "ip_adapter_masks", "lora", "comfy_double_with_patches")
+    for way in (WIDER_HEADS, BIAS)
+    if way == WIDER_HEADS or not name.startswith("comfy")  # the double's takes no bias
+]
+
+
 @SIDES
-@pytest.mark.parametrize("way", ["folded", "mask"])
-@pytest.mark.parametrize("name", ["one_level", "sdxl", "ip_adapter_masks", "lora", "comfy_double_with_patches"])
+@pytest.mark.parametrize(("name", "way"), WAYS)
 def test_one_graph_serves_all_times(name: str, way: str, side: str, request):
-    if way == "folded":
+    if way == WIDER_HEADS:
         request.getfixturevalue("wide_heads")
     case, config = BY_NAME.get(name, SMALL), MergeConfig(side=side)
     skip_where_unpatched_fails(case)
@@ -51,23 +61,76 @@ def test_inductor_builds_a_sized_block(side: str):
     assert backend.frame_count == 1
 
 
-@pytest.mark.parametrize("name, way", [
-    ("small", "mask"), ("ldm_sd1", "without, because its projections were changed before it was compiled"),
-])  # fmt: skip
-def test_projections_that_change_after_the_patch_are_traced_without_wider_heads(name: str, way: str):
-    case = BY_NAME.get(name, SMALL)
-    model = case.build()
-    with tome_core.patch(model, MergeConfig(side="kv", ratio=0.75)) as handle:
-        for attention in (b.attn1 for b in handle.unet.modules() if hasattr(b, "attn1")):
-            forward = attention.to_q.forward
-            attention.to_q.forward = lambda x, _forward=forward: _forward(x)
+def each(model, change) -> None:
+    """Change every self-attention."""
+    for block in list(find_unet(model).modules()):
+        if hasattr(block, "attn1"):
+            change(block.attn1)
+
+
+def _bypass(attention):
+    """A forward of somebody's own on a projection, as loaders of LoRA put it there."""
+    forward = attention.to_q.forward
+    attention.to_q.forward = lambda x: forward(x) + 1
+
+
+def _plain_processor(attention):
+    attention.set_processor(AttnProcessor())
+
+
+def _doubled(attention):
+    attention.set_processor(Doubled())
+
+
+class Doubled(AttnProcessor2_0):
+    """A processor that nobody knows."""
+
+    def __call__(self, *args, **kwargs):
+        return 2 * super().__call__(*args, **kwargs)
+
+
+NOT_KNOWN = "q, k, v together, without sizes, because Doubled is not known"
+
+
+@pytest.mark.parametrize(
+    "name, change, way",
+    [
+        ("small", _bypass, BIAS), ("ldm_sd1", _bypass, WIDER_HEADS), ("small", _plain_processor, BIAS),
+        ("small", _doubled, NOT_KNOWN),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("changed_first", [True, False])
+def test_what_changes_an_attention_is_in_the_graph_that_is_made_after_it(name, change, way, changed_first):
+    case, config = BY_NAME.get(name, SMALL), MergeConfig(side="kv", ratio=0.75)
+    plain, model = case.build(), case.build()
+    each(plain, change)
+    if changed_first:
+        each(model, change)
+    with tome_core.patch(plain, config), tome_core.patch(model, config) as handle:
+        if not changed_first:
+            each(model, change)
+        expected = call_case(case, plain, timestep=TIMES[0])
         whole = compiled(model, CompileCounter())
-        assert call_case(case, whole, timestep=TIMES[0]).isfinite().all()
+        assert torch.equal(call_case(case, whole, timestep=TIMES[0]), expected)
         assert handle.report().levels[0].traced_routes == (way,)
 
 
-def test_shared_windowed_and_refined_matches_compile_whole():
-    config = MergeConfig(side="kv", ratio=0.9375, sx=4, sy=4, query_ratio=0.25, share="call", window=8, refine=1)
+@pytest.mark.parametrize(("change", "way"), [(_plain_processor, BIAS), (_doubled, NOT_KNOWN)])
+def test_a_graph_does_not_outlive_the_processors_that_it_was_made_of(change, way):
+    """Without a patch a compiler makes a new one."""
+    config = MergeConfig(side="kv", ratio=0.75)
+    plain, model = SMALL.build(), SMALL.build()
+    each(plain, change)
+    with tome_core.patch(plain, config), tome_core.patch(model, config) as handle:
+        expected, whole = call_case(SMALL, plain, timestep=TIMES[0]), compiled(model, CompileCounter())
+        call_case(SMALL, whole, timestep=TIMES[0])
+        each(model, change)
+        assert torch.equal(call_case(SMALL, whole, timestep=TIMES[0]), expected)
+        assert way in handle.report().levels[0].traced_routes
+
+
+def test_windowed_and_refined_matches_compile_whole():
+    config = MergeConfig(side="kv", ratio=0.9375, sx=4, sy=4, query_ratio=0.25, window=8, refine=1)
     plain, model, backend = SMALL.build(), SMALL.build(), CompileCounter()
     with tome_core.patch(plain, config), tome_core.patch(model, config):
         whole = compiled(model, backend)

@@ -1,4 +1,4 @@
-"""Which way an attention takes the sizes of merged keys: the one that was seen to fit, whatever others do to it."""
+"""Which way the sizes of merged keys take into an attention, whatever it is and whatever others do to it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ import tome_core
 from tests.models import CASES, call_case, sd15
 from tests.sized_attention import attended, everywhere, masked_formula, sides, wide_heads  # noqa: F401
 from tests.test_patch_contract import largest_difference
-from tome_core import MergeConfig, MergePlan, probe, sized
+from tome_core import MergeConfig, MergePlan
+from tome_core.attention import ForwardOnStandIn, register, registry
+from tome_core.attention.core import BIAS, WIDER_HEADS
+from tome_core.attention.registry import function_name
+from tome_core.attention.sizes import bias_is_cheaper, bias_of
 from tome_core.families import FAMILIES
-from tome_core.probe import FOLDED, MASK, Route, key_mask
-from tome_core.sd_block import CrossAttention, SpatialTransformer, make_block, make_inputs
+from tome_core.sd_block import CrossAttention, UNet, make_block, make_inputs
 
 BY_NAME = {case.name: case for case in CASES}
 
@@ -49,41 +52,6 @@ class _OwnScale(CrossAttention):
         return self.to_out(torch.cat(parts, 2).transpose(1, 2).flatten(2))
 
 
-class _OneWidth(CrossAttention):
-    """Only heads of 40 channels, and a mask."""
-
-    def forward(self, x, context=None, mask=None):
-        context = x if context is None else context
-        q, k, v = (
-            part.view(x.shape[0], -1, self.heads, 40).transpose(1, 2)
-            for part in (self.to_q(x), self.to_k(context), self.to_v(context))
-        )
-        mask = None if mask is None or self.ignores else mask[:, None]
-        return self.to_out(F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2))
-
-    ignores = False
-
-
-class _IgnoresMask(_OneWidth):
-    ignores = True
-
-
-class _MaskOfHeads(CrossAttention):
-    """A mask's first axis counts heads, as in sgm. There are as many of them as a trial has samples."""
-
-    def __init__(self, channels, context_channels):
-        super().__init__(channels, context_channels)
-        self.heads = 2
-
-    def forward(self, x, context=None, mask=None):
-        context = x if context is None else context
-        q, k, v = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for part in (self.to_q(x), self.to_k(context), self.to_v(context))
-        )
-        return self.to_out(F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2))
-
-
 class _Normed(CrossAttention):
     """Norms every head's queries: more channels do not fit."""
 
@@ -102,121 +70,133 @@ class _Normed(CrossAttention):
         return self.to_out(out.transpose(1, 2).flatten(2))
 
 
-def block_with(attention: type) -> SpatialTransformer:
-    block = make_block()
-    own = block.transformer_blocks[0].attn1
+class _Wrapped(CrossAttention):
+    """Calls its base's function, and does something with what comes of it."""
+
+    def forward(self, x, context=None, mask=None):
+        return 0.5 * super().forward(x, context, mask)
+
+
+DESCRIBED = {
+    _WidthOfInput: ForwardOnStandIn("width of input", by_attribute=False),
+    _OwnScale: ForwardOnStandIn("own scale", by_attribute=True),
+}
+
+
+@pytest.fixture
+def described(monkeypatch):
+    """As a host, or a user, makes its attentions known."""
+    monkeypatch.setattr(registry, "_ENTRIES", dict(registry._ENTRIES))
+    monkeypatch.setattr(registry, "_FOUND", {})
+    for kind, known in DESCRIBED.items():
+        register(function_name(kind.forward), known)
+
+
+def block_with(attention: type) -> UNet:
+    unet = make_block()
+    block = unet.input_blocks[0][0].transformer_blocks[0]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         other = attention(320, 320)
-    other.load_state_dict(own.state_dict(), strict=False)
-    block.transformer_blocks[0].attn1 = other.eval().requires_grad_(False)
-    return block
-
-
-NOTHING_FITS = "without, because it takes neither wider heads nor a mask"
+    other.load_state_dict(block.attn1.state_dict(), strict=False)
+    block.attn1 = other.eval().requires_grad_(False)
+    return unet
 
 
 @sides
-@pytest.mark.parametrize(
-    "attention, way, is_padded",
-    [
-        (CrossAttention, "folded", False), (_WidthOfInput, "folded", True), (_OwnScale, "folded", False),
-        (_OneWidth, "mask", False), (_Normed, "mask", False), (_IgnoresMask, NOTHING_FITS, False),
-        (_MaskOfHeads, "folded", False),
-    ],
-)  # fmt: skip
-def test_each_attention_takes_the_way_that_was_seen_to_fit(
-    attention, way, is_padded, side, attended, wide_heads  # noqa: F811
+@pytest.mark.parametrize("attention", [CrossAttention, *DESCRIBED])
+def test_an_attention_that_is_described_knows_the_sizes_of_its_keys(
+    attention, side, described, attended, wide_heads  # noqa: F811
 ):
-    block, inputs = block_with(attention), make_inputs(8, 2, "cpu", torch.float32)
-    with torch.no_grad(), tome_core.patch(block, everywhere(side)) as handle:
-        block(*inputs)
-    assert handle.report().levels[0].routes == {way: 1}
-    assert f"size-aware keys: {way}, 1 call" in str(handle.report())
-    module, plan, route, x, keys, out = attended[0]
-    assert route.padded == is_padded
-    if attention in (_Normed, _IgnoresMask):
-        return
+    unet, inputs = block_with(attention), make_inputs(8, 2, "cpu", torch.float32)
+    with torch.no_grad(), tome_core.patch(unet, everywhere(side)) as handle:
+        unet(*inputs)
+    assert handle.report().levels[0].routes == {WIDER_HEADS: 1}
+    assert f"size-aware keys: {WIDER_HEADS}, 1 call" in str(handle.report())
+    ((module, plan, _, x, keys, out),) = attended
     with torch.no_grad():
         assert largest_difference(out, masked_formula(module, x, keys, plan.sizes)) <= 1e-5
+        assert largest_difference(out, masked_formula(module, x, keys, torch.ones_like(plan.sizes))) > 1e-3
 
 
-@pytest.mark.parametrize("attention, way", [(CrossAttention, "mask"), (_OwnScale, "folded"), (_MaskOfHeads, "folded")])
-def test_a_cpu_takes_the_mask_where_it_fits_too(attention, way):
-    block, inputs = block_with(attention), make_inputs(8, 2, "cpu", torch.float32)
-    with torch.no_grad(), tome_core.patch(block, everywhere("kv")) as handle:
-        block(*inputs)
+NOT_KNOWN = "q, k, v together, without sizes, because {} is not known"
+
+
+@sides
+@pytest.mark.parametrize("attention", [_WidthOfInput, _OwnScale, _Normed, _Wrapped])
+def test_an_attention_that_nobody_described_gets_merged_tokens_and_is_named(
+    attention, side, attended, wide_heads, monkeypatch  # noqa: F811
+):
+    """Nothing could tell that it does with wider heads what it did before, so it is given none."""
+    unet, inputs = block_with(attention), make_inputs(8, 2, "cpu", torch.float32)
+    own, seen = attention.forward, []
+
+    def forward(self, x, **more):
+        seen.append((x, own(self, x, **more)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(attention, "forward", forward)
+    with torch.no_grad(), tome_core.patch(unet, everywhere(side, ratio=0.75)) as handle:
+        unet(*inputs)
+    (level,) = handle.report().levels
+    assert not attended and level.routes == {NOT_KNOWN.format(attention.__name__): 1}
+    ((x, out),) = seen
+    left = 16 if side == "qkv" else 32
+    assert level.tokens == ((64, left, left),) and x.shape == out.shape == (2, left, 320)
+
+
+@pytest.mark.parametrize(("attention", "way"), [(CrossAttention, BIAS), *((kind, WIDER_HEADS) for kind in DESCRIBED)])
+def test_a_cpu_takes_the_bias_where_it_fits_too(attention, way, described):
+    unet, inputs = block_with(attention), make_inputs(8, 2, "cpu", torch.float32)
+    with torch.no_grad(), tome_core.patch(unet, everywhere("kv")) as handle:
+        unet(*inputs)
     assert handle.report().levels[0].routes == {way: 1}
 
 
-def test_a_gpu_takes_the_mask_where_a_call_is_small():
-    both, wide = Route(FOLDED, masked=True), Route(FOLDED)
-    ways = [sized.for_size(both, tokens, keys, "cuda").kind for tokens, keys in ((4096, 256), (16384, 1024))]
-    assert ways == [MASK, FOLDED]
-    assert sized.for_size(both, 16384, 1024, "cpu").kind == MASK
-    assert sized.for_size(wide, 4096, 256, "cuda") is sized.for_size(wide, 4096, 256, "cpu") is wide
+def test_a_gpu_takes_the_bias_where_a_call_is_small():
+    assert [bias_is_cheaper(tokens, keys, "cuda") for tokens, keys in ((4096, 256), (16384, 1024))] == [True, False]
+    assert bias_is_cheaper(16384, 1024, "cpu")
 
 
-def test_a_plan_makes_its_mask_once():
-    plan, x = MergePlan(torch.tensor([[0, 0, 1]]), 2), torch.zeros(3, 3, 4)
-    first, second = key_mask(plan, x), key_mask(plan, x[:2])
+def test_a_plan_makes_its_bias_once():
+    plan, q = MergePlan(torch.tensor([[0, 0, 1]]), 2), torch.zeros(3, 3, 4)
+    first, second = bias_of(plan, q), bias_of(plan, q[:2])
     assert first.shape == (3, 1, 2) and second.shape == (2, 1, 2) and first.data_ptr() == second.data_ptr()
-    assert key_mask(plan, x.half()).dtype == torch.float16
+    assert bias_of(plan, q.half()).dtype == torch.float16
 
 
-def test_where_nothing_fits_keys_are_not_merged_harder_than_goes_well_without():
-    block, inputs = block_with(_IgnoresMask), make_inputs(16, 1, "cpu", torch.float32)
-    strong = {"side": "kv", "ratio": 0.9375, "sx": 4, "sy": 4}
-    with torch.no_grad():
-        for proportional, left in ((True, 64), (False, 16)):
-            with tome_core.patch(block, MergeConfig(proportional=proportional, **strong)) as handle:
-                block(*inputs)
-            assert handle.report().levels[0].tokens == ((256, 256, left),)
+@pytest.mark.parametrize("proportional", [True, False])
+@pytest.mark.parametrize(("side", "left"), [("kv", 128), ("q", 128), ("qkv", 16)])
+def test_together_keys_are_not_merged_harder_than_goes_well(side, left, proportional):
+    """A rule for keys, or queries, alone may be strong; one that means all three says how strong."""
+    unet, inputs = block_with(_Normed), make_inputs(16, 1, "cpu", torch.float32)
+    config = MergeConfig(proportional=proportional, side=side, ratio=0.9375, sx=4, sy=4)
+    with torch.no_grad(), tome_core.patch(unet, config) as handle:
+        unet(*inputs)
+    assert handle.report().levels[0].tokens == ((256, left, left),)
 
 
-def test_asking_draws_from_no_generator_and_leaves_training_on():
-    block = block_with(_OwnScale)
-    block.transformer_blocks[0].attn1.to_out = nn.Sequential(nn.Linear(320, 320), nn.Dropout(0.5))
-    block.train()
+def test_patching_draws_from_no_generator_and_leaves_training_on():
+    unet = block_with(CrossAttention)
+    unet.input_blocks[0][0].transformer_blocks[0].attn1.to_out = nn.Sequential(nn.Linear(320, 320), nn.Dropout(0.5))
+    unet.train()
     state = torch.get_rng_state()
-    with tome_core.patch(block, MergeConfig()) as handle:
+    with tome_core.patch(unet, MergeConfig()) as handle:
         assert torch.equal(torch.get_rng_state(), state)
-        assert all(module.training for module in block.modules())
-        block(*make_inputs(8, 1, "cpu", torch.float32))
-    assert handle.report().levels[0].routes == {"folded": 1}
+        assert all(module.training for module in unet.modules())
+        unet(*make_inputs(8, 1, "cpu", torch.float32))
+    assert handle.report().levels[0].routes == {BIAS: 1}
 
 
-def test_a_model_without_weights_is_asked_when_it_has_them(wide_heads):  # noqa: F811
-    block = make_block()
-    weights = copy.deepcopy(block.state_dict())
-    with torch.no_grad(), tome_core.patch(block.to("meta"), MergeConfig()) as handle:
-        block.to_empty(device="cpu").load_state_dict(weights)
-        block(*make_inputs(8, 1, "cpu", torch.float32))
-    assert handle.report().levels[0].routes == {"folded": 1}
-
-
-def test_memory_that_was_missing_once_is_no_answer(monkeypatch, wide_heads):  # noqa: F811
-    block, inputs = make_block(), make_inputs(8, 1, "cpu", torch.float32)
-
-    def no_memory(*_):
-        raise probe.OUT_OF_MEMORY("none left")
-
-    with torch.no_grad(), monkeypatch.context() as for_a_while:
-        for_a_while.setattr(probe, "_compare", no_memory)
-        handle = tome_core.patch(block, MergeConfig())
-        block(*inputs)
-    assert handle.report().levels[0].routes == {"without, because there was no memory to try it out": 1}
-    handle.reset_counts()
-    block(*inputs)
-    assert handle.report().levels[0].routes == {"folded": 1}
-    handle.remove()
-
-
-def test_attentions_of_one_kind_are_asked_once(monkeypatch):
-    asked = []
-    monkeypatch.setattr(tome_core.sized, "find_route", lambda trial, *_: asked.append(trial) or Route(MASK))
-    tome_core.patch(BY_NAME["sd15"].build(), MergeConfig())
-    assert len(asked) == 1
+def test_a_model_that_gets_its_weights_after_the_patch_merges_by_them(wide_heads):  # noqa: F811
+    unet, inputs = make_block(), make_inputs(8, 1, "cpu", torch.float32)
+    with torch.no_grad(), tome_core.patch(unet, MergeConfig()):
+        expected = unet(*inputs)
+    weights = copy.deepcopy(unet.state_dict())
+    with torch.no_grad(), tome_core.patch(unet.to("meta"), MergeConfig()) as handle:
+        unet.to_empty(device="cpu").load_state_dict(weights)
+        assert torch.equal(unet(*inputs), expected)
+    assert handle.report().levels[0].routes == {WIDER_HEADS: 1}
 
 
 # --- what others do to the attention after us -------------------------------------------------------------------------
@@ -238,15 +218,18 @@ def _bypass(model):
 
 
 CHANGES = {
-    "lora": (_add_lora, "folded"),
-    "a forward on the projections": (_bypass, "folded"),
-    "the plain processor": (lambda model: model.set_attn_processor(AttnProcessor()), "folded"),
-    "fused projections": (lambda model: model.fuse_qkv_projections(), "mask"),
+    "lora": _add_lora,
+    "a forward on the projections": _bypass,
+    "the plain processor": lambda model: model.set_attn_processor(AttnProcessor()),
+    "fused projections": lambda model: model.fuse_qkv_projections(),
 }
 
 
-@pytest.mark.parametrize("change, way", CHANGES.values(), ids=list(CHANGES))
-def test_what_changes_after_us_is_noticed(change, way, attended, wide_heads):  # noqa: F811
+@pytest.mark.parametrize("way", [WIDER_HEADS, BIAS])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=list(CHANGES))
+def test_what_changes_after_us_is_noticed(change, way, attended, request):  # noqa: F811
+    if way == WIDER_HEADS:
+        request.getfixturevalue("wide_heads")
     case = BY_NAME["sd15"]
     model, fresh = case.build(), case.build()
     change(fresh)
@@ -261,7 +244,7 @@ def test_what_changes_after_us_is_noticed(change, way, attended, wide_heads):  #
     assert all(level.routes.keys() == {way} for level in handle.report().levels)
     handle.remove()
     assert torch.equal(call_case(case, model), vanilla)
-    assert all(attention.to_q.weight.shape == attention.to_k.weight.shape for attention, *_ in attended)
+    assert attended
 
 
 @sides
@@ -282,36 +265,10 @@ def test_a_lora_that_comes_and_goes(side, wide, request):
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_an_attention_that_the_call_brings_along_is_left_to_itself(wide_heads):  # noqa: F811
-    case = BY_NAME["comfy_double"]
-    model = case.build()
-    block = model.model.diffusion_model.input_blocks[1][1].transformer_blocks[0]
-    x, text = torch.randn(2, 64, 32), torch.randn(2, 7, 32)
-    with torch.no_grad(), tome_core.patch(block_of_its_own(block), everywhere("kv", ratio=0.75)) as handle:
-        for options in ({}, {"optimized_attention_override": None}, {"optimized_attention_override": max}):
-            handle.unet(x.transpose(1, 2).unflatten(2, (8, 8)), text, options)
-    why = "without, because the call brings an attention of its own"
-    assert handle.report().levels[0].routes == {"folded": 2, why: 1}
-
-
-def block_of_its_own(block: nn.Module) -> nn.Module:
-    """A transformer around one block of ComfyUI's kind, called as ComfyUI calls it."""
-
-    class SpatialTransformer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.transformer_blocks = nn.ModuleList([block])
-
-        def forward(self, x, context, transformer_options):
-            return self.transformer_blocks[0](x.flatten(2).transpose(1, 2), context, transformer_options)
-
-    return SpatialTransformer()
-
-
 def test_families_name_an_argument_that_their_attentions_have():
     import inspect
 
     ldm, diffusers = FAMILIES
     assert {diffusers.context, diffusers.mask} <= set(inspect.signature(Attention.forward).parameters)
-    assert {ldm.context, ldm.mask} <= set(inspect.signature(_OneWidth.forward).parameters)
+    assert {ldm.context, ldm.mask} <= set(inspect.signature(CrossAttention.forward).parameters)
     assert isinstance(sd15().down_blocks[0].attentions[0].transformer_blocks[0].attn1, Attention)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import tome_core
-from tome_core.sd_block import BasicTransformerBlock, SpatialTransformer, make_block, make_inputs
+from tome_core.sd_block import BasicTransformerBlock, SpatialTransformer, UNet, make_block, make_inputs
 
 REASON_UNMERGEABLE = "attn: what it returned cannot be unmerged"
 
@@ -22,6 +22,10 @@ def block():
 @pytest.fixture(scope="module")
 def inputs():
     return make_inputs(8, 2, "cpu", torch.float32)
+
+
+def block_of(unet: UNet) -> BasicTransformerBlock:
+    return unet.input_blocks[0][0].transformer_blocks[0]
 
 
 def reasons(handle) -> dict[str, int]:
@@ -50,19 +54,18 @@ class _Foreign(nn.Module):
 )
 def test_an_output_that_cannot_be_unmerged_leaves_the_call_unmerged(block, inputs, change):
     foreign = copy.deepcopy(block)
-    foreign.transformer_blocks[0].attn1 = _Foreign(foreign.transformer_blocks[0].attn1, change)
+    block_of(foreign).attn1 = _Foreign(block_of(foreign).attn1, change)
     expected = foreign(*inputs)
     with tome_core.patch(foreign, tome_core.MergeConfig()) as handle:
         assert torch.equal(foreign(*inputs), expected)
         assert reasons(handle) == {REASON_UNMERGEABLE: 1}
 
 
-class _Calling(SpatialTransformer):
-    """Calls its block's attention in ways that hosts do."""
-
-    def __init__(self, **arguments) -> None:
-        super().__init__()
-        self.transformer_blocks = nn.ModuleList([_CallingBlock(arguments)])
+def _calling(**arguments) -> UNet:
+    """A UNet whose block calls its attention in ways that hosts do."""
+    transformer = SpatialTransformer()
+    transformer.transformer_blocks = nn.ModuleList([_CallingBlock(arguments)])
+    return UNet([[transformer]]).eval()
 
 
 class _CallingBlock(BasicTransformerBlock):
@@ -90,7 +93,7 @@ def _same(x: torch.Tensor) -> torch.Tensor:
     ids=["mask", "bank of keys", "fewer values"],
 )
 def test_a_call_that_does_not_fit_is_left_alone_and_named(inputs, arguments, side, reason):
-    model = _Calling(**arguments).eval()
+    model = _calling(**arguments)
     expected = model(*inputs)
     with tome_core.patch(model, tome_core.MergeConfig(side=side)) as handle:
         assert torch.equal(model(*inputs), expected)
@@ -99,19 +102,20 @@ def test_a_call_that_does_not_fit_is_left_alone_and_named(inputs, arguments, sid
 
 
 def test_keys_from_elsewhere_merge_the_query_alone(inputs):
-    model = _Calling(context=lambda x: torch.cat([x, x], 1)).eval()
+    model = _calling(context=lambda x: torch.cat([x, x], 1))
     plain = model(*inputs)
     with tome_core.patch(model, tome_core.MergeConfig()) as handle:
         assert not torch.equal(model(*inputs), plain)
         assert handle.report().levels[0].tokens == ((64, 32, 128),)
 
 
-def test_a_block_called_by_itself_is_left_alone(block, inputs):
+def test_a_block_called_by_itself_is_left_alone_without_a_word(block, inputs):
+    """It is no call of the UNet, and whose it is nobody knows."""
     tokens = inputs[0].flatten(2).transpose(1, 2)
-    expected = block.transformer_blocks[0](tokens, inputs[1])
+    expected = block_of(block)(tokens, inputs[2])
     with tome_core.patch(block, tome_core.MergeConfig()) as handle:
-        assert torch.equal(block.transformer_blocks[0](tokens, inputs[1]), expected)
-        assert reasons(handle) == {"block: the block was called outside its transformer": 1}
+        assert torch.equal(block_of(block)(tokens, inputs[2]), expected)
+        assert reasons(handle) == {} and handle.report().calls == 0
 
 
 def test_a_grid_too_small_for_the_ratio_is_left_alone(block):
@@ -119,7 +123,7 @@ def test_a_grid_too_small_for_the_ratio_is_left_alone(block):
     expected = block(*inputs)
     with tome_core.patch(block, tome_core.MergeConfig()) as handle:
         assert torch.equal(block(*inputs), expected)
-        assert reasons(handle) == {"block: the grid is too small for the ratio to remove a token": 1}
+        assert reasons(handle) == {"attn: the grid is too small for the ratio to remove a token": 1}
 
 
 def test_a_small_picture_is_left_alone_where_only_large_ones_merge():

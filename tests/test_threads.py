@@ -15,7 +15,7 @@ from comfy_nodes import host
 from comfy_nodes.nodes import ApplyToMe
 from tests.comfy_doubles import Guider, least_checkpoint
 from tests.models import CASES, call_case
-from tests.test_interruptions import picture, pipeline
+from tests.test_interruptions import Pipeline, picture
 from tests.test_patch_contract import traces
 from tests.thoroughness import THOROUGH
 from tome_core import MergeConfig, MergeRule
@@ -24,7 +24,7 @@ CASE = next(case for case in CASES if case.name == "ldm_sd1")
 ROUNDS = 30 if THOROUGH else 5
 CONFIGS = (
     MergeConfig(ratio=0.75, merge_mlp=True, end_percent=0.6),
-    MergeConfig(rules=(MergeRule(side="kv", sx=4, sy=4, ratio=0.9, refine=1, share="call", seed=5),)),
+    MergeConfig(rules=(MergeRule(side="kv", sx=4, sy=4, ratio=0.9, refine=1, query_ratio=0.25, seed=5),)),
 )
 
 
@@ -69,7 +69,7 @@ def rounds(pipe: Any, config: MergeConfig) -> list[torch.Tensor]:
 
 
 def test_two_models_in_two_threads_give_their_own_pictures():
-    pipes = [pipeline() for _ in CONFIGS]
+    pipes = [Pipeline() for _ in CONFIGS]
     before = [traces(pipe.unet) for pipe in pipes]
     alone = [rounds(pipe, config)[:2] for pipe, config in zip(pipes, CONFIGS, strict=True)]
     assert not torch.equal(alone[0][0], alone[1][0])
@@ -82,7 +82,7 @@ def test_two_models_in_two_threads_give_their_own_pictures():
 
 
 def test_one_config_may_serve_two_threads():
-    pipes = [pipeline(), pipeline()]
+    pipes = [Pipeline(), Pipeline()]
     (alone, _), *_ = [rounds(pipe, CONFIGS[0])[:2] for pipe in pipes]
     both = at_once(*(lambda pipe=pipe: rounds(pipe, CONFIGS[0]) for pipe in pipes))
     assert all(torch.equal(one, alone) for pictures in both for one in pictures[::2])
@@ -120,11 +120,12 @@ def test_a_call_keeps_its_rules_when_another_thread_tells_the_time():
     with tome_core.patch(model, MergeConfig(ratio=0.75, min_timestep=500.0)) as handle:
         look, others = handle.run._look_at, []
 
-        def interrupted(timestep: Any) -> None:
-            look(timestep)
+        def interrupted(timestep: Any) -> Any:
+            now = look(timestep)
             others.append(threading.Thread(target=lambda: handle.run.tell(900)))
             others[0].start()
-            others[0].join(0.2)  # time enough to do harm; it has to wait for the call
+            others[0].join(0.2)  # time enough to do harm
+            return now
 
         handle.run._look_at = interrupted
         call_case(CASE, model, timestep=100)

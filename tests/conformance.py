@@ -1,0 +1,295 @@
+"""What an attention has to do to count as known: merged keys give what their tokens, each by itself, would give.
+
+A merged key that stands for n tokens is n equal keys. So the slow and obvious thing is the module's own, unpatched
+function over keys in which each merged one is repeated as often as it has tokens; a group without tokens is not
+there at all. Whatever the engine knows of an attention is held against that, by itself (`held`) and inside a whole
+UNet (`watched`, `expected`).
+
+Beside it what both need: plans by hand, ragged over the samples, and xformers' function written with torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from tome_core import MergePlan
+from tome_core.attention import known_of, name_of
+from tome_core.attention.core import attend_merged
+from tome_core.matching import Matcher
+from tome_core.methods import METHODS
+
+Own = Callable[[nn.Module, torch.Tensor, torch.Tensor | None], torch.Tensor]  # module, x, context (None: x itself)
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+# of the output's length. The logarithms of sizes are float32 at best, and in half precision off by half of a last bit.
+TOLERANCE = {torch.float64: 5e-7, torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+# --- plans by hand --------------------------------------------------------------------------------------------------
+
+
+def ragged(batch: int, tokens: int, groups: int, seed: int = 0) -> MergePlan:
+    """A plan whose sizes differ within a sample and between samples, with groups that are empty.
+
+    Of three groups or more the last has no token in any sample, and the first none in every second one.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for sample in range(batch):
+        first = sample % 2 if groups >= 3 else 0
+        last = groups - 1 if groups >= 3 else groups
+        drawn = torch.rand(tokens, generator=generator) ** (2 + sample % 3)  # most tokens are in few groups
+        rows.append(first + (drawn * (last - first)).long())
+    return MergePlan(torch.stack(rows), groups)
+
+
+def merge_by(monkeypatch: Any, groups: int) -> None:
+    """From now on every match of the engine, whatever its settings, is `ragged`, with so many groups."""
+
+    def match(x: torch.Tensor, grid: Any, options: Any) -> MergePlan:
+        return ragged(x.shape[0], grid.height * grid.width, groups)
+
+    monkeypatch.setitem(METHODS, "bipartite", METHODS["bipartite"]._replace(match=match))
+
+
+# --- the oracle -----------------------------------------------------------------------------------------------------
+
+
+def over_repeated(
+    own: Own, module: nn.Module, x: torch.Tensor, keys: torch.Tensor, sizes: torch.Tensor
+) -> torch.Tensor:
+    """The module's own attention of ``x [B, N, C]`` to keys ``[B, G, C]``, each repeated ``sizes [B, G]`` times.
+
+    One sample at a time, because each has another number of keys in all.
+    """
+    out = []
+    for number in range(len(x)):
+        repeated = keys[number].repeat_interleave(sizes[number], 0)
+        out.append(own(module, x[number : number + 1], repeated[None]))
+    return torch.cat(out)
+
+
+def far(out: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest over the samples of the difference's length, as a share of the expected output's."""
+    assert out.shape == expected.shape and torch.isfinite(out).all()
+    difference = (out.double() - expected.double()).flatten(1).norm(dim=1)
+    return (difference / expected.double().flatten(1).norm(dim=1)).max().item()
+
+
+def assert_sized(
+    own: Own, module: nn.Module, x: torch.Tensor, keys: torch.Tensor, sizes: torch.Tensor, out: torch.Tensor,
+    tolerance: float | None = None, queries: MergePlan | None = None,
+) -> None:  # fmt: skip
+    """The output is what repeated keys give, by far nearer than what keys without sizes would give.
+
+    module: not patched, of the dtype of ``x``; asked in float64, so that only the engine's own error is seen.
+    queries: the plan by which queries merge beside keys.
+    """
+    if queries is not None:
+        x = queries.merge(x)
+    exact, x64, keys64 = _double(module), x.double(), keys.double()
+    with torch.no_grad():
+        expected = over_repeated(own, exact, x64, keys64, sizes)
+        unsized = over_repeated(own, exact, x64, keys64, sizes.clamp(max=1))
+    if queries is not None:
+        expected, unsized = queries.unmerge(expected), queries.unmerge(unsized)
+    tolerance = TOLERANCE[x.dtype] if tolerance is None else tolerance
+    error, blind = far(out, expected), far(unsized, expected)
+    assert error <= tolerance, f"off by {error:.1e} of the output, {tolerance:.0e} allowed; without sizes {blind:.1e}"
+    assert blind > 5 * tolerance, "the inputs do not tell keys that know their sizes from keys that do not"
+
+
+def _double(module: nn.Module) -> nn.Module:
+    """The module in float64; what it casts by itself (``upcast_attention``) it goes on casting."""
+    return copy.deepcopy(module).double()
+
+
+# --- an attention by itself -----------------------------------------------------------------------------------------
+
+
+def held(
+    own: Own, module: nn.Module, x: torch.Tensor, keys: torch.Tensor, plan: MergePlan, tolerance: float | None = None,
+    **kwargs: Any,
+) -> set[str]:  # fmt: skip
+    """Hold what is known of the module against repeated keys, in every way that its description offers.
+
+    x: queries ``[B, N, C]``; keys: ``[B, G, C]``, which the plan is taken to have merged; kwargs: the call's other
+    arguments. Returns the ways.
+    """
+    known = known_of(module)
+    assert known is not None, f"{name_of(module)} is not known"
+    assert known.problem(module, kwargs) is None
+    ways = set()
+    for one in (known, _NoBias(known)):
+        with torch.no_grad():
+            out, way = attend_merged(one, module, x, keys, keys, plan, kwargs)
+        assert_sized(own, module, x, keys, plan.sizes.expand(len(x), -1), out, tolerance)
+        ways.add(way)
+    return ways
+
+
+class _NoBias:
+    """A description that differs from another in that no bias is taken."""
+
+    def __init__(self, known: Any) -> None:
+        self._known = known
+
+    def takes_bias(self, *_: Any) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._known, name)
+
+
+# --- inside a UNet --------------------------------------------------------------------------------------------------
+
+
+class Seen(NamedTuple):
+    """One call of a self-attention, as its block saw it.
+
+    plan: by which the engine merged; None: it did not. queries: their own plan, where they have one.
+    """
+
+    name: str
+    x: torch.Tensor
+    kwargs: dict[str, Any]
+    out: torch.Tensor
+    plan: MergePlan | None
+    queries: MergePlan | None
+
+
+@contextlib.contextmanager
+def watched(model: nn.Module) -> Iterator[list[Seen]]:
+    """Everything that blocks ask of ``attn1``, seen from outside of whatever was patched on.
+
+    Plans are right where self-attention is the only part that merges.
+    """
+    seen: list[Seen] = []
+    latest: list[tuple[MergePlan | None, MergePlan | None]] = [(None, None)]
+    find = Matcher.find
+
+    def finding(*args: Any, **kwargs: Any) -> Any:
+        plans = find(*args, **kwargs)
+        latest[0] = plans.plan, plans.queries
+        return plans
+
+    def begin(*_: Any) -> None:
+        latest[0] = None, None
+
+    def note(name: str, args: tuple, kwargs: dict, out: torch.Tensor) -> None:
+        seen.append(Seen(name, args[0].detach(), kwargs, out.detach(), *latest[0]))
+
+    hooks: list[Any] = []
+    for name, module in self_attentions(model).items():
+        block = model.get_submodule(name.rsplit(".", 1)[0])
+        hooks.append(block.register_forward_pre_hook(begin))
+        hooks.append(module.register_forward_hook(
+            lambda module, args, kwargs, out, name=name: note(name, args, kwargs, out), with_kwargs=True
+        ))  # fmt: skip
+    Matcher.find = finding
+    try:
+        yield seen
+    finally:
+        Matcher.find = find
+        for hook in hooks:
+            hook.remove()
+
+
+def self_attentions(model: nn.Module) -> dict[str, nn.Module]:
+    """By path, the ``attn1`` of every block."""
+    return {name: module for name, module in model.named_modules() if name.rsplit(".", 1)[-1] == "attn1"}
+
+
+def given(model: nn.Module, **more: Any) -> None:
+    """From now on every ``attn1`` is called with these arguments too, as some hosts' extensions do."""
+    for module in self_attentions(model).values():
+        module.register_forward_pre_hook(
+            lambda module, args, kwargs: (args, {**kwargs, **more}), with_kwargs=True
+        )
+
+
+def assert_all_sized(own: Own, plain: nn.Module, seen: list[Seen], tolerance: float | None = None) -> None:
+    """Each call gave what repeated keys give. plain: the model without a patch."""
+    assert seen
+    modules = self_attentions(plain)
+    for call in seen:
+        assert call.plan is not None, "the engine did not merge"
+        keys = call.plan.merge(call.x)
+        sizes = call.plan.sizes.expand(len(call.x), -1)
+        assert_sized(own, modules[call.name], call.x, keys, sizes, call.out, tolerance, call.queries)
+
+
+def assert_all_together(own: Own, plain: nn.Module, seen: list[Seen], tolerance: float | None = None) -> None:
+    """Each call gave what the module gives for merged tokens, q, k and v together; at most half were merged away."""
+    assert seen
+    modules = self_attentions(plain)
+    for call in seen:
+        assert call.plan is not None, "the engine did not merge"
+        assert call.queries is None and call.x.shape[1] > call.plan.num_groups >= math.floor(call.x.shape[1] / 2)
+        with torch.no_grad():
+            expected = call.plan.unmerge(own(modules[call.name], call.plan.merge(call.x), None))
+        assert far(call.out, expected) <= (TOLERANCE[call.x.dtype] if tolerance is None else tolerance)
+
+
+def assert_equal_calls(seen: list[Seen], plain: list[Seen]) -> None:
+    """Call by call the same bits."""
+    assert len(seen) == len(plain) > 0
+    for one, other in zip(seen, plain, strict=True):
+        assert one.name == other.name and torch.equal(one.x, other.x) and torch.equal(one.out, other.out)
+
+
+def routes_of(handle: Any) -> list[str]:
+    """How merged keys got to know their sizes, over all levels of a report."""
+    return [route for level in handle.report().levels for route in level.routes]
+
+
+def reasons_of(handle: Any) -> list[str]:
+    """Why something was left alone, over all levels of a report."""
+    return [reason for level in handle.report().levels for reason in level.reasons]
+
+
+# --- xformers, which is for GPUs --------------------------------------------------------------------------------------
+
+
+def memory_efficient_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_bias: torch.Tensor | None = None,
+    p: float = 0.0, scale: float | None = None, *, op: Any = None,
+) -> torch.Tensor:  # fmt: skip
+    """What xformers computes, for ``[B, N, d]`` or ``[B, N, H, d]``, and as strict as it is with a bias.
+
+    A bias has the dtype of the queries and every one of its sizes: nothing is broadcast.
+    """
+    assert query.dtype == key.dtype == value.dtype
+    flat = query.dim() == 3
+    q, k, v = (one[:, :, None] if flat else one for one in (query, key, value))
+    assert q.shape[2:] == k.shape[2:] and k.shape[:3] == v.shape[:3]
+    logits = torch.einsum("bnhd,bghd->bhng", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if attn_bias is not None:
+        full = (q.shape[0], q.shape[1], k.shape[1]) if flat else tuple(logits.shape)
+        assert attn_bias.dtype == query.dtype, "xformers takes a bias in the dtype of the queries"
+        assert tuple(attn_bias.shape) == full, "xformers broadcasts no bias"
+        logits = logits + attn_bias.view(logits.shape)
+    out = torch.einsum("bhng,bghd->bnhd", logits.softmax(-1), v)
+    return out[:, :, 0] if flat else out
+
+
+def with_xformers(monkeypatch: Any, *modules: ModuleType) -> None:
+    """As if xformers were installed, for these modules, which asked for it when they were imported."""
+    ops = ModuleType("xformers.ops")
+    ops.memory_efficient_attention = memory_efficient_attention
+    ops.AttentionOpBase = SimpleNamespace
+    package = ModuleType("xformers")
+    package.ops, package.__version__ = ops, "0.0.30"
+    monkeypatch.setitem(sys.modules, "xformers", package)
+    monkeypatch.setitem(sys.modules, "xformers.ops", ops)
+    for module in modules:
+        monkeypatch.setattr(module, "xformers", package, raising=False)

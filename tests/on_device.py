@@ -1,0 +1,40 @@
+"""Tensors that say they are on a GPU, for tests of who waits for it."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+_WAITING = {getattr(torch.Tensor, name) for name in (
+    "item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__", "__index__", "__iter__",
+)}  # fmt: skip
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that computes on the CPU and counts each time that its values are looked at.
+
+    waits: of all of them, the names of the methods that had to wait.
+    """
+
+    waits: ClassVar[list[str]] = []
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        """Torch asks here before everything that it does with such a tensor."""
+        if function == torch.Tensor.device.__get__:
+            return torch.device("cuda")
+        if function in _WAITING:
+            cls.waits.append(function.__name__)
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def on_device(x: torch.Tensor) -> OnDevice:
+    """The same values, on the device as it were."""
+    return x.as_subclass(OnDevice)
+
+
+def plain(x: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, as kernels see it, without waiting."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.as_subclass(torch.Tensor)

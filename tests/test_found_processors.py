@@ -1,0 +1,392 @@
+"""Attentions that the engine does not know are called as tomesd calls them: once, on merged tokens, by their own rules.
+
+What diffusers ships and what people write: some look whether a context was given, some count their calls, some ignore
+the keys they are given, and two of one class need not be alike.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+import torch.nn.functional as F
+from diffusers.models import attention_processor
+from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
+from torch import nn
+
+import tome_core
+from tests.models import call_unet, inputs, merge_with_self, seeded, unet
+from tome_core import MergeConfig, preset
+
+PRESETS = ("balanced", "quality")
+EARLY, LATE = 900, 100
+SAMPLES = 6  # halves, thirds, and pairs of frames: what processors cut a batch into
+
+every_preset = pytest.mark.parametrize("name", PRESETS)
+
+
+@seeded
+def small() -> nn.Module:
+    """SD1.5's shape, one head in each attention."""
+    return unet(attention_head_dim=1)
+
+
+def on_small(name: str) -> MergeConfig:
+    """The preset, also where a picture is so small that it would be left alone."""
+    return MergeConfig(rules=(replace(preset(name), only_if_it_pays=False),))
+
+
+def run(model: nn.Module, timestep: int = LATE, batch: int = SAMPLES, first: torch.Tensor | None = None):
+    """The picture; first: another latent for the first sample."""
+    x, text = inputs(4, batch, 16, 16)
+    if first is not None:
+        x[0] = first
+    with torch.no_grad():
+        return call_unet(model, x, timestep, text)
+
+
+def selves(model: nn.Module) -> list[nn.Module]:
+    """The self-attentions, in the order of their calls."""
+    return [module for name, module in model.named_modules() if name.endswith("attn1")]
+
+
+def attentions(model: nn.Module) -> list[nn.Module]:
+    return [module for name, module in model.named_modules() if name.endswith(("attn1", "attn2"))]
+
+
+# --- the processors --------------------------------------------------------------------------------------------------
+
+
+def shipped(module: str, name: str) -> Any:
+    """A class of a pipeline's; these move within diffusers from time to time."""
+    for start in ("diffusers.pipelines.", "diffusers.pipelines.deprecated."):
+        try:
+            return getattr(importlib.import_module(start + module), name)
+        except ImportError:
+            continue
+    return pytest.skip(f"diffusers {diffusers.__version__} has no {name}")
+
+
+def shipped_attention(name: str) -> Any:
+    return getattr(attention_processor, name, None) or pytest.skip(f"diffusers {diffusers.__version__} has no {name}")
+
+
+class Storing:
+    """As the processor of Prompt-to-Prompt: shows every attention map to a store that counts them.
+
+    seen: of each call, whether it was cross-attention, and how many queries it had.
+    """
+
+    def __init__(self, seen: list[tuple[bool, int]]) -> None:
+        self.seen = seen
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None):
+        batch, tokens, _ = hidden_states.shape
+        mask = attn.prepare_attention_mask(attention_mask, tokens, batch)
+        is_cross = encoder_hidden_states is not None
+        keys = encoder_hidden_states if is_cross else hidden_states
+        q, k, v = (attn.head_to_batch_dim(one) for one in (attn.to_q(hidden_states), attn.to_k(keys), attn.to_v(keys)))
+        shares = attn.get_attention_scores(q, k, mask)
+        self.seen.append((is_cross, tokens))
+        return attn.to_out[0](attn.batch_to_head_dim(shares @ v))
+
+
+class Sharpened:
+    """A user's own: the scale of its logits is the instance's; None leaves it to torch, by the heads' width."""
+
+    def __init__(self, scale: float | None) -> None:
+        self.scale = scale
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, **_: Any):
+        keys = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        q, k, v = (one.unflatten(-1, (attn.heads, -1)).transpose(1, 2)
+                   for one in (attn.to_q(hidden_states), attn.to_k(keys), attn.to_v(keys)))  # fmt: skip
+        out = F.scaled_dot_product_attention(q, k, v, scale=self.scale)
+        return attn.to_out[0](out.transpose(1, 2).flatten(2))
+
+
+class Derived(AttnProcessor2_0):
+    """A known class with something of a user's own in it: where no context is given, it looks at another sample."""
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, *args: Any, **kwargs: Any):
+        if encoder_hidden_states is None:
+            encoder_hidden_states = hidden_states.roll(1, 0)
+        return super().__call__(attn, hidden_states, encoder_hidden_states, *args, **kwargs)
+
+
+def _cross_frame(name: str) -> Callable[[nn.Module], None]:
+    def put(model: nn.Module) -> None:
+        make = shipped("text_to_video_synthesis.pipeline_text_to_video_zero", name)
+        model.set_attn_processor(make(batch_size=2))
+
+    return put
+
+
+def _custom_diffusion(name: str) -> Callable[[nn.Module], None]:
+    def put(model: nn.Module) -> None:
+        make = shipped_attention(name)
+        model.set_attn_processor({name: make(train_kv=False, train_q_out=False) for name in model.attn_processors})
+
+    return put
+
+
+def _perturbed(name: str) -> Callable[[nn.Module], None]:
+    """As the pipelines of PAG do: where attention is a picture's to itself."""
+
+    def put(model: nn.Module) -> None:
+        make = shipped_attention(name)
+        for one in selves(model):
+            one.set_processor(make())
+
+    return put
+
+
+def _attend_and_excite(model: nn.Module) -> None:
+    module = "stable_diffusion_attend_and_excite.pipeline_stable_diffusion_attend_and_excite"
+    make, store = shipped(module, "AttendExciteAttnProcessor"), shipped(module, "AttentionStore")((16, 16))
+    model.set_attn_processor(make(store, "up"))
+
+
+def _pix2pix_zero(model: nn.Module) -> None:
+    module = "stable_diffusion_variants.pipeline_stable_diffusion_pix2pix_zero"
+    model.set_attn_processor(shipped(module, "Pix2PixZeroAttnProcessor")())
+
+
+UNKNOWN: dict[str, Callable[[nn.Module], None]] = {
+    "CrossFrameAttnProcessor": _cross_frame("CrossFrameAttnProcessor"),
+    "CrossFrameAttnProcessor2_0": _cross_frame("CrossFrameAttnProcessor2_0"),
+    "CustomDiffusionAttnProcessor": _custom_diffusion("CustomDiffusionAttnProcessor"),
+    "CustomDiffusionAttnProcessor2_0": _custom_diffusion("CustomDiffusionAttnProcessor2_0"),
+    "PAGIdentitySelfAttnProcessor2_0": _perturbed("PAGIdentitySelfAttnProcessor2_0"),
+    "PAGCFGIdentitySelfAttnProcessor2_0": _perturbed("PAGCFGIdentitySelfAttnProcessor2_0"),
+    "AttendExciteAttnProcessor": _attend_and_excite,
+    "Pix2PixZeroAttnProcessor": _pix2pix_zero,
+    "Storing": lambda model: model.set_attn_processor(Storing([])),
+    "Sharpened": lambda model: model.set_attn_processor(Sharpened(0.7)),
+    "Derived": lambda model: model.set_attn_processor(Derived()),
+}
+every_unknown = pytest.mark.parametrize("kind", UNKNOWN)
+
+
+def with_processors(kind: str) -> nn.Module:
+    model = small()
+    UNKNOWN[kind](model)
+    return model
+
+
+# --- what holds for all of them --------------------------------------------------------------------------------------
+
+
+@every_unknown
+def test_an_unknown_attention_merges_queries_keys_and_values_together_and_is_named(kind: str):
+    """At most half of them at any time, because its merged keys do not know how many tokens they stand for."""
+    model = with_processors(kind)
+    plain = run(model, LATE)
+    with tome_core.patch(model, on_small("balanced")) as handle:
+        run(model, EARLY)
+        merged = run(model, LATE)
+        report = handle.report()
+    level = report.levels[0]
+    assert level.tokens and all(tokens / 2 <= queries == keys < tokens for tokens, queries, keys in level.tokens)
+    assert not torch.equal(merged, plain)
+    assert kind in str(report) and any(kind in route for route in level.routes)
+
+
+@every_unknown
+def test_an_unknown_attention_whose_tokens_merge_with_themselves_alone_changes_no_bit(kind: str, monkeypatch):
+    """What it is called with is what it is called with without us."""
+    model = with_processors(kind)
+    plain = run(model)
+    merge_with_self(monkeypatch)
+    with tome_core.patch(model, on_small("balanced")) as handle:
+        assert torch.equal(run(model), plain)
+    assert handle.report().merged_anything
+
+
+@every_preset
+def test_patching_runs_no_module_and_a_call_runs_each_attention_once(name: str, monkeypatch):
+    """Known or not: nothing is tried out on tokens that are no picture's."""
+    model, calls = small(), []
+    for one in (AttnProcessor2_0, AttnProcessor):
+
+        def noted(self, attn, hidden_states, *args: Any, beneath=one.__call__, **kwargs: Any):
+            calls.append(hidden_states.shape[1])
+            return beneath(self, attn, hidden_states, *args, **kwargs)
+
+        monkeypatch.setattr(one, "__call__", noted)
+    for module in model.modules():
+        module.register_forward_pre_hook(lambda module, _: calls.append(type(module).__name__))
+    with tome_core.patch(model, on_small(name)):
+        assert not calls
+        run(model)
+    assert 0 < len([one for one in calls if isinstance(one, int)]) <= len(attentions(model))
+
+
+# --- what single ones are for ----------------------------------------------------------------------------------------
+
+
+@every_preset
+@pytest.mark.parametrize("kind", ["CrossFrameAttnProcessor", "CrossFrameAttnProcessor2_0"])
+@pytest.mark.parametrize("timestep", [EARLY, LATE])
+def test_the_first_frame_goes_on_deciding_about_the_second(kind: str, name: str, timestep: int):
+    """Text2Video-Zero: every frame looks at the first one's keys. Samples are frames of a prompt and of none."""
+    model, other = with_processors(kind), torch.randn(4, 16, 16, generator=torch.Generator().manual_seed(9))
+
+    def influence() -> float:
+        one, two = (run(model, timestep, 4, first)[1] for first in (None, other))
+        return ((one - two).norm() / one.norm()).item()
+
+    unmerged = influence()
+    with tome_core.patch(model, on_small(name)):
+        assert influence() > 0.3 * unmerged > 0
+
+
+@every_preset
+def test_a_store_counts_the_calls_of_the_layers_and_holds_maps_of_the_picture(name: str):
+    """Prompt-to-Prompt tells layers and steps apart by counting."""
+    seen: list[tuple[bool, int]] = []
+    model = small()
+    model.set_attn_processor(Storing(seen))
+    for _ in range(2):
+        run(model)
+    expected = list(seen)
+    seen.clear()
+    with tome_core.patch(model, on_small(name)):
+        assert not seen
+        for _ in range(2):
+            run(model)
+    assert [is_cross for is_cross, _ in seen] == [is_cross for is_cross, _ in expected]
+    assert all(whole / 2 <= found <= whole for (_, found), (_, whole) in zip(seen, expected, strict=True))
+
+
+def test_attend_and_excite_stores_maps_of_the_prompt_that_gradients_flow_through():
+    """Its pipeline changes the latent so that each word finds a place; the maps it asks are of every token."""
+    model = small()
+    UNKNOWN["AttendExciteAttnProcessor"](model)
+    store = next(iter(model.attn_processors.values())).attnstore
+    store.num_att_layers = len(attentions(model))
+
+    def maps_and_gradient() -> tuple[list[torch.Size], torch.Tensor]:
+        store.reset()
+        x, text = inputs(4, 1, 16, 16)
+        x.requires_grad_()
+        call_unet(model, x, LATE, text)
+        maps = [one for place in store.attention_store.values() for one in place]
+        (gradient,) = torch.autograd.grad(sum(one[..., 1].square().sum() for one in maps), x)
+        return [one.shape for one in maps], gradient
+
+    expected, _ = maps_and_gradient()
+    with tome_core.patch(model, on_small("balanced")) as handle:
+        shapes, gradient = maps_and_gradient()
+    assert handle.report().levels[0].calls_merged and shapes == expected
+    assert gradient.isfinite().all() and gradient.abs().max() > 0
+
+
+@every_preset
+@pytest.mark.parametrize("kind", ["PAGIdentitySelfAttnProcessor2_0", "PAGCFGIdentitySelfAttnProcessor2_0"])
+def test_perturbed_attention_saves_nothing_where_it_changes_nothing(kind: str, name: str):
+    """It makes its keys from what it is called with, whatever keys it is given."""
+    model = with_processors(kind)
+    plain = run(model)
+    attention_alone = replace(on_small(name).rules[0], deep_mlp=0.0)
+    with tome_core.patch(model, MergeConfig(rules=(attention_alone,))) as handle:
+        merged = run(model)
+        level = handle.report().levels[0]
+    assert torch.equal(merged, plain) == (level.calls_merged == 0)
+    assert torch.equal(merged, plain) == (not level.work_saved)
+
+
+# --- whether an attention is known is asked at each call -------------------------------------------------------------
+
+
+def test_two_processors_of_one_class_behave_as_themselves(monkeypatch):
+    """What is found out about one is not true of the other."""
+    model = small()
+    for number, one in enumerate(selves(model)):
+        one.set_processor(Sharpened(0.9 if number % 2 else None))
+    plain = run(model)
+    merge_with_self(monkeypatch)
+    with tome_core.patch(model, on_small("balanced")):
+        assert (run(model) - plain).abs().max() <= 1e-3  # other sums at most
+
+
+def test_a_processor_may_change_its_mind_between_calls(monkeypatch):
+    model, processor = small(), Sharpened(0.9)
+    model.set_attn_processor(processor)
+    expected = run(model)
+    merge_with_self(monkeypatch)
+    processor.scale = None
+    with tome_core.patch(model, on_small("balanced")):
+        run(model)
+        processor.scale = 0.9
+        assert (run(model) - expected).abs().max() <= 1e-3
+
+
+def test_processors_may_come_and_go_while_a_patch_is_on():
+    model = small()
+    known = model.attn_processors
+    with tome_core.patch(model, on_small("balanced")) as handle:
+        first, by_first = run(model), handle.report().levels[0]
+        model.set_attn_processor(Storing([]))
+        handle.reset_counts()
+        run(model)
+        level = handle.report().levels[0]
+        assert any("Storing" in route for route in level.routes)
+        assert all(tokens / 2 <= queries == keys for tokens, queries, keys in level.tokens)
+        model.set_attn_processor(dict(known))
+        handle.reset_counts()
+        assert torch.equal(run(model), first)
+        assert handle.report().levels[0] == by_first
+
+
+@every_preset
+def test_projections_may_be_fused_and_unfused_while_a_patch_is_on(name: str):
+    model = small()
+    with tome_core.patch(model, on_small(name)) as handle:
+        first, level = run(model), handle.report().levels[0]
+        model.fuse_qkv_projections()
+        handle.reset_counts()
+        run(model)
+        assert handle.report().levels[0].calls_merged
+        model.unfuse_qkv_projections()
+        handle.reset_counts()
+        assert torch.equal(run(model), first)
+        assert handle.report().levels[0] == level
+
+
+# --- other people's replacements of forward --------------------------------------------------------------------------
+
+
+class Caching:
+    """What DeepCache's helper does to a UNet: others for its forward and its transformers', and back what was found."""
+
+    def __init__(self, model: nn.Module) -> None:
+        transformers = [one for one in model.modules() if type(one).__name__ == "Transformer2DModel"]
+        self.found = {module: module.forward for module in (model, *transformers)}
+        for module, forward in self.found.items():
+            module.forward = lambda *args, forward=forward, **kwargs: forward(*args, **kwargs)
+
+    def disable(self) -> None:
+        for module, forward in self.found.items():
+            module.forward = forward
+
+
+def test_merging_goes_on_after_a_cache_that_was_there_before_us_is_switched_off():
+    model = small()
+    with tome_core.patch(model, on_small("balanced")):
+        merged = run(model)
+    cache = Caching(model)
+    with tome_core.patch(model, on_small("balanced")) as handle:
+        assert torch.equal(run(model), merged)
+        cache.disable()
+        run(model)
+        assert any("taken the patch off" in reason for reason in handle.report().levels[0].reasons)
+        handle.reset_counts()
+        assert torch.equal(run(model), merged)
+        level = handle.report().levels[0]
+        assert level.calls_merged and not level.calls_skipped

@@ -1,0 +1,113 @@
+"""The report tells what was merged, and merging goes on whatever is done to the model's storage; nothing stops quietly.
+
+What is counted is a frame's pixels, and what no rule merges is not touched.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tome_core
+from tests.models import CASES, call_case, call_unet, inputs, seeded, unet
+from tests.test_patch_contract import traces
+from tome_core import MergeConfig, MergeRule, preset
+
+MOTION = next(case for case in CASES if case.name == "motion")
+SIDE = 16 * 8  # pixels of a frame
+PRESETS = ("quality", "balanced")
+
+every_preset = pytest.mark.parametrize("name", PRESETS)
+
+
+@seeded
+def small() -> nn.Module:
+    """SD1.5's shape, one head in each attention."""
+    return unet(attention_head_dim=1)
+
+
+def on_small(name: str) -> MergeConfig:
+    """The preset, also where a picture is so small that it would be left alone."""
+    return MergeConfig(rules=(replace(preset(name), only_if_it_pays=False),))
+
+
+def run(model: nn.Module, timestep: Any = 100) -> torch.Tensor:
+    x, text = inputs(4, 1, 16, 16)
+    with torch.no_grad():
+        return call_unet(model, x, timestep, text)
+
+
+# --- the smallest picture of a video ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("frames", [1, 2])
+@pytest.mark.parametrize("least, merges", [(SIDE * SIDE, True), (SIDE * SIDE + 1, False)])
+def test_the_smallest_picture_of_a_video_is_a_frame(frames: int, least: int, merges: bool):
+    """A UNetMotionModel's latent is ``[B, C, F, H, W]``."""
+    model = MOTION.build()
+    x = torch.randn(1, 4, frames, 16, 16, generator=torch.Generator().manual_seed(0))
+    text = torch.randn(1, 7, 32, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad(), tome_core.patch(model, MergeConfig(min_pixels=least)) as handle:
+        MOTION.call(model, x, 500, text)
+    level = handle.report().levels[0]
+    assert bool(level.calls_merged) == merges != bool(level.calls_skipped)
+    assert any("min_pixels" in reason for reason in level.reasons) != merges
+
+
+def test_a_video_that_is_large_enough_merges_as_without_a_smallest_picture():
+    model = MOTION.build()
+    pictures = []
+    for config in (MergeConfig(), MergeConfig(min_pixels=SIDE * SIDE)):
+        with tome_core.patch(model, config):
+            pictures.append(call_case(MOTION, model))
+    assert torch.equal(*pictures)
+
+
+# --- how the weights are stored --------------------------------------------------------------------------------------
+
+
+@every_preset
+def test_weights_that_are_stored_in_half_precision_merge_as_hard(name: str):
+    """diffusers' layerwise casting: each layer casts its weights for a call, so that they do not tell what it takes."""
+    merged = []
+    for stored in (torch.float32, torch.float16):
+        model = small()
+        if not hasattr(model, "enable_layerwise_casting"):
+            pytest.skip("this diffusers has no layerwise casting")
+        if stored == torch.float16:
+            model.enable_layerwise_casting(storage_dtype=stored, compute_dtype=torch.float32)
+        with tome_core.patch(model, on_small(name)) as handle:
+            for timestep in (900, 100):
+                run(model, timestep)
+        merged.append([(level.tokens, level.routes) for level in handle.report().levels])
+    assert merged[0] == merged[1]
+
+
+# --- nothing but what merges is touched ------------------------------------------------------------------------------
+
+
+MLP = {"merge_attn": False, "merge_mlp": True}
+MLP_ALONE = {
+    "everywhere": MergeConfig(max_downsample=8, **MLP),
+    "below attention": MergeConfig(rules=(MergeRule(side="kv", levels=(0,)), MergeRule(levels=(1,), **MLP))),
+}
+
+
+@pytest.mark.parametrize("rules", MLP_ALONE)
+def test_rules_of_the_mlp_alone_do_not_touch_the_projections_of_an_attention(rules: str):
+    """Neither wrapped, nor run more often than without us."""
+    model, calls = small(), []
+    projections = [module for name, module in model.mid_block.named_modules() if ".attn1." in name]
+    before = [sorted(vars(module)) for module in projections]
+    for module in projections:
+        module.register_forward_pre_hook(lambda module, _: calls.append(module))
+    with tome_core.patch(model, MLP_ALONE[rules]) as handle:
+        assert not calls and [sorted(vars(module)) for module in projections] == before
+        run(model)
+    level = handle.report().levels[1]
+    assert level.mlp_tokens and not level.tokens and not level.routes
+    assert len(calls) == len(set(calls)) == len(projections)

@@ -1,0 +1,221 @@
+"""A call is what it was when it began: whoever patches meanwhile, calls the UNet again, or forks, changes later ones.
+
+Nothing here is left to luck: a hook in the middle of a call lets the others act, and waits for them.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tome_core
+from tests.models import CASES, call_case, call_unet, inputs, seeded, unet
+from tome_core import MergeConfig, preset
+
+BALANCED = MergeConfig(rules=(replace(preset("balanced"), only_if_it_pays=False),))
+TOGETHER = MergeConfig(ratio=0.5, merge_mlp=True)
+A_MOMENT = 0.3  # for what may have to wait for the call that it is asked in
+DEADLOCK = 15  # nothing else takes so long; a test that ends does not wait for it
+
+
+@seeded
+def small() -> nn.Module:
+    """SD1.5's shape, one head in each attention."""
+    return unet(attention_head_dim=1)
+
+
+def run(model: nn.Module, seed: int = 0, size: int = 16, timestep: int = 100) -> torch.Tensor:
+    x, text = inputs(4, 1, size, size, seed)
+    with torch.no_grad():
+        return call_unet(model, x, timestep, text)
+
+
+def merged(config: MergeConfig, **call: Any) -> torch.Tensor:
+    """The picture of a fresh model with a patch that has seen no other."""
+    model = small()
+    with tome_core.patch(model, config):
+        return run(model, **call)
+
+
+def once_in(model: nn.Module, place: str, work: Callable[[], Any]) -> None:
+    """At the next call of the module at this place, before it, do some work."""
+
+    def hook(*_: Any) -> None:
+        handle.remove()
+        work()
+
+    handle = model.get_submodule(place).register_forward_pre_hook(hook)
+
+
+def begin(work: Callable[[], Any]) -> tuple[threading.Event, list[BaseException]]:
+    """Do it in another thread, which nobody has to wait for; the event says that it is over, the list what it raised.
+
+    Daemons, because where two of them wait for each other for ever, the process has to end nevertheless.
+    """
+    over, errors = threading.Event(), []
+
+    def guarded() -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+        over.set()
+
+    threading.Thread(target=guarded, daemon=True).start()
+    return over, errors
+
+
+# --- patching a model that another thread calls ----------------------------------------------------------------------
+
+FIRST = "down_blocks.0.attentions.0"
+PLACES = {
+    "before its first block": FIRST,
+    "in a block": f"{FIRST}.transformer_blocks.0.attn2",
+    "in an attention": f"{FIRST}.transformer_blocks.0.attn1.to_k",
+    "in its middle": "mid_block",
+}
+
+
+class Meanwhile:
+    """Something that another thread does at a place in a call, which waits for it no longer than a moment."""
+
+    def __init__(self, model: nn.Module, place: str, work: Callable[[], Any]) -> None:
+        self.work = work
+        once_in(model, place, self._begin)
+
+    def _begin(self) -> None:
+        self.over, self.errors = begin(self.work)
+        self.over.wait(A_MOMENT)
+
+    def end(self) -> None:
+        """The call is over, so this has to end too."""
+        assert self.over.wait(DEADLOCK)
+        assert not self.errors
+
+
+@pytest.mark.parametrize("config", [BALANCED, TOGETHER], ids=["balanced", "together"])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_call_that_began_without_a_patch_ends_without_it(place: str, config: MergeConfig):
+    model = small()
+    plain, handles = run(model), []
+    patching = Meanwhile(model, PLACES[place], lambda: handles.append(tome_core.patch(model, config)))
+    found = run(model)
+    patching.end()
+    assert torch.equal(found, plain)
+    assert torch.equal(run(model), merged(config)) and handles[0].report().calls == 1
+    handles[0].remove()
+    assert torch.equal(run(model), plain)
+
+
+def test_a_call_that_began_without_a_patch_sees_none_come_and_go():
+    model = small()
+    plain = run(model)
+    coming = Meanwhile(model, FIRST, lambda: tome_core.patch(model, BALANCED))
+    going = Meanwhile(model, "up_blocks.1.attentions.1", lambda: tome_core.remove_patch(model))
+    found = run(model)
+    coming.end()
+    going.end()
+    assert torch.equal(found, plain)
+
+
+@pytest.mark.parametrize("patched_before", [False, True], ids=["unpatched", "patched"])
+def test_two_threads_that_patch_each_others_model_inside_of_a_call_both_end(patched_before: bool):
+    models, pictures = [small(), small()], {}
+    both_inside = threading.Barrier(2)
+    for model in models:
+        if patched_before:
+            tome_core.patch(model, TOGETHER)
+
+    def work(mine: int) -> None:
+        def patch_the_others() -> None:
+            both_inside.wait(DEADLOCK)
+            tome_core.patch(models[1 - mine], BALANCED)
+
+        once_in(models[mine], "mid_block", patch_the_others)
+        pictures[mine] = run(models[mine], mine)
+
+    started = [begin(lambda mine=mine: work(mine)) for mine in range(2)]
+    for over, errors in started:
+        assert over.wait(2 * DEADLOCK), "the threads wait for each other"
+        assert not errors
+    for mine, model in enumerate(models):
+        before = merged(TOGETHER, seed=mine) if patched_before else run(small(), mine)
+        assert torch.equal(pictures[mine], before)
+        assert torch.equal(run(model, mine), merged(BALANCED, seed=mine))
+
+
+# --- a call within a call --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "config, place, size, timestep",
+    [(TOGETHER, "in a block", 16, 100), (BALANCED, "in a block", 16, 900), (BALANCED, "in an attention", 16, 900),
+     (TOGETHER, "in its middle", 24, 900), (BALANCED, "before its first block", 24, 900)],
+    ids=["in a block", "in a block at another time", "in an attention", "in its middle", "before its first block"],
+)  # fmt: skip
+def test_a_unet_called_again_inside_of_its_own_call_gives_both_pictures(config, place: str, size: int, timestep: int):
+    """As hooks do that look at the same picture once more: reference-only, perturbed guidance."""
+    inner = {"seed": 3, "size": size, "timestep": timestep}
+    alone = merged(config), merged(config, **inner)
+    model, found = small(), []
+    with tome_core.patch(model, config):
+        once_in(model, PLACES[place], lambda: found.append(run(model, **inner)))
+        found.append(run(model))
+    assert torch.equal(found[1], alone[0])
+    assert torch.equal(found[0], alone[1])
+
+
+def test_an_ldm_unet_called_again_inside_of_its_own_call_gives_both_pictures():
+    case = next(case for case in CASES if case.name == "ldm_sd1")
+    alone = []
+    for seed, timestep in ((0, 100), (3, 900)):
+        model = case.build()
+        with tome_core.patch(model, BALANCED):
+            alone.append(call_case(case, model, 1, timestep=timestep, seed=seed))
+    model, found = case.build(), []
+    with tome_core.patch(model, BALANCED):
+        once_in(model, "middle_block", lambda: found.append(call_case(case, model, 1, timestep=900, seed=3)))
+        found.append(call_case(case, model, 1, timestep=100))
+    assert torch.equal(found[1], alone[0]) and torch.equal(found[0], alone[1])
+
+
+# --- a process that forks --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="this system cannot fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_process_that_is_forked_during_a_call_can_patch_and_call():
+    """As data loaders fork. The thread that is in the call does not exist in the child, and ends nothing there."""
+    model, inside, leave = small(), threading.Event(), threading.Event()
+    expected = merged(BALANCED)
+    tome_core.patch(model, TOGETHER)
+
+    def stay() -> None:
+        inside.set()
+        leave.wait(4 * DEADLOCK)
+
+    def in_the_child() -> None:
+        tome_core.patch(model, BALANCED)
+        sys.exit(0 if torch.equal(run(model), expected) else 3)
+
+    once_in(model, "mid_block", stay)
+    over, errors = begin(lambda: run(model))
+    try:
+        assert inside.wait(DEADLOCK)
+        child = multiprocessing.get_context("fork").Process(target=in_the_child)
+        child.start()
+        child.join(DEADLOCK)
+        code = child.exitcode
+        child.kill()
+    finally:
+        leave.set()
+    assert over.wait(DEADLOCK) and not errors
+    assert code == 0, "the child hangs" if code is None else f"the child ended with {code}"

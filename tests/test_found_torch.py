@@ -1,0 +1,205 @@
+"""What torch lets one do with an unpatched model: other default dtypes, transforms of functions, tensors without values.
+
+Under a transform, and where there is nothing to look at, blocks may be left unmerged; then the report says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import tome_core
+from tests.models import call_unet, inputs, seeded, unet
+from tome_core import MergeConfig, preset
+
+BALANCED = MergeConfig(rules=(replace(preset("balanced"), only_if_it_pays=False),))
+CONFIGS = {"balanced": BALANCED, "together": MergeConfig(ratio=0.5)}
+NEAR = {"rtol": 1e-3, "atol": 1e-4}  # a transform has kernels of its own
+SEVERAL = 2
+
+configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+# torch says so of its own kernels
+pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
+
+
+@seeded
+def small() -> nn.Module:
+    """SD1.5's shape, one head in each attention."""
+    return unet(attention_head_dim=1)
+
+
+def run(model: nn.Module, x: torch.Tensor, text: torch.Tensor, timestep: Any = 100) -> torch.Tensor:
+    return call_unet(model, x, timestep, text)
+
+
+def of(config: MergeConfig | None, work: Callable[[nn.Module], Any]) -> Any:
+    """What the work gives with a fresh model; None: without a patch."""
+    model = small()
+    with tome_core.patch(model, config) if config else nullcontext():
+        return work(model)
+
+
+def assert_merged_or_said(handle: Any) -> None:
+    """Every call of a block is in the report, as merged or with a reason."""
+    level = handle.report().levels[0]
+    assert level.calls_merged or level.reasons
+
+
+def assert_like_one_of(config: MergeConfig, work: Callable, simple: Callable) -> None:
+    """A transform gives what simple calls give, those of the merged model or, with a reason, those of the plain one.
+
+    work: of a model under a transform; simple: the same in eager calls.
+    """
+    plain, merged = of(None, simple), of(config, simple)
+    torch.testing.assert_close(of(None, work), plain, **NEAR)
+    model = small()
+    with tome_core.patch(model, config) as handle:
+        found = work(model)
+        level = handle.report().levels[0]
+    assert bool(level.calls_merged) != bool(level.reasons)
+    torch.testing.assert_close(found, merged if level.calls_merged else plain, **NEAR)
+
+
+# --- default dtypes and devices --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@configs
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_the_default_dtype_changes_no_bit(config: MergeConfig, dtype: torch.dtype):
+    """Whether it is set before patching or after it."""
+    x, text = inputs(4, 1, 16, 16)
+    model = small()
+    with torch.no_grad():
+        expected = of(config, lambda model: run(model, x, text))
+        with tome_core.patch(model, config), default_dtype(dtype):
+            assert torch.equal(run(model, x, text), expected)
+        with default_dtype(dtype), tome_core.patch(model, config):
+            assert torch.equal(run(model, x, text), expected)
+
+
+@contextmanager
+def default_device(device: str) -> Iterator[None]:
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+@configs
+def test_the_default_device_changes_no_bit(config: MergeConfig):
+    """As programs set it to "cuda" and leave some model on the CPU; "meta" is one that is everywhere."""
+    x, text = inputs(4, 1, 16, 16)
+    timestep, model = torch.tensor(100), small()
+    with torch.no_grad():
+        expected = of(config, lambda model: run(model, x, text, timestep))
+        with default_device("meta"), tome_core.patch(model, config):
+            assert torch.equal(run(model, x, text, timestep), expected)
+
+
+# --- transforms of functions -----------------------------------------------------------------------------------------
+
+
+def loss(model: nn.Module, x: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+    return run(model, x, text).square().mean()
+
+
+@configs
+def test_the_gradient_of_a_function_is_that_of_autograd(config: MergeConfig):
+    x, text = inputs(4, SEVERAL, 8, 8)
+
+    def by_autograd(model: nn.Module) -> torch.Tensor:
+        leaf = x.clone().requires_grad_()
+        return torch.autograd.grad(loss(model, leaf, text), leaf)[0]
+
+    assert_like_one_of(config, lambda model: torch.func.grad(lambda x: loss(model, x, text))(x), by_autograd)
+
+
+@configs
+def test_a_mapped_call_is_the_calls_of_each_sample(config: MergeConfig):
+    x, text = inputs(4, SEVERAL, 8, 8)
+
+    @torch.no_grad()
+    def mapped(model: nn.Module) -> torch.Tensor:
+        return torch.vmap(lambda x, text: run(model, x[None], text[None])[0])(x, text)
+
+    @torch.no_grad()
+    def one_by_one(model: nn.Module) -> torch.Tensor:
+        return torch.cat([run(model, *pair) for pair in zip(x.split(1), text.split(1), strict=True)])
+
+    assert_like_one_of(config, mapped, one_by_one)
+
+
+@configs
+def test_gradients_of_each_sample_are_those_of_its_own_call(config: MergeConfig):
+    """What differential privacy and influence functions ask for, of one layer here."""
+    x, text = inputs(4, SEVERAL, 8, 8)
+    name = "conv_in.weight"
+
+    def mapped(model: nn.Module) -> torch.Tensor:
+        def of_one(weight: torch.Tensor, x: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+            return torch.func.functional_call(model, {name: weight}, (x[None], 100, text[None])).sample.square().mean()
+
+        weight = model.get_parameter(name).detach()
+        return torch.vmap(torch.func.grad(of_one), (None, 0, 0))(weight, x, text)
+
+    def one_by_one(model: nn.Module) -> torch.Tensor:
+        weight, pairs = model.get_parameter(name), zip(x.split(1), text.split(1), strict=True)
+        return torch.stack([torch.autograd.grad(loss(model, *pair), weight)[0] for pair in pairs])
+
+    assert_like_one_of(config, mapped, one_by_one)
+
+
+# --- tensors without values ------------------------------------------------------------------------------------------
+
+
+@configs
+@pytest.mark.parametrize("timestep", [100, torch.tensor(100)], ids=["a number", "a tensor"])
+def test_a_model_on_the_meta_device_has_a_shape(config: MergeConfig, timestep: Any):
+    """How large an output is, asked before anything is loaded."""
+    x, text = (one.to("meta") for one in inputs(4, 2, 16, 16))
+    timestep = timestep.to("meta") if torch.is_tensor(timestep) else timestep
+    model = small().to("meta")
+    with torch.no_grad(), tome_core.patch(model, config) as handle:
+        assert run(model, x, text, timestep).shape == x.shape
+    assert_merged_or_said(handle)
+
+
+def test_a_model_that_was_patched_before_it_went_to_the_meta_device_has_a_shape():
+    model = small()
+    with torch.no_grad(), tome_core.patch(model, BALANCED) as handle:
+        run(model, *inputs(4, 2, 16, 16))
+        model.to("meta")
+        handle.reset_counts()
+        x, text = (one.to("meta") for one in inputs(4, 2, 16, 16))
+        assert run(model, x, text).shape == x.shape
+    assert_merged_or_said(handle)
+
+
+def test_fake_tensors_pass_under_a_preset():
+    """What exporters and memory estimates send; the timestep is one of them, and has no value to look at."""
+    x, text = inputs(4, 1, 8, 8)
+    model, mode = small(), FakeTensorMode(allow_non_fake_inputs=True)
+    with torch.no_grad(), tome_core.patch(model, BALANCED) as handle, mode:
+        faked = [mode.from_tensor(one) for one in (x, text, torch.tensor(100))]
+        assert run(model, *faked).shape == x.shape
+    assert_merged_or_said(handle)
+    with torch.no_grad(), tome_core.patch(model, BALANCED):
+        assert torch.equal(run(model, x, text), of(BALANCED, lambda model: run(model, x, text)))

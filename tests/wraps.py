@@ -1,0 +1,21 @@
+"""What a patch has put on a model, for tests that look at each of its wraps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tome_core.switch import Switch, switch_of
+from tome_core.wiring import wiring_of
+from tome_core.wrap import Wrap
+
+
+def wraps_of(handle: Any) -> list[Wrap]:
+    """All wraps on the UNet that the handle patched, and those it put on a pipeline."""
+    wiring = wiring_of(handle.unet)
+    return [*([] if wiring is None else wiring._wraps.values()), *handle._outside]
+
+
+def is_idle(unet: Any) -> bool:
+    """Does nothing that belongs to the UNet hold anything of a call, and does nobody wait for its end?"""
+    switch: Switch = switch_of(unet)
+    return (switch.call, switch.grid, switch.block, switch.later, switch.named) == (None, None, None, [], [])
