@@ -28,8 +28,9 @@ _TIMESTEP_MODULE = "modules.sd_samplers_timesteps_impl"
 class Pace:
     """Stands in for a sampler's function: reads the list it is given, once, and hears each step that it reports.
 
-    p: of the pass that is about to start, whose sampler is there already; None where nobody will ask. A second-order sampler's middle calls count
-    as the step's end. Of a sampler that is not known, each step's time is read, which waits for the device.
+    p: of the pass that is about to start, whose sampler is there already; None where nobody will ask. A second-order
+    sampler's middle calls count as the step's end. Of a sampler that is not known, each step's time is read, which
+    waits for the device.
     """
 
     def __init__(self, p: Any) -> None:

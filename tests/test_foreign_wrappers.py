@@ -129,7 +129,7 @@ def test_an_old_wrap_put_back_over_a_new_patch_is_harmless(case: Case):
 
 @families
 def test_a_patch_taken_back_over_somebody_elses_wrapper_merges_again(case: Case):
-    """What the wrapper does to an attention nobody knows, so that gets merged tokens, as on a model that came wrapped."""
+    """What it does to an attention nobody knows, so that gets merged tokens, as on a model that came wrapped."""
     model, other = case.build(), case.build()
     vanilla = call_case(case, model)
     wrap_everything(other)

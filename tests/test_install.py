@@ -86,6 +86,17 @@ def test_an_interrupt_ends_without_a_traceback(monkeypatch, capsys):
     assert capsys.readouterr().err.strip() == "install.py: stopped."
 
 
+@pytest.mark.skipif(os.name == "nt", reason="Windows ends a program without telling it")
+def test_sigterm_reaches_the_command_that_runs_and_is_waited_for():
+    inner = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7));" \
+        "print('on', flush=True); time.sleep(60)"
+    outer = f"import install, sys; sys.exit(install.run([sys.executable, '-c', {inner!r}]))"
+    with subprocess.Popen([sys.executable, "-c", outer], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "on\n"
+        process.terminate()
+        assert process.wait(30) == 7
+
+
 def test_requirements_are_the_dependencies_and_the_extras_without_repeats():
     project = {"project": {"dependencies": ["torch>=2.4"], "optional-dependencies": {"a": ["x", "y"], "b": ["y", "z"]}}}
     assert install.requirements(project, []) == ["torch>=2.4"]

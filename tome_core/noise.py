@@ -100,17 +100,27 @@ def _rounded(schedule: NoiseSchedule, sigma: float) -> float:
 
 
 def _log_snrs(scheduler: Any, values: list[float]) -> list[float] | None:
-    sigmas = _listed(scheduler, "sigmas", len(values))
+    # by place only in the schedule that the scheduler has now: another pipeline may draw by one of its own. Its tensor
+    # may be the beginning of a longer one.
+    own = _listed(scheduler, "timesteps", 1) or []
+    count = len(own) if own and values[: len(own)] == own else 0
+    sigmas = _listed(scheduler, "sigmas", count) if count else None
     if sigmas is not None:
+        sigmas = _drawn_out(sigmas[:count], len(values))
         return _of_flow(sigmas) if _is_flow(scheduler) else _of_sigmas(sigmas, _config(scheduler, "sigma_data", 1.0))
     kept = _listed(scheduler, "alphas_cumprod", 1)
     if kept is not None:
         return [_of_kept(kept, value) for value in values]
-    alphas, betas = (_listed(scheduler, name, len(values)) for name in ("alphas", "betas"))
+    alphas, betas = (_listed(scheduler, name, count) if count else None for name in ("alphas", "betas"))
     if alphas is not None and betas is not None:  # of the step itself, not of training: IPNDM
-        pairs = zip(alphas, betas, strict=False)
-        return [2 * math.log(max(alpha, _TINY) / max(beta, _TINY)) for alpha, beta in pairs][: len(values)]
+        pairs = zip(alphas[:count], betas[:count], strict=True)
+        return _drawn_out([2 * math.log(max(alpha, _TINY) / max(beta, _TINY)) for alpha, beta in pairs], len(values))
     return None
+
+
+def _drawn_out(values: list[float], count: int) -> list[float]:
+    """So many of them, the last one again and again."""
+    return values + values[-1:] * (count - len(values))
 
 
 def _of_sigmas(sigmas: list[float], of_data: float) -> list[float]:

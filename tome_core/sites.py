@@ -85,8 +85,10 @@ class UNetSite(Wrap):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The UNet's forward, inside a call of the run in force."""
+        if not self.active:
+            return self.original(*args, **kwargs)
         switch = self.switch
-        run = switch.current() if self.active else None
+        run = switch.current()
         if torch.compiler.is_compiling():  # no graph can hold a lock
             return self.original(*args, **kwargs) if run is None else self._call(run, None, args, kwargs)
         if run is None:

@@ -1,0 +1,115 @@
+"""ComfyUI's attention, written anew from what its functions promise: who scales by what, and who adds a mask where.
+
+It goes by the module's name, as `CrossAttention` is known by the function that computes it; tests/hosts/comfyui holds
+the same claims against the real module.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+HERE = __name__
+__name__ = "comfy.ldm.modules.attention"  # noqa: A001
+
+
+def wrap_attn(function: Any) -> Any:
+    """Lets ``optimized_attention_override`` of the transformer_options take the call over."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
+        override = (kwargs.get("transformer_options") or {}).get("optimized_attention_override")
+        return function(*args, **kwargs) if override is None else override(function, *args, **kwargs)
+
+    return wrapper
+
+
+def _of_heads(flat: torch.Tensor, heads: int) -> torch.Tensor:
+    return flat.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def _by_products(q: Any, k: Any, v: Any, heads: int, mask: Any, precision: Any) -> torch.Tensor:
+    q, k, v = (_of_heads(one, heads) for one in (q, k, v))
+    if precision is not None:
+        q, k = q.to(precision), k.to(precision)
+    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    if mask is not None:
+        assert mask.dim() in (3, 4) and mask.shape[-2] in (1, q.shape[2])
+        scores += mask if mask.dim() == 4 else mask[:, None]
+    return (scores.softmax(-1).to(v.dtype) @ v).transpose(1, 2).flatten(2)
+
+
+@wrap_attn
+def attention_basic(q, k, v, heads, mask=None, attn_precision=None, **kwargs):
+    """Products, in the precision asked for."""
+    return _by_products(q, k, v, heads, mask, attn_precision)
+
+
+@wrap_attn
+def attention_split(q, k, v, heads, mask=None, attn_precision=None, **kwargs):
+    """The same; a mask of one row is for all queries."""
+    return _by_products(q, k, v, heads, mask, attn_precision)
+
+
+@wrap_attn
+def attention_sub_quad(q, k, v, heads, mask=None, attn_precision=None, **kwargs):
+    """The same, but a mask comes after the maximum was taken, as where memory is short."""
+    assert mask is None, "a group without tokens might hold the maximum"
+    return _by_products(q, k, v, heads, None, attn_precision)
+
+
+@wrap_attn
+def attention_pytorch(q, k, v, heads, mask=None, attn_precision=None, **kwargs):
+    """torch's function, which wants a mask of the queries' dtype, and broadcasts it."""
+    q, k, v = (_of_heads(one, heads) for one in (q, k, v))
+    mask = mask[:, None] if mask is not None and mask.dim() == 3 else mask
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
+
+
+@wrap_attn
+def attention_flash(q, k, v, heads, mask=None, attn_precision=None, **kwargs):
+    """Knows no masks, and leaves them to another function."""
+    assert mask is None, "a mask would leave flash attention"
+    return _by_products(q, k, v, heads, None, None)
+
+
+optimized_attention = optimized_attention_masked = attention_pytorch
+
+
+class CrossAttention(nn.Module):
+    """Calls whichever function its module names at that moment; with a mask, by another name."""
+
+    def __init__(self, channels: int, heads: int, attn_precision: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.heads, self.attn_precision = heads, attn_precision
+        self.to_q, self.to_k, self.to_v = (nn.Linear(channels, channels, bias=False) for _ in range(3))
+        self.to_out = nn.Sequential(nn.Linear(channels, channels), nn.Dropout(0.0))
+
+    def forward(self, x, context=None, value=None, mask=None, transformer_options={}):  # noqa: B006
+        """As of September 2025."""
+        context = x if context is None else context
+        q, k, v = self.to_q(x), self.to_k(context), self.to_v(context if value is None else value)
+        more = {"attn_precision": self.attn_precision, "transformer_options": transformer_options}
+        if mask is None:
+            return self.to_out(optimized_attention(q, k, v, self.heads, **more))
+        return self.to_out(optimized_attention_masked(q, k, v, self.heads, mask, **more))
+
+
+class Before(CrossAttention):
+    """As it was before."""
+
+    def forward(self, x, context=None, value=None, mask=None):
+        """Without options."""
+        context = x if context is None else context
+        q, k, v = self.to_q(x), self.to_k(context), self.to_v(context if value is None else value)
+        function = optimized_attention if mask is None else optimized_attention_masked
+        more = () if mask is None else (mask,)
+        return self.to_out(function(q, k, v, self.heads, *more, attn_precision=self.attn_precision))
+
+
+Before.forward.__qualname__ = "CrossAttention.forward"
+__name__ = HERE  # noqa: A001
