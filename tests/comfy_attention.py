@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 HERE = __name__
-__name__ = "comfy.ldm.modules.attention"  # noqa: A001
+__name__ = "comfy.ldm.modules.attention"
 
 
 def wrap_attn(function: Any) -> Any:
@@ -112,4 +112,4 @@ class Before(CrossAttention):
 
 
 Before.forward.__qualname__ = "CrossAttention.forward"
-__name__ = HERE  # noqa: A001
+__name__ = HERE

@@ -172,8 +172,8 @@ def test_the_known_ones_are_where_the_engine_looks_for_them_and_nowhere_else():
     }
 
 
-def test_every_module_with_processors_outside_of_the_home_of_processors_was_read():
-    """The pattern finds what an import finds: no class comes about in another way."""
+def test_reading_the_home_of_processors_finds_every_class_that_importing_it_finds():
+    """No class comes about in another way, or under a name that the pattern overlooks."""
     here = {name for name, one in vars(attention_processor).items() if isinstance(one, type) and "Processor" in name}
     imported = {"IPAdapterMaskProcessor"}  # for pictures
     assert here - imported == {name for name, modules in found().items() if HOME in modules}

@@ -14,7 +14,6 @@ from torch import nn
 
 import tome_core
 from tests.models import CASES, call_case, call_unet, inputs, seeded, unet
-from tests.test_patch_contract import traces
 from tome_core import MergeConfig, MergeRule, preset
 
 MOTION = next(case for case in CASES if case.name == "motion")

@@ -381,7 +381,8 @@ def test_it_leaves_nothing_behind_when_it_is_ended_with_a_picture_half_made(
             page.page.locator("#slider img").first.wait_for()
             assert [one for one in temporary.rglob("*") if one.is_file()]
             (os.killpg if to_all else os.kill)(process.pid, which)
-            assert process.wait(60) == code
+            ended = process.wait(60)
         assert not list(temporary.iterdir())
+        assert ended == code
         with pytest.raises(ConnectionError), socket.socket() as gone:
             gone.connect(("127.0.0.1", int(address.rstrip("/").rpartition(":")[2])))

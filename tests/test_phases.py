@@ -235,7 +235,7 @@ def test_presets_leave_few_tokens_alone_and_merge_many():
 def test_tomesds_way_in_is_tomesds_way():
     model = CASE.build()
     tome_core.apply_patch(model)
-    rule = vars(model)["_tome_core_patch"].config.rules[0]
+    rule = vars(model)["_tome_core_patch"].merging.config.rules[0]
     assert (rule.metric, rule.keep, rule.early_ratio, rule.only_if_it_pays, rule.proportional) == (
         "input", 0.0, None, False, False,
     )  # fmt: skip

@@ -11,7 +11,7 @@ import pytest
 from tests.webui_doubles import Component, Processing, Webui
 
 FULL = (True, "custom", 0.35, "own ratio", 0.65, "up to /2", 0.1, 0.8, 65536, "bipartite", "k+v", True, True, 3, 4,
-        False, 99, 0.45, 600.0, 0.25, True, "normed", 1, 0.3, 8, "call", 16, 50.0, True, 0.35)  # fmt: skip
+        False, 99, 0.45, 600.0, 0.25, True, "normed", 1, 0.3, 8, 16, 50.0, True, 0.35)  # fmt: skip
 # the webui's own pattern and its splitting of values such as 2x2, as facts
 PAIR = re.compile(r'\s*(\w[\w \-/]+):\s*("(?:\\.|[^\\"])+"|[^,]*)(?:,|$)')
 
@@ -19,7 +19,7 @@ PAIR = re.compile(r'\s*(\w[\w \-/]+):\s*("(?:\\.|[^\\"])+"|[^,]*)(?:,|$)')
 NAMES_BEFORE_DEEP_MLP = (
     "enabled", "preset", "ratio", "hires", "hires_ratio", "level", "start_percent", "end_percent", "min_pixels",
     "method", "merge_what", "merge_crossattn", "merge_mlp", "sx", "sy", "use_rand", "seed", "early_ratio",
-    "early_until", "early_mlp", "proportional", "metric", "refine", "query_ratio", "window", "share", "project",
+    "early_until", "early_mlp", "proportional", "metric", "refine", "query_ratio", "window", "project",
     "keep", "only_if_it_pays",
 )  # fmt: skip
 

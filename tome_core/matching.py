@@ -28,18 +28,19 @@ class Plans(NamedTuple):
 
 
 class Matcher:
-    """Finds the plans of one block. number: the block's among all of the UNet; level: its own."""
+    """Finds the plans of one block. number: the block's among all of the UNet; level: its own. Holds no module."""
 
-    def __init__(self, block: nn.Module, number: int, level: int) -> None:
-        self.block = block
+    def __init__(self, number: int, level: int) -> None:
         self.number = number
         self.level = level
 
-    def find(self, x: torch.Tensor, outer: GridCall, rule: MergeRule, part: str, together: bool) -> Plans:
+    def find(
+        self, block: nn.Module, x: torch.Tensor, outer: GridCall, rule: MergeRule, part: str, together: bool
+    ) -> Plans:
         """The plans of a part for the block's input ``x``. together: see `BlockCall.plans_for`."""
         kept = outer.call.kept
         if kept is None or not rule.keep or torch.compiler.is_compiling():
-            return self._match(x, outer, rule, together)
+            return self._match(block, x, outer, rule, together)
         key = (self.number, kept.ordinal, part, together, outer.batch, outer.grid)
         old = kept.plans.get(key)
         if old is not None and (old.rule is not rule or not _fits(old.plans, x)):
@@ -47,27 +48,31 @@ class Matcher:
         if old is not None and abs(old.timestep - kept.timestep) <= rule.keep:
             return old.plans
         if old is None:
-            plans = self._match(x, outer, rule, together)
+            plans = self._match(block, x, outer, rule, together)
         else:
-            plans = self._renewed(old.plans, x, outer, rule, together)
+            plans = self._renewed(old.plans, block, x, outer, rule, together)
         kept.plans[key] = Kept(plans, kept.timestep, rule)
         return plans
 
-    def _renewed(self, old: Plans, x: torch.Tensor, outer: GridCall, rule: MergeRule, together: bool) -> Plans:
+    def _renewed(
+        self, old: Plans, block: nn.Module, x: torch.Tensor, outer: GridCall, rule: MergeRule, together: bool
+    ) -> Plans:
         """One k-means step from the plan of an earlier time is as good as a new match with several, and cheaper."""
         if not rule.refine or together or old.plan is None or not METHODS[rule.method].compares:
-            return self._match(x, outer, rule, together)
-        plan = refined(old.plan, self._compared(x, rule), 1, rule.metric in BY_DISTANCE)
+            return self._match(block, x, outer, rule, together)
+        plan = refined(old.plan, self._compared(block, x, rule), 1, rule.metric in BY_DISTANCE)
         return Plans(plan, self._match_queries(x, outer, rule))
 
-    def _match(self, x: torch.Tensor, outer: GridCall, rule: MergeRule, together: bool) -> Plans:
+    def _match(
+        self, block: nn.Module, x: torch.Tensor, outer: GridCall, rule: MergeRule, together: bool
+    ) -> Plans:
         if together and rule.effective_side != "qkv":
             return Plans(self._match_as_tomesd(x, outer, rule), None)
         options = MatchOptions(
             rule.constant_ratio, rule.sx, rule.sy, self._draw(x, outer, rule), rule.cluster_on,
             0 if together else rule.refine, rule.window, rule.metric in BY_DISTANCE,
         )  # fmt: skip
-        plan = METHODS[rule.method].match(self._compared(x, rule), outer.grid, options)
+        plan = METHODS[rule.method].match(self._compared(block, x, rule), outer.grid, options)
         return Plans(plan, None if plan is None else self._match_queries(x, outer, rule))
 
     def _match_as_tomesd(self, x: torch.Tensor, outer: GridCall, rule: MergeRule) -> MergePlan | None:
@@ -76,9 +81,9 @@ class Matcher:
         options = MatchOptions(ratio, min(rule.sx, cell), min(rule.sy, cell), self._draw(x, outer, rule))
         return METHODS["bipartite"].match(x, outer.grid, options)
 
-    def _compared(self, x: torch.Tensor, rule: MergeRule) -> torch.Tensor:
+    def _compared(self, block: nn.Module, x: torch.Tensor, rule: MergeRule) -> torch.Tensor:
         """A method that does not compare by a metric gets the block's input."""
-        return compared(self.block, x, rule.metric, rule.project) if METHODS[rule.method].compares else x
+        return compared(block, x, rule.metric, rule.project) if METHODS[rule.method].compares else x
 
     def _match_queries(self, x: torch.Tensor, outer: GridCall, rule: MergeRule) -> MergePlan | None:
         if not rule.query_ratio:

@@ -37,11 +37,19 @@ class PartSite(Wrap):
         self.switch = block.switch
         self.level = block.level
         self.block = block
-        block.parts.append(self.part)
 
-    def let_go(self) -> None:
-        """The block no longer waits for this part."""
-        self.block.parts.remove(self.part)
+    def install(self) -> Wrap:
+        """As of every wrap; and the block waits for this part."""
+        wrap = super().install()
+        if self.part not in self.block.parts:
+            self.block.parts.append(self.part)
+        return wrap
+
+    def uninstall(self) -> None:
+        """As of every wrap; and the block no longer waits for this part."""
+        super().uninstall()
+        if self.part in self.block.parts:
+            self.block.parts.remove(self.part)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The part's forward on merged tokens, or untouched where merging does not fit the call."""

@@ -51,7 +51,8 @@ class BlockCall:
             # what its self-attention found serves the other parts, whatever way that took
             plans = self.plans.get((part, True))
             if plans is None:
-                plans = self.site.matcher.find(self.x, self.outer, merging.rule, part, together)
+                site = self.site
+                plans = site.matcher.find(site.target, self.x, self.outer, merging.rule, part, together)
             self.plans[key] = plans
         return plans
 
@@ -165,8 +166,9 @@ class TransformerSite(Wrap):
         finally:
             switch.grid = before
 
-    def let_go(self) -> None:
-        """Remember no call."""
+    def rest(self) -> None:
+        """As of every wrap; and remember no call."""
+        super().rest()
         self.memory.clear()
 
     def _open(self, call: Call, x: torch.Tensor, compiling: bool) -> GridCall | None:
@@ -194,7 +196,7 @@ class BlockSite(Wrap):
         self.switch = root.switch
         self.root = root
         self.level = level
-        self.matcher = Matcher(block, number, level)
+        self.matcher = Matcher(number, level)
         self.parts: list[str] = []  # that have a wrap
         self.memory = CallMemory()
 
@@ -229,8 +231,9 @@ class BlockSite(Wrap):
         finally:
             switch.block = before
 
-    def let_go(self) -> None:
-        """Remember no call."""
+    def rest(self) -> None:
+        """As of every wrap; and remember no call."""
+        super().rest()
         self.memory.clear()
 
     def _open(self, x: torch.Tensor, outer: GridCall) -> BlockCall | None:

@@ -33,6 +33,7 @@ class Switch:
     named for a time, the latest last. call, grid, block: of the call that goes on, which belongs to the thread that
     ``call`` names; each site puts back what it found, so that calls inside of calls see their own.
     lock: held by the thread that is inside a merged call. later: what could not wait for the call that goes on.
+    resting: the wiring, while it is not on the UNet; it holds no module then.
     """
 
     def __init__(self) -> None:
@@ -43,6 +44,7 @@ class Switch:
         self.block: Any = None
         self.lock = threading.RLock()
         self.later: list[Callable[[], None]] = []
+        self.resting: Any = None
         _ALL.add(self)
 
     def current(self) -> Any:
@@ -92,7 +94,7 @@ class Switch:
             self.call = self.grid = self.block = None
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**vars(self), "named": [], "call": None, "grid": None, "block": None, "later": []}
+        state = {**vars(self), "named": [], "call": None, "grid": None, "block": None, "later": [], "resting": None}
         del state["lock"]
         return state
 

@@ -43,19 +43,33 @@ class Wiring:
         self.merging: Holder | None = None
         self._unet: weakref.ref[nn.Module] | None = weakref.ref(unet)
         self._wraps: dict[Any, Wrap] = {}
-        self._needs: frozenset[tuple[int, str]] = frozenset()
+        self._built: frozenset[tuple[int, str]] = frozenset()  # (level, part) of which there are wraps
+        self._needs: frozenset[tuple[int, str]] = frozenset()  # of which they are on
+        self._may_rest = True
+
+    def fits(self, unet: nn.Module) -> bool:
+        """After a rest: are the blocks and parts still the modules that the wraps were made for?"""
+        found: dict[Any, nn.Module] = {"unet": unet}
+        for number, place in enumerate(find_blocks(unet)):
+            found[number], found["transformer", id(place.transformer)] = place.block, place.transformer
+            for part, (name, _) in _SITES.items():
+                found[number, part] = getattr(place.block, name, None)
+        return all(wrap.rests_from() is found.get(key) for key, wrap in self._wraps.items())
 
     def hold(self, unet: nn.Module, handle: Holder) -> None:
         """Have what the handle needs, on top of what others have put on the model."""
         if handle not in self.holders:
             self.holders.append(handle)
-        if not handle.needs <= self._needs:
-            self._build(unet, handle.needs | self._needs)
+        if not handle.needs <= self._built:
+            self._build(unet, handle.needs | self._built)
+        self._needs |= handle.needs
         self._put_on()
 
     def _put_on(self) -> None:
+        levels = {level for level, _ in self._needs}
         for key, wrap in self._wraps.items():
-            self._wraps[key] = wrap.install()
+            if self._is_needed(wrap, self._needs, levels) and wrap.wake():
+                self._wraps[key] = wrap.install()
 
     def release(self, handle: Holder) -> None:
         """The handle needs nothing any more. Waits for a call that goes on, or leaves it to that call's end."""
@@ -77,22 +91,32 @@ class Wiring:
             self._shed(frozenset().union(*(one.needs for one in self.holders)))
             if not self.holders:
                 del vars(unet)[_MARK]
+                # the same wraps for the next patch: a compiled model knows them
+                self.switch.resting = self if self._may_rest else None
 
     def _shed(self, needs: frozenset[tuple[int, str]]) -> None:
-        """Take off what nobody needs, the inner first."""
+        """Take off what nobody needs, the inner first. It rests until it is needed again.
+
+        A wrap that somebody else's lies on has to stay where it is, as a pass-through, and one over somebody else's has
+        to remember it; all are made anew then.
+        """
         levels = {level for level, _ in needs}
-        for key, wrap in reversed(list(self._wraps.items())):
-            if isinstance(wrap, PartSite):
-                needed = (wrap.level, wrap.part) in needs
-            elif isinstance(wrap, UNetSite):
-                needed = bool(needs)
+        for wrap in reversed(self._wraps.values()):
+            if wrap.target is None or self._is_needed(wrap, needs, levels):
+                continue
+            entangled = wrap.beneath is not None or (wrap.active and not wrap.is_on_top())
+            wrap.uninstall()
+            if entangled:
+                self._may_rest = False
             else:
-                needed = wrap.level in levels
-            if not needed:
-                wrap.uninstall()
-                wrap.let_go()
-                del self._wraps[key]
+                wrap.rest()
         self._needs = needs
+
+    @staticmethod
+    def _is_needed(wrap: Wrap, needs: frozenset[tuple[int, str]], levels: set[int]) -> bool:
+        if isinstance(wrap, PartSite):
+            return (wrap.level, wrap.part) in needs
+        return bool(needs) if isinstance(wrap, UNetSite) else wrap.level in levels
 
     def _silence(self, handle: Holder) -> None:
         if self.merging is handle:
@@ -103,7 +127,7 @@ class Wiring:
         places = find_blocks(unet)
         depths = sorted({place.halvings for place in places})
         wraps = self._wraps
-        if needs and "unet" not in wraps:
+        if needs and "unet" not in wraps:  # the outermost comes first
             root = wraps["unet"] = UNetSite(unet, self.switch)
             root.put_back = self._put_on
         for number, place in enumerate(places):
@@ -111,7 +135,7 @@ class Wiring:
             parts = [part for part in _SITES if (level, part) in needs]
             if parts:
                 self._build_block(place, places, number, level, parts)
-        self._needs = needs
+        self._built = needs
 
     def _build_block(self, place: Place, places: list[Place], number: int, level: int, parts: Iterable[str]) -> None:
         wraps, key = self._wraps, ("transformer", id(place.transformer))
@@ -138,7 +162,8 @@ class Wiring:
         return self._unet() is unet
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_unet": None}
+        on = {key: wrap for key, wrap in self._wraps.items() if wrap.target is not None}
+        return {**vars(self), "_unet": None, "_wraps": on, "_built": self._needs}
 
 
 _SITES: dict[str, tuple[str, Any]] = {
@@ -161,7 +186,10 @@ def put_on(unet: nn.Module, handle: Holder, merges: bool) -> None:
         with patching():
             wiring = wiring_of(unet)
             if wiring is None:
-                wiring = vars(unet)[_MARK] = Wiring(unet)  # before its wraps, so that what an interrupt leaves is found
+                wiring, switch.resting = switch.resting, None
+                if wiring is None or not wiring.fits(unet):
+                    wiring = Wiring(unet)
+                vars(unet)[_MARK] = wiring  # before its wraps, so that what an interrupt leaves is found
             before = wiring.merging
             try:
                 wiring.hold(unet, handle)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from functools import partial
 from typing import Any
 
@@ -32,6 +33,7 @@ class Wrap:
         self.active = False
         self.beneath: Any = None
         self._placed = False
+        self._resting: weakref.ref[Any] | None = None
         self._of_class = getattr(type(target), name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -51,7 +53,8 @@ class Wrap:
             return self.beneath(*args, **kwargs)
         if torch.compiler.is_compiling():
             return self._of_class(self.target, *args, **kwargs)
-        return getattr(type(self.target), self.name)(self.target, *args, **kwargs)
+        target = self.rests_from()  # somebody may have kept a wrap that was removed since
+        return getattr(type(target), self.name)(target, *args, **kwargs)
 
     def is_on_top(self) -> bool:
         """Is it this object that ``target.NAME`` calls first (below accelerate's hook, if there is one)?"""
@@ -109,8 +112,22 @@ class Wrap:
         else:
             setattr(self.target, slot, getattr(type(self.target), self.name).__get__(self.target))
 
-    def let_go(self) -> None:
-        """It came off for good: let go of what it held for others."""
+    def rest(self) -> None:
+        """After `uninstall` from the top: hold the target no longer, and begin anew where `wake` finds it."""
+        self._resting = weakref.ref(self.target)
+        self.target = self.beneath = None
+        self._placed = False
+
+    def rests_from(self) -> Any:
+        """The target, of one that rests or does not."""
+        target = self.target
+        return self._resting() if target is None and self._resting is not None else target
+
+    def wake(self) -> bool:
+        """Hold the target again; False where it is gone."""
+        if self._resting is not None:
+            self.target, self._resting = self._resting(), None
+        return self.target is not None
 
     def __getstate__(self) -> dict[str, Any]:
         # not every function can be pickled; this one is found again
