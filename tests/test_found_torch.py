@@ -1,4 +1,4 @@
-"""What torch lets one do with an unpatched model: other default dtypes, transforms of functions, tensors without values.
+"""What torch lets one do with an unpatched model: other default dtypes, transforms, tensors without values.
 
 Under a transform, and where there is nothing to look at, blocks may be left unmerged; then the report says why.
 """

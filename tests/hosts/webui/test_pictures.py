@@ -25,7 +25,7 @@ def test_the_script_is_there_and_lists_its_arguments(webui):
     (found,) = [one for one in webui.ask("/sdapi/v1/script-info")
                 if one["name"] == "token merging (tome)" and not one["is_img2img"]]  # fmt: skip
     labels = [one["label"] for one in found["args"]]
-    assert found["is_alwayson"] and len(labels) == 31 and labels[:3] == ["Token Merging (ToMe)", "Preset", "Ratio"]
+    assert found["is_alwayson"] and len(labels) == 30 and labels[:3] == ["Token Merging (ToMe)", "Preset", "Ratio"]
     assert (found["args"][2]["minimum"], found["args"][2]["maximum"], found["args"][2]["step"]) == (0, 1, 0.05)
     assert found["args"][3]["choices"] == ["same", "off", "own ratio", "only hires"]
     assert "Error loading script: token_merging.py" not in webui.said()
@@ -121,8 +121,7 @@ def test_a_preset_merges_the_second_level_and_its_mlp_where_the_picture_is_large
 def test_merged_keys_know_their_sizes_in_the_webuis_own_attention(webui):
     webui.draw(*ON)
     ways = {text for level in webui.state()["routes"].values() for text in level}
-    # A1111 1.10's attention takes no mask: it prepares one with a method that ldm's lacks
-    assert ways and ways <= ({"folded"} if webui.kind == "a1111" else {"folded", "mask"}), ways
+    assert ways and ways <= {"bias", "wider heads"}, ways
 
 
 def test_matches_are_kept_for_no_other_pass_and_no_other_picture(twins, webui):
