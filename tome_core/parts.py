@@ -138,10 +138,17 @@ class SelfAttentionSite(PartSite):
         self.family = family
         self._known: KnownAttention | LeftAlone | None = None  # in the graph that is being made
 
+    def install(self) -> Wrap:
+        """As of every wrap; and blocks of one kind look alike to a compiler, which makes one graph for them."""
+        wrap = super().install()
+        wrap._describe()
+        return wrap
+
     def _describe(self) -> KnownAttention | LeftAlone | None:
         """What is known of the attention beneath, at this moment."""
         if not torch.compiler.is_compiling():
-            return known_of(self.target) if self.beneath is None else None
+            self._known = known_of(self.target) if self.beneath is None else None
+            return self._known
         # looked at so that another kind of processor makes another graph
         if type(getattr(self.target, "processor", None)) is not SelfAttentionSite:
             self._describe_when_traced()
