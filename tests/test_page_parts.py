@@ -27,7 +27,7 @@ from tome_core import PRESETS, MergeConfig, MergeRule, describe_settings, preset
 PROMPT, ADDRESS = "night snow peaks right blue cone", "http://127.0.0.1:7860/"
 # one rule for each setting, at a value that is not its default; and the presets
 OTHER = {"method": "cluster", "side": "kv", "levels": (0, 2), "max_downsample": 4, "cluster_on": "mean_similarity",
-         "share": "call", "metric": "keys", "early_ratio": 0.9, "max_beta": 0.01, "min_timestep": 20.0,
+         "metric": "keys", "early_ratio": 0.9, "max_beta": 0.01, "min_timestep": 20.0,
          "max_timestep": 900.5, "ratio": 0.3, "query_ratio": 0.5, "end_percent": 0.4, "seed": 7}  # fmt: skip
 BESIDE = {"query_ratio": {"side": "kv"}}  # a setting that needs another
 

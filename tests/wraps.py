@@ -10,9 +10,9 @@ from tome_core.wrap import Wrap
 
 
 def wraps_of(handle: Any) -> list[Wrap]:
-    """All wraps on the UNet that the handle patched, and those it put on a pipeline."""
+    """All wraps that are on the UNet that the handle patched, and those it put on a pipeline."""
     wiring = wiring_of(handle.unet)
-    return [*([] if wiring is None else wiring._wraps.values()), *handle._outside]
+    return [*(wrap for wrap in (wiring._wraps.values() if wiring else ()) if wrap.active), *handle._outside]
 
 
 def is_idle(unet: Any) -> bool:

@@ -106,7 +106,7 @@ def make_base(checkout: Path, base: Path, pack_name: str) -> None:
 def make(script: str, checkout: Path, folder: Path) -> None:
     """Let one of the scripts beside this file write its random weights into a folder."""
     command = [host_python(), str(HERE / script), str(folder)]
-    done = subprocess.run(command, cwd=checkout, env=_environment(), capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=checkout, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -122,7 +122,7 @@ def serve(checkout: Path, base: Path, *options: str) -> Iterator[Comfy]:
     ]  # fmt: skip
     log = base / "server.log"
     with log.open("w") as out:
-        process = subprocess.Popen(command, cwd=checkout, env=_environment(), stdout=out, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, cwd=checkout, env=environment(), stdout=out, stderr=subprocess.STDOUT)
     comfy = Comfy(port, log)
     try:
         _wait_until_ready(comfy, process)
@@ -144,6 +144,7 @@ def _wait_until_ready(comfy: Comfy, process: subprocess.Popen) -> None:
     raise AssertionError(f"ComfyUI ended by itself:\n{comfy.tail()}")
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
+    """What the checkout's processes see."""
     # one thread: equal bits are asked for, and they depend on how sums are split
     return {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}

@@ -147,7 +147,7 @@ def serve(
     log = folder / "server.log"
     with log.open("w") as out:
         process = subprocess.Popen(
-            command, cwd=checkout, env=_environment(), stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            command, cwd=checkout, env=environment(), stdout=out, stderr=subprocess.STDOUT, start_new_session=True
         )
     webui = Webui(port, log, kind)
     try:
@@ -181,7 +181,8 @@ def _wait_until_ready(webui: Webui, process: subprocess.Popen) -> None:
     webui.ask("/sdapi/v1/options")
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
+    """What the checkout's processes see."""
     # one thread: equal bits are asked for, and they depend on how sums are split
     more = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1",
             "GRADIO_ANALYTICS_ENABLED": "False", "SD_WEBUI_RESTARTING": "1", "no_proxy": "*"}  # fmt: skip

@@ -1,0 +1,122 @@
+"""In A1111's own Python: every forward that it puts on an attention, held against repeated keys.
+
+Run in a checkout with the flags for a CPU; no server is needed. Ends with an error where merged keys give anything
+else; prints as JSON which ways each forward took.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import types
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path.insert(0, os.getcwd())
+
+import torch
+
+ROOT = Path(__file__).parents[3]
+PACKAGE = "_tome_core_webui"  # as scripts/token_merging.py calls it
+
+
+def load_webui():
+    """The webui's settings, the two modules with its forwards, and the attentions of ldm and sgm."""
+    importlib.import_module("modules.shared_init").initialize()
+    importlib.import_module("modules.processing")  # before what it imports, which imports it
+    names = ("modules.shared", "modules.sd_hijack_optimizations", "modules.hypernetworks.hypernetwork",
+             "ldm.modules.attention", "sgm.modules.attention")  # fmt: skip
+    return [importlib.import_module(name) for name in names]
+
+
+shared, optimizations, hypernetwork, *libraries = load_webui()
+CHANNELS, HEADS, TOKENS, GROUPS = 32, 4, 40, 9
+FORWARDS = (
+    "split_cross_attention_forward", "split_cross_attention_forward_v1", "split_cross_attention_forward_invokeAI",
+    "sub_quad_attention_forward", "xformers_attention_forward", "scaled_dot_product_attention_forward",
+    "scaled_dot_product_no_mem_attention_forward", "attention_CrossAttention_forward",
+)  # fmt: skip
+KINDS = tuple(library.CrossAttention for library in libraries)
+patches = SimpleNamespace(
+    setitem=lambda items, key, value: items.__setitem__(key, value),
+    setattr=lambda target, name, value, raising=True: setattr(target, name, value),
+)
+
+
+def load_ours():
+    """The extension's descriptions, and the laws that they are held against, by one engine."""
+    parent = sys.modules[PACKAGE] = types.ModuleType(PACKAGE)
+    parent.__path__ = [str(ROOT)]
+    importlib.import_module(f"{PACKAGE}.extension.attentions").describe()
+    ours = {name: module for name, module in sys.modules.items() if name.startswith(f"{PACKAGE}.tome_core")}
+    sys.modules.update({name.removeprefix(f"{PACKAGE}."): module for name, module in ours.items()})
+    return importlib.import_module(f"{PACKAGE}.tests.conformance")
+
+
+conformance = load_ours()
+
+
+def attention(kind, dtype):
+    """A module with random weights."""
+    module = kind(CHANNELS, heads=HEADS, dim_head=CHANNELS // HEADS)
+    with torch.no_grad():
+        for weight in module.parameters():
+            weight.copy_(torch.randn(weight.shape) * (2 * weight.shape[-1] ** -0.5 if weight.dim() > 1 else 0.1))
+    return module.to(dtype).requires_grad_(False).eval()
+
+
+def own(module, x, context):
+    """The unpatched module."""
+    return module(x, context=context)
+
+
+def ways(kind, dtype, batches=(1, 2, 5, 6)):
+    """Those that the forward in force took."""
+    module, found = attention(kind, dtype), set()
+    for batch in batches:
+        x, keys = (torch.randn(batch, count, CHANNELS).to(dtype) for count in (TOKENS, GROUPS))
+        plan = conformance.ragged(batch, TOKENS, GROUPS)
+        found |= conformance.held(own, module, x, keys, plan, mask=None, additional_tokens=None)
+    return sorted(found)
+
+
+def a_hypernetwork():
+    """For tokens as wide as ours."""
+    made = hypernetwork.Hypernetwork(
+        name="ours", enable_sizes=[CHANNELS], layer_structure=[1, 2, 1], activation_func="relu", weight_init="Normal"
+    )
+    made.eval()
+    with torch.no_grad():
+        for weight in made.weights():
+            weight.copy_(torch.randn(weight.shape) * 0.2)
+    for pair in made.layers.values():
+        for layer in pair:
+            layer.double()
+    return made
+
+
+def main():
+    """All of them on both libraries' attention: in each precision, raised to float32, behind a hypernetwork."""
+    torch.manual_seed(0)
+    conformance.with_xformers(patches, optimizations)
+    hypernetworks, found = [a_hypernetwork()], {}
+    for name in FORWARDS:
+        forward = getattr(optimizations, name, None) or getattr(hypernetwork, name)
+        for kind in KINDS:
+            kind.forward = forward
+            case = f"{name} on {kind.__module__.partition('.')[0]}"
+            for raised in (False, True):
+                shared.opts.data["upcast_attn"] = raised
+                for dtype in conformance.DTYPES:
+                    found[f"{case} {dtype}{' raised' if raised else ''}"] = ways(kind, dtype)
+            shared.opts.data["upcast_attn"] = False
+            shared.loaded_hypernetworks[:] = hypernetworks
+            found[f"{case} hypernetwork"] = ways(kind, torch.float64)
+            shared.loaded_hypernetworks.clear()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
