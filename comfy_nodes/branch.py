@@ -148,8 +148,14 @@ class BranchMerging:
     def _take_off(self) -> None:
         """Let go of the UNets, and of what an interrupt left on them."""
         while self._attached:
-            self._attached[-1].detach()
-            self._attached.pop()
+            handle = self._attached[-1]
+            try:
+                handle.detach()
+            except BaseException:  # an interrupt fell into it, so again; detaching twice does nothing
+                handle.detach()
+                raise
+            finally:
+                self._attached.pop()
 
     def _tell_time(self, handle: Any, model_sampling: Any, *args: Any, **kwargs: Any) -> None:
         """From apply_model(x, t, ..., transformer_options), whose ``t`` is a sigma for each sample."""
