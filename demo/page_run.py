@@ -113,7 +113,8 @@ def _compare(source: Source, wanted: Wanted, tell: Tell) -> None:
     plain, took = _one(source, wanted, Shot(PLAIN, 0, wanted.steps), tell)
     with tome_core.patch(source.target, config, host_clock=True) as merging:
         shot = Shot(MERGED, 0, wanted.steps, plain=plain, seconds=(took,))
-        # how the keys learn their sizes is found out in a first call, which is none of the picture's time
+        merging.keep_maps()
+        # what a first call makes ready is none of the picture's time
         _one(source, replace(wanted, steps=1), shot, lambda _: tell(shot), merging)
         merging.reset_counts()
         merged, took_merged = _one(source, wanted, shot, tell, merging)
@@ -129,15 +130,11 @@ def _one(source: Source, wanted: Wanted, shot: Shot, tell: Tell, merging: tome_c
     def on_step() -> None:
         nonlocal step
         step += 1
-        if merging is not None and step == wanted.steps - 1:
-            merging.keep_maps()  # of the last step alone, because keeping them waits for a GPU
         tell(replace(shot, step=step, unfinished=latest[0]))
 
     def on_picture(picture: np.ndarray) -> None:
         latest[0] = picture
 
-    if merging is not None and wanted.steps == 1:
-        merging.keep_maps()
     heard = on_step if merging is None else told_times(source, wanted.steps, merging, on_step)
     began = time.perf_counter()
     made = source.picture(wanted.prompt, wanted.seed, wanted.steps, heard, on_picture)
@@ -151,7 +148,7 @@ def enlarged(picture: np.ndarray) -> np.ndarray:
     return np.array(Image.fromarray(picture).resize((width * times, height * times), Image.Resampling.NEAREST))
 
 
-def _drawn(picture: np.ndarray, maps: dict[int, tome_core.runtime.MergeMap], row: int):
+def _drawn(picture: np.ndarray, maps: dict[int, tome_core.run.MergeMap], row: int):
     """Each level's map over the picture; row: the prompt's in the model's batch."""
     canvas = torch.from_numpy(enlarged(picture)).float() / 255
     drawn = []
