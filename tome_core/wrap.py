@@ -53,7 +53,9 @@ class Wrap:
             return self.beneath(*args, **kwargs)
         if torch.compiler.is_compiling():
             return self._of_class(self.target, *args, **kwargs)
-        target = self.rests_from()  # somebody may have kept a wrap that was removed since
+        target = self.target
+        if target is None:  # somebody has kept a wrap that was removed since
+            target = self.rests_from()
         return getattr(type(target), self.name)(target, *args, **kwargs)
 
     def is_on_top(self) -> bool:
