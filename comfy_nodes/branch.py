@@ -42,7 +42,7 @@ class BranchMerging:
         self._has_range = any(rule.uses_percent for rule in config.rules)
         self._sampling: Sampling | None = None  # the innermost that goes on
         self._patches: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # by UNet
-        self._attached: list[Any] = []  # patches whose wraps are on
+        self._attached: dict[int, Any] = {}  # id of a model -> its patch, whose wraps are on
         self._called: list[Any] = []  # patches of this sampling
         self._strangers: dict[int, str] = {}
         self._times: dict[float, bool] = {}  # sigma -> was merging on
@@ -59,7 +59,7 @@ class BranchMerging:
         try:
             return self._merged(executor, *args, **kwargs)
         finally:
-            self._take_off()
+            self._take_off(id(executor.class_obj))  # copies of the model may be called in other threads
 
     def outer_sample(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         """Around a whole sampling: counts begin before it, and the report follows."""
@@ -73,10 +73,10 @@ class BranchMerging:
             return executor(*args, **{**kwargs, "callback": callback})
         finally:
             self._sampling = outer
-            for handle in self._attached:
+            for handle in list(self._attached.values()):
                 handle.set_time()
             if outer is None:
-                self._take_off()
+                self._take_off(*self._attached)
             host.show(self.report(_steps(*args, **kwargs)), self.node_id)
 
     def maps(self) -> dict[int, tuple[int, Any]]:
@@ -128,8 +128,8 @@ class BranchMerging:
             unet = tome_core.families.find_unet(model.diffusion_model)
             with self._lock:  # several GPUs sample in threads
                 handle = self._patches.get(unet) or self._make(unet)
-                if handle not in self._attached:
-                    self._attached.append(handle)  # first: an interrupt may fall in between
+                if self._attached.get(id(model)) is not handle:
+                    self._attached[id(model)] = handle  # first: an interrupt may fall in between
                     handle.attach()
                 if handle not in self._called:
                     self._called.append(handle)
@@ -145,17 +145,19 @@ class BranchMerging:
         self._patches[unet] = handle
         return handle
 
-    def _take_off(self) -> None:
-        """Let go of the UNets, and of what an interrupt left on them."""
-        while self._attached:
-            handle = self._attached[-1]
+    def _take_off(self, *models: int) -> None:
+        """Let go of these models' UNets, and of what an interrupt left on them."""
+        for model in models:
+            handle = self._attached.get(model)
+            if handle is None:
+                continue
             try:
                 handle.detach()
             except BaseException:  # an interrupt fell into it, so again; detaching twice does nothing
                 handle.detach()
                 raise
             finally:
-                self._attached.pop()
+                self._attached.pop(model, None)
 
     def _tell_time(self, handle: Any, model_sampling: Any, *args: Any, **kwargs: Any) -> None:
         """From apply_model(x, t, ..., transformer_options), whose ``t`` is a sigma for each sample."""
