@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 
-GENERATES = 31  # with so many values; gradio 3 asks all questions at one address
+GENERATES = 30  # with so many values; gradio 3 asks all questions at one address
 CHOOSING = (1, 2)  # with so few values, when a preset was chosen
 
 
