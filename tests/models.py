@@ -9,6 +9,7 @@ import contextlib
 import functools
 import io
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from ldm.modules.diffusionmodules.openaimodel import UNetModel
 from torch import nn
 
 from tests.doubles import ComfyBlock, LatentDiffusionDouble, SgmBlock
-from tome_core import MergePlan
+from tome_core import MergeConfig, MergePlan, preset
 from tome_core.methods import METHODS
 
 TEXT = 32
@@ -110,6 +111,17 @@ def unet(**changes: Any) -> UNet2DConditionModel:
 @seeded
 def sd15() -> nn.Module:
     return unet()
+
+
+@seeded
+def small() -> nn.Module:
+    """SD1.5's shape, one head in each attention."""
+    return unet(attention_head_dim=1)
+
+
+def on_small(name: str) -> MergeConfig:
+    """The preset, also where a picture is so small that it would be left alone."""
+    return MergeConfig(rules=(replace(preset(name), only_if_it_pays=False),))
 
 
 @seeded

@@ -20,25 +20,14 @@ from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 from torch import nn
 
 import tome_core
-from tests.models import call_unet, inputs, merge_with_self, seeded, unet
-from tome_core import MergeConfig, preset
+from tests.models import call_unet, inputs, merge_with_self, on_small, small
+from tome_core import MergeConfig
 
 PRESETS = ("balanced", "quality")
 EARLY, LATE = 900, 100
 SAMPLES = 6  # halves, thirds, and pairs of frames: what processors cut a batch into
 
 every_preset = pytest.mark.parametrize("name", PRESETS)
-
-
-@seeded
-def small() -> nn.Module:
-    """SD1.5's shape, one head in each attention."""
-    return unet(attention_head_dim=1)
-
-
-def on_small(name: str) -> MergeConfig:
-    """The preset, also where a picture is so small that it would be left alone."""
-    return MergeConfig(rules=(replace(preset(name), only_if_it_pays=False),))
 
 
 def run(model: nn.Module, timestep: int = LATE, batch: int = SAMPLES, first: torch.Tensor | None = None):

@@ -5,7 +5,6 @@ What is counted is a frame's pixels, and what no rule merges is not touched.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,25 +12,14 @@ import torch
 from torch import nn
 
 import tome_core
-from tests.models import CASES, call_case, call_unet, inputs, seeded, unet
-from tome_core import MergeConfig, MergeRule, preset
+from tests.models import CASES, call_case, call_unet, inputs, on_small, small
+from tome_core import MergeConfig, MergeRule
 
 MOTION = next(case for case in CASES if case.name == "motion")
 SIDE = 16 * 8  # pixels of a frame
 PRESETS = ("quality", "balanced")
 
 every_preset = pytest.mark.parametrize("name", PRESETS)
-
-
-@seeded
-def small() -> nn.Module:
-    """SD1.5's shape, one head in each attention."""
-    return unet(attention_head_dim=1)
-
-
-def on_small(name: str) -> MergeConfig:
-    """The preset, also where a picture is so small that it would be left alone."""
-    return MergeConfig(rules=(replace(preset(name), only_if_it_pays=False),))
 
 
 def run(model: nn.Module, timestep: Any = 100) -> torch.Tensor:

@@ -17,19 +17,13 @@ import torch
 from torch import nn
 
 import tome_core
-from tests.models import CASES, call_case, call_unet, inputs, seeded, unet
+from tests.models import CASES, call_case, call_unet, inputs, small
 from tome_core import MergeConfig, preset
 
 BALANCED = MergeConfig(rules=(replace(preset("balanced"), only_if_it_pays=False),))
 TOGETHER = MergeConfig(ratio=0.5, merge_mlp=True)
 A_MOMENT = 0.3  # for what may have to wait for the call that it is asked in
 DEADLOCK = 15  # nothing else takes so long; a test that ends does not wait for it
-
-
-@seeded
-def small() -> nn.Module:
-    """SD1.5's shape, one head in each attention."""
-    return unet(attention_head_dim=1)
 
 
 def run(model: nn.Module, seed: int = 0, size: int = 16, timestep: int = 100) -> torch.Tensor:

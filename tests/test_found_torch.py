@@ -16,7 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tome_core
-from tests.models import call_unet, inputs, seeded, unet
+from tests.models import call_unet, inputs, small
 from tome_core import MergeConfig, preset
 
 BALANCED = MergeConfig(rules=(replace(preset("balanced"), only_if_it_pays=False),))
@@ -27,12 +27,6 @@ SEVERAL = 2
 configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 # torch says so of its own kernels
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
-
-
-@seeded
-def small() -> nn.Module:
-    """SD1.5's shape, one head in each attention."""
-    return unet(attention_head_dim=1)
 
 
 def run(model: nn.Module, x: torch.Tensor, text: torch.Tensor, timestep: Any = 100) -> torch.Tensor:

@@ -14,19 +14,13 @@ import torch
 from torch import nn
 
 import tome_core
-from tests.models import CASES, call_case, call_unet, inputs, ldm_sd1, seeded, unet
+from tests.models import CASES, call_case, call_unet, inputs, ldm_sd1, small
 from tests.test_patch_contract import traces
 from tests.tiny_pipeline import stable_diffusion
 from tome_core import MergeConfig, UnsupportedModelError, preset
 
 BALANCED = MergeConfig(rules=(replace(preset("balanced"), only_if_it_pays=False),))
 LATE = MergeConfig(ratio=0.5, start_percent=0.5)  # asks for the time, so that a scheduler matters
-
-
-@seeded
-def small() -> nn.Module:
-    """SD1.5's shape, one head in each attention."""
-    return unet(attention_head_dim=1)
 
 
 def run(model: Any, timestep: int = 100) -> torch.Tensor:

@@ -19,7 +19,7 @@ from .decision import Merging
 from .families import Family
 from .plan import MergePlan
 from .report import when_traced
-from .run import is_captured
+from .run import is_captured, skip
 from .sites import BlockCall, BlockSite
 from .wrap import Wrap
 
@@ -68,9 +68,7 @@ class PartSite(Wrap):
             problem = self._merged(block, merging, *args, **kwargs)
             if not isinstance(problem, str):
                 return problem
-        outer = block.outer
-        work = outer.batch * (outer.grid.height * outer.grid.width) ** 2 if self.part == "attn" else 0
-        call.run.ledger.skip(self.level, self.part, problem, work)
+        skip(block.outer, self.level, self.part, problem)
         return self.original(*args, **kwargs)
 
     def _problem(self, block: BlockCall, args: tuple, kwargs: dict) -> str | None:

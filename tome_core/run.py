@@ -50,6 +50,12 @@ class GridCall(NamedTuple):
     decision: Decision
 
 
+def skip(outer: GridCall, level: int, part: str, why: str) -> None:
+    """Count a part that was left alone, with its products of queries and keys where it is self-attention."""
+    work = outer.batch * (outer.grid.height * outer.grid.width) ** 2 if part == "attn" else 0
+    outer.call.run.ledger.skip(level, part, why, work)
+
+
 class MergeMap(NamedTuple):
     """What one block merged, to be looked at. group: int64 ``[B or 1, N]`` on the CPU, the group of each token."""
 

@@ -19,7 +19,7 @@ from .decision import Merging
 from .grid import Grid
 from .matching import Matcher, Plans
 from .memory import CallMemory
-from .run import Call, GridCall, Run
+from .run import Call, GridCall, Run, skip
 from .switch import Switch, inside
 from .wrap import Wrap
 
@@ -55,7 +55,6 @@ class BlockCall:
                 plans = site.matcher.find(site.target, self.x, self.outer, merging.rule, part, together)
             self.plans[key] = plans
         return plans
-
 
     def _first_with(self, rule: MergeRule, part: str) -> str:
         """The first part that merges by this very rule."""
@@ -109,28 +108,38 @@ class UNetSite(Wrap):
     def _call(self, run: Run, thread: int | None, args: tuple, kwargs: dict[str, Any]) -> Any:
         latent = args[0] if args else named(kwargs, _INPUT_NAMES)
         stamp = args[1] if len(args) > 1 else named(kwargs, _TIME_NAMES)
-        switch = self.switch
-        before = switch.call, switch.grid, switch.block
-        switch.call, switch.grid, switch.block = run.begin(stamp, latent, thread), None, None
-        try:
-            return self.original(*args, **kwargs)
-        finally:
-            switch.call, switch.grid, switch.block = before
+        return self._under(run.begin(stamp, latent, thread), args, kwargs)
 
     def _plainly(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """While a merged call goes on: another thread's sees nothing of it, a call from inside must not either."""
-        switch = self.switch
-        if switch.call.thread != threading.get_ident():
+        if self.switch.call.thread != threading.get_ident():
             return self.original(*args, **kwargs)
+        return self._under(None, args, kwargs)
+
+    def _under(self, call: Call | None, args: tuple, kwargs: dict[str, Any]) -> Any:
+        switch = self.switch
         before = switch.call, switch.grid, switch.block
-        switch.call = switch.grid = switch.block = None
+        switch.call, switch.grid, switch.block = call, None, None
         try:
             return self.original(*args, **kwargs)
         finally:
             switch.call, switch.grid, switch.block = before
 
 
-class TransformerSite(Wrap):
+class RememberingSite(Wrap):
+    """Remembers its calls for a checkpoint, which runs it again when they are over."""
+
+    def __init__(self, target: nn.Module, name: str = "forward") -> None:
+        super().__init__(target, name)
+        self.memory = CallMemory()
+
+    def uninstall(self) -> None:
+        """As of every wrap; and remember no call."""
+        super().uninstall()
+        self.memory.clear()
+
+
+class TransformerSite(RememberingSite):
     """Around a transformer: takes the token grid from its 4-D input, anew at each call, and asks what is decided.
 
     level: of its blocks; blocks: how many it has; channels: of their tokens.
@@ -142,7 +151,6 @@ class TransformerSite(Wrap):
         self.level = level
         self.blocks = blocks
         self.channels = channels
-        self.memory = CallMemory()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The transformer's forward, its blocks knowing the grid where they are to merge."""
@@ -166,11 +174,6 @@ class TransformerSite(Wrap):
         finally:
             switch.grid = before
 
-    def rest(self) -> None:
-        """As of every wrap; and remember no call."""
-        super().rest()
-        self.memory.clear()
-
     def _open(self, call: Call, x: torch.Tensor, compiling: bool) -> GridCall | None:
         batch, _, height, width = x.shape
         if compiling:  # sizes as constants, one graph for each: with unknown ones a compiler takes minutes
@@ -187,7 +190,7 @@ class TransformerSite(Wrap):
         return GridCall(call, batch, Grid(height, width), decision)
 
 
-class BlockSite(Wrap):
+class BlockSite(RememberingSite):
     """Around a block: holds its input while its parts run. number: the block's among all of the UNet."""
 
     def __init__(self, block: nn.Module, root: UNetSite, number: int, level: int) -> None:
@@ -198,7 +201,6 @@ class BlockSite(Wrap):
         self.level = level
         self.matcher = Matcher(number, level)
         self.parts: list[str] = []  # that have a wrap
-        self.memory = CallMemory()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The block's forward, its parts able to merge."""
@@ -231,21 +233,16 @@ class BlockSite(Wrap):
         finally:
             switch.block = before
 
-    def rest(self) -> None:
-        """As of every wrap; and remember no call."""
-        super().rest()
-        self.memory.clear()
-
     def _open(self, x: torch.Tensor, outer: GridCall) -> BlockCall | None:
         batch, tokens, _ = x.shape
         if torch.compiler.is_compiling():
             batch, tokens = index(batch), index(tokens)
-        ledger = outer.call.run.ledger
+        ledger, work = outer.call.run.ledger, batch * tokens * tokens
         if batch != outer.batch or tokens != outer.grid.height * outer.grid.width:
-            ledger.skip(self.level, "block", "the tokens are not the picture's grid", batch * tokens * tokens)
+            ledger.skip(self.level, "block", "the tokens are not the picture's grid", work)
             return None
         if outer.decision.attn is None:
-            ledger.keep(self.level, batch * tokens * tokens)
+            ledger.keep(self.level, work)
         return BlockCall(self, x, outer)
 
     def _note_what_was_passed_over(self, block: BlockCall) -> None:
@@ -253,8 +250,7 @@ class BlockSite(Wrap):
         outer = block.outer
         for part in self.parts:
             if getattr(outer.decision, part) is not None and part not in block.ran:
-                work = outer.batch * (outer.grid.height * outer.grid.width) ** 2 if part == "attn" else 0
-                outer.call.run.ledger.skip(self.level, part, "something else runs in its place", work)
+                skip(outer, self.level, part, "something else runs in its place")
 
 
 def in_this_thread(call: Call | None) -> Call | None:
