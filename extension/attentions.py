@@ -44,11 +44,11 @@ class _WithoutMask(ForwardOnStandIn):
 class _Hijacked(_WithoutMask):
     """A1111's: hypernetworks, found by the width of their tokens, lie before the projections of keys and values."""
 
-    def project(
-        self, module: nn.Module, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kwargs: dict[str, Any]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def keys_and_values(
+        self, module: nn.Module, keys: torch.Tensor, values: torch.Tensor, kwargs: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Through the hypernetworks that are loaded."""
-        return super().project(module, x, *host.through_hypernetworks(keys, values), kwargs)
+        return super().keys_and_values(module, *host.through_hypernetworks(keys, values), kwargs)
 
     def attend(
         self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None,

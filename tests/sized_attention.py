@@ -17,7 +17,8 @@ sides = pytest.mark.parametrize("side", ["qkv", "kv"])
 
 
 def everywhere(side: str, **more) -> MergeConfig:
-    return MergeConfig(side=side, max_downsample=8, use_rand=False, **more)
+    """Without a correction, which is held by itself in test_correction.py."""
+    return MergeConfig(side=side, max_downsample=8, use_rand=False, correction=False, **more)
 
 
 def masked_formula(attention: nn.Module, x, keys, sizes, scale: float | None = None) -> torch.Tensor:
@@ -51,8 +52,8 @@ def attended(monkeypatch) -> list[Asked]:
     """What every merged self-attention that is known was asked and answered."""
     calls = []
 
-    def note(known, module, x, keys, values, plan, kwargs) -> Attended:
-        done = attend_merged(known, module, x, keys, values, plan, kwargs)
+    def note(known, module, x, keys, values, plan, kwargs, matrix) -> Attended:
+        done = attend_merged(known, module, x, keys, values, plan, kwargs, matrix)
         calls.append(Asked(module, plan, done.way, x, keys, done.out))
         return done
 

@@ -126,6 +126,11 @@ class MergeRule:
         "adding the logarithm of their number to its logit. Less error at the same cost, and what makes strong "
         "merging of keys and values possible. Off is tomesd's way.", advanced=True,
     )
+    correction: bool = _setting(
+        True, "First-order correction", "Give back what merged keys and values lose to first order: one small product "
+        "a head, made at a match and kept with it. Half the error at the same work. Where keys and values alone are "
+        "merged, or a match compares them.", advanced=True,
+    )
     refine: int = _setting(
         0, "Refinement", "k-means steps after the match: every token goes to the nearest of the merged ones. Each "
         "costs as much as a match; worth it for strong merging of keys and values. Used by bipartite. A match that is "
@@ -269,6 +274,14 @@ class MergeRule:
     def sizes_keys(self) -> bool:
         """True where merged keys are to know their sizes: not where none are merged, or all groups are alike."""
         return self.proportional and self.effective_side != "q" and METHODS[self.method].mode == "mean"
+
+    @property
+    def corrects(self) -> bool:
+        """True where merged keys and values get their first-order correction, which needs those of all tokens.
+
+        These are at hand where a match compares them; elsewhere making them pays where every query is kept.
+        """
+        return self.correction and self.sizes_keys and (self.effective_side == "kv" or self.metric == "keys+values")
 
     @property
     def uses_percent(self) -> bool:

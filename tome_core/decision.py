@@ -14,13 +14,15 @@ from .schedule import LevelRules
 class Merging(NamedTuple):
     """How one part merges.
 
-    side: of self-attention. mode: see `MergePlan.merge`. sized: merged keys are to know their sizes.
+    side: of self-attention. mode: see `MergePlan.merge`. sized: merged keys are to know their sizes. corrected: what
+    they lose to first order is given back.
     """
 
     rule: MergeRule
     side: str
     mode: MergeMode
     sized: bool
+    corrected: bool
 
 
 class Decision(NamedTuple):
@@ -54,4 +56,4 @@ def decide(rules: LevelRules, why_off: str, tokens: int, channels: int, device: 
 def _how(rule: MergeRule | None) -> Merging | None:
     if rule is None:
         return None
-    return Merging(rule, rule.effective_side, METHODS[rule.method].mode, rule.sizes_keys)
+    return Merging(rule, rule.effective_side, METHODS[rule.method].mode, rule.sizes_keys, rule.corrects)

@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from .attention.core import Whole, correction_of, projected
 from .config import MergeRule
 from .grid import Draw
 from .keep import Kept
 from .methods import METHODS, MatchOptions
 from .methods.bipartite import refined
-from .metric import BY_DISTANCE, compared
+from .metric import BY_DISTANCE, Made, compared
 from .plan import MergePlan
 from .run import GridCall
 
@@ -21,10 +22,11 @@ _TOGETHER_RATIO, _TOGETHER_CELL = 0.5, 2
 
 
 class Plans(NamedTuple):
-    """What one match found: the plan, and the queries' own where they have one."""
+    """What one match found: the plan, the queries' own where they have one, and what the plan's correction is."""
 
     plan: MergePlan | None
-    queries: MergePlan | None
+    queries: MergePlan | None = None
+    correction: torch.Tensor | None = None
 
 
 class Matcher:
@@ -35,12 +37,13 @@ class Matcher:
         self.level = level
 
     def find(
-        self, block: nn.Module, x: torch.Tensor, outer: GridCall, rule: MergeRule, part: str, together: bool
-    ) -> Plans:
-        """The plans of a part for the block's input ``x``. together: see `BlockCall.plans_for`."""
+        self, block: nn.Module, x: torch.Tensor, outer: GridCall, rule: MergeRule, part: str, together: bool,
+        whole: Whole | None = None,
+    ) -> Plans:  # fmt: skip
+        """The plans of a part for the block's input ``x``. together, whole: see `BlockCall.plans_for`."""
         kept = outer.call.kept
         if kept is None or not rule.keep or torch.compiler.is_compiling():
-            return self._match(block, x, outer, rule, together)
+            return self._match(block, x, outer, rule, together, whole)
         key = (self.number, kept.ordinal, part, together, outer.batch, outer.grid)
         old = kept.plans.get(key)
         if old is not None and (old.rule is not rule or not _fits(old.plans, x)):
@@ -48,32 +51,43 @@ class Matcher:
         if old is not None and abs(old.timestep - kept.timestep) <= rule.keep:
             return old.plans
         if old is None:
-            plans = self._match(block, x, outer, rule, together)
+            plans = self._match(block, x, outer, rule, together, whole)
         else:
-            plans = self._renewed(old.plans, block, x, outer, rule, together)
+            plans = self._renewed(old.plans, block, x, outer, rule, together, whole)
         kept.plans[key] = Kept(plans, kept.timestep, rule)
         return plans
 
     def _renewed(
-        self, old: Plans, block: nn.Module, x: torch.Tensor, outer: GridCall, rule: MergeRule, together: bool
-    ) -> Plans:
+        self, old: Plans, block: nn.Module, x: torch.Tensor, outer: GridCall, rule: MergeRule, together: bool,
+        whole: Whole | None,
+    ) -> Plans:  # fmt: skip
         """One k-means step from the plan of an earlier time is as good as a new match with several, and cheaper."""
         if not rule.refine or together or old.plan is None or not METHODS[rule.method].compares:
-            return self._match(block, x, outer, rule, together)
-        plan = refined(old.plan, self._compared(block, x, rule), 1, rule.metric in BY_DISTANCE)
-        return Plans(plan, self._match_queries(x, outer, rule))
+            return self._match(block, x, outer, rule, together, whole)
+        made = None if whole is None else projected(whole)
+        plan = refined(old.plan, self._compared(block, x, rule, made), 1, rule.metric in BY_DISTANCE)
+        return self._complete(plan, x, outer, rule, whole, made)
 
     def _match(
-        self, block: nn.Module, x: torch.Tensor, outer: GridCall, rule: MergeRule, together: bool
-    ) -> Plans:
+        self, block: nn.Module, x: torch.Tensor, outer: GridCall, rule: MergeRule, together: bool,
+        whole: Whole | None,
+    ) -> Plans:  # fmt: skip
         if together and rule.effective_side != "qkv":
-            return Plans(self._match_as_tomesd(x, outer, rule), None)
+            return Plans(self._match_as_tomesd(x, outer, rule))
+        made = None if whole is None else projected(whole)
         options = MatchOptions(
             rule.constant_ratio, rule.sx, rule.sy, self._draw(x, outer, rule), rule.cluster_on,
             0 if together else rule.refine, rule.window, rule.metric in BY_DISTANCE,
         )  # fmt: skip
-        plan = METHODS[rule.method].match(self._compared(block, x, rule), outer.grid, options)
-        return Plans(plan, None if plan is None else self._match_queries(x, outer, rule))
+        plan = METHODS[rule.method].match(self._compared(block, x, rule, made), outer.grid, options)
+        return Plans(None) if plan is None else self._complete(plan, x, outer, rule, whole, made)
+
+    def _complete(
+        self, plan: MergePlan, x: torch.Tensor, outer: GridCall, rule: MergeRule, whole: Whole | None,
+        made: Made | None,
+    ) -> Plans:  # fmt: skip
+        correction = None if made is None else correction_of(whole, *made, plan)
+        return Plans(plan, self._match_queries(x, outer, rule), correction)
 
     def _match_as_tomesd(self, x: torch.Tensor, outer: GridCall, rule: MergeRule) -> MergePlan | None:
         """For a rule made for keys and values alone: tokens by cosine, no empty groups, and not too many merged."""
@@ -81,9 +95,9 @@ class Matcher:
         options = MatchOptions(ratio, min(rule.sx, cell), min(rule.sy, cell), self._draw(x, outer, rule))
         return METHODS["bipartite"].match(x, outer.grid, options)
 
-    def _compared(self, block: nn.Module, x: torch.Tensor, rule: MergeRule) -> torch.Tensor:
+    def _compared(self, block: nn.Module, x: torch.Tensor, rule: MergeRule, made: Made | None) -> torch.Tensor:
         """A method that does not compare by a metric gets the block's input."""
-        return compared(block, x, rule.metric, rule.project) if METHODS[rule.method].compares else x
+        return compared(block, x, rule.metric, rule.project, made) if METHODS[rule.method].compares else x
 
     def _match_queries(self, x: torch.Tensor, outer: GridCall, rule: MergeRule) -> MergePlan | None:
         if not rule.query_ratio:

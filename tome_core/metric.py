@@ -14,17 +14,21 @@ from .grid import scramble
 
 METRICS = ("input", "normed", "keys", "keys+values")
 BY_DISTANCE = ("keys", "keys+values")
+Made = tuple[torch.Tensor, torch.Tensor]
 _TINY = 1e-12
 
 
-def compared(block: nn.Module, x: torch.Tensor, metric: str, project: int = 0) -> torch.Tensor:
+def compared(
+    block: nn.Module, x: torch.Tensor, metric: str, project: int = 0, made: Made | None = None
+) -> torch.Tensor:
     """The tokens as a match compares them: ``[B, N, D]``, without gradient.
 
     x: the block's input ``[B, N, C]``. project: a random projection to this many channels, where that is fewer; 0
-    is none. A block without the usual norm or projections is compared as far along as it goes.
+    is none. made: the tokens' keys and values, where they are there. A block without the usual norm or projections is
+    compared as far along as it goes.
     """
     with torch.no_grad():
-        found = _along(block, x, metric)
+        found = _along(block, x, metric) if made is None or metric not in BY_DISTANCE else _spread(*made, metric)
         return _projected(found, project) if 0 < project < found.shape[2] else found
 
 
@@ -35,8 +39,12 @@ def _along(block: nn.Module, x: torch.Tensor, metric: str) -> torch.Tensor:
     x = norm(x)
     if metric == "normed" or not _makes_keys_of(attention, x):
         return x
-    keys = _of_unit_spread(attention.to_k(x))
-    return keys if metric == "keys" else torch.cat([keys, _of_unit_spread(attention.to_v(x))], -1)
+    return _spread(attention.to_k(x), attention.to_v(x) if metric == "keys+values" else None, metric)
+
+
+def _spread(keys: torch.Tensor, values: torch.Tensor | None, metric: str) -> torch.Tensor:
+    keys = _of_unit_spread(keys)
+    return keys if metric == "keys" else torch.cat([keys, _of_unit_spread(values)], -1)
 
 
 def _makes_keys_of(attention: nn.Module, x: torch.Tensor) -> bool:

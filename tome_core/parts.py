@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from .attention import KnownAttention, LeftAlone, known_of, name_of
-from .attention.core import UNSIZED, attend_merged
+from .attention.core import UNSIZED, Whole, attend_merged
 from .decision import Merging
 from .families import Family
 from .plan import MergePlan
@@ -197,12 +197,13 @@ class SelfAttentionSite(PartSite):
         context: torch.Tensor | None, value: torch.Tensor | None, kwargs: dict,
     ) -> Any | str:  # fmt: skip
         """By the attention's own projections and function, merged in between."""
-        plan, of_queries = block.plans_for(merging, self.part)
+        source = x if context is None else context
+        value = source if value is None else value
+        whole = Whole(known, self.target, source, value, kwargs) if merging.corrected else None
+        plan, of_queries, matrix = block.plans_for(merging, self.part, whole=whole)
         if plan is None:
             return _TOO_SMALL
         side, mode = merging.side, merging.mode
-        source = x if context is None else context
-        value = source if value is None else value
         queries = of_queries if side == "kv" else plan
         asked = x if queries is None else queries.merge(x, mode)
         if side == "q":
@@ -210,7 +211,8 @@ class SelfAttentionSite(PartSite):
         else:
             keys = asked if queries is plan and source is x else plan.merge(source, mode)
             values = keys if value is source else plan.merge(value, mode)
-        out, way = attend_merged(known, self.target, asked, keys, values, plan if merging.sized else None, kwargs)
+        sizes = plan if merging.sized else None
+        out, way = attend_merged(known, self.target, asked, keys, values, sizes, kwargs, matrix)
         left = (asked.shape[1], keys.shape[1])
         return self._finish(block, queries, x, out, left, x.shape[1], way if merging.sized else "")
 

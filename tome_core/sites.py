@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .attention.core import Whole
 from .config import MergeRule
 from .decision import Merging
 from .grid import Grid
@@ -38,10 +39,11 @@ class BlockCall:
         self.plans: dict[Any, Plans] = {}
         self.ran: set[str] = set()
 
-    def plans_for(self, merging: Merging, part: str, together: bool = False) -> Plans:
+    def plans_for(self, merging: Merging, part: str, together: bool = False, whole: Whole | None = None) -> Plans:
         """The plans of a part. One rule, one match: a block matches once however many of its parts merge by it.
 
-        together: for queries, keys and values at once, whose sizes are not to count, whatever the rule says.
+        together: for queries, keys and values at once, whose sizes are not to count, whatever the rule says. whole:
+        the keys and values of all tokens, where what merging loses of them is to be corrected.
         """
         if part != "attn":
             part = self._first_with(merging.rule, part)
@@ -52,7 +54,7 @@ class BlockCall:
             plans = self.plans.get((part, True))
             if plans is None:
                 site = self.site
-                plans = site.matcher.find(site.target, self.x, self.outer, merging.rule, part, together)
+                plans = site.matcher.find(site.target, self.x, self.outer, merging.rule, part, together, whole)
             self.plans[key] = plans
         return plans
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ..plan import MergePlan
+from . import correction
 from .known import KnownAttention
 from .sizes import bias_is_cheaper, bias_of, extra_channels, narrow, widen
 
@@ -21,24 +22,55 @@ class Attended(NamedTuple):
     way: str
 
 
+class Whole(NamedTuple):
+    """The keys and values of a call before anything is merged: of which attention, and ``[B, N, C]`` what from."""
+
+    known: KnownAttention
+    module: nn.Module
+    keys: torch.Tensor
+    values: torch.Tensor
+    kwargs: dict[str, Any]
+
+
+def projected(whole: Whole) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of all tokens, flat ``[B, N, H*d]``."""
+    return whole.known.keys_and_values(whole.module, whole.keys, whole.values, whole.kwargs)
+
+
+def correction_of(whole: Whole, k: torch.Tensor, v: torch.Tensor, plan: MergePlan) -> torch.Tensor:
+    """What the plan loses of these keys and values to first order; see `correction.first_order`."""
+    heads = whole.known.heads(whole.module)
+    return correction.first_order(k, v, plan, heads, whole.known.scale(whole.module, k.shape[-1] // heads))
+
+
 def attend_merged(
     known: KnownAttention, module: nn.Module, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
-    sizes: MergePlan | None, kwargs: dict[str, Any],
+    sizes: MergePlan | None, kwargs: dict[str, Any], matrix: torch.Tensor | None = None,
 ) -> Attended:  # fmt: skip
     """``to_out(softmax(scale q k^T + log n) v)`` with the module's projections and the host's own function.
 
     x: ``[B, N, C]``, what queries are made from. keys, values: ``[B, G, C]``, merged. sizes: the plan that merged them,
-    None where its sizes are not to count. kwargs: the call's other arguments.
+    None where its sizes are not to count. kwargs: the call's other arguments. matrix: the plan's first-order
+    correction, where it has one.
     """
-    q, k, v = known.project(module, x, keys, values, kwargs)
+    q = known.queries(module, x, kwargs)
+    k, v = known.keys_and_values(module, keys, values, kwargs)
+    out, way = _attend(known, module, q, k, v, sizes, kwargs)
+    if matrix is not None:
+        out = correction.corrected(out, q, matrix)
+    return Attended(known.finish(module, out), way)
+
+
+def _attend(
+    known: KnownAttention, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    sizes: MergePlan | None, kwargs: dict[str, Any],
+) -> tuple[torch.Tensor, str]:  # fmt: skip
     if sizes is None:
-        return Attended(known.finish(module, known.attend(module, q, k, v, None, kwargs)), UNSIZED)
+        return known.attend(module, q, k, v, None, kwargs), UNSIZED
     if known.takes_bias(module, q, k, kwargs) and bias_is_cheaper(q.shape[1], k.shape[1], q.device.type):
-        out = known.attend(module, q, k, v, bias_of(sizes, q), kwargs)
-        return Attended(known.finish(module, out), BIAS)
+        return known.attend(module, q, k, v, bias_of(sizes, q), kwargs), BIAS
     heads = known.heads(module)
     width = q.shape[-1] // heads
     extra = extra_channels(width)
     q, k, v = widen(q, k, v, heads, known.scale(module, width), known.scale(module, width + extra), sizes)
-    out = narrow(known.attend(module, q, k, v, None, kwargs), heads, extra)
-    return Attended(known.finish(module, out), WIDER_HEADS)
+    return narrow(known.attend(module, q, k, v, None, kwargs), heads, extra), WIDER_HEADS

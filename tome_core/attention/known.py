@@ -31,14 +31,18 @@ class KnownAttention:
         """Number of heads ``H``."""
         return module.heads
 
-    def project(
-        self, module: nn.Module, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kwargs: dict[str, Any]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q ``[B, N, H*d]`` of ``x [B, N, C]``, k and v ``[B, G, H*d]`` of ``keys`` and ``values [B, G, C]``.
+    def queries(self, module: nn.Module, x: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+        """q ``[B, N, H*d]`` of ``x [B, N, C]``.
 
-        By the module's own projections, whatever was put on them (LoRA, quantised weights, offloading).
+        By the module's own projection, whatever was put on it (LoRA, quantised weights, offloading).
         """
-        return module.to_q(x), module.to_k(keys), module.to_v(values)
+        return module.to_q(x)
+
+    def keys_and_values(
+        self, module: nn.Module, keys: torch.Tensor, values: torch.Tensor, kwargs: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """k and v ``[B, G, H*d]`` of ``keys`` and ``values [B, G, C]``, likewise."""
+        return module.to_k(keys), module.to_v(values)
 
     def scale(self, module: nn.Module, width: int) -> float:
         """What `attend` multiplies ``q k^T`` with where heads are this wide."""

@@ -41,11 +41,15 @@ class _Processor(KnownAttention):
 class _ByTorch(_Processor):
     """``AttnProcessor2_0``: heads are normed where the module has norms, then torch's function."""
 
-    def project(
-        self, module: nn.Module, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kwargs: dict[str, Any]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """With the norms of queries and keys."""
-        return _normed(module, *super().project(module, x, keys, values, kwargs))
+    def queries(self, module: nn.Module, x: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+        """Normed."""
+        return _normed(module, module.norm_q, module.to_q(x))
+
+    def keys_and_values(
+        self, module: nn.Module, keys: torch.Tensor, values: torch.Tensor, kwargs: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys normed."""
+        return _normed(module, module.norm_k, module.to_k(keys)), module.to_v(values)
 
     def takes_bias(self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, kwargs: dict[str, Any]) -> bool:
         """Always."""
@@ -66,13 +70,16 @@ class _ByTorch(_Processor):
 class _Fused(_ByTorch):
     """``FusedAttnProcessor2_0``: one projection makes queries, keys and values."""
 
-    def project(
-        self, module: nn.Module, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kwargs: dict[str, Any]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Its parts; all of it where something was put on it."""
+    def queries(self, module: nn.Module, x: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+        """Its first part; all of it where something was put on it."""
+        return _normed(module, module.norm_q, _part(module.to_qkv, x, 0))
+
+    def keys_and_values(
+        self, module: nn.Module, keys: torch.Tensor, values: torch.Tensor, kwargs: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Its other parts."""
         fused = module.to_qkv
-        k, v = _part(fused, keys, 1), _part(fused, values, 2)
-        return _normed(module, _part(fused, x, 0), k, v)
+        return _normed(module, module.norm_k, _part(fused, keys, 1)), _part(fused, values, 2)
 
 
 class _ByScores(_Processor):
@@ -141,17 +148,10 @@ def _part(fused: nn.Module, x: torch.Tensor, number: int) -> torch.Tensor:
     return F.linear(x, fused.weight.chunk(3)[number], bias)
 
 
-def _normed(
-    module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    if module.norm_q is not None:
-        q = _of_heads(module, module.norm_q, q)
-    if module.norm_k is not None:
-        k = _of_heads(module, module.norm_k, k)
-    return q, k, v
-
-
-def _of_heads(module: nn.Module, norm: nn.Module, flat: torch.Tensor) -> torch.Tensor:
+def _normed(module: nn.Module, norm: nn.Module | None, flat: torch.Tensor) -> torch.Tensor:
+    """Each head, where there is a norm for it."""
+    if norm is None:
+        return flat
     heads = flat.unflatten(-1, (module.heads, -1)).transpose(1, 2)
     return norm(heads).transpose(1, 2).flatten(2)
 

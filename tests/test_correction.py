@@ -1,0 +1,210 @@
+"""The first-order correction: exactly nothing where nothing was lost, and of first order nothing is left."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+import tome_core
+from tests.conformance import ragged
+from tests.models import call_unet, inputs, on_small, small
+from tests.thoroughness import THOROUGH
+from tome_core import MergeConfig, MergePlan, MergeRule
+from tome_core.attention.correction import corrected, first_order
+from tome_core.matching import Matcher, Plans
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def drawn(batch: int, tokens: int, channels: int, dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
+    """q, k and v; keys far from zero, as a trained model's are."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(batch, tokens, channels, generator=generator, dtype=torch.float64) for _ in range(3))
+    return [one.to(dtype) for one in (q, k + 3, v - 2)]
+
+
+def by_head(flat: torch.Tensor, heads: int) -> torch.Tensor:
+    return flat.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def oracle(k: torch.Tensor, v: torch.Tensor, plan: MergePlan, heads: int, scale: float) -> torch.Tensor:
+    """The matrix by its definition: group by group, token by token, in float64."""
+    batch, tokens, _ = k.shape
+    k, v = by_head(k.double(), heads), by_head(v.double(), heads)
+    out = torch.zeros(batch, heads, k.shape[-1], k.shape[-1], dtype=torch.float64)
+    for sample in range(batch):
+        group = plan.group[sample if plan.group.shape[0] > 1 else 0]
+        for number in group.unique():
+            own = (group == number).nonzero()[:, 0]
+            for head in range(heads):
+                keys, values = k[sample, head, own], v[sample, head, own]
+                for key, value in zip(keys - keys.mean(0), values - values.mean(0), strict=True):
+                    out[sample, head] += torch.outer(key, value) * scale / tokens
+    return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shared", [False, True])
+def test_groups_of_one_token_are_corrected_by_exactly_nothing(dtype: torch.dtype, shared: bool):
+    _, k, v = drawn(3, 17, 12, dtype)
+    order = torch.stack([torch.randperm(17, generator=torch.Generator().manual_seed(n)) for n in range(3)])
+    plan = MergePlan(order[:1] if shared else order, 17)
+    assert not first_order(k, v, plan, 3, 0.5).any()
+    assert first_order(k, v, MergePlan(order.div(2, rounding_mode="floor"), 9), 3, 0.5).all()
+
+
+@settings(max_examples=200 if THOROUGH else 30, deadline=None)
+@given(
+    batch=st.integers(1, 3), tokens=st.integers(1, 40), groups=st.integers(1, 12), heads=st.integers(1, 4),
+    width=st.integers(1, 6), shared=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_it_is_what_its_definition_gives(batch, tokens, groups, heads, width, shared, seed):
+    """Ragged groups, empty ones, one map for all samples."""
+    _, k, v = drawn(batch, tokens, heads * width, torch.float64, seed)
+    plan = ragged(1 if shared else batch, tokens, groups, seed)
+    torch.testing.assert_close(
+        first_order(k, v, plan, heads, 0.3), oracle(k, v, plan, heads, 0.3), rtol=1e-9, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_it_is_summed_in_float32_whatever_keys_and_values_are(dtype: torch.dtype):
+    """Of 4,096 tokens half precision would keep hardly a digit, and keys lie far from zero."""
+    _, k, v = drawn(1, 4096, 16, dtype)
+    plan = ragged(1, 4096, 64)
+    found, exact = first_order(k, v, plan, 2, 0.25), oracle(k, v, plan, 2, 0.25)
+    assert found.dtype == dtype
+    assert (found.double() - exact).abs().max() <= 2 * torch.finfo(dtype).eps * exact.abs().max() + 1e-6
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, logs: torch.Tensor | None = None):
+    q, k, v = (by_head(one, heads) for one in (q, k, v))
+    logits = q @ k.transpose(2, 3) * q.shape[-1] ** -0.5
+    if logs is not None:
+        logits = logits + logs[:, None, None]
+    return (logits.softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+def test_where_logits_are_small_the_error_falls_with_their_square():
+    """Without the correction it falls with themselves."""
+    heads, errors = 2, {True: [], False: []}
+    q, k, v = drawn(2, 60, 16, torch.float64)
+    plan = ragged(2, 60, 7)
+    logs = plan.sizes.double().log()
+    matrix = first_order(k, v, plan, heads, 8**-0.5)
+    for small_q in (q * 1e-2, q * 1e-3, q * 1e-4):
+        full = attention(small_q, k, v, heads)
+        merged = attention(small_q, plan.merge(k), plan.merge(v), heads, logs)
+        for with_it, out in ((False, merged), (True, corrected(merged, small_q, matrix))):
+            errors[with_it].append((out - full).abs().max().item())
+    for with_it, power in ((False, 1), (True, 2)):
+        falls = [math.log10(a / b) for a, b in zip(errors[with_it], errors[with_it][1:], strict=False)]
+        assert falls == pytest.approx([power, power], abs=0.1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_it_is_added_head_by_head(dtype: torch.dtype):
+    q, out, _ = drawn(2, 9, 12, dtype)
+    matrix = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+    found = corrected(out, q, matrix)
+    assert found.dtype == dtype and found.is_contiguous()
+    for sample in range(2):
+        for head in range(3):
+            own = slice(4 * head, 4 * head + 4)
+            expected = out[sample, :, own].double() + q[sample, :, own].double() @ matrix[sample, head].double()
+            torch.testing.assert_close(
+                found[sample, :, own].double(), expected, rtol=0, atol=8 * torch.finfo(dtype).eps * 16
+            )
+
+
+# --- in a UNet --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def found(monkeypatch) -> list[Plans]:
+    """What every block used, in the order of their calls."""
+    used, find = [], Matcher.find
+
+    def note(matcher, block, x, outer, rule, part, *more):
+        plans = find(matcher, block, x, outer, rule, part, *more)
+        if part == "attn":
+            used.append(plans)
+        return plans
+
+    monkeypatch.setattr(Matcher, "find", note)
+    return used
+
+
+def run(model, timestep=100):
+    x, text = inputs(4, 2, 16, 16)
+    with torch.no_grad():
+        return call_unet(model, x, timestep, text)
+
+
+KV = {"side": "kv", "ratio": 0.75}
+
+
+@pytest.mark.parametrize(
+    "rule, corrects",
+    [
+        (MergeRule(**KV), True),
+        (MergeRule(**KV, metric="keys+values", refine=1, sx=4, sy=4), True),
+        (MergeRule(**KV, metric="keys+values", refine=1, window=8, query_ratio=0.5), True),
+        (MergeRule(**KV, method="cluster"), True),
+        (MergeRule(side="qkv", metric="keys+values"), True),
+        (MergeRule(), False),  # all tokens' keys and values are not there, and making them costs what merging saves
+        (MergeRule(side="q"), False),
+        (MergeRule(**KV, proportional=False), False),
+        (MergeRule(method="downsample"), False),
+        (MergeRule(**KV, correction=False), False),
+    ],
+)
+def test_it_is_made_where_merged_keys_know_their_sizes(rule: MergeRule, corrects: bool, found):
+    model = small()
+    with tome_core.patch(model, MergeConfig(rules=(rule,))):
+        merged = run(model)
+    assert found and merged.isfinite().all()
+    assert all((plans.correction is not None) == corrects for plans in found)
+    if corrects:
+        assert all(plans.correction.any() for plans in found)
+        with tome_core.patch(model, MergeConfig(rules=(replace(rule, correction=False),))):
+            assert not torch.equal(run(model), merged)
+
+
+@pytest.mark.parametrize("name", tome_core.PRESETS)
+def test_it_is_kept_with_its_plan_and_made_anew_with_it(name: str, found):
+    model = small()
+    with tome_core.patch(model, on_small(name), host_clock=True) as handle:
+        for timestep in (400, 360, 200):
+            handle.set_time(timestep=timestep, sampling="one")
+            run(model, timestep)
+    blocks = len(found) // 3
+    first, kept, renewed = (found[n * blocks : (n + 1) * blocks] for n in range(3))
+    for one, same, other in zip(first, kept, renewed, strict=True):
+        assert one.correction is same.correction is not None
+        assert other.correction is not one.correction and other.plan is not one.plan
+
+
+def test_gradients_flow_through_it():
+    """As through the rest of the block: what is trained on merged tokens is trained on this function."""
+    model = small().double()
+    x, text = (one.double() for one in inputs(4, 1, 8, 8))
+    target = next(m for n, m in model.named_modules() if n.endswith("attn1.to_v"))
+
+    def loss():
+        return call_unet(model, x, 100, text).pow(2).sum()
+
+    with tome_core.patch(model, MergeConfig(**KV)):
+        (gradient,) = torch.autograd.grad(loss(), target.weight)
+        place, step = divmod(int(gradient.abs().argmax()), gradient.shape[1]), 1e-6
+        with torch.no_grad():
+            target.weight[place] += step
+            up = loss()
+            target.weight[place] -= 2 * step
+            down = loss()
+    assert ((up - down) / (2 * step)).item() == pytest.approx(gradient[place].item(), rel=1e-4)
