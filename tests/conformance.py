@@ -133,8 +133,24 @@ def held(
         with torch.no_grad():
             out, way = attend_merged(one, module, x, keys, keys, plan, kwargs)
         assert_sized(own, module, x, keys, plan.sizes.expand(len(x), -1), out, tolerance)
+        assert_corrected(one, module, x, keys, plan, out, kwargs)
         ways.add(way)
     return ways
+
+
+def assert_corrected(
+    known: Any, module: nn.Module, x: torch.Tensor, keys: torch.Tensor, plan: MergePlan, out: torch.Tensor,
+    kwargs: dict[str, Any],
+) -> None:  # fmt: skip
+    """A correction adds each head's product of its queries, before the output projection, on every way."""
+    with torch.no_grad():
+        q, heads = known.queries(module, x, kwargs), known.heads(module)
+        matrix = torch.randn(len(x), heads, *[q.shape[-1] // heads] * 2, generator=torch.Generator().manual_seed(5))
+        found, _ = attend_merged(known, module, x, keys, keys, plan, kwargs, matrix.to(q.dtype))
+        more = torch.einsum("bnhd,bhde->bnhe", q.double().unflatten(-1, (heads, -1)), matrix.double())
+        nothing = torch.zeros_like(q)
+        expected = known.finish(module, more.flatten(2).to(q.dtype)) - known.finish(module, nothing)  # it has a bias
+    assert far(found.double() - out.double(), expected) <= 30 * torch.finfo(x.dtype).eps * max(1, float(out.abs().max()))
 
 
 class _NoBias:

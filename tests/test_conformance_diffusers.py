@@ -387,8 +387,8 @@ def test_slices_of_every_size_give_the_same(name, size):
 
 # --- what is known, in a UNet ---------------------------------------------------------------------------------------
 
-KV = MergeConfig(side="kv", ratio=0.75, use_rand=False)
-STRONG = MergeConfig(side="kv", ratio=0.9375, sx=4, sy=4)
+KV = MergeConfig(correction=False, side="kv", ratio=0.75, use_rand=False)
+STRONG = MergeConfig(correction=False, side="kv", ratio=0.9375, sx=4, sy=4)
 
 
 def model_with(name: str | None, **changes: Any) -> nn.Module:
@@ -461,7 +461,7 @@ def test_queries_that_merge_beside_keys_give_what_they_give_for_repeated_keys(na
     merge_by(monkeypatch, 13)
     model = model_with(name)
     plain = copy.deepcopy(model)
-    config = MergeConfig(side="kv", ratio=0.75, use_rand=False, query_ratio=0.5)
+    config = MergeConfig(correction=False, side="kv", ratio=0.75, use_rand=False, query_ratio=0.5)
     with tome_core.patch(model, config), watched(model) as seen:
         call(model)
     assert all(one.queries is not None for one in seen)

@@ -41,7 +41,7 @@ from tome_core.attention import known_of, name_of
 from tome_core.attention.core import attend_merged
 
 WIDTH, HEADS = 32, 4
-KV = MergeConfig(side="kv", ratio=0.75, use_rand=False, max_downsample=8)
+KV = MergeConfig(correction=False, side="kv", ratio=0.75, use_rand=False, max_downsample=8)
 
 
 def renamed(kind: type, module: str, name: str) -> type:

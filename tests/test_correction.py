@@ -15,7 +15,8 @@ from tests.conformance import ragged
 from tests.models import call_unet, inputs, on_small, small
 from tests.thoroughness import THOROUGH
 from tome_core import MergeConfig, MergePlan, MergeRule
-from tome_core.attention.correction import corrected, first_order
+from tome_core.attention.core import corrected
+from tome_core.attention.correction import first_order
 from tome_core.matching import Matcher, Plans
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

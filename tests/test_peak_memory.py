@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import tome_core
 from tome_core import PRESETS, MergeConfig
-from tome_core.sd_block import make_block, make_inputs
+from tome_core.sd_block import CHANNELS, HEADS, make_block, make_inputs
 
 
 def peak_bytes(run) -> int:
@@ -43,8 +43,9 @@ def test_the_count_sees_what_is_held():
 def test_no_preset_holds_more_than_the_block_itself(block, side, dtype):
     block = block.to(dtype)
     inputs = make_inputs(side, 1, "cpu", dtype)
-    # what outlives the attention: the group of each token, of keys and of queries, and what widens one query and value
-    maps = 4 * 8 * side * side + 2 * 8 * dtype.itemsize
+    # what outlives the attention: the group of each token, of keys and of queries, what widens one query and value, and
+    # the correction of each head
+    maps = 4 * 8 * side * side + 2 * 8 * dtype.itemsize + CHANNELS * CHANNELS // HEADS * dtype.itemsize
     with torch.inference_mode():
         block(*inputs)  # what libraries allocate once
         vanilla = peak_bytes(lambda: block(*inputs))

@@ -281,7 +281,8 @@ class MergeRule:
 
         These are at hand where a match compares them; elsewhere making them pays where every query is kept.
         """
-        return self.correction and self.sizes_keys and (self.effective_side == "kv" or self.metric == "keys+values")
+        at_hand = self.metric == "keys+values" and METHODS[self.method].compares
+        return self.correction and self.sizes_keys and (self.effective_side == "kv" or at_hand)
 
     @property
     def uses_percent(self) -> bool:

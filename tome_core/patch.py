@@ -41,6 +41,7 @@ class Patch:
     def __init__(self, unet: nn.Module, config: MergeConfig, schedule: NoiseSchedule | None) -> None:
         self.config = config
         self._unet = weakref.ref(unet)
+        self._handed: weakref.ref[Any] | None = None  # what was handed to `patch`: a pipeline, a wrapped UNet
         self._previous: Patch | None = None
         self._removed = False
         self._entered = False
@@ -71,6 +72,7 @@ class Patch:
         Idempotent, and also brings back what somebody else has overwritten.
         """
         self._put_on(merges=True)
+        _remember(self)
         return self
 
     def uninstall(self) -> None:
@@ -96,6 +98,7 @@ class Patch:
         for wrap in self._outside:
             if wrap.target is not None:
                 wrap.uninstall()
+        _forget(self)
 
     @contextmanager
     def merging(self) -> Iterator[Patch]:
@@ -212,7 +215,7 @@ class Patch:
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy belongs to a copy of the UNet, which makes itself known (`wiring_of`), and to no pipeline
-        return {**vars(self), "_unet": None, "_outside": [], "_previous": None}
+        return {**vars(self), "_unet": None, "_handed": None, "_outside": [], "_previous": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _unet=lambda: None)
@@ -245,9 +248,9 @@ def patch(model: Any, config: MergeConfig | str | None = None, *, host_clock: bo
     for note in handle._notes:
         logger.warning("%s", note)
     handle._follow(model)
-    handle.install()
-    _remember(model, handle)
-    return handle
+    with suppress(TypeError):  # nothing that can be referred to weakly
+        handle._handed = weakref.ref(model)
+    return handle.install()
 
 
 def apply_patch(
@@ -306,7 +309,7 @@ def report(model: Any) -> Report:
     return handle.report() if handle is not None else Report(patched=False)
 
 
-_OF_MODEL: weakref.WeakKeyDictionary[Any, Patch] = weakref.WeakKeyDictionary()  # what was handed to `patch`
+_OF_MODEL: weakref.WeakKeyDictionary[Any, Patch] = weakref.WeakKeyDictionary()  # by what was handed to `patch`, while on
 
 
 def _by_model(model: Any) -> Patch | None:
@@ -316,9 +319,19 @@ def _by_model(model: Any) -> Patch | None:
         return None
 
 
-def _remember(model: Any, handle: Patch) -> None:
-    with suppress(TypeError):  # nothing that can be referred to weakly
-        _OF_MODEL[model] = handle
+def _remember(handle: Patch) -> None:
+    model = handle._handed and handle._handed()
+    if model is not None:
+        with suppress(TypeError):  # nothing that has a hash
+            _OF_MODEL[model] = handle
+
+
+def _forget(handle: Patch) -> None:
+    model = handle._handed and handle._handed()
+    if model is not None:
+        with suppress(TypeError):
+            if _OF_MODEL.get(model) is handle:
+                del _OF_MODEL[model]
 
 
 def _handle_of(model: Any) -> Patch | None:

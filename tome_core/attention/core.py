@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..plan import MergePlan
-from . import correction
+from .correction import first_order
 from .known import KnownAttention
 from .sizes import bias_is_cheaper, bias_of, extra_channels, narrow, widen
 
@@ -40,7 +40,7 @@ def projected(whole: Whole) -> tuple[torch.Tensor, torch.Tensor]:
 def correction_of(whole: Whole, k: torch.Tensor, v: torch.Tensor, plan: MergePlan) -> torch.Tensor:
     """What the plan loses of these keys and values to first order; see `correction.first_order`."""
     heads = whole.known.heads(whole.module)
-    return correction.first_order(k, v, plan, heads, whole.known.scale(whole.module, k.shape[-1] // heads))
+    return first_order(k, v, plan, heads, whole.known.scale(whole.module, k.shape[-1] // heads))
 
 
 def attend_merged(
@@ -57,7 +57,7 @@ def attend_merged(
     k, v = known.keys_and_values(module, keys, values, kwargs)
     out, way = _attend(known, module, q, k, v, sizes, kwargs)
     if matrix is not None:
-        out = correction.corrected(out, q, matrix)
+        out = corrected(out, q, matrix)
     return Attended(known.finish(module, out), way)
 
 
@@ -74,3 +74,10 @@ def _attend(
     extra = extra_channels(width)
     q, k, v = widen(q, k, v, heads, known.scale(module, width), known.scale(module, width + extra), sizes)
     return narrow(known.attend(module, q, k, v, None, kwargs), heads, extra), WIDER_HEADS
+
+def corrected(out: torch.Tensor, q: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """``out + q matrix`` in each head. out, q: flat ``[B, N, H*d]``; matrix: ``[B, H, d, d]`` of `correction.first_order`."""
+    batch, tokens, _ = q.shape
+    heads = q.view(batch, tokens, matrix.shape[1], -1).transpose(1, 2)
+    more = (heads @ matrix.to(q.dtype)).transpose(1, 2)
+    return (out.view(more.shape) + more).flatten(2)

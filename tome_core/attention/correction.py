@@ -29,11 +29,3 @@ def first_order(k: torch.Tensor, v: torch.Tensor, plan: MergePlan, heads: int, s
     spread = exact - plan.unmerge(plan.merge(exact))
     by_head = [one.to(exact.dtype).view(batch, tokens, heads, -1).transpose(1, 2) for one in (k, spread)]
     return (by_head[0].transpose(2, 3) @ by_head[1] * (scale / tokens)).to(k.dtype)
-
-
-def corrected(out: torch.Tensor, q: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """``out + q matrix`` in each head. out, q: flat ``[B, N, H*d]``; matrix: ``[B, H, d, d]`` of `first_order`."""
-    batch, tokens, _ = q.shape
-    heads = q.view(batch, tokens, matrix.shape[1], -1).transpose(1, 2)
-    more = (heads @ matrix.to(q.dtype)).transpose(1, 2)
-    return (out.view(more.shape) + more).flatten(2)
