@@ -24,6 +24,7 @@ from torch import nn
 from tome_core import MergePlan
 from tome_core.attention import known_of, name_of
 from tome_core.attention.core import attend_merged
+from tome_core.attention.correction import Correction
 from tome_core.matching import Matcher
 from tome_core.methods import METHODS
 
@@ -145,12 +146,15 @@ def assert_corrected(
     """A correction adds each head's product of its queries, before the output projection, on every way."""
     with torch.no_grad():
         q, heads = known.queries(module, x, kwargs), known.heads(module)
-        matrix = torch.randn(len(x), heads, *[q.shape[-1] // heads] * 2, generator=torch.Generator().manual_seed(5))
-        found, _ = attend_merged(known, module, x, keys, keys, plan, kwargs, matrix.to(q.dtype))
-        more = torch.einsum("bnhd,bhde->bnhe", q.double().unflatten(-1, (heads, -1)), matrix.double())
-        nothing = torch.zeros_like(q)
-        expected = known.finish(module, more.flatten(2).to(q.dtype)) - known.finish(module, nothing)  # it has a bias
-    assert far(found.double() - out.double(), expected) <= 30 * torch.finfo(x.dtype).eps * max(1, float(out.abs().max()))
+        width = q.shape[-1] // heads
+        of_query = torch.randn(len(x), heads, width, width, generator=torch.Generator().manual_seed(5)).to(q.dtype)
+        correction = Correction(torch.cat([of_query, of_query * 0], 2), of_query[:, :, :1])
+        found, _ = attend_merged(known, module, x, keys, keys, plan, kwargs, correction)
+        more = torch.einsum("bnhd,bhde->bnhe", q.double().unflatten(-1, (heads, -1)), of_query.double())
+        more = (more + of_query[:, :, 0].double()[:, None]).flatten(2).to(q.dtype)
+        expected = known.finish(module, more) - known.finish(module, torch.zeros_like(q))  # it has a bias
+    allowed = 60 * torch.finfo(q.dtype).eps * max(1, float(out.abs().max()))
+    assert far(found.double() - out.double(), expected) <= allowed
 
 
 class _NoBias:

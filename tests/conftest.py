@@ -16,7 +16,7 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's job in the background; what tests start would inherit it
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background; what tests start would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 ROOT = Path(__file__).parents[1]
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from .attention.core import Whole, correction_of, projected
+from .attention.correction import Correction
 from .config import MergeRule
 from .grid import Draw
 from .keep import Kept
@@ -26,7 +27,7 @@ class Plans(NamedTuple):
 
     plan: MergePlan | None
     queries: MergePlan | None = None
-    correction: torch.Tensor | None = None
+    correction: Correction | None = None
 
 
 class Matcher:
@@ -86,7 +87,7 @@ class Matcher:
         self, plan: MergePlan, x: torch.Tensor, outer: GridCall, rule: MergeRule, whole: Whole | None,
         made: Made | None,
     ) -> Plans:  # fmt: skip
-        correction = None if made is None else correction_of(whole, *made, plan)
+        correction = None if made is None else correction_of(whole, *made, plan, outer.grid)
         return Plans(plan, self._match_queries(x, outer, rule), correction)
 
     def _match_as_tomesd(self, x: torch.Tensor, outer: GridCall, rule: MergeRule) -> MergePlan | None:

@@ -199,8 +199,8 @@ class SelfAttentionSite(PartSite):
         """By the attention's own projections and function, merged in between."""
         source = x if context is None else context
         value = source if value is None else value
-        whole = Whole(known, self.target, source, value, kwargs) if merging.corrected else None
-        plan, of_queries, matrix = block.plans_for(merging, self.part, whole=whole)
+        whole = Whole(known, self.target, x, source, value, kwargs) if merging.corrected else None
+        plan, of_queries, correction = block.plans_for(merging, self.part, whole=whole)
         if plan is None:
             return _TOO_SMALL
         side, mode = merging.side, merging.mode
@@ -212,7 +212,7 @@ class SelfAttentionSite(PartSite):
             keys = asked if queries is plan and source is x else plan.merge(source, mode)
             values = keys if value is source else plan.merge(value, mode)
         sizes = plan if merging.sized else None
-        out, way = attend_merged(known, self.target, asked, keys, values, sizes, kwargs, matrix)
+        out, way = attend_merged(known, self.target, asked, keys, values, sizes, kwargs, correction)
         left = (asked.shape[1], keys.shape[1])
         return self._finish(block, queries, x, out, left, x.shape[1], way if merging.sized else "")
 

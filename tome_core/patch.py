@@ -309,7 +309,7 @@ def report(model: Any) -> Report:
     return handle.report() if handle is not None else Report(patched=False)
 
 
-_OF_MODEL: weakref.WeakKeyDictionary[Any, Patch] = weakref.WeakKeyDictionary()  # by what was handed to `patch`, while on
+_OF_MODEL: weakref.WeakKeyDictionary[Any, Patch] = weakref.WeakKeyDictionary()  # what was handed to `patch`, while on
 
 
 def _by_model(model: Any) -> Patch | None:

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..plan import MergePlan
-from .correction import first_order
+from ..grid import Grid
+from ..plan import MergePlan, take_rows
+from .correction import Correction, asked, fitted
 from .known import KnownAttention
 from .sizes import bias_is_cheaper, bias_of, extra_channels, narrow, widen
 
@@ -23,10 +24,11 @@ class Attended(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """The keys and values of a call before anything is merged: of which attention, and ``[B, N, C]`` what from."""
+    """One call before anything is merged: which attention, and ``[B, N, C]`` what q, k and v are made from."""
 
     known: KnownAttention
     module: nn.Module
+    x: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor
     kwargs: dict[str, Any]
@@ -37,27 +39,30 @@ def projected(whole: Whole) -> tuple[torch.Tensor, torch.Tensor]:
     return whole.known.keys_and_values(whole.module, whole.keys, whole.values, whole.kwargs)
 
 
-def correction_of(whole: Whole, k: torch.Tensor, v: torch.Tensor, plan: MergePlan) -> torch.Tensor:
-    """What the plan loses of these keys and values to first order; see `correction.first_order`."""
-    heads = whole.known.heads(whole.module)
-    return first_order(k, v, plan, heads, whole.known.scale(whole.module, k.shape[-1] // heads))
+def correction_of(whole: Whole, k: torch.Tensor, v: torch.Tensor, plan: MergePlan, grid: Grid) -> Correction:
+    """What the plan loses of these keys and values; see `correction.fitted`."""
+    known, module = whole.known, whole.module
+    heads = known.heads(module)
+    width = k.shape[-1] // heads
+    q = known.queries(module, take_rows(whole.x, asked(grid, width, k.device)), whole.kwargs)
+    return fitted(q, k, v, plan, heads, known.scale(module, width))
 
 
 def attend_merged(
     known: KnownAttention, module: nn.Module, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
-    sizes: MergePlan | None, kwargs: dict[str, Any], matrix: torch.Tensor | None = None,
+    sizes: MergePlan | None, kwargs: dict[str, Any], correction: Correction | None = None,
 ) -> Attended:  # fmt: skip
     """``to_out(softmax(scale q k^T + log n) v)`` with the module's projections and the host's own function.
 
     x: ``[B, N, C]``, what queries are made from. keys, values: ``[B, G, C]``, merged. sizes: the plan that merged them,
-    None where its sizes are not to count. kwargs: the call's other arguments. matrix: the plan's first-order
-    correction, where it has one.
+    None where its sizes are not to count. kwargs: the call's other arguments. correction: the plan's,
+    where it has one.
     """
     q = known.queries(module, x, kwargs)
     k, v = known.keys_and_values(module, keys, values, kwargs)
     out, way = _attend(known, module, q, k, v, sizes, kwargs)
-    if matrix is not None:
-        out = corrected(out, q, matrix)
+    if correction is not None:
+        out = corrected(out, q, correction)
     return Attended(known.finish(module, out), way)
 
 
@@ -75,9 +80,12 @@ def _attend(
     q, k, v = widen(q, k, v, heads, known.scale(module, width), known.scale(module, width + extra), sizes)
     return narrow(known.attend(module, q, k, v, None, kwargs), heads, extra), WIDER_HEADS
 
-def corrected(out: torch.Tensor, q: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """``out + q matrix`` in each head. out, q: flat ``[B, N, H*d]``; matrix: ``[B, H, d, d]`` of `correction.first_order`."""
+def corrected(out: torch.Tensor, q: torch.Tensor, correction: Correction) -> torch.Tensor:
+    """``out + q M1 + out M2 + b`` in each head. out, q: flat ``[B, N, H*d]``."""
     batch, tokens, _ = q.shape
-    heads = q.view(batch, tokens, matrix.shape[1], -1).transpose(1, 2)
-    more = (heads @ matrix.to(q.dtype)).transpose(1, 2)
-    return (out.view(more.shape) + more).flatten(2)
+    heads = correction.constant.shape[1]
+    by_head = [one.view(batch, tokens, heads, -1) for one in (q, out)]
+    told = torch.cat(by_head, -1).transpose(1, 2).flatten(0, 1)
+    matrix, constant = (one.to(q.dtype).flatten(0, 1) for one in correction)
+    more = torch.baddbmm(constant, told, matrix).view(batch, heads, tokens, -1).transpose(1, 2)
+    return (by_head[1] + more).flatten(2)
