@@ -148,7 +148,8 @@ def assert_corrected(
         q, heads = known.queries(module, x, kwargs), known.heads(module)
         width = q.shape[-1] // heads
         of_query = torch.randn(len(x), heads, width, width, generator=torch.Generator().manual_seed(5)).to(q.dtype)
-        correction = Correction(torch.cat([of_query, of_query * 0], 2), of_query[:, :, :1])
+        matrix = torch.cat([of_query, of_query * 0], 2)
+        correction = Correction(matrix.flatten(0, 1), of_query[:, :, :1].flatten(0, 1))
         found, _ = attend_merged(known, module, x, keys, keys, plan, kwargs, correction)
         more = torch.einsum("bnhd,bhde->bnhe", q.double().unflatten(-1, (heads, -1)), of_query.double())
         more = (more + of_query[:, :, 0].double()[:, None]).flatten(2).to(q.dtype)

@@ -122,7 +122,7 @@ def test_it_is_added_head_by_head(dtype: torch.dtype):
         torch.randn(2, 3, rows, 4, generator=torch.Generator().manual_seed(rows), dtype=torch.float64).to(dtype)
         for rows in (8, 1)
     )
-    found = corrected(out, q, Correction(matrix, constant))
+    found = corrected(out, q, Correction(matrix.flatten(0, 1), constant.flatten(0, 1)))
     assert found.dtype == dtype and found.is_contiguous()
     for sample in range(2):
         for head in range(3):
@@ -195,7 +195,7 @@ def test_it_leaves_less_of_what_was_asked_than_the_closed_form_alone():
     full = attention(q, k, v, heads)
     merged = attention(q, plan.merge(k), plan.merge(v), heads, plan.key_logits)
     closed = first_order(k, v, plan, heads, scale)
-    alone = Correction(torch.cat([closed, torch.zeros_like(closed)], 2), torch.zeros(1, heads, 1, 16))
+    alone = Correction(torch.cat([closed, torch.zeros_like(closed)], 2).flatten(0, 1), torch.zeros(heads, 1, 16))
     left = [(corrected(merged, q, one) - full).square().mean() for one in (alone, fitted(q, k, v, plan, heads, scale))]
     assert left[1] < 0.8 * left[0] < 0.8 * (merged - full).square().mean()
 

@@ -45,7 +45,7 @@ def test_no_preset_holds_more_than_the_block_itself(block, side, dtype):
     inputs = make_inputs(side, 1, "cpu", dtype)
     # what outlives the attention: the group of each token, of keys and of queries, what widens one query and value, and
     # the correction of each head
-    maps = 4 * 8 * side * side + 2 * 8 * dtype.itemsize + CHANNELS * CHANNELS // HEADS * dtype.itemsize
+    maps = 4 * 8 * side * side + 2 * 8 * dtype.itemsize + (2 * CHANNELS // HEADS + 1) * CHANNELS * dtype.itemsize
     with torch.inference_mode():
         block(*inputs)  # what libraries allocate once
         vanilla = peak_bytes(lambda: block(*inputs))

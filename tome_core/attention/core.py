@@ -60,32 +60,26 @@ def attend_merged(
     """
     q = known.queries(module, x, kwargs)
     k, v = known.keys_and_values(module, keys, values, kwargs)
-    out, way = _attend(known, module, q, k, v, sizes, kwargs)
+    if sizes is None:
+        out, way = known.attend(module, q, k, v, None, kwargs), UNSIZED
+    elif known.takes_bias(module, q, k, kwargs) and bias_is_cheaper(q.shape[1], k.shape[1], q.device.type):
+        out, way = known.attend(module, q, k, v, bias_of(sizes, q), kwargs), BIAS
+    else:
+        heads = known.heads(module)
+        width = q.shape[-1] // heads
+        extra = extra_channels(width)
+        wide = widen(q, k, v, heads, known.scale(module, width), known.scale(module, width + extra), sizes)
+        out, way = narrow(known.attend(module, *wide, None, kwargs), heads, extra), WIDER_HEADS
     if correction is not None:
         out = corrected(out, q, correction)
     return Attended(known.finish(module, out), way)
 
 
-def _attend(
-    known: KnownAttention, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    sizes: MergePlan | None, kwargs: dict[str, Any],
-) -> tuple[torch.Tensor, str]:  # fmt: skip
-    if sizes is None:
-        return known.attend(module, q, k, v, None, kwargs), UNSIZED
-    if known.takes_bias(module, q, k, kwargs) and bias_is_cheaper(q.shape[1], k.shape[1], q.device.type):
-        return known.attend(module, q, k, v, bias_of(sizes, q), kwargs), BIAS
-    heads = known.heads(module)
-    width = q.shape[-1] // heads
-    extra = extra_channels(width)
-    q, k, v = widen(q, k, v, heads, known.scale(module, width), known.scale(module, width + extra), sizes)
-    return narrow(known.attend(module, q, k, v, None, kwargs), heads, extra), WIDER_HEADS
-
 def corrected(out: torch.Tensor, q: torch.Tensor, correction: Correction) -> torch.Tensor:
     """``out + q M1 + out M2 + b`` in each head. out, q: flat ``[B, N, H*d]``."""
     batch, tokens, _ = q.shape
-    heads = correction.constant.shape[1]
-    by_head = [one.view(batch, tokens, heads, -1) for one in (q, out)]
-    told = torch.cat(by_head, -1).transpose(1, 2).flatten(0, 1)
-    matrix, constant = (one.to(q.dtype).flatten(0, 1) for one in correction)
-    more = torch.baddbmm(constant, told, matrix).view(batch, heads, tokens, -1).transpose(1, 2)
-    return (by_head[1] + more).flatten(2)
+    heads = correction.matrix.shape[0] // batch
+    own, merged = q.view(batch, tokens, heads, -1).transpose(1, 2), out.view(batch, tokens, heads, -1)
+    told = torch.cat([own, merged.transpose(1, 2)], -1).flatten(0, 1)
+    more = torch.baddbmm(correction.constant, told, correction.matrix).view(batch, heads, tokens, -1)
+    return (merged + more.transpose(1, 2)).flatten(2)

@@ -35,7 +35,7 @@ _ASKED_OF_NARROW, _ASKED, _NARROW, _FEWEST, _OF_TOKENS = 128, 256, 32, 32, 16
 
 
 class Correction(NamedTuple):
-    """matrix: ``[B, H, 2d, d]``, of the query and of the merged answer; constant: ``[B, H, 1, d]``."""
+    """matrix: ``[B*H, 2d, d]``, of the query and of the merged answer; constant: ``[B*H, 1, d]``."""
 
     matrix: torch.Tensor
     constant: torch.Tensor
@@ -69,7 +69,7 @@ def fitted(
         weights, constant = _ridge(asked_for, merged, left - asked_for @ first)
         lost = (first != 0).flatten(2).any(2)[..., None, None].to(first.dtype)  # nothing was: then rounding is all
         matrix = weights * lost + F.pad(first, (0, 0, 0, first.shape[3]))
-        return Correction(matrix.to(q.dtype), (constant * lost).to(q.dtype))
+        return Correction(matrix.to(q.dtype).flatten(0, 1), (constant * lost).to(q.dtype).flatten(0, 1))
 
 
 def first_order(k: torch.Tensor, v: torch.Tensor, plan: MergePlan, heads: int, scale: float) -> torch.Tensor:
