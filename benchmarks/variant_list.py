@@ -168,10 +168,8 @@ _OTHERS = tuple(variant.name for variant in _others())
 _BELOW = tuple(name for name, variant in VARIANTS.items() if variant.method in ("keys below", "MLP below"))
 _STANDARD = (
     *(f"{line}-{ratio}" for line in ("tomesd", "sized") for ratio in RATIOS),
-    "bipartite-drawn-0.5", "bipartite-0.5", "bipartite-kv-0.75", "bipartite-kv-0.9-cells-4", "cluster-0.5",
-    "cluster-by-mean-0.5", "downsample-2x2",
-    "sized-kv-0.75", "sized-kv-0.9375-cells-4", "sized-kv-0.984-cells-8", "sized-kv-on-keys-0.75", "mean-kv-4x4",
-    *_OTHERS, *_PRESETS,
+    "bipartite-drawn-0.5", "bipartite-0.5", "cluster-0.5", "downsample-2x2",
+    "sized-kv-0.75", "sized-kv-0.9375-cells-4", "sized-kv-0.984-cells-8", *_OTHERS, *_PRESETS,
 )  # fmt: skip
 # a whole picture takes as long as twenty noised ones
 _PICTURED = (
