@@ -167,9 +167,8 @@ _PRESETS = tuple(name for name, variant in VARIANTS.items() if variant.method ==
 _OTHERS = tuple(variant.name for variant in _others())
 _BELOW = tuple(name for name, variant in VARIANTS.items() if variant.method in ("keys below", "MLP below"))
 _STANDARD = (
-    *(f"{line}-{ratio}" for line in ("tomesd", "sized") for ratio in RATIOS),
-    "bipartite-drawn-0.5", "bipartite-0.5", "cluster-0.5", "downsample-2x2",
-    "sized-kv-0.75", "sized-kv-0.9375-cells-4", "sized-kv-0.984-cells-8", *_OTHERS, *_PRESETS,
+    *(f"tomesd-{ratio}" for ratio in RATIOS), "bipartite-drawn-0.5", "sized-0.5", "sized-0.75", "downsample-2x2",
+    "sized-kv-0.75", "sized-kv-0.9375-cells-4", *_OTHERS, *_PRESETS,
 )  # fmt: skip
 # a whole picture takes as long as twenty noised ones
 _PICTURED = (
