@@ -14,7 +14,7 @@ from demo import checkpoint
 
 AMOUNTS = {
     "smallest": Amounts(noised=2, pictures=1, steps=2, times=(200, 800)),
-    "standard": Amounts(noised=8, pictures=4, steps=10, clock=True),  # 12 minutes of one core a checkpoint
+    "standard": Amounts(noised=8, pictures=4, steps=10, clock=True),  # a quarter of an hour of one core a checkpoint
     "choose": Amounts(noised=16, pictures=4, steps=10),
     "all": Amounts(noised=24, pictures=8, steps=10, clock=True),
 }
