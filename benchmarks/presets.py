@@ -4,8 +4,8 @@ A preset may spend a share of the attention work, on average over the noise sche
 merging than late ones, so every pair of settings, one for the early and one for the late steps, is looked at, with
 every time between them; the pair with the least deviation over all checkpoints within the budget is the preset.
 Levels below the finest, and their MLPs, are added as far as they add little to that: which of them a picture has
-depends on the model's family and on its size. Needs results of ``python -m benchmarks.quality`` with the rows
-"merged keys", and for the latter "keys below" and "MLP below"; writes ``tome_core/preset_table.py``.
+depends on the model's family and on its size. Needs results of ``python -m benchmarks.quality --for choose`` with the
+rows "merged keys", and for the latter "keys below" and "MLP below"; writes ``tome_core/preset_table.py``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks import results
+from benchmarks import purposes, results
 from benchmarks.quality_figures import Noised, sections
 from benchmarks.quality_rows import TIMES
 from benchmarks.variant_list import FRONT, KEYS_BELOW, MLP_BELOW
@@ -180,6 +180,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         records = [results.load(path) for path in options.results]
+        for path, record in zip(options.results, records, strict=True):
+            purposes.check(record, purposes.CHOOSE, path.name)
         points, deeper = front(records), below(records)
         choices = {name: choose(points, budget) for name, budget in BUDGETS.items()}
     except (ValueError, OSError, results.ResultError) as error:

@@ -12,7 +12,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ cores.wait_passively()
 import torch  # noqa: E402
 
 from benchmarks import environment, picture_metrics, quality_options, report, results, subjects  # noqa: E402
+from benchmarks.call_times import one_thread  # noqa: E402
+from benchmarks.purposes import PURPOSES  # noqa: E402
 from benchmarks.quality_rows import Amounts, Bench, Row, calls, rows  # noqa: E402
 from benchmarks.quality_run import Processes, fill, finish  # noqa: E402
 from benchmarks.variant_list import VARIANTS  # noqa: E402
@@ -39,9 +41,12 @@ def _device(name: str | None, rank: int) -> torch.device:
 
 
 def _openers(options: argparse.Namespace, prompts: list[str], device: torch.device) -> dict[str, Callable]:
-    dtype = getattr(torch, options.dtype)
+    shared = {
+        "config": options.config, "device": device, "prompts": prompts, "dtype": getattr(torch, options.dtype),
+        "purpose": PURPOSES[options.purpose], "manner": quality_options.manner(options),
+    }  # fmt: skip
     return {
-        path.stem: subjects.opener(path, config=options.config, device=device, prompts=prompts, dtype=dtype)
+        path.stem: subjects.opener(path, **shared)
         for path in options.model
     }
 
@@ -57,8 +62,10 @@ def _settings(options: argparse.Namespace, amounts: Amounts, prompts: list[str],
     chosen = {name for names in quality_options.names(options).values() for name in names}
     return {
         "models": {path.stem: subjects.fingerprint(path) for path in options.model},
-        "held_out": subjects.held_out_fingerprint(),
+        "for": options.purpose,
+        "held_out": subjects.held_out_fingerprint(PURPOSES[options.purpose]),
         **asdict(amounts),
+        **({} if prompts else quality_options.manner(options)._asdict()),
         "dtype": options.dtype,
         "prompts": prompts,
         "lpips": lpips,
@@ -82,6 +89,15 @@ def _run(options: argparse.Namespace, command: str) -> Path | None:
     if processes.count > 1 and not options.output:
         raise ValueError("several processes need --output FILE, so that all of them know the file")
     device = _device(options.device, processes.rank)
+    amounts = replace(amounts, clock=amounts.clock and device.type == "cpu")  # a host's time says little of a GPU's
+    with one_thread(amounts.clock):
+        return _measured(options, command, amounts, prompts, device, processes)
+
+
+def _measured(
+    options: argparse.Namespace, command: str, amounts: Amounts, prompts: list[str], device: torch.device,
+    processes: Processes,
+) -> Path | None:
     openers = _openers(options, prompts, device)
     lpips, told = picture_metrics.lpips() if prompts else (None, "")
     plan = _plan(options, amounts)

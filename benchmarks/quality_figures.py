@@ -11,6 +11,7 @@ from benchmarks.picture_metrics import psnr
 from benchmarks.results import Record
 from benchmarks.variant_list import PLAIN
 
+_NO_DETAIL = 1e-6  # the energy of a picture without any, in squared steps of 255
 ROLES = ("tomesd", "method", "control", "yardstick")
 
 
@@ -39,12 +40,19 @@ class Noised(NamedTuple):
 
 
 class Pictures(NamedTuple):
-    """Whole pictures beside the unmerged ones: PSNR in dB, SSIM, and LPIPS where it was measured."""
+    """Whole pictures beside the unmerged ones: PSNR in dB, SSIM, and what only some results have.
+
+    detail: gradient energy as a share of the unmerged picture's, the geometric mean. time: of all calls of a picture,
+    as a share of the unmerged ones; dearest: of the step that takes longest, as a rule one that matches.
+    """
 
     work: float
     psnr: Mean
     ssim: Mean
-    lpips: Mean | None
+    lpips: Mean | None = None
+    detail: Mean | None = None
+    time: float | None = None
+    dearest: float | None = None
 
 
 class Section(NamedTuple):
@@ -72,8 +80,9 @@ def _section(record: Record, checkpoint: str) -> Section:
     loss = float(np.mean(_by_time(plain, "loss"))) if plain else None
     names = [name for name in (one["name"] for one in record["settings"]["variants"]) if name != PLAIN]
     noised = {name: _noised(parts["noised"][name], plain, loss) for name in names if name in parts["noised"]}
-    pictures = {name: _pictures(parts["pictures"][name]) for name in names if name in parts["pictures"]}
-    pictured = sum(len(row["ssim"]) for row in parts["pictures"].get(PLAIN, {}).values())
+    whole = parts["pictures"]
+    pictures = {name: _pictures(whole[name], whole[PLAIN]) for name in names if name in whole}
+    pictured = sum(len(row["ssim"]) for row in whole.get(PLAIN, {}).values())
     counts = {"noised": _by_time(plain, "loss").shape[1] if plain else 0, "pictures": pictured}
     described = {one["name"]: one for one in record["settings"]["variants"]}
     return Section(checkpoint, loss, counts, described, noised, pictures)
@@ -93,11 +102,28 @@ def _noised(parts: dict[int, dict], plain: dict[int, dict], loss: float) -> Nois
     return Noised(work, Mean.of(gap.mean(0)), Mean.of(dev.mean(0)), *by_time)
 
 
-def _pictures(parts: dict[int, dict]) -> Pictures:
-    def over(name: str) -> np.ndarray:
-        return np.array([value for part in sorted(parts) for value in parts[part][name]])
+def _pictures(parts: dict[int, dict], plain: dict[int, dict]) -> Pictures:
+    def over(name: str, rows: dict[int, dict] = parts) -> np.ndarray:
+        return np.array([value for part in sorted(parts) for value in rows[part][name]])
+
+    def all_have(name: str) -> bool:
+        return all(name in row for row in parts.values())
 
     work = float(np.average([row["work"] for row in parts.values()], weights=[len(r["ssim"]) for r in parts.values()]))
     decibels = np.array([psnr(error) for error in over("squared_error")])
-    measured = all("lpips" in row for row in parts.values())
-    return Pictures(work, Mean.of(decibels), Mean.of(over("ssim")), Mean.of(over("lpips")) if measured else None)
+    lpips = Mean.of(over("lpips")) if all_have("lpips") else None
+    detail = _detail(over("gradient"), over("gradient", plain)) if all_have("gradient") else None
+    times = _times(over("seconds"), over("beside"), over("seconds", plain)) if all_have("seconds") else (None, None)
+    return Pictures(work, Mean.of(decibels), Mean.of(over("ssim")), lpips, detail, *times)
+
+
+def _detail(energies: np.ndarray, unmerged: np.ndarray) -> Mean:
+    logs = Mean.of(np.log(np.maximum(energies, _NO_DETAIL) / np.maximum(unmerged, _NO_DETAIL)))
+    share = math.exp(logs.value)
+    return Mean(share, None if logs.error is None else share * logs.error)
+
+
+def _times(seconds: np.ndarray, beside: np.ndarray, unmerged: np.ndarray) -> tuple[float, float]:
+    """Shares of the unmerged time: of all calls of a picture, and of its dearest step; medians over pictures."""
+    steps = np.median(seconds / beside[:, None], 0)
+    return float(steps.sum() / unmerged.shape[1]), float(steps.max())

@@ -7,15 +7,16 @@ import importlib.util
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks import picture_metrics, subjects
+from benchmarks import picture_metrics, purposes, schedules, subjects
 from benchmarks.quality_rows import Amounts
 from benchmarks.variant_list import ALWAYS, GROUPS, VARIANTS
 from demo import checkpoint
 
 AMOUNTS = {
     "smallest": Amounts(noised=2, pictures=1, steps=2, times=(200, 800)),
-    "standard": Amounts(noised=16, pictures=6, steps=10),  # 15 minutes of one core a checkpoint
-    "all": Amounts(noised=24, pictures=8, steps=10),
+    "standard": Amounts(noised=8, pictures=4, steps=10, clock=True),  # a quarter of an hour of one core a checkpoint
+    "choose": Amounts(noised=16, pictures=4, steps=10),
+    "all": Amounts(noised=24, pictures=8, steps=10, clock=True),
 }
 OWN_PICTURES, OWN_STEPS = 8, 20  # a user's models want more steps than the scene models
 
@@ -32,6 +33,8 @@ def parser() -> argparse.ArgumentParser:
     ):
         which.add_argument(f"--{name}", dest="group", action="store_const", const=name, help=text)
     which.add_argument("--variants", nargs="+", metavar="NAME", help="these, beside the controls and yardsticks")
+    add("--for", dest="purpose", choices=tuple(purposes.PURPOSES), default=purposes.SHOW, help="which pictures: those "
+        "that tables show (default), or others, by which presets are chosen")  # fmt: skip
     add("--list", action="store_true", help="print the names of all variants and stop")
     add("--model", nargs="+", type=Path, metavar="PATH", help="scene models of this repository (default: those in "
         "demo/), or your own checkpoints: diffusers folders or .safetensors files")  # fmt: skip
@@ -42,6 +45,12 @@ def parser() -> argparse.ArgumentParser:
     add("--pictures", type=int, metavar="N", help="whole pictures of every variant")
     add("--noised", type=int, metavar="N", help="noised held-out pictures of every variant; an even number")
     add("--steps", type=int, metavar="N", help="solver steps of a picture")
+    add("--schedule", choices=schedules.SCHEDULES, help="of the whole pictures of a scene model (default uniform); "
+        "late-half starts as img2img does, from a picture at half of the times")  # fmt: skip
+    add("--guidance", type=float, metavar="X", help="of the whole pictures of a scene model (default "
+        f"{schedules.GUIDANCE})")  # fmt: skip
+    add("--clock", action=argparse.BooleanOptionalAction, default=None, help="take the time of whole pictures on a "
+        "CPU, on one thread (default, but for --smallest and --for choose)")  # fmt: skip
     add("--seed", type=int, default=0, metavar="N", help="of whatever a method draws (default 0)")
     add("--frechet", action="store_true", help="Frechet distances as well; from 1,024 pictures up")
     add("--save", type=Path, metavar="DIR", help="keep the pictures as DIR/checkpoint/variant/number.png")
@@ -61,7 +70,7 @@ def complete(options: argparse.Namespace) -> tuple[Amounts, list[str]]:
     unknown = [name for name in options.variants or () if name not in VARIANTS]
     if unknown:
         raise ValueError(f"no variant is called {' or '.join(unknown)}; --list prints the names")
-    options.group = options.group or "standard"
+    options.group = options.group or ("choose" if options.purpose == purposes.CHOOSE else "standard")
     chosen = {name for many in names(options).values() for name in many}
     if any(VARIANTS[name].role == "tomesd" for name in chosen) and importlib.util.find_spec("tomesd") is None:
         raise ValueError("tomesd, which the others are compared with, is not installed: pip install tomesd==0.1.3")
@@ -69,6 +78,8 @@ def complete(options: argparse.Namespace) -> tuple[Amounts, list[str]]:
     own = [path for path in options.model if not subjects.is_scene_model(path)]
     for path in own:
         checkpoint.inspect(path)
+    if own and (options.schedule or options.guidance is not None):
+        raise ValueError(f"--schedule and --guidance are of the scene models; {own[0]} is drawn as its pipeline does")
     if len({path.stem for path in options.model}) < len(options.model):
         raise ValueError("two of the models have the same name, by which a result tells them apart; rename one")
     return _amounts(options, bool(own)), _prompts(options.prompts, own)
@@ -83,7 +94,7 @@ def _amounts(options: argparse.Namespace, own: bool) -> Amounts:
     amounts = AMOUNTS[options.group]
     if own and options.group != "smallest":
         amounts = replace(amounts, pictures=OWN_PICTURES, steps=OWN_STEPS)
-    given = {name: getattr(options, name) for name in ("noised", "pictures", "steps", "seed", "frechet")}
+    given = {name: getattr(options, name) for name in ("noised", "pictures", "steps", "seed", "frechet", "clock")}
     amounts = replace(amounts, **{name: value for name, value in given.items() if value is not None})
     if amounts.noised < 2 or amounts.noised % 2:
         raise ValueError(f"--noised {amounts.noised}: give an even number, because tomesd draws no random "
@@ -105,6 +116,12 @@ def _prompts(path: Path | None, own: list[Path]) -> list[str]:
     if not found:
         raise ValueError(f"--prompts {path} is empty; give one prompt a line")
     return found
+
+
+def manner(options: argparse.Namespace) -> schedules.Manner:
+    """How the whole pictures of scene models are made."""
+    given = {"schedule": options.schedule, "guidance": options.guidance}
+    return schedules.Manner(**{name: value for name, value in given.items() if value is not None})
 
 
 def names(options: argparse.Namespace) -> dict[str, tuple[str, ...]]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report
+from benchmarks import purposes, report
 from benchmarks.quality_figures import ROLES, Mean, Section, sections
 from benchmarks.results import Record
 
@@ -15,9 +15,13 @@ LEGEND = """\
 Work: the share of the finest self-attention's products (queries times keys) that is left, counted while the rows were
 measured and averaged over their steps. Gap: rise of the held-out v-loss; dev: squared distance of the prediction from
 the unmerged one; both in % of the unmerged v-loss, on the same pictures, noise and times. PSNR and SSIM: whole pictures
-beside the unmerged ones of equal seeds. ±: standard error over pictures. "Reference" methods are plain code of the
-benchmark, "engine" is tome_core; **tomesd** is tomesd itself. Sorted by work, then by error."""
+beside the unmerged ones of equal seeds. Detail: their gradient energy as a share of the unmerged ones', below 1 where
+they are washed out. Time: processor time of all calls of the UNet for a picture, and of its dearest step, as a share of
+unmerged calls, taken in turns on one thread; of this model, at this size. ±: standard error over pictures. "Reference"
+methods are plain code of the benchmark, written for clarity and not for speed; "engine" is tome_core; **tomesd** is
+tomesd itself. Sorted by work, then by error."""
 _ABSENT = "n/a"
+_NOT_IN_ALL = {"LPIPS": "lpips", "detail": "detail", "time": "time", "dearest step": "dearest"}
 Columns = dict[str, Callable[[str], str]]
 
 
@@ -43,6 +47,8 @@ def _origin(record: Record) -> str:
                        for name, value in record["device"].items() if name != "kind")  # fmt: skip
     lines = [f"`{record['command']}`, {record['created'][:10]}, commit {record.get('commit')}; {versions}; {device}."]
     lines += [f"{note}." for note in record.get("notes", [])]
+    if record["settings"].get("for") == purposes.CHOOSE:
+        lines.append("**Pictures to choose by**, which are not those that the README's tables show.")
     if record["missing"]:
         lines.append(f"**Unfinished: {len(record['missing'])} rows are missing.**")
     return "\n".join(lines)
@@ -71,13 +77,25 @@ def _picture_table(section: Section, settings: dict[str, Any]) -> str:
     order = _order(section, figures, lambda one: -one.psnr.value)
     columns: Columns = {
         "work": lambda name: _work(figures[name].work),
+        "dev %": lambda name: _mean(section.noised[name].dev),
         "PSNR dB": lambda name: _mean(figures[name].psnr),
         "SSIM": lambda name: _mean(figures[name].ssim),
+        "LPIPS": lambda name: _mean(figures[name].lpips),
+        "detail": lambda name: _mean(figures[name].detail),
+        "time": lambda name: _share(figures[name].time),
+        "dearest step": lambda name: _share(figures[name].dearest),
     }
-    if any(one.lpips for one in figures.values()):
-        columns["LPIPS"] = lambda name: _mean(figures[name].lpips) if figures[name].lpips else _ABSENT
+    there = {"dev %": section.noised, **{label: any(getattr(one, field) for one in figures.values())
+                                         for label, field in _NOT_IN_ALL.items()}}  # fmt: skip
+    columns = {label: cell for label, cell in columns.items() if there.get(label, True)}
     head = f"### {section.checkpoint}: {section.counts['pictures']} whole pictures, {settings['steps']} solver steps"
-    return f"{head}\n\n{_table(section, order, columns)}"
+    return f"{head}{_manner(settings)}\n\n{_table(section, order, columns)}"
+
+
+def _manner(settings: dict[str, Any]) -> str:
+    """How the pictures were made, as far as the result says it."""
+    schedule, guidance = settings.get("schedule"), settings.get("guidance")
+    return (f", {schedule}" if schedule else "") + (f", guidance {guidance:g}" if guidance else "")
 
 
 def _frechet_table(record: Record) -> str:
@@ -128,8 +146,14 @@ def _work(share: float) -> str:
     return f"{share:.3g}"
 
 
-def _mean(mean: Mean) -> str:
+def _share(share: float | None) -> str:
+    return _ABSENT if share is None else f"{share:.2f}"
+
+
+def _mean(mean: Mean | None) -> str:
     """As many decimals as the error has two digits for."""
+    if mean is None:
+        return _ABSENT
     if not math.isfinite(mean.value):
         return "equal"
     if mean.error is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from PIL import Image
 
 from benchmarks import picture_metrics
 from benchmarks.attention_work import AttentionWork
+from benchmarks.call_times import BESIDE, CallTimes
 from benchmarks.subjects import PART_NOISED, SceneSubject, Subject
 from benchmarks.variant_list import PLAIN, VARIANTS
 from benchmarks.variants import Variant
@@ -28,7 +29,10 @@ PART_PICTURES = {True: 4, False: 1}  # pictures in one row: of a scene model, of
 
 @dataclass(frozen=True)
 class Amounts:
-    """How much is measured: noised pictures and their times, whole pictures and their solver steps, and the seed."""
+    """How much is measured: noised pictures and their times, whole pictures and their solver steps, and the seed.
+
+    clock: is the time of whole pictures' calls taken too.
+    """
 
     noised: int
     pictures: int
@@ -36,6 +40,7 @@ class Amounts:
     times: tuple[int, ...] = TIMES
     seed: int = 0
     frechet: bool = False
+    clock: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,8 @@ def calls(row: Row, amounts: Amounts) -> int:
     """Pictures that go through the UNet for this row, for the time left."""
     if row.measure == "noised":
         return row.count * len(amounts.times)
-    return row.count * amounts.steps * 2 * VARIANTS[row.variant].solver
+    a_picture = amounts.steps * VARIANTS[row.variant].solver + (BESIDE if amounts.clock else 0)
+    return row.count * 2 * a_picture
 
 
 def rows(checkpoint: str, names: dict[str, tuple[str, ...]], amounts: Amounts, can_be_noised: bool) -> Iterator[Row]:
@@ -81,13 +87,22 @@ def rows(checkpoint: str, names: dict[str, tuple[str, ...]], amounts: Amounts, c
             yield from (Row(checkpoint, measure, part, first, count, name) for name in chosen)
 
 
+class Made(NamedTuple):
+    """A picture uint8 ``[H, W, 3]``, its share of the attention work, the seconds of its calls and of unmerged ones."""
+
+    pixels: np.ndarray
+    work: float
+    seconds: list[float]
+    beside: float | None
+
+
 class Bench:
     """Measures rows on one checkpoint; keeps the unmerged results of the latest group only."""
 
     def __init__(self, subject: Subject, amounts: Amounts, save: Path | None, lpips: Callable | None) -> None:
         self.subject, self.amounts, self.lpips = subject, amounts, lpips
         self.save = save and save / subject.name
-        self.work = AttentionWork(subject.unet)
+        self.work, self.times = AttentionWork(subject.unet), CallTimes(subject.unet)
         self._group: tuple | None = None
         self._plain: list = []
 
@@ -116,7 +131,7 @@ class Bench:
     def _predict(self, row: Row, variant: Variant, time: int) -> tuple[torch.Tensor, list[float], float]:
         subject: SceneSubject = self.subject
         noised = subject.noised(row.part, row.count, time)
-        with variant.put_on(subject.unet, self.amounts.seed + row.part), self.work:
+        with variant.put_on(subject.unet, self._seed(row.part)), self.work:
             prediction = subject.predict(noised)
         return prediction, _error(prediction, noised.velocity), self.work.share()
 
@@ -125,24 +140,33 @@ class Bench:
             return [self._picture(one, number) for number in range(row.first, row.first + row.count)]
 
         found, plain = self._beside_plain(row, variant, make)
-        pairs = [(one[0], other[0]) for one, other in zip(plain, found, strict=True)]
+        pairs = [(one.pixels, other.pixels) for one, other in zip(plain, found, strict=True)]
         kept = {
-            "work": _round([np.mean([share for _, share in found])])[0],
+            "work": _round([np.mean([one.work for one in found])])[0],
+            "gradient": _round([picture_metrics.gradient_energy(one.pixels) for one in found]),
             "squared_error": _round([picture_metrics.squared_error(*pair) for pair in pairs]),
             "ssim": _round([ssim(*pair) for pair in pairs]),
         }
         if self.lpips:
             kept["lpips"] = _round([self.lpips(*pair) for pair in pairs])
         if self.amounts.frechet:
-            kept["features"] = [_round(picture_metrics.features(made)) for made, _ in found]
+            kept["features"] = [_round(picture_metrics.features(one.pixels)) for one in found]
+        if self.amounts.clock:
+            kept["seconds"] = [_round(one.seconds) for one in found]
+            kept["beside"] = _round(one.beside for one in found)
         return kept
 
-    def _picture(self, variant: Variant, number: int) -> tuple[np.ndarray, float]:
-        with variant.put_on(self.subject.unet, self.amounts.seed + number), self.work:
+    def _picture(self, variant: Variant, number: int) -> Made:
+        with self.times, variant.put_on(self.subject.unet, self._seed(number)), self.work:
             made = self.subject.picture(number, self.amounts.steps * variant.solver)
         if self.save:
             self._keep(made, variant, number)
-        return made, self.work.share()
+        beside = self.times.unmerged() if self.amounts.clock else None
+        return Made(made, self.work.share(), self.times.seconds, beside)
+
+    def _seed(self, number: int) -> int:
+        """Of what a method draws for a picture or a part."""
+        return self.amounts.seed + self.subject.purpose.first + number
 
     def _keep(self, picture: np.ndarray, variant: Variant, number: int) -> None:
         folder = self.save / variant.name

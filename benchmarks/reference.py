@@ -111,7 +111,8 @@ def _likeness(a: torch.Tensor, b: torch.Tensor, euclid: bool) -> torch.Tensor:
     return F.normalize(a, dim=-1) @ F.normalize(b, dim=-1).transpose(1, 2)
 
 
-def _side(tokens: int, cell: int) -> int:
+def square_side(tokens: int, cell: int) -> int:
+    """Tokens a side of a square grid. Raises ValueError where it is none, or `cell` does not divide it."""
     side = math.isqrt(tokens)
     if side * side != tokens or side % cell:
         raise ValueError(f"{tokens} tokens are no square grid that cells of {cell}x{cell} divide; the reference code "
@@ -121,7 +122,7 @@ def _side(tokens: int, cell: int) -> int:
 
 def _square_of(tokens: int, cell: int) -> torch.Tensor:
     """The number of the ``cell x cell`` square each token is in: int64 ``[N]``."""
-    side = _side(tokens, cell)
+    side = square_side(tokens, cell)
     line = torch.arange(side) // cell
     return (line[:, None] * (side // cell) + line[None]).reshape(-1)
 

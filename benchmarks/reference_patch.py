@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from benchmarks import reference_tiles
 from benchmarks.reference import Groups, bipartite, pooled, refined
 from tome_core.families import Place, find_blocks
 
@@ -40,7 +41,8 @@ class Recipe:
     """What happens to a self-attention: keys and values by `kv`, queries by `q`.
 
     together: queries are grouped as keys and values are. sized: a key's logit gets the logarithm of its group's size.
-    zero: attention gives zeros, the control; the rest is then ignored.
+    zero: attention gives zeros, the control; the rest is then ignored. tiles: attention stays inside
+    tiles, this many a side, and nothing is merged.
     """
 
     kv: Grouping | None = None
@@ -48,6 +50,7 @@ class Recipe:
     together: bool = False
     sized: bool = True
     zero: bool = False
+    tiles: int | None = None
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,8 @@ class _Attention:
             return self.original(x, encoder_hidden_states, attention_mask, **more)
         if recipe.zero:
             return torch.zeros_like(x)
+        if recipe.tiles:
+            return reference_tiles.join(self.original(reference_tiles.split(x, recipe.tiles), **more), recipe.tiles)
         keys = self._group(recipe.kv, x)
         queries = keys if recipe.together else self._group(recipe.q, x)
         context = keys.merge(x) if keys else x

@@ -13,14 +13,16 @@ from diffusers import DDPMScheduler
 from safetensors import safe_open
 from torch import nn
 
+from benchmarks import schedules
+from benchmarks.purposes import PURPOSES, SHOW, Purpose
+from benchmarks.schedules import AS_THE_DEMO, Manner
 from demo import checkpoint, model, prompt, sampler
 from demo.source import UserPipeline
 from demo.training_loss import Scenes
 
-HELD_OUT = 2**50  # seed of scenes no training sees: training's own are small, its held-out set has 2**40
 PART_NOISED = 8  # noised pictures in one row of a result; even, because tomesd draws nothing for an odd batch
-NOISE = 7000  # seed of the noise added at time 0; QUALITY.md's
-SCENE_MODELS = tuple(model.WEIGHTS.with_name(name) for name in ("scenes128.safetensors", "scenes128-b.safetensors"))
+# the demo's two, and the oldest, whose heads are smooth: what helps on all three hangs on no one way of looking
+SCENE_MODELS = (*model.CHECKPOINTS, model.WEIGHTS.with_name("scenes128-c.safetensors"))
 
 
 class Noised(NamedTuple):
@@ -33,9 +35,10 @@ class Noised(NamedTuple):
 
 
 class Subject(Protocol):
-    """``unet`` is what variants are put on. Equal arguments give equal pictures."""
+    """``unet`` is what variants are put on. Equal arguments give equal pictures; another purpose gives others."""
 
     name: str
+    purpose: Purpose
     unet: nn.Module
     can_be_noised: bool
 
@@ -48,17 +51,20 @@ class SceneSubject:
 
     can_be_noised = True
 
-    def __init__(self, path: Path, device: torch.device) -> None:
-        self.name = path.stem
+    def __init__(
+        self, path: Path, device: torch.device, purpose: Purpose = PURPOSES[SHOW], manner: Manner = AS_THE_DEMO
+    ) -> None:
+        self.name, self.purpose, self.manner = path.stem, purpose, manner
         self.model = model.load(path).to(device)
         self.unet, self.device = self.model.unet, device
+        self._walls = _metadata(path).get("walls") != "none"
         self._scheduler = DDPMScheduler(**self.model.scheduler)
         self._painted: tuple[int, torch.Tensor, torch.Tensor] | None = None
 
     def noised(self, part: int, count: int, time: int) -> Noised:
         """`count` pictures (the first ones of held-out set number `part`) at one timestep; as on any device."""
         latents, tokens = self._scenes(part)
-        noise = torch.randn(latents.shape, generator=torch.Generator().manual_seed((NOISE + time) * 1000 + part))
+        noise = torch.randn(latents.shape, generator=_seeded((self.purpose.noise + time) * 1000 + part))
         times = torch.full((len(latents),), time)
         made = Noised(
             self._scheduler.add_noise(latents, noise, times), times, tokens,
@@ -69,18 +75,28 @@ class SceneSubject:
     def _scenes(self, part: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Latents and tokens of a held-out set; the latest one is kept."""
         if self._painted is None or self._painted[0] != part:
-            pictures, tokens = Scenes(HELD_OUT, PART_NOISED, 2 * self.unet.config.sample_size)[part]
-            self._painted = part, model.encode(pictures, self.model.haar_gain), tokens
+            self._painted = part, *self._latents(self.purpose.scenes, PART_NOISED, part)
         return self._painted[1:]
+
+    def _latents(self, seed: int, count: int, part: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scenes of the kind that the model learned, and their tokens."""
+        pictures, tokens = Scenes(seed, count, 2 * self.unet.config.sample_size, walls=self._walls)[part]
+        return model.encode(pictures, self.model.haar_gain), tokens
 
     def predict(self, noised: Noised) -> torch.Tensor:
         """The model's velocity, float32."""
         return self.model(noised.x, noised.t, noised.tokens).float()
 
     def picture(self, number: int, steps: int) -> np.ndarray:
-        """See `Subject`; the demo's prompts in turn."""
-        text = prompt.PROMPTS[number % len(prompt.PROMPTS)]
-        return sampler.sample(self.model, prompt.tokens(text), number, steps=steps)
+        """See `Subject`; the purpose's prompts in turn, or a scene's own where one is started from."""
+        schedule, guidance = self.manner
+        tokens, start = prompt.tokens(self.purpose.prompts[number % len(self.purpose.prompts)]), None
+        if schedule == schedules.LATE_HALF:
+            start, words = self._latents(self.purpose.scenes + 1, 1, number)
+            tokens = words[0].tolist()
+        times = schedules.timesteps(schedule, self.model.scheduler, steps)
+        return sampler.sample(self.model, tokens, self.purpose.first + number, steps=steps, guidance=guidance,
+                              timesteps=times, start=start)  # fmt: skip
 
 
 class UserSubject:
@@ -88,15 +104,26 @@ class UserSubject:
 
     can_be_noised = False
 
-    def __init__(self, path: Path, config: Path | None, device: torch.device, prompts: list[str], dtype: torch.dtype):
+    def __init__(self, path: Path, config: Path | None, device: torch.device, prompts: list[str], dtype: torch.dtype,
+                 purpose: Purpose):  # fmt: skip
         self.source = UserPipeline(checkpoint.inspect(path), config, device)
         self.source.target.to(dtype)  # the demo takes half precision on a GPU, whose rounding would be measured too
-        self.name, self.prompts = path.stem, prompts
+        self.name, self.prompts, self.purpose = path.stem, prompts, purpose
         self.unet = self.source.target.unet
 
     def picture(self, number: int, steps: int) -> np.ndarray:
         """See `Subject`; the prompts in turn."""
-        return self.source.picture(self.prompts[number % len(self.prompts)], number, steps, lambda: None)
+        text = self.prompts[number % len(self.prompts)]
+        return self.source.picture(text, self.purpose.first + number, steps, lambda: None)
+
+
+def _seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _metadata(path: Path) -> dict[str, str]:
+    with safe_open(path, "pt") as file:
+        return file.metadata() or {}
 
 
 def is_scene_model(path: Path) -> bool:
@@ -104,8 +131,7 @@ def is_scene_model(path: Path) -> bool:
     if path.suffix != ".safetensors" or not path.is_file():
         return False
     checkpoint.read_shapes(path)  # refuses what only looks like one, in a sentence
-    with safe_open(path, "pt") as file:
-        return "haar_gain" in (file.metadata() or {})
+    return "haar_gain" in _metadata(path)
 
 
 def fingerprint(path: Path) -> str:
@@ -118,16 +144,17 @@ def fingerprint(path: Path) -> str:
     return digest.hexdigest()[:12]
 
 
-def held_out_fingerprint(size: int = 64) -> str:
+def held_out_fingerprint(purpose: Purpose, size: int = 64) -> str:
     """Tells held-out scenes apart: a run must not go on with others, because the painting changed in between."""
-    pictures = Scenes(HELD_OUT, PART_NOISED, size)[0][0]
+    pictures = Scenes(purpose.scenes, PART_NOISED, size)[0][0]
     return hashlib.sha256(((pictures + 1) * 127.5).round().to(torch.uint8).numpy().tobytes()).hexdigest()[:12]
 
 
 def opener(
-    path: Path, *, config: Path | None, device: torch.device, prompts: list[str], dtype: torch.dtype
+    path: Path, *, config: Path | None, device: torch.device, prompts: list[str], dtype: torch.dtype,
+    purpose: Purpose, manner: Manner,
 ) -> Callable[[], Subject]:
     """What loads the model at `path`, a scene model or what `demo.checkpoint.inspect` takes, when it is its turn."""
     if is_scene_model(path):
-        return lambda: SceneSubject(path, device)
-    return lambda: UserSubject(path, config, device, prompts, dtype)
+        return lambda: SceneSubject(path, device, purpose, manner)
+    return lambda: UserSubject(path, config, device, prompts, dtype, purpose)

@@ -20,6 +20,7 @@ FRONT = ((0.4, 2), (0.5, 2), (0.6, 2), (0.7, 2), (0.8, 4), (0.85, 4), (0.89, 4),
 BELOW = (1, 2)
 KEYS_BELOW = ((0.9375, 4), (0.984, 8))
 MLP_BELOW = (0.25, 0.5, 0.75)
+HALF_TIME = 500  # where the schedules of others switch, tomesd's and down-sampling's
 NOISY = 600  # the timestep from which on merging costs nearly nothing
 
 
@@ -141,9 +142,18 @@ def _schedules() -> Iterator[Variant]:
     yield Variant("schedule", "kv 0.984 then 0.75 on keys", variants.reference(*phases))
 
 
+def _others() -> Iterator[Variant]:
+    """What a user may do instead: tomesd by schedule, down-sampling by schedule, attention inside tiles."""
+    yield Variant("tomesd early and late", "0.75 then 0.35", variants.tomesd(0.35, 0.75, HALF_TIME), code="tomesd")
+    coarse, fine = ({"method": "downsample", "sx": cell, "sy": cell, "proportional": False} for cell in (8, 2))
+    yield _engine("downsample early and late", "8x8 then 2x2", {**coarse, "min_timestep": HALF_TIME}, fine)
+    for tiles in (2, 4):
+        yield _reference("tiles", f"{tiles}x{tiles}", Recipe(tiles=tiles))
+
+
 def _everything() -> dict[str, Variant]:
     tomesd = [Variant("tomesd", str(ratio), variants.tomesd(ratio), "tomesd", "tomesd") for ratio in RATIOS]
-    parts = (_yardsticks_and_controls(), tomesd, _unsized(), _sized(), _merged_keys(), _below(),
+    parts = (_yardsticks_and_controls(), tomesd, _others(), _unsized(), _sized(), _merged_keys(), _below(),
              _better_and_worse_groups(), _schedules())  # fmt: skip
     return {variant.name: variant for part in parts for variant in part}
 
@@ -154,22 +164,22 @@ ALWAYS = tuple(name for name, variant in VARIANTS.items() if variant.role in ("p
 _SMALLEST = ("tomesd-0.75", "bipartite-drawn-0.75", "sized-kv-0.75")
 _FRONT = tuple(name for name, variant in VARIANTS.items() if variant.method == "merged keys")
 _PRESETS = tuple(name for name, variant in VARIANTS.items() if variant.method == "preset")
+_OTHERS = tuple(variant.name for variant in _others())
+_BELOW = tuple(name for name, variant in VARIANTS.items() if variant.method in ("keys below", "MLP below"))
 _STANDARD = (
-    *(f"{line}-{ratio}" for line in ("tomesd", "sized") for ratio in RATIOS),
-    "bipartite-drawn-0.5", "bipartite-0.5", "bipartite-kv-0.75", "bipartite-kv-0.9-cells-4", "cluster-0.5",
-    "cluster-by-mean-0.5", "downsample-2x2",
-    "sized-kv-0.75", "sized-kv-0.9375-cells-4", "sized-kv-0.984-cells-8", "sized-kv-on-keys-0.75", "mean-kv-4x4",
-    *_FRONT, *_PRESETS,
+    *(f"tomesd-{ratio}" for ratio in RATIOS), "bipartite-drawn-0.5", "sized-0.5", "sized-0.75", "downsample-2x2",
+    "sized-kv-0.75", "sized-kv-0.9375-cells-4", *_OTHERS, *_PRESETS,
 )  # fmt: skip
 # a whole picture takes as long as twenty noised ones
 _PICTURED = (
-    "tomesd-0.5", "tomesd-0.75", "sized-0.5", "downsample-2x2", "sized-kv-0.75", "merged-keys-0.5",
-    "merged-keys-0.9375-cells-4", *_PRESETS,
+    "tomesd-0.5", "tomesd-0.75", "sized-0.5", "downsample-2x2", *_OTHERS, *_PRESETS,
 )  # fmt: skip
-_PICTURED_BY_ALL = {*ALWAYS, *_STANDARD, *(name for name in VARIANTS if name.startswith("schedule"))}
+_PICTURED_BY_ALL = {*ALWAYS, *_STANDARD, *_FRONT, *(name for name in VARIANTS if name.startswith("schedule"))}
 # the variants of each measure
 GROUPS = {
     "smallest": {"noised": (*ALWAYS, *_SMALLEST), "pictures": (*ALWAYS, *_SMALLEST)},
     "standard": {"noised": (*ALWAYS, *_STANDARD), "pictures": (*ALWAYS, *_PICTURED)},
+    # what tome_core's presets are picked from
+    "choose": {"noised": (*ALWAYS, *_FRONT, *_BELOW), "pictures": (*ALWAYS, *_FRONT[1::3])},
     "all": {"noised": tuple(VARIANTS), "pictures": tuple(name for name in VARIANTS if name in _PICTURED_BY_ALL)},
 }

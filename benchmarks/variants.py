@@ -59,6 +59,11 @@ def in_bfloat16(unet: nn.Module, seed: int) -> Iterator[None]:
         yield
 
 
+def timestep_of(args: tuple, kwargs: dict[str, Any]) -> float:
+    """Of a call of a UNet, from its arguments."""
+    return float(torch.as_tensor(args[1] if len(args) > 1 else kwargs["timestep"]).reshape(-1)[0])
+
+
 def engine(*rules: dict[str, Any]) -> PutOn:
     """tome_core with the settings of each rule, the first that holds counts.
 
@@ -72,8 +77,7 @@ def engine(*rules: dict[str, Any]) -> PutOn:
             sampling = object()
 
             def tell(module: nn.Module, args: tuple, kwargs: dict) -> None:
-                time = args[1] if len(args) > 1 else kwargs["timestep"]
-                merging.set_time(timestep=float(torch.as_tensor(time).reshape(-1)[0]), sampling=sampling)
+                merging.set_time(timestep=timestep_of(args, kwargs), sampling=sampling)
 
             clock = unet.register_forward_pre_hook(tell, with_kwargs=True)
             try:
@@ -112,8 +116,11 @@ def reference(*phases: tuple[float, Recipe]) -> PutOn:
     return lambda unet, seed: Reference(unet, tuple(Phase(*phase) for phase in phases), seed)
 
 
-def tomesd(ratio: float) -> PutOn:
-    """tomesd itself, as its users call it, at the finest level the UNet has."""
+def tomesd(ratio: float, early: float | None = None, until: float = 0) -> PutOn:
+    """tomesd itself, as its users call it, at the finest level the UNet has.
+
+    early: the ratio of the noisy steps, down to timestep `until`; what a user gets who changes it between steps.
+    """
 
     @contextmanager
     def put_on(unet: nn.Module, seed: int) -> Iterator[None]:
@@ -124,9 +131,16 @@ def tomesd(ratio: float) -> PutOn:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
             package.apply_patch(unet, ratio=ratio, max_downsample=2 ** finest(unet)[0].halvings)
+
+            def choose(module: nn.Module, args: tuple, kwargs: dict) -> None:
+                noisy = early is not None and timestep_of(args, kwargs) >= until
+                module._tome_info["args"]["ratio"] = early if noisy else ratio
+
+            clock = unet.register_forward_pre_hook(choose, with_kwargs=True)
             try:
                 yield
             finally:
+                clock.remove()
                 package.remove_patch(unet)
 
     return put_on

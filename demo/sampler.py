@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from diffusers import DPMSolverMultistepScheduler
+from diffusers import DDPMScheduler, DPMSolverMultistepScheduler
 
 from demo.model import SceneModel, decode
 from demo.prompt import NULL_TOKEN
@@ -14,12 +14,17 @@ from demo.prompt import NULL_TOKEN
 GUIDANCE = 1.5
 
 
-def solver(model: SceneModel, steps: int) -> DPMSolverMultistepScheduler:
-    """A fresh solver for one picture; the model's own noise schedule, `steps` of it, the noisiest one first."""
+def solver(
+    model: SceneModel, steps: int, timesteps: Sequence[int] | None = None
+) -> DPMSolverMultistepScheduler:
+    """A fresh solver for one picture; the model's own noise schedule, `steps` of it, the noisiest one first.
+
+    timesteps: these instead of `steps` evenly spaced ones.
+    """
     # clip_sample is DDPM's word, which this solver does not take.
     config = {name: value for name, value in model.scheduler.items() if name != "clip_sample"}
     made = DPMSolverMultistepScheduler(**config, timestep_spacing="trailing", final_sigmas_type="zero")
-    made.set_timesteps(steps)
+    made.set_timesteps(steps) if timesteps is None else made.set_timesteps(timesteps=list(timesteps))
     return made
 
 
@@ -31,21 +36,27 @@ def sample(
     *,
     steps: int = 20,
     guidance: float = GUIDANCE,
+    timesteps: Sequence[int] | None = None,
+    start: torch.Tensor | None = None,
     on_step: Callable[[], None] | None = None,
     on_picture: Callable[[np.ndarray], None] | None = None,
 ) -> np.ndarray:
     """One picture, uint8 [H, W, 3], of six `tokens`.
 
     The start noise is drawn on the CPU from `seed` alone, so it does not depend on the device, on other pictures
-    or on the global random state. `on_step` is called after every solver step, and before it
-    `on_picture` with the picture as far as it is.
+    or on the global random state. timesteps: see `solver`. start: a latent [1, C, h, w] to begin with instead of
+    noise alone; it gets as much of that noise as the first step expects. `on_step` is called after every solver step,
+    and before it `on_picture` with the picture as far as it is.
     """
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     side, channels = model.unet.config.sample_size, model.unet.config.in_channels
     latent = torch.randn(1, channels, side, side, generator=generator).to(device)
     pair = torch.tensor([tokens, [NULL_TOKEN] * len(tokens)], device=device)
-    scheduler = solver(model, steps)
+    scheduler = solver(model, steps, timesteps)
+    if start is not None:
+        first = scheduler.timesteps[:1].to(device)
+        latent = DDPMScheduler(**model.scheduler).add_noise(start.to(device), latent, first)
     for timestep in scheduler.timesteps:
         with_prompt, without = model(latent.expand(2, -1, -1, -1), timestep.to(device), pair).chunk(2)
         velocity = without + guidance * (with_prompt - without)

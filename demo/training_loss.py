@@ -19,20 +19,27 @@ class Scenes:
 
     Painted on `device`. Gives pictures float32 [batch, 3, size, size] in -1..1 and token ids int64 [batch, 6]; with
     `crop` instead a part of each, [batch, 3, crop, crop], from below the sky, where there is most to look up.
+    walls: as `demo.scenes.render` takes it.
     """
 
-    def __init__(self, seed: int, batch: int, size: int, crop: int | None = None, device: str = "cpu"):
+    def __init__(
+        self, seed: int, batch: int, size: int, crop: int | None = None, device: str = "cpu", walls: bool = True
+    ):
         self.seed, self.batch, self.size, self.crop, self.device = seed, batch, size, crop, device
+        self.walls = walls
 
     def __getitem__(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        mixed = (self.seed * 1_000_003 + self.size) * 1_000_000_007 + step
-        generator = torch.Generator(self.device).manual_seed(mixed % 2**63)
+        generator = torch.Generator(self.device).manual_seed(self.seed_of(step))
         attributes = draw_attributes(self.batch, generator)
-        pictures = render(attributes, generator, self.size)
+        pictures = render(attributes, generator, self.size, self.walls)
         if self.crop:
             pictures = self._cropped(pictures, torch.rand(2, generator=generator, device=self.device).tolist())
         unprompted = torch.rand(self.batch, 1, generator=generator, device=self.device) < NO_PROMPT
         return pictures, torch.where(unprompted, NULL_TOKEN, tokens_of(attributes))
+
+    def seed_of(self, step: int) -> int:
+        """Of the generator of a step. On a CPU torch reads its lowest 32 bits alone."""
+        return ((self.seed * 1_000_003 + self.size) * 1_000_000_007 + step) % 2**63
 
     def _cropped(self, pictures: torch.Tensor, place: list[float]) -> torch.Tensor:
         room = self.size - self.crop

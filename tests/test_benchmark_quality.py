@@ -15,12 +15,13 @@ import pytest
 import torch
 
 from benchmarks import picture_metrics, quality, quality_report, report, results, subjects
+from benchmarks.purposes import CHOOSE, PURPOSES, SHOW
 from benchmarks.quality_figures import Mean, sections
 from benchmarks.quality_rows import Amounts, Bench, Row, rows
 from benchmarks.quality_run import Processes
 from benchmarks.subjects import SceneSubject
 from benchmarks.variant_list import ALWAYS, GROUPS, PLAIN, VARIANTS
-from demo import model
+from demo import model, wall
 from tests import tiny_pipeline, tiny_scenes
 
 ROOT = Path(__file__).parents[1]
@@ -230,10 +231,11 @@ def test_results_of_other_settings_are_not_gone_on_with(small, whole_file, capsy
 
 
 def test_scenes_that_are_painted_otherwise_are_other_settings(monkeypatch):
-    before = subjects.held_out_fingerprint(32)
-    assert subjects.held_out_fingerprint(32) == before
-    monkeypatch.setattr(subjects, "HELD_OUT", 7)
-    assert subjects.held_out_fingerprint(32) != before
+    before = subjects.held_out_fingerprint(PURPOSES[SHOW], 32)
+    assert subjects.held_out_fingerprint(PURPOSES[SHOW], 32) == before
+    assert subjects.held_out_fingerprint(PURPOSES[CHOOSE], 32) != before
+    monkeypatch.setattr(wall, "paint", lambda canvas, setting: None)
+    assert subjects.held_out_fingerprint(PURPOSES[SHOW], 32) != before
 
 
 def test_ones_own_checkpoint_is_measured_on_its_prompts(tmp_path, capsys):

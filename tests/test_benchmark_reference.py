@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import tome_core
-from benchmarks import reference
+from benchmarks import reference, reference_tiles, variants
 from benchmarks.attention_work import AttentionWork
 from benchmarks.reference_patch import Grouping, Phase, Recipe, Reference
 from benchmarks.variant_list import VARIANTS
@@ -108,6 +108,49 @@ def test_partners_stay_inside_their_window():
     for row in groups:
         for number in row.unique():
             assert len(window[row == number].unique()) == 1
+
+
+@pytest.mark.parametrize("tiles", [1, 2, 4])
+def test_tiles_are_squares_of_the_grid_and_come_together_again(tiles):
+    grid = torch.arange(SIDE * SIDE, dtype=torch.float32).view(1, -1, 1).repeat(3, 1, 2)
+    cut = reference_tiles.split(grid, tiles)
+    assert cut.shape == (3 * tiles**2, (SIDE // tiles) ** 2, 2)
+    assert torch.equal(reference_tiles.join(cut, tiles), grid)
+    first = grid[0, :, 0].view(SIDE, SIDE)[:SIDE // tiles, :SIDE // tiles]
+    assert torch.equal(cut[0, :, 0].view_as(first), first)
+
+
+def test_one_tile_is_the_unmerged_model_and_more_keep_what_they_cannot_see_apart():
+    plain = predict()
+    with put_on(Phase(0, Recipe(tiles=1))):
+        assert torch.equal(predict(), plain)
+    attention = small_model().unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1
+    x = torch.randn(1, SIDE * SIDE, 32, generator=rand(0))
+    other = x.clone()
+    other[:, 0] += 1
+    with put_on(Phase(0, Recipe(tiles=2))), torch.inference_mode():
+        changed = (attention(other) - attention(x)).abs().amax((0, 2)).view(SIDE, SIDE) > 0
+    half = SIDE // 2
+    assert changed[:half, :half].all() and changed.sum() == half**2
+
+
+def test_a_grid_that_tiles_do_not_divide_is_refused():
+    with pytest.raises(ValueError, match="256 tokens are no square grid that cells of 3x3 divide"):
+        reference_tiles.split(tokens(), 3)
+
+
+@pytest.mark.parametrize(("name", "early", "late"), [
+    ("tomesd-early-and-late-0.75-then-0.35", variants.tomesd(0.75), variants.tomesd(0.35)),
+    ("downsample-early-and-late-8x8-then-2x2", variants.engine(
+        {"method": "downsample", "sx": 8, "sy": 8, "proportional": False}), VARIANTS["downsample-2x2"].put_on),
+])  # fmt: skip
+def test_a_schedule_is_its_early_method_down_to_half_time_and_then_its_late_one(name, early, late):
+    unet = small_model().unet
+    for time, alone in ((999, early), (500, early), (499, late), (0, late)):
+        with alone(unet, 3):
+            wanted = predict(time)
+        with VARIANTS[name].put_on(unet, 3):
+            assert torch.equal(predict(time), wanted)
 
 
 def test_random_partners_ignore_the_tokens():
@@ -215,7 +258,8 @@ def test_a_variant_is_the_same_each_time_and_leaves_nothing_behind(name):
 @pytest.mark.parametrize(("name", "share"), [
     ("unmerged", 1), ("zero-attention", 0), ("bfloat16", 1), ("tomesd-0.5", 1 / 4), ("bipartite-0.75", 1 / 16),
     ("cluster-0.5", 1 / 4), ("bipartite-kv-0.75", 1 / 4), ("downsample-2x2", 1 / 4), ("sized-kv-0.75", 1 / 4),
-    ("sized-kv-on-keys-0.75", 1 / 4), ("sized-0.75", 1 / 16), ("mean-kv-4x4", 1 / 16),
+    ("sized-kv-on-keys-0.75", 1 / 4), ("sized-0.75", 1 / 16), ("mean-kv-4x4", 1 / 16), ("tiles-2x2", 1 / 4),
+    ("tiles-4x4", 1 / 16),
 ])  # fmt: skip
 def test_the_work_left_is_counted_whoever_merges(name, share):
     unet = small_model().unet

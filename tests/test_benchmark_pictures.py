@@ -1,0 +1,205 @@
+"""Whole pictures of the quality benchmark: their detail, the time they take, and the ways they are made."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import quality, quality_figures, quality_report, results, schedules
+from benchmarks.call_times import BESIDE, CallTimes, one_thread
+from benchmarks.picture_metrics import gradient_energy
+from benchmarks.purposes import PURPOSES, SHOW
+from benchmarks.quality_figures import sections
+from benchmarks.subjects import SceneSubject
+from benchmarks.variant_list import PLAIN
+from demo import model, prompt, sampler
+from demo.training_loss import Scenes
+from tests import tiny_scenes
+
+CONFIG = model.SCHEDULER
+BOTH = "twice-the-solver-steps"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny.safetensors"
+    model.save(tiny_scenes.make(), path)
+    return path
+
+
+def scene() -> np.ndarray:
+    return sampler.to_bytes(Scenes(0, 1, 64)[0][0])[0]
+
+
+def blurred(picture: np.ndarray) -> np.ndarray:
+    x = picture.astype(np.float64)
+    return ((x + np.roll(x, 1, 0) + np.roll(x, 1, 1) + np.roll(x, (1, 1), (0, 1))) / 4).round().astype(np.uint8)
+
+
+def test_a_picture_has_its_own_detail_a_blurred_one_less_and_a_noisy_one_more():
+    one = scene()
+    noise = np.random.default_rng(0).integers(-9, 10, one.shape)
+    noisy = np.clip(one.astype(int) + noise, 0, 255).astype(np.uint8)
+    assert gradient_energy(blurred(one)) < 0.9 * gradient_energy(one) < 0.9 * gradient_energy(noisy)
+    assert gradient_energy(np.full_like(one, 7)) == 0
+    assert gradient_energy(one) == pytest.approx(gradient_energy(one.transpose(1, 0, 2)))
+
+
+def test_the_detail_of_a_ramp_is_its_slope_squared():
+    ramp = np.broadcast_to((np.arange(32) * 3)[None, :, None], (32, 32, 3)).astype(np.uint8)
+    assert gradient_energy(ramp) == pytest.approx(9)
+
+
+def made(gradient: list[float], seconds: list[list[float]] | None = None, beside: float = 2.0) -> dict[int, dict]:
+    """One part with these pictures."""
+    count = len(gradient)
+    row = {"work": 1.0, "squared_error": [1.0] * count, "ssim": [1.0] * count, "gradient": gradient}
+    return {0: {**row, **({"seconds": seconds, "beside": [beside] * count} if seconds else {})}}
+
+
+def test_detail_is_a_share_of_the_unmerged_pictures_and_its_mean_is_geometric():
+    plain = made([4.0, 9.0])
+    assert quality_figures._pictures(plain, plain).detail == (1.0, 0.0)
+    assert quality_figures._pictures(made([1.0, 36.0]), plain).detail.value == pytest.approx(math.sqrt(1 / 4 * 4))
+    assert quality_figures._pictures(made([0.0, 9.0]), plain).detail.value > 0, "a picture without any is no error"
+
+
+def test_time_is_of_all_calls_and_the_dearest_is_of_one():
+    plain = made([1.0] * 3, [[2.0, 2.0]] * 3)
+    unmerged = quality_figures._pictures(plain, plain)
+    assert (unmerged.time, unmerged.dearest) == (1.0, 1.0)
+    found = quality_figures._pictures(made([1.0] * 3, [[3.0, 1.0], [3.0, 1.0], [99.0, 1.0]]), plain)
+    assert (found.time, found.dearest) == (1.0, 1.5), "one disturbed call is none of the three's median"
+    twice = quality_figures._pictures(made([1.0] * 3, [[2.0] * 4] * 3), plain)
+    assert (twice.time, twice.dearest) == (2.0, 1.0)
+    without = quality_figures._pictures(made([1.0]), made([1.0]))
+    assert (without.time, without.dearest) == (None, None)
+
+
+def test_the_clock_sees_every_call_and_nothing_of_the_patch_in_unmerged_ones():
+    class Slow(torch.nn.Module):
+        slow = False
+
+        def forward(self, x, scale):
+            end = time.process_time() + (0.02 if self.slow else 0.0)
+            while time.process_time() < end:
+                pass
+            return x * scale
+
+    unet = Slow()
+    times = CallTimes(unet)
+    with times:
+        unet.slow = True
+        unet(torch.ones(1), scale=2), unet(torch.ones(1), scale=2)
+        unet.slow = False
+    assert len(times.seconds) == 2 and all(0.02 <= one < 1 for one in times.seconds)
+    calls = []
+    hook = unet.register_forward_hook(lambda module, args, out: calls.append(out))
+    assert times.unmerged() < 0.01 and calls == [torch.full((1,), 2.0)] * BESIDE
+    hook.remove()
+    assert len(times.seconds) == 2 and not unet._forward_hooks and not unet._forward_pre_hooks
+
+
+def test_one_thread_is_for_the_clock_alone():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for wanted, inside in ((True, 1), (False, 2)):
+            with one_thread(wanted):
+                assert torch.get_num_threads() == inside
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_run_with_the_clock_shows_time_and_detail_and_how_the_pictures_were_made(tiny, tmp_path, capsys):
+    arguments = ["--smallest", "--clock", "--model", str(tiny), "--pictures", "2", "--schedule", "karras",
+                 "--guidance", "7.5", "--output", str(tmp_path / "result.json")]  # fmt: skip
+    assert quality.main(arguments) == 0
+    record = results.load(tmp_path / "result.json")
+    said = {"for": SHOW, "schedule": "karras", "guidance": 7.5, "clock": True}
+    assert said.items() <= record["settings"].items()
+    assert record["device"]["threads"] == 1
+    (section,) = sections(record)
+    assert section.pictures[BOTH].time > 1.3
+    assert all(one.detail.value > 0 and one.dearest > 0 for one in section.pictures.values())
+    plain = [row for row in record["rows"] if row["variant"] == PLAIN and row["measure"] == "pictures"]
+    assert [len(one) for row in plain for one in row["seconds"]] == [2, 2]
+    out = capsys.readouterr().out
+    assert "| dev % | PSNR dB | SSIM | detail | time | dearest step |" in out
+    assert "2 solver steps, karras, guidance 7.5" in out
+
+
+def test_a_table_of_an_old_result_has_the_columns_it_has_figures_for(tiny, tmp_path):
+    assert quality.main(["--smallest", "--model", str(tiny), "--output", str(tmp_path / "result.json")]) == 0
+    record = results.load(tmp_path / "result.json")
+    assert "| SSIM | detail |" in quality_report.table([record]) and "time |" not in quality_report.table([record])
+    for row in record["rows"]:
+        row.pop("gradient", None)
+    assert "| dev % | PSNR dB | SSIM |\n" in quality_report.table([record])
+
+
+def test_schedules_run_from_noisy_to_clean_and_end_where_they_say():
+    for steps in (4, 8, 20):
+        own = sampler.solver(tiny_scenes.make(), steps).timesteps.tolist()
+        late = schedules.timesteps("late-half", CONFIG, steps)
+        assert schedules.timesteps("uniform", CONFIG, steps) is None
+        assert late == sampler.solver(tiny_scenes.make(), 2 * steps).timesteps.tolist()[steps:]
+        karras = schedules.timesteps("karras", CONFIG, steps)
+        for times in (own, late, karras):
+            assert len(times) == steps and times == sorted(set(times), reverse=True)
+        assert max(late) < 500 < max(karras)
+
+
+def test_karras_steps_are_even_in_the_seventh_root_of_sigma():
+    kept = sampler.DDPMScheduler(**CONFIG).alphas_cumprod.double()
+    times = schedules.timesteps("karras", CONFIG, 20)
+    roots = ((1 - kept[times]) / kept[times]).sqrt() ** (1 / 7)
+    assert roots[0] ** 7 == pytest.approx(14.6, rel=0.05) and times[-1] == 0
+    apart = -roots.diff()
+    assert apart.max() < 1.2 * apart.median() and apart.min() > 0.8 * apart.median()
+
+
+def test_guidance_and_schedule_change_pictures_and_their_defaults_do_not(tiny):
+    def picture(*manner) -> np.ndarray:
+        subject = SceneSubject(tiny, torch.device("cpu"), PURPOSES[SHOW], schedules.Manner(*manner))
+        return subject.picture(3, 4)
+
+    default = picture()
+    tokens = prompt.tokens(PURPOSES[SHOW].prompts[3])
+    assert np.array_equal(default, sampler.sample(model.load(tiny), tokens, PURPOSES[SHOW].first + 3, steps=4))
+    others = [picture("karras"), picture("late-half"), picture("uniform", 7.5)]
+    assert all(not np.array_equal(a, b) for i, a in enumerate(others) for b in (default, *others[:i]))
+
+
+def test_a_solvers_own_timesteps_given_to_it_change_nothing(tiny):
+    loaded, tokens = model.load(tiny), prompt.tokens("day sea")
+    own = sampler.solver(loaded, 5).timesteps.tolist()
+    assert np.array_equal(sampler.sample(loaded, tokens, 1, steps=5),
+                          sampler.sample(loaded, tokens, 1, timesteps=own))  # fmt: skip
+
+
+def test_a_picture_started_from_one_stays_as_near_to_it_as_the_steps_are_late():
+    loaded = model.load()
+    pictures, tokens = Scenes(0, 1, 128)[1]
+    start, words = model.encode(pictures), tokens[0].tolist()
+    apart = []
+    for first in (19, 499):
+        times = np.linspace(first, 9, 2).astype(int).tolist()
+        ended = sampler.sample(loaded, words, 1, timesteps=times, start=start)
+        apart.append(np.abs(ended.astype(float) - sampler.to_bytes(pictures)[0]).mean())
+    assert apart[0] < 5 < apart[1]
+
+
+def test_what_a_users_own_checkpoint_does_not_take_is_refused(tmp_path, capsys):
+    from tests import tiny_pipeline
+
+    folder = tiny_pipeline.write_folder(tmp_path)
+    for more in (["--schedule", "karras"], ["--guidance", "3"]):
+        assert quality.main(["--smallest", "--model", str(folder), *more]) == 2
+        assert "--schedule and --guidance are of the scene models" in capsys.readouterr().err
