@@ -20,13 +20,12 @@ from typing import Any, NamedTuple
 from benchmarks import purposes, results
 from benchmarks.quality_figures import Noised, sections
 from benchmarks.quality_rows import TIMES
-from benchmarks.variant_list import FRONT, KEYS_BELOW, MLP_BELOW
+from benchmarks.variant_list import FRONT, KEYS_BELOW, MLP_BELOW, REFINE
 from tome_core import MergeRule
 
 TABLE = Path(__file__).parents[1] / "tome_core" / "preset_table.py"
 # share of the attention work that each may spend, and what it has beside the keys and values
 BUDGETS = {"quality": 1 / 4, "balanced": 1 / 16, "fast": 1 / 32, "max": 1 / 64}
-BESIDE = {"max": {"query_ratio": 0.5}}
 # of all of them; kept for 100 timesteps a match serves three steps of 20 (measured: 2 % more deviation 50 timesteps
 # later, 16 % more 100 later, 6 % on average)
 _COMMON = {"side": "kv", "metric": "keys+values", "use_rand": False, "keep": 100.0, "only_if_it_pays": True}
@@ -81,7 +80,7 @@ class Choice(NamedTuple):
 
     def settings(self) -> dict[str, Any]:
         """As `MergeRule` takes them."""
-        cells = {} if self.late.cell == 2 else {"sx": self.late.cell, "sy": self.late.cell, "refine": 1}
+        cells = {} if self.late.cell == 2 else {"sx": self.late.cell, "sy": self.late.cell, "refine": REFINE[self.late.cell]}
         early = {} if self.early is None else {"early_ratio": self.early.ratio, "early_until": self.until}
         return {"ratio": self.late.ratio, **cells, **early}
 

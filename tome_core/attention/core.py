@@ -80,6 +80,9 @@ def corrected(out: torch.Tensor, q: torch.Tensor, correction: Correction) -> tor
     batch, tokens, _ = q.shape
     heads = correction.matrix.shape[0] // batch
     own, merged = q.view(batch, tokens, heads, -1).transpose(1, 2), out.view(batch, tokens, heads, -1)
-    told = torch.cat([own, merged.transpose(1, 2)], -1).flatten(0, 1)
-    more = torch.baddbmm(correction.constant, told, correction.matrix).view(batch, heads, tokens, -1)
+    told = torch.cat([own, merged.transpose(1, 2).to(q.dtype)], -1).flatten(0, 1)
+    matrix, constant = correction
+    if matrix.dtype != q.dtype:  # another step's autocast
+        matrix, constant = matrix.to(q.dtype), constant.to(q.dtype)
+    more = torch.baddbmm(constant, told, matrix).view(batch, heads, tokens, -1)
     return (merged + more.transpose(1, 2)).flatten(2)
