@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 
 import tome_core
-from benchmarks.subjects import SCENE_MODELS, opener
+from benchmarks.subjects import SCENE_MODELS, SceneSubject
 from tests.conformance import ragged
 from tests.models import call_unet, inputs, on_small, small
 from tests.thoroughness import THOROUGH
@@ -203,7 +203,7 @@ def test_it_leaves_less_of_what_was_asked_than_the_closed_form_alone():
 @pytest.mark.parametrize("path", SCENE_MODELS, ids=lambda path: path.stem)
 @pytest.mark.parametrize("time", [100, 600])
 def test_it_halves_what_a_trained_model_loses_at_a_sixty_fourth_of_the_keys(path, time: int):
-    subject = opener(path, config=None, device=torch.device("cpu"), prompts=[], dtype=torch.float32)()
+    subject = SceneSubject(path, torch.device("cpu"))
     noised = subject.noised(0, 2, time)
     rule = MergeRule(**KV | {"ratio": 63 / 64, "sx": 8, "sy": 8, "refine": 1, "metric": "keys+values"}, use_rand=False)
     with torch.no_grad():

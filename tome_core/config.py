@@ -127,9 +127,9 @@ class MergeRule:
         "merging of keys and values possible. Off is tomesd's way.", advanced=True,
     )
     correction: bool = _setting(
-        True, "First-order correction", "Give back what merged keys and values lose to first order: one small product "
-        "a head, made at a match and kept with it. Half the error at the same work. Where keys and values alone are "
-        "merged, or a match compares them.", advanced=True,
+        True, "Correction", "Give back what merged keys and values lose: to first order, and what a few exact answers "
+        "tell besides. Made at a match and kept with it; less than half the error at the same work. Where keys and "
+        "values alone are merged, or a match compares them.", advanced=True,
     )
     refine: int = _setting(
         0, "Refinement", "k-means steps after the match: every token goes to the nearest of the merged ones. Each "
@@ -277,7 +277,7 @@ class MergeRule:
 
     @property
     def corrects(self) -> bool:
-        """True where merged keys and values get their first-order correction, which needs those of all tokens.
+        """True where merged keys and values get their correction, which needs those of all tokens.
 
         These are at hand where a match compares them; elsewhere making them pays where every query is kept.
         """
