@@ -14,7 +14,7 @@ OFF, CUSTOM = "off", "custom"
 PRESETS = (OFF, *tome_core.PRESETS, CUSTOM)
 START = tome_core.presets.DEFAULT
 UNSET = -1.0  # a number's way to say None
-ROUND = 0.0001  # of a typed number: a preset has 0.9375
+ROUND = 0.000001  # of a typed number: a preset has 0.984375
 # input -> setting of the engine, in the order of the node
 SETTINGS = {
     "ratio": "ratio",

@@ -216,8 +216,8 @@ def test_stronger_presets_leave_less_to_do():
     left = []
     for name in PRESETS:
         rules = plain_rules((preset(name),), [1])
-        late = [rule for rule in rules if not rule.min_timestep][-1]
-        left.append((1 - late.effective_ratio) * (1 - late.query_ratio))
+        at_times = [next(rule for rule in rules if time >= (rule.min_timestep or 0)) for time in range(0, 1000, 25)]
+        left.append(sum((1 - rule.effective_ratio) * (1 - rule.query_ratio) for rule in at_times))
     assert left == sorted(left, reverse=True) and len(set(left)) == len(left)
 
 
