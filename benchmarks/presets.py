@@ -80,7 +80,8 @@ class Choice(NamedTuple):
 
     def settings(self) -> dict[str, Any]:
         """As `MergeRule` takes them."""
-        cells = {} if self.late.cell == 2 else {"sx": self.late.cell, "sy": self.late.cell, "refine": REFINE[self.late.cell]}
+        cell = self.late.cell
+        cells = {} if cell == 2 else {"sx": cell, "sy": cell, "refine": REFINE[cell]}
         early = {} if self.early is None else {"early_ratio": self.early.ratio, "early_until": self.until}
         return {"ratio": self.late.ratio, **cells, **early}
 
