@@ -180,7 +180,8 @@ BOTH_HAVE = [
     (*both, sized) for both in BOTH_HAVE for sized in (True, False) if sized or "refine" not in both[0]
 ])  # fmt: skip
 def test_in_a_unet_the_reference_predicts_what_the_engine_predicts(settings, recipe, sized):
-    with tome_core.patch(small_model().unet, tome_core.MergeConfig(use_rand=False, proportional=sized, **settings)):
+    config = tome_core.MergeConfig(use_rand=False, proportional=sized, correction=False, **settings)
+    with tome_core.patch(small_model().unet, config):
         theirs = predict()
     with put_on(Phase(0, replace(recipe, sized=sized))):
         ours = predict()
@@ -188,8 +189,8 @@ def test_in_a_unet_the_reference_predicts_what_the_engine_predicts(settings, rec
 
 
 def test_in_a_unet_a_schedule_of_the_reference_is_one_of_the_engine():
-    early = {"ratio": 0.9, "sx": 4, "sy": 4, "side": "kv", "use_rand": False}
-    late = {"ratio": 0.5, "side": "kv", "use_rand": False}
+    both = {"side": "kv", "use_rand": False, "correction": False}
+    early, late = {"ratio": 0.9, "sx": 4, "sy": 4, **both}, {"ratio": 0.5, **both}
     rules = tome_core.MergeRule(min_timestep=600, **early), tome_core.MergeRule(**late)
     for time in (900, 600, 599, 10):
         with tome_core.patch(small_model().unet, tome_core.MergeConfig(rules=rules)):

@@ -18,6 +18,7 @@ sharp it overdoes, which the regression sees. Both together make 64 keys of 4,09
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -60,7 +61,8 @@ def fitted(
     q: queries of the tokens that are `asked`, flat ``[B, n, H*d]``. k, v: keys and values of all tokens, flat
     ``[B, N, H*d]``. scale: the attention's. Summed and solved in float32; zero where every group has one token.
     """
-    with torch.autocast(k.device.type, enabled=False):
+    # there is no autocast on the meta device
+    with nullcontext() if k.is_meta else torch.autocast(k.device.type, enabled=False):
         k, v = k.to(q.dtype), v.to(q.dtype)
         first = first_order(k, v, plan, heads, scale)
         merged = _attended(q, plan.merge(k), plan.merge(v), heads, scale, size_logs(plan).to(q.dtype)[:, None, None])
