@@ -36,6 +36,10 @@ def by_head(flat: torch.Tensor, heads: int) -> torch.Tensor:
     return flat.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
+def beside(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return torch.cat([k, v], -1)
+
+
 def oracle(k: torch.Tensor, v: torch.Tensor, plan: MergePlan, heads: int, scale: float) -> torch.Tensor:
     """The matrix by its definition: group by group, token by token, in float64."""
     batch, tokens, _ = k.shape
@@ -58,10 +62,11 @@ def test_groups_of_one_token_are_corrected_by_exactly_nothing(dtype: torch.dtype
     q, k, v = drawn(3, 17, 12, dtype)
     order = torch.stack([torch.randperm(17, generator=torch.Generator().manual_seed(n)) for n in range(3)])
     plan = MergePlan(order[:1] if shared else order, 17)
-    assert not first_order(k, v, plan, 3, 0.5).any()
-    assert not any(one.any() for one in fitted(q[:, ::3], k, v, plan, 3, 0.5))
-    assert first_order(k, v, MergePlan(order.div(2, rounding_mode="floor"), 9), 3, 0.5).all()
-    assert all(one.all() for one in fitted(q[:, ::3], k, v, MergePlan(order.div(2, rounding_mode="floor"), 9), 3, 0.5))
+    assert not first_order(beside(k, v), plan, 3, 0.5).any()
+    assert not any(one.any() for one in fitted(q[:, ::3], beside(k, v), plan, 3, 0.5))
+    pairs = MergePlan(order.div(2, rounding_mode="floor"), 9)
+    assert first_order(beside(k, v), pairs, 3, 0.5).all()
+    assert all(one.all() for one in fitted(q[:, ::3], beside(k, v), pairs, 3, 0.5))
 
 
 @settings(max_examples=200 if THOROUGH else 30, deadline=None)
@@ -74,7 +79,7 @@ def test_it_is_what_its_definition_gives(batch, tokens, groups, heads, width, sh
     _, k, v = drawn(batch, tokens, heads * width, torch.float64, seed)
     plan = ragged(1 if shared else batch, tokens, groups, seed)
     torch.testing.assert_close(
-        first_order(k, v, plan, heads, 0.3), oracle(k, v, plan, heads, 0.3), rtol=1e-9, atol=1e-12
+        first_order(beside(k, v), plan, heads, 0.3), oracle(k, v, plan, heads, 0.3), rtol=1e-9, atol=1e-12
     )
 
 
@@ -83,7 +88,7 @@ def test_it_is_summed_in_float32_whatever_keys_and_values_are(dtype: torch.dtype
     """Of 4,096 tokens half precision would keep hardly a digit, and keys lie far from zero."""
     _, k, v = drawn(1, 4096, 16, dtype)
     plan = ragged(1, 4096, 64)
-    found, exact = first_order(k, v, plan, 2, 0.25), oracle(k, v, plan, 2, 0.25)
+    found, exact = first_order(beside(k, v), plan, 2, 0.25), oracle(k, v, plan, 2, 0.25)
     assert found.dtype == torch.float32
     assert (found.double() - exact).abs().max() <= 1e-4 * exact.abs().max()
 
@@ -106,7 +111,7 @@ def test_where_logits_are_small_the_error_falls_with_their_square():
     for small_q in (q * step for step in steps):
         full = attention(small_q, k, v, heads)
         merged = attention(small_q, plan.merge(k), plan.merge(v), heads, logs)
-        correction = fitted(small_q[:, ::4], k, v, plan, heads, 8**-0.5)
+        correction = fitted(small_q[:, ::4], beside(k, v), plan, heads, 8**-0.5)
         for with_it, out in ((False, merged), (True, corrected(merged, small_q, correction))):
             errors[with_it].append((out - full).abs().max().item())
     for with_it, power in ((False, 1), (True, 2)):
@@ -166,15 +171,15 @@ def test_an_inverse_by_products_is_the_inverse_in_float32():
     """Of a condition as bad as the ridge lets one be."""
     x = torch.randn(3, 2, 256, 80, generator=torch.Generator().manual_seed(2)) * torch.logspace(0, -3, 80)
     x = x / x.square().mean((2, 3), keepdim=True).sqrt()
-    normal = x.transpose(2, 3) @ x / 256 + 80 / 256 * torch.eye(80)
-    found, exact = _inverse(normal, 80 + 80 / 256), normal.double().inverse()
+    normal, penalty = x.transpose(2, 3) @ x / 256, 80 / 256
+    found, exact = _inverse(normal, penalty, 80), (normal.double() + penalty * torch.eye(80)).inverse()
     assert (found.double() - exact).abs().max() < 1e-4 * exact.abs().max()
 
 
 @pytest.mark.parametrize("height, width", [(64, 64), (96, 64), (32, 128), (8, 8), (3, 5), (1, 7), (128, 128)])
 @pytest.mark.parametrize("channels", [16, 40])
 def test_the_tokens_that_are_asked_lie_evenly(height: int, width: int, channels: int):
-    places = asked(Grid(height, width), channels, torch.device("cpu"))[0].tolist()
+    places = asked(Grid(height, width), channels, torch.device("cpu"))[0][0].tolist()
     assert len(set(places)) == len(places) and min(places) >= 0 and max(places) < height * width
     assert len(places) <= max(32, min(128 if channels <= 32 else 256, height * width // 16))
     if min(height, width) >= 32:
@@ -190,13 +195,13 @@ def test_it_leaves_less_of_what_was_asked_than_the_closed_form_alone():
     q, k, v = drawn(1, 4096, 32, torch.float32)
     q, v = q * 3, v + k.roll(1, -1) * 0.5
     plan = ragged(1, 4096, 64)
-    places = asked(Grid(64, 64), 16, q.device)[0]
+    places = asked(Grid(64, 64), 16, q.device)[0][0]
     q, scale = q[:, places], 16**-0.5
     full = attention(q, k, v, heads)
     merged = attention(q, plan.merge(k), plan.merge(v), heads, plan.key_logits)
-    closed = first_order(k, v, plan, heads, scale)
+    closed = first_order(beside(k, v), plan, heads, scale)
     alone = Correction(torch.cat([closed, torch.zeros_like(closed)], 2).flatten(0, 1), torch.zeros(heads, 1, 16))
-    left = [(corrected(merged, q, one) - full).square().mean() for one in (alone, fitted(q, k, v, plan, heads, scale))]
+    left = [(corrected(merged, q, one) - full).square().mean() for one in (alone, fitted(q, beside(k, v), plan, heads, scale))]
     assert left[1] < 0.8 * left[0] < 0.8 * (merged - full).square().mean()
 
 
@@ -222,9 +227,9 @@ def found(monkeypatch) -> list[Plans]:
     """What every block used, in the order of their calls."""
     used, find = [], Matcher.find
 
-    def note(matcher, block, x, outer, rule, part, *more):
-        plans = find(matcher, block, x, outer, rule, part, *more)
-        if part == "attn":
+    def note(matcher, asked):
+        plans = find(matcher, asked)
+        if asked.part == "attn":
             used.append(plans)
         return plans
 

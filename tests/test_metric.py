@@ -78,7 +78,7 @@ def test_metrics_are_what_they_are_called(block):
     assert compared(block, x, "input") is x
     assert torch.equal(compared(block, x, "normed"), normed)
     keys, both = compared(block, x, "keys"), compared(block, x, "keys+values")
-    assert torch.equal(both[..., :320], keys) and both.shape == (2, 16, 640)
+    assert largest_difference(both[..., :320], keys) < 1e-5 and both.shape == (2, 16, 640)
     true = block.attn1.to_k(normed)
     ratio = torch.cdist(keys, keys) / torch.cdist(true, true)  # the same distances, but for one factor a sample
     off = ~torch.eye(16, dtype=torch.bool)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 import torch
@@ -71,28 +72,39 @@ def split_cells(parts: Cells, draw: Draw | None) -> tuple[torch.Tensor, torch.Te
     return destinations, torch.cat([sources.reshape(samples, -1), parts.rest.expand(samples, -1)], 1)
 
 
-_FIXED: OrderedDict[tuple, tuple[torch.Tensor, torch.Tensor]] = OrderedDict()
-_MOST = 32  # grids whose fixed split is remembered
+_FIXED: OrderedDict[tuple, tuple[torch.Tensor, ...]] = OrderedDict()
+_MOST = 64  # of what is remembered
 
 
-def split_grid(grid: Grid, sy: int, sx: int, draw: Draw | None, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`split_cells` of the grid's `cells`, on the device of ``x``. Without a draw it is the same each time, so kept.
+def fixed(make: Callable[..., tuple[torch.Tensor, ...]], x: torch.Tensor, *args: Hashable) -> tuple[torch.Tensor, ...]:
+    """``make(*args, device of x)``, remembered: it is the same each time.
 
     Not inside a compiled graph, a CUDA graph or a tracer, whose tensors do not outlive it.
     """
     plain = type(x) is torch.Tensor and not x.is_meta and not torch.compiler.is_compiling()
-    if draw is not None or not plain or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return split_cells(cells(grid, sy, sx, x.device), draw)
-    key = (grid, sy, sx, x.device)
+    if not plain or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return make(*args, x.device)
+    key = (make, *args, x.device)
     found = _FIXED.get(key)
     if found is None:
         with torch.inference_mode(False):  # what is made in it may not be saved for a backward pass
-            found = split_cells(cells(grid, sy, sx, x.device), None)
+            found = make(*args, x.device)
         if len(_FIXED) >= _MOST:
             _FIXED.popitem(last=False)
         if all(type(one) is torch.Tensor for one in found):
             _FIXED[key] = found
     return found
+
+
+def split_grid(grid: Grid, sy: int, sx: int, draw: Draw | None, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`split_cells` of the grid's `cells`, on the device of ``x``."""
+    if draw is None:
+        return fixed(_split_first, x, grid, sy, sx)
+    return split_cells(cells(grid, sy, sx, x.device), draw)
+
+
+def _split_first(grid: Grid, sy: int, sx: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    return split_cells(cells(grid, sy, sx, device), None)
 
 
 def draw_choices(draw: Draw, count: int, choices: int, device: torch.device) -> torch.Tensor:

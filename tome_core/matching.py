@@ -14,7 +14,7 @@ from .grid import Draw
 from .keep import Kept
 from .methods import METHODS, MatchOptions
 from .methods.bipartite import refined
-from .metric import BY_DISTANCE, Made, compared
+from .metric import BY_DISTANCE, compared
 from .plan import MergePlan
 from .run import GridCall
 
@@ -30,6 +30,22 @@ class Plans(NamedTuple):
     correction: Correction | None = None
 
 
+class Asked(NamedTuple):
+    """What a part asks for: plans for ``x``, the input ``[B, N, C]`` of its block, by a rule.
+
+    together: for queries, keys and values at once, whose sizes are not to count, whatever the rule says. whole: the
+    keys and values of all tokens, where what merging loses of them is to be corrected.
+    """
+
+    block: nn.Module
+    x: torch.Tensor
+    outer: GridCall
+    rule: MergeRule
+    part: str
+    together: bool = False
+    whole: Whole | None = None
+
+
 class Matcher:
     """Finds the plans of one block. number: the block's among all of the UNet; level: its own. Holds no module."""
 
@@ -37,77 +53,74 @@ class Matcher:
         self.number = number
         self.level = level
 
-    def find(
-        self, block: nn.Module, x: torch.Tensor, outer: GridCall, rule: MergeRule, part: str, together: bool,
-        whole: Whole | None = None,
-    ) -> Plans:  # fmt: skip
-        """The plans of a part for the block's input ``x``. together, whole: see `BlockCall.plans_for`."""
+    def find(self, asked: Asked) -> Plans:
+        """A new match, or what is kept of the steps before."""
+        outer, rule = asked.outer, asked.rule
         kept = outer.call.kept
         if kept is None or not rule.keep or torch.compiler.is_compiling():
-            return self._match(block, x, outer, rule, together, whole)
-        key = (self.number, kept.ordinal, part, together, outer.batch, outer.grid)
+            return self._match(asked)
+        key = (self.number, kept.ordinal, asked.part, asked.together, outer.batch, outer.grid)
         old = kept.plans.get(key)
-        if old is not None and (old.rule is not rule or not _fits(old.plans, x)):
+        if old is not None and (old.rule is not rule or not _fits(old.plans, asked.x)):
             old = None
         if old is not None and abs(old.timestep - kept.timestep) <= rule.keep:
             return old.plans
-        if old is None:
-            plans = self._match(block, x, outer, rule, together, whole)
-        else:
-            plans = self._renewed(old.plans, block, x, outer, rule, together, whole)
+        plans = self._match(asked) if old is None else self._renewed(old.plans, asked)
         kept.plans[key] = Kept(plans, kept.timestep, rule)
         return plans
 
-    def _renewed(
-        self, old: Plans, block: nn.Module, x: torch.Tensor, outer: GridCall, rule: MergeRule, together: bool,
-        whole: Whole | None,
-    ) -> Plans:  # fmt: skip
+    def _renewed(self, old: Plans, asked: Asked) -> Plans:
         """One k-means step from the plan of an earlier time is as good as a new match with several, and cheaper."""
-        if not rule.refine or together or old.plan is None or not METHODS[rule.method].compares:
-            return self._match(block, x, outer, rule, together, whole)
-        made = None if whole is None else projected(whole)
-        plan = refined(old.plan, self._compared(block, x, rule, made), 1, rule.metric in BY_DISTANCE)
-        return self._complete(plan, x, outer, rule, whole, made)
+        rule = asked.rule
+        if not rule.refine or asked.together or old.plan is None or not METHODS[rule.method].compares:
+            return self._match(asked)
+        made = _made(asked)
+        return self._complete(asked, refined(old.plan, _compared(asked, made), 1, rule.metric in BY_DISTANCE), made)
 
-    def _match(
-        self, block: nn.Module, x: torch.Tensor, outer: GridCall, rule: MergeRule, together: bool,
-        whole: Whole | None,
-    ) -> Plans:  # fmt: skip
-        if together and rule.effective_side != "qkv":
-            return Plans(self._match_as_tomesd(x, outer, rule))
-        made = None if whole is None else projected(whole)
+    def _match(self, asked: Asked) -> Plans:
+        rule, outer = asked.rule, asked.outer
+        if asked.together and rule.effective_side != "qkv":
+            return Plans(self._match_as_tomesd(asked))
+        made = _made(asked)
         options = MatchOptions(
-            rule.constant_ratio, rule.sx, rule.sy, self._draw(x, outer, rule), rule.cluster_on,
-            0 if together else rule.refine, rule.window, rule.metric in BY_DISTANCE,
+            rule.constant_ratio, rule.sx, rule.sy, self._draw(asked), rule.cluster_on,
+            0 if asked.together else rule.refine, rule.window, rule.metric in BY_DISTANCE,
         )  # fmt: skip
-        plan = METHODS[rule.method].match(self._compared(block, x, rule, made), outer.grid, options)
-        return Plans(None) if plan is None else self._complete(plan, x, outer, rule, whole, made)
+        plan = METHODS[rule.method].match(_compared(asked, made), outer.grid, options)
+        return Plans(None) if plan is None else self._complete(asked, plan, made)
 
-    def _complete(
-        self, plan: MergePlan, x: torch.Tensor, outer: GridCall, rule: MergeRule, whole: Whole | None,
-        made: Made | None,
-    ) -> Plans:  # fmt: skip
-        correction = None if made is None else correction_of(whole, *made, plan, outer.grid)
-        return Plans(plan, self._match_queries(x, outer, rule), correction)
+    def _complete(self, asked: Asked, plan: MergePlan, made: torch.Tensor | None) -> Plans:
+        correction = None if made is None else correction_of(asked.whole, made, plan, asked.outer.grid)
+        return Plans(plan, self._match_queries(asked), correction)
 
-    def _match_as_tomesd(self, x: torch.Tensor, outer: GridCall, rule: MergeRule) -> MergePlan | None:
+    def _match_as_tomesd(self, asked: Asked) -> MergePlan | None:
         """For a rule made for keys and values alone: tokens by cosine, no empty groups, and not too many merged."""
-        ratio, cell = min(rule.constant_ratio, _TOGETHER_RATIO), _TOGETHER_CELL
-        options = MatchOptions(ratio, min(rule.sx, cell), min(rule.sy, cell), self._draw(x, outer, rule))
-        return METHODS["bipartite"].match(x, outer.grid, options)
+        rule, cell = asked.rule, _TOGETHER_CELL
+        ratio = min(rule.constant_ratio, _TOGETHER_RATIO)
+        options = MatchOptions(ratio, min(rule.sx, cell), min(rule.sy, cell), self._draw(asked))
+        return METHODS["bipartite"].match(asked.x, asked.outer.grid, options)
 
-    def _compared(self, block: nn.Module, x: torch.Tensor, rule: MergeRule, made: Made | None) -> torch.Tensor:
-        """A method that does not compare by a metric gets the block's input."""
-        return compared(block, x, rule.metric, rule.project, made) if METHODS[rule.method].compares else x
-
-    def _match_queries(self, x: torch.Tensor, outer: GridCall, rule: MergeRule) -> MergePlan | None:
+    def _match_queries(self, asked: Asked) -> MergePlan | None:
+        rule = asked.rule
         if not rule.query_ratio:
             return None
-        options = MatchOptions(rule.query_ratio, 2, 2, self._draw(x, outer, rule), window=rule.window)
-        return METHODS["bipartite"].match(x, outer.grid, options)
+        options = MatchOptions(rule.query_ratio, 2, 2, self._draw(asked), window=rule.window)
+        return METHODS["bipartite"].match(asked.x, asked.outer.grid, options)
 
-    def _draw(self, x: torch.Tensor, outer: GridCall, rule: MergeRule) -> Draw | None:
-        return Draw(rule.seed, self.level, _stamp(outer.call.stamp, x)) if rule.use_rand else None
+    def _draw(self, asked: Asked) -> Draw | None:
+        rule = asked.rule
+        return Draw(rule.seed, self.level, _stamp(asked.outer.call.stamp, asked.x)) if rule.use_rand else None
+
+
+def _made(asked: Asked) -> torch.Tensor | None:
+    """Keys and values of all tokens, where a correction needs them."""
+    return None if asked.whole is None else projected(asked.whole)
+
+
+def _compared(asked: Asked, made: torch.Tensor | None) -> torch.Tensor:
+    """A method that does not compare by a metric gets the block's input."""
+    rule = asked.rule
+    return compared(asked.block, asked.x, rule.metric, rule.project, made) if METHODS[rule.method].compares else asked.x
 
 
 def _fits(plans: Plans, x: torch.Tensor) -> bool:

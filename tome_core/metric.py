@@ -14,21 +14,24 @@ from .grid import scramble
 
 METRICS = ("input", "normed", "keys", "keys+values")
 BY_DISTANCE = ("keys", "keys+values")
-Made = tuple[torch.Tensor, torch.Tensor]
-_TINY = 1e-12
 
 
 def compared(
-    block: nn.Module, x: torch.Tensor, metric: str, project: int = 0, made: Made | None = None
+    block: nn.Module, x: torch.Tensor, metric: str, project: int = 0, made: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The tokens as a match compares them: ``[B, N, D]``, without gradient.
 
     x: the block's input ``[B, N, C]``. project: a random projection to this many channels, where that is fewer; 0
-    is none. made: the tokens' keys and values, where they are there. A block without the usual norm or projections is
+    is none. made: the tokens' keys and values side by side, where they are there. A block without the usual norm or projections is
     compared as far along as it goes.
     """
     with torch.no_grad():
-        found = _along(block, x, metric) if made is None or metric not in BY_DISTANCE else _spread(*made, metric)
+        if made is None or metric not in BY_DISTANCE:
+            found = _along(block, x, metric)
+        elif metric == "keys":
+            found = _of_unit_spread(made[..., : made.shape[2] // 2])
+        else:
+            found = _of_unit_spread(made, 2)
         return _projected(found, project) if 0 < project < found.shape[2] else found
 
 
@@ -39,12 +42,9 @@ def _along(block: nn.Module, x: torch.Tensor, metric: str) -> torch.Tensor:
     x = norm(x)
     if metric == "normed" or not _makes_keys_of(attention, x):
         return x
-    return _spread(attention.to_k(x), attention.to_v(x) if metric == "keys+values" else None, metric)
-
-
-def _spread(keys: torch.Tensor, values: torch.Tensor | None, metric: str) -> torch.Tensor:
-    keys = _of_unit_spread(keys)
-    return keys if metric == "keys" else torch.cat([keys, _of_unit_spread(values)], -1)
+    if metric == "keys":
+        return _of_unit_spread(attention.to_k(x))
+    return _of_unit_spread(torch.cat([attention.to_k(x), attention.to_v(x)], -1), 2)
 
 
 def _makes_keys_of(attention: nn.Module, x: torch.Tensor) -> bool:
@@ -53,10 +53,15 @@ def _makes_keys_of(attention: nn.Module, x: torch.Tensor) -> bool:
     return all(one is not None and getattr(one, "in_features", x.shape[2]) == x.shape[2] for one in made)
 
 
-def _of_unit_spread(x: torch.Tensor) -> torch.Tensor:
-    """Centred, and scaled so that a channel varies by 1 on average: keys and values then count alike in any model."""
-    x = x - x.mean(1, keepdim=True)
-    return x * x.float().pow(2).mean((1, 2), keepdim=True).clamp(min=_TINY).rsqrt().to(x.dtype)
+def _of_unit_spread(x: torch.Tensor, parts: int = 1) -> torch.Tensor:
+    """Centred, and scaled so that a channel varies by 1 on average: keys and values then count alike in any model.
+
+    x: ``[B, N, D]``. parts: of equal width, each scaled by itself.
+    """
+    x = (x - x.mean(1, keepdim=True)).unflatten(-1, (parts, -1))
+    length = torch.linalg.vector_norm(x, dim=(1, 3), keepdim=True, dtype=torch.float32)
+    unit = (x.shape[1] * x.shape[3]) ** -0.5
+    return (x / (length * unit).clamp(min=torch.finfo(x.dtype).tiny).to(x.dtype)).flatten(2)
 
 
 def _projected(x: torch.Tensor, channels: int) -> torch.Tensor:

@@ -6,7 +6,8 @@ Letters, here and everywhere in this package: ``B`` batch, ``N`` tokens, ``G`` g
 
 from __future__ import annotations
 
-from typing import Literal
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -16,12 +17,22 @@ from . import kernels
 MergeMode = Literal["mean", "pick"]
 
 
+def without_autocast(x: torch.Tensor) -> AbstractContextManager[Any]:
+    """What is compared or summed keeps the precision it has; there is no autocast on the meta device."""
+    kind = x.device.type
+    if x.is_meta or not (torch.compiler.is_compiling() or torch.is_autocast_enabled(kind)):
+        return nullcontext()
+    return torch.autocast(kind, enabled=False)
+
+
 def take_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Rows of ``x`` picked by token index.
 
     x: ``[B, N, C]``, any dtype. index: int64 ``[B or 1, K]`` with values in ``0..N-1``. Returns ``[B, K, C]``.
     One gather of flat rows: an index expanded over channels costs 4 times as much on a CPU.
     """
+    if index.shape[0] == 1 and not (x.requires_grad and torch.is_grad_enabled()):  # as cheap, and nothing to number
+        return x.index_select(1, index[0])
     batch, tokens, channels = x.shape
     rows = _flat_rows(index, batch, tokens)
     return F.embedding(rows, x.reshape(batch * tokens, channels)).view(batch, index.shape[1], channels)
@@ -31,8 +42,8 @@ def _flat_rows(index: torch.Tensor, batch: int, per_sample: int) -> torch.Tensor
     """``[B or 1, K]`` indices within a sample -> ``[B * K]`` indices into rows of all samples."""
     if batch == 1:
         return index.reshape(-1)
-    start = torch.arange(batch, device=index.device)[:, None] * per_sample
-    return (index + start).reshape(-1)
+    start = torch.arange(0, batch * per_sample, per_sample, device=index.device)
+    return (index + start[:, None]).reshape(-1)
 
 
 class MergePlan:
@@ -76,17 +87,16 @@ class MergePlan:
 
     @property
     def sizes(self) -> torch.Tensor:
-        """Tokens in each group: int64 ``[B or 1, G]``; every row sums to ``N``."""
+        """Tokens in each group: float32 ``[B or 1, G]``, whole numbers; every row sums to ``N``."""
         if self._sizes is None:
             if self.group.is_cuda:
                 # By sorting: atomics on CUDA are refused under torch.use_deterministic_algorithms.
-                self._sizes = _segments(self.group, self.num_groups)[1].diff().view(-1, self.num_groups)
+                self._sizes = _segments(self.group, self.num_groups)[1].diff().view(-1, self.num_groups).float()
             else:
                 # counted in float32, exact up to 2**24 tokens: MPS adds no int64
                 shape = (self.group.shape[0], self.num_groups)
                 zeros = torch.zeros(shape, dtype=torch.float32, device=self.group.device)
-                ones = torch.ones_like(self.group, dtype=torch.float32)
-                self._sizes = zeros.scatter_add(1, self.group, ones).to(torch.int64)
+                self._sizes = zeros.scatter_add(1, self.group, torch.ones_like(self.group, dtype=torch.float32))
         return self._sizes
 
     @property
@@ -96,7 +106,7 @@ class MergePlan:
         float32 ``[B or 1, G]``, minus infinity for an empty group. (Proportional attention: ToMe for ViTs,
         arXiv 2210.09461, section 3.)
         """
-        return self.sizes.float().log()
+        return self.sizes.log()
 
     def merge(self, x: torch.Tensor, mode: MergeMode = "mean") -> torch.Tensor:
         """Tokens to groups.

@@ -18,7 +18,7 @@ from .attention.core import Whole
 from .config import MergeRule
 from .decision import Merging
 from .grid import Grid
-from .matching import Matcher, Plans
+from .matching import Asked, Matcher, Plans
 from .memory import CallMemory
 from .run import Call, GridCall, Run, skip
 from .switch import Switch, inside
@@ -40,10 +40,9 @@ class BlockCall:
         self.ran: set[str] = set()
 
     def plans_for(self, merging: Merging, part: str, together: bool = False, whole: Whole | None = None) -> Plans:
-        """The plans of a part. One rule, one match: a block matches once however many of its parts merge by it.
+        """The plans of a part; together, whole: as `Asked` has them.
 
-        together: for queries, keys and values at once, whose sizes are not to count, whatever the rule says. whole:
-        the keys and values of all tokens, where what merging loses of them is to be corrected.
+        One rule, one match: a block matches once however many of its parts merge by it.
         """
         if part != "attn":
             part = self._first_with(merging.rule, part)
@@ -54,7 +53,7 @@ class BlockCall:
             plans = self.plans.get((part, True))
             if plans is None:
                 site = self.site
-                plans = site.matcher.find(site.target, self.x, self.outer, merging.rule, part, together, whole)
+                plans = site.matcher.find(Asked(site.target, self.x, self.outer, merging.rule, part, together, whole))
             self.plans[key] = plans
         return plans
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..grid import Grid
+from ..grid import Grid, fixed
 from ..plan import MergePlan, take_rows
 from .correction import Correction, asked, fitted
 from .known import KnownAttention
@@ -34,18 +34,19 @@ class Whole(NamedTuple):
     kwargs: dict[str, Any]
 
 
-def projected(whole: Whole) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of all tokens, flat ``[B, N, H*d]``."""
-    return whole.known.keys_and_values(whole.module, whole.keys, whole.values, whole.kwargs)
+def projected(whole: Whole) -> torch.Tensor:
+    """Keys and values of all tokens side by side, ``[B, N, 2*H*d]``."""
+    return torch.cat(whole.known.keys_and_values(whole.module, whole.keys, whole.values, whole.kwargs), -1)
 
 
-def correction_of(whole: Whole, k: torch.Tensor, v: torch.Tensor, plan: MergePlan, grid: Grid) -> Correction:
+def correction_of(whole: Whole, made: torch.Tensor, plan: MergePlan, grid: Grid) -> Correction:
     """What the plan loses of these keys and values; see `correction.fitted`."""
     known, module = whole.known, whole.module
     heads = known.heads(module)
-    width = k.shape[-1] // heads
-    q = known.queries(module, take_rows(whole.x, asked(grid, width, k.device)), whole.kwargs)
-    return fitted(q, k, v, plan, heads, known.scale(module, width))
+    width = made.shape[-1] // (2 * heads)
+    (places,) = fixed(asked, whole.x, grid, width)
+    q = known.queries(module, take_rows(whole.x, places), whole.kwargs)
+    return fitted(q, made, plan, heads, known.scale(module, width))
 
 
 def attend_merged(

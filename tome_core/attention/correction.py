@@ -18,18 +18,17 @@ sharp it overdoes, which the regression sees. Both together make 64 keys of 4,09
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from ..grid import Grid
-from ..plan import MergePlan
+from ..plan import MergePlan, without_autocast
 from .sizes import size_logs
 
 _TINY = 1e-12
-_INVERSIONS = 12  # doublings of an inverse's digits: enough for a condition of some hundreds, which the ridge sees to
+_AS_GOOD_AS_ONE = 1 - 1e-6
 # Exact answers: at least twice as many as a head has unknowns for each of its channels, and no more than a sixteenth of
 # the tokens. Measured on heads of 32 and fewer channels: 128 are worth 10 % over 64, and 256 nothing over 128.
 _ASKED_OF_NARROW, _ASKED, _NARROW, _FEWEST, _OF_TOKENS = 128, 256, 32, 32, 16
@@ -42,7 +41,7 @@ class Correction(NamedTuple):
     constant: torch.Tensor
 
 
-def asked(grid: Grid, width: int, device: torch.device) -> torch.Tensor:
+def asked(grid: Grid, width: int, device: torch.device) -> tuple[torch.Tensor]:
     """Which tokens are answered exactly: int64 ``[1, n]``, the middles of n cells of the grid. width: of a head."""
     tokens = grid.height * grid.width
     count = min(_ASKED_OF_NARROW if width <= _NARROW else _ASKED, max(_FEWEST, tokens // _OF_TOKENS), tokens)
@@ -50,43 +49,54 @@ def asked(grid: Grid, width: int, device: torch.device) -> torch.Tensor:
     columns = min(grid.width, max(1, count // rows))
     down = (torch.arange(rows, device=device) * 2 + 1) * grid.height // (2 * rows)
     right = (torch.arange(columns, device=device) * 2 + 1) * grid.width // (2 * columns)
-    return (down[:, None] * grid.width + right).view(1, -1)
+    return ((down[:, None] * grid.width + right).view(1, -1),)
 
 
-def fitted(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: MergePlan, heads: int, scale: float
-) -> Correction:
-    """The correction of a plan, in the dtype of k.
+def fitted(q: torch.Tensor, both: torch.Tensor, plan: MergePlan, heads: int, scale: float) -> Correction:
+    """The correction of a plan, in the dtype of q.
 
-    q: queries of the tokens that are `asked`, flat ``[B, n, H*d]``. k, v: keys and values of all tokens, flat
-    ``[B, N, H*d]``. scale: the attention's. Summed and solved in float32; zero where every group has one token.
+    q: queries of the tokens that are `asked`, flat ``[B, n, H*d]``. both: keys and values of all tokens side by side,
+    ``[B, N, 2*H*d]``. scale: the attention's. Summed and solved in float32; zero where every group has one token.
     """
-    # there is no autocast on the meta device
-    with nullcontext() if k.is_meta else torch.autocast(k.device.type, enabled=False):
-        k, v = k.to(q.dtype), v.to(q.dtype)
-        first = first_order(k, v, plan, heads, scale)
-        merged = _attended(q, plan.merge(k), plan.merge(v), heads, scale, size_logs(plan).to(q.dtype)[:, None, None])
-        left = _attended(q, k, v, heads, scale) - merged
-        asked_for = _by_head(q, heads).to(first.dtype)
-        weights, constant = _ridge(asked_for, merged, left - asked_for @ first)
-        lost = (first != 0).flatten(2).any(2)[..., None, None].to(first.dtype)  # nothing was: then rounding is all
+    with without_autocast(q):
+        both = both.to(q.dtype)
+        exact = _exact(both)
+        means = plan.merge(exact)
+        first = _first_order(exact, means, plan, heads, scale)
+        logs = size_logs(plan).to(q.dtype)[:, None, None]
+        asked_for = _by_head(q, heads)
+        merged = _attended(asked_for, means.to(q.dtype), heads, scale, logs)
+        left = _attended(asked_for, both, heads, scale) - merged
+        asked_for = asked_for.to(first.dtype)
+        weights, constant = _ridge(asked_for, merged, torch.baddbmm(
+            left.flatten(0, 1), asked_for.flatten(0, 1), first.flatten(0, 1), alpha=-1
+        ).view_as(left))  # fmt: skip
+        lost = first.flatten(2).any(2)[..., None, None].to(first.dtype)  # nothing was: then rounding is all
         matrix = weights * lost + F.pad(first, (0, 0, 0, first.shape[3]))
         return Correction(matrix.to(q.dtype).flatten(0, 1), (constant * lost).to(q.dtype).flatten(0, 1))
 
 
-def first_order(k: torch.Tensor, v: torch.Tensor, plan: MergePlan, heads: int, scale: float) -> torch.Tensor:
-    """``C^T``: ``[B, H, d, d]``, float32 at least. k, v, scale: as in `fitted`."""
-    exact = _exact(v)
+def first_order(both: torch.Tensor, plan: MergePlan, heads: int, scale: float) -> torch.Tensor:
+    """``C^T``: ``[B, H, d, d]``, float32 at least. both, scale: as in `fitted`."""
+    exact = _exact(both)
+    return _first_order(exact, plan.merge(exact), plan, heads, scale)
+
+
+def _first_order(
+    exact: torch.Tensor, means: torch.Tensor, plan: MergePlan, heads: int, scale: float
+) -> torch.Tensor:
+    """means: of the groups, ``[B, G, 2*H*d]``."""
+    keys, values = exact.chunk(2, -1)
     # the tokens' distances from their group's value add up to 0, so that of the key need not be taken off
-    spread = _by_head(exact - plan.unmerge(plan.merge(exact)), heads)
-    return _by_head(k, heads).to(exact.dtype).transpose(2, 3) @ spread * (scale / k.shape[1])
+    spread = _by_head(values - plan.unmerge(means.chunk(2, -1)[1]), heads)
+    return _by_head(keys, heads).transpose(2, 3) @ spread * (scale / exact.shape[1])
 
 
 def _attended(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, scale: float, bias: torch.Tensor | None = None
+    q: torch.Tensor, both: torch.Tensor, heads: int, scale: float, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """By torch's function: nothing that a host has put into its own is to hear of these queries."""
-    q, k, v = (_by_head(one, heads) for one in (q, k, v))
+    """By torch's function: nothing that a host has put into its own is to hear of these queries ``[B, H, n, d]``."""
+    k, v = (_by_head(one, heads) for one in both.chunk(2, -1))
     return _exact(F.scaled_dot_product_attention(q, k, v, bias, scale=scale))
 
 
@@ -96,32 +106,35 @@ def _ridge(q: torch.Tensor, merged: torch.Tensor, left: torch.Tensor) -> tuple[t
     Each of the two is centred and scaled as a whole to a variance of 1 a channel. The penalty is as many samples as
     there are weights to each output, whatever n; the constant bears none.
     """
-    parts, scales, means = [], [], []
-    for part in (q, merged):
-        mean = part.mean(2, keepdim=True)
-        part = part - mean
-        scale = part.square().mean((2, 3), keepdim=True).clamp(min=_TINY).rsqrt()
-        parts.append(part * scale)
-        scales.append(scale.expand(-1, -1, part.shape[3], 1))
-        means.append(mean)
-    x, level = torch.cat(parts, -1), left.mean(2, keepdim=True)
+    told = torch.cat([q, merged], -1)
+    mean = told.mean(2, keepdim=True)
+    x = told - mean
     count, unknowns = x.shape[2], x.shape[3]
-    normal = x.transpose(2, 3) @ x / count
-    penalty = unknowns / count
-    inverse = _inverse(normal + penalty * torch.eye(unknowns, dtype=x.dtype, device=x.device), unknowns + penalty)
-    weights = inverse @ (x.transpose(2, 3) @ (left - level) / count) * torch.cat(scales, 2)
-    return weights, level - torch.cat(means, -1) @ weights
+    transposed = x.transpose(2, 3)
+    normal, cross = transposed @ x / count, transposed @ left / count
+    variance = normal.diagonal(dim1=2, dim2=3).unflatten(2, (2, -1)).mean(3, keepdim=True)
+    unit = variance.clamp(min=_TINY).rsqrt().expand(-1, -1, -1, unknowns // 2).flatten(2)[..., None]
+    weights = unit * (_inverse(normal * unit * unit.transpose(2, 3), unknowns / count, unknowns) @ (unit * cross))
+    return weights, left.mean(2, keepdim=True) - mean @ weights
 
 
-def _inverse(matrix: torch.Tensor, most: float) -> torch.Tensor:
-    """Of positive definite matrices whose eigenvalues are at most so large, by Newton's iteration (Schulz 1933).
+def _inverse(matrix: torch.Tensor, penalty: float, most: float) -> torch.Tensor:
+    """Of ``matrix + penalty I``, whose matrices ``[B, H, D, D]`` have eigenvalues from 0 to ``most``.
 
-    Products alone: not every backend has a solver, and some of those there are wait for the device.
+    Newton's iteration (Schulz 1933), each step scaled for the bounds that are known (Pan and Schreiber 1991, section
+    2). Products alone: not every backend has a solver, and some of those there are wait for the device.
     """
-    found = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device).expand_as(matrix) / most
-    for _ in range(_INVERSIONS):
-        found = 2 * found - found @ (matrix @ found)
-    return found
+    unit = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    regular = (matrix + penalty * unit).flatten(0, 1)
+    low, high = penalty, most + penalty  # bounds of the eigenvalues of `regular`, then of `found` times it
+    step = 2 / (low + high)
+    found = 2 * step * unit - step * step * regular
+    low, high = 4 * low * high / (low + high) ** 2, 1.0
+    while low < _AS_GOOD_AS_ONE:
+        step = 2 / (low + high)
+        found = torch.baddbmm(found, found, regular @ found, beta=2 * step, alpha=-step * step)
+        low = 4 * low / (low + high) ** 2
+    return found.view_as(matrix)
 
 
 def _by_head(flat: torch.Tensor, heads: int) -> torch.Tensor:

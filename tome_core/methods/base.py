@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -65,11 +64,6 @@ class Best:
     index: torch.Tensor
 
 
-def without_autocast(x: torch.Tensor) -> AbstractContextManager[Any]:
-    """What is compared is compared in the precision it has; there is no autocast on the meta device."""
-    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
-
-
 class Rows(NamedTuple):
     """Queries of `best_keys` that are rows of a tensor: a kernel takes them from where they are, without a copy.
 
@@ -124,13 +118,22 @@ def _best_by_slices(
     transposed = keys.transpose(1, 2)
     budget = _SCORE_BYTES.get(keys.device.type, _SCORE_BYTES_ELSEWHERE)
     step = max(1, budget // (4 * keys.shape[0] * keys.shape[1]))
+    if step >= count:
+        return Best(*_scores(queries, 0, count, transposed, bias).max(-1))
     # Filled in place: kept results between freed slices tear a CPU's heap apart (4.8 GiB at 65,536 tokens).
     best_score = keys.new_empty(keys.shape[0], count)
     best_index = torch.empty(keys.shape[0], count, dtype=torch.int64, device=keys.device)
     for start in range(0, count, step):
         stop = min(start + step, count)
-        product = torch.bmm(taken(queries, start, stop), transposed)
-        if bias is not None:
-            product += bias[:, None]
-        best_score[:, start:stop], best_index[:, start:stop] = product.max(-1)
+        best = _scores(queries, start, stop, transposed, bias).max(-1)
+        best_score[:, start:stop], best_index[:, start:stop] = best
     return Best(best_score, best_index)
+
+
+def _scores(
+    queries: Rows | Callable[[int, int], torch.Tensor], start: int, stop: int, transposed: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """``[B, stop - start, K]``."""
+    rows = taken(queries, start, stop)
+    return torch.bmm(rows, transposed) if bias is None else torch.baddbmm(bias[:, None], rows, transposed)

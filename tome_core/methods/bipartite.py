@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 
 from ..grid import Grid, split_grid
-from ..plan import MergePlan, take_rows
-from .base import Best, MatchOptions, Method, Rows, best_keys, without_autocast
+from ..plan import MergePlan, take_rows, without_autocast
+from .base import Best, MatchOptions, Method, Rows, best_keys
 from .likeness import comparable, directions, searched
 from .windows import best_in_window
 
@@ -27,8 +27,11 @@ def match(x: torch.Tensor, grid: Grid, options: MatchOptions) -> MergePlan | Non
     removed = min(sources.shape[1], int(x.shape[1] * options.ratio))
     if removed <= 0:
         return None
+    windowed = 0 < options.window < max(grid.height, grid.width)
+    if options.refine and removed == sources.shape[1] and not windowed:  # nothing to choose: k-means from the cells
+        return _refined(x, take_rows(x, destinations), options.refine, options.by_distance)
     with torch.no_grad(), without_autocast(x):
-        if 0 < options.window < max(grid.height, grid.width):
+        if windowed:
             best = best_in_window(x, grid, options, sources, destinations)
         else:
             best = _best_anywhere(x, sources, destinations, options.by_distance)
@@ -63,11 +66,26 @@ def refined(plan: MergePlan, x: torch.Tensor, steps: int, by_distance: bool = Fa
     with torch.no_grad(), without_autocast(x):
         x = x.float() if by_distance else directions(x)
         for _ in range(steps):
-            keys, bias = searched(plan.merge(x), by_distance)
-            bias = keys.new_zeros(keys.shape[:2]) if bias is None else bias
-            bias = bias.masked_fill(plan.sizes == 0, float("-inf"))
-            plan = MergePlan(best_keys(Rows(x), x.shape[1], keys, bias).index, plan.num_groups)
+            plan = _nearest(x, plan.merge(x), by_distance, plan.sizes == 0)
     return plan
+
+
+def _refined(x: torch.Tensor, centres: torch.Tensor, steps: int, by_distance: bool) -> MergePlan:
+    """As `refined`, from tokens ``[B, G, C]`` as the first centres."""
+    with torch.no_grad(), without_autocast(x):
+        plan = _nearest(x, centres, by_distance)
+    return refined(plan, x, steps, by_distance)
+
+
+def _nearest(
+    x: torch.Tensor, centres: torch.Tensor, by_distance: bool, missing: torch.Tensor | None = None
+) -> MergePlan:
+    """Every token of ``x [B, N, C]`` to the centre that is most alike. missing: ``[B, G]``, no centres at all."""
+    keys, bias = searched(centres, by_distance)
+    if missing is not None:
+        bias = keys.new_zeros(keys.shape[:2]) if bias is None else bias
+        bias = bias.masked_fill(missing, float("-inf"))
+    return MergePlan(best_keys(Rows(x), x.shape[1], keys, bias).index, centres.shape[1])
 
 
 def _plan(best: Best, sources: torch.Tensor, destinations: torch.Tensor, removed: int) -> MergePlan:

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from ..grid import Grid
-from ..plan import MergePlan, take_rows
-from .base import MatchOptions, Method, Rows, best_keys, without_autocast
+from ..plan import MergePlan, take_rows, without_autocast
+from .base import MatchOptions, Method, Rows, best_keys
 
 ITERATIONS = 4  # a fixed number: stopping at convergence would need a look at the data
 CLUSTER_ON = ("tokens", "mean_similarity")
