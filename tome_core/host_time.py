@@ -39,8 +39,10 @@ _PRESET_LIKE = {"side": "kv", "metric": "keys+values", "refine": 1, "keep": _KEE
                 "use_rand": False}  # fmt: skip
 # without a gate, which would leave so few tokens alone
 _MERGING, _GATED = MergeConfig(**_PRESET_LIKE), MergeConfig(**_PRESET_LIKE, only_if_it_pays=True)
+_UNCORRECTED = MergeConfig(**_PRESET_LIKE, correction=False)
 UNMERGED, TOMESD = "unmerged", "tomesd, ratio 0.5"
 KEPT, RENEWED, ANEW = "match kept", "match renewed", "match made anew"
+WITHOUT = ", without the correction"
 CLOSED, OFF = "left alone by the gate", "switched off"
 
 # stage -> what is in it: how many blocks a transformer has, or what changes the picture's size
@@ -111,6 +113,9 @@ _CASES: dict[str, tuple[MergeConfig, Callable[[], Iterator[tuple[float, Hashable
     KEPT: (_MERGING, _one_moment),
     RENEWED: (_MERGING, _far_apart),
     ANEW: (_MERGING, _pictures),
+    KEPT + WITHOUT: (_UNCORRECTED, _one_moment),
+    RENEWED + WITHOUT: (_UNCORRECTED, _far_apart),
+    ANEW + WITHOUT: (_UNCORRECTED, _pictures),
     CLOSED: (_GATED, _one_moment),
     OFF: (_MERGING, _one_moment),
 }
