@@ -87,17 +87,13 @@ class MergePlan:
 
     @property
     def sizes(self) -> torch.Tensor:
-        """Tokens in each group: float32 ``[B or 1, G]``, whole numbers; every row sums to ``N``."""
-        if self._sizes is None:
-            if self.group.is_cuda:
-                # By sorting: atomics on CUDA are refused under torch.use_deterministic_algorithms.
-                self._sizes = _segments(self.group, self.num_groups)[1].diff().view(-1, self.num_groups).float()
-            else:
-                # counted in float32, exact up to 2**24 tokens: MPS adds no int64
-                shape = (self.group.shape[0], self.num_groups)
-                zeros = torch.zeros(shape, dtype=torch.float32, device=self.group.device)
-                self._sizes = zeros.scatter_add(1, self.group, torch.ones_like(self.group, dtype=torch.float32))
-        return self._sizes
+        """Tokens in each group: int64 ``[B or 1, G]``; every row sums to ``N``."""
+        return self._counted().to(torch.int64)
+
+    @property
+    def empty(self) -> torch.Tensor:
+        """Which groups have no tokens: bool ``[B or 1, G]``."""
+        return self._counted() == 0
 
     @property
     def key_logits(self) -> torch.Tensor:
@@ -106,7 +102,7 @@ class MergePlan:
         float32 ``[B or 1, G]``, minus infinity for an empty group. (Proportional attention: ToMe for ViTs,
         arXiv 2210.09461, section 3.)
         """
-        return self.sizes.log()
+        return self._counted().log()
 
     def merge(self, x: torch.Tensor, mode: MergeMode = "mean") -> torch.Tensor:
         """Tokens to groups.
@@ -133,6 +129,18 @@ class MergePlan:
         batch, groups, channels = y.shape
         flat = F.embedding(self._flat_groups(batch), y.reshape(batch * groups, channels))
         return flat.view(batch, self.num_tokens, channels)
+
+    def _counted(self) -> torch.Tensor:
+        """Sizes in float32, exact up to 2**24 tokens: what is made of them is made of numbers, and MPS adds no int64."""
+        if self._sizes is None:
+            if self.group.is_cuda:
+                # By sorting: atomics on CUDA are refused under torch.use_deterministic_algorithms.
+                self._sizes = _segments(self.group, self.num_groups)[1].diff().view(-1, self.num_groups).float()
+            else:
+                shape = (self.group.shape[0], self.num_groups)
+                zeros = torch.zeros(shape, dtype=torch.float32, device=self.group.device)
+                self._sizes = zeros.scatter_add(1, self.group, torch.ones_like(self.group, dtype=torch.float32))
+        return self._sizes
 
     def _mean(self, flat: torch.Tensor, batch: int) -> torch.Tensor:
         """``[B * N, C]`` -> ``[B * G, C]``."""
@@ -162,7 +170,7 @@ class MergePlan:
         """Sizes as ``[B * G, 1]``, at least 1."""
         key = ("divisors", batch)
         if key not in self.derived:
-            self.derived[key] = self.sizes.clamp(min=1).expand(batch, -1).reshape(-1, 1)
+            self.derived[key] = self._counted().clamp(min=1).expand(batch, -1).reshape(-1, 1)
         return self.derived[key]
 
     def _flat_segments(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -175,7 +183,7 @@ class MergePlan:
             return take_rows(x, self.representative)
         order, offsets = _segments(self.group, self.num_groups)
         first = order[offsets[:-1].clamp(max=order.shape[0] - 1)].view(-1, self.num_groups) % self.num_tokens
-        return take_rows(x, first).masked_fill((self.sizes == 0)[..., None], 0)
+        return take_rows(x, first).masked_fill(self.empty[..., None], 0)
 
 
 def _segments(group: torch.Tensor, num_groups: int, flat: bool = False) -> tuple[torch.Tensor, torch.Tensor]:

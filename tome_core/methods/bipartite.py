@@ -66,7 +66,7 @@ def refined(plan: MergePlan, x: torch.Tensor, steps: int, by_distance: bool = Fa
     with torch.no_grad(), without_autocast(x):
         x = x.float() if by_distance else directions(x)
         for _ in range(steps):
-            plan = _nearest(x, plan.merge(x), by_distance, plan.sizes == 0)
+            plan = _nearest(x, plan.merge(x), by_distance, plan.empty)
     return plan
 
 

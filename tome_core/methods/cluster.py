@@ -74,7 +74,7 @@ def _cluster_scalars(value: torch.Tensor, count: int) -> tuple[torch.Tensor, tor
 def _move(centre: torch.Tensor, value: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
     """Centres at the mean of their tokens; one that lost all of them stays where it was."""
     plan = MergePlan(group, centre.shape[1])
-    return torch.where((plan.sizes == 0)[..., None], centre, plan.merge(value))
+    return torch.where(plan.empty[..., None], centre, plan.merge(value))
 
 
 def _fill_empty(group: torch.Tensor, distance: torch.Tensor, count: int) -> torch.Tensor:
@@ -93,7 +93,7 @@ def _fill_empty(group: torch.Tensor, distance: torch.Tensor, count: int) -> torc
     keeps = torch.zeros_like(is_first).scatter(1, order, is_first)
     movable = torch.where(keeps, torch.full_like(distance, -1.0), distance)
     farthest = movable.argsort(dim=1, descending=True, stable=True)[:, :count]
-    empty = plan.sizes == 0
+    empty = plan.empty
     empty_first = empty.to(torch.int64).argsort(dim=1, descending=True, stable=True)[:, : farthest.shape[1]]
     taken = torch.where(empty.gather(1, empty_first), empty_first, group.gather(1, farthest))
     return group.scatter(1, farthest, taken)
