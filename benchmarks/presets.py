@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from benchmarks import purposes, results
 from benchmarks.quality_figures import Noised, sections
 from benchmarks.quality_rows import TIMES
-from benchmarks.variant_list import FRONT, KEYS_BELOW, MLP_BELOW, REFINE
+from benchmarks.variant_list import FRONT, KEYS_BELOW, MLP_BELOW, refine_of
 from tome_core import MergeRule
 
 TABLE = Path(__file__).parents[1] / "tome_core" / "preset_table.py"
@@ -81,7 +81,7 @@ class Choice(NamedTuple):
     def settings(self) -> dict[str, Any]:
         """As `MergeRule` takes them."""
         cell = self.late.cell
-        cells = {} if cell == 2 else {"sx": cell, "sy": cell, "refine": REFINE[cell]}
+        cells = {} if cell == 2 else {"sx": cell, "sy": cell, "refine": refine_of(self.late.ratio, cell)}
         early = {} if self.early is None else {"early_ratio": self.early.ratio, "early_until": self.until}
         return {"ratio": self.late.ratio, **cells, **early}
 

@@ -14,18 +14,24 @@ PLAIN = "unmerged"
 RATIOS = (0.25, 0.5, 0.75)
 # ratio and cell of what QUALITY.md tried on keys and values
 KEY_SETTINGS = ((0.5, 2), (0.75, 2), (0.9, 4), (0.9375, 4), (0.984, 8))
-# of the line the presets are chosen from
+# of the line that strength is chosen from
 FRONT = (
-    (0.5, 2), (0.625, 2), (0.75, 2), (0.5, 4), (0.625, 4), (0.75, 4), (0.8125, 4), (0.875, 4), (0.9375, 4),
+    (0.25, 2), (0.5, 2), (0.25, 4), (0.5, 4), (0.625, 4), (0.75, 4), (0.8125, 4), (0.875, 4), (0.9375, 4),
     (0.96875, 8), (0.984375, 8),
 )  # fmt: skip
-REFINE = {2: 0, 4: 1, 8: 3}  # k-means steps by cell: the fewer groups, the cheaper a step and the more it gains
 # of the levels below the finest: keys and values merged as hard as any preset does, and the MLP
 BELOW = (1, 2)
 KEYS_BELOW = ((0.9375, 4), (0.984375, 8))
 MLP_BELOW = (0.25, 0.5, 0.75)
 HALF_TIME = 500  # where the schedules of others switch, tomesd's and down-sampling's
 NOISY = 600  # the timestep from which on merging costs nearly nothing
+
+
+def refine_of(ratio: float, cell: int) -> int:
+    """k-means steps of a setting: the fewer groups, the cheaper a step and the more it gains."""
+    if ratio <= 0.5:
+        return 0
+    return 3 if cell == 8 else 1
 
 
 def _yardsticks_and_controls() -> Iterator[Variant]:
@@ -61,7 +67,7 @@ def _kv_rule(ratio: float, cell: int = 2, **more: Any) -> dict[str, Any]:
 def _merged_keys() -> Iterator[Variant]:
     """What the presets are chosen from: keys and values compared by distance, refined where they are few."""
     for ratio, cell in FRONT:
-        more = {"metric": "keys+values", "refine": REFINE[cell]}
+        more = {"metric": "keys+values", "refine": refine_of(ratio, cell)}
         yield _engine("merged keys", _setting(ratio, cell), _kv_rule(ratio, cell, **more))
     for name in PRESETS:
         yield Variant("preset", name, variants.named_preset(name), code="engine")
