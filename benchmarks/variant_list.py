@@ -9,6 +9,7 @@ from benchmarks import variants
 from benchmarks.reference_patch import Grouping, Recipe
 from benchmarks.variants import Variant
 from tome_core import PRESETS
+from tome_core.presets import MARKS
 
 PLAIN = "unmerged"
 RATIOS = (0.25, 0.5, 0.75)
@@ -19,6 +20,7 @@ FRONT = (
     (0.25, 2), (0.5, 2), (0.25, 4), (0.5, 4), (0.625, 4), (0.75, 4), (0.8125, 4), (0.875, 4), (0.9375, 4),
     (0.96875, 8), (0.984375, 8),
 )  # fmt: skip
+BETWEEN = (0.1, 0.375, 0.625, 0.875)  # strengths without a name
 # of the levels below the finest: keys and values merged as hard as any preset does, and the MLP
 BELOW = (1, 2)
 KEYS_BELOW = ((0.9375, 4), (0.984375, 8))
@@ -70,7 +72,9 @@ def _merged_keys() -> Iterator[Variant]:
         more = {"metric": "keys+values", "refine": refine_of(ratio, cell)}
         yield _engine("merged keys", _setting(ratio, cell), _kv_rule(ratio, cell, **more))
     for name in PRESETS:
-        yield Variant("preset", name, variants.named_preset(name), code="engine")
+        yield Variant("preset", name, variants.strength(MARKS[name]), code="engine")
+    for value in BETWEEN:
+        yield Variant("strength", str(value), variants.strength(value), code="engine")
 
 
 def _below() -> Iterator[Variant]:
@@ -173,7 +177,7 @@ VARIANTS = _everything()
 ALWAYS = tuple(name for name, variant in VARIANTS.items() if variant.role in ("plain", "control", "yardstick"))
 _SMALLEST = ("tomesd-0.75", "bipartite-drawn-0.75", "sized-kv-0.75")
 _FRONT = tuple(name for name, variant in VARIANTS.items() if variant.method == "merged keys")
-_PRESETS = tuple(name for name, variant in VARIANTS.items() if variant.method == "preset")
+_PRESETS = tuple(name for name, variant in VARIANTS.items() if variant.method in ("preset", "strength"))
 _OTHERS = tuple(variant.name for variant in _others())
 _BELOW = tuple(name for name, variant in VARIANTS.items() if variant.method in ("keys below", "MLP below"))
 _STANDARD = (

@@ -88,9 +88,9 @@ def engine(*rules: dict[str, Any]) -> PutOn:
     return put_on
 
 
-def named_preset(name: str) -> PutOn:
-    """One of tome_core's presets, also on grids that it would leave alone."""
-    return engine(asdict(replace(tome_core.preset(name), only_if_it_pays=False)))
+def strength(value: float) -> PutOn:
+    """A strength of tome_core's, also on grids that it would leave alone."""
+    return engine(asdict(replace(tome_core.strength(value), only_if_it_pays=False)))
 
 
 def zeroed(part: str, levels: tuple[int, ...]) -> PutOn:

@@ -45,7 +45,7 @@ WAYS = {
     "python -m benchmarks.report benchmarks/results/FILE.json": Way(
         fill=(("benchmarks/results/FILE.json", "{new}/front.json"),)
     ),
-    "python -m benchmarks.presets RESULT.json...": Way(fill=(("RESULT.json...", FRONT),)),
+    "python -m benchmarks.strength RESULT.json...": Way(fill=(("RESULT.json...", FRONT),)),
     "python -m benchmarks.quality": Way(
         f"--variants tomesd-0.5 --noised 2 --pictures 1 --steps 1 {ONE_MODEL} --output {{new}}/quality.json"
     ),
@@ -141,7 +141,7 @@ def copy(request, tmp_path_factory):
     return checkout.kept(request.config, tmp_path_factory.mktemp("readme"))
 
 
-GENERATED = ("README.md", "tome_core/preset_table.py", "pyproject.toml", "locales/en/nodeDefs.json")
+GENERATED = ("README.md", "tome_core/strength_table.py", "pyproject.toml", "locales/en/nodeDefs.json")
 
 
 @pytest.fixture(scope="module")

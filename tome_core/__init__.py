@@ -8,7 +8,7 @@ from .families import UnsupportedModelError
 from .patch import Patch, apply_patch, patch, remove_patch, report
 from .phases import ramp
 from .plan import MergePlan
-from .presets import PRESETS, preset
+from .presets import PRESETS, preset, strength
 from .report import Report
 from .schedule import NoiseSchedule
 
@@ -30,4 +30,5 @@ __all__ = [
     "ramp",
     "remove_patch",
     "report",
+    "strength",
 ]

@@ -179,7 +179,7 @@ class MergeRule:
         minimum=0.0, maximum=0.75, step=0.05, advanced=True,
     )
     deep_mlp: float = _setting(
-        0.0, "Deep MLP ratio", "Merge this share of the tokens in the feed-forward layer too, after the early phase, "
+        0.0, "Deep MLP ratio", "Merge this share of the tokens in the feed-forward layer too, below timestep 500, "
         "in blocks at half of the latent's resolution or less, where it does little harm: all of SDXL's, and of "
         "SD1.5's those beyond the finest, where the level setting reaches them.",
         minimum=0.0, maximum=0.75, step=0.05, advanced=True,

@@ -17,7 +17,7 @@ from .methods import METHODS
 from .noise import STABLE_DIFFUSION, SchedulerNoise, own_schedule
 from .phases import HIGHEST_EARLY_RATIO, plain_rules
 from .pipeline import SamplingScope, SchedulerClock
-from .presets import DEFAULT, preset_config
+from .presets import DEFAULT, config_of
 from .report import Ledger, LevelTally, Report, make_report
 from .run import MergeMap, Run
 from .schedule import NoiseSchedule, ever_merges, reaches
@@ -221,18 +221,25 @@ class Patch:
         vars(self).update(state, _unet=lambda: None)
 
 
-def patch(model: Any, config: MergeConfig | str | None = None, *, host_clock: bool = False) -> Patch:
+def patch(
+    model: Any, config: MergeConfig | str | None = None, *, strength: float | None = None, host_clock: bool = False
+) -> Patch:
     """Merge tokens in a model, in place, until the handle is left or removed.
 
     model: a UNet, a compiled one, a diffusers pipeline, or an LDM model. config: settings, or the name of a preset:
-    "quality", "balanced" (None is that), "fast" or "max".
+    "quality", "balanced" (None is that), "fast" or "max". strength: instead of either, from 0, which is off, to 1; see
+    `tome_core.strength`.
     host_clock: the caller will use `Patch.set_time`, so rules in percent are no reason to speak up.
     A patch of ours that is already there is replaced; leaving the ``with`` brings it back.
     Raises UnsupportedModelError (a ValueError) where there is no LDM-style transformer block, TypeError for
-    what is no model.
+    what is no model, ValueError for a strength that is none, or that comes with a config.
     """
-    if config is None or isinstance(config, str):
-        config = preset_config(DEFAULT if config is None else config)
+    if strength is not None:
+        if config is not None:
+            raise ValueError(f"strength={strength!r} and config={config!r} both say what merges; give one of them")
+        config = config_of(strength)
+    elif config is None or isinstance(config, str):
+        config = config_of(DEFAULT if config is None else config)
     if not isinstance(config, MergeConfig):
         raise TypeError(f"config is {type(config).__name__}; it has to be a MergeConfig, a preset's name, or None")
     unet = find_unet(model)

@@ -1,0 +1,238 @@
+"""What strength stands for: ``python -m benchmarks.strength RESULT.json...`` makes its curve from measured fronts.
+
+Strength says how much of the finest self-attention's work is left, on average over the noise schedule. Noisy steps bear
+far more merging than late ones, so late steps keep a share of the keys down to a timestep above which hardly any is
+kept. For every knot of the curve the share and the timestep are those of the least deviation, over all checkpoints,
+among the pairs that leave so much work and that ask of no step more than a stronger knot does: error and saving then
+grow with strength on whatever steps a picture has. Levels below the finest, and their MLPs, are added as far as they
+add little to that: which of them a picture has depends on the model's family and on its size. Needs results of
+``python -m benchmarks.quality --for choose`` with the rows "merged keys", and for the latter "keys below" and "MLP
+below"; writes ``tome_core/strength_table.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks import purposes, results
+from benchmarks.quality_figures import Noised, sections
+from benchmarks.quality_rows import TIMES
+from benchmarks.variant_list import FRONT, KEYS_BELOW, MLP_BELOW
+from tome_core.phases import DEEP_UNTIL
+
+TABLE = Path(__file__).parents[1] / "tome_core" / "strength_table.py"
+KNOTS = 20  # of the curve, equally far apart
+# share of the attention work left at a strength; between them its logarithm is a line
+WORK = {0.0: 1.0, 0.25: 0.2, 0.5: 1 / 16, 0.75: 1 / 32, 1.0: 1 / 64}
+# Of a strength's deviation: what the levels below the finest may add to it with their keys, and with their MLPs. These
+# only in the late steps: there they add to what is large, in the early ones they would be all there is, and whole
+# pictures showed it (PSNR 2 to 3.6 dB less at quality).
+BELOW_SHARE = 0.2
+FEWEST = 1 / 64  # share of the keys that early steps keep, and that late ones keep at least
+_PARTS = 64  # of the tokens: shares of keys are whole numbers of them, which are numbers that kernels like
+_MOST_MLP = 48  # of those parts: the most that was measured
+_MOMENTS = tuple(range(5, 1000, 10))  # timesteps, over which a deviation is a mean
+
+
+class Loss(NamedTuple):
+    """What some merging costs, per cent of the v-loss: at each of `TIMES`, by the share that is left."""
+
+    by_share: dict[float, tuple[float, ...]]
+
+    def at(self, share: float) -> list[float]:
+        """At each of `_MOMENTS`, where this share is left.
+
+        Between what was measured its logarithm is a line over the share's, and over time; below the least merging
+        that was measured it falls with the square of what is merged, as that of groups of two does.
+        """
+        return [math.exp(value) for value in _over_time([math.log(one) for one in self._at_times(share)])]
+
+    def _at_times(self, share: float) -> list[float]:
+        shares = sorted(self.by_share)
+        if share >= shares[-1]:
+            part = ((1 - share) / (1 - shares[-1])) ** 2
+            return [max(one * part, _NOTHING) for one in self.by_share[shares[-1]]]
+        low, high = next(pair for pair in pairwise(shares) if pair[0] <= share <= pair[1])
+        place = math.log(share / low) / math.log(high / low)
+        both = zip(self.by_share[low], self.by_share[high], strict=True)
+        return [one ** (1 - place) * other**place for one, other in both]
+
+
+_NOTHING = 1e-9  # has a logarithm
+
+
+def _over_time(values: Sequence[float]) -> list[float]:
+    """A line between `TIMES`, level beyond them."""
+    found = []
+    for moment in _MOMENTS:
+        inside = min(max(moment, TIMES[0]), TIMES[-1])
+        place = next(place for place in range(len(TIMES) - 1) if inside <= TIMES[place + 1])
+        part = (inside - TIMES[place]) / (TIMES[place + 1] - TIMES[place])
+        found.append(values[place] * (1 - part) + values[place + 1] * part)
+    return found
+
+
+class Knot(NamedTuple):
+    """One strength: the share of keys that steps before timestep ``until`` keep, and what MLPs below it merge.
+
+    work: share of the finest attention's products left; dev: the deviation to be expected, per cent of the v-loss.
+    """
+
+    strength: float
+    share: float
+    until: float
+    deep_mlp: float
+    work: float
+    dev: float
+
+
+def front(records: Sequence[dict]) -> Loss:
+    """Of keys and values merged at the finest level; of settings with equal work the best.
+
+    A setting that does more harm than one with less work is left out. Raises ValueError where nothing was measured on
+    every checkpoint.
+    """
+    found: dict[float, tuple[float, ...]] = {}
+    for ratio, cell in FRONT:
+        dev = _measured(records, "merged-keys", ratio, cell)
+        if dev and (ratio not in found or _mean(dev) < _mean(found[ratio])):
+            found[ratio] = dev
+    if not found:
+        raise ValueError("no result has rows of merged keys at all times; run python -m benchmarks.quality first")
+    best = {ratio: dev for ratio, dev in found.items() if not _is_dominated(ratio, found)}
+    return Loss({1 - ratio: dev for ratio, dev in best.items()})
+
+
+def _is_dominated(ratio: float, found: dict[float, tuple[float, ...]]) -> bool:
+    return any(other > ratio and _mean(dev) <= _mean(found[ratio]) for other, dev in found.items())
+
+
+def below(records: Sequence[dict]) -> tuple[Loss, Loss]:
+    """What merging below the finest level costs: keys and MLPs. Raises ValueError where the results do not say."""
+    keys = {1 - ratio: _measured(records, "keys-below", ratio, cell) for ratio, cell in KEYS_BELOW}
+    mlp = {1 - ratio: _measured(records, "MLP-below", ratio) for ratio in MLP_BELOW}
+    if not all((*keys.values(), *mlp.values())):
+        raise ValueError("no result has the rows of keys below and MLP below; run python -m benchmarks.quality first")
+    return Loss(keys), Loss(mlp)
+
+
+def _measured(records: Sequence[dict], line: str, ratio: float, cell: int = 2) -> tuple[float, ...]:
+    """The mean deviation at each time over the checkpoints of the results that have it; none where one is missing."""
+    name = f"{line}-{ratio}" + (f"-cells-{cell}" if cell != 2 else "")
+    with_it = [record for record in records if any(one["name"] == name for one in record["settings"]["variants"])]
+    found = [section.noised.get(name) for record in with_it for section in sections(record)]
+    if not found or not all(one is not None and len(one.dev_at) == len(TIMES) for one in found):
+        return ()
+    return tuple(max(_at_time(found, place), _NOTHING) for place in range(len(TIMES)))
+
+
+def _at_time(found: Sequence[Noised], place: int) -> float:
+    return _mean([one.dev_at[place].value for one in found])
+
+
+def work_at(strength: float) -> float:
+    """The share of the finest attention's work that a strength leaves."""
+    pairs = pairwise(sorted(WORK.items()))
+    (low, more), (high, less) = next(pair for pair in pairs if pair[0][0] <= strength <= pair[1][0])
+    place = (strength - low) / (high - low)
+    return math.exp(math.log(more) * (1 - place) + math.log(less) * place)
+
+
+def curve(loss: Loss, keys: Loss, mlp: Loss) -> list[Knot]:
+    """All knots, the weakest first. loss: at the finest level; keys, mlp: below it, see `below`.
+
+    Raises ValueError where nothing that was measured leaves so little work.
+    """
+    fewest = loss.at(FEWEST)
+    late = {part / _PARTS: loss.at(part / _PARTS) for part in range(1, _PARTS)}
+    knots = [Knot(0.0, 1.0, 1000.0, 0.0, 1.0, 0.0)]
+    for number in range(1, KNOTS + 1):
+        strength, before = number / KNOTS, knots[-1]
+        shares = [share for share in late if share <= before.share]
+        found = [_knot(strength, share, late[share], fewest, keys, mlp, before) for share in shares]
+        possible = [one for one in found if one is not None]
+        if not possible:
+            raise ValueError(f"nothing was measured that leaves {work_at(strength):.3g} of the work at {strength}")
+        knots.append(min(possible, key=lambda one: one.dev))
+    return knots
+
+
+def _knot(
+    strength: float, share: float, dev: Sequence[float], fewest: Sequence[float], keys: Loss, mlp: Loss, before: Knot
+) -> Knot | None:
+    """The knot with this share of keys in late steps.
+
+    None where it would ask less of some step than the one before, or where levels below added too much.
+    """
+    late_part = work_at(strength) - FEWEST
+    if (late_part < _NOTHING) != (share == FEWEST):  # what keeps the fewest keys keeps them in all steps
+        return None
+    until = round(1000 * late_part / (share - FEWEST)) if share > FEWEST else 0
+    if until > before.until:
+        return None
+    both = [own if moment < until else few for moment, own, few in zip(_MOMENTS, dev, fewest, strict=True)]
+    work = (share * until + FEWEST * (1000 - until)) / 1000
+    if _mean(keys.at(share)) > BELOW_SHARE * _mean(both):
+        return None
+    allowed = BELOW_SHARE * _late(both)
+    deep = [part / _PARTS for part in range(_MOST_MLP + 1) if _late(mlp.at(1 - part / _PARTS)) <= allowed]
+    return Knot(strength, share, until, max(before.deep_mlp, *deep), work, _mean(both))
+
+
+def _late(values: Sequence[float]) -> float:
+    """The mean over the steps in which deeper MLPs merge."""
+    return _mean([value for moment, value in zip(_MOMENTS, values, strict=True) if moment < DEEP_UNTIL])
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def written(knots: Sequence[Knot], sources: Sequence[str]) -> str:
+    """The module that holds the curve."""
+    lines = [
+        '"""What strength stands for. Generated by ``python -m benchmarks.strength``: run that, do not edit this.',
+        "",
+        f"From {', '.join(sources)}.",
+        '"""',
+        "",
+        "# Of equally distant strengths from 0 to 1: the share of keys that late steps keep, the timestep from which on",
+        f"# they are early and keep {FEWEST}, and the share of an MLP's tokens that merges below the finest level. Beside",
+        "# it: the share of self-attention's products that is left, on average over the noise schedule, and the deviation",
+        "# of the prediction, in % of the v-loss, both at the finest level.",
+        "CURVE = (",
+    ]
+    for knot in knots:
+        values = f"({knot.share}, {knot.until:.1f}, {knot.deep_mlp}),"
+        lines.append(f"    {values:<36}# {knot.strength:.2f}: work {knot.work:.3f}, deviation {knot.dev:.3f}")
+    return "\n".join([*lines, ")", f"EARLY_SHARE = {FEWEST}", ""])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Choose, print and write; 2 with a sentence where the results do not suffice."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.strength", description=__doc__.splitlines()[0])
+    parser.add_argument("results", nargs="+", type=Path, metavar="RESULT.json")
+    parser.add_argument("--output", type=Path, default=TABLE, metavar="FILE", help="default: the engine's own table")
+    options = parser.parse_args(arguments)
+    try:
+        records = [results.load(path) for path in options.results]
+        for path, record in zip(options.results, records, strict=True):
+            purposes.check(record, purposes.CHOOSE, path.name)
+        knots = curve(front(records), *below(records))
+    except (ValueError, OSError, results.ResultError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    text = written(knots, [path.name for path in options.results])
+    options.output.write_text(text, encoding="utf-8")
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""The curve of strength is what the committed results make of it, the best that was measured, and without a turn."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from benchmarks import results, strength
+from benchmarks.quality_rows import TIMES
+
+FRONT = Path(__file__).parents[1] / "benchmarks/results/front-cpu-2026-11-22.json"
+
+
+@pytest.fixture(scope="module")
+def record():
+    return results.load(FRONT)
+
+
+@pytest.fixture(scope="module")
+def loss(record):
+    return strength.front([record])
+
+
+@pytest.fixture(scope="module")
+def knots(record, loss):
+    return strength.curve(loss, *strength.below([record]))
+
+
+def test_the_shipped_curve_is_made_from_the_committed_result(tmp_path):
+    output = tmp_path / "table.py"
+    assert strength.main([str(FRONT), "--output", str(output)]) == 0
+    assert output.read_text(encoding="utf-8") == strength.TABLE.read_text(encoding="utf-8")
+
+
+def test_every_checkpoint_counts(record, loss):
+    assert len(loss.by_share) > 5 and len(record["settings"]["models"]) == 3
+    with pytest.raises(ValueError, match="merged keys"):
+        strength.front([])
+
+
+def test_more_strength_asks_more_of_every_step_and_costs_more(knots):
+    for weaker, stronger in pairwise(knots):
+        assert stronger.share <= weaker.share and stronger.until <= weaker.until
+        assert stronger.deep_mlp >= weaker.deep_mlp
+        assert stronger.work < weaker.work and stronger.dev > weaker.dev
+
+
+def test_a_knot_leaves_the_work_that_it_promises(knots):
+    for knot in knots:
+        assert knot.work == pytest.approx(strength.work_at(knot.strength), abs=5e-4)
+    assert [strength.work_at(one) for one in strength.WORK] == pytest.approx(list(strength.WORK.values()))
+
+
+def test_no_other_pair_of_as_much_work_does_less_harm(loss, knots):
+    """Bound to ask more of every step than the weaker knots do, the curve may lose a little against a free choice."""
+    fewest = loss.at(strength.FEWEST)
+    for knot in knots[1:-1]:
+        free = []
+        for part in range(2, 64):
+            share = part / 64
+            until = 1000 * (knot.work - strength.FEWEST) / (share - strength.FEWEST)
+            if until <= 1000:
+                both = zip(strength._MOMENTS, loss.at(share), fewest, strict=True)
+                free.append(sum(own if moment < until else few for moment, own, few in both) / len(fewest))
+        assert knot.dev <= 1.05 * min(free), knot
+
+
+def test_between_what_was_measured_a_loss_lies_between_it(loss):
+    for low, high in pairwise(sorted(loss.by_share)):
+        middle = loss._at_times((low * high) ** 0.5)
+        for one, few, many in zip(middle, loss.by_share[low], loss.by_share[high], strict=True):
+            assert min(few, many) <= one <= max(few, many)
+    least = max(loss.by_share)
+    assert all(x < y for x, y in zip(loss._at_times((1 + least) / 2), loss.by_share[least], strict=True))
+    assert loss.at(least)[strength._MOMENTS.index(205)] == pytest.approx(loss.by_share[least][TIMES.index(200)], rel=0.1)
+
+
+def test_mlps_below_the_finest_level_add_at_most_their_share(record, knots):
+    mlp = strength.below([record])[1]
+    for knot in knots[1:]:
+        late = strength._late(mlp.at(1 - knot.deep_mlp)) if knot.deep_mlp else 0.0
+        assert late <= strength.BELOW_SHARE * knot.dev * len(strength._MOMENTS) / 50 + 1e-9, "half of the moments"
+    with pytest.raises(ValueError, match="MLP below"):
+        strength.below([])
+
+
+def test_results_without_the_rows_are_refused_in_a_sentence(tmp_path, record, capsys):
+    results.save({**record, "rows": []}, tmp_path / "empty.json")
+    assert strength.main([str(tmp_path / "empty.json"), "--output", str(tmp_path / "x.py")]) == 2
+    assert "merged keys" in capsys.readouterr().err and not (tmp_path / "x.py").exists()
