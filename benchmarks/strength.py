@@ -147,42 +147,68 @@ def work_at(strength: float) -> float:
 def curve(loss: Loss, keys: Loss, mlp: Loss) -> list[Knot]:
     """All knots, the weakest first. loss: at the finest level; keys, mlp: below it, see `below`.
 
-    Raises ValueError where nothing that was measured leaves so little work.
+    Of all ways through the knots on which no step is ever asked for less, the one whose deviations are the least, each
+    as a share of the least that its work allows. Raises ValueError where nothing that was measured leaves so little.
     """
-    fewest = loss.at(FEWEST)
-    late = {part / _PARTS: loss.at(part / _PARTS) for part in range(1, _PARTS)}
-    knots = [Knot(0.0, 1.0, 1000.0, 0.0, 1.0, 0.0)]
+    ways = [_Way(0.0, (Knot(0.0, 1.0, 1000.0, 0.0, 1.0, 0.0),))]
     for number in range(1, KNOTS + 1):
-        strength, before = number / KNOTS, knots[-1]
-        shares = [share for share in late if share <= before.share]
-        found = [_knot(strength, share, late[share], fewest, keys, mlp, before) for share in shares]
-        possible = [one for one in found if one is not None]
-        if not possible:
+        strength = number / KNOTS
+        found = _pairs(strength, loss, keys)
+        if not found:
             raise ValueError(f"nothing was measured that leaves {work_at(strength):.3g} of the work at {strength}")
-        knots.append(min(possible, key=lambda one: one.dev))
-    return knots
+        least = min(knot.dev for knot in found)
+        ways = [
+            min((_Way(way.cost + knot.dev / least, (*way.knots, knot)) for way in ways if _asks_more(way.knots[-1], knot)),
+                key=lambda way: way.cost, default=None)
+            for knot in found
+        ]  # fmt: skip
+        ways = [way for way in ways if way is not None]
+    return _with_mlp(min(ways, key=lambda way: way.cost).knots, loss, mlp)
 
 
-def _knot(
-    strength: float, share: float, dev: Sequence[float], fewest: Sequence[float], keys: Loss, mlp: Loss, before: Knot
-) -> Knot | None:
-    """The knot with this share of keys in late steps.
+class _Way(NamedTuple):
+    cost: float
+    knots: tuple[Knot, ...]
 
-    None where it would ask less of some step than the one before, or where levels below added too much.
+
+def _asks_more(weaker: Knot, stronger: Knot) -> bool:
+    return stronger.share <= weaker.share and stronger.until <= weaker.until
+
+
+def _pairs(strength: float, loss: Loss, keys: Loss) -> list[Knot]:
+    """Every share of keys in late steps with the timestep that leaves this strength's work.
+
+    Without those where levels below would add too much.
     """
     late_part = work_at(strength) - FEWEST
-    if (late_part < _NOTHING) != (share == FEWEST):  # what keeps the fewest keys keeps them in all steps
-        return None
-    until = round(1000 * late_part / (share - FEWEST)) if share > FEWEST else 0
-    if until > before.until:
-        return None
-    both = [own if moment < until else few for moment, own, few in zip(_MOMENTS, dev, fewest, strict=True)]
-    work = (share * until + FEWEST * (1000 - until)) / 1000
-    if _mean(keys.at(share)) > BELOW_SHARE * _mean(both):
-        return None
-    allowed = BELOW_SHARE * _late(both)
-    deep = [part / _PARTS for part in range(_MOST_MLP + 1) if _late(mlp.at(1 - part / _PARTS)) <= allowed]
-    return Knot(strength, share, until, max(before.deep_mlp, *deep), work, _mean(both))
+    found = []
+    for part in range(1, _PARTS):
+        share = part / _PARTS
+        if (late_part < _NOTHING) != (share == FEWEST):  # what keeps the fewest keys keeps them in all steps
+            continue
+        until = round(1000 * late_part / (share - FEWEST)) if share > FEWEST else 0
+        dev = _mean(_both(share, until, loss))
+        if until <= 1000 and _mean(keys.at(share)) <= BELOW_SHARE * dev:
+            work = (share * until + FEWEST * (1000 - until)) / 1000
+            found.append(Knot(strength, share, until, 0.0, work, dev))
+    return found
+
+
+def _both(share: float, until: float, loss: Loss) -> list[float]:
+    """The deviation at each moment."""
+    pairs = zip(_MOMENTS, loss.at(share), loss.at(FEWEST), strict=True)
+    return [own if moment < until else few for moment, own, few in pairs]
+
+
+def _with_mlp(knots: Sequence[Knot], loss: Loss, mlp: Loss) -> list[Knot]:
+    """The knots with as much of the deeper MLPs merged as adds little."""
+    costs = {part / _PARTS: _late(mlp.at(1 - part / _PARTS)) for part in range(_MOST_MLP + 1)}
+    done = [knots[0]]
+    for knot in knots[1:]:
+        allowed = BELOW_SHARE * _late(_both(knot.share, knot.until, loss))
+        most = max(ratio for ratio, cost in costs.items() if cost <= allowed)
+        done.append(knot._replace(deep_mlp=max(done[-1].deep_mlp, most)))
+    return done
 
 
 def _late(values: Sequence[float]) -> float:

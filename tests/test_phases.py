@@ -13,7 +13,7 @@ import tome_core
 from tests.models import CASES, call_case
 from tome_core import PRESETS, MergeConfig, MergeRule, preset, ramp
 from tome_core.gate import pays, pays_in_mlp
-from tome_core.phases import plain_rules
+from tome_core.phases import DEEP_UNTIL, plain_rules
 from tome_core.schedule import reaches
 
 CASE = next(case for case in CASES if case.name == "sd15")
@@ -81,7 +81,9 @@ def test_a_deep_mlp_keeps_the_limits_of_its_rule():
         rules = plain_rules((MergeRule(deep_mlp=0.5, **limits),), [2])
         assert len(rules) == (1 if ends is None else 2)
         assert ends in (None, True) or rules[0].max_timestep == ends
-    assert len(plain_rules((MergeRule(deep_mlp=0.5, early_until=0.0),), [2])) == 1, "all of it is early"
+    for until in (0.0, 125.0, 900.0):
+        deep = plain_rules((MergeRule(deep_mlp=0.5, early_ratio=0.75, early_until=until),), [2])[0]
+        assert deep.merge_mlp and DEEP_UNTIL - 1 < deep.max_timestep < DEEP_UNTIL, "whatever is early for attention"
 
 
 def test_an_early_ratio_is_the_finest_levels_alone():
