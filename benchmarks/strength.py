@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -158,17 +158,20 @@ def curve(loss: Loss, keys: Loss, mlp: Loss) -> list[Knot]:
             raise ValueError(f"nothing was measured that leaves {work_at(strength):.3g} of the work at {strength}")
         least = min(knot.dev for knot in found)
         ways = [
-            min((_Way(way.cost + knot.dev / least, (*way.knots, knot)) for way in ways if _asks_more(way.knots[-1], knot)),
-                key=lambda way: way.cost, default=None)
+            _Way(way.cost + knot.dev / least, (*way.knots, knot))
             for knot in found
-        ]  # fmt: skip
-        ways = [way for way in ways if way is not None]
-    return _with_mlp(min(ways, key=lambda way: way.cost).knots, loss, mlp)
+            if (way := _cheapest(way for way in ways if _asks_more(way.knots[-1], knot))) is not None
+        ]
+    return _with_mlp(_cheapest(ways).knots, loss, mlp)
 
 
 class _Way(NamedTuple):
     cost: float
     knots: tuple[Knot, ...]
+
+
+def _cheapest(ways: Iterable[_Way]) -> _Way | None:
+    return min(ways, key=lambda way: way.cost, default=None)
 
 
 def _asks_more(weaker: Knot, stronger: Knot) -> bool:
@@ -228,10 +231,10 @@ def written(knots: Sequence[Knot], sources: Sequence[str]) -> str:
         f"From {', '.join(sources)}.",
         '"""',
         "",
-        "# Of equally distant strengths from 0 to 1: the share of keys that late steps keep, the timestep from which on",
-        f"# they are early and keep {FEWEST}, and the share of an MLP's tokens that merges below the finest level. Beside",
-        "# it: the share of self-attention's products that is left, on average over the noise schedule, and the deviation",
-        "# of the prediction, in % of the v-loss, both at the finest level.",
+        "# Of equally distant strengths from 0 to 1: the share of keys that late steps keep, the timestep from which",
+        f"# on they are early and keep {FEWEST}, and the share of an MLP's tokens that merges below the finest level.",
+        "# Beside it: the share of self-attention's products that is left, on average over the noise schedule, and",
+        "# the deviation of the prediction, in % of the v-loss, both at the finest level.",
         "CURVE = (",
     ]
     for knot in knots:

@@ -7,7 +7,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # Every aten operator that merging and matching may use: each has an MPS kernel in torch 2.4 and newer.
 MPS_OPERATORS = {
     "aten._to_copy", "aten._unsafe_view", "aten.add", "aten.add_", "aten.alias", "aten.arange", "aten.bitwise_and",
-    "aten.baddbmm", "aten.bitwise_xor", "aten.bmm", "aten.cat", "aten.clamp", "aten.clamp_min", "aten.clamp_min_", "aten.clone",
+    "aten.baddbmm", "aten.bitwise_xor", "aten.bmm",
+    "aten.cat", "aten.clamp", "aten.clamp_min", "aten.clamp_min_", "aten.clone",
     "aten.copy_", "aten.detach", "aten.div", "aten.div_", "aten.embedding", "aten.empty", "aten.eq", "aten.expand",
     "aten.fill_", "aten.floor_divide", "aten.full", "aten.full_like", "aten.gather", "aten.ge", "aten.index",
     "aten.index_add_", "aten.index_select", "aten.lift_fresh", "aten.linalg_vector_norm", "aten.log",

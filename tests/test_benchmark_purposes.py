@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import presets, purposes, quality_options, quality_report, results, schedules, subjects
+from benchmarks import purposes, quality_options, quality_report, results, schedules, strength, subjects
 from benchmarks.purposes import CHOOSE, PURPOSES, SHOW
 from benchmarks.quality_rows import TIMES, Amounts, Bench, Row
 from benchmarks.subjects import SceneSubject
@@ -83,11 +83,11 @@ def said(purpose: str | None) -> results.Record:
     return record
 
 
-def test_presets_refuse_a_result_to_show(tmp_path, capsys):
+def test_strength_refuses_a_result_to_show(tmp_path, capsys):
     for purpose, code in ((SHOW, 2), (CHOOSE, 0), (None, 0)):
         results.save(said(purpose), tmp_path / "result.json")
         output = tmp_path / f"{purpose}.py"
-        assert presets.main([str(tmp_path / "result.json"), "--output", str(output)]) == code
+        assert strength.main([str(tmp_path / "result.json"), "--output", str(output)]) == code
         assert output.exists() == (code == 0)
     assert "result.json was measured on the pictures for 'show'; give" in capsys.readouterr().err
 
@@ -111,14 +111,14 @@ def test_what_the_readme_shows_of_quality_is_of_pictures_to_show():
         purposes.check(results.load(ROOT / f"benchmarks/results/{name}.json"), SHOW, name)
 
 
-def test_the_options_say_which_and_the_choosing_run_has_the_rows_that_presets_need():
+def test_the_options_say_which_and_the_choosing_run_has_the_rows_that_strength_needs():
     choosing, showing = (quality_options.parser().parse_args(line) for line in (["--for", "choose"], []))
     for options in (choosing, showing):
         quality_options.complete(options)
     assert (choosing.purpose, showing.purpose) == (CHOOSE, SHOW)
     lines = {VARIANTS[name].method for name in quality_options.names(choosing)["noised"]}
     assert {"merged keys", "keys below", "MLP below"} <= lines
-    assert not any(VARIANTS[name].method == "preset" for name in GROUPS["choose"]["noised"])
+    assert not any(VARIANTS[name].method in ("preset", "strength") for name in GROUPS["choose"]["noised"])
     others = {"tomesd-early-and-late-0.75-then-0.35", "downsample-early-and-late-8x8-then-2x2", "tiles-2x2",
               "tiles-4x4"}  # fmt: skip
     assert all(others <= set(many) for many in quality_options.names(showing).values())

@@ -54,7 +54,7 @@ def test_a_knot_leaves_the_work_that_it_promises(knots):
 
 
 def test_no_other_pair_of_as_much_work_does_less_harm(loss, knots):
-    """Bound to ask more of every step than the weaker knots do, the curve loses up to an eighth against a free choice."""
+    """Bound to ask more of every step than weaker knots do, the curve loses up to an eighth against a free choice."""
     fewest = loss.at(strength.FEWEST)
     for knot in knots[1:-1]:
         free = []
@@ -74,7 +74,8 @@ def test_between_what_was_measured_a_loss_lies_between_it(loss):
             assert min(few, many) <= one <= max(few, many)
     least = max(loss.by_share)
     assert all(x < y for x, y in zip(loss._at_times((1 + least) / 2), loss.by_share[least], strict=True))
-    assert loss.at(least)[strength._MOMENTS.index(205)] == pytest.approx(loss.by_share[least][TIMES.index(200)], rel=0.1)
+    measured = loss.by_share[least][TIMES.index(200)]
+    assert loss.at(least)[strength._MOMENTS.index(205)] == pytest.approx(measured, rel=0.1)
 
 
 def test_mlps_below_the_finest_level_add_at_most_their_share(record, knots):

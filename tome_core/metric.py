@@ -22,8 +22,8 @@ def compared(
     """The tokens as a match compares them: ``[B, N, D]``, without gradient.
 
     x: the block's input ``[B, N, C]``. project: a random projection to this many channels, where that is fewer; 0
-    is none. made: the tokens' keys and values side by side, where they are there. A block without the usual norm or projections is
-    compared as far along as it goes.
+    is none. made: the tokens' keys and values side by side, where they are there. A block without the usual norm or
+    projections is compared as far along as it goes.
     """
     with torch.no_grad():
         if made is None or metric not in BY_DISTANCE:

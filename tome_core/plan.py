@@ -131,7 +131,7 @@ class MergePlan:
         return flat.view(batch, self.num_tokens, channels)
 
     def _counted(self) -> torch.Tensor:
-        """Sizes in float32, exact up to 2**24 tokens: what is made of them is made of numbers, and MPS adds no int64."""
+        """Sizes in float32, in which they are used, exact up to 2**24 tokens. (MPS adds no int64.)"""
         if self._sizes is None:
             if self.group.is_cuda:
                 # By sorting: atomics on CUDA are refused under torch.use_deterministic_algorithms.

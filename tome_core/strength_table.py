@@ -3,10 +3,10 @@
 From front-cpu-2026-11-22.json.
 """
 
-# Of equally distant strengths from 0 to 1: the share of keys that late steps keep, the timestep from which on
-# they are early and keep 0.015625, and the share of an MLP's tokens that merges below the finest level. Beside
-# it: the share of self-attention's products that is left, on average over the noise schedule, and the deviation
-# of the prediction, in % of the v-loss, both at the finest level.
+# Of equally distant strengths from 0 to 1: the share of keys that late steps keep, the timestep from which
+# on they are early and keep 0.015625, and the share of an MLP's tokens that merges below the finest level.
+# Beside it: the share of self-attention's products that is left, on average over the noise schedule, and
+# the deviation of the prediction, in % of the v-loss, both at the finest level.
 CURVE = (
     (1.0, 1000.0, 0.0),                 # 0.00: work 1.000, deviation 0.000
     (0.953125, 756.0, 0.0),             # 0.05: work 0.724, deviation 0.002
