@@ -42,12 +42,16 @@ class Call(NamedTuple):
 
 
 class GridCall(NamedTuple):
-    """One call of a transformer: the UNet call it belongs to, its batch and token grid, and what is decided for it."""
+    """One call of a transformer: the UNet call it belongs to, its batch and token grid, and what is decided for it.
+
+    shared: what its blocks match once for all of them, by the rule's id.
+    """
 
     call: Call
     batch: int
     grid: Grid
     decision: Decision
+    shared: dict[int, Any]
 
 
 def skip(outer: GridCall, level: int, part: str, why: str) -> None:

@@ -52,10 +52,22 @@ class BlockCall:
             # what its self-attention found serves the other parts, whatever way that took
             plans = self.plans.get((part, True))
             if plans is None:
-                site = self.site
-                plans = site.matcher.find(Asked(site.target, self.x, self.outer, merging.rule, part, together, whole))
+                plans = self._found(Asked(self.site.target, self.x, self.outer, merging.rule, part, together, whole))
             self.plans[key] = plans
         return plans
+
+    def _found(self, asked: Asked) -> Plans:
+        """A match of the block's own; where an MLP matches by itself, that of the transformer's first block.
+
+        From block to block tokens change little, and SDXL has ten in a row. Not where a backward pass can follow,
+        which would keep every call's plan, nor in a compiled block, which knows no other.
+        """
+        find, shared, rule = self.site.matcher.find, self.outer.shared, id(asked.rule)
+        if asked.part != "mlp" or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return find(asked)
+        if rule not in shared:
+            shared[rule] = find(asked)
+        return shared[rule]
 
     def _first_with(self, rule: MergeRule, part: str) -> str:
         """The first part that merges by this very rule."""
@@ -188,7 +200,7 @@ class TransformerSite(RememberingSite):
         if decision.why_not:
             run.ledger.skip(level, "block", decision.why_not, batch * tokens * tokens, self.blocks)
             return None
-        return GridCall(call, batch, Grid(height, width), decision)
+        return GridCall(call, batch, Grid(height, width), decision, {})
 
 
 class BlockSite(RememberingSite):
