@@ -111,9 +111,9 @@ def _ridge(q: torch.Tensor, merged: torch.Tensor, left: torch.Tensor) -> tuple[t
     x = told - mean
     count, unknowns = x.shape[2], x.shape[3]
     transposed = x.transpose(2, 3)
-    normal, cross = transposed @ x / count, transposed @ left / count
-    variance = normal.diagonal(dim1=2, dim2=3).unflatten(2, (2, -1)).mean(3, keepdim=True)
-    unit = variance.clamp(min=_TINY).rsqrt().expand(-1, -1, -1, unknowns // 2).flatten(2)[..., None]
+    normal, cross = transposed @ x, transposed @ left  # sums: what they would be divided by goes with the scaling
+    energy = normal.diagonal(dim1=2, dim2=3).unflatten(2, (2, -1)).mean(3, keepdim=True)
+    unit = energy.clamp(min=_TINY).rsqrt().expand(-1, -1, -1, unknowns // 2).flatten(2)[..., None]
     weights = unit * (_inverse(normal * unit * unit.transpose(2, 3), unknowns / count, unknowns) @ (unit * cross))
     return weights, left.mean(2, keepdim=True) - mean @ weights
 
@@ -125,10 +125,10 @@ def _inverse(matrix: torch.Tensor, penalty: float, most: float) -> torch.Tensor:
     2). Products alone: not every backend has a solver, and some of those there are wait for the device.
     """
     unit = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-    regular = (matrix + penalty * unit).flatten(0, 1)
+    regular = torch.add(matrix, unit, alpha=penalty).flatten(0, 1)
     low, high = penalty, most + penalty  # bounds of the eigenvalues of `regular`, then of `found` times it
     step = 2 / (low + high)
-    found = 2 * step * unit - step * step * regular
+    found = torch.sub(2 * step * unit, regular, alpha=step * step)
     low, high = 4 * low * high / (low + high) ** 2, 1.0
     while low < _AS_GOOD_AS_ONE:
         step = 2 / (low + high)

@@ -30,8 +30,11 @@ _BIAS_UP_TO_ELSEWHERE = 4096 * 1024
 
 
 def size_logs(plan: MergePlan) -> torch.Tensor:
-    """What each key adds to its logit: float32 ``[B or 1, G]``, finite for an empty group too."""
-    return plan.key_logits.clamp(min=_EMPTY)
+    """What each key adds to its logit: float32 ``[B or 1, G]``, finite for an empty group too; made once for a plan."""
+    logs = plan.derived.get(("logs",))
+    if logs is None:
+        logs = plan.derived[("logs",)] = plan.key_logits.clamp(min=_EMPTY)
+    return logs
 
 
 def bias_is_cheaper(queries: int, keys: int, device: str) -> bool:
