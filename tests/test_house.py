@@ -45,7 +45,7 @@ MAY_IMPORT = {
     "parts": {"attention", "decision", "families", "plan", "report", "run", "sites", "wrap"},
     "wiring": {"families", "parts", "sites", "switch", "wrap"},
     "pipeline": {"run", "wrap"},
-    "patch": {"config", "families", "methods", "noise", "phases", "pipeline", "presets", "report", "run", "schedule",
+    "patch": {"config", "families", "kernels", "methods", "noise", "phases", "pipeline", "presets", "report", "run", "schedule",
         "wiring", "wrap"},
     "sd_block": {"attention"},
     "settings_table": {"config"},

@@ -17,6 +17,8 @@ import pytest
 import torch
 
 import install
+import tome_core
+from tests.models import small
 from tome_core import MergePlan, kernels
 from tome_core.methods.base import Rows, best_keys
 
@@ -79,6 +81,7 @@ def unasked(monkeypatch):
     monkeypatch.setattr(kernels, "DEVICES", ("cpu",))
     monkeypatch.setattr(kernels, "_asked", False)
     monkeypatch.setattr(kernels, "_kernels", None)
+    monkeypatch.setattr(kernels, "_why_off", "")
     monkeypatch.delitem(sys.modules, "tome_core.triton_kernels", raising=False)
     monkeypatch.delattr("tome_core.triton_kernels", raising=False)
     monkeypatch.delenv("TOME_CORE_TRITON", raising=False)
@@ -121,6 +124,28 @@ def test_without_triton_torchs_operators_do_the_same_and_it_is_said_once(unasked
     assert len(caplog.records) == (why != "it is not wanted")
     assert all(record.levelno == logging.DEBUG for record in caplog.records)
     assert calls == (["launch"] if why == "it cannot launch" else [])
+
+
+def test_a_lack_of_memory_passes(unasked, monkeypatch):
+    """One launch goes to torch's operators, the next to the kernel again, and the report has nothing to say."""
+    calls = []
+
+    def refuse(*_):
+        calls.append("launch")
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    put_in_place(monkeypatch, refuse)
+    assert all(torch.equal(plain, given) for plain, given in results())
+    assert len(calls) > 1 and not kernels.notes()
+
+
+def test_the_report_says_once_that_the_kernels_are_off_and_why(unasked, monkeypatch):
+    put_in_place(monkeypatch, lambda *_: (_ for _ in ()).throw(RuntimeError("no C compiler")))
+    assert not kernels.notes()
+    results()
+    with tome_core.patch(small()) as handle:
+        told = str(handle.report())
+    assert told.count("no C compiler") == 1 and "Triton's kernels are off" in told
 
 
 @pytest.mark.filterwarnings("ignore")  # torch.jit's, of being old and of sizes that become constants

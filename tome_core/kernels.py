@@ -20,8 +20,15 @@ import torch
 _log = logging.getLogger(__name__)
 DEVICES = ("cuda", "xpu")  # torch calls AMD's GPUs cuda too
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_NO_MEMORY = (torch.cuda.OutOfMemoryError, MemoryError)
 _asked = False
 _kernels: ModuleType | None = None
+_why_off = ""
+
+
+def notes() -> tuple[str, ...]:
+    """For the report: that there are no kernels where there could be, and why."""
+    return (f"Triton's kernels are off, torch's operators do the same: {_why_off}",) if _why_off else ()
 
 
 def ready(x: torch.Tensor) -> bool:
@@ -83,10 +90,12 @@ def without() -> Iterator[None]:
 
 
 def _module() -> ModuleType | None:
-    global _asked, _kernels
+    global _asked, _kernels, _why_off
     if not _asked:
         _asked = True
-        if os.environ.get("TOME_CORE_TRITON") != "0":
+        if os.environ.get("TOME_CORE_TRITON") == "0":
+            _why_off = "TOME_CORE_TRITON is 0"
+        else:
             try:
                 from . import triton_kernels as _kernels
             except Exception as error:  # a Triton that does not fit this Python or driver raises anything
@@ -103,6 +112,8 @@ def _ran(x: torch.Tensor, launch: Callable[[ModuleType], None]) -> bool:
     try:
         with backend.device_of(x):  # Triton launches on the current device, whatever the tensors' is
             launch(kernels)
+    except _NO_MEMORY:  # passes: torch's operators may still find some, or say themselves that there is none
+        return False
     except Exception as error:  # no C compiler, too old a GPU, too little shared memory: each its own type
         _give_up(error)
         return False
@@ -110,6 +121,7 @@ def _ran(x: torch.Tensor, launch: Callable[[ModuleType], None]) -> bool:
 
 
 def _give_up(error: Exception) -> None:
-    global _kernels
+    global _kernels, _why_off
     _kernels = None
+    _why_off = f"{type(error).__name__}: {error}"
     _log.debug("no Triton kernels here, torch's operators do the same: %s: %s", type(error).__name__, error)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from . import kernels
 from .config import MergeConfig, MergeRule
 from .families import UnsupportedModelError, find_blocks, find_unet
 from .methods import METHODS
@@ -167,7 +168,7 @@ class Patch:
     def report(self) -> Report:
         """What was merged so far, where, and what was skipped and why."""
         settings = tuple(_describe(rule) for rule in self.config.rules)
-        return make_report(self.run.ledger, self._covered, settings, self.is_installed)
+        return make_report(self.run.ledger, self._covered, settings, self.is_installed, kernels.notes())
 
     def belong_to(self, unet: nn.Module) -> None:
         """For a copy, which does not know its UNet: this one."""

@@ -225,8 +225,10 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def make_report(ledger: Ledger, covered: list[bool], settings: tuple[str, ...], patched: bool) -> Report:
-    """The counts so far, as something that no longer changes."""
+def make_report(
+    ledger: Ledger, covered: list[bool], settings: tuple[str, ...], patched: bool, notes: tuple[str, ...] = ()
+) -> Report:
+    """The counts so far, as something that no longer changes. notes: beside the ledger's."""
     levels = tuple(
         LevelReport(
             level=number,
@@ -246,4 +248,4 @@ def make_report(ledger: Ledger, covered: list[bool], settings: tuple[str, ...], 
         )
         for number, tally in enumerate(ledger.levels)
     )
-    return Report(patched, settings, ledger.calls, levels, ledger.notes)
+    return Report(patched, settings, ledger.calls, levels, (*ledger.notes, *notes))
