@@ -31,7 +31,7 @@ def kept(rule: tome_core.MergeRule, timestep: float, level: int = 0) -> float:
 def test_nothing_is_off_bit_for_bit():
     model = small()
     x, text = inputs(4, 2, 16, 16)
-    assert strength(0).is_off and strength(0.0).is_off
+    assert strength(0).is_off and strength(0.0).is_off and not strength(1e-6).is_off
     with torch.no_grad():
         plain = call_unet(model, x, 300, text)
         with tome_core.patch(model, strength=0):

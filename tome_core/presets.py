@@ -37,14 +37,13 @@ def strength(value: float) -> MergeRule:
     """
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value <= 1:
         raise ValueError(f"strength={value!r} is no number from 0 to 1; 0 is off, 0.5 balanced, 1 the most")
-    share, until, deep_mlp = _between(float(value))
-    if share == 1.0:
+    if value == 0:
         return MergeRule(**_ALL, ratio=0.0)
-    ratio = 1 - share
+    share, until, deep_mlp = _between(float(value))
     cell = 4 if share >= _FINE_CELLS else 8
     refine = 0 if share >= _HALF else 1 if cell == 4 else 3
     early = {} if share <= EARLY_SHARE else {"early_ratio": 1 - EARLY_SHARE, "early_until": until}
-    return MergeRule(**_ALL, ratio=ratio, sx=cell, sy=cell, refine=refine, deep_mlp=deep_mlp, **early)
+    return MergeRule(**_ALL, ratio=1 - share, sx=cell, sy=cell, refine=refine, deep_mlp=deep_mlp, **early)
 
 
 def preset(name: str) -> MergeRule:
@@ -65,8 +64,8 @@ def _between(value: float) -> tuple[float, float, float]:
     part = place - low
     (share, until, mlp), (less, sooner, more) = CURVE[low], CURVE[low + 1]
     between = math.exp(math.log(share) * (1 - part) + math.log(less) * part)
-    whole = math.ceil(between * _PARTS - 1e-9) / _PARTS
-    return whole, round(until * (1 - part) + sooner * part), round(mlp * (1 - part) + more * part, 4)
+    parts = min(math.ceil(between * _PARTS - 1e-9), _PARTS - 1)
+    return parts / _PARTS, round(until * (1 - part) + sooner * part), round(mlp * (1 - part) + more * part, 4)
 
 
 def config_of(wanted: str | float) -> MergeConfig:
