@@ -9,7 +9,7 @@ import urllib.error
 import pytest
 
 from tests.hosts.webui.running import ON_CPU, PAYING, TWICE
-from tome_core import PRESETS
+from tome_core import PRESETS, preset
 
 ON = (True, "custom", 0.5)
 
@@ -115,7 +115,8 @@ def test_a_preset_merges_the_second_level_and_its_mlp_where_the_picture_is_large
     assert found and first.startswith("level 0 (/1) ") and "MLP" not in first, line
     assert "of its attention saved" in second and "level 2" not in second, line
     if ON_CPU:  # elsewhere the work of a made checkpoint's narrow MLP does not pay
-        assert "1024 -> 512 in its MLP" in second, line
+        left = 1024 - int(1024 * preset("balanced").deep_mlp)
+        assert f"1024 -> {left} in its MLP" in second, line
 
 
 def test_merged_keys_know_their_sizes_in_the_webuis_own_attention(webui):

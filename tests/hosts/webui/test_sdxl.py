@@ -7,6 +7,7 @@ import pytest
 from tests.hosts.webui.make_sdxl import make
 from tests.hosts.webui.running import ON_CPU, TWICE, kind_of
 from tests.hosts.webui.twins import serve_twins
+from tome_core import preset
 
 ON = (True, "custom", 0.5)
 SIZE = {"width": 256, "height": 256, "steps": 2}
@@ -33,7 +34,8 @@ def test_a_preset_merges_its_mlp_too_where_the_picture_is_large(sdxl):
     line = sdxl.law(True, "balanced", **TWICE, steps=2)
     assert line.startswith("level 0 (/2) ") and "of its attention saved" in line
     if ON_CPU:  # elsewhere the work of an MLP as narrow as this does not pay
-        assert "1024 -> 512 in its MLP" in line
+        left = 1024 - int(1024 * preset("balanced").deep_mlp)
+        assert f"1024 -> {left} in its MLP" in line
     assert "nothing merged: " in sdxl.law(True, "balanced", **SIZE, merges=False)
 
 
