@@ -82,7 +82,7 @@ def test_mlps_below_the_finest_level_add_at_most_their_share(record, knots):
     mlp = strength.below([record])[1]
     for knot in knots[1:]:
         late = strength._late(mlp.at(1 - knot.deep_mlp)) if knot.deep_mlp else 0.0
-        assert late <= strength.BELOW_SHARE * knot.dev * len(strength._MOMENTS) / 50 + 1e-9, "half of the moments"
+        assert late <= strength.MLP_SHARE * knot.dev * len(strength._MOMENTS) / 50 + 1e-9, "half of the moments"
     with pytest.raises(ValueError, match="MLP below"):
         strength.below([])
 
