@@ -32,8 +32,8 @@ KNOTS = 20  # of the curve, equally far apart
 WORK = {0.0: 1.0, 0.25: 0.2, 0.5: 1 / 16, 0.75: 1 / 32, 1.0: 1 / 64}
 # Of a strength's deviation: what the levels below the finest may add to it with their keys, and with their MLPs. These
 # only in the late steps: there they add to what is large, in the early ones they would be all there is, and whole
-# pictures showed it (PSNR 2 to 3.6 dB less at quality). And little of it: where heads are smooth, attention loses next to
-# nothing and an MLP what it loses elsewhere (with a share of .2 balanced lost .083 % of the loss there, not .025).
+# pictures showed it (PSNR 2 to 3.6 dB less at quality). And little of it: where heads are smooth, attention loses next
+# to nothing and an MLP what it loses elsewhere (with a share of .2 balanced lost .083 % of the loss there, not .021).
 BELOW_SHARE = 0.2
 MLP_SHARE = 0.05
 FEWEST = 1 / 64  # share of the keys that early steps keep, and that late ones keep at least

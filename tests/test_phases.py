@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -125,21 +126,21 @@ def test_all_of_sdxl_is_deep():
     assert not torch.equal(merged, plain) and handle.report().levels[0].calls_merged
 
 
-@pytest.mark.parametrize("training", [False, True])
-def test_deep_mlps_of_one_transformer_share_the_match_of_its_first(monkeypatch, training):
-    """SDXL has ten blocks in one; but a backward pass would keep every call's plan, so there each has its own."""
+@pytest.mark.parametrize("scope", ["sampling", "none", "training"])
+def test_deep_mlps_of_one_transformer_share_the_match_of_its_first(monkeypatch, scope):
+    """SDXL has ten blocks in one. Where no match is kept, none is shared: compiled blocks do neither."""
     case, asked, find = next(case for case in CASES if case.name == "sdxl"), [], Matcher.find
     monkeypatch.setattr(Matcher, "find", lambda self, one: asked.append(self.number) or find(self, one))
     model = case.build()
     transformers = [len(one.transformer_blocks) for one in model.modules() if hasattr(one, "transformer_blocks")]
     assert max(transformers) > 1, "so that there is something to share"
-    with tome_core.patch(model, MergeConfig(ratio=0.0, deep_mlp=0.5, max_downsample=8)) as handle:
-        with torch.set_grad_enabled(training):
-            x, text = inputs(case.in_channels, 2, 16, 16)
+    with tome_core.patch(model, MergeConfig(ratio=0.0, deep_mlp=0.5, max_downsample=8, keep=100.0)) as handle:
+        x, text = inputs(case.in_channels, 2, 16, 16)
+        with nullcontext() if scope == "none" else handle.sampling(), torch.set_grad_enabled(scope == "training"):
             case.call(model, x, 499, text)
         merged = sum(level.calls_merged for level in handle.report().levels)
     assert merged == sum(transformers) and len(set(asked)) == len(asked)
-    assert len(asked) == (sum(transformers) if training else len(transformers))
+    assert len(asked) == (len(transformers) if scope == "sampling" else sum(transformers))
 
 
 LEVELS = {"SD1.5, SD2": ((1, 320), (2, 640), (4, 1280), (8, 1280)), "SDXL": ((2, 640), (4, 1280))}

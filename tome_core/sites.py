@@ -59,11 +59,11 @@ class BlockCall:
     def _found(self, asked: Asked) -> Plans:
         """A match of the block's own; where an MLP matches by itself, that of the transformer's first block.
 
-        From block to block tokens change little, and SDXL has ten in a row. Not where a backward pass can follow,
-        which would keep every call's plan, nor in a compiled block, which knows no other.
+        From block to block tokens change little, and SDXL has ten in a row. Only where matches are kept from step to
+        step as well: a block that is compiled knows no other, and a backward pass would keep every call's plan.
         """
         find, shared, rule = self.site.matcher.find, self.outer.shared, id(asked.rule)
-        if asked.part != "mlp" or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if asked.part != "mlp" or self.outer.call.kept is None or not asked.rule.keep:
             return find(asked)
         if rule not in shared:
             shared[rule] = find(asked)
