@@ -73,10 +73,10 @@ def merged_alone(pipe: Any, name: str | MergeConfig = "balanced", **more: Any) -
 
 
 def assert_merged(handle: Any) -> None:
-    """Every call of the finest level was, and as hard as presets merge."""
+    """Every call of the finest level was, and as hard as the preset that nobody has to name does in late steps."""
     finest = handle.report().levels[0]
     assert finest.calls_merged and not finest.calls_skipped and finest.work_saved > 0.8
-    assert all(before == TOKENS and keys <= TOKENS / 8 for before, _, keys in finest.tokens)
+    assert all(before == TOKENS and keys <= TOKENS * (1 - preset("balanced").ratio) for before, _, keys in finest.tokens)
 
 
 def differ(*pictures: torch.Tensor) -> bool:
