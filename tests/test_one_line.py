@@ -73,10 +73,11 @@ def merged_alone(pipe: Any, name: str | MergeConfig = "balanced", **more: Any) -
 
 
 def assert_merged(handle: Any) -> None:
-    """Every call of the finest level was, and as hard as the preset that nobody has to name does in late steps."""
+    """Every call of the finest level was, and as hard as the default preset does in late steps."""
     finest = handle.report().levels[0]
     assert finest.calls_merged and not finest.calls_skipped and finest.work_saved > 0.8
-    assert all(before == TOKENS and keys <= TOKENS * (1 - preset("balanced").ratio) for before, _, keys in finest.tokens)
+    most = TOKENS * (1 - preset("balanced").ratio)
+    assert all(before == TOKENS and keys <= most for before, _, keys in finest.tokens)
 
 
 def differ(*pictures: torch.Tensor) -> bool:
