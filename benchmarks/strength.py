@@ -25,6 +25,7 @@ from benchmarks.quality_figures import Noised, sections
 from benchmarks.quality_rows import TIMES
 from benchmarks.variant_list import FRONT, KEYS_BELOW, MLP_BELOW
 from tome_core.phases import DEEP_UNTIL
+from tome_core.presets import PARTS
 
 TABLE = Path(__file__).parents[1] / "tome_core" / "strength_table.py"
 KNOTS = 20  # of the curve, equally far apart
@@ -37,7 +38,6 @@ WORK = {0.0: 1.0, 0.25: 0.2, 0.5: 1 / 16, 0.75: 1 / 32, 1.0: 1 / 64}
 BELOW_SHARE = 0.2
 MLP_SHARE = 0.05
 FEWEST = 1 / 64  # share of the keys that early steps keep, and that late ones keep at least
-_PARTS = 64  # of the tokens: shares of keys are whole numbers of them, which are numbers that kernels like
 _MOST_MLP = 48  # of those parts: the most that was measured
 _MOMENTS = tuple(range(5, 1000, 10))  # timesteps, over which a deviation is a mean
 
@@ -187,8 +187,8 @@ def _pairs(strength: float, loss: Loss, keys: Loss) -> list[Knot]:
     """
     late_part = work_at(strength) - FEWEST
     found = []
-    for part in range(1, _PARTS):
-        share = part / _PARTS
+    for part in range(1, PARTS):
+        share = part / PARTS
         if (late_part < _NOTHING) != (share == FEWEST):  # what keeps the fewest keys keeps them in all steps
             continue
         until = round(1000 * late_part / (share - FEWEST)) if share > FEWEST else 0
@@ -207,7 +207,7 @@ def _both(share: float, until: float, loss: Loss) -> list[float]:
 
 def _with_mlp(knots: Sequence[Knot], loss: Loss, mlp: Loss) -> list[Knot]:
     """The knots with as much of the deeper MLPs merged as adds little."""
-    costs = {part / _PARTS: _late(mlp.at(1 - part / _PARTS)) for part in range(_MOST_MLP + 1)}
+    costs = {part / PARTS: _late(mlp.at(1 - part / PARTS)) for part in range(_MOST_MLP + 1)}
     done = [knots[0]]
     for knot in knots[1:]:
         allowed = MLP_SHARE * _late(_both(knot.share, knot.until, loss))

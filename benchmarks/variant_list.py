@@ -9,7 +9,7 @@ from benchmarks import variants
 from benchmarks.reference_patch import Grouping, Recipe
 from benchmarks.variants import Variant
 from tome_core import PRESETS
-from tome_core.presets import MARKS
+from tome_core.presets import MARKS, refine_of
 
 PLAIN = "unmerged"
 RATIOS = (0.25, 0.5, 0.75)
@@ -27,13 +27,6 @@ KEYS_BELOW = ((0.9375, 4), (0.984375, 8))
 MLP_BELOW = (0.25, 0.5, 0.75)
 HALF_TIME = 500  # where the schedules of others switch, tomesd's and down-sampling's
 NOISY = 600  # the timestep from which on merging costs nearly nothing
-
-
-def refine_of(ratio: float, cell: int) -> int:
-    """k-means steps of a setting: the fewer groups, the cheaper a step and the more it gains."""
-    if ratio <= 0.5:
-        return 0
-    return 3 if cell == 8 else 1
 
 
 def _yardsticks_and_controls() -> Iterator[Variant]:
@@ -69,7 +62,7 @@ def _kv_rule(ratio: float, cell: int = 2, **more: Any) -> dict[str, Any]:
 def _merged_keys() -> Iterator[Variant]:
     """What the presets are chosen from: keys and values compared by distance, refined where they are few."""
     for ratio, cell in FRONT:
-        more = {"metric": "keys+values", "refine": refine_of(ratio, cell)}
+        more = {"metric": "keys+values", "refine": refine_of(1 - ratio, cell)}
         yield _engine("merged keys", _setting(ratio, cell), _kv_rule(ratio, cell, **more))
     for name in PRESETS:
         yield Variant("preset", name, variants.strength(MARKS[name]), code="engine")

@@ -20,8 +20,8 @@ DEFAULT = "balanced"
 # 100 later, 6 % on average)
 _ALL: dict[str, Any] = {"side": "kv", "metric": "keys+values", "use_rand": False, "keep": 100.0,
                         "only_if_it_pays": True, "max_downsample": 8}  # fmt: skip
-_PARTS = 64  # of the tokens: shares of keys are whole numbers of them, which are numbers that kernels like
-_FINE_CELLS = 4 / _PARTS  # share of the keys from which on cells of 4x4 serve, which leave at least one key each
+PARTS = 64  # of the tokens: shares of keys are whole numbers of them, which are numbers that kernels like
+_FINE_CELLS = 4 / PARTS  # share of the keys from which on cells of 4x4 serve, which leave at least one key each
 _HALF = 0.5  # k-means steps among more keys than these cost more than they gain
 
 
@@ -41,9 +41,16 @@ def strength(value: float) -> MergeRule:
         return MergeRule(**_ALL, ratio=0.0)
     share, until, deep_mlp = _between(float(value))
     cell = 4 if share >= _FINE_CELLS else 8
-    refine = 0 if share >= _HALF else 1 if cell == 4 else 3
     early = {} if share <= EARLY_SHARE else {"early_ratio": 1 - EARLY_SHARE, "early_until": until}
-    return MergeRule(**_ALL, ratio=1 - share, sx=cell, sy=cell, refine=refine, deep_mlp=deep_mlp, **early)
+    steps = refine_of(share, cell)
+    return MergeRule(**_ALL, ratio=1 - share, sx=cell, sy=cell, refine=steps, deep_mlp=deep_mlp, **early)
+
+
+def refine_of(share: float, cell: int) -> int:
+    """k-means steps where this share of the keys is left: the fewer, the cheaper a step and the more it gains."""
+    if share >= _HALF:
+        return 0
+    return 3 if cell == 8 else 1
 
 
 def preset(name: str) -> MergeRule:
@@ -64,8 +71,8 @@ def _between(value: float) -> tuple[float, float, float]:
     part = place - low
     (share, until, mlp), (less, sooner, more) = CURVE[low], CURVE[low + 1]
     between = math.exp(math.log(share) * (1 - part) + math.log(less) * part)
-    parts = min(math.ceil(between * _PARTS - 1e-9), _PARTS - 1)
-    return parts / _PARTS, round(until * (1 - part) + sooner * part), round(mlp * (1 - part) + more * part, 4)
+    parts = min(math.ceil(between * PARTS - 1e-9), PARTS - 1)
+    return parts / PARTS, round(until * (1 - part) + sooner * part), round(mlp * (1 - part) + more * part, 4)
 
 
 def config_of(wanted: str | float) -> MergeConfig:
