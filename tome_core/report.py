@@ -105,7 +105,8 @@ class Ledger:
             self.trace_skip(index(level), part, reason)
             return
         tally = self.levels[level]
-        tally.skipped[f"{part}: {reason}"] += calls
+        why = part, reason
+        tally.skipped[why] = tally.skipped.get(why, 0) + calls
         tally.work_full += work * calls
         tally.work_left += work * calls
 
@@ -238,7 +239,7 @@ def make_report(
             tokens=tuple(sorted({(n, q, k) for part, n, q, k in tally.merged if part == "attn"}, reverse=True)),
             calls_merged=sum(tally.merged.values()),
             calls_skipped=sum(tally.skipped.values()),
-            reasons=dict(tally.skipped),
+            reasons={f"{part}: {reason}": calls for (part, reason), calls in tally.skipped.items()},
             work_saved=1 - tally.work_left / tally.work_full if tally.work_full else None,
             traced_merges=tuple(sorted(tally.traced_merges)),
             traced_reasons=tuple(sorted(tally.traced_skips)),

@@ -179,7 +179,10 @@ class TransformerSite(RememberingSite):
             return self.original(*args, **kwargs)
         if self.target.training or torch.is_grad_enabled() or x.requires_grad:
             self.memory.keep(x, call)
-        before, switch.grid = switch.grid, self._open(call, x, compiling)
+        before, grid = switch.grid, self._open(call, x, compiling)
+        if grid is before:  # nothing merges in here, as around it
+            return self.original(*args, **kwargs)
+        switch.grid = grid
         try:
             if compiling:
                 return self.original(*args, **kwargs)
@@ -192,11 +195,10 @@ class TransformerSite(RememberingSite):
         if compiling:  # sizes as constants, one graph for each: with unknown ones a compiler takes minutes
             batch, height, width = index(batch), index(height), index(width)
         tokens, level, run = height * width, self.level, call.run
-        size = (tokens, self.channels, x.device.type)
-        key = () if compiling else (id(call.rules[level]), call.why_off[level], *size)
+        key = () if compiling else (id(call.rules[level]), call.why_off[level], tokens, self.channels, x.device)
         decision = None if compiling else run.decisions.get(key)
         if decision is None:
-            decision = run.decide(key, call, level, *size)
+            decision = run.decide(key, call, level, tokens, self.channels, x.device.type)
         if decision.why_not:
             run.ledger.skip(level, "block", decision.why_not, batch * tokens * tokens, self.blocks)
             return None
