@@ -62,7 +62,7 @@ def _kv_rule(ratio: float, cell: int = 2, **more: Any) -> dict[str, Any]:
 def _merged_keys() -> Iterator[Variant]:
     """What the presets are chosen from: keys and values compared by distance, refined where they are few."""
     for ratio, cell in FRONT:
-        more = {"metric": "keys+values", "refine": refine_of(1 - ratio, cell)}
+        more = {"metric": "keys+values", "refine": refine_of(cell)}
         yield _engine("merged keys", _setting(ratio, cell), _kv_rule(ratio, cell, **more))
     for name in PRESETS:
         yield Variant("preset", name, variants.strength(MARKS[name]), code="engine")
