@@ -22,9 +22,8 @@ from .settings import (
 )
 
 _ROWS = (("level", "merge_what"), ("start_percent", "end_percent"), ("min_pixels", "method"),
-         ("merge_crossattn", "merge_mlp", "use_rand"), ("sx", "sy", "seed"), ("early_until", "early_mlp", "deep_mlp"),
-         ("metric", "proportional"), ("refine", "query_ratio"), ("window", "keep"),
-         ("project", "only_if_it_pays"))  # fmt: skip
+         ("merge_crossattn", "merge_mlp", "use_rand"), ("sx", "sy", "seed"), ("early_until", "deep_mlp"),
+         ("metric", "proportional"), ("refine", "query_ratio"), ("keep", "only_if_it_pays"))  # fmt: skip
 TAKE_OVER = "Take over the webui's own token merging"
 TAKE_OVER_HELP = "Puts the ratios from Settings / Optimizations into this panel. Saved settings stay as they are."
 

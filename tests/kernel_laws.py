@@ -202,7 +202,7 @@ def test_a_querys_result_has_the_same_bits_alone_as_among_others(dtype):
 
 
 @pytest.mark.parametrize(
-    "method, more", [("bipartite", {}), ("bipartite", {"window": 4}), ("bipartite", {"refine": 1}), ("cluster", {})]
+    "method, more", [("bipartite", {}), ("bipartite", {"refine": 1}), ("cluster", {})]
 )
 def test_a_match_is_as_good_as_that_of_torchs_operators(method, more):
     x, options = noise(2, 64, 40, dtype=torch.float16), MatchOptions(0.5, 2, 2, **more)

@@ -28,29 +28,6 @@ def bipartite_similarities(x: torch.Tensor, height: int, width: int, sy: int, sx
     return result
 
 
-def window_similarities(x, height: int, width: int, sy: int, sx: int, window: int) -> list[dict[int, float]]:
-    """For each sample and source the best cosine to a top-left destination of its own window, in float64.
-
-    A window is the tokens of ``window // sy`` by ``window // sx`` cells, one at least; what lies beyond the last
-    whole cell of a row or column belongs to that cell's window.
-    """
-    rows, columns = max(1, height // sy), max(1, width // sx)
-    down, right = max(1, window // sy), max(1, window // sx)
-
-    def window_of(row: int, column: int) -> tuple[int, int]:
-        return min(row // sy, rows - 1) // down, min(column // sx, columns - 1) // right
-
-    destinations = {(r * sy, c * sx) for r in range(rows) for c in range(columns)}
-    result = []
-    for sample in x.double():
-        best = {}
-        for r, c in ((r, c) for r in range(height) for c in range(width) if (r, c) not in destinations):
-            near = [d for d in destinations if window_of(*d) == window_of(r, c)]
-            best[r * width + c] = max(_cosine(sample[r * width + c], sample[d[0] * width + d[1]]) for d in near)
-        result.append(best)
-    return result
-
-
 def refined_groups(x: torch.Tensor, groups: list[int], count: int, steps: int) -> list[int]:
     """Spherical k-means on ``[N, C]`` from a grouping, in float64; a group that loses its tokens stays empty."""
     unit = torch.nn.functional.normalize(x.double(), dim=-1)

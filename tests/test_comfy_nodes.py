@@ -251,9 +251,8 @@ def test_inputs_are_in_their_documented_order_and_none_is_called_seed():
     types = ApplyToMe.INPUT_TYPES()
     assert [*types["required"], *types["optional"]] == [
         "model", "preset", "ratio", "level", "start_percent", "end_percent", "min_pixels", "method", "merge_what",
-        "merge_crossattn", "merge_mlp", "sx", "sy", "use_rand", "merge_seed", "early_ratio", "early_until", "early_mlp",
-        "proportional", "metric", "refine", "query_ratio", "window", "project", "keep", "only_if_it_pays",
-        "deep_mlp",
+        "merge_crossattn", "merge_mlp", "sx", "sy", "use_rand", "merge_seed", "early_ratio", "early_until",
+        "proportional", "metric", "refine", "query_ratio", "keep", "only_if_it_pays", "deep_mlp",
     ]  # fmt: skip
 
 
@@ -262,16 +261,15 @@ def test_a_workflow_of_before_deep_mlp_means_what_it_meant():
     types = ApplyToMe.INPUT_TYPES()
     widgets = [name for name in (*types["required"], *types["optional"]) if name != "model"]
     saved = ["custom", 0.6, "up to /2", 0.1, 0.8, 65536, "bipartite", "k+v", True, True, 3, 4, False, 99, 0.45, 600.0,
-             0.25, False, "normed", 0, 0.3, 8, 16, 50.0, True]  # fmt: skip
+             False, "normed", 0, 0.3, 50.0, True]  # fmt: skip
     assert config_of(dict(zip(widgets, saved, strict=False))) == MergeConfig(
         ratio=0.6, max_downsample=2, start_percent=0.1, end_percent=0.8, min_pixels=65536, side="kv",
         merge_crossattn=True, merge_mlp=True, sx=3, sy=4, use_rand=False, seed=99, early_ratio=0.45, early_until=600.0,
-        early_mlp=0.25, proportional=False, metric="normed", query_ratio=0.3, window=8, project=16,
-        keep=50.0, only_if_it_pays=True,
+        proportional=False, metric="normed", query_ratio=0.3, keep=50.0, only_if_it_pays=True,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("other", ["early_ratio", "early_mlp", "deep_mlp"])
+@pytest.mark.parametrize("other", ["early_ratio", "deep_mlp"])
 def test_beside_a_ratio_of_0_early_and_mlp_ratios_count_as_its_help_says(other):
     assert config_of({"ratio": 0.0}).rules[0].is_off
     assert not config_of({"ratio": 0.0, other: 0.5}).rules[0].is_off

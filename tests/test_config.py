@@ -26,8 +26,7 @@ from tome_core.methods import METHODS
         ("levels", 0, ValueError), ("levels", (0.5,), ValueError),
         ("start_percent", 2, ValueError), ("min_timestep", -5, ValueError), ("max_beta", 1.1, ValueError),
         ("cluster_on", "colour", ValueError), ("proportional", 1, TypeError), ("refine", 4, ValueError),
-        ("refine", 1.0, TypeError), ("query_ratio", 0.9, ValueError), ("window", -1, ValueError),
-        ("window", 8.0, TypeError), ("window", 1025, ValueError), ("project", 4097, ValueError),
+        ("refine", 1.0, TypeError), ("query_ratio", 0.9, ValueError), ("min_pixels", -1, ValueError),
         ("min_pixels", 2**53, ValueError), ("max_timestep", math.inf, ValueError), ("min_timestep", 1e300, ValueError),
     ],
 )  # fmt: skip
@@ -48,7 +47,7 @@ def test_what_is_past_a_limit_is_told_the_limit():
 
 def test_a_limit_itself_is_taken_and_is_further_than_a_user_interface_goes():
     limited = {one["name"]: one for one in describe_settings() if "limit" in one}
-    assert set(limited) == {"sx", "sy", "window", "project"}
+    assert set(limited) == {"sx", "sy"}
     for name, setting in limited.items():
         assert setting["maximum"] < setting["limit"] and not setting.get("open_ended")
         assert getattr(MergeRule(**{name: setting["limit"]}), name) == setting["limit"]

@@ -249,7 +249,7 @@ def run(model, timestep=100):
     [
         (MergeRule(**KV), True),
         (MergeRule(**KV, metric="keys+values", refine=1, sx=4, sy=4), True),
-        (MergeRule(**KV, metric="keys+values", refine=1, window=8, query_ratio=0.5), True),
+        (MergeRule(**KV, metric="keys+values", refine=1, query_ratio=0.5), True),
         (MergeRule(**KV, method="cluster"), True),
         (MergeRule(side="qkv", metric="keys+values"), True),
         (MergeRule(), False),  # all tokens' keys and values are not there, and making them costs what merging saves

@@ -11,7 +11,6 @@ import pytest
 import tome_core
 from tests.models import CASES
 from tome_core import MergeConfig, MergeRule, switch
-from tome_core.phases import plain_rules
 
 CASE = next(case for case in CASES if case.name == "sd15")
 
@@ -93,7 +92,7 @@ def test_two_threads_patch_one_model():
     assert not errors and not patched(model)
 
 
-@pytest.mark.parametrize("name", ["sx", "ratio", "seed", "min_pixels", "min_timestep", "window"])
+@pytest.mark.parametrize("name", ["sx", "ratio", "seed", "min_pixels", "min_timestep"])
 @pytest.mark.parametrize("value", [10**400, -(10**400)])
 def test_numbers_beyond_all_floats_are_out_of_range(name, value):
     with pytest.raises(ValueError, match=f"{name}="):
@@ -104,9 +103,3 @@ def test_numbers_beyond_all_floats_are_out_of_range(name, value):
 def test_rules_are_a_list_of_rules(rules):
     with pytest.raises(TypeError, match="rules"):
         MergeConfig(rules=rules)
-
-
-@pytest.mark.parametrize("method", list(tome_core.methods.METHODS))
-def test_every_method_bears_an_early_mlp(method):
-    early, late = plain_rules((MergeRule(method=method, early_mlp=0.5),), [1])
-    assert early.merge_mlp and not early.merge_attn and late.method == method

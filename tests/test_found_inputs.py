@@ -124,7 +124,7 @@ def test_a_word_that_makes_no_sense_is_ignored_on_paste_and_the_log_lists_those_
 
 
 def test_a_number_past_its_limit_is_ignored_on_paste(webui, log):
-    past = {"sx": 65, "sy": "100000", "window": 1025, "project": 4097, "ratio": 1.01, "refine": 4, "early_until": 1001,
+    past = {"sx": 65, "sy": "100000", "ratio": 1.01, "refine": 4, "early_until": 1001,
             "seed": 2**32, "min_pixels": 2**53, "sx ": "2.5"}  # fmt: skip
     keys = webui.part("metadata").KEYS
     for name, value in past.items():

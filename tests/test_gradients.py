@@ -57,7 +57,7 @@ CALLS = {
 }
 CONFIGS = {
     "random destinations": MergeConfig(merge_mlp=True, max_downsample=2),
-    "keys beside lightly merged queries": MergeConfig(side="kv", query_ratio=0.25, window=4, refine=1),
+    "keys beside lightly merged queries": MergeConfig(side="kv", query_ratio=0.25, refine=1),
     "rules by time": MergeConfig(rules=(MergeRule(ratio=0.75, max_timestep=500), MergeRule(ratio=0.25, seed=3))),
 }
 

@@ -21,7 +21,7 @@ BY_NAME = {case.name: case for case in CASES}
 def test_a_sixty_fourth_of_the_keys_and_a_few_queries(case, attended):  # noqa: F811
     model = case.build()
     vanilla = call_case(case, model)
-    settings = {"ratio": 0.984375, "sx": 8, "sy": 8, "refine": 2, "query_ratio": 0.25, "window": 8}
+    settings = {"ratio": 0.984375, "sx": 8, "sy": 8, "refine": 2, "query_ratio": 0.25}
     config = MergeConfig(side="kv", correction=False, **settings)
     with tome_core.patch(model, config) as handle:
         merged = call_case(case, model)

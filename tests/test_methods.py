@@ -11,20 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.operators import MPS_OPERATORS, OperatorRecorder
-from tests.oracles import bipartite_similarities, k_means, refined_groups, window_similarities
+from tests.oracles import bipartite_similarities, k_means, refined_groups
 from tome_core import MergePlan
 from tome_core.grid import Draw, Grid, cells, draw_choices, split_cells
 from tome_core.methods import METHODS, MatchOptions
 from tome_core.methods.bipartite import best_destination, refined
 from tome_core.methods.cluster import ITERATIONS
-from tome_core.methods.windows import best_in_window
 
 GRIDS = [(1, 1), (1, 16), (16, 1), (2, 2), (3, 5), (7, 4), (5, 9), (8, 8), (3, 3)]
 VARIANTS = [(name, "tokens") for name in METHODS] + [("cluster", "mean_similarity")]
 
 
-def match(name, x, grid, *, ratio=0.5, sx=2, sy=2, draw=None, cluster_on="tokens", refine=0, window=0):
-    return METHODS[name].match(x, Grid(*grid), MatchOptions(ratio, sx, sy, draw, cluster_on, refine, window))
+def match(name, x, grid, *, ratio=0.5, sx=2, sy=2, draw=None, cluster_on="tokens", refine=0):
+    return METHODS[name].match(x, Grid(*grid), MatchOptions(ratio, sx, sy, draw, cluster_on, refine))
 
 
 def tokens(grid, batch=2, channels=6, seed=0):
@@ -101,51 +100,13 @@ def test_bipartite_agrees_with_tomesd(grid, ratio):
     assert (plan.unmerge(plan.merge(x)) - unmerge(merge(x))).abs().max() <= 1e-6
 
 
-@settings(deadline=None, max_examples=40)
-@given(
-    st.integers(1, 13), st.integers(1, 13), st.integers(1, 3), st.integers(1, 3), st.integers(1, 9),
-    st.integers(0, 1000),
-)  # fmt: skip
-def test_a_window_finds_the_similarities_of_the_slow_oracle(height, width, sy, sx, window, seed):
-    """At any grid and window: also where the last windows are not full, and every similarity is negative."""
-    x = tokens((height, width), channels=2, seed=seed)
-    sy, sx = min(sy, height), min(sx, width)
-    destinations, sources = split_cells(cells(Grid(height, width), sy, sx, x.device), None)
-    if not sources.shape[1]:
-        return
-    options = MatchOptions(0.5, sx, sy, window=window)
-    best = best_in_window(x, Grid(height, width), options, sources, destinations)
-    expected = window_similarities(x, height, width, sy, sx, window)
-    for sample in range(2):
-        chosen = x[sample, destinations[0, best.index[sample]]]
-        for number, source in enumerate(sources[0].tolist()):
-            cosine = torch.nn.functional.cosine_similarity(x[sample, source], chosen[number], dim=0)
-            assert cosine.item() == pytest.approx(expected[sample][source], abs=1e-5)
-            own_length = x[sample, source].norm().item()
-            assert best.score[sample, number].item() == pytest.approx(cosine.item() * own_length, abs=1e-4)
-
-
-@pytest.mark.parametrize("draw", [None, Draw(1, 0, torch.tensor([3.0, 800.0]))], ids=["fixed", "drawn"])
-@pytest.mark.parametrize("grid", [(8, 8), (7, 10)], ids=str)
-def test_a_window_as_large_as_the_grid_is_the_whole_grid(grid, draw):
-    x = tokens(grid)
-    destinations, sources = split_cells(cells(Grid(*grid), 2, 2, x.device), draw)
-    windowed = best_in_window(x, Grid(*grid), MatchOptions(0.5, 2, 2, draw, window=10), sources, destinations)
-    whole = best_destination(x, sources, destinations)
-    assert torch.equal(windowed.index, whole.index)
-    for ratio in (0.3, 0.75):
-        plans = [match("bipartite", x, grid, ratio=ratio, draw=draw, window=window) for window in (0, 10)]
-        assert torch.equal(plans[0].group, plans[1].group)
-
-
-@pytest.mark.parametrize("window", [0, 1, 3, 4])
 @pytest.mark.parametrize("refine", [0, 2])
 @pytest.mark.parametrize("ratio, cell", [(0.3, 2), (0.75, 2), (0.9375, 4), (0.984375, 8)])
 @pytest.mark.parametrize("grid", [(16, 16), (9, 17), (8, 8), (1, 16)], ids=str)
-def test_windows_and_refinement_keep_the_laws(grid, ratio, cell, refine, window):
+def test_refinement_keeps_the_laws(grid, ratio, cell, refine):
     x = tokens(grid)
     draw = Draw(1, 0, torch.tensor([3.0, 800.0]))
-    plan = match("bipartite", x, grid, ratio=ratio, sx=cell, sy=cell, draw=draw, refine=refine, window=window)
+    plan = match("bipartite", x, grid, ratio=ratio, sx=cell, sy=cell, draw=draw, refine=refine)
     plain = match("bipartite", x, grid, ratio=ratio, sx=cell, sy=cell, draw=draw)
     assert plan.num_groups == plain.num_groups and plan.group.shape == plain.group.shape
     assert plan.group.min() >= 0 and plan.group.max() < plan.num_groups
@@ -262,7 +223,7 @@ def test_matching_uses_only_operators_that_mps_has(name, on):
     x, draw = tokens((7, 5)), Draw(1, 0, torch.tensor([3.0, 4.0]))
     with OperatorRecorder() as used:
         match(name, x, (7, 5), draw=draw, cluster_on=on)
-        match(name, x, (7, 5), draw=draw, cluster_on=on, ratio=0.75, refine=1, window=4)
+        match(name, x, (7, 5), draw=draw, cluster_on=on, ratio=0.75, refine=1)
     assert used.names <= MPS_OPERATORS, sorted(used.names - MPS_OPERATORS)
 
 

@@ -33,10 +33,9 @@ def test_the_nearest_destination_is_the_one_of_least_distance():
     assert largest_difference(found.score, (-apart.amin(-1) ** 2 / 2).float()) < 1e-4
 
 
-@pytest.mark.parametrize("window", [0, 4])
-def test_those_merge_whose_partner_is_nearest(window):
+def test_those_merge_whose_partner_is_nearest():
     x = tokens() * torch.linspace(0.1, 3, 64)[:, None]
-    plan = MATCH(x, Grid(8, 8), MatchOptions(0.25, 2, 2, window=window, by_distance=True))
+    plan = MATCH(x, Grid(8, 8), MatchOptions(0.25, 2, 2, by_distance=True))
     merged, apart = plan.merge(x), []
     for sample in range(2):
         centre = plan.representative[sample][plan.group[sample]]
@@ -44,8 +43,7 @@ def test_those_merge_whose_partner_is_nearest(window):
         alone = [t for t in range(64) if centre[t] == t and plan.sizes[sample][plan.group[sample][t]] == 1]
         cells = [t for t in alone if (t // 8) % 2 or t % 2]  # sources that stayed by themselves
         kept_away = torch.cdist(x[sample][cells], x[sample][plan.representative[sample][:16]]).amin(-1)
-        if not window:
-            assert kept_away.min() >= apart[-1].max() - 1e-5
+        assert kept_away.min() >= apart[-1].max() - 1e-5
     assert merged.shape[1] == 48
 
 
@@ -121,7 +119,7 @@ def test_a_block_of_another_kind_is_compared_as_far_as_it_goes(block):
 def test_every_family_merges_by_every_metric(case, metric):
     model = case.build()
     vanilla = call_case(case, model)
-    with tome_core.patch(model, MergeConfig(side="kv", ratio=0.75, metric=metric, refine=1, project=8)) as handle:
+    with tome_core.patch(model, MergeConfig(side="kv", ratio=0.75, metric=metric, refine=1)) as handle:
         merged = call_case(case, model)
         assert torch.equal(merged, call_case(case, model))
     assert merged.isfinite().all() and largest_difference(merged, vanilla) > 1e-3

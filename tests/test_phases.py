@@ -51,15 +51,6 @@ def test_an_early_phase_touches_self_attention_only():
     assert late.merge_mlp and late.merge_crossattn
 
 
-def test_the_mlp_early_only():
-    model, config = CASE.build(), MergeConfig(ratio=0.0, early_mlp=0.5)
-    with tome_core.patch(model, config) as handle:
-        vanilla = CASE.build()
-        assert torch.equal(call_case(CASE, model, timestep=400), call_case(CASE, vanilla, timestep=400))
-        assert not torch.equal(call_case(CASE, model, timestep=600), call_case(CASE, vanilla, timestep=600))
-    assert "MLP" in str(handle.report())
-
-
 def mlp_calls(config, **call):
     """Of each level, by its down-sampling: calls of parts that merged, where nothing but an MLP can."""
     model = CASE.build()
@@ -193,8 +184,8 @@ def test_a_rule_that_ends_before_the_phase_has_none():
     assert len(plain_rules((MergeRule(early_ratio=0.75, max_timestep=400.0),), [1])) == 1
 
 
-@pytest.mark.parametrize("settings", [{"early_ratio": 1.5}, {"early_until": -1.0}, {"early_mlp": 0.8},
-    {"deep_mlp": 0.8}, {"keep": 2000.0}, {"metric": "cosine"}, {"project": -1},
+@pytest.mark.parametrize("settings", [{"early_ratio": 1.5}, {"early_until": -1.0}, {"deep_mlp": 0.8},
+    {"keep": 2000.0}, {"metric": "cosine"},
     {"method": "downsample", "early_ratio": 0.5}])
 def test_what_is_out_of_range_is_named(settings):
     name, value = list(settings.items())[-1]

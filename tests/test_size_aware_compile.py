@@ -129,8 +129,8 @@ def test_a_graph_does_not_outlive_the_processors_that_it_was_made_of(change, way
         assert way in handle.report().levels[0].traced_routes
 
 
-def test_windowed_and_refined_matches_compile_whole():
-    config = MergeConfig(side="kv", ratio=0.9375, sx=4, sy=4, query_ratio=0.25, window=8, refine=1)
+def test_refined_matches_compile_whole():
+    config = MergeConfig(side="kv", ratio=0.9375, sx=4, sy=4, query_ratio=0.25, refine=1)
     plain, model, backend = SMALL.build(), SMALL.build(), CompileCounter()
     with tome_core.patch(plain, config), tome_core.patch(model, config):
         whole = compiled(model, backend)

@@ -11,7 +11,7 @@ import pytest
 from tests.webui_doubles import Component, Processing, Webui
 
 FULL = (True, "custom", 0.35, "own ratio", 0.65, "up to /2", 0.1, 0.8, 65536, "bipartite", "k+v", True, True, 3, 4,
-        False, 99, 0.45, 600.0, 0.25, True, "normed", 1, 0.3, 8, 16, 50.0, True, 0.35)  # fmt: skip
+        False, 99, 0.45, 600.0, True, "normed", 1, 0.3, 50.0, True, 0.35)  # fmt: skip
 # the webui's own pattern and its splitting of values such as 2x2, as facts
 PAIR = re.compile(r'\s*(\w[\w \-/]+):\s*("(?:\\.|[^\\"])+"|[^,]*)(?:,|$)')
 
@@ -19,8 +19,7 @@ PAIR = re.compile(r'\s*(\w[\w \-/]+):\s*("(?:\\.|[^\\"])+"|[^,]*)(?:,|$)')
 NAMES_BEFORE_DEEP_MLP = (
     "enabled", "preset", "ratio", "hires", "hires_ratio", "level", "start_percent", "end_percent", "min_pixels",
     "method", "merge_what", "merge_crossattn", "merge_mlp", "sx", "sy", "use_rand", "seed", "early_ratio",
-    "early_until", "early_mlp", "proportional", "metric", "refine", "query_ratio", "window", "project",
-    "keep", "only_if_it_pays",
+    "early_until", "proportional", "metric", "refine", "query_ratio", "keep", "only_if_it_pays",
 )  # fmt: skip
 
 
@@ -72,7 +71,7 @@ def test_a_list_of_before_deep_mlp_means_what_it_meant(webui):
 def test_at_ratio_0_a_pass_is_left_alone_whatever_the_early_and_mlp_ratios_are(webui):
     settings = webui.part("settings")
     values = dict(zip(settings.NAMES, FULL, strict=True)) | {"ratio": 0.0}
-    assert values["early_ratio"] and values["early_mlp"] and values["deep_mlp"]
+    assert values["early_ratio"] and values["deep_mlp"]
     wish = settings.read(tuple(values.values()))
     assert wish.config(hires=False) is None and wish.config(hires=True) is not None
 

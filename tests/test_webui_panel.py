@@ -12,9 +12,9 @@ from tests.webui_modules import ROOT
 from tome_core import describe_settings
 
 START = tome_core.presets.DEFAULT
-# up to early_ratio, early_until, early_mlp, proportional
+# up to early_ratio, early_until, proportional
 FULL = ("custom", 0.5, "same", 0.5, "automatic", 0.0, 1.0, 0, "bipartite", "automatic", False, False, 2, 2, True, -1,
-        -1, 500.0, 0.0, True)  # fmt: skip
+        -1, 500.0, True)  # fmt: skip
 ENGINE = {one["name"]: one for one in describe_settings()}
 
 
@@ -38,7 +38,7 @@ def test_building_the_panel_again_changes_nothing(webui):
 
 def test_labels_help_ranges_and_steps_are_the_engines(webui):
     panel = controls(webui)
-    for name in ("ratio", "start_percent", "end_percent", "sx", "sy", "early_until", "query_ratio", "window", "keep"):
+    for name in ("ratio", "start_percent", "end_percent", "sx", "sy", "early_until", "query_ratio", "keep"):
         slider = panel[ENGINE[name]["label"]].arguments
         assert slider["info"] == ENGINE[name]["help"]
         wanted = [ENGINE[name][key] for key in ("minimum", "maximum", "step")]

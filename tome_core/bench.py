@@ -33,13 +33,11 @@ from .presets import DEFAULT
 from .sd_block import CHANNELS, as_ldm_model, make_block, make_inputs
 
 _OPTIONS = MatchOptions(ratio=0.5, sx=2, sy=2)
-_WINDOWED = _OPTIONS._replace(window=16)
 # of the block: tomesd's way, and what goes further
 _TOMESDS = MergeConfig(ratio=_OPTIONS.ratio, use_rand=False, proportional=False)
 _SIZED = {
     "k+v .75 sized": MergeConfig(ratio=0.75, side="kv", use_rand=False),
     "k+v .9375 sized": MergeConfig(ratio=0.9375, sx=4, sy=4, side="kv", use_rand=False),
-    "k+v .9375 sized, window 16": MergeConfig(ratio=0.9375, sx=4, sy=4, side="kv", use_rand=False, window=16),
 }
 _REPEATS, _HOST_REPEATS = 7, 41
 _STEPS = 20  # of a picture, over whose average a preset is timed: its steps differ, and share matches
@@ -136,7 +134,6 @@ def measure_steps(tomesd: ModuleType | None, side: int, repeats: int, device: st
     merged = plan.merge(x)
     whole = {
         "ours": lambda: _whole(match(x, Grid(side, side), _OPTIONS), x),
-        "window 16": lambda: _whole(match(x, Grid(side, side), _WINDOWED), x),
         "shared": lambda: _whole(plan, x),
     }
     if kernels.ready(x):

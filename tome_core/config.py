@@ -19,7 +19,7 @@ SEED_LIMIT = 2**31 - 1
 _ENDLESS = 2**53 - 1  # what has no upper limit of its own ends here, before floats stop counting
 # more is a slip of the hand: one token kept of 4096, the latent of a picture 8192 pixels wide, and more channels than
 # keys and values of any Stable Diffusion have together
-_LARGEST_CELL, _LARGEST_WINDOW, _MOST_CHANNELS = 64, 1024, 4096
+_LARGEST_CELL = 64
 
 
 def _setting(default: Any, label: str, help: str, **facts: Any) -> Any:
@@ -142,20 +142,11 @@ class MergeRule:
         "match of their own in 2x2 cells, so 0.75 at most. 0 keeps every query.",
         minimum=0.0, maximum=0.75, step=0.05, advanced=True,
     )
-    window: int = _setting(
-        0, "Window", "Look for partners only inside windows of this many tokens a side: far cheaper on large pictures, "
-        "but what is alike far apart stays apart. 0 is the whole picture. Used by bipartite.",
-        minimum=0, maximum=64, step=8, limit=_LARGEST_WINDOW, advanced=True,
-    )
     metric: str = _setting(
         "input", "Compare", "What a match compares: input (the block's input, by cosine, as tomesd does), normed (the "
         "tokens that attention gets, by cosine), keys, or keys+values (by distance). The last is the most exact, and "
         "costs two projections. Used by bipartite.",
         choices=METRICS, advanced=True,
-    )
-    project: int = _setting(
-        0, "Projection", "Compare by a random projection to this many channels: cheaper, and less exact. 0 is none.",
-        minimum=0, maximum=512, step=16, limit=_MOST_CHANNELS, advanced=True,
     )
     keep: float = _setting(
         0.0, "Keep a match for", "How many timesteps (of 1000) a block's match goes on serving the following steps. "
@@ -172,11 +163,6 @@ class MergeRule:
     early_until: float = _setting(
         500.0, "Early until timestep", "The early phase is every step at this timestep or a higher one: 1000 is pure "
         "noise, 0 the finished picture.", minimum=0.0, maximum=1000.0, step=10.0, advanced=True,
-    )
-    early_mlp: float = _setting(
-        0.0, "Early MLP ratio", "Merge this share of the tokens in the feed-forward layer too, in the early phase "
-        "only. What SDXL, whose time is mostly there, can gain by.",
-        minimum=0.0, maximum=0.75, step=0.05, advanced=True,
     )
     deep_mlp: float = _setting(
         0.0, "Deep MLP ratio", "Merge this share of the tokens in the feed-forward layer too, below timestep 500, "
@@ -261,14 +247,14 @@ class MergeRule:
     @property
     def is_off(self) -> bool:
         """True where the rule can merge nothing."""
-        if self.early_mlp or self.deep_mlp or (self.early_ratio and self.merge_attn):
+        if self.deep_mlp or (self.early_ratio and self.merge_attn):
             return False
         return self.effective_ratio == 0 or not (self.merge_attn or self.merge_crossattn or self.merge_mlp)
 
     @property
     def has_early_phase(self) -> bool:
         """True where the early, noisy steps are treated in another way."""
-        return self.early_ratio is not None or self.early_mlp > 0
+        return self.early_ratio is not None
 
     @property
     def sizes_keys(self) -> bool:

@@ -84,7 +84,7 @@ class Matcher:
         made = _made(asked)
         options = MatchOptions(
             rule.constant_ratio, rule.sx, rule.sy, self._draw(asked), rule.cluster_on,
-            0 if asked.together else rule.refine, rule.window, rule.metric in BY_DISTANCE,
+            0 if asked.together else rule.refine, rule.metric in BY_DISTANCE,
         )  # fmt: skip
         plan = METHODS[rule.method].match(_compared(asked, made), outer.grid, options)
         return Plans(None) if plan is None else self._complete(asked, plan, made)
@@ -104,7 +104,7 @@ class Matcher:
         rule = asked.rule
         if not rule.query_ratio:
             return None
-        options = MatchOptions(rule.query_ratio, 2, 2, self._draw(asked), window=rule.window)
+        options = MatchOptions(rule.query_ratio, 2, 2, self._draw(asked))
         return METHODS["bipartite"].match(asked.x, asked.outer.grid, options)
 
     def _draw(self, asked: Asked) -> Draw | None:
@@ -120,7 +120,7 @@ def _made(asked: Asked) -> torch.Tensor | None:
 def _compared(asked: Asked, made: torch.Tensor | None) -> torch.Tensor:
     """A method that does not compare by a metric gets the block's input."""
     rule = asked.rule
-    return compared(asked.block, asked.x, rule.metric, rule.project, made) if METHODS[rule.method].compares else asked.x
+    return compared(asked.block, asked.x, rule.metric, made) if METHODS[rule.method].compares else asked.x
 
 
 def _fits(plans: Plans, x: torch.Tensor) -> bool:

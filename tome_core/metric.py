@@ -10,29 +10,24 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from .grid import scramble
-
 METRICS = ("input", "normed", "keys", "keys+values")
 BY_DISTANCE = ("keys", "keys+values")
 
 
 def compared(
-    block: nn.Module, x: torch.Tensor, metric: str, project: int = 0, made: torch.Tensor | None = None
+    block: nn.Module, x: torch.Tensor, metric: str, made: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The tokens as a match compares them: ``[B, N, D]``, without gradient.
 
-    x: the block's input ``[B, N, C]``. project: a random projection to this many channels, where that is fewer; 0
-    is none. made: the tokens' keys and values side by side, where they are there. A block without the usual norm or
-    projections is compared as far along as it goes.
+    x: the block's input ``[B, N, C]``. made: the tokens' keys and values side by side, where they are there. A block
+    without the usual norm or projections is compared as far along as it goes.
     """
     with torch.no_grad():
         if made is None or metric not in BY_DISTANCE:
-            found = _along(block, x, metric)
-        elif metric == "keys":
-            found = _of_unit_spread(made[..., : made.shape[2] // 2])
-        else:
-            found = _of_unit_spread(made, 2)
-        return _projected(found, project) if 0 < project < found.shape[2] else found
+            return _along(block, x, metric)
+        if metric == "keys":
+            return _of_unit_spread(made[..., : made.shape[2] // 2])
+        return _of_unit_spread(made, 2)
 
 
 def _along(block: nn.Module, x: torch.Tensor, metric: str) -> torch.Tensor:
@@ -62,10 +57,3 @@ def _of_unit_spread(x: torch.Tensor, parts: int = 1) -> torch.Tensor:
     length = torch.linalg.vector_norm(x, dim=(1, 3), keepdim=True, dtype=torch.float32)
     unit = (x.shape[1] * x.shape[3]) ** -0.5
     return (x / (length * unit).clamp(min=torch.finfo(x.dtype).tiny).to(x.dtype)).flatten(2)
-
-
-def _projected(x: torch.Tensor, channels: int) -> torch.Tensor:
-    """Distances survive a projection by random signs (Achlioptas 2003); these depend on the sizes alone."""
-    places = torch.arange(x.shape[2] * channels, device=x.device)
-    signs = ((scramble(places + 1) >> 7) % 2 * 2 - 1).view(x.shape[2], channels)
-    return x @ (signs.to(x.dtype) * channels**-0.5)

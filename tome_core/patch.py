@@ -425,7 +425,7 @@ def _describe(rule: MergeRule) -> str:
     if rule.merge_attn and rule.sizes_keys:
         text += ", size-aware"
     if rule.has_early_phase:
-        text += f", {_describe_early(rule)}"
+        text += f", {rule.early_ratio:.0%} down to timestep {rule.early_until:g}"
     if rule.deep_mlp:
         text += f", {rule.deep_mlp:.0%} of the deep MLP"
     limits = []
@@ -437,10 +437,3 @@ def _describe(rule: MergeRule) -> str:
     if rule.max_beta is not None:
         limits.append(f"beta below {rule.max_beta:g}")
     return text + (f", {', '.join(limits)}" if limits else "")
-
-
-def _describe_early(rule: MergeRule) -> str:
-    parts = [] if rule.early_ratio is None else [f"{rule.early_ratio:.0%}"]
-    if rule.early_mlp:
-        parts.append(f"{rule.early_mlp:.0%} of the MLP")
-    return f"{' and '.join(parts)} down to timestep {rule.early_until:g}"

@@ -15,7 +15,7 @@ from .schedule import reaches
 
 _CELLS = (2, 4, 8)
 HIGHEST_EARLY_RATIO = 1 - 1 / _CELLS[-1] ** 2
-_PLAIN = {"early_ratio": None, "early_mlp": 0.0, "deep_mlp": 0.0}
+_PLAIN = {"early_ratio": None, "deep_mlp": 0.0}
 # what merges the MLP alone, whatever the rest of its rule does; comparing keys and values is no better (.149 for .151)
 _MLP = {"method": "bipartite", "sx": 2, "sy": 2, "side": "qkv", "merge_attn": False, "merge_crossattn": False,
         "merge_mlp": True, "metric": "input", "refine": 0, "query_ratio": 0.0}  # fmt: skip
@@ -57,8 +57,6 @@ def _phases(rule: MergeRule, downsamples: Sequence[int]) -> tuple[MergeRule, ...
         return (late,)
     only = {**_PLAIN, "min_timestep": begins, "merge_crossattn": False}
     early = []
-    if rule.early_mlp:
-        early.append(replace(rule, **{**only, **_MLP}, ratio=rule.early_mlp))
     if rule.early_ratio is not None and rule.merge_attn:
         cell = _cell_for(rule.early_ratio)
         refines = METHODS[rule.method].compares and rule.sizes_keys and rule.early_ratio >= _FEW_KEYS

@@ -20,8 +20,7 @@ class MatchOptions(NamedTuple):
 
     ratio: share of tokens to remove, 0..1. sx, sy: cell size in tokens. draw: what random choices depend
     on, None for fixed ones. cluster_on: see `tome_core.methods.cluster`. refine: k-means steps after the match;
-    window: tokens a side within which partners are looked for, 0 is everywhere. by_distance: tokens are compared by
-    distance, not by cosine. All three of bipartite matching.
+    by_distance: tokens are compared by distance, not by cosine. Both of bipartite matching.
     """
 
     ratio: float
@@ -30,7 +29,6 @@ class MatchOptions(NamedTuple):
     draw: Draw | None = None
     cluster_on: str = "tokens"
     refine: int = 0
-    window: int = 0
     by_distance: bool = False
 
 

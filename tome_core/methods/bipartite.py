@@ -13,28 +13,23 @@ from ..grid import Grid, split_grid
 from ..plan import MergePlan, take_rows, without_autocast
 from .base import Best, MatchOptions, Method, Rows, best_keys
 from .likeness import comparable, directions, searched
-from .windows import best_in_window
 
 
 def match(x: torch.Tensor, grid: Grid, options: MatchOptions) -> MergePlan | None:
     """Merge ``int(N * ratio)`` sources, or all there are, into their most similar destination.
 
     x: ``[B, N, C]``, any float dtype, N the grid's tokens; compared in float32, by cosine or by distance.
-    Partners are looked for in the whole grid or in windows of it; then the match may be refined (`refined`).
+    Then the match may be refined (`refined`).
     Returns groups numbered destinations first; None where the ratio removes no token.
     """
     destinations, sources = split_grid(grid, options.sy, options.sx, options.draw, x)
     removed = min(sources.shape[1], int(x.shape[1] * options.ratio))
     if removed <= 0:
         return None
-    windowed = 0 < options.window < max(grid.height, grid.width)
-    if options.refine and removed == sources.shape[1] and not windowed:  # nothing to choose: k-means from the cells
+    if options.refine and removed == sources.shape[1]:  # nothing to choose: k-means from the cells
         return _refined(x, take_rows(x, destinations), options.refine, options.by_distance)
     with torch.no_grad(), without_autocast(x):
-        if windowed:
-            best = best_in_window(x, grid, options, sources, destinations)
-        else:
-            best = _best_anywhere(x, sources, destinations, options.by_distance)
+        best = _best_anywhere(x, sources, destinations, options.by_distance)
         if removed < sources.shape[1]:  # else all merge, in whatever order
             best = Best(comparable(best.score, x, sources, options.by_distance), best.index)
         plan = _plan(best, sources, destinations, removed)
