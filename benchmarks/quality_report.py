@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import purposes, report
+from benchmarks import purposes, quality_equal_time, report
 from benchmarks.quality_figures import ROLES, Mean, Section, sections
 from benchmarks.results import Record
 
@@ -19,14 +19,16 @@ beside the unmerged ones of equal seeds. Detail: their gradient energy as a shar
 they are washed out. Time: processor time of all calls of the UNet for a picture, and of its dearest step, as a share of
 unmerged calls, taken in turns on one thread; of this model, at this size. ±: standard error over pictures. "Reference"
 methods are plain code of the benchmark, written for clarity and not for speed; "engine" is tome_core; **tomesd** is
-tomesd itself. Sorted by work, then by error."""
+tomesd itself. Sorted by work, then by error. Strength at equal time: on lines between the presets and strengths that
+were measured, as far as none of them beats another in time and PSNR; n/a where none is as fast."""
 _ABSENT = "n/a"
 _NOT_IN_ALL = {"LPIPS": "lpips", "detail": "detail", "time": "time", "dearest step": "dearest"}
+_NONE = quality_equal_time.Point(math.nan, math.nan, math.nan, None)  # no strength is as fast
 Columns = dict[str, Callable[[str], str]]
 
 
 def table(records: list[Record]) -> str:
-    """Markdown: for every checkpoint the means, the same by time, the whole pictures, the Frechet distances."""
+    """Markdown: for every checkpoint the means, the same by time, the whole pictures, others at equal time; Frechet."""
     parts = [text for record in records for text in (_origin(record), *_record_tables(record))]
     return "\n\n".join([LEGEND, *parts])
 
@@ -37,6 +39,7 @@ def _record_tables(record: Record) -> Iterator[str]:
             yield from _noised_tables(section, record["settings"])
         if section.pictures:
             yield _picture_table(section, record["settings"])
+            yield from _at_equal_time(section)
     if record.get("frechet"):
         yield _frechet_table(record)
 
@@ -90,6 +93,22 @@ def _picture_table(section: Section, settings: dict[str, Any]) -> str:
     columns = {label: cell for label, cell in columns.items() if there.get(label, True)}
     head = f"### {section.checkpoint}: {section.counts['pictures']} whole pictures, {settings['steps']} solver steps"
     return f"{head}{_manner(settings)}\n\n{_table(section, order, columns)}"
+
+
+def _at_equal_time(section: Section) -> Iterator[str]:
+    lines = [
+        f"| {section.variants[one.name]['method']} | {section.variants[one.name]['setting']} | {one.theirs.time:.2f} | "
+        f"{' | '.join(_pair(*pair) for pair in zip(one.theirs[1:], (one.ours or _NONE)[1:], strict=True))} |"
+        for one in quality_equal_time.beside(section)
+    ]
+    if lines:
+        head = "| method | setting | time | PSNR dB: it, strength | SSIM | dev % |\n|---|---|---:|---:|---:|---:|"
+        yield "\n".join([f"#### {section.checkpoint}: others beside strength at equal time\n", head, *lines])
+
+
+def _pair(theirs: float | None, ours: float | None) -> str:
+    shown = (_ABSENT if one is None or math.isnan(one) else f"{one:.4g}" for one in (theirs, ours))
+    return ", ".join(shown)
 
 
 def _manner(settings: dict[str, Any]) -> str:
