@@ -29,13 +29,13 @@ def code(kernel, target, **arguments):
     return compiled.asm["ptx" if target[0] == "cuda" else "amdgcn"]
 
 
-def best_keys_code(target, dtype, rows, bias):
-    """The assembly for channels that lie side by side, as they do where nothing was transposed."""
+def best_keys_code(target, dtype, rows, bias, keys=torch.float32):
+    """The assembly for channels that lie side by side, as they do where nothing was transposed. keys: their dtype."""
     own = triton_kernels
     return code(
-        own._best_keys, target, x=TYPES[dtype], rows=rows, keys="*fp32", bias=bias, score="*fp32", index="*i64",
-        x_channel=1, keys_channel=1, PARTS=own._PARTS[dtype], QUERIES=own._QUERIES, KEYS=own._KEYS,
-        CHANNELS=own._CHANNELS,
+        own._best_keys, target, x=TYPES[dtype], rows=rows, keys=TYPES[keys], bias=bias, score="*fp32", index="*i64",
+        x_channel=1, keys_channel=1, PARTS=own.parts_of(dtype, keys), QUERIES=own._QUERIES,
+        KEYS=own._KEYS, CHANNELS=own._CHANNELS,
     )  # fmt: skip
 
 
@@ -51,6 +51,9 @@ def main() -> None:
                 if target[0] == "cuda":
                     assert "tf32" not in text, "products are to be those of float32"
                     assert ("mma" in text) == (dtype != torch.float32), "half precision is for tensor cores"
+                own = best_keys_code(target, dtype, *options, keys=dtype)
+                assert "tf32" not in own
+                assert dtype == torch.float32 or target[0] != "cuda" or own.count("mma") < text.count("mma")
             means = code(triton_kernels._mean_rows, target, x=pointer, order="*i64", offsets="*i64", mean=pointer,
                          x_channel=1, ROWS=triton_kernels._ROWS, CHANNELS=triton_kernels._WIDEST)  # fmt: skip
             assert "atom" not in means, "equal bits every time"

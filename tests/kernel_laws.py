@@ -123,6 +123,18 @@ def test_the_best_key_is_that_of_the_exact_scores(shape, kind, dtype):
     assert torch.allclose(found.score, plain.score, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("kind", ["no bias", "a bias", "hidden keys"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_keys_of_the_queries_own_dtype_are_multiplied_exactly(shape, kind, dtype):
+    rows, keys = case(shape, dtype)
+    bias, keys = biases(shape[0], shape[3])[kind], keys.to(dtype)
+    found = best_keys(rows, shape[2], keys, bias)
+    assert_best(found, taken(rows, 0, shape[2]), keys, bias)
+    exact = best_keys(rows, shape[2], keys.float(), bias)
+    assert torch.equal(found.index, exact.index) and torch.equal(found.score, exact.score)
+
+
 def test_queries_taken_slice_by_slice_are_found_the_same():
     rows, keys = case(SHAPES[2])
     direct, called = best_keys(rows, 130, keys), best_keys(lambda i, j: taken(rows, i, j), 130, keys)

@@ -50,9 +50,10 @@ def best_keys(
     """Score and number of the best key of each query: float32 and int64 ``[B, Q]``; None if it could not run.
 
     x: ``[B or 1, N, C]``, float32, float16 or bfloat16. rows: int64 ``[B or 1, Q]``, which rows of x are queries,
-    None for all. keys: float32 ``[B, K, C]``, K at least 1. bias: float32 ``[B, K]``, added to the scores. Any strides.
+    None for all. keys: ``[B, K, C]``, float32 or x's dtype, K at least 1. bias: float32 ``[B, K]``, added to the
+    scores. Any strides.
 
-    Sums in float32. Keys of half precision queries are multiplied in parts of that dtype that together hold
+    Sums in float32. Float32 keys of half precision queries are multiplied in parts of that dtype that together hold
     float32's digits: no TF32, and no rounding of keys to half precision. Of equal scores the first wins; one that
     is no number never does.
     Law: a query's result has the same bits whatever else is in the batch. With float16 queries keys have to be in

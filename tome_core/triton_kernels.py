@@ -12,8 +12,12 @@ import triton.language as tl
 # Small tiles, because SD1.5 at 512 px has 3,072 sources: 48 tiles a sample, on GPUs of 60 to 140 processors.
 _QUERIES, _KEYS, _CHANNELS = 64, 64, 32
 _ROWS, _WIDEST = 8, 256
-# How many numbers of the queries' dtype a float32 key is written as: 24 bits are 1 x 24, 2 x 11 or 3 x 8.
 _PARTS = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
+
+
+def parts_of(queries: torch.dtype, keys: torch.dtype) -> int:
+    """How many numbers of the queries' dtype a key is written as: a float32's 24 bits are 1 x 24, 2 x 11 or 3 x 8."""
+    return 1 if keys == queries else _PARTS[queries]
 
 
 @triton.jit
@@ -47,7 +51,7 @@ def _best_keys(
             for _part in tl.static_range(PARTS):
                 part = rest.to(tile.dtype)
                 scores = tl.dot(tile, part, scores, input_precision="ieee")
-                rest -= part.to(tl.float32)
+                rest = rest.to(tl.float32) - part.to(tl.float32)
         if bias is not None:
             scores += tl.load(bias + sample * bias_sample + key * bias_key, mask=there, other=0.0)[None, :]
         # what equals itself is no NaN, which reductions order at will: the best key has to be one there is
@@ -95,7 +99,7 @@ def best_keys(
         x, rows, keys, bias, score, index, queries, keys.shape[1], keys.shape[2], tiles,
         *x.stride(), *(rows.stride() if rows is not None else (0, 0)),
         *keys.stride(), *(bias.stride() if bias is not None else (0, 0)),
-        PARTS=_PARTS[x.dtype], QUERIES=_QUERIES, KEYS=_KEYS, CHANNELS=_CHANNELS,
+        PARTS=parts_of(x.dtype, keys.dtype), QUERIES=_QUERIES, KEYS=_KEYS, CHANNELS=_CHANNELS,
     )  # fmt: skip
 
 

@@ -97,7 +97,7 @@ def best_keys(
 ) -> Best:
     """The key with the highest dot product for each of ``count`` queries, plus ``bias`` if given.
 
-    queries: `Rows`, or ``(start, stop) -> [B, stop - start, C]`` float32. keys: float32 ``[B, K, C]``.
+    queries: `Rows`, or ``(start, stop) -> [B, stop - start, C]`` float32. keys: ``[B, K, C]``, float32 or as `Rows`.
     bias: float32 ``[B, K]``. Not differentiable. The scores never exist as a whole: on a GPU with Triton one kernel
     keeps them to itself (`tome_core.kernels`; half precision `Rows` are multiplied as they are there), elsewhere
     queries are called slice by slice. Equal from either up to rounding: near ties may resolve differently.
@@ -107,7 +107,7 @@ def best_keys(
         found = kernels.best_keys(rows.x, rows.rows, keys, bias) if kernels.ready(rows.x) else None
         if found is not None:
             return Best(*found)
-    return _best_by_slices(queries, count, keys, bias)
+    return _best_by_slices(queries, count, keys.float(), bias)
 
 
 def _best_by_slices(

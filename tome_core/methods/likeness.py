@@ -13,14 +13,15 @@ _TINY = 1e-12  # keeps a token of zeros at similarity 0
 
 
 def searched(rows: torch.Tensor, by_distance: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What `best_keys` takes to find the rows most alike: keys float32 ``[B, K, C]`` and, by distance, ``[B, K]``.
+    """What `best_keys` takes to find the rows most alike: keys ``[B, K, C]`` and, by distance, a bias ``[B, K]``.
 
-    rows: ``[B, K, C]``, any float dtype.
+    rows: ``[B, K, C]``, any float dtype. Both float32; by distance keys of half precision stay what they are, so that
+    tensor cores multiply them in one part, and the bias is exactly theirs.
     """
-    rows = rows.float()
-    if by_distance:
-        return rows, rows.pow(2).sum(-1) * -0.5
-    return directions(rows), None
+    if not by_distance:
+        return directions(rows), None
+    exact = rows.float()
+    return rows if rows.dtype.itemsize == 2 else exact, exact.pow(2).sum(-1) * -0.5
 
 
 def directions(rows: torch.Tensor) -> torch.Tensor:
