@@ -23,6 +23,7 @@ pytest.importorskip("playwright.sync_api", reason="needs playwright")
 sys.modules["_tome_core_gradio"] = around = ModuleType("_tome_core_gradio")
 around.__path__ = [str(Path(__file__).parents[1])]
 settings = import_module("_tome_core_gradio.extension.settings")
+Page.generates = len(settings.ARGUMENTS)
 PINS = Path(__file__).parent / "gradio_panel"
 SLOW = 120_000  # ms; small machines take long to draw
 NAMES = tome_core.PRESETS

@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 
-GENERATES = 30  # with so many values; gradio 3 asks all questions at one address
 CHOOSING = (1, 2)  # with so few values, when a preset was chosen
 
 
 class Page:
-    """The controls whose ids begin with `prefix`."""
+    """The controls whose ids begin with `prefix`.
+
+    generates: how many values Generate sends; gradio 3 asks all questions at one address.
+    """
+
+    generates = 0
 
     def __init__(self, page, prefix="script_txt2img_"):
         self.page, self.prefix = page, prefix
@@ -56,7 +60,7 @@ class Page:
         held = []
 
         def hold(route):
-            if len(route.request.post_data_json["data"]) in (GENERATES, *but):
+            if len(route.request.post_data_json["data"]) in (self.generates, *but):
                 route.continue_()
             else:
                 held.append(route)

@@ -25,7 +25,7 @@ def test_the_script_is_there_and_lists_its_arguments(webui):
     (found,) = [one for one in webui.ask("/sdapi/v1/script-info")
                 if one["name"] == "token merging (tome)" and not one["is_img2img"]]  # fmt: skip
     labels = [one["label"] for one in found["args"]]
-    assert found["is_alwayson"] and len(labels) == 30 and labels[:3] == ["Token Merging (ToMe)", "Preset", "Ratio"]
+    assert found["is_alwayson"] and len(labels) == 27 and labels[:3] == ["Token Merging (ToMe)", "Preset", "Ratio"]
     assert (found["args"][2]["minimum"], found["args"][2]["maximum"], found["args"][2]["step"]) == (0, 1, 0.05)
     assert found["args"][3]["choices"] == ["same", "off", "own ratio", "only hires"]
     assert "Error loading script: token_merging.py" not in webui.said()
