@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import subprocess
+from pathlib import Path
 
 import pytest
 
-from benchmarks import environment, results
+from benchmarks import environment, report, results
 
 ENVIRONMENT = {"commit": "abc", "versions": {"torch": "2"}, "device": {"kind": "cpu", "name": "x"}}
 KEYS = ["a", "b", "c"]
+TABLES = sorted((Path(__file__).parents[1] / "benchmarks" / "results").glob("*.md"))
 
 
 def record(settings=None, kind="speed", **changes):
@@ -143,3 +145,8 @@ def test_a_commit_says_whether_files_differ_from_it(tmp_path):
     assert clean and environment.commit(tmp_path) == clean
     (tmp_path / "file").write_text("2")
     assert environment.commit(tmp_path) == f"{clean}+changes"
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda path: path.stem)
+def test_a_table_that_is_kept_is_made_from_its_result(table):
+    assert table.read_text(encoding="utf-8") == report.write([table.with_suffix(".json")], None, None) + "\n"
