@@ -35,10 +35,12 @@ class Beside(NamedTuple):
 
 def beside(section: Section) -> Iterator[Beside]:
     """Every other method with whole pictures and their time, in the result's order; none without strengths."""
-    points = {name: _point(section, name) for name, one in section.pictures.items() if one.time is not None}
-    front = _front([point for name, point in points.items() if section.variants[name]["method"] in OURS])
-    for name, point in points.items():
-        if front and section.variants[name]["role"] in ("method", "tomesd") and name not in _ours(section):
+    timed = [name for name, one in section.pictures.items() if one.time is not None]
+    ours = [name for name in timed if section.variants[name]["method"] in OURS]
+    front = _front([_point(section, name) for name in ours])
+    for name in timed:
+        if front and section.variants[name]["role"] in ("method", "tomesd") and name not in ours:
+            point = _point(section, name)
             yield Beside(name, point, at(front, point.time))
 
 
@@ -52,10 +54,6 @@ def at(front: list[Point], time: float) -> Point | None:
             return Point(time, *(_between(*pair, part) for pair in ((low.psnr, high.psnr), (low.ssim, high.ssim))),
                          _dev_between(low.dev, high.dev, part))  # fmt: skip
     return front[-1]
-
-
-def _ours(section: Section) -> set[str]:
-    return {name for name, one in section.variants.items() if one["method"] in OURS}
 
 
 def _point(section: Section, name: str) -> Point:

@@ -23,7 +23,7 @@ tomesd itself. Sorted by work, then by error. Strength at equal time: on lines b
 were measured, as far as none of them beats another in time and PSNR; n/a where none is as fast."""
 _ABSENT = "n/a"
 _NOT_IN_ALL = {"LPIPS": "lpips", "detail": "detail", "time": "time", "dearest step": "dearest"}
-_NONE = quality_equal_time.Point(math.nan, math.nan, math.nan, None)  # no strength is as fast
+_NO_POINT = (None,) * 4  # no strength is as fast
 Columns = dict[str, Callable[[str], str]]
 
 
@@ -98,7 +98,7 @@ def _picture_table(section: Section, settings: dict[str, Any]) -> str:
 def _at_equal_time(section: Section) -> Iterator[str]:
     lines = [
         f"| {section.variants[one.name]['method']} | {section.variants[one.name]['setting']} | {one.theirs.time:.2f} | "
-        f"{' | '.join(_pair(*pair) for pair in zip(one.theirs[1:], (one.ours or _NONE)[1:], strict=True))} |"
+        f"{' | '.join(_pair(*pair) for pair in zip(one.theirs[1:], (one.ours or _NO_POINT)[1:], strict=True))} |"
         for one in quality_equal_time.beside(section)
     ]
     if lines:
@@ -107,8 +107,7 @@ def _at_equal_time(section: Section) -> Iterator[str]:
 
 
 def _pair(theirs: float | None, ours: float | None) -> str:
-    shown = (_ABSENT if one is None or math.isnan(one) else f"{one:.4g}" for one in (theirs, ours))
-    return ", ".join(shown)
+    return ", ".join(_ABSENT if one is None else f"{one:.4g}" for one in (theirs, ours))
 
 
 def _manner(settings: dict[str, Any]) -> str:

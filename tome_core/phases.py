@@ -50,20 +50,18 @@ def _reached(rule: MergeRule, downsamples: Sequence[int]) -> tuple[int, ...]:
 
 def _phases(rule: MergeRule, downsamples: Sequence[int]) -> tuple[MergeRule, ...]:
     late, reached = replace(rule, **_PLAIN), _reached(rule, downsamples)
-    if not rule.has_early_phase or not reached:
+    if not rule.has_early_phase or not rule.merge_attn or not reached:
         return (late,)
     begins = max(rule.early_until, rule.min_timestep or 0.0)
     if rule.max_timestep is not None and rule.max_timestep < begins:
         return (late,)
-    only = {**_PLAIN, "min_timestep": begins, "merge_crossattn": False}
-    early = []
-    if rule.early_ratio is not None and rule.merge_attn:
-        cell = _cell_for(rule.early_ratio)
-        refines = METHODS[rule.method].compares and rule.sizes_keys and rule.early_ratio >= _FEW_KEYS
-        finest = {"levels": reached[:1], "max_downsample": None}
-        early.append(replace(rule, **only, **finest, ratio=rule.early_ratio, merge_mlp=False, sx=max(rule.sx, cell),
-            sy=max(rule.sy, cell), refine=max(rule.refine, _STEPS) if refines else rule.refine))  # fmt: skip
-    return (*early, late)
+    cell = _cell_for(rule.early_ratio)
+    refines = METHODS[rule.method].compares and rule.sizes_keys and rule.early_ratio >= _FEW_KEYS
+    only = {**_PLAIN, "min_timestep": begins, "levels": reached[:1], "max_downsample": None,
+            "merge_crossattn": False, "merge_mlp": False}  # fmt: skip
+    early = replace(rule, **only, ratio=rule.early_ratio, sx=max(rule.sx, cell), sy=max(rule.sy, cell),
+                    refine=max(rule.refine, _STEPS) if refines else rule.refine)  # fmt: skip
+    return (early, late)
 
 
 def _cell_for(ratio: float) -> int:

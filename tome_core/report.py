@@ -27,9 +27,9 @@ def when_traced(method: Callable) -> Callable:
 
 @dataclass
 class LevelTally:
-    """Counts of one level. ``merged``: calls by (part, tokens, queries left, keys left); ``skipped``: by reason.
+    """Counts of one level. ``merged``: calls by (part, tokens, queries left, keys left).
 
-    routes: how merged keys got to know their sizes, by way and calls.
+    skipped: calls by (part, reason). routes: how merged keys got to know their sizes, by way and calls.
     traced_merges, traced_skips, traced_routes: what was decided while a compiler traced. The attention work of a call
     is queries times keys times batch.
     """
@@ -105,8 +105,7 @@ class Ledger:
             self.trace_skip(index(level), part, reason)
             return
         tally = self.levels[level]
-        why = part, reason
-        tally.skipped[why] = tally.skipped.get(why, 0) + calls
+        tally.skipped[part, reason] += calls
         tally.work_full += work * calls
         tally.work_left += work * calls
 

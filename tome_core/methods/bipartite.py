@@ -59,7 +59,8 @@ def refined(plan: MergePlan, x: torch.Tensor, steps: int, by_distance: bool = Fa
     loses its tokens stays empty, so the plan is for keys that know their sizes, or for merging and unmerging.
     """
     with torch.no_grad(), without_autocast(x):
-        x = x if by_distance else directions(x)
+        if not by_distance:
+            x = directions(x)
         for _ in range(steps):
             plan = _nearest(x, plan.merge(x), by_distance, plan.empty)
     return plan
