@@ -4,10 +4,10 @@ Strength says how much of the finest self-attention's work is left, on average o
 far more merging than late ones, so late steps keep a share of the keys down to a timestep above which hardly any is
 kept. For every knot of the curve the share and the timestep are those of the least deviation, over all checkpoints,
 among the pairs that leave so much work and that ask of no step more than a stronger knot does: error and saving then
-grow with strength on whatever steps a picture has. Levels below the finest, and their MLPs, are added as far as they
-add little to that: which of them a picture has depends on the model's family and on its size. Needs results of
-``python -m benchmarks.quality --for choose`` with the rows "merged keys", and for the latter "keys below" and "MLP
-below"; writes ``tome_core/strength_table.py``.
+grow with strength on whatever steps a picture has. A pair with which the keys of levels below the finest would add much
+to that is none: which of them a picture has depends on the model's family and on its size. Needs results of
+``python -m benchmarks.quality --for choose`` with the rows "merged keys", and for the latter "keys below"; writes
+``tome_core/strength_table.py``.
 """
 
 from __future__ import annotations
@@ -23,22 +23,18 @@ from typing import NamedTuple
 from benchmarks import purposes, results
 from benchmarks.quality_figures import Noised, sections
 from benchmarks.quality_rows import TIMES
-from benchmarks.variant_list import FRONT, KEYS_BELOW, MLP_BELOW
-from tome_core.phases import DEEP_UNTIL
+from benchmarks.variant_list import FRONT, KEYS_BELOW
 from tome_core.presets import PARTS
 
 TABLE = Path(__file__).parents[1] / "tome_core" / "strength_table.py"
 KNOTS = 20  # of the curve, equally far apart
 # share of the attention work left at a strength; between them its logarithm is a line
 WORK = {0.0: 1.0, 0.25: 0.2, 0.5: 1 / 16, 0.75: 1 / 32, 1.0: 1 / 64}
-# Of a strength's deviation: what the levels below the finest may add to it with their keys, and with their MLPs. These
-# only in the late steps: there they add to what is large, in the early ones they would be all there is, and whole
-# pictures showed it (PSNR 2 to 3.6 dB less at quality). And little of it: where heads are smooth, attention loses next
-# to nothing and an MLP what it loses elsewhere (with a share of .2 balanced lost .083 % of the loss there, not .021).
+# Of a strength's deviation: what the keys of the levels below the finest may add to it. Their MLPs add nothing: they
+# had been allowed a twentieth, and at a guidance of 7.5 whole pictures lost 6 to 8 dB of PSNR to them where heads are
+# smooth, .3 to 1 dB where they are sharp, and no time was gained.
 BELOW_SHARE = 0.2
-MLP_SHARE = 0.05
 FEWEST = 1 / 64  # share of the keys that early steps keep, and that late ones keep at least
-_MOST_MLP = 48  # of those parts: the most that was measured
 _MOMENTS = tuple(range(5, 1000, 10))  # timesteps, over which a deviation is a mean
 
 
@@ -81,7 +77,7 @@ def _over_time(values: Sequence[float]) -> list[float]:
 
 
 class Knot(NamedTuple):
-    """One strength: the share of keys that steps before timestep ``until`` keep, and what MLPs below it merge.
+    """One strength: the share of keys that steps before timestep ``until`` keep.
 
     work: share of the finest attention's products left; dev: the deviation to be expected, per cent of the v-loss.
     """
@@ -89,7 +85,6 @@ class Knot(NamedTuple):
     strength: float
     share: float
     until: float
-    deep_mlp: float
     work: float
     dev: float
 
@@ -115,13 +110,12 @@ def _is_dominated(ratio: float, found: dict[float, tuple[float, ...]]) -> bool:
     return any(other > ratio and _mean(dev) <= _mean(found[ratio]) for other, dev in found.items())
 
 
-def below(records: Sequence[dict]) -> tuple[Loss, Loss]:
-    """What merging below the finest level costs: keys and MLPs. Raises ValueError where the results do not say."""
+def below(records: Sequence[dict]) -> Loss:
+    """What merging keys below the finest level costs. Raises ValueError where the results do not say."""
     keys = {1 - ratio: _measured(records, "keys-below", ratio, cell) for ratio, cell in KEYS_BELOW}
-    mlp = {1 - ratio: _measured(records, "MLP-below", ratio) for ratio in MLP_BELOW}
-    if not all((*keys.values(), *mlp.values())):
-        raise ValueError("no result has the rows of keys below and MLP below; run python -m benchmarks.quality first")
-    return Loss(keys), Loss(mlp)
+    if not all(keys.values()):
+        raise ValueError("no result has the rows of keys below; run python -m benchmarks.quality first")
+    return Loss(keys)
 
 
 def _measured(records: Sequence[dict], line: str, ratio: float, cell: int = 2) -> tuple[float, ...]:
@@ -146,13 +140,13 @@ def work_at(strength: float) -> float:
     return math.exp(math.log(more) * (1 - place) + math.log(less) * place)
 
 
-def curve(loss: Loss, keys: Loss, mlp: Loss) -> list[Knot]:
-    """All knots, the weakest first. loss: at the finest level; keys, mlp: below it, see `below`.
+def curve(loss: Loss, keys: Loss) -> tuple[Knot, ...]:
+    """All knots, the weakest first. loss: at the finest level; keys: below it, see `below`.
 
     Of all ways through the knots on which no step is ever asked for less, the one whose deviations are the least, each
     as a share of the least that its work allows. Raises ValueError where nothing that was measured leaves so little.
     """
-    ways = [_Way(0.0, (Knot(0.0, 1.0, 1000.0, 0.0, 1.0, 0.0),))]
+    ways = [_Way(0.0, (Knot(0.0, 1.0, 1000.0, 1.0, 0.0),))]
     for number in range(1, KNOTS + 1):
         strength = number / KNOTS
         found = _pairs(strength, loss, keys)
@@ -164,7 +158,7 @@ def curve(loss: Loss, keys: Loss, mlp: Loss) -> list[Knot]:
             for knot in found
             if (way := _cheapest(way for way in ways if _asks_more(way.knots[-1], knot))) is not None
         ]
-    return _with_mlp(_cheapest(ways).knots, loss, mlp)
+    return _cheapest(ways).knots
 
 
 class _Way(NamedTuple):
@@ -195,7 +189,7 @@ def _pairs(strength: float, loss: Loss, keys: Loss) -> list[Knot]:
         dev = _mean(_both(share, until, loss))
         if until <= 1000 and _mean(keys.at(share)) <= BELOW_SHARE * dev:
             work = (share * until + FEWEST * (1000 - until)) / 1000
-            found.append(Knot(strength, share, until, 0.0, work, dev))
+            found.append(Knot(strength, share, until, work, dev))
     return found
 
 
@@ -203,22 +197,6 @@ def _both(share: float, until: float, loss: Loss) -> list[float]:
     """The deviation at each moment."""
     pairs = zip(_MOMENTS, loss.at(share), loss.at(FEWEST), strict=True)
     return [own if moment < until else few for moment, own, few in pairs]
-
-
-def _with_mlp(knots: Sequence[Knot], loss: Loss, mlp: Loss) -> list[Knot]:
-    """The knots with as much of the deeper MLPs merged as adds little."""
-    costs = {part / PARTS: _late(mlp.at(1 - part / PARTS)) for part in range(_MOST_MLP + 1)}
-    done = [knots[0]]
-    for knot in knots[1:]:
-        allowed = MLP_SHARE * _late(_both(knot.share, knot.until, loss))
-        most = max(ratio for ratio, cost in costs.items() if cost <= allowed)
-        done.append(knot._replace(deep_mlp=max(done[-1].deep_mlp, most)))
-    return done
-
-
-def _late(values: Sequence[float]) -> float:
-    """The mean over the steps in which deeper MLPs merge."""
-    return _mean([value for moment, value in zip(_MOMENTS, values, strict=True) if moment < DEEP_UNTIL])
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -233,15 +211,15 @@ def written(knots: Sequence[Knot], sources: Sequence[str]) -> str:
         f"From {', '.join(sources)}.",
         '"""',
         "",
-        "# Of equally distant strengths from 0 to 1: the share of keys that late steps keep, the timestep from which",
-        f"# on they are early and keep {FEWEST}, and the share of an MLP's tokens that merges below the finest level.",
-        "# Beside it: the share of self-attention's products that is left, on average over the noise schedule, and",
-        "# the deviation of the prediction, in % of the v-loss, both at the finest level.",
+        "# Of equally distant strengths from 0 to 1: the share of keys that late steps keep, and the timestep from",
+        f"# which on they are early and keep {FEWEST}. Beside it: the share of self-attention's products that is left,",
+        "# on average over the noise schedule, and the deviation of the prediction, in % of the v-loss, both at the",
+        "# finest level.",
         "CURVE = (",
     ]
     for knot in knots:
-        values = f"({knot.share}, {knot.until:.1f}, {knot.deep_mlp}),"
-        lines.append(f"    {values:<36}# {knot.strength:.2f}: work {knot.work:.3f}, deviation {knot.dev:.3f}")
+        values = f"({knot.share}, {knot.until:.1f}),"
+        lines.append(f"    {values:<22}# {knot.strength:.2f}: work {knot.work:.3f}, deviation {knot.dev:.3f}")
     return "\n".join([*lines, ")", f"EARLY_SHARE = {FEWEST}", ""])
 
 
@@ -255,7 +233,7 @@ def main(arguments: list[str] | None = None) -> int:
         records = [results.load(path) for path in options.results]
         for path, record in zip(options.results, records, strict=True):
             purposes.check(record, purposes.CHOOSE, path.name)
-        knots = curve(front(records), *below(records))
+        knots = curve(front(records), below(records))
     except (ValueError, OSError, results.ResultError) as error:
         print(error, file=sys.stderr)
         return 2

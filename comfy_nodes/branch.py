@@ -17,7 +17,8 @@ from .engine import tome_core
 from .percent import relative_sigma
 from .sampling import Sampling
 
-_SAMPLER, _SIGMAS, _CALLBACK = 2, 3, 5  # places among the arguments of outer_sample(noise, latent_image, ...)
+# places among the arguments of outer_sample(noise, latent_image, sampler, sigmas, denoise_mask, callback, ...)
+_NOISE, _SAMPLER, _SIGMAS, _CALLBACK = 0, 2, 3, 5
 _OPTIONS = 5  # of transformer_options among those of apply_model(x, t, c_concat, c_crossattn, control, ...)
 
 
@@ -64,7 +65,8 @@ class BranchMerging:
     def outer_sample(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         """Around a whole sampling: counts begin before it, and the report follows."""
         self._begin()
-        sampling = Sampling(_argument(_SAMPLER, "sampler", args, kwargs), _argument(_SIGMAS, "sigmas", args, kwargs))
+        named = ((_SAMPLER, "sampler"), (_SIGMAS, "sigmas"), (_NOISE, "noise"))
+        sampling = Sampling(*(_argument(place, name, args, kwargs) for place, name in named))
         callback = sampling.hear(_argument(_CALLBACK, "callback", args, kwargs))
         outer, self._sampling = self._sampling, sampling
         try:
@@ -161,15 +163,17 @@ class BranchMerging:
 
     def _tell_time(self, handle: Any, model_sampling: Any, *args: Any, **kwargs: Any) -> None:
         """From apply_model(x, t, ..., transformer_options), whose ``t`` is a sigma for each sample."""
-        sampling = self._sampling or Sampling(None, None)
+        sampling = self._sampling or Sampling()
         t = _argument(1, "t", args, kwargs)
-        sigma = sampling.sigma(t, _argument(_OPTIONS, "transformer_options", args, kwargs) or {})
+        options = _argument(_OPTIONS, "transformer_options", args, kwargs) or {}
+        sigma = sampling.sigma(t, options)
         if not 0 <= sigma < math.inf:  # nobody's picture should depend on how we take it
             handle.set_time()
             return
         percent = sampling.percent(sigma, model_sampling) if handle.run.uses_percent else None
         relative = relative_sigma(sigma, model_sampling)
-        handle.set_time(percent=percent, sigma=relative, sampling=self._sampling)
+        pictures = sampling.pictures_in(_argument(0, "x", args, kwargs), options)
+        handle.set_time(percent=percent, sigma=relative, sampling=self._sampling, pictures=pictures)
         if self._has_range:
             self._times[sigma] = bool(handle.run.live)
 

@@ -18,13 +18,14 @@ _OF_THEIR_OWN = ("sample_dpm_fast", "sample_dpm_adaptive", "sample_ar_video")  #
 class Sampling:
     """What tells one sampling from all others, and its time.
 
-    sampler, sigmas: those of ``outer_sample``. The levels are read once, at the first call of the model. From the
-    step that the sampler's callback reports follows the level of the calls after it: a second-order sampler's middle
-    ones count as the step's end. A sampler of which that is not known is waited for at each call.
+    sampler, sigmas, noise: those of ``outer_sample``. The levels are read once, at the first call of the model. From
+    the step that the sampler's callback reports follows the level of the calls after it: a second-order sampler's
+    middle ones count as the step's end. A sampler of which that is not known is waited for at each call.
     """
 
-    def __init__(self, sampler: Any, sigmas: Any) -> None:
+    def __init__(self, sampler: Any = None, sigmas: Any = None, noise: Any = None) -> None:
         self._sigmas = sigmas
+        self._pictures = len(noise) if torch.is_tensor(noise) else None
         self._levels: list[float] | None = None
         self._place = 0
         self._follows_list = _follows_list(sampler)
@@ -47,6 +48,15 @@ class Sampling:
             # a call after the last step is at the last level that has noise
             return self._levels[min(self._place, len(self._levels) - 1)]
         return float(t.reshape(-1)[0]) if torch.is_tensor(t) else float(t)
+
+    def pictures_in(self, x: Any, options: dict[str, Any]) -> int | None:
+        """How many pictures a call of the model holds all conditions of; None for one that holds some of them alone.
+
+        x: its latents, each picture's once for each condition. A window of a film holds some of the pictures.
+        """
+        conditions = options.get("cond_or_uncond")
+        whole = conditions is not None and torch.is_tensor(x) and self._pictures is not None
+        return self._pictures if whole and len(x) == len(conditions) * self._pictures else None
 
     def percent(self, sigma: float, model_sampling: Any) -> float:
         """Where the level lies on ComfyUI's scale; for the whole list at once, because each answer may wait."""

@@ -133,6 +133,12 @@ def first_row(p: Any) -> int:
     return 0 if getattr(_running_model(p), "forge_objects", None) is None else -int(p.batch_size)
 
 
+def pictures(p: Any) -> int | None:
+    """How many pictures a pass makes at once, where the webui says so."""
+    size = getattr(p, "batch_size", None)
+    return size if isinstance(size, int) and size > 0 else None
+
+
 def has_hires(p: Any) -> bool:
     """Will there be a hires pass?"""
     return bool(getattr(p, "enable_hr", False))

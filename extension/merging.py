@@ -111,7 +111,8 @@ class Armed:
         if self.handle is None:
             return
         if self.handle.run.wants_time:
-            self.handle.set_time(**host.relative(p, self._pace.time(params)), sampling=self._sampling)
+            time = host.relative(p, self._pace.time(params))
+            self.handle.set_time(**time, sampling=self._sampling, pictures=host.pictures(p))
         record.steps_live += bool(self.handle.run.live)
 
     def disarm(self) -> None:

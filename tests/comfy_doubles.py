@@ -168,7 +168,8 @@ class Guider:
     def _call(self, pair: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
         """The model, for both prompts."""
         now = on_device(now) if self.is_on_device else now
-        return self.model.apply_model(pair, now.expand(len(pair)), self.text, {**self.options, "sigmas": now[None]})
+        options = {**self.options, "sigmas": now[None], "cond_or_uncond": [1, 0]}
+        return self.model.apply_model(pair, now.expand(len(pair)), self.text, options)
 
 
 class Server:

@@ -25,7 +25,7 @@ def loss(record):
 
 @pytest.fixture(scope="module")
 def knots(record, loss):
-    return strength.curve(loss, *strength.below([record]))
+    return strength.curve(loss, strength.below([record]))
 
 
 def test_the_shipped_curve_is_made_from_the_committed_result(tmp_path):
@@ -43,7 +43,6 @@ def test_every_checkpoint_counts(record, loss):
 def test_more_strength_asks_more_of_every_step_and_costs_more(knots):
     for weaker, stronger in pairwise(knots):
         assert stronger.share <= weaker.share and stronger.until <= weaker.until
-        assert stronger.deep_mlp >= weaker.deep_mlp
         assert stronger.work < weaker.work and stronger.dev > weaker.dev
 
 
@@ -78,12 +77,11 @@ def test_between_what_was_measured_a_loss_lies_between_it(loss):
     assert loss.at(least)[strength._MOMENTS.index(205)] == pytest.approx(measured, rel=0.1)
 
 
-def test_mlps_below_the_finest_level_add_at_most_their_share(record, knots):
-    mlp = strength.below([record])[1]
+def test_keys_below_the_finest_level_add_at_most_their_share(record, knots):
+    keys = strength.below([record])
     for knot in knots[1:]:
-        late = strength._late(mlp.at(1 - knot.deep_mlp)) if knot.deep_mlp else 0.0
-        assert late <= strength.MLP_SHARE * knot.dev * len(strength._MOMENTS) / 50 + 1e-9, "half of the moments"
-    with pytest.raises(ValueError, match="MLP below"):
+        assert strength._mean(keys.at(knot.share)) <= strength.BELOW_SHARE * knot.dev + 1e-9, knot
+    with pytest.raises(ValueError, match="keys below"):
         strength.below([])
 
 

@@ -12,23 +12,38 @@ import tome_core
 from comfy_nodes import host
 from comfy_nodes.inputs import values_of
 from comfy_nodes.nodes import ApplyToMe
+from comfy_nodes.sampling import Sampling
 from tests.comfy_doubles import Guider, least_checkpoint
 from tests.models import inputs
+from tome_core import matching
 
 FOREVER = {"ratio": 0.5, "keep": 1000.0, "use_rand": False}
 
 
 class SplitGuider(Guider):
-    """Both prompts in calls of their own, as where memory is short."""
+    """Both prompts in calls of their own, as where memory is short.
+
+    shift: what the positive one's latents are beside the other's; of one picture they are the same.
+    """
+
+    shift = 1.0
 
     def _outer_sample(self, noise: Any, latent: Any, sampler: Any, sigmas: torch.Tensor, *args: Any) -> torch.Tensor:
         x = noise
         for now, then in itertools.pairwise(sigmas):
             options, half = {**self.options, "sigmas": now[None]}, len(x)
-            negative, positive = (self.model.apply_model(x + shift, now.expand(half), text, options)
-                                  for shift, text in zip((0.0, 1.0), self.text.chunk(2), strict=True))  # fmt: skip
+            negative, positive = (
+                self.model.apply_model(x + shift, now.expand(half), text, {**options, "cond_or_uncond": [which]})
+                for which, shift, text in zip((1, 0), (0.0, self.shift), self.text.chunk(2), strict=True)
+            )
             x = x + (negative + 7 * (positive - negative)) * (then - now) / now.clamp(min=1) * 0.01
         return x
+
+
+class CutGuider(SplitGuider):
+    """Of one picture."""
+
+    shift = 0.0
 
 
 class TiledGuider(Guider):
@@ -49,9 +64,27 @@ def fresh(**values) -> Any:
 
 
 def test_a_match_is_kept_over_the_steps_of_a_sampling():
-    anew = {**FOREVER, "keep": 0.0}
+    anew = {**FOREVER, "keep": 0.001}
     assert not torch.equal(Guider(fresh()).sample(), Guider(fresh(**anew)).sample())
     assert torch.equal(Guider(fresh()).sample(steps=1), Guider(fresh(**anew)).sample(steps=1))
+
+
+@pytest.mark.parametrize(("guider", "matches"), [(Guider, 1), (CutGuider, 1), (SplitGuider, 2)])
+def test_both_prompts_have_one_match_however_the_batch_is_cut(monkeypatch, guider, matches):
+    made, plain = [], matching.Matcher._match
+    monkeypatch.setattr(matching.Matcher, "_match", lambda self, *args: made.append(self.number) or plain(self, *args))
+    guider(fresh()).sample(batch=2)
+    assert made and all(made.count(number) == matches for number in made)
+
+
+def test_a_window_of_a_film_keeps_its_matches_to_itself():
+    """A window of some of the frames, for both prompts, is as large a batch as all frames for one."""
+    sampling = Sampling(noise=torch.zeros(4, 4, 8, 8))
+    assert sampling.pictures_in(torch.zeros(8, 4, 8, 8), {"cond_or_uncond": [1, 0]}) == 4
+    assert sampling.pictures_in(torch.zeros(4, 4, 8, 8), {"cond_or_uncond": [1]}) == 4
+    assert sampling.pictures_in(torch.zeros(4, 4, 8, 8), {"cond_or_uncond": [1, 0]}) is None
+    assert sampling.pictures_in(torch.zeros(4, 4, 8, 8), {}) is None
+    assert Sampling().pictures_in(torch.zeros(4, 4, 8, 8), {"cond_or_uncond": [1]}) is None
 
 
 # the pictures are small ones

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import types
 
 import pytest
@@ -14,12 +15,17 @@ KEPT = {"ratio": 0.5, "keep": 1000.0, "use_rand": False}
 
 
 class SplitDenoiser(Denoiser):
-    """Prompt and negative prompt in calls of their own: batch_cond_uncond is off, or memory is short."""
+    """Prompt and negative prompt in calls of their own: batch_cond_uncond is off, or memory is short.
+
+    shift: what the second call's latents are beside the first's; of one picture they are the same.
+    """
+
+    shift = 1.0
 
     def __call__(self, x, time, timestep):
         self.tell(x, time)
-        negative = torch.zeros_like(self.p.text)
-        cond, uncond = (self.run(x + shift, timestep, text) for shift, text in ((0.0, self.p.text), (1.0, negative)))
+        halves = ((0.0, self.p.text), (self.shift, torch.zeros_like(self.p.text)))
+        cond, uncond = (self.run(x + shift, timestep, text) for shift, text in halves)
         return uncond + 2 * (cond - uncond)
 
     def tell(self, x, time):
@@ -31,6 +37,12 @@ class SplitDenoiser(Denoiser):
     def run(self, x, timestep, text):
         with torch.no_grad():
             return self.webui.unet(x, torch.full((x.shape[0],), timestep), text.expand(x.shape[0], -1, -1))
+
+
+class CutDenoiser(SplitDenoiser):
+    """Of one picture."""
+
+    shift = 0.0
 
 
 class TiledDenoiser(SplitDenoiser):
@@ -74,12 +86,23 @@ def few_steps(monkeypatch, steps):
 
 @pytest.mark.parametrize("denoiser", [Denoiser, CFGDenoiserTimesteps])
 def test_a_match_is_kept_over_the_steps_of_a_pass(webui, monkeypatch, denoiser):
-    kept, anew = args(webui, **KEPT), args(webui, **{**KEPT, "keep": 0.0})
+    kept, anew = args(webui, **KEPT), args(webui, **{**KEPT, "keep": 0.001})
     both = [webui.job(*one, denoiser=denoiser).latents for one in (kept, anew)]
     assert not torch.equal(*both) and not webui.errors
     few_steps(monkeypatch, 1)
     both = [webui.job(*one, denoiser=denoiser).latents for one in (kept, anew)]
     assert torch.equal(*both)
+
+
+@pytest.mark.parametrize(("denoiser", "matches"), [(Denoiser, 1), (CutDenoiser, 1), (SplitDenoiser, 2)])
+def test_both_prompts_have_one_match_however_the_batch_is_cut(webui, monkeypatch, denoiser, matches):
+    few_steps(monkeypatch, 1)
+    engine = webui.part("merging").Patch.__module__.rpartition(".")[0]
+    matcher, made = sys.modules[f"{engine}.matching"].Matcher, []
+    plain = matcher._match
+    monkeypatch.setattr(matcher, "_match", lambda self, *args: made.append(self.number) or plain(self, *args))
+    webui.job(*args(webui, **KEPT), denoiser=denoiser, batch_size=2)
+    assert made and all(made.count(number) == matches for number in made) and not webui.errors
 
 
 @pytest.mark.parametrize("what", ["kept", *tome_core.PRESETS])

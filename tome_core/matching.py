@@ -11,7 +11,7 @@ from .attention.core import Whole, correction_of, projected
 from .attention.correction import Correction
 from .config import MergeRule
 from .grid import Draw
-from .keep import Kept
+from .keep import Kept, KeptPlans, Shared
 from .methods import METHODS, MatchOptions
 from .methods.bipartite import refined
 from .metric import BY_DISTANCE, compared
@@ -58,40 +58,61 @@ class Matcher:
         outer, rule = asked.outer, asked.rule
         kept = outer.call.kept
         if kept is None or not rule.keep or torch.compiler.is_compiling():
-            return self._match(asked)
+            return self._new(asked, _made(asked), None)
         key = (self.number, kept.ordinal, asked.part, asked.together, outer.batch, outer.grid)
-        old = kept.plans.get(key)
-        if old is not None and (old.rule is not rule or not _fits(old.plans, asked.x)):
-            old = None
-        if old is not None and abs(old.timestep - kept.timestep) <= rule.keep:
+        old = _usable(kept.plans.get(key), asked)
+        if old is not None and _is_fresh(old, kept, rule):
             return old.plans
-        plans = self._match(asked) if old is None else self._renewed(old.plans, asked)
-        kept.plans[key] = Kept(plans, kept.timestep, rule)
-        return plans
+        if kept.shared is not None and outer.batch % kept.shared.copies == 0:
+            found = self._shared(asked, kept, kept.shared)
+        else:
+            found = Kept(self._new(asked, _made(asked), old and old.plans), kept.timestep, rule)
+        kept.plans[key] = found
+        return found.plans
 
-    def _renewed(self, old: Plans, asked: Asked) -> Plans:
-        """One k-means step from the plan of an earlier time is as good as a new match with several, and cheaper."""
+    def _shared(self, asked: Asked, kept: KeptPlans, shared: Shared) -> Kept:
+        """The match of one copy of the latents serves all of them, in this call and in others at its time.
+
+        Guidance multiplies the difference of two predictions, and so how differently merging has changed them. A batch
+        that its host cuts gets what the whole one gets, where the copy that is matched comes first.
+        """
+        outer, made = asked.outer, _made(asked)
+        count = outer.batch // shared.copies
+        rows = slice(shared.matched * count, (shared.matched + 1) * count)
+        key = ("shared", self.number, shared.call, asked.part, asked.together, count, outer.grid)
+        old = _usable(kept.plans.get(key), asked)
+        if old is None or not _is_fresh(old, kept, asked.rule):
+            matched = asked._replace(x=asked.x[rows])
+            groups = self._groups(matched, None if made is None else made[rows], old and old.plans)
+            old = kept.plans[key] = Kept(groups, kept.timestep, asked.rule)
+        return old._replace(plans=_corrected(asked, _of_copies(old.plans, shared.copies), made))
+
+    def _new(self, asked: Asked, made: torch.Tensor | None, old: Plans | None) -> Plans:
+        return _corrected(asked, self._groups(asked, made, old), made)
+
+    def _groups(self, asked: Asked, made: torch.Tensor | None, old: Plans | None) -> Plans:
+        """A match without its correction. old: of an earlier time."""
         rule = asked.rule
-        if not rule.refine or asked.together or old.plan is None or not METHODS[rule.method].compares:
-            return self._match(asked)
-        made = _made(asked)
-        return self._complete(asked, refined(old.plan, _compared(asked, made), 1, rule.metric in BY_DISTANCE), made)
-
-    def _match(self, asked: Asked) -> Plans:
-        rule, outer = asked.rule, asked.outer
         if asked.together and rule.effective_side != "qkv":
             return Plans(self._match_as_tomesd(asked))
-        made = _made(asked)
+        renews = rule.refine and not asked.together and METHODS[rule.method].compares
+        if renews and old is not None and old.plan is not None:
+            plan = self._renewed(asked, made, old.plan)
+        else:
+            plan = self._match(asked, made)
+        return Plans(plan) if plan is None else Plans(plan, self._match_queries(asked))
+
+    def _match(self, asked: Asked, made: torch.Tensor | None) -> MergePlan | None:
+        rule = asked.rule
         options = MatchOptions(
             rule.constant_ratio, rule.sx, rule.sy, self._draw(asked), rule.cluster_on,
             0 if asked.together else rule.refine, rule.metric in BY_DISTANCE,
         )  # fmt: skip
-        plan = METHODS[rule.method].match(_compared(asked, made), outer.grid, options)
-        return Plans(None) if plan is None else self._complete(asked, plan, made)
+        return METHODS[rule.method].match(_compared(asked, made), asked.outer.grid, options)
 
-    def _complete(self, asked: Asked, plan: MergePlan, made: torch.Tensor | None) -> Plans:
-        correction = None if made is None else correction_of(asked.whole, made, plan, asked.outer.grid)
-        return Plans(plan, self._match_queries(asked), correction)
+    def _renewed(self, asked: Asked, made: torch.Tensor | None, old: MergePlan) -> MergePlan:
+        """One k-means step from the plan of an earlier time is as good as a new match with several, and cheaper."""
+        return refined(old, _compared(asked, made), 1, asked.rule.metric in BY_DISTANCE)
 
     def _match_as_tomesd(self, asked: Asked) -> MergePlan | None:
         """For a rule made for keys and values alone: tokens by cosine, no empty groups, and not too many merged."""
@@ -112,6 +133,28 @@ class Matcher:
         return Draw(rule.seed, self.level, _stamp(asked.outer.call.stamp, asked.x)) if rule.use_rand else None
 
 
+def _usable(old: Kept | None, asked: Asked) -> Kept | None:
+    """What was kept, where it was made by this rule and lies on this device."""
+    if old is None or old.rule is not asked.rule:
+        return None
+    return old if old.plans.plan is None or old.plans.plan.group.device == asked.x.device else None
+
+
+def _is_fresh(old: Kept, kept: KeptPlans, rule: MergeRule) -> bool:
+    return abs(old.timestep - kept.timestep) <= rule.keep
+
+
+def _of_copies(plans: Plans, copies: int) -> Plans:
+    """The plans of ``[P, N, C]`` for ``[copies * P, N, C]``; of one picture they serve any number."""
+    return Plans(*(None if one is None else one.repeated(copies) for one in plans[:2]))
+
+
+def _corrected(asked: Asked, plans: Plans, made: torch.Tensor | None) -> Plans:
+    if made is None or plans.plan is None:
+        return plans
+    return plans._replace(correction=correction_of(asked.whole, made, plans.plan, asked.outer.grid))
+
+
 def _made(asked: Asked) -> torch.Tensor | None:
     """Keys and values of all tokens, where a correction needs them."""
     return None if asked.whole is None else projected(asked.whole)
@@ -121,10 +164,6 @@ def _compared(asked: Asked, made: torch.Tensor | None) -> torch.Tensor:
     """A method that does not compare by a metric gets the block's input."""
     rule = asked.rule
     return compared(asked.block, asked.x, rule.metric, made) if METHODS[rule.method].compares else asked.x
-
-
-def _fits(plans: Plans, x: torch.Tensor) -> bool:
-    return plans.plan is None or plans.plan.group.device == x.device
 
 
 def _stamp(time: Any, x: torch.Tensor) -> torch.Tensor | None:

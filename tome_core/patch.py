@@ -14,6 +14,7 @@ from torch import nn
 from . import kernels
 from .config import MergeConfig, MergeRule
 from .families import UnsupportedModelError, find_blocks, find_unet
+from .keep import Guidance
 from .methods import METHODS
 from .noise import STABLE_DIFFUSION, SchedulerNoise, own_schedule
 from .phases import HIGHEST_EARLY_RATIO, plain_rules
@@ -112,13 +113,15 @@ class Patch:
             yield self
 
     @contextmanager
-    def sampling(self) -> Iterator[Patch]:
+    def sampling(self, pictures: int | None = None) -> Iterator[Patch]:
         """While in here, this thread's calls of the UNet are the steps of one picture, or of one batch.
 
+        pictures: as of `set_time`; a diffusers pipeline tells by itself.
         What ``keep`` keeps is kept inside and let go of at the end; outside of any sampling nothing is kept. A
         diffusers pipeline's loop is one by itself.
         """
-        with self.run.sample():
+        _check_pictures(pictures)
+        with self.run.sample(lambda batch: Guidance(pictures) if pictures else None):
             yield self
 
     def remove(self) -> None:
@@ -134,19 +137,24 @@ class Patch:
         timestep: float | None = None,
         sigma: float | None = None,
         sampling: Hashable = None,
+        pictures: int | None = None,
     ) -> None:
         """Tell the time before a call of the UNet, on whichever scale is at hand; without arguments, stop telling.
 
         percent: 0..1, ComfyUI's ``percent_to_sigma`` scale. timestep: of Stable Diffusion's schedule. sigma: the
         noise's standard deviation relative to data of unit variance. sampling: whatever tells this picture's sampling
         from all others, the same at each of its steps; matches are kept over steps (``keep``) only where it is given.
+        pictures: how many it makes, where calls are made of copies of their latents in the same order, in one batch or
+        in several, as guidance makes them for a prompt and a negative one. Copies share their matches then: what
+        guidance multiplies is how differently its two predictions were changed.
         Needed for rules in percent on a bare UNet, and for every rule that is limited in time on a UNet compiled as a
         whole, which cannot look at its own arguments. Raises ValueError for a number that is no such time.
         """
         _check_time("percent", percent, 0.0, 1.0)
         _check_time("timestep", timestep, 0.0, None)
         _check_time("sigma", sigma, 0.0, None)
-        self.run.set_time(percent, timestep, sigma, sampling)
+        _check_pictures(pictures)
+        self.run.set_time(percent, timestep, sigma, sampling, pictures)
 
     def keep_maps(self, keep: bool = True) -> None:
         """From now on keep the latest map of each level on its device, for `maps`."""
@@ -395,6 +403,11 @@ def _check_time(name: str, value: float | None, least: float, most: float | None
     if not value >= least or value == float("inf") or (most is not None and value > most):
         top = "up" if most is None else f"to {most:g}"
         raise ValueError(f"{name}={value!r} is no time; use a number from {least:g} {top}")
+
+
+def _check_pictures(value: int | None) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ValueError(f"pictures={value!r} is no number of pictures; use a whole number from 1 up, or None")
 
 
 def _notes(config: MergeConfig, covered: list[bool], downsamples: list[int]) -> tuple[str, ...]:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
-from .run import Run
+import torch
+
+from .keep import Guidance
+from .run import GuidanceOf, Run
 from .wrap import Wrap
 
 
@@ -52,18 +56,24 @@ class SamplingScope(Wrap):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The pipeline's bar, whose ``with`` or iteration is a sampling."""
         bar = self.original(*args, **kwargs)
-        return _Bar(bar, self.run) if self.active else bar
+        return _Bar(bar, self.run, partial(_guidance, self._target)) if self.active else bar
+
+
+def _guidance(pipeline: weakref.ref[Any], batch: torch.Tensor) -> Guidance | None:
+    """Where a pipeline says that it guides, both halves are in its batch, the negative prompt's first."""
+    guides = getattr(pipeline(), "do_classifier_free_guidance", False)
+    return Guidance(len(batch) // 2, 1) if guides and len(batch) % 2 == 0 else None
 
 
 class _Bar:
     """A progress bar that begins and ends a sampling with itself."""
 
-    def __init__(self, bar: Any, run: Run) -> None:
-        self._bar, self._run = bar, run
+    def __init__(self, bar: Any, run: Run, guidance_of: GuidanceOf) -> None:
+        self._bar, self._run, self._guidance_of = bar, run, guidance_of
         self._scope: Any = None
 
     def __enter__(self) -> Any:
-        self._scope = self._run.sample()
+        self._scope = self._run.sample(self._guidance_of)
         self._scope.__enter__()
         return self._bar.__enter__()
 
@@ -74,7 +84,7 @@ class _Bar:
             self._scope.__exit__(None, None, None)
 
     def __iter__(self) -> Iterator[Any]:
-        with self._run.sample():
+        with self._run.sample(self._guidance_of):
             yield from self._bar
 
     def __getattr__(self, name: str) -> Any:

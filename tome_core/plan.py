@@ -80,6 +80,13 @@ class MergePlan:
         self._sizes: torch.Tensor | None = None
         self.derived: dict[tuple, torch.Tensor] = {}  # what others make of it and need again, by who and for what
 
+    def repeated(self, times: int) -> MergePlan:
+        """The plan for so many copies of its samples, one after the other; itself where it serves any number."""
+        if times == 1 or self.group.shape[0] == 1:
+            return self
+        representative = None if self.representative is None else self.representative.repeat(times, 1)
+        return MergePlan(self.group.repeat(times, 1), self.num_groups, representative)
+
     @property
     def num_tokens(self) -> int:
         """Number of tokens ``N``."""

@@ -38,10 +38,10 @@ def strength(value: float) -> MergeRule:
         raise ValueError(f"strength={value!r} is no number from 0 to 1; 0 is off, 0.5 balanced, 1 the most")
     if value == 0:
         return MergeRule(**_ALL, ratio=0.0)
-    share, until, deep_mlp = _between(float(value))
+    share, until = _between(float(value))
     cell = 4 if share >= _FINE_CELLS else 8
     early = {} if share <= EARLY_SHARE else {"early_ratio": 1 - EARLY_SHARE, "early_until": until}
-    return MergeRule(**_ALL, ratio=1 - share, sx=cell, sy=cell, refine=refine_of(cell), deep_mlp=deep_mlp, **early)
+    return MergeRule(**_ALL, ratio=1 - share, sx=cell, sy=cell, refine=refine_of(cell), **early)
 
 
 def refine_of(cell: int) -> int:
@@ -63,15 +63,15 @@ def preset(name: str) -> MergeRule:
     return strength(MARKS[name])
 
 
-def _between(value: float) -> tuple[float, float, float]:
-    """The curve's three numbers at a strength: a line between knots, of the share's logarithm."""
+def _between(value: float) -> tuple[float, float]:
+    """The curve's two numbers at a strength: a line between knots, of the share's logarithm."""
     place = value * (len(CURVE) - 1)
     low = min(int(place), len(CURVE) - 2)
     part = place - low
-    (share, until, mlp), (less, sooner, more) = CURVE[low], CURVE[low + 1]
+    (share, until), (less, sooner) = CURVE[low], CURVE[low + 1]
     between = math.exp(math.log(share) * (1 - part) + math.log(less) * part)
     parts = min(math.ceil(between * PARTS - 1e-9), PARTS - 1)
-    return parts / PARTS, round(until * (1 - part) + sooner * part), round(mlp * (1 - part) + more * part, 4)
+    return parts / PARTS, round(until * (1 - part) + sooner * part)
 
 
 def config_of(wanted: str | float) -> MergeConfig:

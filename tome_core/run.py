@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from .clock import Clock, InForce
 from .config import MergeConfig, MergeRule
 from .decision import Decision, decide
 from .grid import Grid
-from .keep import KeptPlans, Sampling
+from .keep import Guidance, KeptPlans, Sampling
 from .noise import STABLE_DIFFUSION, SchedulerNoise, Step, by_timestep
 from .phases import plain_rules
 from .plan import MergePlan
@@ -68,17 +68,26 @@ class MergeMap(NamedTuple):
     num_groups: int
 
 
+GuidanceOf = Callable[[torch.Tensor], Guidance | None]  # from the latents of a call
+
+
+class Scope:
+    """A sampling that somebody has begun. guidance_of: its calls' guidance; None where nobody tells."""
+
+    def __init__(self, guidance_of: GuidanceOf | None) -> None:
+        self.guidance_of = guidance_of
+
+
 class Pictures(threading.local):
     """What each thread knows of the picture it makes: pipelines that share a UNet may run at once.
 
-    scopes: samplings that somebody has begun, the latest last. told: the step of the UNet's next call, as the
-    scheduler gave it.
+    scopes: samplings, the latest last. told: the step of the UNet's next call, as the scheduler gave it.
     """
 
     def __init__(self) -> None:
         self.timesteps = Timesteps()
         self.sampling = Sampling()
-        self.scopes: list[object] = []
+        self.scopes: list[Scope] = []
         self.told: Step | None = None
 
 
@@ -104,6 +113,7 @@ class Run:
         self.noise: SchedulerNoise | None = None  # of the pipeline, where there is one
         self.time_is_given = False
         self.sampling = Sampling()  # the one that `set_time` named
+        self._guidance: Guidance | None = None  # in it
         self._mine = Pictures()
         self.now: InForce = self.clock.at(UNKNOWN)
         self.maps: dict[int, tuple[Grid, MergePlan]] | None = None
@@ -121,20 +131,22 @@ class Run:
         return limited and not self.knows_schedule
 
     def set_time(
-        self, percent: float | None, timestep: float | None, sigma: float | None, sampling: Hashable = None
-    ) -> None:
+        self, percent: float | None, timestep: float | None, sigma: float | None, sampling: Hashable = None,
+        pictures: int | None = None,
+    ) -> None:  # fmt: skip
         """Take the time from outside until further notice; all None hands the clock back to the UNet's argument."""
         self.time_is_given = not (percent is None and timestep is None and sigma is None)
         if sigma is not None and timestep is None:
             timestep = STABLE_DIFFUSION.timestep_of_sigma(sigma)
         time = self.clock.moment(timestep, percent)
         self.sampling.set(sampling, time.timestep)
+        self._guidance = Guidance(pictures) if pictures else None
         self.now = self.clock.at(time)
 
     @contextmanager
-    def sample(self) -> Iterator[None]:
+    def sample(self, guidance_of: GuidanceOf | None = None) -> Iterator[None]:
         """While in here, this thread's calls are the steps of one picture."""
-        scopes, scope = self._mine.scopes, object()
+        scopes, scope = self._mine.scopes, Scope(guidance_of)
         scopes.append(scope)
         try:
             yield
@@ -167,12 +179,23 @@ class Run:
                 now = self._look_at(timestep)
             # a backward pass would meet later plans; in a CUDA graph they would lie where its next replay writes
             if self.keeps and not captured and not torch.is_grad_enabled():
-                kept = (self.sampling if self.time_is_given else self._mine.sampling).next_call()
+                sampling = self.sampling if self.time_is_given else self._mine.sampling
+                kept = sampling.next_call(latent, self._guidance_in(latent))
         rules = now.rules
         if self._uses_pixels and torch.is_tensor(latent) and latent.dim() in (4, 5):
             pixels = latent.shape[-2] * latent.shape[-1] * _PIXELS_PER_LATENT
             rules = self.clock.for_pixels(now.live, pixels)
         return Call(self, thread, timestep, rules, now.why_off, kept)
+
+    def _guidance_in(self, batch: Any) -> Guidance | None:
+        if not torch.is_tensor(batch) or batch.dim() < 2:
+            return None
+        if batch.shape[0] > 1 and batch.stride(0) == 0:  # one latent, expanded
+            return Guidance(1)
+        if self.time_is_given:
+            return self._guidance
+        scopes = self._mine.scopes
+        return scopes[-1].guidance_of(batch) if scopes and scopes[-1].guidance_of is not None else None
 
     def decide(self, key: tuple, call: Call, level: int, tokens: int, channels: int, device: str) -> Decision:
         """What merges in a transformer of this level and size; kept under ``key``, but not in a compiled graph."""

@@ -3,31 +3,31 @@
 From front-cpu-2026-11-22.json.
 """
 
-# Of equally distant strengths from 0 to 1: the share of keys that late steps keep, the timestep from which
-# on they are early and keep 0.015625, and the share of an MLP's tokens that merges below the finest level.
-# Beside it: the share of self-attention's products that is left, on average over the noise schedule, and
-# the deviation of the prediction, in % of the v-loss, both at the finest level.
+# Of equally distant strengths from 0 to 1: the share of keys that late steps keep, and the timestep from
+# which on they are early and keep 0.015625. Beside it: the share of self-attention's products that is left,
+# on average over the noise schedule, and the deviation of the prediction, in % of the v-loss, both at the
+# finest level.
 CURVE = (
-    (1.0, 1000.0, 0.0),                 # 0.00: work 1.000, deviation 0.000
-    (0.953125, 756.0, 0.0),             # 0.05: work 0.724, deviation 0.003
-    (0.828125, 627.0, 0.015625),        # 0.10: work 0.525, deviation 0.014
-    (0.625, 599.0, 0.046875),           # 0.15: work 0.381, deviation 0.033
-    (0.5625, 476.0, 0.0625),            # 0.20: work 0.276, deviation 0.062
-    (0.40625, 472.0, 0.09375),          # 0.25: work 0.200, deviation 0.101
-    (0.328125, 457.0, 0.109375),        # 0.30: work 0.158, deviation 0.129
-    (0.265625, 440.0, 0.125),           # 0.35: work 0.126, deviation 0.162
-    (0.21875, 413.0, 0.140625),         # 0.40: work 0.100, deviation 0.200
-    (0.171875, 405.0, 0.171875),        # 0.45: work 0.079, deviation 0.242
-    (0.140625, 375.0, 0.1875),          # 0.50: work 0.062, deviation 0.286
-    (0.125, 355.0, 0.1875),             # 0.55: work 0.054, deviation 0.315
-    (0.109375, 339.0, 0.203125),        # 0.60: work 0.047, deviation 0.326
-    (0.09375, 328.0, 0.203125),         # 0.65: work 0.041, deviation 0.338
-    (0.078125, 324.0, 0.203125),        # 0.70: work 0.036, deviation 0.353
-    (0.078125, 250.0, 0.21875),         # 0.75: work 0.031, deviation 0.376
-    (0.0625, 247.0, 0.21875),           # 0.80: work 0.027, deviation 0.389
-    (0.0625, 172.0, 0.234375),          # 0.85: work 0.024, deviation 0.422
-    (0.046875, 160.0, 0.234375),        # 0.90: work 0.021, deviation 0.438
-    (0.03125, 149.0, 0.234375),         # 0.95: work 0.018, deviation 0.460
-    (0.015625, 0.0, 0.265625),          # 1.00: work 0.016, deviation 0.503
+    (1.0, 1000.0),        # 0.00: work 1.000, deviation 0.000
+    (0.953125, 756.0),    # 0.05: work 0.724, deviation 0.003
+    (0.828125, 627.0),    # 0.10: work 0.525, deviation 0.014
+    (0.625, 599.0),       # 0.15: work 0.381, deviation 0.033
+    (0.5625, 476.0),      # 0.20: work 0.276, deviation 0.062
+    (0.40625, 472.0),     # 0.25: work 0.200, deviation 0.101
+    (0.328125, 457.0),    # 0.30: work 0.158, deviation 0.129
+    (0.265625, 440.0),    # 0.35: work 0.126, deviation 0.162
+    (0.21875, 413.0),     # 0.40: work 0.100, deviation 0.200
+    (0.171875, 405.0),    # 0.45: work 0.079, deviation 0.242
+    (0.140625, 375.0),    # 0.50: work 0.062, deviation 0.286
+    (0.125, 355.0),       # 0.55: work 0.054, deviation 0.315
+    (0.109375, 339.0),    # 0.60: work 0.047, deviation 0.326
+    (0.09375, 328.0),     # 0.65: work 0.041, deviation 0.338
+    (0.078125, 324.0),    # 0.70: work 0.036, deviation 0.353
+    (0.078125, 250.0),    # 0.75: work 0.031, deviation 0.376
+    (0.0625, 247.0),      # 0.80: work 0.027, deviation 0.389
+    (0.0625, 172.0),      # 0.85: work 0.024, deviation 0.422
+    (0.046875, 160.0),    # 0.90: work 0.021, deviation 0.438
+    (0.03125, 149.0),     # 0.95: work 0.018, deviation 0.460
+    (0.015625, 0.0),      # 1.00: work 0.016, deviation 0.503
 )
 EARLY_SHARE = 0.015625
