@@ -54,7 +54,7 @@ def _denoise(
     tell, picture = getattr(unet, "tell_time", None), object()
     for time, value in zip(times, times.tolist(), strict=True):
         if tell is not None:
-            tell(timestep=value, sampling=picture)
+            tell(timestep=value, sampling=picture, pictures=len(latent))
         both = scheduler.scale_model_input(torch.cat([latent, latent]), time)
         without, with_prompt = unet(both, time, text, **named).sample.chunk(2)
         guided = without + _GUIDANCE * (with_prompt - without)

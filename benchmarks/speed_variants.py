@@ -86,13 +86,15 @@ def _ours(**settings: object) -> Callable[[nn.Module], None]:
 def _preset(name: str, timestep: float) -> Callable[[nn.Module], None]:
     """A preset. A call of the UNet is at this time, and matches anew.
 
-    Who makes pictures tells the time with what is left at ``unet.tell_time``, as hosts do.
+    Who makes pictures tells the time with what is left at ``unet.tell_time``, as hosts do. Who makes one call alone
+    says so with ``unet.begin_picture``, and of how many pictures it is.
     """
 
     def apply(unet: nn.Module) -> None:
         handle = tome_core.patch(unet, name, host_clock=True)
         handle.set_time(timestep=timestep)
         unet.tell_time = handle.set_time
+        unet.begin_picture = lambda pictures: handle.set_time(timestep=timestep, sampling=object(), pictures=pictures)
 
     return apply
 

@@ -73,7 +73,7 @@ def time_block(repeats: int = 3, side: int = 64) -> tuple[float, float]:
 
     The preset's are the mean over the steps of a picture.
     """
-    block, inputs = make_block(), make_inputs(side, 2, "cpu", torch.float32)
+    block, inputs = make_block(), _guided(make_inputs(side, 2, "cpu", torch.float32))
     variants = {"vanilla": lambda: block(*inputs), "merged": _picture_run(block, inputs, DEFAULT)}
     with torch.inference_mode():
         result = medians(variants, repeats)
@@ -92,6 +92,12 @@ def _patched_run(block: torch.nn.Module, inputs: tuple, config: MergeConfig) -> 
             handle.uninstall()
 
     return run
+
+
+def _guided(inputs: tuple) -> tuple:
+    """The same for one picture alone, twice, as guidance asks for a prompt and a negative one."""
+    picture, *others = inputs
+    return picture[:1].expand_as(picture), *others
 
 
 def _picture_run(block: torch.nn.Module, inputs: tuple, name: str) -> Callable[[], Any]:
@@ -176,7 +182,7 @@ def measure_block(tomesd: ModuleType | None, side: int, repeats: int, device: st
 
     Of the default preset the mean over the steps of a picture.
     """
-    block, inputs = make_block(device, dtype), make_inputs(side, 2, device, dtype)
+    block, inputs = make_block(device, dtype), _guided(make_inputs(side, 2, device, dtype))
     variants = {"vanilla": lambda: block(*inputs), "ours": _patched_run(block, inputs, _TOMESDS)}
     if tomesd is not None:
         variants["tomesd"] = _tomesd_run(tomesd, block, inputs, _OPTIONS.ratio)

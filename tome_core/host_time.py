@@ -88,9 +88,9 @@ def _stage(contents: tuple[int | str, ...]) -> list[nn.Module]:
 
 
 def make_inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Picture, timesteps and prompt for a UNet of `make_unet`."""
+    """Picture, the same for both prompts of guidance, timesteps and prompts for a UNet of `make_unet`."""
     generator = torch.Generator().manual_seed(1)
-    picture = torch.randn(_BATCH, _CHANNELS, _SIDE, _SIDE, generator=generator)
+    picture = torch.randn(1, _CHANNELS, _SIDE, _SIDE, generator=generator).expand(_BATCH, -1, -1, -1)
     prompt = torch.randn(_BATCH, _CONTEXT_TOKENS, _CONTEXT_CHANNELS, generator=generator)
     return picture, torch.full((_BATCH,), 500.0), prompt
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -35,13 +36,13 @@ class KeptPlans(NamedTuple):
     """What one call of the UNet finds of earlier ones, and leaves for later ones.
 
     ordinal: the call's number among those at its time, which are several where a host splits a batch or a picture.
-    shared: None where nobody says what the batch is made of, or it is not so.
+    look: what it has in common with others, for who matches; None where nobody says that it has, or it is not so.
     """
 
     plans: dict[tuple, Kept]
     ordinal: int
     timestep: float
-    shared: Shared | None = None
+    look: Callable[[], Shared | None]
 
 
 class Kept(NamedTuple):
@@ -81,33 +82,38 @@ class Sampling:
         if self._name is None or self._timestep is None:
             return None
         self._calls += 1
-        shared = None
-        if guidance is not None and type(batch) is torch.Tensor and not batch.is_meta:
-            shared = self._shared_by(batch, guidance)
-        return KeptPlans(self._plans, self._calls, self._timestep, shared)
+        if guidance is None or type(batch) is not torch.Tensor or batch.is_meta:
+            return KeptPlans(self._plans, self._calls, self._timestep, _nothing)
+        if self._calls == 1:
+            self._first = batch
+        look = partial(self._look, self._calls, guidance, batch, self._first)
+        return KeptPlans(self._plans, self._calls, self._timestep, look)
 
-    def _shared_by(self, batch: torch.Tensor, guidance: Guidance) -> Shared | None:
+    def _look(self, ordinal: int, guidance: Guidance, batch: torch.Tensor, first: torch.Tensor | None) -> Shared | None:
         """Hosts cut pictures into tiles, and put more into a step than they say: so each kind of call is looked at.
 
-        Once in a sampling, at the first step, because a look waits for the device.
+        Once in a sampling, at the first step, because a look waits for the device. first: what the time's first saw.
         """
-        if self._calls == 1:
-            self._first = batch.detach()
-        kind = (self._calls, guidance, *batch.shape)
+        kind = (ordinal, guidance, *batch.shape)
         if kind not in self._shared:
-            self._shared[kind] = self._look(batch, guidance)
+            self._shared[kind] = _shared(ordinal, guidance, batch, first)
         return self._shared[kind]
-
-    def _look(self, batch: torch.Tensor, guidance: Guidance) -> Shared | None:
-        pictures, matched = guidance
-        copies, rest = divmod(len(batch), pictures)
-        for latents, call in ((self._first, 1), (batch, self._calls)):
-            if rest == 0 and latents is not None and _repeats(batch, latents[:pictures]):
-                return Shared(copies, min(matched, copies - 1), call)
-        return None
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(Sampling())  # a copy's sampling is another
+
+
+def _nothing() -> None:
+    return None
+
+
+def _shared(ordinal: int, guidance: Guidance, batch: torch.Tensor, first: torch.Tensor | None) -> Shared | None:
+    pictures, matched = guidance
+    copies, rest = divmod(len(batch), pictures)
+    for latents, call in ((first, 1), (batch, ordinal)):
+        if rest == 0 and latents is not None and len(latents) >= pictures and _repeats(batch, latents[:pictures]):
+            return Shared(copies, min(matched, copies - 1), call)
+    return None
 
 
 def _repeats(batch: torch.Tensor, latents: torch.Tensor) -> bool:

@@ -63,8 +63,9 @@ class Matcher:
         old = _usable(kept.plans.get(key), asked)
         if old is not None and _is_fresh(old, kept, rule):
             return old.plans
-        if kept.shared is not None and outer.batch % kept.shared.copies == 0:
-            found = self._shared(asked, kept, kept.shared)
+        shared = kept.look()
+        if shared is not None and outer.batch % shared.copies == 0:
+            found = self._shared(asked, kept, shared)
         else:
             found = Kept(self._new(asked, _made(asked), old and old.plans), kept.timestep, rule)
         kept.plans[key] = found
