@@ -125,9 +125,38 @@ def test_the_cuda_route_gives_what_the_other_gives(case):
     plan, x = case
     batch, tokens, channels = x.shape
     flat, groups = x.reshape(batch * tokens, channels), plan._flat_groups(batch)
-    order, offsets = _segments(groups.view(batch, tokens), plan.num_groups, flat=True)
+    order, offsets = plan._flat_segments(batch)
     by_add = _segment_mean_by_add(flat, groups, plan._divisors(batch))
     assert torch.allclose(_segment_mean_by_bag(flat, order, offsets), by_add, atol=1e-6)
+
+
+def test_one_row_is_sorted_once_for_any_number_of_samples(monkeypatch):
+    group, calls = torch.tensor([[0, 1, 1, 0, 3]]), []
+    plan, whole = MergePlan(group, 4), MergePlan(group.repeat(3, 1), 4)
+    monkeypatch.setattr("tome_core.plan._segments", lambda *args: calls.append(args) or _segments(*args))
+    for batch in (1, 3, 1):
+        expected = whole._sorted() if batch == 3 else _segments(group, 4)
+        assert all(map(torch.equal, plan._flat_segments(batch), expected))
+    assert sum(args[0] is group for args in calls) == 1
+
+
+@pytest.mark.parametrize("groups", [2**14 - 1, 2**14, 2**14 + 1])
+def test_segments_of_as_many_groups_as_a_short_number_holds(groups):
+    """Two rows of them: the last that fit 16 bits, and the first that do not."""
+    group = torch.stack([torch.arange(groups).flip(0), torch.arange(groups)])
+    order, offsets = _segments(group, groups)
+    assert torch.equal(offsets, torch.arange(2 * groups + 1))
+    assert torch.equal(order, torch.cat([torch.arange(groups).flip(0), groups + torch.arange(groups)]))
+
+
+def test_a_plan_for_copies_is_that_of_each():
+    plan = MergePlan(torch.tensor([[0, 1, 1], [1, 0, 0]]), 2, torch.tensor([[0, 1], [2, 0]]))
+    x = torch.randn(4, 3, 2)
+    for mode in ("mean", "pick"):
+        assert torch.equal(plan.repeated(2).merge(x, mode), torch.cat([plan.merge(half, mode) for half in x.chunk(2)]))
+    assert plan.repeated(1) is plan
+    alone = MergePlan(torch.tensor([[0, 1, 1]]), 2)
+    assert alone.repeated(2) is alone, "one row serves any number"
 
 
 @pytest.mark.parametrize("mode", ["mean", "pick"])

@@ -76,7 +76,8 @@ class MergePlan:
         self.representative = representative
         # Derived on first use and kept: one plan merges several tensors of one block.
         self._rows: torch.Tensor | None = None
-        self._segments: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._own_segments: tuple[torch.Tensor, torch.Tensor] | None = None  # of the samples that it has rows for
+        self._segments: tuple[torch.Tensor, torch.Tensor] | None = None  # of those that it merged last
         self._sizes: torch.Tensor | None = None
         self.derived: dict[tuple, torch.Tensor] = {}  # what others make of it and need again, by who and for what
 
@@ -142,7 +143,7 @@ class MergePlan:
         if self._sizes is None:
             if self.group.is_cuda:
                 # By sorting: atomics on CUDA are refused under torch.use_deterministic_algorithms.
-                self._sizes = _segments(self.group, self.num_groups)[1].diff().view(-1, self.num_groups).float()
+                self._sizes = self._sorted()[1].diff().view(-1, self.num_groups).float()
             else:
                 shape = (self.group.shape[0], self.num_groups)
                 zeros = torch.zeros(shape, dtype=torch.float32, device=self.group.device)
@@ -180,28 +181,39 @@ class MergePlan:
             self.derived[key] = self._counted().clamp(min=1).expand(batch, -1).reshape(-1, 1)
         return self.derived[key]
 
+    def _sorted(self) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._own_segments is None:
+            self._own_segments = _segments(self.group, self.num_groups)
+        return self._own_segments
+
     def _flat_segments(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `_segments`, of so many samples. One row is sorted once, however many samples it serves."""
+        if batch == self.group.shape[0]:
+            return self._sorted()
         if self._segments is None or self._segments[0].shape[0] != batch * self.num_tokens:
-            self._segments = _segments(self._flat_groups(batch).view(batch, -1), self.num_groups, flat=True)
+            order, offsets = self._sorted()
+            start = torch.arange(0, batch * self.num_tokens, self.num_tokens, device=order.device)[:, None]
+            self._segments = (order + start).view(-1), torch.cat([offsets[:1], (offsets[1:] + start).view(-1)])
         return self._segments
 
     def _pick(self, x: torch.Tensor) -> torch.Tensor:
         if self.representative is not None:
             return take_rows(x, self.representative)
-        order, offsets = _segments(self.group, self.num_groups)
+        order, offsets = self._sorted()
         first = order[offsets[:-1].clamp(max=order.shape[0] - 1)].view(-1, self.num_groups) % self.num_tokens
         return take_rows(x, first).masked_fill(self.empty[..., None], 0)
 
 
-def _segments(group: torch.Tensor, num_groups: int, flat: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens sorted by group, and where each group starts: int64 ``[R * N]`` and ``[R * G + 1]``, R rows.
+def _segments(group: torch.Tensor, num_groups: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens sorted by group, and where each group starts: int64 ``[R * N]`` and ``[R * G + 1]``.
 
-    group: ``[R, N]``; ``flat`` says that its values already count groups over all rows.
+    group: ``[R, N]``; tokens and groups are counted over all R rows. In numbers as short as will do: a GPU sorts them
+    eight bits at a time, in two kernels each.
     """
     rows = group.shape[0]
-    keys = group.reshape(-1) if flat else _flat_rows(group, rows, num_groups)
-    ordered, order = keys.sort(stable=True)
-    starts = torch.arange(rows * num_groups + 1, device=group.device)
+    short = torch.int16 if rows * num_groups < 2**15 else torch.int32
+    ordered, order = _flat_rows(group, rows, num_groups).to(short).sort(stable=True)
+    starts = torch.arange(rows * num_groups + 1, dtype=short, device=group.device)
     return order, torch.searchsorted(ordered, starts)
 
 
