@@ -11,7 +11,7 @@ from torch import nn
 
 from benchmarks.speed_fleet import Fleet
 from benchmarks.speed_memory import cuda_peak, free_memory, kernels, operators, process_peak, reason
-from benchmarks.speed_models import Shape, make_inputs
+from benchmarks.speed_models import Shape, make_inputs, pictures_in
 from benchmarks.speed_picture import picture_run
 from benchmarks.speed_plan import Case
 from benchmarks.speed_variants import VARIANTS
@@ -46,7 +46,7 @@ class Bench:
         begin = getattr(unet, "begin_picture", None)
         if begin is None:
             return lambda: unet(*positional, **named)
-        pictures = max(1, batch // 2)
+        pictures = pictures_in(batch)
         return lambda: (begin(pictures), unet(*positional, **named))[1]
 
     def warm_up(self) -> None:

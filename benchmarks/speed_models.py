@@ -112,15 +112,18 @@ def use_naive_attention(unet: nn.Module) -> None:
     unet.set_attn_processor(AttnProcessor())
 
 
-def make_inputs(shape: Shape, pixels: int, batch: int, device: str, dtype: torch.dtype) -> tuple[tuple, dict]:
-    """What a call of the UNet gets: latents, a timestep, prompts, and what SDXL is told besides.
+def pictures_in(batch: int) -> int:
+    """An even batch holds every picture twice, as guidance asks for a prompt and a negative one."""
+    return batch // 2 if batch % 2 == 0 else batch
 
-    An even batch holds every picture twice, as guidance asks for a prompt and a negative one.
-    """
+
+def make_inputs(shape: Shape, pixels: int, batch: int, device: str, dtype: torch.dtype) -> tuple[tuple, dict]:
+    """What a call of the UNet gets: latents of `pictures_in` it, a timestep, prompts, and what SDXL is told besides."""
     generator = torch.Generator().manual_seed(1)
     side, width = shape.side(pixels), shape.unet["cross_attention_dim"]
-    copies = 2 if batch % 2 == 0 else 1
-    latent = torch.randn(batch // copies, 4, side, side, generator=generator).repeat(copies, 1, 1, 1).to(device, dtype)
+    pictures = pictures_in(batch)
+    latent = torch.randn(pictures, 4, side, side, generator=generator).repeat(batch // pictures, 1, 1, 1)
+    latent = latent.to(device, dtype)
     text = torch.randn(batch, _TEXT_TOKENS, width, generator=generator).to(device, dtype)
     # a tensor on the device: a number would be copied there in every call
     return (latent, torch.tensor(500, device=device), text), _added(shape, batch, device, dtype)
