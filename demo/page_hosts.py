@@ -23,7 +23,9 @@ def webui() -> ModuleType:
     if _PACKAGE not in sys.modules:
         parent = sys.modules[_PACKAGE] = ModuleType(_PACKAGE)
         parent.__path__ = [str(ROOT)]
-        sys.modules[f"{_PACKAGE}.tome_core"] = tome_core  # one engine, not a second one
+        # one engine: a part that was imported a second time would take the first one's place in the package
+        engine = [name for name in sys.modules if f"{name}.".startswith(f"{tome_core.__name__}.")]
+        sys.modules.update({f"{_PACKAGE}.{name}": sys.modules[name] for name in engine})
     return importlib.import_module(".extension.settings", _PACKAGE)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from dataclasses import fields, replace
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ import torch
 import tome_core
 from comfy_nodes import NODE_CLASS_MAPPINGS
 from comfy_nodes.inputs import config_of
-from demo import page_code, page_controls, sheet
+from demo import page_code, page_controls, page_hosts, sheet
 from demo.page_code import Wanted
 from demo.page_events import NAMES, Events, Wrong
 from demo.page_run import DONE, MERGED, PLAIN, Studio
@@ -148,6 +149,15 @@ def test_the_payload_is_what_the_webui_reads_but_for_what_it_has_no_control_for(
     wish = webui.part("settings").read(args)
     for hires in (False, True):
         assert changed(wish.config(hires, 99).rules[0], rule) == set(page_code.lost(rule)["webui"])
+
+
+def test_a_hosts_table_brings_no_second_engine():
+    """Its parts would take the places of the first one's, and a process would have two of each class."""
+    page_hosts.webui()
+    start = "_tome_core_page."
+    twins = [name for name in sys.modules if name.startswith(f"{start}tome_core")]
+    assert f"{start}tome_core.presets" in twins
+    assert not [name for name in twins if sys.modules[name] is not sys.modules[name.removeprefix(start)]]
 
 
 @each_rule

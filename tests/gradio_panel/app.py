@@ -25,6 +25,9 @@ QUICK = ("tomecore_enabled", "tomecore_ratio", "tomecore_method", "tomecore_leve
 BY_TYPE = {bool: gr.Checkbox, int: gr.Number, str: gr.Textbox}
 BOX = "-checkbox"
 IS_OLD = gr.__version__ < "4"
+# What is asked only here does not wait in gradio 4's queue: it closes its stream of answers when none is left to come,
+# and an answer to a question that is asked in that instant is lost now and then. The extension's own are in it.
+AT_ONCE = {"queue": False}
 numbers = itertools.count()
 if not IS_OLD:  # it writes a file beside each file that defines a component; Forge stops it too
     gr.component_meta.create_or_modify_pyi = lambda *args: None
@@ -100,11 +103,11 @@ class Tab:
             controls = script.ui(is_img2img)
         generate = gr.Button("Generate", elem_id=f"{name}_generate")
         told_here = gr.Textbox(label="What the hooks got and made of it", elem_id=f"{name}_told")
-        generate.click(fn=self.generate, inputs=controls, outputs=[told_here])
+        generate.click(fn=self.generate, inputs=controls, outputs=[told_here], **AT_ONCE)
         infotext = gr.Textbox(label="Infotext, as JSON", elem_id=f"{name}_infotext")
         paste = gr.Button("Paste", elem_id=f"{name}_paste")
         fields = [control for control, _ in script.infotext_fields]
-        paste.click(fn=self.paste, inputs=[infotext], outputs=[*fields, told_here])
+        paste.click(fn=self.paste, inputs=[infotext], outputs=[*fields, told_here], **AT_ONCE)
 
     def generate(self, *values):
         """The hooks until the infotext is written."""
@@ -130,10 +133,11 @@ class Settings:
         apply = gr.Button("Apply settings", elem_id="apply")
         told_here = gr.Textbox(label="What is saved", elem_id="settings_told")
         apply.click(fn=lambda *values: self.save(dict(zip(keys, values, strict=True))), inputs=rows,
-                    outputs=[told_here])  # fmt: skip
+                    outputs=[told_here], **AT_ONCE)  # fmt: skip
         for key in QUICK:
             row = self.row(f"quick_{key}", key)
-            row.change(fn=lambda value, key=key: self.save_one(key, value), inputs=[row], outputs=[row, told_here])
+            row.change(fn=lambda value, key=key: self.save_one(key, value), inputs=[row], outputs=[row, told_here],
+                       **AT_ONCE)  # fmt: skip
 
     def row(self, elem_id, key):
         """The component of a setting."""
