@@ -1,13 +1,13 @@
 """What strength stands for: ``python -m benchmarks.strength RESULT.json...`` makes its curve from measured fronts.
 
-Strength says how much of the finest self-attention's work is left, on average over the noise schedule. Noisy steps bear
-far more merging than late ones, so late steps keep a share of the keys down to a timestep above which hardly any is
-kept. For every knot of the curve the share and the timestep are those of the least deviation, over all checkpoints,
-among the pairs that leave so much work and that ask of no step more than a stronger knot does: error and saving then
-grow with strength on whatever steps a picture has. A pair with which the keys of levels below the finest would add much
-to that is none: which of them a picture has depends on the model's family and on its size. Needs results of
-``python -m benchmarks.quality --for choose`` with the rows "merged keys", and for the latter "keys below"; writes
-``tome_core/strength_table.py``.
+Strength says how much of the finest self-attention's time is left, on average over the noise schedule: its work, and
+what a merged step takes beside that. Noisy steps bear far more merging than late ones, so late steps keep a share of
+the keys, or are not merged at all, down to a timestep above which hardly any is kept. For every knot of the curve the
+share and the timestep are those of the least deviation, over all checkpoints, among the pairs that leave so much time
+and that ask of no step more than a stronger knot does: error and saving then grow with strength on whatever steps a
+picture has. A pair with which the keys of levels below the finest would add much to that is none: which of them a
+picture has depends on the model's family and on its size. Needs results of ``python -m benchmarks.quality --for
+choose`` with the rows "merged keys", and for the latter "keys below"; writes ``tome_core/strength_table.py``.
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ from benchmarks import purposes, results
 from benchmarks.quality_figures import Noised, sections
 from benchmarks.quality_rows import TIMES
 from benchmarks.variant_list import FRONT, KEYS_BELOW
-from tome_core.presets import PARTS
+from tome_core.presets import MOST_MERGED, PARTS
 
 TABLE = Path(__file__).parents[1] / "tome_core" / "strength_table.py"
 KNOTS = 20  # of the curve, equally far apart
 # share of the attention work left at a strength; between them its logarithm is a line
-WORK = {0.0: 1.0, 0.25: 0.2, 0.5: 1 / 16, 0.75: 1 / 32, 1.0: 1 / 64}
+WORK = {0.25: 0.2, 0.5: 1 / 16, 0.75: 1 / 32, 1.0: 1 / 64}
+# What a merged step takes for matching, merging and correcting, as a share of the unmerged attention's time. Modelled
+# from its kernels, SD1.5 at 1024 px: .13 on a 3060, .27 on a 4090, .31 on an H200.
+MERGING = 0.2
 # Of a strength's deviation: what the keys of the levels below the finest may add to it. Their MLPs add nothing: they
 # had been allowed a twentieth, and at a guidance of 7.5 whole pictures lost 6 to 8 dB of PSNR to them where heads are
 # smooth, .3 to 1 dB where they are sharp, and no time was gained.
@@ -132,8 +135,20 @@ def _at_time(found: Sequence[Noised], place: int) -> float:
     return _mean([one.dev_at[place].value for one in found])
 
 
-def work_at(strength: float) -> float:
-    """The share of the finest attention's work that a strength leaves."""
+def time_at(strength: float) -> float:
+    """The share of the finest attention's time that a strength leaves; its logarithm is a line up to the first mark."""
+    weakest = min(WORK)
+    if strength < weakest:
+        return (WORK[weakest] + MERGING) ** (strength / weakest)
+    return _work_at(strength) + MERGING
+
+
+def step_time(share: float) -> float:
+    """What a step that keeps this share of the keys takes of the unmerged attention's time."""
+    return 1.0 if share == 1 else share + MERGING
+
+
+def _work_at(strength: float) -> float:
     pairs = pairwise(sorted(WORK.items()))
     (low, more), (high, less) = next(pair for pair in pairs if pair[0][0] <= strength <= pair[1][0])
     place = (strength - low) / (high - low)
@@ -144,14 +159,14 @@ def curve(loss: Loss, keys: Loss) -> tuple[Knot, ...]:
     """All knots, the weakest first. loss: at the finest level; keys: below it, see `below`.
 
     Of all ways through the knots on which no step is ever asked for less, the one whose deviations are the least, each
-    as a share of the least that its work allows. Raises ValueError where nothing that was measured leaves so little.
+    as a share of the least that its time allows. Raises ValueError where nothing that was measured leaves so little.
     """
     ways = [_Way(0.0, (Knot(0.0, 1.0, 1000.0, 1.0, 0.0),))]
     for number in range(1, KNOTS + 1):
         strength = number / KNOTS
         found = _pairs(strength, loss, keys)
         if not found:
-            raise ValueError(f"nothing was measured that leaves {work_at(strength):.3g} of the work at {strength}")
+            raise ValueError(f"nothing was measured that leaves {time_at(strength):.3g} of the time at {strength}")
         least = min(knot.dev for knot in found)
         ways = [
             _Way(way.cost + knot.dev / least, (*way.knots, knot))
@@ -175,17 +190,17 @@ def _asks_more(weaker: Knot, stronger: Knot) -> bool:
 
 
 def _pairs(strength: float, loss: Loss, keys: Loss) -> list[Knot]:
-    """Every share of keys in late steps with the timestep that leaves this strength's work.
+    """Every share of keys in late steps with the timestep that leaves this strength's time.
 
     Without those where levels below would add too much.
     """
-    late_part = work_at(strength) - FEWEST
+    late_part = time_at(strength) - step_time(FEWEST)
     found = []
-    for part in range(1, PARTS):
+    for part in (*range(1, int(PARTS * MOST_MERGED) + 1), PARTS):
         share = part / PARTS
         if (late_part < _NOTHING) != (share == FEWEST):  # what keeps the fewest keys keeps them in all steps
             continue
-        until = round(1000 * late_part / (share - FEWEST)) if share > FEWEST else 0
+        until = round(1000 * late_part / (step_time(share) - step_time(FEWEST))) if share > FEWEST else 0
         dev = _mean(_both(share, until, loss))
         if until <= 1000 and _mean(keys.at(share)) <= BELOW_SHARE * dev:
             work = (share * until + FEWEST * (1000 - until)) / 1000

@@ -46,20 +46,26 @@ def test_more_strength_asks_more_of_every_step_and_costs_more(knots):
         assert stronger.work < weaker.work and stronger.dev > weaker.dev
 
 
-def test_a_knot_leaves_the_work_that_it_promises(knots):
+def time_of(knot):
+    late, early = strength.step_time(knot.share), strength.step_time(strength.FEWEST)
+    return (late * knot.until + early * (1000 - knot.until)) / 1000
+
+
+def test_a_knot_leaves_the_time_that_it_promises(knots):
     for knot in knots:
-        assert knot.work == pytest.approx(strength.work_at(knot.strength), abs=5e-4)
-    assert [strength.work_at(one) for one in strength.WORK] == pytest.approx(list(strength.WORK.values()))
+        assert time_of(knot) == pytest.approx(strength.time_at(knot.strength), abs=5e-4)
+    for mark, work in strength.WORK.items():
+        assert strength.time_at(mark) == pytest.approx(work + strength.MERGING)
 
 
-def test_no_other_pair_of_as_much_work_does_less_harm(loss, knots):
+def test_no_other_pair_of_as_much_time_does_less_harm(loss, knots):
     """Bound to ask more of every step than weaker knots do, the curve loses up to an eighth against a free choice."""
-    fewest = loss.at(strength.FEWEST)
+    fewest, least = loss.at(strength.FEWEST), strength.step_time(strength.FEWEST)
     for knot in knots[1:-1]:
         free = []
-        for part in range(2, 64):
+        for part in range(2, 65):
             share = part / 64
-            until = 1000 * (knot.work - strength.FEWEST) / (share - strength.FEWEST)
+            until = 1000 * (time_of(knot) - least) / (strength.step_time(share) - least)
             if until <= 1000:
                 both = zip(strength._MOMENTS, loss.at(share), fewest, strict=True)
                 free.append(sum(own if moment < until else few for moment, own, few in both) / len(fewest))

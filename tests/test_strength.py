@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import tome_core
+from benchmarks.strength import step_time
 from tests.models import call_unet, inputs, on_small, small
 from tome_core import preset, strength
 from tome_core.phases import plain_rules
@@ -49,12 +50,18 @@ def test_more_strength_asks_more_of_every_step(timestep):
 
 
 def test_nothing_jumps():
-    """A step of a hundredth changes the work of the finest attention, over the noise schedule, by a few per cent."""
+    """A step of a hundredth changes the time of the finest attention, over the noise schedule, by a few per cent."""
     moments = range(0, 1000, 5)
-    work = [sum(kept(strength(one), moment) for moment in moments) / len(moments) for one in FINELY[::2]]
-    assert work[1] > 0.9, "the first hundredth changes hardly anything"
-    for weaker, stronger in pairwise(work):
-        assert stronger <= weaker < 1.25 * stronger
+    steps = [[kept(strength(one), moment) for moment in moments] for one in FINELY[::2]]
+    time = [sum(map(step_time, shares)) / len(moments) for shares in steps]
+    assert time[1] > 0.9, "the first hundredth changes hardly anything"
+    for weaker, stronger in pairwise(time):
+        assert stronger <= weaker < 1.1 * stronger
+
+
+def test_no_step_merges_so_little_that_it_would_take_longer():
+    shares = {kept(strength(one), moment) for one in FINELY for moment in (0, 300, 999)}
+    assert all(step_time(share) < 1 for share in shares - {1.0}) and step_time(1.0) == 1
 
 
 def test_marks_are_strengths():

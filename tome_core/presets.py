@@ -21,6 +21,7 @@ DEFAULT = "balanced"
 _ALL: dict[str, Any] = {"side": "kv", "metric": "keys+values", "use_rand": False, "keep": 60.0,
                         "only_if_it_pays": True, "max_downsample": 8}  # fmt: skip
 PARTS = 64  # of the tokens: shares of keys are whole numbers of them, which are numbers that kernels like
+MOST_MERGED = 3 / 4  # share of the keys above which a step is not merged: it would take longer than it saves
 _FINE_CELLS = 4 / PARTS  # share of the keys from which on cells of 4x4 serve, which leave at least one key each
 
 
@@ -70,8 +71,8 @@ def _between(value: float) -> tuple[float, float]:
     part = place - low
     (share, until), (less, sooner) = CURVE[low], CURVE[low + 1]
     between = math.exp(math.log(share) * (1 - part) + math.log(less) * part)
-    parts = min(math.ceil(between * PARTS - 1e-9), PARTS - 1)
-    return parts / PARTS, round(until * (1 - part) + sooner * part)
+    late = math.ceil(between * PARTS - 1e-9) / PARTS
+    return late if late <= MOST_MERGED else 1.0, round(until * (1 - part) + sooner * part)
 
 
 def config_of(wanted: str | float) -> MergeConfig:

@@ -9,10 +9,10 @@ From front-cpu-2026-11-22.json.
 # finest level.
 CURVE = (
     (1.0, 1000.0),        # 0.00: work 1.000, deviation 0.000
-    (0.953125, 756.0),    # 0.05: work 0.724, deviation 0.003
-    (0.828125, 627.0),    # 0.10: work 0.525, deviation 0.014
-    (0.625, 599.0),       # 0.15: work 0.381, deviation 0.033
-    (0.5625, 476.0),      # 0.20: work 0.276, deviation 0.062
+    (1.0, 787.0),         # 0.05: work 0.790, deviation 0.002
+    (1.0, 609.0),         # 0.10: work 0.615, deviation 0.010
+    (0.640625, 578.0),    # 0.15: work 0.377, deviation 0.034
+    (0.546875, 498.0),    # 0.20: work 0.280, deviation 0.061
     (0.40625, 472.0),     # 0.25: work 0.200, deviation 0.101
     (0.328125, 457.0),    # 0.30: work 0.158, deviation 0.129
     (0.265625, 440.0),    # 0.35: work 0.126, deviation 0.162
