@@ -1,0 +1,41 @@
+"""A small SD1.5 whose matches are kept over steps, and what is done for plans while it is called."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.models import CASES
+from tests.tiny_pipeline import write_folder
+from tome_core import MergeConfig, matching
+
+CASE = next(case for case in CASES if case.name == "sd15")
+KEPT = MergeConfig(side="kv", ratio=0.75, use_rand=False, keep=100.0, refine=1, metric="keys+values")
+
+
+@pytest.fixture(name="work")
+def done_for_plans(monkeypatch) -> list[str]:
+    """What is done for plans: "match" or "renew", one entry a block."""
+    done = []
+    for name, word in (("_match", "match"), ("_renewed", "renew")):
+        plain = getattr(matching.Matcher, name)
+
+        def noted(self, *args, plain=plain, word=word):
+            done.append(word)
+            return plain(self, *args)
+
+        monkeypatch.setattr(matching.Matcher, name, noted)
+    return done
+
+
+@pytest.fixture(name="model")
+def tiny_unet():
+    return CASE.build()
+
+
+def blocks(handle) -> int:
+    return handle.report().levels[0].blocks
+
+
+@pytest.fixture(name="folder", scope="module")
+def pipeline_folder(tmp_path_factory):
+    return write_folder(tmp_path_factory.mktemp("pipeline"))
