@@ -1,7 +1,6 @@
-"""`tome_core.patch(pipe)`: one line puts a preset on a diffusers pipeline, one takes it off, whatever is done between.
+"""`tome_core.patch(pipe)`: one line puts a preset on a diffusers pipeline, one takes it off, whatever it draws between.
 
-Real pipelines with random weights. Merged pictures are held against those of pipelines that went another way: loaded
-before instead of after, drawn alone instead of at once. Equal means equal bits.
+Real pipelines with random weights.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import copy
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -19,75 +17,25 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounter
 
 import tome_core
-from tests import tiny_pipeline
 from tests.models import TEXT, fixed
-from tests.test_compile import fresh_compiler  # noqa: F401
+from tests.pipelines import (
+    IMAGE_TIMES,
+    adapter_loader,  # noqa: F401
+    an_image,
+    assert_merged,
+    differ,
+    draw,
+    every_kind,
+    every_preset,
+    keeps_nothing,
+    merged_alone,
+    pipeline_builder,  # noqa: F401
+    words_folder,  # noqa: F401
+)
 from tests.test_patch_contract import traces
 from tests.test_threads import at_once
-from tome_core import MergeConfig, preset
-from tome_core.phases import plain_rules
-
-KINDS = {"sd15": tiny_pipeline.stable_diffusion, "sdxl": tiny_pipeline.stable_diffusion_xl}
-PRESETS = ("balanced", "fast")
-TOKENS = 1024
-TIMES = [901, 801, 401, 301]  # both phases of a preset, and a match of each is kept for a step
-IMAGE_TIMES = [951, *TIMES]  # of which a strength of .8 leaves those
-
-every_kind = pytest.mark.parametrize("kind", KINDS)
-every_preset = pytest.mark.parametrize("name", PRESETS)
-
-
-@pytest.fixture(scope="module")
-def words(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("words")
-
-
-@pytest.fixture
-def build(words) -> Callable[..., Any]:
-    """Makes a pipeline, its weights always the same."""
-
-    def make(kind: str = "sd15") -> Any:
-        pipe = KINDS[kind](words)
-        pipe.scheduler = diffusers.EulerDiscreteScheduler.from_config(pipe.scheduler.config)
-        pipe.set_progress_bar_config(disable=True)
-        return pipe
-
-    return make
-
-
-def draw(pipe: Any, seed: int = 0, **more: Any) -> torch.Tensor:
-    """The finished latent, which is quicker to have than the picture."""
-    call = {"prompt": "a b", "timesteps": TIMES, "guidance_scale": 3.0, "output_type": "latent"}
-    return pipe(**{**call, **more}, generator=torch.Generator().manual_seed(seed)).images
-
-
-def merged_alone(pipe: Any, name: str | MergeConfig = "balanced", **more: Any) -> torch.Tensor:
-    """The picture of a patch that has seen no other."""
-    with tome_core.patch(pipe, name) as handle:
-        picture = draw(pipe, **more)
-    assert_merged(handle)
-    return picture
-
-
-def assert_merged(handle: Any) -> None:
-    """Every call of the finest level was, and as hard as the default preset does in late steps."""
-    finest = handle.report().levels[0]
-    assert finest.calls_merged and not finest.calls_skipped and finest.work_saved > 0.8
-    most = TOKENS * (1 - preset("balanced").ratio)
-    assert all(before == TOKENS and keys <= most for before, _, keys in finest.tokens)
-
-
-def differ(*pictures: torch.Tensor) -> bool:
-    return not any(torch.equal(one, two) for i, one in enumerate(pictures) for two in pictures[:i])
-
-
-def keeps_nothing(name: str = "balanced") -> MergeConfig:
-    """The preset as a compiled model has it, and a loop that nobody said is one: matches do not live on there."""
-    return MergeConfig(rules=(replace(preset(name), keep=0.0),))
-
 
 # --- the line itself -------------------------------------------------------------------------------------------------
 
@@ -122,216 +70,6 @@ def test_a_scheduler_that_is_exchanged_afterwards_changes_nothing(build):
     assert_merged(handle)
 
 
-# --- offloading ------------------------------------------------------------------------------------------------------
-
-CPU = torch.device("cpu")
-
-
-def _as_models(pipe: Any) -> None:
-    pipe.enable_model_cpu_offload(device="cpu")  # which poses as the accelerator
-
-
-def _sequentially(pipe: Any) -> None:
-    """What `enable_sequential_cpu_offload` does to the UNet; with a CPU to offload to, accelerate fails in the rest."""
-    from accelerate import cpu_offload
-
-    cpu_offload(pipe.unet, CPU, offload_buffers=len(pipe.unet._parameters) > 0)
-
-
-def _in_groups(pipe: Any) -> None:
-    if not hasattr(pipe, "enable_group_offload"):
-        pytest.skip(f"diffusers {diffusers.__version__} has no group offload")
-    pipe.enable_group_offload(CPU, CPU, num_blocks_per_group=1)
-
-
-def _as_sdnext_does(pipe: Any) -> None:
-    """SD.Next's "balanced": one hook for all models, which hooks them anew, and dispatches one, while it is called."""
-    from accelerate import dispatch_model
-    from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
-
-    models = [one for one in pipe.components.values() if isinstance(one, torch.nn.Module)]
-
-    def rehook(module: torch.nn.Module) -> None:
-        remove_hook_from_module(module, recurse=True)
-        add_hook_to_module(module, hook, append=True)
-        module._hf_hook.execution_device = CPU
-
-    class Balanced(ModelHook):
-        last: Any = None
-
-        def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple, dict]:
-            if self.last is not module:
-                for other in models:
-                    if other is not module:
-                        rehook(other)
-                places = dict.fromkeys((name for name, _ in module.named_children()), "cpu")
-                dispatch_model(module, places, CPU, force_hooks=True)
-            self.last = module
-            return args, kwargs
-
-    hook = Balanced()
-    for one in models:
-        rehook(one)
-
-
-OFFLOADS = {"models": _as_models, "sequential": _sequentially, "groups": _in_groups, "SD.Next": _as_sdnext_does}
-
-
-@pytest.mark.parametrize("kind, offload", [*(("sd15", one) for one in OFFLOADS), ("sdxl", "models")])
-@pytest.mark.parametrize("patch_first", [True, False])
-def test_offloading_does_not_cost_the_patch(build, kind: str, offload: str, patch_first: bool):
-    pytest.importorskip("accelerate", reason="offloading is accelerate's")
-    pipe = build(kind)
-    plain, merged = draw(pipe), merged_alone(pipe)
-    if patch_first:
-        handle = tome_core.patch(pipe)
-        OFFLOADS[offload](pipe)
-    else:
-        OFFLOADS[offload](pipe)
-        handle = tome_core.patch(pipe)
-    for _ in range(2):
-        assert torch.equal(draw(pipe), merged)
-    assert_merged(handle)
-    tome_core.remove_patch(pipe)
-    assert torch.equal(draw(pipe), plain)
-    pipe.remove_all_hooks()
-    assert torch.equal(draw(pipe), plain) and torch.equal(merged_alone(pipe), merged)
-
-
-# --- LoRA ------------------------------------------------------------------------------------------------------------
-
-
-def write_adapter(pipe: Any, folder: Path, name: str) -> None:
-    """A LoRA of every projection, from random numbers that depend on the name."""
-    peft = pytest.importorskip("peft", reason="LoRAs are peft's")
-    parts = ["to_q", "to_k", "to_v", "to_out.0", "proj_in", "proj_out", "net.0.proj"]
-    pipe.unet.add_adapter(peft.LoraConfig(r=2, target_modules=parts), name)
-    dice = torch.Generator().manual_seed(sum(name.encode()))
-    layers = {key: torch.randn(value.shape, generator=dice) * value.shape[1] ** -0.5
-              for key, value in peft.get_peft_model_state_dict(pipe.unet, adapter_name=name).items()}  # fmt: skip
-    pipe.save_lora_weights(folder, layers, weight_name=f"{name}.safetensors")
-
-
-@pytest.fixture
-def load(build, tmp_path) -> Callable[..., None]:
-    """Loads adapters into a pipeline, as its users do; the last one named is in force."""
-
-    def into(pipe: Any, *names: str) -> None:
-        for name in names:
-            file = f"{name}.safetensors"
-            if not (tmp_path / file).exists():
-                write_adapter(build("sdxl" if "XL" in type(pipe).__name__ else "sd15"), tmp_path, name)
-            pipe.load_lora_weights(tmp_path, weight_name=file, adapter_name=name)
-
-    return into
-
-
-@every_kind
-@every_preset
-def test_a_lora_may_come_and_go_while_a_patch_is_on(build, load, kind: str, name: str):
-    pipe, other = build(kind), build(kind)
-    plain, merged = draw(pipe), merged_alone(pipe, name)
-    handle = tome_core.patch(pipe, name)
-    draw(pipe)
-    load(pipe, "one")
-    load(other, "one")
-    assert torch.equal(draw(pipe), merged_alone(other, name)) and differ(draw(pipe), draw(other), merged)
-    for each in (pipe, other):
-        each.unload_lora_weights()
-    assert torch.equal(draw(pipe), merged)
-    assert_merged(handle)
-    tome_core.remove_patch(pipe)
-    assert torch.equal(draw(pipe), plain) and traces(pipe.unet) == traces(other.unet)
-
-
-def test_a_patch_that_comes_off_leaves_the_lora_in(build, load):
-    pipe = build()
-    plain = draw(pipe)
-    tome_core.patch(pipe)
-    load(pipe, "one")
-    draw(pipe)
-    tome_core.remove_patch(pipe)
-    with_lora = build()
-    load(with_lora, "one")
-    assert torch.equal(draw(pipe), draw(with_lora)) and differ(draw(pipe), plain)
-    pipe.unload_lora_weights()
-    assert torch.equal(draw(pipe), plain)
-
-
-def test_each_picture_is_its_adapters_own(build, load):
-    """A match that one adapter's keys found must not serve another's."""
-    pipe, other = build(), build()
-    handle = tome_core.patch(pipe)
-    load(pipe, "one", "two")
-    load(other, "one", "two")
-    pictures = []
-    for adapters, weights in (("one", 1.0), ("two", 1.0), (["one", "two"], [0.3, 0.7]), ("one", 0.5), ("one", 1.0)):
-        for each in (pipe, other):
-            each.set_adapters(adapters, weights)
-        pictures.append(draw(pipe))
-        assert torch.equal(pictures[-1], merged_alone(other))
-    pipe.disable_lora()
-    assert torch.equal(draw(pipe), merged_alone(build()))
-    assert differ(*pictures[:4]) and torch.equal(pictures[0], pictures[4])
-    assert_merged(handle)
-
-
-def test_a_lora_may_be_fused_and_unfused_while_a_patch_is_on(build, load):
-    pipe, other = build(), build()
-    tome_core.patch(pipe)
-    for each in (pipe, other):
-        load(each, "one")
-        each.fuse_lora()
-    fused = draw(pipe)
-    assert torch.equal(fused, merged_alone(other)) and differ(fused, merged_alone(build()))
-    for step in ("unfuse_lora", "unload_lora_weights"):
-        for each in (pipe, other):
-            getattr(each, step)()
-        assert torch.equal(draw(pipe), merged_alone(other))
-    tome_core.remove_patch(pipe)
-    assert torch.equal(draw(pipe), draw(other))
-
-
-# --- the compiler ----------------------------------------------------------------------------------------------------
-
-
-@every_preset
-@pytest.mark.parametrize("patch_first", [True, False])
-def test_a_compiled_unet_has_a_graph_for_each_phase(build, name: str, patch_first: bool):
-    pipe, backend = build(), CompileCounter()
-    plain, merged = draw(pipe), merged_alone(build(), keeps_nothing(name))
-    if patch_first:
-        handle = tome_core.patch(pipe, name)
-    pipe.unet = torch.compile(pipe.unet, backend=backend, fullgraph=True)
-    if not patch_first:
-        handle = tome_core.patch(pipe, name)
-    for _ in range(2):
-        assert torch.equal(draw(pipe), merged)
-    phases = {rule.effective_ratio for rule in plain_rules([preset(name)], [1])}
-    assert backend.frame_count <= len(phases) and handle.report().merged_anything
-    tome_core.remove_patch(pipe)
-    assert torch.equal(draw(pipe), plain)
-
-
-@every_preset
-@pytest.mark.parametrize("patch_first", [True, False])
-def test_compiled_blocks_share_a_graph_for_each_phase(build, name: str, patch_first: bool):
-    pipe, backend = build(), CompileCounter()
-    if not hasattr(pipe.unet, "compile_repeated_blocks"):
-        pytest.skip(f"diffusers {diffusers.__version__} has no compile_repeated_blocks")
-    plain, merged = draw(pipe), merged_alone(build(), keeps_nothing(name))
-    if patch_first:
-        handle = tome_core.patch(pipe, name)
-    pipe.unet.compile_repeated_blocks(backend=backend, fullgraph=True)
-    if not patch_first:
-        handle = tome_core.patch(pipe, name)
-    for _ in range(2):
-        assert torch.equal(draw(pipe), merged)
-    assert backend.frame_count <= 4 and handle.report().merged_anything  # two levels, two phases each
-    tome_core.remove_patch(pipe)
-    assert torch.equal(draw(pipe), plain)
-
-
 # --- several pipelines, and threads ----------------------------------------------------------------------------------
 
 
@@ -341,11 +79,6 @@ def image_to_image(pipe: Any) -> tuple[Any, dict[str, Any]]:
     sibling.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config)
     sibling.set_progress_bar_config(disable=True)
     return sibling, {"image": an_image(pipe), "strength": 0.8, "timesteps": IMAGE_TIMES}
-
-
-def an_image(pipe: Any) -> torch.Tensor:
-    side = pipe.unet.config.sample_size * pipe.vae_scale_factor
-    return torch.rand(1, 3, side, side, generator=torch.Generator().manual_seed(7))
 
 
 @every_kind
