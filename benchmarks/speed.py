@@ -22,11 +22,14 @@ import torch
 
 from benchmarks import environment, results, speed_report
 from benchmarks.speed_fleet import Fleet
-from benchmarks.speed_measure import Bench, seconds
+from benchmarks.speed_measure import Bench
 from benchmarks.speed_memory import free_memory
 from benchmarks.speed_models import SHAPES, TINY_SHAPES, Shape, make_decoder, make_unet
 from benchmarks.speed_options import completed, parser, planned, settings
-from benchmarks.speed_plan import COSTS, Case, Estimate, row_keys
+from benchmarks.speed_plan import CALL, COSTS, Case, Estimate, row_keys
+from benchmarks.speed_rates import measure_rates
+from benchmarks.speed_roofline import Rates
+from benchmarks.speed_variants import shown_in
 
 _EFFICIENCY = {"cpu": 0.6, "cuda": 0.4}  # of a large product's speed, what a whole UNet reaches
 
@@ -34,8 +37,10 @@ _EFFICIENCY = {"cpu": 0.6, "cuda": 0.4}  # of a large product's speed, what a wh
 class Workshop:
     """The model in use, its fleets, and the bench of one case: made when a row asks for another."""
 
-    def __init__(self, shapes: dict[str, Shape], device: str, dtype: str, names: list[str]) -> None:
-        self._shapes, self._device, self._dtype, self._names = shapes, device, getattr(torch, dtype), names
+    def __init__(
+        self, shapes: dict[str, Shape], device: str, dtype: torch.dtype, names: list[str], rates: Rates
+    ) -> None:
+        self._shapes, self._device, self._dtype, self._names, self._rates = shapes, device, dtype, names, rates
         self._model: str | None = None
         self._unet = self._decoder = self._bench = None
         self._fleets: dict[tuple[str, bool], Fleet] = {}
@@ -65,9 +70,9 @@ class Workshop:
         shape, how = self._shapes[case.model], (case.attention, case.compiled)
         if how not in self._fleets:
             self._fleets[how] = Fleet(self._unet, self._names, *how)
-        if case.what != "call" and self._decoder is None:
+        if case.what != CALL and self._decoder is None:
             self._decoder = make_decoder(shape, self._device, self._dtype)
-        return Bench(case, shape, self._fleets[how], self._decoder, failed)
+        return Bench(case, shape, self._fleets[how], self._rates, self._decoder, failed)
 
 
 def execute(run: results.Run, rows: dict, workshop: Workshop, estimate: Estimate, minutes: float | None) -> None:
@@ -78,7 +83,8 @@ def execute(run: results.Run, rows: dict, workshop: Workshop, estimate: Estimate
         for number, key in enumerate(todo, 1):
             left = sum(estimate.seconds(*rows[one]) for one in todo[number - 1 :])
             if minutes is not None and time.monotonic() - begin + estimate.seconds(*rows[key]) > 60 * minutes:
-                _say(f"the next row would end after {minutes:g} minutes, so the run ends here")
+                remedy = "; it needs --minutes " + f"{1 + estimate.seconds(*rows[key]) / 60:.0f}" if number == 1 else ""
+                _say(f"the next row would end after {minutes:g} minutes, so the run ends here{remedy}")
                 return
             _say(f"[{number}/{len(todo)}] {key}; {_duration(left)} left")
             since = time.monotonic()
@@ -101,15 +107,6 @@ def print_plan(all_cases: list[Case], rows: dict, missing: list[str], estimate: 
     _say(f"  {'together':<55} {len(missing):>3} rows {_duration(sum(estimate.guess(*rows[k]) for k in missing)):>9}")
 
 
-def rate(device: str, dtype: str) -> float:
-    """Floating-point operations per second that a UNet may reach here, from one large product."""
-    kind = torch.device(device).type
-    side = {"cuda": 8192}.get(kind, 1024)
-    matrix = torch.ones(side, side, device=device, dtype=getattr(torch, dtype))
-    once = [seconds(lambda: matrix @ matrix, matrix.device) for _ in range(3)]
-    return _EFFICIENCY.get(kind, 0.4) * 2 * side**3 / max(min(once), 1e-9)
-
-
 def _duration(spent: float) -> str:
     return f"{spent:.0f} s" if spent < 100 else f"{spent / 60:.0f} min"
 
@@ -124,9 +121,12 @@ def measure(options: argparse.Namespace, command: str, folder: Path) -> results.
     rows = row_keys(all_cases, options.rounds)
     record = results.new_record("speed", command, settings(options), environment.describe(options.device))
     run = results.Run.start(record, list(rows), options.output, folder)
-    estimate = Estimate(shapes, len(options.variants), options.device, rate(options.device, options.dtype))
+    dtype = getattr(torch, options.dtype)
+    rates = measure_rates(options.device, dtype)
+    reached = _EFFICIENCY[options.device] * rates.operations
+    estimate = Estimate(shapes, lambda case: len(shown_in(case, options.variants)), options.device, reached)
     print_plan(all_cases, rows, run.missing, estimate)
-    workshop = Workshop(shapes, options.device, options.dtype, options.variants)
+    workshop = Workshop(shapes, options.device, dtype, options.variants, rates)
     execute(run, rows, workshop, estimate, options.minutes)
     return run
 

@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from benchmarks.speed_fleet import Fleet
-from benchmarks.speed_memory import cuda_peak, free_memory, kernels, operators, process_peak, reason
+from benchmarks.speed_memory import OperatorCount, cuda_peak, free_memory, kernels, process_peak, reason
 from benchmarks.speed_models import Shape, make_inputs, pictures_in
 from benchmarks.speed_picture import picture_run
-from benchmarks.speed_plan import Case
-from benchmarks.speed_variants import VARIANTS
+from benchmarks.speed_plan import CALL, Case
+from benchmarks.speed_roofline import Rates, Roofline, roofline
+from benchmarks.speed_variants import VARIANTS, shown_in
 
 _ENOUGH_SECONDS, _MOST_CALLS = 0.1, 20  # a GPU's quick calls are repeated for so long within a round, so often at most
 _SMALL_PIXELS = 128  # of the call before that whose memory is measured
@@ -24,58 +25,70 @@ class Bench:
     """The variants of one case, ready to run. `costs` or `warm_up` comes before the first `round`."""
 
     def __init__(
-        self, case: Case, shape: Shape, fleet: Fleet, decoder: nn.Module | None = None,
+        self, case: Case, shape: Shape, fleet: Fleet, rates: Rates, decoder: nn.Module | None = None,
         failed: dict[str, str] | None = None,
     ) -> None:  # fmt: skip
-        """decoder: for pictures. failed: variants that are known to fail, and why; they are not tried again."""
-        self.case, self._shape, self._fleet = case, shape, fleet
-        self.names = [name for name in fleet.unets if case.what == "call" or not VARIANTS[name].calls_only]
+        """rates: of the device, for bounds. decoder: for pictures. failed: variants that are known to fail, and why;
+        they are not tried again.
+        """
+        self.case, self._shape, self._fleet, self._rates, self._decoder = case, shape, fleet, rates, decoder
+        self.names = shown_in(case, list(fleet.unets))
         self.failed = dict(failed or {})
         weight = next(fleet.unpatched.parameters())
         self.device, self._dtype = weight.device, weight.dtype
         self._calls = dict.fromkeys(self.names, 1)
-        self._runs = {name: self._prepared(fleet.unets[name], decoder) for name in self.names}
+        self._begins = {name: _begins(fleet.unets[name]) for name in self.names}
+        self._runs = {name: self._prepared(name, fleet.unets[name], fleet.unpatched) for name in self.names}
 
-    def _prepared(self, unet: nn.Module, decoder: nn.Module | None) -> Callable[[], Any]:
-        if self.case.what == "call":
-            return self._call(unet, self.case.pixels, self.case.batch)
-        return picture_run(self.case, self._shape, self._fleet.unpatched, unet, decoder)
+    def _prepared(self, name: str, unet: nn.Module, unpatched: nn.Module) -> Callable[[], Any]:
+        if self.case.what == CALL:
+            return self._call(name, unet, self.case.pixels, self.case.batch)
+        return picture_run(self.case, self._shape, unpatched, unet, self._decoder)
 
-    def _call(self, unet: nn.Module, pixels: int, batch: int) -> Callable[[], Any]:
+    def _call(self, name: str, unet: nn.Module, pixels: int, batch: int) -> Callable[[], Any]:
         positional, named = make_inputs(self._shape, pixels, batch, str(self.device), self._dtype)
-        begin = getattr(unet, "begin_picture", None)
-        if begin is None:
-            return lambda: unet(*positional, **named)
-        pictures = pictures_in(batch)
+        begin, pictures = self._begins[name], pictures_in(batch)
         return lambda: (begin(pictures), unet(*positional, **named))[1]
 
     def warm_up(self) -> None:
         """Run every variant once, unmeasured; on a GPU, find out how often it has to be called for a steady time."""
         self._each(lambda name: self._runs[name]() is None)
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and self.case.what == CALL:
             once = self._each(lambda name: seconds(self._runs[name], self.device))
             self._calls |= {name: max(1, min(_MOST_CALLS, int(_ENOUGH_SECONDS / t))) for name, t in once.items()}
 
     def costs(self) -> dict[str, Any]:
-        """A row: the work of one run (kernels launched on a GPU, else operators), and its peak memory beyond the model.
+        """A row: the work of one run (kernels launched on a GPU, else operators), its roofline, and its peak memory
+        beyond the model.
 
         Counts as the warm-up. The memory of a CPU's pictures is left out: the decoder's is all there would be to see.
         """
         row: dict[str, Any] = {"case": self.case.as_json()}
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" or self.case.compiled:
             self.warm_up()
+        else:  # only what has to have run before, because a call may take a minute here
+            self._each(lambda name: VARIANTS[name].keeps and self._runs[name]() is None)
+        if self.device.type == "cuda":
             row["peak_mib"] = self._each(lambda name: cuda_peak(self._runs[name]))
             row["kernels"] = self._each(lambda name: kernels(self._runs[name]))
-        elif self.case.compiled:  # one fused loop may be any number of operators
-            self.warm_up()
-        else:
-            if self.case.what == "call":
-                row["peak_mib"] = self._each(self._process_peak)
-            row["operators"] = self._each(lambda name: operators(self._runs[name]))
+        elif self.case.what == CALL and not self.case.compiled:
+            row["peak_mib"] = self._each(self._process_peak)
+        counted = self._each(self._counted)
+        if self.device.type == "cpu" and not self.case.compiled:  # one fused loop may be any number of operators
+            row["operators"] = {name: operators for name, (operators, _) in counted.items()}
+        row["rates"] = self._rates._asdict()
+        row["roofline"] = {name: bound._asdict() for name, (_, bound) in counted.items()}
         return {**row, "failed": dict(self.failed)}
 
+    def _counted(self, name: str) -> tuple[int, Roofline]:
+        """Operators and roofline of one eager run: what a compiled one has to compute is the same."""
+        eager = [getattr(unet, "_orig_mod", unet) for unet in (self._fleet.unets[name], self._fleet.unpatched)]
+        with OperatorCount() as counter:
+            bound = roofline(self._prepared(name, *eager), self._rates)
+        return counter.count, bound
+
     def _process_peak(self, name: str) -> float | None:
-        small = self._call(self._fleet.unets[name], _SMALL_PIXELS * self._shape.shrink, 2)
+        small = self._call(name, self._fleet.unets[name], _SMALL_PIXELS * self._shape.shrink, 2)
         return process_peak(self._runs[name], small)
 
     def round(self, number: int) -> dict[str, Any]:
@@ -90,7 +103,7 @@ class Bench:
             spent = self._attempt(name, lambda name=name: seconds(self._runs[name], self.device, self._calls[name]))
             if spent is not None:
                 times[name] = spent
-                if clock and self.case.what == "call":
+                if clock and self.case.what == CALL:
                     blocks[name] = clock.seconds
         row = {"case": self.case.as_json(), "round": number, "seconds": times}
         return {**row, **({"block_seconds": blocks} if blocks else {}), "failed": dict(self.failed)}
@@ -110,6 +123,12 @@ class Bench:
         # outside the handler, whose traceback keeps the tensors of the failed call alive
         free_memory(self.device)
         return None
+
+
+def _begins(unet: nn.Module) -> Callable[[int], None]:
+    """What is told before a call, of so many pictures; nothing where nobody asks."""
+    begin_calls = getattr(unet, "begin_calls", None)
+    return begin_calls() if begin_calls else lambda pictures: None
 
 
 def seconds(run: Callable[[], Any], device: torch.device, calls: int = 1) -> float:

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.speed_models import SHAPES
 from benchmarks.speed_plan import SUITES, Case, cases
-from benchmarks.speed_variants import CONTROL, VARIANTS, missing_package
+from benchmarks.speed_variants import CONTROL, VARIANTS, chosen, missing_package
 
 SIZES = (512, 768, 1024, 1536, 2048)
 STEPS, GPU_MINUTES = 20, 9.5
@@ -17,8 +17,8 @@ STEPS, GPU_MINUTES = 20, 9.5
 
 def parser(description: str) -> argparse.ArgumentParser:
     """The command line. What is not given depends on the device."""
-    variants = "\n".join(f"  {name:<18} {variant.meaning}" for name, variant in VARIANTS.items())
-    suites = "\n".join(f"  {name:<18} {meaning}" for name, meaning in SUITES.items())
+    variants = "\n".join(f"  {name:<20} {variant.meaning}" for name, variant in VARIANTS.items())
+    suites = "\n".join(f"  {name:<20} {meaning}" for name, meaning in SUITES.items())
     made = argparse.ArgumentParser(
         prog="python -m benchmarks.speed", description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -27,14 +27,15 @@ def parser(description: str) -> argparse.ArgumentParser:
     )  # fmt: skip
     add = made.add_argument
     add("--device", choices=("cpu", "cuda"), help="default: cuda if torch sees one, else cpu")
-    add("--dtype", choices=("float32", "float16", "bfloat16"), help="default: bfloat16 on cuda, float32 on cpu")
+    add("--dtype", choices=("float32", "float16", "bfloat16"), help="default: float16 on cuda, float32 on cpu")
     add("--suites", nargs="+", choices=SUITES, metavar="SUITE", help="default: all on cuda, calls on cpu")
     add("--models", nargs="+", choices=SHAPES, metavar="MODEL",
         help="sd15, sdxl; default: both on cuda, sd15 on cpu (SDXL in float32 takes 10 GB)")
     add("--sizes", nargs="+", type=_size, metavar="PX",
         help=f"sides of square pictures for the suites calls and pictures; default: {' '.join(map(str, SIZES))} on "
              "cuda, 512 on cpu")
-    add("--variants", nargs="+", choices=VARIANTS, metavar="VARIANT", help=f"default: all; {CONTROL} is always there")
+    add("--variants", nargs="+", choices=VARIANTS, metavar="VARIANT",
+        help=f"default: all; {CONTROL} is always there, and ours stands for all of ours")
     add("--rounds", type=_count, metavar="N", help="timed turns of every variant; default: 8 on cuda, 5 on cpu")
     add("--steps", type=_count, default=STEPS, metavar="N", help="solver steps of a picture; default: %(default)s")
     add("--compile", action="store_true", help="measure every fused case compiled as well (a minute or more for each "
@@ -71,13 +72,13 @@ def completed(options: argparse.Namespace) -> argparse.Namespace:
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no CUDA device; use --device cpu, or --dry-run for a rehearsal")
     like_gpu = options.device == "cuda" or options.dry_run
-    options.dtype = options.dtype or ("bfloat16" if options.device == "cuda" else "float32")
+    options.dtype = options.dtype or ("float16" if options.device == "cuda" else "float32")
     options.suites = options.suites or (list(SUITES) if like_gpu else ["calls", "pictures"][: 1 + options.smoke])
     options.models = options.models or (list(SHAPES) if like_gpu else ["sd15"])
     options.sizes = options.sizes or (list(SIZES) if like_gpu else [512])
     options.rounds = options.rounds or (1 if options.rehearsal else 8 if like_gpu else 5)
     options.steps = min(options.steps, 2) if options.rehearsal else options.steps
-    options.variants = [name for name in VARIANTS if name == CONTROL or name in (options.variants or VARIANTS)]
+    options.variants = chosen(options.variants or list(VARIANTS))
     if options.minutes is None and options.device == "cuda":
         options.minutes = GPU_MINUTES
     missing = missing_package(options.variants)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,10 +14,12 @@ SUITES = {
     "hires": "512 px, then 2048 px from the enlarged latent; only the second pass is patched",
     "seeds": "one call for 1 to 10 pictures at 512, 768 and 1024 px, fused and naive attention",
 }
+CALL, PICTURES = "call", ("picture", "hires")  # what a case may be
 PICTURE_SIZES = (512, 1024)
 HIRES = (512, 2048)
 SEED_PICTURES, SEED_SIZES = (1, 2, 4, 8, 10), (512, 768, 1024)
 COSTS = "costs"
+_COSTS_CALLS = {"cpu": 2, "cuda": 4}  # of each variant, for the row of costs
 _COMPILE_SECONDS = {"cpu": 120.0, "cuda": 60.0}  # of one variant at one size
 _NAIVE_FACTOR = 3.0
 _TRUST_SECONDS = 30.0
@@ -44,8 +46,13 @@ class Case:
     def key(self) -> str:
         """Its name, which is unique in a plan."""
         how = "compiled" if self.compiled else "eager"
-        steps = "" if self.what == "call" else f" {self.steps} steps"
+        steps = "" if self.what == CALL else f" {self.steps} steps"
         return f"{self.model} {self.what} {self.pixels} px batch {self.batch} {self.attention} {how}{steps}"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is one picture with fused attention, and not there to be compared with that."""
+        return (self.batch, self.attention) == (2, "sdpa")
 
     def as_json(self) -> dict[str, Any]:
         """Its fields, as a row keeps them."""
@@ -62,7 +69,7 @@ def cases(
     found: list[Case] = []
     for model in models:
         if "calls" in suites:
-            found += [Case(model, "call", pixels) for pixels in sizes]
+            found += [Case(model, CALL, pixels) for pixels in sizes]
         if "pictures" in suites:
             usual = [pixels for pixels in sizes if pixels in PICTURE_SIZES]
             found += [Case(model, "picture", pixels, steps=steps) for pixels in usual or sizes]
@@ -82,7 +89,7 @@ def _compiled(case: Case) -> Case:
 
 def _seed_cases(model: str) -> list[Case]:
     return [
-        Case(model, "call", pixels, batch=2 * pictures, attention=attention)
+        Case(model, CALL, pixels, batch=2 * pictures, attention=attention)
         for attention in ("sdpa", "naive") for pixels in SEED_SIZES for pictures in SEED_PICTURES
     ]  # fmt: skip
 
@@ -94,7 +101,7 @@ def row_keys(all_cases: Sequence[Case], rounds: int) -> dict[str, tuple[Case, st
     """
     found = {}
     for case in all_cases:
-        share = 3 if case.what != "call" else 1 if (case.batch, case.attention) == (2, "sdpa") else 2
+        share = 3 if case.what != CALL else 1 if case.is_plain else 2
         parts = [COSTS, *(str(number) for number in range(1, -(-rounds // share) + 1))]
         found |= {f"{case.key} #{part}": (case, part) for part in parts}
     return found
@@ -110,8 +117,8 @@ def passes(case: Case) -> list[tuple[int, int]]:
 class Estimate:
     """Seconds that a row will take; corrected by what the rows so far have taken."""
 
-    def __init__(self, shapes: dict[str, Shape], variants: int, device: str, rate: float) -> None:
-        """rate: floating-point operations per second that the device reaches in a UNet."""
+    def __init__(self, shapes: dict[str, Shape], variants: Callable[[Case], int], device: str, rate: float) -> None:
+        """variants: how many a case compares. rate: operations per second that the device reaches in a UNet."""
         self._shapes, self._variants, self._device, self._rate = shapes, variants, device, rate
         self._guessed = self._spent = 0.0
 
@@ -120,7 +127,8 @@ class Estimate:
         once = self._operations(case) / self._rate * (_NAIVE_FACTOR if case.attention == "naive" else 1)
         compiling = _COMPILE_SECONDS.get(self._device, 0.0) if case.compiled and part == COSTS else 0.0
         once = max(once, _LEAST_SECONDS.get(self._device, 0.0))
-        return self._variants * ((2 if part == COSTS else 1) * once + compiling)
+        calls = _COSTS_CALLS.get(self._device, 2) if part == COSTS else 1
+        return self._variants(case) * (calls * once + compiling)
 
     def _operations(self, case: Case) -> float:
         """Of the case's UNet calls; the decoder's are left out."""

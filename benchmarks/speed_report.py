@@ -8,12 +8,13 @@ from statistics import median
 from typing import Any
 
 from benchmarks.report import new_figure
+from benchmarks.speed_plan import CALL
 from benchmarks.speed_summary import Figure, Summary, failures, summaries
 from benchmarks.speed_variants import CONTROL, IDEAL, NO_ATTENTION
 
 __all__ = ["failures", "plot", "table"]
 _NONE = "-"
-_MARKS = {"tomesd": "X", "ours": "o", "downsample": "s"}
+_MARKS = {"tomesd": "X", "ours": "o", "downsample": "s", "hypertile": "^"}
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
@@ -26,7 +27,7 @@ def _section(record: dict[str, Any]) -> str:
     shown = [case for case in cases if case.figures]
     parts = [_heading(record)]
     if len(shown) > 1:
-        parts.append(_overview(shown, list(record["settings"]["variants"])))
+        parts += _overviews(shown)
     parts += [_detail(case) for case in shown]
     without = [case.key for case in cases if not case.figures and any("seconds" in r for r in _rows(record, case))]
     parts += [f"Not printed, because its control ({CONTROL}) is missing: {key}." for key in without]
@@ -53,8 +54,15 @@ def _heading(record: dict[str, Any]) -> str:
             f"turn.\n\n{variants}")
 
 
-def _overview(cases: list[Summary], names: list[str]) -> str:
+def _overviews(cases: list[Summary]) -> list[str]:
+    """A table of calls and one of pictures, which compare other variants."""
+    kinds = [[case for case in cases if (case.case["what"] == CALL) == calls] for calls in (True, False)]
+    return [_overview(kind) for kind in kinds if kind]
+
+
+def _overview(cases: list[Summary]) -> str:
     """A line a case: the control's time, and how many times as fast each variant is."""
+    names = list(dict.fromkeys(name for case in cases for name in case.figures))
     lines = [_row(["case", CONTROL, *(name for name in names if name != CONTROL)]), _rule(len(names) + 1)]
     for case in cases:
         cells = [_time(case.figures.get(CONTROL, Figure()))]
@@ -77,6 +85,8 @@ def _detail(case: Summary) -> str:
         "their speed-up": lambda figure: _number(figure.block_factor, "{:.2f}x"),
         "share of ideal": lambda figure: _number(figure.of_ideal, "{:.0%}"),
         f"share of {NO_ATTENTION}": lambda figure: _number(figure.of_no_attention, "{:.0%}"),
+        "roofline": lambda figure: _NONE if figure.bound is None else _one_time(figure.bound),
+        "share of roofline": lambda figure: _number(figure.of_bound, "{:.0%}"),
         "peak beyond the model": lambda figure: _number(figure.peak_mib, "{:,.0f} MiB"),
         "kernels": lambda figure: _number(figure.kernels, "{:,}"),
         "operators": lambda figure: _number(figure.operators, "{:,}"),
@@ -86,7 +96,22 @@ def _detail(case: Summary) -> str:
     lines = [_row(["", *kept]), _rule(len(kept) + 1)]
     for index, name in enumerate(case.figures):
         lines.append(_row([name, *(cells[head][index] for head in kept)]))
-    return f"### {case.key}\n\n" + "\n".join(lines) + f"\n\n{case.rounds} round{'s' * (case.rounds > 1)}."
+    rounds = f"{case.rounds} round{'s' * (case.rounds > 1)}."
+    return "\n\n".join([f"### {case.key}", "\n".join(lines), f"{rounds}{_bounds(case)}"])
+
+
+def _bounds(case: Summary) -> str:
+    """What the roofline says of unmerged and of merged, where the case has one."""
+    unmerged = case.figures.get(CONTROL, Figure()).bound
+    merged = {name: figure.bound for name, figure in case.figures.items()
+              if figure.bound and name not in (CONTROL, IDEAL, NO_ATTENTION)}  # fmt: skip
+    if not unmerged or not merged:
+        return ""
+    best = min(merged, key=merged.get)
+    return (f" Roofline, computed from products at {case.rates['operations'] / 1e12:.3g} TFLOP/s and their bytes at "
+            f"{case.rates['bytes'] / 1e9:.3g} GB/s, both measured here in this run: unmerged {_one_time(unmerged)}, "
+            f"merged {_one_time(merged[best])} ({best}), so that where both are reached merging is "
+            f"{unmerged / merged[best]:.2f}x as fast.")  # fmt: skip
 
 
 def _row(cells: Sequence[str]) -> str:
@@ -145,7 +170,8 @@ def _lines(axis: Any, cases: list[Summary]) -> None:
         points = [(case.case["pixels"], case.figures[name].factor) for case in cases
                   if name in case.figures and case.figures[name].factor]  # fmt: skip
         style = "--" if name in (CONTROL, IDEAL, NO_ATTENTION) else "-"
-        axis.plot(*zip(*points, strict=True), style, marker=_MARKS.get(name, "."), label=name)
+        mark = _MARKS.get(name.split(",")[0], ".")
+        axis.plot(*zip(*points, strict=True), style, marker=mark, label=name)
     axis.set(xlabel="picture, px", ylabel="times as fast as the control", xticks=[c.case["pixels"] for c in cases])
     axis.legend(fontsize=8)
 

@@ -18,7 +18,8 @@ class Figure:
 
     times, block_times: seconds of each round, of the call and of the blocks of the finest level in it. factor,
     block_factor: how many times as fast as the control, the median over rounds. of_ideal, of_no_attention: the saving
-    as a share of the bound's; the first one of the blocks where those were timed. failed: why there are no times.
+    as a share of the bound's; the first one of the blocks where those were timed. bound: seconds of the roofline of
+    what this variant computes. of_bound: how near the time is to it, 1 at the bound. failed: why there are no times.
     """
 
     times: tuple[float, ...] = ()
@@ -30,12 +31,15 @@ class Figure:
     peak_mib: float | None = None
     kernels: int | None = None
     operators: int | None = None
+    bound: float | None = None
+    of_bound: float | None = None
     failed: str | None = None
 
 
 @dataclass(frozen=True)
 class Summary:
-    """One case: its fields as in `speed_plan.Case`, rounds measured, and a figure for each variant.
+    """One case: its fields as in `speed_plan.Case`, rounds measured, a figure for each variant, and the device's rates
+    of which the bounds are made, as in `speed_roofline.Rates`; None in results from before there were bounds.
 
     Without the control's times or its failure there are no figures.
     """
@@ -44,6 +48,7 @@ class Summary:
     key: str
     rounds: int
     figures: dict[str, Figure]
+    rates: dict[str, float] | None = None
 
 
 def summaries(record: dict[str, Any]) -> list[Summary]:
@@ -71,7 +76,8 @@ def _summary(key: str, rows: list[dict[str, Any]], names: list[str]) -> Summary:
         for name in names:
             if name in failed or any(name in row["seconds"] for row in rounds):
                 figures[name] = _figure(name, rows, rounds, failed.get(name))
-    return Summary(rows[0]["case"], key, len(rounds), figures)
+    rates = next((row["rates"] for row in rows if "rates" in row), None)
+    return Summary(rows[0]["case"], key, len(rounds), figures, rates)
 
 
 def _has_control(row: dict[str, Any]) -> bool:
@@ -82,8 +88,9 @@ def _figure(name: str, rows: list[dict[str, Any]], rounds: list[dict[str, Any]],
     # a bound's share is told by the blocks alone where they were timed: the rest of a call varies by as much
     blocks = "block_seconds" if any("block_seconds" in row for row in rounds) else "seconds"
     ideal_is_bound = VARIANTS[name].bound == IDEAL if name in VARIANTS else False
+    times, bound = _times(rounds, name, "seconds"), _single(rows, "roofline", name)
     return Figure(
-        times=_times(rounds, name, "seconds"),
+        times=times,
         factor=_inverse(_median_share(rounds, name, "seconds")),
         block_times=_times(rounds, name, "block_seconds"),
         block_factor=_inverse(_median_share(rounds, name, "block_seconds")),
@@ -92,6 +99,8 @@ def _figure(name: str, rows: list[dict[str, Any]], rounds: list[dict[str, Any]],
         peak_mib=_single(rows, "peak_mib", name),
         kernels=_single(rows, "kernels", name),
         operators=_single(rows, "operators", name),
+        bound=bound and bound["seconds"],
+        of_bound=bound["seconds"] / median(times) if bound and times else None,
         failed=failed,
     )
 

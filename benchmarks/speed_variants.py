@@ -8,32 +8,39 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 import tome_core
+from benchmarks import reference_tiles
+from benchmarks.speed_plan import CALL, PICTURES, Case
 from tome_core.families import Place, find_blocks
 
 CONTROL = "vanilla"
 NO_ATTENTION = "attention-free"
 IDEAL = "ideal"
-_EARLY, _LATE = 900.0, 100.0
-_ANEW = "matches anew (within a picture a match serves several steps)"
+# of calls that are timed alone: two times a match is kept between, and two from one to the other of which it is not
+_EARLY_KEPT, _EARLY_RENEWED = (900.0, 890.0), (900.0, 800.0)
+_LATE_KEPT, _LATE_RENEWED = (100.0, 90.0), (200.0, 100.0)
+_LEAST_TILE = 32  # tokens a side: 256 pixels where the level is the latent's own
 
 
 class Variant(NamedTuple):
     """apply: patches a UNet. meaning: for the reader of a table. bound: the variant that does the same for free.
 
-    calls_only: a picture would show nothing that another variant does not show.
+    whats: the kinds of cases it is in. keeps: what is timed uses the match of a call before it, which runs untimed
+    first; a compiled model matches anew in each call, so this is in no compiled case.
     """
 
     apply: Callable[[nn.Module], None]
     meaning: str
     bound: str | None = None
-    calls_only: bool = False
+    whats: tuple[str, ...] = (CALL, *PICTURES)
+    keeps: bool = False
 
 
 def finest_blocks(unet: nn.Module) -> list[Place]:
@@ -66,6 +73,24 @@ class NoAttention(nn.Module):
         return hidden_states
 
 
+class Tiles(nn.Module):
+    """HyperTile's idea: attention inside tiles of the grid, as small as may be; the published one draws their size."""
+
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, hidden_states: torch.Tensor, **named: object) -> torch.Tensor:
+        """``[B, N, C]`` to ``[B, N, C]``, of a square grid."""
+        tiles = tiles_a_side(reference_tiles.square_side(hidden_states.shape[1], 1))
+        return reference_tiles.join(self.attention(reference_tiles.split(hidden_states, tiles), **named), tiles)
+
+
+def tiles_a_side(side: int) -> int:
+    """How many tiles a grid of so many tokens a side is cut in; 1 where it is smaller than two tiles."""
+    return max([1, *(tiles for tiles in range(2, side // _LEAST_TILE + 1) if side % tiles == 0)])
+
+
 def _nothing(unet: nn.Module) -> None:
     """The control is the model as it is."""
 
@@ -83,20 +108,29 @@ def _ours(**settings: object) -> Callable[[nn.Module], None]:
     return apply
 
 
-def _preset(name: str, timestep: float) -> Callable[[nn.Module], None]:
-    """A preset. A call of the UNet is at this time, and matches anew.
+def _preset(name: str, *times: float) -> Callable[[nn.Module], None]:
+    """A preset. Calls that are timed alone are at these times in turn; at a single one each matches anew.
 
-    Who makes pictures tells the time with what is left at ``unet.tell_time``, as hosts do. Who makes one call alone
-    says so with ``unet.begin_picture``, and of how many pictures it is.
+    Who makes pictures tells the time with what is left at ``unet.tell_time``, as hosts do. Who makes calls alone asks
+    ``unet.begin_calls`` for what to call before each, with the number of its pictures.
     """
 
     def apply(unet: nn.Module) -> None:
         handle = tome_core.patch(unet, name, host_clock=True)
-        handle.set_time(timestep=timestep)
         unet.tell_time = handle.set_time
-        unet.begin_picture = lambda pictures: handle.set_time(timestep=timestep, sampling=object(), pictures=pictures)
+        unet.begin_calls = lambda: _in_turn(handle, times)
 
     return apply
+
+
+def _in_turn(handle: tome_core.PatchHandle, times: Sequence[float]) -> Callable[[int], None]:
+    turns, sampling = itertools.cycle(times), object()
+
+    def tell(pictures: int) -> None:
+        ours = sampling if len(times) > 1 else object()
+        handle.set_time(timestep=next(turns), sampling=ours, pictures=pictures)
+
+    return tell
 
 
 def _free_merge(unet: nn.Module) -> None:
@@ -104,9 +138,18 @@ def _free_merge(unet: nn.Module) -> None:
         place.block.attn1 = FreeMerge(place.block.attn1)
 
 
+def _tiles(unet: nn.Module) -> None:
+    for place in finest_blocks(unet):
+        place.block.attn1 = Tiles(place.block.attn1)
+
+
 def _no_attention(unet: nn.Module) -> None:
     for place in find_blocks(unet):
         place.block.attn1 = NoAttention()
+
+
+def _call(preset: str, times: Sequence[float], meaning: str) -> Variant:
+    return Variant(_preset(preset, *times), meaning, None, (CALL,), keeps=len(times) > 1)
 
 
 VARIANTS: dict[str, Variant] = {
@@ -115,12 +158,40 @@ VARIANTS: dict[str, Variant] = {
     "downsample": Variant(
         _ours(method="downsample"), "token down-sampling (ToDo): a quarter of keys and values at the finest level"
     ),
-    "ours": Variant(_preset("balanced", _LATE), f"tome_core's preset balanced; in calls a late step, which {_ANEW}"),
-    "ours, early": Variant(_preset("balanced", _EARLY), "the same in an early step", None, True),
-    "ours, max": Variant(_preset("max", _LATE), "tome_core's preset max, as above"),
+    "hypertile": Variant(
+        _tiles,
+        f"attention in tiles (HyperTile): {_LEAST_TILE} tokens a side, or the next larger that divide the finest grid",
+    ),
+    "ours": Variant(_preset("balanced"), "tome_core's preset balanced", None, PICTURES),
+    "ours, early new": _call("balanced", _EARLY_KEPT[:1], "balanced in an early step that matches anew"),
+    "ours, early renewed": _call("balanced", _EARLY_RENEWED, "balanced in an early step that renews an older match"),
+    "ours, early kept": _call("balanced", _EARLY_KEPT, "balanced in an early step that keeps a match"),
+    "ours, late new": _call("balanced", _LATE_KEPT[:1], "balanced in a late step that matches anew; none renews"),
+    "ours, late kept": _call("balanced", _LATE_KEPT, "balanced in a late step that keeps a match"),
+    "ours, max": Variant(_preset("max"), "tome_core's preset max", None, PICTURES),
+    "ours, max new": _call("max", _LATE_KEPT[:1], "max in a step that matches anew"),
+    "ours, max renewed": _call("max", _LATE_RENEWED, "max in a step that renews an older match"),
+    "ours, max kept": _call("max", _LATE_KEPT, "max in a step that keeps a match"),
     IDEAL: Variant(_free_merge, "bound: half of the tokens merged at the finest level, and merging costs nothing"),
     NO_ATTENTION: Variant(_no_attention, "bound: every self-attention left out, at all levels"),
 }
+
+
+# beside the control, its peers and the bounds: what cases show that are there for their batch or their attention
+_FEW_OF_OURS = ("ours, late new", "ours, late kept")
+
+
+def shown_in(case: Case, names: Sequence[str]) -> list[str]:
+    """Which of these variants a case compares."""
+    found = [name for name in names if case.what in VARIANTS[name].whats]
+    if case.what == CALL and not case.is_plain:
+        found = [name for name in found if not name.startswith("ours") or name in _FEW_OF_OURS]
+    return [name for name in found if not (case.compiled and VARIANTS[name].keeps)]
+
+
+def chosen(wanted: Sequence[str]) -> list[str]:
+    """The control, what is named, and of what is named all parts: ``ours`` stands for ``ours, late kept`` as well."""
+    return [name for name in VARIANTS if name in (CONTROL, *wanted) or name.split(",")[0] in wanted]
 
 
 def missing_package(names: list[str]) -> str | None:

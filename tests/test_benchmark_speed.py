@@ -11,15 +11,20 @@ from diffusers import UNet2DConditionModel
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import report, results, speed, speed_plan, speed_report, speed_variants
+from benchmarks.speed_fleet import Fleet
+from benchmarks.speed_measure import Bench
 from benchmarks.speed_memory import operators, process_peak
 from benchmarks.speed_models import SHAPES, TINY_SHAPES, make_inputs, make_unet, twin
-from benchmarks.speed_options import STEPS, planned
+from benchmarks.speed_options import GPU_MINUTES, STEPS, planned
 from benchmarks.speed_plan import Case, Estimate, row_keys
+from benchmarks.speed_roofline import Rates
 from benchmarks.speed_summary import summaries
-from benchmarks.speed_variants import CONTROL, IDEAL, NO_ATTENTION, VARIANTS
+from benchmarks.speed_variants import CONTROL, IDEAL, NO_ATTENTION, VARIANTS, shown_in
+from tests.samplings import done_for_plans  # noqa: F401
 from tome_core import gate
 
-SMOKE = ("--smoke", "--suites", "calls", "--variants", "ours", "ideal")
+LATE = "ours, late new"
+SMOKE = ("--smoke", "--suites", "calls", "--variants", LATE, "ideal")
 
 
 def run(*arguments, output):
@@ -29,9 +34,10 @@ def run(*arguments, output):
 
 @pytest.fixture(scope="module")
 def tiny_grids_pay():
-    """Presets leave the tiny models' grids alone otherwise."""
+    """Presets and tiles leave the tiny models' grids alone otherwise."""
     with pytest.MonkeyPatch.context() as patching:
         patching.setattr(gate, "_LEAST", {"cpu": 0})
+        patching.setattr(speed_variants, "_LEAST_TILE", 2)
         yield
 
 
@@ -53,11 +59,17 @@ def test_the_smallest_run_measures_every_variant(record):
     assert record["versions"]["tomesd"] == "0.1.3" and record["device"]["threads"] == 1
     assert [case.case["what"] for case in summaries(record)] == ["call", "picture"]
     for case in summaries(record):
-        shown = [name for name, one in VARIANTS.items() if case.case["what"] == "call" or not one.calls_only]
-        assert list(case.figures) == shown
+        assert list(case.figures) == shown_in(Case(**case.case), list(VARIANTS))
         assert all(figure.times[0] > 0 and figure.factor > 0 for figure in case.figures.values())
         assert case.figures[CONTROL].factor == 1
-        assert case.figures["ours"].operators > case.figures[CONTROL].operators
+        assert case.figures["ours" if "ours" in case.figures else LATE].operators > case.figures[CONTROL].operators
+
+
+def test_the_costs_of_a_call_that_keeps_a_match_are_without_that_match(record):
+    figures = summaries(record)[0].figures
+    for phase in ("early", "late", "max"):
+        kept, new = figures[f"ours, {phase} kept"], figures[f"ours, {phase} new"]
+        assert kept.operators < new.operators and kept.bound < new.bound
 
 
 def test_table_and_plot_come_from_the_file_alone(smoke, tmp_path, capsys):
@@ -106,13 +118,13 @@ def failing(error):
      RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")], ids=lambda error: type(error).__name__,
 )  # fmt: skip
 def test_running_out_of_memory_is_a_result(tmp_path, monkeypatch, error):
-    monkeypatch.setitem(VARIANTS, "ours", VARIANTS["ours"]._replace(apply=failing(error)))
+    monkeypatch.setitem(VARIANTS, LATE, VARIANTS[LATE]._replace(apply=failing(error)))
     output = tmp_path / "result.json"
     assert run(*SMOKE, output=output) == 0
     (case,) = summaries(results.load(output))
-    assert case.figures["ours"].failed == "out of memory" and not case.figures["ours"].times
+    assert case.figures[LATE].failed == "out of memory" and not case.figures[LATE].times
     assert case.figures[IDEAL].factor > 0
-    assert "| ours | out of memory |" in speed_report.table([results.load(output)])
+    assert f"| {LATE} | out of memory |" in speed_report.table([results.load(output)])
 
 
 def test_where_the_control_runs_out_of_memory_the_others_times_stand_without_a_factor(tmp_path, monkeypatch):
@@ -120,14 +132,14 @@ def test_where_the_control_runs_out_of_memory_the_others_times_stand_without_a_f
     output = tmp_path / "result.json"
     assert run(*SMOKE, output=output) == 0
     (case,) = summaries(results.load(output))
-    assert case.figures[CONTROL].failed and case.figures["ours"].times and case.figures["ours"].factor is None
+    assert case.figures[CONTROL].failed and case.figures[LATE].times and case.figures[LATE].factor is None
 
 
 def test_another_failure_is_told_and_is_the_exit_code(tmp_path, monkeypatch):
-    monkeypatch.setitem(VARIANTS, "ours", VARIANTS["ours"]._replace(apply=failing(IndexError("tuple index\nmore"))))
+    monkeypatch.setitem(VARIANTS, LATE, VARIANTS[LATE]._replace(apply=failing(IndexError("tuple index\nmore"))))
     output = tmp_path / "result.json"
     assert run(*SMOKE, output=output) == 1
-    assert "ours: IndexError: tuple index." in speed_report.table([results.load(output)])
+    assert f"{LATE}: IndexError: tuple index." in speed_report.table([results.load(output)])
 
 
 def test_a_figure_without_its_control_is_not_printed(record):
@@ -146,10 +158,13 @@ def test_a_figure_without_its_control_is_not_printed(record):
 def test_compiled_cases_stand_beside_the_same_ones_uncompiled(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))  # no C++ compiler needed
     output = tmp_path / "result.json"
-    assert run("--smoke", "--suites", "calls", "--variants", "ours", "--compile", output=output) == 0
+    assert run("--smoke", "--suites", "calls", "--variants", LATE, "ours, late kept", "--compile", output=output) == 0
     eager, compiled = summaries(results.load(output))
     assert compiled.case == {**eager.case, "compiled": True} and eager.case["compiled"] is False
-    assert compiled.figures["ours"].times and compiled.figures["ours"].operators is None
+    assert list(eager.figures) == [CONTROL, LATE, "ours, late kept"]
+    assert list(compiled.figures) == [CONTROL, LATE], "which matches anew whatever was before"
+    assert compiled.figures[LATE].times and compiled.figures[LATE].operators is None
+    assert compiled.figures[LATE].bound == pytest.approx(eager.figures[LATE].bound, rel=1e-6)
 
 
 def synthetic(**seconds):
@@ -182,7 +197,7 @@ def test_a_share_of_a_bound_that_saves_nothing_is_no_figure():
 
 def test_a_rehearsal_goes_through_the_whole_plan_of_a_gpu(tmp_path, capsys):
     output = tmp_path / "dry.json"
-    assert run("--dry-run", "--variants", "ours", output=output) == 0
+    assert run("--dry-run", "--variants", LATE, "ours, max", output=output) == 0
     record = results.load(output)
     measured = {(c.case["model"], c.case["what"], c.case["pixels"], c.case["batch"], c.case["attention"])
                 for c in summaries(record)}  # fmt: skip
@@ -191,17 +206,21 @@ def test_a_rehearsal_goes_through_the_whole_plan_of_a_gpu(tmp_path, capsys):
     seeds = {(size, 2 * pictures, how) for size in (512, 768, 1024) for pictures in (1, 2, 4, 8, 10)
              for how in ("sdpa", "naive")}  # fmt: skip
     assert {("sd15", "call", *one) for one in seeds} <= measured
-    assert record["missing"] == [] and all(set(case.figures) == {CONTROL, "ours"} for case in summaries(record))
+    assert record["missing"] == []
+    for case in summaries(record):
+        assert list(case.figures) == [CONTROL, LATE if case.case["what"] == "call" else "ours, max"]
     told = capsys.readouterr().err
     assert "plan" in told and "together" in told and " left" in told
 
 
-def test_the_standard_gpu_run_is_planned_for_ten_minutes():
-    """On a GPU that does 3e14 operations a second in a UNet, as an H200 is assumed to."""
+@pytest.mark.parametrize(("rate", "pieces"), [(3e14, 2), (7e13, 7)])
+def test_the_standard_gpu_run_is_planned_for_a_few_pieces_of_ten_minutes(rate, pieces):
+    """On GPUs that do so many operations a second in a UNet, as an H200 and a 4090 are assumed to."""
     options = speed.completed(speed.parser("").parse_args(["--dry-run"]))
     options.steps = STEPS
-    estimate = Estimate(SHAPES, len(VARIANTS), "cuda", 3e14)
-    assert 60 < sum(estimate.guess(*row) for row in row_keys(planned(options), 8).values()) < 600
+    estimate = Estimate(SHAPES, lambda case: len(shown_in(case, list(VARIANTS))), "cuda", rate)
+    guesses = [estimate.guess(*row) for row in row_keys(planned(options), 8).values()]
+    assert 60 < sum(guesses) < pieces * 60 * GPU_MINUTES and max(guesses) < 60 * GPU_MINUTES
 
 
 def test_no_row_is_begun_that_would_end_too_late(tmp_path, monkeypatch, capsys):
@@ -210,7 +229,10 @@ def test_no_row_is_begun_that_would_end_too_late(tmp_path, monkeypatch, capsys):
     assert run(*SMOKE, "--minutes", "1", output=output) == 0
     record = results.load(output)
     assert [row["key"].rsplit("#")[1] for row in record["rows"]] == ["costs"]
-    assert f"Not measured yet: {record['missing'][0]}" in capsys.readouterr().out
+    told = capsys.readouterr()
+    assert f"Not measured yet: {record['missing'][0]}" in told.out and "it needs" not in told.err
+    assert run(*SMOKE, "--minutes", "1", output=output) == 0
+    assert "it needs --minutes 2" in capsys.readouterr().err, "else it would never go on"
 
 
 @pytest.mark.parametrize(("name", "millions"), [("sd15", 860), ("sdxl", 2567)])
@@ -234,12 +256,19 @@ def test_every_variant_changes_every_model_and_no_other_twin(model, tiny_grids_p
     def picture(one):
         return one(*positional, **named).sample
 
+    def nothing(pictures):
+        """Most tell nothing before a call."""
+
     with torch.inference_mode():
         before = picture(unet)
         assert torch.isfinite(before).all() and before.std() > 1e-3
         for name, variant in VARIANTS.items():
             one = twin(unet)
             variant.apply(one)
+            if "call" in variant.whats:
+                getattr(one, "begin_calls", lambda: nothing)()(1)
+            else:
+                one.tell_time(timestep=500.0)
             assert torch.equal(picture(one), before) == (name == CONTROL), name
             assert torch.equal(picture(unet), before), name
             assert next(one.parameters()).data_ptr() == next(unet.parameters()).data_ptr()
@@ -254,6 +283,29 @@ def test_the_ideal_bound_attends_to_half_of_the_tokens():
 
     x = torch.randn(2, 15, 4)
     assert speed_variants.FreeMerge(attention)(x).shape == x.shape and seen == [(2, 8, 4)]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("early new", "match"), ("early renewed", "renew"), ("early kept", None), ("late new", "match"),
+     ("late kept", None), ("max new", "match"), ("max renewed", "renew"), ("max kept", None)],
+)  # fmt: skip
+def test_a_timed_call_does_what_its_row_says(name, words, work, monkeypatch):
+    """Whatever has run before, the call of a smaller picture that a peak begins with too."""
+    monkeypatch.setattr(gate, "_LEAST", {"cpu": 64})  # the finest level's, which is not so small that nothing merges
+    name, shape = f"ours, {name}", TINY_SHAPES["sd15"]
+    fleet = Fleet(make_unet(shape, "cpu", torch.float32), [CONTROL, name])
+    blocks = len(speed_variants.finest_blocks(fleet.unets[name]))
+    with torch.inference_mode():
+        for pixels in (512, 768):
+            bench = Bench(Case("sd15", "call", pixels), shape, fleet, Rates(1e9, 1e9))
+            bench.costs()
+            bench._process_peak(name)
+            for number in (1, 2, 3):
+                work.clear()
+                assert not bench.round(number)["failed"]
+                assert set(work) == ({words} if words else set()), f"round {number} at {pixels} px"
+                assert len(work) >= (blocks if words else 0)
 
 
 def test_operators_are_counted_without_views():

@@ -41,6 +41,8 @@ WAYS = {
     "python install.py comfyui DIR": Way(fill=(("DIR", "{new}/comfyui"),)),
     "python -m tome_core.bench --device cuda --dtype float16": Way("--repeats 1", needs=GPU),
     "python -m benchmarks.speed": Way("--smoke --suites calls --variants ours --output {new}/speed.json"),
+    "python -m benchmarks.speed --device cuda": Way("--smoke --output {new}/speed.json", needs=GPU),
+    "python -m benchmarks.speed --help": Way(),
     "python -m benchmarks.report FILE...": Way(fill=(("FILE...", "{new}/front.json"),)),
     "python -m benchmarks.report benchmarks/results/FILE.json": Way(
         fill=(("benchmarks/results/FILE.json", "{new}/front.json"),)
@@ -87,6 +89,7 @@ ELSEWHERE = {
     "python -m tome_core.bench": ("tests/test_bench.py", '"-m", "tome_core.bench"'),
     "python -m tome_core.bench --json FILE": ("tests/test_bench.py", '"--json", str(file)]'),
     "python -m tome_core.bench --repeats 5 --json FILE": ("tests/test_bench.py", '"--json", str(file)]'),
+    "python -m benchmarks.speed --dry-run": ("tests/test_benchmark_speed.py", 'run("--dry-run"'),
     "python -m demo.train": ("tests/test_demo_training.py", "train.main("),
 }
 PIP = re.compile(r"pip install (?P<what>.*)")
