@@ -23,9 +23,9 @@ from tome_core.families import Place, find_blocks
 CONTROL = "vanilla"
 NO_ATTENTION = "attention-free"
 IDEAL = "ideal"
-# of calls that are timed alone: two times a match is kept between, and two from one to the other of which it is not
-_EARLY_KEPT, _EARLY_RENEWED = (900.0, 890.0), (900.0, 800.0)
-_LATE_KEPT, _LATE_RENEWED = (100.0, 90.0), (200.0, 100.0)
+# of calls that are timed alone: between two near times a match is kept, between two far ones it is too old
+_EARLY, _EARLY_NEAR, _EARLY_FAR = (900.0,), (900.0, 890.0), (900.0, 800.0)
+_LATE, _LATE_NEAR, _LATE_FAR = (100.0,), (100.0, 90.0), (200.0, 100.0)
 _LEAST_TILE = 32  # tokens a side: 256 pixels where the level is the latent's own
 
 
@@ -109,7 +109,8 @@ def _ours(**settings: object) -> Callable[[nn.Module], None]:
 
 
 def _preset(name: str, *times: float) -> Callable[[nn.Module], None]:
-    """A preset. Calls that are timed alone are at these times in turn; at a single one each matches anew.
+    """A preset. Calls that are timed alone are one picture's at these times in turn; at a single one, each another's
+    first, which looks at its batch and so waits for the device.
 
     Who makes pictures tells the time with what is left at ``unet.tell_time``, as hosts do. Who makes calls alone asks
     ``unet.begin_calls`` for what to call before each, with the number of its pictures.
@@ -148,8 +149,8 @@ def _no_attention(unet: nn.Module) -> None:
         place.block.attn1 = NoAttention()
 
 
-def _call(preset: str, times: Sequence[float], meaning: str) -> Variant:
-    return Variant(_preset(preset, *times), meaning, None, (CALL,), keeps=len(times) > 1)
+def _call(preset: str, times: Sequence[float], meaning: str, keeps: bool = False) -> Variant:
+    return Variant(_preset(preset, *times), meaning, None, (CALL,), keeps)
 
 
 VARIANTS: dict[str, Variant] = {
@@ -163,15 +164,15 @@ VARIANTS: dict[str, Variant] = {
         f"attention in tiles (HyperTile): {_LEAST_TILE} tokens a side, or the next larger that divide the finest grid",
     ),
     "ours": Variant(_preset("balanced"), "tome_core's preset balanced", None, PICTURES),
-    "ours, early new": _call("balanced", _EARLY_KEPT[:1], "balanced in an early step that matches anew"),
-    "ours, early renewed": _call("balanced", _EARLY_RENEWED, "balanced in an early step that renews an older match"),
-    "ours, early kept": _call("balanced", _EARLY_KEPT, "balanced in an early step that keeps a match"),
-    "ours, late new": _call("balanced", _LATE_KEPT[:1], "balanced in a late step that matches anew; none renews"),
-    "ours, late kept": _call("balanced", _LATE_KEPT, "balanced in a late step that keeps a match"),
+    "ours, early new": _call("balanced", _EARLY, "balanced in an early step that matches anew: a picture's first"),
+    "ours, early renewed": _call("balanced", _EARLY_FAR, "balanced in an early step that renews an older match", True),
+    "ours, early kept": _call("balanced", _EARLY_NEAR, "balanced in an early step that keeps a match", True),
+    "ours, late new": _call("balanced", _LATE_FAR, "balanced in a late step that matches anew; none renews"),
+    "ours, late kept": _call("balanced", _LATE_NEAR, "balanced in a late step that keeps a match", True),
     "ours, max": Variant(_preset("max"), "tome_core's preset max", None, PICTURES),
-    "ours, max new": _call("max", _LATE_KEPT[:1], "max in a step that matches anew"),
-    "ours, max renewed": _call("max", _LATE_RENEWED, "max in a step that renews an older match"),
-    "ours, max kept": _call("max", _LATE_KEPT, "max in a step that keeps a match"),
+    "ours, max new": _call("max", _LATE, "max in a step that matches anew: a picture's first"),
+    "ours, max renewed": _call("max", _LATE_FAR, "max in a step that renews an older match", True),
+    "ours, max kept": _call("max", _LATE_NEAR, "max in a step that keeps a match", True),
     IDEAL: Variant(_free_merge, "bound: half of the tokens merged at the finest level, and merging costs nothing"),
     NO_ATTENTION: Variant(_no_attention, "bound: every self-attention left out, at all levels"),
 }
