@@ -12,10 +12,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests import kernel_twins as twins
 from tome_core import MergePlan, kernels
+from tome_core.attention.core import corrected
+from tome_core.attention.correction import Correction, first_order, fitted
 from tome_core.grid import Grid
 from tome_core.methods import METHODS, MatchOptions
 from tome_core.methods.base import Best, Rows, best_keys, taken
+from tome_core.methods.likeness import searched_rows
+from tome_core.metric import _of_unit_spread
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -52,7 +57,7 @@ def used(monkeypatch):
         monkeypatch.setattr(kernels, "DEVICES", ("cpu",))
         _repair_the_interpreter(monkeypatch)
     module, calls = kernels._module(), []
-    for name in ("best_keys", "mean_rows"):
+    for name in twins.NAMES:
         launch = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, launch=launch, name=name: (calls.append(name), launch(*a)))
     monkeypatch.setattr(kernels, "_give_up", _fail)
@@ -264,9 +269,181 @@ def test_where_a_gradient_is_asked_for_torchs_operators_give_it(used):
     plan, x = MergePlan(GROUPS["random"]().to(DEVICE), 40), noise(2, 150, 6).requires_grad_()
     weight = noise(2, 40, 6, seed=1)
     (plan.merge(x) * weight).sum().backward()
-    assert used == []
+    assert "mean_rows" not in used
     shares = plan.unmerge(weight / plan.sizes.clamp(min=1)[..., None])
     assert torch.allclose(x.grad, shares, atol=1e-6)
     with torch.no_grad():
         plan.merge(x)
+    assert used[-1] == "mean_rows"
+
+
+# --- each kernel beside its twin in torch -----------------------------------------------------------------------------
+
+
+def beside_twin(name, arguments, *outputs):
+    """What the kernel and its twin put into tensors of these shapes and dtypes, after the inputs."""
+    found = []
+    for module in (kernels._module(), twins):
+        own = [torch.full(shape, -7, dtype=dtype, device=DEVICE) for shape, dtype in outputs]
+        getattr(module, name)(*arguments(own))
+        found.append(own)
+    return zip(*found, strict=True)
+
+
+def close(found, expected, dtype, scale=1.0):
+    torch.testing.assert_close(found.float(), expected.float(), rtol=4 * torch.finfo(dtype).eps,
+                               atol=scale * 4 * torch.finfo(dtype).eps)  # fmt: skip
+
+
+COUNTS = {  # rows, tokens, groups: one of each, tails of both tiles, more groups than tokens, many tiles
+    "one": (1, 1, 1), "tails": (2, 600, 33), "more groups": (1, 20, 70), "whole tiles": (3, 1024, 32),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rows, tokens, groups", COUNTS.values(), ids=COUNTS)
+def test_counting_gives_what_sorting_gives(rows, tokens, groups, used):
+    group = torch.randint(groups, (rows, tokens), generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    long, real = torch.int64, torch.float32
+    outputs = [((rows * tokens,), long), ((rows * groups + 1,), long), ((rows, groups), real), ((rows, groups), real)]
+    *exact, logs = beside_twin("segments", lambda own: (group, *own, -1000.0), *outputs)
+    assert all(torch.equal(*pair) for pair in exact)
+    torch.testing.assert_close(*logs, rtol=1e-6, atol=1e-6)
+    plan = MergePlan(group, groups)
+    found = (*plan._sorted(), plan.sizes, plan.empty, plan.finite_logits)
+    assert used == ["segments"] * 2, "once beside its twin, once for the plan"
+    with kernels.without():
+        other = MergePlan(group, groups)
+        assert all(map(torch.equal, found[:4], (*other._sorted(), other.sizes, other.empty)))
+        torch.testing.assert_close(found[4], other.finite_logits, rtol=1e-6, atol=1e-6)
+
+
+def test_beyond_its_bound_counting_leaves_it_to_sorting(monkeypatch, used):
+    monkeypatch.setattr(kernels, "_COUNTED_UP_TO", 599)
+    plan = MergePlan(torch.zeros(1, 60, dtype=torch.int64, device=DEVICE), 10)
+    assert plan.merge(noise(1, 60, 3)).shape == (1, 10, 3)
     assert used == ["mean_rows"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("channels", [5, 1100])
+def test_centres_know_their_lengths_and_which_are_empty(dtype, channels):
+    plan, x = MergePlan(GROUPS["one map for all"]().to(DEVICE), 40), noise(3, 150, channels, dtype=dtype)
+    mean, bias = plan.centres(x)
+    assert torch.equal(bias == -INF, plan.empty.expand(3, -1))
+    lengths = mean.double().square().sum(-1) / -2
+    torch.testing.assert_close(bias.double()[~plan.empty.expand(3, -1)], lengths[~plan.empty.expand(3, -1)],
+                               rtol=1e-5, atol=1e-6)  # fmt: skip
+    rounded, exact = plan.merge_exactly(x)
+    close(mean, exact, dtype)
+    assert exact.dtype == torch.float32 and torch.equal(rounded, mean)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_are_found_as_centres_without_being_copied_first(dtype):
+    x, rows = noise(2, 60, 21, dtype=dtype), torch.tensor([[59, 0, 7]], device=DEVICE)
+    keys, bias = searched_rows(x, rows, True)
+    assert torch.equal(keys, x[:, rows[0]])
+    torch.testing.assert_close(bias, x[:, rows[0]].float().square().sum(-1) / -2, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_score_can_know_its_querys_length(dtype):
+    rows, keys = case(SHAPES[2], dtype)
+    plain = best_keys(rows, 130, keys)
+    score, index = kernels.best_keys(rows.x, rows.rows, keys, None, lengths=True)
+    lengths = taken(rows, 0, 130).square().sum(-1)
+    assert torch.equal(index, plain.index)
+    torch.testing.assert_close(score, plain.score - lengths / 2, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape, parts", [((2, 70, 40), 2), ((1, 2100, 12), 1), ((3, 1, 6), 2), ((1, 33, 300), 2)])
+def test_what_is_spread_to_one_is_what_torch_spreads(shape, parts, dtype):
+    x = (noise(*shape) * 3 + 20).to(dtype)
+    x[..., shape[2] // parts :] *= 0.125
+    found = _of_unit_spread(x, parts)
+    centred = (x.double() - x.double().mean(1, keepdim=True)).unflatten(-1, (parts, -1))
+    unit = centred.square().mean((1, 3), keepdim=True).sqrt().clamp(min=torch.finfo(dtype).tiny)
+    close(found, (centred / unit).flatten(2), dtype, 4.0)
+    assert found.dtype == dtype and torch.equal(found, _of_unit_spread(x, parts))
+    assert torch.equal(found, _of_unit_spread(x.transpose(1, 2).contiguous().transpose(1, 2), parts))
+
+
+def test_what_does_not_vary_is_spread_to_zero():
+    assert not _of_unit_spread(torch.full((1, 64, 8), 3.0, device=DEVICE), 2).any()
+
+
+@pytest.mark.parametrize("removed", [1, 150, 299, 300])
+@pytest.mark.parametrize("samples", [1, 2])
+def test_tokens_are_placed_as_torch_places_them(removed, samples):
+    order = torch.stack([torch.randperm(300, generator=torch.Generator().manual_seed(n)) for n in (1, 2)]).to(DEVICE)
+    tokens = torch.stack([torch.randperm(340, generator=torch.Generator().manual_seed(n)) for n in range(samples)])
+    sources, destinations = tokens.to(DEVICE).expand(2, -1).split([300, 40], 1)
+    index = torch.randint(40, (2, 300), generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    outputs = [((2, 340), torch.int64), ((2, 340 - removed), torch.int64)]
+    for found, expected in beside_twin(
+        "placed", lambda own: (order, index, sources, destinations, removed, *own), *outputs
+    ):
+        assert torch.equal(found, expected)
+
+
+def attention(heads, width, tokens, dtype):
+    """Queries that are asked, keys and values side by side, far from zero, in a plan with empty and single groups."""
+    q, k, v = (noise(2, tokens, heads * width, seed=seed) for seed in range(3))
+    group = torch.randint(9, (1, tokens), generator=torch.Generator().manual_seed(4)).to(DEVICE)
+    group[0, 0] = 10
+    return q[:, ::2].to(dtype), torch.cat([k + 3, v - 2], -1).to(dtype), MergePlan(group, 11)
+
+
+HEADS = [(1, 3, 40), (2, 16, 70), (3, 40, 130), (1, 64, 600)]  # heads, width, tokens
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("heads, width, tokens", HEADS)
+def test_of_first_order_it_is_what_torch_sums(heads, width, tokens, dtype):
+    _, both, plan = attention(heads, width, tokens, dtype)
+    found = first_order(both, plan, heads, 0.3)
+    expected = first_order(both.double(), plan, heads, 0.3)
+    assert found.dtype == torch.float32
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert torch.equal(found, first_order(both, plan, heads, 0.3))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("heads, width, tokens", HEADS)
+def test_a_correction_is_that_of_torchs_operators(heads, width, tokens, dtype, used):
+    q, both, plan = attention(heads, width, tokens, dtype)
+    found = fitted(q, both, plan, heads, width**-0.5)
+    assert {"first_order", "ridge"} <= set(used)
+    with kernels.without():
+        plain = fitted(q, both, plan, heads, width**-0.5)
+    for one, other in zip(found, plain, strict=True):
+        assert one.dtype == dtype and one.shape == other.shape
+        rounding = 16 if INTERPRETED and dtype == torch.bfloat16 else 4  # which the interpreter cuts off
+        assert (one - other).float().norm() <= rounding * torch.finfo(dtype).eps * other.float().norm()
+
+
+@pytest.mark.parametrize("count", [3, 32, 77])
+def test_the_equations_are_solved_as_a_solver_does(count):
+    q, merged, full = noise(2, count, 3 * 20) + 4, noise(2, 3, count, 20, seed=1) * 0.1, noise(2, 3, count, 20, seed=2)
+    first = noise(4, 6, 20, 20, seed=3)
+    first[:, 1] = 0
+    q, merged, full = (one.half() for one in (q, merged, full))
+    outputs = [((6, 40, 20), torch.float16), ((6, 1, 20), torch.float16)]
+    found = list(beside_twin("ridge", lambda own: (q, merged, full, first, *own), *outputs))
+    for one, other in found:
+        assert (one - other).abs().max() <= 4e-3 * other.abs().max()
+        assert not one[1].any() and one[0].any(), "where nothing was lost, nothing is given"
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("heads, width, tokens", HEADS)
+def test_it_is_added_as_torch_adds_it(heads, width, tokens, dtype, used):
+    q, out = noise(2, tokens, heads * width, dtype=dtype), noise(2, tokens, heads * width, seed=1, dtype=dtype)
+    matrix, constant = (noise(2 * heads, rows, width, seed=rows, dtype=dtype) * 0.2 for rows in (2 * width, 1))
+    found = corrected(out, q, Correction(matrix, constant))
+    assert used == ["corrected"] and found.is_contiguous()
+    with kernels.without():
+        plain = corrected(out.double(), q.double(), Correction(matrix.double(), constant.double()))
+    close(found, plain, dtype, 2.0)  # the interpreter cuts bfloat16 off
+    assert torch.equal(found, corrected(out.mT.contiguous().mT, q, Correction(matrix, constant)))

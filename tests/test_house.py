@@ -15,13 +15,14 @@ from tome_core.settings_table import replace_between_markers
 ROOT = Path(__file__).parents[1]
 # what each module of the engine may import from the engine; read top to bottom, the arrows point up
 MAY_IMPORT = {
-    "triton_kernels": set(),
+    "triton_kernels_correction": set(),
+    "triton_kernels": {"triton_kernels_correction"},
     "kernels": {"triton_kernels"},
     "plan": {"kernels"},
     "grid": set(),
     "methods": {"plan", "grid", "kernels", "methods"},
-    "metric": {"grid"},
-    "attention": {"grid", "plan"},
+    "metric": {"grid", "kernels"},
+    "attention": {"grid", "kernels", "plan"},
     "config": {"methods", "metric"},
     "schedule": {"config"},
     "phases": {"config", "methods", "schedule"},
@@ -55,7 +56,7 @@ MAY_IMPORT = {
 }
 PACKAGES = ("methods", "attention")
 # what a module may import beside torch and the standard library: its one importer does without it where it is missing
-OPTIONAL = {"triton_kernels": {"triton"}}
+OPTIONAL = {"triton_kernels": {"triton"}, "triton_kernels_correction": {"triton"}}
 # which hosts a host may import beside itself: the quality benchmark measures the demo's model
 HOSTS = {"extension": set(), "comfy_nodes": set(), "demo": set(), "benchmarks": {"demo"}}
 # which of a host's modules another may ask for by name: the demo's page writes what the other hosts read, by their own
@@ -83,7 +84,8 @@ def test_the_engine_imports_torch_and_the_standard_library_only(path):
 
 def test_importing_the_engine_imports_nothing_optional():
     code = "import sys, torch; before = set(sys.modules); import tome_core, tome_core.bench;" \
-        "print(*{name.split('.')[-1] for name in set(sys.modules) - before} & {'triton', 'triton_kernels'})"
+        "print(*{name.split('.')[-1] for name in set(sys.modules) - before} " \
+        "& {'triton', 'triton_kernels', 'triton_kernels_correction'})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == ""

@@ -248,7 +248,10 @@ def one_kernel_a_mean(monkeypatch):
     monkeypatch.setattr(kernels, "DEVICES", ("cpu",))
     monkeypatch.setattr(kernels, "ready", lambda x: True)
     monkeypatch.setattr(kernels, "best_keys", lambda *_: None)
-    monkeypatch.setattr(kernels, "mean_rows", lambda x, order, offsets: x[: len(offsets) - 1].clone())
+    monkeypatch.setattr(kernels, "corrected", lambda *_: None)
+    monkeypatch.setattr(kernels, "mean_rows", lambda x, order, offsets, *_, **__: kernels.Means(
+        x[: len(offsets) - 1].clone(), None, None
+    ))  # fmt: skip
 
 
 def test_a_kept_match_adds_one_kernel_to_a_small_block_on_a_gpu(one_kernel_a_mean):

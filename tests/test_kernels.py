@@ -18,6 +18,7 @@ import torch
 
 import install
 import tome_core
+from tests import kernel_twins as twins
 from tests.models import small
 from tome_core import MergePlan, kernels
 from tome_core.methods.base import Rows, best_keys
@@ -90,7 +91,7 @@ def unasked(monkeypatch):
 def put_in_place(monkeypatch, launch):
     """Kernels of which each launch is a call of ``launch``."""
     monkeypatch.setattr(kernels, "_asked", True)
-    monkeypatch.setattr(kernels, "_kernels", SimpleNamespace(best_keys=launch, mean_rows=launch))
+    monkeypatch.setattr(kernels, "_kernels", SimpleNamespace(**dict.fromkeys(twins.NAMES, launch)))
 
 
 def results():

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from . import kernels
 
 MergeMode = Literal["mean", "pick"]
+EMPTY_LOGIT = -1000.0  # of a group without tokens: its weight is 0 after the softmax, and no kernel meets an infinity
 
 
 def without_autocast(x: torch.Tensor) -> AbstractContextManager[Any]:
@@ -79,6 +80,7 @@ class MergePlan:
         self._own_segments: tuple[torch.Tensor, torch.Tensor] | None = None  # of the samples that it has rows for
         self._segments: tuple[torch.Tensor, torch.Tensor] | None = None  # of those that it merged last
         self._sizes: torch.Tensor | None = None
+        self._logs: torch.Tensor | None = None
         self.derived: dict[tuple, torch.Tensor] = {}  # what others make of it and need again, by who and for what
 
     def repeated(self, times: int) -> MergePlan:
@@ -112,6 +114,13 @@ class MergePlan:
         """
         return self._counted().log()
 
+    @property
+    def finite_logits(self) -> torch.Tensor:
+        """As `key_logits`, with `EMPTY_LOGIT` for an empty group."""
+        if self._logs is None and (self._sizes is not None or not self._counted_by_kernel()):
+            self._logs = self.key_logits.clamp(min=EMPTY_LOGIT)
+        return self._logs
+
     def merge(self, x: torch.Tensor, mode: MergeMode = "mean") -> torch.Tensor:
         """Tokens to groups.
 
@@ -128,6 +137,31 @@ class MergePlan:
         batch, tokens, channels = x.shape
         return self._mean(x.reshape(batch * tokens, channels), batch).view(batch, self.num_groups, channels)
 
+    def centres(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The means of ``x [B, N, C]`` to search for the nearest by, ``[B, G, C]``, and what is added to products.
+
+        Minus half the squared length, float32 ``[B, G]``; minus infinity for an empty group. Not differentiable.
+        """
+        self._check(x, self.num_tokens, "tokens")
+        batch, tokens, channels = x.shape
+        means = self._means_by_kernel(x.detach().reshape(batch * tokens, channels), bias=True)
+        if means is not None:
+            return means.mean.view(batch, -1, channels), means.bias.view(batch, -1)
+        mean = self.merge(x.detach())
+        exact = mean.float()
+        bias = (exact.pow(2).sum(-1) * -0.5).masked_fill(self.empty, float("-inf"))
+        return mean if mean.dtype.itemsize == 2 else exact, bias
+
+    def merge_exactly(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The means of ``x [B, N, C]``, rounded to its dtype and as they were summed, float32 at least."""
+        self._check(x, self.num_tokens, "tokens")
+        batch, tokens, channels = x.shape
+        means = self._means_by_kernel(x.reshape(batch * tokens, channels), exact=True)
+        if means is not None:
+            return means.mean.view(batch, -1, channels), means.exact.view(batch, -1, channels)
+        exact = self.merge(x if x.dtype == torch.float64 else x.float())
+        return exact.to(x.dtype), exact
+
     def unmerge(self, y: torch.Tensor) -> torch.Tensor:
         """Groups back to tokens: every token gets its group's row.
 
@@ -140,7 +174,7 @@ class MergePlan:
 
     def _counted(self) -> torch.Tensor:
         """Sizes in float32, in which they are used, exact up to 2**24 tokens. (MPS adds no int64.)"""
-        if self._sizes is None:
+        if self._sizes is None and not self._counted_by_kernel():
             if self.group.is_cuda:
                 # By sorting: atomics on CUDA are refused under torch.use_deterministic_algorithms.
                 self._sizes = self._sorted()[1].diff().view(-1, self.num_groups).float()
@@ -152,14 +186,26 @@ class MergePlan:
 
     def _mean(self, flat: torch.Tensor, batch: int) -> torch.Tensor:
         """``[B * N, C]`` -> ``[B * G, C]``."""
-        needs_gradient = torch.is_grad_enabled() and flat.requires_grad
-        if flat.device.type in kernels.DEVICES and not needs_gradient and kernels.ready(flat):
-            mean = kernels.mean_rows(flat, *self._flat_segments(batch))
-            if mean is not None:
-                return mean
+        means = self._means_by_kernel(flat)
+        if means is not None:
+            return means.mean
         if flat.is_cuda:
             return _segment_mean_by_bag(flat, *self._flat_segments(batch))
         return _segment_mean_by_add(flat, self._flat_groups(batch), self._divisors(batch))
+
+    def _means_by_kernel(self, flat: torch.Tensor, **more: bool) -> kernels.Means | None:
+        """As `kernels.mean_rows`, of ``[B * N, C]``; None where torch's operators have to do."""
+        if (torch.is_grad_enabled() and flat.requires_grad) or not kernels.ready(flat):
+            return None
+        return kernels.mean_rows(flat, *self._sorted(), self.group.numel(), **more)
+
+    def _counted_by_kernel(self) -> bool:
+        """Order, offsets, sizes and their logarithms from one kernel, where there is one."""
+        found = kernels.segments(self.group, self.num_groups, EMPTY_LOGIT)
+        if found is None:
+            return False
+        self._own_segments, self._sizes, self._logs = found[:2], found.sizes, found.logs
+        return True
 
     def _check(self, x: torch.Tensor, count: int, what: str) -> None:
         fits = x.dim() == 3 and x.shape[1] == count and self.group.shape[0] in (1, x.shape[0])
@@ -182,7 +228,7 @@ class MergePlan:
         return self.derived[key]
 
     def _sorted(self) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._own_segments is None:
+        if self._own_segments is None and not self._counted_by_kernel():
             self._own_segments = _segments(self.group, self.num_groups)
         return self._own_segments
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from .. import kernels
 from ..grid import Grid, fixed
 from ..plan import MergePlan, take_rows
 from .correction import Correction, asked, fitted
@@ -78,12 +79,21 @@ def attend_merged(
 
 def corrected(out: torch.Tensor, q: torch.Tensor, correction: Correction) -> torch.Tensor:
     """``out + q M1 + out M2 + b`` in each head. out, q: flat ``[B, N, H*d]``."""
+    matrix, constant = correction
+    alike = matrix.dtype == out.dtype == q.dtype and kernels.ready_for_halves(out)
+    if alike and not _asks_for_gradients(out, q, matrix, constant):
+        found = kernels.corrected(out, q, matrix, constant)
+        if found is not None:
+            return found
     batch, tokens, _ = q.shape
-    heads = correction.matrix.shape[0] // batch
+    heads = matrix.shape[0] // batch
     own, merged = q.view(batch, tokens, heads, -1).transpose(1, 2), out.view(batch, tokens, heads, -1)
     told = torch.cat([own, merged.transpose(1, 2).to(q.dtype)], -1).flatten(0, 1)
-    matrix, constant = correction
     if matrix.dtype != q.dtype:  # another step's autocast
         matrix, constant = matrix.to(q.dtype), constant.to(q.dtype)
     more = torch.baddbmm(constant, told, matrix).view(batch, heads, tokens, -1)
     return (merged + more.transpose(1, 2)).flatten(2)
+
+
+def _asks_for_gradients(*tensors: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and any(one.requires_grad for one in tensors)

@@ -23,9 +23,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from .. import kernels
 from ..grid import Grid
 from ..plan import MergePlan, without_autocast
-from .sizes import size_logs
+from .sizes import bias_of
 
 _TINY = 1e-12
 _AS_GOOD_AS_ONE = 1 - 1e-6
@@ -60,13 +61,21 @@ def fitted(q: torch.Tensor, both: torch.Tensor, plan: MergePlan, heads: int, sca
     """
     with without_autocast(q):
         both = both.to(q.dtype)
-        exact = _exact(both)
-        means = plan.merge(exact)
-        first = _first_order(exact, means, plan, heads, scale)
-        logs = size_logs(plan).to(q.dtype)[:, None, None]
+        means, exact_means = plan.merge_exactly(both)
         asked_for = _by_head(q, heads)
-        merged = _attended(asked_for, means.to(q.dtype), heads, scale, logs)
-        left = _attended(asked_for, both, heads, scale) - merged
+        merged = _attended(asked_for, means, heads, scale, bias_of(plan, q)[:, None])
+        full = _attended(asked_for, both, heads, scale)
+        sums = _sums_by_kernel(both, exact_means, plan, heads, scale)
+        if sums is not None and not q.requires_grad and sums.shape[3] <= kernels.RIDGE_WIDEST:
+            found = kernels.ridge(q, merged, full, sums)
+            if found is not None:
+                return Correction(*found)
+        if sums is None:
+            first = _first_order(both, exact_means, plan, heads, scale)
+        else:
+            first = sums.sum(0).unflatten(0, (-1, heads))
+        merged = _exact(merged)
+        left = _exact(full) - merged
         asked_for = asked_for.to(first.dtype)
         weights, constant = _ridge(asked_for, merged, torch.baddbmm(
             left.flatten(0, 1), asked_for.flatten(0, 1), first.flatten(0, 1), alpha=-1
@@ -78,14 +87,25 @@ def fitted(q: torch.Tensor, both: torch.Tensor, plan: MergePlan, heads: int, sca
 
 def first_order(both: torch.Tensor, plan: MergePlan, heads: int, scale: float) -> torch.Tensor:
     """``C^T``: ``[B, H, d, d]``, float32 at least. both, scale: as in `fitted`."""
-    exact = _exact(both)
-    return _first_order(exact, plan.merge(exact), plan, heads, scale)
+    means = plan.merge_exactly(both)[1]
+    sums = _sums_by_kernel(both, means, plan, heads, scale)
+    return _first_order(both, means, plan, heads, scale) if sums is None else sums.sum(0).unflatten(0, (-1, heads))
+
+
+def _sums_by_kernel(
+    both: torch.Tensor, means: torch.Tensor, plan: MergePlan, heads: int, scale: float
+) -> torch.Tensor | None:
+    """`first_order` in parts, ``[P, B*H, d, d]``; None where torch's operators have to do."""
+    if (torch.is_grad_enabled() and both.requires_grad) or not kernels.ready_for_halves(both):
+        return None
+    return kernels.first_order(both, plan.group, means, heads, scale / both.shape[1])
 
 
 def _first_order(
-    exact: torch.Tensor, means: torch.Tensor, plan: MergePlan, heads: int, scale: float
+    both: torch.Tensor, means: torch.Tensor, plan: MergePlan, heads: int, scale: float
 ) -> torch.Tensor:
-    """means: of the groups, ``[B, G, 2*H*d]``."""
+    """means: of the groups, ``[B, G, 2*H*d]``, float32 at least."""
+    exact = _exact(both)
     keys, values = exact.chunk(2, -1)
     # the tokens' distances from their group's value add up to 0, so that of the key need not be taken off
     spread = _by_head(values - plan.unmerge(means.chunk(2, -1)[1]), heads)
@@ -97,7 +117,7 @@ def _attended(
 ) -> torch.Tensor:
     """By torch's function: nothing that a host has put into its own is to hear of these queries ``[B, H, n, d]``."""
     k, v = (_by_head(one, heads) for one in both.chunk(2, -1))
-    return _exact(F.scaled_dot_product_attention(q, k, v, bias, scale=scale))
+    return F.scaled_dot_product_attention(q, k, v, bias, scale=scale)
 
 
 def _ridge(q: torch.Tensor, merged: torch.Tensor, left: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 
 from ..plan import MergePlan
 
-_EMPTY = -1000.0  # of a group without tokens: its weight is 0 after the softmax, and no kernel meets an infinity
 # Products of queries and keys up to which a bias is taken where wider heads fit as well. It adds no kernel to a block
 # whose match is kept, wider heads add four, but flash kernels know no bias.
 # cpu: measured, SDPA, batch 2, 8 heads of 40 channels, 4,096 queries, float32: 47 ms against 68 at 256 keys, 167
@@ -27,14 +26,6 @@ _EMPTY = -1000.0  # of a group without tokens: its weight is 0 after the softmax
 # others: estimated; a call of this size waits for launches on a fast GPU.
 _BIAS_UP_TO = {"cpu": math.inf}
 _BIAS_UP_TO_ELSEWHERE = 4096 * 1024
-
-
-def size_logs(plan: MergePlan) -> torch.Tensor:
-    """What each key adds to its logit: float32 ``[B or 1, G]``, finite for an empty group too; made once for a plan."""
-    logs = plan.derived.get(("logs",))
-    if logs is None:
-        logs = plan.derived[("logs",)] = plan.key_logits.clamp(min=_EMPTY)
-    return logs
 
 
 def bias_is_cheaper(queries: int, keys: int, device: str) -> bool:
@@ -47,7 +38,7 @@ def bias_of(plan: MergePlan, q: torch.Tensor) -> torch.Tensor:
     key = ("bias", q.dtype)
     bias = plan.derived.get(key)
     if bias is None:
-        bias = plan.derived[key] = size_logs(plan).to(q.dtype)[:, None]
+        bias = plan.derived[key] = plan.finite_logits.to(q.dtype)[:, None]
     return bias if bias.shape[0] == q.shape[0] else bias.expand(q.shape[0], -1, -1)
 
 
@@ -94,7 +85,7 @@ def _with_tail(role: str, x: torch.Tensor, wide: float, plan: MergePlan) -> torc
 def _tail(role: str, wide: float, extra: int, plan: MergePlan, dtype: torch.dtype) -> torch.Tensor:
     """The extra channels, ``[B or 1, G or 1, 1, extra]``."""
     if role == "k":
-        return _parts(size_logs(plan), dtype, extra)[:, :, None]
+        return _parts(plan.finite_logits, dtype, extra)[:, :, None]
     value = 1 / wide if role == "q" else 0.0
     return torch.full((1, 1, 1, extra), value, dtype=dtype, device=plan.group.device)
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import torch
 
+from .. import kernels
 from ..grid import Grid, split_grid
-from ..plan import MergePlan, take_rows, without_autocast
+from ..plan import MergePlan, without_autocast
 from .base import Best, MatchOptions, Method, Rows, best_keys
-from .likeness import comparable, directions, searched
+from .likeness import comparable, directions, searched_groups, searched_rows
 
 
 def match(x: torch.Tensor, grid: Grid, options: MatchOptions) -> MergePlan | None:
@@ -27,11 +28,10 @@ def match(x: torch.Tensor, grid: Grid, options: MatchOptions) -> MergePlan | Non
     if removed <= 0:
         return None
     if options.refine and removed == sources.shape[1]:  # nothing to choose: k-means from the cells
-        return _refined(x, take_rows(x, destinations), options.refine, options.by_distance)
+        return _refined(x, destinations, options.refine, options.by_distance)
     with torch.no_grad(), without_autocast(x):
-        best = _best_anywhere(x, sources, destinations, options.by_distance)
-        if removed < sources.shape[1]:  # else all merge, in whatever order
-            best = Best(comparable(best.score, x, sources, options.by_distance), best.index)
+        ranked = removed < sources.shape[1]  # else all merge, in whatever order
+        best = (_ranked if ranked else _best_anywhere)(x, sources, destinations, options.by_distance)
         plan = _plan(best, sources, destinations, removed)
     return refined(plan, x, options.refine, options.by_distance) if options.refine else plan
 
@@ -43,12 +43,21 @@ def best_destination(
 
     x: ``[B, N, C]``; sources ``[B or 1, S]``, destinations ``[B or 1, D]``: int64 token numbers.
     """
+    with torch.no_grad():
+        return _ranked(x, sources, destinations, by_distance)
+
+
+def _ranked(x: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor, by_distance: bool) -> Best:
+    if by_distance and kernels.ready(x):
+        found = kernels.best_keys(x, sources, *searched_rows(x, destinations, True), lengths=True)
+        if found is not None:
+            return Best(*found)
     best = _best_anywhere(x, sources, destinations, by_distance)
     return Best(comparable(best.score, x, sources, by_distance), best.index)
 
 
 def _best_anywhere(x: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor, by_distance: bool) -> Best:
-    keys, bias = searched(take_rows(x, destinations), by_distance)
+    keys, bias = searched_rows(x, destinations, by_distance)
     return best_keys(Rows(x, sources), sources.shape[1], keys, bias)
 
 
@@ -62,39 +71,37 @@ def refined(plan: MergePlan, x: torch.Tensor, steps: int, by_distance: bool = Fa
         if not by_distance:
             x = directions(x)
         for _ in range(steps):
-            plan = _nearest(x, plan.merge(x), by_distance, plan.empty)
+            plan = _nearest(x, *searched_groups(plan, x, by_distance))
     return plan
 
 
-def _refined(x: torch.Tensor, centres: torch.Tensor, steps: int, by_distance: bool) -> MergePlan:
-    """As `refined`, from tokens ``[B, G, C]`` as the first centres."""
+def _refined(x: torch.Tensor, destinations: torch.Tensor, steps: int, by_distance: bool) -> MergePlan:
+    """As `refined`, from tokens ``[B or 1, G]`` as the first centres."""
     with torch.no_grad(), without_autocast(x):
-        plan = _nearest(x, centres, by_distance)
+        plan = _nearest(x, *searched_rows(x, destinations, by_distance))
     return refined(plan, x, steps, by_distance)
 
 
-def _nearest(
-    x: torch.Tensor, centres: torch.Tensor, by_distance: bool, missing: torch.Tensor | None = None
-) -> MergePlan:
-    """Every token of ``x [B, N, C]`` to the centre that is most alike. missing: ``[B, G]``, no centres at all."""
-    keys, bias = searched(centres, by_distance)
-    if missing is not None:
-        bias = keys.new_zeros(keys.shape[:2]) if bias is None else bias
-        bias = bias.masked_fill(missing, float("-inf"))
-    return MergePlan(best_keys(Rows(x), x.shape[1], keys, bias).index, centres.shape[1])
+def _nearest(x: torch.Tensor, keys: torch.Tensor, bias: torch.Tensor | None) -> MergePlan:
+    """Every token of ``x [B, N, C]`` to the centre that is most alike, of `searched_rows` or `searched_groups`."""
+    return MergePlan(best_keys(Rows(x), x.shape[1], keys, bias).index, keys.shape[1])
 
 
 def _plan(best: Best, sources: torch.Tensor, destinations: torch.Tensor, removed: int) -> MergePlan:
     batch, count = best.score.shape
+    order = None if removed == count else best.score.argsort(dim=1, descending=True, stable=True)
+    if order is not None and kernels.available(order.device):
+        found = kernels.placed(order, best.index, sources, destinations, removed)
+        if found is not None:
+            return MergePlan(found[0], found[1].shape[1], found[1])
     num_destinations = destinations.shape[1]
     sources, destinations = sources.expand(batch, -1), destinations.expand(batch, -1)
     tokens = num_destinations + count
     group = torch.empty(batch, tokens, dtype=torch.int64, device=sources.device)
     number = torch.arange(tokens - removed, device=sources.device).expand(batch, -1)
-    if removed == count:  # all merge, in whatever order
+    if order is None:  # all merge, in whatever order
         own, representative = best.index, destinations
     else:
-        order = best.score.argsort(dim=1, descending=True, stable=True)
         merged, alone = order[:, :removed], order[:, removed:]
         own = torch.empty_like(sources).scatter(1, merged, best.index.gather(1, merged))
         own = own.scatter(1, alone, number[:, num_destinations:])

@@ -9,6 +9,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from .. import kernels
+from ..grid import fixed
+from ..plan import MergePlan, take_rows
+
 _TINY = 1e-12  # keeps a token of zeros at similarity 0
 
 
@@ -22,6 +26,32 @@ def searched(rows: torch.Tensor, by_distance: bool) -> tuple[torch.Tensor, torch
         return directions(rows), None
     exact = rows.float()
     return rows if rows.dtype.itemsize == 2 else exact, exact.pow(2).sum(-1) * -0.5
+
+
+def searched_rows(x: torch.Tensor, rows: torch.Tensor, by_distance: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`searched` of these rows of ``x [B, N, C]``: int64 ``[B or 1, K]``."""
+    if by_distance and rows.shape[0] == 1 and kernels.ready(x):
+        batch, tokens, channels = x.shape
+        (offsets,) = fixed(_one_each, x, rows.shape[1])
+        found = kernels.mean_rows(x.reshape(-1, channels), rows[0], offsets, tokens, bias=True)
+        if found is not None:
+            return found.mean.view(batch, -1, channels), found.bias.view(batch, -1)
+    return searched(take_rows(x, rows), by_distance)
+
+
+def searched_groups(
+    plan: MergePlan, x: torch.Tensor, by_distance: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`searched` of the centres of the plan's groups, from tokens ``x [B, N, C]``. Empty groups are never found."""
+    if by_distance:
+        return plan.centres(x)
+    keys, _ = searched(plan.merge(x), False)
+    return keys, keys.new_zeros(keys.shape[:2]).masked_fill(plan.empty, float("-inf"))
+
+
+def _one_each(count: int, device: torch.device) -> tuple[torch.Tensor]:
+    """Where groups of one row each start: int64 ``[count + 1]``."""
+    return (torch.arange(count + 1, device=device),)
 
 
 def directions(rows: torch.Tensor) -> torch.Tensor:

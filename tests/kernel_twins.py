@@ -1,0 +1,109 @@
+"""The Triton kernels' twins in plain torch: the same functions, filling the same tensors, by formulas that are obvious.
+
+What the kernels are held against (`tests/kernel_laws.py`), and what stands for them where launches are counted
+(`tests/test_launches.py`).
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def parts_of(queries: torch.dtype, keys: torch.dtype) -> int:
+    return 1
+
+
+def best_keys(x, rows, keys, bias, score, index, lengths):
+    queries = x if rows is None else torch.stack([one[its] for one, its in zip(x, rows, strict=True)])
+    scores = queries.float() @ keys.float().transpose(1, 2)
+    best = (scores if bias is None else scores + bias[:, None]).max(-1)
+    score.copy_(best.values - (queries.float().square().sum(-1) / 2 if lengths else 0))
+    index.copy_(best.indices)
+
+
+def mean_rows(x, order, offsets, tokens, mean, exact, bias):
+    groups, means = offsets.shape[0] - 1, []
+    for copy in x.unflatten(0, (-1, tokens)):
+        for start, stop in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
+            means.append(copy[order[start:stop]].float().sum(0) / max(1, stop - start))
+    found = torch.stack(means)
+    mean.copy_(found)
+    if exact is not None:
+        exact.copy_(found)
+    if bias is not None:
+        empty = (offsets.diff() == 0).repeat(len(means) // groups)
+        bias.copy_((mean.float().square().sum(-1) * -0.5).masked_fill(empty, float("-inf")))
+
+
+def segments(group, order, offsets, sizes, logs, empty):
+    rows, groups = group.shape[0], sizes.shape[1]
+    flat = (group + torch.arange(rows, device=group.device)[:, None] * groups).flatten()
+    order.copy_(flat.argsort(stable=True))
+    count = flat.bincount(minlength=rows * groups)
+    offsets.copy_(torch.cat([count[:1] * 0, count.cumsum(0)]))
+    sizes.copy_(count.view(rows, groups))
+    logs.copy_(sizes.log().clamp(min=empty))
+
+
+def moments(x, found, span):
+    for number, part in enumerate(x.float().split(span, 1)):
+        found[:, number, 0] = part.mean(1)
+        found[:, number, 1] = (part - part.mean(1, keepdim=True)).square().sum(1)
+
+
+def spread(x, found, span, parts, least, out):
+    centred = (x.float() - x.float().mean(1, keepdim=True)).unflatten(-1, (parts, -1))
+    unit = centred.square().mean((1, 3), keepdim=True).sqrt().clamp(min=least)
+    out.copy_((centred / unit).flatten(2))
+
+
+def placed(order, index, sources, destinations, removed, group, representative):
+    cells = destinations.shape[1]
+    for sample in range(index.shape[0]):
+        group[sample, destinations[sample]] = torch.arange(cells, device=group.device)
+        merged, alone = order[sample, :removed], order[sample, removed:]
+        group[sample, sources[sample, merged]] = index[sample, merged]
+        group[sample, sources[sample, alone]] = cells + torch.arange(len(alone), device=group.device)
+        representative[sample] = torch.cat([destinations[sample], sources[sample, alone]])
+
+
+def first_order(both, group, means, span, parts, scale, found):
+    found.zero_()
+    keys, values = both.float().chunk(2, -1)
+    own = torch.stack([one[its] for one, its in zip(means, group, strict=True)]).chunk(2, -1)[1]
+    by_head = found.shape[1] // both.shape[0]
+    for number, (key, away) in enumerate(zip(keys.split(span, 1), (values - own).split(span, 1), strict=True)):
+        key, away = (one.unflatten(-1, (by_head, -1)).transpose(1, 2) for one in (key, away))
+        found[number] = (key.transpose(2, 3) @ away * scale).flatten(0, 1)
+
+
+def ridge(q, merged, full, first, matrix, constant):
+    """The normal equations of `attention.correction`, by torch's solver, in float64."""
+    _, heads, count, width = merged.shape
+    q, first = q.double().unflatten(-1, (heads, -1)).transpose(1, 2), first.double().sum(0).unflatten(0, (-1, heads))
+    merged = merged.double()
+    left = full.double() - merged - q @ first
+    told = torch.cat([q, merged], -1)
+    x = told - told.mean(2, keepdim=True)
+    energy = x.square().sum(2).unflatten(2, (2, -1)).mean(3)
+    unit = energy.clamp(min=1e-12).rsqrt().repeat_interleave(width, 2)
+    normal = x.transpose(2, 3) @ x * unit[..., None] * unit[..., None, :]
+    regular = normal + torch.eye(2 * width, dtype=x.dtype, device=x.device) * (2 * width / count)
+    weights = unit[..., None] * torch.linalg.solve(regular, unit[..., None] * (x.transpose(2, 3) @ left))
+    lost = first.flatten(2).any(2)[..., None, None]
+    shift = (left.mean(2, keepdim=True) - told.mean(2, keepdim=True) @ weights) * lost
+    matrix.copy_((weights * lost + torch.cat([first, first * 0], 2)).flatten(0, 1))
+    constant.copy_(shift.flatten(0, 1))
+
+
+def corrected(out, q, matrix, constant, to):
+    batch, heads = out.shape[0], matrix.shape[0] // out.shape[0]
+    q, own = (one.float().unflatten(-1, (heads, -1)).transpose(1, 2) for one in (q, out))
+    told = torch.cat([q, own], -1).flatten(0, 1)
+    more = (told @ matrix.float() + constant.float()).unflatten(0, (batch, heads))
+    to.copy_((own + more).transpose(1, 2).flatten(2))
+
+
+NAMES = (
+    "best_keys", "corrected", "first_order", "mean_rows", "moments", "placed", "ridge", "segments", "spread",
+)  # fmt: skip
