@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from tests import kernel_twins as twins
 from tome_core import MergePlan, kernels
 from tome_core.attention.core import corrected
-from tome_core.attention.correction import Correction, first_order, fitted
+from tome_core.attention.correction import Correction, _attended, _by_head, first_order, fitted
 from tome_core.grid import Grid
 from tome_core.methods import METHODS, MatchOptions
 from tome_core.methods.base import Best, Rows, best_keys, taken
@@ -418,24 +418,27 @@ def test_a_correction_is_that_of_torchs_operators(heads, width, tokens, dtype, u
     with kernels.without():
         plain = fitted(q, both, plan, heads, width**-0.5)
     assert all(one.dtype == dtype and one.shape == other.shape for one, other in zip(found, plain, strict=True))
-    answers = taken(Rows(both.chunk(2, -1)[1]), 0, q.shape[1])
+    bias = plan.finite_logits.to(dtype)[:, None, None]
+    answers = _attended(_by_head(q, heads), plan.merge(both), heads, width**-0.5, bias).transpose(1, 2).flatten(2)
     given, expected = (
         corrected(answers.double(), q.double(), Correction(*(part.double() for part in one))) - answers
         for one in (found, plain)
     )  # weights alone may differ: answers are all but linear in queries
-    assert (given - expected).norm() <= (0.02 if dtype == torch.float16 else 0.1) * expected.norm()
+    # stored in bfloat16, as torch's operators store it too, the matrix is up to 0.18 off; unstored it is held below
+    assert (given - expected).norm() <= (0.02 if dtype == torch.float16 else 0.5) * expected.norm()
 
 
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("count", [3, 32, 77])
-def test_the_equations_are_solved_as_a_solver_does(count):
+def test_the_equations_are_solved_as_a_solver_does(count, dtype):
     q, merged, full = noise(2, count, 3 * 20) + 4, noise(2, 3, count, 20, seed=1) * 0.1, noise(2, 3, count, 20, seed=2)
     first = noise(4, 6, 20, 20, seed=3) * 0.02
     first[:, 1] = 0
-    q, merged, full = (one.half() for one in (q, merged, full))
-    outputs = [((6, 40, 20), torch.float16), ((6, 1, 20), torch.float16)]
+    q, merged, full = (one.to(dtype) for one in (q, merged, full))
+    outputs = [((6, 40, 20), torch.float32), ((6, 1, 20), torch.float32)]
     found = list(beside_twin("ridge", lambda own: (q, merged, full, first, *own), *outputs))
     for one, other in found:
-        assert (one - other).abs().max() <= 4e-3 * other.abs().max()
+        assert (one - other).abs().max() <= 4 * torch.finfo(dtype).eps * other.abs().max()
         assert not one[1].any() and one[0].any(), "where nothing was lost, nothing is given"
 
 

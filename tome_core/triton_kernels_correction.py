@@ -81,7 +81,7 @@ def _ridge(
     for span in range(0, spans):
         at = first + (span * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * width * width
         known += tl.load(at + row[:, None] * width + column[None, :], mask=block, other=0.0)
-    rounded = known.to(matrix.dtype.element_ty)
+    rounded = known.to(q.dtype.element_ty)
     mean = tl.zeros([UNKNOWNS], tl.float32)
     for start in range(0, count, QUERIES):
         query = start + tl.arange(0, QUERIES)
