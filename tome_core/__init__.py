@@ -3,8 +3,10 @@
 >>> # tome_core.apply_patch(pipe, ratio=0.5); image = pipe("a lake").images[0]; tome_core.remove_patch(pipe)
 """
 
+from . import gains
 from .config import MergeConfig, MergeRule, describe_settings
 from .families import UnsupportedModelError
+from .gains import Gain
 from .patch import Patch, apply_patch, patch, remove_patch, report
 from .phases import ramp
 from .plan import MergePlan
@@ -16,6 +18,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "PRESETS",
+    "Gain",
     "MergeConfig",
     "MergePlan",
     "MergeRule",
@@ -25,6 +28,7 @@ __all__ = [
     "UnsupportedModelError",
     "apply_patch",
     "describe_settings",
+    "gains",
     "patch",
     "preset",
     "ramp",

@@ -1,8 +1,18 @@
-"""Where merging pays: a level with few tokens is left alone, because matching and merging would outweigh the gain."""
+"""Where merging pays, as far as can be said without a measurement.
+
+A level with few tokens is left alone, because matching and merging would outweigh the gain. So is a whole call on a
+card that is done before its host has told it what to do: merging makes that host's work longer and no other shorter.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
 from .config import MergeRule
+from .schedule import LevelRules
 
 # The fewest tokens at which one block was faster merged than not, whatever the preset.
 # cpu: measured, an SD1.5 block in float32, batch 2, one thread: at 576 tokens .84 to 1.06 of the unmerged speed where
@@ -13,6 +23,20 @@ _LEAST = {"cpu": 1024}
 _LEAST_ELSEWHERE = 4096
 # The MLP's work grows with the square of the channels: estimated, what SDXL has at 1024 px, at either of its levels.
 _LEAST_MLP_ELSEWHERE = 4096 * 640**2
+
+# Modelled, not measured: 10^12 operations a second in half precision that one multiprocessor keeps up over a whole
+# call, by compute capability. A roofline over the counted operators of SD1.5 and SDXL gives an RTX 3060 16.5 in all,
+# an RTX 4090 97 and an H200 317; others in proportion to the dense half-precision figures of their data sheets.
+_PER_PROCESSOR = {(7, 0): 0.7, (7, 5): 0.5, (8, 0): 1.2, (8, 6): 0.6, (8, 9): 0.76, (9, 0): 2.4, (10, 0): 4.0,
+                  (12, 0): 0.8}  # fmt: skip
+_FULL_PRECISION = 1 / 3  # of that in float32
+# An eager call costs its host 20 to 30 ms on SD1.5, which has 16 blocks, and 40 on SDXL, which has 70.
+_HOST_MS, _HOST_MS_A_BLOCK = 18.0, 0.35
+_BEYOND_BLOCKS = 1.6  # operations of a call for each in a transformer block: 1.4 to 2.3, the rest is convolutions
+# By the same model merging loses where the card needs up to this many times its host's time (H200: .82 to .91 on SD1.5
+# at 512 and 1024 px, .74 on SDXL at 1024; 4090: .91 on SD1.5 at 512) and gains above (3060: 1.13 on SD1.5 at 512;
+# 4090: 1.48 on SD1.5 at 1024, 1.09 on SDXL at 1024).
+_HOST_BOUND = 1.5
 
 
 def pays(rule: MergeRule | None, tokens: int, device: str) -> bool:
@@ -25,3 +49,44 @@ def pays_in_mlp(rule: MergeRule | None, tokens: int, channels: int, device: str)
     if rule is None or not rule.only_if_it_pays:
         return rule is not None
     return tokens >= _LEAST[device] if device in _LEAST else tokens * channels**2 >= _LEAST_MLP_ELSEWHERE
+
+
+def is_host_bound(
+    blocks: Sequence[tuple[int, int]], batch: int, area: int, dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Does a card wait for its host in an eager call? blocks: (down-sampling, channels); area: tokens of a latent.
+
+    False for what is no NVIDIA card, and for one whose kind is not known.
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    card = torch.cuda.get_device_properties(device)
+    each = _PER_PROCESSOR.get((card.major, card.minor))
+    if each is None:
+        return False
+    rate = each * card.multi_processor_count * (_FULL_PRECISION if dtype == torch.float32 else 1.0)
+    return device_ms(blocks, batch, area, rate) < _HOST_BOUND * (_HOST_MS + _HOST_MS_A_BLOCK * len(blocks))
+
+
+def device_ms(blocks: Sequence[tuple[int, int]], batch: int, area: int, rate: float) -> float:
+    """Milliseconds of a call on a card of this rate, in 10^12 operations a second."""
+    work = 0.0
+    for downsample, channels in blocks:
+        tokens = area / downsample**2
+        # projections of two attentions and the feed-forward layer; queries with keys, and weights with values
+        work += 36 * tokens * channels**2 + 4 * tokens**2 * channels
+    return batch * work * _BEYOND_BLOCKS / rate / 1e9
+
+
+def opened(rules: tuple[LevelRules, ...]) -> tuple[LevelRules, ...]:
+    """The rules of all levels, of the finest that they reach without the question whether it pays."""
+    finest = next((level for level, one in enumerate(rules) if any(one)), None)
+    if finest is None:
+        return rules
+    free = LevelRules(*(rule and replace(rule, only_if_it_pays=False) for rule in rules[finest]))
+    return (*rules[:finest], free, *rules[finest + 1 :])
+
+
+def shut(rules: tuple[LevelRules, ...]) -> tuple[LevelRules, ...]:
+    """The rules of all levels without those that are to merge only where it pays."""
+    return tuple(LevelRules(*(None if rule and rule.only_if_it_pays else rule for rule in one)) for one in rules)

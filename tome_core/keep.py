@@ -77,6 +77,11 @@ class Sampling:
             return
         self._name, self._timestep, self._calls, self._first = name, timestep, 0, None
 
+    @property
+    def goes_on(self) -> bool:
+        """Has somebody named one?"""
+        return self._name is not None
+
     def next_call(self, batch: Any = None, guidance: Guidance | None = None) -> KeptPlans | None:
         """What the call that begins now may use; None where nothing is kept. batch: its latents ``[B, C, ...]``."""
         if self._name is None or self._timestep is None:

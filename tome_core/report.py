@@ -10,6 +10,8 @@ from operator import index
 
 import torch
 
+from .gains import Gain
+
 logger = logging.getLogger(__name__)
 
 TIME_IS_UNKNOWN = "the time is not known"
@@ -164,13 +166,17 @@ class LevelReport:
 
 @dataclass(frozen=True)
 class Report:
-    """What a patch did so far; ``str()`` of it is for people. ``calls``: calls of the UNet that were counted."""
+    """What a patch did so far; ``str()`` of it is for people. ``calls``: calls of the UNet that were counted.
+
+    gains: measurements that have decided whether its calls merge.
+    """
 
     patched: bool
     settings: tuple[str, ...] = ()
     calls: int = 0
     levels: tuple[LevelReport, ...] = ()
     notes: tuple[str, ...] = ()
+    gains: tuple[Gain, ...] = ()
 
     @property
     def merged_anything(self) -> bool:
@@ -181,6 +187,7 @@ class Report:
         if not self.patched and not self.levels:
             return "Token merging: not applied to this model."
         lines = [f"Token merging: {'; '.join(self.settings)} ({_count(self.calls, 'UNet call')})"]
+        lines += [f"  measured: {gain}" for gain in self.gains]
         lines += [line for level in self.levels for line in _level_lines(level)]
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
@@ -226,9 +233,10 @@ def _count(number: int, noun: str) -> str:
 
 
 def make_report(
-    ledger: Ledger, covered: list[bool], settings: tuple[str, ...], patched: bool, notes: tuple[str, ...] = ()
-) -> Report:
-    """The counts so far, as something that no longer changes. notes: beside the ledger's."""
+    ledger: Ledger, covered: list[bool], settings: tuple[str, ...], patched: bool, notes: tuple[str, ...] = (),
+    gains: tuple[Gain, ...] = (),
+) -> Report:  # fmt: skip
+    """The counts so far, as something that no longer changes. notes: beside the ledger's; gains: see `Report`."""
     levels = tuple(
         LevelReport(
             level=number,
@@ -248,4 +256,4 @@ def make_report(
         )
         for number, tally in enumerate(ledger.levels)
     )
-    return Report(patched, settings, ledger.calls, levels, (*ledger.notes, *notes))
+    return Report(patched, settings, ledger.calls, levels, (*ledger.notes, *notes), gains)

@@ -14,6 +14,7 @@ from .config import MergeConfig, MergeRule
 from .decision import Decision, decide
 from .grid import Grid
 from .keep import Guidance, KeptPlans, Sampling
+from .latch import Latch
 from .noise import STABLE_DIFFUSION, SchedulerNoise, Step, by_timestep
 from .phases import plain_rules
 from .plan import MergePlan
@@ -117,12 +118,18 @@ class Run:
         self._mine = Pictures()
         self.now: InForce = self.clock.at(UNKNOWN)
         self.maps: dict[int, tuple[Grid, MergePlan]] | None = None
+        self.latch: Latch | None = None  # whether merging pays, where somebody asks
         self.decisions: dict[tuple, Decision] = {}  # made so far; rules are known by their id, and the clock keeps them
 
     @property
     def live(self) -> tuple[MergeRule, ...]:
         """The rules that hold at this moment, in order."""
         return self.now.live
+
+    @property
+    def is_sampling(self) -> bool:
+        """Is a picture being made that somebody has named, or that this thread has begun?"""
+        return bool(self._mine.scopes) or self.sampling.goes_on
 
     @property
     def lacks_schedule(self) -> bool:
@@ -169,7 +176,7 @@ class Run:
         timestep: a number, or a tensor ``[]`` or ``[B]``. latent: ``[B, C, H, W]`` or ``[B, C, frames, H, W]``, only
         its size is looked at. thread: that calls; None where a compiler traces.
         """
-        now, kept = self.now, None
+        now, kept, captured = self.now, None, False
         if thread is not None and is_mapped():
             return Call(self, thread, timestep, self.clock.nothing, (_MAPPED,) * len(now.why_off))
         if thread is not None:
@@ -185,7 +192,10 @@ class Run:
         if self._uses_pixels and torch.is_tensor(latent) and latent.dim() in (4, 5):
             pixels = latent.shape[-2] * latent.shape[-1] * _PIXELS_PER_LATENT
             rules = self.clock.for_pixels(now.live, pixels)
-        return Call(self, thread, timestep, rules, now.why_off, kept)
+        why_off = now.why_off
+        if self.latch is not None and thread is not None and not captured:  # neither graph waits for its host
+            rules, why_off = self.latch.apply(rules, why_off, latent, self.clock.gated)
+        return Call(self, thread, timestep, rules, why_off, kept)
 
     def _guidance_in(self, batch: Any) -> Guidance | None:
         if not torch.is_tensor(batch) or batch.dim() < 2:

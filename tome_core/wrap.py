@@ -140,6 +140,13 @@ class Wrap:
         self._of_class = getattr(type(self.target), self.name)
 
 
+def is_wrapped_by_others(module: torch.nn.Module) -> bool:
+    """Does anybody but us, and accelerate, stand in for ``module.forward``?"""
+    found = Wrap(module)._found()
+    ours = _wrap_of(found)
+    return (found if ours is None else _without_inert(ours.beneath)) is not None
+
+
 def _replicate_plainly(module: torch.nn.Module) -> torch.nn.Module:
     """What `torch.nn.DataParallel` asks a module for: a copy that shares its attributes, here without our wrap.
 
