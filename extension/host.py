@@ -6,8 +6,10 @@ Imported by the shim, when the webui runs its scripts; each question has an answ
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from modules import script_callbacks, scripts, shared
@@ -137,6 +139,21 @@ def pictures(p: Any) -> int | None:
     """How many pictures a pass makes at once, where the webui says so."""
     size = getattr(p, "batch_size", None)
     return size if isinstance(size, int) and size > 0 else None
+
+
+def cache_file(name: str) -> str | None:
+    """A file of ours where the webui keeps what it can do without; None where it says nothing of such a place."""
+    data = getattr(sys.modules.get("modules.paths_internal"), "data_path", None)
+    if data is None:
+        return None
+    return os.path.join(os.environ.get("SD_WEBUI_CACHE_DIR", os.path.join(data, "cache")), name)
+
+
+def autocast() -> AbstractContextManager:
+    """The precision in which the webui samples."""
+    devices = sys.modules.get("modules.devices")
+    context = getattr(devices, "without_autocast" if getattr(devices, "unet_needs_upcast", False) else "autocast", None)
+    return nullcontext() if context is None else context()
 
 
 def has_hires(p: Any) -> bool:

@@ -31,6 +31,7 @@ class PassRecord:
     reports: list[Report] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
     maps: dict[int, Any] = field(default_factory=dict)
+    handle: Patch | None = None  # the last of it, off by now
 
     def refuse(self, reason: str) -> None:
         """Note once why nothing merges."""
@@ -152,6 +153,7 @@ class Armed:
         if report.calls or report.notes:
             record = self.job.record(self.hires)
             record.reports.append(report)
+            record.handle = handle
             record.maps.update(handle.maps())
 
 

@@ -14,13 +14,16 @@ _PRESET_HELP = (
     "the smallest picture and the destination seed."
 )
 _LARGEST = 2**53  # that a page can hold
-CONSOLE, NOTE, MAP = "tomecore_console", "tomecore_note", "tomecore_map"
+CONSOLE, NOTE, MAP, MEASURE = "tomecore_console", "tomecore_note", "tomecore_map", "tomecore_measure"
 _SWITCHES = (
     (CONSOLE, True, "Show the report in the console",
      "one line after each job: levels, tokens before and after, steps, attention saved"),
     (NOTE, True, "Show the report under the picture", "the same line, below its generation parameters"),
     (MAP, False, "Draw the merge map beside the result",
      "one more picture in the gallery: what merged into what in the last step"),
+    (MEASURE, False, "Measure whether merging pays on this machine",
+     "after the first picture of each size and setting, by some 36 more calls of the model; Only where it pays follows "
+     "what was found, from the next picture on"),
 )  # fmt: skip
 
 
@@ -53,7 +56,7 @@ def shown(is_img2img: bool) -> dict[str, Any]:
 
 
 def is_on(key: str) -> bool:
-    """One of the switches `CONSOLE`, `NOTE` and `MAP`."""
+    """One of the switches `CONSOLE`, `NOTE`, `MAP` and `MEASURE`."""
     return bool(host.option(key, next(default for name, default, *_ in _SWITCHES if name == key)))
 
 

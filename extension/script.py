@@ -9,7 +9,7 @@ import logging
 import sys
 from typing import Any
 
-from . import attentions, host, merge_map, metadata, options
+from . import attentions, host, measuring, merge_map, metadata, options
 from .merging import Job, armed, job_of, set_job
 from .settings import field, read
 from .summary import line_of
@@ -97,6 +97,8 @@ class TokenMerging(host.Script):
             host.add_fact(processed, {"ToMe error": job.error})
         elif job.wish.values["enabled"]:
             _tell(p, job, processed)
+            if options.is_on(options.MEASURE):
+                measuring.measure(job)
 
 
 def _job_from(p: Any, values: tuple) -> Job:
@@ -142,5 +144,6 @@ def register() -> type[TokenMerging]:
     """Be called back, and give the class; called by the shim each time that the webui runs it."""
     host.set_up_console(PARENT)
     attentions.describe()
+    measuring.remember()
     host.listen(cfg_denoiser=on_step, ui_settings=options.register, before_ui=add_axes, script_unloaded=unload)
     return TokenMerging

@@ -27,7 +27,7 @@ def _pass_text(job: Job, hires: bool) -> str:
     merged = _merged_text(record.reports)
     why = list(dict.fromkeys([*record.refusals, *_notes(record.reports)]))
     if merged:
-        return ", ".join([merged, _steps_text(record), *why])
+        return ", ".join([merged, _steps_text(record), *_gains_text(record.reports), *why])
     return f"nothing merged: {', '.join(why or _reasons(record.reports) or ['the model was not called'])}"
 
 
@@ -80,6 +80,11 @@ def _reasons(reports: Sequence[Report]) -> list[str]:
         for level in report.levels:
             counted.update(level.reasons)
     return [reason.partition(": ")[2] for reason, _ in counted.most_common(3)]
+
+
+def _gains_text(reports: Sequence[Report]) -> list[str]:
+    """``1024x1536: about 31 % faster``, where that was measured."""
+    return list(dict.fromkeys(f"measured {gain.line}" for report in reports for gain in report.gains))
 
 
 def _notes(reports: Sequence[Report]) -> list[str]:

@@ -172,8 +172,8 @@ class MergeRule:
         minimum=0.0, maximum=0.75, step=0.05, advanced=True,
     )
     only_if_it_pays: bool = _setting(
-        False, "Only where it pays", "Merge only where that saves time: as measured, where somebody has measured it for "
-        "this model, size and device, else as the number of tokens and the kind of device suggest.", advanced=True,
+        False, "Only where it pays", "Merge only where that saves time: as measured, where this model, size and device "
+        "were (measure), else as the number of tokens and the kind of device suggest.", advanced=True,
     )
 
     def __post_init__(self) -> None:

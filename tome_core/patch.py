@@ -223,6 +223,19 @@ class Patch:
         self._ask_whether_it_pays()
         return gain
 
+    def measure_latest(self) -> Gain | None:
+        """`measure` for calls as the latest was; for hosts, after a sampling.
+
+        None where somebody has measured such calls, where there was none of a picture, and where the UNet is no longer
+        where it was called.
+        """
+        latest, unet = self.run.latest, self.unet
+        if latest is None or unet is None or whereabouts(unet)[0] != latest.device:
+            return None
+        batch, _, height, width = latest.shape
+        size, where = (height * _PIXELS, width * _PIXELS, batch), {"dtype": latest.dtype, "device": latest.device}
+        return None if self.gain_for(*size, **where) else self.measure(*size, **where)
+
     def gain_for(
         self, height: int, width: int, batch: int = 2, dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,

@@ -42,6 +42,14 @@ class Call(NamedTuple):
     kept: KeptPlans | None = None
 
 
+class Latents(NamedTuple):
+    """What a call of the UNet was given, without its values."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
 class GridCall(NamedTuple):
     """One call of a transformer: the UNet call it belongs to, its batch and token grid, and what is decided for it.
 
@@ -119,6 +127,7 @@ class Run:
         self.now: InForce = self.clock.at(UNKNOWN)
         self.maps: dict[int, tuple[Grid, MergePlan]] | None = None
         self.latch: Latch | None = None  # whether merging pays, where somebody asks
+        self.latest: Latents | None = None  # of the calls that were counted
         self.decisions: dict[tuple, Decision] = {}  # made so far; rules are known by their id, and the clock keeps them
 
     @property
@@ -181,6 +190,8 @@ class Run:
             return Call(self, thread, timestep, self.clock.nothing, (_MAPPED,) * len(now.why_off))
         if thread is not None:
             self.ledger.begin_call()
+            if torch.is_tensor(latent) and latent.dim() == 4:
+                self.latest = Latents(latent.shape, latent.dtype, latent.device)
             captured = is_captured(latent)
             if self.wants_time and not self.time_is_given and not captured:
                 now = self._look_at(timestep)
