@@ -243,6 +243,19 @@ def test_what_is_measured_meanwhile_changes_no_patch_that_is_on(price):
     assert torch.equal(picture(model, TABLE_MERGES), plain) and not torch.equal(before, plain)
 
 
+def test_a_copy_is_decided_for_itself(price):
+    """What is remembered by the identity of rules holds for the original's alone."""
+    model = small()
+    plain = picture(model, TABLE_MERGES)
+    handle = tome_core.patch(model, "balanced", host_clock=True)
+    measured(handle, price(3.0), TABLE_MERGES)
+    picture(model, TABLE_MERGES)
+    other = copy.deepcopy(model)
+    latch = vars(other)["_tome_core_patch"].merging.run.latch
+    assert handle.run.latch._found and not latch._found
+    assert torch.equal(picture(other, TABLE_MERGES), plain) and latch._found
+
+
 def test_equal_measurements_give_equal_pictures_in_every_process(price, tmp_path):
     gains.load(tmp_path / "gains.json")
     gain = measured(tome_core.patch(small(), "balanced", host_clock=True), price(0.5), TABLE_LEAVES_ALONE)

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -29,7 +30,7 @@ from .methods import METHODS, MatchOptions
 from .methods.bipartite import best_destination
 from .patch import patch
 from .plan import MergePlan
-from .presets import DEFAULT
+from .presets import DEFAULT, preset
 from .sd_block import CHANNELS, as_ldm_model, make_block, make_inputs
 
 _OPTIONS = MatchOptions(ratio=0.5, sx=2, sy=2)
@@ -101,8 +102,8 @@ def _guided(inputs: tuple) -> tuple:
 
 
 def _picture_run(block: torch.nn.Module, inputs: tuple, name: str) -> Callable[[], Any]:
-    """All the steps of one picture, merged as the preset does."""
-    handle = patch(block, name, host_clock=True)
+    """All the steps of one picture, merged as the preset does, but for its gate: whether that pays is the question."""
+    handle = patch(block, MergeConfig(rules=(replace(preset(name), only_if_it_pays=False),)), host_clock=True)
     handle.uninstall()
 
     def run() -> None:

@@ -42,7 +42,6 @@ class Clock:
         self._found: dict[tuple, InForce] = {}
         # equal choices are one object: a compiled graph is chosen by what it finds, decisions are kept by it
         self._choices: dict[tuple[LevelRules, ...], tuple[LevelRules, ...]] = {}
-        self._gated: dict[tuple[int, bool], tuple[LevelRules, ...]] = {}
 
     def moment(self, timestep: float | None, percent: float | None = None) -> Time:
         """The time on all scales. timestep: of Stable Diffusion's schedule; percent: of the model's own.
@@ -73,12 +72,8 @@ class Clock:
         return self._one_object(choose(live, self.downsamples, pixels))
 
     def gated(self, rules: tuple[LevelRules, ...], opens: bool) -> tuple[LevelRules, ...]:
-        """These rules where merging was found to pay, or not to; rules: as `at` or `for_pixels` gave them."""
-        key = (id(rules), opens)  # they are kept, so that no other object gets their id
-        found = self._gated.get(key)
-        if found is None:
-            found = self._gated[key] = self._one_object(opened(rules) if opens else shut(rules))
-        return found
+        """These rules where merging was found to pay, or not to."""
+        return self._one_object(opened(rules) if opens else shut(rules))
 
     def _in_force(self, live: tuple[MergeRule, ...], time: Time) -> InForce:
         in_large = choose(live, self.downsamples, sys.maxsize)

@@ -74,6 +74,9 @@ class Latch:
             decided = verdict.decided[id(rules), why_off] = verdict.decide(rules, why_off, gated(rules, verdict.opens))
         return decided
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_found": {}}  # a copy's rules are other objects
+
     def _find(self, latent: torch.Tensor) -> Verdict:
         batch, _, height, width = latent.shape
         if self._always:
