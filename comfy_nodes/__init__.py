@@ -1,9 +1,9 @@
-"""Token merging nodes for ComfyUI: what its loader looks for. V1 mappings, because every version reads them."""
+"""Token merging nodes for ComfyUI: what its loader looks for."""
 
 from . import attentions
-from .nodes import ApplyToMe, RemoveToMe, ToMePreview
+from .nodes import ApplyToMe, RemoveToMe, ToMePreview, ToMeSettings
 
-NODE_CLASS_MAPPINGS = {node.__name__: node for node in (ApplyToMe, RemoveToMe, ToMePreview)}
+NODE_CLASS_MAPPINGS = {node.__name__: node for node in (ApplyToMe, ToMeSettings, RemoveToMe, ToMePreview)}
 NODE_DISPLAY_NAME_MAPPINGS = {name: node.DISPLAY_NAME for name, node in NODE_CLASS_MAPPINGS.items()}
 WEB_DIRECTORY = "./web"
 

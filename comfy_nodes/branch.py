@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from . import host
+from . import host, summary
 from .engine import tome_core
 from .percent import relative_sigma
 from .sampling import Sampling
@@ -25,18 +25,20 @@ _OPTIONS = 5  # of transformer_options among those of apply_model(x, t, c_concat
 class BranchMerging:
     """The two wrappers of one ApplyToMe: around each sampling, and around each call of the model.
 
-    config: the settings. node_id: where the report is shown. home: the branch's own UNet. wants_maps: asked when
-    sampling starts, whether to keep what a preview shows.
+    config: the settings. node_id: where the report is shown. home: the branch's own UNet. beside: what the report is
+    to say of the node's inputs. wants_maps: asked when sampling starts, whether to keep what a preview shows.
 
     Patches are made once for each UNet and kept as long as it lives, which they do not lengthen. Their wraps come
     onto it with the first call of a sampling, and off when the outermost sampling ends.
     """
 
     def __init__(
-        self, config: Any, node_id: Any, home: Any, wants_maps: Callable[[], bool] = lambda: False
-    ) -> None:
+        self, config: Any, node_id: Any, home: Any, beside: Sequence[str] = (),
+        wants_maps: Callable[[], bool] = lambda: False,
+    ) -> None:  # fmt: skip
         self.config = config
         self.node_id = node_id
+        self._beside = tuple(beside)
         self._home = weakref.ref(home)
         self._wants_maps = wants_maps
         self._keeps_maps = False
@@ -47,6 +49,7 @@ class BranchMerging:
         self._called: list[Any] = []  # patches of this sampling
         self._strangers: dict[int, str] = {}
         self._times: dict[float, bool] = {}  # sigma -> was merging on
+        self._steps = ""  # of the latest sampling
         self._lock = threading.Lock()
 
     def __deepcopy__(self, memo: dict) -> BranchMerging:
@@ -69,17 +72,22 @@ class BranchMerging:
         sampling = Sampling(*(_argument(place, name, args, kwargs) for place, name in named))
         callback = sampling.hear(_argument(_CALLBACK, "callback", args, kwargs))
         outer, self._sampling = self._sampling, sampling
+        done = None  # all of them
         try:
             if len(args) > _CALLBACK:
                 return executor(*args[:_CALLBACK], callback, *args[_CALLBACK + 1 :], **kwargs)
             return executor(*args, **{**kwargs, "callback": callback})
+        except BaseException:  # an interrupt is one
+            done = sampling.steps_done
+            raise
         finally:
+            self._steps = summary.steps_text(done, _steps(*args, **kwargs))
             self._sampling = outer
             for handle in list(self._attached.values()):
                 handle.set_time()
             if outer is None:
                 self._take_off(*self._attached)
-            host.show(self.report(_steps(*args, **kwargs)), self.node_id)
+            host.say("\n".join(self.summary()), self.node_id)
 
     def maps(self) -> dict[int, tuple[int, Any]]:
         """Level -> (down-sampling, latest map) of this branch's own UNet; empty where no preview asked."""
@@ -90,20 +98,20 @@ class BranchMerging:
         levels = handle.report().levels
         return {level: (levels[level].downsample, one) for level, one in sorted(handle.maps().items())}
 
-    def report(self, steps: int | None = None) -> str:
-        """What this sampling merged, for people."""
-        lines = [_text(handle.report()) for handle in self._called]
-        lines += self._strangers.values()
-        if not lines:
-            return "Token merging: the model was not called."
-        return "\n".join([*lines, *self._steps_lines(steps)])
+    def summary(self) -> list[str]:
+        """What the latest sampling came to, for people: a line that says it all, and a few more."""
+        beside = [*self._range_lines(), *self._strangers.values(), *self._beside]
+        if self._called:
+            return summary.lines_of(self._called, self._steps, beside)
+        return [f"ToMe: {line}" for line in self._strangers.values()] or ["ToMe: the model was not called"]
 
-    def _steps_lines(self, steps: int | None) -> list[str]:
-        lines = [] if steps is None else [f"  {steps} step{'' if steps == 1 else 's'}"]
-        if self._times:
-            live = sum(self._times.values())
-            lines.append(f"  inside the time range at {live} of {len(self._times)} noise levels")
-        return lines
+    def report(self) -> str:
+        """The engine's whole report on the latest sampling, below its summary."""
+        return "\n".join([*self.summary(), *(str(handle.report()) for handle in self._called)])
+
+    def _range_lines(self) -> list[str]:
+        live = sum(self._times.values())
+        return [f"between start and end at {live} of {len(self._times)} noise levels"] if self._times else []
 
     def _begin(self) -> None:
         self._called = []
@@ -137,7 +145,7 @@ class BranchMerging:
                     self._called.append(handle)
                 return handle
         except (tome_core.UnsupportedModelError, TypeError) as error:
-            self._strangers[id(model)] = f"Token merging stepped aside: {error}"
+            self._strangers[id(model)] = f"stepped aside: {error}"
             return None
 
     def _make(self, unet: Any) -> Any:
@@ -185,16 +193,6 @@ def unsupported(model: Any) -> str | None:
     except (tome_core.UnsupportedModelError, TypeError) as error:
         return str(error)
     return None
-
-
-def _text(report: Any) -> str:
-    if report.calls or not any(level.covered for level in report.levels):
-        return str(report)
-    levels = ", ".join(f"{level.level} (latent /{level.downsample})" for level in report.levels if level.covered)
-    return (
-        f"Token merging: {'; '.join(report.settings)}\n"
-        f"  level {levels}: inside a compiled model, where calls are not counted"
-    )
 
 
 def _argument(place: int, name: str, args: tuple, kwargs: dict) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -50,16 +50,40 @@ def has_built_in_merging(patcher: Any) -> bool:
     return any(getattr(patch, "__qualname__", "").startswith("TomePatchModel.") for patch in patches)
 
 
+def say(text: str, node_id: Any) -> None:
+    """`show` it, and its first line in the log."""
+    logger.info("%s", text.partition("\n")[0])
+    show(text, node_id)
+
+
 def show(text: str, node_id: Any) -> None:
-    """Say it in the graph, under the node, and in the log. Never fails: it runs in mid-queue."""
-    logger.info("%s", text)
+    """In the graph, under the node. Never fails: it runs in mid-queue."""
     send = getattr(_server(), "send_progress_text", None)
     if send is None or node_id is None:
         return
     try:
-        send(text.replace("\n", LINE_BREAK), str(node_id))
+        for place in _places(str(node_id)):
+            send(text.replace("\n", LINE_BREAK), place)
     except Exception:  # a host's own transport; nobody's picture should depend on it
         logger.debug("the message could not be sent to node %s", node_id, exc_info=True)
+
+
+def _places(node_id: str) -> list[str]:
+    """A node, and the subgraphs around it: ``12:5`` is node 5 in the subgraph that node 12 is.
+
+    The page shows a text only where its node is in the graph that is open, which may be the outer one.
+    """
+    parts = node_id.split(":")
+    return [":".join(parts[:count]) for count in range(len(parts), 0, -1)]
+
+
+def unknown_inputs(prompt: Any, node_id: Any, known: Iterable[str]) -> list[str]:
+    """What the prompt gives to this node and it has no input for: it was saved by another version.
+
+    prompt: the hidden input of type PROMPT.
+    """
+    node = prompt.get(str(node_id)) if isinstance(prompt, dict) else None
+    return sorted(set(node["inputs"]) - set(known)) if node else []
 
 
 def preview_waits_for(node_id: Any, preview: str) -> bool:

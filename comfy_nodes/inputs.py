@@ -1,26 +1,26 @@
-"""The inputs of ApplyToMe, made from the engine's own description of its settings.
+"""The inputs of ApplyToMe and of ToMeSettings, made from the engine's own description of its settings.
 
-Saved workflows know widgets by their position: new ones are only ever appended to `SETTINGS`. Every default but the
-preset's is the engine's, because that is what an older workflow means that does not mention an input.
+ComfyUI checks what is typed or comes in a prompt by the ranges and choices here, and marks the one input that is wrong.
+Nothing here refuses a prompt: what no range can tell ends in a sentence. Saved workflows know widgets by their
+position: new ones are only ever appended. Every default is the engine's.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from .engine import tome_core
 
-OFF, CUSTOM = "off", "custom"
-PRESETS = (OFF, *tome_core.PRESETS, CUSTOM)
-START = tome_core.presets.DEFAULT
+SETTINGS_TYPE = "TOME_SETTINGS"  # of the link from ToMeSettings to ApplyToMe: a MergeConfig
+MARKS = tome_core.presets.MARKS
+STRENGTH = MARKS[tome_core.presets.DEFAULT]
 UNSET = -1.0  # a number's way to say None
-ROUND = 0.000001  # of a typed number: a preset has 0.984375
-# input -> setting of the engine, in the order of the node
+ROUND = 0.000001  # of a typed number: a strength's rule has 0.984375
+# input -> setting of the engine, in the order of the node: what others depend on stands before them
 SETTINGS = {
     "ratio": "ratio",
     "level": "max_downsample",
-    "start_percent": "start_percent",
-    "end_percent": "end_percent",
     "min_pixels": "min_pixels",
     "method": "method",
     "merge_what": "side",
@@ -41,7 +41,7 @@ SETTINGS = {
     "only_if_it_pays": "only_if_it_pays",
     "deep_mlp": "deep_mlp",
 }
-OWN = ("merge_seed", "min_pixels")  # presets leave them alone
+TIMES = {"start": "start_percent", "end": "end_percent"}  # of ApplyToMe
 # what people read -> what the engine takes
 CHOICES = {
     "level": {"automatic": None, **{f"up to /{d}": d for d in (1, 2, 4, 8)}},
@@ -53,18 +53,20 @@ LEVEL_HELP = (
     "512 px, 32x32 on SDXL. Up to /2 is every block down-sampled at most twofold from the latent, and so on; up to "
     "/1 reaches nothing on SDXL."
 )
-PRESET_HELP = (
-    "Quality changes the picture least, max saves the most time; balanced and fast lie between. Choosing one fills in "
-    "the settings below, and changing one of them makes it custom. They merge at every level with tokens enough to "
-    "gain by it. Off merges nothing. In a prompt without user interface a preset outweighs the settings beside it; "
-    "custom takes them as they are."
+STRENGTH_HELP = (
+    f"How much of the picture may change for how much time. 0 is off, bit for bit; "
+    f"{', '.join(f'{value:g} is {name}' for name, value in MARKS.items())}. Not used where settings are connected."
+)
+SETTINGS_HELP = (
+    "From a ToMe Settings node: every setting by itself, in the strength's place. Start and end still count. Leave it "
+    "open to go by strength."
 )
 
 
 def described() -> dict[str, dict[str, Any]]:
-    """Each input's setting as the engine describes it."""
+    """Each input of ToMeSettings, and both times, as the engine describes its setting."""
     settings = {setting["name"]: setting for setting in tome_core.describe_settings()}
-    found = {name: dict(settings[setting]) for name, setting in SETTINGS.items()}
+    found = {name: dict(settings[setting]) for name, setting in (SETTINGS | TIMES).items()}
     found["level"] |= {"label": "Level", "help": LEVEL_HELP}
     found["ratio"]["help"] += RATIO_HELP
     for setting in found.values():
@@ -75,44 +77,67 @@ def described() -> dict[str, dict[str, Any]]:
 
 
 def values_of(rule: Any) -> dict[str, Any]:
-    """What the inputs are set to where they stand for this rule; without those that presets leave alone."""
-    return {name: _input_value(name, getattr(rule, setting)) for name, setting in SETTINGS.items() if name not in OWN}
+    """What the inputs of ToMeSettings are set to where they stand for this rule."""
+    return {name: _input_value(name, getattr(rule, setting)) for name, setting in SETTINGS.items()}
 
 
-def input_types() -> dict[str, dict[str, tuple]]:
-    """ComfyUI's INPUT_TYPES without the model. All but preset and ratio may be missing from a prompt."""
-    widgets = {name: _widget(name, setting) for name, setting in described().items()}
-    # ComfyUI passes on what it does not know: `web/presets.js` fills the widgets from it
-    table = {name: values_of(tome_core.preset(name)) for name in tome_core.PRESETS}
-    preset = (list(PRESETS), {"default": START, "display_name": "Preset", "tooltip": PRESET_HELP, "presets": table})
-    return {"required": {"preset": preset, "ratio": widgets.pop("ratio")}, "optional": widgets}
+def strength_types() -> dict[str, tuple]:
+    """ApplyToMe's inputs beside the model."""
+    facts = {"default": STRENGTH, "min": 0.0, "max": 1.0, "step": 0.05, "round": ROUND}
+    strength = ("FLOAT", {**facts, "display_name": "Strength", "tooltip": STRENGTH_HELP})
+    times = {name: _widget(name, described()[name]) for name in TIMES}
+    settings = (SETTINGS_TYPE, {"display_name": "Settings", "tooltip": SETTINGS_HELP})
+    return {"strength": strength, **times, "settings": settings}
 
 
-def config_of(values: dict[str, Any]) -> Any:
-    """The MergeConfig of a node's values, None for off; what is missing or None is the default.
+def settings_types() -> dict[str, tuple]:
+    """ToMeSettings' inputs."""
+    settings = described()
+    return {name: _widget(name, settings[name]) for name in SETTINGS}
 
-    A preset outweighs the values beside it. Without one they count, as if it were custom.
+
+def config_of(strength: Any, start: Any, end: Any, settings: Any = None) -> Any:
+    """The MergeConfig of ApplyToMe's values, None where it merges nothing. settings: take the strength's place.
+
     Raises ValueError or TypeError, with value, range and remedy, for what the engine refuses.
     """
-    preset = values.get("preset")
-    if preset is not None and preset not in PRESETS:
-        raise ValueError(f"preset={preset!r} is not known here; use one of {', '.join(PRESETS)}, or update this pack")
-    if preset == OFF:
-        return None
-    if preset not in (None, CUSTOM):
-        values = {**{name: values.get(name) for name in OWN}, **values_of(tome_core.preset(preset))}
-    known = {name: value for name, value in values.items() if name in SETTINGS and value is not None}
-    asked = {name: _engine_value(name, value) for name, value in known.items()}
+    if settings is None:
+        rules = (tome_core.strength(strength),)
+    elif isinstance(settings, tome_core.MergeConfig):
+        rules = settings.rules
+    else:
+        raise TypeError(f"settings is {type(settings).__name__}; connect a ToMe Settings node, or leave it open")
     try:
-        return tome_core.MergeConfig(**{SETTINGS[name]: value for name, value in asked.items()})
+        rules = tuple(replace(rule, start_percent=start, end_percent=end) for rule in rules)
     except (TypeError, ValueError) as error:
-        raise type(error)(_in_the_nodes_words(str(error), known, asked)) from None
+        raise type(error)(str(error).replace("_percent=", "=")) from None
+    return None if all(rule.is_off for rule in rules) else tome_core.MergeConfig(rules=rules)
 
 
-def _in_the_nodes_words(text: str, known: dict[str, Any], asked: dict[str, Any]) -> str:
-    """The engine's message, with the inputs' names and choices in the place of its own."""
-    for name, value in known.items():
-        text = text.replace(f"{SETTINGS[name]}={asked[name]!r}", f"{name}={value!r}", 1)
+def rule_of(values: dict[str, Any]) -> tuple[Any, list[str]]:
+    """The rule of ToMeSettings' values; and a sentence for each that was left out, because the engine refuses it.
+
+    What is missing, None or left out is the default. Of settings that do not go together the later one is left out, so
+    that choosing another method is no mistake.
+    """
+    rule, left_out = tome_core.MergeRule(), []
+    for name, setting in SETTINGS.items():
+        value = values.get(name)
+        if value is None:
+            continue
+        try:
+            asked = _engine_value(name, value)
+            try:
+                rule = replace(rule, **{setting: asked})
+            except (TypeError, ValueError) as error:
+                raise ValueError(str(error).replace(f"{setting}={asked!r}", f"{name}={value!r}", 1)) from None
+        except ValueError as error:
+            left_out.append(_in_the_nodes_words(str(error)))
+    return rule, left_out
+
+
+def _in_the_nodes_words(text: str) -> str:
+    """The engine's message, with the inputs' choices in the place of its own."""
     for label, side in CHOICES["merge_what"].items():
         text = text.replace(f"side={side!r}", f"merge_what={label!r}")
     text = text.replace("leave it at None", f"leave it at {UNSET:g}")

@@ -23,6 +23,7 @@ def english() -> dict[str, Any]:
 def _described(node: Any) -> dict[str, Any]:
     types = node.INPUT_TYPES()
     inputs = {**types["required"], **types.get("optional", {})}
+    names = getattr(node, "RETURN_NAMES", node.RETURN_TYPES)
     return {
         "display_name": node.DISPLAY_NAME,
         "description": node.DESCRIPTION,
@@ -31,8 +32,8 @@ def _described(node: Any) -> dict[str, Any]:
             for name, (_, facts) in inputs.items()
         },
         "outputs": {
-            str(number): {"name": kind, "tooltip": tooltip}
-            for number, (kind, tooltip) in enumerate(zip(node.RETURN_TYPES, node.OUTPUT_TOOLTIPS, strict=True))
+            str(number): {"name": name, "tooltip": tooltip}
+            for number, (name, tooltip) in enumerate(zip(names, node.OUTPUT_TOOLTIPS, strict=True))
         },
     }
 

@@ -1,4 +1,8 @@
-"""The nodes: ApplyToMe and RemoveToMe on a model, ToMePreview on what was sampled with it."""
+"""The nodes: ApplyToMe with its ToMeSettings and RemoveToMe on a model, ToMePreview on what was sampled with it.
+
+In ComfyUI's first schema (V1): every version and fork that can wrap a model reads it, it says all that these nodes have
+to say, and nothing of the host is imported for it. The loader takes it in the place of any V3 entry beside it.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,15 @@ import torch
 
 from . import host, inputs, picture
 from .branch import BranchMerging, unsupported
+from .engine import tome_core
 
 CATEGORY = "model/patch/unet"
 ALIASES = ["token merging", "tomesd", "tome", "speed", "faster sampling"]
 PREVIEW_ALIASES = [*ALIASES, "merge map", "token map"]
 HIDDEN = {"unique_id": "UNIQUE_ID"}
-TOO_OLD = "Token merging: this ComfyUI is older than December 2024 and has no keyed wrappers; the model is unchanged."
-OFF_TEXT = "Token merging is off: the preset is off, the model is unchanged."
+HIDDEN_PROMPT = {**HIDDEN, "prompt": "PROMPT"}
+TOO_OLD = "ToMe: this ComfyUI is older than December 2024 and has no keyed wrappers; the model is unchanged."
+OFF_TEXT = "ToMe is off, the model is unchanged."
 NO_MAPS = (
     "No merge map. Either this model has no ApplyToMe, or nothing merged, or the model is compiled, or the sampler's "
     "result came from the cache: then change its seed and queue again."
@@ -42,42 +48,67 @@ class ApplyToMe:
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, dict]:
-        """Made from the engine's settings."""
-        types = inputs.input_types()
+        """A prompt need not have any but the model."""
         model = ("MODEL", {"tooltip": "The model to speed up. Models without such a UNet pass through unchanged."})
-        return {"required": {"model": model, **types["required"]}, "optional": types["optional"], "hidden": HIDDEN}
+        return {"required": {"model": model}, "optional": inputs.strength_types(), "hidden": HIDDEN_PROMPT}
 
-    @classmethod
-    def VALIDATE_INPUTS(cls, **values: Any) -> bool | str:
-        """True, or what is wrong: asked when the prompt is queued, so that nothing is refused half way."""
-        try:
-            inputs.config_of(values)
-        except (TypeError, ValueError) as error:
-            return str(error)
-        return True
+    def apply(
+        self, model: Any, strength: Any = inputs.STRENGTH, start: Any = 0.0, end: Any = 1.0, settings: Any = None,
+        unique_id: Any = None, prompt: Any = None, **unknown: Any,
+    ) -> tuple[Any]:  # fmt: skip
+        """A clone of the model that merges; an equal clone where it cannot, and the node says why.
 
-    def apply(self, model: Any, unique_id: Any = None, **values: Any) -> tuple[Any]:
-        """A clone of the model that merges; an equal clone where it cannot, and the node says why."""
+        unknown: linked inputs of another version's node; `prompt` has those as well.
+        """
         clone = model.clone()
         if not host.can_wrap(clone):
-            host.show(TOO_OLD, unique_id)
+            host.say(TOO_OLD, unique_id)
             return (clone,)
         host.detach(clone)
         problem = unsupported(clone.model)
         try:
-            config = inputs.config_of(values)
-        except (TypeError, ValueError) as error:  # linked values are not seen by VALIDATE_INPUTS
+            config = inputs.config_of(strength, start, end, settings)
+        except (TypeError, ValueError) as error:  # a start after the end, or a linked value
             problem = str(error)
             config = None
+        dropped = _dropped(self, prompt, unique_id)
         if problem is not None or config is None:
-            text = f"Token merging stepped aside, the model is unchanged: {problem}" if problem else OFF_TEXT
-            host.show(text, unique_id)
+            text = f"ToMe stepped aside, the model is unchanged: {problem}" if problem else OFF_TEXT
+            host.say("\n".join([text, *dropped]), unique_id)
             return (clone,)
-        merging = BranchMerging(
-            config, unique_id, clone.model.diffusion_model, lambda: host.preview_waits_for(unique_id, "ToMePreview")
-        )
+        asked = f"strength {strength}" if settings is None else "the settings connected, in the strength's place"
+        unet, wants_maps = clone.model.diffusion_model, lambda: host.preview_waits_for(unique_id, "ToMePreview")
+        merging = BranchMerging(config, unique_id, unet, [asked, *dropped], wants_maps)
         host.attach(clone, merging.apply_model, merging.outer_sample)
         return (clone,)
+
+
+class ToMeSettings:
+    """Every setting by itself, for an ApplyToMe."""
+
+    DISPLAY_NAME = "ToMe Settings (Token Merging)"
+    DESCRIPTION = (
+        "Every setting of token merging by itself, for the settings input of Apply ToMe, where they take the "
+        "strength's place. Settings that do not go together are left out, and the node says which."
+    )
+    CATEGORY = CATEGORY
+    SEARCH_ALIASES = ALIASES
+    FUNCTION = "settings"
+    RETURN_TYPES = (inputs.SETTINGS_TYPE,)
+    OUTPUT_TOOLTIPS = ("For the settings input of Apply ToMe.",)
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, dict]:
+        """Made from the engine's settings; a prompt need not have any."""
+        return {"required": {}, "optional": inputs.settings_types(), "hidden": HIDDEN_PROMPT}
+
+    def settings(self, unique_id: Any = None, prompt: Any = None, **values: Any) -> tuple[Any]:
+        """The settings, without those that the engine refuses, which the node then says."""
+        rule, left_out = inputs.rule_of(values)
+        dropped = _dropped(self, prompt, unique_id)
+        if left_out or dropped:
+            host.say(f"ToMe Settings, left out: {'. '.join([*left_out, *dropped])}", unique_id)
+        return (tome_core.MergeConfig(rules=(rule,)),)
 
 
 class RemoveToMe:
@@ -101,26 +132,32 @@ class RemoveToMe:
         """A clone of the model that no longer merges by us."""
         clone = model.clone()
         removed = host.detach(clone)
-        text = "Token merging was removed." if removed else "There was no Apply ToMe on this model."
+        text = "ToMe was removed." if removed else "There was no Apply ToMe on this model."
         if host.has_built_in_merging(clone):
             text += " ComfyUI's own TomePatchModel is on it and still merges."
-        host.show(text, unique_id)
+        host.say(text, unique_id)
         return (clone,)
 
 
 class ToMePreview:
-    """Shows which tokens merged."""
+    """Shows which tokens merged, and the whole report."""
 
     DISPLAY_NAME = "ToMe Preview (Token Merging)"
     DESCRIPTION = (
         "Shows which tokens merged in the latest sampling with this model: equal colours side by side are one group, "
-        "uncoloured tokens merged with none. One panel for each level that merged."
+        "uncoloured tokens merged with none. One panel for each level that merged. And the whole report on it, which "
+        "goes into the history of the queue as well."
     )
     CATEGORY = CATEGORY
     SEARCH_ALIASES = PREVIEW_ALIASES
     FUNCTION = "preview"
-    RETURN_TYPES = ("IMAGE",)
-    OUTPUT_TOOLTIPS = ("The pictures with their merged tokens coloured, the levels side by side.",)
+    RETURN_TYPES = ("IMAGE", "STRING")
+    RETURN_NAMES = ("IMAGE", "report")
+    OUTPUT_TOOLTIPS = (
+        "The pictures with their merged tokens coloured, the levels side by side.",
+        "The whole report on the sampling, as text.",
+    )
+    OUTPUT_NODE = True  # so that its report is had without anything behind it
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, dict]:
@@ -132,15 +169,25 @@ class ToMePreview:
 
     def preview(
         self, model: Any, image: torch.Tensor | None = None, latent: dict | None = None, unique_id: Any = None
-    ) -> tuple[torch.Tensor]:
-        """Pictures ``[B, H, W * levels, 3]``."""
+    ) -> dict[str, Any]:
+        """Pictures ``[B, H, W * levels, 3]`` and the report; the latter for the host's history, too."""
         pictures = _background(model, image, latent)
         merging = host.attached(model)
         maps = merging.maps() if merging is not None else {}
-        if not maps:
-            host.show(NO_MAPS, unique_id)
-            return (torch.stack([picture.titled(one, NO_MAPS) for one in pictures]),)
-        return (torch.stack([_panels(one, number, len(pictures), maps) for number, one in enumerate(pictures)]),)
+        if maps:
+            drawn = [_panels(one, number, len(pictures), maps) for number, one in enumerate(pictures)]
+        else:
+            drawn = [picture.titled(one, NO_MAPS) for one in pictures]
+        text = "\n".join([*(() if maps else (NO_MAPS,)), *(() if merging is None else (merging.report(),))])
+        host.show(text, unique_id)
+        return {"ui": {"text": (text,)}, "result": (torch.stack(drawn), text)}
+
+
+def _dropped(node: Any, prompt: Any, unique_id: Any) -> list[str]:
+    """A line on inputs of the prompt that this version's node does not have."""
+    types = node.INPUT_TYPES()
+    unknown = host.unknown_inputs(prompt, unique_id, {**types["required"], **types["optional"]})
+    return [f"unknown to this version of the node: {', '.join(unknown)}"] if unknown else []
 
 
 def _background(model: Any, image: torch.Tensor | None, latent: dict | None) -> torch.Tensor:

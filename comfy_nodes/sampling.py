@@ -42,6 +42,11 @@ class Sampling:
 
         return heard
 
+    @property
+    def steps_done(self) -> int:
+        """How many steps the sampler has reported so far."""
+        return self._place
+
     def sigma(self, t: Any, options: dict[str, Any]) -> float:
         """The noise level of a call of the model. t: its sigmas, ``[B]``. options: its transformer_options."""
         if torch.is_tensor(t) and t.device.type != "cpu" and self._knows_levels(options.get("sample_sigmas")):

@@ -1,22 +1,24 @@
 """The page's settings as something to copy: a script, a webui's payload, a ComfyUI node, a link. Pure functions.
 
-Every format holds resolved values and no preset's name, so that it means the same after presets have changed.
+Every format holds resolved values and no preset's name, so that it means the same after presets have changed; but for
+ComfyUI's, where a strength is the one number to go on with.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlencode
 
 from demo import page_hosts
 from demo.page_controls import NAMES, SETTINGS, rule_of, shown, values_of
-from tome_core import MergeRule
+from tome_core import MergeRule, strength
 
 DEFAULT_MODEL = "stable-diffusion-v1-5/stable-diffusion-v1-5"
 _PICTURE = ("prompt", "seed", "steps")
+_STRENGTHS = 20
 _IN_LINK = {"merge_seed" if name in _PICTURE else name: name for name in NAMES}
 SCRIPT = '''\
 import torch
@@ -69,20 +71,37 @@ def webui(wanted: Wanted) -> str:
 
 
 def comfyui(rule: MergeRule) -> str:
-    """The node ApplyToMe as a prompt of ComfyUI's API has it; the model comes from node "4"."""
+    """The nodes as a prompt of ComfyUI's API has them: ApplyToMe as "5", whose model comes from node "4".
+
+    With a strength where one stands for the rule, else with a ToMeSettings.
+    """
     host = page_hosts.comfyui()
+    times = {name: getattr(rule, engine) for name, engine in host.TIMES.items()}
+    inputs = {"model": ["4", 0], **times}
+    value = _strength_of(rule)
+    if value is not None:
+        return json.dumps({"5": {"class_type": "ApplyToMe", "inputs": {**inputs, "strength": value}}}, indent=2)
     found = {name: _in_a_hosts_words(name, engine, host.CHOICES, rule) for name, engine in host.SETTINGS.items()}
     # an input without a value is left out, which a node takes for the default
     settings = {name: value for name, value in found.items() if value is not None}
-    inputs = {"model": ["4", 0], "preset": page_hosts.custom(host.input_types()["required"]["preset"][0]), **settings}
-    return json.dumps({"class_type": "ApplyToMe", "inputs": inputs}, indent=2)
+    nodes = {
+        "5": {"class_type": "ApplyToMe", "inputs": {**inputs, "settings": ["6", 0]}},
+        "6": {"class_type": "ToMeSettings", "inputs": settings},
+    }
+    return json.dumps(nodes, indent=2)
+
+
+def _strength_of(rule: MergeRule) -> float | None:
+    """The strength, in steps of the node's widget, whose rule this is but for its times."""
+    always = replace(rule, start_percent=0.0, end_percent=1.0)
+    return next((step / _STRENGTHS for step in range(_STRENGTHS + 1) if strength(step / _STRENGTHS) == always), None)
 
 
 def lost(rule: MergeRule) -> dict[str, tuple[str, ...]]:
     """Host -> the settings that are not at their defaults and that the host has no control for."""
     known = {
         "webui": {one.engine for one in page_hosts.webui().FIELDS},
-        "ComfyUI": set(page_hosts.comfyui().SETTINGS.values()),
+        "ComfyUI": {*page_hosts.comfyui().SETTINGS.values(), *page_hosts.comfyui().TIMES.values()},
     }
     return {host: tuple(name for name in differing(rule) if name not in names) for host, names in known.items()}
 

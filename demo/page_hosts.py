@@ -30,7 +30,7 @@ def webui() -> ModuleType:
 
 
 def comfyui() -> ModuleType:
-    """The module with the node's `SETTINGS` and `CHOICES`."""
+    """The module with the nodes' `SETTINGS`, `TIMES` and `CHOICES`."""
     return importlib.import_module("comfy_nodes.inputs")
 
 

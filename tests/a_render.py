@@ -32,7 +32,7 @@ def webui(repository: Path) -> tuple[Render, Render]:
 def comfyui(repository: Path) -> tuple[Render, Render]:
     """Samplings of a ComfyUI that has this repository among its custom nodes."""
     plain = comfy_doubles.checkpoint()
-    merged = load_pack(repository).NODE_CLASS_MAPPINGS["ApplyToMe"]().apply(plain, ratio=0.5)[0]
+    merged = comfy_doubles.apply(plain, nodes=load_pack(repository).NODE_CLASS_MAPPINGS, ratio=0.5)
     return tuple(lambda stop, branch=branch: comfy_doubles.Guider(branch).sample(stop=stop)
                  for branch in (plain, merged))  # fmt: skip
 

@@ -54,8 +54,6 @@ OTHERS = {
     "*/README.md": "How to use what is in this folder.",
     "pyproject.toml": "Name, version, requirements; settings of ruff and pytest.",
     "benchmarks/results/*": "Results of one run each.",
-    "comfy_nodes/web/presets.js": "The preset of ApplyToMe fills its other widgets, and is custom when one is touched.",
-    "comfy_nodes/web/report.js": "ApplyToMe makes room for its report.",
     "comfy_nodes/web/docs/*.md": "The help page of one node.",
     "demo/*.safetensors": "The weights of the embedded models.",
     "example_workflows/*": "A graph, or the picture that stands for it.",

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from comfy_nodes import NODE_CLASS_MAPPINGS
+from comfy_nodes.inputs import TIMES
 from tests.doubles import ComfyBlock, LatentDiffusionDouble
 from tests.models import TEXT, comfy_double, fixed, inputs, ldm
 from tests.on_device import on_device, plain
@@ -192,6 +194,37 @@ class Server:
         module = ModuleType("server")
         module.PromptServer = SimpleNamespace(instance=self)
         return module
+
+
+def apply(patcher: ModelPatcher, node: str = "5", nodes: dict[str, type] = NODE_CLASS_MAPPINGS, **values: Any) -> Any:
+    """An ApplyToMe behind a model, with a ToMeSettings of these values; `start` and `end` are its own.
+
+    nodes: the pack's, where it was loaded anew.
+    """
+    times = {name: values.pop(name) for name in TIMES if name in values}
+    (settings,) = nodes["ToMeSettings"]().settings(**values)
+    return nodes["ApplyToMe"]().apply(patcher, settings=settings, unique_id=node, **times)[0]
+
+
+def queued(node: type, values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """What ComfyUI's validate_inputs makes of a prompt's values where a node has no VALIDATE_INPUTS.
+
+    Values in their widgets' types, and the inputs that it marks.
+    """
+    kinds = {"INT": int, "FLOAT": float, "STRING": str, "BOOLEAN": bool}
+    types, turned = node.INPUT_TYPES(), dict(values)
+    marked = [name for name in types["required"] if name not in values]
+    for name, (kind, facts) in {**types["required"], **types["optional"]}.items():
+        if name not in values:
+            continue
+        try:
+            turned[name] = value = kinds.get(str(kind), lambda value: value)(values[name])
+            wrong = value < facts.get("min", value) or value > facts.get("max", value)
+        except Exception:  # as ComfyUI has it
+            wrong = True
+        if wrong or (isinstance(kind, list) and value not in kind):
+            marked.append(name)
+    return turned, marked
 
 
 def checkpoint() -> ModelPatcher:

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from comfy_nodes.nodes import ApplyToMe
-from tests.comfy_doubles import Guider, ModelPatcher, Server, checkpoint, least_checkpoint
+from tests.comfy_doubles import Guider, ModelPatcher, Server, apply, checkpoint, least_checkpoint
 from tests.doubles import ComfyBlock
 from tests.models import inputs
 
@@ -19,10 +18,6 @@ def server(monkeypatch) -> Server:
     one = Server()
     monkeypatch.setitem(sys.modules, "server", one.module())
     return one
-
-
-def apply(patcher: ModelPatcher, **values) -> ModelPatcher:
-    return ApplyToMe().apply(patcher, unique_id="5", **values)[0]
 
 
 def call(patcher: ModelPatcher, x: torch.Tensor, text: torch.Tensor) -> torch.Tensor:

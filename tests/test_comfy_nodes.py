@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-import json
+import re
 import sys
 import weakref
 
@@ -12,13 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from comfy_nodes import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS, host, picture
-from comfy_nodes.inputs import RATIO_HELP, SETTINGS, config_of, input_types
-from comfy_nodes.nodes import ApplyToMe, RemoveToMe, ToMePreview
+from comfy_nodes import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS, host, picture, summary
+from comfy_nodes.nodes import RemoveToMe, ToMePreview
 from comfy_nodes.percent import percent_of
-from tests.comfy_doubles import BaseModel, DiscreteSampling, Guider, ModelPatcher, Server, checkpoint
+from tests.comfy_doubles import BaseModel, DiscreteSampling, Guider, ModelPatcher, Server, apply, checkpoint
 from tests.test_patch_contract import traces
-from tome_core import MergeConfig, describe_settings
 
 
 @pytest.fixture
@@ -26,10 +24,6 @@ def server(monkeypatch) -> Server:
     one = Server()
     monkeypatch.setitem(sys.modules, "server", one.module())
     return one
-
-
-def apply(patcher: ModelPatcher, node: str = "5", **values) -> ModelPatcher:
-    return ApplyToMe().apply(patcher, unique_id=node, **values)[0]
 
 
 def sample(patcher: ModelPatcher, **options) -> torch.Tensor:
@@ -182,35 +176,81 @@ def test_a_range_holds_the_steps_whose_sigma_lies_in_it(start, end):
 
 
 def test_the_range_counts_steps(server):
-    sample(apply(checkpoint(), start_percent=0.5), steps=4)
+    sample(apply(checkpoint(), start=0.5), steps=4)
     text = server.texts[-1][1]
-    assert "inside the time range at 2 of 4 noise levels" in text and "outside the rules' time range" in text
+    assert "between start and end at 2 of 4 noise levels" in text and "outside the rules' time range" in text
 
 
 # --- what people read ----------------------------------------------------------------------------------------------
 
 
-def test_the_node_shows_what_one_sampling_merged(server):
+def test_the_node_shows_what_one_sampling_merged_and_its_first_line_says_it_all(server):
     applied = apply(checkpoint())
     sample(applied, steps=3)
     sample(applied, steps=2)
     node, text = server.texts[-1]
-    assert node == "5" and "256 tokens -> 128" in text and "2 UNet calls" in text and "  2 steps" in text
+    first, *more = text.split(host.LINE_BREAK)
+    assert node == "5" and re.fullmatch(r"ToMe: 2 steps, \d+% of attention left out", first)
+    assert any("256 tokens -> 128" in line for line in more) and len(more) < summary.MOST_LINES
 
 
-def test_without_a_server_the_report_is_in_the_log(caplog):
+def test_the_share_left_out_is_that_of_all_levels(server):
+    applied = apply(checkpoint(), level="up to /8")
+    sample(applied, steps=1)
+    (handle,) = host.attached(applied)._patches.values()
+    tallies = handle.run.ledger.levels
+    share = 1 - sum(one.work_left for one in tallies) / sum(one.work_full for one in tallies)
+    assert len(tallies) > 1 and server.texts[-1][1].startswith(f"ToMe: 1 step, {share:.0%} of attention left out")
+
+
+def test_the_log_has_one_line_a_sampling(caplog):
     with caplog.at_level("INFO"):
-        sample(apply(checkpoint()), steps=1)
-    assert "256 tokens -> 128" in caplog.text
+        sample(apply(checkpoint(), start=0.5), steps=4)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("ToMe: 4 steps, ") and "\n" not in line
 
 
-def test_a_reports_lines_stay_lines_where_comfyui_reads_them_as_markdown(server, caplog):
+def test_where_nothing_merged_the_first_line_says_why(server):
+    sample(apply(checkpoint(), min_pixels=10**6), steps=1)
+    assert server.texts[-1][1].startswith("ToMe: 1 step, nothing merged: the picture is smaller than min_pixels")
+
+
+def test_a_report_has_ten_lines_at_most_and_says_where_the_rest_is(server):
+    merging = host.attached(apply(checkpoint()))
+    merging._beside = tuple(f"line {number}" for number in range(20))
+    sample_with(merging)
+    *_, last = lines = merging.summary()
+    assert len(lines) == summary.MOST_LINES and "ToMe Preview" in last
+
+
+def sample_with(merging) -> None:
+    patcher = checkpoint()
+    host.attach(patcher, merging.apply_model, merging.outer_sample)
+    sample(patcher, steps=1)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_stopped_sampling_reports_the_steps_that_it_did(server, error):
+    def stop(step):
+        if step == 2:
+            raise error
+
+    with pytest.raises(error):
+        sample(apply(checkpoint()), steps=5, stop=stop)
+    assert server.texts[-1][1].startswith("ToMe: 2 of 5 steps, ")
+
+
+def test_in_a_subgraph_the_report_is_at_the_node_and_at_each_subgraph_around_it(server):
+    sample(apply(checkpoint(), node="12:7:5"), steps=1)
+    (text,) = {text for _, text in server.texts}
+    assert [node for node, _ in server.texts] == ["12:7:5", "12:7", "12"] and text.startswith("ToMe: 1 step")
+
+
+def test_a_reports_lines_stay_lines_where_comfyui_reads_them_as_markdown(server):
     """Nodes 2.0 does, and joins lines that do not end in two spaces; the canvas does not."""
-    with caplog.at_level("INFO"):
-        sample(apply(checkpoint()), steps=1)
+    sample(apply(checkpoint()), steps=1)
     *lines, last = server.texts[-1][1].split("\n")
-    assert len(lines) > 2 and all(line.endswith("  ") for line in lines) and last == "  1 step"
-    assert not any(line.endswith(" ") for line in caplog.records[-1].getMessage().split("\n"))
+    assert len(lines) > 1 and all(line.endswith("  ") for line in lines) and not last.endswith(" ")
 
 
 def test_a_server_that_fails_breaks_no_picture(server, monkeypatch):
@@ -244,82 +284,12 @@ def test_an_old_comfyui_passes_through_and_the_node_says_so(server):
     assert isinstance(apply(Old()), Old) and "older than December 2024" in server.texts[-1][1]
 
 
-# --- inputs --------------------------------------------------------------------------------------------------------
-
-
-def test_inputs_are_in_their_documented_order_and_none_is_called_seed():
-    types = ApplyToMe.INPUT_TYPES()
-    assert [*types["required"], *types["optional"]] == [
-        "model", "preset", "ratio", "level", "start_percent", "end_percent", "min_pixels", "method", "merge_what",
-        "merge_crossattn", "merge_mlp", "sx", "sy", "use_rand", "merge_seed", "early_ratio", "early_until",
-        "proportional", "metric", "refine", "query_ratio", "keep", "only_if_it_pays", "deep_mlp",
-    ]  # fmt: skip
-
-
-def test_a_workflow_of_before_deep_mlp_means_what_it_meant():
-    """Widgets are saved by position: a new one in their midst would give each one behind it its neighbour's value."""
-    types = ApplyToMe.INPUT_TYPES()
-    widgets = [name for name in (*types["required"], *types["optional"]) if name != "model"]
-    saved = ["custom", 0.6, "up to /2", 0.1, 0.8, 65536, "bipartite", "k+v", True, True, 3, 4, False, 99, 0.45, 600.0,
-             False, "normed", 0, 0.3, 50.0, True]  # fmt: skip
-    assert config_of(dict(zip(widgets, saved, strict=False))) == MergeConfig(
-        ratio=0.6, max_downsample=2, start_percent=0.1, end_percent=0.8, min_pixels=65536, side="kv",
-        merge_crossattn=True, merge_mlp=True, sx=3, sy=4, use_rand=False, seed=99, early_ratio=0.45, early_until=600.0,
-        proportional=False, metric="normed", query_ratio=0.3, keep=50.0, only_if_it_pays=True,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("other", ["early_ratio", "deep_mlp"])
-def test_beside_a_ratio_of_0_early_and_mlp_ratios_count_as_its_help_says(other):
-    assert config_of({"ratio": 0.0}).rules[0].is_off
-    assert not config_of({"ratio": 0.0, other: 0.5}).rules[0].is_off
-
-
-def test_ranges_defaults_steps_and_tooltips_are_the_engines():
-    settings = {setting["name"]: setting for setting in describe_settings()}
-    types = input_types()
-    for name, (_, facts) in {**types["required"], **types["optional"]}.items():
-        assert facts["tooltip"]
-        if name in ("preset", "level", "merge_what"):
-            continue
-        setting = settings[SETTINGS[name]]
-        if name == "ratio":  # "0 is off", which is not all of it in a node
-            setting = {**setting, "help": setting["help"] + RATIO_HELP}
-        if name == "early_ratio":  # a number that can be left open: -1, which is below its range
-            assert facts["default"] == facts["min"] == -1 and facts["tooltip"] == f"{setting['help']} -1 is the same."
-            continue
-        assert facts["default"] == setting["default"] and facts["tooltip"] == setting["help"]
-        for ours, theirs in (("min", "minimum"), ("max", "maximum"), ("step", "step")):
-            assert facts.get(ours) == setting.get(theirs)
-
-
-def test_the_defaults_of_the_node_are_the_defaults_of_the_engine():
-    types = input_types()
-    values = {name: facts["default"] for name, (_, facts) in {**types["required"], **types["optional"]}.items()}
-    assert config_of({**values, "preset": "custom"}) == config_of({}) == MergeConfig()
-    assert ApplyToMe.VALIDATE_INPUTS(**values) is True
-    json.dumps(types)
-
-
-@pytest.mark.parametrize(("values", "words"), [
-    ({"ratio": 1.5}, "ratio=1.5 is out of range"),
-    ({"start_percent": 0.9, "end_percent": 0.1}, "swap them"),
-    ({"method": "downsample", "merge_what": "q"}, "not possible with method"),
-    ({"level": "up to /3"}, "use one of automatic"),
-    ({"preset": "of tomorrow"}, "update this pack"),
-    ({"early_ratio": -0.5}, "early_ratio=-0.5 is out of range"),
-    ({"early_ratio": 0.5, "method": "downsample"}, "leave it at -1"),
-    ({"query_ratio": 0.5, "merge_what": "q"}, "merges queries beside merge_what='k+v'"),
-])  # fmt: skip
-def test_wrong_values_are_named_when_the_prompt_is_queued_and_stop_no_queue(server, values, words):
-    assert words in ApplyToMe.VALIDATE_INPUTS(unique_id="5", model=None, **values)
-    plain = checkpoint()
-    passed = apply(plain, **values)
-    assert words in server.texts[-1][1] and not any(passed.wrappers.values())
+# --- the classes ------------------------------------------------------------------------------------------------------
 
 
 def test_what_comfyui_shows_of_every_node_is_there():
-    assert set(NODE_CLASS_MAPPINGS) == set(NODE_DISPLAY_NAME_MAPPINGS) == {"ApplyToMe", "RemoveToMe", "ToMePreview"}
+    assert set(NODE_CLASS_MAPPINGS) == set(NODE_DISPLAY_NAME_MAPPINGS) == {
+        "ApplyToMe", "ToMeSettings", "RemoveToMe", "ToMePreview"}  # fmt: skip
     for node in NODE_CLASS_MAPPINGS.values():
         assert node.DESCRIPTION and node.CATEGORY and {"token merging", "tomesd"} <= set(node.SEARCH_ALIASES)
         assert len(node.OUTPUT_TOOLTIPS) == len(node.RETURN_TYPES) and hasattr(node, node.FUNCTION)
@@ -340,7 +310,7 @@ PROMPT = {
 
 
 def preview(patcher: ModelPatcher, latent: torch.Tensor) -> torch.Tensor:
-    return ToMePreview().preview(patcher, latent={"samples": latent}, unique_id="9")[0]
+    return ToMePreview().preview(patcher, latent={"samples": latent}, unique_id="9")["result"][0]
 
 
 def test_the_preview_shows_a_panel_a_level(server):
@@ -357,7 +327,7 @@ def test_the_preview_draws_over_an_image_of_any_size(server):
     server.run(PROMPT)
     applied = apply(checkpoint())
     sample(applied, steps=1)
-    assert ToMePreview().preview(applied, image=torch.rand(1, 72, 90, 3))[0].shape == (1, 72, 90, 3)
+    assert ToMePreview().preview(applied, image=torch.rand(1, 72, 90, 3))["result"][0].shape == (1, 72, 90, 3)
 
 
 @pytest.mark.parametrize(("last_call", "stretched"), [((16, 24), False), ((16, 16), True)])
@@ -369,6 +339,18 @@ def test_the_preview_says_when_its_map_is_of_a_tile(server, monkeypatch, last_ca
     sample(applied, steps=1, size=last_call)
     preview(applied, torch.zeros(1, 4, 16, 24))
     assert ["stretched" in title for title in titles] == [stretched] * 2
+
+
+def test_the_preview_has_the_whole_report_for_the_history_of_the_queue(server):
+    server.run(PROMPT)
+    applied = apply(checkpoint())
+    latent = sample(applied, steps=1)
+    told = len(server.texts)
+    shown = ToMePreview().preview(applied, latent={"samples": latent}, unique_id="9")
+    (report,) = shown["ui"]["text"]
+    assert report == shown["result"][1] and ToMePreview.OUTPUT_NODE
+    assert report.startswith("ToMe: 1 step, ") and "level 0 (latent /1" in report
+    assert server.texts[told:] == [("9", report.replace("\n", host.LINE_BREAK))]
 
 
 def test_a_preview_of_another_branch_keeps_no_maps(server):

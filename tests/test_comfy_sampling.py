@@ -11,9 +11,8 @@ import torch
 import tome_core
 from comfy_nodes import host
 from comfy_nodes.inputs import values_of
-from comfy_nodes.nodes import ApplyToMe
 from comfy_nodes.sampling import Sampling
-from tests.comfy_doubles import Guider, least_checkpoint
+from tests.comfy_doubles import Guider, apply, least_checkpoint
 from tests.models import inputs
 from tome_core import matching
 
@@ -60,7 +59,7 @@ class TiledGuider(Guider):
 
 
 def fresh(**values) -> Any:
-    return ApplyToMe().apply(least_checkpoint(), unique_id="5", **(values or FOREVER))[0]
+    return apply(least_checkpoint(), **(values or FOREVER))
 
 
 def test_a_match_is_kept_over_the_steps_of_a_sampling():

@@ -9,14 +9,13 @@ import torch
 
 import tome_core
 from comfy_nodes.inputs import values_of
-from comfy_nodes.nodes import ApplyToMe
 from comfy_nodes.percent import percent_of, relative_sigma
 from comfy_nodes.sampling import Sampling
-from tests.comfy_doubles import DiscreteSampling, Executor, Guider, least_checkpoint, sampler_of
+from tests.comfy_doubles import DiscreteSampling, Executor, Guider, apply, least_checkpoint, sampler_of
 from tests.on_device import OnDevice, on_device
 
-RANGE = {"preset": "custom", "ratio": 0.5, "start_percent": 0.2, "end_percent": 0.6, "use_rand": False}
-KEPT = {"preset": "custom", "ratio": 0.5, "keep": 1000.0, "use_rand": False}
+RANGE = {"ratio": 0.5, "start": 0.2, "end": 0.6, "use_rand": False}
+KEPT = {"ratio": 0.5, "keep": 1000.0, "use_rand": False}
 PRESETS = [{**values_of(tome_core.preset(name)), "only_if_it_pays": False} for name in tome_core.PRESETS]
 KNOWN = sampler_of()
 UNKNOWN = {
@@ -53,7 +52,7 @@ def waits():
 
 
 def applied(**values):
-    return ApplyToMe().apply(least_checkpoint(), unique_id="5", **values)[0]
+    return apply(least_checkpoint(), **values)
 
 
 @pytest.mark.parametrize("values", [RANGE, KEPT, *PRESETS], ids=["range", "kept", *tome_core.PRESETS])
@@ -65,7 +64,7 @@ def test_a_sampling_waits_once_however_many_steps_it_has(values, waits):
 
 
 def test_settings_without_a_time_never_wait(waits):
-    DeviceGuider(applied(preset="custom", ratio=0.5)).sample(size=(8, 8), sampler=KNOWN)
+    DeviceGuider(applied(ratio=0.5)).sample(size=(8, 8), sampler=KNOWN)
     assert waits == []
 
 

@@ -6,17 +6,16 @@ import pytest
 import torch
 
 from comfy_nodes import host
-from comfy_nodes.nodes import ApplyToMe
-from tests.comfy_doubles import Guider, least_checkpoint
+from tests.comfy_doubles import Guider, apply, least_checkpoint
 from tests.models import inputs
 from tests.test_patch_contract import traces
 
-HALF = {"preset": "custom", "ratio": 0.5, "use_rand": False}
+HALF = {"ratio": 0.5, "use_rand": False}
 QUARTER = {**HALF, "ratio": 0.25}
 
 
 def branch(plain, **values):
-    return ApplyToMe().apply(plain, unique_id="5", **(values or HALF))[0]
+    return apply(plain, **(values or HALF))
 
 
 def sample(patcher, **options):

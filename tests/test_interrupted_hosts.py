@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from comfy_nodes import host
-from comfy_nodes.nodes import ApplyToMe
 from tests import webui_doubles
-from tests.comfy_doubles import Guider, ModelPatcher, least_checkpoint
+from tests.comfy_doubles import Guider, ModelPatcher, apply, least_checkpoint
 from tests.doubles import LatentDiffusionDouble
 from tests.models import fixed, ldm
 from tests.test_interruptions import ERRORS, KINDS, Fault, places
@@ -24,7 +23,7 @@ from tests.webui_modules import HOOKS, SAMPLING_HOOK
 MODEL_KINDS = KINDS[:-2]  # the clock and the loop are a diffusers pipeline's
 CALLBACKS = (*HOOKS, SAMPLING_HOOK, "postprocess", "cfg_denoiser")
 WEBUI_ON = (True, "custom", 0.5, "same", 0.5, "up to /8", 0.0, 0.9, 0, "bipartite", "automatic", True, True)
-COMFY_ON = {"ratio": 0.5, "level": "up to /8", "end_percent": 0.9, "merge_crossattn": True, "merge_mlp": True}
+COMFY_ON = {"ratio": 0.5, "level": "up to /8", "end": 0.9, "merge_crossattn": True, "merge_mlp": True}
 
 
 class Failing:
@@ -132,7 +131,7 @@ def sample(patcher: ModelPatcher, **options) -> torch.Tensor:
 def comfy():
     class Comfy:
         plain = least_checkpoint()
-        applied = ApplyToMe().apply(plain, unique_id="5", **COMFY_ON)[0]
+        applied = apply(plain, **COMFY_ON)
         before = traces(plain.model)
         picture = sample(plain)
         merged = sample(applied)

@@ -15,15 +15,16 @@ import torch
 
 import tome_core
 from comfy_nodes import NODE_CLASS_MAPPINGS
-from comfy_nodes.inputs import config_of
+from comfy_nodes.inputs import rule_of
 from demo import page_code, page_controls, page_hosts, sheet
 from demo.page_code import Wanted
 from demo.page_events import NAMES, Events, Wrong
 from demo.page_run import DONE, MERGED, PLAIN, Studio
 from demo.source import Embedded
 from tests import tiny_pipeline, tiny_scenes
+from tests.comfy_doubles import queued
 from tests.webui_doubles import Webui
-from tome_core import PRESETS, MergeConfig, MergeRule, describe_settings, preset
+from tome_core import PRESETS, MergeConfig, MergeRule, describe_settings, preset, strength
 
 PROMPT, ADDRESS = "night snow peaks right blue cone", "http://127.0.0.1:7860/"
 # one rule for each setting, at a value that is not its default; and the presets
@@ -162,14 +163,22 @@ def test_a_hosts_table_brings_no_second_engine():
 
 @each_rule
 def test_the_node_is_what_comfyui_reads_but_for_what_it_has_no_input_for(rule):
-    node = json.loads(page_code.comfyui(rule))
-    made = NODE_CLASS_MAPPINGS[node["class_type"]]
-    types = made.INPUT_TYPES()
-    inputs = dict(node["inputs"])
-    assert set(types["required"]) <= set(inputs) <= {*types["required"], *types["optional"]}
-    inputs.pop("model")
-    assert made.VALIDATE_INPUTS(**inputs) is True
-    assert changed(config_of(inputs).rules[0], rule) == set(page_code.lost(rule)["ComfyUI"])
+    nodes = json.loads(page_code.comfyui(rule))
+    for node in nodes.values():
+        types = NODE_CLASS_MAPPINGS[node["class_type"]].INPUT_TYPES()
+        assert set(types["required"]) <= set(node["inputs"]) <= {*types["required"], *types["optional"]}
+        assert queued(NODE_CLASS_MAPPINGS[node["class_type"]], node["inputs"])[1] == []
+    asked = nodes["5"]["inputs"]
+    settings, left_out = rule_of(nodes["6"]["inputs"]) if "settings" in asked else (strength(asked["strength"]), [])
+    made = replace(settings, start_percent=asked["start"], end_percent=asked["end"])
+    assert not left_out and changed(made, rule) == set(page_code.lost(rule)["ComfyUI"])
+
+
+def test_the_node_has_a_strength_where_one_stands_for_the_rule():
+    for rule, value in ((strength(0.35), 0.35), (replace(preset("fast"), end_percent=0.5), 0.75)):
+        (node,) = json.loads(page_code.comfyui(rule)).values()
+        assert (node["class_type"], node["inputs"]["strength"]) == ("ApplyToMe", value)
+    assert set(json.loads(page_code.comfyui(replace(preset("fast"), keep=0.0)))) == {"5", "6"}
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------

@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 
 import tome_core
 from comfy_nodes import host
-from comfy_nodes.inputs import CHOICES, SETTINGS, input_types
-from comfy_nodes.nodes import ApplyToMe
+from comfy_nodes.inputs import CHOICES, SETTINGS, TIMES
+from comfy_nodes.nodes import ApplyToMe, ToMeSettings
 from tests import webui_doubles
-from tests.comfy_doubles import Guider, ModelPatcher, Server, least_checkpoint
+from tests.comfy_doubles import Guider, ModelPatcher, Server, least_checkpoint, queued
 from tests.doubles import LatentDiffusionDouble
 from tests.models import call_unet, fixed, inputs, ldm, sd15
 from tests.test_patch_contract import traces
@@ -168,7 +168,6 @@ def test_what_is_no_config_and_what_is_no_model_is_named(value):
 
 # --- ComfyUI ---------------------------------------------------------------------------------------------------------
 
-widgets = {**input_types()["required"], **input_types()["optional"]}
 node_values = {
     name: st.sampled_from(list(CHOICES[name])) if name in CHOICES else possible(DESCRIBED[SETTINGS[name]])
     for name in SETTINGS
@@ -194,44 +193,36 @@ def server(monkeypatch) -> Server:
     return one
 
 
-def queue(values: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
-    """ComfyUI's validate_inputs: values turned into their widgets' types, and what is wrong with them.
+dials = {"strength": st.floats(0, 1), **{name: possible(DESCRIBED[setting]) for name, setting in TIMES.items()}}
 
-    Ranges and choices it leaves to a VALIDATE_INPUTS that takes everything.
-    """
-    kinds = {"INT": int, "FLOAT": float, "BOOLEAN": bool}
-    turned = dict(values)
-    for name in ("preset", "ratio"):
-        if name not in values:
-            return turned, f"Required input is missing: {name}"
-    for name, value in values.items():
-        try:
-            kind = widgets[name][0]
-            turned[name] = kinds[kind](value) if isinstance(kind, str) else value
-        except Exception as error:  # as ComfyUI has it
-            return turned, f"Failed to convert an input value: {name}, {value!r}, {error}"
-    answer = ApplyToMe.VALIDATE_INPUTS(**turned)
-    return turned, None if answer is True else answer
+
+def run(server: Server, dials: dict[str, Any], settings: dict[str, Any] | None) -> tuple[torch.Tensor, str]:
+    """The picture of both nodes with these values, and what ApplyToMe said last."""
+    linked = {} if settings is None else {"settings": ToMeSettings().settings(unique_id="6", **settings)[0]}
+    server.texts.clear()
+    applied = ApplyToMe().apply(comfy().patcher, unique_id="5", **dials, **linked)[0]
+    out = sampled(applied)
+    assert out.shape == comfy().plain.shape and out.isfinite().all() and not merges(comfy().patcher.model)
+    text = server.texts[-1][1]
+    is_plain = host.attached(applied) is None or "nothing merged" in text
+    assert not is_plain or torch.equal(out, comfy().plain)
+    return out, text
 
 
 def test_any_values_of_a_queued_prompt_give_a_picture_or_a_message(server, capsys):
     seen = Seen()
 
     @PROFILE
-    @given(some_of(node_values, json_scalars))
-    def law(values):
-        values = {"preset": "custom", "ratio": 0.5, **values}
-        turned, problem = queue(values)
-        if problem is not None:
-            assert problem.startswith("Failed to convert") or names_one_of(problem, turned), (problem, turned)
+    @given(some_of(dials, json_scalars), st.none() | some_of(node_values, json_scalars))
+    def law(own, settings):
+        own, marked = queued(ApplyToMe, {"model": "a model", **own})
+        own.pop("model")
+        turned, marked_there = (None, []) if settings is None else queued(ToMeSettings, settings)
+        if marked or marked_there:
+            assert set(marked) <= set(own) and set(marked_there) <= set(settings or ())
             seen["refusals"] += 1
             return
-        applied = ApplyToMe().apply(comfy().patcher, unique_id="5", **turned)[0]
-        assert host.attached(applied) is not None, "what the queue lets through, the node takes"
-        out = sampled(applied)
-        assert out.shape == comfy().plain.shape and out.isfinite().all()
-        merged = "call merged" in server.texts[-1][1] or "calls merged" in server.texts[-1][1]
-        assert merged or torch.equal(out, comfy().plain)
+        run(server, own, turned)
         seen["pictures"] += 1
 
     law()
@@ -244,19 +235,13 @@ def test_any_raw_values_of_a_node_give_a_picture_or_a_message(server, capsys):
     seen = Seen()
 
     @PROFILE
-    @given(some_of({"preset": st.just("custom"), **node_values}, raw_values))
-    def law(values):
-        server.texts.clear()
-        applied = ApplyToMe().apply(comfy().patcher, unique_id="5", **values)[0]
-        out = sampled(applied)
-        assert not merges(comfy().patcher.model)
-        if host.attached(applied) is None:
-            ((node, text),) = server.texts
-            assert node == "5" and "the model is unchanged" in text and names_one_of(text, values), (text, values)
-            assert torch.equal(out, comfy().plain)
+    @given(some_of(dials, raw_values), st.none() | some_of(node_values, raw_values))
+    def law(own, settings):
+        _, text = run(server, own, settings)
+        if "the model is unchanged" in text and "ToMe is off" not in text:
+            assert names_one_of(text, own), (text, own)
             seen["refusals"] += 1
             return
-        assert out.shape == comfy().plain.shape and out.isfinite().all()
         seen["pictures"] += 1
 
     law()

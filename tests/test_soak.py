@@ -21,9 +21,9 @@ from einops import einops
 
 import tome_core
 from comfy_nodes.inputs import CHOICES, SETTINGS
-from comfy_nodes.nodes import ApplyToMe, RemoveToMe, ToMePreview
+from comfy_nodes.nodes import RemoveToMe, ToMePreview
 from tests import webui_doubles
-from tests.comfy_doubles import Guider, Server, least_checkpoint
+from tests.comfy_doubles import Guider, Server, apply, least_checkpoint
 from tests.doubles import LatentDiffusionDouble
 from tests.models import fixed, ldm
 from tests.test_patch_contract import traces
@@ -202,7 +202,7 @@ def test_a_pipeline_is_as_it_was_after_all_generations(pipe, capsys):
 
 
 def node_values(dice: random.Random) -> dict[str, Any]:
-    """Widgets of ApplyToMe; not all of them go together, which the node then says."""
+    """Widgets of ToMeSettings; not all of them go together, which the node then says."""
     names = [name for name in SETTINGS if dice.random() < 0.5]
     return {name: dice.choice(list(CHOICES[name])) if name in CHOICES else any_value(dice, DESCRIBED[SETTINGS[name]])
             for name in names}  # fmt: skip
@@ -224,7 +224,7 @@ def test_a_comfyui_model_is_as_it_was_after_all_generations(capsys, monkeypatch)
     def generate(number: int) -> None:
         server.run(PROMPT if dice.random() < 0.3 else {})
         if dice.random() < 0.7:
-            kept[0] = ApplyToMe().apply(plain, unique_id="5", **node_values(dice))[0]
+            kept[0] = apply(plain, **node_values(dice))
         branch = RemoveToMe().remove(kept[0])[0] if dice.random() < 0.1 else kept[0]
         model = other.model if dice.random() < 0.1 else None
         size = dice.choice([(16, 16), (8, 12)])

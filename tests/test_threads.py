@@ -12,8 +12,7 @@ import torch
 
 import tome_core
 from comfy_nodes import host
-from comfy_nodes.nodes import ApplyToMe
-from tests.comfy_doubles import Guider, least_checkpoint
+from tests.comfy_doubles import Guider, apply, least_checkpoint
 from tests.models import CASES, call_case
 from tests.test_interruptions import Pipeline, picture
 from tests.test_patch_contract import traces
@@ -139,7 +138,7 @@ def sample(patcher: Any, model: Any = None) -> list[torch.Tensor]:
 
 def test_two_branches_of_two_models_sample_in_two_threads():
     """Servers with a queue for each GPU."""
-    branches = [ApplyToMe().apply(least_checkpoint(), ratio=ratio)[0] for ratio in (0.25, 0.5)]
+    branches = [apply(least_checkpoint(), ratio=ratio) for ratio in (0.25, 0.5)]
     alone = [sample(branch)[0] for branch in branches]
     both = at_once(*(lambda branch=branch: sample(branch) for branch in branches))
     for expected, pictures in zip(alone, both, strict=True):
@@ -148,7 +147,7 @@ def test_two_branches_of_two_models_sample_in_two_threads():
 
 def test_one_branch_runs_two_copies_of_its_model_in_two_threads():
     """ComfyUI's multi-GPU node: the same wrappers around a copy of the model on each GPU."""
-    branch, copies = ApplyToMe().apply(least_checkpoint())[0], [least_checkpoint().model for _ in range(2)]
+    branch, copies = apply(least_checkpoint()), [least_checkpoint().model for _ in range(2)]
     before = [traces(one) for one in copies]
     wrappers = host.attached(branch)
     expected = sample(branch)[0]

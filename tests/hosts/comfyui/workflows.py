@@ -7,8 +7,8 @@ import json
 
 from tests.hosts.comfyui.running import ROOT
 
-WORKFLOWS = ("txt2img", "sdxl", "hires_fix")
-SEED, STEPS, MIN_PIXELS = 0, 2, 5  # places among the widgets of KSampler, KSampler, ApplyToMe
+WORKFLOWS = ("txt2img", "sdxl", "hires_fix", "easycache")
+SEED, STEPS = 0, 2  # places among the widgets of KSampler
 
 
 def workflow(name: str) -> dict:
@@ -29,6 +29,4 @@ def made_small(flow: dict, steps: int, size: int, seed: int = 7) -> dict:
             values[:2] = [size, size]
         elif node["type"] == "LatentUpscale":
             values[1:3] = [round(side * scale / 8) * 8 for side in values[1:3]]
-        elif node["type"] == "ApplyToMe":
-            values[MIN_PIXELS] = round(values[MIN_PIXELS] * scale**2)
     return flow
