@@ -43,7 +43,7 @@ def _outcome(patches: Sequence[Any], levels: Sequence[Any], why: Sequence[str]) 
         return _left_out(patches) or "self-attention left whole"
     if any(level.traced_merges for level in levels):
         return "inside a compiled model, where calls are not counted"
-    return f"nothing merged: {why[0]}" if why else "nothing merged"
+    return f"nothing merged: {why[0].removeprefix('nothing will merge: ')}" if why else "nothing merged"
 
 
 def _left_out(patches: Sequence[Any]) -> str:
@@ -54,14 +54,13 @@ def _left_out(patches: Sequence[Any]) -> str:
 
 
 def _level_text(level: Any) -> str:
-    """``latent /1: 4096 tokens -> 576 keys or 64 keys, 92% left out``."""
+    """``latent /1: 4096 tokens -> 576 keys; 4096 tokens -> 64 keys, 92% left out``."""
     kinds = [f"{n} tokens -> {_sides(n, queries, keys)}" for n, queries, keys in level.tokens]
     kinds += [f"MLP {n} tokens -> {left}" for n, left in level.mlp_tokens]
     if len(kinds) > _KINDS:
         kinds[_KINDS:] = [f"{len(kinds) - _KINDS} other sizes"]
-    if level.work_saved:
-        kinds.append(f"{level.work_saved:.0%} left out")
-    return f"latent /{level.downsample}: {', '.join(kinds) or _count(level.calls_merged, 'call') + ' merged'}"
+    saved = f", {level.work_saved:.0%} left out" if level.work_saved else ""
+    return f"latent /{level.downsample}: {'; '.join(kinds) or _count(level.calls_merged, 'call') + ' merged'}{saved}"
 
 
 def _sides(tokens: int, queries: int, keys: int) -> str:

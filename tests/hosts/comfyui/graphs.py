@@ -35,8 +35,14 @@ class Graph:
         return [number, 0]
 
     def apply(self, model: list | None = None, **values: Any) -> list:
-        """ApplyToMe."""
-        return self.add("ApplyToMe", model=model or self.model, **{"preset": "custom", "ratio": 0.5, **values})
+        """ApplyToMe with these settings from a ToMeSettings; `start` and `end` are its own."""
+        times = {name: values.pop(name) for name in ("start", "end") if name in values}
+        settings = self.add("ToMeSettings", **values)
+        return self.add("ApplyToMe", model=model or self.model, settings=settings, **times)
+
+    def strength(self, model: list | None = None, **values: Any) -> list:
+        """ApplyToMe alone, with these inputs beside the model."""
+        return self.add("ApplyToMe", model=model or self.model, **values)
 
     def sample(self, name: str, model: list | None = None, **changes: Any) -> list:
         """A KSampler whose result is kept under a name."""

@@ -24,11 +24,11 @@ NODES = """
 }))
 """
 DRAWN = "() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(true))))"
-# of a widget on the canvas, in pixels of the page
+# of the left end of a widget on the canvas, in pixels of the page
 PLACE = """
-([name, where]) => {
+(name) => {
   const node = app.graph.nodes.find((one) => one.type === "ApplyToMe"), { scale, offset } = app.canvas.ds;
-  const x = { left: 20, middle: node.size[0] / 2 }[where], y = node.widgets.find((one) => one.name === name).y + 10;
+  const x = 20, y = node.widgets.find((one) => one.name === name).y + 10;
   return [(node.pos[0] + x + offset[0]) * scale, (node.pos[1] + y + offset[1]) * scale];
 }
 """
@@ -81,34 +81,12 @@ class GraphPage:
 
     # --- what hands do to the widgets of the only ApplyToMe
 
-    def choose(self, name: str, choice: str) -> None:
-        """An entry of a list."""
-        if self.vue:
-            self._field(name).click()
-            self.page.get_by_role("option", name=choice, exact=True).click()
-        else:
-            self._click(name, "middle")
-            self.page.locator(".litecontextmenu .litemenu-entry").get_by_text(choice, exact=True).click()
-        self.page.wait_for_timeout(500)
-
     def less(self, name: str) -> None:
         """The arrow to the left, or minus."""
         if self.vue:
             self._field(name).get_by_test_id("decrement").click()
         else:
-            self._click(name, "left")
-        self.page.wait_for_timeout(500)
-
-    def type(self, name: str, number: str) -> None:
-        """A number into its field, or into the question that a click on it opens."""
-        if self.vue:
-            self._field(name).dblclick()
-            field = self._field(name).locator("input")
-        else:
-            self._click(name, "middle")
-            field = self.page.locator(".graphdialog input")
-        field.fill(number)
-        field.press("Enter")
+            self.page.mouse.click(*self.page.evaluate(PLACE, name))
         self.page.wait_for_timeout(500)
 
     def text_of(self, name: str) -> str:
@@ -119,10 +97,6 @@ class GraphPage:
 
     def _field(self, name: str) -> Any:
         return self.page.locator(f'[data-node-id="{self.nodes("ApplyToMe")[0]["id"]}"] [aria-label="{name}" i]').first
-
-    def _click(self, name: str, where: str) -> None:
-        x, y = self.page.evaluate(PLACE, [name, where])
-        self.page.mouse.click(x, y)
 
     def close(self) -> None:
         self.page.close()

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.hosts.comfyui.running import ROOT, serve
+from tests.hosts.comfyui.workflows import WORKFLOWS
 
 
 def clone(base: Path) -> str:
@@ -37,7 +38,7 @@ def test_everything_is_found(checkout, tmp_path, way):
         (tmp_path / name).mkdir()
     pack = way(tmp_path)
     with serve(checkout, tmp_path) as comfy:
-        for node in ("ApplyToMe", "RemoveToMe", "ToMePreview"):
+        for node in ("ApplyToMe", "ToMeSettings", "RemoveToMe", "ToMePreview"):
             facts = comfy.ask(f"/object_info/{node}")[node]
             assert facts["python_module"] == f"custom_nodes.{pack}"
             assert facts["description"] and facts["output_tooltips"]
@@ -45,8 +46,8 @@ def test_everything_is_found(checkout, tmp_path, way):
             assert comfy.ask(f"/extensions/{pack}/docs/{node}.md").startswith("# ")
         texts = comfy.ask("/i18n")
         assert all("ApplyToMe" in texts[language]["nodeDefs"] for language in ("en", "zh", "ja"))
-        assert sorted(comfy.ask("/workflow_templates")[pack]) == ["hires_fix", "sdxl", "txt2img"]
-        for name in ("hires_fix", "sdxl", "txt2img"):
+        assert sorted(comfy.ask("/workflow_templates")[pack]) == sorted(WORKFLOWS)
+        for name in WORKFLOWS:
             assert comfy.ask(f"/api/workflow_templates/{pack}/{name}.json")["nodes"]
             with pytest.raises(UnicodeDecodeError):  # a picture, no text
                 comfy.ask(f"/api/workflow_templates/{pack}/{name}.jpg")

@@ -1,0 +1,155 @@
+"""Strength in a real ComfyUI, as a prompt without a page names it. Pictures are as small as merging pays on a CPU."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+import tome_core
+from comfy_nodes.inputs import values_of
+from tests.hosts.comfyui.graphs import Graph, bytes_of, report_of
+
+SIZE = (256, 256)
+
+
+def settings_of(strength: float) -> dict:
+    """What ToMeSettings is set to, to mean the same."""
+    return values_of(tome_core.strength(strength))
+
+
+def test_a_prompt_needs_nothing_but_the_model(comfy):
+    graph = Graph(size=SIZE, steps=2)
+    alone = graph.strength()
+    graph.sample("plain")
+    graph.sample("alone", alone)
+    graph.sample("named", graph.strength(strength=0.5, start=0.0, end=1.0))
+    seen = comfy.good(graph.graph)
+    assert bytes_of(seen, "alone") == bytes_of(seen, "named") != bytes_of(seen, "plain")
+    assert "strength 0.5" in report_of(seen, alone)
+
+
+@pytest.mark.parametrize("strength", [0.75, 1.0])  # with an early phase, and without
+def test_a_strength_is_its_settings_spelled_out(comfy, strength):
+    graph = Graph(size=SIZE, steps=2)
+    named = graph.strength(strength=strength)
+    graph.sample("plain")
+    graph.sample("named", named)
+    graph.sample("spelled out", graph.apply(**settings_of(strength)))
+    graph.sample("removed", graph.add("RemoveToMe", model=named))
+    seen = comfy.good(graph.graph)
+    assert bytes_of(seen, "named") == bytes_of(seen, "spelled out") != bytes_of(seen, "plain")
+    assert bytes_of(seen, "removed") == bytes_of(seen, "plain")
+    first, *more = report_of(seen, named).splitlines()
+    assert re.match(r"ToMe: 2 steps, \d+% of attention left out", first) and any("1024 tokens" in one for one in more)
+    assert len(more) < 10
+
+
+@pytest.mark.parametrize(("model", "said"), [
+    ("sd1", ("latent /1: 4096 tokens -> ", "latent /2: 1024 tokens -> ")),
+    ("sdxl", ("latent /2: 1024 tokens -> ",)),
+])  # fmt: skip
+def test_where_the_latent_is_halved_a_strength_merges_keys_and_values_and_no_mlp(comfy, model, said):
+    graph = Graph(model, size=(512, 512), steps=2)  # one step of the early phase and one behind it
+    named = graph.strength()
+    graph.sample("named", named)
+    graph.sample("and the MLPs", graph.apply(**{**settings_of(0.5), "deep_mlp": 0.25}))
+    seen = comfy.good(graph.graph)
+    report = report_of(seen, named)
+    assert all(one in report for one in said) and "MLP" not in report, report
+    assert bytes_of(seen, "named") != bytes_of(seen, "and the MLPs")
+
+
+def test_kept_matches_do_not_pass_from_one_sampling_to_the_next(comfy):
+    """One node before two samplers whose steps are all within `keep`: the second is as if it were alone."""
+    steps = {"denoise": 0.1}  # 2 of 20: timesteps 100 and less
+    both, alone = Graph(size=SIZE), Graph(size=SIZE)
+    applied = both.strength(strength=0.75)
+    both.sample("one", applied, seed=5, **steps)
+    both.sample("other", applied, seed=6, **steps)
+    alone.sample("other", alone.strength(strength=0.75), seed=6, **steps)
+    alone.sample("always anew", alone.apply(**{**settings_of(0.75), "keep": 0}), seed=6, **steps)
+    first = comfy.good(both.graph)
+    comfy.forget()
+    second = comfy.good(alone.graph)
+    assert bytes_of(first, "other") == bytes_of(second, "other") != bytes_of(second, "always anew")
+
+
+def test_strength_0_is_the_plain_picture(comfy):
+    graph = Graph(size=SIZE, steps=1)
+    off = graph.strength(strength=0)
+    graph.sample("plain")
+    graph.sample("off", off)
+    seen = comfy.good(graph.graph)
+    assert bytes_of(seen, "plain") == bytes_of(seen, "off") and "ToMe is off" in report_of(seen, off)
+
+
+def test_one_node_may_serve_both_passes_of_a_hires_fix(comfy):
+    graph = Graph(size=SIZE, steps=1)
+    applied = graph.apply(**settings_of(0.75) | {"min_pixels": 300 * 300})
+    first = graph.sample("first", applied)
+    graph.sample("first plain")
+    larger = graph.add("LatentUpscale", samples=first, upscale_method="nearest-exact", width=320, height=320,
+                       crop="disabled")  # fmt: skip
+    graph.sample("second", applied, latent_image=larger, denoise=0.5)
+    graph.sample("second plain", latent_image=larger, denoise=0.5)
+    seen = comfy.good(graph.graph)
+    assert bytes_of(seen, "first") == bytes_of(seen, "first plain")
+    assert bytes_of(seen, "second") != bytes_of(seen, "second plain")
+    reports = [text for number, text in seen["texts"] if number == applied[0]]
+    assert "nothing merged: the picture is smaller than min_pixels" in reports[0]
+    assert ": 1600 tokens" in reports[1]
+
+
+@pytest.mark.parametrize(("kind", "values"), [
+    ("ApplyToMe", {"strength": 1.5}), ("ApplyToMe", {"start": "soon"}), ("ToMeSettings", {"method": "turbo", "sx": 3}),
+    ("ToMeSettings", {"ratio": 1.5, "sx": 3, "early_ratio": 0.5}),
+])  # fmt: skip
+def test_one_wrong_value_is_one_error_on_one_input_before_anything_runs(comfy, kind, values):
+    graph = Graph()
+    settings = {} if kind == "ApplyToMe" else {"settings": graph.add("ToMeSettings", **values)}
+    graph.sample("never", graph.strength(**(values if kind == "ApplyToMe" else settings)))
+    with pytest.raises(AssertionError) as refused:
+        comfy.queue(graph.graph)
+    errors = [error for node in json.loads(str(refused.value))["node_errors"].values() for error in node["errors"]]
+    assert [error["extra_info"]["input_name"] for error in errors] == [next(iter(values))]
+
+
+def test_settings_that_do_not_go_together_are_left_out_and_said_once(comfy):
+    graph = Graph(steps=1)
+    odd = graph.apply(method="downsample", early_ratio=0.9)
+    graph.sample("odd", odd)
+    graph.sample("plain downsampling", graph.apply(method="downsample"))
+    seen = comfy.good(graph.graph)
+    settings = graph.graph[odd[0]]["inputs"]["settings"]
+    (said,) = [text for number, text in seen["texts"] if number == settings[0]]
+    assert said.startswith("ToMe Settings, left out: early_ratio=0.9 is not used by method='downsample'")
+    assert bytes_of(seen, "odd") == bytes_of(seen, "plain downsampling")
+
+
+def test_inputs_of_another_version_are_named_and_left_out(comfy):
+    graph = Graph(steps=1)
+    older = graph.strength(preset="fast", of_a_link=graph.latent)
+    graph.sample("older", older)
+    seen = comfy.good(graph.graph)
+    assert "unknown to this version of the node: of_a_link, preset" in report_of(seen, older)
+
+
+def test_in_a_subgraph_the_report_is_at_its_node_too(comfy):
+    """The page runs a subgraph's nodes under ids such as 12:5."""
+    graph = Graph(steps=1)
+    graph.graph["12:5"] = {"class_type": "ApplyToMe", "inputs": {"model": graph.model}}
+    graph.sample("inside", ["12:5", 0])
+    seen = comfy.good(graph.graph)
+    texts = {number: text for number, text in seen["texts"] if number.startswith("12")}
+    assert set(texts) == {"12:5", "12"} and texts["12:5"] == texts["12"] and texts["12"].startswith("ToMe: 1 step")
+
+
+def test_with_a_preview_the_report_is_in_the_history(comfy):
+    graph = Graph(steps=1)
+    applied = graph.strength()
+    preview = graph.add("ToMePreview", model=applied, latent=graph.sample("latent", applied))
+    history = comfy.wait(comfy.queue(graph.graph))
+    (text,) = history["outputs"][preview[0]]["text"]
+    assert "ToMe: 1 step, nothing merged" in text and "level 0 (latent /1" in text
