@@ -96,8 +96,10 @@ class ReplacedBlock(ComfyBlock):
 
 
 @pytest.mark.parametrize(
-    ("replaced", "said", "saved"), [("attn1", "attn", "0%"), ("attn2", "crossattn", "75%"), ("", "", "75%")]
-)
+    ("replaced", "said", "saved"),
+    [("attn1", "attn", "self-attention left whole"), ("attn2", "crossattn", "75% of attention left out"),
+     ("", "", "75% of attention left out")],
+)  # fmt: skip
 def test_an_attention_that_another_node_stands_in_for_is_left_alone_and_said(server, replaced, said, saved):
     patcher = checkpoint()
     for module in patcher.model.modules():
@@ -107,7 +109,7 @@ def test_an_attention_that_another_node_stands_in_for_is_left_alone_and_said(ser
     applied = apply(patcher, merge_crossattn=True, merge_mlp=True)
     assert Guider(applied).sample(steps=1).isfinite().all()
     report = server.texts[-1][1]
-    assert f"{saved} of the attention work saved" in report
+    assert saved in report.splitlines()[0]
     assert report.count("runs in its place") == bool(replaced)
     assert not replaced or f"calls: {said}: something else runs in its place" in report
 
@@ -118,7 +120,7 @@ def test_any_size_and_method_merges_or_steps_aside(server, size, method):
     grown = tuple(2 * side for side in size)  # the small UNet halves once
     applied = apply(checkpoint(), method=method, level="up to /8")
     assert Guider(applied).sample(steps=1, batch=3, size=grown).isfinite().all()
-    assert "Token merging" in server.texts[-1][1]
+    assert server.texts[-1][1].startswith("ToMe: 1 step, ")
 
 
 def test_a_sampler_inside_a_step_patches_once():
