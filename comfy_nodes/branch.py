@@ -81,12 +81,12 @@ class BranchMerging:
             done = sampling.steps_done
             raise
         finally:
-            self._steps = summary.steps_text(done, _steps(*args, **kwargs))
             self._sampling = outer
             for handle in list(self._attached.values()):
                 handle.set_time()
             if outer is None:
                 self._take_off(*self._attached)
+            self._steps = summary.steps_text(done, _steps(*args, **kwargs))
             host.say("\n".join(self.summary()), self.node_id)
 
     def maps(self) -> dict[int, tuple[int, Any]]:

@@ -54,8 +54,11 @@ def _left_out(patches: Sequence[Any]) -> str:
 
 
 def _level_text(level: Any) -> str:
-    """``latent /1: 4096 tokens -> 576 keys; 4096 tokens -> 64 keys, 92% left out``."""
-    kinds = [f"{n} tokens -> {_sides(n, queries, keys)}" for n, queries, keys in level.tokens]
+    """``latent /1: 4096 tokens -> 576 keys or 64 keys, 92% left out``."""
+    sides: dict[int, list[str]] = {}
+    for tokens, queries, keys in level.tokens:
+        sides.setdefault(tokens, []).append(_sides(tokens, queries, keys))
+    kinds = [f"{tokens} tokens -> {' or '.join(left)}" for tokens, left in sides.items()]
     kinds += [f"MLP {n} tokens -> {left}" for n, left in level.mlp_tokens]
     if len(kinds) > _KINDS:
         kinds[_KINDS:] = [f"{len(kinds) - _KINDS} other sizes"]

@@ -22,7 +22,6 @@ FOLDERS = {
     ".github/workflows": "The checks of a pull request, and what a tag publishes.",
     "benchmarks/results": "Results as data, and the tables made from them.",
     "comfy_nodes/docs": "Pictures of the nodes for the README.",
-    "comfy_nodes/web": "What ComfyUI's page loads with the nodes.",
     "comfy_nodes/web/docs": "What ComfyUI shows in its help panel, a page a node.",
     "example_workflows": "Graphs with our nodes, where ComfyUI looks for templates.",
     "extension/docs": "Pictures of the panel for the READMEs.",

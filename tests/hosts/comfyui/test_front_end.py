@@ -14,6 +14,9 @@ from tests.hosts.comfyui.workflows import WORKFLOWS, made_small, workflow
 SIZES = {"txt2img": 256, "sdxl": 512, "hires_fix": 256, "easycache": 256}
 MERGED = {"txt2img": "latent /1: 1024 tokens", "sdxl": "latent /2: ", "hires_fix": "latent /1: 9216 tokens",
           "easycache": "latent /1: 1024 tokens"}  # fmt: skip
+INTO_A_SUBGRAPH = """
+() => { app.graph.convertToSubgraph(new Set(app.graph.nodes.filter((one) => one.type === "ApplyToMe"))); }
+"""
 KINDS = pytest.mark.parametrize("vue", [False, True], ids=["canvas", "vue"])
 
 
@@ -62,6 +65,16 @@ def test_an_example_workflow_runs_and_shows_its_whole_report(page_of, name, vue)
     report = whole_report(page)
     assert MERGED[name] in report and "of attention left out" in report
     assert not overlapping(page.nodes())
+
+
+@KINDS
+def test_a_node_in_a_subgraph_shows_its_report_at_the_subgraphs_node_while_that_is_in_sight(page_of, vue):
+    page = page_of(vue)
+    page.open(made_small(workflow("txt2img"), steps=1, size=256, seed=20 + vue))
+    page.page.evaluate(INTO_A_SUBGRAPH)
+    page.queue()
+    (box,) = [node for node in page.nodes() if not node["type"].isalnum()]
+    assert any(str(text).startswith("ToMe: 1 step, ") for text in box["values"].values()), box
 
 
 def whole_report(page: GraphPage) -> str:
