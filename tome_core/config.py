@@ -6,7 +6,9 @@ the settings table of the README are generated from them.
 
 from __future__ import annotations
 
+import ast
 from dataclasses import MISSING, dataclass, field, fields
+from functools import lru_cache
 from typing import Any
 
 from .methods import METHODS
@@ -182,6 +184,8 @@ class MergeRule:
             object.__setattr__(self, item.name, value)
         self._check_combination()
         object.__setattr__(self, "ratio_text", repr(self.effective_ratio))
+        own = [name for name in _OF_A_MATCH if name != "seed" or self.use_rand]
+        object.__setattr__(self, "match_text", repr({name: getattr(self, name) for name in own}))
 
     def _check_combination(self) -> None:
         method = METHODS[self.method]
@@ -312,6 +316,17 @@ class MergeConfig:
         if not rules:
             raise ValueError("rules=() merges nothing; give one rule or more, or do without the patch")
         object.__setattr__(self, "rules", tuple(rules))
+
+
+# what a match depends on, wherever and whenever the rule holds
+_OF_A_MATCH = ("method", "ratio", "sx", "sy", "use_rand", "seed", "side", "cluster_on", "proportional", "correction",
+               "refine", "query_ratio", "metric", "keep")  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def rule_of(match_text: str) -> MergeRule:
+    """A rule that matches as the one with this ``match_text`` does; one object for a text."""
+    return MergeRule(**ast.literal_eval(match_text))
 
 
 def _checked(item: Any, value: Any) -> Any:

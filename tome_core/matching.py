@@ -57,7 +57,7 @@ class Matcher:
         """A new match, or what is kept of the steps before."""
         outer, rule = asked.outer, asked.rule
         kept = outer.call.kept
-        if kept is None or not rule.keep or torch.compiler.is_compiling():
+        if kept is None or not rule.keep or torch.compiler.is_compiling():  # what may be kept there, a graph asks for
             return self._new(asked, _made(asked), None)
         key = (self.number, kept.ordinal, asked.part, asked.together, outer.batch, outer.grid)
         old = _usable(kept.plans.get(key), asked)
@@ -84,14 +84,14 @@ class Matcher:
         old = _usable(kept.plans.get(key), asked)
         if old is None or not _is_fresh(old, kept, asked.rule):
             matched = asked._replace(x=asked.x[rows])
-            groups = self._groups(matched, None if made is None else made[rows], old and old.plans)
+            groups = self.groups(matched, None if made is None else made[rows], old and old.plans)
             old = kept.plans[key] = Kept(groups, kept.timestep, asked.rule)
         return old._replace(plans=_corrected(asked, _of_copies(old.plans, shared.copies), made))
 
     def _new(self, asked: Asked, made: torch.Tensor | None, old: Plans | None) -> Plans:
-        return _corrected(asked, self._groups(asked, made, old), made)
+        return _corrected(asked, self.groups(asked, made, old), made)
 
-    def _groups(self, asked: Asked, made: torch.Tensor | None, old: Plans | None) -> Plans:
+    def groups(self, asked: Asked, made: torch.Tensor | None, old: Plans | None) -> Plans:
         """A match without its correction. old: of an earlier time."""
         rule = asked.rule
         if asked.together and rule.effective_side != "qkv":

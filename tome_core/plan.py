@@ -172,6 +172,14 @@ class MergePlan:
         flat = F.embedding(self._flat_groups(batch), y.reshape(batch * groups, channels))
         return flat.view(batch, self.num_tokens, channels)
 
+    def pieces(self, batch: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """What `of_pieces` makes it of again, for so many samples: int64 tensors, and float32 sizes ``[B, G]``.
+
+        group ``[B, N]``; on CUDA the order ``[B * N]`` of the tokens and each group's start ``[B * G + 1]`` too.
+        """
+        group, sizes = self.group.expand(batch, -1), self._counted().expand(batch, -1)
+        return [group, *(self._flat_segments(batch) if group.is_cuda else ())], sizes
+
     def _counted(self) -> torch.Tensor:
         """Sizes in float32, in which they are used, exact up to 2**24 tokens. (MPS adds no int64.)"""
         if self._sizes is None and not self._counted_by_kernel():
@@ -248,6 +256,15 @@ class MergePlan:
         order, offsets = self._sorted()
         first = order[offsets[:-1].clamp(max=order.shape[0] - 1)].view(-1, self.num_groups) % self.num_tokens
         return take_rows(x, first).masked_fill(self.empty[..., None], 0)
+
+
+def of_pieces(integers: list[torch.Tensor], sizes: torch.Tensor) -> MergePlan:
+    """The plan that `MergePlan.pieces` gave these, flat as they may be but for the group. Sorts and counts nothing."""
+    plan = MergePlan(integers[0], sizes.shape[1])
+    plan._sizes = sizes
+    if len(integers) > 1:
+        plan._own_segments = integers[1], integers[2]
+    return plan
 
 
 def _segments(group: torch.Tensor, num_groups: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -31,7 +31,7 @@ class Call(NamedTuple):
     """One call of the UNet. stamp: its timestep argument, what draws depend on; rules: those in force, by level.
 
     thread: that made it; None in a compiled one. why_off: by level. kept: plans of the calls before it in the same
-    sampling; None where nothing is kept.
+    sampling; None where nothing is kept. begun: in a compiled one, where plans are kept, what `in_graph.plans` takes.
     """
 
     run: Run
@@ -40,6 +40,7 @@ class Call(NamedTuple):
     rules: tuple[LevelRules, ...]
     why_off: tuple[str, ...]
     kept: KeptPlans | None = None
+    begun: torch.Tensor | None = None
 
 
 class Latents(NamedTuple):
@@ -90,7 +91,8 @@ class Scope:
 class Pictures(threading.local):
     """What each thread knows of the picture it makes: pipelines that share a UNet may run at once.
 
-    scopes: samplings, the latest last. told: the step of the UNet's next call, as the scheduler gave it.
+    scopes: samplings, the latest last. told: the step of the UNet's next call, as the scheduler gave it. kept: what a
+    call of a compiled UNet may use.
     """
 
     def __init__(self) -> None:
@@ -98,6 +100,7 @@ class Pictures(threading.local):
         self.sampling = Sampling()
         self.scopes: list[Scope] = []
         self.told: Step | None = None
+        self.kept: KeptPlans | None = None
 
 
 class Run:
@@ -157,6 +160,7 @@ class Run:
         time = self.clock.moment(timestep, percent)
         self.sampling.set(sampling, time.timestep)
         self._guidance = Guidance(pictures) if pictures else None
+        self._mine.kept = None
         self.now = self.clock.at(time)
 
     @contextmanager
@@ -169,6 +173,7 @@ class Run:
         finally:
             scopes.remove(scope)
             self._mine.sampling.set(None, None)
+            self._mine.kept = None
 
     def tell(self, timestep: Any) -> None:
         """The timestep of the next call of the UNet, from a pipeline's scheduler; `set_time` outweighs it."""
@@ -179,11 +184,11 @@ class Run:
         if mine.told is not None:
             self.now = self.clock.at(self.clock.moment(*mine.told))
 
-    def begin(self, timestep: Any, latent: Any, thread: int | None) -> Call:
+    def begin(self, timestep: Any, latent: Any, thread: int | None, begun: torch.Tensor | None = None) -> Call:
         """A call of the UNet starts; these are its arguments.
 
         timestep: a number, or a tensor ``[]`` or ``[B]``. latent: ``[B, C, H, W]`` or ``[B, C, frames, H, W]``, only
-        its size is looked at. thread: that calls; None where a compiler traces.
+        its size is looked at. thread: that calls; None where a compiler traces. begun: see `Call`.
         """
         now, kept, captured = self.now, None, False
         if thread is not None and is_mapped():
@@ -206,7 +211,26 @@ class Run:
         why_off = now.why_off
         if self.latch is not None and thread is not None and not captured:  # neither graph waits for its host
             rules, why_off = self.latch.apply(rules, why_off, latent, self.clock.gated)
-        return Call(self, thread, timestep, rules, why_off, kept)
+        return Call(self, thread, timestep, rules, why_off, kept, begun)
+
+    def begin_in_graph(self, timestep: Any, latent: torch.Tensor) -> None:
+        """A call of a UNet that is compiled as a whole has begun; what it may use of earlier ones is `kept_in_graph`.
+
+        As `begin` has them. Which rules are in force is in the graph.
+        """
+        mine = self._mine
+        mine.kept = None
+        if is_captured(latent):
+            return
+        if not self.time_is_given:
+            self._step_at(timestep)
+        sampling = self.sampling if self.time_is_given else mine.sampling
+        mine.kept = sampling.next_call(latent, self._guidance_in(latent))
+
+    @property
+    def kept_in_graph(self) -> KeptPlans | None:
+        """Of the call that this thread makes."""
+        return self._mine.kept
 
     def _guidance_in(self, batch: Any) -> Guidance | None:
         if not torch.is_tensor(batch) or batch.dim() < 2:
@@ -228,7 +252,15 @@ class Run:
         return found
 
     def _look_at(self, timestep: Any) -> InForce:
-        """The rules at the time of this call: among its arguments, as the scheduler gave it, or by waiting for it."""
+        """The rules at the time of this call."""
+        step = self._step_at(timestep)
+        if self.clock.limited:
+            self.now = now = self.clock.at(UNKNOWN if step is None else self.clock.moment(*step))
+            return now
+        return self.now
+
+    def _step_at(self, timestep: Any) -> Step | None:
+        """Of this call: among its arguments, as the scheduler gave it, or by waiting for it."""
         mine = self._mine
         scope = mine.scopes[-1] if mine.scopes else None
         step = self._look(timestep) or mine.told
@@ -236,10 +268,7 @@ class Run:
         if step is None and (self.clock.limited or (scope is not None and self.keeps)):
             step = self._read(timestep)
         mine.sampling.set(scope, None if step is None else step.timestep)
-        if self.clock.limited:
-            self.now = now = self.clock.at(UNKNOWN if step is None else self.clock.moment(*step))
-            return now
-        return self.now
+        return step
 
     def _look(self, timestep: Any) -> Step | None:
         return None if self.noise is None else self._mine.timesteps.look(timestep, self.noise.steps_of)

@@ -14,13 +14,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from . import in_graph
+from .attention import known_of
 from .attention.core import Whole
-from .config import MergeRule
+from .compiled import answer, ask, may_ask
+from .config import MergeRule, rule_of
 from .decision import Merging
 from .grid import Grid
 from .matching import Asked, Matcher, Plans
 from .memory import CallMemory
-from .run import Call, GridCall, Run, skip
+from .run import Call, GridCall, Run, is_captured, skip
 from .switch import Switch, inside
 from .wrap import Wrap
 
@@ -57,17 +60,13 @@ class BlockCall:
         return plans
 
     def _found(self, asked: Asked) -> Plans:
-        """A match of the block's own; where an MLP matches by itself, that of the transformer's first block.
-
-        From block to block tokens change little, and SDXL has ten in a row. Only where matches are kept from step to
-        step as well: a block that is compiled knows no other, and a backward pass would keep every call's plan.
-        """
-        find, shared, rule = self.site.matcher.find, self.outer.shared, id(asked.rule)
-        if asked.part != "mlp" or self.outer.call.kept is None or not asked.rule.keep:
-            return find(asked)
-        if rule not in shared:
-            shared[rule] = find(asked)
-        return shared[rule]
+        site, call = self.site, asked.outer.call
+        if not torch.compiler.is_compiling():
+            return _own_or_shared(site.matcher.find, asked, call.kept is not None)
+        if not may_ask(asked):
+            return site.matcher.find(asked)
+        stamp = call.stamp if asked.rule.use_rand and torch.is_tensor(call.stamp) else None
+        return _own_or_shared(lambda one: ask(one, site.number, stamp), asked, call.begun is not None)
 
     def _first_with(self, rule: MergeRule, part: str) -> str:
         """The first part that merges by this very rule."""
@@ -78,12 +77,27 @@ class BlockCall:
         return part
 
 
+def _own_or_shared(find: Callable[[Asked], Plans], asked: Asked, shares: bool) -> Plans:
+    """A match of the block's own; where an MLP matches by itself, that of the transformer's first block.
+
+    From block to block tokens change little, and SDXL has ten in a row. shares: only where matches are kept from step
+    to step as well: a block that is compiled knows no other, and a backward pass would keep every call's plan.
+    """
+    if asked.part != "mlp" or not shares or not asked.rule.keep:
+        return find(asked)
+    shared, rule = asked.outer.shared, asked.rule.match_text
+    if rule not in shared:
+        shared[rule] = find(asked)
+    return shared[rule]
+
+
 class UNetSite(Wrap):
     """Around the UNet: opens and closes its calls."""
 
     def __init__(self, unet: nn.Module, switch: Switch) -> None:
         super().__init__(unet)
         self.switch = switch
+        self.number = in_graph.number_of(self)
         self.put_back: Callable[[], None] | None = None  # set by whoever knows all wraps
 
     def look_after_itself(self, level: int) -> None:
@@ -121,7 +135,20 @@ class UNetSite(Wrap):
     def _call(self, run: Run, thread: int | None, args: tuple, kwargs: dict[str, Any]) -> Any:
         latent = args[0] if args else named(kwargs, _INPUT_NAMES)
         stamp = args[1] if len(args) > 1 else named(kwargs, _TIME_NAMES)
-        return self._under(run.begin(stamp, latent, thread), args, kwargs)
+        begun = None
+        if thread is None and run.keeps and torch.is_tensor(latent) and not torch.is_grad_enabled():
+            begun = in_graph.begin(self.number, latent, stamp if torch.is_tensor(stamp) else None)
+        return self._under(run.begin(stamp, latent, thread, begun), args, kwargs)
+
+    def begins(self, latent: torch.Tensor, stamp: torch.Tensor | None) -> None:
+        """A call of the UNet, compiled as a whole, begins; its graph says so."""
+        run = self.switch.current()
+        if run is not None:
+            run.begin_in_graph(stamp, latent)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.number = in_graph.number_of(self)
 
     def _plainly(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """While a merged call goes on: another thread's sees nothing of it, a call from inside must not either."""
@@ -215,6 +242,7 @@ class BlockSite(RememberingSite):
         self.root = root
         self.level = level
         self.matcher = Matcher(number, level)
+        self.number = in_graph.number_of(self)
         self.parts: list[str] = []  # that have a wrap
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -259,6 +287,32 @@ class BlockSite(RememberingSite):
         if outer.decision.attn is None:
             ledger.keep(self.level, work)
         return BlockCall(self, x, outer)
+
+    def answers(
+        self, x: torch.Tensor, stamp: torch.Tensor | None, whole: list[torch.Tensor], match_text: str, part: str,
+        together: bool, height: int, width: int,
+    ) -> list[torch.Tensor]:  # fmt: skip
+        """What a compiled graph asks for in its call; see `in_graph.plans`."""
+        switch, rule, thread = self.switch, rule_of(match_text), threading.get_ident()
+        outer = switch.grid  # where this block alone is compiled
+        if outer is None:
+            call = switch.call
+            if call is None:  # the whole UNet is
+                run = switch.current()
+                call = Call(run, thread, stamp, (), (), None if run is None else run.kept_in_graph)
+            outer = GridCall(call, x.shape[0], Grid(height, width), None, {})
+        if outer.call.thread != thread or is_captured(x):
+            outer = outer._replace(call=outer.call._replace(kept=None))
+        inside = None
+        if whole:
+            attention = self.target.attn1
+            inside = Whole(known_of(attention), attention, *whole, {})
+        asked = Asked(self.target, x, outer, rule, part, together, inside)
+        return answer(_own_or_shared(self.matcher.find, asked, outer.call.kept is not None), x.shape[0])
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.number = in_graph.number_of(self)
 
     def _note_what_was_passed_over(self, block: BlockCall) -> None:
         """ComfyUI's block uses an attention's projections alone where a node has put something in its place."""
