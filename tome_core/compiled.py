@@ -18,7 +18,6 @@ from .plan import MergePlan, of_pieces
 from .report import when_traced
 from .run import GridCall
 
-
 _NO_CALL, _NO_BLOCK = SimpleNamespace(stamp=None), SimpleNamespace(attn1=None)
 
 

@@ -153,8 +153,7 @@ class MergeRule:
     keep: float = _setting(
         0.0, "Keep a match for", "How many timesteps (of 1000) a block's match goes on serving the following steps. "
         "With 20 sampling steps one is 50. A kept match serves both halves of guidance, too. 0 matches anew at every "
-        "step. Needs a host or a pipeline that says which steps belong to one picture; not used inside compiled "
-        "models.",
+        "step. Needs a host or a pipeline that says which steps belong to one picture.",
         minimum=0.0, maximum=1000.0, step=10.0, advanced=True,
     )
     early_ratio: float | None = _setting(
