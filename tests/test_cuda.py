@@ -101,6 +101,20 @@ def test_a_compiled_block_runs_in_cuda_graphs(name):
     assert all(torch.equal(result, results[0]) for result in results)
 
 
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+@pytest.mark.parametrize("name", tome_core.PRESETS)
+def test_a_compiled_block_keeps_its_match_as_one_that_is_not_compiled(name, mode):
+    block, inputs = make_block("cuda", torch.float16), make_inputs(64, 2, "cuda", torch.float16)
+    with torch.inference_mode(), tome_core.patch(block, name, host_clock=True) as handle:
+        compiled, results = torch.compile(block, fullgraph=True, mode=mode), []
+        for number, run in enumerate((block, compiled)):
+            for timestep in (950.0, 900.0, 880.0, 300.0, 250.0, 200.0):
+                handle.set_time(timestep=timestep, sampling=number)
+                results.append(run(*inputs).clone())
+    for eager, found in zip(results[:6], results[6:], strict=True):
+        assert (found - eager).float().norm() < 0.01 * eager.float().norm()
+
+
 def skip_without_kernels():
     if not kernels.ready(torch.zeros(1, device="cuda")):
         pytest.skip("no Triton kernels here: Triton is missing, or the GPU is older than Ampere")
