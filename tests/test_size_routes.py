@@ -153,9 +153,13 @@ def test_a_cpu_takes_the_bias_where_it_fits_too(attention, way, described):
     assert handle.report().levels[0].routes == {way: 1}
 
 
-def test_a_gpu_takes_the_bias_where_a_call_is_small():
-    assert [bias_is_cheaper(tokens, keys, "cuda") for tokens, keys in ((4096, 256), (16384, 1024))] == [True, False]
-    assert bias_is_cheaper(16384, 1024, "cpu")
+def test_a_gpu_takes_the_bias_where_a_call_is_small_or_wider_heads_would_cost_more():
+    """SDXL's heads of 64 channels would run as wide as 96; SD1.5's 40, 80 and 160 run as 64, 96 and 192 anyhow."""
+    calls = ((4096, 256), (16384, 1024), (16384, 2304))
+    for width, taken in ((40, [True, False, False]), (80, [True, False, False]), (160, [True, False, False]),
+                         (64, [True, True, False]), (128, [True, True, False])):  # fmt: skip
+        assert [bias_is_cheaper(tokens, keys, width, "cuda") for tokens, keys in calls] == taken, width
+    assert bias_is_cheaper(16384, 2304, 40, "cpu")
 
 
 def test_a_plan_makes_its_bias_once():

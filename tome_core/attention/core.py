@@ -62,13 +62,13 @@ def attend_merged(
     """
     q = known.queries(module, x, kwargs)
     k, v = known.keys_and_values(module, keys, values, kwargs)
+    heads = known.heads(module)
+    width = q.shape[-1] // heads
     if sizes is None:
         out, way = known.attend(module, q, k, v, None, kwargs), UNSIZED
-    elif known.takes_bias(module, q, k, kwargs) and bias_is_cheaper(q.shape[1], k.shape[1], q.device.type):
+    elif known.takes_bias(module, q, k, kwargs) and bias_is_cheaper(q.shape[1], k.shape[1], width, q.device.type):
         out, way = known.attend(module, q, k, v, bias_of(sizes, q), kwargs), BIAS
     else:
-        heads = known.heads(module)
-        width = q.shape[-1] // heads
         extra = extra_channels(width)
         wide = widen(q, k, v, heads, known.scale(module, width), known.scale(module, width + extra), sizes)
         out, way = narrow(known.attend(module, *wide, None, kwargs), heads, extra), WIDER_HEADS

@@ -23,14 +23,23 @@ from ..plan import MergePlan
 # whose match is kept, wider heads add four, but flash kernels know no bias.
 # cpu: measured, SDPA, batch 2, 8 heads of 40 channels, 4,096 queries, float32: 47 ms against 68 at 256 keys, 167
 # against 198 at 1,024; bfloat16 at 256 keys 47 against 52.
-# others: estimated; a call of this size waits for launches on a fast GPU.
+# others: estimated; a call of this size waits for launches on a fast GPU. Flash kernels run a head as wide as the next
+# of `_FLASH_WIDTHS`: 40 channels and 48 alike, but 72 half as long again as SDXL's 64, which with what widening copies
+# is what a bias costs on a 3060 and a 4090 (1.4 times flash), and less than on an H200 (2.3 times) from where work,
+# not launches, decides.
 _BIAS_UP_TO = {"cpu": math.inf}
-_BIAS_UP_TO_ELSEWHERE = 4096 * 1024
+_BIAS_UP_TO_ELSEWHERE, _WHERE_WIDER_IS_DEARER = 4096 * 1024, 4096 * 4096
+_FLASH_WIDTHS = (32, 64, 96, 128, 192, 256)
 
 
-def bias_is_cheaper(queries: int, keys: int, device: str) -> bool:
-    """For so many queries and keys on a device of this type, where an attention takes a bias at all."""
-    return queries * keys <= _BIAS_UP_TO.get(device, _BIAS_UP_TO_ELSEWHERE)
+def bias_is_cheaper(queries: int, keys: int, width: int, device: str) -> bool:
+    """For so many queries and keys on a device of this type, where an attention takes a bias. width: a head's."""
+    stays = _run_as(width + extra_channels(width)) == _run_as(width)
+    return queries * keys <= _BIAS_UP_TO.get(device, _BIAS_UP_TO_ELSEWHERE if stays else _WHERE_WIDER_IS_DEARER)
+
+
+def _run_as(width: int) -> int:
+    return next((one for one in _FLASH_WIDTHS if width <= one), width)
 
 
 def bias_of(plan: MergePlan, q: torch.Tensor) -> torch.Tensor:
