@@ -56,9 +56,9 @@ def is_host_bound(
 ) -> bool:
     """Does a card wait for its host in an eager call? blocks: (down-sampling, channels); area: tokens of a latent.
 
-    False for what is no NVIDIA card, and for one whose kind is not known.
+    False for what is no NVIDIA card, and for one whose kind is not known; also where a tensor only claims to be on one.
     """
-    if device.type != "cuda" or torch.version.hip is not None:
+    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
         return False
     card = torch.cuda.get_device_properties(device)
     each = _PER_PROCESSOR.get((card.major, card.minor))
