@@ -249,9 +249,12 @@ def one_kernel_a_mean(monkeypatch):
     monkeypatch.setattr(kernels, "ready", lambda x: True)
     monkeypatch.setattr(kernels, "best_keys", lambda *_: None)
     monkeypatch.setattr(kernels, "corrected", lambda *_: None)
-    monkeypatch.setattr(kernels, "mean_rows", lambda x, order, offsets, *_, **__: kernels.Means(
-        x[: len(offsets) - 1].clone(), None, None
-    ))  # fmt: skip
+
+    def means(x, order, offsets, tokens, exact=False, bias=False):
+        mean = x[: x.shape[0] // tokens * (len(offsets) - 1)].clone()
+        return kernels.Means(mean, mean.float() if exact else None, mean[:, 0].float() if bias else None)
+
+    monkeypatch.setattr(kernels, "mean_rows", means)
 
 
 def test_a_kept_match_adds_one_kernel_to_a_small_block_on_a_gpu(one_kernel_a_mean):
