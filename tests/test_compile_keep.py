@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import sys
 
 import diffusers
 import pytest
@@ -246,9 +247,34 @@ def test_a_pipelines_compiled_unet_keeps_what_it_would_keep(tmp_path_factory, wo
         assert work == wanted and "renew" in work
 
 
-def test_a_second_copy_of_the_engine_names_its_operators_otherwise():
-    """As where two hosts in one process bring one each."""
+def test_copies_of_the_engine_share_the_operators_and_no_number():
+    """As where two hosts in one process bring one each, or a webui reloads it: torch takes a name once."""
     spec = importlib.util.spec_from_file_location("another_in_graph", in_graph.__file__)
-    another = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(another)
-    assert another._PLANS is not in_graph._PLANS and str(another._PLANS) != str(in_graph._PLANS)
+    sites, numbers = [torch.nn.Module() for _ in range(2)], []
+    for site in sites:
+        another = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(another)
+        assert not another.are_there()
+        numbers += [int(another.number_of(site)), int(in_graph.number_of(site))]
+        assert another.are_there() and another._PLANS is in_graph._PLANS
+    assert len(set(numbers)) == 4
+
+
+def test_where_torch_cannot_be_told_of_the_operators_a_graph_matches_by_itself(monkeypatch):
+    """A host's module that raises when torch looks at it: graphs ask from the first site after it is gone."""
+
+    def refuse(*_, **__):
+        raise AttributeError("type object '__file__' has no attribute 'endswith'")
+
+    monkeypatch.setattr(in_graph, "_NAMESPACE", "tome_core_test")
+    monkeypatch.setattr(in_graph, "_PLACE", "_tome_core_test")
+    monkeypatch.setitem(sys.modules, "_tome_core_test", in_graph._nothing_yet())
+    for name in ("_BEGIN", "_PLANS"):
+        monkeypatch.setattr(in_graph, name, None)
+    with monkeypatch.context() as broken:
+        broken.setattr(torch.library, "register_fake", refuse)
+        in_graph.number_of(torch.nn.Module())
+        assert not in_graph.are_there()
+    in_graph.number_of(torch.nn.Module())
+    assert in_graph.are_there()
+    sys.modules["_tome_core_test"].library._destroy()

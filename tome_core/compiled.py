@@ -28,7 +28,7 @@ def may_ask(asked: Asked) -> bool:
     """
     rule = asked.rule
     keeps = bool(rule.keep) and METHODS[rule.method].uses_ratio and not torch.is_grad_enabled()
-    return keeps and not _autocasts(asked.x.device.type)
+    return in_graph.are_there() and keeps and not _autocasts(asked.x.device.type)
 
 
 def ask(asked: Asked, site: torch.Tensor, stamp: torch.Tensor | None) -> Plans:

@@ -136,7 +136,7 @@ class UNetSite(Wrap):
         latent = args[0] if args else named(kwargs, _INPUT_NAMES)
         stamp = args[1] if len(args) > 1 else named(kwargs, _TIME_NAMES)
         begun = None
-        if thread is None and run.keeps and torch.is_tensor(latent) and not torch.is_grad_enabled():
+        if thread is None and _asks(run, latent):
             begun = in_graph.begin(self.number, latent, stamp if torch.is_tensor(stamp) else None)
         return self._under(run.begin(stamp, latent, thread, begun), args, kwargs)
 
@@ -164,6 +164,11 @@ class UNetSite(Wrap):
             return self.original(*args, **kwargs)
         finally:
             switch.call, switch.grid, switch.block = before
+
+
+def _asks(run: Run, latent: Any) -> bool:
+    """Does a graph of the whole UNet ask for plans?"""
+    return run.keeps and in_graph.are_there() and torch.is_tensor(latent) and not torch.is_grad_enabled()
 
 
 class RememberingSite(Wrap):
