@@ -383,7 +383,7 @@ def test_what_is_no_card_waits_for_nobody(card):
 def test_the_blocks_of_a_model_are_counted_for_it():
     for build, level in ((sd15, 1), (sdxl, 2)):
         handle = tome_core.patch(build())
-        assert min(down for down, _ in handle._blocks) == level and all(width for _, width in handle._blocks)
+        assert min(down for down, _ in handle.block_sizes) == level and all(width for _, width in handle.block_sizes)
 
 
 def test_a_card_that_waits_merges_nothing_until_it_was_measured_to_pay(card, monkeypatch):
