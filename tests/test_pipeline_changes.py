@@ -20,7 +20,6 @@ from tests.pipelines import (
     draw,
     every_kind,
     every_preset,
-    keeps_nothing,
     merged_alone,
     pipeline_builder,  # noqa: F401
     words_folder,  # noqa: F401
@@ -182,7 +181,7 @@ def test_a_lora_may_be_fused_and_unfused_while_a_patch_is_on(build, load):
 @pytest.mark.parametrize("patch_first", [True, False])
 def test_a_compiled_unet_has_a_graph_for_each_phase(build, name: str, patch_first: bool):
     pipe, backend = build(), CompileCounter()
-    plain, merged = draw(pipe), merged_alone(build(), keeps_nothing(name))
+    plain, merged = draw(pipe), merged_alone(build(), name)
     if patch_first:
         handle = tome_core.patch(pipe, name)
     pipe.unet = torch.compile(pipe.unet, backend=backend, fullgraph=True)
@@ -202,7 +201,7 @@ def test_compiled_blocks_share_a_graph_for_each_phase(build, name: str, patch_fi
     pipe, backend = build(), CompileCounter()
     if not hasattr(pipe.unet, "compile_repeated_blocks"):
         pytest.skip(f"diffusers {diffusers.__version__} has no compile_repeated_blocks")
-    plain, merged = draw(pipe), merged_alone(build(), keeps_nothing(name))
+    plain, merged = draw(pipe), merged_alone(build(), name)
     if patch_first:
         handle = tome_core.patch(pipe, name)
     pipe.unet.compile_repeated_blocks(backend=backend, fullgraph=True)

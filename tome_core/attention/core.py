@@ -80,8 +80,8 @@ def attend_merged(
 def corrected(out: torch.Tensor, q: torch.Tensor, correction: Correction) -> torch.Tensor:
     """``out + q M1 + out M2 + b`` in each head. out, q: flat ``[B, N, H*d]``."""
     matrix, constant = correction
-    alike = matrix.dtype == out.dtype == q.dtype and kernels.ready_for_halves(out)
-    if alike and not _asks_for_gradients(out, q, matrix, constant):
+    alike = out.device.type in kernels.DEVICES and matrix.dtype == out.dtype == q.dtype
+    if alike and kernels.ready_for_halves(out) and not _asks_for_gradients(out, q, matrix, constant):
         found = kernels.corrected(out, q, matrix, constant)
         if found is not None:
             return found

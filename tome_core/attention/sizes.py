@@ -13,6 +13,7 @@ CPU, with v left narrower, the block ran at half the speed); what they become is
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -34,12 +35,8 @@ _FLASH_WIDTHS = (32, 64, 96, 128, 192, 256)
 
 def bias_is_cheaper(queries: int, keys: int, width: int, device: str) -> bool:
     """For so many queries and keys on a device of this type, where an attention takes a bias. width: a head's."""
-    stays = _run_as(width + extra_channels(width)) == _run_as(width)
-    return queries * keys <= _BIAS_UP_TO.get(device, _BIAS_UP_TO_ELSEWHERE if stays else _WHERE_WIDER_IS_DEARER)
-
-
-def _run_as(width: int) -> int:
-    return next((one for one in _FLASH_WIDTHS if width <= one), width)
+    elsewhere = _WHERE_WIDER_IS_DEARER if width in _DEARER_WIDER else _BIAS_UP_TO_ELSEWHERE
+    return queries * keys <= _BIAS_UP_TO.get(device, elsewhere)
 
 
 def bias_of(plan: MergePlan, q: torch.Tensor) -> torch.Tensor:
@@ -59,6 +56,12 @@ def extra_channels(width: int) -> int:
     extra = -width % 8
     return extra if extra >= 2 else extra + 8
 
+
+# widths of heads that are widened beyond the flash width they run at
+_DEARER_WIDER = frozenset(
+    width for below, one in pairwise((0, *_FLASH_WIDTHS)) for width in range(below + 1, one + 1)
+    if width + extra_channels(width) > one
+)  # fmt: skip
 
 def widen(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, own: float, wide: float, plan: MergePlan
