@@ -242,7 +242,7 @@ class Patch(Measured):
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy belongs to a copy of the UNet, which makes itself known (`wiring_of`), and to no pipeline
-        return {**vars(self), "_unet": None, "_handed": None, "_outside": [], "_previous": None}
+        return {**vars(self), "_unet": None, "handed": None, "_outside": [], "_previous": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _unet=lambda: None)
