@@ -27,7 +27,7 @@ def engine(webui, name):
 @pytest.fixture
 def costs(webui, monkeypatch):
     """Says what a merged call takes, an unmerged one 1; counts the measurements."""
-    patching, measure, made = engine(webui, "patch"), engine(webui, "measure"), []
+    measured, measure, made = engine(webui, "measured"), engine(webui, "measure"), []
 
     def say(merged):
         plain = measure.time_calls
@@ -37,7 +37,7 @@ def costs(webui, monkeypatch):
             made.append(args)
             return measure.Seconds(1.0, merged, 0.0)
 
-        monkeypatch.setattr(patching, "time_calls", time_calls)
+        monkeypatch.setattr(measured, "time_calls", time_calls)
         return made
 
     return say
@@ -94,7 +94,7 @@ def test_passes_are_measured_each_and_what_fails_costs_no_picture(webui, costs, 
     def fails(*_, **__):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(engine(webui, "patch"), "time_calls", fails)
+    monkeypatch.setattr(engine(webui, "measured"), "time_calls", fails)
     monkeypatch.setattr(Processing, "size", 12)
     done = webui.job(*args(webui))
     assert told and "out of memory" in str(told) and len(done.images) == 1 and not webui.errors
