@@ -27,6 +27,15 @@ OFF = {
 }
 
 
+def assert_left_alone(model):
+    """Merging changes neither its output nor what its attentions are called with, and says why."""
+    out, plain = plain_calls(model)
+    with tome_core.patch(model, KV) as handle, watched(model) as seen:
+        assert torch.equal(call(model), out)
+    assert_equal_calls(seen, plain)
+    assert reasons_of(handle), handle.report()
+
+
 @pytest.mark.parametrize("name", CALLABLE)
 @pytest.mark.parametrize("off", OFF)
 def test_where_nothing_merges_every_attention_gives_the_same_bits(name, off):
@@ -71,31 +80,19 @@ def test_a_call_with_a_mask_is_left_alone(name):
 def test_a_call_with_other_tokens_than_the_pictures_is_left_alone(name, count):
     model = model_with(name)
     given(model, encoder_hidden_states=tokens(2, count))
-    out, plain = plain_calls(model)
-    with tome_core.patch(model, KV) as handle, watched(model) as seen:
-        assert torch.equal(call(model), out)
-    assert_equal_calls(seen, plain)
-    assert reasons_of(handle), handle.report()
+    assert_left_alone(model)
 
 
 def test_blocks_that_attend_to_the_prompt_alone_are_left_alone():
     model = model_with(None, only_cross_attention=True)
-    out, plain = plain_calls(model)
-    with tome_core.patch(model, KV) as handle, watched(model) as seen:
-        assert torch.equal(call(model), out)
-    assert_equal_calls(seen, plain)
-    assert reasons_of(handle), handle.report()
+    assert_left_alone(model)
 
 
 @pytest.mark.parametrize("name", OF_IMAGE_PROMPTS)
 def test_an_image_prompt_on_self_attention_is_left_alone(name):
     model = model_with(name)
     given(model, encoder_hidden_states=(tokens(2, 5), [tokens(2, 4, seed=1)]))
-    out, plain = plain_calls(model)
-    with tome_core.patch(model, KV) as handle, watched(model) as seen:
-        assert torch.equal(call(model), out)
-    assert_equal_calls(seen, plain)
-    assert reasons_of(handle), handle.report()
+    assert_left_alone(model)
 
 
 @pytest.mark.parametrize("name", OF_IMAGE_PROMPTS)

@@ -54,6 +54,11 @@ def available(device: torch.device) -> bool:
     return _supported(device) and _module() is not None
 
 
+def needs_gradient(*tensors: torch.Tensor) -> bool:
+    """Whether a backward pass may follow, which kernels have none for."""
+    return torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
+
+
 @functools.cache
 def _supported(device: torch.device) -> bool:
     """Triton names compute capability 8.0 (Ampere) as its oldest; AMD's GPUs report 9 and more."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -106,24 +106,18 @@ class Patch(Measured):
                 wrap.uninstall()
         _forget(self)
 
-    @contextmanager
-    def merging(self) -> Iterator[Patch]:
-        """While in here, this thread's calls of the UNet merge as this handle says. `attach` comes first."""
-        wiring = self._wiring()
-        if wiring is None:
-            yield self
-            return
-        with wiring.switch.naming(self.run):
-            yield self
+    def merging(self) -> AbstractContextManager[Patch]:
+        """While in there, this thread's calls of the UNet merge as this handle says. `attach` comes first."""
+        return self._naming(self.run)
+
+    def unmerged(self) -> AbstractContextManager[Patch]:
+        """While in there, this thread's calls of the UNet merge nothing."""
+        return self._naming(None)
 
     @contextmanager
-    def unmerged(self) -> Iterator[Patch]:
-        """While in here, this thread's calls of the UNet merge nothing."""
+    def _naming(self, run: Run | None) -> Iterator[Patch]:
         wiring = self._wiring()
-        if wiring is None:
-            yield self
-            return
-        with wiring.switch.naming(None):
+        with nullcontext() if wiring is None else wiring.switch.naming(run):
             yield self
 
     @contextmanager

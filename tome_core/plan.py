@@ -137,20 +137,16 @@ class MergePlan:
         batch, tokens, channels = x.shape
         return self._mean(x.reshape(batch * tokens, channels), batch).view(batch, self.num_groups, channels)
 
-    def centres(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def centres(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The means of ``x [B, N, C]`` to search for the nearest by, ``[B, G, C]``, and what is added to products.
 
-        Minus half the squared length, float32 ``[B, G]``; minus infinity for an empty group. Not differentiable.
+        Minus half the squared length, float32 ``[B, G]``; minus infinity for an empty group. Not differentiable. None
+        where no kernel gives both at once.
         """
         self._check(x, self.num_tokens, "tokens")
         batch, tokens, channels = x.shape
         means = self._means_by_kernel(x.detach().reshape(batch * tokens, channels), bias=True)
-        if means is not None:
-            return means.mean.view(batch, -1, channels), means.bias.view(batch, -1)
-        mean = self.merge(x.detach())
-        exact = mean.float()
-        bias = (exact.pow(2).sum(-1) * -0.5).masked_fill(self.empty, float("-inf"))
-        return mean if mean.dtype.itemsize == 2 else exact, bias
+        return None if means is None else (means.mean.view(batch, -1, channels), means.bias.view(batch, -1))
 
     def merge_exactly(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The means of ``x [B, N, C]``, rounded to its dtype and as they were summed, float32 at least."""
@@ -204,7 +200,7 @@ class MergePlan:
 
     def _means_by_kernel(self, flat: torch.Tensor, **more: bool) -> kernels.Means | None:
         """As `kernels.mean_rows`, of ``[B * N, C]``; None where torch's operators have to do."""
-        if (torch.is_grad_enabled() and flat.requires_grad) or not kernels.ready(flat):
+        if kernels.needs_gradient(flat) or not kernels.ready(flat):
             return None
         return kernels.mean_rows(flat, *self._sorted(), self.group.numel(), **more)
 

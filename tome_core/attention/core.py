@@ -81,7 +81,7 @@ def corrected(out: torch.Tensor, q: torch.Tensor, correction: Correction) -> tor
     """``out + q M1 + out M2 + b`` in each head. out, q: flat ``[B, N, H*d]``."""
     matrix, constant = correction
     alike = out.device.type in kernels.DEVICES and matrix.dtype == out.dtype == q.dtype
-    if alike and kernels.ready_for_halves(out) and not _asks_for_gradients(out, q, matrix, constant):
+    if alike and kernels.ready_for_halves(out) and not kernels.needs_gradient(out, q, matrix, constant):
         found = kernels.corrected(out, q, matrix, constant)
         if found is not None:
             return found
@@ -93,7 +93,3 @@ def corrected(out: torch.Tensor, q: torch.Tensor, correction: Correction) -> tor
         matrix, constant = matrix.to(q.dtype), constant.to(q.dtype)
     more = torch.baddbmm(constant, told, matrix).view(batch, heads, tokens, -1)
     return (merged + more.transpose(1, 2)).flatten(2)
-
-
-def _asks_for_gradients(*tensors: torch.Tensor) -> bool:
-    return torch.is_grad_enabled() and any(one.requires_grad for one in tensors)

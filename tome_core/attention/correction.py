@@ -70,10 +70,7 @@ def fitted(q: torch.Tensor, both: torch.Tensor, plan: MergePlan, heads: int, sca
             found = kernels.ridge(q, merged, full, sums)
             if found is not None:
                 return Correction(*found)
-        if sums is None:
-            first = _first_order(both, exact_means, plan, heads, scale)
-        else:
-            first = sums.sum(0).unflatten(0, (-1, heads))
+        first = _first_order(both, exact_means, plan, heads, scale) if sums is None else _added(sums, heads)
         merged = _exact(merged)
         left = _exact(full) - merged
         asked_for = asked_for.to(first.dtype)
@@ -89,14 +86,19 @@ def first_order(both: torch.Tensor, plan: MergePlan, heads: int, scale: float) -
     """``C^T``: ``[B, H, d, d]``, float32 at least. both, scale: as in `fitted`."""
     means = plan.merge_exactly(both)[1]
     sums = _sums_by_kernel(both, means, plan, heads, scale)
-    return _first_order(both, means, plan, heads, scale) if sums is None else sums.sum(0).unflatten(0, (-1, heads))
+    return _first_order(both, means, plan, heads, scale) if sums is None else _added(sums, heads)
+
+
+def _added(sums: torch.Tensor, heads: int) -> torch.Tensor:
+    """``[P, B*H, d, d]`` to ``[B, H, d, d]``."""
+    return sums.sum(0).unflatten(0, (-1, heads))
 
 
 def _sums_by_kernel(
     both: torch.Tensor, means: torch.Tensor, plan: MergePlan, heads: int, scale: float
 ) -> torch.Tensor | None:
     """`first_order` in parts, ``[P, B*H, d, d]``; None where torch's operators have to do."""
-    if (torch.is_grad_enabled() and both.requires_grad) or not kernels.ready_for_halves(both):
+    if kernels.needs_gradient(both) or not kernels.ready_for_halves(both):
         return None
     return kernels.first_order(both, plan.group, means, heads, scale / both.shape[1])
 

@@ -39,14 +39,14 @@ def searched_rows(x: torch.Tensor, rows: torch.Tensor, by_distance: bool) -> tup
     return searched(take_rows(x, rows), by_distance)
 
 
-def searched_groups(
-    plan: MergePlan, x: torch.Tensor, by_distance: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def searched_groups(plan: MergePlan, x: torch.Tensor, by_distance: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """`searched` of the centres of the plan's groups, from tokens ``x [B, N, C]``. Empty groups are never found."""
-    if by_distance:
-        return plan.centres(x)
-    keys, _ = searched(plan.merge(x), False)
-    return keys, keys.new_zeros(keys.shape[:2]).masked_fill(plan.empty, float("-inf"))
+    found = plan.centres(x) if by_distance else None
+    if found is not None:
+        return found
+    keys, bias = searched(plan.merge(x), by_distance)
+    bias = keys.new_zeros(keys.shape[:2]) if bias is None else bias
+    return keys, bias.masked_fill(plan.empty, float("-inf"))
 
 
 def _one_each(count: int, device: torch.device) -> tuple[torch.Tensor]:
