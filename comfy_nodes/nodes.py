@@ -12,7 +12,6 @@ import torch
 
 from . import host, inputs, picture
 from .branch import BranchMerging, unsupported
-from .engine import tome_core
 
 CATEGORY = "model/patch/unet"
 ALIASES = ["token merging", "tomesd", "tome", "speed", "faster sampling"]
@@ -104,11 +103,11 @@ class ToMeSettings:
 
     def settings(self, unique_id: Any = None, prompt: Any = None, **values: Any) -> tuple[Any]:
         """The settings, without those that the engine refuses, which the node then says."""
-        rule, left_out = inputs.rule_of(values)
+        config, left_out = inputs.form.settle(values)
         dropped = _dropped(self, prompt, unique_id)
         if left_out or dropped:
             host.say(f"ToMe Settings, left out: {'. '.join([*left_out, *dropped])}", unique_id)
-        return (tome_core.MergeConfig(rules=(rule,)),)
+        return (config,)
 
 
 class RemoveToMe:

@@ -14,7 +14,7 @@ from urllib.parse import urlencode
 
 from demo import page_hosts
 from demo.page_controls import NAMES, SETTINGS, rule_of, shown, values_of
-from tome_core import MergeRule, strength
+from tome_core import MergeConfig, MergeRule, form, strength
 
 DEFAULT_MODEL = "stable-diffusion-v1-5/stable-diffusion-v1-5"
 _PICTURE = ("prompt", "seed", "steps")
@@ -75,15 +75,11 @@ def comfyui(rule: MergeRule) -> str:
 
     With a strength where one stands for the rule, else with a ToMeSettings.
     """
-    host = page_hosts.comfyui()
-    times = {name: getattr(rule, engine) for name, engine in host.TIMES.items()}
-    inputs = {"model": ["4", 0], **times}
+    settings = form.values_of(MergeConfig(rules=(rule,)))
+    inputs = {"model": ["4", 0], **{name: settings.pop(name) for name in ("start", "end")}}
     value = _strength_of(rule)
     if value is not None:
         return json.dumps({"5": {"class_type": "ApplyToMe", "inputs": {**inputs, "strength": value}}}, indent=2)
-    found = {name: _in_a_hosts_words(name, engine, host.CHOICES, rule) for name, engine in host.SETTINGS.items()}
-    # an input without a value is left out, which a node takes for the default
-    settings = {name: value for name, value in found.items() if value is not None}
     nodes = {
         "5": {"class_type": "ApplyToMe", "inputs": {**inputs, "settings": ["6", 0]}},
         "6": {"class_type": "ToMeSettings", "inputs": settings},
@@ -101,7 +97,7 @@ def lost(rule: MergeRule) -> dict[str, tuple[str, ...]]:
     """Host -> the settings that are not at their defaults and that the host has no control for."""
     known = {
         "webui": {one.engine for one in page_hosts.webui().FIELDS},
-        "ComfyUI": {*page_hosts.comfyui().SETTINGS.values(), *page_hosts.comfyui().TIMES.values()},
+        "ComfyUI": {one.setting for one in form.FIELDS},
     }
     return {host: tuple(name for name in differing(rule) if name not in names) for host, names in known.items()}
 

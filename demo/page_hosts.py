@@ -1,7 +1,7 @@
-"""What the hosts call each setting, from their own tables: the only place where the demo looks into a host.
+"""What other hosts have that the page needs: the only place where the demo looks into a host.
 
-The page writes a webui's payload and a ComfyUI node, which have to follow those tables when they grow. Neither a webui
-nor ComfyUI is asked for: both tables are made from the engine's description alone.
+The page writes a webui's payload, which has to follow that host's table when it grows, and draws merge maps as a node
+does. Neither a webui nor ComfyUI is asked for.
 """
 
 from __future__ import annotations
@@ -27,11 +27,6 @@ def webui() -> ModuleType:
         engine = [name for name in sys.modules if f"{name}.".startswith(f"{tome_core.__name__}.")]
         sys.modules.update({f"{_PACKAGE}.{name}": sys.modules[name] for name in engine})
     return importlib.import_module(".extension.settings", _PACKAGE)
-
-
-def comfyui() -> ModuleType:
-    """The module with the nodes' `SETTINGS`, `TIMES` and `CHOICES`."""
-    return importlib.import_module("comfy_nodes.inputs")
 
 
 def merge_map() -> ModuleType:

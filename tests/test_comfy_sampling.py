@@ -10,7 +10,6 @@ import torch
 
 import tome_core
 from comfy_nodes import host
-from comfy_nodes.inputs import values_of
 from comfy_nodes.sampling import Sampling
 from tests.comfy_doubles import Guider, apply, least_checkpoint
 from tests.models import inputs
@@ -87,7 +86,7 @@ def test_a_window_of_a_film_keeps_its_matches_to_itself():
 
 
 # the pictures are small ones
-PRESETS = [{**values_of(tome_core.preset(name)), "only_if_it_pays": False} for name in tome_core.PRESETS]
+PRESETS = [{**tome_core.form.filled(name), "only_if_it_pays": False} for name in tome_core.PRESETS]
 
 
 @pytest.mark.parametrize("values", [FOREVER, *PRESETS], ids=["forever", *tome_core.PRESETS])

@@ -11,10 +11,10 @@ import torch
 
 import tome_core
 from comfy_nodes import host
-from comfy_nodes.inputs import MARKS, RATIO_HELP, SETTINGS, STRENGTH, config_of, rule_of, settings_types, values_of
+from comfy_nodes.inputs import MARKS, STRENGTH, config_of, settings_types
 from comfy_nodes.nodes import ApplyToMe, ToMeSettings
 from tests.comfy_doubles import Guider, ModelPatcher, Server, apply, checkpoint, least_checkpoint, queued
-from tome_core import MergeConfig, MergeRule, describe_settings
+from tome_core import MergeConfig, describe_settings, form
 
 BIG = (32, 32)  # as few tokens as merging pays for on a CPU
 
@@ -162,33 +162,31 @@ def test_settings_are_in_their_documented_order_and_none_is_called_seed():
 
 @pytest.mark.parametrize("strength", [0.1, *MARKS.values()])
 def test_the_settings_can_say_all_of_a_strength(strength):
-    rule = tome_core.strength(strength)
-    assert rule_of(values_of(rule)) == (rule, [])
-    assert queued(ToMeSettings, values_of(rule))[1] == []
+    values = form.filled(strength)
+    assert ToMeSettings().settings(**values) == (MergeConfig(rules=(tome_core.strength(strength),)),)
+    assert queued(ToMeSettings, values)[1] == []
 
 
 def test_a_new_nodes_values_are_the_engines_defaults_and_none_need_be_given():
     values = {name: facts["default"] for name, (_, facts) in settings_types().items()}
-    assert rule_of(values) == rule_of({}) == (MergeRule(), [])
+    assert ToMeSettings().settings(**values) == ToMeSettings().settings() == (MergeConfig(),)
     assert queued(ToMeSettings, values)[1] == queued(ToMeSettings, {})[1] == []
     json.dumps(settings_types())
 
 
 @pytest.mark.parametrize("other", ["early_ratio", "deep_mlp"])
 def test_beside_a_ratio_of_0_early_and_mlp_ratios_count_as_its_help_says(other):
-    assert rule_of({"ratio": 0.0})[0].is_off
-    assert not rule_of({"ratio": 0.0, other: 0.5})[0].is_off
+    assert ToMeSettings().settings(ratio=0.0)[0].is_off
+    assert not ToMeSettings().settings(**{"ratio": 0.0, other: 0.5})[0].is_off
 
 
 def test_ranges_defaults_steps_and_tooltips_are_the_engines():
-    settings = {setting["name"]: setting for setting in describe_settings()}
+    settings = {setting.get("known_as", setting["name"]): setting for setting in describe_settings()}
     for name, (_, facts) in settings_types().items():
-        assert facts["tooltip"]
-        if name in ("level", "merge_what"):
+        setting = settings[name]
+        if "shown" in setting:
+            assert facts["tooltip"] == setting["help"] and facts["default"] == setting["shown"][0] == "automatic"
             continue
-        setting = settings[SETTINGS[name]]
-        if name == "ratio":  # "0 is off", which is not all of it in a node
-            setting = {**setting, "help": setting["help"] + RATIO_HELP}
         if name == "early_ratio":  # a number that can be left open: -1, which is below its range
             assert facts["default"] == facts["min"] == -1 and facts["tooltip"] == f"{setting['help']} -1 is the same."
             continue

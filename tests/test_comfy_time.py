@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import tome_core
-from comfy_nodes.inputs import values_of
 from comfy_nodes.percent import percent_of, relative_sigma
 from comfy_nodes.sampling import Sampling
 from tests.comfy_doubles import DiscreteSampling, Executor, Guider, apply, least_checkpoint, sampler_of
@@ -16,7 +15,7 @@ from tests.on_device import OnDevice, on_device
 
 RANGE = {"ratio": 0.5, "start": 0.2, "end": 0.6, "use_rand": False}
 KEPT = {"ratio": 0.5, "keep": 1000.0, "use_rand": False}
-PRESETS = [{**values_of(tome_core.preset(name)), "only_if_it_pays": False} for name in tome_core.PRESETS]
+PRESETS = [{**tome_core.form.filled(name), "only_if_it_pays": False} for name in tome_core.PRESETS]
 KNOWN = sampler_of()
 UNKNOWN = {
     "no sampler": None,

@@ -23,11 +23,13 @@ MAY_IMPORT = {
     "methods": {"plan", "grid", "kernels", "methods"},
     "metric": {"grid", "kernels"},
     "attention": {"grid", "kernels", "plan"},
-    "config": {"methods", "metric"},
+    "setting": set(),
+    "config": {"methods", "metric", "setting"},
     "schedule": {"config"},
     "phases": {"config", "methods", "schedule"},
     "strength_table": set(),
     "presets": {"config", "strength_table"},
+    "form": {"config", "presets"},
     "keep": set(),
     "timesteps": set(),
     "noise": {"schedule"},
@@ -61,7 +63,7 @@ MAY_IMPORT = {
     "settings_table": {"config"},
     "host_time": {"config", "patch", "presets", "sd_block"},
     "bench": {"config", "grid", "host_time", "kernels", "methods", "patch", "plan", "presets", "sd_block"},
-    "__init__": {"config", "families", "gains", "patch", "phases", "plan", "presets", "report", "schedule"},
+    "__init__": {"config", "families", "form", "gains", "patch", "phases", "plan", "presets", "report", "schedule"},
 }
 PACKAGES = ("methods", "attention")
 # what a module may import beside torch and the standard library: its one importer does without it where it is missing
@@ -70,7 +72,7 @@ OPTIONAL = {"triton_kernels": {"triton"}, "triton_kernels_correction": {"triton"
 HOSTS = {"extension": set(), "comfy_nodes": set(), "demo": set(), "benchmarks": {"demo"}}
 # which of a host's modules another may ask for by name: the demo's page writes what the other hosts read, by their own
 # tables, and draws the merge map as a node does; none of these needs its host's program
-BY_NAME = {"demo/page_hosts.py": {"extension.settings", "comfy_nodes.inputs", "comfy_nodes.picture"}}
+BY_NAME = {"demo/page_hosts.py": {"extension.settings", "comfy_nodes.picture"}}
 
 
 def _imports(path: Path) -> set[str]:

@@ -15,7 +15,7 @@ import torch
 
 import tome_core
 from comfy_nodes import NODE_CLASS_MAPPINGS
-from comfy_nodes.inputs import rule_of
+from comfy_nodes.inputs import config_of
 from demo import page_code, page_controls, page_hosts, sheet
 from demo.page_code import Wanted
 from demo.page_events import NAMES, Events, Wrong
@@ -24,7 +24,7 @@ from demo.source import Embedded
 from tests import tiny_pipeline, tiny_scenes
 from tests.comfy_doubles import queued
 from tests.webui_doubles import Webui
-from tome_core import PRESETS, MergeConfig, MergeRule, describe_settings, preset, strength
+from tome_core import PRESETS, MergeConfig, MergeRule, describe_settings, form, preset, strength
 
 PROMPT, ADDRESS = "night snow peaks right blue cone", "http://127.0.0.1:7860/"
 # one rule for each setting, at a value that is not its default; and the presets
@@ -169,9 +169,9 @@ def test_the_node_is_what_comfyui_reads_but_for_what_it_has_no_input_for(rule):
         assert set(types["required"]) <= set(node["inputs"]) <= {*types["required"], *types["optional"]}
         assert queued(NODE_CLASS_MAPPINGS[node["class_type"]], node["inputs"])[1] == []
     asked = nodes["5"]["inputs"]
-    settings, left_out = rule_of(nodes["6"]["inputs"]) if "settings" in asked else (strength(asked["strength"]), [])
-    made = replace(settings, start_percent=asked["start"], end_percent=asked["end"])
-    assert not left_out and changed(made, rule) == set(page_code.lost(rule)["ComfyUI"])
+    settings, left_out = form.settle(nodes["6"]["inputs"]) if "settings" in asked else (None, [])
+    made = config_of(asked.get("strength"), asked["start"], asked["end"], settings)
+    assert not left_out and changed(made.rules[0], rule) == set(page_code.lost(rule)["ComfyUI"])
 
 
 def test_the_node_has_a_strength_where_one_stands_for_the_rule():

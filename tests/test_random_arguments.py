@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 import tome_core
 from comfy_nodes import host
-from comfy_nodes.inputs import CHOICES, SETTINGS, TIMES
+from comfy_nodes.inputs import SETTINGS, TIMES
 from comfy_nodes.nodes import ApplyToMe, ToMeSettings
 from tests import webui_doubles
 from tests.comfy_doubles import Guider, ModelPatcher, Server, least_checkpoint, queued
@@ -30,7 +30,7 @@ from tests.models import call_unet, fixed, inputs, ldm, sd15
 from tests.test_patch_contract import traces
 from tests.thoroughness import PROFILE
 from tests.webui_doubles import FLAVOURS, Processing, Webui, merges
-from tome_core import MergeConfig, MergeRule, describe_settings
+from tome_core import MergeConfig, MergeRule, describe_settings, form
 
 HUGE = 2**1000
 DESCRIBED = {setting["name"]: setting for setting in describe_settings()}
@@ -168,8 +168,14 @@ def test_what_is_no_config_and_what_is_no_model_is_named(value):
 
 # --- ComfyUI ---------------------------------------------------------------------------------------------------------
 
+
+def possible_in(name: str) -> st.SearchStrategy:
+    """Values of a field of the form that are right by themselves."""
+    return possible(DESCRIBED[form.field(name).setting])
+
+
 node_values = {
-    name: st.sampled_from(list(CHOICES[name])) if name in CHOICES else possible(DESCRIBED[SETTINGS[name]])
+    name: st.sampled_from(form.field(name).choices) if form.field(name).choices else possible_in(name)
     for name in SETTINGS
 }
 raw_values = json_values | st.tuples(st.sampled_from(["4", "12"]), st.integers(0, 1)).map(list)
@@ -193,7 +199,7 @@ def server(monkeypatch) -> Server:
     return one
 
 
-dials = {"strength": st.floats(0, 1), **{name: possible(DESCRIBED[setting]) for name, setting in TIMES.items()}}
+dials = {"strength": st.floats(0, 1), **{name: possible_in(name) for name in TIMES}}
 
 
 def run(server: Server, dials: dict[str, Any], settings: dict[str, Any] | None) -> tuple[torch.Tensor, str]:

@@ -20,7 +20,7 @@ from diffusers import StableDiffusionPipeline
 from einops import einops
 
 import tome_core
-from comfy_nodes.inputs import CHOICES, SETTINGS
+from comfy_nodes.inputs import SETTINGS
 from comfy_nodes.nodes import RemoveToMe, ToMePreview
 from tests import webui_doubles
 from tests.comfy_doubles import Guider, Server, apply, least_checkpoint
@@ -30,7 +30,7 @@ from tests.test_patch_contract import traces
 from tests.thoroughness import GENERATIONS
 from tests.tiny_pipeline import write_folder
 from tests.webui_doubles import Processing, Webui
-from tome_core import MergeConfig, MergeRule, describe_settings
+from tome_core import MergeConfig, MergeRule, describe_settings, form
 
 WARM_UP = GENERATIONS // 3
 SAMPLES = 5  # of memory, after the warm-up
@@ -204,8 +204,9 @@ def test_a_pipeline_is_as_it_was_after_all_generations(pipe, capsys):
 def node_values(dice: random.Random) -> dict[str, Any]:
     """Widgets of ToMeSettings; not all of them go together, which the node then says."""
     names = [name for name in SETTINGS if dice.random() < 0.5]
-    return {name: dice.choice(list(CHOICES[name])) if name in CHOICES else any_value(dice, DESCRIBED[SETTINGS[name]])
-            for name in names}  # fmt: skip
+    fields = [form.field(name) for name in names]
+    return {one.name: dice.choice(one.choices) if one.choices else any_value(dice, DESCRIBED[one.setting])
+            for one in fields}  # fmt: skip
 
 
 PROMPT = {

@@ -3,7 +3,7 @@
 >>> # tome_core.apply_patch(pipe, ratio=0.5); image = pipe("a lake").images[0]; tome_core.remove_patch(pipe)
 """
 
-from . import gains
+from . import form, gains
 from .config import MergeConfig, MergeRule, describe_settings
 from .families import UnsupportedModelError
 from .gains import Gain
@@ -28,6 +28,7 @@ __all__ = [
     "UnsupportedModelError",
     "apply_patch",
     "describe_settings",
+    "form",
     "gains",
     "patch",
     "preset",

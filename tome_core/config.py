@@ -7,30 +7,21 @@ the settings table of the README are generated from them.
 from __future__ import annotations
 
 import ast
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, fields
 from functools import lru_cache
 from typing import Any
 
 from .methods import METHODS
 from .methods.cluster import CLUSTER_ON
 from .metric import METRICS
+from .setting import checked, one_of, setting
 
 SIDES = ("qkv", "kv", "q")
 DOWNSAMPLES = (1, 2, 4, 8)
 SEED_LIMIT = 2**31 - 1
-_ENDLESS = 2**53 - 1  # what has no upper limit of its own ends here, before floats stop counting
 # more is a slip of the hand: one token kept of 4096, the latent of a picture 8192 pixels wide, and more channels than
 # keys and values of any Stable Diffusion have together
 _LARGEST_CELL = 64
-
-
-def _setting(default: Any, label: str, help: str, **facts: Any) -> Any:
-    """A field with what a person needs to know of it.
-
-    facts: minimum, maximum, step, choices, advanced; unset: what None means, where it is not "automatic"; limit,
-    open_ended: see `describe_settings`.
-    """
-    return field(default=default, metadata={"label": label, "help": help, **facts})
 
 
 @dataclass(frozen=True)
@@ -41,145 +32,170 @@ class MergeRule:
     0.75
     """
 
-    method: str = _setting(
+    method: str = setting(
         "bipartite", "Method",
         "How tokens are matched: " + "; ".join(f"{m.name}: {m.summary}" for m in METHODS.values()),
         choices=tuple(METHODS),
+        place=5,
     )
-    ratio: float = _setting(
+    ratio: float = setting(
         0.5, "Ratio", "Share of tokens that are merged away. 0 is off. Bipartite matching can reach "
-        "1 - 1/(sx*sy); more is clamped and reported. Not used by downsample, where it follows from sx and sy.",
+        "1 - 1/(sx*sy); more is clamped and reported. Not used by downsample, where it follows from sx and sy. The "
+        "early ratio and both MLP ratios count beside 0 as well.",
         minimum=0.0, maximum=1.0, step=0.05,
+        place=0,
     )
-    sx: int = _setting(
+    sx: int = setting(
         2, "Stride x", "Width in tokens of the cell that keeps one destination; downsample: the factor.",
         minimum=1, maximum=8, step=1, limit=_LARGEST_CELL, advanced=True,
+        place=9,
     )
-    sy: int = _setting(
+    sy: int = setting(
         2, "Stride y", "Height in tokens of the cell that keeps one destination; downsample: the factor.",
         minimum=1, maximum=8, step=1, limit=_LARGEST_CELL, advanced=True,
+        place=10,
     )
-    use_rand: bool = _setting(
+    use_rand: bool = setting(
         True, "Random destinations", "Draw each cell's destination anew at every step (from the seed, so equal "
         "seeds give equal pictures) instead of always taking the top left token.", advanced=True,
+        place=11,
     )
-    seed: int = _setting(
+    seed: int = setting(
         0, "Seed", "What the random destinations are drawn from; nothing else depends on it.",
         minimum=0, maximum=SEED_LIMIT, step=1, advanced=True,
+        place=12, known_as="merge_seed", beside_strength=True,
     )
-    merge_attn: bool = _setting(
+    merge_attn: bool = setting(
         True, "Self-attention", "Merge in self-attention, where nearly all of the gain is.", advanced=True
     )
-    merge_crossattn: bool = _setting(
+    merge_crossattn: bool = setting(
         False, "Cross-attention", "Merge in the attention to the prompt as well. Rarely worth its damage.",
         advanced=True,
+        place=7,
     )
-    merge_mlp: bool = _setting(
-        False, "MLP", "Merge in the feed-forward layer as well. Costs much detail in late steps.", advanced=True
+    merge_mlp: bool = setting(
+        False, "MLP", "Merge in the feed-forward layer as well. Costs much detail in late steps.", advanced=True,
+        place=8,
     )
-    side: str | None = _setting(
-        None, "Merge what", "Which side of self-attention is merged: qkv (query, key and value), kv (keys and "
-        "values; every query is kept) or q. Automatic is the method's own: kv for downsample, else qkv.",
-        choices=(None, *SIDES), advanced=True,
+    side: str | None = setting(
+        None, "Merge what", "What of self-attention is merged: q+k+v (queries, keys and values), k+v (every query is "
+        "kept) or q. Automatic is the method's own: k+v for downsample, else q+k+v.",
+        choices=(None, *SIDES), shown=("automatic", *("+".join(side) for side in SIDES)), advanced=True,
+        place=6, known_as="merge_what",
     )
-    levels: tuple[int, ...] | None = _setting(
-        None, "Levels", "Which resolutions of the UNet, counting those that have attention, the finest is 0. "
-        "Automatic is the finest: 64x64 tokens on SD1.5 at 512 px, and on SDXL at 1024 px.", advanced=True,
+    levels: tuple[int, ...] | None = setting(
+        None, "Levels", "Instead of max_downsample: which resolutions of the UNet, counting those that have "
+        "attention, the finest is 0. Automatic is the finest: 64x64 tokens on SD1.5 at 512 px, and on SDXL at 1024 px.",
+        advanced=True,
     )
-    max_downsample: int | None = _setting(
-        None, "Up to down-sampling", "Instead of levels: every block down-sampled at most this much from the "
-        "latent, as in tomesd. 1 reaches nothing on SDXL, whose attention starts at 2.",
-        choices=(None, *DOWNSAMPLES), advanced=True,
+    max_downsample: int | None = setting(
+        None, "Level", "Which resolutions of the UNet merge. Automatic is the finest that has attention: 64x64 tokens "
+        "on SD1.5 at 512 px, 32x32 on SDXL. Up to /2 is every block down-sampled at most twofold from the latent, and "
+        "so on, as in tomesd; up to /1 reaches nothing on SDXL.",
+        choices=(None, *DOWNSAMPLES), shown=("automatic", *(f"up to /{one}" for one in DOWNSAMPLES)), advanced=True,
+        place=1, known_as="level",
     )
-    start_percent: float = _setting(
+    start_percent: float = setting(
         0.0, "Start", "When merging starts, as a share of the noise schedule (0 is pure noise, the first step).",
         minimum=0.0, maximum=1.0, step=0.01,
+        place=2, known_as="start", beside_strength=True,
     )
-    end_percent: float = _setting(
+    end_percent: float = setting(
         1.0, "End", "When merging ends, as a share of the noise schedule (1 is the finished picture).",
         minimum=0.0, maximum=1.0, step=0.01,
+        place=3, known_as="end", beside_strength=True,
     )
-    min_timestep: float | None = _setting(
+    min_timestep: float | None = setting(
         None, "Lowest timestep", "Merge only at timesteps of at least this. Known even on a bare UNet.",
         minimum=0.0, maximum=1000.0, step=1.0, unset="no limit", advanced=True, open_ended=True,
     )
-    max_timestep: float | None = _setting(
+    max_timestep: float | None = setting(
         None, "Highest timestep", "Merge only at timesteps of at most this. Known even on a bare UNet.",
         minimum=0.0, maximum=1000.0, step=1.0, unset="no limit", advanced=True, open_ended=True,
     )
-    max_beta: float | None = _setting(
+    max_beta: float | None = setting(
         None, "Noise threshold", "Merge only while beta_t, the noise added by one training step, is below this. "
         "Stable Diffusion's betas end at 0.012, so 0.2 is always on.",
         minimum=0.0, maximum=1.0, step=0.001, unset="no limit", advanced=True,
     )
-    min_pixels: int = _setting(
+    min_pixels: int = setting(
         0, "Smallest picture", "Merge only in pictures of at least this many pixels, width times height (512x512 is "
         "262144, 1024x1024 is 1048576), counting a latent's token as 8x8. 0 is every picture. Leaves a first pass "
         "alone and serves the high-resolution one.",
         minimum=0, maximum=16777216, step=65536, open_ended=True,
+        place=4, beside_strength=True,
     )
-    cluster_on: str = _setting(
+    cluster_on: str = setting(
         "tokens", "Cluster on",
         "What the method cluster compares: the tokens, or their similarity to the image's mean.",
         choices=CLUSTER_ON, advanced=True,
     )
-    proportional: bool = _setting(
+    proportional: bool = setting(
         True, "Size-aware keys", "Let a merged key of self-attention weigh as much as the tokens it stands for, by "
         "adding the logarithm of their number to its logit. Less error at the same cost, and what makes strong "
         "merging of keys and values possible. Off is tomesd's way.", advanced=True,
+        place=15,
     )
-    correction: bool = _setting(
+    correction: bool = setting(
         True, "Correction", "Give back what merged keys and values lose: to first order, and what a few exact answers "
         "tell besides. Made at a match and kept with it; less than half the error at the same work. Where keys and "
         "values alone are merged, or a match compares them.", advanced=True,
     )
-    refine: int = _setting(
+    refine: int = setting(
         0, "Refinement", "k-means steps after the match: every token goes to the nearest of the merged ones. Each "
         "costs as much as a match; worth it for strong merging of keys and values. Used by bipartite. A match that is "
         "kept over steps is renewed by one such step.",
         minimum=0, maximum=3, step=1, advanced=True,
+        place=17,
     )
-    query_ratio: float = _setting(
+    query_ratio: float = setting(
         0.0, "Query ratio", "Where keys and values are merged: share of the queries that is merged beside them, by a "
         "match of their own in 2x2 cells, so 0.75 at most. 0 keeps every query.",
         minimum=0.0, maximum=0.75, step=0.05, advanced=True,
+        place=18,
     )
-    metric: str = _setting(
+    metric: str = setting(
         "input", "Compare", "What a match compares: input (the block's input, by cosine, as tomesd does), normed (the "
         "tokens that attention gets, by cosine), keys, or keys+values (by distance). The last is the most exact, and "
         "costs two projections. Used by bipartite.",
         choices=METRICS, advanced=True,
+        place=16,
     )
-    keep: float = _setting(
+    keep: float = setting(
         0.0, "Keep a match for", "How many timesteps (of 1000) a block's match goes on serving the following steps. "
         "With 20 sampling steps one is 50. A kept match serves both halves of guidance, too. 0 matches anew at every "
         "step. Needs a host or a pipeline that says which steps belong to one picture.",
         minimum=0.0, maximum=1000.0, step=10.0, advanced=True,
+        place=19,
     )
-    early_ratio: float | None = _setting(
+    early_ratio: float | None = setting(
         None, "Early ratio", "Another ratio of self-attention for the early, noisy steps, which bear far more, at the "
         "finest level that merges. Cells are made as large as it needs, up to 8x8, and from 0.9 on the match is "
         "refined.",
         minimum=0.0, maximum=1.0, step=0.05, unset="the same",
+        place=13,
     )
-    early_until: float = _setting(
+    early_until: float = setting(
         500.0, "Early until timestep", "The early phase is every step at this timestep or a higher one: 1000 is pure "
         "noise, 0 the finished picture.", minimum=0.0, maximum=1000.0, step=10.0, advanced=True,
+        place=14,
     )
-    deep_mlp: float = _setting(
+    deep_mlp: float = setting(
         0.0, "Deep MLP ratio", "Merge this share of the tokens in the feed-forward layer too, below timestep 500, "
         "in blocks at half of the latent's resolution or less, where it does little harm: all of SDXL's, and of "
         "SD1.5's those beyond the finest, where the level setting reaches them.",
         minimum=0.0, maximum=0.75, step=0.05, advanced=True,
+        place=21,
     )
-    only_if_it_pays: bool = _setting(
+    only_if_it_pays: bool = setting(
         False, "Only where it pays", "Merge only where that saves time: as measured, where this model, size and device "
         "were (measure), else as the number of tokens and the kind of device suggest.", advanced=True,
+        place=20,
     )
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            value = _checked(item, getattr(self, item.name))
+            value = checked(item, getattr(self, item.name))
             object.__setattr__(self, item.name, value)
         self._check_combination()
         object.__setattr__(self, "ratio_text", repr(self.effective_ratio))
@@ -190,7 +206,7 @@ class MergeRule:
         method = METHODS[self.method]
         if self.side is not None and self.side not in method.sides:
             raise ValueError(
-                f"side={self.side!r} is not possible with method={self.method!r}; use {_one_of(method.sides)}"
+                f"side={self.side!r} is not possible with method={self.method!r}; use {one_of(method.sides)}"
             )
         if method.mode == "pick" and (self.merge_crossattn or self.merge_mlp):
             raise ValueError(
@@ -316,6 +332,11 @@ class MergeConfig:
             raise ValueError("rules=() merges nothing; give one rule or more, or do without the patch")
         object.__setattr__(self, "rules", tuple(rules))
 
+    @property
+    def is_off(self) -> bool:
+        """True where no rule can merge anything."""
+        return all(rule.is_off for rule in self.rules)
+
 
 # what a match depends on, wherever and whenever the rule holds
 _OF_A_MATCH = ("method", "ratio", "sx", "sy", "use_rand", "seed", "side", "cluster_on", "proportional", "correction",
@@ -326,49 +347,6 @@ _OF_A_MATCH = ("method", "ratio", "sx", "sy", "use_rand", "seed", "side", "clust
 def rule_of(match_text: str) -> MergeRule:
     """A rule that matches as the one with this ``match_text`` does; one object for a text."""
     return MergeRule(**ast.literal_eval(match_text))
-
-
-def _checked(item: Any, value: Any) -> Any:
-    """The value in its field's type, or an error that names the value, the range and the remedy."""
-    facts, name = item.metadata, item.name
-    if value is None and item.default is None:
-        return None
-    if name == "levels":
-        return _checked_levels(value)
-    if "choices" in facts:
-        # `1 == True` in Python, so types are compared as well
-        if not any(value == choice and type(value) is type(choice) for choice in facts["choices"]):
-            raise ValueError(f"{name}={value!r} is not possible; use {_one_of(facts['choices'])}")
-        return value
-    if isinstance(item.default, bool):
-        if not isinstance(value, bool):
-            raise TypeError(f"{name}={value!r} is {type(value).__name__}; use True or False")
-        return value
-    return _checked_number(item, value)
-
-
-def _checked_number(item: Any, value: Any) -> int | float:
-    facts, name = item.metadata, item.name
-    whole = isinstance(facts["step"], int)
-    kind = "a whole number" if whole else "a number"
-    most = _ENDLESS if facts.get("open_ended") else facts.get("limit", facts["maximum"])
-    range_text = f"use {kind} from {facts['minimum']} {'up' if most == _ENDLESS else f'to {most}'}"
-    if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
-        raise TypeError(f"{name}={value!r} is {type(value).__name__}; {range_text}")
-    # compared and not converted: a whole number may be past the largest float; and so that NaN is out of range
-    if not facts["minimum"] <= value <= most:
-        raise ValueError(f"{name}={value!r} is out of range; {range_text}")
-    return value if whole else float(value)
-
-
-def _checked_levels(value: Any) -> tuple[int, ...]:
-    if isinstance(value, (list, tuple)) and value and all(type(one) is int and one >= 0 for one in value):
-        return tuple(sorted(set(value)))
-    raise ValueError(f"levels={value!r} is not possible; use None or whole numbers from 0 up, such as (0,) or (0, 1)")
-
-
-def _one_of(choices: tuple[Any, ...]) -> str:
-    return "one of " + ", ".join(repr(choice) for choice in choices)
 
 
 def describe_settings() -> list[dict[str, Any]]:

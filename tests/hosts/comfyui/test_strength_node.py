@@ -8,7 +8,6 @@ import re
 import pytest
 
 import tome_core
-from comfy_nodes.inputs import values_of
 from tests.hosts.comfyui.graphs import Graph, bytes_of, report_of
 
 SIZE = (256, 256)
@@ -16,7 +15,7 @@ SIZE = (256, 256)
 
 def settings_of(strength: float) -> dict:
     """What ToMeSettings is set to, to mean the same."""
-    return values_of(tome_core.strength(strength))
+    return tome_core.form.filled(strength)
 
 
 def test_a_prompt_needs_nothing_but_the_model(comfy):

@@ -1,0 +1,158 @@
+"""What an expert sets, in every host: names, choices, ranges, texts, what a strength fills in, refusals in these words.
+
+Made from what each setting says of itself (`setting`), so that a new one is written in one place. Of its facts these
+are the form's: place, its number in the form (nodes and lists of values know settings by position, so a new one takes
+the next number; without a place Python alone knows the setting); known_as, its name here, where the keyword is another;
+shown, what people read for each of the choices; beside_strength, true where a strength leaves it as it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from .config import MergeConfig, describe_settings
+from .presets import config_of as config_of_strength
+
+UNSET = -1.0  # a number's way to say None, which neither a slider nor an infotext can
+
+
+class Field(NamedTuple):
+    """One setting as people see it.
+
+    name: theirs for it. setting: the engine's keyword.
+    choices, meanings: what people read and what the engine takes for each; empty where anything in a range goes.
+    minimum, maximum, step: of a control. A step that is a whole number allows whole numbers alone.
+    limit: the most that is taken; None where there is no limit.
+    may_be_unset: `UNSET` stands for None.
+    advanced: rarely wanted. beside_strength: a strength leaves it as it is.
+    """
+
+    name: str
+    setting: str
+    label: str
+    help: str
+    default: Any
+    choices: tuple[str, ...] = ()
+    meanings: tuple[Any, ...] = ()
+    minimum: float | None = None
+    maximum: float | None = None
+    step: float | None = None
+    limit: float | None = None
+    may_be_unset: bool = False
+    advanced: bool = False
+    beside_strength: bool = False
+
+    def shown(self, value: Any) -> Any:
+        """What people read for a value of the engine."""
+        if self.choices:
+            return self.choices[self.meanings.index(value)]
+        return UNSET if value is None else value
+
+    def meant(self, value: Any) -> Any:
+        """What the engine takes for a value that people gave. Raises ValueError for what is no choice."""
+        if self.choices:
+            if value not in self.choices:
+                raise ValueError(f"{self.name}={value!r} is not possible; use one of {', '.join(self.choices)}")
+            return self.meanings[self.choices.index(value)]
+        if self.may_be_unset and type(value) in (int, float) and value == UNSET:
+            return None
+        # sliders and pasted texts give whole numbers as 2.0
+        is_whole = isinstance(self.step, int) and isinstance(value, float) and value.is_integer()
+        return int(value) if is_whole else value
+
+
+def fields_of(described: Iterable[Mapping[str, Any]]) -> tuple[Field, ...]:
+    """The fields of these settings, as `config.describe_settings` has them, in their places."""
+    return tuple(_field_of(one) for one in sorted((one for one in described if "place" in one), key=_place))
+
+
+def _place(described: Mapping[str, Any]) -> int:
+    return described["place"]
+
+
+def _field_of(described: Mapping[str, Any]) -> Field:
+    facts = {name: described[name] for name in ("label", "help", "default", "minimum", "maximum", "step", "limit",
+                                                "advanced", "beside_strength") if name in described}  # fmt: skip
+    setting, meanings = described["name"], described.get("choices", ())
+    facts |= {"name": described.get("known_as", setting), "setting": setting, "meanings": meanings}
+    if meanings:
+        choices = described.get("shown", meanings)
+        return Field(**facts | {"choices": choices, "default": choices[meanings.index(described["default"])]})
+    if "minimum" in facts and "limit" not in facts and not described.get("open_ended"):
+        facts["limit"] = facts["maximum"]
+    if "minimum" in facts and facts["default"] is None:
+        text = f"{facts['help']} {UNSET:g} is {described['unset']}."
+        facts |= {"default": UNSET, "minimum": UNSET, "help": text, "may_be_unset": True}
+    return Field(**facts)
+
+
+FIELDS = fields_of(describe_settings())
+NAMES = tuple(one.name for one in FIELDS)
+
+
+def field(name: str) -> Field:
+    """The field of this name."""
+    return FIELDS[NAMES.index(name)]
+
+
+def values_of(config: MergeConfig) -> dict[str, Any]:
+    """What the form shows for a config, by name: that of its first rule."""
+    return {one.name: one.shown(getattr(config.rules[0], one.setting)) for one in FIELDS}
+
+
+def filled(strength: str | float) -> dict[str, Any]:
+    """What a strength, or a preset's name, fills in, by name: all but what is `beside_strength`."""
+    values = values_of(config_of_strength(strength))
+    return {one.name: values[one.name] for one in FIELDS if not one.beside_strength}
+
+
+def changed(config: MergeConfig, values: Mapping[str, Any]) -> MergeConfig:
+    """The config with values, by the form's names, in the place of its own; None leaves one as it is.
+
+    Raises ValueError or TypeError, in the form's words, with value, range and remedy, for what is not possible.
+    """
+    unknown = set(values) - set(NAMES)
+    if unknown:
+        raise ValueError(f"there is no {', '.join(sorted(unknown))} to set; there are: {', '.join(NAMES)}")
+    asked = {one.setting: one.meant(values[one.name]) for one in FIELDS if values.get(one.name) is not None}
+    try:
+        return MergeConfig(rules=tuple(replace(rule, **asked) for rule in config.rules))
+    except (TypeError, ValueError) as error:
+        raise type(error)(_in_the_forms_words(str(error))) from None
+
+
+def config_of(values: Mapping[str, Any]) -> MergeConfig:
+    """The config of values by the form's names; what is missing, or None, is the default. Raises as `changed` does."""
+    return changed(MergeConfig(), values)
+
+
+def settle(values: Mapping[str, Any]) -> tuple[MergeConfig, list[str]]:
+    """The config of those values that are possible; and a sentence for each that was left out, in the form's words.
+
+    Of settings that do not go together the later one is left out, so that choosing another method is no mistake. What
+    is missing, or None, or no name of the form's, is passed over.
+    """
+    config, left_out = MergeConfig(), []
+    for name in NAMES:
+        try:
+            config = changed(config, {name: values.get(name)})
+        except (TypeError, ValueError) as error:
+            left_out.append(str(error))
+    return config, left_out
+
+
+def _in_the_forms_words(text: str) -> str:
+    """A refusal of the engine's, with the form's names and choices in the place of its own."""
+    for one in FIELDS:
+        text = re.sub(rf"\b{one.setting}=", f"{one.name}=", text)
+        for choice, meaning in zip(one.choices, one.meanings, strict=True):
+            text = text.replace(f"{one.name}={meaning!r}", f"{one.name}={choice!r}")
+    text = text.replace("leave it at None", f"leave it at {UNSET:g}")
+    head, remedy, choices = text.rpartition("; use one of ")
+    refused = next((one for one in FIELDS if remedy and one.choices and head.startswith(f"{one.name}=")), None)
+    for choice, meaning in zip(refused.choices, refused.meanings, strict=True) if refused else ():
+        choices = choices.replace(repr(meaning), repr(choice))
+    return head + remedy + choices
