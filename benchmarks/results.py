@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).resolve().parent / "results"
-KINDS = ("speed", "quality")
+KINDS = ("speed", "quality", "stacking", "unfused")
 # what has to be equal for rows of two processes to stand in one table
 IDENTITY = ("kind", "settings", "versions", "device")
 _FIELDS = {"kind": str, "created": str, "command": str, "versions": dict, "device": dict, "settings": dict,
@@ -55,10 +55,10 @@ def load(path: Path) -> Record:
         raise ResultError(f"{path} cannot be read ({error.strerror}); give a result, such as those below "
                           f"{FOLDER.name}/") from error
     except ValueError as error:
-        raise ResultError(f"{path} is no JSON ({error}); give a result of benchmarks.speed or .quality") from error
+        raise ResultError(f"{path} is no JSON ({error}); give a result of one of the benchmarks") from error
     wrong = _what_is_wrong(record)
     if wrong:
-        raise ResultError(f"{path} is no result: {wrong}; give one of benchmarks.speed or .quality")
+        raise ResultError(f"{path} is no result: {wrong}; give one of the benchmarks'")
     return record
 
 

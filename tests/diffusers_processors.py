@@ -27,8 +27,6 @@ TOGETHER = {
     "CustomDiffusionAttnProcessor": "has projections of its own",
     "CustomDiffusionAttnProcessor2_0": "has projections of its own",
     "CustomDiffusionXFormersAttnProcessor": "has projections of its own",
-    "PAGIdentitySelfAttnProcessor2_0": "half of the batch is not attended at all",
-    "PAGCFGIdentitySelfAttnProcessor2_0": "a third of the batch is not attended at all",
     "CrossFrameAttnProcessor": "every frame attends to the first one's keys",
     "CrossFrameAttnProcessor2_0": "every frame attends to the first one's keys",
     "AttendExciteAttnProcessor": "keeps maps, but only those of the prompt are read",
@@ -38,6 +36,8 @@ TOGETHER = {
 
 # may sit there, and must see every token
 LEFT_ALONE = {
+    "PAGIdentitySelfAttnProcessor2_0": "half of the batch is not attended at all, each token as it is",
+    "PAGCFGIdentitySelfAttnProcessor2_0": "a third of the batch is not attended at all, each token as it is",
     "CrossAttnStoreProcessor": "keeps a map that self-attention guidance cuts to the picture's size",
 }
 

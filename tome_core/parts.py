@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .attention import KnownAttention, LeftAlone, known_of, name_of
+from .attention import KnownAttention, LeftAlone, kept_by_a_hook, known_of, name_of
 from .attention.core import UNSIZED, Whole, attend_merged
 from .decision import Merging
 from .families import Family
@@ -63,7 +63,8 @@ class PartSite(Wrap):
         merging = getattr(block.outer.decision, self.part)
         if merging is None:
             return self.original(*args, **kwargs)
-        problem = self._problem(block, args, kwargs)
+        problem = "" if self.beneath is None else kept_by_a_hook(self.target)
+        problem = problem or self._problem(block, args, kwargs)
         if not problem:
             problem = self._merged(block, merging, *args, **kwargs)
             if not isinstance(problem, str):
@@ -103,6 +104,7 @@ class PartSite(Wrap):
         return out
 
 
+_NO_MEMORY = (MemoryError, torch.cuda.OutOfMemoryError)
 _TOO_SMALL = "the grid is too small for the ratio to remove a token"
 
 
@@ -228,7 +230,12 @@ class SelfAttentionSite(PartSite):
         for name, given in ((self.family.context, context), ("value", value)):
             if given is not None:
                 kwargs[name] = merged if given is x else plan.merge(given)
-        out = self.original(merged, **kwargs)
+        try:
+            out = self.original(merged, **kwargs)
+        except Exception as error:
+            if not why or torch.compiler.is_compiling() or isinstance(error, _NO_MEMORY):
+                raise
+            return f"{name_of(self.target)} refuses merged tokens ({type(error).__name__})"
         route = f"{TOGETHER}, {UNSIZED}, because {why}" if why else ""
         return self._finish(block, plan, x, out, (plan.num_groups, plan.num_groups), x.shape[1], route)
 

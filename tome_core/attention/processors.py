@@ -175,6 +175,10 @@ _KNOWN = {
 _BY_CALL: dict[str, registry.Description] = {f"{_WHERE}.{name}.__call__": kind(name) for name, kind in _KNOWN.items()}
 
 
+# perturbed-attention guidance: where tokens of the unattended part merge, what guides is a blur
+for _name in ("PAGIdentitySelfAttnProcessor2_0", "PAGCFGIdentitySelfAttnProcessor2_0"):
+    _BY_CALL[f"{_WHERE}.{_name}.__call__"] = LeftAlone("leaves a part of the batch unattended, token by token")
+
 # self-attention guidance, where diffusers has it and where it had it
 for _folder in ("stable_diffusion_sag", "deprecated.stable_diffusion_sag"):
     _SAG = f"diffusers.pipelines.{_folder}.pipeline_stable_diffusion_sag.CrossAttnStoreProcessor.__call__"

@@ -1,0 +1,74 @@
+"""Diffusers' own pipelines around the scene models, and around a UNet of Stable Diffusion 1.5's shape.
+
+Both are told prompts as embeddings and asked for latents, so that neither needs a text encoder or a decoder.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import torch
+
+from benchmarks.stack_beside import PLAIN_PIPELINE
+from demo import model, prompt, sampler
+from demo.prompt import NULL_TOKEN
+
+GUIDANCE = 3.0
+_PAIRS = ((700, 650), (200, 150))  # neighbours of 20 steps, early and late: the second keeps the first one's match
+
+
+class ScenePipelines:
+    """A scene model, which draws pictures that can be compared."""
+
+    def __init__(self, path: Path, prompts: tuple[str, ...], steps: int) -> None:
+        self.model, self.prompts, self.steps = model.load(path), prompts, steps
+
+    def make(self, kind: str = PLAIN_PIPELINE, **more: Any) -> Any:
+        """A pipeline of this class of diffusers'; all of them are around one UNet."""
+        return _around(self.model.unet, sampler.solver(self.model, self.steps), kind, **more)
+
+    def draw(self, pipe: Any, number: int, **call: Any) -> np.ndarray:
+        """uint8 ``[H, W, 3]``: the same prompt and start noise for equal numbers."""
+        tokens = prompt.tokens(self.prompts[number % len(self.prompts)])
+        words = torch.tensor([tokens, [NULL_TOKEN] * len(tokens)])
+        with torch.no_grad():
+            latents = _latents(pipe, self.model.emb(words), number, num_inference_steps=self.steps, **call)
+            return sampler.to_bytes(model.decode(latents, self.model.haar_gain))[0]
+
+
+class RandomPipelines:
+    """A UNet of random weights, whose calls can be timed; pictures are two neighbouring steps."""
+
+    def __init__(self, unet: torch.nn.Module, pixels: int) -> None:
+        self.unet, self.pixels = unet, pixels
+
+    def make(self, kind: str = PLAIN_PIPELINE, **more: Any) -> Any:
+        """As of `ScenePipelines`."""
+        return _around(self.unet, diffusers.DPMSolverMultistepScheduler(beta_schedule="scaled_linear"), kind, **more)
+
+    def draw(self, pipe: Any, number: int, **call: Any) -> np.ndarray:
+        """The latent, float32 ``[4, h, w]``; even numbers are early steps, odd ones late ones."""
+        width = self.unet.config.cross_attention_dim
+        words = torch.randn(2, 77, width, generator=torch.Generator().manual_seed(number))
+        with torch.no_grad():
+            return _latents(pipe, words, number, timesteps=list(_PAIRS[number % 2]), height=self.pixels,
+                            width=self.pixels, **call)[0].numpy()  # fmt: skip
+
+
+def _around(unet: torch.nn.Module, scheduler: Any, kind: str, **more: Any) -> Any:
+    pipe = getattr(diffusers, kind)(
+        vae=None, text_encoder=None, tokenizer=None, unet=unet, safety_checker=None, scheduler=scheduler,
+        feature_extractor=None, requires_safety_checker=False, **more,
+    )  # fmt: skip
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def _latents(pipe: Any, words: torch.Tensor, seed: int, **call: Any) -> torch.Tensor:
+    """words: of the prompt and of the negative one, ``[2, M, D]``."""
+    with_prompt, without = words[:, None]
+    return pipe(prompt_embeds=with_prompt, negative_prompt_embeds=without, guidance_scale=GUIDANCE,
+                generator=torch.Generator().manual_seed(seed), output_type="latent", **call).images  # fmt: skip

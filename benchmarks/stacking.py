@@ -1,0 +1,118 @@
+"""``python -m benchmarks.stacking``: merging beside what others do to save time or to draw better.
+
+Each alone, merging alone, and both in both orders, in diffusers' own pipelines: how far pictures of the scene models
+are from plain ones, and the processor time of a UNet of Stable Diffusion 1.5's shape with random weights. Prints the
+table; the same command goes on where a killed run was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import shlex
+import sys
+import warnings
+from functools import cache
+from pathlib import Path
+
+from demo import cores
+
+cores.wait_passively()
+
+import torch  # noqa: E402
+
+from benchmarks import environment, report, results, stack_arms  # noqa: E402
+from benchmarks.call_times import one_thread  # noqa: E402
+from benchmarks.purposes import PURPOSES, SHOW  # noqa: E402
+from benchmarks.speed_models import SHAPES, TINY_SHAPES, make_unet  # noqa: E402
+from benchmarks.stack_beside import BESIDE  # noqa: E402
+from benchmarks.stack_pipelines import RandomPipelines, ScenePipelines  # noqa: E402
+from benchmarks.subjects import SCENE_MODELS  # noqa: E402
+
+SHAPE = "sd15"  # of the model whose calls are timed
+_TIMED = "DeepCache"  # beside what, unless others are asked for
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    made = argparse.ArgumentParser(prog="python -m benchmarks.stacking", description=__doc__.partition("\n\n")[2])
+    add = made.add_argument
+    add("--beside", nargs="+", choices=tuple(BESIDE), metavar="NAME", help=f"of {', '.join(BESIDE)} (default: all)")
+    add("--timed", nargs="*", choices=tuple(BESIDE), default=[_TIMED], metavar="NAME", help="beside what the large "
+        "model is timed (default: DeepCache)")  # fmt: skip
+    add("--model", nargs="+", type=Path, default=list(SCENE_MODELS), metavar="FILE", help="scene models (default: all "
+        "in demo/)")  # fmt: skip
+    add("--pictures", type=int, default=2, metavar="N", help="of each scene model (default 2)")
+    add("--steps", type=int, default=10, metavar="N", help="of a picture (default 10)")
+    add("--rounds", type=int, default=4, metavar="N", help="of the large model, early and late steps in turn "
+        "(default 4)")  # fmt: skip
+    add("--pixels", type=int, default=512, metavar="N", help="of the large model's picture (default 512)")
+    add("--preset", default="balanced", metavar="NAME", help="of merging (default balanced)")
+    add("--tiny", action="store_true", help="a tiny model in place of the large one: for tests")
+    add("--output", type=Path, metavar="JSON", help="the result (default: a new file below benchmarks/results/, or the "
+        "unfinished one of this command)")  # fmt: skip
+    return made
+
+
+def planned(options: argparse.Namespace) -> dict[str, tuple[str, str, int]]:
+    """Row's key -> (model, what is beside, number), picture by picture, so that each disturbance hits all alike."""
+    names = options.beside or [name for name, one in BESIDE.items() if one.is_there]
+    rows = [(path.stem, name, number) for number in range(options.pictures) for path in options.model for name in names]
+    rows += [(SHAPE, name, number) for number in range(options.rounds) for name in options.timed]
+    return {f"{model}, {name}, {number}": (model, name, number) for model, name, number in rows}
+
+
+def execute(options: argparse.Namespace, run: results.Run, plan: dict[str, tuple[str, str, int]]) -> None:
+    """Measure what is missing."""
+
+    @cache
+    def pipelines(model: str) -> RandomPipelines | ScenePipelines:
+        if model == SHAPE:
+            shape = (TINY_SHAPES if options.tiny else SHAPES)[SHAPE]
+            return RandomPipelines(make_unet(shape, "cpu", torch.float32), options.pixels)
+        path = next(path for path in options.model if path.stem == model)
+        return ScenePipelines(path, PURPOSES[SHOW].prompts, options.steps)
+
+    for key in run.missing:
+        print(f"[{len(plan) - len(run.missing) + 1}/{len(plan)}] {key}", file=sys.stderr, flush=True)
+        model, name, number = plan[key]
+        row = stack_arms.measure(pipelines(model), BESIDE[name], number, options.preset)
+        run.add(key, {"model": model, "beside": name, "number": number, **row})
+
+
+def settings(options: argparse.Namespace) -> dict[str, object]:
+    """What has to be equal for rows of two processes to stand in one table."""
+    names = ("preset", "steps", "pixels", "tiny")
+    return {**{name: getattr(options, name) for name in names}, "models": [path.stem for path in options.model]}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run; gives the exit code: 0 done, 2 wrong options (one sentence says which), 130 interrupted."""
+    logging.basicConfig(level=logging.ERROR)
+    warnings.simplefilter("ignore")  # of deprecated pipelines
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = parser().parse_args(arguments)
+    absent = [name for name in {*(options.beside or ()), *options.timed} if not BESIDE[name].is_there]
+    if absent:
+        print(f'benchmarks.stacking: {" and ".join(absent)} not installed; pip install -e ".[benchmarks]", or leave it '
+              "out with --beside and --timed", file=sys.stderr)  # fmt: skip
+        return 2
+    plan = planned(options)
+    command = shlex.join(["python", "-m", "benchmarks.stacking", *arguments])
+    try:
+        with one_thread(True):
+            record = results.new_record("stacking", command, settings(options), environment.describe("cpu"))
+            run = results.Run.start(record, list(plan), options.output)
+            execute(options, run, plan)
+    except (ValueError, OSError) as error:
+        print(f"benchmarks.stacking: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nbenchmarks.stacking: stopped; the same command goes on from here.", file=sys.stderr)
+        return 130
+    print(report.write([run.path], run.path.with_suffix(".md"), None))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

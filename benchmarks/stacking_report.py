@@ -1,0 +1,88 @@
+"""The table of `benchmarks.stacking`, from its rows alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.results import Record, ResultError
+from benchmarks.stack_arms import ALONE, MERGED, OURS_FIRST, PLAIN, THEIRS_FIRST
+from benchmarks.stack_beside import BESIDE, LEFT_OUT
+
+Row = dict[str, Any]
+_BOTH = (OURS_FIRST, THEIRS_FIRST)
+_HEAD = (
+    "beside", "model", "alone", "merging alone", "both, ours first", "both, theirs first", "of the sum", "from alone",
+    "time alone", "merging alone", "both, ours first", "both, theirs first", "of the product", "off again",
+)  # fmt: skip
+
+
+def table(records: Sequence[Record]) -> str:
+    """Markdown: a row for each model and method, medians over pictures and rounds, then what was told and left out."""
+    rows = [row for record in records for row in record["rows"]]
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["beside"], row["model"]), []).append(row)
+    lines = [_line(_HEAD), _line(["---"] * len(_HEAD))]
+    lines += [_line([name, model, *_figures(group)]) for (name, model), group in groups.items()]
+    made = records[0]
+    text = [
+        f"Merging: preset {made['settings']['preset']}. Errors: root mean square distance from the plain picture, in "
+        "steps of 255 (of the model with random weights: of its latent); \"of the sum\": the worse order's share of "
+        "the sum of both errors alone; \"from alone\": distance of both from the other method alone, which is what merging "
+        "changes where the other draws another picture on purpose. Times: processor seconds of all calls of the UNet "
+        "on one thread, plain divided by with it; \"of the product\": the slower order's share of the product of both "
+        "factors.",
+        "\n".join(lines),
+        "\n".join(f"- *{name}*: {BESIDE[name].meaning}." for name in dict.fromkeys(name for name, _ in groups)),
+        "What merging reports beside each, where it leaves calls out:\n\n" + "\n".join(_told(groups)),
+        "Not in the table:\n\n" + "\n".join(f"- *{name}*: {why}." for name, why in LEFT_OUT.items()),
+        f"{made['device']['name']}, {made['device']['threads']} thread; {made['command']}; commit {made['commit']}.",
+    ]
+    return "\n\n".join(text)
+
+
+def plot(records: Sequence[Record], path: Path) -> None:
+    """There is none. Raises ResultError."""
+    raise ResultError("stacking is a table without a plot; give --no-plot")
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _figures(rows: list[Row]) -> list[str]:
+    rms, factor = _medians(rows, "rms"), _medians(rows, "seconds", lambda row, arm: row["seconds"][PLAIN] / arm)
+    from_alone = _medians(rows, "from_alone")
+    shares = [max(row["rms"][arm] for arm in _BOTH) / (row["rms"][ALONE] + row["rms"][MERGED]) for row in rows]
+    products = [min(row["seconds"][PLAIN] / row["seconds"][arm] for arm in _BOTH) / _product(row) for row in rows]
+    shown = (ALONE, MERGED, *_BOTH)
+    return [
+        *(f"{rms[arm]:.3g}" for arm in shown), f"{median(shares):.2f}",
+        " and ".join(dict.fromkeys(f"{from_alone[arm]:.3g}" for arm in _BOTH)),
+        *(f"{factor[arm]:.2f}" for arm in shown), f"{median(products):.2f}",
+        "the same bits" if all(row["off_is_exact"] for row in rows) else "OTHER BITS",
+    ]  # fmt: skip
+
+
+def _product(row: Row) -> float:
+    return row["seconds"][PLAIN] ** 2 / row["seconds"][ALONE] / row["seconds"][MERGED]
+
+
+def _medians(rows: list[Row], field: str, of: Callable[[Row, float], float] = lambda row, value: value) -> dict:
+    return {arm: median(of(row, row[field][arm]) for row in rows) for arm in rows[0][field]}
+
+
+def _told(groups: dict[tuple[str, str], list[Row]]) -> list[str]:
+    """One line for each method and sentence, of the first model that has it."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for (name, _), (row, *_) in groups.items():
+        before = {(level, reason) for level, reason, _ in row["told"][MERGED]["skipped"]}
+        for arm in _BOTH:
+            for level, reason, _ in row["told"][arm]["skipped"]:
+                if (level, reason) not in before:
+                    arms = found.setdefault((name, f"level {level}, {reason}"), [])
+                    arms += [] if arm in arms else [arm]
+    return [f"- *{name}*, {' and '.join(arms)}: {reason}." for (name, reason), arms in found.items()]
