@@ -24,9 +24,9 @@ class Drawn(NamedTuple):
 
 
 def measure(pipelines: Any, beside: Beside, number: int, preset: str) -> dict[str, Any]:
-    """A row. seconds: by arm, plain ones before and after; rms: how far each is from the plain picture, in its own units; from_alone: how far those
-    with both are from the one with the other alone; told: what merging reported; off_is_exact: once all is off again,
-    are the bits those of before?
+    """A row. seconds: by arm, plain ones before and after; rms: how far each is from the plain picture, in its own
+    units; from_alone: how far those with both are from the one with the other alone; told: what merging reported;
+    off_is_exact: once all is off again, are the bits those of before?
     """
     drawn = {arm: _drawn(pipelines, beside, number, arm, preset) for arm in ARMS}
     again = _drawn(pipelines, beside, number, PLAIN, preset)

@@ -18,6 +18,13 @@ _HEAD = (
     "time alone", "merging alone", "both, ours first", "both, theirs first", "of the product", "off again",
 )  # fmt: skip
 
+_EXPLAINED = """\
+Merging: preset {preset}. Errors: root mean square distance from the plain picture, in steps of 255 (of the model with
+random weights: of its latent); "of the sum": the worse order's share of the sum of both errors alone; "from alone":
+distance of both from the other method alone, which is what merging changes where the other draws another picture on
+purpose. Times: processor seconds of all calls of the UNet on one thread, plain divided by with it; "of the product":
+the slower order's share of the product of both factors."""
+
 
 def table(records: Sequence[Record]) -> str:
     """Markdown: a row for each model and method, medians over pictures and rounds, then what was told and left out."""
@@ -29,12 +36,7 @@ def table(records: Sequence[Record]) -> str:
     lines += [_line([name, model, *_figures(group)]) for (name, model), group in groups.items()]
     made = records[0]
     text = [
-        f"Merging: preset {made['settings']['preset']}. Errors: root mean square distance from the plain picture, in "
-        "steps of 255 (of the model with random weights: of its latent); \"of the sum\": the worse order's share of "
-        "the sum of both errors alone; \"from alone\": distance of both from the other method alone, which is what merging "
-        "changes where the other draws another picture on purpose. Times: processor seconds of all calls of the UNet "
-        "on one thread, plain divided by with it; \"of the product\": the slower order's share of the product of both "
-        "factors.",
+        _EXPLAINED.format(preset=made["settings"]["preset"]),
         "\n".join(lines),
         "\n".join(f"- *{name}*: {BESIDE[name].meaning}." for name in dict.fromkeys(name for name, _ in groups)),
         "What merging reports beside each, where it leaves calls out:\n\n" + "\n".join(_told(groups)),
