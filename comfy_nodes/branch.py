@@ -12,13 +12,14 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from . import host, summary
+from . import host
 from .engine import tome_core
 from .percent import relative_sigma
-from .sampling import Sampling
+from .sampling import Sampling, steps_text
 
 # places among the arguments of outer_sample(noise, latent_image, sampler, sigmas, denoise_mask, callback, ...)
 _NOISE, _SAMPLER, _SIGMAS, _CALLBACK = 0, 2, 3, 5
+_TITLE = "ToMe"
 _OPTIONS = 5  # of transformer_options among those of apply_model(x, t, c_concat, c_crossattn, control, ...)
 
 
@@ -86,8 +87,8 @@ class BranchMerging:
                 handle.set_time()
             if outer is None:
                 self._take_off(*self._attached)
-            self._steps = summary.steps_text(done, _steps(*args, **kwargs))
-            host.say("\n".join(self.summary()), self.node_id)
+            self._steps = steps_text(done, _steps(*args, **kwargs))
+            host.say("\n".join(self.lines()), self.node_id, self._line())
 
     def maps(self) -> dict[int, tuple[int, Any]]:
         """Level -> (down-sampling, latest map) of this branch's own UNet; empty where no preview asked."""
@@ -98,16 +99,22 @@ class BranchMerging:
         levels = handle.report().levels
         return {level: (levels[level].downsample, one) for level, one in sorted(handle.maps().items())}
 
-    def summary(self) -> list[str]:
-        """What the latest sampling came to, for people: a line that says it all, and a few more."""
-        beside = [*self._range_lines(), *self._strangers.values(), *self._beside]
-        if self._called:
-            return summary.lines_of(self._called, self._steps, beside)
-        return [f"ToMe: {line}" for line in self._strangers.values()] or ["ToMe: the model was not called"]
+    def report(self) -> Any:
+        """The engine's `Report` on the latest sampling, of all models that were called in it."""
+        return tome_core.Report.joined(handle.report() for handle in self._called)
 
-    def report(self) -> str:
-        """The engine's whole report on the latest sampling, below its summary."""
-        return "\n".join([*self.summary(), *(str(handle.report()) for handle in self._called)])
+    def lines(self) -> list[str]:
+        """The report for people, ten lines at most."""
+        if not self._called:
+            return [f"{_TITLE}: {line}" for line in self._strangers.values()] or [f"{_TITLE}: the model was not called"]
+        beside = [*self._range_lines(), *self._strangers.values(), *self._beside]
+        return self.report().lines(_TITLE, [self._steps], beside)
+
+    def _line(self) -> str:
+        """The report for the log."""
+        if not self._called:
+            return self.lines()[0]
+        return f"{_TITLE}: {', '.join(filter(None, [self._steps, self.report().headline]))}"
 
     def _range_lines(self) -> list[str]:
         live = sum(self._times.values())

@@ -50,9 +50,9 @@ def has_built_in_merging(patcher: Any) -> bool:
     return any(getattr(patch, "__qualname__", "").startswith("TomePatchModel.") for patch in patches)
 
 
-def say(text: str, node_id: Any) -> None:
-    """`show` it, and its first line in the log."""
-    logger.info("%s", text.partition("\n")[0])
+def say(text: str, node_id: Any, line: str = "") -> None:
+    """`show` it, and in the log its first line, or what else is to be said there."""
+    logger.info("%s", line or text.partition("\n")[0])
     show(text, node_id)
 
 

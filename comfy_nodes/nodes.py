@@ -139,13 +139,13 @@ class RemoveToMe:
 
 
 class ToMePreview:
-    """Shows which tokens merged, and the whole report."""
+    """Shows which tokens merged, and the report."""
 
     DISPLAY_NAME = "ToMe Preview (Token Merging)"
     DESCRIPTION = (
         "Shows which tokens merged in the latest sampling with this model: equal colours side by side are one group, "
-        "uncoloured tokens merged with none. One panel for each level that merged. And the whole report on it, which "
-        "goes into the history of the queue as well."
+        "uncoloured tokens merged with none. One panel for each level that merged. And the report on it, which goes "
+        "into the history of the queue as well, there with every count for programs."
     )
     CATEGORY = CATEGORY
     SEARCH_ALIASES = PREVIEW_ALIASES
@@ -154,7 +154,7 @@ class ToMePreview:
     RETURN_NAMES = ("IMAGE", "report")
     OUTPUT_TOOLTIPS = (
         "The pictures with their merged tokens coloured, the levels side by side.",
-        "The whole report on the sampling, as text.",
+        "The report on the sampling, as text.",
     )
     OUTPUT_NODE = True  # so that its report is had without anything behind it
 
@@ -169,7 +169,7 @@ class ToMePreview:
     def preview(
         self, model: Any, image: torch.Tensor | None = None, latent: dict | None = None, unique_id: Any = None
     ) -> dict[str, Any]:
-        """Pictures ``[B, H, W * levels, 3]`` and the report; the latter for the host's history, too."""
+        """Pictures ``[B, H, W * levels, 3]`` and the report; the latter, and its JSON, for the host's history too."""
         pictures = _background(model, image, latent)
         merging = host.attached(model)
         maps = merging.maps() if merging is not None else {}
@@ -177,9 +177,10 @@ class ToMePreview:
             drawn = [_panels(one, number, len(pictures), maps) for number, one in enumerate(pictures)]
         else:
             drawn = [picture.titled(one, NO_MAPS) for one in pictures]
-        text = "\n".join([*(() if maps else (NO_MAPS,)), *(() if merging is None else (merging.report(),))])
+        lines, reports = ([], ()) if merging is None else (merging.lines(), (merging.report().as_data(),))
+        text = "\n".join([*(() if maps else (NO_MAPS,)), *lines])
         host.show(text, unique_id)
-        return {"ui": {"text": (text,)}, "result": (torch.stack(drawn), text)}
+        return {"ui": {"text": (text,), "tome_report": reports}, "result": (torch.stack(drawn), text)}
 
 
 def _dropped(node: Any, prompt: Any, unique_id: Any) -> list[str]:

@@ -82,6 +82,14 @@ class Sampling:
         return self._follows_list
 
 
+def steps_text(done: int | None, planned: int | None) -> str:
+    """``20 steps``; ``12 of 20 steps`` where the sampling was stopped; "" where nobody knows."""
+    if planned is None:
+        return ""
+    count = f"{planned} step{'' if planned == 1 else 's'}"
+    return count if done is None or done >= planned else f"{done} of {count}"
+
+
 def _follows_list(sampler: Any) -> bool:
     function = getattr(sampler, "sampler_function", None)
     name = getattr(function, "__name__", "")

@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from comfy_nodes import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS, host, picture, summary
+from comfy_nodes import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS, host, picture
 from comfy_nodes.nodes import RemoveToMe, ToMePreview
 from comfy_nodes.percent import percent_of
 from tests.comfy_doubles import BaseModel, DiscreteSampling, Guider, ModelPatcher, Server, apply, checkpoint
 from tests.test_patch_contract import traces
+from tome_core.report_text import MOST_LINES, percent
 
 
 @pytest.fixture
@@ -190,17 +191,17 @@ def test_the_node_shows_what_one_sampling_merged_and_its_first_line_says_it_all(
     sample(applied, steps=2)
     node, text = server.texts[-1]
     first, *more = text.split(host.LINE_BREAK)
-    assert node == "5" and re.fullmatch(r"ToMe: 2 steps, \d+% of attention left out", first)
-    assert any("256 tokens -> 128" in line for line in more) and len(more) < summary.MOST_LINES
+    assert node == "5" and re.fullmatch(r"ToMe: 2 steps, \d+ % of attention left out", first)
+    assert any("256 tokens -> 128" in line for line in more) and len(more) < MOST_LINES
 
 
 def test_the_share_left_out_is_that_of_all_levels(server):
     applied = apply(checkpoint(), level="up to /8")
     sample(applied, steps=1)
     (handle,) = host.attached(applied)._patches.values()
-    tallies = handle.run.ledger.levels
-    share = 1 - sum(one.work_left for one in tallies) / sum(one.work_full for one in tallies)
-    assert len(tallies) > 1 and server.texts[-1][1].startswith(f"ToMe: 1 step, {share:.0%} of attention left out")
+    phases = handle.report().phases
+    share = 1 - sum(one.work_left for one in phases) / sum(one.work_full for one in phases)
+    assert len(phases) > 1 and server.texts[-1][1].startswith(f"ToMe: 1 step, {percent(share)} of attention left out")
 
 
 def test_the_log_has_one_line_a_sampling(caplog):
@@ -219,8 +220,8 @@ def test_a_report_has_ten_lines_at_most_and_says_where_the_rest_is(server):
     merging = host.attached(apply(checkpoint()))
     merging._beside = tuple(f"line {number}" for number in range(20))
     sample_with(merging)
-    *_, last = lines = merging.summary()
-    assert len(lines) == summary.MOST_LINES and "ToMe Preview" in last
+    *_, last = lines = merging.lines()
+    assert len(lines) == MOST_LINES and "its JSON form" in last
 
 
 def sample_with(merging) -> None:
@@ -341,7 +342,7 @@ def test_the_preview_says_when_its_map_is_of_a_tile(server, monkeypatch, last_ca
     assert ["stretched" in title for title in titles] == [stretched] * 2
 
 
-def test_the_preview_has_the_whole_report_for_the_history_of_the_queue(server):
+def test_the_preview_has_the_report_for_the_history_of_the_queue_as_text_and_for_programs(server):
     server.run(PROMPT)
     applied = apply(checkpoint())
     latent = sample(applied, steps=1)
@@ -349,7 +350,8 @@ def test_the_preview_has_the_whole_report_for_the_history_of_the_queue(server):
     shown = ToMePreview().preview(applied, latent={"samples": latent}, unique_id="9")
     (report,) = shown["ui"]["text"]
     assert report == shown["result"][1] and ToMePreview.OUTPUT_NODE
-    assert report.startswith("ToMe: 1 step, ") and "level 0 (latent /1" in report
+    assert report.startswith("ToMe: 1 step, ") and "latent /1: 256 tokens -> 128" in report
+    assert shown["ui"]["tome_report"] == (host.attached(applied).report().as_data(),)
     assert server.texts[told:] == [("9", report.replace("\n", host.LINE_BREAK))]
 
 

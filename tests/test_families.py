@@ -136,12 +136,12 @@ def test_sdxl_merges_by_default_and_says_where_it_cannot(caplog):
         tome_core.apply_patch(model)
     assert not caplog.records
     call_case(BY_NAME["sdxl"], model)
-    assert "level 0 (latent /2, 3 blocks): 64 tokens -> 32, 3 calls merged, 75%" in str(tome_core.report(model))
+    assert "latent /2: 64 tokens -> 32, 75 % left out" in str(tome_core.report(model))
     vanilla = call_case(BY_NAME["sdxl"], sdxl())
     with caplog.at_level(logging.WARNING), tome_core.patch(model, MergeConfig(max_downsample=1)) as handle:
         assert torch.equal(call_case(BY_NAME["sdxl"], model), vanilla)
     assert len(caplog.records) == 1 and "nothing will merge" in caplog.text
-    assert "left alone" in str(handle.report()) and "nothing will merge" in str(handle.report())
+    assert "nothing merged: no rule reaches" in str(handle.report()) and not handle.report().levels[0].covered
 
 
 def test_a_report_is_the_same_from_outside_and_inside():
@@ -151,7 +151,7 @@ def test_a_report_is_the_same_from_outside_and_inside():
     inner = model.model.diffusion_model
     assert tome_core.report(model) == tome_core.report(inner) == tome_core.report(model.model)
     text = str(tome_core.report(inner))
-    assert "75% of qkv in attention" in text and "over the cap 0.75" in text and "(1 UNet call)" in text
+    assert "75% of qkv in attention" in text and "over the cap 0.75" in text and "Token merging: 1 UNet call, " in text
     tome_core.remove_patch(inner)
     assert not tome_core.report(model).patched
 

@@ -194,7 +194,7 @@ def test_a_fault_between_two_steps_leaves_nothing(comfy, step, error):
 
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("question", ["_begin", "_patch_of", "_tell_time", "summary"])
+@pytest.mark.parametrize("question", ["_begin", "_patch_of", "_tell_time", "lines"])
 def test_a_fault_in_our_own_wrappers_leaves_nothing(comfy, question, after, error, monkeypatch):
     """Whatever we ask while sampling may fail, and the picture with it; the model is as it was."""
     merging = host.attached(comfy.applied)

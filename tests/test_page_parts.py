@@ -209,7 +209,7 @@ def test_a_run_gives_both_pictures_as_the_model_makes_them_and_says_how_far_it_i
     assert np.array_equal(shots[-1].difference, sheet.difference(plain, shots[-1].merged))
     ((title, drawn),) = shots[-1].maps
     assert title == "Level 0: 256 tokens became 64" and drawn.ndim == 3
-    assert shots[-1].report.startswith("Token merging: bipartite 75%") and "(3 UNet calls)" in shots[-1].report
+    assert shots[-1].report.startswith("Token merging: 3 UNet calls, ") and "bipartite 75%" in shots[-1].report
 
 
 def test_a_model_that_knows_no_time_is_told_it(source):

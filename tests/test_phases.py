@@ -95,7 +95,7 @@ def test_the_report_says_which_levels_mlp_merged():
     fine, deep = handle.report().levels[:2]
     tokens = 32 * 32 // deep.downsample**2
     assert (fine.mlp_tokens, deep.mlp_tokens) == ((), ((tokens, tokens * 3 // 4),))
-    assert str(handle.report()).count(f"MLP {tokens} tokens -> {tokens * 3 // 4}, ") == 1
+    assert str(handle.report()).count(f"MLP {tokens} tokens -> {tokens * 3 // 4}") == 1
 
 
 def test_a_deep_mlp_leaves_the_rest_of_its_rule_as_it_is():

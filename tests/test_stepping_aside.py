@@ -98,7 +98,7 @@ def test_a_call_that_does_not_fit_is_left_alone_and_named(inputs, arguments, sid
     with tome_core.patch(model, tome_core.MergeConfig(side=side)) as handle:
         assert torch.equal(model(*inputs), expected)
         assert reasons(handle) == {reason: 1}
-        assert "skipped 1 call: " + reason in str(handle.report())
+        assert "not merged, 1 call: " + reason in str(handle.report())
 
 
 def test_keys_from_elsewhere_merge_the_query_alone(inputs):

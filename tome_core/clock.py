@@ -3,38 +3,42 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from .config import MergeRule
 from .gate import opened, shut
+from .ledger import TIME_IS_UNKNOWN
 from .noise import STABLE_DIFFUSION
-from .report import TIME_IS_UNKNOWN
 from .schedule import UNKNOWN, LevelRules, NoiseSchedule, Time, choose, holds_at, reaches
 
 
 class InForce(NamedTuple):
     """What holds at a moment. rules: by level, for a picture of unknown size; live: of any level and size, in order;
 
-    why_off: by level, why nothing merges where there is no rule.
+    why_off: by level, why nothing merges where there is no rule. phase: "early" or "late", of rules that know an early
+    phase; "" of others, and where the time is not known.
     """
 
     rules: tuple[LevelRules, ...]
     live: tuple[MergeRule, ...]
     why_off: tuple[str, ...]
+    phase: str
 
 
 class Clock:
     """Tells the rules in force from the time.
 
     rules: plain ones, in order. downsamples: of each level. schedule: the model's own, None where it is not known:
-    then times are Stable Diffusion's.
+    then times are Stable Diffusion's. early: the rules that are an early phase.
     """
 
     def __init__(
-        self, rules: Sequence[MergeRule], downsamples: Sequence[int], schedule: NoiseSchedule | None = None
-    ) -> None:
+        self, rules: Sequence[MergeRule], downsamples: Sequence[int], schedule: NoiseSchedule | None = None,
+        early: Collection[MergeRule] = (),
+    ) -> None:  # fmt: skip
         self.rules = tuple(rules)
+        self._early = frozenset(early)
         self.downsamples = tuple(downsamples)
         self.schedule = schedule or STABLE_DIFFUSION
         self.limited = any(rule.uses_time for rule in rules)
@@ -78,7 +82,8 @@ class Clock:
     def _in_force(self, live: tuple[MergeRule, ...], time: Time) -> InForce:
         in_large = choose(live, self.downsamples, sys.maxsize)
         why = tuple(self._why_off(level, in_large[level], live, time) for level in range(len(self.downsamples)))
-        return InForce(self._one_object(choose(live, self.downsamples)), live, why)
+        phase = "" if not self._early or time == UNKNOWN else "late" if self._early.isdisjoint(live) else "early"
+        return InForce(self._one_object(choose(live, self.downsamples)), live, why, phase)
 
     def _one_object(self, rules: tuple[LevelRules, ...]) -> tuple[LevelRules, ...]:
         return self._choices.setdefault(rules, rules)

@@ -12,10 +12,10 @@ from . import in_graph
 from .attention.correction import Correction
 from .config import rule_of
 from .grid import Grid
+from .ledger import when_traced
 from .matching import Asked, Matcher, Plans
 from .methods import METHODS
 from .plan import MergePlan, of_pieces
-from .report import when_traced
 from .run import GridCall
 
 _NO_CALL, _NO_BLOCK = SimpleNamespace(stamp=None), SimpleNamespace(attn1=None)

@@ -61,10 +61,15 @@ class Gain(NamedTuple):
         return self.ratio >= 1 + MARGIN
 
     @property
+    def size(self) -> str:
+        """``1024x1536``, of a picture, width first."""
+        return f"{self.case.width * _PIXELS}x{self.case.height * _PIXELS}"
+
+    @property
     def line(self) -> str:
-        """``1024x1536: about 31 % faster`` or ``512x512: no gain here``; width first, in pixels."""
-        size = f"{self.case.width * _PIXELS}x{self.case.height * _PIXELS}"
-        return f"{size}: about {self.ratio - 1:.0%} faster".replace("%", " %") if self.pays else f"{size}: no gain here"
+        """``1024x1536: about 31 % faster`` or ``512x512: no gain here``."""
+        found = f"about {self.ratio - 1:.0%} faster".replace("%", " %") if self.pays else "no gain here"
+        return f"{self.size}: {found}"
 
     @property
     def why_not(self) -> str:

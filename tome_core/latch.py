@@ -22,10 +22,14 @@ Rules = tuple[LevelRules, ...]
 
 
 class Verdict:
-    """On a kind of call. opens: True merges, False does not, None leaves it to the number of tokens."""
+    """On a kind of call. opens: True merges, False does not, None leaves it to the number of tokens.
 
-    def __init__(self, opens: bool | None, why_not: str = "") -> None:
+    gain: what was measured of it, where that decided.
+    """
+
+    def __init__(self, opens: bool | None, why_not: str = "", gain: Gain | None = None) -> None:
         self.opens = opens
+        self.gain = gain
         self.why_not = why_not
         self.decided: dict[tuple, tuple[Rules, tuple[str, ...]]] = {}
 
@@ -41,7 +45,7 @@ class Latch:
     """gains: of this model and these rules. blocks: (down-sampling, channels) of each block of the model.
 
     always: merge in calls of every kind, without asking: that is what a measurement is made of.
-    used: the gains that have decided something so far.
+    used: the gains that have decided something, in the order in which they did.
     """
 
     def __init__(
@@ -51,7 +55,7 @@ class Latch:
         self._blocks = tuple(blocks)
         self._always = always
         self._found: dict[tuple, Verdict] = {}
-        self.used: list[Gain] = []
+        self.used: dict[Gain, None] = {}
 
     def apply(
         self, rules: Rules, why_off: tuple[str, ...], latent: Any, gated: Callable[[Rules, bool], Rules]
@@ -68,6 +72,8 @@ class Latch:
             self._found[key] = verdict
         if verdict.opens is None:
             return rules, why_off
+        if verdict.gain is not None:
+            self.used[verdict.gain] = None
         # the rules are kept by their clock, so that no other object gets their id
         decided = verdict.decided.get((id(rules), why_off))
         if decided is None:
@@ -85,9 +91,7 @@ class Latch:
             device, dtype = device_of(latent.device), dtype_of(latent.dtype)
             gain = nearest(self._gains, device, dtype, height, width, batch)
             if gain is not None:
-                if gain not in self.used:
-                    self.used.append(gain)
-                return Verdict(gain.pays, gain.why_not)
+                return Verdict(gain.pays, gain.why_not, gain)
         if is_host_bound(self._blocks, batch, height * width, latent.dtype, latent.device):
             return Verdict(False, _HOST_BOUND)
         return Verdict(None)

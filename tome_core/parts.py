@@ -17,8 +17,8 @@ from .attention import KnownAttention, LeftAlone, kept_by_a_hook, known_of, name
 from .attention.core import UNSIZED, Whole, attend_merged
 from .decision import Merging
 from .families import Family
+from .ledger import when_traced
 from .plan import MergePlan
-from .report import when_traced
 from .run import is_captured, skip
 from .sites import BlockCall, BlockSite
 from .wrap import Wrap
@@ -97,8 +97,9 @@ class PartSite(Wrap):
             if not torch.is_tensor(out) or out.dim() != 3 or out.shape[:2] != (x.shape[0], queries):
                 return "what it returned cannot be unmerged"
             out = plan.unmerge(out)
-        run = block.outer.call.run
-        run.ledger.merge(self.level, self.part, (x.shape[0], x.shape[1], keys), left, route)
+        call = block.outer.call
+        run = call.run
+        run.ledger.merge(call, self.level, self.part, (x.shape[0], x.shape[1], keys), left, route)
         if run.maps is not None and block.plans and not torch.compiler.is_compiling() and not is_captured(x):
             run.keep_map(self.level, block.outer.grid, next(iter(block.plans.values())).plan)
         return out

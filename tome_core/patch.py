@@ -16,13 +16,14 @@ from .config import MergeConfig, MergeRule
 from .families import UnsupportedModelError, find_blocks, find_unet
 from .fingerprint import widths_of
 from .keep import Guidance
+from .ledger import Ledger, LevelTally
 from .measured import Measured
 from .methods import METHODS
 from .noise import STABLE_DIFFUSION, SchedulerNoise, own_schedule
 from .phases import HIGHEST_EARLY_RATIO, plain_rules
 from .pipeline import SamplingScope, SchedulerClock
 from .presets import DEFAULT, config_of
-from .report import Ledger, LevelTally, Report, make_report
+from .report import Report, make_report
 from .run import MergeMap, Run
 from .schedule import NoiseSchedule, ever_merges, reaches
 from .wiring import Wiring, put_on, wiring_of
@@ -178,6 +179,8 @@ class Patch(Measured):
     def reset_counts(self) -> None:
         """Begin the report, and the maps, anew: for a host whose users ask about one picture at a time."""
         self.run.ledger.reset()
+        if self.run.latch is not None:
+            self.run.latch.used.clear()
         if self.run.maps is not None:
             self.run.maps = {}
 

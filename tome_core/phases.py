@@ -33,6 +33,12 @@ def plain_rules(rules: Iterable[MergeRule], downsamples: Sequence[int]) -> tuple
     return tuple(plain for rule in rules for plain in (*_deep(rule, downsamples), *_phases(rule, downsamples)))
 
 
+def early_rules(rules: Iterable[MergeRule], downsamples: Sequence[int]) -> frozenset[MergeRule]:
+    """Those of `plain_rules` that are an early phase."""
+    found = (_phases(rule, downsamples) for rule in rules)
+    return frozenset(plain[0] for plain in found if len(plain) > 1)
+
+
 def _deep(rule: MergeRule, downsamples: Sequence[int]) -> tuple[MergeRule, ...]:
     levels = tuple(level for level in _reached(rule, downsamples) if downsamples[level] >= _DEEP)
     ends = math.nextafter(DEEP_UNTIL, -1.0)

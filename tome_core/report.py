@@ -1,149 +1,85 @@
-"""What was merged where, what it saved, and why something was skipped."""
+"""What was merged where, what it gained and saved, and why something was skipped: for programs and, as text, people."""
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from operator import index
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-import torch
-
+from . import report_text
 from .gains import Gain
+from .ledger import Ledger, LevelTally, Tally
 
-logger = logging.getLogger(__name__)
-
-TIME_IS_UNKNOWN = "the time is not known"
-
-
-def when_traced(method: Callable) -> Callable:
-    """Make a compiler call the method once, while it traces, instead of looking inside.
-
-    What `torch.compiler.assume_constant_result` does, without its import of the whole compiler. The arguments
-    have to be constants.
-    """
-    method._dynamo_marked_constant = True
-    return method
+FORMAT = 1  # of `Report.as_data`
 
 
-@dataclass
-class LevelTally:
-    """Counts of one level. ``merged``: calls by (part, tokens, queries left, keys left).
+class _Counted:
+    """What is told of the counts of ``phases``: of one, of a level's, or of all levels'."""
 
-    skipped: calls by (part, reason). routes: how merged keys got to know their sizes, by way and calls.
-    traced_merges, traced_skips, traced_routes: what was decided while a compiler traced. The attention work of a call
-    is queries times keys times batch.
-    """
+    phases: tuple[PhaseReport, ...]
 
-    downsample: int
-    blocks: int
-    merged: Counter = field(default_factory=Counter)
-    skipped: Counter = field(default_factory=Counter)
-    traced_merges: set[tuple[str, int, int, int]] = field(default_factory=set)
-    traced_skips: set[str] = field(default_factory=set)
-    routes: Counter = field(default_factory=Counter)
-    traced_routes: set[str] = field(default_factory=set)
-    work_full: int = 0
-    work_left: int = 0
+    @property
+    def tokens(self) -> tuple[tuple[int, int, int], ...]:
+        """(before, queries after, keys after) of each kind of merged self-attention call."""
+        return _kinds((n, q, k) for phase in self.phases for part, n, q, k in phase.merged if part == "attn")
 
+    @property
+    def mlp_tokens(self) -> tuple[tuple[int, int], ...]:
+        """(before, after) of each kind of merged call of a feed-forward layer."""
+        return _kinds((n, left) for phase in self.phases for part, n, left, _ in phase.merged if part == "mlp")
 
-class Ledger:
-    """Keeps the counts of one patch while it runs; only eager code writes into it.
+    @property
+    def calls_merged(self) -> int:
+        """Calls of blocks' parts."""
+        return sum(sum(phase.merged.values()) for phase in self.phases)
 
-    Inside a compiled graph a Python counter would either be traced away or force a new graph at every call,
-    so there only the decision is noted, when it is traced.
-    """
+    @property
+    def calls_skipped(self) -> int:
+        """Calls of blocks' parts, or of whole blocks."""
+        return sum(self.reasons.values())
 
-    def __init__(self, levels: list[LevelTally], notes: tuple[str, ...]) -> None:
-        self.levels = levels
-        self.notes = notes
-        self.calls = 0
-        self._time_was_missed = False
+    @property
+    def reasons(self) -> dict[str, int]:
+        """Skipped calls by "part: reason", the most frequent first."""
+        return dict(_sum(phase.skipped for phase in self.phases).most_common())
 
-    def reset(self) -> None:
-        """Count from nothing again; in place, because compiled graphs hold on to these objects."""
-        self.calls = 0
-        for tally in self.levels:
-            tally.merged.clear()
-            tally.skipped.clear()
-            tally.routes.clear()
-            tally.work_full = tally.work_left = 0
+    @property
+    def routes(self) -> dict[str, int]:
+        """How merged keys of self-attention got to know their sizes, and calls."""
+        return dict(_sum(phase.sized_by for phase in self.phases).most_common())
 
-    def begin_call(self) -> None:
-        """One more call of the UNet."""
-        self.calls += 1
-
-    def merge(
-        self, level: int, part: str, before: tuple[int, int, int], after: tuple[int, int], route: str = ""
-    ) -> None:
-        """A call merged. before: (batch, queries, keys) of the unmerged call; after: (queries, keys) left.
-
-        route: how merged keys of a self-attention got to know their sizes, or did not; "" where they were not to.
-        """
-        batch, queries, keys = before
-        if torch.compiler.is_compiling():
-            self.trace_merge(index(level), part, index(queries), index(after[0]), index(after[1]))
-            if route:
-                self.trace_route(index(level), route)
-            return
-        tally = self.levels[level]
-        if route:
-            tally.routes[route] += 1
-        tally.merged[(part, queries, *after)] += 1
-        if part == "attn":
-            tally.work_full += batch * queries * keys
-            tally.work_left += batch * after[0] * after[1]
-
-    def keep(self, level: int, work: int) -> None:
-        """A self-attention was no part of what is merged in this call; work: as of `skip`."""
-        if not torch.compiler.is_compiling():
-            self.levels[level].work_full += work
-            self.levels[level].work_left += work
-
-    def skip(self, level: int, part: str, reason: str, work: int = 0, calls: int = 1) -> None:
-        """Calls were left unmerged. work: batch times queries times keys of a self-attention, for each of them."""
-        if torch.compiler.is_compiling():
-            self.trace_skip(index(level), part, reason)
-            return
-        tally = self.levels[level]
-        tally.skipped[part, reason] += calls
-        tally.work_full += work * calls
-        tally.work_left += work * calls
-
-    @when_traced
-    def trace_route(self, level: int, route: str) -> int:
-        """A call is being compiled with the sizes taken this way."""
-        self.levels[level].traced_routes.add(route)
-        return 0
-
-    @when_traced
-    def trace_merge(self, level: int, part: str, tokens: int, queries: int, keys: int) -> int:
-        """A call is being compiled as a merged one."""
-        self.levels[level].traced_merges.add((part, tokens, queries, keys))
-        return 0
-
-    @when_traced
-    def trace_skip(self, level: int, part: str, reason: str) -> int:
-        """A call is being compiled as one that is left unmerged."""
-        self.levels[level].traced_skips.add(f"{part}: {reason}")
-        if reason == TIME_IS_UNKNOWN and not self._time_was_missed:
-            self._time_was_missed = True
-            logger.warning(
-                "A rule is limited in time, but a UNet compiled as a whole cannot look at its own timestep, so it is "
-                "compiled without merging: call handle.set_time(...) before each step."
-            )
-        return 0
+    @property
+    def work_saved(self) -> float | None:
+        """Share of the self-attention work (queries times keys) that was saved, None before any call."""
+        full = sum(phase.work_full for phase in self.phases)
+        return 1 - sum(phase.work_left for phase in self.phases) / full if full else None
 
 
 @dataclass(frozen=True)
-class LevelReport:
-    """One level. ``tokens``: (before, queries after, keys after) of each kind of merged self-attention call.
+class PhaseReport(_Counted):
+    """A level in one phase. name: "early" or "late"; "" where no rule has an early phase, or the time is not known.
 
-    mlp_tokens: (before, after) of each kind of merged call of a feed-forward layer.
-    calls_merged, calls_skipped: calls of blocks' parts; reasons: skipped calls by reason.
-    work_saved: share of the self-attention work (queries times keys) that was saved, None before any call.
-    routes: how merged keys of self-attention got to know their sizes, and calls.
+    merged, skipped, sized_by, work_full, work_left: as of `ledger.Tally`, but skipped by "part: reason".
+    """
+
+    name: str
+    merged: Mapping[tuple[str, int, int, int], int]
+    skipped: Mapping[str, int]
+    sized_by: Mapping[str, int]
+    work_full: int
+    work_left: int
+
+    @property
+    def phases(self) -> tuple[PhaseReport, ...]:
+        """Itself."""
+        return (self,)
+
+
+@dataclass(frozen=True)
+class LevelReport(_Counted):
+    """One level, in all phases. level: counted from the finest. covered: can a rule merge here at some time?
+
     traced_merges, traced_reasons, traced_routes: what a compiler was told while it traced; a compiled call is not
     counted.
     """
@@ -152,23 +88,18 @@ class LevelReport:
     downsample: int
     blocks: int
     covered: bool
-    tokens: tuple[tuple[int, int, int], ...]
-    calls_merged: int
-    calls_skipped: int
-    reasons: dict[str, int]
-    work_saved: float | None
+    phases: tuple[PhaseReport, ...] = ()
     traced_merges: tuple[tuple[str, int, int, int], ...] = ()
     traced_reasons: tuple[str, ...] = ()
-    routes: dict[str, int] = field(default_factory=dict)
     traced_routes: tuple[str, ...] = ()
-    mlp_tokens: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(_Counted):
     """What a patch did so far; ``str()`` of it is for people. ``calls``: calls of the UNet that were counted.
 
-    gains: measurements that have decided whether its calls merge.
+    Its counts, such as ``work_saved`` and ``reasons``, are those of all levels.
+    gains: measurements of calls of these sizes, by which rules go that are to merge only where it pays.
     """
 
     patched: bool
@@ -178,58 +109,112 @@ class Report:
     notes: tuple[str, ...] = ()
     gains: tuple[Gain, ...] = ()
 
+    @classmethod
+    def joined(cls, reports: Iterable[Report]) -> Report:
+        """One on all of them: a picture's passes, its models. Levels are the same where they are down-sampled alike."""
+        reports = tuple(reports)
+        levels: dict[int, list[LevelReport]] = {}
+        for level in (level for report in reports for level in report.levels):
+            levels.setdefault(level.downsample, []).append(level)
+        return cls(
+            any(report.patched for report in reports), _once(report.settings for report in reports),
+            sum(report.calls for report in reports),
+            tuple(_joined(number, levels[downsample]) for number, downsample in enumerate(sorted(levels))),
+            _once(report.notes for report in reports), _once(report.gains for report in reports),
+        )  # fmt: skip
+
     @property
     def merged_anything(self) -> bool:
         """True where at least one call was merged, or compiled as a merged one."""
         return any(level.calls_merged or level.traced_merges for level in self.levels)
 
+    @property
+    def phases(self) -> tuple[PhaseReport, ...]:
+        """Of all levels, the finest first."""
+        return tuple(phase for level in self.levels for phase in level.phases)
+
+    @property
+    def headline(self) -> str:
+        """All in one line, for a log: ``1.42x the unmerged speed (measured), 61 % of attention left out``."""
+        return report_text.headline(self)
+
+    def lines(self, title: str = "Token merging", facts: Sequence[str] | None = None, beside: Sequence[str] = ()) \
+            -> list[str]:  # fmt: skip
+        """For people, at most `report_text.MOST_LINES` of them; no line ends in a newline.
+
+        The gain in time where it was measured, then what was left out where, then each level, early and late apart,
+        then why the rest was not merged. facts: the host's own for the first line, in place of the calls of the UNet.
+        beside: lines of the host's own, after the first two.
+        """
+        return report_text.lines(self, title, facts, beside)
+
     def __str__(self) -> str:
-        if not self.patched and not self.levels:
-            return "Token merging: not applied to this model."
-        lines = [f"Token merging: {'; '.join(self.settings)} ({_count(self.calls, 'UNet call')})"]
-        lines += [f"  measured: {gain}" for gain in self.gains]
-        lines += [line for level in self.levels for line in _level_lines(level)]
-        lines += [f"  note: {note}" for note in self.notes]
-        return "\n".join(lines)
+        return "\n".join(self.lines())
+
+    def as_data(self) -> dict[str, Any]:
+        """All of it in JSON's own types, with the number of its format; shares from 0 to 1, sizes in latent tokens."""
+        return {
+            "format": FORMAT, "patched": self.patched, "settings": list(self.settings), "calls": self.calls,
+            "work_saved": self.work_saved, "gains": [{**gain.as_data(), "ratio": gain.ratio} for gain in self.gains],
+            "levels": [_level_data(level) for level in self.levels], "notes": list(self.notes),
+        }  # fmt: skip
 
 
-def _level_lines(level: LevelReport) -> list[str]:
-    head = f"  level {level.level} (latent /{level.downsample}, {_count(level.blocks, 'block')})"
-    if not level.covered:
-        return [f"{head}: left alone, no rule covers it"]
-    lines = []
-    if level.calls_merged:
-        lines.append(f"{head}: {_tokens_text(level)}{_count(level.calls_merged, 'call')} merged{_saved_text(level)}")
-    elif not level.calls_skipped and (level.traced_merges or level.traced_reasons):
-        lines.append(f"{head}: compiled, so calls are not counted")
-    elif not level.calls_skipped:
-        lines.append(f"{head}: will merge; no call counted yet")
-    else:
-        lines.append(f"{head}: nothing merged")
-    lines += [f"    size-aware keys: {route}, {_count(n, 'call')}" for route, n in sorted(level.routes.items())]
-    lines += [f"    skipped {_count(n, 'call')}: {reason}" for reason, n in sorted(level.reasons.items())]
-    lines += [f"    compiled merging in {p}: {n} tokens -> {_sides(q, k or q)}" for p, n, q, k in level.traced_merges]
-    lines += [f"    compiled with size-aware keys: {route}" for route in level.traced_routes]
-    lines += [f"    compiled without merging, {reason}" for reason in level.traced_reasons]
-    return lines
+def _joined(number: int, levels: Sequence[LevelReport]) -> LevelReport:
+    phases: dict[str, list[PhaseReport]] = {}
+    for phase in (phase for level in levels for phase in level.phases):
+        phases.setdefault(phase.name, []).append(phase)
+    return replace(
+        levels[0], level=number, blocks=max(level.blocks for level in levels),
+        covered=any(level.covered for level in levels),
+        phases=tuple(
+            PhaseReport(name, _sum(one.merged for one in same), _sum(one.skipped for one in same),
+                _sum(one.sized_by for one in same), sum(one.work_full for one in same),
+                sum(one.work_left for one in same))
+            for name, same in phases.items()
+        ),
+        traced_merges=_once(level.traced_merges for level in levels),
+        traced_reasons=_once(level.traced_reasons for level in levels),
+        traced_routes=_once(level.traced_routes for level in levels),
+    )  # fmt: skip
 
 
-def _tokens_text(level: LevelReport) -> str:
-    kinds = [f"{n} tokens -> {_sides(queries, keys)}" for n, queries, keys in level.tokens]
-    kinds += [f"MLP {n} tokens -> {left}" for n, left in level.mlp_tokens]
-    return "; ".join(kinds) + ", " if kinds else ""
+def _level_data(level: LevelReport) -> dict[str, Any]:
+    return {
+        "level": level.level, "downsample": level.downsample, "blocks": level.blocks, "covered": level.covered,
+        "work_saved": level.work_saved,
+        "phases": [
+            {"name": phase.name, "work_saved": phase.work_saved, "merged": _merged_data(phase.merged.items()),
+             "skipped": dict(phase.skipped), "sized_by": dict(phase.sized_by)}
+            for phase in level.phases
+        ],
+        "traced": {
+            "merged": _merged_data((kind, None) for kind in level.traced_merges),
+            "reasons": list(level.traced_reasons), "sized_by": list(level.traced_routes),
+        },
+    }  # fmt: skip
 
 
-def _sides(queries: int, keys: int) -> str:
-    return str(queries) if queries == keys else f"{queries} queries x {keys} keys"
+def _merged_data(kinds: Iterable[tuple[tuple[str, int, int, int], int | None]]) -> list[dict[str, Any]]:
+    return [
+        {"part": part, "tokens": tokens, "queries": queries, "keys": keys or None, "calls": calls}
+        for (part, tokens, queries, keys), calls in kinds
+    ]
 
 
-def _saved_text(level: LevelReport) -> str:
-    return "" if level.work_saved is None else f", {level.work_saved:.0%} of the attention work saved"
+def _kinds(found: Iterable[tuple]) -> tuple:
+    return tuple(sorted(set(found), reverse=True))
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+def _sum(counts: Iterable[Mapping]) -> Counter:
+    whole: Counter = Counter()
+    for one in counts:
+        whole.update(one)
+    return whole
+
+
+def _once(several: Iterable[Iterable[Any]]) -> tuple:
+    return tuple(dict.fromkeys(one for some in several for one in some))
 
 
 def make_report(
@@ -237,23 +222,18 @@ def make_report(
     gains: tuple[Gain, ...] = (),
 ) -> Report:  # fmt: skip
     """The counts so far, as something that no longer changes. notes: beside the ledger's; gains: see `Report`."""
-    levels = tuple(
-        LevelReport(
-            level=number,
-            downsample=tally.downsample,
-            blocks=tally.blocks,
-            covered=covered[number],
-            tokens=tuple(sorted({(n, q, k) for part, n, q, k in tally.merged if part == "attn"}, reverse=True)),
-            calls_merged=sum(tally.merged.values()),
-            calls_skipped=sum(tally.skipped.values()),
-            reasons={f"{part}: {reason}": calls for (part, reason), calls in tally.skipped.items()},
-            work_saved=1 - tally.work_left / tally.work_full if tally.work_full else None,
-            traced_merges=tuple(sorted(tally.traced_merges)),
-            traced_reasons=tuple(sorted(tally.traced_skips)),
-            routes=dict(tally.routes),
-            traced_routes=tuple(sorted(tally.traced_routes)),
-            mlp_tokens=tuple(sorted({(n, left) for part, n, left, _ in tally.merged if part == "mlp"}, reverse=True)),
-        )
-        for number, tally in enumerate(ledger.levels)
-    )
+    levels = tuple(_level(number, tally, covered[number]) for number, tally in enumerate(ledger.levels))
     return Report(patched, settings, ledger.calls, levels, (*ledger.notes, *notes), gains)
+
+
+def _level(number: int, tally: LevelTally, covered: bool) -> LevelReport:
+    return LevelReport(
+        number, tally.downsample, tally.blocks, covered,
+        tuple(_phase(name, tally.phases[name]) for name in sorted(tally.phases)),  # "", early, late
+        tuple(sorted(tally.traced_merges)), tuple(sorted(tally.traced_skips)), tuple(sorted(tally.traced_routes)),
+    )  # fmt: skip
+
+
+def _phase(name: str, tally: Tally) -> PhaseReport:
+    skipped = {f"{part}: {reason}": calls for (part, reason), calls in tally.skipped.items()}
+    return PhaseReport(name, dict(tally.merged), skipped, dict(tally.routes), tally.work_full, tally.work_left)

@@ -15,10 +15,10 @@ from .decision import Decision, decide
 from .grid import Grid
 from .keep import Guidance, KeptPlans, Sampling
 from .latch import Latch
+from .ledger import Ledger
 from .noise import STABLE_DIFFUSION, SchedulerNoise, Step, by_timestep
-from .phases import plain_rules
+from .phases import early_rules, plain_rules
 from .plan import MergePlan
-from .report import Ledger
 from .schedule import UNKNOWN, LevelRules, NoiseSchedule
 from .timesteps import Timesteps
 
@@ -32,6 +32,7 @@ class Call(NamedTuple):
 
     thread: that made it; None in a compiled one. why_off: by level. kept: plans of the calls before it in the same
     sampling; None where nothing is kept. begun: in a compiled one, where plans are kept, what `in_graph.plans` takes.
+    phase: of the report.
     """
 
     run: Run
@@ -41,6 +42,7 @@ class Call(NamedTuple):
     why_off: tuple[str, ...]
     kept: KeptPlans | None = None
     begun: torch.Tensor | None = None
+    phase: str = ""
 
 
 class Latents(NamedTuple):
@@ -67,7 +69,7 @@ class GridCall(NamedTuple):
 def skip(outer: GridCall, level: int, part: str, why: str) -> None:
     """Count a part that was left alone, with its products of queries and keys where it is self-attention."""
     work = outer.batch * (outer.grid.height * outer.grid.width) ** 2 if part == "attn" else 0
-    outer.call.run.ledger.skip(level, part, why, work)
+    outer.call.run.ledger.skip(outer.call, level, part, why, work)
 
 
 class MergeMap(NamedTuple):
@@ -117,7 +119,7 @@ class Run:
         self.ledger = ledger
         self.in_order = plain_rules(config.rules, downsamples)
         self.knows_schedule = schedule is not None
-        self.clock = Clock(self.in_order, downsamples, schedule)
+        self.clock = Clock(self.in_order, downsamples, schedule, early_rules(config.rules, downsamples))
         self.keeps = any(rule.keep for rule in self.in_order)
         self.wants_time = self.clock.limited or self.keeps
         self.uses_percent = any(rule.uses_percent for rule in self.in_order)
@@ -211,7 +213,7 @@ class Run:
         why_off = now.why_off
         if self.latch is not None and thread is not None and not captured:  # neither graph waits for its host
             rules, why_off = self.latch.apply(rules, why_off, latent, self.clock.gated)
-        return Call(self, thread, timestep, rules, why_off, kept, begun)
+        return Call(self, thread, timestep, rules, why_off, kept, begun, now.phase)
 
     def begin_in_graph(self, timestep: Any, latent: torch.Tensor) -> None:
         """A call of a UNet that is compiled as a whole has begun; what it may use of earlier ones is `kept_in_graph`.

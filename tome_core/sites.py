@@ -108,7 +108,8 @@ class UNetSite(Wrap):
         run = self.switch.run
         if run is not None and self.put_back is not None and not self.is_on_top():
             self.put_back()
-            run.ledger.skip(level, "block", "somebody had taken the patch off the UNet; it is on again for the next")
+            why = "somebody had taken the patch off the UNet; it is on again for the next"
+            run.ledger.skip(None, level, "block", why)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The UNet's forward, inside a call of the run in force."""
@@ -232,7 +233,7 @@ class TransformerSite(RememberingSite):
         if decision is None:
             decision = run.decide(key, call, level, tokens, self.channels, x.device.type)
         if decision.why_not:
-            run.ledger.skip(level, "block", decision.why_not, batch * tokens * tokens, self.blocks)
+            run.ledger.skip(call, level, "block", decision.why_not, batch * tokens * tokens, self.blocks)
             return None
         return GridCall(call, batch, Grid(height, width), decision, {})
 
@@ -285,12 +286,12 @@ class BlockSite(RememberingSite):
         batch, tokens, _ = x.shape
         if torch.compiler.is_compiling():
             batch, tokens = index(batch), index(tokens)
-        ledger, work = outer.call.run.ledger, batch * tokens * tokens
+        call, work = outer.call, batch * tokens * tokens
         if batch != outer.batch or tokens != outer.grid.height * outer.grid.width:
-            ledger.skip(self.level, "block", "the tokens are not the picture's grid", work)
+            call.run.ledger.skip(call, self.level, "block", "the tokens are not the picture's grid", work)
             return None
         if outer.decision.attn is None:
-            ledger.keep(self.level, work)
+            call.run.ledger.keep(call, self.level, work)
         return BlockCall(self, x, outer)
 
     def answers(

@@ -1,0 +1,140 @@
+"""Counts of a patch while it runs: what was merged, what was left alone and why."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from operator import index
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+TIME_IS_UNKNOWN = "the time is not known"
+
+
+def when_traced(method: Callable) -> Callable:
+    """Make a compiler call the method once, while it traces, instead of looking inside.
+
+    What `torch.compiler.assume_constant_result` does, without its import of the whole compiler. The arguments
+    have to be constants.
+    """
+    method._dynamo_marked_constant = True
+    return method
+
+
+@dataclass
+class Tally:
+    """Counts of one level in one phase. ``merged``: calls by (part, tokens, queries left, keys left).
+
+    skipped: calls by (part, reason). routes: how merged keys got to know their sizes, by way and calls. The attention
+    work of a call is queries times keys times batch.
+    """
+
+    merged: Counter = field(default_factory=Counter)
+    skipped: Counter = field(default_factory=Counter)
+    routes: Counter = field(default_factory=Counter)
+    work_full: int = 0
+    work_left: int = 0
+
+
+@dataclass
+class LevelTally:
+    """Counts of one level, by phase. traced: what was decided while a compiler traced, which is of no phase."""
+
+    downsample: int
+    blocks: int
+    phases: dict[str, Tally] = field(default_factory=lambda: defaultdict(Tally))
+    traced_merges: set[tuple[str, int, int, int]] = field(default_factory=set)
+    traced_skips: set[str] = field(default_factory=set)
+    traced_routes: set[str] = field(default_factory=set)
+
+
+class Ledger:
+    """Keeps the counts of one patch while it runs; only eager code writes into it.
+
+    Inside a compiled graph a Python counter would either be traced away or force a new graph at every call,
+    so there only the decision is noted, when it is traced. call: a `run.Call`, None where nobody knows it; looked at in
+    eager code alone, because a graph would be made anew for each phase.
+    """
+
+    def __init__(self, levels: list[LevelTally], notes: tuple[str, ...]) -> None:
+        self.levels = levels
+        self.notes = notes
+        self.calls = 0
+        self._time_was_missed = False
+
+    def reset(self) -> None:
+        """Count from nothing again; in place, because compiled graphs hold on to these objects."""
+        self.calls = 0
+        for tally in self.levels:
+            tally.phases.clear()
+
+    def begin_call(self) -> None:
+        """One more call of the UNet."""
+        self.calls += 1
+
+    def merge(
+        self, call: Any, level: int, part: str, before: tuple[int, int, int], after: tuple[int, int], route: str = ""
+    ) -> None:
+        """A call merged. before: (batch, queries, keys) of the unmerged call; after: (queries, keys) left.
+
+        route: how merged keys of a self-attention got to know their sizes, or did not; "" where they were not to.
+        """
+        batch, queries, keys = before
+        if torch.compiler.is_compiling():
+            self.trace_merge(index(level), part, index(queries), index(after[0]), index(after[1]))
+            if route:
+                self.trace_route(index(level), route)
+            return
+        tally = self.levels[level].phases[call.phase if call else ""]
+        if route:
+            tally.routes[route] += 1
+        tally.merged[(part, queries, *after)] += 1
+        if part == "attn":
+            tally.work_full += batch * queries * keys
+            tally.work_left += batch * after[0] * after[1]
+
+    def keep(self, call: Any, level: int, work: int) -> None:
+        """A self-attention was no part of what is merged in this call; work: as of `skip`."""
+        if not torch.compiler.is_compiling():
+            tally = self.levels[level].phases[call.phase if call else ""]
+            tally.work_full += work
+            tally.work_left += work
+
+    def skip(self, call: Any, level: int, part: str, reason: str, work: int = 0, calls: int = 1) -> None:
+        """Calls were left unmerged. work: batch times queries times keys of a self-attention, for each of them."""
+        if torch.compiler.is_compiling():
+            self.trace_skip(index(level), part, reason)
+            return
+        tally = self.levels[level].phases[call.phase if call else ""]
+        tally.skipped[part, reason] += calls
+        tally.work_full += work * calls
+        tally.work_left += work * calls
+
+    @when_traced
+    def trace_route(self, level: int, route: str) -> int:
+        """A call is being compiled with the sizes taken this way."""
+        self.levels[level].traced_routes.add(route)
+        return 0
+
+    @when_traced
+    def trace_merge(self, level: int, part: str, tokens: int, queries: int, keys: int) -> int:
+        """A call is being compiled as a merged one."""
+        self.levels[level].traced_merges.add((part, tokens, queries, keys))
+        return 0
+
+    @when_traced
+    def trace_skip(self, level: int, part: str, reason: str) -> int:
+        """A call is being compiled as one that is left unmerged."""
+        self.levels[level].traced_skips.add(f"{part}: {reason}")
+        if reason == TIME_IS_UNKNOWN and not self._time_was_missed:
+            self._time_was_missed = True
+            logger.warning(
+                "A rule is limited in time, but a UNet compiled as a whole cannot look at its own timestep, so it is "
+                "compiled without merging: call handle.set_time(...) before each step."
+            )
+        return 0
