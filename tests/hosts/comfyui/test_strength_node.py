@@ -41,7 +41,7 @@ def test_a_strength_is_its_settings_spelled_out(comfy, strength):
     assert bytes_of(seen, "named") == bytes_of(seen, "spelled out") != bytes_of(seen, "plain")
     assert bytes_of(seen, "removed") == bytes_of(seen, "plain")
     first, *more = report_of(seen, named).splitlines()
-    assert re.match(r"ToMe: 2 steps, \d+% of attention left out", first) and any("1024 tokens" in one for one in more)
+    assert re.match(r"ToMe: 2 steps, \d+ % of attention left out", first) and any("1024 tokens" in one for one in more)
     assert len(more) < 10
 
 
@@ -150,5 +150,6 @@ def test_with_a_preview_the_report_is_in_the_history(comfy):
     applied = graph.strength()
     preview = graph.add("ToMePreview", model=applied, latent=graph.sample("latent", applied))
     history = comfy.wait(comfy.queue(graph.graph))
-    (text,) = history["outputs"][preview[0]]["text"]
-    assert "ToMe: 1 step, nothing merged" in text and "level 0 (latent /1" in text
+    (text,), (data,) = (history["outputs"][preview[0]][name] for name in ("text", "tome_report"))
+    assert "ToMe: 1 step, nothing merged" in text
+    assert data["format"] == 1 and data["calls"] and [level["downsample"] for level in data["levels"]][0] == 1
