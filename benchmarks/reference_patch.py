@@ -12,7 +12,7 @@ from benchmarks import reference_tiles
 from benchmarks.reference import Groups, bipartite, pooled, refined
 from tome_core.families import Place, find_blocks
 
-Metric = Literal["input", "normed", "keys", "keys+values"]
+Metric = Literal["input", "keys", "keys+values"]
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class Grouping:
     """How one side of attention is grouped.
 
     how: ``match`` by similarity, ``random`` partners, or ``pool`` (squares of `cell`, which set the ratio).
-    metric: what is compared: the block's input (as tomesd does), the normed tokens that attention gets, their keys
-    (as in ToMe for ViTs, arXiv 2210.09461, but with all heads side by side), or keys and values side by side.
+    metric: what is compared: the block's input (as tomesd does), the keys (as in ToMe for ViTs, arXiv 2210.09461, but
+    with all heads side by side), or keys and values side by side.
     euclid: compared by distance, not by cosine. steps: of k-means afterwards. drawn: destinations are drawn anew
     at every time instead of top left.
     """
@@ -157,7 +157,5 @@ class _Attention:
     def _compared(self, metric: Metric, x: torch.Tensor) -> torch.Tensor:
         if metric == "input":
             return self.input
-        if metric == "normed":
-            return x
         keys = self.attention.to_k(x)
         return keys if metric == "keys" else torch.cat([keys, self.attention.to_v(x)], -1)

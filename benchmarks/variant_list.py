@@ -126,7 +126,6 @@ def _better_and_worse_groups() -> Iterator[Variant]:
         yield _reference("sized kv windows 16", setting, _kv(ratio, cell, window=16))
         for line, more in (
             ("sized kv on keys k-means 3", {"metric": "keys", "steps": 3}),
-            ("sized kv on normed", {"metric": "normed"}),
             ("sized kv on keys+values", both),
             ("sized kv on keys+values by distance", {**both, "euclid": True}),
             ("sized kv on keys+values by distance k-means 3", {**both, "euclid": True, "steps": 3}),

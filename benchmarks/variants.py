@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -65,15 +65,26 @@ def timestep_of(args: tuple, kwargs: dict[str, Any]) -> float:
 
 
 def engine(*rules: dict[str, Any]) -> PutOn:
-    """tome_core with the settings of each rule, the first that holds counts.
+    """tome_core with these settings; several are rules of which the first that holds counts."""
+    if len(rules) == 1:
+        return _merging(tome_core.MergeConfig(**rules[0]))
+    return _merging(tome_core.MergeConfig(rules=tuple(tome_core.MergeRule(**settings) for settings in rules)))
+
+
+def strength(value: float) -> PutOn:
+    """A strength of tome_core's, also on grids that it would leave alone."""
+    return _merging(replace(tome_core.strength(value), only_if_it_pays=False))
+
+
+def _merging(config: tome_core.MergeConfig) -> PutOn:
+    """tome_core with this config.
 
     What happens inside is one sampling, whose matches may be kept from step to step.
     """
 
     @contextmanager
     def put_on(unet: nn.Module, seed: int) -> Iterator[None]:
-        made = tuple(tome_core.MergeRule(**{**settings, "seed": seed}) for settings in rules)
-        with tome_core.patch(unet, tome_core.MergeConfig(rules=made), host_clock=True) as merging:
+        with tome_core.patch(unet, replace(config, seed=seed), host_clock=True) as merging:
             sampling = object()
 
             def tell(module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -86,11 +97,6 @@ def engine(*rules: dict[str, Any]) -> PutOn:
                 clock.remove()
 
     return put_on
-
-
-def strength(value: float) -> PutOn:
-    """A strength of tome_core's, also on grids that it would leave alone."""
-    return engine(asdict(replace(tome_core.strength(value), only_if_it_pays=False)))
 
 
 def zeroed(part: str, levels: tuple[int, ...]) -> PutOn:

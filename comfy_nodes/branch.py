@@ -43,7 +43,7 @@ class BranchMerging:
         self._home = weakref.ref(home)
         self._wants_maps = wants_maps
         self._keeps_maps = False
-        self._has_range = any(rule.uses_percent for rule in config.rules)
+        self._has_range = config.uses_percent
         self._sampling: Sampling | None = None  # the innermost that goes on
         self._patches: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # by UNet
         self._attached: dict[int, Any] = {}  # id of a model -> its patch, whose wraps are on
@@ -185,7 +185,7 @@ class BranchMerging:
         if not 0 <= sigma < math.inf:  # nobody's picture should depend on how we take it
             handle.set_time()
             return
-        percent = sampling.percent(sigma, model_sampling) if handle.run.uses_percent else None
+        percent = sampling.percent(sigma, model_sampling) if self._has_range else None
         relative = relative_sigma(sigma, model_sampling)
         pictures = sampling.pictures_in(_argument(0, "x", args, kwargs), options)
         handle.set_time(percent=percent, sigma=relative, sampling=self._sampling, pictures=pictures)

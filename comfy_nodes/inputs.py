@@ -47,7 +47,7 @@ def config_of(strength: Any, start: Any, end: Any, settings: Any = None) -> Any:
     Raises ValueError or TypeError, with value, range and remedy, for what the engine refuses.
     """
     if settings is None:
-        config = tome_core.MergeConfig(rules=(tome_core.strength(strength),))
+        config = tome_core.strength(strength)
     elif isinstance(settings, tome_core.MergeConfig):
         config = settings
     else:

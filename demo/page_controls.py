@@ -1,4 +1,4 @@
-"""The page's controls: which component shows each of the engine's settings, and the rule that their values make.
+"""The page's controls: which component shows each of the engine's settings, and the config that their values make.
 
 Pure but for `make`; a control's value is what gradio gives and takes. Nothing about a single setting is written here.
 """
@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from tome_core import PRESETS, MergeRule, describe_settings, preset
+from tome_core import PRESETS, MergeConfig, describe_settings, preset
 
 SETTINGS: dict[str, dict[str, Any]] = {one["name"]: one for one in describe_settings()}
 NAMES = tuple(SETTINGS)
@@ -41,7 +41,7 @@ def component(name: str) -> tuple[str, dict[str, Any]]:
 
 
 def make(name: str, value: Any, **more: Any) -> Any:
-    """The control of a setting, showing a rule's `value`."""
+    """The control of a setting, showing this `value`."""
     import gradio as gr
 
     kind, arguments = component(name)
@@ -51,7 +51,7 @@ def make(name: str, value: Any, **more: Any) -> Any:
 
 
 def shown(name: str, value: Any) -> Any:
-    """A rule's value as its control has it: words instead of None, "0, 1" instead of a tuple."""
+    """A setting's value as its control has it: words instead of None, "0, 1" instead of a tuple."""
     setting = SETTINGS[name]
     if "choices" in setting:
         return _unset(name) if value is None else str(value)
@@ -61,7 +61,7 @@ def shown(name: str, value: Any) -> Any:
 
 
 def taken(name: str, value: Any) -> Any:
-    """A control's value as a rule takes it; what makes no sense stays as it is, for the engine to refuse."""
+    """A control's value as a config takes it; what makes no sense stays as it is, for the engine to refuse."""
     setting = SETTINGS[name]
     if "choices" in setting:
         return next((choice for choice in setting["choices"] if shown(name, choice) == value), value)
@@ -84,22 +84,22 @@ def _unset(name: str) -> str:
     return SETTINGS[name].get("unset", "automatic")
 
 
-def rule_of(values: Mapping[str, Any]) -> MergeRule:
-    """The rule of the controls' values, by name. Raises ValueError, in the engine's words, for what is not possible."""
+def config_of(values: Mapping[str, Any]) -> MergeConfig:
+    """The config of the controls' values, by name. Raises ValueError, in the engine's words, for what is none."""
     try:
-        return MergeRule(**{name: taken(name, values[name]) for name in NAMES})
+        return MergeConfig(**{name: taken(name, values[name]) for name in NAMES})
     except TypeError as error:
         raise ValueError(str(error)) from None
 
 
-def values_of(rule: MergeRule) -> dict[str, Any]:
-    """What the controls show for a rule."""
-    return {name: shown(name, getattr(rule, name)) for name in NAMES}
+def values_of(config: MergeConfig) -> dict[str, Any]:
+    """What the controls show for a config."""
+    return {name: shown(name, config.value(name)) for name in NAMES}
 
 
-def preset_of(rule: MergeRule) -> str:
-    """The choice that stands for exactly this rule, else Custom."""
-    return next((label for label, name in PRESET_OF.items() if preset(name) == rule), CUSTOM)
+def preset_of(config: MergeConfig) -> str:
+    """The choice that stands for exactly this config, else Custom."""
+    return next((label for label, name in PRESET_OF.items() if preset(name) == config), CUSTOM)
 
 
 def blamed(message: str) -> tuple[str, ...]:

@@ -64,7 +64,7 @@ class Events:
             touched = {"preset": controls.CUSTOM} if set(error.names) - set(PICTURE) else {}
             return {**nothing, **self._complaint(error, wrong), **touched}
         return {**self._marks((), wrong, ""), **self._elsewhere(wanted, address), "says": "",
-                "preset": controls.preset_of(wanted.rule)}  # fmt: skip
+                "preset": controls.preset_of(wanted.config)}  # fmt: skip
 
     def chosen(self, values: Values, preset: str, wrong: tuple[str, ...], address: str) -> Parts:
         """A preset was chosen: it fills the settings."""
@@ -137,10 +137,10 @@ class Events:
             except (argparse.ArgumentTypeError, ValueError) as error:
                 raise Wrong(f"{label}: {error}", (name,)) from None
         try:
-            rule = controls.rule_of(values)
+            config = controls.config_of(values)
         except ValueError as error:
             raise Wrong(str(error), controls.blamed(str(error))) from None
-        return Wanted(values["prompt"], int(values["picture_seed"]), int(values["steps"]), rule)
+        return Wanted(values["prompt"], int(values["picture_seed"]), int(values["steps"]), config)
 
     def _complaint(self, error: Wrong, wrong: tuple[str, ...]) -> Parts:
         says = f'<p role="alert"><strong>{escape(str(error))}</strong></p>'
@@ -152,11 +152,12 @@ class Events:
         return {**healed, **{name: update(info=sentence, elem_classes=["wrong"]) for name in now}, "wrong": now}
 
     def _elsewhere(self, wanted: Wanted, address: str) -> Parts:
-        lost = [f"{host} has no control for: {', '.join(names)}." for host, names in page_code.lost(wanted.rule).items()
+        missing = page_code.lost(wanted.config)
+        lost = [f"{host} has no control for: {', '.join(names)}." for host, names in missing.items()
                 if names]  # fmt: skip
         return {
             "script": page_code.script(wanted, self.model or page_code.DEFAULT_MODEL),
-            "payload": page_code.webui(wanted), "node": page_code.comfyui(wanted.rule), "lost": " ".join(lost),
+            "payload": page_code.webui(wanted), "node": page_code.comfyui(wanted.config), "lost": " ".join(lost),
             "link": f"{address}?{page_code.query(wanted)}",
         }  # fmt: skip
 
@@ -168,7 +169,7 @@ def update(**changes: Any) -> dict[str, Any]:
 
 def _values_of(wanted: Wanted) -> dict[str, Any]:
     return {"prompt": wanted.prompt, "picture_seed": wanted.seed, "steps": wanted.steps,
-            **controls.values_of(wanted.rule)}  # fmt: skip
+            **controls.values_of(wanted.config)}  # fmt: skip
 
 
 def _plain(value: Any) -> str:

@@ -49,17 +49,17 @@ class Page:
         with gr.Row():
             for name, value in (("picture_seed", start.seed), ("steps", start.steps)):
                 self._put(name, gr.Number, value, label=PICTURE[name][0], min_width=120)
-        self._put("preset", gr.Radio, [*controls.PRESET_OF, controls.CUSTOM], value=controls.preset_of(start.rule),
+        self._put("preset", gr.Radio, [*controls.PRESET_OF, controls.CUSTOM], value=controls.preset_of(start.config),
                   label="Preset", info="Fills the settings below; touching one of them makes it Custom.")  # fmt: skip
         with gr.Row():
             self._put("generate", gr.Button, "Generate", variant="primary", min_width=120)
             self._put("stop", gr.Button, "Stop", interactive=False, min_width=120)
         self._put("says", gr.HTML, elem_classes=["says"])
         for name in controls.BASIC:
-            self.parts[name] = controls.make(name, getattr(start.rule, name))
+            self.parts[name] = controls.make(name, start.config.value(name))
         with gr.Accordion("Advanced", open=False, elem_id="advanced"):
             for name in controls.ADVANCED:
-                self.parts[name] = controls.make(name, getattr(start.rule, name))
+                self.parts[name] = controls.make(name, start.config.value(name))
 
     def _answer(self) -> None:
         self._put("slider", gr.ImageSlider, label="Without merging | with it", interactive=False, buttons=[])

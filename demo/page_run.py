@@ -108,7 +108,7 @@ class Studio:
 
 def _compare(source: Source, wanted: Wanted, tell: Tell) -> None:
     """The picture without merging, then with it; both have run a step before they are timed."""
-    config = tome_core.MergeConfig(rules=(wanted.rule,))
+    config = wanted.config
     _one(source, replace(wanted, steps=1), Shot(WARMING, 0, 1), tell)
     plain, took = _one(source, wanted, Shot(PLAIN, 0, wanted.steps), tell)
     with tome_core.patch(source.target, config, host_clock=True) as merging:

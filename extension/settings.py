@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..tome_core import PRESETS, MergeConfig, MergeRule, describe_settings, preset
+from ..tome_core import PRESETS, MergeConfig, describe_settings, preset
 from ..tome_core.presets import DEFAULT as START
 
 NO_PRESET, CUSTOM = "off", "custom"
@@ -20,7 +20,7 @@ UNSET = -1.0  # a number's way to say None, which neither a slider nor an infote
 # what people read -> what the engine takes
 CHOICES = {
     "level": {"automatic": None, **{f"up to /{d}": d for d in (1, 2, 4, 8)}},
-    "merge_what": {"automatic": None, "q+k+v": "qkv", "k+v": "kv", "q": "q"},
+    "merge_what": {"automatic": None, "q+k+v": "qkv", "k+v": "kv"},
 }
 IMAGE_SEED = -1
 _SEED_MASK = 2**31 - 1  # the engine's range; the webui's seeds have one bit more
@@ -70,7 +70,7 @@ _HIRES_HELP = (
     "hires ratio. Only hires: the first pass is left alone, which changes the composition least."
 )
 _SIDE_HELP = (
-    "What of self-attention is merged: q+k+v (queries, keys and values), k+v (every query is kept) or q. Automatic is "
+    "What of self-attention is merged: q+k+v (queries, keys and values) or k+v (every query is kept). Automatic is "
     "the method's own: k+v for downsample, else q+k+v."
 )
 _PRESET_HELP = (
@@ -122,9 +122,9 @@ def field(name: str) -> Field:
     return FIELDS[NAMES.index(name)]
 
 
-def values_of(rule: MergeRule) -> dict[str, Any]:
-    """What the panel shows where it stands for this rule; of `FILLED`, in order."""
-    return {name: _shown(name, getattr(rule, field(name).engine)) for name in FILLED}
+def values_of(config: MergeConfig) -> dict[str, Any]:
+    """What the panel shows where it stands for this config; of `FILLED`, in order."""
+    return {name: _shown(name, config.value(field(name).engine)) for name in FILLED}
 
 
 def preset_values(name: str) -> dict[str, Any]:

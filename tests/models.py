@@ -121,7 +121,7 @@ def small() -> nn.Module:
 
 def on_small(name: str) -> MergeConfig:
     """The preset, also where a picture is so small that it would be left alone."""
-    return MergeConfig(rules=(replace(preset(name), only_if_it_pays=False),))
+    return replace(preset(name), only_if_it_pays=False)
 
 
 @seeded

@@ -65,7 +65,7 @@ def assert_merged(handle: Any) -> None:
     """Every call of the finest level was, and as hard as the default preset does in late steps."""
     finest = handle.report().levels[0]
     assert finest.calls_merged and not finest.calls_skipped and finest.work_saved > 0.8
-    most = TOKENS * (1 - preset("balanced").ratio)
+    most = TOKENS * (1 - preset("balanced").rules[0].ratio)
     assert all(before == TOKENS and keys <= most for before, _, keys in finest.tokens)
 
 
@@ -75,7 +75,7 @@ def differ(*pictures: torch.Tensor) -> bool:
 
 def keeps_nothing(name: str = "balanced") -> MergeConfig:
     """The preset as a compiled model has it, and a loop that nobody said is one: matches do not live on there."""
-    return MergeConfig(rules=(replace(preset(name), keep=0.0),))
+    return replace(preset(name), keep=0.0)
 
 
 def an_image(pipe: Any) -> torch.Tensor:

@@ -173,7 +173,6 @@ BOTH_HAVE = [
     ({"ratio": 0.75, "side": "kv"}, Recipe(Grouping(0.75))),
     ({"ratio": 0.9, "sx": 4, "sy": 4, "side": "kv"}, Recipe(Grouping(0.9, 4))),
     ({"ratio": 0.75}, Recipe(Grouping(0.75), together=True)),
-    ({"ratio": 0.75, "side": "q"}, Recipe(q=Grouping(0.75))),
     ({"ratio": 0.75, "side": "kv", "query_ratio": 0.5}, Recipe(Grouping(0.75), Grouping(0.5))),
     # the engine refuses it without sizes, because it may leave groups empty
     ({"ratio": 0.9, "sx": 4, "sy": 4, "side": "kv", "refine": 3}, Recipe(Grouping(0.9, 4, steps=3))),

@@ -47,15 +47,15 @@ def test_a_prompt_needs_no_input_but_the_model():
     named = {name: facts["default"] for name, (_, facts) in ApplyToMe.INPUT_TYPES()["optional"].items()
              if "default" in facts}  # fmt: skip
     assert host.attached(alone).config == host.attached(apply_strength(least_checkpoint(), **named)).config
-    assert host.attached(alone).config == MergeConfig(rules=(tome_core.strength(STRENGTH),))
+    assert host.attached(alone).config == tome_core.strength(STRENGTH)
     assert queued(ApplyToMe, {})[1] == ["model"]
 
 
 @pytest.mark.parametrize("strength", [0.1, 0.333, *MARKS.values()])
 def test_strength_is_the_engines_between_start_and_end(strength):
-    assert config_of(strength, 0.0, 1.0) == MergeConfig(rules=(tome_core.strength(strength),))
+    assert config_of(strength, 0.0, 1.0) == tome_core.strength(strength)
     limited = replace(tome_core.strength(strength), start_percent=0.2, end_percent=0.7)
-    assert config_of(strength, 0.2, 0.7) == MergeConfig(rules=(limited,))
+    assert config_of(strength, 0.2, 0.7) == limited
 
 
 def test_the_strengths_help_names_every_mark_and_off():
@@ -119,11 +119,11 @@ def test_what_a_link_may_bring_stops_no_queue_and_is_named_in_one_line(server, v
 
 
 @pytest.mark.parametrize(("values", "left", "words"), [
-    ({"method": "downsample", "merge_what": "q"}, "merge_what", "use one of 'k+v'"),
+    ({"method": "downsample", "merge_what": "q+k+v"}, "merge_what", "use one of 'k+v'"),
     ({"method": "downsample", "merge_crossattn": True}, "merge_crossattn", "keeps every query"),
     ({"method": "downsample", "early_ratio": 0.9}, "early_ratio", "leave it at -1"),
     ({"proportional": False, "refine": 2}, "refine", "refine=2 may leave groups without tokens"),
-    ({"merge_what": "q", "query_ratio": 0.5}, "query_ratio", "merges queries beside merge_what='k+v'"),
+    ({"merge_what": "q+k+v", "query_ratio": 0.5}, "query_ratio", "merges queries beside merge_what='k+v'"),
     ({"sx": 3, "ratio": 1.5}, "ratio", "ratio=1.5 is out of range"),
     ({"sx": 3, "level": ["7", 0]}, "level", "use one of automatic"),
     ({"sx": 3, "early_ratio": -0.5}, "early_ratio", "early_ratio=-0.5 is out of range"),
@@ -163,7 +163,7 @@ def test_settings_are_in_their_documented_order_and_none_is_called_seed():
 @pytest.mark.parametrize("strength", [0.1, *MARKS.values()])
 def test_the_settings_can_say_all_of_a_strength(strength):
     values = form.filled(strength)
-    assert ToMeSettings().settings(**values) == (MergeConfig(rules=(tome_core.strength(strength),)),)
+    assert ToMeSettings().settings(**values) == (tome_core.strength(strength),)
     assert queued(ToMeSettings, values)[1] == []
 
 

@@ -86,7 +86,7 @@ def test_twenty_steps_at_three_sizes_are_a_graph_for_each_phase_and_size(name, w
             assert same(draw(whole, handle, TIMES, side, side=side), expected)
             assert work == wanted and len(work) < len(TIMES)
             work.clear()
-    assert backend.frame_count == 3 * len(plain_rules(config.rules, [1]))
+    assert backend.frame_count == 3 * len(plain_rules(config, [1]))
 
 
 def test_all_marks_on_one_model_stay_below_the_compilers_limit():

@@ -18,7 +18,7 @@ from tome_core.phases import plain_rules
 
 def config_of(name: str) -> MergeConfig:
     """The preset on grids of any size."""
-    return MergeConfig(rules=(replace(preset(name), only_if_it_pays=False),))
+    return replace(preset(name), only_if_it_pays=False)
 
 
 def pictures(case, model, handle, times):
@@ -38,7 +38,7 @@ def test_a_phase_is_one_graph(name):
             pictures(SMALL, whole, handle, times), pictures(SMALL, plain, eager, times), strict=True
         ):
             assert torch.equal(found, expected)
-    assert backend.frame_count == len(plain_rules(config.rules, [1]))
+    assert backend.frame_count == len(plain_rules(config, [1]))
 
 
 @pytest.mark.parametrize("name", ["sdxl", "one_level_ldm"])

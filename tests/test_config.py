@@ -61,7 +61,7 @@ def test_a_threshold_has_no_upper_limit():
 @pytest.mark.parametrize(
     "settings",
     [
-        {"method": "downsample", "side": "q"},
+        {"method": "downsample", "side": "qkv"},
         {"method": "downsample", "merge_mlp": True},
         {"levels": (0,), "max_downsample": 1},
         {"refine": 1, "proportional": False},
@@ -81,11 +81,41 @@ def test_an_unknown_setting_lists_the_known_ones():
         MergeConfig(rato=0.5)
 
 
-def test_flat_settings_and_rules_exclude_each_other():
-    with pytest.raises(TypeError, match="ratio"):
-        MergeConfig(rules=(MergeRule(),), ratio=0.5)
-    with pytest.raises(TypeError, match="MergeRule"):
-        MergeConfig(rules=({"ratio": 0.5},))
+def test_flat_settings_beside_rules_are_set_in_each_of_them():
+    rules = (MergeRule(ratio=0.75, sx=4), MergeRule(ratio=0.25))
+    made = MergeConfig(rules=rules, seed=5, end_percent=0.5)
+    assert made.rules == tuple(dataclasses.replace(rule, seed=5) for rule in rules) and made.end_percent == 0.5
+    assert dataclasses.replace(MergeConfig(rules=rules, end_percent=0.5), seed=5) == made
+    for wrong in ({"ratio": 0.5}, MergeConfig()):
+        with pytest.raises(TypeError, match="MergeRule"):
+            MergeConfig(rules=(wrong,))
+
+
+def test_a_settings_value_is_the_configs_or_its_first_rules():
+    config = MergeConfig(rules=(MergeRule(ratio=0.75), MergeRule()), early_ratio=0.9)
+    assert (config.value("ratio"), config.value("early_ratio")) == (0.75, 0.9)
+    with pytest.raises(AttributeError):
+        config.value("rato")
+
+
+@pytest.mark.parametrize(("settings", "off"), [
+    ({"ratio": 0.0}, True), ({"merge_attn": False}, True), ({}, False), ({"ratio": 0.0, "deep_mlp": 0.5}, False),
+    ({"ratio": 0.0, "early_ratio": 0.5}, False), ({"ratio": 0.0, "early_ratio": 0.0}, True),
+    ({"merge_attn": False, "early_ratio": 0.5}, True),
+    ({"rules": (MergeRule(ratio=0.0), MergeRule(ratio=0.5))}, False), ({"rules": (MergeRule(ratio=0.0),) * 2}, True),
+])  # fmt: skip
+def test_a_config_is_off_where_nothing_can_merge(settings, off):
+    assert MergeConfig(**settings).is_off is off
+
+
+def test_a_rule_is_lean():
+    """Limits of a rule are on one scale of time; what expands to rules is no setting of one."""
+    names = {field.name for field in dataclasses.fields(MergeRule)}
+    assert {field.name for field in dataclasses.fields(MergeConfig)} - {"rules"} == {
+        "start_percent", "end_percent", "max_beta", "early_ratio", "early_until", "deep_mlp",
+    } and len(names) == 23  # fmt: skip
+    with pytest.raises(TypeError, match="end_percent"):
+        MergeRule(end_percent=0.5)
 
 
 def test_settings_are_frozen_and_compare_by_value():
@@ -119,7 +149,8 @@ def test_downsample_merges_keys_and_values_and_the_others_everything():
 
 def test_every_setting_says_what_it_does():
     described = {setting["name"]: setting for setting in describe_settings()}
-    assert list(described) == [field.name for field in dataclasses.fields(MergeRule)]
+    of_a_config = [field.name for field in dataclasses.fields(MergeConfig)]
+    assert list(described) == [field.name for field in dataclasses.fields(MergeRule)] + of_a_config[1:]
     for setting in described.values():
         assert setting["label"] and len(setting["help"]) > 20
         numeric = isinstance(setting["default"], (int, float)) and not isinstance(setting["default"], bool)

@@ -253,7 +253,6 @@ def run(model, timestep=100):
         (MergeRule(**KV, method="cluster"), True),
         (MergeRule(side="qkv", metric="keys+values"), True),
         (MergeRule(), False),  # all tokens' keys and values are not there, and making them costs what merging saves
-        (MergeRule(side="q"), False),
         (MergeRule(**KV, proportional=False), False),
         (MergeRule(method="downsample"), False),
         (MergeRule(**KV, correction=False), False),

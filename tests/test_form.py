@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import pytest
 
 import tome_core
-from tome_core import MergeConfig, MergeRule, describe_settings, form
+from tome_core import MergeConfig, MergeRule, describe_settings
 from tome_core.form import FIELDS, NAMES, UNSET, changed, config_of, field, filled, settle, values_of
 from tome_core.presets import MARKS
 
@@ -56,7 +54,7 @@ def test_the_defaults_are_the_engines_and_none_need_be_given():
 
 @pytest.mark.parametrize("strength", [0.1, 0.333, *MARKS.values()])
 def test_the_form_can_say_all_of_a_strength(strength):
-    config = MergeConfig(rules=(tome_core.strength(strength),))
+    config = tome_core.strength(strength)
     assert config_of(filled(strength)) == config and config_of(values_of(config)) == config
     assert settle(filled(strength)) == (config, [])
 
@@ -113,6 +111,6 @@ def test_what_does_not_go_together_is_left_out_with_a_sentence_each(values, left
 
 
 def test_what_is_no_field_is_what_only_python_sets():
-    assert {one.name for one in fields(MergeRule)} - {one.setting for one in form.FIELDS} == {
+    assert set(DESCRIBED) - {one.setting for one in FIELDS} == {
         "merge_attn", "levels", "min_timestep", "max_timestep", "max_beta", "cluster_on", "correction",
     }  # fmt: skip

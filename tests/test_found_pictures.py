@@ -23,7 +23,7 @@ from tome_core import MergeConfig, NoiseSchedule, preset
 
 STEPS = 20
 KEPT = MergeConfig(side="kv", ratio=0.75, use_rand=False, keep=100.0, refine=1, metric="keys+values")
-BALANCED = MergeConfig(rules=(replace(preset("balanced"), only_if_it_pays=False),))
+BALANCED = replace(preset("balanced"), only_if_it_pays=False)
 FIRST_HALF = MergeConfig(ratio=0.5, end_percent=0.5)
 # of which no timestep is one of Stable Diffusion's
 SCHEDULERS: dict[str, Callable[[], Any]] = {

@@ -21,7 +21,6 @@ from torch import nn
 
 import tome_core
 from tests.models import call_unet, inputs, merge_with_self, on_small, small
-from tome_core import MergeConfig
 
 PRESETS = ("balanced", "quality")
 EARLY, LATE = 900, 100
@@ -282,8 +281,8 @@ def test_perturbed_attention_saves_nothing_where_it_changes_nothing(kind: str, n
     """It makes its keys from what it is called with, whatever keys it is given."""
     model = with_processors(kind)
     plain = run(model)
-    attention_alone = replace(on_small(name).rules[0], deep_mlp=0.0)
-    with tome_core.patch(model, MergeConfig(rules=(attention_alone,))) as handle:
+    attention_alone = replace(on_small(name), deep_mlp=0.0)
+    with tome_core.patch(model, attention_alone) as handle:
         merged = run(model)
         level = handle.report().levels[0]
     assert torch.equal(merged, plain) == (level.calls_merged == 0)

@@ -20,7 +20,7 @@ import tome_core
 from tests.models import CASES, call_case, call_unet, inputs, small
 from tome_core import MergeConfig, preset
 
-BALANCED = MergeConfig(rules=(replace(preset("balanced"), only_if_it_pays=False),))
+BALANCED = replace(preset("balanced"), only_if_it_pays=False)
 TOGETHER = MergeConfig(ratio=0.5, merge_mlp=True)
 A_MOMENT = 0.3  # for what may have to wait for the call that it is asked in
 DEADLOCK = 15  # nothing else takes so long; a test that ends does not wait for it

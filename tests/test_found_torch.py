@@ -19,7 +19,7 @@ import tome_core
 from tests.models import call_unet, inputs, small
 from tome_core import MergeConfig, preset
 
-BALANCED = MergeConfig(rules=(replace(preset("balanced"), only_if_it_pays=False),))
+BALANCED = replace(preset("balanced"), only_if_it_pays=False)
 CONFIGS = {"balanced": BALANCED, "together": MergeConfig(ratio=0.5)}
 NEAR = {"rtol": 1e-3, "atol": 1e-4}  # a transform has kernels of its own
 SEVERAL = 2

@@ -19,7 +19,7 @@ from tests.test_patch_contract import traces
 from tests.tiny_pipeline import stable_diffusion
 from tome_core import MergeConfig, UnsupportedModelError, preset
 
-BALANCED = MergeConfig(rules=(replace(preset("balanced"), only_if_it_pays=False),))
+BALANCED = replace(preset("balanced"), only_if_it_pays=False)
 LATE = MergeConfig(ratio=0.5, start_percent=0.5)  # asks for the time, so that a scheduler matters
 
 

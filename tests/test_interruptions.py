@@ -26,7 +26,7 @@ EVERYTHING = {"merge_crossattn": True, "merge_mlp": True, "max_downsample": 8}
 # two rules, so that the clock matters as well, and one that keeps, so that the loop does
 CONFIG = MergeConfig(
     rules=(
-        MergeRule(ratio=0.75, end_percent=0.6, **EVERYTHING),
+        MergeRule(ratio=0.75, min_timestep=400, **EVERYTHING),
         MergeRule(side="kv", query_ratio=0.25, keep=500.0, **EVERYTHING),
     )
 )

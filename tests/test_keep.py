@@ -230,7 +230,7 @@ def test_a_loop_that_breaks_off_forgets(model, work):
 def added_by_a_kept_match(**settings: Any) -> int:
     """Operators that a block runs beyond its own where an earlier step has matched."""
     block, arguments = make_block(), make_inputs(32, 2, "cpu", torch.float32)
-    config = MergeConfig(rules=(replace(KEPT.rules[0], **settings),))
+    config = replace(KEPT, **settings)
     with torch.inference_mode(), tome_core.patch(block, config) as handle:
         counts = []
         for timestep in (200, 180, 160):

@@ -401,5 +401,5 @@ def test_a_card_that_waits_merges_nothing_until_it_was_measured_to_pay(card, mon
     for merged, merges in ((0.5, True), (2.0, False)):
         left, told = Latch([gains.Gain(case, 1.0, merged)], _SD15).apply(rules, why, latent, clock.gated)
         assert any(any(one) for one in left) == merges
-    plain = plain_rules((preset("fast"),), [1])
+    plain = plain_rules(preset("fast"), [1])
     assert all(rule.only_if_it_pays for rule in plain), "presets ask"

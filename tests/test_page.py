@@ -235,8 +235,8 @@ def test_a_wrong_value_is_told_beside_its_control_and_nothing_is_made(opened):
 def test_a_preset_fills_the_controls_a_touch_makes_it_custom_and_the_link_restores_it_all(opened):
     page = opened()
     page.choose("preset", "Max")
-    page.until_link(f"ratio={preset('max').ratio}")
-    page.wait_for_number("ratio", preset("max").ratio)
+    page.until_link(f"ratio={preset('max').rules[0].ratio}")
+    page.wait_for_number("ratio", preset("max").rules[0].ratio)
     page.number("ratio", 0.35)
     page.until_link("ratio=0.35")
     assert page.at("preset", "input:checked").get_attribute("value") == "Custom"
@@ -280,7 +280,7 @@ def test_the_keyboard_is_enough(opened):
         seen.append(page.page.evaluate(focused))
         if page.page.evaluate("document.activeElement.value") == "Fast":
             press("Space")  # gradio's radios are reached by Tab, one by one
-            page.until_link(f"ratio={preset('fast').ratio}")
+            page.until_link(f"ratio={preset('fast').rules[0].ratio}")
         outline = "(() => {const one = getComputedStyle(document.activeElement);" \
             "return one.outlineStyle !== 'none' || one.boxShadow !== 'none' || one.borderColor})()"  # fmt: skip
         assert page.page.evaluate(outline)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from dataclasses import fields, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from urllib.parse import parse_qsl
 
@@ -24,7 +24,7 @@ from demo.source import Embedded
 from tests import tiny_pipeline, tiny_scenes
 from tests.comfy_doubles import queued
 from tests.webui_doubles import Webui
-from tome_core import PRESETS, MergeConfig, MergeRule, describe_settings, form, preset, strength
+from tome_core import PRESETS, MergeConfig, describe_settings, form, preset, strength
 
 PROMPT, ADDRESS = "night snow peaks right blue cone", "http://127.0.0.1:7860/"
 # one rule for each setting, at a value that is not its default; and the presets
@@ -38,17 +38,17 @@ def other(setting):
     name, default = setting["name"], setting["default"]
     value = OTHER.get(name, not default if isinstance(default, bool) else None)
     value = setting["minimum"] + 3 * setting["step"] if value is None else value
-    return MergeRule(**{name: value, **BESIDE.get(name, {})})
+    return MergeConfig(**{name: value, **BESIDE.get(name, {})})
 
 
 RULES = {**{one["name"]: other(one) for one in describe_settings()}, **{name: preset(name) for name in PRESETS},
-         "defaults": MergeRule()}  # fmt: skip
+         "defaults": MergeConfig()}  # fmt: skip
 each_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 
 
 def changed(a, b):
-    """Names of the settings in which two rules differ."""
-    return {one.name for one in fields(MergeRule) if getattr(a, one.name) != getattr(b, one.name)}
+    """Names of the settings in which two configs differ."""
+    return {one["name"] for one in describe_settings() if a.value(one["name"]) != b.value(one["name"])}
 
 
 # --- controls ---------------------------------------------------------------------------------------------------------
@@ -58,10 +58,10 @@ def changed(a, b):
 def test_a_rule_goes_into_the_controls_and_comes_out_the_same(rule):
     values = page_controls.values_of(rule)
     through_json = json.loads(json.dumps(values))
-    assert page_controls.rule_of(through_json) == rule
+    assert page_controls.config_of(through_json) == rule
     # sliders give whole numbers as 2.0
     floats = {name: float(value) if type(value) is int else value for name, value in values.items()}
-    assert page_controls.rule_of(floats) == rule
+    assert page_controls.config_of(floats) == rule
 
 
 @each_rule
@@ -77,7 +77,7 @@ def test_a_controls_choices_and_range_hold_what_a_rule_shows(rule):
 def test_every_setting_has_its_control_and_each_preset_knows_itself():
     assert set(page_controls.BASIC) | set(page_controls.ADVANCED) == {one["name"] for one in describe_settings()}
     assert [page_controls.preset_of(preset(name)) for name in PRESETS] == [name.capitalize() for name in PRESETS]
-    assert page_controls.preset_of(MergeRule(ratio=0.123)) == page_controls.CUSTOM
+    assert page_controls.preset_of(MergeConfig(ratio=0.123)) == page_controls.CUSTOM
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_every_setting_has_its_control_and_each_preset_knows_itself():
 )
 def test_a_value_that_is_not_possible_is_told_in_the_engines_words_and_its_controls_are_named(changes, names):
     with pytest.raises(ValueError) as told:
-        page_controls.rule_of({**page_controls.values_of(MergeRule()), **changes})
+        page_controls.config_of({**page_controls.values_of(MergeConfig()), **changes})
     assert page_controls.blamed(str(told.value)) == names
 
 
@@ -129,7 +129,7 @@ def test_the_script_runs_and_merges_as_the_page_does(name, tiny_folder, tmp_path
     monkeypatch.chdir(tmp_path)
     names = {}
     exec(page_code.script(Wanted('a "cat"\n', 3, 2, preset(name)), str(tiny_folder)), names)
-    assert names["config"] == MergeConfig(rules=(preset(name),))
+    assert names["config"] == preset(name)
     assert (tmp_path / "merged.png").exists() and names["merging"].report().calls == 2
     assert "Token merging:" in capsys.readouterr().out
 
@@ -149,7 +149,7 @@ def test_the_payload_is_what_the_webui_reads_but_for_what_it_has_no_control_for(
     assert list(payload["alwayson_scripts"]) == [webui.script.title()]
     wish = webui.part("settings").read(args)
     for hires in (False, True):
-        assert changed(wish.config(hires, 99).rules[0], rule) == set(page_code.lost(rule)["webui"])
+        assert changed(wish.config(hires, 99), rule) == set(page_code.lost(rule)["webui"])
 
 
 def test_a_hosts_table_brings_no_second_engine():
@@ -171,7 +171,7 @@ def test_the_node_is_what_comfyui_reads_but_for_what_it_has_no_input_for(rule):
     asked = nodes["5"]["inputs"]
     settings, left_out = form.settle(nodes["6"]["inputs"]) if "settings" in asked else (None, [])
     made = config_of(asked.get("strength"), asked["start"], asked["end"], settings)
-    assert not left_out and changed(made.rules[0], rule) == set(page_code.lost(rule)["ComfyUI"])
+    assert not left_out and changed(made, rule) == set(page_code.lost(rule)["ComfyUI"])
 
 
 def test_the_node_has_a_strength_where_one_stands_for_the_rule():
@@ -193,7 +193,7 @@ def source():
     return made
 
 
-RULE = MergeRule(ratio=0.75, start_percent=0.2, keep=500.0)
+RULE = MergeConfig(ratio=0.75, start_percent=0.2, keep=500.0)
 WANTED = Wanted(PROMPT, 4, 3, RULE)
 
 
@@ -215,11 +215,11 @@ def test_a_run_gives_both_pictures_as_the_model_makes_them_and_says_how_far_it_i
 def test_a_model_that_knows_no_time_is_told_it(source):
     """Without it a rule that is limited in time would merge nothing on the embedded model, and keep no match."""
     late = replace(RULE, start_percent=1.0)
-    *_, last = Studio(source).make(replace(WANTED, rule=late), threading.Event())
+    *_, last = Studio(source).make(replace(WANTED, config=late), threading.Event())
     assert np.array_equal(last.plain, last.merged) and "the same picture, bit for bit" in last.figures
-    *_, kept = Studio(source).make(replace(WANTED, rule=replace(RULE, keep=1000.0, start_percent=0.0)),
+    *_, kept = Studio(source).make(replace(WANTED, config=replace(RULE, keep=1000.0, start_percent=0.0)),
                                    threading.Event())  # fmt: skip
-    *_, anew = Studio(source).make(replace(WANTED, rule=replace(RULE, keep=0.0, start_percent=0.0)),
+    *_, anew = Studio(source).make(replace(WANTED, config=replace(RULE, keep=0.0, start_percent=0.0)),
                                    threading.Event())  # fmt: skip
     assert not np.array_equal(kept.merged, anew.merged)
 
@@ -274,7 +274,7 @@ def test_it_opens_with_the_start_and_its_preset(events, values):
 def test_a_preset_fills_the_controls_and_a_touch_makes_it_custom(events, values, name):
     shown = events.chosen(values, name.capitalize(), (), ADDRESS)
     filled = {**values, **{one: shown[one]["value"] for one in page_controls.NAMES}}
-    assert page_controls.rule_of(filled) == preset(name) and shown["preset"] == name.capitalize()
+    assert page_controls.config_of(filled) == preset(name) and shown["preset"] == name.capitalize()
     touched = events.touched({**filled, "ratio": 0.123}, (), ADDRESS)
     assert touched["preset"] == "Custom" and "ratio=0.123" in touched["script"] and "ratio=0.123" in touched["link"]
 

@@ -1,4 +1,4 @@
-"""Early phases and ramps are plain rules; presets are settings by name; few tokens are left alone."""
+"""Early phases, deep MLPs and ramps are rules; presets are settings by name; few tokens are left alone."""
 
 from __future__ import annotations
 
@@ -32,21 +32,22 @@ def test_an_early_phase_is_what_two_rules_are():
     one = MergeConfig(side="kv", ratio=0.5, early_ratio=0.9, early_until=600.0)
     for timestep, keys in ((999, 26), (600, 26), (599, 128), (0, 128)):
         assert tokens_at(one, timestep) == ((256, 256, keys),), timestep
-    early, late = plain_rules(one.rules, [1])
+    early, late = plain_rules(one, [1])
     assert (early.sx, early.sy, early.min_timestep, late.min_timestep) == (4, 4, 600.0, None)
-    assert early.refine == 2 and late.refine == 0 and plain_rules((early, late), [1]) == (early, late)
+    assert (early.refine, late.refine) == (2, 0)
+    assert plain_rules(MergeConfig(rules=(early, late)), [1]) == (early, late)
 
 
 @pytest.mark.parametrize(("ratio", "side"), [(0.5, 2), (0.75, 2), (0.76, 4), (0.9375, 4), (0.95, 8), (1.0, 8)])
 def test_early_cells_are_as_large_as_the_ratio_needs(ratio, side):
-    early = plain_rules((MergeRule(early_ratio=ratio),), [1])[0]
+    early = plain_rules(MergeConfig(early_ratio=ratio), [1])[0]
     assert (early.sx, early.sy) == (side, side)
     assert early.effective_ratio == min(ratio, 1 - 1 / 64)
 
 
 def test_an_early_phase_touches_self_attention_only():
-    rule = MergeRule(ratio=0.5, early_ratio=0.75, merge_mlp=True, merge_crossattn=True)
-    early, late = plain_rules((rule,), [1])
+    config = MergeConfig(ratio=0.5, early_ratio=0.75, merge_mlp=True, merge_crossattn=True)
+    early, late = plain_rules(config, [1])
     assert early.merge_attn and not early.merge_mlp and not early.merge_crossattn
     assert late.merge_mlp and late.merge_crossattn
 
@@ -71,21 +72,21 @@ def test_a_deep_mlp_merges_where_the_latent_is_halved_after_the_early_phase():
 
 def test_a_deep_mlp_keeps_the_limits_of_its_rule():
     for limits, ends in (({}, True), ({"max_timestep": 200.0}, 200.0), ({"min_timestep": 500.0}, None)):
-        rules = plain_rules((MergeRule(deep_mlp=0.5, **limits),), [2])
+        rules = plain_rules(MergeConfig(deep_mlp=0.5, **limits), [2])
         assert len(rules) == (1 if ends is None else 2)
         assert ends in (None, True) or rules[0].max_timestep == ends
     for until in (0.0, 125.0, 900.0):
-        deep = plain_rules((MergeRule(deep_mlp=0.5, early_ratio=0.75, early_until=until),), [2])[0]
+        deep = plain_rules(MergeConfig(deep_mlp=0.5, early_ratio=0.75, early_until=until), [2])[0]
         assert deep.merge_mlp and DEEP_UNTIL - 1 < deep.max_timestep < DEEP_UNTIL, "whatever is early for attention"
 
 
 def test_an_early_ratio_is_the_finest_levels_alone():
     """Below it early steps are where merging shows: .98 costs .25 % of the v-loss at 800 there, .09 at 50."""
-    early, late = plain_rules((MergeRule(early_ratio=0.9, max_downsample=8),), [1, 2, 4])
+    early, late = plain_rules(MergeConfig(early_ratio=0.9, max_downsample=8), [1, 2, 4])
     assert early.levels == (0,) and late.max_downsample == 8
-    early, late = plain_rules((MergeRule(early_ratio=0.9, levels=(1, 2)),), [1, 2, 4])
+    early, late = plain_rules(MergeConfig(early_ratio=0.9, levels=(1, 2)), [1, 2, 4])
     assert early.levels == (1,) and late.levels == (1, 2)
-    assert len(plain_rules((MergeRule(early_ratio=0.9, levels=(5,)),), [1, 2, 4])) == 1
+    assert len(plain_rules(MergeConfig(early_ratio=0.9, levels=(5,)), [1, 2, 4])) == 1
 
 
 def test_the_report_says_which_levels_mlp_merged():
@@ -99,13 +100,13 @@ def test_the_report_says_which_levels_mlp_merged():
 
 
 def test_a_deep_mlp_leaves_the_rest_of_its_rule_as_it_is():
-    rule = MergeRule(side="kv", ratio=0.9, sx=4, sy=4, refine=1, query_ratio=0.25, deep_mlp=0.5, early_ratio=0.95,
-                     max_downsample=4)  # fmt: skip
-    deep, *others = plain_rules((rule,), [1, 2, 4, 8])
+    config = MergeConfig(side="kv", ratio=0.9, sx=4, sy=4, refine=1, query_ratio=0.25, deep_mlp=0.5, early_ratio=0.95,
+                         max_downsample=4)  # fmt: skip
+    deep, *others = plain_rules(config, [1, 2, 4, 8])
     assert (deep.levels, deep.max_downsample, deep.ratio) == ((1, 2), None, 0.5)
     assert deep.merge_mlp and not deep.merge_attn
-    assert others == list(plain_rules((replace(rule, deep_mlp=0.0),), [1, 2, 4, 8]))
-    assert plain_rules((rule,), [1])[0].merge_attn, "nothing is deep there"
+    assert others == list(plain_rules(replace(config, deep_mlp=0.0), [1, 2, 4, 8]))
+    assert plain_rules(config, [1])[0].merge_attn, "nothing is deep there"
 
 
 def test_all_of_sdxl_is_deep():
@@ -141,7 +142,7 @@ LEVELS = {"SD1.5, SD2": (1, 2, 4, 8), "SDXL": (2, 4)}
 def test_the_readme_says_where_presets_merge(family):
     text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
     row = next(line for line in text.splitlines() if line.startswith(f"| {family} |")).split(" | ")[1:]
-    rules = plain_rules((preset("balanced"),), LEVELS[family])
+    rules = plain_rules(preset("balanced"), LEVELS[family])
     assert not any(rule.merge_mlp or rule.merge_crossattn for rule in rules), "self-attention alone"
     for pixels, cell in zip((512, 1024, 2048), row, strict=True):
         sides = {level: pixels // 8 // down for level, down in enumerate(LEVELS[family])}
@@ -153,7 +154,7 @@ def test_the_readme_says_where_presets_merge(family):
 
 
 def test_the_mlp_pays_by_its_work():
-    deep = plain_rules((replace(preset("balanced"), deep_mlp=0.5, max_downsample=8),), [1, 2])[0]
+    deep = plain_rules(replace(preset("balanced"), deep_mlp=0.5, max_downsample=8), [1, 2])[0]
     sizes = ((1024, 1280), (4096, 640), (1024, 640), (4096, 320))
     assert [pays_in_mlp(deep, *size, "cuda") for size in sizes] == [True, True, False, False]
     assert pays_in_mlp(deep, 1024, 640, "cpu") and not pays_in_mlp(deep, 576, 1280, "cpu")
@@ -166,7 +167,7 @@ def test_a_ratio_of_nothing_early_leaves_early_steps_alone():
 
 
 def test_a_rule_that_ends_before_the_phase_has_none():
-    assert len(plain_rules((MergeRule(early_ratio=0.75, max_timestep=400.0),), [1])) == 1
+    assert len(plain_rules(MergeConfig(early_ratio=0.75, max_timestep=400.0), [1])) == 1
 
 
 @pytest.mark.parametrize("settings", [{"early_ratio": 1.5}, {"early_until": -1.0}, {"deep_mlp": 0.8},
@@ -175,7 +176,7 @@ def test_a_rule_that_ends_before_the_phase_has_none():
 def test_what_is_out_of_range_is_named(settings):
     name, value = list(settings.items())[-1]
     with pytest.raises(ValueError, match=rf"{name}={value!r}"):
-        MergeRule(**settings)
+        MergeConfig(**settings)
 
 
 def test_a_ramp_goes_from_one_ratio_to_the_other():
@@ -183,7 +184,7 @@ def test_a_ramp_goes_from_one_ratio_to_the_other():
     assert [rule.ratio for rule in rules] == [0.75, 0.5, 0.25]
     for timestep, ratio in ((999, 0.75), (670, 0.75), (660, 0.5), (340, 0.5), (330, 0.25), (0, 0.25)):
         assert tokens_at(MergeConfig(rules=rules), timestep) == ((256, 256, 256 - int(256 * ratio)),), timestep
-    for bad in ({"bands": 1}, {"rule": MergeRule(end_percent=0.5)}):
+    for bad in ({"bands": 1}, {"rule": MergeRule(min_timestep=500)}):
         with pytest.raises(ValueError):
             ramp(bad.get("rule", MergeRule()), 0.5, bad.get("bands", 4))
 
@@ -199,11 +200,21 @@ def test_an_early_ratio_beyond_the_largest_cells_is_clamped_and_told(caplog):
         assert handle.report().notes == ("early_ratio 1 is over the cap 0.984375 and was clamped",)
 
 
+def test_every_rule_of_a_config_has_its_own_early_phase_and_deep_mlp():
+    """So that the first rule that holds is the one it was, in an early step as well."""
+    first, second = MergeRule(ratio=0.25, min_timestep=700), MergeRule(ratio=0.5, side="kv")
+    config = MergeConfig(rules=(first, second), early_ratio=0.75, early_until=600.0, deep_mlp=0.5)
+    rules = plain_rules(config, [2])
+    assert [rule.ratio for rule in rules] == [0.75, 0.25, 0.5, 0.75, 0.5] and (rules[1], rules[4]) == (first, second)
+    assert [rule.min_timestep for rule in rules] == [700, 700, None, 600, None]
+    assert [rule.effective_side for rule in rules] == ["qkv", "qkv", "qkv", "kv", "kv"]
+
+
 def test_a_model_starts_with_the_balanced_preset():
     model = CASE.build()
-    assert tome_core.patch(model).config.rules == (preset("balanced"),)
+    assert tome_core.patch(model).config == preset("balanced")
     for name in PRESETS:
-        assert tome_core.patch(model, name).config.rules == (preset(name),)
+        assert tome_core.patch(model, name).config == preset(name)
     tome_core.remove_patch(model)
     with pytest.raises(ValueError, match=r"preset='best'.*'balanced'"):
         tome_core.patch(model, "best")
@@ -212,16 +223,16 @@ def test_a_model_starts_with_the_balanced_preset():
 def test_stronger_presets_leave_less_to_do():
     left = []
     for name in PRESETS:
-        rules = plain_rules((preset(name),), [1])
+        rules = plain_rules(preset(name), [1])
         at_times = [next(rule for rule in rules if time >= (rule.min_timestep or 0)) for time in range(0, 1000, 25)]
         left.append(sum((1 - rule.effective_ratio) * (1 - rule.query_ratio) for rule in at_times))
     assert left == sorted(left, reverse=True) and len(set(left)) == len(left)
 
 
 def test_presets_leave_few_tokens_alone_and_merge_many():
-    config = MergeConfig(rules=(preset("balanced"),))
+    config = preset("balanced")
     assert not tokens_at(config, 100) and tokens_at(config, 100, size=32)
-    assert [pays(preset("fast"), tokens, "cuda") for tokens in (1024, 4096)] == [False, True]
+    assert [pays(preset("fast").rules[0], tokens, "cuda") for tokens in (1024, 4096)] == [False, True]
     assert pays(MergeRule(), 4, "cpu") and not pays(None, 4096, "cpu")
     model = CASE.build()
     with tome_core.patch(model, config) as handle:
@@ -232,7 +243,6 @@ def test_presets_leave_few_tokens_alone_and_merge_many():
 def test_tomesds_way_in_is_tomesds_way():
     model = CASE.build()
     tome_core.apply_patch(model)
-    rule = vars(model)["_tome_core_patch"].merging.config.rules[0]
-    assert (rule.metric, rule.keep, rule.early_ratio, rule.only_if_it_pays, rule.proportional) == (
-        "input", 0.0, None, False, False,
-    )  # fmt: skip
+    config = vars(model)["_tome_core_patch"].merging.config
+    found = [config.value(name) for name in ("metric", "keep", "early_ratio", "only_if_it_pays", "proportional")]
+    assert found == ["input", 0.0, None, False, False]

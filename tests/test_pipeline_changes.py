@@ -189,7 +189,7 @@ def test_a_compiled_unet_has_a_graph_for_each_phase(build, name: str, patch_firs
         handle = tome_core.patch(pipe, name)
     for _ in range(2):
         assert torch.equal(draw(pipe), merged)
-    phases = {rule.effective_ratio for rule in plain_rules([preset(name)], [1])}
+    phases = {rule.effective_ratio for rule in plain_rules(preset(name), [1])}
     assert backend.frame_count <= len(phases) and handle.report().merged_anything
     tome_core.remove_patch(pipe)
     assert torch.equal(draw(pipe), plain)

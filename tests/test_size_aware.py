@@ -87,7 +87,7 @@ def test_keys_that_shall_not_know_their_sizes_do_not(attended):  # noqa: F811
 
 
 def test_down_sampling_and_merged_queries_have_nothing_to_tell_keys():
-    assert not MergeRule(method="downsample").sizes_keys and not MergeRule(side="q").sizes_keys
+    assert not MergeRule(method="downsample").sizes_keys
     assert MergeRule().sizes_keys and not MergeRule(proportional=False).sizes_keys
 
 

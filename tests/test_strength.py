@@ -18,11 +18,11 @@ FINELY = [number / 200 for number in range(201)]
 DOWNSAMPLES = (1, 2, 4)
 
 
-def kept(rule: tome_core.MergeRule, timestep: float, level: int = 0) -> float:
+def kept(config: tome_core.MergeConfig, timestep: float, level: int = 0) -> float:
     """Share of the keys that a step keeps at a level."""
-    if rule.is_off:
+    if config.is_off:
         return 1.0
-    for one in plain_rules((rule,), DOWNSAMPLES):
+    for one in plain_rules(config, DOWNSAMPLES):
         begins, ends = one.min_timestep or 0.0, 1000.0 if one.max_timestep is None else one.max_timestep
         if one.merge_attn and begins <= timestep <= ends and (one.levels is None or level in one.levels):
             return 1 - one.effective_ratio

@@ -143,7 +143,7 @@ def test_touching_any_kind_of_control_makes_it_custom(page):
     page.at("level").wait_for()
     for act, name, value in (
         (page.number, "ratio", 0.3), (page.number, "early_ratio", 0.6), (page.pick, "level", "up to /4"),
-        (page.choose, "metric", "normed"), (page.check, "merge_mlp", True), (page.number, "keep", 30),
+        (page.choose, "metric", "keys"), (page.check, "merge_mlp", True), (page.number, "keep", 30),
     ):  # fmt: skip
         choose_and_wait(page, NAMES[-1])
         assert page.generate()[0] == {"enabled": True, **filled(NAMES[-1])}

@@ -11,7 +11,7 @@ import pytest
 from tests.webui_doubles import Component, Processing, Webui
 
 FULL = (True, "custom", 0.35, "own ratio", 0.65, "up to /2", 0.1, 0.8, 65536, "bipartite", "k+v", True, True, 3, 4,
-        False, 99, 0.45, 600.0, True, "normed", 1, 0.3, 50.0, True, 0.35)  # fmt: skip
+        False, 99, 0.45, 600.0, True, "keys", 1, 0.3, 50.0, True, 0.35)  # fmt: skip
 # the webui's own pattern and its splitting of values such as 2x2, as facts
 PAIR = re.compile(r'\s*(\w[\w \-/]+):\s*("(?:\\.|[^\\"])+"|[^,]*)(?:,|$)')
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -11,7 +11,6 @@ import torch
 import tome_core
 from tests.test_webui_infotext import AxisOption, pasted
 from tests.webui_doubles import Component, Processing, Webui
-from tome_core import MergeConfig
 from tome_core.presets import DEFAULT
 
 NAMES = tome_core.PRESETS
@@ -51,9 +50,9 @@ def as_custom(settings, name, **own):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_panel_can_say_all_of_a_preset(settings, name, monkeypatch):
     monkeypatch.undo()
-    wanted = MergeConfig(rules=(replace(tome_core.preset(name), seed=5),))
-    assert vars(settings.read((True, name)).config(False, seed=5).rules[0]) == vars(wanted.rules[0])
-    assert vars(settings.read(as_custom(settings, name)).config(False, seed=5).rules[0]) == vars(wanted.rules[0])
+    wanted = replace(tome_core.preset(name), seed=5)
+    assert asdict(settings.read((True, name)).config(False, seed=5)) == asdict(wanted)
+    assert asdict(settings.read(as_custom(settings, name)).config(False, seed=5)) == asdict(wanted)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -196,7 +195,7 @@ def test_touching_what_a_preset_fills_makes_it_custom_and_nothing_else_does(webu
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("moved", [{"ratio": 0.3}, {"merge_what": "q", "query_ratio": 0.0}, {"early_ratio": 0.25}])
+@pytest.mark.parametrize("moved", [{"ratio": 0.3}, {"merge_what": "q+k+v", "query_ratio": 0.0}, {"early_ratio": 0.25}])
 def test_a_control_moved_in_the_instant_before_generate_counts(settings, name, moved):
     """The page sends the preset that its controls were filled with, and has not heard yet that it is custom now."""
     values = as_custom(settings, name, preset=name, **moved)

@@ -103,7 +103,7 @@ def _guided(inputs: tuple) -> tuple:
 
 def _picture_run(block: torch.nn.Module, inputs: tuple, name: str) -> Callable[[], Any]:
     """All the steps of one picture, merged as the preset does, but for its gate: whether that pays is the question."""
-    handle = patch(block, MergeConfig(rules=(replace(preset(name), only_if_it_pays=False),)), host_clock=True)
+    handle = patch(block, replace(preset(name), only_if_it_pays=False), host_clock=True)
     handle.uninstall()
 
     def run() -> None:

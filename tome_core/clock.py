@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from .config import MergeRule
+from .config import MergeConfig, MergeRule
 from .gate import opened, shut
 from .ledger import TIME_IS_UNKNOWN
 from .noise import STABLE_DIFFUSION
-from .schedule import UNKNOWN, LevelRules, NoiseSchedule, Time, choose, holds_at, reaches
+from .phases import early_rules, plain_rules
+from .schedule import UNKNOWN, LevelRules, NoiseSchedule, Time, choose, holds_at, reaches, window_of
 
 
 class InForce(NamedTuple):
@@ -29,28 +30,28 @@ class InForce(NamedTuple):
 class Clock:
     """Tells the rules in force from the time.
 
-    rules: plain ones, in order. downsamples: of each level. schedule: the model's own, None where it is not known:
-    then times are Stable Diffusion's. early: the rules that are an early phase.
+    downsamples: of each level. schedule: the model's own, None where it is not known: then times are Stable
+    Diffusion's.
     """
 
     def __init__(
-        self, rules: Sequence[MergeRule], downsamples: Sequence[int], schedule: NoiseSchedule | None = None,
-        early: Collection[MergeRule] = (),
-    ) -> None:  # fmt: skip
-        self.rules = tuple(rules)
-        self._early = frozenset(early)
+        self, config: MergeConfig, downsamples: Sequence[int], schedule: NoiseSchedule | None = None
+    ) -> None:
+        self.rules = plain_rules(config, downsamples)
+        self._early = early_rules(config, downsamples)
         self.downsamples = tuple(downsamples)
         self.schedule = schedule or STABLE_DIFFUSION
-        self.limited = any(rule.uses_time for rule in rules)
+        self._window = window_of(config, self.schedule)
+        self.limited = self._window is not None or any(rule.uses_time for rule in self.rules)
         self.nothing = (LevelRules(),) * len(self.downsamples)
         self._found: dict[tuple, InForce] = {}
         # equal choices are one object: a compiled graph is chosen by what it finds, decisions are kept by it
         self._choices: dict[tuple[LevelRules, ...], tuple[LevelRules, ...]] = {}
 
     def moment(self, timestep: float | None, percent: float | None = None) -> Time:
-        """The time on all scales. timestep: of Stable Diffusion's schedule; percent: of the model's own.
+        """The time on both scales. timestep: of Stable Diffusion's schedule; percent: of the model's own.
 
-        Whichever is given, the schedules supply the others.
+        Whichever is given, the schedules supply the other.
         """
         own = self.schedule
         if timestep is None and percent is None:
@@ -59,11 +60,12 @@ class Clock:
             timestep = STABLE_DIFFUSION.timestep_of_sigma(own.sigma_of(own.timestep_of(percent)))
         if percent is None:
             percent = own.percent_of(own.timestep_of_sigma(STABLE_DIFFUSION.sigma_of(timestep)))
-        return Time(percent, timestep, own.beta_of(own.timestep_of(percent)))
+        return Time(percent, timestep)
 
     def at(self, time: Time) -> InForce:
         """The rules in force at this time; one object for all times at which the same ones hold."""
-        holds = tuple(holds_at(rule, time) for rule in self.rules) if self.limited else ()
+        within = self._window is None or self._window.holds(time)
+        holds = tuple(within and holds_at(rule, time) for rule in self.rules) if self.limited else ()
         key = (holds, time == UNKNOWN)
         found = self._found.get(key)
         if found is None:

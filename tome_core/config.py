@@ -1,13 +1,14 @@
 """What to merge, where and when: frozen settings, checked when they are built.
 
-Every field of `MergeRule` carries its own label, help, range and step: the user interfaces of both hosts and
-the settings table of the README are generated from them.
+Every field carries its own label, help, range and step: the form of all hosts and the settings table of the README are
+made from them. A rule's times are Stable Diffusion's timesteps. Shares of the schedule, its betas, an early phase and
+deep MLPs are settings of the whole: `Clock` and `plain_rules` make of them what rules can say.
 """
 
 from __future__ import annotations
 
 import ast
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
@@ -16,7 +17,7 @@ from .methods.cluster import CLUSTER_ON
 from .metric import METRICS
 from .setting import checked, one_of, setting
 
-SIDES = ("qkv", "kv", "q")
+SIDES = ("qkv", "kv")
 DOWNSAMPLES = (1, 2, 4, 8)
 SEED_LIMIT = 2**31 - 1
 # more is a slip of the hand: one token kept of 4096, the latent of a picture 8192 pixels wide, and more channels than
@@ -78,8 +79,8 @@ class MergeRule:
         place=8,
     )
     side: str | None = setting(
-        None, "Merge what", "What of self-attention is merged: q+k+v (queries, keys and values), k+v (every query is "
-        "kept) or q. Automatic is the method's own: k+v for downsample, else q+k+v.",
+        None, "Merge what", "What of self-attention is merged: q+k+v (queries, keys and values) or k+v (every query is "
+        "kept). Automatic is the method's own: k+v for downsample, else q+k+v.",
         choices=(None, *SIDES), shown=("automatic", *("+".join(side) for side in SIDES)), advanced=True,
         place=6, known_as="merge_what",
     )
@@ -95,16 +96,6 @@ class MergeRule:
         choices=(None, *DOWNSAMPLES), shown=("automatic", *(f"up to /{one}" for one in DOWNSAMPLES)), advanced=True,
         place=1, known_as="level",
     )
-    start_percent: float = setting(
-        0.0, "Start", "When merging starts, as a share of the noise schedule (0 is pure noise, the first step).",
-        minimum=0.0, maximum=1.0, step=0.01,
-        place=2, known_as="start", beside_strength=True,
-    )
-    end_percent: float = setting(
-        1.0, "End", "When merging ends, as a share of the noise schedule (1 is the finished picture).",
-        minimum=0.0, maximum=1.0, step=0.01,
-        place=3, known_as="end", beside_strength=True,
-    )
     min_timestep: float | None = setting(
         None, "Lowest timestep", "Merge only at timesteps of at least this. Known even on a bare UNet.",
         minimum=0.0, maximum=1000.0, step=1.0, unset="no limit", advanced=True, open_ended=True,
@@ -112,11 +103,6 @@ class MergeRule:
     max_timestep: float | None = setting(
         None, "Highest timestep", "Merge only at timesteps of at most this. Known even on a bare UNet.",
         minimum=0.0, maximum=1000.0, step=1.0, unset="no limit", advanced=True, open_ended=True,
-    )
-    max_beta: float | None = setting(
-        None, "Noise threshold", "Merge only while beta_t, the noise added by one training step, is below this. "
-        "Stable Diffusion's betas end at 0.012, so 0.2 is always on.",
-        minimum=0.0, maximum=1.0, step=0.001, unset="no limit", advanced=True,
     )
     min_pixels: int = setting(
         0, "Smallest picture", "Merge only in pictures of at least this many pixels, width times height (512x512 is "
@@ -155,9 +141,8 @@ class MergeRule:
         place=18,
     )
     metric: str = setting(
-        "input", "Compare", "What a match compares: input (the block's input, by cosine, as tomesd does), normed (the "
-        "tokens that attention gets, by cosine), keys, or keys+values (by distance). The last is the most exact, and "
-        "costs two projections. Used by bipartite.",
+        "input", "Compare", "What a match compares: input (the block's input, by cosine, as tomesd does), keys, "
+        "or keys+values (by distance). The last is the most exact, and costs two projections. Used by bipartite.",
         choices=METRICS, advanced=True,
         place=16,
     )
@@ -167,25 +152,6 @@ class MergeRule:
         "step. Needs a host or a pipeline that says which steps belong to one picture.",
         minimum=0.0, maximum=1000.0, step=10.0, advanced=True,
         place=19,
-    )
-    early_ratio: float | None = setting(
-        None, "Early ratio", "Another ratio of self-attention for the early, noisy steps, which bear far more, at the "
-        "finest level that merges. Cells are made as large as it needs, up to 8x8, and from 0.9 on the match is "
-        "refined.",
-        minimum=0.0, maximum=1.0, step=0.05, unset="the same",
-        place=13,
-    )
-    early_until: float = setting(
-        500.0, "Early until timestep", "The early phase is every step at this timestep or a higher one: 1000 is pure "
-        "noise, 0 the finished picture.", minimum=0.0, maximum=1000.0, step=10.0, advanced=True,
-        place=14,
-    )
-    deep_mlp: float = setting(
-        0.0, "Deep MLP ratio", "Merge this share of the tokens in the feed-forward layer too, below timestep 500, "
-        "in blocks at half of the latent's resolution or less, where it does little harm: all of SDXL's, and of "
-        "SD1.5's those beyond the finest, where the level setting reaches them.",
-        minimum=0.0, maximum=0.75, step=0.05, advanced=True,
-        place=21,
     )
     only_if_it_pays: bool = setting(
         False, "Only where it pays", "Merge only where that saves time: as measured, where this model, size and device "
@@ -213,24 +179,18 @@ class MergeRule:
                 f"method={self.method!r} keeps every query, so it cannot merge_crossattn or merge_mlp; "
                 "set both to False, or add a second rule with another method"
             )
-        if self.early_ratio is not None and not method.uses_ratio:
-            raise ValueError(
-                f"early_ratio={self.early_ratio!r} is not used by method={self.method!r}, whose ratio follows from sx "
-                "and sy; leave it at None, or add a second rule"
-            )
         self._check_sides()
         if self.levels is not None and self.max_downsample is not None:
             raise ValueError(
                 f"levels={self.levels!r} and max_downsample={self.max_downsample!r} both choose the blocks; "
                 "give one of them"
             )
-        for low, high in (("start_percent", "end_percent"), ("min_timestep", "max_timestep")):
-            first, last = getattr(self, low), getattr(self, high)
-            if first is not None and last is not None and first > last:
-                raise ValueError(f"{low}={first!r} lies after {high}={last!r}; swap them")
+        first, last = self.min_timestep, self.max_timestep
+        if first is not None and last is not None and first > last:
+            raise ValueError(f"min_timestep={first!r} lies after max_timestep={last!r}; swap them")
 
     def _check_sides(self) -> None:
-        if self.refine and not self.proportional and self.effective_side != "q" and self.merge_attn:
+        if self.refine and not self.proportional and self.merge_attn:
             raise ValueError(
                 f"refine={self.refine!r} may leave groups without tokens, which only keys that know their sizes can "
                 "be; set proportional to True, or use refine=0"
@@ -267,19 +227,12 @@ class MergeRule:
     @property
     def is_off(self) -> bool:
         """True where the rule can merge nothing."""
-        if self.deep_mlp or (self.early_ratio and self.merge_attn):
-            return False
         return self.effective_ratio == 0 or not (self.merge_attn or self.merge_crossattn or self.merge_mlp)
 
     @property
-    def has_early_phase(self) -> bool:
-        """True where the early, noisy steps are treated in another way."""
-        return self.early_ratio is not None
-
-    @property
     def sizes_keys(self) -> bool:
-        """True where merged keys are to know their sizes: not where none are merged, or all groups are alike."""
-        return self.proportional and self.effective_side != "q" and METHODS[self.method].mode == "mean"
+        """True where merged keys are to know their sizes: not where all groups are alike."""
+        return self.proportional and METHODS[self.method].mode == "mean"
 
     @property
     def corrects(self) -> bool:
@@ -291,53 +244,109 @@ class MergeRule:
         return self.correction and self.sizes_keys and (self.effective_side == "kv" or at_hand)
 
     @property
-    def uses_percent(self) -> bool:
-        """True where the rule is limited to a part of the noise schedule."""
-        return self.start_percent > 0 or self.end_percent < 1
-
-    @property
     def uses_time(self) -> bool:
         """True where the rule does not hold at all times."""
-        limits = (self.min_timestep, self.max_timestep, self.max_beta)
-        return self.uses_percent or self.has_early_phase or any(limit is not None for limit in limits)
+        return self.min_timestep is not None or self.max_timestep is not None
 
 
 @dataclass(frozen=True, init=False)
 class MergeConfig:
-    """The rules, in order; the first that fits a block, a part of it and a time is the one that counts.
+    """Rules, in order; the first that fits a block, a part of it and a time is the one that counts. And what holds for
+    all of them: a part of the noise schedule, an early phase, a ratio for deep MLPs.
 
-    Flat keywords make one rule, ``rules`` several:
+    Flat keywords are settings of both kinds. Those of a rule make one, or are set in each of ``rules``, so that
+    `dataclasses.replace` takes them, too:
 
     >>> MergeConfig(ratio=0.5).rules == (MergeRule(ratio=0.5),)
     True
-    >>> early, late = MergeRule(ratio=0.75, end_percent=0.5), MergeRule(ratio=0.25)
-    >>> len(MergeConfig(rules=(early, late)).rules)
-    2
+    >>> early, late = MergeRule(ratio=0.75, min_timestep=600), MergeRule(ratio=0.25)
+    >>> [rule.ratio for rule in MergeConfig(rules=(early, late), seed=5, end_percent=0.9).rules]
+    [0.75, 0.25]
     """
 
     rules: tuple[MergeRule, ...]
+    start_percent: float = setting(
+        0.0, "Start", "When merging starts, as a share of the noise schedule (0 is pure noise, the first step).",
+        minimum=0.0, maximum=1.0, step=0.01,
+        place=2, known_as="start", beside_strength=True,
+    )
+    end_percent: float = setting(
+        1.0, "End", "When merging ends, as a share of the noise schedule (1 is the finished picture).",
+        minimum=0.0, maximum=1.0, step=0.01,
+        place=3, known_as="end", beside_strength=True,
+    )
+    max_beta: float | None = setting(
+        None, "Noise threshold", "Merge only while beta_t, the noise added by one training step, is below this. "
+        "Stable Diffusion's betas end at 0.012, so 0.2 is always on.",
+        minimum=0.0, maximum=1.0, step=0.001, unset="no limit", advanced=True,
+    )
+    early_ratio: float | None = setting(
+        None, "Early ratio", "Another ratio of self-attention for the early, noisy steps, which bear far more, at the "
+        "finest level that merges. Cells are made as large as it needs, up to 8x8, and from 0.9 on the match is "
+        "refined.",
+        minimum=0.0, maximum=1.0, step=0.05, unset="the same",
+        place=13,
+    )
+    early_until: float = setting(
+        500.0, "Early until timestep", "The early phase is every step at this timestep or a higher one: 1000 is pure "
+        "noise, 0 the finished picture.", minimum=0.0, maximum=1000.0, step=10.0, advanced=True,
+        place=14,
+    )
+    deep_mlp: float = setting(
+        0.0, "Deep MLP ratio", "Merge this share of the tokens in the feed-forward layer too, below timestep 500, "
+        "in blocks at half of the latent's resolution or less, where it does little harm: all of SDXL's, and of "
+        "SD1.5's those beyond the finest, where the level setting reaches them.",
+        minimum=0.0, maximum=0.75, step=0.05, advanced=True,
+        place=21,
+    )
 
     def __init__(self, *, rules: tuple[MergeRule, ...] | None = None, **flat: Any) -> None:
-        if rules is not None and flat:
-            raise TypeError(f"rules and {', '.join(flat)} were both given; put the latter into a rule")
-        unknown = set(flat) - {item.name for item in fields(MergeRule)}
+        of_a_rule = {name: value for name, value in flat.items() if name not in _OF_A_CONFIG}
+        unknown = set(of_a_rule) - {item.name for item in fields(MergeRule)}
         if unknown:
-            known = ", ".join(item.name for item in fields(MergeRule))
+            known = ", ".join(one["name"] for one in describe_settings())
             raise TypeError(f"unknown setting {', '.join(sorted(unknown))}; there are: {known}")
         if rules is None:
-            rules = (MergeRule(**flat),)
+            rules = (MergeRule(**of_a_rule),)
         elif not isinstance(rules, (list, tuple)) or not all(isinstance(rule, MergeRule) for rule in rules):
             raise TypeError(f"rules is {rules!r}; it has to be a list or tuple of MergeRule")
+        elif of_a_rule:
+            rules = tuple(replace(rule, **of_a_rule) for rule in rules)
         if not rules:
             raise ValueError("rules=() merges nothing; give one rule or more, or do without the patch")
         object.__setattr__(self, "rules", tuple(rules))
+        for item in fields(self)[1:]:
+            object.__setattr__(self, item.name, checked(item, flat.get(item.name, item.default)))
+        self._check_combination()
+
+    def _check_combination(self) -> None:
+        if self.start_percent > self.end_percent:
+            raise ValueError(f"start_percent={self.start_percent!r} lies after end_percent={self.end_percent!r}; "
+                             "swap them")
+        method = next((rule.method for rule in self.rules if not METHODS[rule.method].uses_ratio), None)
+        if self.early_ratio is not None and method is not None:
+            raise ValueError(
+                f"early_ratio={self.early_ratio!r} is not used by method={method!r}, whose ratio follows from sx and "
+                "sy; leave it at None"
+            )
+
+    def value(self, name: str) -> Any:
+        """A setting's value; of a rule's, the first one's. Raises AttributeError for what is no setting."""
+        return getattr(self if name in _OF_A_CONFIG else self.rules[0], name)
 
     @property
     def is_off(self) -> bool:
-        """True where no rule can merge anything."""
-        return all(rule.is_off for rule in self.rules)
+        """True where nothing can merge."""
+        early = self.early_ratio and any(rule.merge_attn for rule in self.rules)
+        return not self.deep_mlp and not early and all(rule.is_off for rule in self.rules)
+
+    @property
+    def uses_percent(self) -> bool:
+        """True where merging is limited to a part of the model's own noise schedule."""
+        return self.start_percent > 0 or self.end_percent < 1 or self.max_beta is not None
 
 
+_OF_A_CONFIG = tuple(item.name for item in fields(MergeConfig)[1:])
 # what a match depends on, wherever and whenever the rule holds
 _OF_A_MATCH = ("method", "ratio", "sx", "sy", "use_rand", "seed", "side", "cluster_on", "proportional", "correction",
                "refine", "query_ratio", "metric", "keep")  # fmt: skip
@@ -350,13 +359,11 @@ def rule_of(match_text: str) -> MergeRule:
 
 
 def describe_settings() -> list[dict[str, Any]]:
-    """What there is to set: one dict a field of `MergeRule`, in order.
+    """What there is to set: one dict a field of `MergeRule`, then one for each other keyword of `MergeConfig`.
 
     Keys: name, default, label, help, and where they apply minimum, maximum, step, choices, advanced, unset (what
     None means, else "automatic"). The maximum is a user interface's and the engine's; where `limit` is given, that is
-    the engine's, and where `open_ended` is, it has none.
+    the engine's, and where `open_ended` is, it has none. Others are the form's, see `form`.
     """
-    return [
-        {"name": item.name, "default": None if item.default is MISSING else item.default, **item.metadata}
-        for item in fields(MergeRule)
-    ]
+    described = (*fields(MergeRule), *fields(MergeConfig)[1:])
+    return [{"name": item.name, "default": item.default, **item.metadata} for item in described]

@@ -45,7 +45,7 @@ def _heads(block: nn.Module) -> int:
 
 def rules_of(config: MergeConfig) -> str:
     """A digest of the settings; the seed, which a host may draw for each picture, costs no time."""
-    return _digest([replace(rule, seed=0) for rule in config.rules])
+    return _digest(replace(config, seed=0))
 
 
 def attention_of(places: Sequence[Place], function: str = "") -> str:

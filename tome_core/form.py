@@ -99,8 +99,8 @@ def field(name: str) -> Field:
 
 
 def values_of(config: MergeConfig) -> dict[str, Any]:
-    """What the form shows for a config, by name: that of its first rule."""
-    return {one.name: one.shown(getattr(config.rules[0], one.setting)) for one in FIELDS}
+    """What the form shows for a config, by name; of several rules, for the first."""
+    return {one.name: one.shown(config.value(one.setting)) for one in FIELDS}
 
 
 def filled(strength: str | float) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def changed(config: MergeConfig, values: Mapping[str, Any]) -> MergeConfig:
         raise ValueError(f"there is no {', '.join(sorted(unknown))} to set; there are: {', '.join(NAMES)}")
     asked = {one.setting: one.meant(values[one.name]) for one in FIELDS if values.get(one.name) is not None}
     try:
-        return MergeConfig(rules=tuple(replace(rule, **asked) for rule in config.rules))
+        return replace(config, **asked)
     except (TypeError, ValueError) as error:
         raise type(error)(_in_the_forms_words(str(error))) from None
 

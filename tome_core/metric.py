@@ -12,7 +12,7 @@ from torch import nn
 
 from . import kernels
 
-METRICS = ("input", "normed", "keys", "keys+values")
+METRICS = ("input", "keys", "keys+values")
 BY_DISTANCE = ("keys", "keys+values")
 
 
@@ -37,7 +37,7 @@ def _along(block: nn.Module, x: torch.Tensor, metric: str) -> torch.Tensor:
     if metric == "input" or not isinstance(norm, nn.LayerNorm):
         return x
     x = norm(x)
-    if metric == "normed" or not _makes_keys_of(attention, x):
+    if not _makes_keys_of(attention, x):
         return x
     if metric == "keys":
         return _of_unit_spread(attention.to_k(x))

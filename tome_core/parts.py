@@ -209,11 +209,8 @@ class SelfAttentionSite(PartSite):
         side, mode = merging.side, merging.mode
         queries = of_queries if side == "kv" else plan
         asked = x if queries is None else queries.merge(x, mode)
-        if side == "q":
-            keys, values = source, value
-        else:
-            keys = asked if queries is plan and source is x else plan.merge(source, mode)
-            values = keys if value is source else plan.merge(value, mode)
+        keys = asked if queries is plan and source is x else plan.merge(source, mode)
+        values = keys if value is source else plan.merge(value, mode)
         sizes = plan if merging.sized else None
         out, way = attend_merged(known, self.target, asked, keys, values, sizes, kwargs, correction)
         left = (asked.shape[1], keys.shape[1])

@@ -6,6 +6,7 @@ import logging
 import weakref
 from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -55,11 +56,12 @@ class Patch(Measured):
         places = find_blocks(unet)
         depths = sorted({place.halvings for place in places})
         downsamples = [2**depth for depth in depths]
-        self._covered = [ever_merges(plain_rules(config.rules, downsamples), i, d) for i, d in enumerate(downsamples)]
+        rules = plain_rules(config, downsamples)
+        self._covered = [ever_merges(rules, level, down) for level, down in enumerate(downsamples)]
         self._notes = _notes(config, self._covered, downsamples)
         tallies = [LevelTally(2**depth, sum(p.halvings == depth for p in places)) for depth in depths]
         self.run = Run(config, downsamples, schedule, Ledger(tallies, self._notes))
-        self.needs = _needs(self.run.in_order, downsamples)
+        self.needs = _needs(rules, downsamples)
         self.block_sizes = tuple((2**place.halvings, widths_of(place.block)[0]) for place in places)
 
     @property
@@ -186,7 +188,7 @@ class Patch(Measured):
 
     def report(self) -> Report:
         """What was merged so far, where, and what was skipped and why."""
-        settings = tuple(_describe(rule) for rule in self.config.rules)
+        settings = tuple(_describe(self.config, rule) for rule in self.config.rules)
         gains = () if self.run.latch is None else tuple(self.run.latch.used)
         return make_report(self.run.ledger, self._covered, settings, self.is_installed, kernels.notes(), gains)
 
@@ -246,26 +248,33 @@ class Patch(Measured):
 
 
 def patch(
-    model: Any, config: MergeConfig | str | None = None, *, strength: float | None = None, host_clock: bool = False
-) -> Patch:
+    model: Any, config: MergeConfig | str | None = None, *, strength: float | None = None, host_clock: bool = False,
+    **settings: Any,
+) -> Patch:  # fmt: skip
     """Merge tokens in a model, in place, until the handle is left or removed.
 
     model: a UNet, a compiled one, a diffusers pipeline, or an LDM model. config: settings, or the name of a preset:
     "quality", "balanced" (None is that), "fast" or "max". strength: instead of either, from 0, which is off, to 1; see
-    `tome_core.strength`.
+    `tome_core.strength`. settings: keywords of `MergeConfig`, which make one, or change the one that is asked for.
     host_clock: the caller will use `Patch.set_time`, so rules in percent are no reason to speak up.
     A patch of ours that is already there is replaced; leaving the ``with`` brings it back.
     Raises UnsupportedModelError (a ValueError) where there is no LDM-style transformer block, TypeError for
-    what is no model, ValueError for a strength that is none, or that comes with a config.
+    what is no model, ValueError for a strength that is none, or that comes with a config, and both for settings.
+
+    >>> # patch(pipe, strength=0.3); patch(pipe, "fast"); patch(pipe, "fast", seed=5); patch(pipe, ratio=0.5)
     """
     if strength is not None:
         if config is not None:
             raise ValueError(f"strength={strength!r} and config={config!r} both say what merges; give one of them")
         config = config_of(strength)
-    elif config is None or isinstance(config, str):
-        config = config_of(DEFAULT if config is None else config)
+    elif config is None:
+        config = MergeConfig() if settings else config_of(DEFAULT)
+    elif isinstance(config, str):
+        config = config_of(config)
     if not isinstance(config, MergeConfig):
         raise TypeError(f"config is {type(config).__name__}; it has to be a MergeConfig, a preset's name, or None")
+    if settings:
+        config = replace(config, **settings)
     unet = find_unet(model)
     handle = Patch(unet, config, _schedule_of(model))
     handle._previous = current = _handle_in_force(unet)
@@ -273,7 +282,7 @@ def patch(
         current._previous = None  # nobody will leave it for what was before it; without this, the chain would grow
     if not host_clock and handle.run.lacks_schedule:
         logger.warning(
-            "A rule is limited in percent or beta, which a bare UNet does not know: call handle.set_time(percent=...) "
+            "Merging is limited in percent or beta, which a bare UNet does not know: call handle.set_time(percent=...) "
             "before each step, patch the pipeline instead, or use min_timestep and max_timestep."
         )
     for note in handle._notes:
@@ -433,9 +442,9 @@ def _notes(config: MergeConfig, covered: list[bool], downsamples: list[int]) -> 
                 f"ratio {rule.ratio:g} is over the cap {rule.ratio_cap:g} of cells {rule.sx}x{rule.sy} and was "
                 f"clamped; larger cells (sx, sy) allow more"
             )
-        if rule.early_ratio is not None and rule.early_ratio > HIGHEST_EARLY_RATIO:
-            notes.append(f"early_ratio {rule.early_ratio:g} is over the cap {HIGHEST_EARLY_RATIO:g} and was clamped")
-    if not any(covered) and not all(rule.is_off for rule in config.rules):
+    if config.early_ratio is not None and config.early_ratio > HIGHEST_EARLY_RATIO:
+        notes.append(f"early_ratio {config.early_ratio:g} is over the cap {HIGHEST_EARLY_RATIO:g} and was clamped")
+    if not any(covered) and not config.is_off:
         have = ", ".join(f"/{d}" for d in downsamples)
         notes.append(
             f"nothing will merge: no rule reaches a level of this model, whose attention is at {have} of the latent; "
@@ -444,24 +453,24 @@ def _notes(config: MergeConfig, covered: list[bool], downsamples: list[int]) -> 
     return tuple(notes)
 
 
-def _describe(rule: MergeRule) -> str:
-    if rule.is_off:
+def _describe(config: MergeConfig, rule: MergeRule) -> str:
+    if replace(config, rules=(rule,)).is_off:
         return "off"
     parts = [("attention", rule.merge_attn), ("cross-attention", rule.merge_crossattn), ("MLP", rule.merge_mlp)]
     where = ", ".join(name for name, on in parts if on)
     text = f"{rule.method} {rule.effective_ratio:.0%} of {rule.effective_side} in {where}"
     if rule.merge_attn and rule.sizes_keys:
         text += ", size-aware"
-    if rule.has_early_phase:
-        text += f", {rule.early_ratio:.0%} down to timestep {rule.early_until:g}"
-    if rule.deep_mlp:
-        text += f", {rule.deep_mlp:.0%} of the deep MLP"
+    if config.early_ratio is not None:
+        text += f", {config.early_ratio:.0%} down to timestep {config.early_until:g}"
+    if config.deep_mlp:
+        text += f", {config.deep_mlp:.0%} of the deep MLP"
     limits = []
-    if rule.uses_percent:
-        limits.append(f"{rule.start_percent:.0%} to {rule.end_percent:.0%} of the schedule")
+    if config.start_percent > 0 or config.end_percent < 1:
+        limits.append(f"{config.start_percent:.0%} to {config.end_percent:.0%} of the schedule")
     if rule.min_timestep is not None or rule.max_timestep is not None:
         last = "the highest" if rule.max_timestep is None else f"{rule.max_timestep:g}"
         limits.append(f"timesteps {rule.min_timestep or 0:g} to {last}")
-    if rule.max_beta is not None:
-        limits.append(f"beta below {rule.max_beta:g}")
+    if config.max_beta is not None:
+        limits.append(f"beta below {config.max_beta:g}")
     return text + (f", {', '.join(limits)}" if limits else "")

@@ -1,21 +1,20 @@
-"""One rule with an early phase or a deep MLP is several plain ones, and a ramp is a few.
+"""An early phase and a deep MLP are rules of their own before those of a config, and a ramp is a few.
 
-Everything else knows plain rules only.
+Whatever merges knows rules only.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-from .config import MergeRule
+from .config import MergeConfig, MergeRule
 from .methods import METHODS
 from .schedule import reaches
 
 _CELLS = (2, 4, 8)
 HIGHEST_EARLY_RATIO = 1 - 1 / _CELLS[-1] ** 2
-_PLAIN = {"early_ratio": None, "deep_mlp": 0.0}
 # what merges the MLP alone, whatever the rest of its rule does; comparing keys and values is no better (.149 for .151)
 _MLP = {"method": "bipartite", "sx": 2, "sy": 2, "side": "qkv", "merge_attn": False, "merge_crossattn": False,
         "merge_mlp": True, "metric": "input", "refine": 0, "query_ratio": 0.0}  # fmt: skip
@@ -25,49 +24,49 @@ _FEW_KEYS = 0.9  # from this ratio on a k-means step costs a tenth of a match at
 _STEPS = 2
 
 
-def plain_rules(rules: Iterable[MergeRule], downsamples: Sequence[int]) -> tuple[MergeRule, ...]:
-    """The same rules, each deep MLP and early phase a rule of its own before the one it belongs to.
+def plain_rules(config: MergeConfig, downsamples: Sequence[int]) -> tuple[MergeRule, ...]:
+    """All that merges, as rules: before each of the config's own its deep MLP and its early phase.
 
     downsamples: of each level, how many times smaller than the latent it is.
     """
-    return tuple(plain for rule in rules for plain in (*_deep(rule, downsamples), *_phases(rule, downsamples)))
+    return tuple(one for rule in config.rules
+                 for one in (*_deep(config, rule, downsamples), *_early(config, rule, downsamples), rule))  # fmt: skip
 
 
-def early_rules(rules: Iterable[MergeRule], downsamples: Sequence[int]) -> frozenset[MergeRule]:
+def early_rules(config: MergeConfig, downsamples: Sequence[int]) -> frozenset[MergeRule]:
     """Those of `plain_rules` that are an early phase."""
-    found = (_phases(rule, downsamples) for rule in rules)
-    return frozenset(plain[0] for plain in found if len(plain) > 1)
+    return frozenset(one for rule in config.rules for one in _early(config, rule, downsamples))
 
 
-def _deep(rule: MergeRule, downsamples: Sequence[int]) -> tuple[MergeRule, ...]:
+def _deep(config: MergeConfig, rule: MergeRule, downsamples: Sequence[int]) -> tuple[MergeRule, ...]:
     levels = tuple(level for level in _reached(rule, downsamples) if downsamples[level] >= _DEEP)
     ends = math.nextafter(DEEP_UNTIL, -1.0)
     if rule.max_timestep is not None:
         ends = min(ends, rule.max_timestep)
-    if not rule.deep_mlp or not levels or ends < (rule.min_timestep or 0.0):
+    if not config.deep_mlp or not levels or ends < (rule.min_timestep or 0.0):
         return ()
     where = {"levels": levels, "max_downsample": None, "max_timestep": ends}
-    return (replace(rule, **{**_PLAIN, **_MLP, **where}, ratio=rule.deep_mlp),)
+    return (replace(rule, **_MLP, **where, ratio=config.deep_mlp),)
 
 
 def _reached(rule: MergeRule, downsamples: Sequence[int]) -> tuple[int, ...]:
     return tuple(level for level, down in enumerate(downsamples) if reaches(rule, level, down))
 
 
-def _phases(rule: MergeRule, downsamples: Sequence[int]) -> tuple[MergeRule, ...]:
-    late, reached = replace(rule, **_PLAIN), _reached(rule, downsamples)
-    if not rule.has_early_phase or not rule.merge_attn or not reached:
-        return (late,)
-    begins = max(rule.early_until, rule.min_timestep or 0.0)
+def _early(config: MergeConfig, rule: MergeRule, downsamples: Sequence[int]) -> tuple[MergeRule, ...]:
+    ratio, reached = config.early_ratio, _reached(rule, downsamples)
+    if ratio is None or not rule.merge_attn or not reached:
+        return ()
+    begins = max(config.early_until, rule.min_timestep or 0.0)
     if rule.max_timestep is not None and rule.max_timestep < begins:
-        return (late,)
-    cell = _cell_for(rule.early_ratio)
-    refines = METHODS[rule.method].compares and rule.sizes_keys and rule.early_ratio >= _FEW_KEYS
-    only = {**_PLAIN, "min_timestep": begins, "levels": reached[:1], "max_downsample": None,
-            "merge_crossattn": False, "merge_mlp": False}  # fmt: skip
-    early = replace(rule, **only, ratio=rule.early_ratio, sx=max(rule.sx, cell), sy=max(rule.sy, cell),
+        return ()
+    cell = _cell_for(ratio)
+    refines = METHODS[rule.method].compares and rule.sizes_keys and ratio >= _FEW_KEYS
+    only = {"min_timestep": begins, "levels": reached[:1], "max_downsample": None, "merge_crossattn": False,
+            "merge_mlp": False}  # fmt: skip
+    early = replace(rule, **only, ratio=ratio, sx=max(rule.sx, cell), sy=max(rule.sy, cell),
                     refine=max(rule.refine, _STEPS) if refines else rule.refine)  # fmt: skip
-    return (early, late)
+    return (early,)
 
 
 def _cell_for(ratio: float) -> int:

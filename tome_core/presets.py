@@ -1,6 +1,6 @@
 """Strength: one number for how much of the picture may change for how much time, and names for four of them.
 
-What a strength stands for was measured (`strength_table`). It resolves to one `MergeRule`, whose values can be shown,
+What a strength stands for was measured (`strength_table`). It resolves to a `MergeConfig`, whose values can be shown,
 changed and stored: an old picture reproduces after the table has changed.
 """
 
@@ -10,7 +10,7 @@ import math
 from numbers import Real
 from typing import Any
 
-from .config import MergeConfig, MergeRule
+from .config import MergeConfig
 from .strength_table import CURVE, EARLY_SHARE
 
 MARKS = {"quality": 0.25, "balanced": 0.5, "fast": 0.75, "max": 1.0}
@@ -25,8 +25,8 @@ MOST_MERGED = 3 / 4  # share of the keys above which a step is not merged: it wo
 _FINE_CELLS = 4 / PARTS  # share of the keys from which on cells of 4x4 serve, which leave at least one key each
 
 
-def strength(value: float) -> MergeRule:
-    """The rule of a strength: 0 is off, 1 keeps a sixty-fourth of the keys in every step.
+def strength(value: float) -> MergeConfig:
+    """The settings of a strength: 0 is off, 1 keeps a sixty-fourth of the keys in every step.
 
     Error and saving grow with it, whatever steps a picture has. Raises ValueError for what is no number from 0 to 1.
 
@@ -38,11 +38,11 @@ def strength(value: float) -> MergeRule:
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value <= 1:
         raise ValueError(f"strength={value!r} is no number from 0 to 1; 0 is off, 0.5 balanced, 1 the most")
     if value == 0:
-        return MergeRule(**_ALL, ratio=0.0)
+        return MergeConfig(**_ALL, ratio=0.0)
     share, until = _between(float(value))
     cell = 4 if share >= _FINE_CELLS else 8
     early = {} if share <= EARLY_SHARE else {"early_ratio": 1 - EARLY_SHARE, "early_until": until}
-    return MergeRule(**_ALL, ratio=1 - share, sx=cell, sy=cell, refine=refine_of(cell), **early)
+    return MergeConfig(**_ALL, ratio=1 - share, sx=cell, sy=cell, refine=refine_of(cell), **early)
 
 
 def refine_of(cell: int) -> int:
@@ -53,10 +53,10 @@ def refine_of(cell: int) -> int:
     return 3 if cell == 8 else 0
 
 
-def preset(name: str) -> MergeRule:
-    """The rule of a named strength, see `MARKS`. Raises ValueError for a name that is none.
+def preset(name: str) -> MergeConfig:
+    """The settings of a named strength, see `MARKS`. Raises ValueError for a name that is none.
 
-    >>> preset("balanced").effective_side
+    >>> preset("balanced").value("side")
     'kv'
     """
     if name not in MARKS:
@@ -77,4 +77,4 @@ def _between(value: float) -> tuple[float, float]:
 
 def config_of(wanted: str | float) -> MergeConfig:
     """The settings of a patch, by a preset's name or by a strength."""
-    return MergeConfig(rules=(preset(wanted) if isinstance(wanted, str) else strength(wanted),))
+    return preset(wanted) if isinstance(wanted, str) else strength(wanted)

@@ -17,7 +17,6 @@ from .keep import Guidance, KeptPlans, Sampling
 from .latch import Latch
 from .ledger import Ledger
 from .noise import STABLE_DIFFUSION, SchedulerNoise, Step, by_timestep
-from .phases import early_rules, plain_rules
 from .plan import MergePlan
 from .schedule import UNKNOWN, LevelRules, NoiseSchedule
 from .timesteps import Timesteps
@@ -117,12 +116,11 @@ class Run:
     ) -> None:
         self.config = config
         self.ledger = ledger
-        self.in_order = plain_rules(config.rules, downsamples)
         self.knows_schedule = schedule is not None
-        self.clock = Clock(self.in_order, downsamples, schedule, early_rules(config.rules, downsamples))
+        self.clock = Clock(config, downsamples, schedule)
+        self.in_order = self.clock.rules
         self.keeps = any(rule.keep for rule in self.in_order)
         self.wants_time = self.clock.limited or self.keeps
-        self.uses_percent = any(rule.uses_percent for rule in self.in_order)
         self._uses_pixels = any(rule.min_pixels for rule in self.in_order)
         self.noise: SchedulerNoise | None = None  # of the pipeline, where there is one
         self.time_is_given = False
@@ -147,9 +145,8 @@ class Run:
 
     @property
     def lacks_schedule(self) -> bool:
-        """True where a rule is limited on a scale that the timestep argument alone does not give."""
-        limited = any(rule.uses_percent or rule.max_beta is not None for rule in self.in_order)
-        return limited and not self.knows_schedule
+        """True where merging is limited on a scale that the timestep argument alone does not give."""
+        return self.config.uses_percent and not self.knows_schedule
 
     def set_time(
         self, percent: float | None, timestep: float | None, sigma: float | None, sampling: Hashable = None,

@@ -1,6 +1,7 @@
 """Which rule holds at which time and level, and how times are converted.
 
-Three scales, all of one noise schedule of ``T`` training steps (1,000 for Stable Diffusion):
+Rules are limited in timesteps of Stable Diffusion's schedule, a config by a `Window` of the model's own. Three scales,
+all of one noise schedule of ``T`` training steps (1,000 for Stable Diffusion):
 
 * timestep ``t``: ``T - 1`` is pure noise, 0 the finished picture; what the UNet is called with;
 * percent ``p``: ``t = (1 - p) * (T - 1)``. ComfyUI's ``percent_to_sigma(p)`` is the sigma of that timestep,
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from .config import MergeRule
+from .config import MergeConfig, MergeRule
 
 _PARTS = ("merge_attn", "merge_crossattn", "merge_mlp")
 _SD_BETA_START, _SD_BETA_END, _SD_STEPS = 0.00085, 0.012, 1000
@@ -50,12 +51,13 @@ class NoiseSchedule:
         """The timestep at a share of the schedule; the inverse of `percent_of`."""
         return (1.0 - percent) * self.last
 
-    def beta_of(self, timestep: float) -> float:
-        """beta_t, linear between whole timesteps, clamped to the schedule's ends."""
-        t = min(float(self.last), max(0.0, timestep))
-        below = int(t)
-        above = min(below + 1, self.last)
-        return self.betas[below] + (t - below) * (self.betas[above] - self.betas[below])
+    def timestep_of_beta(self, beta: float) -> float:
+        """The first timestep with so much noise, linear between whole ones; infinite where none has."""
+        above = bisect.bisect_left(self.betas, beta)
+        if above == 0 or above > self.last:
+            return math.inf if above else 0.0
+        low, high = self.betas[above - 1], self.betas[above]
+        return above - (high - beta) / (high - low)
 
     def timestep_of_sigma(self, sigma: float) -> float:
         """The timestep at which the noise has this standard deviation, relative to a picture of unit variance.
@@ -89,14 +91,34 @@ class NoiseSchedule:
 
 
 class Time(NamedTuple):
-    """A moment on the three scales; None where it is not known."""
+    """A moment: percent of the model's own schedule, timestep of Stable Diffusion's; None where it is not known."""
 
     percent: float | None = None
     timestep: float | None = None
-    beta: float | None = None
 
 
 UNKNOWN = Time()
+
+
+class Window(NamedTuple):
+    """The part of a model's own noise schedule in which a config merges: percent, both ends in it, and past `after`."""
+
+    start: float = 0.0
+    end: float = 1.0
+    after: float = -1.0
+
+    def holds(self, time: Time) -> bool:
+        """Is the moment inside? Where it is not known, it is not."""
+        return time.percent is not None and self.start <= time.percent <= self.end and time.percent > self.after
+
+
+def window_of(config: MergeConfig, schedule: NoiseSchedule) -> Window | None:
+    """Of a config on this schedule; None where it merges at all times."""
+    if not config.uses_percent:
+        return None
+    window = Window(config.start_percent, config.end_percent)
+    reached = math.inf if config.max_beta is None else schedule.timestep_of_beta(config.max_beta)
+    return window if reached == math.inf else window._replace(after=schedule.percent_of(reached))
 
 
 class LevelRules(NamedTuple):
@@ -108,17 +130,11 @@ class LevelRules(NamedTuple):
 
 
 def holds_at(rule: MergeRule, time: Time) -> bool:
-    """Is the moment inside all of the rule's limits? A limit on a scale that is not known does not hold."""
-    within = True
-    if rule.uses_percent:
-        within = time.percent is not None and rule.start_percent <= time.percent <= rule.end_percent
-    if rule.min_timestep is not None:
-        within = within and time.timestep is not None and time.timestep >= rule.min_timestep
-    if rule.max_timestep is not None:
-        within = within and time.timestep is not None and time.timestep <= rule.max_timestep
-    if rule.max_beta is not None:
-        within = within and time.beta is not None and time.beta < rule.max_beta
-    return within
+    """Is the moment inside the rule's limits? Where it is not known, it is in none."""
+    if not rule.uses_time:
+        return True
+    least, most = rule.min_timestep or 0.0, math.inf if rule.max_timestep is None else rule.max_timestep
+    return time.timestep is not None and least <= time.timestep <= most
 
 
 def reaches(rule: MergeRule, level: int, downsample: int) -> bool:
@@ -126,11 +142,6 @@ def reaches(rule: MergeRule, level: int, downsample: int) -> bool:
     if rule.max_downsample is not None:
         return downsample <= rule.max_downsample
     return level in (rule.levels if rule.levels is not None else (0,))
-
-
-def live_at(rules: Sequence[MergeRule], time: Time) -> tuple[MergeRule, ...]:
-    """The rules that hold at this moment, in order."""
-    return tuple(rule for rule in rules if holds_at(rule, time))
 
 
 def choose(

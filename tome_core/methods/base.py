@@ -12,7 +12,7 @@ from .. import kernels
 from ..grid import Draw, Grid
 from ..plan import MergeMode, MergePlan, take_rows
 
-Side = Literal["qkv", "kv", "q"]
+Side = Literal["qkv", "kv"]
 
 
 class MatchOptions(NamedTuple):
@@ -47,7 +47,7 @@ class Method(NamedTuple):
     name: str
     summary: str
     match: Callable[[torch.Tensor, Grid, MatchOptions], MergePlan | None]
-    sides: tuple[Side, ...] = ("qkv", "kv", "q")
+    sides: tuple[Side, ...] = ("qkv", "kv")
     mode: MergeMode = "mean"
     uses_ratio: bool = True
     keeps_cells: bool = False

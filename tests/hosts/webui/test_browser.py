@@ -90,16 +90,17 @@ def test_unfolding_is_switching_on_and_the_picture_says_what_merged(page):
     assert is_on(page)
     small(page)
     shown = draw(page)
-    assert f"ToMe ratio: {preset(DEFAULT).ratio}" in shown and f"ToMe preset: {DEFAULT}" in shown
+    assert f"ToMe ratio: {preset(DEFAULT).rules[0].ratio}" in shown and f"ToMe preset: {DEFAULT}" in shown
     assert "ToMe: level 0 (/1) " in shown and "of its attention saved, 3 steps" in shown
 
 
 def test_a_clicked_preset_fills_the_panel_and_its_picture_is_the_apis(page, webui):
     unfold(page)
     choose(page, "preset", "fast")
-    page.wait_for_function(f"document.querySelector('{PANEL}ratio input[type=number]').value == {preset('fast').ratio}")
+    ratio = preset("fast").rules[0].ratio
+    page.wait_for_function(f"document.querySelector('{PANEL}ratio input[type=number]').value == {ratio}")
     assert is_on(page) and chosen(page, "preset") == "fast"
-    assert number(page, "sx") == preset("fast").sx and chosen(page, "merge_what") == "k+v"
+    assert number(page, "sx") == preset("fast").rules[0].sx and chosen(page, "merge_what") == "k+v"
     small(page)
     shown = draw(page)
     assert "ToMe preset: fast" in shown and "of its attention saved, 3 steps" in shown

@@ -104,7 +104,7 @@ def test_a_preset_by_its_name_alone(twins, webui, name):
     line = twins.law(True, name, **PAYING)
     assert line.startswith("level 0 (/1) ") and "attention saved, 3 steps" in line
     on = webui.draw(True, name, **PAYING)
-    assert f"ToMe preset: {name}" in on.infotext and f"ToMe keep: {preset(name).keep}" in on.infotext
+    assert f"ToMe preset: {name}" in on.infotext and f"ToMe keep: {preset(name).rules[0].keep}" in on.infotext
     pasted = webui.draw(infotext=on.infotext, styles=[], **PAYING)
     assert pasted.pixels == on.pixels and "ToMe preset" not in pasted.infotext
 
