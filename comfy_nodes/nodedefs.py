@@ -1,7 +1,7 @@
-"""The English texts of the nodes as ComfyUI's locales want them, made from the nodes themselves.
+"""The texts of the nodes as ComfyUI's locales and help pages want them, made from the nodes themselves.
 
-`python -m comfy_nodes.nodedefs` writes `locales/en/nodeDefs.json`; the translations beside it are written by hand,
-and a test holds that they have the same entries.
+`python -m comfy_nodes.nodedefs` writes `locales/en/nodeDefs.json` and the table of ToMeSettings' help page. The
+translations are written by hand: what they lack it puts in in English, and what no node has any more it takes out.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ from typing import Any
 
 from . import NODE_CLASS_MAPPINGS
 
-PATH = Path(__file__).resolve().parents[1] / "locales" / "en" / "nodeDefs.json"
+LOCALES = Path(__file__).resolve().parents[1] / "locales"
+PATH = LOCALES / "en" / "nodeDefs.json"
+HELP_PAGE = Path(__file__).parent / "web" / "docs" / "ToMeSettings.md"
+_HEAD = "| input | what it does |\n|---|---|\n"
 
 
 def english() -> dict[str, Any]:
@@ -20,16 +23,19 @@ def english() -> dict[str, Any]:
     return {name: _described(node) for name, node in NODE_CLASS_MAPPINGS.items()}
 
 
-def _described(node: Any) -> dict[str, Any]:
+def _inputs(node: Any) -> dict[str, tuple]:
     types = node.INPUT_TYPES()
-    inputs = {**types["required"], **types.get("optional", {})}
+    return {**types["required"], **types.get("optional", {})}
+
+
+def _described(node: Any) -> dict[str, Any]:
     names = getattr(node, "RETURN_NAMES", node.RETURN_TYPES)
     return {
         "display_name": node.DISPLAY_NAME,
         "description": node.DESCRIPTION,
         "inputs": {
             name: {"name": facts.get("display_name", name), "tooltip": facts["tooltip"]}
-            for name, (_, facts) in inputs.items()
+            for name, (_, facts) in _inputs(node).items()
         },
         "outputs": {
             str(number): {"name": name, "tooltip": tooltip}
@@ -38,11 +44,41 @@ def _described(node: Any) -> dict[str, Any]:
     }
 
 
-def text() -> str:
-    """The file's content."""
-    return json.dumps(english(), indent=2, ensure_ascii=False) + "\n"
+def completed(translated: Any, wanted: Any) -> Any:
+    """The translation with what is wanted and nothing else: in English, and in its order, where it is not there."""
+    if not isinstance(wanted, dict):
+        return translated
+    return {key: completed(translated.get(key, one), one) for key, one in wanted.items()}
+
+
+def help_page(text: str) -> str:
+    """ToMeSettings' help page with its table made anew: a row for every input, those behind "advanced" in light type.
+
+    Raises ValueError where the page has no table.
+    """
+    if _HEAD not in text:
+        raise ValueError(f"{HELP_PAGE.name} has no table to replace; put {_HEAD.splitlines()[0]!r} into it")
+    before, rest = text.split(_HEAD)
+    rows = [f"| {name if facts.get('advanced') else f'**{name}**'} | {facts['tooltip']} |\n"
+            for name, (_, facts) in _inputs(NODE_CLASS_MAPPINGS["ToMeSettings"]).items()]  # fmt: skip
+    _, _, after = rest.partition("\n\n")
+    return f"{before}{_HEAD}{''.join(rows)}\n{after}"
+
+
+def text(texts: dict[str, Any] | None = None) -> str:
+    """The content of a nodeDefs.json; the English one's where no texts are given."""
+    return json.dumps(english() if texts is None else texts, indent=2, ensure_ascii=False) + "\n"
+
+
+def main() -> None:
+    """Write them all."""
+    PATH.parent.mkdir(parents=True, exist_ok=True)
+    PATH.write_text(text(), encoding="utf-8")
+    for path in LOCALES.glob("*/nodeDefs.json"):
+        translated = json.loads(path.read_text(encoding="utf-8"))
+        path.write_text(text(completed(translated, english())), encoding="utf-8")
+    HELP_PAGE.write_text(help_page(HELP_PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    PATH.parent.mkdir(parents=True, exist_ok=True)
-    PATH.write_text(text(), encoding="utf-8")
+    main()

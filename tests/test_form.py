@@ -14,11 +14,12 @@ DESCRIBED = {one["name"]: one for one in describe_settings()}
 
 def test_fields_are_in_their_documented_places():
     """Nodes and lists of values know them by position: a new one in their midst would shift those behind it."""
-    assert NAMES == (
+    first = (
         "ratio", "level", "start", "end", "min_pixels", "method", "merge_what", "merge_crossattn", "merge_mlp", "sx",
         "sy", "use_rand", "merge_seed", "early_ratio", "early_until", "proportional", "metric", "refine", "query_ratio",
         "keep", "only_if_it_pays", "deep_mlp",
     )  # fmt: skip
+    assert NAMES[: len(first)] == first
     assert [DESCRIBED[one.setting]["place"] for one in FIELDS] == list(range(len(FIELDS)))
 
 

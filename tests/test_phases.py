@@ -12,7 +12,7 @@ import torch
 
 import tome_core
 from tests.models import CASES, call_case, inputs
-from tome_core import PRESETS, MergeConfig, MergeRule, preset, ramp
+from tome_core import PRESETS, MergeConfig, MergeRule, preset, ramp, strength
 from tome_core.gate import pays, pays_in_mlp
 from tome_core.matching import Matcher
 from tome_core.phases import DEEP_UNTIL, plain_rules
@@ -218,6 +218,16 @@ def test_a_model_starts_with_the_balanced_preset():
     tome_core.remove_patch(model)
     with pytest.raises(ValueError, match=r"preset='best'.*'balanced'"):
         tome_core.patch(model, "best")
+
+
+def test_flat_settings_make_a_config_or_change_the_one_that_is_asked_for():
+    model = CASE.build()
+    assert tome_core.patch(model, ratio=0.25, early_ratio=0.5).config == MergeConfig(ratio=0.25, early_ratio=0.5)
+    assert tome_core.patch(model, "fast", seed=5).config == replace(preset("fast"), seed=5)
+    assert tome_core.patch(model, strength=0.3, end_percent=0.5).config == replace(strength(0.3), end_percent=0.5)
+    assert tome_core.patch(model, MergeConfig(ratio=0.25), sx=4).config == MergeConfig(ratio=0.25, sx=4)
+    with pytest.raises(TypeError, match=r"unknown setting rato; there are: .*ratio.*deep_mlp"):
+        tome_core.patch(model, rato=0.5)
 
 
 def test_stronger_presets_leave_less_to_do():
