@@ -152,4 +152,4 @@ def test_with_a_preview_the_report_is_in_the_history(comfy):
     history = comfy.wait(comfy.queue(graph.graph))
     (text,), (data,) = (history["outputs"][preview[0]][name] for name in ("text", "tome_report"))
     assert "ToMe: 1 step, nothing merged" in text
-    assert data["format"] == 1 and data["calls"] and [level["downsample"] for level in data["levels"]][0] == 1
+    assert data["format"] == 1 and data["calls"] and data["levels"][0]["downsample"] == 1
