@@ -34,7 +34,8 @@ class Variant(NamedTuple):
     """apply: patches a UNet. meaning: for the reader of a table. bound: the variant that does the same for free.
 
     whats: the kinds of cases it is in. keeps: what is timed uses the match of a call before it, which runs untimed
-    first; a compiled model matches anew in each call, so this is in no compiled case.
+    first; a compiled model matches anew in each call, so this is in no compiled case. replayed: from CUDA graphs, which
+    a compiled model has of its own, and a CPU none.
     """
 
     apply: Callable[[nn.Module], None]
@@ -42,6 +43,7 @@ class Variant(NamedTuple):
     bound: str | None = None
     whats: tuple[str, ...] = (CALL, *PICTURES)
     keeps: bool = False
+    replayed: bool = False
 
 
 def finest_blocks(unet: nn.Module) -> list[Place]:
@@ -126,6 +128,14 @@ def _preset(name: str, *times: float) -> Callable[[nn.Module], None]:
     return apply
 
 
+def _captured(apply: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
+    def apply_and_capture(unet: nn.Module) -> None:
+        apply(unet)
+        tome_core.capture(unet)
+
+    return apply_and_capture
+
+
 def _in_turn(handle: tome_core.Patch, times: Sequence[float]) -> Callable[[int], None]:
     turns, sampling = itertools.cycle(times), object()
 
@@ -175,6 +185,14 @@ VARIANTS: dict[str, Variant] = {
     "ours, max new": _call("max", _LATE, "max in a step that matches anew: a picture's first"),
     "ours, max renewed": _call("max", _LATE_FAR, "max in a step that renews an older match", True),
     "ours, max kept": _call("max", _LATE_NEAR, "max in a step that keeps a match", True),
+    "captured": Variant(_captured(_nothing), "the model as it is, replayed from a CUDA graph", replayed=True),
+    "captured, ours": Variant(
+        _captured(_preset("balanced")), "balanced, replayed from CUDA graphs", "captured", PICTURES, replayed=True
+    ),
+    "captured, ours late kept": Variant(
+        _captured(_preset("balanced", *_LATE_NEAR)), "balanced in a late step that keeps a match, replayed", "captured",
+        (CALL,), True, True,
+    ),
     IDEAL: Variant(_free_merge, "bound: half of the tokens merged at the finest level, and merging costs nothing"),
     NO_ATTENTION: Variant(_no_attention, "bound: every self-attention left out, at all levels"),
 }
@@ -189,7 +207,7 @@ def shown_in(case: Case, names: Sequence[str]) -> list[str]:
     found = [name for name in names if case.what in VARIANTS[name].whats]
     if case.what == CALL and not case.is_plain:
         found = [name for name in found if not name.startswith("ours") or name in _FEW_OF_OURS]
-    return [name for name in found if not (case.compiled and VARIANTS[name].keeps)]
+    return [name for name in found if not (case.compiled and (VARIANTS[name].keeps or VARIANTS[name].replayed))]
 
 
 def chosen(wanted: Sequence[str]) -> list[str]:

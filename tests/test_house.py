@@ -61,13 +61,15 @@ MAY_IMPORT = {
     "measured": {"config", "example_inputs", "families", "fingerprint", "gains", "latch", "measure", "run"},
     "patch": {"config", "families", "fingerprint", "keep", "kernels", "ledger", "measured", "methods", "noise",
         "phases", "pipeline", "presets", "report", "run", "schedule", "wiring", "wrap"},
+    "graphs": {"families", "keep", "ledger", "matching", "plan", "run", "sites", "switch", "wiring", "wrap"},
     "sd_block": {"attention"},
     "settings_table": {"config"},
     "host_time": {"config", "patch", "presets", "sd_block"},
     "bench": {"config", "grid", "host_time", "kernels", "methods", "patch", "plan", "presets", "sd_block"},
-    "__init__": {"config", "families", "form", "gains", "patch", "phases", "plan", "presets", "report", "schedule"},
+    "__init__": {"config", "families", "form", "gains", "graphs", "patch", "phases", "plan", "presets", "report",
+        "schedule"},
 }
-PACKAGES = ("methods", "attention")
+PACKAGES = ("methods", "attention", "graphs")
 # what a module may import beside torch and the standard library: its one importer does without it where it is missing
 OPTIONAL = {"triton_kernels": {"triton"}, "triton_kernels_correction": {"triton"}}
 # which hosts a host may import beside itself: the quality benchmark measures the demo's model

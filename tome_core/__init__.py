@@ -7,6 +7,7 @@ from . import form, gains
 from .config import MergeConfig, MergeRule, describe_settings
 from .families import UnsupportedModelError
 from .gains import Gain
+from .graphs import Capture, capture
 from .patch import Patch, apply_patch, patch, remove_patch, report
 from .phases import ramp
 from .plan import MergePlan
@@ -18,6 +19,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "PRESETS",
+    "Capture",
     "Gain",
     "MergeConfig",
     "MergePlan",
@@ -27,6 +29,7 @@ __all__ = [
     "Report",
     "UnsupportedModelError",
     "apply_patch",
+    "capture",
     "describe_settings",
     "form",
     "gains",

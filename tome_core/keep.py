@@ -32,25 +32,66 @@ class Shared(NamedTuple):
     call: int
 
 
-class KeptPlans(NamedTuple):
+class Kept:
+    """A block's plans, the timestep they were made at, the rule they were made for, and the device they lie on.
+
+    home: where graphs have put the plans (`graphs.plan_buffers`), None where they are nobody else's.
+    """
+
+    def __init__(self, plans: Any, timestep: float, rule: Any, device: torch.device) -> None:
+        self.plans = plans
+        self.timestep = timestep
+        self.rule = rule
+        self.device = device
+        self.home: Any = None
+
+
+class Found(NamedTuple):
+    """What an earlier call has left, and whether it is young enough to be used as it is."""
+
+    kept: Kept
+    is_fresh: bool
+
+
+class KeptPlans:
     """What one call of the UNet finds of earlier ones, and leaves for later ones.
 
     ordinal: the call's number among those at its time, which are several where a host splits a batch or a picture.
     look: what it has in common with others, for who matches; None where nobody says that it has, or it is not so.
     """
 
-    plans: dict[tuple, Kept]
-    ordinal: int
-    timestep: float
-    look: Callable[[], Shared | None]
+    def __init__(
+        self, plans: dict[tuple, Kept], ordinal: int, timestep: float, look: Callable[[], Shared | None]
+    ) -> None:
+        self.plans = plans
+        self._ordinal = ordinal
+        self._timestep = timestep
+        self.look = look
 
+    def find(
+        self, key: tuple, rule: Any, device: torch.device, renews: bool, shared: Shared | None = None
+    ) -> Found | None:
+        """What was kept under the key by this rule, on this device. renews: of what is too old use is made as well.
 
-class Kept(NamedTuple):
-    """A block's plans, the timestep they were made at, and the rule they were made for."""
+        shared: what is asked for serves all copies of these latents, else this call alone.
+        """
+        old = self.plans.get(self._whole(key, shared))
+        if old is None or old.rule is not rule or old.device != device:
+            return None
+        is_fresh = abs(old.timestep - self._timestep) <= rule.keep
+        return Found(old, is_fresh) if is_fresh or renews else None
 
-    plans: Any
-    timestep: float
-    rule: Any
+    def store(
+        self, key: tuple, plans: Any, rule: Any, device: torch.device, shared: Shared | None = None,
+        since: Kept | None = None,
+    ) -> Kept:  # fmt: skip
+        """Keep plans that were made now, or as long ago as these others."""
+        timestep = self._timestep if since is None else since.timestep
+        found = self.plans[self._whole(key, shared)] = Kept(plans, timestep, rule, device)
+        return found
+
+    def _whole(self, key: tuple, shared: Shared | None) -> tuple:
+        return (self._ordinal if shared is None else ("shared", shared.call), *key)
 
 
 class Sampling:

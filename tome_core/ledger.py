@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import index
 from typing import Any
@@ -40,6 +41,14 @@ class Tally:
     work_full: int = 0
     work_left: int = 0
 
+    def add(self, other: Tally) -> None:
+        """Count what another has counted."""
+        self.merged.update(other.merged)
+        self.skipped.update(other.skipped)
+        self.routes.update(other.routes)
+        self.work_full += other.work_full
+        self.work_left += other.work_left
+
 
 @dataclass
 class LevelTally:
@@ -72,6 +81,23 @@ class Ledger:
         self.calls = 0
         for tally in self.levels:
             tally.phases.clear()
+
+    @contextmanager
+    def aside(self) -> Iterator[Ledger]:
+        """While in here calls are counted in a ledger of their own, which is given; see `add`."""
+        levels = self.levels
+        own = Ledger([LevelTally(tally.downsample, tally.blocks) for tally in levels], ())
+        self.levels = own.levels
+        try:
+            yield own
+        finally:
+            self.levels = levels
+
+    def add(self, other: Ledger, call: Any) -> None:
+        """Count for this call what was counted in another ledger, for one that did the same."""
+        for tally, more in zip(self.levels, other.levels, strict=True):
+            for counted in more.phases.values():
+                tally.phases[call.phase].add(counted)
 
     def begin_call(self) -> None:
         """One more call of the UNet."""

@@ -59,34 +59,38 @@ class Matcher:
         kept = outer.call.kept
         if kept is None or not rule.keep or torch.compiler.is_compiling():  # what may be kept there, a graph asks for
             return self._new(asked, _made(asked), None)
-        key = (self.number, kept.ordinal, asked.part, asked.together, outer.batch, outer.grid)
-        old = _usable(kept.plans.get(key), asked)
-        if old is not None and _is_fresh(old, kept, rule):
-            return old.plans
-        shared = kept.look()
+        key, device = self._key(asked, outer.batch), asked.x.device
+        old = kept.find(key, rule, device, _renews(asked))
+        if old is not None and old.is_fresh:
+            return old.kept.plans
+        shared, since = kept.look(), None
         if shared is not None and outer.batch % shared.copies == 0:
-            found = self._shared(asked, kept, shared)
+            plans, since = self._shared(asked, kept, shared)
         else:
-            found = Kept(self._new(asked, _made(asked), old and old.plans), kept.timestep, rule)
-        kept.plans[key] = found
-        return found.plans
+            plans = self._new(asked, _made(asked), old and old.kept.plans)
+        kept.store(key, plans, rule, device, since=since)
+        return plans
 
-    def _shared(self, asked: Asked, kept: KeptPlans, shared: Shared) -> Kept:
+    def _key(self, asked: Asked, batch: int) -> tuple:
+        return (self.number, asked.part, asked.together, batch, asked.outer.grid)
+
+    def _shared(self, asked: Asked, kept: KeptPlans, shared: Shared) -> tuple[Plans, Kept]:
         """The match of one copy of the latents serves all of them, in this call and in others at its time.
 
         Guidance multiplies the difference of two predictions, and so how differently merging has changed them. A batch
         that its host cuts gets what the whole one gets, where the copy that is matched comes first.
         """
-        outer, made = asked.outer, _made(asked)
+        outer, rule, device, made = asked.outer, asked.rule, asked.x.device, _made(asked)
         count = outer.batch // shared.copies
-        rows = slice(shared.matched * count, (shared.matched + 1) * count)
-        key = ("shared", self.number, shared.call, asked.part, asked.together, count, outer.grid)
-        old = _usable(kept.plans.get(key), asked)
-        if old is None or not _is_fresh(old, kept, asked.rule):
+        key, rows = self._key(asked, count), slice(shared.matched * count, (shared.matched + 1) * count)
+        old = kept.find(key, rule, device, _renews(asked), shared)
+        if old is not None and old.is_fresh:
+            match = old.kept
+        else:
             matched = asked._replace(x=asked.x[rows])
-            groups = self.groups(matched, None if made is None else made[rows], old and old.plans)
-            old = kept.plans[key] = Kept(groups, kept.timestep, asked.rule)
-        return old._replace(plans=_corrected(asked, _of_copies(old.plans, shared.copies), made))
+            groups = self.groups(matched, None if made is None else made[rows], old and old.kept.plans)
+            match = kept.store(key, groups, rule, device, shared)
+        return _corrected(asked, _of_copies(match.plans, shared.copies), made), match
 
     def _new(self, asked: Asked, made: torch.Tensor | None, old: Plans | None) -> Plans:
         return _corrected(asked, self.groups(asked, made, old), made)
@@ -96,8 +100,7 @@ class Matcher:
         rule = asked.rule
         if asked.together and rule.effective_side != "qkv":
             return Plans(self._match_as_tomesd(asked))
-        renews = rule.refine and not asked.together and METHODS[rule.method].compares
-        if renews and old is not None and old.plan is not None:
+        if _renews(asked) and old is not None and old.plan is not None:
             plan = self._renewed(asked, made, old.plan)
         else:
             plan = self._match(asked, made)
@@ -134,15 +137,9 @@ class Matcher:
         return Draw(rule.seed, self.level, _stamp(asked.outer.call.stamp, asked.x)) if rule.use_rand else None
 
 
-def _usable(old: Kept | None, asked: Asked) -> Kept | None:
-    """What was kept, where it was made by this rule and lies on this device."""
-    if old is None or old.rule is not asked.rule:
-        return None
-    return old if old.plans.plan is None or old.plans.plan.group.device == asked.x.device else None
-
-
-def _is_fresh(old: Kept, kept: KeptPlans, rule: MergeRule) -> bool:
-    return abs(old.timestep - kept.timestep) <= rule.keep
+def _renews(asked: Asked) -> bool:
+    """Is a plan that is too old where the next match begins?"""
+    return bool(asked.rule.refine) and not asked.together and METHODS[asked.rule.method].compares
 
 
 def _of_copies(plans: Plans, copies: int) -> Plans:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from .run import Run
-from .switch import inside
+from .switch import CAPTURE, inside
 from .wrap import is_wrapped_by_others
 
 ROUNDS, STEPS = 3, 20
@@ -47,6 +47,8 @@ def why_not_now(unet: nn.Module, run: Run, handed: Any = None) -> str:
         return "a sampling goes on; measure before it or after it"
     if is_compiled(unet) or any(hasattr(one, "_orig_mod") for one in (handed, getattr(handed, "unet", None))):
         return "the UNet is compiled, and compiled calls are not measured; measure before compiling it"
+    if CAPTURE in vars(unet):
+        return "the UNet is captured, and calls that are replayed are not measured; remove that first"
     if unet.training:
         return "the UNet is in training, whose calls draw random numbers; call its eval() first"
     if is_wrapped_by_others(unet):

@@ -386,7 +386,7 @@ def _handle_in_force(unet: nn.Module | None) -> Patch | None:
     wiring = None if unet is None else wiring_of(unet)
     if wiring is None:
         return None
-    return wiring.merging or (wiring.holders[-1] if wiring.holders else None)
+    return wiring.merging or next((one for one in reversed(wiring.holders) if isinstance(one, Patch)), None)
 
 
 def _back_from(handle: Patch | None) -> Iterator[Patch]:

@@ -24,11 +24,11 @@ from .grid import Grid
 from .matching import Asked, Matcher, Plans
 from .memory import CallMemory
 from .run import Call, GridCall, Run, is_captured, skip
-from .switch import Switch, inside
+from .switch import CAPTURE, Switch, inside
 from .wrap import Wrap
 
-_TIME_NAMES = ("timesteps", "timestep", "t")
-_INPUT_NAMES = ("hidden_states", "x", "sample")
+TIME_NAMES = ("timesteps", "timestep", "t")
+INPUT_NAMES = ("hidden_states", "x", "sample")
 PARTS = ("attn", "crossattn", "mlp")
 
 
@@ -120,13 +120,13 @@ class UNetSite(Wrap):
         if torch.compiler.is_compiling():  # no graph can hold a lock
             return self.original(*args, **kwargs) if run is None else self._call(run, None, args, kwargs)
         if run is None:
-            return self.original(*args, **kwargs) if switch.call is None else self._plainly(args, kwargs)
+            return self._made(None, args, kwargs) if switch.call is None else self._plainly(args, kwargs)
         with switch.lock:
             run = switch.current()  # somebody may have taken it off while this thread waited
             inside.depth += 1
             try:
                 if run is None:
-                    return self.original(*args, **kwargs)
+                    return self._made(None, args, kwargs)
                 return self._call(run, threading.get_ident(), args, kwargs)
             finally:
                 inside.depth -= 1
@@ -134,12 +134,12 @@ class UNetSite(Wrap):
                     switch.do_later()
 
     def _call(self, run: Run, thread: int | None, args: tuple, kwargs: dict[str, Any]) -> Any:
-        latent = args[0] if args else named(kwargs, _INPUT_NAMES)
-        stamp = args[1] if len(args) > 1 else named(kwargs, _TIME_NAMES)
+        latent = args[0] if args else named(kwargs, INPUT_NAMES)
+        stamp = args[1] if len(args) > 1 else named(kwargs, TIME_NAMES)
         begun = None
         if thread is None and _asks(run, latent):
             begun = in_graph.begin(self.number, latent, stamp if torch.is_tensor(stamp) else None)
-        return self._under(run.begin(stamp, latent, thread, begun), args, kwargs)
+        return self._under(run.begin(stamp, latent, thread, begun, CAPTURE in vars(self.target)), args, kwargs)
 
     def begins(self, latent: torch.Tensor, stamp: torch.Tensor | None) -> None:
         """A call of the UNet, compiled as a whole, begins; its graph says so."""
@@ -154,7 +154,7 @@ class UNetSite(Wrap):
     def _plainly(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """While a merged call goes on: another thread's sees nothing of it, a call from inside must not either."""
         if self.switch.call.thread != threading.get_ident():
-            return self.original(*args, **kwargs)
+            return self._made(None, args, kwargs)
         return self._under(None, args, kwargs)
 
     def _under(self, call: Call | None, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -162,9 +162,14 @@ class UNetSite(Wrap):
         before = switch.call, switch.grid, switch.block
         switch.call, switch.grid, switch.block = call, None, None
         try:
-            return self.original(*args, **kwargs)
+            return self._made(call, args, kwargs)
         finally:
             switch.call, switch.grid, switch.block = before
+
+    def _made(self, call: Call | None, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """By whoever replays calls, if anybody does."""
+        capture = None if torch.compiler.is_compiling() else vars(self.target).get(CAPTURE)
+        return self.original(*args, **kwargs) if capture is None else capture.call(self, call, args, kwargs)
 
 
 def _asks(run: Run, latent: Any) -> bool:
@@ -202,7 +207,7 @@ class TransformerSite(RememberingSite):
         """The transformer's forward, its blocks knowing the grid where they are to merge."""
         switch = self.switch
         call = switch.call
-        x = args[0] if args else named(kwargs, _INPUT_NAMES)
+        x = args[0] if args else named(kwargs, INPUT_NAMES)
         if call is None and self.memory.has_calls:
             call = in_this_thread(self.memory.recall(x))
         if call is None or not self.active or not torch.is_tensor(x) or x.dim() != 4:
@@ -259,7 +264,7 @@ class BlockSite(RememberingSite):
             if self.active and switch.call is None and switch.run is not None and not torch.compiler.is_compiling():
                 self.root.look_after_itself(self.level)
             return self.original(*args, **kwargs)
-        x = args[0] if args else named(kwargs, _INPUT_NAMES)
+        x = args[0] if args else named(kwargs, INPUT_NAMES)
         if not torch.is_tensor(x) or x.dim() != 3:
             return self.original(*args, **kwargs)
         if outer is None:  # a checkpoint runs it again

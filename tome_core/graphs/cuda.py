@@ -1,0 +1,70 @@
+"""CUDA graphs as torch has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+
+class _Streams(NamedTuple):
+    """Of one device. They stay, because libraries take memory for each stream that they see."""
+
+    warming: torch.cuda.Stream
+    recording: torch.cuda.Stream
+
+
+class CudaGraphs:
+    """Records into graphs that share a pool of memory. They are replayed one at a time, and what one returns is copied
+    before the next, so that they may use the same memory in turns.
+    """
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+        self._streams: dict[int, _Streams] = {}
+        self._done: torch.cuda.Event | None = None
+
+    def why_not(self, latent: torch.Tensor) -> str:
+        """Why calls with such latents cannot be recorded, "" where they can."""
+        if latent.device.type != "cuda":
+            return f"its latents are on {latent.device.type}, and graphs are CUDA's; move it to a CUDA device"
+        if torch.cuda.is_current_stream_capturing():
+            return "somebody else's graph is being recorded around it"
+        return ""
+
+    @contextmanager
+    def in_turn(self, device: torch.device) -> Iterator[None]:
+        """Inside it the device waits for the call before, which may have been another stream's."""
+        with torch.cuda.device(device):
+            stream = torch.cuda.current_stream()
+            if self._done is not None:
+                stream.wait_event(self._done)
+            try:
+                yield
+            finally:
+                self._done = stream.record_event()
+
+    def warm_up(self, call: Callable[[], Any]) -> None:
+        """In a stream aside, as torch wants it: kernels are compiled and chosen, and libraries take their memory."""
+        here, aside = torch.cuda.current_stream(), self._streams_here().warming
+        aside.wait_stream(here)
+        with torch.cuda.stream(aside):
+            call()
+        here.wait_stream(aside)
+
+    def record(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """Records it without making it. Other threads may go on meanwhile."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph, stream = torch.cuda.CUDAGraph(), self._streams_here().recording
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+            out = call()
+        return graph.replay, out
+
+    def _streams_here(self) -> _Streams:
+        device = torch.cuda.current_device()
+        if device not in self._streams:
+            self._streams[device] = _Streams(torch.cuda.Stream(), torch.cuda.Stream())
+        return self._streams[device]

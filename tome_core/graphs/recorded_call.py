@@ -1,0 +1,227 @@
+"""One call of a UNet, recorded: when it may be replayed, and how.
+
+What a merged call does depends on what earlier steps have left. So while a call is recorded, all that it asks of them
+is noted with the answers, and it is replayed where the same questions have the same answers: whether there is a match,
+whether it is young enough, and in which form. Nothing else of a call is decided by what it finds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakValueDictionary
+
+import torch
+
+from ..keep import Found, Kept, KeptPlans, Shared
+from ..ledger import Ledger
+from ..run import Call
+from .forms import Form, Unrecordable, copy_all, put_together, take_apart
+from .plan_buffers import PlanBuffer, form_of, load
+
+Buffers = WeakValueDictionary[tuple, PlanBuffer]
+
+
+class Backend(Protocol):
+    """Who records."""
+
+    def why_not(self, latent: torch.Tensor) -> str:
+        """Why calls with such latents cannot be recorded, "" where they can."""
+
+    def warm_up(self, call: Callable[[], Any]) -> None:
+        """Make the call once, as it is to be before it is recorded."""
+
+    def record(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """What makes the call again, at the same addresses, and what it has returned, which is written anew then.
+
+        After this the call need not have been made.
+        """
+
+    def in_turn(self, device: torch.device) -> AbstractContextManager[None]:
+        """Around all of a call: it follows on the one before, whichever stream that was in."""
+
+
+class _Question(NamedTuple):
+    """Of `KeptPlans.find`. of_copies: about what serves all copies of the latents. answer: freshness and form."""
+
+    key: tuple
+    rule: Any
+    device: torch.device
+    renews: bool
+    of_copies: bool
+    answer: tuple[bool, Form] | None
+
+
+class _Look(NamedTuple):
+    """Of `KeptPlans.look`. answer: copies, and which is matched."""
+
+    answer: tuple[int, int] | None
+
+
+class _Write(NamedTuple):
+    """Of `KeptPlans.store`. kept: what was stored in the recording; since: which of the plans read gives the time."""
+
+    key: tuple
+    of_copies: bool
+    kept: Kept
+    since: int | None
+
+
+class NotedPlans:
+    """Stands in for the `KeptPlans` of a call that is recorded: answers as these would, and notes what was asked."""
+
+    def __init__(self, kept: KeptPlans, buffers: Buffers) -> None:
+        self._kept = kept
+        self._buffers = buffers
+        self.questions: list[_Question | _Look] = []
+        self.read: list[tuple[Kept, PlanBuffer]] = []
+        self.written: list[_Write] = []
+
+    def look(self) -> Shared | None:
+        """As of `KeptPlans`."""
+        shared = self._kept.look()
+        self.questions.append(_Look(_without_call(shared)))
+        return shared
+
+    def find(
+        self, key: tuple, rule: Any, device: torch.device, renews: bool, shared: Shared | None = None
+    ) -> Found | None:
+        """As of `KeptPlans`; plans lie in buffers."""
+        of_copies = shared is not None
+        found = self._kept.find(key, rule, device, renews, shared)
+        if found is None:
+            self.questions.append(_Question(key, rule, device, renews, of_copies, None))
+            return None
+        form = form_of(found.kept)
+        self.questions.append(_Question(key, rule, device, renews, of_copies, (found.is_fresh, form)))
+        buffer = self.buffer(key, of_copies, form)
+        load([(found.kept, buffer)])
+        kept = Kept(buffer.plans(), found.kept.timestep, rule, device)
+        self.read.append((kept, buffer))
+        return Found(kept, found.is_fresh)
+
+    def store(
+        self, key: tuple, plans: Any, rule: Any, device: torch.device, shared: Shared | None = None,
+        since: Kept | None = None,
+    ) -> Kept:  # fmt: skip
+        """As of `KeptPlans`, but nothing is kept yet."""
+        kept = Kept(plans, 0.0, rule, device)
+        place = next((i for i, (one, _) in enumerate(self.read) if one is since), None)
+        self.written.append(_Write(key, shared is not None, kept, place))
+        return kept
+
+    def buffer(self, key: tuple, of_copies: bool, form: Form) -> PlanBuffer:
+        """Where such plans lie."""
+        name = (key, of_copies, form)
+        found = self._buffers.get(name)
+        if found is None:
+            found = self._buffers[name] = PlanBuffer(form)
+        return found
+
+
+class RecordedCall:
+    """latents: the shape of those of the call. kind: "plain" where nothing of ours is in it, "merged" where nothing is
+    kept, "new", "renewed" or "kept".
+
+    used: the ordinal of its latest use.
+    """
+
+    def __init__(
+        self, latents: tuple[int, ...], inputs: list[torch.Tensor], forward: Callable[[NotedPlans | None], Any],
+        call: Call | None, buffers: Buffers, backend: Backend,
+    ) -> None:  # fmt: skip
+        """Record it. forward: makes the call from these inputs; call: of ours, None where nothing of ours is in it."""
+        self.latents = latents
+        self.used = 0
+        self._inputs = inputs
+        kept = None if call is None else call.kept
+        self._noted = None if kept is None else NotedPlans(kept, buffers)
+        ledger = Ledger([], ()) if call is None else call.run.ledger
+        with ledger.aside():
+            backend.warm_up(lambda: forward(self._noted))
+        self._written = [] if self._noted is None else [
+            self._noted.buffer(one.key, one.of_copies, take_apart(one.kept.plans)[0]) for one in self._noted.written
+        ]  # fmt: skip
+        again = None if kept is None else NotedPlans(kept, buffers)
+
+        def forward_and_write() -> Any:
+            out = forward(again)
+            if again is not None:
+                self._write(again)
+            return out
+
+        with ledger.aside() as self._counted:
+            self._replay, out = backend.record(forward_and_write)
+        self._out_form, self._out = take_apart(out)
+        self._forget_values()
+        self.kind = "plain" if call is None else self._kind()
+
+    def _write(self, again: NotedPlans) -> None:
+        """In place, at the end of the call: by then it has read what is overwritten, and derived what it derives."""
+        values: list[torch.Tensor] = []
+        for one, buffer in zip(again.written, self._written, strict=True):
+            form, tensors = take_apart(one.kept.plans)
+            if form != buffer.form:
+                raise Unrecordable("it does not keep the same things each time it is made")
+            values += tensors
+        copy_all([one for buffer in self._written for one in buffer.tensors], values)
+
+    def _forget_values(self) -> None:
+        """Of the warm-up."""
+        if self._noted is not None:
+            for one in self._noted.written:
+                one.kept.plans = None
+            self._noted.read = [(None, buffer) for _, buffer in self._noted.read]
+
+    def _kind(self) -> str:
+        questions = [] if self._noted is None else [one for one in self._noted.questions if isinstance(one, _Question)]
+        if not questions:
+            return "merged"
+        if any(one.answer is not None and not one.answer[0] for one in questions):
+            return "renewed"
+        return "new" if any(one.answer is None for one in questions) else "kept"
+
+    def read_by(self, kept: KeptPlans | None) -> list[Kept] | None:
+        """What a replay would read; None where this is another call."""
+        found: list[Kept] = []
+        shared: Shared | None = None
+        for one in self._noted.questions if self._noted is not None else ():
+            if isinstance(one, _Look):
+                shared = kept.look()
+                if _without_call(shared) != one.answer:
+                    return None
+                continue
+            old = kept.find(one.key, one.rule, one.device, one.renews, shared if one.of_copies else None)
+            if (None if old is None else (old.is_fresh, form_of(old.kept))) != one.answer:
+                return None
+            if old is not None:
+                found.append(old.kept)
+        return found
+
+    def replay(self, given: list[torch.Tensor], call: Call | None, read: list[Kept]) -> Any:
+        """The result for these inputs, which is the caller's own. call: this one; read: as of `read_by`."""
+        for to, value in zip(self._inputs, given, strict=True):
+            to.copy_(value)
+        if self._noted is not None:
+            load(zip(read, (buffer for _, buffer in self._noted.read), strict=True))
+            for buffer in self._written:
+                if buffer.tenant not in read:  # what is read is replaced
+                    buffer.vacate()
+        self._replay()
+        if self._noted is not None:
+            self._keep(call.kept, read)
+        if call is not None:
+            call.run.ledger.add(self._counted, call)
+        return put_together(self._out_form, [one.clone() for one in self._out])
+
+    def _keep(self, kept: KeptPlans, read: list[Kept]) -> None:
+        for one, buffer in zip(self._noted.written, self._written, strict=True):
+            shared = kept.look() if one.of_copies else None
+            since = None if one.since is None else read[one.since]
+            buffer.settle(kept.store(one.key, None, one.kept.rule, one.kept.device, shared, since))
+
+
+def _without_call(shared: Shared | None) -> tuple[int, int] | None:
+    """It is another one's for each part of a picture, all of which one graph serves."""
+    return None if shared is None else (shared.copies, shared.matched)
