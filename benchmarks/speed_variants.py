@@ -187,11 +187,11 @@ VARIANTS: dict[str, Variant] = {
     "ours, max kept": _call("max", _LATE_NEAR, "max in a step that keeps a match", True),
     "captured": Variant(_captured(_nothing), "the model as it is, replayed from a CUDA graph", replayed=True),
     "captured, ours": Variant(
-        _captured(_preset("balanced")), "balanced, replayed from CUDA graphs", "captured", PICTURES, replayed=True
+        _captured(_preset("balanced")), "balanced, replayed from CUDA graphs", None, PICTURES, replayed=True
     ),
     "captured, ours late kept": Variant(
-        _captured(_preset("balanced", *_LATE_NEAR)), "balanced in a late step that keeps a match, replayed", "captured",
-        (CALL,), True, True,
+        _captured(_preset("balanced", *_LATE_NEAR)), "balanced in a late step that keeps a match, replayed", None,
+        (CALL,), keeps=True, replayed=True,
     ),
     IDEAL: Variant(_free_merge, "bound: half of the tokens merged at the finest level, and merging costs nothing"),
     NO_ATTENTION: Variant(_no_attention, "bound: every self-attention left out, at all levels"),
@@ -206,7 +206,8 @@ def shown_in(case: Case, names: Sequence[str]) -> list[str]:
     """Which of these variants a case compares."""
     found = [name for name in names if case.what in VARIANTS[name].whats]
     if case.what == CALL and not case.is_plain:
-        found = [name for name in found if not name.startswith("ours") or name in _FEW_OF_OURS]
+        others = [name for name in found if not (name.startswith("ours") or VARIANTS[name].replayed)]
+        found = [name for name in found if name in others or name in _FEW_OF_OURS]
     return [name for name in found if not (case.compiled and (VARIANTS[name].keeps or VARIANTS[name].replayed))]
 
 
