@@ -62,6 +62,8 @@ MAY_IMPORT = {
     "patch": {"config", "families", "fingerprint", "keep", "kernels", "ledger", "measured", "methods", "noise",
         "phases", "pipeline", "presets", "report", "run", "schedule", "wiring", "wrap"},
     "graphs": {"families", "keep", "ledger", "matching", "plan", "run", "sites", "switch", "wiring", "wrap"},
+    "diffusers_model_hook": {"diffusers_hooks", "patch", "run"},
+    "diffusers_hooks": {"config", "diffusers_model_hook", "patch"},
     "sd_block": {"attention"},
     "settings_table": {"config"},
     "host_time": {"config", "patch", "presets", "sd_block"},
@@ -71,7 +73,8 @@ MAY_IMPORT = {
 }
 PACKAGES = ("methods", "attention", "graphs")
 # what a module may import beside torch and the standard library: its one importer does without it where it is missing
-OPTIONAL = {"triton_kernels": {"triton"}, "triton_kernels_correction": {"triton"}}
+OPTIONAL = {"triton_kernels": {"triton"}, "triton_kernels_correction": {"triton"},
+    "diffusers_hooks": {"diffusers"}, "diffusers_model_hook": {"diffusers"}}
 # which hosts a host may import beside itself: the quality benchmark measures the demo's model
 HOSTS = {"extension": set(), "comfy_nodes": set(), "demo": set(), "benchmarks": {"demo"}}
 # which of a host's modules another may ask for by name: the demo's page writes what the other hosts read, by their own

@@ -165,14 +165,22 @@ class Run:
     @contextmanager
     def sample(self, guidance_of: GuidanceOf | None = None) -> Iterator[None]:
         """While in here, this thread's calls are the steps of one picture."""
-        scopes, scope = self._mine.scopes, Scope(guidance_of)
+        try:
+            with self.step_of(Scope(guidance_of)):
+                yield
+        finally:
+            self._mine.sampling.set(None, None)
+            self._mine.kept = None
+
+    @contextmanager
+    def step_of(self, scope: Scope) -> Iterator[None]:
+        """While in here, this thread's calls are steps of the scope's picture, which may go on afterwards."""
+        scopes = self._mine.scopes
         scopes.append(scope)
         try:
             yield
         finally:
             scopes.remove(scope)
-            self._mine.sampling.set(None, None)
-            self._mine.kept = None
 
     def tell(self, timestep: Any) -> None:
         """The timestep of the next call of the UNet, from a pipeline's scheduler; `set_time` outweighs it."""
@@ -277,7 +285,7 @@ class Run:
 
     def _read(self, timestep: Any) -> Step | None:
         """A timestep of somebody's own making, which has to be waited for; None where it tells nothing."""
-        value = _common_value(timestep)
+        value = common_value(timestep)
         if value is None:
             return None
         return by_timestep(value) if self.noise is None else self.noise.step_of(value)
@@ -319,7 +327,7 @@ def is_mapped() -> bool:
     return any(one.key() == functorch.TransformType.Vmap for one in functorch.get_interpreter_stack())
 
 
-def _common_value(timestep: Any) -> float | None:
+def common_value(timestep: Any) -> float | None:
     """The timestep as a number; None where the samples of a batch are at different times, or it has no value.
 
     Only asked for where the time matters and nobody told it, because on a GPU the answer waits for the device.
