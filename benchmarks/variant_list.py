@@ -134,6 +134,12 @@ def _better_and_worse_groups() -> Iterator[Variant]:
         yield _reference("mean kv", f"{cell}x{cell}", Recipe(Grouping(ratio, cell, how="pool"), sized=False))
 
 
+def _upstream() -> Iterator[Variant]:
+    """What is offered to other projects."""
+    for ratio in (0.75, 0.9375):
+        yield Variant("smallest", str(ratio), variants.smallest(ratio))
+
+
 def _schedules() -> Iterator[Variant]:
     """Noisy steps and the rest merged differently. The fourth is the other way round: the literature disagrees."""
     together = {"ratio": 0.75, "use_rand": False}
@@ -160,7 +166,7 @@ def _others() -> Iterator[Variant]:
 def _everything() -> dict[str, Variant]:
     tomesd = [Variant("tomesd", str(ratio), variants.tomesd(ratio), "tomesd", "tomesd") for ratio in RATIOS]
     parts = (_yardsticks_and_controls(), tomesd, _others(), _unsized(), _sized(), _merged_keys(), _below(),
-             _better_and_worse_groups(), _schedules())  # fmt: skip
+             _better_and_worse_groups(), _upstream(), _schedules())  # fmt: skip
     return {variant.name: variant for part in parts for variant in part}
 
 

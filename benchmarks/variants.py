@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -13,6 +15,7 @@ from torch import nn
 import tome_core
 from benchmarks.reference_patch import Phase, Recipe, Reference, finest
 from tome_core.families import find_blocks
+from upstream import smallest as upstream
 
 Role = Literal["plain", "method", "tomesd", "control", "yardstick"]
 PutOn = Callable[[nn.Module, int], AbstractContextManager]
@@ -97,6 +100,30 @@ def _merging(config: tome_core.MergeConfig) -> PutOn:
                 clock.remove()
 
     return put_on
+
+
+def smallest(ratio: float) -> PutOn:
+    """What `upstream/` offers other projects, at the finest level the UNet has; its grid is a square."""
+
+    @contextmanager
+    def put_on(unet: nn.Module, seed: int) -> Iterator[None]:
+        attentions = [place.block.attn1 for place in finest(unet)]
+        for attention in attentions:
+            attention.forward = partial(_attend_smallest, attention, ratio)
+        try:
+            yield
+        finally:
+            for attention in attentions:
+                del attention.forward
+
+    return put_on
+
+
+def _attend_smallest(attention: nn.Module, ratio: float, x: torch.Tensor, **more: Any) -> torch.Tensor:
+    side = math.isqrt(x.shape[1])
+    group, sizes = upstream._group_tokens(attention.to_k(x), attention.to_v(x), side, side, ratio)
+    more |= {"encoder_hidden_states": upstream._merge_tokens(x, group, sizes), "attention_mask": sizes.log()[:, None]}
+    return type(attention).forward(attention, x, **more)
 
 
 def zeroed(part: str, levels: tuple[int, ...]) -> PutOn:
