@@ -12,7 +12,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from tome_core import triton_kernels, triton_kernels_correction
+from tome_core import triton_kernels, triton_kernels_correction, triton_kernels_groups
 
 TYPES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
 # Ampere (A100), Ada (RTX 40), Hopper (H100, H200), AMD's MI300 and RX 7900
@@ -45,38 +45,46 @@ def best_keys_code(target, dtype, rows, bias, keys=torch.float32):
     return code(
         own._best_keys, target, x=TYPES[dtype], rows=rows, keys=TYPES[keys], bias=bias, score="*fp32", index="*i64",
         x_channel=1, keys_channel=1, PARTS=own.parts_of(dtype, keys), LENGTHS=rows is not None, QUERIES=own._QUERIES,
-        KEYS=own._KEYS, CHANNELS=own._CHANNELS,
+        KEYS=own._KEYS, CHANNELS=own.channels_at_once(dtype),
     )  # fmt: skip
 
 
-PRODUCTS = {"first_order", "ridge", "corrected"}
+PRODUCTS = {"first_order", "answered", "ridge", "corrected"}
 
 
 def rest(target, dtype):
     """The assembly of all the others, by name; those of a correction for half precision alone, in SD1.5's heads."""
-    own, more, pointer = triton_kernels, triton_kernels_correction, TYPES[dtype]
+    own, groups, more, pointer = triton_kernels, triton_kernels_groups, triton_kernels_correction, TYPES[dtype]
     made = {
-        "mean_rows": code(own._mean_rows, target, x=pointer, order="*i64", offsets="*i64", mean=pointer, exact="*fp32",
-                          bias=None, x_channel=1, ROWS=own._ROWS, CHANNELS=own._WIDEST),
-        "centres": code(own._mean_rows, target, 8, x=pointer, order="*i64", offsets="*i64", mean=pointer, exact=None,
-                        bias="*fp32", x_channel=1, ROWS=own._ROWS, CHANNELS=own._WIDEST_ALONE),
-        "moments": code(own._moments, target, x=pointer, moments="*fp32", x_channel=1, TOKENS=own._SPREAD_TOKENS,
-                        CHANNELS=own._SPREAD_CHANNELS),
-        "spread": code(own._spread, target, x=pointer, moments="*fp32", out=pointer, least="fp32", x_channel=1, PARTS=2,
-                       TOKENS=own._SPREAD_TOKENS, CHANNELS=own._SPREAD_CHANNELS),
+        "mean_rows": code(groups._mean_rows, target, x=pointer, values=pointer, order="*i64", offsets="*i64",
+                          mean=pointer, mean_values=pointer, exact="*fp32", bias=None, x_channel=1, values_channel=1,
+                          ROWS=groups._ROWS, CHANNELS=groups._WIDEST, PARTS=2),
+        "centres": code(groups._mean_rows, target, 8, x=pointer, values=None, order="*i64", offsets="*i64",
+                        mean=pointer, mean_values=None, exact=None, bias="*fp32", x_channel=1, values_channel=1,
+                        ROWS=groups._ROWS_ALONE, CHANNELS=groups._WIDEST_ALONE, PARTS=1),
+        "moments": code(own._moments, target, x=pointer, values=pointer, moments="*fp32", x_channel=1, values_channel=1,
+                        PARTS=2, TOKENS=own._MOMENT_TOKENS, CHANNELS=own._MOMENT_CHANNELS),
+        "spread": code(own._spread, target, x=pointer, values=pointer, moments="*fp32", out=pointer, least="fp32",
+                       x_channel=1, values_channel=1, PARTS=2, TOKENS=own._SPREAD_TOKENS,
+                       CHANNELS=own._SPREAD_CHANNELS, SPANS=16),
     }  # fmt: skip
     if dtype == torch.float32:
-        made["segments"] = code(own._segments, target, group="*i64", order="*i64", offsets="*i64", sizes="*fp32",
-                                logs="*fp32", empty="fp32", TOKENS=own._COUNTED_TOKENS, GROUPS=own._COUNTED_GROUPS)
-        made["placed"] = code(own._placed, target, order="*i64", index="*i64", sources="*i64", destinations="*i64",
-                              group="*i64", representative="*i64", PLACES=own._PLACED)
+        made["segments"] = code(groups._segments, target, group="*i64", order="*i64", offsets="*i64", sizes="*fp32",
+                                logs="*fp32", rounded="*bf16", empty="fp32", TOKENS=groups._COUNTED_TOKENS,
+                                GROUPS=groups._COUNTED_GROUPS)
+        made["placed"] = code(groups._placed, target, score="*fp32", index="*i64", sources="*i64", destinations="*i64",
+                              group="*i64", representative="*i64", PLACES=groups._PLACED, OTHERS=groups._OTHERS)
         return made
-    made["first_order"] = code(more._first_order, target, both=pointer, group="*i64", means="*fp32", found="*fp32",
-                               scale="fp32", both_channel=1, width=40, PARTS=own.parts_of(dtype, torch.float32),
-                               WIDTH=64, TOKENS=more._TOKENS)  # fmt: skip
-    made["ridge"] = code(more._ridge, target, 8, q=pointer, merged=pointer, full=pointer, first="*fp32",
-                         matrix=pointer, constant=pointer, q_channel=1, merged_channel=1, full_channel=1, width=40,
-                         WIDTH=64, UNKNOWNS=128, QUERIES=more._QUERIES)  # fmt: skip
+    made["first_order"] = code(more._first_order, target, keys=pointer, values=pointer, group="*i64", means="*fp32",
+                               found="*fp32", scale="fp32", keys_channel=1, values_channel=1, width=40,
+                               PARTS=own.parts_of(dtype, torch.float32), WIDTH=64, TOKENS=more._TOKENS)  # fmt: skip
+    made["answered"] = code(more._answered, target, q=pointer, rows="*i64", keys=pointer, values=pointer,
+                            merged_keys=pointer, merged_values=pointer, bias=pointer, merged="*fp32", full="*fp32",
+                            logs="*fp32", scale="fp32", q_channel=1, keys_channel=1, values_channel=1, width=40,
+                            QUERIES=more._TOKENS, WIDTH=64, TOKENS=more._TOKENS)  # fmt: skip
+    made["ridge"] = code(more._ridge, target, 8, q=pointer, rows="*i64", merged="*fp32", full="*fp32", logs="*fp32",
+                         first="*fp32", matrix=pointer, constant=pointer, q_channel=1, width=40, WIDTH=64,
+                         UNKNOWNS=128, QUERIES=more._QUERIES)  # fmt: skip
     made["corrected"] = code(more._corrected, target, out=pointer, q=pointer, matrix=pointer, constant=pointer,
                              to=pointer, out_channel=1, q_channel=1, width=40, WIDTH=64, TOKENS=more._TOKENS)
     return made

@@ -1,7 +1,7 @@
 """The Triton kernels' twins in plain torch: the same functions, filling the same tensors, by formulas that are obvious.
 
-What the kernels are held against (`tests/kernel_laws.py`), and what stands for them where launches are counted
-(`tests/test_launches.py`).
+What the kernels are held against (`tests/kernel_laws.py`, `tests/kernel_laws_correction.py`), and what stands for
+them where launches are counted (`tests/test_launches.py`).
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ def best_keys(x, rows, keys, bias, score, index, lengths):
     index.copy_(best.indices)
 
 
-def mean_rows(x, order, offsets, tokens, mean, exact, bias):
+def mean_rows(x, values, order, offsets, tokens, mean, mean_values, exact, bias):
     groups, means = offsets.shape[0] - 1, []
+    if values is not None:
+        mean_rows(values, None, order, offsets, tokens, exact, None, None, None)
+        mean_values.copy_(exact)
     for copy in x.unflatten(0, (-1, tokens)):
         for start, stop in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
             means.append(copy[order[start:stop]].float().sum(0) / max(1, stop - start))
-    found = torch.stack(means)
-    mean.copy_(found)
-    if exact is not None:
-        exact.copy_(found)
+    mean.copy_(torch.stack(means))
     if bias is not None:
         empty = (offsets.diff() == 0).repeat(len(means) // groups)
         bias.copy_((mean.float().square().sum(-1) * -0.5).masked_fill(empty, float("-inf")))
 
 
-def segments(group, order, offsets, sizes, logs, empty):
+def segments(group, order, offsets, sizes, logs, rounded, empty):
     rows, groups = group.shape[0], sizes.shape[1]
     flat = (group + torch.arange(rows, device=group.device)[:, None] * groups).flatten()
     order.copy_(flat.argsort(stable=True))
@@ -43,22 +43,24 @@ def segments(group, order, offsets, sizes, logs, empty):
     offsets.copy_(torch.cat([count[:1] * 0, count.cumsum(0)]))
     sizes.copy_(count.view(rows, groups))
     logs.copy_(sizes.log().clamp(min=empty))
+    rounded.copy_(logs)
 
 
-def moments(x, found, span):
-    for number, part in enumerate(x.float().split(span, 1)):
+def moments(parts, found, span):
+    for number, part in enumerate(torch.cat(parts, -1).float().split(span, 1)):
         found[:, number, 0] = part.mean(1)
         found[:, number, 1] = (part - part.mean(1, keepdim=True)).square().sum(1)
 
 
-def spread(x, found, span, parts, least, out):
-    centred = (x.float() - x.float().mean(1, keepdim=True)).unflatten(-1, (parts, -1))
+def spread(parts, found, span, least, out):
+    x = torch.cat(parts, -1).float()
+    centred = (x - x.mean(1, keepdim=True)).unflatten(-1, (len(parts), -1))
     unit = centred.square().mean((1, 3), keepdim=True).sqrt().clamp(min=least)
     out.copy_((centred / unit).flatten(2))
 
 
-def placed(order, index, sources, destinations, removed, group, representative):
-    cells = destinations.shape[1]
+def placed(score, index, sources, destinations, removed, group, representative):
+    cells, order = destinations.shape[1], score.argsort(dim=1, descending=True, stable=True)
     for sample in range(index.shape[0]):
         group[sample, destinations[sample]] = torch.arange(cells, device=group.device)
         merged, alone = order[sample, :removed], order[sample, removed:]
@@ -67,22 +69,38 @@ def placed(order, index, sources, destinations, removed, group, representative):
         representative[sample] = torch.cat([destinations[sample], sources[sample, alone]])
 
 
-def first_order(both, group, means, span, parts, scale, found):
+def first_order(keys, values, group, means, span, parts, scale, found):
     found.zero_()
-    keys, values = both.float().chunk(2, -1)
-    own = torch.stack([one[its] for one, its in zip(means, group, strict=True)]).chunk(2, -1)[1]
-    by_head = found.shape[1] // both.shape[0]
+    keys, values = keys.float(), values.float()
+    own = torch.stack([one[its] for one, its in zip(means, group, strict=True)])
+    by_head = found.shape[1] // keys.shape[0]
     for number, (key, away) in enumerate(zip(keys.split(span, 1), (values - own).split(span, 1), strict=True)):
         key, away = (one.unflatten(-1, (by_head, -1)).transpose(1, 2) for one in (key, away))
         found[number] = (key.transpose(2, 3) @ away * scale).flatten(0, 1)
 
 
-def ridge(q, merged, full, first, matrix, constant):
+def answered(q, rows, keys, values, merged_keys, merged_values, bias, span, scale, merged, full, logs):
+    heads = merged.shape[0] // q.shape[0]
+
+    def attend(own_keys, own_values, own_bias, answer, log):
+        asked, k, v = (one.double().unflatten(-1, (heads, -1)).transpose(1, 2)
+                       for one in (q[:, rows], own_keys, own_values))  # fmt: skip
+        scores = asked @ k.transpose(2, 3) * scale + own_bias
+        answer.copy_((scores.softmax(-1) @ v).flatten(0, 1))
+        log.copy_(scores.logsumexp(-1).flatten(0, 1))
+
+    attend(merged_keys, merged_values, bias[:, None, None].double(), merged, torch.empty_like(logs[0]))
+    for number, (key, value) in enumerate(zip(keys.split(span, 1), values.split(span, 1), strict=True)):
+        attend(key, value, 0, full[number], logs[number])
+
+
+def ridge(q, rows, merged, full, logs, first, matrix, constant):
     """The normal equations of `attention.correction`, by torch's solver, in float64."""
-    _, heads, count, width = merged.shape
-    q, first = q.double().unflatten(-1, (heads, -1)).transpose(1, 2), first.double().sum(0).unflatten(0, (-1, heads))
-    merged = merged.double()
-    left = full.double() - merged - q @ first
+    heads, (_, count, width) = merged.shape[0] // q.shape[0], merged.shape
+    full = (logs.double().softmax(0)[..., None] * full.double()).sum(0)
+    q = q[:, rows].double().unflatten(-1, (heads, -1)).transpose(1, 2)
+    first, merged, full = (one.double().unflatten(0, (-1, heads)) for one in (first.sum(0), merged, full))
+    left = full - merged - q @ first
     told = torch.cat([q, merged], -1)
     x = told - told.mean(2, keepdim=True)
     energy = x.square().sum(2).unflatten(2, (2, -1)).mean(3)
@@ -105,5 +123,6 @@ def corrected(out, q, matrix, constant, to):
 
 
 NAMES = (
-    "best_keys", "corrected", "first_order", "mean_rows", "moments", "placed", "ridge", "segments", "spread",
+    "answered", "best_keys", "corrected", "first_order", "mean_rows", "moments", "placed", "ridge", "segments",
+    "spread",
 )  # fmt: skip

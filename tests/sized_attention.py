@@ -52,8 +52,8 @@ def attended(monkeypatch) -> list[Asked]:
     """What every merged self-attention that is known was asked and answered."""
     calls = []
 
-    def note(known, module, x, keys, values, plan, kwargs, matrix) -> Attended:
-        done = attend_merged(known, module, x, keys, values, plan, kwargs, matrix)
+    def note(known, module, x, keys, values, plan, kwargs, *made) -> Attended:
+        done = attend_merged(known, module, x, keys, values, plan, kwargs, *made)
         calls.append(Asked(module, plan, done.way, x, keys, done.out))
         return done
 

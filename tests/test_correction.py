@@ -36,10 +36,6 @@ def by_head(flat: torch.Tensor, heads: int) -> torch.Tensor:
     return flat.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
-def beside(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    return torch.cat([k, v], -1)
-
-
 def oracle(k: torch.Tensor, v: torch.Tensor, plan: MergePlan, heads: int, scale: float) -> torch.Tensor:
     """The matrix by its definition: group by group, token by token, in float64."""
     batch, tokens, _ = k.shape
@@ -62,11 +58,11 @@ def test_groups_of_one_token_are_corrected_by_exactly_nothing(dtype: torch.dtype
     q, k, v = drawn(3, 17, 12, dtype)
     order = torch.stack([torch.randperm(17, generator=torch.Generator().manual_seed(n)) for n in range(3)])
     plan = MergePlan(order[:1] if shared else order, 17)
-    assert not first_order(beside(k, v), plan, 3, 0.5).any()
-    assert not any(one.any() for one in fitted(q[:, ::3], beside(k, v), plan, 3, 0.5))
+    assert not first_order((k, v), plan, 3, 0.5).any()
+    assert not any(one.any() for one in fitted(q[:, ::3], (k, v), plan, 3, 0.5).correction)
     pairs = MergePlan(order.div(2, rounding_mode="floor"), 9)
-    assert first_order(beside(k, v), pairs, 3, 0.5).all()
-    assert all(one.all() for one in fitted(q[:, ::3], beside(k, v), pairs, 3, 0.5))
+    assert first_order((k, v), pairs, 3, 0.5).all()
+    assert all(one.all() for one in fitted(q[:, ::3], (k, v), pairs, 3, 0.5).correction)
 
 
 @settings(max_examples=200 if THOROUGH else 30, deadline=None)
@@ -79,7 +75,7 @@ def test_it_is_what_its_definition_gives(batch, tokens, groups, heads, width, sh
     _, k, v = drawn(batch, tokens, heads * width, torch.float64, seed)
     plan = ragged(1 if shared else batch, tokens, groups, seed)
     torch.testing.assert_close(
-        first_order(beside(k, v), plan, heads, 0.3), oracle(k, v, plan, heads, 0.3), rtol=1e-9, atol=1e-12
+        first_order((k, v), plan, heads, 0.3), oracle(k, v, plan, heads, 0.3), rtol=1e-9, atol=1e-12
     )
 
 
@@ -88,7 +84,7 @@ def test_it_is_summed_in_float32_whatever_keys_and_values_are(dtype: torch.dtype
     """Of 4,096 tokens half precision would keep hardly a digit, and keys lie far from zero."""
     _, k, v = drawn(1, 4096, 16, dtype)
     plan = ragged(1, 4096, 64)
-    found, exact = first_order(beside(k, v), plan, 2, 0.25), oracle(k, v, plan, 2, 0.25)
+    found, exact = first_order((k, v), plan, 2, 0.25), oracle(k, v, plan, 2, 0.25)
     assert found.dtype == torch.float32
     assert (found.double() - exact).abs().max() <= 1e-4 * exact.abs().max()
 
@@ -111,7 +107,7 @@ def test_where_logits_are_small_the_error_falls_with_their_square():
     for small_q in (q * step for step in steps):
         full = attention(small_q, k, v, heads)
         merged = attention(small_q, plan.merge(k), plan.merge(v), heads, logs)
-        correction = fitted(small_q[:, ::4], beside(k, v), plan, heads, 8**-0.5)
+        correction = fitted(small_q[:, ::4], (k, v), plan, heads, 8**-0.5).correction
         for with_it, out in ((False, merged), (True, corrected(merged, small_q, correction))):
             errors[with_it].append((out - full).abs().max().item())
     for with_it, power in ((False, 1), (True, 2)):
@@ -199,9 +195,9 @@ def test_it_leaves_less_of_what_was_asked_than_the_closed_form_alone():
     q, scale = q[:, places], 16**-0.5
     full = attention(q, k, v, heads)
     merged = attention(q, plan.merge(k), plan.merge(v), heads, plan.key_logits)
-    closed = first_order(beside(k, v), plan, heads, scale)
+    closed = first_order((k, v), plan, heads, scale)
     alone = Correction(torch.cat([closed, torch.zeros_like(closed)], 2).flatten(0, 1), torch.zeros(heads, 1, 16))
-    both = fitted(q, beside(k, v), plan, heads, scale)
+    both = fitted(q, (k, v), plan, heads, scale).correction
     left = [(corrected(merged, q, one) - full).square().mean() for one in (alone, both)]
     assert left[1] < 0.8 * left[0] < 0.8 * (merged - full).square().mean()
 

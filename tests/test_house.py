@@ -16,13 +16,15 @@ ROOT = Path(__file__).parents[1]
 # what each module of the engine may import from the engine; read top to bottom, the arrows point up
 MAY_IMPORT = {
     "triton_kernels_correction": set(),
-    "triton_kernels": {"triton_kernels_correction"},
+    "triton_kernels_groups": set(),
+    "triton_kernels": {"triton_kernels_correction", "triton_kernels_groups"},
     "kernels": {"triton_kernels"},
+    "kernels_correction": {"kernels"},
     "plan": {"kernels"},
     "grid": set(),
     "methods": {"plan", "grid", "kernels", "methods"},
     "metric": {"grid", "kernels"},
-    "attention": {"grid", "kernels", "plan"},
+    "attention": {"grid", "kernels", "kernels_correction", "plan"},
     "setting": set(),
     "config": {"methods", "metric", "setting"},
     "schedule": {"config"},
@@ -73,7 +75,7 @@ MAY_IMPORT = {
 }
 PACKAGES = ("methods", "attention", "graphs")
 # what a module may import beside torch and the standard library: its one importer does without it where it is missing
-OPTIONAL = {"triton_kernels": {"triton"}, "triton_kernels_correction": {"triton"},
+OPTIONAL = {f"triton_kernels{which}": {"triton"} for which in ("", "_correction", "_groups")} | {
     "diffusers_hooks": {"diffusers"}, "diffusers_model_hook": {"diffusers"}}
 # which hosts a host may import beside itself: the quality benchmark measures the demo's model
 HOSTS = {"extension": set(), "comfy_nodes": set(), "demo": set(), "benchmarks": {"demo"}}

@@ -61,8 +61,9 @@ def _put_triton_into(folder):
     stamp.write_text(mark)
 
 
-def test_in_tritons_interpreter_the_kernels_keep_their_laws(run_with_triton):
-    command = ["-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "tests/kernel_laws.py"]
+@pytest.mark.parametrize("laws", ["kernel_laws.py", "kernel_laws_correction.py"])
+def test_in_tritons_interpreter_the_kernels_keep_their_laws(laws, run_with_triton):
+    command = ["-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", f"tests/{laws}"]
     done = run_with_triton(*command, TRITON_INTERPRET="1")
     if done.returncode == NO_TESTS_RAN:
         pytest.skip(done.stdout.strip())

@@ -123,12 +123,12 @@ def made(side: int, heads: int, width: int, depth: int = 1):
 # in one sampling: the first call matches anew, the next is within 60 timesteps of it, the third is not
 EARLY, LATE = (950.0, 940.0, 850.0), (300.0, 299.0, 200.0)
 BOUNDS = {  # two of a sampling's first call are the look whether its batch is two times the same latent
-    ("balanced", EARLY): (26, 2, 18),
-    ("balanced", LATE): (25, 2, 23),
-    ("quality", EARLY): (26, 2, 18),
-    ("quality", LATE): (25, 2, 23),
-    ("fast", LATE): (26, 2, 23),
-    ("max", LATE): (29, 2, 18),
+    ("balanced", EARLY): (18, 2, 10),
+    ("balanced", LATE): (13, 2, 11),
+    ("quality", EARLY): (18, 2, 10),
+    ("quality", LATE): (13, 2, 11),
+    ("fast", LATE): (18, 2, 11),
+    ("max", LATE): (21, 2, 10),
 }
 
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import torch
 
 from . import in_graph
+from .attention.core import Whole
 from .attention.correction import Correction
 from .config import rule_of
 from .grid import Grid
@@ -42,14 +43,16 @@ def ask(asked: Asked, site: torch.Tensor, stamp: torch.Tensor | None) -> Plans:
     integers = [batch * tokens + (batch * (tokens + count) + 1 if x.is_cuda else 0) for count in groups]
     shape, dtype = [0], x.dtype
     if whole is not None:
-        # of one token: its shape and type are all that is wanted, and a compiler leaves out what nobody uses
-        q = whole.known.queries(whole.module, whole.x[:, :1], whole.kwargs)
+        q = whole.q
+        if q is None:
+            # of one token: its shape and type are all that is wanted, and a compiler leaves out what nobody uses
+            q = whole.known.queries(whole.module, whole.x[:, :1], whole.kwargs)
         heads = whole.known.heads(whole.module)
         width = index(q.shape[2]) // heads
         shape, dtype = [batch * heads, 2 * width + 1, width], q.dtype
     begun = asked.outer.call.begun
     found = in_graph.plans(
-        site if begun is None else begun, site, x, stamp, () if whole is None else (whole.x, whole.keys, whole.values),
+        site if begun is None else begun, site, x, stamp, () if whole is None else _tensors(whole),
         (rule.match_text, asked.part, asked.together, grid.height, grid.width),
         integers, [batch * count for count in groups], shape, dtype,
     )  # fmt: skip
@@ -58,6 +61,11 @@ def ask(asked: Asked, site: torch.Tensor, stamp: torch.Tensor | None) -> Plans:
     if whole is not None:
         correction = Correction(found[-1][:, :-1], found[-1][:, -1:])
     return Plans(plans[0], plans[1] if len(plans) > 1 else None, correction)
+
+
+def _tensors(whole: Whole) -> tuple[torch.Tensor, ...]:
+    tensors = whole.x, whole.keys, whole.values
+    return tensors if whole.q is None else (*tensors, whole.q)
 
 
 def answer(plans: Plans, batch: int) -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import NamedTuple
 
@@ -24,8 +24,9 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Products of tokens and groups up to which counting beats sorting: estimated, some 100 us of compares on a GPU of 132
 # processors, where a sort is 18 launches and the host's time for them. 16,384 tokens in 2,304 groups are within.
 _COUNTED_UP_TO = 2**26
-# channels of a head whose equations, and whose matrix, fit one program's registers
-RIDGE_WIDEST, WIDEST_HEAD = 64, 128
+# Pairs of scores up to which ranking by comparing all with all beats a sort, which is 4 launches and more: estimated,
+# 16,384 tokens take 60 us on a GPU of 132 processors.
+_COMPARED_UP_TO = 2**28
 _NO_MEMORY = (torch.cuda.OutOfMemoryError, MemoryError)
 _asked = False
 _kernels: ModuleType | None = None
@@ -84,7 +85,7 @@ def best_keys(
     score = torch.empty(batch, count, dtype=torch.float32, device=keys.device)
     index = torch.empty(batch, count, dtype=torch.int64, device=keys.device)
     x, rows = x.expand(batch, -1, -1), None if rows is None else rows.expand(batch, -1)
-    done = _ran(x, lambda kernels: kernels.best_keys(x, rows, keys, bias, score, index, lengths))
+    done = ran(x, lambda kernels: kernels.best_keys(x, rows, keys, bias, score, index, lengths))
     return (score, index) if done else None
 
 
@@ -92,45 +93,53 @@ class Means(NamedTuple):
     """Of the rows of each group: ``mean [K * G, C]`` in the dtype of x, and what else was asked for: `mean_rows`."""
 
     mean: torch.Tensor
-    exact: torch.Tensor | None
     bias: torch.Tensor | None
+    values: torch.Tensor | None
+    exact: torch.Tensor | None
 
 
 def mean_rows(
-    x: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor, tokens: int, exact: bool = False, bias: bool = False
-) -> Means | None:
+    x: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor, tokens: int, bias: bool = False,
+    values: torch.Tensor | None = None,
+) -> Means | None:  # fmt: skip
     """Mean of the rows of each group; None if it could not run. Not differentiable.
 
     x: ``[K * tokens, C]``, any strides: K copies of so many rows, to each of which the same groups apply. order: int64,
     rows of one copy sorted by group. offsets: int64 ``[G + 1]``, where each group starts in it. An empty group has
-    mean 0. Summed in float32, each group by one program in a fixed order, eight rows at a time: equal bits every time.
-    exact: as float32, unrounded, too. bias: minus half the squared length of each rounded mean, float32 ``[K * G]``,
-    minus infinity for an empty group.
+    mean 0. Summed in float32, each group by one program in a fixed order, some rows at a time: equal bits every time.
+    bias: minus half the squared length of each rounded mean, float32 ``[K * G]``, minus infinity for an empty group.
+    values: as x; their means too, rounded as ``values`` and in float32 as ``exact``.
     """
-    count = x.shape[0] // tokens * (offsets.shape[0] - 1)
+    count, channels, both = x.shape[0] // tokens * (offsets.shape[0] - 1), x.shape[1], values is not None
     means = Means(
-        torch.empty(count, x.shape[1], dtype=x.dtype, device=x.device),
-        torch.empty(count, x.shape[1], dtype=torch.float32, device=x.device) if exact else None,
+        torch.empty(count, channels, dtype=x.dtype, device=x.device),
         torch.empty(count, dtype=torch.float32, device=x.device) if bias else None,
+        torch.empty(count, channels, dtype=x.dtype, device=x.device) if both else None,
+        torch.empty(count, channels, dtype=torch.float32, device=x.device) if both else None,
     )
-    return means if _ran(x, lambda kernels: kernels.mean_rows(x, order, offsets, tokens, *means)) else None
+    done = ran(x, lambda kernels: kernels.mean_rows(
+        x, values, order, offsets, tokens, means.mean, means.values, means.exact, means.bias
+    ))  # fmt: skip
+    return means if done else None
 
 
 class Segments(NamedTuple):
     """order: int64 ``[R * N]``, tokens by group, in their order inside of each. offsets: int64 ``[R * G + 1]``, where
-    each group starts. sizes: float32 ``[R, G]``. logs: of the sizes, finite, float32 ``[R, G]``.
+    each group starts. sizes: float32 ``[R, G]``. logs: of the sizes, finite, float32 ``[R, G]``. rounded: these in the
+    dtype asked for.
     """
 
     order: torch.Tensor
     offsets: torch.Tensor
     sizes: torch.Tensor
     logs: torch.Tensor
+    rounded: torch.Tensor
 
 
-def segments(group: torch.Tensor, num_groups: int, empty: float) -> Segments | None:
+def segments(group: torch.Tensor, num_groups: int, empty: float, dtype: torch.dtype) -> Segments | None:
     """What follows from ``group``, int64 ``[R, N]``; None if it could not run. empty: the logarithm of no tokens.
 
-    Every program goes through all tokens of a row for 16 groups, in pieces that do not change: no sorting, no atomics.
+    Every program goes through all tokens of a row for a few groups, in pieces that do not change: no sort, no atomics.
     """
     rows, tokens = group.shape
     if tokens * num_groups > _COUNTED_UP_TO or not available(group.device):
@@ -140,97 +149,53 @@ def segments(group: torch.Tensor, num_groups: int, empty: float) -> Segments | N
         torch.empty(rows * num_groups + 1, dtype=torch.int64, device=group.device),
         torch.empty(rows, num_groups, dtype=torch.float32, device=group.device),
         torch.empty(rows, num_groups, dtype=torch.float32, device=group.device),
+        torch.empty(rows, num_groups, dtype=dtype, device=group.device),
     )
     group = group.contiguous()
-    return found if _ran(group, lambda kernels: kernels.segments(group, *found, empty)) else None
+    return found if ran(group, lambda kernels: kernels.segments(group, *found, empty)) else None
 
 
-def spread(x: torch.Tensor, parts: int) -> torch.Tensor | None:
-    """``x [B, N, C]`` centred, and each of so many parts of its channels at a variance of 1, in the dtype of x.
+def spread(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """One or two ``[B, N, C]`` side by side, centred, each at a variance of 1 a channel: ``[B, N, P*C]``, their dtype.
 
     None if it could not run. Two kernels: moments of spans of tokens, which are as many whatever else runs, and the
     rest. In float32 in between.
     """
+    x = parts[0]
     batch, tokens, channels = x.shape
-    span = max(1024, -(-tokens // 16))
+    span = max(256, -(-tokens // 16))
+    channels *= len(parts)
     moments = torch.empty(batch, -(-tokens // span), 2, channels, dtype=torch.float32, device=x.device)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = torch.empty(batch, tokens, channels, dtype=x.dtype, device=x.device)
     least = torch.finfo(x.dtype).tiny
 
     def launch(kernels: ModuleType) -> None:
-        kernels.moments(x, moments, span)
-        kernels.spread(x, moments, span, parts, least, out)
+        kernels.moments(parts, moments, span)
+        kernels.spread(parts, moments, span, least, out)
 
-    return out if _ran(x, launch) else None
+    return out if ran(x, launch) else None
 
 
 def placed(
-    order: torch.Tensor, index: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor, removed: int
+    score: torch.Tensor, index: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor, removed: int
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Groups ``[B, S + D]`` and representatives ``[B, S + D - removed]``, int64; None if it could not run.
 
-    order: int64 ``[B, S]``, sources from the first to merge to the last. index: int64 ``[B, S]``, the destination of
-    each source. sources, destinations: their tokens, int64 ``[B or 1, S or D]``. Destinations are numbered first.
+    score: float32 ``[B, S]``, of the sources; the highest merge, of equal ones the first. index: int64 ``[B, S]``, the
+    destination of each source. sources, destinations: their tokens, int64 ``[B or 1, S or D]``. Destinations are
+    numbered first, then the sources that stay, from the highest score on. Every score is compared with all others.
     """
     (batch, count), groups = index.shape, index.shape[1] + destinations.shape[1] - removed
+    if count * count > _COMPARED_UP_TO or not available(index.device):
+        return None
     group = torch.empty(batch, count + destinations.shape[1], dtype=torch.int64, device=index.device)
     representative = torch.empty(batch, groups, dtype=torch.int64, device=index.device)
-    order, index = order.contiguous(), index.contiguous()
+    score, index = score.contiguous(), index.contiguous()
     sources, destinations = (one.contiguous().expand(batch, -1) for one in (sources, destinations))
-    done = _ran(index, lambda kernels: kernels.placed(
-        order, index, sources, destinations, removed, group, representative
+    done = ran(index, lambda kernels: kernels.placed(
+        score, index, sources, destinations, removed, group, representative
     ))  # fmt: skip
     return (group, representative) if done else None
-
-
-def first_order(
-    both: torch.Tensor, group: torch.Tensor, means: torch.Tensor, heads: int, scale: float
-) -> torch.Tensor | None:
-    """Sums over tokens of ``k^T (v - v_g) scale``: float32 ``[P, B*H, d, d]``, to be added up.
-
-    None if it could not run, or heads are too wide. both: keys and values side by side, ``[B, N, 2*H*d]``, half
-    precision, any strides. group: int64 ``[B or 1, N]``. means: float32 ``[B, G, 2*H*d]``, of the groups, contiguous.
-    P spans of tokens, which depend on N alone. Differences are multiplied in parts that together hold float32's digits.
-    """
-    batch, tokens, channels = both.shape
-    width, span = channels // (2 * heads), max(512, -(-tokens // 32))
-    if width > WIDEST_HEAD:
-        return None
-    found = torch.empty(-(-tokens // span), batch * heads, width, width, dtype=torch.float32, device=both.device)
-    group = group.contiguous().expand(batch, -1)
-    done = _ran(both, lambda kernels: kernels.first_order(
-        both, group, means, span, kernels.parts_of(both.dtype, means.dtype), scale, found
-    ))  # fmt: skip
-    return found if done else None
-
-
-def ridge(
-    q: torch.Tensor, merged: torch.Tensor, full: torch.Tensor, first: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The correction that `attention.correction` describes, in the dtype of q; None if it could not run.
-
-    q: ``[B, n, H*d]``, half precision. merged, full: its answers ``[B, H, n, d]`` from merged and from all keys.
-    first: as `first_order` gives it. d is at most `RIDGE_WIDEST`. Returns ``[B*H, 2d, d]`` and ``[B*H, 1, d]``.
-    """
-    width = first.shape[2]
-    matrix = torch.empty(first.shape[1], 2 * width, width, dtype=q.dtype, device=q.device)
-    constant = torch.empty(first.shape[1], 1, width, dtype=q.dtype, device=q.device)
-    done = _ran(q, lambda kernels: kernels.ridge(q, merged, full, first, matrix, constant))
-    return (matrix, constant) if done else None
-
-
-def corrected(
-    out: torch.Tensor, q: torch.Tensor, matrix: torch.Tensor, constant: torch.Tensor
-) -> torch.Tensor | None:
-    """``out + q M1 + out M2 + b`` in each head; None if it could not run, or heads are too wide.
-
-    out, q: ``[B, N, H*d]``, half precision. matrix: ``[B*H, 2d, d]``, constant: ``[B*H, 1, d]``, contiguous. All of one
-    dtype.
-    """
-    if matrix.shape[2] > WIDEST_HEAD:
-        return None
-    to = torch.empty(out.shape, dtype=out.dtype, device=out.device)
-    return to if _ran(out, lambda kernels: kernels.corrected(out, q, matrix, constant, to)) else None
 
 
 @contextlib.contextmanager
@@ -259,7 +224,7 @@ def _module() -> ModuleType | None:
     return _kernels
 
 
-def _ran(x: torch.Tensor, launch: Callable[[ModuleType], None]) -> bool:
+def ran(x: torch.Tensor, launch: Callable[[ModuleType], None]) -> bool:
     """Launch on the tensor's device; what cannot be compiled or launched here is not tried again."""
     kernels = _module()
     if kernels is None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from .attention.core import Whole, correction_of, projected
-from .attention.correction import Correction
+from .attention.correction import Correction, Pair
 from .config import MergeRule
 from .grid import Draw
 from .keep import Kept, KeptPlans, Shared
@@ -23,11 +23,15 @@ _TOGETHER_RATIO, _TOGETHER_CELL = 0.5, 2
 
 
 class Plans(NamedTuple):
-    """What one match found: the plan, the queries' own where they have one, and what the plan's correction is."""
+    """What one match found: the plan, the queries' own where they have one, and what the plan's correction is.
+
+    merged: keys and values ``[B, G, H*d]`` of the very call that matched, where its match has made them.
+    """
 
     plan: MergePlan | None
     queries: MergePlan | None = None
     correction: Correction | None = None
+    merged: Pair | None = None
 
 
 class Asked(NamedTuple):
@@ -68,7 +72,7 @@ class Matcher:
             plans, since = self._shared(asked, kept, shared)
         else:
             plans = self._new(asked, _made(asked), old and old.kept.plans)
-        kept.store(key, plans, rule, device, since=since)
+        kept.store(key, plans._replace(merged=None), rule, device, since=since)
         return plans
 
     def _key(self, asked: Asked, batch: int) -> tuple:
@@ -88,14 +92,15 @@ class Matcher:
             match = old.kept
         else:
             matched = asked._replace(x=asked.x[rows])
-            groups = self.groups(matched, None if made is None else made[rows], old and old.kept.plans)
+            rows_made = None if made is None else tuple(one[rows] for one in made)
+            groups = self.groups(matched, rows_made, old and old.kept.plans)
             match = kept.store(key, groups, rule, device, shared)
         return _corrected(asked, _of_copies(match.plans, shared.copies), made), match
 
-    def _new(self, asked: Asked, made: torch.Tensor | None, old: Plans | None) -> Plans:
+    def _new(self, asked: Asked, made: Pair | None, old: Plans | None) -> Plans:
         return _corrected(asked, self.groups(asked, made, old), made)
 
-    def groups(self, asked: Asked, made: torch.Tensor | None, old: Plans | None) -> Plans:
+    def groups(self, asked: Asked, made: Pair | None, old: Plans | None) -> Plans:
         """A match without its correction. old: of an earlier time."""
         rule = asked.rule
         if asked.together and rule.effective_side != "qkv":
@@ -106,7 +111,7 @@ class Matcher:
             plan = self._match(asked, made)
         return Plans(plan) if plan is None else Plans(plan, self._match_queries(asked))
 
-    def _match(self, asked: Asked, made: torch.Tensor | None) -> MergePlan | None:
+    def _match(self, asked: Asked, made: Pair | None) -> MergePlan | None:
         rule = asked.rule
         options = MatchOptions(
             rule.constant_ratio, rule.sx, rule.sy, self._draw(asked), rule.cluster_on,
@@ -114,7 +119,7 @@ class Matcher:
         )  # fmt: skip
         return METHODS[rule.method].match(_compared(asked, made), asked.outer.grid, options)
 
-    def _renewed(self, asked: Asked, made: torch.Tensor | None, old: MergePlan) -> MergePlan:
+    def _renewed(self, asked: Asked, made: Pair | None, old: MergePlan) -> MergePlan:
         """One k-means step from the plan of an earlier time is as good as a new match with several, and cheaper."""
         return refined(old, _compared(asked, made), 1, asked.rule.metric in BY_DISTANCE)
 
@@ -147,18 +152,19 @@ def _of_copies(plans: Plans, copies: int) -> Plans:
     return Plans(*(None if one is None else one.repeated(copies) for one in plans[:2]))
 
 
-def _corrected(asked: Asked, plans: Plans, made: torch.Tensor | None) -> Plans:
+def _corrected(asked: Asked, plans: Plans, made: Pair | None) -> Plans:
     if made is None or plans.plan is None:
         return plans
-    return plans._replace(correction=correction_of(asked.whole, made, plans.plan, asked.outer.grid))
+    found = correction_of(asked.whole, made, plans.plan, asked.outer.grid)
+    return plans._replace(correction=found.correction, merged=found.merged)
 
 
-def _made(asked: Asked) -> torch.Tensor | None:
+def _made(asked: Asked) -> Pair | None:
     """Keys and values of all tokens, where a correction needs them."""
     return None if asked.whole is None else projected(asked.whole)
 
 
-def _compared(asked: Asked, made: torch.Tensor | None) -> torch.Tensor:
+def _compared(asked: Asked, made: Pair | None) -> torch.Tensor:
     """A method that does not compare by a metric gets the block's input."""
     rule = asked.rule
     return compared(asked.block, asked.x, rule.metric, made) if METHODS[rule.method].compares else asked.x

@@ -7,6 +7,8 @@ look at. Measured on trained models, at a sixteenth of the attention work: input
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -17,19 +19,19 @@ BY_DISTANCE = ("keys", "keys+values")
 
 
 def compared(
-    block: nn.Module, x: torch.Tensor, metric: str, made: torch.Tensor | None = None
+    block: nn.Module, x: torch.Tensor, metric: str, made: Sequence[torch.Tensor] | None = None
 ) -> torch.Tensor:
     """The tokens as a match compares them: ``[B, N, D]``, without gradient.
 
-    x: the block's input ``[B, N, C]``. made: the tokens' keys and values side by side, where they are there. A block
+    x: the block's input ``[B, N, C]``. made: the tokens' keys and values, where they are there. A block
     without the usual norm or projections is compared as far along as it goes.
     """
     with torch.no_grad():
         if made is None or metric not in BY_DISTANCE:
             return _along(block, x, metric)
         if metric == "keys":
-            return _of_unit_spread(made[..., : made.shape[2] // 2])
-        return _of_unit_spread(made, 2)
+            return of_unit_spread(made[0])
+        return of_unit_spread(*made)
 
 
 def _along(block: nn.Module, x: torch.Tensor, metric: str) -> torch.Tensor:
@@ -40,8 +42,8 @@ def _along(block: nn.Module, x: torch.Tensor, metric: str) -> torch.Tensor:
     if not _makes_keys_of(attention, x):
         return x
     if metric == "keys":
-        return _of_unit_spread(attention.to_k(x))
-    return _of_unit_spread(torch.cat([attention.to_k(x), attention.to_v(x)], -1), 2)
+        return of_unit_spread(attention.to_k(x))
+    return of_unit_spread(attention.to_k(x), attention.to_v(x))
 
 
 def _makes_keys_of(attention: nn.Module, x: torch.Tensor) -> bool:
@@ -50,15 +52,17 @@ def _makes_keys_of(attention: nn.Module, x: torch.Tensor) -> bool:
     return all(one is not None and getattr(one, "in_features", x.shape[2]) == x.shape[2] for one in made)
 
 
-def _of_unit_spread(x: torch.Tensor, parts: int = 1) -> torch.Tensor:
-    """Centred, and scaled so that a channel varies by 1 on average: keys and values then count alike in any model.
+def of_unit_spread(*parts: torch.Tensor) -> torch.Tensor:
+    """Centred, and each scaled so that a channel varies by 1 on average: keys and values then count alike in any model.
 
-    x: ``[B, N, D]``. parts: of equal width, each scaled by itself.
+    parts: one or two ``[B, N, C]``. Returns ``[B, N, P*C]``.
     """
-    found = kernels.spread(x, parts) if kernels.ready(x) else None
+    alike = len({one.dtype for one in parts}) == 1
+    found = kernels.spread(parts) if alike and kernels.ready(parts[0]) else None
     if found is not None:
         return found
-    x = (x - x.mean(1, keepdim=True)).unflatten(-1, (parts, -1))
+    x = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+    x = (x - x.mean(1, keepdim=True)).unflatten(-1, (len(parts), -1))
     length = torch.linalg.vector_norm(x, dim=(1, 3), keepdim=True, dtype=torch.float32)
     unit = (x.shape[1] * x.shape[3]) ** -0.5
     return (x / (length * unit).clamp(min=torch.finfo(x.dtype).tiny).to(x.dtype)).flatten(2)

@@ -202,18 +202,23 @@ class SelfAttentionSite(PartSite):
         """By the attention's own projections and function, merged in between."""
         source = x if context is None else context
         value = source if value is None else value
-        whole = Whole(known, self.target, x, source, value, kwargs) if merging.corrected else None
-        plan, of_queries, correction = block.plans_for(merging, self.part, whole=whole)
+        side, mode, target = merging.side, merging.mode, self.target
+        whole = q = None
+        if merging.corrected:
+            q = known.queries(target, x, kwargs) if side == "kv" and not merging.rule.query_ratio else None
+            whole = Whole(known, target, x, source, value, kwargs, q)
+        plan, of_queries, correction, merged = block.plans_for(merging, self.part, whole=whole)
         if plan is None:
             return _TOO_SMALL
-        side, mode = merging.side, merging.mode
         queries = of_queries if side == "kv" else plan
         asked = x if queries is None else queries.merge(x, mode)
-        keys = asked if queries is plan and source is x else plan.merge(source, mode)
-        values = keys if value is source else plan.merge(value, mode)
+        keys, values = source, value
+        if merged is None:
+            keys = asked if queries is plan and source is x else plan.merge(source, mode)
+            values = keys if value is source else plan.merge(value, mode)
         sizes = plan if merging.sized else None
-        out, way = attend_merged(known, self.target, asked, keys, values, sizes, kwargs, correction)
-        left = (asked.shape[1], keys.shape[1])
+        out, way = attend_merged(known, target, asked, keys, values, sizes, kwargs, correction, q, merged)
+        left = (asked.shape[1], plan.num_groups)
         return self._finish(block, queries, x, out, left, x.shape[1], way if merging.sized else "")
 
     def _together(

@@ -121,6 +121,13 @@ class MergePlan:
             self._logs = self.key_logits.clamp(min=EMPTY_LOGIT)
         return self._logs
 
+    def logits_in(self, dtype: torch.dtype) -> torch.Tensor:
+        """`finite_logits` in another dtype: ``[B or 1, G]``, made once."""
+        key = ("logits", dtype)
+        if key not in self.derived:
+            self.derived[key] = self.finite_logits.to(dtype)
+        return self.derived[key]
+
     def merge(self, x: torch.Tensor, mode: MergeMode = "mean") -> torch.Tensor:
         """Tokens to groups.
 
@@ -148,15 +155,16 @@ class MergePlan:
         means = self._means_by_kernel(x.detach().reshape(batch * tokens, channels), bias=True)
         return None if means is None else (means.mean.view(batch, -1, channels), means.bias.view(batch, -1))
 
-    def merge_exactly(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The means of ``x [B, N, C]``, rounded to its dtype and as they were summed, float32 at least."""
-        self._check(x, self.num_tokens, "tokens")
-        batch, tokens, channels = x.shape
-        means = self._means_by_kernel(x.reshape(batch * tokens, channels), exact=True)
+    def merge_pair(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The means of both ``[B, N, C]``, rounded to their dtype, and of the values as summed, float32 at least."""
+        self._check(keys, self.num_tokens, "tokens")
+        batch, tokens, channels = keys.shape
+        flat = (one.reshape(batch * tokens, channels) for one in (keys, values))
+        means = None if kernels.needs_gradient(keys, values) else self._means_by_kernel(*flat)
         if means is not None:
-            return means.mean.view(batch, -1, channels), means.exact.view(batch, -1, channels)
-        exact = self.merge(x if x.dtype == torch.float64 else x.float())
-        return exact.to(x.dtype), exact
+            return tuple(one.view(batch, -1, channels) for one in (means.mean, means.values, means.exact))
+        of_keys, exact = (self.merge(one if one.dtype == torch.float64 else one.float()) for one in (keys, values))
+        return of_keys.to(keys.dtype), exact.to(values.dtype), exact
 
     def unmerge(self, y: torch.Tensor) -> torch.Tensor:
         """Groups back to tokens: every token gets its group's row.
@@ -198,18 +206,24 @@ class MergePlan:
             return _segment_mean_by_bag(flat, *self._flat_segments(batch))
         return _segment_mean_by_add(flat, self._flat_groups(batch), self._divisors(batch))
 
-    def _means_by_kernel(self, flat: torch.Tensor, **more: bool) -> kernels.Means | None:
+    def _means_by_kernel(
+        self, flat: torch.Tensor, values: torch.Tensor | None = None, bias: bool = False
+    ) -> kernels.Means | None:
         """As `kernels.mean_rows`, of ``[B * N, C]``; None where torch's operators have to do."""
         if kernels.needs_gradient(flat) or not kernels.ready(flat):
             return None
-        return kernels.mean_rows(flat, *self._sorted(), self.group.numel(), **more)
+        return kernels.mean_rows(flat, *self._sorted(flat.dtype), self.group.numel(), bias, values)
 
-    def _counted_by_kernel(self) -> bool:
-        """Order, offsets, sizes and their logarithms from one kernel, where there is one."""
-        found = kernels.segments(self.group, self.num_groups, EMPTY_LOGIT)
+    def _counted_by_kernel(self, dtype: torch.dtype = torch.float32) -> bool:
+        """Order, offsets, sizes and their logarithms from one kernel, where there is one.
+
+        dtype: in which the logarithms will be wanted.
+        """
+        found = kernels.segments(self.group, self.num_groups, EMPTY_LOGIT, dtype)
         if found is None:
             return False
         self._own_segments, self._sizes, self._logs = found[:2], found.sizes, found.logs
+        self.derived["logits", dtype] = found.rounded
         return True
 
     def _check(self, x: torch.Tensor, count: int, what: str) -> None:
@@ -232,8 +246,8 @@ class MergePlan:
             self.derived[key] = self._counted().clamp(min=1).expand(batch, -1).reshape(-1, 1)
         return self.derived[key]
 
-    def _sorted(self) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._own_segments is None and not self._counted_by_kernel():
+    def _sorted(self, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._own_segments is None and not self._counted_by_kernel(dtype):
             self._own_segments = _segments(self.group, self.num_groups)
         return self._own_segments
 

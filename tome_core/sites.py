@@ -317,7 +317,8 @@ class BlockSite(RememberingSite):
         inside = None
         if whole:
             attention = self.target.attn1
-            inside = Whole(known_of(attention), attention, *whole, {})
+            x_of, keys, values, *q = whole
+            inside = Whole(known_of(attention), attention, x_of, keys, values, {}, q[0] if q else None)
         asked = Asked(self.target, x, outer, rule, part, together, inside)
         return answer(_own_or_shared(self.matcher.find, asked, outer.call.kept is not None), x.shape[0])
 

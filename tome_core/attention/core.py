@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .. import kernels
+from .. import kernels, kernels_correction
 from ..grid import Grid, fixed
 from ..plan import MergePlan, take_rows
-from .correction import Correction, asked, fitted
+from .correction import Correction, Fitted, Pair, asked, fitted
 from .known import KnownAttention
 from .sizes import bias_is_cheaper, bias_of, extra_channels, narrow, widen
 
@@ -25,7 +25,10 @@ class Attended(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """One call before anything is merged: which attention, and ``[B, N, C]`` what q, k and v are made from."""
+    """One call before anything is merged: which attention, and ``[B, N, C]`` what q, k and v are made from.
+
+    q: ``[B, N, H*d]``, where all tokens ask.
+    """
 
     known: KnownAttention
     module: nn.Module
@@ -33,35 +36,39 @@ class Whole(NamedTuple):
     keys: torch.Tensor
     values: torch.Tensor
     kwargs: dict[str, Any]
+    q: torch.Tensor | None = None
 
 
-def projected(whole: Whole) -> torch.Tensor:
-    """Keys and values of all tokens side by side, ``[B, N, 2*H*d]``."""
-    return torch.cat(whole.known.keys_and_values(whole.module, whole.keys, whole.values, whole.kwargs), -1)
+def projected(whole: Whole) -> Pair:
+    """Keys and values of all tokens, ``[B, N, H*d]``."""
+    return whole.known.keys_and_values(whole.module, whole.keys, whole.values, whole.kwargs)
 
 
-def correction_of(whole: Whole, made: torch.Tensor, plan: MergePlan, grid: Grid) -> Correction:
+def correction_of(whole: Whole, made: Pair, plan: MergePlan, grid: Grid) -> Fitted:
     """What the plan loses of these keys and values; see `correction.fitted`."""
-    known, module = whole.known, whole.module
+    known, module, q = whole.known, whole.module, whole.q
     heads = known.heads(module)
-    width = made.shape[-1] // (2 * heads)
+    width = made[0].shape[-1] // heads
     (places,) = fixed(asked, whole.x, grid, width)
-    q = known.queries(module, take_rows(whole.x, places), whole.kwargs)
-    return fitted(q, made, plan, heads, known.scale(module, width))
+    scale = known.scale(module, width)
+    if q is not None:
+        return fitted(q, made, plan, heads, scale, places)
+    return fitted(known.queries(module, take_rows(whole.x, places), whole.kwargs), made, plan, heads, scale)
 
 
 def attend_merged(
     known: KnownAttention, module: nn.Module, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
     sizes: MergePlan | None, kwargs: dict[str, Any], correction: Correction | None = None,
+    q: torch.Tensor | None = None, merged: Pair | None = None,
 ) -> Attended:  # fmt: skip
     """``to_out(softmax(scale q k^T + log n) v)`` with the module's projections and the host's own function.
 
     x: ``[B, N, C]``, what queries are made from. keys, values: ``[B, G, C]``, merged. sizes: the plan that merged them,
     None where its sizes are not to count. kwargs: the call's other arguments. correction: the plan's,
-    where it has one.
+    where it has one. q ``[B, N, H*d]``, merged keys and values ``[B, G, H*d]``: where they are projected already.
     """
-    q = known.queries(module, x, kwargs)
-    k, v = known.keys_and_values(module, keys, values, kwargs)
+    q = known.queries(module, x, kwargs) if q is None else q
+    k, v = known.keys_and_values(module, keys, values, kwargs) if merged is None else merged
     heads = known.heads(module)
     width = q.shape[-1] // heads
     if sizes is None:
@@ -82,7 +89,7 @@ def corrected(out: torch.Tensor, q: torch.Tensor, correction: Correction) -> tor
     matrix, constant = correction
     alike = out.device.type in kernels.DEVICES and matrix.dtype == out.dtype == q.dtype
     if alike and kernels.ready_for_halves(out) and not kernels.needs_gradient(out, q, matrix, constant):
-        found = kernels.corrected(out, q, matrix, constant)
+        found = kernels_correction.corrected(out, q, matrix, constant)
         if found is not None:
             return found
     batch, tokens, _ = q.shape

@@ -18,14 +18,15 @@ sharp it overdoes, which the regression sees. Both together make 64 keys of 4,09
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from .. import kernels
-from ..grid import Grid
-from ..plan import MergePlan, without_autocast
+from .. import kernels, kernels_correction
+from ..grid import Grid, fixed
+from ..plan import MergePlan, take_rows, without_autocast
 from .sizes import bias_of
 
 _TINY = 1e-12
@@ -33,6 +34,9 @@ _AS_GOOD_AS_ONE = 1 - 1e-6
 # Exact answers: at least twice as many as a head has unknowns for each of its channels, and no more than a sixteenth of
 # the tokens. Measured on heads of 32 and fewer channels: 128 are worth 10 % over 64, and 256 nothing over 128.
 _ASKED_OF_NARROW, _ASKED, _NARROW, _FEWEST, _OF_TOKENS = 128, 256, 32, 32, 16
+
+
+Pair = tuple[torch.Tensor, torch.Tensor]  # keys and values, flat
 
 
 class Correction(NamedTuple):
@@ -53,24 +57,37 @@ def asked(grid: Grid, width: int, device: torch.device) -> tuple[torch.Tensor]:
     return ((down[:, None] * grid.width + right).view(1, -1),)
 
 
-def fitted(q: torch.Tensor, both: torch.Tensor, plan: MergePlan, heads: int, scale: float) -> Correction:
+class Fitted(NamedTuple):
+    """merged: keys and values as the plan merges them, ``[B, G, H*d]``, where kernels have made them."""
+
+    correction: Correction
+    merged: Pair | None
+
+
+def fitted(
+    q: torch.Tensor, made: Pair, plan: MergePlan, heads: int, scale: float, rows: torch.Tensor | None = None
+) -> Fitted:
     """The correction of a plan, in the dtype of q.
 
-    q: queries of the tokens that are `asked`, flat ``[B, n, H*d]``. both: keys and values of all tokens side by side,
-    ``[B, N, 2*H*d]``. scale: the attention's. Summed and solved in float32; zero where every group has one token.
+    q: queries, flat ``[B, N, H*d]``. rows: int64 ``[1, n]``, those that are `asked`; None where q has no other. made:
+    keys and values of all tokens, ``[B, N, H*d]``. scale: the attention's. Summed and solved in float32; zero where
+    every group has one token.
     """
     with without_autocast(q):
-        both = both.to(q.dtype)
-        means, exact_means = plan.merge_exactly(both)
-        asked_for = _by_head(q, heads)
-        merged = _attended(asked_for, means, heads, scale, bias_of(plan, q)[:, None])
-        full = _attended(asked_for, both, heads, scale)
-        sums = _sums_by_kernel(both, exact_means, plan, heads, scale)
-        if sums is not None and not q.requires_grad and sums.shape[3] <= kernels.RIDGE_WIDEST:
-            found = kernels.ridge(q, merged, full, sums)
+        keys, values = (one.to(q.dtype) for one in made)
+        *pair, exact = plan.merge_pair(keys, values)
+        sums = _sums_by_kernel(keys, values, exact, plan, heads, scale)
+        reused = None if sums is None else tuple(pair)
+        if sums is not None and sums.shape[3] <= kernels_correction.RIDGE_WIDEST and not kernels.needs_gradient(q):
+            found = _by_kernels(q, rows, keys, values, pair, plan, sums, heads, scale)
             if found is not None:
-                return Correction(*found)
-        first = _first_order(both, exact_means, plan, heads, scale) if sums is None else _added(sums, heads)
+                return Fitted(Correction(*found), reused)
+        if rows is not None:
+            q = take_rows(q, rows)
+        asked_for = _by_head(q, heads)
+        merged = _attended(asked_for, *pair, heads, scale, bias_of(plan, q)[:, None])
+        full = _attended(asked_for, keys, values, heads, scale)
+        first = _first_order(keys, values, exact, plan, heads, scale) if sums is None else _added(sums, heads)
         merged = _exact(merged)
         left = _exact(full) - merged
         asked_for = asked_for.to(first.dtype)
@@ -79,14 +96,29 @@ def fitted(q: torch.Tensor, both: torch.Tensor, plan: MergePlan, heads: int, sca
         ).view_as(left))  # fmt: skip
         lost = first.flatten(2).any(2)[..., None, None].to(first.dtype)  # nothing was: then rounding is all
         matrix = weights * lost + F.pad(first, (0, 0, 0, first.shape[3]))
-        return Correction(matrix.to(q.dtype).flatten(0, 1), (constant * lost).to(q.dtype).flatten(0, 1))
+        correction = Correction(matrix.to(q.dtype).flatten(0, 1), (constant * lost).to(q.dtype).flatten(0, 1))
+        return Fitted(correction, reused)
 
 
-def first_order(both: torch.Tensor, plan: MergePlan, heads: int, scale: float) -> torch.Tensor:
-    """``C^T``: ``[B, H, d, d]``, float32 at least. both, scale: as in `fitted`."""
-    means = plan.merge_exactly(both)[1]
-    sums = _sums_by_kernel(both, means, plan, heads, scale)
-    return _first_order(both, means, plan, heads, scale) if sums is None else _added(sums, heads)
+def _by_kernels(
+    q: torch.Tensor, rows: torch.Tensor | None, keys: torch.Tensor, values: torch.Tensor,
+    pair: Sequence[torch.Tensor], plan: MergePlan, sums: torch.Tensor, heads: int, scale: float,
+) -> tuple[torch.Tensor, torch.Tensor] | None:  # fmt: skip
+    """Matrix and constant; None where torch's operators have to do."""
+    (places,) = (rows,) if rows is not None else fixed(_every, q, q.shape[1])
+    answers = kernels_correction.answered(q, places[0], keys, values, *pair, plan.logits_in(q.dtype), heads, scale)
+    return None if answers is None else kernels_correction.ridge(q, places[0], answers, sums)
+
+
+def _every(count: int, device: torch.device) -> tuple[torch.Tensor]:
+    return (torch.arange(count, device=device)[None],)
+
+
+def first_order(made: Pair, plan: MergePlan, heads: int, scale: float) -> torch.Tensor:
+    """``C^T``: ``[B, H, d, d]``, float32 at least. made, scale: as in `fitted`."""
+    means = plan.merge_pair(*made)[2]
+    sums = _sums_by_kernel(*made, means, plan, heads, scale)
+    return _first_order(*made, means, plan, heads, scale) if sums is None else _added(sums, heads)
 
 
 def _added(sums: torch.Tensor, heads: int) -> torch.Tensor:
@@ -95,30 +127,29 @@ def _added(sums: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def _sums_by_kernel(
-    both: torch.Tensor, means: torch.Tensor, plan: MergePlan, heads: int, scale: float
+    keys: torch.Tensor, values: torch.Tensor, means: torch.Tensor, plan: MergePlan, heads: int, scale: float
 ) -> torch.Tensor | None:
     """`first_order` in parts, ``[P, B*H, d, d]``; None where torch's operators have to do."""
-    if kernels.needs_gradient(both) or not kernels.ready_for_halves(both):
+    if kernels.needs_gradient(keys, values) or not kernels.ready_for_halves(keys):
         return None
-    return kernels.first_order(both, plan.group, means, heads, scale / both.shape[1])
+    return kernels_correction.first_order(keys, values, plan.group, means, heads, scale / keys.shape[1])
 
 
 def _first_order(
-    both: torch.Tensor, means: torch.Tensor, plan: MergePlan, heads: int, scale: float
+    keys: torch.Tensor, values: torch.Tensor, means: torch.Tensor, plan: MergePlan, heads: int, scale: float
 ) -> torch.Tensor:
-    """means: of the groups, ``[B, G, 2*H*d]``, float32 at least."""
-    exact = _exact(both)
-    keys, values = exact.chunk(2, -1)
+    """means: of the groups' values, ``[B, G, H*d]``, float32 at least."""
     # the tokens' distances from their group's value add up to 0, so that of the key need not be taken off
-    spread = _by_head(values - plan.unmerge(means.chunk(2, -1)[1]), heads)
-    return _by_head(keys, heads).transpose(2, 3) @ spread * (scale / exact.shape[1])
+    spread = _by_head(_exact(values) - plan.unmerge(means), heads)
+    return _by_head(_exact(keys), heads).transpose(2, 3) @ spread * (scale / keys.shape[1])
 
 
 def _attended(
-    q: torch.Tensor, both: torch.Tensor, heads: int, scale: float, bias: torch.Tensor | None = None
-) -> torch.Tensor:
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, heads: int, scale: float,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """By torch's function: nothing that a host has put into its own is to hear of these queries ``[B, H, n, d]``."""
-    k, v = (_by_head(one, heads) for one in both.chunk(2, -1))
+    k, v = (_by_head(one, heads) for one in (keys, values))
     return F.scaled_dot_product_attention(q, k, v, bias, scale=scale)
 
 

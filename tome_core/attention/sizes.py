@@ -41,10 +41,7 @@ def bias_is_cheaper(queries: int, keys: int, width: int, device: str) -> bool:
 
 def bias_of(plan: MergePlan, q: torch.Tensor) -> torch.Tensor:
     """What is added to the logits: ``[B, 1, G]`` in the dtype of ``q [B, N, H*d]``; made once for a plan."""
-    key = ("bias", q.dtype)
-    bias = plan.derived.get(key)
-    if bias is None:
-        bias = plan.derived[key] = plan.finite_logits.to(q.dtype)[:, None]
+    bias = plan.logits_in(q.dtype)[:, None]
     return bias if bias.shape[0] == q.shape[0] else bias.expand(q.shape[0], -1, -1)
 
 

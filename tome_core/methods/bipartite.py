@@ -89,11 +89,11 @@ def _nearest(x: torch.Tensor, keys: torch.Tensor, bias: torch.Tensor | None) -> 
 
 def _plan(best: Best, sources: torch.Tensor, destinations: torch.Tensor, removed: int) -> MergePlan:
     batch, count = best.score.shape
-    order = None if removed == count else best.score.argsort(dim=1, descending=True, stable=True)
-    if order is not None and kernels.available(order.device):
-        found = kernels.placed(order, best.index, sources, destinations, removed)
-        if found is not None:
-            return MergePlan(found[0], found[1].shape[1], found[1])
+    ranked = removed < count
+    found = kernels.placed(best.score, best.index, sources, destinations, removed) if ranked else None
+    if found is not None:
+        return MergePlan(found[0], found[1].shape[1], found[1])
+    order = best.score.argsort(dim=1, descending=True, stable=True) if ranked else None
     num_destinations = destinations.shape[1]
     sources, destinations = sources.expand(batch, -1), destinations.expand(batch, -1)
     tokens = num_destinations + count

@@ -1,0 +1,93 @@
+"""What the laws of the Triton kernels share: where they run, and each kernel beside its twin.
+
+Where ``TRITON_INTERPRET=1`` Triton's interpreter runs the kernels on the CPU, else they are compiled for the GPU.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from tests import kernel_twins as twins
+from tome_core import kernels
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+INF = float("inf")
+
+
+def _why_not() -> str:
+    """Why Triton's interpreter cannot run a kernel with a loop here (3.6 cannot with numpy 2.4); empty where it can."""
+    import triton
+
+    @triton.jit
+    def count(stop):
+        for _ in range(0, stop, 2):
+            pass
+
+    try:
+        count[(1,)](5)
+    except Exception as error:
+        return f"Triton {triton.__version__}'s interpreter does not run with this numpy: {error}"
+    return ""
+
+
+if INTERPRETED and (reason := _why_not()):
+    pytest.skip(reason, allow_module_level=True)
+
+
+@pytest.fixture(autouse=True)
+def used(monkeypatch):
+    """Names of the kernels that ran; a test in which none did, or one could not, has tested nothing and fails."""
+    if INTERPRETED:
+        monkeypatch.setattr(kernels, "DEVICES", ("cpu",))
+        _repair_the_interpreter(monkeypatch)
+    module, calls = kernels._module(), []
+    for name in twins.NAMES:
+        launch = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, launch=launch, name=name: (calls.append(name), launch(*a)))
+    monkeypatch.setattr(kernels, "_give_up", _fail)
+    yield calls
+    assert calls
+
+
+def _fail(error):
+    raise error
+
+
+def _repair_the_interpreter(monkeypatch):
+    """It multiplies the bit patterns of bfloat16 (seen in 3.5.0 and 3.9.0): give it their values."""
+    from triton import language as tl
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    dot = InterpreterBuilder.create_dot
+
+    def value(self, x):
+        return self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x
+
+    def repaired(self, a, b, *rest):
+        return dot(self, value(self, a), value(self, b), *rest)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", repaired)
+
+
+def noise(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def beside_twin(name, arguments, *outputs):
+    """What the kernel and its twin put into tensors of these shapes and dtypes, after the inputs."""
+    found = []
+    for module in (kernels._module(), twins):
+        own = [torch.full(shape, -7, dtype=dtype, device=DEVICE) for shape, dtype in outputs]
+        getattr(module, name)(*arguments(own))
+        found.append(own)
+    return zip(*found, strict=True)
+
+
+def close(found, expected, dtype, scale=1.0):
+    torch.testing.assert_close(found.float(), expected.float(), rtol=4 * torch.finfo(dtype).eps,
+                               atol=scale * 4 * torch.finfo(dtype).eps)  # fmt: skip

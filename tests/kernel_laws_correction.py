@@ -1,0 +1,114 @@
+"""Laws of the Triton kernels that make a correction and add it: what torch's operators give, they give.
+
+Run by test_kernels.py and test_cuda.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests import kernel_harness
+from tests.kernel_harness import DEVICE, DTYPES, beside_twin, close, noise
+from tome_core import MergePlan, kernels, kernels_correction
+from tome_core.attention.core import corrected
+from tome_core.attention.correction import Correction, _attended, _by_head, first_order, fitted
+
+used = kernel_harness.used  # a fixture, around every test
+
+
+def attention(heads, width, tokens, dtype):
+    """Queries, which of them are asked, keys and values far from zero, and a plan with empty and single groups."""
+    q, k, v = (noise(2, tokens, heads * width, seed=seed) for seed in range(3))
+    group = torch.randint(9, (1, tokens), generator=torch.Generator().manual_seed(4)).to(DEVICE)
+    group[0, 0] = 10
+    rows = torch.arange(tokens - 1, -1, -2, device=DEVICE)[None]
+    return q.to(dtype), rows, ((k + 3).to(dtype), (v - 2).to(dtype)), MergePlan(group, 11)
+
+
+HEADS = [(1, 3, 40), (2, 16, 70), (3, 40, 130), (1, 64, 1100)]  # heads, width, tokens: one span of them, and three
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("heads, width, tokens", HEADS)
+def test_of_first_order_it_is_what_torch_sums(heads, width, tokens, dtype):
+    _, _, made, plan = attention(heads, width, tokens, dtype)
+    found = first_order(made, plan, heads, 0.3)
+    expected = first_order([one.double() for one in made], plan, heads, 0.3)
+    assert found.dtype == torch.float32
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert torch.equal(found, first_order(made, plan, heads, 0.3))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("heads, width, tokens", HEADS)
+def test_queries_are_answered_as_attention_answers_them(heads, width, tokens, dtype):
+    """By spans of all keys, and by merged keys of which some are empty."""
+    q, rows, made, plan = attention(heads, width, tokens, dtype)
+    *pair, _ = plan.merge_pair(*made)
+    bias = plan.logits_in(dtype).expand(2, -1)
+    spans, count = -(-tokens // 512), rows.shape[1]
+    outputs = [((2 * heads, count, width), torch.float32), ((spans, 2 * heads, count, width), torch.float32),
+               ((spans, 2 * heads, count), torch.float32)]  # fmt: skip
+    answers = beside_twin(
+        "answered", lambda own: (q, rows[0], *made, *pair, bias, 512, width**-0.5, *own), *outputs
+    )
+    # weights are rounded to be multiplied, what they add up to is not
+    for (found, expected), allowed in zip(answers, (4, 4, 0.01), strict=True):
+        assert (found - expected).abs().max() <= allowed * torch.finfo(dtype).eps
+    strided = [torch.cat(made, -1)[..., side * heads * width :][..., : heads * width] for side in (0, 1)]
+    first, second = (
+        kernels_correction.answered(q, rows[0], *both, *pair, bias[:1], heads, width**-0.5) for both in (made, strided)
+    )
+    assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("heads, width, tokens", HEADS)
+def test_a_correction_is_that_of_float64(heads, width, tokens, dtype, used):
+    """What it predicts, to a share of all that a prediction adds up: its matrix cannot be stored more exactly.
+
+    The sums themselves are smaller: bfloat16's 8 bits leave a prediction of 128 terms a fifth off, whoever solves.
+    """
+    q, rows, made, plan = attention(heads, width, tokens, dtype)
+    (correction, merged), scale = fitted(q, made, plan, heads, width**-0.5, rows), width**-0.5
+    assert {"first_order", "answered", "ridge"} <= set(used)
+    assert all(map(torch.equal, merged, plan.merge_pair(*made))) and correction.matrix.dtype == dtype
+    with kernels.without():
+        exact = fitted(q.double(), [one.double() for one in made], plan, heads, scale, rows).correction
+    bias = plan.logits_in(dtype)[:, None, None].double()
+    asked = q[:, rows[0]].double()
+    answers = _attended(_by_head(asked, heads), *(one.double() for one in merged), heads, scale, bias)
+    answers = answers.transpose(1, 2).flatten(2)
+    given, expected = (
+        corrected(answers, asked, Correction(*(part.double() for part in one))) - answers for one in (correction, exact)
+    )  # weights alone may differ: answers are all but linear in queries
+    summed = corrected(answers.abs(), asked.abs(), Correction(*(one.abs() for one in exact))) - answers.abs()
+    assert ((given - expected).abs() <= 2 * torch.finfo(dtype).eps * summed).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("count", [3, 32, 77])
+def test_the_equations_are_solved_as_a_solver_does(count, dtype):
+    q, merged, full = noise(2, 80, 3 * 20) + 4, noise(6, count, 20, seed=1) * 0.1, noise(4, 6, count, 20, seed=2)
+    first, logs = noise(4, 6, 20, 20, seed=3) * 0.02, noise(4, 6, count, seed=4) * 3
+    first[:, 1] = 0
+    rows = torch.arange(79, 79 - count, -1, device=DEVICE)
+    outputs = [((6, 40, 20), torch.float32), ((6, 1, 20), torch.float32)]
+    found = list(beside_twin("ridge", lambda own: (q.to(dtype), rows, merged, full, logs, first, *own), *outputs))
+    for one, other in found:
+        assert (one - other).abs().max() <= 4 * torch.finfo(dtype).eps * other.abs().max()
+        assert not one[1].any() and one[0].any(), "where nothing was lost, nothing is given"
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("heads, width, tokens", HEADS)
+def test_it_is_added_as_torch_adds_it(heads, width, tokens, dtype, used):
+    q, out = noise(2, tokens, heads * width, dtype=dtype), noise(2, tokens, heads * width, seed=1, dtype=dtype)
+    matrix, constant = (noise(2 * heads, rows, width, seed=rows, dtype=dtype) * 0.2 for rows in (2 * width, 1))
+    found = corrected(out, q, Correction(matrix, constant))
+    assert used == ["corrected"] and found.is_contiguous()
+    with kernels.without():
+        plain = corrected(out.double(), q.double(), Correction(matrix.double(), constant.double()))
+    close(found, plain, dtype, 2.0)
+    assert torch.equal(found, corrected(out.mT.contiguous().mT, q, Correction(matrix, constant)))
