@@ -1,4 +1,4 @@
-"""How far two pictures, or two sets of them, are apart. Pictures are uint8 ``[H, W, 3]``."""
+"""How far two sets of pictures are apart, and two pictures to a trained network. Pictures are uint8 ``[H, W, 3]``."""
 
 from __future__ import annotations
 
@@ -13,23 +13,6 @@ import torch
 ENOUGH_FOR_FRECHET = 1024  # at 256 it separates no two methods
 LPIPS_WEIGHTS, INCEPTION_WEIGHTS = "alexnet-owt-*.pth", "weights-inception-2015-12-05-*.pth"
 _GRID, _SCALES = 4, 4
-_LUMINANCE = (0.299, 0.587, 0.114)  # of red, green and blue: ITU-R BT.601
-
-
-def squared_error(a: np.ndarray, b: np.ndarray) -> float:
-    """Mean over pixels and colours, in squared steps of 255; PSNR is made of it when a table is."""
-    return float(np.mean((a.astype(np.float64) - b.astype(np.float64)) ** 2))
-
-
-def psnr(error: float) -> float:
-    """dB; infinite for equal pictures."""
-    return math.inf if error == 0 else 10 * math.log10(255**2 / error)
-
-
-def gradient_energy(picture: np.ndarray) -> float:
-    """Mean squared difference of neighbours in luminance, in squared steps of 255: how much detail there is."""
-    grey = picture.astype(np.float64) @ _LUMINANCE
-    return float(np.mean(np.diff(grey, axis=0) ** 2) + np.mean(np.diff(grey, axis=1) ** 2))
 
 
 def features(picture: np.ndarray) -> list[float]:

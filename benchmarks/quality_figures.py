@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.picture_metrics import psnr
 from benchmarks.results import Record
 from benchmarks.variant_list import PLAIN
+from demo.likeness import decibels
 
 _NO_DETAIL = 1e-6  # the energy of a picture without any, in squared steps of 255
 ROLES = ("tomesd", "method", "control", "yardstick")
@@ -110,11 +110,11 @@ def _pictures(parts: dict[int, dict], plain: dict[int, dict]) -> Pictures:
         return all(name in row for row in parts.values())
 
     work = float(np.average([row["work"] for row in parts.values()], weights=[len(r["ssim"]) for r in parts.values()]))
-    decibels = np.array([psnr(error) for error in over("squared_error")])
+    ratios = np.array([decibels(error) for error in over("squared_error")])
     lpips = Mean.of(over("lpips")) if all_have("lpips") else None
     detail = _detail(over("gradient"), over("gradient", plain)) if all_have("gradient") else None
     times = _times(over("seconds"), over("beside"), over("seconds", plain)) if all_have("seconds") else (None, None)
-    return Pictures(work, Mean.of(decibels), Mean.of(over("ssim")), lpips, detail, *times)
+    return Pictures(work, Mean.of(ratios), Mean.of(over("ssim")), lpips, detail, *times)
 
 
 def _detail(energies: np.ndarray, unmerged: np.ndarray) -> Mean:

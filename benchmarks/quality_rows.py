@@ -21,7 +21,7 @@ from benchmarks.call_times import BESIDE, CallTimes
 from benchmarks.subjects import PART_NOISED, SceneSubject, Subject
 from benchmarks.variant_list import PLAIN, VARIANTS
 from benchmarks.variants import Variant
-from demo.table import ssim
+from demo.likeness import gradient_energy, squared_error, ssim
 
 TIMES = (50, 200, 400, 600, 800, 950)
 PART_PICTURES = {True: 4, False: 1}  # pictures in one row: of a scene model, of a user's model, which takes minutes
@@ -143,8 +143,8 @@ class Bench:
         pairs = [(one.pixels, other.pixels) for one, other in zip(plain, found, strict=True)]
         kept = {
             "work": _round([np.mean([one.work for one in found])])[0],
-            "gradient": _round([picture_metrics.gradient_energy(one.pixels) for one in found]),
-            "squared_error": _round([picture_metrics.squared_error(*pair) for pair in pairs]),
+            "gradient": _round([gradient_energy(one.pixels) for one in found]),
+            "squared_error": _round([squared_error(*pair) for pair in pairs]),
             "ssim": _round([ssim(*pair) for pair in pairs]),
         }
         if self.lpips:

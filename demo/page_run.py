@@ -16,9 +16,9 @@ from PIL import Image
 import tome_core
 from demo import page_hosts, sheet
 from demo.clock import told_times
+from demo.likeness import psnr
 from demo.page_code import Wanted
 from demo.source import Source
-from demo.table import psnr
 
 WARMING, PLAIN, MERGED, DONE = "Warming up", "Without merging", "With merging", "Done"
 

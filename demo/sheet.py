@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from demo.likeness import psnr
 from demo.picture import Column, Order, speed_up
-from demo.table import psnr
 
 SMALLEST, LARGEST = 256, 512  # px of a picture on the sheet; smaller ones are enlarged by whole pixels
 GAP, MARGIN, TITLE, HEAD = 8, 190, 44, 52

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from statistics import mean, median
 
-import numpy as np
-from skimage.metrics import structural_similarity
-
+from demo.likeness import psnr, ssim
 from demo.picture import Column, speed_up
 
 GAIN = 1.05  # below five per cent nobody notices, and a busy machine's noise is as large
@@ -26,17 +23,6 @@ class Block:
     @property
     def gain(self) -> float:
         return self.plain / self.merged
-
-
-def psnr(a: np.ndarray, b: np.ndarray) -> float:
-    """Peak signal-to-noise ratio of two uint8 pictures in dB; infinite for equal ones."""
-    error = np.mean((a.astype(np.float64) - b.astype(np.float64)) ** 2)
-    return math.inf if error == 0 else 10 * math.log10(255**2 / error)
-
-
-def ssim(a: np.ndarray, b: np.ndarray) -> float:
-    """Structural similarity of two uint8 pictures [H, W, 3], 1 for equal ones."""
-    return float(structural_similarity(a, b, channel_axis=2, data_range=255))
 
 
 def table(columns: list[Column]) -> str:

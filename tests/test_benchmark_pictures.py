@@ -12,12 +12,12 @@ import torch
 
 from benchmarks import quality, quality_figures, quality_report, results, schedules
 from benchmarks.call_times import BESIDE, CallTimes, one_thread
-from benchmarks.picture_metrics import gradient_energy
 from benchmarks.purposes import PURPOSES, SHOW
 from benchmarks.quality_figures import sections
 from benchmarks.subjects import SceneSubject
 from benchmarks.variant_list import PLAIN
 from demo import model, prompt, sampler
+from demo.likeness import gradient_energy
 from demo.training_loss import Scenes
 from tests import tiny_scenes
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from demo import command, picture, sheet, table
+from demo import command, likeness, picture, sheet, table
 from tests import tiny_pipeline
 
 ROOT = Path(__file__).parents[1]
@@ -21,12 +21,12 @@ STEPS = 4
 
 def test_equal_pictures_are_infinitely_alike():
     a = np.random.default_rng(0).integers(0, 256, (16, 16, 3), np.uint8)
-    assert table.psnr(a, a) == np.inf and table.ssim(a, a) == pytest.approx(1)
+    assert likeness.psnr(a, a) == np.inf and likeness.ssim(a, a) == pytest.approx(1)
 
 
 def test_psnr_of_a_known_difference():
     a = np.full((8, 8, 3), 100, np.uint8)
-    assert table.psnr(a, a + np.uint8(51)) == pytest.approx(20 * np.log10(5))
+    assert likeness.psnr(a, a + np.uint8(51)) == pytest.approx(20 * np.log10(5))
 
 
 def columns_with(plain, merged):

@@ -1,0 +1,36 @@
+"""How alike two pictures are, and how much detail one has. Pictures are uint8 ``[H, W, 3]``."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from skimage.metrics import structural_similarity
+
+_LUMINANCE = (0.299, 0.587, 0.114)  # of red, green and blue: ITU-R BT.601
+
+
+def squared_error(a: np.ndarray, b: np.ndarray) -> float:
+    """Mean over pixels and colours, in squared steps of 255."""
+    return float(np.mean((a.astype(np.float64) - b.astype(np.float64)) ** 2))
+
+
+def decibels(error: float) -> float:
+    """The peak signal-to-noise ratio of a `squared_error`; infinite for 0."""
+    return math.inf if error == 0 else 10 * math.log10(255**2 / error)
+
+
+def psnr(a: np.ndarray, b: np.ndarray) -> float:
+    """Peak signal-to-noise ratio of two pictures in dB; infinite for equal ones."""
+    return decibels(squared_error(a, b))
+
+
+def ssim(a: np.ndarray, b: np.ndarray) -> float:
+    """Structural similarity (Wang et al. 2004), 1 for equal pictures."""
+    return float(structural_similarity(a, b, channel_axis=2, data_range=255))
+
+
+def gradient_energy(picture: np.ndarray) -> float:
+    """Mean squared difference of neighbours in luminance, in squared steps of 255: how much detail there is."""
+    grey = picture.astype(np.float64) @ _LUMINANCE
+    return float(np.mean(np.diff(grey, axis=0) ** 2) + np.mean(np.diff(grey, axis=1) ** 2))
