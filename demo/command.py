@@ -31,6 +31,18 @@ def number(name: str, low: int, high: int, remedy: str):
     return parse
 
 
+def strength(text: str) -> float:
+    """A parser for a strength; NaN and infinities are none."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no strength; allowed is a number from 0, which is off, to 1, "
+                                         "such as 0.5")
+    return value
+
+
 STEPS = number("number of steps", 1, 1000, "such as 20")
 SEED = number("seed", 0, 2**31, "such as 0")
 
@@ -39,9 +51,12 @@ def parser() -> argparse.ArgumentParser:
     """The options; `install.py demo` passes everything on to them."""
     made = argparse.ArgumentParser(
         prog="demo",
-        description="Pictures from the same seeds: without merging, with a preset, at ratio 0.25, 0.5 and 0.75.",
+        description="Pictures from the same seeds: without merging, and at one strength or several.",
     )
     add = made.add_argument
+    add("--strength", type=strength, action="append", metavar="S",
+        help="how strongly to merge, from 0, which is off, to 1, which saves and changes the most; repeat it for "
+             "several (default: the presets, 0.25, 0.5, 0.75 and 1)")
     add("--pictures", type=number("number of pictures", 1, 64, "such as 4"), metavar="N",
         help=f"how many pictures each setting makes (default {PICTURES}, or one for each --prompt)")
     add("--steps", type=STEPS, default=20, metavar="N",
@@ -134,11 +149,12 @@ def _run(options: argparse.Namespace, source) -> None:
 
     texts = options.prompt or list(LONG_PROMPTS if options.model else prompt.PROMPTS)
     wanted = picture.orders(texts, options.pictures, options.seed)
-    with tqdm(total=options.steps * len(wanted) * len(picture.VARIANTS), unit="step") as bar:
-        columns = picture.compare(source, wanted, options.steps, bar.update, bar.set_description)
+    ways = picture.variants(dict.fromkeys(options.strength or picture.STRENGTHS))
+    with tqdm(total=options.steps * len(wanted) * len(ways), unit="step") as bar:
+        columns = picture.compare(source, wanted, options.steps, ways, bar.update, bar.set_description)
         bar.set_description("done")
     print("Timing one SD1.5-sized block ...", file=sys.stderr)
-    block = table.Block(picture.PRESET.name, *tome_core.bench.time_block(BLOCK_REPEATS))
+    block = table.Block(picture.BALANCED.name, *tome_core.bench.time_block(BLOCK_REPEATS))
     title = f"Token merging, {source.name}, {options.steps} steps on {source.device}"
     sheet.write(sheet.draw(columns, wanted, title), options.output)
     print(f"{title}, {len(wanted)} picture{'s' * (len(wanted) > 1)} each\n\n{table.table(columns)}\n")

@@ -1,9 +1,9 @@
-"""The comparison run: the same pictures without merging, with the preset and at several ratios, timed side by side."""
+"""The comparison run: the same pictures without merging and at several strengths, timed side by side."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -12,21 +12,24 @@ import numpy as np
 import tome_core
 from demo.clock import told_times
 from demo.source import Source
-from tome_core.presets import DEFAULT
+from tome_core.presets import DEFAULT, MARKS
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to make the pictures. merging: what `tome_core.patch` takes, None to leave the model alone."""
+    """One way to make the pictures. strength: 0..1, None to leave the model alone."""
 
-    name: str
-    merging: tome_core.MergeConfig | str | None
+    strength: float | None
+
+    @property
+    def name(self) -> str:
+        """Its heading: the strength, and the preset that it is."""
+        preset = next((f" ({name})" for name, mark in MARKS.items() if mark == self.strength), "")
+        return "no merging" if self.strength is None else f"strength {self.strength:g}{preset}"
 
 
-UNMERGED = Variant("no merging", None)
-PRESET = Variant(f"preset {DEFAULT}", DEFAULT)
-RATIOS = tuple(Variant(f"ratio {ratio}", tome_core.MergeConfig(ratio=ratio)) for ratio in (0.25, 0.5, 0.75))
-VARIANTS = (UNMERGED, PRESET, *RATIOS)
+UNMERGED, BALANCED = Variant(None), Variant(MARKS[DEFAULT])
+STRENGTHS = tuple(MARKS.values())
 
 
 @dataclass(frozen=True)
@@ -55,28 +58,34 @@ def orders(prompts: list[str], count: int, seed: int) -> list[Order]:
 
 def make(source: Source, order: Order, steps: int, variant: Variant, on_step: Callable[[], None]):
     """One picture and the merging report (None for UNMERGED, which is not patched at all)."""
-    if variant.merging is None:
+    if variant.strength is None:
         return source.picture(order.prompt, order.seed, steps, on_step), None
-    with tome_core.patch(source.target, variant.merging, host_clock=True) as handle:
+    with tome_core.patch(source.target, strength=variant.strength, host_clock=True) as handle:
         picture = source.picture(order.prompt, order.seed, steps, told_times(source, steps, handle, on_step))
         return picture, handle.report()
 
 
-def compare(
-    source: Source, wanted: list[Order], steps: int, on_step: Callable[[], None], announce: Callable[[str], None]
-) -> list[Column]:
-    """Make every order in every variant; gives one column a variant, UNMERGED first.
+def variants(strengths: Sequence[float]) -> tuple[Variant, ...]:
+    """No merging first, then each strength."""
+    return (UNMERGED, *map(Variant, strengths))
 
-    The variants take turns picture by picture, starting with another one each time, so that a machine that gets
-    slower or busier does so for all of them. `on_step` is called steps x orders x variants times.
+
+def compare(
+    source: Source, wanted: list[Order], steps: int, ways: Sequence[Variant], on_step: Callable[[], None],
+    announce: Callable[[str], None],
+) -> list[Column]:
+    """Make every order in every way; gives one column a way, in their order.
+
+    The ways take turns picture by picture, starting with another one each time, so that a machine that gets
+    slower or busier does so for all of them. `on_step` is called steps x orders x ways times.
     """
     announce("warming up")
-    for variant in (UNMERGED, PRESET):
+    for variant in ways[:2]:
         make(source, wanted[0], min(steps, 2), variant, lambda: None)
-    columns = {variant: Column(variant) for variant in VARIANTS}
+    columns = {variant: Column(variant) for variant in ways}
     for i, order in enumerate(wanted):
-        turn = i % len(VARIANTS)
-        for variant in VARIANTS[turn:] + VARIANTS[:turn]:
+        turn = i % len(ways)
+        for variant in (*ways[turn:], *ways[:turn]):
             announce(f"picture {i + 1} of {len(wanted)}, {variant.name}")
             _timed(columns[variant], source, order, steps, on_step)
     return list(columns.values())

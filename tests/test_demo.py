@@ -17,6 +17,7 @@ from tests import tiny_pipeline
 
 ROOT = Path(__file__).parents[1]
 STEPS = 4
+WAYS = picture.variants(picture.STRENGTHS)
 
 
 def test_equal_pictures_are_infinitely_alike():
@@ -31,7 +32,7 @@ def test_psnr_of_a_known_difference():
 
 def columns_with(plain, merged):
     blank = [np.zeros((8, 8, 3), np.uint8)] * len(plain)
-    made = ((picture.UNMERGED, plain), (picture.PRESET, merged))
+    made = ((picture.UNMERGED, plain), (picture.BALANCED, merged))
     return [picture.Column(variant, blank, seconds, seconds) for variant, seconds in made]
 
 
@@ -81,19 +82,20 @@ def test_the_demo_ends_well_and_says_where_the_picture_is(whole_run):
 
 def test_the_table_has_a_line_for_every_setting(whole_run):
     text = whole_run[0].stdout
-    names = [variant.name for variant in picture.VARIANTS]
-    assert names == ["no merging", "preset balanced", "ratio 0.25", "ratio 0.5", "ratio 0.75"]
+    names = [variant.name for variant in WAYS]
+    assert names == ["no merging", "strength 0.25 (quality)", "strength 0.5 (balanced)", "strength 0.75 (fast)",
+                     "strength 1 (max)"]
     for name in names[1:]:
-        assert re.search(rf"{name} +[\d.]+ s +[\d.]+ +[\d.]+ s +[\d.]+ +[\d.]+ dB +[01]\.\d+\n", text), text
+        assert re.search(rf"{re.escape(name)} +[\d.]+ s +[\d.]+ +[\d.]+ s +[\d.]+ +[\d.]+ dB +[01]\.\d+\n", text), text
         assert f"{name}: Token merging" in text
     assert re.search(r"no merging +[\d.]+ s +1\.00", text)
-    assert re.search(r"SD1.5-sized block .*: \d+ ms without merging, \d+ ms with preset balanced", text)
+    assert re.search(r"SD1.5-sized block .*: \d+ ms without merging, \d+ ms with strength 0.5 \(balanced\)", text)
     assert re.search(r"(gains nothing|times as fast)", text)
 
 
 def test_progress_names_every_setting(whole_run):
     progress = whole_run[0].stderr
-    assert all(f"picture 2 of 2, {variant.name}" in progress for variant in picture.VARIANTS)
+    assert all(f"picture 2 of 2, {variant.name}" in progress for variant in WAYS)
 
 
 def test_the_sheet_has_its_size_and_a_label_on_every_row_and_column(whole_run):
@@ -127,7 +129,7 @@ def test_the_unmerged_column_is_what_a_plain_run_makes(whole_run, tmp_path):
         assert np.array_equal(shown(path, row, 0), plain[row])
 
 
-def test_the_preset_is_told_the_time_as_on_the_page(whole_run, tmp_path):
+def test_a_strength_is_told_the_time_as_on_the_page(whole_run, tmp_path):
     """Both in a process of their own, with as many threads: the bits depend on these."""
     _, path = whole_run
     code = (
@@ -140,8 +142,8 @@ def test_the_preset_is_told_the_time_as_on_the_page(whole_run, tmp_path):
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "merged.npy")], cwd=ROOT, check=True)
     page, untold = np.load(tmp_path / "merged.npy")
-    assert np.array_equal(shown(path, 0, 1), page)
-    assert not np.array_equal(untold, page), "without the time the preset keeps no match: this test sees nothing"
+    assert np.array_equal(shown(path, 0, 3), page)
+    assert not np.array_equal(untold, page), "without the time a strength keeps no match: this test sees nothing"
 
 
 def test_merged_columns_differ_and_their_difference_maps_are_theirs(whole_run):
@@ -176,12 +178,13 @@ def quick_block(monkeypatch):
 def test_a_diffusers_folder_is_compared_like_the_embedded_model(tmp_path, tiny_folder, capsys, quick_block):
     path = tmp_path / "mine.png"
     code = command.main(["--model", str(tiny_folder), "--pictures", "2", "--steps", "2", "--prompt", "a cat",
-                         "--output", str(path), "--device", "cpu"])  # fmt: skip
+                         "--strength", ".3", "--strength", "0", "--output", str(path), "--device", "cpu"])  # fmt: skip
     text = capsys.readouterr().out
     assert code == 0 and str(path) in text
-    assert re.search(r"ratio 0.75: Token merging.*\n.*256 tokens -> 64", text)
+    assert re.search(r"strength 0\.3: Token merging", text)
+    assert re.search(r"strength 0  .* inf dB  1\.000\n", text), "strength 0 is off"
     with Image.open(path) as image:
-        assert image.size[0] == sheet.cell(1, 8, (256, 256))[2] + sheet.GAP
+        assert image.size[0] == sheet.cell(1, 4, (256, 256))[2] + sheet.GAP
 
 
 def test_a_single_file_is_loaded_with_a_configuration_that_has_no_weights(tmp_path, tiny_folder, capsys, quick_block):
@@ -193,5 +196,5 @@ def test_a_single_file_is_loaded_with_a_configuration_that_has_no_weights(tmp_pa
                          "--output", str(path), "--device", "cpu"])  # fmt: skip
     text = capsys.readouterr()
     assert code == 0, text.err
-    assert re.search(r"ratio 0.5: Token merging.*\n.*256 tokens -> 128", text.out)
+    assert re.search(r"strength 0\.5 \(balanced\): Token merging", text.out)
     assert path.exists()

@@ -62,6 +62,8 @@ def test_a_pickle_that_calls_itself_safetensors_is_refused(tmp_path, capsys):
     ("arguments", "words"),
     [
         (["--pictures", "0"], ["'0'", "1 to 64", "such as"]),
+        *((["--strength", wrong], [repr(wrong), "from 0", "to 1", "such as"]) for wrong in
+          ("2", "-0.1", "nan", "inf", "1e400", "9" * 400, "half")),
         (["--steps", "many"], ["'many'", "1 to 1000", "such as"]),
         (["--seed", "-1"], ["'-1'", "0 to", "such as"]),
         (["--prompt", "sunset purple"], ["'purple'", "sunset", "cone"]),
