@@ -1,4 +1,6 @@
-"""What stands before the page's server: no other site's page may use it, nor may it load anything from elsewhere.
+"""What stands before the page's server: no other site's page may use it, and what is no number does not come in.
+
+Nor may the page load anything from elsewhere.
 
 ASGI classes, without gradio. Gradio's own check hides the answers from other sites, but does what they ask; and its
 limit is one of each file, of which a request may hold a thousand.
@@ -6,7 +8,11 @@ limit is one of each file, of which a request may hold a thousand.
 
 from __future__ import annotations
 
+import json
+
 NAMES = ("127.0.0.1", "localhost")  # the page's hosts, as a browser has them
+_LARGEST_NUMBER = 2**53  # to which a browser counts
+_DIGITS = 20
 LARGEST = 32 * 2**20  # bytes of a request; the page's own are far smaller
 # Gradio's page is all in its package; should a part of it ever ask another machine, the browser refuses.
 OWN = b"default-src 'self' data: blob: 'unsafe-inline' 'unsafe-eval'; frame-ancestors 'none'"
@@ -43,11 +49,81 @@ class Own:
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008, "reason": problem[1][:123]})
         else:
-            status, sentence = problem
-            text = f"{sentence}\n".encode()
-            headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", b"%d" % len(text))]
-            await send({"type": "http.response.start", "status": status, "headers": headers})
-            await send({"type": "http.response.body", "body": text})
+            await _answer(send, *problem)
+
+
+class Finite:
+    """Refuses what is no JSON, and numbers in it that nobody means: NaN, infinities, what a browser cannot count to.
+
+    Python reads such numbers, and whatever gets them then fails in a way of its own.
+    """
+
+    def __init__(self, app) -> None:
+        self.app = app
+
+    async def __call__(self, scope, receive, send) -> None:
+        kinds = [value for name, value in scope.get("headers", ()) if name == b"content-type"]
+        if scope["type"] != "http" or not any(b"json" in one.lower() for one in kinds):
+            await self.app(scope, receive, send)
+            return
+        body, gone = await _body(receive)
+        problem = unreadable(body) if body else None
+        if problem is not None:
+            await _answer(send, 400, problem)
+            return
+        told = [{"type": "http.disconnect"}] if gone else [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def again():
+            return told.pop() if told else await receive()
+
+        await self.app(scope, again, send)
+
+
+async def _body(receive) -> tuple[bytes, bool]:
+    """The whole body, which `Own` has seen the length of, and whether the asker has gone in between."""
+    body, more = b"", True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return b"", True
+        body, more = body + message.get("body", b""), message.get("more_body", False)
+    return body, False
+
+
+async def _answer(send, status: int, sentence: str) -> None:
+    text = f"{sentence}\n".encode()
+    headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", b"%d" % len(text))]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": text})
+
+
+def unreadable(body: bytes) -> str | None:
+    """The sentence for a JSON text that the page does not take, else None."""
+    def whole(text: str) -> int:
+        if len(text) > _DIGITS or abs(int(text)) > _LARGEST_NUMBER:
+            raise _NoNumber(text)
+        return int(text)
+
+    def real(text: str) -> float:
+        if abs(float(text)) > _LARGEST_NUMBER:
+            raise _NoNumber(text)
+        return float(text)
+
+    def constant(text: str) -> float:
+        raise _NoNumber(text)
+
+    try:
+        json.loads(body, parse_int=whole, parse_float=real, parse_constant=constant)
+    except _NoNumber as wrong:
+        return (f"{str(wrong)[:40]} is no number that the page takes; give one from {-_LARGEST_NUMBER} to "
+                f"{_LARGEST_NUMBER}.")  # fmt: skip
+    except (ValueError, RecursionError) as error:
+        return f"A request that cannot be read as JSON: {str(error)[:200]}."
+    return None
+
+
+class _NoNumber(Exception):
+    """A text that JSON's grammar has for a number; the text is the message."""
 
 
 def refusal(scope) -> tuple[int, str] | None:

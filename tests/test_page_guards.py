@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 
@@ -95,3 +96,55 @@ def test_what_is_no_request_passes():
     scope = {"type": "lifespan"}
     asyncio.run(page_guards.Own(app)(scope, None, None))
     assert scope["seen"]
+
+
+def sent(body, kind="application/json", parts=1):
+    """(status, text) of a request with a body in so many parts; what gets through gives (200, the body as it came)."""
+    step = -(-len(body) // parts) or 1
+    waiting = [{"type": "http.request", "body": body[at : at + step], "more_body": at + step < len(body)}
+               for at in range(0, max(len(body), 1), step)]  # fmt: skip
+    told = []
+
+    async def receive():
+        return waiting.pop(0) if waiting else {"type": "http.disconnect"}
+
+    async def send(message):
+        told.append(message)
+
+    async def app(scope, receive, send):
+        read, more = b"", True
+        while more:
+            message = await receive()
+            read, more = read + message["body"], message["more_body"]
+        await send({"type": "http.response.start", "status": 200})
+        await send({"type": "http.response.body", "body": read})
+
+    scope = {"type": "http", "headers": [(b"content-type", kind.encode())]}
+    asyncio.run(page_guards.Finite(app)(scope, receive, send))
+    return told[0]["status"], told[1]["body"].decode()
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("body", [
+    b"", b'{"data": [0.5, -3, 9007199254740992, null, "NaN", "1e400"]}', json.dumps("9" * 5000).encode(),
+], ids=range(3))  # fmt: skip
+def test_what_a_browser_can_mean_comes_in_as_it_was_sent(body, parts):
+    assert sent(body, parts=parts) == (200, body.decode())
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e400", "-1e400", "1e300", "9" * 30, "9" * 5000,
+                                    "-9007199254740993"], ids=lambda one: one[:20])  # fmt: skip
+def test_what_is_no_number_is_refused_with_a_sentence_wherever_it_stands(number):
+    for body in (number, f'{{"data": [0.5, {number}]}}', f'{{"fn_index": {number}}}'):
+        status, text = sent(body.encode(), "Application/JSON; charset=utf-8", parts=2)
+        assert status == 400 and text.startswith(f"{number[:40]} is no number that the page takes; give one from ")
+
+
+@pytest.mark.parametrize("body", [b"{", b"[" * 100_000, b"\xff\xfe\xfd", b"[1,]"], ids=lambda one: repr(one[:8]))
+def test_what_is_no_json_is_told_so(body):
+    status, text = sent(body)
+    assert status == 400 and text.startswith("A request that cannot be read as JSON")
+
+
+def test_what_is_not_called_json_is_left_to_others():
+    assert sent(b"NaN", "multipart/form-data; boundary=edge") == (200, "NaN")
