@@ -35,6 +35,8 @@ def parser() -> argparse.ArgumentParser:
         prog="page", description="A page in the browser: the same picture without merging and with it, side by side."
     )
     add = made.add_argument
+    add("--strength", type=command.strength, default=command.BALANCED, metavar="S",
+        help="what the page starts with, from 0, which is off, to 1 (default %(default)s)")
     add("--model", type=Path, metavar="DIR_OR_FILE",
         help="your own model: a diffusers folder or a single .safetensors file (pickled checkpoints are refused)")
     add("--config", type=Path, metavar="DIR",
@@ -57,10 +59,9 @@ def made_page(options: argparse.Namespace):
     from demo.page_events import Events
     from demo.page_layout import Page
     from demo.page_run import Studio
-    from tome_core import presets
 
     text = sources.LONG_PROMPTS[0] if user else prompt.PROMPTS[0]
-    start = Wanted(text, 0, 20, presets.preset(presets.DEFAULT))
+    start = Wanted.of_strength(text, 0, 20, options.strength)
     return Page(Events(Studio(source), start, str(options.model) if user else None))
 
 
@@ -74,7 +75,7 @@ def serve(page, options: argparse.Namespace) -> None:
 
     # another site's page cannot reach this one under a name of its own that leads here, nor by this one's own
     stacked = [Middleware(guards.Closed), Middleware(TrustedHostMiddleware, allowed_hosts=list(guards.NAMES)),
-               Middleware(guards.Own)]  # fmt: skip
+               Middleware(guards.Own), Middleware(guards.Finite)]  # fmt: skip
     try:
         page.blocks.launch(
             server_name=HOST, server_port=options.port, share=False, inbrowser=not options.no_browser, ssr_mode=False,

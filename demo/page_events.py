@@ -6,24 +6,35 @@ Parts are the controls by name, and `SHOWN`. Nothing here knows where a part sta
 from __future__ import annotations
 
 import argparse
+import re
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from html import escape
-from typing import Any
+from typing import Any, NamedTuple
 
-from demo import command, page_code, prompt
+from demo import command, page_code, page_curve, prompt
 from demo import page_controls as controls
 from demo.page_code import Wanted
-from demo.page_run import DONE, WARMING, Shot, Studio, enlarged
+from demo.page_curve import Point
+from demo.page_grid import grid
+from demo.page_plot import plot
+from demo.page_run import DONE, MERGED, WARMING, Made, Shot, Studio, enlarged
+from tome_core import form, strength
 
-SHOWN = ("preset", "says", "slider", "figures", "difference", "maps", "report", "stop", "script", "payload", "node",
-         "lost", "link", "wrong")  # fmt: skip
+SHOWN = ("by", "says", "plot", "answer", "grid", "slider", "figures", "difference", "maps", "report", "stop", "script",
+         "payload", "node", "link", "seen")  # fmt: skip
 # the picture's own controls: label, and what a value has to be
 PICTURE = {"prompt": ("Prompt", None), "picture_seed": ("Seed of the picture", command.SEED),
            "steps": ("Steps", command.STEPS)}  # fmt: skip
-NAMES = (*PICTURE, *controls.NAMES)
+NAMES = ("strength", "strengths", *PICTURE, *form.NAMES)
 WORDS = f"The embedded model knows {prompt.known_words()}."
+SIDE_BY_SIDE = 4
+HELP = {
+    "strength": "0 is off; more of it saves more time and changes more.",
+    "strengths": f"Up to {SIDE_BY_SIDE} numbers from 0 to 1: the same picture with each, side by side.",
+}
+BY_HAND = "Changed by hand: {names}. Move the strength to have its own again."
 SLOW = 0.5  # seconds between two unfinished pictures, because sending them takes time from making them
 PROGRESS = (
     '<p role="status">{doing}</p><progress max="1" value="{share:.3f}" aria-label="Progress"></progress><p>{left}</p>'
@@ -31,6 +42,17 @@ PROGRESS = (
 
 Values = Mapping[str, Any]
 Parts = dict[str, Any]
+
+
+class Seen(NamedTuple):
+    """What a tab remembers. by_hand: the settings under Expert count, not the strength.
+
+    wrong: the controls that are marked; runs: the last pictures, for the plot.
+    """
+
+    by_hand: bool = False
+    wrong: tuple[str, ...] = ()
+    runs: tuple[Point, ...] = ()
 
 
 class Wrong(ValueError):
@@ -46,6 +68,7 @@ class Events:
 
     def __init__(self, studio: Studio, start: Wanted, model: str | None = None) -> None:
         self.studio, self.start, self.model = studio, start, model
+        self.curve = page_curve.measured()
         self._stops: dict[str, threading.Event] = {}
         self._ended = False
 
@@ -53,69 +76,109 @@ class Events:
         """What stands below a control's label while its value is right."""
         if name == "prompt":
             return WORDS if self.model is None else "What to paint."
-        return controls.SETTINGS[name]["help"] if name in controls.SETTINGS else ""
+        return form.field(name).help if name in form.NAMES else HELP.get(name, "")
 
-    def touched(self, values: Values, wrong: tuple[str, ...], address: str) -> Parts:
+    def touched(self, values: Values, seen: Seen, address: str) -> Parts:
         """A control was touched: its value is checked, and the settings are written out for elsewhere."""
-        nothing = dict.fromkeys(("script", "payload", "node", "lost", "link"), "")
         try:
-            wanted = self.wanted(values)
+            wanted = self.wanted(values, seen.by_hand)
         except Wrong as error:
-            touched = {"preset": controls.CUSTOM} if set(error.names) - set(PICTURE) else {}
-            return {**nothing, **self._complaint(error, wrong), **touched}
-        return {**self._marks((), wrong, ""), **self._elsewhere(wanted, address), "says": "",
-                "preset": controls.preset_of(wanted.config)}  # fmt: skip
+            nothing = dict.fromkeys(("script", "payload", "node", "link"), "")
+            return {**nothing, **self._complaint(error, seen)}
+        by = BY_HAND.format(names=", ".join(wanted.changes))
+        return {**self._marks((), seen, ""), **self._elsewhere(wanted, address), "says": "",
+                "by": update(value=by, visible=bool(wanted.changes)),
+                "plot": plot(self.curve, _on_curve(wanted), seen.runs)}  # fmt: skip
 
-    def chosen(self, values: Values, preset: str, wrong: tuple[str, ...], address: str) -> Parts:
-        """A preset was chosen: it fills the settings."""
-        if preset == controls.CUSTOM:
-            return {}
-        filled = controls.values_of(controls.preset(controls.PRESET_OF[preset]))
-        return _filled(self.touched({**values, **filled}, wrong, address), filled)
+    def set_by_hand(self, values: Values, seen: Seen, address: str) -> Parts:
+        """A setting that follows from strength was touched: all under Expert count as they are from now on."""
+        return self.touched(values, seen._replace(by_hand=True), address)
+
+    def moved(self, values: Values, seen: Seen, address: str) -> Parts:
+        """The strength was moved: it counts again, and the settings show what it stands for."""
+        try:
+            strength(values["strength"])
+        except ValueError as error:
+            return self._complaint(Wrong(str(error), ("strength",)), seen)
+        filled = form.filled(values["strength"])
+        return _filled(self.touched({**values, **filled}, seen._replace(by_hand=False), address), filled)
 
     def opened(self, query: Mapping[str, str], address: str) -> Parts:
         """The page was opened, perhaps by a link that restores it."""
         says = ""
         try:
-            values = _values_of(page_code.from_query(query, self.start))
-            self.wanted(values)
+            wanted = page_code.from_query(query, self.start)
+            self.wanted(_values_of(wanted), True)
         except ValueError as error:
             says = f'<p role="alert"><strong>{escape(str(error))}. The link was not used.</strong></p>'
-            values = _values_of(self.start)
-        shown = _filled(self.touched(values, (), address), values)
+            wanted = self.start
+        values = _values_of(wanted)
+        shown = _filled(self.touched(values, Seen(by_hand=bool(wanted.changes)), address), values)
         return {**shown, "says": says or shown["says"]}
 
-    def made(self, values: Values, wrong: tuple[str, ...], session: str) -> Iterator[Parts]:
+    def made(self, values: Values, seen: Seen, session: str) -> Iterator[Parts]:
         """Generate was pressed: the progress until the pictures are there, or until Stop was pressed."""
         try:
-            wanted = self.wanted(values)
+            wanted = self.wanted(values, seen.by_hand)
         except Wrong as error:
-            yield self._complaint(error, wrong)
+            yield self._complaint(error, seen)
             return
+        yield from self._made(wanted, (wanted,), seen, session)
+
+    def compared(self, values: Values, seen: Seen, session: str) -> Iterator[Parts]:
+        """Compare was pressed: the picture in each of the strengths."""
+        try:
+            wanted = self.wanted(values, seen.by_hand)
+            picture = (wanted.prompt, wanted.seed, wanted.steps)
+            ways = tuple(_of_list(*picture, one) for one in _strengths(values["strengths"]))
+        except Wrong as error:
+            yield self._complaint(error, seen)
+            return
+        yield from self._made(wanted, ways, seen, session)
+
+    def _made(self, wanted: Wanted, ways: tuple[Wanted, ...], seen: Seen, session: str) -> Iterator[Parts]:
         stop = self._stops[session] = threading.Event()
         if self._ended:
             stop.set()
-        yield {"says": _progress(Shot(WARMING, 0, 1), 0), "stop": update(interactive=True)}
+        yield {**self._marks((), seen, ""), "says": _progress(Shot(WARMING, 0, 1), 0), "stop": update(interactive=True)}
         try:
-            last = yield from self._followed(wanted, stop)
+            shot = yield from self._followed(wanted, tuple(way.config for way in ways), stop)
+            last = self._finished(shot, wanted, ways, seen) if shot else {"says": '<p role="status">Stopped.</p>'}
         except Exception as error:  # a library's depths raise whatever they raise: memory, a damaged model
             last = {"says": f"<strong>{type(error).__name__}: {escape(str(error))}</strong>"}
         finally:
             self._stops.pop(session, None)
         yield {**last, "stop": update(interactive=False)}
 
-    def _followed(self, wanted: Wanted, stop: threading.Event) -> Iterator[Parts]:
+    def _followed(self, wanted: Wanted, configs: tuple, stop: threading.Event) -> Iterator[Parts]:
+        """Tells how far it is; gives the last shot, None where it was stopped."""
         began, sent = time.monotonic(), 0.0
-        for shot in self.studio.make(wanted, stop):
+        for shot in self.studio.make(wanted, stop, configs):
             if shot.doing == DONE:
-                return _finished(shot)
+                return shot
             now = time.monotonic()
             parts = {"says": _progress(shot, now - began)}
             if shot.unfinished is not None and shot.doing != WARMING and now - sent > SLOW:
                 sent, right = now, enlarged(shot.unfinished)
-                parts["slider"] = (right if shot.plain is None else enlarged(shot.plain), right)
+                left = right if shot.plain is None else enlarged(shot.plain.picture)
+                parts |= {"slider": (left, right), "answer": update(visible=True)}
             yield parts
-        return {"says": '<p role="status">Stopped.</p>'}
+        return None
+
+    def _finished(self, shot: Shot, wanted: Wanted, ways: tuple[Wanted, ...], seen: Seen) -> Parts:
+        """All that is shown of finished pictures; of several, the slider and what is below it show the last one."""
+        plain, last = shot.plain, shot.merged[-1]
+        named = [(_name(way), made) for way, made in zip(ways, shot.merged, strict=True)]
+        runs = tuple(made.point(plain, _on_curve(way)) for made, way in zip(shot.merged, ways, strict=True))
+        return {
+            "says": '<p role="status">Done.</p>', "answer": update(visible=True),
+            "grid": update(visible=len(ways) > 1, value=grid([(name, *_cell(plain, made)) for name, made in named])),
+            "figures": f"{named[-1][0]}: {last.figures(plain)}",
+            "slider": (enlarged(plain.picture), enlarged(last.picture)),
+            "difference": enlarged(last.difference(plain)), "maps": [(picture, title) for title, picture in last.maps],
+            "report": "".join(f"<pre>{escape(f'{name}: {made.report}')}</pre>" for name, made in named),
+            "plot": plot(self.curve, _on_curve(wanted), runs), "seen": seen._replace(wrong=(), runs=runs),
+        }  # fmt: skip
 
     def stopped(self, session: str) -> None:
         """Stop was pressed; the run of this session ends with its step."""
@@ -129,35 +192,39 @@ class Events:
         for stop in tuple(self._stops.values()):
             stop.set()
 
-    def wanted(self, values: Values) -> Wanted:
+    def wanted(self, values: Values, by_hand: bool) -> Wanted:
         """What the controls ask for. Raises Wrong, with the sentence to read."""
         for name, (label, parse) in PICTURE.items():
             try:
-                parse(_plain(values[name])) if parse else self.model is not None or prompt.parse(values[name])
+                parse(_plain(values[name])) if parse else self._check_prompt(values[name])
             except (argparse.ArgumentTypeError, ValueError) as error:
                 raise Wrong(f"{label}: {error}", (name,)) from None
+        picture = values["prompt"], int(values["picture_seed"]), int(values["steps"])
         try:
-            config = controls.config_of(values)
+            return Wanted(*picture, values["strength"], controls.config_of(values, by_hand))
         except ValueError as error:
             raise Wrong(str(error), controls.blamed(str(error))) from None
-        return Wanted(values["prompt"], int(values["picture_seed"]), int(values["steps"]), config)
 
-    def _complaint(self, error: Wrong, wrong: tuple[str, ...]) -> Parts:
+    def _check_prompt(self, text: Any) -> None:
+        if not isinstance(text, str):
+            raise ValueError(f"{_plain(text)} is no text; write what to paint")
+        if self.model is None:
+            prompt.parse(text)
+
+    def _complaint(self, error: Wrong, seen: Seen) -> Parts:
         says = f'<p role="alert"><strong>{escape(str(error))}</strong></p>'
-        return {**self._marks(error.names, wrong, str(error)), "says": says}
+        return {**self._marks(error.names, seen, str(error)), "says": says}
 
-    def _marks(self, now: tuple[str, ...], before: tuple[str, ...], sentence: str) -> Parts:
+    def _marks(self, now: tuple[str, ...], seen: Seen, sentence: str) -> Parts:
         """The sentence beside the controls that it is about, and the usual help beside those of the last one."""
-        healed = {name: update(info=self.help(name), elem_classes=[]) for name in before}
-        return {**healed, **{name: update(info=sentence, elem_classes=["wrong"]) for name in now}, "wrong": now}
+        healed = {name: update(info=self.help(name), elem_classes=[]) for name in seen.wrong}
+        marked = {name: update(info=sentence, elem_classes=["wrong"]) for name in now}
+        return {**healed, **marked, "seen": seen._replace(wrong=now)}
 
     def _elsewhere(self, wanted: Wanted, address: str) -> Parts:
-        missing = page_code.lost(wanted.config)
-        lost = [f"{host} has no control for: {', '.join(names)}." for host, names in missing.items()
-                if names]  # fmt: skip
         return {
             "script": page_code.script(wanted, self.model or page_code.DEFAULT_MODEL),
-            "payload": page_code.webui(wanted), "node": page_code.comfyui(wanted.config), "lost": " ".join(lost),
+            "payload": page_code.webui(wanted), "node": page_code.comfyui(wanted),
             "link": f"{address}?{page_code.query(wanted)}",
         }  # fmt: skip
 
@@ -167,14 +234,42 @@ def update(**changes: Any) -> dict[str, Any]:
     return {"__type__": "update", **changes}
 
 
+def _of_list(prompt: str, seed: int, steps: int, strength: Any) -> Wanted:
+    """A picture of the comparison. Raises Wrong for what is no strength."""
+    try:
+        return Wanted.of_strength(prompt, seed, steps, strength)
+    except ValueError as error:
+        raise Wrong(str(error), ("strengths",)) from None
+
+
+def _on_curve(way: Wanted) -> float | None:
+    """The strength that a picture is made with, None where more than that was changed."""
+    return None if way.changes else way.strength
+
+
+def _strengths(text: Any) -> tuple[Any, ...]:
+    """The numbers of a list, without repeats; what is none stays as it is, to be refused."""
+    found = dict.fromkeys(re.findall(r"[^\s,;]+", str(text)))
+    if not 0 < len(found) <= SIDE_BY_SIDE:
+        raise Wrong(f"{len(found)} strengths to compare; give 1 to {SIDE_BY_SIDE}, such as 0.25, 0.5", ("strengths",))
+    numbers = []
+    for one in found:
+        try:
+            numbers.append(float(one))
+        except ValueError:
+            numbers.append(one[:40])
+    return tuple(numbers)
+
+
 def _values_of(wanted: Wanted) -> dict[str, Any]:
-    return {"prompt": wanted.prompt, "picture_seed": wanted.seed, "steps": wanted.steps,
-            **controls.values_of(wanted.config)}  # fmt: skip
+    return {"strength": wanted.strength, "prompt": wanted.prompt, "picture_seed": wanted.seed, "steps": wanted.steps,
+            **form.values_of(wanted.config)}  # fmt: skip
 
 
 def _plain(value: Any) -> str:
-    """A number as a person writes it: 3 for 3.0."""
-    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+    """A number as a person writes it: 3 for 3.0. Of what is too long, the beginning."""
+    text = str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."
 
 
 def _filled(parts: Parts, values: Values) -> Parts:
@@ -183,13 +278,17 @@ def _filled(parts: Parts, values: Values) -> Parts:
 
 
 def _progress(shot: Shot, passed: float) -> str:
-    doing = f"{shot.doing}: step {shot.step} of {shot.steps}" if shot.doing != WARMING else shot.doing
+    which = f", {len(shot.merged) + 1} of {shot.ways}" if shot.doing == MERGED and shot.ways > 1 else ""
+    doing = f"{shot.doing}{which}: step {shot.step} of {shot.steps}" if shot.doing != WARMING else shot.doing
     left = f"about {passed * (1 - shot.share) / shot.share:.0f} s left" if shot.share > 0.05 else "&nbsp;"
     return PROGRESS.format(doing=doing, share=shot.share, left=left)
 
 
-def _finished(shot: Shot) -> Parts:
-    pictures = (enlarged(shot.plain), enlarged(shot.merged))
-    maps = [(picture, title) for title, picture in shot.maps]
-    return {"says": '<p role="status">Done.</p>', "figures": shot.figures, "slider": pictures, "maps": maps,
-            "difference": enlarged(shot.difference), "report": f"<pre>{escape(shot.report)}</pre>"}  # fmt: skip
+def _name(way: Wanted) -> str:
+    return f"Strength {way.strength:g}{', changed by hand' if way.changes else ''}"
+
+
+def _cell(plain: Made, made: Made) -> tuple[Any, str]:
+    """A picture of the comparison and what stands below it."""
+    times = f"{made.seconds:.2f} s, {plain.seconds / made.seconds:.2f} times as fast"
+    return made.picture, f"{times}; {made.likeness(plain)}"

@@ -1,4 +1,4 @@
-"""What the page does when it is asked for a picture: the picture twice, without merging and with, told step by step."""
+"""What the page does when it is asked for pictures: one without merging, then each with it, told step by step."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 from PIL import Image
 
 import tome_core
-from demo import page_hosts, sheet
+from demo import page_map, sheet
 from demo.clock import told_times
-from demo.likeness import psnr
+from demo.likeness import gradient_energy, psnr, squared_error
 from demo.page_code import Wanted
+from demo.page_curve import Point
 from demo.source import Source
 
 WARMING, PLAIN, MERGED, DONE = "Warming up", "Without merging", "With merging", "Done"
@@ -28,37 +28,63 @@ class Cancelled(Exception):
 
 
 @dataclass(frozen=True)
+class Made:
+    """A finished picture, uint8 [H, W, 3], and its seconds by the clock.
+
+    maps: (what it shows, picture) of each level that merged, the finest first.
+    """
+
+    picture: np.ndarray
+    seconds: float
+    report: str = ""
+    maps: tuple[tuple[str, np.ndarray], ...] = ()
+
+    def figures(self, plain: Made) -> str:
+        """Times, speed-up, PSNR and detail beside the unmerged picture, in one line."""
+        times = f"{plain.seconds:.2f} s without merging, {self.seconds:.2f} s with: " \
+            f"{plain.seconds / self.seconds:.2f} times as fast"  # fmt: skip
+        return f"{times}; {self.likeness(plain)}"
+
+    def likeness(self, plain: Made) -> str:
+        """PSNR, and detail as a share of the unmerged picture's."""
+        distance = psnr(plain.picture, self.picture)
+        if math.isinf(distance):
+            return "the same picture, bit for bit"
+        energy = gradient_energy(plain.picture)
+        detail = f", detail {gradient_energy(self.picture) / energy:.0%}" if energy else ""
+        return f"PSNR {distance:.1f} dB{detail}"
+
+    def point(self, plain: Made, strength: float | None) -> Point:
+        """Where it is on the plot of error over time saved."""
+        error = math.sqrt(squared_error(plain.picture, self.picture))
+        return Point(strength, 1 - self.seconds / plain.seconds, error)
+
+    def difference(self, plain: Made) -> np.ndarray:
+        """Eight times the difference from the unmerged picture."""
+        return sheet.difference(plain.picture, self.picture)
+
+
+@dataclass(frozen=True)
 class Shot:
-    """How far it is. doing: one of the words above; step: of `steps` in it; pictures uint8 [H, W, 3] once there."""
+    """How far it is. doing: one of the words above; step: of `steps` in it; ways: how many pictures are merged.
+
+    plain and merged: the finished pictures so far.
+    """
 
     doing: str
     step: int
     steps: int
+    ways: int = 1
     unfinished: np.ndarray | None = None
-    plain: np.ndarray | None = None
-    merged: np.ndarray | None = None
-    seconds: tuple[float, ...] = ()  # without merging, and with
-    report: str = ""
-    maps: tuple[tuple[str, np.ndarray], ...] = field(default=())  # (what it shows, picture), the finest level first
+    plain: Made | None = None
+    merged: tuple[Made, ...] = ()
 
     @property
     def share(self) -> float:
-        """0..1 of both pictures."""
-        before = {WARMING: 0.0, PLAIN: 0.0, MERGED: 0.5, DONE: 1.0}[self.doing]
-        return before + (0.5 * self.step / self.steps if self.doing in (PLAIN, MERGED) else 0.0)
-
-    @property
-    def difference(self) -> np.ndarray:
-        """Eight times the difference of the finished pictures."""
-        return sheet.difference(self.plain, self.merged)
-
-    @property
-    def figures(self) -> str:
-        """Times, speed-up and PSNR in one line."""
-        plain, merged = self.seconds
-        distance = psnr(self.plain, self.merged)
-        alike = "the same picture, bit for bit" if math.isinf(distance) else f"PSNR {distance:.1f} dB"
-        return f"{plain:.2f} s without merging, {merged:.2f} s with: {plain / merged:.2f} times as fast; {alike}"
+        """0..1 of all pictures."""
+        finished = (self.plain is not None) + len(self.merged)
+        begun = self.step / self.steps if self.doing in (PLAIN, MERGED) else 0.0
+        return (finished + begun) / (1 + self.ways)
 
 
 Tell = Callable[[Shot], None]
@@ -71,10 +97,13 @@ class Studio:
         self.source = source
         self._free = threading.Lock()
 
-    def make(self, wanted: Wanted, stop: threading.Event) -> Iterator[Shot]:
+    def make(
+        self, wanted: Wanted, stop: threading.Event, configs: tuple[tome_core.MergeConfig, ...] = ()
+    ) -> Iterator[Shot]:
         """Shots, the last one DONE; fewer where `stop` is set or the caller leaves, which both end it within a step.
 
-        When it ends, the model is unpatched and free. Whatever goes wrong in between is raised here.
+        configs: ways to merge, one picture each, instead of the one that is wanted. When it ends, the model is
+        unpatched and free. Whatever goes wrong in between is raised here.
         """
         told: queue.SimpleQueue[Shot | Exception | None] = queue.SimpleQueue()
 
@@ -86,7 +115,7 @@ class Studio:
         def work() -> None:
             try:
                 with self._free:
-                    _compare(self.source, wanted, tell)
+                    _compare(self.source, wanted, configs or (wanted.config,), tell)
             except Cancelled:
                 pass
             except Exception as error:
@@ -106,23 +135,29 @@ class Studio:
             thread.join()
 
 
-def _compare(source: Source, wanted: Wanted, tell: Tell) -> None:
-    """The picture without merging, then with it; both have run a step before they are timed."""
-    config = wanted.config
-    _one(source, replace(wanted, steps=1), Shot(WARMING, 0, 1), tell)
-    plain, took = _one(source, wanted, Shot(PLAIN, 0, wanted.steps), tell)
+def _compare(source: Source, wanted: Wanted, configs: tuple[tome_core.MergeConfig, ...], tell: Tell) -> None:
+    """The picture without merging, then with it in each way; all have run a step before they are timed."""
+    warming = Shot(WARMING, 0, 1, len(configs))
+    _one(source, replace(wanted, steps=1), warming, tell)
+    plain = _one(source, wanted, replace(warming, doing=PLAIN, steps=wanted.steps), tell)
+    shot = Shot(MERGED, 0, wanted.steps, len(configs), plain=plain)
+    for config in configs:
+        shot = replace(shot, merged=(*shot.merged, _merged(source, wanted, config, shot, tell)))
+    tell(replace(shot, doing=DONE, step=wanted.steps))
+
+
+def _merged(source: Source, wanted: Wanted, config: tome_core.MergeConfig, shot: Shot, tell: Tell) -> Made:
     with tome_core.patch(source.target, config, host_clock=True) as merging:
-        shot = Shot(MERGED, 0, wanted.steps, plain=plain, seconds=(took,))
         merging.keep_maps()
         # what a first call makes ready is none of the picture's time
         _one(source, replace(wanted, steps=1), shot, lambda _: tell(shot), merging)
         merging.reset_counts()
-        merged, took_merged = _one(source, wanted, shot, tell, merging)
-        report, maps = str(merging.report()), _drawn(merged, merging.maps(), source.prompt_row)
-    tell(Shot(DONE, wanted.steps, wanted.steps, None, plain, merged, (took, took_merged), report, maps))
+        made = _one(source, wanted, shot, tell, merging)
+        maps = _drawn(made.picture, merging.maps(), source.prompt_row)
+        return replace(made, report=str(merging.report()), maps=maps)
 
 
-def _one(source: Source, wanted: Wanted, shot: Shot, tell: Tell, merging: tome_core.Patch | None = None):
+def _one(source: Source, wanted: Wanted, shot: Shot, tell: Tell, merging: tome_core.Patch | None = None) -> Made:
     """A picture and its seconds by the clock; `shot` is told with every step."""
     latest = [None]
     step = 0
@@ -138,7 +173,7 @@ def _one(source: Source, wanted: Wanted, shot: Shot, tell: Tell, merging: tome_c
     heard = on_step if merging is None else told_times(source, wanted.steps, merging, on_step)
     began = time.perf_counter()
     made = source.picture(wanted.prompt, wanted.seed, wanted.steps, heard, on_picture)
-    return made, time.perf_counter() - began
+    return Made(made, time.perf_counter() - began)
 
 
 def enlarged(picture: np.ndarray) -> np.ndarray:
@@ -149,12 +184,10 @@ def enlarged(picture: np.ndarray) -> np.ndarray:
 
 
 def _drawn(picture: np.ndarray, maps: dict[int, tome_core.run.MergeMap], row: int):
-    """Each level's map over the picture; row: the prompt's in the model's batch."""
-    canvas = torch.from_numpy(enlarged(picture)).float() / 255
+    """Each level's map; row: the prompt's in the model's batch."""
     drawn = []
     for level, found in sorted(maps.items()):
         group = found.group[row if len(found.group) > 1 else 0]
-        panel = page_hosts.merge_map().panel(canvas, tuple(found.grid), group, f"level {level}")
         title = f"Level {level}: {len(group)} tokens became {found.num_groups}"
-        drawn.append((title, (panel.clamp(0, 1) * 255).round().to(torch.uint8).numpy()))
+        drawn.append((title, page_map.mosaic(enlarged(picture), tuple(found.grid), group.cpu().numpy())))
     return tuple(drawn)

@@ -18,7 +18,7 @@ COLOURS = 256  # a page of flat areas and small pictures; as many colours keep t
 
 
 def shoot(address: str, path: Path) -> None:
-    """Generate with what the page starts with, and write a picture of it down to the maps."""
+    """Compare the strengths that the page offers, and write a picture of it down to the maps."""
     from playwright.sync_api import sync_playwright
 
     chromium = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
@@ -27,8 +27,9 @@ def shoot(address: str, path: Path) -> None:
         page = browser.new_page(viewport={"width": WIDTH, "height": 1000})
         page.set_default_timeout(600_000)
         page.goto(address, wait_until="domcontentloaded")
-        page.locator("#script", has_text="image.save").wait_for()
-        page.locator("#generate").click()
+        page.locator("#plot circle.now").wait_for()
+        page.get_by_text("Compare strengths").click()
+        page.locator("#compare").click()
         page.locator("#says", has_text="Done.").wait_for()
         page.locator("#maps img").first.wait_for()
         page.wait_for_timeout(3000)  # the pictures are drawn; nothing tells when, because hidden ones never are

@@ -21,11 +21,12 @@ import pytest
 from tests import checkout, tiny_pipeline
 from tests.gradio_panel.page import Page
 from tests.gradio_panel.serving import OPENER, wait_until_ready
-from tome_core import preset
+from tome_core import form
 
 pytest.importorskip("playwright.sync_api", reason="needs playwright")
 SLOW = 120_000  # ms; small machines take long to draw
 NARROW = {"width": 400, "height": 800}
+COMPARE, EXPERT, ELSEWHERE = FOLDED = ("Compare strengths", "Expert", "These settings elsewhere")
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +100,7 @@ class MergingPage(Page):
         return self.at(name, "textarea, input")
 
     def link(self):
+        self.unfold(ELSEWHERE, "link")
         return self.page.locator("#link textarea, #link input").first.input_value()
 
     def until(self, name, pattern):
@@ -106,7 +108,14 @@ class MergingPage(Page):
         self.at(name).filter(has_text=re.compile(pattern)).wait_for()
         return self.text(name)
 
+    def unfold(self, title, part):
+        """Open what is folded under a title, until a part in it is there."""
+        if not self.at(part).count():
+            self.page.get_by_text(title, exact=True).click()
+            self.at(part).wait_for()
+
     def until_link(self, part, there=True):
+        self.unfold(ELSEWHERE, "link")
         ask = "([part, there]) => document.querySelector('#link textarea, #link input').value.includes(part) === there"
         self.page.wait_for_function(ask, arg=[part, there])
 
@@ -149,7 +158,7 @@ def visits(chromium, address):
             made.goto(address + query, wait_until="domcontentloaded")
             page = MergingPage(made)
             page.at("generate").wait_for()
-            page.until_link("method=")
+            page.at("plot", "svg").wait_for()  # with which all is filled in
             return page
 
         yield go
@@ -164,8 +173,11 @@ def test_a_picture_is_made_told_step_by_step_and_the_line_moves_by_mouse_and_key
     page.until("says", r"Without merging: step \d of 2")
     assert page.at("says", "progress").get_attribute("max") == "1" and page.at("stop").is_enabled()
     page.until("says", r"^\s*Done\.")
-    figures = r"[\d.]+ s without merging, [\d.]+ s with: [\d.]+ times as fast; PSNR [\d.]+ dB"
+    figures = r"Strength 0\.5: [\d.]+ s without merging, [\d.]+ s with: [\d.]+ times as fast; PSNR [\d.]+ dB, detail \d"
     assert re.search(figures, page.text("figures"))
+    assert page.at("plot", "circle.now").get_attribute("data-strength") == "0.5"
+    assert page.at("plot", "circle.run").get_attribute("data-strength") == "0.5"
+    assert "Dots: your last pictures here, 0.5:" in page.text("plot")
     assert re.search(r"Level 0: 4096 tokens became \d+", page.at("maps").inner_text())
     page.page.get_by_text("Report", exact=True).click()
     assert "Token merging:" in page.until("report", "UNet calls")
@@ -191,12 +203,13 @@ def test_a_picture_is_made_told_step_by_step_and_the_line_moves_by_mouse_and_key
 
 def test_ones_own_model_is_drawn_with_and_the_code_to_copy_names_it(chromium, own_address, own_model):
     with visits(chromium, own_address) as go:
-        page = go("?steps=2&prompt=a+cat&ratio=0.5&only_if_it_pays=False")
+        page = go("?steps=2&prompt=a+cat&strength=0.5&only_if_it_pays=False")
         page.at("generate").click()
         page.until("says", r"^\s*Done\.")
         assert re.search(r"[\d.]+ times as fast; PSNR [\d.]+ dB", page.text("figures"))
         assert re.search(r"Level 0: 256 tokens became \d+", page.at("maps").inner_text())
-        assert str(own_model) in page.text("script")
+        page.unfold(ELSEWHERE, "script")
+        assert str(own_model) in page.until("script", "image.save")
 
 
 def test_a_run_is_cancelled_and_the_next_one_is_made(opened):
@@ -206,6 +219,7 @@ def test_a_run_is_cancelled_and_the_next_one_is_made(opened):
     page.at("stop").click()
     page.until("says", r"Stopped\.")
     page.page.wait_for_function("document.querySelector('#stop').disabled")
+    page.unfold(EXPERT, "steps")
     page.number("steps", 1)
     page.until_link("steps=1&")
     page.at("generate").click()
@@ -216,83 +230,120 @@ def test_a_wrong_value_is_told_beside_its_control_and_nothing_is_made(opened):
     page = opened("?steps=1")
     page.type("prompt", "day banana")
     assert "does not know the word 'banana'" in page.until("prompt", "banana")
-    page.until_link("method=", there=False)
+    page.until_link("strength=", there=False)
     page.box("prompt").press("Enter")
     page.until("says", "does not know the word 'banana'")
     assert not page.page.locator("#slider img").count()
     page.type("prompt", "day sea")
     page.until("prompt", "The embedded model knows")
-    page.number("start_percent", 0.8)
-    page.until_link("start_percent=0.8")
-    page.number("end_percent", 0.2)
-    for name in ("start_percent", "end_percent", "says"):
-        assert "start_percent=0.8 lies after end_percent=0.2; swap them" in page.until(name, "swap them")
-    page.number("end_percent", 1)
-    page.until_link("start_percent=0.8")
-    assert "swap" not in page.text("start_percent") + page.text("end_percent") + page.text("says")
+    page.unfold(EXPERT, "start")
+    page.number("start", 0.8)
+    page.until_link("start=0.8")
+    page.number("end", 0.2)
+    for name in ("start", "end", "says"):
+        assert "start=0.8 lies after end=0.2; swap them" in page.until(name, "swap them")
+    page.number("end", 1)
+    page.until_link("start=0.8")
+    assert "swap" not in page.text("start") + page.text("end") + page.text("says")
 
 
-def test_a_preset_fills_the_controls_a_touch_makes_it_custom_and_the_link_restores_it_all(opened):
+SEEN = """() => [...document.querySelectorAll('input, textarea, button, select, [role=tab], [tabindex="0"]')]
+    .filter(one => one.checkVisibility({visibilityProperty: true}) && one.getClientRects().length)
+    .map(one => one.closest('[id]:not(input)').id || one.innerText.trim())"""
+
+
+def test_at_first_sight_there_is_a_strength_a_prompt_and_two_buttons_and_all_else_is_folded(opened):
+    page = opened(width=1280, height=900)
+    # a slider is a number, a button that resets it and a knob
+    assert page.page.evaluate(SEEN) == [*["strength"] * 3, "prompt", "generate", "stop", "comparing", "expert",
+                                        "elsewhere"]
+    assert page.box("prompt").bounding_box()["y"] > page.at("strength").bounding_box()["y"]
+    for mark in ("0\noff", "0.25\nquality", "0.5\nbalanced", "0.75\nfast", "1\nmax"):
+        assert mark in page.page.locator(".marks").inner_text()
+
+
+def test_the_strength_fills_the_settings_moves_the_ring_and_the_link_restores_what_was_changed(opened):
     page = opened()
-    page.choose("preset", "Max")
-    page.until_link(f"ratio={preset('max').rules[0].ratio}")
-    page.wait_for_number("ratio", preset("max").rules[0].ratio)
+    page.number("strength", 1)
+    page.until_link("strength=1")
+    page.page.locator("#plot circle.now[data-strength='1']").wait_for()
+    page.unfold(EXPERT, "merge_seed")
+    page.wait_for_number("ratio", form.filled(1.0)["ratio"])
     page.number("ratio", 0.35)
-    page.until_link("ratio=0.35")
-    assert page.at("preset", "input:checked").get_attribute("value") == "Custom"
-    page.at("advanced").get_by_text("Advanced").click()
-    page.at("seed").wait_for()
-    page.number("seed", 77)
+    page.until("by", r"Changed by hand: ratio\.")
+    page.number("merge_seed", 77)
     page.number("picture_seed", 5)
     page.until_link("merge_seed=77")
     page.until_link("&seed=5&")
     script = page.until("script", "image.save")
     assert "ratio=0.35" in script and "seed=77" in script and "manual_seed(5)" in script
     again = opened(page.link().partition("/?")[2].join(("?", "")))
-    assert again.link() == page.link() and again.text("script") == script
-    assert again.at("preset", "input:checked").get_attribute("value") == "Custom"
-    assert again.box("picture_seed").input_value() == "5"
+    assert again.link() == page.link()
+    again.until("by", r"Changed by hand: ratio, merge_seed\.")
+    again.number("strength", 0.9)
+    again.until_link("strength=0.9&merge_seed=77")
     wrong = opened("?ratio=2")
     assert "ratio=2 is out of range" in wrong.until("says", "The link was not used")
 
 
+def test_four_strengths_are_compared_side_by_side_and_0_is_the_same_picture_bit_for_bit(opened):
+    page = opened("?steps=1")
+    page.unfold(COMPARE, "compare")
+    page.type("strengths", "0, .25, .5, .75, 1")
+    page.at("compare").click()
+    assert "5 strengths to compare; give 1 to 4" in page.until("strengths", "give 1 to 4")
+    page.type("strengths", "0, .25, .5, 1")
+    page.box("strengths").press("Enter")
+    page.until("says", r"With merging, 2 of 4: step \d of 1|Done")
+    page.until("says", r"^\s*Done\.")
+    cells = page.page.locator("#grid figure")
+    names = [one.split("\n")[0] for one in cells.all_inner_texts()]
+    assert names == ["Strength 0", "Strength 0.25", "Strength 0.5", "Strength 1"]
+    assert "the same picture, bit for bit" in cells.nth(0).inner_text()
+    assert re.search(r"[\d.]+ s, [\d.]+ times as fast; PSNR [\d.]+ dB, detail \d+%", cells.nth(3).inner_text())
+    boxes = [one.bounding_box() for one in cells.all()]
+    assert len({box["y"] for box in boxes}) == 1 and len({box["x"] for box in boxes}) == 4, "not side by side"
+    assert page.page.locator("#plot circle.run").count() == 4
+    assert "Strength 1:" in page.text("figures")
+
+
 def test_it_fits_into_400_pixels(opened):
-    page = opened(**NARROW)
-    page.at("advanced").get_by_text("Advanced").click()
-    page.at("seed").wait_for()
-    page.number("steps", 1)
-    page.until_link("steps=1&")
-    page.at("generate").click()
+    page = opened("?steps=1", **NARROW)
+    for title, part in zip(FOLDED, ("compare", "merge_seed", "link"), strict=True):
+        page.unfold(title, part)
+    page.type("strengths", "0.5, 1")
+    page.at("compare").click()
     page.until("says", r"^\s*Done\.")
     assert page.page.evaluate("document.documentElement.scrollWidth") <= NARROW["width"]
-    for name in ("prompt", "preset", "generate", "stop", "seed", "slider", "position", "difference", "maps", "link"):
+    for name in ("strength", "prompt", "generate", "stop", "plot", "compare", "merge_seed", "grid", "slider",
+                 "position", "difference", "maps", "link"):  # fmt: skip
         box = page.at(name).bounding_box()
         assert box["x"] >= 0 and box["x"] + box["width"] <= NARROW["width"], name
 
 
 def test_the_keyboard_is_enough(opened):
     page = opened("?steps=1")
-    page.box("prompt").focus()
     press, focused = page.page.keyboard.press, "document.activeElement.closest('[id]:not(input)')?.id"
+    outline = "(() => {const one = getComputedStyle(document.activeElement);" \
+        "return one.outlineStyle !== 'none' || one.boxShadow !== 'none' || one.borderColor})()"  # fmt: skip
     seen = []
-    while "advanced" not in seen and len(seen) < 60:
+    page.box("strength").focus()
+    while "expert" not in seen and len(seen) < 20:
         press("Tab")
         seen.append(page.page.evaluate(focused))
-        if page.page.evaluate("document.activeElement.value") == "Fast":
-            press("Space")  # gradio's radios are reached by Tab, one by one
-            page.until_link(f"ratio={preset('fast').rules[0].ratio}")
-        outline = "(() => {const one = getComputedStyle(document.activeElement);" \
-            "return one.outlineStyle !== 'none' || one.boxShadow !== 'none' || one.borderColor})()"  # fmt: skip
         assert page.page.evaluate(outline)
-        if page.page.evaluate("document.activeElement.closest('#advanced') !== null"):
-            seen.append("advanced")
-    order = ["picture_seed", "steps", "preset", "generate", "method", "ratio", "advanced"]
+        if page.page.evaluate("document.activeElement.type") == "range":
+            press("ArrowRight")
+            page.until_link("strength=0.55")
+    order = ["strength", "prompt", "generate", "comparing", "expert"]
     assert [name for name in dict.fromkeys(seen) if name in order] == order
     press("Enter")
-    page.at("seed").wait_for()
+    page.at("merge_seed").wait_for()
     page.at("generate").focus()
     press("Space")
     page.until("says", r"^\s*Done\.")
+    page.key("position", "ArrowRight")
+    page.until_line(50.5, 52)
 
 
 def test_it_listens_on_this_machine_alone_and_forbids_the_page_to_ask_elsewhere(address):
@@ -333,6 +384,50 @@ def test_another_sites_page_can_upload_nothing_and_no_one_too_much(address):
     status, sentence = answer(address, "/gradio_api/upload", FILE, **{"Content-Length": str(limit + 1)})
     assert status == 413 and f"send at most {limit} (32 MB)" in sentence
     assert json.loads(answer(address, "/config")[1])["max_file_size"] == limit
+
+
+JSON = {"Content-Type": "application/json"}
+
+
+class Asker:
+    """A program that asks the page as the page's own script does."""
+
+    def __init__(self, address):
+        self.address, self.asked = address, 0
+        self.config = json.loads(answer(address, "/config")[1])
+        self.names = {one["id"]: one["props"].get("elem_id") for one in self.config["components"]}
+        self.values = {one["id"]: one["props"].get("value") for one in self.config["components"]}
+
+    def event(self, part, does):
+        """The number of what happens where a part is touched so."""
+        part = next(number for number, name in self.names.items() if name == part)
+        return next(one for one in self.config["dependencies"] if [part, does] in one["targets"])
+
+    def ask(self, event, part, number):
+        """(status, text): what is said where a part's value is this JSON text."""
+        data = ",".join(number if self.names[one] == part else json.dumps(self.values[one]) for one in event["inputs"])
+        self.asked += 1
+        body = f'{{"fn_index": {event["id"]}, "session_hash": "s{self.asked}", "data": [{data}]}}'
+        status, text = answer(self.address, "/gradio_api/queue/join", body.encode(), **JSON)
+        if status != 200:
+            return status, text
+        told = answer(self.address, f"/gradio_api/queue/data?session_hash=s{self.asked}")[1]
+        (last,) = [one for one in map(json.loads, re.findall(r"^data: ?(.*)$", told, re.M))
+                   if one["msg"] == "process_completed"]  # fmt: skip
+        assert last["success"], last
+        return status, "".join(re.findall(r'role="alert"><strong>(.*?)</strong>', json.dumps(last).replace('\\"', '"')))
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e400", "9" * 400, "9" * 5000, "null", "-5", "[]"],
+                         ids=lambda one: one[:20])  # fmt: skip
+def test_a_program_that_sends_what_is_no_number_is_told_so_in_a_sentence(address, number):
+    asker = Asker(address)
+    for part, does in (("strength", "input"), ("picture_seed", "input"), ("steps", "input"), ("sx", "input"),
+                       ("early_until", "input"), ("strengths", "submit")):  # fmt: skip
+        status, text = asker.ask(asker.event(part, does), part, number)
+        finite = number in ("null", "-5", "[]")
+        assert (status, "is no number that the page takes" in text) == ((200, False) if finite else (400, True))
+        assert text.strip() and "Traceback" not in text and len(text) < 500, (part, text)
 
 
 class Elsewhere(http.server.BaseHTTPRequestHandler):
@@ -379,7 +474,8 @@ def test_it_leaves_nothing_behind_when_it_is_ended_with_a_picture_half_made(
             page.at("generate").click()
             page.until("says", r"Without merging: step \d+ of 500")
             page.page.locator("#slider img").first.wait_for()
-            assert [one for one in temporary.rglob("*") if one.is_file()]
+            assert answer(address, "/gradio_api/upload", FILE)[0] == 200
+            assert [one for one in temporary.rglob("a.txt") if one.is_file()]
             (os.killpg if to_all else os.kill)(process.pid, which)
             ended = process.wait(60)
         assert not list(temporary.iterdir())
