@@ -16,7 +16,7 @@ from tests.models import call_case
 from tests.samplings import CASE, KEPT, blocks, done_for_plans, pipeline_folder, tiny_unet  # noqa: F401
 from tests.sized_attention import wide_heads  # noqa: F401
 from tests.wraps import wraps_of
-from tome_core import MergeConfig, kernels, parts, run
+from tome_core import MergeConfig, kernels, kernels_correction, parts, run
 from tome_core.keep import Sampling
 from tome_core.sd_block import make_block, make_inputs
 
