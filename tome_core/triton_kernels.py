@@ -156,13 +156,14 @@ def _spread(
         for start in range(0, width, CHANNELS):
             column = start + tl.arange(0, CHANNELS)
             its = moments + part * width
-            squared += _of_all_spans(its, column, column < width, tokens, channels, span, spans, SPANS)[1]
+            _, more = _of_all_spans(its, column, column < width, tokens, channels, span, spans, SPANS)
+            squared += more
         unit = tl.sqrt(tl.sum(squared, 0) / (width * tokens.to(tl.float32)))
         unit = tl.maximum(unit, least)
         for start in range(0, width, CHANNELS):
             column = start + tl.arange(0, CHANNELS)
             held = column < width
-            mean = _of_all_spans(moments + part * width, column, held, tokens, channels, span, spans, SPANS)[0]
+            mean, _ = _of_all_spans(moments + part * width, column, held, tokens, channels, span, spans, SPANS)
             mask = (token < tokens)[:, None] & held[None, :]
             its = tl.load(own + column[None, :] * step, mask=mask, other=0.0).to(tl.float32)
             to = out + (sample * tokens + row) * channels + part * width + column[None, :]
