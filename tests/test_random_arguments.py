@@ -11,6 +11,7 @@ import inspect
 import math
 import sys
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -130,7 +131,8 @@ def by_config(model: Any, values: dict[str, Any]) -> None:
 
 
 def by_rules(model: Any, values: dict[str, Any]) -> None:
-    tome_core.patch(model, MergeConfig(rules=[MergeRule(ratio=0.25, max_timestep=400), MergeRule(**values)]))
+    last = MergeConfig(**values)
+    tome_core.patch(model, replace(last, rules=[MergeRule(ratio=0.25, max_timestep=400), *last.rules]))
 
 
 def by_apply_patch(model: Any, values: dict[str, Any]) -> None:

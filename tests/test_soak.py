@@ -11,6 +11,7 @@ import random
 import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ from tests.test_patch_contract import traces
 from tests.thoroughness import GENERATIONS
 from tests.tiny_pipeline import write_folder
 from tests.webui_doubles import Processing, Webui
-from tome_core import MergeConfig, MergeRule, describe_settings, form
+from tome_core import MergeConfig, describe_settings, form
 
 WARM_UP = GENERATIONS // 3
 SAMPLES = 5  # of memory, after the warm-up
@@ -117,20 +118,24 @@ def any_value(dice: random.Random, setting: dict[str, Any]) -> Any:
     return dice.randint(low, high) if isinstance(setting["step"], int) else dice.uniform(low, high)
 
 
-def any_rule(dice: random.Random) -> MergeRule:
-    """Half of the fields at random, the rest as they are by default; drawn again where they do not go together."""
+def any_config(dice: random.Random, rules: int = 1) -> MergeConfig:
+    """Half of the settings at random, the rest as they are by default; drawn again where they do not go together."""
     while True:
         names = [name for name in DESCRIBED if dice.random() < 0.5]
         try:
-            return MergeRule(**{name: any_value(dice, DESCRIBED[name]) for name in names})
+            config = MergeConfig(**{name: any_value(dice, DESCRIBED[name]) for name in names})
+            if rules > 1:
+                config = replace(config, rules=(*config.rules, *any_config(dice, rules - 1).rules))
+            return config
         except ValueError:
             continue
 
 
-def test_random_rules_reach_every_field():
+def test_random_configs_reach_every_setting():
     dice = random.Random(0)
-    rules = [any_rule(dice) for _ in range(200)]
-    assert all(len({getattr(rule, name) for rule in rules}) > 1 for name in DESCRIBED)
+    configs = [any_config(dice) for _ in range(200)]
+    assert all(len({config.value(name) for config in configs}) > 1 for name in DESCRIBED)
+    assert {len(any_config(dice, count).rules) for count in (1, 2)} == {1, 2}
 
 
 # --- a diffusers pipeline --------------------------------------------------------------------------------------------
@@ -187,7 +192,7 @@ def test_a_pipeline_is_as_it_was_after_all_generations(pipe, capsys):
     before, weights, plain, on_scheduler = traces(unet), bits(unet), picture(pipe), set(vars(pipe.scheduler))
 
     def generate(number: int) -> None:
-        config = MergeConfig(rules=[any_rule(dice) for _ in range(dice.randint(1, 2))])
+        config = any_config(dice, dice.randint(1, 2))
         dice.choice(list(ways(pipe, dice)))(config)
         if number % 10 == 0:
             tome_core.remove_patch(pipe)
