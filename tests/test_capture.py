@@ -430,6 +430,29 @@ def test_a_model_that_asks_its_host_is_called_as_it_is(caplog):
     assert len(caplog.records) == 1
 
 
+def test_a_model_that_counts_its_calls_is_called_as_it_is():
+    class Counts(torch.nn.Linear):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x) * self.calls
+
+    plain, model = build(), build()
+    for one in (plain, model):
+        torch.manual_seed(0)
+        first_block(one).attn1.to_q = Counts(16, 16).requires_grad_(False)
+        first_block(one).attn1.to_q.calls = 0
+    with recorded(model) as graphs:
+        call(model)  # made thrice
+        assert first_block(model).attn1.to_q.calls == 3 and not graphs.graphs
+        first_block(plain).attn1.to_q.calls = 3
+        for seed in range(3):
+            assert torch.equal(call(model, seed=seed), call(plain, seed=seed))
+        assert graphs.plain_calls == {"its calls change attributes of its modules, which replayed ones would not": 4}
+        assert graphs.backend.recorded == 1
+
+
 def _compiled(model):
     model.compile(backend="eager")
 

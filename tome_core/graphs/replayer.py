@@ -40,6 +40,7 @@ class Replayer:
         self._backend = backend or CudaGraphs()
         self._calls = 0
         self._said_full = False
+        self._why_never = ""
         self._lock = threading.RLock()
         self._begin_anew()
 
@@ -80,7 +81,7 @@ class Replayer:
             return "autocast is on; load the model in half precision instead"
         if call is not None and call.run.maps is not None:
             return "maps of what merges are kept"
-        return self._backend.why_not(latent)
+        return self._why_never or self._backend.why_not(latent)
 
     def _replayed(self, site: UNetSite, call: Call | None, args: tuple, kwargs: dict[str, Any]) -> Any:
         self._look_at(site.target)
@@ -137,6 +138,10 @@ class Replayer:
             why = str(error) if isinstance(error, Unrecordable) else f"{type(error).__name__} while recording: {error}"
             self._refused[key] = why
             raise Unrecordable(why) from error
+        if not self._state.holds():
+            self._begin_anew()
+            self._why_never = "its calls change attributes of its modules, which replayed ones would not"
+            raise Unrecordable(self._why_never)
         self._recorded.setdefault(key, []).append(found)
         return found
 
