@@ -11,6 +11,7 @@ from .engine import tome_core
 
 _FORWARD = "comfy.ldm.modules.attention.CrossAttention.forward"
 _OVERRIDE = "optimized_attention_override"  # in transformer_options, since September 2025: a node's own function
+_CHOOSING = "comfy.model_patcher.ModelPatcher.set_model_optimized_attention.<locals>.optimized_attention_override"
 # What adds a mask of four dimensions to the scaled logits before the softmax, whatever their precision, in every
 # version that has wrappers. Not attention_sub_quad: short of memory it takes the maximum first and adds then, so that
 # a group without tokens may hold the maximum, and all others vanish. The rest leave masks to another function.
@@ -31,9 +32,10 @@ class _CrossAttention(tome_core.attention.ForwardOnStandIn):
 
     def takes_bias(self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, kwargs: dict[str, Any]) -> bool:
         """Where the function in force is one of ComfyUI's that add a mask, and would be called with a mask too."""
-        if _OVERRIDE in (kwargs.get("transformer_options") or ()):
-            return False
         home = type(module).forward.__globals__
+        override = _override_in(kwargs.get("transformer_options"))
+        if override is not None:
+            return _adds_a_mask(_chosen_by(override), home)
         function = home.get("optimized_attention")
         return function is home.get("optimized_attention_masked") and _adds_a_mask(function, home)
 
@@ -55,6 +57,40 @@ def _adds_a_mask(function: Any, home: dict[str, Any]) -> bool:
             return function.__name__ in _ADDING
         function = inner
     return False
+
+
+def _override_in(options: Any) -> Any | None:
+    return (options or {}).get(_OVERRIDE)
+
+
+def _chosen_by(override: Any) -> Any | None:
+    """The attention that an override calls with everything it is given; None where that is not known.
+
+    ComfyUI's own (ModelPatcher.set_model_optimized_attention, which its ModelAttentionBackend uses) does.
+    """
+    if getattr(override, "__module__", "") + "." + getattr(override, "__qualname__", "") != _CHOOSING:
+        return None
+    cells = dict(zip(override.__code__.co_freevars, override.__closure__ or (), strict=True))
+    return cells["optimized_attention"].cell_contents if "optimized_attention" in cells else None
+
+
+def function_in_force(unet: nn.Module, options: Any) -> str:
+    """What tells the attention of a UNet's calls from all others. options: the calls' transformer_options."""
+    override = _override_in(options)
+    if override is not None:
+        return " ".join(_name_of(one) for one in (override, _chosen_by(override)) if one is not None)
+    attention = getattr(tome_core.families.find_blocks(unet)[0].block, "attn1", None)
+    return _name_of(getattr(type(attention).forward, "__globals__", {}).get("optimized_attention"))
+
+
+def told(options: Any) -> dict[str, Any]:
+    """What of a call's transformer_options decides its attention, as a keyword of the UNet's forward."""
+    override = _override_in(options)
+    return {} if override is None else {"transformer_options": {_OVERRIDE: override}}
+
+
+def _name_of(function: Any) -> str:
+    return "" if function is None else f"{function.__module__}.{getattr(function, '__qualname__', type(function))}"
 
 
 def register() -> None:

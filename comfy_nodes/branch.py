@@ -10,9 +10,9 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from . import host
+from . import attentions, host, measuring
 from .engine import tome_core
 from .percent import relative_sigma
 from .sampling import Sampling, steps_text
@@ -23,11 +23,18 @@ _TITLE = "ToMe"
 _OPTIONS = 5  # of transformer_options among those of apply_model(x, t, c_concat, c_crossattn, control, ...)
 
 
+class Asked(NamedTuple):
+    """What the previews of a branch ask for. maps: what merged, to be drawn; gain: what it gains, to be measured."""
+
+    maps: bool = False
+    gain: bool = False
+
+
 class BranchMerging:
     """The two wrappers of one ApplyToMe: around each sampling, and around each call of the model.
 
     config: the settings. node_id: where the report is shown. home: the branch's own UNet. beside: what the report is
-    to say of the node's inputs. wants_maps: asked when sampling starts, whether to keep what a preview shows.
+    to say of the node's inputs. asked: what for, when sampling starts.
 
     Patches are made once for each UNet and kept as long as it lives, which they do not lengthen. Their wraps come
     onto it with the first call of a sampling, and off when the outermost sampling ends.
@@ -35,19 +42,20 @@ class BranchMerging:
 
     def __init__(
         self, config: Any, node_id: Any, home: Any, beside: Sequence[str] = (),
-        wants_maps: Callable[[], bool] = lambda: False,
+        asked: Callable[[], Asked] = Asked,
     ) -> None:  # fmt: skip
         self.config = config
         self.node_id = node_id
         self._beside = tuple(beside)
         self._home = weakref.ref(home)
-        self._wants_maps = wants_maps
-        self._keeps_maps = False
+        self._ask = asked
+        self._asked = Asked()
         self._has_range = config.uses_percent
         self._sampling: Sampling | None = None  # the innermost that goes on
         self._patches: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # by UNet
         self._attached: dict[int, Any] = {}  # id of a model -> its patch, whose wraps are on
-        self._called: list[Any] = []  # patches of this sampling
+        self._called: dict[Any, dict] = {}  # patches of this sampling -> what their calls are told of the attention
+        self._measured: list[str] = []  # sentences
         self._strangers: dict[int, str] = {}
         self._times: dict[float, bool] = {}  # sigma -> was merging on
         self._steps = ""  # of the latest sampling
@@ -87,6 +95,8 @@ class BranchMerging:
                 handle.set_time()
             if outer is None:
                 self._take_off(*self._attached)
+                if self._asked.gain and done is None:
+                    self._measure()
             self._steps = steps_text(done, _steps(*args, **kwargs))
             host.say("\n".join(self.lines()), self.node_id, self._line())
 
@@ -107,7 +117,7 @@ class BranchMerging:
         """The report for people, ten lines at most."""
         if not self._called:
             return [f"{_TITLE}: {line}" for line in self._strangers.values()] or [f"{_TITLE}: the model was not called"]
-        beside = [*self._range_lines(), *self._strangers.values(), *self._beside]
+        beside = [*self._measured, *self._range_lines(), *self._strangers.values(), *self._beside]
         return self.report().lines(_TITLE, [self._steps], beside)
 
     def _line(self) -> str:
@@ -120,17 +130,22 @@ class BranchMerging:
         live = sum(self._times.values())
         return [f"between start and end at {live} of {len(self._times)} noise levels"] if self._times else []
 
+    def _measure(self) -> None:
+        found = (measuring.measure(handle, told) for handle, told in self._called.items())
+        self._measured = [sentence for sentence in found if sentence]
+
     def _begin(self) -> None:
-        self._called = []
+        self._called = {}
         self._times = {}
         self._strangers = {}
-        self._keeps_maps = self._wants_maps()
+        self._measured = []
+        self._asked = self._ask()
         for handle in list(self._patches.values()):
             handle.reset_counts()
-            handle.keep_maps(self._keeps_maps)
+            handle.keep_maps(self._asked.maps)
 
     def _merged(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
-        handle = self._patch_of(executor.class_obj)
+        handle = self._patch_of(executor.class_obj, _argument(_OPTIONS, "transformer_options", args, kwargs) or {})
         if handle is None:
             return executor(*args, **kwargs)
         if handle.run.wants_time:
@@ -138,18 +153,19 @@ class BranchMerging:
         with handle.merging():
             return executor(*args, **kwargs)
 
-    def _patch_of(self, model: Any) -> Any | None:
+    def _patch_of(self, model: Any, options: dict) -> Any | None:
         """The patch of the UNet in this model, not always `home`, with its wraps on; None where it has no blocks of
-        our kind."""
+        our kind. options: transformer_options of the call."""
         try:
             unet = tome_core.families.find_unet(model.diffusion_model)
             with self._lock:  # several GPUs sample in threads
                 handle = self._patches.get(unet) or self._make(unet)
                 if self._attached.get(id(model)) is not handle:
                     self._attached[id(model)] = handle  # first: an interrupt may fall in between
+                    handle.attention_function = attentions.function_in_force(unet, options)
                     handle.attach()
                 if handle not in self._called:
-                    self._called.append(handle)
+                    self._called[handle] = attentions.told(options)
                 return handle
         except (tome_core.UnsupportedModelError, TypeError) as error:
             self._strangers[id(model)] = f"stepped aside: {error}"
@@ -158,7 +174,7 @@ class BranchMerging:
     def _make(self, unet: Any) -> Any:
         handle = tome_core.patch(unet, self.config, host_clock=True)
         handle.uninstall()
-        handle.keep_maps(self._keeps_maps)
+        handle.keep_maps(self._asked.maps)
         self._patches[unet] = handle
         return handle
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -86,19 +87,22 @@ def unknown_inputs(prompt: Any, node_id: Any, known: Iterable[str]) -> list[str]
     return sorted(set(node["inputs"]) - set(known)) if node else []
 
 
-def preview_waits_for(node_id: Any, preview: str) -> bool:
-    """Does the running prompt hold a node of class ``preview`` whose model comes from node ``node_id``?
+def previews_of(node_id: Any, preview: str) -> list[dict[str, Any]]:
+    """The inputs of each node of class ``preview`` in the running prompt whose model comes from node ``node_id``.
 
     Asked when sampling starts, because a cached ApplyToMe does not run again when a preview is added.
     """
-    return any(_leads_to(prompt, preview, str(node_id)) for prompt in _running_prompts())
+    return [
+        node.get("inputs", {}) for prompt in _running_prompts() for key, node in prompt.items()
+        if node.get("class_type") == preview and _leads_to(prompt, preview, key, str(node_id))
+    ]  # fmt: skip
 
 
-def _leads_to(prompt: dict, preview: str, node_id: str) -> bool:
-    waiting = [key for key, node in prompt.items() if node.get("class_type") == preview]
+def _leads_to(prompt: dict, preview: str, key: str, node_id: str) -> bool:
+    """Does the model of a preview, node ``key``, come from node ``node_id``?"""
     if node_id not in prompt:  # made by another node while the prompt runs, so no link shows where it is
-        return bool(waiting)
-    seen = set()
+        return True
+    waiting, seen = [key], set()
     while waiting:
         key = waiting.pop()
         if key == node_id:
@@ -117,6 +121,18 @@ def _running_prompts() -> Iterator[dict]:
     for item in list(running.values()) if isinstance(running, dict) else ():
         if isinstance(item, (list, tuple)) and len(item) > 2 and isinstance(item[2], dict):
             yield item[2]
+
+
+def user_file(name: str) -> str | None:
+    """A file of ours in ComfyUI's folder for what belongs to its user; None outside of ComfyUI."""
+    folder = getattr(sys.modules.get("folder_paths"), "get_user_directory", None)
+    return None if folder is None else os.path.join(folder(), name)
+
+
+def is_interrupted() -> bool:
+    """Has the user asked ComfyUI to stop what it does?"""
+    asked = getattr(sys.modules.get("comfy.model_management"), "processing_interrupted", None)
+    return asked is not None and asked()
 
 
 def _server() -> Any | None:

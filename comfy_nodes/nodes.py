@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from . import host, inputs, picture
-from .branch import BranchMerging, unsupported
+from .branch import Asked, BranchMerging, unsupported
 
 CATEGORY = "model/patch/unet"
 ALIASES = ["token merging", "tomesd", "tome", "speed", "faster sampling"]
@@ -23,6 +23,11 @@ OFF_TEXT = "ToMe is off, the model is unchanged."
 NO_MAPS = (
     "No merge map. Either this model has no ApplyToMe, or nothing merged, or the model is compiled, or the sampler's "
     "result came from the cache: then change its seed and queue again."
+)
+MEASURE_HELP = (
+    "After the sampling, once for pictures of this size, measure what merging gains on this machine, which takes about "
+    "as long as a second sampling. It is remembered: from then on the report and the log say the gain, and a strength "
+    "merges where it pays and rests where it does not."
 )
 STRETCHED = (
     " (stretched: the last call was not of this picture's size. It was a tile or an area of it, or the picture was "
@@ -76,8 +81,8 @@ class ApplyToMe:
             host.say("\n".join([text, *dropped]), unique_id)
             return (clone,)
         asked = f"strength {strength}" if settings is None else "the settings connected, in the strength's place"
-        unet, wants_maps = clone.model.diffusion_model, lambda: host.preview_waits_for(unique_id, "ToMePreview")
-        merging = BranchMerging(config, unique_id, unet, [asked, *dropped], wants_maps)
+        unet, beside = clone.model.diffusion_model, [asked, *dropped]
+        merging = BranchMerging(config, unique_id, unet, beside, lambda: _asked_for(unique_id))
         host.attach(clone, merging.apply_model, merging.outer_sample)
         return (clone,)
 
@@ -164,12 +169,18 @@ class ToMePreview:
         model = ("MODEL", {"tooltip": "The model as it went into the sampler."})
         image = ("IMAGE", {"tooltip": "The decoded pictures, to draw over."})
         latent = ("LATENT", {"tooltip": "The sampler's result, to draw over a rough picture of it. An image is nicer."})
-        return {"required": {"model": model}, "optional": {"image": image, "latent": latent}, "hidden": HIDDEN}
+        measure = ("BOOLEAN", {"default": False, "display_name": "Measure", "tooltip": MEASURE_HELP})
+        optional = {"image": image, "latent": latent, "measure": measure}
+        return {"required": {"model": model}, "optional": optional, "hidden": HIDDEN}
 
     def preview(
-        self, model: Any, image: torch.Tensor | None = None, latent: dict | None = None, unique_id: Any = None
-    ) -> dict[str, Any]:
-        """Pictures ``[B, H, W * levels, 3]`` and the report; the latter, and its JSON, for the host's history too."""
+        self, model: Any, image: torch.Tensor | None = None, latent: dict | None = None, measure: Any = False,
+        unique_id: Any = None,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Pictures ``[B, H, W * levels, 3]`` and the report; the latter, and its JSON, for the host's history too.
+
+        measure: looked at by ApplyToMe, in the prompt, when it samples.
+        """
         pictures = _background(model, image, latent)
         merging = host.attached(model)
         maps = merging.maps() if merging is not None else {}
@@ -181,6 +192,12 @@ class ToMePreview:
         text = "\n".join([*(() if maps else (NO_MAPS,)), *lines])
         host.show(text, unique_id)
         return {"ui": {"text": (text,), "tome_report": reports}, "result": (torch.stack(drawn), text)}
+
+
+def _asked_for(unique_id: Any) -> Asked:
+    """By the previews behind an ApplyToMe. A linked `measure` is not known before its node runs, and asks nothing."""
+    previews = host.previews_of(unique_id, "ToMePreview")
+    return Asked(maps=bool(previews), gain=any(inputs.get("measure") is True for inputs in previews))
 
 
 def _dropped(node: Any, prompt: Any, unique_id: Any) -> list[str]:

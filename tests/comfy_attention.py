@@ -22,10 +22,24 @@ def wrap_attn(function: Any) -> Any:
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
+        inside = kwargs.pop("_inside_attn_wrapper", False)
         override = (kwargs.get("transformer_options") or {}).get("optimized_attention_override")
-        return function(*args, **kwargs) if override is None else override(function, *args, **kwargs)
+        if inside or override is None:
+            return function(*args, **kwargs)
+        return override(function, *args, **kwargs, _inside_attn_wrapper=True)
 
     return wrapper
+
+
+def chosen(optimized_attention: Any) -> Any:
+    """The override that ComfyUI's own set_model_optimized_attention makes of a function."""
+
+    def override(_: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return optimized_attention(*args, **kwargs)
+
+    override.__module__ = "comfy.model_patcher"
+    override.__qualname__ = "ModelPatcher.set_model_optimized_attention.<locals>.optimized_attention_override"
+    return override
 
 
 def _of_heads(flat: torch.Tensor, heads: int) -> torch.Tensor:

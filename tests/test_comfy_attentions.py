@@ -7,13 +7,14 @@ import functools
 import pytest
 import torch
 
-import comfy_nodes  # noqa: F401  makes it known
+from comfy_nodes.attentions import function_in_force
 from tests import comfy_attention as comfy
 from tests.conformance import DTYPES, held, ragged
 from tests.conformance import far as distance
-from tests.models import fixed
+from tests.models import comfy_double, fixed
 from tome_core.attention import known_of
 from tome_core.attention.core import attend_merged
+from tome_core.families import find_blocks
 
 CHANNELS, HEADS, TOKENS, GROUPS = 32, 4, 40, 9
 ADDING = ("attention_basic", "attention_split", "attention_pytorch")
@@ -79,6 +80,25 @@ def test_an_override_is_called_and_gets_wider_heads():
     options = {"optimized_attention_override": override}
     assert ways(attention(), transformer_options=options) == {"wider heads"}
     assert seen and all(one == ("attention_pytorch", CHANNELS + 8 * HEADS, None) for one in seen)
+
+
+@pytest.mark.parametrize("name", [*ADDING, *WIDENED])
+def test_an_attention_that_comfyuis_own_node_chose_takes_sizes_as_where_it_is_in_force(in_force, name):
+    in_force(comfy.attention_sub_quad if name in ADDING else comfy.attention_pytorch)
+    options = {"optimized_attention_override": comfy.chosen(getattr(comfy, name))}
+    expected = {"bias", "wider heads"} if name in ADDING else {"wider heads"}
+    assert ways(attention(), transformer_options=options) == expected
+
+
+def test_every_attention_in_force_has_a_name_of_its_own(in_force):
+    unet, names = comfy_double().model.diffusion_model, []
+    find_blocks(unet)[0].block.attn1 = attention()
+    for name in (*ADDING, *WIDENED):
+        in_force(getattr(comfy, name))
+        names.append(function_in_force(unet, {"sigmas": None}))
+        names.append(function_in_force(unet, {"optimized_attention_override": comfy.chosen(getattr(comfy, name))}))
+    names.append(function_in_force(unet, {"optimized_attention_override": own}))
+    assert len(set(names)) == len(names) and all(names)
 
 
 def unknown(q, k, v, heads, mask=None, **kwargs):

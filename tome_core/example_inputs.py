@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -36,18 +36,22 @@ def pictures_in(batch: int) -> int:
     return batch // 2 if batch % 2 == 0 else batch
 
 
-def call_of(unet: nn.Module, place: Place, batch: int, device: torch.device, dtype: torch.dtype) -> Call:
-    """``(latents [B, C, H, W], timesteps [B])`` to whatever the UNet's forward makes of them. place: any block of it.
+def call_of(
+    unet: nn.Module, place: Place, batch: int, device: torch.device, dtype: torch.dtype,
+    told: Mapping[str, Any] | None = None,
+) -> Call:  # fmt: skip
+    """``(latents [B, C, H, W], timesteps [B])`` to whatever the UNet's forward makes of them.
 
+    place: any block of it. told: keywords of its forward, beside what it cannot do without.
     By ``forward``, so that what others have hooked onto the module is not told of a step. Raises ValueError for a UNet
     that wants to be told more than prompts, sizes and classes.
     """
     width = widths_of(place.block)[1]
     text = torch.randn(batch, _TEXT_TOKENS, width, generator=torch.Generator().manual_seed(1)).to(device, dtype)
     if place.family.name == "diffusers":
-        added = _added(unet, batch, device, dtype)
+        added = {**_added(unet, batch, device, dtype), **(told or {})}
         return lambda x, timesteps: unet.forward(x, timesteps, encoder_hidden_states=text, **added)
-    classes = _classes(unet, batch, device, dtype)
+    classes = {**_classes(unet, batch, device, dtype), **(told or {})}
     return lambda x, timesteps: unet.forward(x, timesteps, text, **classes)
 
 

@@ -112,7 +112,7 @@ def time_calls(
     steps: int = STEPS, rounds: int = ROUNDS, clock: Clock | None = None,
 ) -> Seconds:  # fmt: skip
     """Time them. call: of (latents ``[B, C, H, W]``, timesteps ``[B]``); pictures: as of `Patch.set_time`."""
-    clock = clock or _clock_for(latents.device)
+    clock = clock or clock_for(latents.device)
     picture = steps_of(patch.run, steps)
     unmerged: list[float] = []
     merged: dict[Hashable, list[float]] = {}
@@ -155,7 +155,7 @@ def time_calls(
     return Seconds(plain, whole / steps, (max(unmerged) - min(unmerged)) / plain if plain else 0.0)
 
 
-def _clock_for(device: torch.device) -> Clock:
+def clock_for(device: torch.device) -> Clock:
     """On one thread of a CPU the process's own time, which another program's load costs its evenness, not its value."""
     return time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
 

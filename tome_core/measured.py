@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -35,15 +36,16 @@ class Measured:
 
     def measure(
         self, height: int = 512, width: int = 512, batch: int = 2, *, steps: int = STEPS, rounds: int = ROUNDS,
-        call: Call | None = None, dtype: torch.dtype | None = None, device: torch.device | str | None = None,
-        clock: Clock | None = None,
+        call: Call | None = None, told: Mapping[str, Any] | None = None, dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None, clock: Clock | None = None,
     ) -> Gain:  # fmt: skip
         """Time unmerged and merged calls of the UNet, now and with inputs of its own, and remember what was found.
 
         height, width: of a picture in pixels. batch: of a call, 2 for one picture with guidance. steps: of a picture,
         in whose proportions merged calls count. rounds: how often each kind of call is timed; their median counts. A
         round is 6 merged calls of a preset and 3 unmerged ones. call: of (latents ``[B, C, H, W]``, timesteps ``[B]``),
-        for a UNet that wants to be told more than a prompt. dtype, device: of the latents, else the UNet's own.
+        for a UNet that wants to be told more than a prompt; told: else more keywords of its forward. dtype, device: of
+        the latents, else the UNet's own. clock: asked around each call, and may end the measurement by an exception.
         Rules that are to merge only where it pays follow it from now on (`tome_core.gains`). What is timed is what the
         number of tokens would let merge, and the finest level in any case. No generator is touched, and none of this
         patch's counts. Raises RuntimeError inside of a sampling, for a UNet that is compiled, in training, or wrapped
@@ -64,7 +66,7 @@ class Measured:
         places, (own_device, own_dtype) = find_blocks(unet), whereabouts(unet)
         device, dtype = torch.device(device or own_device), dtype or own_dtype
         x = latents(unet, (batch, height // _PIXELS, width // _PIXELS), device, dtype)
-        call = call or call_of(unet, places[0], batch, device, dtype)
+        call = call or call_of(unet, places[0], batch, device, dtype, told)
         own = type(self)(unet, self.config, self.run.clock.schedule)
         try:
             own.attach()
@@ -82,23 +84,31 @@ class Measured:
         self.ask_whether_it_pays()
         return gain
 
-    def measure_latest(self) -> Gain | None:
+    def measure_latest(self, clock: Clock | None = None, told: Mapping[str, Any] | None = None) -> Gain | None:
         """`measure` for calls as the latest was; for hosts, after a sampling.
 
         None where somebody has measured such calls, where there was none of a picture, and where the UNet is no longer
         where it was called.
         """
         latest, unet = self.run.latest, self.unet
-        if latest is None or unet is None or whereabouts(unet)[0] != latest.device:
+        if latest is None or unet is None or whereabouts(unet)[0] != latest.device or self.is_measured:
             return None
         batch, _, height, width = latest.shape
-        size, where = (height * _PIXELS, width * _PIXELS, batch), {"dtype": latest.dtype, "device": latest.device}
-        if self.gain_for(*size, **where):
-            return None
-        gain = self.measure(*size, **where)
+        where = {"dtype": latest.dtype, "device": latest.device}
+        gain = self.measure(height * _PIXELS, width * _PIXELS, batch, clock=clock, told=told, **where)
         if self.run.latch is not None:
             self.run.latch.used[gain] = None  # the report is on calls like these
         return gain
+
+    @property
+    def is_measured(self) -> bool:
+        """Has anybody measured calls as the latest was?"""
+        latest = self.run.latest
+        if latest is None:
+            return False
+        batch, _, height, width = latest.shape
+        where = {"dtype": latest.dtype, "device": latest.device}
+        return self.gain_for(height * _PIXELS, width * _PIXELS, batch, **where) is not None
 
     def gain_for(
         self, height: int, width: int, batch: int = 2, dtype: torch.dtype | None = None,

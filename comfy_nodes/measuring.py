@@ -1,0 +1,48 @@
+"""Where a preview asks for it: whether merging pays, measured after a sampling, once for each kind of call."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from . import host
+from .engine import tome_core
+
+logger = logging.getLogger(__name__)
+_FILE = "tome_core_gains.json"
+
+
+class _Stopped(Exception):
+    """The user has pressed Cancel, which ends a measurement and no picture: it is done."""
+
+
+def remember() -> None:
+    """Know what was measured before ComfyUI was started, and keep what will be."""
+    path = host.user_file(_FILE)
+    if path is not None:
+        tome_core.gains.load(path)
+
+
+def measure(handle: Any, told: dict[str, Any]) -> str:
+    """For calls as a sampling's latest, where nobody has yet: a sentence on what was found, "" where it was known.
+
+    handle: whose wraps are off. told: of `attentions.told`, for such a call. Never fails.
+    """
+    latest = handle.run.latest
+    if latest is None:
+        return "the gain was not measured: nothing was called that merging is for"
+    logger.info("ToMe: measuring what merging gains here, once for pictures of this size")
+    timed = tome_core.measure.clock_for(latest.device)
+
+    def clock() -> float:
+        if host.is_interrupted():
+            raise _Stopped("it was cancelled")
+        return timed()
+
+    try:
+        gain = handle.measure_latest(clock=clock, told=told)
+    except Exception as error:  # whatever else is on the model; nobody asked for more than a picture
+        return f"the gain was not measured: {error}"
+    if gain is not None:
+        return f"measured: {gain.line}"
+    return "" if handle.is_measured else "the gain was not measured: the model is no longer where it was called"
