@@ -148,9 +148,9 @@ class ToMePreview:
 
     DISPLAY_NAME = "ToMe Preview (Token Merging)"
     DESCRIPTION = (
-        "Shows which tokens merged in the latest sampling with this model: equal colours side by side are one group, "
-        "uncoloured tokens merged with none. One panel for each level that merged. And the report on it, which goes "
-        "into the history of the queue as well, there with every count for programs."
+        "Shows which tokens merged in the latest sampling with this model: each group in its mean colour, so that the "
+        "picture gets coarse where unlike tokens merged. One panel for each level that merged. And the report on it, "
+        "which goes into the history of the queue as well, there with every count for programs."
     )
     CATEGORY = CATEGORY
     SEARCH_ALIASES = PREVIEW_ALIASES
@@ -158,7 +158,7 @@ class ToMePreview:
     RETURN_TYPES = ("IMAGE", "STRING")
     RETURN_NAMES = ("IMAGE", "report")
     OUTPUT_TOOLTIPS = (
-        "The pictures with their merged tokens coloured, the levels side by side.",
+        "The pictures with each group of merged tokens in its mean colour, the levels side by side.",
         "The report on the sampling, as text.",
     )
     OUTPUT_NODE = True  # so that its report is had without anything behind it

@@ -1,21 +1,19 @@
-"""Draws what merged: tokens coloured by their group over a picture. Pictures are ``[H, W, 3]``, float, 0..1."""
+"""Draws what merged: each group in its mean colour. Pictures are ``[H, W, 3]``, float, 0..1."""
 
 from __future__ import annotations
 
-import colorsys
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-_STRENGTH = 0.6  # of the colours over the picture
-_GOLDEN = 0.618034  # share of the colour circle from one group to the next, so that neighbours differ
-_BORDER = 0.45  # brightness left where two groups meet
+_BORDER = 0.7  # brightness left where two groups meet
 
 
 def panel(picture: torch.Tensor, grid: Any, group: torch.Tensor, title: str) -> torch.Tensor:
-    """The picture with each group in its colour; a token that merged with none keeps the picture's own.
+    """The picture with each group in the mean of its own colours; a token that merged with none keeps the picture.
 
+    So the picture shows through, and is coarse where tokens that differ were merged.
     grid: (height, width) in tokens. group: int64 ``[N]``, the group of each token.
     """
     height, width = picture.shape[:2]
@@ -23,8 +21,7 @@ def panel(picture: torch.Tensor, grid: Any, group: torch.Tensor, title: str) -> 
     cells = F.interpolate(tokens, (height, width), mode="nearest")[0, 0].long()
     sizes = torch.bincount(group)
     merged = (sizes[cells] > 1).unsqueeze(-1)
-    colours = _colours(len(sizes))[cells]
-    drawn = torch.where(merged, picture * (1 - _STRENGTH) + colours * _STRENGTH, picture)
+    drawn = torch.where(merged, _means(picture, cells, len(sizes))[cells], picture)
     return titled(drawn * _borders(cells), title)
 
 
@@ -68,9 +65,10 @@ def from_latent(samples: torch.Tensor, latent_format: Any) -> torch.Tensor:
     return F.interpolate(rgb, scale_factor=8, mode="nearest").movedim(1, -1)
 
 
-def _colours(count: int) -> torch.Tensor:
-    hues = (number * _GOLDEN % 1.0 for number in range(count))
-    return torch.tensor([colorsys.hsv_to_rgb(hue, 0.75, 1.0) for hue in hues])
+def _means(picture: torch.Tensor, cells: torch.Tensor, count: int) -> torch.Tensor:
+    """The mean colour ``[count, 3]`` of each group. cells: int64 ``[H, W]``, the group of each pixel."""
+    where, pixels = cells.flatten(), torch.bincount(cells.flatten(), minlength=count).clamp(min=1)
+    return torch.zeros(count, 3).index_add_(0, where, picture.reshape(-1, 3)) / pixels[:, None]
 
 
 def _borders(cells: torch.Tensor) -> torch.Tensor:

@@ -314,6 +314,15 @@ def preview(patcher: ModelPatcher, latent: torch.Tensor) -> torch.Tensor:
     return ToMePreview().preview(patcher, latent={"samples": latent}, unique_id="9")["result"][0]
 
 
+def test_a_panel_has_each_group_in_its_mean_colour_and_the_picture_where_nothing_merged():
+    one = torch.rand(64, 64, 3, generator=torch.Generator().manual_seed(0))
+    group = torch.tensor([0, 0, 1, 2])  # of the four quarters; the two above are one group
+    drawn = picture.panel(one, (2, 2), group, "")
+    assert torch.allclose(drawn[28, 5], one[:32].mean((0, 1)), atol=0.01)
+    assert torch.allclose(drawn[40:, 5:20], one[40:, 5:20], atol=0.01)
+    assert torch.allclose(drawn[32, 5] / one[32, 5], torch.full((3,), 0.7), atol=0.05), "a border"
+
+
 def test_the_preview_shows_a_panel_a_level(server):
     server.run(PROMPT)
     applied = apply(checkpoint(), level="up to /8")

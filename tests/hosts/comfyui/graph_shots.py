@@ -1,7 +1,7 @@
 """The pictures of our graphs: `python -m tests.hosts.comfyui.graph_shots` with COMFYUI_DIR and COMFYUI_PYTHON set.
 
 It starts that ComfyUI with random weights, writes the thumbnails of the example workflows as they open, and the
-README's picture of the first after sampling. Needs playwright and a Chromium, as the tests do.
+README's pictures of the first after sampling. Needs playwright and a Chromium, as the tests do.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from tests.hosts.comfyui.page import GraphPage
 from tests.hosts.comfyui.running import ROOT, make, make_base, serve
 from tests.hosts.comfyui.workflows import WORKFLOWS, made_small, workflow
 
-README = ROOT / "comfy_nodes" / "docs" / "graph.png"
+DOCS = ROOT / "comfy_nodes" / "docs"
+RUN = {"graph.png": False, "nodes2.png": True}  # the README's pictures -> are nodes drawn with Vue ("Nodes 2.0")
 SIZE = (2200, 1350)
 MENUS = (120, 170)  # pixels that the page's own menus take, to the left and above
 MARGIN, BADGE = 16, 55  # around the nodes, and what stands above them
@@ -55,12 +56,15 @@ def main() -> None:
                 with Image.open(base / "one.png") as image:
                     image.convert("RGB").resize((THUMBNAIL, round(THUMBNAIL * image.height / image.width))).save(
                         ROOT / "example_workflows" / f"{name}.jpg", quality=85)  # fmt: skip
-            page.open(made_small(workflow(WORKFLOWS[0]), steps=4, size=384))
-            page.queue()
-            shoot(page, README)
+            for seed, (name, vue) in enumerate(RUN.items()):
+                page = GraphPage(browser, comfy, SIZE, vue)
+                page.open(made_small(workflow(WORKFLOWS[0]), steps=4, size=384, seed=seed))
+                page.queue()
+                shoot(page, DOCS / name)
         browser.close()
-    with Image.open(README) as image:
-        image.convert("RGB").quantize(COLOURS).save(README, optimize=True)
+    for name in RUN:
+        with Image.open(DOCS / name) as image:
+            image.convert("RGB").quantize(COLOURS).save(DOCS / name, optimize=True)
 
 
 if __name__ == "__main__":
