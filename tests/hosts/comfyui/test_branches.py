@@ -17,7 +17,7 @@ def test_removed_and_plain_are_the_same_bytes_and_applied_is_not(comfy):
     seen = comfy.good(graph.graph)
     assert bytes_of(seen, "plain") == bytes_of(seen, "removed") != bytes_of(seen, "applied")
     report = report_of(seen, applied)
-    assert report.startswith("ToMe: 2 steps, ") and "256 tokens -> 128, 75% left out" in report
+    assert report.startswith("ToMe: 2 steps, ") and "256 tokens -> 128, 75 % left out" in report
 
 
 def test_a_plain_graph_gives_the_same_bytes_as_the_plain_branch(comfy):
