@@ -97,8 +97,8 @@ class ReplacedBlock(ComfyBlock):
 
 @pytest.mark.parametrize(
     ("replaced", "said", "saved"),
-    [("attn1", "attn", "self-attention left whole"), ("attn2", "crossattn", "75% of attention left out"),
-     ("", "", "75% of attention left out")],
+    [("attn1", "attn", "attention left whole"), ("attn2", "crossattn", "75 % of attention left out"),
+     ("", "", "75 % of attention left out")],
 )  # fmt: skip
 def test_an_attention_that_another_node_stands_in_for_is_left_alone_and_said(server, replaced, said, saved):
     patcher = checkpoint()
