@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -21,7 +22,9 @@ def patched(checkout, tmp_path_factory):
     if kind_of(checkout) != "a1111":
         pytest.skip("needs A1111: the Forges merge elsewhere")
     copy = tmp_path_factory.mktemp("upstream") / "webui"
-    shutil.copytree(checkout, copy, symlinks=True, ignore=shutil.ignore_patterns(".git", "extensions", "outputs"))
+    left_out = {".git", "extensions", "outputs"}
+    shutil.copytree(checkout, copy, symlinks=True,
+                    ignore=lambda folder, names: left_out & {*names} if Path(folder) == checkout else ())  # fmt: skip
     (copy / "extensions").mkdir()
     for name in TOUCHED:  # forks have other line ends
         (copy / name).write_bytes((copy / name).read_bytes().replace(b"\r\n", b"\n"))
