@@ -250,9 +250,11 @@ def one_kernel_a_mean(monkeypatch):
     monkeypatch.setattr(kernels, "best_keys", lambda *_: None)
     monkeypatch.setattr(kernels_correction, "corrected", lambda *_: None)
 
-    def means(x, order, offsets, tokens, exact=False, bias=False):
+    def means(x, order, offsets, tokens, bias=False, values=None):
         mean = x[: x.shape[0] // tokens * (len(offsets) - 1)].clone()
-        return kernels.Means(mean, mean.float() if exact else None, mean[:, 0].float() if bias else None)
+        both = values is not None
+        return kernels.Means(mean, mean[:, 0].float() if bias else None, mean if both else None,
+                             mean.float() if both else None)  # fmt: skip
 
     monkeypatch.setattr(kernels, "mean_rows", means)
 
