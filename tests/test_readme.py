@@ -42,6 +42,7 @@ WAYS = {
     "python -m tome_core.bench --device cuda --dtype float16": Way("--repeats 1", needs=GPU),
     "python -m benchmarks.speed": Way("--smoke --suites calls --variants ours --output {new}/speed.json"),
     "python -m benchmarks.speed --device cuda": Way("--smoke --output {new}/speed.json", needs=GPU),
+    "python -m benchmarks.speed --variants captured ours": Way("--smoke --suites calls --output {new}/speed.json"),
     "python -m benchmarks.speed --help": Way(),
     "python -m benchmarks.report FILE...": Way(fill=(("FILE...", "{new}/front.json"),)),
     "python -m benchmarks.report benchmarks/results/FILE.json": Way(
