@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import diffusers
@@ -123,17 +122,6 @@ def _custom_diffusion(name: str) -> Callable[[nn.Module], None]:
     return put
 
 
-def _perturbed(name: str) -> Callable[[nn.Module], None]:
-    """As the pipelines of PAG do: where attention is a picture's to itself."""
-
-    def put(model: nn.Module) -> None:
-        make = shipped_attention(name)
-        for one in selves(model):
-            one.set_processor(make())
-
-    return put
-
-
 def _attend_and_excite(model: nn.Module) -> None:
     module = "stable_diffusion_attend_and_excite.pipeline_stable_diffusion_attend_and_excite"
     make, store = shipped(module, "AttendExciteAttnProcessor"), shipped(module, "AttentionStore")((16, 16))
@@ -150,8 +138,6 @@ UNKNOWN: dict[str, Callable[[nn.Module], None]] = {
     "CrossFrameAttnProcessor2_0": _cross_frame("CrossFrameAttnProcessor2_0"),
     "CustomDiffusionAttnProcessor": _custom_diffusion("CustomDiffusionAttnProcessor"),
     "CustomDiffusionAttnProcessor2_0": _custom_diffusion("CustomDiffusionAttnProcessor2_0"),
-    "PAGIdentitySelfAttnProcessor2_0": _perturbed("PAGIdentitySelfAttnProcessor2_0"),
-    "PAGCFGIdentitySelfAttnProcessor2_0": _perturbed("PAGCFGIdentitySelfAttnProcessor2_0"),
     "AttendExciteAttnProcessor": _attend_and_excite,
     "Pix2PixZeroAttnProcessor": _pix2pix_zero,
     "Storing": lambda model: model.set_attn_processor(Storing([])),
@@ -273,20 +259,6 @@ def test_attend_and_excite_stores_maps_of_the_prompt_that_gradients_flow_through
         shapes, gradient = maps_and_gradient()
     assert handle.report().levels[0].calls_merged and shapes == expected
     assert gradient.isfinite().all() and gradient.abs().max() > 0
-
-
-@every_preset
-@pytest.mark.parametrize("kind", ["PAGIdentitySelfAttnProcessor2_0", "PAGCFGIdentitySelfAttnProcessor2_0"])
-def test_perturbed_attention_saves_nothing_where_it_changes_nothing(kind: str, name: str):
-    """It makes its keys from what it is called with, whatever keys it is given."""
-    model = with_processors(kind)
-    plain = run(model)
-    attention_alone = replace(on_small(name), deep_mlp=0.0)
-    with tome_core.patch(model, attention_alone) as handle:
-        merged = run(model)
-        level = handle.report().levels[0]
-    assert torch.equal(merged, plain) == (level.calls_merged == 0)
-    assert torch.equal(merged, plain) == (not level.work_saved)
 
 
 # --- whether an attention is known is asked at each call -------------------------------------------------------------

@@ -1,0 +1,125 @@
+"""``python -m benchmarks.unfused``: memory and time of attention without fused kernels, merged and not, on a CPU.
+
+As DirectML, ZLUDA, MPS and old cards compute it: by torch's math backend, and by the very functions of ComfyUI and A1111,
+for which COMFYUI_DIR and WEBUI_DIR name a checkout, COMFYUI_PYTHON and WEBUI_PYTHON its Python. One block of Stable
+Diffusion 1.5's finest level, one picture, float32, one thread. The same command goes on where a killed run was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks import environment, report, results
+from benchmarks.unfused_hosts import HEADS, ROOT, SOURCES
+from tome_core import preset
+
+PIXELS = (512, 1024, 2048)
+WHATS = ("unmerged", "tomesd", "early", "late")
+_FEW_HEADS = (1, 2)  # from which all are told: every score belongs to one head
+_NEEDED = 8  # bytes for a score: it and its softmax, float32
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    made = argparse.ArgumentParser(prog="python -m benchmarks.unfused", description=__doc__.partition("\n\n")[2])
+    add = made.add_argument
+    add("--sources", nargs="+", choices=tuple(SOURCES), metavar="NAME", help=f"of {', '.join(SOURCES)} (default: those "
+        "whose checkout is named)")  # fmt: skip
+    add("--pixels", nargs="+", type=int, default=list(PIXELS), metavar="N", help="sides of a picture (default 512 1024 "
+        "2048)")  # fmt: skip
+    add("--what", nargs="+", choices=WHATS, default=list(WHATS), metavar="NAME", help=f"of {', '.join(WHATS)} (default: "
+        "all)")  # fmt: skip
+    add("--preset", default="balanced", metavar="NAME", help="of merging (default balanced)")
+    add("--free", type=float, default=4, metavar="GIB", help="what the hosts' functions are told is free, by which they "
+        "cut their work (default 4)")  # fmt: skip
+    add("--most", type=float, default=5, metavar="GIB", help="what a call may take here; one that takes more is told "
+        "from one and two of its heads (default 5)")  # fmt: skip
+    add("--output", type=Path, metavar="JSON", help="the result (default: a new file below benchmarks/results/, or the "
+        "unfinished one of this command)")  # fmt: skip
+    return made
+
+
+def scores(what: str, pixels: int, rule: Any) -> float:
+    """Products of queries and keys in one head: pairs of tokens. rule: of the preset."""
+    tokens = (pixels // 8) ** 2
+    left = {"unmerged": 1.0, "tomesd": 0.25, "late": 1 - rule.ratio}.get(what, 1 - (rule.early_ratio or rule.ratio))
+    return tokens * tokens * left
+
+
+def heads_measured(source: str, what: str, pixels: int, rule: Any, most: float) -> tuple[int, ...]:
+    """With how many heads a case is measured: all where that fits into so many bytes, else few, or none.
+
+    The hosts' functions cut what does not fit; few heads save the time.
+    """
+    needed = scores(what, pixels, rule) * _NEEDED
+    if needed * HEADS <= most:
+        return (HEADS,)
+    return _FEW_HEADS if SOURCES[source].host or needed * max(_FEW_HEADS) <= most else ()
+
+
+def planned(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Row's key -> case, the small pictures first."""
+    rule, cases = preset(options.preset), {}
+    named = options.sources or [name for name, one in SOURCES.items() if one.checkout]
+    for pixels in sorted(options.pixels):
+        for source in named:
+            for what in options.what:
+                for heads in heads_measured(source, what, pixels, rule, options.most * 2**30):
+                    cases[f"{source}, {pixels} px, {what}, {heads} heads"] = {
+                        "source": source, "what": what, "pixels": pixels, "heads": heads, "preset": options.preset,
+                        "free": round(options.free * 2**30),
+                    }  # fmt: skip
+    return cases
+
+
+def measure(case: dict[str, Any]) -> dict[str, Any]:
+    """The case's figures, or why it failed, from a process in the source's own Python and folder."""
+    source = SOURCES[case["source"]]
+    command = [source.python, "-m", "benchmarks.unfused_call", json.dumps(case), *source.flags]
+    surroundings = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=source.checkout, env=surroundings, capture_output=True, text=True, check=False)
+    lines = done.stdout.splitlines()
+    if done.returncode or not lines:
+        return {"failed": (done.stderr.strip().splitlines() or [f"ended with {done.returncode}"])[-1][:300]}
+    return json.loads(lines[-1])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run; gives the exit code: 0 done, 1 where a case failed, 2 wrong options, 130 interrupted."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = parser().parse_args(arguments)
+    nowhere = [name for name in options.sources or () if not SOURCES[name].checkout]
+    if nowhere:
+        print(f"benchmarks.unfused: {nowhere[0]} needs {SOURCES[nowhere[0]].host}_DIR in the environment, the folder of "
+              "a checkout", file=sys.stderr)  # fmt: skip
+        return 2
+    plan = planned(options)
+    settings = {name: getattr(options, name) for name in ("preset", "free", "most")}
+    command = shlex.join(["python", "-m", "benchmarks.unfused", *arguments])
+    try:
+        described = environment.describe("cpu")
+        described["device"]["threads"] = 1  # of the processes that measure
+        record = results.new_record("unfused", command, settings, described)
+        run = results.Run.start(record, list(plan), options.output)
+        for number, key in enumerate(run.missing, 1):
+            print(f"[{number}/{len(plan)}] {key}", file=sys.stderr, flush=True)
+            run.add(key, {**plan[key], **measure(plan[key])})
+    except (ValueError, OSError) as error:
+        print(f"benchmarks.unfused: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nbenchmarks.unfused: stopped; the same command goes on from here.", file=sys.stderr)
+        return 130
+    print(report.write([run.path], run.path.with_suffix(".md"), None))
+    return int(any("failed" in row for row in run.record["rows"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

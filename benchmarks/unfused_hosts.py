@@ -1,0 +1,149 @@
+"""Attention as devices without fused kernels compute it: torch's products, and the hosts' own functions.
+
+Those are taken from a checkout, in the host's own Python and with its flags; nothing of a host is in here. Each gives a
+UNet of one block of Stable Diffusion 1.5's finest level, whose self-attention may have fewer heads.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import types
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+ROOT = Path(__file__).resolve().parent.parent
+CHANNELS, HEADS, CONTEXT = 320, 8, 768
+WIDTH = CHANNELS // HEADS
+_WEBUI_PACKAGE = "_tome_core_webui"  # as scripts/token_merging.py calls it
+
+
+class Source(NamedTuple):
+    """Where an attention comes from. host: "" for torch's; flags: of the host's command line."""
+
+    host: str
+    meaning: str
+    flags: tuple[str, ...] = ()
+    function: str = ""
+
+    @property
+    def checkout(self) -> str | None:
+        """The folder that the environment names, as tests/hosts do."""
+        return os.environ.get(f"{self.host}_DIR") if self.host else str(ROOT)
+
+    @property
+    def python(self) -> str:
+        """The host's own."""
+        return os.environ.get(f"{self.host}_PYTHON", sys.executable)
+
+
+_ON_A_CPU = ("--use-cpu", "all", "--no-half", "--precision", "full", "--skip-torch-cuda-test")
+_COMFYUI, _WEBUI = "COMFYUI", "WEBUI"
+SOURCES = {
+    "math": Source("", "torch's math backend behind scaled_dot_product_attention, as diffusers calls it"),
+    "comfyui-split": Source(_COMFYUI, "ComfyUI's --use-split-cross-attention",
+                            ("--cpu", "--use-split-cross-attention")),
+    "comfyui-quad": Source(_COMFYUI, "ComfyUI's --use-quad-cross-attention", ("--cpu", "--use-quad-cross-attention")),
+    "webui-sub-quadratic": Source(_WEBUI, "A1111's --opt-sub-quad-attention", _ON_A_CPU, "sub_quad_attention_forward"),
+    "webui-split": Source(_WEBUI, "A1111's --opt-split-attention", _ON_A_CPU, "split_cross_attention_forward"),
+}  # fmt: skip
+
+
+class Loaded(NamedTuple):
+    """unet: of one block, on a CPU, its weights random. attention: makes a self-attention of so many heads.
+
+    say_free: tells the host's function how many bytes are free, by which it cuts its work. around: what has to be
+    entered for a call.
+    """
+
+    unet: nn.Module
+    attention: Callable[[int], nn.Module]
+    say_free: Callable[[int], None] = lambda size: None
+    around: Callable[[], AbstractContextManager] = nullcontext
+
+
+class OneBlock(nn.Module):
+    """A transformer where LDM's UNets have their first."""
+
+    def __init__(self, transformer: nn.Module) -> None:
+        super().__init__()
+        self.input_blocks = nn.ModuleList([nn.ModuleList([transformer])])
+        self.middle_block = self.output_blocks = nn.ModuleList()
+
+    def forward(self, x: torch.Tensor, timesteps: Any = None, context: torch.Tensor | None = None) -> torch.Tensor:
+        """x: ``[B, 320, H, W]``; context: ``[B, M, 768]``. Returns the shape of x."""
+        return self.input_blocks[0][0](x, context)
+
+
+def load(name: str) -> Loaded:
+    """In the process of the source's own Python, its checkout the working folder and its flags in ``sys.argv``."""
+    source = SOURCES[name]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        if source.host == _COMFYUI:
+            return _of_comfyui()
+        return _of_webui(source.function) if source.host == _WEBUI else _of_torch()
+
+
+def _of_torch() -> Loaded:
+    diffusers = importlib.import_module("diffusers")
+    attention = importlib.import_module("diffusers.models.attention_processor")
+    kernels = importlib.import_module("torch.nn.attention")
+
+    class OneBlock(diffusers.ModelMixin):
+        """A transformer where diffusers' UNets have their first; tomesd knows diffusers' by this base."""
+
+        def __init__(self, transformer: nn.Module) -> None:
+            super().__init__()
+            self.down_blocks, self.up_blocks = nn.ModuleList([nn.ModuleList([transformer])]), nn.ModuleList()
+
+        def forward(self, x: torch.Tensor, timestep: Any = None, context: torch.Tensor | None = None) -> torch.Tensor:
+            """As of LDM's."""
+            return self.down_blocks[0][0](x, encoder_hidden_states=context, return_dict=False)[0]
+
+    made = OneBlock(diffusers.Transformer2DModel(HEADS, WIDTH, CHANNELS, cross_attention_dim=CONTEXT))
+    return Loaded(
+        made, lambda heads: attention.Attention(CHANNELS, heads=heads, dim_head=WIDTH),
+        around=lambda: kernels.sdpa_kernel(kernels.SDPBackend.MATH),
+    )  # fmt: skip
+
+
+def _of_comfyui() -> Loaded:
+    importlib.import_module("comfy.options").enable_args_parsing()
+    attention = importlib.import_module("comfy.ldm.modules.attention")
+    importlib.import_module("comfy_nodes.attentions").register()
+    own = {"operations": torch.nn, "dtype": torch.float32}
+
+    def say_free(size: int) -> None:
+        attention.model_management.get_free_memory = lambda dev=None, torch_free_too=False: (
+            (size, size) if torch_free_too else size)  # fmt: skip
+
+    transformer = attention.SpatialTransformer(CHANNELS, HEADS, WIDTH, context_dim=CONTEXT, **own)
+    return Loaded(OneBlock(transformer), lambda heads: attention.CrossAttention(
+        CHANNELS, heads=heads, dim_head=WIDTH, **own), say_free)  # fmt: skip
+
+
+def _of_webui(function: str) -> Loaded:
+    importlib.import_module("modules.shared_init").initialize()
+    importlib.import_module("modules.processing")  # before what it imports, which imports it
+    optimizations = importlib.import_module("modules.sd_hijack_optimizations")
+    ldm = importlib.import_module("ldm.modules.attention")
+    package = sys.modules[_WEBUI_PACKAGE] = types.ModuleType(_WEBUI_PACKAGE)
+    package.__path__ = [str(ROOT)]
+    importlib.import_module(".extension.attentions", _WEBUI_PACKAGE).describe()
+    ours = {name: module for name, module in sys.modules.items() if name.startswith(f"{_WEBUI_PACKAGE}.tome_core")}
+    sys.modules.update({name.removeprefix(f"{_WEBUI_PACKAGE}."): module for name, module in ours.items()})
+    ldm.CrossAttention.forward = getattr(optimizations, function)
+
+    def say_free(size: int) -> None:
+        optimizations.get_available_vram = lambda: size
+
+    transformer = ldm.SpatialTransformer(CHANNELS, HEADS, WIDTH, context_dim=CONTEXT, use_checkpoint=False)
+    return Loaded(OneBlock(transformer), lambda heads: ldm.CrossAttention(
+        CHANNELS, heads=heads, dim_head=WIDTH), say_free)  # fmt: skip
