@@ -47,7 +47,8 @@ class RandomPipelines:
 
     def make(self, kind: str = PLAIN_PIPELINE, **more: Any) -> Any:
         """As of `ScenePipelines`."""
-        return _around(self.unet, diffusers.DPMSolverMultistepScheduler(beta_schedule="scaled_linear"), kind, **more)
+        scheduler = diffusers.DPMSolverMultistepScheduler(beta_schedule="scaled_linear", steps_offset=1)
+        return _around(self.unet, scheduler, kind, **more)
 
     def draw(self, pipe: Any, number: int, **call: Any) -> np.ndarray:
         """The latent, float32 ``[4, h, w]``; even numbers are early steps, odd ones late ones."""

@@ -1,8 +1,8 @@
 """``python -m benchmarks.unfused``: memory and time of attention without fused kernels, merged and not, on a CPU.
 
-As DirectML, ZLUDA, MPS and old cards compute it: by torch's math backend, and by the very functions of ComfyUI and A1111,
-for which COMFYUI_DIR and WEBUI_DIR name a checkout, COMFYUI_PYTHON and WEBUI_PYTHON its Python. One block of Stable
-Diffusion 1.5's finest level, one picture, float32, one thread. The same command goes on where a killed run was.
+As DirectML, ZLUDA, MPS and old cards compute it: by torch's math backend, and by the very functions of ComfyUI and
+A1111, for which COMFYUI_DIR and WEBUI_DIR name a checkout, COMFYUI_PYTHON and WEBUI_PYTHON its Python. One block of
+Stable Diffusion 1.5's finest level, one picture, float32, one thread. The same command goes on where a killed run was.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def parser() -> argparse.ArgumentParser:
         "whose checkout is named)")  # fmt: skip
     add("--pixels", nargs="+", type=int, default=list(PIXELS), metavar="N", help="sides of a picture (default 512 1024 "
         "2048)")  # fmt: skip
-    add("--what", nargs="+", choices=WHATS, default=list(WHATS), metavar="NAME", help=f"of {', '.join(WHATS)} (default: "
-        "all)")  # fmt: skip
+    add("--what", nargs="+", choices=WHATS, default=list(WHATS), metavar="NAME", help=f"of {', '.join(WHATS)} "
+        "(default: all)")  # fmt: skip
     add("--preset", default="balanced", metavar="NAME", help="of merging (default balanced)")
-    add("--free", type=float, default=4, metavar="GIB", help="what the hosts' functions are told is free, by which they "
-        "cut their work (default 4)")  # fmt: skip
+    add("--free", type=float, default=4, metavar="GIB", help="what the hosts' functions are told is free, by which "
+        "they cut their work (default 4)")  # fmt: skip
     add("--most", type=float, default=5, metavar="GIB", help="what a call may take here; one that takes more is told "
         "from one and two of its heads (default 5)")  # fmt: skip
     add("--output", type=Path, metavar="JSON", help="the result (default: a new file below benchmarks/results/, or the "
@@ -97,8 +97,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     nowhere = [name for name in options.sources or () if not SOURCES[name].checkout]
     if nowhere:
-        print(f"benchmarks.unfused: {nowhere[0]} needs {SOURCES[nowhere[0]].host}_DIR in the environment, the folder of "
-              "a checkout", file=sys.stderr)  # fmt: skip
+        print(f"benchmarks.unfused: {nowhere[0]} needs {SOURCES[nowhere[0]].host}_DIR in the environment, the folder "
+              "of a checkout", file=sys.stderr)  # fmt: skip
         return 2
     plan = planned(options)
     settings = {name: getattr(options, name) for name in ("preset", "free", "most")}

@@ -19,7 +19,8 @@ _EXPLAINED = """\
 One block of Stable Diffusion 1.5's finest level, one picture, float32, one CPU thread, processor time; merged is preset
 {preset}: the time of a picture's 20 steps' mean, of which half keep a match, the memory of the dearest. Figures with *
 are told from one and two of the {heads} heads, those with ** from the two next smaller pictures (what grows with the
-tokens, and with their square). The hosts' functions were told that {free:g} GiB are free, by which they cut their work."""
+tokens, and with their square). The hosts' functions were told that {free:g} GiB are free, by which they cut their
+work."""
 
 Figures = tuple[float, float | None, str]  # peak MiB, seconds, how they were come by: "", "*" or "**"
 

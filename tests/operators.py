@@ -1,34 +1,96 @@
-"""Which aten operators some code runs, and which of them Apple's MPS has."""
+"""Which aten operators some code runs, and which of them devices without fused attention have.
+
+DirectML's: the kernels that torch-directml 0.2.5 (September 2024, the newest) defines for its device, read in the
+symbols of its library, those of backward passes left out. What else it is asked for it computes on the CPU. MPS's:
+torch's own table of kernels, which is installed with it. ZLUDA runs CUDA's kernels, flash attention's excepted.
+"""
 
 from __future__ import annotations
 
-from torch.utils._python_dispatch import TorchDispatchMode
+import functools
+import re
+from pathlib import Path
 
-# Every aten operator that merging and matching may use: each has an MPS kernel in torch 2.4 and newer.
-MPS_OPERATORS = {
-    "aten._to_copy", "aten._unsafe_view", "aten.add", "aten.add_", "aten.alias", "aten.arange", "aten.bitwise_and",
-    "aten.baddbmm", "aten.bitwise_xor", "aten.bmm",
-    "aten.cat", "aten.clamp", "aten.clamp_min", "aten.clamp_min_", "aten.clone",
-    "aten.copy_", "aten.detach", "aten.div", "aten.div_", "aten.embedding", "aten.empty", "aten.eq", "aten.expand",
-    "aten.fill_", "aten.floor_divide", "aten.full", "aten.full_like", "aten.gather", "aten.ge", "aten.index",
-    "aten.index_add_", "aten.index_select", "aten.lift_fresh", "aten.linalg_vector_norm", "aten.log",
-    "aten.masked_fill", "aten.max", "aten.mean", "aten.mul", "aten.ne", "aten.neg", "aten.new_empty",
-    "aten.new_zeros", "aten.ones_like", "aten.pow", "aten.remainder", "aten.reshape", "aten.round",
-    "aten.__rshift__", "aten.bitwise_right_shift", "aten.scalar_tensor", "aten.scatter", "aten.scatter_add",
-    "aten.searchsorted", "aten.select", "aten.slice", "aten.sort", "aten.split", "aten.sqrt", "aten.sub",
-    "aten.sum", "aten.t", "aten.transpose", "aten.permute", "aten.unsqueeze", "aten.squeeze", "aten.view",
-    "aten.where", "aten.zeros", "aten.zeros_like", "aten.empty_like", "aten.argsort",
-}  # fmt: skip
+import torch
+import torchgen
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_TABLE = Path(torchgen.__file__).parent / "packaged" / "ATen" / "native" / "native_functions.yaml"
+_ANYWHERE = ("CompositeImplicitAutograd", "CompositeExplicitAutograd")  # made of others, or of a view
+_DIRECTML = """
+_adaptive_avg_pool2d _cdist_forward _copy_from _copy_from_and_resize _efficientzerotensor _index_put_impl_
+_local_scalar_dense _log_softmax _prelu_kernel _reshape_alias _softmax _to_sparse _unique2 _unsafe_view abs acos acosh
+adaptive_avg_pool2d add addcdiv addcmul addmm alias all amax any arange argmax argmin as_strided as_strided_ asin
+asinh atan atan2 atanh avg_pool2d avg_pool3d baddbmm bernoulli bernoulli_ binary_cross_entropy_with_logits bitwise_and
+bitwise_not bitwise_or bitwise_xor bmm cat ceil clamp clamp_max clamp_min constant_pad_nd convolution_overrideable
+copy_ cos cosh cumsum diag div dot embedding empty empty_strided eq equal erf erfc exp exp2 expm1 exponential_ fill_
+flip floor floor_divide floor_divide_ full gather ge gelu gt hardsigmoid hardswish hardswish_ hardtanh hardtanh_ index
+index_select isin isinf isnan le leaky_relu linalg_vector_norm linear linspace log log10 log1p log2 logical_and
+logical_not logical_or logical_xor lt masked_fill_ masked_scatter_ masked_select max max_pool2d_with_indices maximum
+mean min minimum mm mse_loss mul multinomial native_batch_norm native_dropout native_group_norm native_layer_norm ne
+neg nll_loss2d_forward nll_loss_forward nonzero norm normal_ ones_like pow prod random_ randperm reciprocal
+reflection_pad1d reflection_pad2d relu relu_ remainder repeat replication_pad1d replication_pad2d reshape resize_
+round rsqrt rsub scatter scatter_add sgn sigmoid sign silu sin sinc sinh smooth_l1_loss softplus sort split
+split_with_sizes sqrt std_mean sub sum tan tanh threshold topk tril triu unfold uniform_ upsample_bicubic2d
+upsample_bilinear2d upsample_nearest2d var view where zero_
+"""
+DIRECTML = frozenset(_DIRECTML.split())
+
+
+@functools.cache
+def _kernels() -> dict[str, tuple[set[str], str]]:
+    """Operator and overload -> the devices that the table names for it, and the overload that it delegates to."""
+    found = {}
+    for entry in re.split(r"^- func: ", _TABLE.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
+        dispatch = re.search(r"^  dispatch:\n((?:    .*\n)+)", entry, re.MULTILINE)
+        keys = re.findall(r"^    ([\w, ]+):", dispatch[1], re.MULTILINE) if dispatch else []
+        delegate = re.search(r"^  structured_delegate: (\S+)", entry, re.MULTILINE)
+        devices = {key for group in keys for key in re.split(r",\s*", group)}
+        if not dispatch and not delegate:
+            devices = {_ANYWHERE[0]}
+        found[entry[: entry.index("(")]] = devices, delegate[1] if delegate else ""
+    return found
+
+
+def _devices(name: str) -> set[str]:
+    devices, delegate = _kernels()[name]
+    return devices | (_devices(delegate) if delegate else set())
+
+
+def mps_has(name: str) -> bool:
+    """``embedding``, ``sort.stable``: has MPS a kernel for it, or is it made of others?"""
+    return bool(_devices(name) & {"MPS", *_ANYWHERE})
+
+
+def directml_has(name: str) -> bool:
+    """As `mps_has`."""
+    plain = name.partition(".")[0]
+    return plain in DIRECTML or plain.rstrip("_") in DIRECTML or bool(_devices(name) & set(_ANYWHERE))
+
+
+HAVE = {"MPS": mps_has, "DirectML": directml_has}
 
 
 class OperatorRecorder(TorchDispatchMode):
-    """Inside it every operator's name is put into ``names``."""
+    """Inside it every operator's name is put into ``names``, and those that meet float64 into ``doubles``."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: set[str] = set()
+        self.doubles: set[str] = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Note the operator and run it."""
-        self.names.add(str(func.overloadpacket))
-        return func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        name = func._schema.name.removeprefix("aten::")
+        self.names.add(f"{name}.{func._overloadname}".removesuffix(".default"))
+        if any(torch.is_tensor(one) and one.dtype == torch.float64 for one in tree_leaves((args, kwargs, out))):
+            self.doubles.add(name)
+        return out
+
+
+def lacking(names: set[str]) -> dict[str, list[str]]:
+    """Device -> which of these it has not; empty where all have all."""
+    found = {device: sorted(name for name in names if not has(name)) for device, has in HAVE.items()}
+    return {device: names for device, names in found.items() if names}

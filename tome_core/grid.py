@@ -113,16 +113,16 @@ def draw_choices(draw: Draw, count: int, choices: int, device: torch.device) -> 
     A hash of (seed, level, round(time), position), so no generator is touched, a conditional and an
     unconditional pass agree even when they run apart, and every device gives the same numbers.
     """
-    time = torch.zeros(1, dtype=torch.float32, device=device) if draw.time is None else draw.time.to(device).reshape(-1)
-    stamp = time.float().round().to(torch.int64) & _MASK
+    time = torch.zeros(1) if draw.time is None else draw.time.float()  # before it moves: MPS takes no float64
+    stamp = time.to(device).reshape(-1).round().to(torch.int64) & _MASK
     key = scramble(scramble(draw.seed & _MASK) ^ (draw.level & _MASK))
     place = scramble(torch.arange(count, device=device) + 1)
     mixed = scramble(scramble(stamp ^ key)[:, None] ^ place[None])
-    return (mixed >> 7) % choices
+    return mixed // 2**7 % choices
 
 
 def scramble(value):
-    """Mix the 31 bits of an int or an int64 tensor; every product is cut back to 31 bits."""
-    value = ((value ^ (value >> 16)) * 0x45D9F3B) & _MASK
-    value = ((value ^ (value >> 15)) * 0x2C1B3C6D) & _MASK
-    return value ^ (value >> 16)
+    """Mix the 31 bits of an int or an int64 tensor; every product is cut back to 31 bits. DirectML cannot shift."""
+    value = ((value ^ value // 2**16) * 0x45D9F3B) & _MASK
+    value = ((value ^ value // 2**15) * 0x2C1B3C6D) & _MASK
+    return value ^ value // 2**16

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from . import kernels
 
 MergeMode = Literal["mean", "pick"]
+_WITHOUT_INDEX_ADD = ("privateuseone",)  # DirectML, which would add on the CPU; elsewhere scatter_add takes longer
 EMPTY_LOGIT = -1000.0  # of a group without tokens: its weight is 0 after the softmax, and no kernel meets an infinity
 
 
@@ -297,7 +298,11 @@ def _segment_mean_by_add(x: torch.Tensor, group: torch.Tensor, divisors: torch.T
     Bit-equal from run to run on a CPU, where rows are added one after the other; on CUDA it is not.
     """
     exact = x if x.dtype in (torch.float32, torch.float64) else x.float()
-    total = exact.new_zeros(divisors.shape[0], x.shape[1]).index_add_(0, group, exact)
+    total = exact.new_zeros(divisors.shape[0], x.shape[1])
+    if x.device.type in _WITHOUT_INDEX_ADD:
+        total = total.scatter_add(0, group[:, None].expand_as(exact), exact)
+    else:
+        total.index_add_(0, group, exact)
     return total.div_(divisors).to(x.dtype)
 
 

@@ -177,7 +177,8 @@ def _inverse(matrix: torch.Tensor, penalty: float, most: float) -> torch.Tensor:
     Newton's iteration (Schulz 1933), each step scaled for the bounds that are known (Pan and Schreiber 1991, section
     2). Products alone: not every backend has a solver, and some of those there are wait for the device.
     """
-    unit = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    places = torch.arange(matrix.shape[-1], device=matrix.device)
+    unit = (places[:, None] == places).to(matrix.dtype)  # DirectML has no eye
     regular = torch.add(matrix, unit, alpha=penalty).flatten(0, 1)
     low, high = penalty, most + penalty  # bounds of the eigenvalues of `regular`, then of `found` times it
     step = 2 / (low + high)
