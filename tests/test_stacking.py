@@ -142,7 +142,7 @@ def test_broadcast_attention_that_was_there_first_is_left_whole_and_said(pipelin
 def test_a_processor_that_cuts_its_tokens_by_the_grid_is_left_whole_and_said(pipelines, name, ours_first):
     found, told, _ = both(pipelines, name, ours_first, balanced(levels=(0,)))
     assert torch.equal(found, alone(pipelines, name))
-    assert "refuses merged tokens (ValueError)" in str(told) and not told.merged_anything
+    assert "refuses merged tokens" in str(told) and not told.merged_anything
 
 
 def test_a_processor_that_fails_by_itself_fails_as_without_us(pipelines):

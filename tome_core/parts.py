@@ -138,6 +138,7 @@ class SelfAttentionSite(PartSite):
         super().__init__(module, block)
         self.family = family
         self._known: KnownAttention | LeftAlone | None = None  # in the graph that is being made
+        self._refused: tuple[Any, int] | None = None  # processor and tokens that it was of no use to match for
 
     def install(self) -> Wrap:
         """As of every wrap; and blocks of one kind look alike to a compiler, which makes one graph for them."""
@@ -226,6 +227,9 @@ class SelfAttentionSite(PartSite):
         value: torch.Tensor | None, kwargs: dict, why: str,
     ) -> Any | str:  # fmt: skip
         """tomesd's way: one call on merged tokens, whatever lies inside. why: it is not known; "": it was asked for."""
+        asked = getattr(self.target, "processor", None), x.shape[1]
+        if why and asked[0] is not None and self._refused == asked:
+            return f"{name_of(self.target)} refuses merged tokens"
         plan = block.plans_for(merging, self.part, together=bool(why)).plan
         if plan is None:
             return _TOO_SMALL
@@ -238,7 +242,8 @@ class SelfAttentionSite(PartSite):
         except Exception as error:
             if not why or torch.compiler.is_compiling() or isinstance(error, _NO_MEMORY):
                 raise
-            return f"{name_of(self.target)} refuses merged tokens ({type(error).__name__})"
+            self._refused = asked
+            return f"{name_of(self.target)} refuses merged tokens"
         route = f"{TOGETHER}, {UNSIZED}, because {why}" if why else ""
         return self._finish(block, plan, x, out, (plan.num_groups, plan.num_groups), x.shape[1], route)
 

@@ -1,0 +1,77 @@
+"""The benchmark of attention without fused kernels: what it plans, tells from few heads, and shows."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks import unfused, unfused_report
+from benchmarks.unfused_hosts import HEADS, ROOT, SOURCES
+from tome_core import preset
+
+GIB = 2**30
+
+
+def row(what: str, pixels: int, heads: int, peak: float, *seconds: float) -> dict:
+    return {"key": f"{what} {pixels} {heads}", "source": "math", "what": what, "pixels": pixels, "heads": heads,
+            "peak_mib": peak, "seconds": dict(enumerate(seconds))}  # fmt: skip
+
+
+def test_what_does_not_fit_is_measured_with_few_heads_or_not_at_all():
+    rule = preset("balanced")
+    heads = {(what, pixels): unfused.heads_measured("math", what, pixels, rule, 5 * GIB)
+             for what in unfused.WHATS for pixels in unfused.PIXELS}  # fmt: skip
+    assert heads["unmerged", 512] == heads["late", 1024] == heads["early", 2048] == (HEADS,)
+    assert heads["unmerged", 1024] == (1, 2) and heads["unmerged", 2048] == ()
+    assert unfused.heads_measured("webui-split", "unmerged", 2048, rule, 5 * GIB) == (1, 2)
+
+
+def test_a_plan_has_no_source_without_a_checkout(monkeypatch, capsys):
+    for name in ("COMFYUI_DIR", "WEBUI_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    plan = unfused.planned(unfused.parser().parse_args(["--pixels", "512"]))
+    assert {case["source"] for case in plan.values()} == {"math"} and len(plan) == 4
+    assert unfused.main(["--sources", "comfyui-quad"]) == 2
+    assert "COMFYUI_DIR" in capsys.readouterr().err
+
+
+def test_all_heads_are_told_from_one_and_two():
+    rows = [row("unmerged", 1024, 1, 1100.0, 2.0), row("unmerged", 1024, 2, 2100.0, 3.0)]
+    assert unfused_report.figures(rows, "balanced") == {("math", 1024, "unmerged"): (8100.0, 9.0, "*")}
+
+
+def test_a_picture_is_the_mean_of_its_steps_and_the_dearest_of_its_peaks():
+    rows = [row("early", 512, 8, 100.0, 1.0, 3.0), row("late", 512, 8, 200.0, 10.0, 30.0)]
+    until = preset("balanced").early_until
+    noisy = sum(step >= until for step in range(951, 0, -50)) / 20
+    peak, seconds, how = unfused_report.figures(rows, "balanced")["math", 512, "merged"]
+    assert (peak, how) == (200.0, "") and math.isclose(seconds, noisy * 2 + (1 - noisy) * 20)
+
+
+def test_what_does_not_fit_follows_from_smaller_pictures_and_so_does_the_largest():
+    tokens = {pixels: (pixels // 8) ** 2 for pixels in (512, 1024, 2048)}
+    rows = [row("unmerged", pixels, 8, 0.01 * n + 1e-5 * n * n, 1.0) for pixels, n in list(tokens.items())[:2]]
+    rows.append(row("tomesd", 2048, 8, 5.0, 1.0))
+    found = unfused_report.figures(rows, "balanced")
+    peak, seconds, how = found["math", 2048, "unmerged"]
+    assert seconds is None and how == "**" and math.isclose(peak, 0.01 * tokens[2048] + 1e-5 * tokens[2048] ** 2)
+    curve = unfused_report._curve(found, "math", "unmerged")
+    assert unfused_report.largest(curve, peak) == 2048 and unfused_report.largest(curve, peak * 0.99) == 1984
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a process tells its peak on Linux alone")
+def test_a_case_is_measured_in_a_process_of_its_own():
+    case = {"source": "math", "what": "late", "pixels": 256, "heads": 1, "free": GIB, "preset": "balanced"}
+    done = subprocess.run([sys.executable, "-m", "benchmarks.unfused_call", json.dumps(case)], cwd=ROOT,
+                          capture_output=True, text=True, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["peak_mib"] > 0 and set(told["seconds"]) == {"new", "kept"} and all(told["seconds"].values())
+
+
+def test_every_source_says_what_it_is():
+    assert all(one.meaning and (one.host == "" or one.flags) for one in SOURCES.values())
