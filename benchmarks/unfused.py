@@ -46,19 +46,19 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def scores(what: str, pixels: int, rule: Any) -> float:
-    """Products of queries and keys in one head: pairs of tokens. rule: of the preset."""
+def scores(what: str, pixels: int, config: Any) -> float:
+    """Products of queries and keys in one head: pairs of tokens. config: of the preset."""
     tokens = (pixels // 8) ** 2
-    left = {"unmerged": 1.0, "tomesd": 0.25, "late": 1 - rule.ratio}.get(what, 1 - (rule.early_ratio or rule.ratio))
+    left = {"unmerged": 1.0, "tomesd": 0.25, "late": 1 - config.rules[0].ratio}.get(what, 1 - (config.early_ratio or config.rules[0].ratio))
     return tokens * tokens * left
 
 
-def heads_measured(source: str, what: str, pixels: int, rule: Any, most: float) -> tuple[int, ...]:
+def heads_measured(source: str, what: str, pixels: int, config: Any, most: float) -> tuple[int, ...]:
     """With how many heads a case is measured: all where that fits into so many bytes, else few, or none.
 
     The hosts' functions cut what does not fit; few heads save the time.
     """
-    needed = scores(what, pixels, rule) * _NEEDED
+    needed = scores(what, pixels, config) * _NEEDED
     if needed * HEADS <= most:
         return (HEADS,)
     return _FEW_HEADS if SOURCES[source].host or needed * max(_FEW_HEADS) <= most else ()
@@ -66,12 +66,12 @@ def heads_measured(source: str, what: str, pixels: int, rule: Any, most: float) 
 
 def planned(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Row's key -> case, the small pictures first."""
-    rule, cases = preset(options.preset), {}
+    config, cases = preset(options.preset), {}
     named = options.sources or [name for name, one in SOURCES.items() if one.checkout]
     for pixels in sorted(options.pixels):
         for source in named:
             for what in options.what:
-                for heads in heads_measured(source, what, pixels, rule, options.most * 2**30):
+                for heads in heads_measured(source, what, pixels, config, options.most * 2**30):
                     cases[f"{source}, {pixels} px, {what}, {heads} heads"] = {
                         "source": source, "what": what, "pixels": pixels, "heads": heads, "preset": options.preset,
                         "free": round(options.free * 2**30),

