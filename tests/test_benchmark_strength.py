@@ -34,6 +34,21 @@ def test_the_shipped_curve_is_made_from_the_committed_result(tmp_path):
     assert output.read_text(encoding="utf-8") == strength.TABLE.read_text(encoding="utf-8")
 
 
+def test_another_curve_is_a_new_version_beside_those_before_it(knots):
+    first = {1: tuple((knot.share, knot.until) for knot in knots)}
+    other = (*knots[:-1], knots[-1]._replace(share=0.5))
+
+    def table(source):
+        exec(source, found := {})
+        return found
+
+    same, new = (table(strength.written(found, [], first, 1)) for found in (knots, other))
+    assert (same["VERSION"], same["EARLIER"]) == (1, {})
+    assert (new["VERSION"], new["EARLIER"]) == (2, first) and new["CURVE"][-1][0] == 0.5
+    third = table(strength.written(knots, [], {2: new["CURVE"], **first}, 2))
+    assert third["VERSION"] == 3 and third["EARLIER"] == {2: new["CURVE"], **first}
+
+
 def test_every_checkpoint_counts(record, loss):
     assert len(loss.by_share) > 5 and len(record["settings"]["models"]) == 3
     with pytest.raises(ValueError, match="merged keys"):

@@ -12,7 +12,8 @@ from benchmarks.strength import step_time
 from tests.models import call_unet, inputs, on_small, small
 from tome_core import preset, strength
 from tome_core.phases import plain_rules
-from tome_core.presets import MARKS
+from tome_core.presets import CURVES, MARKS
+from tome_core.strength_table import VERSION
 
 FINELY = [number / 200 for number in range(201)]
 DOWNSAMPLES = (1, 2, 4)
@@ -27,6 +28,15 @@ def kept(config: tome_core.MergeConfig, timestep: float, level: int = 0) -> floa
         if one.merge_attn and begins <= timestep <= ends and (one.levels is None or level in one.levels):
             return 1 - one.effective_ratio
     return 1.0
+
+
+def test_an_old_picture_reproduces_after_the_table_has_changed(monkeypatch):
+    old = strength(0.5)
+    other = tuple((share / 2, until / 2) for share, until in CURVES[VERSION])
+    monkeypatch.setattr(tome_core.presets, "CURVES", {VERSION: CURVES[VERSION], VERSION + 1: other})
+    assert strength(0.5, VERSION) == old != strength(0.5, VERSION + 1)
+    with pytest.raises(ValueError, match=f"version={VERSION + 2} is no table of strengths"):
+        strength(0.5, VERSION + 2)
 
 
 def test_nothing_is_off_bit_for_bit():

@@ -1,7 +1,12 @@
 """Strength: one number for how much of the picture may change for how much time, and names for four of them.
 
+<<<<<<< HEAD
 What a strength stands for was measured (`strength_table`). It resolves to a `MergeConfig`, whose values can be shown,
 changed and stored: an old picture reproduces after the table has changed.
+=======
+What a strength stands for was measured (`strength_table`). It resolves to one `MergeRule`, whose values can be shown,
+changed and stored. The tables before today's are kept by version, so that an old picture reproduces.
+>>>>>>> ee9df80 (strength: its table has a version, and those before it are kept)
 """
 
 from __future__ import annotations
@@ -10,25 +15,34 @@ import math
 from numbers import Real
 from typing import Any
 
+<<<<<<< HEAD
 from .config import MergeConfig
 from .strength_table import CURVE, EARLY_SHARE
+=======
+from .config import MergeConfig, MergeRule
+from .strength_table import CURVE, EARLIER, EARLY_SHARE, VERSION
+>>>>>>> ee9df80 (strength: its table has a version, and those before it are kept)
 
 MARKS = {"quality": 0.25, "balanced": 0.5, "fast": 0.75, "max": 1.0}
 PRESETS = tuple(MARKS)
 DEFAULT = "balanced"
 # kept for 60 timesteps a match serves two steps of 20, and one of 10. Whole pictures show what a prediction alone does
 # not: kept for 100, quality lost 1 to 3 dB of PSNR and max a tenth of the texture
+# a change of these, or of `refine_of`, changes old pictures as well: tables alone have versions
 _ALL: dict[str, Any] = {"side": "kv", "metric": "keys+values", "use_rand": False, "keep": 60.0,
                         "only_if_it_pays": True, "max_downsample": 8}  # fmt: skip
+Curve = tuple[tuple[float, float], ...]
+CURVES: dict[int, Curve] = {**EARLIER, VERSION: CURVE}
 PARTS = 64  # of the tokens: shares of keys are whole numbers of them, which are numbers that kernels like
 MOST_MERGED = 3 / 4  # share of the keys above which a step is not merged: it would take longer than it saves
 _FINE_CELLS = 4 / PARTS  # share of the keys from which on cells of 4x4 serve, which leave at least one key each
 
 
-def strength(value: float) -> MergeConfig:
+def strength(value: float, version: int = VERSION) -> MergeConfig:
     """The settings of a strength: 0 is off, 1 keeps a sixty-fourth of the keys in every step.
 
-    Error and saving grow with it, whatever steps a picture has. Raises ValueError for what is no number from 0 to 1.
+    Error and saving grow with it, whatever steps a picture has. version: of the table, for an old picture. Raises
+    ValueError for what is no number from 0 to 1, and for a table that there is not.
 
     >>> strength(0).is_off
     True
@@ -37,9 +51,12 @@ def strength(value: float) -> MergeConfig:
     """
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value <= 1:
         raise ValueError(f"strength={value!r} is no number from 0 to 1; 0 is off, 0.5 balanced, 1 the most")
+    if version not in CURVES:
+        known = ", ".join(map(str, sorted(CURVES)))
+        raise ValueError(f"version={version!r} is no table of strengths; there are {known}")
     if value == 0:
         return MergeConfig(**_ALL, ratio=0.0)
-    share, until = _between(float(value))
+    share, until = _between(float(value), CURVES[version])
     cell = 4 if share >= _FINE_CELLS else 8
     early = {} if share <= EARLY_SHARE else {"early_ratio": 1 - EARLY_SHARE, "early_until": until}
     return MergeConfig(**_ALL, ratio=1 - share, sx=cell, sy=cell, refine=refine_of(cell), **early)
@@ -64,12 +81,12 @@ def preset(name: str) -> MergeConfig:
     return strength(MARKS[name])
 
 
-def _between(value: float) -> tuple[float, float]:
+def _between(value: float, curve: Curve) -> tuple[float, float]:
     """The curve's two numbers at a strength: a line between knots, of the share's logarithm."""
-    place = value * (len(CURVE) - 1)
-    low = min(int(place), len(CURVE) - 2)
+    place = value * (len(curve) - 1)
+    low = min(int(place), len(curve) - 2)
     part = place - low
-    (share, until), (less, sooner) = CURVE[low], CURVE[low + 1]
+    (share, until), (less, sooner) = curve[low], curve[low + 1]
     between = math.exp(math.log(share) * (1 - part) + math.log(less) * part)
     late = math.ceil(between * PARTS - 1e-9) / PARTS
     return late if late <= MOST_MERGED else 1.0, round(until * (1 - part) + sooner * part)

@@ -3,6 +3,8 @@
 From front-cpu-2026-11-22.json.
 """
 
+# Of today's table; pictures name the one that they were made by. The others are those before it.
+VERSION = 1
 # Of equally distant strengths from 0 to 1: the share of keys that late steps keep, and the timestep from
 # which on they are early and keep 0.015625. Beside it: the share of self-attention's products that is left,
 # on average over the noise schedule, and the deviation of the prediction, in % of the v-loss, both at the
@@ -31,3 +33,4 @@ CURVE = (
     (0.015625, 0.0),      # 1.00: work 0.016, deviation 0.503
 )
 EARLY_SHARE = 0.015625
+EARLIER = {}
