@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -72,6 +74,57 @@ def running_unet(p: Any) -> Any:
     model = _running_model(p)
     objects = getattr(model, "forge_objects", None)
     return find_unet(model if objects is None else objects.unet.model)
+
+
+def loaded_unet() -> Any | None:
+    """The UNet of the model that is loaded; None where there is none, or none that we know."""
+    data = getattr(sys.modules.get("modules.sd_models"), "model_data", None)
+    if data is not None and data.sd_model is None:  # asking the webui for its model would load it
+        return None
+    try:
+        return running_unet(None)
+    except (AttributeError, TypeError, ValueError):
+        return None
+
+
+def on_the_card(function: Callable[[], Any]) -> Any:
+    """The function's result, run as the webui runs a job: alone, on its thread, with the model where it samples.
+
+    Raises RuntimeError while a job goes on.
+    """
+    lock = getattr(sys.modules.get("modules.call_queue"), "queue_lock", None) or threading.Lock()
+    if not lock.acquire(blocking=False):
+        raise RuntimeError("a picture is being made; measure when it is done")
+    try:
+        main = sys.modules.get("modules_forge.main_thread")
+        return _in_its_place(function) if main is None else _on_thread(main, lambda: _in_its_place(function))
+    finally:
+        lock.release()
+
+
+def _on_thread(main: Any, function: Callable[[], Any]) -> Any:
+    """Forge's main thread swallows what is raised."""
+
+    def outcome() -> tuple[Any, Exception | None]:
+        try:
+            return function(), None
+        except Exception as error:
+            return None, error
+
+    result, error = main.run_and_wait_result(outcome)
+    if error is not None:
+        raise error
+    return result
+
+
+def _in_its_place(function: Callable[[], Any]) -> Any:
+    names = ("backend.memory_management", "ldm_patched.modules.model_management")  # Forge's, reForge's
+    memory = next((sys.modules[name] for name in names if name in sys.modules), None)
+    objects = getattr(shared.sd_model, "forge_objects", None)
+    if memory is not None and objects is not None:
+        memory.load_model_gpu(objects.unet)
+    with autocast():
+        return function()
 
 
 def _running_model(p: Any) -> Any:
@@ -161,6 +214,22 @@ def has_hires(p: Any) -> bool:
     return bool(getattr(p, "enable_hr", False))
 
 
+def size_of(p: Any, hires: bool) -> tuple[int, int]:
+    """Width and height of a pass in pixels; 0 where they are not known."""
+    names = ("hr_upscale_to_x", "hr_upscale_to_y") if hires else ("width", "height")
+    return tuple(int(getattr(p, name, 0) or 0) for name in names)
+
+
+def hires_size(width: int, height: int, scale: float, resize_x: int, resize_y: int) -> tuple[int, int]:
+    """What the webui makes of the controls of Hires. fix."""
+    from modules.processing import StableDiffusionProcessingTxt2Img
+
+    p = StableDiffusionProcessingTxt2Img(width=width, height=height, enable_hr=True, hr_scale=scale,
+                                         hr_resize_x=resize_x, hr_resize_y=resize_y)  # fmt: skip
+    p.calculate_target_resolution()
+    return size_of(p, hires=True)
+
+
 def is_hires(p: Any) -> bool:
     """Is this the hires pass?"""
     return bool(getattr(p, "is_hr_pass", False))
@@ -172,9 +241,19 @@ def comment(p: Any, text: str) -> None:
         p.comment(text)
 
 
-def silence_built_in(p: Any) -> None:
-    """Turn the webui's own token merging, and its infotext, off for this job. Dies with ``p``."""
-    setattr(p, _BUILT_IN, lambda for_hr=False: 0)
+def silence_built_in(p: Any, silences: Callable[[Any, bool], bool]) -> None:
+    """Turn the webui's own token merging, and its infotext, off in some passes of this job. Dies with ``p``.
+
+    silences: of (p, is it the hires pass), asked when the webui asks for the ratio, which is once settings are final.
+    """
+    this = weakref.ref(p)
+
+    def ratio(for_hr: bool = False) -> float:
+        job = this()
+        own = 0.0 if job is None else built_in_ratio(job, for_hr)
+        return 0 if own and silences(job, for_hr) else own
+
+    setattr(p, _BUILT_IN, ratio)
 
 
 def restore_built_in(p: Any) -> None:
@@ -182,11 +261,10 @@ def restore_built_in(p: Any) -> None:
     vars(p).pop(_BUILT_IN, None)
 
 
-def built_in_ratios(is_img2img: bool) -> tuple[float, float]:
-    """Ratios of the first and the hires pass that the user saved for the webui's own token merging, 0 is off."""
-    base = option("token_merging_ratio", 0.0)
-    first = (is_img2img and option("token_merging_ratio_img2img", 0.0)) or base
-    return float(first), float(option("token_merging_ratio_hr", 0.0) or base)
+def built_in_ratio(p: Any, hires: bool) -> float:
+    """The ratio of the webui's own token merging in a pass, as if we were not there; 0 is off."""
+    own = getattr(type(p), _BUILT_IN, None)
+    return 0.0 if own is None else own(p, for_hr=hires) or 0.0
 
 
 def plot_module() -> Any | None:
@@ -202,6 +280,18 @@ def accordion(is_on: bool, label: str, elem_id: str) -> Any:
     from modules.ui_components import InputAccordion
 
     return InputAccordion(is_on, label=label, elem_id=elem_id)
+
+
+def is_page() -> bool:
+    """Are controls being made for a page? The API makes them in bare blocks, for the values that they start with."""
+    from gradio.context import Context
+
+    return Context.block is not Context.root_block
+
+
+def set_tooltip(control: Any, text: str) -> None:
+    """What the webui shows while the mouse is over a control."""
+    control.webui_tooltip = text
 
 
 def add_message(processed: Any, text: str) -> None:

@@ -12,11 +12,11 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..tome_core import Patch, Report, UnsupportedModelError, patch
+from ..tome_core import MergeConfig, Patch, Report, UnsupportedModelError, patch
 from ..tome_core.families import find_unet
 from . import host
 from .pace import Pace
-from .settings import Wish
+from .wish import Wish
 
 logger = logging.getLogger(__name__)
 _ATTRIBUTE = "_tome_core_job"
@@ -47,13 +47,43 @@ class Job:
         self.wish = wish
         self.error = error
         self.keeps_maps = False
+        self.merged = False  # something, in the batch that runs
         self.records: dict[bool, PassRecord] = {}  # by: is it the hires pass
+        self._left: dict[bool, str] = {}
 
-    @property
-    def is_on(self) -> bool:
-        """Will a pass of it merge?"""
+    def config(self, hires: bool) -> MergeConfig | None:
+        """The engine's settings for a pass; None where it is left alone."""
         p = self.p()
-        return self.wish is not None and p is not None and self.wish.merges(host.has_hires(p))
+        return None if self.wish is None or p is None else self.wish.config(hires, host.first_seed(p))
+
+    def why_left(self, hires: bool) -> str:
+        """Why a pass is left alone, as far as is known before it; "" where it is ours.
+
+        Asked once, so that what is said of a pass is what was done in it.
+        """
+        if hires not in self._left:
+            self._left[hires] = self._why_left(hires)
+        return self._left[hires]
+
+    def _why_left(self, hires: bool) -> str:
+        p, config = self.p(), self.config(hires)
+        if p is None or config is None:
+            return "left alone"
+        aside = host.reason_to_step_aside(hires)
+        if aside is not None:
+            return aside
+        width, height = host.size_of(p, hires)
+        if not width or not height:
+            return ""
+        try:
+            return Patch(host.running_unet(p), config, None).why_not(height, width, 2 * (host.pictures(p) or 1))
+        except (AttributeError, TypeError, ValueError) as error:  # of a model that we do not know
+            return str(error)
+
+    def built_in(self, hires: bool) -> float:
+        """The ratio of the webui's own merging that a pass would have had without us."""
+        p = self.p()
+        return 0.0 if p is None else host.built_in_ratio(p, hires)
 
     def record(self, hires: bool) -> PassRecord:
         """The record of a pass."""
@@ -86,11 +116,12 @@ class Armed:
         """From now on the pass that is about to start merges as its job wants. Idempotent."""
         self.disarm()
         job = job_of(p)
-        config = job.wish.config(hires, host.first_seed(p)) if job is not None and job.wish is not None else None
+        config = None if job is None else job.config(hires)
         if config is None:
             return
-        reason = host.reason_to_step_aside(hires)
-        if reason is not None:
+        # in a pass of the webui's own merging only where ours is better than that
+        reason = job.why_left(hires) if job.built_in(hires) else host.reason_to_step_aside(hires)
+        if reason:
             job.record(hires).refuse(reason)
             return
         self.job, self.hires, self.config, self._sampling = job, hires, config, object()
@@ -153,6 +184,7 @@ class Armed:
         if report.calls or report.notes:
             record = self.job.record(self.hires)
             record.reports.append(report)
+            self.job.merged = self.job.merged or report.merged_anything
             record.handle = handle
             record.maps.update(handle.maps())
 

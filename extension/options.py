@@ -1,97 +1,52 @@
-"""The settings tab: section "Token Merging (ToMe)", keys `tomecore_*`. Readable before, and without, the tab."""
+"""The settings tab: section "Token Merging (ToMe)", six items, readable before, and without, the tab.
+
+The first three are what jobs begin with that say nothing of it, which the API's do; among the quicksettings they move
+the panels. So each acts on the next picture, and one in `override_settings` on that job.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 from . import host
-from .settings import FIELDS, UNSET, Field, preset_values
+from .wish import DEFAULTS, WHERE
 
-SECTION = ("tome_core", "Token Merging (ToMe)")
-_HIRES_ONLY = ("hires", "hires_ratio")  # img2img has no hires pass
-_PRESET_HELP = (
-    "What the panel starts with. All but custom and off outweigh the defaults below, except those for the hires pass, "
-    "the smallest picture and the destination seed."
-)
-_LARGEST = 2**53  # that a page can hold
-CONSOLE, NOTE, MAP, MEASURE = "tomecore_console", "tomecore_note", "tomecore_map", "tomecore_measure"
-_SWITCHES = (
-    (CONSOLE, True, "Show the report in the console",
-     "one line after each job: levels, tokens before and after, steps, attention saved"),
-    (NOTE, True, "Show the report under the picture", "the same line, below its generation parameters"),
+SECTION = ("tome", "Token Merging (ToMe)")
+ENABLED, STRENGTH, PLACE = DIAL_KEYS = ("tome_enabled", "tome_strength", "tome_where")
+REPORT, MAP, MEASURE = "tome_report", "tome_map", "tome_measure"
+BOTH, CONSOLE, PAGE, NOWHERE = REPORTS = ("console and page", "console", "page", "nowhere")
+_ITEMS = (
+    (ENABLED, DEFAULTS["enabled"], "Merge tokens", "for API calls that do not say; the panels follow it as it changes",
+     "", {}),
+    (STRENGTH, DEFAULTS["strength"], "Strength of merging", "0 is off, .25 quality, .5 balanced, .75 fast, 1 the most",
+     "Slider", {"minimum": 0.0, "maximum": 1.0, "step": 0.01}),
+    (PLACE, DEFAULTS["where"], "Where to merge", "in pictures with Hires. fix", "Radio", {"choices": list(WHERE)}),
+    (REPORT, BOTH, "Show the report in", "a line after each job; API calls get it in any case", "Radio",
+     {"choices": list(REPORTS)}),
     (MAP, False, "Draw the merge map beside the result",
-     "one more picture in the gallery: what merged into what in the last step"),
-    (MEASURE, False, "Measure whether merging pays on this machine",
-     "after the first picture of each size and setting, by some 36 more calls of the model; Only where it pays follows "
-     "what was found, from the next picture on"),
+     "one more picture in the gallery: what merged into what in the last step", "", {}),
+    (MEASURE, False, "Measure after each picture whether merging pays",
+     "once for each size and strength, by some 36 calls of the model; the panel's Measure does it at once", "", {}),
 )  # fmt: skip
+_DEFAULTS = {key: default for key, default, *_ in _ITEMS}
 
 
-def key_of(one: Field, is_img2img: bool) -> str:
-    """The saved setting that holds a field's default in a tab."""
-    return f"tomecore_{'img2img_' if is_img2img else ''}{one.name}"
+def value(key: str) -> Any:
+    """A setting."""
+    return host.option(key, _DEFAULTS[key])
 
 
-def fields_of(is_img2img: bool) -> list[Field]:
-    """The fields that a tab shows."""
-    return [one for one in FIELDS if not (is_img2img and one.name in _HIRES_ONLY)]
+def of_dial(name: str) -> Any:
+    """What a job begins with, by a name of `wish.DIAL`."""
+    return value(f"tome_{name}")
 
 
-def default_of(one: Field, is_img2img: bool) -> Any:
-    """The user's default of a field; the engine's where there is none, or none that makes sense."""
-    value = host.option(key_of(one, is_img2img), one.default)
-    if one.choices:
-        return value if value in one.choices else one.default
-    if isinstance(one.default, bool):
-        return value if isinstance(value, bool) else one.default
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not -_LARGEST < value < _LARGEST:
-        return one.default
-    return type(one.default)(value)
-
-
-def shown(is_img2img: bool) -> dict[str, Any]:
-    """What a tab's panel starts with, by name: the user's defaults, and over them what their preset fills in."""
-    values = {one.name: default_of(one, is_img2img) for one in FIELDS}
-    return {**values, **preset_values(values["preset"])}
-
-
-def is_on(key: str) -> bool:
-    """One of the switches `CONSOLE`, `NOTE`, `MAP` and `MEASURE`."""
-    return bool(host.option(key, next(default for name, default, *_ in _SWITCHES if name == key)))
+def is_shown(place: str) -> bool:
+    """Is the report to be shown in this one of `CONSOLE` and `PAGE`?"""
+    return value(REPORT) in (BOTH, place)
 
 
 def register() -> None:
     """Put the section into the settings tab."""
-    for key, default, label, help in _SWITCHES:
-        host.add_option(key, default, label, help, SECTION)
-    for is_img2img in (False, True):
-        for one in fields_of(is_img2img):
-            _register_default(one, is_img2img)
-
-
-def _register_default(one: Field, is_img2img: bool) -> None:
-    label = "On by default" if one.name == "enabled" else f"Default: {one.label}"
-    if is_img2img:
-        label = f"img2img: {label[0].lower()}{label[1:]}"
-    help = _PRESET_HELP if one.name == "preset" else one.help
-    component, arguments = component_name(one), arguments_of(one)
-    host.add_option(key_of(one, is_img2img), one.default, label, help, SECTION, component, **arguments)
-
-
-def component_name(one: Field) -> str:
-    """The gradio component that shows a field."""
-    if one.choices:
-        return "Radio" if len(one.choices) < 5 or one.name == "preset" else "Dropdown"
-    if isinstance(one.default, bool):
-        return "Checkbox"
-    return "Slider" if one.maximum is not None and one.name != "seed" and one.default != UNSET else "Number"
-
-
-def arguments_of(one: Field) -> dict[str, Any]:
-    """The arguments of that component, apart from value and label."""
-    name = component_name(one)
-    if name in ("Radio", "Dropdown"):
-        return {"choices": list(one.choices)}
-    if name == "Slider":
-        return {"minimum": one.minimum, "maximum": one.maximum, "step": one.step}
-    return {"precision": 0} if name == "Number" and isinstance(one.default, int) else {}
+    for key, default, label, help, component, arguments in _ITEMS:
+        host.add_option(key, default, label, help, SECTION, component, **arguments)

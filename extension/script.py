@@ -9,10 +9,10 @@ import logging
 import sys
 from typing import Any
 
-from . import attentions, host, measuring, merge_map, metadata, options
+from . import attentions, host, infotext, measuring, merge_map, options, page
 from .merging import Job, armed, job_of, set_job
-from .settings import field, read
-from .summary import line_of
+from .summary import data_of, line_of
+from .wish import TITLE, read
 
 logger = logging.getLogger(__name__)
 PARENT = __package__.rpartition(".")[0]
@@ -23,7 +23,7 @@ class TokenMerging(host.Script):
 
     def title(self) -> str:
         """The name API callers use, in lower case."""
-        return field("enabled").label
+        return TITLE
 
     def show(self, is_img2img: bool) -> Any:
         """In both tabs, without being selected."""
@@ -35,37 +35,31 @@ class TokenMerging(host.Script):
 
         panel = Panel(is_img2img, self.elem_id)
         self.infotext_fields = panel.paste_fields()
-        self.paste_field_names = list(metadata.KEYS.values())
+        self.paste_field_names = [infotext.KEY]
         return panel.controls
 
     def before_process(self, p: Any, *values: Any) -> None:
-        """A job begins. What an aborted one left behind goes first."""
+        """A job begins, its own settings not yet in force. What an aborted one left behind goes first."""
         armed.disarm()
         host.restore_built_in(p)
-        job = _job_from(p, values)
-        set_job(p, job)
-        if job.is_on:
-            host.silence_built_in(p)
+        set_job(p, None)
+        host.silence_built_in(p, lambda p, hires: not _job_of(p, values).why_left(hires))
 
     def process(self, p: Any, *values: Any) -> None:
-        """The infotext is about to be written for the first time."""
-        p.extra_generation_params = metadata.without_ours(p.extra_generation_params or {})
-        job = job_of(p)
-        if job is None:  # a caller that left the first hook out
-            self.before_process(p, *values)
-            job = job_of(p)
+        """The infotext is about to be written for the first time, of a picture to come."""
+        job = _job_of(p, values)
         if job.error:
             logger.error("%s", job.error)
             host.comment(p, f"ToMe: {job.error}")
-        elif job.is_on:
-            p.extra_generation_params |= metadata.written(job.wish, host.has_hires(p))
+        _write(p, job, job.wish is not None and job.wish.merges(host.has_hires(p)))
 
     def process_batch(self, p: Any, *values: Any, **facts: Any) -> None:
         """A batch begins; before webui 1.10 this is the last call before its first pass."""
         armed.disarm()
         job = job_of(p)
         if job is not None:  # the map lies on the first picture; asked now, when a request's own settings are in force
-            job.keeps_maps = options.is_on(options.MAP) and not facts.get("batch_number", 0)
+            job.keeps_maps = bool(options.value(options.MAP)) and not facts.get("batch_number", 0)
+            job.merged = False
         if not host.HAS_SAMPLING_HOOK:
             armed.arm(p, hires=False)
 
@@ -81,11 +75,14 @@ class TokenMerging(host.Script):
 
     def post_sample(self, p: Any, *values: Any) -> None:
         """All passes of a batch are over; other extensions' own jobs may follow."""
-        armed.disarm()
+        self.postprocess_batch(p)
 
     def postprocess_batch(self, p: Any, *values: Any, **facts: Any) -> None:
-        """The same, for webuis without `post_sample`."""
+        """The same, for webuis without `post_sample`; the infotexts of the batch's pictures are written next."""
         armed.disarm()
+        job = job_of(p)
+        if job is not None:
+            _write(p, job, job.merged)
 
     def postprocess(self, p: Any, processed: Any, *values: Any) -> None:
         """The job is over. Not called after an exception."""
@@ -94,27 +91,38 @@ class TokenMerging(host.Script):
         if job is None:
             return
         if job.error:
-            host.add_fact(processed, {"ToMe error": job.error})
-        elif job.wish.values["enabled"]:
+            host.add_fact(processed, {"ToMe report": {"merged": False, "line": job.error, "passes": {}}})
+        elif job.wish.enabled:
             _tell(p, job, processed)
-            if options.is_on(options.MEASURE):
-                measuring.measure(job)
 
 
-def _job_from(p: Any, values: tuple) -> Job:
-    try:
-        wish = read(values, metadata.changes_of(p))
-    except (ValueError, TypeError) as error:
-        return Job(p, None, f"not merged, because a setting is wrong: {error}")
-    return Job(p, wish)
+def _job_of(p: Any, values: tuple) -> Job:
+    """The job of this p; made at the first question, when the settings that a request brings are in force."""
+    job = job_of(p)
+    if job is None:
+        try:
+            job = Job(p, read(values, options.of_dial, infotext.changes_of(p)))
+        except (ValueError, TypeError) as error:
+            job = Job(p, None, f"not merged, because a setting is wrong: {error}")
+        set_job(p, job)
+    return job
+
+
+def _write(p: Any, job: Job, merges: bool) -> None:
+    """Put our key into the infotext of pictures that merged, or are to; in a new dict, because a plot's cells share."""
+    kept = {key: value for key, value in (p.extra_generation_params or {}).items() if key != infotext.KEY}
+    p.extra_generation_params = kept | ({infotext.KEY: infotext.text_of(job.wish)} if merges else {})
 
 
 def _tell(p: Any, job: Job, processed: Any) -> None:
+    if options.value(options.MEASURE):
+        measuring.measure_after(job)
     line = line_of(job, host.has_hires(p))
-    if options.is_on(options.CONSOLE):
+    if options.is_shown(options.CONSOLE):
         logger.info("%s", line)
-    if options.is_on(options.NOTE):
+    if options.is_shown(options.PAGE):
         host.add_message(processed, f"ToMe: {line}")
+    host.add_fact(processed, {"ToMe report": data_of(job, host.has_hires(p))})
     maps = next((job.records[hires].maps for hires in (True, False) if hires in job.records), {})
     if maps and processed.images:
         first = min(getattr(processed, "index_of_first_image", 0), len(processed.images) - 1)
@@ -130,7 +138,13 @@ def add_axes() -> None:
     """The webui is about to build its pages, or to serve its API: every script is loaded."""
     plot = host.plot_module()
     if plot is not None:
-        metadata.add_axes(plot)
+        infotext.add_axes(plot)
+
+
+def on_component(component: Any, elem_id: str | None = None, **facts: Any) -> None:
+    """The webui has made a control of its own, or somebody else has."""
+    if elem_id in page.WANTED:
+        page.note(elem_id, component)
 
 
 def unload() -> None:
@@ -145,5 +159,8 @@ def register() -> type[TokenMerging]:
     host.set_up_console(PARENT)
     attentions.describe()
     measuring.remember()
-    host.listen(cfg_denoiser=on_step, ui_settings=options.register, before_ui=add_axes, script_unloaded=unload)
+    host.listen(
+        cfg_denoiser=on_step, ui_settings=options.register, before_ui=add_axes, script_unloaded=unload,
+        after_component=on_component,
+    )  # fmt: skip
     return TokenMerging

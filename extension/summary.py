@@ -1,91 +1,67 @@
-"""The line after each job: what merged where, or why nothing did."""
+"""What is told of a job: a line for people, and data for API callers."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from typing import Any
 
 from ..tome_core import Report
-from ..tome_core.report import LevelReport
-from .merging import Job, PassRecord
+from .merging import Job
+from .wish import HIRES, WHERE
+
+_NAMES = {False: WHERE[1], True: HIRES}
 
 
 def line_of(job: Job, has_hires: bool) -> str:
     """One line on a job that was on."""
-    if not has_hires:
-        return _pass_text(job, False)
-    names = {False: "first pass", True: "hires pass"}
-    return "; ".join(f"{name}: {_pass_text(job, hires)}" for hires, name in names.items())
+    passes = (False, True) if has_hires else (False,)
+    told = [", ".join([_outcome(job, hires, has_hires), *_beside(job, hires)]) for hires in passes]
+    if has_hires:
+        told = [f"{_NAMES[hires]}: {text}" for hires, text in zip(passes, told, strict=True)]
+    return "; ".join([*told, *(f"left out: {sentence}" for sentence in job.wish.left_out)])
 
 
-def _pass_text(job: Job, hires: bool) -> str:
-    if job.wish.config(hires) is None:
-        return "left alone" if job.is_on else _why_off(job)
+def data_of(job: Job, has_hires: bool) -> dict[str, Any]:
+    """The same for programs. merged: did anything; passes: the reports, by pass, of those that ran with us."""
+    reports = {hires: Report.joined(record.reports) for hires, record in job.records.items() if record.reports}
+    return {
+        "merged": any(one.merged_anything for one in reports.values()), "line": line_of(job, has_hires),
+        "passes": {_NAMES[hires]: {"steps": job.records[hires].steps, **one.as_data()}
+                   for hires, one in reports.items()},
+    }  # fmt: skip
+
+
+def _outcome(job: Job, hires: bool, has_hires: bool) -> str:
+    if job.config(hires) is None:
+        return _why_off(job, has_hires)
     record = job.records.get(hires)
     if record is None:
         return "did not run"
-    merged = _merged_text(record.reports)
-    why = list(dict.fromkeys([*record.refusals, *_notes(record.reports)]))
-    if merged:
-        return ", ".join([merged, _steps_text(record), *_gains_text(record.reports), *why])
-    return f"nothing merged: {', '.join(why or _reasons(record.reports) or ['the model was not called'])}"
+    whole = Report.joined(record.reports)
+    why = list(dict.fromkeys([*record.refusals, *whole.notes]))
+    if whole.merged_anything:
+        return ", ".join([_steps_text(record.steps_live, record.steps), whole.headline, *why])
+    if why and not whole.reasons:
+        return f"nothing merged: {', '.join(why)}"
+    return whole.headline if record.reports else "nothing merged: the model was not called"
 
 
-def _why_off(job: Job) -> str:
-    if any(job.wish.ratios):
+def _beside(job: Job, hires: bool) -> list[str]:
+    """What became of the webui's own merging."""
+    ratio = job.built_in(hires)
+    if not ratio:
+        return []
+    own = f"the webui's own merging ({ratio:g})"
+    return [f"{own} stays on" if job.why_left(hires) else f"{own} is silent in this pass"]
+
+
+def _why_off(job: Job, has_hires: bool) -> str:
+    if not job.wish.strength:
+        return "strength 0, left alone"
+    if job.wish.where == HIRES and not has_hires:
         return "left alone, because only the hires pass is to merge, and there is none"
-    return "ratio 0, left alone"
+    return "left alone"
 
 
-def _steps_text(record: PassRecord) -> str:
-    plural = "" if record.steps == 1 else "s"
-    if record.steps_live == record.steps:
-        return f"{record.steps} step{plural}"
-    return f"{record.steps_live} of {record.steps} step{plural}"
-
-
-def _merged_text(reports: Sequence[Report]) -> str:
-    """``level 0 (/1) 4096 -> 2048 tokens, 75% of its attention saved``, for each level."""
-    parts = []
-    for level in range(max((len(report.levels) for report in reports), default=0)):
-        seen = [(report.calls, report.levels[level]) for report in reports if level < len(report.levels)]
-        if any(one.calls_merged for _, one in seen):
-            parts.append(f"level {level} (/{seen[0][1].downsample}){_level_text(seen)}")
-    return ", ".join(parts)
-
-
-def _level_text(seen: Sequence[tuple[int, LevelReport]]) -> str:
-    """What merged at a level, of its passes' (calls of the UNet, report)."""
-    kinds = dict.fromkeys(tokens for _, one in seen for tokens in one.tokens)
-    mlp = dict.fromkeys(tokens for _, one in seen for tokens in one.mlp_tokens)
-    weighed = [(calls, one.work_saved) for calls, one in seen if one.work_saved is not None]
-    parts = [f" {', '.join(_tokens_text(*tokens) for tokens in kinds)} tokens"] if kinds else [""]
-    if weighed and (kinds or not mlp):
-        saved = sum(calls * share for calls, share in weighed) / sum(calls for calls, _ in weighed)
-        parts.append(f", {saved:.0%} of its attention saved")
-    if mlp:
-        text = ", ".join(f"{before} -> {left}" for before, left in mlp)
-        parts.append(f"{', ' if kinds else ' '}{text} in its MLP")
-    return "".join(parts)
-
-
-def _tokens_text(before: int, queries: int, keys: int) -> str:
-    return f"{before} -> {queries if queries == keys else f'{queries} queries x {keys} keys'}"
-
-
-def _reasons(reports: Sequence[Report]) -> list[str]:
-    """Why calls were skipped, the most frequent first."""
-    counted: Counter[str] = Counter()
-    for report in reports:
-        for level in report.levels:
-            counted.update(level.reasons)
-    return [reason.partition(": ")[2] for reason, _ in counted.most_common(3)]
-
-
-def _gains_text(reports: Sequence[Report]) -> list[str]:
-    """``1024x1536: about 31 % faster``, where that was measured."""
-    return list(dict.fromkeys(f"measured {gain.line}" for report in reports for gain in report.gains))
-
-
-def _notes(reports: Sequence[Report]) -> list[str]:
-    return [note for report in reports for note in report.notes]
+def _steps_text(live: int, steps: int) -> str:
+    plural = "" if steps == 1 else "s"
+    return f"{steps} step{plural}" if live == steps else f"{live} of {steps} step{plural}"

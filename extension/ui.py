@@ -1,159 +1,200 @@
-"""The panel in txt2img and img2img, made from the fields. Only what gradio 3.41 and 4.40 both have."""
+"""The panel in txt2img and img2img. Only what gradio 3.41 and 4.40 both have."""
 
 from __future__ import annotations
 
+import html
 from typing import Any
 
 import gradio as gr
 
-from . import host, metadata, options
-from .settings import (
-    ARGUMENTS,
-    CUSTOM,
-    DEFAULTS,
-    FILLED,
-    FILLED_WITH,
-    NO_PRESET,
-    OWN,
-    SAME,
-    START,
-    field,
-    preset_values,
-)
+from ..tome_core import form
+from ..tome_core.presets import MARKS
+from . import host, infotext, measuring, options, page
+from .measuring import Pass
+from .wish import ARGUMENTS, DEFAULTS, DIAL, FILLED_FOR, OWN, TITLE, WHERE, base_of, read
 
-_ROWS = (("level", "merge_what"), ("start_percent", "end_percent"), ("min_pixels", "method"),
-         ("merge_crossattn", "merge_mlp", "use_rand"), ("sx", "sy", "seed"), ("early_until", "deep_mlp"),
-         ("metric", "proportional"), ("refine", "query_ratio"), ("keep", "only_if_it_pays"))  # fmt: skip
-TAKE_OVER = "Take over the webui's own token merging"
-TAKE_OVER_HELP = "Puts the ratios from Settings / Optimizations into this panel. Saved settings stay as they are."
+_TIPS = {
+    "strength": "How much of the picture may change for how much time: 0 is off, bit for bit; 1 merges the most.",
+    "where": "Which pass merges. Merging in the hires pass alone leaves the composition as it is.",
+    OWN: "Use the settings below instead of what Strength stands for. They begin with that, and go along with it.",
+    "measure": "Time this model at this size now, merged and unmerged. Takes seconds, and holds until files change.",
+}
+_QUIETLY = {"show_progress": False, "queue": False}
 
 
 class Panel:
     """The controls of one tab, in `controls` in the order of `ARGUMENTS`. elem_id: makes a name unique to the tab."""
 
     def __init__(self, is_img2img: bool, elem_id: Any) -> None:
-        self.is_img2img = is_img2img
         self._elem_id = elem_id
         self._made: dict[str, Any] = {}
-        self._shown = options.shown(is_img2img)
-        switch = field("enabled")
-        is_on = options.default_of(switch, is_img2img)
-        with host.accordion(is_on, switch.label, elem_id("enabled")) as enabled:
+        self._tab = "img2img" if is_img2img else "txt2img"
+        with host.accordion(DEFAULTS["enabled"], TITLE, elem_id("enabled")) as enabled:
             self._made["enabled"] = enabled
             self._build()
         self.controls = [self._made[name] for name in ARGUMENTS]
-        for control in (*self.controls, getattr(enabled, "accordion", enabled)):
-            # defaults live in the settings tab; ui-config.json would freeze the first ones it saw
-            control.do_not_save_to_config = True
-        self._connect_presets()
+        if host.is_page():
+            self._begin_as_set(enabled)
+            self._connect()
+        else:
+            for one in self.controls:  # so that a call that does not say gets what the settings say
+                one.value = None
 
     def paste_fields(self) -> list[tuple[Any, Any]]:
         """(control, what reads its value from an infotext), for the webui."""
-        functions = metadata.paste_functions()
-        names = [one.name for one in options.fields_of(self.is_img2img)]  # a hires choice would be unseen in img2img
-        note = (self._made[FILLED_WITH], functions["preset"])
-        return [*((self._made[name], functions[name]) for name in names), note]
+        return [(self._made[name], infotext.paste_function(name)) for name in ARGUMENTS]
 
     def _build(self) -> None:
-        self._add("preset")
+        dial = {"minimum": 0.0, "maximum": 1.0, "step": 0.01, "value": DEFAULTS["strength"]}
+        self._add("strength", gr.Slider, label="Strength", **dial)
+        gr.HTML(_marks(self._elem_id("strength")))
+        self._add("where", gr.Radio, label="Where", value=DEFAULTS["where"], choices=list(WHERE), visible=False)
         with gr.Row():
-            self._add("ratio")
-            self._add("early_ratio")
-        with gr.Row(visible=not self.is_img2img):
-            self._add("hires")
-            self._add("hires_ratio")
-        button = gr.Button(TAKE_OVER, size="sm", elem_id=self._elem_id("take_over"))
-        gr.HTML(f"<p>{TAKE_OVER_HELP}</p>")
-        with gr.Accordion("Advanced", open=False, elem_id=self._elem_id("advanced")):
-            for row in _ROWS:
+            self._line = gr.HTML("", elem_id=self._elem_id("line"))
+            self._measure = gr.Button("Measure", size="sm", scale=0, min_width=90, elem_id=self._elem_id("measure"))
+            host.set_tooltip(self._measure, _TIPS["measure"])
+        with gr.Accordion("Expert", open=False, elem_id=self._elem_id("expert")):
+            self._add(OWN, gr.Checkbox, label="Own settings", value=False)
+            self._add(FILLED_FOR, gr.Number, label="Filled for", value=DEFAULTS["strength"], visible=False)
+            values = base_of(DEFAULTS["strength"])
+            for row in _rows():
                 with gr.Row():
-                    for name in row:
-                        self._add(name)
-        self._note_the_preset()
-        targets = [self._made[name] for name in TAKEN_OVER]
-        button.click(fn=lambda: taken_over(self.is_img2img), inputs=[], outputs=targets, show_progress=False)
+                    for one in row:
+                        self._add_field(one, values[one.name])
 
-    def _note_the_preset(self) -> None:
-        """Keep, out of sight, which preset the controls were filled with; nothing for the API, which fills in none."""
-        note = gr.Textbox(value="", label="Filled with", visible=False, elem_id=self._elem_id(FILLED_WITH))
-        self._made[FILLED_WITH] = note
-        _show(note, self._shown["preset"])
+    def _add(self, name: str, kind: Any, **arguments: Any) -> None:
+        made = self._made[name] = kind(elem_id=self._elem_id(name), **arguments)
+        if name in _TIPS:
+            host.set_tooltip(made, _TIPS[name])
 
-    def _connect_presets(self) -> None:
-        """`input` is what a person does; `change` would hear our own filling-in too, and in gradio 4 some inputs do.
+    def _add_field(self, one: form.Field, value: Any) -> None:
+        kind, arguments = _component(one)
+        self._add(one.name, kind, label=one.label, value=value, min_width=120, **arguments)
+        host.set_tooltip(self._made[one.name], one.help)
 
-        Both gradios drop an event while its like is unanswered, so behind each answer is asked what came meanwhile.
-        """
-        enabled, preset, note = (self._made[name] for name in ("enabled", "preset", FILLED_WITH))
-        filled = [self._made[name] for name in FILLED]
-        quietly = {"show_progress": False, "queue": False}
-        choosing = {"outputs": [enabled, note, *filled], **quietly}
-        preset.input(fn=chosen, inputs=[preset], **choosing).then(fn=caught_up, inputs=[preset, note], **choosing)
-        enabled.change(fn=switched, inputs=[enabled, preset], outputs=[preset, note, *filled], **quietly)
-        touching = {"fn": touched, "inputs": [preset, note, *filled], "outputs": [preset, note], **quietly}
-        for control in filled:
-            control.input(**touching).then(**touching)
+    def _begin_as_set(self, enabled: Any) -> None:
+        """Let the page start with the settings where the user's own defaults of the panel do not say otherwise."""
+        for name in DIAL:
+            control = self._made[name]
+            _show(control, "value", lambda control=control, name=name: _start(name, control.value))
+        fold = getattr(enabled, "accordion", None)
+        if fold is not None:
+            _show(fold, "open", lambda: _start("enabled", enabled.value))
 
-    def _add(self, name: str) -> None:
-        one = field(name)
-        make = getattr(gr, options.component_name(one))
-        made = self._made[name] = make(
-            value=options.default_of(one, self.is_img2img), label=one.label, info=one.help,
-            elem_id=self._elem_id(name), **options.arguments_of(one),
-        )  # fmt: skip
-        _show(made, self._shown[name])
+    def _connect(self) -> None:
+        page.forget(self._tab)
+        for name in DIAL:
+            page.follow(self._tab, name, self._made[name])
+        fields = [self._made[name] for name in form.NAMES]
+        refilled = {"outputs": [self._made[FILLED_FOR], *fields], **_QUIETLY}
+        strength, own = self._made["strength"], self._made[OWN]
+        along = {"fn": moved, "inputs": [strength, own, self._made[FILLED_FOR], *fields], **refilled}
+        # gradio drops an event while its like is unanswered, so behind each answer is asked what came meanwhile
+        strength.change(**along).then(**along)
+        own.input(fn=filled, inputs=[strength], **refilled)
+        page.when_made(self._tab, self._follow)
 
-
-def _show(control: Any, value: Any) -> None:
-    """Let the page start with this value.
-
-    The control's own value stays: the API fills short lists with it, in which custom means the defaults and not what
-    the preset beside filled in.
-    """
-    if value != control.value:
-        made = control.get_config
-        control.get_config = lambda *args, **more: {**made(*args, **more), "value": value}
-
-
-def chosen(preset: str) -> list[Any]:
-    """For enabled, `FILLED_WITH` and all of `FILLED`, when somebody chose a preset."""
-    return [gr.update(value=False) if preset == NO_PRESET else gr.update(), *_filled(preset)]
+    def _follow(self, theirs: dict[str, Any]) -> None:
+        """Answer in a line, by the webui's own controls of sizes. theirs: those controls, by name."""
+        asked = {"inputs": [*self.controls, *theirs.values()], "outputs": [self._line]}
+        told = {"fn": told_line, **asked, **_QUIETLY}
+        for control in (*(self._made[name] for name in DIAL), self._made[OWN], *theirs.values()):
+            control.change(**told).then(**told)
+        for name in form.NAMES:
+            self._made[name].input(**told)
+        self._measure.click(fn=measured_line, **asked)
+        switch = theirs.get("hr-checkbox")
+        if switch is not None:
+            where = self._made["where"]
+            _show(where, "visible", lambda: bool(switch.value))
+            switch.change(fn=lambda on: gr.update(visible=bool(on)), inputs=[switch], outputs=[where], **_QUIETLY)
 
 
-def caught_up(preset: str, note: str) -> list[Any]:
-    """For the same, when that is answered: the choice that was made meanwhile. note: of `FILLED_WITH`."""
-    return [gr.update() for _ in ("enabled", FILLED_WITH, *FILLED)] if note == preset else chosen(preset)
+def _show(control: Any, key: str, value: Any) -> None:
+    """Let the page start with this; the control's own value stays, which is what the webui saves as its default."""
+    made = control.get_config
+    control.get_config = lambda *args, **more: {**made(*args, **more), key: value()}
 
 
-def switched(is_on: bool, preset: str) -> list[Any]:
-    """For the preset, `FILLED_WITH` and all of `FILLED`, when it is switched: on and "off" do not go together."""
-    if is_on and preset == NO_PRESET:
-        return [gr.update(value=START), *_filled(START)]
-    return [gr.update() for _ in ("preset", FILLED_WITH, *FILLED)]
+def _start(name: str, saved: Any) -> Any:
+    """What the page starts with. saved: the user's default of the panel."""
+    if saved != DEFAULTS[name]:
+        return saved
+    try:
+        return getattr(read(({**DEFAULTS, "enabled": True, name: options.of_dial(name)},), options.of_dial), name)
+    except (TypeError, ValueError):  # a file of settings can hold anything
+        return saved
 
 
-def touched(preset: str, note: str, *values: Any) -> list[Any]:
-    """For the preset and `FILLED_WITH`, when somebody may have changed what it filled in. values: of `FILLED`.
-
-    note: of `FILLED_WITH`; the values are not this preset's while its filling-in is under way.
-    """
-    wanted = preset_values(preset)
-    is_other = wanted and note == preset and list(wanted.values()) != list(values)
-    return [gr.update(value=CUSTOM) if is_other else gr.update() for _ in ("preset", FILLED_WITH)]
+def _rows() -> list[list[form.Field]]:
+    """The fields in rows: numbers, then choices, then switches, three beside each other."""
+    kinds: dict[Any, list[form.Field]] = {gr.Slider: [], gr.Number: [], gr.Dropdown: [], gr.Checkbox: []}
+    for one in form.FIELDS:
+        kinds[_component(one)[0]].append(one)
+    return [fields[start : start + 3] for fields in kinds.values() for start in range(0, len(fields), 3)]
 
 
-def _filled(preset: str) -> list[Any]:
-    values = preset_values(preset)
-    return [gr.update(value=preset), *(gr.update(value=values[name]) if values else gr.update() for name in FILLED)]
+def _component(one: form.Field) -> tuple[Any, dict[str, Any]]:
+    """The gradio component of a field, and its arguments apart from value and label."""
+    if one.choices:
+        return gr.Dropdown, {"choices": list(one.choices)}
+    if isinstance(one.default, bool):
+        return gr.Checkbox, {}
+    if one.may_be_unset or one.name in ("merge_seed", "min_pixels"):
+        return gr.Number, {"precision": 0} if isinstance(one.step, int) else {}
+    return gr.Slider, {"minimum": one.minimum, "maximum": one.maximum, "step": one.step}
 
 
-TAKEN_OVER = ("enabled", "preset", FILLED_WITH, "hires", "hires_ratio", *FILLED)
+def _marks(slider: str) -> str:
+    """The names of four strengths, below their places on the slider; a click sets it."""
+    set_it = "const box = document.querySelector('#{id} input[type=number]'); box.value = {value}; " \
+        "box.dispatchEvent(new Event('input', {{bubbles: true}}))"  # fmt: skip
+    style = "position:absolute;left:calc(8px + (100% - 16px) * {value});transform:translateX({shift}%);cursor:pointer"
+    marks = "".join(
+        f'<a role="button" style="{style.format(value=value, shift=-100 if value == 1 else -50)}" '
+        f'onclick="{html.escape(set_it.format(id=slider, value=value))}">{name}</a>'
+        for name, value in MARKS.items()
+    )  # fmt: skip
+    return f'<div style="position:relative;height:1.4em;font-size:.85em;opacity:.8">{marks}</div>'
 
 
-def taken_over(is_img2img: bool) -> list[Any]:
-    """Values for `TAKEN_OVER` that do what the webui's own merging is set to."""
-    first, hires = host.built_in_ratios(is_img2img)
-    same = first == hires
-    values = {**DEFAULTS, "enabled": first > 0 or hires > 0, "preset": CUSTOM, FILLED_WITH: CUSTOM,
-              "ratio": first, "hires": SAME if same else OWN, "hires_ratio": hires}  # fmt: skip
-    return [values[name] for name in TAKEN_OVER]
+def filled(strength: float) -> list[Any]:
+    """For `FILLED_FOR` and all fields: what a strength stands for."""
+    return [gr.update(value=strength), *(gr.update(value=value) for value in base_of(strength).values())]
+
+
+def moved(strength: float, own: bool, filled_for: float, *values: Any) -> list[Any]:
+    """The same when the strength was moved; what an expert had set otherwise stays."""
+    try:
+        before = base_of(filled_for)
+        now = base_of(strength)
+    except ValueError:  # while somebody types
+        return [gr.update() for _ in (FILLED_FOR, *values)]
+    kept = {name: value for name, value in zip(form.NAMES, values, strict=True) if own and value != before[name]}
+    return [gr.update(value=strength), *(gr.update(value=value) for value in (now | kept).values())]
+
+
+def told_line(*values: Any) -> str:
+    """What is known of the picture to come. values: of the panel, then of the webui's controls."""
+    return _line(measuring.answer, values)
+
+
+def measured_line(*values: Any) -> str:
+    """The same, measured now."""
+    return _line(measuring.measure_now, values)
+
+
+def _line(ask: Any, values: tuple) -> str:
+    mine, theirs = values[: len(ARGUMENTS)], values[len(ARGUMENTS) :]
+    try:
+        wish = read((True, *mine[1:]), options.of_dial)
+        text = "; ".join([ask(wish, _passes(*theirs)), *wish.left_out])
+    except (TypeError, ValueError) as error:
+        text = str(error)
+    return html.escape(text)
+
+
+def _passes(width: Any, height: Any, hires: Any = False, *scaling: Any) -> list[Pass]:
+    """The passes of a picture, from the webui's controls."""
+    first = Pass(False, int(width), int(height))
+    return [first, Pass(True, *host.hires_size(first.width, first.height, *scaling))] if hires else [first]

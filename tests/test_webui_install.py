@@ -12,7 +12,7 @@ import pytest
 
 import install
 from install import WEBUI
-from tests.webui_doubles import Webui
+from tests.webui_doubles import Webui, custom
 from tests.webui_modules import ROOT
 
 NOT_CLONED = shutil.ignore_patterns(".*", "__pycache__", "tests", "demo", "shared", "benchmarks")
@@ -44,7 +44,7 @@ def call_install(*arguments, cwd=ROOT, root=ROOT) -> subprocess.CompletedProcess
 def works(webui, place: Path) -> None:
     """The extension that lies there merges, with the engine that lies there."""
     webui.start(place)
-    assert "128 tokens" in webui.job(True, "custom").comments and not webui.errors
+    assert "128 tokens" in webui.job(custom()).comments and not webui.errors
     assert Path(webui.part("script").__file__).samefile(place / "extension" / "script.py")
     assert Path(sys.modules["_tome_core_webui.tome_core"].__file__).samefile(place / "tome_core" / "__init__.py")
 

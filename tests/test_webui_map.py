@@ -5,26 +5,26 @@ from __future__ import annotations
 import pytest
 from PIL import Image
 
-from tests.webui_doubles import Webui
+from tests.webui_doubles import Webui, custom
 
 
 @pytest.fixture
 def webui(monkeypatch, request):
     made = Webui(monkeypatch, getattr(request, "param", "a1111")).start()
-    made.shared.opts.saved["tomecore_map"] = True
+    made.shared.opts.saved["tome_map"] = True
     yield made
     made.call("script_unloaded")
 
 
 def map_of(webui, **more):
-    return webui.job(True, "custom", 0.5, **more).images[-1].tobytes()
+    return webui.job(custom(), **more).images[-1].tobytes()
 
 
 def test_the_map_is_one_more_picture_and_changes_none(webui):
-    webui.shared.opts.saved["tomecore_map"] = False
-    without = webui.job(True, "custom", enable_hr=True)
-    webui.shared.opts.saved["tomecore_map"] = True
-    done = webui.job(True, "custom", enable_hr=True)
+    webui.shared.opts.saved["tome_map"] = False
+    without = webui.job(custom(), enable_hr=True)
+    webui.shared.opts.saved["tome_map"] = True
+    done = webui.job(custom(), enable_hr=True)
     assert done.latents.equal(without.latents) and len(done.images) == len(without.images) + 1
     assert done.images[-1].size == done.images[0].size and len(done.images[-1].getcolors(4096)) > 20
     assert len(webui.job(False, enable_hr=True).images) == 1
@@ -47,5 +47,5 @@ def test_it_shows_the_prompt_and_not_the_negative_prompt(webui, monkeypatch):
         return Image.new("RGB", (8, 8))
 
     monkeypatch.setattr(drawing, "draw", draw)
-    webui.job(True, "custom", 0.5, batch_size=3)
+    webui.job(custom(), batch_size=3)
     assert set(rows) == {0 if webui.flavour in ("a1111", "old") else 3}

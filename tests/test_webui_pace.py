@@ -11,10 +11,20 @@ import pytest
 import torch
 
 from tests.on_device import OnDevice, on_device
-from tests.webui_doubles import FLAVOURS, CFGDenoiserTimesteps, Denoiser, Processing, Webui, ddim, merges, sample_euler
+from tests.webui_doubles import (
+    FLAVOURS,
+    CFGDenoiserTimesteps,
+    Denoiser,
+    Processing,
+    Webui,
+    custom,
+    ddim,
+    merges,
+    sample_euler,
+)
 
-RANGE = [True, "custom", 0.5, "same", 0.5, "automatic", 0.0, 0.6]
-ON = (True, "custom", 0.5)
+RANGE = (custom(end=0.6),)
+ON = (custom(),)
 
 
 def of_another_pack(model, x, sigmas, extra_args=None, callback=None, disable=None):

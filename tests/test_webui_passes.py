@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.models import ldm_latent_diffusion, ldm_wrapped
-from tests.webui_doubles import FLAVOURS, CFGDenoiserTimesteps, Processing, Webui, merges
+from tests.webui_doubles import FLAVOURS, CFGDenoiserTimesteps, Processing, Webui, custom, merges
 
-ON = (True, "custom", 0.5)
+ON = (custom(),)
 ADVANCED = 5  # position of what follows the hires ratio
 
 
@@ -47,8 +47,8 @@ def passes(webui, *args, **more):
                  for hires in (False, True))  # fmt: skip
 
 
-@pytest.mark.parametrize("args", [(False,), (True, "custom", 0.0), (True, "custom", 0), (True, "custom", 9.0)])
-def test_off_ratio_zero_and_wrong_values_are_bit_identical_to_no_extension(webui, args):
+@pytest.mark.parametrize("args", [(False,), (True, 0.0), (True, 0), (custom(0.0),), (True, 9.0)])
+def test_off_strength_zero_and_wrong_values_are_bit_identical_to_no_extension(webui, args):
     expected = plain(webui, enable_hr=True)
     done = webui.job(*args, enable_hr=True)
     assert torch.equal(done.latents, expected.latents)
@@ -63,27 +63,20 @@ def test_the_picture_after_a_merged_one_is_bit_identical(webui):
     assert torch.equal(webui.job(False, enable_hr=True).latents, expected.latents)
 
 
-@pytest.mark.parametrize(("hires", "merged"), [
-    ("same", (True, True)), ("off", (True, False)), ("own ratio", (True, True)), ("only hires", (False, True)),
+@pytest.mark.parametrize(("where", "merged"), [
+    ("everywhere", (True, True)), ("first pass", (True, False)), ("hires pass", (False, True)),
 ])  # fmt: skip
-def test_each_choice_for_the_hires_pass(webui, hires, merged):
-    assert passes(webui, *ON, hires, 0.25) == merged
+def test_each_choice_of_where(webui, where, merged):
+    assert passes(webui, custom(where=where)) == merged
 
 
 def test_the_hires_pass_alone_leaves_the_first_bit_identical(webui):
     without = Processing(webui, (False,), enable_hr=True)
     expected = webui.process(without)
-    for args in ((*ON, "only hires"), (True, "custom", 0.0, "own ratio", 0.5)):
-        p = Processing(webui, args, enable_hr=True)
-        done = webui.process(p)
-        assert torch.equal(p.first, without.first)
-        assert not torch.equal(done.latents, expected.latents)
-
-
-def test_the_own_ratio_is_the_hires_passes(webui):
-    done = webui.job(*ON, "own ratio", 0.25, enable_hr=True)
-    assert "first pass: level 0 (/1) 256 -> 128 tokens" in done.comments
-    assert "hires pass: level 0 (/1) 576 -> 432 tokens" in done.comments
+    p = Processing(webui, (custom(where="hires pass"),), enable_hr=True)
+    done = webui.process(p)
+    assert torch.equal(p.first, without.first)
+    assert not torch.equal(done.latents, expected.latents)
 
 
 def test_every_step_of_every_batch_merges(webui):
@@ -97,11 +90,8 @@ def test_every_step_of_every_batch_merges(webui):
     (0.001, "level 1 (/2) 64 -> 48 in its MLP"),  # too little for the attention to lose a token
 ])  # fmt: skip
 def test_the_line_says_what_merged_in_the_mlp(one_webui, ratio, said):
-    settings = one_webui.part("settings")
-    values = {**settings.DEFAULTS, "enabled": True, "preset": "custom", "ratio": ratio, "level": "up to /2",
-              "deep_mlp": 0.25}  # fmt: skip
-    done = one_webui.job(*(values[name] for name in settings.NAMES))
-    assert done.comments == f"ToMe: {said}, 4 steps\n"
+    done = one_webui.job(custom(ratio, level="up to /2", deep_mlp=0.25))
+    assert done.comments == f"ToMe: 4 steps, {said}\n"
 
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
@@ -199,7 +189,7 @@ class Blank(torch.nn.Module):
 
 @pytest.mark.parametrize("denoiser", [Processing.denoiser, CFGDenoiserTimesteps])
 def test_start_and_end_follow_the_samplers_own_clock(webui, denoiser):
-    args = [*ON, "same", 0.5, "automatic", 0.0, 0.6]
+    args = (custom(end=0.6),)
     done = webui.job(*args, denoiser=denoiser)
     assert ", 3 of 4 steps" in done.comments  # timesteps 999, 800, 500 of 999 lie before 60 %
     assert "75%" not in done.comments
@@ -210,7 +200,7 @@ def test_the_levels_of_another_family_count_from_its_finest(one_webui):
     one_webui.shared.sd_model.model.diffusion_model = ldm_latent_diffusion()
     done = one_webui.job(*ON)
     assert "level 0 (/2) 64 -> 32 tokens" in done.comments
-    forced = one_webui.job(*ON, "same", 0.5, "up to /1")
+    forced = one_webui.job(custom(level="up to /1"))
     assert "nothing merged: nothing will merge: no rule reaches a level" in forced.comments
 
 
@@ -257,12 +247,11 @@ def test_a_batch_draws_from_its_own_first_seed(one_webui):
 
 
 def test_a_given_destination_seed_outweighs_the_images(one_webui):
-    args = [*ON, "same", 0.5, "automatic", 0.0, 1.0, 0, "bipartite", "automatic", False, False, 2, 2, True]
-    assert not torch.equal(one_webui.job(*args, -1).latents, one_webui.job(*args, 123456).latents)
-    assert torch.equal(one_webui.job(*args, -1).latents, one_webui.job(*args, 7).latents)
+    own, other, same = (one_webui.job(custom(merge_seed=seed)).latents for seed in (0, 123456, 7))
+    assert not torch.equal(own, other) and torch.equal(own, same)
 
 
 def test_a_picture_below_the_smallest_size_says_so(webui):
-    done = webui.job(*ON, "same", 0.5, "automatic", 0.0, 1.0, 20000, enable_hr=True)
+    done = webui.job(custom(min_pixels=20000), enable_hr=True)
     assert "first pass: nothing merged: the picture is smaller than min_pixels" in done.comments
     assert "hires pass: level 0 (/1) 576 -> 288" in done.comments

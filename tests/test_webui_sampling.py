@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import tome_core
-from tests.webui_doubles import FLAVOURS, SIGMAS, TIMESTEPS, CFGDenoiserTimesteps, Denoiser, Webui
+from tests.webui_doubles import FLAVOURS, SIGMAS, TIMESTEPS, CFGDenoiserTimesteps, Denoiser, Webui, custom
+from tome_core import form
 
 KEPT = {"ratio": 0.5, "keep": 1000.0, "use_rand": False}
 
@@ -57,6 +58,8 @@ class TiledDenoiser(SplitDenoiser):
         return torch.cat(tiles, dim=3)
 
 
+
+
 @pytest.fixture(params=FLAVOURS)
 def webui(request, monkeypatch):
     made = Webui(monkeypatch, request.param).start()
@@ -73,10 +76,7 @@ def one_webui(monkeypatch):
 
 def args(webui, preset="", **values):
     """The list of values; of a preset without its consideration for small pictures, which these are."""
-    settings = webui.part("settings")
-    given = {**settings.DEFAULTS, **settings.preset_values(preset), **values, "enabled": True, "preset": "custom",
-             "only_if_it_pays": False}  # fmt: skip
-    return [given[name] for name in settings.NAMES]
+    return [custom(**{**(form.filled(preset) if preset else {}), **values, "only_if_it_pays": False})]
 
 
 def few_steps(monkeypatch, steps):

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from tests.webui_doubles import Webui, merges
+from tests.webui_doubles import Webui, custom, merges
 from tests.webui_modules import ROOT
 
-ON = (True, "custom", 0.5)
+ON = (custom(),)
 
 
 @pytest.fixture

@@ -16,10 +16,16 @@ from PIL import Image
 from tests.models import TEXT, ldm_wrapped
 from tests.on_device import on_device
 from tests.webui_modules import SAMPLING_HOOK, Modules
+from tome_core import form
 
 SIGMAS = (14.61, 6.0, 2.0, 0.5)
 TIMESTEPS = (999.0, 800.0, 500.0, 150.0)
 FLAVOURS = ("a1111", "reforge", "forge", "old")  # old: 1.6 to 1.9, without process_before_every_sampling
+
+
+def custom(ratio=0.5, **values):
+    """A call's arguments by name: everything at the engine's defaults, but for these."""
+    return {one.name: one.default for one in form.FIELDS} | {"enabled": True, "ratio": ratio, **values}
 
 
 class Component:
@@ -51,7 +57,8 @@ class Component:
 
     def change(self, **arguments):
         """What any change of the value sets off."""
-        self.followed = arguments
+        self.followed = [*getattr(self, "followed", []), arguments]
+        return self
 
     def get_config(self):
         """What the page starts with; the API starts with `value`."""
@@ -145,7 +152,20 @@ class Processing:
     sampler = None
     size = 16
 
-    def __init__(self, webui, args, enable_hr=False, n_iter=1, batch_size=1, seed=7, **more):
+    @property
+    def width(self):
+        return 8 * self.size
+
+    height = width
+
+    @property
+    def hr_upscale_to_x(self):
+        return 12 * self.size
+
+    hr_upscale_to_y = hr_upscale_to_x
+
+    def __init__(self, webui, args, enable_hr=False, n_iter=1, batch_size=1, seed=7, override_settings=None, **more):
+        self.override_settings = override_settings or {}
         self.webui, self.enable_hr, self.n_iter, self.batch_size = webui, enable_hr, n_iter, batch_size
         self.args = list(args)
         self.extra_generation_params: dict[str, Any] = {}
@@ -183,6 +203,7 @@ class Webui(Modules):
         self.log: list[tuple] = []
         components = {name: type(name, (Component,), {}) for name in GRADIO}
         self.put("gradio", update=lambda **facts: facts, **components)
+        self.context = self.put("gradio.context", Context=types.SimpleNamespace(block="a group", root_block="blocks"))
         accordion = type("InputAccordion", (Component,), {"accordion": Component()})
         self.put("modules.ui_components", InputAccordion=accordion)
         self.load(ldm_wrapped())
@@ -226,20 +247,32 @@ class Webui(Modules):
         return self.process(Processing(self, args, **more))
 
     def process(self, p):
-        """process_images, in the order of this webui."""
+        """process_images, in the order of this webui: a request's own settings hold from behind the first hook."""
         self.hook("before_process", p)
-        self.hook("process", p)
+        before = dict(self.shared.opts.saved)
+        self.shared.opts.saved |= p.override_settings
+        try:
+            return self._process(p)
+        finally:
+            self.shared.opts.saved.clear()
+            self.shared.opts.saved |= before
+
+    def _process(self, p):
         latents, infotexts, built_in = [], [], []
+        if self.flavour in ("a1111", "old"):
+            p.get_token_merging_ratio()
+        self.hook("process", p)
         for n in range(p.n_iter):
             p.seeds = p.all_seeds[n * p.batch_size : (n + 1) * p.batch_size]
             self.reset_objects()
             self.hook("process_batch", p, batch_number=n)
             built_in.append(p.get_token_merging_ratio())
-            infotexts += [self.infotext(p)] * p.batch_size
+            p.params_txt = self.infotext(p)
             latents.append(self._sample(p, built_in))
             if self.flavour != "old":
                 self.hook("post_sample", p)
             self.hook("postprocess_batch", p, images=latents[-1], batch_number=n)
+            infotexts += [self.infotext(p)] * p.batch_size
             p.at_step("postprocess_image")
         comments = "".join(f"{text}\n" for text in p.comments)
         done = types.SimpleNamespace(

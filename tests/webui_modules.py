@@ -67,7 +67,8 @@ class Modules:
         self.scripts = self.put("modules.scripts", Script=script, AlwaysVisible=object(), scripts_data=[])
         self.shared = self.put("modules.shared", opts=Options(), sd_model=None, OptionInfo=OptionInfo)
         listeners = {f"on_{name}": self.callbacks[name].append
-                     for name in ("cfg_denoiser", "ui_settings", "before_ui", "script_unloaded")}  # fmt: skip
+                     for name in ("cfg_denoiser", "ui_settings", "before_ui", "script_unloaded",
+                                  "after_component")}  # fmt: skip
         self.script_callbacks = self.put("modules.script_callbacks", **listeners)
         package = self.put("modules", scripts=self.scripts, shared=self.shared)
         package.script_callbacks = self.script_callbacks

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from .config import MergeConfig
+from .decision import decide
 from .example_inputs import Call, call_of, latents, pictures_in
 from .families import Place, find_blocks
 from .fingerprint import attention_of, device_of, dtype_of, model_of, rules_of, versions
@@ -124,6 +125,33 @@ class Measured:
         own_device, own_dtype = whereabouts(unet)
         where = device_of(torch.device(device or own_device)), dtype_of(dtype or own_dtype)
         return nearest(KNOWN.of(self._about(find_blocks(unet))), *where, height // _PIXELS, width // _PIXELS, batch)
+
+    def why_not(self, height: int, width: int, batch: int = 2) -> str:
+        """Why no step of pictures of this size would merge; "" where one would, as far as is known before.
+
+        Calls no model. height, width: in pixels.
+        """
+        unet, run = self.unet, self.run
+        if unet is None:
+            return "the UNet is gone"
+        if run.latch is None:
+            self.ask_whether_it_pays()
+        device, dtype = whereabouts(unet)
+        latent = torch.empty(batch, 1, height // _PIXELS, width // _PIXELS, device=device, dtype=dtype)
+        channels, why = dict(self.block_sizes), ""
+        for one in run.in_order:
+            downsamples = run.clock.downsamples
+            rules = run.clock.for_pixels((one,), height * width)
+            off: tuple[str, ...] = ("no rule holds for this size",) * len(downsamples)
+            if run.latch is not None:
+                rules, off = run.latch.apply(rules, off, latent, run.clock.gated)
+            for level, reach in enumerate(downsamples):
+                tokens = -(-latent.shape[2] // reach) * -(-latent.shape[3] // reach)
+                found = decide(rules[level], off[level], tokens, channels[reach], device.type)
+                if not found.why_not:
+                    return ""
+                why = why or found.why_not
+        return why
 
     def _about(self, places: list[Place]) -> tuple[str, ...]:
         """What all cases of this patch have in common: their first fields."""

@@ -1,12 +1,7 @@
 """Strength: one number for how much of the picture may change for how much time, and names for four of them.
 
-<<<<<<< HEAD
 What a strength stands for was measured (`strength_table`). It resolves to a `MergeConfig`, whose values can be shown,
-changed and stored: an old picture reproduces after the table has changed.
-=======
-What a strength stands for was measured (`strength_table`). It resolves to one `MergeRule`, whose values can be shown,
 changed and stored. The tables before today's are kept by version, so that an old picture reproduces.
->>>>>>> ee9df80 (strength: its table has a version, and those before it are kept)
 """
 
 from __future__ import annotations
@@ -15,13 +10,8 @@ import math
 from numbers import Real
 from typing import Any
 
-<<<<<<< HEAD
 from .config import MergeConfig
-from .strength_table import CURVE, EARLY_SHARE
-=======
-from .config import MergeConfig, MergeRule
 from .strength_table import CURVE, EARLIER, EARLY_SHARE, VERSION
->>>>>>> ee9df80 (strength: its table has a version, and those before it are kept)
 
 MARKS = {"quality": 0.25, "balanced": 0.5, "fast": 0.75, "max": 1.0}
 PRESETS = tuple(MARKS)

@@ -28,10 +28,10 @@ OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy
 QUIET = {"live_previews_enable": False, "show_progressbar": False, "samples_save": False, "grid_save": False,
          "sd_vae": "None"}  # fmt: skip
 # what tests override: A1111 1.10 puts back after a request only those settings that were saved once
-OVERRIDDEN = {"token_merging_ratio": 0.0, "tomecore_map": False, "batch_cond_uncond": True, "skip_early_cond": 0.0,
+OVERRIDDEN = {"token_merging_ratio": 0.0, "tome_map": False, "batch_cond_uncond": True, "skip_early_cond": 0.0,
               "hypertile_enable_unet": False, "hypertile_enable_unet_secondpass": False,
               "ad_script_names": ""}  # fmt: skip
-QUICK = {"quicksettings_list": ["sd_model_checkpoint", "tomecore_map", "tomecore_ratio"]}
+QUICK = {"quicksettings_list": ["sd_model_checkpoint", "tome_map", "tome_strength"]}
 START = [
     "--skip-torch-cuda-test", "--do-not-download-clip", "--no-download-sd-model", "--skip-version-check",
     "--skip-install", "--skip-python-version-check", "--skip-prepare-environment", "--disable-console-progressbars",

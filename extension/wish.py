@@ -1,0 +1,134 @@
+"""What a job wants, from the panel's values, the API's arguments, an X/Y/Z plot's and the settings.
+
+A strength says everything; what an expert sets besides are deviations from it, by the form's names. Needs no webui.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+from ..tome_core import MergeConfig, form
+from ..tome_core.config import SEED_LIMIT
+from ..tome_core.presets import strength
+from ..tome_core.strength_table import VERSION
+
+TITLE = "Token Merging (ToMe)"
+EVERYWHERE, FIRST, HIRES = WHERE = ("everywhere", "first pass", "hires pass")
+DIAL = ("enabled", "strength", "where")
+OWN = "own"  # the switch below which an expert's values count
+FILLED_FOR = "filled_for"  # the strength that the expert's values were last filled in for, out of sight
+ARGUMENTS = (*DIAL, OWN, FILLED_FOR, *form.NAMES)
+DEFAULTS = {"enabled": False, "strength": 0.5, "where": EVERYWHERE}
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Wish:
+    """Checked values of one job. changes: what differs from what the strength stands for, by the form's names.
+
+    left_out: a sentence for each value that does not go together with the others.
+    """
+
+    enabled: bool = False
+    strength: float = 0.5
+    where: str = EVERYWHERE
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+
+    def config(self, hires: bool, seed: int = 0) -> MergeConfig | None:
+        """The engine's settings for a pass; None where it is left alone. seed: the image's."""
+        if not self.enabled or self.where == (FIRST if hires else HIRES):
+            return None
+        config = form.settle(base_of(self.strength) | dict(self.changes))[0]
+        if config.is_off:
+            return None
+        return config if config.value("seed") else replace(config, seed=int(seed) & SEED_LIMIT)
+
+    def merges(self, has_hires: bool) -> bool:
+        """Is there a pass that it does not leave alone?"""
+        return self.config(False) is not None or (has_hires and self.config(True) is not None)
+
+
+def base_of(value: float, version: int = VERSION) -> dict[str, Any]:
+    """What the form shows for a strength, by name. version: of the table."""
+    return form.values_of(strength(value, version))
+
+
+def read(values: Sequence[Any], setting: Callable[[str], Any], plot: Mapping[str, Any] = _NOTHING) -> Wish:
+    """What the values ask for, in the order of `ARGUMENTS`, or by their names in a dict in the first place.
+
+    setting: what the settings say of a name of `DIAL`, where a value is None or missing. plot: by name, from an X/Y/Z
+    plot, which outweighs all. Raises ValueError or TypeError, naming the value, the range and the remedy; the webui
+    itself checks nothing that comes through its API.
+    """
+    given = _by_name(values)
+    dial = {name: setting(name) if given.get(name) is None else given[name] for name in DIAL} | _of_dial(plot)
+    if dial["enabled"] is False:  # what is not used need not be right
+        return Wish()
+    _check_dial(dial)
+    own = {name: given[name] for name in form.NAMES if given.get(name) is not None}
+    deviating = _deviating(own, given) | {name: value for name, value in plot.items() if name in form.NAMES}
+    return _settled(Wish(True, float(dial["strength"]), dial["where"]), deviating)
+
+
+def wish_of(value: float, where: str, changes: Mapping[str, Any], version: int = VERSION) -> Wish:
+    """A wish by a table's version; with today's table it makes the same pictures. Raises as `read` does."""
+    _check_dial({"enabled": True, "strength": value, "where": where})
+    old = {} if version == VERSION else base_of(value, version)
+    return _settled(Wish(True, float(value), where), old | dict(changes))
+
+
+def _settled(wish: Wish, changes: Mapping[str, Any]) -> Wish:
+    """The wish with those changes that are possible and change something."""
+    base = base_of(wish.strength)
+    config, left_out = form.settle(base | dict(changes))
+    found = form.values_of(config)
+    possible = {name: value for name, value in changes.items() if found[name] == value}
+    if len(possible) < len(changes):  # what is refused is as if it had not been said
+        found = form.values_of(form.settle(base | possible)[0])
+    told = tuple(sentence for sentence in left_out if sentence.partition("=")[0] in changes)
+    return replace(wish, changes={name: value for name, value in found.items() if value != base[name]}, left_out=told)
+
+
+def _by_name(values: Sequence[Any]) -> dict[str, Any]:
+    """The arguments by name. Those of a caller who names settings count as an expert's own."""
+    if not values or not isinstance(values[0], Mapping):
+        if len(values) > len(ARGUMENTS):
+            raise ValueError(f"{len(values)} values were given; there are {len(ARGUMENTS)}: {', '.join(ARGUMENTS)}")
+        return dict(zip(ARGUMENTS, values, strict=False))
+    named = dict(values[0])
+    unknown = [str(name) for name in named if name not in (*DIAL, *form.NAMES)]
+    if unknown:
+        raise ValueError(f"there is no {', '.join(unknown)} to set; there are: {', '.join((*DIAL, *form.NAMES))}")
+    return {**named, OWN: True}
+
+
+def _of_dial(plot: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: plot[name] for name in DIAL if name in plot}
+
+
+def _check_dial(dial: Mapping[str, Any]) -> None:
+    if not isinstance(dial["enabled"], bool):
+        raise TypeError(f"enabled={dial['enabled']!r} is {type(dial['enabled']).__name__}; use true or false")
+    strength(dial["strength"])
+    if dial["where"] not in WHERE:
+        raise ValueError(f"where={dial['where']!r} is not possible; use one of {', '.join(WHERE)}")
+
+
+def _deviating(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """What an expert set: on the page all that differs from what it had filled in, which may be the last strength's."""
+    if given.get(OWN) is not True:
+        return {}
+    filled_for = given.get(FILLED_FOR)
+    base = _NOTHING if filled_for is None else _base_or_nothing(filled_for)
+    return {name: value for name, value in own.items() if name not in base or value != base[name]}
+
+
+def _base_or_nothing(value: Any) -> Mapping[str, Any]:
+    try:
+        return base_of(value)
+    except ValueError:
+        return _NOTHING
