@@ -60,7 +60,7 @@ MAY_IMPORT = {
     "parts": {"attention", "decision", "families", "ledger", "plan", "run", "sites", "wrap"},
     "wiring": {"families", "parts", "sites", "switch", "wrap"},
     "pipeline": {"keep", "run", "wrap"},
-    "measured": {"config", "example_inputs", "families", "fingerprint", "gains", "latch", "measure", "run"},
+    "measured": {"config", "decision", "example_inputs", "families", "fingerprint", "gains", "latch", "measure", "run"},
     "patch": {"config", "families", "fingerprint", "keep", "kernels", "ledger", "measured", "methods", "noise",
         "phases", "pipeline", "presets", "report", "run", "schedule", "wiring", "wrap"},
     "graphs": {"families", "keep", "ledger", "matching", "plan", "run", "sites", "switch", "wiring", "wrap"},
