@@ -49,7 +49,8 @@ def parser() -> argparse.ArgumentParser:
 def scores(what: str, pixels: int, config: Any) -> float:
     """Products of queries and keys in one head: pairs of tokens. config: of the preset."""
     tokens = (pixels // 8) ** 2
-    left = {"unmerged": 1.0, "tomesd": 0.25, "late": 1 - config.rules[0].ratio}.get(what, 1 - (config.early_ratio or config.rules[0].ratio))
+    late = config.rules[0].ratio
+    left = {"unmerged": 1.0, "tomesd": 0.25, "late": 1 - late}.get(what, 1 - (config.early_ratio or late))
     return tokens * tokens * left
 
 
