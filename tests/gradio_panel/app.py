@@ -21,7 +21,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 import webui_modules
 
 BUILT_IN = ("token_merging_ratio", "token_merging_ratio_img2img", "token_merging_ratio_hr")
-QUICK = ("tomecore_enabled", "tomecore_ratio", "tomecore_method", "tomecore_level", "tomecore_min_pixels")
+QUICK = ("tome_enabled", "tome_strength", "tome_where")
 BY_TYPE = {bool: gr.Checkbox, int: gr.Number, str: gr.Textbox}
 BOX = "-checkbox"
 IS_OLD = gr.__version__ < "4"
@@ -75,10 +75,10 @@ def told(facts):
     return json.dumps({"number": next(numbers), **facts})
 
 
-def changed(fields, values):
-    """What differs from custom at the engine's defaults."""
-    plain = {one.name: "custom" if one.name == "preset" else one.default for one in fields}
-    return {name: values[name] for name, value in plain.items() if values[name] != value}
+def changed(wish, values):
+    """What differs from the panel's start."""
+    plain = {**wish.base_of(0.5), **wish.DEFAULTS, wish.OWN: False, wish.FILLED_FOR: 0.5}
+    return {name: values[name] for name in wish.ARGUMENTS if values[name] != plain[name]}
 
 
 class Processing:
@@ -95,7 +95,7 @@ class Tab:
     """A panel, what a job would get from it, and the pasting of an infotext."""
 
     def __init__(self, webui, is_img2img):
-        self.fields = webui.part("settings").FIELDS
+        self.wish = webui.part("wish")
         self.script = script = type(webui.script)()
         script.is_img2img = is_img2img
         name = "img2img" if is_img2img else "txt2img"
@@ -114,7 +114,7 @@ class Tab:
         p = Processing(enable_hr=not self.script.is_img2img)
         self.script.before_process(p, *values)
         self.script.process(p, *values)
-        found = changed(self.fields, {one.name: value for one, value in zip(self.fields, values, strict=False)})
+        found = changed(self.wish, dict(zip(self.wish.ARGUMENTS, values, strict=True)))
         return told({"changed": found, "infotext": p.extra_generation_params, "comments": p.comments})
 
     def paste(self, text):
@@ -136,6 +136,7 @@ class Settings:
                     outputs=[told_here], **AT_ONCE)  # fmt: skip
         for key in QUICK:
             row = self.row(f"quick_{key}", key)
+            webui.call("after_component", row, f"setting_{key}")
             row.change(fn=lambda value, key=key: self.save_one(key, value), inputs=[row], outputs=[row, told_here],
                        **AT_ONCE)  # fmt: skip
 
@@ -146,11 +147,9 @@ class Settings:
         return make(value=self.opts.saved[key], label=info.label, elem_id=elem_id, **(info.component_args or {}))
 
     def save(self, values):
-        """What a panel would start with then is told beside."""
+        """Save and tell."""
         self.opts.saved.update(values)
-        options, fields = self.webui.part("options"), self.webui.part("settings").FIELDS
-        starts = {one.name: options.default_of(one, False) for one in fields}
-        return told({"saved": values, "starts": changed(fields, starts)})
+        return told({"saved": values})
 
     def save_one(self, key, value):
         """A quicksetting's component is updated with its own arguments, but for the precision."""

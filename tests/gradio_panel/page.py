@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 
-CHOOSING = (1, 2)  # with so few values, when a preset was chosen
-
 
 class Page:
     """The controls whose ids begin with `prefix`.
