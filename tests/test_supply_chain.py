@@ -179,7 +179,7 @@ def test_an_import_stays_at_home(placed):
     assert seen["outside"] == [] and seen["written"] == [] and seen["refused"] == []
 
 
-PLANTED = {"webui": "extension/settings.py", "comfyui": "comfy_nodes/inputs.py"}
+PLANTED = {"webui": "extension/wish.py", "comfyui": "comfy_nodes/inputs.py"}
 LINES = """
 open({elsewhere!r}).close()
 open(__file__ + ".log", "w").close()

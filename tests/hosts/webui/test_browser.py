@@ -173,16 +173,16 @@ def test_reload_ui_keeps_it_working(page, webui):
 
 
 def test_a_quicksetting_of_ours_counts_at_once(page, webui):
-    page.locator("#quicksettings #setting_tomecore_ratio input[type=number]").wait_for()
-    box = page.locator("#quicksettings #setting_tomecore_map input[type=checkbox]")
+    page.locator("#quicksettings #setting_tome_strength input[type=number]").wait_for()
+    box = page.locator("#quicksettings #setting_tome_map input[type=checkbox]")
     for is_on in (True, False):
         box.click()
-        while webui.ask("/sdapi/v1/options")["tomecore_map"] is not is_on:
+        while webui.ask("/sdapi/v1/options")["tome_map"] is not is_on:
             page.wait_for_timeout(500)
         assert len(webui.draw(True, "custom", 0.5).all) == 1 + is_on
 
 
 def test_the_settings_tab_is_there(page):
-    found = page.evaluate("[...document.querySelectorAll('[id^=setting_tomecore_]')].map(one => one.id)")
-    assert "setting_tomecore_ratio" in found and "setting_tomecore_img2img_ratio" in found
-    assert "setting_tomecore_map" in found
+    found = page.evaluate("[...document.querySelectorAll('[id^=setting_tome_]')].map(one => one.id)")
+    assert "setting_tome_strength" in found
+    assert "setting_tome_map" in found

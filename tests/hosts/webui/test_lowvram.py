@@ -7,7 +7,7 @@ import pytest
 from tests.hosts.webui.running import kind_of
 from tests.hosts.webui.twins import serve_twins
 
-ON = (True, "custom", 0.5)
+ON = (True, 0.5)
 
 
 @pytest.fixture(scope="module", params=["--lowvram", "--medvram"])

@@ -17,7 +17,7 @@ from PIL import Image
 
 from tests.hosts.webui.twins import serve_twins
 
-ON = (True, "custom", 0.5)
+ON = (True, 0.5)
 FOLDERS = ("sd-webui-controlnet", "adetailer", "multidiffusion-upscaler", "ultimate-upscale")
 
 

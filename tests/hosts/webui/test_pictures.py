@@ -11,7 +11,7 @@ import pytest
 from tests.hosts.webui.running import PAYING, TWICE
 from tome_core import PRESETS, preset
 
-ON = (True, "custom", 0.5)
+ON = (True, 0.5)
 
 
 @pytest.fixture(autouse=True)
@@ -215,6 +215,6 @@ def test_skipping_and_interrupting_from_outside(webui, without):
 
 
 def test_the_merge_map_is_one_more_picture(webui, without):
-    done = webui.draw(*ON, override_settings={"tomecore_map": True})
+    done = webui.draw(*ON, override_settings={"tome_map": True})
     assert len(done.all) == 2 and done.all[0] == webui.draw(*ON).pixels
-    assert len(webui.draw(override_settings={"tomecore_map": True}).all) == 1
+    assert len(webui.draw(override_settings={"tome_map": True}).all) == 1

@@ -6,7 +6,7 @@ import pytest
 
 from tests.hosts.webui.running import PAYING
 
-ON = (True, "custom", 0.5)
+ON = (True, 0.5)
 # all that comes before the early ratio
 LATER = ("same", 0.5, "automatic", 0.0, 1.0, 0, "bipartite", "automatic", False, False, 2, 2, True, -1)
 # axis -> its values as text, the arguments that each stands for, the job

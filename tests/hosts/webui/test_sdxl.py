@@ -8,7 +8,7 @@ from tests.hosts.webui.make_sdxl import make
 from tests.hosts.webui.running import TWICE, kind_of
 from tests.hosts.webui.twins import serve_twins
 
-ON = (True, "custom", 0.5)
+ON = (True, 0.5)
 SIZE = {"width": 256, "height": 256, "steps": 2}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-ON = (True, "custom", 0.5)
+ON = (True, 0.5)
 SAID = "level 0 (/1) 256 -> 128 tokens, 75% of its attention saved"
 GUIDANCE = {
     "cond and uncond in two calls": {"override_settings": {"batch_cond_uncond": False}},
@@ -91,7 +91,7 @@ def test_the_map_shows_what_the_prompt_merged_and_not_the_negative_prompt(twins)
 
 def _map_of(twins, **job):
     """The colours of the map without the picture and the label; 0 where nothing merged."""
-    done = twins.webui.draw(*ON, **job, override_settings={"tomecore_map": True}).all
+    done = twins.webui.draw(*ON, **job, override_settings={"tome_map": True}).all
     first, *_, drawn = (torch.frombuffer(bytearray(one), dtype=torch.uint8).float()
                         for one in done if len(one) == len(done[-1]))  # fmt: skip
     colours = ((drawn - 0.4 * first) / 0.6).where(drawn != first, 0)
