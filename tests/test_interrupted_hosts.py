@@ -17,12 +17,12 @@ from tests.models import fixed, ldm
 from tests.test_interruptions import ERRORS, KINDS, Fault, places
 from tests.test_patch_contract import traces
 from tests.thoroughness import THOROUGH
-from tests.webui_doubles import FLAVOURS, Processing, Webui, merges
+from tests.webui_doubles import FLAVOURS, Processing, Webui, custom, merges
 from tests.webui_modules import HOOKS, SAMPLING_HOOK
 
 MODEL_KINDS = KINDS[:-2]  # the clock and the loop are a diffusers pipeline's
 CALLBACKS = (*HOOKS, SAMPLING_HOOK, "postprocess", "cfg_denoiser")
-WEBUI_ON = (True, "custom", 0.5, "same", 0.5, "up to /8", 0.0, 0.9, 0, "bipartite", "automatic", True, True)
+WEBUI_ON = (custom(level="up to /8", end=0.9),)
 COMFY_ON = {"ratio": 0.5, "level": "up to /8", "end": 0.9, "merge_crossattn": True, "merge_mlp": True}
 
 
