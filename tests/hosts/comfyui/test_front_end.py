@@ -12,8 +12,8 @@ from tests.hosts.comfyui.workflows import WORKFLOWS, made_small, workflow
 
 # pixels a side; as small as merging pays on a CPU
 SIZES = {"txt2img": 256, "sdxl": 512, "hires_fix": 256, "easycache": 256}
-MERGED = {"txt2img": "latent /1: 1024 tokens", "sdxl": "latent /2: ", "hires_fix": "latent /1: 9216 tokens",
-          "easycache": "latent /1: 1024 tokens"}  # fmt: skip
+MERGED = {"txt2img": ": 1024 tokens -> ", "sdxl": "latent /2, ", "hires_fix": ": 9216 tokens -> ",
+          "easycache": ": 1024 tokens -> "}  # fmt: skip
 INTO_A_SUBGRAPH = """
 () => { app.graph.convertToSubgraph(new Set(app.graph.nodes.filter((one) => one.type === "ApplyToMe"))); }
 """

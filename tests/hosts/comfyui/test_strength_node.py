@@ -46,8 +46,8 @@ def test_a_strength_is_its_settings_spelled_out(comfy, strength):
 
 
 @pytest.mark.parametrize(("model", "said"), [
-    ("sd1", ("latent /1: 4096 tokens -> ", "latent /2: 1024 tokens -> ")),
-    ("sdxl", ("latent /2: 1024 tokens -> ",)),
+    ("sd1", ("latent /1, early: 4096 tokens -> ", "latent /1, late: 4096 tokens -> ", "/2, late: 1024 tokens -> ")),
+    ("sdxl", ("latent /2, early: 1024 tokens -> ", "latent /2, late: 1024 tokens -> ")),
 ])  # fmt: skip
 def test_where_the_latent_is_halved_a_strength_merges_keys_and_values_and_no_mlp(comfy, model, said):
     graph = Graph(model, size=(512, 512), steps=2)  # one step of the early phase and one behind it
