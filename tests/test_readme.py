@@ -21,6 +21,7 @@ PAGES = ("README.md", "demo/README.md", "extension/README.md", "benchmarks/READM
 ONE_MODEL = "--model demo/scenes128.safetensors"
 FRONT = "benchmarks/results/front-cpu-2026-11-22.json"
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+MPS = pytest.mark.skipif(not torch.backends.mps.is_available(), reason="needs an Apple GPU")
 GPUS = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four CUDA devices")
 
 
@@ -35,6 +36,8 @@ class Way(NamedTuple):
 
 
 SHORT_TRAINING = "--minutes 0.05 --batch 2 --state {new}/state.safetensors --output {new}/model.safetensors"
+SHORT_STACKING = f"--steps 2 --pictures 1 --rounds 0 {ONE_MODEL} --output {{new}}/stacking.json"
+SHORT_UNFUSED = "--sources math --what unmerged early --output {new}/unfused.json"
 WAYS = {
     "python install.py demo": Way("--pictures 1 --steps 1 --device cpu --output {new}/comparison.png"),
     "python install.py webui DIR": Way(fill=(("DIR", "{new}/webui"),)),
@@ -53,6 +56,7 @@ WAYS = {
         f"--variants tomesd-0.5 --noised 2 --pictures 1 --steps 1 {ONE_MODEL} --output {{new}}/quality.json"
     ),
     "python -m benchmarks.quality --smallest": Way(f"{ONE_MODEL} --output {{new}}/quality.json"),
+    "python -m benchmarks.quality --smallest --device mps": Way(f"{ONE_MODEL} --output {{new}}/quality.json", needs=MPS),
     "python -m benchmarks.quality --for choose": Way("--list"),
     "python -m benchmarks.quality --list": Way(),
     "python -m benchmarks.quality --all": Way("--list"),
@@ -70,6 +74,10 @@ WAYS = {
     "accelerate launch --multi_gpu --num_processes 4 -m benchmarks.quality --output result.json --model ...": Way(
         "--smallest", (("...", "demo/scenes128.safetensors"),), GPUS
     ),
+    "python -m benchmarks.stacking": Way(f"--beside FreeU {SHORT_STACKING}"),
+    "python -m benchmarks.stacking --beside DeepCache FreeU --pictures 1 --rounds 0": Way(SHORT_STACKING),
+    "python -m benchmarks.unfused": Way(f"--pixels 256 {SHORT_UNFUSED}"),
+    "python -m benchmarks.unfused --pixels 512 1024": Way(f"--pixels 256 {SHORT_UNFUSED}"),
     "python -m demo.samples": Way("--steps 1"),
     "python -m demo.train --minutes 600": Way(SHORT_TRAINING),
     "python -m demo.train --minutes 30 --device cuda --batch 64": Way(SHORT_TRAINING, needs=GPU),
