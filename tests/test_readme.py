@@ -56,7 +56,7 @@ WAYS = {
         f"--variants tomesd-0.5 --noised 2 --pictures 1 --steps 1 {ONE_MODEL} --output {{new}}/quality.json"
     ),
     "python -m benchmarks.quality --smallest": Way(f"{ONE_MODEL} --output {{new}}/quality.json"),
-    "python -m benchmarks.quality --smallest --device mps": Way(f"{ONE_MODEL} --output {{new}}/quality.json", needs=MPS),
+    "python -m benchmarks.quality --smallest --device mps": Way(ONE_MODEL, needs=MPS),
     "python -m benchmarks.quality --for choose": Way("--list"),
     "python -m benchmarks.quality --list": Way(),
     "python -m benchmarks.quality --all": Way("--list"),
