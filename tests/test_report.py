@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -73,6 +74,17 @@ def test_each_phase_counts_its_own_work_and_a_level_all_of_it():
     assert both.work_saved == pytest.approx((early.work_saved + late.work_saved) / 2)
     assert both.calls_merged == early.calls_merged + late.calls_merged == 2 * both.blocks
     assert both.tokens == ((256, 256, 128), (256, 256, 26))
+
+
+@pytest.mark.parametrize("limits", [{"start_percent": 0.3}, {"end_percent": 0.05}, {"max_beta": 0.005}])
+def test_a_phase_is_of_the_time_whether_merging_has_begun_or_not(limits):
+    """What an early step leaves whole is no part of what late ones leave out."""
+    early, late = reported(EARLY, 900).levels[0], reported(EARLY, 100).levels[0]
+    found = reported(dataclasses.replace(EARLY, **limits), 900, 100).levels[0]
+    assert [phase.name for phase in found.phases] == ["early", "late"]
+    assert found.phases[0].work_saved == 0 and found.phases[0].work_full == early.phases[0].work_full
+    late_merges = "end_percent" not in limits
+    assert found.phases[1].work_saved == (late.work_saved if late_merges else 0)
 
 
 def test_all_levels_are_weighed_by_their_work():

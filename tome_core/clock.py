@@ -65,12 +65,12 @@ class Clock:
     def at(self, time: Time) -> InForce:
         """The rules in force at this time; one object for all times at which the same ones hold."""
         within = self._window is None or self._window.holds(time)
-        holds = tuple(within and holds_at(rule, time) for rule in self.rules) if self.limited else ()
-        key = (holds, time == UNKNOWN)
+        holds = tuple(holds_at(rule, time) for rule in self.rules) if self.limited else ()
+        key = (within, holds, time == UNKNOWN)
         found = self._found.get(key)
         if found is None:
-            live = tuple(rule for rule, on in zip(self.rules, holds, strict=True) if on) if holds else self.rules
-            found = self._found[key] = self._in_force(live, time)
+            timely = tuple(rule for rule, on in zip(self.rules, holds, strict=True) if on) if holds else self.rules
+            found = self._found[key] = self._in_force(timely if within else (), time, self._phase(timely, time))
         return found
 
     def for_pixels(self, live: tuple[MergeRule, ...], pixels: int) -> tuple[LevelRules, ...]:
@@ -81,10 +81,15 @@ class Clock:
         """These rules where merging was found to pay, or not to."""
         return self._one_object(opened(rules) if opens else shut(rules))
 
-    def _in_force(self, live: tuple[MergeRule, ...], time: Time) -> InForce:
+    def _phase(self, timely: tuple[MergeRule, ...], time: Time) -> str:
+        """timely: the rules whose own limits hold. Outside of the window an early step is early, too."""
+        if not self._early or time == UNKNOWN:
+            return ""
+        return "late" if self._early.isdisjoint(timely) else "early"
+
+    def _in_force(self, live: tuple[MergeRule, ...], time: Time, phase: str) -> InForce:
         in_large = choose(live, self.downsamples, sys.maxsize)
         why = tuple(self._why_off(level, in_large[level], live, time) for level in range(len(self.downsamples)))
-        phase = "" if not self._early or time == UNKNOWN else "late" if self._early.isdisjoint(live) else "early"
         return InForce(self._one_object(choose(live, self.downsamples)), live, why, phase)
 
     def _one_object(self, rules: tuple[LevelRules, ...]) -> tuple[LevelRules, ...]:
