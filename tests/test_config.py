@@ -8,6 +8,7 @@ import math
 import pytest
 
 from tome_core import MergeConfig, MergeRule, describe_settings
+from tome_core.config import rule_of
 from tome_core.methods import METHODS
 
 
@@ -117,6 +118,16 @@ def test_a_rule_is_lean():
     assert len(names) <= 24
     with pytest.raises(TypeError, match="end_percent"):
         MergeRule(end_percent=0.5)
+
+
+@pytest.mark.parametrize("rule", [
+    MergeRule(), MergeRule(method="downsample"), MergeRule(side="kv", query_ratio=0.5, refine=2, keep=60.0),
+    MergeRule(merge_attn=False, merge_mlp=True, refine=1, proportional=False),
+    MergeRule(method="cluster", merge_crossattn=True, use_rand=False, correction=False),
+])  # fmt: skip
+def test_the_text_by_which_a_graph_asks_for_a_match_makes_a_rule_again(rule):
+    found = rule_of(rule.match_text)
+    assert found.match_text == rule.match_text and found is rule_of(rule.match_text)
 
 
 def test_settings_are_frozen_and_compare_by_value():

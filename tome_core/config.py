@@ -347,9 +347,9 @@ class MergeConfig:
 
 
 _OF_A_CONFIG = tuple(item.name for item in fields(MergeConfig)[1:])
-# what a match depends on, wherever and whenever the rule holds
-_OF_A_MATCH = ("method", "ratio", "sx", "sy", "use_rand", "seed", "side", "cluster_on", "proportional", "correction",
-               "refine", "query_ratio", "metric", "keep")  # fmt: skip
+# what a match depends on, wherever and whenever the rule holds; and merge_attn, without which others are refused
+_OF_A_MATCH = ("method", "ratio", "sx", "sy", "use_rand", "seed", "merge_attn", "side", "cluster_on", "proportional",
+               "correction", "refine", "query_ratio", "metric", "keep")  # fmt: skip
 
 
 @lru_cache(maxsize=1024)
