@@ -17,6 +17,7 @@ from tome_core import PRESETS, MergeConfig, gains, gate, host_time, measure, pre
 from tome_core.fingerprint import device_of, dtype_of
 from tome_core.gains import KNOWN
 from tome_core.latch import Latch
+from tome_core.matching import Matcher
 from tome_core.measure import steps_of
 from tome_core.phases import plain_rules
 
@@ -89,6 +90,23 @@ def test_where_merging_is_measured_to_pay_it_merges_whatever_the_table_says(pric
 def _inputs(side):
     x, text = inputs(4, 2, side, side)
     return x, 500, text
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_parts_that_merge_by_one_rule_have_one_match_whatever_decided(monkeypatch, pays):
+    found, matched = [], Matcher.groups
+
+    def counted(self, asked, *rest):
+        found.append(asked.part)
+        return matched(self, asked, *rest)
+
+    monkeypatch.setattr(Matcher, "groups", counted)
+    config, model = MergeConfig(ratio=0.5, merge_mlp=True, merge_crossattn=True, only_if_it_pays=pays), small()
+    with tome_core.patch(model, config) as handle:
+        handle.run.latch = Latch((), (), always=True)
+        picture(model, TABLE_MERGES)
+        assert handle.report().levels[0].mlp_tokens
+    assert found == ["attn"] * 3
 
 
 def test_where_it_is_measured_not_to_pay_it_is_off_and_says_why(price):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 
@@ -88,8 +89,14 @@ def opened(rules: tuple[LevelRules, ...]) -> tuple[LevelRules, ...]:
     finest = next((level for level, one in enumerate(rules) if any(one)), None)
     if finest is None:
         return rules
-    free = LevelRules(*(rule and replace(rule, only_if_it_pays=False) for rule in rules[finest]))
+    free = LevelRules(*(rule and _freed(rule) for rule in rules[finest]))
     return (*rules[:finest], free, *rules[finest + 1 :])
+
+
+@lru_cache(maxsize=256)
+def _freed(rule: MergeRule) -> MergeRule:
+    """One object for a rule: parts that merge by the same one share its match, and steps what is kept of it."""
+    return replace(rule, only_if_it_pays=False)
 
 
 def shut(rules: tuple[LevelRules, ...]) -> tuple[LevelRules, ...]:
