@@ -20,7 +20,9 @@ from tests.recorded_operators import RecordedOperators
 from tests.test_compile_keep import FEW, KEPT, TIMES, WAYS, build, call, draw, same, work  # noqa: F401
 from tests.tiny_pipeline import write_folder
 from tome_core import PRESETS, MergeConfig, gate, latch
+from tome_core.diffusers_hooks import TokenMergingConfig, apply_token_merging
 from tome_core.graphs.handle import capture_by
+from tome_core.graphs.model_state import WRAPPED
 
 SIDES = (8, 16, 24)
 
@@ -488,6 +490,41 @@ def test_models_that_no_graph_can_hold_are_refused_and_later_left_alone(change, 
         tome_core.capture(model)
     assert says in str(refused.value)
     assert "_tome_core_capture" not in vars(model)
+
+
+def test_what_is_put_on_above_decides_at_each_call_and_what_lies_beneath_is_not_recorded():
+    plain, model = build(), build()
+    seen = []
+
+    def wrap(unet, forward):
+        def above(x, *args, **kwargs):
+            seen.append(unet)
+            return forward(x * (len(seen) % 3), *args, **kwargs)
+
+        unet.forward = above
+
+    with recorded(model) as graphs:
+        for one in (model, plain):
+            seen.clear()
+            wrap(one, one.forward)
+            pictures = [call(one, seed=seed) for seed in range(4)]
+            assert len(seen) == 4 and (one is model or same(pictures, before))
+            before = pictures
+        assert graphs.backend.recorded == 1 and graphs.backend.replays == 4 and not graphs.plain_calls
+        with tome_core.patch(model, KEPT) as handle:  # on top of that wrapper, which so lies beneath
+            call(model)
+            assert handle.report().merged_anything
+            assert graphs.plain_calls == {WRAPPED: 1}
+
+
+def test_a_hook_of_diffusers_lies_above_a_capture():
+    settings = TokenMergingConfig(settings={"ratio": 0.5, "side": "kv", "keep": 100.0})
+    plain, model, found = build(), build(), []
+    with recorded(model) as graphs:
+        for one in (plain, model):
+            apply_token_merging(one, settings)
+            found.append([call(one, seed=int(time), time=time) for time in TIMES])
+        assert same(*found) and not graphs.plain_calls and {"new", "kept"} <= set(kinds(graphs))
 
 
 def test_a_compiled_wrapper_is_refused_and_so_is_a_limit_that_is_none():

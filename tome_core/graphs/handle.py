@@ -12,7 +12,8 @@ from torch import nn
 from ..families import find_unet
 from ..switch import CAPTURE
 from ..wiring import put_on, wiring_of
-from .model_state import COMPILED, ModelState
+from ..wrap import is_wrapped_by_others
+from .model_state import COMPILED, WRAPPED, ModelState
 from .recorded_call import Backend
 from .replayer import Replayer
 
@@ -105,7 +106,7 @@ def capture_by(model: Any, backend: Backend | None, limit: int = LIMIT) -> Captu
     """`capture` with somebody else who records; None is `CudaGraphs`."""
     unet = find_unet(model)
     problem = COMPILED if any(hasattr(one, "_orig_mod") for one in (model, getattr(model, "unet", None))) else ""
-    problem = problem or ModelState(unet).problem
+    problem = problem or ModelState(unet).problem or (WRAPPED if is_wrapped_by_others(unet) else "")
     if problem:
         raise ValueError(f"the UNet's calls cannot be captured: {problem}")
     before = vars(unet).get(CAPTURE)

@@ -15,13 +15,15 @@ COMPILED = 'it is compiled, and torch.compile(mode="reduce-overhead") records gr
 _OFFLOADED = (
     "accelerate moves its weights (offload, a device map), and a graph reads where they were; keep them on the card"
 )
+WRAPPED = "somebody's wrapper lies on it, and a graph would freeze its decisions; capture first, wrap then"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 class ModelState:
     """A model as it is now. It is looked at once, and compared at every call.
 
-    problem: why its calls cannot be recorded, "" where they can. Holds what it has looked at, so that nothing else can
+    problem: why its calls cannot be recorded, "" where they can; what lies on the model itself is not looked at, because
+    above a capture it may lie. Holds what it has looked at, so that nothing else can
     come to lie at an address that a graph reads while nobody has noticed that it is gone.
     """
 
@@ -77,6 +79,4 @@ def _problem(model: nn.Module, modules: list[nn.Module]) -> str:
             return f"somebody's wrapper lies on a {type(one).__name__} in it, and a graph would freeze its decisions"
         if any(getattr(one, name) for name in _HOOKS):
             return f"somebody's hook lies on a {type(one).__name__} in it, and a graph would not call it"
-    if is_wrapped_by_others(model):
-        return "somebody's wrapper lies on it, and a graph would freeze its decisions; capture first, wrap then"
     return ""

@@ -15,7 +15,7 @@ from ..run import Call, is_transformed
 from ..sites import INPUT_NAMES, TIME_NAMES, UNetSite, named
 from .cuda import CudaGraphs
 from .forms import Unrecordable, put_together, take_apart
-from .model_state import ModelState
+from .model_state import WRAPPED, ModelState
 from .recorded_call import Backend, Buffers, NotedPlans, RecordedCall
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class Replayer:
         return self._why_never or self._backend.why_not(latent)
 
     def _replayed(self, site: UNetSite, call: Call | None, args: tuple, kwargs: dict[str, Any]) -> Any:
-        self._look_at(site.target)
+        self._look_at(site)
         latent, kept = _latent(args, kwargs), None if call is None else call.kept
         form, given = take_apart(_with_tensor_time(args, kwargs, latent.device))
         ours = None if call is None else (call.run, id(call.rules), call.why_off, kept is None)
@@ -99,12 +99,13 @@ class Replayer:
             self._calls = found.used = self._calls + 1
             return found.replay(given, call, read)
 
-    def _look_at(self, unet: nn.Module) -> None:
+    def _look_at(self, site: UNetSite) -> None:
         if self._state is None or not self._state.holds():
             self._begin_anew()
-            self._state = ModelState(unet)
-        if self._state.problem:
-            raise Unrecordable(self._state.problem)
+            self._state = ModelState(site.target)
+        problem = self._state.problem or ("" if site.beneath is None else WRAPPED)
+        if problem:
+            raise Unrecordable(problem)
 
     def _find(self, key: Any, kept: Any) -> tuple[RecordedCall | None, Any]:
         for one in self._recorded.get(key, ()):
