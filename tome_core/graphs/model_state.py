@@ -22,9 +22,9 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 class ModelState:
     """A model as it is now. It is looked at once, and compared at every call.
 
-    problem: why its calls cannot be recorded, "" where they can; what lies on the model itself is not looked at, because
-    above a capture it may lie. Holds what it has looked at, so that nothing else can
-    come to lie at an address that a graph reads while nobody has noticed that it is gone.
+    problem: why its calls cannot be recorded, "" where they can. (Not for what wraps the model itself, which may lie
+    above a capture.) Holds what it has looked at, so that nothing else can come to lie at an address that a graph reads
+    while nobody has noticed that it is gone.
     """
 
     def __init__(self, model: nn.Module) -> None:
