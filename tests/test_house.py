@@ -22,8 +22,8 @@ MAY_IMPORT = {
     "kernels_correction": {"kernels"},
     "plan": {"kernels"},
     "grid": set(),
-    "methods": {"plan", "grid", "kernels", "methods"},
-    "metric": {"grid", "kernels"},
+    "methods": {"plan", "grid", "kernels"},
+    "metric": {"kernels"},
     "attention": {"grid", "kernels", "kernels_correction", "plan"},
     "setting": set(),
     "config": {"methods", "metric", "setting"},
@@ -43,6 +43,7 @@ MAY_IMPORT = {
     "report": {"gains", "ledger", "report_text"},
     "clock": {"config", "gate", "ledger", "noise", "phases", "schedule"},
     "wrap": set(),
+    "switch": set(),
     "families": set(),
     "fingerprint": {"attention", "config", "families"},
     "latch": {"fingerprint", "gains", "gate", "schedule"},
@@ -53,7 +54,6 @@ MAY_IMPORT = {
     "in_graph": set(),
     "memory": {"run"},
     "matching": {"attention", "config", "grid", "keep", "methods", "metric", "plan", "run"},
-    "switch": set(),
     "compiled": {"attention", "config", "grid", "in_graph", "ledger", "matching", "methods", "plan", "run"},
     "sites": {"attention", "compiled", "config", "decision", "grid", "in_graph", "matching", "memory",
         "run", "switch", "wrap"},
@@ -64,8 +64,8 @@ MAY_IMPORT = {
     "patch": {"config", "families", "fingerprint", "keep", "kernels", "ledger", "measured", "methods", "noise",
         "phases", "pipeline", "presets", "report", "run", "schedule", "wiring", "wrap"},
     "graphs": {"families", "keep", "ledger", "matching", "plan", "run", "sites", "switch", "wiring", "wrap"},
-    "diffusers_model_hook": {"diffusers_hooks", "patch", "run"},
-    "diffusers_hooks": {"config", "diffusers_model_hook", "patch"},
+    "diffusers_model_hook": {"patch", "run", "wrap"},
+    "diffusers_hooks": {"config", "diffusers_model_hook", "patch", "wrap"},
     "sd_block": {"attention"},
     "settings_table": {"config"},
     "host_time": {"config", "patch", "presets", "sd_block"},
@@ -106,6 +106,13 @@ def test_importing_the_engine_imports_nothing_optional():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == ""
+
+
+def test_what_may_be_imported_stands_above_and_so_in_no_circle():
+    above: set[str] = set()
+    for module, may in MAY_IMPORT.items():
+        assert may <= above, f"{module} may import {sorted(may - above)} from below"
+        above.add(module)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "tome_core").rglob("*.py")), ids=lambda p: p.stem)

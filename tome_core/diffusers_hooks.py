@@ -16,6 +16,7 @@ from torch import nn
 
 from .config import MergeConfig
 from .patch import Patch, patch
+from .wrap import under_accelerate
 
 HOOK = "token_merging"
 
@@ -61,7 +62,7 @@ def apply_token_merging(module: nn.Module, config: TokenMergingConfig | None = N
 
     config = TokenMergingConfig() if config is None else config
     had_registry = hasattr(module, "_diffusers_hook")
-    hook = TokenMergingHook(config)
+    hook = TokenMergingHook(config.put_on)
     try:
         with _beneath_accelerate(module):
             HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, HOOK)
@@ -98,8 +99,3 @@ def _beneath_accelerate(module: nn.Module) -> Iterator[None]:
         module._old_forward = module.forward
     finally:
         module.forward = outermost
-
-
-def under_accelerate(module: nn.Module) -> bool:
-    """Does a hook of accelerate's stand in for ``module.forward``, which it then keeps as ``_old_forward``?"""
-    return {"_hf_hook", "_old_forward"} <= vars(module).keys()

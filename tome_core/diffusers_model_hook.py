@@ -2,34 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from diffusers.hooks import ModelHook
 from torch import nn
 
-from .diffusers_hooks import TokenMergingConfig, under_accelerate
 from .patch import Patch
 from .run import Scope, common_value, is_captured
+from .wrap import under_accelerate
 
 _RESET = "_reset_stateful_cache"  # what a pipeline calls of its models after each picture; CacheMixin's, where that is
 
 
 class TokenMergingHook(ModelHook):
-    """A patch that lives as long as it is registered, and the picture that its calls make."""
+    """A patch that lives as long as it is registered, and the picture that its calls make.
+
+    put_on: patches a module, and gives the handle.
+    """
 
     _is_stateful = True
 
-    def __init__(self, config: TokenMergingConfig) -> None:
+    def __init__(self, put_on: Callable[[nn.Module], Patch]) -> None:
         super().__init__()
-        self.config = config
+        self.put_on = put_on
         self.handle: Patch | None = None
         self._gives_reset = False
         self._new_picture()
 
     def initialize_hook(self, module: nn.Module) -> nn.Module:
         """Put the patch on, beneath the registry's own wrapper of ``module.forward``."""
-        self.handle = self.config.put_on(module)
+        self.handle = self.put_on(module)
         if under_accelerate(module):
             module.forward = module._old_forward  # where the patch is; the registry looks at the former
         self._gives_reset = not hasattr(module, _RESET)

@@ -68,8 +68,7 @@ class Wrap:
         accelerate's hook calls ``_old_forward`` and puts that back when it leaves, which diffusers' model offload
         makes it do after every picture: what stood above the hook would be lost.
         """
-        hooked = self.name == "forward" and {"_hf_hook", "_old_forward"} <= vars(self.target).keys()
-        return "_old_forward" if hooked else self.name
+        return "_old_forward" if self.name == "forward" and under_accelerate(self.target) else self.name
 
     def _found(self) -> Any:
         """What others have put into the slot; None for the class's own method, which accelerate puts there."""
@@ -138,6 +137,11 @@ class Wrap:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._of_class = getattr(type(self.target), self.name)
+
+
+def under_accelerate(target: Any) -> bool:
+    """Does a hook of accelerate's stand in for ``target.forward``, which it then keeps as ``_old_forward``?"""
+    return {"_hf_hook", "_old_forward"} <= vars(target).keys()
 
 
 def is_wrapped_by_others(module: torch.nn.Module) -> bool:
