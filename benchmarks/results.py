@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).resolve().parent / "results"
-KINDS = ("speed", "quality", "stacking", "unfused")
+KINDS = ("speed", "quality", "stacking", "unfused", "cases")
 # what has to be equal for rows of two processes to stand in one table
 IDENTITY = ("kind", "settings", "versions", "device")
 _FIELDS = {"kind": str, "created": str, "command": str, "versions": dict, "device": dict, "settings": dict,

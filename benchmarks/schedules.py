@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from diffusers import DDPMScheduler
+from diffusers.schedulers import AysSchedules
 
 from demo.sampler import GUIDANCE
 
-UNIFORM, KARRAS, LATE_HALF = "uniform", "karras", "late-half"
-SCHEDULES = (UNIFORM, KARRAS, LATE_HALF)
+UNIFORM, KARRAS, LATE_HALF, EXPONENTIAL, AYS = "uniform", "karras", "late-half", "exponential", "ays"
+SCHEDULES = (UNIFORM, KARRAS, LATE_HALF, EXPONENTIAL, AYS)
 NOISIEST = 14.6  # Stable Diffusion's highest sigma; a schedule that ends in pure noise has none
 _RHO = 7  # Karras et al. 2022, section 3
 
@@ -35,12 +36,26 @@ def timesteps(schedule: str, config: dict[str, Any], steps: int) -> list[int] | 
     count = config["num_train_timesteps"]
     if schedule == LATE_HALF:
         return (np.arange(count / 2, 0, -count / 2 / steps).round() - 1).astype(int).tolist()[:steps]
-    return _karras(DDPMScheduler(**config).alphas_cumprod.double().numpy(), steps)
-
-
-def _karras(kept: np.ndarray, steps: int) -> list[int]:
-    """Nearest timesteps to sigmas evenly spaced in their `_RHO`-th root, each of them once."""
+    kept = DDPMScheduler(**config).alphas_cumprod.double().numpy()
     sigmas = np.sqrt((1 - kept[kept > 0]) / kept[kept > 0])
-    roots = np.linspace(min(NOISIEST, sigmas[-1]) ** (1 / _RHO), sigmas[0] ** (1 / _RHO), steps)
-    found = np.interp(_RHO * np.log(roots), np.log(sigmas), np.arange(len(sigmas)))
+    return _nearest(sigmas, _SPACED[schedule](min(NOISIEST, sigmas[-1]), sigmas[0], steps))
+
+
+def _karras(first: float, last: float, steps: int) -> np.ndarray:
+    """Evenly spaced in their `_RHO`-th root."""
+    return np.linspace(first ** (1 / _RHO), last ** (1 / _RHO), steps) ** _RHO
+
+
+def _aligned(first: float, last: float, steps: int) -> np.ndarray:
+    """Align Your Steps (Sabour et al. 2024), ten of them; other numbers between those, as its authors do."""
+    ten = np.log(AysSchedules["StableDiffusionSigmas"][:-1])  # the last one is 0, the finished picture
+    return np.exp(np.interp(np.linspace(0, 1, steps), np.linspace(0, 1, len(ten)), ten))
+
+
+_SPACED = {KARRAS: _karras, EXPONENTIAL: np.geomspace, AYS: _aligned}  # sigmas, from the first to the last
+
+
+def _nearest(sigmas: np.ndarray, wanted: np.ndarray) -> list[int]:
+    """Timesteps of the nearest of the model's `sigmas`, each of them once."""
+    found = np.interp(np.log(wanted), np.log(sigmas), np.arange(len(sigmas)))
     return list(dict.fromkeys(found.round().astype(int).tolist()))

@@ -83,6 +83,11 @@ class SceneSubject:
         pictures, tokens = Scenes(seed, count, 2 * self.unet.config.sample_size, walls=self._walls)[part]
         return model.encode(pictures, self.model.haar_gain), tokens
 
+    def scene(self, number: int) -> tuple[torch.Tensor, list[int]]:
+        """A held-out scene to start from, a latent ``[1, C, h, w]``, and its tokens."""
+        latent, words = self._latents(self.purpose.scenes + 1, 1, number)
+        return latent, words[0].tolist()
+
     def predict(self, noised: Noised) -> torch.Tensor:
         """The model's velocity, float32."""
         return self.model(noised.x, noised.t, noised.tokens).float()
@@ -92,8 +97,7 @@ class SceneSubject:
         schedule, guidance = self.manner
         tokens, start = prompt.tokens(self.purpose.prompts[number % len(self.purpose.prompts)]), None
         if schedule == schedules.LATE_HALF:
-            start, words = self._latents(self.purpose.scenes + 1, 1, number)
-            tokens = words[0].tolist()
+            start, tokens = self.scene(number)
         times = schedules.timesteps(schedule, self.model.scheduler, steps)
         return sampler.sample(self.model, tokens, self.purpose.first + number, steps=steps, guidance=guidance,
                               timesteps=times, start=start)  # fmt: skip

@@ -1,0 +1,100 @@
+"""How a case draws: diffusers' loop of text to image, image to image, inpainting and tiles, on a scene model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from benchmarks.case_list import Case
+from benchmarks.case_solvers import SOLVERS
+from demo.model import SceneModel, decode, encode
+from demo.prompt import NULL_TOKEN
+from demo.sampler import to_bytes
+
+Predict = Callable[[torch.Tensor], torch.Tensor]
+_TILE, _APART = 5 / 8, 3 / 8  # side of a tile and distance to the next, as shares of the picture's side
+
+
+class Asked(NamedTuple):
+    """One picture: its six tokens, its seed, and the latent ``[1, C, h, w]`` of the scene it begins with, or None."""
+
+    tokens: list[int]
+    seed: int
+    scene: torch.Tensor | None = None
+
+
+@torch.no_grad()
+def draw(model: SceneModel, case: Case, asked: Sequence[Asked]) -> np.ndarray:
+    """Pictures uint8 ``[n, H, W, 3]``, drawn at once. All that a picture draws comes from its own seed."""
+    dice = [torch.Generator().manual_seed(one.seed) for one in asked]
+    scene = torch.cat([enlarged(model, one.scene, case.scale) for one in asked]) if case.begins_with_a_scene else None
+    side, channels = model.unet.config.sample_size * case.scale, model.unet.config.in_channels
+    noise = torch.cat([torch.randn(1, channels, side, side, generator=one) for one in dice])
+    scheduler = SOLVERS[case.solver](model, case.steps)
+    times = _times_left(scheduler, case)
+    latent = scheduler.add_noise(scene, noise, times[:1].expand(len(noise))) if case.begins_with_a_scene else \
+        noise * scheduler.init_noise_sigma  # fmt: skip
+    tokens = torch.tensor([one.tokens for one in asked])
+    draws = {"generator": dice} if "generator" in inspect.signature(scheduler.step).parameters else {}
+    for number, time in enumerate(times):
+        predict = _predictor(model, tokens, time, case.guidance)
+        given = scheduler.scale_model_input(latent, time)
+        velocity = _in_tiles(predict, given) if case.tiled else predict(given)
+        latent = scheduler.step(velocity, time, latent, **draws).prev_sample
+        if case.inpaint:
+            latent = _keep_half(latent, scene, noise, scheduler, times[number + 1 : number + 2])
+    return to_bytes(decode(latent, model.haar_gain))
+
+
+def enlarged(model: SceneModel, latent: torch.Tensor, scale: int) -> torch.Tensor:
+    """Of the picture enlarged, as a hires pass begins with."""
+    if scale == 1:
+        return latent
+    picture = decode(latent, model.haar_gain)
+    return encode(torch.nn.functional.interpolate(picture, scale_factor=scale, mode="bicubic"), model.haar_gain)
+
+
+def _times_left(scheduler: Any, case: Case) -> torch.Tensor:
+    """Of an image to image pass the last ones; the scheduler is told where it begins."""
+    skipped = case.steps - round(case.steps * case.denoise)
+    if skipped:
+        scheduler.set_begin_index(skipped)
+    return scheduler.timesteps[skipped:]
+
+
+def _predictor(model: SceneModel, tokens: torch.Tensor, time: torch.Tensor, guidance: float) -> Predict:
+    """The velocity at a time; a guidance of 1 needs no negative prompt."""
+
+    def predict(latent: torch.Tensor) -> torch.Tensor:
+        if guidance == 1:
+            return model(latent, time, tokens)
+        both = torch.cat([tokens, torch.full_like(tokens, NULL_TOKEN)])
+        with_prompt, without = model(latent.repeat(2, 1, 1, 1), time, both).chunk(2)
+        return without + guidance * (with_prompt - without)
+
+    return predict
+
+
+def _in_tiles(predict: Predict, latent: torch.Tensor) -> torch.Tensor:
+    """The mean of four overlapping tiles' predictions (MultiDiffusion, Bar-Tal et al. 2023)."""
+    side, apart = (round(share * latent.shape[-1]) for share in (_TILE, _APART))
+    total, count = torch.zeros_like(latent), torch.zeros_like(latent)
+    for top in (0, apart):
+        for left in (0, apart):
+            place = (..., slice(top, top + side), slice(left, left + side))
+            total[place] += predict(latent[place])
+            count[place] += 1
+    return total / count
+
+
+def _keep_half(
+    latent: torch.Tensor, scene: torch.Tensor, noise: torch.Tensor, scheduler: Any, after: torch.Tensor
+) -> torch.Tensor:
+    """The left half is the scene's, noised as the next step expects it; `after` is empty behind the last."""
+    kept = scheduler.add_noise(scene, noise, after.expand(len(scene))) if len(after) else scene
+    half = latent.shape[-1] // 2
+    return torch.cat([kept[..., :half], latent[..., half:]], -1)

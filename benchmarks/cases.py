@@ -1,0 +1,147 @@
+"""``python -m benchmarks.cases``: what each strength leaves of the work and does to pictures, in the cases people have.
+
+Few steps, image to image, hires passes, tiles, inpainting, other samplers and schedules, batches: each picture of a
+scene model beside the unmerged one of the same case. No clock. Prints the table; the same command goes on where a
+killed run was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import shlex
+import sys
+from collections.abc import Iterable
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from demo import cores
+
+cores.wait_passively()
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
+from benchmarks import environment, report, results, subjects, variants  # noqa: E402
+from benchmarks.attention_work import AttentionWork  # noqa: E402
+from benchmarks.call_times import one_thread  # noqa: E402
+from benchmarks.case_list import CASES, Case  # noqa: E402
+from benchmarks.case_pictures import Asked, draw  # noqa: E402
+from benchmarks.purposes import PURPOSES, SHOW  # noqa: E402
+from benchmarks.subjects import SCENE_MODELS, SceneSubject  # noqa: E402
+from demo import prompt  # noqa: E402
+from demo.likeness import gradient_energy, squared_error  # noqa: E402
+from tome_core.presets import MARKS  # noqa: E402
+
+
+class Planned(NamedTuple):
+    """A row: a strength, by its name, in a case of a model. number: of the picture, or of the batch of pictures."""
+
+    model: str
+    case: str
+    number: int
+    strength: str
+
+    @property
+    def key(self) -> str:
+        return ", ".join(map(str, self))
+
+
+def plan(models: Iterable[str], cases: Iterable[str], pictures: int) -> list[Planned]:
+    """All cases of one picture before the next picture's, so that a run that is stopped has something of each."""
+    return [Planned(model, case, number, strength)
+            for number, model, case, strength in product(range(pictures), models, cases, MARKS)]  # fmt: skip
+
+
+class Bench:
+    """Measures the rows of one model; keeps the unmerged pictures of the latest case alone."""
+
+    def __init__(self, path: Path) -> None:
+        self.subject = SceneSubject(path, torch.device("cpu"), PURPOSES[SHOW])
+        self._work = AttentionWork(self.subject.unet)
+        self._latest: tuple[Any, np.ndarray] = None, np.empty(0)
+
+    def measure(self, row: Planned) -> dict[str, Any]:
+        """work: share of the finest self-attention's products that is left; lists over the batch's pictures: squared
+        error beside the unmerged picture, and the gradient energies of both.
+        """
+        case = CASES[row.case]
+        asked = [self._asked(case, case.batch * row.number + place) for place in range(case.batch)]
+        if self._latest[0] != row[:3]:
+            self._latest = row[:3], draw(self.subject.model, case, asked)
+        plain = self._latest[1]
+        with variants.strength(MARKS[row.strength])(self.subject.unet, row.number), self._work:
+            merged = draw(self.subject.model, case, asked)
+        return {
+            "work": self._work.share(),
+            "squared_error": [squared_error(*pair) for pair in zip(plain, merged, strict=True)],
+            "gradient": [[gradient_energy(one) for one in pair] for pair in zip(plain, merged, strict=True)],
+        }
+
+    def _asked(self, case: Case, number: int) -> Asked:
+        """Prompts and seeds in turn; where a scene is begun with, that one and its own prompt."""
+        purpose = self.subject.purpose
+        if case.begins_with_a_scene:
+            scene, tokens = self.subject.scene(number)
+            return Asked(tokens, purpose.first + number, scene)
+        return Asked(prompt.tokens(purpose.prompts[number % len(purpose.prompts)]), purpose.first + number)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    made = argparse.ArgumentParser(prog="python -m benchmarks.cases", description=__doc__.partition("\n\n")[2])
+    add = made.add_argument
+    add("--cases", nargs="+", choices=tuple(CASES), default=list(CASES), metavar="NAME", help="(default: all; --list)")
+    add("--model", nargs="+", type=Path, default=list(SCENE_MODELS), metavar="FILE", help="scene models (default: all "
+        "in demo/)")  # fmt: skip
+    add("--pictures", type=int, default=2, metavar="N", help="or batches of a case and model (default 2)")
+    add("--list", action="store_true", help="the names that --cases takes")
+    add("--output", type=Path, metavar="JSON", help="the result (default: a new file below benchmarks/results/, or the "
+        "unfinished one of this command)")  # fmt: skip
+    return made
+
+
+def execute(options: argparse.Namespace, command: str) -> Path:
+    """Measure what is missing; gives the result's file."""
+    paths = {path.stem: path for path in options.model}
+    rows = {row.key: row for row in plan(paths, options.cases, options.pictures)}
+    bench = cache(lambda name: Bench(paths[name]))
+    settings = {
+        "models": {name: subjects.fingerprint(path) for name, path in paths.items()},
+        "for": SHOW,
+        "strengths": MARKS,
+        "cases": [vars(CASES[name]) for name in options.cases],
+    }
+    record = results.new_record("cases", command, settings, environment.describe("cpu"))
+    run = results.Run.start(record, list(rows), options.output)
+    for key in run.missing:
+        print(f"[{len(rows) - len(run.missing) + 1}/{len(rows)}] {key}", file=sys.stderr, flush=True)
+        run.add(key, {**rows[key]._asdict(), **bench(rows[key].model).measure(rows[key])})
+    return run.path
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run; gives the exit code: 0 done, 2 wrong options (one sentence says which), 130 interrupted."""
+    logging.basicConfig(level=logging.ERROR)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = parser().parse_args(arguments)
+    if options.list:
+        print("\n".join(CASES))
+        return 0
+    try:
+        with one_thread(True):
+            path = execute(options, shlex.join(["python", "-m", "benchmarks.cases", *arguments]))
+        print(report.write([path], path.with_suffix(".md"), None))
+    except (ValueError, OSError) as error:
+        print(f"benchmarks.cases: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nbenchmarks.cases: stopped; the same command goes on from here.", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
