@@ -112,7 +112,7 @@ def execute(options: argparse.Namespace, command: str) -> Path:
         "models": {name: subjects.fingerprint(path) for name, path in paths.items()},
         "for": SHOW,
         "strengths": MARKS,
-        "cases": [vars(CASES[name]) for name in options.cases],
+        "cases": [vars(case) for case in CASES.values()],  # all there are: a run may go on with others of them
     }
     record = results.new_record("cases", command, settings, environment.describe("cpu"))
     run = results.Run.start(record, list(rows), options.output)
@@ -131,6 +131,8 @@ def main(arguments: list[str] | None = None) -> int:
         print("\n".join(CASES))
         return 0
     try:
+        if options.pictures < 1:
+            raise ValueError(f"--pictures {options.pictures}: give a number from 1 up")
         with one_thread(True):
             path = execute(options, shlex.join(["python", "-m", "benchmarks.cases", *arguments]))
         print(report.write([path], path.with_suffix(".md"), None))

@@ -1,0 +1,112 @@
+"""The table of `benchmarks.cases`, from its rows alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.results import Record, ResultError
+from demo.likeness import decibels
+from tome_core import preset
+
+Row = dict[str, Any]
+Group = dict[str, list[Row]]  # a case's rows, by strength
+WHOLE, FEW, HIRES = "20 steps", "4 steps", "hires at .5 of 10"
+_MARK, _WITHIN = "balanced", 0.1
+
+_EXPLAINED = """\
+Four figures a cell: {strengths}. Work: share of the finest self-attention's products that is left, counted while the
+pictures were drawn; over a whole noise schedule the marks promise {promised}. PSNR, and rms in steps of 255: of merged
+pictures beside the unmerged ones of the same case, means over pictures. Detail: their gradient energy as a share of the
+unmerged ones'. Guidance 1.5 unless the case says 1. Shapes of few-step models (Turbo, Lightning, LCM, Hyper) are their
+solvers, times and guidance on a scene model that is not distilled. Img2img, inpainting, hires and tiled cases begin
+with a held-out scene, the last two with it at twice the size. No ControlNet, IP-Adapter or LoRA was trained for the
+scene models, and their prompts know no regions, so those are laws of the tests, not rows."""
+
+
+def table(records: Sequence[Record]) -> str:
+    """Markdown: for each model a row a case, and whether the two numbers hold that a mark promises by itself."""
+    strengths = list(records[0]["settings"]["strengths"])
+    promise = " / ".join(f"{promised(name):.3f}" for name in strengths)
+    text = [_EXPLAINED.format(strengths=" / ".join(strengths), promised=promise)]
+    for record in records:
+        order = [case["name"] for case in record["settings"]["cases"]]
+        rows = sorted(record["rows"], key=lambda row: order.index(row["case"]))
+        for model in dict.fromkeys(row["model"] for row in record["rows"]):
+            text += [f"### {model}", *_section([row for row in rows if row["model"] == model], strengths)]
+        if record["missing"]:
+            text.append(f"Unfinished: {len(record['missing'])} rows are missing.")
+        text.append(f"`{record['command']}`; commit {record['commit']}; {record['device']['name']}.")
+    return "\n\n".join(text)
+
+
+def plot(records: Sequence[Record], path: Path) -> None:
+    """There is none. Raises ResultError."""
+    raise ResultError("cases are a table without a plot; give --no-plot")
+
+
+def promised(strength: str) -> float:
+    """Work that a mark leaves, on average over the whole noise schedule."""
+    config = preset(strength)
+    late, until = 1 - config.rules[0].ratio, config.early_until / 1000
+    return late if config.early_ratio is None else late * until + (1 - config.early_ratio) * (1 - until)
+
+
+def _section(rows: list[Row], strengths: list[str]) -> list[str]:
+    cases: dict[str, Group] = {}
+    for row in rows:
+        cases.setdefault(row["case"], {}).setdefault(row["strength"], []).append(row)
+    lines = ["| case | pictures | work | PSNR dB | rms | detail |", "|---|---:|---|---|---|---|"]
+    lines += [_line(name, group, strengths) for name, group in cases.items()]
+    return ["\n".join(lines), *_numbers(cases)]
+
+
+def _line(name: str, group: Group, strengths: list[str]) -> str:
+    columns: list[tuple[Callable[[list[Row]], float], str]] = [
+        (work, ".3f"), (psnr, ".1f"), (rms, ".2f"), (detail, ".3f")
+    ]  # fmt: skip
+    there = [group.get(strength, []) for strength in strengths]
+    count = min(sum(len(row["squared_error"]) for row in rows) for rows in there)
+    cells = (" / ".join(f"{of(rows):{form}}" if rows else "-" for rows in there) for of, form in columns)
+    return f"| {name} | {count} | {' | '.join(cells)} |"
+
+
+def work(rows: list[Row]) -> float:
+    """Mean share of the work that is left."""
+    return float(np.mean([row["work"] for row in rows]))
+
+
+def psnr(rows: list[Row]) -> float:
+    """Mean in dB."""
+    return float(np.mean([decibels(error) for row in rows for error in row["squared_error"]]))
+
+
+def rms(rows: list[Row]) -> float:
+    """Mean over pictures of the root mean square difference, in steps of 255."""
+    return float(np.mean([error**0.5 for row in rows for error in row["squared_error"]]))
+
+
+def detail(rows: list[Row]) -> float:
+    """Mean share of the unmerged picture's gradient energy."""
+    return float(np.mean([merged / plain for row in rows for plain, merged in row["gradient"]]))
+
+
+def _numbers(cases: dict[str, Group]) -> list[str]:
+    """Four steps are to err no more than twenty, a hires pass to leave and err as the mark promises."""
+    whole, few, hires = (cases.get(name, {}).get(_MARK) for name in (WHOLE, FEW, HIRES))
+    said = []
+    if whole and few:
+        said.append(f"- {FEW}, {_MARK}: rms {rms(few):.2f}, at {WHOLE} {rms(whole):.2f}: "
+                    f"{_verdict(rms(few) <= rms(whole))}.")  # fmt: skip
+    if whole and hires:
+        more = {"work": work(hires) / promised(_MARK) - 1, "rms": rms(hires) / rms(whole) - 1}
+        told = "; ".join(f"{name} {share:+.0%}, {_verdict(abs(share) <= _WITHIN)}" for name, share in more.items())
+        said.append(f"- {HIRES}, {_MARK}, beside the mark's promise (work) and a whole picture (rms): {told}.")
+    return ["\n".join(said)] if said else []
+
+
+def _verdict(holds: bool) -> str:
+    return "holds" if holds else "DOES NOT HOLD"
