@@ -57,7 +57,10 @@ def option(key: str, default: Any) -> Any:
 def add_option(
     key: str, default: Any, label: str, help: str, section: tuple[str, str], component: str = "", **arguments: Any
 ) -> None:
-    """Put a setting into the settings tab. component: a name in gradio, "" for what suits the default."""
+    """Put a setting into the settings tab. component: a name in gradio, "" for what suits the default.
+
+    It is saved as it is, for after a request the webuis put back only what was saved once.
+    """
     made = None
     if component:
         import gradio
@@ -67,6 +70,7 @@ def add_option(
     if hasattr(info, "info"):
         info = info.info(help)
     shared.opts.add_option(key, info)
+    shared.opts.data.setdefault(key, default)
 
 
 def running_unet(p: Any) -> Any:

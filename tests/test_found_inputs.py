@@ -15,6 +15,7 @@ import torch
 import tome_core
 from tests.models import unet
 from tests.webui_doubles import Processing, Webui
+from tome_core import form
 
 # --- set_time ---------------------------------------------------------------------------------------------------------
 
@@ -67,7 +68,7 @@ def webui(monkeypatch):
 @pytest.fixture
 def log(webui):
     """What our loggers say to the webui's console."""
-    told, ours = [], logging.getLogger(webui.part("metadata").__name__.rpartition(".extension")[0])
+    told, ours = [], logging.getLogger(webui.part("infotext").__name__.rpartition(".extension")[0])
 
     class Listener(logging.Handler):
         def emit(self, record):
@@ -83,86 +84,85 @@ NO_NUMBERS = ("inf", "-inf", "Infinity", "1e400", "-1e400", "nan", "1" + "0" * 4
               "much", "", "0x10", "2.5.1")  # fmt: skip
 
 
-def fields(webui, *kinds):
-    """The fields that an infotext can hold, of these kinds: number, words."""
-    settings = webui.part("settings")
-    for one in settings.FIELDS:
-        is_words = isinstance(one.default, bool) or bool(one.choices)
-        if one.name not in ("enabled", "preset") and ("words" if is_words else "number") in kinds:
+def fields(*kinds):
+    """The fields of these kinds: number, words."""
+    for one in form.FIELDS:
+        if ("words" if isinstance(one.default, bool) or one.choices else "number") in kinds:
             yield one
 
 
-def pasted(webui, key, text):
-    """Field name -> what the webui is given for its control; the picture was made with us at the ratio 0.5."""
-    parameters = {"ToMe ratio": "0.5", key: text}
-    return {name: read(parameters) for name, read in webui.part("metadata").paste_functions().items()}
+def pasted(webui, part):
+    """The changes of a pasted wish, of which a part is this."""
+    parameters = {"ToMe": f"0.5 v1; {part}; hires pass"}
+    read = webui.part("infotext").paste_function
+    assert read("enabled")(parameters) is True and read("where")(parameters) == "hires pass", "what is right is pasted"
+    return webui.part("infotext").wish_in(parameters["ToMe"]).changes
 
 
 @pytest.mark.parametrize("text", NO_NUMBERS, ids=lambda text: text[:8])
 def test_a_number_that_makes_no_sense_is_ignored_on_paste_and_the_log_says_so(webui, log, text):
-    keys = webui.part("metadata").KEYS
-    right = pasted(webui, "Steps", "20")
-    for one in fields(webui, "number"):
+    for one in fields("number"):
         log.clear()
-        found = pasted(webui, keys[one.name], text)
-        assert found.pop(one.name) is None
-        assert found == {name: value for name, value in right.items() if name != one.name}, "what is right was pasted"
+        assert one.name not in pasted(webui, f"{one.name}={text}")
         (sentence,) = log
-        assert sentence.startswith(f"{keys[one.name]}: ") and "makes no sense and is ignored; use a" in sentence
-        assert text[:8] in sentence and len(sentence) < 200
+        assert sentence.startswith(f"ToMe: a part of the pasted infotext is ignored: {one.name}=")
+        assert "use " in sentence and len(sentence) < 700
 
 
 @pytest.mark.parametrize("text", ["inf", "maybe", "true", "1"])
 def test_a_word_that_makes_no_sense_is_ignored_on_paste_and_the_log_lists_those_that_do(webui, log, text):
-    keys = webui.part("metadata").KEYS
-    for one in fields(webui, "words"):
+    for one in fields("words"):
         log.clear()
-        assert pasted(webui, keys[one.name], text)[one.name] is None
+        assert one.name not in pasted(webui, f"{one.name}={text}")
         (sentence,) = log
-        assert sentence.startswith(f"{keys[one.name]}: '{text}' ")
-        assert all(word in sentence for word in one.choices or ("True", "False"))
+        assert f"ignored: {one.name}='{text}' " in sentence
+        assert all(word in sentence for word in one.choices or ("true or false",))
 
 
-def test_a_number_past_its_limit_is_ignored_on_paste(webui, log):
-    past = {"sx": 65, "sy": "100000", "ratio": 1.01, "refine": 4, "early_until": 1001,
-            "seed": 2**32, "min_pixels": 2**53, "sx ": "2.5"}  # fmt: skip
-    keys = webui.part("metadata").KEYS
-    for name, value in past.items():
-        name = name.strip()
-        assert pasted(webui, keys[name], str(value))[name] is None
-    assert len(log) == len(past)
-    assert log[0] == "ToMe stride x: '65' in the pasted infotext makes no sense and is ignored; " \
-        "use a whole number from 1 to 64"  # fmt: skip
+PAST = {"sx": 65, "sy": "100000", "ratio": 1.01, "refine": 4, "early_until": 1001, "merge_seed": 2**32,
+        "min_pixels": 2**53, "sx ": "2.5"}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PAST)
+def test_a_number_past_its_limit_is_ignored_on_paste(webui, log, name):
+    assert name.strip() not in pasted(webui, f"{name.strip()}={PAST[name]}")
+    assert len(log) == 1 and f"{name.strip()}={PAST[name]}" in log[0]
 
 
 def test_a_number_at_its_limits_is_pasted(webui, log):
-    keys = webui.part("metadata").KEYS
-    for one in fields(webui, "number"):
-        for value in (one.minimum, one.limit, one.default):
-            assert pasted(webui, keys[one.name], str(value))[one.name] == value
-    assert not log
+    for one in fields("number"):
+        base = webui.part("wish").base_of(0.5)[one.name]
+        for value in (one.minimum, one.limit or one.maximum, one.default):
+            found = pasted(webui, f"{one.name}={value}")
+            # together with the strength's other values an end is not always possible, which is told
+            assert found.get(one.name, base) == value or f"{one.name}=" in log[-1]
 
 
 NO_VALUES = [math.inf, -math.inf, math.nan, 10**400, -(10**400), 1e300, "inf", "2", [], {}, [2], b"2"]
 
 
 @pytest.mark.parametrize("value", NO_VALUES, ids=lambda value: str(value)[:12])
-def test_a_value_of_the_api_that_makes_no_sense_leaves_the_picture_unmerged_and_the_log_names_it(webui, log, value):
-    settings = webui.part("settings")
-    for one in settings.FIELDS:
+def test_a_value_of_the_api_that_makes_no_sense_is_left_out_and_named(webui, value):
+    read, setting = webui.part("wish").read, webui.part("options").of_dial
+    for one in form.FIELDS:
+        wish = read(({"enabled": True, one.name: value},), setting)
+        assert not wish.changes and len(wish.left_out) == 1 and wish.left_out[0].startswith(f"{one.name}=")
+
+
+@pytest.mark.parametrize("value", NO_VALUES, ids=lambda value: str(value)[:12])
+def test_a_dial_of_the_api_that_makes_no_sense_leaves_the_picture_unmerged_and_the_log_names_it(webui, log, value):
+    for name in webui.part("wish").DIAL:
         log.clear()
-        given = {**settings.DEFAULTS, "enabled": True, "preset": "custom", "hires": "own ratio", one.name: value}
-        p = Processing(webui, given.values(), enable_hr=True)
+        p = Processing(webui, ({"enabled": True, name: value},), enable_hr=True)
         webui.hook("before_process", p)
         webui.hook("process", p)
         (sentence,) = log
-        assert sentence.startswith("not merged, because a setting is wrong: ") and one.name in sentence
+        assert sentence.startswith("not merged, because a setting is wrong: ") and f"{name}=" in sentence
         assert not webui.errors and not p.extra_generation_params and list(p.comments) == [f"ToMe: {sentence}"]
 
 
-def test_a_seed_of_the_webuis_is_cut_to_the_engines_bits_and_a_larger_one_is_refused(webui):
-    settings = webui.part("settings")
-    given = {**settings.DEFAULTS, "enabled": True, "preset": "custom"}
-    assert settings.read(tuple({**given, "seed": 2**32 - 1}.values())).values["seed"] == 2**31 - 1
-    with pytest.raises(ValueError, match="seed=4294967296 is out of range"):
-        settings.read(tuple({**given, "seed": 2**32}.values()))
+def test_a_seed_of_the_webuis_is_cut_to_the_engines_bits_and_a_larger_one_that_is_given_is_left_out(webui):
+    read, setting = webui.part("wish").read, webui.part("options").of_dial
+    assert read((True,), setting).config(False, seed=2**32 - 1).value("seed") == 2**31 - 1
+    wish = read(({"enabled": True, "merge_seed": 2**32},), setting)
+    assert wish.left_out and wish.left_out[0].startswith("merge_seed=4294967296 is out of range")

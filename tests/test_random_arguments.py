@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -260,29 +259,31 @@ def test_any_raw_values_of_a_node_give_a_picture_or_a_message(server, capsys):
 # --- the webuis ------------------------------------------------------------------------------------------------------
 
 
-def panel_values(settings: Any) -> list[tuple[st.SearchStrategy, Any]]:
-    """For each of the API's arguments, in order, values that are right by themselves, and the default."""
-    found = []
-    for one in settings.FIELDS:
-        if one.choices:
-            right = st.sampled_from(one.choices)
-        elif one.name == "enabled":
-            right = st.booleans() | st.just(True)
-        elif one.name == "seed":
-            right = st.just(-1) | st.integers(0, 2**32)
-        else:
-            right = possible(DESCRIBED["ratio" if one.name == "hires_ratio" else one.engine])
-        found.append((right, one.default))
-    return [*found, (st.sampled_from(("", *settings.PRESET_CHOICES)), "")]
+def api_values(wish: Any) -> dict[str, st.SearchStrategy]:
+    """For each of the API's arguments, in order, values that are right by themselves."""
+    share = st.floats(0, 1)
+    found = {"enabled": st.booleans() | st.just(True), "strength": share, "where": st.sampled_from(wish.WHERE),
+             wish.OWN: st.booleans(), wish.FILLED_FOR: share}  # fmt: skip
+    for one in form.FIELDS:
+        found[one.name] = st.sampled_from(one.choices) if one.choices else possible(DESCRIBED[one.setting])
+    assert tuple(found) == wish.ARGUMENTS
+    return found
 
 
 @st.composite
 def api_args(draw, arguments):
-    """A list as an API caller writes one: as long as it likes, mostly right."""
-    args = [draw(right) for right, _ in arguments[: draw(st.integers(0, len(arguments) + 1))]]
-    for place in draw(st.lists(st.integers(0, max(0, len(args) - 1)), max_size=2)) if args else ():
-        args[place] = draw(json_values)
-    return args + draw(st.just([]) | st.lists(json_values, max_size=1) if len(args) == len(arguments) else st.just([]))
+    """What an API caller writes, by place or by name: as much as it likes, mostly right."""
+    names = [*arguments]
+    by_name = draw(st.booleans())
+    given = draw(st.lists(st.sampled_from(names), unique=True))
+    given = given if by_name else names[: len(given)]
+    values = {name: draw(arguments[name]) for name in given}
+    for name in draw(st.lists(st.sampled_from(given), max_size=2)) if given else ():
+        values[name] = draw(json_values)
+    if by_name:
+        return [values | draw(st.just({}) | st.dictionaries(st.text(max_size=3), json_values, max_size=1))]
+    more = st.lists(json_values, max_size=1) if len(values) == len(names) else st.just([])
+    return [*values.values(), *draw(more)]
 
 
 @pytest.mark.parametrize("flavour", FLAVOURS[:1] if PROFILE.max_examples < 1000 else FLAVOURS[1:2])
@@ -293,23 +294,24 @@ def test_any_arguments_of_the_api_give_a_picture_or_a_message(flavour, monkeypat
     webui = Webui(monkeypatch, flavour).start()
     webui.load(LatentDiffusionDouble(fixed(ldm(attention_resolutions=(1,), channel_mult=(1,)))))
     before, seen = traces(webui.unet), Seen()
-    webui.shared.opts.saved[webui.part("options").CONSOLE] = False
+    options, wish = webui.part("options"), webui.part("wish")
+    webui.shared.opts.data[options.REPORT] = options.PAGE
     plain = {hires: webui.job(False, enable_hr=hires).latents for hires in (False, True)}
-    settings = webui.part("settings")
 
     @PROFILE
-    @given(api_args(panel_values(settings)), st.booleans())
+    @given(api_args(api_values(wish)), st.booleans())
     def law(args, hires):
         webui.log.clear()
         done = webui.job(*args, enable_hr=hires)
         assert not webui.errors and not merges(webui.unet), (webui.errors, args)
-        problem = done.extra_generation_params.get("ToMe error")
-        if problem is not None:
+        told = done.extra_generation_params.get("ToMe report", {"line": ""})["line"]
+        named = args[0] if args and isinstance(args[0], dict) else dict(zip(wish.ARGUMENTS, args, strict=False))
+        if told.startswith("not merged, because a setting is wrong: "):
             assert torch.equal(done.latents, plain[hires]), "a refused job is merged"
-            named = names_one_of(problem, dict(zip(settings.ARGUMENTS, map(_as_read, args), strict=False)))
-            assert named or names_one_of(problem, dict(zip(settings.ARGUMENTS, args, strict=False))) or (
-                len(args) > len(settings.ARGUMENTS) and str(len(args)) in problem), (problem, args)  # fmt: skip
-            assert problem in done.comments
+            is_long = len(args) > len(wish.ARGUMENTS) and str(len(args)) in told
+            assert is_long or names_one_of(told, named) or any(f"there is no {name}" in told for name in named), (
+                told, args)  # fmt: skip
+            assert told in done.comments
             seen["refusals"] += 1
             return
         assert done.latents.shape == plain[hires].shape and done.latents.isfinite().all()
@@ -319,8 +321,3 @@ def test_any_arguments_of_the_api_give_a_picture_or_a_message(flavour, monkeypat
     assert traces(webui.unet) == before
     webui.call("script_unloaded")
     seen.told(capsys, f"arguments of the API ({flavour})")
-
-
-def _as_read(value: Any) -> Any:
-    """Sliders give whole numbers as 2.0; messages then say 2."""
-    return int(value) if isinstance(value, float) and math.isfinite(value) and value.is_integer() else value

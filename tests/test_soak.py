@@ -256,24 +256,22 @@ def test_a_webui_model_is_as_it_was_after_all_generations(capsys, monkeypatch):
     monkeypatch.setattr(Processing, "size", 8)
     webui = Webui(monkeypatch).start()
     webui.load(LatentDiffusionDouble(fixed(ldm(attention_resolutions=(1,), channel_mult=(1,)))))
-    options, settings = webui.part("options"), webui.part("settings")
-    webui.shared.opts.saved[options.CONSOLE] = False
+    options, wish = webui.part("options"), webui.part("wish")
+    webui.shared.opts.data[options.REPORT] = options.PAGE
     dice, unet = random.Random(3), webui.unet
     before, weights, expected = traces(unet), bits(unet), webui.job(False, enable_hr=True).latents
 
     def value(one: Any) -> Any:
-        if one.name == "enabled":
-            return dice.random() < 0.9
-        return dice.choice(one.choices) if one.choices else any_value(dice, DESCRIBED[one.engine or "ratio"])
+        return dice.choice(one.choices) if one.choices else any_value(dice, DESCRIBED[one.setting])
 
     def fail(step: Any) -> None:
         raise RuntimeError("by the test")
 
     def generate(number: int) -> None:
         webui.log.clear()
-        webui.shared.opts.saved[options.MAP] = dice.random() < 0.3
-        args = [value(one) if dice.random() < 0.5 or one.name == "enabled" else one.default for one in settings.FIELDS]
-        args += dice.choice([[], [args[1]], [settings.START]])
+        webui.shared.opts.data[options.MAP] = dice.random() < 0.3
+        given = {"enabled": dice.random() < 0.9, "strength": dice.random(), "where": dice.choice(wish.WHERE)}
+        args = [given | {one.name: value(one) for one in form.FIELDS if dice.random() < 0.25}]
         facts = {"enable_hr": dice.random() < 0.7, "n_iter": dice.randint(1, 2), "seed": dice.randint(0, 2**32)}
         if dice.random() < 0.05:
             with pytest.raises(RuntimeError, match="by the test"):

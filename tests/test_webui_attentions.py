@@ -21,7 +21,7 @@ def webui(monkeypatch):
     made = Webui(monkeypatch, "a1111")
     made.shared.loaded_hypernetworks = theirs.hypernetworks
     made.put("modules.hypernetworks.hypernetwork", apply_hypernetworks=theirs.apply_hypernetworks)
-    made.shared.opts.saved["upcast_attn"] = False
+    made.shared.opts.data["upcast_attn"] = False
     with_xformers(monkeypatch, theirs)
     made.start()
     yield made
@@ -74,7 +74,7 @@ def test_each_of_a1111s_forwards_is_known(webui, monkeypatch, name, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", [one for one in theirs.HIJACKS if one.startswith(("split", "sub", "xf", "scaled"))])
 def test_they_may_cast_to_float32(webui, monkeypatch, name, dtype):
-    theirs.upcast.on = webui.shared.opts.saved["upcast_attn"] = True
+    theirs.upcast.on = webui.shared.opts.data["upcast_attn"] = True
     # the mask would stay in half precision, which torch's function refuses
     assert ways(webui, monkeypatch, hijacked(monkeypatch, name, dtype), dtype=dtype, tolerance=2e-2) == WIDER
 

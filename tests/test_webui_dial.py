@@ -63,12 +63,12 @@ def test_where_decides_which_pass_merges(webui):
 
 def test_a_moved_setting_acts_on_the_next_job_that_does_not_say_otherwise(webui):
     free = {"override_settings": {}}
-    webui.shared.opts.saved |= {"tome_enabled": True, "tome_strength": 0.7, "tome_where": "first pass"}
+    webui.shared.opts.data |= {"tome_enabled": True, "tome_strength": 0.7, "tome_where": "first pass"}
     assert report(webui.job())["merged"] is False  # the double's pictures are too small for the gate
     told = webui.job({"only_if_it_pays": False}, enable_hr=True, **free)
     assert told.infotexts == ["ToMe: 0.7 v1; first pass; only_if_it_pays=False"]
     assert webui.job({"strength": 0.2, "only_if_it_pays": False}, **free).infotexts[0].startswith("ToMe: 0.2 v1; first")
-    webui.shared.opts.saved["tome_strength"] = 0.8
+    webui.shared.opts.data["tome_strength"] = 0.8
     assert webui.job({"only_if_it_pays": False}).infotexts[0].startswith("ToMe: 0.8 v1")
     assert webui.job(False).extra_generation_params == {}
 
@@ -80,10 +80,11 @@ def test_a_requests_own_settings_hold_for_its_job_alone_and_arguments_outweigh_t
     assert webui.job(free).infotexts == [""]
     assert webui.job({**free, "strength": 0.3}, override_settings=own).infotexts[0].startswith("ToMe: 0.3 v1")
     assert webui.job({"enabled": False}, override_settings=own).extra_generation_params == {}
+    assert webui.job().extra_generation_params == {}, "nothing of it is left"
 
 
 def test_a_page_gives_every_value_so_that_its_panel_is_what_counts(webui):
-    webui.shared.opts.saved |= {"tome_enabled": True, "tome_strength": 0.7}
+    webui.shared.opts.data |= {"tome_enabled": True, "tome_strength": 0.7}
     assert webui.job(False, 0.5, "everywhere").extra_generation_params == {}
 
 
@@ -130,7 +131,7 @@ def test_the_answer_says_why_nothing_merged(webui):
 
 
 def test_the_built_in_merging_is_silent_only_where_ours_merges_and_that_is_told(webui):
-    webui.shared.opts.saved["token_merging_ratio"] = 0.5
+    webui.shared.opts.data["token_merging_ratio"] = 0.5
     off = webui.job(enable_hr=True)
     assert off.built_in == [0.5, 0.5] and "Token merging ratio: 0.5" in off.infotexts[0]
     everywhere = webui.job(FREE, enable_hr=True)
@@ -148,7 +149,7 @@ def test_the_built_in_merging_is_silent_only_where_ours_merges_and_that_is_told(
 
 
 def test_nothing_leaks_into_a_copy_of_a_job(webui):
-    webui.shared.opts.saved["token_merging_ratio"] = 0.5
+    webui.shared.opts.data["token_merging_ratio"] = 0.5
     first = Processing(webui, ({**FREE, "strength": 0.6},))
     webui.process(first)
     cell = copy.copy(first)  # as the plot does it: one dict for all cells

@@ -151,12 +151,12 @@ def test_a_call_that_says_nothing_is_told_from_one_that_says_the_defaults(webui)
 @pytest.mark.parametrize("saved", [None, "much", [], float("nan"), float("inf"), 10**400])
 def test_a_nonsensical_saved_setting_breaks_no_page(webui, saved):
     """A1111 1.10 does not start where a panel raises."""
-    webui.shared.opts.saved |= dict.fromkeys(("tome_enabled", "tome_strength", "tome_where"), saved)
+    webui.shared.opts.data |= dict.fromkeys(("tome_enabled", "tome_strength", "tome_where"), saved)
     assert [one.get_config()["value"] for one in webui.script.ui(False)][:3] == [False, 0.5, "everywhere"]
 
 
 def test_a_page_starts_with_the_settings_unless_the_user_saved_a_default_of_the_panel(webui):
-    webui.shared.opts.saved |= {"tome_enabled": True, "tome_strength": 0.7}
+    webui.shared.opts.data |= {"tome_enabled": True, "tome_strength": 0.7}
     controls = webui.script.ui(False)
     assert [one.get_config()["value"] for one in controls][:3] == [True, 0.7, "everywhere"]
     controls[1].value = 0.3

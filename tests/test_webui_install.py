@@ -44,7 +44,7 @@ def call_install(*arguments, cwd=ROOT, root=ROOT) -> subprocess.CompletedProcess
 def works(webui, place: Path) -> None:
     """The extension that lies there merges, with the engine that lies there."""
     webui.start(place)
-    assert "128 tokens" in webui.job(custom()).comments and not webui.errors
+    assert "75 % of attention left out" in webui.job(custom()).comments and not webui.errors
     assert Path(webui.part("script").__file__).samefile(place / "extension" / "script.py")
     assert Path(sys.modules["_tome_core_webui.tome_core"].__file__).samefile(place / "tome_core" / "__init__.py")
 

@@ -11,7 +11,7 @@ from tests.webui_doubles import Webui, custom
 @pytest.fixture
 def webui(monkeypatch, request):
     made = Webui(monkeypatch, getattr(request, "param", "a1111")).start()
-    made.shared.opts.saved["tome_map"] = True
+    made.shared.opts.data["tome_map"] = True
     yield made
     made.call("script_unloaded")
 
@@ -21,9 +21,9 @@ def map_of(webui, **more):
 
 
 def test_the_map_is_one_more_picture_and_changes_none(webui):
-    webui.shared.opts.saved["tome_map"] = False
+    webui.shared.opts.data["tome_map"] = False
     without = webui.job(custom(), enable_hr=True)
-    webui.shared.opts.saved["tome_map"] = True
+    webui.shared.opts.data["tome_map"] = True
     done = webui.job(custom(), enable_hr=True)
     assert done.latents.equal(without.latents) and len(done.images) == len(without.images) + 1
     assert done.images[-1].size == done.images[0].size and len(done.images[-1].getcolors(4096)) > 20

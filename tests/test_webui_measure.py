@@ -58,7 +58,7 @@ def test_what_pays_merges_from_the_next_picture_on_and_after_a_restart(webui, co
     plain = webui.job().latents
     first = webui.job(*args(webui))
     assert torch.equal(first.latents, plain) and "so few tokens" in first.comments
-    webui.shared.opts.saved["tome_measure"] = True
+    webui.shared.opts.data["tome_measure"] = True
     assert torch.equal(webui.job(*args(webui)).latents, plain), "a picture is not changed by what is measured after it"
     second, third = webui.job(*args(webui)), webui.job(*args(webui))
     assert len(made) == 1, "once"
@@ -72,7 +72,7 @@ def test_what_pays_merges_from_the_next_picture_on_and_after_a_restart(webui, co
 
 def test_what_does_not_pay_is_off_and_the_note_says_why(webui, costs):
     costs(1.07)
-    webui.shared.opts.saved["tome_measure"] = True
+    webui.shared.opts.data["tome_measure"] = True
     plain = webui.job().latents
     webui.job(*args(webui))
     after = webui.job(*args(webui))
@@ -82,7 +82,7 @@ def test_what_does_not_pay_is_off_and_the_note_says_why(webui, costs):
 
 def test_passes_are_measured_each_and_what_fails_costs_no_picture(webui, costs, monkeypatch):
     made = costs(0.5)
-    webui.shared.opts.saved["tome_measure"] = True
+    webui.shared.opts.data["tome_measure"] = True
     webui.job(*args(webui), enable_hr=True)
     assert len(made) == 2
     log = logging.getLogger(webui.part("measuring").__name__)

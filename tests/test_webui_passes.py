@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from tests.models import ldm_latent_diffusion, ldm_wrapped
-from tests.webui_doubles import FLAVOURS, CFGDenoiserTimesteps, Processing, Webui, custom, merges
+from tests.webui_doubles import FLAVOURS, CFGDenoiserTimesteps, Processing, Webui, custom, merged_tokens, merges
 
 ON = (custom(),)
-ADVANCED = 5  # position of what follows the hires ratio
+SAVED = "75 % of attention left out"
 
 
 @pytest.fixture(params=FLAVOURS)
@@ -81,17 +81,17 @@ def test_the_hires_pass_alone_leaves_the_first_bit_identical(webui):
 
 def test_every_step_of_every_batch_merges(webui):
     done = webui.job(*ON, n_iter=3, batch_size=2)
-    assert done.comments == "ToMe: level 0 (/1) 256 -> 128 tokens, 75% of its attention saved, 12 steps\n"
+    assert done.comments == f"ToMe: 12 steps, {SAVED}\n"
+    assert merged_tokens(done.extra_generation_params) == [(1, 256, 128, 128)]
 
 
-@pytest.mark.parametrize(("ratio", "said"), [
-    (0.5, "level 0 (/1) 256 -> 128 tokens, 75% of its attention saved, "
-          "level 1 (/2) 64 -> 32 tokens, 75% of its attention saved, 64 -> 48 in its MLP"),
-    (0.001, "level 1 (/2) 64 -> 48 in its MLP"),  # too little for the attention to lose a token
+@pytest.mark.parametrize(("ratio", "said", "merged"), [
+    (0.5, SAVED, [(1, 256, 128, 128), (2, 64, 32, 32), (2, 64, 48, None)]),
+    (0.001, "attention left whole", [(2, 64, 48, None)]),  # too little for the attention to lose a token
 ])  # fmt: skip
-def test_the_line_says_what_merged_in_the_mlp(one_webui, ratio, said):
+def test_the_line_and_the_report_say_what_merged_in_the_mlp(one_webui, ratio, said, merged):
     done = one_webui.job(custom(ratio, level="up to /2", deep_mlp=0.25))
-    assert done.comments == f"ToMe: 4 steps, {said}\n"
+    assert done.comments == f"ToMe: 4 steps, {said}\n" and merged_tokens(done.extra_generation_params) == merged
 
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
@@ -168,7 +168,7 @@ def test_a_copy_of_a_job_does_not_merge_by_the_first_ones_wish(webui):
 def test_the_refiner_is_merged_too(webui):
     first, second = webui.shared.sd_model, ldm_wrapped()
     done = webui.job(*ON, refiner=second)
-    assert done.comments == "ToMe: level 0 (/1) 256 -> 128 tokens, 75% of its attention saved, 4 steps\n"
+    assert done.comments == f"ToMe: 4 steps, {SAVED}\n"
     assert not merges(second)
     webui.shared.sd_model = first
 
@@ -178,7 +178,7 @@ def test_a_refiner_that_cannot_merge_is_named(webui):
     second.model = torch.nn.Module()
     second.model.diffusion_model = Blank()
     done = webui.job(*ON, refiner=second)
-    assert "has no BasicTransformerBlock" in done.comments and "75%" in done.comments
+    assert "has no BasicTransformerBlock" in done.comments and SAVED in done.comments
     webui.shared.sd_model = first
 
 
@@ -191,32 +191,32 @@ class Blank(torch.nn.Module):
 def test_start_and_end_follow_the_samplers_own_clock(webui, denoiser):
     args = (custom(end=0.6),)
     done = webui.job(*args, denoiser=denoiser)
-    assert ", 3 of 4 steps" in done.comments  # timesteps 999, 800, 500 of 999 lie before 60 %
-    assert "75%" not in done.comments
+    assert "ToMe: 3 of 4 steps, " in done.comments  # timesteps 999, 800, 500 of 999 lie before 60 %
+    assert SAVED not in done.comments
 
 
 def test_the_levels_of_another_family_count_from_its_finest(one_webui):
     one_webui.load(ldm_wrapped())
     one_webui.shared.sd_model.model.diffusion_model = ldm_latent_diffusion()
     done = one_webui.job(*ON)
-    assert "level 0 (/2) 64 -> 32 tokens" in done.comments
+    assert merged_tokens(done.extra_generation_params) == [(2, 64, 32, 32)]
     forced = one_webui.job(custom(level="up to /1"))
     assert "nothing merged: nothing will merge: no rule reaches a level" in forced.comments
 
 
 def test_an_active_sd_unet_and_hypertile_are_left_alone_and_named(one_webui):
     expected = plain(one_webui).latents
-    one_webui.shared.opts.saved["hypertile_enable_unet"] = True
+    one_webui.shared.opts.data["hypertile_enable_unet"] = True
     done = one_webui.job(*ON)
     assert torch.equal(done.latents, expected) and "HyperTile is on" in done.comments
-    one_webui.shared.opts.saved["hypertile_enable_unet"] = False
+    one_webui.shared.opts.data["hypertile_enable_unet"] = False
     one_webui.put("modules.sd_unet", current_unet=object())
     done = one_webui.job(*ON)
     assert torch.equal(done.latents, expected) and "an SdUnet" in done.comments
 
 
 def test_hypertile_in_the_second_pass_only_stops_the_second_pass(one_webui):
-    one_webui.shared.opts.saved["hypertile_enable_unet_secondpass"] = True
+    one_webui.shared.opts.data["hypertile_enable_unet_secondpass"] = True
     assert passes(one_webui, *ON) == (True, False)
 
 
@@ -235,7 +235,7 @@ def test_a_foreign_forward_left_on_the_blocks_keeps_working(webui):
     expected = plain(webui).latents
     done = webui.job(*ON)
     assert set(seen) == {256, 64} and not webui.errors
-    assert "256 -> 128 queries x 512 keys" in done.comments
+    assert merged_tokens(done.extra_generation_params) == [(1, 256, 128, 512)]
     assert not torch.equal(done.latents, expected)
     assert torch.equal(webui.job(False).latents, expected)
 
@@ -254,4 +254,4 @@ def test_a_given_destination_seed_outweighs_the_images(one_webui):
 def test_a_picture_below_the_smallest_size_says_so(webui):
     done = webui.job(custom(min_pixels=20000), enable_hr=True)
     assert "first pass: nothing merged: the picture is smaller than min_pixels" in done.comments
-    assert "hires pass: level 0 (/1) 576 -> 288" in done.comments
+    assert f"hires pass: 4 steps, {SAVED}" in done.comments

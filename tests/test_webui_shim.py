@@ -34,7 +34,7 @@ def test_a_rival_extension_that_owns_our_names_does_no_harm(webui, monkeypatch, 
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.syspath_prepend(str(tmp_path))
     webui.start()
-    assert "128 tokens" in webui.job(*ON).comments
+    assert "75 % of attention left out" in webui.job(*ON).comments
     assert not webui.errors
 
 
@@ -47,7 +47,7 @@ def test_reload_runs_new_code_and_leaves_the_model_clean(webui):
     webui.reload()
     assert not merges(webui.unet)
     assert webui.part("merging") is not before
-    assert "128 tokens" in webui.job(*ON).comments
+    assert "75 % of attention left out" in webui.job(*ON).comments
     assert all(len(listeners) == 1 for listeners in webui.callbacks.values())
 
 
@@ -79,5 +79,5 @@ def test_the_shim_works_without_the_webuis_settings(webui):
     """Started with --nowebui, no settings tab is ever built."""
     webui.start()
     del webui.shared.opts
-    assert "128 tokens" in webui.job(*ON).comments
+    assert "75 % of attention left out" in webui.job(*ON).comments
     assert not webui.errors

@@ -28,6 +28,13 @@ def custom(ratio=0.5, **values):
     return {one.name: one.default for one in form.FIELDS} | {"enabled": True, "ratio": ratio, **values}
 
 
+def merged_tokens(facts, name="first pass"):
+    """(down-sampling, tokens, queries, keys) of each kind of call that merged in a pass, by what the API is told."""
+    levels = facts["ToMe report"]["passes"].get(name, {"levels": []})["levels"]
+    kinds = [(one["downsample"], kind) for one in levels for phase in one["phases"] for kind in phase["merged"]]
+    return sorted({(level, one["tokens"], one["queries"], one["keys"]) for level, one in kinds})
+
+
 class Component:
     """Any gradio component, and a context like some of them; remembers how it was made."""
 
@@ -249,13 +256,13 @@ class Webui(Modules):
     def process(self, p):
         """process_images, in the order of this webui: a request's own settings hold from behind the first hook."""
         self.hook("before_process", p)
-        before = dict(self.shared.opts.saved)
-        self.shared.opts.saved |= p.override_settings
+        data = self.shared.opts.data
+        before = {key: data[key] for key in p.override_settings if key in data}  # what was never saved is not put back
+        data |= p.override_settings
         try:
             return self._process(p)
         finally:
-            self.shared.opts.saved.clear()
-            self.shared.opts.saved |= before
+            data |= before
 
     def _process(self, p):
         latents, infotexts, built_in = [], [], []

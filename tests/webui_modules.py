@@ -31,18 +31,19 @@ class OptionInfo:
 
 
 class Options:
-    """shared.opts: an option that was never added nor saved is an AttributeError."""
+    """shared.opts: an option that was neither added nor saved is an AttributeError. data: what was saved."""
 
     def __init__(self):
-        self.labels, self.saved = {}, {"token_merging_ratio": 0.0}
+        self.labels, self.data = {}, {"token_merging_ratio": 0.0}
 
     def add_option(self, key, info):
         self.labels[key] = info
-        self.saved.setdefault(key, info.default)
 
     def __getattr__(self, key):
+        if key in vars(self)["data"]:
+            return self.data[key]
         try:
-            return vars(self)["saved"][key]
+            return vars(self)["labels"][key].default
         except KeyError:
             raise AttributeError(key) from None
 

@@ -144,11 +144,11 @@ class Settings:
         """The component of a setting."""
         info = self.opts.labels[key]
         make = info.component or BY_TYPE[type(info.default)]
-        return make(value=self.opts.saved[key], label=info.label, elem_id=elem_id, **(info.component_args or {}))
+        return make(value=self.opts.data[key], label=info.label, elem_id=elem_id, **(info.component_args or {}))
 
     def save(self, values):
         """Save and tell."""
-        self.opts.saved.update(values)
+        self.opts.data.update(values)
         return told({"saved": values})
 
     def save_one(self, key, value):
@@ -163,7 +163,7 @@ def build(saved):
     webui = webui_modules.Modules(operator.setitem, "a1111" if IS_OLD else "forge")
     webui.put("modules.ui_components", InputAccordion=SwitchOfA1111 if IS_OLD else switch_of_forge)
     opts = webui.shared.opts
-    opts.saved.update(saved)
+    opts.data.update(saved)
     for key in BUILT_IN:
         slider = {"minimum": 0.0, "maximum": 0.9, "step": 0.1}
         opts.add_option(key, webui_modules.OptionInfo(0.0, key, gr.Slider, slider))

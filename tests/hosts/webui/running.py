@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from PIL import Image
 
 from tests.hosts.webui.make_checkpoint import make_hypernetwork
+from tests.webui_doubles import custom, merged_tokens
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -28,7 +29,7 @@ OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy
 QUIET = {"live_previews_enable": False, "show_progressbar": False, "samples_save": False, "grid_save": False,
          "sd_vae": "None"}  # fmt: skip
 # what tests override: A1111 1.10 puts back after a request only those settings that were saved once
-OVERRIDDEN = {"token_merging_ratio": 0.0, "tome_map": False, "batch_cond_uncond": True, "skip_early_cond": 0.0,
+OVERRIDDEN = {"token_merging_ratio": 0.0, "batch_cond_uncond": True, "skip_early_cond": 0.0,
               "hypertile_enable_unet": False, "hypertile_enable_unet_secondpass": False,
               "ad_script_names": ""}  # fmt: skip
 QUICK = {"quicksettings_list": ["sd_model_checkpoint", "tome_map", "tome_strength"]}
@@ -38,7 +39,9 @@ START = [
     "--api",
 ]  # fmt: skip
 ON_CPU = "WEBUI_FLAGS" not in os.environ
-# a picture with as many tokens as the presets ask for: on a CPU fewer than elsewhere
+HALF = custom(0.5)  # of all tokens, as the engine's own defaults have it, however small the picture
+SAVED = "75 % of attention left out"  # by that, at the finest level
+# a picture with as many tokens as a strength asks for: on a CPU fewer than elsewhere
 PAYING = dict.fromkeys(("width", "height"), 256 if ON_CPU else 512)
 TWICE = {name: 2 * size for name, size in PAYING.items()}  # where a level at half the latent's size pays too
 ON_A_CPU = {
@@ -64,6 +67,11 @@ def kind_of(checkout: Path) -> str:
     return "forge" if (checkout / "backend").exists() else "reforge"
 
 
+def merged_in(done: Picture, name: str = "first pass") -> list[tuple[int, int]]:
+    """`merged_tokens` of what the API is told of a picture."""
+    return merged_tokens(done.facts["extra_generation_params"], name)
+
+
 class Webui:
     """The server."""
 
@@ -71,15 +79,16 @@ class Webui:
         self.url, self.log, self.kind = f"http://127.0.0.1:{port}", log, kind
         self.drawn: dict[str, Picture] = {}
 
-    def ask(self, path: str, body: Any = None) -> Any:
-        """The answer to a GET, or with a body to a POST, however long it takes."""
-        data = None if body is None else json.dumps(body).encode()
+    def ask(self, path: str, body: Any = None, raw: tuple[str, str] = ("", "")) -> Any:
+        """The answer to a GET, or with a body to a POST, however long it takes. raw: put into its JSON, in place of."""
+        data = None if body is None else json.dumps(body).replace(*raw).encode()
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
         with OPENER.open(request) as answer:
             return json.loads(answer.read() or "null")
 
-    def draw(self, *args: Any, hires: bool = False, path: str = "txt2img", **more: Any) -> Picture:
-        """A small picture; args: of our script, left out where there are none."""
+    def draw(self, *args: Any, hires: bool = False, path: str = "txt2img", raw: tuple[str, str] = ("", ""),
+             **more: Any) -> Picture:
+        """A small picture; args: of our script, left out where there are none. raw: as of `ask`."""
         body = {"prompt": "a lake", "seed": 42, "steps": 3, "width": 128, "height": 128, "sampler_name": "Euler",
                 "cfg_scale": 7, "save_images": False, **more}  # fmt: skip
         if hires:
@@ -90,7 +99,7 @@ class Webui:
         if args:
             others = body.get("alwayson_scripts", {})
             body["alwayson_scripts"] = {**others, "Token Merging (ToMe)": {"args": list(args)}}
-        answer = self.ask(f"/sdapi/v1/{path}", body)
+        answer = self.ask(f"/sdapi/v1/{path}", body, raw)
         facts = json.loads(answer["info"])
         found = tuple(Image.open(io.BytesIO(base64.b64decode(one))).convert("RGB").tobytes()
                       for one in answer["images"])  # fmt: skip

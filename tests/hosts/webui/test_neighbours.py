@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from tests.hosts.webui.running import HALF, SAVED
 from tests.hosts.webui.twins import serve_twins
 
-ON = (True, 0.5)
 FOLDERS = ("sd-webui-controlnet", "adetailer", "multidiffusion-upscaler", "ultimate-upscale")
 
 
@@ -59,15 +59,16 @@ def test_controlnets_reference_mode_and_what_it_leaves_behind(neighbours, module
     plain = twins.without.draw_once()
     job = _reference(module)
     assert twins.without.draw_once(**job).pixels != plain.pixels
-    assert "tokens" in twins.law(*ON, **job)
-    assert "256 -> 128 tokens" in twins.law(*ON)
+    assert " of attention left out" in twins.law(HALF, **job)
+    assert SAVED in twins.law(HALF)
     assert twins.webui.draw().pixels == plain.pixels
 
 
 def test_controlnets_reference_mode_in_both_passes(neighbours):
     twins = _beside(neighbours, "sd-webui-controlnet")
-    assert "hires pass: left alone" in twins.law(*ON, "off", **_reference("reference_only"), hires=True)
-    assert "first pass: left alone" in twins.law(*ON, "only hires", **_reference("reference_only"), hires=True)
+    job = {**_reference("reference_only"), "hires": True}
+    assert "hires pass: left alone" in twins.law({**HALF, "where": "first pass"}, **job)
+    assert "first pass: left alone" in twins.law({**HALF, "where": "hires pass"}, **job)
 
 
 UNIT = {"ad_model": "mediapipe_face_short", "ad_inpaint_only_masked": True, "ad_inpaint_only_masked_padding": 8}
@@ -78,18 +79,18 @@ def test_adetailers_inner_jobs_do_not_merge_by_themselves(neighbours):
     twins = _beside(neighbours, "adetailer")
     assert twins.without.draw_once(**DETAILED).pixels != twins.without.draw_once().pixels
     start = len(twins.webui.said())
-    assert "256 -> 128 tokens, 75% of its attention saved, 3 steps" in twins.law(*ON, **DETAILED)
+    assert f"3 steps, {SAVED}" in twins.law(HALF, **DETAILED)
     assert len(twins.webui.told(start)) == 1
-    assert "6 steps" in twins.law(*ON, **DETAILED, n_iter=2)
+    assert "6 steps" in twins.law(HALF, **DETAILED, n_iter=2)
 
 
 def test_adetailers_inner_jobs_merge_where_its_settings_name_us(neighbours):
     twins = _beside(neighbours, "adetailer")
     job = {**DETAILED, "n_iter": 2, "override_settings": {"ad_script_names": "token_merging"}}
     start = len(twins.webui.said())
-    assert "256 -> 128 tokens, 75% of its attention saved, 6 steps" in twins.law(*ON, **job)
+    assert f"6 steps, {SAVED}" in twins.law(HALF, **job)
     inner = twins.webui.told(start)[:-1]
-    assert len(inner) == 2 and all("75% of its attention saved" in line for line in inner)
+    assert len(inner) == 2 and all(SAVED in line for line in inner)
 
 
 @pytest.mark.parametrize("method", ["MultiDiffusion", "Mixture of Diffusers"])
@@ -99,7 +100,7 @@ def test_tiled_diffusions_tiles(neighbours, method):
     values = twins.without.values_of("tiled diffusion", Tiled_Diffusion=True, Method=method, **tiles)
     job = {"alwayson_scripts": {"Tiled Diffusion": {"args": values}}, "width": 192}
     assert twins.without.draw_once(**job).pixels != twins.without.draw_once(width=192).pixels
-    assert "256 -> 128 tokens" in twins.law(*ON, **job)
+    assert SAVED in twins.law(HALF, **job)
 
 
 def test_ultimate_upscales_tiles(neighbours):
@@ -111,5 +112,5 @@ def test_ultimate_upscales_tiles(neighbours):
     for webui in twins:  # the first one of a process differs, without us too: it is encoded with unseeded noise
         webui.draw(**job)
     start = len(twins.webui.said())
-    assert "75% of its attention saved" in twins.law(*ON, **job)
+    assert SAVED in twins.law(HALF, **job)
     assert len(twins.webui.told(start)) >= 4

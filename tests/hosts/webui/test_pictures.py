@@ -8,10 +8,9 @@ import urllib.error
 
 import pytest
 
-from tests.hosts.webui.running import PAYING, TWICE
-from tome_core import PRESETS, preset
-
-ON = (True, 0.5)
+from tests.hosts.webui.running import HALF, PAYING, SAVED, TWICE, merged_in
+from tests.webui_doubles import custom
+from tome_core.presets import MARKS
 
 
 @pytest.fixture(autouse=True)
@@ -25,14 +24,14 @@ def test_the_script_is_there_and_lists_its_arguments(webui):
     (found,) = [one for one in webui.ask("/sdapi/v1/script-info")
                 if one["name"] == "token merging (tome)" and not one["is_img2img"]]  # fmt: skip
     labels = [one["label"] for one in found["args"]]
-    assert found["is_alwayson"] and len(labels) == 27 and labels[:3] == ["Token Merging (ToMe)", "Preset", "Ratio"]
-    assert (found["args"][2]["minimum"], found["args"][2]["maximum"], found["args"][2]["step"]) == (0, 1, 0.05)
-    assert found["args"][3]["choices"] == ["same", "off", "own ratio", "only hires"]
+    assert found["is_alwayson"] and len(labels) == 27 and labels[:3] == ["Token Merging (ToMe)", "Strength", "Where"]
+    assert (found["args"][1]["minimum"], found["args"][1]["maximum"], found["args"][1]["step"]) == (0, 1, 0.01)
+    assert found["args"][2]["choices"] == ["everywhere", "first pass", "hires pass"]
     assert "Error loading script: token_merging.py" not in webui.said()
 
 
-@pytest.mark.parametrize("args", [(), (False,), (True, "custom", 0)])
-def test_off_and_ratio_zero_are_bit_identical_to_the_webui_without_us(webui, without, args):
+@pytest.mark.parametrize("args", [(), (False,), (True, 0), (custom(0),)])
+def test_off_and_strength_zero_are_bit_identical_to_the_webui_without_us(webui, without, args):
     assert without["plain"] == without["plain again"]
     assert webui.draw(*args).pixels == without["plain"]
     assert webui.draw(*args, hires=True).pixels == without["hires"]
@@ -41,21 +40,22 @@ def test_off_and_ratio_zero_are_bit_identical_to_the_webui_without_us(webui, wit
 
 def test_on_merges_says_so_and_the_picture_after_it_is_bit_identical(webui, without):
     start = len(webui.said())
-    on = webui.draw(*ON)
-    assert on.pixels != without["plain"] and "ToMe ratio: 0.5" in on.infotext
-    assert "ToMe: level 0 (/1) 256 -> 128 tokens, 75% of its attention saved, 3 steps" in webui.said(start)
-    assert webui.draw(*ON).pixels == on.pixels
+    on = webui.draw(HALF)
+    assert on.pixels != without["plain"] and "ToMe: 0.5 v1; method=bipartite; " in on.infotext
+    assert merged_in(on) == [(1, 256, 128, 128)] and f"ToMe: 3 steps, {SAVED}" in webui.said(start)
+    assert webui.draw(HALF).pixels == on.pixels
     assert webui.draw().pixels == without["plain"]
 
 
 def test_hires_only_leaves_the_first_pass_bit_identical(webui, without):
     webui.state()
     start = len(webui.said())
-    done = webui.draw(*ON, "only hires", hires=True)
+    done = webui.draw({**HALF, "where": "hires pass"}, hires=True)
     assert done.pixels != without["hires"]
     assert webui.state()["upscaled"][-1:] == without["first pass"]
-    assert "first pass: left alone; hires pass: level 0 (/1) 576 -> 288" in webui.said(start)
-    webui.draw(*ON, hires=True)
+    assert f"first pass: left alone; hires pass: 2 steps, {SAVED}" in webui.said(start)
+    assert merged_in(done, "hires pass") == [(1, 576, 288, 288)]
+    webui.draw(HALF, hires=True)
     assert webui.state()["upscaled"][-1:] != without["first pass"]
 
 
@@ -68,116 +68,142 @@ def test_img2img_merges(webui):
     file = io.BytesIO()
     Image.effect_noise((128, 128), 60).convert("RGB").save(file, "PNG")
     more = {"path": "img2img", "init_images": [base64.b64encode(file.getvalue()).decode()], "denoising_strength": 0.7}
-    start = len(webui.said())
-    assert webui.draw(*ON, **more).pixels != webui.draw(**more).pixels
-    assert "256 -> 128 tokens" in webui.said(start)
+    merged = webui.draw(HALF, **more)
+    assert merged.pixels != webui.draw(**more).pixels and merged_in(merged) == [(1, 256, 128, 128)]
 
 
 def test_batches_merge_alike(webui):
     start = len(webui.said())
-    done = webui.draw(*ON, n_iter=2, batch_size=2)
-    assert len(done.all) >= 4 and "75% of its attention saved, 6 steps" in webui.said(start)
-    assert webui.draw(*ON, n_iter=2, batch_size=2).all == done.all
+    done = webui.draw(HALF, n_iter=2, batch_size=2)
+    assert len(done.all) >= 4 and f"ToMe: 6 steps, {SAVED}" in webui.said(start)
+    assert webui.draw(HALF, n_iter=2, batch_size=2).all == done.all
 
 
 @pytest.mark.parametrize("sampler", ["DDIM", "DPM++ 2M", "UniPC"])
 def test_the_end_of_the_range_holds_for_every_kind_of_sampler(webui, sampler):
     start = len(webui.said())
-    webui.draw(*ON, "same", 0.5, "automatic", 0.0, 0.5, sampler_name=sampler, steps=10)
-    steps = webui.said(start).partition("attention saved, ")[2].split(" ")[:4]
+    webui.draw(custom(end=0.5), sampler_name=sampler, steps=10)
+    steps = webui.told(start)[-1].split(" ")[:4]
     assert steps[1] == "of" and 3 <= int(steps[0]) <= 8 and 9 <= int(steps[2]) <= 11, webui.said(start)[-600:]
 
 
 def test_a_pasted_infotext_makes_the_same_picture(webui):
-    args = (*ON, "own ratio", 0.25, "up to /2", 0.0, 0.9, 0, "bipartite", "k+v", False, False, 3, 2, False, 5)
+    args = (custom(where="hires pass", strength=0.33, level="up to /2", end=0.9, merge_what="k+v", sx=3, merge_seed=5),)
     on = webui.draw(*args, hires=True)
     # what is given is not read from the infotext: A1111 1.10 would read "Use same sampler" there and then know no such
     # sampler, Forge fails over its own lists
     pasted = webui.draw(hires=True, infotext=on.infotext, hr_sampler_name="Euler", styles=[])
     assert pasted.pixels == on.pixels
-    assert [one for one in pasted.infotext.split(", ") if "ToMe" in one] == [
-        one for one in on.infotext.split(", ") if "ToMe" in one]  # fmt: skip
+    assert _ours(pasted) == _ours(on) and len(_ours(on)) == 1
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_by_its_name_alone(twins, webui, name):
-    line = twins.law(True, name, **PAYING)
-    assert line.startswith("level 0 (/1) ") and "attention saved, 3 steps" in line
-    on = webui.draw(True, name, **PAYING)
-    assert f"ToMe preset: {name}" in on.infotext and f"ToMe keep: {preset(name).rules[0].keep}" in on.infotext
+def _ours(done):
+    return [one for one in done.infotext.split(", ") if one.startswith("ToMe")]
+
+
+@pytest.mark.parametrize("strength", MARKS.values(), ids=MARKS)
+def test_a_strength_alone(twins, webui, strength):
+    line = twins.law(True, strength, **PAYING)
+    assert line.startswith("3 steps, ") and line.endswith(" of attention left out")
+    on = webui.draw(True, strength, **PAYING)
+    assert _ours(on) == [f"ToMe: {strength:g} v1"] and {one[0] for one in merged_in(on)} == {1}
     pasted = webui.draw(infotext=on.infotext, styles=[], **PAYING)
-    assert pasted.pixels == on.pixels and "ToMe preset" not in pasted.infotext
+    assert pasted.pixels == on.pixels and _ours(pasted) == _ours(on)
 
 
-def test_a_preset_merges_the_second_level_where_the_picture_is_large(twins):
-    line = twins.law(True, "balanced", **TWICE, steps=2)  # one in the early phase and one behind it
-    first, found, second = line.partition("level 1 (/2) ")
-    assert found and first.startswith("level 0 (/1) ") and "MLP" not in first, line
-    assert "of its attention saved" in second and "level 2" not in second and "MLP" not in second, line
+def test_more_strength_leaves_out_more_and_0_is_off(webui, without):
+    done = [webui.draw({"enabled": True, "strength": one}, **PAYING) for one in (0.1, 0.5, 1)]
+    left = [one.facts["extra_generation_params"]["ToMe report"]["passes"]["first pass"]["work_saved"] for one in done]
+    assert 0 < left[0] < left[1] < left[2]
+
+
+def test_a_setting_in_a_request_holds_for_its_job_alone_and_arguments_outweigh_it(webui):
+    own = {"override_settings": {"tome_enabled": True, "tome_strength": 0.7}}
+    plain = webui.draw(**PAYING)
+    by_setting = webui.draw(**PAYING, **own)
+    assert by_setting.pixels == webui.draw(True, 0.7, **PAYING).pixels != plain.pixels
+    assert _ours(by_setting) == ["ToMe: 0.7 v1"]
+    assert webui.draw(**PAYING).pixels == plain.pixels, "nothing of it is left"
+    assert _ours(webui.draw(True, 0.3, **PAYING, **own)) == ["ToMe: 0.3 v1"]
+    assert webui.draw(False, **PAYING, **own).pixels == plain.pixels
+
+
+def test_a_moved_setting_acts_on_the_next_picture_that_says_nothing(webui, without):
+    try:
+        webui.ask("/sdapi/v1/options", {"tome_enabled": True, "tome_strength": 0.7})
+        assert _ours(webui.draw(**PAYING)) == ["ToMe: 0.7 v1"]
+        webui.ask("/sdapi/v1/options", {"tome_strength": 0.6})
+        assert _ours(webui.draw(**PAYING)) == ["ToMe: 0.6 v1"]
+    finally:
+        webui.ask("/sdapi/v1/options", {"tome_enabled": False, "tome_strength": 0.5})
+    assert webui.draw().pixels == without["plain"]
+
+
+def test_a_strength_merges_the_second_level_where_the_picture_is_large(webui):
+    done = webui.draw(True, 0.5, **TWICE, steps=2)  # one in the early phase and one behind it
+    assert {one[0] for one in merged_in(done)} == {1, 2}
 
 
 def test_merged_keys_know_their_sizes_in_the_webuis_own_attention(webui):
-    webui.draw(*ON)
+    webui.draw(HALF)
     ways = {text for level in webui.state()["routes"].values() for text in level}
     assert ways and ways <= {"bias", "wider heads"}, ways
 
 
 def test_matches_are_kept_for_no_other_pass_and_no_other_picture(twins, webui):
-    on = {"Token_Merging_(ToMe)": True, "Preset": "custom"}
-    kept, anew = (webui.values_of("token merging (tome)", **on, Keep_a_match_for=time) for time in (1000, 0))
+    kept, anew = custom(keep=1000.0), HALF
     job = {"hires": True, "n_iter": 2}
-    assert "75% of its attention saved" in twins.law(*kept, **job)
-    both = webui.draw(*kept, **job)
-    assert both.pixels != webui.draw(*anew, **job).pixels
-    webui.draw(*kept, prompt="a wall")
-    assert webui.draw(*kept, hires=True, seed=43).pixels in both.all
-    assert webui.draw(*kept, **job).all == both.all
+    assert SAVED in twins.law(kept, **job)
+    both = webui.draw(kept, **job)
+    assert both.pixels != webui.draw(anew, **job).pixels
+    webui.draw(kept, prompt="a wall")
+    assert webui.draw(kept, hires=True, seed=43).pixels in both.all
+    assert webui.draw(kept, **job).all == both.all
 
 
-def test_a_preset_in_the_hires_pass_only(twins, webui):
+def test_a_strength_in_the_hires_pass_only(twins, webui):
     twins.without.state(), twins.without.draw(**PAYING, hires=True)
     first_pass = twins.without.state()["upscaled"][-1:]
     webui.state()
-    line = twins.law(True, "fast", 0.5, "only hires", **PAYING, hires=True)
-    assert line.startswith("first pass: left alone; hires pass: level 0 (/1) ")
-    webui.draw(True, "fast", 0.5, "only hires", **PAYING, hires=True)
+    line = twins.law(True, 0.75, "hires pass", **PAYING, hires=True)
+    assert line.startswith("first pass: left alone; hires pass: 2 steps, ")
+    webui.draw(True, 0.75, "hires pass", **PAYING, hires=True)
     assert webui.state()["upscaled"][-1:] == first_pass
 
 
-def test_a_preset_leaves_a_picture_alone_that_is_too_small_to_pay(twins):
-    assert "nothing merged: " in twins.law(True, "fast", merges=False)
+def test_a_picture_too_small_to_pay_is_left_alone_with_the_built_in_merging_and_the_answer_says_why(twins, without):
+    assert "nothing merged: " in twins.law(True, 0.75, merges=False)
+    done = twins.webui.draw(True, 0.75, override_settings={"token_merging_ratio": 0.5})
+    assert done.pixels == without["built-in"] and not _ours(done) and "Token merging ratio: 0.5" in done.infotext
+    line = done.facts["extra_generation_params"]["ToMe report"]["line"]
+    assert "nothing merged: " in line and line.endswith("the webui's own merging (0.5) stays on")
 
 
 def test_wrong_values_are_told_and_the_picture_is_unmerged(webui, without):
     start = len(webui.said())
-    done = webui.draw(True, "custom", "0.5")
+    done = webui.draw(True, "0.5")
     assert done.pixels == without["plain"] and "ToMe" not in done.infotext
-    assert "ratio='0.5' is str; use a number from 0.0 to 1.0" in done.facts["extra_generation_params"]["ToMe error"]
-    assert "ratio='0.5' is str" in webui.said(start)
+    report = done.facts["extra_generation_params"]["ToMe report"]
+    assert "strength='0.5' is no number from 0 to 1" in report["line"] and report["merged"] is False
+    assert "strength='0.5' is no number" in webui.said(start)
 
 
-def test_a_plot_over_the_ratio(webui, without):
-    info = next(one for one in webui.ask("/sdapi/v1/script-info") if one["name"] == "x/y/z plot"
-                and not one["is_img2img"])  # fmt: skip
-    args = [one["value"] for one in info["args"]]
-    labels = [one["label"] for one in info["args"]]
-    choices = info["args"][labels.index("X type")]["choices"]
-    args[labels.index("X type")] = choices.index("[ToMe] Ratio")
-    args[labels.index("X values")] = "0, 0.5, 0"
-    for axis in ("Y type", "Z type"):
-        args[labels.index(axis)] = choices.index("Nothing")
-    args[labels.index("Include Sub Images")] = True
-    done = webui.draw(False, "custom", script_name="x/y/z plot", script_args=args)
-    cells, texts = done.all[-3:], done.facts["infotexts"][-3:]
-    assert cells[0] == cells[2] == without["plain"] != cells[1]
-    assert ["ToMe ratio: 0.5" in text for text in texts] == [False, True, False]
+WRONG = ["true, NaN", "true, 1e400", "true, -Infinity", 'true, {"a": 1}, [3]', "1, [], {}",
+         '{"enabled": true, "strength": Infinity}', '{"enabled": true, "": null}']  # fmt: skip
+
+
+@pytest.mark.parametrize("values", WRONG)
+def test_no_value_is_an_error_of_the_server(webui, without, values):
+    done = webui.draw("HERE", raw=('"HERE"', values))
+    assert done.pixels == without["plain"]
+    assert "a setting is wrong: " in done.facts["extra_generation_params"]["ToMe report"]["line"]
 
 
 def test_the_built_in_merging_is_off_while_ours_is_on_and_as_ever_otherwise(webui, without):
     built_in = {"override_settings": {"token_merging_ratio": 0.5}}
     assert webui.draw(**built_in).pixels == without["built-in"] != without["plain"]
-    both = webui.draw(*ON, **built_in)
-    assert both.pixels == webui.draw(*ON).pixels and "Token merging ratio" not in both.infotext
+    both = webui.draw(HALF, **built_in)
+    assert both.pixels == webui.draw(HALF).pixels and "Token merging ratio" not in both.infotext
     assert webui.draw(**built_in).pixels == without["built-in"]
 
 
@@ -185,14 +211,14 @@ def test_the_refiners_model_merges_too(webui):
     more = {"refiner_checkpoint": "second", "refiner_switch_at": 0.5, "steps": 4}
     plain = webui.draw(**more)
     start = len(webui.said())
-    done = webui.draw(*ON, **more)
+    done = webui.draw(HALF, **more)
     assert done.pixels != plain.pixels and "Refiner" in done.infotext
-    assert "75% of its attention saved, 4 steps" in webui.said(start)
+    assert f"ToMe: 4 steps, {SAVED}" in webui.said(start)
     assert webui.draw(**more).pixels == plain.pixels
 
 
 def test_an_interrupted_job_leaves_nothing(webui, without):
-    stopped = webui.draw(*ON, prompt="a lake, interrupt", steps=6)
+    stopped = webui.draw(HALF, prompt="a lake, interrupt", steps=6)
     assert stopped.pixels
     assert webui.state()["patched"] == 0
     assert webui.draw().pixels == without["plain"]
@@ -200,13 +226,13 @@ def test_an_interrupted_job_leaves_nothing(webui, without):
 
 def test_an_exception_leaves_nothing_that_the_next_picture_shows(webui, without):
     with pytest.raises(urllib.error.HTTPError):
-        webui.draw(*ON, prompt="a lake, fail")
+        webui.draw(HALF, prompt="a lake, fail")
     assert webui.draw().pixels == without["plain"]
 
 
 def test_skipping_and_interrupting_from_outside(webui, without):
     for path in ("skip", "interrupt"):
-        worker = threading.Thread(target=webui.draw, args=ON, kwargs={"steps": 40})
+        worker = threading.Thread(target=webui.draw, args=(HALF,), kwargs={"steps": 40})
         worker.start()
         time.sleep(1.5)
         webui.ask(f"/sdapi/v1/{path}", {})
@@ -215,6 +241,6 @@ def test_skipping_and_interrupting_from_outside(webui, without):
 
 
 def test_the_merge_map_is_one_more_picture(webui, without):
-    done = webui.draw(*ON, override_settings={"tome_map": True})
-    assert len(done.all) == 2 and done.all[0] == webui.draw(*ON).pixels
+    done = webui.draw(HALF, override_settings={"tome_map": True})
+    assert len(done.all) == 2 and done.all[0] == webui.draw(HALF).pixels
     assert len(webui.draw(override_settings={"tome_map": True}).all) == 1

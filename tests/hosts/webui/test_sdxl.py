@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.hosts.webui.make_sdxl import make
-from tests.hosts.webui.running import TWICE, kind_of
+from tests.hosts.webui.running import HALF, SAVED, TWICE, kind_of, merged_in
 from tests.hosts.webui.twins import serve_twins
+from tests.webui_doubles import custom
 
-ON = (True, 0.5)
 SIZE = {"width": 256, "height": 256, "steps": 2}
 
 
@@ -24,17 +24,17 @@ def sdxl(checkout, tmp_path_factory):
 
 
 def test_its_finest_attention_is_at_half_the_latents_size(sdxl):
-    assert "level 0 (/2) 256 -> 128 tokens, 75% of its attention saved, 2 steps" in sdxl.law(*ON, **SIZE)
-    line = sdxl.law(*ON, "only hires", hires=True, **SIZE)
-    assert line.startswith("first pass: left alone; hires pass: level 0 (/2) 576 -> 288 tokens")
+    assert sdxl.law(HALF, **SIZE) == f"2 steps, {SAVED}"
+    assert merged_in(sdxl.webui.draw(HALF, **SIZE)) == [(2, 256, 128, 128)]
+    line = sdxl.law({**HALF, "where": "hires pass"}, hires=True, **SIZE)
+    assert line == f"first pass: left alone; hires pass: 2 steps, {SAVED}"
 
 
-def test_a_preset_merges_where_the_picture_is_large(sdxl):
-    line = sdxl.law(True, "balanced", **TWICE, steps=2)
-    assert line.startswith("level 0 (/2) ") and "of its attention saved" in line and "MLP" not in line
-    assert "nothing merged: " in sdxl.law(True, "balanced", **SIZE, merges=False)
+def test_a_strength_merges_where_the_picture_is_large(sdxl):
+    assert sdxl.law(True, 0.5, **TWICE, steps=2).endswith(" of attention left out")
+    assert "nothing merged: " in sdxl.law(True, 0.5, **SIZE, merges=False)
 
 
 def test_up_to_1_reaches_nothing_and_says_so(sdxl):
-    line = sdxl.law(*ON, "same", 0.5, "up to /1", **SIZE, merges=False)
+    line = sdxl.law(custom(level="up to /1"), **SIZE, merges=False)
     assert line.startswith("nothing merged: ") and "/2" in line

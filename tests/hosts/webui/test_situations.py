@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-ON = (True, 0.5)
-SAID = "level 0 (/1) 256 -> 128 tokens, 75% of its attention saved"
+from tests.hosts.webui.running import HALF, SAVED
+
 GUIDANCE = {
     "cond and uncond in two calls": {"override_settings": {"batch_cond_uncond": False}},
     "texts of unequal length": {"negative_prompt": "a boat on the shore, " * 20},
@@ -20,7 +20,7 @@ GUIDANCE = {
 
 @pytest.mark.parametrize("job", GUIDANCE.values(), ids=GUIDANCE)
 def test_however_the_conditions_come(twins, job):
-    assert SAID in twins.law(*ON, **job)
+    assert SAVED in twins.law(HALF, **job)
 
 
 def test_a_hypernetwork(twins):
@@ -28,22 +28,22 @@ def test_a_hypernetwork(twins):
         pytest.skip("Forge has no hypernetworks")
     job = {"prompt": "a lake <hypernet:small:1>"}
     assert twins.without.draw_once(**job).pixels != twins.without.draw_once().pixels
-    assert SAID in twins.law(*ON, **job)
+    assert SAVED in twins.law(HALF, **job)
 
 
 def test_hypertile_in_the_hires_pass_alone_leaves_the_first_pass_to_us(twins):
     _needs_hypertile(twins)
     job = {"hires": True, "override_settings": {"hypertile_enable_unet_secondpass": True}}
-    line = twins.law(*ON, **job)
-    assert line.startswith(f"first pass: {SAID}") and "hires pass: nothing merged: HyperTile is on" in line
-    assert "nothing merged" not in twins.law(*ON)
+    line = twins.law(HALF, **job)
+    assert line.startswith(f"first pass: 3 steps, {SAVED}") and "hires pass: nothing merged: HyperTile is on" in line
+    assert "nothing merged" not in twins.law(HALF)
 
 
 def test_hypertile_in_both_passes_leaves_us_nothing(twins):
     _needs_hypertile(twins)
     job = {"override_settings": {"hypertile_enable_unet": True}}
-    assert twins.law(*ON, **job, merges=False) == "nothing merged: HyperTile is on, whose tiles need every token"
-    assert SAID in twins.law(*ON)
+    assert twins.law(HALF, **job, merges=False) == "nothing merged: HyperTile is on, whose tiles need every token"
+    assert SAVED in twins.law(HALF)
 
 
 def _needs_hypertile(twins):
@@ -53,27 +53,27 @@ def _needs_hypertile(twins):
 
 def test_another_checkpoint_is_loaded_into_the_same_modules(twins, other):
     start = len(twins.webui.said())
-    assert SAID in twins.law(*ON, override_settings={"sd_model_checkpoint": other})
+    assert SAVED in twins.law(HALF, override_settings={"sd_model_checkpoint": other})
     if twins.webui.kind == "a1111":
         assert "Reusing loaded model" in twins.webui.said(start)
-    assert SAID in twins.law(*ON)
+    assert SAVED in twins.law(HALF)
 
 
-@pytest.mark.parametrize("hires", ["same", "off", "only hires"])
-def test_a_checkpoint_of_its_own_for_the_hires_pass(twins, other, hires):
+@pytest.mark.parametrize("where", ["everywhere", "first pass", "hires pass"])
+def test_a_checkpoint_of_its_own_for_the_hires_pass(twins, other, where):
     plain = twins.without.draw_once(hires=True)
     job = {"hires": True, "hr_checkpoint_name": other}
     assert twins.without.draw_once(**job).pixels != plain.pixels
-    first, _, second = twins.law(*ON, hires, **job).partition("; ")
-    assert first == ("first pass: left alone" if hires == "only hires" else f"first pass: {SAID}, 3 steps")
-    assert second.startswith("hires pass: left alone" if hires == "off" else "hires pass: level 0 (/1) 576 -> 288")
+    first, _, second = twins.law({**HALF, "where": where}, **job).partition("; ")
+    assert first == "first pass: " + ("left alone" if where == "hires pass" else f"3 steps, {SAVED}")
+    assert second == "hires pass: " + ("left alone" if where == "first pass" else f"2 steps, {SAVED}")
 
 
 def test_an_exception_in_the_hires_pass_leaves_nothing(twins):
     import urllib.error
 
     with pytest.raises(urllib.error.HTTPError):
-        twins.webui.draw(*ON, prompt="a lake, fail hires", hires=True)
+        twins.webui.draw(HALF, prompt="a lake, fail hires", hires=True)
     assert twins.webui.draw().pixels == twins.without.draw_once().pixels
 
 
@@ -91,7 +91,7 @@ def test_the_map_shows_what_the_prompt_merged_and_not_the_negative_prompt(twins)
 
 def _map_of(twins, **job):
     """The colours of the map without the picture and the label; 0 where nothing merged."""
-    done = twins.webui.draw(*ON, **job, override_settings={"tome_map": True}).all
+    done = twins.webui.draw(HALF, **job, override_settings={"tome_map": True}).all
     first, *_, drawn = (torch.frombuffer(bytearray(one), dtype=torch.uint8).float()
                         for one in done if len(one) == len(done[-1]))  # fmt: skip
     colours = ((drawn - 0.4 * first) / 0.6).where(drawn != first, 0)
