@@ -116,7 +116,7 @@ def test_a_word_that_makes_no_sense_is_ignored_on_paste_and_the_log_lists_those_
         assert one.name not in pasted(webui, f"{one.name}={text}")
         (sentence,) = log
         assert f"ignored: {one.name}='{text}' " in sentence
-        assert all(word in sentence for word in one.choices or ("true or false",))
+        assert all(word in sentence for word in one.choices or ("True or False",))
 
 
 PAST = {"sx": 65, "sy": "100000", "ratio": 1.01, "refine": 4, "early_until": 1001, "merge_seed": 2**32,

@@ -36,7 +36,7 @@ def address(chromium, request, tmp_path_factory):
         python = environment(folder, PINS / f"{request.param}.txt")
     except install.Failure as failure:
         pytest.skip(str(failure))
-    with serve(python, {}) as running:
+    with serve(python) as running:
         yield running
 
 

@@ -1,9 +1,9 @@
 """Our panels and settings in a page of their own; run by the Python of an environment that holds a webui's gradio.
 
-    app.py PORT TORCH SAVED
+    app.py PORT TORCH
 
-TORCH: a folder to find torch in, which such an environment lacks. SAVED: saved settings, as JSON. Ends with its
-standard input. Gradio is real and so is the extension; the webui's modules are doubles.
+TORCH: a folder to find torch in, which such an environment lacks. Ends with its standard input. Gradio is real and
+so is the extension; the webui's modules are doubles.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import gradio as gr
 sys.path.append(str(Path(__file__).parents[1]))
 import webui_modules
 
-BUILT_IN = ("token_merging_ratio", "token_merging_ratio_img2img", "token_merging_ratio_hr")
 QUICK = ("tome_enabled", "tome_strength", "tome_where")
 BY_TYPE = {bool: gr.Checkbox, int: gr.Number, str: gr.Textbox}
 BOX = "-checkbox"
@@ -127,46 +126,32 @@ class Settings:
     """The settings tab, and some of its settings again as quicksettings, which are saved when they change."""
 
     def __init__(self, webui):
-        self.webui, self.opts = webui, webui.shared.opts
-        keys = list(self.opts.labels)
-        rows = [self.row(f"setting_{key}", key) for key in keys]
-        apply = gr.Button("Apply settings", elem_id="apply")
-        told_here = gr.Textbox(label="What is saved", elem_id="settings_told")
-        apply.click(fn=lambda *values: self.save(dict(zip(keys, values, strict=True))), inputs=rows,
-                    outputs=[told_here], **AT_ONCE)  # fmt: skip
+        self.opts = webui.shared.opts
+        for key in self.opts.labels:
+            self.row(f"setting_{key}", key)
         for key in QUICK:
             row = self.row(f"quick_{key}", key)
             webui.call("after_component", row, f"setting_{key}")
-            row.change(fn=lambda value, key=key: self.save_one(key, value), inputs=[row], outputs=[row, told_here],
-                       **AT_ONCE)  # fmt: skip
+            row.change(fn=lambda value, key=key: self.save_one(key, value), inputs=[row], outputs=[row], **AT_ONCE)
 
     def row(self, elem_id, key):
         """The component of a setting."""
         info = self.opts.labels[key]
         make = info.component or BY_TYPE[type(info.default)]
-        return make(value=self.opts.data[key], label=info.label, elem_id=elem_id, **(info.component_args or {}))
-
-    def save(self, values):
-        """Save and tell."""
-        self.opts.data.update(values)
-        return told({"saved": values})
+        return make(value=getattr(self.opts, key), label=info.label, elem_id=elem_id, **(info.component_args or {}))
 
     def save_one(self, key, value):
         """A quicksetting's component is updated with its own arguments, but for the precision."""
         arguments = {name: one for name, one in (self.opts.labels[key].component_args or {}).items()
                      if name != "precision"}  # fmt: skip
-        return gr.update(value=value, **arguments), self.save({key: value})
+        self.opts.data[key] = value
+        return gr.update(value=value, **arguments)
 
 
-def build(saved):
+def build():
     """The page."""
     webui = webui_modules.Modules(operator.setitem, "a1111" if IS_OLD else "forge")
     webui.put("modules.ui_components", InputAccordion=SwitchOfA1111 if IS_OLD else switch_of_forge)
-    opts = webui.shared.opts
-    opts.data.update(saved)
-    for key in BUILT_IN:
-        slider = {"minimum": 0.0, "maximum": 0.9, "step": 0.1}
-        opts.add_option(key, webui_modules.OptionInfo(0.0, key, gr.Slider, slider))
     webui.start()
     with gr.Blocks() as page, warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # gradio 3 drops arguments that it does not know, and says only so
@@ -176,10 +161,10 @@ def build(saved):
     return page
 
 
-def main(port, torch_folder, saved):
+def main(port, torch_folder):
     """Serve the page."""
     sys.path.append(torch_folder)  # last, so that it outweighs nothing of this environment
-    page = build(json.loads(saved))
+    page = build()
     page.launch(server_name="127.0.0.1", server_port=int(port), prevent_thread_lock=True, show_api=False, quiet=True)
     sys.stdin.read()
 

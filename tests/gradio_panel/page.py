@@ -83,20 +83,6 @@ class Page:
         ask = "([id, value]) => document.querySelector(`#${id} input[type=number]`).value == value"
         self.page.wait_for_function(ask, arg=[self.prefix + name, value])
 
-    def wait_until_shown(self, values):
-        """Until the controls show these values, by name; an answer that has come is not yet filled in."""
-        ask = """wanted => Object.entries(wanted).every(([id, value]) => {
-            const all = [...document.querySelectorAll(`#${id} input`)];
-            const one = all.find(input => input.type === "radio" && input.checked) ?? all[0];
-            return one.type === "checkbox" ? one.checked === value : one.value === String(value);
-        })"""
-        self.page.wait_for_function(ask, arg={self.prefix + name: value for name, value in values.items()})
-
-    def wait_until_saved(self, key, value):
-        ask = "([key, value]) => {const text = document.querySelector('#settings_told textarea').value;" \
-            "return text && JSON.parse(text).saved[key] === value}"  # fmt: skip
-        self.page.wait_for_function(ask, arg=[key, value])
-
     def generate(self, tab="txt2img"):
         """(what the hooks got that is not at its default, the infotext they wrote, their comments)"""
         told = self.click(f"{tab}_generate", tab)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import subprocess
@@ -12,7 +11,6 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -51,8 +49,8 @@ def fill(folder: Path, arguments: list[str], what: str) -> None:
 
 
 @contextlib.contextmanager
-def serve(python: str, saved: dict[str, Any]) -> Iterator[str]:
-    """The address of the page, which starts with these saved settings; its server ends with the block.
+def serve(python: str) -> Iterator[str]:
+    """The address of the page; its server ends with the block.
 
     What the server says is put with what this process says, so that pytest shows it below the test that failed.
     """
@@ -60,7 +58,7 @@ def serve(python: str, saved: dict[str, Any]) -> Iterator[str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     # -I: nothing of this environment but the torch that is asked for
-    command = [python, "-I", str(HERE / "app.py"), str(port), str(Path(torch.__file__).parents[1]), json.dumps(saved)]
+    command = [python, "-I", str(HERE / "app.py"), str(port), str(Path(torch.__file__).parents[1])]
     quiet = {"GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "no_proxy": "*"}
     with subprocess.Popen(command, stdin=subprocess.PIPE, env={**os.environ, **quiet}) as process:
         try:

@@ -8,9 +8,9 @@ import shutil
 
 import pytest
 
-from tests.hosts.webui.running import PAYING
-from tome_core import preset
-from tome_core.presets import DEFAULT
+from tests.hosts.webui.running import HALF, PAYING
+from tome_core import form
+from tome_core.presets import MARKS
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
 PANEL = "#script_txt2img_token_merging_tome_"
@@ -56,12 +56,25 @@ def choose(page, name, text):
     page.locator(f"{PANEL}{name} label").filter(has_text=text).last.click()
 
 
+def line(page):
+    return page.locator(f"{PANEL}line").first.inner_text()
+
+
+def set_number(page, selector, value):
+    box = page.locator(f"{selector} input[type=number]").first
+    box.fill(str(value))
+    box.press("Tab")
+
+
 def small(page):
-    """A picture that is drawn soon, and yet with as many tokens as the presets ask for."""
+    """A picture that is drawn soon, and yet with as many tokens as a strength asks for."""
     for name, value in {**PAYING, "steps": 3}.items():
-        box = page.locator(f"#txt2img_{name} input[type=number]").first
-        box.fill(str(value))
-        box.press("Tab")
+        set_number(page, f"#txt2img_{name}", value)
+
+
+def fold_out_hires(page):
+    page.locator("#txt2img_hr .label-wrap").first.click()
+    page.locator(f"{PANEL}where").wait_for()
 
 
 def draw(page):
@@ -74,7 +87,7 @@ def draw(page):
 
 def ours(text):
     """What an infotext says of us."""
-    return re.findall(r"ToMe [a-zA-Z -]+: [^,\n]+", text)
+    return re.findall(r"ToMe: [0-9.]+ v[^,\n]+", text)
 
 
 def paste(page, text):
@@ -84,76 +97,84 @@ def paste(page, text):
     page.wait_for_timeout(3000)
 
 
+def test_at_first_sight_there_are_four_controls_and_where_with_hires_fix(page):
+    unfold(page)
+    shown = {name for name in ("strength", "where", "line", "measure", "expert", "own", "sx")
+             if page.locator(f"{PANEL}{name}").first.is_visible()}  # fmt: skip
+    assert is_on(page) and shown - {"line"} == {"strength", "measure", "expert"}
+    fold_out_hires(page)
+    page.locator("#txt2img_hr .label-wrap").first.click()
+    page.locator(f"{PANEL}where").wait_for(state="hidden")
+    page.locator(f"{PANEL}expert .label-wrap").first.click()
+    page.locator(f"{PANEL}sx").first.wait_for()
+    assert page.locator(f"{PANEL}enabled").first.bounding_box()["height"] < 1300, "one screen"
+
+
 def test_unfolding_is_switching_on_and_the_picture_says_what_merged(page):
     assert not is_on(page)
     unfold(page)
     assert is_on(page)
     small(page)
     shown = draw(page)
-    assert f"ToMe ratio: {preset(DEFAULT).rules[0].ratio}" in shown and f"ToMe preset: {DEFAULT}" in shown
-    assert "ToMe: level 0 (/1) " in shown and "of its attention saved, 3 steps" in shown
+    assert ours(shown) == ["ToMe: 0.5 v1"]
+    assert re.search(r"ToMe: 3 steps, (.* measured\), )?\d+ % of attention left out", shown)
 
 
-def test_a_clicked_preset_fills_the_panel_and_its_picture_is_the_apis(page, webui):
+def test_a_clicked_mark_moves_the_panel_and_its_picture_is_the_apis(page, webui):
     unfold(page)
-    choose(page, "preset", "fast")
-    ratio = preset("fast").rules[0].ratio
-    page.wait_for_function(f"document.querySelector('{PANEL}ratio input[type=number]').value == {ratio}")
-    assert is_on(page) and chosen(page, "preset") == "fast"
-    assert number(page, "sx") == preset("fast").rules[0].sx and chosen(page, "merge_what") == "k+v"
+    page.locator(f"{PANEL}enabled a", has_text="fast").click()
+    wanted = form.filled("fast")["ratio"]
+    page.wait_for_function(f"document.querySelector('{PANEL}ratio input[type=number]').value == {wanted}")
+    assert is_on(page) and number(page, "strength") == MARKS["fast"]
     small(page)
     shown = draw(page)
-    assert "ToMe preset: fast" in shown and "of its attention saved, 3 steps" in shown
-    of_api = webui.draw(True, "fast", **PAYING)
-    assert ours(shown) == ours(of_api.infotext) and webui.told(0)[-2] == webui.told(0)[-1]
-    box = page.locator(f"{PANEL}ratio input[type=number]").first
-    box.fill("0.5")
-    box.press("Tab")
-    page.wait_for_function(f"document.querySelector('{PANEL}preset input[value=custom]').checked")
+    of_api = webui.draw(True, MARKS["fast"], **PAYING)
+    assert ours(shown) == ours(of_api.infotext) == ["ToMe: 0.75 v1"] and webui.told(0)[-2] == webui.told(0)[-1]
 
 
 def test_a_control_moved_in_the_instant_before_generate_counts(page):
     unfold(page)
     small(page)
+    page.wait_for_timeout(1000)
     asked = []  # the page's questions, which wait for their answers until the picture is there
     page.route("**/run/predict*", lambda route: asked.append(route))
-    box = page.locator(f"{PANEL}ratio input[type=number]").first
-    box.fill("0.5")
-    box.press("Tab")
+    set_number(page, f"{PANEL}strength", 0.3)
     shown = draw(page)
-    assert asked and chosen(page, "preset") == DEFAULT
-    assert "ToMe ratio: 0.5" in shown and "ToMe preset" not in shown
+    assert asked and ours(shown) == ["ToMe: 0.3 v1"]
     for route in asked:
         route.continue_()
-    page.wait_for_function(f"document.querySelector('{PANEL}preset input[value=custom]').checked")
+
+
+def test_the_line_answers_and_measure_measures_now(page):
+    unfold(page)
+    small(page)
+    size = "{width}x{height}: ".format(**PAYING)
+    page.wait_for_function(f"document.querySelector('{PANEL}line').innerText.includes('{size}')")
+    page.locator(f"{PANEL}measure").click()
+    answer = rf"{size}(about \d+ % faster|no gain here)"
+    page.wait_for_function(f"/{answer}/.test(document.querySelector('{PANEL}line').innerText)")
+    fold_out_hires(page)
+    page.wait_for_function(f"document.querySelector('{PANEL}line').innerText.includes('; hires pass ')")
+    assert re.match(f"first pass {answer}; hires pass ", line(page))
 
 
 def test_hires_alone_is_two_clicks(page):
+    page.locator("#txt2img_hr .label-wrap").first.click()  # Hires. fix itself
     unfold(page)
-    choose(page, "hires", "only hires")
+    choose(page, "where", "hires pass")
     page.wait_for_timeout(300)
-    assert is_on(page) and chosen(page, "hires") == "only hires"
+    assert is_on(page) and chosen(page, "where") == "hires pass"
 
 
 def test_pasting_sets_the_panel_and_pasting_a_picture_without_us_turns_it_off(page):
     pairs = "Steps: 3, Sampler: Euler, CFG scale: 7, Seed: 1, Size: 128x128"
-    paste(page, f"a lake\n{pairs}, ToMe ratio: 0.35, ToMe method: downsample, ToMe stride x: 3, ToMe start: 0.1")
-    assert is_on(page) and number(page, "ratio") == 0.35 and chosen(page, "method") == "downsample"
-    assert number(page, "sx") == 3 and number(page, "start_percent") == 0.1 and number(page, "end_percent") == 1
+    paste(page, f"a lake\n{pairs}, ToMe: 0.35 v1; hires pass; sx=3; start=0.1")
+    assert is_on(page) and number(page, "strength") == 0.35 and number(page, "sx") == 3
+    assert number(page, "start") == 0.1 and number(page, "end") == 1
+    assert page.locator(f"{PANEL}own input").is_checked()
+    assert page.locator(f"{PANEL}where input:checked").evaluate("one => one.value") == "hires pass"
     paste(page, f"a lake\n{pairs}")
-    assert not is_on(page) and number(page, "ratio") == 0.35
-
-
-def test_the_button_takes_over_the_webuis_own_ratio(page, webui):
-    webui.ask("/sdapi/v1/options", {"token_merging_ratio": 0.4})
-    try:
-        unfold(page)
-        page.locator(f"{PANEL}take_over").click()
-        page.wait_for_timeout(2000)
-        assert is_on(page) and number(page, "ratio") == 0.4 and chosen(page, "hires") == "same"
-        assert webui.ask("/sdapi/v1/options")["token_merging_ratio"] == 0.4
-    finally:
-        webui.ask("/sdapi/v1/options", {"token_merging_ratio": 0.0})
+    assert not is_on(page) and number(page, "strength") == 0.35
 
 
 def test_reload_ui_keeps_it_working(page, webui):
@@ -168,21 +189,24 @@ def test_reload_ui_keeps_it_working(page, webui):
     page.wait_for_timeout(3000)
     unfold(page)
     small(page)
-    assert "of its attention saved, 3 steps" in draw(page)
+    assert ours(draw(page)) == ["ToMe: 0.5 v1"]
     assert "Error loading script: token_merging.py" not in webui.said() and webui.state()["patched"] == 0
 
 
-def test_a_quicksetting_of_ours_counts_at_once(page, webui):
-    page.locator("#quicksettings #setting_tome_strength input[type=number]").wait_for()
+def test_a_quicksetting_of_ours_counts_at_once_and_moves_the_panel(page, webui):
     box = page.locator("#quicksettings #setting_tome_map input[type=checkbox]")
     for is_on in (True, False):
         box.click()
         while webui.ask("/sdapi/v1/options")["tome_map"] is not is_on:
             page.wait_for_timeout(500)
-        assert len(webui.draw(True, "custom", 0.5).all) == 1 + is_on
+        assert len(webui.draw(HALF).all) == 1 + is_on
+    unfold(page)
+    for value in (0.3, 0.5):
+        set_number(page, "#quicksettings #setting_tome_strength", value)
+        page.wait_for_function(f"document.querySelector('{PANEL}strength input[type=number]').value == {value}")
 
 
-def test_the_settings_tab_is_there(page):
-    found = page.evaluate("[...document.querySelectorAll('[id^=setting_tome_]')].map(one => one.id)")
-    assert "setting_tome_strength" in found
-    assert "setting_tome_map" in found
+def test_the_settings_tab_has_six_of_ours(page):
+    found = page.evaluate("[...document.querySelectorAll('#settings_tome [id^=setting_tome_]')].map(one => one.id)")
+    # those among the quicksettings are not there a second time
+    assert len(found) == 4 and {"setting_tome_enabled", "setting_tome_report"} < set(found)
