@@ -62,8 +62,9 @@ def test_4_a_picture_equal_to_plain_claims_nothing(webui, given):
 
 
 @pytest.mark.parametrize(("args", "reason"), [
-    (({**ON, "start": 0.99},), "outside the rules' time range"), ((True,), "so few tokens"), ((True, 2), "strength=2 is no number"),
-    ((True, 0), "strength 0"), ((True, 0.5, "hires pass"), "only the hires pass is to merge"),
+    (({**ON, "start": 0.99},), "outside the rules' time range"), ((True,), "so few tokens"),
+    ((True, 2), "strength=2 is no number"), ((True, 0), "strength 0"),
+    ((True, 0.5, "hires pass"), "only the hires pass is to merge"),
 ], ids=str)  # fmt: skip
 def test_5_api_callers_are_told_why_nothing_merged(webui, args, reason):
     assert reason in report(webui.job(*args))["line"]
