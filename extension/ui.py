@@ -196,5 +196,5 @@ def _line(ask: Any, values: tuple) -> str:
 
 def _passes(width: Any, height: Any, hires: Any = False, *scaling: Any) -> list[Pass]:
     """The passes of a picture, from the webui's controls."""
-    first = Pass(False, int(width), int(height))
+    first = Pass(False, int(width or 0), int(height or 0))  # None while somebody types
     return [first, Pass(True, *host.hires_size(first.width, first.height, *scaling))] if hires else [first]

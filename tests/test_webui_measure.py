@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
+import types
 
 import pytest
 import torch
 
-from tests.webui_doubles import FLAVOURS, Processing, Webui
+from tests.webui_doubles import FLAVOURS, Component, Processing, Webui, merges
 
 
 @pytest.fixture(params=FLAVOURS)
@@ -43,39 +45,35 @@ def costs(webui, monkeypatch):
     return say
 
 
-def args(webui):
-    return [True, 0.5]
-
-
 def test_nothing_is_measured_unasked(webui, costs, tmp_path):
     made = costs(0.5)
-    webui.job(*args(webui))
+    webui.job(True, 0.5)
     assert not made and not list(tmp_path.rglob("*.json")) and not webui.errors
 
 
 def test_what_pays_merges_from_the_next_picture_on_and_after_a_restart(webui, costs, tmp_path, caplog):
     made = costs(0.5)
     plain = webui.job().latents
-    first = webui.job(*args(webui))
+    first = webui.job(True, 0.5)
     assert torch.equal(first.latents, plain) and "so few tokens" in first.comments
     webui.shared.opts.data["tome_measure"] = True
-    assert torch.equal(webui.job(*args(webui)).latents, plain), "a picture is not changed by what is measured after it"
-    second, third = webui.job(*args(webui)), webui.job(*args(webui))
+    assert torch.equal(webui.job(True, 0.5).latents, plain), "a picture is not changed by what is measured after it"
+    second, third = webui.job(True, 0.5), webui.job(True, 0.5)
     assert len(made) == 1, "once"
     assert not torch.equal(second.latents, plain) and torch.equal(second.latents, third.latents)
-    assert "measured 128x128: about 100 % faster" in second.comments
+    assert "2.00x the unmerged speed (measured)" in second.comments
     (file,) = tmp_path.rglob("*.json")
     assert file.parent.name == "cache"
     webui.reload()
-    assert torch.equal(webui.job(*args(webui)).latents, second.latents) and not webui.errors
+    assert torch.equal(webui.job(True, 0.5).latents, second.latents) and not webui.errors
 
 
 def test_what_does_not_pay_is_off_and_the_note_says_why(webui, costs):
     costs(1.07)
     webui.shared.opts.data["tome_measure"] = True
     plain = webui.job().latents
-    webui.job(*args(webui))
-    after = webui.job(*args(webui))
+    webui.job(True, 0.5)
+    after = webui.job(True, 0.5)
     assert torch.equal(after.latents, plain) and not webui.errors
     assert "nothing merged: measured: a merged call took 1.07 times an unmerged one at 16x16" in after.comments
 
@@ -83,7 +81,7 @@ def test_what_does_not_pay_is_off_and_the_note_says_why(webui, costs):
 def test_passes_are_measured_each_and_what_fails_costs_no_picture(webui, costs, monkeypatch):
     made = costs(0.5)
     webui.shared.opts.data["tome_measure"] = True
-    webui.job(*args(webui), enable_hr=True)
+    webui.job(True, 0.5, enable_hr=True)
     assert len(made) == 2
     log = logging.getLogger(webui.part("measuring").__name__)
     told = []
@@ -94,5 +92,86 @@ def test_passes_are_measured_each_and_what_fails_costs_no_picture(webui, costs, 
 
     monkeypatch.setattr(engine(webui, "measured"), "time_calls", fails)
     monkeypatch.setattr(Processing, "size", 12)
-    done = webui.job(*args(webui))
+    done = webui.job(True, 0.5)
     assert told and "out of memory" in str(told) and len(done.images) == 1 and not webui.errors
+
+
+# --- the panel's line -------------------------------------------------------------------------------------------------
+
+
+class Target(types.SimpleNamespace):
+    """StableDiffusionProcessingTxt2Img, which knows its own hires size."""
+
+    def calculate_target_resolution(self):
+        self.hr_upscale_to_x = self.hr_resize_x or int(self.width * self.hr_scale)
+        self.hr_upscale_to_y = self.hr_resize_y or int(self.height * self.hr_scale)
+
+
+THEIRS = {"width": 128, "height": 128, "hr-checkbox": False, "hr_scale": 1.5, "hr_resize_x": 0, "hr_resize_y": 0}
+
+
+@pytest.fixture(params=[False, True], ids=["theirs before ours", "theirs after ours"])
+def line(request, webui):
+    """Gives what the panel's line says: told on any change, or measured by its button; values by name."""
+    webui.put("modules.processing", StableDiffusionProcessingTxt2Img=Target)
+    theirs = {name: Component(value) for name, value in THEIRS.items()}
+    Component.made.clear()
+    steps = [lambda: [webui.call("after_component", one, f"txt2img_{name}") for name, one in reversed(theirs.items())],
+             lambda: webui.script.ui(False)]  # fmt: skip
+    for step in reversed(steps) if request.param else steps:
+        step()
+    button = next(one for one in Component.made if one.kind == "Button")
+    (told,) = theirs["width"].followed
+    assert told["inputs"] == button.clicked["inputs"] and told["inputs"][-6:] == [*theirs.values()]
+
+    def ask(measure=False, **changes):
+        values = dict(zip(webui.part("wish").ARGUMENTS, (one.value for one in told["inputs"]), strict=False)) | THEIRS
+        return (button.clicked if measure else told)["fn"](*(values | changes).values())
+
+    return ask
+
+
+BOTH_GRADIOS = pytest.mark.parametrize("webui", ["a1111", "forge"], indirect=True)
+
+
+@BOTH_GRADIOS
+def test_the_line_answers_for_each_pass_and_measures_on_request_alone(webui, line, costs):
+    made, hires = costs(0.5), {"hr-checkbox": True}
+    before = webui.job().latents
+    assert line() == "128x128: not measured yet" and not made
+    assert line(measure=True) == line() == "128x128: about 100 % faster" and len(made) == 1
+    assert line(**hires) == "first pass 128x128: about 100 % faster; hires pass 192x192: not measured yet"
+    assert line(**hires, where="hires pass") == "hires pass 192x192: not measured yet"
+    wide = {**hires, "hr_resize_x": 256, "hr_resize_y": 128, "where": "hires pass"}
+    assert line(**wide) == "hires pass 256x128: not measured yet"
+    assert line(strength=0.9) == "128x128: not measured yet", "another strength is another question"
+    assert not merges(webui.unet) and torch.equal(webui.job().latents, before)
+
+
+@BOTH_GRADIOS
+def test_the_line_says_what_stands_in_the_way(webui, line, costs, monkeypatch):
+    made = costs(0.5)
+    assert line(strength=0) == "strength 0: off"
+    assert line(where="hires pass") == "only the hires pass is to merge: turn on Hires. fix"
+    assert "is no number from 0 to 1" in line(strength=2) and "sx=" in line(own=True, sx=99)
+    assert line(width=None).startswith("0x128: ")
+    webui.shared.opts.data["hypertile_enable_unet"] = True
+    assert line(measure=True) == "128x128: nothing merges, HyperTile is on, whose tiles need every token"
+    webui.shared.opts.data["hypertile_enable_unet"] = False
+    lock = threading.Lock()
+    webui.put("modules.call_queue", queue_lock=lock)
+    with lock:
+        assert line(measure=True) == "128x128: a picture is being made; measure when it is done"
+    monkeypatch.setattr(webui.shared, "sd_model", None)
+    webui.put("modules.sd_models", model_data=types.SimpleNamespace(sd_model=None))
+    assert line(measure=True) == "no model is loaded yet" and not made
+
+
+def test_a_page_made_anew_is_linked_anew_and_the_old_one_is_let_go(webui):
+    for _ in range(2):
+        webui.script.ui(False)
+        setting = Component(0.5)
+        webui.call("after_component", setting, "setting_tome_strength")
+        (link,) = setting.followed
+        assert link["inputs"] == [setting] and len(link["outputs"]) == 1, "one panel of this tab"
+        assert link["fn"](0.7) == [0.7]
