@@ -12,7 +12,7 @@ from demo import checkpoint, cores, prompt
 ROOT = Path(__file__).resolve().parent.parent
 OUTPUT = ROOT / "demo-output" / "comparison.png"
 PICTURES = 4
-BALANCED = 0.5  # as `tome_core.presets.DEFAULT`, which would need torch
+BALANCED = 0.5  # the mark of `tome_core.presets.DEFAULT`, which would need torch
 BLOCK_REPEATS = 3
 
 

@@ -1,14 +1,22 @@
-"""Prompts of the embedded model: a few words, one for each attribute of a scene at most."""
+"""Prompts of the embedded model: a few words, one for each attribute of a scene at most.
+
+Without torch, so that a command line is checked before that is loaded.
+"""
 
 from __future__ import annotations
 
-import torch
-
-from demo.scenes import ATTRIBUTES, SIZES
-
+ATTRIBUTES = {
+    "sky": ("day", "sunset", "night", "dawn", "storm"),
+    "ground": ("sea", "meadow", "desert", "snow"),
+    "body": ("nobody", "left", "right"),  # the sun or the moon: none, or on which side
+    "mountains": ("flat", "hills", "peaks"),
+    "shape": ("empty", "ball", "box", "cone", "tree"),
+    "colour": ("red", "yellow", "blue", "white", "green"),
+}
+SIZES = tuple(len(values) for values in ATTRIBUTES.values())
 NULL_TOKEN = sum(SIZES)  # "no prompt": the unconditional half of classifier-free guidance
 VOCABULARY = NULL_TOKEN + 1
-OFFSETS = [sum(SIZES[:place]) for place in range(len(SIZES))]
+OFFSETS = [sum(SIZES[:place]) for place in range(len(SIZES))]  # every value of every attribute has a token of its own
 ATTRIBUTE_OF = {word: name for name, words in ATTRIBUTES.items() for word in words}
 # What a prompt leaves open. The null token is no choice here: in training it replaced all six or none.
 DEFAULTS = {"sky": "day", "ground": "meadow", "body": "nobody", "mountains": "flat", "colour": "red"}
@@ -48,13 +56,7 @@ def parse(prompt: str) -> dict[str, str]:
     return {name: chosen.get(name) or DEFAULTS.get(name, shape) for name in ATTRIBUTES}
 
 
-def tokens_of(attributes: torch.Tensor) -> torch.Tensor:
-    """Attributes int64 [n, 6] to token ids int64 [n, 6]: every value of every attribute has its own id."""
-    return attributes + torch.tensor(OFFSETS, device=attributes.device)
-
-
 def tokens(prompt: str) -> list[int]:
     """The six token ids of a prompt; raises ValueError as `parse` does."""
     words = parse(prompt)
-    attributes = [ATTRIBUTES[name].index(words[name]) for name in ATTRIBUTES]
-    return tokens_of(torch.tensor(attributes)).tolist()
+    return [first + ATTRIBUTES[name].index(words[name]) for name, first in zip(ATTRIBUTES, OFFSETS, strict=True)]

@@ -10,16 +10,8 @@ import torch
 
 from demo import landscape, thing, wall
 from demo.canvas import Canvas
+from demo.prompt import ATTRIBUTES, SIZES
 
-ATTRIBUTES = {
-    "sky": ("day", "sunset", "night", "dawn", "storm"),
-    "ground": ("sea", "meadow", "desert", "snow"),
-    "body": ("nobody", "left", "right"),  # the sun or the moon: none, or on which side
-    "mountains": ("flat", "hills", "peaks"),
-    "shape": ("empty", "ball", "box", "cone", "tree"),
-    "colour": ("red", "yellow", "blue", "white", "green"),
-}
-SIZES = tuple(len(values) for values in ATTRIBUTES.values())
 CHUNK = 64  # pictures painted at once
 
 

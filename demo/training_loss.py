@@ -6,7 +6,7 @@ import torch
 from diffusers import DDPMScheduler
 
 from demo.model import SceneModel, encode
-from demo.prompt import NULL_TOKEN, tokens_of
+from demo.prompt import NULL_TOKEN, OFFSETS
 from demo.scenes import draw_attributes, render
 
 NO_PROMPT = 0.1  # share of pictures trained without a prompt, for classifier-free guidance
@@ -35,7 +35,8 @@ class Scenes:
         if self.crop:
             pictures = self._cropped(pictures, torch.rand(2, generator=generator, device=self.device).tolist())
         unprompted = torch.rand(self.batch, 1, generator=generator, device=self.device) < NO_PROMPT
-        return pictures, torch.where(unprompted, NULL_TOKEN, tokens_of(attributes))
+        tokens = attributes + torch.tensor(OFFSETS, device=attributes.device)
+        return pictures, torch.where(unprompted, NULL_TOKEN, tokens)
 
     def seed_of(self, step: int) -> int:
         """Of the generator of a step. On a CPU torch reads its lowest 32 bits alone."""

@@ -135,10 +135,10 @@ def test_a_strength_is_told_the_time_as_on_the_page(whole_run, tmp_path):
     code = (
         "import sys, threading, numpy, torch, tome_core; from demo import prompt; from demo.source import Embedded;"
         "from demo.page_code import Wanted; from demo.page_run import Studio; source = Embedded(torch.device('cpu'));"
-        f"wanted = Wanted(prompt.PROMPTS[0], 5, {STEPS}, tome_core.preset('balanced'));"
+        f"wanted = Wanted.of_strength(prompt.PROMPTS[0], 5, {STEPS}, 0.5);"
         "*_, last = Studio(source).make(wanted, threading.Event()); tome_core.patch(source.target, 'balanced');"
         f"untold = source.picture(prompt.PROMPTS[0], 5, {STEPS}, lambda: None);"
-        "numpy.save(sys.argv[1], [last.merged, untold])"
+        "numpy.save(sys.argv[1], [last.merged[0].picture, untold])"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "merged.npy")], cwd=ROOT, check=True)
     page, untold = np.load(tmp_path / "merged.npy")

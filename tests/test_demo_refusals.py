@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from safetensors.torch import save_file
 
 from demo import checkpoint, command
 from tests import tiny_pipeline
+from tome_core import presets
 
 
 @pytest.fixture(scope="module")
@@ -108,3 +112,15 @@ def test_a_single_file_without_any_configuration_is_told_about_the_option(tmp_pa
     single = tiny_pipeline.write_single_file(tmp_path / "single.safetensors")
     code, sentence = refusal(capsys, "--model", single, "--output", tmp_path / "out.png", "--device", "cpu")
     assert code == 2 and "--config DIR" in sentence
+
+
+@pytest.mark.parametrize("entry", ["command", "page"])
+def test_options_are_checked_before_torch_is_loaded(entry):
+    """Not for speed alone: torch's threads sleep while they wait only where that is said before it is loaded."""
+    code = f"import sys; from demo.{entry} import parser; parser().format_help(); assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_the_options_call_the_default_is_the_presets():
+    assert command.BALANCED == presets.MARKS[presets.DEFAULT]
