@@ -80,7 +80,7 @@ def serve(page, options: argparse.Namespace) -> None:
         page.blocks.launch(
             server_name=HOST, server_port=options.port, share=False, inbrowser=not options.no_browser, ssr_mode=False,
             theme=THEME, css=CSS, footer_links=[], run_history=False, enable_monitoring=False, mcp_server=False,
-            pwa=False, max_file_size=guards.LARGEST, app_kwargs={"middleware": stacked}, prevent_thread_lock=True,
+            pwa=False, app_kwargs={"middleware": stacked}, prevent_thread_lock=True,
             num_workers=0,  # of gradio's, which would take uploads at ports of their own, from any site
         )  # fmt: skip
         while page.blocks.is_running:

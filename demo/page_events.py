@@ -290,5 +290,4 @@ def _name(way: Wanted) -> str:
 
 def _cell(plain: Made, made: Made) -> tuple[Any, str]:
     """A picture of the comparison and what stands below it."""
-    times = f"{made.seconds:.2f} s, {plain.seconds / made.seconds:.2f} times as fast"
-    return made.picture, f"{times}; {made.likeness(plain)}"
+    return made.picture, f"{made.time}, {made.speed(plain)}; {made.likeness(plain)}"

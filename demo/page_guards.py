@@ -1,9 +1,9 @@
-"""What stands before the page's server: no other site's page may use it, and what is no number does not come in.
+"""What stands before the page's server: no other site's page may use it, and no files come in, nor what is no number.
 
 Nor may the page load anything from elsewhere.
 
-ASGI classes, without gradio. Gradio's own check hides the answers from other sites, but does what they ask; and its
-limit is one of each file, of which a request may hold a thousand.
+ASGI classes, without gradio. Gradio's own check hides the answers from other sites, but does what they ask; and it
+takes files from anyone, though no part of this page has a use for one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 NAMES = ("127.0.0.1", "localhost")  # the page's hosts, as a browser has them
 _LARGEST_NUMBER = 2**53  # to which a browser counts
 _DIGITS = 20
-LARGEST = 32 * 2**20  # bytes of a request; the page's own are far smaller
+LARGEST = 2**20  # bytes of a request; the page's own are far smaller
 # Gradio's page is all in its package; should a part of it ever ask another machine, the browser refuses.
 OWN = b"default-src 'self' data: blob: 'unsafe-inline' 'unsafe-eval'; frame-ancestors 'none'"
 
@@ -34,7 +34,7 @@ class Closed:
 
 
 class Own:
-    """What another site's page asks for is refused, and what is too large; a link of another site's may open the page.
+    """Refuses what another site's page asks for, files, and what is too large; a link on another site opens the page.
 
     A browser says who asks. What does not say it is no browser, but a program on this machine.
     """
@@ -62,8 +62,7 @@ class Finite:
         self.app = app
 
     async def __call__(self, scope, receive, send) -> None:
-        kinds = [value for name, value in scope.get("headers", ()) if name == b"content-type"]
-        if scope["type"] != "http" or not any(b"json" in one.lower() for one in kinds):
+        if scope["type"] != "http" or not _has_body(scope["headers"]):
             await self.app(scope, receive, send)
             return
         body, gone = await _body(receive)
@@ -133,12 +132,21 @@ def refusal(scope) -> tuple[int, str] | None:
     asker = _another_site(said, host)
     if asker is not None and not _opens_the_page(scope):
         return 403, f"{asker} asks for this, which only the page itself may; open http://{host}/ and ask from there."
-    lengths = [value for name, value in said if name == "content-length"]
     if any(name == "transfer-encoding" for name, _ in said):
         return 411, "A request has to say how long it is; send it with a Content-Length."
+    lengths = [value for name, value in said if name == "content-length"]
     if not all(one.isdecimal() and len(one) < 16 and int(one) <= LARGEST for one in lengths):
         return 413, f"A request of {lengths[0][:20]} bytes is too large; send at most {LARGEST} ({LARGEST >> 20} MB)."
+    kinds = [value.partition(";")[0].strip().lower() for name, value in said if name == "content-type"]
+    if _has_body(scope["headers"]) and set(kinds) != {"application/json"}:
+        return 415, ("The page takes no file, and nothing but application/json; a model of your own is given where it "
+                     "is started, with --model.")  # fmt: skip
     return None
+
+
+def _has_body(headers) -> bool:
+    """By the length that is told; without one there is none."""
+    return any(name == b"content-length" and value != b"0" for name, value in headers)
 
 
 def _opens_the_page(scope) -> bool:

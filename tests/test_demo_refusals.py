@@ -123,4 +123,4 @@ def test_options_are_checked_before_torch_is_loaded(entry):
 
 
 def test_what_the_options_call_the_default_is_the_presets():
-    assert command.BALANCED == presets.MARKS[presets.DEFAULT]
+    assert presets.MARKS[presets.DEFAULT] == command.BALANCED

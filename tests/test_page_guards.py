@@ -10,11 +10,12 @@ import pytest
 from demo import page_guards
 from demo.page_guards import LARGEST
 
-UPLOAD = "/gradio_api/upload"
+JOIN = "/gradio_api/queue/join"
 ELSEWHERE = "https://elsewhere.example"
+JSON = "application/json"
 
 
-def asked(path=UPLOAD, method="POST", kind="http", host="127.0.0.1:7860", **headers):
+def asked(path=JOIN, method="POST", kind="http", host="127.0.0.1:7860", **headers):
     """(status, text) of a request; (200, "") where it gets through to the page."""
     told = []
 
@@ -45,7 +46,7 @@ def asked(path=UPLOAD, method="POST", kind="http", host="127.0.0.1:7860", **head
     {"origin": "http://localhost:7860", "sec_fetch_site": "cross-site"},  # as 127.0.0.1 is another name
 ])  # fmt: skip
 def test_the_page_itself_and_programs_on_this_machine_may_ask(headers):
-    for path, method in ((UPLOAD, "POST"), ("/gradio_api/queue/join", "POST"), ("/config", "GET"), ("/", "GET")):
+    for path, method in ((JOIN, "POST"), ("/gradio_api/cancel", "POST"), ("/config", "GET"), ("/", "GET")):
         assert asked(path, method, **headers) == (200, "")
 
 
@@ -61,7 +62,7 @@ FOREIGN = [
 
 @pytest.mark.parametrize("headers", FOREIGN, ids=str)
 def test_another_sites_page_is_refused_with_a_sentence(headers):
-    for path, method in ((UPLOAD, "POST"), (UPLOAD, "OPTIONS"), ("/", "POST"), ("/gradio_api/file=a.png", "GET")):
+    for path, method in ((JOIN, "POST"), (JOIN, "OPTIONS"), ("/", "POST"), ("/gradio_api/file=a.png", "GET")):
         status, text = asked(path, method, **headers)
         assert status == 403 and text.startswith("Another site")
         assert "only the page itself may; open http://127.0.0.1:7860/" in text
@@ -79,9 +80,22 @@ def test_a_websocket_of_another_sites_page_is_closed():
 
 @pytest.mark.parametrize("length", [str(LARGEST + 1), "9" * 400, "-1", "much"])
 def test_what_is_too_large_is_told_the_limit(length):
-    status, text = asked(content_length=length)
-    assert status == 413 and f"send at most {LARGEST} (32 MB)" in text and length[:20] in text
-    assert asked(content_length=str(LARGEST)) == (200, "")
+    status, text = asked(content_length=length, content_type=JSON)
+    assert status == 413 and f"send at most {LARGEST} (1 MB)" in text and length[:20] in text
+    assert asked(content_length=str(LARGEST), content_type=JSON) == (200, "")
+
+
+@pytest.mark.parametrize("kind", [
+    "multipart/form-data; boundary=application/json", "application/x-www-form-urlencoded", "text/plain", "",
+    None,  # a server may take that for JSON
+])  # fmt: skip
+def test_a_file_is_refused_wherever_it_goes(kind):
+    headers = {} if kind is None else {"content_type": kind}
+    for path in ("/gradio_api/upload", "/gradio_api/process_recording", JOIN, "/"):
+        status, text = asked(path, content_length="5", **headers)
+        assert status == 415 and "takes no file" in text and "--model" in text
+    assert asked(content_length="0", **headers) == (200, "")
+    assert asked(content_length="5", content_type="Application/JSON; charset=utf-8") == (200, "")
 
 
 def test_a_request_that_hides_its_length_is_refused():
@@ -98,7 +112,7 @@ def test_what_is_no_request_passes():
     assert scope["seen"]
 
 
-def sent(body, kind="application/json", parts=1):
+def sent(body, parts=1):
     """(status, text) of a request with a body in so many parts; what gets through gives (200, the body as it came)."""
     step = -(-len(body) // parts) or 1
     waiting = [{"type": "http.request", "body": body[at : at + step], "more_body": at + step < len(body)}
@@ -119,7 +133,7 @@ def sent(body, kind="application/json", parts=1):
         await send({"type": "http.response.start", "status": 200})
         await send({"type": "http.response.body", "body": read})
 
-    scope = {"type": "http", "headers": [(b"content-type", kind.encode())]}
+    scope = {"type": "http", "headers": [(b"content-length", b"%d" % len(body))]}
     asyncio.run(page_guards.Finite(app)(scope, receive, send))
     return told[0]["status"], told[1]["body"].decode()
 
@@ -136,7 +150,7 @@ def test_what_a_browser_can_mean_comes_in_as_it_was_sent(body, parts):
                                     "-9007199254740993"], ids=lambda one: one[:20])  # fmt: skip
 def test_what_is_no_number_is_refused_with_a_sentence_wherever_it_stands(number):
     for body in (number, f'{{"data": [0.5, {number}]}}', f'{{"fn_index": {number}}}'):
-        status, text = sent(body.encode(), "Application/JSON; charset=utf-8", parts=2)
+        status, text = sent(body.encode(), parts=2)
         assert status == 400 and text.startswith(f"{number[:40]} is no number that the page takes; give one from ")
 
 
@@ -144,7 +158,3 @@ def test_what_is_no_number_is_refused_with_a_sentence_wherever_it_stands(number)
 def test_what_is_no_json_is_told_so(body):
     status, text = sent(body)
     assert status == 400 and text.startswith("A request that cannot be read as JSON")
-
-
-def test_what_is_not_called_json_is_left_to_others():
-    assert sent(b"NaN", "multipart/form-data; boundary=edge") == (200, "NaN")
