@@ -15,6 +15,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tome_core.graphs.handle import capture_by
+
 WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::masked_select", "aten::is_nonzero"}
 _READS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
 
@@ -102,3 +104,24 @@ def _written(func: Any, args: tuple, kwargs: dict) -> Iterator[torch.Tensor]:
         if one.alias_info is not None and one.alias_info.is_write:
             value = args[number] if number < len(args) else kwargs.get(one.name)
             yield from (leaf for leaf in tree_leaves(value) if torch.is_tensor(leaf))
+
+
+def recorded(model, **more):
+    """Captured by the stand-in, which is at ``backend``."""
+    backend = RecordedOperators()
+    handle = capture_by(model, backend, **more)
+    handle.backend = backend
+    return handle
+
+
+def kinds(graphs) -> list[str]:
+    return [kind for kind, _ in graphs.graphs]
+
+
+def counts(handle):
+    report = handle.report()
+    return report.calls, report.levels
+
+
+def first_block(model):
+    return model.input_blocks[0][0].transformer_blocks[0]
