@@ -14,14 +14,14 @@ from torch import nn
 
 from . import kernels
 from .config import MergeConfig, MergeRule
+from .config_text import describe, notes_on
 from .families import UnsupportedModelError, find_blocks, find_unet
 from .fingerprint import widths_of
 from .keep import Guidance
 from .ledger import Ledger, LevelTally
 from .measured import Measured
-from .methods import METHODS
 from .noise import STABLE_DIFFUSION, SchedulerNoise, own_schedule
-from .phases import HIGHEST_EARLY_RATIO, plain_rules
+from .phases import plain_rules
 from .pipeline import SamplingScope, SchedulerClock
 from .presets import DEFAULT, config_of
 from .report import Report, make_report
@@ -58,7 +58,7 @@ class Patch(Measured):
         downsamples = [2**depth for depth in depths]
         rules = plain_rules(config, downsamples)
         self._covered = [ever_merges(rules, level, down) for level, down in enumerate(downsamples)]
-        self._notes = _notes(config, self._covered, downsamples)
+        self._notes = notes_on(config, self._covered, downsamples)
         tallies = [LevelTally(2**depth, sum(p.halvings == depth for p in places)) for depth in depths]
         self.run = Run(config, downsamples, schedule, Ledger(tallies, self._notes))
         self.needs = _needs(rules, downsamples)
@@ -188,7 +188,7 @@ class Patch(Measured):
 
     def report(self) -> Report:
         """What was merged so far, where, and what was skipped and why."""
-        settings = tuple(_describe(self.config, rule) for rule in self.config.rules)
+        settings = tuple(describe(self.config, rule) for rule in self.config.rules)
         gains = () if self.run.latch is None else tuple(self.run.latch.used)
         return make_report(self.run.ledger, self._covered, settings, self.is_installed, kernels.notes(), gains)
 
@@ -432,45 +432,3 @@ def _check_time(name: str, value: float | None, least: float, most: float | None
 def _check_pictures(value: int | None) -> None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise ValueError(f"pictures={value!r} is no number of pictures; use a whole number from 1 up, or None")
-
-
-def _notes(config: MergeConfig, covered: list[bool], downsamples: list[int]) -> tuple[str, ...]:
-    notes = []
-    for rule in config.rules:
-        if METHODS[rule.method].uses_ratio and rule.ratio > rule.ratio_cap:
-            notes.append(
-                f"ratio {rule.ratio:g} is over the cap {rule.ratio_cap:g} of cells {rule.sx}x{rule.sy} and was "
-                f"clamped; larger cells (sx, sy) allow more"
-            )
-    if config.early_ratio is not None and config.early_ratio > HIGHEST_EARLY_RATIO:
-        notes.append(f"early_ratio {config.early_ratio:g} is over the cap {HIGHEST_EARLY_RATIO:g} and was clamped")
-    if not any(covered) and not config.is_off:
-        have = ", ".join(f"/{d}" for d in downsamples)
-        notes.append(
-            f"nothing will merge: no rule reaches a level of this model, whose attention is at {have} of the latent; "
-            "leave levels and max_downsample at None for the finest of them"
-        )
-    return tuple(notes)
-
-
-def _describe(config: MergeConfig, rule: MergeRule) -> str:
-    if replace(config, rules=(rule,)).is_off:
-        return "off"
-    parts = [("attention", rule.merge_attn), ("cross-attention", rule.merge_crossattn), ("MLP", rule.merge_mlp)]
-    where = ", ".join(name for name, on in parts if on)
-    text = f"{rule.method} {rule.effective_ratio:.0%} of {rule.effective_side} in {where}"
-    if rule.merge_attn and rule.sizes_keys:
-        text += ", size-aware"
-    if config.early_ratio is not None:
-        text += f", {config.early_ratio:.0%} down to timestep {config.early_until:g}"
-    if config.deep_mlp:
-        text += f", {config.deep_mlp:.0%} of the deep MLP"
-    limits = []
-    if config.start_percent > 0 or config.end_percent < 1:
-        limits.append(f"{config.start_percent:.0%} to {config.end_percent:.0%} of the schedule")
-    if rule.min_timestep is not None or rule.max_timestep is not None:
-        last = "the highest" if rule.max_timestep is None else f"{rule.max_timestep:g}"
-        limits.append(f"timesteps {rule.min_timestep or 0:g} to {last}")
-    if config.max_beta is not None:
-        limits.append(f"beta below {config.max_beta:g}")
-    return text + (f", {', '.join(limits)}" if limits else "")
