@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from itertools import pairwise
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 import tome_core
 from benchmarks.strength import step_time
 from tests.models import call_unet, inputs, on_small, small
-from tome_core import preset, strength
+from tome_core import form, preset, strength
 from tome_core.phases import plain_rules
 from tome_core.presets import CURVES, MARKS
 from tome_core.strength_table import VERSION
@@ -37,6 +39,18 @@ def test_an_old_picture_reproduces_after_the_table_has_changed(monkeypatch):
     assert strength(0.5, VERSION) == old != strength(0.5, VERSION + 1)
     with pytest.raises(ValueError, match=f"version={VERSION + 2} is no table of strengths"):
         strength(0.5, VERSION + 2)
+
+
+# what each table ever stood for, of all strengths: pictures name its version, so what has been released stays
+STANDS_FOR = {1: "515fa3a3d510a031"}
+
+
+def test_what_a_tables_strengths_stand_for_stays():
+    """Also beside the curve: settings of all strengths, refinement, cells. To change these, keep the old by version."""
+    assert set(STANDS_FOR) == set(CURVES)
+    for version, digest in STANDS_FOR.items():
+        values = [form.values_of(strength(one, version)) for one in FINELY]
+        assert hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16] == digest, version
 
 
 def test_nothing_is_off_bit_for_bit():

@@ -18,7 +18,7 @@ PRESETS = tuple(MARKS)
 DEFAULT = "balanced"
 # kept for 60 timesteps a match serves two steps of 20, and one of 10. Whole pictures show what a prediction alone does
 # not: kept for 100, quality lost 1 to 3 dB of PSNR and max a tenth of the texture
-# a change of these, or of `refine_of`, changes old pictures as well: tables alone have versions
+# a change of these, or of `refine_of`, changes old pictures: only curves have versions, a test holds the rest
 _ALL: dict[str, Any] = {"side": "kv", "metric": "keys+values", "use_rand": False, "keep": 60.0,
                         "only_if_it_pays": True, "max_downsample": 8}  # fmt: skip
 Curve = tuple[tuple[float, float], ...]
