@@ -22,8 +22,9 @@ from tests.webui_modules import HOOKS, SAMPLING_HOOK
 
 MODEL_KINDS = KINDS[:-2]  # the clock and the loop are a diffusers pipeline's
 CALLBACKS = (*HOOKS, SAMPLING_HOOK, "postprocess", "cfg_denoiser")
-WEBUI_ON = (custom(level="up to /8", end=0.9),)
-COMFY_ON = {"ratio": 0.5, "level": "up to /8", "end": 0.9, "merge_crossattn": True, "merge_mlp": True}
+VALUES = {"level": "up to /8", "end": 0.9, "merge_crossattn": True, "merge_mlp": True}
+WEBUI_ON = (custom(0.5, **VALUES),)
+COMFY_ON = {"ratio": 0.5, **VALUES}
 
 
 class Failing:
