@@ -41,7 +41,7 @@ def test_off_and_strength_zero_are_bit_identical_to_the_webui_without_us(webui, 
 def test_on_merges_says_so_and_the_picture_after_it_is_bit_identical(webui, without):
     start = len(webui.said())
     on = webui.draw(HALF)
-    assert on.pixels != without["plain"] and "ToMe: 0.5 v1; method=bipartite; " in on.infotext
+    assert on.pixels != without["plain"] and "ToMe: 0.5 v1; ratio=0.5; " in on.infotext
     assert merged_in(on) == [(1, 256, 128, 128)] and f"ToMe: 3 steps, {SAVED}" in webui.said(start)
     assert webui.draw(HALF).pixels == on.pixels
     assert webui.draw().pixels == without["plain"]
