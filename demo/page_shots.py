@@ -18,7 +18,7 @@ COLOURS = 256  # a page of flat areas and small pictures; as many colours keep t
 
 
 def shoot(address: str, path: Path) -> None:
-    """Compare the strengths that the page offers, and write a picture of it down to the maps."""
+    """Compare the strengths that the page offers, and write a picture of it down to the difference."""
     from playwright.sync_api import sync_playwright
 
     chromium = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
@@ -33,7 +33,7 @@ def shoot(address: str, path: Path) -> None:
         page.locator("#says", has_text="Done.").wait_for()
         page.locator("#maps img").first.wait_for()
         page.wait_for_timeout(3000)  # the pictures are drawn; nothing tells when, because hidden ones never are
-        below = page.locator("#maps").bounding_box()
+        below = page.locator("#difference").bounding_box()
         page.screenshot(path=path, full_page=True,
                         clip={"x": 0, "y": 0, "width": WIDTH, "height": below["y"] + below["height"] + 16})  # fmt: skip
         browser.close()
