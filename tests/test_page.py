@@ -310,6 +310,13 @@ def test_four_strengths_are_compared_side_by_side_and_0_is_the_same_picture_bit_
     assert "Strength 1:" in page.text("figures")
 
 
+# what a block around it may cut off without making the page wider
+OUTSIDE = """width => [...document.querySelectorAll('svg, img, button, input, textarea, p, figcaption')]
+    .filter(one => one.checkVisibility({visibilityProperty: true}) && one.getClientRects().length)
+    .filter(one => one.getBoundingClientRect().right > width || one.getBoundingClientRect().left < 0)
+    .map(one => one.outerHTML.slice(0, 200))"""
+
+
 def test_it_fits_into_400_pixels(opened):
     page = opened("?steps=1", **NARROW)
     for title, part in zip(FOLDED, ("compare", "merge_seed", "link"), strict=True):
@@ -318,6 +325,7 @@ def test_it_fits_into_400_pixels(opened):
     page.at("compare").click()
     page.until("says", r"^\s*Done\.")
     assert page.page.evaluate("document.documentElement.scrollWidth") <= NARROW["width"]
+    assert page.page.evaluate(OUTSIDE, NARROW["width"]) == []
     for name in ("strength", "prompt", "generate", "stop", "plot", "compare", "merge_seed", "grid", "slider",
                  "position", "difference", "maps", "link"):  # fmt: skip
         box = page.at(name).bounding_box()
