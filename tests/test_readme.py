@@ -51,6 +51,10 @@ WAYS = {
     "python -m benchmarks.report benchmarks/results/FILE.json": Way(
         fill=(("benchmarks/results/FILE.json", "{new}/front.json"),)
     ),
+    "python -m benchmarks.cases": Way(
+        f"--cases '1 step' --pictures 1 {ONE_MODEL} --output {{new}}/cases.json"
+    ),
+    "python -m benchmarks.cases --list": Way(),
     "python -m benchmarks.strength RESULT.json...": Way(fill=(("RESULT.json...", FRONT),)),
     "python -m benchmarks.quality": Way(
         f"--variants tomesd-0.5 --noised 2 --pictures 1 --steps 1 {ONE_MODEL} --output {{new}}/quality.json"
@@ -185,7 +189,7 @@ def started(command: str, way: Way, places: dict[str, str]) -> list[str]:
     filled = [dict(way.fill).get(word, word).format(**places) for word in words]
     module = {"torchrun": ["-m", "torch.distributed.run"], "accelerate": ["-m", "accelerate.commands.accelerate_cli"]}
     program = module.get(filled[0], [])
-    return [sys.executable, *program, *filled[1:], *(word.format(**places) for word in way.more.split())]
+    return [sys.executable, *program, *filled[1:], *(word.format(**places) for word in shlex.split(way.more))]
 
 
 @pytest.mark.parametrize("command", [pytest.param(name, marks=way.needs or ()) for name, way in WAYS.items()])
