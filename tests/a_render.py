@@ -26,7 +26,7 @@ def webui(repository: Path) -> tuple[Render, Render]:
     """Jobs of a webui that has this repository among its extensions."""
     made = webui_doubles.Webui(pytest.MonkeyPatch()).start(repository)
     assert Path(made.part("script").__file__).is_relative_to(repository)
-    return tuple(lambda stop, on=on: made.job(on, "custom", 0.5, at_step=stop).latents for on in (False, True))
+    return tuple(lambda stop, on=on: made.job({"enabled": on, "only_if_it_pays": False}, at_step=stop).latents for on in (False, True))
 
 
 def comfyui(repository: Path) -> tuple[Render, Render]:
