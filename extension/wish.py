@@ -40,7 +40,7 @@ class Wish:
 
     def config(self, hires: bool, seed: int = 0) -> MergeConfig | None:
         """The engine's settings for a pass; None where it is left alone. seed: the image's."""
-        if not self.enabled or self.where == (FIRST if hires else HIRES):
+        if not self.enabled or not self.strength or self.where == (FIRST if hires else HIRES):
             return None
         config = form.settle(base_of(self.strength) | dict(self.changes))[0]
         if config.is_off:

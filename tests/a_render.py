@@ -26,7 +26,8 @@ def webui(repository: Path) -> tuple[Render, Render]:
     """Jobs of a webui that has this repository among its extensions."""
     made = webui_doubles.Webui(pytest.MonkeyPatch()).start(repository)
     assert Path(made.part("script").__file__).is_relative_to(repository)
-    return tuple(lambda stop, on=on: made.job({"enabled": on, "only_if_it_pays": False}, at_step=stop).latents for on in (False, True))
+    asked = ({"enabled": on, "only_if_it_pays": False} for on in (False, True))
+    return tuple(lambda stop, one=one: made.job(one, at_step=stop).latents for one in asked)
 
 
 def comfyui(repository: Path) -> tuple[Render, Render]:

@@ -47,7 +47,10 @@ def passes(webui, *args, **more):
                  for hires in (False, True))  # fmt: skip
 
 
-@pytest.mark.parametrize("args", [(False,), (True, 0.0), (True, 0), (custom(0.0),), (True, 9.0)])
+ZERO = {"enabled": True, "strength": 0, "method": "downsample", "merge_what": "k+v"}  # whatever is set besides
+
+
+@pytest.mark.parametrize("args", [(False,), (True, 0.0), (True, 0), (custom(0.0),), (True, 9.0), (ZERO,)])
 def test_off_strength_zero_and_wrong_values_are_bit_identical_to_no_extension(webui, args):
     expected = plain(webui, enable_hr=True)
     done = webui.job(*args, enable_hr=True)
