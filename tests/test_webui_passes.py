@@ -47,7 +47,7 @@ def passes(webui, *args, **more):
                  for hires in (False, True))  # fmt: skip
 
 
-ZERO = {"enabled": True, "strength": 0, "method": "downsample", "merge_what": "k+v"}  # whatever is set besides
+ZERO = {"enabled": True, "strength": 0, "method": "downsample", "only_if_it_pays": False}  # whatever is set besides
 
 
 @pytest.mark.parametrize("args", [(False,), (True, 0.0), (True, 0), (custom(0.0),), (True, 9.0), (ZERO,)])
