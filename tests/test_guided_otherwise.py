@@ -31,7 +31,6 @@ SWAP_AFTER = 1  # steps of `TIMES`: in the middle of what a preset keeps a match
 # --- ControlNet ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(raises=AttributeError, strict=True, reason="families._stages asks the way up of what has none")
 def test_a_controlnet_is_merged_where_it_is_asked_for(build, load):
     """By a patch of its own, beside the UNet's or alone, and taken off alone."""
     pipe, call = USES["controlnet"](build(), load)

@@ -155,8 +155,10 @@ def _stages(unet: nn.Module, family: Family) -> Iterator[tuple[str, nn.Module, i
     halvings = 0
     for name in (family.down, family.middle, family.up):
         part = getattr(unet, name, None)
+        if part is None:  # a ControlNet has no way up
+            continue
         stages = part.named_children() if name != family.middle else [("", part)]
-        for key, stage in stages if part is not None else ():
+        for key, stage in stages:
             yield f"{name}.{key}".rstrip("."), stage, halvings
             if name != family.middle:
                 halvings = max(0, halvings + _resampling(stage))
