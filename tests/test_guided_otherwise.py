@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from diffusers.models.attention_processor import AttnProcessor2_0
 
