@@ -11,6 +11,7 @@ import pytest
 import install
 from tests import release
 from tome_core import Report
+from tome_core.report import LevelReport, PhaseReport
 
 yaml = pytest.importorskip("yaml", reason="PyYAML comes with omegaconf: python install.py test")
 ROOT = Path(__file__).parents[1]
@@ -200,8 +201,9 @@ def test_the_form_says_where_the_report_is_and_how_it_looks():
     said = read(FORMS["problem"])["body"][0]["attributes"]["value"]
     assert "tome_core.report(pipe)" in said and "Apply ToMe" in said and '"ToMe: ..."' in said
     example = fields("problem")["report"]["attributes"]["placeholder"]
-    real = str(Report(True, ("bipartite 50% of qkv in attention",), 20))
-    assert example.splitlines()[0] == real.splitlines()[0]
+    phase = PhaseReport("", {("attn", 4096, 2048, 2048): 100}, {}, {}, 4, 1)
+    real = Report(True, ("bipartite 50% of qkv in attention",), 20, (LevelReport(0, 1, 5, True, (phase,)),))
+    assert example.splitlines() == str(real).splitlines()[: len(example.splitlines())]
 
 
 def test_the_forms_hosts_are_ours():
