@@ -226,6 +226,7 @@ def test_a_comfyui_model_is_as_it_was_after_all_generations(capsys, monkeypatch)
     plain, other = least_checkpoint(), least_checkpoint()
     before, weights, expected = traces(plain.model), bits(plain.model), Guider(plain).sample(steps=2)
     kept: list[Any] = [plain]  # a graph's cached output
+    Guider(apply(plain), other.model).sample(steps=2)  # wraps are made once for each UNet, and live as long as it
 
     def generate(number: int) -> None:
         server.run(PROMPT if dice.random() < 0.3 else {})

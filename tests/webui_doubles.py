@@ -256,7 +256,7 @@ class Webui(Modules):
     def process(self, p):
         """process_images, in the order of this webui: a request's own settings hold from behind the first hook."""
         self.hook("before_process", p)
-        data = self.shared.opts.data
+        data = getattr(getattr(self.shared, "opts", None), "data", {})  # without a settings tab there may be none
         before = {key: data[key] for key in p.override_settings if key in data}  # what was never saved is not put back
         data |= p.override_settings
         try:

@@ -11,6 +11,7 @@ from typing import Any
 MOST_LINES = 10
 _KINDS = 3  # of token counts at a level, of reasons, and of sizes that were measured, that are told
 _NOT_APPLIED = "not applied to this model."
+_NOTHING_WILL = "nothing will merge: "  # how a note begins that says why
 _COMPILED = "inside a compiled model, where calls are not counted"
 
 
@@ -63,7 +64,7 @@ def _outcome(report: Any) -> str:
         return _COMPILED
     why = [*(reason.removeprefix("block: ") for reason in report.reasons),
            *(reason.removeprefix("block: ") for level in report.levels for reason in level.traced_reasons),
-           *(note.removeprefix("nothing will merge: ") for note in report.notes)]  # fmt: skip
+           *(note.removeprefix(_NOTHING_WILL) for note in report.notes if note.startswith(_NOTHING_WILL))]  # fmt: skip
     return f"nothing merged: {why[0] if why else 'no call counted yet'}"
 
 
