@@ -301,7 +301,7 @@ def test_what_is_spread_to_one_is_what_torch_spreads(shape, parts, dtype):
     found = of_unit_spread(*pieces)
     centred = (x.double() - x.double().mean(1, keepdim=True)).unflatten(-1, (parts, -1))
     unit = centred.square().mean((1, 3), keepdim=True).sqrt().clamp(min=torch.finfo(dtype).tiny)
-    close(found, (centred / unit).flatten(2), dtype, 8.0)  # what is centred lies at 20, seven times as far as it spreads
+    close(found, (centred / unit).flatten(2), dtype, 8.0)  # it lies at 20, seven times its spread
     assert found.dtype == dtype and torch.equal(found, of_unit_spread(*(one.contiguous() for one in pieces)))
     assert torch.equal(found, of_unit_spread(*(one.mT.contiguous().mT for one in pieces)))
 

@@ -189,7 +189,7 @@ class Processing:
         self.comments[text] = 1
 
     def get_token_merging_ratio(self, for_hr=False):
-        return self.webui.shared.opts.token_merging_ratio
+        return getattr(getattr(self.webui.shared, "opts", None), "token_merging_ratio", 0.0)
 
     def at_step(self, step):
         """Replaced by tests that interrupt, raise or look."""
