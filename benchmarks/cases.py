@@ -24,7 +24,7 @@ cores.wait_passively()
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
-from benchmarks import environment, report, results, subjects, variants  # noqa: E402
+from benchmarks import endings, environment, report, results, subjects, variants  # noqa: E402
 from benchmarks.attention_work import AttentionWork  # noqa: E402
 from benchmarks.call_times import one_thread  # noqa: E402
 from benchmarks.case_list import CASES, Case  # noqa: E402
@@ -130,19 +130,16 @@ def main(arguments: list[str] | None = None) -> int:
     if options.list:
         print("\n".join(CASES))
         return 0
-    try:
+
+    def work() -> int:
         if options.pictures < 1:
             raise ValueError(f"--pictures {options.pictures}: give a number from 1 up")
         with one_thread(True):
             path = execute(options, shlex.join(["python", "-m", "benchmarks.cases", *arguments]))
         print(report.write([path], path.with_suffix(".md"), None))
-    except (ValueError, OSError) as error:
-        print(f"benchmarks.cases: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nbenchmarks.cases: stopped; the same command goes on from here.", file=sys.stderr)
-        return 130
-    return 0
+        return 0
+
+    return endings.exit_status("cases", work)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ cores.wait_passively()
 
 import torch  # noqa: E402
 
-from benchmarks import environment, picture_metrics, quality_options, report, results, subjects  # noqa: E402
+from benchmarks import endings, environment, picture_metrics, quality_options, report, results, subjects  # noqa: E402
 from benchmarks.call_times import one_thread  # noqa: E402
 from benchmarks.purposes import PURPOSES  # noqa: E402
 from benchmarks.quality_rows import Amounts, Bench, Row, calls, rows  # noqa: E402
@@ -127,18 +127,15 @@ def main(arguments: list[str] | None = None) -> int:
     if options.list:
         print("\n".join(VARIANTS))
         return 0
-    try:
+
+    def work() -> int:
         path = _run(options, shlex.join(["python", "-m", "benchmarks.quality", *arguments]))
         if path:
             print(report.write([path], path.with_suffix(".md"), None))
             print(f"\n{path}; with a plot: python -m benchmarks.report {path}", file=sys.stderr)
-    except (ValueError, OSError) as error:
-        print(f"benchmarks.quality: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nbenchmarks.quality: stopped; the same command goes on from here.", file=sys.stderr)
-        return 130
-    return 0
+        return 0
+
+    return endings.exit_status("quality", work)
 
 
 if __name__ == "__main__":

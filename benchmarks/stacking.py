@@ -21,7 +21,7 @@ cores.wait_passively()
 
 import torch  # noqa: E402
 
-from benchmarks import environment, report, results, stack_arms  # noqa: E402
+from benchmarks import endings, environment, report, results, stack_arms  # noqa: E402
 from benchmarks.call_times import one_thread  # noqa: E402
 from benchmarks.purposes import PURPOSES, SHOW  # noqa: E402
 from benchmarks.speed_models import SHAPES, TINY_SHAPES, make_unet  # noqa: E402
@@ -99,19 +99,16 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     plan = planned(options)
     command = shlex.join(["python", "-m", "benchmarks.stacking", *arguments])
-    try:
+
+    def work() -> int:
         with one_thread(True):
             record = results.new_record("stacking", command, settings(options), environment.describe("cpu"))
             run = results.Run.start(record, list(plan), options.output)
             execute(options, run, plan)
-    except (ValueError, OSError) as error:
-        print(f"benchmarks.stacking: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nbenchmarks.stacking: stopped; the same command goes on from here.", file=sys.stderr)
-        return 130
-    print(report.write([run.path], run.path.with_suffix(".md"), None))
-    return 0
+        print(report.write([run.path], run.path.with_suffix(".md"), None))
+        return 0
+
+    return endings.exit_status("stacking", work)
 
 
 if __name__ == "__main__":

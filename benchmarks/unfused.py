@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import environment, report, results
+from benchmarks import endings, environment, report, results
 from benchmarks.unfused_hosts import HEADS, ROOT, SOURCES
 from tome_core import preset
 
@@ -104,7 +104,8 @@ def main(arguments: list[str] | None = None) -> int:
     plan = planned(options)
     settings = {name: getattr(options, name) for name in ("preset", "free", "most")}
     command = shlex.join(["python", "-m", "benchmarks.unfused", *arguments])
-    try:
+
+    def work() -> int:
         described = environment.describe("cpu")
         described["device"]["threads"] = 1  # of the processes that measure
         record = results.new_record("unfused", command, settings, described)
@@ -112,14 +113,10 @@ def main(arguments: list[str] | None = None) -> int:
         for number, key in enumerate(run.missing, 1):
             print(f"[{number}/{len(plan)}] {key}", file=sys.stderr, flush=True)
             run.add(key, {**plan[key], **measure(plan[key])})
-    except (ValueError, OSError) as error:
-        print(f"benchmarks.unfused: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nbenchmarks.unfused: stopped; the same command goes on from here.", file=sys.stderr)
-        return 130
-    print(report.write([run.path], run.path.with_suffix(".md"), None))
-    return int(any("failed" in row for row in run.record["rows"]))
+        print(report.write([run.path], run.path.with_suffix(".md"), None))
+        return int(any("failed" in row for row in run.record["rows"]))
+
+    return endings.exit_status("unfused", work)
 
 
 if __name__ == "__main__":

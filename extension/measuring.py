@@ -67,7 +67,7 @@ def measure_after(job: Job) -> None:
 def _for_each(wish: Wish, passes: Iterable[Pass], ask: Ask) -> str:
     passes = list(passes)
     merging = [(one, wish.config(one.hires)) for one in passes]
-    if not wish.strength and not any(config for _, config in merging):
+    if not wish.strength:
         return "strength 0: off"
     if wish.where == HIRES and not any(one.hires for one in passes):
         return "only the hires pass is to merge: turn on Hires. fix"
