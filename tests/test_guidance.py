@@ -90,6 +90,19 @@ def test_a_pipeline_says_whether_it_guides(folder, guidance):
     assert torch.equal(*halves) == (guidance > 1), "two pictures are no halves of one"
 
 
+@pytest.mark.parametrize("guidance", [1.0, 7.5])
+def test_a_perturbed_copy_is_merged_by_the_match_of_the_others(folder, guidance):
+    """Perturbed attention guidance takes a difference with it, too."""
+    pipe = diffusers.StableDiffusionPAGPipeline.from_pretrained(folder, local_files_only=True)
+    pipe.set_progress_bar_config(disable=True)
+    with tome_core.patch(pipe, KEPT) as handle:
+        handle.keep_maps()
+        pipe("a", num_inference_steps=2, guidance_scale=guidance, pag_scale=3.0, output_type="latent",
+             generator=seeded(1))  # fmt: skip
+        group = handle.maps()[0].group
+    assert (group == group[:1]).all()
+
+
 def test_of_a_pipelines_batch_the_prompts_half_is_matched(folder, monkeypatch):
     pipe = diffusers.StableDiffusionPipeline.from_pretrained(folder, local_files_only=True)
     pipe.set_progress_bar_config(disable=True)

@@ -13,6 +13,8 @@ from .keep import Guidance
 from .run import GuidanceOf, Run
 from .wrap import Wrap
 
+_GUIDES = ("do_classifier_free_guidance", "do_perturbed_attention_guidance")
+
 
 class SchedulerClock(Wrap):
     """Around ``scheduler.scale_model_input``, which every pipeline calls with the timestep before the UNet.
@@ -60,9 +62,10 @@ class SamplingScope(Wrap):
 
 
 def _guidance(pipeline: weakref.ref[Any], batch: torch.Tensor) -> Guidance | None:
-    """Where a pipeline says that it guides, both halves are in its batch, the negative prompt's first."""
-    guides = getattr(pipeline(), "do_classifier_free_guidance", False)
-    return Guidance(len(batch) // 2, 1) if guides and len(batch) % 2 == 0 else None
+    """Where a pipeline says that it guides, its batch is for the negative prompt, the prompt, and the perturbed one."""
+    by_prompt, by_perturbing = (bool(getattr(pipeline(), name, False)) for name in _GUIDES)
+    copies = 1 + by_prompt + by_perturbing
+    return Guidance(len(batch) // copies, int(by_prompt)) if copies > 1 and len(batch) % copies == 0 else None
 
 
 class _Bar:
