@@ -2,70 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
-import tome_core
-from benchmarks.call_times import CallTimes
-from benchmarks.stack_beside import Beside
-
 PLAIN, MERGED, ALONE, OURS_FIRST, THEIRS_FIRST = ARMS = ("plain", "merged", "alone", "ours first", "theirs first")
+WITH_MERGING, WITH_OTHER = (MERGED, OURS_FIRST, THEIRS_FIRST), (ALONE, OURS_FIRST, THEIRS_FIRST)
 
 
 class Drawn(NamedTuple):
-    """A picture, the seconds of the UNet's calls, and what merging reported."""
+    """A picture, the processor seconds of drawing it, how often the UNet was computed, and what merging reported."""
 
     picture: np.ndarray
     seconds: float
+    calls: int
     told: dict[str, Any]
 
 
-def measure(pipelines: Any, beside: Beside, number: int, preset: str) -> dict[str, Any]:
-    """A row. seconds: by arm, plain ones before and after; rms: how far each is from the plain picture, in its own
-    units; from_alone: how far those with both are from the one with the other alone; told: what merging reported;
-    off_is_exact: once all is off again, are the bits those of before?
+def measure(draw: Callable[[str], Drawn]) -> dict[str, Any]:
+    """A row. draw: gives what an arm gives.
+
+    seconds: by arm, plain ones before and after; calls: of the UNet that were computed; rms: how far each is from the
+    plain picture, in its own units; from_alone: how far those with both are from the one with the other alone; told:
+    what merging reported; off_is_exact: once all is off again, are the bits those of before?
     """
-    drawn = {arm: _drawn(pipelines, beside, number, arm, preset) for arm in ARMS}
-    again = _drawn(pipelines, beside, number, PLAIN, preset)
+    drawn = {arm: draw(arm) for arm in ARMS}
+    again = draw(PLAIN)
     seconds = {arm: one.seconds for arm, one in drawn.items()} | {PLAIN: (drawn[PLAIN].seconds + again.seconds) / 2}
     pictures = {arm: one.picture for arm, one in drawn.items()}
     both = (OURS_FIRST, THEIRS_FIRST)
     return {
         "seconds": {arm: round(spent, 4) for arm, spent in seconds.items()},
+        "calls": {arm: one.calls for arm, one in drawn.items()},
         "rms": {arm: _rms(picture, pictures[PLAIN]) for arm, picture in pictures.items()},
         "from_alone": {arm: _rms(pictures[arm], pictures[ALONE]) for arm in both},
         "orders_are_equal": bool(np.array_equal(*(pictures[arm] for arm in both))),
         "off_is_exact": bool(np.array_equal(again.picture, pictures[PLAIN])),
-        "told": {arm: drawn[arm].told for arm in (MERGED, *both)},
+        "told": {arm: drawn[arm].told for arm in WITH_MERGING},
     }
 
 
-def _drawn(pipelines: Any, beside: Beside, number: int, arm: str, preset: str) -> Drawn:
-    with_other = arm in (ALONE, OURS_FIRST, THEIRS_FIRST)
-    pipe = pipelines.make(beside.pipeline, **beside.made_with) if with_other else pipelines.make()
-    told: dict[str, Any] = {}
-    merging = nullcontext() if arm in (PLAIN, ALONE) else _merging(pipe, preset, told)
-    other = beside.put_on(pipe) if with_other else nullcontext()
-    with CallTimes(pipe.unet) as times, ExitStack() as stack:
-        for context in (other, merging) if arm == THEIRS_FIRST else (merging, other):
-            stack.enter_context(context)
-        picture = pipelines.draw(pipe, number, **(beside.call if with_other else {}))
-    return Drawn(picture, sum(times.seconds), told)
-
-
-@contextmanager
-def _merging(pipe: Any, preset: str, told: dict[str, Any]) -> Iterator[None]:
-    """told: filled with what the report says in the end."""
-    with tome_core.patch(pipe, preset) as handle:
-        yield
-        report = handle.report()
-        told["unet_calls"] = report.calls
-        told["merged"] = sum(level.calls_merged for level in report.levels)
-        told["skipped"] = [[level.level, reason, calls] for level in report.levels
-                           for reason, calls in level.reasons.items()]  # fmt: skip
+def told(report: Any) -> dict[str, Any]:
+    """What a row keeps of a `tome_core.Report`."""
+    skipped = [[level.level, reason, calls] for level in report.levels for reason, calls in level.reasons.items()]
+    return {"unet_calls": report.calls, "merged": sum(level.calls_merged for level in report.levels),
+            "skipped": skipped}  # fmt: skip
 
 
 def _rms(a: np.ndarray, b: np.ndarray) -> float:

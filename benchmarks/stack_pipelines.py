@@ -5,6 +5,8 @@ Both are told prompts as embeddings and asked for latents, so that neither needs
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,10 @@ import diffusers
 import numpy as np
 import torch
 
-from benchmarks.stack_beside import PLAIN_PIPELINE
+import tome_core
+from benchmarks.call_times import CallTimes
+from benchmarks.stack_arms import THEIRS_FIRST, WITH_MERGING, WITH_OTHER, Drawn, told
+from benchmarks.stack_beside import PLAIN_PIPELINE, Beside
 from demo import model, prompt, sampler
 from demo.prompt import NULL_TOKEN
 
@@ -57,6 +62,28 @@ class RandomPipelines:
         with torch.no_grad():
             return _latents(pipe, words, number, timesteps=list(_PAIRS[number % 2]), height=self.pixels,
                             width=self.pixels, **call)[0].numpy()  # fmt: skip
+
+
+def drawn(pipelines: ScenePipelines | RandomPipelines, beside: Beside, number: int, preset: str, arm: str) -> Drawn:
+    """One arm of a comparison; the seconds are those of the UNet's calls."""
+    with_other = arm in WITH_OTHER
+    pipe = pipelines.make(beside.pipeline, **beside.made_with) if with_other else pipelines.make()
+    said: dict[str, Any] = {}
+    merging = _merging(pipe, preset, said) if arm in WITH_MERGING else nullcontext()
+    other = beside.put_on(pipe) if with_other else nullcontext()
+    with CallTimes(pipe.unet) as times, ExitStack() as stack:
+        for context in (other, merging) if arm == THEIRS_FIRST else (merging, other):
+            stack.enter_context(context)
+        picture = pipelines.draw(pipe, number, **(beside.call if with_other else {}))
+    return Drawn(picture, sum(times.seconds), len(times.seconds), said)
+
+
+@contextmanager
+def _merging(pipe: Any, preset: str, said: dict[str, Any]) -> Iterator[None]:
+    """said: filled with what the report says in the end."""
+    with tome_core.patch(pipe, preset) as handle:
+        yield
+        said.update(told(handle.report()))
 
 
 def _around(unet: torch.nn.Module, scheduler: Any, kind: str, **more: Any) -> Any:

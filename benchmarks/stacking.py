@@ -1,8 +1,9 @@
 """``python -m benchmarks.stacking``: merging beside what others do to save time or to draw better.
 
-Each alone, merging alone, and both in both orders, in diffusers' own pipelines: how far pictures of the scene models
-are from plain ones, and the processor time of a UNet of Stable Diffusion 1.5's shape with random weights. Prints the
-table; the same command goes on where a killed run was.
+Each alone, merging alone, and both in both orders, in diffusers' own pipelines, and by its own nodes in the ComfyUI
+that COMFYUI_DIR names, COMFYUI_PYTHON its Python: how far pictures of the scene models are from plain ones, and the
+processor time of a UNet of Stable Diffusion 1.5's shape with random weights. Prints the table; the same command goes on
+where a killed run was.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import logging
 import shlex
 import sys
 import warnings
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 from demo import cores
 
@@ -21,25 +23,28 @@ cores.wait_passively()
 
 import torch  # noqa: E402
 
-from benchmarks import endings, environment, report, results, stack_arms  # noqa: E402
+from benchmarks import endings, environment, report, results, stack_arms, stack_comfyui  # noqa: E402
 from benchmarks.call_times import one_thread  # noqa: E402
 from benchmarks.purposes import PURPOSES, SHOW  # noqa: E402
 from benchmarks.speed_models import SHAPES, TINY_SHAPES, make_unet  # noqa: E402
 from benchmarks.stack_beside import BESIDE  # noqa: E402
-from benchmarks.stack_pipelines import RandomPipelines, ScenePipelines  # noqa: E402
+from benchmarks.stack_nodes import NODES  # noqa: E402
+from benchmarks.stack_pipelines import RandomPipelines, ScenePipelines, drawn  # noqa: E402
 from benchmarks.subjects import SCENE_MODELS  # noqa: E402
 
 SHAPE = "sd15"  # of the model whose calls are timed
-_TIMED = "DeepCache"  # beside what, unless others are asked for
+OTHERS = {**BESIDE, **NODES}
+_TIMED = ("DeepCache", "EasyCache")  # beside what, unless others are asked for
 
 
 def parser() -> argparse.ArgumentParser:
     """The options."""
     made = argparse.ArgumentParser(prog="python -m benchmarks.stacking", description=__doc__.partition("\n\n")[2])
     add = made.add_argument
-    add("--beside", nargs="+", choices=tuple(BESIDE), metavar="NAME", help=f"of {', '.join(BESIDE)} (default: all)")
-    add("--timed", nargs="*", choices=tuple(BESIDE), default=[_TIMED], metavar="NAME", help="beside what the large "
-        "model is timed (default: DeepCache)")  # fmt: skip
+    add("--beside", nargs="+", choices=tuple(OTHERS), metavar="NAME", help=f"of {', '.join(OTHERS)} (default: those "
+        "that are there)")  # fmt: skip
+    add("--timed", nargs="*", choices=tuple(OTHERS), metavar="NAME", help="beside what the large model is timed "
+        f"(default: {' and '.join(_TIMED)} where they are there)")  # fmt: skip
     add("--model", nargs="+", type=Path, default=list(SCENE_MODELS), metavar="FILE", help="scene models (default: all "
         "in demo/)")  # fmt: skip
     add("--pictures", type=int, default=2, metavar="N", help="of each scene model (default 2)")
@@ -56,9 +61,10 @@ def parser() -> argparse.ArgumentParser:
 
 def planned(options: argparse.Namespace) -> dict[str, tuple[str, str, int]]:
     """Row's key -> (model, what is beside, number), picture by picture, so that each disturbance hits all alike."""
-    names = options.beside or [name for name, one in BESIDE.items() if one.is_there]
+    names = options.beside or [name for name, one in OTHERS.items() if one.is_there]
+    timed = [name for name in _TIMED if OTHERS[name].is_there] if options.timed is None else options.timed
     rows = [(path.stem, name, number) for number in range(options.pictures) for path in options.model for name in names]
-    rows += [(SHAPE, name, number) for number in range(options.rounds) for name in options.timed]
+    rows += [(SHAPE, name, number) for number in range(options.rounds) for name in timed]
     return {f"{model}, {name}, {number}": (model, name, number) for model, name, number in rows}
 
 
@@ -70,20 +76,30 @@ def execute(options: argparse.Namespace, run: results.Run, plan: dict[str, tuple
         if model == SHAPE:
             shape = (TINY_SHAPES if options.tiny else SHAPES)[SHAPE]
             return RandomPipelines(make_unet(shape, "cpu", torch.float32), options.pixels)
-        path = next(path for path in options.model if path.stem == model)
-        return ScenePipelines(path, PURPOSES[SHOW].prompts, options.steps)
+        return ScenePipelines(path_of(model), PURPOSES[SHOW].prompts, options.steps)
+
+    def path_of(model: str) -> Path:
+        return next(path for path in options.model if path.stem == model)
+
+    def measured(model: str, name: str, number: int) -> dict[str, Any]:
+        if name in BESIDE:
+            return stack_arms.measure(partial(drawn, pipelines(model), BESIDE[name], number, options.preset))
+        if model == SHAPE:
+            case = stack_comfyui.random_case(options.pixels, options.tiny, name, number, options.preset)
+        else:
+            case = stack_comfyui.scene_case(path_of(model), name, number, options.preset, PURPOSES[SHOW].prompts)
+        with stack_comfyui.drawing(case) as draw:
+            return stack_arms.measure(draw)
 
     for key in run.missing:
         print(f"[{len(plan) - len(run.missing) + 1}/{len(plan)}] {key}", file=sys.stderr, flush=True)
         model, name, number = plan[key]
-        row = stack_arms.measure(pipelines(model), BESIDE[name], number, options.preset)
-        run.add(key, {"model": model, "beside": name, "number": number, **row})
+        run.add(key, {"model": model, "beside": name, "number": number, **measured(model, name, number)})
 
 
 def settings(options: argparse.Namespace) -> dict[str, object]:
     """What has to be equal for rows of two processes to stand in one table."""
-    names = ("preset", "steps", "pixels", "tiny")
-    return {**{name: getattr(options, name) for name in names}, "models": [path.stem for path in options.model]}
+    return {name: getattr(options, name) for name in ("preset", "steps", "pixels", "tiny")}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -92,10 +108,11 @@ def main(arguments: list[str] | None = None) -> int:
     warnings.simplefilter("ignore")  # of deprecated pipelines
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parser().parse_args(arguments)
-    absent = [name for name in {*(options.beside or ()), *options.timed} if not BESIDE[name].is_there]
+    absent = [name for name in (*(options.beside or ()), *(options.timed or ())) if not OTHERS[name].is_there]
     if absent:
-        print(f'benchmarks.stacking: {" and ".join(absent)} not installed; pip install -e ".[benchmarks]", or leave it '
-              "out with --beside and --timed", file=sys.stderr)  # fmt: skip
+        needs = "COMFYUI_DIR in the environment" if absent[0] in NODES else 'pip install -e ".[benchmarks]"'
+        print(f"benchmarks.stacking: {absent[0]} is not there; it needs {needs}, or leave it out with --beside and "
+              "--timed", file=sys.stderr)  # fmt: skip
         return 2
     plan = planned(options)
     command = shlex.join(["python", "-m", "benchmarks.stacking", *arguments])

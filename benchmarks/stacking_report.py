@@ -10,8 +10,10 @@ from typing import Any
 from benchmarks.results import Record, ResultError
 from benchmarks.stack_arms import ALONE, MERGED, OURS_FIRST, PLAIN, THEIRS_FIRST
 from benchmarks.stack_beside import BESIDE, LEFT_OUT
+from benchmarks.stack_nodes import NODES
 
 Row = dict[str, Any]
+_OTHERS = {**BESIDE, **NODES}
 _BOTH = (OURS_FIRST, THEIRS_FIRST)
 _HEAD = (
     "beside", "model", "alone", "merging alone", "both, ours first", "both, theirs first", "of the sum", "from alone",
@@ -38,7 +40,7 @@ def table(records: Sequence[Record]) -> str:
     text = [
         _EXPLAINED.format(preset=made["settings"]["preset"]),
         "\n".join(lines),
-        "\n".join(f"- *{name}*: {BESIDE[name].meaning}." for name in dict.fromkeys(name for name, _ in groups)),
+        "\n".join(f"- *{name}*: {_OTHERS[name].meaning}." for name in dict.fromkeys(name for name, _ in groups)),
         "What merging reports beside each, where it leaves calls out:\n\n" + "\n".join(_told(groups)),
         "Not in the table:\n\n" + "\n".join(f"- *{name}*: {why}." for name, why in LEFT_OUT.items()),
         f"{made['device']['name']}, {made['device']['threads']} thread; {made['command']}; commit {made['commit']}.",

@@ -6,7 +6,8 @@ import itertools
 import struct
 from typing import Any
 
-TEXTS = {"sd1": (768, 0), "sd1_inpainting": (768, 0), "sd1_wide": (768, 0), "sd2": (1024, 0), "sdxl": (2048, 1280)}
+SD1 = (768, 0)
+TEXTS = {"sd1": SD1, "sd1_inpainting": SD1, "sd1_wide": SD1, "sd1_growing": SD1, "sd2": (1024, 0), "sdxl": (2048, 1280)}
 
 
 SEEDS = itertools.count(1000)

@@ -38,6 +38,7 @@ MODELS = {
     "sd1_inpainting": {**SD1, **TWO_LEVELS, "in_channels": 9},
     "sd2": {**SD2, **TWO_LEVELS, "in_channels": 4},
     "sdxl": {**SDXL, "in_channels": 4},
+    "sd1_growing": {**SD1, **TWO_LEVELS, "in_channels": 4, "channel_mult": [1, 2]},  # FreeU looks for twice the width
 }
 
 

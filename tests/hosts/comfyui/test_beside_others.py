@@ -2,45 +2,73 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import pytest
 
 from tests.hosts.comfyui.graphs import Graph, bytes_of, report_of
 
 MERGED = "256 tokens -> 128"
 ASIDE = "attn: the tokens are not the picture's grid"
+ELSE_ATTN = "attn: something else runs in its place"
+SKIPS = {"reuse_threshold": 3.0, "start_percent": 0.0, "end_percent": 0.9, "verbose": False}
+GUIDED = {"level": "up to /2"}  # so that the middle block merges, which guidance stands in for
+
+
+class Other(NamedTuple):
+    """said: of the report in both orders; settings: of merging; draws: it draws random numbers of its own."""
+
+    inputs: dict[str, Any]
+    said: tuple[str, ...] = (MERGED,)
+    model: str = "sd1"
+    steps: int = 1
+    settings: dict[str, Any] = {}  # noqa: RUF012 (never changed)
+    draws: bool = False
+
+
 OTHERS = {
-    "HyperTile": ({"tile_size": 64, "swap_size": 2, "max_depth": 0, "scale_depth": False}, None),
-    "PatchModelAddDownscale": (
+    "HyperTile": Other({"tile_size": 64, "swap_size": 2, "max_depth": 0, "scale_depth": False}, (), draws=True),
+    "PatchModelAddDownscale": Other(
         {"block_number": 1, "downscale_factor": 2.0, "start_percent": 0.0, "end_percent": 1.0,
-         "downscale_after_skip": True, "downscale_method": "bicubic", "upscale_method": "bicubic"}, "tokens -> "),
-    "TomePatchModel": ({"ratio": 0.5}, ASIDE),
-    "FreeU": ({"b1": 1.1, "b2": 1.2, "s1": 0.9, "s2": 0.2}, MERGED),
-    "TestLora": ({"strength": 1.0}, MERGED),
-    "TestMasks": ({}, MERGED),
+         "downscale_after_skip": True, "downscale_method": "bicubic", "upscale_method": "bicubic"}, ("tokens -> ",)),
+    "TomePatchModel": Other({"ratio": 0.5}, (ASIDE,)),
+    "FreeU": Other({"b1": 1.1, "b2": 1.2, "s1": 0.9, "s2": 0.2}, model="sd1_growing"),
+    "FreeU_V2": Other({"b1": 1.3, "b2": 1.4, "s1": 0.9, "s2": 0.2}, model="sd1_growing"),
+    "PerturbedAttentionGuidance": Other({"scale": 3.0}, (MERGED, ELSE_ATTN), settings=GUIDED),
+    "SelfAttentionGuidance": Other({"scale": 0.5, "blur_sigma": 2.0}, (MERGED, ELSE_ATTN), settings=GUIDED),
+    "EasyCache": Other(SKIPS, steps=5),
+    "LazyCache": Other(SKIPS, steps=5),
+    "TestLora": Other({"strength": 1.0}),
+    "TestMasks": Other({}, (MERGED, "crossattn: something else runs in its place"),
+                       settings={"merge_crossattn": True, "merge_mlp": True}),
 }  # fmt: skip
+ON_SDXL = ("EasyCache", "PerturbedAttentionGuidance", "SelfAttentionGuidance")
 
 
-@pytest.mark.parametrize("other", OTHERS)
-def test_before_or_after_makes_no_difference(comfy, other):
-    inputs, expected = OTHERS[other]
-    graph = Graph(steps=1)
-    alone = graph.add(other, model=graph.model, **inputs)
-    everything = {"merge_crossattn": True, "merge_mlp": True} if other == "TestMasks" else {}
-    before, inner = graph.apply(alone, **everything), graph.apply(**everything)
-    after = graph.add(other, model=inner, **inputs)
+@pytest.mark.parametrize(("kind", "other"), [
+    *OTHERS.items(),
+    *((name, OTHERS[name]._replace(model="sdxl", said=("64 tokens -> 32",), settings={})) for name in ON_SDXL),
+])  # fmt: skip
+def test_before_or_after_makes_no_difference(comfy, kind, other):
+    graph = Graph(other.model, steps=other.steps)
+    alone = graph.add(kind, model=graph.model, **other.inputs)
+    before, inner = graph.apply(alone, **other.settings), graph.apply(**other.settings)
+    after = graph.add(kind, model=inner, **other.inputs)
+    graph.sample("plain")
     graph.sample("other alone", alone)
     graph.sample("before", before)
     graph.sample("after", after)
     graph.sample("removed", graph.add("RemoveToMe", model=after))
+    graph.sample("plain again", graph.add("RemoveToMe", model=graph.apply()))
     seen = comfy.good(graph.graph)
     print(report_of(seen, before))
+    assert bytes_of(seen, "plain") == bytes_of(seen, "plain again") != bytes_of(seen, "other alone")
     assert bytes_of(seen, "other alone") == bytes_of(seen, "removed")
-    if other != "HyperTile":  # draws its tiles from Python's random numbers
+    if not other.draws:
         assert bytes_of(seen, "before") == bytes_of(seen, "after")
-    assert ("crossattn: something else runs in its place" in report_of(seen, before)) == (other == "TestMasks")
-    if expected:
-        assert expected in report_of(seen, before) and expected in report_of(seen, inner)
-    if expected == MERGED:
+    for said in other.said:
+        assert said in report_of(seen, before) and said in report_of(seen, inner)
+    if any(" -> " in said for said in other.said):
         assert bytes_of(seen, "other alone") != bytes_of(seen, "before")
 
 
