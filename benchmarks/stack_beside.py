@@ -156,5 +156,5 @@ BESIDE = {one.name: one for one in (
 LEFT_OUT = {
     "FirstBlockCache": "diffusers' function looks for a list of transformer blocks at the top of the model, which a "
                        "UNet has not, and fails with an IndexError; a UNet has no enable_cache either",
-    "EasyCache, LazyCache, Deep Shrink": "ComfyUI's: tests/hosts/comfyui holds merging beside them in a real one",
+    "token down-sampling in ComfyUI": "its core has no such node",
 }  # fmt: skip

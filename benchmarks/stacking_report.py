@@ -16,16 +16,18 @@ Row = dict[str, Any]
 _OTHERS = {**BESIDE, **NODES}
 _BOTH = (OURS_FIRST, THEIRS_FIRST)
 _HEAD = (
-    "beside", "model", "alone", "merging alone", "both, ours first", "both, theirs first", "of the sum", "from alone",
-    "time alone", "merging alone", "both, ours first", "both, theirs first", "of the product", "off again",
+    "beside", "model", "of", "calls", "alone", "merging alone", "both, ours first", "both, theirs first", "of the sum",
+    "from alone", "time alone", "merging alone", "both, ours first", "both, theirs first", "of the product",
+    "off again",
 )  # fmt: skip
 
 _EXPLAINED = """\
-Merging: preset {preset}. Errors: root mean square distance from the plain picture, in steps of 255 (of the model with
-random weights: of its latent); "of the sum": the worse order's share of the sum of both errors alone; "from alone":
-distance of both from the other method alone, which is what merging changes where the other draws another picture on
-purpose. Times: processor seconds of all calls of the UNet on one thread, plain divided by with it; "of the product":
-the slower order's share of the product of both factors."""
+Merging: preset {preset}. "of": pictures, or rounds of steps; "calls": of the UNet that were computed for one, plain,
+with the other alone, and with both. Errors: root mean square distance from the plain picture, in steps of 255 (of the
+model with random weights: of its latent); "of the sum": the worse order's share of the sum of both errors alone; "from
+alone": distance of both from the other method alone, which is what merging changes where the other draws another
+picture on purpose. Times: processor seconds of all calls of the UNet (of nodes: of the whole sampling) on one thread,
+plain divided by with it; "of the product": the slower order's share of the product of both factors."""
 
 
 def table(records: Sequence[Record]) -> str:
@@ -63,7 +65,9 @@ def _figures(rows: list[Row]) -> list[str]:
     shares = [max(row["rms"][arm] for arm in _BOTH) / (row["rms"][ALONE] + row["rms"][MERGED]) for row in rows]
     products = [min(row["seconds"][PLAIN] / row["seconds"][arm] for arm in _BOTH) / _product(row) for row in rows]
     shown = (ALONE, MERGED, *_BOTH)
+    calls = {arm: median(row["calls"][arm] for row in rows) for arm in (PLAIN, ALONE, OURS_FIRST)}
     return [
+        str(len(rows)), ", ".join(f"{count:g}" for count in calls.values()),
         *(f"{rms[arm]:.3g}" for arm in shown), f"{median(shares):.2f}",
         " and ".join(dict.fromkeys(f"{from_alone[arm]:.3g}" for arm in _BOTH)),
         *(f"{factor[arm]:.2f}" for arm in shown), f"{median(products):.2f}",

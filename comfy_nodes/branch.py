@@ -81,13 +81,13 @@ class BranchMerging:
         sampling = Sampling(*(_argument(place, name, args, kwargs) for place, name in named))
         callback = sampling.hear(_argument(_CALLBACK, "callback", args, kwargs))
         outer, self._sampling = self._sampling, sampling
-        done = None  # all of them
+        stopped = False
         try:
             if len(args) > _CALLBACK:
                 return executor(*args[:_CALLBACK], callback, *args[_CALLBACK + 1 :], **kwargs)
             return executor(*args, **{**kwargs, "callback": callback})
         except BaseException:  # an interrupt is one
-            done = sampling.steps_done
+            stopped = True
             raise
         finally:
             self._sampling = outer
@@ -95,9 +95,10 @@ class BranchMerging:
                 handle.set_time()
             if outer is None:
                 self._take_off(*self._attached)
-                if self._asked.gain and done is None:
+                if self._asked.gain and not stopped:
                     self._measure()
-            self._steps = steps_text(done, _steps(*args, **kwargs))
+            done, computed = sampling.steps_done, sampling.steps_computed
+            self._steps = steps_text(done, _steps(*args, **kwargs), stopped, computed)
             host.say("\n".join(self.lines()), self.node_id, self._line())
 
     def maps(self) -> dict[int, tuple[int, Any]]:
@@ -145,13 +146,17 @@ class BranchMerging:
             handle.keep_maps(self._asked.maps)
 
     def _merged(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
-        handle = self._patch_of(executor.class_obj, _argument(_OPTIONS, "transformer_options", args, kwargs) or {})
+        options = _argument(_OPTIONS, "transformer_options", args, kwargs) or {}
+        handle = self._patch_of(executor.class_obj, options)
         if handle is None:
             return executor(*args, **kwargs)
         if handle.run.wants_time:
             self._tell_time(handle, executor.class_obj.model_sampling, *args, **kwargs)
         with handle.merging():
-            return executor(*args, **kwargs)
+            answer = executor(*args, **kwargs)
+        if self._sampling is not None:
+            self._sampling.note_call(options)
+        return answer
 
     def _patch_of(self, model: Any, options: dict) -> Any | None:
         """The patch of the UNet in this model, not always `home`, with its wraps on; None where it has no blocks of

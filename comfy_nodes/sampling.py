@@ -30,6 +30,7 @@ class Sampling:
         self._place = 0
         self._follows_list = _follows_list(sampler)
         self._percents: dict[tuple[int, float], float] = {}
+        self._computed: set[int] = set()  # steps
 
     def hear(self, callback: Callable | None) -> Callable:
         """The sampler's callback, with us listening."""
@@ -46,6 +47,17 @@ class Sampling:
     def steps_done(self) -> int:
         """How many steps the sampler has reported so far."""
         return self._place
+
+    @property
+    def steps_computed(self) -> int:
+        """At how many steps the model was computed; others are those that EasyCache or LazyCache left out."""
+        return len(self._computed)
+
+    def note_call(self, options: dict[str, Any]) -> None:
+        """A call of the model has been answered, by the model or by EasyCache. options: its transformer_options."""
+        cache = options.get("easycache")  # LazyCache's has this place too, but answers before the model is called
+        if getattr(cache, "name", "") != "EasyCache" or not getattr(cache, "skip_current_step", False):
+            self._computed.add(self._place)
 
     def sigma(self, t: Any, options: dict[str, Any]) -> float:
         """The noise level of a call of the model. t: its sigmas, ``[B]``. options: its transformer_options."""
@@ -82,12 +94,17 @@ class Sampling:
         return self._follows_list
 
 
-def steps_text(done: int | None, planned: int | None) -> str:
-    """``20 steps``; ``12 of 20 steps`` where the sampling was stopped; "" where nobody knows."""
+def steps_text(done: int, planned: int | None, stopped: bool = False, computed: int | None = None) -> str:
+    """``20 steps``; ``12 of 20 steps`` where the sampling was stopped; "" where nobody knows.
+
+    done: as its sampler reported, of which not all do. computed: with fewer than all ``20 steps, 13 of them computed``.
+    """
     if planned is None:
         return ""
     count = f"{planned} step{'' if planned == 1 else 's'}"
-    return count if done is None or done >= planned else f"{done} of {count}"
+    if stopped and done < planned:
+        return f"{done} of {count}"
+    return f"{count}, {computed} of them computed" if done == planned and computed and computed < planned else count
 
 
 def _follows_list(sampler: Any) -> bool:

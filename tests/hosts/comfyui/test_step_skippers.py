@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import tome_core
-from tests.hosts.comfyui.graphs import Graph, bytes_of
+from tests.hosts.comfyui.graphs import Graph, bytes_of, report_of
 
 SKIPPERS = ("EasyCache", "LazyCache")
 SKIPS = {"reuse_threshold": 3.0, "start_percent": 0.0, "end_percent": 0.9, "verbose": False}  # all that they may
@@ -22,8 +22,10 @@ def test_the_report_counts_the_calls_that_were_computed(comfy, skipper):
     preview = graph.add("ToMePreview", model=computed, latent=graph.sample("both", computed))
     comfy.ask("/tome_test/clear")
     history = comfy.wait(comfy.queue(graph.graph))
-    calls = len(comfy.state()["calls"])
+    seen = comfy.state()
+    calls = len(seen["calls"])
     (data,) = history["outputs"][preview[0]]["tome_report"]
+    assert report_of(seen, applied).startswith(f"ToMe: 6 steps, {calls} of them computed, ")
     finest = data["levels"][0]
     merged = sum(kind["calls"] for phase in finest["phases"] for kind in phase["merged"])
     assert 0 < calls < graph.steps and merged == calls * finest["blocks"]
