@@ -13,7 +13,9 @@ import torch
 from diffusers.hooks import FirstBlockCacheConfig, apply_first_block_cache
 
 import tome_core
+from benchmarks import stacking
 from benchmarks.stack_beside import BESIDE
+from benchmarks.stack_nodes import NODES
 from benchmarks.stack_pipelines import RandomPipelines
 from tests import models
 from tome_core import MergeConfig, preset
@@ -178,3 +180,13 @@ def test_first_block_cache_takes_no_unet():
 
 def test_pipelines_of_the_table_are_diffusers_own():
     assert all(hasattr(diffusers, one.pipeline) for one in BESIDE.values())
+
+
+def test_a_node_is_measured_where_a_checkout_is_named_and_else_refused_in_a_sentence(monkeypatch, capsys):
+    monkeypatch.setenv("COMFYUI_DIR", "/anywhere")
+    options = stacking.parser().parse_args(["--pictures", "1", "--rounds", "1"])
+    assert {name for _, name, _ in stacking.planned(options).values()} >= NODES.keys()
+    monkeypatch.delenv("COMFYUI_DIR")
+    assert not {name for _, name, _ in stacking.planned(options).values()} & NODES.keys()
+    assert stacking.main(["--beside", "EasyCache"]) == 2
+    assert "EasyCache is not there; it needs COMFYUI_DIR" in capsys.readouterr().err
