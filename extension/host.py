@@ -17,6 +17,7 @@ from typing import Any
 from modules import script_callbacks, scripts, shared
 
 from ..tome_core.families import find_unet
+from . import sdnext
 
 logger = logging.getLogger(__name__)
 Script = scripts.Script
@@ -43,9 +44,14 @@ def set_up_console(name: str) -> None:
 
 
 def listen(**callbacks: Callable) -> None:
-    """Be called back: ``cfg_denoiser=f`` is ``script_callbacks.on_cfg_denoiser(f)``. The webui forgets at a reload."""
+    """Be called back: ``cfg_denoiser=f`` is ``script_callbacks.on_cfg_denoiser(f)``. The webui forgets at a reload.
+
+    What a webui does not tell is not heard: only SD.Next has ``after_process``.
+    """
     for name, function in callbacks.items():
-        getattr(script_callbacks, f"on_{name}")(function)
+        register = getattr(script_callbacks, f"on_{name}", None)
+        if register is not None:
+            register(function)
 
 
 def option(key: str, default: Any) -> Any:
@@ -133,7 +139,15 @@ def _in_its_place(function: Callable[[], Any]) -> Any:
 
 def _running_model(p: Any) -> Any:
     model = getattr(p, "sd_model", None)
-    return shared.sd_model if model is None else model
+    return shared.sd_model if model is None or sdnext.is_pipeline(model) else model
+
+
+def running_pipeline(p: Any) -> sdnext.RunningPipeline | None:
+    """Whichever pipeline samples now, in SD.Next; None in the others, whose models are none."""
+    return sdnext.RunningPipeline(lambda: shared.sd_model) if sdnext.is_pipeline(_running_model(p)) else None
+
+
+when_hires_begins, forget_hires = sdnext.when_hires_begins, sdnext.forget_hires
 
 
 def reason_to_step_aside(hires: bool) -> str | None:
@@ -142,7 +156,7 @@ def reason_to_step_aside(hires: bool) -> str | None:
         return "an SdUnet (such as TensorRT) computes in place of the UNet's own blocks"
     if option("hypertile_enable_unet", False) or (hires and option("hypertile_enable_unet_secondpass", False)):
         return "HyperTile is on, whose tiles need every token"
-    return None
+    return sdnext.reason_to_step_aside(option, hires)
 
 
 def read_time(params: Any) -> dict[str, float]:
@@ -228,6 +242,8 @@ def hires_size(width: int, height: int, scale: float, resize_x: int, resize_y: i
     """What the webui makes of the controls of Hires. fix."""
     from modules.processing import StableDiffusionProcessingTxt2Img
 
+    if hasattr(StableDiffusionProcessingTxt2Img, "init_hr"):
+        return sdnext.hires_size(StableDiffusionProcessingTxt2Img, width, height, scale, resize_x, resize_y)
     p = StableDiffusionProcessingTxt2Img(width=width, height=height, enable_hr=True, hr_scale=scale,
                                          hr_resize_x=resize_x, hr_resize_y=resize_y)  # fmt: skip
     p.calculate_target_resolution()

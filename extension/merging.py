@@ -14,7 +14,7 @@ from typing import Any
 
 from ..tome_core import MergeConfig, Patch, Report, UnsupportedModelError, patch
 from ..tome_core.families import find_unet
-from . import host
+from . import host, sdnext
 from .pace import Pace
 from .wish import Wish
 
@@ -111,6 +111,7 @@ class Armed:
         self.handle: Patch | None = None
         self._sampling: object | None = None  # what tells the pass that is armed from all others
         self._pace: Pace | None = None
+        self._pass: Any = None  # in SD.Next, where no denoiser tells of its calls
 
     def arm(self, p: Any, hires: bool) -> None:
         """From now on the pass that is about to start merges as its job wants. Idempotent."""
@@ -164,12 +165,21 @@ class Armed:
             self.handle.install()  # cheap where it is on; brings back what somebody else put something in place of
 
     def _put_on(self, unet: Any) -> None:
+        p = self.job.p()
+        pipeline = host.running_pipeline(p)
         try:
-            self.handle = patch(unet, self.config, host_clock=True)
+            self.handle = patch(pipeline or unet, self.config, host_clock=True)
         except (UnsupportedModelError, TypeError) as error:
             self.job.record(self.hires).refuse(str(error))
             return
         self.handle.keep_maps(self.job.keeps_maps)
+        if pipeline is not None:
+            self._pass = sdnext.Pass(pipeline, self.handle, host.pictures(p), self._count)
+
+    def _count(self) -> None:
+        record = self.job.record(self.hires)
+        record.steps += 1
+        record.steps_live += bool(self.handle.run.live)
 
     def _rest(self) -> None:
         if self.handle is not None:
@@ -177,6 +187,9 @@ class Armed:
 
     def _take_off(self) -> None:
         handle, self.handle = self.handle, None
+        running, self._pass = self._pass, None
+        if running is not None:
+            running.end()
         if handle is None:
             return
         handle.remove()

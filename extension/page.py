@@ -11,9 +11,10 @@ from typing import Any
 from .options import DIAL_KEYS
 
 _HIRES = ("hr-checkbox", "hr_scale", "hr_resize_x", "hr_resize_y")
+_OTHERWISE = {"txt2img_enable_hr": "txt2img_hr-checkbox"}  # SD.Next's names
 _OF_TAB = {"txt2img": ("width", "height", *_HIRES), "img2img": ("width", "height")}
 _SETTINGS = tuple(f"setting_{key}" for key in DIAL_KEYS)
-WANTED = frozenset({*_SETTINGS, *(f"{tab}_{name}" for tab, names in _OF_TAB.items() for name in names)})
+WANTED = frozenset({*_SETTINGS, *_OTHERWISE, *(f"{tab}_{name}" for tab, names in _OF_TAB.items() for name in names)})
 _found: dict[str, Any] = {}
 _waiting: dict[str, Callable[[dict[str, Any]], None]] = {}  # by tab
 _followers: dict[str, list[Any]] = {}  # by setting
@@ -24,7 +25,7 @@ def note(elem_id: str, control: Any) -> None:
     if elem_id in _SETTINGS:
         _link(elem_id, control)
         return
-    _found[elem_id] = control
+    _found[_OTHERWISE.get(elem_id, elem_id)] = control
     _tell(elem_id.partition("_")[0])
 
 

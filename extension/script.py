@@ -42,6 +42,7 @@ class TokenMerging(host.Script):
         """A job begins, its own settings not yet in force. What an aborted one left behind goes first."""
         armed.disarm()
         host.restore_built_in(p)
+        host.forget_hires(p)
         set_job(p, None)
         host.silence_built_in(p, lambda p, hires: not _job_of(p, values).why_left(hires))
 
@@ -62,6 +63,7 @@ class TokenMerging(host.Script):
             job.merged = False
         if not host.HAS_SAMPLING_HOOK:
             armed.arm(p, hires=False)
+            host.when_hires_begins(p, lambda: armed.arm(p, hires=True))
 
     def process_before_every_sampling(self, p: Any, *values: Any, **facts: Any) -> None:
         """A pass is about to start. Forge says so twice before the hires pass."""
@@ -80,6 +82,7 @@ class TokenMerging(host.Script):
     def postprocess_batch(self, p: Any, *values: Any, **facts: Any) -> None:
         """The same, for webuis without `post_sample`; the infotexts of the batch's pictures are written next."""
         armed.disarm()
+        host.forget_hires(p)
         job = job_of(p)
         if job is not None:
             _write(p, job, job.merged)
@@ -134,6 +137,12 @@ def on_step(params: Any) -> None:
     armed.step(params)
 
 
+def on_end(p: Any) -> None:
+    """A job is over, whatever became of it."""
+    if armed.job is job_of(p):
+        armed.disarm()
+
+
 def add_axes() -> None:
     """The webui is about to build its pages, or to serve its API: every script is loaded."""
     plot = host.plot_module()
@@ -161,6 +170,6 @@ def register() -> type[TokenMerging]:
     measuring.remember()
     host.listen(
         cfg_denoiser=on_step, ui_settings=options.register, before_ui=add_axes, script_unloaded=unload,
-        after_component=on_component,
+        after_component=on_component, after_process=on_end,
     )  # fmt: skip
     return TokenMerging

@@ -1,0 +1,101 @@
+"""What SD.Next does otherwise than the other webuis: it runs diffusers' pipelines, and calls no hook between passes.
+
+Asked by `host`, which knows the rest. In SD.Next a job makes new pipelines as it goes (for an image, for guidance of
+another kind), all around one UNet.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+
+from ..tome_core import Patch
+
+_INIT_HIRES = "init_hr"
+_RATIOS = {"ToMe": "tome_ratio", "ToDo": "todo_ratio"}  # of its own merging, by method
+
+
+def is_pipeline(model: Any) -> bool:
+    """Is it one of diffusers' pipelines, of whatever architecture?"""
+    return hasattr(model, "scheduler") and (hasattr(model, "unet") or hasattr(model, "transformer"))
+
+
+class RunningPipeline:
+    """What the engine asks a pipeline for, answered by whichever runs at that moment. running: says which."""
+
+    def __init__(self, running: Callable[[], Any]) -> None:
+        self._running = running
+
+    @property
+    def scheduler(self) -> Any:
+        """Exchanged by each pass."""
+        return getattr(self._running(), "scheduler", None)
+
+    @property
+    def unet(self) -> Any:
+        """The UNet, or what a model without one has in its place."""
+        running = self._running()
+        unet = getattr(running, "unet", None)
+        return getattr(running, "transformer", None) if unet is None else unet
+
+
+class Pass:
+    """A pass as the engine has to know it: its calls are one sampling, and the webui is told of each.
+
+    pipeline: kept, because the engine's own reference to it is weak. pictures: that the pass makes at once. called:
+    after each call of the UNet.
+    """
+
+    def __init__(
+        self, pipeline: RunningPipeline, handle: Patch, pictures: int | None, called: Callable[[], None]
+    ) -> None:
+        self._pipeline = pipeline
+        self._ending = ExitStack()
+        self._ending.enter_context(handle.sampling(pictures))
+        hook = pipeline.unet.register_forward_hook(lambda *_: called())
+        self._ending.callback(hook.remove)
+
+    def end(self) -> None:
+        """The pass is over. Idempotent."""
+        self._ending.close()
+
+
+def when_hires_begins(p: Any, tell: Callable[[], None]) -> None:
+    """Have ``tell`` called once the hires pass of ``p`` knows its size, just before it begins. Dies with ``p``."""
+    if not hasattr(type(p), _INIT_HIRES):
+        return
+    this = weakref.ref(p)
+
+    def init_hires(*args: Any, **kwargs: Any) -> None:
+        job = this()
+        type(job).init_hr(job, *args, **kwargs)
+        tell()
+
+    setattr(p, _INIT_HIRES, init_hires)
+
+
+def forget_hires(p: Any) -> None:
+    """Undo `when_hires_begins`, also where a copy of ``p`` inherited it."""
+    vars(p).pop(_INIT_HIRES, None)
+
+
+def hires_size(kind: type, width: int, height: int, scale: float, resize_x: int, resize_y: int) -> tuple[int, int]:
+    """What a job of this class makes of the controls of its hires pass, without making such a job."""
+    p = SimpleNamespace(width=width, height=height, hr_scale=scale, hr_resize_x=resize_x, hr_resize_y=resize_y,
+                        hr_upscaler="", hr_sampler_name="")  # fmt: skip
+    kind.init_hr(p)
+    return p.hr_upscale_to_x, p.hr_upscale_to_y
+
+
+def reason_to_step_aside(option: Callable[[str, Any], Any], hires: bool) -> str | None:
+    """As of `host`: its own merging is put on after ours, and HyperTile in its own way."""
+    method = option("token_merging_method", "None")
+    ratio = option(_RATIOS.get(method, ""), 0.0)
+    if ratio:
+        return f"SD.Next's own token merging ({method} {ratio:g}) is on; set it to None to merge by this one"
+    if option("hypertile_unet_enabled", False) and (hires or not option("hypertile_hires_only", False)):
+        return "HyperTile is on, whose tiles need every token"
+    return None
