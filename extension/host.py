@@ -314,6 +314,11 @@ def set_tooltip(control: Any, text: str) -> None:
     control.webui_tooltip = text
 
 
+def has_setting_called(key: str) -> bool:
+    """Would the webui take this key of a pasted infotext for one of its own settings?"""
+    return any(name == key for name, _ in getattr(sys.modules.get("modules.infotext"), "mapping", ()))
+
+
 def add_message(processed: Any, text: str) -> None:
     """Put a line under the finished picture."""
     processed.comments = f"{getattr(processed, 'comments', '') or ''}{text}\n"

@@ -20,6 +20,7 @@ from .wish import DIAL, EVERYWHERE, FILLED_FOR, OWN, VERSION, WHERE, Wish, base_
 
 logger = logging.getLogger(__name__)
 KEY = "ToMe"
+KEYS = (KEY, "ToMe strength")  # the second where the webui has a setting that it calls by the first, as SD.Next has
 _BEGINNING = re.compile(r"(\S+) v(\d{1,6})")
 _LONGEST = 2000  # characters of a value that is read
 _CHANGES = "_tome_core_xyz"
@@ -69,22 +70,29 @@ def _value(one: form.Field, text: str) -> Any:
     return int(value) if math.isfinite(value) and value.is_integer() and isinstance(one.default, int) else value
 
 
+def _key_in(parameters: Mapping[str, Any]) -> str | None:
+    """Ours, by whichever name; the second one first, which nobody else uses."""
+    return next((key for key in reversed(KEYS) if key in parameters), None)
+
+
 def _pasted(parameters: Mapping[str, Any]) -> Wish | None:
     """The wish of a pasted infotext; None where there is none that can be read."""
+    key = _key_in(parameters)
     try:
-        return wish_in(parameters[KEY]) if KEY in parameters else None
+        return wish_in(parameters[key]) if key is not None else None
     except (ValueError, TypeError, OverflowError):
         return None
 
 
 def _switch(parameters: Mapping[str, Any]) -> bool | None:
     """Whether we are on: off for a picture without us. What cannot be read is told and leaves the panel alone."""
-    if KEY not in parameters:
+    key = _key_in(parameters)
+    if key is None:
         return False
     try:
-        wish = wish_in(parameters[KEY])
+        wish = wish_in(parameters[key])
     except (ValueError, TypeError, OverflowError) as error:
-        logger.warning("%s: %s in the pasted infotext is ignored: %s", KEY, reprlib.repr(parameters[KEY]), error)
+        logger.warning("%s: %s in the pasted infotext is ignored: %s", KEY, reprlib.repr(parameters[key]), error)
         return None
     for sentence in wish.left_out:
         logger.warning("%s: a part of the pasted infotext is ignored: %s", KEY, sentence)

@@ -35,7 +35,7 @@ class TokenMerging(host.Script):
 
         panel = Panel(is_img2img, self.elem_id)
         self.infotext_fields = panel.paste_fields()
-        self.paste_field_names = [infotext.KEY]
+        self.paste_field_names = list(infotext.KEYS)
         return panel.controls
 
     def before_process(self, p: Any, *values: Any) -> None:
@@ -113,8 +113,9 @@ def _job_of(p: Any, values: tuple) -> Job:
 
 def _write(p: Any, job: Job, merges: bool) -> None:
     """Put our key into the infotext of pictures that merged, or are to; in a new dict, because a plot's cells share."""
-    kept = {key: value for key, value in (p.extra_generation_params or {}).items() if key != infotext.KEY}
-    p.extra_generation_params = kept | ({infotext.KEY: infotext.text_of(job.wish)} if merges else {})
+    kept = {key: value for key, value in (p.extra_generation_params or {}).items() if key not in infotext.KEYS}
+    key = infotext.KEYS[host.has_setting_called(infotext.KEY)]
+    p.extra_generation_params = kept | ({key: infotext.text_of(job.wish)} if merges else {})
 
 
 def _tell(p: Any, job: Job, processed: Any) -> None:

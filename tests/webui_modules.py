@@ -63,13 +63,14 @@ class Modules:
         self.flavour, self._put_item = flavour, put_item
         self.callbacks = defaultdict(list)
         script = type("Script", (), {"is_img2img": False, "args_from": 0, "elem_id": elem_id})
-        for hook in HOOKS if flavour == "old" else (*HOOKS, SAMPLING_HOOK):
+        for hook in HOOKS if flavour in ("old", "sdnext") else (*HOOKS, SAMPLING_HOOK):
             setattr(script, hook, lambda self, p, *args, **facts: None)
         self.scripts = self.put("modules.scripts", Script=script, AlwaysVisible=object(), scripts_data=[])
         self.shared = self.put("modules.shared", opts=Options(), sd_model=None, OptionInfo=OptionInfo)
-        listeners = {f"on_{name}": self.callbacks[name].append
-                     for name in ("cfg_denoiser", "ui_settings", "before_ui", "script_unloaded",
-                                  "after_component")}  # fmt: skip
+        told = ["cfg_denoiser", "ui_settings", "before_ui", "script_unloaded", "after_component"]
+        if flavour == "sdnext":
+            told.append("after_process")
+        listeners = {f"on_{name}": self.callbacks[name].append for name in told}
         self.script_callbacks = self.put("modules.script_callbacks", **listeners)
         package = self.put("modules", scripts=self.scripts, shared=self.shared)
         package.script_callbacks = self.script_callbacks

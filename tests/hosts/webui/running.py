@@ -27,7 +27,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy would not find this machine
 QUIET = {"live_previews_enable": False, "show_progressbar": False, "samples_save": False, "grid_save": False,
-         "sd_vae": "None"}  # fmt: skip
+         "sd_vae": "None", "sd_model_checkpoint": "first.safetensors"}  # fmt: skip
 # what tests override: A1111 1.10 puts back after a request only those settings that were saved once
 OVERRIDDEN = {"token_merging_ratio": 0.0, "batch_cond_uncond": True, "skip_early_cond": 0.0,
               "hypertile_enable_unet": False, "hypertile_enable_unet_secondpass": False,
@@ -149,8 +149,8 @@ def serve(
     _fill(folder, with_us, extensions)
     flags = shlex.split(os.environ.get("WEBUI_FLAGS", ON_A_CPU[kind]))
     command = [
-        os.environ.get("WEBUI_PYTHON", sys.executable), "launch.py", *START, *flags, "--port", str(port),
-        "--data-dir", str(folder), "--ckpt-dir", str(checkpoints), "--ckpt", str(checkpoints / "first.safetensors"),
+        os.environ.get("WEBUI_PYTHON", sys.executable), "launch.py", *_known_to(checkout, START), *flags,
+        "--port", str(port), "--data-dir", str(folder), *_checkpoints(checkout, checkpoints),
         "--gradio-allowed-path", str(checkout), *options,  # Forge serves its own scripts from its data folder alone
     ]  # fmt: skip
     log = folder / "server.log"
@@ -169,6 +169,19 @@ def serve(
             process.wait(20)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
+
+
+def _known_to(checkout: Path, flags: Sequence[str]) -> list[str]:
+    """Those that its sources know: forks drop some, and end at one that they do not know."""
+    known = (checkout / "modules" / "cmd_args.py").read_text()
+    return [flag for flag in flags if f'"{flag}"' in known]
+
+
+def _checkpoints(checkout: Path, folder: Path) -> list[str]:
+    """Where they are, and which is the first to be loaded; Forge Neo takes that from its settings."""
+    if not _known_to(checkout, ["--ckpt"]):
+        return ["--ckpt-dirs", str(folder)]
+    return ["--ckpt-dir", str(folder), "--ckpt", str(folder / "first.safetensors")]
 
 
 def _fill(folder: Path, with_us: bool, extensions: Sequence[Path]) -> None:

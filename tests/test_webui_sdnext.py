@@ -1,0 +1,220 @@
+"""SD.Next: which passes merge, and that nothing stays, in its order of calls around real pipelines of diffusers' UNet.
+
+The doubles stand for facts of SD.Next of July 2026: no hook before the hires pass, a new pipeline and scheduler for
+each pass around one UNet, errors of a pass caught by the webui, `after_process` whatever happened.
+"""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+from diffusers import DDIMScheduler, EulerDiscreteScheduler
+from torch import nn
+
+from tests.models import TEXT, unet
+from tests.webui_doubles import Webui, custom, merges
+
+ON = (custom(),)
+PRESET = ({"enabled": True, "strength": 0.5, "only_if_it_pays": False},)  # keeps its matches from step to step
+STEPS = 3
+
+
+class Pipeline:
+    """A diffusers pipeline's loop, with guidance in one batch."""
+
+    def __init__(self, unet, scheduler):
+        self.unet, self.scheduler = unet, scheduler
+
+    @torch.no_grad()
+    def __call__(self, x, text):
+        self.scheduler.set_timesteps(STEPS)
+        x = x * self.scheduler.init_noise_sigma
+        for t in self.scheduler.timesteps:
+            both = self.scheduler.scale_model_input(torch.cat([x, x]), t)
+            halves = torch.cat([torch.zeros_like(text), text]).repeat_interleave(len(x), 0)
+            uncond, cond = self.unet(both, t, halves).sample.chunk(2)
+            x = self.scheduler.step(uncond + 2 * (cond - uncond), t, x).prev_sample
+        return x
+
+
+class Transformers:
+    """A pipeline without a UNet, as of Flux."""
+
+    def __init__(self):
+        self.transformer, self.scheduler = nn.Linear(2, 2), DDIMScheduler()
+
+    def __call__(self, x, text):
+        return x
+
+
+class Processing:
+    """StableDiffusionProcessingTxt2Img."""
+
+    width = height = 128
+    hr_upscale_to_x = hr_upscale_to_y = 0
+
+    def __init__(self, webui, args, enable_hr=False, n_iter=1, batch_size=1):
+        self.args, self.enable_hr, self.n_iter, self.batch_size = args, enable_hr, n_iter, batch_size
+        self.is_hr_pass, self.sd_model = False, webui.shared.sd_model
+        self.extra_generation_params = {}
+        self.all_seeds = [7 + n for n in range(n_iter * batch_size)]
+        self.firsts = []
+
+    def init_hr(self, scale=None, upscaler=None, force=False):
+        self.hr_upscale_to_x = self.hr_upscale_to_y = 192
+
+
+class SdNext(Webui):
+    """modules.processing and modules.processing_diffusers. fails: the pass that raises, "base" or "hires"."""
+
+    fails = ""
+
+    def __init__(self, monkeypatch):
+        super().__init__(monkeypatch, "sdnext")
+        self.made = unet().eval()
+        self.shared.sd_model = Pipeline(self.made, DDIMScheduler())
+
+    @property
+    def unet(self):
+        return self.made
+
+    def process(self, p):
+        done = types.SimpleNamespace(latents=[], extra_generation_params={}, images=[], infotexts=[], comments="")
+        self.hook("before_process", p)
+        try:
+            self.hook("process", p)
+            for n in range(p.n_iter):
+                p.seeds = p.all_seeds[n * p.batch_size : (n + 1) * p.batch_size]
+                self.hook("process_batch", p, batch_number=n)
+                latents = self._sampled(p)
+                if latents is None:
+                    return done
+                done.latents.append(latents)
+                self.hook("postprocess_batch", p, images=latents, batch_number=n)
+                done.infotexts.append(dict(p.extra_generation_params))
+            self.hook("postprocess", p, done)
+        finally:
+            self.call("after_process", p)
+        return done
+
+    def _sampled(self, p):
+        x = torch.cat([torch.randn(1, 4, 16, 16, generator=torch.Generator().manual_seed(seed)) for seed in p.seeds])
+        text = torch.randn(1, 7, TEXT, generator=torch.Generator().manual_seed(0))
+        try:
+            x = self._passed("base", DDIMScheduler(), x, text)
+            p.firsts.append(x)
+            if p.enable_hr:
+                p.is_hr_pass = True
+                p.init_hr(1.5, "Latent", force=True)
+                x = nn.functional.interpolate(x, scale_factor=1.5)
+                x = self._passed("hires", EulerDiscreteScheduler(), x, text)
+        except RuntimeError:  # SD.Next reports it, and makes no picture
+            return None
+        finally:
+            p.is_hr_pass = False
+        return x
+
+    def _passed(self, name, scheduler, x, text):
+        if isinstance(self.shared.sd_model, Pipeline):
+            self.shared.sd_model = Pipeline(self.made, scheduler)
+        out = self.shared.sd_model(x, text)
+        if self.fails == name:
+            raise RuntimeError("out of memory")
+        return out
+
+
+@pytest.fixture
+def webui(monkeypatch):
+    made = SdNext(monkeypatch).start()
+    yield made
+    assert not made.errors
+    assert not merges(made.unet) and not made.unet._forward_hooks, "something was left on the model"
+    made.call("script_unloaded")
+
+
+def draw(webui, *args, **more):
+    """The job, and what it came to."""
+    p = Processing(webui, args, **more)
+    done = webui.process(p)
+    return p, torch.cat(done.latents), done.extra_generation_params.get("ToMe report"), done.infotexts
+
+
+@pytest.mark.parametrize("args", [(False,), (True, 0.0), (custom(0.0),), (True, 9.0)])
+def test_off_is_bit_identical_to_no_extension_also_after_a_merged_picture(webui, args):
+    with_us, webui.script = webui.script, object()
+    expected = draw(webui, enable_hr=True)[1]
+    webui.script = with_us
+    merged = draw(webui, *ON, enable_hr=True)[1]
+    assert not torch.equal(merged, expected)
+    assert torch.equal(draw(webui, *args, enable_hr=True)[1], expected)
+
+
+@pytest.mark.parametrize(("where", "merged"), [
+    ("everywhere", (True, True)), ("first pass", (True, False)), ("hires pass", (False, True)),
+])  # fmt: skip
+def test_each_choice_of_where_and_the_steps_of_each_pass(webui, where, merged):
+    plain, *_ = draw(webui, False, enable_hr=True)
+    p, _, report, _ = draw(webui, custom(where=where), enable_hr=True)
+    assert torch.equal(p.firsts[0], plain.firsts[0]) != merged[0]
+    told = [f"{name}: {STEPS} steps, 75 % of attention left out" if one else f"{name}: left alone"
+            for name, one in zip(("first pass", "hires pass"), merged, strict=True)]  # fmt: skip
+    assert report["line"] == "; ".join(told)
+
+
+def test_equal_seeds_give_equal_pictures_whatever_ran_before(webui):
+    first, report = draw(webui, *PRESET, n_iter=2, batch_size=2)[1:3]
+    draw(webui, *ON)
+    assert torch.equal(draw(webui, *PRESET, n_iter=2, batch_size=2)[1], first) and report["merged"]
+
+
+@pytest.mark.parametrize("name", ["base", "hires"])
+def test_a_pass_that_fails_leaves_nothing(webui, name):
+    expected = draw(webui, False)[1]
+    webui.fails = name
+    webui.process(Processing(webui, ON, enable_hr=True))
+    assert not merges(webui.unet) and not webui.unet._forward_hooks
+    webui.fails = ""
+    assert torch.equal(draw(webui, False)[1], expected)
+
+
+@pytest.mark.parametrize(("settings", "told"), [
+    ({"token_merging_method": "ToMe", "tome_ratio": 0.5}, "SD.Next's own token merging (ToMe 0.5) is on"),
+    ({"token_merging_method": "ToDo", "todo_ratio": 0.3}, "SD.Next's own token merging (ToDo 0.3) is on"),
+    ({"hypertile_unet_enabled": True}, "HyperTile is on"),
+])  # fmt: skip
+def test_it_steps_aside_for_the_webuis_own(webui, settings, told):
+    webui.shared.opts.data.update(settings)
+    assert told in draw(webui, *ON)[2]["line"] and draw(webui, *ON)[3] == [{}]
+
+
+def test_its_own_merging_without_a_ratio_is_off(webui):
+    webui.shared.opts.data.update({"token_merging_method": "ToMe", "tome_ratio": 0.0})
+    assert draw(webui, *ON)[2]["merged"]
+
+
+def test_hypertile_of_the_hires_pass_alone_leaves_the_first_to_us(webui):
+    webui.shared.opts.data.update({"hypertile_unet_enabled": True, "hypertile_hires_only": True})
+    first, second = draw(webui, *ON, enable_hr=True)[2]["line"].split("; ")
+    assert "75 %" in first and "HyperTile" in second
+
+
+def test_a_model_without_a_unet_is_told_and_drawn(webui):
+    webui.shared.sd_model = Transformers()
+    _, latents, report, _ = draw(webui, *ON)
+    assert len(latents) and not report["merged"] and "BasicTransformerBlock" in report["line"]
+
+
+def test_the_infotext_does_not_take_the_name_of_its_own_setting(webui):
+    webui.put("modules.infotext", mapping=[("ToMe", "tome_ratio")])
+    (written,) = draw(webui, *PRESET)[3]
+    assert written == {"ToMe strength": "0.5 v1; only_if_it_pays=False"}
+    read = webui.part("infotext").paste_function
+    assert read("enabled")(written) is True and read("strength")(written) == 0.5
+    assert read("enabled")({"ToMe": "0.5 v1"}) is True, "of another webui"
+
+
+def test_the_hires_size_is_the_webuis_own(webui):
+    webui.put("modules.processing", StableDiffusionProcessingTxt2Img=Processing)
+    assert webui.part("host").hires_size(128, 128, 1.5, 0, 0) == (192, 192)
