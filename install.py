@@ -241,7 +241,7 @@ COMFYUI = Host(
 WEBUI = Host(
     "webui",
     "webui",
-    # the program (A1111, Forge, reForge), or the folder of its --data-dir
+    # the program (A1111, Forge, reForge, SD.Next), or the folder of its --data-dir
     (("launch.py", "webui.py", "modules", "extensions"), ("extensions", "config.json", "models")),
     "webui",  # the one-click packages of A1111 and Forge have it one folder down
     "extensions",
@@ -256,7 +256,7 @@ def comfyui(arguments):
 
 
 def webui(arguments):
-    """the extension into A1111, Forge or reForge: webui DIR (undone by --uninstall)"""
+    """the extension into A1111, Forge, reForge or SD.Next: webui DIR (undone by --uninstall)"""
     return place(WEBUI, arguments)
 
 

@@ -82,6 +82,16 @@ class _Fused(_ByTorch):
         return _normed(module, module.norm_k, _part(fused, keys, 1)), _part(fused, values, 2)
 
 
+class _Invoke(_ByTorch):
+    """InvokeAI's: diffusers' own for self-attention; masks of regions and image prompts are of the prompt's."""
+
+    def problem(self, module: nn.Module, kwargs: dict[str, Any]) -> str | None:
+        """Heads with norms, which it does not apply."""
+        if module.norm_q is not None or module.norm_k is not None:
+            return "its heads have norms"
+        return super().problem(module, kwargs)
+
+
 class _ByScores(_Processor):
     """``AttnProcessor``: the module's own scores, then one product."""
 
@@ -173,6 +183,10 @@ _KNOWN = {
 }
 # by the full name of the function that computes: a class of the same name is no proof, and a method may be replaced
 _BY_CALL: dict[str, registry.Description] = {f"{_WHERE}.{name}.__call__": kind(name) for name, kind in _KNOWN.items()}
+
+# of InvokeAI, in force where prompts have regions or images
+_INVOKE = "invokeai.backend.stable_diffusion.diffusion.custom_atttention.CustomAttnProcessor2_0"
+_BY_CALL[f"{_INVOKE}.__call__"] = _Invoke("CustomAttnProcessor2_0 of InvokeAI")
 
 
 # perturbed-attention guidance: where tokens of the unattended part merge, what guides is a blur
