@@ -201,9 +201,11 @@ def first_seed(p: Any) -> int:
 def first_row(p: Any) -> int:
     """The first picture's row in what the UNet computes in one call, by its prompt; negative counts from the end.
 
-    A1111 computes the prompts and then the negative prompts, the Forges the other way round.
+    A1111 computes the prompts and then the negative prompts, the Forges and SD.Next the other way round.
     """
-    return 0 if getattr(_running_model(p), "forge_objects", None) is None else -int(p.batch_size)
+    model = _running_model(p)
+    prompts_first = getattr(model, "forge_objects", None) is None and not sdnext.is_pipeline(model)
+    return 0 if prompts_first else -int(p.batch_size)
 
 
 def pictures(p: Any) -> int | None:

@@ -215,6 +215,10 @@ def test_the_infotext_does_not_take_the_name_of_its_own_setting(webui):
     assert read("enabled")({"ToMe": "0.5 v1"}) is True, "of another webui"
 
 
+def test_the_map_is_of_the_prompt_which_comes_last(webui):
+    assert webui.part("host").first_row(Processing(webui, (), batch_size=2)) == -2
+
+
 def test_the_hires_size_is_the_webuis_own(webui):
     webui.put("modules.processing", StableDiffusionProcessingTxt2Img=Processing)
     assert webui.part("host").hires_size(128, 128, 1.5, 0, 0) == (192, 192)
