@@ -11,7 +11,9 @@ from typing import Any
 from .options import DIAL_KEYS
 
 _HIRES = ("hr-checkbox", "hr_scale", "hr_resize_x", "hr_resize_y")
-_OTHERWISE = {"txt2img_enable_hr": "txt2img_hr-checkbox"}  # SD.Next's names
+_IN_SDNEXT = {"enable_hr": "hr-checkbox", "scale": "hr_scale", "resize_width": "hr_resize_x",
+              "resize_height": "hr_resize_y"}  # fmt: skip
+_OTHERWISE = {f"txt2img_{theirs}": f"txt2img_{name}" for theirs, name in _IN_SDNEXT.items()}
 _OF_TAB = {"txt2img": ("width", "height", *_HIRES), "img2img": ("width", "height")}
 _SETTINGS = tuple(f"setting_{key}" for key in DIAL_KEYS)
 WANTED = frozenset({*_SETTINGS, *_OTHERWISE, *(f"{tab}_{name}" for tab, names in _OF_TAB.items() for name in names)})

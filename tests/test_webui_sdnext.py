@@ -219,6 +219,15 @@ def test_the_map_is_of_the_prompt_which_comes_last(webui):
     assert webui.part("host").first_row(Processing(webui, (), batch_size=2)) == -2
 
 
+def test_the_page_knows_the_webuis_controls_by_its_own_names(webui):
+    page, told = webui.part("page"), []
+    page.when_made("txt2img", told.append)
+    for name in ("width", "height", "enable_hr", "scale", "resize_width", "resize_height"):
+        webui.call("after_component", name, elem_id=f"txt2img_{name}")
+    assert told == [{"width": "width", "height": "height", "hr-checkbox": "enable_hr", "hr_scale": "scale",
+                     "hr_resize_x": "resize_width", "hr_resize_y": "resize_height"}]  # fmt: skip
+
+
 def test_the_hires_size_is_the_webuis_own(webui):
     webui.put("modules.processing", StableDiffusionProcessingTxt2Img=Processing)
     assert webui.part("host").hires_size(128, 128, 1.5, 0, 0) == (192, 192)
