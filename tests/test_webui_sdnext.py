@@ -223,7 +223,7 @@ def test_the_page_knows_the_webuis_controls_by_its_own_names(webui):
     page, told = webui.part("page"), []
     page.when_made("txt2img", told.append)
     for name in ("width", "height", "enable_hr", "scale", "resize_width", "resize_height"):
-        webui.call("after_component", name, elem_id=f"txt2img_{name}")
+        webui.part("script").on_component(name, elem_id=f"txt2img_{name}")
     assert told == [{"width": "width", "height": "height", "hr-checkbox": "enable_hr", "hr_scale": "scale",
                      "hr_resize_x": "resize_width", "hr_resize_y": "resize_height"}]  # fmt: skip
 
