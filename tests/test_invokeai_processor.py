@@ -1,4 +1,4 @@
-"""InvokeAI's attention processor, by a double of its name and protocol: keys and values merge in it, as in diffusers'."""
+"""InvokeAI's attention processor, by a double of its name and protocol: keys and values merge as in diffusers' own."""
 
 from __future__ import annotations
 
