@@ -80,7 +80,7 @@ class SceneSubject:
 
     def _latents(self, seed: int, count: int, part: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Scenes of the kind that the model learned, and their tokens."""
-        pictures, tokens = Scenes(seed, count, 2 * self.unet.config.sample_size, walls=self._walls)[part]
+        pictures, tokens, _ = Scenes(seed, count, 2 * self.unet.config.sample_size, walls=self._walls)[part]
         return model.encode(pictures, self.model.haar_gain), tokens
 
     def scene(self, number: int) -> tuple[torch.Tensor, list[int]]:
@@ -131,11 +131,10 @@ def _metadata(path: Path) -> dict[str, str]:
 
 
 def is_scene_model(path: Path) -> bool:
-    """Does the file say that it is one? False for anything that is no such file."""
+    """False for anything that is no .safetensors file; what only ends like one is refused in a sentence."""
     if path.suffix != ".safetensors" or not path.is_file():
         return False
-    checkpoint.read_shapes(path)  # refuses what only looks like one, in a sentence
-    return "haar_gain" in _metadata(path)
+    return checkpoint.is_of_scenes(checkpoint.read_shapes(path))
 
 
 def fingerprint(path: Path) -> str:

@@ -66,6 +66,8 @@ def _merged_keys() -> Iterator[Variant]:
         yield _engine("merged keys", _setting(ratio, cell), _kv_rule(ratio, cell, **more))
     for name in PRESETS:
         yield Variant("preset", name, variants.strength(MARKS[name]), code="engine")
+        finest = variants.strength(MARKS[name], levels=(0,), max_downsample=None)
+        yield Variant("preset at the finest", name, finest, code="engine")
     for value in BETWEEN:
         yield Variant("strength", str(value), variants.strength(value), code="engine")
 

@@ -74,9 +74,9 @@ def engine(*rules: dict[str, Any]) -> PutOn:
     return _merging(tome_core.MergeConfig(rules=tuple(tome_core.MergeRule(**settings) for settings in rules)))
 
 
-def strength(value: float) -> PutOn:
-    """A strength of tome_core's, also on grids that it would leave alone."""
-    return _merging(replace(tome_core.strength(value), only_if_it_pays=False))
+def strength(value: float, **more: Any) -> PutOn:
+    """A strength of tome_core's, also on grids that it would leave alone; more: settings that it does not decide."""
+    return _merging(replace(tome_core.strength(value), only_if_it_pays=False, **more))
 
 
 def _merging(config: tome_core.MergeConfig) -> PutOn:

@@ -16,7 +16,7 @@ from diffusers.models.attention_processor import Attention
 from demo.model import SceneModel
 from demo.training_loss import HELD_OUT_SEED, Scenes, held_out_loss, v_loss
 
-SHARP = 0.36  # deviation of these query and key weights, 3.5 times the usual: a token's own logit starts at about 16
+OWN_LOGIT = 16  # of a token and itself in a sharp head at its start; unlike ones have about 0
 FEW_KEYS, HEADS_WITH_FEW_KEYS, LOSS_RISE = 0.20, 0.20, 0.30
 TIME = 400  # of 1000: noisy enough that looking elsewhere helps, clear enough to know where
 
@@ -46,9 +46,10 @@ def _verdict(passed: bool) -> str:
 
 
 def level_0(model: SceneModel) -> list[Attention]:
-    """The self-attention modules at the picture's full token grid, in the order in which they run."""
-    unet = model.unet
-    ends = (unet.down_blocks[0], unet.up_blocks[-1])
+    """The self-attention modules at the finest level that has attention, in the order in which they run."""
+    down, up = model.unet.down_blocks, model.unet.up_blocks
+    level = next(place for place, block in enumerate(down) if hasattr(block, "attentions"))
+    ends = (down[level], up[-1 - level])
     return [block.attn1 for end in ends for site in end.attentions for block in site.transformer_blocks]
 
 
@@ -60,7 +61,9 @@ def start_sharp(model: SceneModel) -> None:
     in common.
     """
     for attention in level_0(model):
-        sharp = torch.empty_like(_sharp_half(attention.to_q)).normal_(std=SHARP)
+        width, head = attention.to_q.in_features, attention.to_q.out_features // attention.heads
+        deviation = (OWN_LOGIT / (attention.scale * head * width)) ** 0.5  # 3.5 times the usual
+        sharp = torch.empty_like(_sharp_half(attention.to_q)).normal_(std=deviation)
         _sharp_half(attention.to_q).copy_(sharp)
         _sharp_half(attention.to_k).copy_(sharp)
 
@@ -112,9 +115,9 @@ def effective_keys(model: SceneModel, pictures: int = 4) -> tuple[float, ...]:
         shares.append(entropy.exp().median(-1).values.mean(0) / k.shape[2])
         return type(attention).forward(attention, x)
 
-    scenes, tokens = Scenes(HELD_OUT_SEED, pictures, 2 * model.unet.config.sample_size)[1]
+    batch = Scenes(HELD_OUT_SEED, pictures, 2 * model.unet.config.sample_size)[1]
     with replaced(model, watch):
-        v_loss(model, scenes, tokens, torch.full((pictures,), TIME), torch.Generator().manual_seed(TIME))
+        v_loss(model, batch, torch.full((pictures,), TIME), torch.Generator().manual_seed(TIME))
     return tuple(torch.cat(shares).tolist())
 
 

@@ -13,11 +13,19 @@ HEADER_LIMIT = 100_000_000  # bytes; the format's own limit
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model that may be loaded. `kind`: "folder", "sd" or "sdxl"; `variant` as diffusers means it ("fp16")."""
+    """A model that may be loaded; `variant` as diffusers means it ("fp16").
+
+    kind: "folder", "sd" or "sdxl", or "scenes" for one that `demo.train` wrote.
+    """
 
     path: Path
     kind: str
     variant: str | None = None
+
+    @property
+    def is_embedded(self) -> bool:
+        """Of the kind in this folder, which knows a few words."""
+        return self.kind == "scenes"
 
 
 def inspect(path: Path) -> Checkpoint:
@@ -35,6 +43,8 @@ def _inspect_file(path: Path) -> Checkpoint:
         raise ValueError(f"{path} ends in {path.suffix or 'nothing'!r}; a single-file model must end in "
                          "'.safetensors' (or give a diffusers folder)")
     shapes = read_shapes(path)
+    if is_of_scenes(shapes):
+        return Checkpoint(path, "scenes")
     first = shapes.get("model.diffusion_model.input_blocks.0.0.weight")
     if first is None:
         raise ValueError(f"{path} holds no Stable Diffusion UNet (no 'model.diffusion_model.input_blocks' among its "
@@ -46,6 +56,11 @@ def _inspect_file(path: Path) -> Checkpoint:
     if any(name.startswith("conditioner.") for name in shapes):
         raise ValueError(f"{path} is an SDXL refiner, which only improves finished pictures; give an SDXL base model")
     return Checkpoint(path, "sd")
+
+
+def is_of_scenes(shapes: dict[str, list[int]]) -> bool:
+    """Whether a file with tensors of these names is a scene model of this demo."""
+    return {"emb.weight", "unet.conv_in.weight"} <= set(shapes)
 
 
 def read_shapes(path: Path) -> dict[str, list[int]]:

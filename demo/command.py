@@ -67,7 +67,8 @@ def parser() -> argparse.ArgumentParser:
     add("--prompt", action="append", metavar="TEXT",
         help=f"what to paint; repeat it for several. The embedded model knows {prompt.known_words()}")
     add("--model", type=Path, metavar="DIR_OR_FILE",
-        help="your own model: a diffusers folder or a single .safetensors file (pickled checkpoints are refused)")
+        help="your own model, a diffusers folder or a single .safetensors file (pickled checkpoints are refused), or "
+             "one that demo.train wrote, such as demo/scenes-xl.safetensors")
     add("--config", type=Path, metavar="DIR",
         help="with a single-file --model: a local diffusers folder with its configuration and tokenizer")
     add("--device", metavar="NAME", help="cpu, cuda, mps, ... (default: an accelerator if torch sees one, else cpu)")
@@ -85,11 +86,12 @@ def checked(options: argparse.Namespace) -> checkpoint.Checkpoint | None:
         raise ValueError(f"--pictures {options.pictures} is less than the {len(given)} prompts; "
                          "give at least as many, or leave --pictures out")
     options.pictures = options.pictures or len(given) or PICTURES
-    if not options.model:
+    user = checked_model(options)
+    if user is None or user.is_embedded:
         for text in given:
             prompt.parse(text)
     _check_output(options.output)
-    return checked_model(options)
+    return user
 
 
 def checked_model(options: argparse.Namespace) -> checkpoint.Checkpoint | None:
@@ -133,10 +135,14 @@ def device_of(name: str | None):
 def source_of(options: argparse.Namespace, user: checkpoint.Checkpoint | None):
     """The model that the options ask for. Raises ValueError where it does not load, or cannot be merged in."""
     import tome_core
+    from demo.model import WEIGHTS
     from demo.source import Embedded, UserPipeline
 
     device = device_of(options.device)
-    made = UserPipeline(user, options.config, device) if user else Embedded(device)
+    if user and not user.is_embedded:
+        made = UserPipeline(user, options.config, device)
+    else:
+        made = Embedded(device, user.path if user else WEIGHTS)
     tome_core.patch(made.target, tome_core.MergeConfig()).remove()  # unsupported: say so now
     return made
 
@@ -146,9 +152,8 @@ def _run(options: argparse.Namespace, source) -> None:
 
     import tome_core.bench
     from demo import picture, sheet, table
-    from demo.source import LONG_PROMPTS
 
-    texts = options.prompt or list(LONG_PROMPTS if options.model else prompt.PROMPTS)
+    texts = options.prompt or list(source.prompts)
     wanted = picture.orders(texts, options.pictures, options.seed)
     ways = picture.variants(dict.fromkeys(options.strength or picture.STRENGTHS))
     with tqdm(total=options.steps * len(wanted) * len(ways), unit="step") as bar:

@@ -1,4 +1,4 @@
-"""The embedded model: a small UNet of Stable Diffusion's architecture on a fixed Haar latent."""
+"""The embedded models: small UNets of Stable Diffusion's and of SDXL's layout on a fixed Haar latent."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import nn
 from demo.prompt import VOCABULARY
 
 WEIGHTS = Path(__file__).with_name("scenes128.safetensors")
+WEIGHTS_XL = WEIGHTS.with_name("scenes-xl.safetensors")
 # Of another seed, so that a ranking can be seen to repeat.
 CHECKPOINTS = (WEIGHTS, WEIGHTS.with_name("scenes128-b.safetensors"))
 UNET = {
@@ -29,6 +30,25 @@ UNET = {
     "attention_head_dim": [2, 2, 4],  # diffusers means the number of heads by it: 16, 32 and 32 channels each
     "norm_num_groups": 16,
 }
+# No attention at the finest level, transformer depth 2 and 10 below it, linear projections, text_time conditioning.
+UNET_XL = {
+    "sample_size": 128,
+    "in_channels": 12,
+    "out_channels": 12,
+    "block_out_channels": [32, 64, 48],
+    "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
+    "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
+    "transformer_layers_per_block": [1, 2, 10],
+    "use_linear_projection": True,
+    "layers_per_block": 1,
+    "cross_attention_dim": 96,
+    "attention_head_dim": [1, 2, 2],
+    "norm_num_groups": 16,
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 32,
+    "projection_class_embeddings_input_dim": 96 + 6 * 32,  # the pooled text, and six sizes of 32 channels each
+}
+LAYOUTS = {"sd": UNET, "sdxl": UNET_XL}
 SCHEDULER = {
     "num_train_timesteps": 1000,
     "beta_schedule": "scaled_linear",
@@ -68,19 +88,45 @@ def decode(latents: torch.Tensor, gain: float = HAAR_GAIN) -> torch.Tensor:
     return pictures
 
 
+def whole(height: int, width: int) -> list[int]:
+    """The sizes that SDXL is told of a whole picture: its own height and width, nothing cut off, shown in full."""
+    return [height, width, 0, 0, height, width]
+
+
 class SceneModel(nn.Module):
-    """UNet and prompt embedding. Its state dict has the keys `unet.*` and `emb.weight` [26, 96]."""
+    """UNet and prompt embedding. Its state dict has the keys `unet.*` and `emb.weight` [26, 96].
+
+    In SDXL's layout also `pooled.*`: its second text input is a linear map of the tokens' mean embedding.
+    """
 
     def __init__(self, unet: dict | None = None, scheduler: dict | None = None, haar_gain: float = HAAR_GAIN):
         super().__init__()
         unet = unet or UNET
         self.unet = UNet2DConditionModel(**unet)
-        self.emb = nn.Embedding(VOCABULARY, unet["cross_attention_dim"])
+        width = unet["cross_attention_dim"]
+        self.emb = nn.Embedding(VOCABULARY, width)
+        self.pooled = nn.Linear(width, width) if unet.get("addition_embed_type") == "text_time" else None
         self.unet_config, self.scheduler, self.haar_gain = unet, scheduler or SCHEDULER, haar_gain
 
-    def forward(self, latents: torch.Tensor, timestep: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """v-prediction [n, 12, h, w] for noisy `latents`, `timestep` (0-d or [n]) and `tokens` int [n, 6]."""
-        return self.unet(latents, timestep, self.emb(tokens), return_dict=False)[0]
+    def forward(
+        self, latents: torch.Tensor, timestep: torch.Tensor, tokens: torch.Tensor, sizes: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """v-prediction [n, 12, h, w] for noisy `latents`, `timestep` (0-d or [n]) and `tokens` int [n, 6].
+
+        sizes: int [n, 6] in pixels, as SDXL is told them: height and width of the picture that this is a part of, how
+        much of it is cut off above and left, height and width of this part; those of a `whole` picture by default.
+        Only SDXL's layout looks at them.
+        """
+        words = self.emb(tokens)
+        return self.unet(latents, timestep, words, added_cond_kwargs=self._added(words, latents, sizes),
+                         return_dict=False)[0]
+
+    def _added(self, words: torch.Tensor, latents: torch.Tensor, sizes: torch.Tensor | None) -> dict | None:
+        if self.pooled is None:
+            return None
+        if sizes is None:
+            sizes = torch.tensor([whole(2 * latents.shape[2], 2 * latents.shape[3])], device=latents.device)
+        return {"text_embeds": self.pooled(words.mean(1)), "time_ids": sizes.expand(len(words), -1)}
 
 
 def save(model: SceneModel, path: Path) -> None:

@@ -17,7 +17,7 @@ if not __package__:
     # Started as a file, its own folder is on the path; the package around it is wanted instead.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from demo import command, cores, prompt
+from demo import command, cores
 
 HOST = "127.0.0.1"
 QUIET = {
@@ -38,7 +38,8 @@ def parser() -> argparse.ArgumentParser:
     add("--strength", type=command.strength, default=command.BALANCED, metavar="S",
         help="what the page starts with, from 0, which is off, to 1 (default %(default)s)")
     add("--model", type=Path, metavar="DIR_OR_FILE",
-        help="your own model: a diffusers folder or a single .safetensors file (pickled checkpoints are refused)")
+        help="your own model, a diffusers folder or a single .safetensors file (pickled checkpoints are refused), or "
+             "one that demo.train wrote, such as demo/scenes-xl.safetensors")
     add("--config", type=Path, metavar="DIR",
         help="with a single-file --model: a local diffusers folder with its configuration and tokenizer")
     add("--device", metavar="NAME", help="cpu, cuda, mps, ... (default: an accelerator if torch sees one, else cpu)")
@@ -54,15 +55,14 @@ def made_page(options: argparse.Namespace):
     cores.wait_passively()
     print("Loading the model ...", file=sys.stderr)
     source = command.source_of(options, user)
-    from demo import source as sources
     from demo.page_code import Wanted
     from demo.page_events import Events
     from demo.page_layout import Page
     from demo.page_run import Studio
 
-    text = sources.LONG_PROMPTS[0] if user else prompt.PROMPTS[0]
-    start = Wanted.of_strength(text, 0, 20, options.strength)
-    return Page(Events(Studio(source), start, str(options.model) if user else None))
+    start = Wanted.of_strength(source.prompts[0], 0, 20, options.strength)
+    own = str(options.model) if user and not user.is_embedded else None
+    return Page(Events(Studio(source), start, own))
 
 
 def serve(page, options: argparse.Namespace) -> None:

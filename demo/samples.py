@@ -26,6 +26,8 @@ def grid(checkpoints: list[Path], steps: int) -> np.ndarray:
             print(f"\rmodel {number} of {len(checkpoints)}: {len(row)} pictures", end="", file=sys.stderr, flush=True)
         rows.append(np.concatenate(row, 1))
     print(file=sys.stderr)
+    if len({row.shape for row in rows}) > 1:
+        raise ValueError("the models draw pictures of different sizes, which fit on no one sheet; give them one by one")
     return np.concatenate(rows)
 
 

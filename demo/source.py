@@ -26,11 +26,12 @@ OnPicture = Callable[[np.ndarray], None]  # gets the unfinished picture after a 
 class Source(Protocol):
     """`target` is what `tome_core.patch` gets; `picture` gives uint8 [H, W, 3], the same for equal arguments.
 
-    prompt_row: which row of the model's batch of two is the prompt's. timesteps: of a picture's steps, where the target
-    does not know them by itself, else None.
+    prompts: what to paint where nothing is asked for. prompt_row: which row of the model's batch of
+    two is the prompt's. timesteps: of a picture's steps, where the target does not know them by itself, else None.
     """
 
     name: str
+    prompts: tuple[str, ...]
     device: torch.device
     target: object
     prompt_row: int
@@ -43,13 +44,13 @@ class Source(Protocol):
 
 
 class Embedded:
-    """The small model in this folder, which knows a few words."""
+    """A small model of this folder's kind, which knows a few words."""
 
-    prompt_row = 0
+    prompt_row, prompts = 0, prompt.PROMPTS
 
-    def __init__(self, device: torch.device):
-        self.name, self.device = "embedded model", device
-        self.model = model.load().to(device)
+    def __init__(self, device: torch.device, path: Path = model.WEIGHTS):
+        self.name, self.device = "embedded model" if path == model.WEIGHTS else path.name, device
+        self.model = model.load(path).to(device)
         self.target = self.model.unet
 
     def timesteps(self, steps: int) -> list[float] | None:
@@ -65,7 +66,7 @@ class Embedded:
 class UserPipeline:
     """A diffusers pipeline made from the user's files, .safetensors weights only; it shows no unfinished pictures."""
 
-    prompt_row = -1
+    prompt_row, prompts = -1, LONG_PROMPTS
 
     def __init__(self, checkpoint: Checkpoint, config: Path | None, device: torch.device):
         self.name, self.device = checkpoint.path.name, device

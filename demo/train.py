@@ -17,7 +17,7 @@ import torch  # noqa: E402
 
 from demo import attention  # noqa: E402
 from demo import model as scene_model  # noqa: E402
-from demo.training_loss import Scenes, held_out_loss, stratified_times, v_loss  # noqa: E402
+from demo.training_loss import Batch, Scenes, held_out_loss, stratified_times, v_loss  # noqa: E402
 from demo.training_state import TrainingState  # noqa: E402
 
 FOLDER = Path(__file__).resolve().parent.parent / "demo-output"
@@ -41,11 +41,12 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m demo.train", description=__doc__)
     add = made.add_argument
     add("--minutes", type=positive, required=True, help="length of the whole run, over all its resumptions")
-    state, weights = FOLDER / "training.safetensors", FOLDER / "scenes128.safetensors"
-    add("--state", type=Path, default=state, help="where the run is kept (default %(default)s)")
-    add("--output", type=Path, default=weights, help="where the weights go (default %(default)s)")
-    add("--start", type=Path, help="weights to begin a new run with (default: random ones); "
-        "half of the level-0 heads are drawn anew all the same")
+    add("--layout", choices=tuple(scene_model.LAYOUTS), default="sd", help="Stable Diffusion's, for 128 px (default), "
+        "or SDXL's, for 256 px")
+    add("--state", type=Path, help="where the run is kept (default demo-output/training-LAYOUT.safetensors)")
+    add("--output", type=Path, help="where the weights go (default demo-output/scenes-LAYOUT.safetensors)")
+    add("--start", type=Path, help="weights to begin a new run with (default: random ones), as far as names and shapes "
+        "are those of the layout; half of the level-0 heads are drawn anew all the same")
     add("--device", default="cpu", help="cpu (default), cuda, ...")
     add("--batch", type=int, default=4, help="pictures a step; twice as many at first (default 4; a GPU takes 64)")
     add("--learning-rate", type=positive, default=1e-3, help="highest learning rate (default 0.001)")
@@ -62,11 +63,11 @@ def learning_rate(highest: float, step: int, progress: float, coarse: float) -> 
     return highest * min(1.0, (step + 1) / 40) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, fine))))
 
 
-def train_step(state: TrainingState, pictures: torch.Tensor, tokens: torch.Tensor, seed: int) -> float:
+def train_step(state: TrainingState, batch: Batch, seed: int) -> float:
     """One step on a batch; gives its loss. Noise and times depend on `seed` and the step alone."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + state.step)
-    times = stratified_times(len(pictures), generator)
-    loss = v_loss(state.model, pictures, tokens, times, generator)
+    times = stratified_times(len(batch.pictures), generator)
+    loss = v_loss(state.model, batch, times, generator)
     loss.backward()
     torch.nn.utils.clip_grad_norm_(state.model.parameters(), 1.0)
     state.optimizer.step()
@@ -103,11 +104,10 @@ def _phase(state: TrainingState, options: argparse.Namespace, until: float, scen
         return
     before = time.monotonic()
     while True:
-        pictures, tokens = scenes[state.step]
         rate = learning_rate(options.learning_rate, state.step, state.seconds / total, options.coarse)
         for group in state.optimizer.param_groups:
             group["lr"] = rate
-        loss = train_step(state, pictures, tokens, options.seed)
+        loss = train_step(state, scenes[state.step], options.seed)
         attention.hold_sharp(state.model, sharp)
         mean = loss if mean is None else 0.95 * mean + 0.05 * loss
         now = time.monotonic()
@@ -124,6 +124,17 @@ def _progress_line(state: TrainingState, minutes: float, scenes: Scenes, loss: f
             f"{max(0.0, minutes - spent):.1f} min left")
 
 
+@torch.no_grad()
+def begin_with(model: scene_model.SceneModel, other: scene_model.SceneModel) -> None:
+    """Copy whatever `other` has under the same name in the same shape; a 1x1 convolution serves as a linear layer."""
+    weights, theirs = model.state_dict(), other.state_dict()
+    alike = [name for name, value in weights.items()
+             if name in theirs and value.squeeze().shape == theirs[name].squeeze().shape]
+    for name in alike:
+        weights[name].copy_(theirs[name].view_as(weights[name]))
+    print(f"{len(alike)} of {len(weights)} tensors begin as in the given weights")
+
+
 def prepared(options: argparse.Namespace) -> TrainingState:
     """The state to go on from: the saved one, else new. Raises ValueError or OSError with a sentence to read."""
     for name in ("coarse", "crops"):
@@ -132,6 +143,8 @@ def prepared(options: argparse.Namespace) -> TrainingState:
     if options.coarse + options.crops >= 1:
         raise ValueError(f"--coarse {options.coarse} and --crops {options.crops} leave no time for full pictures; "
                          "give shares that sum to less than 1")
+    options.state = options.state or FOLDER / f"training-{options.layout}.safetensors"
+    options.output = options.output or FOLDER / f"scenes-{options.layout}.safetensors"
     for name, low in (("batch", 1), ("seed", 0)):
         if getattr(options, name) < low:
             raise ValueError(f"--{name} {getattr(options, name)} is too small; give at least {low}")
@@ -140,9 +153,9 @@ def prepared(options: argparse.Namespace) -> TrainingState:
         raise ValueError(f"--start begins a new run, but {options.state} holds one; leave --start out to go on, "
                          "or give another --state")
     torch.manual_seed(options.seed)
-    model = scene_model.SceneModel()
+    model = scene_model.SceneModel(scene_model.LAYOUTS[options.layout])
     if options.start:
-        model.load_state_dict(scene_model.load(options.start).state_dict())
+        begin_with(model, scene_model.load(options.start))
     attention.start_sharp(model)
     state = TrainingState(model.to(options.device), options.learning_rate)
     if resume:

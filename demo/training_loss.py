@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from diffusers import DDPMScheduler
 
@@ -14,12 +16,19 @@ HELD_OUT_TIMES = (150, 450, 750, 950)
 HELD_OUT_SEED = 2**40  # training's seeds are small
 
 
+class Batch(NamedTuple):
+    """pictures: float32 [n, 3, H, W] in -1..1; tokens: int64 [n, 6]; sizes: int64 [n, 6], see `SceneModel.forward`."""
+
+    pictures: torch.Tensor
+    tokens: torch.Tensor
+    sizes: torch.Tensor
+
+
 class Scenes:
     """Endless fresh scenes: item k is the batch of step k, so a resumed run sees what it would have seen.
 
-    Painted on `device`. Gives pictures float32 [batch, 3, size, size] in -1..1 and token ids int64 [batch, 6]; with
-    `crop` instead a part of each, [batch, 3, crop, crop], from below the sky, where there is most to look up.
-    walls: as `demo.scenes.render` takes it.
+    Painted on `device`, `size` x `size` pixels; with `crop` instead a part of each of crop x crop, from below the sky,
+    where there is most to look up. walls: as `demo.scenes.render` takes it.
     """
 
     def __init__(
@@ -28,24 +37,27 @@ class Scenes:
         self.seed, self.batch, self.size, self.crop, self.device = seed, batch, size, crop, device
         self.walls = walls
 
-    def __getitem__(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def __getitem__(self, step: int) -> Batch:
         generator = torch.Generator(self.device).manual_seed(self.seed_of(step))
         attributes = draw_attributes(self.batch, generator)
         pictures = render(attributes, generator, self.size, self.walls)
+        top, left, side = 0, 0, self.size
         if self.crop:
-            pictures = self._cropped(pictures, torch.rand(2, generator=generator, device=self.device).tolist())
+            top, left = self._place(torch.rand(2, generator=generator, device=self.device).tolist())
+            side = self.crop
         unprompted = torch.rand(self.batch, 1, generator=generator, device=self.device) < NO_PROMPT
         tokens = attributes + torch.tensor(OFFSETS, device=attributes.device)
-        return pictures, torch.where(unprompted, NULL_TOKEN, tokens)
+        sizes = torch.tensor([[self.size, self.size, top, left, side, side]], device=attributes.device)
+        return Batch(pictures[..., top:top + side, left:left + side], torch.where(unprompted, NULL_TOKEN, tokens),
+                     sizes.expand(self.batch, -1))
 
     def seed_of(self, step: int) -> int:
         """Of the generator of a step. On a CPU torch reads its lowest 32 bits alone."""
         return ((self.seed * 1_000_003 + self.size) * 1_000_000_007 + step) % 2**63
 
-    def _cropped(self, pictures: torch.Tensor, place: list[float]) -> torch.Tensor:
+    def _place(self, place: list[float]) -> tuple[int, int]:
         room = self.size - self.crop
-        top, left = round(room * (1 + place[0]) / 4) * 2, round(room * place[1] / 2) * 2  # even: whole tokens
-        return pictures[..., top:top + self.crop, left:left + self.crop]
+        return round(room * (1 + place[0]) / 4) * 2, round(room * place[1] / 2) * 2  # even: whole tokens
 
 
 def stratified_times(n: int, generator: torch.Generator) -> torch.Tensor:
@@ -54,26 +66,24 @@ def stratified_times(n: int, generator: torch.Generator) -> torch.Tensor:
     return (spread % 1 * 1000).long()
 
 
-def v_loss(
-    model: SceneModel, pictures: torch.Tensor, tokens: torch.Tensor, times: torch.Tensor, generator: torch.Generator
-) -> torch.Tensor:
-    """Scalar loss of noised `pictures` [n, 3, H, W] at `times` [n], noise from `generator` (on the CPU)."""
-    latents = encode(pictures, model.haar_gain)
+def v_loss(model: SceneModel, batch: Batch, times: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Scalar loss of a batch noised at `times` [n], noise from `generator` (on the CPU)."""
+    latents = encode(batch.pictures, model.haar_gain)
     noise, times = torch.randn(latents.shape, generator=generator).to(latents), times.to(latents.device)
     scheduler = DDPMScheduler(**model.scheduler)
     noisy, target = scheduler.add_noise(latents, noise, times), scheduler.get_velocity(latents, noise, times)
     with torch.autocast(latents.device.type, torch.bfloat16):
-        prediction = model(noisy, times, tokens)
+        prediction = model(noisy, times, batch.tokens, batch.sizes)
     return (prediction.float() - target).pow(2).mean()
 
 
 @torch.no_grad()
-def held_out_loss(model: SceneModel, pictures: int = 16) -> float:
-    """Mean v-loss on fixed 128 px scenes that training never sees; `model` on the CPU."""
-    scenes, tokens = Scenes(HELD_OUT_SEED, pictures, 2 * model.unet.config.sample_size)[0]
+def held_out_loss(model: SceneModel, pictures: int = 16, size: int | None = None) -> float:
+    """Mean v-loss on fixed scenes that training never sees, of the model's own size or of `size` px; on the CPU."""
+    batch = Scenes(HELD_OUT_SEED, pictures, size or 2 * model.unet.config.sample_size)[0]
     losses = []
     for time in HELD_OUT_TIMES:
         generator = torch.Generator().manual_seed(time)
-        losses += [v_loss(model, part, words, torch.full((len(part),), time), generator)
-                   for part, words in zip(scenes.split(4), tokens.split(4), strict=True)]
+        losses += [v_loss(model, Batch(*part), torch.full((len(part[0]),), time), generator)
+                   for part in zip(*(values.split(4) for values in batch), strict=True)]
     return torch.stack(losses).mean().item()

@@ -186,7 +186,7 @@ def test_a_solvers_own_timesteps_given_to_it_change_nothing(tiny):
 
 def test_a_picture_started_from_one_stays_as_near_to_it_as_the_steps_are_late():
     loaded = model.load()
-    pictures, tokens = Scenes(0, 1, 128)[1]
+    pictures, tokens, _ = Scenes(0, 1, 128)[1]
     start, words = model.encode(pictures), tokens[0].tolist()
     apart = []
     for first in (19, 499):

@@ -6,29 +6,29 @@ import pytest
 import torch
 
 from demo import train
-from demo.model import SceneModel
+from demo.model import LAYOUTS, SceneModel
 from demo.prompt import NULL_TOKEN
 from demo.training_loss import Scenes, stratified_times
 from demo.training_state import TrainingState
 
 
-def fresh():
-    torch.manual_seed(0)
-    return TrainingState(SceneModel(), 1e-3)
+def fresh(layout="sd", seed=0):
+    torch.manual_seed(seed)
+    return TrainingState(SceneModel(LAYOUTS[layout]), 1e-3)
 
 
 def advance(state, steps):
-    scenes = Scenes(0, 2, 16)
-    return [train.train_step(state, *scenes[state.step], seed=0) for _ in range(steps)]
+    scenes = Scenes(0, 2, 32, crop=16)
+    return [train.train_step(state, scenes[state.step], seed=0) for _ in range(steps)]
 
 
-def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(tmp_path):
-    state = fresh()
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(tmp_path, layout):
+    state = fresh(layout)
     advance(state, 2)
     state.seconds = 12.5
     state.save(tmp_path / "state.safetensors")
-    torch.manual_seed(99)
-    resumed = TrainingState(SceneModel(), 1e-3)
+    resumed = fresh(layout, 99)
     resumed.load(tmp_path / "state.safetensors")
     assert (resumed.step, resumed.seconds) == (2, 12.5)
     assert advance(resumed, 2) == advance(state, 2)

@@ -1,4 +1,4 @@
-"""A scene model of two levels with random weights, for tests of everything but quality itself."""
+"""Small scene models with random weights, for tests of everything but quality itself."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ UNET = {
     "down_block_types": ["CrossAttnDownBlock2D"] * 2,
     "up_block_types": ["CrossAttnUpBlock2D"] * 2,
 }
+UNET_XL = {**model.UNET_XL, "sample_size": SIDE}  # SDXL's layout in full, at a small size
 
 
-def make() -> model.SceneModel:
+def make(unet: dict = UNET) -> model.SceneModel:
     """The same weights each time; leaves the global generator alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return model.SceneModel(UNET).eval()
+        return model.SceneModel(unet).eval()
