@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from demo import checkpoint, command
-from tests import tiny_pipeline
+from demo import checkpoint, command, model, prompt
+from tests import tiny_pipeline, tiny_scenes
 from tome_core import presets
 
 
@@ -85,6 +85,18 @@ def test_a_wrong_value_is_one_sentence_with_value_range_and_remedy(tmp_path, mon
     assert code == 2
     assert all(word in sentence for word in words), sentence
     assert not list(tmp_path.iterdir())
+
+
+def test_any_scene_model_is_taken_and_asked_for_words_that_it_knows(tmp_path, capsys):
+    path = tmp_path / "tiny.safetensors"
+    model.save(tiny_scenes.make(), path)
+    given = ["--model", str(path), "--device", "cpu", "--output", str(tmp_path / "a.png")]
+    options = command.parser().parse_args(given)
+    source = command.source_of(options, command.checked(options))
+    assert (source.name, source.prompts) == (path.name, prompt.PROMPTS)
+    assert source.picture("night sea", 0, 1, lambda: None).shape == (32, 32, 3)
+    code, sentence = refusal(capsys, "--model", path, "--prompt", "purple", "--output", tmp_path / "a.png")
+    assert code == 2 and "'purple'" in sentence
 
 
 def test_checkpoints_that_cannot_paint_from_text_are_refused(tmp_path):

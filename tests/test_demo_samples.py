@@ -5,6 +5,7 @@ from __future__ import annotations
 from PIL import Image
 
 from demo import model, prompt, samples
+from tests import tiny_scenes
 
 
 def test_the_sheet_has_a_row_for_each_model_and_a_column_for_each_prompt(tmp_path, capsys):
@@ -13,6 +14,14 @@ def test_the_sheet_has_a_row_for_each_model_and_a_column_for_each_prompt(tmp_pat
     columns = len(prompt.PROMPTS) + len(samples.MORE_PROMPTS)
     assert Image.open(path).size == (128 * columns, 128 * len(model.CHECKPOINTS))
     assert str(path) in capsys.readouterr().out
+
+
+def test_pictures_of_different_sizes_go_on_no_one_sheet(tmp_path, capsys):
+    paths = [tmp_path / f"{side}.safetensors" for side in (8, 16)]
+    for side, path in zip((8, 16), paths, strict=True):
+        model.save(tiny_scenes.make({**tiny_scenes.UNET, "sample_size": side}), path)
+    assert samples.main([*map(str, paths), "--steps", "1", "--output", str(tmp_path / "sheet.png")]) == 2
+    assert "different sizes" in capsys.readouterr().err and not (tmp_path / "sheet.png").exists()
 
 
 def test_a_file_that_is_no_model_is_refused(tmp_path, capsys):
