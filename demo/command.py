@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
         help=f"what to paint; repeat it for several. The embedded model knows {prompt.known_words()}")
     add("--model", type=Path, metavar="DIR_OR_FILE",
         help="your own model, a diffusers folder or a single .safetensors file (pickled checkpoints are refused), or "
-             "one that demo.train wrote, such as demo/scenes-xl.safetensors")
+             "one that demo.train wrote")
     add("--config", type=Path, metavar="DIR",
         help="with a single-file --model: a local diffusers folder with its configuration and tokenizer")
     add("--device", metavar="NAME", help="cpu, cuda, mps, ... (default: an accelerator if torch sees one, else cpu)")

@@ -15,7 +15,6 @@ from torch import nn
 from demo.prompt import VOCABULARY
 
 WEIGHTS = Path(__file__).with_name("scenes128.safetensors")
-WEIGHTS_XL = WEIGHTS.with_name("scenes-xl.safetensors")
 # Of another seed, so that a ranking can be seen to repeat.
 CHECKPOINTS = (WEIGHTS, WEIGHTS.with_name("scenes128-b.safetensors"))
 UNET = {

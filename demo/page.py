@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
         help="what the page starts with, from 0, which is off, to 1 (default %(default)s)")
     add("--model", type=Path, metavar="DIR_OR_FILE",
         help="your own model, a diffusers folder or a single .safetensors file (pickled checkpoints are refused), or "
-             "one that demo.train wrote, such as demo/scenes-xl.safetensors")
+             "one that demo.train wrote")
     add("--config", type=Path, metavar="DIR",
         help="with a single-file --model: a local diffusers folder with its configuration and tokenizer")
     add("--device", metavar="NAME", help="cpu, cuda, mps, ... (default: an accelerator if torch sees one, else cpu)")

@@ -10,7 +10,7 @@ from diffusers import DDPMScheduler
 import tome_core
 from benchmarks.purposes import PURPOSES, SHOW
 from benchmarks.quality_rows import Amounts, Bench, Row
-from benchmarks.subjects import SceneSubject, is_scene_model
+from benchmarks.subjects import SCENE_MODELS, SceneSubject, is_scene_model
 from benchmarks.variant_list import VARIANTS
 from demo import attention, checkpoint, model, prompt, sampler, train
 from demo.training_loss import Scenes
@@ -139,7 +139,7 @@ def _keys_per_width(subject: SceneSubject, variant: str) -> dict[int, set[int]]:
     return seen
 
 
-@pytest.mark.parametrize("weights", model.CHECKPOINTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("weights", SCENE_MODELS, ids=lambda path: path.stem)
 def test_the_shipped_models_predict_velocity_down_to_no_signal_at_all(weights):
     """Zero terminal signal-to-noise ratio (Lin et al. 2023): a picture starts from what training ended with."""
     loaded = model.load(weights)

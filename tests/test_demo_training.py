@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from demo import train
-from demo.model import LAYOUTS, SceneModel
+from demo.model import LAYOUTS, SceneModel, load, save
 from demo.prompt import NULL_TOKEN
 from demo.training_loss import Scenes, stratified_times
 from demo.training_state import TrainingState
+from tests import tiny_scenes
 
 
 def fresh(layout="sd", seed=0):
@@ -35,6 +36,17 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(tmp_path, layout):
     for module in ("model", "average"):
         ours, theirs = getattr(resumed, module).state_dict(), getattr(state, module).state_dict()
         assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+
+
+def test_a_whole_run_of_sdxls_layout_ends_with_weights_and_what_they_are_worth(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(LAYOUTS, "sdxl", tiny_scenes.UNET_XL)
+    start, output = tmp_path / "start.safetensors", tmp_path / "weights.safetensors"
+    save(tiny_scenes.make(), start)
+    assert train.main(["--layout", "sdxl", "--minutes", "0.02", "--batch", "2", "--start", str(start),
+                       "--state", str(tmp_path / "state.safetensors"), "--output", str(output)]) == 0
+    assert load(output).pooled is not None
+    told = capsys.readouterr().out
+    assert "held-out loss" in told and "level-0 heads" in told and "begin as in the given weights" in told
 
 
 def test_a_step_moves_the_weights_and_the_average_follows():

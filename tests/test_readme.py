@@ -103,6 +103,9 @@ ELSEWHERE = {
     "python -m tome_core.bench --json FILE": ("tests/test_bench.py", '"--json", str(file)]'),
     "python -m tome_core.bench --repeats 5 --json FILE": ("tests/test_bench.py", '"--json", str(file)]'),
     "python -m benchmarks.speed --dry-run": ("tests/test_benchmark_speed.py", 'run("--dry-run"'),
+    "python -m demo.train --layout sdxl --minutes 600 --start demo/scenes128.safetensors": (
+        "tests/test_demo_training.py", '"--layout", "sdxl"'
+    ),
     "python -m demo.train": ("tests/test_demo_training.py", "train.main("),
 }
 PIP = re.compile(r"pip install (?P<what>.*)")
