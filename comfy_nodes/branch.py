@@ -209,7 +209,9 @@ class BranchMerging:
         percent = sampling.percent(sigma, model_sampling) if self._has_range else None
         relative = relative_sigma(sigma, model_sampling)
         pictures = sampling.pictures_in(_argument(0, "x", args, kwargs), options)
-        handle.set_time(percent=percent, sigma=relative, sampling=self._sampling, pictures=pictures)
+        timesteps = sampling.timesteps(model_sampling, options)
+        handle.set_time(percent=percent, sigma=relative, sampling=self._sampling, pictures=pictures,
+                        timesteps=timesteps)  # fmt: skip
         if self._has_range:
             self._times[sigma] = bool(handle.run.live)
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from .percent import percent_of
+from .engine import tome_core
+from .percent import percent_of, relative_sigma
 
 # where sampler functions lie that call the model at the levels of their list, one after another, and say after each
 # step's first call which it was
@@ -25,6 +26,9 @@ class Sampling:
 
     def __init__(self, sampler: Any = None, sigmas: Any = None, noise: Any = None) -> None:
         self._sigmas = sigmas
+        # no noise of its own: it goes on with a picture that another sampling has begun. ComfyUI makes it on the CPU
+        self._continues = torch.is_tensor(noise) and noise.device.type == "cpu" and not noise.any()
+        self._timesteps: dict[int, tuple[float, ...] | None] = {}
         self._pictures = len(noise) if torch.is_tensor(noise) else None
         self._levels: list[float] | None = None
         self._place = 0
@@ -82,6 +86,18 @@ class Sampling:
             for one in {sigma, *(self._levels or ())}:
                 self._percents[key, one] = percent_of(one, model_sampling)
         return self._percents[key, sigma]
+
+    def timesteps(self, model_sampling: Any, options: dict[str, Any]) -> tuple[float, ...] | None:
+        """Stable Diffusion's, of all steps of this sampling; None where that is not known, and where it goes on with
+        another's picture. options: as of `sigma`.
+        """
+        key = id(model_sampling)
+        if key not in self._timesteps:
+            listed = options.get("sample_sigmas", self._sigmas)
+            levels = self._levels or (listed.tolist()[:-1] if torch.is_tensor(listed) else ())
+            known = () if self._continues else [relative_sigma(one, model_sampling) for one in levels]
+            self._timesteps[key] = tuple(map(tome_core.noise.STABLE_DIFFUSION.timestep_of_sigma, known)) or None
+        return self._timesteps[key]
 
     def _knows_levels(self, listed: Any) -> bool:
         """Is the list in force the one that was read? listed: as it came to the sampler, past all other wrappers."""

@@ -144,8 +144,8 @@ class Armed:
         if self.handle is None:
             return
         if self.handle.run.wants_time:
-            time = host.relative(p, self._pace.time(params))
-            self.handle.set_time(**time, sampling=self._sampling, pictures=host.pictures(p))
+            time, timesteps = host.relative(p, self._pace.time(params)), self._pace.timesteps(p)
+            self.handle.set_time(**time, sampling=self._sampling, pictures=host.pictures(p), timesteps=timesteps)
         record.steps_live += bool(self.handle.run.live)
 
     def disarm(self) -> None:

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from ..tome_core.noise import STABLE_DIFFUSION
 from . import host
 
 # functions of k-diffusion and their likes in the Forges: they call the model at the sigmas of their list, one after
@@ -36,6 +37,7 @@ class Pace:
     def __init__(self, p: Any) -> None:
         self._times: list[dict[str, float]] = []
         self._place = 0
+        self._timesteps: tuple[float, ...] | None = None
         sampler = getattr(p, "sampler", None)
         self._original = getattr(sampler, "func", None)
         self._put_on: Callable | None = None
@@ -56,6 +58,12 @@ class Pace:
         # a call after the last step is at the last level that has noise
         return self._times[min(self._place, len(self._times) - 1)]
 
+    def timesteps(self, p: Any) -> tuple[float, ...] | None:
+        """Of all steps of the pass, for the engine's ``set_time``; None where the sampler's list is not known."""
+        if self._timesteps is None and self._times:
+            self._timesteps = tuple(map(_timestep, (host.relative(p, one) for one in self._times)))
+        return self._timesteps
+
     def _listening(self, function: Callable) -> Callable:
         @functools.wraps(function)  # the webui looks at its parameters
         def listening(*args: Any, **kwargs: Any) -> Any:
@@ -69,7 +77,7 @@ class Pace:
 
     def _begin(self, listed: list[float], name: str) -> None:
         ordered = listed[:-1] if name == "sigmas" else listed[:0:-1]
-        self._times, self._place = [{name[:-1]: float(one)} for one in ordered], 0
+        self._times, self._place, self._timesteps = [{name[:-1]: float(one)} for one in ordered], 0, None
 
     def _hearing(self, callback: Callable) -> Callable:
         def hearing(state: dict[str, Any]) -> Any:
@@ -79,6 +87,10 @@ class Pace:
             return callback(state)
 
         return hearing
+
+
+def _timestep(time: dict[str, float]) -> float:
+    return time["timestep"] if "timestep" in time else STABLE_DIFFUSION.timestep_of_sigma(time["sigma"])
 
 
 def _list_of(function: Any) -> str:

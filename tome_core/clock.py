@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from .config import MergeConfig, MergeRule
 from .gate import opened, shut
+from .late_pass import boundary_in
 from .ledger import TIME_IS_UNKNOWN
 from .noise import STABLE_DIFFUSION
 from .phases import early_rules, plain_rules
@@ -39,6 +40,7 @@ class Clock:
     ) -> None:
         self.rules = plain_rules(config, downsamples)
         self._early = early_rules(config, downsamples)
+        self._early_until = config.early_until
         self.downsamples = tuple(downsamples)
         self.schedule = schedule or STABLE_DIFFUSION
         self._window = window_of(config, self.schedule)
@@ -62,10 +64,17 @@ class Clock:
             percent = own.percent_of(own.timestep_of_sigma(STABLE_DIFFUSION.sigma_of(timestep)))
         return Time(percent, timestep)
 
-    def at(self, time: Time) -> InForce:
-        """The rules in force at this time; one object for all times at which the same ones hold."""
+    def boundary_in(self, timesteps: Sequence[float]) -> float | None:
+        """Where the early phase ends in a pass of these steps, for `at`; None where it ends as in a whole picture."""
+        return boundary_in(timesteps, self._early_until) if self._early else None
+
+    def at(self, time: Time, boundary: float | None = None) -> InForce:
+        """The rules in force at this time; one object for all times at which the same ones hold.
+
+        boundary: of the early phase in this pass, see `boundary_in`.
+        """
         within = self._window is None or self._window.holds(time)
-        holds = tuple(holds_at(rule, time) for rule in self.rules) if self.limited else ()
+        holds = tuple(self._holds(rule, time, boundary) for rule in self.rules) if self.limited else ()
         key = (within, holds, time == UNKNOWN)
         found = self._found.get(key)
         if found is None:
@@ -81,11 +90,17 @@ class Clock:
         """These rules where merging was found to pay, or not to."""
         return self._one_object(opened(rules) if opens else shut(rules))
 
+    def _holds(self, rule: MergeRule, time: Time, boundary: float | None) -> bool:
+        late = self._early.get(rule) if boundary is not None else None
+        if late is None:
+            return holds_at(rule, time)
+        return time.timestep is not None and time.timestep >= boundary and holds_at(late, time)
+
     def _phase(self, timely: tuple[MergeRule, ...], time: Time) -> str:
         """timely: the rules whose own limits hold. Outside of the window an early step is early, too."""
         if not self._early or time == UNKNOWN:
             return ""
-        return "late" if self._early.isdisjoint(timely) else "early"
+        return "early" if any(rule in self._early for rule in timely) else "late"
 
     def _in_force(self, live: tuple[MergeRule, ...], time: Time, phase: str) -> InForce:
         in_large = choose(live, self.downsamples, sys.maxsize)

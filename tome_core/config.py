@@ -289,7 +289,8 @@ class MergeConfig:
     )
     early_until: float = setting(
         500.0, "Early until timestep", "The early phase is every step at this timestep or a higher one: 1000 is pure "
-        "noise, 0 the finished picture.", minimum=0.0, maximum=1000.0, step=10.0, advanced=True,
+        "noise, 0 the finished picture. In a pass that begins below 900, such as a hires pass, it ends where the same "
+        "share of the pass's steps is left.", minimum=0.0, maximum=1000.0, step=10.0, advanced=True,
         place=14,
     )
     deep_mlp: float = setting(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
@@ -124,15 +124,18 @@ class Patch(Measured):
             yield self
 
     @contextmanager
-    def sampling(self, pictures: int | None = None) -> Iterator[Patch]:
+    def sampling(
+        self, pictures: int | None = None, timesteps: Sequence[float] | None = None
+    ) -> Iterator[Patch]:
         """While in here, this thread's calls of the UNet are the steps of one picture, or of one batch.
 
-        pictures: as of `set_time`; a diffusers pipeline tells by itself.
+        pictures, timesteps: as of `set_time`; a diffusers pipeline tells them by itself.
         What ``keep`` keeps is kept inside and let go of at the end; outside of any sampling nothing is kept. A
         diffusers pipeline's loop is one by itself.
         """
         _check_pictures(pictures)
-        with self.run.sample(lambda batch: Guidance(pictures) if pictures else None):
+        _check_timesteps(timesteps)
+        with self.run.sample(lambda batch: Guidance(pictures) if pictures else None, timesteps):
             yield self
 
     def remove(self) -> None:
@@ -149,6 +152,7 @@ class Patch(Measured):
         sigma: float | None = None,
         sampling: Hashable = None,
         pictures: int | None = None,
+        timesteps: Sequence[float] | None = None,
     ) -> None:
         """Tell the time before a call of the UNet, on whichever scale is at hand; without arguments, stop telling.
 
@@ -158,6 +162,9 @@ class Patch(Measured):
         pictures: how many it makes, where calls are made of copies of their latents in the same order, in one batch or
         in several, as guidance makes them for a prompt and a negative one. Copies share their matches then: what
         guidance multiplies is how differently its two predictions were changed.
+        timesteps: of Stable Diffusion's schedule, of all steps of this sampling; the same object at each of them. A
+        pass that begins late, as image to image and hires passes do, then leaves the share of the work that a whole
+        picture leaves; give none where it goes on with a picture that another sampling has begun.
         Needed for rules in percent on a bare UNet, and for every rule that is limited in time on a UNet compiled as a
         whole, which cannot look at its own arguments. Raises ValueError for a number that is no such time.
         """
@@ -165,7 +172,8 @@ class Patch(Measured):
         _check_time("timestep", timestep, 0.0, None)
         _check_time("sigma", sigma, 0.0, None)
         _check_pictures(pictures)
-        self.run.set_time(percent, timestep, sigma, sampling, pictures)
+        _check_timesteps(timesteps)
+        self.run.set_time(percent, timestep, sigma, sampling, pictures, timesteps)
 
     def keep_maps(self, keep: bool = True) -> None:
         """From now on keep the latest map of each level on its device, for `maps`."""
@@ -432,3 +440,8 @@ def _check_time(name: str, value: float | None, least: float, most: float | None
 def _check_pictures(value: int | None) -> None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise ValueError(f"pictures={value!r} is no number of pictures; use a whole number from 1 up, or None")
+
+
+def _check_timesteps(values: Sequence[float] | None) -> None:
+    for value in () if values is None else values:
+        _check_time("timesteps", value, 0.0, None)

@@ -33,9 +33,9 @@ def plain_rules(config: MergeConfig, downsamples: Sequence[int]) -> tuple[MergeR
                  for one in (*_deep(config, rule, downsamples), *_early(config, rule, downsamples), rule))  # fmt: skip
 
 
-def early_rules(config: MergeConfig, downsamples: Sequence[int]) -> frozenset[MergeRule]:
-    """Those of `plain_rules` that are an early phase."""
-    return frozenset(one for rule in config.rules for one in _early(config, rule, downsamples))
+def early_rules(config: MergeConfig, downsamples: Sequence[int]) -> dict[MergeRule, MergeRule]:
+    """Those of `plain_rules` that are an early phase, each with the rule of the config's own that it precedes."""
+    return {one: rule for rule in config.rules for one in _early(config, rule, downsamples)}
 
 
 def _deep(config: MergeConfig, rule: MergeRule, downsamples: Sequence[int]) -> tuple[MergeRule, ...]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
 
 from .keep import Guidance
-from .run import GuidanceOf, Run
+from .run import Run
 from .wrap import Wrap
 
 _GUIDES = ("do_classifier_free_guidance", "do_perturbed_attention_guidance")
@@ -58,7 +59,10 @@ class SamplingScope(Wrap):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The pipeline's bar, whose ``with`` or iteration is a sampling."""
         bar = self.original(*args, **kwargs)
-        return _Bar(bar, self.run, partial(_guidance, self._target)) if self.active else bar
+        if not self.active:
+            return bar
+        continues = getattr(self._target(), "denoising_start", None) is not None  # what another pipeline has begun
+        return _Bar(bar, partial(self.run.sample, partial(_guidance, self._target), continues=continues))
 
 
 def _guidance(pipeline: weakref.ref[Any], batch: torch.Tensor) -> Guidance | None:
@@ -71,12 +75,12 @@ def _guidance(pipeline: weakref.ref[Any], batch: torch.Tensor) -> Guidance | Non
 class _Bar:
     """A progress bar that begins and ends a sampling with itself."""
 
-    def __init__(self, bar: Any, run: Run, guidance_of: GuidanceOf) -> None:
-        self._bar, self._run, self._guidance_of = bar, run, guidance_of
+    def __init__(self, bar: Any, sampling: Callable[[], AbstractContextManager[None]]) -> None:
+        self._bar, self._sampling = bar, sampling
         self._scope: Any = None
 
     def __enter__(self) -> Any:
-        self._scope = self._run.sample(self._guidance_of)
+        self._scope = self._sampling()
         self._scope.__enter__()
         return self._bar.__enter__()
 
@@ -87,7 +91,7 @@ class _Bar:
             self._scope.__exit__(None, None, None)
 
     def __iter__(self) -> Iterator[Any]:
-        with self._run.sample(self._guidance_of):
+        with self._sampling():
             yield from self._bar
 
     def __getattr__(self, name: str) -> Any:

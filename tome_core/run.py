@@ -83,10 +83,15 @@ GuidanceOf = Callable[[torch.Tensor], Guidance | None]  # from the latents of a 
 
 
 class Scope:
-    """A sampling that somebody has begun. guidance_of: its calls' guidance; None where nobody tells."""
+    """A sampling that somebody has begun. guidance_of: its calls' guidance; None where nobody tells.
 
-    def __init__(self, guidance_of: GuidanceOf | None) -> None:
+    boundary: of the early phase in it, see `Clock.boundary_in`. is_known: nothing is to be learned of its steps.
+    """
+
+    def __init__(self, guidance_of: GuidanceOf | None, boundary: float | None = None, is_known: bool = False) -> None:
         self.guidance_of = guidance_of
+        self.boundary = boundary
+        self.is_known = is_known
 
 
 class Pictures(threading.local):
@@ -126,6 +131,8 @@ class Run:
         self.time_is_given = False
         self.sampling = Sampling()  # the one that `set_time` named
         self._guidance: Guidance | None = None  # in it
+        self._timesteps: Sequence[float] | None = None  # of its steps
+        self._boundary: float | None = None  # of its early phase
         self._mine = Pictures()
         self.now: InForce = self.clock.at(UNKNOWN)
         self.maps: dict[int, tuple[Grid, MergePlan]] | None = None
@@ -150,7 +157,7 @@ class Run:
 
     def set_time(
         self, percent: float | None, timestep: float | None, sigma: float | None, sampling: Hashable = None,
-        pictures: int | None = None,
+        pictures: int | None = None, timesteps: Sequence[float] | None = None,
     ) -> None:  # fmt: skip
         """Take the time from outside until further notice; all None hands the clock back to the UNet's argument."""
         self.time_is_given = not (percent is None and timestep is None and sigma is None)
@@ -159,14 +166,23 @@ class Run:
         time = self.clock.moment(timestep, percent)
         self.sampling.set(sampling, time.timestep)
         self._guidance = Guidance(pictures) if pictures else None
+        if timesteps is not self._timesteps:
+            self._timesteps, self._boundary = timesteps, self.clock.boundary_in(timesteps or ())
         self._mine.kept = None
-        self.now = self.clock.at(time)
+        self.now = self.clock.at(time, self._boundary)
 
     @contextmanager
-    def sample(self, guidance_of: GuidanceOf | None = None) -> Iterator[None]:
-        """While in here, this thread's calls are the steps of one picture."""
+    def sample(
+        self, guidance_of: GuidanceOf | None = None, timesteps: Sequence[float] | None = None, continues: bool = False
+    ) -> Iterator[None]:
+        """While in here, this thread's calls are the steps of one picture.
+
+        timesteps: of all of them; None: a pipeline's are found. continues: with a picture that was begun elsewhere,
+        whose steps belong to a whole one.
+        """
+        scope = Scope(guidance_of, self.clock.boundary_in(timesteps or ()), continues or timesteps is not None)
         try:
-            with self.step_of(Scope(guidance_of)):
+            with self.step_of(scope):
                 yield
         finally:
             self._mine.sampling.set(None, None)
@@ -189,7 +205,7 @@ class Run:
         mine = self._mine
         mine.told = self._look(timestep) or self._read(timestep)
         if mine.told is not None:
-            self.now = self.clock.at(self.clock.moment(*mine.told))
+            self.now = self._at(mine.told)
 
     def begin(
         self, timestep: Any, latent: Any, thread: int | None, begun: torch.Tensor | None = None, replayed: bool = False
@@ -265,9 +281,14 @@ class Run:
         """The rules at the time of this call."""
         step = self._step_at(timestep)
         if self.clock.limited:
-            self.now = now = self.clock.at(UNKNOWN if step is None else self.clock.moment(*step))
+            self.now = now = self.clock.at(UNKNOWN) if step is None else self._at(step)
             return now
         return self.now
+
+    def _at(self, step: Step) -> InForce:
+        """The rules at a step of this thread's sampling."""
+        scopes = self._mine.scopes
+        return self.clock.at(self.clock.moment(*step), scopes[-1].boundary if scopes else None)
 
     def _step_at(self, timestep: Any) -> Step | None:
         """Of this call: among its arguments, as the scheduler gave it, or by waiting for it."""
@@ -281,7 +302,14 @@ class Run:
         return step
 
     def _look(self, timestep: Any) -> Step | None:
-        return None if self.noise is None else self._mine.timesteps.look(timestep, self.noise.steps_of)
+        """An element of the scheduler's timesteps; the first one in a sampling tells which steps it has."""
+        mine = self._mine
+        step = None if self.noise is None else mine.timesteps.look(timestep, self.noise.steps_of)
+        scope = mine.scopes[-1] if mine.scopes else None
+        if step is not None and scope is not None and not scope.is_known:
+            steps = mine.timesteps.from_here(timestep)
+            scope.boundary, scope.is_known = self.clock.boundary_in([one.timestep for one in steps]), True
+        return step
 
     def _read(self, timestep: Any) -> Step | None:
         """A timestep of somebody's own making, which has to be waited for; None where it tells nothing."""

@@ -38,6 +38,10 @@ class Timesteps:
             self._version = _version(timestep)
         return self._meanings[timestep.storage_offset()]
 
+    def from_here(self, timestep: torch.Tensor) -> list[Any]:
+        """What this step, which was looked at last, and those after it in its schedule mean."""
+        return self._meanings[timestep.storage_offset() :]
+
     def _holds(self, timestep: torch.Tensor) -> bool:
         held = self._steps
         if held is None or (held.dtype, held.device) != (timestep.dtype, timestep.device):
