@@ -50,6 +50,11 @@ def draw(model: SceneModel, case: Case, asked: Sequence[Asked]) -> np.ndarray:
     return to_bytes(decode(latent, model.haar_gain))
 
 
+def timesteps(model: SceneModel, case: Case) -> list[float]:
+    """Of all steps of a picture."""
+    return _times_left(SOLVERS[case.solver](model, case.steps), case).tolist()
+
+
 def enlarged(model: SceneModel, latent: torch.Tensor, scale: int) -> torch.Tensor:
     """Of the picture enlarged, as a hires pass begins with."""
     if scale == 1:

@@ -1,8 +1,8 @@
 """``python -m benchmarks.cases``: what each strength leaves of the work and does to pictures, in the cases people have.
 
 Few steps, image to image, hires passes, tiles, inpainting, other samplers and schedules, batches: each picture of a
-scene model beside the unmerged one of the same case. No clock. Prints the table; the same command goes on where a
-killed run was.
+scene model beside the unmerged one of the same case, and the processor time of both, drawn in turns on one thread.
+Prints the table; the same command goes on where a killed run was.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 import logging
 import shlex
 import sys
+import time
 from collections.abc import Iterable
 from functools import cache
 from itertools import product
@@ -28,12 +29,14 @@ from benchmarks import endings, environment, report, results, subjects, variants
 from benchmarks.attention_work import AttentionWork  # noqa: E402
 from benchmarks.call_times import one_thread  # noqa: E402
 from benchmarks.case_list import CASES, Case  # noqa: E402
-from benchmarks.case_pictures import Asked, draw  # noqa: E402
+from benchmarks.case_pictures import Asked, draw, timesteps  # noqa: E402
 from benchmarks.purposes import PURPOSES, SHOW  # noqa: E402
 from benchmarks.subjects import SCENE_MODELS, SceneSubject  # noqa: E402
 from demo import prompt  # noqa: E402
 from demo.likeness import gradient_energy, squared_error  # noqa: E402
 from tome_core.presets import MARKS  # noqa: E402
+
+_DRAWN_BESIDE = tuple(MARKS)[::2]  # before which the unmerged pictures are drawn anew
 
 
 class Planned(NamedTuple):
@@ -56,29 +59,35 @@ def plan(models: Iterable[str], cases: Iterable[str], pictures: int) -> list[Pla
 
 
 class Bench:
-    """Measures the rows of one model; keeps the unmerged pictures of the latest case alone."""
+    """Measures the rows of one model; keeps the latest unmerged pictures alone, and the seconds that they took."""
 
     def __init__(self, path: Path) -> None:
         self.subject = SceneSubject(path, torch.device("cpu"), PURPOSES[SHOW])
         self._work = AttentionWork(self.subject.unet)
-        self._latest: tuple[Any, np.ndarray] = None, np.empty(0)
+        self._latest: tuple[Any, np.ndarray, float] = None, np.empty(0), 0.0
 
     def measure(self, row: Planned) -> dict[str, Any]:
         """work: share of the finest self-attention's products that is left; lists over the batch's pictures: squared
-        error beside the unmerged picture, and the gradient energies of both.
+        error beside the unmerged picture, and the gradient energies of both. seconds: of processor time, of both.
         """
         case = CASES[row.case]
         asked = [self._asked(case, case.batch * row.number + place) for place in range(case.batch)]
-        if self._latest[0] != row[:3]:
-            self._latest = row[:3], draw(self.subject.model, case, asked)
-        plain = self._latest[1]
-        with variants.strength(MARKS[row.strength])(self.subject.unet, row.number), self._work:
-            merged = draw(self.subject.model, case, asked)
+        if self._latest[0] != row[:3] or row.strength in _DRAWN_BESIDE:
+            self._latest = row[:3], *self._drawn(case, asked)
+        _, plain, seconds = self._latest
+        put_on = variants.strength(MARKS[row.strength], timesteps(self.subject.model, case))
+        with put_on(self.subject.unet, row.number), self._work:
+            merged, seconds_merged = self._drawn(case, asked)
         return {
             "work": self._work.share(),
             "squared_error": [squared_error(*pair) for pair in zip(plain, merged, strict=True)],
             "gradient": [[gradient_energy(one) for one in pair] for pair in zip(plain, merged, strict=True)],
+            "seconds": [seconds, seconds_merged],
         }
+
+    def _drawn(self, case: Case, asked: list[Asked]) -> tuple[np.ndarray, float]:
+        began = time.process_time()
+        return draw(self.subject.model, case, asked), time.process_time() - began
 
     def _asked(self, case: Case, number: int) -> Asked:
         """Prompts and seeds in turn; where a scene is begun with, that one and its own prompt."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -74,12 +74,15 @@ def engine(*rules: dict[str, Any]) -> PutOn:
     return _merging(tome_core.MergeConfig(rules=tuple(tome_core.MergeRule(**settings) for settings in rules)))
 
 
-def strength(value: float, **more: Any) -> PutOn:
-    """A strength of tome_core's, also on grids that it would leave alone; more: settings that it does not decide."""
-    return _merging(replace(tome_core.strength(value), only_if_it_pays=False, **more))
+def strength(value: float, timesteps: Sequence[float] | None = None, **more: Any) -> PutOn:
+    """A strength of tome_core's, also on grids that it would leave alone.
+
+    timesteps: of all steps of the pass. more: settings that a strength does not decide.
+    """
+    return _merging(replace(tome_core.strength(value), only_if_it_pays=False, **more), timesteps)
 
 
-def _merging(config: tome_core.MergeConfig) -> PutOn:
+def _merging(config: tome_core.MergeConfig, timesteps: Sequence[float] | None = None) -> PutOn:
     """tome_core with this config.
 
     What happens inside is one sampling, whose matches may be kept from step to step.
@@ -91,7 +94,7 @@ def _merging(config: tome_core.MergeConfig) -> PutOn:
             sampling = object()
 
             def tell(module: nn.Module, args: tuple, kwargs: dict) -> None:
-                merging.set_time(timestep=timestep_of(args, kwargs), sampling=sampling)
+                merging.set_time(timestep=timestep_of(args, kwargs), sampling=sampling, timesteps=timesteps)
 
             clock = unet.register_forward_pre_hook(tell, with_kwargs=True)
             try:
