@@ -221,7 +221,7 @@ def _panels(one: torch.Tensor, sample: int, batch: int, maps: dict[int, tuple[in
         group = picture.row_of(found.group, sample, batch)
         title = f"level {level} (latent /{downsample}): {len(group)} tokens -> {found.num_groups}"
         token = 8 * downsample  # in pixels along each side
-        if any(abs(side * token - pixels) >= token for side, pixels in zip(found.grid, one.shape, strict=False)):
+        if any(abs(side * token - pixels) >= token for side, pixels in zip(found.grid[:2], one.shape[:2], strict=True)):
             title += STRETCHED
-        panels.append(picture.panel(one, tuple(found.grid), group, title))
+        panels.append(picture.panel(one, found.grid[:2], group, title))
     return torch.cat(panels, dim=1)

@@ -71,7 +71,7 @@ def test_a_correction_is_that_of_float64(heads, width, tokens, dtype, used):
     The sums themselves are smaller: bfloat16's 8 bits leave a prediction of 128 terms a fifth off, whoever solves.
     """
     q, rows, made, plan = attention(heads, width, tokens, dtype)
-    (correction, merged), scale = fitted(q, made, plan, heads, width**-0.5, rows), width**-0.5
+    (correction, merged, _), scale = fitted(q, made, plan, heads, width**-0.5, rows), width**-0.5
     assert {"first_order", "answered", "ridge"} <= set(used)
     assert all(map(torch.equal, merged, plan.merge_pair(*made))) and correction.matrix.dtype == dtype
     with kernels.without():

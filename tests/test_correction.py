@@ -19,7 +19,8 @@ from tome_core import MergeConfig, MergePlan, MergeRule
 from tome_core.attention.core import corrected
 from tome_core.attention.correction import Correction, _inverse, _ridge, asked, first_order, fitted
 from tome_core.grid import Grid
-from tome_core.matching import Matcher, Plans
+from tome_core.matching import Matcher
+from tome_core.search import Plans
 
 KV = {"side": "kv", "ratio": 0.75}
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

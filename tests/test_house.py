@@ -54,17 +54,22 @@ MAY_IMPORT = {
     "example_inputs": {"families", "fingerprint"},
     "in_graph": set(),
     "memory": {"run"},
-    "matching": {"attention", "config", "grid", "keep", "methods", "metric", "plan", "run"},
-    "compiled": {"attention", "config", "grid", "in_graph", "ledger", "matching", "methods", "plan", "run"},
+    "search": {"attention", "config", "keep", "methods", "plan"},
+    "matching": {"attention", "config", "grid", "methods", "metric", "plan", "run", "search"},
+    "compiled": {"attention", "config", "grid", "in_graph", "ledger", "matching", "methods", "plan", "run",
+        "search"},
     "sites": {"attention", "compiled", "config", "decision", "grid", "in_graph", "matching", "memory",
-        "run", "switch", "wrap"},
+        "run", "search", "switch", "wrap"},
     "parts": {"attention", "decision", "families", "ledger", "plan", "run", "sites", "wrap"},
     "wiring": {"families", "parts", "sites", "switch", "wrap"},
     "pipeline": {"keep", "run", "wrap"},
     "measured": {"config", "decision", "example_inputs", "families", "fingerprint", "gains", "latch", "measure", "run"},
-    "patch": {"config", "config_text", "families", "fingerprint", "keep", "kernels", "ledger", "measured", "noise",
-        "phases", "pipeline", "presets", "report", "run", "schedule", "wiring", "wrap"},
-    "graphs": {"families", "keep", "ledger", "matching", "plan", "run", "sites", "switch", "wiring", "wrap"},
+    "handle": {"config", "config_text", "keep", "kernels", "ledger", "report", "run", "schedule"},
+    "sequence": {"attention", "config", "decision", "grid", "handle", "ledger", "methods", "metric", "phases", "plan",
+        "run", "schedule", "search"},
+    "patch": {"config", "families", "fingerprint", "handle", "ledger", "measured", "noise", "phases", "pipeline",
+        "presets", "report", "run", "schedule", "wiring", "wrap"},
+    "graphs": {"families", "keep", "ledger", "plan", "run", "search", "sites", "switch", "wiring", "wrap"},
     "diffusers_model_hook": {"patch", "run", "wrap"},
     "diffusers_hooks": {"config", "diffusers_model_hook", "patch", "wrap"},
     "sd_block": {"attention"},
@@ -74,7 +79,7 @@ MAY_IMPORT = {
     "__init__": {"config", "families", "form", "gains", "graphs", "patch", "phases", "plan", "presets", "report",
         "schedule"},
 }
-PACKAGES = ("methods", "attention", "graphs")
+PACKAGES = ("methods", "attention", "sequence", "graphs")
 # what a module may import beside torch and the standard library: its one importer does without it where it is missing
 OPTIONAL = {f"triton_kernels{which}": {"triton"} for which in ("", "_correction", "_groups")} | {
     "diffusers_hooks": {"diffusers"}, "diffusers_model_hook": {"diffusers"}}

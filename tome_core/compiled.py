@@ -14,10 +14,11 @@ from .attention.correction import Correction
 from .config import rule_of
 from .grid import Grid
 from .ledger import when_traced
-from .matching import Asked, Matcher, Plans
+from .matching import Asked, Matcher
 from .methods import METHODS
 from .plan import MergePlan, of_pieces
 from .run import GridCall
+from .search import Plans
 
 _NO_CALL, _NO_BLOCK = SimpleNamespace(stamp=None), SimpleNamespace(attn1=None)
 

@@ -13,10 +13,14 @@ _MASK = 0x7FFFFFFF  # 31 bits: a product with a 31-bit constant then fits int64 
 
 # No properties or methods on the tuples of this package: the compiler of torch 2.4 follows their fields only.
 class Grid(NamedTuple):
-    """Height and width in tokens; token ``(row, column)`` is number ``row * width + column``."""
+    """Height and width in tokens; token ``(row, column)`` is number ``row * width + column``.
+
+    frames: of a film, which lie one below the other: each has ``height / frames`` rows.
+    """
 
     height: int
     width: int
+    frames: int = 1
 
 
 class Cells(NamedTuple):
@@ -37,19 +41,21 @@ class Draw(NamedTuple):
     time: torch.Tensor | None = None
 
 
-def cells(grid: Grid, sy: int, sx: int, device: torch.device) -> Cells:
-    """Cut the grid into ``sy x sx`` cells, row by row.
+def cells(grid: Grid, sy: int, sx: int, device: torch.device, st: int = 1) -> Cells:
+    """Cut the grid into ``sy x sx`` cells, row by row, of ``st`` frames.
 
     Tokens beyond the last whole cell go to ``rest``. A grid smaller than a cell is one cell of its own size
     along that side, so there is always at least one.
     """
-    sy, sx = min(sy, grid.height), min(sx, grid.width)
-    rows, columns = grid.height // sy, grid.width // sx
-    index = torch.arange(grid.height * grid.width, device=device).view(grid.height, grid.width)
-    inner = index[: rows * sy, : columns * sx].reshape(rows, sy, columns, sx)
-    members = inner.permute(0, 2, 1, 3).reshape(rows * columns, sy * sx)
-    right, below = index[: rows * sy, columns * sx :], index[rows * sy :]
-    return Cells(members, torch.cat([right.reshape(-1), below.reshape(-1)]))
+    frames, height, width = grid.frames, grid.height // grid.frames, grid.width
+    st, sy, sx = min(st, frames), min(sy, height), min(sx, width)
+    times, rows, columns = frames // st, height // sy, width // sx
+    index = torch.arange(grid.height * width, device=device).view(frames, height, width)
+    whole = index[: times * st]
+    inner = whole[:, : rows * sy, : columns * sx].reshape(times, st, rows, sy, columns, sx)
+    members = inner.permute(0, 2, 4, 1, 3, 5).reshape(times * rows * columns, st * sy * sx)
+    right, below, after = whole[:, : rows * sy, columns * sx :], whole[:, rows * sy :], index[times * st :]
+    return Cells(members, torch.cat([right.reshape(-1), below.reshape(-1), after.reshape(-1)]))
 
 
 def split_cells(parts: Cells, draw: Draw | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,15 +102,17 @@ def fixed(make: Callable[..., tuple[torch.Tensor, ...]], x: torch.Tensor, *args:
     return found
 
 
-def split_grid(grid: Grid, sy: int, sx: int, draw: Draw | None, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def split_grid(
+    grid: Grid, sy: int, sx: int, draw: Draw | None, x: torch.Tensor, st: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`split_cells` of the grid's `cells`, on the device of ``x``."""
     if draw is None:
-        return fixed(_split_first, x, grid, sy, sx)
-    return split_cells(cells(grid, sy, sx, x.device), draw)
+        return fixed(_split_first, x, grid, sy, sx, st)
+    return split_cells(cells(grid, sy, sx, x.device, st), draw)
 
 
-def _split_first(grid: Grid, sy: int, sx: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    return split_cells(cells(grid, sy, sx, device), None)
+def _split_first(grid: Grid, sy: int, sx: int, st: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    return split_cells(cells(grid, sy, sx, device, st), None)
 
 
 def draw_choices(draw: Draw, count: int, choices: int, device: torch.device) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ class Shared(NamedTuple):
 
     copies: int
     matched: int
-    call: int
+    call: Hashable
 
 
 class Kept:
@@ -56,12 +57,13 @@ class Found(NamedTuple):
 class KeptPlans:
     """What one call of the UNet finds of earlier ones, and leaves for later ones.
 
-    ordinal: the call's number among those at its time, which are several where a host splits a batch or a picture.
+    ordinal: the call's number among those at its time, which are several where a host splits a batch or a picture; or
+    a name of its own, where its host gives it one.
     look: what it has in common with others, for who matches; None where nobody says that it has, or it is not so.
     """
 
     def __init__(
-        self, plans: dict[tuple, Kept], ordinal: int, timestep: float, look: Callable[[], Shared | None]
+        self, plans: dict[tuple, Kept], ordinal: Hashable, timestep: float, look: Callable[[], Shared | None]
     ) -> None:
         self.plans = plans
         self._ordinal = ordinal
@@ -106,6 +108,7 @@ class Sampling:
         self._name: Hashable = None
         self._timestep: float | None = None
         self._calls = 0
+        self._named: Counter[Hashable] = Counter()  # calls of each name at this time
         self._plans: dict[tuple, Kept] = {}
         self._first: torch.Tensor | None = None  # what the first call at this time is given
         self._shared: dict[tuple, Shared | None] = {}  # by kind of call
@@ -117,25 +120,37 @@ class Sampling:
         elif timestep == self._timestep:
             return
         self._name, self._timestep, self._calls, self._first = name, timestep, 0, None
+        self._named.clear()
 
     @property
     def goes_on(self) -> bool:
         """Has somebody named one?"""
         return self._name is not None
 
-    def next_call(self, batch: Any = None, guidance: Guidance | None = None) -> KeptPlans | None:
-        """What the call that begins now may use; None where nothing is kept. batch: its latents ``[B, C, ...]``."""
+    def next_call(
+        self, batch: Any = None, guidance: Guidance | None = None, called: Hashable = None
+    ) -> KeptPlans | None:
+        """What the call that begins now may use; None where nothing is kept.
+
+        batch: its latents ``[B, C, ...]``. called: what its host calls it by, in whatever order calls come.
+        """
         if self._name is None or self._timestep is None:
             return None
         self._calls += 1
+        ordinal: Hashable = self._calls
+        if called is not None:
+            self._named[called] += 1
+            ordinal = called, self._named[called]
         if guidance is None or type(batch) is not torch.Tensor or batch.is_meta:
-            return KeptPlans(self._plans, self._calls, self._timestep, _nothing)
+            return KeptPlans(self._plans, ordinal, self._timestep, _nothing)
         if self._calls == 1:
             self._first = batch
-        look = partial(self._look, self._calls, guidance, batch, self._first)
-        return KeptPlans(self._plans, self._calls, self._timestep, look)
+        look = partial(self._look, ordinal, guidance, batch, self._first)
+        return KeptPlans(self._plans, ordinal, self._timestep, look)
 
-    def _look(self, ordinal: int, guidance: Guidance, batch: torch.Tensor, first: torch.Tensor | None) -> Shared | None:
+    def _look(
+        self, ordinal: Hashable, guidance: Guidance, batch: torch.Tensor, first: torch.Tensor | None
+    ) -> Shared | None:
         """Hosts cut pictures into tiles, and put more into a step than they say: so each kind of call is looked at.
 
         Once in a sampling, at the first step, because a look waits for the device. first: what the time's first saw.
@@ -153,7 +168,7 @@ def _nothing() -> None:
     return None
 
 
-def _shared(ordinal: int, guidance: Guidance, batch: torch.Tensor, first: torch.Tensor | None) -> Shared | None:
+def _shared(ordinal: Hashable, guidance: Guidance, batch: torch.Tensor, first: torch.Tensor | None) -> Shared | None:
     pictures, matched = guidance
     copies, rest = divmod(len(batch), pictures)
     for latents, call in ((first, 1), (batch, ordinal)):

@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from functools import cache, partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from .attention.core import Whole, correction_of, projected
-from .attention.correction import Correction, Pair
+from .attention.correction import Pair
 from .config import MergeRule
 from .grid import Draw
-from .keep import Kept, KeptPlans, Shared
 from .methods import METHODS, MatchOptions
 from .methods.bipartite import refined
 from .metric import BY_DISTANCE, compared
 from .plan import MergePlan
 from .run import GridCall
+from .search import Plans, Search, renews, stamp_of
 
 # of queries, keys and values merged together in an attention whose inside is not known: more loses too much
 _TOGETHER_RATIO, _TOGETHER_CELL = 0.5, 2
-
-
-class Plans(NamedTuple):
-    """What one match found: the plan, the queries' own where they have one, and what the plan's correction is.
-
-    merged: keys and values ``[B, G, H*d]`` of the very call that matched, where its match has made them.
-    """
-
-    plan: MergePlan | None
-    queries: MergePlan | None = None
-    correction: Correction | None = None
-    merged: Pair | None = None
 
 
 class Asked(NamedTuple):
@@ -59,46 +48,19 @@ class Matcher:
 
     def find(self, asked: Asked) -> Plans:
         """A new match, or what is kept of the steps before."""
-        outer, rule = asked.outer, asked.rule
-        kept = outer.call.kept
+        kept, rule = asked.outer.call.kept, asked.rule
         if kept is None or not rule.keep or torch.compiler.is_compiling():  # what may be kept there, a graph asks for
-            return self._new(asked, _made(asked), None)
-        key, device = self._key(asked, outer.batch), asked.x.device
-        old = kept.find(key, rule, device, _renews(asked))
-        if old is not None and old.is_fresh:
-            return old.kept.plans
-        shared, since = kept.look(), None
-        if shared is not None and outer.batch % shared.copies == 0:
-            plans, since = self._shared(asked, kept, shared)
-        else:
-            plans = self._new(asked, _made(asked), old and old.kept.plans)
-        kept.store(key, plans._replace(merged=None), rule, device, since=since)
-        return plans
+            made = _made(asked)
+            return _corrected(asked, self.groups(asked, made, None), made)
+        made_once = cache(partial(_made, asked))
+        return Search(
+            rule, asked.x.device, asked.outer.batch, _renews(asked), partial(self._key, asked),
+            lambda rows, old: self.groups(*_only(asked, made_once(), rows), old),
+            lambda plans: _corrected(asked, plans, made_once()),
+        ).among(kept)  # fmt: skip
 
     def _key(self, asked: Asked, batch: int) -> tuple:
         return (self.number, asked.part, asked.together, batch, asked.outer.grid)
-
-    def _shared(self, asked: Asked, kept: KeptPlans, shared: Shared) -> tuple[Plans, Kept]:
-        """The match of one copy of the latents serves all of them, in this call and in others at its time.
-
-        Guidance multiplies the difference of two predictions, and so how differently merging has changed them. A batch
-        that its host cuts gets what the whole one gets, where the copy that is matched comes first.
-        """
-        outer, rule, device, made = asked.outer, asked.rule, asked.x.device, _made(asked)
-        count = outer.batch // shared.copies
-        key, rows = self._key(asked, count), slice(shared.matched * count, (shared.matched + 1) * count)
-        old = kept.find(key, rule, device, _renews(asked), shared)
-        if old is not None and old.is_fresh:
-            match = old.kept
-        else:
-            matched = asked._replace(x=asked.x[rows])
-            rows_made = None if made is None else tuple(one[rows] for one in made)
-            groups = self.groups(matched, rows_made, old and old.kept.plans)
-            match = kept.store(key, groups, rule, device, shared)
-        return _corrected(asked, _of_copies(match.plans, shared.copies), made), match
-
-    def _new(self, asked: Asked, made: Pair | None, old: Plans | None) -> Plans:
-        return _corrected(asked, self.groups(asked, made, old), made)
 
     def groups(self, asked: Asked, made: Pair | None, old: Plans | None) -> Plans:
         """A match without its correction. old: of an earlier time."""
@@ -139,24 +101,25 @@ class Matcher:
 
     def _draw(self, asked: Asked) -> Draw | None:
         rule = asked.rule
-        return Draw(rule.seed, self.level, _stamp(asked.outer.call.stamp, asked.x)) if rule.use_rand else None
+        return Draw(rule.seed, self.level, stamp_of(asked.outer.call.stamp, asked.x)) if rule.use_rand else None
 
 
 def _renews(asked: Asked) -> bool:
-    """Is a plan that is too old where the next match begins?"""
-    return bool(asked.rule.refine) and not asked.together and METHODS[asked.rule.method].compares
+    return renews(asked.rule) and not asked.together
 
 
-def _of_copies(plans: Plans, copies: int) -> Plans:
-    """The plans of ``[P, N, C]`` for ``[copies * P, N, C]``; of one picture they serve any number."""
-    return Plans(*(None if one is None else one.repeated(copies) for one in plans[:2]))
+def _only(asked: Asked, made: Pair | None, rows: slice | None) -> tuple[Asked, Pair | None]:
+    """What these samples ask for, and their keys and values; None: all of them."""
+    if rows is None:
+        return asked, made
+    return asked._replace(x=asked.x[rows]), None if made is None else tuple(one[rows] for one in made)
 
 
 def _corrected(asked: Asked, plans: Plans, made: Pair | None) -> Plans:
     if made is None or plans.plan is None:
         return plans
     found = correction_of(asked.whole, made, plans.plan, asked.outer.grid)
-    return plans._replace(correction=found.correction, merged=found.merged)
+    return plans._replace(correction=found.correction, merged=found.merged if found.by_kernels else None)
 
 
 def _made(asked: Asked) -> Pair | None:
@@ -168,16 +131,3 @@ def _compared(asked: Asked, made: Pair | None) -> torch.Tensor:
     """A method that does not compare by a metric gets the block's input."""
     rule = asked.rule
     return compared(asked.block, asked.x, rule.metric, made) if METHODS[rule.method].compares else asked.x
-
-
-def _stamp(time: Any, x: torch.Tensor) -> torch.Tensor | None:
-    """The timestep of each sample of ``x`` as a tensor ``[1]`` or ``[B]``; video models pass one for several frames."""
-    if time is None:
-        return None
-    if not torch.is_tensor(time):
-        return torch.full((1,), float(time), dtype=torch.float32, device=x.device)
-    time = time.detach().reshape(-1)
-    batch, count = x.shape[0], time.shape[0]
-    if count in (1, batch):
-        return time
-    return time.repeat_interleave(batch // count) if batch % count == 0 else time[:1]

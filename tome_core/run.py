@@ -208,13 +208,14 @@ class Run:
             self.now = self._at(mine.told)
 
     def begin(
-        self, timestep: Any, latent: Any, thread: int | None, begun: torch.Tensor | None = None, replayed: bool = False
-    ) -> Call:
+        self, timestep: Any, latent: Any, thread: int | None, begun: torch.Tensor | None = None, replayed: bool = False,
+        called: Hashable = None,
+    ) -> Call:  # fmt: skip
         """A call of the UNet starts; these are its arguments.
 
         timestep: a number, or a tensor ``[]`` or ``[B]``. latent: ``[B, C, H, W]`` or ``[B, C, frames, H, W]``, only
         its size is looked at. thread: that calls; None where a compiler traces. begun: see `Call`. replayed: from a
-        graph of `graphs`, so that no device waits for its host.
+        graph of `graphs`, so that no device waits for its host. called: as of `Sampling.next_call`.
         """
         now, kept, captured = self.now, None, False
         if thread is not None and is_mapped():
@@ -229,7 +230,7 @@ class Run:
             # a backward pass would meet later plans; in a CUDA graph they would lie where its next replay writes
             if self.keeps and not captured and not torch.is_grad_enabled():
                 sampling = self.sampling if self.time_is_given else self._mine.sampling
-                kept = sampling.next_call(latent, self._guidance_in(latent))
+                kept = sampling.next_call(latent, self._guidance_in(latent), called)
         rules = now.rules
         if self._uses_pixels and torch.is_tensor(latent) and latent.dim() in (4, 5):
             pixels = latent.shape[-2] * latent.shape[-1] * _PIXELS_PER_LATENT

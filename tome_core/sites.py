@@ -21,9 +21,10 @@ from .compiled import answer, ask, may_ask
 from .config import MergeRule, rule_of
 from .decision import Merging
 from .grid import Grid
-from .matching import Asked, Matcher, Plans
+from .matching import Asked, Matcher
 from .memory import CallMemory
 from .run import Call, GridCall, Run, is_captured, skip
+from .search import Plans
 from .switch import CAPTURE, Switch, inside
 from .wrap import Wrap
 

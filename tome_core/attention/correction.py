@@ -58,10 +58,11 @@ def asked(grid: Grid, width: int, device: torch.device) -> tuple[torch.Tensor]:
 
 
 class Fitted(NamedTuple):
-    """merged: keys and values as the plan merges them, ``[B, G, H*d]``, where kernels have made them."""
+    """merged: keys and values as the plan merges them, ``[B, G, H*d]``; by_kernels: as kernels do."""
 
     correction: Correction
-    merged: Pair | None
+    merged: Pair
+    by_kernels: bool
 
 
 def fitted(
@@ -77,11 +78,10 @@ def fitted(
         keys, values = (one.to(q.dtype) for one in made)
         *pair, exact = plan.merge_pair(keys, values)
         sums = _sums_by_kernel(keys, values, exact, plan, heads, scale)
-        reused = None if sums is None else tuple(pair)
         if sums is not None and sums.shape[3] <= kernels_correction.RIDGE_WIDEST and not kernels.needs_gradient(q):
             found = _by_kernels(q, rows, keys, values, pair, plan, sums, heads, scale)
             if found is not None:
-                return Fitted(Correction(*found), reused)
+                return Fitted(Correction(*found), tuple(pair), True)
         if rows is not None:
             q = take_rows(q, rows)
         asked_for = _by_head(q, heads)
@@ -97,7 +97,7 @@ def fitted(
         lost = first.flatten(2).any(2)[..., None, None].to(first.dtype)  # nothing was: then rounding is all
         matrix = weights * lost + F.pad(first, (0, 0, 0, first.shape[3]))
         correction = Correction(matrix.to(q.dtype).flatten(0, 1), (constant * lost).to(q.dtype).flatten(0, 1))
-        return Fitted(correction, reused)
+        return Fitted(correction, tuple(pair), sums is not None)
 
 
 def _by_kernels(

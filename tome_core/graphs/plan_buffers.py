@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from ..keep import Kept
-from ..matching import Plans
+from ..search import Plans
 from .forms import Form, copy_all, empty_tensors, put_together, take_apart
 
 

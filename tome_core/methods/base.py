@@ -20,7 +20,7 @@ class MatchOptions(NamedTuple):
 
     ratio: share of tokens to remove, 0..1. sx, sy: cell size in tokens. draw: what random choices depend
     on, None for fixed ones. cluster_on: see `tome_core.methods.cluster`. refine: k-means steps after the match;
-    by_distance: tokens are compared by distance, not by cosine. Both of bipartite matching.
+    by_distance: tokens are compared by distance, not by cosine; st: frames of a film's cell. All of bipartite matching.
     """
 
     ratio: float
@@ -30,6 +30,7 @@ class MatchOptions(NamedTuple):
     cluster_on: str = "tokens"
     refine: int = 0
     by_distance: bool = False
+    st: int = 1
 
 
 class Method(NamedTuple):

@@ -23,7 +23,7 @@ def match(x: torch.Tensor, grid: Grid, options: MatchOptions) -> MergePlan | Non
     Then the match may be refined (`refined`).
     Returns groups numbered destinations first; None where the ratio removes no token.
     """
-    destinations, sources = split_grid(grid, options.sy, options.sx, options.draw, x)
+    destinations, sources = split_grid(grid, options.sy, options.sx, options.draw, x, options.st)
     removed = min(sources.shape[1], int(x.shape[1] * options.ratio))
     if removed <= 0:
         return None
