@@ -17,7 +17,7 @@ from .methods.bipartite import refined
 from .metric import BY_DISTANCE, compared
 from .plan import MergePlan
 from .run import GridCall
-from .search import Plans, Search, renews, stamp_of
+from .search import Plans, Search, stamp_of
 
 # of queries, keys and values merged together in an attention whose inside is not known: more loses too much
 _TOGETHER_RATIO, _TOGETHER_CELL = 0.5, 2
@@ -52,12 +52,16 @@ class Matcher:
         if kept is None or not rule.keep or torch.compiler.is_compiling():  # what may be kept there, a graph asks for
             made = _made(asked)
             return _corrected(asked, self.groups(asked, made, None), made)
+        device, renewing = asked.x.device, renews(asked.rule, asked.together)
+        old = kept.find(self._key(asked, asked.outer.batch), rule, device, renewing)
+        if old is not None and old.is_fresh:
+            return old.kept.plans
         made_once = cache(partial(_made, asked))
         return Search(
-            rule, asked.x.device, asked.outer.batch, _renews(asked), partial(self._key, asked),
+            rule, device, asked.outer.batch, renewing, partial(self._key, asked),
             lambda rows, old: self.groups(*_only(asked, made_once(), rows), old),
             lambda plans: _corrected(asked, plans, made_once()),
-        ).among(kept)  # fmt: skip
+        ).among(kept, old)  # fmt: skip
 
     def _key(self, asked: Asked, batch: int) -> tuple:
         return (self.number, asked.part, asked.together, batch, asked.outer.grid)
@@ -67,7 +71,7 @@ class Matcher:
         rule = asked.rule
         if asked.together and rule.effective_side != "qkv":
             return Plans(self._match_as_tomesd(asked))
-        if _renews(asked) and old is not None and old.plan is not None:
+        if renews(asked.rule, asked.together) and old is not None and old.plan is not None:
             plan = self._renewed(asked, made, old.plan)
         else:
             plan = self._match(asked, made)
@@ -104,8 +108,9 @@ class Matcher:
         return Draw(rule.seed, self.level, stamp_of(asked.outer.call.stamp, asked.x)) if rule.use_rand else None
 
 
-def _renews(asked: Asked) -> bool:
-    return renews(asked.rule) and not asked.together
+def renews(rule: MergeRule, together: bool = False) -> bool:
+    """Is a plan that is too old where the rule's next match begins?"""
+    return bool(rule.refine) and not together and METHODS[rule.method].compares
 
 
 def _only(asked: Asked, made: Pair | None, rows: slice | None) -> tuple[Asked, Pair | None]:

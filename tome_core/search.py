@@ -1,4 +1,4 @@
-"""The plans of an attention: matched anew, or kept over steps, and one match for all copies that guidance makes."""
+"""The plans of an attention that are not at hand: matched, one match for all copies that guidance makes, and kept."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 
 from .attention.correction import Correction, Pair
 from .config import MergeRule
-from .keep import Kept, KeptPlans, Shared
-from .methods import METHODS
+from .keep import Found, Kept, KeptPlans, Shared
 from .plan import MergePlan
 
 
@@ -44,18 +43,14 @@ class Search:
     match: Callable[[slice | None, Plans | None], Plans]
     corrected: Callable[[Plans], Plans]
 
-    def among(self, kept: KeptPlans) -> Plans:
-        """What is kept of the steps before, or a match, which is kept."""
-        key = self.key(self.batch)
-        old = kept.find(key, self.rule, self.device, self.renews)
-        if old is not None and old.is_fresh:
-            return old.kept.plans
+    def among(self, kept: KeptPlans, old: Found | None) -> Plans:
+        """A match, which is kept. old: what was found there for the whole batch, none of which is fresh."""
         shared, since = kept.look(), None
         if shared is not None and self.batch % shared.copies == 0:
             plans, since = self._shared(kept, shared)
         else:
             plans = self.corrected(self.match(None, old and old.kept.plans))
-        kept.store(key, plans._replace(merged=None), self.rule, self.device, since=since)
+        kept.store(self.key(self.batch), plans._replace(merged=None), self.rule, self.device, since=since)
         return plans
 
     def _shared(self, kept: KeptPlans, shared: Shared) -> tuple[Plans, Kept]:
@@ -72,11 +67,6 @@ class Search:
         else:
             match = kept.store(key, self.match(rows, old and old.kept.plans), self.rule, self.device, shared)
         return self.corrected(_of_copies(match.plans, shared.copies)), match
-
-
-def renews(rule: MergeRule) -> bool:
-    """Is a plan that is too old where the rule's next match begins?"""
-    return bool(rule.refine) and METHODS[rule.method].compares
 
 
 def stamp_of(time: object, x: torch.Tensor) -> torch.Tensor | None:

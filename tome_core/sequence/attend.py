@@ -1,0 +1,129 @@
+"""Attention over a sequence whose picture's keys and values are merged: from q, k and v alone, by anybody's function.
+
+What a UNet's attention does between its projections (`core`) on tensors that are there already. Heads are never
+widened: transformers' are 64 or 128 wide, beyond which flash kernels run a wider class. A function that takes no bias
+is not asked, and torch's own answers: with a sixteenth of the keys that costs less than the function would with all.
+What is made on the way is made for some heads, or some tokens, at a time, so that a film's tokens fit where they did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from ..attention.core import BIAS, UNSIZED, Attended, corrected
+from ..attention.correction import Correction, Fitted, Pair, asked, fitted
+from ..attention.sizes import bias_of
+from ..grid import fixed
+from ..plan import MergePlan
+from .layout import Layout, Tensors, by_token, in_form, tokens_in
+
+OWN_BIAS = "bias, by torch's own function"
+_HELD = 16 << 20  # bytes of what is made for some heads or tokens at a time, a few times over
+
+
+class Host(NamedTuple):
+    """A host's attention. function: ``(q, k, v, bias) -> out`` in the host's form, bias ``[B, 1, 1, G]`` or None.
+
+    form: of q, k and v; out_form: of what it returns. takes_bias: does it add a bias to the scaled logits? scale: by
+    which it scales.
+    """
+
+    function: Callable[..., torch.Tensor]
+    form: str
+    out_form: str
+    scale: float
+    takes_bias: bool = True
+
+
+def correction_of(
+    tensors: Tensors, plan: MergePlan, layout: Layout, scale: float
+) -> tuple[Correction, Pair | None]:
+    """What the plan loses of these keys and values, fitted to queries of the picture; see `correction.fitted`.
+
+    And keys and values merged, ``[B, G, H*d]``; None where they have fewer heads than the queries.
+    """
+    q, k, v = tensors
+    (places,) = fixed(asked, q, layout.grid, q.shape[3])
+    asking = q[:, places[0] + layout.first]
+    shares = q.shape[2] // k.shape[2]
+    found: list[Fitted] = []
+    for first, last in _some_heads(k, shares):
+        pair = tuple(one[:, :, first:last] for one in (k, v))
+        if shares > 1:
+            pair = tuple(one.repeat_interleave(shares, 2) for one in pair)
+        own = asking[:, :, first * shares : last * shares]
+        found.append(fitted(own.flatten(2), tuple(one.flatten(2) for one in pair), plan, own.shape[2], scale))
+    merged_pair = None if shares > 1 else tuple(_joined([one.merged[part] for one in found], 2) for part in (0, 1))
+    batch = q.shape[0]
+    matrix, constant = (
+        _joined([one.correction[part].unflatten(0, (batch, -1)) for one in found], 1).flatten(0, 1) for part in (0, 1)
+    )
+    return Correction(matrix, constant), merged_pair
+
+
+def attend(
+    host: Host, tensors: Tensors, plan: MergePlan, layout: Layout, sized: bool = True,
+    correction: Correction | None = None, made: Pair | None = None,
+) -> Attended:  # fmt: skip
+    """``softmax(scale q k^T + log n) v`` for all queries, with merged keys and values, in the host's form.
+
+    sized: are the plan's sizes to count? correction: the plan's, added where the picture's tokens ask. made: keys and
+    values ``[B, G, H*d]`` as the plan merges them, where they are there.
+    """
+    q, k, v = tensors
+    heads = k.shape[2]
+    k, v = (merged(one, plan) for one in (k, v)) if made is None else (one.unflatten(2, (heads, -1)) for one in made)
+    bias = bias_of(plan, q)[:, None] if sized else None  # [B, 1, 1, G]
+    if bias is None or host.takes_bias:
+        out = host.function(in_form(q, host.form), in_form(k, host.form), in_form(v, host.form), bias)
+        way = UNSIZED if bias is None else BIAS
+    else:
+        out, way = in_form(_by_torch(Tensors(q, k, v), bias, host.scale), host.out_form), OWN_BIAS
+    if correction is not None:
+        told = by_token(out, host.out_form, q.shape[2])
+        out = in_form(_corrected(told, q, correction, layout), host.out_form)
+    return Attended(out, way)
+
+
+def merged(x: torch.Tensor, plan: MergePlan) -> torch.Tensor:
+    """``[B, S, H, d]`` to ``[B, G, H, d]``."""
+    return _joined([plan.merge(x[:, :, a:b].flatten(2)).unflatten(2, (b - a, -1)) for a, b in _some_heads(x)], 2)
+
+
+def _by_torch(tensors: Tensors, bias: torch.Tensor, scale: float) -> torch.Tensor:
+    q, k, v = (one.transpose(1, 2) for one in tensors)
+    shares = q.shape[1] // k.shape[1]
+    if shares > 1:
+        k, v = (one.repeat_interleave(shares, 1) for one in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, bias, scale=scale).transpose(1, 2)
+
+
+def _corrected(out: torch.Tensor, q: torch.Tensor, correction: Correction, layout: Layout) -> torch.Tensor:
+    """The picture's rows of ``out [B, S, H, d]`` corrected, in place where nobody needs a gradient."""
+    first = layout.first
+    last = first + tokens_in(layout)
+    if torch.is_grad_enabled() and (out.requires_grad or q.requires_grad):
+        middle = corrected(out[:, first:last].flatten(2), q[:, first:last].flatten(2), correction)
+        return torch.cat([out[:, :first], middle.view_as(out[:, first:last]), out[:, last:]], 1)
+    step = max(1, _HELD // (out[:, :1].numel() * out.element_size()))
+    for start in range(first, last, step):
+        rows = slice(start, min(start + step, last))
+        told = out[:, rows]
+        told.copy_(corrected(told.flatten(2), q[:, rows].flatten(2), correction).view_as(told))
+    return out
+
+
+def _some_heads(x: torch.Tensor, times: int = 1) -> Iterator[tuple[int, int]]:
+    """First and last of so many heads of ``[B, S, H, d]`` as hold `_HELD` bytes in float32, ``times`` over."""
+    heads = x.shape[2]
+    step = max(1, _HELD // (4 * times * x[:, :, 0].numel()))
+    for first in range(0, heads, step):
+        yield first, min(first + step, heads)
+
+
+def _joined(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

@@ -1,0 +1,93 @@
+"""Which tokens of a sequence merge: a match among the picture's keys and values, and a plan of the whole sequence.
+
+The plan gives every other token a group of its own, so that what merges, sizes and corrects knows nothing of them: the
+mean of one token is the token, the logarithm of one is 0.
+
+A match looks at windows of the grid, one after the other: runs of whole frames, or of rows, of some 4,096 tokens. So
+its work grows with the tokens and not with their square, and what it holds does not grow at all.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..config import MergeRule
+from ..grid import Draw, Grid
+from ..methods import METHODS, MatchOptions
+from ..methods.bipartite import refined
+from ..metric import BY_DISTANCE, of_unit_spread
+from ..plan import MergePlan
+from .layout import Layout, cell_of, tokens_in, windows
+
+
+class JoinedPlan(MergePlan):
+    """A plan of a whole sequence. counts: the groups of each window, which lie one after the other."""
+
+    counts: tuple[int, ...] = ()
+
+    def repeated(self, times: int) -> MergePlan:
+        """As of every plan."""
+        found = super().repeated(times)
+        if found is not self:
+            found = JoinedPlan(found.group, found.num_groups, found.representative)
+            found.counts = self.counts
+        return found
+
+
+def match(k: torch.Tensor, v: torch.Tensor, layout: Layout, rule: MergeRule, draw: Draw | None = None,
+          old: MergePlan | None = None) -> JoinedPlan | None:  # fmt: skip
+    """Which of the sequence's tokens merge: groups of the picture's, each other token by itself.
+
+    k, v: ``[B, S, H, d]`` of all tokens. Compared as the rule's metric says; keys, by cosine, where that is the input,
+    which no attention sees. old: a plan of an earlier step, to take one k-means step from. None where the rule removes
+    no token of some window.
+    """
+    by_distance, before, parts = rule.metric in BY_DISTANCE, layout.first, []
+    counts = iter(old.counts if isinstance(old, JoinedPlan) else ())
+    for start, grid in windows(layout.grid):
+        first, last = layout.first + start, layout.first + start + grid.height * grid.width
+        x = _compared(k[:, first:last], v[:, first:last], rule)
+        count = next(counts, None)
+        if count is not None:
+            plan = refined(MergePlan(old.group[:, first:last] - before, count), x, 1, by_distance)
+            before += count
+        else:
+            plan = METHODS[rule.method].match(x, grid, _options(rule, grid, draw))
+        if plan is None:
+            return None
+        parts.append(plan)
+    return _joined(parts, layout, k.shape[1])
+
+
+def _compared(k: torch.Tensor, v: torch.Tensor, rule: MergeRule) -> torch.Tensor:
+    """A window's tokens as its match sees them, ``[B, n, D]``, without gradient."""
+    k, v = k.detach().flatten(2), v.detach().flatten(2)
+    if rule.metric == "keys+values":
+        return of_unit_spread(k, v)
+    return of_unit_spread(k) if rule.metric in BY_DISTANCE else k
+
+
+def _options(rule: MergeRule, grid: Grid, draw: Draw | None) -> MatchOptions:
+    compares = METHODS[rule.method].compares
+    st, sy, sx = cell_of(rule.sy, rule.sx, grid.frames) if compares else (1, rule.sy, rule.sx)
+    by_distance = rule.metric in BY_DISTANCE
+    return MatchOptions(rule.constant_ratio, sx, sy, draw, rule.cluster_on, rule.refine, by_distance, st)
+
+
+def _joined(parts: list[MergePlan], layout: Layout, tokens: int) -> JoinedPlan:
+    """One plan of the sequence: tokens before the picture, the windows' groups, tokens behind it."""
+    group, rows = parts[0].group, max(part.group.shape[0] for part in parts)
+    numbers = torch.arange(tokens, device=group.device).expand(rows, -1)
+    last = layout.first + tokens_in(layout)
+    picked = all(part.representative is not None for part in parts)
+    groups, chosen = [numbers[:, : layout.first]], [numbers[:, : layout.first]]
+    before, start = layout.first, layout.first
+    for part in parts:
+        groups.append((part.group + before).expand(rows, -1))
+        chosen += [(part.representative + start).expand(rows, -1)] if picked else []
+        before, start = before + part.num_groups, start + part.num_tokens
+    groups.append(numbers[:, last:] - last + before)
+    chosen.append(numbers[:, last:])
+    plan = JoinedPlan(torch.cat(groups, 1), before + tokens - last, torch.cat(chosen, 1) if picked else None)
+    plan.counts = tuple(part.num_groups for part in parts)
+    return plan
