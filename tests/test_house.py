@@ -77,7 +77,7 @@ MAY_IMPORT = {
     "host_time": {"config", "patch", "presets", "sd_block"},
     "bench": {"config", "grid", "host_time", "kernels", "methods", "patch", "plan", "presets", "sd_block"},
     "__init__": {"config", "families", "form", "gains", "graphs", "patch", "phases", "plan", "presets", "report",
-        "schedule"},
+        "schedule", "sequence"},
 }
 PACKAGES = ("methods", "attention", "sequence", "graphs")
 # what a module may import beside torch and the standard library: its one importer does without it where it is missing

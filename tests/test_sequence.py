@@ -73,7 +73,7 @@ def test_other_tokens_keep_their_keys_and_values(layout, behind, dtype):
 def test_attention_is_that_with_every_key_as_often_as_its_group_has_tokens(layout):
     own = tensors(layout, behind=2, dtype=torch.float64)
     plan = match(own.k.float(), own.v.float(), layout, RULE)
-    found = attend(host(), own, plan, layout)
+    found = attend(host(), own, plan)
     repeated = (plan.unmerge(merged(one, plan).flatten(2)).unflatten(2, (HEADS, WIDTH)) for one in (own.k, own.v))
     logits = torch.einsum("bqhd,bkhd->bhqk", own.q, next(repeated)) * WIDTH**-0.5
     exact = torch.einsum("bhqk,bkhd->bqhd", logits.softmax(-1), next(repeated))
@@ -83,21 +83,28 @@ def test_attention_is_that_with_every_key_as_often_as_its_group_has_tokens(layou
 
 @pytest.mark.parametrize("takes_bias", [True, False])
 @pytest.mark.parametrize("layout", [PICTURE, FILM])
-def test_a_correction_halves_the_error_and_leaves_other_rows_alone(layout, takes_bias):
+def test_a_correction_halves_the_error_of_the_picture_and_harms_no_other_row(layout, takes_bias):
     own = tensors(layout, behind=4)
-    exact = sdpa(*own)
-    plan = match(own.k, own.v, layout, RULE)
-    plain, way = attend(host(takes_bias=takes_bias), own, plan, layout)
+    exact, plan = sdpa(*own), match(own.k, own.v, layout, RULE)
+    plain, way = attend(host(takes_bias=takes_bias), own, plan)
     correction, made = correction_of(own, plan, layout, WIDTH**-0.5)
-    found = attend(host(takes_bias=takes_bias), own, plan, layout, True, correction, made).out
+    found = attend(host(takes_bias=takes_bias), own, plan, True, correction, made).out
+    unsized = attend(host(), own, plan, sized=False).out
     assert way == (BIAS if takes_bias else OWN_BIAS)
-    assert error(found, exact) < 0.6 * error(plain, exact) < 0.6 * error(
-        attend(host(), own, plan, layout, sized=False).out, exact
-    )
-    rows = slice(layout.first, layout.first + tokens_in(layout))
-    other = torch.ones(found.shape[1], dtype=torch.bool)
-    other[rows] = False
-    torch.testing.assert_close(found[:, other], plain[:, other])
+    picture = torch.zeros(exact.shape[1], dtype=torch.bool)
+    picture[layout.first : layout.first + tokens_in(layout)] = True
+    assert error(found[:, picture], exact[:, picture]) < 0.6 * error(plain[:, picture], exact[:, picture])
+    assert error(plain, exact) < 0.6 * error(unsized, exact)
+    assert error(found[:, ~picture], exact[:, ~picture]) < error(plain[:, ~picture], exact[:, ~picture])
+
+
+def test_exact_answers_are_asked_of_the_picture_and_of_others():
+    layout, tokens = Layout(Grid(32, 32), first=50), 50 + 1024 + 9
+    (rows,) = attending.asked_in(layout, tokens, WIDTH, torch.device("cpu"))
+    assert len(set(rows.tolist())) == len(rows) and rows.max() < tokens
+    inside = (rows >= 50) & (rows < 50 + 1024)
+    assert 32 <= inside.sum() <= 128 and (~inside).sum() == inside.sum() // 4
+    assert (rows < 50).any() and (rows >= 50 + 1024).any()
 
 
 @pytest.mark.parametrize("form", [FLAT, BY_HEAD, BY_TOKEN])
@@ -107,9 +114,9 @@ def test_every_form_gives_the_same(form, out_form, monkeypatch):
     given = Tensors(*(by_token(in_form(one, form).contiguous(), form, HEADS) for one in own))
     plan = match(given.k, given.v, PICTURE, RULE)
     assert torch.equal(plan.group, match(own.k, own.v, PICTURE, RULE).group)
-    expected = attend(host(), own, plan, PICTURE, True, *correction_of(own, plan, PICTURE, WIDTH**-0.5)).out
+    expected = attend(host(), own, plan, True, *correction_of(own, plan, PICTURE, WIDTH**-0.5)).out
     monkeypatch.setattr(attending, "_HELD", 1 << 14)  # in pieces
-    found = attend(host(form, out_form), given, plan, PICTURE, True, *correction_of(given, plan, PICTURE, WIDTH**-0.5))
+    found = attend(host(form, out_form), given, plan, True, *correction_of(given, plan, PICTURE, WIDTH**-0.5))
     torch.testing.assert_close(by_token(found.out, out_form, HEADS), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -119,8 +126,8 @@ def test_fewer_heads_of_keys_are_as_if_they_were_repeated():
     plan = match(few.k, few.v, PICTURE, RULE)
     correction, made = correction_of(few, plan, PICTURE, WIDTH**-0.5)
     many = Tensors(q, *(one.expand(-1, -1, HEADS, -1) for one in few[1:]))
-    found = attend(host(takes_bias=False), few, plan, PICTURE, True, correction, made).out
-    expected = attend(host(), many, plan, PICTURE, True, *correction_of(many, plan, PICTURE, WIDTH**-0.5)).out
+    found = attend(host(takes_bias=False), few, plan, True, correction, made).out
+    expected = attend(host(), many, plan, True, *correction_of(many, plan, PICTURE, WIDTH**-0.5)).out
     assert made is None
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
@@ -187,7 +194,7 @@ def test_it_holds_little_beyond_what_attention_holds(form, monkeypatch):
 
     def merging():
         plan = match(own.k, own.v, layout, RULE)
-        return attend(given, own, plan, layout, True, *correction_of(own, plan, layout, WIDTH**-0.5)).out
+        return attend(given, own, plan, True, *correction_of(own, plan, layout, WIDTH**-0.5)).out
 
     with torch.inference_mode():
         plainly(), merging()

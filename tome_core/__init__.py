@@ -3,7 +3,7 @@
 >>> # tome_core.apply_patch(pipe, ratio=0.5); image = pipe("a lake").images[0]; tome_core.remove_patch(pipe)
 """
 
-from . import form, gains
+from . import form, gains, sequence
 from .config import MergeConfig, MergeRule, describe_settings
 from .families import UnsupportedModelError
 from .gains import Gain
@@ -38,5 +38,6 @@ __all__ = [
     "ramp",
     "remove_patch",
     "report",
+    "sequence",
     "strength",
 ]

@@ -42,13 +42,13 @@ class Host(NamedTuple):
 def correction_of(
     tensors: Tensors, plan: MergePlan, layout: Layout, scale: float
 ) -> tuple[Correction, Pair | None]:
-    """What the plan loses of these keys and values, fitted to queries of the picture; see `correction.fitted`.
+    """What the plan loses of these keys and values, for queries of all tokens; see `correction.fitted`.
 
     And keys and values merged, ``[B, G, H*d]``; None where they have fewer heads than the queries.
     """
     q, k, v = tensors
-    (places,) = fixed(asked, q, layout.grid, q.shape[3])
-    asking = q[:, places[0] + layout.first]
+    (places,) = fixed(asked_in, q, layout, q.shape[1], q.shape[3])
+    asking = q[:, places]
     shares = q.shape[2] // k.shape[2]
     found: list[Fitted] = []
     for first, last in _some_heads(k, shares):
@@ -65,14 +65,28 @@ def correction_of(
     return Correction(matrix, constant), merged_pair
 
 
+def asked_in(layout: Layout, tokens: int, width: int, device: torch.device) -> tuple[torch.Tensor]:
+    """Which of a sequence's tokens are answered exactly: int64 ``[n]``, of the picture and, a quarter as many, others.
+
+    What a correction makes of a text's queries was .036 of their answers on random models, of .14 before it, with the
+    picture's alone; text is asked too because a trained model's queries for it may be of another kind.
+    """
+    (places,) = asked(layout.grid, width, device)
+    last, beside = layout.first + tokens_in(layout), tokens - tokens_in(layout)
+    count = min(beside, places.shape[1] // 4)
+    others = (torch.arange(count, device=device) * 2 + 1) * beside // max(1, 2 * count)
+    others = others + (others >= layout.first) * (last - layout.first)
+    return (torch.cat([places[0] + layout.first, others]),)
+
+
 def attend(
-    host: Host, tensors: Tensors, plan: MergePlan, layout: Layout, sized: bool = True,
-    correction: Correction | None = None, made: Pair | None = None,
+    host: Host, tensors: Tensors, plan: MergePlan, sized: bool = True, correction: Correction | None = None,
+    made: Pair | None = None,
 ) -> Attended:  # fmt: skip
     """``softmax(scale q k^T + log n) v`` for all queries, with merged keys and values, in the host's form.
 
-    sized: are the plan's sizes to count? correction: the plan's, added where the picture's tokens ask. made: keys and
-    values ``[B, G, H*d]`` as the plan merges them, where they are there.
+    sized: are the plan's sizes to count? correction: the plan's, where it has one. made: keys and values
+    ``[B, G, H*d]`` as the plan merges them, where they are there.
     """
     q, k, v = tensors
     heads = k.shape[2]
@@ -85,7 +99,7 @@ def attend(
         out, way = in_form(_by_torch(Tensors(q, k, v), bias, host.scale), host.out_form), OWN_BIAS
     if correction is not None:
         told = by_token(out, host.out_form, q.shape[2])
-        out = in_form(_corrected(told, q, correction, layout), host.out_form)
+        out = in_form(_corrected(told, q, correction), host.out_form)
     return Attended(out, way)
 
 
@@ -102,16 +116,14 @@ def _by_torch(tensors: Tensors, bias: torch.Tensor, scale: float) -> torch.Tenso
     return F.scaled_dot_product_attention(q, k, v, bias, scale=scale).transpose(1, 2)
 
 
-def _corrected(out: torch.Tensor, q: torch.Tensor, correction: Correction, layout: Layout) -> torch.Tensor:
-    """The picture's rows of ``out [B, S, H, d]`` corrected, in place where nobody needs a gradient."""
-    first = layout.first
-    last = first + tokens_in(layout)
+def _corrected(out: torch.Tensor, q: torch.Tensor, correction: Correction) -> torch.Tensor:
+    """``out [B, S, H, d]`` corrected, in place where nobody needs a gradient."""
     if torch.is_grad_enabled() and (out.requires_grad or q.requires_grad):
-        middle = corrected(out[:, first:last].flatten(2), q[:, first:last].flatten(2), correction)
-        return torch.cat([out[:, :first], middle.view_as(out[:, first:last]), out[:, last:]], 1)
+        return corrected(out.flatten(2), q.flatten(2), correction).view_as(out)
+    tokens = out.shape[1]
     step = max(1, _HELD // (out[:, :1].numel() * out.element_size()))
-    for start in range(first, last, step):
-        rows = slice(start, min(start + step, last))
+    for start in range(0, tokens, step):
+        rows = slice(start, min(start + step, tokens))
         told = out[:, rows]
         told.copy_(corrected(told.flatten(2), q[:, rows].flatten(2), correction).view_as(told))
     return out
