@@ -9,8 +9,9 @@ from torch import nn
 
 from .engine import tome_core
 
-_FORWARD = "comfy.ldm.modules.attention.CrossAttention.forward"
-_OVERRIDE = "optimized_attention_override"  # in transformer_options, since September 2025: a node's own function
+_HOME = "comfy.ldm.modules.attention"
+_FORWARD = f"{_HOME}.CrossAttention.forward"
+OVERRIDE = "optimized_attention_override"  # in transformer_options, since September 2025: a node's own function
 _CHOOSING = "comfy.model_patcher.ModelPatcher.set_model_optimized_attention.<locals>.optimized_attention_override"
 # What adds a mask of four dimensions to the scaled logits before the softmax, whatever their precision, in every
 # version that has wrappers. Not attention_sub_quad: short of memory it takes the maximum first and adds then, so that
@@ -35,9 +36,9 @@ class _CrossAttention(tome_core.attention.ForwardOnStandIn):
         home = type(module).forward.__globals__
         override = _override_in(kwargs.get("transformer_options"))
         if override is not None:
-            return _adds_a_mask(_chosen_by(override), home)
+            return adds_a_mask(chosen_by(override), home)
         function = home.get("optimized_attention")
-        return function is home.get("optimized_attention_masked") and _adds_a_mask(function, home)
+        return function is home.get("optimized_attention_masked") and adds_a_mask(function, home)
 
     def attend(
         self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None,
@@ -49,9 +50,11 @@ class _CrossAttention(tome_core.attention.ForwardOnStandIn):
         return type(module).forward(stand_in, q, context=k, **{**kwargs, "mask": mask})
 
 
-def _adds_a_mask(function: Any, home: dict[str, Any]) -> bool:
-    """Is it one of `_ADDING`, and ComfyUI's own, below decorators of ComfyUI's own?"""
-    while getattr(function, "__globals__", None) is home:
+def adds_a_mask(function: Any, home: dict[str, Any] | None = None) -> bool:
+    """Is it one of `_ADDING`, and ComfyUI's own, below decorators of ComfyUI's own? home: the globals of these."""
+    if home is None and getattr(function, "__module__", None) == _HOME:
+        home = getattr(function, "__globals__", None)
+    while home is not None and getattr(function, "__globals__", None) is home:
         inner = getattr(function, "__wrapped__", None)
         if inner is None:
             return function.__name__ in _ADDING
@@ -60,10 +63,10 @@ def _adds_a_mask(function: Any, home: dict[str, Any]) -> bool:
 
 
 def _override_in(options: Any) -> Any | None:
-    return (options or {}).get(_OVERRIDE)
+    return (options or {}).get(OVERRIDE)
 
 
-def _chosen_by(override: Any) -> Any | None:
+def chosen_by(override: Any) -> Any | None:
     """The attention that an override calls with everything it is given; None where that is not known.
 
     ComfyUI's own (ModelPatcher.set_model_optimized_attention, which its ModelAttentionBackend uses) does.
@@ -78,7 +81,7 @@ def function_in_force(unet: nn.Module, options: Any) -> str:
     """What tells the attention of a UNet's calls from all others. options: the calls' transformer_options."""
     override = _override_in(options)
     if override is not None:
-        return " ".join(_name_of(one) for one in (override, _chosen_by(override)) if one is not None)
+        return " ".join(_name_of(one) for one in (override, chosen_by(override)) if one is not None)
     attention = getattr(tome_core.families.find_blocks(unet)[0].block, "attn1", None)
     return _name_of(getattr(type(attention).forward, "__globals__", {}).get("optimized_attention"))
 
@@ -86,7 +89,7 @@ def function_in_force(unet: nn.Module, options: Any) -> str:
 def told(options: Any) -> dict[str, Any]:
     """What of a call's transformer_options decides its attention, as a keyword of the UNet's forward."""
     override = _override_in(options)
-    return {} if override is None else {"transformer_options": {_OVERRIDE: override}}
+    return {} if override is None else {"transformer_options": {OVERRIDE: override}}
 
 
 def _name_of(function: Any) -> str:

@@ -1,7 +1,8 @@
 """What an ApplyToMe node puts on its branch of the graph: merging while this branch samples, and only then.
 
 Branches of a graph share one UNet. So nothing is patched when the node runs: while this branch samples, wraps that
-merge nothing are on the UNet, and each of this branch's own calls of the model turns them to its settings.
+merge nothing are on the UNet, and each of this branch's own calls of the model turns them to its settings. A
+transformer gets nothing at all: each call carries a function for its attentions to ask.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from . import attentions, host, measuring
+from . import attentions, host, measuring, transformers
 from .engine import tome_core
-from .percent import relative_sigma
+from .percent import flow_time, relative_sigma
 from .sampling import Sampling, steps_text
 
 # places among the arguments of outer_sample(noise, latent_image, sampler, sigmas, denoise_mask, callback, ...)
@@ -37,7 +38,8 @@ class BranchMerging:
     to say of the node's inputs. asked: what for, when sampling starts.
 
     Patches are made once for each UNet and kept as long as it lives, which they do not lengthen. Their wraps come
-    onto it with the first call of a sampling, and off when the outermost sampling ends.
+    onto it with the first call of a sampling, and off when the outermost sampling ends. So are a transformer's handles,
+    which have no wraps.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class BranchMerging:
         self._strangers: dict[int, str] = {}
         self._times: dict[float, bool] = {}  # sigma -> was merging on
         self._steps = ""  # of the latest sampling
+        self._slot = transformers.Slot()
         self._lock = threading.Lock()
 
     def __deepcopy__(self, memo: dict) -> BranchMerging:
@@ -91,7 +94,7 @@ class BranchMerging:
             raise
         finally:
             self._sampling = outer
-            for handle in list(self._attached.values()):
+            for handle in {*self._attached.values(), *self._called}:
                 handle.set_time()
             if outer is None:
                 self._take_off(*self._attached)
@@ -139,6 +142,7 @@ class BranchMerging:
         self._called = {}
         self._times = {}
         self._strangers = {}
+        self._slot = transformers.Slot()
         self._measured = []
         self._asked = self._ask()
         for handle in list(self._patches.values()):
@@ -146,26 +150,35 @@ class BranchMerging:
             handle.keep_maps(self._asked.maps)
 
     def _merged(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
-        options = _argument(_OPTIONS, "transformer_options", args, kwargs) or {}
-        handle = self._patch_of(executor.class_obj, options)
+        model, options = executor.class_obj, _argument(_OPTIONS, "transformer_options", args, kwargs) or {}
+        handle = self._patch_of(model, options)
         if handle is None:
             return executor(*args, **kwargs)
         if handle.run.wants_time:
-            self._tell_time(handle, executor.class_obj.model_sampling, *args, **kwargs)
-        with handle.merging():
+            self._tell_time(handle, model.model_sampling, *args, **kwargs)
+        if transformers.is_handle(handle):
+            x, t = _argument(0, "x", args, kwargs), _argument(1, "t", args, kwargs)
+            changed = transformers.options_with(handle, model.diffusion_model, x, t, options, self._slot)
+            if len(args) > _OPTIONS:
+                args = (*args[:_OPTIONS], changed, *args[_OPTIONS + 1 :])
+            else:
+                kwargs = {**kwargs, "transformer_options": changed}
             answer = executor(*args, **kwargs)
+        else:
+            with handle.merging():
+                answer = executor(*args, **kwargs)
         if self._sampling is not None:
             self._sampling.note_call(options)
         return answer
 
     def _patch_of(self, model: Any, options: dict) -> Any | None:
-        """The patch of the UNet in this model, not always `home`, with its wraps on; None where it has no blocks of
-        our kind. options: transformer_options of the call."""
+        """The patch of the UNet in this model, not always `home`, with its wraps on; a transformer's handle; None where
+        it is neither. options: transformer_options of the call."""
         try:
             unet = tome_core.families.find_unet(model.diffusion_model)
             with self._lock:  # several GPUs sample in threads
                 handle = self._patches.get(unet) or self._make(unet)
-                if self._attached.get(id(model)) is not handle:
+                if hasattr(handle, "attach") and self._attached.get(id(model)) is not handle:
                     self._attached[id(model)] = handle  # first: an interrupt may fall in between
                     handle.attention_function = attentions.function_in_force(unet, options)
                     handle.attach()
@@ -177,8 +190,13 @@ class BranchMerging:
             return None
 
     def _make(self, unet: Any) -> Any:
-        handle = tome_core.patch(unet, self.config, host_clock=True)
-        handle.uninstall()
+        try:
+            handle = tome_core.patch(unet, self.config, host_clock=True)
+            handle.uninstall()
+        except tome_core.UnsupportedModelError:
+            if transformers.unsupported(unet):
+                raise
+            handle = transformers.make(unet, self.config)
         handle.keep_maps(self._asked.maps)
         self._patches[unet] = handle
         return handle
@@ -207,10 +225,12 @@ class BranchMerging:
             handle.set_time()
             return
         percent = sampling.percent(sigma, model_sampling) if self._has_range else None
-        relative = relative_sigma(sigma, model_sampling)
+        flows = transformers.is_handle(handle)
+        time = flow_time(sigma, model_sampling) if flows else None
+        relative = relative_sigma(sigma, model_sampling) if time is None else None
         pictures = sampling.pictures_in(_argument(0, "x", args, kwargs), options)
-        timesteps = sampling.timesteps(model_sampling, options)
-        handle.set_time(percent=percent, sigma=relative, sampling=self._sampling, pictures=pictures,
+        timesteps = sampling.timesteps(model_sampling, options, flows)
+        handle.set_time(percent=percent, timestep=time, sigma=relative, sampling=self._sampling, pictures=pictures,
                         timesteps=timesteps)  # fmt: skip
         if self._has_range:
             self._times[sigma] = bool(handle.run.live)
@@ -219,9 +239,12 @@ class BranchMerging:
 def unsupported(model: Any) -> str | None:
     """Why this model cannot merge; None where it can."""
     try:
-        tome_core.families.find_blocks(tome_core.families.find_unet(model))
-    except (tome_core.UnsupportedModelError, TypeError) as error:
+        unet = tome_core.families.find_unet(model)
+        tome_core.families.find_blocks(unet)
+    except TypeError as error:
         return str(error)
+    except tome_core.UnsupportedModelError as error:
+        return str(error) if transformers.unsupported(unet) else None
     return None
 
 

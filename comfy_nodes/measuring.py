@@ -28,6 +28,8 @@ def measure(handle: Any, told: dict[str, Any]) -> str:
 
     handle: whose wraps are off. told: of `attentions.told`, for such a call. Never fails.
     """
+    if not hasattr(handle, "measure_latest"):
+        return "the gain was not measured: that is done with UNets alone"
     latest = handle.run.latest
     if latest is None:
         return "the gain was not measured: nothing was called that merging is for"

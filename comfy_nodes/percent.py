@@ -32,12 +32,24 @@ def percent_of(sigma: float, model_sampling: Any) -> float:
     return min(last, max(first, round(high, _DIGITS)))
 
 
+def flow_time(sigma: float, model_sampling: Any) -> float | None:
+    """Of a flow model: 0 for the picture, 1000 for pure noise, which its sampler's levels are shares of; else None.
+
+    As a noise's deviation relative to the picture's, half of a film's steps would all be the noisiest there is.
+    """
+    return 1000.0 * sigma if _is_flow(model_sampling) else None
+
+
 def relative_sigma(sigma: float, model_sampling: Any) -> float:
     """The noise's standard deviation where the picture's is 1.
 
     EDM models see the picture at another one. Flow models see ``(1 - sigma)`` of it under ``sigma`` of the noise.
     """
-    if any(kind.__name__ == "CONST" for kind in type(model_sampling).__mro__):
+    if _is_flow(model_sampling):
         noise = sigma * getattr(model_sampling, "noise_scale", 1.0)
         return noise / max(1.0 - sigma, noise / _PURE_NOISE) if noise > 0 else 0.0
     return sigma / getattr(model_sampling, "sigma_data", 1.0)
+
+
+def _is_flow(model_sampling: Any) -> bool:
+    return any(kind.__name__ == "CONST" for kind in type(model_sampling).__mro__)

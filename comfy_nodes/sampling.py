@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .engine import tome_core
-from .percent import percent_of, relative_sigma
+from .percent import flow_time, percent_of, relative_sigma
 
 # where sampler functions lie that call the model at the levels of their list, one after another, and say after each
 # step's first call which it was
@@ -28,7 +28,7 @@ class Sampling:
         self._sigmas = sigmas
         # no noise of its own: it goes on with a picture that another sampling has begun. ComfyUI makes it on the CPU
         self._continues = torch.is_tensor(noise) and noise.device.type == "cpu" and not noise.any()
-        self._timesteps: dict[int, tuple[float, ...] | None] = {}
+        self._timesteps: dict[tuple[int, bool], tuple[float, ...] | None] = {}
         self._pictures = len(noise) if torch.is_tensor(noise) else None
         self._levels: list[float] | None = None
         self._place = 0
@@ -87,16 +87,19 @@ class Sampling:
                 self._percents[key, one] = percent_of(one, model_sampling)
         return self._percents[key, sigma]
 
-    def timesteps(self, model_sampling: Any, options: dict[str, Any]) -> tuple[float, ...] | None:
-        """Stable Diffusion's, of all steps of this sampling; None where that is not known, and where it goes on with
-        another's picture. options: as of `sigma`.
+    def timesteps(
+        self, model_sampling: Any, options: dict[str, Any], flows: bool = False
+    ) -> tuple[float, ...] | None:
+        """Of all steps of this sampling; None where that is not known, and where it goes on with another's picture.
+
+        On Stable Diffusion's schedule, or on `flow_time`'s scale where the model ``flows``. options: as of `sigma`.
         """
-        key = id(model_sampling)
+        key = id(model_sampling), flows
         if key not in self._timesteps:
             listed = options.get("sample_sigmas", self._sigmas)
             levels = self._levels or (listed.tolist()[:-1] if torch.is_tensor(listed) else ())
-            known = () if self._continues else [relative_sigma(one, model_sampling) for one in levels]
-            self._timesteps[key] = tuple(map(tome_core.noise.STABLE_DIFFUSION.timestep_of_sigma, known)) or None
+            known = () if self._continues else levels
+            self._timesteps[key] = tuple(_timestep(one, model_sampling, flows) for one in known) or None
         return self._timesteps[key]
 
     def _knows_levels(self, listed: Any) -> bool:
@@ -127,3 +130,10 @@ def _follows_list(sampler: Any) -> bool:
     function = getattr(sampler, "sampler_function", None)
     name = getattr(function, "__name__", "")
     return getattr(function, "__module__", "") in _KNOWN and name not in _OF_THEIR_OWN
+
+
+def _timestep(sigma: float, model_sampling: Any, flows: bool) -> float:
+    time = flow_time(sigma, model_sampling) if flows else None
+    if time is not None:
+        return time
+    return tome_core.noise.STABLE_DIFFUSION.timestep_of_sigma(relative_sigma(sigma, model_sampling))

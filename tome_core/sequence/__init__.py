@@ -2,6 +2,6 @@
 
 from .attend import Host
 from .handle import SequenceMerging
-from .layout import BY_HEAD, BY_TOKEN, FLAT, Layout
+from .layout import BY_HEAD, BY_TOKEN, FLAT, Layout, by_token, in_form
 
-__all__ = ["BY_HEAD", "BY_TOKEN", "FLAT", "Host", "Layout", "SequenceMerging"]
+__all__ = ["BY_HEAD", "BY_TOKEN", "FLAT", "Host", "Layout", "SequenceMerging", "by_token", "in_form"]

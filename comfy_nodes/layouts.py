@@ -1,0 +1,54 @@
+"""Where in the sequence of one of ComfyUI's transformers a picture's or a film's tokens lie. Names only, no import."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .engine import tome_core
+
+Grid, Layout = tome_core.grid.Grid, tome_core.sequence.Layout
+# transformers whose sequence is text, then the picture, then reference pictures, of which transformer_options tell
+_TEXT_FIRST = frozenset({
+    "Flux", "Chroma", "MMDiT", "MMDIT", "OpenAISignatureMMDITWrapper", "QwenImageTransformer2DModel", "HunyuanVideo",
+})  # fmt: skip
+_REFERENCES = "reference_image_num_tokens"  # in transformer_options: tokens of each
+BESIDE = "tokens beside the picture's, and nobody knows where"
+
+
+def patch_of(model: Any) -> tuple[int, int, int] | None:
+    """Frames, height and width of the piece of a latent that is a token; None for a model that does not tell."""
+    patch = getattr(model, "patch_size", None)
+    if patch is None and hasattr(model, "patch_spatial"):
+        patch = (getattr(model, "patch_temporal", 1), model.patch_spatial, model.patch_spatial)
+    if patch is None:
+        patch = getattr(getattr(model, "patchifier", None), "patch_size", None)
+    if isinstance(patch, int) and not isinstance(patch, bool):
+        patch = (1, patch, patch)
+    if not isinstance(patch, (tuple, list)) or not all(isinstance(one, int) and one > 0 for one in patch):
+        return None
+    return {2: (1, *patch), 3: tuple(patch)}.get(len(patch))
+
+
+def grid_of(model: Any, latent: Any) -> Any | None:
+    """The tokens of a latent ``[B, C, (frames,) H, W]``, whose borders are filled up to whole tokens."""
+    patch = patch_of(model)
+    if patch is None or not torch.is_tensor(latent) or latent.dim() not in (4, 5):
+        return None
+    sides = latent.shape[2:] if latent.dim() == 5 else (1, *latent.shape[2:])
+    frames, height, width = (-(-side // piece) for side, piece in zip(sides, patch, strict=True))
+    return Grid(frames * height, width, frames)
+
+
+def layout_of(model: Any, grid: Any, tokens: int, options: dict) -> Any | str:
+    """Of a sequence of so many tokens; a sentence where that is not known. options: transformer_options of the call."""
+    beside = tokens - grid.height * grid.width
+    if beside < 0:
+        return "fewer tokens than the picture has"
+    if beside == 0:
+        return Layout(grid)
+    if not any(kind.__name__ in _TEXT_FIRST for kind in type(model).__mro__):
+        return f"{beside} {BESIDE}"
+    first = beside - sum(options.get(_REFERENCES) or ())
+    return Layout(grid, first) if first >= 0 else f"{beside} {BESIDE}"

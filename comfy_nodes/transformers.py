@@ -1,0 +1,134 @@
+"""Merging in ComfyUI's transformers: a function in the slot that their attentions ask, for one call of the model.
+
+``transformer_options["optimized_attention_override"]`` is called in the place of ComfyUI's attention function, with
+that function, after norm and rotary positions. What lies in the slot already is called by ours.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from . import attentions
+from .engine import tome_core
+from .layouts import grid_of, layout_of, patch_of
+
+sequence = tome_core.sequence
+_PROBED = 64  # tokens
+_LIKE = 0.1  # share by which the fast functions of half and less precision miss a small attention
+_NOT_PLAIN = "another node's attention is in the slot, which does more than attention"
+
+
+def unsupported(model: Any) -> str | None:
+    """Why a diffusion model that is no UNet cannot merge; None where it may."""
+    if patch_of(model) is not None:
+        return None
+    return (
+        f"{type(model).__name__} is neither a UNet with Stable Diffusion's blocks nor a transformer that says how "
+        "large its tokens are"
+    )
+
+
+def make(model: Any, config: Any) -> Any:
+    """The engine's handle for it."""
+    return sequence.SequenceMerging(config, downsample=patch_of(model)[2])
+
+
+def is_handle(handle: Any) -> bool:
+    """Is it a transformer's?"""
+    return isinstance(handle, sequence.SequenceMerging)
+
+
+def options_with(handle: Any, model: Any, latent: Any, t: Any, options: dict, slot: Slot) -> dict:
+    """The transformer_options of a call of the model, of these latents at this time, with our function in the slot."""
+    names = options.get("uuids")
+    call = handle.begin(t, latent, tuple(names) if names else None)
+    return {**options, attentions.OVERRIDE: override(handle, call, model, latent, options, slot)}
+
+
+class Slot:
+    """What is known of the functions in the slot, in one sampling."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple, tuple[str, Any]] = {}
+
+    def kind(self, function: Callable, inner: Any, host: Any, heads: int, like: torch.Tensor) -> str:
+        """"bias" for an attention that adds a mask, "plain" for one that does not, else "".
+
+        function: ComfyUI's. inner: what another node has put into the slot, which is tried on a few tokens, once. host:
+        the engine's, of both. like: ``[..., d]``, of the device and dtype that it is to serve.
+        """
+        chosen = function if inner is None else attentions.chosen_by(inner)
+        if chosen is not None:
+            return "bias" if attentions.adds_a_mask(chosen) else "plain"
+        key = id(function), id(inner), host.form, heads, like.dtype, like.device
+        if key not in self._found:  # what has these ids is held, so that nobody else gets them
+            self._found[key] = _tried(host, heads, like), (function, inner)
+        return self._found[key][0]
+
+
+def override(handle: Any, call: Any, model: Any, latent: torch.Tensor, options: dict, slot: Slot) -> Callable:
+    """For the slot of one call of the model. call: of `SequenceMerging.begin`; options: its transformer_options."""
+    inner, grid, asked = options.get(attentions.OVERRIDE), grid_of(model, latent), Counter()
+
+    def attention(function, q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False,
+                  skip_output_reshape=False, **others):  # fmt: skip
+        def plainly(q, k, v, mask):
+            more = {"attn_precision": attn_precision, "skip_reshape": skip_reshape,
+                    "skip_output_reshape": skip_output_reshape, **others}  # fmt: skip
+            if inner is None:
+                return function(q, k, v, heads, mask=mask, **more)
+            return inner(function, q, k, v, heads, mask=mask, **more)
+
+        told = others.get("transformer_options") or options
+        form, out_form = (sequence.BY_HEAD if one else sequence.FLAT for one in (skip_reshape, skip_output_reshape))
+        queries, keys, values = (one.shape[2 if skip_reshape else 1] for one in (q, k, v))
+        width = q.shape[-1] if skip_reshape else q.shape[-1] // heads
+        host = sequence.Host(plainly, form, out_form, others.get("scale") or width**-0.5)
+        layout, kind = _problem((queries, keys, values), mask, grid) or layout_of(model, grid, queries, told), ""
+        if not isinstance(layout, str):
+            kind = slot.kind(function, inner, host, heads, q)
+            layout = layout if kind else _NOT_PLAIN
+        if isinstance(layout, str):
+            handle.leave_alone(call, layout, q.shape[0], queries, keys)
+            return plainly(q, k, v, mask)
+        place = told.get("block_type"), told.get("block_index")
+        asked[place] += 1
+        key_heads = k.shape[1] if skip_reshape else k.shape[-1] // width
+        host = host._replace(takes_bias=kind == "bias")
+        out = handle.attend(call, (*place, asked[place]), host, q, k, v, heads, layout, key_heads)
+        return plainly(q, k, v, mask) if out is None else out
+
+    return attention
+
+
+def _problem(tokens: tuple[int, int, int], mask: Any, grid: Any) -> str | None:
+    if len(set(tokens)) > 1:
+        return "queries and keys are not of the same tokens"
+    if mask is not None:
+        return "an attention mask came along"
+    return "the latent has no grid that is known" if grid is None else None
+
+
+def _tried(host: Any, heads: int, like: torch.Tensor) -> str:
+    """Is it attention, and what does it do with a mask? See `Slot.kind`."""
+    generator = torch.Generator().manual_seed(0)
+    width = like.shape[-1] if host.form == sequence.BY_HEAD else like.shape[-1] // heads
+    q, k, v = torch.randn(3, 1, _PROBED, heads, width, generator=generator).to(like)
+    mask = torch.zeros(1, 1, 1, _PROBED).to(like)
+    mask[..., : _PROBED // 2] = 4.0
+    by_head = [one.transpose(1, 2) for one in (q, k, v)]
+    try:
+        for bias, kind in ((None, ""), (mask, "plain")):
+            exact = F.scaled_dot_product_attention(*by_head, bias, scale=host.scale).transpose(1, 2)
+            found = host.function(*(sequence.in_form(one, host.form) for one in (q, k, v)), bias)
+            found = sequence.by_token(found, host.out_form, heads)
+            if found.shape != exact.shape or not (found - exact).norm() < _LIKE * exact.norm():
+                return kind
+    except Exception:  # whatever it is, it does not serve a few tokens
+        return ""
+    return "bias"

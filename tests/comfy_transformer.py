@@ -1,0 +1,106 @@
+"""A stand-in for ComfyUI's transformers: text before a picture's or a film's tokens, in attentions that ask a slot."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests import comfy_attention
+from tests.comfy_doubles import BaseModel, Executor, Guider, ModelPatcher
+from tests.models import fixed, inputs
+
+WIDTH, HEADS, TEXT = 32, 2, 32
+
+
+class CONST:
+    """A flow model's levels; ComfyUI's have a base of this name."""
+
+    def percent_to_sigma(self, percent: float) -> float:
+        """1 at 0, 0 at 1."""
+        return 1.0 - percent
+
+
+class Block(nn.Module):
+    """Joint attention, then attention from the picture to the text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, text: int, options: dict) -> torch.Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        attended = comfy_attention.optimized_attention(q, k, v, HEADS, transformer_options=options)
+        across = comfy_attention.optimized_attention(q, k[:, :text], v[:, :text], HEADS, transformer_options=options)
+        return x + self.out(attended + across)
+
+
+class Body(nn.Module):
+    """Text, then the picture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch_size = 2
+        self.img_in, self.txt_in = nn.Linear(16, WIDTH), nn.Linear(TEXT, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.final = nn.Linear(WIDTH, 16)
+
+    def forward(self, x: torch.Tensor, t: Any, context: torch.Tensor, transformer_options: dict) -> torch.Tensor:
+        options = {**transformer_options, "block_type": "double"}
+        rows, columns = (side // 2 for side in x.shape[2:])
+        pieces = nn.functional.pixel_unshuffle(x, 2)
+        tokens = torch.cat([self.txt_in(context), self.img_in(pieces.flatten(2).mT)], 1)
+        for number, block in enumerate(self.blocks):
+            options["block_index"] = number
+            tokens = block(tokens, context.shape[1], options)
+        out = self.final(tokens[:, context.shape[1] :]).mT
+        return nn.functional.pixel_shuffle(out.unflatten(2, (rows, columns)), 2)
+
+
+class Flux(Body):
+    """Known by its name as one whose text comes first."""
+
+
+class Unplaced(Body):
+    """Has tokens beside the picture's, and a name that tells nothing."""
+
+
+class Transformer(BaseModel):
+    """A model whose calls hand the options on."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.model_sampling = CONST()
+
+    def _apply_model(self, x: Any, t: Any, concat: Any, context: Any, control: Any, options: dict) -> torch.Tensor:
+        return self.diffusion_model(x, t, context, options)
+
+
+class FlowGuider(Guider):
+    """Samples with it, from pure noise; uuids: of the conditions."""
+
+    def sample(self, steps: int = 3, batch: int = 1, size: tuple[int, int] = (24, 32), seed: int = 0, **more: Any):
+        noise, text = inputs(4, 2 * batch, *size, seed)
+        sigmas = torch.tensor([1 - step / steps for step in range(steps + 1)])
+        options = {**self.patcher.model_options["transformer_options"], "wrappers": self.patcher.wrappers,
+                   "sample_sigmas": sigmas, "uuids": ["negative", "positive"]}  # fmt: skip
+        self.options, self.text = options, text
+        wrappers = [one for many in self.patcher.wrappers.get("outer_sample", {}).values() for one in many]
+        with torch.no_grad():
+            return Executor(self._steps, self, wrappers).execute(
+                noise[:batch], torch.zeros_like(noise[:batch]), None, sigmas, None, None
+            )
+
+    def _steps(self, noise: Any, latent: Any, sampler: Any, sigmas: torch.Tensor, *args: Any) -> torch.Tensor:
+        x = noise
+        for now, then in itertools.pairwise(sigmas):
+            negative, positive = self._call(torch.cat([x, x]), now).chunk(2)
+            x = x + (negative + 3 * (positive - negative)) * (then - now) * 0.1
+        return x
+
+
+def transformer(model: type = Flux) -> ModelPatcher:
+    """A loader's output."""
+    return ModelPatcher(Transformer(fixed(model())))
