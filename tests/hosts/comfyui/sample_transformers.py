@@ -1,7 +1,7 @@
 """Run by ComfyUI's own Python in its own folder: `sample_transformers.py FOLDER REPOSITORY` samples with small random
 transformers, as they are and through the nodes, and prints what came of it as JSON, a line for each model."""
 
-# ruff: noqa: E402, I001
+# ruff: noqa: E402
 import hashlib
 import importlib
 import json
@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 nodes = importlib.import_module("comfy_nodes.nodes")
 inputs = importlib.import_module("comfy_nodes.inputs")
 host = importlib.import_module("comfy_nodes.host")
-SIDE, FRAMES, STEPS = 64, 5, 3
+SIZES, STEPS = {"flux": (64, 64), "sd3": (64, 64), "wan": (8, 32, 32)}, 3  # of latents, a film's frames first
 SLOT = "optimized_attention_override"
 # as the trial had them that this is held against
 SETTINGS = {"side": "kv", "ratio": 0.9375, "sx": 4, "sy": 4, "metric": "keys+values", "use_rand": False, "refine": 1}
@@ -49,8 +49,7 @@ def prompts(name):
 
 
 def sample(model, name, cfg=None):
-    frames = (FRAMES,) if name == "wan" else ()
-    latent = torch.zeros(1, 16, *frames, SIDE, SIDE)
+    latent = torch.zeros(1, 16, *SIZES[name])
     noise = comfy.sample.prepare_noise(latent, 7)
     with torch.no_grad():
         return comfy.sample.sample(model, noise, STEPS, cfg or (1.0 if name == "flux" else 3.0), "euler", "simple",
