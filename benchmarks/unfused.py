@@ -1,8 +1,8 @@
 """``python -m benchmarks.unfused``: memory and time of attention without fused kernels, merged and not, on a CPU.
 
 As DirectML, ZLUDA, MPS and old cards compute it: by torch's math backend, and by the very functions of ComfyUI and
-A1111, for which COMFYUI_DIR and WEBUI_DIR name a checkout, COMFYUI_PYTHON and WEBUI_PYTHON its Python. One block of
-Stable Diffusion 1.5's finest level, one picture, float32, one thread. The same command goes on where a killed run was.
+A1111, for which COMFYUI_DIR and WEBUI_DIR name a checkout, COMFYUI_PYTHON and WEBUI_PYTHON its Python, which for A1111
+needs the package tomesd; ComfyUI's tomesd is the node that it has. One block of Stable Diffusion 1.5's finest level, one picture, float32, one thread. The same command goes on where a killed run was.
 """
 
 from __future__ import annotations
@@ -13,10 +13,14 @@ import os
 import shlex
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from benchmarks import endings, environment, report, results
+from benchmarks.unfused_call import ANSWER
 from benchmarks.unfused_hosts import HEADS, ROOT, SOURCES
 from tome_core import preset
 
@@ -57,20 +61,20 @@ def scores(what: str, pixels: int, config: Any) -> float:
 def heads_measured(source: str, what: str, pixels: int, config: Any, most: float) -> tuple[int, ...]:
     """With how many heads a case is measured: all where that fits into so many bytes, else few, or none.
 
-    The hosts' functions cut what does not fit; few heads save the time.
+    Functions that cut what does not fit are measured with few heads to save the time.
     """
-    needed = scores(what, pixels, config) * _NEEDED
-    if needed * HEADS <= most:
+    needed, at_once = scores(what, pixels, config) * _NEEDED, SOURCES[source].at_once
+    if needed * (at_once or HEADS) <= most:
         return (HEADS,)
-    return _FEW_HEADS if SOURCES[source].host or needed * max(_FEW_HEADS) <= most else ()
+    return _FEW_HEADS if at_once is None or (at_once == HEADS and needed * max(_FEW_HEADS) <= most) else ()
 
 
 def planned(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Row's key -> case, the small pictures first."""
+    """Row's key -> case, those of a source together, the small pictures first."""
     config, cases = preset(options.preset), {}
     named = options.sources or [name for name, one in SOURCES.items() if one.checkout]
-    for pixels in sorted(options.pixels):
-        for source in named:
+    for source in named:
+        for pixels in sorted(options.pixels):
             for what in options.what:
                 for heads in heads_measured(source, what, pixels, config, options.most * 2**30):
                     cases[f"{source}, {pixels} px, {what}, {heads} heads"] = {
@@ -80,16 +84,31 @@ def planned(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     return cases
 
 
-def measure(case: dict[str, Any]) -> dict[str, Any]:
-    """The case's figures, or why it failed, from a process in the source's own Python and folder."""
-    source = SOURCES[case["source"]]
-    command = [source.python, "-m", "benchmarks.unfused_call", json.dumps(case), *source.flags]
+def measure(cases: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Figures of each case, all of one source, or why it failed, from a process in the source's own Python and folder.
+
+    Where that process ends too early, the case it was at has failed, and the rest gets a new one.
+    """
+    source = SOURCES[cases[0]["source"]]
+    command = [source.python, "-m", "benchmarks.unfused_call", json.dumps(cases), *source.flags]
     surroundings = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=source.checkout, env=surroundings, capture_output=True, text=True, check=False)
-    lines = done.stdout.splitlines()
-    if done.returncode or not lines:
-        return {"failed": (done.stderr.strip().splitlines() or [f"ended with {done.returncode}"])[-1][:300]}
-    return json.loads(lines[-1])
+    answers = 0
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(command, cwd=source.checkout, env=surroundings, stdout=subprocess.PIPE, stderr=errors,
+                         text=True) as process,
+    ):  # fmt: skip
+        for line in process.stdout:
+            if line.startswith(ANSWER):
+                answers += 1
+                yield json.loads(line.removeprefix(ANSWER))
+        process.wait()
+        errors.seek(0)
+        said = errors.read().strip().splitlines()
+    if answers < len(cases):
+        yield {"failed": (said or [f"ended with {process.returncode}"])[-1][:300]}
+    if answers + 1 < len(cases):
+        yield from measure(cases[answers + 1 :])
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -110,9 +129,11 @@ def main(arguments: list[str] | None = None) -> int:
         described["device"]["threads"] = 1  # of the processes that measure
         record = results.new_record("unfused", command, settings, described)
         run = results.Run.start(record, list(plan), options.output)
-        for number, key in enumerate(run.missing, 1):
-            print(f"[{number}/{len(plan)}] {key}", file=sys.stderr, flush=True)
-            run.add(key, {**plan[key], **measure(plan[key])})
+        for _, group in groupby(run.missing, key=lambda key: plan[key]["source"]):
+            keys = list(group)
+            for key, answer in zip(keys, measure([plan[key] for key in keys]), strict=True):
+                run.add(key, {**plan[key], **answer})
+                print(f"[{len(run.record['rows'])}/{len(plan)}] {key}", file=sys.stderr, flush=True)
         print(report.write([run.path], run.path.with_suffix(".md"), None))
         return int(any("failed" in row for row in run.record["rows"]))
 

@@ -1,6 +1,6 @@
-"""``python -m benchmarks.unfused_call JSON``: the calls of one case, in a source's own Python; prints what they took.
+"""``python -m benchmarks.unfused_call JSON``: the calls of a source's cases, in its own Python; prints what each took.
 
-The case is ``{"source", "what", "pixels", "heads", "free"}``; see `benchmarks.unfused`, which calls this.
+A case is ``{"source", "what", "pixels", "heads", "preset", "free"}``; see `benchmarks.unfused`, which calls this.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 
 from benchmarks.speed_memory import CallFailed, process_peak
 from benchmarks.unfused_hosts import CHANNELS, CONTEXT, HEADS, Loaded, load
 
+ANSWER = "measured: "  # how a line that is meant begins: hosts print lines of their own
 _WORDS, _SMALL = 77, 128
 # timesteps of calls, one after the other: between the second and the first a match is kept
 TIMES = {"unmerged": {"call": 100.0}, "tomesd": {"call": 100.0},
@@ -34,23 +34,16 @@ def inputs(pixels: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 @contextmanager
-def put_on(unet: nn.Module, what: str, preset: str) -> Iterator[Callable[[float], None]]:
+def put_on(loaded: Loaded, what: str, preset: str) -> Iterator[Callable[[float], None]]:
     """Merging of this kind; gives what is told the timestep before a call."""
     if what == "unmerged":
         yield lambda timestep: None
     elif what == "tomesd":
-        tomesd = importlib.import_module("tomesd")
-        holder = unet
-        if hasattr(unet, "input_blocks"):  # LDM's, which it looks for inside of a model
-            holder = nn.Module()
-            holder.model = nn.Module()
-            holder.model.diffusion_model = unet
-        tomesd.apply_patch(holder, ratio=0.5)
-        yield lambda timestep: None
-        tomesd.remove_patch(holder)
+        with loaded.tomesd(loaded.unet):
+            yield lambda timestep: None
     else:
         tome_core = importlib.import_module("tome_core")
-        with tome_core.patch(unet, preset, host_clock=True) as merging:
+        with tome_core.patch(loaded.unet, preset, host_clock=True) as merging:
             sampling = object()
             yield lambda timestep: merging.set_time(timestep=timestep, sampling=sampling)
             if not merging.report().merged_anything:
@@ -67,7 +60,7 @@ def measured(loaded: Loaded, case: dict[str, Any]) -> dict[str, Any]:
     seconds = torch.zeros(len(times)).share_memory_()  # written in a fork
 
     def run() -> None:
-        with put_on(loaded.unet, case["what"], case["preset"]) as tell:
+        with put_on(loaded, case["what"], case["preset"]) as tell:
             for number, timestep in enumerate(times.values()):
                 tell(timestep)
                 since = time.process_time()
@@ -80,15 +73,16 @@ def measured(loaded: Loaded, case: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure the case that the command line names."""
-    case = json.loads(sys.argv.pop(1))  # what is left is the host's own
+    """Measure the cases that the command line names, all of one source: a line of JSON each."""
+    cases = json.loads(sys.argv.pop(1))  # what is left is the host's own
     torch.set_num_threads(1)
-    loaded = load(case["source"])
-    try:
-        answer = measured(loaded, case)
-    except CallFailed as error:
-        answer = {"failed": str(error)}
-    print(json.dumps(answer))
+    loaded = load(cases[0]["source"])
+    for case in cases:
+        try:
+            answer = measured(loaded, case)
+        except CallFailed as error:
+            answer = {"failed": str(error)}
+        print(f"{ANSWER}{json.dumps(answer)}", flush=True)
 
 
 if __name__ == "__main__":

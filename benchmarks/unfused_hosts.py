@@ -10,8 +10,8 @@ import importlib
 import os
 import sys
 import types
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,12 +25,16 @@ _WEBUI_PACKAGE = "_tome_core_webui"  # as scripts/token_merging.py calls it
 
 
 class Source(NamedTuple):
-    """Where an attention comes from. host: "" for torch's; flags: of the host's command line."""
+    """Where an attention comes from. host: "" for torch's; flags: of the host's command line.
+
+    at_once: how many heads' scores it has in memory whatever is free; None where it cuts as far as what is free asks.
+    """
 
     host: str
     meaning: str
     flags: tuple[str, ...] = ()
     function: str = ""
+    at_once: int | None = None
 
     @property
     def checkout(self) -> str | None:
@@ -47,26 +51,49 @@ _ON_A_CPU = ("--use-cpu", "all", "--no-half", "--precision", "full", "--skip-tor
 _COMFYUI, _WEBUI = "COMFYUI", "WEBUI"
 _SPLIT, _QUAD = "--use-split-cross-attention", "--use-quad-cross-attention"
 SOURCES = {
-    "math": Source("", "torch's math backend behind scaled_dot_product_attention, as diffusers calls it"),
+    "math": Source("", "torch's math backend behind scaled_dot_product_attention, as diffusers calls it",
+                   at_once=HEADS),
     "comfyui-split": Source(_COMFYUI, "ComfyUI's --use-split-cross-attention",
                             ("--cpu", "--use-split-cross-attention")),
     "comfyui-quad": Source(_COMFYUI, "ComfyUI's --use-quad-cross-attention", ("--cpu", "--use-quad-cross-attention")),
     "webui-sub-quadratic": Source(_WEBUI, "A1111's --opt-sub-quad-attention", _ON_A_CPU, "sub_quad_attention_forward"),
-    "webui-split": Source(_WEBUI, "A1111's --opt-split-attention", _ON_A_CPU, "split_cross_attention_forward"),
+    "webui-split": Source(_WEBUI, "A1111's --opt-split-attention, Doggettx's", _ON_A_CPU,
+                          "split_cross_attention_forward"),
+    "webui-split-v1": Source(_WEBUI, "A1111's --opt-split-attention-v1, two heads at a time", _ON_A_CPU,
+                             "split_cross_attention_forward_v1", 2),
+    "webui-invokeai": Source(_WEBUI, "A1111's --opt-split-attention-invokeai, on a CPU in slices of 32 MiB", _ON_A_CPU,
+                             "split_cross_attention_forward_invokeAI"),
 }  # fmt: skip
+
+
+@contextmanager
+def _tomesd(unet: nn.Module) -> Iterator[None]:
+    """The package, at half of the tokens."""
+    tomesd = importlib.import_module("tomesd")
+    holder = unet
+    if hasattr(unet, "input_blocks"):  # LDM's, which it looks for inside of a model
+        holder = nn.Module()
+        holder.model = nn.Module()
+        holder.model.diffusion_model = unet
+    tomesd.apply_patch(holder, ratio=0.5)
+    try:
+        yield
+    finally:
+        tomesd.remove_patch(holder)
 
 
 class Loaded(NamedTuple):
     """unet: of one block, on a CPU, its weights random. attention: makes a self-attention of so many heads.
 
     say_free: tells the host's function how many bytes are free, by which it cuts its work. around: what has to be
-    entered for a call.
+    entered for a call. tomesd: what has to be entered for the host's tomesd at half of the tokens.
     """
 
     unet: nn.Module
     attention: Callable[[int], nn.Module]
     say_free: Callable[[int], None] = lambda size: None
     around: Callable[[], AbstractContextManager] = nullcontext
+    tomesd: Callable[[nn.Module], AbstractContextManager] = _tomesd
 
 
 class OneBlock(nn.Module):
@@ -76,10 +103,12 @@ class OneBlock(nn.Module):
         super().__init__()
         self.input_blocks = nn.ModuleList([nn.ModuleList([transformer])])
         self.middle_block = self.output_blocks = nn.ModuleList()
+        self.patches: dict[str, list[Callable]] = {}  # of ComfyUI's attention patches, by kind
 
     def forward(self, x: torch.Tensor, timesteps: Any = None, context: torch.Tensor | None = None) -> torch.Tensor:
         """x: ``[B, 320, H, W]``; context: ``[B, M, 768]``. Returns the shape of x."""
-        return self.input_blocks[0][0](x, context)
+        options = {"patches": self.patches, "original_shape": list(x.shape)}
+        return self.input_blocks[0][0](x, context, **({"transformer_options": options} if self.patches else {}))
 
 
 def load(name: str) -> Loaded:
@@ -127,7 +156,23 @@ def _of_comfyui() -> Loaded:
 
     transformer = attention.SpatialTransformer(CHANNELS, HEADS, WIDTH, context_dim=CONTEXT, **own)
     return Loaded(OneBlock(transformer), lambda heads: attention.CrossAttention(
-        CHANNELS, heads=heads, dim_head=WIDTH, **own), say_free)  # fmt: skip
+        CHANNELS, heads=heads, dim_head=WIDTH, **own), say_free, tomesd=_patched_by_comfyui)  # fmt: skip
+
+
+@contextmanager
+def _patched_by_comfyui(unet: OneBlock) -> Iterator[None]:
+    """ComfyUI's own node, which merges half of the queries and keeps every key: tomesd does not know its blocks."""
+    patches = unet.patches
+    model = types.SimpleNamespace(
+        clone=lambda: model,
+        set_model_attn1_patch=lambda patch: patches.update(attn1_patch=[patch]),
+        set_model_attn1_output_patch=lambda patch: patches.update(attn1_output_patch=[patch]),
+    )
+    importlib.import_module("comfy_extras.nodes_tomesd").TomePatchModel.execute(model, 0.5)
+    try:
+        yield
+    finally:
+        patches.clear()
 
 
 def _of_webui(function: str) -> Loaded:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
-import subprocess
 import sys
 
 import pytest
 
 from benchmarks import unfused, unfused_report
-from benchmarks.unfused_hosts import HEADS, ROOT, SOURCES
+from benchmarks.unfused_hosts import HEADS, SOURCES
 from tome_core import preset
 
 GIB = 2**30
@@ -28,6 +26,8 @@ def test_what_does_not_fit_is_measured_with_few_heads_or_not_at_all():
     assert heads["unmerged", 512] == heads["late", 1024] == heads["early", 2048] == (HEADS,)
     assert heads["unmerged", 1024] == (1, 2) and heads["unmerged", 2048] == ()
     assert unfused.heads_measured("webui-split", "unmerged", 2048, rule, 5 * GIB) == (1, 2)
+    v1 = [unfused.heads_measured("webui-split-v1", "unmerged", pixels, rule, 5 * GIB) for pixels in (1024, 2048)]
+    assert v1 == [(HEADS,), ()], "two heads at a time, whatever is free: no fewer of them say more"
 
 
 def test_a_plan_has_no_source_without_a_checkout(monkeypatch, capsys):
@@ -66,11 +66,15 @@ def test_what_does_not_fit_follows_from_smaller_pictures_and_so_does_the_largest
 @pytest.mark.skipif(sys.platform != "linux", reason="a process tells its peak on Linux alone")
 def test_a_case_is_measured_in_a_process_of_its_own():
     case = {"source": "math", "what": "late", "pixels": 256, "heads": 1, "free": GIB, "preset": "balanced"}
-    done = subprocess.run([sys.executable, "-m", "benchmarks.unfused_call", json.dumps(case)], cwd=ROOT,
-                          capture_output=True, text=True, check=False)  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout.splitlines()[-1])
-    assert told["peak_mib"] > 0 and set(told["seconds"]) == {"new", "kept"} and all(told["seconds"].values())
+    late, wrong, tomesd = unfused.measure([case, {**case, "preset": "none of ours"}, {**case, "what": "tomesd"}])
+    assert late["peak_mib"] > 0 and set(late["seconds"]) == {"new", "kept"} and all(late["seconds"].values())
+    assert "none of ours" in wrong["failed"] and set(tomesd["seconds"]) == {"call"}
+
+
+def test_a_process_that_ends_too_early_fails_its_case_alone(monkeypatch):
+    case = {"source": "math", "what": "late", "pixels": 256, "heads": 1, "free": GIB, "preset": "balanced"}
+    broken, whole = unfused.measure([{**case, "heads": "one"}, case])
+    assert "failed" in broken and whole["seconds"]
 
 
 def test_every_source_says_what_it_is():
