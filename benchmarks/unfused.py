@@ -2,7 +2,8 @@
 
 As DirectML, ZLUDA, MPS and old cards compute it: by torch's math backend, and by the very functions of ComfyUI and
 A1111, for which COMFYUI_DIR and WEBUI_DIR name a checkout, COMFYUI_PYTHON and WEBUI_PYTHON its Python, which for A1111
-needs the package tomesd; ComfyUI's tomesd is the node that it has. One block of Stable Diffusion 1.5's finest level, one picture, float32, one thread. The same command goes on where a killed run was.
+needs the package tomesd; ComfyUI's tomesd is the node that it has. One block of Stable Diffusion 1.5's finest level,
+one picture, float32, one thread. The same command goes on where a killed run was.
 """
 
 from __future__ import annotations

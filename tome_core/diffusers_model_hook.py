@@ -11,7 +11,7 @@ from torch import nn
 
 from .patch import Patch
 from .run import Scope, common_value, is_captured
-from .wrap import under_accelerate
+from .wrap import drop_remains, under_accelerate
 
 _RESET = "_reset_stateful_cache"  # what a pipeline calls of its models after each picture; CacheMixin's, where that is
 
@@ -46,6 +46,7 @@ class TokenMergingHook(ModelHook):
         if under_accelerate(module):
             module._old_forward = module.forward
         self.handle.remove()
+        drop_remains(module)  # where the handle was removed first
         if under_accelerate(module):
             module.forward = module._old_forward
         if self._gives_reset:

@@ -228,7 +228,7 @@ class SelfAttentionSite(PartSite):
     ) -> Any | str:  # fmt: skip
         """tomesd's way: one call on merged tokens, whatever lies inside. why: it is not known; "": it was asked for."""
         asked = getattr(self.target, "processor", None), x.shape[1]
-        if why and asked[0] is not None and self._refused == asked:
+        if asked[0] is not None and self._refused == asked:
             return f"{name_of(self.target)} refuses merged tokens"
         plan = block.plans_for(merging, self.part, together=bool(why)).plan
         if plan is None:
@@ -240,7 +240,7 @@ class SelfAttentionSite(PartSite):
         try:
             out = self.original(merged, **kwargs)
         except Exception as error:
-            if not why or torch.compiler.is_compiling() or isinstance(error, _NO_MEMORY):
+            if torch.compiler.is_compiling() or isinstance(error, _NO_MEMORY):
                 raise
             self._refused = asked
             return f"{name_of(self.target)} refuses merged tokens"

@@ -26,7 +26,7 @@ from .report import Report
 from .run import Run
 from .schedule import NoiseSchedule, reaches
 from .wiring import Wiring, put_on, wiring_of
-from .wrap import Wrap
+from .wrap import Wrap, drop_remains
 
 logger = logging.getLogger(__name__)
 
@@ -272,6 +272,9 @@ def remove_patch(model: Any) -> Any:
     """
     for handle in [*_back_from(_handle_of(model)), *_back_from(_by_model(model))]:
         handle.remove()
+    with suppress(UnsupportedModelError, TypeError):  # what was never patched
+        for module in find_unet(model).modules():
+            drop_remains(module)
     return model
 
 

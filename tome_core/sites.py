@@ -148,6 +148,11 @@ class UNetSite(Wrap):
         if run is not None:
             run.begin_in_graph(stamp, latent)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # who knows all wraps sets it again; a pickle would come to modules by their wraps, and take for a wrapper's
+        # "original" what is on the module by then: that wrapper itself
+        return {**super().__getstate__(), "put_back": None}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.number = in_graph.number_of(self)

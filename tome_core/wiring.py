@@ -165,6 +165,11 @@ class Wiring:
         on = {key: wrap for key, wrap in self._wraps.items() if wrap.target is not None}
         return {**vars(self), "_unet": None, "_wraps": on, "_built": self._needs}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if "unet" in self._wraps:
+            self._wraps["unet"].put_back = self._put_on
+
 
 _SITES: dict[str, tuple[str, Any]] = {
     "attn": ("attn1", SelfAttentionSite),

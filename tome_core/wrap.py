@@ -16,6 +16,7 @@ _BOUND = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
 
 
 _REPLICATE = "_replicate_for_data_parallel"
+_SLOTS = ("forward", "_forward", "_old_forward")
 
 
 class Wrap:
@@ -102,9 +103,12 @@ class Wrap:
     def uninstall(self) -> None:
         """Take it off and leave what was there before; underneath another's wrapper, become a pass-through."""
         self.active = False
-        if not self.is_on_top():
-            return
         vars(self.target).pop(_REPLICATE, None)
+        if self.is_on_top():
+            self.leave()
+
+    def leave(self) -> None:
+        """From the top, where `target.NAME` is this object's: put what was there before into its place."""
         slot, beneath = self._slot(), _without_inert(self.beneath)
         if beneath is not None:
             setattr(self.target, slot, beneath)
@@ -144,6 +148,14 @@ def under_accelerate(target: Any) -> bool:
     return {"_hf_hook", "_old_forward"} <= vars(target).keys()
 
 
+def drop_remains(target: Any) -> None:
+    """Take off our wraps that were removed beneath somebody else's, who has put them back on leaving."""
+    for method in (vars(target).get(slot) for slot in _SLOTS):
+        wrap = _wrap_of(method)
+        if wrap is not None and not wrap.active and wrap.target is target and wrap.is_on_top():
+            wrap.leave()
+
+
 def is_wrapped_by_others(module: torch.nn.Module) -> bool:
     """Does anybody but us, and accelerate, stand in for ``module.forward``?"""
     found = Wrap(module)._found()
@@ -157,7 +169,7 @@ def _replicate_plainly(module: torch.nn.Module) -> torch.nn.Module:
     The wrap's module is the first one, so a replica would run that one's weights; without it, it merges nothing.
     """
     replica = type(module)._replicate_for_data_parallel(module)
-    for slot in ("forward", "_forward", "_old_forward"):
+    for slot in _SLOTS:
         if _wrap_of(vars(replica).get(slot)) is not None:
             beneath = _wrap_of(vars(replica)[slot]).beneath
             if beneath is None:

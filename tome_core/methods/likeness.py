@@ -64,5 +64,6 @@ def comparable(score: torch.Tensor, x: torch.Tensor, rows: torch.Tensor, by_dist
 
     The cosine, or minus half the squared distance. x: ``[B, N, C]``; rows: int64 ``[B or 1, Q]``.
     """
-    length = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).gather(1, rows.expand(x.shape[0], -1))
+    length = torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
+    length = length.gather(1, rows.expand(x.shape[0], -1))
     return score - length.pow(2) * 0.5 if by_distance else score / length.clamp(min=_TINY)

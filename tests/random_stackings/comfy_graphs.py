@@ -1,0 +1,136 @@
+"""A random graph of ComfyUI's: clones, ApplyToMe and RemoveToMe in any order, and its branches sampled in turn."""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from comfy_nodes.nodes import ApplyToMe, RemoveToMe, ToMePreview
+from tests.comfy_doubles import Guider, ModelPatcher, Server, apply, checkpoint, least_checkpoint
+from tests.random_stackings.drawing import WRONG
+from tests.random_stackings.sessions import Fault, Thrown, first_difference
+from tests.test_patch_contract import traces
+from tests.test_soak import node_values
+
+PROMPT = {
+    "5": {"class_type": "ApplyToMe", "inputs": {}},
+    "9": {"class_type": "ToMePreview", "inputs": {"model": ["5", 0]}},
+}
+SIZES = ((8, 8), (8, 8), (8, 12), (4, 4), (16, 16), (2, 6))
+
+
+def hold(dice: random.Random, repeats: bool) -> Counter:
+    """Build a graph, sample its branches, hold it to the laws; raises Fault."""
+    state = dice.getstate()
+    first = _Graph(dice)
+    seen = first.run()
+    if repeats:
+        dice.setstate(state)
+        again = _Graph(dice)
+        again.run()
+        if not all(map(torch.equal, first.pictures, again.pictures)):
+            raise Fault(f"other bits when the graph is drawn again: {first.told}")
+    return seen
+
+
+@functools.cache
+def _model(number: int) -> Any:
+    """Two checkpoints that all graphs share, as a process has them."""
+    return (least_checkpoint, checkpoint)[number]().model
+
+
+class _Graph:
+    def __init__(self, dice: random.Random) -> None:
+        self.dice, self.server = dice, Server()
+        self.models = [_model(0), _model(1)]
+        self.branches: list[tuple[ModelPatcher, bool]] = [(ModelPatcher(dice.choice(self.models)), False)]
+        self.pictures: list[torch.Tensor] = []
+        self.told: list[str] = []
+
+    def run(self) -> Counter:
+        before = [traces(model) for model in self.models]
+        generator = torch.get_rng_state()
+        patches = pytest.MonkeyPatch()
+        patches.setitem(sys.modules, "server", self.server.module())
+        seen: Counter = Counter()
+        try:
+            for _ in range(self.dice.randint(2, 7)):
+                self._grow()
+            for _ in range(self.dice.randint(1, 4)):
+                seen.update([self._sample()])
+        except Exception as error:
+            raise Fault(f"{type(error).__name__}: {error}\n{self.told}") from error
+        finally:
+            patches.undo()
+        for model, left in zip(self.models, before, strict=True):
+            if traces(model) != left:
+                raise Fault(f"a sampling leaves on the model {first_difference(left, traces(model))}\n{self.told}")
+        if not torch.equal(torch.get_rng_state(), generator):
+            raise Fault(f"the random generator was used\n{self.told}")
+        return seen
+
+    def _grow(self) -> None:
+        """One more branch. Its mark: may it merge?"""
+        dice = self.dice
+        patcher, merges = dice.choice(self.branches)
+        kind = dice.choice(("clone", "apply", "apply", "strength", "wrong", "remove", "wrapper", "preview"))
+        values: dict[str, Any] = {}
+        if kind == "clone":
+            patcher = patcher.clone()
+        elif kind == "apply":
+            values = node_values(dice) | ({"only_if_it_pays": False} if dice.random() < 0.8 else {})
+            patcher, merges = apply(patcher, str(dice.randint(5, 6)), **values), True
+        elif kind in ("strength", "wrong"):
+            values = {"strength": dice.random() if kind == "strength" else dice.choice(WRONG)}
+            patcher, merges = ApplyToMe().apply(patcher, unique_id="5", **values)[0], True
+        elif kind == "remove":
+            patcher, merges = RemoveToMe().remove(patcher)[0], False
+        elif kind == "wrapper":
+            patcher = patcher.clone()
+            patcher.add_wrapper_with_key(dice.choice(("outer_sample", "apply_model")), "theirs", _passed_on)
+        else:
+            self.server.run(PROMPT if dice.random() < 0.5 else {})
+            ToMePreview().preview(patcher, latent={"samples": torch.zeros(1, 4, 8, 8)}, unique_id="9")
+        self.told.append(f"{len(self.branches)}: {kind} {values}")
+        self.branches.append((patcher, merges))
+
+    def _sample(self) -> str:
+        dice = self.dice
+        number = dice.randrange(len(self.branches))
+        patcher, merges = self.branches[number]
+        # a merged checkpoint, or one that is loaded anew: another model than the branch was made for
+        model = dice.choice(self.models) if dice.random() < 0.1 else patcher.model
+        call = {"steps": dice.randint(1, 3), "batch": dice.randint(1, 2), "size": dice.choice(SIZES),
+                "seed": dice.randrange(3)}  # fmt: skip
+        stop = _throwing(dice.randrange(3)) if dice.random() < 0.1 else None
+        self.told.append(f"sample {number} {call}{' and throw' if stop else ''}")
+        plain = Guider(ModelPatcher(model)).sample(**call)
+        try:
+            out = Guider(patcher, model).sample(stop=stop, **call)
+        except Thrown:
+            return "thrown through"
+        self.pictures.append(out)
+        if out.shape != plain.shape or not out.isfinite().all():
+            raise Fault(f"a picture of {tuple(out.shape)}, finite {bool(out.isfinite().all())}")
+        same = torch.equal(out, plain)
+        if not merges and not same:
+            raise Fault("a branch without merging draws another picture")
+        return "sampling as without merging" if same else "merged sampling"
+
+
+def _passed_on(executor: Any, *args: Any, **kwargs: Any) -> Any:
+    return executor(*args, **kwargs)
+
+
+def _throwing(at: int) -> Any:
+    def stop(step: int) -> None:
+        if step == at:
+            raise Thrown
+
+    return stop

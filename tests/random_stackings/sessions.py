@@ -1,0 +1,299 @@
+"""A session with one UNet: merging and what others do comes, calls are made, all of it goes, in any order.
+
+The steps are drawn first, then run; a control runs the same steps, and nothing of ours is put on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+import random
+from typing import Any, NamedTuple
+
+import torch
+from diffusers import UNet2DConditionModel
+from torch import nn
+
+import tome_core
+from tests.models import Case
+from tests.random_stackings import calling, layers
+from tests.random_stackings.drawing import (
+    DTYPES,
+    FAMILIES,
+    Call,
+    Wish,
+    a_call,
+    a_wish,
+    as_text,
+    dtype_of,
+    pristine,
+    probed,
+    weighted,
+)
+from tests.test_patch_contract import traces
+from tome_core.diffusers_hooks import remove_token_merging
+from tome_core.families import find_unet
+
+
+class Fault(AssertionError):
+    """A law that a case has broken."""
+
+
+class Thrown(Exception):
+    """What a model throws in mid-call."""
+
+
+class Step(NamedTuple):
+    """What is done: a method of `Stage`, and its argument."""
+
+    kind: str
+    what: Any = None
+
+    def __str__(self) -> str:
+        what = self.what
+        if isinstance(what, Wish):
+            what = f"{what.door} {as_text(what.settings)}"
+        return f"{self.kind} {what}" if what is not None else self.kind
+
+
+class Session(NamedTuple):
+    """A drawn session."""
+
+    family: str
+    dtype: torch.dtype
+    steps: tuple[Step, ...]
+
+    def __str__(self) -> str:
+        return "\n".join([f"{self.family}, {self.dtype}", *(f"  {number}. {step}" for number, step in
+                                                               enumerate(self.steps))])  # fmt: skip
+
+
+EVENTS = {"call": 40, "merge": 8, "unmerge": 6, "again": 3, "on": 7, "off": 6, "tell": 4, "begin": 5, "end": 3,
+          "throw": 3, "copied": 3, "look": 3, "compile": 0.08}  # fmt: skip
+
+
+def drawn(dice: random.Random) -> Session:
+    """The session of these dice."""
+    family, dtype = dice.choice(tuple(FAMILIES)), weighted(dice, DTYPES)
+    dtype = dtype_of(pristine(family, dtype).model)
+    fitting = layers.fitting(pristine(family, dtype).model)
+    takes_more = isinstance(pristine(family, dtype).model, UNet2DConditionModel)
+    steps = [Step("merge", a_wish(dice)), *([Step("on", _a_layer(dice, fitting))] if dice.random() < 0.5 else [])]
+    dice.shuffle(steps)
+    call = a_call(dice, takes_more)
+    steps.append(Step("call", call))
+    for _ in range(dice.randint(1, 5)):
+        kind = weighted(dice, EVENTS)
+        what: Any = dice.randrange(8)
+        if kind == "call":
+            what = call = a_call(dice, takes_more, call)
+        elif kind == "merge":
+            what = a_wish(dice)
+        elif kind == "on":
+            what = _a_layer(dice, fitting)
+        elif kind == "tell":
+            what = _a_time(dice)
+        elif kind == "begin":
+            what = dice.choice((None, None, 1, 2, call.batch))
+        elif kind == "copied":
+            what = (dice.choice(("deep copy", "pickle")), call)
+        elif kind in ("throw", "compile"):
+            what = (what, call)
+        steps.append(Step(kind, what))
+    return Session(family, dtype, (*steps, Step("leave", dice.randrange(2**32))))
+
+
+def _a_layer(dice: random.Random, fitting: dict[str, int]) -> tuple[str, int]:
+    return weighted(dice, fitting), dice.randrange(2**32)
+
+
+def _a_time(dice: random.Random) -> dict[str, Any]:
+    time = dice.choice(({}, {"percent": dice.random()}, {"timestep": dice.uniform(0, 999)},
+                        {"sigma": dice.uniform(0, 15)}))  # fmt: skip
+    return {**time, "sampling": dice.choice((None, "a", "b")), "pictures": dice.choice((None, 1, 2))} if time else {}
+
+
+class Stage:
+    """Where a session runs. model: as it was built; merges: False in the control.
+
+    outcomes: of each call, a picture or what it raised.
+    """
+
+    def __init__(self, session: Session, model: nn.Module, merges: bool) -> None:
+        self.case: Case = FAMILIES[session.family]
+        self.session, self.model, self.merges = session, model, merges
+        self.handles: list[Any] = []
+        self.on: list[Any] = []
+        self.scopes: list[Any] = []
+        self.outcomes: list[torch.Tensor | BaseException] = []
+        self.refusals = self.pictures_merged = 0
+        self.is_clean = False
+
+    def run(self) -> Stage:
+        """All steps."""
+        for step in self.session.steps:
+            getattr(self, f"_{step.kind}")(step.what)
+        return self
+
+    def _pick(self, items: list[Any], number: Any) -> Any:
+        return items[number % len(items)] if items else None
+
+    def _merge(self, wish: Wish) -> None:
+        if not self.merges:
+            return
+        try:
+            handle = wish.put_on(self.model)
+        except (ValueError, TypeError) as error:
+            self._refused(wish, error)
+        else:
+            if handle is not None:
+                self.handles.append(handle)
+
+    def _refused(self, wish: Wish, error: Exception) -> None:
+        text = str(error)
+        if wish.door == "hook":
+            says = "token_merging already exists" in text
+        else:
+            says = not wish.is_right and any(f"{name}={value!r}" in text for name, value in wish.settings.items())
+        if not says:
+            raise Fault(f"refused without naming what is wrong: {type(error).__name__}: {text}") from error
+        self.refusals += 1
+
+    def _unmerge(self, number: int) -> None:
+        if not self.merges:
+            return
+        handle = self._pick(self.handles, number)
+        if number % 4 == 0 or handle is None:
+            tome_core.remove_patch(self.model)
+        elif number % 4 == 1:
+            remove_token_merging(find_unet(self.model))
+        else:
+            handle.remove() if number % 4 == 2 else handle.uninstall()
+
+    def _again(self, number: int) -> None:
+        handle = self._pick(self.handles, number)
+        if handle is not None:
+            handle.install()
+
+    def _on(self, layer: tuple[str, int]) -> None:
+        name, seed = layer
+        if self.merges or not layers.LAYERS[name].is_ours:
+            self.on.append(layers.put_on(name, self.model, seed))
+        else:
+            self.on.append(contextlib.nullcontext())
+
+    def _off(self, number: int) -> None:
+        one = self._pick(self.on, number)
+        if one is not None:
+            self.on.remove(one)
+            one.__exit__(None, None, None)
+
+    def _tell(self, time: dict[str, Any]) -> None:
+        for handle in self.handles[-1:]:
+            handle.set_time(**time)
+
+    def _begin(self, pictures: int | None) -> None:
+        for handle in self.handles[-1:]:
+            self.scopes.append(handle.sampling(pictures))
+            self.scopes[-1].__enter__()
+
+    def _end(self, number: int = 0) -> None:
+        if self.scopes:
+            self.scopes.pop().__exit__(None, None, None)
+
+    def _call(self, call: Call, target: Any = None, model: nn.Module | None = None) -> None:
+        try:
+            out: Any = calling.made(self.case, model or self.model, self.session.dtype, call, target)
+        except Fault:
+            raise
+        except Exception as error:
+            out = error
+        self.outcomes.append(out)
+
+    def _throw(self, what: tuple[int, Call]) -> None:
+        """Some module throws in the next call."""
+        number, call = what
+        modules = [one for one in find_unet(self.model).modules() if not list(one.children())]
+
+        def throw(*_: Any) -> None:
+            raise Thrown
+
+        hook = self._pick(modules, number * 7919).register_forward_hook(throw)
+        try:
+            self._call(call)
+        finally:
+            hook.remove()
+
+    def _copied(self, what: tuple[str, Call]) -> None:
+        """A copy draws as well, and is rid of merging as the model is."""
+        kind, call = what
+        try:
+            twin = copy.deepcopy(self.model) if kind == "deep copy" else pickle.loads(pickle.dumps(self.model))
+        except Exception as error:
+            self.outcomes.append(error)
+            return
+        self._call(call, model=twin)
+        if self.merges:
+            remove_token_merging(find_unet(twin))
+            tome_core.remove_patch(twin)
+            remains = [f"{name} of {where!r}" for where, module in find_unet(twin).named_modules()
+                       for name, value in vars(module).items() if "tome_core" in f"{name} {_home(value)}"]  # fmt: skip
+            if remains and not self.on:
+                raise Fault(f"the copy keeps {remains}")
+
+    def _look(self, number: int) -> None:
+        """Reports and maps."""
+        for handle in self.handles:
+            handle.keep_maps(number % 2 == 0)
+            if not str(handle.report()) or handle.maps() is None:
+                raise Fault("an empty report")
+            if number % 4 == 3:
+                handle.reset_counts()
+
+    def _compile(self, what: tuple[int, Call]) -> None:
+        torch._dynamo.reset()
+        self._call(what[1], target=torch.compile(find_unet(self.model), backend="eager", dynamic=False))
+        torch._dynamo.reset()
+
+    def _leave(self, seed: int) -> None:
+        """Everything goes, in any order; then the model is held against what it was."""
+        dice = random.Random(seed)
+        self.pictures_merged = sum(handle.report().merged_anything for handle in self.handles)
+        while self.scopes:
+            self._end()
+        leaving = [one.remove for one in self.handles] + [
+            lambda one=one: one.__exit__(None, None, None) for one in self.on]  # fmt: skip
+        dice.shuffle(leaving)
+        for one in leaving:
+            one()
+        if self.merges:
+            remove_token_merging(find_unet(self.model))
+            tome_core.remove_patch(self.model)
+
+    def left(self) -> tuple[list, torch.Tensor]:
+        """What lies on the model, and a picture of it."""
+        drop_own_methods(self.model)
+        return traces(self.model), probed(self.case, self.model, self.session.dtype)
+
+
+def _home(value: Any) -> str:
+    """The module of who owns a method."""
+    return type(getattr(value, "__self__", value)).__module__
+
+
+def drop_own_methods(model: nn.Module) -> None:
+    """Those who put back what they found put back the class's own method as well, which says nothing."""
+    for module in model.modules():
+        for name in ("forward", "_forward"):
+            if getattr(vars(module).get(name), "__func__", module) is getattr(type(module), name, None):
+                delattr(module, name)
+
+
+def first_difference(before: list, now: list) -> str:
+    for one, two in zip(before, now, strict=False):
+        if one != two:
+            added, gone = (sorted(set(map(str, b)) - set(map(str, a))) for a, b in (
+                ((one[2], two[2]), (two[2], one[2])) if len(one) > 2 else (([one], [two]), ([two], [one]))))
+            return f"at {two[0]!r}: {added} more, {gone} missing, hooks {one[3:]} {two[3:]}"
+    return "more or fewer modules"

@@ -1,0 +1,83 @@
+"""What random stackings have found (`tests.random_stackings`), each in its smallest form."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+
+import tome_core
+from tests.models import CASES, call_case, inputs, sd15
+from tests.random_stackings.layers import Fussy
+from tests.random_stackings.sessions import drop_own_methods
+from tests.test_foreign_wrappers import unwrap, wrap_everything
+from tests.test_patch_contract import traces
+from tome_core import MergeConfig
+from tome_core.diffusers_hooks import TokenMergingConfig, apply_token_merging, remove_token_merging
+from tome_core.families import find_blocks
+
+BY_NAME = {case.name: case for case in CASES}
+EVERY_SIZE = {"only_if_it_pays": False}
+few_families = pytest.mark.parametrize("case", [BY_NAME["sd15"], BY_NAME["sgm_double"]], ids=lambda case: case.name)
+
+
+@pytest.mark.parametrize("config", [
+    MergeConfig(side="kv", ratio=0.75, metric="keys+values"),
+    MergeConfig(side="kv", ratio=0.75, refine=1),
+    MergeConfig(method="cluster", ratio=0.75),
+], ids=["keys and values compared", "refined", "clustered"])  # fmt: skip
+def test_a_model_in_double_precision_merges(config):
+    """Lengths were summed in float32, which torch refuses to narrow to."""
+    model = sd15().double()
+    x, text = inputs(4, 2, 16, 16)
+    with torch.no_grad(), tome_core.patch(model, config) as handle:
+        out = model(x.double(), 500, text.double()).sample
+    assert out.isfinite().all() and out.dtype == torch.float64 and handle.report().merged_anything
+
+
+def test_a_processor_that_refuses_merged_tokens_is_left_whole_in_tomesds_way_too():
+    model = sd15()
+    for place in find_blocks(model):
+        place.block.attn1.processor = Fussy()
+    plain = call_case(BY_NAME["sd15"], model)
+    tome_core.apply_patch(model, ratio=0.3)
+    assert torch.equal(call_case(BY_NAME["sd15"], model), plain)
+    assert "refuses merged tokens" in str(tome_core.report(model))
+
+
+@few_families
+def test_nothing_stays_where_somebody_lay_above_and_put_back_what_was_there(case):
+    model = case.build()
+    before = traces(model)
+    tome_core.apply_patch(model)
+    foreign = wrap_everything(model)
+    handle = tome_core.patch(model, ratio=0.25)
+    call_case(case, model)
+    handle.remove()
+    unwrap(foreign)
+    tome_core.remove_patch(model)
+    drop_own_methods(model)
+    assert traces(model) == before
+
+
+def test_a_hook_whose_handle_was_removed_first_leaves_nothing():
+    unet = sd15()
+    before = traces(unet)
+    apply_token_merging(unet, TokenMergingConfig(strength=0.5)).remove()
+    remove_token_merging(unet)
+    drop_own_methods(unet)
+    assert traces(unet) == before
+
+
+@few_families
+def test_a_pickled_model_with_wrappers_beneath_ours_calls_them(case):
+    """It came to modules by our wraps, and a wrapper's saved method was then the wrapper itself."""
+    model = case.build()
+    foreign = wrap_everything(model)
+    tome_core.apply_patch(model)
+    merged = call_case(case, model)
+    twin = pickle.loads(pickle.dumps(model))
+    assert torch.equal(call_case(case, twin), merged) and all(one.calls == 1 for one in foreign)
+    tome_core.remove_patch(twin)
+    assert not torch.equal(call_case(case, twin), merged)
