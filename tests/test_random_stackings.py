@@ -57,6 +57,6 @@ def test_a_fault_of_the_engine_is_found(monkeypatch):
     monkeypatch.setattr(cases, "KINDS", {laws.hold: 1})
     monkeypatch.setattr(laws, "_USED", {})
     monkeypatch.setattr(Wrap, "uninstall", lambda self: None)
-    with pytest.raises(laws.Fault, match="left on the model|keeps|another picture"):
+    with pytest.raises(laws.Fault, match=r"left on the model|keeps|another picture"):
         for number in range(20):
             cases.run(SEED, number)
