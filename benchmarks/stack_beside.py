@@ -78,7 +78,8 @@ def _broadcast(pipe: Any) -> Iterator[None]:
             registry = getattr(module, "_diffusers_hook", None)
             if isinstance(registry, HookRegistry):
                 registry.remove_hook(_PAB_HOOK, recurse=False)
-                del module._diffusers_hook
+                if not registry.hooks:
+                    del module._diffusers_hook
 
 
 @contextmanager

@@ -64,9 +64,24 @@ class Session(NamedTuple):
     dtype: torch.dtype
     steps: tuple[Step, ...]
 
+    @property
+    def has_hook(self) -> bool:
+        """Does merging come as a hook of diffusers'?"""
+        return any(isinstance(step.what, Wish) and step.what.door == "hook" for step in self.steps)
+
     def __str__(self) -> str:
         return "\n".join([f"{self.family}, {self.dtype}", *(f"  {number}. {step}" for number, step in
                                                                enumerate(self.steps))])  # fmt: skip
+
+
+class _Registered(contextlib.AbstractContextManager):
+    """Merging as a hook, in its place among what else is on."""
+
+    def __init__(self, unet: nn.Module) -> None:
+        self.unet = unet
+
+    def __exit__(self, *error: object) -> None:
+        remove_token_merging(self.unet)
 
 
 EVENTS = {"call": 40, "merge": 8, "unmerge": 6, "again": 3, "on": 7, "off": 6, "tell": 4, "begin": 5, "end": 3,
@@ -147,6 +162,8 @@ class Stage:
         except (ValueError, TypeError) as error:
             self._refused(wish, error)
         else:
+            if wish.door == "hook":
+                self.on.append(_Registered(find_unet(self.model)))
             if handle is not None:
                 self.handles.append(handle)
 
@@ -167,9 +184,9 @@ class Stage:
         if number % 4 == 0 or handle is None:
             tome_core.remove_patch(self.model)
         elif number % 4 == 1:
-            remove_token_merging(find_unet(self.model))
+            handle.uninstall()
         else:
-            handle.remove() if number % 4 == 2 else handle.uninstall()
+            handle.remove()
 
     def _again(self, number: int) -> None:
         handle = self._pick(self.handles, number)
@@ -185,7 +202,7 @@ class Stage:
 
     def _off(self, number: int) -> None:
         one = self._pick(self.on, number)
-        if one is not None:
+        if one is not None and not self.session.has_hook:
             self.on.remove(one)
             one.__exit__(None, None, None)
 
@@ -262,11 +279,16 @@ class Stage:
         self.pictures_merged = sum(handle.report().merged_anything for handle in self.handles)
         while self.scopes:
             self._end()
-        leaving = [one.remove for one in self.handles] + [
-            lambda one=one: one.__exit__(None, None, None) for one in self.on]  # fmt: skip
-        dice.shuffle(leaving)
-        for one in leaving:
-            one()
+        # hooks in diffusers' registry leave in the reverse order of their coming; what else is on leaves in any, which
+        # has to be the same one in the control
+        going = self.on[::-1] if self.session.has_hook else dice.sample(self.on, len(self.on))
+        handles = dice.sample(self.handles, len(self.handles))
+        for one in going:
+            while handles and not self.session.has_hook and dice.random() < 0.5:
+                handles.pop().remove()
+            one.__exit__(None, None, None)
+        for handle in handles:
+            handle.remove()
         if self.merges:
             remove_token_merging(find_unet(self.model))
             tome_core.remove_patch(self.model)
