@@ -80,6 +80,8 @@ def _with_gradients(
         x.requires_grad_()
         out = case.call(run, x, call.timestep, text)
         (found,) = torch.autograd.grad(out.float().square().sum(), x)
+        if out.dtype == torch.float16:  # whose gradients overflow without a scaler
+            return out.detach()
         return torch.cat([out.detach(), found[:, : out.shape[1]].detach().to(out.dtype)])
     finally:
         if checkpoints:
