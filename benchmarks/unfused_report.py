@@ -19,10 +19,10 @@ _EXPLAINED = """\
 One block of Stable Diffusion 1.5's finest level, one picture, float32, one CPU thread, processor time; merged is preset
 {preset}: the time of a picture's 20 steps' mean, of which half keep a match, the memory of the dearest. Figures with *
 are told from one and two of the {heads} heads, those with ** from the two next smaller pictures (what grows with the
-tokens, and with their square). The hosts' functions were told that {free:g} GiB are free, by which they cut their
-work."""
+tokens, and with their square). The hosts' functions were told that {free:g} GiB are free, by which most of them cut
+their work: what those take is what they are told, and merging saves time."""
 
-Figures = tuple[float, float | None, str]  # peak MiB, seconds, how they were come by: "", "*" or "**"
+Figures = tuple[float, float, str]  # peak MiB, seconds, how they were come by: "", "*" or "**"
 
 
 def table(records: Sequence[Record]) -> str:
@@ -37,8 +37,8 @@ def table(records: Sequence[Record]) -> str:
     text = [
         _EXPLAINED.format(**made["settings"], heads=HEADS),
         "\n".join(lines),
-        "The largest square picture, in pixels a side, whose block fits into so much memory, from the largest two "
-        "sizes of each:\n\n" + "\n".join(_largest(found)),
+        "The largest square picture, in pixels a side, whose block fits into so much memory, by what does not cut its "
+        "work to fit, from the largest two sizes of each:\n\n" + "\n".join(_largest(found)),
         "\n".join(f"- *{name}*: {SOURCES[name].meaning}." for name in dict.fromkeys(source for source, *_ in found)),
         "\n".join(f"- failed: {row['key']}: {row['failed']}" for row in rows if "failed" in row),
         f"{made['device']['name']}; {made['command']}; commit {made['commit']}.",
@@ -81,24 +81,29 @@ def _of_all_heads(by_heads: dict[int, Mapping[str, Any]]) -> Figures:
 
 
 def _computed(found: dict[tuple[str, int, str], Figures]) -> dict[tuple[str, int, str], Figures]:
-    """Peaks at sizes that did not fit, where two smaller ones were measured."""
+    """Figures at sizes that did not fit, where two smaller ones were measured."""
     sizes = {pixels for _, pixels, _ in found}
     new = {}
     for source, what in {(source, what) for source, _, what in found}:
-        curve = _curve(found, source, what)
-        for pixels in sizes if curve else ():
+        curves = [_curve(found, source, what, figure) for figure in (0, 1)]
+        for pixels in sizes if all(curves) else ():
             if (source, pixels, what) not in found:
-                new[source, pixels, what] = _peak(curve, (pixels // 8) ** 2), None, "**"
+                new[source, pixels, what] = *(_peak(curve, (pixels // 8) ** 2) for curve in curves), "**"
     return new
 
 
-def _curve(found: dict[tuple[str, int, str], Figures], source: str, what: str) -> tuple[float, float] | None:
-    """MiB a token and a pair of tokens, from the two largest sizes that were measured."""
-    known = sorted((pixels, peak) for (one, pixels, which), (peak, _, how) in found.items()
-                   if (one, which) == (source, what) and how != "**")[-2:]  # fmt: skip
-    if len(known) < 2:
+def _curve(
+    found: dict[tuple[str, int, str], Figures], source: str, what: str, figure: int = 0
+) -> tuple[float, float] | None:
+    """MiB, or seconds, a token and a pair of tokens, from the two largest sizes that were measured.
+
+    None where there is one size alone, and where a function cuts its work to fit: its figures follow no curve.
+    """
+    known = sorted((pixels, one[figure]) for (name, pixels, which), one in found.items()
+                   if (name, which) == (source, what) and one[2] != "**")[-2:]  # fmt: skip
+    if len(known) < 2 or SOURCES[source].at_once is None:
         return None
-    (n, low), (m, high) = (((pixels // 8) ** 2, peak) for pixels, peak in known)
+    (n, low), (m, high) = (((pixels // 8) ** 2, value) for pixels, value in known)
     pair = (high / m - low / n) / (m - n)
     return low / n - pair * n, pair
 
@@ -131,11 +136,11 @@ def _cells(three: list[Figures | None]) -> list[str]:
     if unmerged is None or merged is None:
         return [*peaks, "-", *seconds, "-"]
     times = "-" if _no_time(unmerged) or _no_time(merged) else f"{unmerged[1] / merged[1]:.1f} times as fast"
-    return [*peaks, f"1/{unmerged[0] / merged[0]:.1f} of unmerged", *seconds, times]
+    return [*peaks, f"{merged[0] / unmerged[0]:.0%} of unmerged", *seconds, times]
 
 
 def _no_time(one: Figures) -> bool:
-    return one[1] is None or math.isnan(one[1])
+    return math.isnan(one[1])
 
 
 def _line(cells: Sequence[str]) -> str:

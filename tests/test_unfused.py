@@ -54,13 +54,23 @@ def test_a_picture_is_the_mean_of_its_steps_and_the_dearest_of_its_peaks():
 
 def test_what_does_not_fit_follows_from_smaller_pictures_and_so_does_the_largest():
     tokens = {pixels: (pixels // 8) ** 2 for pixels in (512, 1024, 2048)}
-    rows = [row("unmerged", pixels, 8, 0.01 * n + 1e-5 * n * n, 1.0) for pixels, n in list(tokens.items())[:2]]
+    rows = [row("unmerged", pixels, 8, 0.01 * n + 1e-5 * n * n, n * 2.0) for pixels, n in list(tokens.items())[:2]]
     rows.append(row("tomesd", 2048, 8, 5.0, 1.0))
     found = unfused_report.figures(rows, "balanced")
     peak, seconds, how = found["math", 2048, "unmerged"]
-    assert seconds is None and how == "**" and math.isclose(peak, 0.01 * tokens[2048] + 1e-5 * tokens[2048] ** 2)
+    assert how == "**" and math.isclose(peak, 0.01 * tokens[2048] + 1e-5 * tokens[2048] ** 2)
+    assert math.isclose(seconds, 2.0 * tokens[2048])
     curve = unfused_report._curve(found, "math", "unmerged")
     assert unfused_report.largest(curve, peak) == 2048 and unfused_report.largest(curve, peak * 0.99) == 1984
+
+
+def test_what_cuts_its_work_to_fit_follows_no_curve():
+    rows = [{**row("unmerged", pixels, 8, peak, 1.0), "source": "webui-split"}
+            for pixels, peak in ((512, 1000.0), (1024, 990.0))]  # fmt: skip
+    rows.append({**row("tomesd", 2048, 8, 5.0, 1.0), "source": "webui-split"})
+    found = unfused_report.figures(rows, "balanced")
+    assert ("webui-split", 2048, "unmerged") not in found
+    assert unfused_report._curve(found, "webui-split", "unmerged") is None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a process tells its peak on Linux alone")

@@ -245,6 +245,8 @@ class Stage:
     def _copied(self, what: tuple[str, Call]) -> None:
         """A copy draws as well, and is rid of merging as the model is."""
         kind, call = what
+        if self.session.has_hook:  # diffusers' registry holds what cannot be pickled, and a copy's calls the original
+            return
         try:
             twin = copy.deepcopy(self.model) if kind == "deep copy" else pickle.loads(pickle.dumps(self.model))
         except Exception as error:
