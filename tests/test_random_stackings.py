@@ -51,12 +51,12 @@ def test_a_case_that_fails_says_how_to_repeat_it_and_the_run_goes_on(monkeypatch
 
 
 def test_a_fault_of_the_engine_is_found(monkeypatch):
-    """The laws can fail: a patch that leaves something behind, one that changes a picture's shape."""
+    """The laws can fail: wraps that do not come off."""
     from tome_core.wrap import Wrap
 
     monkeypatch.setattr(cases, "KINDS", {laws.hold: 1})
     monkeypatch.setattr(laws, "_USED", {})
     monkeypatch.setattr(Wrap, "uninstall", lambda self: None)
-    with pytest.raises(laws.Fault, match=r"left on the model|keeps|another picture"):
+    with pytest.raises(laws.Fault):
         for number in range(20):
             cases.run(SEED, number)
