@@ -25,6 +25,7 @@ from .presets import DEFAULT, config_of
 from .report import Report
 from .run import Run
 from .schedule import NoiseSchedule, reaches
+from .transformers import TransformerPatch, find_transformers, handle_on, patch_transformers
 from .wiring import Wiring, put_on, wiring_of
 from .wrap import Wrap, drop_remains
 
@@ -182,10 +183,11 @@ class Patch(Measured, Handle):
 def patch(
     model: Any, config: MergeConfig | str | None = None, *, strength: float | None = None, host_clock: bool = False,
     **settings: Any,
-) -> Patch:  # fmt: skip
+) -> Patch | TransformerPatch:  # fmt: skip
     """Merge tokens in a model, in place, until the handle is left or removed.
 
-    model: a UNet, a compiled one, a diffusers pipeline, or an LDM model. config: settings, or the name of a preset:
+    model: a UNet, a compiled one, a diffusers pipeline, an LDM model, or one of diffusers' known transformers
+    (`transformers.NAMES`). config: settings, or the name of a preset:
     "quality", "balanced" (None is that), "fast" or "max". strength: instead of either, from 0, which is off, to 1; see
     `tome_core.strength`. settings: keywords of `MergeConfig`, which make one, or change the one that is asked for.
     host_clock: the caller will use `Patch.set_time`, so rules in percent are no reason to speak up.
@@ -207,6 +209,9 @@ def patch(
         raise TypeError(f"config is {type(config).__name__}; it has to be a MergeConfig, a preset's name, or None")
     if settings:
         config = replace(config, **settings)
+    transformers = find_transformers(model)
+    if transformers:
+        return _speak_up(patch_transformers(transformers, config, None, model))
     unet = find_unet(model)
     handle = Patch(unet, config, _schedule_of(model))
     handle._previous = current = _handle_in_force(unet)
@@ -217,12 +222,18 @@ def patch(
             "Merging is limited in percent or beta, which a bare UNet does not know: call handle.set_time(percent=...) "
             "before each step, patch the pipeline instead, or use min_timestep and max_timestep."
         )
-    for note in handle._notes:
-        logger.warning("%s", note)
+    _speak_up(handle)
     handle._follow(model)
     with suppress(TypeError):  # nothing that can be referred to weakly
         handle.handed = weakref.ref(model)
     return handle.install()
+
+
+def _speak_up(handle: Any) -> Any:
+    """Tell at once what of the settings reaches nothing."""
+    for note in handle._notes:
+        logger.warning("%s", note)
+    return handle
 
 
 def apply_patch(
@@ -270,7 +281,12 @@ def remove_patch(model: Any) -> Any:
 
     Of a pipeline whose UNet was exchanged since, it is taken off the old one.
     """
-    for handle in [*_back_from(_handle_of(model)), *_back_from(_by_model(model))]:
+    for transformer in find_transformers(model):
+        handle = handle_on(transformer)
+        if handle is not None:
+            handle.remove()
+    patched = None if find_transformers(model) else _handle_of(model)
+    for handle in [*_back_from(patched), *_back_from(_by_model(model))]:
         handle.remove()
     with suppress(UnsupportedModelError, TypeError):  # what was never patched
         for module in find_unet(model).modules():
@@ -309,7 +325,10 @@ def _forget(handle: Patch) -> None:
                 del _OF_MODEL[model]
 
 
-def _handle_of(model: Any) -> Patch | None:
+def _handle_of(model: Any) -> Patch | TransformerPatch | None:
+    transformers = find_transformers(model)
+    if transformers:
+        return handle_on(transformers[0])
     try:
         return _handle_in_force(find_unet(model))
     except (TypeError, UnsupportedModelError):

@@ -1,0 +1,159 @@
+"""The attention function that a diffusers processor calls, exchanged for one call, and for nobody else.
+
+A processor makes q, k and v, norms them, gives them their positions and calls a function: `dispatch_attention_fn`, or
+torch's own. The very code of a known processor is run here with another function under that name; neither its class nor
+its module is changed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional
+from torch import nn
+
+from ..sequence import BY_HEAD, BY_TOKEN
+
+_DISPATCH, _TORCH = "dispatch_attention_fn", "F"
+# whose sequence is the one that `families` tells of, and who call the function once for it
+KNOWN = frozenset(("AttnProcessor2_0", "FluxAttnProcessor", "FluxIPAdapterAttnProcessor", "FusedAttnProcessor2_0",
+                   "FusedJointAttnProcessor2_0", "HunyuanVideoAttnProcessor2_0", "JointAttnProcessor2_0",
+                   "LTXVideoAttnProcessor", "Lumina2AttnProcessor2_0", "QwenDoubleStreamAttnProcessor2_0",
+                   "WanAttnProcessor", "ZSingleStreamAttnProcessor"))  # fmt: skip
+_TAKES_BIAS = ("native", "_native_math", "_native_efficient")  # of diffusers' backends, on every device
+
+
+class Given(NamedTuple):
+    """What a processor gives its attention function. function: ``(q, k, v, bias) -> out``, that very one.
+
+    form: of q, k, v and out; mask: as it came along; plain: does the call ask for nothing but attention?
+    """
+
+    function: Callable[..., torch.Tensor]
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    form: str
+    mask: torch.Tensor | None
+    scale: float
+    takes_bias: bool
+    plain: bool
+
+
+class _Now(threading.local):
+    answer: Callable[[Given], torch.Tensor] | None = None
+
+
+_now = _Now()
+
+
+@contextmanager
+def answering(answer: Callable[[Given], torch.Tensor]) -> Iterator[None]:
+    """While in here, what this thread's exchanged processors ask is asked of ``answer``."""
+    before, _now.answer = _now.answer, answer
+    try:
+        yield
+    finally:
+        _now.answer = before
+
+
+def exchanged(attention: nn.Module) -> Any:
+    """Stands in for the attention in its own ``forward``: the same, with a processor that asks `answering`.
+
+    A sentence's end on why not, where the processor is not known.
+    """
+    processor = getattr(attention, "processor", None)
+    kind = _asking(type(processor))
+    if kind is None:
+        return f"{type(processor).__name__} is no processor that is known"
+    asking = kind.__new__(kind)
+    asking.__dict__ = processor.__dict__
+    return _With(attention, asking)
+
+
+class _With:
+    """An attention with another processor."""
+
+    def __init__(self, attention: nn.Module, processor: Any) -> None:
+        self._attention, self.processor = attention, processor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._attention, name)
+
+
+@lru_cache(maxsize=256)
+def _asking(kind: type) -> type | None:
+    """A class whose code is the processor's, but for the function that it calls."""
+    call = kind.__call__
+    if kind.__name__ not in KNOWN or not isinstance(call, FunctionType) or "diffusers" not in kind.__module__:
+        return None
+    own = call.__globals__
+    if _DISPATCH in call.__code__.co_names:
+        instead = {_DISPATCH: _Dispatch(own)}
+    elif _TORCH in call.__code__.co_names:
+        instead = {_TORCH: _Functional()}
+    else:
+        return None
+    made = FunctionType(call.__code__, {**own, **instead}, call.__name__, call.__defaults__, call.__closure__)
+    made.__kwdefaults__, made.__annotations__ = call.__kwdefaults__, call.__annotations__
+    return type(kind.__name__, (kind,), {"__call__": made})
+
+
+class _Dispatch:
+    """diffusers' `dispatch_attention_fn`, looked up anew at each call."""
+
+    def __init__(self, own: dict[str, Any]) -> None:
+        self._own = own
+
+    def __call__(self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None,
+                 enable_gqa=False, attention_kwargs=None, *, backend=None, parallel_config=None):  # fmt: skip
+        dispatch = self._own[_DISPATCH]
+
+        def function(q, k, v, bias):
+            more = {"attention_kwargs": attention_kwargs} if attention_kwargs else {}
+            return dispatch(q, k, v, attn_mask=bias, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
+                            enable_gqa=enable_gqa, backend=backend, parallel_config=parallel_config, **more)  # fmt: skip
+
+        plain = not (dropout_p or is_causal or attention_kwargs or parallel_config is not None)
+        return _answer(Given(function, query, key, value, BY_TOKEN, attn_mask, scale or query.shape[-1] ** -0.5,
+                             _backend(backend, dispatch) in _TAKES_BIAS, plain))  # fmt: skip
+
+
+def _backend(chosen: Any, dispatch: Callable) -> str:
+    if chosen is None:
+        registry = dispatch.__globals__.get("_AttentionBackendRegistry")
+        chosen = registry.get_active_backend()[0] if registry is not None else "native"
+    return str(getattr(chosen, "value", chosen))
+
+
+class _Functional:
+    """torch.nn.functional, but for its attention."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.nn.functional, name)
+
+    @staticmethod
+    def scaled_dot_product_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None,
+                                     enable_gqa=False):  # fmt: skip
+        """``[B, H, S, d]``."""
+        more = {"enable_gqa": True} if enable_gqa else {}
+
+        def function(q, k, v, bias):
+            return torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=bias, dropout_p=dropout_p, is_causal=is_causal, scale=scale, **more
+            )
+
+        return _answer(Given(function, query, key, value, BY_HEAD, attn_mask, scale or query.shape[-1] ** -0.5,
+                             True, not (dropout_p or is_causal)))  # fmt: skip
+
+
+def _answer(given: Given) -> torch.Tensor:
+    if _now.answer is None:
+        return given.function(given.q, given.k, given.v, given.mask)
+    return _now.answer(given)

@@ -1,0 +1,144 @@
+"""The handle of a patch on transformers: put on, taken off, and what was there before brought back."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from torch import nn
+
+from ..config import MergeConfig
+from ..pipeline import SamplingScope
+from ..schedule import NoiseSchedule
+from ..sequence import SequenceMerging
+from ..switch import patching
+from ..wrap import Wrap
+from .families import family_of, find_attentions
+from .sites import AttentionSite, Calls, Settings, TransformerSite
+
+_MARK = "_tome_core_transformer"
+
+
+class TransformerPatch(SequenceMerging):
+    """Merging on the transformers of one pipeline, or on one by itself; a context manager that can also be kept.
+
+    Installed when `patch` returns it; leaving the ``with`` takes it off and brings back the one that was there before.
+    It does not keep the models alive. Models that are compiled are left alone, as is a deep copy of a patched one.
+    """
+
+    def __init__(self, models: list[nn.Module], config: MergeConfig, schedule: NoiseSchedule | None) -> None:
+        family = family_of(models[0])
+        blocks = len(find_attentions(models[0], family))
+        super().__init__(config, family.downsample, blocks, schedule)
+        self._models = [weakref.ref(one) for one in models]
+        self._previous = handle_on(models[0])
+        self._entered = False
+        self._outside: list[Wrap] = []
+        self.is_on = False
+
+    def follow(self, pipeline: Any) -> None:
+        """Take each of the pipeline's loops for the making of one picture, or of one batch of them."""
+        if self.run.keeps and hasattr(pipeline, "progress_bar"):
+            with suppress(TypeError):  # a class that allows no weak references
+                self._outside.append(SamplingScope(pipeline, self.run))
+
+    def install(self) -> TransformerPatch:
+        """Put it on, in place of another of ours. Idempotent."""
+        with patching():
+            for model in self._present():
+                on = vars(model).get(_MARK) or _On(model)
+                on.give(self)
+                vars(model)[_MARK] = on
+            self._outside = [wrap.install() for wrap in self._outside if wrap.target is not None]
+            self.is_on = True
+        return self
+
+    def uninstall(self) -> None:
+        """Take it off, keeping its counts. Idempotent."""
+        with patching():
+            for model in self._present():
+                on = vars(model).get(_MARK)
+                if on is not None and on.settings.merging is self:
+                    on.take_off()
+                    del vars(model)[_MARK]
+            for wrap in self._outside:
+                if wrap.target is not None:
+                    wrap.uninstall()
+            self.is_on = False
+
+    def remove(self) -> None:
+        """Take it off for good. Idempotent; never fails."""
+        self.uninstall()
+        self.run.forget()
+
+    def displaced(self) -> None:
+        """Another of ours is in force now."""
+        self.is_on = False
+        for wrap in self._outside:
+            if wrap.target is not None:
+                wrap.uninstall()
+
+    def _present(self) -> Iterator[nn.Module]:
+        return (model for model in (one() for one in self._models) if model is not None)
+
+    @contextmanager
+    def unmerged(self) -> Iterator[TransformerPatch]:
+        """While in there the models merge nothing."""
+        self.uninstall()
+        try:
+            yield self
+        finally:
+            self.install()
+
+    def __enter__(self) -> TransformerPatch:
+        self._entered = True
+        return self.install()
+
+    def __exit__(self, *error: object) -> None:
+        self._entered = False
+        self.remove()
+        if self._previous is not None:
+            self._previous.install()
+
+
+class _On:
+    """All wraps on one transformer."""
+
+    def __init__(self, model: nn.Module) -> None:
+        family, calls = family_of(model), Calls()
+        self.settings = Settings()
+        sites = [AttentionSite(path, one, family.text_first, calls) for path, one in find_attentions(model, family)]
+        self._wraps: list[Wrap] = [TransformerSite(model, family, self.settings, calls), *sites]
+
+    def give(self, merging: TransformerPatch) -> None:
+        """These settings are in force from now on; brings back what somebody has overwritten."""
+        before, self.settings.merging = self.settings.merging, merging
+        if before is not None and before is not merging:
+            before.displaced()
+        self._wraps = [wrap.install() for wrap in self._wraps]
+
+    def take_off(self) -> None:
+        """Leave the model as it was found."""
+        self.settings.merging = None
+        for wrap in reversed(self._wraps):
+            wrap.uninstall()
+
+
+def handle_on(model: nn.Module) -> TransformerPatch | None:
+    """The handle in force on a transformer."""
+    on = vars(model).get(_MARK)
+    return None if on is None else on.settings.merging
+
+
+def patch_transformers(
+    models: list[nn.Module], config: MergeConfig, schedule: NoiseSchedule | None, pipeline: Any
+) -> TransformerPatch:
+    """Merge in these transformers; see `tome_core.patch`."""
+    handle = TransformerPatch(models, config, schedule)
+    before = handle._previous
+    if before is not None and not before._entered:
+        handle._previous = None  # nobody will leave it for what was before it
+    handle.follow(pipeline)
+    return handle.install()
