@@ -117,8 +117,10 @@ class _Dispatch:
 
         def function(q, k, v, bias):
             more = {"attention_kwargs": attention_kwargs} if attention_kwargs else {}
-            return dispatch(q, k, v, attn_mask=bias, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
-                            enable_gqa=enable_gqa, backend=backend, parallel_config=parallel_config, **more)  # fmt: skip
+            return dispatch(
+                q, k, v, attn_mask=bias, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
+                backend=backend, parallel_config=parallel_config, **more,
+            )  # fmt: skip
 
         plain = not (dropout_p or is_causal or attention_kwargs or parallel_config is not None)
         return _answer(Given(function, query, key, value, BY_TOKEN, attn_mask, scale or query.shape[-1] ** -0.5,

@@ -13,7 +13,7 @@ from torch import nn
 from ..run import Call
 from ..sequence import Host, Layout, SequenceMerging, by_token, in_form
 from ..wrap import Wrap
-from .families import Family, Tokens
+from .families import Family, Tokens, family_of
 from .function import Given, answering, exchanged
 
 FOREIGN = "something else runs in its place"
@@ -74,10 +74,11 @@ class TransformerSite(Wrap):
             self.calls.now = before
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in super().__getstate__().items() if key != "_signature"}
+        return {key: value for key, value in super().__getstate__().items() if key not in ("_signature", "family")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self.family = family_of(self.target)
         self._signature = inspect.signature(type(self.target).forward)
 
 
