@@ -42,7 +42,8 @@ MAY_IMPORT = {
     "ledger": set(),
     "report_text": set(),
     "report": {"gains", "ledger", "report_text"},
-    "clock": {"config", "gate", "ledger", "noise", "phases", "schedule"},
+    "late_pass": set(),
+    "clock": {"config", "gate", "late_pass", "ledger", "noise", "phases", "schedule"},
     "wrap": set(),
     "switch": set(),
     "families": set(),
@@ -67,8 +68,9 @@ MAY_IMPORT = {
     "handle": {"config", "config_text", "keep", "kernels", "ledger", "report", "run", "schedule"},
     "sequence": {"attention", "config", "decision", "grid", "handle", "ledger", "matching", "methods", "metric",
         "phases", "plan", "run", "schedule", "search"},
+    "transformers": {"config", "grid", "pipeline", "run", "schedule", "sequence", "switch", "wrap"},
     "patch": {"config", "families", "fingerprint", "handle", "ledger", "measured", "noise", "phases", "pipeline",
-        "presets", "report", "run", "schedule", "wiring", "wrap"},
+        "presets", "report", "run", "schedule", "transformers", "wiring", "wrap"},
     "graphs": {"families", "keep", "ledger", "plan", "run", "search", "sites", "switch", "wiring", "wrap"},
     "diffusers_model_hook": {"patch", "run", "wrap"},
     "diffusers_hooks": {"config", "diffusers_model_hook", "patch", "wrap"},
@@ -79,7 +81,7 @@ MAY_IMPORT = {
     "__init__": {"config", "families", "form", "gains", "graphs", "patch", "phases", "plan", "presets", "report",
         "schedule", "sequence"},
 }
-PACKAGES = ("methods", "attention", "sequence", "graphs")
+PACKAGES = ("methods", "attention", "sequence", "transformers", "graphs")
 # what a module may import beside torch and the standard library: its one importer does without it where it is missing
 OPTIONAL = {f"triton_kernels{which}": {"triton"} for which in ("", "_correction", "_groups")} | {
     "diffusers_hooks": {"diffusers"}, "diffusers_model_hook": {"diffusers"}}

@@ -42,6 +42,7 @@ STARTS_PROGRAMS = {
     "install.py": "environments, pip, and the command that the user asked for",
     "tome_core/bench.py": "peak memory is measured in a process of its own",
     "benchmarks/environment.py": "asks git for the commit",
+    "benchmarks/stack_comfyui.py": "a real ComfyUI's nodes are measured in its own Python",
     "benchmarks/unfused.py": "peak memory is measured in a process of its own, a host's functions in the host's Python",
 }
 
