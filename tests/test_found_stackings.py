@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 
 import pytest
@@ -11,11 +12,12 @@ import tome_core
 from tests.models import CASES, call_case, inputs, sd15
 from tests.random_stackings.layers import Fussy
 from tests.random_stackings.sessions import drop_own_methods
-from tests.test_foreign_wrappers import unwrap, wrap_everything
+from tests.test_foreign_wrappers import Foreign, unwrap, wrap_everything
 from tests.test_patch_contract import traces
 from tome_core import MergeConfig
 from tome_core.diffusers_hooks import TokenMergingConfig, apply_token_merging, remove_token_merging
 from tome_core.families import find_blocks
+from tome_core.wrap import Wrap, drop_remains
 
 BY_NAME = {case.name: case for case in CASES}
 EVERY_SIZE = {"only_if_it_pays": False}
@@ -81,3 +83,34 @@ def test_a_pickled_model_with_wrappers_beneath_ours_calls_them(case):
     assert torch.equal(call_case(case, twin), merged) and all(one.calls == 1 for one in foreign)
     tome_core.remove_patch(twin)
     assert not torch.equal(call_case(case, twin), merged)
+
+
+def resting_beneath_a_wrapper() -> tuple[torch.nn.Module, Foreign]:
+    """A layer on which somebody's wrapper has kept a wrap of ours that is off and waits for the next patch."""
+    layer = torch.nn.Linear(2, 2)
+    wrap = Wrap(layer).install()
+    foreign = Foreign(layer)
+    vars(layer)["forward"] = foreign.saved  # it looks elsewhere for a moment
+    wrap.uninstall()
+    wrap.rest()
+    return layer, foreign
+
+
+def test_a_wrap_that_rests_and_was_put_back_by_somebody_is_taken_off():
+    layer, foreign = resting_beneath_a_wrapper()
+    foreign.put_back()
+    drop_remains(layer)
+    assert "forward" not in vars(layer)
+    wrap = foreign.saved.__self__ if hasattr(foreign.saved, "__self__") else foreign.saved
+    assert wrap.wake() and wrap.target is layer
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+def test_a_copy_with_a_wrapper_that_keeps_a_resting_wrap_runs_its_own_weights(copied):
+    layer, foreign = resting_beneath_a_wrapper()
+    layer.forward = foreign._call
+    twin = copied(layer)
+    with torch.no_grad():
+        layer.weight.zero_()
+        layer.bias.zero_()
+        assert twin(torch.ones(1, 2)).any() and not layer(torch.ones(1, 2)).any()

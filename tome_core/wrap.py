@@ -135,12 +135,14 @@ class Wrap:
         return self.target is not None
 
     def __getstate__(self) -> dict[str, Any]:
-        # not every function can be pickled; this one is found again
-        return {key: value for key, value in vars(self).items() if key != "_of_class"}
+        # not every function can be pickled; this one is found again. A copy of one that rests, which somebody's wrapper
+        # has kept, is a pass-through to the copy of its target
+        state = {key: value for key, value in vars(self).items() if key != "_of_class"}
+        return state | {"target": self.rests_from(), "_resting": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._of_class = getattr(type(self.target), self.name)
+        self._of_class = getattr(type(self.target), self.name, None)
 
 
 def under_accelerate(target: Any) -> bool:
@@ -152,8 +154,13 @@ def drop_remains(target: Any) -> None:
     """Take off our wraps that were removed beneath somebody else's, who has put them back on leaving."""
     for method in (vars(target).get(slot) for slot in _SLOTS):
         wrap = _wrap_of(method)
-        if wrap is not None and not wrap.active and wrap.target is target and wrap.is_on_top():
+        if wrap is None or wrap.active or wrap.rests_from() is not target:
+            continue
+        rests = wrap.target is None
+        if wrap.wake() and wrap.is_on_top():
             wrap.leave()
+        if rests:
+            wrap.rest()
 
 
 def is_wrapped_by_others(module: torch.nn.Module) -> bool:

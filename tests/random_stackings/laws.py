@@ -63,7 +63,7 @@ def _judge(stage: Stage, session: Session, generators: tuple[Any, Any]) -> bool:
     traces, probe = stage.left()
     before = pristine(session.family, session.dtype)
     drew = not torch.equal(torch.get_rng_state(), generators[0]) or random.getstate() != generators[1]
-    is_clean = traces == before.left and torch.equal(probe, before.probe)
+    is_clean = traces == before.left and torch.is_tensor(probe) and torch.equal(probe, before.probe)
     is_odd = any(isinstance(one, BaseException) or not one.isfinite().all() for one in stage.outcomes)
     if is_clean and not (is_odd or drew):
         return True
@@ -79,7 +79,10 @@ def _judge(stage: Stage, session: Session, generators: tuple[Any, Any]) -> bool:
     left, plain = control.left()
     if traces != left:
         raise Fault(f"left on the model: {first_difference(left, traces)}")
-    if not torch.equal(probe, plain):
+    if isinstance(probe, Exception) or isinstance(plain, Exception):
+        if type(probe) is not type(plain):
+            raise Fault(f"the model gives {probe!r} now, without merging {plain!r}")
+    elif not torch.equal(probe, plain):
         raise Fault(f"the model draws another picture now, by {(probe - plain).abs().max():.3g}")
     return is_clean
 

@@ -295,10 +295,13 @@ class Stage:
             remove_token_merging(find_unet(self.model))
             tome_core.remove_patch(self.model)
 
-    def left(self) -> tuple[list, torch.Tensor]:
-        """What lies on the model, and a picture of it."""
+    def left(self) -> tuple[list, torch.Tensor | Exception]:
+        """What lies on the model, and a picture of it, or what it raises: two that put back each other's processors."""
         drop_own_methods(self.model)
-        return traces(self.model), probed(self.case, self.model, self.session.dtype)
+        try:
+            return traces(self.model), probed(self.case, self.model, self.session.dtype)
+        except Exception as error:
+            return traces(self.model), error
 
 
 def _home(value: Any) -> str:
@@ -307,10 +310,10 @@ def _home(value: Any) -> str:
 
 
 def drop_own_methods(model: nn.Module) -> None:
-    """Those who put back what they found put back the class's own method as well, which says nothing."""
+    """Those who put back what they found put back a method of the class as well, also one that it had for a time."""
     for module in model.modules():
         for name in ("forward", "_forward"):
-            if getattr(vars(module).get(name), "__func__", module) is getattr(type(module), name, None):
+            if getattr(vars(module).get(name), "__self__", None) is module:
                 delattr(module, name)
 
 
