@@ -67,7 +67,8 @@ def drawing(case: dict[str, Any]) -> Iterator[Callable[[str], Drawn]]:
                 if not line:
                     raise RuntimeError(f"ComfyUI's Python ended: {Path(log.name).read_text()[-2000:]}")
                 answer = json.loads(line)
-                return Drawn(_picture(np.load(latent, allow_pickle=False), case), answer["seconds"], answer["calls"], answer["told"])
+                picture = _picture(np.load(latent, allow_pickle=False), case)
+                return Drawn(picture, answer["seconds"], answer["calls"], answer["told"])
 
             try:
                 yield draw

@@ -182,7 +182,7 @@ def test_a_picture_is_made_told_step_by_step_and_the_line_moves_by_mouse_and_key
     assert "Dots: your last pictures here, 0.5:" in page.text("plot")
     assert re.search(r"Level 0: 4096 tokens became \d+", page.at("maps").inner_text())
     page.page.get_by_text("Report", exact=True).click()
-    assert "Token merging:" in page.until("report", "UNet calls")
+    assert "Token merging:" in page.until("report", "model calls")
     before, after = (one.get_attribute("src") for one in page.page.locator("#slider img").all())
     sizes = page.page.evaluate("[...document.querySelectorAll('#slider img, #difference img, #maps img')]"
                                ".map(one => one.naturalWidth)")  # fmt: skip

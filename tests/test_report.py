@@ -38,7 +38,7 @@ def level(downsample: int = 1, keys: int = 64, left: int = 25, **facts) -> Level
 def test_the_first_line_is_the_gain_the_second_what_was_left_out_then_levels_early_and_late():
     measured = Report.joined([reported(EARLY, 900, 100), Report(True, gains=(gain(1.42),))])
     first, second, *rest = str(measured).splitlines()
-    assert first == "Token merging: 2 UNet calls, 1.42x the unmerged speed (measured)"
+    assert first == "Token merging: 2 model calls, 1.42x the unmerged speed (measured)"
     assert second.startswith(f"  {percent(measured.work_saved)} of attention left out, at latent /1")
     fine = [line for line in rest if line.startswith("  latent /1")]
     assert [line.partition(":")[0] for line in fine] == ["  latent /1, early", "  latent /1, late"]
@@ -50,7 +50,7 @@ def test_the_first_line_is_the_gain_the_second_what_was_left_out_then_levels_ear
 def test_unmeasured_it_begins_with_what_was_left_out_and_says_nothing_of_time():
     found = reported(EARLY, 900)
     first, *_ = str(found).splitlines()
-    assert first == f"Token merging: 1 UNet call, {percent(found.work_saved)} of attention left out"
+    assert first == f"Token merging: 1 model call, {percent(found.work_saved)} of attention left out"
     assert "speed" not in str(found) + found.headline
 
 

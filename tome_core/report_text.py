@@ -34,7 +34,7 @@ def lines(report: Any, title: str, facts: Sequence[str] | None, beside: Sequence
     """See `Report.lines`."""
     if not report.patched and not report.levels:
         return [f"{title}: {_NOT_APPLIED}"]
-    facts = [count(report.calls, "UNet call")] if facts is None else facts
+    facts = [count(report.calls, "model call")] if facts is None else facts
     speed, outcome = _speed(report), _outcome(report)
     places = " and ".join(f"/{level.downsample}" for level in report.levels if level.calls_merged)
     more = [f"{outcome}, at latent {places}"] if speed else []
