@@ -32,7 +32,7 @@ def draw(model: SceneModel, case: Case, asked: Sequence[Asked]) -> np.ndarray:
     """Pictures uint8 ``[n, H, W, 3]``, drawn at once. All that a picture draws comes from its own seed."""
     dice = [torch.Generator().manual_seed(one.seed) for one in asked]
     scene = torch.cat([enlarged(model, one.scene, case.scale) for one in asked]) if case.begins_with_a_scene else None
-    side, channels = model.unet.config.sample_size * case.scale, model.unet.config.in_channels
+    side, channels = model.side * case.scale, model.channels
     noise = torch.cat([torch.randn(1, channels, side, side, generator=one) for one in dice])
     scheduler = SOLVERS[case.solver](model, case.steps)
     times = _times_left(scheduler, case)

@@ -56,7 +56,7 @@ class SceneSubject:
     ) -> None:
         self.name, self.purpose, self.manner = path.stem, purpose, manner
         self.model = model.load(path).to(device)
-        self.unet, self.device = self.model.unet, device
+        self.unet, self.device = self.model.network, device
         self._walls = _metadata(path).get("walls") != "none"
         self._scheduler = DDPMScheduler(**self.model.scheduler)
         self._painted: tuple[int, torch.Tensor, torch.Tensor] | None = None
@@ -80,7 +80,7 @@ class SceneSubject:
 
     def _latents(self, seed: int, count: int, part: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Scenes of the kind that the model learned, and their tokens."""
-        pictures, tokens, _ = Scenes(seed, count, 2 * self.unet.config.sample_size, walls=self._walls)[part]
+        pictures, tokens, _ = Scenes(seed, count, 2 * self.model.side, walls=self._walls)[part]
         return model.encode(pictures, self.model.haar_gain), tokens
 
     def scene(self, number: int) -> tuple[torch.Tensor, list[int]]:

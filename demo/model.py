@@ -1,4 +1,4 @@
-"""The embedded models: small UNets of Stable Diffusion's and of SDXL's layout on a fixed Haar latent."""
+"""The embedded models: small ones of Stable Diffusion's, SDXL's and Flux's layout on a fixed Haar latent."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from demo.prompt import VOCABULARY
+from demo.transformer import TRANSFORMER, SceneTransformer
 
 WEIGHTS = Path(__file__).with_name("scenes128.safetensors")
 # Of another seed, so that a ranking can be seen to repeat.
@@ -47,7 +48,7 @@ UNET_XL = {
     "addition_time_embed_dim": 32,
     "projection_class_embeddings_input_dim": 96 + 6 * 32,  # the pooled text, and six sizes of 32 channels each
 }
-LAYOUTS = {"sd": UNET, "sdxl": UNET_XL}
+LAYOUTS = {"sd": UNET, "sdxl": UNET_XL, "flux": TRANSFORMER}
 SCHEDULER = {
     "num_train_timesteps": 1000,
     "beta_schedule": "scaled_linear",
@@ -105,7 +106,13 @@ class SceneModel(nn.Module):
         width = unet["cross_attention_dim"]
         self.emb = nn.Embedding(VOCABULARY, width)
         self.pooled = nn.Linear(width, width) if unet.get("addition_embed_type") == "text_time" else None
-        self.unet_config, self.scheduler, self.haar_gain = unet, scheduler or SCHEDULER, haar_gain
+        self.config, self.scheduler, self.haar_gain = unet, scheduler or SCHEDULER, haar_gain
+        self.side, self.channels = unet["sample_size"], unet["in_channels"]
+
+    @property
+    def network(self) -> nn.Module:
+        """What merging is put on."""
+        return self.unet
 
     def forward(
         self, latents: torch.Tensor, timestep: torch.Tensor, tokens: torch.Tensor, sizes: torch.Tensor | None = None
@@ -128,10 +135,16 @@ class SceneModel(nn.Module):
         return {"text_embeds": self.pooled(words.mean(1)), "time_ids": sizes.expand(len(words), -1)}
 
 
-def save(model: SceneModel, path: Path) -> None:
+def make(config: dict, scheduler: dict | None = None, haar_gain: float = HAAR_GAIN) -> SceneModel | SceneTransformer:
+    """A model of this layout with random weights."""
+    kind = SceneTransformer if "num_single_layers" in config else SceneModel
+    return kind(config, scheduler or SCHEDULER, haar_gain)
+
+
+def save(model: SceneModel | SceneTransformer, path: Path) -> None:
     """Write the weights as fp16 safetensors that carry their own configuration; replaces `path` in one move."""
     metadata = {
-        "unet_config": json.dumps(model.unet_config),
+        "unet_config": json.dumps(model.config),
         "scheduler": json.dumps(model.scheduler),
         "haar_gain": str(model.haar_gain),
     }
@@ -141,7 +154,7 @@ def save(model: SceneModel, path: Path) -> None:
     os.replace(unfinished, path)
 
 
-def load(path: Path = WEIGHTS) -> SceneModel:
+def load(path: Path = WEIGHTS) -> SceneModel | SceneTransformer:
     """The model in `path`, float32, on the CPU, ready to sample.
 
     Raises ValueError where the file is no weights file of this demo, FileNotFoundError where there is none.
@@ -151,7 +164,7 @@ def load(path: Path = WEIGHTS) -> SceneModel:
             metadata = file.metadata() or {}
             weights = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
         unet, scheduler = json.loads(metadata["unet_config"]), json.loads(metadata["scheduler"])
-        model = SceneModel(unet, scheduler, float(metadata["haar_gain"]))
+        model = make(unet, scheduler, float(metadata["haar_gain"]))
         model.load_state_dict(weights)
     except (SafetensorError, KeyError, RuntimeError) as error:
         raise ValueError(f"{path} holds no scene model of this demo ({error}); "

@@ -50,7 +50,7 @@ def sample(
     """
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
-    side, channels = model.unet.config.sample_size, model.unet.config.in_channels
+    side, channels = model.side, model.channels
     latent = torch.randn(1, channels, side, side, generator=generator).to(device)
     pair = torch.tensor([tokens, [NULL_TOKEN] * len(tokens)], device=device)
     scheduler = solver(model, steps, timesteps)

@@ -51,7 +51,7 @@ class Embedded:
     def __init__(self, device: torch.device, path: Path = model.WEIGHTS):
         self.name, self.device = "embedded model" if path == model.WEIGHTS else path.name, device
         self.model = model.load(path).to(device)
-        self.target = self.model.unet
+        self.target = self.model.network
 
     def timesteps(self, steps: int) -> list[float] | None:
         return sampler.solver(self.model, steps).timesteps.tolist()

@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("--minutes", type=positive, required=True, help="length of the whole run, over all its resumptions")
     add("--layout", choices=tuple(scene_model.LAYOUTS), default="sd", help="Stable Diffusion's, for 128 px (default), "
-        "or SDXL's, for 256 px")
+        "SDXL's, for 256 px, or Flux's, for 128 px")
     add("--state", type=Path, help="where the run is kept (default demo-output/training-LAYOUT.safetensors)")
     add("--output", type=Path, help="where the weights go (default demo-output/scenes-LAYOUT.safetensors)")
     add("--start", type=Path, help="weights to begin a new run with (default: random ones), as far as names and shapes "
@@ -79,7 +79,7 @@ def train_step(state: TrainingState, batch: Batch, seed: int) -> float:
 
 def train(state: TrainingState, options: argparse.Namespace) -> None:
     """Run until the minutes are used up, the cheap pictures first; saves now and then, and at the end."""
-    full = 2 * state.model.unet.config.sample_size
+    full = 2 * state.model.side
     phases = (
         (options.coarse, Scenes(options.seed, 2 * options.batch, full // 2, device=options.device)),
         (options.coarse + options.crops, Scenes(options.seed, 2 * options.batch, full, full // 2, options.device)),
@@ -153,7 +153,7 @@ def prepared(options: argparse.Namespace) -> TrainingState:
         raise ValueError(f"--start begins a new run, but {options.state} holds one; leave --start out to go on, "
                          "or give another --state")
     torch.manual_seed(options.seed)
-    model = scene_model.SceneModel(scene_model.LAYOUTS[options.layout])
+    model = scene_model.make(scene_model.LAYOUTS[options.layout])
     if options.start:
         begin_with(model, scene_model.load(options.start))
     attention.start_sharp(model)
@@ -190,7 +190,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
     published = scene_model.load(options.output)
     print(f"held-out loss {held_out_loss(published):.4f}")
-    print(attention.gates(published))
+    if attention.level_0(published):
+        print(attention.gates(published))
     return 0
 
 

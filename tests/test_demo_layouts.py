@@ -1,4 +1,4 @@
-"""The embedded models' two layouts: what makes SDXL's SDXL's, what it is told beside the prompt, and who takes it."""
+"""The embedded models' other layouts: what makes SDXL's SDXL's, where Flux's places its tokens, and who takes them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from benchmarks.subjects import SCENE_MODELS, SceneSubject, is_scene_model
 from benchmarks.variant_list import VARIANTS
 from demo import attention, checkpoint, model, prompt, sampler, train
 from demo.training_loss import Scenes
+from demo.transformer import SceneTransformer
 from tests import tiny_scenes
 
 NOISE = torch.randn(2, 12, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -98,7 +99,7 @@ def test_a_saved_model_is_of_the_layout_that_it_was(tmp_path, xl):
     path = tmp_path / "xl.safetensors"
     model.save(xl, path)
     loaded = model.load(path)
-    assert loaded.unet_config == xl.unet_config and loaded.pooled is not None
+    assert loaded.config == xl.config and loaded.pooled is not None
     assert torch.allclose(predicted(loaded), predicted(xl), atol=0.02)
     assert is_scene_model(path) and checkpoint.inspect(path).is_embedded
 
@@ -147,3 +148,39 @@ def test_the_shipped_models_predict_velocity_down_to_no_signal_at_all(weights):
     assert DDPMScheduler(**loaded.scheduler).alphas_cumprod[-1] == 0
     solver = sampler.solver(loaded, 10)
     assert solver.timesteps[0] == 999 and np.isclose(solver.alphas_cumprod[-1], 0, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def flux() -> SceneTransformer:
+    return tiny_scenes.make(model.LAYOUTS["flux"])
+
+
+def test_fluxs_layout_attends_jointly_and_then_in_one_sequence(flux):
+    assert len(flux.transformer.transformer_blocks) == 2 and len(flux.transformer.single_transformer_blocks) == 5
+    assert predicted(flux).shape == NOISE.shape
+    assert not torch.allclose(predicted(flux, WORDS.flip(0)), predicted(flux), atol=1e-4)
+    assert attention.level_0(flux) == []
+
+
+def test_a_part_of_a_picture_stands_where_it_was_cut_out_and_half_a_picture_spans_a_whole_one(flux):
+    def places(height, width, sizes):
+        given = None if sizes is None else torch.tensor([sizes])
+        return flux._places(height, width, given, NOISE)[:, 1:].unflatten(0, (height, width))
+
+    whole = places(64, 64, None)
+    assert torch.equal(places(64, 64, model.whole(128, 128)), whole)
+    assert torch.equal(places(16, 16, [128, 128, 32, 64, 32, 32]), whole[16:32, 32:48])
+    half = places(32, 32, model.whole(64, 64))
+    assert torch.equal(half, (whole[::2, ::2] + whole[1::2, 1::2]) / 2)
+
+
+def test_a_saved_transformer_is_one_again_and_merges(tmp_path, flux):
+    path = tmp_path / "flux.safetensors"
+    model.save(flux, path)
+    subject = SceneSubject(path, torch.device("cpu"), PURPOSES[SHOW])
+    plain = predicted(subject.model)
+    assert torch.allclose(plain, predicted(flux), atol=0.02)
+    with tome_core.patch(subject.unet, ratio=0.9, side="kv", metric="keys+values", sx=4, sy=4) as merging:
+        merged = predicted(subject.model)
+    assert merging.report().work_saved > 0.5
+    assert 0 < (merged - plain).norm() < 0.1 * plain.norm()

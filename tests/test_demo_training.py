@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from demo import train
-from demo.model import LAYOUTS, SceneModel, load, save
+from demo.model import LAYOUTS, load, make, save
 from demo.prompt import NULL_TOKEN
 from demo.training_loss import Scenes, stratified_times
 from demo.training_state import TrainingState
@@ -15,7 +15,7 @@ from tests import tiny_scenes
 
 def fresh(layout="sd", seed=0):
     torch.manual_seed(seed)
-    return TrainingState(SceneModel(LAYOUTS[layout]), 1e-3)
+    return TrainingState(make(LAYOUTS[layout]), 1e-3)
 
 
 def advance(state, steps):

@@ -22,4 +22,4 @@ def make(unet: dict = UNET) -> model.SceneModel:
     """The same weights each time; leaves the global generator alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return model.SceneModel(unet).eval()
+        return model.make(unet).eval()

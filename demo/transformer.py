@@ -1,0 +1,70 @@
+"""A small transformer of Flux's layout on the same latents: joint attention with the prompt, rotary positions."""
+
+from __future__ import annotations
+
+import torch
+from diffusers import FluxTransformer2DModel
+from torch import nn
+
+from demo.prompt import VOCABULARY
+
+# Flux's blocks: two that keep picture and prompt apart but attend jointly, then those that run both as one sequence.
+# A token is one place of the latent, so 128 px are 4,096 of them, as many as Flux has at 1024 px.
+TRANSFORMER = {
+    "patch_size": 1,
+    "in_channels": 12,
+    "num_layers": 2,
+    "num_single_layers": 5,
+    "attention_head_dim": 32,
+    "num_attention_heads": 5,
+    "joint_attention_dim": 96,
+    "pooled_projection_dim": 96,
+    "guidance_embeds": False,
+    "axes_dims_rope": [8, 12, 12],
+}
+SIDE = 64  # of the latent, in tokens
+
+
+class SceneTransformer(nn.Module):
+    """Transformer and prompt embedding. Its state dict has the keys `transformer.*` and `emb.weight` [26, 96]."""
+
+    def __init__(self, config: dict, scheduler: dict, haar_gain: float):
+        super().__init__()
+        self.transformer = FluxTransformer2DModel(**config)
+        self.emb = nn.Embedding(VOCABULARY, config["joint_attention_dim"])
+        self.config, self.scheduler, self.haar_gain = config, scheduler, haar_gain
+        self.side, self.channels = SIDE, config["in_channels"]
+
+    @property
+    def network(self) -> nn.Module:
+        """What merging is put on."""
+        return self.transformer
+
+    def forward(
+        self, latents: torch.Tensor, timestep: torch.Tensor, tokens: torch.Tensor, sizes: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """v-prediction [n, 12, h, w]; arguments as `SceneModel.forward` has them. sizes: they place a part of a
+        picture, or one of another size, on the tokens of a whole one."""
+        height, width = latents.shape[2:]
+        words = self.emb(tokens)
+        places = self._places(height, width, sizes, latents)
+        out = self.transformer(
+            hidden_states=latents.flatten(2).transpose(1, 2),
+            encoder_hidden_states=words,
+            pooled_projections=words.mean(1),
+            timestep=timestep.expand(len(latents)).to(latents) / 1000,
+            img_ids=places,
+            txt_ids=places.new_zeros(tokens.shape[1], 3),
+            return_dict=False,
+        )[0]
+        return out.transpose(1, 2).unflatten(2, (height, width))
+
+    def _places(self, height: int, width: int, sizes: torch.Tensor | None, latents: torch.Tensor) -> torch.Tensor:
+        """[h * w, 3]: 0, down and right, of each token's middle in tokens of a whole picture."""
+        top, left, unit = 0.0, 0.0, 1.0
+        if sizes is not None:
+            whole, _, top, left = sizes[0, :4].tolist()
+            unit, top, left = 2 * SIDE / whole, top / 2, left / 2
+        down, right = (torch.arange(count, device=latents.device) + 0.5 for count in (height, width))
+        grid = torch.stack(torch.meshgrid((down + top) * unit, (right + left) * unit, indexing="ij"), -1)
+        return torch.cat([torch.zeros_like(grid[..., :1]), grid], -1).flatten(0, 1)
