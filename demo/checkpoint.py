@@ -60,7 +60,7 @@ def _inspect_file(path: Path) -> Checkpoint:
 
 def is_of_scenes(shapes: dict[str, list[int]]) -> bool:
     """Whether a file with tensors of these names is a scene model of this demo."""
-    return {"emb.weight", "unet.conv_in.weight"} <= set(shapes)
+    return "emb.weight" in shapes and not {"unet.conv_in.weight", "transformer.x_embedder.weight"}.isdisjoint(shapes)
 
 
 def read_shapes(path: Path) -> dict[str, list[int]]:

@@ -177,6 +177,7 @@ def test_a_part_of_a_picture_stands_where_it_was_cut_out_and_half_a_picture_span
 def test_a_saved_transformer_is_one_again_and_merges(tmp_path, flux):
     path = tmp_path / "flux.safetensors"
     model.save(flux, path)
+    assert is_scene_model(path) and checkpoint.inspect(path).is_embedded
     subject = SceneSubject(path, torch.device("cpu"), PURPOSES[SHOW])
     plain = predicted(subject.model)
     assert torch.allclose(plain, predicted(flux), atol=0.02)
