@@ -97,7 +97,8 @@ class Sampling:
         key = id(model_sampling), flows
         if key not in self._timesteps:
             listed = options.get("sample_sigmas", self._sigmas)
-            levels = self._levels or (listed.tolist()[:-1] if torch.is_tensor(listed) else ())
+            is_followed = self._follows_list and torch.is_tensor(listed)
+            levels = self._levels or (listed.tolist()[:-1] if is_followed else ())
             known = () if self._continues else levels
             self._timesteps[key] = tuple(_timestep(one, model_sampling, flows) for one in known) or None
         return self._timesteps[key]

@@ -63,6 +63,7 @@ def of_unit_spread(*parts: torch.Tensor) -> torch.Tensor:
         return found
     x = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
     x = (x - x.mean(1, keepdim=True)).unflatten(-1, (len(parts), -1))
-    length = torch.linalg.vector_norm(x, dim=(1, 3), keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
+    exact = torch.float64 if x.dtype == torch.float64 else torch.float32
+    length = torch.linalg.vector_norm(x, dim=(1, 3), keepdim=True, dtype=exact)
     unit = (x.shape[1] * x.shape[3]) ** -0.5
     return (x / (length * unit).clamp(min=torch.finfo(x.dtype).tiny).to(x.dtype)).flatten(2)
