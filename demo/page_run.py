@@ -203,5 +203,5 @@ def _drawn(picture: np.ndarray, maps: dict[int, tome_core.run.MergeMap], row: in
     for level, found in sorted(maps.items()):
         group = found.group[row if len(found.group) > 1 else 0]
         title = f"Level {level}: {len(group)} tokens became {found.num_groups}"
-        drawn.append((title, page_map.mosaic(enlarged(picture), tuple(found.grid), group.cpu().numpy())))
+        drawn.append((title, page_map.mosaic(enlarged(picture), found.grid[:2], group.cpu().numpy())))
     return tuple(drawn)

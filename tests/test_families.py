@@ -11,7 +11,7 @@ import sys
 import pytest
 import tomesd
 import torch
-from diffusers import FluxTransformer2DModel
+from diffusers import AuraFlowTransformer2DModel
 from torch import nn
 
 import tome_core
@@ -102,21 +102,25 @@ def test_levels_are_found_in_every_shape_of_unet():
     assert sorted({p.halvings for p in find_blocks(ldm_four_levels())}) == [0, 1, 2, 3]
 
 
-def test_a_dit_is_refused_with_what_was_found():
+def aura_flow() -> AuraFlowTransformer2DModel:
+    """A transformer that is not known."""
     with torch.random.fork_rng(devices=[]):
-        flux = FluxTransformer2DModel(
-            in_channels=4, num_layers=1, num_single_layers=3, attention_head_dim=16, num_attention_heads=2,
-            joint_attention_dim=TEXT, pooled_projection_dim=16, axes_dims_rope=(4, 6, 6),
+        return AuraFlowTransformer2DModel(
+            in_channels=4, out_channels=4, num_mmdit_layers=1, num_single_dit_layers=3, attention_head_dim=16,
+            num_attention_heads=2, joint_attention_dim=TEXT, caption_projection_dim=16, pos_embed_max_size=64,
         )  # fmt: skip
 
-    class Pipeline:
-        transformer = flux
 
-    for model in (flux, Pipeline()):
+def test_a_transformer_that_is_not_known_is_refused_with_what_was_found():
+    class Pipeline:
+        transformer = aura_flow()
+
+    for model in (aura_flow(), Pipeline()):
         with pytest.raises(UnsupportedModelError) as caught:
             tome_core.apply_patch(model)
         text = str(caught.value)
-        assert "BasicTransformerBlock" in text and "3 FluxSingleTransformerBlock" in text and "Stable Diffusion" in text
+        assert "BasicTransformerBlock" in text and "Stable Diffusion" in text
+        assert "3 AuraFlowSingleTransformerBlock" in text
         assert not tome_core.report(model).patched
     with pytest.raises(UnsupportedModelError, match="2 Linear"):
         tome_core.apply_patch(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))

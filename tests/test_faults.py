@@ -11,7 +11,7 @@ import pickle
 
 import pytest
 import torch
-from diffusers import SD3Transformer2DModel
+from diffusers import AuraFlowTransformer2DModel
 from diffusers.models.attention import BasicTransformerBlock
 from torch import nn
 
@@ -240,11 +240,11 @@ def test_18_destinations_are_random_at_every_batch(batch: int):
 
 
 def test_19_a_model_without_such_blocks_is_refused_with_what_was_found():
-    settings = {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 8, "sample_size": 8}
-    sizes = {"joint_attention_dim": 16, "caption_projection_dim": 16, "pooled_projection_dim": 16}
+    settings = {"num_mmdit_layers": 2, "num_single_dit_layers": 1, "num_attention_heads": 2, "attention_head_dim": 8}
+    sizes = {"sample_size": 8, "joint_attention_dim": 16, "caption_projection_dim": 16, "pos_embed_max_size": 64}
     with torch.random.fork_rng(devices=[]):
-        model = SD3Transformer2DModel(**settings, **sizes)
-    with pytest.raises(UnsupportedModelError, match=r"BasicTransformerBlock.*found .*2 JointTransformerBlock"):
+        model = AuraFlowTransformer2DModel(**settings, **sizes)
+    with pytest.raises(UnsupportedModelError, match=r"BasicTransformerBlock.*found .*2 AuraFlowJointTransformerBlock"):
         tome_core.apply_patch(model)
     assert issubclass(UnsupportedModelError, ValueError)
     assert tome_core.remove_patch(model) is model and not tome_core.report(model).patched

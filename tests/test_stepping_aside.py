@@ -148,5 +148,5 @@ def test_maps_are_kept_only_where_asked_for(block, inputs):
         handle.keep_maps()
         block(*inputs)
         kept = handle.maps()[0]
-        assert tuple(kept.grid) == (8, 8) and kept.group.shape == (2, 64) and kept.group.device.type == "cpu"
+        assert kept.grid[:2] == (8, 8) and kept.group.shape == (2, 64) and kept.group.device.type == "cpu"
         assert int(kept.group.max()) + 1 == kept.num_groups == 32
