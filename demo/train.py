@@ -182,6 +182,8 @@ def main(arguments: list[str] | None = None) -> int:
         train(state, options)
     except KeyboardInterrupt:
         stopped = True
+    finally:
+        torch.set_flush_denormal(False)
     state.save(options.state)
     scene_model.save(state.average, options.output)
     print(f"step {state.step}, {state.seconds / 60:.1f} min; weights: {options.output}")

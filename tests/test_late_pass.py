@@ -9,7 +9,7 @@ from diffusers import StableDiffusionImg2ImgPipeline, StableDiffusionXLImg2ImgPi
 
 import tome_core
 from tests import models, tiny_pipeline, webui_doubles
-from tests.comfy_doubles import Guider, apply, least_checkpoint
+from tests.comfy_doubles import Guider, apply, least_checkpoint, sampler_of
 from tests.webui_doubles import FLAVOURS, CFGDenoiserTimesteps, Webui
 from tome_core import form, strength
 from tome_core.late_pass import WHOLE_FROM, boundary_in
@@ -175,7 +175,7 @@ def comfy_share(continues, steps=20):
         return guider._outer_sample(noise, *args[1:], **kwargs)
 
     with torch.no_grad():
-        merging.outer_sample(executor, began, torch.zeros_like(noise), None, late, None, None, True, 0)
+        merging.outer_sample(executor, began, torch.zeros_like(noise), sampler_of(), late, None, None, True, 0)
     return share_late([merging.report()])
 
 

@@ -106,6 +106,10 @@ ELSEWHERE = {
     "python -m demo.train --layout sdxl --minutes 600 --start demo/scenes128.safetensors": (
         "tests/test_demo_training.py", '"--layout", "sdxl"'
     ),
+    "python -m demo.train --layout flux --minutes 600 --coarse .5 --crops .3": (
+        "tests/test_demo_training.py", "LAYOUTS"
+    ),
+    "python -m pytest tests/test_diffusers_transformers.py": ("tests/test_diffusers_transformers.py", "def test_"),
     "python -m demo.train": ("tests/test_demo_training.py", "train.main("),
 }
 PIP = re.compile(r"pip install (?P<what>.*)")

@@ -53,6 +53,9 @@ def elem_id(script, name):
     return f"script_{'img2img' if script.is_img2img else 'txt2img'}_{name}"
 
 
+PACKAGE = "_tome_core_webui"  # as scripts/token_merging.py calls it
+
+
 class Modules:
     """modules.scripts and its like in this process, and our repository among the extensions that they load.
 
@@ -90,6 +93,9 @@ class Modules:
         """The webui's start, as far as it concerns a script: files are run, settings and pages are built."""
         self.scripts.scripts_data.clear()
         self.classes = []
+        if getattr(sys.modules.get(PACKAGE), "__path__", None) == [str(root)]:  # of a webui that ended in mid-job
+            for name in [one for one in sys.modules if one.startswith(PACKAGE)]:
+                del sys.modules[name]
         path = list(sys.path)
         sys.path.insert(0, str(root))
         for file in sorted((root / "scripts").glob("*.py")):
