@@ -68,7 +68,7 @@ MAY_IMPORT = {
     "handle": {"config", "config_text", "keep", "kernels", "ledger", "report", "run", "schedule"},
     "sequence": {"attention", "config", "decision", "grid", "handle", "ledger", "matching", "methods", "metric",
         "phases", "plan", "run", "schedule", "search"},
-    "transformers": {"config", "grid", "pipeline", "run", "schedule", "sequence", "switch", "wrap"},
+    "transformers": {"config", "grid", "pipeline", "run", "sequence", "switch", "wrap"},
     "patch": {"config", "families", "fingerprint", "handle", "ledger", "measured", "noise", "phases", "pipeline",
         "presets", "report", "run", "schedule", "transformers", "wiring", "wrap"},
     "graphs": {"families", "keep", "ledger", "plan", "run", "search", "sites", "switch", "wiring", "wrap"},

@@ -211,7 +211,7 @@ def patch(
         config = replace(config, **settings)
     transformers = find_transformers(model)
     if transformers:
-        return _speak_up(patch_transformers(transformers, config, None, model))
+        return _speak_up(patch_transformers(transformers, config, model))
     unet = find_unet(model)
     handle = Patch(unet, config, _schedule_of(model))
     handle._previous = current = _handle_in_force(unet)
@@ -281,11 +281,10 @@ def remove_patch(model: Any) -> Any:
 
     Of a pipeline whose UNet was exchanged since, it is taken off the old one.
     """
-    for transformer in find_transformers(model):
-        handle = handle_on(transformer)
-        if handle is not None:
-            handle.remove()
-    patched = None if find_transformers(model) else _handle_of(model)
+    transformers = find_transformers(model)
+    for handle in filter(None, map(handle_on, transformers)):
+        handle.remove()
+    patched = None if transformers else _handle_of(model)
     for handle in [*_back_from(patched), *_back_from(_by_model(model))]:
         handle.remove()
     with suppress(UnsupportedModelError, TypeError):  # what was never patched

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
 
 from ..config import MergeConfig
 from ..pipeline import SamplingScope
-from ..schedule import NoiseSchedule
 from ..sequence import SequenceMerging
 from ..switch import patching
 from ..wrap import Wrap
@@ -28,10 +27,10 @@ class TransformerPatch(SequenceMerging):
     It does not keep the models alive. Models that are compiled are left alone, as is a deep copy of a patched one.
     """
 
-    def __init__(self, models: list[nn.Module], config: MergeConfig, schedule: NoiseSchedule | None) -> None:
+    def __init__(self, models: list[nn.Module], config: MergeConfig) -> None:
         family = family_of(models[0])
         blocks = len(find_attentions(models[0], family))
-        super().__init__(config, family.downsample, blocks, schedule)
+        super().__init__(config, family.downsample, blocks)
         self._models = [weakref.ref(one) for one in models]
         self._previous = handle_on(models[0])
         self._entered = False
@@ -63,10 +62,7 @@ class TransformerPatch(SequenceMerging):
                 if on is not None and on.settings.merging is self:
                     on.take_off()
                     del vars(model)[_MARK]
-            for wrap in self._outside:
-                if wrap.target is not None:
-                    wrap.uninstall()
-            self.is_on = False
+            self.displaced()
 
     def remove(self) -> None:
         """Take it off for good. Idempotent; never fails."""
@@ -74,7 +70,7 @@ class TransformerPatch(SequenceMerging):
         self.run.forget()
 
     def displaced(self) -> None:
-        """Another of ours is in force now."""
+        """It is in force no longer: taken off, or another of ours is."""
         self.is_on = False
         for wrap in self._outside:
             if wrap.target is not None:
@@ -82,15 +78,6 @@ class TransformerPatch(SequenceMerging):
 
     def _present(self) -> Iterator[nn.Module]:
         return (model for model in (one() for one in self._models) if model is not None)
-
-    @contextmanager
-    def unmerged(self) -> Iterator[TransformerPatch]:
-        """While in there the models merge nothing."""
-        self.uninstall()
-        try:
-            yield self
-        finally:
-            self.install()
 
     def __enter__(self) -> TransformerPatch:
         self._entered = True
@@ -132,11 +119,9 @@ def handle_on(model: nn.Module) -> TransformerPatch | None:
     return None if on is None else on.settings.merging
 
 
-def patch_transformers(
-    models: list[nn.Module], config: MergeConfig, schedule: NoiseSchedule | None, pipeline: Any
-) -> TransformerPatch:
+def patch_transformers(models: list[nn.Module], config: MergeConfig, pipeline: Any) -> TransformerPatch:
     """Merge in these transformers; see `tome_core.patch`."""
-    handle = TransformerPatch(models, config, schedule)
+    handle = TransformerPatch(models, config)
     before = handle._previous
     if before is not None and not before._entered:
         handle._previous = None  # nobody will leave it for what was before it
