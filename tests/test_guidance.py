@@ -76,15 +76,20 @@ def test_a_number_of_pictures_that_is_none_is_refused(model, wrong):
         handle.set_time(timestep=500, sampling="a", pictures=wrong)
 
 
-@pytest.mark.parametrize("guidance", [1.0, 7.5])
-def test_a_pipeline_says_whether_it_guides(folder, guidance):
-    pipe = diffusers.StableDiffusionPipeline.from_pretrained(folder, local_files_only=True)
+def groups_of(kind, folder, prompts, **settings) -> torch.Tensor:
+    """Of what the last step of a picture merged at the finest level: the group of each token, a row a sample."""
+    pipe = kind.from_pretrained(folder, local_files_only=True)
     pipe.set_progress_bar_config(disable=True)
     with tome_core.patch(pipe, KEPT) as handle:
         handle.keep_maps()
-        pipe(["a", "b"], num_inference_steps=2, guidance_scale=guidance, output_type="latent",
-             generator=[seeded(1), seeded(2)])  # fmt: skip
-        group = handle.maps()[0].group
+        pipe(prompts, num_inference_steps=2, output_type="latent", **settings)
+        return handle.maps()[0].group
+
+
+@pytest.mark.parametrize("guidance", [1.0, 7.5])
+def test_a_pipeline_says_whether_it_guides(folder, guidance):
+    group = groups_of(diffusers.StableDiffusionPipeline, folder, ["a", "b"], guidance_scale=guidance,
+                      generator=[seeded(1), seeded(2)])  # fmt: skip
     assert group.shape[0] == (4 if guidance > 1 else 2)
     halves = group.chunk(2)
     assert torch.equal(*halves) == (guidance > 1), "two pictures are no halves of one"
@@ -93,13 +98,8 @@ def test_a_pipeline_says_whether_it_guides(folder, guidance):
 @pytest.mark.parametrize("guidance", [1.0, 7.5])
 def test_a_perturbed_copy_is_merged_by_the_match_of_the_others(folder, guidance):
     """Perturbed attention guidance takes a difference with it, too."""
-    pipe = diffusers.StableDiffusionPAGPipeline.from_pretrained(folder, local_files_only=True)
-    pipe.set_progress_bar_config(disable=True)
-    with tome_core.patch(pipe, KEPT) as handle:
-        handle.keep_maps()
-        pipe("a", num_inference_steps=2, guidance_scale=guidance, pag_scale=3.0, output_type="latent",
-             generator=seeded(1))  # fmt: skip
-        group = handle.maps()[0].group
+    group = groups_of(diffusers.StableDiffusionPAGPipeline, folder, "a", guidance_scale=guidance, pag_scale=3.0,
+                      generator=seeded(1))  # fmt: skip
     assert (group == group[:1]).all()
 
 
