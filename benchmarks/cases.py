@@ -34,7 +34,7 @@ from benchmarks.purposes import PURPOSES, SHOW  # noqa: E402
 from benchmarks.subjects import SCENE_MODELS, SceneSubject  # noqa: E402
 from demo import prompt  # noqa: E402
 from demo.likeness import gradient_energy, squared_error  # noqa: E402
-from tome_core.presets import MARKS  # noqa: E402
+from tome_core.settings.presets import MARKS  # noqa: E402
 
 _DRAWN_BESIDE = tuple(MARKS)[::2]  # before which the unmerged pictures are drawn anew
 

@@ -1,7 +1,7 @@
 """Ways to group tokens, as plain as they can be written: the variants the engine does not have, and those it has.
 
 For measuring quality, not speed: score matrices exist as a whole, nothing is reused, nothing is compiled. Where the
-engine has the same method, tests hold the two against each other. Letters as in `tome_core.plan`: ``B`` batch,
+engine has the same method, tests hold the two against each other. Letters as in `tome_core.merging.plan`: ``B`` batch,
 ``N`` tokens, ``G`` groups, ``C`` channels. Grids are square.
 """
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from benchmarks import reference_tiles
 from benchmarks.reference import Groups, bipartite, pooled, refined
-from tome_core.families import Place, find_blocks
+from tome_core.model.families import Place, find_blocks
 
 Metric = Literal["input", "keys", "keys+values"]
 

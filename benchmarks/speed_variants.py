@@ -18,8 +18,8 @@ from torch import nn
 import tome_core
 from benchmarks import reference_tiles
 from benchmarks.speed_plan import CALL, PICTURES, Case
-from tome_core.families import Place, find_blocks
-from tome_core.latch import Latch
+from tome_core.model.families import Place, find_blocks
+from tome_core.running.latch import Latch
 
 CONTROL = "vanilla"
 NO_ATTENTION = "attention-free"

@@ -20,7 +20,7 @@ from benchmarks.stack_nodes import NODES
 from benchmarks.stack_pipelines import GUIDANCE
 from demo import model, prompt, sampler
 from demo.prompt import NULL_TOKEN
-from tome_core.presets import MARKS
+from tome_core.settings.presets import MARKS
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = 20  # step skippers want some

@@ -7,7 +7,7 @@ share and the timestep are those of the least deviation, over all checkpoints, a
 and that ask of no step more than a stronger knot does: error and saving then grow with strength on whatever steps a
 picture has. A pair with which the keys of levels below the finest would add much to that is none: which of them a
 picture has depends on the model's family and on its size. Needs results of ``python -m benchmarks.quality --for
-choose`` with the rows "merged keys", and for the latter "keys below"; writes ``tome_core/strength_table.py``.
+choose`` with the rows "merged keys", and for the latter "keys below"; writes ``tome_core/settings/strength_table.py``.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from benchmarks import purposes, results
 from benchmarks.quality_figures import Noised, sections
 from benchmarks.quality_rows import TIMES
 from benchmarks.variant_list import FRONT, KEYS_BELOW
-from tome_core.presets import CURVES, MOST_MERGED, PARTS, Curve
-from tome_core.strength_table import VERSION
+from tome_core.settings.presets import CURVES, MOST_MERGED, PARTS, Curve
+from tome_core.settings.strength_table import VERSION
 
 TABLE = Path(__file__).parents[1] / "tome_core" / "strength_table.py"
 KNOTS = 20  # of the curve, equally far apart

@@ -9,7 +9,7 @@ from benchmarks import variants
 from benchmarks.reference_patch import Grouping, Recipe
 from benchmarks.variants import Variant
 from tome_core import PRESETS
-from tome_core.presets import MARKS, refine_of
+from tome_core.settings.presets import MARKS, refine_of
 
 PLAIN = "unmerged"
 RATIOS = (0.25, 0.5, 0.75)

@@ -14,7 +14,7 @@ from torch import nn
 
 import tome_core
 from benchmarks.reference_patch import Phase, Recipe, Reference, finest
-from tome_core.families import find_blocks
+from tome_core.model.families import find_blocks
 from upstream import smallest as upstream
 
 Role = Literal["plain", "method", "tomesd", "control", "yardstick"]

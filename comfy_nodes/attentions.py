@@ -82,7 +82,7 @@ def function_in_force(unet: nn.Module, options: Any) -> str:
     override = _override_in(options)
     if override is not None:
         return " ".join(_name_of(one) for one in (override, chosen_by(override)) if one is not None)
-    attention = getattr(tome_core.families.find_blocks(unet)[0].block, "attn1", None)
+    attention = getattr(tome_core.model.families.find_blocks(unet)[0].block, "attn1", None)
     return _name_of(getattr(type(attention).forward, "__globals__", {}).get("optimized_attention"))
 
 

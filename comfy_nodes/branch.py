@@ -175,7 +175,7 @@ class BranchMerging:
         """The patch of the UNet in this model, not always `home`, with its wraps on; a transformer's handle; None where
         it is neither. options: transformer_options of the call."""
         try:
-            unet = tome_core.families.find_unet(model.diffusion_model)
+            unet = tome_core.model.families.find_unet(model.diffusion_model)
             with self._lock:  # several GPUs sample in threads
                 handle = self._patches.get(unet) or self._make(unet)
                 if hasattr(handle, "attach") and self._attached.get(id(model)) is not handle:
@@ -239,8 +239,8 @@ class BranchMerging:
 def unsupported(model: Any) -> str | None:
     """Why this model cannot merge; None where it can."""
     try:
-        unet = tome_core.families.find_unet(model)
-        tome_core.families.find_blocks(unet)
+        unet = tome_core.model.families.find_unet(model)
+        tome_core.model.families.find_blocks(unet)
     except TypeError as error:
         return str(error)
     except tome_core.UnsupportedModelError as error:

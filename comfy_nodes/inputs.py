@@ -13,8 +13,8 @@ from .engine import tome_core
 
 form = tome_core.form
 SETTINGS_TYPE = "TOME_SETTINGS"  # of the link from ToMeSettings to ApplyToMe: a MergeConfig
-MARKS = tome_core.presets.MARKS
-STRENGTH = MARKS[tome_core.presets.DEFAULT]
+MARKS = tome_core.settings.presets.MARKS
+STRENGTH = MARKS[tome_core.settings.presets.DEFAULT]
 ROUND = 0.000001  # of a typed number: a strength's rule has 0.984375
 TIMES = ("start", "end")  # of ApplyToMe; all other fields are ToMeSettings'
 SETTINGS = tuple(name for name in form.NAMES if name not in TIMES)

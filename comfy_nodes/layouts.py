@@ -8,7 +8,7 @@ import torch
 
 from .engine import tome_core
 
-Grid, Layout = tome_core.grid.Grid, tome_core.sequence.Layout
+Grid, Layout = tome_core.merging.grid.Grid, tome_core.sequence.Layout
 # transformers whose sequence is text, then the picture, then reference pictures, of which transformer_options tell
 _TEXT_FIRST = frozenset({
     "Flux", "Chroma", "MMDiT", "MMDIT", "OpenAISignatureMMDITWrapper", "QwenImageTransformer2DModel", "HunyuanVideo",

@@ -34,7 +34,7 @@ def measure(handle: Any, told: dict[str, Any]) -> str:
     if latest is None:
         return "the gain was not measured: nothing was called that merging is for"
     logger.info("ToMe: measuring what merging gains here, once for pictures of this size")
-    timed = tome_core.measure.clock_for(latest.device)
+    timed = tome_core.measuring.measure.clock_for(latest.device)
 
     def clock() -> float:
         if host.is_interrupted():

@@ -137,4 +137,4 @@ def _timestep(sigma: float, model_sampling: Any, flows: bool) -> float:
     time = flow_time(sigma, model_sampling) if flows else None
     if time is not None:
         return time
-    return tome_core.noise.STABLE_DIFFUSION.timestep_of_sigma(relative_sigma(sigma, model_sampling))
+    return tome_core.settings.noise.STABLE_DIFFUSION.timestep_of_sigma(relative_sigma(sigma, model_sampling))

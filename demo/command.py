@@ -12,7 +12,7 @@ from demo import checkpoint, cores, prompt
 ROOT = Path(__file__).resolve().parent.parent
 OUTPUT = ROOT / "demo-output" / "comparison.png"
 PICTURES = 4
-BALANCED = 0.5  # the mark of `tome_core.presets.DEFAULT`, which would need torch
+BALANCED = 0.5  # the mark of `tome_core.settings.presets.DEFAULT`, which would need torch
 BLOCK_REPEATS = 3
 
 
@@ -150,7 +150,7 @@ def source_of(options: argparse.Namespace, user: checkpoint.Checkpoint | None):
 def _run(options: argparse.Namespace, source) -> None:
     from tqdm import tqdm
 
-    import tome_core.bench
+    import tome_core.bench.command
     from demo import picture, sheet, table
 
     texts = options.prompt or list(source.prompts)
@@ -160,7 +160,7 @@ def _run(options: argparse.Namespace, source) -> None:
         columns = picture.compare(source, wanted, options.steps, ways, bar.update, bar.set_description)
         bar.set_description("done")
     print("Timing one SD1.5-sized block ...", file=sys.stderr)
-    block = table.Block(picture.BALANCED.name, *tome_core.bench.time_block(BLOCK_REPEATS))
+    block = table.Block(picture.BALANCED.name, *tome_core.bench.command.time_block(BLOCK_REPEATS))
     title = f"Token merging, {source.name}, {options.steps} steps on {source.device}"
     sheet.write(sheet.draw(columns, wanted, title), options.output)
     print(f"{title}, {len(wanted)} picture{'s' * (len(wanted) > 1)} each\n\n{table.table(columns)}\n")

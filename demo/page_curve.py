@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tome_core.presets import MARKS
+from tome_core.settings.presets import MARKS
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 _UNMERGED = (0.0, 0.0, 0.0)

@@ -10,7 +10,7 @@ import gradio as gr
 from demo import page_controls as controls
 from demo.page_events import NAMES, PICTURE, Events, Seen
 from tome_core import form
-from tome_core.presets import MARKS
+from tome_core.settings.presets import MARKS
 
 # fonts that are there: no other machine is asked for one. Gradio's own grey of the help texts is hard to read
 THEME = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]).set(

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable
 
 from demo.page_curve import Point, between
-from tome_core.presets import MARKS
+from tome_core.settings.presets import MARKS
 
 WIDTH, HEIGHT = 400, 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 34, 16, 26, 38  # of the frame, for what is written beside it

@@ -12,7 +12,7 @@ import numpy as np
 import tome_core
 from demo.clock import told_times
 from demo.source import Source
-from tome_core.presets import DEFAULT, MARKS
+from tome_core.settings.presets import DEFAULT, MARKS
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 from modules import script_callbacks, scripts, shared
 
-from ..tome_core.families import find_unet
+from ..tome_core.model.families import find_unet
 from . import sdnext
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..tome_core import MergeConfig, Patch, Report, UnsupportedModelError, patch
-from ..tome_core.families import find_unet
+from ..tome_core.model.families import find_unet
 from . import host, sdnext
 from .pace import Pace
 from .wish import Wish

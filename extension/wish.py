@@ -11,9 +11,9 @@ from types import MappingProxyType
 from typing import Any
 
 from ..tome_core import MergeConfig, form
-from ..tome_core.config import SEED_LIMIT
-from ..tome_core.presets import strength
-from ..tome_core.strength_table import VERSION
+from ..tome_core.settings.config import SEED_LIMIT
+from ..tome_core.settings.presets import strength
+from ..tome_core.settings.strength_table import VERSION
 
 TITLE = "Token Merging (ToMe)"
 EVERYWHERE, FIRST, HIRES = WHERE = ("everywhere", "first pass", "hires pass")

@@ -25,8 +25,8 @@ from tome_core import MergePlan
 from tome_core.attention import known_of, name_of
 from tome_core.attention.core import attend_merged
 from tome_core.attention.correction import Correction
-from tome_core.matching import Matcher
-from tome_core.methods import METHODS
+from tome_core.merging.methods import METHODS
+from tome_core.running.matching import Matcher
 
 Own = Callable[[nn.Module, torch.Tensor, torch.Tensor | None], torch.Tensor]  # module, x, context (None: x itself)
 

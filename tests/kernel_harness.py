@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests import kernel_twins as twins
-from tome_core import kernels
+from tome_core.merging import kernels
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"

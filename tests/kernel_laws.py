@@ -13,12 +13,13 @@ import torch.nn.functional as F
 
 from tests import kernel_harness
 from tests.kernel_harness import DEVICE, DTYPES, INF, beside_twin, close, noise
-from tome_core import MergePlan, kernels
-from tome_core.grid import Grid
-from tome_core.methods import METHODS, MatchOptions
-from tome_core.methods.base import Best, Rows, best_keys, taken
-from tome_core.methods.likeness import searched_rows
-from tome_core.metric import of_unit_spread
+from tome_core import MergePlan
+from tome_core.merging import kernels
+from tome_core.merging.grid import Grid
+from tome_core.merging.methods import METHODS, MatchOptions
+from tome_core.merging.methods.base import Best, Rows, best_keys, taken
+from tome_core.merging.methods.likeness import searched_rows
+from tome_core.merging.metric import of_unit_spread
 
 used = kernel_harness.used  # a fixture, around every test
 # batch, tokens, queries, keys, channels: one tile and less, whole tiles, tails of every axis, a real width

@@ -10,9 +10,10 @@ import torch
 
 from tests import kernel_harness
 from tests.kernel_harness import DEVICE, DTYPES, beside_twin, close, noise
-from tome_core import MergePlan, kernels, kernels_correction
+from tome_core import MergePlan
 from tome_core.attention.core import corrected
 from tome_core.attention.correction import Correction, _attended, _by_head, first_order, fitted
+from tome_core.merging import kernels, kernels_correction
 
 used = kernel_harness.used  # a fixture, around every test
 

@@ -1,7 +1,7 @@
 """The Triton kernels' twins in plain torch: the same functions, filling the same tensors, by formulas that are obvious.
 
 What the kernels are held against (`tests/kernel_laws.py`, `tests/kernel_laws_correction.py`), and what stands for
-them where launches are counted (`tests/test_launches.py`).
+them where launches are counted (`tests/engine/merging/test_launches.py`).
 """
 
 from __future__ import annotations

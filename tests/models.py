@@ -22,7 +22,7 @@ from torch import nn
 
 from tests.doubles import ComfyBlock, LatentDiffusionDouble, SgmBlock
 from tome_core import MergeConfig, MergePlan, preset
-from tome_core.methods import METHODS
+from tome_core.merging.methods import METHODS
 
 TEXT = 32
 

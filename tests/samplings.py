@@ -6,7 +6,8 @@ import pytest
 
 from tests.models import CASES
 from tests.tiny_pipeline import write_folder
-from tome_core import MergeConfig, matching
+from tome_core import MergeConfig
+from tome_core.running import matching
 
 CASE = next(case for case in CASES if case.name == "sd15")
 KEPT = MergeConfig(side="kv", ratio=0.75, use_rand=False, keep=100.0, refine=1, metric="keys+values")

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from tome_core import MergeConfig, MergePlan, parts
+from tome_core import MergeConfig, MergePlan
 from tome_core.attention import sizes as size_terms
 from tome_core.attention.core import Attended, attend_merged
+from tome_core.unet import parts
 
 sides = pytest.mark.parametrize("side", ["qkv", "kv"])
 

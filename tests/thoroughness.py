@@ -1,6 +1,6 @@
 """How much the long tests do: a little at every change, and all of it with
 
-    TOME_THOROUGH=1 python -m pytest tests/test_soak.py tests/test_random_arguments.py tests/test_interrupt*.py
+    TOME_THOROUGH=1 python -m pytest tests -k 'soak or random_arguments or interrupt'
 
 which is 500 generations in each host, 10,000 random arguments for each door, and faults at every single wrap.
 """

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tome_core.switch import Switch, switch_of
-from tome_core.wiring import wiring_of
-from tome_core.wrap import Wrap
+from tome_core.model.switch import Switch, switch_of
+from tome_core.model.wrap import Wrap
+from tome_core.unet.wiring import wiring_of
 
 
 def wraps_of(handle: Any) -> list[Wrap]:

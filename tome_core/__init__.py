@@ -3,17 +3,19 @@
 >>> # tome_core.apply_patch(pipe, ratio=0.5); image = pipe("a lake").images[0]; tome_core.remove_patch(pipe)
 """
 
-from . import form, gains, sequence
-from .config import MergeConfig, MergeRule, describe_settings
-from .families import UnsupportedModelError
-from .gains import Gain
+from . import sequence
 from .graphs import Capture, capture
-from .patch import Patch, apply_patch, patch, remove_patch, report
-from .phases import ramp
-from .plan import MergePlan
-from .presets import PRESETS, preset, strength
-from .report import Report
-from .schedule import NoiseSchedule
+from .merging.plan import MergePlan
+from .model.families import UnsupportedModelError
+from .patching import Patch, apply_patch, patch, remove_patch, report
+from .reporting import gains
+from .reporting.gains import Gain
+from .reporting.report import Report
+from .settings import form
+from .settings.config import MergeConfig, MergeRule, describe_settings
+from .settings.phases import ramp
+from .settings.presets import PRESETS, preset, strength
+from .settings.schedule import NoiseSchedule
 
 __version__ = "0.1.0"
 

@@ -13,12 +13,12 @@ from torch import nn
 
 import tome_core
 from tests import models
+from tests.engine.patching.test_patch_contract import traces
 from tests.models import CASES, Case, inputs
-from tests.test_patch_contract import traces
-from tests.test_soak import DESCRIBED, any_config
+from tests.project.test_soak import DESCRIBED, any_config
 from tome_core import MergeConfig, preset
 from tome_core.diffusers_hooks import TokenMergingConfig, apply_token_merging
-from tome_core.families import find_unet
+from tome_core.model.families import find_unet
 
 FAMILIES = {case.name: case for case in (
     *CASES,

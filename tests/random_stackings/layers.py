@@ -18,9 +18,9 @@ from diffusers.models import attention_processor
 from torch import nn
 
 from benchmarks.stack_beside import BESIDE
+from tests.engine.model.test_foreign_wrappers import Foreign, sites_of
 from tests.recorded_operators import recorded
-from tests.test_foreign_wrappers import Foreign, sites_of
-from tome_core.families import find_blocks, find_unet
+from tome_core.model.families import find_blocks, find_unet
 
 On = Callable[[nn.Module, random.Random], AbstractContextManager]
 

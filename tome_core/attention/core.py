@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .. import kernels, kernels_correction
-from ..grid import Grid, fixed
-from ..plan import MergePlan, take_rows
+from ..merging import kernels, kernels_correction
+from ..merging.grid import Grid, fixed
+from ..merging.plan import MergePlan, take_rows
 from .correction import Correction, Fitted, Pair, asked, fitted
 from .known import KnownAttention
 from .sizes import bias_is_cheaper, bias_of, extra_channels, narrow, widen

@@ -24,9 +24,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from .. import kernels, kernels_correction
-from ..grid import Grid, fixed
-from ..plan import MergePlan, take_rows, without_autocast
+from ..merging import kernels, kernels_correction
+from ..merging.grid import Grid, fixed
+from ..merging.plan import MergePlan, take_rows, without_autocast
 from .sizes import bias_of
 
 _TINY = 1e-12

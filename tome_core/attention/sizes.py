@@ -18,7 +18,7 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 
-from ..plan import MergePlan
+from ..merging.plan import MergePlan
 
 # Products of queries and keys up to which a bias is taken where wider heads fit as well. It adds no kernel to a block
 # whose match is kept, wider heads add four, but flash kernels know no bias.

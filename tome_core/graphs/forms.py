@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..plan import MergePlan
+from ..merging.plan import MergePlan
 
 Form = Any  # anything without the values of its tensors: hashable, and equal where one set of buffers fits both
 _CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device)

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from ..families import find_unet
-from ..switch import CAPTURE
-from ..wiring import put_on, wiring_of
-from ..wrap import is_wrapped_by_others
+from ..model.families import find_unet
+from ..model.switch import CAPTURE
+from ..model.wrap import is_wrapped_by_others
+from ..unet.wiring import put_on, wiring_of
 from .model_state import COMPILED, WRAPPED, ModelState
 from .recorded_call import Backend
 from .replayer import Replayer

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..wrap import is_wrapped_by_others
+from ..model.wrap import is_wrapped_by_others
 
 COMPILED = 'it is compiled, and torch.compile(mode="reduce-overhead") records graphs by itself'
 _OFFLOADED = (

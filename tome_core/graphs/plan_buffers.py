@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 import torch
 
-from ..keep import Kept
-from ..search import Plans
+from ..running.keep import Kept
+from ..running.search import Plans
 from .forms import Form, copy_all, empty_tensors, put_together, take_apart
 
 

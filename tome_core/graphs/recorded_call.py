@@ -14,9 +14,9 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from ..keep import Found, Kept, KeptPlans, Shared
-from ..ledger import Ledger
-from ..run import Call
+from ..reporting.ledger import Ledger
+from ..running.keep import Found, Kept, KeptPlans, Shared
+from ..running.run import Call
 from .forms import Form, Unrecordable, copy_all, put_together, take_apart
 from .plan_buffers import PlanBuffer, form_of, load
 

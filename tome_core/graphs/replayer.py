@@ -11,8 +11,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
-from ..run import Call, is_transformed
-from ..sites import INPUT_NAMES, TIME_NAMES, UNetSite, named
+from ..running.run import Call, is_transformed
+from ..unet.sites import INPUT_NAMES, TIME_NAMES, UNetSite, named
 from .cuda import CudaGraphs
 from .forms import Unrecordable, put_together, take_apart
 from .model_state import WRAPPED, ModelState

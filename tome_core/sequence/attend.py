@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from ..attention.core import BIAS, UNSIZED, Attended, corrected
 from ..attention.correction import Correction, Fitted, Pair, asked, fitted
 from ..attention.sizes import bias_of
-from ..grid import fixed
-from ..plan import MergePlan
+from ..merging.grid import fixed
+from ..merging.plan import MergePlan
 from .layout import Layout, Tensors, by_token, in_form, tokens_in
 
 OWN_BIAS = "bias, by torch's own function"

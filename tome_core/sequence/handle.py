@@ -11,17 +11,17 @@ from typing import Any, NamedTuple
 import torch
 
 from ..attention.core import Attended
-from ..config import MergeConfig, MergeRule
-from ..decision import Merging
-from ..grid import Draw, Grid
-from ..handle import Handle
-from ..ledger import LevelTally
-from ..matching import renews
-from ..phases import plain_rules
-from ..plan import MergePlan
-from ..run import Call
-from ..schedule import NoiseSchedule
-from ..search import Plans, Search, stamp_of
+from ..merging.grid import Draw, Grid
+from ..merging.plan import MergePlan
+from ..reporting.ledger import LevelTally
+from ..running.decision import Merging
+from ..running.handle import Handle
+from ..running.matching import renews
+from ..running.run import Call
+from ..running.search import Plans, Search, stamp_of
+from ..settings.config import MergeConfig, MergeRule
+from ..settings.phases import plain_rules
+from ..settings.schedule import NoiseSchedule
 from .attend import Host, attend, correction_of, merged
 from .layout import Layout, Tensors, by_token, in_form, tokens_in
 from .matching import match

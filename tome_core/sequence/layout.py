@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..grid import Grid
+from ..merging.grid import Grid
 
 FLAT, BY_HEAD, BY_TOKEN = "BSC", "BHSD", "BSHD"  # forms of a host's tensors
 WINDOW = 4096  # tokens, as a picture of 1024 px has them: what a match of one piece costs there is a tenth of attention

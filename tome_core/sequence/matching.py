@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import torch
 
-from ..config import MergeRule
-from ..grid import Draw, Grid
-from ..methods import METHODS, MatchOptions
-from ..methods.bipartite import refined
-from ..metric import BY_DISTANCE, of_unit_spread
-from ..plan import MergePlan
+from ..merging.grid import Draw, Grid
+from ..merging.methods import METHODS, MatchOptions
+from ..merging.methods.bipartite import refined
+from ..merging.metric import BY_DISTANCE, of_unit_spread
+from ..merging.plan import MergePlan
+from ..settings.config import MergeRule
 from .layout import Layout, cell_of, tokens_in, windows
 
 

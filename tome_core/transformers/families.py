@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..grid import Grid
+from ..merging.grid import Grid
 
 UNEVEN = "its pictures are of different sizes"
 NO_GRID = "the picture's tokens are no grid"

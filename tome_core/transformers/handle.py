@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import nn
 
-from ..config import MergeConfig
-from ..pipeline import SamplingScope
+from ..model.switch import patching
+from ..model.wrap import Wrap
+from ..running.pipeline import SamplingScope
 from ..sequence import SequenceMerging
-from ..switch import patching
-from ..wrap import Wrap
+from ..settings.config import MergeConfig
 from .families import family_of, find_attentions
 from .sites import AttentionSite, Calls, Settings, TransformerSite
 

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..run import Call
+from ..model.wrap import Wrap
+from ..running.run import Call
 from ..sequence import Host, Layout, SequenceMerging, by_token, in_form
-from ..wrap import Wrap
 from .families import Family, Tokens, family_of
 from .function import Given, answering, exchanged
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.hosts.webui.running import HALF, PAYING
 from tome_core import form
-from tome_core.presets import MARKS
+from tome_core.settings.presets import MARKS
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
 PANEL = "#script_txt2img_token_merging_tome_"

@@ -10,7 +10,7 @@ import pytest
 
 from tests.hosts.webui.running import HALF, PAYING, SAVED, TWICE, merged_in
 from tests.webui_doubles import custom
-from tome_core.presets import MARKS
+from tome_core.settings.presets import MARKS
 
 
 @pytest.fixture(autouse=True)

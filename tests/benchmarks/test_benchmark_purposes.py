@@ -1,0 +1,137 @@
+"""Pictures to choose by and pictures to show: they share nothing, and neither stands in for the other."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import purposes, quality_options, quality_report, results, schedules, strength, subjects
+from benchmarks.purposes import CHOOSE, PURPOSES, SHOW
+from benchmarks.quality_rows import TIMES, Amounts, Bench, Row
+from benchmarks.subjects import SceneSubject
+from benchmarks.variant_list import GROUPS, PLAIN, VARIANTS
+from demo import model, prompt
+from demo.training_loss import HELD_OUT_SEED, Scenes
+from tests import tiny_scenes
+
+ROOT = Path(__file__).parents[2]
+FRONT = ROOT / "benchmarks/results/front-cpu-2026-11-22.json"
+MANY = range(1000)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> list[SceneSubject]:
+    """One model, on the pictures to choose by and on those to show."""
+    path = tmp_path_factory.mktemp("model") / "tiny.safetensors"
+    model.save(tiny_scenes.make(), path)
+    return [SceneSubject(path, torch.device("cpu"), PURPOSES[name]) for name in (CHOOSE, SHOW)]
+
+
+def test_the_two_draw_from_other_seeds_and_say_other_prompts():
+    choose, show = PURPOSES[CHOOSE], PURPOSES[SHOW]
+    assert not {choose.first + number for number in MANY} & {show.first + number for number in MANY}
+    noise = [{(one.noise + time) * 1000 + part for time in TIMES for part in MANY} for one in (choose, show)]
+    assert not noise[0] & noise[1]
+    tokens = [{tuple(prompt.tokens(text)) for text in one.prompts} for one in (choose, show)]
+    assert len(tokens[1]) == len(show.prompts) and not tokens[0] & tokens[1]
+
+
+def test_scenes_are_neither_each_others_nor_those_of_a_training():
+    """A generator reads 32 bits of its seed, so seeds that differ above them paint the same."""
+    held_out = [one.scenes + more for one in PURPOSES.values() for more in (0, 1)]
+    spans = [(seed, 1000) for seed in held_out] + [(seed, 300_000) for seed in (*range(20), HELD_OUT_SEED)]
+    starts = [(Scenes(seed, 8, 128).seed_of(0) % 2**32, steps) for seed, steps in spans]
+    for number, (start, steps) in enumerate(starts[:len(held_out)]):
+        others = [other for place, other in enumerate(starts) if place != number]
+        assert not any((begin - start) % 2**32 < steps or (start - begin) % 2**32 < many for begin, many in others)
+
+
+def test_no_scene_noise_or_picture_of_one_is_the_others(pair, monkeypatch):
+    scenes = [row for subject in pair for part in range(2) for row in subject._scenes(part)[0]]
+    noises = [row for subject in pair for part in range(2) for row in subject.noised(part, 8, 999).x]
+    for many in (scenes, noises):
+        assert min((a - b).abs().max() for i, a in enumerate(many) for b in many[:i]) > 0.01
+    words = PURPOSES[SHOW].prompts
+    monkeypatch.setattr(pair[0], "purpose", pair[0].purpose._replace(prompts=words))  # what is left are the seeds
+    whole = [subject.picture(number, 1) for subject in pair for number in range(2)]
+    assert not any(np.array_equal(a, b) for i, a in enumerate(whole) for b in whole[:i])
+    again = [subject.picture(number, 1) for subject in pair for number in range(2)]
+    assert all(np.array_equal(a, b) for a, b in zip(whole, again, strict=True))
+
+
+def test_methods_draw_otherwise_on_the_two(pair, monkeypatch):
+    seeds = []
+    drawing = VARIANTS["tomesd-0.5"]
+    monkeypatch.setitem(VARIANTS, "tomesd-0.5", type(drawing)(
+        drawing.method, drawing.setting, lambda unet, seed: seeds.append(seed) or drawing.put_on(unet, seed)
+    ))  # fmt: skip
+    for subject in pair:
+        bench = Bench(subject, Amounts(noised=2, pictures=1, steps=1, times=(200,)), None, None)
+        bench.measure(Row(subject.name, "noised", 0, 0, 2, "tomesd-0.5"))
+        bench.measure(Row(subject.name, "pictures", 0, 0, 1, "tomesd-0.5"))
+    assert len(seeds) == 4 and not set(seeds[:2]) & set(seeds[2:])
+
+
+def said(purpose: str | None) -> results.Record:
+    record = results.load(FRONT)
+    silent = {name: value for name, value in record["settings"].items() if name != "for"}
+    record["settings"] = {**silent, **({"for": purpose} if purpose else {})}
+    return record
+
+
+def test_strength_refuses_a_result_to_show(tmp_path, capsys):
+    for purpose, code in ((SHOW, 2), (CHOOSE, 0), (None, 0)):
+        results.save(said(purpose), tmp_path / "result.json")
+        output = tmp_path / f"{purpose}.py"
+        assert strength.main([str(tmp_path / "result.json"), "--output", str(output)]) == code
+        assert output.exists() == (code == 0)
+    assert "result.json was measured on the pictures for 'show'; give" in capsys.readouterr().err
+
+
+def test_a_result_from_before_there_were_two_passes_as_either():
+    for wanted in PURPOSES:
+        purposes.check(said(None), wanted, "old.json")
+        purposes.check(said(wanted), wanted, "new.json")
+
+
+def test_a_table_says_that_its_pictures_are_to_choose_by():
+    assert "**Pictures to choose by**" in quality_report.table([said(CHOOSE)])
+    assert not any("to choose by" in quality_report.table([said(purpose)]) for purpose in (SHOW, None))
+
+
+def test_what_the_readme_shows_of_quality_is_of_pictures_to_show():
+    text = (ROOT / "README.md").read_text(encoding="utf-8").split("### What it does to pictures")[1].split("\n## ")[0]
+    shown = {name for name in re.findall(r"benchmarks/results/([\w.-]+)\.(?:md|png)", text)}
+    assert shown
+    for name in shown:
+        purposes.check(results.load(ROOT / f"benchmarks/results/{name}.json"), SHOW, name)
+
+
+def test_the_options_say_which_and_the_choosing_run_has_the_rows_that_strength_needs():
+    choosing, showing = (quality_options.parser().parse_args(line) for line in (["--for", "choose"], []))
+    for options in (choosing, showing):
+        quality_options.complete(options)
+    assert (choosing.purpose, showing.purpose) == (CHOOSE, SHOW)
+    lines = {VARIANTS[name].method for name in quality_options.names(choosing)["noised"]}
+    assert {"merged keys", "keys below", "MLP below"} <= lines
+    assert not any(VARIANTS[name].method in ("preset", "strength") for name in GROUPS["choose"]["noised"])
+    others = {"tomesd-early-and-late-0.75-then-0.35", "downsample-early-and-late-8x8-then-2x2", "tiles-2x2",
+              "tiles-4x4"}  # fmt: skip
+    assert all(others <= set(many) for many in quality_options.names(showing).values())
+
+
+def test_the_default_models_are_three_and_the_smooth_one_sees_what_it_learned():
+    assert [path.stem for path in subjects.SCENE_MODELS] == ["scenes128", "scenes128-b", "scenes128-c"]
+    smooth = SceneSubject(subjects.SCENE_MODELS[2], torch.device("cpu"), PURPOSES[SHOW], schedules.AS_THE_DEMO)
+    bench = Bench(smooth, Amounts(noised=2, pictures=0, steps=0, times=(400,)), None, None)
+
+    def loss() -> float:
+        return float(np.mean(bench.measure(Row(smooth.name, "noised", 0, 0, 2, PLAIN))["loss"]))
+
+    own = loss()
+    smooth._walls, smooth._painted, bench._group = True, None, None
+    assert own < 0.1 and 1.3 * own < loss()

@@ -1,0 +1,112 @@
+"""The curve of strength is what the committed results make of it, the best that was measured, and without a turn."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from benchmarks import results, strength
+from benchmarks.quality_rows import TIMES
+
+FRONT = Path(__file__).parents[2] / "benchmarks/results/front-cpu-2026-11-22.json"
+
+
+@pytest.fixture(scope="module")
+def record():
+    return results.load(FRONT)
+
+
+@pytest.fixture(scope="module")
+def loss(record):
+    return strength.front([record])
+
+
+@pytest.fixture(scope="module")
+def knots(record, loss):
+    return strength.curve(loss, strength.below([record]))
+
+
+def test_the_shipped_curve_is_made_from_the_committed_result(tmp_path):
+    output = tmp_path / "table.py"
+    assert strength.main([str(FRONT), "--output", str(output)]) == 0
+    assert output.read_text(encoding="utf-8") == strength.TABLE.read_text(encoding="utf-8")
+
+
+def test_another_curve_is_a_new_version_beside_those_before_it(knots):
+    first = {1: tuple((knot.share, knot.until) for knot in knots)}
+    other = (*knots[:-1], knots[-1]._replace(share=0.5))
+
+    def table(source):
+        exec(source, found := {})
+        return found
+
+    same, new = (table(strength.written(found, [], first, 1)) for found in (knots, other))
+    assert (same["VERSION"], same["EARLIER"]) == (1, {})
+    assert (new["VERSION"], new["EARLIER"]) == (2, first) and new["CURVE"][-1][0] == 0.5
+    third = table(strength.written(knots, [], {2: new["CURVE"], **first}, 2))
+    assert third["VERSION"] == 3 and third["EARLIER"] == {2: new["CURVE"], **first}
+
+
+def test_every_checkpoint_counts(record, loss):
+    assert len(loss.by_share) > 5 and len(record["settings"]["models"]) == 3
+    with pytest.raises(ValueError, match="merged keys"):
+        strength.front([])
+
+
+def test_more_strength_asks_more_of_every_step_and_costs_more(knots):
+    for weaker, stronger in pairwise(knots):
+        assert stronger.share <= weaker.share and stronger.until <= weaker.until
+        assert stronger.work < weaker.work and stronger.dev > weaker.dev
+
+
+def time_of(knot):
+    late, early = strength.step_time(knot.share), strength.step_time(strength.FEWEST)
+    return (late * knot.until + early * (1000 - knot.until)) / 1000
+
+
+def test_a_knot_leaves_the_time_that_it_promises(knots):
+    for knot in knots:
+        assert time_of(knot) == pytest.approx(strength.time_at(knot.strength), abs=5e-4)
+    for mark, work in strength.WORK.items():
+        assert strength.time_at(mark) == pytest.approx(work + strength.MERGING)
+
+
+def test_no_other_pair_of_as_much_time_does_less_harm(loss, knots):
+    """Bound to ask more of every step than weaker knots do, the curve loses up to an eighth against a free choice."""
+    fewest, least = loss.at(strength.FEWEST), strength.step_time(strength.FEWEST)
+    for knot in knots[1:-1]:
+        free = []
+        for part in range(2, 65):
+            share = part / 64
+            until = 1000 * (time_of(knot) - least) / (strength.step_time(share) - least)
+            if until <= 1000:
+                both = zip(strength._MOMENTS, loss.at(share), fewest, strict=True)
+                free.append(sum(own if moment < until else few for moment, own, few in both) / len(fewest))
+        assert knot.dev <= 1.13 * min(free), knot
+
+
+def test_between_what_was_measured_a_loss_lies_between_it(loss):
+    for low, high in pairwise(sorted(loss.by_share)):
+        middle = loss._at_times((low * high) ** 0.5)
+        for one, few, many in zip(middle, loss.by_share[low], loss.by_share[high], strict=True):
+            assert min(few, many) <= one <= max(few, many)
+    least = max(loss.by_share)
+    assert all(x < y for x, y in zip(loss._at_times((1 + least) / 2), loss.by_share[least], strict=True))
+    measured = loss.by_share[least][TIMES.index(200)]
+    assert loss.at(least)[strength._MOMENTS.index(205)] == pytest.approx(measured, rel=0.1)
+
+
+def test_keys_below_the_finest_level_add_at_most_their_share(record, knots):
+    keys = strength.below([record])
+    for knot in knots[1:]:
+        assert strength._mean(keys.at(knot.share)) <= strength.BELOW_SHARE * knot.dev + 1e-9, knot
+    with pytest.raises(ValueError, match="keys below"):
+        strength.below([])
+
+
+def test_results_without_the_rows_are_refused_in_a_sentence(tmp_path, record, capsys):
+    results.save({**record, "rows": []}, tmp_path / "empty.json")
+    assert strength.main([str(tmp_path / "empty.json"), "--output", str(tmp_path / "x.py")]) == 2
+    assert "merged keys" in capsys.readouterr().err and not (tmp_path / "x.py").exists()

@@ -1,0 +1,192 @@
+"""Merging beside what others do to a diffusers UNet: both orders, off again bit for bit, the report true, all said."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from diffusers.hooks import FirstBlockCacheConfig, apply_first_block_cache
+
+import tome_core
+from benchmarks import stacking
+from benchmarks.stack_beside import BESIDE
+from benchmarks.stack_nodes import NODES
+from benchmarks.stack_pipelines import RandomPipelines
+from tests import models
+from tome_core import MergeConfig, preset
+from tome_core.model.families import find_blocks
+
+STEPS = [901, 851, 401, 351]
+TRUE_IN_BOTH_ORDERS = ("DeepCache", "FreeU", "PAG")  # and equal
+PUT_ON = ("DeepCache", "PyramidAttentionBroadcast", "HyperTile", "down-sampling", "FreeU")
+
+
+class Pipelines(RandomPipelines):
+    """A small UNet, 16 x 16 tokens at its finest level, in diffusers' pipelines."""
+
+    def __init__(self) -> None:
+        super().__init__(models.fixed(models.unet(layers_per_block=2, attention_head_dim=2)), 128)
+
+    def draw(self, pipe: Any, number: int = 0, **call: Any) -> torch.Tensor:
+        """The finished latent."""
+        words = torch.randn(2, 7, models.TEXT, generator=torch.Generator().manual_seed(number))[:, None]
+        with torch.no_grad():
+            return pipe(prompt_embeds=words[0], negative_prompt_embeds=words[1], timesteps=STEPS, guidance_scale=3.0,
+                        height=self.pixels, width=self.pixels, output_type="latent", **call,
+                        generator=torch.Generator().manual_seed(number)).images  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pipelines() -> Pipelines:
+    return Pipelines()
+
+
+def balanced(**more: Any) -> MergeConfig:
+    """The preset on any grid."""
+    return replace(preset("balanced"), only_if_it_pays=False, **more)
+
+
+@contextmanager
+def counted(unet: torch.nn.Module) -> Iterator[list[int]]:
+    """How often its blocks really ran, by level."""
+    places = find_blocks(unet)
+    levels = sorted({place.halvings for place in places})
+    runs = [0] * len(levels)
+
+    def note(level: int) -> Any:
+        def hook(*_: Any) -> None:
+            runs[level] += 1
+
+        return hook
+
+    hooks = [place.block.norm1.register_forward_hook(note(levels.index(place.halvings))) for place in places]
+    try:
+        yield runs
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def named(name: str) -> Any:
+    one = BESIDE[name]
+    if not one.is_there:
+        pytest.skip(f"{one.package} is not installed: pip install -e '.[benchmarks]'")
+    return one
+
+
+def both(pipelines: Pipelines, name: str, ours_first: bool, config: MergeConfig) -> tuple[torch.Tensor, Any, list[int]]:
+    """The latent, the report, and how often blocks of each level ran."""
+    one = named(name)
+    pipe = pipelines.make(one.pipeline, **one.made_with)
+    with counted(pipe.unet) as runs:
+        if ours_first:
+            with tome_core.patch(pipe, config) as handle, one.put_on(pipe):
+                return pipelines.draw(pipe, **one.call), handle.report(), runs
+        with one.put_on(pipe), tome_core.patch(pipe, config) as handle:
+            return pipelines.draw(pipe, **one.call), handle.report(), runs
+
+
+def alone(pipelines: Pipelines, name: str) -> torch.Tensor:
+    one = named(name)
+    pipe = pipelines.make(one.pipeline, **one.made_with)
+    with one.put_on(pipe):
+        return pipelines.draw(pipe, **one.call)
+
+
+@pytest.mark.parametrize("name", TRUE_IN_BOTH_ORDERS)
+def test_either_order_gives_the_same_bits_and_merges(pipelines, name):
+    first, told, _ = both(pipelines, name, True, balanced())
+    second, again, _ = both(pipelines, name, False, balanced())
+    assert torch.equal(first, second) and told.levels == again.levels
+    assert told.merged_anything and not torch.equal(first, alone(pipelines, name))
+
+
+@pytest.mark.parametrize("name", PUT_ON)
+def test_all_of_it_off_again_is_bit_exact_where_what_came_first_leaves_first(pipelines, name):
+    pipe = pipelines.make()
+    plain, expected = pipelines.draw(pipe), alone(pipelines, name)
+    handle = tome_core.patch(pipe, balanced())
+    with named(name).put_on(pipe):
+        handle.remove()
+        assert torch.equal(pipelines.draw(pipe), expected)
+    assert torch.equal(pipelines.draw(pipe), plain)
+
+
+@pytest.mark.parametrize("ours_first", [True, False], ids=["ours first", "theirs first"])
+@pytest.mark.parametrize("config", [balanced(), balanced(end_percent=0.4), balanced(ratio=0.0, early_ratio=None)],
+                         ids=["always", "early alone", "never"])  # fmt: skip
+def test_the_report_counts_blocks_that_ran_while_deep_cache_skips_others(pipelines, config, ours_first):
+    _, told, runs = both(pipelines, "DeepCache", ours_first, config)
+    assert 0 < runs[0] < len(STEPS) * told.levels[0].blocks
+    for level, ran in zip(told.levels, runs, strict=True):
+        assert not level.covered or level.calls_merged + level.calls_skipped in (0, ran)
+
+
+def test_broadcast_attention_that_was_there_first_is_left_whole_and_said(pipelines):
+    """A step would get what another step's match has merged."""
+    name = "PyramidAttentionBroadcast"
+    expected = alone(pipelines, name)
+    found, told, _ = both(pipelines, name, False, balanced(merge_mlp=False))
+    assert torch.equal(found, expected)
+    assert "PyramidAttentionBroadcastHook keeps outputs for other steps" in str(told)
+    found, told, _ = both(pipelines, name, True, balanced())
+    assert told.merged_anything and not torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("ours_first", [True, False], ids=["ours first", "theirs first"])
+@pytest.mark.parametrize("name", ["HyperTile", "down-sampling"])
+def test_a_processor_that_cuts_its_tokens_by_the_grid_is_left_whole_and_said(pipelines, name, ours_first):
+    found, told, _ = both(pipelines, name, ours_first, balanced(levels=(0,), max_downsample=None))
+    assert torch.equal(found, alone(pipelines, name))
+    assert "refuses merged tokens" in str(told) and not told.merged_anything
+
+
+def test_a_processor_that_fails_by_itself_fails_as_without_us(pipelines):
+    class Broken:
+        def __call__(self, *_: Any, **__: Any) -> None:
+            raise KeyError("its own")
+
+    pipe = pipelines.make()
+    attention = find_blocks(pipe.unet)[0].block.attn1
+    before, attention.processor = attention.processor, Broken()
+    try:
+        with tome_core.patch(pipe, balanced()), pytest.raises(KeyError, match="its own"):
+            pipelines.draw(pipe)
+    finally:
+        attention.processor = before
+
+
+def test_perturbed_layers_are_left_whole_and_said(pipelines):
+    one = BESIDE["PAG at the finest"]._replace(made_with={"pag_applied_layers": ["up_blocks.1"]})
+    pipe = pipelines.make(one.pipeline, **one.made_with)
+    with tome_core.patch(pipe, balanced()) as handle:
+        pipelines.draw(pipe, **one.call)
+        level = handle.report().levels[0]
+    assert any("unattended" in reason for reason in level.reasons) and level.calls_merged
+
+
+def test_first_block_cache_takes_no_unet():
+    """What the table of benchmarks.stacking says of it; should a newer diffusers take one, measure it there."""
+    unet = models.unet()
+    assert not hasattr(unet, "enable_cache")
+    with pytest.raises(IndexError):
+        apply_first_block_cache(unet, FirstBlockCacheConfig(threshold=0.1))
+
+
+def test_pipelines_of_the_table_are_diffusers_own():
+    assert all(hasattr(diffusers, one.pipeline) for one in BESIDE.values())
+
+
+def test_a_node_is_measured_where_a_checkout_is_named_and_else_refused_in_a_sentence(monkeypatch, capsys):
+    monkeypatch.setenv("COMFYUI_DIR", "/anywhere")
+    options = stacking.parser().parse_args(["--pictures", "1", "--rounds", "1"])
+    assert {name for _, name, _ in stacking.planned(options).values()} >= NODES.keys()
+    monkeypatch.delenv("COMFYUI_DIR")
+    assert not {name for _, name, _ in stacking.planned(options).values()} & NODES.keys()
+    assert stacking.main(["--beside", "EasyCache"]) == 2
+    assert "EasyCache is not there; it needs COMFYUI_DIR" in capsys.readouterr().err

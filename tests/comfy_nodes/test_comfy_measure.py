@@ -1,0 +1,155 @@
+"""In ComfyUI a preview may ask what merging gains: measured after a sampling, once, and never at a picture's cost."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from comfy_nodes import host, measuring
+from comfy_nodes.engine import tome_core
+from comfy_nodes.nodes import ApplyToMe, RemoveToMe, ToMePreview
+from tests import comfy_attention
+from tests.comfy_doubles import Guider, Server, checkpoint
+
+SIZE = (16, 16)  # 256 tokens, which the table leaves alone
+PROMPT = {"5": {"class_type": "ApplyToMe", "inputs": {}},
+          "9": {"class_type": "ToMePreview", "inputs": {"model": ["5", 0], "measure": True}}}  # fmt: skip
+
+
+@pytest.fixture
+def server(monkeypatch, tmp_path):
+    """ComfyUI, as far as it is asked, with a preview behind the node that wants the gain."""
+    one, paths = Server(), ModuleType("folder_paths")
+    paths.get_user_directory = lambda: str(tmp_path)
+    monkeypatch.setitem(sys.modules, "server", one.module())
+    monkeypatch.setitem(sys.modules, "folder_paths", paths)
+    one.run(PROMPT)
+    measuring.remember()
+    yield one
+    tome_core.gains.KNOWN.forget()
+
+
+@pytest.fixture
+def costs(monkeypatch):
+    """Says what a merged call takes, an unmerged one 1; keeps the measurements."""
+    made, plain = [], sys.modules[tome_core.Patch.__mro__[1].__module__].time_calls
+
+    def say(merged):
+        def time_calls(*args, clock=None, **more):
+            plain(*args[:4], steps=2, rounds=1, clock=clock or args[6])
+            made.append(args)
+            return tome_core.measuring.measure.Seconds(1.0, merged, 0.0)
+
+        monkeypatch.setattr(sys.modules[tome_core.Patch.__mro__[1].__module__], "time_calls", time_calls)
+        return made
+
+    return say
+
+
+def drawn(strength=0.75, patcher=None, **options):
+    (applied,) = ApplyToMe().apply(patcher or checkpoint(), strength=strength, unique_id="5")
+    return Guider(applied).sample(steps=3, size=SIZE, **options)
+
+
+def last(server: Server) -> list[str]:
+    return [line.strip() for line in server.texts[-1][1].split("\n")]
+
+
+@pytest.mark.parametrize("inputs", [{}, {"measure": False}, {"measure": ["7", 0]}])
+def test_nothing_is_measured_unasked(server, costs, tmp_path, inputs):
+    made = costs(0.5)
+    server.run({**PROMPT, "9": {"class_type": "ToMePreview", "inputs": {"model": ["5", 0], **inputs}}})
+    drawn()
+    assert not made and not list(tmp_path.iterdir())
+
+
+def test_what_pays_merges_from_the_next_sampling_on_and_after_a_restart(server, costs, tmp_path, caplog):
+    made = costs(0.5)
+    patcher = checkpoint()
+    plain = Guider(RemoveToMe().remove(patcher)[0]).sample(steps=3, size=SIZE)
+    assert torch.equal(drawn(patcher=patcher), plain), "a picture is not changed by what is measured after it"
+    assert "measured: 128x128: about 100 % faster" in last(server)
+    with caplog.at_level("INFO"):
+        after = drawn(patcher=patcher)
+    assert not torch.equal(after, plain) and len(made) == 1, "once"
+    line = caplog.records[-1].getMessage()
+    assert line.startswith("ToMe: 3 steps, 2.00x the unmerged speed (measured), ") and line.endswith("left out")
+    assert last(server)[0] == "ToMe: 3 steps, 2.00x the unmerged speed (measured)" and "left out" in last(server)[1]
+    tome_core.gains.KNOWN.forget()
+    assert torch.equal(drawn(patcher=patcher), plain) and len(made) == 2
+    tome_core.gains.KNOWN.forget()
+    measuring.remember()
+    assert [file.name for file in tmp_path.iterdir()] == ["tome_core_gains.json"]
+    assert torch.equal(drawn(patcher=patcher), after) and len(made) == 2
+
+
+def test_what_merges_is_said_to_gain_in_the_report_on_that_sampling(server, costs):
+    costs(0.8)
+    (settings,) = tome_core_settings(ratio=0.5, only_if_it_pays=False)
+    (applied,) = ApplyToMe().apply(checkpoint(), settings=settings, unique_id="5")
+    latent = Guider(applied).sample(steps=3, size=SIZE)
+    assert last(server)[0] == "ToMe: 3 steps, 1.25x the unmerged speed (measured)"
+    shown = ToMePreview().preview(applied, latent={"samples": latent}, measure=True, unique_id="9")
+    assert shown["ui"]["tome_report"][0]["gains"][0]["ratio"] == 1.25
+
+
+def tome_core_settings(**values):
+    return (tome_core.MergeConfig(**values),)
+
+
+def test_what_does_not_pay_rests_and_the_report_says_why(server, costs):
+    costs(1.07)
+    plain = Guider(checkpoint()).sample(steps=3, size=SIZE)
+    patcher = checkpoint()
+    drawn(patcher=patcher)
+    assert torch.equal(drawn(patcher=patcher), plain)
+    assert "nothing merged: measured: a merged call took 1.07 times an unmerged one at 16x16" in last(server)[0]
+
+
+def test_a_stopped_sampling_is_not_measured(server, costs):
+    made = costs(0.5)
+
+    def stop(step):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        drawn(stop=stop)
+    assert not made
+
+
+def test_cancelling_ends_the_measurement_and_no_picture(server, costs, monkeypatch):
+    costs(0.5)
+    management = SimpleNamespace(processing_interrupted=lambda: True)
+    monkeypatch.setitem(sys.modules, "comfy.model_management", management)
+    assert drawn().isfinite().all()
+    assert "the gain was not measured: it was cancelled" in last(server)
+    assert not tome_core.gains.KNOWN
+
+
+def test_what_fails_costs_no_picture_and_leaves_nothing_on_the_model(server, monkeypatch):
+    def fails(*_, **__):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(sys.modules[tome_core.Patch.__mro__[1].__module__], "time_calls", fails)
+    patcher = checkpoint()
+    assert drawn(patcher=patcher).isfinite().all()
+    assert "the gain was not measured: out of memory" in last(server)
+    assert "forward" not in vars(patcher.model.diffusion_model)
+
+
+def test_a_gain_is_of_the_attention_in_force(server, costs, monkeypatch):
+    made = costs(0.5)
+    patcher = checkpoint()
+    drawn(patcher=patcher)
+    monkeypatch.setattr("tests.doubles.optimized_attention", comfy_attention.attention_sub_quad, raising=False)
+    drawn(patcher=patcher)
+    drawn(patcher=patcher)
+    assert len(made) == 2
+
+
+def test_outside_of_comfyui_nothing_is_kept_in_a_file(monkeypatch):
+    monkeypatch.delitem(sys.modules, "folder_paths", raising=False)
+    assert host.user_file("any") is None and not host.is_interrupted()

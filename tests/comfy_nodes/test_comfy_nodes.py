@@ -1,0 +1,390 @@
+"""The nodes on a double of ComfyUI's contract: branches, time, reports, and what is left behind (nothing)."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import re
+import sys
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from comfy_nodes import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS, host, picture
+from comfy_nodes.nodes import RemoveToMe, ToMePreview
+from comfy_nodes.percent import percent_of
+from tests.comfy_doubles import BaseModel, DiscreteSampling, Guider, ModelPatcher, Server, apply, checkpoint
+from tests.engine.patching.test_patch_contract import traces
+from tome_core.reporting.report_text import MOST_LINES, percent
+
+
+@pytest.fixture
+def server(monkeypatch) -> Server:
+    one = Server()
+    monkeypatch.setitem(sys.modules, "server", one.module())
+    return one
+
+
+def sample(patcher: ModelPatcher, **options) -> torch.Tensor:
+    return Guider(patcher).sample(**options)
+
+
+# --- branches ------------------------------------------------------------------------------------------------------
+
+
+def test_only_the_branch_with_the_node_merges():
+    plain = checkpoint()
+    before, left = sample(plain), traces(plain.model)
+    applied = apply(plain)
+    removed = RemoveToMe().remove(applied)[0]
+    merged = sample(applied)
+    assert not torch.equal(merged, before)
+    for branch in (plain, removed, plain.clone()):
+        assert torch.equal(sample(branch), before)
+    assert torch.equal(sample(applied), merged) and traces(plain.model) == left
+
+
+def test_wraps_are_on_the_model_while_this_branch_samples_and_at_no_other_time():
+    applied = apply(checkpoint())
+    patched = []
+    unet = applied.model.diffusion_model
+    applied.add_wrapper_with_key("apply_model", "inner", lambda run, *args: (patched.append("forward" in vars(unet)),
+                                                                            run(*args))[1])  # fmt: skip
+    sample(applied, steps=2, stop=lambda step: patched.append("forward" in vars(unet)))
+    assert patched == [True] * 4 and "forward" not in vars(unet)
+
+
+def test_two_ratios_share_a_model_and_do_not_disturb_each_other():
+    plain = checkpoint()
+    quarter, half = apply(plain, ratio=0.25), apply(plain, ratio=0.5)
+    alone = sample(apply(checkpoint(), ratio=0.25)), sample(apply(checkpoint(), ratio=0.5))
+    for _ in range(2):
+        assert torch.equal(sample(quarter), alone[0]) and torch.equal(sample(half), alone[1])
+
+
+def test_a_second_apply_replaces_the_first():
+    plain = checkpoint()
+    assert torch.equal(sample(apply(apply(plain, ratio=0.75), ratio=0.25)), sample(apply(plain, ratio=0.25)))
+
+
+def test_remove_leaves_every_other_patch():
+    patcher = checkpoint()
+    patcher.add_wrapper_with_key("apply_model", "other", "a wrapper")
+    patcher.model_options["transformer_options"]["patches"] = {"attn1_patch": ["a patch"]}
+    removed = RemoveToMe().remove(apply(patcher))[0]
+    assert removed.wrappers["apply_model"] == {"other": ["a wrapper"]} and not removed.wrappers["outer_sample"]
+    assert removed.model_options == patcher.model_options
+
+
+def test_remove_says_that_the_built_in_node_is_still_there(server):
+    class TomePatchModel:
+        def execute(self):
+            def tomesd_m(q, k, v, extra_options):
+                return q, k, v
+
+            return tomesd_m
+
+    TomePatchModel.execute.__qualname__ = "TomePatchModel.execute"
+    patch = TomePatchModel().execute()
+    patch.__qualname__ = "TomePatchModel.execute.<locals>.tomesd_m"
+    patcher = checkpoint()
+    patcher.model_options["transformer_options"]["patches"] = {"attn1_patch": [patch]}
+    RemoveToMe().remove(patcher, unique_id="8")
+    assert server.texts == [("8", "There was no Apply ToMe on this model. ComfyUI's own TomePatchModel is on it and "
+                                  "still merges.")]  # fmt: skip
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_exception_or_interrupt_leaves_nothing_behind(error):
+    plain = checkpoint()
+    before, left = sample(plain), traces(plain.model)
+    applied = apply(plain)
+
+    def fail(run, *args):
+        run(*args)
+        raise error
+
+    broken = applied.clone()
+    broken.add_wrapper_with_key("apply_model", "inner", fail)
+    with pytest.raises(error):
+        sample(broken)
+    assert traces(plain.model) == left and torch.equal(sample(plain), before)
+
+
+def test_the_model_of_the_call_is_patched_and_not_the_one_of_the_node():
+    """DualModelGuider runs a second model with the first one's options; a copy on another GPU is such a model too."""
+    applied = apply(checkpoint())
+    other = checkpoint()
+    plain = sample(other)
+    merged = Guider(applied, other.model).sample()
+    assert torch.equal(merged, sample(apply(checkpoint()))) and not torch.equal(merged, plain)
+
+
+def test_a_second_model_is_let_go_after_sampling():
+    applied, other = apply(checkpoint()), checkpoint()
+    Guider(applied, other.model).sample(steps=1)
+    left = weakref.ref(other.model.diffusion_model)
+    del other
+    gc.collect()
+    assert left() is None
+
+
+def test_a_dropped_graph_lets_go_of_its_model():
+    applied = apply(checkpoint())
+    sample(applied, steps=1)
+    left = weakref.ref(applied.model.diffusion_model)
+    del applied
+    gc.collect()
+    assert left() is None
+
+
+def test_copying_a_models_options_copies_no_model():
+    applied = apply(checkpoint())
+    sample(applied, steps=1)
+    copied = copy.deepcopy(applied.wrappers)
+    assert copied["apply_model"]["tome"][0].__self__ is applied.wrappers["apply_model"]["tome"][0].__self__
+
+
+def test_wraps_are_made_once_so_that_a_compiled_model_stays_compiled():
+    applied = apply(checkpoint())
+    unet = applied.model.diffusion_model
+    seen = []
+    applied.add_wrapper_with_key("apply_model", "inner", lambda run, *args: (seen.append(vars(unet)["forward"]),
+                                                                            run(*args))[1])  # fmt: skip
+    sample(applied, steps=2)
+    sample(applied, steps=2)
+    assert len({id(getattr(one, "__self__", one)) for one in seen}) == 1
+
+
+# --- time ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("percent", [0.01, 0.25, 0.5, 0.57, 0.99])
+def test_percent_of_is_the_inverse_of_percent_to_sigma(percent):
+    sampling = DiscreteSampling()
+    assert percent_of(sampling.percent_to_sigma(percent), sampling) == percent
+
+
+@pytest.mark.parametrize(("start", "end"), [(0.0, 0.5), (0.5, 1.0), (0.3, 0.6), (1.0, 1.0), (0.0, 0.0), (0.0, 1.0)])
+def test_a_range_holds_the_steps_whose_sigma_lies_in_it(start, end):
+    sampling = DiscreteSampling()
+    first, last = sampling.percent_to_sigma(start), sampling.percent_to_sigma(end)
+    for time in (999, 749.25, 699.3, 499.5, 250, 0.001, 0):
+        sigma = sampling.sigma(time)
+        assert (start <= percent_of(sigma, sampling) <= end) == (last <= sigma <= first), time
+
+
+def test_the_range_counts_steps(server):
+    sample(apply(checkpoint(), start=0.5), steps=4)
+    text = server.texts[-1][1]
+    assert "between start and end at 2 of 4 noise levels" in text and "outside the rules' time range" in text
+
+
+# --- what people read ----------------------------------------------------------------------------------------------
+
+
+def test_the_node_shows_what_one_sampling_merged_and_its_first_line_says_it_all(server):
+    applied = apply(checkpoint())
+    sample(applied, steps=3)
+    sample(applied, steps=2)
+    node, text = server.texts[-1]
+    first, *more = text.split(host.LINE_BREAK)
+    assert node == "5" and re.fullmatch(r"ToMe: 2 steps, \d+ % of attention left out", first)
+    assert any("256 tokens -> 128" in line for line in more) and len(more) < MOST_LINES
+
+
+def test_the_share_left_out_is_that_of_all_levels(server):
+    applied = apply(checkpoint(), level="up to /8")
+    sample(applied, steps=1)
+    (handle,) = host.attached(applied)._patches.values()
+    phases = handle.report().phases
+    share = 1 - sum(one.work_left for one in phases) / sum(one.work_full for one in phases)
+    assert len(phases) > 1 and server.texts[-1][1].startswith(f"ToMe: 1 step, {percent(share)} of attention left out")
+
+
+def test_the_log_has_one_line_a_sampling(caplog):
+    with caplog.at_level("INFO"):
+        sample(apply(checkpoint(), start=0.5), steps=4)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("ToMe: 4 steps, ") and "\n" not in line
+
+
+def test_where_nothing_merged_the_first_line_says_why(server):
+    sample(apply(checkpoint(), min_pixels=10**6), steps=1)
+    assert server.texts[-1][1].startswith("ToMe: 1 step, nothing merged: the picture is smaller than min_pixels")
+
+
+def test_a_report_has_ten_lines_at_most_and_says_where_the_rest_is(server):
+    merging = host.attached(apply(checkpoint()))
+    merging._beside = tuple(f"line {number}" for number in range(20))
+    sample_with(merging)
+    *_, last = lines = merging.lines()
+    assert len(lines) == MOST_LINES and "its JSON form" in last
+
+
+def sample_with(merging) -> None:
+    patcher = checkpoint()
+    host.attach(patcher, merging.apply_model, merging.outer_sample)
+    sample(patcher, steps=1)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_stopped_sampling_reports_the_steps_that_it_did(server, error):
+    def stop(step):
+        if step == 2:
+            raise error
+
+    with pytest.raises(error):
+        sample(apply(checkpoint()), steps=5, stop=stop)
+    assert server.texts[-1][1].startswith("ToMe: 2 of 5 steps, ")
+
+
+def test_in_a_subgraph_the_report_is_at_the_node_and_at_each_subgraph_around_it(server):
+    sample(apply(checkpoint(), node="12:7:5"), steps=1)
+    (text,) = {text for _, text in server.texts}
+    assert [node for node, _ in server.texts] == ["12:7:5", "12:7", "12"] and text.startswith("ToMe: 1 step")
+
+
+def test_a_reports_lines_stay_lines_where_comfyui_reads_them_as_markdown(server):
+    """Nodes 2.0 does, and joins lines that do not end in two spaces; the canvas does not."""
+    sample(apply(checkpoint()), steps=1)
+    *lines, last = server.texts[-1][1].split("\n")
+    assert len(lines) > 1 and all(line.endswith("  ") for line in lines) and not last.endswith(" ")
+
+
+def test_a_server_that_fails_breaks_no_picture(server, monkeypatch):
+    monkeypatch.setattr(server, "send_progress_text", lambda *args: 1 / 0)
+    assert sample(apply(checkpoint()), steps=1).isfinite().all()
+
+
+def test_a_model_without_such_blocks_passes_through_and_the_node_says_so(server):
+    flux = ModelPatcher(BaseModel(nn.Sequential(nn.Linear(2, 2))))
+    passed = apply(flux)
+    assert passed is not flux and not any(passed.wrappers.values())
+    assert "stepped aside, the model is unchanged" in server.texts[-1][1] and "Flux" in server.texts[-1][1]
+
+
+def test_a_second_model_without_such_blocks_is_sampled_as_it_is(server):
+    class Flat(nn.Module):
+        def forward(self, x, t, context):
+            return x * 0.5
+
+    other = BaseModel(Flat())
+    plain = Guider(ModelPatcher(other)).sample()
+    assert torch.equal(Guider(apply(checkpoint()), other).sample(), plain)
+    assert "stepped aside" in server.texts[-1][1]
+
+
+def test_an_old_comfyui_passes_through_and_the_node_says_so(server):
+    class Old:
+        def clone(self):
+            return Old()
+
+    assert isinstance(apply(Old()), Old) and "older than December 2024" in server.texts[-1][1]
+
+
+# --- the classes ------------------------------------------------------------------------------------------------------
+
+
+def test_what_comfyui_shows_of_every_node_is_there():
+    assert set(NODE_CLASS_MAPPINGS) == set(NODE_DISPLAY_NAME_MAPPINGS) == {
+        "ApplyToMe", "ToMeSettings", "RemoveToMe", "ToMePreview"}  # fmt: skip
+    for node in NODE_CLASS_MAPPINGS.values():
+        assert node.DESCRIPTION and node.CATEGORY and {"token merging", "tomesd"} <= set(node.SEARCH_ALIASES)
+        assert len(node.OUTPUT_TOOLTIPS) == len(node.RETURN_TYPES) and hasattr(node, node.FUNCTION)
+        types = node.INPUT_TYPES()
+        assert all(facts["tooltip"] for part in ("required", "optional") for _, facts in types.get(part, {}).values())
+        assert not hasattr(node, "IS_CHANGED")
+
+
+# --- preview -------------------------------------------------------------------------------------------------------
+
+PROMPT = {
+    "1": {"class_type": "CheckpointLoaderSimple", "inputs": {}},
+    "5": {"class_type": "ApplyToMe", "inputs": {"model": ["1", 0]}},
+    "6": {"class_type": "LoraLoaderModelOnly", "inputs": {"model": ["5", 0]}},
+    "7": {"class_type": "KSampler", "inputs": {"model": ["6", 0], "seed": 1}},
+    "9": {"class_type": "ToMePreview", "inputs": {"model": ["6", 0], "latent": ["7", 0]}},
+}
+
+
+def preview(patcher: ModelPatcher, latent: torch.Tensor) -> torch.Tensor:
+    return ToMePreview().preview(patcher, latent={"samples": latent}, unique_id="9")["result"][0]
+
+
+def test_a_panel_has_each_group_in_its_mean_colour_and_the_picture_where_nothing_merged():
+    one = torch.rand(64, 64, 3, generator=torch.Generator().manual_seed(0))
+    group = torch.tensor([0, 0, 1, 2])  # of the four quarters; the two above are one group
+    drawn = picture.panel(one, (2, 2), group, "")
+    assert torch.allclose(drawn[28, 5], one[:32].mean((0, 1)), atol=0.01)
+    assert torch.allclose(drawn[40:, 5:20], one[40:, 5:20], atol=0.01)
+    assert torch.allclose(drawn[32, 5] / one[32, 5], torch.full((3,), 0.7), atol=0.05), "a border"
+
+
+def test_the_preview_shows_a_panel_a_level(server):
+    server.run(PROMPT)
+    applied = apply(checkpoint(), level="up to /8")
+    latent = sample(applied, steps=1, batch=2)
+    picture = preview(applied, latent)
+    levels = 2
+    assert picture.shape == (2, 128, 128 * levels, 3) and picture.min() >= 0 and picture.max() <= 1
+    assert len(picture.unique()) > 50 and not torch.equal(picture[0], picture[1])
+
+
+def test_the_preview_draws_over_an_image_of_any_size(server):
+    server.run(PROMPT)
+    applied = apply(checkpoint())
+    sample(applied, steps=1)
+    assert ToMePreview().preview(applied, image=torch.rand(1, 72, 90, 3))["result"][0].shape == (1, 72, 90, 3)
+
+
+@pytest.mark.parametrize(("last_call", "stretched"), [((16, 24), False), ((16, 16), True)])
+def test_the_preview_says_when_its_map_is_of_a_tile(server, monkeypatch, last_call, stretched):
+    titles = []
+    monkeypatch.setattr(picture, "panel", lambda one, grid, group, title: [titles.append(title), one][1])
+    server.run(PROMPT)
+    applied = apply(checkpoint(), level="up to /8")
+    sample(applied, steps=1, size=last_call)
+    preview(applied, torch.zeros(1, 4, 16, 24))
+    assert ["stretched" in title for title in titles] == [stretched] * 2
+
+
+def test_the_preview_has_the_report_for_the_history_of_the_queue_as_text_and_for_programs(server):
+    server.run(PROMPT)
+    applied = apply(checkpoint())
+    latent = sample(applied, steps=1)
+    told = len(server.texts)
+    shown = ToMePreview().preview(applied, latent={"samples": latent}, unique_id="9")
+    (report,) = shown["ui"]["text"]
+    assert report == shown["result"][1] and ToMePreview.OUTPUT_NODE
+    assert report.startswith("ToMe: 1 step, ") and "latent /1: 256 tokens -> 128" in report
+    assert shown["ui"]["tome_report"] == (host.attached(applied).report().as_data(),)
+    assert server.texts[told:] == [("9", report.replace("\n", host.LINE_BREAK))]
+
+
+def test_a_preview_of_another_branch_keeps_no_maps(server):
+    server.run({**PROMPT, "9": {"class_type": "ToMePreview", "inputs": {"model": ["1", 0], "latent": ["7", 0]}}})
+    applied = apply(checkpoint())
+    latent = sample(applied, steps=1)
+    preview(applied, latent)
+    assert server.texts[-1] == ("9", server.texts[-1][1]) and "No merge map" in server.texts[-1][1]
+
+
+def test_maps_are_kept_from_the_first_sampling_after_a_preview_was_added(server):
+    """ApplyToMe itself is cached then and does not run again."""
+    applied = apply(checkpoint())
+    sample(applied, steps=1)
+    assert not host.attached(applied).maps()
+    server.run(PROMPT)
+    sample(applied, steps=1)
+    assert host.attached(applied.clone()).maps()
+    server.run({key: node for key, node in PROMPT.items() if key != "9"})
+    sample(applied, steps=1)
+    assert not host.attached(applied).maps()
+
+
+def test_the_preview_of_a_plain_model_says_that_there_is_no_map(server):
+    picture = preview(checkpoint(), torch.zeros(1, 4, 16, 16))
+    assert picture.shape == (1, 128, 128, 3) and "No merge map" in server.texts[-1][1]

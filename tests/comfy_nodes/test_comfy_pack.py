@@ -1,0 +1,220 @@
+"""The pack as ComfyUI and its users find it: three ways in, locales, docs, example workflows, registry metadata."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import install
+from comfy_nodes import NODE_CLASS_MAPPINGS, nodedefs
+from install import COMFYUI
+from tests.comfy_doubles import queued
+from tests.comfy_loader import load_pack
+from tests.hosts.comfyui.page import overlapping
+from tests.hosts.comfyui.workflows import WORKFLOWS, workflow
+from tome_core.settings.config import DOWNSAMPLES
+
+ROOT = Path(__file__).parents[2]
+LANGUAGES = ("en", "zh", "ja")
+# pixels that ComfyUI 0.33.0 gives a widget, the rest of a node, and at most a report
+WIDGET, FRAME, REPORT = 24, 34, 200
+
+
+@pytest.fixture
+def comfyui(tmp_path) -> Path:
+    """A folder like ComfyUI's, in a path that no module name could be made of."""
+    folder = tmp_path / "my-ui v0.33.0"
+    for name in ("comfy", "custom_nodes"):
+        (folder / name).mkdir(parents=True)
+    for name in ("main.py", "nodes.py"):
+        (folder / name).touch()
+    return folder
+
+
+def call_install(*arguments) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(ROOT / "install.py"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def looks_right(place: Path) -> None:
+    """The pack loads from here, and what ComfyUI looks for beside it is there."""
+    pack = load_pack(place)
+    assert set(pack.NODE_CLASS_MAPPINGS) == set(NODE_CLASS_MAPPINGS)
+    engine = importlib.import_module(pack.NODE_CLASS_MAPPINGS["ApplyToMe"].__module__.rpartition(".")[0] + ".engine")
+    assert Path(engine.tome_core.__file__).parents[1].samefile(place), "another copy of the engine was found"
+    assert all((place / pack.WEB_DIRECTORY / "docs" / f"{name}.md").is_file() for name in NODE_CLASS_MAPPINGS)
+    assert all((place / "locales" / language / "nodeDefs.json").is_file() for language in LANGUAGES)
+    assert all((place / "example_workflows" / f"{name}.json").is_file() for name in WORKFLOWS)
+
+
+# --- three ways in -------------------------------------------------------------------------------------------------
+
+
+def test_a_clone_in_custom_nodes_loads(comfyui):
+    place = comfyui / "custom_nodes" / "ComfyUI-tome.core"
+    shutil.copytree(ROOT, place, ignore=shutil.ignore_patterns(".*", "__pycache__", "tests", "demo", "shared"))
+    looks_right(place)
+
+
+@pytest.mark.parametrize("options", [(), ("--copy",)], ids=["link", "copy"])
+def test_install_py_puts_the_pack_there_and_takes_it_away(comfyui, options):
+    place = comfyui / "custom_nodes" / "tome_core"
+    for _ in range(2):  # again is no mistake
+        done = call_install("comfyui", comfyui, *options)
+        assert done.returncode == 0 and str(place) in done.stdout, done.stderr
+    assert place.is_symlink() != bool(options)
+    looks_right(place)
+    done = call_install("comfyui", comfyui, "--uninstall")
+    assert done.returncode == 0 and not os.path.lexists(place) and (ROOT / "comfy_nodes").is_dir()
+    assert "nothing to undo" in call_install("comfyui", comfyui, "--uninstall").stdout
+
+
+def test_where_links_are_not_possible_it_is_copied(comfyui, monkeypatch):
+    monkeypatch.setattr(Path, "symlink_to", lambda *args, **kwargs: (_ for _ in ()).throw(OSError("no right")))
+    place = install.target(COMFYUI, comfyui)
+    assert "Copied" in install.put(COMFYUI, place)
+    looks_right(place)
+
+
+def test_comfyui_manager_calls_it_bare(comfyui):
+    place = comfyui / "custom_nodes" / "tome_core"
+    place.symlink_to(ROOT)
+    done = subprocess.run([sys.executable, "install.py"], capture_output=True, text=True, cwd=place, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert not (ROOT / "requirements.txt").exists(), "the Manager would install it; torch is the host's"
+
+
+def test_a_link_to_the_nodes_folder_alone_finds_the_engine(comfyui):
+    place = comfyui / "custom_nodes" / "comfy_nodes"
+    place.symlink_to(ROOT / "comfy_nodes")
+    code = "from tests.comfy_loader import load_pack; from pathlib import Path; import sys;" \
+        "print(sorted(load_pack(Path(sys.argv[1])).NODE_CLASS_MAPPINGS))"  # fmt: skip
+    command = [sys.executable, "-c", code, str(place)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0 and "ApplyToMe" in done.stdout, done.stderr
+
+
+def test_a_folder_that_is_not_comfyui_is_refused_with_what_was_looked_for(tmp_path):
+    done = call_install("comfyui", tmp_path)
+    assert done.returncode == 1 and "main.py" in done.stderr and "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_base_directory_and_the_portable_version_are_comfyui_too(tmp_path, comfyui):
+    for name in COMFYUI.looked_for[1]:
+        (tmp_path / "base" / name).mkdir(parents=True)
+    assert install.target(COMFYUI, tmp_path / "base").parent == tmp_path / "base" / "custom_nodes"
+    portable = tmp_path / "portable"
+    shutil.copytree(comfyui, portable / "ComfyUI")
+    assert install.target(COMFYUI, portable).parent == portable / "ComfyUI" / "custom_nodes"
+
+
+def test_a_folder_of_somebody_else_is_not_replaced(comfyui):
+    place = comfyui / "custom_nodes" / "tome_core"
+    place.mkdir()
+    (place / "mine.txt").touch()
+    for options in ((), ("--uninstall",)):
+        done = call_install("comfyui", comfyui, *options)
+        assert done.returncode == 1 and "was not made by install.py" in done.stderr
+    assert (place / "mine.txt").exists()
+
+
+@pytest.mark.parametrize("arguments", [(), ("a", "b"), ("--unknown", "a")])
+def test_a_wrong_call_gets_the_usage(arguments):
+    done = call_install("comfyui", *arguments)
+    assert done.returncode == 2 and "usage: python install.py comfyui DIR" in done.stderr
+
+
+def test_the_command_needs_no_torch(comfyui):
+    code = "import sys, install; install.main(['comfyui', sys.argv[1]]); assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code, str(comfyui)], cwd=ROOT, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+# --- what lies beside it -------------------------------------------------------------------------------------------
+
+
+def test_the_english_texts_are_those_of_the_nodes():
+    assert nodedefs.PATH.read_text(encoding="utf-8") == nodedefs.text(), "run: python -m comfy_nodes.nodedefs"
+    page = nodedefs.HELP_PAGE.read_text(encoding="utf-8")
+    assert page == nodedefs.help_page(page), "run: python -m comfy_nodes.nodedefs"
+
+
+@pytest.mark.parametrize("language", ["zh", "ja"])
+def test_every_text_is_there_and_hardly_any_left_in_english(language):
+    """A new one is, until somebody translates it: `nodedefs` puts it in."""
+    def shape(texts):
+        return {key: shape(one) if isinstance(one, dict) else bool(one.strip()) for key, one in texts.items()}
+
+    text = (ROOT / "locales" / language / "nodeDefs.json").read_text(encoding="utf-8")
+    translated, english = json.loads(text), nodedefs.english()
+    assert shape(translated) == shape(english)
+    same = [(node, name) for node, texts in english.items() for name, one in texts["inputs"].items()
+            if translated[node]["inputs"][name]["tooltip"] == one["tooltip"]]  # fmt: skip
+    assert len(same) <= 2, f"left in English: {same}"
+
+
+@pytest.mark.parametrize("language", ["zh", "ja"])
+def test_a_translation_names_every_number_that_the_english_text_names(language):
+    """So that a changed limit, or a sentence that was added, is not forgotten; words for numbers may become digits."""
+    text = (ROOT / "locales" / language / "nodeDefs.json").read_text(encoding="utf-8")
+    translated, number = json.loads(text), re.compile(r"\d+(?:\.\d+)?")
+    for node, texts in nodedefs.english().items():
+        for name, one in texts["inputs"].items():
+            tooltip = translated[node]["inputs"][name]["tooltip"]
+            missing = set(number.findall(one["tooltip"])) - set(number.findall(tooltip))
+            assert not missing, (node, name)
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_an_example_workflow_fits_the_nodes(name):
+    flow = workflow(name)
+    assert (ROOT / "example_workflows" / f"{name}.jpg").is_file()
+    ours = [node for node in flow["nodes"] if node["type"] in NODE_CLASS_MAPPINGS]
+    assert any(node["type"] == "ApplyToMe" for node in ours)
+    for node in ours:
+        types = NODE_CLASS_MAPPINGS[node["type"]].INPUT_TYPES()
+        inputs = {**types["required"], **types.get("optional", {})}
+        widgets = [name for name, (kind, _) in inputs.items() if isinstance(kind, list)
+                   or kind in ("INT", "FLOAT", "BOOLEAN")]  # fmt: skip
+        values = dict(zip(widgets, node.get("widgets_values", []), strict=True))
+        assert queued(NODE_CLASS_MAPPINGS[node["type"]], {**values, "model": "linked"})[1] == []
+        assert node.get("widgets_values_named", {}) == values
+        if node["type"] == "ApplyToMe":
+            assert node["size"][1] >= FRAME + WIDGET * len(widgets) + REPORT, "its report would be cut"
+    assert not overlapping([{"type": node["type"], "box": [*node["pos"], *node["size"]]} for node in flow["nodes"]])
+
+
+def documented(name: str) -> dict[str, bool]:
+    """Input -> is it bold, from the first column of a help page's table."""
+    text = (ROOT / "comfy_nodes" / "web" / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    cells = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("|")][2:]
+    return {one.strip("*"): one.startswith("**") for cell in cells for one in cell.split(", ")}
+
+
+def test_the_help_pages_have_a_row_for_every_input_and_the_advanced_ones_in_light_type():
+    for name, node in NODE_CLASS_MAPPINGS.items():
+        types = node.INPUT_TYPES()
+        inputs = {**types["required"], **types.get("optional", {})}
+        found = documented(name)
+        wanted = {one: not facts.get("advanced", False) for one, (_, facts) in inputs.items()}
+        assert found in (wanted, {one: bold for one, bold in wanted.items() if one != "model"}), name
+
+
+def test_the_registry_knows_the_pack():
+    tomllib = pytest.importorskip("tomllib")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert project["tool"]["comfy"]["PublisherId"] and project["tool"]["comfy"]["DisplayName"]
+
+
+def test_the_levels_of_the_node_are_the_engines():
+    levels = NODE_CLASS_MAPPINGS["ToMeSettings"].INPUT_TYPES()["optional"]["level"][0]
+    assert levels == ["automatic", *(f"up to /{downsample}" for downsample in DOWNSAMPLES)]

@@ -1,0 +1,148 @@
+"""Matches kept over the steps of a sampling, and never over samplings, tiles or the halves of a split batch."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+import tome_core
+from comfy_nodes import host
+from comfy_nodes.sampling import Sampling
+from tests.comfy_doubles import Guider, apply, least_checkpoint
+from tests.models import inputs
+from tome_core.running import matching
+
+FOREVER = {"ratio": 0.5, "keep": 1000.0, "use_rand": False}
+
+
+class SplitGuider(Guider):
+    """Both prompts in calls of their own, as where memory is short.
+
+    shift: what the positive one's latents are beside the other's; of one picture they are the same.
+    """
+
+    shift = 1.0
+
+    def _outer_sample(self, noise: Any, latent: Any, sampler: Any, sigmas: torch.Tensor, *args: Any) -> torch.Tensor:
+        x = noise
+        for now, then in itertools.pairwise(sigmas):
+            options, half = {**self.options, "sigmas": now[None]}, len(x)
+            negative, positive = (
+                self.model.apply_model(x + shift, now.expand(half), text, {**options, "cond_or_uncond": [which]})
+                for which, shift, text in zip((1, 0), (0.0, self.shift), self.text.chunk(2), strict=True)
+            )
+            x = x + (negative + 7 * (positive - negative)) * (then - now) / now.clamp(min=1) * 0.01
+        return x
+
+
+class CutGuider(SplitGuider):
+    """Of one picture."""
+
+    shift = 0.0
+
+
+class TiledGuider(Guider):
+    """A step is a call for each tile, and all tiles have one shape."""
+
+    def _outer_sample(self, noise: Any, latent: Any, sampler: Any, sigmas: torch.Tensor, *args: Any) -> torch.Tensor:
+        tiles = list(noise.split(8, dim=3))
+        for now, then in itertools.pairwise(sigmas):
+            options = {**self.options, "sigmas": now[None]}
+            for number, tile in enumerate(tiles):
+                out = self.model.apply_model(tile, now.expand(len(tile)), self.text[: len(tile)], options)
+                tiles[number] = tile + out * (then - now) / now.clamp(min=1) * 0.01
+        return torch.cat(tiles, dim=3)
+
+
+def fresh(**values) -> Any:
+    return apply(least_checkpoint(), **(values or FOREVER))
+
+
+def test_a_match_is_kept_over_the_steps_of_a_sampling():
+    anew = {**FOREVER, "keep": 0.001}
+    assert not torch.equal(Guider(fresh()).sample(), Guider(fresh(**anew)).sample())
+    assert torch.equal(Guider(fresh()).sample(steps=1), Guider(fresh(**anew)).sample(steps=1))
+
+
+@pytest.mark.parametrize(("guider", "matches"), [(Guider, 1), (CutGuider, 1), (SplitGuider, 2)])
+def test_both_prompts_have_one_match_however_the_batch_is_cut(monkeypatch, guider, matches):
+    made, plain = [], matching.Matcher._match
+    monkeypatch.setattr(matching.Matcher, "_match", lambda self, *args: made.append(self.number) or plain(self, *args))
+    guider(fresh()).sample(batch=2)
+    assert made and all(made.count(number) == matches for number in made)
+
+
+def test_a_window_of_a_film_keeps_its_matches_to_itself():
+    """A window of some of the frames, for both prompts, is as large a batch as all frames for one."""
+    sampling = Sampling(noise=torch.zeros(4, 4, 8, 8))
+    assert sampling.pictures_in(torch.zeros(8, 4, 8, 8), {"cond_or_uncond": [1, 0]}) == 4
+    assert sampling.pictures_in(torch.zeros(4, 4, 8, 8), {"cond_or_uncond": [1]}) == 4
+    assert sampling.pictures_in(torch.zeros(4, 4, 8, 8), {"cond_or_uncond": [1, 0]}) is None
+    assert sampling.pictures_in(torch.zeros(4, 4, 8, 8), {}) is None
+    assert Sampling().pictures_in(torch.zeros(4, 4, 8, 8), {"cond_or_uncond": [1]}) is None
+
+
+# the pictures are small ones
+PRESETS = [{**tome_core.form.filled(name), "only_if_it_pays": False} for name in tome_core.PRESETS]
+
+
+@pytest.mark.parametrize("values", [FOREVER, *PRESETS], ids=["forever", *tome_core.PRESETS])
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("guider", [Guider, SplitGuider, TiledGuider])
+def test_a_picture_is_the_same_after_another_and_after_a_fresh_start(guider, steps, values):
+    applied = fresh(**values)
+    guider(applied).sample(steps=steps, seed=1)
+    assert torch.equal(guider(applied).sample(steps=steps, seed=2), guider(fresh(**values)).sample(steps=steps, seed=2))
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_a_tile_is_what_it_is_alone(steps):
+    together = TiledGuider(fresh()).sample(steps=steps, size=(8, 24))
+    alone = [Guider.sample(_Cut(fresh(), place), steps=steps, size=(8, 24)) for place in range(3)]
+    assert torch.equal(together, torch.cat(alone, dim=3))
+
+
+class _Cut(TiledGuider):
+    """One tile of the picture."""
+
+    def __init__(self, patcher: Any, place: int) -> None:
+        super().__init__(patcher)
+        self.place = place
+
+    def _outer_sample(self, noise: Any, *args: Any) -> torch.Tensor:
+        return super()._outer_sample(noise[..., 8 * self.place : 8 * self.place + 8], *args)
+
+
+def test_a_sampling_inside_a_sampling_has_matches_of_its_own():
+    applied, alone = fresh(), Guider(fresh()).sample(seed=3)
+    inner = []
+    outer = Guider(applied).sample(steps=2, seed=4, stop=lambda step: inner.append(Guider(applied).sample(seed=3)))
+    assert all(torch.equal(one, alone) for one in inner) and outer.isfinite().all()
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_nothing_is_kept_after_a_sampling_nor_after_one_that_broke_off(error):
+    def fail(step):
+        raise error
+
+    applied = fresh()
+    Guider(applied).sample()
+    for _ in range(2):
+        handles = list(host.attached(applied)._patches.values())
+        assert handles and not any(one.run.sampling._plans for one in handles)
+        with pytest.raises(error):
+            Guider(applied).sample(stop=fail)
+
+
+def test_calls_outside_a_sampling_keep_nothing():
+    applied = fresh()
+    merging = host.attached(applied)
+    x, text = inputs(4, 1, 16, 16)
+    with torch.no_grad():
+        options = {"wrappers": {"apply_model": applied.wrappers["apply_model"]}}
+        applied.model.apply_model(x, torch.full((1,), 3.0), text, options)
+    assert merging._patches
+    assert not any(one.run.sampling._plans for one in merging._patches.values())

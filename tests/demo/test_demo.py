@@ -1,0 +1,200 @@
+"""The demo's whole run, on the embedded model and on the user's own."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from demo import command, likeness, picture, sheet, table
+from tests import tiny_pipeline
+
+ROOT = Path(__file__).parents[2]
+STEPS = 4
+WAYS = picture.variants(picture.STRENGTHS)
+
+
+def test_equal_pictures_are_infinitely_alike():
+    a = np.random.default_rng(0).integers(0, 256, (16, 16, 3), np.uint8)
+    assert likeness.psnr(a, a) == np.inf and likeness.ssim(a, a) == pytest.approx(1)
+
+
+def test_psnr_of_a_known_difference():
+    a = np.full((8, 8, 3), 100, np.uint8)
+    assert likeness.psnr(a, a + np.uint8(51)) == pytest.approx(20 * np.log10(5))
+
+
+def columns_with(plain, merged):
+    blank = [np.zeros((8, 8, 3), np.uint8)] * len(plain)
+    made = ((picture.UNMERGED, plain), (picture.BALANCED, merged))
+    return [picture.Column(variant, blank, seconds, seconds) for variant, seconds in made]
+
+
+def test_a_loss_is_called_a_loss():
+    text = table.verdict(columns_with([1.0, 1.0], [1.2, 1.3]), table.Block("this", 1.0, 1.1), on_cpu=True)
+    assert text.count("gains nothing") == 2
+
+
+def test_a_gain_is_told_with_its_size_and_where_it_was_measured():
+    text = table.verdict(columns_with([2.0, 2.0, 2.0], [1.0, 1.0, 9.0]), table.Block("this", 3.0, 2.0), on_cpu=False)
+    assert "2.00 times as fast" in text and "1.50 times as fast" in text and "gains nothing" not in text
+
+
+def test_a_difference_map_is_black_where_pictures_agree_and_eightfold_elsewhere():
+    a = np.zeros((4, 4, 3), np.uint8)
+    b = a.copy()
+    b[0, 0], b[1, 1] = 3, 200
+    assert sheet.difference(a, b)[0, 0].tolist() == [24] * 3
+    assert sheet.difference(b, a)[1, 1].tolist() == [255] * 3
+    assert sheet.difference(a, b).sum() == 3 * (24 + 255)
+
+
+def run_demo(*arguments):
+    command_line = [sys.executable, "-m", "demo", *(str(argument) for argument in arguments)]
+    return subprocess.run(command_line, capture_output=True, text=True, cwd=ROOT, check=False)
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory):
+    """Two pictures in four steps from a real command line; gives the process and the PNG's path."""
+    path = tmp_path_factory.mktemp("demo") / "new folder" / "comparison.png"
+    return run_demo("--pictures", 2, "--steps", STEPS, "--seed", 5, "--output", path), path
+
+
+def shown(path, row, column):
+    """The picture in a cell of the sheet, at its own 128 px."""
+    with Image.open(path) as image:
+        return np.array(image.crop(sheet.cell(row, column, (256, 256))))[::2, ::2]
+
+
+def test_the_demo_ends_well_and_says_where_the_picture_is(whole_run):
+    done, path = whole_run
+    assert done.returncode == 0, done.stderr
+    assert str(path) in done.stdout
+    assert not list(path.parent.glob("*.part"))
+
+
+def test_the_table_has_a_line_for_every_setting(whole_run):
+    text = whole_run[0].stdout
+    names = [variant.name for variant in WAYS]
+    assert names == ["no merging", "strength 0.25 (quality)", "strength 0.5 (balanced)", "strength 0.75 (fast)",
+                     "strength 1 (max)"]
+    for name in names[1:]:
+        assert re.search(rf"{re.escape(name)} +[\d.]+ s +[\d.]+ +[\d.]+ s +[\d.]+ +[\d.]+ dB +[01]\.\d+\n", text), text
+        assert f"{name}: Token merging" in text
+    assert re.search(r"no merging +[\d.]+ s +1\.00", text)
+    assert re.search(r"SD1.5-sized block .*: \d+ ms without merging, \d+ ms with strength 0.5 \(balanced\)", text)
+    assert re.search(r"(gains nothing|times as fast)", text)
+
+
+def test_progress_names_every_setting(whole_run):
+    progress = whole_run[0].stderr
+    assert all(f"picture 2 of 2, {variant.name}" in progress for variant in WAYS)
+
+
+def test_the_sheet_has_its_size_and_a_label_on_every_row_and_column(whole_run):
+    _, path = whole_run
+    with Image.open(path) as image:
+        assert image.format == "PNG"
+        pixels = np.array(image.convert("L"))
+    right, bottom = sheet.cell(1, 8, (256, 256))[2:]
+    assert pixels.shape == (bottom + sheet.GAP, right + sheet.GAP)
+    for column in range(9):
+        left, top = sheet.cell(0, column, (256, 256))[:2]
+        head = pixels[top - sheet.HEAD : top, left : left + 256]
+        assert 200 < (head < 128).sum() < head.size / 4, f"no readable heading over column {column}"
+    for row in range(2):
+        left, top, _, bottom = sheet.cell(row, 0, (256, 256))
+        margin = pixels[top:bottom, :left]
+        assert 200 < (margin < 128).sum() < margin.size / 4, f"no readable prompt beside row {row}"
+        assert (margin[:, -4:] > 200).all(), f"the prompt of row {row} runs into the picture"
+
+
+def test_the_unmerged_column_is_what_a_plain_run_makes(whole_run, tmp_path):
+    _, path = whole_run
+    code = (
+        "import sys, numpy; from demo import model, prompt, sampler; m = model.load();"
+        f"numpy.save(sys.argv[1], [sampler.sample(m, prompt.tokens(prompt.PROMPTS[i]), 5 + i, steps={STEPS})"
+        " for i in range(2)])"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "plain.npy")], cwd=ROOT, check=True)
+    plain = np.load(tmp_path / "plain.npy")
+    for row in range(2):
+        assert np.array_equal(shown(path, row, 0), plain[row])
+
+
+def test_a_strength_is_told_the_time_as_on_the_page(whole_run, tmp_path):
+    """Both in a process of their own, with as many threads: the bits depend on these."""
+    _, path = whole_run
+    code = (
+        "import sys, threading, numpy, torch, tome_core; from demo import prompt; from demo.source import Embedded;"
+        "from demo.page_code import Wanted; from demo.page_run import Studio; source = Embedded(torch.device('cpu'));"
+        f"wanted = Wanted.of_strength(prompt.PROMPTS[0], 5, {STEPS}, 0.5);"
+        "*_, last = Studio(source).make(wanted, threading.Event()); tome_core.patch(source.target, 'balanced');"
+        f"untold = source.picture(prompt.PROMPTS[0], 5, {STEPS}, lambda: None);"
+        "numpy.save(sys.argv[1], [last.merged[0].picture, untold])"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "merged.npy")], cwd=ROOT, check=True)
+    page, untold = np.load(tmp_path / "merged.npy")
+    assert np.array_equal(shown(path, 0, 3), page)
+    assert not np.array_equal(untold, page), "without the time a strength keeps no match: this test sees nothing"
+
+
+def test_merged_columns_differ_and_their_difference_maps_are_theirs(whole_run):
+    _, path = whole_run
+    for row in range(2):
+        plain = shown(path, row, 0)
+        for column in (1, 3, 5, 7):
+            merged = shown(path, row, column)
+            assert not np.array_equal(merged, plain)
+            assert np.array_equal(shown(path, row, column + 1), sheet.difference(plain, merged))
+
+
+def test_the_demo_starts_from_another_folder_that_has_a_demo_of_its_own(tmp_path):
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo" / "__main__.py").write_text("print('the wrong one')")
+    done = subprocess.run([sys.executable, str(ROOT / "demo"), "--help"], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0 and "--pictures" in done.stdout
+
+
+@pytest.fixture(scope="module")
+def tiny_folder(tmp_path_factory):
+    """A diffusers folder with random weights."""
+    return tiny_pipeline.write_folder(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def quick_block(monkeypatch):
+    """One repeat of the block's timing: these tests look at other things."""
+    monkeypatch.setattr(command, "BLOCK_REPEATS", 1)
+
+
+def test_a_diffusers_folder_is_compared_like_the_embedded_model(tmp_path, tiny_folder, capsys, quick_block):
+    path = tmp_path / "mine.png"
+    code = command.main(["--model", str(tiny_folder), "--pictures", "2", "--steps", "2", "--prompt", "a cat",
+                         "--strength", ".3", "--strength", "0", "--output", str(path), "--device", "cpu"])  # fmt: skip
+    text = capsys.readouterr().out
+    assert code == 0 and str(path) in text
+    assert re.search(r"strength 0\.3: Token merging", text)
+    assert re.search(r"strength 0  .* inf dB  1\.000\n", text), "strength 0 is off"
+    with Image.open(path) as image:
+        assert image.size[0] == sheet.cell(1, 4, (256, 256))[2] + sheet.GAP
+
+
+def test_a_single_file_is_loaded_with_a_configuration_that_has_no_weights(tmp_path, tiny_folder, capsys, quick_block):
+    single = tiny_pipeline.write_single_file(tmp_path / "single.safetensors")
+    bare = shutil.ignore_patterns("*.safetensors")
+    config = shutil.copytree(tiny_folder, tmp_path / "config", ignore=bare)
+    path = tmp_path / "mine.png"
+    code = command.main(["--model", str(single), "--config", str(config), "--pictures", "1", "--steps", "2",
+                         "--output", str(path), "--device", "cpu"])  # fmt: skip
+    text = capsys.readouterr()
+    assert code == 0, text.err
+    assert re.search(r"strength 0\.5 \(balanced\): Token merging", text.out)
+    assert path.exists()

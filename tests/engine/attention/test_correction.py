@@ -1,0 +1,301 @@
+"""The correction: exactly nothing where nothing was lost, of first order nothing is left, and the rest is fitted."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+import tome_core
+from benchmarks.subjects import SCENE_MODELS, SceneSubject
+from tests.conformance import ragged
+from tests.models import call_unet, inputs, on_small, small
+from tests.thoroughness import THOROUGH
+from tome_core import MergeConfig, MergePlan, MergeRule
+from tome_core.attention.core import corrected
+from tome_core.attention.correction import Correction, _inverse, _ridge, asked, first_order, fitted
+from tome_core.merging.grid import Grid
+from tome_core.running.matching import Matcher
+from tome_core.running.search import Plans
+
+KV = {"side": "kv", "ratio": 0.75}
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def drawn(batch: int, tokens: int, channels: int, dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
+    """q, k and v; keys far from zero, as a trained model's are."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(batch, tokens, channels, generator=generator, dtype=torch.float64) for _ in range(3))
+    return [one.to(dtype) for one in (q, k + 3, v - 2)]
+
+
+def by_head(flat: torch.Tensor, heads: int) -> torch.Tensor:
+    return flat.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def oracle(k: torch.Tensor, v: torch.Tensor, plan: MergePlan, heads: int, scale: float) -> torch.Tensor:
+    """The matrix by its definition: group by group, token by token, in float64."""
+    batch, tokens, _ = k.shape
+    k, v = by_head(k.double(), heads), by_head(v.double(), heads)
+    out = torch.zeros(batch, heads, k.shape[-1], k.shape[-1], dtype=torch.float64)
+    for sample in range(batch):
+        group = plan.group[sample if plan.group.shape[0] > 1 else 0]
+        for number in group.unique():
+            own = (group == number).nonzero()[:, 0]
+            for head in range(heads):
+                keys, values = k[sample, head, own], v[sample, head, own]
+                for key, value in zip(keys - keys.mean(0), values - values.mean(0), strict=True):
+                    out[sample, head] += torch.outer(key, value) * scale / tokens
+    return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shared", [False, True])
+def test_groups_of_one_token_are_corrected_by_exactly_nothing(dtype: torch.dtype, shared: bool):
+    q, k, v = drawn(3, 17, 12, dtype)
+    order = torch.stack([torch.randperm(17, generator=torch.Generator().manual_seed(n)) for n in range(3)])
+    plan = MergePlan(order[:1] if shared else order, 17)
+    assert not first_order((k, v), plan, 3, 0.5).any()
+    assert not any(one.any() for one in fitted(q[:, ::3], (k, v), plan, 3, 0.5).correction)
+    pairs = MergePlan(order.div(2, rounding_mode="floor"), 9)
+    assert first_order((k, v), pairs, 3, 0.5).all()
+    assert all(one.all() for one in fitted(q[:, ::3], (k, v), pairs, 3, 0.5).correction)
+
+
+@settings(max_examples=200 if THOROUGH else 30, deadline=None)
+@given(
+    batch=st.integers(1, 3), tokens=st.integers(1, 40), groups=st.integers(1, 12), heads=st.integers(1, 4),
+    width=st.integers(1, 6), shared=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_it_is_what_its_definition_gives(batch, tokens, groups, heads, width, shared, seed):
+    """Ragged groups, empty ones, one map for all samples."""
+    _, k, v = drawn(batch, tokens, heads * width, torch.float64, seed)
+    plan = ragged(1 if shared else batch, tokens, groups, seed)
+    torch.testing.assert_close(
+        first_order((k, v), plan, heads, 0.3), oracle(k, v, plan, heads, 0.3), rtol=1e-9, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_it_is_summed_in_float32_whatever_keys_and_values_are(dtype: torch.dtype):
+    """Of 4,096 tokens half precision would keep hardly a digit, and keys lie far from zero."""
+    _, k, v = drawn(1, 4096, 16, dtype)
+    plan = ragged(1, 4096, 64)
+    found, exact = first_order((k, v), plan, 2, 0.25), oracle(k, v, plan, 2, 0.25)
+    assert found.dtype == torch.float32
+    assert (found.double() - exact).abs().max() <= 1e-4 * exact.abs().max()
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, logs: torch.Tensor | None = None):
+    q, k, v = (by_head(one, heads) for one in (q, k, v))
+    logits = q @ k.transpose(2, 3) * q.shape[-1] ** -0.5
+    if logs is not None:
+        logits = logits + logs[:, None, None]
+    return (logits.softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+def test_where_logits_are_small_the_error_falls_with_their_square():
+    """Without the correction it falls with themselves."""
+    heads, errors = 2, {True: [], False: []}
+    q, k, v = drawn(2, 60, 16, torch.float64)
+    plan = ragged(2, 60, 7)
+    logs = plan.sizes.double().log()
+    steps = (3e-2, 1e-2, 3e-3)  # the logarithms of sizes are float32 to the engine
+    for small_q in (q * step for step in steps):
+        full = attention(small_q, k, v, heads)
+        merged = attention(small_q, plan.merge(k), plan.merge(v), heads, logs)
+        correction = fitted(small_q[:, ::4], (k, v), plan, heads, 8**-0.5).correction
+        for with_it, out in ((False, merged), (True, corrected(merged, small_q, correction))):
+            errors[with_it].append((out - full).abs().max().item())
+    for with_it, power in ((False, 1), (True, 2)):
+        falls = [math.log(errors[with_it][n] / errors[with_it][n + 1]) for n in range(2)]
+        expected = [power * math.log(steps[n] / steps[n + 1]) for n in range(2)]
+        assert falls == pytest.approx(expected, abs=0.15 * power)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_it_is_added_head_by_head(dtype: torch.dtype):
+    q, out, _ = drawn(2, 9, 12, dtype)
+    matrix, constant = (
+        torch.randn(2, 3, rows, 4, generator=torch.Generator().manual_seed(rows), dtype=torch.float64).to(dtype)
+        for rows in (8, 1)
+    )
+    found = corrected(out, q, Correction(matrix.flatten(0, 1), constant.flatten(0, 1)))
+    assert found.dtype == dtype and found.is_contiguous()
+    for sample in range(2):
+        for head in range(3):
+            own = slice(4 * head, 4 * head + 4)
+            told = torch.cat([q[sample, :, own], out[sample, :, own]], -1).double()
+            expected = out[sample, :, own].double() + told @ matrix[sample, head].double()
+            expected += constant[sample, head].double()
+            torch.testing.assert_close(
+                found[sample, :, own].double(), expected, rtol=0, atol=8 * torch.finfo(dtype).eps * 32
+            )
+
+
+@settings(max_examples=100 if THOROUGH else 20, deadline=None)
+@given(batch=st.integers(1, 2), heads=st.integers(1, 3), count=st.integers(2, 60), width=st.integers(1, 8),
+       seed=st.integers(0, 99))  # fmt: skip
+def test_the_fit_is_ridge_regression(batch, heads, count, width, seed):
+    """Against a solver's, on unit variances, with the penalty as many samples as unknowns; far fewer samples too."""
+    generator = torch.Generator().manual_seed(seed)
+    q, merged, left = (
+        torch.randn(batch, heads, count, width, generator=generator, dtype=torch.float64) * size + 5
+        for size in (3.0, 0.1, 0.01)
+    )
+    weights, constant = _ridge(q, merged, left)
+    for sample in range(batch):
+        for head in range(heads):
+            parts = [one[sample, head] - one[sample, head].mean(0) for one in (q, merged)]
+            scales = [one.square().mean().rsqrt() for one in parts]
+            x = torch.cat([one * scale for one, scale in zip(parts, scales, strict=True)], 1)
+            y = left[sample, head] - left[sample, head].mean(0)
+            solved = torch.linalg.solve(x.T @ x + 2 * width * torch.eye(2 * width, dtype=x.dtype), x.T @ y)
+            by_part = torch.cat([solved[:width] * scales[0], solved[width:] * scales[1]])
+            told = torch.cat([q[sample, head], merged[sample, head]], 1)
+            atol = 1e-5 * left[sample, head].abs().max().item()
+            torch.testing.assert_close(
+                told @ weights[sample, head] + constant[sample, head],
+                (told - told.mean(0)) @ by_part + left[sample, head].mean(0), rtol=0, atol=atol,
+            )  # fmt: skip
+
+
+def test_an_inverse_by_products_is_the_inverse_in_float32():
+    """Of a condition as bad as the ridge lets one be."""
+    x = torch.randn(3, 2, 256, 80, generator=torch.Generator().manual_seed(2)) * torch.logspace(0, -3, 80)
+    x = x / x.square().mean((2, 3), keepdim=True).sqrt()
+    normal, penalty = x.transpose(2, 3) @ x / 256, 80 / 256
+    found, exact = _inverse(normal, penalty, 80), (normal.double() + penalty * torch.eye(80)).inverse()
+    assert (found.double() - exact).abs().max() < 1e-4 * exact.abs().max()
+
+
+@pytest.mark.parametrize("height, width", [(64, 64), (96, 64), (32, 128), (8, 8), (3, 5), (1, 7), (128, 128)])
+@pytest.mark.parametrize("channels", [16, 40])
+def test_the_tokens_that_are_asked_lie_evenly(height: int, width: int, channels: int):
+    places = asked(Grid(height, width), channels, torch.device("cpu"))[0][0].tolist()
+    assert len(set(places)) == len(places) and min(places) >= 0 and max(places) < height * width
+    assert len(places) <= max(32, min(128 if channels <= 32 else 256, height * width // 16))
+    if min(height, width) >= 32:
+        assert len(places) >= (120 if channels <= 32 else 120 * min(2, height * width // 2048) // 1)
+    rows, columns = ([place // width for place in places], [place % width for place in places])
+    assert abs(sum(rows) / len(rows) - (height - 1) / 2) <= 0.5
+    assert abs(sum(columns) / len(columns) - (width - 1) / 2) <= 0.5
+
+
+def test_it_leaves_less_of_what_was_asked_than_the_closed_form_alone():
+    """Whose weights are those of all tokens, where the softmax has eyes for a few."""
+    heads = 2
+    q, k, v = drawn(1, 4096, 32, torch.float32)
+    q, v = q * 3, v + k.roll(1, -1) * 0.5
+    plan = ragged(1, 4096, 64)
+    places = asked(Grid(64, 64), 16, q.device)[0][0]
+    q, scale = q[:, places], 16**-0.5
+    full = attention(q, k, v, heads)
+    merged = attention(q, plan.merge(k), plan.merge(v), heads, plan.key_logits)
+    closed = first_order((k, v), plan, heads, scale)
+    alone = Correction(torch.cat([closed, torch.zeros_like(closed)], 2).flatten(0, 1), torch.zeros(heads, 1, 16))
+    both = fitted(q, (k, v), plan, heads, scale).correction
+    left = [(corrected(merged, q, one) - full).square().mean() for one in (alone, both)]
+    assert left[1] < 0.8 * left[0] < 0.8 * (merged - full).square().mean()
+
+
+@pytest.mark.parametrize("path", SCENE_MODELS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("time", [100, 600])
+def test_it_halves_what_a_trained_model_loses_at_a_sixty_fourth_of_the_keys(path, time: int):
+    subject = SceneSubject(path, torch.device("cpu"))
+    noised = subject.noised(0, 2, time)
+    rule = MergeRule(**KV | {"ratio": 63 / 64, "sx": 8, "sy": 8, "refine": 1, "metric": "keys+values"}, use_rand=False)
+    with torch.no_grad():
+        plain, apart = subject.predict(noised), []
+        for one in (rule, replace(rule, correction=False)):
+            with tome_core.patch(subject.unet, MergeConfig(rules=(one,))):
+                apart.append((subject.predict(noised) - plain).square().mean())
+    assert apart[0] < 0.5 * apart[1]
+
+
+# --- in a UNet --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def found(monkeypatch) -> list[Plans]:
+    """What every block used, in the order of their calls."""
+    used, find = [], Matcher.find
+
+    def note(matcher, asked):
+        plans = find(matcher, asked)
+        if asked.part == "attn":
+            used.append(plans)
+        return plans
+
+    monkeypatch.setattr(Matcher, "find", note)
+    return used
+
+
+def run(model, timestep=100):
+    x, text = inputs(4, 2, 16, 16)
+    with torch.no_grad():
+        return call_unet(model, x, timestep, text)
+
+
+@pytest.mark.parametrize(
+    "rule, corrects",
+    [
+        (MergeRule(**KV), True),
+        (MergeRule(**KV, metric="keys+values", refine=1, sx=4, sy=4), True),
+        (MergeRule(**KV, metric="keys+values", refine=1, query_ratio=0.5), True),
+        (MergeRule(**KV, method="cluster"), True),
+        (MergeRule(side="qkv", metric="keys+values"), True),
+        (MergeRule(), False),  # all tokens' keys and values are not there, and making them costs what merging saves
+        (MergeRule(**KV, proportional=False), False),
+        (MergeRule(method="downsample"), False),
+        (MergeRule(**KV, correction=False), False),
+    ],
+)
+def test_it_is_made_where_merged_keys_know_their_sizes(rule: MergeRule, corrects: bool, found):
+    model = small()
+    with tome_core.patch(model, MergeConfig(rules=(rule,))):
+        merged = run(model)
+    assert found and merged.isfinite().all()
+    assert all((plans.correction is not None) == corrects for plans in found)
+    if corrects:
+        assert all(plans.correction.matrix.any() for plans in found)
+        with tome_core.patch(model, MergeConfig(rules=(replace(rule, correction=False),))):
+            assert not torch.equal(run(model), merged)
+
+
+@pytest.mark.parametrize("name", tome_core.PRESETS)
+def test_it_is_kept_with_its_plan_and_made_anew_with_it(name: str, found):
+    model = small()
+    with tome_core.patch(model, on_small(name), host_clock=True) as handle:
+        for timestep in (240, 200, 40):  # late in every preset
+            handle.set_time(timestep=timestep, sampling="one")
+            run(model, timestep)
+    blocks = len(found) // 3
+    first, kept, renewed = (found[n * blocks : (n + 1) * blocks] for n in range(3))
+    for one, same, other in zip(first, kept, renewed, strict=True):
+        assert one.correction is same.correction is not None
+        assert other.correction is not one.correction and other.plan is not one.plan
+
+
+def test_gradients_flow_through_it():
+    """As through the rest of the block: what is trained on merged tokens is trained on this function."""
+    model = small().double()
+    x, text = (one.double() for one in inputs(4, 1, 8, 8))
+    target = next(m for n, m in model.named_modules() if n.endswith("attn1.to_v"))
+
+    def loss():
+        return call_unet(model, x, 100, text).pow(2).sum()
+
+    with tome_core.patch(model, MergeConfig(**KV)):
+        (gradient,) = torch.autograd.grad(loss(), target.weight)
+        place, step = divmod(int(gradient.abs().argmax()), gradient.shape[1]), 1e-6
+        with torch.no_grad():
+            target.weight[place] += step
+            up = loss()
+            target.weight[place] -= 2 * step
+            down = loss()
+    assert ((up - down) / (2 * step)).item() == pytest.approx(gradient[place].item(), rel=1e-4)

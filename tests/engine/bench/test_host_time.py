@@ -1,0 +1,213 @@
+"""What merging costs the host, by counts: calls of our functions, changes of file, operators; times are printed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tome_core import patch
+from tome_core.bench import command as bench
+from tome_core.bench import host_time
+from tome_core.bench.sd_block import as_ldm_model
+from tome_core.model.families import find_blocks
+
+# of one block and its transformer; a reader follows each by hand
+# Of the changes one is for queries, which are made once for a match and its call, and two for what graphs ask: what is
+# kept is asked for in one place.
+MOST_CALLS, MOST_CHANGES = 40, 18
+MOST_CALLS_LEFT_ALONE, MOST_CALLS_SWITCHED_OFF = 8, 8
+VIEWS = {
+    "_unsafe_view", "alias", "as_strided", "chunk", "detach", "diagonal", "expand", "flatten", "permute", "reshape",
+    "select", "slice", "split", "squeeze", "t", "to", "transpose", "unflatten", "unsqueeze", "view", "view_as",
+}  # fmt: skip
+PUTTING_ON = {"attach", "detach", "install", "uninstall", "hold", "release"}
+
+
+@pytest.fixture(autouse=True)
+def _no_grad():
+    with torch.inference_mode():
+        yield
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory):
+    file = tmp_path_factory.mktemp("host_time") / "result.json"
+    command = [sys.executable, "-m", "tome_core.bench", "--host-time", "--repeats", "1", "--json", str(file)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    print(done.stdout)
+    return done.stdout, json.loads(file.read_text())
+
+
+class _Counter(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+        self.names = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        self.names[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _operators(case):
+    run = host_time.make_run(case)
+    with _Counter() as counter:
+        run()
+    return counter.count
+
+
+def _told(way):
+    return "\n".join(f"{count} {name}" for name, count in way["by"].items())
+
+
+def test_the_table_has_every_row(printed):
+    text, data = printed
+    assert data["environment"]["torch"] in text
+    matching = [host_time.KEPT, host_time.RENEWED, host_time.ANEW]
+    rows = [host_time.UNMERGED, host_time.TOMESD, *matching, *(one + host_time.WITHOUT for one in matching),
+            host_time.CLOSED, host_time.OFF]  # fmt: skip
+    assert set(data["block_us"]) == set(rows)
+    for times in data["patch_ms"].values():
+        rows += times
+    for name in (*rows, *data["patch_ms"], "changes of file"):
+        assert name in text
+    for case, way in data["calls"].items():
+        named = [line.strip().partition("  ")[0] for line in text.splitlines()]
+        assert named.count(case) == 2, "timed and counted"
+        assert way["calls"] == sum(way["by"].values())
+
+
+def test_times_are_of_process_time_and_positive(printed):
+    data = printed[1]
+    assert all(value > 0 for value in data["block_us"][host_time.UNMERGED].values())
+    assert all(value > 0 for times in data["patch_ms"].values() for value in times.values())
+
+
+def test_without_tomesd_the_table_says_how_to_get_it(printed):
+    data = json.loads(json.dumps(printed[1]))
+    del data["block_us"][host_time.TOMESD]
+    assert "pip install tomesd" in host_time.table(data)
+
+
+def test_a_kept_merge_is_a_short_way_through_few_files():
+    way = host_time.count_calls(host_time.KEPT)
+    assert 0 < way["calls"] <= MOST_CALLS, _told(way)
+    assert 0 < way["changes"] <= MOST_CHANGES, _told(way)
+
+
+@pytest.mark.parametrize(
+    ("case", "most"), [(host_time.CLOSED, MOST_CALLS_LEFT_ALONE), (host_time.OFF, MOST_CALLS_SWITCHED_OFF)]
+)
+def test_a_block_that_does_not_merge_is_passed_through(case, most):
+    way = host_time.count_calls(case)
+    assert way["calls"] <= most, _told(way)
+
+
+def test_each_case_is_what_it_is_called():
+    unmerged = _operators(host_time.UNMERGED)
+    assert _operators(host_time.CLOSED) == _operators(host_time.OFF) == unmerged
+    kept, renewed, anew = (_operators(case) for case in (host_time.KEPT, host_time.RENEWED, host_time.ANEW))
+    assert unmerged < kept < unmerged + 24 < renewed < anew
+
+
+# Of one block beyond an unpatched one, without views: what a GPU would launch a kernel for, were none of them fused.
+MOST_KERNELS = {host_time.KEPT: 6, host_time.RENEWED: 90, host_time.ANEW: 102}
+MOST_KERNELS_UNCORRECTED = {host_time.KEPT: 3, host_time.RENEWED: 32, host_time.ANEW: 44}
+
+
+@pytest.mark.parametrize("case", MOST_KERNELS)
+def test_a_match_is_few_kernels(case):
+    """Counted, so that one more is seen: whoever adds it says here what for."""
+    for name, most in ((case, MOST_KERNELS[case]), (case + host_time.WITHOUT, MOST_KERNELS_UNCORRECTED[case])):
+        found = _kernels(name) - _kernels(host_time.UNMERGED)
+        assert found.total() <= most, f"{name}: {dict(found.most_common())}"
+
+
+def _kernels(case):
+    """Operators that compute something."""
+    run = host_time.make_run(case)
+    with _Counter() as counter:
+        run()
+    views = Counter({name: count for name, count in counter.names.items() if name in VIEWS})
+    return counter.names - views
+
+
+@pytest.mark.parametrize("case", [host_time.CLOSED, host_time.OFF])
+def test_a_block_that_does_not_merge_gives_what_an_unpatched_one_gives(case):
+    assert torch.equal(host_time.make_run(case)(), host_time.make_run(host_time.UNMERGED)())
+
+
+def _called_in_a_step(layout):
+    """What is called of us outside of blocks, in a step of a host whose branches share a UNet."""
+    unet, inputs = host_time.make_unet(layout), host_time.make_inputs()
+    handle = patch(unet, "balanced", host_clock=True)
+    handle.uninstall()
+    handle.attach()
+    wraps = [vars(module).get("forward") for module in unet.modules()]
+
+    def step(timestep, call):
+        with handle.merging():
+            handle.set_time(timestep=timestep, sampling="picture")
+            if call:
+                unet(*inputs)
+
+    step(500.0, call=True)
+    called = [host_time.watch(lambda: step(499.0, call=True)), host_time.watch(lambda: step(498.0, call=False))]
+    assert [vars(module).get("forward") for module in unet.modules()] == wraps
+    handle.detach()
+    return called
+
+
+def test_a_patch_is_put_on_and_off_once_a_sampling_and_not_in_its_calls():
+    sizes = set()
+    for layout in host_time.LAYOUTS.values():
+        whole, outside = _called_in_a_step(layout)
+        assert not PUTTING_ON & {name.rpartition(".")[2] for name in whole}
+        sizes.add(len(outside))
+    assert len(sizes) == 1, "what is done before a call does not grow with the UNet"
+
+
+def test_watching_ends_with_what_is_watched():
+    before = sys.getprofile()
+    with pytest.raises(ZeroDivisionError):
+        host_time.watch(lambda: 1 / 0)
+    assert sys.getprofile() is before
+    assert host_time.watch(lambda: sorted([2, 1], key=abs)) == []
+
+
+def test_layouts_are_those_of_the_models():
+    found = {}
+    for name, layout in host_time.LAYOUTS.items():
+        places = find_blocks(host_time.make_unet(layout))
+        found[name] = [sum(place.halvings == depth for place in places) for depth in range(4)]
+    assert found == {"SD1.5": [5, 5, 5, 1], "SDXL": [0, 10, 60, 0]}
+
+
+@pytest.mark.parametrize("layout", host_time.LAYOUTS.values(), ids=host_time.LAYOUTS)
+def test_a_layouts_unet_runs_and_tomesd_patches_it(layout):
+    tomesd = pytest.importorskip("tomesd")
+    unet, inputs = host_time.make_unet(layout), host_time.make_inputs()
+    plain = unet(*inputs)
+    assert plain.shape == inputs[0].shape
+    model = as_ldm_model(unet)
+    tomesd.apply_patch(model, ratio=0.5, max_downsample=2, use_rand=False)
+    assert not torch.equal(unet(*inputs), plain)
+    tomesd.remove_patch(model)
+    assert torch.equal(unet(*inputs), plain)
+
+
+def test_devices_other_than_the_host_are_refused(capsys):
+    threads = torch.get_num_threads()
+    try:
+        with pytest.raises(SystemExit) as caught:
+            bench.main(["--host-time", "--dtype", "float16"])
+    finally:
+        torch.set_num_threads(threads)
+    assert caught.value.code == 2 and "leave --device and --dtype out" in capsys.readouterr().err

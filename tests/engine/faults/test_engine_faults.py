@@ -1,0 +1,106 @@
+"""Faults that random arguments, interrupts and threads brought up: each as small as it gets."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import threading
+
+import pytest
+
+import tome_core
+from tests.models import CASES
+from tome_core import MergeConfig, MergeRule
+from tome_core.model import switch
+
+CASE = next(case for case in CASES if case.name == "sd15")
+
+
+def patched(model) -> bool:
+    return any("forward" in vars(module) for module in model.modules()) or "_tome_core_patch" in vars(model)
+
+
+def leaves_a_with(frame, entered: set) -> bool:
+    """Is this line event the end of a ``with``? CPython lets a signal in before or after its exit, a trace between."""
+    here = id(frame), frame.f_lineno
+    if here in entered:
+        entered.discard(here)
+        return True
+    if linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with "):
+        entered.add(here)
+    return False
+
+
+def test_an_interrupt_at_any_line_of_installing_leaves_nothing():
+    model, lines = CASE.build(), 0
+
+    def interrupt_at(number):
+        seen, entered = 0, set()
+
+        def trace(frame, event, argument):
+            nonlocal seen
+            if "tome_core" not in frame.f_code.co_filename:
+                return None
+            if event == "line" and leaves_a_with(frame, entered):
+                return trace
+            seen += event == "line"
+            if seen == number:
+                seen += 1
+                raise KeyboardInterrupt
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            with tome_core.patch(model, MergeConfig(ratio=0.5)):
+                pass
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        return seen
+
+    lines = interrupt_at(-1)
+    for number in range(1, lines, max(1, lines // 60)):
+        interrupt_at(number)
+        tome_core.remove_patch(model)
+        assert not patched(model) and not switch.patching()._is_owned(), number
+
+
+def test_two_threads_patch_one_model():
+    model, errors, before = CASE.build(), [], sys.getswitchinterval()
+
+    def work(ratio):
+        try:
+            for _ in range(15):
+                with tome_core.patch(model, MergeConfig(ratio=ratio, proportional=False)):
+                    pass
+                tome_core.apply_patch(model, ratio=ratio)
+                tome_core.remove_patch(model)
+        except Exception as error:
+            errors.append(error)
+
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work, args=(ratio,)) for ratio in (0.25, 0.5)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    tome_core.remove_patch(model)
+    assert not errors and not patched(model)
+
+
+@pytest.mark.parametrize("name", ["sx", "ratio", "seed", "min_pixels", "min_timestep"])
+@pytest.mark.parametrize("value", [10**400, -(10**400)])
+def test_numbers_beyond_all_floats_are_out_of_range(name, value):
+    with pytest.raises(ValueError, match=f"{name}="):
+        MergeConfig(**{name: value})
+
+
+@pytest.mark.parametrize("rules", [iter([MergeRule()]), 5, MergeRule(), [MergeRule(), 1]])
+def test_rules_are_a_list_of_rules(rules):
+    with pytest.raises(TypeError, match="rules"):
+        MergeConfig(rules=rules)

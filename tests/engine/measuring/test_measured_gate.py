@@ -1,0 +1,426 @@
+"""A measurement disturbs nobody, and decides from then on: merging that does not pay is off, entirely."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import tome_core
+from tests.engine.bench.test_host_time import MOST_CALLS_LEFT_ALONE
+from tests.models import CASES, call_case, call_unet, inputs, sd15, sdxl, small
+from tome_core import PRESETS, MergeConfig, gains, preset
+from tome_core.bench import host_time
+from tome_core.measuring import measure
+from tome_core.measuring.measure import steps_of
+from tome_core.reporting.gains import KNOWN
+from tome_core.running import gate
+from tome_core.running.fingerprint import device_of, dtype_of
+from tome_core.running.latch import Latch
+from tome_core.running.matching import Matcher
+from tome_core.settings.phases import plain_rules
+
+CASE = next(case for case in CASES if case.name == "sd15")
+_TEXT = 77
+TABLE_LEAVES_ALONE, TABLE_MERGES = 16, 32  # sides of latents on a CPU
+PLAIN = MergeConfig(ratio=0.5, side="kv", use_rand=False)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_known():
+    KNOWN.forget()
+    yield
+    KNOWN.forget()
+
+
+class Price:
+    """A clock that goes on by 1 for each self-attention, and by ``merged`` where that has fewer keys than queries."""
+
+    def __init__(self, merged):
+        self.merged = merged
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def price(monkeypatch):
+    """Makes a clock."""
+    attention = F.scaled_dot_product_attention
+
+    def make(merged):
+        clock = Price(merged)
+
+        def charged(q, k, v, *args, **kwargs):
+            queries, keys = q.shape[-2], k.shape[-2]
+            if keys != _TEXT and keys <= queries:  # fewer queries are a correction's
+                clock.now += 1.0 if keys == queries else clock.merged
+            return attention(q, k, v, *args, **kwargs)
+
+        monkeypatch.setattr(F, "scaled_dot_product_attention", charged)
+        return clock
+
+    return make
+
+
+def picture(model, side):
+    return call_case(CASE, model, height=side, width=side)
+
+
+def measured(handle, clock, side, **more):
+    return handle.measure(8 * side, 8 * side, rounds=1, clock=clock, **more)
+
+
+def test_where_merging_is_measured_to_pay_it_merges_whatever_the_table_says(price):
+    model = small()
+    plain = picture(model, TABLE_LEAVES_ALONE)
+    handle = tome_core.patch(model, "balanced", host_clock=True)
+    assert torch.equal(picture(model, TABLE_LEAVES_ALONE), plain)
+    gain = measured(handle, price(0.5), TABLE_LEAVES_ALONE)
+    assert gain.pays and gain.line.startswith("128x128: about")
+    assert not torch.equal(picture(model, TABLE_LEAVES_ALONE), plain)
+    report = handle.report()
+    assert report.gains == (gain,)
+    assert f"{gain.ratio:.2f}x the unmerged speed (measured)" in str(report).partition("\n")[0]
+    assert torch.equal(picture(model, 12), small()(*_inputs(12)).sample), "of another size nothing is known"
+
+
+def _inputs(side):
+    x, text = inputs(4, 2, side, side)
+    return x, 500, text
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_parts_that_merge_by_one_rule_have_one_match_whatever_decided(monkeypatch, pays):
+    found, matched = [], Matcher.groups
+
+    def counted(self, asked, *rest):
+        found.append(asked.part)
+        return matched(self, asked, *rest)
+
+    monkeypatch.setattr(Matcher, "groups", counted)
+    config, model = MergeConfig(ratio=0.5, merge_mlp=True, merge_crossattn=True, only_if_it_pays=pays), small()
+    with tome_core.patch(model, config) as handle:
+        handle.run.latch = Latch((), (), always=True)
+        picture(model, TABLE_MERGES)
+        assert handle.report().levels[0].mlp_tokens
+    assert found == ["attn"] * 3
+
+
+def test_where_it_is_measured_not_to_pay_it_is_off_and_says_why(price):
+    model = small()
+    plain = picture(model, TABLE_MERGES)
+    handle = tome_core.patch(model, "balanced", host_clock=True)
+    assert not torch.equal(picture(model, TABLE_MERGES), plain)
+    gain = measured(handle, price(3.0), TABLE_MERGES)
+    handle.reset_counts()
+    assert torch.equal(picture(model, TABLE_MERGES), plain)
+    report = handle.report()
+    assert not report.merged_anything and gain.why_not in str(report) and report.gains == (gain,)
+    assert gain.why_not.endswith("at 32x32")
+
+
+def test_a_gain_is_what_the_clock_says(price):
+    gain = measured(tome_core.patch(small(), PLAIN), price(0.5), TABLE_MERGES)
+    blocks = 4  # three at the finest level, which merge, and one in the middle
+    assert gain.unmerged == blocks and gain.merged == pytest.approx(1 + 3 * 0.5) and gain.spread == 0
+
+
+def test_rules_that_do_not_ask_merge_whatever_was_measured(price):
+    model = small()
+    handle = tome_core.patch(model, PLAIN)
+    before = picture(model, TABLE_MERGES)
+    gain = measured(handle, price(3.0), TABLE_MERGES)
+    assert torch.equal(picture(model, TABLE_MERGES), before) and handle.report().gains == (gain,)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_kinds_of_steps_are_those_of_a_picture(name):
+    """Held against a picture's own calls, in which a match leaves a plan of that very time."""
+    model, (x, _, text) = small(), _inputs(TABLE_MERGES)
+    handle = tome_core.patch(model, name, host_clock=True)
+    told = steps_of(handle.run, 20)
+    x = x[:1].repeat(2, 1, 1, 1)
+    for step in told:
+        handle.set_time(timestep=step.timestep, sampling="picture", pictures=1)
+        with torch.no_grad():
+            call_unet(model, x, step.timestep, text)
+        made = any(kept.timestep == step.timestep for kept in handle.run.sampling._plans.values())
+        assert made == (step.kind[1] != "kept"), step
+    share = Counter(kind for _, kind in told)
+    assert share.total() == 20 and sum(n for kind, n in share.items() if kind[1] == "kept") >= 8
+
+
+def test_kinds_count_as_often_as_a_picture_has_them(price, monkeypatch):
+    """Each call of a kind has a price of its own here; dear ones are rare."""
+    model = small()
+    handle = tome_core.patch(model, PLAIN)
+    kinds = [measure.Step(999.0, "dear")] + [measure.Step(500.0, "cheap")] * 18 + [measure.Step(0.0, None)]
+    monkeypatch.setattr(measure, "steps_of", lambda run, steps: kinds)
+    clock = price(0.0)
+    costs = {999.0: 10.0, 500.0: 1.0}
+
+    def call(x, timesteps):
+        before = clock.now
+        model(x, timesteps, torch.zeros(len(x), _TEXT, 32))
+        if clock.now - before < 4:  # merged
+            clock.now += costs[timesteps[0].item()]
+
+    gain = measured(handle, clock, TABLE_MERGES, call=call)
+    assert gain.unmerged == 4
+    assert gain.merged == pytest.approx((1 * 11 + 18 * 2 + 1 * 4) / 20)
+
+
+def test_a_measurement_leaves_everything_as_it_was(price):
+    model = small()
+    hooked = []
+    model.register_forward_hook(lambda *_: hooked.append(1))
+    handle = tome_core.patch(model, PLAIN)
+    handle.keep_maps()
+    before = picture(model, TABLE_MERGES)
+    handle.set_time(timestep=500.0)
+    state = {name: set(vars(module)) for name, module in model.named_modules()}
+    counts, maps, hooks, generator = handle.report(), handle.maps(), len(hooked), torch.get_rng_state()
+    measured(handle, price(0.5), TABLE_MERGES)
+    assert len(hooked) == hooks, "what counts steps is not told of a call"
+    assert torch.equal(torch.get_rng_state(), generator)
+    after = handle.report()
+    assert (after.calls, after.levels) == (counts.calls, counts.levels) and handle.maps().keys() == maps.keys()
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == state
+    assert handle.is_installed and torch.equal(picture(model, TABLE_MERGES), before)
+    handle.remove()
+    assert torch.equal(picture(model, TABLE_MERGES), picture(small(), TABLE_MERGES))
+    assert not [name for name, module in model.named_modules() if "forward" in vars(module)]
+
+
+def test_a_measurement_that_fails_leaves_everything_as_it_was():
+    model = small()
+    plain = picture(model, TABLE_MERGES)
+    handle = tome_core.patch(model, PLAIN)
+    handle.uninstall()
+
+    def call(x, timesteps):
+        raise MemoryError("no room for this")
+
+    with pytest.raises(MemoryError):
+        handle.measure(256, 256, call=call)
+    assert torch.equal(picture(model, TABLE_MERGES), plain) and not KNOWN
+    assert not [name for name, module in model.named_modules() if "forward" in vars(module)]
+
+
+def test_a_measurement_is_refused_where_it_would_disturb_or_mislead(price):
+    model = small()
+    handle = tome_core.patch(model, "balanced", host_clock=True)
+    with handle.sampling(), pytest.raises(RuntimeError, match="a sampling goes on"):
+        handle.measure()
+    handle.set_time(timestep=500.0, sampling="a host's")
+    with pytest.raises(RuntimeError, match="a sampling goes on"):
+        handle.measure()
+    handle.set_time()
+    model.train()
+    with pytest.raises(RuntimeError, match="in training"):
+        handle.measure()
+    model.eval()
+    model.forward = lambda *args, **kwargs: type(model).forward(model, *args, **kwargs)  # a step cacher
+    with pytest.raises(RuntimeError, match="somebody else's wrapper"):
+        handle.measure()
+    del model.forward
+    for bad in ({"height": 7}, {"width": 512.0}, {"batch": 0}, {"rounds": True}, {"steps": -1}):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            handle.measure(**bad)
+    with pytest.raises(ValueError, match="nothing merges at 8x8"):
+        handle.measure(8, 8)
+    assert not KNOWN
+
+
+def test_a_compiled_model_is_not_measured():
+    model = small()
+    handle = tome_core.patch(model)
+    model.compile(backend="eager")
+    with pytest.raises(RuntimeError, match="compiled"):
+        handle.measure()
+    model = small()
+    compiled = torch.compile(model, backend="eager")
+    with pytest.raises(RuntimeError, match="compiled"):
+        tome_core.patch(compiled).measure()
+
+
+def test_what_is_measured_meanwhile_changes_no_patch_that_is_on(price):
+    """Nor a picture half way: somebody may measure, or load a file, while another's steps go on."""
+    model = small()
+    handle = tome_core.patch(model, "balanced", host_clock=True)
+    before = picture(model, TABLE_MERGES)
+    measured(tome_core.patch(small(), "balanced", host_clock=True), price(3.0), TABLE_MERGES)
+    assert KNOWN and torch.equal(picture(model, TABLE_MERGES), before)
+    handle.install()  # hosts do so at each step
+    assert torch.equal(picture(model, TABLE_MERGES), before)
+    handle.uninstall()
+    plain = picture(model, TABLE_MERGES)
+    handle.install()
+    assert torch.equal(picture(model, TABLE_MERGES), plain) and not torch.equal(before, plain)
+
+
+def test_a_copy_is_decided_for_itself(price):
+    """What is remembered by the identity of rules holds for the original's alone."""
+    model = small()
+    plain = picture(model, TABLE_MERGES)
+    handle = tome_core.patch(model, "balanced", host_clock=True)
+    measured(handle, price(3.0), TABLE_MERGES)
+    picture(model, TABLE_MERGES)
+    other = copy.deepcopy(model)
+    latch = vars(other)["_tome_core_patch"].merging.run.latch
+    assert handle.run.latch._found and not latch._found
+    assert torch.equal(picture(other, TABLE_MERGES), plain) and latch._found
+
+
+def test_equal_measurements_give_equal_pictures_in_every_process(price, tmp_path):
+    gains.load(tmp_path / "gains.json")
+    gain = measured(tome_core.patch(small(), "balanced", host_clock=True), price(0.5), TABLE_LEAVES_ALONE)
+    first = small()
+    tome_core.patch(first, "balanced", host_clock=True)
+    KNOWN.forget()  # another process
+    gains.load(tmp_path / "gains.json")
+    second = small()
+    handle = tome_core.patch(second, "balanced", host_clock=True)
+    assert torch.equal(picture(first, TABLE_LEAVES_ALONE), picture(second, TABLE_LEAVES_ALONE))
+    assert handle.report().merged_anything and handle.report().gains == (gain,)
+
+
+def test_a_gain_is_asked_for_without_a_call(price):
+    model, calls = small(), []
+    handle = tome_core.patch(model, "fast", host_clock=True)
+    assert handle.gain_for(256, 256) is None
+    gain = measured(handle, price(0.5), TABLE_MERGES)
+    model.conv_in.register_forward_hook(lambda *_: calls.append(1))
+    assert handle.gain_for(256, 256) == gain and handle.gain_for(256, 256, batch=8) == gain
+    assert handle.gain_for(256, 512) is None and handle.gain_for(256, 256, dtype=torch.float16) is None
+    assert tome_core.patch(model, "max", host_clock=True).gain_for(256, 256) is None
+    other = copy.deepcopy(model)
+    tome_core.remove_patch(other)
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.mul_(1.5)
+    assert tome_core.patch(other, "fast", host_clock=True).gain_for(256, 256) == gain, "weights do not count"
+    assert tome_core.patch(sd15(), "fast", host_clock=True).gain_for(256, 256) is None, "shapes do"
+    assert not calls
+
+
+def test_a_seed_costs_no_time(price):
+    gain = measured(tome_core.patch(small(), MergeConfig(ratio=0.5, seed=1)), price(0.5), TABLE_MERGES)
+    assert tome_core.patch(small(), MergeConfig(ratio=0.5, seed=2)).gain_for(256, 256) == gain
+    assert tome_core.patch(small(), MergeConfig(ratio=0.4, seed=1)).gain_for(256, 256) is None
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_family_is_measured_or_says_what_it_wants(case):
+    model = case.build()
+    handle = tome_core.patch(model, MergeConfig(ratio=0.5))
+    if case.name in ("ip_adapter", "ip_adapter_masks", "motion"):
+        with pytest.raises(ValueError, match="call="):
+            handle.measure(128, 128, rounds=1)
+        return
+    gain = handle.measure(128, 128, rounds=1, steps=2)
+    assert gain.unmerged > 0 and gain.merged > 0 and handle.gain_for(128, 128) == gain
+
+
+@torch.inference_mode()
+def test_a_gate_that_was_measured_shut_costs_what_the_table_costs():
+    """Functions called for a block and its transformer: as many as where the table leaves it alone."""
+    found = {}
+    for blocks in (1, 2):
+        unet, inputs = host_time.make_unet(host_time.Layout(((1,),) * blocks, (), ())), host_time.make_inputs()
+        handle = tome_core.patch(unet, "balanced", host_clock=True)
+        handle.set_time(timestep=500.0, sampling="picture")
+        unet(*inputs)
+        by_table = host_time.watch(lambda: unet(*inputs))  # noqa: B023
+        case = gains.Case(*handle._about(tome_core.model.families.find_blocks(unet)), *_where(inputs[0]))
+        KNOWN.remember(gains.Gain(case, 1.0, 2.0))
+        handle.uninstall()
+        handle.install()
+        unet(*inputs)
+        found[blocks] = by_table, host_time.watch(lambda: unet(*inputs))  # noqa: B023
+        assert not handle.report().merged_anything and handle.report().gains
+    (table_one, shut_one), (table_two, shut_two) = found[1], found[2]
+    assert len(shut_one) <= len(table_one) + 1, "the question itself"
+    assert len(shut_two) - len(shut_one) <= len(table_two) - len(table_one) <= MOST_CALLS_LEFT_ALONE
+
+
+def _where(latents):
+    return device_of(latents.device), dtype_of(latents.dtype), *latents.shape[-2:], len(latents)
+
+
+# --- without a measurement ------------------------------------------------------------------------------------------
+
+_SD15 = ((1, 320),) * 5 + ((2, 640),) * 5 + ((4, 1280),) * 5 + ((8, 1280),)
+_SDXL = ((2, 640),) * 10 + ((4, 1280),) * 60
+_CARDS = {"3060": ((8, 6), 28), "4090": ((8, 9), 128), "H200": ((9, 0), 132)}
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """Makes torch see a card."""
+
+    def make(name):
+        (major, minor), processors = _CARDS.get(name, ((99, 0), 1))
+        seen = SimpleNamespace(major=major, minor=minor, multi_processor_count=processors)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: seen)
+        return torch.device("cuda", 0)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks", "pixels", "waits"),
+    [("3060", _SD15, 512, False), ("3060", _SDXL, 1024, False),
+     ("4090", _SD15, 512, True), ("4090", _SD15, 1024, False), ("4090", _SDXL, 1024, False),
+     ("H200", _SD15, 512, True), ("H200", _SD15, 1024, True), ("H200", _SD15, 2048, False),
+     ("H200", _SDXL, 1024, True), ("H200", _SDXL, 2048, False), ("a card of tomorrow", _SD15, 512, False)],
+)  # fmt: skip
+def test_cards_that_wait_for_their_host_are_told_from_slow_ones(card, name, blocks, pixels, waits):
+    """As the model says that the constants are from: see `tome_core.running.gate`."""
+    assert gate.is_host_bound(blocks, 2, (pixels // 8) ** 2, torch.float16, card(name)) == waits
+
+
+def test_a_card_does_not_wait_longer_for_more_work(card):
+    for name in _CARDS:
+        device = card(name)
+        for blocks in (_SD15, _SDXL):
+            told = [gate.is_host_bound(blocks, batch, area, dtype, device)
+                    for batch, area, dtype in ((1, 64**2, torch.float16), (2, 64**2, torch.float16),
+                                               (2, 128**2, torch.float16), (2, 128**2, torch.float32))]  # fmt: skip
+            assert told == sorted(told, reverse=True)
+
+
+def test_what_is_no_card_waits_for_nobody(card):
+    card("H200")
+    for kind in ("cpu", "mps", "xpu"):
+        assert not gate.is_host_bound(_SD15, 2, 64**2, torch.float16, torch.device(kind))
+
+
+def test_the_blocks_of_a_model_are_counted_for_it():
+    for build, level in ((sd15, 1), (sdxl, 2)):
+        handle = tome_core.patch(build())
+        assert min(down for down, _ in handle.block_sizes) == level and all(width for _, width in handle.block_sizes)
+
+
+def test_a_card_that_waits_merges_nothing_until_it_was_measured_to_pay(card, monkeypatch):
+    """The table's part of a latch: what was measured outweighs it."""
+    monkeypatch.setattr("tome_core.running.latch.is_host_bound", lambda *_: True)
+    monkeypatch.setattr("tome_core.running.latch.device_of", lambda device: "card")
+    latent = torch.empty(2, 4, 64, 64)
+    handle = tome_core.patch(small(), "balanced", host_clock=True)
+    clock = handle.run.clock
+    rules, why = clock.at(clock.moment(900.0)).rules, ("off",) * 2
+    left, told = Latch((), _SD15).apply(rules, why, latent, clock.gated)
+    assert not any(any(one) for one in left) and "waits for its host" in told[0]
+    case = gains.Case(*("",) * 5, "card", "float32", 64, 64, 2)
+    for merged, merges in ((0.5, True), (2.0, False)):
+        left, told = Latch([gains.Gain(case, 1.0, merged)], _SD15).apply(rules, why, latent, clock.gated)
+        assert any(any(one) for one in left) == merges
+    plain = plain_rules(preset("fast"), [1])
+    assert all(rule.only_if_it_pays for rule in plain), "presets ask"

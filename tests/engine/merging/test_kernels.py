@@ -1,0 +1,174 @@
+"""The Triton kernels without a GPU: their laws in Triton's interpreter, compiled for GPUs that are not here, and what
+happens where Triton is missing, broken or not wanted.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import install
+import tome_core
+from tests import kernel_twins as twins
+from tests.models import small
+from tome_core import MergePlan
+from tome_core.merging import kernels
+from tome_core.merging.methods.base import Rows, best_keys
+
+ROOT = Path(__file__).parents[3]
+PINS = Path(__file__).with_name("requirements-triton.txt")
+NO_TESTS_RAN = 5  # pytest's exit code where a whole file was skipped
+
+
+@pytest.fixture(scope="module")
+def run_with_triton(request, tmp_path_factory):
+    """Runs this Python in a process that has Triton: torch's own, else one kept in pytest's cache folder."""
+    folder = None
+    if find_spec("triton") is None:
+        if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+            pytest.skip("needs Triton, which is not installed and whose wheels are for Linux on x86-64")
+        cache = getattr(request.config, "cache", None)  # pytest can be told to have none
+        folder = cache.mkdir("triton") if cache else tmp_path_factory.mktemp("triton")
+        _put_triton_into(folder)
+
+    def run(*arguments, **variables):
+        paths = [str(folder)] if folder else []
+        paths += [part for part in [os.environ.get("PYTHONPATH")] if part]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **variables}
+        return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, env=environment)
+
+    return run
+
+
+def _put_triton_into(folder):
+    """Install what PINS names into `folder`, once; skips with pip's reason where that cannot be done."""
+    mark, stamp = install.fingerprint(sys.version, [PINS.read_text(encoding="utf-8")]), folder / "installed.txt"
+    if stamp.exists() and stamp.read_text() == mark:
+        return
+    command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--quiet", "--upgrade"]
+    command += ["--no-deps", "--only-binary=:all:", "--target", str(folder), "-r", str(PINS)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"needs Triton, and pip could not install it: {' '.join(done.stderr.splitlines()[-2:])}")
+    stamp.write_text(mark)
+
+
+@pytest.mark.parametrize("laws", ["kernel_laws.py", "kernel_laws_correction.py"])
+def test_in_tritons_interpreter_the_kernels_keep_their_laws(laws, run_with_triton):
+    command = ["-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", f"tests/{laws}"]
+    done = run_with_triton(*command, TRITON_INTERPRET="1")
+    if done.returncode == NO_TESTS_RAN:
+        pytest.skip(done.stdout.strip())
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+
+
+def test_the_kernels_compile_for_gpus_that_are_not_here(run_with_triton, tmp_path):
+    done = run_with_triton("-m", "tests.kernel_code", TRITON_CACHE_DIR=str(tmp_path))
+    if done.returncode == NO_TESTS_RAN:
+        pytest.skip(done.stdout.strip())
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+
+
+@pytest.fixture
+def unasked(monkeypatch):
+    """As at the first tensor of a process, and this machine's CPU taken for a device with kernels."""
+    monkeypatch.setattr(kernels, "DEVICES", ("cpu",))
+    monkeypatch.setattr(kernels, "_asked", False)
+    monkeypatch.setattr(kernels, "_kernels", None)
+    monkeypatch.setattr(kernels, "_why_off", "")
+    monkeypatch.delitem(sys.modules, "tome_core.merging.triton_kernels", raising=False)
+    monkeypatch.delattr("tome_core.merging.triton_kernels", raising=False)
+    monkeypatch.delenv("TOME_CORE_TRITON", raising=False)
+
+
+def put_in_place(monkeypatch, launch):
+    """Kernels of which each launch is a call of ``launch``."""
+    monkeypatch.setattr(kernels, "_asked", True)
+    monkeypatch.setattr(kernels, "_kernels", SimpleNamespace(**dict.fromkeys(twins.NAMES, launch)))
+
+
+def results():
+    """What callers get, after what torch's operators give for the same."""
+    x, keys = torch.randn(2, 20, 4), torch.randn(2, 6, 4)
+    plan = MergePlan(torch.arange(20)[None] % 7, 7)
+    both = []
+    for _ in range(2):
+        best = best_keys(Rows(x), 20, keys)
+        both.append((best.score, best.index, plan.merge(x)))
+        kernels.DEVICES = ()
+    return zip(*reversed(both), strict=True)
+
+
+@pytest.mark.parametrize("why", ["it is missing", "its import fails", "it is not wanted", "it cannot launch"])
+def test_without_triton_torchs_operators_do_the_same_and_it_is_said_once(unasked, monkeypatch, caplog, why):
+    calls = []
+
+    def refuse(*_):
+        calls.append("launch")
+        raise RuntimeError("no C compiler")
+
+    if why == "it is not wanted":
+        monkeypatch.setenv("TOME_CORE_TRITON", "0")
+    elif why == "it cannot launch":
+        put_in_place(monkeypatch, refuse)
+    else:  # None makes an import an ImportError; an empty module lacks what is looked for in it
+        monkeypatch.setitem(sys.modules, "triton", None if why == "it is missing" else SimpleNamespace())
+    with caplog.at_level(logging.DEBUG, "tome_core.merging.kernels"):
+        assert all(torch.equal(plain, given) for plain, given in results())
+    assert len(caplog.records) == (why != "it is not wanted")
+    assert all(record.levelno == logging.DEBUG for record in caplog.records)
+    assert calls == (["launch"] if why == "it cannot launch" else [])
+
+
+def test_a_lack_of_memory_passes(unasked, monkeypatch):
+    """One launch goes to torch's operators, the next to the kernel again, and the report has nothing to say."""
+    calls = []
+
+    def refuse(*_):
+        calls.append("launch")
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    put_in_place(monkeypatch, refuse)
+    assert all(torch.equal(plain, given) for plain, given in results())
+    assert len(calls) > 1 and not kernels.notes()
+
+
+def test_the_report_says_once_that_the_kernels_are_off_and_why(unasked, monkeypatch):
+    put_in_place(monkeypatch, lambda *_: (_ for _ in ()).throw(RuntimeError("no C compiler")))
+    assert not kernels.notes()
+    results()
+    with tome_core.patch(small()) as handle:
+        told = str(handle.report())
+    assert told.count("no C compiler") == 1 and "Triton's kernels are off" in told
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.jit's, of being old and of sizes that become constants
+def test_a_compiler_sees_torchs_operators(unasked, monkeypatch):
+    put_in_place(monkeypatch, lambda *_: pytest.fail("launched while the compiler traced"))
+    plan, x, keys = MergePlan(torch.arange(20)[None] % 7, 7), torch.randn(2, 20, 4), torch.randn(2, 6, 4)
+
+    def work(x):
+        return best_keys(Rows(x, torch.arange(5)[None]), 5, keys).score, plan.merge(x)
+
+    with kernels.without():
+        expected = work(x)
+    torch._dynamo.reset()
+    found = torch.compile(work, backend="eager", fullgraph=True)(x)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    traced = torch.jit.trace(work, x, check_trace=False)(x)
+    assert all(torch.equal(a, b) for a, b in zip(expected, traced, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64], ids=str)
+def test_other_dtypes_go_to_torchs_operators(unasked, monkeypatch, dtype):
+    put_in_place(monkeypatch, lambda *_: pytest.fail("launched"))
+    assert not kernels.ready(torch.zeros(1, 2, 3, dtype=dtype))

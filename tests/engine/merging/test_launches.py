@@ -1,0 +1,147 @@
+"""How many kernels a merged block launches on a GPU with Triton, beyond those of the unmerged block.
+
+Counted here on the CPU: the engine is told that its kernels serve the CPU, where doubles stand for them that compute
+nothing, and every operator that would be a launch counts. A number that grows is a regression for everybody whose GPU
+waits for its host; one that falls is written down here.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tome_core
+from tests import kernel_twins as twins
+from tome_core.bench.sd_block import SpatialTransformer, UNet
+from tome_core.merging import kernels
+
+# What makes no kernel: views, memory that nobody has filled, and fetching a number.
+NO_LAUNCH = {
+    "_local_scalar_dense", "_reshape_alias", "_unsafe_view", "alias", "as_strided", "detach", "diagonal", "empty",
+    "empty_like", "empty_strided", "expand", "lift_fresh", "new_empty", "permute", "reshape", "select", "slice",
+    "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view",
+}  # fmt: skip
+# What makes several: a sort in segments of up to 4,096, and operators that copy first.
+LAUNCHES = {"sort": 4, "masked_fill": 2, "scatter": 2, "constant_pad_nd": 2}
+
+
+# Outputs of kernels that number groups or tokens: they have to be some that there are.
+NUMBERS = {"best_keys": (5,), "segments": (1, 2), "placed": (5, 6)}
+
+
+class Launches(TorchDispatchMode):
+    """Inside it launches are counted, by operator or kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_name: dict[str, int] = {}
+        self.inside = False
+
+    def add(self, name: str, count: int = 1) -> None:
+        self.by_name[name] = self.by_name.get(name, 0) + count
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if not self.inside and name not in NO_LAUNCH:
+            self.add(name, LAUNCHES.get(name, 1))
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def total(self) -> int:
+        return sum(self.by_name.values())
+
+
+@pytest.fixture
+def launches(monkeypatch) -> Launches:
+    """The engine's kernels are there, and attention is one launch whatever this CPU makes of it."""
+    counted = Launches()
+
+    def double(name):
+        def launch(*outputs):
+            counted.add(name)
+            counted.inside = True
+            for place in NUMBERS.get(name, ()):
+                outputs[place].zero_()
+            counted.inside = False
+
+        return launch
+
+    def attention(q, k, v, *_, **__):
+        counted.add("attention")
+        return q.new_empty(*q.shape[:3], v.shape[3])
+
+    doubles = SimpleNamespace(parts_of=lambda *_: 1, **{name: double(name) for name in twins.NAMES})
+    monkeypatch.setattr(kernels, "DEVICES", ("cpu",))
+    monkeypatch.setattr(kernels, "_asked", True)
+    monkeypatch.setattr(kernels, "_kernels", doubles)
+    monkeypatch.setattr(kernels, "_give_up", _fail)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
+    return counted
+
+
+def _fail(error):
+    raise error
+
+
+def more_than_unmerged(launches, model, inputs, settings, times) -> list[dict[str, int]]:
+    """Launches of a call at each of these times, one after the other in one sampling, beyond those of the model alone.
+
+    The batch is the halves of guidance, which share one match.
+    """
+
+    def count() -> dict[str, int]:
+        launches.by_name = {}
+        with launches:
+            model(*inputs)
+        return launches.by_name
+
+    found = []
+    with torch.no_grad():  # in inference mode some operators come by in pieces, some do not
+        model(*inputs)
+        alone = count()
+        with tome_core.patch(model, settings, host_clock=True) as handle:
+            for time in (*times, *times):  # in the first round what stays the same for all pictures is made
+                handle.set_time(timestep=time, sampling=len(found) // len(times), pictures=1)
+                merged = count()
+                found.append({name: more for name in sorted({*merged, *alone})
+                              if (more := merged.get(name, 0) - alone.get(name, 0))})  # fmt: skip
+    return found[len(times) :]
+
+
+def made(side: int, heads: int, width: int, depth: int = 1):
+    """A transformer on a square of tokens, and two times one picture with two prompts. Channels cost no launches."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = UNet([[SpatialTransformer(heads * width, heads, 8, depth)]]).to(torch.bfloat16)
+        picture, prompt = torch.randn(1, heads * width, side, side).bfloat16(), torch.randn(2, 77, 8).bfloat16()
+    return model.eval().requires_grad_(False), (picture.repeat(2, 1, 1, 1), None, prompt)
+
+
+# in one sampling: the first call matches anew, the next is within 60 timesteps of it, the third is not
+EARLY, LATE = (950.0, 940.0, 850.0), (300.0, 299.0, 200.0)
+BOUNDS = {  # two of a sampling's first call are the look whether its batch is two times the same latent
+    ("balanced", EARLY): (18, 2, 10),
+    ("balanced", LATE): (13, 2, 11),
+    ("quality", EARLY): (18, 2, 10),
+    ("quality", LATE): (13, 2, 11),
+    ("fast", LATE): (18, 2, 11),
+    ("max", LATE): (21, 2, 10),
+}
+
+
+@pytest.mark.parametrize("preset, times", BOUNDS, ids=str)
+def test_a_match_new_kept_and_renewed_costs_so_many_launches(preset, times, launches):
+    found = more_than_unmerged(launches, *made(64, 1, 40), preset, times)
+    assert [sum(one.values()) for one in found] == list(BOUNDS[preset, times]), found
+    assert found[1].get("mean_rows") == 1 and not {"sort", "best_keys", "segments", "ridge"} & set(found[1])
+
+
+def test_blocks_of_one_transformer_each_match_for_themselves_and_no_more(launches):
+    """SDXL's transformers have up to ten blocks."""
+    new, kept, renewed = more_than_unmerged(launches, *made(64, 1, 64, depth=3), "balanced", EARLY)
+    for found, searches in ((new, 3), (renewed, 1)):
+        assert found["best_keys"] == found["segments"] == 3 * searches and found["ridge"] == 3
+    assert "best_keys" not in kept and kept["mean_rows"] == kept["corrected"] == 3

@@ -1,0 +1,252 @@
+"""Laws of every matching method, whatever the grid; parity of bipartite matching with its oracle and tomesd."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.operators import OperatorRecorder, lacking
+from tests.oracles import bipartite_similarities, k_means, refined_groups
+from tome_core import MergePlan
+from tome_core.merging.grid import Draw, Grid, cells, draw_choices, split_cells
+from tome_core.merging.methods import METHODS, MatchOptions
+from tome_core.merging.methods.bipartite import best_destination, refined
+from tome_core.merging.methods.cluster import ITERATIONS
+
+GRIDS = [(1, 1), (1, 16), (16, 1), (2, 2), (3, 5), (7, 4), (5, 9), (8, 8), (3, 3)]
+VARIANTS = [(name, "tokens") for name in METHODS] + [("cluster", "mean_similarity")]
+
+
+def match(name, x, grid, *, ratio=0.5, sx=2, sy=2, draw=None, cluster_on="tokens", refine=0):
+    return METHODS[name].match(x, Grid(*grid), MatchOptions(ratio, sx, sy, draw, cluster_on, refine))
+
+
+def tokens(grid, batch=2, channels=6, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, grid[0] * grid[1], channels, generator=generator)
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("ratio", [0.0, 0.1, 0.5, 0.75, 1.0])
+@pytest.mark.parametrize("stride", [(1, 1), (2, 2), (4, 4), (3, 2), (1, 8)], ids=str)
+@pytest.mark.parametrize(("name", "on"), VARIANTS)
+def test_every_token_is_in_one_group_and_no_group_is_empty(name, on, stride, ratio, grid):
+    x = tokens(grid)
+    plan = match(name, x, grid, ratio=ratio, sx=stride[0], sy=stride[1], cluster_on=on, draw=Draw(1, 0, None))
+    if plan is None:  # nothing to merge; off is None, never an identity plan
+        cell = min(stride[0], grid[1]) * min(stride[1], grid[0])
+        asks_for_none = METHODS[name].uses_ratio and int(grid[0] * grid[1] * ratio) == 0
+        assert asks_for_none or (cell == 1 and name != "cluster") or grid == (1, 1)
+        return
+    assert plan.num_tokens == grid[0] * grid[1]
+    assert 1 <= plan.num_groups < plan.num_tokens
+    assert plan.group.min() >= 0 and plan.group.max() < plan.num_groups
+    assert (plan.sizes >= 1).all() and (plan.sizes.sum(1) == plan.num_tokens).all()
+    if plan.representative is not None:
+        own = plan.group.gather(1, plan.representative.expand(plan.group.shape[0], -1))
+        assert (own == torch.arange(plan.num_groups)).all()
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_split_covers_every_token_once(grid):
+    for sy, sx in [(1, 1), (2, 2), (3, 2), (4, 4), (1, 5)]:
+        time = torch.tensor([3.0, 800.0])
+        for draw in (None, Draw(7, 1, None), Draw(7, 1, time)):
+            destinations, sources = split_cells(cells(Grid(*grid), sy, sx, torch.device("cpu")), draw)
+            together = torch.cat([destinations, sources], 1).sort(dim=1).values
+            assert (together == torch.arange(grid[0] * grid[1])).all()
+            assert destinations.shape[0] == (2 if draw is not None and draw.time is not None else 1)
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 4), st.integers(1, 4), st.integers(0, 1000))
+def test_bipartite_chooses_the_similarities_of_the_slow_oracle(height, width, sy, sx, seed):
+    x = tokens((height, width), seed=seed)
+    sy, sx = min(sy, height), min(sx, width)
+    destinations, sources = split_cells(cells(Grid(height, width), sy, sx, x.device), None)
+    got = best_destination(x, sources, destinations).score.sort(dim=1, descending=True).values
+    expected = torch.tensor(bipartite_similarities(x, height, width, sy, sx))
+    assert torch.allclose(got.double(), expected.double().view_as(got), atol=1e-5)
+
+
+def test_bipartite_merges_the_most_similar_and_only_them():
+    x = tokens((8, 8), batch=1)
+    destinations, sources = split_cells(cells(Grid(8, 8), 2, 2, x.device), None)
+    best = best_destination(x, sources, destinations)
+    plan = match("bipartite", x, (8, 8), ratio=0.3)
+    same = plan.group[0, sources[0]] == plan.group[0, destinations[0, best.index[0]]]
+    removed = int(64 * 0.3)
+    assert same.sum() == removed
+    assert best.score[0, same].min() >= best.score[0, ~same].max()
+
+
+@pytest.mark.parametrize("grid", [(8, 8), (33, 64), (48, 64), (65, 97), (9, 7)], ids=str)
+@pytest.mark.parametrize("ratio", [0.25, 0.5, 0.75])
+def test_bipartite_agrees_with_tomesd(grid, ratio):
+    from tomesd.merge import bipartite_soft_matching_random2d
+
+    x = tokens(grid, channels=32)
+    height, width = grid
+    merge, unmerge = bipartite_soft_matching_random2d(
+        x, width, height, 2, 2, int(x.shape[1] * ratio), no_rand=True
+    )
+    plan = match("bipartite", x, grid, ratio=ratio)
+    assert plan.num_groups == merge(x).shape[1]
+    assert (plan.unmerge(plan.merge(x)) - unmerge(merge(x))).abs().max() <= 1e-6
+
+
+@pytest.mark.parametrize("refine", [0, 2])
+@pytest.mark.parametrize("ratio, cell", [(0.3, 2), (0.75, 2), (0.9375, 4), (0.984375, 8)])
+@pytest.mark.parametrize("grid", [(16, 16), (9, 17), (8, 8), (1, 16)], ids=str)
+def test_refinement_keeps_the_laws(grid, ratio, cell, refine):
+    x = tokens(grid)
+    draw = Draw(1, 0, torch.tensor([3.0, 800.0]))
+    plan = match("bipartite", x, grid, ratio=ratio, sx=cell, sy=cell, draw=draw, refine=refine)
+    plain = match("bipartite", x, grid, ratio=ratio, sx=cell, sy=cell, draw=draw)
+    assert plan.num_groups == plain.num_groups and plan.group.shape == plain.group.shape
+    assert plan.group.min() >= 0 and plan.group.max() < plan.num_groups
+    assert (plan.sizes.sum(1) == plan.num_tokens).all()
+    assert refine or (plan.sizes >= 1).all()
+    assert torch.isfinite(plan.unmerge(plan.merge(x))).all()
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("ratio, cell", [(0.5, 2), (0.75, 2), (0.9375, 4)])
+def test_refinement_is_k_means_on_directions_from_the_match(steps, ratio, cell):
+    x = tokens((8, 8), channels=3)
+    start = match("bipartite", x, (8, 8), ratio=ratio, sx=cell, sy=cell)
+    plan = match("bipartite", x, (8, 8), ratio=ratio, sx=cell, sy=cell, refine=steps)
+    for sample in range(2):
+        expected = refined_groups(x[sample], start.group[sample].tolist(), start.num_groups, steps)
+        assert plan.group[sample].tolist() == expected
+    assert not torch.equal(plan.group, start.group)
+
+
+def test_a_group_without_tokens_gets_none_though_all_else_be_far():
+    """Its centre is nowhere: at cosine 0 it would be nearer than every other to the third token."""
+    x = torch.tensor([[[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0], [1.0, 0.5]]])
+    plan = refined(MergePlan(torch.tensor([[0, 0, 0, 2]]), 3), x, 1)
+    assert plan.group.tolist() == [[0, 0, 2, 2]]
+
+
+def test_refinement_brings_tokens_closer_to_what_they_become():
+    x = torch.nn.functional.normalize(tokens((16, 16), channels=4), dim=-1)
+    plans = [match("bipartite", x, (16, 16), ratio=0.9375, sx=4, sy=4, refine=steps) for steps in range(4)]
+    errors = [(plan.unmerge(plan.merge(x)) - x).square().sum().item() for plan in plans]
+    assert errors == sorted(errors, reverse=True) and errors[3] < 0.9 * errors[0]
+
+
+def test_similarity_is_compared_in_float32_even_under_autocast():
+    x = tokens((16, 16), channels=64)
+    plain = match("bipartite", x, (16, 16))
+    with torch.autocast("cpu", torch.bfloat16):
+        under = match("bipartite", x, (16, 16))
+    assert torch.equal(plain.group, under.group)
+
+
+@pytest.mark.parametrize(("name", "on"), VARIANTS)
+def test_tokens_of_zeros_do_no_harm(name, on):
+    x = tokens((8, 8))
+    x[:, ::3] = 0
+    for case in (x, torch.zeros_like(x)):
+        plan = match(name, case, (8, 8), cluster_on=on)
+        assert torch.isfinite(plan.merge(case)).all()
+        assert (plan.sizes >= 1).all()  # equal tokens empty clusters, which are then given one each
+
+
+def test_a_token_of_zeros_has_similarity_zero_to_every_other():
+    x = tokens((4, 4), batch=1)
+    destinations, sources = split_cells(cells(Grid(4, 4), 2, 2, x.device), None)
+    x[:, sources[0, :5]] = 0
+    assert (best_destination(x, sources, destinations).score[0, :5] == 0).all()
+    x[:, destinations[0]] = 0
+    assert (best_destination(x, sources, destinations).score == 0).all()
+
+
+@pytest.mark.parametrize("ratio", [0.5, 0.8])
+def test_cluster_is_lloyds_algorithm(ratio):
+    x = tokens((6, 6), batch=1, channels=3)
+    count = 36 - int(36 * ratio)
+    start = x[0, [i * 36 // count for i in range(count)]]
+    expected = k_means(x[0], start, ITERATIONS)
+    plan = match("cluster", x, (6, 6), ratio=ratio)
+    assert len(set(expected)) == count  # none empty here, so none was given a token
+    assert plan.group[0].tolist() == expected
+
+
+def test_cluster_on_mean_similarity_is_lloyds_algorithm_on_the_cosines():
+    x = tokens((6, 6), batch=1, channels=3)
+    cosine = torch.nn.functional.cosine_similarity(x[0], x[0].mean(0, keepdim=True), dim=-1)
+    start = cosine.sort().values[[0, 9, 18, 27]]
+    expected = k_means(cosine[:, None], start[:, None], ITERATIONS)
+    plan = match("cluster", x, (6, 6), ratio=32 / 36, cluster_on="mean_similarity")
+    assert plan.group[0].tolist() == expected
+
+
+def test_downsample_keeps_the_top_left_token_of_each_cell():
+    x = torch.arange(15.0).view(1, 15, 1)
+    plan = match("downsample", x, (3, 5))
+    assert plan.merge(x, "pick").flatten().tolist() == [0, 2, 4, 10, 12, 14]
+
+
+@pytest.mark.parametrize("on", ["tokens", "mean_similarity"])
+def test_cluster_finds_clusters_that_are_there(on):
+    torch.manual_seed(0)
+    centres = torch.tensor([[4.0, 0], [3, 3], [0, 4], [-3, 1]])
+    label = torch.randint(4, (64,))
+    label[[0, 16, 32, 48]] = torch.arange(4)  # k-means finds what its evenly spread first centres lead to
+    x = centres[label][None] + torch.randn(1, 64, 2) * 0.01
+    plan = match("cluster", x, (8, 8), ratio=60 / 64, cluster_on=on)
+    assert plan.num_groups == 4
+    within = (x - plan.unmerge(plan.merge(x))).norm(dim=-1).mean()
+    assert within < (0.05 if on == "tokens" else 2.0)
+    if on == "tokens":
+        assert all(len(set(label[plan.group[0] == g].tolist())) == 1 for g in range(4))
+
+
+@pytest.mark.parametrize(("name", "on"), VARIANTS)
+def test_equal_inputs_give_equal_maps_and_the_global_generator_is_left_alone(name, on):
+    x = tokens((16, 16))
+    before = torch.get_rng_state()
+    first, second = (match(name, x, (16, 16), draw=Draw(5, 0, torch.tensor([7.0])), cluster_on=on) for _ in range(2))
+    assert torch.equal(first.group, second.group)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(("name", "on"), VARIANTS)
+def test_matching_uses_only_operators_that_mps_has(name, on):
+    x, draw = tokens((7, 5)), Draw(1, 0, torch.tensor([3.0, 4.0]))
+    with OperatorRecorder() as used:
+        match(name, x, (7, 5), draw=draw, cluster_on=on)
+        match(name, x, (7, 5), draw=draw, cluster_on=on, ratio=0.75, refine=1)
+    assert "MPS" not in lacking(used.names)
+
+
+def test_destinations_depend_on_seed_level_and_time_and_on_nothing_else():
+    device = torch.device("cpu")
+    base = draw_choices(Draw(1, 0, torch.tensor([500.0])), 1024, 4, device)
+    assert torch.equal(base, draw_choices(Draw(1, 0, torch.tensor([500.3], dtype=torch.float64)), 1024, 4, device))
+    for seed, level, time in ((2, 0, 500.0), (1, 1, 500.0), (1, 0, 501.0)):
+        other = draw_choices(Draw(seed, level, torch.tensor([time])), 1024, 4, device)
+        share = (other == base).float().mean()
+        assert 0.18 < share < 0.32  # a quarter by chance
+    both = draw_choices(Draw(1, 0, torch.tensor([500.0, 20.0])), 1024, 4, device)
+    assert torch.equal(both[:1], base) and not torch.equal(both[1:], base)
+
+
+def test_destinations_are_spread_evenly_over_the_cell():
+    counts = draw_choices(Draw(3, 0, torch.arange(50.0)), 4096, 4, torch.device("cpu")).flatten().bincount(minlength=4)
+    assert (counts / counts.sum() - 0.25).abs().max() < 0.005
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="peak memory of a process is not to be had on Windows")
+def test_65536_tokens_need_less_than_300_mib_beyond_their_inputs():
+    command = [sys.executable, "-m", "tome_core.bench", "--measure-memory", "ours", "--side", "256"]
+    peak = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    print(f"65,536 tokens, batch 2, 320 channels: {peak:.0f} MiB beyond the inputs")
+    assert 40 < peak < 300  # 40 MiB of destinations alone: less would mean that nothing was measured

@@ -1,0 +1,219 @@
+"""Laws of the merge plan, over odd shapes, dtypes and group counts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.operators import OperatorRecorder, lacking
+from tests.oracles import mean_by_group
+from tome_core import MergePlan
+from tome_core.merging.plan import _segment_mean_by_add, _segment_mean_by_bag, _segments
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@st.composite
+def plans(draw, max_batch: int = 3):
+    batch = draw(st.integers(1, max_batch))
+    rows = draw(st.sampled_from(sorted({1, batch})))
+    tokens, groups = draw(st.integers(1, 40)), draw(st.integers(1, 50))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 10**6)))
+    group = torch.randint(groups, (rows, tokens), generator=generator)
+    x = torch.randn(batch, tokens, draw(st.integers(1, 5)), generator=generator)
+    return MergePlan(group, groups), x
+
+
+@settings(deadline=None, max_examples=60)
+@given(plans())
+def test_sizes_sum_to_the_number_of_tokens(case):
+    plan, x = case
+    assert plan.sizes.shape == (plan.group.shape[0], plan.num_groups)
+    assert (plan.sizes.sum(1) == x.shape[1]).all()
+
+
+@settings(deadline=None, max_examples=60)
+@given(plans(), st.sampled_from(DTYPES))
+def test_merge_equals_the_slow_oracle(case, dtype):
+    plan, x = case
+    x = x.to(dtype)
+    expected = mean_by_group(x, plan.group.expand(x.shape[0], -1), plan.num_groups)
+    got = plan.merge(x)
+    assert got.dtype == dtype
+    assert (got.double() - expected).abs().max() <= torch.finfo(dtype).eps * 4
+
+
+@settings(deadline=None, max_examples=60)
+@given(plans())
+def test_unmerge_gives_every_token_its_group(case):
+    plan, x = case
+    merged = plan.merge(x)
+    spread = plan.unmerge(merged)
+    group = plan.group.expand(x.shape[0], -1)
+    for sample in range(x.shape[0]):
+        for token in range(x.shape[1]):
+            assert torch.equal(spread[sample, token], merged[sample, group[sample, token]])
+
+
+@settings(deadline=None, max_examples=60)
+@given(plans())
+def test_merge_undoes_unmerge_on_groups_that_have_tokens(case):
+    plan, x = case
+    y = torch.randn(x.shape[0], plan.num_groups, 3)
+    again = plan.merge(plan.unmerge(y))
+    held = (plan.sizes > 0).expand(x.shape[0], -1)
+    assert torch.allclose(again[held], y[held], atol=1e-6)
+    assert (again[~held] == 0).all()
+
+
+@settings(deadline=None, max_examples=60)
+@given(plans())
+def test_constants_survive_a_merge(case):
+    plan, x = case
+    constant = torch.full_like(x, 0.1)
+    assert torch.allclose(plan.unmerge(plan.merge(constant)), constant, atol=1e-7)
+
+
+@settings(deadline=None, max_examples=60)
+@given(plans())
+def test_pick_keeps_the_lowest_token_of_each_group(case):
+    plan, x = case
+    picked, group = plan.merge(x, "pick"), plan.group.expand(x.shape[0], -1)
+    for sample in range(x.shape[0]):
+        for number in range(plan.num_groups):
+            members = (group[sample] == number).nonzero().flatten().tolist()
+            expected = x[sample, members[0]] if members else torch.zeros(x.shape[2])
+            assert torch.equal(picked[sample, number], expected)
+
+
+def test_pick_prefers_the_named_representative():
+    plan = MergePlan(torch.tensor([[0, 0, 1, 1]]), 2, torch.tensor([[1, 3]]))
+    x = torch.arange(4.0).view(1, 4, 1)
+    assert plan.merge(x, "pick").flatten().tolist() == [1.0, 3.0]
+
+
+def test_an_empty_group_has_mean_zero_size_zero_and_key_logit_minus_infinity():
+    plan = MergePlan(torch.tensor([[0, 0, 2]]), 3)
+    assert plan.sizes.tolist() == [[2, 0, 1]]
+    assert plan.merge(torch.ones(1, 3, 2))[0, 1].tolist() == [0.0, 0.0]
+    assert plan.key_logits[0, 1].item() == float("-inf")
+    assert plan.key_logits[0, 2].item() == 0.0
+
+
+def test_merge_sums_half_precision_in_float32():
+    x = torch.full((1, 4096, 64), 1000.0, dtype=torch.float16)  # the sum is beyond half precision, the mean is not
+    plan = MergePlan(torch.zeros(1, 4096, dtype=torch.int64), 1)
+    assert (plan.merge(x) == x[0, 0]).all()
+
+
+def test_gradients_of_merge_and_unmerge_are_those_of_the_formula():
+    torch.manual_seed(0)
+    plan = MergePlan(torch.tensor([[0, 1, 1, 0, 3], [2, 2, 2, 0, 1]]), 4)
+    x = torch.randn(2, 5, 3, dtype=torch.float64, requires_grad=True)
+    y = torch.randn(2, 4, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(plan.merge, (x,))
+    assert torch.autograd.gradcheck(lambda t: plan.merge(t, "pick"), (x,))
+    assert torch.autograd.gradcheck(plan.unmerge, (y,))
+
+
+@settings(deadline=None, max_examples=40)
+@given(plans())
+def test_the_cuda_route_gives_what_the_other_gives(case):
+    """`embedding_bag` over sorted rows is what runs on CUDA; here it runs on the CPU."""
+    plan, x = case
+    batch, tokens, channels = x.shape
+    flat, groups = x.reshape(batch * tokens, channels), plan._flat_groups(batch)
+    order, offsets = plan._flat_segments(batch)
+    by_add = _segment_mean_by_add(flat, groups, plan._divisors(batch))
+    assert torch.allclose(_segment_mean_by_bag(flat, order, offsets), by_add, atol=1e-6)
+
+
+def test_one_row_is_sorted_once_for_any_number_of_samples(monkeypatch):
+    group, calls = torch.tensor([[0, 1, 1, 0, 3]]), []
+    plan, whole = MergePlan(group, 4), MergePlan(group.repeat(3, 1), 4)
+    monkeypatch.setattr("tome_core.merging.plan._segments", lambda *args: calls.append(args) or _segments(*args))
+    for batch in (1, 3, 1):
+        expected = whole._sorted() if batch == 3 else _segments(group, 4)
+        assert all(map(torch.equal, plan._flat_segments(batch), expected))
+    assert sum(args[0] is group for args in calls) == 1
+
+
+@pytest.mark.parametrize("groups", [2**14 - 1, 2**14, 2**14 + 1])
+def test_segments_of_as_many_groups_as_a_short_number_holds(groups):
+    """Two rows of them: the last that fit 16 bits, and the first that do not."""
+    group = torch.stack([torch.arange(groups).flip(0), torch.arange(groups)])
+    order, offsets = _segments(group, groups)
+    assert torch.equal(offsets, torch.arange(2 * groups + 1))
+    assert torch.equal(order, torch.cat([torch.arange(groups).flip(0), groups + torch.arange(groups)]))
+
+
+def test_a_plan_for_copies_is_that_of_each():
+    plan = MergePlan(torch.tensor([[0, 1, 1], [1, 0, 0]]), 2, torch.tensor([[0, 1], [2, 0]]))
+    x = torch.randn(4, 3, 2)
+    for mode in ("mean", "pick"):
+        assert torch.equal(plan.repeated(2).merge(x, mode), torch.cat([plan.merge(half, mode) for half in x.chunk(2)]))
+    assert plan.repeated(1) is plan
+    alone = MergePlan(torch.tensor([[0, 1, 1]]), 2)
+    assert alone.repeated(2) is alone, "one row serves any number"
+
+
+@pytest.mark.parametrize("mode", ["mean", "pick"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_merging_uses_only_operators_that_mps_has(mode, dtype):
+    plan, x = MergePlan(torch.tensor([[0, 1, 1, 0, 3]]), 4), torch.randn(2, 5, 3).to(dtype)
+    with OperatorRecorder() as used:
+        plan.unmerge(plan.merge(x, mode))
+        plan.key_logits  # noqa: B018
+    assert "MPS" not in lacking(used.names)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_equal_inputs_give_equal_bits_on_the_cpu(threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        torch.manual_seed(0)
+        group, x = torch.randint(700, (2, 4096)), torch.randn(2, 4096, 320)
+        first = MergePlan(group, 700).merge(x)
+        assert all(torch.equal(MergePlan(group, 700).merge(x), first) for _ in range(5))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: torch sees none here")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_equal_inputs_give_equal_bits_on_cuda_without_synchronising(dtype):
+    torch.manual_seed(0)
+    group, x = torch.randint(700, (2, 4096)).cuda(), torch.randn(2, 4096, 320).to("cuda", dtype)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        results = [MergePlan(group, 700).merge(x) for _ in range(20)]
+        MergePlan(group, 700).unmerge(results[0])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(result, results[0]) for result in results)
+    on_cpu = MergePlan(group.cpu(), 700).merge(x.cpu())
+    assert torch.allclose(results[0].cpu().float(), on_cpu.float(), atol=torch.finfo(dtype).eps * 4)
+
+
+@pytest.mark.parametrize(
+    ("build", "telling"),
+    [
+        (lambda: MergePlan(torch.zeros(1, 4), 2), "int64"),
+        (lambda: MergePlan(torch.zeros(4, dtype=torch.int64), 2), "[B or 1, N]"),
+        (lambda: MergePlan(torch.zeros(1, 4, dtype=torch.int64), 0), "at least 1"),
+        (lambda: _plan().merge(torch.zeros(1, 5, 2)), "(1, 5, 2)"),
+        (lambda: _plan().unmerge(torch.zeros(1, 4, 2)), "(1, 4, 2)"),
+        (lambda: _plan().merge(torch.zeros(1, 4, 2), "sum"), "'sum'"),
+        (lambda: MergePlan(torch.zeros(2, 4, dtype=torch.int64), 2).merge(torch.zeros(3, 4, 2)), "(2, 4)"),
+    ],
+)
+def test_a_mistake_is_named_with_its_shape_or_value(build, telling):
+    with pytest.raises(ValueError, match=telling.replace("(", r"\(").replace(")", r"\)").replace("[", r"\[")):
+        build()
+
+
+def _plan() -> MergePlan:
+    return MergePlan(torch.tensor([[0, 1, 1, 0]]), 2)

@@ -1,0 +1,183 @@
+"""Under, over and between other people's replacements of `forward`: whoever leaves first, nobody loses anything."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+import tome_core
+from tests.engine.patching.test_patch_contract import traces
+from tests.models import CASES, Case, call_case
+from tests.wraps import is_idle
+from tome_core import MergeConfig
+from tome_core.model.families import find_blocks, find_unet
+
+# one of each way to be called: checkpointed `_forward`, plain LDM names, diffusers
+FEW = [case for case in CASES if case.name in ("ldm_sd1", "sgm_double", "comfy_double", "sd15")]
+families = pytest.mark.parametrize("case", FEW, ids=lambda case: case.name)
+
+
+class Foreign:
+    """Replaces a module's method the way accelerate and ControlNet do: save what is there, call it, put it back."""
+
+    def __init__(self, module, name="forward"):
+        self.module, self.name, self.calls = module, name, 0
+        self.was_own = name in vars(module)
+        self.saved = getattr(module, name)
+        setattr(module, name, self._call)
+
+    def _call(self, *args, **kwargs):
+        self.calls += 1
+        return self.saved(*args, **kwargs)
+
+    def put_back(self):
+        """accelerate and ControlNet put the saved method onto the instance even if it was the class's."""
+        setattr(self.module, self.name, self.saved)
+
+
+def sites_of(model) -> list:
+    """All that the patch wraps, and so what others may wrap as well: (module, method)."""
+    unet = find_unet(model)
+    found = [(unet, "forward")]
+    for place in find_blocks(unet):
+        method = "_forward" if hasattr(place.block, "_forward") else "forward"
+        found += [(place.transformer, "forward"), (place.block, method), (place.block.attn1, "forward")]
+    return list(dict.fromkeys(found))
+
+
+def wrap_everything(model) -> list[Foreign]:
+    return [Foreign(*site) for site in sites_of(model)]
+
+
+def unwrap(foreign: list[Foreign]) -> None:
+    for one in reversed(foreign):
+        one.put_back()
+
+
+@families
+@pytest.mark.parametrize("ours_is_on_top", [True, False])
+@pytest.mark.parametrize("ours_leaves_first", [True, False])
+def test_ours_and_theirs_leave_in_either_order(case: Case, ours_is_on_top: bool, ours_leaves_first: bool):
+    model = case.build()
+    vanilla = call_case(case, model)
+    if ours_is_on_top:
+        foreign = wrap_everything(model)
+        tome_core.apply_patch(model)
+    else:
+        tome_core.apply_patch(model)
+        foreign = wrap_everything(model)
+    merged = call_case(case, model)
+    assert not torch.equal(merged, vanilla) and all(one.calls == 1 for one in foreign)
+    if ours_leaves_first:
+        tome_core.remove_patch(model)
+        assert torch.equal(call_case(case, model), vanilla) and all(one.calls == 2 for one in foreign)
+        unwrap(foreign)
+    else:
+        unwrap(foreign)
+        call_case(case, model)
+        tome_core.remove_patch(model)
+    assert torch.equal(call_case(case, model), vanilla)
+    assert not tome_core.report(model).patched
+    tome_core.apply_patch(model)
+    assert torch.equal(call_case(case, model), merged)
+    tome_core.remove_patch(model)
+    assert torch.equal(call_case(case, model), vanilla)
+
+
+@families
+def test_a_wrap_that_comes_and_goes_at_every_picture_builds_no_chain(case: Case):
+    model = case.build()
+    vanilla = call_case(case, model)
+    tome_core.apply_patch(model)
+    merged = call_case(case, model)
+    tome_core.remove_patch(model)
+    for _ in range(200):
+        tome_core.apply_patch(model)
+        foreign = wrap_everything(model)
+        tome_core.remove_patch(model)
+        unwrap(foreign)
+    assert torch.equal(call_case(case, model), vanilla)
+    tome_core.apply_patch(model)
+    assert torch.equal(call_case(case, model), merged)
+    depth, forward = 0, vars(find_unet(model))["forward"]
+    while forward is not None:
+        depth, forward = depth + 1, getattr(forward, "beneath", None)
+    assert depth <= 2
+
+
+@families
+def test_an_old_wrap_put_back_over_a_new_patch_is_harmless(case: Case):
+    """ControlNet saves a block's method once and puts that back at some later picture, whatever was patched since."""
+    model = case.build()
+    vanilla = call_case(case, model)
+    sites = sites_of(model)
+    first = tome_core.patch(model, MergeConfig(ratio=0.25))
+    saved = [(module, name, getattr(module, name)) for module, name in sites]
+    first.remove()
+    second = tome_core.patch(model, MergeConfig(ratio=0.5))
+    merged = call_case(case, model)
+    for module, name, method in saved:
+        setattr(module, name, method)
+    assert torch.equal(call_case(case, model), merged)  # a UNet's wraps are the same ones for every patch
+    second.install()
+    assert torch.equal(call_case(case, model), merged)
+    second.remove()
+    assert torch.equal(call_case(case, model), vanilla)
+
+
+@families
+def test_a_patch_taken_back_over_somebody_elses_wrapper_merges_again(case: Case):
+    """What it does to an attention nobody knows, so that gets merged tokens, as on a model that came wrapped."""
+    model, other = case.build(), case.build()
+    vanilla = call_case(case, model)
+    wrap_everything(other)
+    before = traces(model)
+    with tome_core.patch(other, MergeConfig(ratio=0.5)):
+        expected = call_case(case, other)
+    outer = tome_core.patch(model, MergeConfig(ratio=0.5))
+    assert not torch.equal(call_case(case, model), vanilla)
+    with tome_core.patch(model, MergeConfig(ratio=0.25)):
+        foreign = wrap_everything(model)
+    assert all(one.calls == 0 for one in foreign)
+    outer.reset_counts()
+    assert torch.equal(call_case(case, model), expected) and not torch.equal(expected, vanilla)
+    assert all("is not known" in route for level in outer.report().levels for route in level.routes)
+    assert all(one.calls == 1 for one in foreign)
+    outer.remove()
+    assert torch.equal(call_case(case, model), vanilla)
+    for one in foreign:
+        delattr(one.module, one.name)
+    assert traces(model) == before
+
+
+@families
+def test_an_exception_in_somebody_elses_wrapper_does_not_stick(case: Case):
+    model = case.build()
+    vanilla = call_case(case, model)
+    with tome_core.patch(model, MergeConfig()):
+        merged = call_case(case, model)
+        block = find_blocks(find_unet(model))[-1].block
+        original = block.attn1.forward
+        block.attn1.forward = functools.partial(_raise_instead, original)
+        with pytest.raises(RuntimeError, match="theirs"):
+            call_case(case, model)
+        block.attn1.forward = original
+        assert torch.equal(call_case(case, model), merged) and is_idle(find_unet(model))
+    assert torch.equal(call_case(case, model), vanilla)
+
+
+def _raise_instead(*_args, **_kwargs):
+    raise RuntimeError("theirs")
+
+
+def test_repeated_patches_keep_no_chain_of_replaced_ones():
+    case = next(case for case in FEW if case.name == "sd15")
+    model = case.build()
+    for number in range(50):
+        tome_core.apply_patch(model, seed=number)
+    count, handle = 0, vars(model)["_tome_core_patch"].merging
+    while handle is not None:
+        count, handle = count + 1, handle._previous
+    assert count <= 2

@@ -1,0 +1,161 @@
+"""An error, an interrupt or a full memory at every place where the patch stands in leaves nothing patched.
+
+The places are those of the patch itself, asked from its handle, so a new kind of wrap is in here without a word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from diffusers import DDIMScheduler
+from torch import nn
+
+import tome_core
+from tests.engine.patching.test_patch_contract import traces
+from tests.models import call_unet, inputs, sd15
+from tests.thoroughness import THOROUGH
+from tests.wraps import is_idle, wraps_of
+from tome_core import MergeConfig, MergeRule
+
+ERRORS = (RuntimeError, KeyboardInterrupt, torch.cuda.OutOfMemoryError)
+EVERYTHING = {"merge_crossattn": True, "merge_mlp": True, "max_downsample": 8}
+# two rules, so that the clock matters as well, and one that keeps, so that the loop does
+CONFIG = MergeConfig(
+    rules=(
+        MergeRule(ratio=0.75, min_timestep=400, **EVERYTHING),
+        MergeRule(side="kv", query_ratio=0.25, keep=500.0, **EVERYTHING),
+    )
+)
+KINDS = (
+    "UNetSite", "TransformerSite", "BlockSite", "SelfAttentionSite", "CrossAttentionSite", "FeedForwardSite",
+    "SchedulerClock", "SamplingScope",
+)  # fmt: skip
+
+
+def places(handle: Any) -> dict[str, list[Any]]:
+    """Every wrap of a patch, by the name of its class."""
+    found: dict[str, list[Any]] = {}
+    for wrap in wraps_of(handle):
+        found.setdefault(type(wrap).__name__, []).append(wrap)
+    return found
+
+
+class Fault:
+    """Stands where a wrap calls on, and raises once: before what lies beneath has run, or after it.
+
+    at: which of its calls raises. It is a class of its own, because the patch asks for its targets' class at every
+    call; a self-attention of another class would be another one, so there it is its first layer, or its last.
+    """
+
+    def __init__(self, wrap: Any, error: type[BaseException], after: bool, at: int = 0) -> None:
+        self.error, self.after, self.left = error, after, at + 1
+        self.target, self.name = wrap.target, wrap.name
+        if type(wrap).__name__ == "SelfAttentionSite":
+            last = wrap.target.to_out[-1] if isinstance(wrap.target.to_out, nn.ModuleList) else wrap.target.to_out
+            self.target = last if after else wrap.target.to_q
+        self.own = type(self.target)
+        calls = {self.name: lambda target, *args, **kwargs: self._call(target, *args, **kwargs)}
+        self.target.__class__ = type(self.own.__name__, (self.own,), calls)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        self.left -= 1
+        if self.left == 0 and not self.after:
+            raise self.error("by the test")
+        out = getattr(self.own, self.name)(*args, **kwargs)
+        if self.left == 0:
+            raise self.error("by the test")
+        return out
+
+    def gone(self) -> bool:
+        """Take it out again; did it raise?"""
+        self.target.__class__ = self.own
+        return self.left <= 0
+
+
+class Pipeline:
+    """A pipeline as far as the patch sees one."""
+
+    def __init__(self) -> None:
+        self.unet, self.scheduler = sd15(), DDIMScheduler()
+
+    def progress_bar(self, total: int) -> Any:
+        return contextlib.nullcontext(range(total))
+
+
+def picture(pipe: Any, steps: int = 2) -> torch.Tensor:
+    """What a pipeline's loop does, on a small latent."""
+    x, text = inputs(4, 1, 8, 8)
+    pipe.scheduler.set_timesteps(steps)
+    with torch.no_grad(), pipe.progress_bar(total=steps):
+        for timestep in pipe.scheduler.timesteps:
+            scaled = pipe.scheduler.scale_model_input(x, timestep)
+            x = pipe.scheduler.step(call_unet(pipe.unet, scaled, timestep, text), timestep, x).prev_sample
+    return x
+
+
+def left_behind(pipe: Any) -> list:
+    """All that a patch could leave: on the modules, on the scheduler, which is none, and on the pipeline."""
+    return [*traces(pipe.unet), sorted(vars(pipe.scheduler).keys() - {"num_inference_steps"}), sorted(vars(pipe))]
+
+
+@pytest.fixture(scope="module")
+def expected() -> SimpleNamespace:
+    pipe = Pipeline()
+    plain, before = picture(pipe), left_behind(pipe)
+    with tome_core.patch(pipe, CONFIG) as handle:
+        merged, kinds = picture(pipe), set(places(handle))
+    assert not torch.equal(plain, merged)
+    return SimpleNamespace(pipe=pipe, plain=plain, merged=merged, before=before, kinds=kinds)
+
+
+def test_the_kinds_below_are_all_that_a_patch_consists_of(expected):
+    assert expected.kinds == set(KINDS)
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fault_leaves_nothing_patched(expected, kind: str, after: bool, error: type[BaseException]):
+    pipe = expected.pipe
+    with tome_core.patch(pipe, CONFIG) as handle:
+        count = len(places(handle)[kind])
+    for number in range(count) if THOROUGH else [count - 1]:
+        with pytest.raises(error, match="by the test"), tome_core.patch(pipe, CONFIG) as handle:
+            fault = Fault(places(handle)[kind][number], error, after, at=0 if kind == "SamplingScope" else 1)
+            picture(pipe)
+        assert fault.gone() and is_idle(pipe.unet) and left_behind(pipe) == expected.before
+        assert not handle.run._mine.scopes
+        assert torch.equal(picture(pipe), expected.plain)
+        # the same handle, and a new one, merge as on a model that has seen nothing
+        with handle:
+            assert torch.equal(picture(pipe), expected.merged)
+        with tome_core.patch(pipe, CONFIG):
+            assert torch.equal(picture(pipe), expected.merged)
+    assert left_behind(pipe) == expected.before
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_a_fault_in_an_inner_with_brings_the_outer_patch_back(expected, error: type[BaseException]):
+    pipe = expected.pipe
+    with tome_core.patch(pipe, CONFIG):
+        with pytest.raises(error), tome_core.patch(pipe, MergeConfig(ratio=0.25)) as inner:
+            fault = Fault(places(inner)["SelfAttentionSite"][-1], error, after=False)
+            picture(pipe)
+        assert fault.gone() and torch.equal(picture(pipe), expected.merged)
+    assert left_behind(pipe) == expected.before and torch.equal(picture(pipe), expected.plain)
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_a_patch_that_is_kept_over_a_fault_comes_off_by_remove_patch(expected, error: type[BaseException]):
+    pipe = expected.pipe
+    handle = tome_core.patch(pipe, CONFIG)
+    fault = Fault(places(handle)["FeedForwardSite"][0], error, after=True)
+    with pytest.raises(error):
+        picture(pipe)
+    assert fault.gone() and torch.equal(picture(pipe), expected.merged)
+    tome_core.remove_patch(pipe)
+    assert left_behind(pipe) == expected.before and torch.equal(picture(pipe), expected.plain)

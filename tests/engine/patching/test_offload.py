@@ -1,0 +1,110 @@
+"""accelerate's hooks, which replace `forward` as we do, put on before and after the patch. On the CPU alone.
+
+The pipelines' `enable_model_cpu_offload` and `enable_sequential_cpu_offload` are these calls with a GPU's name.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from accelerate import cpu_offload, cpu_offload_with_hook, dispatch_model
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
+
+import tome_core
+from tests.engine.patching.test_patch_contract import traces
+from tests.models import CASES, call_case
+from tome_core import MergeConfig
+from tome_core.model.families import find_unet
+from tome_core.model.wrap import Wrap
+
+CPU = torch.device("cpu")
+FEW = [case for case in CASES if case.name in ("sd15", "sdxl", "ldm_wrapped", "sgm_double")]
+
+
+def _offload_sequentially(unet) -> None:
+    """Weights live elsewhere and come for each module's own call."""
+    cpu_offload(unet, CPU, offload_buffers=True)
+
+
+def _offload_as_a_model(unet) -> None:
+    cpu_offload_with_hook(unet, CPU)
+
+
+def _dispatch(unet) -> None:
+    names = {name for name, _ in unet.named_children()} | {name for name, _ in unet.named_parameters(recurse=False)}
+    dispatch_model(unet, dict.fromkeys(names, "cpu"), main_device="cpu", force_hooks=True)
+
+
+def _hook_every_module(unet) -> None:
+    add_hook_to_module(unet, AlignDevicesHook(CPU, io_same_device=True), append=True)
+    for module in list(unet.modules())[1:]:
+        add_hook_to_module(module, AlignDevicesHook(CPU), append=True)
+
+
+WAYS = (_offload_sequentially, _offload_as_a_model, _dispatch, _hook_every_module)
+
+
+@pytest.mark.parametrize("case", FEW, ids=lambda case: case.name)
+@pytest.mark.parametrize("offload", WAYS, ids=lambda way: way.__name__.strip("_"))
+@pytest.mark.parametrize("patch_first", [True, False])
+@pytest.mark.parametrize("unpatch_first", [True, False])
+def test_offloading_and_merging_come_and_go_in_any_order(case, offload, patch_first: bool, unpatch_first: bool):
+    model = case.build()
+    vanilla = call_case(case, model)
+    merged = call_case(case, tome_core.apply_patch(case.build(), merge_mlp=True))
+    if patch_first:
+        tome_core.apply_patch(model, merge_mlp=True)
+        offload(find_unet(model))
+    else:
+        offload(find_unet(model))
+        tome_core.apply_patch(model, merge_mlp=True)
+    for _ in range(2):
+        assert torch.equal(call_case(case, model), merged)
+    assert tome_core.report(model).merged_anything
+    if unpatch_first:
+        tome_core.remove_patch(model)
+        assert torch.equal(call_case(case, model), vanilla)
+        remove_hook_from_module(find_unet(model), recurse=True)
+    else:
+        remove_hook_from_module(find_unet(model), recurse=True)
+        tome_core.remove_patch(model)
+    assert torch.equal(call_case(case, model), vanilla)
+
+
+@pytest.mark.parametrize("patch_first", [True, False])
+def test_a_hook_that_is_renewed_after_every_picture_does_not_cost_the_patch(patch_first: bool):
+    """diffusers' model offload removes and renews its hooks then; the time of a call must not get lost."""
+    case = next(case for case in FEW if case.name == "sd15")
+    config = MergeConfig(max_timestep=600)
+    plain, model = case.build(), case.build()
+    tome_core.patch(plain, config)
+    if patch_first:
+        tome_core.patch(model, config)
+    _offload_as_a_model(model)
+    if not patch_first:
+        tome_core.patch(model, config)
+    for _ in range(3):
+        for time in (900, 500):
+            assert torch.equal(call_case(case, model, timestep=time), call_case(case, plain, timestep=time))
+        remove_hook_from_module(model, recurse=True)
+        _offload_as_a_model(model)
+    assert tome_core.report(model).calls == 6
+    tome_core.remove_patch(model)
+    remove_hook_from_module(model, recurse=True)
+    assert torch.equal(call_case(case, model), call_case(case, case.build()))
+
+
+@pytest.mark.parametrize("patch_first", [True, False])
+def test_a_patch_leaves_a_hooked_model_as_it_found_it(patch_first: bool):
+    case = next(case for case in FEW if case.name == "sd15")
+    model, hooked = case.build(), case.build()
+    cpu_offload(find_unet(hooked), CPU)
+    if patch_first:
+        tome_core.apply_patch(model)
+    cpu_offload(find_unet(model), CPU)
+    tome_core.apply_patch(model)
+    call_case(case, model)
+    tome_core.remove_patch(model)
+    assert traces(model) == traces(hooked)
+    methods = [vars(module).get("_old_forward") for module in model.modules()]
+    assert not [one for one in methods if isinstance(getattr(one, "__self__", one), Wrap)]

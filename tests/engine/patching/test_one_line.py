@@ -1,0 +1,243 @@
+"""`tome_core.patch(pipe)`: one line puts a preset on a diffusers pipeline, one takes it off, whatever it draws between.
+
+Real pipelines with random weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+
+import tome_core
+from tests.engine.patching.test_patch_contract import traces
+from tests.engine.patching.test_threads import at_once
+from tests.models import TEXT, fixed
+from tests.pipelines import (
+    IMAGE_TIMES,
+    adapter_loader,  # noqa: F401
+    an_image,
+    assert_merged,
+    differ,
+    draw,
+    every_kind,
+    every_preset,
+    keeps_nothing,
+    merged_alone,
+    pipeline_builder,  # noqa: F401
+    words_folder,  # noqa: F401
+)
+
+# --- the line itself -------------------------------------------------------------------------------------------------
+
+
+@every_kind
+@every_preset
+def test_one_line_merges_and_another_brings_every_bit_back(build, kind: str, name: str):
+    pipe = build(kind)
+    before, plain = traces(pipe.unet), draw(pipe, output_type="pt")
+    tome_core.patch(pipe, name)
+    merged = draw(pipe, output_type="pt")
+    assert_merged(vars(pipe.unet)["_tome_core_patch"].merging)
+    tome_core.remove_patch(pipe)
+    assert differ(plain, merged) and torch.equal(draw(pipe, output_type="pt"), plain)
+    assert traces(pipe.unet) == before and "scale_model_input" not in vars(pipe.scheduler)
+
+
+def test_without_a_name_it_is_the_balanced_preset(build):
+    pipe = build()
+    tome_core.patch(pipe)
+    assert torch.equal(draw(pipe), merged_alone(build(), "balanced"))
+
+
+def test_a_scheduler_that_is_exchanged_afterwards_changes_nothing(build):
+    """As nearly everybody does, and some programs for every picture."""
+    pipe, other = build(), build()
+    handle = tome_core.patch(pipe)
+    for number in range(2):
+        pipe.scheduler = other.scheduler = diffusers.UniPCMultistepScheduler.from_config(pipe.scheduler.config)
+        steps = {"timesteps": None, "num_inference_steps": 12}
+        assert torch.equal(draw(pipe, seed=number, **steps), merged_alone(other, seed=number, **steps))
+    assert_merged(handle)
+
+
+# --- several pipelines, and threads ----------------------------------------------------------------------------------
+
+
+def image_to_image(pipe: Any) -> tuple[Any, dict[str, Any]]:
+    """A pipeline of the same modules, with a scheduler of its own, and what its call needs."""
+    sibling = diffusers.AutoPipelineForImage2Image.from_pipe(pipe)
+    sibling.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config)
+    sibling.set_progress_bar_config(disable=True)
+    return sibling, {"image": an_image(pipe), "strength": 0.8, "timesteps": IMAGE_TIMES}
+
+
+@every_kind
+def test_pipelines_that_share_a_unet_share_the_patch(build, kind: str):
+    """But for matches, which serve the steps of the pipeline that was patched."""
+    text, (image, call) = (pipe := build(kind)), image_to_image(pipe)
+    plain = draw(text), draw(image, **call)
+    alone = merged_alone(text), merged_alone(image, keeps_nothing(), **call)
+    tome_core.patch(text)
+    for _ in range(2):
+        assert torch.equal(draw(text), alone[0]) and torch.equal(draw(image, **call), alone[1])
+    assert differ(*plain, *alone)
+    tome_core.remove_patch(image)
+    assert torch.equal(draw(text), plain[0]) and torch.equal(draw(image, **call), plain[1])
+
+
+def several(count: int, *args: Any, **more: Any) -> list[torch.Tensor]:
+    return [draw(*args, **more) for _ in range(count)]
+
+
+@every_kind
+def test_pipelines_that_share_a_unet_may_draw_at_once(build, kind: str):
+    text, (image, call) = (pipe := build(kind)), image_to_image(pipe)
+    for name in ("tokenizer", "tokenizer_2"):  # how it pads is a tokenizer's state: two threads cannot share one
+        if getattr(image, name, None) is not None:
+            setattr(image, name, copy.deepcopy(getattr(image, name)))
+    alone = merged_alone(text), merged_alone(image, keeps_nothing(), **call)
+    handle = tome_core.patch(text)
+    both = at_once(partial(several, 3, text), partial(several, 3, image, **call))
+    for expected, pictures in zip(alone, both, strict=True):
+        assert all(torch.equal(one, expected) for one in pictures)
+    assert_merged(handle)
+
+
+def test_pipelines_of_their_own_may_draw_at_once(build):
+    pipes = [build("sd15"), build("sdxl"), build("sd15")]
+    alone = [merged_alone(build("sd15"), "balanced"), merged_alone(build("sdxl"), "fast"), draw(pipes[2])]
+    handles = [tome_core.patch(pipes[0]), tome_core.patch(pipes[1], "fast")]
+    both = at_once(*(partial(several, 2, pipe) for pipe in pipes))
+    for expected, pictures in zip(alone, both, strict=True):
+        assert all(torch.equal(one, expected) for one in pictures)
+    for handle in handles:
+        assert_merged(handle)
+
+
+# --- SD.Next ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_readmes_file_for_sdnext_patches_what_is_loaded(build, monkeypatch):
+    """Its scripts register what is called with every pipeline that it loads; it takes another sampler for each picture,
+    a copy of the first one where none is named, and raises where somebody interrupts.
+    """
+    loaded: list[Callable[[Any], Any]] = []
+    modules, callbacks = ModuleType("modules"), ModuleType("modules.script_callbacks")
+    callbacks.on_model_loaded = loaded.append
+    modules.script_callbacks = callbacks
+    monkeypatch.setitem(sys.modules, "modules", modules)
+    text = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```py\n(.*?)^```$", text.split("## In SD.Next")[1].split("\n## ")[0], re.S | re.M)
+    exec(code, {})
+    pipe, merged = build(), merged_alone(build())
+    loaded[0](pipe)
+    default = copy.deepcopy(pipe.scheduler)
+
+    def interrupt(*_: Any) -> None:
+        raise AssertionError("Interrupted...")
+
+    for _ in range(2):
+        pipe.scheduler = copy.deepcopy(default)
+        assert torch.equal(draw(pipe), merged)
+        pipe.scheduler = diffusers.UniPCMultistepScheduler.from_config(default.config)
+        with pytest.raises(AssertionError, match="Interrupted"):
+            draw(pipe, seed=5, timesteps=None, num_inference_steps=12, callback_on_step_end=interrupt)
+    assert_merged(vars(pipe.unet)["_tome_core_patch"].merging)
+
+
+# --- other pipelines, other calls ------------------------------------------------------------------------------------
+
+
+def _controlnet(pipe: Any, load: Any) -> tuple[Any, dict[str, Any]]:
+    net = fixed(diffusers.ControlNetModel.from_unet(pipe.unet, conditioning_embedding_out_channels=(8, 8)))
+    made = diffusers.StableDiffusionControlNetPipeline.from_pipe(pipe, controlnet=net)
+    return made, {"image": an_image(pipe), "controlnet_conditioning_scale": 0.7}
+
+
+def _guessing_controlnet(pipe: Any, load: Any) -> tuple[Any, dict[str, Any]]:
+    made, call = _controlnet(pipe, load)
+    return made, {**call, "guess_mode": True}
+
+
+def _inpainting(pipe: Any, load: Any) -> tuple[Any, dict[str, Any]]:
+    made, image = diffusers.AutoPipelineForInpainting.from_pipe(pipe), an_image(pipe)
+    mask = torch.zeros_like(image[:, :1])
+    mask[..., : mask.shape[-1] // 2] = 1
+    return made, {"image": image, "mask_image": mask, "strength": 0.8, "timesteps": IMAGE_TIMES}
+
+
+def _image_prompt(pipe: Any, load: Any) -> tuple[Any, dict[str, Any]]:
+    """IP-Adapter, its weights under the names that its loader knows."""
+    dice, weights = torch.Generator().manual_seed(0), {}
+    names = [name for name in pipe.unet.attn_processors if name.endswith("attn2.processor")]
+    for number, name in enumerate(names):
+        width = pipe.unet.get_submodule(name.removesuffix(".processor")).to_k.out_features
+        for part in ("to_k_ip", "to_v_ip"):
+            weights[f"{2 * number + 1}.{part}.weight"] = torch.randn(width, TEXT, generator=dice) * TEXT**-0.5
+    image = {"proj.weight": torch.randn(4 * TEXT, 16, generator=dice), "proj.bias": torch.zeros(4 * TEXT),
+             "norm.weight": torch.ones(TEXT), "norm.bias": torch.zeros(TEXT)}  # fmt: skip
+    pipe.load_ip_adapter({"image_proj": image, "ip_adapter": weights}, "", "", image_encoder_folder=None)
+    return pipe, {"ip_adapter_image_embeds": [torch.randn(2, 1, 16, generator=dice)]}
+
+
+def _callback(pipe: Any, load: Any) -> tuple[Any, dict[str, Any]]:
+    def change(_pipe: Any, _step: int, _time: Any, held: dict[str, Any]) -> dict[str, Any]:
+        return {"latents": held["latents"] * 0.9}
+
+    return pipe, {"callback_on_step_end": change, "callback_on_step_end_tensor_inputs": ["latents"]}
+
+
+def _scaled_lora(pipe: Any, load: Any) -> tuple[Any, dict[str, Any]]:
+    load(pipe, "one")
+    return pipe, {"cross_attention_kwargs": {"scale": 0.4}}
+
+
+USES = {
+    "controlnet": _controlnet, "guessing controlnet": _guessing_controlnet, "inpainting": _inpainting,
+    "image prompt": _image_prompt, "callback": _callback, "scaled lora": _scaled_lora,
+    "without guidance": lambda pipe, load: (pipe, {"guidance_scale": 1.0}),
+    "three pictures": lambda pipe, load: (pipe, {"num_images_per_prompt": 3}),
+    "scale": lambda pipe, load: (pipe, {"cross_attention_kwargs": {"scale": 0.4}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("use", USES)
+def test_every_call_merges_and_is_the_same_again(build, load, use: str):
+    pipe, call = USES[use](build(), load)
+    pipe.set_progress_bar_config(disable=True)
+    plain = draw(pipe, **call)
+    handle = tome_core.patch(pipe)
+    first = draw(pipe, **call)
+    draw(pipe, **{**call, "guidance_scale": 2.0}, seed=5)
+    assert torch.equal(draw(pipe, **call), first) and torch.equal(merged_alone(pipe, **call), first)
+    assert_merged(handle)
+    tome_core.remove_patch(pipe)
+    assert differ(plain, first) and torch.equal(draw(pipe, **call), plain)
+
+
+def test_an_interrupted_picture_leaves_nothing_to_the_next(build):
+    pipe = build()
+    plain, merged, steps = draw(pipe), merged_alone(pipe), []
+
+    def stop(pipe: Any, step: int, _time: Any, held: dict[str, Any]) -> dict[str, Any]:
+        steps.append(step)
+        pipe._interrupt = True
+        return held
+
+    handle = tome_core.patch(pipe)
+    calls = handle.report().calls
+    draw(pipe, seed=5, callback_on_step_end=stop)
+    assert steps == [0] and handle.report().calls == calls + 1
+    assert torch.equal(draw(pipe), merged)
+    tome_core.remove_patch(pipe)
+    assert torch.equal(draw(pipe), plain)

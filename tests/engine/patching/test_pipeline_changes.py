@@ -1,0 +1,214 @@
+"""A patched pipeline whose model is offloaded, adapted or compiled: the patch serves it, and comes off without a trace.
+
+Real pipelines with random weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+import tome_core
+from tests.engine.patching.test_patch_contract import traces
+from tests.engine.unet.test_compile import fresh_compiler  # noqa: F401
+from tests.pipelines import (
+    adapter_loader,  # noqa: F401
+    assert_merged,
+    differ,
+    draw,
+    every_kind,
+    every_preset,
+    merged_alone,
+    pipeline_builder,  # noqa: F401
+    words_folder,  # noqa: F401
+)
+from tome_core import preset
+from tome_core.settings.phases import plain_rules
+
+# --- offloading ------------------------------------------------------------------------------------------------------
+
+CPU = torch.device("cpu")
+
+
+def _as_models(pipe: Any) -> None:
+    pipe.enable_model_cpu_offload(device="cpu")  # which poses as the accelerator
+
+
+def _sequentially(pipe: Any) -> None:
+    """What `enable_sequential_cpu_offload` does to the UNet; with a CPU to offload to, accelerate fails in the rest."""
+    from accelerate import cpu_offload
+
+    cpu_offload(pipe.unet, CPU, offload_buffers=len(pipe.unet._parameters) > 0)
+
+
+def _in_groups(pipe: Any) -> None:
+    if not hasattr(pipe, "enable_group_offload"):
+        pytest.skip(f"diffusers {diffusers.__version__} has no group offload")
+    pipe.enable_group_offload(CPU, CPU, num_blocks_per_group=1)
+
+
+def _as_sdnext_does(pipe: Any) -> None:
+    """SD.Next's "balanced": one hook for all models, which hooks them anew, and dispatches one, while it is called."""
+    from accelerate import dispatch_model
+    from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+
+    models = [one for one in pipe.components.values() if isinstance(one, torch.nn.Module)]
+
+    def rehook(module: torch.nn.Module) -> None:
+        remove_hook_from_module(module, recurse=True)
+        add_hook_to_module(module, hook, append=True)
+        module._hf_hook.execution_device = CPU
+
+    class Balanced(ModelHook):
+        last: Any = None
+
+        def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple, dict]:
+            if self.last is not module:
+                for other in models:
+                    if other is not module:
+                        rehook(other)
+                places = dict.fromkeys((name for name, _ in module.named_children()), "cpu")
+                dispatch_model(module, places, CPU, force_hooks=True)
+            self.last = module
+            return args, kwargs
+
+    hook = Balanced()
+    for one in models:
+        rehook(one)
+
+
+OFFLOADS = {"models": _as_models, "sequential": _sequentially, "groups": _in_groups, "SD.Next": _as_sdnext_does}
+
+
+@pytest.mark.parametrize("kind, offload", [*(("sd15", one) for one in OFFLOADS), ("sdxl", "models")])
+@pytest.mark.parametrize("patch_first", [True, False])
+def test_offloading_does_not_cost_the_patch(build, kind: str, offload: str, patch_first: bool):
+    pytest.importorskip("accelerate", reason="offloading is accelerate's")
+    pipe = build(kind)
+    plain, merged = draw(pipe), merged_alone(pipe)
+    if patch_first:
+        handle = tome_core.patch(pipe)
+        OFFLOADS[offload](pipe)
+    else:
+        OFFLOADS[offload](pipe)
+        handle = tome_core.patch(pipe)
+    for _ in range(2):
+        assert torch.equal(draw(pipe), merged)
+    assert_merged(handle)
+    tome_core.remove_patch(pipe)
+    assert torch.equal(draw(pipe), plain)
+    pipe.remove_all_hooks()
+    assert torch.equal(draw(pipe), plain) and torch.equal(merged_alone(pipe), merged)
+
+
+# --- LoRA ------------------------------------------------------------------------------------------------------------
+
+
+@every_kind
+@every_preset
+def test_a_lora_may_come_and_go_while_a_patch_is_on(build, load, kind: str, name: str):
+    pipe, other = build(kind), build(kind)
+    plain, merged = draw(pipe), merged_alone(pipe, name)
+    handle = tome_core.patch(pipe, name)
+    draw(pipe)
+    load(pipe, "one")
+    load(other, "one")
+    assert torch.equal(draw(pipe), merged_alone(other, name)) and differ(draw(pipe), draw(other), merged)
+    for each in (pipe, other):
+        each.unload_lora_weights()
+    assert torch.equal(draw(pipe), merged)
+    assert_merged(handle)
+    tome_core.remove_patch(pipe)
+    assert torch.equal(draw(pipe), plain) and traces(pipe.unet) == traces(other.unet)
+
+
+def test_a_patch_that_comes_off_leaves_the_lora_in(build, load):
+    pipe = build()
+    plain = draw(pipe)
+    tome_core.patch(pipe)
+    load(pipe, "one")
+    draw(pipe)
+    tome_core.remove_patch(pipe)
+    with_lora = build()
+    load(with_lora, "one")
+    assert torch.equal(draw(pipe), draw(with_lora)) and differ(draw(pipe), plain)
+    pipe.unload_lora_weights()
+    assert torch.equal(draw(pipe), plain)
+
+
+def test_each_picture_is_its_adapters_own(build, load):
+    """A match that one adapter's keys found must not serve another's."""
+    pipe, other = build(), build()
+    handle = tome_core.patch(pipe)
+    load(pipe, "one", "two")
+    load(other, "one", "two")
+    pictures = []
+    for adapters, weights in (("one", 1.0), ("two", 1.0), (["one", "two"], [0.3, 0.7]), ("one", 0.5), ("one", 1.0)):
+        for each in (pipe, other):
+            each.set_adapters(adapters, weights)
+        pictures.append(draw(pipe))
+        assert torch.equal(pictures[-1], merged_alone(other))
+    pipe.disable_lora()
+    assert torch.equal(draw(pipe), merged_alone(build()))
+    assert differ(*pictures[:4]) and torch.equal(pictures[0], pictures[4])
+    assert_merged(handle)
+
+
+def test_a_lora_may_be_fused_and_unfused_while_a_patch_is_on(build, load):
+    pipe, other = build(), build()
+    tome_core.patch(pipe)
+    for each in (pipe, other):
+        load(each, "one")
+        each.fuse_lora()
+    fused = draw(pipe)
+    assert torch.equal(fused, merged_alone(other)) and differ(fused, merged_alone(build()))
+    for step in ("unfuse_lora", "unload_lora_weights"):
+        for each in (pipe, other):
+            getattr(each, step)()
+        assert torch.equal(draw(pipe), merged_alone(other))
+    tome_core.remove_patch(pipe)
+    assert torch.equal(draw(pipe), draw(other))
+
+
+# --- the compiler ----------------------------------------------------------------------------------------------------
+
+
+@every_preset
+@pytest.mark.parametrize("patch_first", [True, False])
+def test_a_compiled_unet_has_a_graph_for_each_phase(build, name: str, patch_first: bool):
+    pipe, backend = build(), CompileCounter()
+    plain, merged = draw(pipe), merged_alone(build(), name)
+    if patch_first:
+        handle = tome_core.patch(pipe, name)
+    pipe.unet = torch.compile(pipe.unet, backend=backend, fullgraph=True)
+    if not patch_first:
+        handle = tome_core.patch(pipe, name)
+    for _ in range(2):
+        assert torch.equal(draw(pipe), merged)
+    phases = {rule.effective_ratio for rule in plain_rules(preset(name), [1])}
+    assert backend.frame_count <= len(phases) and handle.report().merged_anything
+    tome_core.remove_patch(pipe)
+    assert torch.equal(draw(pipe), plain)
+
+
+@every_preset
+@pytest.mark.parametrize("patch_first", [True, False])
+def test_compiled_blocks_share_a_graph_for_each_phase(build, name: str, patch_first: bool):
+    pipe, backend = build(), CompileCounter()
+    if not hasattr(pipe.unet, "compile_repeated_blocks"):
+        pytest.skip(f"diffusers {diffusers.__version__} has no compile_repeated_blocks")
+    plain, merged = draw(pipe), merged_alone(build(), name)
+    if patch_first:
+        handle = tome_core.patch(pipe, name)
+    pipe.unet.compile_repeated_blocks(backend=backend, fullgraph=True)
+    if not patch_first:
+        handle = tome_core.patch(pipe, name)
+    for _ in range(2):
+        assert torch.equal(draw(pipe), merged)
+    assert backend.frame_count <= 4 and handle.report().merged_anything  # two levels, two phases each
+    tome_core.remove_patch(pipe)
+    assert torch.equal(draw(pipe), plain)

@@ -1,0 +1,163 @@
+"""Two models in two threads at once: each gives the picture that it gives alone."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import tome_core
+from comfy_nodes import host
+from tests.comfy_doubles import Guider, apply, least_checkpoint
+from tests.engine.patching.test_interruptions import Pipeline, picture
+from tests.engine.patching.test_patch_contract import traces
+from tests.models import CASES, call_case
+from tests.thoroughness import THOROUGH
+from tome_core import MergeConfig, MergeRule
+
+CASE = next(case for case in CASES if case.name == "ldm_sd1")
+ROUNDS = 30 if THOROUGH else 5
+CONFIGS = (
+    MergeConfig(ratio=0.75, merge_mlp=True, end_percent=0.6),
+    MergeConfig(rules=(MergeRule(side="kv", sx=4, sy=4, ratio=0.9, refine=1, query_ratio=0.25, seed=5),)),
+)
+
+
+def at_once(*works: Callable[[], Any]) -> list[Any]:
+    """What each of them gives, run in a thread each from the same moment on; raises what one of them raised."""
+    start, results = threading.Barrier(len(works)), [None] * len(works)
+
+    def run(place: int, work: Callable[[], Any]) -> None:
+        start.wait()
+        try:
+            results[place] = work()
+        except BaseException as error:
+            results[place] = error
+
+    threads = [threading.Thread(target=run, args=one) for one in enumerate(works)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for one in results:
+        if isinstance(one, BaseException):
+            raise one
+    return results
+
+
+@pytest.fixture(autouse=True)
+def threads_change_often():
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+def rounds(pipe: Any, config: MergeConfig) -> list[torch.Tensor]:
+    """Merged and plain pictures in turn."""
+    pictures = []
+    for _ in range(ROUNDS):
+        with tome_core.patch(pipe, config):
+            pictures.append(picture(pipe))
+        pictures.append(picture(pipe))
+    return pictures
+
+
+def test_two_models_in_two_threads_give_their_own_pictures():
+    pipes = [Pipeline() for _ in CONFIGS]
+    before = [traces(pipe.unet) for pipe in pipes]
+    alone = [rounds(pipe, config)[:2] for pipe, config in zip(pipes, CONFIGS, strict=True)]
+    assert not torch.equal(alone[0][0], alone[1][0])
+    both = at_once(*(lambda pipe=pipe, config=config: rounds(pipe, config)
+                     for pipe, config in zip(pipes, CONFIGS, strict=True)))  # fmt: skip
+    for (merged, plain), pictures in zip(alone, both, strict=True):
+        assert all(torch.equal(one, merged) for one in pictures[::2])
+        assert all(torch.equal(one, plain) for one in pictures[1::2])
+    assert [traces(pipe.unet) for pipe in pipes] == before
+
+
+def test_one_config_may_serve_two_threads():
+    pipes = [Pipeline(), Pipeline()]
+    (alone, _), *_ = [rounds(pipe, CONFIGS[0])[:2] for pipe in pipes]
+    both = at_once(*(lambda pipe=pipe: rounds(pipe, CONFIGS[0]) for pipe in pipes))
+    assert all(torch.equal(one, alone) for pictures in both for one in pictures[::2])
+
+
+def in_the_middle_of_a_call(model: Any, work: Callable[[], Any], call: Callable[[], Any]) -> Any:
+    """What the call gives, where another thread does some work as soon as the finest attention has begun."""
+    others = []
+
+    def hook(*_: Any) -> None:
+        if not others:
+            others.append(threading.Thread(target=work))
+            others[0].start()
+            others[0].join(0.2)  # time enough to do harm; it has to wait for the call
+
+    handle = model.input_blocks[1][1].transformer_blocks[0].attn1.to_q.register_forward_hook(hook)
+    try:
+        return call()
+    finally:
+        handle.remove()
+        others[0].join()
+
+
+def test_a_patch_goes_off_between_two_calls_of_another_thread():
+    model = CASE.build()
+    with tome_core.patch(model, MergeConfig(ratio=0.75, side="kv")) as handle:
+        expected = call_case(CASE, model)
+        found = in_the_middle_of_a_call(model, handle.uninstall, lambda: call_case(CASE, model))
+        assert not handle.is_installed
+    assert torch.equal(found, expected)
+
+
+def test_a_call_keeps_its_rules_when_another_thread_tells_the_time():
+    model = CASE.build()
+    with tome_core.patch(model, MergeConfig(ratio=0.75, min_timestep=500.0)) as handle:
+        look, others = handle.run._look_at, []
+
+        def interrupted(timestep: Any) -> Any:
+            now = look(timestep)
+            others.append(threading.Thread(target=lambda: handle.run.tell(900)))
+            others[0].start()
+            others[0].join(0.2)  # time enough to do harm
+            return now
+
+        handle.run._look_at = interrupted
+        call_case(CASE, model, timestep=100)
+        others[0].join()
+    assert handle.report().levels[0].calls_skipped and not handle.report().levels[0].calls_merged
+
+
+def sample(patcher: Any, model: Any = None) -> list[torch.Tensor]:
+    return [Guider(patcher, model).sample(steps=2, size=(8, 8)) for _ in range(ROUNDS)]
+
+
+def test_two_branches_of_two_models_sample_in_two_threads():
+    """Servers with a queue for each GPU."""
+    branches = [apply(least_checkpoint(), ratio=ratio) for ratio in (0.25, 0.5)]
+    alone = [sample(branch)[0] for branch in branches]
+    both = at_once(*(lambda branch=branch: sample(branch) for branch in branches))
+    for expected, pictures in zip(alone, both, strict=True):
+        assert all(torch.equal(one, expected) for one in pictures)
+
+
+def test_one_branch_runs_two_copies_of_its_model_in_two_threads():
+    """ComfyUI's multi-GPU node: the same wrappers around a copy of the model on each GPU."""
+    branch, copies = apply(least_checkpoint()), [least_checkpoint().model for _ in range(2)]
+    before = [traces(one) for one in copies]
+    wrappers = host.attached(branch)
+    expected = sample(branch)[0]
+
+    def call(model: Any) -> list[torch.Tensor]:
+        # below outer_sample, which is called once for both
+        patcher = branch.clone()
+        patcher.wrappers["outer_sample"] = {}
+        return sample(patcher, model)
+
+    both = at_once(*(lambda model=model: call(model) for model in copies))
+    assert all(torch.equal(one, expected) for pictures in both for one in pictures)
+    assert [traces(one) for one in copies] == before and len(wrappers._patches) == 3

@@ -1,0 +1,155 @@
+"""What was measured is kept, found again, and lost to nothing but its own file."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+
+import pytest
+
+from tome_core.reporting.gains import MARGIN, Case, Gain, Gains, from_data, nearest
+
+ABOUT = ("UNet 1", "rules", "attention", "2.13", "0.1")
+GAIN = Gain(Case(*ABOUT, "card", "float16", 64, 96, 2), 1.31, 1.0)
+
+
+def of_size(height, batch=2, merged=1.0):
+    return GAIN._replace(case=GAIN.case._replace(height=height, batch=batch), merged=merged)
+
+
+def test_a_gain_says_itself_in_one_line():
+    assert GAIN.line == "768x512: about 31 % faster"
+    assert str(GAIN) == "1.31 times the unmerged speed (96x64, batch 2, float16, card)"
+    assert "busy" in str(GAIN._replace(spread=0.2))
+    slow = GAIN._replace(merged=1.31 * 1.07)
+    assert slow.line == "768x512: no gain here"
+    assert slow.why_not == "measured: a merged call took 1.07 times an unmerged one at 96x64"
+
+
+def test_a_gain_within_the_margin_is_none():
+    assert not GAIN._replace(unmerged=1 + 0.9 * MARGIN).pays and GAIN._replace(unmerged=1 + 1.1 * MARGIN).pays
+
+
+def test_a_gain_is_json():
+    assert from_data(json.loads(json.dumps(GAIN.as_data()))) == GAIN
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("merged", 0.0), ("merged", float("nan")), ("unmerged", "1"), ("height", 64.0), ("model", None), ("batch", True),
+     ("spread", -1.0), ("unmerged", float("inf"))],
+)  # fmt: skip
+def test_what_is_no_gain_is_refused(name, value):
+    with pytest.raises(ValueError, match=name):
+        from_data({**GAIN.as_data(), name: value})
+    for other in ([], None, {"model": "UNet"}, "text"):
+        with pytest.raises(ValueError, match="no gain"):
+            from_data(other)
+
+
+def test_a_gain_is_of_its_case_and_of_no_other():
+    known = Gains()
+    known.remember(GAIN)
+    assert known.of(ABOUT) == (GAIN,)
+    for place in range(len(ABOUT)):
+        assert known.of((*ABOUT[:place], "another", *ABOUT[place + 1 :])) == ()
+    assert nearest([GAIN], "card", "float16", 64, 96, 2) is GAIN
+    for other in (("other", "float16", 64, 96), ("card", "float32", 64, 96), ("card", "float16", 96, 64)):
+        assert nearest([GAIN], *other, 2) is None
+
+
+def test_a_batch_takes_the_measurement_that_is_nearest():
+    one, four = of_size(64, batch=1), of_size(64, batch=4)
+    found = [nearest([four, one], "card", "float16", 64, 96, batch).case.batch for batch in (1, 2, 3, 4, 9)]
+    assert found == [1, 1, 4, 4, 4]
+    assert nearest([four], "card", "float16", 64, 96, 1) is four
+
+
+def test_the_latest_measurement_of_a_case_counts(tmp_path):
+    known = Gains()
+    known.load(tmp_path / "gains.json")
+    for merged in (1.0, 2.0):
+        known.remember(of_size(64, merged=merged))
+    again = Gains()
+    again.load(tmp_path / "gains.json")
+    assert [one.merged for one in known.of(ABOUT)] == [one.merged for one in again.of(ABOUT)] == [2.0]
+
+
+def test_another_process_knows_what_was_measured(tmp_path):
+    path = tmp_path / "folder" / "gains.json"
+    first, second = Gains(), Gains()
+    first.load(path)
+    assert not path.parent.exists(), "nothing is made before there is something to keep"
+    first.remember(GAIN)
+    second.load(path)
+    assert second.of(ABOUT) == (GAIN,)
+
+
+def test_two_processes_that_write_keep_what_the_other_wrote(tmp_path):
+    path = tmp_path / "gains.json"
+    both = Gains(), Gains()
+    for known in both:
+        known.load(path)
+    both[0].remember(of_size(1))
+    both[1].remember(of_size(2))
+    again = Gains()
+    again.load(path)
+    assert {one.case.height for one in again.of(ABOUT)} == {1, 2}
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"format": 2, "gains": []}', '{"format": 1}', '{"format": 1, "gains": [{}]}', "[" * 10**5,
+             '{"format": 1, "gains": 3}', "\x00\xff"],
+)  # fmt: skip
+def test_a_broken_file_is_told_once_and_costs_nothing_but_itself(tmp_path, caplog, text):
+    path = tmp_path / "gains.json"
+    path.write_text(text, encoding="latin-1")
+    known = Gains()
+    known.remember(of_size(1))
+    with caplog.at_level(logging.WARNING):
+        known.load(path)
+        known.load(path)
+    assert len(caplog.records) == 1 and str(path) in caplog.text
+    assert [one.case.height for one in known.of(ABOUT)] == [1]
+    known.remember(GAIN)
+    again = Gains()
+    again.load(path)
+    assert again.of(ABOUT) == (GAIN,)
+
+
+def test_where_nothing_can_be_written_the_process_knows_it_and_says_so_once(tmp_path, caplog):
+    (tmp_path / "file").write_text("no folder")
+    known = Gains()
+    with caplog.at_level(logging.WARNING):
+        known.load(tmp_path / "file" / "gains.json")
+        told = len(caplog.records)
+        known.remember(GAIN)
+        known.remember(of_size(1))
+    assert "could not be kept" in caplog.text and len(caplog.records) - told <= 2
+    assert len(known.of(ABOUT)) == 2
+
+
+def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "gains.json"
+    known = Gains()
+    known.load(path)
+    known.remember(of_size(1))
+    before = path.read_bytes()
+
+    def fails(*_):
+        raise PermissionError("held by another program")
+
+    monkeypatch.setattr(os, "replace", fails)
+    known.remember(of_size(2))
+    assert path.read_bytes() == before and os.listdir(tmp_path) == ["gains.json"]
+
+
+def test_a_file_does_not_grow_for_ever(tmp_path):
+    path = tmp_path / "gains.json"
+    known = Gains()
+    known.load(path)
+    for height in range(1, 300):
+        known.remember(of_size(height))
+    kept = json.loads(path.read_text())["gains"]
+    assert [one["height"] for one in kept] == list(range(44, 300))

@@ -1,0 +1,157 @@
+"""The report: ten lines for people, the gain first; JSON for programs; early and late apart; one of several passes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+import tome_core
+from tests.models import CASES, call_case
+from tome_core import Gain, MergeConfig, MergeRule, Report
+from tome_core.reporting.gains import Case
+from tome_core.reporting.report import LevelReport, PhaseReport
+from tome_core.reporting.report_text import MOST_LINES, percent
+
+CASE = next(case for case in CASES if case.name == "ldm_sd1")
+EARLY = MergeConfig(side="kv", ratio=0.5, early_ratio=0.9, early_until=600.0, max_downsample=8)
+
+
+def reported(config: MergeConfig, *timesteps: float, side: int = 16) -> Report:
+    model = CASE.build()
+    with tome_core.patch(model, config) as handle:
+        for timestep in timesteps:
+            call_case(CASE, model, timestep=timestep, height=side, width=side)
+    return handle.report()
+
+
+def gain(ratio: float, side: int = 64) -> Gain:
+    return Gain(Case("model", "rules", "attention", "torch", "ours", "cpu", "float32", side, side, 2), ratio, 1.0)
+
+
+def level(downsample: int = 1, keys: int = 64, left: int = 25, **facts) -> LevelReport:
+    phase = PhaseReport("", {("attn", 256, 256, keys): 3}, {}, {}, 100, left)
+    return LevelReport(0, downsample, 3, True, (phase,), **facts)
+
+
+def test_the_first_line_is_the_gain_the_second_what_was_left_out_then_levels_early_and_late():
+    measured = Report.joined([reported(EARLY, 900, 100), Report(True, gains=(gain(1.42),))])
+    first, second, *rest = str(measured).splitlines()
+    assert first == "Token merging: 2 model calls, 1.42x the unmerged speed (measured)"
+    assert second.startswith(f"  {percent(measured.work_saved)} of attention left out, at latent /1")
+    fine = [line for line in rest if line.startswith("  latent /1")]
+    assert [line.partition(":")[0] for line in fine] == ["  latent /1, early", "  latent /1, late"]
+    assert "256 tokens -> 26 keys, 90 % left out" in fine[0] and "256 tokens -> 128 keys, 50 % left out" in fine[1]
+    left_out = f"{percent(measured.work_saved)} of attention left out"
+    assert measured.headline == f"1.42x the unmerged speed (measured), {left_out}"
+
+
+def test_unmeasured_it_begins_with_what_was_left_out_and_says_nothing_of_time():
+    found = reported(EARLY, 900)
+    first, *_ = str(found).splitlines()
+    assert first == f"Token merging: 1 model call, {percent(found.work_saved)} of attention left out"
+    assert "speed" not in str(found) + found.headline
+
+
+def test_a_gain_is_no_headline_of_a_picture_that_did_not_merge():
+    off = Report(True, levels=(LevelReport(0, 1, 3, True),), gains=(gain(0.9),))
+    assert "0.90x" not in str(off) and off.headline.startswith("nothing merged")
+
+
+def test_phases_are_told_apart_only_where_a_rule_has_an_early_one_and_the_time_is_known():
+    names = [{phase.name for phase in reported(config, *times).phases} for config, times in (
+        (EARLY, (900,)), (EARLY, (100,)), (EARLY, (900, 100)),
+        (MergeConfig(ratio=0.5), (900, 100)), (MergeConfig(rules=(MergeRule(min_timestep=500.0),)), (900, 100)),
+    )]  # fmt: skip
+    assert names == [{"early"}, {"late"}, {"early", "late"}, {""}, {""}]
+
+
+def test_each_phase_counts_its_own_work_and_a_level_all_of_it():
+    both = reported(EARLY, 900, 100).levels[0]
+    early, late = both.phases
+    assert (early.name, early.work_saved, late.name, late.work_saved) == ("early", 1 - 26 / 256, "late", 0.5)
+    assert both.work_saved == pytest.approx((early.work_saved + late.work_saved) / 2)
+    assert both.calls_merged == early.calls_merged + late.calls_merged == 2 * both.blocks
+    assert both.tokens == ((256, 256, 128), (256, 256, 26))
+
+
+@pytest.mark.parametrize("limits", [{"start_percent": 0.3}, {"end_percent": 0.05}, {"max_beta": 0.005}])
+def test_a_phase_is_of_the_time_whether_merging_has_begun_or_not(limits):
+    """What an early step leaves whole is no part of what late ones leave out."""
+    early, late = reported(EARLY, 900).levels[0], reported(EARLY, 100).levels[0]
+    found = reported(dataclasses.replace(EARLY, **limits), 900, 100).levels[0]
+    assert [phase.name for phase in found.phases] == ["early", "late"]
+    assert found.phases[0].work_saved == 0 and found.phases[0].work_full == early.phases[0].work_full
+    late_merges = "end_percent" not in limits
+    assert found.phases[1].work_saved == (late.work_saved if late_merges else 0)
+
+
+def test_all_levels_are_weighed_by_their_work():
+    both = Report(True, levels=(level(1, left=0), level(2, left=100)))
+    assert both.work_saved == 0.5
+    assert Report(True).work_saved is None
+
+
+def test_reports_of_passes_are_one_with_levels_by_their_down_sampling():
+    """The passes of a hires fix, or a refiner, whose finest level is another."""
+    small, large, refiner = reported(EARLY, 900, 100), reported(EARLY, 900, side=32), Report(True, levels=(level(2),))
+    both = Report.joined([small, large])
+    assert both.calls == 3 and len(both.levels) == len(small.levels)
+    one, two = small.levels[0], large.levels[0]
+    assert both.levels[0].tokens == tuple(sorted({*one.tokens, *two.tokens}, reverse=True))
+    phases = (*small.phases, *large.phases)
+    full, left = sum(phase.work_full for phase in phases), sum(phase.work_left for phase in phases)
+    assert both.work_saved == pytest.approx(1 - left / full)
+    mixed = Report.joined([Report(True, levels=(level(1),)), refiner])
+    assert [(one.level, one.downsample) for one in mixed.levels] == [(0, 1), (1, 2)]
+    assert Report.joined([]) == Report(False) and Report.joined([small]).as_data() == small.as_data()
+
+
+def test_gains_of_several_sizes_are_told_each():
+    report = Report.joined([Report(True, levels=(level(),), gains=(gain(1.5), gain(1.0, 32)))])
+    assert "the unmerged speed 1.50x at 512x512, no gain at 256x256 (measured)" in str(report).splitlines()[0]
+
+
+@pytest.mark.parametrize("beside", [0, 3, 40])
+def test_it_has_ten_lines_at_most_and_says_where_the_rest_is(beside):
+    notes = tuple(f"note {number}" for number in range(20))
+    lines = Report(True, levels=(level(),), notes=notes).lines("ToMe", ["20 steps"], ["own"] * beside)
+    assert len(lines) == MOST_LINES and not any("\n" in line for line in lines)
+    assert lines[0].startswith("ToMe: 20 steps, 75 %")
+    assert lines[-1].endswith("more lines of detail are in its JSON form")
+    hidden = int(lines[-1].split()[0])
+    assert hidden + MOST_LINES - 1 == 1 + beside + 1 + len(notes)
+
+
+def test_nothing_left_out_is_not_rounded_up_to_everything():
+    assert [percent(share) for share in (0.0, 0.614, 0.999, 1.0)] == ["0 %", "61 %", "99 %", "100 %"]
+
+
+def test_the_json_form_is_json_and_has_every_count():
+    found = Report.joined([reported(EARLY, 900, 100), Report(True, gains=(gain(1.42),))])
+    data = found.as_data()
+    assert json.loads(json.dumps(data)) == data and data["format"] == 1
+    assert data["work_saved"] == found.work_saved and data["gains"][0]["ratio"] == 1.42
+    fine = data["levels"][0]
+    assert [phase["name"] for phase in fine["phases"]] == ["early", "late"]
+    assert fine["phases"][0]["merged"] == [
+        {"part": "attn", "tokens": 256, "queries": 256, "keys": 26, "calls": found.levels[0].blocks}
+    ]
+    calls = sum(kind["calls"] for level in data["levels"] for phase in level["phases"] for kind in phase["merged"])
+    skipped = sum(sum(phase["skipped"].values()) for level in data["levels"] for phase in level["phases"])
+    assert (calls, skipped) == (found.calls_merged, found.calls_skipped)
+
+
+def test_a_gain_is_of_the_pictures_since_the_counts_began(monkeypatch):
+    """A handle is kept over pictures of several sizes; a report must not tell of earlier ones."""
+    monkeypatch.setattr(tome_core.gains, "KNOWN", tome_core.gains.Gains())
+    monkeypatch.setattr("tome_core.measuring.measured.KNOWN", tome_core.gains.KNOWN)
+    model = next(case for case in CASES if case.name == "sd15").build()
+    case = next(case for case in CASES if case.name == "sd15")
+    with tome_core.patch(model, MergeConfig(ratio=0.5)) as handle:
+        gains = [handle.measure(side * 8, side * 8, rounds=1, steps=1) for side in (16, 24)]
+        for one, side in ((gains[0], 16), (gains[1], 24), (gains[0], 16)):
+            handle.reset_counts()
+            call_case(case, model, height=side, width=side)
+            assert handle.report().gains == (one,)

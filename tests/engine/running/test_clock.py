@@ -1,0 +1,259 @@
+"""A pipeline's clock is its scheduler: read outside the UNet, without asking the device, and never stale."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from types import SimpleNamespace
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+
+import tome_core
+from tests.models import CASES
+from tests.tiny_pipeline import write_folder
+from tome_core.running.timesteps import Timesteps
+
+STEPS = 8
+LATE = tome_core.MergeConfig(ratio=0.5, start_percent=0.5)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_folder(tmp_path_factory.mktemp("pipeline"))
+
+
+@pytest.fixture
+def pipe(folder):
+    made = diffusers.StableDiffusionPipeline.from_pretrained(folder, local_files_only=True)
+    made.set_progress_bar_config(disable=True)
+    return made
+
+
+def draw(pipe, steps: int = STEPS):
+    generator = torch.Generator().manual_seed(0)
+    return pipe("a", num_inference_steps=steps, guidance_scale=2.0, generator=generator, output_type="latent").images
+
+
+def expected_merges(scheduler, config=LATE) -> int:
+    """UNet calls at a share of the schedule inside the rule's range, from the scheduler's own timesteps."""
+    last = scheduler.config.num_train_timesteps - 1
+    shares = [1 - float(t) / last for t in scheduler.timesteps]
+    return sum(config.start_percent <= share <= config.end_percent for share in shares)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["DDIMScheduler", "EulerDiscreteScheduler", "DPMSolverMultistepScheduler", "UniPCMultistepScheduler",
+     "LCMScheduler", "HeunDiscreteScheduler", "PNDMScheduler"],
+)  # fmt: skip
+def test_a_rule_in_percent_merges_in_exactly_its_steps(pipe, name):
+    pipe.scheduler = getattr(diffusers, name).from_config(pipe.scheduler.config)
+    blocks = 3
+    with tome_core.patch(pipe, LATE) as handle:
+        draw(pipe)
+        level = handle.report().levels[0]
+    merges = expected_merges(pipe.scheduler)
+    assert 0 < merges < handle.report().calls == len(pipe.scheduler.timesteps)
+    assert level.calls_merged == merges * blocks
+    assert level.reasons == {"block: outside the rules' time range": (len(pipe.scheduler.timesteps) - merges) * blocks}
+
+
+def stable_diffusions_timestep(sigma: float) -> float:
+    """Where Stable Diffusion's own schedule has noise of this deviation, relative to data of unit variance."""
+    betas = np.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2
+    kept = np.cumprod(1 - betas)
+    return float(np.interp(np.log(sigma), np.log(((1 - kept) / kept) ** 0.5), np.arange(1000)))
+
+
+def own_sigmas(scheduler) -> list[float]:
+    """Of each step, as the scheduler itself goes on with it."""
+    if hasattr(scheduler, "sigmas"):
+        of_data = scheduler.config.get("sigma_data", 1.0)
+        return [sigma / of_data for sigma in scheduler.sigmas.tolist()[: len(scheduler.timesteps)]]
+    kept = scheduler.alphas_cumprod[scheduler.timesteps.long()].double()
+    return ((1 - kept) / kept).sqrt().tolist()
+
+
+@pytest.mark.parametrize(
+    "name, changes",
+    [
+        ("DDIMScheduler", {}), ("PNDMScheduler", {"skip_prk_steps": True}), ("LCMScheduler", {}),
+        ("HeunDiscreteScheduler", {}), ("EulerDiscreteScheduler", {"beta_schedule": "scaled_linear"}),
+        ("EulerDiscreteScheduler", {"timestep_type": "continuous", "prediction_type": "v_prediction"}),
+        ("DPMSolverMultistepScheduler", {"use_karras_sigmas": True}),
+        ("DPMSolverMultistepScheduler", {"beta_schedule": "squaredcos_cap_v2"}),
+        ("EDMEulerScheduler", {"sigma_data": 0.5, "sigma_max": 20.0}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
+)  # fmt: skip
+def test_a_rule_in_timesteps_means_the_same_noise_with_every_scheduler(pipe, name, changes):
+    config = {**pipe.scheduler.config, **changes}
+    pipe.scheduler = getattr(diffusers, name).from_config(config)
+    with tome_core.patch(pipe, tome_core.MergeConfig(ratio=0.5, min_timestep=500)) as handle:
+        draw(pipe)
+    times = [stable_diffusions_timestep(sigma) for sigma in own_sigmas(pipe.scheduler)]
+    merges = sum(time >= 500 for time in times)
+    assert 0 < merges < handle.report().calls == len(times)
+    assert handle.report().levels[0].calls_merged == merges * 3
+
+
+def doubled(values: list[float]) -> list[float]:
+    return [2 * value for value in values]
+
+
+def never(values: list[float]) -> list[float]:
+    pytest.fail("asked again what a schedule means")
+
+
+def test_a_timestep_is_looked_up_without_reading_it(pipe, monkeypatch):
+    pipe.scheduler.set_timesteps(STEPS)
+    steps, known = pipe.scheduler.timesteps, Timesteps()
+    known.look(steps[0], doubled)
+    meanings = doubled(steps.tolist())
+    monkeypatch.setattr(torch.Tensor, "__float__", lambda self: pytest.fail("the timestep's value was read"))
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: pytest.fail("the timesteps were read again"))
+    assert [known.look(t, never) for t in steps] == meanings
+    assert [known.look(t[None].expand(2), never) for t in steps[3:]] == meanings[3:]
+
+
+def test_a_timestep_of_somebodys_own_making_is_read(pipe):
+    known = Timesteps()
+    for one in (torch.tensor(123), torch.full((2,), 123), torch.arange(10_000)[123], 123, torch.tensor(1.0).to("meta")):
+        assert known.look(one, never) is None
+    x, text = torch.randn(2, 4, 16, 16), torch.randn(2, 7, 32)
+    made = (600, 123, torch.tensor(600), torch.full((2,), 123), torch.full((2,), 600.0), torch.arange(10_000)[600])
+    with torch.no_grad(), tome_core.patch(pipe, tome_core.MergeConfig(min_timestep=500)) as handle:
+        merged = []
+        for one in made:
+            handle.reset_counts()
+            pipe.unet(x, one, text)
+            merged.append(handle.report().levels[0].calls_merged == 3)
+    assert merged == [True, False, True, False, True, True]
+
+
+def test_a_step_that_is_given_by_its_value_means_what_the_schedulers_own_does(pipe):
+    """Pipelines hand over copies, which lie elsewhere. EDM counts in logarithms, which are below 500 all of them."""
+    pipe.scheduler = diffusers.EDMEulerScheduler.from_config(pipe.scheduler.config)
+    pipe.scheduler.set_timesteps(STEPS)
+    x, text = torch.randn(1, 4, 16, 16), torch.randn(1, 7, 32)
+    with torch.no_grad(), tome_core.patch(pipe, tome_core.MergeConfig(min_timestep=500)) as handle:
+        found = []
+        for views in (True, False):
+            for step in pipe.scheduler.timesteps:
+                handle.reset_counts()
+                pipe.unet(x, step if views else step.clone(), text)
+                found.append(handle.report().levels[0].calls_merged)
+    assert found[:STEPS] == found[STEPS:] and {0, 3} == set(found)
+
+
+def test_a_schedule_is_asked_once_whatever_the_order_of_its_steps():
+    """In what order, and whether for another picture, is nothing that a schedule tells."""
+    asked = []
+
+    def meanings(values: list[float]) -> list[float]:
+        asked.append(values)
+        return doubled(values)
+
+    known, steps, others = Timesteps(), torch.arange(1000, 0, -100), torch.arange(900, 0, -90)
+    order = [*steps[:4], steps[3], *steps[5:], *steps[:2]]
+    assert [known.look(one, meanings) for one in order] == [2 * one.item() for one in order] and len(asked) == 1
+    assert [known.look(one, meanings) for one in others] == [2 * one.item() for one in others] and len(asked) == 2
+
+
+def test_a_schedule_that_is_written_into_is_asked_again():
+    known, steps = Timesteps(), torch.tensor([500.0, 510.0, 400.0])
+    assert [known.look(one, doubled) for one in steps] == [1000.0, 1020.0, 800.0]
+    steps.mul_(0.5)
+    assert known.look(steps[2], doubled) == 400.0
+    with torch.inference_mode():
+        assert known.look(torch.tensor([9.0, 8.0])[1], doubled) == 16.0
+
+
+def test_several_timesteps_at_once_are_no_time(pipe):
+    with tome_core.patch(pipe, LATE):
+        pipe.scheduler.scale_model_input(torch.zeros(2, 4, 8, 8), torch.tensor([900, 800]))
+
+
+@pytest.mark.parametrize("turn", [1, -1])
+def test_nothing_is_left_on_a_scheduler_that_two_pipelines_share(pipe, turn):
+    other = copy.deepcopy(pipe)
+    other.scheduler = pipe.scheduler
+    before = dict(vars(pipe.scheduler))
+    for handle in [tome_core.patch(one, LATE) for one in (pipe, other)][::turn]:
+        handle.remove()
+    assert vars(pipe.scheduler) == before
+
+
+def test_a_scheduler_exchanged_after_patching_does_not_stop_the_clock(pipe):
+    handle = tome_core.patch(pipe, LATE)
+    draw(pipe)
+    first = handle.report().levels[0].calls_merged
+    pipe.scheduler = diffusers.EulerDiscreteScheduler.from_config(pipe.scheduler.config)
+    draw(pipe)
+    assert handle.report().levels[0].calls_merged - first == expected_merges(pipe.scheduler) * 3
+    handle.remove()
+
+
+def test_a_pipeline_compiled_as_a_whole_follows_its_scheduler(pipe):
+    with tome_core.patch(pipe, LATE):
+        expected = draw(pipe)
+    plain = draw(pipe)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    with tome_core.patch(pipe, LATE):
+        pipe.unet = torch.compile(pipe.unet, backend=backend, fullgraph=True)
+        assert torch.equal(draw(pipe), expected)
+        assert torch.equal(draw(pipe), expected)
+        assert len(graphs) == 2  # merged and not
+    assert torch.equal(draw(pipe), plain)
+    assert not torch.equal(plain, expected)
+
+
+def test_nothing_is_left_on_the_scheduler_and_nothing_put_there_without_need(pipe):
+    before = set(vars(pipe.scheduler))
+    with tome_core.patch(pipe, LATE):
+        assert set(vars(pipe.scheduler)) == before | {"scale_model_input"}
+    assert set(vars(pipe.scheduler)) == before
+    with tome_core.patch(pipe, tome_core.MergeConfig()):
+        assert set(vars(pipe.scheduler)) == before
+
+
+def test_a_copy_or_a_pickle_of_the_unet_keeps_its_rules_and_reads_the_time_itself(pipe):
+    handle = tome_core.patch(pipe, LATE)
+    for twin in (copy.deepcopy(pipe.unet), pickle.loads(pickle.dumps(pipe.unet))):
+        x, text = torch.randn(1, 4, 16, 16), torch.randn(1, 7, 32)
+        with torch.no_grad():
+            twin(x, torch.tensor(900), text)
+            twin(x, torch.tensor(100), text)
+        assert tome_core.report(twin).levels[0].calls_merged == 3
+    assert handle.report().calls == 0
+    handle.remove()
+
+
+def test_an_ldm_model_knows_its_own_schedule():
+    case = next(case for case in CASES if case.name == "ldm_sd1")
+    model = torch.nn.Module()
+    model.model = torch.nn.Module()
+    model.model.diffusion_model = case.build()
+    model.register_buffer("betas", torch.tensor(tome_core.NoiseSchedule.stable_diffusion().betas))
+    handle = tome_core.patch(model, LATE)
+    assert handle.run.knows_schedule and not handle.run.lacks_schedule
+    handle.remove()
+
+
+def test_anything_with_a_unet_and_a_scheduler_is_a_pipeline(pipe):
+    model = SimpleNamespace(unet=pipe.unet, scheduler=pipe.scheduler)
+    x, text = torch.randn(1, 4, 16, 16), torch.randn(1, 7, 32)
+    pipe.scheduler.set_timesteps(STEPS)
+    with torch.no_grad(), tome_core.patch(model, LATE) as handle:
+        for timestep in pipe.scheduler.timesteps:
+            pipe.unet(pipe.scheduler.scale_model_input(x, timestep), timestep, text)
+    assert handle.report().levels[0].calls_merged == expected_merges(pipe.scheduler) * 3

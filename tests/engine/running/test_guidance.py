@@ -1,0 +1,119 @@
+"""Both halves of guidance have one match, however a host cuts them into calls, and what is no half has its own."""
+
+from __future__ import annotations
+
+import diffusers
+import pytest
+import torch
+
+import tome_core
+from tests.models import on_small
+from tests.samplings import CASE, KEPT, blocks, done_for_plans, pipeline_folder, tiny_unet  # noqa: F401
+from tome_core.model.families import find_blocks
+from tome_core.running import keep, matching
+
+
+def guided(handle, model, calls, timestep=900, pictures=2, ahead=0):
+    """Two pictures' predictions for a prompt and a negative one, in as many batches as there are calls.
+
+    calls: of each, which halves it holds. ahead: seed of the pictures. Returns the groups that each call merged by.
+    """
+    x, text = torch.randn(2, 4, 16, 16, generator=seeded(ahead)), torch.randn(4, 7, 32, generator=seeded(9))
+    groups = []
+    handle.keep_maps()
+    for halves in calls:
+        handle.set_time(timestep=timestep, sampling="a", pictures=pictures)
+        with torch.no_grad():
+            CASE.call(model, torch.cat([x] * len(halves)), timestep, torch.cat([text.chunk(2)[one] for one in halves]))
+        groups.append(torch.cat([one.group for _, one in sorted(handle.maps().items())], 1))
+    return groups
+
+
+def seeded(number):
+    return torch.Generator().manual_seed(number)
+
+
+@pytest.mark.parametrize("config", [KEPT, on_small("quality"), on_small("max")])
+def test_both_halves_of_guidance_have_one_match_however_they_are_cut(model, config):
+    def draw(calls, pictures=2):
+        with tome_core.patch(model, config, host_clock=True) as handle:
+            return [guided(handle, model, calls, timestep, pictures) for timestep in (900, 870, 300, 250)]
+
+    apart = draw([(0, 1)], pictures=None)
+    for (whole,), (one, other), (own,) in zip(draw([(0, 1)]), draw([(0,), (1,)]), apart, strict=True):
+        assert torch.equal(whole[:2], whole[2:]) and torch.equal(one, other)
+        assert not torch.equal(own[:2], own[2:]) and not torch.equal(whole[:1], whole[1:2]), "a match can be seen"
+        assert (whole[:2] == one).float().mean() > 0.95, "equal but for rounding"
+
+
+def test_halves_of_other_latents_keep_apart(model, work):
+    """Of a picture in tiles the host says the same."""
+    with tome_core.patch(model, KEPT) as handle:
+        guided(handle, model, [(0, 1)], pictures=None)
+        assert len(work) == blocks(handle)
+        guided(handle, model, [(0, 1)], timestep=700)
+        tile = len(work)
+        guided(handle, model, [(0, 1)], timestep=700, ahead=1)
+        assert len(work) == tile + blocks(handle), "a match of its own, for both of its halves"
+        handle.set_time(timestep=700, sampling="a", pictures=2)
+        with torch.no_grad():
+            CASE.call(model, torch.randn(4, 4, 16, 16), 700, torch.randn(4, 7, 32))
+        assert len(work) == tile + 2 * blocks(handle), "what is no copy has its own"
+
+
+def test_the_first_step_alone_is_looked_at(model, monkeypatch):
+    looked = []
+    monkeypatch.setattr(keep, "_repeats", lambda *args, real=keep._repeats: looked.append(1) or real(*args))
+    with tome_core.patch(model, KEPT) as handle:
+        for timestep in (900, 800, 700):
+            guided(handle, model, [(0,), (1,)], timestep)
+    assert len(looked) == 2, "for each call of a step"
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, "2"])
+def test_a_number_of_pictures_that_is_none_is_refused(model, wrong):
+    with tome_core.patch(model, KEPT) as handle, pytest.raises(ValueError, match="pictures="):
+        handle.set_time(timestep=500, sampling="a", pictures=wrong)
+
+
+def groups_of(kind, folder, prompts, **settings) -> torch.Tensor:
+    """Of what the last step of a picture merged at the finest level: the group of each token, a row a sample."""
+    pipe = kind.from_pretrained(folder, local_files_only=True)
+    pipe.set_progress_bar_config(disable=True)
+    with tome_core.patch(pipe, KEPT) as handle:
+        handle.keep_maps()
+        pipe(prompts, num_inference_steps=2, output_type="latent", **settings)
+        return handle.maps()[0].group
+
+
+@pytest.mark.parametrize("guidance", [1.0, 7.5])
+def test_a_pipeline_says_whether_it_guides(folder, guidance):
+    group = groups_of(diffusers.StableDiffusionPipeline, folder, ["a", "b"], guidance_scale=guidance,
+                      generator=[seeded(1), seeded(2)])  # fmt: skip
+    assert group.shape[0] == (4 if guidance > 1 else 2)
+    halves = group.chunk(2)
+    assert torch.equal(*halves) == (guidance > 1), "two pictures are no halves of one"
+
+
+@pytest.mark.parametrize("guidance", [1.0, 7.5])
+def test_a_perturbed_copy_is_merged_by_the_match_of_the_others(folder, guidance):
+    """Perturbed attention guidance takes a difference with it, too."""
+    group = groups_of(diffusers.StableDiffusionPAGPipeline, folder, "a", guidance_scale=guidance, pag_scale=3.0,
+                      generator=seeded(1))  # fmt: skip
+    assert (group == group[:1]).all()
+
+
+def test_of_a_pipelines_batch_the_prompts_half_is_matched(folder, monkeypatch):
+    pipe = diffusers.StableDiffusionPipeline.from_pretrained(folder, local_files_only=True)
+    pipe.set_progress_bar_config(disable=True)
+    seen, whole, plain = [], [], matching.Matcher._match
+    monkeypatch.setattr(
+        matching.Matcher, "_match", lambda self, asked, made: seen.append(asked.x) or plain(self, asked, made)
+    )
+    places = find_blocks(pipe.unet)  # the first block has not heard of a prompt yet
+    last = [place.block for place in places if place.halvings == min(one.halvings for one in places)][-1]
+    hook = last.register_forward_pre_hook(lambda module, args: whole.append(args[0]))
+    with tome_core.patch(pipe, KEPT):
+        pipe("a", num_inference_steps=1, output_type="latent")
+    hook.remove()
+    assert torch.equal(seen[-1], whole[-1][1:]) and not torch.equal(*whole[-1].chunk(2))

@@ -1,0 +1,199 @@
+"""A pass that begins late leaves the work that its mark promises, in every host; a whole picture's boundary stays."""
+
+from __future__ import annotations
+
+import diffusers
+import pytest
+import torch
+from diffusers import StableDiffusionImg2ImgPipeline, StableDiffusionXLImg2ImgPipeline
+
+import tome_core
+from tests import models, tiny_pipeline, webui_doubles
+from tests.comfy_doubles import Guider, apply, least_checkpoint, sampler_of
+from tests.webui_doubles import FLAVOURS, CFGDenoiserTimesteps, Webui
+from tome_core import form, strength
+from tome_core.running.late_pass import WHOLE_FROM, boundary_in
+from tome_core.settings.noise import STABLE_DIFFUSION
+
+HALF = [500.0 - 50 * step for step in range(10)]
+WHOLE = [999.0 - 100 * step for step in range(10)]
+KARRAS = [470.0, 380.0, 295.0, 225.0, 165.0, 110.0, 65.0, 30.0, 8.0, 1.0]
+
+
+def late_in(timesteps, until):
+    boundary = boundary_in(timesteps, until)
+    return sum(one < boundary for one in timesteps)
+
+
+@pytest.mark.parametrize("begins", [899.0, 600.0, 500.0, 300.0, 50.0])
+def test_the_late_share_of_steps_is_a_whole_pictures_to_the_nearest_step(begins):
+    for until in range(0, 1001, 25):
+        for count in (1, 2, 3, 5, 10, 20, 33):
+            steps = [begins * (1 - step / count) for step in range(count)]
+            assert abs(late_in(steps, until) - count * until / 1000) <= 0.5, (until, count)
+            assert late_in(steps[::-1], until) == late_in(steps, until)
+    assert late_in(KARRAS, 375) == 4, "however they are spread"
+
+
+def test_a_whole_picture_and_no_steps_have_no_boundary_of_their_own():
+    assert boundary_in(WHOLE, 375) is boundary_in([], 375) is boundary_in([WHOLE_FROM], 375) is None
+
+
+def phases_at(loop, told=None, **sampling):
+    """The phase of each step of a loop of one's own. told: to `set_time`; sampling: to `sampling`."""
+    model, seen = models.small(), []
+    x, text = models.inputs(4, 1, 8, 8)
+    patched = tome_core.patch(model, models.on_small("balanced"), host_clock=told is not None)
+    with patched as handle, handle.sampling(**sampling), torch.no_grad():
+        for timestep in loop:
+            if told is not None:
+                handle.set_time(timestep=timestep, sampling="one", timesteps=told)
+            models.call_unet(model, x, timestep, text)
+            seen.append(handle.run.now.phase)
+    return seen
+
+
+EARLY_THEN_LATE = ["early"] * 6 + ["late"] * 4
+
+
+def test_a_loop_of_ones_own_says_which_steps_it_has():
+    assert phases_at(HALF, timesteps=HALF) == phases_at(HALF, told=HALF) == EARLY_THEN_LATE
+    assert phases_at(HALF) == ["early"] * 3 + ["late"] * 7, "nobody said it: the boundary is a time"
+    expected = ["early"] * 7 + ["late"] * 3
+    assert phases_at(WHOLE) == phases_at(WHOLE, timesteps=WHOLE) == phases_at(WHOLE, told=WHOLE) == expected
+
+
+def test_the_next_sampling_has_a_boundary_of_its_own():
+    model = models.small()
+    with tome_core.patch(model, models.on_small("balanced"), host_clock=True) as handle:
+        for timesteps, phase in ((HALF, "early"), (WHOLE, "late"), (None, "late"), (HALF, "early")):
+            handle.set_time(timestep=300.0, sampling=object(), timesteps=timesteps)
+            assert handle.run.now.phase == phase
+        handle.set_time()
+        handle.set_time(timestep=300.0)
+        assert handle.run.now.phase == "late"
+
+
+@pytest.mark.parametrize("value", [0.05, 0.1, 0.25, 0.5, 0.75, 1.0])
+def test_the_work_of_a_pass_is_the_promised_one(value):
+    """To half of a step, whose early and late work differ by so much."""
+    config = strength(value)
+    clock = tome_core.patch(models.small(), config).run.clock
+    late, early = 1 - config.rules[0].effective_ratio, 1 - (config.early_ratio or config.rules[0].effective_ratio)
+    part = config.early_until / 1000
+    promised = late * part + early * (1 - part)
+    for steps in (HALF, HALF[::2], KARRAS):
+        boundary = clock.boundary_in(steps)
+        phases = [clock.at(clock.moment(one), boundary).phase for one in steps]
+        work = sum(early if phase == "early" else late for phase in phases) / len(phases)
+        assert abs(work - promised) <= (late - early) / len(steps) / 2 + 1e-9
+
+
+def test_other_limits_in_time_hold_on():
+    """Of rules: they are timesteps that somebody gave."""
+    rule = tome_core.MergeRule(side="kv", ratio=0.5, min_timestep=150.0, max_timestep=400.0)
+    config = tome_core.MergeConfig(rules=(rule,), early_ratio=0.75, early_until=300.0)
+    clock = tome_core.patch(models.small(), config).run.clock
+    boundary = clock.boundary_in(HALF)
+    assert boundary == 175.0
+    merging = [one for one in HALF if clock.at(clock.moment(one), boundary).live]
+    assert merging == [one for one in HALF if 150 <= one <= 400]
+    early = [one for one in HALF if clock.at(clock.moment(one), boundary).phase == "early"]
+    assert early == [one for one in HALF if 175 <= one <= 400]
+
+
+@pytest.mark.parametrize("wrong", [[500.0, -1.0], [500.0, float("nan")]])
+def test_steps_that_are_no_times_are_refused(wrong):
+    with tome_core.patch(models.small(), "balanced") as handle:
+        with pytest.raises(ValueError, match="timesteps="):
+            handle.set_time(timestep=500.0, timesteps=wrong)
+        with pytest.raises(ValueError, match="timesteps="), handle.sampling(timesteps=wrong):
+            pass
+
+
+def share_late(reports):
+    """Of the finest level's merged calls."""
+    counts = {"early": 0, "late": 0}
+    for report in reports:
+        for phase in report.levels[0].phases:
+            counts[phase.name] += phase.calls_merged
+    assert counts["early"]
+    return counts["late"] / sum(counts.values())
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    return tmp_path_factory.mktemp("words")
+
+
+def drawn(pipe, **more):
+    """The share of late calls in an image to image pass of 10 steps, of which half are left."""
+    pipe.set_progress_bar_config(disable=True)
+    picture = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    with tome_core.patch(pipe, models.on_small("balanced")) as handle:
+        pipe("a b", image=picture, num_inference_steps=20, output_type="latent", **more)
+        report = handle.report()
+    return share_late([report])
+
+
+@pytest.mark.parametrize("scheduler", [diffusers.DDIMScheduler, diffusers.EulerDiscreteScheduler,
+                                       diffusers.HeunDiscreteScheduler])  # fmt: skip
+def test_diffusers_image_to_image_finds_its_steps_by_itself(words, scheduler):
+    pipe = tiny_pipeline.stable_diffusion(words)
+    pipe.scheduler = scheduler.from_config(pipe.scheduler.config)
+    halved = StableDiffusionImg2ImgPipeline(**pipe.components, requires_safety_checker=False)
+    # of Heun's 19 calls, two a step but for the last, 6
+    assert drawn(halved, strength=0.5) == pytest.approx(0.4 if scheduler.order == 1 else 6 / 19)
+
+
+def test_a_refiner_of_diffusers_goes_on_with_the_picture(words):
+    """It draws the late half of one whole picture, more of whose steps are late."""
+    pipe = StableDiffusionXLImg2ImgPipeline(**tiny_pipeline.stable_diffusion_xl(words).components)
+    picture = torch.rand(1, 4, 64, 64, generator=torch.Generator().manual_seed(0))
+    size = {"original_size": (128, 128), "target_size": (128, 128)}
+    with tome_core.patch(pipe, models.on_small("balanced")) as handle:
+        pipe("a b", image=picture, num_inference_steps=10, denoising_start=0.5, output_type="latent", **size)
+        begun = share_late([handle.report()])
+        handle.reset_counts()
+        pipe("a b", image=picture, num_inference_steps=10, strength=0.5, output_type="latent", **size)
+        assert share_late([handle.report()]) == pytest.approx(0.4) and begun == pytest.approx(0.6)
+
+
+def comfy_share(continues, steps=20):
+    applied = apply(least_checkpoint(), **{**form.filled("balanced"), "only_if_it_pays": False})
+    merging = applied.wrappers["outer_sample"]["tome"][0].__self__
+    guider = Guider(applied)
+    sigma = guider.model.model_sampling.sigma
+    levels = torch.tensor([*(sigma(999 * (1 - step / steps)) for step in range(steps)), 0.0])
+    noise, text = models.inputs(4, 2, 16, 16)
+    noise, guider.text, guider.stop = noise[:1], text, None
+    late = levels[steps // 2 :]
+    guider.options = {"wrappers": {"apply_model": applied.wrappers["apply_model"]}, "sample_sigmas": late}
+    began = torch.zeros_like(noise) if continues else noise
+
+    def executor(*args, **kwargs):
+        return guider._outer_sample(noise, *args[1:], **kwargs)
+
+    with torch.no_grad():
+        merging.outer_sample(executor, began, torch.zeros_like(noise), sampler_of(), late, None, None, True, 0)
+    return share_late([merging.report()])
+
+
+def test_comfyui_at_a_denoise_of_a_half():
+    assert comfy_share(continues=False) == pytest.approx(0.4)
+    assert comfy_share(continues=True) == pytest.approx(0.7), "an advanced sampler goes on with a picture"
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("by_timestep", [False, True])
+def test_a_hires_pass_of_the_webui(monkeypatch, flavour, by_timestep):
+    monkeypatch.setattr(webui_doubles, "TIMESTEPS", tuple(HALF))
+    monkeypatch.setattr(webui_doubles, "SIGMAS", tuple(STABLE_DIFFUSION.sigma_of(one) for one in HALF))
+    webui = Webui(monkeypatch, flavour).start()
+    denoiser = {"denoiser": CFGDenoiserTimesteps} if by_timestep else {}
+    settings = {**form.filled("balanced"), "enabled": True, "only_if_it_pays": False}
+    done = webui.job(settings, enable_hr=True, **denoiser)
+    told = done.extra_generation_params["ToMe report"]["passes"]["hires pass"]["levels"][0]["phases"]
+    calls = {phase["name"]: sum(one["calls"] for one in phase["merged"]) for phase in told}
+    assert calls["late"] / sum(calls.values()) == pytest.approx(0.4) and not webui.errors
+    webui.call("script_unloaded")

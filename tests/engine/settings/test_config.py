@@ -1,0 +1,177 @@
+"""Settings: what is refused and how, what follows from what, and the text every setting carries."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from tome_core import MergeConfig, MergeRule, describe_settings
+from tome_core.merging.methods import METHODS
+from tome_core.settings.config import rule_of
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "error"),
+    [
+        ("ratio", 1.5, ValueError), ("ratio", -0.1, ValueError), ("ratio", math.nan, ValueError),
+        ("ratio", math.inf, ValueError), ("ratio", "0.5", TypeError), ("ratio", None, TypeError),
+        ("ratio", True, TypeError),
+        ("sx", 0, ValueError), ("sx", 2.5, TypeError), ("sy", -1, ValueError), ("sy", "2", TypeError),
+        ("sx", 100000, ValueError), ("sx", 10**400, ValueError), ("sy", 65, ValueError), ("sx", math.inf, TypeError),
+        ("max_downsample", 3, ValueError), ("max_downsample", 0, ValueError), ("max_downsample", True, ValueError),
+        ("max_downsample", "1", ValueError), ("method", "kmeans", ValueError), ("side", "vq", ValueError),
+        ("seed", -1, ValueError), ("seed", 2**31, ValueError), ("seed", 1.0, TypeError), ("use_rand", 1, TypeError),
+        ("merge_mlp", "yes", TypeError), ("levels", (), ValueError),
+        ("levels", 0, ValueError), ("levels", (0.5,), ValueError),
+        ("start_percent", 2, ValueError), ("min_timestep", -5, ValueError), ("max_beta", 1.1, ValueError),
+        ("cluster_on", "colour", ValueError), ("proportional", 1, TypeError), ("refine", 4, ValueError),
+        ("refine", 1.0, TypeError), ("query_ratio", 0.9, ValueError), ("min_pixels", -1, ValueError),
+        ("min_pixels", 2**53, ValueError), ("max_timestep", math.inf, ValueError), ("min_timestep", 1e300, ValueError),
+    ],
+)  # fmt: skip
+def test_a_bad_value_is_named_with_its_range(setting, value, error):
+    with pytest.raises(error) as caught:
+        MergeConfig(**{setting: value})
+    text = str(caught.value)
+    assert setting in text and repr(value) in text
+    assert "use" in text
+
+
+def test_what_is_past_a_limit_is_told_the_limit():
+    with pytest.raises(ValueError, match=r"^sx=100000 is out of range; use a whole number from 1 to 64$"):
+        MergeConfig(sx=100000)
+    with pytest.raises(ValueError, match=r"^min_pixels=-1 is out of range; use a whole number from 0 up$"):
+        MergeConfig(min_pixels=-1)
+
+
+def test_a_limit_itself_is_taken_and_is_further_than_a_user_interface_goes():
+    limited = {one["name"]: one for one in describe_settings() if "limit" in one}
+    assert set(limited) == {"sx", "sy"}
+    for name, setting in limited.items():
+        assert setting["maximum"] < setting["limit"] and not setting.get("open_ended")
+        assert getattr(MergeRule(**{name: setting["limit"]}), name) == setting["limit"]
+
+
+def test_a_threshold_has_no_upper_limit():
+    rule = MergeRule(min_pixels=2**40, min_timestep=2000.0, max_timestep=1e9)
+    assert (rule.min_pixels, rule.min_timestep, rule.max_timestep) == (2**40, 2000.0, 1e9)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"method": "downsample", "side": "qkv"},
+        {"method": "downsample", "merge_mlp": True},
+        {"levels": (0,), "max_downsample": 1},
+        {"refine": 1, "proportional": False},
+        {"query_ratio": 0.5, "side": "qkv"},
+        {"query_ratio": 0.5},
+        {"start_percent": 0.8, "end_percent": 0.2},
+        {"min_timestep": 800, "max_timestep": 200},
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(settings):
+    with pytest.raises(ValueError, match="|".join(settings)):
+        MergeConfig(**settings)
+
+
+def test_an_unknown_setting_lists_the_known_ones():
+    with pytest.raises(TypeError, match=r"rato.*ratio"):
+        MergeConfig(rato=0.5)
+
+
+def test_flat_settings_beside_rules_are_set_in_each_of_them():
+    rules = (MergeRule(ratio=0.75, sx=4), MergeRule(ratio=0.25))
+    made = MergeConfig(rules=rules, seed=5, end_percent=0.5)
+    assert made.rules == tuple(dataclasses.replace(rule, seed=5) for rule in rules) and made.end_percent == 0.5
+    assert dataclasses.replace(MergeConfig(rules=rules, end_percent=0.5), seed=5) == made
+    for wrong in ({"ratio": 0.5}, MergeConfig()):
+        with pytest.raises(TypeError, match="MergeRule"):
+            MergeConfig(rules=(wrong,))
+
+
+def test_a_settings_value_is_the_configs_or_its_first_rules():
+    config = MergeConfig(rules=(MergeRule(ratio=0.75), MergeRule()), early_ratio=0.9)
+    assert (config.value("ratio"), config.value("early_ratio")) == (0.75, 0.9)
+    with pytest.raises(AttributeError):
+        config.value("rato")
+
+
+@pytest.mark.parametrize(("settings", "off"), [
+    ({"ratio": 0.0}, True), ({"merge_attn": False}, True), ({}, False), ({"ratio": 0.0, "deep_mlp": 0.5}, False),
+    ({"ratio": 0.0, "early_ratio": 0.5}, False), ({"ratio": 0.0, "early_ratio": 0.0}, True),
+    ({"merge_attn": False, "early_ratio": 0.5}, True),
+    ({"rules": (MergeRule(ratio=0.0), MergeRule(ratio=0.5))}, False), ({"rules": (MergeRule(ratio=0.0),) * 2}, True),
+])  # fmt: skip
+def test_a_config_is_off_where_nothing_can_merge(settings, off):
+    assert MergeConfig(**settings).is_off is off
+
+
+def test_a_rule_is_lean():
+    """Limits of a rule are on one scale of time; what expands to rules is no setting of one."""
+    names = {field.name for field in dataclasses.fields(MergeRule)}
+    assert {field.name for field in dataclasses.fields(MergeConfig)} - {"rules"} == {
+        "start_percent", "end_percent", "max_beta", "early_ratio", "early_until", "deep_mlp",
+    }  # fmt: skip
+    assert len(names) <= 24
+    with pytest.raises(TypeError, match="end_percent"):
+        MergeRule(end_percent=0.5)
+
+
+@pytest.mark.parametrize("rule", [
+    MergeRule(), MergeRule(method="downsample"), MergeRule(side="kv", query_ratio=0.5, refine=2, keep=60.0),
+    MergeRule(merge_attn=False, merge_mlp=True, refine=1, proportional=False),
+    MergeRule(method="cluster", merge_crossattn=True, use_rand=False, correction=False),
+])  # fmt: skip
+def test_the_text_by_which_a_graph_asks_for_a_match_makes_a_rule_again(rule):
+    found = rule_of(rule.match_text)
+    assert found.match_text == rule.match_text and found is rule_of(rule.match_text)
+
+
+def test_settings_are_frozen_and_compare_by_value():
+    config = MergeConfig(ratio=0.25)
+    assert config == MergeConfig(rules=(MergeRule(ratio=0.25),)) and hash(config) == hash(MergeConfig(ratio=0.25))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.rules = ()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.rules[0].ratio = 0.9
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"ratio": 0.9}, 0.75),
+        ({"ratio": 0.9, "sx": 4, "sy": 4}, 0.9),
+        ({"ratio": 1.0, "sx": 1, "sy": 1}, 0.0),
+        ({"ratio": 0.9, "method": "cluster"}, 0.9),
+        ({"method": "downsample", "sx": 4, "sy": 2}, 0.875),
+    ],
+)
+def test_the_ratio_in_force_follows_from_method_and_cell(settings, expected):
+    assert MergeRule(**settings).effective_ratio == pytest.approx(expected)
+
+
+def test_downsample_merges_keys_and_values_and_the_others_everything():
+    assert {name: MergeRule(method=name).effective_side for name in METHODS} == {
+        "bipartite": "qkv", "downsample": "kv", "cluster": "qkv",
+    }  # fmt: skip
+
+
+def test_every_setting_says_what_it_does():
+    described = {setting["name"]: setting for setting in describe_settings()}
+    of_a_config = [field.name for field in dataclasses.fields(MergeConfig)]
+    assert list(described) == [field.name for field in dataclasses.fields(MergeRule)] + of_a_config[1:]
+    for setting in described.values():
+        assert setting["label"] and len(setting["help"]) > 20
+        numeric = isinstance(setting["default"], (int, float)) and not isinstance(setting["default"], bool)
+        if numeric:
+            assert setting["minimum"] <= setting["default"] <= setting["maximum"] and setting["step"] > 0
+        if "choices" in setting:
+            assert setting["default"] in setting["choices"]
+
+
+def test_no_rules_at_all_are_refused():
+    with pytest.raises(ValueError, match=r"rules=\(\) merges nothing; give one rule or more"):
+        MergeConfig(rules=())

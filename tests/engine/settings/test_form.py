@@ -1,0 +1,117 @@
+"""The form: what an expert sets in every host, what a strength fills in, and refusals in its words."""
+
+from __future__ import annotations
+
+import pytest
+
+import tome_core
+from tome_core import MergeConfig, MergeRule, describe_settings
+from tome_core.settings.form import FIELDS, NAMES, UNSET, changed, config_of, field, filled, settle, values_of
+from tome_core.settings.presets import MARKS
+
+DESCRIBED = {one["name"]: one for one in describe_settings()}
+
+
+def test_fields_are_in_their_documented_places():
+    """Nodes and lists of values know them by position: a new one in their midst would shift those behind it."""
+    first = (
+        "ratio", "level", "start", "end", "min_pixels", "method", "merge_what", "merge_crossattn", "merge_mlp", "sx",
+        "sy", "use_rand", "merge_seed", "early_ratio", "early_until", "proportional", "metric", "refine", "query_ratio",
+        "keep", "only_if_it_pays", "deep_mlp",
+    )  # fmt: skip
+    assert NAMES[: len(first)] == first
+    assert [DESCRIBED[one.setting]["place"] for one in FIELDS] == list(range(len(FIELDS)))
+
+
+def test_a_field_is_its_setting_in_words_that_a_person_can_choose():
+    for one in FIELDS:
+        setting = DESCRIBED[one.setting]
+        assert (one.label, one.step, one.maximum) == tuple(setting.get(name) for name in ("label", "step", "maximum"))
+        assert one.help.startswith(setting["help"]) and one.meant(one.default) == setting["default"]
+        assert all(type(choice) is str for choice in one.choices) and (not one.choices or one.default in one.choices)
+        assert [one.shown(one.meant(choice)) for choice in one.choices] == list(one.choices)
+
+
+def test_an_open_number_is_below_its_range_and_its_help_says_what_that_means():
+    early = field("early_ratio")
+    assert early.default == early.minimum == UNSET and early.help.endswith("-1 is the same.") and early.may_be_unset
+    assert [one.name for one in FIELDS if one.may_be_unset] == ["early_ratio"]
+    assert config_of({"early_ratio": -1}) == config_of({"early_ratio": None}) == MergeConfig()
+
+
+def test_limits_are_those_that_the_engine_takes():
+    limits = {one.name: one.limit for one in FIELDS if one.minimum is not None}
+    assert (limits["ratio"], limits["sx"], limits["keep"], limits["min_pixels"]) == (1.0, 64, 1000.0, None)
+    for name in ("sx", "ratio"):
+        assert config_of({name: limits[name]})
+        with pytest.raises(ValueError, match=f"^{name}={limits[name] + 1} is out of range"):
+            config_of({name: limits[name] + 1})
+
+
+def test_the_defaults_are_the_engines_and_none_need_be_given():
+    defaults = {one.name: one.default for one in FIELDS}
+    assert config_of(defaults) == config_of({}) == MergeConfig() and values_of(MergeConfig()) == defaults
+
+
+@pytest.mark.parametrize("strength", [0.1, 0.333, *MARKS.values()])
+def test_the_form_can_say_all_of_a_strength(strength):
+    config = tome_core.strength(strength)
+    assert config_of(filled(strength)) == config and config_of(values_of(config)) == config
+    assert settle(filled(strength)) == (config, [])
+
+
+def test_a_strength_leaves_alone_which_pictures_merge_when_and_by_which_seed():
+    assert set(NAMES) - set(filled(0.5)) == {"start", "end", "min_pixels", "merge_seed"}
+    assert filled("fast") == filled(MARKS["fast"])
+
+
+def test_whole_numbers_may_come_as_sliders_have_them():
+    assert config_of({"sx": 3.0, "merge_seed": 5.0}) == MergeConfig(sx=3, seed=5)
+    with pytest.raises(TypeError, match=r"sx=2\.5 is float"):
+        config_of({"sx": 2.5})
+
+
+def test_a_change_leaves_the_rest_of_a_config():
+    start = MergeConfig(rules=(MergeRule(ratio=0.75), MergeRule(ratio=0.25)))
+    assert [rule.ratio for rule in changed(start, {"start": 0.5}).rules] == [0.75, 0.25]
+    assert changed(changed(start, {"start": 0.5}), {"start": 0}) == start
+
+
+@pytest.mark.parametrize(("values", "words"), [
+    ({"ratio": 1.5}, "ratio=1.5 is out of range; use a number from 0.0 to 1.0"),
+    ({"merge_seed": -3}, "merge_seed=-3 is out of range; use a whole number from 0 to 2147483647"),
+    ({"early_ratio": -0.5}, "early_ratio=-0.5 is out of range; use a number from 0.0 to 1.0"),
+    ({"start": 0.8, "end": 0.2}, "start=0.8 lies after end=0.2; swap them"),
+    ({"level": "up to /3"}, "level='up to /3' is not possible; use one of automatic, up to /1, up to /2, up to /4, up"),
+    ({"level": ["7", 0]}, r"level=['7', 0] is not possible; use one of automatic"),
+    ({"method": "downsample", "merge_what": "q+k+v"},
+     "merge_what='q+k+v' is not possible with method='downsample'; use one of 'k+v'"),
+    ({"method": "downsample", "early_ratio": 0.5}, "leave it at -1"),
+    ({"merge_what": "q+k+v", "query_ratio": 0.5}, "query_ratio=0.5 merges queries beside merge_what='k+v'; use that"),
+    ({"use_rand": "yes"}, "use_rand='yes' is str; use True or False"),
+    ({"of_tomorrow": 1}, "there is no of_tomorrow to set; there are: ratio, level"),
+])  # fmt: skip
+def test_refusals_are_in_the_forms_words(values, words):
+    with pytest.raises((ValueError, TypeError)) as caught:
+        config_of(values)
+    assert words in str(caught.value)
+    assert not {one.setting for one in FIELDS if one.setting != one.name} & {word.split("=")[0] for word in
+                                                                           str(caught.value).split()}  # fmt: skip
+
+
+@pytest.mark.parametrize(("values", "left"), [
+    ({"method": "downsample", "merge_what": "q+k+v"}, ["merge_what"]),
+    ({"method": "downsample", "merge_mlp": True, "early_ratio": 0.9}, ["merge_mlp", "early_ratio"]),
+    ({"sx": 3, "ratio": 1.5}, ["ratio"]), ({"sx": 3, "level": 7}, ["level"]), ({"ratio": 0.3, "of_tomorrow": 1}, []),
+])  # fmt: skip
+def test_what_does_not_go_together_is_left_out_with_a_sentence_each(values, left):
+    config, said = settle(values)
+    assert config == config_of({name: value for name, value in values.items() if name in NAMES and name not in left})
+    assert len(said) == len(left)
+    assert all(name in text and "; " in text for name, text in zip(left, said, strict=True))
+
+
+def test_what_is_no_field_is_what_only_python_sets():
+    assert set(DESCRIBED) - {one.setting for one in FIELDS} == {
+        "merge_attn", "levels", "min_timestep", "max_timestep", "max_beta", "cluster_on", "correction",
+    }  # fmt: skip

@@ -1,0 +1,98 @@
+"""A new setting is one field in one file: everything else is made from it, or generated."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+HELP = "Written in one place: how much of nothing is added."
+FIELD = f'''    gentleness: float = setting(
+        0.25, "Gentleness", "{HELP}", minimum=0.0, maximum=2.0, step=0.05, advanced=True, place=%d,
+    )
+
+'''
+BEFORE = {"MergeRule": "    def __post_init__", "MergeConfig": "    def __init__(self, *, rules"}
+GENERATORS = (("tome_core.settings.table", "--write", "README.md"), ("comfy_nodes.nodedefs",))
+ASKED = '''
+import json
+from tome_core import MergeConfig, form, patch, strength
+from comfy_nodes.nodes import ApplyToMe, ToMeSettings
+
+def refusal(values):
+    try:
+        form.config_of(values)
+    except ValueError as error:
+        return str(error)
+
+(settled,) = ToMeSettings().settings(gentleness=0.5)
+print(json.dumps({
+    "last of the form": form.NAMES[-1], "filled": form.filled(0.5)["gentleness"],
+    "set": [form.config_of({"gentleness": 1}).value("gentleness"), settled.value("gentleness"),
+            MergeConfig(gentleness=0.5).value("gentleness")],
+    "refusal": refusal({"gentleness": 3}), "left out": form.settle({"gentleness": 3})[1],
+    "input": list(ToMeSettings.INPUT_TYPES()["optional"].items())[-1],
+    "elsewhere": "gentleness" in ApplyToMe.INPUT_TYPES()["optional"],
+}))
+'''
+
+
+@pytest.fixture(scope="module", params=BEFORE)
+def copy(request, tmp_path_factory) -> Path:
+    """The product with one more setting, of a rule or of the whole; what is generated is made anew."""
+    place = tmp_path_factory.mktemp("copy")
+    for name in ("tome_core", "comfy_nodes", "locales"):
+        shutil.copytree(ROOT / name, place / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "README.md", place)
+    config = place / "tome_core" / "config.py"
+    text, before = config.read_text(encoding="utf-8"), BEFORE[request.param]
+    assert text.count(before) == 1
+    config.write_text(text.replace(before, FIELD % text.count("place=") + before), encoding="utf-8")
+    for module, *arguments in GENERATORS:
+        call(place, "-m", module, *arguments)
+    return place
+
+
+def call(place: Path, *arguments: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(place), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run([sys.executable, *arguments], cwd=place, env=environment, capture_output=True, text=True,
+                          check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_it_is_in_the_form_and_in_the_node(copy):
+    found = json.loads(call(copy, "-c", ASKED))
+    assert found == {
+        "last of the form": "gentleness", "filled": 0.25, "set": [1.0, 0.5, 0.5],
+        "refusal": "gentleness=3 is out of range; use a number from 0.0 to 2.0",
+        "left out": ["gentleness=3 is out of range; use a number from 0.0 to 2.0"],
+        "input": ["gentleness", ["FLOAT", {"default": 0.25, "display_name": "Gentleness", "tooltip": HELP,
+                                           "advanced": True, "min": 0.0, "max": 2.0, "step": 0.05,
+                                           "round": 0.000001}]],
+        "elsewhere": False,
+    }  # fmt: skip
+
+
+def test_it_is_in_all_that_is_generated(copy):
+    assert f"| `gentleness` | `0.25` | from 0 to 2 | {HELP} |" in (copy / "README.md").read_text(encoding="utf-8")
+    page = (copy / "comfy_nodes" / "web" / "docs" / "ToMeSettings.md").read_text(encoding="utf-8")
+    assert f"| gentleness | {HELP} |" in page and 'behind "Show advanced inputs"' in page
+    for language in ("en", "zh", "ja"):
+        texts = json.loads((copy / "locales" / language / "nodeDefs.json").read_text(encoding="utf-8"))
+        assert texts["ToMeSettings"]["inputs"]["gentleness"] == {"name": "Gentleness", "tooltip": HELP}
+
+
+def test_nothing_of_it_is_left_where_it_is_taken_out_again(copy):
+    shutil.copy(ROOT / "tome_core" / "config.py", copy / "tome_core")
+    for module, *arguments in GENERATORS:
+        call(copy, "-m", module, *arguments)
+    for name in ("README.md", "comfy_nodes/web/docs/ToMeSettings.md", *(f"locales/{one}/nodeDefs.json" for one in
+                                                                        ("en", "zh", "ja"))):  # fmt: skip
+        assert (copy / name).read_bytes() == (ROOT / name).read_bytes()

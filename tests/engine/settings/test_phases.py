@@ -1,0 +1,258 @@
+"""Early phases, deep MLPs and ramps are rules; presets are settings by name; few tokens are left alone."""
+
+from __future__ import annotations
+
+import re
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import tome_core
+from tests.models import CASES, call_case, inputs
+from tome_core import PRESETS, MergeConfig, MergeRule, preset, ramp, strength
+from tome_core.running.gate import pays, pays_in_mlp
+from tome_core.running.matching import Matcher
+from tome_core.settings.phases import DEEP_UNTIL, plain_rules
+from tome_core.settings.schedule import reaches
+
+CASE = next(case for case in CASES if case.name == "sd15")
+
+
+def tokens_at(config, timestep, size=16):
+    model = CASE.build()
+    with tome_core.patch(model, config) as handle:
+        call_case(CASE, model, timestep=timestep, height=size, width=size)
+    return handle.report().levels[0].tokens
+
+
+def test_an_early_phase_is_what_two_rules_are():
+    one = MergeConfig(side="kv", ratio=0.5, early_ratio=0.9, early_until=600.0)
+    for timestep, keys in ((999, 26), (600, 26), (599, 128), (0, 128)):
+        assert tokens_at(one, timestep) == ((256, 256, keys),), timestep
+    early, late = plain_rules(one, [1])
+    assert (early.sx, early.sy, early.min_timestep, late.min_timestep) == (4, 4, 600.0, None)
+    assert (early.refine, late.refine) == (2, 0)
+    assert plain_rules(MergeConfig(rules=(early, late)), [1]) == (early, late)
+
+
+@pytest.mark.parametrize(("ratio", "side"), [(0.5, 2), (0.75, 2), (0.76, 4), (0.9375, 4), (0.95, 8), (1.0, 8)])
+def test_early_cells_are_as_large_as_the_ratio_needs(ratio, side):
+    early = plain_rules(MergeConfig(early_ratio=ratio), [1])[0]
+    assert (early.sx, early.sy) == (side, side)
+    assert early.effective_ratio == min(ratio, 1 - 1 / 64)
+
+
+def test_an_early_phase_touches_self_attention_only():
+    config = MergeConfig(ratio=0.5, early_ratio=0.75, merge_mlp=True, merge_crossattn=True)
+    early, late = plain_rules(config, [1])
+    assert early.merge_attn and not early.merge_mlp and not early.merge_crossattn
+    assert late.merge_mlp and late.merge_crossattn
+
+
+def mlp_calls(config, **call):
+    """Of each level, by its down-sampling: calls of parts that merged, where nothing but an MLP can."""
+    model = CASE.build()
+    with tome_core.patch(model, config) as handle:
+        call_case(CASE, model, **call)
+    return {level.downsample: level.calls_merged for level in handle.report().levels}
+
+
+def test_a_deep_mlp_merges_where_the_latent_is_halved_after_the_early_phase():
+    """And nowhere else: the finest level costs seventy times as much, and early steps decide what is drawn."""
+    reaching = {None: [], 1: [], 2: [2], 8: [2, 4]}
+    for max_downsample, merged in reaching.items():
+        config = MergeConfig(ratio=0.0, deep_mlp=0.5, max_downsample=max_downsample)
+        for timestep, here in ((999, []), (500, []), (499, merged), (0, merged)):
+            found = mlp_calls(config, timestep=timestep, height=32, width=32)
+            assert [down for down, calls in found.items() if calls] == [d for d in here if d in found], found
+
+
+def test_a_deep_mlp_keeps_the_limits_of_its_rule():
+    for limits, ends in (({}, True), ({"max_timestep": 200.0}, 200.0), ({"min_timestep": 500.0}, None)):
+        rules = plain_rules(MergeConfig(deep_mlp=0.5, **limits), [2])
+        assert len(rules) == (1 if ends is None else 2)
+        assert ends in (None, True) or rules[0].max_timestep == ends
+    for until in (0.0, 125.0, 900.0):
+        deep = plain_rules(MergeConfig(deep_mlp=0.5, early_ratio=0.75, early_until=until), [2])[0]
+        assert deep.merge_mlp and DEEP_UNTIL - 1 < deep.max_timestep < DEEP_UNTIL, "whatever is early for attention"
+
+
+def test_an_early_ratio_is_the_finest_levels_alone():
+    """Below it early steps are where merging shows: .98 costs .25 % of the v-loss at 800 there, .09 at 50."""
+    early, late = plain_rules(MergeConfig(early_ratio=0.9, max_downsample=8), [1, 2, 4])
+    assert early.levels == (0,) and late.max_downsample == 8
+    early, late = plain_rules(MergeConfig(early_ratio=0.9, levels=(1, 2)), [1, 2, 4])
+    assert early.levels == (1,) and late.levels == (1, 2)
+    assert len(plain_rules(MergeConfig(early_ratio=0.9, levels=(5,)), [1, 2, 4])) == 1
+
+
+def test_the_report_says_which_levels_mlp_merged():
+    model, config = CASE.build(), MergeConfig(ratio=0.5, deep_mlp=0.25, max_downsample=8)
+    with tome_core.patch(model, config) as handle:
+        call_case(CASE, model, height=32, width=32, timestep=499)
+    fine, deep = handle.report().levels[:2]
+    tokens = 32 * 32 // deep.downsample**2
+    assert (fine.mlp_tokens, deep.mlp_tokens) == ((), ((tokens, tokens * 3 // 4),))
+    assert str(handle.report()).count(f"MLP {tokens} tokens -> {tokens * 3 // 4}") == 1
+
+
+def test_a_deep_mlp_leaves_the_rest_of_its_rule_as_it_is():
+    config = MergeConfig(side="kv", ratio=0.9, sx=4, sy=4, refine=1, query_ratio=0.25, deep_mlp=0.5, early_ratio=0.95,
+                         max_downsample=4)  # fmt: skip
+    deep, *others = plain_rules(config, [1, 2, 4, 8])
+    assert (deep.levels, deep.max_downsample, deep.ratio) == ((1, 2), None, 0.5)
+    assert deep.merge_mlp and not deep.merge_attn
+    assert others == list(plain_rules(replace(config, deep_mlp=0.0), [1, 2, 4, 8]))
+    assert plain_rules(config, [1])[0].merge_attn, "nothing is deep there"
+
+
+def test_all_of_sdxl_is_deep():
+    config = MergeConfig(ratio=0.0, deep_mlp=0.5)
+    case = next(case for case in CASES if case.name == "sdxl")
+    model, vanilla = case.build(), case.build()
+    with tome_core.patch(model, config) as handle:
+        merged, plain = (call_case(case, one, timestep=499) for one in (model, vanilla))
+    assert not torch.equal(merged, plain) and handle.report().levels[0].calls_merged
+
+
+@pytest.mark.parametrize("scope", ["sampling", "none", "training"])
+def test_deep_mlps_of_one_transformer_share_the_match_of_its_first(monkeypatch, scope):
+    """SDXL has ten blocks in one. Where no match is kept, none is shared: compiled blocks do neither."""
+    case, asked, find = next(case for case in CASES if case.name == "sdxl"), [], Matcher.find
+    monkeypatch.setattr(Matcher, "find", lambda self, one: asked.append(self.number) or find(self, one))
+    model = case.build()
+    transformers = [len(one.transformer_blocks) for one in model.modules() if hasattr(one, "transformer_blocks")]
+    assert max(transformers) > 1, "so that there is something to share"
+    with tome_core.patch(model, MergeConfig(ratio=0.0, deep_mlp=0.5, max_downsample=8, keep=100.0)) as handle:
+        x, text = inputs(case.in_channels, 2, 16, 16)
+        with nullcontext() if scope == "none" else handle.sampling(), torch.set_grad_enabled(scope == "training"):
+            case.call(model, x, 499, text)
+        merged = sum(level.calls_merged for level in handle.report().levels)
+    assert merged == sum(transformers) and len(set(asked)) == len(asked)
+    assert len(asked) == (len(transformers) if scope == "sampling" else sum(transformers))
+
+
+LEVELS = {"SD1.5, SD2": (1, 2, 4, 8), "SDXL": (2, 4)}
+
+
+@pytest.mark.parametrize("family", LEVELS)
+def test_the_readme_says_where_presets_merge(family):
+    text = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
+    row = next(line for line in text.splitlines() if line.startswith(f"| {family} |")).split(" | ")[1:]
+    rules = plain_rules(preset("balanced"), LEVELS[family])
+    assert not any(rule.merge_mlp or rule.merge_crossattn for rule in rules), "self-attention alone"
+    for pixels, cell in zip((512, 1024, 2048), row, strict=True):
+        sides = {level: pixels // 8 // down for level, down in enumerate(LEVELS[family])}
+        merges = [
+            f"{side}x{side}" for level, side in sides.items()
+            if reaches(rules[-1], level, LEVELS[family][level]) and pays(rules[-1], side * side, "cuda")
+        ]  # fmt: skip
+        assert re.findall(r"\d+x\d+", cell) == merges, (family, pixels)
+
+
+def test_the_mlp_pays_by_its_work():
+    deep = plain_rules(replace(preset("balanced"), deep_mlp=0.5, max_downsample=8), [1, 2])[0]
+    sizes = ((1024, 1280), (4096, 640), (1024, 640), (4096, 320))
+    assert [pays_in_mlp(deep, *size, "cuda") for size in sizes] == [True, True, False, False]
+    assert pays_in_mlp(deep, 1024, 640, "cpu") and not pays_in_mlp(deep, 576, 1280, "cpu")
+    assert pays_in_mlp(MergeRule(merge_mlp=True), 4, 4, "cuda") and not pays_in_mlp(None, 4096, 640, "cpu")
+
+
+def test_a_ratio_of_nothing_early_leaves_early_steps_alone():
+    config = MergeConfig(ratio=0.5, early_ratio=0.0)
+    assert not tokens_at(config, 900) and tokens_at(config, 100)
+
+
+def test_a_rule_that_ends_before_the_phase_has_none():
+    assert len(plain_rules(MergeConfig(early_ratio=0.75, max_timestep=400.0), [1])) == 1
+
+
+@pytest.mark.parametrize("settings", [{"early_ratio": 1.5}, {"early_until": -1.0}, {"deep_mlp": 0.8},
+    {"keep": 2000.0}, {"metric": "cosine"},
+    {"method": "downsample", "early_ratio": 0.5}])
+def test_what_is_out_of_range_is_named(settings):
+    name, value = list(settings.items())[-1]
+    with pytest.raises(ValueError, match=rf"{name}={value!r}"):
+        MergeConfig(**settings)
+
+
+def test_a_ramp_goes_from_one_ratio_to_the_other():
+    rules = ramp(MergeRule(ratio=0.25, side="kv"), 0.75, bands=3)
+    assert [rule.ratio for rule in rules] == [0.75, 0.5, 0.25]
+    for timestep, ratio in ((999, 0.75), (670, 0.75), (660, 0.5), (340, 0.5), (330, 0.25), (0, 0.25)):
+        assert tokens_at(MergeConfig(rules=rules), timestep) == ((256, 256, 256 - int(256 * ratio)),), timestep
+    for bad in ({"bands": 1}, {"rule": MergeRule(min_timestep=500)}):
+        with pytest.raises(ValueError):
+            ramp(bad.get("rule", MergeRule()), 0.5, bad.get("bands", 4))
+
+
+def test_a_method_without_a_ratio_has_no_ramp():
+    with pytest.raises(ValueError, match="method='downsample' has no ratio to ramp"):
+        ramp(MergeRule(method="downsample"), 0.9)
+
+
+def test_an_early_ratio_beyond_the_largest_cells_is_clamped_and_told(caplog):
+    model = CASE.build()
+    with tome_core.patch(model, MergeConfig(early_ratio=1.0)) as handle:
+        assert handle.report().notes == ("early_ratio 1 is over the cap 0.984375 and was clamped",)
+
+
+def test_every_rule_of_a_config_has_its_own_early_phase_and_deep_mlp():
+    """So that the first rule that holds is the one it was, in an early step as well."""
+    first, second = MergeRule(ratio=0.25, min_timestep=700), MergeRule(ratio=0.5, side="kv")
+    config = MergeConfig(rules=(first, second), early_ratio=0.75, early_until=600.0, deep_mlp=0.5)
+    rules = plain_rules(config, [2])
+    assert [rule.ratio for rule in rules] == [0.75, 0.25, 0.5, 0.75, 0.5] and (rules[1], rules[4]) == (first, second)
+    assert [rule.min_timestep for rule in rules] == [700, 700, None, 600, None]
+    assert [rule.effective_side for rule in rules] == ["qkv", "qkv", "qkv", "kv", "kv"]
+
+
+def test_a_model_starts_with_the_balanced_preset():
+    model = CASE.build()
+    assert tome_core.patch(model).config == preset("balanced")
+    for name in PRESETS:
+        assert tome_core.patch(model, name).config == preset(name)
+    tome_core.remove_patch(model)
+    with pytest.raises(ValueError, match=r"preset='best'.*'balanced'"):
+        tome_core.patch(model, "best")
+
+
+def test_flat_settings_make_a_config_or_change_the_one_that_is_asked_for():
+    model = CASE.build()
+    assert tome_core.patch(model, ratio=0.25, early_ratio=0.5).config == MergeConfig(ratio=0.25, early_ratio=0.5)
+    assert tome_core.patch(model, "fast", seed=5).config == replace(preset("fast"), seed=5)
+    assert tome_core.patch(model, strength=0.3, end_percent=0.5).config == replace(strength(0.3), end_percent=0.5)
+    assert tome_core.patch(model, MergeConfig(ratio=0.25), sx=4).config == MergeConfig(ratio=0.25, sx=4)
+    with pytest.raises(TypeError, match=r"unknown setting rato; there are: .*ratio.*deep_mlp"):
+        tome_core.patch(model, rato=0.5)
+
+
+def test_stronger_presets_leave_less_to_do():
+    left = []
+    for name in PRESETS:
+        rules = plain_rules(preset(name), [1])
+        at_times = [next(rule for rule in rules if time >= (rule.min_timestep or 0)) for time in range(0, 1000, 25)]
+        left.append(sum((1 - rule.effective_ratio) * (1 - rule.query_ratio) for rule in at_times))
+    assert left == sorted(left, reverse=True) and len(set(left)) == len(left)
+
+
+def test_presets_leave_few_tokens_alone_and_merge_many():
+    config = preset("balanced")
+    assert not tokens_at(config, 100) and tokens_at(config, 100, size=32)
+    assert [pays(preset("fast").rules[0], tokens, "cuda") for tokens in (1024, 4096)] == [False, True]
+    assert pays(MergeRule(), 4, "cpu") and not pays(None, 4096, "cpu")
+    model = CASE.build()
+    with tome_core.patch(model, config) as handle:
+        call_case(CASE, model)
+    assert "would not pay" in str(handle.report())
+
+
+def test_tomesds_way_in_is_tomesds_way():
+    model = CASE.build()
+    tome_core.apply_patch(model)
+    config = vars(model)["_tome_core_patch"].merging.config
+    found = [config.value(name) for name in ("metric", "keep", "early_ratio", "only_if_it_pays", "proportional")]
+    assert found == ["input", 0.0, None, False, False]

@@ -1,0 +1,104 @@
+"""One number from 0, which is off, to 1: whatever lies between asks more of every step, and nothing jumps."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from itertools import pairwise
+
+import pytest
+import torch
+
+import tome_core
+from benchmarks.strength import step_time
+from tests.models import call_unet, inputs, on_small, small
+from tome_core import form, preset, strength
+from tome_core.settings.phases import plain_rules
+from tome_core.settings.presets import CURVES, MARKS
+from tome_core.settings.strength_table import VERSION
+
+FINELY = [number / 200 for number in range(201)]
+DOWNSAMPLES = (1, 2, 4)
+
+
+def kept(config: tome_core.MergeConfig, timestep: float, level: int = 0) -> float:
+    """Share of the keys that a step keeps at a level."""
+    if config.is_off:
+        return 1.0
+    for one in plain_rules(config, DOWNSAMPLES):
+        begins, ends = one.min_timestep or 0.0, 1000.0 if one.max_timestep is None else one.max_timestep
+        if one.merge_attn and begins <= timestep <= ends and (one.levels is None or level in one.levels):
+            return 1 - one.effective_ratio
+    return 1.0
+
+
+def test_an_old_picture_reproduces_after_the_table_has_changed(monkeypatch):
+    old = strength(0.5)
+    other = tuple((share / 2, until / 2) for share, until in CURVES[VERSION])
+    monkeypatch.setattr(tome_core.settings.presets, "CURVES", {VERSION: CURVES[VERSION], VERSION + 1: other})
+    assert strength(0.5, VERSION) == old != strength(0.5, VERSION + 1)
+    with pytest.raises(ValueError, match=f"version={VERSION + 2} is no table of strengths"):
+        strength(0.5, VERSION + 2)
+
+
+# what each table ever stood for, of all strengths: pictures name its version, so what has been released stays
+STANDS_FOR = {1: "515fa3a3d510a031"}
+
+
+def test_what_a_tables_strengths_stand_for_stays():
+    """Also beside the curve: settings of all strengths, refinement, cells. To change these, keep the old by version."""
+    assert set(STANDS_FOR) == set(CURVES)
+    for version, digest in STANDS_FOR.items():
+        values = [form.values_of(strength(one, version)) for one in FINELY]
+        assert hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16] == digest, version
+
+
+def test_nothing_is_off_bit_for_bit():
+    model = small()
+    x, text = inputs(4, 2, 16, 16)
+    assert strength(0).is_off and strength(0.0).is_off and not strength(1e-6).is_off
+    with torch.no_grad():
+        plain = call_unet(model, x, 300, text)
+        with tome_core.patch(model, strength=0):
+            assert torch.equal(call_unet(model, x, 300, text), plain)
+        with tome_core.patch(model, on_small("max")):
+            assert not torch.equal(call_unet(model, x, 300, text), plain)
+
+
+@pytest.mark.parametrize("timestep", [0.0, 50.0, 125.0, 300.0, 500.0, 750.0, 999.0])
+def test_more_strength_asks_more_of_every_step(timestep):
+    shares = [kept(strength(one), timestep) for one in FINELY]
+    assert shares[0] == 1.0 and shares[-1] == pytest.approx(1 / 64)
+    assert all(stronger <= weaker for weaker, stronger in pairwise(shares))
+    assert not any(strength(one).deep_mlp for one in FINELY)
+
+
+def test_nothing_jumps():
+    """A step of a hundredth changes the time of the finest attention, over the noise schedule, by a few per cent."""
+    moments = range(0, 1000, 5)
+    steps = [[kept(strength(one), moment) for moment in moments] for one in FINELY[::2]]
+    time = [sum(map(step_time, shares)) / len(moments) for shares in steps]
+    assert time[1] > 0.9, "the first hundredth changes hardly anything"
+    for weaker, stronger in pairwise(time):
+        assert stronger <= weaker < 1.1 * stronger
+
+
+def test_no_step_merges_so_little_that_it_would_take_longer():
+    shares = {kept(strength(one), moment) for one in FINELY for moment in (0, 300, 999)}
+    assert all(step_time(share) < 1 for share in shares - {1.0}) and step_time(1.0) == 1
+
+
+def test_marks_are_strengths():
+    assert tuple(MARKS) == tome_core.PRESETS == ("quality", "balanced", "fast", "max")
+    assert all(preset(name) == strength(value) for name, value in MARKS.items())
+
+
+@pytest.mark.parametrize("wrong", [-0.1, 1.01, float("nan"), float("inf"), True, None, "0.5"])
+def test_what_is_no_strength_is_refused_with_the_range(wrong):
+    with pytest.raises(ValueError, match="0 to 1"):
+        strength(wrong)
+
+
+def test_a_strength_and_settings_at_once_are_refused():
+    with pytest.raises(ValueError, match="give one of them"):
+        tome_core.patch(small(), "fast", strength=0.5)

@@ -1,0 +1,254 @@
+"""Compiled UNets: nothing breaks a graph, time makes no new ones, and a report says what was compiled."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+
+import pytest
+import torch
+from diffusers import UNet2DConditionModel
+from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
+
+import tome_core
+from tests.doubles import LatentDiffusionDouble
+from tests.engine.patching.test_patch_contract import traces
+from tests.models import CASES, Case, call_case, call_ldm, call_unet, ldm, seeded, unet
+from tome_core import MergeConfig, MergeRule
+
+BY_NAME = {case.name: case for case in CASES}
+EVERYTHING = {"max_downsample": 8, "merge_crossattn": True, "merge_mlp": True}
+TIMES = [torch.tensor(time) for time in range(40, 1000, 48)]
+
+
+@seeded
+def one_level():
+    """As little as a compiler can be given: four blocks, all on the latent's level."""
+    names = {"down_block_types": ("CrossAttnDownBlock2D",), "up_block_types": ("CrossAttnUpBlock2D",)}
+    return unet(block_out_channels=(16,), **names)
+
+
+@seeded
+def one_level_ldm():
+    return LatentDiffusionDouble(ldm(channel_mult=(1,), attention_resolutions=(1,)))
+
+
+SMALL = Case("one_level", one_level, call_unet)
+BY_NAME["one_level_ldm"] = Case("one_level_ldm", one_level_ldm, call_ldm)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(model, backend):
+    """The whole model compiled; for an LDM model its UNet, which is what a host compiles."""
+    if hasattr(model, "model"):
+        model.model.diffusion_model = torch.compile(model.model.diffusion_model, backend=backend, fullgraph=True)
+        return model
+    return torch.compile(model, backend=backend, fullgraph=True)
+
+
+def skip_where_unpatched_fails(case) -> None:
+    """Old compilers cannot take every UNet whole even as it is."""
+    if int(torch.__version__.split(".")[1]) >= 6:
+        return
+    try:
+        call_case(case, compiled(case.build(), "eager"))
+    except torch._dynamo.exc.Unsupported:
+        pytest.skip(f"torch {torch.__version__} cannot compile {case.name} whole without any patch either")
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    "name, patch_first",
+    [("sd15", True), ("sd15", False), ("one_level_ldm", False), ("comfy_double_with_patches", True)],
+)
+def test_one_graph_serves_twenty_times_however_it_was_made(name: str, patch_first: bool):
+    case, settings = BY_NAME[name], EVERYTHING if name == "sd15" else {}
+    skip_where_unpatched_fails(case)
+    model, plain = case.build(), tome_core.apply_patch(case.build(), **settings)
+    backend = CompileCounter()
+    if patch_first:
+        tome_core.apply_patch(model, **settings)
+        model = compiled(model, backend)
+    else:
+        model = compiled(model, backend)
+        call_case(case, model)  # so that there is a graph without merging already
+        tome_core.apply_patch(model, **settings)
+    call_case(case, model, timestep=TIMES[0])
+    graphs = backend.frame_count
+    assert graphs == (1 if patch_first else 2)
+    for time in TIMES:
+        assert torch.equal(call_case(case, model, timestep=time), call_case(case, plain, timestep=time))
+    assert backend.frame_count == graphs
+    tome_core.remove_patch(model)
+    assert torch.equal(call_case(case, model), call_case(case, case.build()))
+
+
+@pytest.mark.parametrize("name", ["sdxl", "ip_adapter_masks"])
+def test_other_families_compile_whole_as_well(name: str):
+    case = BY_NAME[name]
+    skip_where_unpatched_fails(case)
+    plain = tome_core.apply_patch(case.build())
+    backend = CompileCounter()
+    model = compiled(tome_core.apply_patch(case.build()), backend)
+    for time in TIMES[:2]:
+        assert torch.equal(call_case(case, model, timestep=time), call_case(case, plain, timestep=time))
+    assert backend.frame_count == 1
+
+
+@pytest.mark.parametrize("method", ["downsample", "cluster"])
+def test_other_methods_compile_whole_as_well(method: str):
+    config = MergeConfig(method=method, max_downsample=8)
+    plain, model = SMALL.build(), SMALL.build()
+    backend = CompileCounter()
+    with tome_core.patch(plain, config), tome_core.patch(model, config):
+        whole = compiled(model, backend)
+        for time in TIMES[:2]:
+            assert torch.equal(call_case(SMALL, whole, timestep=time), call_case(SMALL, plain, timestep=time))
+    assert backend.frame_count == 1
+
+
+def test_compiling_in_place_is_the_same():
+    model, plain = SMALL.build(), tome_core.apply_patch(SMALL.build())
+    before, backend = traces(model), CompileCounter()
+    model.compile(backend=backend, fullgraph=True)
+    tome_core.apply_patch(model)
+    for time in TIMES[:3]:
+        assert torch.equal(call_case(SMALL, model, timestep=time), call_case(SMALL, plain, timestep=time))
+    assert backend.frame_count == 1
+    tome_core.remove_patch(model)
+    assert torch.equal(call_case(SMALL, model), call_case(SMALL, SMALL.build()))
+    del model._compiled_call_impl
+    assert traces(model) == before
+
+
+def test_autograd_tracing_gives_the_same_picture():
+    model, plain = SMALL.build(), tome_core.apply_patch(SMALL.build(), **EVERYTHING)
+    backend = CompileCounterWithBackend("aot_eager")
+    model = compiled(tome_core.apply_patch(model, **EVERYTHING), backend)
+    for time in TIMES[:2]:
+        difference = call_case(SMALL, model, timestep=time) - call_case(SMALL, plain, timestep=time)
+        assert difference.abs().max() < 1e-4
+    assert backend.frame_count == 1
+
+
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="inductor needs a C++ compiler")
+def test_inductor_builds_a_merged_block():
+    model, plain = SMALL.build(), tome_core.apply_patch(SMALL.build())
+    backend = CompileCounterWithBackend("inductor")
+    tome_core.apply_patch(model).down_blocks[0].attentions[0].transformer_blocks[0].compile(
+        backend=backend, fullgraph=True
+    )
+    for time in TIMES[:2]:
+        difference = call_case(SMALL, model, timestep=time) - call_case(SMALL, plain, timestep=time)
+        assert difference.abs().max() < 1e-4
+    assert backend.frame_count == 1
+
+
+@seeded
+def many_blocks():
+    """12 blocks, more than a compiler makes graphs for one place."""
+    return unet(layers_per_block=2, transformer_layers_per_block=2, block_out_channels=(16, 16), norm_num_groups=4)
+
+
+def _graphs_of_repeated_blocks(model, then=lambda: None) -> list[int]:
+    backend, counts = CompileCounter(), []
+    model.compile_repeated_blocks(backend=backend, fullgraph=True)
+    then()
+    for time in TIMES:
+        call_case(SMALL, model, timestep=time)
+        counts.append(backend.frame_count)
+    return counts
+
+
+@pytest.mark.skipif(not hasattr(UNet2DConditionModel, "compile_repeated_blocks"), reason="this diffusers cannot do it")
+@pytest.mark.parametrize("patch_first", [True, False])
+def test_repeated_blocks_share_their_graphs(patch_first: bool):
+    vanilla = _graphs_of_repeated_blocks(many_blocks())
+    torch._dynamo.reset()
+    settings = {"max_downsample": 8}
+    plain, model = tome_core.apply_patch(many_blocks(), **settings), many_blocks()
+    if patch_first:
+        tome_core.apply_patch(model, **settings)
+        counts = _graphs_of_repeated_blocks(model)
+    else:
+        counts = _graphs_of_repeated_blocks(model, lambda: tome_core.apply_patch(model, **settings))
+    assert counts == vanilla and counts[0] == counts[-1] < 8
+    assert torch.equal(call_case(SMALL, model, timestep=TIMES[0]), call_case(SMALL, plain, timestep=TIMES[0]))
+    report = tome_core.report(model)
+    assert report.calls == len(TIMES) + 1
+    assert ("attn", 256, 128, 128) in report.levels[0].traced_merges
+
+
+def test_a_second_size_is_one_more_graph_or_two():
+    """With sizes left open, tracing a tiny UNet took over a minute."""
+    backend = CompileCounter()
+    plain = tome_core.apply_patch(SMALL.build(), **EVERYTHING)
+    model = compiled(tome_core.apply_patch(SMALL.build(), **EVERYTHING), backend)
+    for number, (height, batch) in enumerate([(16, 2), (24, 2), (24, 1), (16, 2)]):
+        picture = call_case(SMALL, model, height=height, batch=batch, timestep=TIMES[0])
+        assert torch.equal(picture, call_case(SMALL, plain, height=height, batch=batch, timestep=TIMES[0]))
+        assert backend.frame_count <= number + 1
+
+
+def test_rules_limited_in_time_need_one_graph_for_each_rule():
+    early, late = MergeRule(ratio=0.75, min_timestep=600, merge_mlp=True), MergeRule(ratio=0.25, min_timestep=300)
+    config, backend = MergeConfig(rules=(early, late)), CompileCounter()
+    plain, model = SMALL.build(), SMALL.build()
+    whole = compiled(model, backend)
+    with tome_core.patch(plain, config), tome_core.patch(model, config) as handle:
+        for time in TIMES:
+            handle.set_time(timestep=float(time))
+            assert torch.equal(call_case(SMALL, whole, timestep=time), call_case(SMALL, plain, timestep=time))
+        assert backend.frame_count <= 3
+        handle.set_time()
+        assert ("mlp", 256, 64, 0) in handle.report().levels[0].traced_merges
+
+
+def test_a_clock_that_was_not_set_is_said_and_reported(caplog):
+    config = MergeConfig(max_timestep=700)
+    with tome_core.patch(SMALL.build(), config) as handle, caplog.at_level(logging.WARNING):
+        whole = compiled(handle.unet, CompileCounter())
+        for time in TIMES[:3]:
+            call_case(SMALL, whole, timestep=time)
+    assert len(caplog.records) == 1 and "set_time" in caplog.text
+    assert handle.report().levels[0].traced_reasons == ("block: the time is not known",)
+    assert "the time is not known" in str(handle.report()) and not handle.report().merged_anything
+
+
+def test_a_report_of_a_compiled_unet_says_what_was_compiled():
+    whole = compiled(tome_core.apply_patch(SMALL.build(), merge_mlp=True), CompileCounter())
+    assert "no call counted yet" in str(tome_core.report(whole))
+    call_case(SMALL, whole)
+    report = tome_core.report(whole)
+    assert report.levels[0].traced_merges == (("attn", 256, 128, 128), ("mlp", 256, 128, 0))
+    assert report.merged_anything and "256 tokens -> 128" in str(report)
+
+
+def test_a_patch_that_is_taken_off_and_put_back_reuses_its_graph():
+    backend = CompileCounter()
+    model = SMALL.build()
+    whole = compiled(model, backend)
+    handle = tome_core.patch(model, MergeConfig())
+    merged = call_case(SMALL, whole)
+    handle.uninstall()
+    vanilla = call_case(SMALL, whole)
+    for _ in range(3):
+        handle.install()
+        assert torch.equal(call_case(SMALL, whole), merged)
+        handle.uninstall()
+        assert torch.equal(call_case(SMALL, whole), vanilla)
+    assert backend.frame_count == 2
+
+
+def test_blocks_that_checkpoint_themselves_compile_in_pieces():
+    """torch's checkpoint is one operator to the compiler, into which nothing may be handed on the side."""
+    case = BY_NAME["sgm_double"]
+    plain, model = tome_core.apply_patch(case.build()), tome_core.apply_patch(case.build())
+    model.model.diffusion_model.input_blocks[1].compile(backend="eager")
+    assert torch.equal(call_case(case, model), call_case(case, plain))

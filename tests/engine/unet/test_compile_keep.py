@@ -1,0 +1,282 @@
+"""Matches that serve several steps in compiled UNets: no graph of their own, and never a step of another sampling."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import sys
+
+import diffusers
+import pytest
+import torch
+from diffusers import UNet2DConditionModel
+from torch._dynamo.testing import CompileCounter
+
+import tome_core
+from tests.engine.unet.test_compile import SMALL, fresh_compiler, many_blocks  # noqa: F401
+from tests.models import call_case, on_small
+from tests.tiny_pipeline import write_folder
+from tome_core import PRESETS, MergeConfig, MergeRule
+from tome_core.bench.sd_block import SpatialTransformer, UNet
+from tome_core.running import matching
+from tome_core.settings.phases import plain_rules
+from tome_core.unet import in_graph
+from tome_core.unet.sites import BlockSite
+
+TIMES = [999.0 - 50 * step for step in range(20)]
+FEW = (900.0, 860.0, 300.0, 280.0, 230.0)
+KEPT = MergeConfig(side="kv", ratio=0.75, use_rand=False, keep=100.0, refine=1, metric="keys+values")
+WAYS = {
+    "refined": KEPT,
+    "queries of their own, drawn": MergeConfig(side="kv", ratio=0.75, keep=100.0, query_ratio=0.25, use_rand=True),
+    "all parts": MergeConfig(ratio=0.5, keep=100.0, merge_crossattn=True, merge_mlp=True, proportional=False),
+    "cluster": MergeConfig(method="cluster", ratio=0.75, keep=100.0),
+    "a deep MLP": MergeConfig(rules=(MergeRule(levels=(0,), keep=100.0, merge_attn=False, merge_mlp=True),)),
+}
+
+
+def build(depth: int = 2) -> UNet:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return UNet([[SpatialTransformer(16, 2, 24, depth)]]).eval().requires_grad_(False)
+
+
+def call(unet, side=8, seed=0, copies=1, time=500.0):
+    generator = torch.Generator().manual_seed(seed)
+    x, text = torch.randn(1, 16, side, side, generator=generator), torch.randn(2, 5, 24, generator=generator)
+    with torch.no_grad():
+        return unet(x.repeat(copies, 1, 1, 1), torch.tensor([time]), text[:copies])
+
+
+def draw(unet, handle, times=FEW, name="a", pictures=None, **shape):
+    found = []
+    for number, time in enumerate(times):
+        handle.set_time(timestep=time, sampling=name, pictures=pictures)
+        found.append(call(unet, seed=number, **shape))
+    return found
+
+
+def same(found, expected) -> bool:
+    return len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+@pytest.fixture
+def work(monkeypatch) -> list[str]:
+    """What is done for plans while graphs run, or without any."""
+    done = []
+    for name, word in (("_match", "match"), ("_renewed", "renew")):
+        plain = getattr(matching.Matcher, name)
+
+        def noted(self, asked, made, *more, plain=plain, word=word):
+            if not asked.x.is_meta:
+                done.append(word)
+            return plain(self, asked, made, *more)
+
+        monkeypatch.setattr(matching.Matcher, name, noted)
+    return done
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_twenty_steps_at_three_sizes_are_a_graph_for_each_phase_and_size(name, work):
+    """What matches, what renews and what keeps is one and the same; with fullgraph a limit would raise."""
+    config, backend, plain, model = on_small(name), CompileCounter(), build(1), build(1)
+    whole = torch.compile(model, backend=backend, fullgraph=True)
+    with tome_core.patch(plain, config) as eager, tome_core.patch(model, config) as handle:
+        for side in (8, 16, 24):
+            expected, wanted = draw(plain, eager, TIMES, side, side=side), list(work)
+            work.clear()
+            assert same(draw(whole, handle, TIMES, side, side=side), expected)
+            assert work == wanted and len(work) < len(TIMES)
+            work.clear()
+    assert backend.frame_count == 3 * len(plain_rules(config, [1]))
+
+
+def test_all_marks_on_one_model_stay_below_the_compilers_limit():
+    """Eight graphs of one place. The early phases of three marks are one graph."""
+    backend, plain, model = CompileCounter(), build(1), build(1)
+    whole = torch.compile(model, backend=backend, fullgraph=True)
+    for name in PRESETS:
+        with tome_core.patch(plain, on_small(name)) as eager, tome_core.patch(model, on_small(name)) as handle:
+            assert same(draw(whole, handle), draw(plain, eager))
+    assert backend.frame_count == 5
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("way", WAYS)
+def test_whatever_is_kept_is_kept_in_graphs(way, whole):
+    config, backend, plain, model = WAYS[way], CompileCounter(), build(), build()
+    with tome_core.patch(plain, config) as eager, tome_core.patch(model, config) as handle:
+        if whole:
+            model.compile(backend=backend, fullgraph=True)
+        else:
+            for block in model.input_blocks[0][0].transformer_blocks:
+                block.compile(backend=backend, fullgraph=True)
+        assert same(draw(model, handle), draw(plain, eager))
+        assert same(draw(model, handle, name="b"), draw(plain, eager, name="b"))
+    assert backend.frame_count == 1, "two blocks that look alike share a graph"
+
+
+@pytest.mark.skipif(not hasattr(UNet2DConditionModel, "compile_repeated_blocks"), reason="this diffusers cannot do it")
+def test_repeated_blocks_keep_their_own_matches_in_shared_graphs():
+    def steps(model, handle):
+        for time in FEW[1:4]:
+            handle.set_time(timestep=time, sampling="a")
+            yield call_case(SMALL, model, timestep=torch.tensor(time))
+
+    backend, plain, model = CompileCounter(), many_blocks(), many_blocks()
+    with tome_core.patch(plain, KEPT) as eager, tome_core.patch(model, KEPT) as handle:
+        model.compile_repeated_blocks(backend=backend, fullgraph=True)
+        assert same(list(steps(model, handle)), list(steps(plain, eager)))
+    assert backend.frame_count < 8
+
+
+def test_a_picture_does_not_depend_on_the_one_before():
+    with tome_core.patch(build(), KEPT) as handle:
+        whole = torch.compile(handle.unet, backend="eager", fullgraph=True)
+        draw(whole, handle, (900.0, 280.0), "other")
+        second = draw(whole, handle, FEW, "this")
+        handle.set_time(timestep=280.0)
+        unnamed = call(whole, seed=9)
+    with tome_core.patch(build(), KEPT) as handle:
+        assert same(draw(handle.unet, handle, FEW, "this"), second)
+        handle.set_time(timestep=280.0)
+        assert torch.equal(call(handle.unet, seed=9), unnamed)
+
+
+def test_the_calls_of_one_time_keep_apart(work):
+    def tiles(unet, handle, seeds):
+        found = []
+        for time in (900.0, 850.0):
+            for seed in seeds:
+                handle.set_time(timestep=time, sampling="tiles")
+                found.append(call(unet, seed=seed))
+        return found[seeds.index(2) :: len(seeds)]
+
+    with tome_core.patch(build(), KEPT) as handle:
+        together = tiles(torch.compile(handle.unet, backend="eager", fullgraph=True), handle, (1, 2, 3))
+    assert work == ["match"] * 3 * 2
+    with tome_core.patch(build(), KEPT) as handle:
+        assert same(tiles(handle.unet, handle, (2,)), together)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_both_halves_of_guidance_have_one_match(whole):
+    plain, model = build(), build()
+    with tome_core.patch(plain, KEPT) as eager, tome_core.patch(model, KEPT) as handle:
+        if whole:
+            model.compile(backend="eager", fullgraph=True)
+        else:
+            model.input_blocks[0][0].transformer_blocks[0].compile(backend="eager", fullgraph=True)
+        guided = draw(model, handle, pictures=1, copies=2)
+        assert same(guided, draw(plain, eager, pictures=1, copies=2))
+        assert not same(guided, draw(plain, eager, name="b", copies=2)), "a match can be seen"
+
+
+def test_a_compiler_may_write_over_what_it_was_given(monkeypatch):
+    """An operator's results are the graph's own, and memory is used again."""
+    given, plain = [], BlockSite.answers
+    monkeypatch.setattr(BlockSite, "answers", lambda self, *args: given.append(plain(self, *args)) or given[-1])
+    with tome_core.patch(build(), WAYS["queries of their own, drawn"]) as handle:
+        expected = draw(handle.unet, handle)
+    with tome_core.patch(build(), WAYS["queries of their own, drawn"]) as handle:
+        whole, found = torch.compile(handle.unet, backend="eager", fullgraph=True), []
+        for number, time in enumerate(FEW):
+            handle.set_time(timestep=time, sampling="a")
+            found.append(call(whole, seed=number))
+            for one in given:
+                for tensor in one:
+                    tensor.zero_()
+            assert given
+    assert same(found, expected)
+
+
+def test_a_loop_of_ones_own_is_a_sampling_too(work):
+    with tome_core.patch(build(), KEPT) as handle:
+        whole = torch.compile(handle.unet, backend="eager", fullgraph=True)
+        for _ in range(2):
+            with handle.sampling():
+                call(whole, time=900.0), call(whole, time=850.0)
+        assert work == ["match"] * 2 * 2, "for each of two blocks in each of two samplings"
+        call(whole, time=840.0)
+        assert work == ["match"] * 3 * 2 and handle.run.kept_in_graph is None
+
+
+def test_a_copy_answers_for_itself(work):
+    model = build()
+    with tome_core.patch(model, KEPT) as handle:
+        draw(model, handle, (900.0,))
+        other = copy.deepcopy(model)
+        copied = vars(other)["_tome_core_patch"].merging
+        work.clear()
+        other.compile(backend="eager", fullgraph=True)
+        draw(other, copied, (900.0, 880.0))
+        assert work == ["match"] * 2
+        draw(model, handle, (880.0,))
+        assert work == ["match"] * 2
+
+
+def test_nothing_is_asked_for_where_a_backward_pass_may_follow_or_under_autocast(monkeypatch):
+    asked, plain = [], BlockSite.answers
+    monkeypatch.setattr(BlockSite, "answers", lambda self, *args: asked.append(1) or plain(self, *args))
+    x, text = torch.randn(1, 16, 8, 8), torch.randn(1, 5, 24)
+    with tome_core.patch(build(), KEPT) as handle:
+        whole = torch.compile(handle.unet, backend="eager", fullgraph=True)
+        handle.set_time(timestep=500.0, sampling="a")
+        assert torch.equal(whole(x, None, text), handle.unet(x, None, text)) and not asked
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            whole(x, None, text)
+        assert not asked
+        call(whole)
+        assert len(asked) == 2
+
+
+def test_a_pipelines_compiled_unet_keeps_what_it_would_keep(tmp_path_factory, work):
+    pipe = diffusers.StableDiffusionPipeline.from_pretrained(
+        write_folder(tmp_path_factory.mktemp("pipeline")), local_files_only=True
+    )
+    pipe.set_progress_bar_config(disable=True)
+
+    def picture(seed):
+        generator = torch.Generator().manual_seed(seed)
+        return pipe("a", num_inference_steps=5, generator=generator, output_type="latent").images
+
+    config = MergeConfig(side="kv", ratio=0.75, keep=250.0, use_rand=False, refine=1)
+    with tome_core.patch(pipe, config):
+        expected, wanted = [picture(1), picture(2)], list(work)
+        work.clear()
+        pipe.unet.compile(backend="eager", fullgraph=True)
+        assert same([picture(1), picture(2)], expected)
+        assert work == wanted and "renew" in work
+
+
+def test_copies_of_the_engine_share_the_operators_and_no_number():
+    """As where two hosts in one process bring one each, or a webui reloads it: torch takes a name once."""
+    spec = importlib.util.spec_from_file_location("another_in_graph", in_graph.__file__)
+    sites, numbers = [torch.nn.Module() for _ in range(2)], []
+    for site in sites:
+        another = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(another)
+        assert not another.are_there()
+        numbers += [int(another.number_of(site)), int(in_graph.number_of(site))]
+        assert another.are_there() and another._PLANS is in_graph._PLANS
+    assert len(set(numbers)) == 4
+
+
+def test_where_torch_cannot_be_told_of_the_operators_a_graph_matches_by_itself(monkeypatch):
+    """A host's module that raises when torch looks at it: graphs ask from the first site after it is gone."""
+
+    def refuse(*_, **__):
+        raise AttributeError("type object '__file__' has no attribute 'endswith'")
+
+    monkeypatch.setattr(in_graph, "_NAMESPACE", "tome_core_test")
+    monkeypatch.setattr(in_graph, "_PLACE", "_tome_core_test")
+    monkeypatch.setitem(sys.modules, "_tome_core_test", in_graph._nothing_yet())
+    for name in ("_BEGIN", "_PLANS"):
+        monkeypatch.setattr(in_graph, name, None)
+    with monkeypatch.context() as broken:
+        broken.setattr(torch.library, "register_fake", refuse)
+        in_graph.number_of(torch.nn.Module())
+        assert not in_graph.are_there()
+    in_graph.number_of(torch.nn.Module())
+    assert in_graph.are_there()
+    sys.modules["_tome_core_test"].library._destroy()

@@ -1,0 +1,139 @@
+"""Size-aware keys in compiled UNets: one graph, no breaks, and the way and the pictures of an eager one."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
+from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
+
+import tome_core
+from tests.engine.unet.test_compile import BY_NAME as NAMED
+from tests.engine.unet.test_compile import SMALL, TIMES, compiled, fresh_compiler, skip_where_unpatched_fails  # noqa: F401
+from tests.models import CASES, call_case
+from tests.sized_attention import wide_heads  # noqa: F401
+from tome_core import MergeConfig
+from tome_core.attention.core import BIAS, WIDER_HEADS
+from tome_core.model.families import find_unet
+
+BY_NAME = {**{case.name: case for case in CASES}, **NAMED}
+SIDES = pytest.mark.parametrize("side", ["qkv", "kv"])
+
+
+WAYS = [
+    (name, way)
+    for name in ("one_level", "sdxl", "ip_adapter_masks", "lora", "comfy_double_with_patches")
+    for way in (WIDER_HEADS, BIAS)
+    if way == WIDER_HEADS or not name.startswith("comfy")  # the double's takes no bias
+]
+
+
+@SIDES
+@pytest.mark.parametrize(("name", "way"), WAYS)
+def test_one_graph_serves_all_times(name: str, way: str, side: str, request):
+    if way == WIDER_HEADS:
+        request.getfixturevalue("wide_heads")
+    case, config = BY_NAME.get(name, SMALL), MergeConfig(side=side)
+    skip_where_unpatched_fails(case)
+    backend = CompileCounter()
+    plain, model = case.build(), case.build()
+    with tome_core.patch(plain, config), tome_core.patch(model, config) as handle:
+        whole = compiled(model, backend)
+        for time in TIMES[:4]:
+            assert torch.equal(call_case(case, whole, timestep=time), call_case(case, plain, timestep=time))
+        assert backend.frame_count == 1
+        assert handle.report().levels[0].traced_routes == (way,)
+        assert f"compiled with size-aware keys: {way}" in str(handle.report())
+
+
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="inductor needs a C++ compiler")
+@SIDES
+def test_inductor_builds_a_sized_block(side: str):
+    model, plain = SMALL.build(), SMALL.build()
+    backend, config = CompileCounterWithBackend("inductor"), MergeConfig(side=side)
+    with tome_core.patch(plain, config), tome_core.patch(model, config):
+        model.down_blocks[0].attentions[0].transformer_blocks[0].compile(backend=backend, fullgraph=True)
+        for time in TIMES[:2]:
+            difference = call_case(SMALL, model, timestep=time) - call_case(SMALL, plain, timestep=time)
+            assert difference.abs().max() < 1e-4
+    assert backend.frame_count == 1
+
+
+def each(model, change) -> None:
+    """Change every self-attention."""
+    for block in list(find_unet(model).modules()):
+        if hasattr(block, "attn1"):
+            change(block.attn1)
+
+
+def _bypass(attention):
+    """A forward of somebody's own on a projection, as loaders of LoRA put it there."""
+    forward = attention.to_q.forward
+    attention.to_q.forward = lambda x: forward(x) + 1
+
+
+def _plain_processor(attention):
+    attention.set_processor(AttnProcessor())
+
+
+def _doubled(attention):
+    attention.set_processor(Doubled())
+
+
+class Doubled(AttnProcessor2_0):
+    """A processor that nobody knows."""
+
+    def __call__(self, *args, **kwargs):
+        return 2 * super().__call__(*args, **kwargs)
+
+
+NOT_KNOWN = "q, k, v together, without sizes, because Doubled is not known"
+
+
+@pytest.mark.parametrize(
+    "name, change, way",
+    [
+        ("small", _bypass, BIAS), ("ldm_sd1", _bypass, WIDER_HEADS), ("small", _plain_processor, BIAS),
+        ("small", _doubled, NOT_KNOWN),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("changed_first", [True, False])
+def test_what_changes_an_attention_is_in_the_graph_that_is_made_after_it(name, change, way, changed_first):
+    case, config = BY_NAME.get(name, SMALL), MergeConfig(side="kv", ratio=0.75)
+    plain, model = case.build(), case.build()
+    each(plain, change)
+    if changed_first:
+        each(model, change)
+    with tome_core.patch(plain, config), tome_core.patch(model, config) as handle:
+        if not changed_first:
+            each(model, change)
+        expected = call_case(case, plain, timestep=TIMES[0])
+        whole = compiled(model, CompileCounter())
+        assert torch.equal(call_case(case, whole, timestep=TIMES[0]), expected)
+        assert handle.report().levels[0].traced_routes == (way,)
+
+
+@pytest.mark.parametrize(("change", "way"), [(_plain_processor, BIAS), (_doubled, NOT_KNOWN)])
+def test_a_graph_does_not_outlive_the_processors_that_it_was_made_of(change, way):
+    """Without a patch a compiler makes a new one."""
+    config = MergeConfig(side="kv", ratio=0.75)
+    plain, model = SMALL.build(), SMALL.build()
+    each(plain, change)
+    with tome_core.patch(plain, config), tome_core.patch(model, config) as handle:
+        expected, whole = call_case(SMALL, plain, timestep=TIMES[0]), compiled(model, CompileCounter())
+        call_case(SMALL, whole, timestep=TIMES[0])
+        each(model, change)
+        assert torch.equal(call_case(SMALL, whole, timestep=TIMES[0]), expected)
+        assert way in handle.report().levels[0].traced_routes
+
+
+def test_refined_matches_compile_whole():
+    config = MergeConfig(side="kv", ratio=0.9375, sx=4, sy=4, query_ratio=0.25, refine=1)
+    plain, model, backend = SMALL.build(), SMALL.build(), CompileCounter()
+    with tome_core.patch(plain, config), tome_core.patch(model, config):
+        whole = compiled(model, backend)
+        for time in TIMES[:3]:
+            assert torch.equal(call_case(SMALL, whole, timestep=time), call_case(SMALL, plain, timestep=time))
+    assert backend.frame_count == 1

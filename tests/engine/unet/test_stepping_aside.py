@@ -1,0 +1,152 @@
+"""In mid-render nothing is raised: what does not fit is left unmerged, bit for bit, and named in the report."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import tome_core
+from tome_core.bench.sd_block import BasicTransformerBlock, SpatialTransformer, UNet, make_block, make_inputs
+
+REASON_UNMERGEABLE = "attn: what it returned cannot be unmerged"
+
+
+@pytest.fixture(scope="module")
+def block():
+    return make_block()
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    return make_inputs(8, 2, "cpu", torch.float32)
+
+
+def block_of(unet: UNet) -> BasicTransformerBlock:
+    return unet.input_blocks[0][0].transformer_blocks[0]
+
+
+def reasons(handle) -> dict[str, int]:
+    return handle.report().levels[0].reasons
+
+
+class _Foreign(nn.Module):
+    """Somebody's replacement of the attention; `change` is done to what it returns."""
+
+    def __init__(self, attention: nn.Module, change) -> None:
+        super().__init__()
+        self.attention, self.change = attention, change
+
+    def forward(self, x, context=None, mask=None, value=None):
+        return self.change(self.attention(x, context), x)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda out, x: out if x.shape[1] == 64 else out[:, :5],  # windows of its own, tokens dropped
+        lambda out, x: out if x.shape[1] == 64 else out.transpose(1, 2),
+        lambda out, x: out if x.shape[1] == 64 else (out, None),
+    ],
+    ids=["fewer tokens", "transposed", "tuple"],
+)
+def test_an_output_that_cannot_be_unmerged_leaves_the_call_unmerged(block, inputs, change):
+    foreign = copy.deepcopy(block)
+    block_of(foreign).attn1 = _Foreign(block_of(foreign).attn1, change)
+    expected = foreign(*inputs)
+    with tome_core.patch(foreign, tome_core.MergeConfig()) as handle:
+        assert torch.equal(foreign(*inputs), expected)
+        assert reasons(handle) == {REASON_UNMERGEABLE: 1}
+
+
+def _calling(**arguments) -> UNet:
+    """A UNet whose block calls its attention in ways that hosts do."""
+    transformer = SpatialTransformer()
+    transformer.transformer_blocks = nn.ModuleList([_CallingBlock(arguments)])
+    return UNet([[transformer]]).eval()
+
+
+class _CallingBlock(BasicTransformerBlock):
+    def __init__(self, arguments) -> None:
+        super().__init__()
+        self.arguments = arguments
+        self.attn1 = _Foreign(self.attn1, lambda out, x: out)
+
+    def _forward(self, x, context=None):
+        normed = self.norm1(x)
+        return self.attn1(normed, **{name: make(normed) for name, make in self.arguments.items()}) + x
+
+
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+@pytest.mark.parametrize(
+    ("arguments", "side", "reason"),
+    [
+        ({"mask": lambda x: torch.ones(2, 64)}, "qkv", "attn: an attention mask came along"),
+        ({"context": lambda x: torch.cat([x, x], 1)}, "kv", "attn: keys and values are not the picture's tokens"),
+        ({"context": _same, "value": lambda x: x[:, :9]}, "qkv", "attn: keys and values are of different numbers"),
+    ],
+    ids=["mask", "bank of keys", "fewer values"],
+)
+def test_a_call_that_does_not_fit_is_left_alone_and_named(inputs, arguments, side, reason):
+    model = _calling(**arguments)
+    expected = model(*inputs)
+    with tome_core.patch(model, tome_core.MergeConfig(side=side)) as handle:
+        assert torch.equal(model(*inputs), expected)
+        assert reasons(handle) == {reason: 1}
+        assert "not merged, 1 call: " + reason in str(handle.report())
+
+
+def test_keys_from_elsewhere_merge_the_query_alone(inputs):
+    model = _calling(context=lambda x: torch.cat([x, x], 1))
+    plain = model(*inputs)
+    with tome_core.patch(model, tome_core.MergeConfig()) as handle:
+        assert not torch.equal(model(*inputs), plain)
+        assert handle.report().levels[0].tokens == ((64, 32, 128),)
+
+
+def test_a_block_called_by_itself_is_left_alone_without_a_word(block, inputs):
+    """It is no call of the UNet, and whose it is nobody knows."""
+    tokens = inputs[0].flatten(2).transpose(1, 2)
+    expected = block_of(block)(tokens, inputs[2])
+    with tome_core.patch(block, tome_core.MergeConfig()) as handle:
+        assert torch.equal(block_of(block)(tokens, inputs[2]), expected)
+        assert reasons(handle) == {} and handle.report().calls == 0
+
+
+def test_a_grid_too_small_for_the_ratio_is_left_alone(block):
+    inputs = make_inputs(1, 2, "cpu", torch.float32)
+    expected = block(*inputs)
+    with tome_core.patch(block, tome_core.MergeConfig()) as handle:
+        assert torch.equal(block(*inputs), expected)
+        assert reasons(handle) == {"attn: the grid is too small for the ratio to remove a token": 1}
+
+
+def test_a_small_picture_is_left_alone_where_only_large_ones_merge():
+    from tests.models import CASES, call_case
+
+    case = next(case for case in CASES if case.name == "sd15")
+    model = case.build()
+    with torch.no_grad():
+        expected = call_case(case, model, height=16, width=16)
+        with tome_core.patch(model, tome_core.MergeConfig(min_pixels=192 * 192)) as handle:
+            assert torch.equal(call_case(case, model, height=16, width=16), expected)  # 128 px
+            assert set(reasons(handle)) == {"block: the picture is smaller than min_pixels"}
+            handle.reset_counts()
+            call_case(case, model, height=24, width=24)  # 192 px
+            assert handle.report().levels[0].calls_merged and not reasons(handle)
+
+
+def test_maps_are_kept_only_where_asked_for(block, inputs):
+    with tome_core.patch(block, tome_core.MergeConfig()) as handle:
+        block(*inputs)
+        assert handle.maps() == {}
+        handle.keep_maps()
+        block(*inputs)
+        kept = handle.maps()[0]
+        assert kept.grid[:2] == (8, 8) and kept.group.shape == (2, 64) and kept.group.device.type == "cpu"
+        assert int(kept.group.max()) + 1 == kept.num_groups == 32

@@ -1,0 +1,155 @@
+"""The shape of the house: arrows in one direction, the engine on torch alone, nothing done at import."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tome_core.settings.table import replace_between_markers
+
+ROOT = Path(__file__).parents[2]
+# what each room of the engine may import from the others; read top to bottom, the arrows point up
+MAY_IMPORT = {
+    "model": set(),
+    "reporting": set(),
+    "merging": set(),
+    "attention": {"merging"},
+    "settings": {"merging"},
+    "running": {"attention", "merging", "model", "reporting", "settings"},
+    "measuring": {"model", "reporting", "running", "settings"},
+    "unet": {"attention", "merging", "model", "reporting", "running", "settings"},
+    "sequence": {"attention", "merging", "reporting", "running", "settings"},
+    "transformers": {"merging", "model", "running", "sequence", "settings"},
+    "patching": {"measuring", "model", "reporting", "running", "settings", "transformers", "unet"},
+    "graphs": {"merging", "model", "reporting", "running", "unet"},
+    "diffusers_hooks": {"model", "patching", "running", "settings"},
+    "bench": {"attention", "merging", "patching", "settings"},
+    "__init__": {"graphs", "merging", "model", "patching", "reporting", "sequence", "settings"},
+}
+# what a module may import beside torch and the standard library: its one importer does without it where it is missing
+OPTIONAL = {f"merging/triton_kernels{which}": {"triton"} for which in ("", "_correction", "_groups")} | {
+    "diffusers_hooks/__init__": {"diffusers"}, "diffusers_hooks/model_hook": {"diffusers"}}
+# which hosts a host may import beside itself: the quality benchmark measures the demo's model
+HOSTS = {"extension": set(), "comfy_nodes": set(), "demo": set(), "benchmarks": {"demo"}}
+
+
+ENGINE = ROOT / "tome_core"
+MODULES = sorted(ENGINE.rglob("*.py"))
+
+
+def _name(path: Path) -> str:
+    """Of a module of the engine: where it lies in there, without `.py`."""
+    return path.relative_to(ENGINE).with_suffix("").as_posix()
+
+
+def _room(path: Path) -> str:
+    return _name(path).split("/")[0]
+
+
+def _imported_modules(path: Path) -> set[Path]:
+    """Files of the engine that a file of the engine imports."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = path.parents[node.level - 1].joinpath(*(node.module or "").split(".")) if node.module else (
+                path.parents[node.level - 1])
+            found |= {_file(base / alias.name) or _file(base) for alias in node.names}
+    return found - {None}
+
+
+def _file(module: Path) -> Path | None:
+    places = (module.with_suffix(".py"), module / "__init__.py")
+    return next((place for place in places if place.is_file()), None)
+
+
+def _imports(path: Path) -> set[str]:
+    """Top-level names it imports; relative imports as ``.module``."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module.split(".")[0]] if node.module else [alias.name for alias in node.names]
+            found |= {"." * node.level + name for name in names}
+    return found
+
+
+@pytest.mark.parametrize("path", MODULES, ids=_name)
+def test_the_engine_imports_torch_and_the_standard_library_only(path):
+    outside = {name for name in _imports(path) if not name.startswith(".")}
+    assert outside <= {"torch", "__future__"} | OPTIONAL.get(_name(path), set()) | set(sys.stdlib_module_names)
+
+
+def test_importing_the_engine_imports_nothing_optional():
+    code = "import sys, torch; before = set(sys.modules); import tome_core, tome_core.bench;" \
+        "print(*{name.split('.')[-1] for name in set(sys.modules) - before} " \
+        "& {'triton', 'triton_kernels', 'triton_kernels_correction'})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == ""
+
+
+def test_what_may_be_imported_stands_above_and_so_in_no_circle():
+    above: set[str] = set()
+    for module, may in MAY_IMPORT.items():
+        assert may <= above, f"{module} may import {sorted(may - above)} from below"
+        above.add(module)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=_name)
+def test_arrows_between_the_rooms_point_one_way(path):
+    room = _room(path)
+    others = {_room(imported) for imported in _imported_modules(path)} - {room}
+    assert others <= MAY_IMPORT[room], f"{_name(path)} imports {sorted(others - MAY_IMPORT[room])}"
+
+
+def test_modules_go_round_in_no_circle():
+    """Also not inside a room. What a function imports when it is called counts as well."""
+    arrows = {path: _imported_modules(path) for path in MODULES if path.name != "__init__.py"}
+    list(graphlib.TopologicalSorter(arrows).static_order())  # raises CycleError, which names the circle
+
+
+def test_every_room_says_what_it_is_for():
+    for room in (ENGINE / name for name in MAY_IMPORT if name not in ("__init__", "patching")):
+        assert ast.get_docstring(ast.parse((room / "__init__.py").read_text(encoding="utf-8"))), room
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_hosts_do_not_import_each_other(host):
+    others = set(HOSTS) - {host} - HOSTS[host]
+    for path in (ROOT / host).rglob("*.py"):
+        assert not {name.lstrip(".") for name in _imports(path)} & others, path
+
+
+IN_A_HOSTS_PYTHON = ("unfused_hosts.py", "stack_comfyui_call.py")  # run there, as the host's extension does
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_hosts_do_not_ask_for_each_others_modules_by_name(host):
+    """import_module takes a text, which the law above does not see."""
+    for path in (ROOT / host).rglob("*.py"):
+        texts = {node.value for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+                 if isinstance(node, ast.Constant) and isinstance(node.value, str)}  # fmt: skip
+        asked = {found[0] for text in texts for other in set(HOSTS) - {host} - HOSTS[host]
+                 if (found := re.findall(rf"^\.?({other}\.\w+)$", text))}  # fmt: skip
+        assert not asked or path.name in IN_A_HOSTS_PYTHON, path
+
+
+def test_importing_the_engine_does_nothing_but_define():
+    code = "import torch, logging; before = len(logging.root.handlers); state = torch.get_rng_state();" \
+        "import tome_core; assert torch.equal(torch.get_rng_state(), state);" \
+        "assert len(logging.root.handlers) == before"  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "" and done.stderr == ""
+
+
+def test_the_settings_in_the_readme_are_those_of_the_code():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert replace_between_markers(text) == text, "run: python -m tome_core.settings_table --write README.md"

@@ -1,0 +1,235 @@
+"""install.py: quiet for hosts, clear for people."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import install
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "install.py"
+PYPROJECT = """
+[project]
+name = "x"
+dependencies = ["torch>=2.4"]
+[project.optional-dependencies]
+demo = ["numpy>=1", "pillow"]
+test = ["pytest", "numpy>=1"]
+"""
+
+
+def call(*arguments, options=(), cwd):
+    command = [sys.executable, *options, str(SCRIPT), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False)
+
+
+def imported(text):
+    """Top-level modules in the output of -X importtime."""
+    return {line.rsplit("|", 1)[1].strip().split(".")[0] for line in text.splitlines() if "import time:" in line}
+
+
+def test_a_bare_call_says_nothing_and_succeeds(tmp_path):
+    done = call(cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_bare_call_imports_no_torch_and_nothing_else_of_weight(tmp_path):
+    empty = tmp_path / "empty.py"
+    empty.touch()
+    plain = subprocess.run([sys.executable, "-X", "importtime", str(empty)], capture_output=True, text=True, check=True)
+    ours = imported(call(options=["-X", "importtime"], cwd=tmp_path).stderr)
+    assert "site" in ours, "the import log was not read"
+    assert ours - imported(plain.stderr) <= {"__future__"}
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no resource module")
+def test_a_bare_call_needs_less_than_half_a_second_of_processor_time(tmp_path):
+    import resource
+
+    spent = []
+    for _ in range(3):  # the least of three: the first one may compile and read from a cold disk
+        before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+        call(cwd=tmp_path)
+        spent.append(resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before)
+    assert min(spent) < 0.5
+
+
+def test_an_unknown_command_is_refused_with_the_known_ones(tmp_path):
+    done = call("demoo", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "'demoo'" in done.stderr
+    assert all(f"install.py {name}" in done.stderr for name in install.COMMANDS)
+    assert "Traceback" not in done.stderr
+
+
+def test_help_lists_every_command(tmp_path):
+    done = call("--help", cwd=tmp_path)
+    assert done.returncode == 0
+    assert all(f"install.py {name}" in done.stdout for name in install.COMMANDS)
+
+
+def test_an_interrupt_ends_without_a_traceback(monkeypatch, capsys):
+    def interrupted(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(install.COMMANDS, "demo", interrupted)
+    assert install.main(["demo"]) == 130
+    assert capsys.readouterr().err.strip() == "install.py: stopped."
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows ends a program without telling it")
+def test_sigterm_reaches_the_command_that_runs_and_is_waited_for():
+    inner = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7));" \
+        "print('on', flush=True); time.sleep(60)"
+    outer = f"import install, sys; sys.exit(install.run([sys.executable, '-c', {inner!r}]))"
+    with subprocess.Popen([sys.executable, "-c", outer], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "on\n"
+        process.terminate()
+        assert process.wait(30) == 7
+
+
+def test_requirements_are_the_dependencies_and_the_extras_without_repeats():
+    project = {"project": {"dependencies": ["torch>=2.4"], "optional-dependencies": {"a": ["x", "y"], "b": ["y", "z"]}}}
+    assert install.requirements(project, []) == ["torch>=2.4"]
+    assert install.requirements(project, ["a", "b"]) == ["torch>=2.4", "x", "y", "z"]
+
+
+def test_an_extra_that_pyproject_lacks_is_named_with_those_it_has():
+    with pytest.raises(install.Failure, match=r"'c'.*has a, b"):
+        install.requirements({"project": {"optional-dependencies": {"a": [], "b": []}}}, ["c"])
+
+
+def test_the_real_pyproject_lists_what_the_commands_need():
+    lines = install.requirements(install.read_project(ROOT / "pyproject.toml"), ["demo", "test"])
+    names = {re.split(r"[<>=!~ \[]", line)[0] for line in lines}
+    assert {"torch", "diffusers", "scikit-image", "pytest", "ruff"} <= names
+
+
+@pytest.mark.parametrize(
+    ("version", "requirement", "expected"),
+    [
+        ("2.13.0+cpu", "torch>=2.4", True),
+        ("2.4.0", "torch>=2.4", True),
+        ("2.10.0", "torch>=2.4", True),
+        ("2.6.0.dev20250101", "torch>=2.4", True),
+        ("2.3.1", "torch>=2.4", False),
+        ("2.13.0", "torch>=2.4,<2.10", False),
+    ],
+)
+def test_a_version_meets_a_requirement_as_pip_would_say(version, requirement, expected):
+    assert install.satisfied(version, requirement) is expected
+
+
+def test_a_fingerprint_changes_with_python_and_with_each_requirement():
+    marks = {
+        install.fingerprint("3.10", ["a", "b"]),
+        install.fingerprint("3.11", ["a", "b"]),
+        install.fingerprint("3.10", ["a"]),
+        install.fingerprint("3.10", ["a", "c"]),
+    }
+    assert len(marks) == 4
+    assert install.fingerprint("3.10", ["a", "b"]) in marks
+
+
+def test_a_torch_that_is_there_is_found_without_importing_it():
+    code = "import sys, install; print(install.reusable_torch('torch>=2.4')); assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (Path(done.stdout.strip()) / "torch" / "__init__.py").exists()
+
+
+def test_a_torch_that_is_too_old_is_not_reused():
+    assert install.reusable_torch("torch>=99") is None
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """A repository of its own for install.py, whose pip only notes what it is asked for."""
+    (tmp_path / "pyproject.toml").write_text(PYPROJECT)
+    monkeypatch.setattr(install, "root", lambda: tmp_path)
+    asked = []
+    monkeypatch.setattr(install, "pip", lambda python, arguments: asked.append(list(arguments)))
+    return tmp_path, asked
+
+
+def test_the_environment_is_filled_once_and_again_when_the_requirements_change(repository):
+    folder, asked = repository
+    python = install.environment(["demo", "test"], ["old-thing==1"])
+    assert asked == [["torch>=2.4", "numpy>=1", "pillow", "pytest"], ["--no-deps", "old-thing==1"]]
+    assert install.environment(["demo", "test"], ["old-thing==1"]) == python
+    assert len(asked) == 2, "the second call went to pip"
+    (folder / "pyproject.toml").write_text(PYPROJECT.replace("numpy>=1", "numpy>=2"))
+    install.environment(["demo", "test"], ["old-thing==1"])
+    assert asked[2] == ["torch>=2.4", "numpy>=2", "pillow", "pytest"]
+
+
+def test_the_environment_sees_the_torch_of_the_python_that_made_it(repository):
+    python = install.environment(["demo"])
+    code = "import importlib.metadata as m, sys; print(m.version('torch')); assert sys.prefix != sys.base_prefix"
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == importlib.metadata.version("torch")
+
+
+def test_an_environment_made_from_an_environment_sees_the_same_torch(repository):
+    folder, _ = repository
+    first = install.environment(["demo"])
+    os.rename(folder / ".venv", folder / "parent")
+    parent = Path(first.replace(".venv", "parent"))
+    code = f"import sys, pathlib; sys.path.insert(0, {str(ROOT)!r}); import install;" \
+        f"install.root = lambda: pathlib.Path({str(folder)!r}); install.pip = lambda *a: None;" \
+        "print(install.environment(['demo']))"  # fmt: skip
+    done = subprocess.run([str(parent), "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    child = done.stdout.strip().splitlines()[-1]
+    version = "import importlib.metadata as m; print(m.version('torch'))"
+    answer = subprocess.run([child, "-c", version], capture_output=True, text=True, check=False)
+    assert answer.stdout.strip() == importlib.metadata.version("torch"), answer.stderr
+
+
+def test_an_environment_of_our_own_that_broke_is_made_again(repository):
+    folder, _ = repository
+    (folder / ".venv").mkdir()
+    (folder / ".venv" / install.OWNER).touch()
+    (folder / ".venv" / "leftover").touch()
+    assert Path(install.environment(["demo"])).exists()
+    assert not (folder / ".venv" / "leftover").exists()
+
+
+def test_an_environment_of_the_user_is_never_removed(repository):
+    folder, asked = repository
+    precious = folder / ".venv" / "precious.txt"
+    precious.parent.mkdir()
+    precious.touch()
+    with pytest.raises(install.Failure, match=r"was not made by install\.py"):
+        install.environment(["demo"])
+    assert precious.exists() and not asked
+
+
+@pytest.mark.parametrize("missing", ["venv", "ensurepip"])
+def test_a_python_that_cannot_make_environments_is_told_what_to_install(repository, monkeypatch, missing):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else found(name))
+    with pytest.raises(install.Failure, match="apt install python3-venv"):
+        install.environment(["demo"])
+
+
+def test_a_failing_pip_is_one_sentence_and_leaves_no_stamp(repository, monkeypatch, capsys):
+    folder, _ = repository
+
+    def failing(python, arguments):
+        raise install.Failure("pip could not install")
+
+    monkeypatch.setattr(install, "pip", failing)
+    assert install.main(["demo"]) == 1
+    assert capsys.readouterr().err.strip() == "install.py: pip could not install"
+    assert not list((folder / ".venv").glob("installed-*"))

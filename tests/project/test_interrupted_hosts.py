@@ -1,0 +1,218 @@
+"""An error, an interrupt or a full memory at every callback and wrapper of the hosts leaves nothing merged behind.
+
+A webui calls nothing after an error in sampling, so there it is the next job that cleans up; ComfyUI's wrappers clean
+up by themselves.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from comfy_nodes import host
+from tests import webui_doubles
+from tests.comfy_doubles import Guider, ModelPatcher, apply, least_checkpoint
+from tests.doubles import LatentDiffusionDouble
+from tests.engine.patching.test_interruptions import ERRORS, KINDS, Fault, places
+from tests.engine.patching.test_patch_contract import traces
+from tests.models import fixed, ldm
+from tests.thoroughness import THOROUGH
+from tests.webui_doubles import FLAVOURS, Processing, Webui, custom, merges
+from tests.webui_modules import HOOKS, SAMPLING_HOOK
+
+MODEL_KINDS = KINDS[:-2]  # the clock and the loop are a diffusers pipeline's
+CALLBACKS = (*HOOKS, SAMPLING_HOOK, "postprocess", "cfg_denoiser")
+VALUES = {"level": "up to /8", "end": 0.9, "merge_crossattn": True, "merge_mlp": True}
+WEBUI_ON = (custom(0.5, **VALUES),)
+COMFY_ON = {"ratio": 0.5, **VALUES}
+
+
+class Failing:
+    """A function that raises once, before or after its work."""
+
+    def __init__(self, function, error, after):
+        self.function, self.error, self.after, self.raised = function, error, after, False
+
+    def __call__(self, *args, **kwargs):
+        out = self.function(*args, **kwargs) if self.after or self.raised else None
+        if not self.raised:
+            self.raised = True
+            raise self.error("by the test")
+        return out
+
+
+# --- the webuis ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=FLAVOURS)
+def webui(request, monkeypatch):
+    monkeypatch.setattr(webui_doubles, "SIGMAS", webui_doubles.SIGMAS[::2])
+    monkeypatch.setattr(webui_doubles, "TIMESTEPS", webui_doubles.TIMESTEPS[::2])
+    monkeypatch.setattr(Processing, "size", 8)
+    made = Webui(monkeypatch, request.param).start()
+    made.load(LatentDiffusionDouble(fixed(ldm(attention_resolutions=(1,), channel_mult=(1,)))))
+    made.before = traces(made.unet)
+    made.plain = made.job(False, enable_hr=True).latents
+    made.merged = made.job(*WEBUI_ON, enable_hr=True).latents
+    assert not torch.equal(made.plain, made.merged) and not made.errors
+    yield made
+    made.call("script_unloaded")
+
+
+def is_clean(webui) -> bool:
+    return not merges(webui.unet) and traces(webui.unet) == webui.before
+
+
+def fail_at(webui, name: str, error, after: bool, monkeypatch) -> Failing:
+    """Let one callback of ours raise; the webui reports an Exception of it and goes on."""
+    if name != "cfg_denoiser":
+        failing = Failing(getattr(webui.script, name), error, after)
+        monkeypatch.setattr(webui.script, name, failing, raising=False)
+        return failing
+    failing = Failing(webui.callbacks[name][0], error, after)
+
+    def reported(params):
+        try:
+            failing(params)
+        except Exception as caught:
+            webui.errors.append(caught)
+
+    monkeypatch.setitem(webui.callbacks, name, [reported])
+    return failing
+
+
+FAULTS = [(error, after) for error in ERRORS for after in (False, True)]
+# an Exception is what the webui swallows, anything else is not
+FEW = FAULTS if THOROUGH else [(RuntimeError, False), (KeyboardInterrupt, True)]
+
+
+@pytest.mark.parametrize(("error", "after"), FEW)
+def test_a_fault_in_any_callback_leaves_nothing_merged(webui, error, after, monkeypatch):
+    for name in CALLBACKS:
+        with monkeypatch.context() as context:
+            failing = fail_at(webui, name, error, after, context)
+            try:
+                webui.job(*WEBUI_ON, enable_hr=True)
+                assert is_clean(webui), f"{name}: the job went on to its end, and something is left"
+            except KeyboardInterrupt:
+                assert error is KeyboardInterrupt
+            assert failing.raised == (webui.flavour != "old" or name not in (SAMPLING_HOOK, "post_sample"))
+        assert torch.equal(webui.job(False, enable_hr=True).latents, webui.plain), name
+        assert is_clean(webui), name
+        if THOROUGH or name in ("process", "postprocess", "cfg_denoiser"):
+            assert torch.equal(webui.job(*WEBUI_ON, enable_hr=True).latents, webui.merged) and is_clean(webui), name
+
+
+@pytest.mark.parametrize(("error", "after"), FEW)
+def test_a_fault_inside_the_model_is_gone_with_the_next_job(webui, error, after):
+    for kind in MODEL_KINDS:
+        faults = []
+
+        def break_it(step, faults=faults, kind=kind):
+            if step == 1:
+                handle = webui.part("merging").armed.handle
+                faults.append(Fault(places(handle)[kind][-1], error, after))
+
+        with pytest.raises(error, match="by the test"):
+            webui.job(*WEBUI_ON, enable_hr=True, at_step=break_it)
+        assert faults[0].gone()
+        assert torch.equal(webui.job(False, enable_hr=True).latents, webui.plain) and is_clean(webui), kind
+        if THOROUGH or kind in ("UNetSite", "SelfAttentionSite"):
+            assert torch.equal(webui.job(*WEBUI_ON, enable_hr=True).latents, webui.merged) and is_clean(webui), kind
+
+
+# --- ComfyUI ---------------------------------------------------------------------------------------------------------
+
+
+def sample(patcher: ModelPatcher, **options) -> torch.Tensor:
+    return Guider(patcher).sample(**{"steps": 2, "size": (8, 8), **options})
+
+
+@pytest.fixture(scope="module")
+def comfy():
+    class Comfy:
+        plain = least_checkpoint()
+        applied = apply(plain, **COMFY_ON)
+        before = traces(plain.model)
+        picture = sample(plain)
+        merged = sample(applied)
+
+    assert not torch.equal(Comfy.picture, Comfy.merged)
+    return Comfy
+
+
+def assert_untouched(comfy) -> None:
+    """The shared model has nothing on it, other branches do not merge, and this one goes on as before."""
+    assert traces(comfy.plain.model) == comfy.before
+    assert torch.equal(sample(comfy.plain), comfy.picture)
+    assert torch.equal(sample(comfy.applied), comfy.merged)
+    assert traces(comfy.plain.model) == comfy.before
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("kind", MODEL_KINDS)
+def test_a_fault_inside_the_model_leaves_nothing_on_it(comfy, kind, after, error):
+    (handle,) = host.attached(comfy.applied)._patches.values()
+    handle.attach()  # wraps are on while a branch samples, and only then
+    fault = Fault(places(handle)[kind][-1], error, after, at=1)
+    handle.detach()
+    with pytest.raises(error, match="by the test"):
+        sample(comfy.applied)
+    assert fault.gone()
+    assert_untouched(comfy)
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("kind", ["apply_model", "outer_sample"])
+@pytest.mark.parametrize("inside", [False, True], ids=["around us", "inside us"])
+def test_a_fault_in_a_wrapper_beside_ours_leaves_nothing(comfy, kind, inside, after, error):
+    def broken(executor, *args, **kwargs):
+        if after:
+            executor(*args, **kwargs)
+        raise error("by the test")
+
+    patcher = comfy.applied.clone()
+    wrappers = patcher.wrappers[kind]
+    patcher.wrappers[kind] = {**wrappers, "other": [broken]} if inside else {"other": [broken], **wrappers}
+    with pytest.raises(error, match="by the test"):
+        sample(patcher)
+    assert_untouched(comfy)
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("step", [0, 1])
+def test_a_fault_between_two_steps_leaves_nothing(comfy, step, error):
+    def stop(at):
+        if at == step:
+            raise error("by the test")
+
+    with pytest.raises(error, match="by the test"):
+        sample(comfy.applied, stop=stop)
+    assert_untouched(comfy)
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("question", ["_begin", "_patch_of", "_tell_time", "lines"])
+def test_a_fault_in_our_own_wrappers_leaves_nothing(comfy, question, after, error, monkeypatch):
+    """Whatever we ask while sampling may fail, and the picture with it; the model is as it was."""
+    merging = host.attached(comfy.applied)
+    with monkeypatch.context() as context:
+        context.setattr(merging, question, Failing(getattr(merging, question), error, after))
+        with pytest.raises(error, match="by the test"):
+            sample(comfy.applied)
+    assert_untouched(comfy)
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("step", ["attach", "merging", "detach"])
+def test_a_fault_around_putting_on_or_taking_off_leaves_nothing(comfy, step, after, error, monkeypatch):
+    (handle,) = host.attached(comfy.applied)._patches.values()
+    with monkeypatch.context() as context:
+        context.setattr(handle, step, Failing(getattr(handle, step), error, after))
+        with pytest.raises(error, match="by the test"):
+            sample(comfy.applied)
+    assert_untouched(comfy)

@@ -1,0 +1,242 @@
+"""Every command and every piece of Python in the READMEs runs: in a fresh copy of the project, at its smallest."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from diffusers import StableDiffusionPipeline
+
+import install
+from tests import checkout, tiny_pipeline
+
+ROOT = Path(__file__).parents[2]
+PAGES = ("README.md", "demo/README.md", "extension/README.md", "benchmarks/README.md", "CONTRIBUTING.md")
+ONE_MODEL = "--model demo/scenes128.safetensors"
+FRONT = "benchmarks/results/front-cpu-2026-11-22.json"
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+MPS = pytest.mark.skipif(not torch.backends.mps.is_available(), reason="needs an Apple GPU")
+GPUS = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four CUDA devices")
+
+
+class Way(NamedTuple):
+    """How a command is run here. fill: what stands for its placeholders; more: options that keep it short, which
+    outweigh those before them; {new} is an empty folder.
+    """
+
+    more: str = ""
+    fill: tuple[tuple[str, str], ...] = ()
+    needs: pytest.MarkDecorator | None = None
+
+
+SHORT_TRAINING = "--minutes 0.05 --batch 2 --state {new}/state.safetensors --output {new}/model.safetensors"
+SHORT_STACKING = f"--steps 2 --pictures 1 --rounds 0 {ONE_MODEL} --output {{new}}/stacking.json"
+SHORT_UNFUSED = "--sources math --what unmerged early --output {new}/unfused.json"
+WAYS = {
+    "python install.py demo": Way("--pictures 1 --steps 1 --device cpu --output {new}/comparison.png"),
+    "python install.py webui DIR": Way(fill=(("DIR", "{new}/webui"),)),
+    "python install.py comfyui DIR": Way(fill=(("DIR", "{new}/comfyui"),)),
+    "python -m tome_core.bench --device cuda --dtype float16": Way("--repeats 1", needs=GPU),
+    "python -m benchmarks.speed": Way("--smoke --suites calls --variants ours --output {new}/speed.json"),
+    "python -m benchmarks.speed --device cuda": Way("--smoke --output {new}/speed.json", needs=GPU),
+    "python -m benchmarks.speed --variants captured ours": Way("--smoke --suites calls --output {new}/speed.json"),
+    "python -m benchmarks.speed --help": Way(),
+    "python -m benchmarks.report FILE...": Way(fill=(("FILE...", "{new}/front.json"),)),
+    "python -m benchmarks.report benchmarks/results/FILE.json": Way(
+        fill=(("benchmarks/results/FILE.json", "{new}/front.json"),)
+    ),
+    "python -m benchmarks.cases": Way(
+        f"--cases '1 step' --pictures 1 {ONE_MODEL} --output {{new}}/cases.json"
+    ),
+    "python -m benchmarks.cases --list": Way(),
+    "python -m benchmarks.strength RESULT.json...": Way(fill=(("RESULT.json...", FRONT),)),
+    "python -m benchmarks.quality": Way(
+        f"--variants tomesd-0.5 --noised 2 --pictures 1 --steps 1 {ONE_MODEL} --output {{new}}/quality.json"
+    ),
+    "python -m benchmarks.quality --smallest": Way(f"{ONE_MODEL} --output {{new}}/quality.json"),
+    "python -m benchmarks.quality --smallest --device mps": Way(ONE_MODEL, needs=MPS),
+    "python -m benchmarks.quality --for choose": Way("--list"),
+    "python -m benchmarks.quality --list": Way(),
+    "python -m benchmarks.quality --all": Way("--list"),
+    "python -m benchmarks.quality --variants NAME": Way("--list", (("NAME", "sized-0.5"),)),
+    "python -m benchmarks.quality --model DIR": Way(
+        "--smallest --prompts {new}/prompts.txt --pictures 1 --output {new}/quality.json", (("DIR", "{pipeline}"),)
+    ),
+    "python -m benchmarks.quality --model DIR_OR_FILE --prompts prompts.txt --pictures 32": Way(
+        "--smallest --pictures 1 --output {new}/quality.json",
+        (("DIR_OR_FILE", "{pipeline}"), ("prompts.txt", "{new}/prompts.txt")),
+    ),
+    "torchrun --nproc-per-node 2 -m benchmarks.quality --output ...": Way(
+        f"--smallest {ONE_MODEL}", (("...", "{new}/quality.json"),)
+    ),
+    "accelerate launch --multi_gpu --num_processes 4 -m benchmarks.quality --output result.json --model ...": Way(
+        "--smallest", (("...", "demo/scenes128.safetensors"),), GPUS
+    ),
+    "python -m benchmarks.stacking": Way(f"--beside FreeU {SHORT_STACKING}"),
+    "python -m benchmarks.stacking --beside DeepCache FreeU --pictures 1 --rounds 0": Way(SHORT_STACKING),
+    "python -m benchmarks.unfused": Way(f"--pixels 256 {SHORT_UNFUSED}"),
+    "python -m benchmarks.unfused --pixels 512 1024": Way(f"--pixels 256 {SHORT_UNFUSED}"),
+    "python -m demo.samples": Way("--steps 1"),
+    "python -m demo.train --minutes 600": Way(SHORT_TRAINING),
+    "python -m demo.train --minutes 30 --device cuda --batch 64": Way(SHORT_TRAINING, needs=GPU),
+    "python -m demo.train --minutes 60 --start demo/scenes128.safetensors --seed 3": Way(SHORT_TRAINING),
+    "python -m pytest tests/engine/bench/test_cuda.py": Way(),
+    "python -m pytest tests/engine/merging/test_plan.py": Way("--collect-only --quiet"),
+    "python -m pytest tests/hosts/comfyui": Way(),
+    "python -m pytest tests/hosts/webui": Way(),
+    "python -m tome_core.settings.table --write README.md": Way(),
+    "python -m comfy_nodes.nodedefs": Way(),
+    "python -m tests.release --write": Way(),
+}
+# what runs elsewhere: the file that has it run, and how it stands there
+ELSEWHERE = {
+    "python install.py test": (".ci/run", "python3 install.py test -n 2"),
+    ".ci/run": (".github/workflows/ci.yml", "python install.py test"),
+    "python install.py page": ("tests/demo/test_page.py", '"install.py"), "page"'),
+    "python -m tome_core.bench": ("tests/engine/bench/test_bench.py", '"-m", "tome_core.bench"'),
+    "python -m tome_core.bench --json FILE": ("tests/engine/bench/test_bench.py", '"--json", str(file)]'),
+    "python -m tome_core.bench --repeats 5 --json FILE": ("tests/engine/bench/test_bench.py", '"--json", str(file)]'),
+    "python -m benchmarks.speed --dry-run": ("tests/benchmarks/test_benchmark_speed.py", 'run("--dry-run"'),
+    "python -m demo.train --layout sdxl --minutes 600 --start demo/scenes128.safetensors": (
+        "tests/demo/test_demo_training.py", '"--layout", "sdxl"'
+    ),
+    "python -m demo.train --layout flux --minutes 600 --coarse .5 --crops .3": (
+        "tests/demo/test_demo_training.py", "LAYOUTS"
+    ),
+    "python -m pytest tests/engine/transformers/test_diffusers_transformers.py": (
+        "tests/engine/transformers/test_diffusers_transformers.py", "def test_"
+    ),
+    "python -m demo.train": ("tests/demo/test_demo_training.py", "train.main("),
+}
+PIP = re.compile(r"pip install (?P<what>.*)")
+
+
+def commands_of(page: str) -> list[str]:
+    """The commands a page tells its reader to run, in order; without the map of the code, which describes files."""
+    text = (ROOT / page).read_text(encoding="utf-8").split("\n## The map\n")[0]
+    fence = re.compile(r"^```(\w*)\n(.*?)^```$", re.S | re.M)
+    blocks = [body for language, body in fence.findall(text) if not language]
+    lines = [re.sub(r"(^|\s+)#.*$", "", line).strip() for block in blocks for line in block.splitlines()]
+    prose = re.sub(r"<!--.*?-->", "", fence.sub("", text))
+    quoted = re.findall(r"`((?:\w+=\S+ )*(?:python|pip|torchrun|accelerate)\s[^`]*)`", prose)
+    return [" ".join(line.split()) for line in (*lines, *quoted) if line]
+
+
+COMMANDS = sorted({re.sub(r"\b[A-Z_]+=\.\.\. ", "", command) for page in PAGES for command in commands_of(page)})
+
+
+def test_the_pages_have_commands_and_each_is_run_somewhere():
+    assert "python install.py demo" in COMMANDS and len(COMMANDS) > 25
+    known = {*WAYS, *ELSEWHERE, *(command for command in COMMANDS if PIP.fullmatch(command))}
+    assert not set(COMMANDS) - known, "give these a way to run in tests/project/test_readme.py"
+    assert not known - set(COMMANDS), "no page has these any more"
+
+
+@pytest.mark.parametrize(("command", "place"), ELSEWHERE.items())
+def test_what_runs_elsewhere_stands_there(command, place):
+    file, phrase = place
+    assert phrase in (ROOT / file).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if PIP.fullmatch(command)])
+def test_pip_is_told_to_install_what_the_project_is_tested_with(command):
+    told = shlex.split(PIP.fullmatch(command)["what"])
+    project = install.read_project(ROOT / "pyproject.toml")
+    extras = project["project"]["optional-dependencies"]
+    tested = install.requirements(project, ["demo", "benchmarks", "test"])
+    files = {"tests/requirements-no-deps.txt": (ROOT / "tests/requirements-no-deps.txt").read_text().splitlines()}
+    for one in (one for one in told if not one.startswith("-")):
+        if one in files:
+            assert "--no-deps" in told
+        elif inside := re.fullmatch(r"(?:\.|DIR)(?:\[(.*)\])?", one):  # DIR: a clone of this project
+            assert not inside[1] or set(inside[1].split(",")) <= set(extras)
+        else:
+            assert any(line == one or re.fullmatch(rf"{re.escape(one)}\W.*", line)
+                       for line in (*tested, *files["tests/requirements-no-deps.txt"])), one  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def copy(request, tmp_path_factory):
+    return checkout.kept(request.config, tmp_path_factory.mktemp("readme"))
+
+
+GENERATED = ("README.md", "tome_core/settings/strength_table.py", "pyproject.toml", "locales/en/nodeDefs.json")
+
+
+@pytest.fixture(scope="module")
+def before(copy):
+    """What is generated, as the copy had it at first."""
+    return {name: (copy / name).read_bytes() for name in GENERATED}
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory):
+    """A diffusers folder with random weights."""
+    return tiny_pipeline.write_folder(tmp_path_factory.mktemp("pipeline"))
+
+
+@pytest.fixture
+def new(tmp_path):
+    """A folder with what the placeholders stand for."""
+    (tmp_path / "prompts.txt").write_text("a cat\n", encoding="utf-8")
+    (tmp_path / "front.json").write_bytes((ROOT / FRONT).read_bytes())
+    for name, host in (("webui", install.WEBUI), ("comfyui", install.COMFYUI)):
+        for part in host.looked_for[0]:
+            (tmp_path / name / part).mkdir(parents=True)
+    return tmp_path
+
+
+def started(command: str, way: Way, places: dict[str, str]) -> list[str]:
+    """The command as it is run: with this interpreter, something for each placeholder, and the options to be short."""
+    words = shlex.split(command)
+    filled = [dict(way.fill).get(word, word).format(**places) for word in words]
+    module = {"torchrun": ["-m", "torch.distributed.run"], "accelerate": ["-m", "accelerate.commands.accelerate_cli"]}
+    program = module.get(filled[0], [])
+    return [sys.executable, *program, *filled[1:], *(word.format(**places) for word in shlex.split(way.more))]
+
+
+@pytest.mark.parametrize("command", [pytest.param(name, marks=way.needs or ()) for name, way in WAYS.items()])
+def test_it_runs(command, copy, before, new, pipeline):
+    places = {"new": str(new), "pipeline": str(pipeline)}
+    line = started(command, WAYS[command], places)
+    done = subprocess.run(line, cwd=copy, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert done.stdout or done.stderr or "--write" in command or "nodedefs" in command
+
+
+@pytest.mark.parametrize("host", ["webui", "comfyui"])
+def test_what_was_put_into_a_host_is_taken_out_with_uninstall(host, copy, new):
+    command = [sys.executable, "install.py", host, str(new / host)]
+    place = new / host / {"webui": "extensions", "comfyui": "custom_nodes"}[host] / install.NAME
+    for more, there in (([], True), (["--uninstall"], False)):
+        subprocess.run([*command, *more], cwd=copy, check=True, capture_output=True)
+        assert place.exists() == there
+
+
+def test_what_the_commands_generate_is_what_the_project_has(copy, before):
+    for name in GENERATED:
+        assert (copy / name).read_bytes() == before[name], name
+
+
+def python_of(page: str) -> list[str]:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return re.findall(r"^```python\n(.*?)^```$", text, re.S | re.M)
+
+
+@pytest.mark.parametrize("code", [code for page in PAGES for code in python_of(page)])
+def test_the_python_runs_and_leaves_nothing_behind(code, pipeline, capsys):
+    pipe = StableDiffusionPipeline.from_pretrained(pipeline, local_files_only=True, use_safetensors=True)
+    pipe.set_progress_bar_config(disable=True)
+    pipe.scheduler.register_to_config(num_train_timesteps=1000)
+    exec(code, {"pipe": pipe})
+    assert not any("forward" in vars(module) or "_forward" in vars(module) for module in pipe.unet.modules())
+
+
+def test_the_readme_shows_python():
+    assert len(python_of("README.md")) >= 2

@@ -1,0 +1,1 @@
+"""Is merging worth it on this machine? `python -m tome_core.bench`."""

@@ -1,0 +1,325 @@
+"""What merging costs the host: the time of Python, and of dispatching operators on tensors too small to matter.
+
+On a fast GPU this is what a call of the UNet waits for. ``python -m tome_core.bench --host-time`` measures it in one
+process on one thread, variants taking turns, as process time, beside the unpatched model and tomesd where that is
+installed; and it counts the calls of our own Python functions.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
+from itertools import count, cycle, pairwise
+from types import FrameType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..patching import Patch, patch
+from ..settings.config import MergeConfig
+from ..settings.presets import DEFAULT
+from .sd_block import Downsample, SpatialTransformer, UNet, Upsample, as_ldm_model
+
+# At this size an unmerged block takes the time that it takes at 4x4 tokens: 490 us against 500, measured. At 16x16 it
+# takes 1,230: arithmetic, of which merging would save a part.
+_SIDE, _BATCH, _CHANNELS, _HEADS = 8, 2, 16, 2
+_CONTEXT_TOKENS, _CONTEXT_CHANNELS = 8, 16
+_BLOCKS = 16  # of the UNet that is timed: as many as SD1.5 has, one a transformer, but all at the finest level
+_WARM_UP = 4  # calls that are not counted
+_IN_A_ROW = 3  # calls of which the fastest counts: the first finds in the caches what another variant has left there
+
+_KEEP = 100.0
+_PRESET_LIKE = {"side": "kv", "metric": "keys+values", "refine": 1, "keep": _KEEP, "ratio": 0.9375, "sx": 4, "sy": 4,
+                "use_rand": False}  # fmt: skip
+# without a gate, which would leave so few tokens alone
+_MERGING, _GATED = MergeConfig(**_PRESET_LIKE), MergeConfig(**_PRESET_LIKE, only_if_it_pays=True)
+_UNCORRECTED = MergeConfig(**_PRESET_LIKE, correction=False)
+UNMERGED, TOMESD = "unmerged", "tomesd, ratio 0.5"
+KEPT, RENEWED, ANEW = "match kept", "match renewed", "match made anew"
+WITHOUT = ", without the correction"
+CLOSED, OFF = "left alone by the gate", "switched off"
+
+# stage -> what is in it: how many blocks a transformer has, or what changes the picture's size
+_Stages = tuple[tuple[int | str, ...], ...]
+
+
+class Layout(NamedTuple):
+    """Where a UNet has transformers of how many blocks, and where it changes the picture's size."""
+
+    down: _Stages
+    middle: tuple[int | str, ...]
+    up: _Stages
+
+
+LAYOUTS = {
+    "SD1.5": Layout(
+        down=((), (1,), (1,), ("down",), (1,), (1,), ("down",), (1,), (1,), ("down",), (), ()),
+        middle=(1,),
+        up=((), (), ("up",), (1,), (1,), (1, "up"), (1,), (1,), (1, "up"), (1,), (1,), (1,)),
+    ),
+    "SDXL": Layout(
+        down=((), (), (), ("down",), (2,), (2,), ("down",), (10,), (10,)),
+        middle=(10,),
+        up=((10,), (10,), (10, "up"), (2,), (2,), (2, "up"), (), (), ()),
+    ),
+}
+
+
+def make_unet(layout: Layout) -> UNet:
+    """The UNet of a layout in tiny widths, with fixed random weights; leaves the global generator alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        parts = [_stage(stage) for stage in layout.down], _stage(layout.middle), [_stage(stage) for stage in layout.up]
+        return UNet(*parts).eval().requires_grad_(False)
+
+
+def _stage(contents: tuple[int | str, ...]) -> list[nn.Module]:
+    resamplers = {"down": Downsample, "up": Upsample}
+    return [
+        resamplers[one]() if isinstance(one, str) else SpatialTransformer(_CHANNELS, _HEADS, _CONTEXT_CHANNELS, one)
+        for one in contents
+    ]
+
+
+def make_inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Picture, the same for both prompts of guidance, timesteps and prompts for a UNet of `make_unet`."""
+    generator = torch.Generator().manual_seed(1)
+    picture = torch.randn(1, _CHANNELS, _SIDE, _SIDE, generator=generator).expand(_BATCH, -1, -1, -1)
+    prompt = torch.randn(_BATCH, _CONTEXT_TOKENS, _CONTEXT_CHANNELS, generator=generator)
+    return picture, torch.full((_BATCH,), 500.0), prompt
+
+
+def _one_moment() -> Iterator[tuple[float, Hashable]]:
+    """Steps that are closer together than a match is kept."""
+    return cycle([(500.0, "picture"), (499.0, "picture")])
+
+
+def _far_apart() -> Iterator[tuple[float, Hashable]]:
+    return cycle([(500.0, "picture"), (500.0 - _KEEP - 1, "picture")])
+
+
+def _pictures() -> Iterator[tuple[float, Hashable]]:
+    return ((500.0, number) for number in count())
+
+
+# case -> settings, and what `Patch.set_time` is told before each call
+_CASES: dict[str, tuple[MergeConfig, Callable[[], Iterator[tuple[float, Hashable]]]]] = {
+    KEPT: (_MERGING, _one_moment),
+    RENEWED: (_MERGING, _far_apart),
+    ANEW: (_MERGING, _pictures),
+    KEPT + WITHOUT: (_UNCORRECTED, _one_moment),
+    RENEWED + WITHOUT: (_UNCORRECTED, _far_apart),
+    ANEW + WITHOUT: (_UNCORRECTED, _pictures),
+    CLOSED: (_GATED, _one_moment),
+    OFF: (_MERGING, _one_moment),
+}
+
+
+def make_run(case: str, blocks: int = 1) -> Callable[[], torch.Tensor]:
+    """One call of a UNet of so many blocks, as a host makes it, each time it is called; warmed up."""
+    unet, inputs = make_unet(Layout(((1,),) * blocks, (), ())), make_inputs()
+    if case == UNMERGED:
+        return _warm(lambda: unet(*inputs))
+    config, moments = _CASES[case][0], _CASES[case][1]()
+    handle = patch(unet, config, host_clock=True)
+    if case == OFF:
+        handle.uninstall()
+        handle.attach()
+
+    def run() -> torch.Tensor:
+        timestep, sampling = next(moments)
+        handle.set_time(timestep=timestep, sampling=sampling)
+        return unet(*inputs)
+
+    return _warm(run)
+
+
+def _tomesd_run(tomesd: ModuleType, blocks: int) -> Callable[[], torch.Tensor]:
+    unet, inputs = make_unet(Layout(((1,),) * blocks, (), ())), make_inputs()
+    tomesd.apply_patch(as_ldm_model(unet), ratio=0.5, use_rand=False)
+    return _warm(lambda: unet(*inputs))
+
+
+def _warm(run: Callable[[], Any]) -> Callable[[], Any]:
+    for _ in range(_WARM_UP):
+        run()
+    return run
+
+
+def measure(tomesd: ModuleType | None, repeats: int) -> dict[str, Any]:
+    """All of it, as plain data."""
+    return {
+        "blocks": _BLOCKS,
+        "block_us": time_blocks(tomesd, repeats),
+        "patch_ms": {name: time_patching(layout, tomesd, repeats) for name, layout in LAYOUTS.items()},
+        "calls": {case: count_calls(case) for case in (KEPT, CLOSED, OFF)},
+    }
+
+
+@torch.inference_mode()
+def time_blocks(tomesd: ModuleType | None, repeats: int) -> dict[str, dict[str, float]]:
+    """Microseconds of an unmerged block, and what a block in each other case takes beyond that.
+
+    median: over rounds, of the difference to that round's unmerged call, because a machine's speed changes.
+    tenth: the difference between the 10 % quantiles, which another program's load reaches least.
+    """
+    variants = {case: make_run(case, _BLOCKS) for case in (UNMERGED, *_CASES)}
+    if tomesd is not None:
+        variants[TOMESD] = _tomesd_run(tomesd, _BLOCKS)
+    seconds = _in_turns(variants, repeats)
+    plain = seconds.pop(UNMERGED)
+    result = {UNMERGED: _each(statistics.median(plain), _tenth(plain))}
+    for case, values in seconds.items():
+        beyond = statistics.median(own - other for own, other in zip(values, plain, strict=True))
+        result[case] = _each(beyond, _tenth(values) - _tenth(plain))
+    return result
+
+
+def _each(median: float, tenth: float) -> dict[str, float]:
+    """Seconds of a call as microseconds of a block."""
+    return {"median": median / _BLOCKS * 1e6, "tenth": tenth / _BLOCKS * 1e6}
+
+
+def _tenth(values: list[float]) -> float:
+    return sorted(values)[len(values) // 10]
+
+
+def time_patching(layout: Layout, tomesd: ModuleType | None, repeats: int) -> dict[str, float]:
+    """Milliseconds of what a host does for a sampling, for a step and for a call, with the default preset."""
+    off, on = unets = make_unet(layout), make_unet(layout)
+    handle, installed = patch(off, DEFAULT, host_clock=True), patch(on, DEFAULT, host_clock=True)
+    handle.uninstall()
+    moments = _one_moment()
+    variants = {
+        "on and off, once a sampling": lambda: _attach_and_detach(handle),
+        "on where it is on already": installed.attach,
+        "time told, once a step": lambda: _tell(installed, *next(moments)),
+        "switched to and back, once a call": lambda: _switch(installed),
+    }
+    if tomesd is not None:
+        model = as_ldm_model(make_unet(layout))
+        variants["tomesd's on and off"] = lambda: _patch_by_tomesd(tomesd, model)
+    for run in variants.values():
+        _warm(run)
+    seconds = _in_turns(variants, repeats)
+    del unets  # a handle alone does not keep its UNet alive
+    return {name: statistics.median(values) * 1e3 for name, values in seconds.items()}
+
+
+def _attach_and_detach(handle: Patch) -> None:
+    handle.attach()
+    handle.detach()
+
+
+def _tell(handle: Patch, timestep: float, sampling: Hashable) -> None:
+    handle.set_time(timestep=timestep, sampling=sampling)
+
+
+def _switch(handle: Patch) -> None:
+    with handle.merging():
+        pass
+
+
+def _patch_by_tomesd(tomesd: ModuleType, model: nn.Module) -> None:
+    tomesd.apply_patch(model, ratio=0.5, use_rand=False)
+    tomesd.remove_patch(model)
+
+
+def _in_turns(variants: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of process time of each variant in each round; in another order each time."""
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    order = random.Random(0)
+    for _ in range(rounds):
+        for name in order.sample(list(variants), len(variants)):
+            seconds[name].append(min(_timed(variants[name]) for _ in range(_IN_A_ROW)))
+    return seconds
+
+
+def _timed(run: Callable[[], Any]) -> float:
+    start = time.process_time()
+    run()
+    return time.process_time() - start
+
+
+class Way(NamedTuple):
+    """The calls of our Python functions: function -> how often, as ``file:name``; changes: from file to file."""
+
+    functions: Counter[str]
+    changes: int
+
+    def __sub__(self, other: Way) -> Way:
+        return Way(self.functions - other.functions, self.changes - other.changes)
+
+    def as_data(self) -> dict[str, Any]:
+        """calls, functions, files, changes: how many; by: calls of each function, the most first."""
+        files = {name.partition(":")[0] for name in self.functions}
+        return {
+            "calls": self.functions.total(), "functions": len(self.functions), "files": len(files),
+            "changes": self.changes, "by": dict(self.functions.most_common()),
+        }  # fmt: skip
+
+
+@torch.inference_mode()
+def count_calls(case: str) -> dict[str, Any]:
+    """What one block and its transformer call in this case: what a UNet of two calls beyond a UNet of one."""
+    return (_way_of(make_run(case, 2)) - _way_of(make_run(case, 1))).as_data()
+
+
+def _way_of(run: Callable[[], Any]) -> Way:
+    called = watch(run)
+    files = [name.partition(":")[0] for name in called]
+    return Way(Counter(called), sum(one != other for one, other in pairwise(files)))
+
+
+def watch(run: Callable[[], Any]) -> list[str]:
+    """The Python functions of this package that are called meanwhile, in order, as ``file:name``.
+
+    A generator counts each time it is resumed. What the measuring itself consists of is left out.
+    """
+    package = os.path.dirname(__file__) + os.sep
+    outside = {__file__, sys.modules[UNet.__module__].__file__}
+    called: list[str] = []
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(package) and code.co_filename not in outside:
+            file = code.co_filename[len(package) :].replace(os.sep, "/")
+            called.append(f"{file}:{getattr(code, 'co_qualname', code.co_name)}")  # the former from Python 3.11 on
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(before)
+    return called
+
+
+def table(result: dict[str, Any]) -> str:
+    """The measurements for a reader."""
+    blocks = dict(result["block_us"])
+    plain = blocks.pop(UNMERGED)
+    lines = [
+        "",
+        "host time, " + ", ".join(f"{name} {value}" for name, value in result["environment"].items()),
+        f"a UNet of {result['blocks']} blocks, {_SIDE}x{_SIDE} tokens of {_CHANNELS} channels, batch {_BATCH}",
+        f"{'':<42} {'median':>12} {'10 % quantile':>15}",
+        f"{'a block, ' + UNMERGED:<42} {plain['median']:9.0f} us {plain['tenth']:12.0f} us",
+        *(f"{'  ' + case:<42} {us['median']:+9.0f} us {us['tenth']:+12.0f} us" for case, us in blocks.items()),
+    ]
+    lines.append(f"{'the patch, preset ' + DEFAULT:<42} " + " ".join(f"{name:>12}" for name in result["patch_ms"]))
+    for name in next(iter(result["patch_ms"].values())):
+        values = " ".join(f"{times[name]:9.3f} ms" for times in result["patch_ms"].values())
+        lines.append(f"{'  ' + name:<42} {values}")
+    lines.append(f"{'Python functions called for one block':<42} {'calls':>12} {'files':>7} {'changes of file':>17}")
+    for case, way in result["calls"].items():
+        lines.append(f"{'  ' + case:<42} {way['calls']:12} {way['files']:7} {way['changes']:17}")
+    if TOMESD not in blocks:
+        lines.append("tomesd is not installed, so there is nothing to compare with: pip install tomesd==0.1.3")
+    return "\n".join(lines)

@@ -1,0 +1,77 @@
+"""The `ModelHook` of `tome_core.diffusers_hooks`. A module of its own, because its class is diffusers' own kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from diffusers.hooks import ModelHook
+from torch import nn
+
+from ..model.wrap import drop_remains, under_accelerate
+from ..patching import Patch
+from ..running.run import Scope, common_value, is_captured
+
+_RESET = "_reset_stateful_cache"  # what a pipeline calls of its models after each picture; CacheMixin's, where that is
+
+
+class TokenMergingHook(ModelHook):
+    """A patch that lives as long as it is registered, and the picture that its calls make.
+
+    put_on: patches a module, and gives the handle.
+    """
+
+    _is_stateful = True
+
+    def __init__(self, put_on: Callable[[nn.Module], Patch]) -> None:
+        super().__init__()
+        self.put_on = put_on
+        self.handle: Patch | None = None
+        self._gives_reset = False
+        self._new_picture()
+
+    def initialize_hook(self, module: nn.Module) -> nn.Module:
+        """Put the patch on, beneath the registry's own wrapper of ``module.forward``."""
+        self.handle = self.put_on(module)
+        if under_accelerate(module):
+            module.forward = module._old_forward  # where the patch is; the registry looks at the former
+        self._gives_reset = not hasattr(module, _RESET)
+        if self._gives_reset:
+            setattr(module, _RESET, module._diffusers_hook.reset_stateful_hooks)
+        return module
+
+    def deinitalize_hook(self, module: nn.Module) -> nn.Module:
+        """Take it off. (The name is diffusers'.)"""
+        if under_accelerate(module):
+            module._old_forward = module.forward
+        self.handle.remove()
+        drop_remains(module)  # where the handle was removed first
+        if under_accelerate(module):
+            module.forward = module._old_forward
+        if self._gives_reset:
+            delattr(module, _RESET)
+        return module
+
+    def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """One step of the picture, or the first of the next."""
+        sample, timestep = (args[i] if len(args) > i else kwargs[name] for i, name in enumerate(("sample", "timestep")))
+        if torch.compiler.is_compiling() or is_captured(sample) or not self.handle.run.keeps:
+            return self.fn_ref.original_forward(*args, **kwargs)
+        time, goes_back = common_value(timestep), False
+        if time is not None and self._time is not None:
+            goes_back = time > self._time
+        if goes_back or sample.shape != self._shape:
+            self._new_picture()
+        self._time, self._shape = time, sample.shape
+        with self.handle.run.step_of(self._picture):
+            return self.fn_ref.original_forward(*args, **kwargs)
+
+    def reset_state(self, module: nn.Module) -> nn.Module:
+        """The next call begins a new picture."""
+        self._new_picture()
+        self.handle.run.forget()
+        return module
+
+    def _new_picture(self) -> None:
+        self._picture, self._time, self._shape = Scope(None), None, None

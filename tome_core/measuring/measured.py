@@ -1,0 +1,166 @@
+"""The part of a patch that measures whether it pays, and goes by what was measured."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..model.families import Place, find_blocks
+from ..reporting.gains import KNOWN, Case, Gain, nearest
+from ..running.decision import decide
+from ..running.fingerprint import attention_of, device_of, dtype_of, model_of, rules_of, versions
+from ..running.latch import Latch
+from ..running.run import Run
+from ..settings.config import MergeConfig
+from .example_inputs import Call, call_of, latents, pictures_in
+from .measure import ROUNDS, STEPS, Clock, is_compiled, time_calls, whereabouts, why_not_now
+
+_PIXELS = 8  # of a picture for each side of a latent's token
+
+
+class Measured:
+    """What `Patch` is besides. attention_function: what a host's attention calls, where its module does not tell.
+
+    handed: what was handed to `patch`, a pipeline or a wrapped UNet. block_sizes: (down-sampling, channels) of each.
+    """
+
+    config: MergeConfig
+    run: Run
+    unet: nn.Module | None
+    attention_function = ""
+    handed: weakref.ref[Any] | None = None
+    block_sizes: tuple[tuple[int, int], ...] = ()
+
+    def measure(
+        self, height: int = 512, width: int = 512, batch: int = 2, *, steps: int = STEPS, rounds: int = ROUNDS,
+        call: Call | None = None, told: Mapping[str, Any] | None = None, dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None, clock: Clock | None = None,
+    ) -> Gain:  # fmt: skip
+        """Time unmerged and merged calls of the UNet, now and with inputs of its own, and remember what was found.
+
+        height, width: of a picture in pixels. batch: of a call, 2 for one picture with guidance. steps: of a picture,
+        in whose proportions merged calls count. rounds: how often each kind of call is timed; their median counts. A
+        round is 6 merged calls of a preset and 3 unmerged ones. call: of (latents ``[B, C, H, W]``, timesteps ``[B]``),
+        for a UNet that wants to be told more than a prompt; told: else more keywords of its forward. dtype, device: of
+        the latents, else the UNet's own. clock: asked around each call, and may end the measurement by an exception.
+        Rules that are to merge only where it pays follow it from now on (`tome_core.gains`). What is timed is what the
+        number of tokens would let merge, and the finest level in any case. No generator is touched, and none of this
+        patch's counts. Raises RuntimeError inside of a sampling, for a UNet that is compiled, in training, or wrapped
+        by somebody else, whose counters would be fooled; ValueError for sizes that are none, where nothing would merge,
+        and for a UNet that wants to be told more.
+        """
+        unet = self.unet
+        if unet is None:
+            raise RuntimeError("the UNet that this handle patched is gone; patch the new one")
+        problem = why_not_now(unet, self.run, self.handed and self.handed())
+        if problem:
+            raise RuntimeError(problem)
+        for name, value in (("height", height), ("width", width), ("batch", batch), ("steps", steps),
+                            ("rounds", rounds)):  # fmt: skip
+            least = _PIXELS if name in ("height", "width") else 1
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name}={value!r} is not possible; use a whole number from {least} up")
+        places, (own_device, own_dtype) = find_blocks(unet), whereabouts(unet)
+        device, dtype = torch.device(device or own_device), dtype or own_dtype
+        x = latents(unet, (batch, height // _PIXELS, width // _PIXELS), device, dtype)
+        call = call or call_of(unet, places[0], batch, device, dtype, told)
+        own = type(self)(unet, self.config, self.run.clock.schedule)
+        try:
+            own.attach()
+            own.run.latch = Latch((), (), always=True)
+            with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
+                seconds = time_calls(own, call, x, pictures_in(batch), steps, rounds, clock)
+            report = own.report()
+        finally:
+            own.remove()
+        if not report.merged_anything:
+            raise ValueError(f"nothing merges at {width}x{height}, so there is nothing to measure\n{report}")
+        case = Case(*self._about(places), device_of(device), dtype_of(dtype), *x.shape[-2:], batch)
+        gain = Gain(case, *seconds)
+        KNOWN.remember(gain)
+        self.ask_whether_it_pays()
+        return gain
+
+    def measure_latest(self, clock: Clock | None = None, told: Mapping[str, Any] | None = None) -> Gain | None:
+        """`measure` for calls as the latest was; for hosts, after a sampling.
+
+        None where somebody has measured such calls, where there was none of a picture, and where the UNet is no longer
+        where it was called.
+        """
+        latest, unet = self.run.latest, self.unet
+        if latest is None or unet is None or whereabouts(unet)[0] != latest.device or self.is_measured:
+            return None
+        batch, _, height, width = latest.shape
+        where = {"dtype": latest.dtype, "device": latest.device}
+        gain = self.measure(height * _PIXELS, width * _PIXELS, batch, clock=clock, told=told, **where)
+        if self.run.latch is not None:
+            self.run.latch.used[gain] = None  # the report is on calls like these
+        return gain
+
+    @property
+    def is_measured(self) -> bool:
+        """Has anybody measured calls as the latest was?"""
+        latest = self.run.latest
+        if latest is None:
+            return False
+        batch, _, height, width = latest.shape
+        where = {"dtype": latest.dtype, "device": latest.device}
+        return self.gain_for(height * _PIXELS, width * _PIXELS, batch, **where) is not None
+
+    def gain_for(
+        self, height: int, width: int, batch: int = 2, dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> Gain | None:  # fmt: skip
+        """What was measured for pictures of this size, here or in an earlier process; None where nothing was.
+
+        Calls no model. height, width: in pixels; dtype, device: of the latents, else the UNet's own.
+        """
+        unet = self.unet
+        if unet is None or not KNOWN:
+            return None
+        own_device, own_dtype = whereabouts(unet)
+        where = device_of(torch.device(device or own_device)), dtype_of(dtype or own_dtype)
+        return nearest(KNOWN.of(self._about(find_blocks(unet))), *where, height // _PIXELS, width // _PIXELS, batch)
+
+    def why_not(self, height: int, width: int, batch: int = 2) -> str:
+        """Why no step of pictures of this size would merge; "" where one would, as far as is known before.
+
+        Calls no model. height, width: in pixels.
+        """
+        unet, run = self.unet, self.run
+        if unet is None:
+            return "the UNet is gone"
+        if run.latch is None:
+            self.ask_whether_it_pays()
+        device, dtype = whereabouts(unet)
+        latent = torch.empty(batch, 1, height // _PIXELS, width // _PIXELS, device=device, dtype=dtype)
+        channels, why = dict(self.block_sizes), ""
+        for one in run.in_order:
+            downsamples = run.clock.downsamples
+            rules = run.clock.for_pixels((one,), height * width)
+            off: tuple[str, ...] = ("no rule holds for this size",) * len(downsamples)
+            if run.latch is not None:
+                rules, off = run.latch.apply(rules, off, latent, run.clock.gated)
+            for level, reach in enumerate(downsamples):
+                tokens = -(-latent.shape[2] // reach) * -(-latent.shape[3] // reach)
+                found = decide(rules[level], off[level], tokens, channels[reach], device.type)
+                if not found.why_not:
+                    return ""
+                why = why or found.why_not
+        return why
+
+    def _about(self, places: list[Place]) -> tuple[str, ...]:
+        """What all cases of this patch have in common: their first fields."""
+        attention = attention_of(places, self.attention_function)
+        return (model_of(self.unet, places), rules_of(self.config), attention, *versions())
+
+    def ask_whether_it_pays(self) -> None:
+        """From now on calls merge as is known at this moment."""
+        unet, self.run.latch = self.unet, None
+        asks = any(rule.only_if_it_pays for rule in self.run.in_order)
+        if unet is not None and (asks or KNOWN) and not is_compiled(unet):  # a compiled one does not wait for its host
+            self.run.latch = Latch(KNOWN.of(self._about(find_blocks(unet))) if KNOWN else (), self.block_sizes)

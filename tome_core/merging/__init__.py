@@ -1,0 +1,1 @@
+"""Tensors in, a map out: which tokens merge, and the kernels that find and apply it."""

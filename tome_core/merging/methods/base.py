@@ -1,0 +1,138 @@
+"""What every matching method is: one function of one signature, and a few facts about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+
+from .. import kernels
+from ..grid import Draw, Grid
+from ..plan import MergeMode, MergePlan, take_rows
+
+Side = Literal["qkv", "kv"]
+
+
+class MatchOptions(NamedTuple):
+    """The settings a method may use.
+
+    ratio: share of tokens to remove, 0..1. sx, sy: cell size in tokens. draw: what random choices depend
+    on, None for fixed ones. cluster_on: see `tome_core.merging.methods.cluster`. refine: k-means steps after the match;
+    by_distance: tokens are compared by distance, not by cosine; st: frames of a film's cell. All of bipartite matching.
+    """
+
+    ratio: float
+    sx: int
+    sy: int
+    draw: Draw | None = None
+    cluster_on: str = "tokens"
+    refine: int = 0
+    by_distance: bool = False
+    st: int = 1
+
+
+class Method(NamedTuple):
+    """A matching method.
+
+    match: ``(x [B, N, C], grid, options) -> MergePlan``, or None where nothing is to merge. It may look at
+        ``x`` only through operators with static shapes, and never synchronises with the device.
+    sides: the sides of attention it can merge, the default first.
+    mode: how its groups become tokens, see `MergePlan.merge`.
+    uses_ratio: False where the ratio follows from the cell size.
+    keeps_cells: True where one token of every cell stays, so that the ratio can reach ``1 - 1/(sx*sy)`` at most.
+    compares: True where it gets what `metric` names instead of the block's input, and k-means steps improve its plan.
+    """
+
+    name: str
+    summary: str
+    match: Callable[[torch.Tensor, Grid, MatchOptions], MergePlan | None]
+    sides: tuple[Side, ...] = ("qkv", "kv")
+    mode: MergeMode = "mean"
+    uses_ratio: bool = True
+    keeps_cells: bool = False
+    compares: bool = False
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best key of every query: ``score`` float32 and ``index`` int64, both ``[B, Q]``."""
+
+    score: torch.Tensor
+    index: torch.Tensor
+
+
+class Rows(NamedTuple):
+    """Queries of `best_keys` that are rows of a tensor: a kernel takes them from where they are, without a copy.
+
+    x: ``[B or 1, N, C]``, any float dtype. rows: int64 ``[B or 1, Q]`` with values in ``0..N-1``, None for all rows.
+    """
+
+    x: torch.Tensor
+    rows: torch.Tensor | None = None
+
+
+def taken(source: Rows | Callable[[int, int], torch.Tensor], start: int, stop: int) -> torch.Tensor:
+    """Queries ``start`` to ``stop`` of every sample: float32 ``[B, stop - start, C]``.
+
+    No method of `Rows`: the compilers of torch 2.4 cannot follow calls of objects that they made themselves.
+    """
+    if not isinstance(source, Rows):
+        return source(start, stop)
+    if source.rows is None:
+        return source.x[:, start:stop].float()
+    rows = source.rows[:, start:stop]
+    if source.x.shape[0] > 1 or rows.shape[0] == 1:
+        return take_rows(source.x, rows).float()
+    return take_rows(source.x, rows.reshape(1, -1)).view(*rows.shape, -1).float()
+
+
+# Largest block of scores held at once. 8 MiB stays in a CPU's cache; a GPU wants few, large products.
+_SCORE_BYTES = {"cpu": 8 << 20}
+_SCORE_BYTES_ELSEWHERE = 64 << 20
+
+
+def best_keys(
+    queries: Rows | Callable[[int, int], torch.Tensor], count: int, keys: torch.Tensor, bias: torch.Tensor | None = None
+) -> Best:
+    """The key with the highest dot product for each of ``count`` queries, plus ``bias`` if given.
+
+    queries: `Rows`, or ``(start, stop) -> [B, stop - start, C]`` float32. keys: ``[B, K, C]``, float32 or as `Rows`.
+    bias: float32 ``[B, K]``. Not differentiable. The scores never exist as a whole: on a GPU with Triton one kernel
+    keeps them to itself (`kernels`; half precision `Rows` are multiplied as they are there), elsewhere
+    queries are called slice by slice. Equal from either up to rounding: near ties may resolve differently.
+    """
+    if kernels.ready(keys):
+        rows = queries if isinstance(queries, Rows) else Rows(queries(0, count))
+        found = kernels.best_keys(rows.x, rows.rows, keys, bias) if kernels.ready(rows.x) else None
+        if found is not None:
+            return Best(*found)
+    return _best_by_slices(queries, count, keys.float(), bias)
+
+
+def _best_by_slices(
+    queries: Rows | Callable[[int, int], torch.Tensor], count: int, keys: torch.Tensor, bias: torch.Tensor | None
+) -> Best:
+    transposed = keys.transpose(1, 2)
+    budget = _SCORE_BYTES.get(keys.device.type, _SCORE_BYTES_ELSEWHERE)
+    step = max(1, budget // (4 * keys.shape[0] * keys.shape[1]))
+    if step >= count:
+        return Best(*_scores(queries, 0, count, transposed, bias).max(-1))
+    # Filled in place: kept results between freed slices tear a CPU's heap apart (4.8 GiB at 65,536 tokens).
+    best_score = keys.new_empty(keys.shape[0], count)
+    best_index = torch.empty(keys.shape[0], count, dtype=torch.int64, device=keys.device)
+    for start in range(0, count, step):
+        stop = min(start + step, count)
+        best = _scores(queries, start, stop, transposed, bias).max(-1)
+        best_score[:, start:stop], best_index[:, start:stop] = best
+    return Best(best_score, best_index)
+
+
+def _scores(
+    queries: Rows | Callable[[int, int], torch.Tensor], start: int, stop: int, transposed: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """``[B, stop - start, K]``."""
+    rows = taken(queries, start, stop)
+    return torch.bmm(rows, transposed) if bias is None else torch.baddbmm(bias[:, None], rows, transposed)

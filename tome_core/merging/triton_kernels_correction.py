@@ -1,0 +1,302 @@
+"""The kernels of a correction in Triton, and of adding it; `triton_kernels` passes them on.
+
+For half precision, which tensor cores multiply; sums and solutions in float32. A model has few widths of heads: each
+is compiled as a constant, because rows of 40 channels can be loaded in pieces of 8 only where that is known.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_TOKENS, _QUERIES = 64, 32
+_TINY = tl.constexpr(1e-12)
+
+
+@triton.jit
+def _first_order(
+    keys, values, group, means, found, tokens, groups, heads, span, scale,
+    keys_sample, keys_row, keys_channel, values_sample, values_row, values_channel, group_sample,
+    width: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """One program: one head, one span of its tokens; the sum over them of ``k^T (v - v_g) scale``."""
+    sample, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
+    channel = tl.arange(0, WIDTH)
+    held = channel < width
+    column = head * width + channel
+    first, stop = tl.program_id(1) * span, tl.minimum(tl.program_id(1) * span + span, tokens)
+    total = tl.zeros([WIDTH, WIDTH], tl.float32)
+    for start in range(first, stop, TOKENS):
+        token = start + tl.arange(0, TOKENS)
+        there = token < stop
+        row = token.to(tl.int64)
+        at_key = keys + sample * keys_sample + row[None, :] * keys_row + column[:, None] * keys_channel
+        key = tl.load(at_key, mask=held[:, None] & there[None, :], other=0.0)
+        mask = there[:, None] & held[None, :]
+        at_value = values + sample * values_sample + row[:, None] * values_row + column[None, :] * values_channel
+        value = tl.load(at_value, mask=mask, other=0.0).to(tl.float32)
+        number = tl.load(group + sample * group_sample + token, mask=there, other=0) + sample * groups
+        rest = value - tl.load(means + number[:, None] * (heads * width) + column[None, :], mask=mask, other=0.0)
+        # tensor cores multiply halves exactly; what a value loses to its first part is in the next ones
+        for _part in tl.static_range(PARTS):
+            part = rest.to(key.dtype)
+            total = tl.dot(key, part, total)
+            rest = rest - part.to(tl.float32)
+    to = found + (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * width * width
+    mask = held[:, None] & held[None, :]
+    tl.store(to + channel[:, None] * width + channel[None, :], total * scale, mask=mask)
+
+
+@triton.jit
+def _attended(
+    asked, keys, values, bias, first, stop, scale, keys_row, keys_channel, values_row, values_channel, column, held,
+    QUERIES: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Answers from the keys from ``first`` to ``stop``, and the logarithm of what their weights add up to."""
+    top = tl.full([QUERIES], float("-inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    out = tl.zeros([QUERIES, WIDTH], tl.float32)
+    for start in range(first, stop, TOKENS):
+        token = start + tl.arange(0, TOKENS)
+        there = token < stop
+        row = token.to(tl.int64)
+        at_key = keys + row[None, :] * keys_row + column[:, None] * keys_channel
+        scores = tl.dot(asked, tl.load(at_key, mask=held[:, None] & there[None, :], other=0.0)) * scale
+        if bias is not None:
+            scores += tl.load(bias + token, mask=there, other=0.0).to(tl.float32)[None, :]
+        scores = tl.where(there[None, :], scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        weight, fade = tl.exp(scores - higher[:, None]), tl.exp(top - higher)
+        at_value = values + row[:, None] * values_row + column[None, :] * values_channel
+        value = tl.load(at_value, mask=there[:, None] & held[None, :], other=0.0)
+        out = tl.dot(weight.to(value.dtype), value, out * fade[:, None])
+        total = total * fade + tl.sum(weight, 1)
+        top = higher
+    return out / total[:, None], top + tl.log(total)
+
+
+@triton.jit
+def _answered(
+    q, rows, keys, values, merged_keys, merged_values, bias, merged, full, logs,
+    count, tokens, groups, heads, tiles, span, scale,
+    q_sample, q_row, q_channel, keys_sample, keys_row, keys_channel, values_sample, values_row, values_channel,
+    bias_sample, width: tl.constexpr, QUERIES: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """One program: some queries of one head, and one span of all keys; after the last span, all merged ones."""
+    which = (tl.program_id(0) // tiles).to(tl.int64)
+    sample, head = which // heads, which % heads
+    query = tl.program_id(0) % tiles * QUERIES + tl.arange(0, QUERIES)
+    channel = tl.arange(0, WIDTH)
+    held, column = channel < width, head * width + channel
+    there = query < count
+    mask = there[:, None] & held[None, :]
+    row = tl.load(rows + query, mask=there, other=0)
+    asked = tl.load(q + sample * q_sample + row[:, None] * q_row + column[None, :] * q_channel, mask=mask, other=0.0)
+    at = query[:, None] * width + channel[None, :]
+    part = tl.program_id(1)
+    if part < tl.num_programs(1) - 1:
+        answer, log = _attended(
+            asked, keys + sample * keys_sample, values + sample * values_sample, None, part * span,
+            tl.minimum(part * span + span, tokens), scale, keys_row, keys_channel, values_row, values_channel, column,
+            held, QUERIES, WIDTH, TOKENS,
+        )  # fmt: skip
+        number = part * (tl.num_programs(0) // tiles) + which
+        tl.store(full + number * count * width + at, answer, mask=mask)
+        tl.store(logs + number * count + query, log, mask=there)
+    else:
+        own = sample * groups * heads * width
+        answer, log = _attended(
+            asked, merged_keys + own, merged_values + own, bias + sample * bias_sample, 0, groups, scale,
+            heads * width, 1, heads * width, 1, column, held, QUERIES, WIDTH, TOKENS,
+        )  # fmt: skip
+        tl.store(merged + which * count * width + at, answer, mask=mask)
+
+
+@triton.jit
+def _told(q, rows, merged, query, column, mask, width: tl.constexpr, q_row, q_channel):
+    """Queries and merged answers side by side, float32."""
+    row = tl.load(rows + query, mask=tl.max(mask.to(tl.int32), 1) > 0, other=0)
+    own = column < width
+    left = tl.load(q + row[:, None] * q_row + column[None, :] * q_channel, mask=mask & own[None, :], other=0.0)
+    at = merged + query[:, None] * width + (column - width)[None, :]
+    return left.to(tl.float32) + tl.load(at, mask=mask & (column >= width)[None, :], other=0.0)
+
+
+@triton.jit
+def _joined(full, logs, number, programs, spans, query, there, column, wide, count, width: tl.constexpr):
+    """What queries are answered from all keys: each span's answer, by its share of the weights."""
+    top = tl.load(logs + number * count + query, mask=there, other=0.0)
+    for span in range(1, spans):
+        top = tl.maximum(top, tl.load(logs + (span * programs + number) * count + query, mask=there, other=0.0))
+    total = tl.zeros_like(top)
+    answer = tl.zeros_like(query[:, None] * column[None, :]).to(tl.float32)
+    for span in range(0, spans):
+        own = span * programs + number
+        share = tl.exp(tl.load(logs + own * count + query, mask=there, other=0.0) - top)
+        at = full + own * count * width + query[:, None] * width + column[None, :]
+        answer += share[:, None] * tl.load(at, mask=there[:, None] & wide[None, :], other=0.0)
+        total += share
+    return answer / total[:, None]
+
+
+@triton.jit
+def _ridge(
+    q, rows, merged, full, logs, first, matrix, constant, count, heads, spans, q_sample, q_row, q_channel,
+    width: tl.constexpr, WIDTH: tl.constexpr, UNKNOWNS: tl.constexpr, QUERIES: tl.constexpr,
+):  # fmt: skip
+    """One program: one head. Its normal equations, solved by elimination, which the penalty makes safe without pivots.
+
+    What is multiplied is rounded to the queries' dtype after it is centred: less than what rounded the answers.
+    """
+    number, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    q += number // heads * q_sample + number % heads * width * q_channel
+    merged += number * count * width
+    row, column = tl.arange(0, UNKNOWNS), tl.arange(0, WIDTH)
+    unknowns = 2 * width
+    held, wide = row < unknowns, column < width
+    block = (row < width)[:, None] & wide[None, :]
+    known = tl.zeros([UNKNOWNS, WIDTH], tl.float32)  # of first order, below it zeros
+    for span in range(0, spans):
+        at = first + (span * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * width * width
+        known += tl.load(at + row[:, None] * width + column[None, :], mask=block, other=0.0)
+    rounded = known.to(q.dtype.element_ty)
+    mean = tl.zeros([UNKNOWNS], tl.float32)
+    for start in range(0, count, QUERIES):
+        query = start + tl.arange(0, QUERIES)
+        mask = (query < count)[:, None] & held[None, :]
+        mean += tl.sum(_told(q, rows, merged, query, row, mask, width, q_row, q_channel), 0)
+    mean = mean / count
+    normal = tl.zeros([UNKNOWNS, UNKNOWNS], tl.float32)
+    cross = tl.zeros([UNKNOWNS, WIDTH], tl.float32)
+    left_mean = tl.zeros([WIDTH], tl.float32)
+    for start in range(0, count, QUERIES):
+        query = start + tl.arange(0, QUERIES)
+        there = query < count
+        mask = there[:, None] & held[None, :]
+        told = _told(q, rows, merged, query, row, mask, width, q_row, q_channel)
+        left = _joined(full, logs, number, programs, spans, query, there, column, wide, count, width)
+        at_merged = merged + query[:, None] * width + column[None, :]
+        left -= tl.load(at_merged, mask=there[:, None] & wide[None, :], other=0.0)
+        left -= tl.dot(told.to(rounded.dtype), rounded)
+        left_mean += tl.sum(left, 0)
+        told = tl.where(mask, told - mean[None, :], 0.0).to(rounded.dtype)
+        across = tl.trans(told)
+        normal = tl.dot(across, told, normal)
+        cross = tl.dot(across, left.to(rounded.dtype), cross)
+    left_mean = left_mean / count
+    energy = tl.sum(tl.where(row[:, None] == row[None, :], normal, 0.0), 1)
+    of_q = tl.sum(tl.where(row < width, energy, 0.0), 0) / width
+    of_merged = tl.sum(tl.where(row < width, 0.0, energy), 0) / width
+    energy = tl.maximum(tl.where(row < width, of_q, of_merged), _TINY)
+    unit = tl.where(held, 1.0 / tl.sqrt(energy), 0.0)
+    penalty = unknowns / count.to(tl.float32)
+    normal = normal * unit[:, None] * unit[None, :] + tl.where(row[:, None] == row[None, :], penalty, 0.0)
+    weights = cross * unit[:, None]
+    for step in range(0, unknowns):
+        is_pivot = row == step
+        own = tl.sum(tl.where(is_pivot[:, None], normal, 0.0), 0)
+        theirs = tl.sum(tl.where(is_pivot[None, :], normal, 0.0), 1)
+        pivot = tl.sum(tl.where(is_pivot, own, 0.0), 0)
+        share = tl.where(is_pivot, 1.0 - 1.0 / pivot, theirs / pivot)
+        right = tl.sum(tl.where(is_pivot[:, None], weights, 0.0), 0)
+        normal -= share[:, None] * own[None, :]
+        weights -= share[:, None] * right[None, :]
+    weights = weights * unit[:, None]
+    known = rounded.to(tl.float32)
+    lost = tl.where(tl.max(tl.max(tl.abs(known), 1), 0) > 0, 1.0, 0.0)  # nothing was: then rounding is all
+    shift = (left_mean - tl.sum(mean[:, None] * weights, 0)) * lost
+    to = matrix + tl.program_id(0).to(tl.int64) * unknowns * width
+    mask = held[:, None] & wide[None, :]
+    tl.store(to + row[:, None] * width + column[None, :], weights * lost + known, mask=mask)
+    tl.store(constant + tl.program_id(0) * width + column, shift, mask=wide)
+
+
+@triton.jit
+def _corrected(
+    out, q, matrix, constant, to, tokens, heads, tiles,
+    out_sample, out_row, out_channel, q_sample, q_row, q_channel,
+    width: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """One program: some tokens of one head. Neighbouring programs share a head's matrix."""
+    which = tl.program_id(0) // tiles
+    sample, head = (which // heads).to(tl.int64), which % heads
+    token = tl.program_id(0) % tiles * TOKENS + tl.arange(0, TOKENS)
+    channel = tl.arange(0, WIDTH)
+    held = channel < width
+    mask = (token < tokens)[:, None] & held[None, :]
+    row, column = token.to(tl.int64)[:, None], (head * width + channel)[None, :]
+    asked = tl.load(q + sample * q_sample + row * q_row + column * q_channel, mask=mask, other=0.0)
+    answer = tl.load(out + sample * out_sample + row * out_row + column * out_channel, mask=mask, other=0.0)
+    at = matrix + which.to(tl.int64) * 2 * width * width + channel[:, None] * width + channel[None, :]
+    square = held[:, None] & held[None, :]
+    more = tl.dot(asked, tl.load(at, mask=square, other=0.0))
+    more = tl.dot(answer, tl.load(at + width * width, mask=square, other=0.0), more)
+    more += tl.load(constant + which * width + channel, mask=held, other=0.0).to(tl.float32)[None, :]
+    at = to + (sample * tokens + row) * (heads * width) + column
+    tl.store(at, answer.to(tl.float32) + more, mask=mask)
+
+
+def _wide(width: int) -> int:
+    return max(16, triton.next_power_of_2(width))
+
+
+def _warps(width: int) -> int:
+    return 4 if width <= 64 else 8
+
+
+def first_order(
+    keys: torch.Tensor, values: torch.Tensor, group: torch.Tensor, means: torch.Tensor, span: int, parts: int,
+    scale: float, found: torch.Tensor,
+) -> None:  # fmt: skip
+    """See `kernels.first_order`; fills ``found``. group: ``[B, N]``, expanded."""
+    batch, tokens, _ = keys.shape
+    spans, programs, width, _ = found.shape
+    heads = programs // batch
+    _first_order[(programs, spans)](
+        keys, values, group, means, found, tokens, means.shape[1], heads, span, scale,
+        *keys.stride(), *values.stride(), group.stride(0),
+        width=width, PARTS=parts, WIDTH=_wide(width), TOKENS=_TOKENS, num_warps=_warps(width),
+    )  # fmt: skip
+
+
+def answered(
+    q: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, merged_keys: torch.Tensor,
+    merged_values: torch.Tensor, bias: torch.Tensor, span: int, scale: float,
+    merged: torch.Tensor, full: torch.Tensor, logs: torch.Tensor,
+) -> None:  # fmt: skip
+    """See `kernels.answered`; fills ``merged``, ``full`` and ``logs``. bias: ``[B, G]``, expanded."""
+    spans, programs, count, width = full.shape
+    heads = programs // q.shape[0]
+    tiles = triton.cdiv(count, _TOKENS)
+    _answered[(programs * tiles, spans + 1)](
+        q, rows, keys, values, merged_keys, merged_values, bias, merged, full, logs,
+        count, keys.shape[1], merged_keys.shape[1], heads, tiles, span, scale,
+        *q.stride(), *keys.stride(), *values.stride(), bias.stride(0),
+        width=width, QUERIES=_TOKENS, WIDTH=_wide(width), TOKENS=_TOKENS, num_warps=_warps(width),
+    )  # fmt: skip
+
+
+def ridge(
+    q: torch.Tensor, rows: torch.Tensor, merged: torch.Tensor, full: torch.Tensor, logs: torch.Tensor,
+    first: torch.Tensor, matrix: torch.Tensor, constant: torch.Tensor,
+) -> None:  # fmt: skip
+    """See `kernels.ridge`; fills ``matrix`` and ``constant``."""
+    programs, count, width = merged.shape
+    _ridge[(programs,)](
+        q, rows, merged, full, logs, first, matrix, constant, count, programs // q.shape[0], first.shape[0],
+        *q.stride(), width=width, WIDTH=_wide(width), UNKNOWNS=_wide(2 * width), QUERIES=_QUERIES, num_warps=8,
+    )  # fmt: skip
+
+
+def corrected(
+    out: torch.Tensor, q: torch.Tensor, matrix: torch.Tensor, constant: torch.Tensor, to: torch.Tensor
+) -> None:
+    """See `kernels.corrected`; fills ``to``."""
+    batch, tokens, _ = out.shape
+    heads, width = matrix.shape[0] // batch, matrix.shape[2]
+    tiles = triton.cdiv(tokens, _TOKENS)
+    _corrected[(tiles * heads * batch,)](
+        out, q, matrix, constant, to, tokens, heads, tiles, *out.stride(), *q.stride(),
+        width=width, WIDTH=_wide(width), TOKENS=_TOKENS, num_warps=_warps(width),
+    )  # fmt: skip

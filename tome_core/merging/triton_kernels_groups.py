@@ -1,0 +1,175 @@
+"""The kernels in Triton that make groups of tokens, and merge them; `triton_kernels` passes them on."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+# Fixed, not tuned at run time: another tile adds in another order, and equal inputs would give other bits.
+# Groups are few, and their programs wait for what they load: wide in what a loop goes through, narrow beside it.
+_ROWS, _WIDEST, _ROWS_ALONE, _WIDEST_ALONE = 32, 64, 16, 1024
+_COUNTED_TOKENS, _COUNTED_GROUPS = 2048, 4
+_PLACED, _OTHERS = 32, 128
+
+
+@triton.jit
+def _mean_rows(
+    x, values, order, offsets, mean, mean_values, exact, bias, groups, tokens, channels,
+    x_row, x_channel, values_row, values_channel,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """One program: one group of one copy, or some of its channels where nobody asks for its length.
+
+    Row i of the group is added to sum i % ROWS; then those are added. PARTS: 2 where there are values.
+    """
+    number = tl.program_id(0).to(tl.int64)
+    group, copy = number % groups, number // groups * tokens
+    start, stop = tl.load(offsets + group), tl.load(offsets + group + 1)
+    size = tl.maximum(stop - start, 1).to(tl.float32)
+    squared = 0.0
+    for first_channel in range(tl.program_id(1) * CHANNELS, channels, CHANNELS * tl.num_programs(1)):
+        channel = first_channel + tl.arange(0, CHANNELS)
+        held = channel < channels
+        for part in tl.static_range(PARTS):
+            own = x + copy * x_row + channel[None, :] * x_channel
+            if part == 1:
+                own = values + copy * values_row + channel[None, :] * values_channel
+            total = tl.zeros([ROWS, CHANNELS], tl.float32)
+            for first in range(start, stop, ROWS):
+                place = first + tl.arange(0, ROWS)
+                row = tl.load(order + place, mask=place < stop, other=0)
+                mask = (place < stop)[:, None] & held[None, :]
+                step = x_row if part == 0 else values_row
+                total += tl.load(own + row[:, None] * step, mask=mask, other=0.0).to(tl.float32)
+            found = tl.sum(total, 0) / size
+            rounded = found.to(mean.dtype.element_ty)
+            to = number * channels + channel
+            if part == 0:
+                tl.store(mean + to, rounded, mask=held)
+                if bias is not None:
+                    kept = tl.where(held, rounded.to(tl.float32), 0.0)
+                    squared += tl.sum(kept * kept, 0)
+            else:
+                tl.store(mean_values + to, rounded, mask=held)
+                tl.store(exact + to, found, mask=held)
+    if bias is not None:
+        tl.store(bias + number, tl.where(stop > start, squared * -0.5, float("-inf")))
+
+
+@triton.jit
+def _segments(
+    group, order, offsets, sizes, logs, rounded, tokens, groups, tiles, empty,
+    TOKENS: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """One program: some groups of one row. What lies in lower groups tells where they start, so no other is asked."""
+    row = (tl.program_id(0) // tiles).to(tl.int64)
+    first = tl.program_id(0) % tiles * GROUPS
+    number = first + tl.arange(0, GROUPS)
+    there = number < groups
+    count = tl.zeros([GROUPS], tl.int32)
+    lower = tl.zeros([TOKENS], tl.int32)
+    for start in range(0, tokens, TOKENS):
+        token = start + tl.arange(0, TOKENS)
+        its = tl.load(group + row * tokens + token, mask=token < tokens, other=2147483647).to(tl.int32)
+        count += tl.sum((its[:, None] == number[None, :]).to(tl.int32), 0)
+        lower += (its < first).to(tl.int32)
+    place = row * tokens + tl.sum(lower, 0) + tl.cumsum(count, 0) - count
+    tl.store(offsets + row * groups + number, place, mask=there)
+    tl.store(offsets + row * groups + number + 1, place + count, mask=number == groups - 1)
+    size = count.to(tl.float32)
+    tl.store(sizes + row * groups + number, size, mask=there)
+    log = tl.where(count > 0, tl.log(tl.maximum(size, 1.0)), empty)
+    tl.store(logs + row * groups + number, log, mask=there)
+    tl.store(rounded + row * groups + number, log, mask=there)
+    for start in range(0, tokens, TOKENS):
+        token = start + tl.arange(0, TOKENS)
+        its = tl.load(group + row * tokens + token, mask=token < tokens, other=2147483647).to(tl.int32)
+        same = its[:, None] == number[None, :]
+        rank = tl.cumsum(same.to(tl.int32), 0)
+        held = same & there[None, :]
+        tl.store(order + place[None, :] + (rank - 1), (row * tokens + token)[:, None] + tl.zeros_like(rank), mask=held)
+        place += tl.sum(same.to(tl.int32), 0)
+
+
+@triton.jit
+def _in_order(score):
+    """Floats as integers in the order in which torch sorts them: no number above infinity, both zeros equal."""
+    bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)
+    return tl.where(score != score, 2147483647, bits ^ ((bits >> 31) & 2147483647))
+
+
+@triton.jit
+def _placed(
+    score, index, sources, destinations, group, representative, count, cells, removed,
+    score_sample, index_sample, sources_sample, destinations_sample, PLACES: tl.constexpr, OTHERS: tl.constexpr,
+):  # fmt: skip
+    """One program: some sources, which rank by how many others merge before them, or some destinations.
+
+    Of equal scores the first merges first.
+    """
+    sample = tl.program_id(1).to(tl.int64)
+    place = tl.program_id(0) * PLACES + tl.arange(0, PLACES)
+    tokens, groups = count + cells, count + cells - removed
+    is_source = place < count
+    own = _in_order(tl.load(score + sample * score_sample + place, mask=is_source, other=0.0))
+    before = tl.zeros([PLACES, OTHERS], tl.int32)
+    stop = tl.where(tl.program_id(0) * PLACES < count, count, 0)
+    for start in range(0, stop, OTHERS):
+        other = start + tl.arange(0, OTHERS)
+        its = _in_order(tl.load(score + sample * score_sample + other, mask=other < count, other=float("-inf")))
+        sooner = (its[None, :] > own[:, None]) | ((its[None, :] == own[:, None]) & (other[None, :] < place[:, None]))
+        before += (sooner & (other < count)[None, :]).to(tl.int32)
+    rank = tl.sum(before, 1)
+    token = tl.load(sources + sample * sources_sample + place, mask=is_source, other=0)
+    merges = is_source & (rank < removed)
+    theirs = tl.load(index + sample * index_sample + place, mask=merges, other=0)
+    number = tl.where(merges, theirs, cells + rank - removed)
+    tl.store(group + sample * tokens + token, number, mask=is_source)
+    tl.store(representative + sample * groups + number, token, mask=is_source & (rank >= removed))
+    cell = place - count
+    is_cell = (cell >= 0) & (cell < cells)
+    token = tl.load(destinations + sample * destinations_sample + cell, mask=is_cell, other=0)
+    tl.store(group + sample * tokens + token, cell.to(tl.int64), mask=is_cell)
+    tl.store(representative + sample * groups + cell, token, mask=is_cell)
+
+
+def mean_rows(
+    x: torch.Tensor, values: torch.Tensor | None, order: torch.Tensor, offsets: torch.Tensor, tokens: int,
+    mean: torch.Tensor, mean_values: torch.Tensor | None, exact: torch.Tensor | None, bias: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """See `kernels.mean_rows`; fills ``mean``, ``mean_values``, ``exact`` and ``bias``."""
+    numbers, channels = mean.shape
+    alone = bias is not None
+    width = min(triton.next_power_of_2(channels), _WIDEST_ALONE if alone else _WIDEST)
+    _mean_rows[(numbers, 1 if alone else triton.cdiv(channels, width))](
+        x, values, order, offsets, mean, mean_values, exact, bias, offsets.shape[0] - 1, tokens, channels,
+        *x.stride(), *(x if values is None else values).stride(),
+        ROWS=_ROWS_ALONE if alone else _ROWS, CHANNELS=width, PARTS=1 if values is None else 2,
+        num_warps=8 if alone else 4,
+    )  # fmt: skip
+
+
+def segments(
+    group: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor, sizes: torch.Tensor, logs: torch.Tensor,
+    rounded: torch.Tensor, empty: float,
+) -> None:  # fmt: skip
+    """See `kernels.segments`; fills all but ``group``, which lies row by row."""
+    (rows, tokens), groups = group.shape, sizes.shape[1]
+    tiles = triton.cdiv(groups, _COUNTED_GROUPS)
+    _segments[(rows * tiles,)](
+        group, order, offsets, sizes, logs, rounded, tokens, groups, tiles, empty,
+        TOKENS=_COUNTED_TOKENS, GROUPS=_COUNTED_GROUPS,
+    )  # fmt: skip
+
+
+def placed(
+    score: torch.Tensor, index: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor, removed: int,
+    group: torch.Tensor, representative: torch.Tensor,
+) -> None:  # fmt: skip
+    """See `kernels.placed`; fills ``group`` and ``representative``."""
+    (batch, count), cells = index.shape, destinations.shape[1]
+    _placed[(triton.cdiv(count + cells, _PLACED), batch)](
+        score, index, sources, destinations, group, representative, count, cells, removed,
+        score.stride(0), index.stride(0), sources.stride(0), destinations.stride(0), PLACES=_PLACED, OTHERS=_OTHERS,
+    )  # fmt: skip

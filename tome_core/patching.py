@@ -1,0 +1,372 @@
+"""Patching a model in place, and undoing it."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from .measuring.measured import Measured
+from .model.families import UnsupportedModelError, find_blocks, find_unet
+from .model.wrap import Wrap, drop_remains
+from .reporting.ledger import LevelTally
+from .reporting.report import Report
+from .running.fingerprint import widths_of
+from .running.handle import Handle
+from .running.pipeline import SamplingScope, SchedulerClock
+from .running.run import Run
+from .settings.config import MergeConfig, MergeRule
+from .settings.noise import STABLE_DIFFUSION, SchedulerNoise, own_schedule
+from .settings.phases import plain_rules
+from .settings.presets import DEFAULT, config_of
+from .settings.schedule import NoiseSchedule, reaches
+from .transformers import TransformerPatch, find_transformers, handle_on, patch_transformers
+from .unet.wiring import Wiring, put_on, wiring_of
+
+logger = logging.getLogger(__name__)
+
+
+class Patch(Measured, Handle):
+    """The handle of one patch: a context manager that can also be kept. It does not keep the UNet alive.
+
+    >>> # with tome_core.patch(pipe, MergeConfig(ratio=0.5)) as handle:
+    >>> #     image = pipe("a lake").images[0]
+    >>> #     print(handle.report())
+
+    It is installed when `patch` returns it. Leaving the ``with`` takes it off and puts back the patch that was
+    there before, if any. Nothing else is left behind: no attribute, hook, class or state-dict key.
+    """
+
+    def __init__(self, unet: nn.Module, config: MergeConfig, schedule: NoiseSchedule | None) -> None:
+        self._unet = weakref.ref(unet)
+        self.handed: weakref.ref[Any] | None = None  # what was handed to `patch`: a pipeline, a wrapped UNet
+        self._previous: Patch | None = None
+        self._removed = False
+        self._entered = False
+        self._outside: list[Wrap] = []  # of a pipeline and its scheduler; they hold no module
+        self.attention_function = ""  # what a host's attention calls, where its module does not tell
+        places = find_blocks(unet)
+        depths = sorted({place.halvings for place in places})
+        downsamples = [2**depth for depth in depths]
+        rules = plain_rules(config, downsamples)
+        tallies = [LevelTally(2**depth, sum(p.halvings == depth for p in places)) for depth in depths]
+        super().__init__(config, rules, tallies, schedule)
+        self.needs = _needs(rules, downsamples)
+        self.block_sizes = tuple((2**place.halvings, widths_of(place.block)[0]) for place in places)
+
+    @property
+    def unet(self) -> nn.Module | None:
+        """The UNet that was patched; None once nobody else holds it."""
+        return self._unet()
+
+    @property
+    def is_installed(self) -> bool:
+        """True while the model merges as this handle says, wherever nobody else is named."""
+        wiring = self._wiring()
+        return wiring is not None and wiring.switch.run is self.run
+
+    def install(self) -> Patch:
+        """Put the patch on, in place of another of ours if there is one.
+
+        Idempotent, and also brings back what somebody else has overwritten.
+        """
+        self._put_on(merges=True)
+        _remember(self)
+        return self
+
+    def uninstall(self) -> None:
+        """Take the patch off, keeping its counts. Idempotent.
+
+        Waits for a call of the UNet that goes on in another thread; a thread that is itself inside a call of another
+        UNet does not wait, and the patch comes off with that call's end.
+        """
+        self.detach()
+
+    def attach(self) -> None:
+        """Have the UNet's wraps on, merging nothing outside of `merging`.
+
+        For a host whose branches share a UNet: once a sampling. Idempotent; brings back what somebody has overwritten.
+        """
+        self._put_on(merges=False)
+
+    def detach(self) -> None:
+        """No longer need the wraps, which come off when nobody does. Idempotent; waits as `uninstall` does."""
+        wiring = self._wiring()
+        if wiring is not None:
+            wiring.release(self)
+        for wrap in self._outside:
+            if wrap.target is not None:
+                wrap.uninstall()
+        _forget(self)
+
+    def merging(self) -> AbstractContextManager[Patch]:
+        """While in there, this thread's calls of the UNet merge as this handle says. `attach` comes first."""
+        return self._naming(self.run)
+
+    def unmerged(self) -> AbstractContextManager[Patch]:
+        """While in there, this thread's calls of the UNet merge nothing."""
+        return self._naming(None)
+
+    @contextmanager
+    def _naming(self, run: Run | None) -> Iterator[Patch]:
+        wiring = self._wiring()
+        with nullcontext() if wiring is None else wiring.switch.naming(run):
+            yield self
+
+    def remove(self) -> None:
+        """Take the patch off for good. Idempotent; never fails."""
+        self._removed = True
+        self.uninstall()
+        self.run.forget()
+
+    def belong_to(self, unet: nn.Module) -> None:
+        """For a copy, which does not know its UNet: this one."""
+        self._unet = weakref.ref(unet)
+
+    def _wiring(self) -> Wiring | None:
+        unet = self.unet
+        return None if unet is None else wiring_of(unet)
+
+    def _put_on(self, merges: bool) -> None:
+        unet = self.unet
+        if unet is None:
+            raise RuntimeError("the UNet that this handle patched is gone; patch the new one")
+        self._removed = False
+        wiring = self._wiring()
+        if wiring is None or self not in wiring.holders:
+            self.ask_whether_it_pays()
+        put_on(unet, self, merges)
+        self._outside = [wrap.install() for wrap in self._outside if wrap.target is not None]
+
+    def _follow(self, model: Any) -> None:
+        """Take the time from a pipeline's scheduler, and its pictures from its loop, where a rule asks for them."""
+        scheduler = getattr(model, "scheduler", None)
+        if not self.run.wants_time or not hasattr(scheduler, "scale_model_input"):
+            return
+        self.run.noise = SchedulerNoise(model)
+        self._outside.append(SchedulerClock(scheduler, self.run))
+        if self.run.keeps and hasattr(model, "progress_bar"):
+            with suppress(TypeError):  # a class of somebody's own that allows no weak references
+                self._outside.append(SamplingScope(model, self.run))
+
+    def __enter__(self) -> Patch:
+        self._entered = True
+        return self.install()
+
+    def __exit__(self, *error: object) -> None:
+        self._entered = False
+        # patches put on inside this `with` end with it
+        later = list(_back_from(_handle_in_force(self.unet)))
+        if self not in later:
+            self.remove()
+            return
+        for one in later[: later.index(self) + 1]:
+            one.remove()
+        before = next((one for one in _back_from(self._previous) if not one._removed), None)
+        if before is not None:
+            before.install()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy belongs to a copy of the UNet, which makes itself known (`wiring_of`), and to no pipeline
+        return {**vars(self), "_unet": None, "handed": None, "_outside": [], "_previous": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _unet=lambda: None)
+
+
+def patch(
+    model: Any, config: MergeConfig | str | None = None, *, strength: float | None = None, host_clock: bool = False,
+    **settings: Any,
+) -> Patch | TransformerPatch:  # fmt: skip
+    """Merge tokens in a model, in place, until the handle is left or removed.
+
+    model: a UNet, a compiled one, a diffusers pipeline, an LDM model, or one of diffusers' known transformers
+    (`transformers.NAMES`). config: settings, or the name of a preset:
+    "quality", "balanced" (None is that), "fast" or "max". strength: instead of either, from 0, which is off, to 1; see
+    `tome_core.strength`. settings: keywords of `MergeConfig`, which make one, or change the one that is asked for.
+    host_clock: the caller will use `Patch.set_time`, so rules in percent are no reason to speak up.
+    A patch of ours that is already there is replaced; leaving the ``with`` brings it back.
+    Raises UnsupportedModelError (a ValueError) where there is no LDM-style transformer block, TypeError for
+    what is no model, ValueError for a strength that is none, or that comes with a config, and both for settings.
+
+    >>> # patch(pipe, strength=0.3); patch(pipe, "fast"); patch(pipe, "fast", seed=5); patch(pipe, ratio=0.5)
+    """
+    if strength is not None:
+        if config is not None:
+            raise ValueError(f"strength={strength!r} and config={config!r} both say what merges; give one of them")
+        config = config_of(strength)
+    elif config is None:
+        config = MergeConfig() if settings else config_of(DEFAULT)
+    elif isinstance(config, str):
+        config = config_of(config)
+    if not isinstance(config, MergeConfig):
+        raise TypeError(f"config is {type(config).__name__}; it has to be a MergeConfig, a preset's name, or None")
+    if settings:
+        config = replace(config, **settings)
+    transformers = find_transformers(model)
+    if transformers:
+        return _speak_up(patch_transformers(transformers, config, model))
+    unet = find_unet(model)
+    handle = Patch(unet, config, _schedule_of(model))
+    handle._previous = current = _handle_in_force(unet)
+    if current is not None and not current._entered:
+        current._previous = None  # nobody will leave it for what was before it; without this, the chain would grow
+    if not host_clock and handle.run.lacks_schedule:
+        logger.warning(
+            "Merging is limited in percent or beta, which a bare UNet does not know: call handle.set_time(percent=...) "
+            "before each step, patch the pipeline instead, or use min_timestep and max_timestep."
+        )
+    _speak_up(handle)
+    handle._follow(model)
+    with suppress(TypeError):  # nothing that can be referred to weakly
+        handle.handed = weakref.ref(model)
+    return handle.install()
+
+
+def _speak_up(handle: Any) -> Any:
+    """Tell at once what of the settings reaches nothing."""
+    for note in handle._notes:
+        logger.warning("%s", note)
+    return handle
+
+
+def apply_patch(
+    model: Any,
+    ratio: float = 0.5,
+    max_downsample: int | None = None,
+    sx: int = 2,
+    sy: int = 2,
+    use_rand: bool = True,
+    merge_attn: bool = True,
+    merge_crossattn: bool = False,
+    merge_mlp: bool = False,
+    seed: int = 0,
+) -> Any:
+    """Merge tokens in a model, in place, and return the model. Takes tomesd's arguments and does what tomesd does.
+
+    `patch` does more, and by default better: its merged keys know how many tokens they stand for.
+    ratio: share of tokens merged away, 0..1, clamped to ``1 - 1/(sx*sy)``. max_downsample: 1, 2, 4 or 8;
+    None, unlike tomesd, is the finest level that has attention. use_rand: draw destinations from ``seed``
+    and the timestep. Raises ValueError or TypeError for values outside, UnsupportedModelError for a model
+    without LDM-style blocks.
+
+    >>> # tome_core.apply_patch(pipe, ratio=0.5)
+    >>> # image = pipe("a lake").images[0]
+    >>> # tome_core.remove_patch(pipe)
+    """
+    config = MergeConfig(
+        ratio=ratio,
+        max_downsample=max_downsample,
+        sx=sx,
+        sy=sy,
+        use_rand=use_rand,
+        merge_attn=merge_attn,
+        merge_crossattn=merge_crossattn,
+        merge_mlp=merge_mlp,
+        seed=seed,
+        proportional=False,
+    )
+    patch(model, config)
+    return model
+
+
+def remove_patch(model: Any) -> Any:
+    """Take our merging off a model and return the model. Does nothing, and never fails, where there is none.
+
+    Of a pipeline whose UNet was exchanged since, it is taken off the old one.
+    """
+    transformers = find_transformers(model)
+    for handle in filter(None, map(handle_on, transformers)):
+        handle.remove()
+    patched = None if transformers else _handle_of(model)
+    for handle in [*_back_from(patched), *_back_from(_by_model(model))]:
+        handle.remove()
+    with suppress(UnsupportedModelError, TypeError):  # what was never patched
+        for module in find_unet(model).modules():
+            drop_remains(module)
+    return model
+
+
+def report(model: Any) -> Report:
+    """What the model's patch did so far; also for a wrapped model and its inner one."""
+    handle = _handle_of(model)
+    return handle.report() if handle is not None else Report(patched=False)
+
+
+_OF_MODEL: weakref.WeakKeyDictionary[Any, Patch] = weakref.WeakKeyDictionary()  # what was handed to `patch`, while on
+
+
+def _by_model(model: Any) -> Patch | None:
+    try:
+        return _OF_MODEL.pop(model, None)
+    except TypeError:  # nothing that can be referred to weakly
+        return None
+
+
+def _remember(handle: Patch) -> None:
+    model = handle.handed and handle.handed()
+    if model is not None:
+        with suppress(TypeError):  # nothing that has a hash
+            _OF_MODEL[model] = handle
+
+
+def _forget(handle: Patch) -> None:
+    model = handle.handed and handle.handed()
+    if model is not None:
+        with suppress(TypeError):
+            if _OF_MODEL.get(model) is handle:
+                del _OF_MODEL[model]
+
+
+def _handle_of(model: Any) -> Patch | TransformerPatch | None:
+    transformers = find_transformers(model)
+    if transformers:
+        return handle_on(transformers[0])
+    try:
+        return _handle_in_force(find_unet(model))
+    except (TypeError, UnsupportedModelError):
+        return None
+
+
+def _handle_in_force(unet: nn.Module | None) -> Patch | None:
+    """The handle that merges wherever nobody else is named; else the last that holds the wraps."""
+    wiring = None if unet is None else wiring_of(unet)
+    if wiring is None:
+        return None
+    return wiring.merging or next((one for one in reversed(wiring.holders) if isinstance(one, Patch)), None)
+
+
+def _back_from(handle: Patch | None) -> Iterator[Patch]:
+    """A patch and those it took the place of, the latest first."""
+    while handle is not None:
+        yield handle
+        handle = handle._previous
+
+
+def _schedule_of(model: Any) -> NoiseSchedule | None:
+    """The noise schedule of a pipeline's scheduler, or of an LDM model itself; None for a bare UNet."""
+    scheduler = getattr(model, "scheduler", None)
+    if scheduler is not None:
+        return own_schedule(scheduler) or (STABLE_DIFFUSION if hasattr(scheduler, "scale_model_input") else None)
+    betas = getattr(model, "betas", None)
+    if torch.is_tensor(betas) and betas.dim() == 1:
+        return NoiseSchedule(tuple(betas.double().tolist()))
+    return None
+
+
+def _needs(rules: tuple[MergeRule, ...], downsamples: list[int]) -> frozenset[tuple[int, str]]:
+    """(level, part) of all that some rule merges at some time."""
+    live = [rule for rule in rules if not rule.is_off]
+    return frozenset(
+        (level, part)
+        for level, downsample in enumerate(downsamples)
+        for rule in live
+        for part in ("attn", "crossattn", "mlp")
+        if getattr(rule, f"merge_{part}") and reaches(rule, level, downsample)
+    )

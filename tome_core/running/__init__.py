@@ -1,0 +1,1 @@
+"""One patch while its model runs: the time, the rules in force, what is decided, matched and kept."""

@@ -1,0 +1,119 @@
+"""Which rules are in force at a moment: asked once a step."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..reporting.ledger import TIME_IS_UNKNOWN
+from ..settings.config import MergeConfig, MergeRule
+from ..settings.noise import STABLE_DIFFUSION
+from ..settings.phases import early_rules, plain_rules
+from ..settings.schedule import UNKNOWN, LevelRules, NoiseSchedule, Time, choose, holds_at, reaches, window_of
+from .gate import opened, shut
+from .late_pass import boundary_in
+
+
+class InForce(NamedTuple):
+    """What holds at a moment. rules: by level, for a picture of unknown size; live: of any level and size, in order;
+
+    why_off: by level, why nothing merges where there is no rule. phase: "early" or "late", of rules that know an early
+    phase; "" of others, and where the time is not known.
+    """
+
+    rules: tuple[LevelRules, ...]
+    live: tuple[MergeRule, ...]
+    why_off: tuple[str, ...]
+    phase: str
+
+
+class Clock:
+    """Tells the rules in force from the time.
+
+    downsamples: of each level. schedule: the model's own, None where it is not known: then times are Stable
+    Diffusion's.
+    """
+
+    def __init__(
+        self, config: MergeConfig, downsamples: Sequence[int], schedule: NoiseSchedule | None = None
+    ) -> None:
+        self.rules = plain_rules(config, downsamples)
+        self._early = early_rules(config, downsamples)
+        self._early_until = config.early_until
+        self.downsamples = tuple(downsamples)
+        self.schedule = schedule or STABLE_DIFFUSION
+        self._window = window_of(config, self.schedule)
+        self.limited = self._window is not None or any(rule.uses_time for rule in self.rules)
+        self.nothing = (LevelRules(),) * len(self.downsamples)
+        self._found: dict[tuple, InForce] = {}
+        # equal choices are one object: a compiled graph is chosen by what it finds, decisions are kept by it
+        self._choices: dict[tuple[LevelRules, ...], tuple[LevelRules, ...]] = {}
+
+    def moment(self, timestep: float | None, percent: float | None = None) -> Time:
+        """The time on both scales. timestep: of Stable Diffusion's schedule; percent: of the model's own.
+
+        Whichever is given, the schedules supply the other.
+        """
+        own = self.schedule
+        if timestep is None and percent is None:
+            return UNKNOWN
+        if timestep is None:
+            timestep = STABLE_DIFFUSION.timestep_of_sigma(own.sigma_of(own.timestep_of(percent)))
+        if percent is None:
+            percent = own.percent_of(own.timestep_of_sigma(STABLE_DIFFUSION.sigma_of(timestep)))
+        return Time(percent, timestep)
+
+    def boundary_in(self, timesteps: Sequence[float]) -> float | None:
+        """Where the early phase ends in a pass of these steps, for `at`; None where it ends as in a whole picture."""
+        return boundary_in(timesteps, self._early_until) if self._early else None
+
+    def at(self, time: Time, boundary: float | None = None) -> InForce:
+        """The rules in force at this time; one object for all times at which the same ones hold.
+
+        boundary: of the early phase in this pass, see `boundary_in`.
+        """
+        within = self._window is None or self._window.holds(time)
+        holds = tuple(self._holds(rule, time, boundary) for rule in self.rules) if self.limited else ()
+        key = (within, holds, time == UNKNOWN)
+        found = self._found.get(key)
+        if found is None:
+            timely = tuple(rule for rule, on in zip(self.rules, holds, strict=True) if on) if holds else self.rules
+            found = self._found[key] = self._in_force(timely if within else (), time, self._phase(timely, time))
+        return found
+
+    def for_pixels(self, live: tuple[MergeRule, ...], pixels: int) -> tuple[LevelRules, ...]:
+        """The rules in force in a picture of so many pixels."""
+        return self._one_object(choose(live, self.downsamples, pixels))
+
+    def gated(self, rules: tuple[LevelRules, ...], opens: bool) -> tuple[LevelRules, ...]:
+        """These rules where merging was found to pay, or not to."""
+        return self._one_object(opened(rules) if opens else shut(rules))
+
+    def _holds(self, rule: MergeRule, time: Time, boundary: float | None) -> bool:
+        late = self._early.get(rule) if boundary is not None else None
+        if late is None:
+            return holds_at(rule, time)
+        return time.timestep is not None and time.timestep >= boundary and holds_at(late, time)
+
+    def _phase(self, timely: tuple[MergeRule, ...], time: Time) -> str:
+        """timely: the rules whose own limits hold. Outside of the window an early step is early, too."""
+        if not self._early or time == UNKNOWN:
+            return ""
+        return "early" if any(rule in self._early for rule in timely) else "late"
+
+    def _in_force(self, live: tuple[MergeRule, ...], time: Time, phase: str) -> InForce:
+        in_large = choose(live, self.downsamples, sys.maxsize)
+        why = tuple(self._why_off(level, in_large[level], live, time) for level in range(len(self.downsamples)))
+        return InForce(self._one_object(choose(live, self.downsamples)), live, why, phase)
+
+    def _one_object(self, rules: tuple[LevelRules, ...]) -> tuple[LevelRules, ...]:
+        return self._choices.setdefault(rules, rules)
+
+    def _why_off(self, level: int, in_large: LevelRules, live: tuple[MergeRule, ...], time: Time) -> str:
+        """Why a level is left alone where no rule is in force; in_large: its rules in a picture of any size."""
+        if any(in_large):
+            return "the picture is smaller than min_pixels"
+        if any(rule.is_off and reaches(rule, level, self.downsamples[level]) for rule in live):
+            return "a rule of ratio 0 leaves it alone"
+        return "outside the rules' time range" if time != UNKNOWN else TIME_IS_UNKNOWN

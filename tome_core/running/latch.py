@@ -1,0 +1,97 @@
+"""Whether a patch merges in a kind of call: what was measured says so, else what is known of the card.
+
+Asked when the patch is put on, and never again while it stays on: nobody's picture changes half way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..reporting.gains import Gain, nearest
+from ..settings.schedule import LevelRules
+from .fingerprint import device_of, dtype_of
+from .gate import is_host_bound
+
+_HOST_BOUND = "the card is so fast at this size that it waits for its host, and merging would not pay; not measured"
+_MOST = 1024  # kinds of calls that are remembered
+
+Rules = tuple[LevelRules, ...]
+
+
+class Verdict:
+    """On a kind of call. opens: True merges, False does not, None leaves it to the number of tokens.
+
+    gain: what was measured of it, where that decided.
+    """
+
+    def __init__(self, opens: bool | None, why_not: str = "", gain: Gain | None = None) -> None:
+        self.opens = opens
+        self.gain = gain
+        self.why_not = why_not
+        self.decided: dict[tuple, tuple[Rules, tuple[str, ...]]] = {}
+
+    def decide(self, rules: Rules, why_off: tuple[str, ...], left: Rules) -> tuple[Rules, tuple[str, ...]]:
+        """What is left of the rules, and why a level has none."""
+        if self.opens:
+            return left, why_off
+        changed = zip(why_off, rules, left, strict=True)
+        return left, tuple(why if before == after else self.why_not for why, before, after in changed)
+
+
+class Latch:
+    """gains: of this model and these rules. blocks: (down-sampling, channels) of each block of the model.
+
+    always: merge in calls of every kind, without asking: that is what a measurement is made of.
+    used: the gains that have decided something, in the order in which they did.
+    """
+
+    def __init__(
+        self, gains: Sequence[Gain], blocks: Sequence[tuple[int, int]], always: bool = False
+    ) -> None:
+        self._gains = tuple(gains)
+        self._blocks = tuple(blocks)
+        self._always = always
+        self._found: dict[tuple, Verdict] = {}
+        self.used: dict[Gain, None] = {}
+
+    def apply(
+        self, rules: Rules, why_off: tuple[str, ...], latent: Any, gated: Callable[[Rules, bool], Rules]
+    ) -> tuple[Rules, tuple[str, ...]]:
+        """The rules of a call with these latents, and why there are none, by level. gated: see `Clock.gated`."""
+        if not torch.is_tensor(latent) or latent.dim() != 4:
+            return rules, why_off
+        key = (latent.shape, latent.dtype, latent.device)
+        verdict = self._found.get(key)
+        if verdict is None:
+            verdict = self._find(latent)
+            if len(self._found) >= _MOST:
+                self._found.clear()
+            self._found[key] = verdict
+        if verdict.opens is None:
+            return rules, why_off
+        if verdict.gain is not None:
+            self.used[verdict.gain] = None
+        # the rules are kept by their clock, so that no other object gets their id
+        decided = verdict.decided.get((id(rules), why_off))
+        if decided is None:
+            decided = verdict.decided[id(rules), why_off] = verdict.decide(rules, why_off, gated(rules, verdict.opens))
+        return decided
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_found": {}}  # a copy's rules are other objects
+
+    def _find(self, latent: torch.Tensor) -> Verdict:
+        batch, _, height, width = latent.shape
+        if self._always:
+            return Verdict(True)
+        if self._gains:
+            device, dtype = device_of(latent.device), dtype_of(latent.dtype)
+            gain = nearest(self._gains, device, dtype, height, width, batch)
+            if gain is not None:
+                return Verdict(gain.pays, gain.why_not, gain)
+        if is_host_bound(self._blocks, batch, height * width, latent.dtype, latent.device):
+            return Verdict(False, _HOST_BOUND)
+        return Verdict(None)

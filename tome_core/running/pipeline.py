@@ -1,0 +1,101 @@
+"""What is wrapped of a diffusers pipeline: its scheduler, which tells the time, and the loop that makes a picture."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..model.wrap import Wrap
+from .keep import Guidance
+from .run import Run
+
+_GUIDES = ("do_classifier_free_guidance", "do_perturbed_attention_guidance")
+
+
+class SchedulerClock(Wrap):
+    """Around ``scheduler.scale_model_input``, which every pipeline calls with the timestep before the UNet.
+
+    For UNets that are compiled as a whole and cannot look at their own arguments, and for timesteps that the UNet
+    gets as copies. Others find the timestep among their arguments, also after the scheduler was exchanged.
+    """
+
+    def __init__(self, scheduler: Any, run: Run) -> None:
+        super().__init__(scheduler, "scale_model_input")
+        self.run = run
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the scheduler answers, after telling the run the time."""
+        timestep = args[1] if len(args) > 1 else kwargs.get("timestep")
+        if self.active and timestep is not None:
+            self.run.tell(timestep)
+        return self.original(*args, **kwargs)
+
+
+class SamplingScope(Wrap):
+    """Around ``pipeline.progress_bar``, with which every pipeline brackets its denoising loop.
+
+    One loop is one picture, or one batch of them. (``pipeline(...)`` itself is looked up on its class, so a wrap of
+    that would have to change the class of the user's object.)
+    """
+
+    def __init__(self, pipeline: Any, run: Run) -> None:
+        super().__init__(pipeline, "progress_bar")
+        self.run = run
+
+    @property
+    def target(self) -> Any:
+        """The pipeline, held weakly, because it holds the UNet; None once it is gone."""
+        return self._target()
+
+    @target.setter
+    def target(self, pipeline: Any) -> None:
+        self._target = weakref.ref(pipeline)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The pipeline's bar, whose ``with`` or iteration is a sampling."""
+        bar = self.original(*args, **kwargs)
+        if not self.active:
+            return bar
+        continues = getattr(self._target(), "denoising_start", None) is not None  # what another pipeline has begun
+        return _Bar(bar, partial(self.run.sample, partial(_guidance, self._target), continues=continues))
+
+
+def _guidance(pipeline: weakref.ref[Any], batch: torch.Tensor) -> Guidance | None:
+    """Where a pipeline says that it guides, its batch is for the negative prompt, the prompt, and the perturbed one."""
+    by_prompt, by_perturbing = (bool(getattr(pipeline(), name, False)) for name in _GUIDES)
+    copies = 1 + by_prompt + by_perturbing
+    return Guidance(len(batch) // copies, int(by_prompt)) if copies > 1 and len(batch) % copies == 0 else None
+
+
+class _Bar:
+    """A progress bar that begins and ends a sampling with itself."""
+
+    def __init__(self, bar: Any, sampling: Callable[[], AbstractContextManager[None]]) -> None:
+        self._bar, self._sampling = bar, sampling
+        self._scope: Any = None
+
+    def __enter__(self) -> Any:
+        self._scope = self._sampling()
+        self._scope.__enter__()
+        return self._bar.__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        try:
+            return self._bar.__exit__(*error)
+        finally:
+            self._scope.__exit__(None, None, None)
+
+    def __iter__(self) -> Iterator[Any]:
+        with self._sampling():
+            yield from self._bar
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._bar, name)
+
+    def __len__(self) -> int:
+        return len(self._bar)

@@ -1,0 +1,354 @@
+"""What wraps a UNet, its transformers and its blocks, and passes on what the blocks' parts need to merge.
+
+The UNet's wrap opens a call, the transformer's knows the picture's grid and what is decided for it, the block's holds
+its input, from which parts make their plans.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from operator import index
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..attention import known_of
+from ..attention.core import Whole
+from ..merging.grid import Grid
+from ..model.switch import CAPTURE, Switch, inside
+from ..model.wrap import Wrap
+from ..running.decision import Merging
+from ..running.matching import Asked, Matcher
+from ..running.memory import CallMemory
+from ..running.run import Call, GridCall, Run, is_captured, skip
+from ..running.search import Plans
+from ..settings.config import MergeRule, rule_of
+from . import in_graph
+from .compiled import answer, ask, may_ask
+
+TIME_NAMES = ("timesteps", "timestep", "t")
+INPUT_NAMES = ("hidden_states", "x", "sample")
+PARTS = ("attn", "crossattn", "mlp")
+
+
+class BlockCall:
+    """One call of a block. x: its input ``[B, N, C]``; plans: found so far; ran: the parts that were called."""
+
+    def __init__(self, site: BlockSite, x: torch.Tensor, outer: GridCall) -> None:
+        self.site = site
+        self.x = x
+        self.outer = outer
+        self.plans: dict[Any, Plans] = {}
+        self.ran: set[str] = set()
+
+    def plans_for(self, merging: Merging, part: str, together: bool = False, whole: Whole | None = None) -> Plans:
+        """The plans of a part; together, whole: as `Asked` has them.
+
+        One rule, one match: a block matches once however many of its parts merge by it.
+        """
+        if part != "attn":
+            part = self._first_with(merging.rule, part)
+        key = (part, together)
+        plans = self.plans.get(key)
+        if plans is None:
+            # what its self-attention found serves the other parts, whatever way that took
+            plans = self.plans.get((part, True))
+            if plans is None:
+                plans = self._found(Asked(self.site.target, self.x, self.outer, merging.rule, part, together, whole))
+            self.plans[key] = plans
+        return plans
+
+    def _found(self, asked: Asked) -> Plans:
+        site, call = self.site, asked.outer.call
+        if not torch.compiler.is_compiling():
+            return _own_or_shared(site.matcher.find, asked, call.kept is not None)
+        if not may_ask(asked):
+            return site.matcher.find(asked)
+        stamp = call.stamp if asked.rule.use_rand and torch.is_tensor(call.stamp) else None
+        return _own_or_shared(lambda one: ask(one, site.number, stamp), asked, call.begun is not None)
+
+    def _first_with(self, rule: MergeRule, part: str) -> str:
+        """The first part that merges by this very rule."""
+        for first in PARTS:
+            merging = getattr(self.outer.decision, first)
+            if first == part or (merging is not None and merging.rule is rule):
+                return first
+        return part
+
+
+def _own_or_shared(find: Callable[[Asked], Plans], asked: Asked, shares: bool) -> Plans:
+    """A match of the block's own; where an MLP matches by itself, that of the transformer's first block.
+
+    From block to block tokens change little, and SDXL has ten in a row. shares: only where matches are kept from step
+    to step as well: a block that is compiled knows no other, and a backward pass would keep every call's plan.
+    """
+    if asked.part != "mlp" or not shares or not asked.rule.keep:
+        return find(asked)
+    shared, rule = asked.outer.shared, asked.rule.match_text
+    if rule not in shared:
+        shared[rule] = find(asked)
+    return shared[rule]
+
+
+class UNetSite(Wrap):
+    """Around the UNet: opens and closes its calls."""
+
+    def __init__(self, unet: nn.Module, switch: Switch) -> None:
+        super().__init__(unet)
+        self.switch = switch
+        self.number = in_graph.number_of(self)
+        self.put_back: Callable[[], None] | None = None  # set by whoever knows all wraps
+
+    def look_after_itself(self, level: int) -> None:
+        """A block runs outside of any call: perhaps somebody has taken this wrap off, as DeepCache does when it goes.
+
+        It is put back then, for the next call.
+        """
+        run = self.switch.run
+        if run is not None and self.put_back is not None and not self.is_on_top():
+            self.put_back()
+            why = "somebody had taken the patch off the UNet; it is on again for the next"
+            run.ledger.skip(None, level, "block", why)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The UNet's forward, inside a call of the run in force."""
+        if not self.active:
+            return self.original(*args, **kwargs)
+        switch = self.switch
+        run = switch.current()
+        if torch.compiler.is_compiling():  # no graph can hold a lock
+            return self.original(*args, **kwargs) if run is None else self._call(run, None, args, kwargs)
+        if run is None:
+            return self._made(None, args, kwargs) if switch.call is None else self._plainly(args, kwargs)
+        with switch.lock:
+            run = switch.current()  # somebody may have taken it off while this thread waited
+            inside.depth += 1
+            try:
+                if run is None:
+                    return self._made(None, args, kwargs)
+                return self._call(run, threading.get_ident(), args, kwargs)
+            finally:
+                inside.depth -= 1
+                if switch.later:
+                    switch.do_later()
+
+    def _call(self, run: Run, thread: int | None, args: tuple, kwargs: dict[str, Any]) -> Any:
+        latent = args[0] if args else named(kwargs, INPUT_NAMES)
+        stamp = args[1] if len(args) > 1 else named(kwargs, TIME_NAMES)
+        begun = None
+        if thread is None and _asks(run, latent):
+            begun = in_graph.begin(self.number, latent, stamp if torch.is_tensor(stamp) else None)
+        return self._under(run.begin(stamp, latent, thread, begun, CAPTURE in vars(self.target)), args, kwargs)
+
+    def begins(self, latent: torch.Tensor, stamp: torch.Tensor | None) -> None:
+        """A call of the UNet, compiled as a whole, begins; its graph says so."""
+        run = self.switch.current()
+        if run is not None:
+            run.begin_in_graph(stamp, latent)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # who knows all wraps sets it again; a pickle would come to modules by their wraps, and take for a wrapper's
+        # "original" what is on the module by then: that wrapper itself
+        return {**super().__getstate__(), "put_back": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.number = in_graph.number_of(self)
+
+    def _plainly(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """While a merged call goes on: another thread's sees nothing of it, a call from inside must not either."""
+        if self.switch.call.thread != threading.get_ident():
+            return self._made(None, args, kwargs)
+        return self._under(None, args, kwargs)
+
+    def _under(self, call: Call | None, args: tuple, kwargs: dict[str, Any]) -> Any:
+        switch = self.switch
+        before = switch.call, switch.grid, switch.block
+        switch.call, switch.grid, switch.block = call, None, None
+        try:
+            return self._made(call, args, kwargs)
+        finally:
+            switch.call, switch.grid, switch.block = before
+
+    def _made(self, call: Call | None, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """By whoever replays calls, if anybody does."""
+        capture = None if torch.compiler.is_compiling() else vars(self.target).get(CAPTURE)
+        return self.original(*args, **kwargs) if capture is None else capture.call(self, call, args, kwargs)
+
+
+def _asks(run: Run, latent: Any) -> bool:
+    """Does a graph of the whole UNet ask for plans?"""
+    return run.keeps and in_graph.are_there() and torch.is_tensor(latent) and not torch.is_grad_enabled()
+
+
+class RememberingSite(Wrap):
+    """Remembers its calls for a checkpoint, which runs it again when they are over."""
+
+    def __init__(self, target: nn.Module, name: str = "forward") -> None:
+        super().__init__(target, name)
+        self.memory = CallMemory()
+
+    def uninstall(self) -> None:
+        """As of every wrap; and remember no call."""
+        super().uninstall()
+        self.memory.clear()
+
+
+class TransformerSite(RememberingSite):
+    """Around a transformer: takes the token grid from its 4-D input, anew at each call, and asks what is decided.
+
+    level: of its blocks; blocks: how many it has; channels: of their tokens.
+    """
+
+    def __init__(self, transformer: nn.Module, switch: Switch, level: int, blocks: int, channels: int) -> None:
+        super().__init__(transformer)
+        self.switch = switch
+        self.level = level
+        self.blocks = blocks
+        self.channels = channels
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The transformer's forward, its blocks knowing the grid where they are to merge."""
+        switch = self.switch
+        call = switch.call
+        x = args[0] if args else named(kwargs, INPUT_NAMES)
+        if call is None and self.memory.has_calls:
+            call = in_this_thread(self.memory.recall(x))
+        if call is None or not self.active or not torch.is_tensor(x) or x.dim() != 4:
+            return self.original(*args, **kwargs)
+        compiling = torch.compiler.is_compiling()
+        if not compiling and call.thread != threading.get_ident():
+            return self.original(*args, **kwargs)
+        if self.target.training or torch.is_grad_enabled() or x.requires_grad:
+            self.memory.keep(x, call)
+        before, grid = switch.grid, self._open(call, x, compiling)
+        if grid is before:  # nothing merges in here, as around it
+            return self.original(*args, **kwargs)
+        switch.grid = grid
+        try:
+            if compiling:
+                return self.original(*args, **kwargs)
+            return (self.beneath or getattr(type(self.target), self.name).__get__(self.target))(*args, **kwargs)
+        finally:
+            switch.grid = before
+
+    def _open(self, call: Call, x: torch.Tensor, compiling: bool) -> GridCall | None:
+        batch, _, height, width = x.shape
+        if compiling:  # sizes as constants, one graph for each: with unknown ones a compiler takes minutes
+            batch, height, width = index(batch), index(height), index(width)
+        tokens, level, run = height * width, self.level, call.run
+        key = () if compiling else (id(call.rules[level]), call.why_off[level], tokens, self.channels, x.device)
+        decision = None if compiling else run.decisions.get(key)
+        if decision is None:
+            decision = run.decide(key, call, level, tokens, self.channels, x.device.type)
+        if decision.why_not and (compiling or self.beneath is None):
+            run.ledger.skip(call, level, "block", decision.why_not, batch * tokens * tokens, self.blocks)
+            return None
+        # somebody who stands below may skip blocks, so those that are left alone count themselves
+        return GridCall(call, batch, Grid(height, width), decision, {})
+
+
+class BlockSite(RememberingSite):
+    """Around a block: holds its input while its parts run. number: the block's among all of the UNet."""
+
+    def __init__(self, block: nn.Module, root: UNetSite, number: int, level: int) -> None:
+        # LDM blocks run `_forward` inside their own gradient checkpoint, so only that is seen when it is repeated
+        super().__init__(block, "_forward" if hasattr(type(block), "_forward") else "forward")
+        self.switch = root.switch
+        self.root = root
+        self.level = level
+        self.matcher = Matcher(number, level)
+        self.number = in_graph.number_of(self)
+        self.parts: list[str] = []  # that have a wrap
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The block's forward, its parts able to merge."""
+        switch = self.switch
+        outer = switch.grid
+        if not self.active or (outer is None and (switch.call is not None or not self.memory.has_calls)):
+            if self.active and switch.call is None and switch.run is not None and not torch.compiler.is_compiling():
+                self.root.look_after_itself(self.level)
+            return self.original(*args, **kwargs)
+        x = args[0] if args else named(kwargs, INPUT_NAMES)
+        if not torch.is_tensor(x) or x.dim() != 3:
+            return self.original(*args, **kwargs)
+        if outer is None:  # a checkpoint runs it again
+            outer = self.memory.recall(x)
+            outer = outer and outer._replace(call=in_this_thread(outer.call))
+        compiling = torch.compiler.is_compiling()
+        if outer is None or not (compiling or outer.call.thread == threading.get_ident()):
+            return self.original(*args, **kwargs)
+        if self.target.training or torch.is_grad_enabled() or x.requires_grad:
+            self.memory.keep(x, outer)
+        before, switch.block = switch.block, self._open(x, outer)
+        block = switch.block
+        try:
+            if compiling:
+                return self.original(*args, **kwargs)
+            out = (self.beneath or getattr(type(self.target), self.name).__get__(self.target))(*args, **kwargs)
+            if block is not None and len(block.ran) < len(self.parts):
+                self._note_what_was_passed_over(block)
+            return out
+        finally:
+            switch.block = before
+
+    def _open(self, x: torch.Tensor, outer: GridCall) -> BlockCall | None:
+        batch, tokens, _ = x.shape
+        if torch.compiler.is_compiling():
+            batch, tokens = index(batch), index(tokens)
+        call, work = outer.call, batch * tokens * tokens
+        if batch != outer.batch or tokens != outer.grid.height * outer.grid.width:
+            call.run.ledger.skip(call, self.level, "block", "the tokens are not the picture's grid", work)
+            return None
+        if outer.decision.why_not:
+            call.run.ledger.skip(call, self.level, "block", outer.decision.why_not, work)
+            return None
+        if outer.decision.attn is None:
+            call.run.ledger.keep(call, self.level, work)
+        return BlockCall(self, x, outer)
+
+    def answers(
+        self, x: torch.Tensor, stamp: torch.Tensor | None, whole: list[torch.Tensor], match_text: str, part: str,
+        together: bool, height: int, width: int,
+    ) -> list[torch.Tensor]:  # fmt: skip
+        """What a compiled graph asks for in its call; see `in_graph.plans`."""
+        switch, rule, thread = self.switch, rule_of(match_text), threading.get_ident()
+        outer = switch.grid  # where this block alone is compiled
+        if outer is None:
+            call = switch.call
+            if call is None:  # the whole UNet is
+                run = switch.current()
+                call = Call(run, thread, stamp, (), (), None if run is None else run.kept_in_graph)
+            outer = GridCall(call, x.shape[0], Grid(height, width), None, {})
+        if outer.call.thread != thread or is_captured(x):
+            outer = outer._replace(call=outer.call._replace(kept=None))
+        inside = None
+        if whole:
+            attention = self.target.attn1
+            x_of, keys, values, *q = whole
+            inside = Whole(known_of(attention), attention, x_of, keys, values, {}, q[0] if q else None)
+        asked = Asked(self.target, x, outer, rule, part, together, inside)
+        return answer(_own_or_shared(self.matcher.find, asked, outer.call.kept is not None), x.shape[0])
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.number = in_graph.number_of(self)
+
+    def _note_what_was_passed_over(self, block: BlockCall) -> None:
+        """ComfyUI's block uses an attention's projections alone where a node has put something in its place."""
+        outer = block.outer
+        for part in self.parts:
+            if getattr(outer.decision, part) is not None and part not in block.ran:
+                skip(outer, self.level, part, "something else runs in its place")
+
+
+def in_this_thread(call: Call | None) -> Call | None:
+    """A call that is looked at again: a backward pass on a GPU runs in a thread of its own."""
+    return call and call._replace(thread=threading.get_ident())
+
+
+def named(kwargs: dict, names: tuple[str, ...]) -> Any:
+    """The first of these arguments that was given, or None."""
+    return next((kwargs[name] for name in names if name in kwargs), None)
