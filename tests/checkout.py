@@ -33,6 +33,18 @@ def fresh(folder: Path) -> Path:
     return folder
 
 
+def tracked() -> list[Path] | None:
+    """The repository's files, relative to its root; None where git does not know it."""
+    # a checkout may belong to another user, as in a container
+    command = ["git", "-c", "safe.directory=*", "-C", str(ROOT), "ls-files", "-z"]
+    try:
+        done = subprocess.run(command, capture_output=True, check=False)
+    except OSError:
+        return None
+    paths = [Path(name) for name in done.stdout.decode().split("\0") if name and (ROOT / name).is_file()]
+    return sorted(paths, key=lambda path: path.as_posix()) if done.returncode == 0 and paths else None
+
+
 def kept(config: pytest.Config, otherwise: Path) -> Path:
     """The copy that all tests share, where pytest may keep things; else one in the folder `otherwise`."""
     cache = getattr(config, "cache", None)  # pytest can be told to have none

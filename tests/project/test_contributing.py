@@ -1,0 +1,32 @@
+"""CONTRIBUTING.md: its map has every room, its links lead somewhere, and its commands exist."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "CONTRIBUTING.md"
+
+
+def test_the_map_names_every_room_and_nothing_else():
+    text = PAGE.read_text(encoding="utf-8").split("## The map")[1]
+    rooms = {path.name for path in (ROOT / "tome_core").iterdir() if (path / "__init__.py").is_file()}
+    named = set(re.findall(r"`(\w+)/`", text.split("| `patching.py`")[0].split("|---|---|")[1]))
+    assert named | {"diffusers_hooks"} == rooms
+    assert all((ROOT / folder).is_dir() for folder in re.findall(r"`((?:tests|scripts|locales|upstream)/?\w*)`", text))
+
+
+def test_the_links_lead_somewhere():
+    links = re.findall(r"\]\(([^)#]+)\)", PAGE.read_text(encoding="utf-8"))
+    assert len(links) > 5
+    assert all((ROOT / link).exists() for link in links)
+
+
+def test_the_modules_and_files_it_names_exist():
+    text = PAGE.read_text(encoding="utf-8").split("## The map")[0]
+    modules = set(re.findall(r"python -m (\w+(?:\.\w+)+)", text))
+    assert modules >= {"tests.release", "tome_core.settings.table"}
+    assert all(importlib.util.find_spec(module) for module in modules)
+    assert all((ROOT / name).exists() for name in re.findall(r"`(tests/[\w/]+(?:\.py|\.txt)?)`", text))
