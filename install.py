@@ -210,12 +210,26 @@ def page(arguments):
 
 
 def test(arguments):
-    """ruff and the tests; further arguments go to pytest"""
+    """ruff and the quick tests; --all: every test; other arguments go to pytest"""
     lines = (root() / "tests" / "requirements-no-deps.txt").read_text(encoding="utf-8").splitlines()
     no_deps = [line for line in lines if line and not line.startswith("#")]
     python = environment(["demo", "benchmarks", "test"], no_deps)
     style = run([python, "-m", "ruff", "check", "."], cwd=root())
-    return run([python, "-m", "pytest", *arguments], cwd=root()) or style
+    return run([python, "-m", "pytest", *tests_to_run(arguments)], cwd=root()) or style
+
+
+def tests_to_run(arguments):
+    """pytest's arguments: the quick tests, with --all every one, in as many processes as there are cores, up to four;
+    what somebody says beside that is passed on as it is.
+    """
+    import os
+
+    others = [one for one in arguments if one != "--all"]
+    if others:
+        return others
+    # a file at a time, those with slow tests first: a test runs on one thread
+    processes = ["-n", str(min(os.cpu_count() or 1, 4)), "--dist", "loadfile", "--no-loadscope-reorder"]
+    return processes if arguments else [*processes, "--quick"]
 
 
 class Host:

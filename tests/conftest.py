@@ -29,9 +29,24 @@ class PlainRoot:
         return pytest.Dir.from_parent(parent, path=path) if path == ROOT else None
 
 
+def pytest_addoption(parser):
+    parser.addoption("--quick", action="store_true", help="leave out the tests marked slow: `install.py test` does")
+
+
 def pytest_configure(config):
+    config.addinivalue_line("markers", "slow: takes seconds, or starts programs; left out by --quick")
     # registered, because a conftest's own hooks are not asked about the folders above it
     config.pluginmanager.register(PlainRoot())
+
+
+def pytest_collection_modifyitems(config, items):
+    """Files with slow tests first: processes that share the files then end at about the same time."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+    if config.getoption("quick"):
+        left_out = [item for item in items if item.get_closest_marker("slow")]
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=left_out)
 
 
 _FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",

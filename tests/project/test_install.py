@@ -233,3 +233,10 @@ def test_a_failing_pip_is_one_sentence_and_leaves_no_stamp(repository, monkeypat
     assert install.main(["demo"]) == 1
     assert capsys.readouterr().err.strip() == "install.py: pip could not install"
     assert not list((folder / ".venv").glob("installed-*"))
+
+
+def test_a_newcomer_runs_the_quick_tests_and_all_runs_every_one():
+    quick, everything = install.tests_to_run([]), install.tests_to_run(["--all"])
+    assert [one for one in quick if one != "--quick"] == everything and "--quick" in quick
+    assert 1 <= int(everything[everything.index("-n") + 1]) <= 4
+    assert install.tests_to_run(["tests/project", "-x"]) == ["tests/project", "-x"]

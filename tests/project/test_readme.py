@@ -93,10 +93,12 @@ WAYS = {
     "python -m tome_core.settings.table --write README.md": Way(),
     "python -m comfy_nodes.nodedefs": Way(),
     "python -m tests.release --write": Way(),
+    "python -m tests.changed": Way("nothing.txt"),
 }
 # what runs elsewhere: the file that has it run, and how it stands there
 ELSEWHERE = {
-    "python install.py test": (".ci/run", "python3 install.py test -n 2"),
+    "python install.py test": (".github/workflows/ci.yml", "run: python install.py test"),
+    "python install.py test --all": (".ci/run", "python3 install.py test --all"),
     ".ci/run": (".github/workflows/ci.yml", "python install.py test"),
     "python install.py page": ("tests/demo/test_page.py", '"install.py"), "page"'),
     "python -m tome_core.bench": ("tests/engine/bench/test_bench.py", '"-m", "tome_core.bench"'),

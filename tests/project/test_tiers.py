@@ -1,0 +1,59 @@
+"""The two tiers of tests, and which tests belong to a changed file."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.changed import find_tests
+
+ROOT = Path(__file__).parents[2]
+TWO = '''
+import pytest
+
+@pytest.mark.slow
+def test_long(): pass
+
+def test_short(): pass
+'''
+
+
+def ran(folder: Path, *options: str) -> str:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml"),
+               "--rootdir", str(ROOT), "-p", "tests.conftest", "--collect-only", *options, str(folder)]  # fmt: skip
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
+
+
+def test_quick_leaves_out_the_slow_ones_and_says_how_many(tmp_path):
+    (tmp_path / "test_a_short.py").write_text("def test_first(): pass\n")
+    (tmp_path / "test_b_two.py").write_text(TWO)
+    everything, quick = ran(tmp_path), ran(tmp_path, "--quick")
+    assert everything.index("test_long") < everything.index("test_first"), "files with slow tests come first"
+    assert "test_long" not in quick and "test_short" in quick and "1 deselected" in quick
+
+
+@pytest.mark.parametrize(
+    ("name", "tests"),
+    [
+        ("tome_core/merging/plan.py", {"tests/engine/merging", "tests/project/test_house.py"}),
+        ("tome_core/patching.py", {"tests/engine/patching", "tests/project/test_house.py"}),
+        ("comfy_nodes/percent.py", {"tests/comfy_nodes", "tests/project/test_house.py"}),
+        ("extension/infotext.py", {"tests/extension/test_webui_infotext.py", "tests/project/test_house.py"}),
+        ("install.py", {"tests/project/test_install.py", "tests/project/test_house.py"}),
+        ("tests/engine/merging/test_plan.py", {"tests/engine/merging/test_plan.py"}),
+        ("tests/tiny_scenes.py", None),
+        ("docs/gone.png", {"tests/project/test_house.py"}),
+    ],
+)
+def test_a_changed_file_names_its_tests(name, tests):
+    found = find_tests(name)
+    assert found == tests if tests is not None else len(found) > 3
+    assert all((ROOT / one).exists() for one in found)
+
+
+def test_every_room_of_the_engine_has_tests():
+    rooms = {path.name for path in (ROOT / "tome_core").iterdir() if (path / "__init__.py").is_file()} | {"patching"}
+    assert all(any((ROOT / "tests" / "engine" / room).glob("test_*.py")) for room in rooms)
