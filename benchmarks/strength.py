@@ -27,7 +27,7 @@ from benchmarks.variant_list import FRONT, KEYS_BELOW
 from tome_core.settings.presets import CURVES, MOST_MERGED, PARTS, Curve
 from tome_core.settings.strength_table import VERSION
 
-TABLE = Path(__file__).parents[1] / "tome_core" / "strength_table.py"
+TABLE = Path(__file__).parents[1] / "tome_core" / "settings" / "strength_table.py"
 KNOTS = 20  # of the curve, equally far apart
 # share of the attention work left at a strength; between them its logarithm is a line
 WORK = {0.25: 0.2, 0.5: 1 / 16, 0.75: 1 / 32, 1.0: 1 / 64}

@@ -11,8 +11,8 @@ from types import MappingProxyType
 from typing import Any
 
 from ..tome_core import MergeConfig, form
-from ..tome_core.settings.config import SEED_LIMIT
 from ..tome_core.settings.presets import strength
+from ..tome_core.settings.rule import SEED_LIMIT
 from ..tome_core.settings.strength_table import VERSION
 
 TITLE = "Token Merging (ToMe)"

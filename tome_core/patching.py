@@ -21,10 +21,11 @@ from .running.fingerprint import widths_of
 from .running.handle import Handle
 from .running.pipeline import SamplingScope, SchedulerClock
 from .running.run import Run
-from .settings.config import MergeConfig, MergeRule
+from .settings.config import MergeConfig
 from .settings.noise import STABLE_DIFFUSION, SchedulerNoise, own_schedule
 from .settings.phases import plain_rules
 from .settings.presets import DEFAULT, config_of
+from .settings.rule import MergeRule
 from .settings.schedule import NoiseSchedule, reaches
 from .transformers import TransformerPatch, find_transformers, handle_on, patch_transformers
 from .unet.wiring import Wiring, put_on, wiring_of

@@ -20,7 +20,7 @@ from tests.comfy_doubles import queued
 from tests.comfy_loader import load_pack
 from tests.hosts.comfyui.page import overlapping
 from tests.hosts.comfyui.workflows import WORKFLOWS, workflow
-from tome_core.settings.config import DOWNSAMPLES
+from tome_core.settings.rule import DOWNSAMPLES
 
 ROOT = Path(__file__).parents[2]
 LANGUAGES = ("en", "zh", "ja")

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..reporting.ledger import TIME_IS_UNKNOWN
-from ..settings.config import MergeConfig, MergeRule
+from ..settings.config import MergeConfig
 from ..settings.noise import STABLE_DIFFUSION
 from ..settings.phases import early_rules, plain_rules
+from ..settings.rule import MergeRule
 from ..settings.schedule import UNKNOWN, LevelRules, NoiseSchedule, Time, choose, holds_at, reaches, window_of
 from .gate import opened, shut
 from .late_pass import boundary_in

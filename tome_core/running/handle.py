@@ -9,8 +9,9 @@ from typing import TypeVar
 from ..merging import kernels
 from ..reporting.ledger import Ledger, LevelTally
 from ..reporting.report import Report, make_report
-from ..settings.config import MergeConfig, MergeRule
+from ..settings.config import MergeConfig
 from ..settings.config_text import describe, notes_on
+from ..settings.rule import MergeRule
 from ..settings.schedule import NoiseSchedule, ever_merges
 from .keep import Guidance
 from .run import MergeMap, Run

@@ -15,7 +15,7 @@ from ..merging.methods import METHODS, MatchOptions
 from ..merging.methods.bipartite import refined
 from ..merging.metric import BY_DISTANCE, compared
 from ..merging.plan import MergePlan
-from ..settings.config import MergeRule
+from ..settings.rule import MergeRule
 from .run import GridCall
 from .search import Plans, Search, stamp_of
 

@@ -12,8 +12,9 @@ import torch
 from ..merging.grid import Grid
 from ..merging.plan import MergePlan
 from ..reporting.ledger import Ledger
-from ..settings.config import MergeConfig, MergeRule
+from ..settings.config import MergeConfig
 from ..settings.noise import STABLE_DIFFUSION, SchedulerNoise, Step, by_timestep
+from ..settings.rule import MergeRule
 from ..settings.schedule import UNKNOWN, LevelRules, NoiseSchedule
 from .clock import Clock, InForce
 from .decision import Decision, decide

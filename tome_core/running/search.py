@@ -10,7 +10,7 @@ import torch
 
 from ..attention.correction import Correction, Pair
 from ..merging.plan import MergePlan
-from ..settings.config import MergeRule
+from ..settings.rule import MergeRule
 from .keep import Found, Kept, KeptPlans, Shared
 
 

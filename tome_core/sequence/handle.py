@@ -19,8 +19,9 @@ from ..running.handle import Handle
 from ..running.matching import renews
 from ..running.run import Call
 from ..running.search import Plans, Search, stamp_of
-from ..settings.config import MergeConfig, MergeRule
+from ..settings.config import MergeConfig
 from ..settings.phases import plain_rules
+from ..settings.rule import MergeRule
 from ..settings.schedule import NoiseSchedule
 from .attend import Host, attend, correction_of, merged
 from .layout import Layout, Tensors, by_token, in_form, tokens_in

@@ -16,7 +16,7 @@ from ..merging.methods import METHODS, MatchOptions
 from ..merging.methods.bipartite import refined
 from ..merging.metric import BY_DISTANCE, of_unit_spread
 from ..merging.plan import MergePlan
-from ..settings.config import MergeRule
+from ..settings.rule import MergeRule
 from .layout import Layout, cell_of, tokens_in, windows
 
 

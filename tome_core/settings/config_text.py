@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..merging.methods import METHODS
-from .config import MergeConfig, MergeRule
+from .config import MergeConfig
 from .phases import HIGHEST_EARLY_RATIO
+from .rule import MergeRule
 
 
 def describe(config: MergeConfig, rule: MergeRule) -> str:

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..merging.methods import METHODS
-from .config import MergeConfig, MergeRule
+from .config import MergeConfig
+from .rule import MergeRule
 from .schedule import reaches
 
 _CELLS = (2, 4, 8)

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from .config import MergeConfig, MergeRule
+from .config import MergeConfig
+from .rule import MergeRule
 
 _PARTS = ("merge_attn", "merge_crossattn", "merge_mlp")
 _SD_BETA_START, _SD_BETA_END, _SD_STEPS = 0.00085, 0.012, 1000

@@ -17,7 +17,7 @@ from ..reporting.ledger import when_traced
 from ..running.matching import Asked, Matcher
 from ..running.run import GridCall
 from ..running.search import Plans
-from ..settings.config import rule_of
+from ..settings.rule import rule_of
 from . import in_graph
 
 _NO_CALL, _NO_BLOCK = SimpleNamespace(stamp=None), SimpleNamespace(attn1=None)

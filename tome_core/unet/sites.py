@@ -24,7 +24,7 @@ from ..running.matching import Asked, Matcher
 from ..running.memory import CallMemory
 from ..running.run import Call, GridCall, Run, is_captured, skip
 from ..running.search import Plans
-from ..settings.config import MergeRule, rule_of
+from ..settings.rule import MergeRule, rule_of
 from . import in_graph
 from .compiled import answer, ask, may_ask
 

@@ -9,7 +9,7 @@ import pytest
 
 from tome_core import MergeConfig, MergeRule, describe_settings
 from tome_core.merging.methods import METHODS
-from tome_core.settings.config import rule_of
+from tome_core.settings.rule import rule_of
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ FIELD = f'''    gentleness: float = setting(
 
 '''
 BEFORE = {"MergeRule": "    def __post_init__", "MergeConfig": "    def __init__(self, *, rules"}
+SETTINGS, FILES = Path("tome_core", "settings"), {"MergeRule": "rule.py", "MergeConfig": "config.py"}
 GENERATORS = (("tome_core.settings.table", "--write", "README.md"), ("comfy_nodes.nodedefs",))
 ASKED = '''
 import json
@@ -50,10 +51,11 @@ def copy(request, tmp_path_factory) -> Path:
     for name in ("tome_core", "comfy_nodes", "locales"):
         shutil.copytree(ROOT / name, place / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "README.md", place)
-    config = place / "tome_core" / "config.py"
-    text, before = config.read_text(encoding="utf-8"), BEFORE[request.param]
-    assert text.count(before) == 1
-    config.write_text(text.replace(before, FIELD % text.count("place=") + before), encoding="utf-8")
+    texts = {name: (place / SETTINGS / name).read_text(encoding="utf-8") for name in FILES.values()}
+    name, before = FILES[request.param], BEFORE[request.param]
+    assert texts[name].count(before) == 1
+    field = FIELD % sum(text.count("place=") for text in texts.values())
+    (place / SETTINGS / name).write_text(texts[name].replace(before, field + before), encoding="utf-8")
     for module, *arguments in GENERATORS:
         call(place, "-m", module, *arguments)
     return place
@@ -90,7 +92,8 @@ def test_it_is_in_all_that_is_generated(copy):
 
 
 def test_nothing_of_it_is_left_where_it_is_taken_out_again(copy):
-    shutil.copy(ROOT / "tome_core" / "config.py", copy / "tome_core")
+    for name in FILES.values():
+        shutil.copy(ROOT / SETTINGS / name, copy / SETTINGS)
     for module, *arguments in GENERATORS:
         call(copy, "-m", module, *arguments)
     for name in ("README.md", "comfy_nodes/web/docs/ToMeSettings.md", *(f"locales/{one}/nodeDefs.json" for one in
