@@ -11,7 +11,7 @@ from demo import checkpoint, cores, prompt
 
 ROOT = Path(__file__).resolve().parent.parent
 OUTPUT = ROOT / "demo-output" / "comparison.png"
-PICTURES = 4
+PICTURES = 1  # within a minute of a CPU
 BALANCED = 0.5  # the mark of `tome_core.settings.presets.DEFAULT`, which would need torch
 BLOCK_REPEATS = 3
 
@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("--strength", type=strength, action="append", metavar="S",
         help="how strongly to merge, from 0, which is off, to 1, which saves and changes the most; repeat it for "
-             "several (default: the presets, 0.25, 0.5, 0.75 and 1)")
+             "several (default: 0.25, 0.5 and 1)")
     add("--pictures", type=number("number of pictures", 1, 64, "such as 4"), metavar="N",
         help=f"how many pictures each setting makes (default {PICTURES}, or one for each --prompt)")
     add("--steps", type=STEPS, default=20, metavar="N",
@@ -72,6 +72,8 @@ def parser() -> argparse.ArgumentParser:
     add("--config", type=Path, metavar="DIR",
         help="with a single-file --model: a local diffusers folder with its configuration and tokenizer")
     add("--device", metavar="NAME", help="cpu, cuda, mps, ... (default: an accelerator if torch sees one, else cpu)")
+    add("--block", action="store_true", help="also time one transformer block of Stable Diffusion 1.5: a minute")
+    add("--report", action="store_true", help="also say what each strength merged where")
     add("--output", type=Path, default=OUTPUT, metavar="PNG", help="where the picture goes (default %(default)s)")
     return made
 
@@ -150,8 +152,8 @@ def source_of(options: argparse.Namespace, user: checkpoint.Checkpoint | None):
 def _run(options: argparse.Namespace, source) -> None:
     from tqdm import tqdm
 
-    import tome_core.bench.command
     from demo import picture, sheet, table
+    from tome_core.bench.command import time_block
 
     texts = options.prompt or list(source.prompts)
     wanted = picture.orders(texts, options.pictures, options.seed)
@@ -159,14 +161,15 @@ def _run(options: argparse.Namespace, source) -> None:
     with tqdm(total=options.steps * len(wanted) * len(ways), unit="step") as bar:
         columns = picture.compare(source, wanted, options.steps, ways, bar.update, bar.set_description)
         bar.set_description("done")
-    print("Timing one SD1.5-sized block ...", file=sys.stderr)
-    block = table.Block(picture.BALANCED.name, *tome_core.bench.command.time_block(BLOCK_REPEATS))
     title = f"Token merging, {source.name}, {options.steps} steps on {source.device}"
     sheet.write(sheet.draw(columns, wanted, title), options.output)
     print(f"{title}, {len(wanted)} picture{'s' * (len(wanted) > 1)} each\n\n{table.table(columns)}\n")
-    for column in columns[1:]:
+    for column in columns[1:] if options.report else ():
         print(f"{column.variant.name}: {column.report}\n")
-    print(table.verdict(columns, block, on_cpu=source.device.type == "cpu"))
+    print(table.verdict(columns, on_cpu=source.device.type == "cpu"))
+    if options.block:
+        print("Timing one SD1.5-sized block ...", file=sys.stderr)
+        print(table.Block(picture.BALANCED.name, *time_block(BLOCK_REPEATS)))
     print(f"\nThe pictures side by side: {options.output.resolve()}")
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 import tome_core
 from demo.clock import told_times
+from demo.likeness import gradient_energy
 from demo.source import Source
 from tome_core.settings.presets import DEFAULT, MARKS
 
@@ -29,7 +30,7 @@ class Variant:
 
 
 UNMERGED, BALANCED = Variant(None), Variant(MARKS[DEFAULT])
-STRENGTHS = tuple(MARKS.values())
+STRENGTHS = (MARKS["quality"], MARKS[DEFAULT], MARKS["max"])
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,11 @@ def _timed(column: Column, source: Source, order: Order, steps: int, on_step: Ca
     column.cpu.append(time.process_time() - cpu)
     column.pictures.append(picture)
     column.report = str(report or "")
+
+
+def detail(plain: Sequence[np.ndarray], merged: Sequence[np.ndarray]) -> float:
+    """Detail kept, as a share: gradient energy of the merged pictures over that of the plain ones."""
+    return sum(map(gradient_energy, merged)) / max(sum(map(gradient_energy, plain)), 1e-9)
 
 
 def speed_up(plain: list[float], merged: list[float]) -> float:

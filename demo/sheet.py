@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from demo.likeness import psnr
-from demo.picture import Column, Order, speed_up
+from demo.picture import Column, Order, detail, speed_up
 
 SMALLEST, LARGEST = 256, 512  # px of a picture on the sheet; smaller ones are enlarged by whole pixels
 GAP, MARGIN, TITLE, HEAD = 8, 190, 44, 52
@@ -63,7 +63,8 @@ def _heads(columns: list[Column]) -> list[tuple[list[np.ndarray], str, str]]:
     heads = [(plain.pictures, plain.variant.name, f"{np.median(plain.wall):.2f} s a picture")]
     for column in columns[1:]:
         pairs = list(zip(plain.pictures, column.pictures, strict=True))
-        quality = f"PSNR {np.mean([psnr(a, b) for a, b in pairs]):.1f} dB"
+        quality = (f"PSNR {np.mean([psnr(a, b) for a, b in pairs]):.1f} dB, "
+                   f"{detail(plain.pictures, column.pictures):.0%} of the detail")
         time = f"{np.median(column.wall):.2f} s, {speed_up(plain.wall, column.wall):.2f} times as fast"
         heads.append((column.pictures, column.variant.name, time))
         heads.append(([difference(a, b) for a, b in pairs], f"difference x{AMPLIFY}", quality))
