@@ -15,7 +15,7 @@ from benchmarks.speed_report import table
 from benchmarks.speed_roofline import Rates, roofline
 from benchmarks.speed_summary import summaries
 from benchmarks.speed_variants import CONTROL, IDEAL
-from tests.benchmarks.test_benchmark_speed import synthetic
+from tests.speed_records import synthetic
 
 EVEN = Rates(1.0, 1e30)  # seconds are operations, and bytes cost nothing
 

@@ -21,6 +21,7 @@ from benchmarks.speed_roofline import Rates
 from benchmarks.speed_summary import summaries
 from benchmarks.speed_variants import CONTROL, IDEAL, NO_ATTENTION, VARIANTS, shown_in
 from tests.samplings import done_for_plans  # noqa: F401
+from tests.speed_records import synthetic
 from tome_core.running import gate
 
 LATE = "ours, late new"
@@ -165,17 +166,6 @@ def test_compiled_cases_stand_beside_the_same_ones_uncompiled(tmp_path, monkeypa
     assert list(compiled.figures) == [CONTROL, LATE], "which matches anew whatever was before"
     assert compiled.figures[LATE].times and compiled.figures[LATE].operators is None
     assert compiled.figures[LATE].bound == pytest.approx(eager.figures[LATE].bound, rel=1e-6)
-
-
-def synthetic(**seconds):
-    """A record of one case without a run behind it. seconds: variant -> its times, a round each."""
-    case = Case("sd15", "call", 512).as_json()
-    rounds = range(len(seconds[CONTROL]))
-    rows = [
-        {"key": f"x #{number}", "case": case, "failed": {},
-         "seconds": {name: times[number] for name, times in seconds.items()}} for number in rounds
-    ]  # fmt: skip
-    return {"settings": {"variants": dict.fromkeys(seconds, "")}, "rows": rows}
 
 
 def test_a_share_of_a_bound_is_the_part_of_its_saving():

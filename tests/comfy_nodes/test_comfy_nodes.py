@@ -16,7 +16,7 @@ from comfy_nodes import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS, host, p
 from comfy_nodes.nodes import RemoveToMe, ToMePreview
 from comfy_nodes.percent import percent_of
 from tests.comfy_doubles import BaseModel, DiscreteSampling, Guider, ModelPatcher, Server, apply, checkpoint
-from tests.engine.patching.test_patch_contract import traces
+from tests.traces import traces
 from tome_core.reporting.report_text import MOST_LINES, percent
 
 

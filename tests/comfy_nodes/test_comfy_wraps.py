@@ -7,8 +7,8 @@ import torch
 
 from comfy_nodes import host
 from tests.comfy_doubles import Guider, apply, least_checkpoint
-from tests.engine.patching.test_patch_contract import traces
 from tests.models import inputs
+from tests.traces import traces
 
 HALF = {"ratio": 0.5, "use_rand": False}
 QUARTER = {**HALF, "ratio": 0.25}

@@ -13,10 +13,10 @@ from comfy_nodes import host
 from tests import webui_doubles
 from tests.comfy_doubles import Guider, ModelPatcher, apply, least_checkpoint
 from tests.doubles import LatentDiffusionDouble
-from tests.engine.patching.test_interruptions import ERRORS, KINDS, Fault, places
-from tests.engine.patching.test_patch_contract import traces
+from tests.injected_faults import ERRORS, KINDS, Fault, places
 from tests.models import fixed, ldm
 from tests.thoroughness import THOROUGH
+from tests.traces import traces
 from tests.webui_doubles import FLAVOURS, Processing, Webui, custom, merges
 from tests.webui_modules import HOOKS, SAMPLING_HOOK
 

@@ -26,9 +26,9 @@ from comfy_nodes.nodes import ApplyToMe, ToMeSettings
 from tests import webui_doubles
 from tests.comfy_doubles import Guider, ModelPatcher, Server, least_checkpoint, queued
 from tests.doubles import LatentDiffusionDouble
-from tests.engine.patching.test_patch_contract import traces
 from tests.models import call_unet, fixed, inputs, ldm, sd15
 from tests.thoroughness import PROFILE
+from tests.traces import traces
 from tests.webui_doubles import FLAVOURS, Processing, Webui, merges
 from tome_core import MergeConfig, MergeRule, describe_settings, form
 

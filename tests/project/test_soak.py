@@ -11,7 +11,6 @@ import random
 import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,17 +20,17 @@ from diffusers import StableDiffusionPipeline
 from einops import einops
 
 import tome_core
-from comfy_nodes.inputs import SETTINGS
 from comfy_nodes.nodes import RemoveToMe, ToMePreview
 from tests import webui_doubles
 from tests.comfy_doubles import Guider, Server, apply, least_checkpoint
 from tests.doubles import LatentDiffusionDouble
-from tests.engine.patching.test_patch_contract import traces
 from tests.models import fixed, ldm
+from tests.random_settings import DESCRIBED, any_config, any_value, node_values
 from tests.thoroughness import GENERATIONS
 from tests.tiny_pipeline import write_folder
+from tests.traces import traces
 from tests.webui_doubles import Processing, Webui
-from tome_core import MergeConfig, describe_settings, form
+from tome_core import MergeConfig, form
 
 WARM_UP = GENERATIONS // 3
 SAMPLES = 5  # of memory, after the warm-up
@@ -99,36 +98,6 @@ def same_bits(module: torch.nn.Module, before: dict[str, torch.Tensor]) -> bool:
 
 
 # --- random settings -------------------------------------------------------------------------------------------------
-
-DESCRIBED = {setting["name"]: setting for setting in describe_settings()}
-
-
-def any_value(dice: random.Random, setting: dict[str, Any]) -> Any:
-    if setting["name"] == "levels":
-        return dice.choice([None, None, (0,), (1,), (0, 1)])
-    if "choices" in setting:
-        return dice.choice(setting["choices"])
-    if isinstance(setting["default"], bool):
-        return dice.random() < 0.5
-    if setting["default"] is None and dice.random() < 0.5:
-        return None
-    low, high = setting["minimum"], setting["maximum"]
-    if setting["name"] == "min_pixels":
-        return dice.choice([0, 0, 5000, 20000])
-    return dice.randint(low, high) if isinstance(setting["step"], int) else dice.uniform(low, high)
-
-
-def any_config(dice: random.Random, rules: int = 1) -> MergeConfig:
-    """Half of the settings at random, the rest as they are by default; drawn again where they do not go together."""
-    while True:
-        names = [name for name in DESCRIBED if dice.random() < 0.5]
-        try:
-            config = MergeConfig(**{name: any_value(dice, DESCRIBED[name]) for name in names})
-            if rules > 1:
-                config = replace(config, rules=(*config.rules, *any_config(dice, rules - 1).rules))
-            return config
-        except ValueError:
-            continue
 
 
 def test_random_configs_reach_every_setting():
@@ -204,14 +173,6 @@ def test_a_pipeline_is_as_it_was_after_all_generations(pipe, capsys):
 
 
 # --- ComfyUI ---------------------------------------------------------------------------------------------------------
-
-
-def node_values(dice: random.Random) -> dict[str, Any]:
-    """Widgets of ToMeSettings; not all of them go together, which the node then says."""
-    names = [name for name in SETTINGS if dice.random() < 0.5]
-    fields = [form.field(name) for name in names]
-    return {one.name: dice.choice(one.choices) if one.choices else any_value(dice, DESCRIBED[one.setting])
-            for one in fields}  # fmt: skip
 
 
 PROMPT = {

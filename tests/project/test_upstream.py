@@ -22,8 +22,9 @@ from torch import nn
 
 from benchmarks import subjects, variants
 from tests import models
-from tests.engine.patching.test_patch_contract import largest_difference, traces
+from tests.families import largest_difference
 from tests.models import CASES, call_case, inputs
+from tests.traces import traces
 from tome_core.model.families import find_unet
 
 UPSTREAM = Path(__file__).parents[2] / "upstream"

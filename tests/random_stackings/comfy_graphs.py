@@ -13,10 +13,10 @@ import torch
 
 from comfy_nodes.nodes import ApplyToMe, RemoveToMe, ToMePreview
 from tests.comfy_doubles import Guider, ModelPatcher, Server, apply, checkpoint, least_checkpoint
-from tests.engine.patching.test_patch_contract import traces
-from tests.project.test_soak import node_values
+from tests.random_settings import node_values
 from tests.random_stackings.drawing import WRONG
 from tests.random_stackings.sessions import Fault, Thrown, first_difference
+from tests.traces import traces
 
 PROMPT = {
     "5": {"class_type": "ApplyToMe", "inputs": {}},

@@ -13,9 +13,9 @@ from torch import nn
 
 import tome_core
 from tests import models
-from tests.engine.patching.test_patch_contract import traces
 from tests.models import CASES, Case, inputs
-from tests.project.test_soak import DESCRIBED, any_config
+from tests.random_settings import DESCRIBED, any_config
+from tests.traces import traces
 from tome_core import MergeConfig, preset
 from tome_core.diffusers_hooks import TokenMergingConfig, apply_token_merging
 from tome_core.model.families import find_unet

@@ -18,7 +18,7 @@ from diffusers.models import attention_processor
 from torch import nn
 
 from benchmarks.stack_beside import BESIDE
-from tests.engine.model.test_foreign_wrappers import Foreign, sites_of
+from tests.foreign_wrappers import Foreign, sites_of
 from tests.recorded_operators import recorded
 from tome_core.model.families import find_blocks, find_unet
 

@@ -14,9 +14,9 @@ import tome_core
 from benchmarks.stack_beside import BESIDE
 from benchmarks.stack_pipelines import RandomPipelines
 from tests import models
-from tests.engine.patching.test_patch_contract import traces
 from tests.random_stackings.drawing import a_wish, as_text, pristine
 from tests.random_stackings.sessions import Fault, Thrown, drop_own_methods, first_difference
+from tests.traces import traces
 
 SCHEDULERS = ("DDIMScheduler", "EulerDiscreteScheduler", "EulerAncestralDiscreteScheduler", "HeunDiscreteScheduler",
               "DPMSolverMultistepScheduler", "DPMSolverSinglestepScheduler", "UniPCMultistepScheduler", "PNDMScheduler",

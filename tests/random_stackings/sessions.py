@@ -16,7 +16,6 @@ from diffusers import UNet2DConditionModel
 from torch import nn
 
 import tome_core
-from tests.engine.patching.test_patch_contract import traces
 from tests.models import Case
 from tests.random_stackings import calling, layers
 from tests.random_stackings.drawing import (
@@ -32,6 +31,7 @@ from tests.random_stackings.drawing import (
     probed,
     weighted,
 )
+from tests.traces import traces
 from tome_core.diffusers_hooks import remove_token_merging
 from tome_core.model.families import find_unet
 

@@ -12,11 +12,11 @@ import torch
 
 from tests import webui_doubles
 from tests.doubles import LatentDiffusionDouble
-from tests.engine.patching.test_patch_contract import traces
 from tests.models import fixed, ldm, seeded
-from tests.project.test_soak import DESCRIBED, any_value
+from tests.random_settings import DESCRIBED, any_value
 from tests.random_stackings.drawing import WRONG
 from tests.random_stackings.sessions import Fault, Thrown, first_difference
+from tests.traces import traces
 from tests.webui_doubles import FLAVOURS, CFGDenoiserTimesteps, Denoiser, Webui
 from tome_core import form
 

@@ -10,9 +10,10 @@ import torch
 from diffusers.models.attention_processor import Attention
 
 import tome_core
-from tests.engine.patching.test_patch_contract import every_family, largest_difference, traces
+from tests.families import every_family, largest_difference
 from tests.models import CASES, Case, call_case
 from tests.sized_attention import attended, everywhere, masked_formula, sides, wide_heads  # noqa: F401
+from tests.traces import traces
 from tome_core import MergePlan, MergeRule
 from tome_core.attention import known_of
 from tome_core.attention.core import BIAS, UNSIZED, WIDER_HEADS, Attended, attend_merged

@@ -11,7 +11,7 @@ from diffusers.models.attention_processor import Attention, AttnProcessor
 from torch import nn
 
 import tome_core
-from tests.engine.patching.test_patch_contract import largest_difference
+from tests.families import largest_difference
 from tests.models import CASES, call_case, sd15
 from tests.sized_attention import attended, everywhere, masked_formula, sides, wide_heads  # noqa: F401
 from tome_core import MergeConfig, MergePlan

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tome_core
-from tests.engine.unet.test_compile_keep import TIMES
+from tests.least_unet import TIMES
 from tests.models import TEXT, on_small, sd15
 from tome_core import MergePlan
 from tome_core.bench.sd_block import make_block, make_inputs

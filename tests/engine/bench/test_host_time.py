@@ -11,17 +11,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.most_calls import MOST_CALLS, MOST_CALLS_LEFT_ALONE, MOST_CALLS_SWITCHED_OFF, MOST_CHANGES
 from tome_core import patch
 from tome_core.bench import command as bench
 from tome_core.bench import host_time
 from tome_core.bench.sd_block import as_ldm_model
 from tome_core.model.families import find_blocks
 
-# of one block and its transformer; a reader follows each by hand
-# Of the changes one is for queries, which are made once for a match and its call, and two for what graphs ask: what is
-# kept is asked for in one place.
-MOST_CALLS, MOST_CHANGES = 40, 18
-MOST_CALLS_LEFT_ALONE, MOST_CALLS_SWITCHED_OFF = 8, 8
 VIEWS = {
     "_unsafe_view", "alias", "as_strided", "chunk", "detach", "diagonal", "expand", "flatten", "permute", "reshape",
     "select", "slice", "split", "squeeze", "t", "to", "transpose", "unflatten", "unsqueeze", "view", "view_as",

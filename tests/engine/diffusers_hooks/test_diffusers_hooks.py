@@ -15,7 +15,7 @@ import torch
 
 import tome_core
 from tests import models
-from tests.engine.patching.test_patch_contract import traces
+from tests.checkout import ROOT
 from tests.pipelines import (
     assert_merged,
     differ,
@@ -24,7 +24,7 @@ from tests.pipelines import (
     pipeline_builder,  # noqa: F401
     words_folder,  # noqa: F401
 )
-from tests.project.test_house import ROOT
+from tests.traces import traces
 from tome_core import MergeConfig, UnsupportedModelError
 from tome_core.diffusers_hooks import TokenMergingConfig, apply_token_merging, remove_token_merging
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import tome_core
-from tests.engine.model.test_foreign_wrappers import Foreign, unwrap, wrap_everything
-from tests.engine.patching.test_patch_contract import traces
+from tests.foreign_wrappers import Foreign, unwrap, wrap_everything
 from tests.models import CASES, call_case, inputs, sd15
 from tests.random_stackings.layers import Fussy
 from tests.random_stackings.sessions import drop_own_methods
+from tests.traces import traces
 from tome_core import MergeConfig
 from tome_core.diffusers_hooks import TokenMergingConfig, apply_token_merging, remove_token_merging
 from tome_core.model.families import find_blocks

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import tome_core
-from tests.engine.patching.test_patch_contract import traces
 from tests.models import CASES, call_case, call_unet, inputs, ldm_sd1, small
 from tests.tiny_pipeline import stable_diffusion
+from tests.traces import traces
 from tome_core import MergeConfig, UnsupportedModelError, preset
 
 BALANCED = replace(preset("balanced"), only_if_it_pays=False)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import tome_core
-from tests.engine.unet.test_compile_keep import FEW, KEPT, TIMES, WAYS, build, call, draw, same, work  # noqa: F401
+from tests.least_unet import FEW, KEPT, TIMES, WAYS, build, call, draw, same
 from tests.models import CASES, call_case, on_small
 from tests.recorded_operators import counts, first_block, kinds, recorded
 from tests.tiny_pipeline import write_folder
@@ -36,7 +36,7 @@ def state_of(model):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_twenty_steps_at_three_sizes_are_those_that_nobody_captured(name, work):  # noqa: F811
+def test_twenty_steps_at_three_sizes_are_those_that_nobody_captured(name, work):
     """One graph for what each phase does at each size, all of them recorded in the first picture."""
 
     def picture(unet, handle, sampling, wanted=None):
@@ -61,7 +61,7 @@ def test_twenty_steps_at_three_sizes_are_those_that_nobody_captured(name, work):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_whatever_is_kept_is_kept_in_graphs(way, work):  # noqa: F811
+def test_whatever_is_kept_is_kept_in_graphs(way, work):
     plain, model = build(), build()
     eager, handle = tome_core.patch(plain, WAYS[way]), tome_core.patch(model, WAYS[way])
     with recorded(model) as graphs:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tome_core
-from tests.engine.unet.test_compile_keep import FEW, KEPT, TIMES, build, call, draw, same
+from tests.least_unet import FEW, KEPT, TIMES, build, call, draw, same
 from tests.recorded_operators import counts, first_block, kinds, recorded
 from tome_core import MergeConfig
 from tome_core.diffusers_hooks import TokenMergingConfig, apply_token_merging

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 import tome_core
-from tests.engine.bench.test_host_time import MOST_CALLS_LEFT_ALONE
 from tests.models import CASES, call_case, call_unet, inputs, sd15, sdxl, small
+from tests.most_calls import MOST_CALLS_LEFT_ALONE
 from tome_core import PRESETS, MergeConfig, gains, preset
 from tome_core.bench import host_time
 from tome_core.measuring import measure

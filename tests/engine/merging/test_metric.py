@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import tome_core
-from tests.engine.patching.test_patch_contract import every_family, largest_difference
+from tests.families import every_family, largest_difference
 from tests.models import CASES, call_case, call_unet, fixed, unet
 from tome_core import PRESETS, MergeConfig
 from tome_core.bench.sd_block import make_block, make_inputs

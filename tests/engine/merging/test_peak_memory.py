@@ -4,23 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 import tome_core
+from tests.peak_memory import peak_bytes
 from tome_core import PRESETS, MergeConfig
 from tome_core.bench.sd_block import CHANNELS, HEADS, make_block, make_inputs
-
-
-def peak_bytes(run) -> int:
-    """The most that a call holds at once beyond what was there before."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        run()
-    held = most = 0
-    changes = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
-    for event in sorted(changes, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        most = max(most, held)
-    return most
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import tome_core
-from tests.engine.patching.test_patch_contract import traces
+from tests.foreign_wrappers import sites_of, unwrap, wrap_everything
 from tests.models import CASES, Case, call_case
+from tests.traces import traces
 from tests.wraps import is_idle
 from tome_core import MergeConfig
 from tome_core.model.families import find_blocks, find_unet
@@ -17,43 +18,6 @@ from tome_core.model.families import find_blocks, find_unet
 # one of each way to be called: checkpointed `_forward`, plain LDM names, diffusers
 FEW = [case for case in CASES if case.name in ("ldm_sd1", "sgm_double", "comfy_double", "sd15")]
 families = pytest.mark.parametrize("case", FEW, ids=lambda case: case.name)
-
-
-class Foreign:
-    """Replaces a module's method the way accelerate and ControlNet do: save what is there, call it, put it back."""
-
-    def __init__(self, module, name="forward"):
-        self.module, self.name, self.calls = module, name, 0
-        self.was_own = name in vars(module)
-        self.saved = getattr(module, name)
-        setattr(module, name, self._call)
-
-    def _call(self, *args, **kwargs):
-        self.calls += 1
-        return self.saved(*args, **kwargs)
-
-    def put_back(self):
-        """accelerate and ControlNet put the saved method onto the instance even if it was the class's."""
-        setattr(self.module, self.name, self.saved)
-
-
-def sites_of(model) -> list:
-    """All that the patch wraps, and so what others may wrap as well: (module, method)."""
-    unet = find_unet(model)
-    found = [(unet, "forward")]
-    for place in find_blocks(unet):
-        method = "_forward" if hasattr(place.block, "_forward") else "forward"
-        found += [(place.transformer, "forward"), (place.block, method), (place.block.attn1, "forward")]
-    return list(dict.fromkeys(found))
-
-
-def wrap_everything(model) -> list[Foreign]:
-    return [Foreign(*site) for site in sites_of(model)]
-
-
-def unwrap(foreign: list[Foreign]) -> None:
-    for one in reversed(foreign):
-        one.put_back()
 
 
 @families

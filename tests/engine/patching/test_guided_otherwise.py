@@ -11,8 +11,7 @@ import torch
 from diffusers.models.attention_processor import AttnProcessor2_0
 
 import tome_core
-from tests.engine.patching.test_one_line import USES
-from tests.engine.patching.test_patch_contract import traces
+from tests.pipeline_uses import USES
 from tests.pipelines import (
     TIMES,
     TOKENS,
@@ -24,6 +23,7 @@ from tests.pipelines import (
     pipeline_builder,  # noqa: F401
     words_folder,  # noqa: F401
 )
+from tests.traces import traces
 
 SWAP_AFTER = 1  # steps of `TIMES`: in the middle of what a preset keeps a match for
 

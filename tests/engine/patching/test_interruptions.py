@@ -5,23 +5,20 @@ The places are those of the patch itself, asked from its handle, so a new kind o
 
 from __future__ import annotations
 
-import contextlib
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from diffusers import DDIMScheduler
-from torch import nn
 
 import tome_core
-from tests.engine.patching.test_patch_contract import traces
-from tests.models import call_unet, inputs, sd15
+from tests.injected_faults import ERRORS, KINDS, Fault, places
+from tests.least_pipeline import Pipeline, picture
 from tests.thoroughness import THOROUGH
-from tests.wraps import is_idle, wraps_of
+from tests.traces import traces
+from tests.wraps import is_idle
 from tome_core import MergeConfig, MergeRule
 
-ERRORS = (RuntimeError, KeyboardInterrupt, torch.cuda.OutOfMemoryError)
 EVERYTHING = {"merge_crossattn": True, "merge_mlp": True, "max_downsample": 8}
 # two rules, so that the clock matters as well, and one that keeps, so that the loop does
 CONFIG = MergeConfig(
@@ -30,71 +27,6 @@ CONFIG = MergeConfig(
         MergeRule(side="kv", query_ratio=0.25, keep=500.0, **EVERYTHING),
     )
 )
-KINDS = (
-    "UNetSite", "TransformerSite", "BlockSite", "SelfAttentionSite", "CrossAttentionSite", "FeedForwardSite",
-    "SchedulerClock", "SamplingScope",
-)  # fmt: skip
-
-
-def places(handle: Any) -> dict[str, list[Any]]:
-    """Every wrap of a patch, by the name of its class."""
-    found: dict[str, list[Any]] = {}
-    for wrap in wraps_of(handle):
-        found.setdefault(type(wrap).__name__, []).append(wrap)
-    return found
-
-
-class Fault:
-    """Stands where a wrap calls on, and raises once: before what lies beneath has run, or after it.
-
-    at: which of its calls raises. It is a class of its own, because the patch asks for its targets' class at every
-    call; a self-attention of another class would be another one, so there it is its first layer, or its last.
-    """
-
-    def __init__(self, wrap: Any, error: type[BaseException], after: bool, at: int = 0) -> None:
-        self.error, self.after, self.left = error, after, at + 1
-        self.target, self.name = wrap.target, wrap.name
-        if type(wrap).__name__ == "SelfAttentionSite":
-            last = wrap.target.to_out[-1] if isinstance(wrap.target.to_out, nn.ModuleList) else wrap.target.to_out
-            self.target = last if after else wrap.target.to_q
-        self.own = type(self.target)
-        calls = {self.name: lambda target, *args, **kwargs: self._call(target, *args, **kwargs)}
-        self.target.__class__ = type(self.own.__name__, (self.own,), calls)
-
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
-        self.left -= 1
-        if self.left == 0 and not self.after:
-            raise self.error("by the test")
-        out = getattr(self.own, self.name)(*args, **kwargs)
-        if self.left == 0:
-            raise self.error("by the test")
-        return out
-
-    def gone(self) -> bool:
-        """Take it out again; did it raise?"""
-        self.target.__class__ = self.own
-        return self.left <= 0
-
-
-class Pipeline:
-    """A pipeline as far as the patch sees one."""
-
-    def __init__(self) -> None:
-        self.unet, self.scheduler = sd15(), DDIMScheduler()
-
-    def progress_bar(self, total: int) -> Any:
-        return contextlib.nullcontext(range(total))
-
-
-def picture(pipe: Any, steps: int = 2) -> torch.Tensor:
-    """What a pipeline's loop does, on a small latent."""
-    x, text = inputs(4, 1, 8, 8)
-    pipe.scheduler.set_timesteps(steps)
-    with torch.no_grad(), pipe.progress_bar(total=steps):
-        for timestep in pipe.scheduler.timesteps:
-            scaled = pipe.scheduler.scale_model_input(x, timestep)
-            x = pipe.scheduler.step(call_unet(pipe.unet, scaled, timestep, text), timestep, x).prev_sample
-    return x
 
 
 def left_behind(pipe: Any) -> list:

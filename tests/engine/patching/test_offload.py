@@ -11,8 +11,8 @@ from accelerate import cpu_offload, cpu_offload_with_hook, dispatch_model
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
 
 import tome_core
-from tests.engine.patching.test_patch_contract import traces
 from tests.models import CASES, call_case
+from tests.traces import traces
 from tome_core import MergeConfig
 from tome_core.model.families import find_unet
 from tome_core.model.wrap import Wrap

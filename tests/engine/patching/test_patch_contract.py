@@ -10,7 +10,9 @@ import pytest
 import torch
 
 import tome_core
+from tests.families import every_family, largest_difference
 from tests.models import CASES, Case, call_case, inputs, merge_with_self
+from tests.traces import traces
 from tome_core import MergeConfig
 from tome_core.merging.grid import split_grid
 from tome_core.merging.methods import METHODS, bipartite
@@ -19,21 +21,6 @@ from tome_core.model.switch import switch_of
 
 EVERYTHING = {"ratio": 0.5, "merge_crossattn": True, "merge_mlp": True}
 ALL_LEVELS = MergeConfig(max_downsample=8, **EVERYTHING)
-
-every_family = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-
-
-def traces(model) -> list:
-    """All that a patch could leave on a model: its modules, their classes, attributes and hooks, state-dict keys."""
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_forward_hooks_with_kwargs")
-    return [
-        (name, type(module), sorted(vars(module)), [len(vars(module).get(hook, ())) for hook in hooks])
-        for name, module in model.named_modules()
-    ] + sorted(model.state_dict())
-
-
-def largest_difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    return (one - other).abs().max().item()
 
 
 @every_family

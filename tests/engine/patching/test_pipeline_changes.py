@@ -13,8 +13,6 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 import tome_core
-from tests.engine.patching.test_patch_contract import traces
-from tests.engine.unet.test_compile import fresh_compiler  # noqa: F401
 from tests.pipelines import (
     adapter_loader,  # noqa: F401
     assert_merged,
@@ -26,8 +24,11 @@ from tests.pipelines import (
     pipeline_builder,  # noqa: F401
     words_folder,  # noqa: F401
 )
+from tests.traces import traces
 from tome_core import preset
 from tome_core.settings.phases import plain_rules
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 # --- offloading ------------------------------------------------------------------------------------------------------
 

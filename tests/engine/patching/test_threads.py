@@ -13,10 +13,11 @@ import torch
 import tome_core
 from comfy_nodes import host
 from tests.comfy_doubles import Guider, apply, least_checkpoint
-from tests.engine.patching.test_interruptions import Pipeline, picture
-from tests.engine.patching.test_patch_contract import traces
+from tests.least_pipeline import Pipeline, picture
 from tests.models import CASES, call_case
 from tests.thoroughness import THOROUGH
+from tests.threads import at_once
+from tests.traces import traces
 from tome_core import MergeConfig, MergeRule
 
 CASE = next(case for case in CASES if case.name == "ldm_sd1")
@@ -25,28 +26,6 @@ CONFIGS = (
     MergeConfig(ratio=0.75, merge_mlp=True, end_percent=0.6),
     MergeConfig(rules=(MergeRule(side="kv", sx=4, sy=4, ratio=0.9, refine=1, query_ratio=0.25, seed=5),)),
 )
-
-
-def at_once(*works: Callable[[], Any]) -> list[Any]:
-    """What each of them gives, run in a thread each from the same moment on; raises what one of them raised."""
-    start, results = threading.Barrier(len(works)), [None] * len(works)
-
-    def run(place: int, work: Callable[[], Any]) -> None:
-        start.wait()
-        try:
-            results[place] = work()
-        except BaseException as error:
-            results[place] = error
-
-    threads = [threading.Thread(target=run, args=one) for one in enumerate(works)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for one in results:
-        if isinstance(one, BaseException):
-            raise one
-    return results
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tome_core
-from tests.engine.patching.test_patch_contract import every_family, largest_difference
+from tests.families import every_family, largest_difference
 from tests.models import CASES, call_case, merge_with_self
 from tests.sized_attention import attended, masked_formula  # noqa: F401
 from tome_core import MergeConfig

@@ -6,50 +6,20 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.engine.merging.test_peak_memory import peak_bytes
+from tests.peak_memory import peak_bytes
+from tests.sequences import FILM, HEADS, PICTURE, WIDTH, host, sdpa, tensors
 from tome_core import MergeRule
 from tome_core.attention.core import BIAS
 from tome_core.merging.grid import Grid, cells
-from tome_core.sequence import BY_HEAD, BY_TOKEN, FLAT, Host, Layout
+from tome_core.sequence import BY_HEAD, BY_TOKEN, FLAT, Layout
 from tome_core.sequence import attend as attending
 from tome_core.sequence.attend import OWN_BIAS, attend, correction_of, merged
 from tome_core.sequence.layout import WINDOW, Tensors, by_token, in_form, tokens_in, windows
 from tome_core.sequence.matching import match
 
 RULE = MergeRule(side="kv", ratio=0.9375, sx=4, sy=4, metric="keys+values", use_rand=False, refine=1)
-PICTURE, FILM = Layout(Grid(16, 24), first=7), Layout(Grid(6 * 8, 12, frames=6), first=0)
-HEADS, WIDTH = 3, 16
-
-
-def tensors(layout: Layout, behind: int = 0, batch: int = 2, dtype=torch.float32, seed: int = 0) -> Tensors:
-    """Smooth over the grid, as pictures are; the tokens around it are noise."""
-    generator = torch.Generator().manual_seed(seed)
-    shape = (batch, HEADS * WIDTH, layout.grid.height // 4 + 1, layout.grid.width // 4 + 1)
-    found = []
-    for _ in range(3):
-        picture = F.interpolate(torch.randn(shape, generator=generator, dtype=torch.float64),
-                                (layout.grid.height, layout.grid.width), mode="bilinear").flatten(2).mT  # fmt: skip
-        picture = picture + 0.3 * torch.randn(picture.shape, generator=generator, dtype=torch.float64)
-        before, after = (torch.randn(batch, count, HEADS * WIDTH, generator=generator, dtype=torch.float64)
-                         for count in (layout.first, behind))  # fmt: skip
-        found.append(torch.cat([before, picture, after], 1).unflatten(2, (HEADS, WIDTH)).to(dtype))
-    return Tensors(*found)
-
-
-def sdpa(q, k, v, bias=None):
-    """[B, S, H, d]"""
-    return F.scaled_dot_product_attention(*(one.transpose(1, 2) for one in (q, k, v)), bias).transpose(1, 2)
-
-
-def host(form: str = BY_TOKEN, out_form: str = BY_TOKEN, takes_bias: bool = True) -> Host:
-    def function(q, k, v, bias):
-        assert bias is None or takes_bias
-        return in_form(sdpa(*(by_token(one, form, HEADS) for one in (q, k, v)), bias), out_form)
-
-    return Host(function, form, out_form, WIDTH**-0.5, takes_bias)
 
 
 def error(found: torch.Tensor, exact: torch.Tensor) -> float:

@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from tests.engine.sequence.test_sequence import FILM, HEADS, PICTURE, host, sdpa, tensors
+from tests.sequences import FILM, HEADS, PICTURE, host, sdpa, tensors
 from tome_core import MergeConfig, preset, strength
 from tome_core.sequence import Layout, SequenceMerging
 from tome_core.sequence import handle as handles

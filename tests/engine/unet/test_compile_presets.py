@@ -9,11 +9,13 @@ import torch
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 import tome_core
-from tests.engine.patching.test_patch_contract import largest_difference
-from tests.engine.unet.test_compile import BY_NAME, SMALL, compiled, fresh_compiler  # noqa: F401
+from tests.compiling import BY_NAME, SMALL, compiled
+from tests.families import largest_difference
 from tests.models import call_case
 from tome_core import PRESETS, MergeConfig, preset
 from tome_core.settings.phases import plain_rules
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def config_of(name: str) -> MergeConfig:

@@ -10,13 +10,15 @@ from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 import tome_core
-from tests.engine.unet.test_compile import BY_NAME as NAMED
-from tests.engine.unet.test_compile import SMALL, TIMES, compiled, fresh_compiler, skip_where_unpatched_fails  # noqa: F401
+from tests.compiling import BY_NAME as NAMED
+from tests.compiling import SMALL, TIMES, compiled, skip_where_unpatched_fails
 from tests.models import CASES, call_case
 from tests.sized_attention import wide_heads  # noqa: F401
 from tome_core import MergeConfig
 from tome_core.attention.core import BIAS, WIDER_HEADS
 from tome_core.model.families import find_unet
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 BY_NAME = {**{case.name: case for case in CASES}, **NAMED}
 SIDES = pytest.mark.parametrize("side", ["qkv", "kv"])

@@ -1,0 +1,53 @@
+"""UNets as small as a compiler can be given, compiled whole, and the times at which they are called."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.doubles import LatentDiffusionDouble
+from tests.models import CASES, Case, call_case, call_ldm, call_unet, ldm, seeded, unet
+
+BY_NAME = {case.name: case for case in CASES}
+TIMES = [torch.tensor(time) for time in range(40, 1000, 48)]
+
+
+@seeded
+def one_level():
+    """As little as a compiler can be given: four blocks, all on the latent's level."""
+    names = {"down_block_types": ("CrossAttnDownBlock2D",), "up_block_types": ("CrossAttnUpBlock2D",)}
+    return unet(block_out_channels=(16,), **names)
+
+
+@seeded
+def one_level_ldm():
+    return LatentDiffusionDouble(ldm(channel_mult=(1,), attention_resolutions=(1,)))
+
+
+SMALL = Case("one_level", one_level, call_unet)
+BY_NAME["one_level_ldm"] = Case("one_level_ldm", one_level_ldm, call_ldm)
+
+
+def compiled(model, backend):
+    """The whole model compiled; for an LDM model its UNet, which is what a host compiles."""
+    if hasattr(model, "model"):
+        model.model.diffusion_model = torch.compile(model.model.diffusion_model, backend=backend, fullgraph=True)
+        return model
+    return torch.compile(model, backend=backend, fullgraph=True)
+
+
+def skip_where_unpatched_fails(case) -> None:
+    """Old compilers cannot take every UNet whole even as it is."""
+    if int(torch.__version__.split(".")[1]) >= 6:
+        return
+    try:
+        call_case(case, compiled(case.build(), "eager"))
+    except torch._dynamo.exc.Unsupported:
+        pytest.skip(f"torch {torch.__version__} cannot compile {case.name} whole without any patch either")
+    torch._dynamo.reset()
+
+
+@seeded
+def many_blocks():
+    """12 blocks, more than a compiler makes graphs for one place."""
+    return unet(layers_per_block=2, transformer_layers_per_block=2, block_out_channels=(16, 16), norm_num_groups=4)

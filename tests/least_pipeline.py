@@ -1,0 +1,32 @@
+"""The least that is a diffusers pipeline to a patch: a UNet, a scheduler and a loop."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from diffusers import DDIMScheduler
+
+from tests.models import call_unet, inputs, sd15
+
+
+class Pipeline:
+    """A pipeline as far as the patch sees one."""
+
+    def __init__(self) -> None:
+        self.unet, self.scheduler = sd15(), DDIMScheduler()
+
+    def progress_bar(self, total: int) -> Any:
+        return contextlib.nullcontext(range(total))
+
+
+def picture(pipe: Any, steps: int = 2) -> torch.Tensor:
+    """What a pipeline's loop does, on a small latent."""
+    x, text = inputs(4, 1, 8, 8)
+    pipe.scheduler.set_timesteps(steps)
+    with torch.no_grad(), pipe.progress_bar(total=steps):
+        for timestep in pipe.scheduler.timesteps:
+            scaled = pipe.scheduler.scale_model_input(x, timestep)
+            x = pipe.scheduler.step(call_unet(pipe.unet, scaled, timestep, text), timestep, x).prev_sample
+    return x

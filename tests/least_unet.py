@@ -1,0 +1,44 @@
+"""The least that is a UNet, called step by step as a sampling calls it, under matches that serve several steps."""
+
+from __future__ import annotations
+
+import torch
+
+from tome_core import MergeConfig, MergeRule
+from tome_core.bench.sd_block import SpatialTransformer, UNet
+
+TIMES = [999.0 - 50 * step for step in range(20)]
+FEW = (900.0, 860.0, 300.0, 280.0, 230.0)
+KEPT = MergeConfig(side="kv", ratio=0.75, use_rand=False, keep=100.0, refine=1, metric="keys+values")
+WAYS = {
+    "refined": KEPT,
+    "queries of their own, drawn": MergeConfig(side="kv", ratio=0.75, keep=100.0, query_ratio=0.25, use_rand=True),
+    "all parts": MergeConfig(ratio=0.5, keep=100.0, merge_crossattn=True, merge_mlp=True, proportional=False),
+    "cluster": MergeConfig(method="cluster", ratio=0.75, keep=100.0),
+    "a deep MLP": MergeConfig(rules=(MergeRule(levels=(0,), keep=100.0, merge_attn=False, merge_mlp=True),)),
+}
+
+
+def build(depth: int = 2) -> UNet:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return UNet([[SpatialTransformer(16, 2, 24, depth)]]).eval().requires_grad_(False)
+
+
+def call(unet, side=8, seed=0, copies=1, time=500.0):
+    generator = torch.Generator().manual_seed(seed)
+    x, text = torch.randn(1, 16, side, side, generator=generator), torch.randn(2, 5, 24, generator=generator)
+    with torch.no_grad():
+        return unet(x.repeat(copies, 1, 1, 1), torch.tensor([time]), text[:copies])
+
+
+def draw(unet, handle, times=FEW, name="a", pictures=None, **shape):
+    found = []
+    for number, time in enumerate(times):
+        handle.set_time(timestep=time, sampling=name, pictures=pictures)
+        found.append(call(unet, seed=number, **shape))
+    return found
+
+
+def same(found, expected) -> bool:
+    return len(found) == len(expected) and all(map(torch.equal, found, expected))
