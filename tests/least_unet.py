@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from tests.samplings import KEPT
 from tome_core import MergeConfig, MergeRule
 from tome_core.bench.sd_block import SpatialTransformer, UNet
 
 TIMES = [999.0 - 50 * step for step in range(20)]
 FEW = (900.0, 860.0, 300.0, 280.0, 230.0)
-KEPT = MergeConfig(side="kv", ratio=0.75, use_rand=False, keep=100.0, refine=1, metric="keys+values")
 WAYS = {
     "refined": KEPT,
     "queries of their own, drawn": MergeConfig(side="kv", ratio=0.75, keep=100.0, query_ratio=0.25, use_rand=True),

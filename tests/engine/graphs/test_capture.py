@@ -18,6 +18,7 @@ import tome_core
 from tests.least_unet import FEW, KEPT, TIMES, WAYS, build, call, draw, same
 from tests.models import CASES, call_case, on_small
 from tests.recorded_operators import counts, first_block, kinds, recorded
+from tests.samplings import done_for_plans  # noqa: F401
 from tests.tiny_pipeline import write_folder
 from tome_core import PRESETS, MergeConfig
 

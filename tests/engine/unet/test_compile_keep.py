@@ -16,6 +16,7 @@ import tome_core
 from tests.compiling import SMALL, many_blocks
 from tests.least_unet import FEW, KEPT, TIMES, WAYS, build, call, draw, same
 from tests.models import call_case, on_small
+from tests.samplings import done_for_plans  # noqa: F401
 from tests.tiny_pipeline import write_folder
 from tome_core import PRESETS, MergeConfig
 from tome_core.settings.phases import plain_rules
