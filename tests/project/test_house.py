@@ -141,6 +141,19 @@ def test_hosts_do_not_ask_for_each_others_modules_by_name(host):
         assert not asked or path.name in IN_A_HOSTS_PYTHON, path
 
 
+def test_no_test_imports_another():
+    """What they share lies in modules of tests/ itself, so that each can be moved, renamed and split alone."""
+    for path in (ROOT / "tests").rglob("*.py"):
+        names = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names |= {f"{node.module or ''}.{alias.name}" for alias in node.names}
+        tests = sorted(name for name in names if any(part.startswith("test_") for part in name.split(".")))
+        assert not tests, f"{path.relative_to(ROOT)} imports {tests}"
+
+
 def test_importing_the_engine_does_nothing_but_define():
     code = "import torch, logging; before = len(logging.root.handlers); state = torch.get_rng_state();" \
         "import tome_core; assert torch.equal(torch.get_rng_state(), state);" \
