@@ -21,6 +21,7 @@ def one_level():
 
 @seeded
 def one_level_ldm():
+    """The same as an LDM model."""
     return LatentDiffusionDouble(ldm(channel_mult=(1,), attention_resolutions=(1,)))
 
 

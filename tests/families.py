@@ -11,4 +11,5 @@ every_family = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name
 
 
 def largest_difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Between values at the same place."""
     return (one - other).abs().max().item()

@@ -34,9 +34,11 @@ def sites_of(model) -> list:
 
 
 def wrap_everything(model) -> list[Foreign]:
+    """Replace all that the patch wraps, or would wrap."""
     return [Foreign(*site) for site in sites_of(model)]
 
 
 def unwrap(foreign: list[Foreign]) -> None:
+    """Put everything back, the last one first."""
     for one in reversed(foreign):
         one.put_back()

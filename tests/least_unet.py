@@ -20,12 +20,14 @@ WAYS = {
 
 
 def build(depth: int = 2) -> UNet:
+    """One transformer of `depth` blocks on the latent's level; its weights are always the same."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return UNet([[SpatialTransformer(16, 2, 24, depth)]]).eval().requires_grad_(False)
 
 
 def call(unet, side=8, seed=0, copies=1, time=500.0):
+    """What the UNet gives for a latent of the seed. copies: 2 for both halves of guidance, with a text each."""
     generator = torch.Generator().manual_seed(seed)
     x, text = torch.randn(1, 16, side, side, generator=generator), torch.randn(2, 5, 24, generator=generator)
     with torch.no_grad():
@@ -33,6 +35,7 @@ def call(unet, side=8, seed=0, copies=1, time=500.0):
 
 
 def draw(unet, handle, times=FEW, name="a", pictures=None, **shape):
+    """A sampling of this name: what the calls at these times give, whose clock is set as a host does it."""
     found = []
     for number, time in enumerate(times):
         handle.set_time(timestep=time, sampling=name, pictures=pictures)
@@ -41,4 +44,5 @@ def draw(unet, handle, times=FEW, name="a", pictures=None, **shape):
 
 
 def same(found, expected) -> bool:
+    """Are these the same tensors, bit for bit?"""
     return len(found) == len(expected) and all(map(torch.equal, found, expected))

@@ -34,6 +34,7 @@ def sdpa(q, k, v, bias=None):
 
 
 def host(form: str = BY_TOKEN, out_form: str = BY_TOKEN, takes_bias: bool = True) -> Host:
+    """A host whose attention takes q, k and v in one form and answers in another; without a bias it wants none."""
     def function(q, k, v, bias):
         assert bias is None or takes_bias
         return in_form(sdpa(*(by_token(one, form, HEADS) for one in (q, k, v)), bias), out_form)
