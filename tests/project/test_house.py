@@ -165,4 +165,4 @@ def test_importing_the_engine_does_nothing_but_define():
 
 def test_the_settings_in_the_readme_are_those_of_the_code():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert replace_between_markers(text) == text, "run: python -m tome_core.settings_table --write README.md"
+    assert replace_between_markers(text) == text, "run: python -m tome_core.settings.table --write README.md"
