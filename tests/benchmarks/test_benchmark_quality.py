@@ -70,6 +70,7 @@ def deviations() -> dict[str, float]:
     return {name: float(np.mean(bench.measure(Row(subject.name, "noised", 0, 0, 2, name))["dev"])) for name in names}
 
 
+@pytest.mark.slow
 def test_the_error_of_the_size_aware_merge_grows_with_its_ratio(deviations):
     together = [deviations[f"sized-{ratio}"] for ratio in (0.25, 0.5, 0.75)]
     keys = [deviations[f"sized-kv-{setting}"] for setting in ("0.5", "0.75", "0.9375-cells-4")]
@@ -84,6 +85,7 @@ def test_controls_are_worse_than_any_method_at_a_ratio_of_three_quarters(deviati
     assert deviations[best] > deviations[worst], (best, worst)
 
 
+@pytest.mark.slow
 def test_the_command_at_its_smallest_setting(tmp_path, capsys):
     record = run(["--smallest"], tmp_path / "result.json")
     assert record["missing"] == [] and record["kind"] == "quality"
@@ -101,6 +103,7 @@ def test_the_command_at_its_smallest_setting(tmp_path, capsys):
         assert "**tomesd**" in table
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_result(small, whole, tmp_path):
     output = tmp_path / "killed.json"
     command = [sys.executable, "-m", "benchmarks.quality", *small, "--output", str(output)]

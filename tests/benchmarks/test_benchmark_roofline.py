@@ -55,6 +55,7 @@ def test_what_is_expanded_is_moved_once():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inference", [True, False])
 @pytest.mark.parametrize("naive", [True, False])
 @pytest.mark.parametrize("model", sorted(TINY_SHAPES))

@@ -55,6 +55,7 @@ def record(smoke):
     return results.load(smoke)
 
 
+@pytest.mark.slow
 def test_the_smallest_run_measures_every_variant(record):
     assert record["kind"] == "speed" and record["missing"] == []
     assert record["versions"]["tomesd"] == "0.1.3" and record["device"]["threads"] == 1
@@ -82,6 +83,7 @@ def test_table_and_plot_come_from_the_file_alone(smoke, tmp_path, capsys):
     assert all(f"| {name} |" in text for name in VARIANTS) and "no measurement" in text
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_and_ends_with_the_same_rows(tmp_path, monkeypatch):
     whole, killed = tmp_path / "whole.json", tmp_path / "killed.json"
     assert run(*SMOKE, output=whole) == 0
@@ -113,6 +115,7 @@ def failing(error):
     return apply
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "error",
     [torch.OutOfMemoryError("CUDA out of memory. Tried"), MemoryError(),
@@ -156,6 +159,7 @@ def test_a_figure_without_its_control_is_not_printed(record):
     assert f"its control (vanilla) is missing: {call}" in text and f"### {picture}" in text
 
 
+@pytest.mark.slow
 def test_compiled_cases_stand_beside_the_same_ones_uncompiled(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))  # no C++ compiler needed
     output = tmp_path / "result.json"
@@ -185,6 +189,7 @@ def test_a_share_of_a_bound_that_saves_nothing_is_no_figure():
     assert case.figures["tomesd"].of_ideal is None and case.figures["tomesd"].factor == pytest.approx(10 / 9)
 
 
+@pytest.mark.slow
 def test_a_rehearsal_goes_through_the_whole_plan_of_a_gpu(tmp_path, capsys):
     output = tmp_path / "dry.json"
     assert run("--dry-run", "--variants", LATE, "ours, max", output=output) == 0
@@ -275,6 +280,7 @@ def test_the_ideal_bound_attends_to_half_of_the_tokens():
     assert speed_variants.FreeMerge(attention)(x).shape == x.shape and seen == [(2, 8, 4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "words"),
     [("early new", "match"), ("early renewed", "renew"), ("early kept", None), ("late new", "match"),

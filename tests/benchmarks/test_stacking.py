@@ -98,6 +98,7 @@ def alone(pipelines: Pipelines, name: str) -> torch.Tensor:
         return pipelines.draw(pipe, **one.call)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRUE_IN_BOTH_ORDERS)
 def test_either_order_gives_the_same_bits_and_merges(pipelines, name):
     first, told, _ = both(pipelines, name, True, balanced())
@@ -106,6 +107,7 @@ def test_either_order_gives_the_same_bits_and_merges(pipelines, name):
     assert told.merged_anything and not torch.equal(first, alone(pipelines, name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PUT_ON)
 def test_all_of_it_off_again_is_bit_exact_where_what_came_first_leaves_first(pipelines, name):
     pipe = pipelines.make()

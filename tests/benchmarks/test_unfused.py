@@ -73,6 +73,7 @@ def test_what_cuts_its_work_to_fit_follows_no_curve():
     assert unfused_report._curve(found, "webui-split", "unmerged") is None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="a process tells its peak on Linux alone")
 def test_a_case_is_measured_in_a_process_of_its_own():
     case = {"source": "math", "what": "late", "pixels": 256, "heads": 1, "free": GIB, "preset": "balanced"}
@@ -81,6 +82,7 @@ def test_a_case_is_measured_in_a_process_of_its_own():
     assert "none of ours" in wrong["failed"] and set(tomesd["seconds"]) == {"call"}
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_too_early_fails_its_case_alone(monkeypatch):
     case = {"source": "math", "what": "late", "pixels": 256, "heads": 1, "free": GIB, "preset": "balanced"}
     broken, whole = unfused.measure([{**case, "heads": "one"}, case])

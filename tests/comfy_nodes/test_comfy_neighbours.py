@@ -132,6 +132,7 @@ def test_a_sampler_inside_a_step_patches_once():
     assert "forward" not in vars(applied.model.diffusion_model)
 
 
+@pytest.mark.slow
 def test_branches_of_one_compiled_model_merge_or_not_in_any_order():
     """TorchCompileModel swaps the model's UNet for a compiled one while its branch runs."""
     torch._dynamo.reset()

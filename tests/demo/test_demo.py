@@ -76,7 +76,7 @@ def run_demo(*arguments):
 def whole_run(tmp_path_factory):
     """Two pictures in four steps from a real command line; gives the process and the PNG's path."""
     path = tmp_path_factory.mktemp("demo") / "new folder" / "comparison.png"
-    return run_demo("--pictures", 2, "--steps", STEPS, "--seed", 5, "--block", "--report", "--output", path), path
+    return run_demo("--pictures", 2, "--steps", STEPS, "--seed", 5, "--report", "--output", path), path
 
 
 def shown(path, row, column):
@@ -101,7 +101,6 @@ def test_the_table_has_a_line_for_every_setting(whole_run):
         assert re.search(line, text), text
         assert f"{name}: Token merging" in text
     assert re.search(r"no merging +[\d.]+ s +1\.00", text)
-    assert re.search(r"SD1.5-sized block .*: \d+ ms without merging, \d+ ms with strength 0.5 \(balanced\)", text)
     assert re.search(r"(gains nothing|times as fast)", text)
 
 
@@ -128,6 +127,7 @@ def test_the_sheet_has_its_size_and_a_label_on_every_row_and_column(whole_run):
         assert (margin[:, -4:] > 200).all(), f"the prompt of row {row} runs into the picture"
 
 
+@pytest.mark.slow
 def test_the_unmerged_column_is_what_a_plain_run_makes(whole_run, tmp_path):
     _, path = whole_run
     code = (
@@ -141,6 +141,7 @@ def test_the_unmerged_column_is_what_a_plain_run_makes(whole_run, tmp_path):
         assert np.array_equal(shown(path, row, 0), plain[row])
 
 
+@pytest.mark.slow
 def test_a_strength_is_told_the_time_as_on_the_page(whole_run, tmp_path):
     """Both in a process of their own, with as many threads: the bits depend on these."""
     _, path = whole_run
@@ -187,6 +188,7 @@ def quick_block(monkeypatch):
     monkeypatch.setattr(command, "BLOCK_REPEATS", 1)
 
 
+@pytest.mark.slow
 def test_a_diffusers_folder_is_compared_like_the_embedded_model(tmp_path, tiny_folder, capsys, quick_block):
     path = tmp_path / "mine.png"
     code = command.main(["--model", str(tiny_folder), "--pictures", "2", "--steps", "2", "--prompt", "a cat",
@@ -199,6 +201,7 @@ def test_a_diffusers_folder_is_compared_like_the_embedded_model(tmp_path, tiny_f
         assert image.size[0] == sheet.cell(1, 4, (256, 256))[2] + sheet.GAP
 
 
+@pytest.mark.slow
 def test_a_single_file_is_loaded_with_a_configuration_that_has_no_weights(tmp_path, tiny_folder, capsys, quick_block):
     single = tiny_pipeline.write_single_file(tmp_path / "single.safetensors")
     bare = shutil.ignore_patterns("*.safetensors")
@@ -210,3 +213,10 @@ def test_a_single_file_is_loaded_with_a_configuration_that_has_no_weights(tmp_pa
     assert code == 0, text.err
     assert re.search(r"strength 0\.5 \(balanced\): Token merging", text.out)
     assert path.exists()
+
+
+@pytest.mark.slow
+def test_a_block_of_sd15s_size_is_timed_where_it_is_asked_for(tmp_path):
+    done = run_demo("--steps", 1, "--strength", 0.5, "--block", "--output", tmp_path / "comparison.png")
+    said = r"SD1.5-sized block .*: \d+ ms without merging, \d+ ms with strength 0.5 \(balanced\)"
+    assert re.search(said, done.stdout)

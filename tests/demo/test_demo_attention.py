@@ -74,6 +74,7 @@ def test_a_wall_shows_a_few_colours_again_and_again():
     assert all(2 < count <= wall.COLOURS for count in with_wall)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", model.CHECKPOINTS, ids=lambda path: path.stem)
 def test_the_shipped_models_pass_their_gates(weights):
     measured = attention.gates(model.load(weights))

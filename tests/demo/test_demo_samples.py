@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 from PIL import Image
 
 from demo import model, prompt, samples
 from tests import tiny_scenes
 
 
+@pytest.mark.slow
 def test_the_sheet_has_a_row_for_each_model_and_a_column_for_each_prompt(tmp_path, capsys):
     path = tmp_path / "sheet.png"
     assert samples.main([*map(str, model.CHECKPOINTS), "--steps", "1", "--output", str(path)]) == 0

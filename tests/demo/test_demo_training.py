@@ -38,6 +38,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(tmp_path, layout):
         assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
 
 
+@pytest.mark.slow
 def test_a_whole_run_of_sdxls_layout_ends_with_weights_and_what_they_are_worth(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(LAYOUTS, "sdxl", tiny_scenes.UNET_XL)
     start, output = tmp_path / "start.safetensors", tmp_path / "weights.safetensors"

@@ -23,6 +23,7 @@ from tests.gradio_panel.page import Page
 from tests.gradio_panel.serving import OPENER, wait_until_ready
 from tome_core import form
 
+pytestmark = pytest.mark.slow  # an environment with gradio, and a browser
 pytest.importorskip("playwright.sync_api", reason="needs playwright")
 SLOW = 120_000  # ms; small machines take long to draw
 NARROW = {"width": 400, "height": 800}

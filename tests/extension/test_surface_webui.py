@@ -61,6 +61,7 @@ def test_4_a_picture_equal_to_plain_claims_nothing(webui, given):
     assert report(done)["merged"] is False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("args", "reason"), [
     (({**ON, "start": 0.99},), "outside the rules' time range"), ((True,), "so few tokens"),
     ((True, 2), "strength=2 is no number"), ((True, 0), "strength 0"),
@@ -82,6 +83,7 @@ def test_6_quicksettings_and_a_requests_own_settings_act_and_the_latter_on_their
     assert [one.get_config()["value"] for one in controls[:2]] == [True, 0.7]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "values"), [("keep", (30, 30.0)), ("strength", (1, 1.0)), ("sx", (3, 3.0))])
 def test_7_one_key_whose_text_is_the_same_from_page_and_api(webui, name, values):
     texts = {webui.job({**ON, name: value}).infotexts[0] for value in values}

@@ -100,6 +100,7 @@ def test_a_nonsensical_strength_is_told_and_the_picture_is_unmerged(webui):
         json.dumps(done.extra_generation_params, allow_nan=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("args", "message"), [
     (("yes",), "enabled='yes' is str; use true or false"),
     ((1,), "enabled=1 is int"),

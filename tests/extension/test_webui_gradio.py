@@ -17,6 +17,7 @@ import install
 from tests.gradio_panel.page import Page
 from tests.gradio_panel.serving import environment, serve
 
+pytestmark = pytest.mark.slow  # two versions of gradio, each in an environment of its own
 pytest.importorskip("playwright.sync_api", reason="needs playwright")
 # the panel's fields without a webui: `extension` speaks to the engine as a neighbour, so it needs a package around it
 sys.modules["_tome_core_gradio"] = around = ModuleType("_tome_core_gradio")

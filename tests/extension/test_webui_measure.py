@@ -51,6 +51,7 @@ def test_nothing_is_measured_unasked(webui, costs, tmp_path):
     assert not made and not list(tmp_path.rglob("*.json")) and not webui.errors
 
 
+@pytest.mark.slow
 def test_what_pays_merges_from_the_next_picture_on_and_after_a_restart(webui, costs, tmp_path, caplog):
     made = costs(0.5)
     plain = webui.job().latents
@@ -78,6 +79,7 @@ def test_what_does_not_pay_is_off_and_the_note_says_why(webui, costs):
     assert "nothing merged: measured: a merged call took 1.07 times an unmerged one at 16x16" in after.comments
 
 
+@pytest.mark.slow
 def test_passes_are_measured_each_and_what_fails_costs_no_picture(webui, costs, monkeypatch):
     made = costs(0.5)
     webui.shared.opts.data["tome_measure"] = True

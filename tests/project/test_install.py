@@ -180,6 +180,7 @@ def test_the_environment_sees_the_torch_of_the_python_that_made_it(repository):
     assert done.stdout.strip() == importlib.metadata.version("torch")
 
 
+@pytest.mark.slow
 def test_an_environment_made_from_an_environment_sees_the_same_torch(repository):
     folder, _ = repository
     first = install.environment(["demo"])

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 PARTS = ("__init__.py", "comfy_nodes", "extension", "install.py", "locales", "pyproject.toml", "scripts", "tome_core")
 

@@ -138,6 +138,7 @@ def by_apply_patch(model: Any, values: dict[str, Any]) -> None:
     tome_core.apply_patch(model, **{name: value for name, value in values.items() if name in APPLY_PATCH})
 
 
+@pytest.mark.slow
 def test_any_settings_give_a_picture_or_a_message(capsys):
     seen = Seen()
     doors = st.sampled_from([by_config, by_rules, by_apply_patch])
@@ -286,6 +287,7 @@ def api_args(draw, arguments):
     return [*values.values(), *draw(more)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flavour", FLAVOURS[:1] if PROFILE.max_examples < 1000 else FLAVOURS[1:2])
 def test_any_arguments_of_the_api_give_a_picture_or_a_message(flavour, monkeypatch, capsys):
     monkeypatch.setattr(webui_doubles, "SIGMAS", webui_doubles.SIGMAS[:1])

@@ -203,6 +203,7 @@ def started(command: str, way: Way, places: dict[str, str]) -> list[str]:
     return [sys.executable, *program, *filled[1:], *(word.format(**places) for word in shlex.split(way.more))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [pytest.param(name, marks=way.needs or ()) for name, way in WAYS.items()])
 def test_it_runs(command, copy, before, new, pipeline):
     places = {"new": str(new), "pipeline": str(pipeline)}

@@ -206,6 +206,7 @@ def test_it_installs_and_runs_where_torch_is_all_there_is(empty, tmp_path):
     assert version == tome_core.__version__ and Path(path).is_relative_to(packages) and merged == "[2.0, 5.0]"
 
 
+@pytest.mark.slow
 def test_the_installed_engine_passes_its_tests(empty, built, tmp_path):
     """Those of the sdist, away from any checkout. Their tools are lent now; the engine is still the installed one."""
     python, packages = empty

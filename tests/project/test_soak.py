@@ -32,6 +32,7 @@ from tests.traces import traces
 from tests.webui_doubles import Processing, Webui
 from tome_core import MergeConfig, form
 
+pytestmark = pytest.mark.slow
 WARM_UP = GENERATIONS // 3
 SAMPLES = 5  # of memory, after the warm-up
 # bytes: a module's dictionary grows once, by 2.6 KB, with what a patch first puts there; no more in 500 generations

@@ -244,6 +244,7 @@ def test_it_errs_half_as_much_as_tomesd_at_equal_attention_work(hooks, ratio: fl
     assert largest_difference(subject.predict(noised), found) < 1e-4
 
 
+@pytest.mark.slow
 def test_the_patch_applies_to_diffusers_and_its_own_test_passes(tmp_path):
     if diffusers.__version__ != TRIED_WITH:
         pytest.skip(f"the patch is for diffusers {TRIED_WITH}; {diffusers.__version__} is installed")

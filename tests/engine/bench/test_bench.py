@@ -26,6 +26,7 @@ def result(tmp_path_factory):
     return json.loads(file.read_text()), done.stdout
 
 
+@pytest.mark.slow
 def test_it_prints_what_it_measured(result):
     data, text = result
     assert data["environment"]["torch"] in text

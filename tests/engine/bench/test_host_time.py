@@ -63,6 +63,7 @@ def _told(way):
     return "\n".join(f"{count} {name}" for name, count in way["by"].items())
 
 
+@pytest.mark.slow
 def test_the_table_has_every_row(printed):
     text, data = printed
     assert data["environment"]["torch"] in text

@@ -116,6 +116,7 @@ def plans() -> int:
     return sum(type(one) is tome_core.MergePlan for one in gc.get_objects())
 
 
+@pytest.mark.slow
 def test_matches_of_one_timestep_do_not_pile_up(pipe):
     """One step after the other at the same time, as models of a single step are called."""
     pipe.scheduler.set_timesteps(STEPS)

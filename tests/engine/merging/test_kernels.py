@@ -62,6 +62,7 @@ def _put_triton_into(folder):
     stamp.write_text(mark)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("laws", ["kernel_laws.py", "kernel_laws_correction.py"])
 def test_in_tritons_interpreter_the_kernels_keep_their_laws(laws, run_with_triton):
     command = ["-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", f"tests/{laws}"]
@@ -71,6 +72,7 @@ def test_in_tritons_interpreter_the_kernels_keep_their_laws(laws, run_with_trito
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 
 
+@pytest.mark.slow
 def test_the_kernels_compile_for_gpus_that_are_not_here(run_with_triton, tmp_path):
     done = run_with_triton("-m", "tests.kernel_code", TRITON_CACHE_DIR=str(tmp_path))
     if done.returncode == NO_TESTS_RAN:

@@ -244,6 +244,7 @@ def test_destinations_are_spread_evenly_over_the_cell():
     assert (counts / counts.sum() - 0.25).abs().max() < 0.005
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="peak memory of a process is not to be had on Windows")
 def test_65536_tokens_need_less_than_300_mib_beyond_their_inputs():
     command = [sys.executable, "-m", "tome_core.bench", "--measure-memory", "ours", "--side", "256"]

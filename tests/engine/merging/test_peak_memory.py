@@ -26,6 +26,7 @@ def test_the_count_sees_what_is_held():
     assert peak_bytes(run) == 4 * 2**20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", [64, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_no_preset_holds_more_than_the_block_itself(block, side, dtype):

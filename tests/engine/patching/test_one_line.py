@@ -40,6 +40,7 @@ from tests.traces import traces
 # --- the line itself -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @every_kind
 @every_preset
 def test_one_line_merges_and_another_brings_every_bit_back(build, kind: str, name: str):
@@ -81,6 +82,7 @@ def image_to_image(pipe: Any) -> tuple[Any, dict[str, Any]]:
     return sibling, {"image": an_image(pipe), "strength": 0.8, "timesteps": IMAGE_TIMES}
 
 
+@pytest.mark.slow
 @every_kind
 def test_pipelines_that_share_a_unet_share_the_patch(build, kind: str):
     """But for matches, which serve the steps of the pipeline that was patched."""
@@ -99,6 +101,7 @@ def several(count: int, *args: Any, **more: Any) -> list[torch.Tensor]:
     return [draw(*args, **more) for _ in range(count)]
 
 
+@pytest.mark.slow
 @every_kind
 def test_pipelines_that_share_a_unet_may_draw_at_once(build, kind: str):
     text, (image, call) = (pipe := build(kind)), image_to_image(pipe)
@@ -113,6 +116,7 @@ def test_pipelines_that_share_a_unet_may_draw_at_once(build, kind: str):
     assert_merged(handle)
 
 
+@pytest.mark.slow
 def test_pipelines_of_their_own_may_draw_at_once(build):
     pipes = [build("sd15"), build("sdxl"), build("sd15")]
     alone = [merged_alone(build("sd15"), "balanced"), merged_alone(build("sdxl"), "fast"), draw(pipes[2])]
@@ -158,6 +162,7 @@ def test_the_readmes_file_for_sdnext_patches_what_is_loaded(build, monkeypatch):
 # --- other pipelines, other calls ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", USES)
 def test_every_call_merges_and_is_the_same_again(build, load, use: str):
     pipe, call = USES[use](build(), load)

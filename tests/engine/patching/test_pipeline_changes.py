@@ -85,6 +85,7 @@ def _as_sdnext_does(pipe: Any) -> None:
 OFFLOADS = {"models": _as_models, "sequential": _sequentially, "groups": _in_groups, "SD.Next": _as_sdnext_does}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, offload", [*(("sd15", one) for one in OFFLOADS), ("sdxl", "models")])
 @pytest.mark.parametrize("patch_first", [True, False])
 def test_offloading_does_not_cost_the_patch(build, kind: str, offload: str, patch_first: bool):
@@ -109,6 +110,7 @@ def test_offloading_does_not_cost_the_patch(build, kind: str, offload: str, patc
 # --- LoRA ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @every_kind
 @every_preset
 def test_a_lora_may_come_and_go_while_a_patch_is_on(build, load, kind: str, name: str):
@@ -141,6 +143,7 @@ def test_a_patch_that_comes_off_leaves_the_lora_in(build, load):
     assert torch.equal(draw(pipe), plain)
 
 
+@pytest.mark.slow
 def test_each_picture_is_its_adapters_own(build, load):
     """A match that one adapter's keys found must not serve another's."""
     pipe, other = build(), build()
@@ -178,6 +181,7 @@ def test_a_lora_may_be_fused_and_unfused_while_a_patch_is_on(build, load):
 # --- the compiler ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @every_preset
 @pytest.mark.parametrize("patch_first", [True, False])
 def test_a_compiled_unet_has_a_graph_for_each_phase(build, name: str, patch_first: bool):
@@ -196,6 +200,7 @@ def test_a_compiled_unet_has_a_graph_for_each_phase(build, name: str, patch_firs
     assert torch.equal(draw(pipe), plain)
 
 
+@pytest.mark.slow
 @every_preset
 @pytest.mark.parametrize("patch_first", [True, False])
 def test_compiled_blocks_share_a_graph_for_each_phase(build, name: str, patch_first: bool):

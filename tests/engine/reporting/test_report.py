@@ -35,6 +35,7 @@ def level(downsample: int = 1, keys: int = 64, left: int = 25, **facts) -> Level
     return LevelReport(0, downsample, 3, True, (phase,), **facts)
 
 
+@pytest.mark.slow
 def test_the_first_line_is_the_gain_the_second_what_was_left_out_then_levels_early_and_late():
     measured = Report.joined([reported(EARLY, 900, 100), Report(True, gains=(gain(1.42),))])
     first, second, *rest = str(measured).splitlines()

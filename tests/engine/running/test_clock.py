@@ -197,6 +197,7 @@ def test_a_scheduler_exchanged_after_patching_does_not_stop_the_clock(pipe):
     handle.remove()
 
 
+@pytest.mark.slow
 def test_a_pipeline_compiled_as_a_whole_follows_its_scheduler(pipe):
     with tome_core.patch(pipe, LATE):
         expected = draw(pipe)

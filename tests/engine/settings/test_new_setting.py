@@ -69,6 +69,7 @@ def call(place: Path, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_it_is_in_the_form_and_in_the_node(copy):
     found = json.loads(call(copy, "-c", ASKED))
     assert found == {
@@ -91,6 +92,7 @@ def test_it_is_in_all_that_is_generated(copy):
         assert texts["ToMeSettings"]["inputs"]["gentleness"] == {"name": "Gentleness", "tooltip": HELP}
 
 
+@pytest.mark.slow
 def test_nothing_of_it_is_left_where_it_is_taken_out_again(copy):
     for name in FILES.values():
         shutil.copy(ROOT / SETTINGS / name, copy / SETTINGS)

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 EVERYTHING = {"max_downsample": 8, "merge_crossattn": True, "merge_mlp": True}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, patch_first",
     [("sd15", True), ("sd15", False), ("one_level_ldm", False), ("comfy_double_with_patches", True)],
@@ -47,6 +48,7 @@ def test_one_graph_serves_twenty_times_however_it_was_made(name: str, patch_firs
     assert torch.equal(call_case(case, model), call_case(case, case.build()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sdxl", "ip_adapter_masks"])
 def test_other_families_compile_whole_as_well(name: str):
     case = BY_NAME[name]
@@ -59,6 +61,7 @@ def test_other_families_compile_whole_as_well(name: str):
     assert backend.frame_count == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["downsample", "cluster"])
 def test_other_methods_compile_whole_as_well(method: str):
     config = MergeConfig(method=method, max_downsample=8)
@@ -71,6 +74,7 @@ def test_other_methods_compile_whole_as_well(method: str):
     assert backend.frame_count == 1
 
 
+@pytest.mark.slow
 def test_compiling_in_place_is_the_same():
     model, plain = SMALL.build(), tome_core.apply_patch(SMALL.build())
     before, backend = traces(model), CompileCounter()
@@ -85,6 +89,7 @@ def test_compiling_in_place_is_the_same():
     assert traces(model) == before
 
 
+@pytest.mark.slow
 def test_autograd_tracing_gives_the_same_picture():
     model, plain = SMALL.build(), tome_core.apply_patch(SMALL.build(), **EVERYTHING)
     backend = CompileCounterWithBackend("aot_eager")
@@ -95,6 +100,7 @@ def test_autograd_tracing_gives_the_same_picture():
     assert backend.frame_count == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="inductor needs a C++ compiler")
 def test_inductor_builds_a_merged_block():
     model, plain = SMALL.build(), tome_core.apply_patch(SMALL.build())
@@ -118,6 +124,7 @@ def _graphs_of_repeated_blocks(model, then=lambda: None) -> list[int]:
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(UNet2DConditionModel, "compile_repeated_blocks"), reason="this diffusers cannot do it")
 @pytest.mark.parametrize("patch_first", [True, False])
 def test_repeated_blocks_share_their_graphs(patch_first: bool):
@@ -137,6 +144,7 @@ def test_repeated_blocks_share_their_graphs(patch_first: bool):
     assert ("attn", 256, 128, 128) in report.levels[0].traced_merges
 
 
+@pytest.mark.slow
 def test_a_second_size_is_one_more_graph_or_two():
     """With sizes left open, tracing a tiny UNet took over a minute."""
     backend = CompileCounter()
@@ -148,6 +156,7 @@ def test_a_second_size_is_one_more_graph_or_two():
         assert backend.frame_count <= number + 1
 
 
+@pytest.mark.slow
 def test_rules_limited_in_time_need_one_graph_for_each_rule():
     early, late = MergeRule(ratio=0.75, min_timestep=600, merge_mlp=True), MergeRule(ratio=0.25, min_timestep=300)
     config, backend = MergeConfig(rules=(early, late)), CompileCounter()

@@ -26,6 +26,7 @@ from tome_core.unet.sites import BlockSite
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PRESETS)
 def test_twenty_steps_at_three_sizes_are_a_graph_for_each_phase_and_size(name, work):
     """What matches, what renews and what keeps is one and the same; with fullgraph a limit would raise."""
@@ -41,6 +42,7 @@ def test_twenty_steps_at_three_sizes_are_a_graph_for_each_phase_and_size(name, w
     assert backend.frame_count == 3 * len(plain_rules(config, [1]))
 
 
+@pytest.mark.slow
 def test_all_marks_on_one_model_stay_below_the_compilers_limit():
     """Eight graphs of one place. The early phases of three marks are one graph."""
     backend, plain, model = CompileCounter(), build(1), build(1)
@@ -165,6 +167,7 @@ def test_a_copy_answers_for_itself(work):
         assert work == ["match"] * 2
 
 
+@pytest.mark.slow
 def test_nothing_is_asked_for_where_a_backward_pass_may_follow_or_under_autocast(monkeypatch):
     asked, plain = [], BlockSite.answers
     monkeypatch.setattr(BlockSite, "answers", lambda self, *args: asked.append(1) or plain(self, *args))

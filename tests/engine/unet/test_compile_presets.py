@@ -29,6 +29,7 @@ def pictures(case, model, handle, times):
         yield call_case(case, model, timestep=torch.tensor(time))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_phase_is_one_graph(name):
     config, backend = config_of(name), CompileCounter()
@@ -43,6 +44,7 @@ def test_a_phase_is_one_graph(name):
     assert backend.frame_count == len(plain_rules(config, [1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sdxl", "one_level_ldm"])
 def test_other_families_compile_the_balanced_preset_whole(name):
     case, config, backend = BY_NAME[name], config_of("balanced"), CompileCounter()
@@ -56,6 +58,7 @@ def test_other_families_compile_the_balanced_preset_whole(name):
     assert backend.frame_count == 1
 
 
+@pytest.mark.slow
 def test_inductor_builds_a_block_of_the_balanced_preset():
     config, backend = config_of("balanced"), CompileCounterWithBackend("inductor")
     plain, model = SMALL.build(), SMALL.build()

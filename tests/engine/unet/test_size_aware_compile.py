@@ -30,6 +30,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.slow
 @SIDES
 @pytest.mark.parametrize(("name", "way"), WAYS)
 def test_one_graph_serves_all_times(name: str, way: str, side: str, request):
@@ -48,6 +49,7 @@ def test_one_graph_serves_all_times(name: str, way: str, side: str, request):
         assert f"compiled with size-aware keys: {way}" in str(handle.report())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="inductor needs a C++ compiler")
 @SIDES
 def test_inductor_builds_a_sized_block(side: str):
@@ -92,6 +94,7 @@ class Doubled(AttnProcessor2_0):
 NOT_KNOWN = "q, k, v together, without sizes, because Doubled is not known"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, change, way",
     [
@@ -115,6 +118,7 @@ def test_what_changes_an_attention_is_in_the_graph_that_is_made_after_it(name, c
         assert handle.report().levels[0].traced_routes == (way,)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("change", "way"), [(_plain_processor, BIAS), (_doubled, NOT_KNOWN)])
 def test_a_graph_does_not_outlive_the_processors_that_it_was_made_of(change, way):
     """Without a patch a compiler makes a new one."""
@@ -129,6 +133,7 @@ def test_a_graph_does_not_outlive_the_processors_that_it_was_made_of(change, way
         assert way in handle.report().levels[0].traced_routes
 
 
+@pytest.mark.slow
 def test_refined_matches_compile_whole():
     config = MergeConfig(side="kv", ratio=0.9375, sx=4, sy=4, query_ratio=0.25, refine=1)
     plain, model, backend = SMALL.build(), SMALL.build(), CompileCounter()
