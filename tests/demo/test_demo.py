@@ -163,7 +163,7 @@ def test_merged_columns_differ_and_their_difference_maps_are_theirs(whole_run):
     _, path = whole_run
     for row in range(2):
         plain = shown(path, row, 0)
-        for column in (1, 3, 5, 7):
+        for column in (1, 3, 5):
             merged = shown(path, row, column)
             assert not np.array_equal(merged, plain)
             assert np.array_equal(shown(path, row, column + 1), sheet.difference(plain, merged))

@@ -29,7 +29,7 @@ def engine(webui, name):
 @pytest.fixture
 def costs(webui, monkeypatch):
     """Says what a merged call takes, an unmerged one 1; counts the measurements."""
-    measured, measure, made = engine(webui, "measured"), engine(webui, "measure"), []
+    measured, measure, made = engine(webui, "measuring.measured"), engine(webui, "measuring.measure"), []
 
     def say(merged):
         plain = measure.time_calls
@@ -92,7 +92,7 @@ def test_passes_are_measured_each_and_what_fails_costs_no_picture(webui, costs, 
     def fails(*_, **__):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(engine(webui, "measured"), "time_calls", fails)
+    monkeypatch.setattr(engine(webui, "measuring.measured"), "time_calls", fails)
     monkeypatch.setattr(Processing, "size", 12)
     done = webui.job(True, 0.5)
     assert told and "out of memory" in str(told) and len(done.images) == 1 and not webui.errors

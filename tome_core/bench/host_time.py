@@ -282,7 +282,7 @@ def watch(run: Callable[[], Any]) -> list[str]:
 
     A generator counts each time it is resumed. What the measuring itself consists of is left out.
     """
-    package = os.path.dirname(__file__) + os.sep
+    package = os.path.dirname(os.path.dirname(__file__)) + os.sep
     outside = {__file__, sys.modules[UNet.__module__].__file__}
     called: list[str] = []
 
