@@ -20,6 +20,7 @@ FRONT = (
     (0.25, 4), (0.5, 4), (0.625, 4), (0.75, 4), (0.8125, 4), (0.875, 4), (0.9375, 4),
     (0.96875, 8), (0.984375, 8),
 )  # fmt: skip
+APART = ((0.75, 4), (0.9375, 4), (0.984375, 8))  # of these: where sizes and correction are told apart
 BETWEEN = (0.1, 0.375, 0.625, 0.875)  # strengths without a name
 # of the levels below the finest: keys and values merged as hard as any preset does, and the MLP
 BELOW = (1, 2)
@@ -70,6 +71,17 @@ def _merged_keys() -> Iterator[Variant]:
         yield Variant("preset at the finest", name, finest, code="engine")
     for value in BETWEEN:
         yield Variant("strength", str(value), variants.strength(value), code="engine")
+
+
+def _apart() -> Iterator[Variant]:
+    """What sizes, correction and its fit add to the groups of "merged keys": without one after the other."""
+    for ratio, cell in APART:
+        rule, setting = _kv_rule(ratio, cell, metric="keys+values", refine=refine_of(cell)), _setting(ratio, cell)
+        yield Variant("merged keys unfitted", setting, variants.closed_form_alone(rule), code="engine")
+        rule = {**rule, "correction": False}
+        yield _engine("merged keys uncorrected", setting, rule)
+        if not rule["refine"]:  # which may leave groups empty, and they would weigh as much as any
+            yield _engine("merged keys unsized", setting, {**rule, "proportional": False})
 
 
 def _below() -> Iterator[Variant]:
@@ -167,7 +179,7 @@ def _others() -> Iterator[Variant]:
 
 def _everything() -> dict[str, Variant]:
     tomesd = [Variant("tomesd", str(ratio), variants.tomesd(ratio), "tomesd", "tomesd") for ratio in RATIOS]
-    parts = (_yardsticks_and_controls(), tomesd, _others(), _unsized(), _sized(), _merged_keys(), _below(),
+    parts = (_yardsticks_and_controls(), tomesd, _others(), _unsized(), _sized(), _merged_keys(), _apart(), _below(),
              _better_and_worse_groups(), _upstream(), _schedules())  # fmt: skip
     return {variant.name: variant for part in parts for variant in part}
 
