@@ -1,6 +1,9 @@
 """Token merging for Stable Diffusion UNets: pictures that cost less time.
 
->>> # tome_core.apply_patch(pipe, ratio=0.5); image = pipe("a lake").images[0]; tome_core.remove_patch(pipe)
+``with tome_core.patch(pipe, strength=0.5): image = pipe("a lake").images[0]``, and what a strength stands for:
+
+>>> strength(0.5) == preset("balanced")
+True
 """
 
 from . import sequence

@@ -82,7 +82,7 @@ class MergePlan:
         self._segments: tuple[torch.Tensor, torch.Tensor] | None = None  # of those that it merged last
         self._sizes: torch.Tensor | None = None
         self._logs: torch.Tensor | None = None
-        self.derived: dict[tuple, torch.Tensor] = {}  # what others make of it and need again, by who and for what
+        self.derived: dict[tuple, torch.Tensor] = {}  # what others computed from it, by names of theirs
 
     def repeated(self, times: int) -> MergePlan:
         """The plan for so many copies of its samples, one after the other; itself where it serves any number."""

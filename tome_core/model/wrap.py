@@ -23,9 +23,9 @@ class Wrap:
     """Stands in for ``target.NAME`` on the instance; subclasses put their work into `forward`.
 
     An object instead of a closure, so that a deep copy or a pickle of the target calls the copy's weights. What
-    lies beneath is fixed for life: if a foreign wrapper was put on top and saved this one as "the original", a
-    wrap that changed its mind about what it calls could call itself. Removed, or left underneath somebody else's
-    wrapper, it is a pass-through for ever.
+    lies beneath is fixed for life: a foreign wrapper on top may have saved this one as "the original", and a wrap that
+    later called that wrapper would call itself. Removed, or left underneath somebody else's wrapper, it passes calls
+    through for ever.
     """
 
     def __init__(self, target: Any, name: str = "forward") -> None:

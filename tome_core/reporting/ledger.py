@@ -125,7 +125,10 @@ class Ledger:
             tally.work_left += batch * after[0] * after[1]
 
     def keep(self, call: Any, level: int, work: int) -> None:
-        """A self-attention was no part of what is merged in this call; work: as of `skip`."""
+        """Count the work of a self-attention that no rule merges here, though other parts of its block merge.
+
+        work: batch times queries times keys.
+        """
         if not torch.compiler.is_compiling():
             tally = self.levels[level].phases[call.phase if call else ""]
             tally.work_full += work

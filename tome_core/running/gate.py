@@ -49,7 +49,7 @@ def pays(rule: MergeRule | None, tokens: int, device: str) -> bool:
 
 
 def pays_in_mlp(rule: MergeRule | None, tokens: int, channels: int, device: str) -> bool:
-    """The same of a rule in the feed-forward layer of a block with so many channels."""
+    """As `pays`, for the feed-forward layer of a block. channels: of the block's tokens."""
     if rule is None or not rule.only_if_it_pays:
         return rule is not None
     return tokens >= _LEAST[device] if device in _LEAST else tokens * channels**2 >= _LEAST_MLP_ELSEWHERE

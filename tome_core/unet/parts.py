@@ -39,14 +39,14 @@ class PartSite(Wrap):
         self.block = block
 
     def install(self) -> Wrap:
-        """As of every wrap; and the block waits for this part."""
+        """As `Wrap.install`. The block then expects this part to be called."""
         wrap = super().install()
         if self.part not in self.block.parts:
             self.block.parts.append(self.part)
         return wrap
 
     def uninstall(self) -> None:
-        """As of every wrap; and the block no longer waits for this part."""
+        """As `Wrap.uninstall`. The block then no longer expects this part to be called."""
         super().uninstall()
         if self.part in self.block.parts:
             self.block.parts.remove(self.part)
@@ -141,7 +141,7 @@ class SelfAttentionSite(PartSite):
         self._refused: tuple[Any, int] | None = None  # processor and tokens that it was of no use to match for
 
     def install(self) -> Wrap:
-        """As of every wrap; and blocks of one kind look alike to a compiler, which makes one graph for them."""
+        """As `Wrap.uninstall`. Blocks of one kind then look alike to a compiler, which makes one graph for them."""
         wrap = super().install()
         wrap._describe()
         return wrap

@@ -1,7 +1,7 @@
 """What wraps a UNet, its transformers and its blocks, and passes on what the blocks' parts need to merge.
 
-The UNet's wrap opens a call, the transformer's knows the picture's grid and what is decided for it, the block's holds
-its input, from which parts make their plans.
+The UNet's wrap opens a call. The transformer's knows the picture's grid and what is decided for it. The block's holds
+its input; its parts find plans from that, or from the keys and values that their attention makes of it.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class RememberingSite(Wrap):
         self.memory = CallMemory()
 
     def uninstall(self) -> None:
-        """As of every wrap; and remember no call."""
+        """As `Wrap.uninstall`, and forgets its calls."""
         super().uninstall()
         self.memory.clear()
 
