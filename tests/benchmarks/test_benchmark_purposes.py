@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import numpy as np
@@ -101,14 +100,6 @@ def test_a_result_from_before_there_were_two_passes_as_either():
 def test_a_table_says_that_its_pictures_are_to_choose_by():
     assert "**Pictures to choose by**" in quality_report.table([said(CHOOSE)])
     assert not any("to choose by" in quality_report.table([said(purpose)]) for purpose in (SHOW, None))
-
-
-def test_what_the_readme_shows_of_quality_is_of_pictures_to_show():
-    text = (ROOT / "README.md").read_text(encoding="utf-8").split("### What it does to pictures")[1].split("\n## ")[0]
-    shown = {name for name in re.findall(r"benchmarks/results/([\w.-]+)\.(?:md|png)", text)}
-    assert shown
-    for name in shown:
-        purposes.check(results.load(ROOT / f"benchmarks/results/{name}.json"), SHOW, name)
 
 
 def test_the_options_say_which_and_the_choosing_run_has_the_rows_that_strength_needs():

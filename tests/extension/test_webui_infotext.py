@@ -136,7 +136,7 @@ def test_what_is_counted(webui):
     assert {one.section for one in webui.shared.opts.labels.values()} == {("tome", "Token Merging (ToMe)")}
     webui.script.ui(False)
     assert webui.script.paste_field_names == ["ToMe", "ToMe strength"]  # the latter is written by SD.Next alone
-    text = (ROOT / "extension" / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "webui.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\d+) \| `(\w+)` \|", text, re.MULTILINE)
     assert rows == [(str(n), name) for n, name in enumerate(webui.part("wish").DIAL)]
     assert all(f"`{key}`" in text for key in webui.shared.opts.labels)

@@ -1,4 +1,4 @@
-"""Every command and every piece of Python in the READMEs runs: in a fresh copy of the project, at its smallest."""
+"""Every command and every piece of Python on the pages runs: in a fresh copy of the project, at its smallest."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ import install
 from tests import checkout, tiny_pipeline
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "demo/README.md", "extension/README.md", "benchmarks/README.md", "CONTRIBUTING.md")
+PAGES = ("README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md"))), "demo/README.md",
+         "upstream/README.md", "CONTRIBUTING.md")  # fmt: skip
 ONE_MODEL = "--model demo/scenes128.safetensors"
 FRONT = "benchmarks/results/front-cpu-2026-11-22.json"
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -48,9 +49,6 @@ WAYS = {
     "python -m benchmarks.speed --variants captured ours": Way("--smoke --suites calls --output {new}/speed.json"),
     "python -m benchmarks.speed --help": Way(),
     "python -m benchmarks.report FILE...": Way(fill=(("FILE...", "{new}/front.json"),)),
-    "python -m benchmarks.report benchmarks/results/FILE.json": Way(
-        fill=(("benchmarks/results/FILE.json", "{new}/front.json"),)
-    ),
     "python -m benchmarks.cases": Way(
         f"--cases '1 step' --pictures 1 {ONE_MODEL} --output {{new}}/cases.json"
     ),
@@ -65,6 +63,9 @@ WAYS = {
     "python -m benchmarks.quality --list": Way(),
     "python -m benchmarks.quality --all": Way("--list"),
     "python -m benchmarks.quality --variants NAME": Way("--list", (("NAME", "sized-0.5"),)),
+    # of upstream/README.md, in the words of its run
+    "python -m benchmarks.quality --model demo/scenes128.safetensors --noised 2 --pictures 1 --steps 5 --no-clock "
+    "--variants smallest-0.75 smallest-0.9375 tomesd-0.5 tomesd-0.75 preset-quality preset-balanced": Way("--list"),
     "python -m benchmarks.quality --model DIR": Way(
         "--smallest --prompts {new}/prompts.txt --pictures 1 --output {new}/quality.json", (("DIR", "{pipeline}"),)
     ),
@@ -90,7 +91,8 @@ WAYS = {
     "python -m pytest tests/engine/merging/test_plan.py": Way("--collect-only --quiet"),
     "python -m pytest tests/hosts/comfyui": Way(),
     "python -m pytest tests/hosts/webui": Way(),
-    "python -m tome_core.settings.table --write README.md": Way(),
+    "python -m tome_core.settings.table --write docs/settings.md": Way(),
+    "python -m benchmarks.doc_tables --write": Way(),
     "python -m comfy_nodes.nodedefs": Way(),
     "python -m tests.release --write": Way(),
     "python -m tests.changed": Way("nothing.txt"),
@@ -114,6 +116,7 @@ ELSEWHERE = {
     "python -m pytest tests/engine/transformers/test_diffusers_transformers.py": (
         "tests/engine/transformers/test_diffusers_transformers.py", "def test_"
     ),
+    "python -m pytest tests/project/test_upstream.py": ("tests/project/test_upstream.py", "def test_"),
     "python -m demo.train": ("tests/demo/test_demo_training.py", "train.main("),
 }
 PIP = re.compile(r"pip install (?P<what>.*)")
@@ -168,7 +171,7 @@ def copy(request, tmp_path_factory):
     return checkout.kept(request.config, tmp_path_factory.mktemp("readme"))
 
 
-GENERATED = ("README.md", "tome_core/settings/strength_table.py", "pyproject.toml", "locales/en/nodeDefs.json")
+GENERATED = (*PAGES, "tome_core/settings/strength_table.py", "pyproject.toml", "locales/en/nodeDefs.json")
 
 
 @pytest.fixture(scope="module")
@@ -241,5 +244,6 @@ def test_the_python_runs_and_leaves_nothing_behind(code, pipeline, capsys):
     assert not any("forward" in vars(module) or "_forward" in vars(module) for module in pipe.unet.modules())
 
 
-def test_the_readme_shows_python():
-    assert len(python_of("README.md")) >= 2
+def test_the_readme_and_three_pages_show_python():
+    assert {page: len(python_of(page)) > 0 for page in ("README.md", "docs/diffusers.md", "docs/methods.md")} == {
+        "README.md": True, "docs/diffusers.md": True, "docs/methods.md": True}

@@ -13,7 +13,7 @@ is told from the query and from the merged answer by ridge regression:
 
 On trained models C halves the error at equal work, and all but removes it where heads are smooth; where heads are
 sharp it overdoes, which the regression sees. Both together make 64 keys of 4,096 as good as 256 with C alone
-(benchmarks/README.md, which also names what was tried beside this).
+(docs/methods.md, which derives C and names what was tried beside this).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The settings as a Markdown table, made from the text that the settings carry.
 
-``python -m tome_core.settings.table`` prints it; with ``--write README.md`` it replaces the one between the
+``python -m tome_core.settings.table`` prints it; with ``--write docs/settings.md`` it replaces the one between the
 markers there.
 """
 

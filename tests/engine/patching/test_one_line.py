@@ -131,7 +131,7 @@ def test_pipelines_of_their_own_may_draw_at_once(build):
 # --- SD.Next ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_readmes_file_for_sdnext_patches_what_is_loaded(build, monkeypatch):
+def test_the_pages_file_for_sdnext_patches_what_is_loaded(build, monkeypatch):
     """Its scripts register what is called with every pipeline that it loads; it takes another sampler for each picture,
     a copy of the first one where none is named, and raises where somebody interrupts.
     """
@@ -140,7 +140,7 @@ def test_the_readmes_file_for_sdnext_patches_what_is_loaded(build, monkeypatch):
     callbacks.on_model_loaded = loaded.append
     modules.script_callbacks = callbacks
     monkeypatch.setitem(sys.modules, "modules", modules)
-    text = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[3] / "docs" / "webui.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"^```py\n(.*?)^```$", text.split("## In SD.Next")[1].split("\n## ")[0], re.S | re.M)
     exec(code, {})
     pipe, merged = build(), merged_alone(build())

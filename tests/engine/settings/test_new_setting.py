@@ -20,7 +20,8 @@ FIELD = f'''    gentleness: float = setting(
 '''
 BEFORE = {"MergeRule": "    def __post_init__", "MergeConfig": "    def __init__(self, *, rules"}
 SETTINGS, FILES = Path("tome_core", "settings"), {"MergeRule": "rule.py", "MergeConfig": "config.py"}
-GENERATORS = (("tome_core.settings.table", "--write", "README.md"), ("comfy_nodes.nodedefs",))
+PAGE = Path("docs", "settings.md")
+GENERATORS = (("tome_core.settings.table", "--write", str(PAGE)), ("comfy_nodes.nodedefs",))
 ASKED = '''
 import json
 from tome_core import MergeConfig, form, patch, strength
@@ -50,7 +51,8 @@ def copy(request, tmp_path_factory) -> Path:
     place = tmp_path_factory.mktemp("copy")
     for name in ("tome_core", "comfy_nodes", "locales"):
         shutil.copytree(ROOT / name, place / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "README.md", place)
+    (place / PAGE).parent.mkdir()
+    shutil.copy(ROOT / PAGE, place / PAGE)
     texts = {name: (place / SETTINGS / name).read_text(encoding="utf-8") for name in FILES.values()}
     name, before = FILES[request.param], BEFORE[request.param]
     assert texts[name].count(before) == 1
@@ -84,7 +86,7 @@ def test_it_is_in_the_form_and_in_the_node(copy):
 
 
 def test_it_is_in_all_that_is_generated(copy):
-    assert f"| `gentleness` | `0.25` | from 0 to 2 | {HELP} |" in (copy / "README.md").read_text(encoding="utf-8")
+    assert f"| `gentleness` | `0.25` | from 0 to 2 | {HELP} |" in (copy / PAGE).read_text(encoding="utf-8")
     page = (copy / "comfy_nodes" / "web" / "docs" / "ToMeSettings.md").read_text(encoding="utf-8")
     assert f"| gentleness | {HELP} |" in page and 'behind "Show advanced inputs"' in page
     for language in ("en", "zh", "ja"):
@@ -98,6 +100,6 @@ def test_nothing_of_it_is_left_where_it_is_taken_out_again(copy):
         shutil.copy(ROOT / SETTINGS / name, copy / SETTINGS)
     for module, *arguments in GENERATORS:
         call(copy, "-m", module, *arguments)
-    for name in ("README.md", "comfy_nodes/web/docs/ToMeSettings.md", *(f"locales/{one}/nodeDefs.json" for one in
-                                                                        ("en", "zh", "ja"))):  # fmt: skip
+    for name in (PAGE, "comfy_nodes/web/docs/ToMeSettings.md", *(f"locales/{one}/nodeDefs.json" for one in
+                                                                 ("en", "zh", "ja"))):  # fmt: skip
         assert (copy / name).read_bytes() == (ROOT / name).read_bytes()

@@ -139,8 +139,8 @@ LEVELS = {"SD1.5, SD2": (1, 2, 4, 8), "SDXL": (2, 4)}
 
 
 @pytest.mark.parametrize("family", LEVELS)
-def test_the_readme_says_where_presets_merge(family):
-    text = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
+def test_the_page_on_settings_says_where_presets_merge(family):
+    text = (Path(__file__).parents[3] / "docs" / "settings.md").read_text(encoding="utf-8")
     row = next(line for line in text.splitlines() if line.startswith(f"| {family} |")).split(" | ")[1:]
     rules = plain_rules(preset("balanced"), LEVELS[family])
     assert not any(rule.merge_mlp or rule.merge_crossattn for rule in rules), "self-attention alone"

@@ -1,7 +1,7 @@
 """The pictures of our graphs: `python -m tests.hosts.comfyui.graph_shots` with COMFYUI_DIR and COMFYUI_PYTHON set.
 
 It starts that ComfyUI with random weights, writes the thumbnails of the example workflows as they open, and the
-README's pictures of the first after sampling. Needs playwright and a Chromium, as the tests do.
+pictures of docs/comfyui.md after sampling. Needs playwright and a Chromium, as the tests do.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.hosts.comfyui.running import ROOT, make, make_base, serve
 from tests.hosts.comfyui.workflows import WORKFLOWS, made_small, workflow
 
 DOCS = ROOT / "comfy_nodes" / "docs"
-RUN = {"graph.png": False, "nodes2.png": True}  # the README's pictures -> are nodes drawn with Vue ("Nodes 2.0")
+RUN = {"graph.png": False, "nodes2.png": True}  # the page's pictures -> are nodes drawn with Vue ("Nodes 2.0")
 SIZE = (2200, 1350)
 MENUS = (120, 170)  # pixels that the page's own menus take, to the left and above
 MARGIN, BADGE = 16, 55  # around the nodes, and what stands above them

@@ -1,0 +1,246 @@
+"""The pages' tables of measured figures, made from committed results: ``python -m benchmarks.doc_tables --write``.
+
+A page holds ``<!-- table NAME: python -m benchmarks.doc_tables --write -->`` and ``<!-- end of table -->``; what stands
+between is made anew. Without ``--write`` the tables are printed. A newer result takes an older one's place by its name
+below; prose that links to the older one has to follow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
+
+from benchmarks import purposes, quality_equal_time, results, speed_summary
+from benchmarks.quality_figures import Section, sections
+from benchmarks.quality_rows import TIMES
+from benchmarks.results import Record
+from benchmarks.variant_list import APART, FRONT
+from tome_core.settings.presets import MARKS
+
+ROOT = Path(__file__).parents[1]
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+QUALITY, SPEED, BENCH = "quality-cpu-2026-11-22", "speed-cpu-2026-11-22", "bench-cpu-2026-11-21"
+CHOSEN_FROM, CORRECTION = "front-cpu-2026-11-22", "correction-cpu-2026-11-23"
+AT_EQUAL_TIME = {
+    "10 steps": QUALITY,
+    "10 steps, late half": "late-half-cpu-2026-11-22",
+    "8 steps": "steps-8-cpu-2026-11-22",
+    "4 steps": "steps-4-cpu-2026-11-22",
+    "10 steps, guidance 7.5": "guidance-cpu-2026-11-22",
+}
+TOKENS = 4096  # of the finest level of the scene models
+PEERS = {
+    "tomesd-0.5": "tomesd, ratio .5",
+    "tomesd-early-and-late-0.75-then-0.35": "tomesd, ratio .75 early, .35 late",
+    "downsample-2x2": "token down-sampling 2x2",
+}
+TILES = {"tiles-2x2": "attention in 2x2 tiles (as HyperTile)"}
+METHODS = {
+    **{f"preset-{name}": f"**preset {name}**" for name in MARKS},
+    "sized-0.5": "q+k+v merged, proportional attention, ratio .5",
+    "downsample-early-and-late-8x8-then-2x2": "token down-sampling 8x8 early, 2x2 late",
+    **PEERS,
+    "tomesd-0.75": "tomesd, ratio .75",
+    **TILES,
+    "random-partner-0.75": "random partners (control)",
+    "zero-attention": "attention set to zero (control)",
+    "bfloat16": "bfloat16 (yardstick)",
+    "twice-the-solver-steps": "twice the solver steps (yardstick)",
+}
+BESIDE = {name: label for name, label in {**PEERS, **TILES}.items() if name != "tomesd-0.5"}  # the better one is there
+PARTS_OF_MERGING = {
+    "unsized": "means alone",
+    "uncorrected": "and proportional attention",
+    "unfitted": "and the closed form",
+    "": "and the fit: the engine's",
+}
+CALLS = {
+    "vanilla": "unmerged",
+    "tomesd": "tomesd 0.1.3, ratio .5",
+    "downsample": "token down-sampling",
+    "ours": "ours, balanced, a late step",
+    "ours, early": "ours, balanced, an early step",
+    "ours, max": "ours, max, a late step",
+    "ideal": "bound: half of the finest level merged, at no cost",
+    "attention-free": "bound: no self-attention at all",
+}
+_BETWEEN = re.compile(r"(<!-- table (\w+): [^>]*-->\n)(.*?)(<!-- end of table -->)", re.S)
+_ABSENT = "n/a"
+
+
+@lru_cache
+def record(name: str) -> Record:
+    """A committed result. Raises ResultError for one whose pictures were there to choose by."""
+    found = results.load(results.FOLDER / f"{name}.json")
+    if name != CHOSEN_FROM and found["kind"] == "quality":
+        purposes.check(found, purposes.SHOW, name)
+    return found
+
+
+def strength() -> str:
+    """What each named strength takes and changes, and two others' methods beside it."""
+    models = sections(record(QUALITY))
+    marks = {f"preset-{name}": (f"{value:g}", f"`{name}`") for name, value in MARKS.items()}
+    rows = {**marks, **{name: ("", label) for name, label in PEERS.items()}}
+    return _table(("strength", "", "time", "error, %", "PSNR, dB", "detail"), (
+        (*first, _times(models, name), _deviations(models, name), _psnrs(models, name), _details(models, name))
+        for name, first in rows.items()
+    ))  # fmt: skip
+
+
+def quality() -> str:
+    """Every method's work, error and time."""
+    models = sections(record(QUALITY))
+    return _table(("attention work left", "method", "dev %", "PSNR dB", "detail", "time"), (
+        (_work(models, name), label, _deviations(models, name), _psnrs(models, name), _details(models, name),
+         _times(models, name)) for name, label in METHODS.items()
+    ))  # fmt: skip
+
+
+def equal_time() -> str:
+    """PSNR of others and of strength where both take the same time."""
+    columns = {head: [_beside(model) for model in sections(record(name))] for head, name in AT_EQUAL_TIME.items()}
+    return _table(("beside", *columns), (
+        (label, *(", ".join(model.get(name, _ABSENT) for model in models) for models in columns.values()))
+        for name, label in BESIDE.items()
+    ))  # fmt: skip
+
+
+def _beside(model: Section) -> dict[str, str]:
+    return {one.name: f"{one.theirs.psnr:.1f} : {one.ours.psnr:.1f}" if one.ours else f"{one.theirs.psnr:.1f} : -"
+            for one in quality_equal_time.beside(model)}  # fmt: skip
+
+
+def front() -> str:
+    """Error by keys that are left, from the rows that strength is chosen from."""
+    models = sections(record(CHOSEN_FROM))
+    moments = {time: TIMES.index(time) for time in (50, 400, 800)}
+    rows = []
+    for ratio, cell in FRONT:
+        found = [model.noised[_merged_keys(ratio, cell)] for model in models]
+        at = (_several(one.dev_at[place].value for one in found) for place in moments.values())
+        rows.append((_keys(ratio), f"{cell}x{cell}", _several(one.dev.value for one in found), *at))
+    return _table((f"keys of {TOKENS:,}", "cells", "dev %", *(f"at t = {time}" for time in moments)), rows)
+
+
+def parts() -> str:
+    """What sizes, the closed form and the fit add to merged keys."""
+    models = sections(record(CORRECTION))
+    return _table(("", *(f"{_keys(ratio)} keys" for ratio, _ in APART)), (
+        (label, *(_deviations(models, _merged_keys(*one, without)) for one in APART))
+        for without, label in PARTS_OF_MERGING.items()
+    ))  # fmt: skip
+
+
+def _merged_keys(ratio: float, cell: int, without: str = "") -> str:
+    return f"merged-keys{without and '-'}{without}-{ratio}-cells-{cell}"
+
+
+def _keys(ratio: float) -> str:
+    return f"{TOKENS * (1 - ratio):,.0f}"
+
+
+def speed() -> str:
+    """One call of a UNet of SD1.5's shapes, beside others and bounds."""
+    (case,) = (one for one in speed_summary.summaries(record(SPEED)) if one.figures)
+    heads = ("", "UNet call", "times as fast", "blocks of the finest level, times as fast", "peak beyond the model")
+    return _table(heads, (
+        (label, f"{speed_summary.median(one.times):.2f} s", f"{one.factor:.2f}", f"{one.block_factor:.2f}",
+         f"{one.peak_mib:.0f} MiB") for name, label in CALLS.items() for one in [case.figures[name]]
+    ))  # fmt: skip
+
+
+def bench() -> str:
+    """Operations of the engine beside tomesd's."""
+    found = json.loads((results.FOLDER / f"{BENCH}.json").read_text(encoding="utf-8"))
+    small, large, block = found["ms_4096"], found["ms_16384"], found["block_ms_4096"]
+    labels = {"merge": "merge", "unmerge": "unmerge", "match + merge + unmerge": "match, merge and unmerge"}
+    timed = [(f"{label}, 4,096 tokens", small[name]) for name, label in labels.items()]
+    timed += [("match, merge and unmerge, 16,384 tokens", large["match + merge + unmerge"])]
+    timed += [(f"one SD1.5 block, 4,096 tokens ({block['vanilla']:,.0f} ms unmerged), half merged", block)]
+    rows = [(label, _ms(one["ours"]), _ms(one["tomesd"]), f"{one['tomesd'] / one['ours']:.2f} times as fast")
+            for label, one in timed]  # fmt: skip
+    preset, plain, peak = block["preset balanced"], block["vanilla"], found["peak_mib_16384"]
+    rows += [("the same, preset balanced, mean of a picture's 20 steps", _ms(preset), "",
+              f"{plain / preset:.2f} times as fast as unmerged"),
+             ("peak memory of match, merge and unmerge, 16,384 tokens", f"{peak['ours']:.0f} MiB",
+              f"{peak['tomesd']:.0f} MiB", f"{peak['ours'] / peak['tomesd']:.0%} of it")]  # fmt: skip
+    return _table(("", "ours", "tomesd 0.1.3", "ours is"), rows)
+
+
+def _ms(value: float) -> str:
+    return f"{value:,.2f} ms" if value < 100 else f"{value:,.0f} ms"
+
+
+def _table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    heads = tuple(heads)
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def _several(values: Iterable[float]) -> str:
+    """One value a model, with two digits below 1 and three above."""
+    return ", ".join(f"{value:#.{2 if value < 1 else 3}g}" for value in values)
+
+
+def _deviations(models: list[Section], name: str) -> str:
+    there = [model.noised[name].dev.value for model in models if name in model.noised]
+    return _several(there) or _ABSENT
+
+
+def _psnrs(models: list[Section], name: str) -> str:
+    return ", ".join(f"{model.pictures[name].psnr.value:.1f}" for model in models)
+
+
+def _details(models: list[Section], name: str) -> str:
+    return ", ".join(f"{model.pictures[name].detail.value:.2f}" for model in models)
+
+
+def _times(models: list[Section], name: str) -> str:
+    return ", ".join(f"{model.pictures[name].time:.2f}" for model in models)
+
+
+def _work(models: list[Section], name: str) -> str:
+    """Over the noise schedule, where that was measured: all models have the same."""
+    one = models[0].noised.get(name) or models[0].pictures[name]
+    return f"{one.work:.2g}"
+
+
+TABLES = {one.__name__: one for one in (strength, quality, equal_time, front, parts, speed, bench)}
+
+
+def filled(text: str) -> str:
+    """A page with its tables made anew. Raises ValueError for a table that there is not."""
+    def made(found: re.Match) -> str:
+        head, name, _, end = found.groups()
+        if name not in TABLES:
+            raise ValueError(f"there is no table {name!r}; there are {', '.join(TABLES)}")
+        return f"{head}{TABLES[name]()}\n{end}"
+
+    return _BETWEEN.sub(made, text)
+
+
+def shown(text: str) -> list[str]:
+    """The names of a page's tables."""
+    return [found[2] for found in _BETWEEN.finditer(text)]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the tables, or write them into the pages."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.doc_tables", description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="replace those of README and docs")
+    if not parser.parse_args(arguments).write:
+        print("\n\n".join(f"{name}\n\n{one()}" for name, one in TABLES.items()))
+        return 0
+    for page in PAGES:
+        page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,48 @@
+"""The page on troubleshooting quotes what the code says, and has a row for every reason that a call gives."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+# the first column, and sentences that stand in backticks with more than a name in them
+QUOTED = sorted(set(re.findall(r"^\| `([^`]+)` \|", PAGE, re.M)) | {
+    text for text in re.findall(r"`([^`\n]*)`", PAGE) if len(text.split()) >= 5 and "->" not in text})  # fmt: skip
+CODE = ("tome_core", "extension", "comfy_nodes")
+# where it is decided that a call, or a part of one, is left alone
+REASONS = ("tome_core/unet/parts.py", "tome_core/unet/sites.py", "tome_core/attention/hooks.py",
+           "tome_core/attention/processors.py", "tome_core/running/clock.py", "tome_core/running/decision.py",
+           "tome_core/running/latch.py", "tome_core/sequence/handle.py", "tome_core/transformers/families.py",
+           "tome_core/transformers/function.py", "tome_core/transformers/sites.py", "comfy_nodes/layouts.py",
+           "comfy_nodes/transformers.py", "extension/host.py")  # fmt: skip
+# not reasons for leaving a part alone, but for merging its queries too
+NONE = {"it norms, scales or adds its input", "its heads have norms", "q, k, v together"}
+
+
+def texts(path: Path) -> list[str]:
+    """What a module can say: its strings, without docstrings."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    return [node.value for node in ast.walk(tree)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs]  # fmt: skip
+
+
+SAID = [text for folder in CODE for path in sorted((ROOT / folder).rglob("*.py")) for text in texts(path)]
+
+
+@pytest.mark.parametrize("quoted", QUOTED)
+def test_what_is_quoted_is_said(quoted):
+    assert any(quoted in text for text in SAID), f"nothing says {quoted!r} any more"
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_every_reason_has_its_row(name):
+    reasons = {text.strip() for text in texts(ROOT / name) if len(text.split()) >= 4} - NONE
+    assert reasons, f"{name} gives no reason any more"
+    missing = {reason for reason in reasons if not any(one.strip() in reason for one in QUOTED)}
+    assert not missing, "explain these in docs/troubleshooting.md"
