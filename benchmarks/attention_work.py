@@ -1,36 +1,44 @@
-"""How much of the finest self-attention is left, counted where every method has to pass: at its projections."""
+"""How much of the finest self-attention is left, counted where every method has to pass.
+
+In a UNet those are its projections. In a transformer queries and keys merge behind these, so there it is torch's
+attention function.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
+from benchmarks.networks import TRANSFORMER, attended, kind_of
 from benchmarks.reference_patch import finest
+from tome_core.transformers.families import family_of, find_attentions
+
+_SAMPLE = 1 / 5  # of its tokens: who answers fewer does so to correct the others by, and no count is of that
 
 
-class AttentionWork:
-    """A context manager that counts queries times keys of the finest self-attention, whatever has patched the UNet.
+class Work:
+    """Queries times keys. full: of all tokens that reached the blocks; left: of those that were attended.
 
-    full: of all tokens that reached the blocks; left: of those that were attended. Both grow with every call inside
-    it. May be entered again.
+    Both grow with every call inside the context. May be entered again, before what is put on the network.
     """
 
-    def __init__(self, unet: nn.Module) -> None:
-        self.blocks = [place.block for place in finest(unet)]
+    def __init__(self) -> None:
+        super().__init__()
         self.full = self.left = 0
         self._hooks: list = []
 
-    def __enter__(self) -> AttentionWork:
-        for block in self.blocks:
-            counts: dict[str, int] = {}
-            attention = block.attn1
-            self._hooks += [
-                block.register_forward_pre_hook(self._add_full),
-                attention.to_q.register_forward_hook(_noting(counts, "queries")),
-                # a method that compares keys calls this before the attention does; the last call is the attention's
-                attention.to_k.register_forward_hook(_noting(counts, "keys")),
-                attention.to_out[0].register_forward_hook(self._adding(counts)),
-            ]
+    def share(self) -> float:
+        """Work left, as a share of the whole, since the last call of this method."""
+        share = self.left / self.full
+        self.full = self.left = 0
+        return share
+
+    def __enter__(self) -> Work:
+        self._hooks = self._hooked()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -38,11 +46,32 @@ class AttentionWork:
             hook.remove()
         self._hooks = []
 
-    def share(self) -> float:
-        """Work left, as a share of the whole, since the last call of this method."""
-        share = self.left / self.full
-        self.full = self.left = 0
-        return share
+
+def counting(network: nn.Module) -> Work:
+    """A context manager that counts, whatever has patched the network."""
+    return _OfSequence(network) if kind_of(network) == TRANSFORMER else _OfProjections(network)
+
+
+class _OfProjections(Work):
+    """Of a UNet's finest level."""
+
+    def __init__(self, unet: nn.Module) -> None:
+        super().__init__()
+        self.blocks = [place.block for place in finest(unet)]
+
+    def _hooked(self) -> list:
+        hooks = []
+        for block in self.blocks:
+            counts: dict[str, int] = {}
+            attention = block.attn1
+            hooks += [
+                block.register_forward_pre_hook(self._add_full),
+                attention.to_q.register_forward_hook(_noting(counts, "queries")),
+                # a method that compares keys calls this before the attention does; the last call is the attention's
+                attention.to_k.register_forward_hook(_noting(counts, "keys")),
+                attention.to_out[0].register_forward_hook(self._adding(counts)),
+            ]
+        return hooks
 
     def _add_full(self, block: nn.Module, args: tuple) -> None:
         self.full += args[0].shape[0] * args[0].shape[1] ** 2
@@ -59,3 +88,48 @@ def _noting(counts: dict[str, int], name: str):
         counts[name] = out.shape[1]
 
     return hook
+
+
+class _OfSequence(Work, TorchFunctionMode):
+    """Of a transformer all of whose attentions are over one sequence, as Flux's are; of those too that a call skips."""
+
+    def __init__(self, transformer: nn.Module) -> None:
+        super().__init__()
+        self.transformer = transformer
+        self.attentions = [one for _, one in find_attentions(transformer, family_of(transformer))]
+        self._batch, self._tokens = 0, 0  # that reached the attention which is called
+        self._inside = False
+
+    def __enter__(self) -> Work:
+        TorchFunctionMode.__enter__(self)
+        return Work.__enter__(self)
+
+    def __exit__(self, *error: object) -> None:
+        Work.__exit__(self)
+        TorchFunctionMode.__exit__(self, *error)
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is F.scaled_dot_product_attention and self._inside:
+            (q, k, _), _ = attended(args, kwargs or {})
+            if q.shape[2] >= _SAMPLE * self._tokens:
+                self.left += q.shape[0] * q.shape[2] * k.shape[2]
+        return func(*args, **(kwargs or {}))
+
+    def _hooked(self) -> list:
+        hooks = [self.transformer.register_forward_hook(self._add_full)]
+        for attention in self.attentions:
+            hooks.append(attention.register_forward_pre_hook(self._begin, with_kwargs=True))
+            hooks.append(attention.register_forward_hook(self._end))
+        return hooks
+
+    def _begin(self, attention: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        sequences = [one for one in (*args, kwargs.get("hidden_states"), kwargs.get("encoder_hidden_states"))
+                     if torch.is_tensor(one)]  # fmt: skip
+        self._batch, self._tokens = len(sequences[0]), sum(one.shape[1] for one in sequences)
+        self._inside = True
+
+    def _end(self, attention: nn.Module, args: tuple, out: Any) -> None:
+        self._inside = False
+
+    def _add_full(self, transformer: nn.Module, args: tuple, out: Any) -> None:
+        self.full += len(self.attentions) * self._batch * self._tokens**2

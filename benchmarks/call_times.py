@@ -1,4 +1,4 @@
-"""Processor time of a UNet's calls while pictures are made, beside that of the same calls without merging.
+"""Processor time of a network's calls while pictures are made, beside that of the same calls without merging.
 
 Both are taken in turns of a few seconds, so that what slows the machine slows both. Host-side work of a patch counts.
 """
@@ -28,13 +28,13 @@ def one_thread(wanted: bool) -> Iterator[None]:
 
 
 class CallTimes:
-    """A context manager: inside it the seconds of every call of the UNet are noted.
+    """A context manager: inside it the seconds of every call of the network are noted.
 
-    Enter it before what patches the UNet: then its clock starts before the patch does anything.
+    Enter it before what patches the network: then its clock starts before the patch does anything.
     """
 
-    def __init__(self, unet: nn.Module) -> None:
-        self.unet = unet
+    def __init__(self, network: nn.Module) -> None:
+        self.network = network
         self.seconds: list[float] = []
         self._latest: tuple[tuple, dict] = ((), {})
         self._hooks: list = []
@@ -42,8 +42,8 @@ class CallTimes:
     def __enter__(self) -> CallTimes:
         self.seconds = []
         self._hooks = [
-            self.unet.register_forward_pre_hook(self._start, with_kwargs=True, prepend=True),
-            self.unet.register_forward_hook(self._stop),
+            self.network.register_forward_pre_hook(self._start, with_kwargs=True, prepend=True),
+            self.network.register_forward_hook(self._stop),
         ]
         return self
 
@@ -57,13 +57,13 @@ class CallTimes:
         found = []
         for _ in range(BESIDE):
             start = time.process_time()
-            self.unet(*arguments, **named)
+            self.network(*arguments, **named)
             found.append(time.process_time() - start)
         return median(found)
 
-    def _start(self, unet: nn.Module, args: tuple, kwargs: dict) -> None:
+    def _start(self, network: nn.Module, args: tuple, kwargs: dict) -> None:
         self._latest = args, kwargs
         self.seconds.append(-time.process_time())
 
-    def _stop(self, unet: nn.Module, args: tuple, out: object) -> None:
+    def _stop(self, network: nn.Module, args: tuple, out: object) -> None:
         self.seconds[-1] += time.process_time()

@@ -25,8 +25,7 @@ cores.wait_passively()
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
-from benchmarks import endings, environment, report, results, subjects, variants  # noqa: E402
-from benchmarks.attention_work import AttentionWork  # noqa: E402
+from benchmarks import attention_work, endings, environment, report, results, subjects, variants  # noqa: E402
 from benchmarks.call_times import one_thread  # noqa: E402
 from benchmarks.case_list import CASES, Case  # noqa: E402
 from benchmarks.case_pictures import Asked, draw, timesteps  # noqa: E402
@@ -63,7 +62,7 @@ class Bench:
 
     def __init__(self, path: Path) -> None:
         self.subject = SceneSubject(path, torch.device("cpu"), PURPOSES[SHOW])
-        self._work = AttentionWork(self.subject.unet)
+        self._work = attention_work.counting(self.subject.network)
         self._latest: tuple[Any, np.ndarray, float] = None, np.empty(0), 0.0
 
     def measure(self, row: Planned) -> dict[str, Any]:
@@ -76,7 +75,7 @@ class Bench:
             self._latest = row[:3], *self._drawn(case, asked)
         _, plain, seconds = self._latest
         put_on = variants.strength(MARKS[row.strength], timesteps(self.subject.model, case))
-        with put_on(self.subject.unet, row.number), self._work:
+        with self._work, put_on(self.subject.network, row.number):
             merged, seconds_merged = self._drawn(case, asked)
         return {
             "work": self._work.share(),

@@ -53,13 +53,16 @@ def _openers(options: argparse.Namespace, prompts: list[str], device: torch.devi
 
 def _plan(options: argparse.Namespace, amounts: Amounts) -> list[Row]:
     names = quality_options.names(options)
-    return [row for path in options.model
-            for row in rows(path.stem, names, amounts, can_be_noised=subjects.is_scene_model(path))]  # fmt: skip
+    return [row for path in options.model for row in rows(
+        path.stem, names, amounts, can_be_noised=subjects.is_scene_model(path), kind=subjects.kind_of(path)
+    )]  # fmt: skip
 
 
-def _settings(options: argparse.Namespace, amounts: Amounts, prompts: list[str], lpips: bool) -> dict[str, Any]:
+def _settings(
+    options: argparse.Namespace, amounts: Amounts, prompts: list[str], lpips: bool, plan: list[Row]
+) -> dict[str, Any]:
     """What has to be equal for two runs to be one."""
-    chosen = {name for names in quality_options.names(options).values() for name in names}
+    chosen = {row.variant for row in plan}
     return {
         "models": {path.stem: subjects.fingerprint(path) for path in options.model},
         "for": options.purpose,
@@ -108,7 +111,7 @@ def _measured(
             print(_estimate(bench, plan, amounts), file=sys.stderr)
         return bench
 
-    settings = _settings(options, amounts, prompts, lpips is not None)
+    settings = _settings(options, amounts, prompts, lpips is not None, plan)
     record = results.new_record("quality", command, settings, environment.describe(str(device)))
     record["notes"] = [told] if told else []
     done = fill(record, plan, options.output, processes, open_bench, amounts)

@@ -71,18 +71,28 @@ def complete(options: argparse.Namespace) -> tuple[Amounts, list[str]]:
     if unknown:
         raise ValueError(f"no variant is called {' or '.join(unknown)}; --list prints the names")
     options.group = options.group or ("choose" if options.purpose == purposes.CHOOSE else "standard")
-    chosen = {name for many in names(options).values() for name in many}
-    if any(VARIANTS[name].role == "tomesd" for name in chosen) and importlib.util.find_spec("tomesd") is None:
-        raise ValueError("tomesd, which the others are compared with, is not installed: pip install tomesd==0.1.3")
     options.model = options.model or _scene_models(options.group)
     own = [path for path in options.model if not subjects.is_scene_model(path)]
     for path in own:
         checkpoint.inspect(path)
+    _check_variants(options)
     if own and (options.schedule or options.guidance is not None):
         raise ValueError(f"--schedule and --guidance are of the scene models; {own[0]} is drawn as its pipeline does")
     if len({path.stem for path in options.model}) < len(options.model):
         raise ValueError("two of the models have the same name, by which a result tells them apart; rename one")
     return _amounts(options, bool(own)), _prompts(options.prompts, own)
+
+
+def _check_variants(options: argparse.Namespace) -> None:
+    kinds = {subjects.kind_of(path): path for path in options.model}
+    for name in options.variants or ():
+        can = VARIANTS[name].kinds
+        if not kinds.keys() & set(can):
+            raise ValueError(f"{name} needs a {' or a '.join(can)}, and {next(iter(kinds.values()))} is none; "
+                             "leave the variant out, or give another --model")
+    chosen = {name for many in names(options).values() for name in many if kinds.keys() & set(VARIANTS[name].kinds)}
+    if any(VARIANTS[name].role == "tomesd" for name in chosen) and importlib.util.find_spec("tomesd") is None:
+        raise ValueError("tomesd, which the others are compared with, is not installed: pip install tomesd==0.1.3")
 
 
 def _scene_models(group: str) -> list[Path]:

@@ -13,14 +13,15 @@ from benchmarks.results import Record
 
 LEGEND = """\
 Work: the share of the finest self-attention's products (queries times keys) that is left, counted while the rows were
-measured and averaged over their steps. Gap: rise of the held-out v-loss; dev: squared distance of the prediction from
-the unmerged one; both in % of the unmerged v-loss, on the same pictures, noise and times. PSNR and SSIM: whole pictures
-beside the unmerged ones of equal seeds. Detail: their gradient energy as a share of the unmerged ones', below 1 where
-they are washed out. Time: processor time of all calls of the UNet for a picture, and of its dearest step, as a share of
-unmerged calls, taken in turns on one thread; of this model, at this size. ±: standard error over pictures. "Reference"
-methods are plain code of the benchmark, written for clarity and not for speed; "engine" is tome_core; **tomesd** is
-tomesd itself. Sorted by work, then by error. Strength at equal time: on lines between the presets and strengths that
-were measured, as far as none of them beats another in time and PSNR; n/a where none is as fast."""
+measured and averaged over their steps; of a transformer all of it, text and skipped blocks too. Gap: rise of the
+held-out v-loss; dev: squared distance of the prediction from the unmerged one; both in % of the unmerged v-loss, on the
+same pictures, noise and times. PSNR and SSIM: whole pictures beside the unmerged ones of equal seeds. Detail: their
+gradient energy as a share of the unmerged ones', below 1 where they are washed out. Time: processor time of all calls
+of the network for a picture, and of its dearest step, as a share of unmerged calls, taken in turns on one thread; of
+this model, at this size. ±: standard error over pictures. "Reference" methods are plain code of the benchmark, written
+for clarity and not for speed; "engine" is tome_core; "diffusers" what that brings; **tomesd** is tomesd itself. Sorted
+by work, then by error. Strength at equal time: on lines between the presets and strengths that were measured, as far as
+none of them beats another in time and PSNR; n/a where none is as fast."""
 _ABSENT = "n/a"
 _NOT_IN_ALL = {"LPIPS": "lpips", "detail": "detail", "time": "time", "dearest step": "dearest"}
 _NO_POINT = (None,) * 4  # no strength is as fast

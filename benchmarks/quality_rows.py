@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from benchmarks import picture_metrics
-from benchmarks.attention_work import AttentionWork
+from benchmarks import attention_work, picture_metrics
 from benchmarks.call_times import BESIDE, CallTimes
+from benchmarks.networks import UNET
 from benchmarks.subjects import PART_NOISED, SceneSubject, Subject
 from benchmarks.variant_list import PLAIN, VARIANTS
 from benchmarks.variants import Variant
@@ -69,19 +69,25 @@ class Row:
 
 
 def calls(row: Row, amounts: Amounts) -> int:
-    """Pictures that go through the UNet for this row, for the time left."""
+    """Pictures that go through the network for this row, for the time left."""
     if row.measure == "noised":
         return row.count * len(amounts.times)
     a_picture = amounts.steps * VARIANTS[row.variant].solver + (BESIDE if amounts.clock else 0)
     return row.count * 2 * a_picture
 
 
-def rows(checkpoint: str, names: dict[str, tuple[str, ...]], amounts: Amounts, can_be_noised: bool) -> Iterator[Row]:
-    """All rows of a checkpoint, those of a part together, the unmerged one first. names: variants by measure."""
+def rows(
+    checkpoint: str, names: dict[str, tuple[str, ...]], amounts: Amounts, can_be_noised: bool, kind: str = UNET
+) -> Iterator[Row]:
+    """All rows of a checkpoint, those of a part together, the unmerged one first.
+
+    names: variants by measure; of those that its network, which is of this kind, can do. kind: as of `networks.KINDS`.
+    """
     sizes = {"noised": PART_NOISED, "pictures": PART_PICTURES[can_be_noised]}
     totals = {"noised": amounts.noised if can_be_noised else 0, "pictures": amounts.pictures}
     for measure, size in sizes.items():
-        chosen = [name for name in names[measure] if measure in VARIANTS[name].measures]
+        chosen = [name for name in names[measure]
+                  if measure in VARIANTS[name].measures and kind in VARIANTS[name].kinds]  # fmt: skip
         for part, first in enumerate(range(0, totals[measure], size)):
             count = min(size, totals[measure] - first)
             yield from (Row(checkpoint, measure, part, first, count, name) for name in chosen)
@@ -102,7 +108,7 @@ class Bench:
     def __init__(self, subject: Subject, amounts: Amounts, save: Path | None, lpips: Callable | None) -> None:
         self.subject, self.amounts, self.lpips = subject, amounts, lpips
         self.save = save and save / subject.name
-        self.work, self.times = AttentionWork(subject.unet), CallTimes(subject.unet)
+        self.work, self.times = attention_work.counting(subject.network), CallTimes(subject.network)
         self._group: tuple | None = None
         self._plain: list = []
 
@@ -131,7 +137,7 @@ class Bench:
     def _predict(self, row: Row, variant: Variant, time: int) -> tuple[torch.Tensor, list[float], float]:
         subject: SceneSubject = self.subject
         noised = subject.noised(row.part, row.count, time)
-        with variant.put_on(subject.unet, self._seed(row.part)), self.work:
+        with self.work, variant.put_on(subject.network, self._seed(row.part)):
             prediction = subject.predict(noised)
         return prediction, _error(prediction, noised.velocity), self.work.share()
 
@@ -157,7 +163,7 @@ class Bench:
         return kept
 
     def _picture(self, variant: Variant, number: int) -> Made:
-        with self.times, variant.put_on(self.subject.unet, self._seed(number)), self.work:
+        with self.times, self.work, variant.put_on(self.subject.network, self._seed(number)):
             made = self.subject.picture(number, self.amounts.steps * variant.solver)
         if self.save:
             self._keep(made, variant, number)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from benchmarks import reference_tiles
+from benchmarks.networks import timestep_of
 from benchmarks.reference import Groups, bipartite, pooled, refined
 from tome_core.model.families import Place, find_blocks
 
@@ -68,21 +69,59 @@ def finest(unet: nn.Module) -> list[Place]:
     return [place for place in places if place.halvings == halvings]
 
 
-class Reference:
-    """A context manager: inside it the UNet's finest self-attention follows the first phase that holds.
+class Following:
+    """Which phase holds at the time of the network's latest call.
 
     Random choices depend on `seed`, the timestep and the block, on nothing else.
     """
 
-    def __init__(self, unet: nn.Module, phases: tuple[Phase, ...], seed: int) -> None:
-        self.unet, self.phases, self.seed = unet, phases, seed
+    def __init__(self, network: nn.Module, phases: tuple[Phase, ...], seed: int) -> None:
+        super().__init__()
+        self.network, self.phases, self.seed = network, phases, seed
         self.timestep = 0.0
         self._hooks: list = []
-        self._attentions: list[nn.Module] = []
+
+    def recipe(self) -> Recipe | None:
+        """The recipe in force; None where no phase holds."""
+        return next((phase.recipe for phase in self.phases if self.timestep >= phase.lowest), None)
+
+    def grouped(self, grouping: Grouping, compared: torch.Tensor, number: int) -> Groups:
+        """Tokens ``[B, N, C]`` of block `number`, grouped."""
+        if grouping.how == "pool":
+            return pooled(compared, grouping.cell)
+        generator = torch.Generator().manual_seed((self.seed * 1_000 + round(self.timestep)) * 100 + number)
+        groups = bipartite(
+            compared,
+            grouping.ratio,
+            grouping.cell,
+            euclid=grouping.euclid,
+            window=grouping.window,
+            destinations_from=generator if grouping.drawn else None,
+            partners_from=generator if grouping.how == "random" else None,
+        )
+        return refined(groups, compared, grouping.steps, euclid=grouping.euclid)
+
+    def follow(self) -> None:
+        """Look at the network's calls from now on."""
+        self._hooks.append(self.network.register_forward_pre_hook(self._note, with_kwargs=True))
+
+    def leave(self) -> None:
+        """Look no longer."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _note(self, network: nn.Module, args: tuple, kwargs: dict) -> None:
+        self.timestep = timestep_of(network, args, kwargs)
+
+
+class Reference(Following):
+    """A context manager: inside it the UNet's finest self-attention follows the first phase that holds."""
 
     def __enter__(self) -> Reference:
-        self._hooks.append(self.unet.register_forward_pre_hook(self._note_time, with_kwargs=True))
-        for number, place in enumerate(finest(self.unet)):
+        self.follow()
+        self._attentions: list[nn.Module] = []
+        for number, place in enumerate(finest(self.network)):
             attention = _Attention(self, place.block.attn1, number)
             self._hooks.append(place.block.register_forward_pre_hook(attention.note_input))
             place.block.attn1.forward = attention.forward
@@ -90,22 +129,9 @@ class Reference:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        self.leave()
         for module in self._attentions:
             del module.forward
-
-    def recipe(self) -> Recipe | None:
-        """The recipe in force; None where no phase holds."""
-        return next((phase.recipe for phase in self.phases if self.timestep >= phase.lowest), None)
-
-    def generator(self, number: int) -> torch.Generator:
-        """Fresh random numbers for a block at the present time."""
-        return torch.Generator().manual_seed((self.seed * 1_000 + round(self.timestep)) * 100 + number)
-
-    def _note_time(self, unet: nn.Module, args: tuple, kwargs: dict) -> None:
-        time = args[1] if len(args) > 1 else kwargs["timestep"]
-        self.timestep = float(time.reshape(-1)[0]) if torch.is_tensor(time) else float(time)
 
 
 class _Attention:
@@ -137,22 +163,7 @@ class _Attention:
         return queries.unmerge(out) if queries else out
 
     def _group(self, grouping: Grouping | None, x: torch.Tensor) -> Groups | None:
-        if grouping is None:
-            return None
-        if grouping.how == "pool":
-            return pooled(x, grouping.cell)
-        compared = self._compared(grouping.metric, x)
-        generator = self.owner.generator(self.number)
-        groups = bipartite(
-            compared,
-            grouping.ratio,
-            grouping.cell,
-            euclid=grouping.euclid,
-            window=grouping.window,
-            destinations_from=generator if grouping.drawn else None,
-            partners_from=generator if grouping.how == "random" else None,
-        )
-        return refined(groups, compared, grouping.steps, euclid=grouping.euclid)
+        return grouping and self.owner.grouped(grouping, self._compared(grouping.metric, x), self.number)
 
     def _compared(self, metric: Metric, x: torch.Tensor) -> torch.Tensor:
         if metric == "input":

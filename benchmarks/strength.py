@@ -8,6 +8,9 @@ and that ask of no step more than a stronger knot does: error and saving then gr
 picture has. A pair with which the keys of levels below the finest would add much to that is none: which of them a
 picture has depends on the model's family and on its size. Needs results of ``python -m benchmarks.quality --for
 choose`` with the rows "merged keys", and for the latter "keys below"; writes ``tome_core/settings/strength_table.py``.
+
+A transformer has one level. ``--transformers`` prints the curve that such models' results make, beside what the
+engine's own, which is the UNets', does to them, and writes nothing.
 """
 
 from __future__ import annotations
@@ -122,6 +125,10 @@ def below(records: Sequence[dict]) -> Loss:
     return Loss(keys)
 
 
+def _has_levels(record: dict) -> bool:
+    return any(one["method"] == "keys below" for one in record["settings"]["variants"])
+
+
 def _measured(records: Sequence[dict], line: str, ratio: float, cell: int = 2) -> tuple[float, ...]:
     """The mean deviation at each time over the checkpoints of the results that have it; none where one is missing."""
     name = f"{line}-{ratio}" + (f"-cells-{cell}" if cell != 2 else "")
@@ -156,8 +163,8 @@ def _work_at(strength: float) -> float:
     return math.exp(math.log(more) * (1 - place) + math.log(less) * place)
 
 
-def curve(loss: Loss, keys: Loss) -> tuple[Knot, ...]:
-    """All knots, the weakest first. loss: at the finest level; keys: below it, see `below`.
+def curve(loss: Loss, keys: Loss | None) -> tuple[Knot, ...]:
+    """All knots, the weakest first. loss: at the finest level; keys: below it, see `below`, None where nothing is.
 
     Of all ways through the knots on which no step is ever asked for less, the one whose deviations are the least, each
     as a share of the least that its time allows. Raises ValueError where nothing that was measured leaves so little.
@@ -190,7 +197,7 @@ def _asks_more(weaker: Knot, stronger: Knot) -> bool:
     return stronger.share <= weaker.share and stronger.until <= weaker.until
 
 
-def _pairs(strength: float, loss: Loss, keys: Loss) -> list[Knot]:
+def _pairs(strength: float, loss: Loss, keys: Loss | None) -> list[Knot]:
     """Every share of keys in late steps with the timestep that leaves this strength's time.
 
     Without those where levels below would add too much.
@@ -203,10 +210,13 @@ def _pairs(strength: float, loss: Loss, keys: Loss) -> list[Knot]:
             continue
         until = round(1000 * late_part / (step_time(share) - step_time(FEWEST))) if share > FEWEST else 0
         dev = _mean(_both(share, until, loss))
-        if until <= 1000 and _mean(keys.at(share)) <= BELOW_SHARE * dev:
-            work = (share * until + FEWEST * (1000 - until)) / 1000
-            found.append(Knot(strength, share, until, work, dev))
+        if until <= 1000 and (keys is None or _mean(keys.at(share)) <= BELOW_SHARE * dev):
+            found.append(Knot(strength, share, until, _work(share, until), dev))
     return found
+
+
+def _work(share: float, until: float) -> float:
+    return (share * until + FEWEST * (1000 - until)) / 1000
 
 
 def _both(share: float, until: float, loss: Loss) -> list[float]:
@@ -248,20 +258,38 @@ def written(knots: Sequence[Knot], sources: Sequence[str], known: dict[int, Curv
     return "\n".join([*lines, ")", f"EARLY_SHARE = {FEWEST}", *ending, ""])
 
 
+def beside(loss: Loss, knots: Sequence[Knot], own: Curve) -> str:
+    """Markdown: a curve and another one of as many knots, with the deviations of both on these models."""
+    lines = ["| strength | late share, until | work | dev % | the engine's | work | dev % |",
+             "|---|---|---:|---:|---|---:|---:|"]  # fmt: skip
+    for knot, (share, until) in zip(knots, own, strict=True):
+        theirs = _mean(_both(share, until, loss)) if knot.strength else 0.0
+        lines.append(f"| {knot.strength:.2f} | {knot.share:.4g}, {knot.until:.0f} | {knot.work:.3f} | {knot.dev:.3f} | "
+                     f"{share:.4g}, {until:.0f} | {_work(share, until):.3f} | {theirs:.3f} |")
+    return "\n".join(lines)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Choose, print and write; 2 with a sentence where the results do not suffice."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.strength", description=__doc__.splitlines()[0])
     parser.add_argument("results", nargs="+", type=Path, metavar="RESULT.json")
+    parser.add_argument("--transformers", action="store_true", help="results of transformers: print their curve")
     parser.add_argument("--output", type=Path, default=TABLE, metavar="FILE", help="default: the engine's own table")
     options = parser.parse_args(arguments)
     try:
         records = [results.load(path) for path in options.results]
         for path, record in zip(options.results, records, strict=True):
             purposes.check(record, purposes.CHOOSE, path.name)
-        knots = curve(front(records), below(records))
+        if options.transformers and any(_has_levels(record) for record in records):
+            raise ValueError("--transformers: these results have rows of levels below the finest, so they are of UNets")
+        loss = front(records)
+        knots = curve(loss, None if options.transformers else below(records))
     except (ValueError, OSError, results.ResultError) as error:
         print(error, file=sys.stderr)
         return 2
+    if options.transformers:
+        print(beside(loss, knots, CURVES[VERSION]))
+        return 0
     text = written(knots, [path.name for path in options.results], CURVES, VERSION)
     options.output.write_text(text, encoding="utf-8")
     print(text)

@@ -14,6 +14,7 @@ from safetensors import safe_open
 from torch import nn
 
 from benchmarks import schedules
+from benchmarks.networks import TRANSFORMER, UNET
 from benchmarks.purposes import PURPOSES, SHOW, Purpose
 from benchmarks.schedules import AS_THE_DEMO, Manner
 from demo import checkpoint, model, prompt, sampler
@@ -35,11 +36,11 @@ class Noised(NamedTuple):
 
 
 class Subject(Protocol):
-    """``unet`` is what variants are put on. Equal arguments give equal pictures; another purpose gives others."""
+    """``network`` is what variants are put on. Equal arguments give equal pictures; another purpose gives others."""
 
     name: str
     purpose: Purpose
-    unet: nn.Module
+    network: nn.Module
     can_be_noised: bool
 
     def picture(self, number: int, steps: int) -> np.ndarray:
@@ -56,7 +57,7 @@ class SceneSubject:
     ) -> None:
         self.name, self.purpose, self.manner = path.stem, purpose, manner
         self.model = model.load(path).to(device)
-        self.unet, self.device = self.model.network, device
+        self.network, self.device = self.model.network, device
         self._walls = _metadata(path).get("walls") != "none"
         self._scheduler = DDPMScheduler(**self.model.scheduler)
         self._painted: tuple[int, torch.Tensor, torch.Tensor] | None = None
@@ -113,7 +114,7 @@ class UserSubject:
         self.source = UserPipeline(checkpoint.inspect(path), config, device)
         self.source.target.to(dtype)  # the demo takes half precision on a GPU, whose rounding would be measured too
         self.name, self.prompts, self.purpose = path.stem, prompts, purpose
-        self.unet = self.source.target.unet
+        self.network = self.source.target.unet
 
     def picture(self, number: int, steps: int) -> np.ndarray:
         """See `Subject`; the prompts in turn."""
@@ -135,6 +136,12 @@ def is_scene_model(path: Path) -> bool:
     if path.suffix != ".safetensors" or not path.is_file():
         return False
     return checkpoint.is_of_scenes(checkpoint.read_shapes(path))
+
+
+def kind_of(path: Path) -> str:
+    """As of `networks.KINDS`. Of the models that a path can name, scene models alone may be transformers."""
+    is_flux = is_scene_model(path) and checkpoint.is_transformer(checkpoint.read_shapes(path))
+    return TRANSFORMER if is_flux else UNET
 
 
 def fingerprint(path: Path) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from benchmarks import variants
+from benchmarks.networks import TRANSFORMER, UNET
 from benchmarks.reference_patch import Grouping, Recipe
 from benchmarks.variants import Variant
 from tome_core import PRESETS
@@ -26,6 +29,8 @@ BETWEEN = (0.1, 0.375, 0.625, 0.875)  # strengths without a name
 BELOW = (1, 2)
 KEYS_BELOW = ((0.9375, 4), (0.984375, 8))
 MLP_BELOW = (0.25, 0.5, 0.75)
+SKIPPED = (0.05, 0.1, 0.2)  # thresholds of FirstBlockCache, the first is diffusers' default
+TOMA_RATIOS = (0.5, 0.75)
 HALF_TIME = 500  # where the schedules of others switch, tomesd's and down-sampling's
 NOISY = 600  # the timestep from which on merging costs nearly nothing
 
@@ -68,7 +73,7 @@ def _merged_keys() -> Iterator[Variant]:
     for name in PRESETS:
         yield Variant("preset", name, variants.strength(MARKS[name]), code="engine")
         finest = variants.strength(MARKS[name], levels=(0,), max_downsample=None)
-        yield Variant("preset at the finest", name, finest, code="engine")
+        yield Variant("preset at the finest", name, finest, code="engine", kinds=(UNET,))
     for value in BETWEEN:
         yield Variant("strength", str(value), variants.strength(value), code="engine")
 
@@ -169,19 +174,37 @@ def _schedules() -> Iterator[Variant]:
 
 
 def _others() -> Iterator[Variant]:
-    """What a user may do instead: tomesd by schedule, down-sampling by schedule, attention inside tiles."""
-    yield Variant("tomesd early and late", "0.75 then 0.35", variants.tomesd(0.35, 0.75, HALF_TIME), code="tomesd")
+    """What a user may do instead: down-sampling by schedule; on UNets tomesd by schedule and attention inside tiles; on
+    transformers ToMA, and steps that are skipped."""
+    unets, transformers = {"kinds": (UNET,)}, {"kinds": (TRANSFORMER,)}
+    early_and_late = variants.tomesd(0.35, 0.75, HALF_TIME)
+    yield Variant("tomesd early and late", "0.75 then 0.35", early_and_late, code="tomesd", **unets)
     coarse, fine = ({"method": "downsample", "sx": cell, "sy": cell, "proportional": False} for cell in (8, 2))
     yield _engine("downsample early and late", "8x8 then 2x2", {**coarse, "min_timestep": HALF_TIME}, fine)
     for tiles in (2, 4):
-        yield _reference("tiles", f"{tiles}x{tiles}", Recipe(tiles=tiles))
+        yield replace(_reference("tiles", f"{tiles}x{tiles}", Recipe(tiles=tiles)), **unets)
+    for ratio in TOMA_RATIOS:
+        yield Variant("ToMA", str(ratio), variants.toma(ratio), **transformers)
+    for threshold in SKIPPED:
+        yield Variant("first block cache", str(threshold), variants.first_block_cache(threshold), code="diffusers",
+                      measures=("pictures",), **transformers)  # fmt: skip
+
+
+def _of_unets(some: Iterable[Variant]) -> Iterator[Variant]:
+    return (replace(variant, kinds=(UNET,)) for variant in some)
 
 
 def _everything() -> dict[str, Variant]:
     tomesd = [Variant("tomesd", str(ratio), variants.tomesd(ratio), "tomesd", "tomesd") for ratio in RATIOS]
+<<<<<<< HEAD
     parts = (_yardsticks_and_controls(), tomesd, _others(), _unsized(), _sized(), _merged_keys(), _apart(), _below(),
              _better_and_worse_groups(), _upstream(), _schedules())  # fmt: skip
     return {variant.name: variant for part in parts for variant in part}
+=======
+    parts = (_yardsticks_and_controls(), _of_unets(tomesd), _others(), _unsized(), _sized(), _merged_keys(),
+             _of_unets(_below()), _better_and_worse_groups(), _of_unets(_upstream()), _schedules())  # fmt: skip
+    return {variant.name: variant for variant in chain(*parts)}
+>>>>>>> 284f608 (quality: scene transformers are judged too, beside ToMA and FirstBlockCache)
 
 
 VARIANTS = _everything()

@@ -1,4 +1,4 @@
-"""What a row of the quality benchmark is about: a name, and how to make a UNet do what it names."""
+"""What a row of the quality benchmark is about: a name, and how to make a network do what it names."""
 
 from __future__ import annotations
 
@@ -11,11 +11,18 @@ from typing import Any, Literal
 from unittest import mock
 
 import torch
+from diffusers import FirstBlockCacheConfig
 from torch import nn
 
 import tome_core
+from benchmarks.networks import KINDS, TRANSFORMER, kind_of, timestep_of
 from benchmarks.reference_patch import Phase, Recipe, Reference, finest
+<<<<<<< HEAD
 from tome_core.attention import correction
+=======
+from benchmarks.reference_sequence import SequenceReference
+from benchmarks.reference_toma import Toma
+>>>>>>> 284f608 (quality: scene transformers are judged too, beside ToMA and FirstBlockCache)
 from tome_core.model.families import find_blocks
 from upstream import smallest as upstream
 
@@ -28,9 +35,9 @@ MEASURES = ("noised", "pictures")
 class Variant:
     """One thing to measure.
 
-    method: the line it belongs to in the plot. setting: what it is on that line. put_on: (UNet, seed) -> context
-    manager inside which the UNet does it. code: whose code runs, the "engine", "reference", "tomesd" or "torch".
-    solver: how many times as many solver steps as the others it takes.
+    method: the line it belongs to in the plot. setting: what it is on that line. put_on: (network, seed) -> context
+    manager inside which the network does it. code: whose code runs, the "engine", "reference", "tomesd", "diffusers" or
+    "torch". solver: how many times as many solver steps as the others it takes. kinds: of networks that can do it.
     """
 
     method: str
@@ -40,6 +47,7 @@ class Variant:
     code: str = "reference"
     solver: int = 1
     measures: tuple[str, ...] = MEASURES
+    kinds: tuple[str, ...] = KINDS
 
     @property
     def name(self) -> str:
@@ -52,18 +60,19 @@ class Variant:
 
 
 @contextmanager
-def nothing(unet: nn.Module, seed: int) -> Iterator[None]:
-    """The UNet as it is."""
+def nothing(network: nn.Module, seed: int) -> Iterator[None]:
+    """The network as it is."""
     yield
 
 
 @contextmanager
-def in_bfloat16(unet: nn.Module, seed: int) -> Iterator[None]:
+def in_bfloat16(network: nn.Module, seed: int) -> Iterator[None]:
     """Products in bfloat16, the rest as it is."""
-    with torch.autocast(next(unet.parameters()).device.type, torch.bfloat16):
+    with torch.autocast(next(network.parameters()).device.type, torch.bfloat16):
         yield
 
 
+<<<<<<< HEAD
 def timestep_of(args: tuple, kwargs: dict[str, Any]) -> float:
     """Of a call of a UNet, from its arguments."""
     return float(torch.as_tensor(args[1] if len(args) > 1 else kwargs["timestep"]).reshape(-1)[0])
@@ -83,6 +92,8 @@ def closed_form_alone(rule: dict[str, Any]) -> PutOn:
     return put_on
 
 
+=======
+>>>>>>> 284f608 (quality: scene transformers are judged too, beside ToMA and FirstBlockCache)
 def engine(*rules: dict[str, Any]) -> PutOn:
     """tome_core with these settings; several are rules of which the first that holds counts."""
     if len(rules) == 1:
@@ -105,14 +116,14 @@ def _merging(config: tome_core.MergeConfig, timesteps: Sequence[float] | None = 
     """
 
     @contextmanager
-    def put_on(unet: nn.Module, seed: int) -> Iterator[None]:
-        with tome_core.patch(unet, replace(config, seed=seed), host_clock=True) as merging:
+    def put_on(network: nn.Module, seed: int) -> Iterator[None]:
+        with tome_core.patch(network, replace(config, seed=seed), host_clock=True) as merging:
             sampling = object()
 
             def tell(module: nn.Module, args: tuple, kwargs: dict) -> None:
-                merging.set_time(timestep=timestep_of(args, kwargs), sampling=sampling, timesteps=timesteps)
+                merging.set_time(timestep=timestep_of(module, args, kwargs), sampling=sampling, timesteps=timesteps)
 
-            clock = unet.register_forward_pre_hook(tell, with_kwargs=True)
+            clock = network.register_forward_pre_hook(tell, with_kwargs=True)
             try:
                 yield
             finally:
@@ -165,7 +176,35 @@ def zeroed(part: str, levels: tuple[int, ...]) -> PutOn:
 
 def reference(*phases: tuple[float, Recipe]) -> PutOn:
     """The reference code: (lowest timestep, recipe) pairs, the first that holds counts."""
-    return lambda unet, seed: Reference(unet, tuple(Phase(*phase) for phase in phases), seed)
+    found = tuple(Phase(*phase) for phase in phases)
+
+    def put_on(network: nn.Module, seed: int) -> AbstractContextManager:
+        return (SequenceReference if kind_of(network) == TRANSFORMER else Reference)(network, found, seed)
+
+    return put_on
+
+
+def toma(ratio: float) -> PutOn:
+    """ToMA as its paper has it, in a Flux transformer."""
+    return lambda transformer, seed: Toma(transformer, ratio)
+
+
+def first_block_cache(threshold: float) -> PutOn:
+    """diffusers' own step skipper: where the first block answers nearly as before, so do all others.
+
+    What happens inside is one sampling.
+    """
+
+    @contextmanager
+    def put_on(transformer: nn.Module, seed: int) -> Iterator[None]:
+        transformer.enable_cache(FirstBlockCacheConfig(threshold=threshold))
+        try:
+            with transformer.cache_context("both halves of guidance"):
+                yield
+        finally:
+            transformer.disable_cache()
+
+    return put_on
 
 
 def tomesd(ratio: float, early: float | None = None, until: float = 0) -> PutOn:
@@ -185,7 +224,7 @@ def tomesd(ratio: float, early: float | None = None, until: float = 0) -> PutOn:
             package.apply_patch(unet, ratio=ratio, max_downsample=2 ** finest(unet)[0].halvings)
 
             def choose(module: nn.Module, args: tuple, kwargs: dict) -> None:
-                noisy = early is not None and timestep_of(args, kwargs) >= until
+                noisy = early is not None and timestep_of(module, args, kwargs) >= until
                 module._tome_info["args"]["ratio"] = early if noisy else ratio
 
             clock = unet.register_forward_pre_hook(choose, with_kwargs=True)

@@ -60,7 +60,12 @@ def _inspect_file(path: Path) -> Checkpoint:
 
 def is_of_scenes(shapes: dict[str, list[int]]) -> bool:
     """Whether a file with tensors of these names is a scene model of this demo."""
-    return "emb.weight" in shapes and not {"unet.conv_in.weight", "transformer.x_embedder.weight"}.isdisjoint(shapes)
+    return "emb.weight" in shapes and ("unet.conv_in.weight" in shapes or is_transformer(shapes))
+
+
+def is_transformer(shapes: dict[str, list[int]]) -> bool:
+    """Whether a scene model of these tensors is of Flux's layout."""
+    return "transformer.x_embedder.weight" in shapes
 
 
 def read_shapes(path: Path) -> dict[str, list[int]]:

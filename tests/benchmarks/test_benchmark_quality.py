@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from benchmarks import picture_metrics, quality, quality_report, report, results, subjects
+from benchmarks.networks import UNET
 from benchmarks.purposes import CHOOSE, PURPOSES, SHOW
 from benchmarks.quality_figures import Mean, sections
 from benchmarks.quality_rows import Amounts, Bench, Row, rows
@@ -26,7 +27,8 @@ from tests import tiny_pipeline, tiny_scenes
 
 ROOT = Path(__file__).parents[2]
 CONTROLS = [name for name, variant in VARIANTS.items() if variant.role == "control"]
-AT_A_RATIO_OF_75 = [name for name, variant in VARIANTS.items()
+OF_UNETS = {name: variant for name, variant in VARIANTS.items() if UNET in variant.kinds}
+AT_A_RATIO_OF_75 = [name for name, variant in OF_UNETS.items()
                     if variant.setting == "0.75" and variant.role in ("method", "tomesd")]  # fmt: skip
 
 

@@ -116,7 +116,7 @@ def test_a_benchmark_takes_it_and_merges_where_it_has_attention(tmp_path, xl):
     assert subject.picture(0, 1).shape == (32, 32, 3)
     assert _keys_per_width(subject, "preset-max") == {64: {64, 1}, 48: {16, 1}}
     assert _keys_per_width(subject, "preset-at-the-finest-max") == {64: {64, 1}, 48: {16}}
-    with torch.inference_mode(), tome_core.patch(subject.unet, ratio=0.5) as merging:
+    with torch.inference_mode(), tome_core.patch(subject.network, ratio=0.5) as merging:
         subject.predict(subject.noised(0, 2, 400))
         report = str(merging.report())
     assert "latent /2" in report and "latent /1" not in report
@@ -130,9 +130,9 @@ def _keys_per_width(subject: SceneSubject, variant: str) -> dict[int, set[int]]:
         seen[module.in_features].add(keys.shape[1])
 
     hooks = [module.to_k.register_forward_hook(note)
-             for name, module in subject.unet.named_modules() if name.endswith("attn1")]  # fmt: skip
+             for name, module in subject.network.named_modules() if name.endswith("attn1")]  # fmt: skip
     try:
-        with torch.inference_mode(), VARIANTS[variant].put_on(subject.unet, 0):
+        with torch.inference_mode(), VARIANTS[variant].put_on(subject.network, 0):
             subject.predict(subject.noised(0, 2, 900))
     finally:
         for handle in hooks:
@@ -181,7 +181,7 @@ def test_a_saved_transformer_is_one_again_and_merges(tmp_path, flux):
     subject = SceneSubject(path, torch.device("cpu"), PURPOSES[SHOW])
     plain = predicted(subject.model)
     assert torch.allclose(plain, predicted(flux), atol=0.02)
-    with tome_core.patch(subject.unet, ratio=0.9, side="kv", metric="keys+values", sx=4, sy=4) as merging:
+    with tome_core.patch(subject.network, ratio=0.9, side="kv", metric="keys+values", sx=4, sy=4) as merging:
         merged = predicted(subject.model)
     assert merging.report().work_saved > 0.5
     assert 0 < (merged - plain).norm() < 0.1 * plain.norm()

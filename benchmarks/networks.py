@@ -1,0 +1,30 @@
+"""What the benchmarks ask of a network that they measure: is it a UNet or a transformer, and when is it called?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tome_core.transformers.families import family_of
+
+UNET, TRANSFORMER = KINDS = ("unet", "transformer")
+
+
+def kind_of(network: nn.Module) -> str:
+    """One of `KINDS`."""
+    return UNET if family_of(network) is None else TRANSFORMER
+
+
+def timestep_of(network: nn.Module, args: tuple, kwargs: dict[str, Any]) -> float:
+    """Of Stable Diffusion's schedule, from the arguments of a call; a transformer's have to be named."""
+    family = family_of(network)
+    given = (args[1] if len(args) > 1 else kwargs["timestep"]) if family is None else family.timestep(kwargs)
+    return float(torch.as_tensor(given).reshape(-1)[0])
+
+
+def attended(args: tuple, kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """Queries, keys and values ``[B, H, S, d]`` of a call of torch's attention function, and what else came along."""
+    rest = dict(zip(("attn_mask", "dropout_p", "is_causal"), args[3:], strict=False)) | kwargs
+    return list(args[:3]) + [rest.pop(name) for name in ("query", "key", "value")[len(args) :]], rest

@@ -1,0 +1,112 @@
+"""ToMA (arXiv 2509.10918) in plain code on a Flux transformer: fewer tokens through each attention, chosen in tiles.
+
+After the paper's text: a subset of the tokens that represents all others best (facility location, greedy), in tiles of
+the picture; merging as an attention of that subset to all tokens; each token then takes from the subset as it gave.
+The authors make this anew every few steps and for several blocks together; here each block does, which errs less.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from benchmarks import reference_tiles
+from tome_core.transformers.families import family_of, find_attentions
+
+TILES = 8  # a side
+SHARPNESS = 10.0  # of the weights over cosines
+
+
+class Merge:
+    """Of the tokens ``[B, N, C]`` of square pictures. chosen: int64 ``[B, M]``, the subset's places."""
+
+    def __init__(self, x: torch.Tensor, ratio: float, tiles: int = TILES) -> None:
+        self.tiles = tiles
+        unit = F.normalize(reference_tiles.split(x, tiles), dim=-1)
+        alike = unit @ unit.transpose(1, 2)
+        chosen = representatives(alike, round(alike.shape[1] * (1 - ratio)))
+        rows = alike.gather(1, chosen[..., None].expand(-1, -1, alike.shape[2]))
+        self._given = (SHARPNESS * rows).softmax(1)  # [tiles, M, n]: how each token divides itself
+        places = torch.arange(x.shape[1], device=x.device)[None, :, None]
+        inside = reference_tiles.split(places, tiles)[..., 0].repeat(len(x), 1)
+        self.chosen = inside.gather(1, chosen).view(len(x), -1)
+
+    def merge(self, x: torch.Tensor) -> torch.Tensor:
+        """``[B, N, C]`` to ``[B, M, C]``, in the order of `chosen`."""
+        weights = self._given / self._given.sum(2, keepdim=True)
+        return (weights.to(x.dtype) @ reference_tiles.split(x, self.tiles)).view(len(x), -1, x.shape[2])
+
+    def unmerge(self, y: torch.Tensor) -> torch.Tensor:
+        """``[B, M, C]`` to ``[B, N, C]``."""
+        by_tile = y.reshape(len(self._given), -1, y.shape[2])
+        return reference_tiles.join(self._given.transpose(1, 2).to(y.dtype) @ by_tile, self.tiles)
+
+
+def representatives(alike: torch.Tensor, count: int) -> torch.Tensor:
+    """int64 ``[T, count]``: of each set of tokens those with the highest sum of every token's likeness to the nearest.
+
+    One after the other, each the one that adds the most. alike: ``[T, n, n]``.
+    """
+    covered = torch.full_like(alike[:, 0], -1.0)
+    chosen: list[torch.Tensor] = []
+    taken = torch.zeros_like(covered)
+    for _ in range(count):
+        gain = (alike - covered[:, None]).clamp(min=0).sum(2) - taken
+        best = gain.argmax(1, keepdim=True)
+        taken = taken.scatter(1, best, float("inf"))
+        covered = torch.maximum(covered, alike.gather(1, best[..., None].expand(-1, -1, alike.shape[2]))[:, 0])
+        chosen.append(best)
+    return torch.cat(chosen, 1)
+
+
+class Toma:
+    """A context manager: inside it the attentions of a Flux transformer see 1 - ratio of the picture's tokens."""
+
+    def __init__(self, transformer: nn.Module, ratio: float) -> None:
+        self.transformer, self.ratio = transformer, ratio
+        self._attentions = [one for _, one in find_attentions(transformer, family_of(transformer))]
+
+    def __enter__(self) -> Toma:
+        self._clock = self.transformer.register_forward_pre_hook(self._note, with_kwargs=True)
+        for attention in self._attentions:
+            attention.forward = _Forward(self, attention)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._clock.remove()
+        for attention in self._attentions:
+            del attention.forward
+
+    def _note(self, transformer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        self.tokens = kwargs["hidden_states"].shape[1]
+
+
+class _Forward:
+    """Stands in for one attention's ``forward``; picture by picture, because positions are the whole batch's."""
+
+    def __init__(self, owner: Toma, attention: nn.Module) -> None:
+        self.owner, self.original = owner, attention.forward
+
+    def __call__(
+        self, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor | None = None,
+        image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None, **more: Any,
+    ) -> Any:  # fmt: skip
+        text = hidden_states.shape[1] - self.owner.tokens  # in one sequence with the picture, or apart
+        merge = Merge(hidden_states[:, text:], self.owner.ratio)
+        x = torch.cat([hidden_states[:, :text], merge.merge(hidden_states[:, text:])], 1)
+        words = image_rotary_emb[0].shape[0] - self.owner.tokens
+        found = []
+        for number in range(len(x)):
+            places = torch.cat([torch.arange(words, device=x.device), merge.chosen[number] + words])
+            row = slice(number, number + 1)
+            beside = None if encoder_hidden_states is None else encoder_hidden_states[row]
+            positions = tuple(one[places] for one in image_rotary_emb)
+            found.append(self.original(x[row], beside, image_rotary_emb=positions, **more))
+        if encoder_hidden_states is None:
+            out = torch.cat(found)
+            return torch.cat([out[:, :text], merge.unmerge(out[:, text:])], 1)
+        out, *others = (torch.cat(one) for one in zip(*found, strict=True))
+        return merge.unmerge(out), *others

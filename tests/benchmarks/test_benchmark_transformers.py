@@ -1,0 +1,195 @@
+"""The quality benchmark on a scene transformer: its rows, the work that is counted, and its rivals in plain code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import tome_core
+from benchmarks import attention_work, quality, report, results, strength, variants
+from benchmarks.networks import TRANSFORMER, UNET, kind_of, timestep_of
+from benchmarks.quality_figures import sections
+from benchmarks.quality_rows import TIMES
+from benchmarks.reference_patch import Grouping, Recipe
+from benchmarks.reference_toma import Merge, representatives
+from benchmarks.variant_list import FRONT, PLAIN, VARIANTS
+from demo import model, transformer
+from tests import tiny_scenes
+
+SIDE, WORDS = 16, 6
+FLUX = {**model.LAYOUTS["flux"], "num_layers": 1, "num_single_layers": 2, "num_attention_heads": 2}
+MINE = [name for name, variant in VARIANTS.items() if TRANSFORMER in variant.kinds]
+SAME_AS_UNMERGED = (PLAIN, "twice-the-solver-steps")
+
+
+@pytest.fixture(scope="module")
+def small():
+    """Random weights, 256 tokens."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(transformer, "SIDE", SIDE)
+        yield tiny_scenes.make(FLUX)
+
+
+@pytest.fixture(scope="module")
+def weights(small, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("flux") / "flux.safetensors"
+    model.save(small, path)
+    return path
+
+
+@torch.inference_mode()
+def predict(small, *times: int) -> torch.Tensor:
+    """Of two pictures, at each of the times in turn."""
+    noise = torch.randn(2, 12, SIDE, SIDE, generator=torch.Generator().manual_seed(5))
+    words = torch.tensor([[0, 5, 9, 12, 15, 20]] * 2)
+    return torch.stack([small(noise, torch.full((2,), time), words) for time in times or (800, 300)])
+
+
+@pytest.mark.parametrize("name", MINE)
+def test_a_variant_is_the_same_each_time_and_leaves_nothing_behind(small, name):
+    network = small.network
+    plain, state = predict(small), torch.get_rng_state()
+    hooks = [(len(one._forward_hooks) + len(one._forward_pre_hooks), "forward" in vars(one))
+             for one in network.modules()]  # fmt: skip
+    made = []
+    for _ in range(2):
+        with VARIANTS[name].put_on(network, 3):
+            made.append(predict(small))
+    assert torch.equal(made[0], made[1])
+    assert torch.equal(predict(small), plain) and torch.equal(torch.get_rng_state(), state)
+    if "first-block-cache" not in name:  # diffusers leaves a block's own forward on it, and it may compute all of it
+        assert hooks == [(len(one._forward_hooks) + len(one._forward_pre_hooks), "forward" in vars(one))
+                         for one in network.modules()]  # fmt: skip
+        assert torch.equal(made[0], plain) == (name in SAME_AS_UNMERGED)
+
+
+def share(kept: float) -> float:
+    """Of a sequence whose picture keeps this share of its tokens."""
+    return (WORDS + kept * SIDE**2) / (WORDS + SIDE**2)
+
+
+@pytest.mark.parametrize(("name", "left"), [
+    ("unmerged", 1), ("zero-attention", 0), ("bfloat16", 1), ("bipartite-0.75", share(1 / 4) ** 2),
+    ("bipartite-kv-0.75", share(1 / 4)), ("downsample-2x2", share(1 / 4)), ("sized-kv-0.9375-cells-4", share(1 / 16)),
+    ("sized-kv-on-keys-0.75", share(1 / 4)), ("random-partner-0.75", share(1 / 4) ** 2), ("preset-max", share(1 / 64)),
+    ("mean-kv-4x4", share(1 / 16)), ("ToMA-0.5", share(1 / 2) ** 2), ("ToMA-0.75", share(1 / 4) ** 2),
+])  # fmt: skip
+def test_the_work_left_is_counted_whoever_merges(small, name, left):
+    with attention_work.counting(small.network) as work, VARIANTS[name].put_on(small.network, 0):
+        predict(small)
+    assert work.share() == pytest.approx(left, abs=1e-12)
+
+
+def test_a_block_that_is_skipped_leaves_nothing(small):
+    """Of three blocks the first runs at each step, the others at the first step alone."""
+    with attention_work.counting(small.network) as work, variants.first_block_cache(1e9)(small.network, 0):
+        predict(small, 800, 750, 700, 650)
+    assert work.share() == pytest.approx((3 + 1 + 1 + 1) / 12)
+
+
+@pytest.mark.parametrize(("ratio", "cell"), [(0.75, 2), (0.9375, 4)])
+def test_the_reference_code_and_the_engine_agree(small, ratio, cell):
+    put_on = variants.reference((0, Recipe(Grouping(ratio, cell, metric="keys"))))
+    with put_on(small.network, 0):
+        plain_code = predict(small)
+    with tome_core.patch(small.network, ratio=ratio, sx=cell, sy=cell, side="kv", use_rand=False, correction=False):
+        engine = predict(small)
+    assert not torch.allclose(engine, predict(small), atol=1e-3)
+    torch.testing.assert_close(plain_code, engine, rtol=1e-3, atol=1e-4)
+
+
+def test_representatives_are_the_greedy_choice():
+    alike = torch.rand(3, 9, 9, generator=torch.Generator().manual_seed(0))
+    alike = (alike + alike.transpose(1, 2)) / 2
+    alike.diagonal(dim1=1, dim2=2).fill_(1)
+    found = representatives(alike, 4)
+    for likeness, chosen in zip(alike, found.tolist(), strict=True):
+        slow: list[int] = []
+        for _ in range(4):
+            slow.append(max((one for one in range(9) if one not in slow),
+                            key=lambda one: likeness[[*slow, one]].max(0).values.sum()))  # fmt: skip
+        assert chosen == slow
+
+
+def test_tokens_of_one_kind_survive_toma():
+    tokens = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))[:, torch.arange(SIDE**2) % 2]
+    merge = Merge(tokens, 0.5)
+    assert merge.chosen.shape == (2, SIDE**2 // 2) and all(len(set(row)) == len(row) for row in merge.chosen.tolist())
+    constant = torch.full_like(tokens, 0.25)
+    torch.testing.assert_close(merge.unmerge(merge.merge(constant)), constant)
+    torch.testing.assert_close(merge.unmerge(merge.merge(tokens)), tokens, atol=0.05, rtol=0)
+
+
+def test_a_transformer_is_told_its_timestep_in_thousandths(small):
+    seen = []
+    hook = small.network.register_forward_pre_hook(
+        lambda network, args, kwargs: seen.append(timestep_of(network, args, kwargs)), with_kwargs=True
+    )
+    predict(small, 800, 300)
+    hook.remove()
+    assert seen == pytest.approx([800, 300]) and kind_of(small.network) == TRANSFORMER
+    assert kind_of(tiny_scenes.make().network) == UNET
+
+
+def test_strength_switches_at_its_timestep(small):
+    """Early steps keep a sixty-fourth of the keys, late ones more."""
+    works = []
+    for time in (900, 100):
+        with attention_work.counting(small.network) as work, VARIANTS["preset-balanced"].put_on(small.network, 0):
+            predict(small, time)
+        works.append(work.share())
+    assert works[0] == pytest.approx(share(1 / 64)) and works[1] > 2 * works[0]
+
+
+def run(weights: Path, output: Path, *more: str) -> results.Record:
+    assert quality.main(["--model", str(weights), "--output", str(output), *more]) == 0
+    return results.load(output)
+
+
+def test_the_command_judges_a_transformer(weights, tmp_path, capsys):
+    chosen = ("preset-balanced", "downsample-2x2", "ToMA-0.5", "first-block-cache-0.2")
+    record = run(weights, tmp_path / "result.json", "--noised", "2", "--pictures", "1", "--steps", "2", "--no-clock",
+                 "--variants", *chosen)  # fmt: skip
+    (section,) = sections(record)
+    assert record["missing"] == []
+    assert set(chosen) <= section.pictures.keys() and set(chosen) - {"first-block-cache-0.2"} <= section.noised.keys()
+    assert section.pictures["first-block-cache-0.2"].work <= 1
+    dev = {name: one.dev.value for name, one in section.noised.items()}
+    assert dev["preset-balanced"] < dev["random-partner-kv-0.9375"] and dev["bfloat16"] > 0
+    table = capsys.readouterr().out
+    assert "ToMA" in table and "tomesd |" not in table
+    assert report.main([str(tmp_path / "result.json")]) == 0
+
+
+def test_what_needs_a_unet_is_refused_in_a_sentence(weights, tmp_path, capsys):
+    arguments = ["--model", str(weights), "--output", str(tmp_path / "result.json")]
+    assert quality.main([*arguments, "--variants", "tomesd-0.5"]) == 2
+    assert "tomesd-0.5 needs a unet, and" in capsys.readouterr().err
+    assert quality.main(["--variants", "ToMA-0.5"]) == 2
+    assert "ToMA-0.5 needs a transformer" in capsys.readouterr().err
+
+
+def test_the_curve_of_transformers_is_printed_beside_the_engines_own(weights, tmp_path, capsys):
+    path, table = tmp_path / "front.json", strength.TABLE.read_bytes()
+    front = [name for name, variant in VARIANTS.items() if variant.method == "merged keys"]
+    record = run(weights, path, "--for", "choose", "--noised", "2", "--pictures", "1", "--steps", "1",
+                 "--variants", *front)  # fmt: skip
+    assert not any(one["method"] == "keys below" for one in record["settings"]["variants"])
+    capsys.readouterr()
+    assert strength.main([str(path)]) == 2 and "keys below" in capsys.readouterr().err
+    assert strength.main([str(path), "--transformers"]) == 0
+    printed = capsys.readouterr().out
+    loss = strength.front([record])
+    knots = strength.curve(loss, None)
+    assert printed == strength.beside(loss, knots, tome_core.presets.CURVES[tome_core.presets.VERSION]) + "\n"
+    assert len(knots) == strength.KNOTS + 1 and printed.count("\n") == len(knots) + 2
+    assert len(FRONT) >= len(loss.by_share) > 1 and len(TIMES) == len(next(iter(loss.by_share.values())))
+    assert strength.TABLE.read_bytes() == table
+
+
+def test_a_unets_results_make_no_transformers_curve(capsys):
+    front = Path(__file__).parents[2] / "benchmarks/results/front-cpu-2026-11-22.json"
+    assert strength.main([str(front), "--transformers"]) == 2
+    assert "so they are of UNets" in capsys.readouterr().err
