@@ -1,4 +1,4 @@
-"""What others do to a UNet to save time or to draw better, each as its users switch it on in diffusers.
+"""What others do to a network to save time or to draw better, each as its users switch it on in diffusers.
 
 Each is put on a pipeline and taken off again by what it brings itself. Nothing here knows of merging.
 """
@@ -16,16 +16,19 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks import reference_tiles
+from benchmarks.networks import TRANSFORMER, UNET
 from benchmarks.speed_variants import finest_blocks
 
 PLAIN_PIPELINE = "StableDiffusionPipeline"
+FIRST_BLOCK = 0.2  # threshold of FirstBlockCache
 _PAB_HOOK = "pyramid_attention_broadcast"
 
 
 class Beside(NamedTuple):
     """put_on: pipeline -> context manager inside which it is on. pipeline: diffusers' class that it needs.
 
-    made_with, call: what it adds to making the pipeline and to calling it. package: what has to be installed.
+    made_with, call: what it adds to making the pipeline and to calling it. package: what has to be installed. kind: of
+    network, as of `networks.KINDS`.
     """
 
     name: str
@@ -35,6 +38,7 @@ class Beside(NamedTuple):
     made_with: Mapping[str, Any] = MappingProxyType({})
     call: Mapping[str, Any] = MappingProxyType({})
     package: str | None = None
+    kind: str = UNET
 
     @property
     def is_there(self) -> bool:
@@ -53,6 +57,17 @@ def _deep_cache(pipe: Any) -> Iterator[None]:
         yield
     finally:
         helper.disable()
+
+
+@contextmanager
+def _first_block_cache(pipe: Any) -> Iterator[None]:
+    from diffusers import FirstBlockCacheConfig
+
+    pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=FIRST_BLOCK))
+    try:
+        yield
+    finally:
+        pipe.transformer.disable_cache()
 
 
 @contextmanager
@@ -152,10 +167,12 @@ BESIDE = {one.name: one for one in (
            made_with={"pag_applied_layers": ["up_blocks.2"]}, call={"pag_scale": 1.0}),
     Beside("SAG", "self-attention guidance, diffusers' pipeline", pipeline="StableDiffusionSAGPipeline",
            call={"sag_scale": 0.75}),
+    Beside("FirstBlockCache", f"diffusers' hook on a Wan transformer, threshold {FIRST_BLOCK}: it computes the first "
+           "block, and the others where that changed more", _first_block_cache, "WanPipeline", kind=TRANSFORMER),
 )}  # fmt: skip
 # what a table names because it cannot be in it
 LEFT_OUT = {
-    "FirstBlockCache": "diffusers' function looks for a list of transformer blocks at the top of the model, which a "
+    "FirstBlockCache on UNets": "diffusers' function looks for a list of transformer blocks at the top of the model, which a "
                        "UNet has not, and fails with an IndexError; a UNet has no enable_cache either",
     "token down-sampling in ComfyUI": "its core has no such node",
 }  # fmt: skip

@@ -18,6 +18,7 @@ import tome_core
 from benchmarks.call_times import CallTimes
 from benchmarks.stack_arms import THEIRS_FIRST, WITH_MERGING, WITH_OTHER, Drawn, told
 from benchmarks.stack_beside import PLAIN_PIPELINE, Beside
+from benchmarks.stack_wan import WanPipelines
 from demo import model, prompt, sampler
 from demo.prompt import NULL_TOKEN
 
@@ -30,10 +31,11 @@ class ScenePipelines:
 
     def __init__(self, path: Path, prompts: tuple[str, ...], steps: int) -> None:
         self.model, self.prompts, self.steps = model.load(path), prompts, steps
+        self.network = self.model.network
 
     def make(self, kind: str = PLAIN_PIPELINE, **more: Any) -> Any:
         """A pipeline of this class of diffusers'; all of them are around one UNet."""
-        return _around(self.model.unet, sampler.solver(self.model, self.steps), kind, **more)
+        return _around(self.network, sampler.solver(self.model, self.steps), kind, **more)
 
     def draw(self, pipe: Any, number: int, **call: Any) -> np.ndarray:
         """uint8 ``[H, W, 3]``: the same prompt and start noise for equal numbers."""
@@ -48,30 +50,32 @@ class RandomPipelines:
     """A UNet of random weights, whose calls can be timed; pictures are two neighbouring steps."""
 
     def __init__(self, unet: torch.nn.Module, pixels: int) -> None:
-        self.unet, self.pixels = unet, pixels
+        self.network, self.pixels = unet, pixels
 
     def make(self, kind: str = PLAIN_PIPELINE, **more: Any) -> Any:
         """As of `ScenePipelines`."""
         scheduler = diffusers.DPMSolverMultistepScheduler(beta_schedule="scaled_linear", steps_offset=1)
-        return _around(self.unet, scheduler, kind, **more)
+        return _around(self.network, scheduler, kind, **more)
 
     def draw(self, pipe: Any, number: int, **call: Any) -> np.ndarray:
         """The latent, float32 ``[4, h, w]``; even numbers are early steps, odd ones late ones."""
-        width = self.unet.config.cross_attention_dim
+        width = self.network.config.cross_attention_dim
         words = torch.randn(2, 77, width, generator=torch.Generator().manual_seed(number))
         with torch.no_grad():
             return _latents(pipe, words, number, timesteps=list(_PAIRS[number % 2]), height=self.pixels,
                             width=self.pixels, **call)[0].numpy()  # fmt: skip
 
 
-def drawn(pipelines: ScenePipelines | RandomPipelines, beside: Beside, number: int, preset: str, arm: str) -> Drawn:
-    """One arm of a comparison; the seconds are those of the UNet's calls."""
+def drawn(
+    pipelines: ScenePipelines | RandomPipelines | WanPipelines, beside: Beside, number: int, preset: str, arm: str
+) -> Drawn:
+    """One arm of a comparison; the seconds are those of the network's calls."""
     with_other = arm in WITH_OTHER
     pipe = pipelines.make(beside.pipeline, **beside.made_with) if with_other else pipelines.make()
     said: dict[str, Any] = {}
     merging = _merging(pipe, preset, said) if arm in WITH_MERGING else nullcontext()
     other = beside.put_on(pipe) if with_other else nullcontext()
-    with CallTimes(pipe.unet) as times, ExitStack() as stack:
+    with CallTimes(pipelines.network) as times, ExitStack() as stack:
         for context in (other, merging) if arm == THEIRS_FIRST else (merging, other):
             stack.enter_context(context)
         picture = pipelines.draw(pipe, number, **(beside.call if with_other else {}))

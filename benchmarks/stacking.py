@@ -2,7 +2,7 @@
 
 Each alone, merging alone, and both in both orders, in diffusers' own pipelines, and by its own nodes in the ComfyUI
 that COMFYUI_DIR names, COMFYUI_PYTHON its Python: how far pictures of the scene models are from plain ones, and the
-processor time of a UNet of Stable Diffusion 1.5's shape with random weights. Prints the table; the same command goes on
+processor time of models with random weights, a UNet of Stable Diffusion 1.5's shape and transformers of Wan's. Prints the table; the same command goes on
 where a killed run was.
 """
 
@@ -25,16 +25,18 @@ import torch  # noqa: E402
 
 from benchmarks import endings, environment, report, results, stack_arms, stack_comfyui  # noqa: E402
 from benchmarks.call_times import one_thread  # noqa: E402
+from benchmarks.networks import TRANSFORMER  # noqa: E402
 from benchmarks.purposes import PURPOSES, SHOW  # noqa: E402
 from benchmarks.speed_models import SHAPES, TINY_SHAPES, make_unet  # noqa: E402
 from benchmarks.stack_beside import BESIDE  # noqa: E402
 from benchmarks.stack_nodes import NODES  # noqa: E402
 from benchmarks.stack_pipelines import RandomPipelines, ScenePipelines, drawn  # noqa: E402
+from benchmarks.stack_wan import WANS, WanPipelines  # noqa: E402
 from benchmarks.subjects import SCENE_MODELS  # noqa: E402
 
 SHAPE = "sd15"  # of the model whose calls are timed
 OTHERS = {**BESIDE, **NODES}
-_TIMED = ("DeepCache", "EasyCache")  # beside what, unless others are asked for
+_TIMED = ("DeepCache", "EasyCache", "FirstBlockCache")  # beside what, unless others are asked for
 
 
 def parser() -> argparse.ArgumentParser:
@@ -44,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
     add("--beside", nargs="+", choices=tuple(OTHERS), metavar="NAME", help=f"of {', '.join(OTHERS)} (default: those "
         "that are there)")  # fmt: skip
     add("--timed", nargs="*", choices=tuple(OTHERS), metavar="NAME", help="beside what the large model is timed "
-        f"(default: {' and '.join(_TIMED)} where they are there)")  # fmt: skip
+        f"(default: {', '.join(_TIMED)} where they are there)")  # fmt: skip
     add("--model", nargs="+", type=Path, default=list(SCENE_MODELS), metavar="FILE", help="scene models (default: all "
         "in demo/)")  # fmt: skip
     add("--pictures", type=int, default=2, metavar="N", help="of each scene model (default 2)")
@@ -63,16 +65,25 @@ def planned(options: argparse.Namespace) -> dict[str, tuple[str, str, int]]:
     """Row's key -> (model, what is beside, number), picture by picture, so that each disturbance hits all alike."""
     names = options.beside or [name for name, one in OTHERS.items() if one.is_there]
     timed = [name for name in _TIMED if OTHERS[name].is_there] if options.timed is None else options.timed
-    rows = [(path.stem, name, number) for number in range(options.pictures) for path in options.model for name in names]
-    rows += [(SHAPE, name, number) for number in range(options.rounds) for name in timed]
+    drawn_on = [name for name in names if not _is_of_transformers(name)]
+    rows = [(path.stem, name, number) for number in range(options.pictures) for path in options.model
+            for name in drawn_on]  # fmt: skip
+    rows += [(model, name, number) for number in range(options.rounds) for name in timed
+             for model in (WANS if _is_of_transformers(name) else [SHAPE])]  # fmt: skip
     return {f"{model}, {name}, {number}": (model, name, number) for model, name, number in rows}
+
+
+def _is_of_transformers(name: str) -> bool:
+    return name in BESIDE and BESIDE[name].kind == TRANSFORMER
 
 
 def execute(options: argparse.Namespace, run: results.Run, plan: dict[str, tuple[str, str, int]]) -> None:
     """Measure what is missing."""
 
     @cache
-    def pipelines(model: str) -> RandomPipelines | ScenePipelines:
+    def pipelines(model: str) -> RandomPipelines | ScenePipelines | WanPipelines:
+        if model in WANS:
+            return WanPipelines(model, options.tiny)
         if model == SHAPE:
             shape = (TINY_SHAPES if options.tiny else SHAPES)[SHAPE]
             return RandomPipelines(make_unet(shape, "cpu", torch.float32), options.pixels)

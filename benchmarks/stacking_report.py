@@ -22,12 +22,12 @@ _HEAD = (
 )  # fmt: skip
 
 _EXPLAINED = """\
-Merging: preset {preset}. "of": pictures, or rounds of steps; "calls": of the UNet that were computed for one, plain,
-with the other alone, and with both. Errors: root mean square distance from the plain picture, in steps of 255 (of the
-model with random weights: of its latent); "of the sum": the worse order's share of the sum of both errors alone; "from
+Merging: preset {preset}. "of": pictures, or rounds of steps; "calls": of the network that were computed for one, plain,
+with the other alone, and with both. Errors: root mean square distance from the plain picture, in steps of 255 (of
+models with random weights: of its latent); "of the sum": the worse order's share of the sum of both errors alone; "from
 alone": distance of both from the other method alone, which is what merging changes where the other draws another
-picture on purpose. Times: processor seconds of all calls of the UNet (of nodes: of the whole sampling) on one thread,
-plain divided by with it; "of the product": the slower order's share of the product of both factors."""
+picture on purpose. Times: processor seconds of all calls of the network (of nodes: of the whole sampling) on one
+thread, plain divided by with it; "of the product": the slower order's share of the product of both factors."""
 
 
 def table(records: Sequence[Record]) -> str:

@@ -13,10 +13,11 @@ import torch
 from diffusers.hooks import FirstBlockCacheConfig, apply_first_block_cache
 
 import tome_core
-from benchmarks import stacking
+from benchmarks import results, stacking
 from benchmarks.stack_beside import BESIDE
 from benchmarks.stack_nodes import NODES
 from benchmarks.stack_pipelines import RandomPipelines
+from benchmarks.stack_wan import WANS, WanPipelines
 from tests import models
 from tome_core import MergeConfig, preset
 from tome_core.model.families import find_blocks
@@ -192,3 +193,24 @@ def test_a_node_is_measured_where_a_checkout_is_named_and_else_refused_in_a_sent
     assert not {name for _, name, _ in stacking.planned(options).values()} & NODES.keys()
     assert stacking.main(["--beside", "EasyCache"]) == 2
     assert "EasyCache is not there; it needs COMFYUI_DIR" in capsys.readouterr().err
+
+
+def test_first_block_cache_is_measured_on_wan_alone(tmp_path):
+    output = tmp_path / "wan.json"
+    arguments = ["--beside", "FirstBlockCache", "--timed", "FirstBlockCache", "--rounds", "2", "--tiny"]
+    assert stacking.main([*arguments, "--output", str(output)]) == 0
+    rows = results.load(output)["rows"]
+    assert {row["model"] for row in rows} == set(WANS) and all(row["off_is_exact"] for row in rows)
+    assert all(row["rms"]["alone"] > 0 and row["seconds"]["alone"] < row["seconds"]["plain"] for row in rows)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_films_of_wan_are_two_neighbouring_steps_that_merge(number):
+    films = WanPipelines("wan", tiny=True)
+    pipe = films.make()
+    plain = films.draw(pipe, number)
+    with tome_core.patch(pipe, balanced()) as handle:
+        merged = films.draw(pipe, number)
+    late = "late" in str(handle.report())
+    assert handle.report().calls == 2 and late == bool(number)
+    assert (merged != plain).any() and (films.draw(pipe, number) == plain).all()
