@@ -172,7 +172,7 @@ BESIDE = {one.name: one for one in (
 )}  # fmt: skip
 # what a table names because it cannot be in it
 LEFT_OUT = {
-    "FirstBlockCache on UNets": "diffusers' function looks for a list of transformer blocks at the top of the model, which a "
-                       "UNet has not, and fails with an IndexError; a UNet has no enable_cache either",
+    "FirstBlockCache on UNets": "diffusers' function looks for a list of transformer blocks at the top of the model, "
+                                "which a UNet has not, and fails with an IndexError; a UNet has no enable_cache either",
     "token down-sampling in ComfyUI": "its core has no such node",
 }  # fmt: skip

@@ -1,8 +1,8 @@
 """Diffusers' own WanPipeline around Wan transformers with random weights, whose calls can be timed.
 
-Their tokens are those of 33 frames of 480 x 832 px, 14,040, and their heads 128 wide as Wan's are, but fewer. What merging
-can gain is attention's share of a block's products: 85 % with two heads, 73 % with seven, as Wan 14B has at 720p and 81
-frames (72 %); Wan 1.3B has 50 % at 14,040 tokens.
+Their tokens are those of 33 frames of 480 x 832 px, 14,040, and their heads 128 wide as Wan's are, but fewer. What
+merging can gain is attention's share of a block's products: 85 % with two heads, 73 % with seven, as Wan 14B has at
+720p and 81 frames (72 %); Wan 1.3B has 50 % at 14,040 tokens.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Each alone, merging alone, and both in both orders, in diffusers' own pipelines, and by its own nodes in the ComfyUI
 that COMFYUI_DIR names, COMFYUI_PYTHON its Python: how far pictures of the scene models are from plain ones, and the
-processor time of models with random weights, a UNet of Stable Diffusion 1.5's shape and transformers of Wan's. Prints the table; the same command goes on
-where a killed run was.
+processor time of models with random weights, a UNet of Stable Diffusion 1.5's shape and transformers of Wan's. Prints
+the table; the same command goes on where a killed run was.
 """
 
 from __future__ import annotations

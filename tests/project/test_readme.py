@@ -82,7 +82,9 @@ WAYS = {
     "python -m benchmarks.stacking": Way(f"--beside FreeU {SHORT_STACKING}"),
     "python -m benchmarks.stacking --beside DeepCache FreeU --pictures 1 --rounds 0": Way(SHORT_STACKING),
     "python -m benchmarks.stacking --beside FirstBlockCache --timed FirstBlockCache "
-    "--output benchmarks/results/stacking-wan-cpu-2026-11-23.json": Way("--tiny --rounds 1 --output {new}/stacking.json"),
+    "--output benchmarks/results/stacking-wan-cpu-2026-11-23.json": Way(
+        "--tiny --rounds 1 --output {new}/stacking.json"
+    ),
     "python -m benchmarks.unfused": Way(f"--pixels 256 {SHORT_UNFUSED}"),
     "python -m benchmarks.unfused --pixels 512 1024": Way(f"--pixels 256 {SHORT_UNFUSED}"),
     "python -m demo.samples": Way("--steps 1"),
