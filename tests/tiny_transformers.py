@@ -183,3 +183,13 @@ def call(model: nn.Module, arguments: dict[str, Any]) -> torch.Tensor:
     """What the model gives, as one tensor."""
     out = model(**arguments, return_dict=False)[0]
     return out if torch.is_tensor(out) else torch.stack(list(out))
+
+
+def distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Of the other's size."""
+    return float((one - other).norm() / other.norm())
+
+
+def attributes(model: nn.Module) -> dict[str, dict]:
+    """Of each of its modules, by path."""
+    return {path: dict(vars(one)) for path, one in model.named_modules()}

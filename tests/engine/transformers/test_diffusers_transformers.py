@@ -11,21 +11,13 @@ import torch
 
 import tome_core
 from tests import tiny_transformers
-from tests.tiny_transformers import PRESENT, call
+from tests.tiny_transformers import PRESENT, attributes, call, distance
 from tome_core.sequence import handle as sequence_handle
 from tome_core.sequence.matching import match
 from tome_core.transformers import NAMES, handle_on
 
 STRONG = {"ratio": 15 / 16, "side": "kv", "metric": "keys+values", "sx": 4, "sy": 4, "use_rand": False}
 families = pytest.mark.parametrize("name", PRESENT)
-
-
-def distance(one: torch.Tensor, other: torch.Tensor) -> float:
-    return float((one - other).norm() / other.norm())
-
-
-def attributes(model: torch.nn.Module) -> dict[str, dict]:
-    return {path: dict(vars(one)) for path, one in model.named_modules()}
 
 
 def test_each_known_class_is_tried_where_diffusers_has_it():
