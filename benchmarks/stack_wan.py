@@ -43,6 +43,7 @@ class WanPipelines:
         """A pipeline of this class of diffusers'; all of them are around one transformer."""
         pipe = getattr(diffusers, kind)(None, None, None, _Neighbours(), self.network, **more)
         pipe.set_progress_bar_config(disable=True)
+        pipe.denoising_start = 0.0  # its steps are some of a film's, not a pass that begins late
         return pipe
 
     def draw(self, pipe: Any, number: int, **call: Any) -> np.ndarray:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from tome_core.graphs.handle import capture_by
 
 WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::masked_select", "aten::is_nonzero"}
-_READS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
+READS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
 
 
 class RecordedOperators:
@@ -54,7 +54,7 @@ class _NoReads(TorchFunctionMode):
     """Values that are read without an operator."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func in _READS:
+        if func in READS:
             raise RuntimeError(f"{func.__name__} waits for the device")
         return func(*args, **(kwargs or {}))
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..merging.grid import Grid
 
@@ -60,7 +61,7 @@ def _of_ids(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
     """Flux: ``img_ids [N, 3]``, whose first number is another one for reference pictures; they lie behind."""
     ids, packed = given["img_ids"], given["hidden_states"]
     ids = ids[0] if ids.dim() == 3 else ids
-    shape = _grid_of_ids(ids.detach().cpu())  # on a GPU this waits, once a step
+    shape = _grid_of_ids(ids)
     if shape is None:
         return NO_GRID
     places = packed[:, : shape[0] * shape[1]].unflatten(1, shape)
@@ -70,7 +71,21 @@ def _of_ids(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
     return Tokens(Grid(*shape), ids.shape[0], latent)
 
 
+_GRIDS: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of tensors of ids: version, and what was found
+
+
 def _grid_of_ids(ids: torch.Tensor) -> tuple[int, int] | None:
+    """Height and width; None where they are no grid. A pipeline gives one tensor at all steps, of which one waits."""
+    if ids.is_inference():  # whether somebody writes into it cannot be told
+        return _grid_read(ids.detach().cpu())
+    version, found = _GRIDS.get(ids, (None, None))
+    if version != ids._version:
+        found = _grid_read(ids.detach().cpu())
+        _GRIDS[ids] = ids._version, found
+    return found
+
+
+def _grid_read(ids: torch.Tensor) -> tuple[int, int] | None:
     own = int((ids[:, 0] == ids[0, 0]).long().cumprod(0).sum())
     rows, columns = ids[:own, 1], ids[:own, 2]
     width = int((rows == rows[0]).long().cumprod(0).sum())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -14,8 +14,9 @@ from ..model.wrap import Wrap
 from ..running.pipeline import SamplingScope
 from ..sequence import SequenceMerging
 from ..settings.config import MergeConfig
-from .families import family_of, find_attentions
+from .families import Family, family_of, find_attentions
 from .sites import AttentionSite, Calls, Settings, TransformerSite
+from .steps import PipelineSteps
 
 _MARK = "_tome_core_transformer"
 
@@ -38,10 +39,17 @@ class TransformerPatch(SequenceMerging):
         self.is_on = False
 
     def follow(self, pipeline: Any) -> None:
-        """Take each of the pipeline's loops for the making of one picture, or of one batch of them."""
-        if self.run.keeps and hasattr(pipeline, "progress_bar"):
+        """Take each of the pipeline's loops for the making of one picture, or of one batch of them; and its steps."""
+        if self.run.wants_time and hasattr(pipeline, "progress_bar"):
             with suppress(TypeError):  # a class that allows no weak references
                 self._outside.append(SamplingScope(pipeline, self.run))
+                self.run.noise = PipelineSteps(pipeline)
+
+    def timestep(self, family: Family, given: Mapping[str, Any]) -> Any:
+        """Of a call, as Stable Diffusion's: of the pipeline's step, else from the call's arguments."""
+        steps = self.run.noise
+        step = steps.now() if steps is not None and self.run.is_sampling else None
+        return family.timestep(given) if step is None else step
 
     def install(self) -> TransformerPatch:
         """Put it on, in place of another of ours. Idempotent."""
@@ -96,7 +104,10 @@ class _On:
     def __init__(self, model: nn.Module) -> None:
         family, calls = family_of(model), Calls()
         self.settings = Settings()
-        sites = [AttentionSite(path, one, family.text_first, calls) for path, one in find_attentions(model, family)]
+        sites = [
+            AttentionSite(path, one, family.text_first, self.settings, calls)
+            for path, one in find_attentions(model, family)
+        ]
         self._wraps: list[Wrap] = [TransformerSite(model, family, self.settings, calls), *sites]
 
     def give(self, merging: TransformerPatch) -> None:

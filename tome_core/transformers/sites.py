@@ -16,6 +16,7 @@ from ..sequence import Host, Layout, SequenceMerging, by_token, in_form
 from .families import Family, Tokens, family_of
 from .function import Given, answering, exchanged
 
+COMPILED = "which transformers do not merge under"
 FOREIGN = "something else runs in its place"
 HIDES = "a mask hides other tokens in each picture"
 MORE = "it is more than attention (dropout, causal, or over several devices)"
@@ -59,14 +60,17 @@ class TransformerSite(Wrap):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model gives."""
         merging = self.settings.merging
-        if not self.active or merging is None or torch.compiler.is_compiling():
+        if not self.active or merging is None:
+            return self.original(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            merging.run.ledger.skip(None, 0, "attn", COMPILED)
             return self.original(*args, **kwargs)
         bound = self._signature.bind(self.target, *args, **kwargs)
         bound.apply_defaults()
         tokens = self.family.tokens(self.target, bound.arguments)
         latent = tokens.latent if isinstance(tokens, Tokens) else torch.empty(0)
         before, self.calls.now = self.calls.now, Going(
-            merging, merging.begin(self.family.timestep(bound.arguments), latent), tokens
+            merging, merging.begin(merging.timestep(self.family, bound.arguments), latent), tokens
         )
         try:
             return self.original(*args, **kwargs)
@@ -85,14 +89,18 @@ class TransformerSite(Wrap):
 class AttentionSite(Wrap):
     """Around the forward of an attention over the picture's tokens, whose processor is asked for q, k and v."""
 
-    def __init__(self, path: str, module: nn.Module, text_first: bool, calls: Calls) -> None:
+    def __init__(self, path: str, module: nn.Module, text_first: bool, settings: Settings, calls: Calls) -> None:
         super().__init__(module)
-        self.path, self.text_first, self.calls = path, text_first, calls
+        self.path, self.text_first, self.settings, self.calls = path, text_first, settings, calls
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the attention gives."""
+        if torch.compiler.is_compiling():  # a block by itself: the model's own call is not
+            if self.active and self.settings.merging is not None:
+                self.settings.merging.run.ledger.skip(None, 0, "attn", COMPILED)
+            return self.original(*args, **kwargs)
         going = self.calls.now
-        if not self.active or going is None or torch.compiler.is_compiling():
+        if not self.active or going is None:
             return self.original(*args, **kwargs)
         instead = exchanged(self.target) if self.beneath is None else FOREIGN
         if isinstance(going.tokens, str):

@@ -1,0 +1,105 @@
+"""Whole pipelines of diffusers' transformers: merged, off again, and which step they are at."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tome_core
+from tests.recorded_operators import READS, WAITS
+from tests.tiny_transformers import attributes, distance
+from tests.transformer_pipelines import PRESENT, draw, make, transformers_of
+from tome_core.transformers import handle_on
+from tome_core.transformers.steps import PipelineSteps
+
+STRONG = {"ratio": 15 / 16, "side": "kv", "metric": "keys+values", "sx": 4, "sy": 4, "use_rand": False}
+pipelines = pytest.mark.parametrize("name", PRESENT)
+
+
+@pipelines
+def test_a_pipeline_merges_near_to_itself_and_off_again_gives_the_same_bits(name):
+    pipe, call = make(name)
+    models = transformers_of(pipe)
+    plain, before = draw(pipe, call), [attributes(one) for one in models]
+    own = set(vars(pipe))
+    with tome_core.patch(pipe, **STRONG, keep=400.0) as handle:
+        merged = draw(pipe, call)
+        data = handle.report().as_data()
+        assert torch.equal(draw(pipe, call), merged), "equal seeds, equal pictures"
+    assert not torch.equal(merged, plain) and distance(merged, plain) < 0.05
+    assert not data.get("skipped") and handle.report().work_saved > 0.8, str(handle.report())
+    assert torch.equal(draw(pipe, call), plain)
+    assert [attributes(one) for one in models] == before and set(vars(pipe)) == own
+    assert all(handle_on(one) is None for one in models)
+
+
+class Waits(TorchDispatchMode):
+    """Counts what a GPU would be waited for; `.cpu()` too, which on a CPU does nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self._reads = _Reads(self)
+
+    def __enter__(self) -> Waits:
+        self._reads.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._reads.__exit__(*error)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func._schema.name in WAITS
+        return func(*args, **(kwargs or {}))
+
+
+class _Reads(TorchFunctionMode):
+    def __init__(self, waits: Waits) -> None:
+        super().__init__()
+        self._waits = waits
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self._waits.count += func in (*READS, torch.Tensor.cpu)
+        return func(*args, **(kwargs or {}))
+
+
+MASKED = ("HunyuanVideo",)  # whose masks are looked at in each attention
+
+
+@pytest.mark.parametrize("name", [name for name in PRESENT if name not in MASKED])
+def test_no_step_but_the_first_waits_for_the_device(name):
+    pipe, call = make(name)
+
+    def waits(steps: int) -> int:
+        with Waits() as seen:
+            draw(pipe, call, num_inference_steps=steps)
+        return seen.count
+
+    steps = (8, 16) if "strength" in call else (4, 8)
+    alone = waits(steps[1]) - waits(steps[0])
+    with tome_core.patch(pipe, "balanced", only_if_it_pays=False):
+        assert waits(steps[1]) - waits(steps[0]) == alone
+
+
+@pytest.mark.parametrize("name", ["Flux", "SD3.5", "Z-Image", "Lumina 2", "Wan", "LTX", "PixArt sigma"])
+def test_a_pipelines_steps_are_those_of_its_arguments(name, monkeypatch):
+    """Told by the scheduler's count, and by the model's own arguments: the same pictures."""
+    pipe, call = make(name)
+    config = {"ratio": 0.5, "early_ratio": 15 / 16, "early_until": 600.0, "side": "kv", "use_rand": False}
+    with tome_core.patch(pipe, **config, keep=100.0):
+        counted = draw(pipe, call, num_inference_steps=5)
+    monkeypatch.setattr(PipelineSteps, "now", lambda steps: None)
+    with tome_core.patch(pipe, **config, keep=100.0):
+        assert torch.equal(draw(pipe, call, num_inference_steps=5), counted)
+
+
+def test_a_mark_leaves_as_much_of_a_pass_that_begins_late():
+    """Image to image below `balanced`'s boundary: the early phase is fitted to its own steps, as on UNets."""
+    pipe, call = make("Flux, image to image")
+    with tome_core.patch(pipe, "balanced", only_if_it_pays=False) as handle:
+        draw(pipe, call, num_inference_steps=16, strength=0.3)
+    told = str(handle.report())
+    assert ", early:" in told and ", late:" in told
