@@ -7,41 +7,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from accelerate import cpu_offload, cpu_offload_with_hook, dispatch_model
-from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
+from accelerate import cpu_offload
+from accelerate.hooks import remove_hook_from_module
 
 import tome_core
 from tests.models import CASES, call_case
+from tests.offloading import CPU, WAYS, offload_as_a_model
 from tests.traces import traces
 from tome_core import MergeConfig
 from tome_core.model.families import find_unet
 from tome_core.model.wrap import Wrap
 
-CPU = torch.device("cpu")
 FEW = [case for case in CASES if case.name in ("sd15", "sdxl", "ldm_wrapped", "sgm_double")]
-
-
-def _offload_sequentially(unet) -> None:
-    """Weights live elsewhere and come for each module's own call."""
-    cpu_offload(unet, CPU, offload_buffers=True)
-
-
-def _offload_as_a_model(unet) -> None:
-    cpu_offload_with_hook(unet, CPU)
-
-
-def _dispatch(unet) -> None:
-    names = {name for name, _ in unet.named_children()} | {name for name, _ in unet.named_parameters(recurse=False)}
-    dispatch_model(unet, dict.fromkeys(names, "cpu"), main_device="cpu", force_hooks=True)
-
-
-def _hook_every_module(unet) -> None:
-    add_hook_to_module(unet, AlignDevicesHook(CPU, io_same_device=True), append=True)
-    for module in list(unet.modules())[1:]:
-        add_hook_to_module(module, AlignDevicesHook(CPU), append=True)
-
-
-WAYS = (_offload_sequentially, _offload_as_a_model, _dispatch, _hook_every_module)
 
 
 @pytest.mark.parametrize("case", FEW, ids=lambda case: case.name)
@@ -80,14 +57,14 @@ def test_a_hook_that_is_renewed_after_every_picture_does_not_cost_the_patch(patc
     tome_core.patch(plain, config)
     if patch_first:
         tome_core.patch(model, config)
-    _offload_as_a_model(model)
+    offload_as_a_model(model)
     if not patch_first:
         tome_core.patch(model, config)
     for _ in range(3):
         for time in (900, 500):
             assert torch.equal(call_case(case, model, timestep=time), call_case(case, plain, timestep=time))
         remove_hook_from_module(model, recurse=True)
-        _offload_as_a_model(model)
+        offload_as_a_model(model)
     assert tome_core.report(model).calls == 6
     tome_core.remove_patch(model)
     remove_hook_from_module(model, recurse=True)
