@@ -17,6 +17,7 @@ from benchmarks.reference_toma import Merge, representatives
 from benchmarks.variant_list import FRONT, PLAIN, VARIANTS
 from demo import model, transformer
 from tests import tiny_scenes
+from tome_core.settings.presets import CURVES, VERSION
 
 SIDE, WORDS = 16, 6
 FLUX = {**model.LAYOUTS["flux"], "num_layers": 1, "num_single_layers": 2, "num_attention_heads": 2}
@@ -183,7 +184,7 @@ def test_the_curve_of_transformers_is_printed_beside_the_engines_own(weights, tm
     printed = capsys.readouterr().out
     loss = strength.front([record])
     knots = strength.curve(loss, None)
-    assert printed == strength.beside(loss, knots, tome_core.presets.CURVES[tome_core.presets.VERSION]) + "\n"
+    assert printed == strength.beside(loss, knots, CURVES[VERSION]) + "\n"
     assert len(knots) == strength.KNOTS + 1 and printed.count("\n") == len(knots) + 2
     assert len(FRONT) >= len(loss.by_share) > 1 and len(TIMES) == len(next(iter(loss.by_share.values())))
     assert strength.TABLE.read_bytes() == table
