@@ -196,15 +196,10 @@ def _of_unets(some: Iterable[Variant]) -> Iterator[Variant]:
 
 def _everything() -> dict[str, Variant]:
     tomesd = [Variant("tomesd", str(ratio), variants.tomesd(ratio), "tomesd", "tomesd") for ratio in RATIOS]
-<<<<<<< HEAD
-    parts = (_yardsticks_and_controls(), tomesd, _others(), _unsized(), _sized(), _merged_keys(), _apart(), _below(),
-             _better_and_worse_groups(), _upstream(), _schedules())  # fmt: skip
-    return {variant.name: variant for part in parts for variant in part}
-=======
     parts = (_yardsticks_and_controls(), _of_unets(tomesd), _others(), _unsized(), _sized(), _merged_keys(),
-             _of_unets(_below()), _better_and_worse_groups(), _of_unets(_upstream()), _schedules())  # fmt: skip
+             _of_unets(_apart()), _of_unets(_below()), _better_and_worse_groups(), _of_unets(_upstream()),
+             _schedules())  # fmt: skip
     return {variant.name: variant for variant in chain(*parts)}
->>>>>>> 284f608 (quality: scene transformers are judged too, beside ToMA and FirstBlockCache)
 
 
 VARIANTS = _everything()

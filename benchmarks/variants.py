@@ -17,12 +17,9 @@ from torch import nn
 import tome_core
 from benchmarks.networks import KINDS, TRANSFORMER, kind_of, timestep_of
 from benchmarks.reference_patch import Phase, Recipe, Reference, finest
-<<<<<<< HEAD
-from tome_core.attention import correction
-=======
 from benchmarks.reference_sequence import SequenceReference
 from benchmarks.reference_toma import Toma
->>>>>>> 284f608 (quality: scene transformers are judged too, beside ToMA and FirstBlockCache)
+from tome_core.attention import correction
 from tome_core.model.families import find_blocks
 from upstream import smallest as upstream
 
@@ -72,12 +69,6 @@ def in_bfloat16(network: nn.Module, seed: int) -> Iterator[None]:
         yield
 
 
-<<<<<<< HEAD
-def timestep_of(args: tuple, kwargs: dict[str, Any]) -> float:
-    """Of a call of a UNet, from its arguments."""
-    return float(torch.as_tensor(args[1] if len(args) > 1 else kwargs["timestep"]).reshape(-1)[0])
-
-
 def closed_form_alone(rule: dict[str, Any]) -> PutOn:
     """tome_core with these settings, whose correction is told nothing by exact answers."""
     def unfitted(q: torch.Tensor, merged: torch.Tensor, left: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,8 +83,6 @@ def closed_form_alone(rule: dict[str, Any]) -> PutOn:
     return put_on
 
 
-=======
->>>>>>> 284f608 (quality: scene transformers are judged too, beside ToMA and FirstBlockCache)
 def engine(*rules: dict[str, Any]) -> PutOn:
     """tome_core with these settings; several are rules of which the first that holds counts."""
     if len(rules) == 1:

@@ -163,12 +163,6 @@ def test_importing_the_engine_does_nothing_but_define():
     assert done.stdout == "" and done.stderr == ""
 
 
-<<<<<<< HEAD
-def test_the_settings_in_the_readme_are_those_of_the_code():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert replace_between_markers(text) == text, "run: python -m tome_core.settings.table --write README.md"
-=======
 def test_the_settings_on_their_page_are_those_of_the_code():
     text = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
     assert replace_between_markers(text) == text, "run: python -m tome_core.settings.table --write docs/settings.md"
->>>>>>> 520eb17 (docs: README is one screen, and a page for each task)

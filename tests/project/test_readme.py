@@ -120,16 +120,13 @@ ELSEWHERE = {
     "python -m pytest tests/engine/transformers/test_diffusers_transformers.py": (
         "tests/engine/transformers/test_diffusers_transformers.py", "def test_"
     ),
-<<<<<<< HEAD
     "python -m pytest tests/project/test_upstream.py": ("tests/project/test_upstream.py", "def test_"),
-=======
     "python -m benchmarks.quality --model demo-output/scenes-flux.safetensors": (
         "tests/benchmarks/test_benchmark_transformers.py", "test_the_command_judges_a_transformer"
     ),
     "python -m benchmarks.strength RESULT.json... --transformers": (
         "tests/benchmarks/test_benchmark_transformers.py", '"--transformers"'
     ),
->>>>>>> 284f608 (quality: scene transformers are judged too, beside ToMA and FirstBlockCache)
     "python -m demo.train": ("tests/demo/test_demo_training.py", "train.main("),
 }
 PIP = re.compile(r"pip install (?P<what>.*)")
