@@ -76,8 +76,8 @@ def closed_form_alone(rule: dict[str, Any]) -> PutOn:
         return left.new_zeros(batch, heads, 2 * width, width), left.new_zeros(batch, heads, 1, width)
 
     @contextmanager
-    def put_on(unet: nn.Module, seed: int) -> Iterator[None]:
-        with mock.patch.object(correction, "_ridge", unfitted), engine(rule)(unet, seed):
+    def put_on(network: nn.Module, seed: int) -> Iterator[None]:
+        with mock.patch.object(correction, "_ridge", unfitted), engine(rule)(network, seed):
             yield
 
     return put_on
