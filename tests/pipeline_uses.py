@@ -7,7 +7,8 @@ from typing import Any
 import diffusers
 import torch
 
-from tests.models import TEXT, fixed
+from tests.image_prompts import load_image_prompts
+from tests.models import fixed
 from tests.pipelines import IMAGE_TIMES, an_image
 
 
@@ -29,20 +30,6 @@ def _inpainting(pipe: Any, load: Any) -> tuple[Any, dict[str, Any]]:
     return made, {"image": image, "mask_image": mask, "strength": 0.8, "timesteps": IMAGE_TIMES}
 
 
-def _image_prompt(pipe: Any, load: Any) -> tuple[Any, dict[str, Any]]:
-    """IP-Adapter, its weights under the names that its loader knows."""
-    dice, weights = torch.Generator().manual_seed(0), {}
-    names = [name for name in pipe.unet.attn_processors if name.endswith("attn2.processor")]
-    for number, name in enumerate(names):
-        width = pipe.unet.get_submodule(name.removesuffix(".processor")).to_k.out_features
-        for part in ("to_k_ip", "to_v_ip"):
-            weights[f"{2 * number + 1}.{part}.weight"] = torch.randn(width, TEXT, generator=dice) * TEXT**-0.5
-    image = {"proj.weight": torch.randn(4 * TEXT, 16, generator=dice), "proj.bias": torch.zeros(4 * TEXT),
-             "norm.weight": torch.ones(TEXT), "norm.bias": torch.zeros(TEXT)}  # fmt: skip
-    pipe.load_ip_adapter({"image_proj": image, "ip_adapter": weights}, "", "", image_encoder_folder=None)
-    return pipe, {"ip_adapter_image_embeds": [torch.randn(2, 1, 16, generator=dice)]}
-
-
 def _callback(pipe: Any, load: Any) -> tuple[Any, dict[str, Any]]:
     def change(_pipe: Any, _step: int, _time: Any, held: dict[str, Any]) -> dict[str, Any]:
         return {"latents": held["latents"] * 0.9}
@@ -57,7 +44,8 @@ def _scaled_lora(pipe: Any, load: Any) -> tuple[Any, dict[str, Any]]:
 
 USES = {
     "controlnet": _controlnet, "guessing controlnet": _guessing_controlnet, "inpainting": _inpainting,
-    "image prompt": _image_prompt, "callback": _callback, "scaled lora": _scaled_lora,
+    "callback": _callback, "scaled lora": _scaled_lora,
+    "image prompt": lambda pipe, load: (pipe, load_image_prompts(pipe)),
     "without guidance": lambda pipe, load: (pipe, {"guidance_scale": 1.0}),
     "three pictures": lambda pipe, load: (pipe, {"num_images_per_prompt": 3}),
     "scale": lambda pipe, load: (pipe, {"cross_attention_kwargs": {"scale": 0.4}}),
