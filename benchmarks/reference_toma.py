@@ -1,8 +1,9 @@
 """ToMA (arXiv 2509.10918) in plain code on a Flux transformer: fewer tokens through each attention, chosen in tiles.
 
-After the paper's text: a subset of the tokens that represents all others best (facility location, greedy), in tiles of
-the picture; merging as an attention of that subset to all tokens; each token then takes from the subset as it gave.
-The authors make this anew every few steps and for several blocks together; here each block does, which errs less.
+As we read the paper's abstract; its code may differ: a subset of the tokens that represents all others best (facility
+location, greedy), in tiles of the picture; merging as an attention of that subset to all tokens; each token then
+takes from the subset as it gave. The authors make this anew every few steps and for several blocks together; here
+each block does, which errs less.
 """
 
 from __future__ import annotations
