@@ -192,11 +192,11 @@ def quick_block(monkeypatch):
 def test_a_diffusers_folder_is_compared_like_the_embedded_model(tmp_path, tiny_folder, capsys, quick_block):
     path = tmp_path / "mine.png"
     code = command.main(["--model", str(tiny_folder), "--pictures", "2", "--steps", "2", "--prompt", "a cat",
-                         "--strength", ".3", "--strength", "0", "--output", str(path), "--device", "cpu"])  # fmt: skip
+                         "--strength", ".3", "--strength", "0", "--output", str(path), "--device", "cpu", "--report"])  # fmt: skip
     text = capsys.readouterr().out
     assert code == 0 and str(path) in text
     assert re.search(r"strength 0\.3: Token merging", text)
-    assert re.search(r"strength 0  .* inf dB  1\.000\n", text), "strength 0 is off"
+    assert re.search(r"strength 0  .* inf dB  1\.000 +100%\n", text), "strength 0 is off"
     with Image.open(path) as image:
         assert image.size[0] == sheet.cell(1, 4, (256, 256))[2] + sheet.GAP
 
@@ -208,7 +208,7 @@ def test_a_single_file_is_loaded_with_a_configuration_that_has_no_weights(tmp_pa
     config = shutil.copytree(tiny_folder, tmp_path / "config", ignore=bare)
     path = tmp_path / "mine.png"
     code = command.main(["--model", str(single), "--config", str(config), "--pictures", "1", "--steps", "2",
-                         "--output", str(path), "--device", "cpu"])  # fmt: skip
+                         "--output", str(path), "--device", "cpu", "--report"])  # fmt: skip
     text = capsys.readouterr()
     assert code == 0, text.err
     assert re.search(r"strength 0\.5 \(balanced\): Token merging", text.out)
