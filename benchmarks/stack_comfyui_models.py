@@ -17,7 +17,7 @@ from torch import nn
 _SD15 = {"in_channels": 4, "out_channels": 4, "model_channels": 320, "context_dim": 768, "num_heads": 8,
          "channel_mult": [1, 2, 4, 4], "num_res_blocks": [2] * 4, "transformer_depth": [1] * 6 + [0] * 2,
          "transformer_depth_output": [1] * 9 + [0] * 3, "transformer_depth_middle": 1}  # fmt: skip
-_TINY = {**_SD15, "model_channels": 32, "channel_mult": [1, 1], "num_res_blocks": [1] * 2, "num_heads": 2,
+_TINY = {**_SD15, "model_channels": 32, "channel_mult": [1, 2], "num_res_blocks": [1] * 2, "num_heads": 2,
          "transformer_depth": [1] * 2, "transformer_depth_output": [1] * 4}  # fmt: skip
 
 
