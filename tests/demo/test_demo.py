@@ -192,7 +192,8 @@ def quick_block(monkeypatch):
 def test_a_diffusers_folder_is_compared_like_the_embedded_model(tmp_path, tiny_folder, capsys, quick_block):
     path = tmp_path / "mine.png"
     code = command.main(["--model", str(tiny_folder), "--pictures", "2", "--steps", "2", "--prompt", "a cat",
-                         "--strength", ".3", "--strength", "0", "--output", str(path), "--device", "cpu", "--report"])  # fmt: skip
+                         "--strength", ".3", "--strength", "0", "--report", "--output", str(path),
+                         "--device", "cpu"])  # fmt: skip
     text = capsys.readouterr().out
     assert code == 0 and str(path) in text
     assert re.search(r"strength 0\.3: Token merging", text)
