@@ -233,14 +233,14 @@ def test_it_errs_half_as_much_as_tomesd_at_equal_attention_work(hooks, ratio: fl
     full = subject.predict(noised)
 
     def error_under(variant) -> tuple[float, torch.Tensor]:
-        with variant(subject.unet, 0):
+        with variant(subject.network, 0):
             found = subject.predict(noised)
         return (found - full).square().mean().item(), found
 
     tomesd, _ = error_under(variants.tomesd(theirs))
     error, found = error_under(variants.smallest(ratio))
     assert 0 < error < 0.6 * tomesd
-    hooks.apply_token_merging(subject.unet, hooks.TokenMergingConfig(ratio=ratio, max_downsample=1))
+    hooks.apply_token_merging(subject.network, hooks.TokenMergingConfig(ratio=ratio, max_downsample=1))
     assert largest_difference(subject.predict(noised), found) < 1e-4
 
 

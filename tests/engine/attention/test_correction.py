@@ -212,7 +212,7 @@ def test_it_halves_what_a_trained_model_loses_at_a_sixty_fourth_of_the_keys(path
     with torch.no_grad():
         plain, apart = subject.predict(noised), []
         for one in (rule, replace(rule, correction=False)):
-            with tome_core.patch(subject.unet, MergeConfig(rules=(one,))):
+            with tome_core.patch(subject.network, MergeConfig(rules=(one,))):
                 apart.append((subject.predict(noised) - plain).square().mean())
     assert apart[0] < 0.5 * apart[1]
 
