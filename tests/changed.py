@@ -11,6 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import install
+
 ROOT = Path(__file__).parents[1]
 HOUSE = "tests/project/test_house.py"
 
@@ -18,8 +20,8 @@ HOUSE = "tests/project/test_house.py"
 def find_tests(name: str) -> set[str]:
     """Files and folders for pytest, for a file by its path from the root; empty where none is known."""
     path = Path(name)
-    if path.name.startswith("test_") or not path.parts:
-        return {name} & {name if (ROOT / name).is_file() else ""}
+    if path.name.startswith("test_"):
+        return {name} if (ROOT / name).is_file() else set()
     if path.suffix == ".md":
         return {"tests/project/test_readme.py", "tests/project/test_contributing.py"}
     if path.parts[0] == "tests":
@@ -28,16 +30,16 @@ def find_tests(name: str) -> set[str]:
         room = Path(path.parts[1]).stem if len(path.parts) > 1 else ""
         return {f"tests/engine/{room}" if (ROOT / "tests" / "engine" / room).is_dir() else "tests/engine", HOUSE}
     folder = ROOT / "tests" / path.parts[0]
-    named = sorted((folder if folder.is_dir() else ROOT / "tests" / "project").glob(f"test_*{path.stem}*.py"))
-    found = [test.relative_to(ROOT).as_posix() for test in named]
-    return set(found or [folder.relative_to(ROOT).as_posix()] * folder.is_dir()) | {HOUSE}
+    own = folder.is_dir()
+    named = list((folder if own else ROOT / "tests" / "project").glob(f"test_*{path.stem}*.py"))
+    return {found.relative_to(ROOT).as_posix() for found in named or [folder] * own} | {HOUSE}
 
 
 def _importing(module: str) -> set[str]:
     """Tests that import one of tests' own modules, whichever way they write it."""
     parent, name = module.rsplit(".", 1)
     ways = re.compile(rf"^from {re.escape(module)} import|^from {re.escape(parent)} import .*\b{name}\b", re.M)
-    tests = sorted((ROOT / "tests").rglob("test_*.py"))
+    tests = (ROOT / "tests").rglob("test_*.py")
     return {test.relative_to(ROOT).as_posix() for test in tests if ways.search(test.read_text(encoding="utf-8"))}
 
 
@@ -55,7 +57,7 @@ def main() -> int:
     if not wanted:
         print("Nothing has changed that has tests.")
         return 0
-    command = ["-m", "pytest", "--quick", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", *wanted]
+    command = ["-m", "pytest", *install.tests_to_run([]), *wanted]
     print("python", *command, flush=True)
     return subprocess.run([sys.executable, *command], cwd=ROOT, check=False).returncode
 

@@ -41,12 +41,13 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(config, items):
     """Files with slow tests first: processes that share the files then end at about the same time."""
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    files = {item.path for item in slow}
+    items.sort(key=lambda item: item.path not in files)
     if config.getoption("quick"):
-        left_out = [item for item in items if item.get_closest_marker("slow")]
-        items[:] = [item for item in items if not item.get_closest_marker("slow")]
-        config.hook.pytest_deselected(items=left_out)
+        left_out = set(slow)
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=slow)
 
 
 _FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
