@@ -10,7 +10,8 @@ from . import sequence
 from .graphs import Capture, capture
 from .merging.plan import MergePlan
 from .model.families import UnsupportedModelError
-from .patching import Patch, apply_patch, patch, remove_patch, report
+from .patching import apply_patch, patch, remove_patch, report
+from .patching.handle import Patch
 from .reporting import gains
 from .reporting.gains import Gain
 from .reporting.report import Report
@@ -21,7 +22,7 @@ from .settings.presets import PRESETS, preset, strength
 from .settings.rule import MergeRule
 from .settings.schedule import NoiseSchedule
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "PRESETS",

@@ -10,7 +10,7 @@ from torch import nn
 from ..merging import kernels, kernels_correction
 from ..merging.grid import Grid, fixed
 from ..merging.plan import MergePlan, take_rows
-from .correction import Correction, Fitted, Pair, asked, fitted
+from .correction import Correction, Fitted, Pair, fit_correction, pick_asked
 from .known import KnownAttention
 from .sizes import bias_is_cheaper, bias_of, extra_channels, narrow, widen
 
@@ -39,21 +39,21 @@ class Whole(NamedTuple):
     q: torch.Tensor | None = None
 
 
-def projected(whole: Whole) -> Pair:
+def project_all(whole: Whole) -> Pair:
     """Keys and values of all tokens, ``[B, N, H*d]``."""
     return whole.known.keys_and_values(whole.module, whole.keys, whole.values, whole.kwargs)
 
 
 def correction_of(whole: Whole, made: Pair, plan: MergePlan, grid: Grid) -> Fitted:
-    """What the plan loses of these keys and values; see `correction.fitted`."""
+    """What the plan loses of these keys and values; see `correction.fit_correction`."""
     known, module, q = whole.known, whole.module, whole.q
     heads = known.heads(module)
     width = made[0].shape[-1] // heads
-    (places,) = fixed(asked, whole.x, grid, width)
+    (places,) = fixed(pick_asked, whole.x, grid, width)
     scale = known.scale(module, width)
     if q is not None:
-        return fitted(q, made, plan, heads, scale, places)
-    return fitted(known.queries(module, take_rows(whole.x, places), whole.kwargs), made, plan, heads, scale)
+        return fit_correction(q, made, plan, heads, scale, places)
+    return fit_correction(known.queries(module, take_rows(whole.x, places), whole.kwargs), made, plan, heads, scale)
 
 
 def attend_merged(
@@ -80,11 +80,11 @@ def attend_merged(
         wide = widen(q, k, v, heads, known.scale(module, width), known.scale(module, width + extra), sizes)
         out, way = narrow(known.attend(module, *wide, None, kwargs), heads, extra), WIDER_HEADS
     if correction is not None:
-        out = corrected(out, q, correction)
+        out = add_correction(out, q, correction)
     return Attended(known.finish(module, out), way)
 
 
-def corrected(out: torch.Tensor, q: torch.Tensor, correction: Correction) -> torch.Tensor:
+def add_correction(out: torch.Tensor, q: torch.Tensor, correction: Correction) -> torch.Tensor:
     """``out + q M1 + out M2 + b`` in each head. out, q: flat ``[B, N, H*d]``."""
     matrix, constant = correction
     alike = out.device.type in kernels.DEVICES and matrix.dtype == out.dtype == q.dtype

@@ -30,6 +30,7 @@ from ..merging.plan import MergePlan, take_rows, without_autocast
 from .sizes import bias_of
 
 _TINY = 1e-12
+_SAME = 1e-3  # of its size: what differs by less between samples tells nothing, in half precision by less than rounding
 _AS_GOOD_AS_ONE = 1 - 1e-6
 # Exact answers: at least twice as many as a head has unknowns for each of its channels, and no more than a sixteenth of
 # the tokens. Measured on heads of 32 and fewer channels: 128 are worth 10 % over 64, and 256 nothing over 128.
@@ -46,7 +47,7 @@ class Correction(NamedTuple):
     constant: torch.Tensor
 
 
-def asked(grid: Grid, width: int, device: torch.device) -> tuple[torch.Tensor]:
+def pick_asked(grid: Grid, width: int, device: torch.device) -> tuple[torch.Tensor]:
     """Which tokens are answered exactly: int64 ``[1, n]``, the middles of n cells of the grid. width: of a head."""
     tokens = grid.height * grid.width
     count = min(_ASKED_OF_NARROW if width <= _NARROW else _ASKED, max(_FEWEST, tokens // _OF_TOKENS), tokens)
@@ -65,12 +66,12 @@ class Fitted(NamedTuple):
     by_kernels: bool
 
 
-def fitted(
+def fit_correction(
     q: torch.Tensor, made: Pair, plan: MergePlan, heads: int, scale: float, rows: torch.Tensor | None = None
 ) -> Fitted:
     """The correction of a plan, in the dtype of q.
 
-    q: queries, flat ``[B, N, H*d]``. rows: int64 ``[1, n]``, those that are `asked`; None where q has no other. made:
+    q: queries, flat ``[B, N, H*d]``. rows: int64 ``[1, n]``, those of `pick_asked`; None where q has no other. made:
     keys and values of all tokens, ``[B, N, H*d]``. scale: the attention's. Summed and solved in float32; zero where
     every group has one token.
     """
@@ -91,9 +92,10 @@ def fitted(
         merged = _exact(merged)
         left = _exact(full) - merged
         asked_for = asked_for.to(first.dtype)
-        weights, constant = _ridge(asked_for, merged, torch.baddbmm(
+        left = torch.baddbmm(
             left.flatten(0, 1), asked_for.flatten(0, 1), first.flatten(0, 1), alpha=-1
-        ).view_as(left))  # fmt: skip
+        ).view_as(left)  # fmt: skip
+        weights, constant = _ridge(asked_for, merged, left, max(_SAME, torch.finfo(q.dtype).eps))
         lost = first.flatten(2).any(2)[..., None, None].to(first.dtype)  # nothing was: then rounding is all
         matrix = weights * lost + F.pad(first, (0, 0, 0, first.shape[3]))
         correction = Correction(matrix.to(q.dtype).flatten(0, 1), (constant * lost).to(q.dtype).flatten(0, 1))
@@ -115,7 +117,7 @@ def _every(count: int, device: torch.device) -> tuple[torch.Tensor]:
 
 
 def first_order(made: Pair, plan: MergePlan, heads: int, scale: float) -> torch.Tensor:
-    """``C^T``: ``[B, H, d, d]``, float32 at least. made, scale: as in `fitted`."""
+    """``C^T``: ``[B, H, d, d]``, float32 at least. made, scale: as in `fit_correction`."""
     means = plan.merge_pair(*made)[2]
     sums = _sums_by_kernel(*made, means, plan, heads, scale)
     return _first_order(*made, means, plan, heads, scale) if sums is None else _added(sums, heads)
@@ -153,11 +155,14 @@ def _attended(
     return F.scaled_dot_product_attention(q, k, v, bias, scale=scale)
 
 
-def _ridge(q: torch.Tensor, merged: torch.Tensor, left: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _ridge(
+    q: torch.Tensor, merged: torch.Tensor, left: torch.Tensor, same: float = _SAME
+) -> tuple[torch.Tensor, torch.Tensor]:
     """What of ``left [B, H, n, d]`` is linear in q and merged: weights ``[B, H, 2d, d]``, constant ``[B, H, 1, d]``.
 
-    Each of the two is centred and scaled as a whole to a variance of 1 a channel. The penalty is as many samples as
-    there are weights to each output, whatever n; the constant bears none.
+    Each of the two is centred and scaled as a whole to a variance of 1 a channel, or to less where it differs by less
+    than this share of its size: what rounding alone tells apart would bear weights, and gradients, without bounds. The
+    penalty is as many samples as there are weights to each output, whatever n; the constant bears none.
     """
     told = torch.cat([q, merged], -1)
     mean = told.mean(2, keepdim=True)
@@ -165,8 +170,10 @@ def _ridge(q: torch.Tensor, merged: torch.Tensor, left: torch.Tensor) -> tuple[t
     count, unknowns = x.shape[2], x.shape[3]
     transposed = x.transpose(2, 3)
     normal, cross = transposed @ x, transposed @ left  # sums: what they would be divided by goes with the scaling
-    energy = normal.diagonal(dim1=2, dim2=3).unflatten(2, (2, -1)).mean(3, keepdim=True)
-    unit = energy.clamp(min=_TINY).rsqrt().expand(-1, -1, -1, unknowns // 2).flatten(2)[..., None]
+    energy, size = (one.unflatten(2, (2, -1)).mean(3, keepdim=True)
+                    for one in (normal.diagonal(dim1=2, dim2=3), told.square().sum(2)))  # fmt: skip
+    energy = torch.maximum(energy, size * same**2).clamp(min=_TINY)
+    unit = energy.rsqrt().expand(-1, -1, -1, unknowns // 2).flatten(2)[..., None]
     weights = unit * (_inverse(normal * unit * unit.transpose(2, 3), unknowns / count, unknowns) @ (unit * cross))
     return weights, left.mean(2, keepdim=True) - mean @ weights
 

@@ -139,5 +139,6 @@ class ForwardOnStandIn(KnownAttention):
         self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None,
         kwargs: dict[str, Any],
     ) -> torch.Tensor:  # fmt: skip
-        """What the module's ``forward`` makes of them; bias is None always."""
-        return type(module).forward(StandIn(module, q, k, v), q, context=k)
+        """What the module's ``forward`` makes of them; a bias, of those that take one, is its mask ``[B, 1, 1, G]``."""
+        mask = {} if bias is None else {"mask": bias[:, None]}
+        return type(module).forward(StandIn(module, q, k, v), q, context=k, **mask)

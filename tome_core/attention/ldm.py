@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from . import registry
-from .known import ForwardOnStandIn, StandIn
+from .known import ForwardOnStandIn
 
 
 class _Sgm(ForwardOnStandIn):
@@ -25,14 +25,6 @@ class _SgmOfTorch(_Sgm):
     def takes_bias(self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, kwargs: dict[str, Any]) -> bool:
         """Always."""
         return True
-
-    def attend(
-        self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None,
-        kwargs: dict[str, Any],
-    ) -> torch.Tensor:  # fmt: skip
-        """What the module's ``forward`` makes of them."""
-        mask = None if bias is None else bias[:, None]  # [B, 1, 1, G]
-        return type(module).forward(StandIn(module, q, k, v), q, context=k, mask=mask)
 
 
 def register() -> None:

@@ -7,29 +7,25 @@ installed; and it counts the calls of our own Python functions.
 
 from __future__ import annotations
 
-import os
 import random
 import statistics
-import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
-from itertools import count, cycle, pairwise
-from types import FrameType, ModuleType
-from typing import Any, NamedTuple
+from itertools import count, cycle
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import nn
 
-from ..patching import Patch, patch
+from ..patching import patch
+from ..patching.handle import Patch
 from ..settings.config import MergeConfig
 from ..settings.presets import DEFAULT
-from .sd_block import Downsample, SpatialTransformer, UNet, Upsample, as_ldm_model
+from .calls import calls_of
+from .layouts import BATCH, CHANNELS, LAYOUTS, SIDE, Layout, make_inputs, make_unet
+from .sd_block import as_ldm_model
 
-# At this size an unmerged block takes the time that it takes at 4x4 tokens: 490 us against 500, measured. At 16x16 it
-# takes 1,230: arithmetic, of which merging would save a part.
-_SIDE, _BATCH, _CHANNELS, _HEADS = 8, 2, 16, 2
-_CONTEXT_TOKENS, _CONTEXT_CHANNELS = 8, 16
 _BLOCKS = 16  # of the UNet that is timed: as many as SD1.5 has, one a transformer, but all at the finest level
 _WARM_UP = 4  # calls that are not counted
 _IN_A_ROW = 3  # calls of which the fastest counts: the first finds in the caches what another variant has left there
@@ -44,55 +40,6 @@ UNMERGED, TOMESD = "unmerged", "tomesd, ratio 0.5"
 KEPT, RENEWED, ANEW = "match kept", "match renewed", "match made anew"
 WITHOUT = ", without the correction"
 CLOSED, OFF = "left alone by the gate", "switched off"
-
-# stage -> what is in it: how many blocks a transformer has, or what changes the picture's size
-_Stages = tuple[tuple[int | str, ...], ...]
-
-
-class Layout(NamedTuple):
-    """Where a UNet has transformers of how many blocks, and where it changes the picture's size."""
-
-    down: _Stages
-    middle: tuple[int | str, ...]
-    up: _Stages
-
-
-LAYOUTS = {
-    "SD1.5": Layout(
-        down=((), (1,), (1,), ("down",), (1,), (1,), ("down",), (1,), (1,), ("down",), (), ()),
-        middle=(1,),
-        up=((), (), ("up",), (1,), (1,), (1, "up"), (1,), (1,), (1, "up"), (1,), (1,), (1,)),
-    ),
-    "SDXL": Layout(
-        down=((), (), (), ("down",), (2,), (2,), ("down",), (10,), (10,)),
-        middle=(10,),
-        up=((10,), (10,), (10, "up"), (2,), (2,), (2, "up"), (), (), ()),
-    ),
-}
-
-
-def make_unet(layout: Layout) -> UNet:
-    """The UNet of a layout in tiny widths, with fixed random weights; leaves the global generator alone."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        parts = [_stage(stage) for stage in layout.down], _stage(layout.middle), [_stage(stage) for stage in layout.up]
-        return UNet(*parts).eval().requires_grad_(False)
-
-
-def _stage(contents: tuple[int | str, ...]) -> list[nn.Module]:
-    resamplers = {"down": Downsample, "up": Upsample}
-    return [
-        resamplers[one]() if isinstance(one, str) else SpatialTransformer(_CHANNELS, _HEADS, _CONTEXT_CHANNELS, one)
-        for one in contents
-    ]
-
-
-def make_inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Picture, the same for both prompts of guidance, timesteps and prompts for a UNet of `make_unet`."""
-    generator = torch.Generator().manual_seed(1)
-    picture = torch.randn(1, _CHANNELS, _SIDE, _SIDE, generator=generator).expand(_BATCH, -1, -1, -1)
-    prompt = torch.randn(_BATCH, _CONTEXT_TOKENS, _CONTEXT_CHANNELS, generator=generator)
-    return picture, torch.full((_BATCH,), 500.0), prompt
 
 
 def _one_moment() -> Iterator[tuple[float, Hashable]]:
@@ -247,58 +194,10 @@ def _timed(run: Callable[[], Any]) -> float:
     return time.process_time() - start
 
 
-class Way(NamedTuple):
-    """The calls of our Python functions: function -> how often, as ``file:name``; changes: from file to file."""
-
-    functions: Counter[str]
-    changes: int
-
-    def __sub__(self, other: Way) -> Way:
-        return Way(self.functions - other.functions, self.changes - other.changes)
-
-    def as_data(self) -> dict[str, Any]:
-        """calls, functions, files, changes: how many; by: calls of each function, the most first."""
-        files = {name.partition(":")[0] for name in self.functions}
-        return {
-            "calls": self.functions.total(), "functions": len(self.functions), "files": len(files),
-            "changes": self.changes, "by": dict(self.functions.most_common()),
-        }  # fmt: skip
-
-
 @torch.inference_mode()
 def count_calls(case: str) -> dict[str, Any]:
     """What one block and its transformer call in this case: what a UNet of two calls beyond a UNet of one."""
-    return (_way_of(make_run(case, 2)) - _way_of(make_run(case, 1))).as_data()
-
-
-def _way_of(run: Callable[[], Any]) -> Way:
-    called = watch(run)
-    files = [name.partition(":")[0] for name in called]
-    return Way(Counter(called), sum(one != other for one, other in pairwise(files)))
-
-
-def watch(run: Callable[[], Any]) -> list[str]:
-    """The Python functions of this package that are called meanwhile, in order, as ``file:name``.
-
-    A generator counts each time it is resumed. What the measuring itself consists of is left out.
-    """
-    package = os.path.dirname(os.path.dirname(__file__)) + os.sep
-    outside = {__file__, sys.modules[UNet.__module__].__file__}
-    called: list[str] = []
-
-    def note(frame: FrameType, event: str, _: Any) -> None:
-        code = frame.f_code
-        if event == "call" and code.co_filename.startswith(package) and code.co_filename not in outside:
-            file = code.co_filename[len(package) :].replace(os.sep, "/")
-            called.append(f"{file}:{getattr(code, 'co_qualname', code.co_name)}")  # the former from Python 3.11 on
-
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        run()
-    finally:
-        sys.setprofile(before)
-    return called
+    return (calls_of(make_run(case, 2)) - calls_of(make_run(case, 1))).as_data()
 
 
 def table(result: dict[str, Any]) -> str:
@@ -308,7 +207,7 @@ def table(result: dict[str, Any]) -> str:
     lines = [
         "",
         "host time, " + ", ".join(f"{name} {value}" for name, value in result["environment"].items()),
-        f"a UNet of {result['blocks']} blocks, {_SIDE}x{_SIDE} tokens of {_CHANNELS} channels, batch {_BATCH}",
+        f"a UNet of {result['blocks']} blocks, {SIDE}x{SIDE} tokens of {CHANNELS} channels, batch {BATCH}",
         f"{'':<42} {'median':>12} {'10 % quantile':>15}",
         f"{'a block, ' + UNMERGED:<42} {plain['median']:9.0f} us {plain['tenth']:12.0f} us",
         *(f"{'  ' + case:<42} {us['median']:+9.0f} us {us['tenth']:+12.0f} us" for case, us in blocks.items()),

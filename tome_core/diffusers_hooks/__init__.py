@@ -1,8 +1,8 @@
 """Merging as diffusers applies what speeds up a model: `apply_token_merging(unet, TokenMergingConfig())`.
 
-diffusers is imported when one of these is called, and not before. The hook lies in the UNet's `HookRegistry` beside
-those of others. No UNet of diffusers has `CacheMixin`, so none has `enable_cache`; the models that do have it are
-transformers, which have no blocks to merge in.
+diffusers is imported when one of these is called, and not before. The hook lies in the model's `HookRegistry` beside
+those of others. No UNet of diffusers has `CacheMixin`; the transformers that have it take configs of diffusers' own
+kinds alone, so merging is no `enable_cache`, and goes on beside one.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from typing import Any
 from torch import nn
 
 from ..model.wrap import under_accelerate
-from ..patching import Patch, patch
+from ..patching import patch
+from ..patching.handle import Patch
 from ..settings.config import MergeConfig
+from ..transformers import TransformerPatch
 
 HOOK = "token_merging"
 
@@ -39,21 +41,21 @@ class TokenMergingConfig:
             raise ValueError(f"strength={self.strength!r} and settings={self.settings!r} both say what merges; "
                              "give one of them")  # fmt: skip
 
-    def put_on(self, module: nn.Module) -> Patch:
+    def put_on(self, module: nn.Module) -> Patch | TransformerPatch:
         """The handle of a patch of the module; raises what `tome_core.patch` does."""
         if self.settings:
             return patch(module, MergeConfig(**self.settings))
         return patch(module, strength=self.strength)
 
 
-def apply_token_merging(module: nn.Module, config: TokenMergingConfig | None = None) -> Patch:
+def apply_token_merging(module: nn.Module, config: TokenMergingConfig | None = None) -> Patch | TransformerPatch:
     """Register merging in the module's `HookRegistry`, until `remove_token_merging`, and give the patch's handle.
 
-    module: a UNet of diffusers. Its calls merge as after `tome_core.patch(module, ...)`; besides, those of one picture
-    are one sampling, over which matches may be kept. A picture ends where diffusers resets stateful hooks, as its
-    pipelines do after each, and where time goes back or the latent's shape changes; a loop of your own whose pictures
-    have one step each says so: `reset_stateful_hooks`. Guidance is not known here: `tome_core.patch(pipe)` shares a
-    match between its halves.
+    module: a UNet of diffusers, or a transformer that `tome_core.patch` takes. Its calls merge as after
+    ``tome_core.patch(module, ...)``; besides, those of one picture are one sampling, over which matches may be kept. A
+    picture ends where diffusers resets stateful hooks, as its pipelines do after each, and where time goes back or the
+    latent's shape changes; a loop of your own whose pictures have one step each says so: `reset_stateful_hooks`.
+    Guidance is not known here: `tome_core.patch(pipe)` shares a match between its halves.
     Raises ImportError without diffusers, ValueError where merging is on already, and what `tome_core.patch` does.
     """
     from diffusers.hooks import HookRegistry

@@ -10,8 +10,10 @@ from diffusers.hooks import ModelHook
 from torch import nn
 
 from ..model.wrap import drop_remains, under_accelerate
-from ..patching import Patch
-from ..running.run import Scope, common_value, is_captured
+from ..patching.handle import Patch
+from ..running.pictures import Scope
+from ..running.tensors import common_value, is_captured
+from ..transformers import Tokens, TransformerPatch, arguments_of, family_of
 
 _RESET = "_reset_stateful_cache"  # what a pipeline calls of its models after each picture; CacheMixin's, where that is
 
@@ -24,10 +26,10 @@ class TokenMergingHook(ModelHook):
 
     _is_stateful = True
 
-    def __init__(self, put_on: Callable[[nn.Module], Patch]) -> None:
+    def __init__(self, put_on: Callable[[nn.Module], Patch | TransformerPatch]) -> None:
         super().__init__()
         self.put_on = put_on
-        self.handle: Patch | None = None
+        self.handle: Patch | TransformerPatch | None = None
         self._gives_reset = False
         self._new_picture()
 
@@ -55,15 +57,18 @@ class TokenMergingHook(ModelHook):
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """One step of the picture, or the first of the next."""
-        sample, timestep = (args[i] if len(args) > i else kwargs[name] for i, name in enumerate(("sample", "timestep")))
-        if torch.compiler.is_compiling() or is_captured(sample) or not self.handle.run.keeps:
+        if torch.compiler.is_compiling() or not self.handle.run.keeps:
+            return self.fn_ref.original_forward(*args, **kwargs)
+        of_call = _of_transformer if isinstance(self.handle, TransformerPatch) else _of_unet
+        latent, timestep = of_call(module, args, kwargs)
+        if is_captured(latent):
             return self.fn_ref.original_forward(*args, **kwargs)
         time, goes_back = common_value(timestep), False
         if time is not None and self._time is not None:
             goes_back = time > self._time
-        if goes_back or sample.shape != self._shape:
+        if goes_back or latent.shape != self._shape:
             self._new_picture()
-        self._time, self._shape = time, sample.shape
+        self._time, self._shape = time, latent.shape
         with self.handle.run.step_of(self._picture):
             return self.fn_ref.original_forward(*args, **kwargs)
 
@@ -75,3 +80,15 @@ class TokenMergingHook(ModelHook):
 
     def _new_picture(self) -> None:
         self._picture, self._time, self._shape = Scope(None), None, None
+
+
+def _of_unet(unet: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[torch.Tensor, Any]:
+    """Latent and timestep of a call."""
+    return tuple(args[i] if len(args) > i else kwargs[name] for i, name in enumerate(("sample", "timestep")))
+
+
+def _of_transformer(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[torch.Tensor, Any]:
+    """The same, the time as Stable Diffusion's, which falls while a picture is made."""
+    family, given = family_of(model), arguments_of(model, args, kwargs)
+    tokens = family.tokens(model, given)
+    return tokens.latent if isinstance(tokens, Tokens) else torch.empty(0), family.timestep(given)

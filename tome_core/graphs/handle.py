@@ -23,8 +23,8 @@ LIMIT = 64
 class Capture:
     """The handle: a context manager that can also be kept. It does not keep the UNet alive.
 
-    >>> # with tome_core.capture(pipe), tome_core.patch(pipe):
-    >>> #     image = pipe("a lake").images[0]
+        with tome_core.capture(pipe), tome_core.patch(pipe):
+            image = pipe("a lake").images[0]
 
     plain_calls: calls that were made without a graph, by reason.
     """

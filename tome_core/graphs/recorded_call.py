@@ -15,8 +15,8 @@ from weakref import WeakValueDictionary
 import torch
 
 from ..reporting.ledger import Ledger
+from ..running.call import Call
 from ..running.keep import Found, Kept, KeptPlans, Shared
-from ..running.run import Call
 from .forms import Form, Unrecordable, copy_all, put_together, take_apart
 from .plan_buffers import PlanBuffer, form_of, load
 

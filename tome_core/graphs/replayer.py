@@ -11,8 +11,9 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
-from ..running.run import Call, is_transformed
-from ..unet.sites import INPUT_NAMES, TIME_NAMES, UNetSite, named
+from ..running.call import Call
+from ..running.tensors import is_transformed
+from ..unet.root import INPUT_NAMES, TIME_NAMES, UNetSite, pick_argument
 from .cuda import CudaGraphs
 from .forms import Unrecordable, put_together, take_apart
 from .model_state import WRAPPED, ModelState
@@ -63,7 +64,7 @@ class Replayer:
         if not why:
             with self._lock:
                 try:
-                    return self._replayed(site, call, args, kwargs)
+                    return self._replay(site, call, args, kwargs)
                 except Unrecordable as error:
                     why = str(error)
         if not self.owner.plain_calls[why]:
@@ -83,7 +84,7 @@ class Replayer:
             return "maps of what merges are kept"
         return self._why_never or self._backend.why_not(latent)
 
-    def _replayed(self, site: UNetSite, call: Call | None, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _replay(self, site: UNetSite, call: Call | None, args: tuple, kwargs: dict[str, Any]) -> Any:
         self._look_at(site)
         latent, kept = _latent(args, kwargs), None if call is None else call.kept
         form, given = take_apart(_with_tensor_time(args, kwargs, latent.device))
@@ -170,11 +171,11 @@ class Replayer:
 
 
 def _latent(args: tuple, kwargs: dict[str, Any]) -> Any:
-    return args[0] if args else named(kwargs, INPUT_NAMES)
+    return args[0] if args else pick_argument(kwargs, INPUT_NAMES)
 
 
 def _time(args: tuple, kwargs: dict[str, Any]) -> Any:
-    return args[1] if len(args) > 1 else named(kwargs, TIME_NAMES)
+    return args[1] if len(args) > 1 else pick_argument(kwargs, TIME_NAMES)
 
 
 def _with_tensor_time(args: tuple, kwargs: dict[str, Any], device: torch.device) -> tuple[tuple, dict[str, Any]]:

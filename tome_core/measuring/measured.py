@@ -144,7 +144,7 @@ class Measured:
             rules = run.clock.for_pixels((one,), height * width)
             off: tuple[str, ...] = ("no rule holds for this size",) * len(downsamples)
             if run.latch is not None:
-                rules, off = run.latch.apply(rules, off, latent, run.clock.gated)
+                rules, off = run.latch.apply(rules, off, latent, run.clock.apply_gate)
             for level, reach in enumerate(downsamples):
                 tokens = -(-latent.shape[2] // reach) * -(-latent.shape[3] // reach)
                 found = decide(rules[level], off[level], tokens, channels[reach], device.type)

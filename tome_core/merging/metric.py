@@ -18,7 +18,7 @@ METRICS = ("input", "keys", "keys+values")
 BY_DISTANCE = ("keys", "keys+values")
 
 
-def compared(
+def tokens_to_compare(
     block: nn.Module, x: torch.Tensor, metric: str, made: Sequence[torch.Tensor] | None = None
 ) -> torch.Tensor:
     """The tokens as a match compares them: ``[B, N, D]``, without gradient.

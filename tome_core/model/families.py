@@ -72,11 +72,11 @@ def find_unet(model: Any) -> nn.Module:
     without a UNet it is the ``.transformer``, so that `find_blocks` can say what was found. Raises TypeError for
     anything else, UnsupportedModelError (a ValueError) where there are several.
     """
-    found = _unwrapped(model)
+    found = _unwrap(model)
     for path in (("unet",), ("model", "diffusion_model"), ("diffusion_model",), ("transformer",)):
         inner = _follow(found, path)
         if isinstance(inner, nn.Module):
-            return _unet_in(_unwrapped(inner))
+            return _unet_in(_unwrap(inner))
     if isinstance(found, nn.Module):
         return _unet_in(found)
     raise TypeError(
@@ -94,7 +94,7 @@ def _unet_in(module: nn.Module) -> nn.Module:
     if len(outermost) > 1:
         kinds = ", ".join(type(one).__name__ for one in outermost)
         raise UnsupportedModelError(f"{type(module).__name__} has {len(outermost)} UNets inside ({kinds}); patch each")
-    return _unwrapped(outermost[0]) if outermost else module
+    return _unwrap(outermost[0]) if outermost else module
 
 
 def _family_of(module: nn.Module) -> Family | None:
@@ -140,7 +140,7 @@ def _follow(model: Any, path: tuple[str, ...]) -> Any:
     return model
 
 
-def _unwrapped(model: Any) -> Any:
+def _unwrap(model: Any) -> Any:
     """Without torch.compile's wrapper, and those that call what they wrap ``module``."""
     while True:
         inner = getattr(model, "_orig_mod", None)

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from .switch import patching
+
 # What is put on: a bound method of the wrap, because with a callable object the compiler makes a graph of its own for
 # each block where compile_repeated_blocks needs one for all, and gives up after eight. The compilers of torch 2.4 to
 # 2.6 refuse bound methods in this place; those of 2.8, 2.10 and 2.13 were seen to take them.
@@ -152,15 +154,16 @@ def under_accelerate(target: Any) -> bool:
 
 def drop_remains(target: Any) -> None:
     """Take off our wraps that were removed beneath somebody else's, who has put them back on leaving."""
-    for method in (vars(target).get(slot) for slot in _SLOTS):
-        wrap = _wrap_of(method)
-        if wrap is None or wrap.active or wrap.rests_from() is not target:
-            continue
-        rests = wrap.target is None
-        if wrap.wake() and wrap.is_on_top():
-            wrap.leave()
-        if rests:
-            wrap.rest()
+    with patching():  # in another thread a wrap may be on its way off, which looks alike
+        for method in (vars(target).get(slot) for slot in _SLOTS):
+            wrap = _wrap_of(method)
+            if wrap is None or wrap.active or wrap.rests_from() is not target:
+                continue
+            rests = wrap.target is None
+            if wrap.wake() and wrap.is_on_top():
+                wrap.leave()
+            if rests:
+                wrap.rest()
 
 
 def is_wrapped_by_others(module: torch.nn.Module) -> bool:

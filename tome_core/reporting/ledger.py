@@ -66,8 +66,8 @@ class Ledger:
     """Keeps the counts of one patch while it runs; only eager code writes into it.
 
     Inside a compiled graph a Python counter would either be traced away or force a new graph at every call,
-    so there only the decision is noted, when it is traced. call: a `run.Call`, None where nobody knows it; looked at in
-    eager code alone, because a graph would be made anew for each phase.
+    so there only the decision is noted, when it is traced. call: a `call.Call`, None where nobody knows it; looked at
+    in eager code alone, because a graph would be made anew for each phase.
     """
 
     def __init__(self, levels: list[LevelTally], notes: tuple[str, ...]) -> None:

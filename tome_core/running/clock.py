@@ -12,7 +12,7 @@ from ..settings.noise import STABLE_DIFFUSION
 from ..settings.phases import early_rules, plain_rules
 from ..settings.rule import MergeRule
 from ..settings.schedule import UNKNOWN, LevelRules, NoiseSchedule, Time, choose, holds_at, reaches, window_of
-from .gate import opened, shut
+from .gate import close_gate, open_gate
 from .late_pass import boundary_in
 
 
@@ -87,9 +87,9 @@ class Clock:
         """The rules in force in a picture of so many pixels."""
         return self._one_object(choose(live, self.downsamples, pixels))
 
-    def gated(self, rules: tuple[LevelRules, ...], opens: bool) -> tuple[LevelRules, ...]:
+    def apply_gate(self, rules: tuple[LevelRules, ...], opens: bool) -> tuple[LevelRules, ...]:
         """These rules where merging was found to pay, or not to."""
-        return self._one_object(opened(rules) if opens else shut(rules))
+        return self._one_object(open_gate(rules) if opens else close_gate(rules))
 
     def _holds(self, rule: MergeRule, time: Time, boundary: float | None) -> bool:
         late = self._early.get(rule) if boundary is not None else None

@@ -85,21 +85,21 @@ def device_ms(blocks: Sequence[tuple[int, int]], batch: int, area: int, rate: fl
     return batch * work * _BEYOND_BLOCKS / rate / 1e9
 
 
-def opened(rules: tuple[LevelRules, ...]) -> tuple[LevelRules, ...]:
+def open_gate(rules: tuple[LevelRules, ...]) -> tuple[LevelRules, ...]:
     """The rules of all levels, of the finest that they reach without the question whether it pays."""
     finest = next((level for level, one in enumerate(rules) if any(one)), None)
     if finest is None:
         return rules
-    free = LevelRules(*(rule and _freed(rule) for rule in rules[finest]))
+    free = LevelRules(*(rule and _free(rule) for rule in rules[finest]))
     return (*rules[:finest], free, *rules[finest + 1 :])
 
 
 @lru_cache(maxsize=256)
-def _freed(rule: MergeRule) -> MergeRule:
+def _free(rule: MergeRule) -> MergeRule:
     """One object for a rule: parts that merge by the same one share its match, and steps what is kept of it."""
     return replace(rule, only_if_it_pays=False)
 
 
-def shut(rules: tuple[LevelRules, ...]) -> tuple[LevelRules, ...]:
+def close_gate(rules: tuple[LevelRules, ...]) -> tuple[LevelRules, ...]:
     """The rules of all levels without those that are to merge only where it pays."""
     return tuple(LevelRules(*(None if rule and rule.only_if_it_pays else rule for rule in one)) for one in rules)

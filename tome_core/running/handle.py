@@ -13,8 +13,9 @@ from ..settings.config import MergeConfig
 from ..settings.config_text import describe, notes_on
 from ..settings.rule import MergeRule
 from ..settings.schedule import NoiseSchedule, ever_merges
+from .call import MergeMap
 from .keep import Guidance
-from .run import MergeMap, Run
+from .run import Run
 
 Own = TypeVar("Own", bound="Handle")
 

@@ -60,7 +60,7 @@ class Latch:
     def apply(
         self, rules: Rules, why_off: tuple[str, ...], latent: Any, gated: Callable[[Rules, bool], Rules]
     ) -> tuple[Rules, tuple[str, ...]]:
-        """The rules of a call with these latents, and why there are none, by level. gated: see `Clock.gated`."""
+        """The rules of a call with these latents, and why there are none, by level. gated: see `Clock.apply_gate`."""
         if not torch.is_tensor(latent) or latent.dim() != 4:
             return rules, why_off
         key = (latent.shape, latent.dtype, latent.device)

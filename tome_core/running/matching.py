@@ -8,15 +8,15 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ..attention.core import Whole, correction_of, projected
+from ..attention.core import Whole, correction_of, project_all
 from ..attention.correction import Pair
 from ..merging.grid import Draw
 from ..merging.methods import METHODS, MatchOptions
-from ..merging.methods.bipartite import refined
-from ..merging.metric import BY_DISTANCE, compared
+from ..merging.methods.bipartite import refine_plan
+from ..merging.metric import BY_DISTANCE, tokens_to_compare
 from ..merging.plan import MergePlan
 from ..settings.rule import MergeRule
-from .run import GridCall
+from .call import GridCall
 from .search import Plans, Search, stamp_of
 
 # of queries, keys and values merged together in an attention whose inside is not known: more loses too much
@@ -72,7 +72,7 @@ class Matcher:
         if asked.together and rule.effective_side != "qkv":
             return Plans(self._match_as_tomesd(asked))
         if renews(asked.rule, asked.together) and old is not None and old.plan is not None:
-            plan = self._renewed(asked, made, old.plan)
+            plan = self._renew(asked, made, old.plan)
         else:
             plan = self._match(asked, made)
         return Plans(plan) if plan is None else Plans(plan, self._match_queries(asked))
@@ -83,11 +83,11 @@ class Matcher:
             rule.constant_ratio, rule.sx, rule.sy, self._draw(asked), rule.cluster_on,
             0 if asked.together else rule.refine, rule.metric in BY_DISTANCE,
         )  # fmt: skip
-        return METHODS[rule.method].match(_compared(asked, made), asked.outer.grid, options)
+        return METHODS[rule.method].match(_tokens_to_compare(asked, made), asked.outer.grid, options)
 
-    def _renewed(self, asked: Asked, made: Pair | None, old: MergePlan) -> MergePlan:
+    def _renew(self, asked: Asked, made: Pair | None, old: MergePlan) -> MergePlan:
         """One k-means step from the plan of an earlier time is as good as a new match with several, and cheaper."""
-        return refined(old, _compared(asked, made), 1, asked.rule.metric in BY_DISTANCE)
+        return refine_plan(old, _tokens_to_compare(asked, made), 1, asked.rule.metric in BY_DISTANCE)
 
     def _match_as_tomesd(self, asked: Asked) -> MergePlan | None:
         """For a rule made for keys and values alone: tokens by cosine, no empty groups, and not too many merged."""
@@ -129,10 +129,10 @@ def _corrected(asked: Asked, plans: Plans, made: Pair | None) -> Plans:
 
 def _made(asked: Asked) -> Pair | None:
     """Keys and values of all tokens, where a correction needs them."""
-    return None if asked.whole is None else projected(asked.whole)
+    return None if asked.whole is None else project_all(asked.whole)
 
 
-def _compared(asked: Asked, made: Pair | None) -> torch.Tensor:
+def _tokens_to_compare(asked: Asked, made: Pair | None) -> torch.Tensor:
     """A method that does not compare by a metric gets the block's input."""
     rule = asked.rule
-    return compared(asked.block, asked.x, rule.metric, made) if METHODS[rule.method].compares else asked.x
+    return tokens_to_compare(asked.block, asked.x, rule.metric, made) if METHODS[rule.method].compares else asked.x

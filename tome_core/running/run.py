@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -15,99 +14,18 @@ from ..reporting.ledger import Ledger
 from ..settings.config import MergeConfig
 from ..settings.noise import STABLE_DIFFUSION, SchedulerNoise, Step, by_timestep
 from ..settings.rule import MergeRule
-from ..settings.schedule import UNKNOWN, LevelRules, NoiseSchedule
+from ..settings.schedule import UNKNOWN, NoiseSchedule
+from .call import Call, Latents, MergeMap
 from .clock import Clock, InForce
 from .decision import Decision, decide
 from .keep import Guidance, KeptPlans, Sampling
 from .latch import Latch
-from .timesteps import Timesteps
+from .pictures import GuidanceOf, Pictures, Scope
+from .tensors import common_value, is_captured, is_mapped
 
 _PIXELS_PER_LATENT = 8 * 8  # Stable Diffusion's latent is an eighth of the picture along each side
 _MAPPED = "torch.vmap maps over the call"
 _MOST_DECISIONS = 1024  # kept; pictures of ever new sizes must not fill the memory
-
-
-class Call(NamedTuple):
-    """One call of the UNet. stamp: its timestep argument, what draws depend on; rules: those in force, by level.
-
-    thread: that made it; None in a compiled one. why_off: by level. kept: plans of the calls before it in the same
-    sampling; None where nothing is kept. begun: in a compiled one, where plans are kept, what `in_graph.plans` takes.
-    phase: of the report.
-    """
-
-    run: Run
-    thread: int | None
-    stamp: Any
-    rules: tuple[LevelRules, ...]
-    why_off: tuple[str, ...]
-    kept: KeptPlans | None = None
-    begun: torch.Tensor | None = None
-    phase: str = ""
-
-
-class Latents(NamedTuple):
-    """What a call of the UNet was given, without its values."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-
-class GridCall(NamedTuple):
-    """One call of a transformer: the UNet call it belongs to, its batch and token grid, and what is decided for it.
-
-    shared: what its blocks match once for all of them, by the rule's id.
-    """
-
-    call: Call
-    batch: int
-    grid: Grid
-    decision: Decision
-    shared: dict[int, Any]
-
-
-def skip(outer: GridCall, level: int, part: str, why: str) -> None:
-    """Count a part that was left alone, with its products of queries and keys where it is self-attention."""
-    work = outer.batch * (outer.grid.height * outer.grid.width) ** 2 if part == "attn" else 0
-    outer.call.run.ledger.skip(outer.call, level, part, why, work)
-
-
-class MergeMap(NamedTuple):
-    """What one block merged, to be looked at. group: int64 ``[B or 1, N]`` on the CPU, the group of each token."""
-
-    grid: Grid
-    group: torch.Tensor
-    num_groups: int
-
-
-GuidanceOf = Callable[[torch.Tensor], Guidance | None]  # from the latents of a call
-
-
-class Scope:
-    """A sampling that somebody has begun. guidance_of: its calls' guidance; None where nobody tells.
-
-    boundary: of the early phase in it, see `Clock.boundary_in`. is_known: nothing is to be learned of its steps.
-    """
-
-    def __init__(self, guidance_of: GuidanceOf | None, boundary: float | None = None, is_known: bool = False) -> None:
-        self.guidance_of = guidance_of
-        self.boundary = boundary
-        self.is_known = is_known
-
-
-class Pictures(threading.local):
-    """What each thread knows of the picture it makes: pipelines that share a UNet may run at once.
-
-    scopes: samplings, the latest last. told: the step of the UNet's next call, as the scheduler gave it. kept: what a
-    call of a compiled UNet may use.
-    """
-
-    def __init__(self) -> None:
-        self.timesteps = Timesteps()
-        self.sampling = Sampling()
-        self.scopes: list[Scope] = []
-        self.told: Step | None = None
-        self.kept: KeptPlans | None = None
 
 
 class Run:
@@ -238,7 +156,7 @@ class Run:
             rules = self.clock.for_pixels(now.live, pixels)
         why_off = now.why_off
         if self.latch is not None and thread is not None and not (captured or replayed):  # no graph waits for its host
-            rules, why_off = self.latch.apply(rules, why_off, latent, self.clock.gated)
+            rules, why_off = self.latch.apply(rules, why_off, latent, self.clock.apply_gate)
         return Call(self, thread, timestep, rules, why_off, kept, begun, now.phase)
 
     def begin_in_graph(self, timestep: Any, latent: torch.Tensor) -> None:
@@ -340,38 +258,3 @@ class Run:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _mine=Pictures())
-
-
-def is_captured(x: Any) -> bool:
-    """Are kernels on this tensor being recorded into a CUDA graph? Nothing may wait for them there, or outlive it."""
-    if not torch.is_tensor(x) or not x.is_cuda:
-        return False
-    return torch.cuda.is_current_stream_capturing()
-
-
-def is_mapped() -> bool:
-    """Are we inside `torch.vmap`? A match there would be one for each of the samples that it maps over."""
-    functorch = torch._C._functorch
-    if functorch.peek_interpreter_stack() is None:
-        return False
-    return any(one.key() == functorch.TransformType.Vmap for one in functorch.get_interpreter_stack())
-
-
-def common_value(timestep: Any) -> float | None:
-    """The timestep as a number; None where the samples of a batch are at different times, or it has no value.
-
-    Only asked for where the time matters and nobody told it, because on a GPU the answer waits for the device.
-    """
-    if not torch.is_tensor(timestep):
-        return None if timestep is None else float(timestep)
-    if timestep.is_meta or is_transformed(timestep):
-        return None
-    values = timestep.detach().reshape(-1).tolist()
-    return float(values[0]) if values and min(values) == max(values) else None
-
-
-def is_transformed(x: torch.Tensor) -> bool:
-    """Is it a stand-in of torch.func, vmap or a tracer, which has no value and no address?"""
-    if type(x) not in (torch.Tensor, torch.nn.Parameter):
-        return True
-    return torch._C._functorch.is_functorch_wrapped_tensor(x)

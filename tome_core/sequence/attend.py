@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ..attention.core import BIAS, UNSIZED, Attended, corrected
-from ..attention.correction import Correction, Fitted, Pair, asked, fitted
+from ..attention.core import BIAS, UNSIZED, Attended, add_correction
+from ..attention.correction import Correction, Fitted, Pair, fit_correction, pick_asked
 from ..attention.sizes import bias_of
 from ..merging.grid import fixed
 from ..merging.plan import MergePlan
@@ -42,12 +42,12 @@ class Host(NamedTuple):
 def correction_of(
     tensors: Tensors, plan: MergePlan, layout: Layout, scale: float
 ) -> tuple[Correction, Pair | None]:
-    """What the plan loses of these keys and values, for queries of all tokens; see `correction.fitted`.
+    """What the plan loses of these keys and values, for queries of all tokens; see `correction.fit_correction`.
 
     And keys and values merged, ``[B, G, H*d]``; None where they have fewer heads than the queries.
     """
     q, k, v = tensors
-    (places,) = fixed(asked_in, q, layout, q.shape[1], q.shape[3])
+    (places,) = fixed(pick_asked_in, q, layout, q.shape[1], q.shape[3])
     asking = q[:, places]
     shares = q.shape[2] // k.shape[2]
     found: list[Fitted] = []
@@ -56,7 +56,7 @@ def correction_of(
         if shares > 1:
             pair = tuple(one.repeat_interleave(shares, 2) for one in pair)
         own = asking[:, :, first * shares : last * shares]
-        found.append(fitted(own.flatten(2), tuple(one.flatten(2) for one in pair), plan, own.shape[2], scale))
+        found.append(fit_correction(own.flatten(2), tuple(one.flatten(2) for one in pair), plan, own.shape[2], scale))
     merged_pair = None if shares > 1 else tuple(_joined([one.merged[part] for one in found], 2) for part in (0, 1))
     batch = q.shape[0]
     matrix, constant = (
@@ -65,13 +65,13 @@ def correction_of(
     return Correction(matrix, constant), merged_pair
 
 
-def asked_in(layout: Layout, tokens: int, width: int, device: torch.device) -> tuple[torch.Tensor]:
+def pick_asked_in(layout: Layout, tokens: int, width: int, device: torch.device) -> tuple[torch.Tensor]:
     """Which of a sequence's tokens are answered exactly: int64 ``[n]``, of the picture and, a quarter as many, others.
 
     What a correction makes of a text's queries was .036 of their answers on random models, of .14 before it, with the
     picture's alone; text is asked too because a trained model's queries for it may be of another kind.
     """
-    (places,) = asked(layout.grid, width, device)
+    (places,) = pick_asked(layout.grid, width, device)
     last, beside = layout.first + tokens_in(layout), tokens - tokens_in(layout)
     count = min(beside, places.shape[1] // 4)
     others = (torch.arange(count, device=device) * 2 + 1) * beside // max(1, 2 * count)
@@ -119,13 +119,13 @@ def _by_torch(tensors: Tensors, bias: torch.Tensor, scale: float) -> torch.Tenso
 def _corrected(out: torch.Tensor, q: torch.Tensor, correction: Correction) -> torch.Tensor:
     """``out [B, S, H, d]`` corrected, in place where nobody needs a gradient."""
     if torch.is_grad_enabled() and (out.requires_grad or q.requires_grad):
-        return corrected(out.flatten(2), q.flatten(2), correction).view_as(out)
+        return add_correction(out.flatten(2), q.flatten(2), correction).view_as(out)
     tokens = out.shape[1]
     step = max(1, _HELD // (out[:, :1].numel() * out.element_size()))
     for start in range(0, tokens, step):
         rows = slice(start, min(start + step, tokens))
         told = out[:, rows]
-        told.copy_(corrected(told.flatten(2), q[:, rows].flatten(2), correction).view_as(told))
+        told.copy_(add_correction(told.flatten(2), q[:, rows].flatten(2), correction).view_as(told))
     return out
 
 

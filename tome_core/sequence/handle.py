@@ -14,10 +14,10 @@ from ..attention.core import Attended
 from ..merging.grid import Draw, Grid
 from ..merging.plan import MergePlan
 from ..reporting.ledger import LevelTally
+from ..running.call import Call
 from ..running.decision import Merging
 from ..running.handle import Handle
 from ..running.matching import renews
-from ..running.run import Call
 from ..running.search import Plans, Search, stamp_of
 from ..settings.config import MergeConfig
 from ..settings.phases import plain_rules
@@ -29,8 +29,8 @@ from .matching import match
 
 logger = logging.getLogger(__name__)
 UNPROVEN = (
-    "strengths and presets were measured on UNets; on this family of models nobody has measured what they change, so "
-    "look at your pictures"
+    "transformers' strengths and presets were chosen on one small transformer of Flux's layout; nobody has measured "
+    "what they change in this model, so look at your pictures"
 )
 _told = False
 
@@ -51,12 +51,12 @@ class SequenceMerging(Handle):
     opens each call of the model (`begin`) and gives it every attention there (`attend`), where q, k and v are made,
     with norm and positions:
 
-    >>> # merging = SequenceMerging(tome_core.preset("balanced"), downsample=2, blocks=57)
-    >>> # merging.set_time(timestep=1000 * sigma, sampling=this_sampling, pictures=1)
-    >>> # call = merging.begin(sigma, latent)
-    >>> # host = Host(lambda q, k, v, bias: sdpa(q, k, v, bias), BY_HEAD, FLAT, scale=width**-0.5)
-    >>> # out = merging.attend(call, "double 3", host, q, k, v, heads=24, layout=Layout(Grid(64, 64), first=512))
-    >>> # if out is None: ...  # left alone, and counted: the host's own call
+        merging = SequenceMerging(tome_core.preset("balanced"), downsample=2, blocks=57)
+        merging.set_time(timestep=1000 * sigma, sampling=this_sampling, pictures=1)
+        call = merging.begin(sigma, latent)
+        host = Host(lambda q, k, v, bias: sdpa(q, k, v, bias), BY_HEAD, FLAT, scale=width**-0.5)
+        out = merging.attend(call, "double 3", host, q, k, v, heads=24, layout=Layout(Grid(64, 64), first=512))
+        if out is None: ...  # left alone, and counted: the host's own call
 
     downsample: latent tokens for each token of the model, along a side. blocks: how many attentions a call has.
     """

@@ -13,7 +13,7 @@ import torch
 
 from ..merging.grid import Draw, Grid
 from ..merging.methods import METHODS, MatchOptions
-from ..merging.methods.bipartite import refined
+from ..merging.methods.bipartite import refine_plan
 from ..merging.metric import BY_DISTANCE, of_unit_spread
 from ..merging.plan import MergePlan
 from ..settings.rule import MergeRule
@@ -46,10 +46,10 @@ def match(k: torch.Tensor, v: torch.Tensor, layout: Layout, rule: MergeRule, dra
     counts = iter(old.counts if isinstance(old, JoinedPlan) else ())
     for start, grid in windows(layout.grid):
         first, last = layout.first + start, layout.first + start + grid.height * grid.width
-        x = _compared(k[:, first:last], v[:, first:last], rule)
+        x = _tokens_to_compare(k[:, first:last], v[:, first:last], rule)
         count = next(counts, None)
         if count is not None:
-            plan = refined(MergePlan(old.group[:, first:last] - before, count), x, 1, by_distance)
+            plan = refine_plan(MergePlan(old.group[:, first:last] - before, count), x, 1, by_distance)
             before += count
         else:
             plan = METHODS[rule.method].match(x, grid, _options(rule, grid, draw))
@@ -59,7 +59,7 @@ def match(k: torch.Tensor, v: torch.Tensor, layout: Layout, rule: MergeRule, dra
     return _joined(parts, layout, k.shape[1])
 
 
-def _compared(k: torch.Tensor, v: torch.Tensor, rule: MergeRule) -> torch.Tensor:
+def _tokens_to_compare(k: torch.Tensor, v: torch.Tensor, rule: MergeRule) -> torch.Tensor:
     """A window's tokens as its match sees them, ``[B, n, D]``, without gradient."""
     k, v = k.detach().flatten(2), v.detach().flatten(2)
     if rule.metric == "keys+values":

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..merging.methods import METHODS
 from .rule import MergeRule
-from .setting import checked, setting
+from .setting import check, setting
 
 
 @dataclass(frozen=True, init=False)
@@ -55,9 +55,9 @@ class MergeConfig:
     )
     early_until: float = setting(
         500.0, "Early until timestep", "The early phase is every step at this timestep or a higher one: 1000 is pure "
-        "noise, 0 the finished picture. In a pass that begins below 900, such as a hires pass, it ends where the same "
-        "share of the pass's steps is left.", minimum=0.0, maximum=1000.0, step=10.0, advanced=True,
-        place=14,
+        "noise, 0 the finished picture. In a pass that begins below 850, such as a hires pass, and in one of at most "
+        "8 steps it ends where the same share of the pass's steps is left.", minimum=0.0, maximum=1000.0, step=10.0,
+        advanced=True, place=14,
     )
     deep_mlp: float = setting(
         0.0, "Deep MLP ratio", "Merge this share of the tokens in the feed-forward layer too, below timestep 500, "
@@ -83,7 +83,7 @@ class MergeConfig:
             raise ValueError("rules=() merges nothing; give one rule or more, or do without the patch")
         object.__setattr__(self, "rules", tuple(rules))
         for item in fields(self)[1:]:
-            object.__setattr__(self, item.name, checked(item, flat.get(item.name, item.default)))
+            object.__setattr__(self, item.name, check(item, flat.get(item.name, item.default)))
         self._check_combination()
 
     def _check_combination(self) -> None:

@@ -77,7 +77,7 @@ def own_schedule(scheduler: Any) -> NoiseSchedule | None:
     trained = torch.is_tensor(getattr(scheduler, "alphas_cumprod", None))
     if not trained or not torch.is_tensor(betas) or betas.dim() != 1:
         return None
-    return NoiseSchedule(tuple(betas.double().tolist()))
+    return NoiseSchedule(tuple(betas.tolist()))
 
 
 def steps_of(scheduler: Any, values: list[float]) -> list[Step]:

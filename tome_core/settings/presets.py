@@ -1,7 +1,8 @@
 """Strength: one number for how much of the picture may change for how much time, and names for four of them.
 
-What a strength stands for was measured (`strength_table`). It resolves to a `MergeConfig`, whose values can be shown,
-changed and stored. The tables before today's are kept by version, so that an old picture reproduces.
+What a strength stands for was measured, on UNets (`strength_table`) and on a transformer (`transformer_table`). It
+resolves to a `MergeConfig`, whose values can be shown, changed and stored. The tables before today's are kept by
+version, so that an old picture reproduces.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import math
 from numbers import Real
 from typing import Any
 
+from . import transformer_table
 from .config import MergeConfig
 from .strength_table import CURVE, EARLIER, EARLY_SHARE, VERSION
 
@@ -23,16 +25,18 @@ _ALL: dict[str, Any] = {"side": "kv", "metric": "keys+values", "use_rand": False
                         "only_if_it_pays": True, "max_downsample": 8}  # fmt: skip
 Curve = tuple[tuple[float, float], ...]
 CURVES: dict[int, Curve] = {**EARLIER, VERSION: CURVE}
+TRANSFORMER_CURVES: dict[int, Curve] = {**transformer_table.EARLIER, transformer_table.VERSION: transformer_table.CURVE}
 PARTS = 64  # of the tokens: shares of keys are whole numbers of them, which are numbers that kernels like
 MOST_MERGED = 3 / 4  # share of the keys above which a step is not merged: it would take longer than it saves
 _FINE_CELLS = 4 / PARTS  # share of the keys from which on cells of 4x4 serve, which leave at least one key each
 
 
-def strength(value: float, version: int = VERSION) -> MergeConfig:
+def strength(value: float, version: int | None = None, transformer: bool = False) -> MergeConfig:
     """The settings of a strength: 0 is off, 1 keeps a sixty-fourth of the keys in every step.
 
-    Error and saving grow with it, whatever steps a picture has. version: of the table, for an old picture. Raises
-    ValueError for what is no number from 0 to 1, and for a table that there is not.
+    Error and saving grow with it, whatever steps a picture has. transformer: of one, else of a UNet; each has a table.
+    version: of that table, for an old picture; None is the latest. Raises ValueError for what is no number from 0 to 1,
+    and for a table that there is not.
 
     >>> strength(0).is_off
     True
@@ -41,12 +45,15 @@ def strength(value: float, version: int = VERSION) -> MergeConfig:
     """
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value <= 1:
         raise ValueError(f"strength={value!r} is no number from 0 to 1; 0 is off, 0.5 balanced, 1 the most")
-    if version not in CURVES:
-        known = ", ".join(map(str, sorted(CURVES)))
+    curves = TRANSFORMER_CURVES if transformer else CURVES
+    if version is None:
+        version = max(curves)
+    if version not in curves:
+        known = ", ".join(map(str, sorted(curves)))
         raise ValueError(f"version={version!r} is no table of strengths; there are {known}")
     if value == 0:
         return MergeConfig(**_ALL, ratio=0.0)
-    share, until = _between(float(value), CURVES[version])
+    share, until = _between(float(value), curves[version])
     cell = 4 if share >= _FINE_CELLS else 8
     early = {} if share <= EARLY_SHARE else {"early_ratio": 1 - EARLY_SHARE, "early_until": until}
     return MergeConfig(**_ALL, ratio=1 - share, sx=cell, sy=cell, refine=refine_of(cell), **early)
@@ -60,15 +67,15 @@ def refine_of(cell: int) -> int:
     return 3 if cell == 8 else 0
 
 
-def preset(name: str) -> MergeConfig:
-    """The settings of a named strength, see `MARKS`. Raises ValueError for a name that is none.
+def preset(name: str, transformer: bool = False) -> MergeConfig:
+    """The settings of a named strength, see `MARKS` and `strength`. Raises ValueError for a name that is none.
 
     >>> preset("balanced").value("side")
     'kv'
     """
     if name not in MARKS:
         raise ValueError(f"preset={name!r} is not known; use one of {', '.join(map(repr, PRESETS))}")
-    return strength(MARKS[name])
+    return strength(MARKS[name], transformer=transformer)
 
 
 def _between(value: float, curve: Curve) -> tuple[float, float]:
@@ -82,6 +89,8 @@ def _between(value: float, curve: Curve) -> tuple[float, float]:
     return late if late <= MOST_MERGED else 1.0, round(until * (1 - part) + sooner * part)
 
 
-def config_of(wanted: str | float) -> MergeConfig:
+def config_of(wanted: str | float, transformer: bool = False) -> MergeConfig:
     """The settings of a patch, by a preset's name or by a strength."""
-    return preset(wanted) if isinstance(wanted, str) else strength(wanted)
+    if isinstance(wanted, str):
+        return preset(wanted, transformer)
+    return strength(wanted, transformer=transformer)

@@ -12,7 +12,7 @@ from functools import lru_cache
 from ..merging.methods import METHODS
 from ..merging.methods.cluster import CLUSTER_ON
 from ..merging.metric import METRICS
-from .setting import checked, one_of, setting
+from .setting import check, one_of, setting
 
 SIDES = ("qkv", "kv")
 DOWNSAMPLES = (1, 2, 4, 8)
@@ -158,7 +158,7 @@ class MergeRule:
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            value = checked(item, getattr(self, item.name))
+            value = check(item, getattr(self, item.name))
             object.__setattr__(self, item.name, value)
         self._check_combination()
         object.__setattr__(self, "ratio_text", repr(self.effective_ratio))

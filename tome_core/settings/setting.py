@@ -17,13 +17,13 @@ def setting(default: Any, label: str, help: str, **facts: Any) -> Any:
     return field(default=default, metadata={"label": label, "help": help, **facts})
 
 
-def checked(item: Any, value: Any) -> Any:
+def check(item: Any, value: Any) -> Any:
     """The value in the type of its field, or an error that names the value, the range and the remedy."""
     facts, name = item.metadata, item.name
     if value is None and item.default is None:
         return None
     if name == "levels":
-        return _checked_levels(value)
+        return _check_levels(value)
     if "choices" in facts:
         # `1 == True` in Python, so types are compared as well
         if not any(value == choice and type(value) is type(choice) for choice in facts["choices"]):
@@ -33,10 +33,10 @@ def checked(item: Any, value: Any) -> Any:
         if not isinstance(value, bool):
             raise TypeError(f"{name}={value!r} is {type(value).__name__}; use True or False")
         return value
-    return _checked_number(item, value)
+    return _check_number(item, value)
 
 
-def _checked_number(item: Any, value: Any) -> int | float:
+def _check_number(item: Any, value: Any) -> int | float:
     facts, name = item.metadata, item.name
     whole = isinstance(facts["step"], int)
     kind = "a whole number" if whole else "a number"
@@ -50,7 +50,7 @@ def _checked_number(item: Any, value: Any) -> int | float:
     return value if whole else float(value)
 
 
-def _checked_levels(value: Any) -> tuple[int, ...]:
+def _check_levels(value: Any) -> tuple[int, ...]:
     if isinstance(value, (list, tuple)) and value and all(type(one) is int and one >= 0 for one in value):
         return tuple(sorted(set(value)))
     raise ValueError(f"levels={value!r} is not possible; use None or whole numbers from 0 up, such as (0,) or (0, 1)")

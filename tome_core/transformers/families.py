@@ -5,8 +5,10 @@ By the names of their classes, and with each the attentions whose tokens those a
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatch
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +44,18 @@ class Family(NamedTuple):
     text_first: bool = False
     timestep: Callable[[Mapping[str, Any]], Any] = lambda given: given["timestep"]
     downsample: int = 2
+
+
+def arguments_of(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of a call of the model, all of them by name. Raises TypeError where the model would."""
+    bound = _signature(type(model)).bind(model, *args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments
+
+
+@cache
+def _signature(kind: type[nn.Module]) -> inspect.Signature:
+    return inspect.signature(kind.forward)
 
 
 def _of_latent(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:

@@ -63,7 +63,7 @@ def answering(answer: Callable[[Given], torch.Tensor]) -> Iterator[None]:
         _now.answer = before
 
 
-def exchanged(attention: nn.Module) -> Any:
+def exchange_processor(attention: nn.Module) -> Any:
     """Stands in for the attention in its own ``forward``: the same, with a processor that asks `answering`.
 
     A sentence's end on why not, where the processor is not known.

@@ -70,14 +70,14 @@ class TransformerPatch(SequenceMerging):
                 if on is not None and on.settings.merging is self:
                     on.take_off()
                     del vars(model)[_MARK]
-            self.displaced()
+            self.step_down()
 
     def remove(self) -> None:
         """Take it off for good. Idempotent; never fails."""
         self.uninstall()
         self.run.forget()
 
-    def displaced(self) -> None:
+    def step_down(self) -> None:
         """It is in force no longer: taken off, or another of ours is."""
         self.is_on = False
         for wrap in self._outside:
@@ -114,7 +114,7 @@ class _On:
         """These settings are in force from now on; brings back what somebody has overwritten."""
         before, self.settings.merging = self.settings.merging, merging
         if before is not None and before is not merging:
-            before.displaced()
+            before.step_down()
         self._wraps = [wrap.install() for wrap in self._wraps]
 
     def take_off(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import threading
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,10 +10,10 @@ import torch
 from torch import nn
 
 from ..model.wrap import Wrap
-from ..running.run import Call
+from ..running.call import Call
 from ..sequence import Host, Layout, SequenceMerging, by_token, in_form
-from .families import Family, Tokens, family_of
-from .function import Given, answering, exchanged
+from .families import Family, Tokens, arguments_of, family_of
+from .function import Given, answering, exchange_processor
 
 COMPILED = "which transformers do not merge under"
 FOREIGN = "something else runs in its place"
@@ -55,7 +54,6 @@ class TransformerSite(Wrap):
     def __init__(self, model: nn.Module, family: Family, settings: Settings, calls: Calls) -> None:
         super().__init__(model)
         self.family, self.settings, self.calls = family, settings, calls
-        self._signature = inspect.signature(type(model).forward)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model gives."""
@@ -65,12 +63,11 @@ class TransformerSite(Wrap):
         if torch.compiler.is_compiling():
             merging.run.ledger.skip(None, 0, "attn", COMPILED)
             return self.original(*args, **kwargs)
-        bound = self._signature.bind(self.target, *args, **kwargs)
-        bound.apply_defaults()
-        tokens = self.family.tokens(self.target, bound.arguments)
+        given = arguments_of(self.target, args, kwargs)
+        tokens = self.family.tokens(self.target, given)
         latent = tokens.latent if isinstance(tokens, Tokens) else torch.empty(0)
         before, self.calls.now = self.calls.now, Going(
-            merging, merging.begin(merging.timestep(self.family, bound.arguments), latent), tokens
+            merging, merging.begin(merging.timestep(self.family, given), latent), tokens
         )
         try:
             return self.original(*args, **kwargs)
@@ -78,12 +75,11 @@ class TransformerSite(Wrap):
             self.calls.now = before
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in super().__getstate__().items() if key not in ("_signature", "family")}
+        return {key: value for key, value in super().__getstate__().items() if key != "family"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.family = family_of(self.target)
-        self._signature = inspect.signature(type(self.target).forward)
 
 
 class AttentionSite(Wrap):
@@ -102,7 +98,7 @@ class AttentionSite(Wrap):
         going = self.calls.now
         if not self.active or going is None:
             return self.original(*args, **kwargs)
-        instead = exchanged(self.target) if self.beneath is None else FOREIGN
+        instead = exchange_processor(self.target) if self.beneath is None else FOREIGN
         if isinstance(going.tokens, str):
             instead = going.tokens
         if isinstance(instead, str):
@@ -155,4 +151,6 @@ def _seen(mask: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | str | No
 def _put_back(out: torch.Tensor, seen: torch.Tensor, whole: int, form: str, heads: int) -> torch.Tensor:
     """With zeros for the tokens that were left out."""
     told = by_token(out, form, heads)
-    return in_form(told.new_zeros(told.shape[0], whole, *told.shape[2:]).index_copy(1, seen, told), form)
+    all_tokens = told.new_zeros(told.shape[0], whole, *told.shape[2:])
+    all_tokens[:, seen] = told
+    return in_form(all_tokens, form)

@@ -14,8 +14,8 @@ from ..merging.grid import Grid
 from ..merging.methods import METHODS
 from ..merging.plan import MergePlan, of_pieces
 from ..reporting.ledger import when_traced
+from ..running.call import GridCall
 from ..running.matching import Asked, Matcher
-from ..running.run import GridCall
 from ..running.search import Plans
 from ..settings.rule import rule_of
 from . import in_graph

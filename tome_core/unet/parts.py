@@ -19,8 +19,9 @@ from ..merging.plan import MergePlan
 from ..model.families import Family
 from ..model.wrap import Wrap
 from ..reporting.ledger import when_traced
+from ..running.call import skip
 from ..running.decision import Merging
-from ..running.run import is_captured, skip
+from ..running.tensors import is_captured
 from .sites import BlockCall, BlockSite
 
 _MASK_NAMES = ("mask", "attention_mask", "attn_mask")
@@ -242,7 +243,8 @@ class SelfAttentionSite(PartSite):
         except Exception as error:
             if torch.compiler.is_compiling() or isinstance(error, _NO_MEMORY):
                 raise
-            self._refused = asked
+            if not torch.is_grad_enabled():  # a recomputation has to do what its forward did, so it tries again
+                self._refused = asked
             return f"{name_of(self.target)} refuses merged tokens"
         route = f"{TOGETHER}, {UNSIZED}, because {why}" if why else ""
         return self._finish(block, plan, x, out, (plan.num_groups, plan.num_groups), x.shape[1], route)

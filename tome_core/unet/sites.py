@@ -1,7 +1,7 @@
-"""What wraps a UNet, its transformers and its blocks, and passes on what the blocks' parts need to merge.
+"""What wraps a UNet's transformers and their blocks, and passes on what the blocks' parts need to merge.
 
-The UNet's wrap opens a call. The transformer's knows the picture's grid and what is decided for it. The block's holds
-its input; its parts find plans from that, or from the keys and values that their attention makes of it.
+The transformer's wrap knows the picture's grid and what is decided for it. The block's holds its input; its parts find
+plans from that, or from the keys and values that their attention makes of it.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from torch import nn
 from ..attention import known_of
 from ..attention.core import Whole
 from ..merging.grid import Grid
-from ..model.switch import CAPTURE, Switch, inside
+from ..model.switch import Switch
 from ..model.wrap import Wrap
+from ..running.call import Call, GridCall, skip
 from ..running.decision import Merging
 from ..running.matching import Asked, Matcher
 from ..running.memory import CallMemory
-from ..running.run import Call, GridCall, Run, is_captured, skip
 from ..running.search import Plans
+from ..running.tensors import is_captured
 from ..settings.rule import MergeRule, rule_of
 from . import in_graph
 from .compiled import answer, ask, may_ask
+from .root import INPUT_NAMES, UNetSite, pick_argument
 
-TIME_NAMES = ("timesteps", "timestep", "t")
-INPUT_NAMES = ("hidden_states", "x", "sample")
 PARTS = ("attn", "crossattn", "mlp")
 
 
@@ -92,97 +92,6 @@ def _own_or_shared(find: Callable[[Asked], Plans], asked: Asked, shares: bool) -
     return shared[rule]
 
 
-class UNetSite(Wrap):
-    """Around the UNet: opens and closes its calls."""
-
-    def __init__(self, unet: nn.Module, switch: Switch) -> None:
-        super().__init__(unet)
-        self.switch = switch
-        self.number = in_graph.number_of(self)
-        self.put_back: Callable[[], None] | None = None  # set by whoever knows all wraps
-
-    def look_after_itself(self, level: int) -> None:
-        """A block runs outside of any call: perhaps somebody has taken this wrap off, as DeepCache does when it goes.
-
-        It is put back then, for the next call.
-        """
-        run = self.switch.run
-        if run is not None and self.put_back is not None and not self.is_on_top():
-            self.put_back()
-            why = "somebody had taken the patch off the UNet; it is on again for the next"
-            run.ledger.skip(None, level, "block", why)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The UNet's forward, inside a call of the run in force."""
-        if not self.active:
-            return self.original(*args, **kwargs)
-        switch = self.switch
-        run = switch.current()
-        if torch.compiler.is_compiling():  # no graph can hold a lock
-            return self.original(*args, **kwargs) if run is None else self._call(run, None, args, kwargs)
-        if run is None:
-            return self._made(None, args, kwargs) if switch.call is None else self._plainly(args, kwargs)
-        with switch.lock:
-            run = switch.current()  # somebody may have taken it off while this thread waited
-            inside.depth += 1
-            try:
-                if run is None:
-                    return self._made(None, args, kwargs)
-                return self._call(run, threading.get_ident(), args, kwargs)
-            finally:
-                inside.depth -= 1
-                if switch.later:
-                    switch.do_later()
-
-    def _call(self, run: Run, thread: int | None, args: tuple, kwargs: dict[str, Any]) -> Any:
-        latent = args[0] if args else named(kwargs, INPUT_NAMES)
-        stamp = args[1] if len(args) > 1 else named(kwargs, TIME_NAMES)
-        begun = None
-        if thread is None and _asks(run, latent):
-            begun = in_graph.begin(self.number, latent, stamp if torch.is_tensor(stamp) else None)
-        return self._under(run.begin(stamp, latent, thread, begun, CAPTURE in vars(self.target)), args, kwargs)
-
-    def begins(self, latent: torch.Tensor, stamp: torch.Tensor | None) -> None:
-        """A call of the UNet, compiled as a whole, begins; its graph says so."""
-        run = self.switch.current()
-        if run is not None:
-            run.begin_in_graph(stamp, latent)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # who knows all wraps sets it again; a pickle would come to modules by their wraps, and take for a wrapper's
-        # "original" what is on the module by then: that wrapper itself
-        return {**super().__getstate__(), "put_back": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.number = in_graph.number_of(self)
-
-    def _plainly(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """While a merged call goes on: another thread's sees nothing of it, a call from inside must not either."""
-        if self.switch.call.thread != threading.get_ident():
-            return self._made(None, args, kwargs)
-        return self._under(None, args, kwargs)
-
-    def _under(self, call: Call | None, args: tuple, kwargs: dict[str, Any]) -> Any:
-        switch = self.switch
-        before = switch.call, switch.grid, switch.block
-        switch.call, switch.grid, switch.block = call, None, None
-        try:
-            return self._made(call, args, kwargs)
-        finally:
-            switch.call, switch.grid, switch.block = before
-
-    def _made(self, call: Call | None, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """By whoever replays calls, if anybody does."""
-        capture = None if torch.compiler.is_compiling() else vars(self.target).get(CAPTURE)
-        return self.original(*args, **kwargs) if capture is None else capture.call(self, call, args, kwargs)
-
-
-def _asks(run: Run, latent: Any) -> bool:
-    """Does a graph of the whole UNet ask for plans?"""
-    return run.keeps and in_graph.are_there() and torch.is_tensor(latent) and not torch.is_grad_enabled()
-
-
 class RememberingSite(Wrap):
     """Remembers its calls for a checkpoint, which runs it again when they are over."""
 
@@ -213,8 +122,8 @@ class TransformerSite(RememberingSite):
         """The transformer's forward, its blocks knowing the grid where they are to merge."""
         switch = self.switch
         call = switch.call
-        x = args[0] if args else named(kwargs, INPUT_NAMES)
-        if call is None and self.memory.has_calls:
+        x = args[0] if args else pick_argument(kwargs, INPUT_NAMES)
+        if call is None and self.memory.calls:
             call = in_this_thread(self.memory.recall(x))
         if call is None or not self.active or not torch.is_tensor(x) or x.dim() != 4:
             return self.original(*args, **kwargs)
@@ -267,11 +176,14 @@ class BlockSite(RememberingSite):
         """The block's forward, its parts able to merge."""
         switch = self.switch
         outer = switch.grid
-        if not self.active or (outer is None and (switch.call is not None or not self.memory.has_calls)):
-            if self.active and switch.call is None and switch.run is not None and not torch.compiler.is_compiling():
-                self.root.look_after_itself(self.level)
+        if not self.active or (outer is None and (switch.call is not None or not self.memory.calls)):
+            if self.active and not torch.compiler.is_compiling():
+                if switch.call is not None and self.memory.calls:
+                    self.memory.forget(args[0] if args else pick_argument(kwargs, INPUT_NAMES))
+                elif switch.call is None and switch.run is not None:
+                    self.root.look_after_itself(self.level)
             return self.original(*args, **kwargs)
-        x = args[0] if args else named(kwargs, INPUT_NAMES)
+        x = args[0] if args else pick_argument(kwargs, INPUT_NAMES)
         if not torch.is_tensor(x) or x.dim() != 3:
             return self.original(*args, **kwargs)
         if outer is None:  # a checkpoint runs it again
@@ -347,8 +259,3 @@ class BlockSite(RememberingSite):
 def in_this_thread(call: Call | None) -> Call | None:
     """A call that is looked at again: a backward pass on a GPU runs in a thread of its own."""
     return call and call._replace(thread=threading.get_ident())
-
-
-def named(kwargs: dict, names: tuple[str, ...]) -> Any:
-    """The first of these arguments that was given, or None."""
-    return next((kwargs[name] for name in names if name in kwargs), None)

@@ -12,8 +12,10 @@ from torch import nn
 from ..model.families import Place, find_blocks
 from ..model.switch import Switch, adopt, patching, switch_of
 from ..model.wrap import Wrap
+from ..running.fingerprint import widths_of
 from .parts import CrossAttentionSite, FeedForwardSite, PartSite, SelfAttentionSite
-from .sites import BlockSite, TransformerSite, UNetSite
+from .root import UNetSite
+from .sites import BlockSite, TransformerSite
 
 _MARK = "_tome_core_patch"
 
@@ -141,7 +143,7 @@ class Wiring:
         wraps, key = self._wraps, ("transformer", id(place.transformer))
         if key not in wraps:
             count = sum(one.transformer is place.transformer for one in places)
-            wraps[key] = TransformerSite(place.transformer, self.switch, level, count, _channels(place.block))
+            wraps[key] = TransformerSite(place.transformer, self.switch, level, count, widths_of(place.block)[0])
         block = wraps.get(number)
         if block is None:
             block = wraps[number] = BlockSite(place.block, wraps["unet"], number, level)
@@ -205,8 +207,3 @@ def put_on(unet: nn.Module, handle: Holder, merges: bool) -> None:
                 raise
         if merges and before is not None and before is not handle:
             before.detach()
-
-
-def _channels(block: nn.Module) -> int:
-    """Of the block's tokens; 0 where they cannot be told."""
-    return getattr(getattr(getattr(block, "attn1", None), "to_q", None), "in_features", 0)

@@ -73,7 +73,7 @@ class Rows(NamedTuple):
     rows: torch.Tensor | None = None
 
 
-def taken(source: Rows | Callable[[int, int], torch.Tensor], start: int, stop: int) -> torch.Tensor:
+def take_queries(source: Rows | Callable[[int, int], torch.Tensor], start: int, stop: int) -> torch.Tensor:
     """Queries ``start`` to ``stop`` of every sample: float32 ``[B, stop - start, C]``.
 
     No method of `Rows`: the compilers of torch 2.4 cannot follow calls of objects that they made themselves.
@@ -134,5 +134,5 @@ def _scores(
     bias: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     """``[B, stop - start, K]``."""
-    rows = taken(queries, start, stop)
+    rows = take_queries(queries, start, stop)
     return torch.bmm(rows, transposed) if bias is None else torch.baddbmm(bias[:, None], rows, transposed)

@@ -13,14 +13,14 @@ from .. import kernels
 from ..grid import Grid, split_grid
 from ..plan import MergePlan, without_autocast
 from .base import Best, MatchOptions, Method, Rows, best_keys
-from .likeness import comparable, directions, searched_groups, searched_rows
+from .likeness import directions, keys_of_groups, keys_of_rows, make_comparable
 
 
 def match(x: torch.Tensor, grid: Grid, options: MatchOptions) -> MergePlan | None:
     """Merge ``int(N * ratio)`` sources, or all there are, into their most similar destination.
 
     x: ``[B, N, C]``, any float dtype, N the grid's tokens; compared in float32, by cosine or by distance.
-    Then the match may be refined (`refined`).
+    Then the match may be refined (`refine_plan`).
     Returns groups numbered destinations first; None where the ratio removes no token.
     """
     destinations, sources = split_grid(grid, options.sy, options.sx, options.draw, x, options.st)
@@ -28,12 +28,12 @@ def match(x: torch.Tensor, grid: Grid, options: MatchOptions) -> MergePlan | Non
     if removed <= 0:
         return None
     if options.refine and removed == sources.shape[1]:  # nothing to choose: k-means from the cells
-        return _refined(x, destinations, options.refine, options.by_distance)
+        return _refine_from(x, destinations, options.refine, options.by_distance)
     with torch.no_grad(), without_autocast(x):
         ranked = removed < sources.shape[1]  # else all merge, in whatever order
-        best = (_ranked if ranked else _best_anywhere)(x, sources, destinations, options.by_distance)
+        best = (_find_best if ranked else _best_anywhere)(x, sources, destinations, options.by_distance)
         plan = _plan(best, sources, destinations, removed)
-    return refined(plan, x, options.refine, options.by_distance) if options.refine else plan
+    return refine_plan(plan, x, options.refine, options.by_distance) if options.refine else plan
 
 
 def best_destination(
@@ -44,24 +44,24 @@ def best_destination(
     x: ``[B, N, C]``; sources ``[B or 1, S]``, destinations ``[B or 1, D]``: int64 token numbers.
     """
     with torch.no_grad():
-        return _ranked(x, sources, destinations, by_distance)
+        return _find_best(x, sources, destinations, by_distance)
 
 
-def _ranked(x: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor, by_distance: bool) -> Best:
+def _find_best(x: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor, by_distance: bool) -> Best:
     if by_distance and kernels.ready(x):
-        found = kernels.best_keys(x, sources, *searched_rows(x, destinations, True), lengths=True)
+        found = kernels.best_keys(x, sources, *keys_of_rows(x, destinations, True), lengths=True)
         if found is not None:
             return Best(*found)
     best = _best_anywhere(x, sources, destinations, by_distance)
-    return Best(comparable(best.score, x, sources, by_distance), best.index)
+    return Best(make_comparable(best.score, x, sources, by_distance), best.index)
 
 
 def _best_anywhere(x: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor, by_distance: bool) -> Best:
-    keys, bias = searched_rows(x, destinations, by_distance)
+    keys, bias = keys_of_rows(x, destinations, by_distance)
     return best_keys(Rows(x, sources), sources.shape[1], keys, bias)
 
 
-def refined(plan: MergePlan, x: torch.Tensor, steps: int, by_distance: bool = False) -> MergePlan:
+def refine_plan(plan: MergePlan, x: torch.Tensor, steps: int, by_distance: bool = False) -> MergePlan:
     """The plan after ``steps`` of k-means that start from it: every token goes to the nearest centre.
 
     By distance a centre is the mean of its tokens; by cosine of their directions (spherical k-means). A group that
@@ -71,19 +71,19 @@ def refined(plan: MergePlan, x: torch.Tensor, steps: int, by_distance: bool = Fa
         if not by_distance:
             x = directions(x)
         for _ in range(steps):
-            plan = _nearest(x, *searched_groups(plan, x, by_distance))
+            plan = _nearest(x, *keys_of_groups(plan, x, by_distance))
     return plan
 
 
-def _refined(x: torch.Tensor, destinations: torch.Tensor, steps: int, by_distance: bool) -> MergePlan:
-    """As `refined`, from tokens ``[B or 1, G]`` as the first centres."""
+def _refine_from(x: torch.Tensor, destinations: torch.Tensor, steps: int, by_distance: bool) -> MergePlan:
+    """As `refine_plan`, from tokens ``[B or 1, G]`` as the first centres."""
     with torch.no_grad(), without_autocast(x):
-        plan = _nearest(x, *searched_rows(x, destinations, by_distance))
-    return refined(plan, x, steps, by_distance)
+        plan = _nearest(x, *keys_of_rows(x, destinations, by_distance))
+    return refine_plan(plan, x, steps, by_distance)
 
 
 def _nearest(x: torch.Tensor, keys: torch.Tensor, bias: torch.Tensor | None) -> MergePlan:
-    """Every token of ``x [B, N, C]`` to the centre that is most alike, of `searched_rows` or `searched_groups`."""
+    """Every token of ``x [B, N, C]`` to the centre that is most alike, of `keys_of_rows` or `keys_of_groups`."""
     return MergePlan(best_keys(Rows(x), x.shape[1], keys, bias).index, keys.shape[1])
 
 

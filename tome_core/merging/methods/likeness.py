@@ -16,7 +16,7 @@ from ..plan import MergePlan, take_rows
 _TINY = 1e-12  # keeps a token of zeros at similarity 0
 
 
-def searched(rows: torch.Tensor, by_distance: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+def keys_to_search(rows: torch.Tensor, by_distance: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What `best_keys` takes to find the rows most alike: keys ``[B, K, C]`` and, by distance, a bias ``[B, K]``.
 
     rows: ``[B, K, C]``, any float dtype. Both float32; by distance keys of half precision stay what they are, so that
@@ -28,23 +28,23 @@ def searched(rows: torch.Tensor, by_distance: bool) -> tuple[torch.Tensor, torch
     return rows if rows.dtype.itemsize == 2 else exact, exact.pow(2).sum(-1) * -0.5
 
 
-def searched_rows(x: torch.Tensor, rows: torch.Tensor, by_distance: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`searched` of these rows of ``x [B, N, C]``: int64 ``[B or 1, K]``."""
+def keys_of_rows(x: torch.Tensor, rows: torch.Tensor, by_distance: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`keys_to_search` of these rows of ``x [B, N, C]``: int64 ``[B or 1, K]``."""
     if by_distance and rows.shape[0] == 1 and kernels.ready(x):
         batch, tokens, channels = x.shape
         (offsets,) = fixed(_one_each, x, rows.shape[1])
         found = kernels.mean_rows(x.reshape(-1, channels), rows[0], offsets, tokens, bias=True)
         if found is not None:
             return found.mean.view(batch, -1, channels), found.bias.view(batch, -1)
-    return searched(take_rows(x, rows), by_distance)
+    return keys_to_search(take_rows(x, rows), by_distance)
 
 
-def searched_groups(plan: MergePlan, x: torch.Tensor, by_distance: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """`searched` of the centres of the plan's groups, from tokens ``x [B, N, C]``. Empty groups are never found."""
+def keys_of_groups(plan: MergePlan, x: torch.Tensor, by_distance: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """`keys_to_search` of the centres of the plan's groups, from ``x [B, N, C]``. Empty groups are never found."""
     found = plan.centres(x) if by_distance else None
     if found is not None:
         return found
-    keys, bias = searched(plan.merge(x), by_distance)
+    keys, bias = keys_to_search(plan.merge(x), by_distance)
     bias = keys.new_zeros(keys.shape[:2]) if bias is None else bias
     return keys, bias.masked_fill(plan.empty, float("-inf"))
 
@@ -59,7 +59,7 @@ def directions(rows: torch.Tensor) -> torch.Tensor:
     return F.normalize(rows.float(), dim=-1, eps=_TINY)
 
 
-def comparable(score: torch.Tensor, x: torch.Tensor, rows: torch.Tensor, by_distance: bool) -> torch.Tensor:
+def make_comparable(score: torch.Tensor, x: torch.Tensor, rows: torch.Tensor, by_distance: bool) -> torch.Tensor:
     """From a search's scores to the cosine, or to minus half the squared distance, which compare between rows.
 
     score: ``[B, Q]``, as the search left it: without the row's own length, which decides nothing about one row.

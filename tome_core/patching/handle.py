@@ -1,44 +1,36 @@
-"""Patching a model in place, and undoing it."""
+"""The handle of a patch on a UNet: on and off, in force and in turn with others, and which one that is."""
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 
-from .measuring.measured import Measured
-from .model.families import UnsupportedModelError, find_blocks, find_unet
-from .model.wrap import Wrap, drop_remains
-from .reporting.ledger import LevelTally
-from .reporting.report import Report
-from .running.fingerprint import widths_of
-from .running.handle import Handle
-from .running.pipeline import SamplingScope, SchedulerClock
-from .running.run import Run
-from .settings.config import MergeConfig
-from .settings.noise import STABLE_DIFFUSION, SchedulerNoise, own_schedule
-from .settings.phases import plain_rules
-from .settings.presets import DEFAULT, config_of
-from .settings.rule import MergeRule
-from .settings.schedule import NoiseSchedule, reaches
-from .transformers import TransformerPatch, find_transformers, handle_on, patch_transformers
-from .unet.wiring import Wiring, put_on, wiring_of
-
-logger = logging.getLogger(__name__)
+from ..measuring.measured import Measured
+from ..model.families import find_blocks
+from ..model.wrap import Wrap
+from ..reporting.ledger import LevelTally
+from ..running.fingerprint import widths_of
+from ..running.handle import Handle
+from ..running.pipeline import SamplingScope, SchedulerClock
+from ..running.run import Run
+from ..settings.config import MergeConfig
+from ..settings.noise import SchedulerNoise
+from ..settings.phases import plain_rules
+from ..settings.rule import MergeRule
+from ..settings.schedule import NoiseSchedule, reaches
+from ..unet.wiring import Wiring, put_on, wiring_of
 
 
 class Patch(Measured, Handle):
     """The handle of one patch: a context manager that can also be kept. It does not keep the UNet alive.
 
-    >>> # with tome_core.patch(pipe, MergeConfig(ratio=0.5)) as handle:
-    >>> #     image = pipe("a lake").images[0]
-    >>> #     print(handle.report())
+        with tome_core.patch(pipe, MergeConfig(ratio=0.5)) as handle:
+            image = pipe("a lake").images[0]
+            print(handle.report())
 
     It is installed when `patch` returns it. Leaving the ``with`` takes it off and puts back the patch that was
     there before, if any. Nothing else is left behind: no attribute, hook, class or state-dict key.
@@ -163,13 +155,13 @@ class Patch(Measured, Handle):
     def __exit__(self, *error: object) -> None:
         self._entered = False
         # patches put on inside this `with` end with it
-        later = list(_back_from(_handle_in_force(self.unet)))
+        later = list(back_from(handle_in_force(self.unet)))
         if self not in later:
             self.remove()
             return
         for one in later[: later.index(self) + 1]:
             one.remove()
-        before = next((one for one in _back_from(self._previous) if not one._removed), None)
+        before = next((one for one in back_from(self._previous) if not one._removed), None)
         if before is not None:
             before.install()
 
@@ -181,129 +173,10 @@ class Patch(Measured, Handle):
         vars(self).update(state, _unet=lambda: None)
 
 
-def patch(
-    model: Any, config: MergeConfig | str | None = None, *, strength: float | None = None, host_clock: bool = False,
-    **settings: Any,
-) -> Patch | TransformerPatch:  # fmt: skip
-    """Merge tokens in a model, in place, until the handle is left or removed.
-
-    model: a UNet, a compiled one, a diffusers pipeline, an LDM model, or one of diffusers' known transformers
-    (`transformers.NAMES`). config: settings, or the name of a preset:
-    "quality", "balanced" (None is that), "fast" or "max". strength: instead of either, from 0, which is off, to 1; see
-    `tome_core.strength`. settings: keywords of `MergeConfig`, which make one, or change the one that is asked for.
-    host_clock: the caller will use `Patch.set_time`, so rules in percent are no reason to speak up.
-    A patch of ours that is already there is replaced; leaving the ``with`` brings it back.
-    Raises UnsupportedModelError (a ValueError) where there is no LDM-style transformer block, TypeError for
-    what is no model, ValueError for a strength that is none, or that comes with a config, and both for settings.
-
-    >>> # patch(pipe, strength=0.3); patch(pipe, "fast"); patch(pipe, "fast", seed=5); patch(pipe, ratio=0.5)
-    """
-    if strength is not None:
-        if config is not None:
-            raise ValueError(f"strength={strength!r} and config={config!r} both say what merges; give one of them")
-        config = config_of(strength)
-    elif config is None:
-        config = MergeConfig() if settings else config_of(DEFAULT)
-    elif isinstance(config, str):
-        config = config_of(config)
-    if not isinstance(config, MergeConfig):
-        raise TypeError(f"config is {type(config).__name__}; it has to be a MergeConfig, a preset's name, or None")
-    if settings:
-        config = replace(config, **settings)
-    transformers = find_transformers(model)
-    if transformers:
-        return _speak_up(patch_transformers(transformers, config, model))
-    unet = find_unet(model)
-    handle = Patch(unet, config, _schedule_of(model))
-    handle._previous = current = _handle_in_force(unet)
-    if current is not None and not current._entered:
-        current._previous = None  # nobody will leave it for what was before it; without this, the chain would grow
-    if not host_clock and handle.run.lacks_schedule:
-        logger.warning(
-            "Merging is limited in percent or beta, which a bare UNet does not know: call handle.set_time(percent=...) "
-            "before each step, patch the pipeline instead, or use min_timestep and max_timestep."
-        )
-    _speak_up(handle)
-    handle._follow(model)
-    with suppress(TypeError):  # nothing that can be referred to weakly
-        handle.handed = weakref.ref(model)
-    return handle.install()
-
-
-def _speak_up(handle: Any) -> Any:
-    """Tell at once what of the settings reaches nothing."""
-    for note in handle._notes:
-        logger.warning("%s", note)
-    return handle
-
-
-def apply_patch(
-    model: Any,
-    ratio: float = 0.5,
-    max_downsample: int | None = None,
-    sx: int = 2,
-    sy: int = 2,
-    use_rand: bool = True,
-    merge_attn: bool = True,
-    merge_crossattn: bool = False,
-    merge_mlp: bool = False,
-    seed: int = 0,
-) -> Any:
-    """Merge tokens in a model, in place, and return the model. Takes tomesd's arguments and does what tomesd does.
-
-    `patch` does more, and by default better: its merged keys know how many tokens they stand for.
-    ratio: share of tokens merged away, 0..1, clamped to ``1 - 1/(sx*sy)``. max_downsample: 1, 2, 4 or 8;
-    None, unlike tomesd, is the finest level that has attention. use_rand: draw destinations from ``seed``
-    and the timestep. Raises ValueError or TypeError for values outside, UnsupportedModelError for a model
-    without LDM-style blocks.
-
-    >>> # tome_core.apply_patch(pipe, ratio=0.5)
-    >>> # image = pipe("a lake").images[0]
-    >>> # tome_core.remove_patch(pipe)
-    """
-    config = MergeConfig(
-        ratio=ratio,
-        max_downsample=max_downsample,
-        sx=sx,
-        sy=sy,
-        use_rand=use_rand,
-        merge_attn=merge_attn,
-        merge_crossattn=merge_crossattn,
-        merge_mlp=merge_mlp,
-        seed=seed,
-        proportional=False,
-    )
-    patch(model, config)
-    return model
-
-
-def remove_patch(model: Any) -> Any:
-    """Take our merging off a model and return the model. Does nothing, and never fails, where there is none.
-
-    Of a pipeline whose UNet was exchanged since, it is taken off the old one.
-    """
-    transformers = find_transformers(model)
-    for handle in filter(None, map(handle_on, transformers)):
-        handle.remove()
-    patched = None if transformers else _handle_of(model)
-    for handle in [*_back_from(patched), *_back_from(_by_model(model))]:
-        handle.remove()
-    with suppress(UnsupportedModelError, TypeError):  # what was never patched
-        for module in find_unet(model).modules():
-            drop_remains(module)
-    return model
-
-
-def report(model: Any) -> Report:
-    """What the model's patch did so far; also for a wrapped model and its inner one."""
-    handle = _handle_of(model)
-    return handle.report() if handle is not None else Report(patched=False)
-
-
 _OF_MODEL: weakref.WeakKeyDictionary[Any, Patch] = weakref.WeakKeyDictionary()  # what was handed to `patch`, while on
 
 
-def _by_model(model: Any) -> Patch | None:
+def take_by_model(model: Any) -> Patch | None:
     try:
         return _OF_MODEL.pop(model, None)
     except TypeError:  # nothing that can be referred to weakly
@@ -325,17 +198,7 @@ def _forget(handle: Patch) -> None:
                 del _OF_MODEL[model]
 
 
-def _handle_of(model: Any) -> Patch | TransformerPatch | None:
-    transformers = find_transformers(model)
-    if transformers:
-        return handle_on(transformers[0])
-    try:
-        return _handle_in_force(find_unet(model))
-    except (TypeError, UnsupportedModelError):
-        return None
-
-
-def _handle_in_force(unet: nn.Module | None) -> Patch | None:
+def handle_in_force(unet: nn.Module | None) -> Patch | None:
     """The handle that merges wherever nobody else is named; else the last that holds the wraps."""
     wiring = None if unet is None else wiring_of(unet)
     if wiring is None:
@@ -343,22 +206,11 @@ def _handle_in_force(unet: nn.Module | None) -> Patch | None:
     return wiring.merging or next((one for one in reversed(wiring.holders) if isinstance(one, Patch)), None)
 
 
-def _back_from(handle: Patch | None) -> Iterator[Patch]:
+def back_from(handle: Patch | None) -> Iterator[Patch]:
     """A patch and those it took the place of, the latest first."""
     while handle is not None:
         yield handle
         handle = handle._previous
-
-
-def _schedule_of(model: Any) -> NoiseSchedule | None:
-    """The noise schedule of a pipeline's scheduler, or of an LDM model itself; None for a bare UNet."""
-    scheduler = getattr(model, "scheduler", None)
-    if scheduler is not None:
-        return own_schedule(scheduler) or (STABLE_DIFFUSION if hasattr(scheduler, "scale_model_input") else None)
-    betas = getattr(model, "betas", None)
-    if torch.is_tensor(betas) and betas.dim() == 1:
-        return NoiseSchedule(tuple(betas.double().tolist()))
-    return None
 
 
 def _needs(rules: tuple[MergeRule, ...], downsamples: list[int]) -> frozenset[tuple[int, str]]:

@@ -1,0 +1,42 @@
+"""What a tensor of a call is: a number, a stand-in without a value, mapped over, or on its way into a CUDA graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def is_captured(x: Any) -> bool:
+    """Are kernels on this tensor being recorded into a CUDA graph? Nothing may wait for them there, or outlive it."""
+    if not torch.is_tensor(x) or not x.is_cuda:
+        return False
+    return torch.cuda.is_current_stream_capturing()
+
+
+def is_mapped() -> bool:
+    """Are we inside `torch.vmap`? A match there would be one for each of the samples that it maps over."""
+    functorch = torch._C._functorch
+    if functorch.peek_interpreter_stack() is None:
+        return False
+    return any(one.key() == functorch.TransformType.Vmap for one in functorch.get_interpreter_stack())
+
+
+def common_value(timestep: Any) -> float | None:
+    """The timestep as a number; None where the samples of a batch are at different times, or it has no value.
+
+    Only asked for where the time matters and nobody told it, because on a GPU the answer waits for the device.
+    """
+    if not torch.is_tensor(timestep):
+        return None if timestep is None else float(timestep)
+    if timestep.is_meta or is_transformed(timestep):
+        return None
+    values = timestep.detach().reshape(-1).tolist()
+    return float(values[0]) if values and min(values) == max(values) else None
+
+
+def is_transformed(x: torch.Tensor) -> bool:
+    """Is it a stand-in of torch.func, vmap or a tracer, which has no value and no address?"""
+    if type(x) not in (torch.Tensor, torch.nn.Parameter):
+        return True
+    return torch._C._functorch.is_functorch_wrapped_tensor(x)

@@ -1,0 +1,115 @@
+"""What wraps a UNet: opens a call, whose rules are in force, and closes it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..model.switch import CAPTURE, Switch, inside
+from ..model.wrap import Wrap
+from ..running.call import Call
+from ..running.run import Run
+from . import in_graph
+
+TIME_NAMES = ("timesteps", "timestep", "t")
+INPUT_NAMES = ("hidden_states", "x", "sample")
+
+
+class UNetSite(Wrap):
+    """Around the UNet: opens and closes its calls."""
+
+    def __init__(self, unet: nn.Module, switch: Switch) -> None:
+        super().__init__(unet)
+        self.switch = switch
+        self.number = in_graph.number_of(self)
+        self.put_back: Callable[[], None] | None = None  # set by whoever knows all wraps
+
+    def look_after_itself(self, level: int) -> None:
+        """A block runs outside of any call: perhaps somebody has taken this wrap off, as DeepCache does when it goes.
+
+        It is put back then, for the next call.
+        """
+        run = self.switch.run
+        if run is not None and self.put_back is not None and not self.is_on_top():
+            self.put_back()
+            why = "somebody had taken the patch off the UNet; it is on again for the next"
+            run.ledger.skip(None, level, "block", why)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The UNet's forward, inside a call of the run in force."""
+        if not self.active:
+            return self.original(*args, **kwargs)
+        switch = self.switch
+        run = switch.current()
+        if torch.compiler.is_compiling():  # no graph can hold a lock
+            return self.original(*args, **kwargs) if run is None else self._call(run, None, args, kwargs)
+        if run is None:
+            return self._made(None, args, kwargs) if switch.call is None else self._plainly(args, kwargs)
+        with switch.lock:
+            run = switch.current()  # somebody may have taken it off while this thread waited
+            inside.depth += 1
+            try:
+                if run is None:
+                    return self._made(None, args, kwargs)
+                return self._call(run, threading.get_ident(), args, kwargs)
+            finally:
+                inside.depth -= 1
+                if switch.later:
+                    switch.do_later()
+
+    def _call(self, run: Run, thread: int | None, args: tuple, kwargs: dict[str, Any]) -> Any:
+        latent = args[0] if args else pick_argument(kwargs, INPUT_NAMES)
+        stamp = args[1] if len(args) > 1 else pick_argument(kwargs, TIME_NAMES)
+        begun = None
+        if thread is None and _asks(run, latent):
+            begun = in_graph.begin(self.number, latent, stamp if torch.is_tensor(stamp) else None)
+        return self._under(run.begin(stamp, latent, thread, begun, CAPTURE in vars(self.target)), args, kwargs)
+
+    def begins(self, latent: torch.Tensor, stamp: torch.Tensor | None) -> None:
+        """A call of the UNet, compiled as a whole, begins; its graph says so."""
+        run = self.switch.current()
+        if run is not None:
+            run.begin_in_graph(stamp, latent)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # who knows all wraps sets it again; a pickle would come to modules by their wraps, and take for a wrapper's
+        # "original" what is on the module by then: that wrapper itself
+        return {**super().__getstate__(), "put_back": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.number = in_graph.number_of(self)
+
+    def _plainly(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """While a merged call goes on: another thread's sees nothing of it, a call from inside must not either."""
+        if self.switch.call.thread != threading.get_ident():
+            return self._made(None, args, kwargs)
+        return self._under(None, args, kwargs)
+
+    def _under(self, call: Call | None, args: tuple, kwargs: dict[str, Any]) -> Any:
+        switch = self.switch
+        before = switch.call, switch.grid, switch.block
+        switch.call, switch.grid, switch.block = call, None, None
+        try:
+            return self._made(call, args, kwargs)
+        finally:
+            switch.call, switch.grid, switch.block = before
+
+    def _made(self, call: Call | None, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """By whoever replays calls, if anybody does."""
+        capture = None if torch.compiler.is_compiling() else vars(self.target).get(CAPTURE)
+        return self.original(*args, **kwargs) if capture is None else capture.call(self, call, args, kwargs)
+
+
+def _asks(run: Run, latent: Any) -> bool:
+    """Does a graph of the whole UNet ask for plans?"""
+    return run.keeps and in_graph.are_there() and torch.is_tensor(latent) and not torch.is_grad_enabled()
+
+
+def pick_argument(kwargs: dict, names: tuple[str, ...]) -> Any:
+    """The first of these arguments that was given, or None."""
+    return next((kwargs[name] for name in names if name in kwargs), None)
