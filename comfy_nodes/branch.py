@@ -178,6 +178,8 @@ class BranchMerging:
             unet = tome_core.model.families.find_unet(model.diffusion_model)
             with self._lock:  # several GPUs sample in threads
                 handle = self._patches.get(unet) or self._make(unet)
+                if transformers.is_handle(handle) and transformers.is_compiled(model.diffusion_model, options):
+                    raise tome_core.UnsupportedModelError("the model is compiled")
                 if hasattr(handle, "attach") and self._attached.get(id(model)) is not handle:
                     self._attached[id(model)] = handle  # first: an interrupt may fall in between
                     handle.attention_function = attentions.function_in_force(unet, options)
@@ -246,6 +248,15 @@ def unsupported(model: Any) -> str | None:
     except tome_core.UnsupportedModelError as error:
         return str(error) if transformers.unsupported(unet) else None
     return None
+
+
+def is_transformer(model: Any) -> bool:
+    """Whether a model that is not `unsupported` is a transformer; else it is a UNet."""
+    try:
+        tome_core.model.families.find_blocks(tome_core.model.families.find_unet(model))
+    except (TypeError, tome_core.UnsupportedModelError):
+        return True
+    return False
 
 
 def _argument(place: int, name: str, args: tuple, kwargs: dict) -> Any:

@@ -13,6 +13,7 @@ logger = logging.getLogger(__name__)
 KEY = "tome"  # of our wrappers; a second ApplyToMe finds and replaces the first by it
 # values of comfy.patcher_extension.WrappersMP, here since December 2024
 APPLY_MODEL, OUTER_SAMPLE = "apply_model", "outer_sample"
+COMPILE_KEY = "torch.compile"  # of the wrapper that TorchCompileModel and others like it put on
 # Nodes 2.0 (frontend 1.49) reads a node's text as Markdown, which joins lines that end otherwise; the canvas does not
 LINE_BREAK = "  \n"
 

@@ -12,9 +12,15 @@ Grid, Layout = tome_core.merging.grid.Grid, tome_core.sequence.Layout
 # transformers whose sequence is text, then the picture, then reference pictures, of which transformer_options tell
 _TEXT_FIRST = frozenset({
     "Flux", "Chroma", "MMDiT", "MMDIT", "OpenAISignatureMMDITWrapper", "QwenImageTransformer2DModel", "HunyuanVideo",
+    "SingleStreamDiT",
 })  # fmt: skip
+# Z-Image's and Lumina 2's: text, references, then the picture, filled up to a multiple of `pad_tokens_multiple`
+_PICTURE_LAST = frozenset({"NextDiT"})
+# these run a text by itself through attentions first, which no "block_type" in transformer_options tells
+_REFINE_TEXT = frozenset({"HunyuanVideo", "NextDiT", "SingleStreamDiT"})
 _REFERENCES = "reference_image_num_tokens"  # in transformer_options: tokens of each
 BESIDE = "tokens beside the picture's, and nobody knows where"
+REFINED = "tokens before the model's blocks, maybe a text's"
 
 
 def patch_of(model: Any) -> tuple[int, int, int] | None:
@@ -23,7 +29,7 @@ def patch_of(model: Any) -> tuple[int, int, int] | None:
     if patch is None and hasattr(model, "patch_spatial"):
         patch = (getattr(model, "patch_temporal", 1), model.patch_spatial, model.patch_spatial)
     if patch is None:
-        patch = getattr(getattr(model, "patchifier", None), "patch_size", None)
+        patch = getattr(getattr(model, "patchifier", None), "patch_size", None) or getattr(model, "patch", None)
     if isinstance(patch, int) and not isinstance(patch, bool):
         patch = (1, patch, patch)
     if not isinstance(patch, (tuple, list)) or not all(isinstance(one, int) and one > 0 for one in patch):
@@ -43,12 +49,23 @@ def grid_of(model: Any, latent: Any) -> Any | None:
 
 def layout_of(model: Any, grid: Any, tokens: int, options: dict) -> Any | str:
     """Of a sequence of so many tokens; a sentence where that is not known. options: transformer_options of the call."""
+    names = {kind.__name__ for kind in type(model).__mro__}
+    if names & _REFINE_TEXT and not options.get("block_type"):
+        return f"{tokens} {REFINED}"
     beside = tokens - grid.height * grid.width
     if beside < 0:
         return "fewer tokens than the picture has"
     if beside == 0:
         return Layout(grid)
-    if not any(kind.__name__ in _TEXT_FIRST for kind in type(model).__mro__):
-        return f"{beside} {BESIDE}"
-    first = beside - sum(options.get(_REFERENCES) or ())
+    if names & _PICTURE_LAST:
+        first = beside - -(grid.height * grid.width) % (getattr(model, "pad_tokens_multiple", None) or 1)
+    elif names & _TEXT_FIRST and not _is_picture_first(model):
+        first = beside - sum(options.get(_REFERENCES) or ())
+    else:
+        first = -1
     return Layout(grid, first) if first >= 0 else f"{beside} {BESIDE}"
+
+
+def _is_picture_first(model: Any) -> bool:
+    """An earlier ComfyUI's HunyuanVideo, whose references lie before its film, of a length that nobody tells."""
+    return any(getattr(block, "flipped_img_txt", False) for block in getattr(model, "double_blocks", ()))

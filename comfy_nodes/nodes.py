@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from . import host, inputs, picture
-from .branch import Asked, BranchMerging, unsupported
+from .branch import Asked, BranchMerging, is_transformer, unsupported
 
 CATEGORY = "model/patch/unet"
 ALIASES = ["token merging", "tomesd", "tome", "speed", "faster sampling"]
@@ -42,8 +42,8 @@ class ApplyToMe:
     DESCRIPTION = (
         "Merges similar tokens in the model's attentions, so that sampling takes less time: the larger the picture, "
         "the more. For SD1.x, SD2.x and SDXL, and for transformers of pictures and films such as Flux, SD3, Qwen-Image "
-        "and Wan, where nobody has measured yet what a strength changes. Only samplers behind this node are changed. "
-        "After sampling the node shows what merged."
+        "and Wan, where what a strength changes was measured on one small model only. Only samplers behind this node "
+        "are changed. After sampling the node shows what merged."
     )
     CATEGORY = CATEGORY
     SEARCH_ALIASES = ALIASES
@@ -72,7 +72,7 @@ class ApplyToMe:
         host.detach(clone)
         problem = unsupported(clone.model)
         try:
-            config = inputs.config_of(strength, start, end, settings)
+            config = inputs.config_of(strength, start, end, settings, is_transformer(clone.model))
         except (TypeError, ValueError) as error:  # a start after the end, or a linked value
             problem = str(error)
             config = None

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from . import attentions
+from . import attentions, host
 from .engine import tome_core
 from .layouts import grid_of, layout_of, patch_of
 
@@ -41,6 +41,17 @@ def make(model: Any, config: Any) -> Any:
 def is_handle(handle: Any) -> bool:
     """Is it a transformer's?"""
     return isinstance(handle, sequence.SequenceMerging)
+
+
+def is_compiled(model: Any, options: dict) -> bool:
+    """Is it, or a block of it, under ``torch.compile``: in its place already, or by a wrapper of this call?
+
+    ComfyUI has compiled code not look at transformer_options again. What was compiled with our function in them fails
+    in every branch without it, and what was compiled without goes on so.
+    """
+    if host.COMPILE_KEY in options.get("wrappers", {}).get(host.APPLY_MODEL, ()):
+        return True
+    return any("_orig_mod" in one._modules or one._compiled_call_impl is not None for one in model.modules())
 
 
 def options_with(handle: Any, model: Any, latent: Any, t: Any, options: dict, slot: Slot) -> dict:
@@ -115,13 +126,13 @@ def _problem(tokens: tuple[int, int, int], mask: Any, grid: Any) -> str | None:
 
 
 def _tried(host: Any, heads: int, like: torch.Tensor) -> str:
-    """Is it attention, and what does it do with a mask? See `Slot.kind`."""
+    """Is it attention, and what does it do with a mask? See `Slot.kind`. One that refuses masks adds none."""
     generator = torch.Generator().manual_seed(0)
     width = like.shape[-1] if host.form == sequence.BY_HEAD else like.shape[-1] // heads
     q, k, v = torch.randn(3, 1, _PROBED, heads, width, generator=generator).to(like)
     mask = torch.zeros(1, 1, 1, _PROBED).to(like)
     mask[..., : _PROBED // 2] = 4.0
-    by_head = [one.transpose(1, 2) for one in (q, k, v)]
+    by_head, kind = [one.transpose(1, 2) for one in (q, k, v)], ""
     try:
         for bias, kind in ((None, ""), (mask, "plain")):
             exact = F.scaled_dot_product_attention(*by_head, bias, scale=host.scale).transpose(1, 2)
@@ -129,6 +140,6 @@ def _tried(host: Any, heads: int, like: torch.Tensor) -> str:
             found = sequence.by_token(found, host.out_form, heads)
             if found.shape != exact.shape or not (found - exact).norm() < _LIKE * exact.norm():
                 return kind
-    except Exception:  # whatever it is, it does not serve a few tokens
-        return ""
+    except Exception:  # whatever it is, it does not serve a few tokens, or these with a mask
+        return kind
     return "bias"
