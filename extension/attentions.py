@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -25,12 +25,18 @@ _A1111 = {
     "modules.hypernetworks.hypernetwork.attention_CrossAttention_forward": True,
 }
 _TORCH = f"{_OPTIMIZATIONS}.scaled_dot_product_attention_forward"
-# What adds a mask of four dimensions to the scaled logits before the softmax. Forge's others cut a mask by queries,
-# also where it has one row for all of them, or take it for square; attention_sub_quad may take the maximum first.
+# What adds a mask of four dimensions to the scaled logits before the softmax, and an argument that it then has. Forge's
+# others cut a mask by queries, also where it has one row for all of them, or take it for square; attention_sub_quad may
+# take the maximum first. Forge Classic's have reForge's names, but hold heads within the batch: all but one would fail.
 _FORGE = "backend.attention"
-_FORGE_ADDING = ("attention_basic", "attention_pytorch")
+_FORGE_ADDING = dict.fromkeys(("attention_basic", "attention_pytorch"), "mask")
 _REFORGE = "ldm_patched.ldm.modules.attention"
-_REFORGE_ADDING = ("attention_basic", "attention_split", "attention_xformers", "attention_pytorch")
+_NEWER = "skip_output_reshape"
+_REFORGE_ADDING = {
+    **dict.fromkeys(("attention_basic", "attention_split", "attention_xformers"), _NEWER), "attention_pytorch": "mask",
+}  # fmt: skip
+# Classic's for SDXL, which goes to SageAttention 1 with whatever it is given, and that ends the job at other widths
+_OF_THREE_WIDTHS, _ITS_WIDTHS = f"{_REFORGE}.attention_sage", (64, 96, 128)
 
 
 class _WithoutMask(ForwardOnStandIn):
@@ -77,10 +83,17 @@ class _HijackedByTorch(_Hijacked):
 class _ByFunction(_WithoutMask):
     """The Forges': ``forward`` calls a function of its own module's, by one name, or with a mask by another."""
 
-    def __init__(self, name: str, names: Iterable[str], where: str, adding: Iterable[str]) -> None:
+    def __init__(self, name: str, names: Iterable[str], where: str, adding: Mapping[str, str]) -> None:
         super().__init__(name, by_attribute=False)
         self._names = tuple(names)
-        self._adding = frozenset(f"{where}.{one}" for one in adding)
+        self._adding = {f"{where}.{one}": argument for one, argument in adding.items()}
+
+    def problem(self, module: nn.Module, kwargs: dict[str, Any]) -> str | None:
+        """A mask, or a function that fails at the only way on which it could be told of sizes."""
+        function = type(module).forward.__globals__.get(self._names[0])
+        if _name_of(function) == _OF_THREE_WIDTHS and not _takes(function, _NEWER) and module.dim_head in _ITS_WIDTHS:
+            return "its function takes no wider heads"
+        return super().problem(module, kwargs)
 
     def takes_bias(self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, kwargs: dict[str, Any]) -> bool:
         """Where the function in force is known to add a mask, and would be called with a mask too."""
@@ -88,15 +101,17 @@ class _ByFunction(_WithoutMask):
         function, *others = (home.get(name) for name in self._names)
         if any(other is not function for other in others) or hasattr(function, "__wrapped__"):
             return False
-        return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}" in self._adding
+        argument = self._adding.get(_name_of(function))
+        return argument is not None and _takes(function, argument)
 
-    def attend(
-        self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None,
-        kwargs: dict[str, Any],
-    ) -> torch.Tensor:  # fmt: skip
-        """What the module's ``forward`` makes of them."""
-        mask = None if bias is None else bias[:, None]  # [B, 1, 1, G]
-        return type(module).forward(StandIn(module, q, k, v), q, context=k, mask=mask)
+
+def _name_of(function: Any) -> str:
+    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
+
+
+def _takes(function: Any, argument: str) -> bool:
+    code = getattr(function, "__code__", None)
+    return code is not None and argument in code.co_varnames[: code.co_argcount]
 
 
 def describe() -> None:

@@ -311,6 +311,13 @@ def is_page() -> bool:
     return Context.block is not Context.root_block
 
 
+def is_being_built() -> bool:
+    """Is a page being made? gradio 4 makes a control anew, outside of any, for an answer that changes one."""
+    from gradio.context import Context
+
+    return Context.root_block is not None
+
+
 def set_tooltip(control: Any, text: str) -> None:
     """What the webui shows while the mouse is over a control."""
     control.webui_tooltip = text

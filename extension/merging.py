@@ -139,14 +139,10 @@ class Armed:
             self._rest()  # somebody samples in between
             return
         self._follow(host.running_unet(p))
-        record = self.job.record(self.hires)
-        record.steps += 1
-        if self.handle is None:
-            return
-        if self.handle.run.wants_time:
+        if self.handle is not None and self.handle.run.wants_time:
             time, timesteps = host.relative(p, self._pace.time(params)), self._pace.timesteps(p)
             self.handle.set_time(**time, sampling=self._sampling, pictures=host.pictures(p), timesteps=timesteps)
-        record.steps_live += bool(self.handle.run.live)
+        self._count()
 
     def disarm(self) -> None:
         """Take the patch off, keeping what it counted. Idempotent."""
@@ -179,7 +175,7 @@ class Armed:
     def _count(self) -> None:
         record = self.job.record(self.hires)
         record.steps += 1
-        record.steps_live += bool(self.handle.run.live)
+        record.steps_live += self.handle is not None and bool(self.handle.run.live)
 
     def _rest(self) -> None:
         if self.handle is not None:

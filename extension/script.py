@@ -153,7 +153,7 @@ def add_axes() -> None:
 
 def on_component(component: Any, elem_id: str | None = None, **facts: Any) -> None:
     """The webui has made a control of its own, or somebody else has."""
-    if elem_id in page.WANTED:
+    if elem_id in page.WANTED and host.is_being_built():
         page.note(elem_id, component)
 
 

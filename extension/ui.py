@@ -77,6 +77,12 @@ class Panel:
         for name in DIAL:
             control = self._made[name]
             _show(control, "value", lambda control=control, name=name: _start(name, control.value))
+        strength, usual = self._made["strength"], base_of(DEFAULTS["strength"])
+        _show(self._made[FILLED_FOR], "value", lambda: _filled_for(strength.value))
+        for name, value in usual.items():
+            control = self._made[name]
+            _show(control, "value", lambda control=control, name=name, value=value: (
+                base_of(_filled_for(strength.value))[name] if control.value == value else control.value))  # fmt: skip
         fold = getattr(enabled, "accordion", None)
         if fold is not None:
             _show(fold, "open", lambda: _start("enabled", enabled.value))
@@ -87,11 +93,10 @@ class Panel:
             page.follow(self._tab, name, self._made[name])
         fields = [self._made[name] for name in form.NAMES]
         refilled = {"outputs": [self._made[FILLED_FOR], *fields], **_QUIETLY}
-        strength, own = self._made["strength"], self._made[OWN]
-        along = {"fn": moved, "inputs": [strength, own, self._made[FILLED_FOR], *fields], **refilled}
+        strength = self._made["strength"]
+        along = {"fn": moved, "inputs": [strength, self._made[OWN], self._made[FILLED_FOR], *fields], **refilled}
         # gradio drops an event while its like is unanswered, so behind each answer is asked what came meanwhile
         strength.change(**along).then(**along)
-        own.input(fn=filled, inputs=[strength], **refilled)
         page.when_made(self._tab, self._follow)
 
     def _follow(self, theirs: dict[str, Any]) -> None:
@@ -126,6 +131,16 @@ def _start(name: str, saved: Any) -> Any:
         return saved
 
 
+def _filled_for(saved: Any) -> float:
+    """The strength whose values the fields start with. saved: the user's default of the panel's strength."""
+    begins = _start("strength", saved)
+    try:
+        base_of(begins)
+    except (TypeError, ValueError):
+        return DEFAULTS["strength"]
+    return begins
+
+
 def _rows() -> list[list[form.Field]]:
     """The fields in rows: numbers, then choices, then switches, three beside each other."""
     kinds: dict[Any, list[form.Field]] = {gr.Slider: [], gr.Number: [], gr.Dropdown: [], gr.Checkbox: []}
@@ -158,20 +173,21 @@ def _marks(slider: str) -> str:
     return f'<div style="position:relative;height:1.4em;font-size:.85em;opacity:.8">{marks}</div>'
 
 
-def filled(strength: float) -> list[Any]:
-    """For `FILLED_FOR` and all fields: what a strength stands for."""
-    return [gr.update(value=strength), *(gr.update(value=value) for value in base_of(strength).values())]
-
-
 def moved(strength: float, own: bool, filled_for: float, *values: Any) -> list[Any]:
-    """The same when the strength was moved; what an expert had set otherwise stays."""
+    """For `FILLED_FOR` and all fields: what a strength stands for, where an expert had set nothing else."""
     try:
         before = base_of(filled_for)
         now = base_of(strength)
     except ValueError:  # while somebody types
         return [gr.update() for _ in (FILLED_FOR, *values)]
     kept = {name: value for name, value in zip(form.NAMES, values, strict=True) if own and value != before[name]}
-    return [gr.update(value=strength), *(gr.update(value=value) for value in (now | kept).values())]
+    return [gr.update(value=strength), *_changes(values, now | kept)]
+
+
+def _changes(values: tuple, wanted: dict[str, Any]) -> list[Any]:
+    """An update a field; none for what it holds already, as something newer may have been typed by then."""
+    return [gr.update() if held == new else gr.update(value=new)
+            for held, new in zip(values, wanted.values(), strict=True)]  # fmt: skip
 
 
 def told_line(*values: Any) -> str:
