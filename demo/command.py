@@ -162,11 +162,12 @@ def _run(options: argparse.Namespace, source) -> None:
         columns = picture.compare(source, wanted, options.steps, ways, bar.update, bar.set_description)
         bar.set_description("done")
     title = f"Token merging, {source.name}, {options.steps} steps on {source.device}"
-    sheet.write(sheet.draw(columns, wanted, title), options.output)
+    verdict = table.verdict(columns, on_cpu=source.device.type == "cpu")
+    sheet.write(sheet.draw(columns, wanted, title, verdict), options.output)
     print(f"{title}, {len(wanted)} picture{'s' * (len(wanted) > 1)} each\n\n{table.table(columns)}\n")
     for column in columns[1:] if options.report else ():
         print(f"{column.variant.name}: {column.report}\n")
-    print(table.verdict(columns, on_cpu=source.device.type == "cpu"))
+    print(verdict)
     if options.block:
         print("Timing one SD1.5-sized block ...", file=sys.stderr)
         print(table.Block(picture.BALANCED.name, *time_block(BLOCK_REPEATS)))

@@ -197,7 +197,7 @@ def enlarged(picture: np.ndarray) -> np.ndarray:
     return np.array(Image.fromarray(picture).resize((width * times, height * times), Image.Resampling.NEAREST))
 
 
-def _drawn(picture: np.ndarray, maps: dict[int, tome_core.running.run.MergeMap], row: int):
+def _drawn(picture: np.ndarray, maps: dict[int, tome_core.running.call.MergeMap], row: int):
     """Each level's map; row: the prompt's in the model's batch."""
     drawn = []
     for level, found in sorted(maps.items()):

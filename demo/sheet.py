@@ -1,4 +1,4 @@
-"""The comparison picture: a row for each prompt, a column for each variant, difference maps beside them."""
+"""The comparison picture: a column for each variant, a row for each prompt, what differs below it, a judgement."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from demo.likeness import psnr
 from demo.picture import Column, Order, detail, speed_up
 
 SMALLEST, LARGEST = 256, 512  # px of a picture on the sheet; smaller ones are enlarged by whole pixels
-GAP, MARGIN, TITLE, HEAD = 8, 190, 44, 52
+GAP, TITLE, HEAD, LINE = 8, 44, 82, 26
 PAPER, INK, FAINT = (250, 250, 248), (20, 20, 20), (95, 95, 95)
 AMPLIFY = 8
 
@@ -32,61 +32,70 @@ def shown_size(height: int, width: int) -> tuple[int, int]:
 
 
 def cell(row: int, column: int, size: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Box (left, top, right, bottom) of a sheet's cell for pictures shown at `size` = (height, width)."""
+    """Box (left, top, right, bottom) of a sheet's cell for pictures shown at `size` = (height, width).
+
+    Picture i lies in row 2 * i, what differs in it in the row below.
+    """
     height, width = size
-    left, top = MARGIN + column * (width + GAP), TITLE + HEAD + row * (height + GAP)
+    left, top = GAP + column * (width + GAP), TITLE + HEAD + row * (height + GAP)
     return left, top, left + width, top + height
 
 
-def draw(columns: list[Column], wanted: list[Order], title: str) -> Image.Image:
-    """The whole sheet. Columns: unmerged, then for each way of merging the picture and its difference to unmerged."""
+def draw(columns: list[Column], wanted: list[Order], title: str, sentence: str) -> Image.Image:
+    """The whole sheet: each variant's pictures, the unmerged ones first, below each merged one its difference to
+    the unmerged, below that of the unmerged its prompt, and the sentence below all of it.
+    """
     size = shown_size(*columns[0].pictures[0].shape[:2])
-    cells = 1 + 2 * (len(columns) - 1)
-    right, bottom = cell(len(wanted) - 1, cells - 1, size)[2:]
-    sheet = Image.new("RGB", (right + GAP, bottom + GAP), PAPER)
+    right, bottom = cell(2 * len(wanted) - 1, len(columns) - 1, size)[2:]
+    foot = _wrap(sentence, _font(18), right - GAP)
+    sheet = Image.new("RGB", (right + GAP, bottom + 2 * GAP + LINE * len(foot)), PAPER)
     pen = ImageDraw.Draw(sheet)
-    pen.text((GAP * 2, TITLE // 2), title, INK, _font(20), anchor="lm")
-    for row, order in enumerate(wanted):
-        _label_row(pen, order, cell(row, 0, size)[1])
-    for position, (picture_column, head, note) in enumerate(_heads(columns)):
+    pen.text((GAP, TITLE // 2), title, INK, _font(20), anchor="lm")
+    pen.multiline_text((GAP, bottom + GAP), "\n".join(foot), INK, _font(18), spacing=LINE - 18)
+    for position, column in enumerate(columns):
         left = cell(0, position, size)[0]
-        pen.text((left, TITLE + 2), head, INK, _font(20))
-        pen.text((left, TITLE + 27), note, FAINT, _font(16))
-        for row, picture in enumerate(picture_column):
-            sheet.paste(_fit(picture, size), cell(row, position, size)[:2])
+        pen.text((left, TITLE), column.variant.name, INK, _font(20))
+        for line, note in enumerate(_notes(columns[0], column)):
+            pen.text((left, TITLE + 28 + 22 * line), note, FAINT, _font(16))
+        for row, (plain, picture) in enumerate(zip(columns[0].pictures, column.pictures, strict=True)):
+            sheet.paste(_fit(picture, size), cell(2 * row, position, size)[:2])
+            if position:
+                sheet.paste(_fit(difference(plain, picture), size), cell(2 * row + 1, position, size)[:2])
+    for row, order in enumerate(wanted):
+        _label(pen, order, cell(2 * row + 1, 0, size))
     return sheet
 
 
-def _heads(columns: list[Column]) -> list[tuple[list[np.ndarray], str, str]]:
-    """Pictures, heading and note of every cell column, from left to right."""
-    plain = columns[0]
-    heads = [(plain.pictures, plain.variant.name, f"{np.median(plain.wall):.2f} s a picture")]
-    for column in columns[1:]:
-        pairs = list(zip(plain.pictures, column.pictures, strict=True))
-        quality = (f"PSNR {np.mean([psnr(a, b) for a, b in pairs]):.1f} dB, "
-                   f"{detail(plain.pictures, column.pictures):.0%} of the detail")
-        time = f"{np.median(column.wall):.2f} s, {speed_up(plain.wall, column.wall):.2f} times as fast"
-        heads.append((column.pictures, column.variant.name, time))
-        heads.append(([difference(a, b) for a, b in pairs], f"difference x{AMPLIFY}", quality))
-    return heads
+def _notes(plain: Column, column: Column) -> list[str]:
+    """What stands under a column's heading: its time, and how near its pictures come to the unmerged ones."""
+    time = f"{np.median(column.wall):.2f} s"
+    if column is plain:
+        return [f"{time} a picture"]
+    near = np.mean([psnr(a, b) for a, b in zip(plain.pictures, column.pictures, strict=True)])
+    return [f"{time}, {speed_up(plain.wall, column.wall):.2f} times as fast",
+            f"PSNR {near:.1f} dB, {detail(plain.pictures, column.pictures):.0%} of the detail"]
 
 
-def _label_row(pen: ImageDraw.ImageDraw, order: Order, top: int) -> None:
-    text = "\n".join(_wrap(order.prompt, _font(18), MARGIN - 3 * GAP))
-    pen.multiline_text((GAP * 2, top + 2), text, INK, _font(18), spacing=5)
+def _label(pen: ImageDraw.ImageDraw, order: Order, box: tuple[int, int, int, int]) -> None:
+    """What was asked for, and at its bottom what is to be seen right of it."""
+    left, top, right, bottom = box
+    lines = _wrap(order.prompt, _font(18), right - left - GAP)
+    text = "\n".join(lines if len(lines) <= 6 else [*lines[:5], "..."])
+    pen.multiline_text((left, top + GAP), text, INK, _font(18), spacing=5)
     height = pen.multiline_textbbox((0, 0), text, _font(18), spacing=5)[3]
-    pen.text((GAP * 2, top + height + 14), f"seed {order.seed}", FAINT, _font(16))
+    pen.text((left, top + height + 2 * GAP), f"seed {order.seed}", FAINT, _font(16))
+    pen.text((right - GAP, bottom - GAP), f"what differs, times {AMPLIFY}:", FAINT, _font(16), anchor="rs")
 
 
 def _wrap(text: str, font: ImageFont.FreeTypeFont, width: int) -> list[str]:
-    """Lines of at most `width` px; a longer word stands alone. Nine lines fit beside a picture."""
+    """Lines of at most `width` px; a longer word stands alone."""
     lines: list[str] = []
     for word in text.split():
         if lines and font.getlength(f"{lines[-1]} {word}") <= width:
             lines[-1] += f" {word}"
         else:
             lines.append(word)
-    return lines if len(lines) <= 9 else [*lines[:8], "..."]
+    return lines
 
 
 def _font(size: int) -> ImageFont.FreeTypeFont:

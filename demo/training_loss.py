@@ -72,7 +72,8 @@ def v_loss(model: SceneModel, batch: Batch, times: torch.Tensor, generator: torc
     noise, times = torch.randn(latents.shape, generator=generator).to(latents), times.to(latents.device)
     scheduler = DDPMScheduler(**model.scheduler)
     noisy, target = scheduler.add_noise(latents, noise, times), scheduler.get_velocity(latents, noise, times)
-    with torch.autocast(latents.device.type, torch.bfloat16):
+    # A step in bfloat16 takes 1.6 to 1.9 times as long on a CPU that has instructions for it but no tiles (AMX).
+    with torch.autocast(latents.device.type, torch.bfloat16, enabled=latents.device.type != "cpu"):
         prediction = model(noisy, times, batch.tokens, batch.sizes)
     return (prediction.float() - target).pow(2).mean()
 

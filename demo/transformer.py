@@ -9,10 +9,10 @@ from torch import nn
 from demo.prompt import VOCABULARY
 
 # Flux's blocks: two that keep picture and prompt apart but attend jointly, then those that run both as one sequence.
-# A token is one place of the latent, so 128 px are 4,096 of them, as many as Flux has at 1024 px.
+# A token is 2x2 places of the latent, as Flux's are, so 128 px are 1,024 of them.
 TRANSFORMER = {
     "patch_size": 1,
-    "in_channels": 12,
+    "in_channels": 48,
     "num_layers": 2,
     "num_single_layers": 5,
     "attention_head_dim": 32,
@@ -22,7 +22,8 @@ TRANSFORMER = {
     "guidance_embeds": False,
     "axes_dims_rope": [8, 12, 12],
 }
-SIDE = 64  # of the latent, in tokens
+SIDE = 64  # of the latent
+TOKEN = 2  # side of a token, in places of the latent
 
 
 class SceneTransformer(nn.Module):
@@ -33,7 +34,7 @@ class SceneTransformer(nn.Module):
         self.transformer = FluxTransformer2DModel(**config)
         self.emb = nn.Embedding(VOCABULARY, config["joint_attention_dim"])
         self.config, self.scheduler, self.haar_gain = config, scheduler, haar_gain
-        self.side, self.channels = SIDE, config["in_channels"]
+        self.side, self.channels = SIDE, config["in_channels"] // TOKEN**2
 
     @property
     def network(self) -> nn.Module:
@@ -45,26 +46,27 @@ class SceneTransformer(nn.Module):
     ) -> torch.Tensor:
         """v-prediction [n, 12, h, w]; arguments as `SceneModel.forward` has them. sizes: they place a part of a
         picture, or one of another size, on the tokens of a whole one."""
-        height, width = latents.shape[2:]
+        tiles = nn.functional.pixel_unshuffle(latents, TOKEN)
+        height, width = tiles.shape[2:]
         words = self.emb(tokens)
-        places = self._places(height, width, sizes, latents)
+        places = self._places(height, width, sizes, tiles)
         out = self.transformer(
-            hidden_states=latents.flatten(2).transpose(1, 2),
+            hidden_states=tiles.flatten(2).transpose(1, 2),
             encoder_hidden_states=words,
             pooled_projections=words.mean(1),
-            timestep=timestep.expand(len(latents)).to(latents) / 1000,
+            timestep=timestep.expand(len(tiles)).to(tiles) / 1000,
             img_ids=places,
             txt_ids=places.new_zeros(tokens.shape[1], 3),
             return_dict=False,
         )[0]
-        return out.transpose(1, 2).unflatten(2, (height, width))
+        return nn.functional.pixel_shuffle(out.transpose(1, 2).unflatten(2, (height, width)), TOKEN)
 
-    def _places(self, height: int, width: int, sizes: torch.Tensor | None, latents: torch.Tensor) -> torch.Tensor:
+    def _places(self, height: int, width: int, sizes: torch.Tensor | None, tiles: torch.Tensor) -> torch.Tensor:
         """[h * w, 3]: 0, down and right, of each token's middle in tokens of a whole picture."""
         top, left, unit = 0.0, 0.0, 1.0
         if sizes is not None:
             whole, _, top, left = sizes[0, :4].tolist()
-            unit, top, left = 2 * SIDE / whole, top / 2, left / 2
-        down, right = (torch.arange(count, device=latents.device) + 0.5 for count in (height, width))
+            unit, top, left = 2 * SIDE / whole, top / (2 * TOKEN), left / (2 * TOKEN)
+        down, right = (torch.arange(count, device=tiles.device) + 0.5 for count in (height, width))
         grid = torch.stack(torch.meshgrid((down + top) * unit, (right + left) * unit, indexing="ij"), -1)
         return torch.cat([torch.zeros_like(grid[..., :1]), grid], -1).flatten(0, 1)
