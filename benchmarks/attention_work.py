@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from benchmarks.networks import TRANSFORMER, attended, kind_of
-from benchmarks.reference_patch import finest
+from benchmarks.networks import TRANSFORMER, attended, finest_blocks, kind_of
 from tome_core.transformers.families import family_of, find_attentions
 
 _SAMPLE = 1 / 5  # of its tokens: who answers fewer does so to correct the others by, and no count is of that
@@ -57,7 +56,7 @@ class _OfProjections(Work):
 
     def __init__(self, unet: nn.Module) -> None:
         super().__init__()
-        self.blocks = [place.block for place in finest(unet)]
+        self.blocks = [place.block for place in finest_blocks(unet)]
 
     def _hooked(self) -> list:
         hooks = []

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.results import Record, ResultError
+from benchmarks.results import Record
 from demo.likeness import decibels
 from tome_core import preset
 
@@ -45,11 +44,6 @@ def table(records: Sequence[Record]) -> str:
             text.append(f"Unfinished: {len(record['missing'])} rows are missing.")
         text.append(f"`{record['command']}`; commit {record['commit']}; {record['device']['name']}.")
     return "\n\n".join(text)
-
-
-def plot(records: Sequence[Record], path: Path) -> None:
-    """There is none. Raises ResultError."""
-    raise ResultError("cases are a table without a plot; give --no-plot")
 
 
 def promised(strength: str) -> float:

@@ -16,16 +16,17 @@ from functools import lru_cache
 from pathlib import Path
 
 from benchmarks import purposes, quality_equal_time, results, speed_summary
-from benchmarks.quality_figures import Section, sections
+from benchmarks.quality_figures import Noised, Section, sections
 from benchmarks.quality_rows import TIMES
 from benchmarks.results import Record
-from benchmarks.variant_list import APART, FRONT
+from benchmarks.variant_list import APART, FRONT, SKIPPED, TOMA_RATIOS
 from tome_core.settings.presets import MARKS
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 QUALITY, SPEED, BENCH = "quality-cpu-2026-11-22", "speed-cpu-2026-11-22", "bench-cpu-2026-11-21"
 CHOSEN_FROM, CORRECTION = "front-cpu-2026-11-22", "correction-cpu-2026-11-23"
+TRANSFORMER, SDXL = "transformer-cpu-2026-11-24", "sdxl-cpu-2026-11-23"
 AT_EQUAL_TIME = {
     "10 steps": QUALITY,
     "10 steps, late half": "late-half-cpu-2026-11-22",
@@ -33,6 +34,7 @@ AT_EQUAL_TIME = {
     "4 steps": "steps-4-cpu-2026-11-22",
     "10 steps, guidance 7.5": "guidance-cpu-2026-11-22",
 }
+MOMENTS = (50, 400, 800)  # of `TIMES`: hardly noisy, half, nearly noise
 TOKENS = 4096  # of the finest level of the scene models
 PEERS = {
     "tomesd-0.5": "tomesd, ratio .5",
@@ -51,6 +53,14 @@ METHODS = {
     "zero-attention": "attention set to zero (control)",
     "bfloat16": "bfloat16 (yardstick)",
     "twice-the-solver-steps": "twice the solver steps (yardstick)",
+}
+OF_TRANSFORMERS = {
+    **{f"preset-{name}": METHODS[f"preset-{name}"] for name in MARKS},
+    "downsample-2x2": METHODS["downsample-2x2"],
+    **{f"ToMA-{ratio}": f"ToMA by its abstract, ratio {ratio}" for ratio in TOMA_RATIOS},
+    **{f"first-block-cache-{most}": f"FirstBlockCache, threshold {most}" for most in SKIPPED},
+    **{name: METHODS[name] for name in ("random-partner-0.75", "zero-attention", "bfloat16",
+                                        "twice-the-solver-steps")},
 }
 BESIDE = {name: label for name, label in {**PEERS, **TILES}.items() if name != "tomesd-0.5"}  # the better one is there
 PARTS_OF_MERGING = {
@@ -95,11 +105,30 @@ def strength() -> str:
 
 def quality() -> str:
     """Every method's work, error and time."""
-    models = sections(record(QUALITY))
+    return _methods(QUALITY, METHODS)
+
+
+def sdxl() -> str:
+    """The same of a UNet of SDXL's layout, as far as it was measured there."""
+    return _methods(SDXL, METHODS)
+
+
+def transformer() -> str:
+    """The same of a transformer of Flux's layout."""
+    return _methods(TRANSFORMER, OF_TRANSFORMERS)
+
+
+def _methods(name: str, methods: dict[str, str]) -> str:
+    models = sections(record(name))
+    there = {row["variant"] for row in record(name)["rows"]}
     return _table(("attention work left", "method", "dev %", "PSNR dB", "detail", "time"), (
         (_work(models, name), label, _deviations(models, name), _psnrs(models, name), _details(models, name),
-         _times(models, name)) for name, label in METHODS.items()
+         _times(models, name)) for name, label in methods.items() if name in there
     ))  # fmt: skip
+
+
+def _at_moments(found: list[Noised]) -> list[str]:
+    return [_several(one.dev_at[TIMES.index(time)].value for one in found) for time in MOMENTS]
 
 
 def equal_time() -> str:
@@ -119,13 +148,11 @@ def _beside(model: Section) -> dict[str, str]:
 def front() -> str:
     """Error by keys that are left, from the rows that strength is chosen from."""
     models = sections(record(CHOSEN_FROM))
-    moments = {time: TIMES.index(time) for time in (50, 400, 800)}
     rows = []
     for ratio, cell in FRONT:
         found = [model.noised[_merged_keys(ratio, cell)] for model in models]
-        at = (_several(one.dev_at[place].value for one in found) for place in moments.values())
-        rows.append((_keys(ratio), f"{cell}x{cell}", _several(one.dev.value for one in found), *at))
-    return _table((f"keys of {TOKENS:,}", "cells", "dev %", *(f"at t = {time}" for time in moments)), rows)
+        rows.append((_keys(ratio), f"{cell}x{cell}", _several(one.dev.value for one in found), *_at_moments(found)))
+    return _table((f"keys of {TOKENS:,}", "cells", "dev %", *(f"at t = {time}" for time in MOMENTS)), rows)
 
 
 def parts() -> str:
@@ -211,7 +238,7 @@ def _work(models: list[Section], name: str) -> str:
     return f"{one.work:.2g}"
 
 
-TABLES = {one.__name__: one for one in (strength, quality, equal_time, front, parts, speed, bench)}
+TABLES = {one.__name__: one for one in (strength, quality, sdxl, transformer, equal_time, front, parts, speed, bench)}
 
 
 def filled(text: str) -> str:

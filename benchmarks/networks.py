@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tome_core.model.families import Place, find_blocks
 from tome_core.transformers.families import family_of
 
 UNET, TRANSFORMER = KINDS = ("unet", "transformer")
@@ -15,6 +16,13 @@ UNET, TRANSFORMER = KINDS = ("unet", "transformer")
 def kind_of(network: nn.Module) -> str:
     """One of `KINDS`."""
     return UNET if family_of(network) is None else TRANSFORMER
+
+
+def finest_blocks(unet: nn.Module) -> list[Place]:
+    """The transformer blocks of the finest level that has attention."""
+    places = find_blocks(unet)
+    finest = min(place.halvings for place in places)
+    return [place for place in places if place.halvings == finest]
 
 
 def timestep_of(network: nn.Module, args: tuple, kwargs: dict[str, Any]) -> float:

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from benchmarks import reference_tiles
-from benchmarks.networks import timestep_of
+from benchmarks.networks import finest_blocks, timestep_of
 from benchmarks.reference import Groups, bipartite, pooled, refined
-from tome_core.model.families import Place, find_blocks
 
 Metric = Literal["input", "keys", "keys+values"]
 
@@ -60,13 +59,6 @@ class Phase:
 
     lowest: float
     recipe: Recipe
-
-
-def finest(unet: nn.Module) -> list[Place]:
-    """The transformer blocks of the UNet's finest level that has any."""
-    places = find_blocks(unet)
-    halvings = min(place.halvings for place in places)
-    return [place for place in places if place.halvings == halvings]
 
 
 class Following:
@@ -121,7 +113,7 @@ class Reference(Following):
     def __enter__(self) -> Reference:
         self.follow()
         self._attentions: list[nn.Module] = []
-        for number, place in enumerate(finest(self.network)):
+        for number, place in enumerate(finest_blocks(self.network)):
             attention = _Attention(self, place.block.attn1, number)
             self._hooks.append(place.block.register_forward_pre_hook(attention.note_input))
             place.block.attn1.forward = attention.forward

@@ -1,7 +1,8 @@
 """``python -m benchmarks.report FILE...``: the table and the plot of results, from their JSON alone.
 
 Each kind of result has its own module, ``benchmarks/speed_report.py`` and ``benchmarks/quality_report.py``, with
-``table(records) -> str`` (Markdown) and ``plot(records, path)`` (a PNG); this file only finds the one that fits.
+``table(records) -> str`` (Markdown) and, where there is a plot, ``plot(records, path)`` (a PNG); this file only finds
+the one that fits.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ def write(paths: list[Path], table_path: Path | None, plot_path: Path | None) ->
     if table_path:
         table_path.write_text(f"{text}\n", encoding="utf-8")
     if plot_path:
+        if not hasattr(module, "plot"):
+            raise results.ResultError(f"{kinds[0]}: a table without a plot; give --no-plot")
         module.plot(records, plot_path)
     return text
 

@@ -76,11 +76,11 @@ def _what_is_wrong(record: Any) -> str | None:
 
 
 class Run:
-    """A record and its file, filled row by row.
+    """A record and its file, filled row by row:
 
-    >>> # run = Run.start(record, keys=["a", "b"])
-    >>> # for key in run.missing:
-    >>> #     run.add(key, {"seconds": measure(key)})
+        run = Run.start(record, keys=["a", "b"])
+        for key in run.missing:
+            run.add(key, {"seconds": measure(key)})
     """
 
     def __init__(self, record: Record, path: Path, keys: Sequence[str]) -> None:
@@ -91,7 +91,7 @@ class Run:
 
     @classmethod
     def start(cls, record: Record, keys: Sequence[str], output: Path | None = None, folder: Path = FOLDER) -> Run:
-        """Begin a run, or go on with a killed one of the same settings, versions and device.
+        """Begin a run, or go on with a killed one of the same settings, device and versions of others' packages.
 
         keys: of all planned rows, in their order. output: the file; None is a new one below `folder`, or the
         unfinished one that fits. Raises ResultError where `output` is the result of something else, or complete.
@@ -137,8 +137,13 @@ def _unfinished(record: Record, folder: Path) -> Path | None:
 
 def _difference(before: Record, record: Record) -> str | None:
     """The names of what differs, as far as it forbids to go on with the same file."""
-    names: Iterable[str] = (field for field in IDENTITY if before[field] != record[field])
+    names: Iterable[str] = (field for field in IDENTITY if _told_apart(before, field) != _told_apart(record, field))
     return ", ".join(names) or None
+
+
+def _told_apart(record: Record, field: str) -> Any:
+    """Without our own release: a record names the commits that its rows are of, which tell more."""
+    return {**record[field], "tome_core": None} if field == "versions" else record[field]
 
 
 def _go_on(before: Record, record: Record) -> Record:

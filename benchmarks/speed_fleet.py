@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.networks import finest_blocks
 from benchmarks.speed_models import twin, use_naive_attention
-from benchmarks.speed_variants import VARIANTS, finest_blocks
+from benchmarks.speed_variants import VARIANTS
 
 
 class BlockClock:

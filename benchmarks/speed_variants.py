@@ -17,8 +17,9 @@ from torch import nn
 
 import tome_core
 from benchmarks import reference_tiles
+from benchmarks.networks import finest_blocks
 from benchmarks.speed_plan import CALL, PICTURES, Case
-from tome_core.model.families import Place, find_blocks
+from tome_core.model.families import find_blocks
 from tome_core.running.latch import Latch
 
 CONTROL = "vanilla"
@@ -44,13 +45,6 @@ class Variant(NamedTuple):
     whats: tuple[str, ...] = (CALL, *PICTURES)
     keeps: bool = False
     replayed: bool = False
-
-
-def finest_blocks(unet: nn.Module) -> list[Place]:
-    """The transformer blocks of the finest level that has attention."""
-    places = find_blocks(unet)
-    finest = min(place.halvings for place in places)
-    return [place for place in places if place.halvings == finest]
 
 
 class FreeMerge(nn.Module):

@@ -16,12 +16,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks import reference_tiles
-from benchmarks.networks import TRANSFORMER, UNET
-from benchmarks.speed_variants import finest_blocks
+from benchmarks.networks import TRANSFORMER, UNET, finest_blocks
 
 PLAIN_PIPELINE = "StableDiffusionPipeline"
 FIRST_BLOCK = 0.2  # threshold of FirstBlockCache
-_PAB_HOOK = "pyramid_attention_broadcast"
+PAB_HOOK = "pyramid_attention_broadcast"
 
 
 class Beside(NamedTuple):
@@ -92,7 +91,7 @@ def _broadcast(pipe: Any) -> Iterator[None]:
         for module in pipe.unet.modules():
             registry = getattr(module, "_diffusers_hook", None)
             if isinstance(registry, HookRegistry):
-                registry.remove_hook(_PAB_HOOK, recurse=False)
+                registry.remove_hook(PAB_HOOK, recurse=False)
                 if not registry.hooks:
                     del module._diffusers_hook
 

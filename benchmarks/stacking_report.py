@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.results import Record, ResultError
+from benchmarks.results import Record
 from benchmarks.stack_arms import ALONE, MERGED, OURS_FIRST, PLAIN, THEIRS_FIRST
 from benchmarks.stack_beside import BESIDE, LEFT_OUT
 from benchmarks.stack_nodes import NODES
@@ -48,11 +47,6 @@ def table(records: Sequence[Record]) -> str:
         f"{made['device']['name']}, {made['device']['threads']} thread; {made['command']}; commit {made['commit']}.",
     ]
     return "\n\n".join(text)
-
-
-def plot(records: Sequence[Record], path: Path) -> None:
-    """There is none. Raises ResultError."""
-    raise ResultError("stacking is a table without a plot; give --no-plot")
 
 
 def _line(cells: Sequence[str]) -> str:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.results import Record, ResultError
+from benchmarks.results import Record
 from benchmarks.unfused_hosts import HEADS, SOURCES
 from tome_core import preset
 
@@ -46,11 +45,6 @@ def table(records: Sequence[Record]) -> str:
     return "\n\n".join(part for part in text if part)
 
 
-def plot(records: Sequence[Record], path: Path) -> None:
-    """There is none. Raises ResultError."""
-    raise ResultError("unfused is a table without a plot; give --no-plot")
-
-
 def figures(rows: Sequence[Mapping[str, Any]], name: str) -> dict[tuple[str, int, str], Figures]:
     """(source, pixels, one of unmerged, tomesd and merged) -> its figures. name: of the preset."""
     cases: dict[tuple[str, int, str], dict[int, Mapping[str, Any]]] = {}
@@ -77,7 +71,9 @@ def _of_all_heads(by_heads: dict[int, Mapping[str, Any]]) -> Figures:
     (few, low), (more, high) = sorted(values.items())[0], sorted(values.items())[-1]
     if few == more:
         return low[0], math.nan, "*"
-    return *(at + (HEADS - few) * (then - at) / (more - few) for at, then in zip(low, high, strict=True)), "*"
+    each = [(then - at) / (more - few) for at, then in zip(low, high, strict=True)]
+    # no head takes less than nothing: where the peak is no score's, it differs by chance
+    return *(max(at, then) + (HEADS - more) * max(0.0, one) for at, then, one in zip(low, high, each, strict=True)), "*"
 
 
 def _computed(found: dict[tuple[str, int, str], Figures]) -> dict[tuple[str, int, str], Figures]:
@@ -97,7 +93,8 @@ def _curve(
 ) -> tuple[float, float] | None:
     """MiB, or seconds, a token and a pair of tokens, from the two largest sizes that were measured.
 
-    None where there is one size alone, and where a function cuts its work to fit: its figures follow no curve.
+    None where there is one size alone, where a function cuts its work to fit, and where it grew by less than the tokens
+    did: such figures follow no curve.
     """
     known = sorted((pixels, one[figure]) for (name, pixels, which), one in found.items()
                    if (name, which) == (source, what) and one[2] != "**")[-2:]  # fmt: skip
@@ -105,7 +102,7 @@ def _curve(
         return None
     (n, low), (m, high) = (((pixels // 8) ** 2, value) for pixels, value in known)
     pair = (high / m - low / n) / (m - n)
-    return low / n - pair * n, pair
+    return (low / n - pair * n, pair) if pair >= 0 else None
 
 
 def _peak(curve: tuple[float, float], tokens: float) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 from unittest import mock
@@ -15,8 +15,8 @@ from diffusers import FirstBlockCacheConfig
 from torch import nn
 
 import tome_core
-from benchmarks.networks import KINDS, TRANSFORMER, kind_of, timestep_of
-from benchmarks.reference_patch import Phase, Recipe, Reference, finest
+from benchmarks.networks import KINDS, TRANSFORMER, finest_blocks, kind_of, timestep_of
+from benchmarks.reference_patch import Phase, Recipe, Reference
 from benchmarks.reference_sequence import SequenceReference
 from benchmarks.reference_toma import Toma
 from tome_core.attention import correction
@@ -71,7 +71,7 @@ def in_bfloat16(network: nn.Module, seed: int) -> Iterator[None]:
 
 def closed_form_alone(rule: dict[str, Any]) -> PutOn:
     """tome_core with these settings, whose correction is told nothing by exact answers."""
-    def unfitted(q: torch.Tensor, merged: torch.Tensor, left: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def unfitted(q: torch.Tensor, merged: torch.Tensor, left: torch.Tensor, same: float) -> correction.Pair:
         batch, heads, _, width = left.shape
         return left.new_zeros(batch, heads, 2 * width, width), left.new_zeros(batch, heads, 1, width)
 
@@ -86,7 +86,7 @@ def closed_form_alone(rule: dict[str, Any]) -> PutOn:
 def engine(*rules: dict[str, Any]) -> PutOn:
     """tome_core with these settings; several are rules of which the first that holds counts."""
     if len(rules) == 1:
-        return _merging(tome_core.MergeConfig(**rules[0]))
+        return _merging(**rules[0])
     return _merging(tome_core.MergeConfig(rules=tuple(tome_core.MergeRule(**settings) for settings in rules)))
 
 
@@ -95,18 +95,20 @@ def strength(value: float, timesteps: Sequence[float] | None = None, **more: Any
 
     timesteps: of all steps of the pass. more: settings that a strength does not decide.
     """
-    return _merging(replace(tome_core.strength(value), only_if_it_pays=False, **more), timesteps)
+    return _merging(timesteps=timesteps, strength=value, only_if_it_pays=False, **more)
 
 
-def _merging(config: tome_core.MergeConfig, timesteps: Sequence[float] | None = None) -> PutOn:
-    """tome_core with this config.
+def _merging(
+    config: tome_core.MergeConfig | None = None, timesteps: Sequence[float] | None = None, **asked: Any
+) -> PutOn:
+    """`tome_core.patch` of what is asked for.
 
     What happens inside is one sampling, whose matches may be kept from step to step.
     """
 
     @contextmanager
     def put_on(network: nn.Module, seed: int) -> Iterator[None]:
-        with tome_core.patch(network, replace(config, seed=seed), host_clock=True) as merging:
+        with tome_core.patch(network, config, seed=seed, host_clock=True, **asked) as merging:
             sampling = object()
 
             def tell(module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -126,7 +128,7 @@ def smallest(ratio: float) -> PutOn:
 
     @contextmanager
     def put_on(unet: nn.Module, seed: int) -> Iterator[None]:
-        attentions = [place.block.attn1 for place in finest(unet)]
+        attentions = [place.block.attn1 for place in finest_blocks(unet)]
         for attention in attentions:
             attention.forward = partial(_attend_smallest, attention, ratio)
         try:
@@ -210,7 +212,7 @@ def tomesd(ratio: float, early: float | None = None, until: float = 0) -> PutOn:
         # its destinations come from a clone of the global generator, so equal seeds need that one set
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
-            package.apply_patch(unet, ratio=ratio, max_downsample=2 ** finest(unet)[0].halvings)
+            package.apply_patch(unet, ratio=ratio, max_downsample=2 ** finest_blocks(unet)[0].halvings)
 
             def choose(module: nn.Module, args: tuple, kwargs: dict) -> None:
                 noisy = early is not None and timestep_of(module, args, kwargs) >= until
