@@ -227,6 +227,21 @@ def queued(node: type, values: dict[str, Any]) -> tuple[dict[str, Any], list[str
     return turned, marked
 
 
+def with_compile(patcher: ModelPatcher, compiled: Any) -> ModelPatcher:
+    """Behind TorchCompileModel: ``compiled`` takes the model's place during this branch's calls."""
+
+    def swap(run: Any, *args: Any) -> Any:
+        kept, run.class_obj.diffusion_model = run.class_obj.diffusion_model, compiled
+        try:
+            return run(*args)
+        finally:
+            run.class_obj.diffusion_model = kept
+
+    other = patcher.clone()
+    other.add_wrapper_with_key("apply_model", "torch.compile", swap)
+    return other
+
+
 def checkpoint() -> ModelPatcher:
     """A loader's output: a small UNet with ComfyUI's blocks."""
     return ModelPatcher(BaseModel(comfy_double().model.diffusion_model))

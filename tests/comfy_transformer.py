@@ -40,6 +40,8 @@ class Block(nn.Module):
 class Body(nn.Module):
     """Text, then the picture."""
 
+    pad_tokens_multiple = 1
+
     def __init__(self) -> None:
         super().__init__()
         self.patch_size = 2
@@ -51,16 +53,29 @@ class Body(nn.Module):
         options = {**transformer_options, "block_type": "double"}
         rows, columns = (side // 2 for side in x.shape[2:])
         pieces = nn.functional.pixel_unshuffle(x, 2)
-        tokens = torch.cat([self.txt_in(context), self.img_in(pieces.flatten(2).mT)], 1)
+        picture = self.img_in(pieces.flatten(2).mT)
+        count = picture.shape[1]
+        picture = nn.functional.pad(picture, (0, 0, 0, -count % self.pad_tokens_multiple))
+        tokens = torch.cat([self.txt_in(context), picture], 1)
         for number, block in enumerate(self.blocks):
             options["block_index"] = number
             tokens = block(tokens, context.shape[1], options)
-        out = self.final(tokens[:, context.shape[1] :]).mT
+        out = self.final(tokens[:, context.shape[1] :][:, :count]).mT
         return nn.functional.pixel_shuffle(out.unflatten(2, (rows, columns)), 2)
 
 
 class Flux(Body):
     """Known by its name as one whose text comes first."""
+
+
+class NextDiT(Body):
+    """Known by its name as one whose picture comes last."""
+
+
+class Filled(NextDiT):
+    """With more tokens behind the picture's, up to a multiple of so many."""
+
+    pad_tokens_multiple = 50
 
 
 class Unplaced(Body):

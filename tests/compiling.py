@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from tests.doubles import LatentDiffusionDouble
-from tests.models import CASES, Case, call_case, call_ldm, call_unet, ldm, seeded, unet
+from tests.models import BY_NAME, Case, call_case, call_ldm, call_unet, ldm, seeded, unet
 
-BY_NAME = {case.name: case for case in CASES}
 TIMES = [torch.tensor(time) for time in range(40, 1000, 48)]
 
 

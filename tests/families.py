@@ -8,6 +8,11 @@ import torch
 from tests.models import CASES
 
 every_family = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+# for laws that take long: one of each wiring is quick, what differs from it in weights or arguments alone is slow
+_OF_ITS_OWN = ("ldm_sd1", "sgm_double", "comfy_double", "sd15", "sdxl", "gligen", "ada_norm_zero", "motion")
+every_family_in_time = pytest.mark.parametrize("case", [
+    pytest.param(case, marks=[pytest.mark.slow] * (case.name not in _OF_ITS_OWN)) for case in CASES
+], ids=lambda case: case.name)  # fmt: skip
 
 
 def largest_difference(one: torch.Tensor, other: torch.Tensor) -> float:

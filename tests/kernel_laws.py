@@ -17,8 +17,8 @@ from tome_core import MergePlan
 from tome_core.merging import kernels
 from tome_core.merging.grid import Grid
 from tome_core.merging.methods import METHODS, MatchOptions
-from tome_core.merging.methods.base import Best, Rows, best_keys, taken
-from tome_core.merging.methods.likeness import searched_rows
+from tome_core.merging.methods.base import Best, Rows, best_keys, take_queries
+from tome_core.merging.methods.likeness import keys_of_rows
 from tome_core.merging.metric import of_unit_spread
 
 used = kernel_harness.used  # a fixture, around every test
@@ -59,7 +59,7 @@ def test_the_best_key_is_that_of_the_exact_scores(shape, kind, dtype):
     rows, keys = case(shape, dtype)
     bias = biases(shape[0], shape[3])[kind]
     found = best_keys(rows, shape[2], keys, bias)
-    assert_best(found, taken(rows, 0, shape[2]), keys, bias)
+    assert_best(found, take_queries(rows, 0, shape[2]), keys, bias)
     with kernels.without():
         plain = best_keys(rows, shape[2], keys, bias)
     assert torch.allclose(found.score, plain.score, atol=1e-5)
@@ -72,14 +72,14 @@ def test_keys_of_the_queries_own_dtype_are_multiplied_exactly(shape, kind, dtype
     rows, keys = case(shape, dtype)
     bias, keys = biases(shape[0], shape[3])[kind], keys.to(dtype)
     found = best_keys(rows, shape[2], keys, bias)
-    assert_best(found, taken(rows, 0, shape[2]), keys, bias)
+    assert_best(found, take_queries(rows, 0, shape[2]), keys, bias)
     exact = best_keys(rows, shape[2], keys.float(), bias)
     assert torch.equal(found.index, exact.index) and torch.equal(found.score, exact.score)
 
 
 def test_queries_taken_slice_by_slice_are_found_the_same():
     rows, keys = case(SHAPES[2])
-    direct, called = best_keys(rows, 130, keys), best_keys(lambda i, j: taken(rows, i, j), 130, keys)
+    direct, called = best_keys(rows, 130, keys), best_keys(lambda i, j: take_queries(rows, i, j), 130, keys)
     assert torch.equal(direct.score, called.score) and torch.equal(direct.index, called.index)
 
 
@@ -97,8 +97,9 @@ def test_no_queries_are_no_results(used):
 def test_one_tensor_serves_samples_with_rows_of_their_own():
     x, keys = noise(1, 50, 20), noise(4, 9, 20, seed=1)
     rows = Rows(x, torch.arange(28, device=DEVICE).view(4, 7))
-    assert torch.equal(taken(rows, 2, 5), torch.stack([x[0, 7 * sample + 2 : 7 * sample + 5] for sample in range(4)]))
-    assert_best(best_keys(rows, 7, keys), taken(rows, 0, 7), keys, None)
+    expected = torch.stack([x[0, 7 * sample + 2 : 7 * sample + 5] for sample in range(4)])
+    assert torch.equal(take_queries(rows, 2, 5), expected)
+    assert_best(best_keys(rows, 7, keys), take_queries(rows, 0, 7), keys, None)
 
 
 def test_any_strides_will_do():
@@ -107,7 +108,7 @@ def test_any_strides_will_do():
     rows = torch.arange(69, -1, -1, device=DEVICE)[None, ::2].expand(2, -1)
     queries = Rows(x, rows)
     assert not x.is_contiguous() and x.shape == (2, 70, 40)
-    assert_best(best_keys(queries, 35, keys, bias), taken(queries, 0, 35), keys, bias)
+    assert_best(best_keys(queries, 35, keys, bias), take_queries(queries, 0, 35), keys, bias)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -275,7 +276,7 @@ def test_keys_and_values_are_merged_at_once_as_each_alone(dtype, channels, used)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_are_found_as_centres_without_being_copied_first(dtype):
     x, rows = noise(2, 60, 21, dtype=dtype), torch.tensor([[59, 0, 7]], device=DEVICE)
-    keys, bias = searched_rows(x, rows, True)
+    keys, bias = keys_of_rows(x, rows, True)
     assert torch.equal(keys, x[:, rows[0]])
     torch.testing.assert_close(bias, x[:, rows[0]].float().square().sum(-1) / -2, rtol=1e-5, atol=1e-5)
 
@@ -285,7 +286,7 @@ def test_a_score_can_know_its_querys_length(dtype):
     rows, keys = case(SHAPES[2], dtype)
     plain = best_keys(rows, 130, keys)
     score, index = kernels.best_keys(rows.x, rows.rows, keys, None, lengths=True)
-    lengths = taken(rows, 0, 130).square().sum(-1)
+    lengths = take_queries(rows, 0, 130).square().sum(-1)
     assert torch.equal(index, plain.index)
     torch.testing.assert_close(score, plain.score - lengths / 2, rtol=1e-5, atol=1e-5)
 

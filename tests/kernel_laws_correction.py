@@ -11,8 +11,8 @@ import torch
 from tests import kernel_harness
 from tests.kernel_harness import DEVICE, DTYPES, beside_twin, close, noise
 from tome_core import MergePlan
-from tome_core.attention.core import corrected
-from tome_core.attention.correction import Correction, _attended, _by_head, first_order, fitted
+from tome_core.attention.core import add_correction
+from tome_core.attention.correction import Correction, _attended, _by_head, first_order, fit_correction
 from tome_core.merging import kernels, kernels_correction
 
 used = kernel_harness.used  # a fixture, around every test
@@ -72,19 +72,20 @@ def test_a_correction_is_that_of_float64(heads, width, tokens, dtype, used):
     The sums themselves are smaller: bfloat16's 8 bits leave a prediction of 128 terms a fifth off, whoever solves.
     """
     q, rows, made, plan = attention(heads, width, tokens, dtype)
-    (correction, merged, _), scale = fitted(q, made, plan, heads, width**-0.5, rows), width**-0.5
+    (correction, merged, _), scale = fit_correction(q, made, plan, heads, width**-0.5, rows), width**-0.5
     assert {"first_order", "answered", "ridge"} <= set(used)
     assert all(map(torch.equal, merged, plan.merge_pair(*made))) and correction.matrix.dtype == dtype
     with kernels.without():
-        exact = fitted(q.double(), [one.double() for one in made], plan, heads, scale, rows).correction
+        exact = fit_correction(q.double(), [one.double() for one in made], plan, heads, scale, rows).correction
     bias = plan.logits_in(dtype)[:, None, None].double()
     asked = q[:, rows[0]].double()
     answers = _attended(_by_head(asked, heads), *(one.double() for one in merged), heads, scale, bias)
     answers = answers.transpose(1, 2).flatten(2)
     given, expected = (
-        corrected(answers, asked, Correction(*(part.double() for part in one))) - answers for one in (correction, exact)
+        add_correction(answers, asked, Correction(*(part.double() for part in one))) - answers
+        for one in (correction, exact)
     )  # weights alone may differ: answers are all but linear in queries
-    summed = corrected(answers.abs(), asked.abs(), Correction(*(one.abs() for one in exact))) - answers.abs()
+    summed = add_correction(answers.abs(), asked.abs(), Correction(*(one.abs() for one in exact))) - answers.abs()
     assert ((given - expected).abs() <= 2 * torch.finfo(dtype).eps * summed).all()
 
 
@@ -107,9 +108,9 @@ def test_the_equations_are_solved_as_a_solver_does(count, dtype):
 def test_it_is_added_as_torch_adds_it(heads, width, tokens, dtype, used):
     q, out = noise(2, tokens, heads * width, dtype=dtype), noise(2, tokens, heads * width, seed=1, dtype=dtype)
     matrix, constant = (noise(2 * heads, rows, width, seed=rows, dtype=dtype) * 0.2 for rows in (2 * width, 1))
-    found = corrected(out, q, Correction(matrix, constant))
+    found = add_correction(out, q, Correction(matrix, constant))
     assert used == ["corrected"] and found.is_contiguous()
     with kernels.without():
-        plain = corrected(out.double(), q.double(), Correction(matrix.double(), constant.double()))
+        plain = add_correction(out.double(), q.double(), Correction(matrix.double(), constant.double()))
     close(found, plain, dtype, 2.0)
-    assert torch.equal(found, corrected(out.mT.contiguous().mT, q, Correction(matrix, constant)))
+    assert torch.equal(found, add_correction(out.mT.contiguous().mT, q, Correction(matrix, constant)))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.models import CASES
+from tests.models import BY_NAME
 from tests.tiny_pipeline import write_folder
 from tome_core import MergeConfig
 from tome_core.running import matching
 
-CASE = next(case for case in CASES if case.name == "sd15")
+CASE = BY_NAME["sd15"]
 KEPT = MergeConfig(side="kv", ratio=0.75, use_rand=False, keep=100.0, refine=1, metric="keys+values")
 
 
@@ -17,7 +17,7 @@ KEPT = MergeConfig(side="kv", ratio=0.75, use_rand=False, keep=100.0, refine=1, 
 def done_for_plans(monkeypatch) -> list[str]:
     """What is done for plans, by graphs or without any: "match" or "renew", one entry a block."""
     done = []
-    for name, word in (("_match", "match"), ("_renewed", "renew")):
+    for name, word in (("_match", "match"), ("_renew", "renew")):
         plain = getattr(matching.Matcher, name)
 
         def noted(self, asked, *args, plain=plain, word=word):

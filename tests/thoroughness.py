@@ -8,7 +8,9 @@ which is 500 generations in each host, 10,000 random arguments for each door, an
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 THOROUGH = os.environ.get("TOME_THOROUGH") == "1"
@@ -20,3 +22,8 @@ PROFILE = settings(
     settings.get_profile("thorough" if THOROUGH else "small"),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
+
+
+def some_quick(values: Iterable, quick: int = 1) -> list:
+    """Parameters of which the first few are for the quick tier, and the others slow: what a law holds for besides."""
+    return [pytest.param(value, marks=[pytest.mark.slow] * (place >= quick)) for place, value in enumerate(values)]

@@ -155,10 +155,10 @@ def _by_products(q: Any, k: Any, v: Any, heads: int, mask: Any, rows: int) -> to
 def _made(module: str) -> dict[str, Any]:
     """The functions of a Forge, by name, of a module called so."""
 
-    def attention_basic(q, k, v, heads, mask=None, attn_precision=None):
+    def attention_basic(q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False, skip_output_reshape=False):
         return _by_products(q, k, v, heads, mask, q.shape[1])
 
-    def attention_split(q, k, v, heads, mask=None, attn_precision=None):
+    def attention_split(q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False, skip_output_reshape=False):
         return _by_products(q, k, v, heads, mask, q.shape[1] if module.startswith("ldm_patched") else 8)
 
     def attention_sub_quad(q, k, v, heads, mask=None, attn_precision=None):
@@ -169,13 +169,50 @@ def _made(module: str) -> dict[str, Any]:
         q, k, v = (_of_heads(one, heads) for one in (q, k, v))
         return _flat(F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
 
-    functions = (attention_basic, attention_split, attention_sub_quad, attention_pytorch)
+    return _called(module, attention_basic, attention_split, attention_sub_quad, attention_pytorch)
+
+
+def _made_for_classic() -> dict[str, Any]:
+    """Forge Classic's, of reForge's names: heads lie within the batch, and a mask is added as it comes."""
+
+    def attention_basic(q, k, v, heads, mask=None):
+        q, k, v = (_of_heads(one, heads).flatten(0, 1) for one in (q, k, v))
+        scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+        if mask is not None:
+            scores += mask
+        return _flat((scores.softmax(-1) @ v).unflatten(0, (-1, heads)))
+
+    def attention_split(q, k, v, heads, mask=None):
+        return attention_basic(q, k, v, heads, None if mask is None else mask[:, : q.shape[1]])
+
+    def attention_xformers(q, k, v, heads, mask=None):
+        q, k, v = (_of_heads(one, heads).flatten(0, 1) for one in (q, k, v))
+        if mask is not None:
+            room = torch.empty(q.shape[0], q.shape[1], q.shape[1] + 8, dtype=q.dtype)
+            room[:, :, : mask.shape[-1]] = mask
+            mask = room[:, :, : mask.shape[-1]]
+        return _flat(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).unflatten(0, (-1, heads)))
+
+    def attention_pytorch(q, k, v, heads, mask=None):
+        q, k, v = (_of_heads(one, heads) for one in (q, k, v))
+        return _flat(F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
+
+    def attention_sage(q, k, v, heads, mask=None):
+        assert q.shape[-1] // heads in (64, 96, 128), "headdim should be in [64, 96, 128]."
+        return attention_pytorch(q, k, v, heads)
+
+    functions = (attention_basic, attention_split, attention_xformers, attention_pytorch, attention_sage)
+    return _called("ldm_patched.ldm.modules.attention", *functions)
+
+
+def _called(module: str, *functions: Any) -> dict[str, Any]:
     for one in functions:
         one.__module__, one.__qualname__ = module, one.__name__
     return {one.__name__: one for one in functions}
 
 
 FORGE, REFORGE = _made("backend.attention"), _made("ldm_patched.ldm.modules.attention")
+CLASSIC = _made_for_classic()
 attention_function = FORGE["attention_pytorch"]
 optimized_attention = optimized_attention_masked = REFORGE["attention_pytorch"]
 __name__ = "backend.nn.unet"
@@ -206,5 +243,22 @@ class ReforgeAttention(CrossAttention):
         return self.to_out(optimized_attention_masked(q, k, v, self.heads, mask, attn_precision=None))
 
 
-ForgeAttention.forward.__qualname__ = ReforgeAttention.forward.__qualname__ = "CrossAttention.forward"
+class ClassicAttention(CrossAttention):
+    """Forge Classic's, which has reForge's name and functions without precision."""
+
+    def __init__(self, channels: int, heads: int) -> None:
+        super().__init__(channels, heads)
+        self.dim_head = channels // heads
+
+    def forward(self, x, context=None, value=None, mask=None, transformer_options=None):
+        """Options are handed in and not used."""
+        context = x if context is None else context
+        q, k, v = self.to_q(x), self.to_k(context), self.to_v(context if value is None else value)
+        if mask is None:
+            return self.to_out(optimized_attention(q, k, v, self.heads))
+        return self.to_out(optimized_attention_masked(q, k, v, self.heads, mask))
+
+
+for _one in (ForgeAttention, ReforgeAttention, ClassicAttention):
+    _one.forward.__qualname__ = "CrossAttention.forward"
 __name__ = HERE

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from PIL import Image
 
-from tests.models import TEXT, ldm_wrapped
+from tests.models import TEXT, ldm_of_one_level
 from tests.on_device import on_device
 from tests.webui_modules import SAMPLING_HOOK, Modules
 from tome_core import form
@@ -213,7 +213,7 @@ class Webui(Modules):
         self.context = self.put("gradio.context", Context=types.SimpleNamespace(block="a group", root_block="blocks"))
         accordion = type("InputAccordion", (Component,), {"accordion": Component()})
         self.put("modules.ui_components", InputAccordion=accordion)
-        self.load(ldm_wrapped())
+        self.load(ldm_of_one_level())
 
     # --- models ------------------------------------------------------------------------------------------------
 

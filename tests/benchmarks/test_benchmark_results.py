@@ -68,6 +68,13 @@ def test_other_settings_begin_a_new_file_and_never_touch_a_given_one(tmp_path, c
     assert killed.path.read_bytes() == before
 
 
+def test_a_run_goes_on_under_a_later_release_of_ours_whose_commit_it_names(tmp_path):
+    versions = [{"torch": "2", "tome_core": number} for number in ("1", "2")]
+    killed = fill(results.Run.start(record(versions=versions[0]), KEYS, folder=tmp_path), rows=1)
+    later = results.Run.start(record(versions=versions[1], commit="def"), KEYS, killed.path)
+    assert later.missing == KEYS[1:] and later.record["commit"] == "abc, def"
+
+
 def test_a_complete_result_is_not_measured_over(tmp_path):
     done = fill(results.Run.start(record(), KEYS, folder=tmp_path))
     assert results.Run.start(record(), KEYS, folder=tmp_path).path != done.path

@@ -11,6 +11,7 @@ from diffusers import UNet2DConditionModel
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import report, results, speed, speed_plan, speed_report, speed_variants
+from benchmarks.networks import finest_blocks
 from benchmarks.speed_fleet import Fleet
 from benchmarks.speed_measure import Bench
 from benchmarks.speed_memory import operators, process_peak
@@ -291,7 +292,7 @@ def test_a_timed_call_does_what_its_row_says(name, words, work, monkeypatch):
     monkeypatch.setattr(gate, "_LEAST", {"cpu": 64})  # the finest level's, which is not so small that nothing merges
     name, shape = f"ours, {name}", TINY_SHAPES["sd15"]
     fleet = Fleet(make_unet(shape, "cpu", torch.float32), [CONTROL, name])
-    blocks = len(speed_variants.finest_blocks(fleet.unets[name]))
+    blocks = len(finest_blocks(fleet.unets[name]))
     with torch.inference_mode():
         for pixels in (512, 768):
             bench = Bench(Case("sd15", "call", pixels), shape, fleet, Rates(1e9, 1e9))

@@ -8,9 +8,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks import results, strength
+from benchmarks.quality_figures import sections
 from benchmarks.quality_rows import TIMES
+from tome_core.settings.presets import CURVES
+from tome_core.settings.strength_table import VERSION
 
 FRONT = Path(__file__).parents[2] / "benchmarks/results/front-cpu-2026-11-22.json"
+TRANSFORMERS = [FRONT.with_name(f"transformer-front-cpu-2026-11-{day}.json") for day in (23, 24)]
+SDXL = FRONT.with_name("sdxl-front-cpu-2026-11-24.json")
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +39,25 @@ def test_the_shipped_curve_is_made_from_the_committed_result(tmp_path):
     assert output.read_text(encoding="utf-8") == strength.TABLE.read_text(encoding="utf-8")
 
 
+def test_so_is_that_of_transformers(tmp_path):
+    output = tmp_path / "table.py"
+    assert strength.main([*map(str, TRANSFORMERS), "--transformer", "--output", str(output)]) == 0
+    assert output.read_text(encoding="utf-8") == strength.TRANSFORMERS.read_text(encoding="utf-8")
+
+
+def test_on_sdxls_layout_the_curve_is_its_own_from_balanced_on_and_below_that_under_rounding(capsys):
+    record, table = results.load(SDXL), strength.TABLE.read_bytes()
+    loss = strength.front([record])
+    knots = strength.curve(loss, strength.below([record]))
+    assert strength.main([str(SDXL), "--compare"]) == 0
+    assert capsys.readouterr().out == strength.beside(loss, knots, CURVES[VERSION]) + "\n"
+    assert strength.TABLE.read_bytes() == table
+    (section,) = sections(record)
+    for knot, (share, until) in zip(knots[1:], CURVES[VERSION][1:], strict=True):
+        dev = strength.deviation(share, until, loss)
+        assert dev <= (1.1 * knot.dev if knot.strength >= 0.5 else section.noised["bfloat16"].dev.value), knot
+
+
 def test_another_curve_is_a_new_version_beside_those_before_it(knots):
     first = {1: tuple((knot.share, knot.until) for knot in knots)}
     other = (*knots[:-1], knots[-1]._replace(share=0.5))
@@ -42,10 +66,10 @@ def test_another_curve_is_a_new_version_beside_those_before_it(knots):
         exec(source, found := {})
         return found
 
-    same, new = (table(strength.written(found, [], first, 1)) for found in (knots, other))
+    same, new = (table(strength.written(found, [], first)) for found in (knots, other))
     assert (same["VERSION"], same["EARLIER"]) == (1, {})
     assert (new["VERSION"], new["EARLIER"]) == (2, first) and new["CURVE"][-1][0] == 0.5
-    third = table(strength.written(knots, [], {2: new["CURVE"], **first}, 2))
+    third = table(strength.written(knots, [], {2: new["CURVE"], **first}))
     assert third["VERSION"] == 3 and third["EARLIER"] == {2: new["CURVE"], **first}
 
 

@@ -44,6 +44,11 @@ def test_all_heads_are_told_from_one_and_two():
     assert unfused_report.figures(rows, "balanced") == {("math", 1024, "unmerged"): (8100.0, 9.0, "*")}
 
 
+def test_a_head_takes_no_less_than_nothing():
+    rows = [row("unmerged", 1024, 1, 488.0, 2.0), row("unmerged", 1024, 2, 424.0, 3.0)]
+    assert unfused_report.figures(rows, "balanced") == {("math", 1024, "unmerged"): (488.0, 9.0, "*")}
+
+
 def test_a_picture_is_the_mean_of_its_steps_and_the_dearest_of_its_peaks():
     rows = [row("early", 512, 8, 100.0, 1.0, 3.0), row("late", 512, 8, 200.0, 10.0, 30.0)]
     until = preset("balanced").early_until
@@ -71,6 +76,14 @@ def test_what_cuts_its_work_to_fit_follows_no_curve():
     found = unfused_report.figures(rows, "balanced")
     assert ("webui-split", 2048, "unmerged") not in found
     assert unfused_report._curve(found, "webui-split", "unmerged") is None
+
+
+def test_what_grows_by_less_than_the_tokens_foretells_no_larger_picture():
+    rows = [row("unmerged", 512, 8, 227.0, 1.0), row("unmerged", 1024, 8, 865.0, 17.0)]
+    rows.append(row("tomesd", 2048, 8, 5.0, 1.0))
+    found = unfused_report.figures(rows, "balanced")
+    assert ("math", 2048, "unmerged") not in found
+    assert not any("unmerged" in line for line in unfused_report._largest(found))
 
 
 @pytest.mark.slow

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 from torch import nn
 
-from tests.comfy_doubles import Guider, ModelPatcher, Server, apply, checkpoint, least_checkpoint
+from tests.comfy_doubles import Guider, ModelPatcher, apply, checkpoint, least_checkpoint, with_compile
 from tests.doubles import ComfyBlock
 from tests.models import inputs
-
-
-@pytest.fixture
-def server(monkeypatch) -> Server:
-    one = Server()
-    monkeypatch.setitem(sys.modules, "server", one.module())
-    return one
 
 
 def call(patcher: ModelPatcher, x: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
@@ -140,21 +131,9 @@ def test_branches_of_one_compiled_model_merge_or_not_in_any_order():
     applied = apply(plain)
     compiled = torch.compile(plain.model.diffusion_model, backend="eager")
 
-    def with_compile(patcher: ModelPatcher) -> ModelPatcher:
-        def swap(run, *args):
-            kept, run.class_obj.diffusion_model = run.class_obj.diffusion_model, compiled
-            try:
-                return run(*args)
-            finally:
-                run.class_obj.diffusion_model = kept
-
-        other = patcher.clone()
-        other.add_wrapper_with_key("apply_model", "torch.compile", swap)
-        return other
-
     expected = {"plain": Guider(plain).sample(steps=1), "applied": Guider(applied).sample(steps=1)}
-    branches = {"plain": with_compile(plain), "applied": with_compile(applied)}
+    branches = {"plain": with_compile(plain, compiled), "applied": with_compile(applied, compiled)}
     for name in ("applied", "plain", "applied"):
         assert torch.allclose(Guider(branches[name]).sample(steps=1), expected[name], atol=1e-5), name
-    before = with_compile(plain)
+    before = with_compile(plain, compiled)
     assert torch.allclose(Guider(apply(before)).sample(steps=1), expected["applied"], atol=1e-5)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import re
-import sys
 import weakref
 
 import pytest
@@ -15,16 +14,9 @@ from torch import nn
 from comfy_nodes import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS, host, picture
 from comfy_nodes.nodes import RemoveToMe, ToMePreview
 from comfy_nodes.percent import percent_of
-from tests.comfy_doubles import BaseModel, DiscreteSampling, Guider, ModelPatcher, Server, apply, checkpoint
+from tests.comfy_doubles import BaseModel, DiscreteSampling, Guider, ModelPatcher, apply, checkpoint
 from tests.traces import traces
 from tome_core.reporting.report_text import MOST_LINES, percent
-
-
-@pytest.fixture
-def server(monkeypatch) -> Server:
-    one = Server()
-    monkeypatch.setitem(sys.modules, "server", one.module())
-    return one
 
 
 def sample(patcher: ModelPatcher, **options) -> torch.Tensor:

@@ -13,6 +13,7 @@ from comfy_nodes import host
 from comfy_nodes.sampling import Sampling
 from tests.comfy_doubles import Guider, apply, least_checkpoint
 from tests.models import inputs
+from tests.thoroughness import some_quick
 from tome_core.running import matching
 
 FOREVER = {"ratio": 0.5, "keep": 1000.0, "use_rand": False}
@@ -90,7 +91,7 @@ PRESETS = [{**tome_core.form.filled(name), "only_if_it_pays": False} for name in
 
 
 @pytest.mark.parametrize("values", [FOREVER, *PRESETS], ids=["forever", *tome_core.PRESETS])
-@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("steps", some_quick([4, 1]))
 @pytest.mark.parametrize("guider", [Guider, SplitGuider, TiledGuider])
 def test_a_picture_is_the_same_after_another_and_after_a_fresh_start(guider, steps, values):
     applied = fresh(**values)

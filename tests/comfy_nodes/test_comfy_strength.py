@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 
 import pytest
@@ -13,17 +12,10 @@ import tome_core
 from comfy_nodes import host
 from comfy_nodes.inputs import MARKS, STRENGTH, config_of, settings_types
 from comfy_nodes.nodes import ApplyToMe, ToMeSettings
-from tests.comfy_doubles import Guider, ModelPatcher, Server, apply, checkpoint, least_checkpoint, queued
+from tests.comfy_doubles import Guider, ModelPatcher, apply, checkpoint, least_checkpoint, queued
 from tome_core import MergeConfig, describe_settings, form
 
 BIG = (32, 32)  # as few tokens as merging pays for on a CPU
-
-
-@pytest.fixture
-def server(monkeypatch) -> Server:
-    one = Server()
-    monkeypatch.setitem(sys.modules, "server", one.module())
-    return one
 
 
 def apply_strength(patcher: ModelPatcher, **values) -> ModelPatcher:

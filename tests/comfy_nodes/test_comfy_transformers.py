@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from comfy_nodes import host, layouts, transformers
 from comfy_nodes.branch import Asked
 from comfy_nodes.nodes import ApplyToMe, RemoveToMe
 from tests import comfy_attention
-from tests.comfy_doubles import Server, apply
-from tests.comfy_transformer import FlowGuider, Flux, Unplaced, transformer
+from tests.comfy_doubles import apply, with_compile
+from tests.comfy_transformer import Filled, FlowGuider, Flux, Unplaced, transformer
+from tome_core import form, strength
 from tome_core.sequence import handle as handles
 
 SLOT = "optimized_attention_override"
 KV = {"merge_what": "k+v", "ratio": 0.75, "metric": "keys+values", "use_rand": False, "only_if_it_pays": False}
 TOKENS = 12 * 16 + 7  # of a latent of 24x32, and of the text
-
-
-@pytest.fixture
-def server(monkeypatch) -> Server:
-    one = Server()
-    monkeypatch.setitem(sys.modules, "server", one.module())
-    return one
+GRID = layouts.grid_of(Flux(), torch.zeros(1, 4, 24, 32))
 
 
 def sample(patcher, **options) -> torch.Tensor:
@@ -64,6 +60,7 @@ def test_joint_attention_merges_text_is_kept_and_the_rest_is_told():
 
 def test_strength_merges_them_too_where_it_pays(server):
     merged = ApplyToMe().apply(transformer(), strength=0.5, unique_id="5")[0]
+    assert host.attached(merged).config == form.changed(strength(0.5, transformer=True), {"start": 0.0, "end": 1.0})
     sample(merged)
     assert "so few tokens" in server.texts[-1][1]
     sample(merged, size=(64, 64), steps=2)
@@ -85,9 +82,40 @@ def test_a_model_without_tokens_of_known_size_is_refused_with_a_sentence(server)
     assert host.attached(merged) is None and "stepped aside" in server.texts[-1][1]
 
 
+def test_a_hunyuan_video_whose_film_comes_first_is_not_taken_for_one_whose_text_does():
+    """As an earlier ComfyUI's was, whose blocks say so."""
+    model = Flux()
+    model.double_blocks = [SimpleNamespace(flipped_img_txt=True)]
+    assert layouts.layout_of(model, GRID, 192 + 7, {}) == f"7 {layouts.BESIDE}"
+    assert layouts.layout_of(Flux(), GRID, 192 + 7, {}).first == 7
+
+
+@pytest.mark.parametrize("name", ["HunyuanVideo", "NextDiT", "SingleStreamDiT"])
+def test_a_text_that_is_refined_by_itself_is_not_taken_for_a_picture(name):
+    """Before the model says in which block it is, be the text longer than the picture or as long."""
+    model = type(name, (Flux,), {})()
+    for tokens in (192 + 7, 192):
+        assert layouts.layout_of(model, GRID, tokens, {}) == f"{tokens} {layouts.REFINED}"
+    assert layouts.layout_of(model, GRID, 192 + 7, {"block_type": "double"}).first == 7
+
+
+@pytest.mark.parametrize("multiple, filled", [(None, 192), (32, 192), (50, 200)])
+def test_z_images_picture_comes_last_and_is_filled_up(multiple, filled):
+    model = type("NextDiT", (Flux,), {"pad_tokens_multiple": multiple})()
+    for beside in (7, 7 + 64):  # a text; references too
+        assert layouts.layout_of(model, GRID, beside + filled, {"block_type": "double"}) == (GRID, beside)
+
+
+def test_what_fills_up_a_picture_is_no_token_of_it():
+    plain = transformer(Filled)
+    merged = apply(plain, **KV)
+    assert 0 < (sample(merged) - sample(plain)).norm() < 0.2 * sample(plain).norm()
+    (level,) = report(merged).levels
+    assert level.tokens == ((7 + 200, 7 + 200, 7 + 8 + 12 * 16 // 4),)
+
+
 def test_references_lie_behind_the_picture():
-    layout = layouts.layout_of(Flux(), layouts.grid_of(Flux(), torch.zeros(1, 4, 24, 32)), 192 + 7 + 50,
-                               {"reference_image_num_tokens": [20, 30]})  # fmt: skip
+    layout = layouts.layout_of(Flux(), GRID, 192 + 7 + 50, {"reference_image_num_tokens": [20, 30]})
     assert layout.first == 7
 
 
@@ -102,13 +130,15 @@ def test_the_grid_is_the_latents_in_whole_tokens(patch, latent, grid):
 
 
 class Noted:
-    """In the slot: attention that adds a mask, drops it, or does more; notes what keys came by."""
+    """In the slot: attention that adds a mask, drops it, refuses it, or does more; notes what keys came by."""
 
-    def __init__(self, drops: bool = False, more: float = 1.0) -> None:
-        self.drops, self.more, self.keys = drops, more, []
+    def __init__(self, drops: bool = False, more: float = 1.0, refuses: bool = False) -> None:
+        self.drops, self.more, self.refuses, self.keys = drops, more, refuses, []
 
     def __call__(self, function, q, k, v, heads, mask=None, **kwargs):
         self.keys.append(k.shape[1])
+        if self.refuses and mask is not None:
+            raise RuntimeError("Flash attention does not support attention masks")
         return function(q, k, v, heads, mask=None if self.drops else mask, **kwargs) * self.more
 
 
@@ -119,8 +149,10 @@ def test_attention_in_the_slot_that_adds_masks_is_called_with_merged_keys():
     assert slot.keys.count(7 + 48) == 3 * 2 and slot.keys.count(64) == 2  # tried twice
 
 
-def test_attention_in_the_slot_that_drops_masks_gives_way_where_keys_merge():
-    slot = Noted(drops=True)
+@pytest.mark.parametrize("what", ["drops", "refuses"])
+def test_attention_in_the_slot_that_adds_no_masks_gives_way_where_keys_merge(what):
+    """As SageAttention's does by a node, and FlashAttention's."""
+    slot = Noted(**{what: True})
     merged = apply(with_slot(transformer(), slot), **KV)
     torch.testing.assert_close(sample(merged), sample(apply(transformer(), **KV)))
     assert 7 + 48 not in slot.keys and slot.keys.count(7) == 3 * 2
@@ -140,6 +172,31 @@ def test_comfyuis_own_choice_of_a_function_counts():
         merged = apply(with_slot(transformer(), comfy_attention.chosen(function)), **KV)
         sample(merged)
         assert set(report(merged).routes) == {way}
+
+
+class Compiled(nn.Module):
+    """As torch.compile's, which runs later what it was compiled from; notes whether our function came by."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self._orig_mod, self.ours = inner, []
+
+    def forward(self, x, t, context, transformer_options):
+        self.ours.append(SLOT in transformer_options)
+        return self._orig_mod(x, t, context, transformer_options)
+
+
+def test_a_compiled_transformer_gets_nothing_of_ours_in_any_order():
+    """What ComfyUI compiled with our function in the options fails in every branch that has none."""
+    plain = transformer()
+    compiled, before = Compiled(plain.model.diffusion_model), sample(plain)
+    for merged in (with_compile(apply(plain, **KV), compiled), apply(with_compile(plain, compiled), **KV)):
+        assert torch.equal(sample(merged), before) and compiled.ours and not any(compiled.ours)
+        assert host.attached(merged).lines() == ["ToMe: stepped aside: the model is compiled"]
+    model = plain.model.diffusion_model
+    assert not transformers.is_compiled(model, {})
+    model.blocks[1] = Compiled(model.blocks[1])  # as packs do that compile by block
+    assert transformers.is_compiled(model, {})
 
 
 def test_matches_are_kept_by_block_and_conditions(monkeypatch):

@@ -16,7 +16,7 @@ from demo import command, likeness, picture, sheet, table
 from tests import tiny_pipeline
 
 ROOT = Path(__file__).parents[2]
-STEPS = 4
+STEPS = 2
 WAYS = picture.variants(picture.STRENGTHS)
 
 
@@ -74,7 +74,7 @@ def run_demo(*arguments):
 
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory):
-    """Two pictures in four steps from a real command line; gives the process and the PNG's path."""
+    """Two pictures in two steps from a real command line; gives the process and the PNG's path."""
     path = tmp_path_factory.mktemp("demo") / "new folder" / "comparison.png"
     return run_demo("--pictures", 2, "--steps", STEPS, "--seed", 5, "--report", "--output", path), path
 
@@ -109,36 +109,48 @@ def test_progress_names_every_setting(whole_run):
     assert all(f"picture 2 of 2, {variant.name}" in progress for variant in WAYS)
 
 
-def test_the_sheet_has_its_size_and_a_label_on_every_row_and_column(whole_run):
+def test_the_sheet_has_a_label_on_every_row_and_column_and_the_judgement_below(whole_run):
     _, path = whole_run
     with Image.open(path) as image:
         assert image.format == "PNG"
         pixels = np.array(image.convert("L"))
-    right, bottom = sheet.cell(1, 6, (256, 256))[2:]
-    assert pixels.shape == (bottom + sheet.GAP, right + sheet.GAP)
-    for column in range(7):
+    right, bottom = sheet.cell(3, 3, (256, 256))[2:]
+    assert pixels.shape[1] == right + sheet.GAP
+    assert (pixels[bottom:] < 128).sum() > 200 and (pixels[-4:] > 200).all(), "no judgement, or one cut off"
+    for column in range(4):
         left, top = sheet.cell(0, column, (256, 256))[:2]
         head = pixels[top - sheet.HEAD : top, left : left + 256]
         assert 200 < (head < 128).sum() < head.size / 4, f"no readable heading over column {column}"
-    for row in range(2):
-        left, top, _, bottom = sheet.cell(row, 0, (256, 256))
-        margin = pixels[top:bottom, :left]
-        assert 200 < (margin < 128).sum() < margin.size / 4, f"no readable prompt beside row {row}"
-        assert (margin[:, -4:] > 200).all(), f"the prompt of row {row} runs into the picture"
+    for row in (1, 3):
+        left, top, right, bottom = sheet.cell(row, 0, (256, 256))
+        label = pixels[top:bottom, left:right]
+        assert 200 < (label < 128).sum() < label.size / 4, f"no readable prompt in row {row}"
+        assert (pixels[top:bottom, right : right + sheet.GAP] > 200).all(), f"the prompt of row {row} runs on"
+
+
+def test_the_readme_shows_the_sheet_of_the_demo_as_it_is():
+    """A new layout asks for a new picture: python install.py demo --output demo/demo.png"""
+    first = ROOT / re.search(r"!\[.*?\]\((.*?)\)", (ROOT / "README.md").read_text(encoding="utf-8"))[1]
+    with Image.open(first) as image:
+        assert image.width == sheet.cell(0, len(WAYS), (256, 256))[0]
+    for column in range(1, len(WAYS)):
+        differs = sheet.difference(shown(first, 0, 0), shown(first, 0, column))
+        assert differs.any() and np.array_equal(shown(first, 1, column), differs)
+    assert first.stat().st_size < 1e6
 
 
 @pytest.mark.slow
 def test_the_unmerged_column_is_what_a_plain_run_makes(whole_run, tmp_path):
     _, path = whole_run
     code = (
-        "import sys, numpy; from demo import model, prompt, sampler; m = model.load();"
-        f"numpy.save(sys.argv[1], [sampler.sample(m, prompt.tokens(prompt.PROMPTS[i]), 5 + i, steps={STEPS})"
+        "import sys, numpy; from demo import model, prompt, sampler, source; m = model.load();"
+        f"numpy.save(sys.argv[1], [sampler.sample(m, prompt.tokens(source.Embedded.prompts[i]), 5 + i, steps={STEPS})"
         " for i in range(2)])"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "plain.npy")], cwd=ROOT, check=True)
     plain = np.load(tmp_path / "plain.npy")
     for row in range(2):
-        assert np.array_equal(shown(path, row, 0), plain[row])
+        assert np.array_equal(shown(path, 2 * row, 0), plain[row])
 
 
 @pytest.mark.slow
@@ -146,27 +158,27 @@ def test_a_strength_is_told_the_time_as_on_the_page(whole_run, tmp_path):
     """Both in a process of their own, with as many threads: the bits depend on these."""
     _, path = whole_run
     code = (
-        "import sys, threading, numpy, torch, tome_core; from demo import prompt; from demo.source import Embedded;"
+        "import sys, threading, numpy, torch, tome_core; from demo.source import Embedded;"
         "from demo.page_code import Wanted; from demo.page_run import Studio; source = Embedded(torch.device('cpu'));"
-        f"wanted = Wanted.of_strength(prompt.PROMPTS[0], 5, {STEPS}, 0.5);"
+        f"wanted = Wanted.of_strength(source.prompts[0], 5, {STEPS}, 0.5);"
         "*_, last = Studio(source).make(wanted, threading.Event()); tome_core.patch(source.target, 'balanced');"
-        f"untold = source.picture(prompt.PROMPTS[0], 5, {STEPS}, lambda: None);"
+        f"untold = source.picture(source.prompts[0], 5, {STEPS}, lambda: None);"
         "numpy.save(sys.argv[1], [last.merged[0].picture, untold])"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "merged.npy")], cwd=ROOT, check=True)
     page, untold = np.load(tmp_path / "merged.npy")
-    assert np.array_equal(shown(path, 0, 3), page)
+    assert np.array_equal(shown(path, 0, 2), page)
     assert not np.array_equal(untold, page), "without the time a strength keeps no match: this test sees nothing"
 
 
 def test_merged_columns_differ_and_their_difference_maps_are_theirs(whole_run):
     _, path = whole_run
     for row in range(2):
-        plain = shown(path, row, 0)
-        for column in (1, 3, 5):
-            merged = shown(path, row, column)
+        plain = shown(path, 2 * row, 0)
+        for column in (1, 2, 3):
+            merged = shown(path, 2 * row, column)
             assert not np.array_equal(merged, plain)
-            assert np.array_equal(shown(path, row, column + 1), sheet.difference(plain, merged))
+            assert np.array_equal(shown(path, 2 * row + 1, column), sheet.difference(plain, merged))
 
 
 def test_the_demo_starts_from_another_folder_that_has_a_demo_of_its_own(tmp_path):
@@ -199,7 +211,7 @@ def test_a_diffusers_folder_is_compared_like_the_embedded_model(tmp_path, tiny_f
     assert re.search(r"strength 0\.3: Token merging", text)
     assert re.search(r"strength 0  .* inf dB  1\.000 +100%\n", text), "strength 0 is off"
     with Image.open(path) as image:
-        assert image.size[0] == sheet.cell(1, 4, (256, 256))[2] + sheet.GAP
+        assert image.size[0] == sheet.cell(3, 2, (256, 256))[2] + sheet.GAP
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import torch
 from safetensors import safe_open
 
 from demo import model, prompt, sampler, scenes, training_loss
+from tests.thoroughness import some_quick
 
 
 def test_equal_seeds_paint_equal_scenes_and_others_do_not():
@@ -87,7 +88,7 @@ def test_the_embedded_weights_are_small_and_half_precision(weights):
     assert "emb.weight" in names and all(name.startswith("unet.") for name in names - {"emb.weight"})
 
 
-@pytest.mark.parametrize("weights", model.CHECKPOINTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("weights", some_quick(model.CHECKPOINTS), ids=lambda path: path.stem)
 def test_the_embedded_weights_fit_the_scenes_the_latent_and_the_tokens(weights):
     """Random weights score 1 and more; any mix-up of attributes, bands or noise schedule would be far above."""
     assert training_loss.held_out_loss(model.load(weights), pictures=4) < 0.2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from demo import train
+from demo import attention, train
 from demo.model import LAYOUTS, load, make, save
 from demo.prompt import NULL_TOKEN
 from demo.training_loss import Scenes, stratified_times
@@ -50,6 +50,18 @@ def test_a_whole_run_of_sdxls_layout_ends_with_weights_and_what_they_are_worth(t
     assert "held-out loss" in told and "level-0 heads" in told and "begin as in the given weights" in told
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_new_run_goes_on_with_a_models_heads_or_draws_half_of_them_anew(tmp_path, monkeypatch, kept):
+    monkeypatch.setitem(LAYOUTS, "sd", tiny_scenes.UNET)
+    torch.manual_seed(7)
+    save(made := tiny_scenes.make(), tmp_path / "start.safetensors")
+    options = train.parser().parse_args(["--minutes", "1", "--start", str(tmp_path / "start.safetensors"), "--state",
+                                         str(tmp_path / "state.safetensors"), *["--keep-heads"] * kept])
+    begun, given = (attention.sharp_weights(one) for one in (train.prepared(options).model, made))
+    assert len(begun) == len(given) > 0
+    assert all(torch.equal(a, b.half().float()) == kept for a, b in zip(begun, given, strict=True))
+
+
 def test_a_step_moves_the_weights_and_the_average_follows():
     state = fresh()
     before = state.model.emb.weight.clone()
@@ -86,7 +98,7 @@ def test_a_file_that_is_no_training_state_is_refused(tmp_path, capsys):
     assert path.read_bytes() == b"nothing"
 
 
-@pytest.mark.parametrize("option", ["--coarse=1", "--batch=0", "--seed=-1"])
+@pytest.mark.parametrize("option", ["--coarse=1", "--batch=0", "--seed=-1", "--keep-heads"])
 def test_wrong_options_are_refused_with_the_value(tmp_path, capsys, option):
     assert train.main(["--minutes", "1", "--state", str(tmp_path / "s"), option]) == 2
     assert option.replace("=", " ") in capsys.readouterr().err

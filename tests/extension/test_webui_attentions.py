@@ -8,12 +8,14 @@ import torch
 from tests import webui_attention as theirs
 from tests.conformance import DTYPES, assert_sized, held, ragged, with_xformers
 from tests.models import fixed
+from tests.thoroughness import some_quick
 from tests.webui_doubles import Webui
 from tome_core.attention.core import attend_merged
 
 CHANNELS, HEADS, TOKENS, GROUPS = 32, 4, 40, 9
 BOTH, WIDER = {"bias", "wider heads"}, {"wider heads"}
 TORCH = "scaled_dot_product_attention_forward"
+_WITHOUT_SAGE = {name: one for name, one in theirs.CLASSIC.items() if name != "attention_sage"}
 
 
 @pytest.fixture
@@ -62,7 +64,7 @@ def ways(webui, monkeypatch, module, batch=2, dtype=torch.float32, **kwargs):
     return held(own, module, tokens(batch, dtype), keys, ragged(batch, TOKENS, GROUPS), **kwargs)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", some_quick(DTYPES), ids=str)
 @pytest.mark.parametrize("name", theirs.HIJACKS)
 def test_each_of_a1111s_forwards_is_known(webui, monkeypatch, name, dtype):
     module = hijacked(monkeypatch, name, dtype)
@@ -104,7 +106,8 @@ def test_keys_and_values_go_through_their_own_halves_of_a_hypernetwork(webui, mo
     (theirs.ForgeAttention, "attention_function", theirs.FORGE, {"attention_basic", "attention_pytorch"}),
     (theirs.ReforgeAttention, "optimized_attention", theirs.REFORGE,
      {"attention_basic", "attention_split", "attention_pytorch"}),
-], ids=["forge", "reforge"])  # fmt: skip
+    (theirs.ClassicAttention, "optimized_attention", _WITHOUT_SAGE, {"attention_pytorch"}),
+], ids=["forge", "reforge", "classic"])  # fmt: skip
 def test_each_of_the_forges_functions_takes_sizes_its_own_way(
     webui, monkeypatch, kind, name, functions, adding, dtype
 ):  # fmt: skip
@@ -127,12 +130,23 @@ def test_a_function_that_nobody_knows_gets_wider_heads(webui, monkeypatch, kind)
     assert ways(webui, monkeypatch, made(kind)) == WIDER
 
 
+@pytest.mark.parametrize(("width", "merges_inside"), [(64, False), (40, True)])
+def test_classics_sage_is_never_called_with_wider_heads(webui, monkeypatch, width, merges_inside):
+    monkeypatch.setattr(theirs, "optimized_attention", theirs.CLASSIC["attention_sage"])
+    monkeypatch.setattr(theirs, "optimized_attention_masked", theirs.CLASSIC["attention_sage"])
+    module = theirs.ClassicAttention(2 * width, 2)
+    problem = registry(webui).known_of(module).problem(module, {})
+    assert problem == (None if merges_inside else "its function takes no wider heads")
+
+
 def test_no_mask_is_made_where_it_would_call_another_function(webui, monkeypatch):
     monkeypatch.setattr(theirs, "optimized_attention_masked", theirs.REFORGE["attention_basic"])
     assert ways(webui, monkeypatch, made(theirs.ReforgeAttention)) == WIDER
 
 
-@pytest.mark.parametrize("kind", [theirs.CrossAttention, theirs.ForgeAttention, theirs.ReforgeAttention])
+@pytest.mark.parametrize("kind", [
+    theirs.CrossAttention, theirs.ForgeAttention, theirs.ReforgeAttention, theirs.ClassicAttention,
+])
 def test_a_mask_is_a_problem(webui, monkeypatch, kind):
     module = hijacked(monkeypatch, TORCH) if kind is theirs.CrossAttention else made(kind)
     known = registry(webui).known_of(module)

@@ -85,6 +85,16 @@ def test_an_experts_values_count_below_their_switch_and_go_along_with_strength(p
     assert page.generate()[1] == {"ToMe": "0.25 v1"}
 
 
+def test_what_is_typed_before_own_settings_is_ticked_counts_from_then_on(page):
+    page.check("enabled-checkbox")
+    page.at("expert").get_by_text("Expert").click()
+    page.at("sx").wait_for()
+    page.number("sx", 2)
+    assert page.generate()[1] == {"ToMe": "0.5 v1"}
+    page.check("own")
+    assert page.generate()[1] == {"ToMe": "0.5 v1; sx=2"}
+
+
 def test_a_pasted_picture_sets_the_panel_and_one_without_us_turns_it_off(page):
     for infotext, wanted in (({"ToMe": "0.7 v1; hires pass; keep=30.0"}, {"ToMe": "0.7 v1; hires pass; keep=30.0"}),
                              ({"Steps": "3"}, {})):  # fmt: skip

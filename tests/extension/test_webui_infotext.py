@@ -161,3 +161,19 @@ def test_a_page_starts_with_the_settings_unless_the_user_saved_a_default_of_the_
     assert [one.get_config()["value"] for one in controls][:3] == [True, 0.7, "everywhere"]
     controls[1].value = 0.3
     assert controls[1].get_config()["value"] == 0.3
+
+
+def test_the_fields_start_with_what_the_strength_stands_for_unless_the_user_saved_another_default(webui):
+    wish = webui.part("wish")
+    controls = dict(zip(wish.ARGUMENTS, webui.script.ui(False), strict=True))
+
+    def shown():
+        return {name: controls[name].get_config()["value"] for name in (wish.FILLED_FOR, *form.NAMES)}
+
+    webui.shared.opts.data |= {"tome_strength": 0.7}
+    assert shown() == {wish.FILLED_FOR: 0.7, **wish.base_of(0.7)}
+    controls["sx"].value, controls["strength"].value = 2, 0.3
+    assert shown() == {wish.FILLED_FOR: 0.3, **wish.base_of(0.3), "sx": 2}
+    for nonsense in (7, None, "much"):
+        controls["strength"].value = nonsense
+        assert shown() == {wish.FILLED_FOR: 0.5, **wish.base_of(0.5), "sx": 2}

@@ -23,7 +23,7 @@ def webui(request, monkeypatch, tmp_path):
 
 
 def engine(webui, name):
-    return sys.modules[f"{webui.part('merging').Patch.__module__.rpartition('.')[0]}.{name}"]
+    return sys.modules[f"{webui.part('merging').Patch.__module__.removesuffix('.patching.handle')}.{name}"]
 
 
 @pytest.fixture
@@ -177,3 +177,12 @@ def test_a_page_made_anew_is_linked_anew_and_the_old_one_is_let_go(webui):
         (link,) = setting.followed
         assert link["inputs"] == [setting] and len(link["outputs"]) == 1, "one panel of this tab"
         assert link["fn"](0.7) == [0.7]
+
+
+def test_what_gradio_4_makes_anew_for_an_answer_is_no_part_of_a_page(webui, monkeypatch):
+    webui.script.ui(False)
+    monkeypatch.setattr(webui.context.Context, "root_block", None)  # Forge Neo's page asks for its settings as it loads
+    for elem_id in ("setting_tome_strength", "txt2img_width"):
+        again = Component(0.5)
+        webui.call("after_component", again, elem_id)
+        assert not hasattr(again, "followed")

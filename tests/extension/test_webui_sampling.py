@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import tome_core
+from tests.thoroughness import some_quick
 from tests.webui_doubles import FLAVOURS, SIGMAS, TIMESTEPS, CFGDenoiserTimesteps, Denoiser, Webui, custom
 from tome_core import form
 
@@ -97,7 +98,7 @@ def test_a_match_is_kept_over_the_steps_of_a_pass(webui, monkeypatch, denoiser):
 @pytest.mark.parametrize(("denoiser", "matches"), [(Denoiser, 1), (CutDenoiser, 1), (SplitDenoiser, 2)])
 def test_both_prompts_have_one_match_however_the_batch_is_cut(webui, monkeypatch, denoiser, matches):
     few_steps(monkeypatch, 1)
-    engine = webui.part("merging").Patch.__module__.rpartition(".")[0]
+    engine = webui.part("merging").Patch.__module__.removesuffix(".patching.handle")
     matcher, made = sys.modules[f"{engine}.running.matching"].Matcher, []
     plain = matcher._match
     monkeypatch.setattr(matcher, "_match", lambda self, *args: made.append(self.number) or plain(self, *args))
@@ -105,8 +106,8 @@ def test_both_prompts_have_one_match_however_the_batch_is_cut(webui, monkeypatch
     assert made and all(made.count(number) == matches for number in made) and not webui.errors
 
 
-@pytest.mark.parametrize("what", ["kept", *tome_core.PRESETS])
-@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("what", some_quick(["kept", *tome_core.PRESETS], 2))
+@pytest.mark.parametrize("steps", some_quick([4, 1]))
 @pytest.mark.parametrize("denoiser", [Denoiser, SplitDenoiser, TiledDenoiser])
 def test_a_picture_is_the_same_after_another_and_after_a_fresh_start(one_webui, monkeypatch, denoiser, steps, what):
     few_steps(monkeypatch, steps)

@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md: its map has every room, its links lead somewhere, and its commands exist."""
+"""CONTRIBUTING.md: its map has every room, and its commands exist."""
 
 from __future__ import annotations
 
@@ -13,15 +13,8 @@ PAGE = ROOT / "CONTRIBUTING.md"
 def test_the_map_names_every_room_and_nothing_else():
     text = PAGE.read_text(encoding="utf-8").split("## The map")[1]
     rooms = {path.name for path in (ROOT / "tome_core").iterdir() if (path / "__init__.py").is_file()}
-    named = set(re.findall(r"`(\w+)/`", text.split("| `patching.py`")[0].split("|---|---|")[1]))
-    assert named | {"diffusers_hooks"} == rooms
+    assert set(re.findall(r"`(\w+)/`", text.split("|---|---|")[1].split("\n\n")[0])) == rooms
     assert all((ROOT / folder).is_dir() for folder in re.findall(r"`((?:tests|scripts|locales|upstream)/?\w*)`", text))
-
-
-def test_the_links_lead_somewhere():
-    links = re.findall(r"\]\(([^)#]+)\)", PAGE.read_text(encoding="utf-8"))
-    assert len(links) > 5
-    assert all((ROOT / link).exists() for link in links)
 
 
 def test_the_modules_and_files_it_names_exist():

@@ -8,6 +8,8 @@ import os
 import re
 import subprocess
 import sys
+import venv
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -86,6 +88,67 @@ def test_an_interrupt_ends_without_a_traceback(monkeypatch, capsys):
     assert capsys.readouterr().err.strip() == "install.py: stopped."
 
 
+def test_an_interrupted_installation_goes_on_where_it_was(repository, monkeypatch, capsys):
+    folder, _ = repository
+    noting = install.pip
+
+    def interrupted(python, arguments):
+        (folder / ".venv" / "what pip had by then").touch()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(install, "pip", interrupted)
+    assert install.main(["demo"]) == 130
+    assert capsys.readouterr().err.strip() == "install.py: stopped; the same command goes on with what is there"
+    assert not list((folder / ".venv").glob("installed-*"))
+    monkeypatch.setattr(install, "pip", noting)
+    install.environment(["demo"])
+    assert (folder / ".venv" / "what pip had by then").exists() and list((folder / ".venv").glob("installed-*"))
+
+
+@pytest.mark.parametrize("torch_folder", [None, Path("here", "site-packages")])
+def test_what_will_be_downloaded_is_said_before_it_is(repository, monkeypatch, capsys, torch_folder):
+    def make_environment(folder, given):
+        said.append(capsys.readouterr().out)
+
+    said = []
+    monkeypatch.setattr(install, "reusable_torch", lambda requirement: torch_folder)
+    monkeypatch.setattr(install, "make_environment", make_environment)
+    monkeypatch.setattr(install, "pip", lambda python, arguments: said.append(capsys.readouterr().out))
+    (repository[0] / ".venv").mkdir()
+    install.environment(["demo"])
+    assert len(said) == 2 and str(repository[0] / ".venv") in said[0] and "goes on" in said[0]
+    assert f"{install.SIZES['demo']} MB" in said[0]
+    assert f"taken from {torch_folder}" in said[0] if torch_folder else "2 to 4 GB" in said[0]
+
+
+def test_each_extra_that_is_installed_has_its_size():
+    extras = install.read_project(ROOT / "pyproject.toml")["project"]["optional-dependencies"]
+    assert set(install.SIZES) == set(extras)
+
+
+def test_a_folder_of_any_name_is_taken_and_told_where_the_output_has_few_letters(tmp_path):
+    comfyui = tmp_path / "with spaces ünï 字"
+    for name in ("comfy", "custom_nodes"):
+        (comfyui / name).mkdir(parents=True)
+    for name in ("main.py", "nodes.py"):
+        (comfyui / name).touch()
+    done = subprocess.run([sys.executable, str(SCRIPT), "comfyui", str(comfyui)], capture_output=True, text=True,
+                          env={**os.environ, "PYTHONIOENCODING": "ascii"}, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert (comfyui / "custom_nodes" / install.NAME).exists() and "with spaces \\xfcn\\xef \\u5b57" in done.stdout
+
+
+def test_packages_in_a_folder_of_any_name_are_seen_whatever_letters_python_reads(tmp_path):
+    wanted = tmp_path / "with spaces ünï 字" / "site-packages"
+    wanted.mkdir(parents=True)
+    (tmp_path / "torch_of_parent.pth").write_text(install.path_line(wanted))
+    code = f"import site, sys; site.addsitedir({str(tmp_path)!r}); print(ascii(sys.path[-1]))"
+    plain = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run([sys.executable, "-X", "utf8=0", "-c", code], capture_output=True, text=True, env=plain,
+                          check=False)  # fmt: skip
+    assert (done.stdout.strip(), done.stderr) == (ascii(str(wanted)), "")
+
+
 @pytest.mark.skipif(os.name == "nt", reason="Windows ends a program without telling it")
 def test_sigterm_reaches_the_command_that_runs_and_is_waited_for():
     inner = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7));" \
@@ -153,7 +216,13 @@ def test_a_torch_that_is_too_old_is_not_reused():
 
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
-    """A repository of its own for install.py, whose pip only notes what it is asked for."""
+    """A repository of its own for install.py, whose pip only notes what it is asked for; an empty module stands for
+    pip in its environments, which are made in a fifth of the time without it.
+    """
+    def without_pip(builder, context):
+        (next(Path(context.env_dir).glob("**/site-packages")) / "pip.py").touch()
+
+    monkeypatch.setattr(venv.EnvBuilder, "_setup_pip", without_pip)
     (tmp_path / "pyproject.toml").write_text(PYPROJECT)
     monkeypatch.setattr(install, "root", lambda: tmp_path)
     asked = []
@@ -234,6 +303,40 @@ def test_a_failing_pip_is_one_sentence_and_leaves_no_stamp(repository, monkeypat
     assert install.main(["demo"]) == 1
     assert capsys.readouterr().err.strip() == "install.py: pip could not install"
     assert not list((folder / ".venv").glob("installed-*"))
+
+
+def write_wheel(folder: Path, name: str) -> None:
+    """A package of one empty module."""
+    info = f"{name}-99.dist-info"
+    files = {f"{name}.py": "", f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 99\n",
+             f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"}
+    files[f"{info}/RECORD"] = "".join(f"{file},,\n" for file in (*files, f"{info}/RECORD"))
+    with zipfile.ZipFile(folder / f"{name}-99-py3-none-any.whl", "w") as wheel:
+        for file, text in files.items():
+            wheel.writestr(file, text)
+
+
+@pytest.mark.slow
+def test_without_a_network_pip_takes_what_was_downloaded_before(tmp_path, monkeypatch):
+    """The two steps of the demo's page, with real pip, in a clone with spaces and letters of other alphabets."""
+    clone, index, kept = tmp_path / "with spaces ünï 字", tmp_path / "index", tmp_path / "kept"
+    clone.mkdir()
+    index.mkdir()
+    for name in ("thing", "setuptools"):  # torch asks for a newer one than an environment may begin with
+        write_wheel(index, name)
+    (clone / "pyproject.toml").write_text(PYPROJECT.replace('"numpy>=1", "pillow"', '"thing"'))
+    monkeypatch.setattr(install, "root", lambda: clone)
+    offline = {**os.environ, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(index)}
+    subprocess.run([sys.executable, "-m", "pip", "download", "-d", str(kept), "thing", "setuptools"],
+                   env=offline, check=True)  # fmt: skip
+    for name, value in (("PIP_NO_INDEX", "1"), ("PIP_FIND_LINKS", str(kept))):
+        monkeypatch.setenv(name, value)
+    python = install.environment(["demo"])
+    assert subprocess.run([python, "-c", "import thing, torch"], check=False).returncode == 0
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    (clone / "pyproject.toml").write_text(PYPROJECT.replace('"numpy>=1", "pillow"', '"other-thing"'))
+    with pytest.raises(install.Failure, match="pip could not install"):
+        install.environment(["demo"])
 
 
 def test_a_newcomer_runs_the_quick_tests_and_all_runs_every_one():

@@ -83,7 +83,8 @@ def fail_at(webui, name: str, error, after: bool, monkeypatch) -> Failing:
 
 FAULTS = [(error, after) for error in ERRORS for after in (False, True)]
 # an Exception is what the webui swallows, anything else is not
-FEW = FAULTS if THOROUGH else [(RuntimeError, False), (KeyboardInterrupt, True)]
+FEW = FAULTS if THOROUGH else [
+    (RuntimeError, False), pytest.param(KeyboardInterrupt, True, marks=pytest.mark.slow)]  # fmt: skip
 
 
 @pytest.mark.parametrize(("error", "after"), FEW)

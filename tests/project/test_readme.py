@@ -41,6 +41,9 @@ SHORT_STACKING = f"--steps 2 --pictures 1 --rounds 0 {ONE_MODEL} --output {{new}
 SHORT_UNFUSED = "--sources math --what unmerged early --output {new}/unfused.json"
 WAYS = {
     "python install.py demo": Way("--pictures 1 --steps 1 --device cpu --output {new}/comparison.png"),
+    "python install.py demo --output demo/demo.png": Way(
+        "--strength 0.5 --steps 1 --device cpu --output {new}/comparison.png"
+    ),
     "python install.py webui DIR": Way(fill=(("DIR", "{new}/webui"),)),
     "python install.py comfyui DIR": Way(fill=(("DIR", "{new}/comfyui"),)),
     "python -m tome_core.bench --device cuda --dtype float16": Way("--repeats 1", needs=GPU),
@@ -82,7 +85,7 @@ WAYS = {
     "python -m benchmarks.stacking": Way(f"--beside FreeU {SHORT_STACKING}"),
     "python -m benchmarks.stacking --beside DeepCache FreeU --pictures 1 --rounds 0": Way(SHORT_STACKING),
     "python -m benchmarks.stacking --beside FirstBlockCache --timed FirstBlockCache "
-    "--output benchmarks/results/stacking-wan-cpu-2026-11-23.json": Way(
+    "--output benchmarks/results/stacking-wan-cpu-2026-11-24.json": Way(
         "--tiny --rounds 1 --output {new}/stacking.json"
     ),
     "python -m benchmarks.unfused": Way(f"--pixels 256 {SHORT_UNFUSED}"),
@@ -98,6 +101,8 @@ WAYS = {
     "python -m tome_core.settings.table --write docs/settings.md": Way(),
     "python -m benchmarks.doc_tables --write": Way(),
     "python -m comfy_nodes.nodedefs": Way(),
+    "python -m benchmarks.strength --compare benchmarks/results/sdxl-front-cpu-2026-11-24.json": Way(),
+    "python -m benchmarks.strength --compare benchmarks/results/transformer-front-cpu-2026-11-24.json": Way(),
     "python -m tests.release --write": Way(),
     "python -m tests.changed": Way("nothing.txt"),
 }
@@ -106,6 +111,7 @@ ELSEWHERE = {
     "python install.py test": (".github/workflows/ci.yml", "run: python install.py test"),
     "python install.py test --all": (".ci/run", "python3 install.py test --all"),
     ".ci/run": (".github/workflows/ci.yml", "python install.py test"),
+    'pip download -d DIR ".[demo]"': ("tests/project/test_install.py", '"download", "-d"'),
     "python install.py page": ("tests/demo/test_page.py", '"install.py"), "page"'),
     "python -m tome_core.bench": ("tests/engine/bench/test_bench.py", '"-m", "tome_core.bench"'),
     "python -m tome_core.bench --json FILE": ("tests/engine/bench/test_bench.py", '"--json", str(file)]'),
@@ -114,18 +120,33 @@ ELSEWHERE = {
     "python -m demo.train --layout sdxl --minutes 600 --start demo/scenes128.safetensors": (
         "tests/demo/test_demo_training.py", '"--layout", "sdxl"'
     ),
-    "python -m demo.train --layout flux --minutes 600 --coarse .5 --crops .3": (
+    "python -m demo.train --layout flux --minutes 600 --coarse .6 --crops 0": (
         "tests/demo/test_demo_training.py", "LAYOUTS"
+    ),
+    "python -m demo.train --layout flux --minutes 600 --coarse 0 --crops 0 --start demo/scenes-flux.safetensors": (
+        "tests/demo/test_demo_training.py", "LAYOUTS"
+    ),
+    "python -m demo.train --layout sdxl --minutes 600 --coarse 0 --start demo/scenes-sdxl.safetensors --keep-heads": (
+        "tests/demo/test_demo_training.py", '"--keep-heads"'
     ),
     "python -m pytest tests/engine/transformers/test_diffusers_transformers.py": (
         "tests/engine/transformers/test_diffusers_transformers.py", "def test_"
     ),
     "python -m pytest tests/project/test_upstream.py": ("tests/project/test_upstream.py", "def test_"),
+    "python -m benchmarks.quality --model demo/scenes-sdxl.safetensors --noised 4 --pictures 2": (
+        "tests/demo/test_demo_layouts.py", "Amounts("
+    ),
+    "python -m benchmarks.quality --model demo/scenes-flux.safetensors --noised 4 --pictures 2": (
+        "tests/benchmarks/test_benchmark_transformers.py", "test_the_command_judges_a_transformer"
+    ),
     "python -m benchmarks.quality --model demo-output/scenes-flux.safetensors": (
         "tests/benchmarks/test_benchmark_transformers.py", "test_the_command_judges_a_transformer"
     ),
-    "python -m benchmarks.strength RESULT.json... --transformers": (
-        "tests/benchmarks/test_benchmark_transformers.py", '"--transformers"'
+    "python -m benchmarks.strength RESULT.json... --transformer": (
+        "tests/benchmarks/test_benchmark_strength.py", '"--transformer"'
+    ),
+    "python -m benchmarks.strength RESULT.json... --compare": (
+        "tests/benchmarks/test_benchmark_transformers.py", '"--compare"'
     ),
     "python -m demo.train": ("tests/demo/test_demo_training.py", "train.main("),
 }
@@ -181,7 +202,9 @@ def copy(request, tmp_path_factory):
     return checkout.kept(request.config, tmp_path_factory.mktemp("readme"))
 
 
-GENERATED = (*PAGES, "tome_core/settings/strength_table.py", "pyproject.toml", "locales/en/nodeDefs.json")
+TABLES = ("strength_table", "transformer_table")
+GENERATED = (*PAGES, *(f"tome_core/settings/{name}.py" for name in TABLES), "pyproject.toml",
+             "locales/en/nodeDefs.json")
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from torch import nn
 from benchmarks import subjects, variants
 from tests import models
 from tests.families import largest_difference
-from tests.models import CASES, call_case, inputs
+from tests.models import BY_NAME, CASES, call_case, inputs
 from tests.traces import traces
 from tome_core.model.families import find_unet
 
@@ -184,7 +184,7 @@ def test_all_three_attend_as_repeated_means_do(hooks, node, webui):
 
 @pytest.mark.parametrize("name", ["sd15", "sdxl"])
 def test_diffusers_form_merges_and_comes_off(hooks, name: str):
-    case = next(case for case in CASES if case.name == name)
+    case = BY_NAME[name]
     unet = case.build()
     plain, found = call_case(case, unet), traces(unet)
     hooks.apply_token_merging(unet, hooks.TokenMergingConfig(ratio=0.75))

@@ -17,7 +17,7 @@ from diffusers.hooks.hooks import HookRegistry
 from diffusers.models import attention_processor
 from torch import nn
 
-from benchmarks.stack_beside import BESIDE
+from benchmarks.stack_beside import BESIDE, PAB_HOOK
 from tests.foreign_wrappers import Foreign, sites_of
 from tests.recorded_operators import recorded
 from tome_core.model.families import find_blocks, find_unet
@@ -41,6 +41,14 @@ def _is_diffusers(unet: nn.Module) -> bool:
 def _beside(name: str) -> On:
     """One of those that are measured beside merging."""
     return lambda unet, dice: BESIDE[name].put_on(SimpleNamespace(unet=unet))
+
+
+def _broadcast(unet: nn.Module, dice: random.Random) -> AbstractContextManager:
+    """Pyramid attention broadcast; diffusers refuses it where it is on already."""
+    registries = (getattr(module, "_diffusers_hook", None) for module in unet.modules())
+    if any(one is not None and one.get_hook(PAB_HOOK) is not None for one in registries):
+        return contextlib.nullcontext()
+    return _beside("PyramidAttentionBroadcast")(unet, dice)
 
 
 @contextmanager
@@ -237,7 +245,7 @@ LAYERS = {
     "FreeU": Layer(_free_u, _is_diffusers),
     "HyperTile": Layer(_beside("HyperTile"), _is_diffusers),
     "down-sampling": Layer(_beside("down-sampling"), _is_diffusers),
-    "PyramidAttentionBroadcast": Layer(_beside("PyramidAttentionBroadcast"), _is_diffusers),
+    "PyramidAttentionBroadcast": Layer(_broadcast, _is_diffusers),
     "DeepCache": Layer(_beside("DeepCache"), lambda unet: _is_diffusers(unet) and BESIDE["DeepCache"].is_there),
     "processors": Layer(_processors, _is_diffusers, 6),
     "fused projections": Layer(_fused, _is_diffusers),

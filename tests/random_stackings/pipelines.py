@@ -11,7 +11,7 @@ import diffusers
 import torch
 
 import tome_core
-from benchmarks.stack_beside import BESIDE
+from benchmarks.stack_beside import BESIDE, UNET
 from benchmarks.stack_pipelines import RandomPipelines
 from tests import models
 from tests.random_stackings.drawing import a_wish, as_text, pristine
@@ -23,7 +23,7 @@ SCHEDULERS = ("DDIMScheduler", "EulerDiscreteScheduler", "EulerAncestralDiscrete
               "LCMScheduler", "KDPM2DiscreteScheduler", "DEISMultistepScheduler", "LMSDiscreteScheduler",
               "EDMEulerScheduler")  # fmt: skip
 FAMILIES = ("sd15", "one head", "four levels", "lora")
-NEIGHBOURS = tuple(BESIDE)
+NEIGHBOURS = tuple(name for name, one in BESIDE.items() if one.kind == UNET)
 
 
 def hold(dice: random.Random, repeats: bool) -> Counter:

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-
 import pytest
 import torch
 from diffusers.models.attention_processor import Attention
 
 import tome_core
-from tests.families import every_family, largest_difference
-from tests.models import CASES, Case, call_case
+from tests.families import every_family_in_time, largest_difference
+from tests.models import BY_NAME, Case, call_case
 from tests.sized_attention import attended, everywhere, masked_formula, sides, wide_heads  # noqa: F401
-from tests.traces import traces
 from tome_core import MergePlan, MergeRule
 from tome_core.attention import known_of
 from tome_core.attention.core import BIAS, UNSIZED, WIDER_HEADS, Attended, attend_merged
 
-BY_NAME = {case.name: case for case in CASES}
 
-
-@every_family
+@every_family_in_time
 @sides
 @pytest.mark.parametrize("wide", [True, False])
 def test_every_family_gives_the_masked_formula(case: Case, side: str, wide: bool, attended, request):  # noqa: F811
@@ -41,30 +35,6 @@ def test_every_family_gives_the_masked_formula(case: Case, side: str, wide: bool
             unsized = masked_formula(attention, x, keys, torch.ones_like(plan.sizes))
         assert largest_difference(out, expected) <= 1e-5 * max(1.0, expected.abs().max().item())
         assert largest_difference(unsized, expected) > 1e-3
-
-
-@every_family
-@sides
-def test_patched_twice_copied_pickled_and_removed(case: Case, side: str):
-    model = case.build()
-    before, vanilla = traces(model), call_case(case, model)
-    with tome_core.patch(model, everywhere(side, ratio=0.7)):
-        sized = call_case(case, model)
-        with tome_core.patch(model, everywhere(side, ratio=0.3)):
-            call_case(case, model)
-        assert torch.equal(call_case(case, model), sized)
-        assert model.state_dict().keys() == case.build().state_dict().keys()
-        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            assert torch.equal(call_case(case, other), sized)
-            for parameter in other.parameters():
-                parameter.data.mul_(1.5)
-            assert largest_difference(call_case(case, other), sized) > 1e-3
-            tome_core.remove_patch(other)
-            assert traces(other) == before
-        assert torch.equal(call_case(case, model), sized)
-        with tome_core.patch(model, everywhere(side, ratio=0.7, proportional=False)):
-            assert largest_difference(call_case(case, model), sized) > 1e-4
-    assert traces(model) == before and torch.equal(call_case(case, model), vanilla)
 
 
 def test_tomesds_arguments_leave_the_sizes_out(attended):  # noqa: F811

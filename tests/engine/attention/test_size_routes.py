@@ -12,7 +12,7 @@ from torch import nn
 
 import tome_core
 from tests.families import largest_difference
-from tests.models import CASES, call_case, sd15
+from tests.models import BY_NAME, call_case, sd15
 from tests.sized_attention import attended, everywhere, masked_formula, sides, wide_heads  # noqa: F401
 from tome_core import MergeConfig, MergePlan
 from tome_core.attention import ForwardOnStandIn, register, registry
@@ -21,8 +21,6 @@ from tome_core.attention.registry import function_name
 from tome_core.attention.sizes import bias_is_cheaper, bias_of
 from tome_core.bench.sd_block import CrossAttention, UNet, make_block, make_inputs
 from tome_core.model.families import FAMILIES
-
-BY_NAME = {case.name: case for case in CASES}
 
 
 class _WidthOfInput(CrossAttention):

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.most_calls import MOST_CALLS, MOST_CALLS_LEFT_ALONE, MOST_CALLS_SWITCHED_OFF, MOST_CHANGES
 from tome_core import patch
+from tome_core.bench import calls, host_time, layouts
 from tome_core.bench import command as bench
-from tome_core.bench import host_time
 from tome_core.bench.sd_block import as_ldm_model
 from tome_core.model.families import find_blocks
 
@@ -143,7 +143,7 @@ def test_a_block_that_does_not_merge_gives_what_an_unpatched_one_gives(case):
 
 def _called_in_a_step(layout):
     """What is called of us outside of blocks, in a step of a host whose branches share a UNet."""
-    unet, inputs = host_time.make_unet(layout), host_time.make_inputs()
+    unet, inputs = layouts.make_unet(layout), layouts.make_inputs()
     handle = patch(unet, "balanced", host_clock=True)
     handle.uninstall()
     handle.attach()
@@ -156,7 +156,7 @@ def _called_in_a_step(layout):
                 unet(*inputs)
 
     step(500.0, call=True)
-    called = [host_time.watch(lambda: step(499.0, call=True)), host_time.watch(lambda: step(498.0, call=False))]
+    called = [calls.watch(lambda: step(499.0, call=True)), calls.watch(lambda: step(498.0, call=False))]
     assert [vars(module).get("forward") for module in unet.modules()] == wraps
     handle.detach()
     return called
@@ -164,7 +164,7 @@ def _called_in_a_step(layout):
 
 def test_a_patch_is_put_on_and_off_once_a_sampling_and_not_in_its_calls():
     sizes = set()
-    for layout in host_time.LAYOUTS.values():
+    for layout in layouts.LAYOUTS.values():
         whole, outside = _called_in_a_step(layout)
         assert not PUTTING_ON & {name.rpartition(".")[2] for name in whole}
         sizes.add(len(outside))
@@ -174,23 +174,23 @@ def test_a_patch_is_put_on_and_off_once_a_sampling_and_not_in_its_calls():
 def test_watching_ends_with_what_is_watched():
     before = sys.getprofile()
     with pytest.raises(ZeroDivisionError):
-        host_time.watch(lambda: 1 / 0)
+        calls.watch(lambda: 1 / 0)
     assert sys.getprofile() is before
-    assert host_time.watch(lambda: sorted([2, 1], key=abs)) == []
+    assert calls.watch(lambda: sorted([2, 1], key=abs)) == []
 
 
 def test_layouts_are_those_of_the_models():
     found = {}
-    for name, layout in host_time.LAYOUTS.items():
-        places = find_blocks(host_time.make_unet(layout))
+    for name, layout in layouts.LAYOUTS.items():
+        places = find_blocks(layouts.make_unet(layout))
         found[name] = [sum(place.halvings == depth for place in places) for depth in range(4)]
     assert found == {"SD1.5": [5, 5, 5, 1], "SDXL": [0, 10, 60, 0]}
 
 
-@pytest.mark.parametrize("layout", host_time.LAYOUTS.values(), ids=host_time.LAYOUTS)
+@pytest.mark.parametrize("layout", layouts.LAYOUTS.values(), ids=layouts.LAYOUTS)
 def test_a_layouts_unet_runs_and_tomesd_patches_it(layout):
     tomesd = pytest.importorskip("tomesd")
-    unet, inputs = host_time.make_unet(layout), host_time.make_inputs()
+    unet, inputs = layouts.make_unet(layout), layouts.make_inputs()
     plain = unet(*inputs)
     assert plain.shape == inputs[0].shape
     model = as_ldm_model(unet)

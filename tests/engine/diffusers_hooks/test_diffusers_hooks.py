@@ -24,6 +24,7 @@ from tests.pipelines import (
     pipeline_builder,  # noqa: F401
     words_folder,  # noqa: F401
 )
+from tests.thoroughness import some_quick
 from tests.traces import traces
 from tome_core import MergeConfig, UnsupportedModelError
 from tome_core.diffusers_hooks import TokenMergingConfig, apply_token_merging, remove_token_merging
@@ -115,7 +116,8 @@ class Doubled(hooks.ModelHook):
 
 # not theirs first to come and first to leave: the registry of diffusers 0.42.1 then drops any hook above that has a
 # `new_forward`, and brings the one that left back with the other's end
-@pytest.mark.parametrize("ours_first, ours_leaves_first", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("ours_first, ours_leaves_first", [(True, True), *(
+    pytest.param(*one, marks=pytest.mark.slow) for one in ((True, False), (False, True)))])  # fmt: skip
 def test_hooks_of_others_come_and_go(ours_first: bool, ours_leaves_first: bool):
     unet, other = models.sd15(), models.sd15()
     plain = picture(unet)
@@ -150,7 +152,7 @@ def _offload_groups(unet: torch.nn.Module) -> None:
 
 
 @pytest.mark.parametrize("apply", [_cast, _offload_groups])
-@pytest.mark.parametrize("ours_first", [True, False])
+@pytest.mark.parametrize("ours_first", some_quick([True, False]))
 def test_casting_and_offloading_by_hooks_lie_beside_it(apply, ours_first: bool):
     unet, other = models.sd15(), models.sd15()
     apply(other)
@@ -207,7 +209,7 @@ def test_a_cache_that_a_unet_can_take_goes_on_skipping(ours_first: bool):
 
 
 @pytest.mark.parametrize("ours_first", [True, False])
-@pytest.mark.parametrize("ours_leaves_first", [True, False])
+@pytest.mark.parametrize("ours_leaves_first", some_quick([True, False]))
 def test_a_pipeline_may_offload_its_models(build, ours_first: bool, ours_leaves_first: bool):
     pytest.importorskip("accelerate", reason="offloading is accelerate's")
     pipe = build()

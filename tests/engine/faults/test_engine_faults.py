@@ -9,11 +9,11 @@ import threading
 import pytest
 
 import tome_core
-from tests.models import CASES
+from tests.models import BY_NAME
 from tome_core import MergeConfig, MergeRule
-from tome_core.model import switch
+from tome_core.model import switch, wrap
 
-CASE = next(case for case in CASES if case.name == "sd15")
+CASE = BY_NAME["sd15"]
 
 
 def patched(model) -> bool:
@@ -91,6 +91,19 @@ def test_two_threads_patch_one_model():
         sys.setswitchinterval(before)
     tome_core.remove_patch(model)
     assert not errors and not patched(model)
+
+
+def test_whatever_takes_a_wrap_off_keeps_other_threads_from_patching(monkeypatch):
+    model, owned, leave = CASE.build(), [], wrap.Wrap.leave
+    monkeypatch.setattr(wrap.Wrap, "leave", lambda self: (owned.append(switch.patching()._is_owned()), leave(self)))
+    handle = tome_core.patch(model, MergeConfig(ratio=0.5))
+    module = next(module for module in model.modules() if "forward" in vars(module))
+    ours = module.forward
+    module.forward = lambda *args, **kwargs: ours(*args, **kwargs)
+    handle.remove()
+    while_on, module.forward = len(owned), ours
+    tome_core.remove_patch(model)
+    assert len(owned) > while_on > 0 and all(owned) and not patched(model)
 
 
 @pytest.mark.parametrize("name", ["sx", "ratio", "seed", "min_pixels", "min_timestep"])

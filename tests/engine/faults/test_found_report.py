@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import tome_core
-from tests.models import CASES, call_case, call_unet, inputs, on_small, small
+from tests.models import BY_NAME, call_case, call_unet, inputs, on_small, small
 from tome_core import MergeConfig, MergeRule
 
-MOTION = next(case for case in CASES if case.name == "motion")
+MOTION = BY_NAME["motion"]
 SIDE = 16 * 8  # pixels of a frame
 PRESETS = ("quality", "balanced")
 

@@ -10,7 +10,7 @@ import torch
 
 import tome_core
 from tests.foreign_wrappers import Foreign, unwrap, wrap_everything
-from tests.models import CASES, call_case, inputs, sd15
+from tests.models import BY_NAME, call_case, inputs, sd15
 from tests.random_stackings.layers import Fussy
 from tests.random_stackings.sessions import drop_own_methods
 from tests.traces import traces
@@ -19,8 +19,6 @@ from tome_core.diffusers_hooks import TokenMergingConfig, apply_token_merging, r
 from tome_core.model.families import find_blocks
 from tome_core.model.wrap import Wrap, drop_remains
 
-BY_NAME = {case.name: case for case in CASES}
-EVERY_SIZE = {"only_if_it_pays": False}
 few_families = pytest.mark.parametrize("case", [BY_NAME["sd15"], BY_NAME["sgm_double"]], ids=lambda case: case.name)
 
 
@@ -46,6 +44,18 @@ def test_a_processor_that_refuses_merged_tokens_is_left_whole_in_tomesds_way_too
     tome_core.apply_patch(model, ratio=0.3)
     assert torch.equal(call_case(BY_NAME["sd15"], model), plain)
     assert "refuses merged tokens" in str(tome_core.report(model))
+
+
+def test_a_processor_that_refuses_merged_tokens_trains_under_gradient_checkpointing():
+    """The recomputation did not ask it again, and had fewer tensors to save than the forward."""
+    model = sd15().train()
+    model.enable_gradient_checkpointing()
+    for place in find_blocks(model):
+        place.block.attn1.processor = Fussy()
+    tome_core.apply_patch(model, ratio=0.3)
+    x, text = inputs(4, 2, 16, 16)
+    model(x.requires_grad_(), 500, text).sample.square().sum().backward()
+    assert x.grad.isfinite().all() and x.grad.any()
 
 
 @few_families

@@ -9,7 +9,6 @@ import multiprocessing
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,10 +16,10 @@ import torch
 from torch import nn
 
 import tome_core
-from tests.models import CASES, call_case, call_unet, inputs, small
-from tome_core import MergeConfig, preset
+from tests.models import BY_NAME, call_case, call_unet, inputs, on_small, small
+from tome_core import MergeConfig
 
-BALANCED = replace(preset("balanced"), only_if_it_pays=False)
+BALANCED = on_small("balanced")
 TOGETHER = MergeConfig(ratio=0.5, merge_mlp=True)
 A_MOMENT = 0.3  # for what may have to wait for the call that it is asked in
 DEADLOCK = 15  # nothing else takes so long; a test that ends does not wait for it
@@ -168,7 +167,7 @@ def test_a_unet_called_again_inside_of_its_own_call_gives_both_pictures(config, 
 
 
 def test_an_ldm_unet_called_again_inside_of_its_own_call_gives_both_pictures():
-    case = next(case for case in CASES if case.name == "ldm_sd1")
+    case = BY_NAME["ldm_sd1"]
     alone = []
     for seed, timestep in ((0, 100), (3, 900)):
         model = case.build()

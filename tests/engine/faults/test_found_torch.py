@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,10 +15,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tome_core
-from tests.models import call_unet, inputs, small
-from tome_core import MergeConfig, preset
+from tests.models import call_unet, inputs, on_small, small
+from tome_core import MergeConfig
 
-BALANCED = replace(preset("balanced"), only_if_it_pays=False)
+BALANCED = on_small("balanced")
 CONFIGS = {"balanced": BALANCED, "together": MergeConfig(ratio=0.5)}
 NEAR = {"rtol": 1e-3, "atol": 1e-4}  # a transform has kernels of its own
 SEVERAL = 2

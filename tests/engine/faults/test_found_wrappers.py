@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from dataclasses import replace
 from typing import Any
 
 import diffusers
@@ -14,12 +13,12 @@ import torch
 from torch import nn
 
 import tome_core
-from tests.models import CASES, call_case, call_unet, inputs, ldm_sd1, small
+from tests.models import BY_NAME, call_case, call_unet, inputs, ldm_sd1, on_small, small
 from tests.tiny_pipeline import stable_diffusion
 from tests.traces import traces
-from tome_core import MergeConfig, UnsupportedModelError, preset
+from tome_core import MergeConfig, UnsupportedModelError
 
-BALANCED = replace(preset("balanced"), only_if_it_pays=False)
+BALANCED = on_small("balanced")
 LATE = MergeConfig(ratio=0.5, start_percent=0.5)  # asks for the time, so that a scheduler matters
 
 
@@ -91,7 +90,7 @@ def test_a_call_of_the_wrapper_is_a_call_of_the_unet(wrapper: type):
 
 
 def test_a_wrapped_ldm_unet_merges_as_the_unet_itself():
-    case = next(case for case in CASES if case.name == "ldm_sd1")
+    case = BY_NAME["ldm_sd1"]
     reports = []
     for wrapped in (lambda model: model, Wrapper, Trainer):
         model = case.build()

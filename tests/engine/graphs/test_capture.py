@@ -19,6 +19,7 @@ from tests.least_unet import FEW, KEPT, TIMES, WAYS, build, call, draw, same
 from tests.models import CASES, call_case, on_small
 from tests.recorded_operators import counts, first_block, kinds, recorded
 from tests.samplings import done_for_plans  # noqa: F401
+from tests.thoroughness import some_quick
 from tests.tiny_pipeline import write_folder
 from tome_core import PRESETS, MergeConfig
 
@@ -164,7 +165,7 @@ def test_calls_with_and_without_graphs_use_each_others_matches():
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
-@pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize("merged", some_quick([True, False]))
 def test_every_family_of_models_with_whatever_arguments_it_is_called(case, merged):
     """Tuples of a ControlNet's, dicts of SDXL's, results of diffusers' own classes."""
     plain, model = case.build(), case.build()

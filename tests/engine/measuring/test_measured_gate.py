@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import tome_core
-from tests.models import CASES, call_case, call_unet, inputs, sd15, sdxl, small
+from tests.models import BY_NAME, CASES, call_case, call_unet, inputs, sd15, small
 from tests.most_calls import MOST_CALLS_LEFT_ALONE
-from tome_core import PRESETS, MergeConfig, gains, preset
-from tome_core.bench import host_time
+from tome_core import PRESETS, MergeConfig, gains
+from tome_core.bench import calls, layouts
 from tome_core.measuring import measure
 from tome_core.measuring.measure import steps_of
 from tome_core.reporting.gains import KNOWN
-from tome_core.running import gate
 from tome_core.running.fingerprint import device_of, dtype_of
 from tome_core.running.latch import Latch
 from tome_core.running.matching import Matcher
-from tome_core.settings.phases import plain_rules
 
-CASE = next(case for case in CASES if case.name == "sd15")
+CASE = BY_NAME["sd15"]
 _TEXT = 77
 TABLE_LEAVES_ALONE, TABLE_MERGES = 16, 32  # sides of latents on a CPU
 PLAIN = MergeConfig(ratio=0.5, side="kv", use_rand=False)
@@ -213,6 +210,13 @@ def test_a_measurement_that_fails_leaves_everything_as_it_was():
     assert not [name for name, module in model.named_modules() if "forward" in vars(module)]
 
 
+def test_a_unet_that_nobody_called_eval_on_is_measured_where_nothing_in_it_is_random(price):
+    model = small()
+    handle = tome_core.patch(model.train(), "balanced", host_clock=True)  # as the Forges have theirs
+    assert measured(handle, price(0.5), TABLE_MERGES).ratio > 1
+    assert model.training
+
+
 def test_a_measurement_is_refused_where_it_would_disturb_or_mislead(price):
     model = small()
     handle = tome_core.patch(model, "balanced", host_clock=True)
@@ -222,7 +226,8 @@ def test_a_measurement_is_refused_where_it_would_disturb_or_mislead(price):
     with pytest.raises(RuntimeError, match="a sampling goes on"):
         handle.measure()
     handle.set_time()
-    model.train()
+    (dropout, *_) = [one for one in model.train().modules() if isinstance(one, torch.nn.Dropout)]
+    dropout.p = 0.1
     with pytest.raises(RuntimeError, match="in training"):
         handle.measure()
     model.eval()
@@ -333,17 +338,17 @@ def test_a_gate_that_was_measured_shut_costs_what_the_table_costs():
     """Functions called for a block and its transformer: as many as where the table leaves it alone."""
     found = {}
     for blocks in (1, 2):
-        unet, inputs = host_time.make_unet(host_time.Layout(((1,),) * blocks, (), ())), host_time.make_inputs()
+        unet, inputs = layouts.make_unet(layouts.Layout(((1,),) * blocks, (), ())), layouts.make_inputs()
         handle = tome_core.patch(unet, "balanced", host_clock=True)
         handle.set_time(timestep=500.0, sampling="picture")
         unet(*inputs)
-        by_table = host_time.watch(lambda: unet(*inputs))  # noqa: B023
+        by_table = calls.watch(lambda: unet(*inputs))  # noqa: B023
         case = gains.Case(*handle._about(tome_core.model.families.find_blocks(unet)), *_where(inputs[0]))
         KNOWN.remember(gains.Gain(case, 1.0, 2.0))
         handle.uninstall()
         handle.install()
         unet(*inputs)
-        found[blocks] = by_table, host_time.watch(lambda: unet(*inputs))  # noqa: B023
+        found[blocks] = by_table, calls.watch(lambda: unet(*inputs))  # noqa: B023
         assert not handle.report().merged_anything and handle.report().gains
     (table_one, shut_one), (table_two, shut_two) = found[1], found[2]
     assert len(shut_one) <= len(table_one) + 1, "the question itself"
@@ -352,75 +357,3 @@ def test_a_gate_that_was_measured_shut_costs_what_the_table_costs():
 
 def _where(latents):
     return device_of(latents.device), dtype_of(latents.dtype), *latents.shape[-2:], len(latents)
-
-
-# --- without a measurement ------------------------------------------------------------------------------------------
-
-_SD15 = ((1, 320),) * 5 + ((2, 640),) * 5 + ((4, 1280),) * 5 + ((8, 1280),)
-_SDXL = ((2, 640),) * 10 + ((4, 1280),) * 60
-_CARDS = {"3060": ((8, 6), 28), "4090": ((8, 9), 128), "H200": ((9, 0), 132)}
-
-
-@pytest.fixture
-def card(monkeypatch):
-    """Makes torch see a card."""
-
-    def make(name):
-        (major, minor), processors = _CARDS.get(name, ((99, 0), 1))
-        seen = SimpleNamespace(major=major, minor=minor, multi_processor_count=processors)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: seen)
-        return torch.device("cuda", 0)
-
-    return make
-
-
-@pytest.mark.parametrize(
-    ("name", "blocks", "pixels", "waits"),
-    [("3060", _SD15, 512, False), ("3060", _SDXL, 1024, False),
-     ("4090", _SD15, 512, True), ("4090", _SD15, 1024, False), ("4090", _SDXL, 1024, False),
-     ("H200", _SD15, 512, True), ("H200", _SD15, 1024, True), ("H200", _SD15, 2048, False),
-     ("H200", _SDXL, 1024, True), ("H200", _SDXL, 2048, False), ("a card of tomorrow", _SD15, 512, False)],
-)  # fmt: skip
-def test_cards_that_wait_for_their_host_are_told_from_slow_ones(card, name, blocks, pixels, waits):
-    """As the model says that the constants are from: see `tome_core.running.gate`."""
-    assert gate.is_host_bound(blocks, 2, (pixels // 8) ** 2, torch.float16, card(name)) == waits
-
-
-def test_a_card_does_not_wait_longer_for_more_work(card):
-    for name in _CARDS:
-        device = card(name)
-        for blocks in (_SD15, _SDXL):
-            told = [gate.is_host_bound(blocks, batch, area, dtype, device)
-                    for batch, area, dtype in ((1, 64**2, torch.float16), (2, 64**2, torch.float16),
-                                               (2, 128**2, torch.float16), (2, 128**2, torch.float32))]  # fmt: skip
-            assert told == sorted(told, reverse=True)
-
-
-def test_what_is_no_card_waits_for_nobody(card):
-    card("H200")
-    for kind in ("cpu", "mps", "xpu"):
-        assert not gate.is_host_bound(_SD15, 2, 64**2, torch.float16, torch.device(kind))
-
-
-def test_the_blocks_of_a_model_are_counted_for_it():
-    for build, level in ((sd15, 1), (sdxl, 2)):
-        handle = tome_core.patch(build())
-        assert min(down for down, _ in handle.block_sizes) == level and all(width for _, width in handle.block_sizes)
-
-
-def test_a_card_that_waits_merges_nothing_until_it_was_measured_to_pay(card, monkeypatch):
-    """The table's part of a latch: what was measured outweighs it."""
-    monkeypatch.setattr("tome_core.running.latch.is_host_bound", lambda *_: True)
-    monkeypatch.setattr("tome_core.running.latch.device_of", lambda device: "card")
-    latent = torch.empty(2, 4, 64, 64)
-    handle = tome_core.patch(small(), "balanced", host_clock=True)
-    clock = handle.run.clock
-    rules, why = clock.at(clock.moment(900.0)).rules, ("off",) * 2
-    left, told = Latch((), _SD15).apply(rules, why, latent, clock.gated)
-    assert not any(any(one) for one in left) and "waits for its host" in told[0]
-    case = gains.Case(*("",) * 5, "card", "float32", 64, 64, 2)
-    for merged, merges in ((0.5, True), (2.0, False)):
-        left, told = Latch([gains.Gain(case, 1.0, merged)], _SD15).apply(rules, why, latent, clock.gated)
-        assert any(any(one) for one in left) == merges
-    plain = plain_rules(preset("fast"), [1])
-    assert all(rule.only_if_it_pays for rule in plain), "presets ask"

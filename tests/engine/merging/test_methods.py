@@ -15,7 +15,7 @@ from tests.oracles import bipartite_similarities, k_means, refined_groups
 from tome_core import MergePlan
 from tome_core.merging.grid import Draw, Grid, cells, draw_choices, split_cells
 from tome_core.merging.methods import METHODS, MatchOptions
-from tome_core.merging.methods.bipartite import best_destination, refined
+from tome_core.merging.methods.bipartite import best_destination, refine_plan
 from tome_core.merging.methods.cluster import ITERATIONS
 
 GRIDS = [(1, 1), (1, 16), (16, 1), (2, 2), (3, 5), (7, 4), (5, 9), (8, 8), (3, 3)]
@@ -130,7 +130,7 @@ def test_refinement_is_k_means_on_directions_from_the_match(steps, ratio, cell):
 def test_a_group_without_tokens_gets_none_though_all_else_be_far():
     """Its centre is nowhere: at cosine 0 it would be nearer than every other to the third token."""
     x = torch.tensor([[[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0], [1.0, 0.5]]])
-    plan = refined(MergePlan(torch.tensor([[0, 0, 0, 2]]), 3), x, 1)
+    plan = refine_plan(MergePlan(torch.tensor([[0, 0, 0, 2]]), 3), x, 1)
     assert plan.group.tolist() == [[0, 0, 2, 2]]
 
 

@@ -7,14 +7,14 @@ import torch
 from torch import nn
 
 import tome_core
-from tests.families import every_family, largest_difference
-from tests.models import CASES, call_case, call_unet, fixed, unet
+from tests.families import every_family_in_time, largest_difference
+from tests.models import BY_NAME, call_case, call_unet, fixed, unet
 from tome_core import PRESETS, MergeConfig
 from tome_core.bench.sd_block import make_block, make_inputs
 from tome_core.merging.grid import Grid
 from tome_core.merging.methods import METHODS, MatchOptions
-from tome_core.merging.methods.bipartite import best_destination, refined
-from tome_core.merging.metric import METRICS, compared
+from tome_core.merging.methods.bipartite import best_destination, refine_plan
+from tome_core.merging.metric import METRICS, tokens_to_compare
 from tome_core.merging.plan import MergePlan
 
 MATCH = METHODS["bipartite"].match
@@ -50,7 +50,7 @@ def test_those_merge_whose_partner_is_nearest():
 def test_refining_by_distance_brings_every_token_to_its_nearest_mean():
     x = tokens(1) + 2
     plan = MATCH(x, Grid(8, 8), MatchOptions(0.75, 2, 2, by_distance=True))
-    better = refined(plan, x, 20, by_distance=True)
+    better = refine_plan(plan, x, 20, by_distance=True)
     centres = better.merge(x)[0][better.sizes[0] > 0]
     nearest = torch.cdist(x[0], centres).amin(-1)
     own = (x - better.unmerge(better.merge(x))).norm(dim=-1)[0]
@@ -61,7 +61,7 @@ def test_refining_by_distance_brings_every_token_to_its_nearest_mean():
 
 def test_an_empty_group_takes_no_token_by_distance():
     x = torch.tensor([[[0.0], [0.1], [5.0], [5.1]]])
-    plan = refined(MergePlan(torch.tensor([[0, 0, 2, 2]]), 3), x, 1, by_distance=True)
+    plan = refine_plan(MergePlan(torch.tensor([[0, 0, 2, 2]]), 3), x, 1, by_distance=True)
     assert plan.group.tolist() == [[0, 0, 2, 2]]
 
 
@@ -73,8 +73,8 @@ def block() -> nn.Module:
 def test_metrics_are_what_they_are_called(block):
     x = tokens(2, 16, 320)
     normed = block.norm1(x)
-    assert compared(block, x, "input") is x
-    keys, both = compared(block, x, "keys"), compared(block, x, "keys+values")
+    assert tokens_to_compare(block, x, "input") is x
+    keys, both = tokens_to_compare(block, x, "keys"), tokens_to_compare(block, x, "keys+values")
     assert largest_difference(both[..., :320], keys) < 1e-5 and both.shape == (2, 16, 640)
     true = block.attn1.to_k(normed)
     ratio = torch.cdist(keys, keys) / torch.cdist(true, true)  # the same distances, but for one factor a sample
@@ -85,25 +85,26 @@ def test_metrics_are_what_they_are_called(block):
 
 def test_keys_and_values_count_alike_whatever_their_scale(block):
     x = tokens(1, 64, 320)
-    both = compared(block, x, "keys+values")
+    both = tokens_to_compare(block, x, "keys+values")
     for half in both.split(320, -1):
         assert abs(half.pow(2).mean().item() - 1) < 1e-4 and half.mean(1).abs().max() < 1e-5
 
 
 def test_a_sample_is_compared_as_it_would_be_alone(block):
     x = tokens(3, 16, 320)
-    assert largest_difference(compared(block, x, "keys+values")[1:2], compared(block, x[1:2], "keys+values")) < 1e-5
+    together, alone = (tokens_to_compare(block, one, "keys+values") for one in (x, x[1:2]))
+    assert largest_difference(together[1:2], alone) < 1e-5
 
 
 def test_a_block_of_another_kind_is_compared_as_far_as_it_goes(block):
     x, odd = tokens(1, 16, 320), nn.Module()
     odd.attn1 = nn.Identity()
-    assert compared(odd, x, "keys+values") is x
+    assert tokens_to_compare(odd, x, "keys+values") is x
     odd.norm1 = nn.LayerNorm(320)
-    assert torch.equal(compared(odd, x, "keys+values"), odd.norm1(x))
+    assert torch.equal(tokens_to_compare(odd, x, "keys+values"), odd.norm1(x))
 
 
-@every_family
+@every_family_in_time
 @pytest.mark.parametrize("metric", METRICS)
 def test_every_family_merges_by_every_metric(case, metric):
     model = case.build()
@@ -142,7 +143,7 @@ def test_the_metric_decides_what_merges():
 
 
 def test_other_methods_look_at_their_own():
-    case = next(case for case in CASES if case.name == "sd15")
+    case = BY_NAME["sd15"]
     model = case.build()
     pictures = []
     for metric in ("input", "keys+values"):

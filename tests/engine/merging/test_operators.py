@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tome_core
+from tests import tiny_transformers
+from tests.families import every_family_in_time
+from tests.models import CASES, call_case
 from tests.operators import DIRECTML, OperatorRecorder, directml_has, lacking, mps_has
-from tome_core import MergeConfig
+from tests.thoroughness import some_quick
+from tome_core import MergeConfig, NoiseSchedule
 from tome_core.bench.sd_block import SpatialTransformer, UNet
 from tome_core.merging import plan
 from tome_core.settings.presets import PRESETS
@@ -16,6 +22,7 @@ from tome_core.settings.presets import PRESETS
 # a match that is new, one that is kept, one that is renewed, early and late
 TIMES = (900.0, 890.0, 800.0, 200.0, 190.0, 100.0)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+ON_THE_CPU = {"cumprod"}  # of a picture's list of positions, which is read there
 OTHERS = {
     "as tomesd": MergeConfig(ratio=0.5, proportional=False, correction=False, merge_mlp=True),
     "downsample": MergeConfig(method="downsample"),
@@ -52,6 +59,52 @@ def test_merged_calls_use_only_operators_that_mps_has_where_rows_are_added_by_in
     used = merged("balanced", dtype)
     assert "index_add_" in used.names and set(lacking(used.names)) == {"DirectML"}
     assert lacking(used.names)["DirectML"] == ["index_add_"]
+
+
+@every_family_in_time
+def test_in_every_family_merging_adds_only_what_those_devices_have(case, monkeypatch):
+    model = case.build()
+
+    def call(timestep):
+        call_case(case, model, height=32, width=32, timestep=timestep)
+
+    _adds_only_what_devices_have(model, call, monkeypatch)
+
+
+@pytest.mark.parametrize("name", some_quick(tiny_transformers.PRESENT))
+def test_in_every_transformer_merging_adds_only_what_those_devices_have(name, monkeypatch):
+    model, arguments = tiny_transformers.make(name)
+    _adds_only_what_devices_have(model, lambda timestep: tiny_transformers.call(model, arguments), monkeypatch)
+
+
+def _adds_only_what_devices_have(model, call, monkeypatch):
+    """Patched and called at `TIMES`, against the same calls without us; what the model asks for itself is its own."""
+    monkeypatch.setattr(plan, "_WITHOUT_INDEX_ADD", ("cpu",))
+    config = replace(tome_core.preset("balanced"), only_if_it_pays=False)
+
+    def calls(handle=None):
+        with sdpa_kernel(SDPBackend.MATH), OperatorRecorder() as used:
+            for timestep in TIMES:
+                if handle is not None:
+                    handle.set_time(timestep=timestep, sampling=TIMES)
+                call(timestep)
+        return used
+
+    own = calls()
+    with tome_core.patch(model, config, host_clock=True) as handle:
+        used = calls(handle)
+        assert handle.report().merged_anything
+    added = used.names - own.names - ON_THE_CPU
+    assert added and not lacking(added)
+    assert used.doubles <= own.doubles
+
+
+def test_patching_an_ldm_model_reads_its_noise_schedule_without_float64():
+    model = next(case for case in CASES if case.name == "ldm_wrapped").build()
+    model.betas = torch.tensor(NoiseSchedule.stable_diffusion().betas)
+    with OperatorRecorder() as used:
+        tome_core.patch(model, MergeConfig(max_beta=0.5)).remove()
+    assert not used.doubles
 
 
 def test_means_are_the_same_whichever_operator_adds(monkeypatch):

@@ -17,6 +17,7 @@ from torch import nn
 import tome_core
 from tests.doubles import LatentDiffusionDouble
 from tests.models import (
+    BY_NAME,
     CASES,
     TEXT,
     Case,
@@ -32,10 +33,9 @@ from tests.models import (
     sdxl,
     seeded,
 )
+from tests.thoroughness import some_quick
 from tome_core import MergeConfig, UnsupportedModelError
 from tome_core.model.families import find_blocks, find_unet
-
-BY_NAME = {case.name: case for case in CASES}
 
 
 @pytest.mark.parametrize("name", ["sd15", "sd2", "inpainting", "ldm_wrapped"])
@@ -63,7 +63,7 @@ ODD = [(1, 16), (16, 1), (1, 1), (2, 3), (33, 97), (65, 63), (63, 65), (8, 72)]
 
 
 @pytest.mark.parametrize("height, width", ODD)
-@pytest.mark.parametrize("cell", [2, 4])
+@pytest.mark.parametrize("cell", some_quick([2, 4]))
 @pytest.mark.parametrize("build, call", [(four_levels, call_unet), (ldm_four_levels, call_ldm)])
 def test_odd_latents_merge_at_every_level_wherever_the_model_takes_them(build, call, height, width, cell):
     case, model = Case("", build, call), build()

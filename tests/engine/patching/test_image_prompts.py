@@ -27,6 +27,7 @@ from tests.pipelines import (
     pipeline_builder,  # noqa: F401
     words_folder,  # noqa: F401
 )
+from tests.thoroughness import some_quick
 from tome_core import preset
 
 
@@ -124,7 +125,7 @@ def _inpainting(pipe: Any) -> tuple[Any, dict[str, Any]]:
 
 
 @every_kind
-@pytest.mark.parametrize("make", [_image_to_image, _inpainting])
+@pytest.mark.parametrize("make", some_quick([_image_to_image, _inpainting]))
 def test_an_image_that_prompts_beside_one_that_is_redrawn(build, kind: str, make: Any):
     pipe = build(kind)
     prompt, (made, call) = load_image_prompts(pipe), make(pipe)

@@ -13,6 +13,7 @@ from accelerate.hooks import remove_hook_from_module
 import tome_core
 from tests.models import CASES, call_case
 from tests.offloading import CPU, WAYS, offload_as_a_model
+from tests.thoroughness import some_quick
 from tests.traces import traces
 from tome_core import MergeConfig
 from tome_core.model.families import find_unet
@@ -24,7 +25,7 @@ FEW = [case for case in CASES if case.name in ("sd15", "sdxl", "ldm_wrapped", "s
 @pytest.mark.parametrize("case", FEW, ids=lambda case: case.name)
 @pytest.mark.parametrize("offload", WAYS, ids=lambda way: way.__name__.strip("_"))
 @pytest.mark.parametrize("patch_first", [True, False])
-@pytest.mark.parametrize("unpatch_first", [True, False])
+@pytest.mark.parametrize("unpatch_first", some_quick([True, False]))
 def test_offloading_and_merging_come_and_go_in_any_order(case, offload, patch_first: bool, unpatch_first: bool):
     model = case.build()
     vanilla = call_case(case, model)

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import tome_core
-from tests.families import every_family, largest_difference
+from tests.families import every_family, every_family_in_time, largest_difference
 from tests.models import CASES, Case, call_case, inputs, merge_with_self
+from tests.thoroughness import some_quick
 from tests.traces import traces
 from tome_core import MergeConfig
 from tome_core.merging.grid import split_grid
@@ -33,7 +34,7 @@ def test_ratio_zero_is_bit_exact_off(case: Case):
     assert torch.equal(call_case(case, model), vanilla)
 
 
-@every_family
+@every_family_in_time
 @pytest.mark.parametrize("side", ["qkv", "kv"])
 def test_merging_each_token_with_itself_changes_no_bit(case: Case, side: str, monkeypatch):
     """The plumbing alone: every site merges and unmerges, and nothing but the plan may make a difference."""
@@ -49,7 +50,7 @@ def test_merging_each_token_with_itself_changes_no_bit(case: Case, side: str, mo
 
 
 @every_family
-@pytest.mark.parametrize("batch", [1, 2, 3])
+@pytest.mark.parametrize("batch", some_quick([2, 1, 3]))
 def test_merging_changes_the_picture_and_says_so(case: Case, batch: int):
     model = case.build()
     vanilla = call_case(case, model, batch)
@@ -63,7 +64,7 @@ def test_merging_changes_the_picture_and_says_so(case: Case, batch: int):
     assert level.work_saved == pytest.approx(0.75)
 
 
-@every_family
+@every_family_in_time
 @pytest.mark.parametrize("method", list(METHODS))
 def test_every_part_and_side_runs_at_every_level(case: Case, method: str):
     model = case.build()
@@ -170,18 +171,18 @@ def _raise(*_):
     raise RuntimeError("interrupted")
 
 
-@every_family
+@every_family_in_time
 def test_a_deep_copy_and_a_pickle_have_their_own_state_and_weights(case: Case):
     model = case.build()
     vanilla = call_case(case, model)
-    tome_core.apply_patch(model, **EVERYTHING)
+    tome_core.patch(model, MergeConfig(**EVERYTHING))
     merged = call_case(case, model)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(call_case(case, other), merged)
         assert tome_core.report(other).calls == 2 and tome_core.report(model).calls == 1
         tome_core.remove_patch(other)
         assert torch.equal(call_case(case, other), vanilla) and traces(other) == traces(case.build())
-        tome_core.apply_patch(other, **EVERYTHING)
+        tome_core.patch(other, MergeConfig(**EVERYTHING))
         for parameter in find_unet(other).parameters():
             parameter.data.mul_(1.5)
         assert largest_difference(call_case(case, other), merged) > 1e-3
@@ -205,7 +206,7 @@ def test_the_global_rng_is_left_alone_and_equal_seeds_give_equal_bits(case: Case
     assert not torch.equal(call_case(case, model, timestep=321), first)
 
 
-@every_family
+@every_family_in_time
 def test_conditional_and_unconditional_passes_may_run_apart(case: Case, capsys, monkeypatch):
     """Same destinations, and a difference no larger than last-bit noise in the input makes."""
     drawn = []

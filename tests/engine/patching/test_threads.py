@@ -14,13 +14,13 @@ import tome_core
 from comfy_nodes import host
 from tests.comfy_doubles import Guider, apply, least_checkpoint
 from tests.least_pipeline import Pipeline, picture
-from tests.models import CASES, call_case
+from tests.models import BY_NAME, call_case
 from tests.thoroughness import THOROUGH
 from tests.threads import at_once
 from tests.traces import traces
 from tome_core import MergeConfig, MergeRule
 
-CASE = next(case for case in CASES if case.name == "ldm_sd1")
+CASE = BY_NAME["ldm_sd1"]
 ROUNDS = 30 if THOROUGH else 5
 CONFIGS = (
     MergeConfig(ratio=0.75, merge_mlp=True, end_percent=0.6),

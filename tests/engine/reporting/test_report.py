@@ -8,13 +8,13 @@ import json
 import pytest
 
 import tome_core
-from tests.models import CASES, call_case
+from tests.models import BY_NAME, call_case
 from tome_core import Gain, MergeConfig, MergeRule, Report
 from tome_core.reporting.gains import Case
 from tome_core.reporting.report import LevelReport, PhaseReport
 from tome_core.reporting.report_text import MOST_LINES, percent
 
-CASE = next(case for case in CASES if case.name == "ldm_sd1")
+CASE = BY_NAME["ldm_sd1"]
 EARLY = MergeConfig(side="kv", ratio=0.5, early_ratio=0.9, early_until=600.0, max_downsample=8)
 
 
@@ -148,8 +148,8 @@ def test_a_gain_is_of_the_pictures_since_the_counts_began(monkeypatch):
     """A handle is kept over pictures of several sizes; a report must not tell of earlier ones."""
     monkeypatch.setattr(tome_core.gains, "KNOWN", tome_core.gains.Gains())
     monkeypatch.setattr("tome_core.measuring.measured.KNOWN", tome_core.gains.KNOWN)
-    model = next(case for case in CASES if case.name == "sd15").build()
-    case = next(case for case in CASES if case.name == "sd15")
+    model = BY_NAME["sd15"].build()
+    case = BY_NAME["sd15"]
     with tome_core.patch(model, MergeConfig(ratio=0.5)) as handle:
         gains = [handle.measure(side * 8, side * 8, rounds=1, steps=1) for side in (16, 24)]
         for one, side in ((gains[0], 16), (gains[1], 24), (gains[0], 16)):

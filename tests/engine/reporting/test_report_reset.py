@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import tome_core
-from tests.models import CASES, call_case
+from tests.models import BY_NAME, call_case
 from tome_core import MergeConfig, MergeRule
 
-CASE = next(case for case in CASES if case.name == "ldm_sd1")
+CASE = BY_NAME["ldm_sd1"]
 
 
 def test_counts_and_maps_begin_anew_and_count_on():

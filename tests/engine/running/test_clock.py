@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import tome_core
-from tests.models import CASES
+from tests.models import BY_NAME
 from tests.tiny_pipeline import write_folder
 from tome_core.running.timesteps import Timesteps
 
@@ -240,7 +240,7 @@ def test_a_copy_or_a_pickle_of_the_unet_keeps_its_rules_and_reads_the_time_itsel
 
 
 def test_an_ldm_model_knows_its_own_schedule():
-    case = next(case for case in CASES if case.name == "ldm_sd1")
+    case = BY_NAME["ldm_sd1"]
     model = torch.nn.Module()
     model.model = torch.nn.Module()
     model.model.diffusion_model = case.build()

@@ -285,6 +285,6 @@ def test_a_removed_patch_keeps_nothing_of_its_pictures(model):
     assert handle.run.sampling.next_call().plans
     call_case(CASE, model.train())
     memories = [wrap.memory for wrap in wraps_of(handle) if hasattr(wrap, "memory")]
-    assert memories and all(one._calls for one in memories)
+    assert memories and all(one.calls for one in memories)
     handle.remove()
-    assert handle.run.sampling.next_call() is None and not any(one._calls for one in memories)
+    assert handle.run.sampling.next_call() is None and not any(one.calls for one in memories)

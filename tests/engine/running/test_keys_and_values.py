@@ -7,14 +7,12 @@ import torch
 
 import tome_core
 from tests.families import every_family, largest_difference
-from tests.models import CASES, call_case, merge_with_self
+from tests.models import BY_NAME, call_case, merge_with_self
 from tests.sized_attention import attended, masked_formula  # noqa: F401
 from tome_core import MergeConfig
 from tome_core.attention.core import UNSIZED
 from tome_core.merging.methods import METHODS
 from tome_core.model.switch import switch_of
-
-BY_NAME = {case.name: case for case in CASES}
 
 
 @every_family

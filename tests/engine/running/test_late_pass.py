@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import diffusers
 import pytest
 import torch
@@ -10,9 +12,10 @@ from diffusers import StableDiffusionImg2ImgPipeline, StableDiffusionXLImg2ImgPi
 import tome_core
 from tests import models, tiny_pipeline, webui_doubles
 from tests.comfy_doubles import Guider, apply, least_checkpoint, sampler_of
+from tests.thoroughness import some_quick
 from tests.webui_doubles import FLAVOURS, CFGDenoiserTimesteps, Webui
 from tome_core import form, strength
-from tome_core.running.late_pass import WHOLE_FROM, boundary_in
+from tome_core.running.late_pass import FEW, WHOLE_FROM, boundary_in
 from tome_core.settings.noise import STABLE_DIFFUSION
 
 HALF = [500.0 - 50 * step for step in range(10)]
@@ -25,7 +28,7 @@ def late_in(timesteps, until):
     return sum(one < boundary for one in timesteps)
 
 
-@pytest.mark.parametrize("begins", [899.0, 600.0, 500.0, 300.0, 50.0])
+@pytest.mark.parametrize("begins", [WHOLE_FROM - 1, 600.0, 500.0, 300.0, 50.0])
 def test_the_late_share_of_steps_is_a_whole_pictures_to_the_nearest_step(begins):
     for until in range(0, 1001, 25):
         for count in (1, 2, 3, 5, 10, 20, 33):
@@ -37,6 +40,20 @@ def test_the_late_share_of_steps_is_a_whole_pictures_to_the_nearest_step(begins)
 
 def test_a_whole_picture_and_no_steps_have_no_boundary_of_their_own():
     assert boundary_in(WHOLE, 375) is boundary_in([], 375) is boundary_in([WHOLE_FROM], 375) is None
+
+
+def test_a_whole_picture_of_few_steps_has_at_least_its_share_of_late_ones():
+    for count in range(1, FEW + 1):
+        trailing = [999.0 - 1000 / count * step for step in range(count)]
+        for until in range(0, 1001, 25):
+            by_time = sum(one < until for one in trailing)
+            late = by_time if boundary_in(trailing, until) is None else late_in(trailing, until)
+            share = min(math.floor(count * until / 1000 + 0.5), count - 1)
+            assert late == max(by_time, share), (count, until)
+    assert late_in([999, 749, 499, 249], 375) == 2, "of which one is before 375"
+    assert boundary_in([999, *KARRAS[3:]], 375) is None, "so many late ones that the time leaves more than the share"
+    longer = [999.0 - 1000 / (FEW + 1) * step for step in range(FEW + 1)]
+    assert boundary_in(longer, 500) is None, "rounded so little that a boundary by time does"
 
 
 def phases_at(loop, told=None, **sampling):
@@ -185,7 +202,7 @@ def test_comfyui_at_a_denoise_of_a_half():
 
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
-@pytest.mark.parametrize("by_timestep", [False, True])
+@pytest.mark.parametrize("by_timestep", some_quick([False, True]))
 def test_a_hires_pass_of_the_webui(monkeypatch, flavour, by_timestep):
     monkeypatch.setattr(webui_doubles, "TIMESTEPS", tuple(HALF))
     monkeypatch.setattr(webui_doubles, "SIGMAS", tuple(STABLE_DIFFUSION.sigma_of(one) for one in HALF))

@@ -70,7 +70,7 @@ def test_a_correction_halves_the_error_of_the_picture_and_harms_no_other_row(lay
 
 def test_exact_answers_are_asked_of_the_picture_and_of_others():
     layout, tokens = Layout(Grid(32, 32), first=50), 50 + 1024 + 9
-    (rows,) = attending.asked_in(layout, tokens, WIDTH, torch.device("cpu"))
+    (rows,) = attending.pick_asked_in(layout, tokens, WIDTH, torch.device("cpu"))
     assert len(set(rows.tolist())) == len(rows) and rows.max() < tokens
     inside = (rows >= 50) & (rows < 50 + 1024)
     assert 32 <= inside.sum() <= 128 and (~inside).sum() == inside.sum() // 4

@@ -85,6 +85,7 @@ def test_it_is_in_the_form_and_in_the_node(copy):
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_it_is_in_all_that_is_generated(copy):
     assert f"| `gentleness` | `0.25` | from 0 to 2 | {HELP} |" in (copy / PAGE).read_text(encoding="utf-8")
     page = (copy / "comfy_nodes" / "web" / "docs" / "ToMeSettings.md").read_text(encoding="utf-8")

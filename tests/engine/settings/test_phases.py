@@ -11,14 +11,14 @@ import pytest
 import torch
 
 import tome_core
-from tests.models import CASES, call_case, inputs
+from tests.models import BY_NAME, call_case, inputs
 from tome_core import PRESETS, MergeConfig, MergeRule, preset, ramp, strength
 from tome_core.running.gate import pays, pays_in_mlp
 from tome_core.running.matching import Matcher
 from tome_core.settings.phases import DEEP_UNTIL, plain_rules
 from tome_core.settings.schedule import reaches
 
-CASE = next(case for case in CASES if case.name == "sd15")
+CASE = BY_NAME["sd15"]
 
 
 def tokens_at(config, timestep, size=16):
@@ -111,7 +111,7 @@ def test_a_deep_mlp_leaves_the_rest_of_its_rule_as_it_is():
 
 def test_all_of_sdxl_is_deep():
     config = MergeConfig(ratio=0.0, deep_mlp=0.5)
-    case = next(case for case in CASES if case.name == "sdxl")
+    case = BY_NAME["sdxl"]
     model, vanilla = case.build(), case.build()
     with tome_core.patch(model, config) as handle:
         merged, plain = (call_case(case, one, timestep=499) for one in (model, vanilla))
@@ -121,7 +121,7 @@ def test_all_of_sdxl_is_deep():
 @pytest.mark.parametrize("scope", ["sampling", "none", "training"])
 def test_deep_mlps_of_one_transformer_share_the_match_of_its_first(monkeypatch, scope):
     """SDXL has ten blocks in one. Where no match is kept, none is shared: compiled blocks do neither."""
-    case, asked, find = next(case for case in CASES if case.name == "sdxl"), [], Matcher.find
+    case, asked, find = BY_NAME["sdxl"], [], Matcher.find
     monkeypatch.setattr(Matcher, "find", lambda self, one: asked.append(self.number) or find(self, one))
     model = case.build()
     transformers = [len(one.transformer_blocks) for one in model.modules() if hasattr(one, "transformer_blocks")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 import tome_core
 from benchmarks.strength import step_time
+from tests import tiny_transformers
 from tests.models import call_unet, inputs, on_small, small
 from tome_core import form, preset, strength
 from tome_core.settings.phases import plain_rules
@@ -18,6 +20,7 @@ from tome_core.settings.presets import CURVES, MARKS
 from tome_core.settings.strength_table import VERSION
 
 FINELY = [number / 200 for number in range(201)]
+of_both = pytest.mark.parametrize("transformer", [False, True], ids=["UNet", "transformer"])
 DOWNSAMPLES = (1, 2, 4)
 
 
@@ -65,32 +68,49 @@ def test_nothing_is_off_bit_for_bit():
             assert not torch.equal(call_unet(model, x, 300, text), plain)
 
 
+@of_both
 @pytest.mark.parametrize("timestep", [0.0, 50.0, 125.0, 300.0, 500.0, 750.0, 999.0])
-def test_more_strength_asks_more_of_every_step(timestep):
-    shares = [kept(strength(one), timestep) for one in FINELY]
+def test_more_strength_asks_more_of_every_step(timestep, transformer):
+    shares = [kept(strength(one, transformer=transformer), timestep) for one in FINELY]
     assert shares[0] == 1.0 and shares[-1] == pytest.approx(1 / 64)
     assert all(stronger <= weaker for weaker, stronger in pairwise(shares))
-    assert not any(strength(one).deep_mlp for one in FINELY)
+    assert not any(strength(one, transformer=transformer).deep_mlp for one in FINELY)
 
 
-def test_nothing_jumps():
+@of_both
+def test_nothing_jumps(transformer):
     """A step of a hundredth changes the time of the finest attention, over the noise schedule, by a few per cent."""
     moments = range(0, 1000, 5)
-    steps = [[kept(strength(one), moment) for moment in moments] for one in FINELY[::2]]
+    steps = [[kept(strength(one, transformer=transformer), moment) for moment in moments] for one in FINELY[::2]]
     time = [sum(map(step_time, shares)) / len(moments) for shares in steps]
     assert time[1] > 0.9, "the first hundredth changes hardly anything"
     for weaker, stronger in pairwise(time):
         assert stronger <= weaker < 1.1 * stronger
 
 
-def test_no_step_merges_so_little_that_it_would_take_longer():
-    shares = {kept(strength(one), moment) for one in FINELY for moment in (0, 300, 999)}
+@of_both
+def test_no_step_merges_so_little_that_it_would_take_longer(transformer):
+    shares = {kept(strength(one, transformer=transformer), moment) for one in FINELY for moment in (0, 300, 999)}
     assert all(step_time(share) < 1 for share in shares - {1.0}) and step_time(1.0) == 1
 
 
 def test_marks_are_strengths():
     assert tuple(MARKS) == tome_core.PRESETS == ("quality", "balanced", "fast", "max")
     assert all(preset(name) == strength(value) for name, value in MARKS.items())
+    assert all(preset(name, transformer=True) == strength(value, transformer=True) for name, value in MARKS.items())
+
+
+def test_a_transformer_has_a_table_of_its_own():
+    model, _ = tiny_transformers.make("Flux")
+    for wanted in ("balanced", "quality"):
+        with tome_core.patch(model, wanted) as by_name, tome_core.patch(model, strength=MARKS[wanted]) as by_number:
+            own = preset(wanted, transformer=True)
+            assert by_name.config == by_number.config == own != preset(wanted)
+    with tome_core.patch(model) as unsaid, tome_core.patch(model, "fast", seed=5) as changed:
+        assert unsaid.config == preset("balanced", transformer=True)
+        assert changed.config == replace(preset("fast", transformer=True), seed=5)
+    with tome_core.patch(small(), strength=0.5) as handle:
+        assert handle.config == preset("balanced")
 
 
 @pytest.mark.parametrize("wrong", [-0.1, 1.01, float("nan"), float("inf"), True, None, "0.5"])

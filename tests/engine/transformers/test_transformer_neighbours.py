@@ -15,6 +15,7 @@ from peft import LoraConfig, get_peft_model_state_dict
 import tome_core
 from tests import tiny_transformers, transformer_pipelines
 from tests.offloading import WAYS
+from tests.thoroughness import some_quick
 from tests.tiny_transformers import call, distance
 from tests.transformer_pipelines import draw
 
@@ -42,7 +43,7 @@ def _take_off(model: torch.nn.Module) -> None:
 @few
 @pytest.mark.parametrize("offload", [*WAYS, _blocks, _leaves], ids=lambda way: way.__name__.strip("_"))
 @pytest.mark.parametrize("patch_first", [True, False])
-@pytest.mark.parametrize("unpatch_first", [True, False])
+@pytest.mark.parametrize("unpatch_first", some_quick([True, False]))
 def test_offloading_and_merging_come_and_go_in_any_order(name, offload, patch_first: bool, unpatch_first: bool):
     model, arguments = tiny_transformers.make(name)
     plain = call(model, arguments)
@@ -111,7 +112,7 @@ def test_a_lora_that_comes_and_goes_under_merging_is_the_one_without_it(pipe_and
 
 
 @few
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("whole", some_quick([False, True]))
 def test_a_compiled_transformer_is_left_alone_and_told(name, whole):
     model, arguments = tiny_transformers.make(name)
     plain = call(model, arguments)

@@ -11,8 +11,8 @@ from diffusers import UNet2DConditionModel
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 import tome_core
-from tests.compiling import BY_NAME, SMALL, TIMES, compiled, many_blocks, skip_where_unpatched_fails
-from tests.models import call_case
+from tests.compiling import SMALL, TIMES, compiled, many_blocks, skip_where_unpatched_fails
+from tests.models import BY_NAME, call_case
 from tests.traces import traces
 from tome_core import MergeConfig, MergeRule
 
@@ -191,6 +191,7 @@ def test_a_report_of_a_compiled_unet_says_what_was_compiled():
     assert report.merged_anything and "256 tokens -> 128" in str(report)
 
 
+@pytest.mark.slow
 def test_a_patch_that_is_taken_off_and_put_back_reuses_its_graph():
     backend = CompileCounter()
     model = SMALL.build()

@@ -1,26 +1,17 @@
-"""Presets in compiled UNets: one graph for each phase, which keeps matches as a UNet does that is not compiled."""
+"""The balanced preset, compiled, keeps matches as one that is not compiled: other families, and inductor."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 import tome_core
-from tests.compiling import BY_NAME, SMALL, compiled
+from tests.compiling import SMALL, compiled
 from tests.families import largest_difference
-from tests.models import call_case
-from tome_core import PRESETS, MergeConfig, preset
-from tome_core.settings.phases import plain_rules
+from tests.models import BY_NAME, call_case, on_small
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
-
-
-def config_of(name: str) -> MergeConfig:
-    """The preset on grids of any size."""
-    return replace(preset(name), only_if_it_pays=False)
 
 
 def pictures(case, model, handle, times):
@@ -30,24 +21,9 @@ def pictures(case, model, handle, times):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_phase_is_one_graph(name):
-    config, backend = config_of(name), CompileCounter()
-    times = (950, 900, 700, 200, 150, 50)
-    plain, model = SMALL.build(), SMALL.build()
-    with tome_core.patch(plain, config) as eager, tome_core.patch(model, config) as handle:
-        whole = compiled(model, backend)
-        for found, expected in zip(
-            pictures(SMALL, whole, handle, times), pictures(SMALL, plain, eager, times), strict=True
-        ):
-            assert torch.equal(found, expected)
-    assert backend.frame_count == len(plain_rules(config, [1]))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sdxl", "one_level_ldm"])
 def test_other_families_compile_the_balanced_preset_whole(name):
-    case, config, backend = BY_NAME[name], config_of("balanced"), CompileCounter()
+    case, config, backend = BY_NAME[name], on_small("balanced"), CompileCounter()
     plain, model = case.build(), case.build()
     with tome_core.patch(plain, config) as eager, tome_core.patch(model, config) as handle:
         whole = compiled(model, backend)
@@ -60,7 +36,7 @@ def test_other_families_compile_the_balanced_preset_whole(name):
 
 @pytest.mark.slow
 def test_inductor_builds_a_block_of_the_balanced_preset():
-    config, backend = config_of("balanced"), CompileCounterWithBackend("inductor")
+    config, backend = on_small("balanced"), CompileCounterWithBackend("inductor")
     plain, model = SMALL.build(), SMALL.build()
     with tome_core.patch(plain, config) as eager, tome_core.patch(model, config) as handle:
         whole = compiled(model, backend)

@@ -10,8 +10,8 @@ from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 import tome_core
-from tests.compiling import BY_NAME, SMALL, TIMES, compiled, skip_where_unpatched_fails
-from tests.models import call_case
+from tests.compiling import SMALL, TIMES, compiled, skip_where_unpatched_fails
+from tests.models import BY_NAME, call_case
 from tests.sized_attention import wide_heads  # noqa: F401
 from tome_core import MergeConfig
 from tome_core.attention.core import BIAS, WIDER_HEADS

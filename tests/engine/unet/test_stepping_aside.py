@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import tome_core
+from tests.models import BY_NAME, call_case
 from tome_core.bench.sd_block import BasicTransformerBlock, SpatialTransformer, UNet, make_block, make_inputs
 
 REASON_UNMERGEABLE = "attn: what it returned cannot be unmerged"
@@ -127,9 +128,7 @@ def test_a_grid_too_small_for_the_ratio_is_left_alone(block):
 
 
 def test_a_small_picture_is_left_alone_where_only_large_ones_merge():
-    from tests.models import CASES, call_case
-
-    case = next(case for case in CASES if case.name == "sd15")
+    case = BY_NAME["sd15"]
     model = case.build()
     with torch.no_grad():
         expected = call_case(case, model, height=16, width=16)

@@ -2,6 +2,7 @@
 transformers, as they are and through the nodes, and prints what came of it as JSON, a line for each model."""
 
 # ruff: noqa: E402
+import contextlib
 import hashlib
 import importlib
 import json
@@ -17,42 +18,72 @@ import comfy.options
 comfy.options.enable_args_parsing()
 
 import comfy.lora
+import comfy.model_detection
+import comfy.model_management
 import comfy.sample
 import comfy.sd
 import torch
+from comfy.model_patcher import ModelPatcher
+from comfy_api.torch_helpers import set_torch_compile_wrapper
 from comfy_extras.nodes_easycache import EasyCacheNode
+from comfy_extras.nodes_torch_compile import skip_torch_compile_dict
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 nodes = importlib.import_module("comfy_nodes.nodes")
 inputs = importlib.import_module("comfy_nodes.inputs")
 host = importlib.import_module("comfy_nodes.host")
-SIZES, STEPS = {"flux": (64, 64), "sd3": (64, 64), "wan": (8, 32, 32)}, 3  # of latents, a film's frames first
+PICTURE, FILM = (16, 64, 64), (16, 4, 32, 32)
+SIZES = {  # of latents
+    "flux": PICTURE, "sd3": PICTURE, "wan": (16, 8, 32, 32), "flux2": (128, 32, 32), "chroma": PICTURE,
+    "qwen_image": (16, 1, 64, 64), "hunyuan_video": FILM, "ltxv": (128, 4, 16, 16), "cosmos_predict2": FILM,
+    "lumina2": PICTURE, "z_image": (16, 60, 60), "krea2": (16, 1, 64, 64), "hidream": PICTURE,
+}  # fmt: skip
+STEPS = 3
+POOLED = {"flux": 768, "sd3": 2048, "chroma": 768, "hunyuan_video": 768, "hidream": 64}  # wide, a prompt as a whole
+UNGUIDED = {"flux", "flux2", "hunyuan_video"}
 SLOT = "optimized_attention_override"
 # as the trial had them that this is held against
 SETTINGS = {"side": "kv", "ratio": 0.9375, "sx": 4, "sy": 4, "metric": "keys+values", "use_rand": False, "refine": 1}
 torch.set_num_threads(1)
 
 
-def load(name):
-    weights = {key: value.float() for key, value in load_file(f"{FOLDER}/{name}.safetensors").items()}
-    return comfy.sd.load_diffusion_model_state_dict(weights, model_options={"dtype": torch.float32})
+def load(name, dtype=torch.float32):
+    path, found = f"{FOLDER}/{name}.safetensors", comfy.model_detection.detect_unet_config
+    weights = {key: value.float() for key, value in load_file(path).items()}
+    with safe_open(path, "pt") as file:
+        told = (file.metadata() or {}).get("config")
+    if told:
+        comfy.model_detection.detect_unet_config = lambda *args, **kwargs: json.loads(told)
+    try:
+        return comfy.sd.load_diffusion_model_state_dict(weights, model_options={"dtype": dtype})
+    finally:
+        comfy.model_detection.detect_unet_config = found
 
 
 def prompts(name):
     generator = torch.Generator().manual_seed(1)
-    width, pooled = (64, 768) if name == "flux" else (4096, 2048)
-    return [
-        [[torch.randn(1, 77, width, generator=generator),
-          {} if name == "wan" else {"pooled_output": torch.randn(1, pooled, generator=generator)}]]
-        for _ in range(2)
-    ]  # fmt: skip
+    width = 4096 if name in ("sd3", "wan") else 64
+    return [[[torch.randn(1, 77, width, generator=generator), beside(name, generator)]] for _ in range(2)]
 
 
-def sample(model, name, cfg=None):
-    latent = torch.zeros(1, 16, *SIZES[name])
+def beside(name, generator):
+    """What a prompt has but its tokens."""
+    found = {}
+    if name in POOLED:
+        found["pooled_output"] = torch.randn(1, POOLED[name], generator=generator)
+    if name == "ltxv":
+        found["attention_mask"] = torch.ones(1, 77, dtype=torch.long)
+    if name == "hidream":
+        found["conditioning_llama3"] = torch.randn(1, 3, 20, 64, generator=generator)
+    return found
+
+
+def sample(model, name):
+    latent = torch.zeros(1, *SIZES[name])
     noise = comfy.sample.prepare_noise(latent, 7)
     with torch.no_grad():
-        return comfy.sample.sample(model, noise, STEPS, cfg or (1.0 if name == "flux" else 3.0), "euler", "simple",
+        return comfy.sample.sample(model, noise, STEPS, 1.0 if name in UNGUIDED else 3.0, "euler", "simple",
                                    *prompts(name), latent, disable_pbar=True, seed=7)  # fmt: skip
 
 
@@ -104,15 +135,58 @@ def with_lora(model, seed=3):
     return other
 
 
-def of(name):
+@contextlib.contextmanager
+def short_of_memory():
+    """From now on models are loaded in part: what does not fit is cast, and patched, where it is used."""
+    real = ModelPatcher.load
+    comfy.model_management.unload_all_models()
+    ModelPatcher.load = lambda self, device, *args, **kwargs: real(self, device, 2_000_000, full_load=False)
+    try:
+        yield
+    finally:
+        ModelPatcher.load = real
+        comfy.model_management.unload_all_models()
+
+
+def compiled(model):
+    """As TorchCompileModel does it, without a compiler."""
+    other = model.clone()
+    set_torch_compile_wrapper(other, "eager", {"guard_filter_fn": skip_torch_compile_dict})
+    return other
+
+
+def known(name):
+    """What is asked of all."""
     model = load(name)
     plain = sample(model, name)
     merged = apply(model)
     found = sample(merged, name)
-    seen = {
-        "plain": digest(plain), "error": error(found, plain), "report": report(merged),
-        "plain after": digest(sample(model, name)), "again": digest(sample(merged, name)) == digest(found),
-        "removed": digest(sample(nodes.RemoveToMe().remove(merged)[0], name)),
+    seen = {"plain": digest(plain), "error": error(found, plain), "report": report(merged),
+            "plain after": digest(sample(model, name)),
+            "removed": digest(sample(nodes.RemoveToMe().remove(merged)[0], name))}  # fmt: skip
+    return seen, model, merged, plain, found
+
+
+def held(name):
+    """In eight bits, in part, and compiled."""
+    eight = load(name, torch.float8_e4m3fn)
+    seen = {"fp8": error(sample(apply(eight), name), sample(eight, name))}
+    with short_of_memory():
+        model = load(name)
+        lora = with_lora(model)
+        seen["in part"] = error(sample(apply(lora), name), sample(lora, name))
+        seen["left out"] = model.model.model_lowvram
+    merged = apply(model)
+    branches = [compiled(merged), compiled(model), apply(compiled(model))]  # the first is what is compiled
+    seen["compiled"] = [error(sample(one, name), sample(model, name)) for one in branches]
+    seen["compiled lines"] = host.attached(merged).lines()
+    return seen
+
+
+def of(name):
+    seen, model, merged, plain, found = known(name)
+    seen |= {
+        "again": digest(sample(merged, name)) == digest(found),
         "off": digest(sample(nodes.ApplyToMe().apply(model, strength=0)[0], name)),
         "uncorrected": error(sample(apply(model, correction=False), name), plain),
         "unsized": error(sample(apply(model, proportional=False, refine=0, correction=False), name), plain),
@@ -137,5 +211,6 @@ def of(name):
     return seen
 
 
-for one in ("flux", "sd3", "wan"):
-    print(json.dumps({"model": one, **of(one)}), flush=True)
+for one in SIZES:
+    told = of(one) if one in ("flux", "sd3", "wan") else known(one)[0]
+    print(json.dumps({"model": one, **told, **(held(one) if one == "flux" else {})}), flush=True)

@@ -2,9 +2,10 @@
 
 import hashlib
 import os
+import sys
 
 import modules.scripts as scripts
-from modules import script_callbacks, sd_models_config, shared
+from modules import script_callbacks, shared
 
 seen = {"upscaled": [], "routes": {}}
 
@@ -67,14 +68,15 @@ def on_app(demo, app):
 
 def share_configuration():
     """Checkpoints without a configuration of their own get the first one's: one layout, as among SD1.5's."""
-    find = getattr(sd_models_config, "find_checkpoint_config_near_filename", None)  # Forge has none
+    configs = sys.modules.get("modules.sd_models_config")  # Forge Neo has none
+    find = getattr(configs, "find_checkpoint_config_near_filename", None)  # Forge has none in it
 
     def find_or_share(info):
         first = os.path.join(os.path.dirname(info.filename), "first.yaml")
         return find(info) or (first if os.path.exists(first) else None)
 
     if find is not None:
-        sd_models_config.find_checkpoint_config_near_filename = find_or_share
+        configs.find_checkpoint_config_near_filename = find_or_share
 
 
 share_configuration()

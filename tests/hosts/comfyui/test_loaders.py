@@ -1,0 +1,130 @@
+"""Other people's nodes in a real ComfyUI: ComfyUI-GGUF's loader, KJNodes' SageAttention, a swapper of Wan's blocks.
+
+COMFYUI_GGUF, COMFYUI_KJNODES and COMFYUI_BLOCKSWAP (lum3on's NativeBlockSwap) name a checkout of the pack, whose
+requirements COMFYUI_PYTHON has.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.hosts.comfyui.graphs import Graph, bytes_of, report_of
+from tests.hosts.comfyui.running import HERE, make, make_base, serve
+
+PACKS = {
+    "COMFYUI_GGUF": "ComfyUI-GGUF", "COMFYUI_KJNODES": "ComfyUI-KJNodes",
+    "COMFYUI_BLOCKSWAP": "ComfyUI_NativeBlockSwap",
+}  # fmt: skip
+MERGED = "1101 tokens -> "  # of a picture of 512 px with its prompt, by the tiny Flux
+
+
+@pytest.fixture(scope="module")
+def beside(request, checkout, base, tmp_path_factory) -> Iterator:
+    """A server with the pack that this variable names, and tiny transformers."""
+    named = os.environ.get(request.param)
+    if not named:
+        pytest.skip(f"needs a checkout of {PACKS[request.param]}: set {request.param}")
+    models = base / "models" / "diffusion_models"
+    if not (models / "flux.safetensors").exists():
+        make("make_transformers.py", checkout, models)
+    if request.param == "COMFYUI_GGUF":
+        make("make_gguf.py", checkout, models)
+    folder = tmp_path_factory.mktemp("loader")
+    (folder / "models").symlink_to(base / "models", target_is_directory=True)
+    make_base(checkout, folder, "tome-core.v1")
+    for pack in (Path(named).resolve(), HERE / "sage_stand_in"):
+        (folder / "custom_nodes" / pack.name).symlink_to(pack, target_is_directory=True)
+    with serve(checkout, folder) as running:
+        yield running
+
+
+def of_flux(loader: str, **inputs: str) -> Graph:
+    """A graph whose model is a tiny Flux from this loader."""
+    graph = Graph(size=(512, 512), steps=2)
+    graph.model = graph.add(loader, **inputs)
+    graph.positive = graph.negative = graph.add("TestText", width=64, pooled=768, seed=1)
+    return graph
+
+
+@pytest.mark.parametrize("beside", ["COMFYUI_GGUF"], indirect=True)
+def test_a_gguf_transformer_merges_and_off_again_is_the_same_bytes(beside):
+    graph = of_flux("UnetLoaderGGUF", unet_name="flux.gguf")
+    applied = graph.strength(strength=0.5)
+    for name, model in (("plain", graph.model), ("applied", applied),
+                        ("removed", graph.add("RemoveToMe", model=applied)),
+                        ("off", graph.strength(strength=0.0))):  # fmt: skip
+        graph.sample(name, model, cfg=1.0)
+    seen = beside.good(graph.graph)
+    plain = bytes_of(seen, "plain")
+    assert plain == bytes_of(seen, "removed") == bytes_of(seen, "off")
+    assert plain != bytes_of(seen, "applied") and MERGED in report_of(seen, applied)
+
+
+@pytest.mark.parametrize("beside", ["COMFYUI_GGUF"], indirect=True)
+def test_the_gguf_transformer_is_in_eight_bits(beside):
+    """Else the test above would be one of plain weights."""
+    graph = of_flux("UNETLoader", unet_name="flux.safetensors", weight_dtype="default")
+    graph.sample("half", cfg=1.0)
+    graph.sample("eight bits", graph.add("UnetLoaderGGUF", unet_name="flux.gguf"), cfg=1.0)
+    seen = beside.good(graph.graph)
+    assert bytes_of(seen, "half") != bytes_of(seen, "eight bits")
+
+
+def sage(graph: Graph, model: list) -> list:
+    return graph.add("PathchSageAttentionKJ", model=model, sage_attention="auto", allow_compile=False)
+
+
+@pytest.mark.parametrize("kind", ["UNet", "transformer"])
+@pytest.mark.parametrize("beside", ["COMFYUI_KJNODES"], indirect=True)
+def test_sage_attention_and_merging_are_the_same_in_both_orders(beside, kind):
+    if kind == "UNet":
+        graph, cfg = Graph(size=(256, 256)), 7.0
+    else:
+        graph, cfg = of_flux("UNETLoader", unet_name="flux.safetensors", weight_dtype="default"), 1.0
+    half = {"strength": 0.5, "end": 0.5}  # a step that merges, and one that is the node's alone
+    merged, sage_first = graph.strength(**half), graph.strength(sage(graph, graph.model), **half)
+    for name, model in (("own", graph.model), ("plain", sage(graph, graph.model)), ("merged", merged),
+                        ("merging first", sage(graph, merged)), ("sage first", sage_first),
+                        ("removed", graph.add("RemoveToMe", model=sage_first))):  # fmt: skip
+        graph.sample(name, model, cfg=cfg)
+    seen = beside.good(graph.graph)
+    assert bytes_of(seen, "own") != bytes_of(seen, "plain") == bytes_of(seen, "removed")
+    both = bytes_of(seen, "merging first")
+    assert both == bytes_of(seen, "sage first") and both not in (bytes_of(seen, "plain"), bytes_of(seen, "merged"))
+    for applied in (merged, sage_first):
+        report = report_of(seen, applied)
+        print(report)
+        assert "of attention left out" in report and (kind == "UNet" or MERGED in report)
+
+
+@pytest.mark.parametrize("beside", ["COMFYUI_BLOCKSWAP"], indirect=True)
+def test_blocks_that_are_swapped_out_merge_and_off_again_are_the_same_bytes(beside):
+    """The pack moves blocks between main memory and a card. Here the first is all there is, so its node swaps out all
+    of them: what is seen is that its hook runs and merging neither holds a block nor misses one."""
+    graph = Graph(size=(256, 256), steps=2)
+    graph.model = graph.add("UNETLoader", unet_name="wan.safetensors", weight_dtype="default")
+    graph.positive = graph.negative = graph.add("TestText", width=4096, pooled=0, seed=1)
+    graph.latent = graph.add("EmptyHunyuanLatentVideo", width=256, height=256, length=13, batch_size=1)
+
+    def swapped(model: list) -> list:
+        return graph.add("nativeWanVideoBlockSwap", model=model, blocks_to_swap=40, offload_img_emb=False,
+                         offload_txt_emb=True, use_non_blocking=False)
+
+    swap_first = graph.strength(swapped(graph.model), strength=0.5)
+    graph.sample("swap first", swap_first, cfg=1.0)
+    alone = beside.good(graph.graph)  # because the pack swaps where weights are loaded, which is once
+    assert "Initializing block swap" in beside.log.read_text()
+    merged = graph.strength(strength=0.5)
+    for name, model in (("plain", graph.model), ("swapped", swapped(graph.model)), ("merged", merged),
+                        ("merging first", swapped(merged)),
+                        ("removed", graph.add("RemoveToMe", model=swap_first))):  # fmt: skip
+        graph.sample(name, model, cfg=1.0)
+    seen = beside.good(graph.graph)
+    plain, both = bytes_of(seen, "plain"), bytes_of(seen, "merged")
+    assert plain == bytes_of(seen, "swapped") == bytes_of(seen, "removed") != both
+    assert both == bytes_of(seen, "merging first") == bytes_of(alone, "swap first")
+    assert "1024 tokens -> " in report_of(alone, swap_first)
