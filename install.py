@@ -13,6 +13,15 @@ REQUIRED_PYTHON = (3, 10)
 NAME = "tome_core"  # our folder in a host
 COPY = "copied_by_install.txt"  # this file in a folder of a host says that we made it and may remove it
 OWNER = "tome_core.txt"  # this file in an environment says that it was made here and may be made again
+# MB that pip downloads for an extra, torch apart: from wheels and installed folders on Linux, rounded up
+SIZES = {"demo": 120, "page": 60, "benchmarks": 20, "test": 70}
+DOWNLOADS = """The first run fills a private environment, {folder}, and asks pip for:
+  torch: {torch}
+  the rest: {rest}
+Ctrl-C is safe: what is there by then is kept, and the same command goes on."""
+TORCH_TO_COME = """0.1 to 0.2 GB on Windows and macOS; 2 to 4 GB on Linux, with CUDA, or 0.2 GB without it, where
+    PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu is set; nothing where install.py is called with a Python
+    that has torch"""
 NO_VENV = (
     "this Python ({python}) cannot make environments: its 'venv' or 'ensurepip' is missing. "
     "On Debian or Ubuntu: sudo apt install python3-venv; elsewhere use the Python from python.org."
@@ -129,7 +138,7 @@ def make_environment(folder, torch_folder):
     (folder / OWNER).write_text("Made by install.py of tome_core, which may remove it and make it again.\n")
     # An environment can see its base interpreter's packages, but not those of another environment it is made from.
     foreign = torch_folder is not None and sys.prefix != sys.base_prefix
-    print(f"Making a private environment in {folder} ...", flush=True)
+    print("Making the environment ...", flush=True)
     builder = venv.EnvBuilder(system_site_packages=torch_folder is not None and not foreign, with_pip=True,
                               symlinks=os.name != "nt")
     try:
@@ -137,8 +146,20 @@ def make_environment(folder, torch_folder):
     except (subprocess.CalledProcessError, OSError) as error:
         raise Failure(f"{folder} could not be made ({error}). {NO_VENV.format(python=sys.executable)}") from error
     if foreign:
-        link = next(folder.glob("**/site-packages")) / "torch_of_parent.pth"
-        link.write_text(f"{torch_folder}\n", encoding="utf-8")
+        (next(folder.glob("**/site-packages")) / "torch_of_parent.pth").write_text(path_line(torch_folder))
+
+
+def path_line(folder):
+    """A line for a .pth file that makes the packages in `folder` visible; ASCII, because Pythons differ in how they
+    decode such a file.
+    """
+    return f"import sys; sys.path.append({str(folder)!a})\n"
+
+
+def downloads(folder, extras, torch_folder):
+    """What the first run will download, and how much, in words."""
+    torch = f"taken from {torch_folder}, nothing to download" if torch_folder else TORCH_TO_COME
+    return DOWNLOADS.format(folder=folder, torch=torch, rest=f"up to {sum(SIZES[extra] for extra in extras)} MB")
 
 
 def environment(extras, no_deps=()):
@@ -155,15 +176,17 @@ def environment(extras, no_deps=()):
     mark = fingerprint(sys.version, [*lines, *no_deps, str(torch_folder)])
     if stamp.exists() and stamp.read_text() == mark and venv_python(folder).exists():
         return str(venv_python(folder))
-    if not is_usable(folder):
-        print(f"torch is taken from {torch_folder}." if torch_folder else
-              "torch will be downloaded, which can take a while. (A Python that has it already would be reused.)")
-        make_environment(folder, torch_folder)
     python = str(venv_python(folder))
-    print("Installing what is needed ...", flush=True)
-    pip(python, lines)
-    if no_deps:
-        pip(python, ["--no-deps", *no_deps])
+    try:
+        if not is_usable(folder):
+            print(downloads(folder, extras, torch_folder))
+            make_environment(folder, torch_folder)
+        print("Installing what is needed ...", flush=True)
+        pip(python, lines)
+        if no_deps:
+            pip(python, ["--no-deps", *no_deps])
+    except KeyboardInterrupt:
+        raise Failure("stopped; the same command goes on with what is there", 130) from None
     stamp.write_text(mark)
     return python
 
@@ -179,12 +202,14 @@ def pip(python, arguments):
 def run(command, **options):
     """Run a command to its end and give its exit code; on Ctrl-C it gets ten seconds to end by itself.
 
-    SIGTERM is passed on to it, and waited for.
+    SIGTERM is passed on to it, and waited for. It, too, writes letters that the output cannot show as numbers.
     """
+    import os
     import signal
     import subprocess
 
-    with subprocess.Popen(command, **options) as process:
+    environment = {"PYTHONIOENCODING": ":backslashreplace", **os.environ}
+    with subprocess.Popen(command, env=environment, **options) as process:
         before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
         try:
             return process.wait()
@@ -397,6 +422,7 @@ def main(arguments):
     """Gives the exit code: 0 done, 2 wrong call, 130 interrupted, else that of the command."""
     if not arguments:
         return 0
+    sys.stdout.reconfigure(errors="backslashreplace")  # a folder's name may have letters that the output cannot show
     name, rest = arguments[0], arguments[1:]
     if name in ("-h", "--help", "help"):
         print(usage())
