@@ -18,9 +18,10 @@ from torch import nn
 
 
 class Inside(threading.local):
-    """Whether this thread is inside a merged call of any UNet."""
+    """Whether this thread is inside a call of any UNet. depth: of merged ones; plain: of those that merge nothing."""
 
     depth = 0
+    plain = 0
 
 
 inside = Inside()
@@ -130,7 +131,7 @@ def adopt(unet: nn.Module, switch: Switch) -> None:
 def _in_child() -> None:
     global _guard
     _guard = threading.RLock()
-    inside.depth = 0
+    inside.depth = inside.plain = 0
     for switch in list(_ALL):
         switch.forget_call()
 

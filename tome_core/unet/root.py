@@ -101,8 +101,14 @@ class UNetSite(Wrap):
 
     def _made(self, call: Call | None, args: tuple, kwargs: dict[str, Any]) -> Any:
         """By whoever replays calls, if anybody does."""
-        capture = None if torch.compiler.is_compiling() else vars(self.target).get(CAPTURE)
-        return self.original(*args, **kwargs) if capture is None else capture.call(self, call, args, kwargs)
+        if torch.compiler.is_compiling():
+            return self.original(*args, **kwargs)
+        inside.plain += call is None
+        try:
+            capture = vars(self.target).get(CAPTURE)
+            return self.original(*args, **kwargs) if capture is None else capture.call(self, call, args, kwargs)
+        finally:
+            inside.plain -= call is None
 
 
 def _asks(run: Run, latent: Any) -> bool:

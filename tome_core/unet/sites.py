@@ -17,7 +17,7 @@ from torch import nn
 from ..attention import known_of
 from ..attention.core import Whole
 from ..merging.grid import Grid
-from ..model.switch import Switch
+from ..model.switch import Switch, inside
 from ..model.wrap import Wrap
 from ..running.call import Call, GridCall, skip
 from ..running.decision import Merging
@@ -99,6 +99,13 @@ class RememberingSite(Wrap):
         super().__init__(target, name)
         self.memory = CallMemory()
 
+    def recalled(self, x: Any) -> Any | None:
+        """The call that a checkpoint runs again on ``x``; None inside a call that merges nothing, which is not over."""
+        if not inside.plain:
+            return self.memory.recall(x)
+        self.memory.forget(x)
+        return None
+
     def uninstall(self) -> None:
         """As `Wrap.uninstall`, and forgets its calls."""
         super().uninstall()
@@ -124,7 +131,7 @@ class TransformerSite(RememberingSite):
         call = switch.call
         x = args[0] if args else pick_argument(kwargs, INPUT_NAMES)
         if call is None and self.memory.calls:
-            call = in_this_thread(self.memory.recall(x))
+            call = in_this_thread(self.recalled(x))
         if call is None or not self.active or not torch.is_tensor(x) or x.dim() != 4:
             return self.original(*args, **kwargs)
         compiling = torch.compiler.is_compiling()
@@ -187,7 +194,7 @@ class BlockSite(RememberingSite):
         if not torch.is_tensor(x) or x.dim() != 3:
             return self.original(*args, **kwargs)
         if outer is None:  # a checkpoint runs it again
-            outer = self.memory.recall(x)
+            outer = self.recalled(x)
             outer = outer and outer._replace(call=in_this_thread(outer.call))
         compiling = torch.compiler.is_compiling()
         if outer is None or not (compiling or outer.call.thread == threading.get_ident()):

@@ -142,3 +142,18 @@ def test_a_call_that_does_not_merge_is_not_repeated_as_one_that_did_where_its_te
         assert handle.report().merged_anything
         setup.call(model, x, 800, text).square().mean().backward()
     assert_same(plain, {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+
+
+@pytest.mark.parametrize("name", list(SETUPS))
+def test_an_unmerged_call_of_a_model_in_training_is_nobodys_repetition(name, monkeypatch):
+    """A measurement calls in turns, merged and not, and memory that the one has given back is the other's."""
+    setup = SETUPS[name]
+    model = setup.build().train()
+    x, text = inputs(4, 2, 16, 16, seed=0)
+    with torch.no_grad():
+        plain = setup.call(model, x, 500, text)
+        monkeypatch.setattr(torch.Tensor, "data_ptr", lambda x: 0)  # all of them at one address
+        with patch(model, MergeConfig()) as handle:
+            assert not torch.equal(setup.call(model, x, 500, text), plain)
+            with handle.unmerged():
+                assert torch.equal(setup.call(model, x, 500, text), plain)
