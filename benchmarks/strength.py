@@ -9,10 +9,11 @@ picture has. A pair with which the keys of levels below the finest would add muc
 picture has depends on the model's family and on its size. Needs results of ``python -m benchmarks.quality --for
 choose`` with the rows "merged keys", and for the latter "keys below"; writes ``tome_core/settings/strength_table.py``.
 
-``--transformer`` makes the curve of transformers, which have one level and no rows of keys below.
+``--layout`` sdxl makes that of UNets without attention at their finest level, ``transformer`` that of transformers,
+which have one level and no rows of keys below; each has its own file beside that one.
 
-``--compare`` prints the curve that the results make, beside what the engine's own for UNets does to their models, and
-writes nothing: for a layout that the engine's was not chosen on.
+``--compare`` prints the curve that the results make, beside what the engine's own for Stable Diffusion's layout does to
+their models, and writes nothing.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ from benchmarks import purposes, results
 from benchmarks.quality_figures import Noised, sections
 from benchmarks.quality_rows import TIMES
 from benchmarks.variant_list import FRONT, KEYS_BELOW
-from tome_core.settings.presets import CURVES, MOST_MERGED, PARTS, TRANSFORMER_CURVES, Curve
+from tome_core.settings.presets import CURVES, LAYOUTS, MOST_MERGED, PARTS, SD, SDXL, TRANSFORMER, Curve
 
 TABLE = Path(__file__).parents[1] / "tome_core" / "settings" / "strength_table.py"
-TRANSFORMERS = TABLE.with_name("transformer_table.py")
+TABLES = {SD: TABLE, SDXL: TABLE.with_name("sdxl_table.py"), TRANSFORMER: TABLE.with_name("transformer_table.py")}
+_SUBJECTS = {SD: "UNets", SDXL: "UNets of SDXL's layout", TRANSFORMER: "transformers"}
 KNOTS = 20  # of the curve, equally far apart
 # share of the attention work left at a strength; between them its logarithm is a line
 WORK = {0.25: 0.2, 0.5: 1 / 16, 0.75: 1 / 32, 1.0: 1 / 64}
@@ -231,15 +233,18 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def written(knots: Sequence[Knot], sources: Sequence[str], known: dict[int, Curve], transformer: bool = False) -> str:
-    """The module that holds the curve, of transformers or of UNets. known: the curves so far, by version.
+def written(
+    knots: Sequence[Knot], sources: Sequence[str], known: dict[int, Curve], layout: str = SD, latest: int = 0
+) -> str:
+    """The module that holds the curve of a layout. known: its curves so far, by version; latest: version of any layout.
 
     A new curve is a new version, and the others stay: pictures name them.
     """
     new = tuple((knot.share, float(f"{knot.until:.1f}")) for knot in knots)
     version = max(known, default=0)
-    version += known.get(version) != new
-    subject, option = ("transformers", " --transformer") if transformer else ("UNets", "")
+    if known.get(version) != new:
+        version = max(version, latest) + 1
+    subject, option = _SUBJECTS[layout], "" if layout == SD else f" --layout {layout}"
     lines = [
         f'"""What strength stands for on {subject}.',
         "",
@@ -279,7 +284,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.strength", description=__doc__.splitlines()[0])
     parser.add_argument("results", nargs="+", type=Path, metavar="RESULT.json")
     parser.add_argument("--compare", action="store_true", help="print the curve beside the engine's own, write nothing")
-    parser.add_argument("--transformer", action="store_true", help="make the curve of transformers, not that of UNets")
+    parser.add_argument("--layout", choices=LAYOUTS, default=SD, help="whose curve to make (default sd)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: the engine's own table")
     options = parser.parse_args(arguments)
     try:
@@ -287,17 +292,17 @@ def main(arguments: list[str] | None = None) -> int:
         for path, record in zip(options.results, records, strict=True):
             purposes.check(record, purposes.CHOOSE, path.name)
         loss = front(records)
-        has_none = options.transformer or (options.compare and not any(map(_has_levels, records)))
+        has_none = options.layout == TRANSFORMER or (options.compare and not any(map(_has_levels, records)))
         knots = curve(loss, None if has_none else below(records))
     except (ValueError, OSError, results.ResultError) as error:
         print(error, file=sys.stderr)
         return 2
     if options.compare:
-        print(beside(loss, knots, CURVES[max(CURVES)]))
+        print(beside(loss, knots, CURVES[SD][max(CURVES[SD])]))
         return 0
-    known, table = (TRANSFORMER_CURVES, TRANSFORMERS) if options.transformer else (CURVES, TABLE)
-    text = written(knots, [path.name for path in options.results], known, options.transformer)
-    (options.output or table).write_text(text, encoding="utf-8")
+    latest = max(version for curves in CURVES.values() for version in curves)
+    text = written(knots, [path.name for path in options.results], CURVES[options.layout], options.layout, latest)
+    (options.output or TABLES[options.layout]).write_text(text, encoding="utf-8")
     print(text)
     return 0
 

@@ -250,13 +250,12 @@ def unsupported(model: Any) -> str | None:
     return None
 
 
-def is_transformer(model: Any) -> bool:
-    """Whether a model that is not `unsupported` is a transformer; else it is a UNet."""
+def layout_of(model: Any) -> str:
+    """Whose strengths a model that is not `unsupported` has, see `tome_core.strength`."""
     try:
-        tome_core.model.families.find_blocks(tome_core.model.families.find_unet(model))
+        return tome_core.model.families.layout_of(tome_core.model.families.find_unet(model))
     except (TypeError, tome_core.UnsupportedModelError):
-        return True
-    return False
+        return "transformer"
 
 
 def _argument(place: int, name: str, args: tuple, kwargs: dict) -> Any:

@@ -41,15 +41,15 @@ def settings_types() -> dict[str, tuple]:
     return {name: _widget(form.field(name)) for name in SETTINGS}
 
 
-def config_of(strength: Any, start: Any, end: Any, settings: Any = None, transformer: bool = False) -> Any:
+def config_of(strength: Any, start: Any, end: Any, settings: Any = None, layout: str = "sd") -> Any:
     """The MergeConfig of ApplyToMe's values, None where it merges nothing. settings: take the strength's place.
 
-    transformer: a strength is that of one, else of a UNet.
+    layout: of the model, see `tome_core.strength`.
 
     Raises ValueError or TypeError, with value, range and remedy, for what the engine refuses.
     """
     if settings is None:
-        config = tome_core.strength(strength, transformer=transformer)
+        config = tome_core.strength(strength, layout=layout)
     elif isinstance(settings, tome_core.MergeConfig):
         config = settings
     else:

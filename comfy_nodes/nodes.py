@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from . import host, inputs, picture
-from .branch import Asked, BranchMerging, is_transformer, unsupported
+from .branch import Asked, BranchMerging, layout_of, unsupported
 
 CATEGORY = "model/patch/unet"
 ALIASES = ["token merging", "tomesd", "tome", "speed", "faster sampling"]
@@ -72,7 +72,7 @@ class ApplyToMe:
         host.detach(clone)
         problem = unsupported(clone.model)
         try:
-            config = inputs.config_of(strength, start, end, settings, is_transformer(clone.model))
+            config = inputs.config_of(strength, start, end, settings, layout_of(clone.model))
         except (TypeError, ValueError) as error:  # a start after the end, or a linked value
             problem = str(error)
             config = None

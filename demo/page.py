@@ -59,8 +59,9 @@ def made_page(options: argparse.Namespace):
     from demo.page_events import Events
     from demo.page_layout import Page
     from demo.page_run import Studio
+    from tome_core.patching import layout_of
 
-    start = Wanted.of_strength(source.prompts[0], 0, 20, options.strength)
+    start = Wanted.of_strength(source.prompts[0], 0, 20, options.strength, layout_of(source.target))
     own = str(options.model) if user and not user.is_embedded else None
     return Page(Events(Studio(source), start, own))
 

@@ -14,6 +14,7 @@ from urllib.parse import urlencode
 
 from tome_core import MergeConfig, form
 from tome_core import strength as config_of_strength
+from tome_core.settings.presets import SD
 
 DEFAULT_MODEL = "stable-diffusion-v1-5/stable-diffusion-v1-5"
 WEBUI_TITLE = "Token Merging (ToMe)"
@@ -36,23 +37,27 @@ image.save("merged.png")
 
 @dataclass(frozen=True)
 class Wanted:
-    """A picture and how to merge in it. seed: 0..2**31; steps: 1..1000; config: the strength's, or changed by hand."""
+    """A picture and how to merge in it. seed: 0..2**31; steps: 1..1000; config: the strength's, or changed by hand.
+
+    layout: of the model, which says what a strength stands for.
+    """
 
     prompt: str
     seed: int
     steps: int
     strength: float
     config: MergeConfig
+    layout: str = SD
 
     @classmethod
-    def of_strength(cls, prompt: str, seed: int, steps: int, strength: float) -> Wanted:
+    def of_strength(cls, prompt: str, seed: int, steps: int, strength: float, layout: str = SD) -> Wanted:
         """Raises ValueError for what is no strength."""
-        return cls(prompt, seed, steps, strength, config_of_strength(strength))
+        return cls(prompt, seed, steps, strength, config_of_strength(strength, layout=layout), layout)
 
     @cached_property
     def changes(self) -> dict[str, Any]:
         """What was changed by hand: the form's values that are not the strength's, by name."""
-        of_strength = form.values_of(config_of_strength(self.strength))
+        of_strength = form.values_of(config_of_strength(self.strength, layout=self.layout))
         return {name: value for name, value in form.values_of(self.config).items() if value != of_strength[name]}
 
 
@@ -112,10 +117,10 @@ def from_query(parameters: Mapping[str, str], start: Wanted) -> Wanted:
     seed, steps, strength = (_number(parameters.get(name, str(getattr(start, name)))) for name in _NUMBERS)
     changes = {one.name: _read(one, parameters[one.name]) for one in form.FIELDS if one.name in parameters}
     try:
-        config = form.changed(config_of_strength(strength), changes)
+        config = form.changed(config_of_strength(strength, layout=start.layout), changes)
     except TypeError as error:
         raise ValueError(str(error)) from None
-    return Wanted(parameters.get("prompt", start.prompt), seed, steps, strength, config)
+    return Wanted(parameters.get("prompt", start.prompt), seed, steps, strength, config, start.layout)
 
 
 def _read(field: form.Field, text: str) -> Any:

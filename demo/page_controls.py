@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tome_core import MergeConfig, form, strength
+from tome_core.settings.presets import SD
 
 _FEW = 4  # choices that are all shown; more of them fold into a dropdown
 _SLIDES = 1000  # more steps than this and a slider cannot be set
@@ -37,17 +38,18 @@ def make(field: form.Field, value: Any) -> Any:
                              **arguments)  # fmt: skip
 
 
-def config_of(values: Mapping[str, Any], by_hand: bool) -> MergeConfig:
+def config_of(values: Mapping[str, Any], by_hand: bool, layout: str = SD) -> MergeConfig:
     """The config of the controls' values, by name: the strength's with what stands beside it, or as set by hand.
 
-    Raises ValueError, naming the control, the value, the range and the remedy, for what is not possible.
+    layout: of the model. Raises ValueError, naming the control, the value, the range and the remedy, for what is not
+    possible.
     """
     given = {one.name: values[one.name] for one in form.FIELDS if by_hand or one.beside_strength}
     empty = next((name for name, value in given.items() if value is None), None)
     if empty is not None:
         raise ValueError(f"{empty}=None is no value; give one such as {form.field(empty).default}")
     try:
-        return form.changed(strength(values["strength"]), given)
+        return form.changed(strength(values["strength"], layout=layout), given)
     except TypeError as error:
         raise ValueError(str(error)) from None
 

@@ -100,7 +100,7 @@ class Events:
             strength(values["strength"])
         except ValueError as error:
             return self._complaint(Wrong(str(error), ("strength",)), seen)
-        filled = form.filled(values["strength"])
+        filled = form.filled(values["strength"], self.start.layout)
         return _filled(self.touched({**values, **filled}, seen._replace(by_hand=False), address), filled)
 
     def opened(self, query: Mapping[str, str], address: str) -> Parts:
@@ -130,7 +130,7 @@ class Events:
         try:
             wanted = self.wanted(values, seen.by_hand)
             picture = (wanted.prompt, wanted.seed, wanted.steps)
-            ways = tuple(_of_list(*picture, one) for one in _strengths(values["strengths"]))
+            ways = tuple(_of_list(*picture, one, self.start.layout) for one in _strengths(values["strengths"]))
         except Wrong as error:
             yield self._complaint(error, seen)
             return
@@ -201,7 +201,8 @@ class Events:
                 raise Wrong(f"{label}: {error}", (name,)) from None
         picture = values["prompt"], int(values["picture_seed"]), int(values["steps"])
         try:
-            return Wanted(*picture, values["strength"], controls.config_of(values, by_hand))
+            layout = self.start.layout
+            return Wanted(*picture, values["strength"], controls.config_of(values, by_hand, layout), layout)
         except ValueError as error:
             raise Wrong(str(error), controls.blamed(str(error))) from None
 
@@ -234,10 +235,10 @@ def update(**changes: Any) -> dict[str, Any]:
     return {"__type__": "update", **changes}
 
 
-def _of_list(prompt: str, seed: int, steps: int, strength: Any) -> Wanted:
+def _of_list(prompt: str, seed: int, steps: int, strength: Any, layout: str) -> Wanted:
     """A picture of the comparison. Raises Wrong for what is no strength."""
     try:
-        return Wanted.of_strength(prompt, seed, steps, strength)
+        return Wanted.of_strength(prompt, seed, steps, strength, layout)
     except ValueError as error:
         raise Wrong(str(error), ("strengths",)) from None
 

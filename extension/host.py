@@ -16,7 +16,8 @@ from typing import Any
 
 from modules import script_callbacks, scripts, shared
 
-from ..tome_core.model.families import find_unet
+from ..tome_core.model.families import find_unet, layout_of
+from ..tome_core.settings.presets import SD
 from . import sdnext
 
 logger = logging.getLogger(__name__)
@@ -95,6 +96,15 @@ def loaded_unet() -> Any | None:
         return running_unet(None)
     except (AttributeError, TypeError, ValueError):
         return None
+
+
+def layout(unet: Any = None) -> str:
+    """Whose strengths a UNet has, or that of the loaded model; see `tome_core.strength`. SD's where it is not known."""
+    unet = loaded_unet() if unet is None else unet
+    try:
+        return SD if unet is None else layout_of(find_unet(unet))
+    except (TypeError, ValueError):
+        return SD
 
 
 def on_the_card(function: Callable[[], Any]) -> Any:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..tome_core import form
+from . import host
 from .wish import DIAL, EVERYWHERE, FILLED_FOR, OWN, VERSION, WHERE, Wish, base_of, wish_of
 
 logger = logging.getLogger(__name__)
@@ -35,10 +36,10 @@ def text_of(wish: Wish) -> str:
 
 
 @functools.lru_cache(maxsize=8)
-def wish_in(text: str) -> Wish:
+def wish_in(text: str, layout: str) -> Wish:
     """The inverse, also for a picture by an earlier table. Raises ValueError for what makes no sense as a whole.
 
-    A part that makes no sense is left out, and told in `Wish.left_out`.
+    layout: of the model, see `strength`. A part that makes no sense is left out, and told in `Wish.left_out`.
     """
     first, *parts = str(text)[:_LONGEST].split("; ")
     found = _BEGINNING.fullmatch(first)
@@ -53,7 +54,7 @@ def wish_in(text: str) -> Wish:
             changes[name] = _value(form.field(name), value)
         else:
             left_out.append(f"{reprlib.repr(part)} is no setting")
-    wish = wish_of(float(found[1]), where, changes, int(found[2]))
+    wish = wish_of(float(found[1]), where, changes, int(found[2]), layout)
     return Wish(True, wish.strength, where, wish.changes, (*left_out, *wish.left_out))
 
 
@@ -79,7 +80,7 @@ def _pasted(parameters: Mapping[str, Any]) -> Wish | None:
     """The wish of a pasted infotext; None where there is none that can be read."""
     key = _key_in(parameters)
     try:
-        return wish_in(parameters[key]) if key is not None else None
+        return wish_in(parameters[key], host.layout()) if key is not None else None
     except (ValueError, TypeError, OverflowError):
         return None
 
@@ -90,7 +91,7 @@ def _switch(parameters: Mapping[str, Any]) -> bool | None:
     if key is None:
         return False
     try:
-        wish = wish_in(parameters[key])
+        wish = wish_in(parameters[key], host.layout())
     except (ValueError, TypeError, OverflowError) as error:
         logger.warning("%s: %s in the pasted infotext is ignored: %s", KEY, reprlib.repr(parameters[key]), error)
         return None
@@ -105,7 +106,7 @@ def _shown(name: str, wish: Wish) -> Any:
         return getattr(wish, name)
     if name in (OWN, FILLED_FOR):
         return bool(wish.changes) if name == OWN else wish.strength
-    return wish.changes.get(name, base_of(wish.strength)[name])
+    return wish.changes.get(name, base_of(wish.strength, host.layout())[name])
 
 
 def paste_function(name: str) -> Callable[[Mapping[str, Any]], Any]:

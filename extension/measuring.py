@@ -66,7 +66,7 @@ def measure_after(job: Job) -> None:
 
 def _for_each(wish: Wish, passes: Iterable[Pass], ask: Ask) -> str:
     passes = list(passes)
-    merging = [(one, wish.config(one.hires)) for one in passes]
+    merging = [(one, wish.config(one.hires, layout=host.layout())) for one in passes]
     if not wish.strength:
         return "strength 0: off"
     if wish.where == HIRES and not any(one.hires for one in passes):

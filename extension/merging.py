@@ -51,10 +51,12 @@ class Job:
         self.records: dict[bool, PassRecord] = {}  # by: is it the hires pass
         self._left: dict[bool, str] = {}
 
-    def config(self, hires: bool) -> MergeConfig | None:
-        """The engine's settings for a pass; None where it is left alone."""
+    def config(self, hires: bool, layout: str | None = None) -> MergeConfig | None:
+        """The engine's settings for a pass; None where it is left alone. layout: of the model that runs in it."""
         p = self.p()
-        return None if self.wish is None or p is None else self.wish.config(hires, host.first_seed(p))
+        if self.wish is None or p is None:
+            return None
+        return self.wish.config(hires, host.first_seed(p), layout or host.layout())
 
     def why_left(self, hires: bool) -> str:
         """Why a pass is left alone, as far as is known before it; "" where it is ours.
@@ -107,7 +109,6 @@ class Armed:
     def __init__(self) -> None:
         self.job: Job | None = None
         self.hires = False
-        self.config: Any = None
         self.handle: Patch | None = None
         self._sampling: object | None = None  # what tells the pass that is armed from all others
         self._pace: Pace | None = None
@@ -117,15 +118,14 @@ class Armed:
         """From now on the pass that is about to start merges as its job wants. Idempotent."""
         self.disarm()
         job = job_of(p)
-        config = None if job is None else job.config(hires)
-        if config is None:
+        if job is None or job.config(hires) is None:
             return
         # in a pass of the webui's own merging only where ours is better than that
         reason = job.why_left(hires) if job.built_in(hires) else host.reason_to_step_aside(hires)
         if reason:
             job.record(hires).refuse(reason)
             return
-        self.job, self.hires, self.config, self._sampling = job, hires, config, object()
+        self.job, self.hires, self._sampling = job, hires, object()
         self._put_on(host.running_unet(p))
         self._pace = Pace(p if self.handle is not None and self.handle.run.wants_time else None)
 
@@ -150,7 +150,7 @@ class Armed:
         pace, self._pace = self._pace, None
         if pace is not None:
             pace.take_off()
-        self.job = self.config = None
+        self.job = None
 
     def _follow(self, unet: Any) -> None:
         """The refiner, or a hires checkpoint, may have brought another model since the pass began."""
@@ -162,9 +162,9 @@ class Armed:
 
     def _put_on(self, unet: Any) -> None:
         p = self.job.p()
-        pipeline = host.running_pipeline(p)
+        pipeline, config = host.running_pipeline(p), self.job.config(self.hires, host.layout(unet))
         try:
-            self.handle = patch(pipeline or unet, self.config, host_clock=True)
+            self.handle = patch(pipeline or unet, config, host_clock=True)
         except (UnsupportedModelError, TypeError) as error:
             self.job.record(self.hires).refuse(str(error))
             return

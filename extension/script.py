@@ -104,7 +104,7 @@ def _job_of(p: Any, values: tuple) -> Job:
     job = job_of(p)
     if job is None:
         try:
-            job = Job(p, read(values, options.of_dial, infotext.changes_of(p)))
+            job = Job(p, read(values, options.of_dial, infotext.changes_of(p), host.layout()))
         except (ValueError, TypeError) as error:
             job = Job(p, None, f"not merged, because a setting is wrong: {error}")
         set_job(p, job)

@@ -82,7 +82,8 @@ class Panel:
         for name, value in usual.items():
             control = self._made[name]
             _show(control, "value", lambda control=control, name=name, value=value: (
-                base_of(_filled_for(strength.value))[name] if control.value == value else control.value))  # fmt: skip
+                base_of(_filled_for(strength.value), host.layout())[name] if control.value == value
+                else control.value))  # fmt: skip
         fold = getattr(enabled, "accordion", None)
         if fold is not None:
             _show(fold, "open", lambda: _start("enabled", enabled.value))
@@ -176,8 +177,7 @@ def _marks(slider: str) -> str:
 def moved(strength: float, own: bool, filled_for: float, *values: Any) -> list[Any]:
     """For `FILLED_FOR` and all fields: what a strength stands for, where an expert had set nothing else."""
     try:
-        before = base_of(filled_for)
-        now = base_of(strength)
+        before, now = (base_of(one, host.layout()) for one in (filled_for, strength))
     except ValueError:  # while somebody types
         return [gr.update() for _ in (FILLED_FOR, *values)]
     kept = {name: value for name, value in zip(form.NAMES, values, strict=True) if own and value != before[name]}
@@ -203,7 +203,7 @@ def measured_line(*values: Any) -> str:
 def _line(ask: Any, values: tuple) -> str:
     mine, theirs = values[: len(ARGUMENTS)], values[len(ARGUMENTS) :]
     try:
-        wish = read((True, *mine[1:]), options.of_dial)
+        wish = read((True, *mine[1:]), options.of_dial, layout=host.layout())
         text = "; ".join([ask(wish, _passes(*theirs)), *wish.left_out])
     except (TypeError, ValueError) as error:
         text = str(error)

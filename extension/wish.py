@@ -11,9 +11,8 @@ from types import MappingProxyType
 from typing import Any
 
 from ..tome_core import MergeConfig, form
-from ..tome_core.settings.presets import strength
+from ..tome_core.settings.presets import SD, VERSION, strength
 from ..tome_core.settings.rule import SEED_LIMIT
-from ..tome_core.settings.strength_table import VERSION
 
 TITLE = "Token Merging (ToMe)"
 EVERYWHERE, FIRST, HIRES = WHERE = ("everywhere", "first pass", "hires pass")
@@ -38,11 +37,14 @@ class Wish:
     changes: Mapping[str, Any] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
 
-    def config(self, hires: bool, seed: int = 0) -> MergeConfig | None:
-        """The engine's settings for a pass; None where it is left alone. seed: the image's."""
+    def config(self, hires: bool, seed: int = 0, layout: str = SD) -> MergeConfig | None:
+        """The engine's settings for a pass; None where it is left alone.
+
+        seed: the image's. layout: of the model that runs, see `strength`.
+        """
         if not self.enabled or not self.strength or self.where == (FIRST if hires else HIRES):
             return None
-        config = form.settle(base_of(self.strength) | dict(self.changes))[0]
+        config = form.settle(base_of(self.strength, layout) | dict(self.changes))[0]
         if config.is_off:
             return None
         return config if config.value("seed") else replace(config, seed=int(seed) & SEED_LIMIT)
@@ -52,17 +54,19 @@ class Wish:
         return self.config(False) is not None or (has_hires and self.config(True) is not None)
 
 
-def base_of(value: float, version: int = VERSION) -> dict[str, Any]:
-    """What the form shows for a strength, by name. version: of the table."""
-    return form.values_of(strength(value, version))
+def base_of(value: float, layout: str = SD, version: int = VERSION) -> dict[str, Any]:
+    """What the form shows for a strength, by name. layout, version: of the table."""
+    return form.values_of(strength(value, version, layout))
 
 
-def read(values: Sequence[Any], setting: Callable[[str], Any], plot: Mapping[str, Any] = _NOTHING) -> Wish:
+def read(
+    values: Sequence[Any], setting: Callable[[str], Any], plot: Mapping[str, Any] = _NOTHING, layout: str = SD
+) -> Wish:
     """What the values ask for, in the order of `ARGUMENTS`, or by their names in a dict in the first place.
 
     setting: what the settings say of a name of `DIAL`, where a value is None or missing. plot: by name, from an X/Y/Z
-    plot, which outweighs all. Raises ValueError or TypeError, naming the value, the range and the remedy; the webui
-    itself checks nothing that comes through its API.
+    plot, which outweighs all. layout: of the model, from whose strength the values deviate. Raises ValueError or
+    TypeError, naming the value, the range and the remedy; the webui itself checks nothing that comes through its API.
     """
     given = _by_name(values)
     dial = {name: setting(name) if given.get(name) is None else given[name] for name in DIAL} | _of_dial(plot)
@@ -70,20 +74,22 @@ def read(values: Sequence[Any], setting: Callable[[str], Any], plot: Mapping[str
         return Wish()
     _check_dial(dial)
     own = {name: given[name] for name in form.NAMES if given.get(name) is not None}
-    deviating = _deviating(own, given) | {name: value for name, value in plot.items() if name in form.NAMES}
-    return _settled(Wish(True, float(dial["strength"]), dial["where"]), deviating)
+    deviating = _deviating(own, given, layout) | {name: value for name, value in plot.items() if name in form.NAMES}
+    return _settled(Wish(True, float(dial["strength"]), dial["where"]), deviating, layout)
 
 
-def wish_of(value: float, where: str, changes: Mapping[str, Any], version: int = VERSION) -> Wish:
+def wish_of(
+    value: float, where: str, changes: Mapping[str, Any], version: int = VERSION, layout: str = SD
+) -> Wish:
     """A wish by a table's version; with today's table it makes the same pictures. Raises as `read` does."""
     _check_dial({"enabled": True, "strength": value, "where": where})
-    old = {} if version == VERSION else base_of(value, version)
-    return _settled(Wish(True, float(value), where), old | dict(changes))
+    old = {} if version == VERSION else base_of(value, layout, version)
+    return _settled(Wish(True, float(value), where), old | dict(changes), layout)
 
 
-def _settled(wish: Wish, changes: Mapping[str, Any]) -> Wish:
+def _settled(wish: Wish, changes: Mapping[str, Any], layout: str) -> Wish:
     """The wish with those changes that are possible and change something."""
-    base = base_of(wish.strength)
+    base = base_of(wish.strength, layout)
     config, left_out = form.settle(base | dict(changes))
     found = form.values_of(config)
     possible = {name: value for name, value in changes.items() if found[name] == value}
@@ -118,17 +124,17 @@ def _check_dial(dial: Mapping[str, Any]) -> None:
         raise ValueError(f"where={dial['where']!r} is not possible; use one of {', '.join(WHERE)}")
 
 
-def _deviating(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def _deviating(own: Mapping[str, Any], given: Mapping[str, Any], layout: str) -> dict[str, Any]:
     """What an expert set: on the page all that differs from what it had filled in, which may be the last strength's."""
     if given.get(OWN) is not True:
         return {}
     filled_for = given.get(FILLED_FOR)
-    base = _NOTHING if filled_for is None else _base_or_nothing(filled_for)
+    base = _NOTHING if filled_for is None else _base_or_nothing(filled_for, layout)
     return {name: value for name, value in own.items() if name not in base or value != base[name]}
 
 
-def _base_or_nothing(value: Any) -> Mapping[str, Any]:
+def _base_or_nothing(value: Any, layout: str) -> Mapping[str, Any]:
     try:
-        return base_of(value)
+        return base_of(value, layout)
     except ValueError:
         return _NOTHING

@@ -325,6 +325,12 @@ def ldm_of_one_level() -> nn.Module:
 
 
 @seeded
+def ldm_sdxl() -> nn.Module:
+    """The least of SDXL's layout for a host's double: no attention on the latent's own level."""
+    return LatentDiffusionDouble(ldm(attention_resolutions=(2,), num_heads=2))
+
+
+@seeded
 def sgm_double() -> nn.Module:
     return LatentDiffusionDouble(ldm(), lambda width: SgmBlock(width, 4, TEXT))
 

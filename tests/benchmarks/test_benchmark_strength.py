@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks import results, strength
-from benchmarks.quality_figures import sections
 from benchmarks.quality_rows import TIMES
-from tome_core.settings.presets import CURVES
-from tome_core.settings.strength_table import VERSION
+from tome_core.settings.presets import SD, SDXL, TRANSFORMER
 
 FRONT = Path(__file__).parents[2] / "benchmarks/results/front-cpu-2026-11-22.json"
-TRANSFORMERS = [FRONT.with_name(f"transformer-front-cpu-2026-11-{day}.json") for day in (23, 24)]
-SDXL = FRONT.with_name("sdxl-front-cpu-2026-11-24.json")
+SOURCES = {
+    SD: [FRONT], SDXL: [FRONT.with_name("sdxl-front-cpu-2026-11-24.json")],
+    TRANSFORMER: [FRONT.with_name(f"transformer-front-cpu-2026-11-{day}.json") for day in (23, 24)],
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -33,29 +33,26 @@ def knots(record, loss):
     return strength.curve(loss, strength.below([record]))
 
 
-def test_the_shipped_curve_is_made_from_the_committed_result(tmp_path):
+@pytest.mark.parametrize("layout", list(SOURCES))
+def test_a_shipped_curve_is_made_from_the_committed_results(tmp_path, layout):
     output = tmp_path / "table.py"
-    assert strength.main([str(FRONT), "--output", str(output)]) == 0
-    assert output.read_text(encoding="utf-8") == strength.TABLE.read_text(encoding="utf-8")
+    assert strength.main([*map(str, SOURCES[layout]), "--layout", layout, "--output", str(output)]) == 0
+    assert output.read_text(encoding="utf-8") == strength.TABLES[layout].read_text(encoding="utf-8")
 
 
-def test_so_is_that_of_transformers(tmp_path):
-    output = tmp_path / "table.py"
-    assert strength.main([*map(str, TRANSFORMERS), "--transformer", "--output", str(output)]) == 0
-    assert output.read_text(encoding="utf-8") == strength.TRANSFORMERS.read_text(encoding="utf-8")
-
-
-def test_on_sdxls_layout_the_curve_is_its_own_from_balanced_on_and_below_that_under_rounding(capsys):
-    record, table = results.load(SDXL), strength.TABLE.read_bytes()
-    loss = strength.front([record])
-    knots = strength.curve(loss, strength.below([record]))
-    assert strength.main([str(SDXL), "--compare"]) == 0
-    assert capsys.readouterr().out == strength.beside(loss, knots, CURVES[VERSION]) + "\n"
-    assert strength.TABLE.read_bytes() == table
-    (section,) = sections(record)
-    for knot, (share, until) in zip(knots[1:], CURVES[VERSION][1:], strict=True):
-        dev = strength.deviation(share, until, loss)
-        assert dev <= (1.1 * knot.dev if knot.strength >= 0.5 else section.noised["bfloat16"].dev.value), knot
+def test_a_layout_bears_its_own_curve_better_than_that_of_others(capsys):
+    """Beside Stable Diffusion's at equal time, from the results that chose it; and comparing writes nothing."""
+    for layout in (SDXL, TRANSFORMER):
+        records, before = [results.load(path) for path in SOURCES[layout]], strength.TABLES[layout].read_bytes()
+        loss = strength.front(records)
+        knots = strength.curve(loss, strength.below(records) if layout == SDXL else None)
+        theirs = strength.CURVES[SD][max(strength.CURVES[SD])]
+        assert strength.main([*map(str, SOURCES[layout]), "--compare"]) == 0
+        assert capsys.readouterr().out == strength.beside(loss, knots, theirs) + "\n"
+        assert strength.TABLES[layout].read_bytes() == before
+        costs = [(knot.dev, strength.deviation(*other, loss)) for knot, other in zip(knots, theirs, strict=True)]
+        assert all(own <= 1.1 * other for own, other in costs[1:])
+        assert costs[5][0] < 0.7 * costs[5][1], "at the mark quality"
 
 
 def test_another_curve_is_a_new_version_beside_those_before_it(knots):
@@ -69,6 +66,8 @@ def test_another_curve_is_a_new_version_beside_those_before_it(knots):
     same, new = (table(strength.written(found, [], first)) for found in (knots, other))
     assert (same["VERSION"], same["EARLIER"]) == (1, {})
     assert (new["VERSION"], new["EARLIER"]) == (2, first) and new["CURVE"][-1][0] == 0.5
+    later = table(strength.written(other, [], first, latest=4))
+    assert later["VERSION"] == 5, "pictures name one version, whichever layout's table has changed"
     third = table(strength.written(knots, [], {2: new["CURVE"], **first}))
     assert third["VERSION"] == 3 and third["EARLIER"] == {2: new["CURVE"], **first}
 

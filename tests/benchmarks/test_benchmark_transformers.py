@@ -18,7 +18,7 @@ from benchmarks.variant_list import FRONT, PLAIN, VARIANTS
 from demo import model, transformer
 from tests import tiny_scenes
 from tests.thoroughness import some_quick
-from tome_core.settings.presets import CURVES, VERSION
+from tome_core.settings.presets import CURVES, SD
 
 SIDE, WORDS = 16, 6  # in tokens
 LATENT = transformer.TOKEN * SIDE
@@ -186,7 +186,7 @@ def test_the_curve_of_transformers_is_printed_beside_the_engines_own(weights, tm
     printed = capsys.readouterr().out
     loss = strength.front([record])
     knots = strength.curve(loss, None)
-    assert printed == strength.beside(loss, knots, CURVES[VERSION]) + "\n"
+    assert printed == strength.beside(loss, knots, CURVES[SD][max(CURVES[SD])]) + "\n"
     assert len(knots) == strength.KNOTS + 1 and printed.count("\n") == len(knots) + 2
     assert len(FRONT) >= len(loss.by_share) > 1 and len(TIMES) == len(next(iter(loss.by_share.values())))
     assert strength.TABLE.read_bytes() == table

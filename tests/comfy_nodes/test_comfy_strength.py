@@ -12,7 +12,8 @@ import tome_core
 from comfy_nodes import host
 from comfy_nodes.inputs import MARKS, STRENGTH, config_of, settings_types
 from comfy_nodes.nodes import ApplyToMe, ToMeSettings
-from tests.comfy_doubles import Guider, ModelPatcher, apply, checkpoint, least_checkpoint, queued
+from tests.comfy_doubles import BaseModel, Guider, ModelPatcher, apply, checkpoint, least_checkpoint, queued
+from tests.models import ldm_of_one_level, ldm_sdxl
 from tome_core import MergeConfig, describe_settings, form
 
 BIG = (32, 32)  # as few tokens as merging pays for on a CPU
@@ -48,6 +49,12 @@ def test_strength_is_the_engines_between_start_and_end(strength):
     assert config_of(strength, 0.0, 1.0) == tome_core.strength(strength)
     limited = replace(tome_core.strength(strength), start_percent=0.2, end_percent=0.7)
     assert config_of(strength, 0.2, 0.7) == limited
+
+
+@pytest.mark.parametrize("layout, model", [("sd", ldm_of_one_level), ("sdxl", ldm_sdxl)])
+def test_strength_is_that_of_the_models_layout(layout, model):
+    merged = apply_strength(ModelPatcher(BaseModel(model().model.diffusion_model)), strength=0.25)
+    assert host.attached(merged).config == tome_core.preset("quality", layout)
 
 
 def test_the_strengths_help_names_every_mark_and_off():

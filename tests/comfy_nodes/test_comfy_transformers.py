@@ -60,7 +60,7 @@ def test_joint_attention_merges_text_is_kept_and_the_rest_is_told():
 
 def test_strength_merges_them_too_where_it_pays(server):
     merged = ApplyToMe().apply(transformer(), strength=0.5, unique_id="5")[0]
-    assert host.attached(merged).config == form.changed(strength(0.5, transformer=True), {"start": 0.0, "end": 1.0})
+    assert host.attached(merged).config == form.changed(strength(0.5, layout="transformer"), {"start": 0.0, "end": 1.0})
     sample(merged)
     assert "so few tokens" in server.texts[-1][1]
     sample(merged, size=(64, 64), steps=2)

@@ -17,7 +17,7 @@ from demo.page_events import NAMES, Events, Seen, Wrong
 from demo.page_run import DONE, MERGED, PLAIN, Studio
 from demo.source import Embedded
 from tests import tiny_scenes
-from tome_core import MergeConfig, form, strength
+from tome_core import MergeConfig, form, preset, strength
 from tome_core.settings.presets import MARKS
 
 PROMPT, ADDRESS = "night snow peaks right blue cone", "http://127.0.0.1:7860/"
@@ -162,6 +162,19 @@ def test_a_wrong_value_is_told_beside_its_control_until_it_is_right(events, valu
     assert healed[name]["elem_classes"] == [] and healed[name]["info"] == events.help(name)
 
 
+@pytest.mark.parametrize("layout", ["sd", "sdxl"])
+def test_the_settings_show_what_strength_stands_for_on_the_models_layout(source, layout):
+    events = Events(Studio(source), Wanted.of_strength(PROMPT, 0, 20, 0.5, layout))
+    shown = events.opened({"strength": "0.25"}, ADDRESS)
+    values = {name: shown[name]["value"] for name in NAMES if name != "strengths"}
+    wanted = preset("quality", layout)
+    assert {name: values[name] for name in form.NAMES} == form.values_of(wanted)
+    assert events.wanted(values, False) == events.wanted(values, True) == Wanted(PROMPT, 0, 20, 0.25, wanted, layout)
+    assert not events.wanted(values, True).changes and "strength=0.25" in shown["script"]
+    moved = events.moved({**values, "strength": 0.5}, Seen(), ADDRESS)
+    assert moved["ratio"]["value"] == form.values_of(preset("balanced", layout))["ratio"]
+
+
 @pytest.mark.parametrize("text", ["", "0.1, 0.2, 0.3, 0.4, 0.5", "0.5, 1.1", "nan", "1e400", "half", None, "9" * 5000])
 def test_a_list_that_is_no_strengths_is_refused_and_nothing_is_made(events, values, text):
     (shown,) = events.compared({**values, "strengths": text}, Seen(), "s")
@@ -173,7 +186,7 @@ def test_a_comparison_shows_each_strength_with_what_it_took_and_changed(events, 
     # the small model has too few tokens for merging to pay
     always = {"only_if_it_pays": False}
     for module, name in ((page_code, "config_of_strength"), (page_controls, "strength")):
-        monkeypatch.setattr(module, name, lambda one: form.changed(strength(one), always))
+        monkeypatch.setattr(module, name, lambda one, layout: form.changed(strength(one), always))
     *_, last = events.compared({**values, "steps": 2, "strengths": "0; .5 1, 0.25"}, Seen(), "s")
     grid = last["grid"]["value"]
     assert last["grid"]["visible"] and grid.count("<img") == 4

@@ -76,11 +76,12 @@ def test_a_merged_picture_has_one_key_and_one_that_did_not_merge_none(webui):
 def test_an_old_picture_reproduces_after_the_table_has_changed(webui, monkeypatch):
     presets, wish = (webui.part("wish").strength.__globals__, webui.part("wish"))
     text, before = written(webui, True, 0.5), wished(webui, True, 0.5).config(False)
-    other = tuple((max(share / 2, 1 / 64), until / 2) for share, until in presets["CURVES"][1])
-    monkeypatch.setitem(presets["CURVES"], 2, other)
+    other = tuple((max(share / 2, 1 / 64), until / 2) for share, until in presets["CURVES"]["sd"][1])
+    monkeypatch.setitem(presets["CURVES"]["sd"], 2, other)
     monkeypatch.setattr(wish, "VERSION", 2)
     monkeypatch.setattr(webui.part("infotext"), "VERSION", 2)
-    monkeypatch.setattr(wish, "base_of", lambda value, version=2: form.values_of(presets["strength"](value, version)))
+    monkeypatch.setattr(wish, "base_of", lambda value, layout="sd", version=2: form.values_of(
+        presets["strength"](value, version, layout)))
     monkeypatch.setattr(webui.part("infotext"), "base_of", wish.base_of)
     webui.part("infotext").wish_in.cache_clear()
     assert wished(webui, True, 0.5).config(False) != before

@@ -142,8 +142,8 @@ ELSEWHERE = {
     "python -m benchmarks.quality --model demo-output/scenes-flux.safetensors": (
         "tests/benchmarks/test_benchmark_transformers.py", "test_the_command_judges_a_transformer"
     ),
-    "python -m benchmarks.strength RESULT.json... --transformer": (
-        "tests/benchmarks/test_benchmark_strength.py", '"--transformer"'
+    "python -m benchmarks.strength RESULT.json... --layout sdxl": (
+        "tests/benchmarks/test_benchmark_strength.py", '"--layout", layout'
     ),
     "python -m benchmarks.strength RESULT.json... --compare": (
         "tests/benchmarks/test_benchmark_transformers.py", '"--compare"'

@@ -129,6 +129,14 @@ def find_blocks(unet: nn.Module) -> list[Place]:
     )
 
 
+def layout_of(unet: nn.Module) -> str:
+    """Whose strengths a UNet has, of `settings.presets.LAYOUTS`: "sdxl" where its finest level has no attention.
+
+    Raises as `find_blocks` does.
+    """
+    return "sdxl" if all(place.halvings for place in find_blocks(unet)) else "sd"
+
+
 def is_kind(module: Any, name: str) -> bool:
     """Is it of a class of this name, or derived from one? By name, because every host has its own copy."""
     return any(cls.__name__ == name for cls in type(module).__mro__)

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
+from ..model import families
 from ..model.families import UnsupportedModelError, find_unet
 from ..model.wrap import drop_remains
 from ..reporting.report import Report
 from ..settings.config import MergeConfig
 from ..settings.noise import STABLE_DIFFUSION, own_schedule
-from ..settings.presets import DEFAULT, config_of
+from ..settings.presets import DEFAULT, TRANSFORMER, config_of
 from ..settings.schedule import NoiseSchedule
 from ..transformers import TransformerPatch, find_transformers, handle_on, patch_transformers
 from .handle import Patch, back_from, handle_in_force, take_by_model
@@ -41,10 +42,11 @@ def patch(
     ``patch(pipe, strength=0.3)``, ``patch(pipe, "fast")``, ``patch(pipe, "fast", seed=5)``, ``patch(pipe, ratio=0.5)``
     """
     transformers = find_transformers(model)
-    config = _asked(config, strength, settings, transformer=bool(transformers))
     if transformers:
+        config = _asked(config, strength, settings, TRANSFORMER)
         return _speak_up(patch_transformers(transformers, config, model))
     unet = find_unet(model)
+    config = _asked(config, strength, settings, families.layout_of(unet))
     handle = Patch(unet, config, _schedule_of(model))
     handle._previous = current = handle_in_force(unet)
     if current is not None and not current._entered:
@@ -61,18 +63,23 @@ def patch(
     return handle.install()
 
 
+def layout_of(model: Any) -> str:
+    """Whose strengths a model has that `patch` takes, of `settings.presets.LAYOUTS`. Raises as `patch` does."""
+    return TRANSFORMER if find_transformers(model) else families.layout_of(find_unet(model))
+
+
 def _asked(
-    config: MergeConfig | str | None, strength: float | None, settings: dict[str, Any], transformer: bool
+    config: MergeConfig | str | None, strength: float | None, settings: dict[str, Any], layout: str
 ) -> MergeConfig:
-    """What `patch` is asked for; a strength is that of a transformer or of a UNet."""
+    """What `patch` is asked for; a strength is that of the model's layout."""
     if strength is not None:
         if config is not None:
             raise ValueError(f"strength={strength!r} and config={config!r} both say what merges; give one of them")
-        config = config_of(strength, transformer)
+        config = config_of(strength, layout)
     elif config is None:
-        config = MergeConfig() if settings else config_of(DEFAULT, transformer)
+        config = MergeConfig() if settings else config_of(DEFAULT, layout)
     elif isinstance(config, str):
-        config = config_of(config, transformer)
+        config = config_of(config, layout)
     if not isinstance(config, MergeConfig):
         raise TypeError(f"config is {type(config).__name__}; it has to be a MergeConfig, a preset's name, or None")
     return replace(config, **settings) if settings else config

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from .config import MergeConfig, describe_settings
+from .presets import SD
 from .presets import config_of as config_of_strength
 
 UNSET = -1.0  # a number's way to say None, which neither a slider nor an infotext can
@@ -103,9 +104,9 @@ def values_of(config: MergeConfig) -> dict[str, Any]:
     return {one.name: one.shown(config.value(one.setting)) for one in FIELDS}
 
 
-def filled(strength: str | float) -> dict[str, Any]:
-    """What a strength, or a preset's name, fills in, by name: all but what is `beside_strength`."""
-    values = values_of(config_of_strength(strength))
+def filled(strength: str | float, layout: str = SD) -> dict[str, Any]:
+    """What a strength, or a preset's name, fills in on this layout, by name: all but what is `beside_strength`."""
+    values = values_of(config_of_strength(strength, layout))
     return {one.name: values[one.name] for one in FIELDS if not one.beside_strength}
 
 

@@ -1,8 +1,9 @@
 """Strength: one number for how much of the picture may change for how much time, and names for four of them.
 
-What a strength stands for was measured, on UNets (`strength_table`) and on a transformer (`transformer_table`). It
-resolves to a `MergeConfig`, whose values can be shown, changed and stored. The tables before today's are kept by
-version, so that an old picture reproduces.
+What a strength stands for was measured for each layout of models: UNets that attend at their finest level
+(`strength_table`), UNets that do not, as SDXL's (`sdxl_table`), and transformers (`transformer_table`). It resolves to
+a `MergeConfig`, whose values can be shown, changed and stored. The tables before today's are kept by version, so that
+an old picture reproduces.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import math
 from numbers import Real
 from typing import Any
 
-from . import transformer_table
+from . import sdxl_table, strength_table, transformer_table
 from .config import MergeConfig
-from .strength_table import CURVE, EARLIER, EARLY_SHARE, VERSION
+from .strength_table import EARLY_SHARE
 
 MARKS = {"quality": 0.25, "balanced": 0.5, "fast": 0.75, "max": 1.0}
 PRESETS = tuple(MARKS)
@@ -24,19 +25,24 @@ DEFAULT = "balanced"
 _ALL: dict[str, Any] = {"side": "kv", "metric": "keys+values", "use_rand": False, "keep": 60.0,
                         "only_if_it_pays": True, "max_downsample": 8}  # fmt: skip
 Curve = tuple[tuple[float, float], ...]
-CURVES: dict[int, Curve] = {**EARLIER, VERSION: CURVE}
-TRANSFORMER_CURVES: dict[int, Curve] = {**transformer_table.EARLIER, transformer_table.VERSION: transformer_table.CURVE}
+SD, SDXL, TRANSFORMER = LAYOUTS = ("sd", "sdxl", "transformer")
+_TABLES = dict(zip(LAYOUTS, (strength_table, sdxl_table, transformer_table), strict=True))
+# by layout and by version; versions are counted over all tables, so a table that did not change skips a number
+CURVES: dict[str, dict[int, Curve]] = {
+    layout: {**table.EARLIER, table.VERSION: table.CURVE} for layout, table in _TABLES.items()
+}
+VERSION = max(table.VERSION for table in _TABLES.values())
 PARTS = 64  # of the tokens: shares of keys are whole numbers of them, which are numbers that kernels like
 MOST_MERGED = 3 / 4  # share of the keys above which a step is not merged: it would take longer than it saves
 _FINE_CELLS = 4 / PARTS  # share of the keys from which on cells of 4x4 serve, which leave at least one key each
 
 
-def strength(value: float, version: int | None = None, transformer: bool = False) -> MergeConfig:
+def strength(value: float, version: int | None = None, layout: str = SD) -> MergeConfig:
     """The settings of a strength: 0 is off, 1 keeps a sixty-fourth of the keys in every step.
 
-    Error and saving grow with it, whatever steps a picture has. transformer: of one, else of a UNet; each has a table.
-    version: of that table, for an old picture; None is the latest. Raises ValueError for what is no number from 0 to 1,
-    and for a table that there is not.
+    Error and saving grow with it, whatever steps a picture has. layout: of the model, one of `LAYOUTS`; `patch` asks
+    the model itself. version: of the tables, for an old picture; None is the latest. Raises ValueError for what is no
+    number from 0 to 1, and for a table that there is not.
 
     >>> strength(0).is_off
     True
@@ -45,18 +51,24 @@ def strength(value: float, version: int | None = None, transformer: bool = False
     """
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value <= 1:
         raise ValueError(f"strength={value!r} is no number from 0 to 1; 0 is off, 0.5 balanced, 1 the most")
-    curves = TRANSFORMER_CURVES if transformer else CURVES
-    if version is None:
-        version = max(curves)
-    if version not in curves:
-        known = ", ".join(map(str, sorted(curves)))
-        raise ValueError(f"version={version!r} is no table of strengths; there are {known}")
+    curve = _curve(version, layout)
     if value == 0:
         return MergeConfig(**_ALL, ratio=0.0)
-    share, until = _between(float(value), curves[version])
+    share, until = _between(float(value), curve)
     cell = 4 if share >= _FINE_CELLS else 8
     early = {} if share <= EARLY_SHARE else {"early_ratio": 1 - EARLY_SHARE, "early_until": until}
     return MergeConfig(**_ALL, ratio=1 - share, sx=cell, sy=cell, refine=refine_of(cell), **early)
+
+
+def _curve(version: int | None, layout: str) -> Curve:
+    """The layout's, as it was when the newest table had this version."""
+    if layout not in CURVES:
+        raise ValueError(f"layout={layout!r} is not known; use one of {', '.join(map(repr, LAYOUTS))}")
+    known = sorted({one for curves in CURVES.values() for one in curves})
+    if version is not None and version not in known:
+        raise ValueError(f"version={version!r} is no table of strengths; there are {', '.join(map(str, known))}")
+    curves = CURVES[layout]
+    return curves[max(one for one in curves if version is None or one <= version)]
 
 
 def refine_of(cell: int) -> int:
@@ -67,7 +79,7 @@ def refine_of(cell: int) -> int:
     return 3 if cell == 8 else 0
 
 
-def preset(name: str, transformer: bool = False) -> MergeConfig:
+def preset(name: str, layout: str = SD) -> MergeConfig:
     """The settings of a named strength, see `MARKS` and `strength`. Raises ValueError for a name that is none.
 
     >>> preset("balanced").value("side")
@@ -75,7 +87,7 @@ def preset(name: str, transformer: bool = False) -> MergeConfig:
     """
     if name not in MARKS:
         raise ValueError(f"preset={name!r} is not known; use one of {', '.join(map(repr, PRESETS))}")
-    return strength(MARKS[name], transformer=transformer)
+    return strength(MARKS[name], layout=layout)
 
 
 def _between(value: float, curve: Curve) -> tuple[float, float]:
@@ -86,11 +98,11 @@ def _between(value: float, curve: Curve) -> tuple[float, float]:
     (share, until), (less, sooner) = curve[low], curve[low + 1]
     between = math.exp(math.log(share) * (1 - part) + math.log(less) * part)
     late = math.ceil(between * PARTS - 1e-9) / PARTS
-    return late if late <= MOST_MERGED else 1.0, round(until * (1 - part) + sooner * part)
+    if late > MOST_MERGED:  # of all keys and the most that are worth merging the nearer: no step of strength is large
+        late = MOST_MERGED if between**2 < MOST_MERGED else 1.0
+    return late, round(until * (1 - part) + sooner * part)
 
 
-def config_of(wanted: str | float, transformer: bool = False) -> MergeConfig:
+def config_of(wanted: str | float, layout: str = SD) -> MergeConfig:
     """The settings of a patch, by a preset's name or by a strength."""
-    if isinstance(wanted, str):
-        return preset(wanted, transformer)
-    return strength(wanted, transformer=transformer)
+    return preset(wanted, layout) if isinstance(wanted, str) else strength(wanted, layout=layout)

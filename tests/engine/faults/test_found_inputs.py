@@ -96,7 +96,7 @@ def pasted(webui, part):
     parameters = {"ToMe": f"0.5 v1; {part}; hires pass"}
     read = webui.part("infotext").paste_function
     assert read("enabled")(parameters) is True and read("where")(parameters) == "hires pass", "what is right is pasted"
-    return webui.part("infotext").wish_in(parameters["ToMe"]).changes
+    return webui.part("infotext").wish_in(parameters["ToMe"], "sd").changes
 
 
 @pytest.mark.parametrize("text", NO_NUMBERS, ids=lambda text: text[:8])

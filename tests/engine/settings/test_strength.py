@@ -13,14 +13,13 @@ import torch
 import tome_core
 from benchmarks.strength import step_time
 from tests import tiny_transformers
-from tests.models import call_unet, inputs, on_small, small
+from tests.models import call_unet, inputs, on_small, sdxl, small
 from tome_core import form, preset, strength
 from tome_core.settings.phases import plain_rules
-from tome_core.settings.presets import CURVES, MARKS
-from tome_core.settings.strength_table import VERSION
+from tome_core.settings.presets import CURVES, LAYOUTS, MARKS, SD, SDXL, TRANSFORMER, VERSION
 
 FINELY = [number / 200 for number in range(201)]
-of_both = pytest.mark.parametrize("transformer", [False, True], ids=["UNet", "transformer"])
+of_each = pytest.mark.parametrize("layout", LAYOUTS)
 DOWNSAMPLES = (1, 2, 4)
 
 
@@ -36,23 +35,31 @@ def kept(config: tome_core.MergeConfig, timestep: float, level: int = 0) -> floa
 
 
 def test_an_old_picture_reproduces_after_the_table_has_changed(monkeypatch):
-    old = strength(0.5)
-    other = tuple((share / 2, until / 2) for share, until in CURVES[VERSION])
-    monkeypatch.setattr(tome_core.settings.presets, "CURVES", {VERSION: CURVES[VERSION], VERSION + 1: other})
-    assert strength(0.5, VERSION) == old != strength(0.5, VERSION + 1)
+    old, unchanged = strength(0.5), strength(0.5, layout=SDXL)
+    other = tuple((share / 2, until / 2) for share, until in CURVES[SD][VERSION])
+    changed = {**CURVES, SD: {**CURVES[SD], VERSION + 1: other}}
+    monkeypatch.setattr(tome_core.settings.presets, "CURVES", changed)
+    assert strength(0.5, VERSION) == old != strength(0.5, VERSION + 1) == strength(0.5)
+    assert strength(0.5, VERSION, SDXL) == unchanged == strength(0.5, VERSION + 1, SDXL), "one number for all tables"
     with pytest.raises(ValueError, match=f"version={VERSION + 2} is no table of strengths"):
         strength(0.5, VERSION + 2)
 
 
+def test_what_is_no_layout_is_refused_with_those_that_are():
+    with pytest.raises(ValueError, match="layout='flux' is not known; use one of 'sd', 'sdxl', 'transformer'"):
+        strength(0.5, layout="flux")
+
+
 # what each table ever stood for, of all strengths: pictures name its version, so what has been released stays
-STANDS_FOR = {1: "515fa3a3d510a031"}
+STANDS_FOR = {SD: {1: "31433f8eb31e33cd"}, SDXL: {1: "5a65c5aaf04fa1d2"}, TRANSFORMER: {1: "2364fe24760adcc8"}}
 
 
-def test_what_a_tables_strengths_stand_for_stays():
+@of_each
+def test_what_a_tables_strengths_stand_for_stays(layout):
     """Also beside the curve: settings of all strengths, refinement, cells. To change these, keep the old by version."""
-    assert set(STANDS_FOR) == set(CURVES)
-    for version, digest in STANDS_FOR.items():
-        values = [form.values_of(strength(one, version)) for one in FINELY]
+    assert set(STANDS_FOR[layout]) == set(CURVES[layout])
+    for version, digest in STANDS_FOR[layout].items():
+        values = [form.values_of(strength(one, version, layout)) for one in FINELY]
         assert hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16] == digest, version
 
 
@@ -68,49 +75,53 @@ def test_nothing_is_off_bit_for_bit():
             assert not torch.equal(call_unet(model, x, 300, text), plain)
 
 
-@of_both
+@of_each
 @pytest.mark.parametrize("timestep", [0.0, 50.0, 125.0, 300.0, 500.0, 750.0, 999.0])
-def test_more_strength_asks_more_of_every_step(timestep, transformer):
-    shares = [kept(strength(one, transformer=transformer), timestep) for one in FINELY]
+def test_more_strength_asks_more_of_every_step(timestep, layout):
+    shares = [kept(strength(one, layout=layout), timestep) for one in FINELY]
     assert shares[0] == 1.0 and shares[-1] == pytest.approx(1 / 64)
     assert all(stronger <= weaker for weaker, stronger in pairwise(shares))
-    assert not any(strength(one, transformer=transformer).deep_mlp for one in FINELY)
+    assert not any(strength(one, layout=layout).deep_mlp for one in FINELY)
 
 
-@of_both
-def test_nothing_jumps(transformer):
+@of_each
+def test_nothing_jumps(layout):
     """A step of a hundredth changes the time of the finest attention, over the noise schedule, by a few per cent."""
     moments = range(0, 1000, 5)
-    steps = [[kept(strength(one, transformer=transformer), moment) for moment in moments] for one in FINELY[::2]]
+    steps = [[kept(strength(one, layout=layout), moment) for moment in moments] for one in FINELY[::2]]
     time = [sum(map(step_time, shares)) / len(moments) for shares in steps]
     assert time[1] > 0.9, "the first hundredth changes hardly anything"
     for weaker, stronger in pairwise(time):
         assert stronger <= weaker < 1.1 * stronger
 
 
-@of_both
-def test_no_step_merges_so_little_that_it_would_take_longer(transformer):
-    shares = {kept(strength(one, transformer=transformer), moment) for one in FINELY for moment in (0, 300, 999)}
+@of_each
+def test_no_step_merges_so_little_that_it_would_take_longer(layout):
+    shares = {kept(strength(one, layout=layout), moment) for one in FINELY for moment in (0, 300, 999)}
     assert all(step_time(share) < 1 for share in shares - {1.0}) and step_time(1.0) == 1
 
 
 def test_marks_are_strengths():
     assert tuple(MARKS) == tome_core.PRESETS == ("quality", "balanced", "fast", "max")
     assert all(preset(name) == strength(value) for name, value in MARKS.items())
-    assert all(preset(name, transformer=True) == strength(value, transformer=True) for name, value in MARKS.items())
+    for layout in LAYOUTS:
+        assert all(preset(name, layout) == strength(value, layout=layout) for name, value in MARKS.items())
 
 
-def test_a_transformer_has_a_table_of_its_own():
-    model, _ = tiny_transformers.make("Flux")
+MODELS = {SD: small, SDXL: sdxl, TRANSFORMER: lambda: tiny_transformers.make("Flux")[0]}
+
+
+@of_each
+def test_a_model_gets_the_strengths_of_its_layout(layout):
+    model = MODELS[layout]()
     for wanted in ("balanced", "quality"):
         with tome_core.patch(model, wanted) as by_name, tome_core.patch(model, strength=MARKS[wanted]) as by_number:
-            own = preset(wanted, transformer=True)
-            assert by_name.config == by_number.config == own != preset(wanted)
+            own = preset(wanted, layout)
+            assert by_name.config == by_number.config == own
+            assert (own == preset(wanted)) == (layout == SD)
     with tome_core.patch(model) as unsaid, tome_core.patch(model, "fast", seed=5) as changed:
-        assert unsaid.config == preset("balanced", transformer=True)
-        assert changed.config == replace(preset("fast", transformer=True), seed=5)
-    with tome_core.patch(small(), strength=0.5) as handle:
-        assert handle.config == preset("balanced")
+        assert unsaid.config == preset("balanced", layout)
+        assert changed.config == replace(preset("fast", layout), seed=5)
 
 
 @pytest.mark.parametrize("wrong", [-0.1, 1.01, float("nan"), float("inf"), True, None, "0.5"])
