@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import sys
 
 import diffusers
 import pytest
@@ -19,6 +18,7 @@ from tests.models import call_case, on_small
 from tests.samplings import done_for_plans  # noqa: F401
 from tests.tiny_pipeline import write_folder
 from tome_core import PRESETS, MergeConfig
+from tome_core.running.operators import Operators
 from tome_core.settings.phases import plain_rules
 from tome_core.unet import in_graph
 from tome_core.unet.sites import BlockSite
@@ -204,7 +204,7 @@ def test_a_pipelines_compiled_unet_keeps_what_it_would_keep(tmp_path_factory, wo
 
 def test_copies_of_the_engine_share_the_operators_and_no_number():
     """As where two hosts in one process bring one each, or a webui reloads it: torch takes a name once."""
-    spec = importlib.util.spec_from_file_location("another_in_graph", in_graph.__file__)
+    spec = importlib.util.spec_from_file_location("tome_core.unet.another", in_graph.__file__)
     sites, numbers = [torch.nn.Module() for _ in range(2)], []
     for site in sites:
         another = importlib.util.module_from_spec(spec)
@@ -221,9 +221,9 @@ def test_where_torch_cannot_be_told_of_the_operators_a_graph_matches_by_itself(m
     def refuse(*_, **__):
         raise AttributeError("type object '__file__' has no attribute 'endswith'")
 
-    monkeypatch.setattr(in_graph, "_NAMESPACE", "tome_core_test")
-    monkeypatch.setattr(in_graph, "_PLACE", "_tome_core_test")
-    monkeypatch.setitem(sys.modules, "_tome_core_test", in_graph._nothing_yet())
+    ours = in_graph.OPERATORS
+    other = Operators("tome_core_test", ours._without, **ours._operators)
+    monkeypatch.setattr(in_graph, "OPERATORS", other)
     for name in ("_BEGIN", "_PLANS"):
         monkeypatch.setattr(in_graph, name, None)
     with monkeypatch.context() as broken:
@@ -232,4 +232,4 @@ def test_where_torch_cannot_be_told_of_the_operators_a_graph_matches_by_itself(m
         assert not in_graph.are_there()
     in_graph.number_of(torch.nn.Module())
     assert in_graph.are_there()
-    sys.modules["_tome_core_test"].library._destroy()
+    other.forget()

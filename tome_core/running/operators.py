@@ -1,0 +1,96 @@
+"""Operators that a compiled graph runs and no compiler looks into; a site, which a graph names by number, answers.
+
+A site is any object that lives beside the graph. Its answer is eager code, at any time of any sampling, so one graph
+serves all of that and a compiler has nothing to make anew.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+_log = logging.getLogger(__name__)
+Sites = Mapping[int, Any]
+
+
+class Operator(NamedTuple):
+    """schema: as torch wants it. run: the answer, of `Sites` and the arguments. shape: an empty one, of them alone."""
+
+    schema: str
+    run: Callable[..., Any]
+    shape: Callable[..., Any]
+
+
+class Operators:
+    """Operators under one namespace, by name.
+
+    One of them for a process, whatever copies of this engine it holds or lets go: torch takes a namespace once. Its
+    number is to be raised with any change of what stands behind the operators.
+    """
+
+    def __init__(self, namespace: str, without: str, **operators: Operator) -> None:
+        """without: what happens where torch cannot be told of them, for the log."""
+        self.namespace, self._without, self._operators = namespace, without, operators
+        self._place = f"_{namespace}_operators"
+
+    def number_of(self, site: Any) -> torch.Tensor:
+        """A number by which a graph names the site: int64 ``[1]`` on the CPU.
+
+        As a tensor it is an input of the graph, which then serves all sites that look alike.
+        """
+        shared = sys.modules.get(self._place) or sys.modules.setdefault(self._place, self._nothing_yet())
+        if shared.library is None:
+            shared.library = self._defined(shared.sites)
+        number = next(shared.numbers)
+        shared.sites[number] = site
+        with torch.inference_mode(False):
+            return torch.tensor([number], device="cpu")
+
+    def find(self, name: str) -> Any:
+        """Torch's own operator; None before the first site, and where torch could not be told."""
+        shared = sys.modules.get(self._place)
+        if shared is None or shared.library is None:
+            return None
+        return getattr(getattr(torch.ops, self.namespace), name).default
+
+    def forget(self) -> None:
+        """Take them from torch again, for a test that made them."""
+        shared = sys.modules.pop(self._place, None)
+        if shared is not None and shared.library is not None:
+            shared.library._destroy()
+
+    def _nothing_yet(self) -> ModuleType:
+        made = ModuleType(self._place)
+        made.sites, made.numbers, made.library = weakref.WeakValueDictionary(), itertools.count(), None
+        return made
+
+    def _defined(self, sites: Sites) -> torch.library.Library | None:
+        """None where torch cannot be told of them, which is tried again at the next site.
+
+        It looks through all modules there are, and a host may hold one that raises when it is looked at.
+        """
+        library = torch.library.Library(self.namespace, "DEF")
+        try:
+            for name, operator in self._operators.items():
+                self._define(library, sites, name, operator)
+        except Exception as error:
+            library._destroy()
+            _log.debug("%s: %s: %s", self._without, type(error).__name__, error)
+            return None
+        return library
+
+    def _define(self, library: torch.library.Library, sites: Sites, name: str, operator: Operator) -> None:
+        def run(*args: Any) -> Any:
+            return operator.run(sites, *args)
+
+        tags = [getattr(torch.Tag, tag) for tag in ("pt2_compliant_tag", "cudagraph_unsafe") if hasattr(torch.Tag, tag)]
+        library.define(name + operator.schema, tags=tags)
+        library.impl(name, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{self.namespace}::{name}", operator.shape, lib=library)
