@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "measuring": {"model", "reporting", "running", "settings"},
     "unet": {"attention", "merging", "model", "reporting", "running", "settings"},
     "sequence": {"attention", "merging", "reporting", "running", "settings"},
-    "transformers": {"merging", "model", "running", "sequence", "settings"},
+    "transformers": {"merging", "model", "reporting", "running", "sequence", "settings"},
     "patching": {"measuring", "model", "reporting", "running", "settings", "transformers", "unet"},
     "graphs": {"merging", "model", "reporting", "running", "unet"},
     "diffusers_hooks": {"model", "patching", "running", "settings", "transformers"},

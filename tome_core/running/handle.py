@@ -41,6 +41,11 @@ class Handle:
         """True while the model merges as this handle says, wherever nobody else is named."""
         raise NotImplementedError
 
+    @property
+    def ever_merges(self) -> bool:
+        """Is there a rule that merges at some time, whatever the picture's size?"""
+        return any(self._covered)
+
     @contextmanager
     def sampling(
         self: Own, pictures: int | None = None, timesteps: Sequence[float] | None = None

@@ -173,6 +173,14 @@ class Run:
         sampling = self.sampling if self.time_is_given else mine.sampling
         mine.kept = sampling.next_call(latent, self._guidance_in(latent))
 
+    def keep_in_graph(self, call: Call) -> Call:
+        """A call that a graph has begun, whose end nobody tells: what it may use of earlier ones is `kept_in_graph`.
+
+        Until the next begins, or the sampling ends.
+        """
+        self._mine.kept = call.kept
+        return call._replace(kept=None)
+
     @property
     def kept_in_graph(self) -> KeptPlans | None:
         """Of the call that this thread makes."""

@@ -1,6 +1,7 @@
 """Merging in diffusers' transformers (Flux, SD3, Qwen-Image, Z-Image, Lumina 2, Wan and others), in place."""
 
-from .families import NAMES, Tokens, arguments_of, family_of, find_transformers
+from .arguments import arguments_of
+from .families import NAMES, Tokens, family_of, find_transformers
 from .handle import TransformerPatch, handle_on, patch_transformers
 
 __all__ = ["NAMES", "Tokens", "TransformerPatch", "arguments_of", "family_of", "find_transformers", "handle_on",

@@ -5,10 +5,8 @@ By the names of their classes, and with each the attentions whose tokens those a
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatch
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -35,27 +33,17 @@ class Tokens(NamedTuple):
 class Family(NamedTuple):
     """attentions: paths of the modules, with ``*``. tokens: of a call, from its arguments by name; or why not.
 
+    reads: all arguments that ``tokens`` and ``timestep`` look at.
     text_first: does the text lie before the picture's tokens? timestep: its argument -> Stable Diffusion's, which is
     1000 times the sigma of a flow model. downsample: latent places for each token, along a side.
     """
 
     attentions: tuple[str, ...]
     tokens: Callable[[nn.Module, Mapping[str, Any]], Tokens | str]
+    reads: tuple[str, ...]
     text_first: bool = False
     timestep: Callable[[Mapping[str, Any]], Any] = lambda given: given["timestep"]
     downsample: int = 2
-
-
-def arguments_of(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Of a call of the model, all of them by name. Raises TypeError where the model would."""
-    bound = _signature(type(model)).bind(model, *args, **kwargs)
-    bound.apply_defaults()
-    return bound.arguments
-
-
-@cache
-def _signature(kind: type[nn.Module]) -> inspect.Signature:
-    return inspect.signature(kind.forward)
 
 
 def _of_latent(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
@@ -151,25 +139,30 @@ def _thousandfold(given: Mapping[str, Any]) -> Any:
     return 1000 * given["timestep"]
 
 
+_LATENT, _IDS = ("hidden_states", "timestep"), ("img_ids", "hidden_states", "timestep")
+_SHAPES, _LIST = ("img_shapes", "hidden_states", "timestep"), ("x", "t", "patch_size", "f_patch_size")
+_FILM = ("num_frames", "height", "width", "hidden_states", "timestep")
 FAMILIES: dict[str, Family] = {
     "FluxTransformer2DModel": Family(
-        ("transformer_blocks.*.attn", "single_transformer_blocks.*.attn"), _of_ids, True, _thousandfold
+        ("transformer_blocks.*.attn", "single_transformer_blocks.*.attn"), _of_ids, _IDS, True, _thousandfold
     ),
-    "SD3Transformer2DModel": Family(("transformer_blocks.*.attn", "transformer_blocks.*.attn2"), _of_latent),
-    "QwenImageTransformer2DModel": Family(("transformer_blocks.*.attn",), _of_shapes, True, _thousandfold),
+    "SD3Transformer2DModel": Family(("transformer_blocks.*.attn", "transformer_blocks.*.attn2"), _of_latent, _LATENT),
+    "QwenImageTransformer2DModel": Family(("transformer_blocks.*.attn",), _of_shapes, _SHAPES, True, _thousandfold),
     "ZImageTransformer2DModel": Family(
-        ("layers.*.attention", "noise_refiner.*.attention"), _of_list, timestep=lambda given: 1000 * (1 - given["t"])
+        ("layers.*.attention", "noise_refiner.*.attention"), _of_list, _LIST,
+        timestep=lambda given: 1000 * (1 - given["t"]),
     ),
     "Lumina2Transformer2DModel": Family(
-        ("layers.*.attn", "noise_refiner.*.attn"), _of_latent, True, lambda given: 1000 * (1 - given["timestep"])
+        ("layers.*.attn", "noise_refiner.*.attn"), _of_latent, _LATENT, True,
+        lambda given: 1000 * (1 - given["timestep"]),
     ),
-    "WanTransformer3DModel": Family(("blocks.*.attn1",), _of_latent),
+    "WanTransformer3DModel": Family(("blocks.*.attn1",), _of_latent, _LATENT),
     "HunyuanVideoTransformer3DModel": Family(
-        ("transformer_blocks.*.attn", "single_transformer_blocks.*.attn"), _of_latent
+        ("transformer_blocks.*.attn", "single_transformer_blocks.*.attn"), _of_latent, _LATENT
     ),
-    "LTXVideoTransformer3DModel": Family(("transformer_blocks.*.attn1",), _of_film, downsample=1),
-    "PixArtTransformer2DModel": Family(("transformer_blocks.*.attn1",), _of_latent),
-}
+    "LTXVideoTransformer3DModel": Family(("transformer_blocks.*.attn1",), _of_film, _FILM, downsample=1),
+    "PixArtTransformer2DModel": Family(("transformer_blocks.*.attn1",), _of_latent, _LATENT),
+}  # fmt: skip
 NAMES = tuple(FAMILIES)
 _IN_PIPELINES = ("transformer", "transformer_2")  # Wan 2.2 has two, for early and for late steps
 

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional
 from torch import nn
 
+from ..reporting.ledger import when_traced
 from ..sequence import BY_HEAD, BY_TOKEN
 
 _DISPATCH, _TORCH = "dispatch_attention_fn", "F"
@@ -29,21 +30,47 @@ KNOWN = frozenset(("AttnProcessor2_0", "FluxAttnProcessor", "FluxIPAdapterAttnPr
 _TAKES_BIAS = ("native", "_native_math", "_native_efficient")  # of diffusers' backends, on every device
 
 
+class Options(NamedTuple):
+    """How a processor calls its function. by_head: are q, k and v ``[B, H, S, d]``? scale: None for the function's own.
+
+    gqa: may k and v have fewer heads? backend: of diffusers', "" for the one in force.
+    """
+
+    by_head: bool
+    scale: float | None
+    gqa: bool
+    backend: str
+
+
 class Given(NamedTuple):
     """What a processor gives its attention function. function: ``(q, k, v, bias) -> out``, that very one.
 
-    form: of q, k, v and out; mask: as it came along; plain: does the call ask for nothing but attention?
+    mask: as it came along; plain: does the call ask for nothing but attention? active: the backend in force.
     """
 
     function: Callable[..., torch.Tensor]
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    form: str
     mask: torch.Tensor | None
-    scale: float
-    takes_bias: bool
+    options: Options
     plain: bool
+    active: Callable[[], str] = lambda: "native"
+
+    @property
+    def form(self) -> str:
+        """Of q, k, v and out."""
+        return BY_HEAD if self.options.by_head else BY_TOKEN
+
+    @property
+    def scale(self) -> float:
+        """By which the function scales."""
+        return self.options.scale or self.q.shape[-1] ** -0.5
+
+    @property
+    def takes_bias(self) -> bool:
+        """Does the function add a bias?"""
+        return (self.options.backend or self.active()) in _TAKES_BIAS
 
 
 class _Now(threading.local):
@@ -54,8 +81,8 @@ _now = _Now()
 
 
 @contextmanager
-def answering(answer: Callable[[Given], torch.Tensor]) -> Iterator[None]:
-    """While in here, what this thread's exchanged processors ask is asked of ``answer``."""
+def answering(answer: Callable[[Given], torch.Tensor] | None) -> Iterator[None]:
+    """While in here, what this thread's exchanged processors ask is asked of ``answer``; of the function for None."""
     before, _now.answer = _now.answer, answer
     try:
         yield
@@ -72,9 +99,17 @@ def exchange_processor(attention: nn.Module) -> Any:
     kind = _asking(type(processor))
     if kind is None:
         return f"{type(processor).__name__} is no processor that is known"
-    asking = kind.__new__(kind)
-    asking.__dict__ = processor.__dict__
-    return _With(attention, asking)
+    return _With(attention, kind(processor))
+
+
+def ask_again(
+    processor: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, options: Options
+) -> torch.Tensor:
+    """What an exchanged processor of this kind has asked while it was traced, as it asks in eager code."""
+    more = {"backend": options.backend} if options.backend else {}
+    return _asking(type(processor)).function(
+        q, k, v, attn_mask=mask, scale=options.scale, enable_gqa=options.gqa, **more
+    )
 
 
 class _With:
@@ -87,22 +122,44 @@ class _With:
         return getattr(self._attention, name)
 
 
-@lru_cache(maxsize=256)
+class _Asking:
+    """A processor with another function. Classes made of it have ``__call__``, and ``function`` that it calls."""
+
+    function: Callable[..., torch.Tensor]
+
+    def __init__(self, processor: Any) -> None:
+        self._processor = processor
+        # for those who ask which arguments it takes, which a compiler cannot tell of a function that is made here
+        self.__call__ = processor.__call__
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._processor, name)
+
+
+@when_traced
 def _asking(kind: type) -> type | None:
     """A class whose code is the processor's, but for the function that it calls."""
+    return _made(kind)
+
+
+@lru_cache(maxsize=256)
+def _made(kind: type) -> type | None:
     call = kind.__call__
     if kind.__name__ not in KNOWN or not isinstance(call, FunctionType) or "diffusers" not in kind.__module__:
         return None
-    own = call.__globals__
+    # without its module's name, by which a compiler would look there for what is exchanged here
+    own = {name: one for name, one in call.__globals__.items() if name != "__name__"}
     if _DISPATCH in call.__code__.co_names:
-        instead = {_DISPATCH: _Dispatch(own)}
+        function = instead = _Dispatch(call.__globals__)
+        own[_DISPATCH] = instead
     elif _TORCH in call.__code__.co_names:
-        instead = {_TORCH: _Functional()}
+        instead = _Functional()
+        function, own[_TORCH] = instead.scaled_dot_product_attention, instead
     else:
         return None
-    made = FunctionType(call.__code__, {**own, **instead}, call.__name__, call.__defaults__, call.__closure__)
+    made = FunctionType(call.__code__, own, call.__name__, call.__defaults__, call.__closure__)
     made.__kwdefaults__, made.__annotations__ = call.__kwdefaults__, call.__annotations__
-    return type(kind.__name__, (kind,), {"__call__": made})
+    return type(kind.__name__, (_Asking,), {"__call__": made, "function": staticmethod(function)})
 
 
 class _Dispatch:
@@ -113,25 +170,22 @@ class _Dispatch:
 
     def __call__(self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None,
                  enable_gqa=False, attention_kwargs=None, *, backend=None, parallel_config=None):  # fmt: skip
-        dispatch = self._own[_DISPATCH]
-
         def function(q, k, v, bias):
             more = {"attention_kwargs": attention_kwargs} if attention_kwargs else {}
-            return dispatch(
+            return self._own[_DISPATCH](
                 q, k, v, attn_mask=bias, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
                 backend=backend, parallel_config=parallel_config, **more,
             )  # fmt: skip
 
         plain = not (dropout_p or is_causal or attention_kwargs or parallel_config is not None)
-        return _answer(Given(function, query, key, value, BY_TOKEN, attn_mask, scale or query.shape[-1] ** -0.5,
-                             _backend(backend, dispatch) in _TAKES_BIAS, plain))  # fmt: skip
+        options = Options(False, scale, enable_gqa, "" if backend is None else str(getattr(backend, "value", backend)))
+        return _answer(Given(function, query, key, value, attn_mask, options, plain, self._active))
 
-
-def _backend(chosen: Any, dispatch: Callable) -> str:
-    if chosen is None:
-        registry = dispatch.__globals__.get("_AttentionBackendRegistry")
+    def _active(self) -> str:
+        """The backend in force."""
+        registry = self._own[_DISPATCH].__globals__.get("_AttentionBackendRegistry")
         chosen = registry.get_active_backend()[0] if registry is not None else "native"
-    return str(getattr(chosen, "value", chosen))
+        return str(getattr(chosen, "value", chosen))
 
 
 class _Functional:
@@ -151,8 +205,8 @@ class _Functional:
                 q, k, v, attn_mask=bias, dropout_p=dropout_p, is_causal=is_causal, scale=scale, **more
             )
 
-        return _answer(Given(function, query, key, value, BY_HEAD, attn_mask, scale or query.shape[-1] ** -0.5,
-                             True, not (dropout_p or is_causal)))  # fmt: skip
+        options = Options(True, scale, enable_gqa, "")
+        return _answer(Given(function, query, key, value, attn_mask, options, not (dropout_p or is_causal)))
 
 
 def _answer(given: Given) -> torch.Tensor:

@@ -1,0 +1,99 @@
+"""What a compiled transformer asks for while it runs: operators in whose eager code merging is what it always is.
+
+One begins a call, one answers an attention, from q, k and v on; all else of a block stays the compiler's. Nothing of
+the settings or of the time is in the graph, so neither makes it anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..running.operators import Operator, Operators, Sites
+from .function import Options
+
+_BEGIN: Any = None  # torch's operators, from the first site on
+_ATTEND: Any = None
+# The compilers of torch 2.8 and older were not tried.
+_TRIED = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+
+
+def number_of(site: Any) -> torch.Tensor:
+    """A number by which a graph names the site: int64 ``[1]`` on the CPU; see `Operators.number_of`."""
+    global _BEGIN, _ATTEND
+    number = OPERATORS.number_of(site)
+    _BEGIN, _ATTEND = OPERATORS.find("begin"), OPERATORS.find("attend")
+    return number
+
+
+def are_there() -> bool:
+    """Whether a graph can ask."""
+    return _TRIED and _BEGIN is not None
+
+
+def begin(site: torch.Tensor, form: str, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> torch.Tensor:
+    """A call of a transformer that is compiled as a whole begins, with arguments as of `arguments.pack`.
+
+    Returns what `attend` of that call is given.
+    """
+    return _BEGIN(site, form, list(tensors), list(numbers))
+
+
+def attend(
+    begun: torch.Tensor, site: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    mask: torch.Tensor | None, options: Options,
+) -> torch.Tensor:  # fmt: skip
+    """The site's attention, in the form of q, k and v.
+
+    begun: of the call, or the site itself where the transformer's own call is not compiled.
+    """
+    out = _ATTEND(begun, site, q, k, v, mask, *options)
+    return out.transpose(1, 2) if options.by_head else out
+
+
+def _run_begin(
+    sites: Sites, site: torch.Tensor, form: str, tensors: list[torch.Tensor], numbers: list[int]
+) -> torch.Tensor:
+    sites[int(site)].begins(form, tensors, numbers)
+    return site.clone()
+
+
+def _run_attend(
+    sites: Sites, begun: torch.Tensor, site: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    mask: torch.Tensor | None, *options: Any,
+) -> torch.Tensor:  # fmt: skip
+    asked = Options(*options)
+    out = sites[int(site)].answers(int(begun) != int(site), q, k, v, mask, asked)
+    return (out.transpose(1, 2) if asked.by_head else out).contiguous()
+
+
+def _shape_of_begin(site: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.empty_like(site)
+
+
+def _shape_of_attend(
+    begun: torch.Tensor, site: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    mask: torch.Tensor | None, *options: Any,
+) -> torch.Tensor:  # fmt: skip
+    batch, first, second, _ = q.shape
+    tokens, heads = (second, first) if Options(*options).by_head else (first, second)
+    return q.new_empty(batch, tokens, heads, v.shape[-1])
+
+
+OPERATORS = Operators(
+    "tome_core_transformers_1",
+    "compiled transformers do not merge",
+    # site: whose `begins` is asked, with what follows
+    begin=Operator(
+        "(Tensor site, str form, Tensor[] tensors, SymInt[] numbers) -> Tensor", _run_begin, _shape_of_begin
+    ),
+    # begun: what `begin` gave, so that it comes first. site: whose `answers` is asked, with what follows. The output is
+    # [B, S, H, d] and nobody else's
+    attend=Operator(
+        "(Tensor begun, Tensor site, Tensor q, Tensor k, Tensor v, Tensor? mask, bool by_head, float? scale, bool gqa, "
+        "str backend) -> Tensor",
+        _run_attend, _shape_of_attend,
+    ),
+)  # fmt: skip
