@@ -25,7 +25,7 @@ class TransformerPatch(SequenceMerging):
     """Merging on the transformers of one pipeline, or on one by itself; a context manager that can also be kept.
 
     Installed when `patch` returns it; leaving the ``with`` takes it off and brings back the one that was there before.
-    It does not keep the models alive. Models that are compiled are left alone, as is a deep copy of a patched one.
+    It does not keep the models alive. A deep copy of a patched one merges nothing.
     """
 
     def __init__(self, models: list[nn.Module], config: MergeConfig) -> None:

@@ -17,7 +17,7 @@ from .function import Options
 _BEGIN: Any = None  # torch's operators, from the first site on
 _ATTEND: Any = None
 # The compilers of torch 2.8 and older were not tried.
-_TRIED = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+TRIED = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 
 
 def number_of(site: Any) -> torch.Tensor:
@@ -30,7 +30,7 @@ def number_of(site: Any) -> torch.Tensor:
 
 def are_there() -> bool:
     """Whether a graph can ask."""
-    return _TRIED and _BEGIN is not None
+    return TRIED and _BEGIN is not None
 
 
 def begin(site: torch.Tensor, form: str, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> torch.Tensor:

@@ -111,23 +111,6 @@ def test_a_lora_that_comes_and_goes_under_merging_is_the_one_without_it(pipe_and
     torch.testing.assert_close(draw(pipe, asked), plain)
 
 
-@few
-@pytest.mark.parametrize("whole", some_quick([False, True]))
-def test_a_compiled_transformer_is_left_alone_and_told(name, whole):
-    model, arguments = tiny_transformers.make(name)
-    plain = call(model, arguments)
-    if whole:
-        compiled = torch.compile(model, backend="eager", fullgraph=True)
-    else:
-        compiled = model
-        for attention in (one for one in model.modules() if hasattr(one, "to_q")):
-            attention.compile(backend="eager")
-    with tome_core.patch(compiled, **STRONG) as handle:
-        torch.testing.assert_close(call(compiled, arguments), plain)
-        assert "compiled without merging" in str(handle.report())
-    torch.testing.assert_close(call(compiled, arguments), plain)
-
-
 def test_linear_attention_is_refused_with_a_sentence():
     sana = diffusers.SanaTransformer2DModel(
         in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=16, num_layers=1,
