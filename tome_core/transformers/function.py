@@ -172,9 +172,11 @@ class _Dispatch:
                  enable_gqa=False, attention_kwargs=None, *, backend=None, parallel_config=None):  # fmt: skip
         def function(q, k, v, bias):
             more = {"attention_kwargs": attention_kwargs} if attention_kwargs else {}
+            if parallel_config is not None:  # which diffusers 0.35 does not know
+                more["parallel_config"] = parallel_config
             return self._own[_DISPATCH](
                 q, k, v, attn_mask=bias, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
-                backend=backend, parallel_config=parallel_config, **more,
+                backend=backend, **more,
             )  # fmt: skip
 
         plain = not (dropout_p or is_causal or attention_kwargs or parallel_config is not None)

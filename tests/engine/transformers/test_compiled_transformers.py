@@ -152,7 +152,7 @@ def test_a_compiler_that_rewrites_changes_a_merged_picture_no_more_than_an_unmer
 def test_a_compiled_pipeline_keeps_over_its_steps_what_it_would_keep(name, way: Way, monkeypatch):
     matches: list[int] = []
     monkeypatch.setattr(sequence_handle, "match", lambda *args: matches.append(1) or match(*args))
-    settings, found = STRONG | {"keep": 400.0}, []
+    settings, found = STRONG | {"keep": 900.0}, []
     for compiles in (False, True):
         pipe, asked = transformer_pipelines.make(name)
         for part in ("transformer", "transformer_2") if compiles else ():
