@@ -15,6 +15,7 @@ from torch import nn
 
 from ..merging.grid import Grid
 from ..model.wrap import Wrap
+from ..reporting.ledger import when_traced
 from ..running.call import Call
 from ..sequence import Host, Layout, SequenceMerging, by_token, in_form
 from . import in_graph
@@ -219,9 +220,15 @@ def _why_not_in_graph(merging: SequenceMerging) -> str | None:
         return BACKWARD
     if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
         return AUTOCAST
-    if torch.compiler.is_exporting():
-        return EXPORTED
-    return None if in_graph.are_there() else UNTRIED
+    if not in_graph.are_there():
+        return UNTRIED
+    return EXPORTED if _is_exporting() else None
+
+
+@when_traced
+def _is_exporting() -> bool:
+    """Asked while it is traced: torch 2.9's compiler believes so of every graph."""
+    return torch.compiler.is_exporting()
 
 
 def _seen(mask: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | str | None:
