@@ -42,9 +42,9 @@ def measure(handle: Any, told: dict[str, Any]) -> str:
         return timed()
 
     try:
-        gain = handle.measure_latest(clock=clock, told=told)
+        gain = handle.measure_latest(clock=clock, told=told, brings_weights=True)
     except Exception as error:  # whatever else is on the model; nobody asked for more than a picture
         return f"the gain was not measured: {error}"
     if gain is not None:
         return f"measured: {gain.line}"
-    return "" if handle.is_measured else "the gain was not measured: the model is no longer where it was called"
+    return "" if handle.is_measured else "the gain was not measured: the model is gone"

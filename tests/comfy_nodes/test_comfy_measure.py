@@ -109,6 +109,20 @@ def test_what_does_not_pay_rests_and_the_report_says_why(server, costs):
     assert "nothing merged: measured: a merged call took 1.07 times an unmerged one at 16x16" in last(server)[0]
 
 
+def test_weights_may_wait_elsewhere_than_where_their_layers_run(server, costs):
+    """As ComfyUI keeps them on a card: in main memory, and each comes with its layer's call."""
+    made, patcher = costs(0.5), checkpoint()
+    for layer in patcher.model.diffusion_model.modules():
+        if isinstance(layer, (torch.nn.Linear, torch.nn.Conv2d)):
+            weights = dict(layer._parameters)
+            away = {name: torch.nn.Parameter(one.to("meta")) for name, one in weights.items() if one is not None}
+            layer._parameters.update(away)
+            layer.register_forward_pre_hook(lambda layer, args, weights=weights: layer._parameters.update(weights))
+            layer.register_forward_hook(lambda layer, args, out, away=away: layer._parameters.update(away))
+    drawn(patcher=patcher)
+    assert made and "measured: 128x128: about 100 % faster" in last(server)
+
+
 def test_a_stopped_sampling_is_not_measured(server, costs):
     made = costs(0.5)
 

@@ -85,14 +85,18 @@ class Measured:
         self.ask_whether_it_pays()
         return gain
 
-    def measure_latest(self, clock: Clock | None = None, told: Mapping[str, Any] | None = None) -> Gain | None:
+    def measure_latest(
+        self, clock: Clock | None = None, told: Mapping[str, Any] | None = None, brings_weights: bool = False
+    ) -> Gain | None:
         """`measure` for calls as the latest was; for hosts, after a sampling.
 
         None where somebody has measured such calls, where there was none of a picture, and where the UNet is no longer
-        where it was called.
+        where it was called. brings_weights: the host brings each weight to its layer's call, wherever it lies.
         """
         latest, unet = self.run.latest, self.unet
-        if latest is None or unet is None or whereabouts(unet)[0] != latest.device or self.is_measured:
+        if latest is None or unet is None or self.is_measured:
+            return None
+        if not brings_weights and whereabouts(unet)[0] != latest.device:
             return None
         batch, _, height, width = latest.shape
         where = {"dtype": latest.dtype, "device": latest.device}
