@@ -5,15 +5,20 @@ What they see is kept here and asked for at /tome_test/state.
 """
 
 import gc
+import json
 
 import comfy.controlnet
+import comfy.model_detection
 import comfy.model_management
+import comfy.sd
+import folder_paths
 import torch
 from aiohttp import web
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
+from safetensors import safe_open
 from server import PromptServer
 
-SEEN = {"texts": [], "calls": [], "latents": {}}
+SEEN = {"texts": [], "calls": [], "latents": {}, "swaps": []}
 
 
 def patched(unet):
@@ -147,16 +152,123 @@ class TestCompile(Node):
 
 
 class TestLora(Node):
-    """A weight patch on every to_q, as a LoRA makes it."""
+    """A weight patch on every projection to queries, as a LoRA makes it."""
 
     INPUTS = {"model": ("MODEL",), "strength": ("FLOAT", {})}
+    ENDS = ("to_q.weight", "qkv.weight", "self_attn.q.weight")
 
     def run(self, model, strength):
         model = model.clone()
-        keys = [key for key in model.model.state_dict() if key.endswith("to_q.weight")]
+        keys = [key for key in model.model.state_dict() if key.endswith(self.ENDS)]
         weights = {key: (torch.ones_like(model.model.state_dict()[key], device="cpu").float() * 0.01,) for key in keys}
         assert len(model.add_patches(weights, strength)) == len(keys) > 0
         return (model,)
+
+
+class TestInPart(Node):
+    """From the first step of a sampling this share of the model is where models wait, as where memory is short."""
+
+    INPUTS = {"model": ("MODEL",), "share": ("FLOAT", {"max": 1.0})}
+
+    def run(self, model, share):
+        guiders = []
+
+        def outer(executor, *args, **kwargs):
+            guiders.append(executor.class_obj)
+            try:
+                return executor(*args, **kwargs)
+            finally:
+                guiders.pop()
+
+        def steps(executor, *args, **kwargs):
+            patcher = guiders[-1].model_patcher
+            freed = patcher.partially_unload(patcher.offload_device, share * patcher.model_size())
+            waiting = sum(bool(getattr(one, "weight_function", ())) for one in patcher.model.modules())
+            SEEN["swaps"].append([freed / patcher.model_size(), waiting])
+            return executor(*args, **kwargs)
+
+        return (with_wrappers(model, "in part", outer, steps),)
+
+
+def with_wrappers(model, key, outer, steps):
+    """A clone with a wrapper around its samplings, and one around their steps."""
+    model = model.clone()
+    model.add_wrapper_with_key("outer_sample", key, outer)
+    model.add_wrapper_with_key("sampler_sample", key, steps)
+    return model
+
+
+class Away:
+    """Weights of a model's blocks, or of its layers, that have no numbers but while their block or layer runs."""
+
+    def __init__(self, unet, of):
+        blocks = (one for child in unet.children() if isinstance(child, torch.nn.ModuleList) for one in child)
+        layers = (one for one in unet.modules() if isinstance(one, (torch.nn.Linear, torch.nn.Conv2d)))
+        self.parts = list({"blocks": blocks, "layers": layers}[of])
+
+    def begin(self):
+        self.hooks, self.kept, self.runs = [], {}, 0
+        for part in self.parts:
+            self.send(part)
+            self.hooks.append(part.register_forward_pre_hook(lambda part, args: self.fetch(part)))
+            self.hooks.append(part.register_forward_hook(lambda part, args, out: self.send(part), always_call=True))
+
+    def send(self, part):
+        self.kept[part] = found = [(module, dict(module._parameters)) for module in part.modules()]
+        for module, weights in found:
+            for name, weight in weights.items():
+                if weight is not None:
+                    gone = torch.empty_like(weight, device="meta")
+                    module._parameters[name] = torch.nn.Parameter(gone, requires_grad=False)
+
+    def fetch(self, part):
+        self.runs += 1
+        for module, weights in self.kept.pop(part):
+            module._parameters.update(weights)
+
+    def end(self):
+        for hook in self.hooks:
+            hook.remove()
+        SEEN["swaps"].append([len(self.parts), self.runs, len(self.kept)])
+        for part in list(self.kept):
+            self.fetch(part)
+
+
+class TestSwap(Node):
+    """A swapper of blocks, or of layers, from the first step of a sampling to its end."""
+
+    INPUTS = {"model": ("MODEL",), "of": (["blocks", "layers"],)}
+
+    def run(self, model, of):
+        away = Away(model.model.diffusion_model, of)
+
+        def outer(executor, *args, **kwargs):
+            try:
+                return executor(*args, **kwargs)
+            finally:
+                away.end()
+
+        def steps(executor, *args, **kwargs):
+            away.begin()
+            return executor(*args, **kwargs)
+
+        return (with_wrappers(model, "swap", outer, steps),)
+
+
+class TestLoad(Node):
+    """A model of `make_transformers.py`, of a configuration that its file tells."""
+
+    INPUTS = {"name": ("STRING", {})}
+
+    def run(self, name):
+        path, found = folder_paths.get_full_path_or_raise("diffusion_models", name), comfy.model_detection
+        with safe_open(path, "pt") as file:
+            config = json.loads(file.metadata()["config"])
+        detect, found.detect_unet_config = found.detect_unet_config, lambda *args, **kwargs: config
+        try:
+            return (comfy.sd.load_diffusion_model(path),)
+        finally:
+            found.detect_unet_config = detect
 
 
 class TestMasks(Node):
@@ -301,6 +413,6 @@ class TestSink(Node):
 keep_texts()
 NODES = (
     TestText, TestProbe, TestKeep, TestKeepImage, TestCompile, TestLora, TestMasks, TestControl, TestGligen, TestFlux,
-    TestSink, TestEncode, TestVAE, TestPicture, TestIPAdapter,
+    TestSink, TestEncode, TestVAE, TestPicture, TestIPAdapter, TestInPart, TestSwap, TestLoad,
 )  # fmt: skip
 NODE_CLASS_MAPPINGS = {node.__name__: node for node in NODES}
