@@ -15,8 +15,9 @@ import pytest
 import torch
 
 import tome_core
+from tests.families import families_in_time
 from tests.least_unet import FEW, KEPT, TIMES, WAYS, build, call, draw, same
-from tests.models import CASES, call_case, on_small
+from tests.models import call_case, on_small
 from tests.recorded_operators import counts, first_block, kinds, recorded
 from tests.samplings import done_for_plans  # noqa: F401
 from tests.thoroughness import some_quick
@@ -164,7 +165,7 @@ def test_calls_with_and_without_graphs_use_each_others_matches():
         assert graphs.plain_calls == Counter({"maps of what merges are kept": 7})
 
 
-@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+@families_in_time("controlnet")
 @pytest.mark.parametrize("merged", some_quick([True, False]))
 def test_every_family_of_models_with_whatever_arguments_it_is_called(case, merged):
     """Tuples of a ControlNet's, dicts of SDXL's, results of diffusers' own classes."""

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 
 import tome_core
-from tests.models import BY_NAME, CASES, call_case, call_unet, inputs, sd15, small
+from tests.families import every_family_in_time
+from tests.models import BY_NAME, call_case, call_unet, inputs, sd15, small
 from tests.most_calls import MOST_CALLS_LEFT_ALONE
 from tome_core import PRESETS, MergeConfig, gains
 from tome_core.bench import calls, layouts
@@ -321,7 +322,7 @@ def test_a_seed_costs_no_time(price):
     assert tome_core.patch(small(), MergeConfig(ratio=0.4, seed=1)).gain_for(256, 256) is None
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@every_family_in_time
 def test_every_family_is_measured_or_says_what_it_wants(case):
     model = case.build()
     handle = tome_core.patch(model, MergeConfig(ratio=0.5))

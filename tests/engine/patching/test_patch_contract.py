@@ -24,7 +24,7 @@ EVERYTHING = {"ratio": 0.5, "merge_crossattn": True, "merge_mlp": True}
 ALL_LEVELS = MergeConfig(max_downsample=8, **EVERYTHING)
 
 
-@every_family
+@every_family_in_time
 def test_ratio_zero_is_bit_exact_off(case: Case):
     model = case.build()
     vanilla = call_case(case, model)
@@ -77,7 +77,7 @@ def test_every_part_and_side_runs_at_every_level(case: Case, method: str):
         assert all(level.calls_merged for level in handle.report().levels)
 
 
-@every_family
+@every_family_in_time
 def test_a_call_by_keywords_is_the_same_call(case: Case):
     model = case.build()
     tome_core.apply_patch(model, max_downsample=8, **EVERYTHING)
@@ -107,7 +107,7 @@ def test_removing_restores_every_bit_and_leaves_nothing_behind(case: Case):
     assert tome_core.remove_patch(model) is model
 
 
-@every_family
+@every_family_in_time
 def test_a_patch_over_a_patch_is_the_second_alone(case: Case):
     once, twice = case.build(), case.build()
     tome_core.apply_patch(once, ratio=0.25)
@@ -117,7 +117,7 @@ def test_a_patch_over_a_patch_is_the_second_alone(case: Case):
     assert traces(once) == traces(twice)
 
 
-@every_family
+@every_family_in_time
 def test_leaving_a_with_brings_back_what_was_there(case: Case):
     model = case.build()
     vanilla = call_case(case, model)
@@ -135,7 +135,7 @@ def test_leaving_a_with_brings_back_what_was_there(case: Case):
     assert len({picture.sum().item() for picture in (vanilla, outer, middle, inner)}) == 4
 
 
-@every_family
+@every_family_in_time
 def test_an_exception_in_mid_forward_leaves_the_patch_usable(case: Case):
     model = case.build()
     vanilla = call_case(case, model)
@@ -192,7 +192,7 @@ def test_a_deep_copy_and_a_pickle_have_their_own_state_and_weights(case: Case):
     assert torch.equal(call_case(case, other), merged) and torch.equal(call_case(case, model), vanilla)
 
 
-@every_family
+@every_family_in_time
 def test_the_global_rng_is_left_alone_and_equal_seeds_give_equal_bits(case: Case):
     model = case.build()
     tome_core.apply_patch(model, seed=3)

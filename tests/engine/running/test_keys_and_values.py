@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tome_core
-from tests.families import every_family, largest_difference
+from tests.families import every_family_in_time, largest_difference
 from tests.models import BY_NAME, call_case, merge_with_self
 from tests.sized_attention import attended, masked_formula  # noqa: F401
 from tome_core import MergeConfig
@@ -15,7 +15,7 @@ from tome_core.merging.methods import METHODS
 from tome_core.model.switch import switch_of
 
 
-@every_family
+@every_family_in_time
 def test_a_sixty_fourth_of_the_keys_and_a_few_queries(case, attended):  # noqa: F811
     model = case.build()
     vanilla = call_case(case, model)
@@ -35,7 +35,7 @@ def test_a_sixty_fourth_of_the_keys_and_a_few_queries(case, attended):  # noqa: 
             )
 
 
-@every_family
+@every_family_in_time
 def test_queries_merged_with_themselves_change_no_bit(case, monkeypatch):
     merge_with_self(monkeypatch)
     model = case.build()
