@@ -17,6 +17,8 @@ SAVED = "75 % of attention left out"
 
 @pytest.fixture(params=FLAVOURS)
 def webui(request, monkeypatch):
+    """Each of the webuis; pictures of 8 x 8 tokens, 12 x 12 in the hires pass."""
+    monkeypatch.setattr(Processing, "size", 8)
     made = Webui(monkeypatch, request.param).start()
     yield made
     assert not merges(made.unet), "something was left on the model"
@@ -87,7 +89,7 @@ def test_the_hires_pass_alone_leaves_the_first_bit_identical(webui):
 def test_every_step_of_every_batch_merges(webui):
     done = webui.job(*ON, n_iter=3, batch_size=2)
     assert done.comments == f"ToMe: 12 steps, {SAVED}\n"
-    assert merged_tokens(done.extra_generation_params) == [(1, 256, 128, 128)]
+    assert merged_tokens(done.extra_generation_params) == [(1, 64, 32, 32)]
 
 
 @pytest.mark.parametrize(("ratio", "said", "merged"), [
@@ -103,6 +105,7 @@ def test_the_line_and_the_report_say_what_merged_in_the_mlp(one_webui, ratio, sa
 @pytest.mark.parametrize("flavour", FLAVOURS)
 def test_all_webuis_give_the_same_picture(monkeypatch, flavour):
     pictures = []
+    monkeypatch.setattr(Processing, "size", 8)
     for one in (flavour, "a1111"):
         webui = Webui(monkeypatch, one).start()
         pictures.append(webui.job(*ON, enable_hr=True).latents)
@@ -240,8 +243,8 @@ def test_a_foreign_forward_left_on_the_blocks_keeps_working(webui):
         block._forward = foreign
     expected = plain(webui).latents
     done = webui.job(*ON)
-    assert set(seen) == {256} and not webui.errors
-    assert merged_tokens(done.extra_generation_params) == [(1, 256, 128, 512)]
+    assert set(seen) == {64} and not webui.errors
+    assert merged_tokens(done.extra_generation_params) == [(1, 64, 32, 128)]
     assert not torch.equal(done.latents, expected)
     assert torch.equal(webui.job(False).latents, expected)
 
@@ -258,6 +261,6 @@ def test_a_given_destination_seed_outweighs_the_images(one_webui):
 
 
 def test_a_picture_below_the_smallest_size_says_so(webui):
-    done = webui.job(custom(min_pixels=20000), enable_hr=True)
+    done = webui.job(custom(min_pixels=5000), enable_hr=True)
     assert "first pass: nothing merged: the picture is smaller than min_pixels" in done.comments
     assert f"hires pass: 4 steps, {SAVED}" in done.comments
