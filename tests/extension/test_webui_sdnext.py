@@ -14,6 +14,7 @@ from diffusers import DDIMScheduler, EulerDiscreteScheduler
 from torch import nn
 
 from tests.models import TEXT, unet
+from tests.thoroughness import some_quick
 from tests.webui_doubles import Webui, custom, merges
 
 ON = (custom(),)
@@ -141,7 +142,7 @@ def draw(webui, *args, **more):
     return p, torch.cat(done.latents), done.extra_generation_params.get("ToMe report"), done.infotexts
 
 
-@pytest.mark.parametrize("args", [(False,), (True, 0.0), (custom(0.0),), (True, 9.0)])
+@pytest.mark.parametrize("args", some_quick([(False,), (True, 0.0), (custom(0.0),), (True, 9.0)], 2))
 def test_off_is_bit_identical_to_no_extension_also_after_a_merged_picture(webui, args):
     with_us, webui.script = webui.script, object()
     expected = draw(webui, enable_hr=True)[1]

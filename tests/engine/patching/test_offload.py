@@ -11,7 +11,7 @@ from accelerate import cpu_offload
 from accelerate.hooks import remove_hook_from_module
 
 import tome_core
-from tests.models import CASES, call_case
+from tests.models import BY_NAME, call_case
 from tests.offloading import CPU, WAYS, offload_as_a_model
 from tests.thoroughness import some_quick
 from tests.traces import traces
@@ -19,10 +19,10 @@ from tome_core import MergeConfig
 from tome_core.model.families import find_unet
 from tome_core.model.wrap import Wrap
 
-FEW = [case for case in CASES if case.name in ("sd15", "sdxl", "ldm_wrapped", "sgm_double")]
+FEW = [BY_NAME[name] for name in ("sd15", "ldm_wrapped", "sdxl", "sgm_double")]
 
 
-@pytest.mark.parametrize("case", FEW, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", some_quick(FEW, 2), ids=lambda case: case.name)
 @pytest.mark.parametrize("offload", WAYS, ids=lambda way: way.__name__.strip("_"))
 @pytest.mark.parametrize("patch_first", [True, False])
 @pytest.mark.parametrize("unpatch_first", some_quick([True, False]))
@@ -52,7 +52,7 @@ def test_offloading_and_merging_come_and_go_in_any_order(case, offload, patch_fi
 @pytest.mark.parametrize("patch_first", [True, False])
 def test_a_hook_that_is_renewed_after_every_picture_does_not_cost_the_patch(patch_first: bool):
     """diffusers' model offload removes and renews its hooks then; the time of a call must not get lost."""
-    case = next(case for case in FEW if case.name == "sd15")
+    case = BY_NAME["sd15"]
     config = MergeConfig(max_timestep=600)
     plain, model = case.build(), case.build()
     tome_core.patch(plain, config)
@@ -74,7 +74,7 @@ def test_a_hook_that_is_renewed_after_every_picture_does_not_cost_the_patch(patc
 
 @pytest.mark.parametrize("patch_first", [True, False])
 def test_a_patch_leaves_a_hooked_model_as_it_found_it(patch_first: bool):
-    case = next(case for case in FEW if case.name == "sd15")
+    case = BY_NAME["sd15"]
     model, hooked = case.build(), case.build()
     cpu_offload(find_unet(hooked), CPU)
     if patch_first:

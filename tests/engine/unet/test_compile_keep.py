@@ -16,6 +16,7 @@ from tests.compiling import SMALL, many_blocks
 from tests.least_unet import FEW, KEPT, TIMES, WAYS, build, call, draw, same
 from tests.models import call_case, on_small
 from tests.samplings import done_for_plans  # noqa: F401
+from tests.thoroughness import some_quick
 from tests.tiny_pipeline import write_folder
 from tome_core import PRESETS, MergeConfig
 from tome_core.running.operators import Operators
@@ -53,7 +54,7 @@ def test_all_marks_on_one_model_stay_below_the_compilers_limit():
     assert backend.frame_count == 5
 
 
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("whole", some_quick([True, False]))
 @pytest.mark.parametrize("way", WAYS)
 def test_whatever_is_kept_is_kept_in_graphs(way, whole):
     config, backend, plain, model = WAYS[way], CompileCounter(), build(), build()

@@ -62,6 +62,13 @@ CONFIGS = {
     "keys beside lightly merged queries": MergeConfig(side="kv", query_ratio=0.25, refine=1),
     "rules by time": MergeConfig(rules=(MergeRule(ratio=0.75, max_timestep=500), MergeRule(ratio=0.25, seed=3))),
 }
+# random destinations, which a second pass must not draw anew, with all calls; other settings with those that tell most
+_TELLING = ("two sizes and times", "the same size at two times")
+EACH_CONFIG_AND_CALLS = [
+    pytest.param(CONFIGS[config], CALLS[calls], id=f"{config}-{calls}",
+                 marks=[pytest.mark.slow] * (config != "random destinations" and calls not in _TELLING))
+    for config in CONFIGS for calls in CALLS
+]  # fmt: skip
 
 
 def gradients(setup: Setup, calls, config, checkpointing: bool, *, train: bool = True, only: str = "") -> dict:
@@ -88,8 +95,7 @@ def assert_same(one: dict, other: dict) -> None:
 
 
 @pytest.mark.parametrize("setup", some_quick(SETUPS.values()), ids=list(SETUPS))
-@pytest.mark.parametrize("calls", CALLS.values(), ids=list(CALLS))
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=list(CONFIGS))
+@pytest.mark.parametrize(("config", "calls"), EACH_CONFIG_AND_CALLS)
 def test_checkpointing_changes_no_gradient(setup: Setup, calls, config):
     plain = gradients(setup, calls, config, checkpointing=False)
     assert_same(plain, gradients(setup, calls, config, checkpointing=True))
