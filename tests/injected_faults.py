@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.thoroughness import some_quick
 from tests.wraps import wraps_of
 
 ERRORS = (RuntimeError, KeyboardInterrupt, torch.cuda.OutOfMemoryError)
+MOST_ERRORS = some_quick(ERRORS, 2)  # a full memory is a RuntimeError too
 KINDS = (
     "UNetSite", "TransformerSite", "BlockSite", "SelfAttentionSite", "CrossAttentionSite", "FeedForwardSite",
     "SchedulerClock", "SamplingScope",

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 THOROUGH = os.environ.get("TOME_THOROUGH") == "1"
 GENERATIONS = 500 if THOROUGH else 60
 # equal cases at every small run, so that nobody's change is red for what another's would be; new ones at a long one
-settings.register_profile("small", max_examples=300, deadline=None, derandomize=True, database=None)
+settings.register_profile("small", max_examples=150, deadline=None, derandomize=True, database=None)
 settings.register_profile("thorough", max_examples=10_000, deadline=None)
 PROFILE = settings(
     settings.get_profile("thorough" if THOROUGH else "small"),

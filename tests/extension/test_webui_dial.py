@@ -14,6 +14,7 @@ FREE = {"enabled": True, "only_if_it_pays": False}  # the double's pictures have
 
 @pytest.fixture(params=("a1111", "forge"))
 def webui(request, monkeypatch):
+    monkeypatch.setattr(Processing, "size", 8)
     made = Webui(monkeypatch, request.param).start()
     yield made
     assert not made.errors

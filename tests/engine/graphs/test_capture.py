@@ -194,7 +194,7 @@ def test_a_timestep_that_is_a_number_is_no_graph_of_its_own():
         assert len(graphs.graphs) == 1
 
 
-@pytest.mark.parametrize("returns", [True, False])
+@pytest.mark.parametrize("returns", some_quick([True, False]))
 @pytest.mark.parametrize("name", [None, "balanced"])
 def test_a_pipelines_pictures_are_those_without(tmp_path_factory, name, returns):
     folder = write_folder(tmp_path_factory.mktemp("pipeline"))

@@ -54,7 +54,7 @@ def test_a_wrap_that_comes_and_goes_at_every_picture_builds_no_chain(case: Case)
     tome_core.apply_patch(model)
     merged = call_case(case, model)
     tome_core.remove_patch(model)
-    for _ in range(200):
+    for _ in range(20):
         tome_core.apply_patch(model)
         foreign = wrap_everything(model)
         tome_core.remove_patch(model)

@@ -23,6 +23,7 @@ STRONG = {"ratio": 15 / 16, "side": "kv", "metric": "keys+values", "sx": 4, "sy"
 CPU = torch.device("cpu")
 FEW = ("Flux", "SD3.5", "Wan")
 few = pytest.mark.parametrize("name", FEW)
+first_of_few = pytest.mark.parametrize("name", some_quick(FEW))
 OF_GROUPS = ("group_offloading", "layer_execution_tracker", "lazy_prefetch_group_offloading")
 
 
@@ -40,7 +41,7 @@ def _take_off(model: torch.nn.Module) -> None:
         HookRegistry.check_if_exists_or_initialize(model).remove_hook(name, recurse=True)
 
 
-@few
+@first_of_few
 @pytest.mark.parametrize("offload", [*WAYS, _blocks, _leaves], ids=lambda way: way.__name__.strip("_"))
 @pytest.mark.parametrize("patch_first", [True, False])
 @pytest.mark.parametrize("unpatch_first", some_quick([True, False]))
