@@ -73,7 +73,7 @@ def test_each_of_a1111s_forwards_is_known(webui, monkeypatch, name, dtype):
         assert found == (BOTH if name == TORCH else WIDER)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", some_quick([torch.bfloat16, torch.float16]), ids=str)
 @pytest.mark.parametrize("name", [one for one in theirs.HIJACKS if one.startswith(("split", "sub", "xf", "scaled"))])
 def test_they_may_cast_to_float32(webui, monkeypatch, name, dtype):
     theirs.upcast.on = webui.shared.opts.data["upcast_attn"] = True
@@ -101,7 +101,7 @@ def test_keys_and_values_go_through_their_own_halves_of_a_hypernetwork(webui, mo
     assert_sized(own, module, x, keys, plan.sizes, out)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", some_quick(DTYPES), ids=str)
 @pytest.mark.parametrize(("kind", "name", "functions", "adding"), [
     (theirs.ForgeAttention, "attention_function", theirs.FORGE, {"attention_basic", "attention_pytorch"}),
     (theirs.ReforgeAttention, "optimized_attention", theirs.REFORGE,
