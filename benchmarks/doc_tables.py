@@ -18,6 +18,7 @@ from pathlib import Path
 from benchmarks import purposes, quality_equal_time, results, speed_summary
 from benchmarks.quality_figures import Noised, Section, sections
 from benchmarks.quality_rows import TIMES
+from benchmarks.report import markdown
 from benchmarks.results import Record
 from benchmarks.variant_list import APART, FRONT, SKIPPED, TOMA_RATIOS
 from tome_core.settings.presets import MARKS
@@ -97,7 +98,7 @@ def strength() -> str:
     models = sections(record(QUALITY))
     marks = {f"preset-{name}": (f"{value:g}", f"`{name}`") for name, value in MARKS.items()}
     rows = {**marks, **{name: ("", label) for name, label in PEERS.items()}}
-    return _table(("strength", "", "time", "error, %", "PSNR, dB", "detail"), (
+    return markdown(("strength", "", "time", "error, %", "PSNR, dB", "detail"), (
         (*first, _times(models, name), _deviations(models, name), _psnrs(models, name), _details(models, name))
         for name, first in rows.items()
     ))  # fmt: skip
@@ -121,7 +122,7 @@ def transformer() -> str:
 def _methods(name: str, methods: dict[str, str]) -> str:
     models = sections(record(name))
     there = {row["variant"] for row in record(name)["rows"]}
-    return _table(("attention work left", "method", "dev %", "PSNR dB", "detail", "time"), (
+    return markdown(("attention work left", "method", "dev %", "PSNR dB", "detail", "time"), (
         (_work(models, name), label, _deviations(models, name), _psnrs(models, name), _details(models, name),
          _times(models, name)) for name, label in methods.items() if name in there
     ))  # fmt: skip
@@ -134,7 +135,7 @@ def _at_moments(found: list[Noised]) -> list[str]:
 def equal_time() -> str:
     """PSNR of others and of strength where both take the same time."""
     columns = {head: [_beside(model) for model in sections(record(name))] for head, name in AT_EQUAL_TIME.items()}
-    return _table(("beside", *columns), (
+    return markdown(("beside", *columns), (
         (label, *(", ".join(model.get(name, _ABSENT) for model in models) for models in columns.values()))
         for name, label in BESIDE.items()
     ))  # fmt: skip
@@ -152,13 +153,13 @@ def front() -> str:
     for ratio, cell in FRONT:
         found = [model.noised[_merged_keys(ratio, cell)] for model in models]
         rows.append((_keys(ratio), f"{cell}x{cell}", _several(one.dev.value for one in found), *_at_moments(found)))
-    return _table((f"keys of {TOKENS:,}", "cells", "dev %", *(f"at t = {time}" for time in MOMENTS)), rows)
+    return markdown((f"keys of {TOKENS:,}", "cells", "dev %", *(f"at t = {time}" for time in MOMENTS)), rows)
 
 
 def parts() -> str:
     """What sizes, the closed form and the fit add to merged keys."""
     models = sections(record(CORRECTION))
-    return _table(("", *(f"{_keys(ratio)} keys" for ratio, _ in APART)), (
+    return markdown(("", *(f"{_keys(ratio)} keys" for ratio, _ in APART)), (
         (label, *(_deviations(models, _merged_keys(*one, without)) for one in APART))
         for without, label in PARTS_OF_MERGING.items()
     ))  # fmt: skip
@@ -176,7 +177,7 @@ def speed() -> str:
     """One call of a UNet of SD1.5's shapes, beside others and bounds."""
     (case,) = (one for one in speed_summary.summaries(record(SPEED)) if one.figures)
     heads = ("", "UNet call", "times as fast", "blocks of the finest level, times as fast", "peak beyond the model")
-    return _table(heads, (
+    return markdown(heads, (
         (label, f"{speed_summary.median(one.times):.2f} s", f"{one.factor:.2f}", f"{one.block_factor:.2f}",
          f"{one.peak_mib:.0f} MiB") for name, label in CALLS.items() for one in [case.figures[name]]
     ))  # fmt: skip
@@ -197,17 +198,11 @@ def bench() -> str:
               f"{plain / preset:.2f} times as fast as unmerged"),
              ("peak memory of match, merge and unmerge, 16,384 tokens", f"{peak['ours']:.0f} MiB",
               f"{peak['tomesd']:.0f} MiB", f"{peak['ours'] / peak['tomesd']:.0%} of it")]  # fmt: skip
-    return _table(("", "ours", "tomesd 0.1.3", "ours is"), rows)
+    return markdown(("", "ours", "tomesd 0.1.3", "ours is"), rows)
 
 
 def _ms(value: float) -> str:
     return f"{value:,.2f} ms" if value < 100 else f"{value:,.0f} ms"
-
-
-def _table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    heads = tuple(heads)
-    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
 def _several(values: Iterable[float]) -> str:

@@ -120,13 +120,11 @@ def _manner(settings: dict[str, Any]) -> str:
 def _frechet_table(record: Record) -> str:
     kinds = {"plain_features": "plain features", "inception": "FID"}
     there = [kind for kind in kinds if any(kind in one for one in record["frechet"])]
-    lines = [f"| checkpoint | variant | {' | '.join(kinds[kind] for kind in there)} |", "|---" * (2 + len(there)) + "|"]
-    for one in record["frechet"]:
-        values = " | ".join(f"{one[kind]:.4g}" if kind in one else _ABSENT for kind in there)
-        lines.append(f"| {one['checkpoint']} | {one['variant']} | {values} |")
+    rows = ([one["checkpoint"], one["variant"], *(f"{one[kind]:.4g}" if kind in one else _ABSENT for kind in there)]
+            for one in record["frechet"])  # fmt: skip
     head = "### Frechet distances to the unmerged pictures"
     return f"{head}\n\nPlain features: colours of 4x4 squares and Haar energies, not comparable with published FIDs." \
-        "\n\n" + "\n".join(lines)  # fmt: skip
+        "\n\n" + report.markdown(["checkpoint", "variant", *(kinds[kind] for kind in there)], rows)  # fmt: skip
 
 
 def _order(section: Section, figures: dict[str, Any], error: Callable[[Any], float]) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
@@ -39,6 +40,13 @@ def write(paths: list[Path], table_path: Path | None, plot_path: Path | None) ->
             raise results.ResultError(f"{kinds[0]}: a table without a plot; give --no-plot")
         module.plot(records, plot_path)
     return text
+
+
+def markdown(heads: Iterable[str], rows: Iterable[Iterable[str]], rule: str = "---") -> str:
+    """A table. rule: what stands below each head."""
+    heads = tuple(heads)
+    first, *lines = (f"| {' | '.join(cells)} |" for cells in (heads, *rows))
+    return "\n".join([first, "|" + f"{rule}|" * len(heads), *lines])
 
 
 def new_figure(width: float = 8, height: float = 5):

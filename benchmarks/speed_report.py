@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.report import new_figure
+from benchmarks.report import markdown, new_figure
 from benchmarks.speed_plan import CALL
 from benchmarks.speed_summary import Figure, Summary, failures, summaries
 from benchmarks.speed_variants import CONTROL, IDEAL, NO_ATTENTION
@@ -62,13 +62,12 @@ def _overviews(cases: list[Summary]) -> list[str]:
 
 def _overview(cases: list[Summary]) -> str:
     """A line a case: the control's time, and how many times as fast each variant is."""
-    names = list(dict.fromkeys(name for case in cases for name in case.figures))
-    lines = [_row(["case", CONTROL, *(name for name in names if name != CONTROL)]), _rule(len(names) + 1)]
-    for case in cases:
-        cells = [_time(case.figures.get(CONTROL, Figure()))]
-        cells += [_factor_or_time(case.figures.get(name, Figure())) for name in names if name != CONTROL]
-        lines.append(_row([case.key, *cells]))
-    return "\n".join(lines)
+    others = [name for name in dict.fromkeys(name for case in cases for name in case.figures) if name != CONTROL]
+    return markdown(["case", CONTROL, *others], (
+        [case.key, _time(case.figures.get(CONTROL, Figure())),
+         *(_factor_or_time(case.figures.get(name, Figure())) for name in others)]
+        for case in cases
+    ))  # fmt: skip
 
 
 def _factor_or_time(figure: Figure) -> str:
@@ -93,11 +92,9 @@ def _detail(case: Summary) -> str:
     }
     cells = {head: [show(figure) for figure in case.figures.values()] for head, show in columns.items()}
     kept = [head for head, values in cells.items() if set(values) != {_NONE}]
-    lines = [_row(["", *kept]), _rule(len(kept) + 1)]
-    for index, name in enumerate(case.figures):
-        lines.append(_row([name, *(cells[head][index] for head in kept)]))
+    lines = ([name, *(cells[head][index] for head in kept)] for index, name in enumerate(case.figures))
     rounds = f"{case.rounds} round{'s' * (case.rounds > 1)}."
-    return "\n\n".join([f"### {case.key}", "\n".join(lines), f"{rounds}{_bounds(case)}"])
+    return "\n\n".join([f"### {case.key}", markdown(["", *kept], lines), f"{rounds}{_bounds(case)}"])
 
 
 def _bounds(case: Summary) -> str:
@@ -112,14 +109,6 @@ def _bounds(case: Summary) -> str:
             f"{case.rates['bytes'] / 1e9:.3g} GB/s, both measured here in this run: unmerged {_one_time(unmerged)}, "
             f"merged {_one_time(merged[best])} ({best}), so that where both are reached merging is "
             f"{unmerged / merged[best]:.2f}x as fast.")  # fmt: skip
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def _rule(columns: int) -> str:
-    return "|" + "---|" * columns
 
 
 def _number(value: float | None, form: str) -> str:

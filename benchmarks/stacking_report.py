@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
+from benchmarks.report import markdown
 from benchmarks.results import Record
 from benchmarks.stack_arms import ALONE, MERGED, OURS_FIRST, PLAIN, THEIRS_FIRST
 from benchmarks.stack_beside import BESIDE, LEFT_OUT
@@ -35,22 +36,17 @@ def table(records: Sequence[Record]) -> str:
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row["beside"], row["model"]), []).append(row)
-    lines = [_line(_HEAD), _line(["---"] * len(_HEAD))]
-    lines += [_line([name, model, *_figures(group)]) for (name, model), group in groups.items()]
+    lines = ([name, model, *_figures(group)] for (name, model), group in groups.items())
     made = records[0]
     text = [
         _EXPLAINED.format(preset=made["settings"]["preset"]),
-        "\n".join(lines),
+        markdown(_HEAD, lines, " --- "),
         "\n".join(f"- *{name}*: {_OTHERS[name].meaning}." for name in dict.fromkeys(name for name, _ in groups)),
         "What merging reports beside each, where it leaves calls out:\n\n" + "\n".join(_told(groups)),
         "Not in the table:\n\n" + "\n".join(f"- *{name}*: {why}." for name, why in LEFT_OUT.items()),
         f"{made['device']['name']}, {made['device']['threads']} thread; {made['command']}; commit {made['commit']}.",
     ]
     return "\n\n".join(text)
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def _figures(rows: list[Row]) -> list[str]:

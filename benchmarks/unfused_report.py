@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from benchmarks.report import markdown
 from benchmarks.results import Record
 from benchmarks.unfused_hosts import HEADS, SOURCES
 from tome_core import preset
@@ -30,14 +31,13 @@ def table(records: Sequence[Record]) -> str:
     found = figures(rows, made["settings"]["preset"])
     head = ["attention", "pixels", *(f"{one}, peak MiB" for one in _SHOWN.values()), "merged is",
             *(f"{one}, s" for one in _SHOWN.values()), "merged is"]  # fmt: skip
-    lines = [_line(head), _line(["---"] * len(head))]
-    for source, pixels in dict.fromkeys((source, pixels) for source, pixels, _ in found):
-        lines.append(_line([source, str(pixels), *_cells([found.get((source, pixels, one)) for one in _SHOWN])]))
+    lines = ([source, str(pixels), *_cells([found.get((source, pixels, one)) for one in _SHOWN])]
+             for source, pixels in dict.fromkeys((source, pixels) for source, pixels, _ in found))  # fmt: skip
     text = [
         _EXPLAINED.format(**made["settings"], heads=HEADS),
-        "\n".join(lines),
+        markdown(head, lines, " --- "),
         "The largest square picture, in pixels a side, whose block fits into so much memory, by what does not cut its "
-        "work to fit, from the largest two sizes of each:\n\n" + "\n".join(_largest(found)),
+        "work to fit, from the largest two sizes of each:\n\n" + _largest(found),
         "\n".join(f"- *{name}*: {SOURCES[name].meaning}." for name in dict.fromkeys(source for source, *_ in found)),
         "\n".join(f"- failed: {row['key']}: {row['failed']}" for row in rows if "failed" in row),
         f"{made['device']['name']}; {made['command']}; commit {made['commit']}.",
@@ -117,13 +117,13 @@ def largest(curve: tuple[float, float], mib: float) -> int:
     return side
 
 
-def _largest(found: dict[tuple[str, int, str], Figures]) -> list[str]:
-    lines = [_line(["attention", "", *(f"{size} GiB" for size in _MEMORIES)]), _line(["---"] * (len(_MEMORIES) + 2))]
+def _largest(found: dict[tuple[str, int, str], Figures]) -> str:
+    lines = []
     for source, what in dict.fromkeys((source, what) for source, _, what in found):
         curve = _curve(found, source, what)
         if curve:
-            lines.append(_line([source, _SHOWN[what], *(str(largest(curve, size * 1024)) for size in _MEMORIES)]))
-    return lines
+            lines.append([source, _SHOWN[what], *(str(largest(curve, size * 1024)) for size in _MEMORIES)])
+    return markdown(["attention", "", *(f"{size} GiB" for size in _MEMORIES)], lines, " --- ")
 
 
 def _cells(three: list[Figures | None]) -> list[str]:
@@ -138,7 +138,3 @@ def _cells(three: list[Figures | None]) -> list[str]:
 
 def _no_time(one: Figures) -> bool:
     return math.isnan(one[1])
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
