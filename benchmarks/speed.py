@@ -20,7 +20,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 
-from benchmarks import environment, results, speed_report
+from benchmarks import endings, environment, results, speed_report
 from benchmarks.speed_fleet import Fleet
 from benchmarks.speed_measure import Bench
 from benchmarks.speed_memory import free_memory
@@ -135,26 +135,19 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure and print; 0 done, 1 where a variant failed for another reason than memory, 2 wrong options."""
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parser(__doc__).parse_args(arguments)
-    try:
+
+    def work() -> int:
         completed(options)
-    except ValueError as error:
-        print(f"benchmarks.speed: {error}", file=sys.stderr)
-        return 2
-    torch.set_num_threads(1)
-    command = shlex.join(["python", "-m", "benchmarks.speed", *arguments])
-    try:
+        torch.set_num_threads(1)
+        command = shlex.join(["python", "-m", "benchmarks.speed", *arguments])
         with tempfile.TemporaryDirectory() as scratch:
             run = measure(options, command, Path(scratch) if options.rehearsal else results.FOLDER)
-    except results.ResultError as error:
-        print(f"benchmarks.speed: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nbenchmarks.speed: stopped; the same command goes on from here.", file=sys.stderr)
-        return 130
-    print(speed_report.table([run.record]))
-    if run.path.exists():
-        _say(f"result: {run.path}; a plot: python -m benchmarks.report {run.path}")
-    return 1 if speed_report.failures(run.record) else 0
+        print(speed_report.table([run.record]))
+        if run.path.exists():
+            _say(f"result: {run.path}; a plot: python -m benchmarks.report {run.path}")
+        return 1 if speed_report.failures(run.record) else 0
+
+    return endings.exit_status("speed", work)
 
 
 if __name__ == "__main__":
