@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..tome_core.attention import ForwardOnStandIn, StandIn, register
+from ..tome_core.attention.registry import function_name
 from . import host
 
 # A1111 puts one of these onto the attentions of ldm and sgm. True: it multiplies by ``self.scale``, before or after
@@ -91,7 +92,8 @@ class _ByFunction(_WithoutMask):
     def problem(self, module: nn.Module, kwargs: dict[str, Any]) -> str | None:
         """A mask, or a function that fails at the only way on which it could be told of sizes."""
         function = type(module).forward.__globals__.get(self._names[0])
-        if _name_of(function) == _OF_THREE_WIDTHS and not _takes(function, _NEWER) and module.dim_head in _ITS_WIDTHS:
+        is_of_three = function_name(function) == _OF_THREE_WIDTHS and not _takes(function, _NEWER)
+        if is_of_three and module.dim_head in _ITS_WIDTHS:
             return "its function takes no wider heads"
         return super().problem(module, kwargs)
 
@@ -101,12 +103,8 @@ class _ByFunction(_WithoutMask):
         function, *others = (home.get(name) for name in self._names)
         if any(other is not function for other in others) or hasattr(function, "__wrapped__"):
             return False
-        argument = self._adding.get(_name_of(function))
+        argument = self._adding.get(function_name(function))
         return argument is not None and _takes(function, argument)
-
-
-def _name_of(function: Any) -> str:
-    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
 
 
 def _takes(function: Any, argument: str) -> bool:
