@@ -27,14 +27,15 @@ def _demo(model: SceneModel, steps: int, schedule: str = schedules.UNIFORM) -> A
 
 
 def _of_class(kind: type, model: SceneModel, steps: int, **more: Any) -> Any:
-    made = kind(**{**_config(model), "timestep_spacing": "trailing", **more})
+    made = kind(**{**sampler.solver_config(model), "timestep_spacing": "trailing", **more})
     made.set_timesteps(steps)
     return made
 
 
 def _edm(model: SceneModel, steps: int) -> Any:
     """Karras et al. 2022 altogether: their sigmas and Heun's second order, all steps but the last of two calls."""
-    kept = {name: value for name, value in _config(model).items() if not name.startswith(("beta", "rescale"))}
+    config = sampler.solver_config(model)
+    kept = {name: value for name, value in config.items() if not name.startswith(("beta", "rescale"))}
     betas = DDPMScheduler(**model.scheduler).betas.clamp(max=_MOST_NOISE)
     made = HeunDiscreteScheduler(**kept, trained_betas=betas.tolist())
     made.set_timesteps(timesteps=schedules.timesteps(schedules.KARRAS, model.scheduler, steps))
@@ -42,14 +43,9 @@ def _edm(model: SceneModel, steps: int) -> Any:
 
 
 def _hyper(model: SceneModel, steps: int) -> Any:
-    made = LCMScheduler(**_config(model))
+    made = LCMScheduler(**sampler.solver_config(model))
     made.set_timesteps(timesteps=[HYPER_TIME])
     return made
-
-
-def _config(model: SceneModel) -> dict[str, Any]:
-    """clip_sample is DDPM's word, which not all take."""
-    return {name: value for name, value in model.scheduler.items() if name != "clip_sample"}
 
 
 # (model, steps) -> a scheduler

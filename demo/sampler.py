@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +15,11 @@ from demo.prompt import NULL_TOKEN
 GUIDANCE = 1.5
 
 
+def solver_config(model: SceneModel) -> dict[str, Any]:
+    """The model's noise schedule, for any scheduler; clip_sample is DDPM's word, which not all take."""
+    return {name: value for name, value in model.scheduler.items() if name != "clip_sample"}
+
+
 def solver(
     model: SceneModel, steps: int, timesteps: Sequence[int] | None = None
 ) -> DPMSolverMultistepScheduler:
@@ -21,9 +27,7 @@ def solver(
 
     timesteps: these instead of `steps` evenly spaced ones.
     """
-    # clip_sample is DDPM's word, which this solver does not take.
-    config = {name: value for name, value in model.scheduler.items() if name != "clip_sample"}
-    made = DPMSolverMultistepScheduler(**config, timestep_spacing="trailing", final_sigmas_type="zero")
+    made = DPMSolverMultistepScheduler(**solver_config(model), timestep_spacing="trailing", final_sigmas_type="zero")
     made.set_timesteps(steps) if timesteps is None else made.set_timesteps(timesteps=list(timesteps))
     return made
 
