@@ -24,26 +24,25 @@ SHARPNESS = 10.0  # of the weights over cosines
 class Merge:
     """Of the tokens ``[B, N, C]`` of square pictures. chosen: int64 ``[B, M]``, the subset's places."""
 
-    def __init__(self, x: torch.Tensor, ratio: float, tiles: int = TILES) -> None:
-        self.tiles = tiles
-        unit = F.normalize(reference_tiles.split(x, tiles), dim=-1)
+    def __init__(self, x: torch.Tensor, ratio: float) -> None:
+        unit = F.normalize(reference_tiles.split(x, TILES), dim=-1)
         alike = unit @ unit.transpose(1, 2)
         chosen = representatives(alike, round(alike.shape[1] * (1 - ratio)))
         rows = alike.gather(1, chosen[..., None].expand(-1, -1, alike.shape[2]))
         self._given = (SHARPNESS * rows).softmax(1)  # [tiles, M, n]: how each token divides itself
         places = torch.arange(x.shape[1], device=x.device)[None, :, None]
-        inside = reference_tiles.split(places, tiles)[..., 0].repeat(len(x), 1)
+        inside = reference_tiles.split(places, TILES)[..., 0].repeat(len(x), 1)
         self.chosen = inside.gather(1, chosen).view(len(x), -1)
 
     def merge(self, x: torch.Tensor) -> torch.Tensor:
         """``[B, N, C]`` to ``[B, M, C]``, in the order of `chosen`."""
         weights = self._given / self._given.sum(2, keepdim=True)
-        return (weights.to(x.dtype) @ reference_tiles.split(x, self.tiles)).view(len(x), -1, x.shape[2])
+        return (weights.to(x.dtype) @ reference_tiles.split(x, TILES)).view(len(x), -1, x.shape[2])
 
     def unmerge(self, y: torch.Tensor) -> torch.Tensor:
         """``[B, M, C]`` to ``[B, N, C]``."""
         by_tile = y.reshape(len(self._given), -1, y.shape[2])
-        return reference_tiles.join(self._given.transpose(1, 2).to(y.dtype) @ by_tile, self.tiles)
+        return reference_tiles.join(self._given.transpose(1, 2).to(y.dtype) @ by_tile, TILES)
 
 
 def representatives(alike: torch.Tensor, count: int) -> torch.Tensor:

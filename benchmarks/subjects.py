@@ -41,7 +41,6 @@ class Subject(Protocol):
     name: str
     purpose: Purpose
     network: nn.Module
-    can_be_noised: bool
 
     def picture(self, number: int, steps: int) -> np.ndarray:
         """uint8 ``[H, W, 3]``: the same prompt and start noise for equal numbers, whatever the steps."""
@@ -49,8 +48,6 @@ class Subject(Protocol):
 
 class SceneSubject:
     """A scene model: its v-loss on held-out scenes, and pictures made as the demo makes them."""
-
-    can_be_noised = True
 
     def __init__(
         self, path: Path, device: torch.device, purpose: Purpose = PURPOSES[SHOW], manner: Manner = AS_THE_DEMO
@@ -106,8 +103,6 @@ class SceneSubject:
 
 class UserSubject:
     """A user's pipeline and prompts; pictures only, because nobody knows its held-out data."""
-
-    can_be_noised = False
 
     def __init__(self, path: Path, config: Path | None, device: torch.device, prompts: list[str], dtype: torch.dtype,
                  purpose: Purpose):  # fmt: skip

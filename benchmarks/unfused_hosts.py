@@ -49,7 +49,6 @@ class Source(NamedTuple):
 
 _ON_A_CPU = ("--use-cpu", "all", "--no-half", "--precision", "full", "--skip-torch-cuda-test")
 _COMFYUI, _WEBUI = "COMFYUI", "WEBUI"
-_SPLIT, _QUAD = "--use-split-cross-attention", "--use-quad-cross-attention"
 SOURCES = {
     "math": Source("", "torch's math backend behind scaled_dot_product_attention, as diffusers calls it",
                    at_once=HEADS),

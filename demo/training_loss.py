@@ -79,9 +79,9 @@ def v_loss(model: SceneModel, batch: Batch, times: torch.Tensor, generator: torc
 
 
 @torch.no_grad()
-def held_out_loss(model: SceneModel, pictures: int = 16, size: int | None = None) -> float:
-    """Mean v-loss on fixed scenes that training never sees, of the model's own size or of `size` px; on the CPU."""
-    batch = Scenes(HELD_OUT_SEED, pictures, size or 2 * model.side)[0]
+def held_out_loss(model: SceneModel, pictures: int = 16) -> float:
+    """Mean v-loss on fixed scenes that training never sees, of the model's own size; on the CPU."""
+    batch = Scenes(HELD_OUT_SEED, pictures, 2 * model.side)[0]
     losses = []
     for time in HELD_OUT_TIMES:
         generator = torch.Generator().manual_seed(time)
