@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import linecache
 import sys
-import threading
 
 import pytest
 
 import tome_core
 from tests.models import BY_NAME
+from tests.threads import at_once
 from tome_core import MergeConfig, MergeRule
 from tome_core.model import switch, wrap
 
@@ -68,29 +69,22 @@ def test_an_interrupt_at_any_line_of_installing_leaves_nothing():
 
 
 def test_two_threads_patch_one_model():
-    model, errors, before = CASE.build(), [], sys.getswitchinterval()
+    model, before = CASE.build(), sys.getswitchinterval()
 
     def work(ratio):
-        try:
-            for _ in range(15):
-                with tome_core.patch(model, MergeConfig(ratio=ratio, proportional=False)):
-                    pass
-                tome_core.apply_patch(model, ratio=ratio)
-                tome_core.remove_patch(model)
-        except Exception as error:
-            errors.append(error)
+        for _ in range(15):
+            with tome_core.patch(model, MergeConfig(ratio=ratio, proportional=False)):
+                pass
+            tome_core.apply_patch(model, ratio=ratio)
+            tome_core.remove_patch(model)
 
     sys.setswitchinterval(1e-6)
     try:
-        threads = [threading.Thread(target=work, args=(ratio,)) for ratio in (0.25, 0.5)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        at_once(*(functools.partial(work, ratio) for ratio in (0.25, 0.5)))
     finally:
         sys.setswitchinterval(before)
     tome_core.remove_patch(model)
-    assert not errors and not patched(model)
+    assert not patched(model)
 
 
 def test_whatever_takes_a_wrap_off_keeps_other_threads_from_patching(monkeypatch):
