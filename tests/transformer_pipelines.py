@@ -38,13 +38,16 @@ def _both(**given: Any) -> Call:
     return {**given, **negative}
 
 
-def _flux(kind: str, model: Any) -> Made:
-    vae = diffusers.AutoencoderKL(
+def decoder() -> Any:
+    return diffusers.AutoencoderKL(
         in_channels=3, out_channels=3, down_block_types=["DownEncoderBlock2D"] * 4,
         up_block_types=["UpDecoderBlock2D"] * 4, block_out_channels=[8] * 4, latent_channels=4, norm_num_groups=2,
         scaling_factor=1.0, shift_factor=0.0,
     )  # fmt: skip
-    pipe = getattr(diffusers, kind)(_flow(), vae, None, None, None, None, model)
+
+
+def _flux(kind: str, model: Any) -> Made:
+    pipe = getattr(diffusers, kind)(_flow(), decoder(), None, None, None, None, model)
     return pipe, {"prompt_embeds": _words(1, WORDS, 32), "pooled_prompt_embeds": _words(1, 32), "height": 512,
                   "width": 512}  # fmt: skip
 

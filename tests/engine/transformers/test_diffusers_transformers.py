@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tome_core
-from tests import tiny_transformers
+from tests import tiny_transformers, transformer_pipelines
 from tests.tiny_transformers import PRESENT, attributes, call, distance
 from tome_core.sequence import handle as sequence_handle
 from tome_core.sequence.matching import match
@@ -194,13 +194,8 @@ def test_a_class_that_is_not_known_is_refused_with_a_sentence():
 
 def pipeline() -> diffusers.FluxPipeline:
     model, _ = tiny_transformers.make("Flux")
-    vae = diffusers.AutoencoderKL(
-        in_channels=3, out_channels=3, down_block_types=["DownEncoderBlock2D"] * 4,
-        up_block_types=["UpDecoderBlock2D"] * 4, block_out_channels=[8] * 4, latent_channels=4, norm_num_groups=2,
-        scaling_factor=1.0, shift_factor=0.0,
-    )  # fmt: skip
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
-    pipe = diffusers.FluxPipeline(scheduler, vae, None, None, None, None, model)
+    pipe = diffusers.FluxPipeline(scheduler, transformer_pipelines.decoder(), None, None, None, None, model)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
