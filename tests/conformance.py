@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+import tome_core
 from tome_core import MergePlan
 from tome_core.attention import known_of, name_of
 from tome_core.attention.core import attend_merged
@@ -266,6 +267,16 @@ def assert_equal_calls(seen: list[Seen], plain: list[Seen]) -> None:
     assert len(seen) == len(plain) > 0
     for one, other in zip(seen, plain, strict=True):
         assert one.name == other.name and torch.equal(one.x, other.x) and torch.equal(one.out, other.out)
+
+
+def assert_left_alone(call: Callable[[nn.Module], torch.Tensor], model: nn.Module, config: Any, why: str = "") -> None:
+    """Merging changes neither the model's output nor what its attentions are called with, and says why."""
+    with watched(model) as plain:
+        out = call(model)
+    with tome_core.patch(model, config) as handle, watched(model) as seen:
+        assert torch.equal(call(model), out)
+    assert_equal_calls(seen, plain)
+    assert any(why in reason for reason in reasons_of(handle)), handle.report()
 
 
 def routes_of(handle: Any) -> list[str]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
 import tome_core
-from tests.conformance import assert_equal_calls, given, reasons_of, self_attentions, watched
+from tests.conformance import assert_equal_calls, assert_left_alone, given, reasons_of, self_attentions, watched
 from tests.conformance_diffusers import (
     HEADS,
     KV,
@@ -25,15 +27,6 @@ OFF = {
     "ratio_0": MergeConfig(side="kv", ratio=0.0),
     "other_times": MergeConfig(side="kv", ratio=0.75, max_timestep=100),
 }
-
-
-def assert_left_alone(model):
-    """Merging changes neither its output nor what its attentions are called with, and says why."""
-    out, plain = plain_calls(model)
-    with tome_core.patch(model, KV) as handle, watched(model) as seen:
-        assert torch.equal(call(model), out)
-    assert_equal_calls(seen, plain)
-    assert reasons_of(handle), handle.report()
 
 
 @pytest.mark.parametrize("name", CALLABLE)
@@ -67,12 +60,9 @@ def test_a_call_with_a_mask_is_left_alone(name):
     model = model_with(name)
     mask = torch.ones(2, 64)
     mask[:, 40:] = 0
-    out, plain = plain_calls(model, attention_mask=mask)
-    assert not torch.equal(out, call(model))
-    with tome_core.patch(model, KV) as handle, watched(model) as seen:
-        assert torch.equal(call(model, attention_mask=mask), out)
-    assert_equal_calls(seen, plain)
-    assert any("mask" in reason for reason in reasons_of(handle)), handle.report()
+    masked = functools.partial(call, attention_mask=mask)
+    assert not torch.equal(masked(model), call(model))
+    assert_left_alone(masked, model, KV, "mask")
 
 
 @pytest.mark.parametrize("name", [name for name in KNOWN if "Fused" not in name])  # which takes no context here
@@ -80,19 +70,19 @@ def test_a_call_with_a_mask_is_left_alone(name):
 def test_a_call_with_other_tokens_than_the_pictures_is_left_alone(name, count):
     model = model_with(name)
     given(model, encoder_hidden_states=tokens(2, count))
-    assert_left_alone(model)
+    assert_left_alone(call, model, KV)
 
 
 def test_blocks_that_attend_to_the_prompt_alone_are_left_alone():
     model = model_with(None, only_cross_attention=True)
-    assert_left_alone(model)
+    assert_left_alone(call, model, KV)
 
 
 @pytest.mark.parametrize("name", OF_IMAGE_PROMPTS)
 def test_an_image_prompt_on_self_attention_is_left_alone(name):
     model = model_with(name)
     given(model, encoder_hidden_states=(tokens(2, 5), [tokens(2, 4, seed=1)]))
-    assert_left_alone(model)
+    assert_left_alone(call, model, KV)
 
 
 @pytest.mark.parametrize("name", OF_IMAGE_PROMPTS)

@@ -22,12 +22,12 @@ from tests.conformance import (
     assert_all_sized,
     assert_all_together,
     assert_equal_calls,
+    assert_left_alone,
     assert_sized,
     given,
     held,
     merge_by,
     ragged,
-    reasons_of,
     routes_of,
     self_attentions,
     watched,
@@ -252,21 +252,13 @@ def test_a_call_with_other_tokens_than_the_pictures_is_left_alone(kind):
             lambda module, args, kwargs, context=context: (args[:1], {**kwargs, "context": context}),
             with_kwargs=True,
         )
-    out, plain = plain_calls(model)
-    with tome_core.patch(model, KV) as handle, watched(model) as seen:
-        assert torch.equal(call(model), out)
-    assert_equal_calls(seen, plain)
-    assert reasons_of(handle), handle.report()
+    assert_left_alone(call, model, KV)
 
 
 def test_blocks_whose_self_attention_is_disabled_are_left_alone():
     with contextlib.redirect_stdout(io.StringIO()):
         model = fixed(ldm(disable_self_attentions=(True, True), disable_middle_self_attn=True))
-    out, plain = plain_calls(model)
-    with tome_core.patch(model, KV) as handle, watched(model) as seen:
-        assert torch.equal(call(model), out)
-    assert_equal_calls(seen, plain)
-    assert reasons_of(handle), handle.report()
+    assert_left_alone(call, model, KV)
 
 
 @pytest.mark.parametrize("kind", ["ldm", "sgm"])
@@ -274,12 +266,8 @@ def test_a_call_with_a_mask_is_left_alone(kind):
     model = model_with(kind)
     for module in self_attentions(model).values():
         module.register_forward_pre_hook(_with_mask(kind), with_kwargs=True)
-    out, plain = plain_calls(model)
-    assert not torch.equal(out, call(model_with(kind)))
-    with tome_core.patch(model, KV) as handle, watched(model) as seen:
-        assert torch.equal(call(model), out)
-    assert_equal_calls(seen, plain)
-    assert any("mask" in reason for reason in reasons_of(handle)), handle.report()
+    assert not torch.equal(call(model), call(model_with(kind)))
+    assert_left_alone(call, model, KV, "mask")
 
 
 def _with_mask(kind: str):
