@@ -239,7 +239,7 @@ def given(model: nn.Module, **more: Any) -> None:
         )
 
 
-def assert_all_sized(own: Own, plain: nn.Module, seen: list[Seen], tolerance: float | None = None) -> None:
+def assert_all_sized(own: Own, plain: nn.Module, seen: list[Seen]) -> None:
     """Each call gave what repeated keys give. plain: the model without a patch."""
     assert seen
     modules = self_attentions(plain)
@@ -247,10 +247,10 @@ def assert_all_sized(own: Own, plain: nn.Module, seen: list[Seen], tolerance: fl
         assert call.plan is not None, "the engine did not merge"
         keys = call.plan.merge(call.x)
         sizes = call.plan.sizes.expand(len(call.x), -1)
-        assert_sized(own, modules[call.name], call.x, keys, sizes, call.out, tolerance, call.queries)
+        assert_sized(own, modules[call.name], call.x, keys, sizes, call.out, queries=call.queries)
 
 
-def assert_all_together(own: Own, plain: nn.Module, seen: list[Seen], tolerance: float | None = None) -> None:
+def assert_all_together(own: Own, plain: nn.Module, seen: list[Seen]) -> None:
     """Each call gave what the module gives for merged tokens, q, k and v together; at most half were merged away."""
     assert seen
     modules = self_attentions(plain)
@@ -259,7 +259,7 @@ def assert_all_together(own: Own, plain: nn.Module, seen: list[Seen], tolerance:
         assert call.queries is None and call.x.shape[1] > call.plan.num_groups >= math.floor(call.x.shape[1] / 2)
         with torch.no_grad():
             expected = call.plan.unmerge(own(modules[call.name], call.plan.merge(call.x), None))
-        assert far(call.out, expected) <= (TOLERANCE[call.x.dtype] if tolerance is None else tolerance)
+        assert far(call.out, expected) <= TOLERANCE[call.x.dtype]
 
 
 def assert_equal_calls(seen: list[Seen], plain: list[Seen]) -> None:
