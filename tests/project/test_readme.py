@@ -133,7 +133,7 @@ ELSEWHERE = {
         "tests/engine/transformers/test_diffusers_transformers.py", "def test_"
     ),
     "python -m pytest tests/project/test_upstream.py": ("tests/project/test_upstream.py", "def test_"),
-    "python -m benchmarks.quality --model demo/scenes-sdxl.safetensors --noised 4 --pictures 2": (
+    "python -m benchmarks.quality --model demo/scenes-sdxl.safetensors --noised 4 --pictures 4": (
         "tests/demo/test_demo_layouts.py", "Amounts("
     ),
     "python -m benchmarks.quality --model demo/scenes-flux.safetensors --noised 4 --pictures 2": (
