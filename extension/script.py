@@ -9,6 +9,7 @@ import logging
 import sys
 from typing import Any
 
+from ..tome_core.model.switch import let_go
 from . import attentions, host, infotext, measuring, merge_map, options, page
 from .merging import Job, armed, job_of, set_job
 from .summary import data_of, line_of
@@ -160,6 +161,7 @@ def on_component(component: Any, elem_id: str | None = None, **facts: Any) -> No
 def unload() -> None:
     """Leave nothing behind, so that the next load gets this version's files and not the last one's."""
     armed.disarm()
+    let_go()
     for name in [name for name in sys.modules if name == PARENT or name.startswith(f"{PARENT}.")]:
         del sys.modules[name]
 

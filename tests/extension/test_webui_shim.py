@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import sys
+import weakref
 
 import pytest
 
-from tests.webui_doubles import Webui, custom, merges
+from tests.models import ldm_of_one_level
+from tests.webui_doubles import Component, Webui, custom, merges
 from tests.webui_modules import ROOT
 
 ON = (custom(),)
@@ -81,3 +84,19 @@ def test_the_shim_works_without_the_webuis_settings(webui):
     del webui.shared.opts
     assert "75 % of attention left out" in webui.job(*ON).comments
     assert not webui.errors
+
+
+def test_an_unloaded_engine_is_let_go_though_the_model_stays():
+    """Reload UI after a merged picture: Python's hook for forks held the old engine by what rested on the UNet."""
+    model = ldm_of_one_level()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        webui = Webui(monkeypatch).start()
+        webui.load(model)
+        assert webui.job({"enabled": True, "only_if_it_pays": False}).infotexts != [""]
+        kept = weakref.ref(webui.part("wish").strength.__globals__["MergeConfig"])
+        assert kept() is not None
+        webui.call("script_unloaded")
+        del webui
+    Component.made.clear()  # the double's controls know whom they call
+    gc.collect()
+    assert kept() is None and not merges(model.model.diffusion_model)

@@ -128,6 +128,15 @@ def adopt(unet: nn.Module, switch: Switch) -> None:
         _OF_UNET[unet] = switch
 
 
+def let_go() -> None:
+    """Forget what rests on any UNet, for whoever unloads this copy of the engine.
+
+    Python calls `_in_child` as long as the process lives, and through it would hold all that a UNet still loaded has.
+    """
+    with patching():
+        _OF_UNET.clear()
+
+
 def _in_child() -> None:
     global _guard
     _guard = threading.RLock()

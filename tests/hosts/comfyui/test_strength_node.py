@@ -13,9 +13,9 @@ from tests.hosts.comfyui.graphs import Graph, bytes_of, report_of
 SIZE = (256, 256)
 
 
-def settings_of(strength: float) -> dict:
-    """What ToMeSettings is set to, to mean the same."""
-    return tome_core.form.filled(strength)
+def settings_of(strength: float, layout: str = "sd") -> dict:
+    """What ToMeSettings is set to, to mean the same on models of this layout."""
+    return tome_core.form.filled(strength, layout)
 
 
 def test_a_prompt_needs_nothing_but_the_model(comfy):
@@ -43,6 +43,17 @@ def test_a_strength_is_its_settings_spelled_out(comfy, strength):
     first, *more = report_of(seen, named).splitlines()
     assert re.match(r"ToMe: 2 steps, \d+ % of attention left out", first) and any("1024 tokens" in one for one in more)
     assert len(more) < 10
+
+
+def test_on_sdxl_a_strength_is_that_of_its_layout(comfy):
+    graph = Graph("sdxl", size=(512, 512), steps=2)
+    for name, node in {
+        "named": graph.strength(strength=0.25), "SDXL's": graph.apply(**settings_of(0.25, "sdxl")),
+        "SD's": graph.apply(**settings_of(0.25)),
+    }.items():  # fmt: skip
+        graph.sample(name, node)
+    seen = comfy.good(graph.graph)
+    assert bytes_of(seen, "named") == bytes_of(seen, "SDXL's") != bytes_of(seen, "SD's")
 
 
 @pytest.mark.parametrize(("model", "said"), [
