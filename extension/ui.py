@@ -11,7 +11,7 @@ from ..tome_core import form
 from ..tome_core.settings.presets import MARKS
 from . import host, infotext, measuring, options, page
 from .measuring import Pass
-from .wish import ARGUMENTS, DEFAULTS, DIAL, FILLED_FOR, OWN, TITLE, WHERE, base_of, read
+from .wish import ARGUMENTS, DEFAULTS, DIAL, FILLED_FOR, OWN, TITLE, WHERE, base_of, filled_in, read
 
 _TIPS = {
     "strength": "How much of the picture may change for how much time: 0 is off, bit for bit; 1 merges the most.",
@@ -98,6 +98,7 @@ class Panel:
         along = {"fn": moved, "inputs": [strength, self._made[OWN], self._made[FILLED_FOR], *fields], **refilled}
         # gradio drops an event while its like is unanswered, so behind each answer is asked what came meanwhile
         strength.change(**along).then(**along)
+        self._made[OWN].change(**along)  # another model may have come since they were filled in
         page.when_made(self._tab, self._follow)
 
     def _follow(self, theirs: dict[str, Any]) -> None:
@@ -177,10 +178,11 @@ def _marks(slider: str) -> str:
 def moved(strength: float, own: bool, filled_for: float, *values: Any) -> list[Any]:
     """For `FILLED_FOR` and all fields: what a strength stands for, where an expert had set nothing else."""
     try:
-        before, now = (base_of(one, host.layout()) for one in (filled_for, strength))
+        held = dict(zip(form.NAMES, values, strict=True))
+        before, now = filled_in(held, filled_for, host.layout()), base_of(strength, host.layout())
     except ValueError:  # while somebody types
         return [gr.update() for _ in (FILLED_FOR, *values)]
-    kept = {name: value for name, value in zip(form.NAMES, values, strict=True) if own and value != before[name]}
+    kept = {name: value for name, value in held.items() if own and value != before[name]}
     return [gr.update(value=strength), *_changes(values, now | kept)]
 
 

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ..tome_core import MergeConfig, form
-from ..tome_core.settings.presets import SD, VERSION, strength
+from ..tome_core.settings.presets import SD, SDXL, VERSION, strength
 from ..tome_core.settings.rule import SEED_LIMIT
 
 TITLE = "Token Merging (ToMe)"
@@ -57,6 +57,16 @@ class Wish:
 def base_of(value: float, layout: str = SD, version: int = VERSION) -> dict[str, Any]:
     """What the form shows for a strength, by name. layout, version: of the table."""
     return form.values_of(strength(value, version, layout))
+
+
+def filled_in(own: Mapping[str, Any], value: float, layout: str) -> dict[str, Any]:
+    """What the fields were filled in with for a strength, before an expert set these of them otherwise.
+
+    layout: of the model that is loaded now, which may have been another then, or none: a webui begins with SD's. So it
+    is whichever fewer fields differ from.
+    """
+    bases = [base_of(value, one) for one in dict.fromkeys((layout, SD, SDXL))]
+    return min(bases, key=lambda base: sum(base[name] != one for name, one in own.items()))
 
 
 def read(
@@ -129,12 +139,12 @@ def _deviating(own: Mapping[str, Any], given: Mapping[str, Any], layout: str) ->
     if given.get(OWN) is not True:
         return {}
     filled_for = given.get(FILLED_FOR)
-    base = _NOTHING if filled_for is None else _base_or_nothing(filled_for, layout)
+    base = _NOTHING if filled_for is None else _filled_or_nothing(own, filled_for, layout)
     return {name: value for name, value in own.items() if name not in base or value != base[name]}
 
 
-def _base_or_nothing(value: Any, layout: str) -> Mapping[str, Any]:
+def _filled_or_nothing(own: Mapping[str, Any], value: Any, layout: str) -> Mapping[str, Any]:
     try:
-        return base_of(value, layout)
+        return filled_in(own, value, layout)
     except ValueError:
         return _NOTHING

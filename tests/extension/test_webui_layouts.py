@@ -78,3 +78,20 @@ def test_what_an_expert_leaves_as_it_was_filled_in_is_no_deviation(webui, layout
     assert webui.job(*values).infotexts == [""], "so few tokens"
     pasted = webui.part("infotext").wish_in("0.25 v1; sx=2", layout)
     assert pasted == found
+
+
+@pytest.mark.parametrize("begun, layout", [("sd", "sdxl"), ("sdxl", "sd")])
+def test_fields_filled_in_before_another_model_came_are_no_deviation(webui, patched, begun, layout):
+    """A webui makes its page before the model is there, and a checkpoint changes while the page is open."""
+    loaded(webui, layout).script.ui(False)
+    ui, wish = webui.part("ui"), webui.part("wish")
+    held = wish.base_of(0.25, begun)
+    untouched = (True, 0.25, wish.EVERYWHERE, True, 0.25, *held.values())
+    assert not wish.read(untouched, webui.part("options").of_dial, layout=layout).changes
+    named = dict(zip(wish.ARGUMENTS, untouched, strict=True))
+    webui.job(*{**named, "only_if_it_pays": False}.values())
+    assert [shown(one) for one in patched] == [shown(preset("quality", layout))]
+    _, *updates = ui.moved(0.25, True, 0.25, *{**held, "sx": 2}.values())
+    ticked = {name: update.get("value", held[name]) for name, update in zip(held, updates, strict=True)}
+    assert {**ticked, "sx": None} == {**wish.base_of(0.25, layout), "sx": None}, "what was set by hand stays"
+    assert updates[list(held).index("sx")] == {}
