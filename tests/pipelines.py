@@ -18,6 +18,7 @@ import torch
 import tome_core
 from tests import tiny_pipeline
 from tome_core import MergeConfig, preset
+from tome_core.patching import layout_of
 
 KINDS = {"sd15": tiny_pipeline.stable_diffusion, "sdxl": tiny_pipeline.stable_diffusion_xl}
 PRESETS = ("balanced", "fast")
@@ -73,9 +74,9 @@ def differ(*pictures: torch.Tensor) -> bool:
     return not any(torch.equal(one, two) for i, one in enumerate(pictures) for two in pictures[:i])
 
 
-def keeps_nothing(name: str = "balanced") -> MergeConfig:
-    """The preset as a compiled model has it, and a loop that nobody said is one: matches do not live on there."""
-    return replace(preset(name), keep=0.0)
+def keeps_nothing(pipe: Any) -> MergeConfig:
+    """Balanced as a compiled model has it, and a loop that nobody said is one: matches do not live on there."""
+    return replace(preset("balanced", layout_of(pipe)), keep=0.0)
 
 
 def an_image(pipe: Any) -> torch.Tensor:

@@ -88,7 +88,7 @@ def test_pipelines_that_share_a_unet_share_the_patch(build, kind: str):
     """But for matches, which serve the steps of the pipeline that was patched."""
     text, (image, call) = (pipe := build(kind)), image_to_image(pipe)
     plain = draw(text), draw(image, **call)
-    alone = merged_alone(text), merged_alone(image, keeps_nothing(), **call)
+    alone = merged_alone(text), merged_alone(image, keeps_nothing(image), **call)
     tome_core.patch(text)
     for _ in range(2):
         assert torch.equal(draw(text), alone[0]) and torch.equal(draw(image, **call), alone[1])
@@ -108,7 +108,7 @@ def test_pipelines_that_share_a_unet_may_draw_at_once(build, kind: str):
     for name in ("tokenizer", "tokenizer_2"):  # how it pads is a tokenizer's state: two threads cannot share one
         if getattr(image, name, None) is not None:
             setattr(image, name, copy.deepcopy(getattr(image, name)))
-    alone = merged_alone(text), merged_alone(image, keeps_nothing(), **call)
+    alone = merged_alone(text), merged_alone(image, keeps_nothing(image), **call)
     handle = tome_core.patch(text)
     both = at_once(partial(several, 3, text), partial(several, 3, image, **call))
     for expected, pictures in zip(alone, both, strict=True):
