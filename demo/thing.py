@@ -65,7 +65,7 @@ def _lit_colour(canvas: Canvas, setting: Setting, place: Place, dx: torch.Tensor
     row = torch.clip((dy / place.scale + 2.4) / 2.4 * 6, 0, 5.99).long()
     pattern = tiles[torch.arange(canvas.n, device=canvas.device)[:, None, None], row, column]
     paint = canvas.row(COLOUR, "colour") * (setting.light * 0.75 + 0.25)
-    return paint * shade[..., None] * (0.55 + 0.6 * pattern[..., None])
+    return paint * shade[..., None] * (0.7 + 0.4 * pattern[..., None])
 
 
 def _shapes(canvas: Canvas, place: Place, dx: torch.Tensor, dy: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -1,27 +1,32 @@
-"""A tiled wall behind the object: squares of few colours make tiles of few kinds, which stand in random order.
+"""A wall of bricks behind the object: bricks of few shades make tiles of few kinds, which stand in random order.
 
-Which colours there are follows from no word and from nothing beside a square, only from the other squares, near and
-far, that have the same one; so a model that takes noise away has to look at just these.
+Which shades there are follows from no word and from nothing beside a brick, only from the other bricks, near and far,
+that have the same one; so a model that takes noise away has to look at just these.
 """
 
 from __future__ import annotations
 
 import torch
+from torch import tensor
 
 from demo.canvas import Canvas
 from demo.landscape import Setting
 
-COLOURS, KINDS = 6, 4  # in a picture: colours of squares, kinds of tiles
-SQUARES = 4  # a tile is SQUARES x SQUARES of them
+# One row for each stone: brick, sandstone, slate, granite, clay.
+STONE = tensor([[0.72, 0.30, 0.20], [0.85, 0.70, 0.45], [0.38, 0.46, 0.58], [0.66, 0.64, 0.62], [0.58, 0.42, 0.32]])
+SHADES, KINDS = 5, 4  # in a picture: shades of its stone, kinds of tiles
+DARKEST, LIGHTEST, TINT = 0.35, 1.3, 0.06  # of the stone's colour, and how far a shade may leave it
+SQUARES = 4  # a tile is SQUARES x SQUARES of them, a brick two beside each other, half a brick further every row
 TILES_ACROSS = 16  # in a whole picture: 8 px each in one of 128 px, so that a square is one token of level 0
-SHARE = 0.7  # of the pictures
+SHARE = 0.5  # of the pictures
 
 
 def paint(canvas: Canvas, setting: Setting) -> None:
     """Paint the wall on a finished background."""
     kinds = (KINDS * canvas.random(TILES_ACROSS, TILES_ACROSS)).long()
-    colours = 0.04 + 0.92 * canvas.random(COLOURS, 3)
-    squares = (COLOURS * canvas.random(KINDS, SQUARES, SQUARES)).long()
+    stone = STONE.to(canvas.device)[(len(STONE) * canvas.random()).long()][:, None]
+    shades = stone * (DARKEST + (LIGHTEST - DARKEST) * canvas.random(SHADES, 1)) + TINT * canvas.normal(SHADES, 3)
+    bricks = (SHADES * canvas.random(KINDS, SQUARES, SQUARES // 2 + 1)).long()
     tile = max(1, canvas.size // TILES_ACROSS)
     pixel = torch.arange(canvas.size, device=canvas.device)[None]
     whole = max(1, tile // SQUARES)  # pixels; squares that straddle tokens would be all detail and no colour
@@ -30,8 +35,8 @@ def paint(canvas: Canvas, setting: Setting) -> None:
     picture = torch.arange(canvas.n, device=canvas.device)[:, None, None]
     kind = kinds[picture, (row // tile % TILES_ACROSS)[:, :, None], (column // tile % TILES_ACROSS)[:, None, :]]
     inside_y, inside_x = (row % tile * SQUARES // tile)[:, :, None], (column % tile * SQUARES // tile)[:, None, :]
-    square = squares[picture, kind, inside_y, inside_x]
-    canvas.over(_mask(canvas), colours[picture, square] * setting.light)
+    shade = bricks[picture, kind, inside_y, (inside_x + inside_y % 2) // 2]
+    canvas.over(_mask(canvas), shades[picture, shade].clip(0, 1) * setting.light)
 
 
 def _mask(canvas: Canvas) -> torch.Tensor:

@@ -70,8 +70,8 @@ def test_a_wall_shows_a_few_colours_again_and_again():
     wall.paint(canvas, landscape.Setting(None, torch.ones(1, 1, 1, 3), None))
     colours = [torch.unique(picture.flatten(0, 1), dim=0) for picture in canvas.image]
     with_wall = [len(found) - 1 for found in colours if len(found) > 1]  # one colour is the bare canvas
-    assert len(with_wall) in range(8, 20)
-    assert all(2 < count <= wall.COLOURS for count in with_wall)
+    assert len(with_wall) in range(4, 17)
+    assert all(2 < count <= wall.SHADES for count in with_wall)
 
 
 @pytest.mark.slow
