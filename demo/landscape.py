@@ -47,7 +47,7 @@ def paint(canvas: Canvas) -> Setting:
 
 
 def _sky(canvas: Canvas) -> Setting:
-    horizon = canvas.uniform(0.50, 0.64)
+    horizon = canvas.uniform(0.54, 0.60)
     top = canvas.row(SKY_TOP, "sky") + canvas.jitter(0.025)
     haze = canvas.row(SKY_LOW, "sky") + canvas.jitter(0.025)
     height = torch.clip(canvas.y / horizon, 0, 1) ** canvas.uniform(0.8, 1.5)
@@ -73,9 +73,9 @@ def _cloud(canvas: Canvas, setting: Setting) -> None:
 
 def _body(canvas: Canvas, setting: Setting) -> None:
     u = canvas.uniform
-    setting.body_x = torch.where(canvas.has("body", LEFT), u(0.15, 0.38), u(0.62, 0.85))
+    setting.body_x = torch.where(canvas.has("body", LEFT), u(0.18, 0.28), u(0.72, 0.82))
     setting.body_colour = canvas.row(BODY, "sky")
-    body_y, radius = u(0.10, 0.30), u(0.055, 0.085)
+    body_y, radius = u(0.14, 0.24), u(0.065, 0.085)
     distance = torch.sqrt((canvas.x - setting.body_x) ** 2 + (canvas.y - body_y) ** 2)
     present = _body_present(canvas)
     canvas.over(present * 0.55 * torch.exp(-torch.clip(distance - radius, min=0) / 0.09), setting.body_colour)

@@ -44,9 +44,10 @@ def paint(canvas: Canvas, setting: Setting) -> None:
 
 
 def _place(canvas: Canvas) -> Place:
-    x, scale, y = canvas.uniform(0.28, 0.72), canvas.uniform(0.11, 0.16), canvas.uniform(0.74, 0.86)
+    """Beside the middle, away from sun or moon: a prompt says nearly where. A twin has room on the other side."""
     left, right = canvas.has("body", LEFT).float(), canvas.has("body", RIGHT).float()
-    return Place(x, y, scale, left - right + 0.4 * (1 - left - right))
+    x = 0.5 + 0.13 * (left - right) + canvas.uniform(-0.04, 0.04)
+    return Place(x, canvas.uniform(0.79, 0.84), canvas.uniform(0.13, 0.155), left - right + 0.4 * (1 - left - right))
 
 
 def _shadow(canvas: Canvas, place: Place, present: torch.Tensor, setting: Setting) -> None:

@@ -17,7 +17,8 @@ import torch  # noqa: E402
 
 from demo import attention  # noqa: E402
 from demo import model as scene_model  # noqa: E402
-from demo.training_loss import Batch, Scenes, held_out_loss, stratified_times, v_loss  # noqa: E402
+from demo import training_loss as losses  # noqa: E402
+from demo.training_loss import Batch, Scenes  # noqa: E402
 from demo.training_state import TrainingState  # noqa: E402
 
 FOLDER = Path(__file__).resolve().parent.parent / "demo-output"
@@ -51,10 +52,10 @@ def parser() -> argparse.ArgumentParser:
     add("--device", default="cpu", help="cpu (default), cuda, ...")
     add("--batch", type=int, default=4, help="pictures a step; twice as many at first, and four times as many "
         "quarter-size parts for a transformer (default 4; a GPU takes 64)")
-    add("--learning-rate", type=positive, default=1e-3, help="highest learning rate (default 0.001)")
-    add("--coarse", type=float, default=0.25, help="share of the time spent on half-size pictures first (default 0.25)")
-    add("--crops", type=float, default=0.4, help="share of the time spent on parts of full pictures after that, cheap "
-        "to look things up in: half-size ones, quarter-size ones for a transformer (default 0.4)")
+    add("--learning-rate", type=positive, default=3e-3, help="highest learning rate (default 0.003)")
+    add("--coarse", type=float, default=0.4, help="share of the time spent on half-size pictures first (default 0.4)")
+    add("--crops", type=float, default=0.25, help="share of the time spent on parts of full pictures after that, cheap "
+        "to look things up in: half-size ones, quarter-size ones for a transformer (default 0.25)")
     add("--seed", type=int, default=0, help="seed of the scenes and of the noise")
     return made
 
@@ -65,16 +66,18 @@ def learning_rate(highest: float, step: int, progress: float, coarse: float) -> 
     return highest * min(1.0, (step + 1) / 40) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, fine))))
 
 
-def train_step(state: TrainingState, batch: Batch, seed: int) -> float:
-    """One step on a batch; gives its loss. Noise and times depend on `seed` and the step alone."""
+def train_step(state: TrainingState, batch: Batch, seed: int, composition: bool = False) -> float:
+    """One step on a batch; gives its loss. Noise and times depend on `seed` and the step alone.
+
+    composition: learn above all where things stand, as half-size pictures can teach it and no detail of full ones.
+    """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + state.step)
-    times = stratified_times(len(batch.pictures), generator)
-    loss = v_loss(state.model, batch, times, generator)
+    draw, loss_of = ((losses.noisy_times, losses.composition_loss) if composition
+                     else (losses.stratified_times, losses.v_loss))
+    loss = loss_of(state.model, batch, draw(len(batch.pictures), generator), generator)
     loss.backward()
     torch.nn.utils.clip_grad_norm_(state.model.parameters(), 1.0)
-    state.optimizer.step()
-    state.optimizer.zero_grad(set_to_none=True)
-    state.step += 1
+    state.descend()
     state.update_average(AVERAGE)
     return loss.item()
 
@@ -109,9 +112,8 @@ def _phase(state: TrainingState, options: argparse.Namespace, until: float, scen
     before = time.monotonic()
     while True:
         rate = learning_rate(options.learning_rate, state.step, state.seconds / total, options.coarse)
-        for group in state.optimizer.param_groups:
-            group["lr"] = rate
-        loss = train_step(state, scenes[state.step], options.seed)
+        state.set_learning_rate(rate)
+        loss = train_step(state, scenes[state.step], options.seed, scenes.size < 2 * state.model.side)
         attention.hold_sharp(state.model, sharp)
         mean = loss if mean is None else 0.95 * mean + 0.05 * loss
         now = time.monotonic()
@@ -158,6 +160,8 @@ def prepared(options: argparse.Namespace) -> TrainingState:
                          "or give another --state")
     if options.keep_heads and not options.start and not resume:
         raise ValueError("--keep-heads is about the heads of --start; give --start FILE, or leave it out")
+    if not hasattr(torch.optim, "Muon"):
+        raise ValueError(f"training takes the optimizer Muon; torch {torch.__version__} has none, install 2.9 or newer")
     torch.manual_seed(options.seed)
     model = scene_model.make(scene_model.LAYOUTS[options.layout])
     if options.start:
@@ -198,7 +202,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("stopped; the same command goes on from here", file=sys.stderr)
         return 130
     published = scene_model.load(options.output)
-    print(f"held-out loss {held_out_loss(published):.4f}")
+    print(f"held-out loss {losses.held_out_loss(published):.4f}")
     if attention.level_0(published):
         print(attention.gates(published))
     return 0

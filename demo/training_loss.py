@@ -11,6 +11,7 @@ from demo.model import SceneModel, encode
 from demo.prompt import NULL_TOKEN, OFFSETS
 from demo.scenes import draw_attributes, render
 
+MEAN_BANDS = 3  # of the Haar latent's channels: the half-size picture; the others are what it lacks
 NO_PROMPT = 0.1  # share of pictures trained without a prompt, for classifier-free guidance
 HELD_OUT_TIMES = (150, 450, 750, 950)
 HELD_OUT_SEED = 2**40  # training's seeds are small
@@ -62,12 +63,20 @@ class Scenes:
 
 def stratified_times(n: int, generator: torch.Generator) -> torch.Tensor:
     """`n` time steps in 0..999, one in each n-th of the range: evens the loss out between steps."""
-    spread = torch.rand(1, generator=generator) + torch.arange(n) / n
-    return (spread % 1 * 1000).long()
+    return (_stratified(n, generator) * 1000).long()
 
 
-def v_loss(model: SceneModel, batch: Batch, times: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Scalar loss of a batch noised at `times` [n], noise from `generator` (on the CPU)."""
+def noisy_times(n: int, generator: torch.Generator) -> torch.Tensor:
+    """The same, but the more often the noisier: there it is decided where things stand."""
+    return (_stratified(n, generator).sqrt() * 1000).long().clamp(max=999)
+
+
+def _stratified(n: int, generator: torch.Generator) -> torch.Tensor:
+    return (torch.rand(1, generator=generator) + torch.arange(n) / n) % 1
+
+
+def squared_errors(model: SceneModel, batch: Batch, times: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Of the v-prediction for a batch noised at `times` [n], [n, 12, h, w]; noise from `generator` (on the CPU)."""
     latents = encode(batch.pictures, model.haar_gain)
     noise, times = torch.randn(latents.shape, generator=generator).to(latents), times.to(latents.device)
     scheduler = DDPMScheduler(**model.scheduler)
@@ -75,7 +84,20 @@ def v_loss(model: SceneModel, batch: Batch, times: torch.Tensor, generator: torc
     # A step in bfloat16 takes 1.6 to 1.9 times as long on a CPU that has instructions for it but no tiles (AMX).
     with torch.autocast(latents.device.type, torch.bfloat16, enabled=latents.device.type != "cpu"):
         prediction = model(noisy, times, batch.tokens, batch.sizes)
-    return (prediction.float() - target).pow(2).mean()
+    return (prediction.float() - target).pow(2)
+
+
+def v_loss(model: SceneModel, batch: Batch, times: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Scalar mean of the squared errors."""
+    return squared_errors(model, batch, times, generator).mean()
+
+
+def composition_loss(model: SceneModel, batch: Batch, times: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """The same, with the mean bands' errors five times as much as the details', as `encode` blew these up."""
+    errors = squared_errors(model, batch, times, generator)
+    weights = torch.ones(errors.shape[1], device=errors.device)
+    weights[:MEAN_BANDS] = model.haar_gain
+    return (errors.mean((0, 2, 3)) * weights).sum() / weights.sum()
 
 
 @torch.no_grad()

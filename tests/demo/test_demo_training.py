@@ -8,9 +8,11 @@ import torch
 from demo import attention, train
 from demo.model import LAYOUTS, load, make, save
 from demo.prompt import NULL_TOKEN
-from demo.training_loss import Scenes, stratified_times
+from demo.training_loss import MEAN_BANDS, Scenes, composition_loss, noisy_times, squared_errors, stratified_times
 from demo.training_state import TrainingState
 from tests import tiny_scenes
+
+pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="training takes torch 2.9's Muon")
 
 
 def fresh(layout="sd", seed=0):
@@ -81,6 +83,30 @@ def test_every_step_has_scenes_of_its_own_that_can_be_made_again():
 def test_times_cover_the_whole_range_evenly():
     times = stratified_times(10, torch.Generator().manual_seed(0))
     assert sorted(times.div(100, rounding_mode="floor").tolist()) == list(range(10))
+
+
+def test_noisy_times_are_as_many_below_half_as_make_a_quarter():
+    times = noisy_times(1000, torch.Generator().manual_seed(0))
+    assert 0 <= times.min() < 50 and 950 < times.max() < 1000
+    assert (times < 500).float().mean() == pytest.approx(0.25, abs=0.01)
+
+
+def test_composition_counts_a_mean_bands_error_five_times_as_much_as_a_details():
+    made = tiny_scenes.make()
+    batch, times = Scenes(0, 2, 32)[0], torch.tensor([100, 900])
+    errors = squared_errors(made, batch, times, torch.Generator().manual_seed(0)).mean((0, 2, 3))
+    wanted = (5 * errors[:MEAN_BANDS].sum() + errors[MEAN_BANDS:].sum()) / (5 * 3 + 9)
+    found = composition_loss(made, batch, times, torch.Generator().manual_seed(0))
+    torch.testing.assert_close(found, wanted)
+
+
+def test_a_step_moves_every_matrix_whichever_optimizer_it_has():
+    state = fresh()
+    before = {name: value.clone() for name, value in state.model.state_dict().items()}
+    advance(state, 2)
+    moved = {name: not torch.equal(value, before[name]) for name, value in state.model.state_dict().items()}
+    assert all(moved.values()), [name for name, did in moved.items() if not did]
+    assert all(flat.data_ptr() == matrix.data_ptr() for flat, matrix in zip(state.flat, state.matrices, strict=True))
 
 
 def test_the_learning_rate_warms_up_stays_and_falls():
