@@ -30,28 +30,32 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 every_preset = pytest.mark.parametrize("name", PRESETS)
 
 
-@pytest.fixture(name="words", scope="module")
-def words_folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("words")
-
-
-@pytest.fixture(name="build")
-def pipeline_builder(words) -> Callable[..., Any]:
-    """Makes a pipeline, its weights always the same."""
-
-    def make(kind: str = "sd15") -> Any:
-        pipe = KINDS[kind](words)
-        pipe.scheduler = diffusers.EulerDiscreteScheduler.from_config(pipe.scheduler.config)
-        pipe.set_progress_bar_config(disable=True)
-        return pipe
-
-    return make
+def make(words: Path, kind: str = "sd15") -> Any:
+    """A pipeline, its weights always the same."""
+    pipe = KINDS[kind](words)
+    pipe.scheduler = diffusers.EulerDiscreteScheduler.from_config(pipe.scheduler.config)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
 
 
 def draw(pipe: Any, seed: int = 0, **more: Any) -> torch.Tensor:
     """The finished latent, which is quicker to have than the picture."""
     call = {"prompt": "a b", "timesteps": TIMES, "guidance_scale": 3.0, "output_type": "latent"}
     return pipe(**{**call, **more}, generator=torch.Generator().manual_seed(seed)).images
+
+
+def latents(pipe: Any, after: int, change: Callable[[], Any], **more: Any) -> list[torch.Tensor]:
+    """After each step of a picture, in which something is changed after so many of them."""
+    seen = []
+
+    def look(_pipe: Any, step: int, _time: Any, held: dict[str, Any]) -> dict[str, Any]:
+        seen.append(held["latents"])
+        if step + 1 == after:
+            change()
+        return held
+
+    draw(pipe, **more, callback_on_step_end=look)
+    return seen
 
 
 def merged_alone(pipe: Any, name: str | MergeConfig = "balanced", **more: Any) -> torch.Tensor:
@@ -95,15 +99,10 @@ def write_adapter(pipe: Any, folder: Path, name: str) -> None:
     pipe.save_lora_weights(folder, layers, weight_name=f"{name}.safetensors")
 
 
-@pytest.fixture(name="load")
-def adapter_loader(build, tmp_path) -> Callable[..., None]:
-    """Loads adapters into a pipeline, as its users do; the last one named is in force."""
-
-    def into(pipe: Any, *names: str) -> None:
-        for name in names:
-            file = f"{name}.safetensors"
-            if not (tmp_path / file).exists():
-                write_adapter(build("sdxl" if "XL" in type(pipe).__name__ else "sd15"), tmp_path, name)
-            pipe.load_lora_weights(tmp_path, weight_name=file, adapter_name=name)
-
-    return into
+def load(words: Path, folder: Path, pipe: Any, *names: str) -> None:
+    """Adapters from the folder into the pipeline, as its users do; the last one named is in force."""
+    for name in names:
+        file = f"{name}.safetensors"
+        if not (folder / file).exists():
+            write_adapter(make(words, "sdxl" if "XL" in type(pipe).__name__ else "sd15"), folder, name)
+        pipe.load_lora_weights(folder, weight_name=file, adapter_name=name)

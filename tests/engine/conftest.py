@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -12,3 +16,24 @@ def fresh_compiler():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("words")
+
+
+@pytest.fixture
+def build(words) -> Callable:
+    """Makes pipelines of diffusers: `tests.pipelines.make`, which is imported where it is wanted."""
+    from tests import pipelines
+
+    return partial(pipelines.make, words)
+
+
+@pytest.fixture
+def load(words, tmp_path) -> Callable:
+    """Loads adapters into a pipeline: `tests.pipelines.load`."""
+    from tests import pipelines
+
+    return partial(pipelines.load, words, tmp_path)

@@ -12,17 +12,7 @@ from diffusers.models.attention_processor import AttnProcessor2_0
 
 import tome_core
 from tests.pipeline_uses import USES
-from tests.pipelines import (
-    TIMES,
-    TOKENS,
-    adapter_loader,  # noqa: F401
-    assert_merged,
-    differ,
-    draw,
-    merged_alone,
-    pipeline_builder,  # noqa: F401
-    words_folder,  # noqa: F401
-)
+from tests.pipelines import TIMES, TOKENS, assert_merged, differ, draw, latents, merged_alone
 from tests.traces import traces
 
 SWAP_AFTER = 1  # steps of `TIMES`: in the middle of what a preset keeps a match for
@@ -88,33 +78,22 @@ def test_an_image_prompt_may_come_and_go_while_a_patch_is_on(build, load):
 
 
 def test_a_lora_swapped_within_a_picture_acts_from_there_on_and_no_further(build, load):
-    def latents(pipe: Any, swapped_to: str | None) -> list[torch.Tensor]:
-        """After each step; the adapter is put back afterwards."""
-        seen = []
-
-        def swap(_pipe: Any, step: int, _time: Any, held: dict[str, Any]) -> dict[str, Any]:
-            seen.append(held["latents"])
-            if step + 1 == SWAP_AFTER and swapped_to:
-                pipe.set_adapters(swapped_to)
-            return held
-
-        draw(pipe, callback_on_step_end=swap)
+    def drawn(pipe: Any, swapped_to: str) -> list[torch.Tensor]:
         pipe.set_adapters("one")
-        return seen
+        return latents(pipe, SWAP_AFTER, lambda: pipe.set_adapters(swapped_to))
 
     pipe, other = build(), build()
     for each in (pipe, other):
         load(each, "one", "two")
-        each.set_adapters("one")
     handle = tome_core.patch(pipe)
-    one, swapped, one_again = (latents(pipe, name) for name in (None, "two", None))
+    one, swapped, one_again = (drawn(pipe, name) for name in ("one", "two", "one"))
     same = [torch.equal(*pair) for pair in zip(one, swapped, strict=True)]
     assert same == [number < SWAP_AFTER for number in range(len(TIMES))]
     assert all(map(torch.equal, one, one_again))
     assert_merged(handle)
     with tome_core.patch(other):
-        assert torch.equal(latents(other, "two")[-1], swapped[-1]), "whatever was drawn before"
-    assert not torch.equal(latents(other, "two")[-1], swapped[-1])
+        assert torch.equal(drawn(other, "two")[-1], swapped[-1]), "whatever was drawn before"
+    assert not torch.equal(drawn(other, "two")[-1], swapped[-1])
 
 
 # --- regional prompts ------------------------------------------------------------------------------------------------

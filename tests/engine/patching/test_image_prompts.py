@@ -15,18 +15,7 @@ import torch
 
 import tome_core
 from tests.image_prompts import load_image_prompts
-from tests.pipelines import (
-    IMAGE_TIMES,
-    TIMES,
-    an_image,
-    assert_merged,
-    differ,
-    draw,
-    every_kind,
-    merged_alone,
-    pipeline_builder,  # noqa: F401
-    words_folder,  # noqa: F401
-)
+from tests.pipelines import IMAGE_TIMES, TIMES, an_image, assert_merged, differ, draw, every_kind, latents, merged_alone
 from tests.thoroughness import some_quick
 from tome_core import preset
 
@@ -94,22 +83,13 @@ def test_a_scale_that_changes_within_a_picture_acts_from_there_on_and_no_further
     pipe, change_after = build(kind), 2
     call = load_image_prompts(pipe)
 
-    def latents(changed_to: float | None) -> list[torch.Tensor]:
-        seen = []
-
-        def change(_pipe: Any, step: int, _time: Any, held: dict[str, Any]) -> dict[str, Any]:
-            seen.append(held["latents"])
-            if step + 1 == change_after and changed_to is not None:
-                pipe.set_ip_adapter_scale(changed_to)
-            return held
-
+    def drawn(changed_to: float) -> list[torch.Tensor]:
         pipe.set_ip_adapter_scale(1.0)
-        draw(pipe, **call, callback_on_step_end=change)
-        return seen
+        return latents(pipe, change_after, lambda: pipe.set_ip_adapter_scale(changed_to), **call)
 
-    plain = latents(None)
+    plain = drawn(1.0)
     with tome_core.patch(pipe) as handle:
-        all_along, ended, again = latents(None), latents(0.0), latents(None)
+        all_along, ended, again = drawn(1.0), drawn(0.0), drawn(1.0)
         assert_merged(handle)
     same = [torch.equal(*pair) for pair in zip(all_along, ended, strict=True)]
     assert same == [number < change_after for number in range(len(TIMES))]

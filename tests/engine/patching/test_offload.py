@@ -30,23 +30,14 @@ def test_offloading_and_merging_come_and_go_in_any_order(case, offload, patch_fi
     model = case.build()
     vanilla = call_case(case, model)
     merged = call_case(case, tome_core.apply_patch(case.build(), merge_mlp=True))
-    if patch_first:
-        tome_core.apply_patch(model, merge_mlp=True)
-        offload(find_unet(model))
-    else:
-        offload(find_unet(model))
-        tome_core.apply_patch(model, merge_mlp=True)
+    for is_patch in (patch_first, not patch_first):
+        tome_core.apply_patch(model, merge_mlp=True) if is_patch else offload(find_unet(model))
     for _ in range(2):
         assert torch.equal(call_case(case, model), merged)
     assert tome_core.report(model).merged_anything
-    if unpatch_first:
-        tome_core.remove_patch(model)
-        assert torch.equal(call_case(case, model), vanilla)
-        remove_hook_from_module(find_unet(model), recurse=True)
-    else:
-        remove_hook_from_module(find_unet(model), recurse=True)
-        tome_core.remove_patch(model)
-    assert torch.equal(call_case(case, model), vanilla)
+    for is_patch in (unpatch_first, not unpatch_first):
+        tome_core.remove_patch(model) if is_patch else remove_hook_from_module(find_unet(model), recurse=True)
+        assert torch.equal(call_case(case, model), vanilla if is_patch or unpatch_first else merged)
 
 
 @pytest.mark.parametrize("patch_first", [True, False])

@@ -19,21 +19,9 @@ import pytest
 import torch
 
 import tome_core
+from tests import pipelines
 from tests.pipeline_uses import USES
-from tests.pipelines import (
-    IMAGE_TIMES,
-    adapter_loader,  # noqa: F401
-    an_image,
-    assert_merged,
-    differ,
-    draw,
-    every_kind,
-    every_preset,
-    keeps_nothing,
-    merged_alone,
-    pipeline_builder,  # noqa: F401
-    words_folder,  # noqa: F401
-)
+from tests.pipelines import IMAGE_TIMES, an_image, assert_merged, differ, draw, every_kind, every_preset, merged_alone
 from tests.threads import at_once
 from tests.traces import traces
 
@@ -88,7 +76,7 @@ def test_pipelines_that_share_a_unet_share_the_patch(build, kind: str):
     """But for matches, which serve the steps of the pipeline that was patched."""
     text, (image, call) = (pipe := build(kind)), image_to_image(pipe)
     plain = draw(text), draw(image, **call)
-    alone = merged_alone(text), merged_alone(image, keeps_nothing(image), **call)
+    alone = merged_alone(text), merged_alone(image, pipelines.keeps_nothing(image), **call)
     tome_core.patch(text)
     for _ in range(2):
         assert torch.equal(draw(text), alone[0]) and torch.equal(draw(image, **call), alone[1])
@@ -108,7 +96,7 @@ def test_pipelines_that_share_a_unet_may_draw_at_once(build, kind: str):
     for name in ("tokenizer", "tokenizer_2"):  # how it pads is a tokenizer's state: two threads cannot share one
         if getattr(image, name, None) is not None:
             setattr(image, name, copy.deepcopy(getattr(image, name)))
-    alone = merged_alone(text), merged_alone(image, keeps_nothing(image), **call)
+    alone = merged_alone(text), merged_alone(image, pipelines.keeps_nothing(image), **call)
     handle = tome_core.patch(text)
     both = at_once(partial(several, 3, text), partial(several, 3, image, **call))
     for expected, pictures in zip(alone, both, strict=True):

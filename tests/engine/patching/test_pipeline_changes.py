@@ -13,17 +13,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 import tome_core
-from tests.pipelines import (
-    adapter_loader,  # noqa: F401
-    assert_merged,
-    differ,
-    draw,
-    every_kind,
-    every_preset,
-    merged_alone,
-    pipeline_builder,  # noqa: F401
-    words_folder,  # noqa: F401
-)
+from tests.pipelines import assert_merged, differ, draw, every_kind, every_preset, merged_alone
 from tests.traces import traces
 from tome_core import preset
 from tome_core.settings.phases import plain_rules
@@ -92,15 +82,11 @@ def test_offloading_does_not_cost_the_patch(build, kind: str, offload: str, patc
     pytest.importorskip("accelerate", reason="offloading is accelerate's")
     pipe = build(kind)
     plain, merged = draw(pipe), merged_alone(pipe)
-    if patch_first:
-        handle = tome_core.patch(pipe)
-        OFFLOADS[offload](pipe)
-    else:
-        OFFLOADS[offload](pipe)
-        handle = tome_core.patch(pipe)
+    for is_patch in (patch_first, not patch_first):
+        tome_core.patch(pipe) if is_patch else OFFLOADS[offload](pipe)
     for _ in range(2):
         assert torch.equal(draw(pipe), merged)
-    assert_merged(handle)
+    assert_merged(tome_core.patching.handle_in_force(pipe.unet))
     tome_core.remove_patch(pipe)
     assert torch.equal(draw(pipe), plain)
     pipe.remove_all_hooks()
@@ -181,40 +167,28 @@ def test_a_lora_may_be_fused_and_unfused_while_a_patch_is_on(build, load):
 # --- the compiler ----------------------------------------------------------------------------------------------------
 
 
+def _whole(pipe: Any, backend: Any) -> None:
+    pipe.unet = torch.compile(pipe.unet, backend=backend, fullgraph=True)
+
+
+def _by_blocks(pipe: Any, backend: Any) -> None:
+    if not hasattr(pipe.unet, "compile_repeated_blocks"):
+        pytest.skip(f"diffusers {diffusers.__version__} has no compile_repeated_blocks")
+    pipe.unet.compile_repeated_blocks(backend=backend, fullgraph=True)
+
+
 @pytest.mark.slow
 @every_preset
 @pytest.mark.parametrize("patch_first", [True, False])
-def test_a_compiled_unet_has_a_graph_for_each_phase(build, name: str, patch_first: bool):
+@pytest.mark.parametrize("compiles, levels", [(_whole, 1), (_by_blocks, 2)])
+def test_what_is_compiled_has_a_graph_for_each_phase(build, name: str, patch_first: bool, compiles: Any, levels: int):
     pipe, backend = build(), CompileCounter()
     plain, merged = draw(pipe), merged_alone(build(), name)
-    if patch_first:
-        handle = tome_core.patch(pipe, name)
-    pipe.unet = torch.compile(pipe.unet, backend=backend, fullgraph=True)
-    if not patch_first:
-        handle = tome_core.patch(pipe, name)
+    for is_patch in (patch_first, not patch_first):
+        tome_core.patch(pipe, name) if is_patch else compiles(pipe, backend)
     for _ in range(2):
         assert torch.equal(draw(pipe), merged)
     phases = {rule.effective_ratio for rule in plain_rules(preset(name), [1])}
-    assert backend.frame_count <= len(phases) and handle.report().merged_anything
-    tome_core.remove_patch(pipe)
-    assert torch.equal(draw(pipe), plain)
-
-
-@pytest.mark.slow
-@every_preset
-@pytest.mark.parametrize("patch_first", [True, False])
-def test_compiled_blocks_share_a_graph_for_each_phase(build, name: str, patch_first: bool):
-    pipe, backend = build(), CompileCounter()
-    if not hasattr(pipe.unet, "compile_repeated_blocks"):
-        pytest.skip(f"diffusers {diffusers.__version__} has no compile_repeated_blocks")
-    plain, merged = draw(pipe), merged_alone(build(), name)
-    if patch_first:
-        handle = tome_core.patch(pipe, name)
-    pipe.unet.compile_repeated_blocks(backend=backend, fullgraph=True)
-    if not patch_first:
-        handle = tome_core.patch(pipe, name)
-    for _ in range(2):
-        assert torch.equal(draw(pipe), merged)
-    assert backend.frame_count <= 4 and handle.report().merged_anything  # two levels, two phases each
+    assert backend.frame_count <= levels * len(phases) and tome_core.report(pipe).merged_anything
     tome_core.remove_patch(pipe)
     assert torch.equal(draw(pipe), plain)
