@@ -2,7 +2,8 @@
 
 The numbers are tomesd's list. 01, 09, 10 and 14 (keywords, equal calls, the global generator, pickles) are laws of
 every family, test_patch_contract.py; 08, masks, is test_stepping_aside.py; 11, gradients under checkpointing, is
-test_gradients.py.
+test_gradients.py; 12 and 13, compilers, are test_compile.py; 15, 16 and 19, odd grids, refusals and settings that reach
+nothing, are test_families.py.
 """
 
 from __future__ import annotations
@@ -11,19 +12,18 @@ import logging
 
 import pytest
 import torch
-from diffusers import AuraFlowTransformer2DModel
 from diffusers.models.attention import BasicTransformerBlock
 from torch import nn
 
 import tome_core
-from tests.models import TEXT, call_gligen, call_unet, four_levels, gligen, inputs, merge_with_self, sd15, sdxl, seeded
-from tome_core import MergeConfig, UnsupportedModelError
+from tests.models import TEXT, call_gligen, call_unet, gligen, inputs, merge_with_self, sd15, seeded
+from tome_core import MergeConfig
 
 
-def run(model, height=16, width=16, batch=2, timestep=10):
-    x, text = inputs(4, batch, height, width)
+def run(model, batch=2):
+    x, text = inputs(4, batch, 16, 16)
     with torch.no_grad():
-        return call_unet(model, x, timestep, text)
+        return call_unet(model, x, 10, text)
 
 
 class OneBlock(nn.Module):
@@ -147,44 +147,6 @@ def test_07_chunked_feed_forward_stays_chunked(merge_mlp: bool):
         assert "mlp: the tokens are not the picture's grid" in tome_core.report(model).levels[0].reasons
 
 
-@pytest.mark.slow
-def test_12_and_13_compiled_models_are_patched_and_patched_ones_compiled():
-    vanilla = run(sd15())
-    patched = tome_core.apply_patch(sd15())
-    expected = run(patched)
-    for model in (
-        torch.compile(patched, backend="eager", fullgraph=True),
-        tome_core.apply_patch(torch.compile(sd15(), backend="eager", fullgraph=True)),
-    ):
-        assert torch.equal(run(model), expected)
-        tome_core.remove_patch(model)
-        assert torch.equal(run(model), vanilla)
-
-
-@pytest.mark.parametrize("height, width", [(1, 16), (16, 1), (1, 1), (2, 2), (3, 5)])
-@pytest.mark.parametrize("cell", [2, 4, 8])
-def test_15_a_grid_of_one_row_or_smaller_than_a_cell_works(height: int, width: int, cell: int):
-    vanilla = run(sd15(), height, width)
-    model = tome_core.apply_patch(sd15(), max_downsample=8, sx=cell, sy=cell, merge_mlp=True)
-    merged = run(model, height, width)
-    assert merged.shape == vanilla.shape and merged.isfinite().all()
-    assert torch.equal(merged, vanilla) == (height * width == 1)
-
-
-@pytest.mark.parametrize("height, width", [(33, 97), (65, 63), (32, 159), (35, 33)])
-def test_16_the_grid_is_exact_at_every_level_of_an_odd_latent(height: int, width: int):
-    """tomesd works it out from the number of tokens, and fails at 104 of 16,384 sizes at /8."""
-    model = tome_core.apply_patch(four_levels(), max_downsample=8, sx=4, sy=4)
-    assert run(model, height, width, batch=1).isfinite().all()
-    report = tome_core.report(model)
-    assert all(level.calls_merged == level.blocks for level in report.levels)
-    rows, columns, tokens = height, width, []
-    for _ in report.levels:
-        tokens.append(rows * columns)
-        rows, columns = -(-rows // 2), -(-columns // 2)
-    assert [level.tokens[0][0] for level in report.levels] == tokens
-
-
 @pytest.mark.parametrize("ratio", [0.75, 0.9, 1.0])
 def test_17_a_ratio_over_the_cap_is_clamped_and_said(ratio: float, caplog):
     model = tome_core.apply_patch(sd15(), ratio=ratio)
@@ -198,26 +160,6 @@ def test_17_a_ratio_over_the_cap_is_clamped_and_said(ratio: float, caplog):
 def test_18_destinations_are_random_at_every_batch(batch: int):
     pictures = [run(tome_core.apply_patch(sd15(), use_rand=rand, seed=5), batch=batch) for rand in (True, False)]
     assert not torch.equal(*pictures)
-
-
-def test_19_a_model_without_such_blocks_is_refused_with_what_was_found():
-    settings = {"num_mmdit_layers": 2, "num_single_dit_layers": 1, "num_attention_heads": 2, "attention_head_dim": 8}
-    sizes = {"sample_size": 8, "joint_attention_dim": 16, "caption_projection_dim": 16, "pos_embed_max_size": 64}
-    with torch.random.fork_rng(devices=[]):
-        model = AuraFlowTransformer2DModel(**settings, **sizes)
-    with pytest.raises(UnsupportedModelError, match=r"BasicTransformerBlock.*found .*2 AuraFlowJointTransformerBlock"):
-        tome_core.apply_patch(model)
-    assert issubclass(UnsupportedModelError, ValueError)
-    assert tome_core.remove_patch(model) is model and not tome_core.report(model).patched
-
-
-def test_19_a_setting_that_reaches_nothing_is_said_once(caplog):
-    """SDXL has no attention at the latent's own size, where tomesd looks for it by default."""
-    with caplog.at_level(logging.WARNING):
-        model = tome_core.apply_patch(sdxl(), max_downsample=1)
-    assert len(caplog.records) == 1 and "/2, /4" in caplog.text
-    report = tome_core.report(model)
-    assert not any(level.covered for level in report.levels) and "nothing will merge" in str(report)
 
 
 def test_20_nothing_is_said_about_unexpected_arguments(caplog, recwarn):
