@@ -18,6 +18,12 @@ def of_size(height, batch=2, merged=1.0):
     return GAIN._replace(case=GAIN.case._replace(height=height, batch=batch), merged=merged)
 
 
+def kept_in(path):
+    known = Gains()
+    known.load(path)
+    return known
+
+
 def test_a_gain_says_itself_in_one_line():
     assert GAIN.line == "768x512: about 31 % faster"
     assert str(GAIN) == "1.31 times the unmerged speed (96x64, batch 2, float16, card)"
@@ -67,35 +73,27 @@ def test_a_batch_takes_the_measurement_that_is_nearest():
 
 
 def test_the_latest_measurement_of_a_case_counts(tmp_path):
-    known = Gains()
-    known.load(tmp_path / "gains.json")
+    known = kept_in(tmp_path / "gains.json")
     for merged in (1.0, 2.0):
         known.remember(of_size(64, merged=merged))
-    again = Gains()
-    again.load(tmp_path / "gains.json")
-    assert [one.merged for one in known.of(ABOUT)] == [one.merged for one in again.of(ABOUT)] == [2.0]
+    for one in (known, kept_in(tmp_path / "gains.json")):
+        assert [gain.merged for gain in one.of(ABOUT)] == [2.0]
 
 
 def test_another_process_knows_what_was_measured(tmp_path):
     path = tmp_path / "folder" / "gains.json"
-    first, second = Gains(), Gains()
-    first.load(path)
+    first = kept_in(path)
     assert not path.parent.exists(), "nothing is made before there is something to keep"
     first.remember(GAIN)
-    second.load(path)
-    assert second.of(ABOUT) == (GAIN,)
+    assert kept_in(path).of(ABOUT) == (GAIN,)
 
 
 def test_two_processes_that_write_keep_what_the_other_wrote(tmp_path):
     path = tmp_path / "gains.json"
-    both = Gains(), Gains()
-    for known in both:
-        known.load(path)
-    both[0].remember(of_size(1))
-    both[1].remember(of_size(2))
-    again = Gains()
-    again.load(path)
-    assert {one.case.height for one in again.of(ABOUT)} == {1, 2}
+    both = kept_in(path), kept_in(path)
+    for number, known in enumerate(both, 1):
+        known.remember(of_size(number))
+    assert {one.case.height for one in kept_in(path).of(ABOUT)} == {1, 2}
 
 
 @pytest.mark.parametrize(
@@ -113,9 +111,7 @@ def test_a_broken_file_is_told_once_and_costs_nothing_but_itself(tmp_path, caplo
     assert len(caplog.records) == 1 and str(path) in caplog.text
     assert [one.case.height for one in known.of(ABOUT)] == [1]
     known.remember(GAIN)
-    again = Gains()
-    again.load(path)
-    assert again.of(ABOUT) == (GAIN,)
+    assert kept_in(path).of(ABOUT) == (GAIN,)
 
 
 def test_where_nothing_can_be_written_the_process_knows_it_and_says_so_once(tmp_path, caplog):
@@ -132,8 +128,7 @@ def test_where_nothing_can_be_written_the_process_knows_it_and_says_so_once(tmp_
 
 def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "gains.json"
-    known = Gains()
-    known.load(path)
+    known = kept_in(path)
     known.remember(of_size(1))
     before = path.read_bytes()
 
@@ -147,8 +142,7 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
 
 def test_a_file_does_not_grow_for_ever(tmp_path):
     path = tmp_path / "gains.json"
-    known = Gains()
-    known.load(path)
+    known = kept_in(path)
     for height in range(1, 300):
         known.remember(of_size(height))
     kept = json.loads(path.read_text())["gains"]
