@@ -1,8 +1,7 @@
 """Attention over a sequence whose picture's keys and values are merged: from q, k and v alone, by anybody's function.
 
-What a UNet's attention does between its projections (`core`) on tensors that are there already. Heads are never
-widened: transformers' are 64 or 128 wide, beyond which flash kernels run a wider class. A function that takes no bias
-is not asked, and torch's own answers: with a sixteenth of the keys that costs less than the function would with all.
+Heads are never widened: transformers' are 64 or 128 wide, beyond which flash kernels run a wider class. A function that
+takes no bias is not asked, and torch's own answers: with a sixteenth of the keys that costs less than its own with all.
 What is made on the way is made for some heads, or some tokens, at a time, so that a film's tokens fit where they did.
 """
 
@@ -68,8 +67,7 @@ def correction_of(
 def pick_asked_in(layout: Layout, tokens: int, width: int, device: torch.device) -> tuple[torch.Tensor]:
     """Which of a sequence's tokens are answered exactly: int64 ``[n]``, of the picture and, a quarter as many, others.
 
-    What a correction makes of a text's queries was .036 of their answers on random models, of .14 before it, with the
-    picture's alone; text is asked too because a trained model's queries for it may be of another kind.
+    Text is asked too because a trained model's queries for it may be of another kind than the picture's.
     """
     (places,) = pick_asked(layout.grid, width, device)
     last, beside = layout.first + tokens_in(layout), tokens - tokens_in(layout)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Hashable
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +32,6 @@ UNPROVEN = (
     "transformers' strengths and presets were chosen on one small transformer of Flux's layout; nobody has measured "
     "what they change in this model, so look at your pictures"
 )
-_told = False
 
 
 class Asked(NamedTuple):
@@ -110,8 +109,10 @@ class SequenceMerging(Handle):
         found, queries = _attended(asked, merging, plans)
         after = queries, plans.plan.num_groups
         self.run.ledger.merge(call, 0, "attn", (batch, tokens, tokens), after, found.way if merging.sized else "")
-        if self.run.maps is not None:
-            self._keep_map(layout, plans.plan)
+        if self.run.maps is not None:  # of a film its first frame's
+            grid = Grid(layout.grid.height // layout.grid.frames, layout.grid.width)
+            group = plans.plan.group[:, layout.first : layout.first + grid.height * grid.width]
+            self.run.keep_map(0, grid, MergePlan(group, plans.plan.num_groups))
         return found.out
 
     def _merging(self, call: Call, asked: Asked) -> Merging | str:
@@ -145,12 +146,6 @@ class SequenceMerging(Handle):
         draw = Draw(rule.seed, 0, stamp_of(call.stamp, q)) if rule.use_rand else None
         return Plans(match(k, v, asked.layout, rule, draw, old and old.plan))
 
-    def _keep_map(self, layout: Layout, plan: MergePlan) -> None:
-        """Of a film its first frame's."""
-        grid = Grid(layout.grid.height // layout.grid.frames, layout.grid.width)
-        group = plan.group[:, layout.first : layout.first + grid.height * grid.width]
-        self.run.keep_map(0, grid, MergePlan(group, plan.num_groups))
-
 
 def _key(asked: Asked, batch: int) -> tuple:
     return asked.name, "sequence", batch, asked.layout, asked.tensors.q.shape[1]
@@ -176,8 +171,6 @@ def _attended(asked: Asked, merging: Merging, plans: Plans) -> tuple[Attended, i
     return found._replace(out=in_form(whole, host.out_form)), plan.num_groups
 
 
+@cache
 def _say_once() -> None:
-    global _told
-    if not _told:
-        logger.warning("%s", UNPROVEN)
-    _told = True
+    logger.warning("%s", UNPROVEN)

@@ -1,7 +1,6 @@
-"""The tokens of a transformer: a picture's or a film's have a grid, all others are kept apart and never merged.
+"""The tokens of a transformer, one sequence: a picture's or a film's are a run with a grid, others are never merged.
 
-Attention in such a model is over one sequence, of which the picture's tokens are a run; text, references and registers
-lie before and behind it.
+Text, references and registers lie before and behind it.
 """
 
 from __future__ import annotations

@@ -1,17 +1,15 @@
 """Which tokens of a sequence merge: a match among the picture's keys and values, and a plan of the whole sequence.
 
-The plan gives every other token a group of its own, so that what merges, sizes and corrects knows nothing of them: the
-mean of one token is the token, the logarithm of one is 0.
-
-A match looks at windows of the grid, one after the other: runs of whole frames, or of rows, of some 4,096 tokens. So
-its work grows with the tokens and not with their square, and what it holds does not grow at all.
+The plan gives every other token a group of its own, so that what merges, sizes and corrects knows nothing of them. A
+match looks at windows of the grid, one after the other, of some 4,096 tokens: its work grows with the tokens and not
+with their square, and what it holds does not grow at all.
 """
 
 from __future__ import annotations
 
 import torch
 
-from ..merging.grid import Draw, Grid
+from ..merging.grid import Draw
 from ..merging.methods import METHODS, MatchOptions
 from ..merging.methods.bipartite import refine_plan
 from ..merging.metric import BY_DISTANCE, of_unit_spread
@@ -42,7 +40,7 @@ def match(k: torch.Tensor, v: torch.Tensor, layout: Layout, rule: MergeRule, dra
     which no attention sees. old: a plan of an earlier step, to take one k-means step from. None where the rule removes
     no token of some window.
     """
-    by_distance, before, parts = rule.metric in BY_DISTANCE, layout.first, []
+    by_distance, method, before, parts = rule.metric in BY_DISTANCE, METHODS[rule.method], layout.first, []
     counts = iter(old.counts if isinstance(old, JoinedPlan) else ())
     for start, grid in windows(layout.grid):
         first, last = layout.first + start, layout.first + start + grid.height * grid.width
@@ -52,7 +50,9 @@ def match(k: torch.Tensor, v: torch.Tensor, layout: Layout, rule: MergeRule, dra
             plan = refine_plan(MergePlan(old.group[:, first:last] - before, count), x, 1, by_distance)
             before += count
         else:
-            plan = METHODS[rule.method].match(x, grid, _options(rule, grid, draw))
+            st, sy, sx = cell_of(rule.sy, rule.sx, grid.frames if method.compares else 1)
+            options = (rule.constant_ratio, sx, sy, draw, rule.cluster_on, rule.refine, by_distance, st)
+            plan = method.match(x, grid, MatchOptions(*options))
         if plan is None:
             return None
         parts.append(plan)
@@ -65,13 +65,6 @@ def _tokens_to_compare(k: torch.Tensor, v: torch.Tensor, rule: MergeRule) -> tor
     if rule.metric == "keys+values":
         return of_unit_spread(k, v)
     return of_unit_spread(k) if rule.metric in BY_DISTANCE else k
-
-
-def _options(rule: MergeRule, grid: Grid, draw: Draw | None) -> MatchOptions:
-    compares = METHODS[rule.method].compares
-    st, sy, sx = cell_of(rule.sy, rule.sx, grid.frames) if compares else (1, rule.sy, rule.sx)
-    by_distance = rule.metric in BY_DISTANCE
-    return MatchOptions(rule.constant_ratio, sx, sy, draw, rule.cluster_on, rule.refine, by_distance, st)
 
 
 def _joined(parts: list[MergePlan], layout: Layout, tokens: int) -> JoinedPlan:

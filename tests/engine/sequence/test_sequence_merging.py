@@ -102,16 +102,13 @@ def test_calls_with_names_find_their_own_in_any_order(done):
         torch.testing.assert_close(out, kept)
 
 
-def test_guidances_copies_have_one_match(done):
+def test_guidances_copies_have_one_match(done, monkeypatch):
     merging, own = SequenceMerging(KEPT), tensors(PICTURE, batch=1)
     twice = type(own)(*(torch.cat([one, one + 0.01 * torch.randn_like(one)]) for one in own))
     twice.q[1] = twice.q[0]  # of which `step` makes the latents
     seen, plain = [], handles._corrected
-    handles._corrected = lambda asked, merging, plans: seen.append(plans.plan.group) or plain(asked, merging, plans)
-    try:
-        step(merging, 500, twice, pictures=1)
-    finally:
-        handles._corrected = plain
+    monkeypatch.setattr(handles, "_corrected", lambda *args: seen.append(args[2].plan.group) or plain(*args))
+    step(merging, 500, twice, pictures=1)
     assert done == ["match"] and seen[0].shape[0] == 1
 
 
@@ -145,8 +142,8 @@ def test_maps_are_of_the_picture_alone():
     assert tuple(found.grid[:2]) == (8, 12) and found.group.shape[1] == 8 * 12
 
 
-def test_it_is_said_once_that_presets_are_unproven_here(caplog, monkeypatch):
-    monkeypatch.setattr(handles, "_told", False)
+def test_it_is_said_once_that_presets_are_unproven_here(caplog):
+    handles._say_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             SequenceMerging(preset("balanced"))
