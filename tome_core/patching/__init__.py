@@ -18,7 +18,7 @@ from ..settings.config import MergeConfig
 from ..settings.noise import STABLE_DIFFUSION, own_schedule
 from ..settings.presets import DEFAULT, TRANSFORMER, config_of
 from ..settings.schedule import NoiseSchedule
-from ..transformers import TransformerPatch, find_transformers, handle_on, patch_transformers
+from ..transformers import TransformerPatch, find_transformers, handle_on
 from .handle import Patch, back_from, handle_in_force, take_by_model
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ def patch(
     transformers = find_transformers(model)
     if transformers:
         config = _asked(config, strength, settings, TRANSFORMER)
-        return _speak_up(patch_transformers(transformers, config, model))
+        return _speak_up(TransformerPatch(transformers, config, model)).install()
     unet = find_unet(model)
     config = _asked(config, strength, settings, families.layout_of(unet))
     handle = Patch(unet, config, _schedule_of(model))
@@ -93,17 +93,9 @@ def _speak_up(handle: Any) -> Any:
 
 
 def apply_patch(
-    model: Any,
-    ratio: float = 0.5,
-    max_downsample: int | None = None,
-    sx: int = 2,
-    sy: int = 2,
-    use_rand: bool = True,
-    merge_attn: bool = True,
-    merge_crossattn: bool = False,
-    merge_mlp: bool = False,
-    seed: int = 0,
-) -> Any:
+    model: Any, ratio: float = 0.5, max_downsample: int | None = None, sx: int = 2, sy: int = 2, use_rand: bool = True,
+    merge_attn: bool = True, merge_crossattn: bool = False, merge_mlp: bool = False, seed: int = 0,
+) -> Any:  # fmt: skip
     """Merge tokens in a model, in place, and return the model. Takes tomesd's arguments and does what tomesd does.
 
     `patch` does more, and by default better: its merged keys know how many tokens they stand for.
@@ -117,17 +109,9 @@ def apply_patch(
         tome_core.remove_patch(pipe)
     """
     config = MergeConfig(
-        ratio=ratio,
-        max_downsample=max_downsample,
-        sx=sx,
-        sy=sy,
-        use_rand=use_rand,
-        merge_attn=merge_attn,
-        merge_crossattn=merge_crossattn,
-        merge_mlp=merge_mlp,
-        seed=seed,
-        proportional=False,
-    )
+        ratio=ratio, max_downsample=max_downsample, sx=sx, sy=sy, use_rand=use_rand, merge_attn=merge_attn,
+        merge_crossattn=merge_crossattn, merge_mlp=merge_mlp, seed=seed, proportional=False,
+    )  # fmt: skip
     patch(model, config)
     return model
 

@@ -2,7 +2,6 @@
 
 from .arguments import arguments_of
 from .families import NAMES, Tokens, family_of, find_transformers
-from .handle import TransformerPatch, handle_on, patch_transformers
+from .handle import TransformerPatch, handle_on
 
-__all__ = ["NAMES", "Tokens", "TransformerPatch", "arguments_of", "family_of", "find_transformers", "handle_on",
-           "patch_transformers"]  # fmt: skip
+__all__ = ["NAMES", "Tokens", "TransformerPatch", "arguments_of", "family_of", "find_transformers", "handle_on"]

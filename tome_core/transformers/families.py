@@ -33,9 +33,8 @@ class Tokens(NamedTuple):
 class Family(NamedTuple):
     """attentions: paths of the modules, with ``*``. tokens: of a call, from its arguments by name; or why not.
 
-    reads: all arguments that ``tokens`` and ``timestep`` look at.
-    text_first: does the text lie before the picture's tokens? timestep: its argument -> Stable Diffusion's, which is
-    1000 times the sigma of a flow model. downsample: latent places for each token, along a side.
+    reads: all arguments that ``tokens`` and ``timestep`` look at. text_first: does the text lie before the picture's
+    tokens? timestep: to Stable Diffusion's, a flow model's sigma times 1000. downsample: latent places a token, a side.
     """
 
     attentions: tuple[str, ...]
@@ -184,9 +183,5 @@ def find_transformers(model: Any) -> list[nn.Module]:
 
 def find_attentions(model: nn.Module, family: Family) -> list[tuple[str, nn.Module]]:
     """Path and module of each attention over the picture's tokens, in order."""
-    named = model.named_modules()
-    return [(path, one) for path, one in named if any(_matches(path, pattern) for pattern in family.attentions)]
-
-
-def _matches(path: str, pattern: str) -> bool:
-    return path.count(".") == pattern.count(".") and fnmatch(path, pattern)
+    return [(path, one) for path, one in model.named_modules() if any(
+        path.count(".") == pattern.count(".") and fnmatch(path, pattern) for pattern in family.attentions)]  # fmt: skip

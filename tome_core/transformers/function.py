@@ -1,8 +1,7 @@
 """The attention function that a diffusers processor calls, exchanged for one call, and for nobody else.
 
-A processor makes q, k and v, norms them, gives them their positions and calls a function: `dispatch_attention_fn`, or
-torch's own. The very code of a known processor is run here with another function under that name; neither its class nor
-its module is changed.
+A processor makes q, k and v and calls a function: `dispatch_attention_fn`, or torch's own. The very code of a known one
+is run here with another function under that name; neither its class nor its module is changed.
 """
 
 from __future__ import annotations

@@ -28,18 +28,18 @@ class TransformerPatch(SequenceMerging):
     It does not keep the models alive. A deep copy of a patched one merges nothing.
     """
 
-    def __init__(self, models: list[nn.Module], config: MergeConfig) -> None:
+    def __init__(self, models: list[nn.Module], config: MergeConfig, pipeline: Any) -> None:
+        """models: all of one family, the pipeline's where they are in one."""
         family = family_of(models[0])
         blocks = len(find_attentions(models[0], family))
         super().__init__(config, family.downsample, blocks)
         self._models = [weakref.ref(one) for one in models]
-        self._previous = handle_on(models[0])
-        self._entered = False
+        before = handle_on(models[0])
+        # nobody will leave it for what was before it, where that was not entered
+        self._previous = before if before is not None and before._entered else None
+        self._entered = self.is_on = False
         self._outside: list[Wrap] = []
-        self.is_on = False
-
-    def follow(self, pipeline: Any) -> None:
-        """Take each of the pipeline's loops for the making of one picture, or of one batch of them; and its steps."""
+        # each of the pipeline's loops makes one picture, or one batch of them; and it tells its steps
         if self.run.wants_time and hasattr(pipeline, "progress_bar"):
             with suppress(TypeError):  # a class that allows no weak references
                 self._outside.append(SamplingScope(pipeline, self.run))
@@ -128,13 +128,3 @@ def handle_on(model: nn.Module) -> TransformerPatch | None:
     """The handle in force on a transformer."""
     on = vars(model).get(_MARK)
     return None if on is None else on.settings.merging
-
-
-def patch_transformers(models: list[nn.Module], config: MergeConfig, pipeline: Any) -> TransformerPatch:
-    """Merge in these transformers; see `tome_core.patch`."""
-    handle = TransformerPatch(models, config)
-    before = handle._previous
-    if before is not None and not before._entered:
-        handle._previous = None  # nobody will leave it for what was before it
-    handle.follow(pipeline)
-    return handle.install()

@@ -1,7 +1,6 @@
 """What a compiled transformer asks for while it runs: operators in whose eager code merging is what it always is.
 
-One begins a call, one answers an attention, from q, k and v on; all else of a block stays the compiler's. Nothing of
-the settings or of the time is in the graph, so neither makes it anew.
+One begins a call, one answers an attention, from q, k and v on. Neither settings nor the time is in the graph.
 """
 
 from __future__ import annotations

@@ -23,14 +23,7 @@ from .arguments import arguments_of, pack, pick_arguments, unpack
 from .families import Family, Tokens, family_of
 from .function import Given, Options, answering, ask_again, exchange_processor
 
-UNTRIED = "this torch's compiler was not tried with it"
-BACKWARD = "a backward pass may follow a compiled call"
-AUTOCAST = "autocast ends before what a compiled call asks for"
-EXPORTED = "an exported model would need it wherever it runs"
-UNTOLD = "a compiled call cannot be told such arguments"
-NEVER = "no rule ever merges here"
 FOREIGN = "something else runs in its place"
-HIDES = "a mask hides other tokens in each picture"
 MORE = "it is more than attention (dropout, causal, or over several devices)"
 
 
@@ -111,7 +104,7 @@ class TransformerSite(Wrap):
         begun = _why_not_in_graph(merging)
         if begun is None:
             packed = pack(pick_arguments(self.target, self.family.reads, args, kwargs))
-            begun = UNTOLD if packed is None else in_graph.begin(self.number, *packed)
+            begun = in_graph.begin(self.number, *packed) if packed else "a compiled call cannot be told such arguments"
         before, settings.begun = settings.begun, begun
         try:
             return self.original(*args, **kwargs)
@@ -215,14 +208,14 @@ class AttentionSite(Wrap):
 def _why_not_in_graph(merging: SequenceMerging) -> str | None:
     """Why a graph that is being made must not ask, if it must not."""
     if not merging.ever_merges:
-        return NEVER
+        return "no rule ever merges here"
     if torch.is_grad_enabled():
-        return BACKWARD
+        return "a backward pass may follow a compiled call"
     if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
-        return AUTOCAST
+        return "autocast ends before what a compiled call asks for"
     if not in_graph.are_there():
-        return UNTRIED
-    return EXPORTED if _is_exporting() else None
+        return "this torch's compiler was not tried with it"
+    return "an exported model would need it wherever it runs" if _is_exporting() else None
 
 
 @when_traced
@@ -243,7 +236,7 @@ def _seen(mask: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | str | No
     rows = mask.reshape(mask.shape[0], -1)
     if rows.all():
         return None
-    return rows[0].nonzero()[:, 0] if (rows == rows[:1]).all() else HIDES
+    return rows[0].nonzero()[:, 0] if (rows == rows[:1]).all() else "a mask hides other tokens in each picture"
 
 
 def _put_back(out: torch.Tensor, seen: torch.Tensor, whole: int, form: str, heads: int) -> torch.Tensor:
