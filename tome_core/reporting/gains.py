@@ -1,7 +1,6 @@
 """What merging was measured to gain: kept in this process and, where somebody names a file, for those after it.
 
-A gain is a fact of one `Case`. It is made on request alone (`Patch.measure`), so no clock decides about a picture in
-silence, and what a file holds is used again instead of being measured anew.
+A gain is a fact of one `Case`, made on request alone (`Patch.measure`), so no clock decides about a picture in silence.
 """
 
 from __future__ import annotations
@@ -195,8 +194,7 @@ def load(path: str | os.PathLike) -> None:
 def nearest(gains: Iterable[Gain], device: str, dtype: str, height: int, width: int, batch: int) -> Gain | None:
     """The gain of a call, by the batch that is nearest to its own, the smaller of two; None where none was measured.
 
-    Hosts cut a batch by the memory that happens to be free; a picture must not depend on that, so a batch of any size
-    takes the only measurement that there is.
+    Hosts cut a batch by the memory that happens to be free, on which a picture must not depend.
     """
     fitting = [gain for gain in gains if gain.case[-5:-1] == (device, dtype, height, width)]
     return min(fitting, key=lambda gain: (abs(gain.case.batch - batch), gain.case.batch), default=None)

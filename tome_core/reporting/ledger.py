@@ -20,8 +20,7 @@ TIME_IS_UNKNOWN = "the time is not known"
 def when_traced(method: Callable) -> Callable:
     """Make a compiler call the method once, while it traces, instead of looking inside.
 
-    What `torch.compiler.assume_constant_result` does, without its import of the whole compiler. The arguments
-    have to be constants.
+    As `torch.compiler.assume_constant_result`, without its import of the compiler. Arguments have to be constants.
     """
     method._dynamo_marked_constant = True
     return method
@@ -65,9 +64,8 @@ class LevelTally:
 class Ledger:
     """Keeps the counts of one patch while it runs; only eager code writes into it.
 
-    Inside a compiled graph a Python counter would either be traced away or force a new graph at every call,
-    so there only the decision is noted, when it is traced. call: a `call.Call`, None where nobody knows it; looked at
-    in eager code alone, because a graph would be made anew for each phase.
+    In a compiled graph a counter would be traced away or force a new graph at every call, so there the decision is
+    noted when it is traced. call: a `call.Call`, None where nobody knows it; a graph must not look at its phase.
     """
 
     def __init__(self, levels: list[LevelTally], notes: tuple[str, ...]) -> None:
@@ -112,9 +110,7 @@ class Ledger:
         """
         batch, queries, keys = before
         if torch.compiler.is_compiling():
-            self.trace_merge(index(level), part, index(queries), index(after[0]), index(after[1]))
-            if route:
-                self.trace_route(index(level), route)
+            self.trace_merge(index(level), part, index(queries), index(after[0]), index(after[1]), route)
             return
         tally = self.levels[level].phases[call.phase if call else ""]
         if route:
@@ -145,15 +141,10 @@ class Ledger:
         tally.work_left += work * calls
 
     @when_traced
-    def trace_route(self, level: int, route: str) -> int:
-        """A call is being compiled with the sizes taken this way."""
-        self.levels[level].traced_routes.add(route)
-        return 0
-
-    @when_traced
-    def trace_merge(self, level: int, part: str, tokens: int, queries: int, keys: int) -> int:
-        """A call is being compiled as a merged one."""
+    def trace_merge(self, level: int, part: str, tokens: int, queries: int, keys: int, route: str) -> int:
+        """A call is being compiled as a merged one. route: as of `merge`."""
         self.levels[level].traced_merges.add((part, tokens, queries, keys))
+        self.levels[level].traced_routes.update([route] if route else ())
         return 0
 
     @when_traced

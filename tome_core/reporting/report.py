@@ -80,8 +80,7 @@ class PhaseReport(_Counted):
 class LevelReport(_Counted):
     """One level, in all phases. level: counted from the finest. covered: can a rule merge here at some time?
 
-    traced_merges, traced_reasons, traced_routes: what a compiler was told while it traced; a compiled call is not
-    counted.
+    traced_merges, traced_reasons, traced_routes: what a compiler was told; a compiled call is not counted.
     """
 
     level: int
