@@ -1,8 +1,7 @@
 """Merging as diffusers applies what speeds up a model: `apply_token_merging(unet, TokenMergingConfig())`.
 
-diffusers is imported when one of these is called, and not before. The hook lies in the model's `HookRegistry` beside
-those of others. No UNet of diffusers has `CacheMixin`; the transformers that have it take configs of diffusers' own
-kinds alone, so merging is no `enable_cache`, and goes on beside one.
+diffusers is imported when one of these is called, and not before. Merging is no `enable_cache`, which takes configs of
+diffusers' own kinds alone and no UNet has; it goes on beside one.
 """
 
 from __future__ import annotations
