@@ -8,32 +8,27 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 
-class Way(NamedTuple):
-    """The calls of our Python functions: function -> how often, as ``file:name``; changes: from file to file."""
+def beyond(called: list[str], other: list[str]) -> dict[str, Any]:
+    """What one run calls and the other does not, of what `watch` gives: as plain data.
 
-    functions: Counter[str]
-    changes: int
-
-    def __sub__(self, other: Way) -> Way:
-        return Way(self.functions - other.functions, self.changes - other.changes)
-
-    def as_data(self) -> dict[str, Any]:
-        """calls, functions, files, changes: how many; by: calls of each function, the most first."""
-        files = {name.partition(":")[0] for name in self.functions}
-        return {
-            "calls": self.functions.total(), "functions": len(self.functions), "files": len(files),
-            "changes": self.changes, "by": dict(self.functions.most_common()),
-        }  # fmt: skip
+    calls, functions, files, and changes from file to file: how many; by: calls of each function, the most first.
+    """
+    functions = Counter(called) - Counter(other)
+    return {
+        "calls": functions.total(), "functions": len(functions), "files": len(set(map(_file, functions))),
+        "changes": _changes(called) - _changes(other), "by": dict(functions.most_common()),
+    }  # fmt: skip
 
 
-def calls_of(run: Callable[[], Any]) -> Way:
-    """What is called meanwhile."""
-    called = watch(run)
-    files = [name.partition(":")[0] for name in called]
-    return Way(Counter(called), sum(one != other for one, other in pairwise(files)))
+def _file(name: str) -> str:
+    return name.partition(":")[0]
+
+
+def _changes(called: list[str]) -> int:
+    return sum(_file(one) != _file(other) for one, other in pairwise(called))
 
 
 def watch(run: Callable[[], Any]) -> list[str]:

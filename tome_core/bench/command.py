@@ -1,8 +1,7 @@
 """Is merging worth it on this machine? ``python -m tome_core.bench`` measures it, beside tomesd where it is installed.
 
-Everything is timed in one process on one thread, variants taking turns, as process time on a CPU (another
-program then costs a measurement its evenness, not its value); medians are printed. ``--host-time`` measures what
-merging costs the host instead (`host_time`).
+Medians of one process on one thread, variants taking turns, as process time on a CPU, which another program costs its
+evenness, not its value. ``--host-time`` measures what merging costs the host instead (`host_time`).
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import platform
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
@@ -41,10 +39,10 @@ _SIZED = {
     "k+v .75 sized": MergeConfig(ratio=0.75, side="kv", use_rand=False),
     "k+v .9375 sized": MergeConfig(ratio=0.9375, sx=4, sy=4, side="kv", use_rand=False),
 }
+_PRESET = replace(preset(DEFAULT), only_if_it_pays=False)  # whether that pays is the question
 _REPEATS, _HOST_REPEATS = 7, 41
 _STEPS = 20  # of a picture, over whose average a preset is timed: its steps differ, and share matches
-# what `--measure-memory` runs in a fresh process: (implementation, tokens) -> MiB
-_MEMORY_MODES = ("ours", "tomesd")
+_MEMORY_MODES = ("ours", "tomesd")  # what `--measure-memory` runs in a fresh process
 
 
 def medians(variants: dict[str, Callable[[], Any]], repeats: int, device: str = "cpu") -> dict[str, float]:
@@ -52,22 +50,10 @@ def medians(variants: dict[str, Callable[[], Any]], repeats: int, device: str = 
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for round_number in range(repeats + 1):
         for name, run in variants.items():
-            spent = _timed(run, device)
+            spent = host_time.timed(run, device)
             if round_number:
                 seconds[name].append(spent)
     return {name: statistics.median(values) for name, values in seconds.items()}
-
-
-def _timed(run: Callable[[], Any], device: str) -> float:
-    if device == "cpu":
-        start = time.process_time()
-        run()
-        return time.process_time() - start
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    run()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 def time_block(repeats: int = 3, side: int = 64) -> tuple[float, float]:
@@ -76,20 +62,24 @@ def time_block(repeats: int = 3, side: int = 64) -> tuple[float, float]:
     The preset's are the mean over the steps of a picture.
     """
     block, inputs = make_block(), _guided(make_inputs(side, 2, "cpu", torch.float32))
-    variants = {"vanilla": lambda: block(*inputs), "merged": _picture_run(block, inputs, DEFAULT)}
+    variants = {"vanilla": lambda: block(*inputs), "merged": _patched_run(block, inputs, _PRESET, _STEPS)}
     with torch.inference_mode():
         result = medians(variants, repeats)
     return result["vanilla"], result["merged"] / _STEPS
 
 
-def _patched_run(block: torch.nn.Module, inputs: tuple, config: MergeConfig) -> Callable[[], Any]:
-    handle = patch(block, config)
+def _patched_run(block: torch.nn.Module, inputs: tuple, config: MergeConfig, steps: int = 1) -> Callable[[], None]:
+    """A call, or all the steps of one picture, for which the patch is put on and taken off again."""
+    handle = patch(block, config, host_clock=True)
     handle.uninstall()
 
-    def run() -> Any:
+    def run() -> None:
+        sampling = object()
         handle.install()
         try:
-            return block(*inputs)
+            for step in range(steps):
+                handle.set_time(timestep=999.0 * (1 - step / steps), sampling=sampling)
+                block(*inputs)
         finally:
             handle.uninstall()
 
@@ -100,24 +90,6 @@ def _guided(inputs: tuple) -> tuple:
     """The same for one picture alone, twice, as guidance asks for a prompt and a negative one."""
     picture, *others = inputs
     return picture[:1].expand_as(picture), *others
-
-
-def _picture_run(block: torch.nn.Module, inputs: tuple, name: str) -> Callable[[], Any]:
-    """All the steps of one picture, merged as the preset does, but for its gate: whether that pays is the question."""
-    handle = patch(block, replace(preset(name), only_if_it_pays=False), host_clock=True)
-    handle.uninstall()
-
-    def run() -> None:
-        sampling = object()
-        handle.install()
-        try:
-            for step in range(_STEPS):
-                handle.set_time(timestep=999.0 * (1 - step / _STEPS), sampling=sampling)
-                block(*inputs)
-        finally:
-            handle.uninstall()
-
-    return run
 
 
 def _tomesd_run(tomesd: ModuleType, block: torch.nn.Module, inputs: tuple, ratio: float) -> Callable[[], Any]:
@@ -137,46 +109,34 @@ def measure_steps(tomesd: ModuleType | None, side: int, repeats: int, device: st
     """Milliseconds of match, merge and unmerge at ratio 0.5, ours and tomesd's."""
     tokens = side * side
     x = torch.randn(2, tokens, CHANNELS, generator=torch.Generator().manual_seed(0)).to(device, dtype)
-    match = METHODS["bipartite"].match
-    plan = match(x, Grid(side, side), _OPTIONS)
+    plan = METHODS["bipartite"].match(x, Grid(side, side), _OPTIONS)
     merged = plan.merge(x)
-    whole = {
-        "ours": lambda: _whole(match(x, Grid(side, side), _OPTIONS), x),
-        "shared": lambda: _whole(plan, x),
-    }
+    whole = {"ours": lambda: _once("ours", x, side), "shared": lambda: _whole(plan, x)}
     if kernels.ready(x):
-        whole["ours without Triton"] = lambda: _without_triton(lambda: _whole(match(x, Grid(side, side), _OPTIONS), x))
-    merge, unmerge = {"ours": lambda: _fresh(plan).merge(x)}, {"ours": lambda: plan.unmerge(merged)}
+        whole["ours without Triton"] = kernels.without()(whole["ours"])
+    # with nothing derived from it yet, as a block that matches anew has it
+    merge = {"ours": lambda: MergePlan(plan.group, plan.num_groups).merge(x)}
+    unmerge = {"ours": lambda: plan.unmerge(merged)}
     if tomesd is not None:
-        find = _tomesd_match(tomesd, x, side)
-        their_merge, their_unmerge = find()
+        their_merge, their_unmerge = _tomesd_match(x, side)
         their_merged = their_merge(x)
         merge["tomesd"] = lambda: their_merge(x)
         unmerge["tomesd"] = lambda: their_unmerge(their_merged)
-        whole["tomesd"] = lambda: [unmerge_(merge_(x)) for merge_, unmerge_ in [find()]]
+        whole["tomesd"] = lambda: _once("tomesd", x, side)
     parts = {"match + merge + unmerge": whole}
     if side == 64:
         parts = {"merge": merge, "unmerge": unmerge, **parts}
     return {name: _in_ms(medians(variants, repeats, device)) for name, variants in parts.items()}
 
 
-def _fresh(plan: MergePlan) -> MergePlan:
-    """The same map with nothing derived from it yet: what a block that matches anew has."""
-    return MergePlan(plan.group, plan.num_groups)
-
-
 def _whole(plan: MergePlan, x: torch.Tensor) -> torch.Tensor:
     return plan.unmerge(plan.merge(x))
 
 
-def _without_triton(run: Callable[[], torch.Tensor]) -> torch.Tensor:
-    with kernels.without():
-        return run()
-
-
-def _tomesd_match(tomesd: ModuleType, x: torch.Tensor, side: int) -> Callable[[], tuple]:
-    function = importlib.import_module(f"{tomesd.__name__}.merge").bipartite_soft_matching_random2d
-    return lambda: function(x, side, side, 2, 2, int(x.shape[1] * _OPTIONS.ratio), no_rand=True)
+def _tomesd_match(x: torch.Tensor, side: int) -> tuple[Callable, Callable]:
+    """tomesd's merge and unmerge."""
+    function = importlib.import_module("tomesd.merge").bipartite_soft_matching_random2d
+    return function(x, side, side, 2, 2, int(x.shape[1] * _OPTIONS.ratio), no_rand=True)
 
 
 def measure_block(tomesd: ModuleType | None, side: int, repeats: int, device: str, dtype: torch.dtype) -> dict:
@@ -190,12 +150,12 @@ def measure_block(tomesd: ModuleType | None, side: int, repeats: int, device: st
         variants["tomesd"] = _tomesd_run(tomesd, block, inputs, _OPTIONS.ratio)
     variants |= {name: _patched_run(block, inputs, config) for name, config in _SIZED.items()}
     seconds = medians(variants, repeats, device)
-    preset = {DEFAULT: _picture_run(block, inputs, DEFAULT)}
-    seconds |= {f"preset {name}": value / _STEPS for name, value in medians(preset, -(-repeats // 5), device).items()}
+    picture = {f"preset {DEFAULT}": _patched_run(block, inputs, _PRESET, _STEPS)}
+    seconds |= {name: value / _STEPS for name, value in medians(picture, -(-repeats // 5), device).items()}
     return _in_ms(seconds)
 
 
-def measure_agreement(tomesd: ModuleType, side: int) -> dict[str, float]:
+def measure_agreement(side: int) -> dict[str, float]:
     """How far ours and tomesd's differ: the tokens after merge and unmerge, and the similarities chosen."""
     x = torch.randn(2, side * side, CHANNELS, generator=torch.Generator().manual_seed(0))
     plan = METHODS["bipartite"].match(x, Grid(side, side), _OPTIONS)
@@ -203,7 +163,7 @@ def measure_agreement(tomesd: ModuleType, side: int) -> dict[str, float]:
     ours = best_destination(x, sources, destinations).score.sort(dim=1).values
     unit = x / x.norm(dim=-1, keepdim=True)
     theirs = (unit[:, sources[0]] @ unit[:, destinations[0]].transpose(1, 2)).amax(-1).sort(dim=1).values
-    their_merge, their_unmerge = _tomesd_match(tomesd, x, side)()
+    their_merge, their_unmerge = _tomesd_match(x, side)
     return {
         "unmerge(merge(x))": (_whole(plan, x) - their_unmerge(their_merge(x))).abs().max().item(),
         "chosen similarity": (ours - theirs).abs().max().item(),
@@ -224,7 +184,7 @@ def _once(which: str, x: torch.Tensor, side: int) -> None:
     if which == "ours":
         _whole(METHODS["bipartite"].match(x, Grid(side, side), _OPTIONS), x)
     else:
-        merge, unmerge = _tomesd_match(importlib.import_module("tomesd"), x, side)()
+        merge, unmerge = _tomesd_match(x, side)
         unmerge(merge(x))
 
 
@@ -263,8 +223,7 @@ def _environment(device: str, dtype: str) -> dict[str, str]:
 
 def run(device: str, dtype: str, repeats: int) -> dict[str, Any]:
     """All measurements, as plain data."""
-    kind = getattr(torch, dtype)
-    tomesd = _find_tomesd()
+    kind, tomesd = getattr(torch, dtype), _find_tomesd()
     result: dict[str, Any] = {"environment": _environment(device, dtype), "repeats": repeats}
     with torch.inference_mode():
         _progress("match, merge and unmerge at 4,096 tokens")
@@ -277,15 +236,8 @@ def run(device: str, dtype: str, repeats: int) -> dict[str, Any]:
         modes = _MEMORY_MODES if tomesd is not None else _MEMORY_MODES[:1]
         result["peak_mib_16384"] = {mode: measure_memory(mode, 128, device) for mode in modes}
         if tomesd is not None:
-            result["difference_from_tomesd"] = measure_agreement(tomesd, 64)
+            result["difference_from_tomesd"] = measure_agreement(64)
     return result
-
-
-def run_host_time(repeats: int) -> dict[str, Any]:
-    """What merging costs the host, as plain data."""
-    _progress("what merging costs the host")
-    measured = host_time.measure(_find_tomesd(), repeats)
-    return {"environment": _environment("cpu", "float32"), "repeats": repeats, **measured}
 
 
 def _find_tomesd() -> ModuleType | None:
@@ -350,7 +302,10 @@ def main(arguments: list[str] | None = None) -> None:
     if options.host_time:
         if (options.device, options.dtype) != ("cpu", "float32"):
             parser.error("--host-time measures the host alone: leave --device and --dtype out")
-        result = run_host_time(options.repeats or _HOST_REPEATS)
+        _progress("what merging costs the host")
+        repeats = options.repeats or _HOST_REPEATS
+        result = {"environment": _environment("cpu", "float32"), "repeats": repeats}
+        result |= host_time.measure(_find_tomesd(), repeats)
         print(host_time.table(result))
     else:
         result = run(options.device, options.dtype, options.repeats or _REPEATS)

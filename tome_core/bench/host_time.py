@@ -1,8 +1,7 @@
 """What merging costs the host: the time of Python, and of dispatching operators on tensors too small to matter.
 
-On a fast GPU this is what a call of the UNet waits for. ``python -m tome_core.bench --host-time`` measures it in one
-process on one thread, variants taking turns, as process time, beside the unpatched model and tomesd where that is
-installed; and it counts the calls of our own Python functions.
+On a fast GPU this is what a call of the UNet waits for. Process time of one thread, variants taking turns, beside the
+unpatched model and tomesd where that is installed; and the calls of our own Python functions, counted.
 """
 
 from __future__ import annotations
@@ -10,19 +9,19 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count, cycle
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..patching import patch
 from ..patching.handle import Patch
 from ..settings.config import MergeConfig
 from ..settings.presets import DEFAULT
-from .calls import calls_of
+from .calls import beyond, watch
 from .layouts import BATCH, CHANNELS, LAYOUTS, SIDE, Layout, make_inputs, make_unet
 from .sd_block import as_ldm_model
 
@@ -42,30 +41,24 @@ WITHOUT = ", without the correction"
 CLOSED, OFF = "left alone by the gate", "switched off"
 
 
-def _one_moment() -> Iterator[tuple[float, Hashable]]:
-    """Steps that are closer together than a match is kept."""
-    return cycle([(500.0, "picture"), (499.0, "picture")])
+# what `Patch.set_time` is told before each call: steps that are closer together than a match is kept, such as are not,
+# and each of a picture of its own
+_one_moment = partial(cycle, [{"timestep": 500.0, "sampling": "picture"}, {"timestep": 499.0, "sampling": "picture"}])
+_far_apart = partial(
+    cycle, [{"timestep": 500.0, "sampling": "picture"}, {"timestep": 500.0 - _KEEP - 1, "sampling": "picture"}]
+)
 
 
-def _far_apart() -> Iterator[tuple[float, Hashable]]:
-    return cycle([(500.0, "picture"), (500.0 - _KEEP - 1, "picture")])
+def _pictures() -> Iterator[dict[str, Any]]:
+    return ({"timestep": 500.0, "sampling": number} for number in count())
 
 
-def _pictures() -> Iterator[tuple[float, Hashable]]:
-    return ((500.0, number) for number in count())
-
-
-# case -> settings, and what `Patch.set_time` is told before each call
-_CASES: dict[str, tuple[MergeConfig, Callable[[], Iterator[tuple[float, Hashable]]]]] = {
-    KEPT: (_MERGING, _one_moment),
-    RENEWED: (_MERGING, _far_apart),
-    ANEW: (_MERGING, _pictures),
-    KEPT + WITHOUT: (_UNCORRECTED, _one_moment),
-    RENEWED + WITHOUT: (_UNCORRECTED, _far_apart),
-    ANEW + WITHOUT: (_UNCORRECTED, _pictures),
-    CLOSED: (_GATED, _one_moment),
-    OFF: (_MERGING, _one_moment),
-}
+# case -> settings and times
+_CASES: dict[str, tuple[MergeConfig, Callable[[], Iterator[dict[str, Any]]]]] = {
+    KEPT: (_MERGING, _one_moment), RENEWED: (_MERGING, _far_apart), ANEW: (_MERGING, _pictures),
+    KEPT + WITHOUT: (_UNCORRECTED, _one_moment), RENEWED + WITHOUT: (_UNCORRECTED, _far_apart),
+    ANEW + WITHOUT: (_UNCORRECTED, _pictures), CLOSED: (_GATED, _one_moment), OFF: (_MERGING, _one_moment),
+}  # fmt: skip
 
 
 def make_run(case: str, blocks: int = 1) -> Callable[[], torch.Tensor]:
@@ -80,8 +73,7 @@ def make_run(case: str, blocks: int = 1) -> Callable[[], torch.Tensor]:
         handle.attach()
 
     def run() -> torch.Tensor:
-        timestep, sampling = next(moments)
-        handle.set_time(timestep=timestep, sampling=sampling)
+        handle.set_time(**next(moments))
         return unet(*inputs)
 
     return _warm(run)
@@ -144,14 +136,15 @@ def time_patching(layout: Layout, tomesd: ModuleType | None, repeats: int) -> di
     handle.uninstall()
     moments = _one_moment()
     variants = {
-        "on and off, once a sampling": lambda: _attach_and_detach(handle),
+        "on and off, once a sampling": lambda: (handle.attach(), handle.detach()),
         "on where it is on already": installed.attach,
-        "time told, once a step": lambda: _tell(installed, *next(moments)),
+        "time told, once a step": lambda: installed.set_time(**next(moments)),
         "switched to and back, once a call": lambda: _switch(installed),
     }
     if tomesd is not None:
         model = as_ldm_model(make_unet(layout))
-        variants["tomesd's on and off"] = lambda: _patch_by_tomesd(tomesd, model)
+        put_on = partial(tomesd.apply_patch, model, ratio=0.5, use_rand=False)
+        variants["tomesd's on and off"] = lambda: (put_on(), tomesd.remove_patch(model))
     for run in variants.values():
         _warm(run)
     seconds = _in_turns(variants, repeats)
@@ -159,23 +152,9 @@ def time_patching(layout: Layout, tomesd: ModuleType | None, repeats: int) -> di
     return {name: statistics.median(values) * 1e3 for name, values in seconds.items()}
 
 
-def _attach_and_detach(handle: Patch) -> None:
-    handle.attach()
-    handle.detach()
-
-
-def _tell(handle: Patch, timestep: float, sampling: Hashable) -> None:
-    handle.set_time(timestep=timestep, sampling=sampling)
-
-
 def _switch(handle: Patch) -> None:
     with handle.merging():
         pass
-
-
-def _patch_by_tomesd(tomesd: ModuleType, model: nn.Module) -> None:
-    tomesd.apply_patch(model, ratio=0.5, use_rand=False)
-    tomesd.remove_patch(model)
 
 
 def _in_turns(variants: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
@@ -184,20 +163,27 @@ def _in_turns(variants: dict[str, Callable[[], Any]], rounds: int) -> dict[str, 
     order = random.Random(0)
     for _ in range(rounds):
         for name in order.sample(list(variants), len(variants)):
-            seconds[name].append(min(_timed(variants[name]) for _ in range(_IN_A_ROW)))
+            seconds[name].append(min(timed(variants[name]) for _ in range(_IN_A_ROW)))
     return seconds
 
 
-def _timed(run: Callable[[], Any]) -> float:
-    start = time.process_time()
+def timed(run: Callable[[], Any], device: str = "cpu") -> float:
+    """Seconds: of process time on a CPU, else until the device is done."""
+    if device == "cpu":
+        start = time.process_time()
+        run()
+        return time.process_time() - start
+    torch.cuda.synchronize()
+    start = time.perf_counter()
     run()
-    return time.process_time() - start
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
 
 
 @torch.inference_mode()
 def count_calls(case: str) -> dict[str, Any]:
     """What one block and its transformer call in this case: what a UNet of two calls beyond a UNet of one."""
-    return (calls_of(make_run(case, 2)) - calls_of(make_run(case, 1))).as_data()
+    return beyond(watch(make_run(case, 2)), watch(make_run(case, 1)))
 
 
 def table(result: dict[str, Any]) -> str:

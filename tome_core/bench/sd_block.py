@@ -1,8 +1,7 @@
 """The transformer block that Stable Diffusion 1.5 runs at its finest level, in plain torch with LDM's names.
 
-For measuring: its sizes and operations are the real ones, its weights are random. The names are the ones both
-this package and tomesd look for, so that both patch it as they would patch a model. Other widths, and UNets of
-several stages, serve to measure what does not depend on sizes.
+Its sizes and operations are the real ones, its weights are random; by its names this package and tomesd patch it as
+they would a model. Other widths, and UNets of several stages, serve to measure what does not depend on sizes.
 """
 
 from __future__ import annotations
@@ -146,11 +145,9 @@ class UNet(nn.Module):
     """
 
     def __init__(
-        self,
-        down: Iterable[Iterable[nn.Module]],
-        middle: Iterable[nn.Module] = (),
+        self, down: Iterable[Iterable[nn.Module]], middle: Iterable[nn.Module] = (),
         up: Iterable[Iterable[nn.Module]] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.input_blocks = nn.ModuleList(nn.ModuleList(stage) for stage in down)
         self.middle_block = nn.ModuleList(middle)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,16 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
+@contextmanager
+def no_waiting():
+    """While in here it is an error to wait for the device."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_merged_block_gives_equal_bits_every_time(dtype):
     block, inputs = make_block("cuda", dtype), make_inputs(64, 2, "cuda", dtype)
@@ -38,11 +49,8 @@ def test_a_merged_block_never_waits_for_the_device(method):
     block, inputs = make_block("cuda", torch.float16), make_inputs(64, 2, "cuda", torch.float16)
     with torch.inference_mode(), tome_core.patch(block, tome_core.MergeConfig(method=method)):
         block(*inputs)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waiting():
             block(*inputs)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 def test_destinations_are_those_of_the_cpu():
@@ -61,11 +69,14 @@ def test_matching_finds_the_similarities_of_the_cpu(dtype):
     assert errors[0].item() == pytest.approx(errors[1].item(), rel=1e-3)
 
 
-def test_a_compiled_block_gives_the_bits_of_its_own_earlier_runs():
+@pytest.mark.parametrize("name, mode", [(None, None), *((name, "reduce-overhead") for name in tome_core.PRESETS)])
+def test_a_compiled_block_gives_the_bits_of_its_own_earlier_runs_in_cuda_graphs_too(name, mode):
     block, inputs = make_block("cuda", torch.float16), make_inputs(64, 2, "cuda", torch.float16)
-    with torch.inference_mode(), tome_core.patch(block, tome_core.MergeConfig()):
-        compiled = torch.compile(block, fullgraph=True)
-        results = [compiled(*inputs) for _ in range(10)]
+    config = tome_core.MergeConfig() if name is None else name
+    with torch.inference_mode(), tome_core.patch(block, config, host_clock=True) as handle:
+        handle.set_time(timestep=500.0, sampling="a")
+        compiled = torch.compile(block, fullgraph=True, mode=mode)
+        results = [compiled(*inputs).clone() for _ in range(6)]
     assert all(torch.equal(result, results[0]) for result in results)
 
 
@@ -92,16 +103,6 @@ def test_a_block_recorded_into_a_cuda_graph_gives_what_it_gives_without(name):
                     place.copy_(value)
             graph.replay()
             assert torch.equal(out, wanted)
-
-
-@pytest.mark.parametrize("name", tome_core.PRESETS)
-def test_a_compiled_block_runs_in_cuda_graphs(name):
-    block, inputs = make_block("cuda", torch.float16), make_inputs(64, 2, "cuda", torch.float16)
-    with torch.inference_mode(), tome_core.patch(block, name, host_clock=True) as handle:
-        handle.set_time(timestep=500.0, sampling="a")
-        compiled = torch.compile(block, fullgraph=True, mode="reduce-overhead")
-        results = [compiled(*inputs).clone() for _ in range(6)]
-    assert all(torch.equal(result, results[0]) for result in results)
 
 
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
@@ -157,11 +158,8 @@ def test_a_replayed_call_never_waits_for_the_device():
     model = on_gpu(sd15)
     with tome_core.patch(model, on_small("balanced")) as handle, tome_core.capture(model) as graphs:
         steps(model, handle, "a")
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waiting():
             steps(model, handle, "b")
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         assert not graphs.plain_calls
 
 
@@ -201,12 +199,9 @@ def test_the_kernels_give_equal_bits_every_time_and_never_wait_for_the_device(dt
     keys = torch.randn(2, 1024, 320, device="cuda")
     group = torch.randint(1500, (2, 4096), device="cuda")
     best_keys(Rows(x), 4096, keys), MergePlan(group, 1500).merge(x)  # compiled now
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         found = [best_keys(Rows(x), 4096, keys) for _ in range(10)]
         means = [MergePlan(group, 1500).merge(x) for _ in range(10)]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(one.score, found[0].score) and torch.equal(one.index, found[0].index) for one in found)
     assert all(torch.equal(one, means[0]) for one in means)
     assert kernels.ready(x), "a kernel could not run: see the debug log"
