@@ -42,9 +42,8 @@ def call_of(
 ) -> Call:  # fmt: skip
     """``(latents [B, C, H, W], timesteps [B])`` to whatever the UNet's forward makes of them.
 
-    place: any block of it. told: keywords of its forward, beside what it cannot do without.
-    By ``forward``, so that what others have hooked onto the module is not told of a step. Raises ValueError for a UNet
-    that wants to be told more than prompts, sizes and classes.
+    place: any block of it. told: keywords of its forward, which is called so that others' hooks are told of no step.
+    Raises ValueError for a UNet that wants to be told more than prompts, sizes and classes.
     """
     width = widths_of(place.block)[1]
     text = torch.randn(batch, _TEXT_TOKENS, width, generator=torch.Generator().manual_seed(1)).to(device, dtype)

@@ -1,8 +1,7 @@
 """Unmerged and merged calls of a UNet, timed in turns: what merging gains over the steps of a picture.
 
-Steps differ: some match anew, some use what is kept. So the steps of a picture are sorted into kinds, each kind is
-timed a few times, and its median counts as often as a picture has it. Nothing is timed in anybody's sampling, so here
-the device may be waited for, and no event has to be read later.
+Some steps match anew, some use what is kept. So each kind of step is timed a few times, and its median counts as often
+as a picture has it. Nothing is timed in anybody's sampling, so the device may be waited for.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -26,21 +25,6 @@ _FIRST = 999.0  # timestep of a picture's first step
 Clock = Callable[[], float]
 
 
-class Measurable(Protocol):
-    """What is asked of a patch whose wraps are on. run: its own."""
-
-    run: Run
-
-    def merging(self) -> Any:
-        """A context in which this thread's calls merge."""
-
-    def unmerged(self) -> Any:
-        """A context in which they do not."""
-
-    def set_time(self, **time: Any) -> None:
-        """As of `Patch.set_time`."""
-
-
 def why_not_now(unet: nn.Module, run: Run, handed: Any = None) -> str:
     """Why the UNet's calls cannot be timed, and what to do about it; "" where they can. handed: see `patch`."""
     if run.is_sampling or inside.depth:
@@ -49,7 +33,8 @@ def why_not_now(unet: nn.Module, run: Run, handed: Any = None) -> str:
         return "the UNet is compiled, and compiled calls are not measured; measure before compiling it"
     if CAPTURE in vars(unet):
         return "the UNet is captured, and calls that are replayed are not measured; remove that first"
-    if _drops(unet):
+    # by chance: a host that never trains may leave its UNet in training, in which nothing is dropped
+    if any(isinstance(one, nn.Dropout) and one.training and one.p > 0 for one in unet.modules()):
         return "the UNet is in training, whose calls draw random numbers; call its eval() first"
     if is_wrapped_by_others(unet):
         return (
@@ -57,11 +42,6 @@ def why_not_now(unet: nn.Module, run: Run, handed: Any = None) -> str:
             "before it is put on"
         )
     return ""
-
-
-def _drops(unet: nn.Module) -> bool:
-    """Does a call drop something by chance? A host that never trains may leave its UNet in training, and none does."""
-    return any(isinstance(one, nn.Dropout) and one.training and one.p > 0 for one in unet.modules())
 
 
 def is_compiled(unet: nn.Module) -> bool:
@@ -113,10 +93,13 @@ class Seconds(NamedTuple):
 
 
 def time_calls(
-    patch: Measurable, call: Callable[[torch.Tensor, torch.Tensor], Any], latents: torch.Tensor, pictures: int,
+    patch: Any, call: Callable[[torch.Tensor, torch.Tensor], Any], latents: torch.Tensor, pictures: int,
     steps: int = STEPS, rounds: int = ROUNDS, clock: Clock | None = None,
 ) -> Seconds:  # fmt: skip
-    """Time them. call: of (latents ``[B, C, H, W]``, timesteps ``[B]``); pictures: as of `Patch.set_time`."""
+    """Time them. patch: a `Patch` whose wraps are on. call: of (latents ``[B, C, H, W]``, timesteps ``[B]``).
+
+    pictures: as of `Patch.set_time`.
+    """
     clock = clock or clock_for(latents.device)
     picture = steps_of(patch.run, steps)
     unmerged: list[float] = []

@@ -11,6 +11,7 @@ from torch import nn
 
 from ..model.families import Place, find_blocks
 from ..reporting.gains import KNOWN, Case, Gain, nearest
+from ..running.call import Latents
 from ..running.decision import decide
 from ..running.fingerprint import attention_of, device_of, dtype_of, model_of, rules_of, versions
 from ..running.latch import Latch
@@ -59,8 +60,8 @@ class Measured:
         problem = why_not_now(unet, self.run, self.handed and self.handed())
         if problem:
             raise RuntimeError(problem)
-        for name, value in (("height", height), ("width", width), ("batch", batch), ("steps", steps),
-                            ("rounds", rounds)):  # fmt: skip
+        numbers = {"height": height, "width": width, "batch": batch, "steps": steps, "rounds": rounds}
+        for name, value in numbers.items():
             least = _PIXELS if name in ("height", "width") else 1
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name}={value!r} is not possible; use a whole number from {least} up")
@@ -98,9 +99,7 @@ class Measured:
             return None
         if not brings_weights and whereabouts(unet)[0] != latest.device:
             return None
-        batch, _, height, width = latest.shape
-        where = {"dtype": latest.dtype, "device": latest.device}
-        gain = self.measure(height * _PIXELS, width * _PIXELS, batch, clock=clock, told=told, **where)
+        gain = self.measure(**_like(latest), clock=clock, told=told)
         if self.run.latch is not None:
             self.run.latch.used[gain] = None  # the report is on calls like these
         return gain
@@ -109,11 +108,7 @@ class Measured:
     def is_measured(self) -> bool:
         """Has anybody measured calls as the latest was?"""
         latest = self.run.latest
-        if latest is None:
-            return False
-        batch, _, height, width = latest.shape
-        where = {"dtype": latest.dtype, "device": latest.device}
-        return self.gain_for(height * _PIXELS, width * _PIXELS, batch, **where) is not None
+        return latest is not None and self.gain_for(**_like(latest)) is not None
 
     def gain_for(
         self, height: int, width: int, batch: int = 2, dtype: torch.dtype | None = None,
@@ -168,3 +163,10 @@ class Measured:
         asks = any(rule.only_if_it_pays for rule in self.run.in_order)
         if unet is not None and (asks or KNOWN) and not is_compiled(unet):  # a compiled one does not wait for its host
             self.run.latch = Latch(KNOWN.of(self._about(find_blocks(unet))) if KNOWN else (), self.block_sizes)
+
+
+def _like(latest: Latents) -> dict[str, Any]:
+    """The arguments of `Measured.measure` for calls like this one."""
+    batch, _, height, width = latest.shape
+    return {"height": height * _PIXELS, "width": width * _PIXELS, "batch": batch, "dtype": latest.dtype,
+            "device": latest.device}  # fmt: skip
