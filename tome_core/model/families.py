@@ -1,8 +1,7 @@
 """Where the transformer blocks of a Stable Diffusion UNet are: one table for all families.
 
-Every LDM-style UNet has the same three stages under one of two sets of names, and in every one a picture's
-tokens come from the 4-D input of a module that holds ``transformer_blocks``. What lies beside them (the time
-stacks of video models) has other names and is left alone.
+Every LDM-style UNet has the same three stages under one of two sets of names, in which a picture's tokens come from the
+4-D input of a module that holds ``transformer_blocks``. What else is there (video models' time stacks) is left alone.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class Family(NamedTuple):
     """Names by which one family of UNets calls things.
 
     down, middle, up: attributes of the UNet. transformer: class that turns a picture into tokens.
-    context, mask: the attention's arguments for what keys and values are made from, and for an attention mask.
+    context: the attention's argument for what keys and values are made from.
     """
 
     name: str
@@ -34,21 +33,12 @@ class Family(NamedTuple):
     up: str
     transformer: str
     context: str
-    mask: str
 
 
 FAMILIES = (
     # CompVis, Stability-AI (ldm and sgm), ComfyUI, Forge, reForge
-    Family("ldm", "input_blocks", "middle_block", "output_blocks", "SpatialTransformer", "context", "mask"),
-    Family(
-        "diffusers",
-        "down_blocks",
-        "mid_block",
-        "up_blocks",
-        "Transformer2DModel",
-        "encoder_hidden_states",
-        "attention_mask",
-    ),
+    Family("ldm", "input_blocks", "middle_block", "output_blocks", "SpatialTransformer", "context"),
+    Family("diffusers", "down_blocks", "mid_block", "up_blocks", "Transformer2DModel", "encoder_hidden_states"),
 )
 
 _RESAMPLER = re.compile(r"(?:Fir|K)?(Down|Up)sample(?:2D)?")

@@ -83,17 +83,6 @@ class Switch:
             if free:
                 self.lock.release()
 
-    def do_later(self) -> None:
-        """What could not be done while the call went on that has ended now. Called with the lock."""
-        while self.later and self.call is None:
-            self.later.pop(0)()
-
-    def forget_call(self) -> None:
-        """In a forked child: the thread of the call that went on does not exist there."""
-        self.lock = threading.RLock()
-        if self.call is not None and self.call.thread != threading.get_ident():
-            self.call = self.grid = self.block = None
-
     def __getstate__(self) -> dict[str, Any]:
         state = {**vars(self), "named": [], "call": None, "grid": None, "block": None, "later": [], "resting": None}
         del state["lock"]
@@ -142,7 +131,9 @@ def _in_child() -> None:
     _guard = threading.RLock()
     inside.depth = inside.plain = 0
     for switch in list(_ALL):
-        switch.forget_call()
+        switch.lock = threading.RLock()
+        if switch.call is not None and switch.call.thread != threading.get_ident():  # a thread that is not in the child
+            switch.call = switch.grid = switch.block = None
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows

@@ -68,8 +68,7 @@ class Wrap:
     def _slot(self) -> str:
         """The attribute to stand in.
 
-        accelerate's hook calls ``_old_forward`` and puts that back when it leaves, which diffusers' model offload
-        makes it do after every picture: what stood above the hook would be lost.
+        accelerate's hook calls ``_old_forward`` and puts that back when it leaves: what stood above it would be lost.
         """
         return "_old_forward" if self.name == "forward" and under_accelerate(self.target) else self.name
 

@@ -70,7 +70,9 @@ class Patch(Measured, Handle):
         Idempotent, and also brings back what somebody else has overwritten.
         """
         self._put_on(merges=True)
-        _remember(self)
+        model = self.handed and self.handed()
+        with suppress(TypeError):  # nothing that has a hash, or can be referred to weakly
+            _OF_MODEL[model] = self
         return self
 
     def uninstall(self) -> None:
@@ -96,7 +98,10 @@ class Patch(Measured, Handle):
         for wrap in self._outside:
             if wrap.target is not None:
                 wrap.uninstall()
-        _forget(self)
+        model = self.handed and self.handed()
+        with suppress(TypeError):
+            if _OF_MODEL.get(model) is self:
+                del _OF_MODEL[model]
 
     def merging(self) -> AbstractContextManager[Patch]:
         """While in there, this thread's calls of the UNet merge as this handle says. `attach` comes first."""
@@ -181,21 +186,6 @@ def take_by_model(model: Any) -> Patch | None:
         return _OF_MODEL.pop(model, None)
     except TypeError:  # nothing that can be referred to weakly
         return None
-
-
-def _remember(handle: Patch) -> None:
-    model = handle.handed and handle.handed()
-    if model is not None:
-        with suppress(TypeError):  # nothing that has a hash
-            _OF_MODEL[model] = handle
-
-
-def _forget(handle: Patch) -> None:
-    model = handle.handed and handle.handed()
-    if model is not None:
-        with suppress(TypeError):
-            if _OF_MODEL.get(model) is handle:
-                del _OF_MODEL[model]
 
 
 def handle_in_force(unet: nn.Module | None) -> Patch | None:

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import torch
 
-from ..attention.core import Whole
 from ..attention.correction import Correction
 from ..merging.grid import Grid
 from ..merging.methods import METHODS
@@ -42,8 +41,9 @@ def ask(asked: Asked, site: torch.Tensor, stamp: torch.Tensor | None) -> Plans:
     groups = [int(one) for one in counts.split(",")]
     batch, tokens = index(x.shape[0]), index(x.shape[1])
     integers = [batch * tokens + (batch * (tokens + count) + 1 if x.is_cuda else 0) for count in groups]
-    shape, dtype = [0], x.dtype
+    shape, dtype, tensors = [0], x.dtype, []
     if whole is not None:
+        tensors = [one for one in (whole.x, whole.keys, whole.values, whole.q) if one is not None]
         q = whole.q
         if q is None:
             # of one token: its shape and type are all that is wanted, and a compiler leaves out what nobody uses
@@ -53,20 +53,13 @@ def ask(asked: Asked, site: torch.Tensor, stamp: torch.Tensor | None) -> Plans:
         shape, dtype = [batch * heads, 2 * width + 1, width], q.dtype
     begun = asked.outer.call.begun
     found = in_graph.plans(
-        site if begun is None else begun, site, x, stamp, () if whole is None else _tensors(whole),
+        site if begun is None else begun, site, x, stamp, tensors,
         (rule.match_text, asked.part, asked.together, grid.height, grid.width),
         integers, [batch * count for count in groups], shape, dtype,
     )  # fmt: skip
     plans = [_unpacked(found[2 * i], found[2 * i + 1], batch, tokens, count) for i, count in enumerate(groups)]
-    correction = None
-    if whole is not None:
-        correction = Correction(found[-1][:, :-1], found[-1][:, -1:])
+    correction = None if whole is None else Correction(found[-1][:, :-1], found[-1][:, -1:])
     return Plans(plans[0], plans[1] if len(plans) > 1 else None, correction)
-
-
-def _tensors(whole: Whole) -> tuple[torch.Tensor, ...]:
-    tensors = whole.x, whole.keys, whole.values
-    return tensors if whole.q is None else (*tensors, whole.q)
 
 
 def answer(plans: Plans, batch: int) -> list[torch.Tensor]:

@@ -1,8 +1,7 @@
 """What a compiled graph asks for while it runs: operators that no compiler looks into.
 
-Traced into the graph, a match would be made at every step, and without the kernels. So the graph asks: eager code
-matches, renews or finds what it has kept, as in a UNet that is not compiled, and the graph gets copies. One graph
-serves all of that, at any time of any sampling, so a compiler has nothing to make anew.
+Traced into the graph, a match would be made at every step, and without the kernels. So eager code matches, renews or
+finds what it has kept, as in a UNet that is not compiled, and one graph gets copies at any time of any sampling.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The parts of a block where merging happens.
 
-The line of every LDM-style block is ``x = attn1(norm1(x)) + x``, then the same with ``attn2`` and ``ff``.
-Merging before such a part and unmerging after it needs no line of the block itself, so everything that hooks
-the block from outside goes on seeing all tokens.
+Every LDM-style block runs ``x = attn1(norm1(x)) + x``, then the same with ``attn2`` and ``ff``. Merging before such a
+part and unmerging after it needs no line of the block, so whatever hooks it from outside goes on seeing all tokens.
 """
 
 from __future__ import annotations

@@ -47,8 +47,10 @@ class UNetSite(Wrap):
         run = switch.current()
         if torch.compiler.is_compiling():  # no graph can hold a lock
             return self.original(*args, **kwargs) if run is None else self._call(run, None, args, kwargs)
-        if run is None:
-            return self._made(None, args, kwargs) if switch.call is None else self._plainly(args, kwargs)
+        if run is None:  # another thread's call sees nothing of a merged one that goes on, one from inside must not
+            call = switch.call
+            is_inside = call is not None and call.thread == threading.get_ident()
+            return (self._under if is_inside else self._made)(None, args, kwargs)
         with switch.lock:
             run = switch.current()  # somebody may have taken it off while this thread waited
             inside.depth += 1
@@ -58,14 +60,15 @@ class UNetSite(Wrap):
                 return self._call(run, threading.get_ident(), args, kwargs)
             finally:
                 inside.depth -= 1
-                if switch.later:
-                    switch.do_later()
+                while switch.later and switch.call is None:
+                    switch.later.pop(0)()
 
     def _call(self, run: Run, thread: int | None, args: tuple, kwargs: dict[str, Any]) -> Any:
         latent = args[0] if args else pick_argument(kwargs, INPUT_NAMES)
         stamp = args[1] if len(args) > 1 else pick_argument(kwargs, TIME_NAMES)
         begun = None
-        if thread is None and _asks(run, latent):
+        asks = thread is None and run.keeps and in_graph.are_there() and torch.is_tensor(latent)
+        if asks and not torch.is_grad_enabled():  # a graph of the whole UNet asks for plans
             begun = in_graph.begin(self.number, latent, stamp if torch.is_tensor(stamp) else None)
         return self._under(run.begin(stamp, latent, thread, begun, CAPTURE in vars(self.target)), args, kwargs)
 
@@ -83,12 +86,6 @@ class UNetSite(Wrap):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.number = in_graph.number_of(self)
-
-    def _plainly(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """While a merged call goes on: another thread's sees nothing of it, a call from inside must not either."""
-        if self.switch.call.thread != threading.get_ident():
-            return self._made(None, args, kwargs)
-        return self._under(None, args, kwargs)
 
     def _under(self, call: Call | None, args: tuple, kwargs: dict[str, Any]) -> Any:
         switch = self.switch
@@ -109,11 +106,6 @@ class UNetSite(Wrap):
             return self.original(*args, **kwargs) if capture is None else capture.call(self, call, args, kwargs)
         finally:
             inside.plain -= call is None
-
-
-def _asks(run: Run, latent: Any) -> bool:
-    """Does a graph of the whole UNet ask for plans?"""
-    return run.keeps and in_graph.are_there() and torch.is_tensor(latent) and not torch.is_grad_enabled()
 
 
 def pick_argument(kwargs: dict, names: tuple[str, ...]) -> Any:
