@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 HEADS = {"num_attention_heads": 2, "attention_head_dim": 16}
+# settings that merge as hard as a preset's early steps
+STRONG = {"ratio": 15 / 16, "side": "kv", "metric": "keys+values", "sx": 4, "sy": 4, "use_rand": False}
 WORDS, SIDE = 20, 32  # text tokens; tokens along a picture's side
 Made = tuple[nn.Module, dict[str, Any]]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import shutil
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,8 @@ from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 import tome_core
 from tests import tiny_transformers, transformer_pipelines
 from tests.thoroughness import some_quick
-from tests.tiny_transformers import PRESENT, call, distance
+from tests.threads import at_once
+from tests.tiny_transformers import PRESENT, STRONG, call, distance
 from tome_core.sequence import handle as sequence_handle
 from tome_core.sequence.matching import match
 from tome_core.transformers import in_graph
@@ -26,7 +26,6 @@ pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),
     pytest.mark.skipif(not in_graph.TRIED, reason="this torch's compiler is left alone"),
 ]
-STRONG = {"ratio": 15 / 16, "side": "kv", "metric": "keys+values", "sx": 4, "sy": 4, "use_rand": False}
 OTHER = STRONG | {"ratio": 0.5, "metric": "input", "side": "qkv"}
 BROKEN = ("Lumina 2",)  # no compiler takes its forward whole, with us or without
 
@@ -264,7 +263,8 @@ def test_a_copy_of_a_patched_model_merges_nothing_until_it_is_patched_and_answer
 def test_an_attentions_output_lies_as_the_compiler_was_told(by_head: bool):
     """And is nobody else's memory, which a compiler may write over."""
     model, _ = tiny_transformers.make("SD3.5" if by_head else "Wan")
-    site = next(one.forward.__self__ for one in _attentions_patched(model))
+    tome_core.patch(model, **STRONG)
+    site = next(one.forward.__self__ for one in model.modules() if hasattr(one, "to_q") and "forward" in vars(one))
     q, k, v = (torch.randn(1, 2, 24, 16) if by_head else torch.randn(1, 24, 2, 16) for _ in range(3))
     operator = in_graph.OPERATORS.find("attend")
     with torch.no_grad():
@@ -272,12 +272,6 @@ def test_an_attentions_output_lies_as_the_compiler_was_told(by_head: bool):
             operator, (site.number, site.number, q, k, v, None, by_head, None, False, ""),
             test_utils=("test_schema", "test_faketensor"),
         )  # fmt: skip
-    tome_core.remove_patch(model)
-
-
-def _attentions_patched(model: torch.nn.Module) -> list[torch.nn.Module]:
-    tome_core.patch(model, **STRONG)
-    return [one for one in model.modules() if hasattr(one, "to_q") and "forward" in vars(one)]
 
 
 @a_quick_way
@@ -290,20 +284,11 @@ def test_each_thread_has_its_own_call(way: Way):
         expected = [call(model, one) for one in (arguments, small)]
     compiled = way("Flux", model)
     with tome_core.patch(compiled, **STRONG):
-        found: list[list[torch.Tensor]] = [[], []]
         for one in (arguments, small):
             call(compiled, one)
-
-        def draw(place: int) -> None:
-            found[place] += [call(compiled, (arguments, small)[place]) for _ in range(8)]
-
-        threads = [threading.Thread(target=draw, args=(place,)) for place in (0, 1)]
-        for one in threads:
-            one.start()
-        for one in threads:
-            one.join()
-    for place in (0, 1):
-        assert len(found[place]) == 8 and all(torch.equal(one, expected[place]) for one in found[place])
+        found = at_once(*(lambda one=one: [call(compiled, one) for _ in range(8)] for one in (arguments, small)))
+    for pictures, wanted in zip(found, expected, strict=True):
+        assert all(torch.equal(one, wanted) for one in pictures)
 
 
 def test_what_is_packed_is_unpacked():

@@ -16,14 +16,11 @@ import tome_core
 from tests import tiny_transformers, transformer_pipelines
 from tests.offloading import WAYS
 from tests.thoroughness import some_quick
-from tests.tiny_transformers import call, distance
+from tests.tiny_transformers import STRONG, call, distance
 from tests.transformer_pipelines import draw
 
-STRONG = {"ratio": 15 / 16, "side": "kv", "metric": "keys+values", "sx": 4, "sy": 4, "use_rand": False}
 CPU = torch.device("cpu")
 FEW = ("Flux", "SD3.5", "Wan")
-few = pytest.mark.parametrize("name", FEW)
-first_of_few = pytest.mark.parametrize("name", some_quick(FEW))
 OF_GROUPS = ("group_offloading", "layer_execution_tracker", "lazy_prefetch_group_offloading")
 
 
@@ -41,7 +38,7 @@ def _take_off(model: torch.nn.Module) -> None:
         HookRegistry.check_if_exists_or_initialize(model).remove_hook(name, recurse=True)
 
 
-@first_of_few
+@pytest.mark.parametrize("name", some_quick(FEW))
 @pytest.mark.parametrize("offload", [*WAYS, _blocks, _leaves], ids=lambda way: way.__name__.strip("_"))
 @pytest.mark.parametrize("patch_first", [True, False])
 @pytest.mark.parametrize("unpatch_first", some_quick([True, False]))
@@ -50,21 +47,14 @@ def test_offloading_and_merging_come_and_go_in_any_order(name, offload, patch_fi
     plain = call(model, arguments)
     with tome_core.patch(model, **STRONG):
         merged = call(model, arguments)
-    for step in (True, False) if patch_first else (False, True):
-        if step:
-            tome_core.patch(model, **STRONG)
-        else:
-            offload(model)
+    for is_patch in (patch_first, not patch_first):
+        tome_core.patch(model, **STRONG) if is_patch else offload(model)
     for _ in range(2):
         assert torch.equal(call(model, arguments), merged)
     assert "something else" not in str(tome_core.report(model))
-    for step in (True, False) if unpatch_first else (False, True):
-        if step:
-            tome_core.remove_patch(model)
-            assert torch.equal(call(model, arguments), plain)
-        else:
-            _take_off(model)
-    assert torch.equal(call(model, arguments), plain)
+    for is_patch in (unpatch_first, not unpatch_first):
+        tome_core.remove_patch(model) if is_patch else _take_off(model)
+        assert torch.equal(call(model, arguments), plain if is_patch or unpatch_first else merged)
 
 
 def lora_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -74,7 +64,7 @@ def lora_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {f"transformer.{name}": one for name, one in get_peft_model_state_dict(other).items()}
 
 
-@pytest.fixture(params=["Flux", "SD3.5", "Wan"])
+@pytest.fixture(params=FEW)
 def pipe_and_call(request) -> tuple[Any, dict[str, Any]]:
     return transformer_pipelines.make(request.param)
 
