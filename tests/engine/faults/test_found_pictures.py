@@ -5,11 +5,11 @@ A pipeline's call is a scope; a loop of one's own has `Patch.sampling`. Without 
 
 from __future__ import annotations
 
-import gc
 import itertools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import diffusers
@@ -18,6 +18,7 @@ import torch
 
 import tome_core
 from tests.models import on_small
+from tests.threads import at_once
 from tests.tiny_pipeline import stable_diffusion
 from tome_core import MergeConfig, NoiseSchedule
 
@@ -38,11 +39,6 @@ SCHEDULERS: dict[str, Callable[[], Any]] = {
 
 every_scheduler = pytest.mark.parametrize("scheduler", SCHEDULERS)
 configs = pytest.mark.parametrize("config", [KEPT, BALANCED], ids=["kept", "balanced"])
-
-
-@pytest.fixture(scope="module")
-def words(tmp_path_factory):
-    return tmp_path_factory.mktemp("words")
 
 
 @pytest.fixture
@@ -100,37 +96,7 @@ def test_a_call_gives_the_same_bits_whatever_was_called_before(pipe, make, confi
             assert torch.equal(call(pipe, make(steps, 11), seed=2), fresh), place
 
 
-def plans() -> int:
-    """How many are alive."""
-    gc.collect()
-    return sum(type(one) is tome_core.MergePlan for one in gc.get_objects())
-
-
-@pytest.mark.slow
-def test_matches_of_one_timestep_do_not_pile_up(pipe):
-    """One step after the other at the same time, as models of a single step are called."""
-    pipe.scheduler.set_timesteps(STEPS)
-    timestep, counts = pipe.scheduler.timesteps[10], []
-    with tome_core.patch(pipe, KEPT):
-        for calls in (1, 3):
-            for seed in range(calls):
-                call(pipe, timestep, seed)
-            counts.append(plans())
-    assert len(set(counts)) == 1
-
-
 # --- one's own scope -------------------------------------------------------------------------------------------------
-
-
-def maps(handle: Any) -> torch.Tensor:
-    return handle.maps()[0].group
-
-
-@pytest.fixture
-def near(pipe) -> list[torch.Tensor]:
-    """Two timesteps: a match of the first would serve the second."""
-    pipe.scheduler.set_timesteps(STEPS)
-    return [pipe.scheduler.timesteps[place] for place in (10, 11)]
 
 
 @configs
@@ -142,57 +108,26 @@ def test_a_loop_in_a_scope_is_the_pipelines_picture(pipe, config: MergeConfig):
             assert torch.equal(own_loop(pipe), expected)
 
 
-def test_each_scope_is_a_picture_of_its_own(pipe):
-    with tome_core.patch(pipe, KEPT) as handle:
+def test_two_threads_draw_in_scopes_of_their_own(pipe):
+    """In turns, a step of the one between two of the other; a match of the first step would serve the second."""
+    pipe.scheduler.set_timesteps(STEPS)
+    turns = [threading.Event() for _ in range(5)]
+    turns[0].set()
+
+    def picture(handle: Any, first: int) -> list[torch.Tensor]:
+        found = []
         with handle.sampling():
-            alone = own_loop(pipe, 2)
-        for scope in (handle.sampling, nullcontext):
-            with scope():
-                own_loop(pipe, 1)
-            with handle.sampling():
-                assert torch.equal(own_loop(pipe, 2), alone)
+            for turn, timestep in ((first, pipe.scheduler.timesteps[10]), (first + 2, pipe.scheduler.timesteps[11])):
+                assert turns[turn].wait(60)  # only where the other has failed
+                found.append(call(pipe, timestep, first + 10 * turn))
+                turns[turn + 1].set()
+        return found
 
-
-def test_two_threads_draw_in_scopes_of_their_own(pipe, near):
-    """In turns, a step of the one between two of the other."""
-    turns, found = [threading.Event() for _ in range(4)], {}
-
-    def picture(handle: Any, seed: int, mine: list[threading.Event], others: list[threading.Event]) -> None:
-        with handle.sampling():
-            for number, timestep in enumerate(near):
-                assert mine[number].wait(60)  # only where the other has failed
-                found[seed, number] = call(pipe, timestep, seed + 10 * number)
-                others[number].set()
-
-    alone = {}
-    for seed in (1, 2):
-        with tome_core.patch(pipe, KEPT) as handle, handle.sampling():
-            for number, timestep in enumerate(near):
-                alone[seed, number] = call(pipe, timestep, seed + 10 * number)
     with tome_core.patch(pipe, KEPT) as handle:
-        ends = threading.Event()
-        one = threading.Thread(target=picture, args=(handle, 1, turns[::2], turns[1::2]))
-        two = threading.Thread(target=picture, args=(handle, 2, turns[1::2], [turns[2], ends]))
-        turns[0].set()
-        for thread in (one, two):
-            thread.start()
-        for thread in (one, two):
-            thread.join()
-    assert found.keys() == alone.keys()
-    assert all(torch.equal(found[key], alone[key]) for key in alone)
-
-
-def test_a_scope_is_nobody_elses(pipe, near):
-    """What another thread calls meanwhile has no scope."""
-    with tome_core.patch(pipe, KEPT):
-        fresh = call(pipe, near[1], seed=2)
-    found = []
-    with tome_core.patch(pipe, KEPT) as handle, handle.sampling():
-        call(pipe, near[0], seed=1)
-        other = threading.Thread(target=lambda: found.append(call(pipe, near[1], seed=2)))
-        other.start()
-        other.join()
-    assert torch.equal(found[0], fresh)
+        both = at_once(*(partial(picture, handle, first) for first in (0, 1)))
+    for first, found in enumerate(both):
+        with tome_core.patch(pipe, KEPT) as handle:
+            assert all(map(torch.equal, found, picture(handle, first)))
 
 
 # --- a pipeline's call is a scope ------------------------------------------------------------------------------------
@@ -206,7 +141,7 @@ def watched(pipe: Any, config: MergeConfig) -> Iterator[tuple[Any, list[torch.Te
         seen, counts = [], []
 
         def look(_pipe: Any, _step: int, _time: Any, held: dict[str, Any]) -> dict[str, Any]:
-            seen.append(maps(handle) if handle.maps() else None)
+            seen.append(handle.maps()[0].group if handle.maps() else None)
             counts.append(handle.report().levels[0].calls_merged)
             return held
 
@@ -214,22 +149,14 @@ def watched(pipe: Any, config: MergeConfig) -> Iterator[tuple[Any, list[torch.Te
 
 
 @every_scheduler
-def test_a_match_gets_old_in_any_scheduler(pipe, scheduler: str):
-    pipe.scheduler = SCHEDULERS[scheduler]()
-    with watched(pipe, KEPT) as (_, seen, _, steps):
-        draw(pipe, **steps)
-    changes = sum(not torch.equal(*pair) for pair in itertools.pairwise(seen))
-    assert 1 < changes < STEPS - 1
-
-
-@every_scheduler
-def test_an_early_phase_begins_early_and_ends_in_any_scheduler(pipe, scheduler: str):
+def test_an_early_phase_begins_early_and_ends_and_matches_get_old_in_any_scheduler(pipe, scheduler: str):
     pipe.scheduler = SCHEDULERS[scheduler]()
     with watched(pipe, BALANCED) as (handle, seen, _, steps):
         draw(pipe, **steps)
         keys = sorted(keys for _, _, keys in handle.report().levels[0].tokens)
     early, late = keys
     assert early < 256 * 0.1 < late < 256 * 0.2
+    assert 1 < sum(not torch.equal(*pair) for pair in itertools.pairwise(seen)) < STEPS - 1
     found = [int(one.max()) + 1 for one in seen]
     assert found == sorted(found) and found[0] <= early < found[-1]
 

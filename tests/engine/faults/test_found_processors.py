@@ -1,24 +1,23 @@
 """Attentions that the engine does not know are called as tomesd calls them: once, on merged tokens, by their own rules.
 
-What diffusers ships and what people write: some look whether a context was given, some count their calls, some ignore
-the keys they are given, and two of one class need not be alike.
+What people write: some look whether a context was given, some count their calls, two of one class need not be alike.
+Those that diffusers ships are `attention/test_conformance_diffusers_unknown.py`'s, but for what single ones are for.
 """
 
 from __future__ import annotations
 
-import importlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
-import diffusers
 import pytest
 import torch
 import torch.nn.functional as F
-from diffusers.models import attention_processor
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 from torch import nn
 
 import tome_core
+from tests.diffusers_processors import of_diffusers
 from tests.models import call_unet, inputs, merge_with_self, on_small, small
 
 PRESETS = ("balanced", "quality")
@@ -47,20 +46,6 @@ def attentions(model: nn.Module) -> list[nn.Module]:
 
 
 # --- the processors --------------------------------------------------------------------------------------------------
-
-
-def shipped(module: str, name: str) -> Any:
-    """A class of a pipeline's; these move within diffusers from time to time."""
-    for start in ("diffusers.pipelines.", "diffusers.pipelines.deprecated."):
-        try:
-            return getattr(importlib.import_module(start + module), name)
-        except ImportError:
-            continue
-    return pytest.skip(f"diffusers {diffusers.__version__} has no {name}")
-
-
-def shipped_attention(name: str) -> Any:
-    return getattr(attention_processor, name, None) or pytest.skip(f"diffusers {diffusers.__version__} has no {name}")
 
 
 class Storing:
@@ -106,50 +91,14 @@ class Derived(AttnProcessor2_0):
         return super().__call__(attn, hidden_states, encoder_hidden_states, *args, **kwargs)
 
 
-def _cross_frame(name: str) -> Callable[[nn.Module], None]:
-    def put(model: nn.Module) -> None:
-        make = shipped("text_to_video_synthesis.pipeline_text_to_video_zero", name)
-        model.set_attn_processor(make(batch_size=2))
-
-    return put
-
-
-def _custom_diffusion(name: str) -> Callable[[nn.Module], None]:
-    def put(model: nn.Module) -> None:
-        make = shipped_attention(name)
-        model.set_attn_processor({name: make(train_kv=False, train_q_out=False) for name in model.attn_processors})
-
-    return put
-
-
-def _attend_and_excite(model: nn.Module) -> None:
-    module = "stable_diffusion_attend_and_excite.pipeline_stable_diffusion_attend_and_excite"
-    make, store = shipped(module, "AttendExciteAttnProcessor"), shipped(module, "AttentionStore")((16, 16))
-    model.set_attn_processor(make(store, "up"))
-
-
-def _pix2pix_zero(model: nn.Module) -> None:
-    module = "stable_diffusion_variants.pipeline_stable_diffusion_pix2pix_zero"
-    model.set_attn_processor(shipped(module, "Pix2PixZeroAttnProcessor")())
-
-
-UNKNOWN: dict[str, Callable[[nn.Module], None]] = {
-    "CrossFrameAttnProcessor": _cross_frame("CrossFrameAttnProcessor"),
-    "CrossFrameAttnProcessor2_0": _cross_frame("CrossFrameAttnProcessor2_0"),
-    "CustomDiffusionAttnProcessor": _custom_diffusion("CustomDiffusionAttnProcessor"),
-    "CustomDiffusionAttnProcessor2_0": _custom_diffusion("CustomDiffusionAttnProcessor2_0"),
-    "AttendExciteAttnProcessor": _attend_and_excite,
-    "Pix2PixZeroAttnProcessor": _pix2pix_zero,
-    "Storing": lambda model: model.set_attn_processor(Storing([])),
-    "Sharpened": lambda model: model.set_attn_processor(Sharpened(0.7)),
-    "Derived": lambda model: model.set_attn_processor(Derived()),
-}
+UNKNOWN: dict[str, Callable[[], Any]] = {
+    "Storing": lambda: Storing([]), "Sharpened": lambda: Sharpened(0.7), "Derived": Derived}  # fmt: skip
 every_unknown = pytest.mark.parametrize("kind", UNKNOWN)
 
 
-def with_processors(kind: str) -> nn.Module:
+def with_processors(processor: Any) -> nn.Module:
     model = small()
-    UNKNOWN[kind](model)
+    model.set_attn_processor(processor)
     return model
 
 
@@ -159,7 +108,7 @@ def with_processors(kind: str) -> nn.Module:
 @every_unknown
 def test_an_unknown_attention_merges_queries_keys_and_values_together_and_is_named(kind: str):
     """At most half of them at any time, because its merged keys do not know how many tokens they stand for."""
-    model = with_processors(kind)
+    model = with_processors(UNKNOWN[kind]())
     plain = run(model, LATE)
     with tome_core.patch(model, on_small("balanced")) as handle:
         run(model, EARLY)
@@ -174,7 +123,7 @@ def test_an_unknown_attention_merges_queries_keys_and_values_together_and_is_nam
 @every_unknown
 def test_an_unknown_attention_whose_tokens_merge_with_themselves_alone_changes_no_bit(kind: str, monkeypatch):
     """What it is called with is what it is called with without us."""
-    model = with_processors(kind)
+    model = with_processors(UNKNOWN[kind]())
     plain = run(model)
     merge_with_self(monkeypatch)
     with tome_core.patch(model, on_small("balanced")) as handle:
@@ -209,7 +158,8 @@ def test_patching_runs_no_module_and_a_call_runs_each_attention_once(name: str, 
 @pytest.mark.parametrize("timestep", [EARLY, LATE])
 def test_the_first_frame_goes_on_deciding_about_the_second(kind: str, name: str, timestep: int):
     """Text2Video-Zero: every frame looks at the first one's keys. Samples are frames of a prompt and of none."""
-    model, other = with_processors(kind), torch.randn(4, 16, 16, generator=torch.Generator().manual_seed(9))
+    model = with_processors(of_diffusers(kind)(batch_size=2))
+    other = torch.randn(4, 16, 16, generator=torch.Generator().manual_seed(9))
 
     def influence() -> float:
         one, two = (run(model, timestep, 4, first)[1] for first in (None, other))
@@ -224,8 +174,7 @@ def test_the_first_frame_goes_on_deciding_about_the_second(kind: str, name: str,
 def test_a_store_counts_the_calls_of_the_layers_and_holds_maps_of_the_picture(name: str):
     """Prompt-to-Prompt tells layers and steps apart by counting."""
     seen: list[tuple[bool, int]] = []
-    model = small()
-    model.set_attn_processor(Storing(seen))
+    model = with_processors(Storing(seen))
     for _ in range(2):
         run(model)
     expected = list(seen)
@@ -240,9 +189,9 @@ def test_a_store_counts_the_calls_of_the_layers_and_holds_maps_of_the_picture(na
 
 def test_attend_and_excite_stores_maps_of_the_prompt_that_gradients_flow_through():
     """Its pipeline changes the latent so that each word finds a place; the maps it asks are of every token."""
-    model = small()
-    UNKNOWN["AttendExciteAttnProcessor"](model)
-    store = next(iter(model.attn_processors.values())).attnstore
+    kind = of_diffusers("AttendExciteAttnProcessor")
+    store = sys.modules[kind.__module__].AttentionStore((16, 16))
+    model = with_processors(kind(store, "up"))
     store.num_att_layers = len(attentions(model))
 
     def maps_and_gradient() -> tuple[list[torch.Size], torch.Tensor]:
@@ -264,44 +213,25 @@ def test_attend_and_excite_stores_maps_of_the_prompt_that_gradients_flow_through
 # --- whether an attention is known is asked at each call -------------------------------------------------------------
 
 
-def test_two_processors_of_one_class_behave_as_themselves(monkeypatch):
-    """What is found out about one is not true of the other."""
-    model = small()
-    for number, one in enumerate(selves(model)):
-        one.set_processor(Sharpened(0.9 if number % 2 else None))
-    plain = run(model)
+def test_two_processors_of_one_class_behave_as_themselves_and_may_change_their_mind_between_calls(monkeypatch):
+    """What is found out about one is not true of the other, nor of itself at another time."""
+    model, scales = small(), [0.9, None]
+
+    def mixed() -> torch.Tensor:
+        for number, one in enumerate(selves(model)):
+            one.processor.scale = scales[number % 2]
+        return run(model)
+
+    for one in selves(model):
+        one.set_processor(Sharpened(0.9))
+    expected = mixed()
     merge_with_self(monkeypatch)
     with tome_core.patch(model, on_small("balanced")):
-        assert (run(model) - plain).abs().max() <= 1e-3  # other sums at most
-
-
-def test_a_processor_may_change_its_mind_between_calls(monkeypatch):
-    model, processor = small(), Sharpened(0.9)
-    model.set_attn_processor(processor)
-    expected = run(model)
-    merge_with_self(monkeypatch)
-    processor.scale = None
-    with tome_core.patch(model, on_small("balanced")):
-        run(model)
-        processor.scale = 0.9
-        assert (run(model) - expected).abs().max() <= 1e-3
-
-
-def test_processors_may_come_and_go_while_a_patch_is_on():
-    model = small()
-    known = model.attn_processors
-    with tome_core.patch(model, on_small("balanced")) as handle:
-        first, by_first = run(model), handle.report().levels[0]
-        model.set_attn_processor(Storing([]))
-        handle.reset_counts()
-        run(model)
-        level = handle.report().levels[0]
-        assert any("Storing" in route for route in level.routes)
-        assert all(tokens / 2 <= queries == keys for tokens, queries, keys in level.tokens)
-        model.set_attn_processor(dict(known))
-        handle.reset_counts()
-        assert torch.equal(run(model), first)
-        assert handle.report().levels[0] == by_first
+        for _ in range(2):
+            assert (mixed() - expected).abs().max() <= 1e-3  # other sums at most
+            scales.reverse()
+            mixed()
+            scales.reverse()
 
 
 @every_preset
