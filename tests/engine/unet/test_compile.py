@@ -31,13 +31,12 @@ def test_one_graph_serves_twenty_times_however_it_was_made(name: str, patch_firs
     skip_where_unpatched_fails(case)
     model, plain = case.build(), tome_core.apply_patch(case.build(), **settings)
     backend = CompileCounter()
-    if patch_first:
-        tome_core.apply_patch(model, **settings)
-        model = compiled(model, backend)
-    else:
+    if not patch_first:
         model = compiled(model, backend)
         call_case(case, model)  # so that there is a graph without merging already
-        tome_core.apply_patch(model, **settings)
+    tome_core.apply_patch(model, **settings)
+    if patch_first:
+        model = compiled(model, backend)
     call_case(case, model, timestep=TIMES[0])
     graphs = backend.frame_count
     assert graphs == (1 if patch_first else 2)
@@ -49,28 +48,19 @@ def test_one_graph_serves_twenty_times_however_it_was_made(name: str, patch_firs
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["sdxl", "ip_adapter_masks"])
-def test_other_families_compile_whole_as_well(name: str):
-    case = BY_NAME[name]
+@pytest.mark.parametrize("name, config", [
+    *((name, MergeConfig(proportional=False)) for name in ("sdxl", "ip_adapter_masks")),
+    *(("one_level", MergeConfig(method=method, max_downsample=8)) for method in ("downsample", "cluster")),
+    ("one_level", MergeConfig(side="kv", ratio=0.9375, sx=4, sy=4, query_ratio=0.25, refine=1)),
+])  # fmt: skip
+def test_other_families_methods_and_refined_matches_compile_whole_as_well(name: str, config: MergeConfig):
+    case, backend = BY_NAME.get(name, SMALL), CompileCounter()
     skip_where_unpatched_fails(case)
-    plain = tome_core.apply_patch(case.build())
-    backend = CompileCounter()
-    model = compiled(tome_core.apply_patch(case.build()), backend)
-    for time in TIMES[:2]:
-        assert torch.equal(call_case(case, model, timestep=time), call_case(case, plain, timestep=time))
-    assert backend.frame_count == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["downsample", "cluster"])
-def test_other_methods_compile_whole_as_well(method: str):
-    config = MergeConfig(method=method, max_downsample=8)
-    plain, model = SMALL.build(), SMALL.build()
-    backend = CompileCounter()
+    plain, model = case.build(), case.build()
     with tome_core.patch(plain, config), tome_core.patch(model, config):
         whole = compiled(model, backend)
-        for time in TIMES[:2]:
-            assert torch.equal(call_case(SMALL, whole, timestep=time), call_case(SMALL, plain, timestep=time))
+        for time in TIMES[:3]:
+            assert torch.equal(call_case(case, whole, timestep=time), call_case(case, plain, timestep=time))
     assert backend.frame_count == 1
 
 
@@ -90,34 +80,32 @@ def test_compiling_in_place_is_the_same():
 
 
 @pytest.mark.slow
-def test_autograd_tracing_gives_the_same_picture():
-    model, plain = SMALL.build(), tome_core.apply_patch(SMALL.build(), **EVERYTHING)
-    backend = CompileCounterWithBackend("aot_eager")
-    model = compiled(tome_core.apply_patch(model, **EVERYTHING), backend)
-    for time in TIMES[:2]:
-        difference = call_case(SMALL, model, timestep=time) - call_case(SMALL, plain, timestep=time)
-        assert difference.abs().max() < 1e-4
-    assert backend.frame_count == 1
+@pytest.mark.parametrize("backend, config", [
+    ("aot_eager", MergeConfig(proportional=False, **EVERYTHING)),
+    *(pytest.param("inductor", config, marks=pytest.mark.skipif(
+        not (shutil.which("g++") or shutil.which("clang++")), reason="inductor needs a C++ compiler"))
+      for config in (MergeConfig(proportional=False), MergeConfig(), MergeConfig(side="kv"))),
+])  # fmt: skip
+def test_compilers_that_rewrite_give_the_same_picture(backend: str, config: MergeConfig):
+    """The whole UNet; by inductor, which takes long, one block of it."""
+    counter, plain, model = CompileCounterWithBackend(backend), SMALL.build(), SMALL.build()
+    with tome_core.patch(plain, config), tome_core.patch(model, config):
+        part = model if backend == "aot_eager" else model.down_blocks[0].attentions[0].transformer_blocks[0]
+        part.compile(backend=counter, fullgraph=True)
+        for time in TIMES[:2]:
+            difference = call_case(SMALL, model, timestep=time) - call_case(SMALL, plain, timestep=time)
+            assert difference.abs().max() < 1e-4
+    assert counter.frame_count == 1
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="inductor needs a C++ compiler")
-def test_inductor_builds_a_merged_block():
-    model, plain = SMALL.build(), tome_core.apply_patch(SMALL.build())
-    backend = CompileCounterWithBackend("inductor")
-    tome_core.apply_patch(model).down_blocks[0].attentions[0].transformer_blocks[0].compile(
-        backend=backend, fullgraph=True
-    )
-    for time in TIMES[:2]:
-        difference = call_case(SMALL, model, timestep=time) - call_case(SMALL, plain, timestep=time)
-        assert difference.abs().max() < 1e-4
-    assert backend.frame_count == 1
-
-
-def _graphs_of_repeated_blocks(model, then=lambda: None) -> list[int]:
+def _graphs_of_repeated_blocks(model, patch_first=True, **settings) -> list[int]:
+    """After each call; settings: of a patch, if there is to be one."""
     backend, counts = CompileCounter(), []
+    if settings and patch_first:
+        tome_core.apply_patch(model, **settings)
     model.compile_repeated_blocks(backend=backend, fullgraph=True)
-    then()
+    if settings and not patch_first:
+        tome_core.apply_patch(model, **settings)
     for time in TIMES:
         call_case(SMALL, model, timestep=time)
         counts.append(backend.frame_count)
@@ -130,13 +118,8 @@ def _graphs_of_repeated_blocks(model, then=lambda: None) -> list[int]:
 def test_repeated_blocks_share_their_graphs(patch_first: bool):
     vanilla = _graphs_of_repeated_blocks(many_blocks())
     torch._dynamo.reset()
-    settings = {"max_downsample": 8}
-    plain, model = tome_core.apply_patch(many_blocks(), **settings), many_blocks()
-    if patch_first:
-        tome_core.apply_patch(model, **settings)
-        counts = _graphs_of_repeated_blocks(model)
-    else:
-        counts = _graphs_of_repeated_blocks(model, lambda: tome_core.apply_patch(model, **settings))
+    plain, model = tome_core.apply_patch(many_blocks(), max_downsample=8), many_blocks()
+    counts = _graphs_of_repeated_blocks(model, patch_first, max_downsample=8)
     assert counts == vanilla and counts[0] == counts[-1] < 8
     assert torch.equal(call_case(SMALL, model, timestep=TIMES[0]), call_case(SMALL, plain, timestep=TIMES[0]))
     report = tome_core.report(model)

@@ -9,12 +9,13 @@ import diffusers
 import pytest
 import torch
 from diffusers import UNet2DConditionModel
-from torch._dynamo.testing import CompileCounter
+from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 import tome_core
-from tests.compiling import SMALL, many_blocks
+from tests.compiling import SMALL, compiled, many_blocks
+from tests.families import largest_difference
 from tests.least_unet import FEW, KEPT, TIMES, WAYS, build, call, draw, same
-from tests.models import call_case, on_small
+from tests.models import BY_NAME, call_case, on_small
 from tests.samplings import done_for_plans  # noqa: F401
 from tests.thoroughness import some_quick
 from tests.tiny_pipeline import write_folder
@@ -54,6 +55,24 @@ def test_all_marks_on_one_model_stay_below_the_compilers_limit():
     assert backend.frame_count == 5
 
 
+def steps(case, model, handle, times):
+    for time in times:
+        handle.set_time(timestep=time, sampling="one")
+        yield call_case(case, model, timestep=torch.tensor(time))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, backend, most", [
+    ("sdxl", "eager", 0), ("one_level_ldm", "eager", 0), ("one_level", "inductor", 1e-4)])  # fmt: skip
+def test_other_families_and_inductor_compile_the_balanced_preset_whole(name, backend, most):
+    case, config, counter = BY_NAME.get(name, SMALL), on_small("balanced"), CompileCounterWithBackend(backend)
+    plain, model = case.build(), case.build()
+    with tome_core.patch(plain, config) as eager, tome_core.patch(model, config) as handle:
+        both = steps(case, compiled(model, counter), handle, (100, 60, 0)), steps(case, plain, eager, (100, 60, 0))
+        assert all(largest_difference(*pair) <= most for pair in zip(*both, strict=True))
+    assert counter.frame_count == 1
+
+
 @pytest.mark.parametrize("whole", some_quick([True, False]))
 @pytest.mark.parametrize("way", WAYS)
 def test_whatever_is_kept_is_kept_in_graphs(way, whole):
@@ -71,15 +90,10 @@ def test_whatever_is_kept_is_kept_in_graphs(way, whole):
 
 @pytest.mark.skipif(not hasattr(UNet2DConditionModel, "compile_repeated_blocks"), reason="this diffusers cannot do it")
 def test_repeated_blocks_keep_their_own_matches_in_shared_graphs():
-    def steps(model, handle):
-        for time in FEW[1:4]:
-            handle.set_time(timestep=time, sampling="a")
-            yield call_case(SMALL, model, timestep=torch.tensor(time))
-
     backend, plain, model = CompileCounter(), many_blocks(), many_blocks()
     with tome_core.patch(plain, KEPT) as eager, tome_core.patch(model, KEPT) as handle:
         model.compile_repeated_blocks(backend=backend, fullgraph=True)
-        assert same(list(steps(model, handle)), list(steps(plain, eager)))
+        assert same(*(list(steps(SMALL, *one, FEW[1:4])) for one in ((model, handle), (plain, eager))))
     assert backend.frame_count < 8
 
 

@@ -71,6 +71,10 @@ EACH_CONFIG_AND_CALLS = [
 ]  # fmt: skip
 
 
+def grads(model) -> dict:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
 def gradients(setup: Setup, calls, config, checkpointing: bool, *, train: bool = True, only: str = "") -> dict:
     """Gradients of the parameters whose names contain ``only``, of a loss over all the calls."""
     model = setup.build()
@@ -84,7 +88,7 @@ def gradients(setup: Setup, calls, config, checkpointing: bool, *, train: bool =
             x, text = inputs(4, 2, height, width, seed=number)
             loss = loss + (setup.call(model, x, timestep, text) * (number + 1)).square().mean()
         loss.backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return grads(model)
 
 
 def assert_same(one: dict, other: dict) -> None:
@@ -131,7 +135,7 @@ def test_a_model_copied_between_forward_and_backward_keeps_its_gradients():
         loss = setup.call(model, x, 500, text).square().mean()
         copy.deepcopy(model)
         loss.backward()
-    assert_same(plain, {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert_same(plain, grads(model))
 
 
 @pytest.mark.parametrize("name", ["ldm", "sgm"])
@@ -147,7 +151,7 @@ def test_a_call_that_does_not_merge_is_not_repeated_as_one_that_did_where_its_te
         setup.call(model, x, 300, text)
         assert handle.report().merged_anything
         setup.call(model, x, 800, text).square().mean().backward()
-    assert_same(plain, {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert_same(plain, grads(model))
 
 
 @pytest.mark.parametrize("name", list(SETUPS))

@@ -119,14 +119,6 @@ def test_a_block_called_by_itself_is_left_alone_without_a_word(block, inputs):
         assert reasons(handle) == {} and handle.report().calls == 0
 
 
-def test_a_grid_too_small_for_the_ratio_is_left_alone(block):
-    inputs = make_inputs(1, 2, "cpu", torch.float32)
-    expected = block(*inputs)
-    with tome_core.patch(block, tome_core.MergeConfig()) as handle:
-        assert torch.equal(block(*inputs), expected)
-        assert reasons(handle) == {"attn: the grid is too small for the ratio to remove a token": 1}
-
-
 def test_a_small_picture_is_left_alone_where_only_large_ones_merge():
     case = BY_NAME["sd15"]
     model = case.build()
