@@ -70,38 +70,29 @@ def image_to_image(pipe: Any) -> tuple[Any, dict[str, Any]]:
     return sibling, {"image": an_image(pipe), "strength": 0.8, "timesteps": IMAGE_TIMES}
 
 
-@pytest.mark.slow
-@every_kind
-def test_pipelines_that_share_a_unet_share_the_patch(build, kind: str):
-    """But for matches, which serve the steps of the pipeline that was patched."""
-    text, (image, call) = (pipe := build(kind)), image_to_image(pipe)
-    plain = draw(text), draw(image, **call)
-    alone = merged_alone(text), merged_alone(image, pipelines.keeps_nothing(image), **call)
-    tome_core.patch(text)
-    for _ in range(2):
-        assert torch.equal(draw(text), alone[0]) and torch.equal(draw(image, **call), alone[1])
-    assert differ(*plain, *alone)
-    tome_core.remove_patch(image)
-    assert torch.equal(draw(text), plain[0]) and torch.equal(draw(image, **call), plain[1])
-
-
 def several(count: int, *args: Any, **more: Any) -> list[torch.Tensor]:
     return [draw(*args, **more) for _ in range(count)]
 
 
 @pytest.mark.slow
 @every_kind
-def test_pipelines_that_share_a_unet_may_draw_at_once(build, kind: str):
+def test_pipelines_that_share_a_unet_share_the_patch_one_after_the_other_and_at_once(build, kind: str):
+    """But for matches, which serve the steps of the pipeline that was patched."""
     text, (image, call) = (pipe := build(kind)), image_to_image(pipe)
     for name in ("tokenizer", "tokenizer_2"):  # how it pads is a tokenizer's state: two threads cannot share one
         if getattr(image, name, None) is not None:
             setattr(image, name, copy.deepcopy(getattr(image, name)))
+    plain = draw(text), draw(image, **call)
     alone = merged_alone(text), merged_alone(image, pipelines.keeps_nothing(image), **call)
     handle = tome_core.patch(text)
-    both = at_once(partial(several, 3, text), partial(several, 3, image, **call))
-    for expected, pictures in zip(alone, both, strict=True):
-        assert all(torch.equal(one, expected) for one in pictures)
+    works = partial(several, 2, text), partial(several, 2, image, **call)
+    for both in ([work() for work in works], at_once(*works)):
+        for expected, pictures in zip(alone, both, strict=True):
+            assert all(torch.equal(one, expected) for one in pictures)
     assert_merged(handle)
+    assert differ(*plain, *alone)
+    tome_core.remove_patch(image)
+    assert torch.equal(draw(text), plain[0]) and torch.equal(draw(image, **call), plain[1])
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -46,24 +47,17 @@ def rounds(pipe: Any, config: MergeConfig) -> list[torch.Tensor]:
     return pictures
 
 
-def test_two_models_in_two_threads_give_their_own_pictures():
-    pipes = [Pipeline() for _ in CONFIGS]
+@pytest.mark.parametrize("configs", [CONFIGS, CONFIGS[:1] * 2], ids=["two configs", "one config for both"])
+def test_two_models_in_two_threads_give_their_own_pictures(configs):
+    pipes = [Pipeline() for _ in configs]
     before = [traces(pipe.unet) for pipe in pipes]
-    alone = [rounds(pipe, config)[:2] for pipe, config in zip(pipes, CONFIGS, strict=True)]
-    assert not torch.equal(alone[0][0], alone[1][0])
-    both = at_once(*(lambda pipe=pipe, config=config: rounds(pipe, config)
-                     for pipe, config in zip(pipes, CONFIGS, strict=True)))  # fmt: skip
-    for (merged, plain), pictures in zip(alone, both, strict=True):
+    works = [partial(rounds, pipe, config) for pipe, config in zip(pipes, configs, strict=True)]
+    alone = [work()[:2] for work in works]
+    assert torch.equal(alone[0][0], alone[1][0]) == (configs[0] is configs[1])
+    for (merged, plain), pictures in zip(alone, at_once(*works), strict=True):
         assert all(torch.equal(one, merged) for one in pictures[::2])
         assert all(torch.equal(one, plain) for one in pictures[1::2])
     assert [traces(pipe.unet) for pipe in pipes] == before
-
-
-def test_one_config_may_serve_two_threads():
-    pipes = [Pipeline(), Pipeline()]
-    (alone, _), *_ = [rounds(pipe, CONFIGS[0])[:2] for pipe in pipes]
-    both = at_once(*(lambda pipe=pipe: rounds(pipe, CONFIGS[0]) for pipe in pipes))
-    assert all(torch.equal(one, alone) for pictures in both for one in pictures[::2])
 
 
 def in_the_middle_of_a_call(model: Any, work: Callable[[], Any], call: Callable[[], Any]) -> Any:
@@ -119,7 +113,7 @@ def test_two_branches_of_two_models_sample_in_two_threads():
     """Servers with a queue for each GPU."""
     branches = [apply(least_checkpoint(), ratio=ratio) for ratio in (0.25, 0.5)]
     alone = [sample(branch)[0] for branch in branches]
-    both = at_once(*(lambda branch=branch: sample(branch) for branch in branches))
+    both = at_once(*(partial(sample, branch) for branch in branches))
     for expected, pictures in zip(alone, both, strict=True):
         assert all(torch.equal(one, expected) for one in pictures)
 
@@ -137,6 +131,6 @@ def test_one_branch_runs_two_copies_of_its_model_in_two_threads():
         patcher.wrappers["outer_sample"] = {}
         return sample(patcher, model)
 
-    both = at_once(*(lambda model=model: call(model) for model in copies))
+    both = at_once(*(partial(call, model) for model in copies))
     assert all(torch.equal(one, expected) for pictures in both for one in pictures)
     assert [traces(one) for one in copies] == before and len(wrappers._patches) == 3
