@@ -14,12 +14,13 @@ from ..model import families
 from ..model.families import UnsupportedModelError, find_unet
 from ..model.wrap import drop_remains
 from ..reporting.report import Report
+from ..running.nested import back_from
 from ..settings.config import MergeConfig
 from ..settings.noise import STABLE_DIFFUSION, own_schedule
 from ..settings.presets import DEFAULT, TRANSFORMER, config_of
 from ..settings.schedule import NoiseSchedule
 from ..transformers import TransformerPatch, find_transformers, handle_on
-from .handle import Patch, back_from, handle_in_force, take_by_model
+from .handle import Patch, handle_in_force, take_by_model
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +49,7 @@ def patch(
     unet = find_unet(model)
     config = _asked(config, strength, settings, families.layout_of(unet))
     handle = Patch(unet, config, _schedule_of(model))
-    handle._previous = current = handle_in_force(unet)
-    if current is not None and not current._entered:
-        current._previous = None  # nobody will leave it for what was before it; without this, the chain would grow
+    handle.take_the_place_of(handle_in_force(unet))
     if not host_clock and handle.run.lacks_schedule:
         logger.warning(
             "Merging is limited in percent or beta, which a bare UNet does not know: call handle.set_time(percent=...) "
@@ -121,11 +120,8 @@ def remove_patch(model: Any) -> Any:
 
     Of a pipeline whose UNet was exchanged since, it is taken off the old one.
     """
-    transformers = find_transformers(model)
-    for handle in filter(None, map(handle_on, transformers)):
-        handle.remove()
-    patched = None if transformers else _handle_of(model)
-    for handle in [*back_from(patched), *back_from(take_by_model(model))]:
+    patched = [handle_on(one) for one in find_transformers(model)] or [_handle_of(model)]
+    for handle in [one for latest in (*patched, take_by_model(model)) for one in back_from(latest)]:
         handle.remove()
     with suppress(UnsupportedModelError, TypeError):  # what was never patched
         for module in find_unet(model).modules():

@@ -15,6 +15,7 @@ from ..model.wrap import Wrap
 from ..reporting.ledger import LevelTally
 from ..running.fingerprint import widths_of
 from ..running.handle import Handle
+from ..running.nested import Nested
 from ..running.pipeline import SamplingScope, SchedulerClock
 from ..running.run import Run
 from ..settings.config import MergeConfig
@@ -25,7 +26,7 @@ from ..settings.schedule import NoiseSchedule, reaches
 from ..unet.wiring import Wiring, put_on, wiring_of
 
 
-class Patch(Measured, Handle):
+class Patch(Nested, Measured, Handle):
     """The handle of one patch: a context manager that can also be kept. It does not keep the UNet alive.
 
         with tome_core.patch(pipe, MergeConfig(ratio=0.5)) as handle:
@@ -39,9 +40,6 @@ class Patch(Measured, Handle):
     def __init__(self, unet: nn.Module, config: MergeConfig, schedule: NoiseSchedule | None) -> None:
         self._unet = weakref.ref(unet)
         self.handed: weakref.ref[Any] | None = None  # what was handed to `patch`: a pipeline, a wrapped UNet
-        self._previous: Patch | None = None
-        self._removed = False
-        self._entered = False
         self._outside: list[Wrap] = []  # of a pipeline and its scheduler; they hold no module
         self.attention_function = ""  # what a host's attention calls, where its module does not tell
         places = find_blocks(unet)
@@ -153,22 +151,8 @@ class Patch(Measured, Handle):
             with suppress(TypeError):  # a class of somebody's own that allows no weak references
                 self._outside.append(SamplingScope(model, self.run))
 
-    def __enter__(self) -> Patch:
-        self._entered = True
-        return self.install()
-
-    def __exit__(self, *error: object) -> None:
-        self._entered = False
-        # patches put on inside this `with` end with it
-        later = list(back_from(handle_in_force(self.unet)))
-        if self not in later:
-            self.remove()
-            return
-        for one in later[: later.index(self) + 1]:
-            one.remove()
-        before = next((one for one in back_from(self._previous) if not one._removed), None)
-        if before is not None:
-            before.install()
+    def _in_force(self) -> Patch | None:
+        return handle_in_force(self.unet)
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy belongs to a copy of the UNet, which makes itself known (`wiring_of`), and to no pipeline
@@ -194,13 +178,6 @@ def handle_in_force(unet: nn.Module | None) -> Patch | None:
     if wiring is None:
         return None
     return wiring.merging or next((one for one in reversed(wiring.holders) if isinstance(one, Patch)), None)
-
-
-def back_from(handle: Patch | None) -> Iterator[Patch]:
-    """A patch and those it took the place of, the latest first."""
-    while handle is not None:
-        yield handle
-        handle = handle._previous
 
 
 def _needs(rules: tuple[MergeRule, ...], downsamples: list[int]) -> frozenset[tuple[int, str]]:

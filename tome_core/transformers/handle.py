@@ -11,6 +11,7 @@ from torch import nn
 
 from ..model.switch import patching
 from ..model.wrap import Wrap
+from ..running.nested import Nested
 from ..running.pipeline import SamplingScope
 from ..sequence import SequenceMerging
 from ..settings.config import MergeConfig
@@ -21,7 +22,7 @@ from .steps import PipelineSteps
 _MARK = "_tome_core_transformer"
 
 
-class TransformerPatch(SequenceMerging):
+class TransformerPatch(Nested, SequenceMerging):
     """Merging on the transformers of one pipeline, or on one by itself; a context manager that can also be kept.
 
     Installed when `patch` returns it; leaving the ``with`` takes it off and brings back the one that was there before.
@@ -34,10 +35,8 @@ class TransformerPatch(SequenceMerging):
         blocks = len(find_attentions(models[0], family))
         super().__init__(config, family.downsample, blocks)
         self._models = [weakref.ref(one) for one in models]
-        before = handle_on(models[0])
-        # nobody will leave it for what was before it, where that was not entered
-        self._previous = before if before is not None and before._entered else None
-        self._entered = self.is_on = False
+        self.take_the_place_of(handle_on(models[0]))
+        self.is_on = False
         self._outside: list[Wrap] = []
         # each of the pipeline's loops makes one picture, or one batch of them; and it tells its steps
         if self.run.wants_time and hasattr(pipeline, "progress_bar"):
@@ -53,6 +52,7 @@ class TransformerPatch(SequenceMerging):
 
     def install(self) -> TransformerPatch:
         """Put it on, in place of another of ours. Idempotent."""
+        self._removed = False
         with patching():
             for model in self._present():
                 on = vars(model).get(_MARK) or _On(model)
@@ -74,6 +74,7 @@ class TransformerPatch(SequenceMerging):
 
     def remove(self) -> None:
         """Take it off for good. Idempotent; never fails."""
+        self._removed = True
         self.uninstall()
         self.run.forget()
 
@@ -87,15 +88,8 @@ class TransformerPatch(SequenceMerging):
     def _present(self) -> Iterator[nn.Module]:
         return (model for model in (one() for one in self._models) if model is not None)
 
-    def __enter__(self) -> TransformerPatch:
-        self._entered = True
-        return self.install()
-
-    def __exit__(self, *error: object) -> None:
-        self._entered = False
-        self.remove()
-        if self._previous is not None:
-            self._previous.install()
+    def _in_force(self) -> TransformerPatch | None:
+        return next((handle_on(model) for model in self._present()), None)
 
 
 class _On:

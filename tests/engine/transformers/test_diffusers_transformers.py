@@ -89,18 +89,6 @@ def test_copies_and_pickles_of_a_patched_model_are_whole_and_merge_nothing(name)
         assert torch.equal(call(model, arguments), merged)
 
 
-@families
-def test_a_patch_within_a_patch_counts_and_leaving_it_brings_back_the_first(name):
-    model, arguments = tiny_transformers.make(name)
-    with tome_core.patch(model, **STRONG) as outer:
-        first = call(model, arguments)
-        with tome_core.patch(model, **(STRONG | {"ratio": 0.5})) as inner:
-            assert not torch.equal(call(model, arguments), first)
-            assert inner.is_installed and not outer.is_installed
-        assert torch.equal(call(model, arguments), first)
-        assert outer.is_installed
-
-
 def test_taken_off_by_the_models_name():
     model, arguments = tiny_transformers.make("Flux")
     plain = call(model, arguments)
