@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from tome_core.model.families import Place, find_blocks
 from tome_core.transformers.families import family_of
@@ -36,3 +39,23 @@ def attended(args: tuple, kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], d
     """Queries, keys and values ``[B, H, S, d]`` of a call of torch's attention function, and what else came along."""
     rest = dict(zip(("attn_mask", "dropout_p", "is_causal"), args[3:], strict=False)) | kwargs
     return list(args[:3]) + [rest.pop(name) for name in ("query", "key", "value")[len(args) :]], rest
+
+
+def at_each_call(network: nn.Module, tell: Callable[[float], None]) -> RemovableHandle:
+    """A context manager: inside it `tell` is told the timestep of each call, before anything else happens."""
+    def look(network: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        tell(timestep_of(network, args, kwargs))
+
+    return network.register_forward_pre_hook(look, with_kwargs=True)
+
+
+@contextmanager
+def answered(forwards: dict[nn.Module, Callable]) -> Iterator[None]:
+    """Inside it these modules answer by these functions, not by their own ``forward``."""
+    for module, forward in forwards.items():
+        module.forward = forward
+    try:
+        yield
+    finally:
+        for module in forwards:
+            del module.forward

@@ -1,134 +1,85 @@
-"""Ways to group tokens, as plain as they can be written: the variants the engine does not have, and those it has.
+"""Plain code for what the engine has not: attention that gives zeros, stays inside tiles, or merges by lot.
 
-For measuring quality, not speed: score matrices exist as a whole, nothing is reused, nothing is compiled. Where the
-engine has the same method, tests hold the two against each other. Letters as in `tome_core.merging.plan`: ``B`` batch,
-``N`` tokens, ``G`` groups, ``C`` channels. Grids are square.
+For measuring quality, not speed. Grids are square.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
-import torch.nn.functional as F
+from torch import nn
+
+from benchmarks import reference_tiles
+from benchmarks.networks import answered, at_each_call, finest_blocks
+from tome_core import MergePlan
+from tome_core.merging.grid import Grid, split_grid
+from tome_core.merging.methods.base import Best
+from tome_core.merging.methods.bipartite import _plan
 
 
-class Groups:
-    """A map from tokens to groups. ``group``: int64 ``[B, N]`` with values below ``count``; ``sizes``: ``[B, G]``."""
+@dataclass(frozen=True)
+class Recipe:
+    """What happens to a self-attention: the first of these that is given.
 
-    def __init__(self, group: torch.Tensor, count: int) -> None:
-        self.group, self.count = group, count
-        ones = torch.ones(group.shape, device=group.device)
-        self.sizes = torch.zeros(group.shape[0], count, device=group.device).scatter_add_(1, group, ones)
-
-    def merge(self, x: torch.Tensor) -> torch.Tensor:
-        """The mean of each group: ``[B, N, C]`` to ``[B, G, C]``; an empty group gives zeros."""
-        total = x.new_zeros(x.shape[0], self.count, x.shape[2])
-        total.scatter_add_(1, self.group[..., None].expand_as(x), x)
-        return total / self.sizes[..., None].clamp(min=1).to(x.dtype)
-
-    def unmerge(self, y: torch.Tensor) -> torch.Tensor:
-        """Every token gets its group's row: ``[B, G, C]`` to ``[B, N, C]``."""
-        return y.gather(1, self.group[..., None].expand(-1, -1, y.shape[2]))
-
-    def log_sizes(self) -> torch.Tensor:
-        """What each group's key adds to its logit: ``[B, G]``; minus infinity for an empty group."""
-        return self.sizes.log()
-
-
-def bipartite(
-    x: torch.Tensor,
-    ratio: float,
-    cell: int = 2,
-    *,
-    euclid: bool = False,
-    window: int | None = None,
-    destinations_from: torch.Generator | None = None,
-    partners_from: torch.Generator | None = None,
-) -> Groups:
-    """ToMe's matching (arXiv 2303.17604): the ``ratio`` of all tokens that have the most similar partners merge.
-
-    x: ``[B, N, C]``, compared by cosine, or by distance where `euclid`. cell: one token of every ``cell x cell``
-    square is a destination, its top left one or one drawn with `destinations_from`. window: partners only inside the
-    same ``window x window`` square. partners_from: partners, and who merges, by lot: the control, which ignores `x`.
+    zero: it gives zeros. tiles: it stays inside tiles, this many a side, and nothing is merged. ratio: this share of
+    its keys and values merges, and of its queries where `together`, with partners drawn by lot in cells of
+    ``cell x cell`` tokens; a key's logit gets the logarithm of its group's size.
     """
-    batch, tokens, _ = x.shape
-    destinations = _one_per_cell(tokens, cell, destinations_from).to(x.device)
-    is_source = torch.ones(tokens, dtype=torch.bool, device=x.device)
-    is_source[destinations] = False
-    sources = torch.arange(tokens, device=x.device)[is_source]
-    if partners_from is not None:
-        lots = torch.rand(batch, len(sources), len(destinations), generator=partners_from)
-        score = lots.to(x.device)
-    else:
-        score = _likeness(x[:, sources].float(), x[:, destinations].float(), euclid)
-    if window:
-        place = _square_of(tokens, window).to(x.device)
-        score = score.masked_fill(place[sources][:, None] != place[destinations][None], -math.inf)
-    return _most_similar_merge(score, sources, destinations, int(tokens * ratio))
+
+    zero: bool = False
+    tiles: int | None = None
+    ratio: float = 0.0
+    cell: int = 2
+    together: bool = False
 
 
-def _most_similar_merge(
-    score: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor, removed: int
-) -> Groups:
-    batch, count, num_destinations = score.shape
-    removed = min(removed, count)
-    best, partner = score.max(-1)
-    order = best.argsort(dim=-1, descending=True, stable=True)
-    merged, alone = order[:, :removed], order[:, removed:]
-    numbers = torch.arange(num_destinations + count - removed, device=score.device)
-    of_source = torch.empty(batch, count, dtype=torch.int64, device=score.device)
-    of_source.scatter_(1, merged, partner.gather(1, merged))
-    of_source.scatter_(1, alone, numbers[num_destinations:].expand(batch, -1))
-    group = torch.empty(batch, count + num_destinations, dtype=torch.int64, device=score.device)
-    group[:, destinations] = numbers[:num_destinations]
-    group[:, sources] = of_source
-    return Groups(group, len(numbers))
+class Lots:
+    """The plans of a recipe at the time of the network's latest call: by seed, timestep and block, by nothing else."""
+
+    def __init__(self, recipe: Recipe, seed: int) -> None:
+        self.recipe, self.seed, self.timestep = recipe, seed, 0.0
+
+    def tell(self, timestep: float) -> None:
+        """The time of a call."""
+        self.timestep = timestep
+
+    def plan(self, x: torch.Tensor, number: int) -> MergePlan:
+        """For the tokens ``[B, N, C]`` of block `number`, of which only the shape matters.
+
+        As the engine's matching, but that who merges and with whom is drawn.
+        """
+        side = reference_tiles.square_side(x.shape[1], self.recipe.cell)
+        destinations, sources = split_grid(Grid(side, side), self.recipe.cell, self.recipe.cell, None, x)
+        dice = torch.Generator().manual_seed((self.seed * 1_000 + round(self.timestep)) * 100 + number)
+        lots = torch.rand(len(x), sources.shape[1], destinations.shape[1], generator=dice).to(x.device)
+        removed = min(sources.shape[1], int(x.shape[1] * self.recipe.ratio))
+        return _plan(Best(*lots.max(2)), sources.sort().values, destinations, removed)
 
 
-def pooled(x: torch.Tensor, cell: int) -> Groups:
-    """Every ``cell x cell`` square is a group, whatever is in it; only the shape of `x` matters."""
-    square = _square_of(x.shape[1], cell).to(x.device)
-    return Groups(square.expand(x.shape[0], -1), int(square.max()) + 1)
+@contextmanager
+def in_unet(unet: nn.Module, recipe: Recipe, seed: int) -> Iterator[None]:
+    """Inside it the UNet's finest self-attention follows the recipe."""
+    lots = Lots(recipe, seed)
+    found = [place.block.attn1 for place in finest_blocks(unet)]
+    forwards = {one: partial(_attend, lots, number, one.forward) for number, one in enumerate(found)}
+    with at_each_call(unet, lots.tell), answered(forwards):
+        yield
 
 
-def refined(groups: Groups, x: torch.Tensor, steps: int, *, euclid: bool = False) -> Groups:
-    """`steps` of Lloyd's algorithm (k-means) that start from `groups`; tokens are compared as in `bipartite`.
-
-    A group that loses all of its tokens stays empty: its key gets no weight where sizes count.
-    """
-    x = x.float() if euclid else F.normalize(x.float(), dim=-1)
-    for _ in range(steps):
-        score = _likeness(x, groups.merge(x), euclid)
-        groups = Groups(score.masked_fill((groups.sizes == 0)[:, None], -math.inf).argmax(-1), groups.count)
-    return groups
-
-
-def _likeness(a: torch.Tensor, b: torch.Tensor, euclid: bool) -> torch.Tensor:
-    """How alike the rows of ``[B, M, C]`` and ``[B, K, C]`` are: ``[B, M, K]``, the higher the more."""
-    if euclid:
-        return -torch.cdist(a, b)
-    return F.normalize(a, dim=-1) @ F.normalize(b, dim=-1).transpose(1, 2)
-
-
-def square_side(tokens: int, cell: int) -> int:
-    """Tokens a side of a square grid. Raises ValueError where it is none, or `cell` does not divide it."""
-    side = math.isqrt(tokens)
-    if side * side != tokens or side % cell:
-        raise ValueError(f"{tokens} tokens are no square grid that cells of {cell}x{cell} divide; the reference code "
-                         "measures square pictures only")
-    return side
-
-
-def _square_of(tokens: int, cell: int) -> torch.Tensor:
-    """The number of the ``cell x cell`` square each token is in: int64 ``[N]``."""
-    side = square_side(tokens, cell)
-    line = torch.arange(side) // cell
-    return (line[:, None] * (side // cell) + line[None]).reshape(-1)
-
-
-def _one_per_cell(tokens: int, cell: int, draw: torch.Generator | None) -> torch.Tensor:
-    members = _square_of(tokens, cell).argsort(stable=True).view(-1, cell * cell)
-    if draw is None:
-        return members[:, 0]
-    return members.gather(1, torch.randint(cell * cell, (len(members), 1), generator=draw))[:, 0]
+def _attend(
+    lots: Lots, number: int, own: Any, x: torch.Tensor, encoder_hidden_states=None, attention_mask=None, **more: Any
+) -> torch.Tensor:
+    """In place of an ``attn1.forward``, which is `own`."""
+    recipe = lots.recipe
+    if recipe.zero:
+        return torch.zeros_like(x)
+    if recipe.tiles:
+        return reference_tiles.join(own(reference_tiles.split(x, recipe.tiles), **more), recipe.tiles)
+    plan = lots.plan(x, number)
+    keys, sizes = plan.merge(x), plan.key_logits.to(x.dtype)[:, None]
+    return plan.unmerge(own(keys, keys, sizes, **more)) if recipe.together else own(x, keys, sizes, **more)

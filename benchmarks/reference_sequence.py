@@ -1,7 +1,8 @@
-"""The reference code's groups in a transformer: among the picture's tokens, behind norm and positions; text is kept."""
+"""The reference code in a transformer: among the picture's tokens, behind norm and positions; text is kept."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,64 +10,48 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from benchmarks.networks import attended
-from benchmarks.reference import Groups
-from benchmarks.reference_patch import Following, Grouping
+from benchmarks.networks import attended, timestep_of
+from benchmarks.reference import Lots, Recipe
 
 
-class SequenceReference(Following, TorchFunctionMode):
-    """A context manager: inside it the attentions of a Flux transformer follow the first phase that holds.
+class SequenceReference(TorchFunctionMode):
+    """A context manager: inside it the attentions of a Flux transformer follow the recipe, one without tiles.
 
     It answers in torch's attention function, which is called once in each block, the text's tokens first.
     """
 
+    def __init__(self, transformer: nn.Module, recipe: Recipe, seed: int) -> None:
+        super().__init__()
+        self._transformer, self._recipe, self._lots = transformer, recipe, Lots(recipe, seed)
+
     def __enter__(self) -> SequenceReference:
-        self.follow()
-        self._picture, self._block = 0, 0
-        return TorchFunctionMode.__enter__(self)
+        self._hook = self._transformer.register_forward_pre_hook(self._note, with_kwargs=True)
+        return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
-        TorchFunctionMode.__exit__(self, *error)
-        self.leave()
+        super().__exit__(*error)
+        self._hook.remove()
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        recipe = self.recipe() if func is F.scaled_dot_product_attention else None
-        if recipe is None:
+        if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         self._block += 1
         (q, k, v), more = attended(args, kwargs or {})
-        if recipe.zero:
+        if self._recipe.zero:
             return torch.zeros_like(q)
-        keys = self._group(recipe.kv, k, v)
-        queries = keys if recipe.together else self._group(recipe.q, k, v)
-        if keys:
-            k, v = (self._merged(one, keys) for one in (k, v))
-            if recipe.sized:
-                sizes = F.pad(keys.log_sizes(), (k.shape[2] - keys.count, 0))
-                more["attn_mask"] = sizes.to(q.dtype)[:, None, None]
-        out = func(self._merged(q, queries) if queries else q, k, v, **more)
-        return self._unmerged(out, queries) if queries else out
+        plan = self._lots.plan(k[:, 0, -self._picture :], self._block)
+        k, v = (_changed(one, plan.merge, self._picture) for one in (k, v))
+        more["attn_mask"] = F.pad(plan.key_logits, (k.shape[2] - plan.num_groups, 0)).to(q.dtype)[:, None, None]
+        if not self._recipe.together:
+            return func(q, k, v, **more)
+        return _changed(func(_changed(q, plan.merge, self._picture), k, v, **more), plan.unmerge, plan.num_groups)
 
-    def _note(self, network: nn.Module, args: tuple, kwargs: dict) -> None:
-        super()._note(network, args, kwargs)
+    def _note(self, transformer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        self._lots.tell(timestep_of(transformer, args, kwargs))
         self._picture, self._block = kwargs["hidden_states"].shape[1], 0
 
-    def _group(self, grouping: Grouping | None, k: torch.Tensor, v: torch.Tensor) -> Groups | None:
-        """By what no block's input is: keys, where the recipe says the input."""
-        if grouping is None:
-            return None
-        keys, values = (one[:, :, -self._picture :].transpose(1, 2).flatten(2) for one in (k, v))
-        compared = torch.cat([keys, values], -1) if grouping.metric == "keys+values" else keys
-        return self.grouped(grouping, compared, self._block)
 
-    def _merged(self, x: torch.Tensor, groups: Groups) -> torch.Tensor:
-        return self._instead(x, groups.count, groups.merge, self._picture)
-
-    def _unmerged(self, x: torch.Tensor, groups: Groups) -> torch.Tensor:
-        return self._instead(x, self._picture, groups.unmerge, groups.count)
-
-    def _instead(self, x: torch.Tensor, count: int, change: Any, last: int) -> torch.Tensor:
-        """``[B, H, S, d]`` with its `last` tokens changed to `count` others."""
-        heads = x.shape[1]
-        changed = change(x[:, :, -last:].transpose(1, 2).flatten(2)).unflatten(2, (heads, -1)).transpose(1, 2)
-        return torch.cat([x[:, :, :-last], changed], 2)
+def _changed(x: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor], last: int) -> torch.Tensor:
+    """``[B, H, S, d]`` with its `last` tokens changed to as many as `change` gives of them."""
+    changed = change(x[:, :, -last:].transpose(1, 2).flatten(2)).unflatten(2, (x.shape[1], -1)).transpose(1, 2)
+    return torch.cat([x[:, :, :-last], changed], 2)

@@ -5,9 +5,18 @@ The published one draws among several tile sizes; here the number of tiles is fi
 
 from __future__ import annotations
 
+import math
+
 import torch
 
-from benchmarks.reference import square_side
+
+def square_side(tokens: int, cell: int) -> int:
+    """Tokens a side of a square grid. Raises ValueError where it is none, or `cell` does not divide it."""
+    side = math.isqrt(tokens)
+    if side * side != tokens or side % cell:
+        raise ValueError(f"{tokens} tokens are no square grid that cells of {cell}x{cell} divide; the reference code "
+                         "measures square pictures only")
+    return side
 
 
 def split(x: torch.Tensor, tiles: int) -> torch.Tensor:

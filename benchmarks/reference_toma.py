@@ -8,6 +8,9 @@ each block does, which errs less.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks import reference_tiles
+from benchmarks.networks import answered
 from tome_core.transformers.families import family_of, find_attentions
 
 TILES = 8  # a side
@@ -62,51 +66,38 @@ def representatives(alike: torch.Tensor, count: int) -> torch.Tensor:
     return torch.cat(chosen, 1)
 
 
-class Toma:
-    """A context manager: inside it the attentions of a Flux transformer see 1 - ratio of the picture's tokens."""
+@contextmanager
+def toma(transformer: nn.Module, ratio: float) -> Iterator[None]:
+    """Inside it the attentions of a Flux transformer see 1 - ratio of the picture's tokens."""
+    tokens = [0]  # of the picture, at the latest call
 
-    def __init__(self, transformer: nn.Module, ratio: float) -> None:
-        self.transformer, self.ratio = transformer, ratio
-        self._attentions = [one for _, one in find_attentions(transformer, family_of(transformer))]
+    def look(transformer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        tokens[0] = kwargs["hidden_states"].shape[1]
 
-    def __enter__(self) -> Toma:
-        self._clock = self.transformer.register_forward_pre_hook(self._note, with_kwargs=True)
-        for attention in self._attentions:
-            attention.forward = _Forward(self, attention)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._clock.remove()
-        for attention in self._attentions:
-            del attention.forward
-
-    def _note(self, transformer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        self.tokens = kwargs["hidden_states"].shape[1]
+    found = [one for _, one in find_attentions(transformer, family_of(transformer))]
+    forwards = {one: partial(_attend, one.forward, ratio, tokens) for one in found}
+    with transformer.register_forward_pre_hook(look, with_kwargs=True), answered(forwards):
+        yield
 
 
-class _Forward:
-    """Stands in for one attention's ``forward``; picture by picture, because positions are the whole batch's."""
-
-    def __init__(self, owner: Toma, attention: nn.Module) -> None:
-        self.owner, self.original = owner, attention.forward
-
-    def __call__(
-        self, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor | None = None,
-        image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None, **more: Any,
-    ) -> Any:  # fmt: skip
-        text = hidden_states.shape[1] - self.owner.tokens  # in one sequence with the picture, or apart
-        merge = Merge(hidden_states[:, text:], self.owner.ratio)
-        x = torch.cat([hidden_states[:, :text], merge.merge(hidden_states[:, text:])], 1)
-        words = image_rotary_emb[0].shape[0] - self.owner.tokens
-        found = []
-        for number in range(len(x)):
-            places = torch.cat([torch.arange(words, device=x.device), merge.chosen[number] + words])
-            row = slice(number, number + 1)
-            beside = None if encoder_hidden_states is None else encoder_hidden_states[row]
-            positions = tuple(one[places] for one in image_rotary_emb)
-            found.append(self.original(x[row], beside, image_rotary_emb=positions, **more))
-        if encoder_hidden_states is None:
-            out = torch.cat(found)
-            return torch.cat([out[:, :text], merge.unmerge(out[:, text:])], 1)
-        out, *others = (torch.cat(one) for one in zip(*found, strict=True))
-        return merge.unmerge(out), *others
+def _attend(
+    own: Any, ratio: float, tokens: list[int], hidden_states: torch.Tensor,
+    encoder_hidden_states: torch.Tensor | None = None,
+    image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None, **more: Any,
+) -> Any:  # fmt: skip
+    """In place of one attention's ``forward``, `own`; picture by picture, because positions are the whole batch's."""
+    text = hidden_states.shape[1] - tokens[0]  # in one sequence with the picture, or apart
+    merge = Merge(hidden_states[:, text:], ratio)
+    x = torch.cat([hidden_states[:, :text], merge.merge(hidden_states[:, text:])], 1)
+    words = image_rotary_emb[0].shape[0] - tokens[0]
+    found = []
+    for number in range(len(x)):
+        places = torch.cat([torch.arange(words, device=x.device), merge.chosen[number] + words])
+        row = slice(number, number + 1)
+        beside = None if encoder_hidden_states is None else encoder_hidden_states[row]
+        found.append(own(x[row], beside, image_rotary_emb=tuple(one[places] for one in image_rotary_emb), **more))
+    if encoder_hidden_states is None:
+        out = torch.cat(found)
+        return torch.cat([out[:, :text], merge.unmerge(out[:, text:])], 1)
+    out, *others = (torch.cat(one) for one in zip(*found, strict=True))
+    return merge.unmerge(out), *others

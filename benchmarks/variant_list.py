@@ -9,14 +9,14 @@ from typing import Any
 
 from benchmarks import variants
 from benchmarks.networks import TRANSFORMER, UNET
-from benchmarks.reference_patch import Grouping, Recipe
+from benchmarks.reference import Recipe
 from benchmarks.variants import Variant
 from tome_core import PRESETS
 from tome_core.settings.presets import MARKS, refine_of
 
 PLAIN = "unmerged"
 RATIOS = (0.25, 0.5, 0.75)
-# ratio and cell of what QUALITY.md tried on keys and values
+# ratio and cell of keys and values
 KEY_SETTINGS = ((0.5, 2), (0.75, 2), (0.9, 4), (0.9375, 4), (0.984, 8))
 # of the line that strength is chosen from
 FRONT = (
@@ -41,23 +41,14 @@ def _yardsticks_and_controls() -> Iterator[Variant]:
     yield Variant("twice the solver steps", "", variants.nothing, "yardstick", "torch", 2, ("pictures",))
     for name, recipe in (
         ("zero attention", Recipe(zero=True)),
-        ("random partner 0.75", Recipe(Grouping(0.75, how="random"), together=True)),
-        ("random partner kv 0.9375", _kv(0.9375, 4, how="random")),
+        ("random partner 0.75", Recipe(ratio=0.75, together=True)),
+        ("random partner kv 0.9375", Recipe(ratio=0.9375, cell=4)),
     ):
-        yield Variant(name, "", variants.reference((0, recipe)), "control")
+        yield Variant(name, "", variants.reference(recipe), "control")
 
 
 def _engine(line: str, setting: str, *rules: dict[str, Any]) -> Variant:
     return Variant(line, setting, variants.engine(*rules), code="engine")
-
-
-def _reference(line: str, setting: str, recipe: Recipe) -> Variant:
-    return Variant(line, setting, variants.reference((0, recipe)))
-
-
-def _kv(ratio: float, cell: int = 2, **more: Any) -> Recipe:
-    """Sized keys and values in the reference code."""
-    return Recipe(Grouping(ratio, cell, **more))
 
 
 def _kv_rule(ratio: float, cell: int = 2, **more: Any) -> dict[str, Any]:
@@ -129,28 +120,12 @@ def _sized() -> Iterator[Variant]:
         yield _engine("sized", str(ratio), {"ratio": ratio, "use_rand": False})
     for ratio, cell in KEY_SETTINGS:
         yield _engine("sized kv", _setting(ratio, cell), _kv_rule(ratio, cell))
-        yield _reference("sized kv on keys", _setting(ratio, cell), _kv(ratio, cell, metric="keys"))
     yield _engine("cluster kv sized", "0.75", {"method": "cluster", "ratio": 0.75, "side": "kv"})
     for ratio in (0.25, 0.5):
         yield _engine("sized kv 0.9 and q", str(ratio), _kv_rule(0.9, 4, query_ratio=ratio))
-
-
-def _better_and_worse_groups() -> Iterator[Variant]:
-    """At a quarter and at a sixteenth of the attention work."""
-    both = {"metric": "keys+values"}
     for ratio, cell in ((0.75, 2), (0.9375, 4)):
-        setting = _setting(ratio, cell)
-        yield _engine("sized kv k-means 1", setting, _kv_rule(ratio, cell, refine=1))
-        yield _engine("sized kv k-means 3", setting, _kv_rule(ratio, cell, refine=3))
-        yield _reference("sized kv windows 16", setting, _kv(ratio, cell, window=16))
-        for line, more in (
-            ("sized kv on keys k-means 3", {"metric": "keys", "steps": 3}),
-            ("sized kv on keys+values", both),
-            ("sized kv on keys+values by distance", {**both, "euclid": True}),
-            ("sized kv on keys+values by distance k-means 3", {**both, "euclid": True, "steps": 3}),
-        ):
-            yield _reference(line, setting, _kv(ratio, cell, **more))
-        yield _reference("mean kv", f"{cell}x{cell}", Recipe(Grouping(ratio, cell, how="pool"), sized=False))
+        for steps in (1, 3):
+            yield _engine(f"sized kv k-means {steps}", _setting(ratio, cell), _kv_rule(ratio, cell, refine=steps))
 
 
 def _upstream() -> Iterator[Variant]:
@@ -169,8 +144,6 @@ def _schedules() -> Iterator[Variant]:
         ("kv 0.75 then 0.984", _kv_rule(0.75), _kv_rule(0.984, 8)),
     ):
         yield _engine("schedule", setting, {**early, "min_timestep": NOISY}, late)
-    phases = (NOISY, _kv(0.984, 8, metric="keys")), (0, _kv(0.75, metric="keys"))
-    yield Variant("schedule", "kv 0.984 then 0.75 on keys", variants.reference(*phases))
 
 
 def _others() -> Iterator[Variant]:
@@ -182,7 +155,7 @@ def _others() -> Iterator[Variant]:
     coarse, fine = ({"method": "downsample", "sx": cell, "sy": cell, "proportional": False} for cell in (8, 2))
     yield _engine("downsample early and late", "8x8 then 2x2", {**coarse, "min_timestep": HALF_TIME}, fine)
     for tiles in (2, 4):
-        yield replace(_reference("tiles", f"{tiles}x{tiles}", Recipe(tiles=tiles)), **unets)
+        yield Variant("tiles", f"{tiles}x{tiles}", variants.reference(Recipe(tiles=tiles)), **unets)
     for ratio in TOMA_RATIOS:
         yield Variant("ToMA", str(ratio), variants.toma(ratio), **transformers)
     for threshold in SKIPPED:
@@ -197,8 +170,7 @@ def _of_unets(some: Iterable[Variant]) -> Iterator[Variant]:
 def _everything() -> dict[str, Variant]:
     tomesd = [Variant("tomesd", str(ratio), variants.tomesd(ratio), "tomesd", "tomesd") for ratio in RATIOS]
     parts = (_yardsticks_and_controls(), _of_unets(tomesd), _others(), _unsized(), _sized(), _merged_keys(),
-             _of_unets(_apart()), _of_unets(_below()), _better_and_worse_groups(), _of_unets(_upstream()),
-             _schedules())  # fmt: skip
+             _of_unets(_apart()), _of_unets(_below()), _of_unets(_upstream()), _schedules())  # fmt: skip
     return {variant.name: variant for variant in chain(*parts)}
 
 

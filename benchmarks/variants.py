@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -15,10 +15,10 @@ from diffusers import FirstBlockCacheConfig
 from torch import nn
 
 import tome_core
-from benchmarks.networks import KINDS, TRANSFORMER, finest_blocks, kind_of, timestep_of
-from benchmarks.reference_patch import Phase, Recipe, Reference
+from benchmarks import reference_toma
+from benchmarks.networks import KINDS, TRANSFORMER, answered, at_each_call, finest_blocks, kind_of
+from benchmarks.reference import Recipe, in_unet
 from benchmarks.reference_sequence import SequenceReference
-from benchmarks.reference_toma import Toma
 from tome_core.attention import correction
 from tome_core.model.families import find_blocks
 from upstream import smallest as upstream
@@ -110,15 +110,10 @@ def _merging(
     def put_on(network: nn.Module, seed: int) -> Iterator[None]:
         with tome_core.patch(network, config, seed=seed, host_clock=True, **asked) as merging:
             sampling = object()
-
-            def tell(module: nn.Module, args: tuple, kwargs: dict) -> None:
-                merging.set_time(timestep=timestep_of(module, args, kwargs), sampling=sampling, timesteps=timesteps)
-
-            clock = network.register_forward_pre_hook(tell, with_kwargs=True)
-            try:
+            with at_each_call(network, lambda time: merging.set_time(
+                timestep=time, sampling=sampling, timesteps=timesteps
+            )):  # fmt: skip
                 yield
-            finally:
-                clock.remove()
 
     return put_on
 
@@ -129,13 +124,8 @@ def smallest(ratio: float) -> PutOn:
     @contextmanager
     def put_on(unet: nn.Module, seed: int) -> Iterator[None]:
         attentions = [place.block.attn1 for place in finest_blocks(unet)]
-        for attention in attentions:
-            attention.forward = partial(_attend_smallest, attention, ratio)
-        try:
+        with answered({one: partial(_attend_smallest, one, ratio) for one in attentions}):
             yield
-        finally:
-            for attention in attentions:
-                del attention.forward
 
     return put_on
 
@@ -155,29 +145,25 @@ def zeroed(part: str, levels: tuple[int, ...]) -> PutOn:
         places = find_blocks(unet)
         depths = sorted({place.halvings for place in places})
         parts = [getattr(place.block, part) for place in places if depths.index(place.halvings) in levels]
-        hooks = [one.register_forward_hook(lambda module, args, out: torch.zeros_like(out)) for one in parts]
-        try:
+        with ExitStack() as stack:
+            for one in parts:
+                stack.enter_context(one.register_forward_hook(lambda module, args, out: torch.zeros_like(out)))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     return put_on
 
 
-def reference(*phases: tuple[float, Recipe]) -> PutOn:
-    """The reference code: (lowest timestep, recipe) pairs, the first that holds counts."""
-    found = tuple(Phase(*phase) for phase in phases)
-
+def reference(recipe: Recipe) -> PutOn:
+    """The reference code."""
     def put_on(network: nn.Module, seed: int) -> AbstractContextManager:
-        return (SequenceReference if kind_of(network) == TRANSFORMER else Reference)(network, found, seed)
+        return (SequenceReference if kind_of(network) == TRANSFORMER else in_unet)(network, recipe, seed)
 
     return put_on
 
 
 def toma(ratio: float) -> PutOn:
     """ToMA as its paper has it, in a Flux transformer."""
-    return lambda transformer, seed: Toma(transformer, ratio)
+    return lambda transformer, seed: reference_toma.toma(transformer, ratio)
 
 
 def first_block_cache(threshold: float) -> PutOn:
@@ -214,15 +200,13 @@ def tomesd(ratio: float, early: float | None = None, until: float = 0) -> PutOn:
             torch.manual_seed(seed)
             package.apply_patch(unet, ratio=ratio, max_downsample=2 ** finest_blocks(unet)[0].halvings)
 
-            def choose(module: nn.Module, args: tuple, kwargs: dict) -> None:
-                noisy = early is not None and timestep_of(module, args, kwargs) >= until
-                module._tome_info["args"]["ratio"] = early if noisy else ratio
+            def choose(time: float) -> None:
+                unet._tome_info["args"]["ratio"] = early if early is not None and time >= until else ratio
 
-            clock = unet.register_forward_pre_hook(choose, with_kwargs=True)
             try:
-                yield
+                with at_each_call(unet, choose):
+                    yield
             finally:
-                clock.remove()
                 package.remove_patch(unet)
 
     return put_on

@@ -15,6 +15,7 @@ UNET = {
     "down_block_types": ["CrossAttnDownBlock2D"] * 2,
     "up_block_types": ["CrossAttnUpBlock2D"] * 2,
 }
+FLUX = {**model.LAYOUTS["flux"], "num_layers": 1, "num_single_layers": 2, "num_attention_heads": 2}
 UNET_XL = {**model.UNET_XL, "sample_size": SIDE}  # SDXL's layout in full, at a small size
 
 
