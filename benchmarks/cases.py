@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import shlex
 import sys
 import time
 from collections.abc import Iterable
@@ -18,22 +17,18 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from demo import cores
+import numpy as np
+import torch
 
-cores.wait_passively()
-
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-
-from benchmarks import attention_work, endings, environment, report, results, subjects, variants  # noqa: E402
-from benchmarks.call_times import one_thread  # noqa: E402
-from benchmarks.case_list import CASES, Case  # noqa: E402
-from benchmarks.case_pictures import Asked, draw, timesteps  # noqa: E402
-from benchmarks.purposes import PURPOSES, SHOW  # noqa: E402
-from benchmarks.subjects import SCENE_MODELS, SceneSubject  # noqa: E402
-from demo import prompt  # noqa: E402
-from demo.likeness import gradient_energy, squared_error  # noqa: E402
-from tome_core.settings.presets import MARKS  # noqa: E402
+from benchmarks import attention_work, endings, environment, report, results, subjects, variants
+from benchmarks.call_times import one_thread
+from benchmarks.case_list import CASES, Case
+from benchmarks.case_pictures import Asked, draw, timesteps
+from benchmarks.purposes import PURPOSES, SHOW
+from benchmarks.subjects import SCENE_MODELS, SceneSubject
+from demo import prompt
+from demo.likeness import gradient_energy, squared_error
+from tome_core.settings.presets import MARKS
 
 _DRAWN_BESIDE = tuple(MARKS)[::2]  # before which the unmerged pictures are drawn anew
 
@@ -111,8 +106,13 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def execute(options: argparse.Namespace, command: str) -> Path:
-    """Measure what is missing; gives the result's file."""
+def execute(options: argparse.Namespace, command: str) -> int:
+    """Measure what is missing, and print the table."""
+    if options.list:
+        print("\n".join(CASES))
+        return 0
+    if options.pictures < 1:
+        raise ValueError(f"--pictures {options.pictures}: give a number from 1 up")
     paths = {path.stem: path for path in options.model}
     rows = {row.key: row for row in plan(paths, options.cases, options.pictures)}
     bench = cache(lambda name: Bench(paths[name]))
@@ -122,32 +122,20 @@ def execute(options: argparse.Namespace, command: str) -> Path:
         "strengths": MARKS,
         "cases": [vars(case) for case in CASES.values()],  # all there are: a run may go on with others of them
     }
-    record = results.new_record("cases", command, settings, environment.describe("cpu"))
-    run = results.Run.start(record, list(rows), options.output)
-    for key in run.missing:
-        print(f"[{len(rows) - len(run.missing) + 1}/{len(rows)}] {key}", file=sys.stderr, flush=True)
-        run.add(key, {**rows[key]._asdict(), **bench(rows[key].model).measure(rows[key])})
-    return run.path
+    with one_thread(True):
+        record = results.new_record("cases", command, settings, environment.describe("cpu"))
+        run = results.Run.start(record, list(rows), options.output)
+        for key in run.missing:
+            print(f"[{len(rows) - len(run.missing) + 1}/{len(rows)}] {key}", file=sys.stderr, flush=True)
+            run.add(key, {**rows[key]._asdict(), **bench(rows[key].model).measure(rows[key])})
+    print(report.write([run.path], run.path.with_suffix(".md"), None))
+    return 0
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run; gives the exit code: 0 done, 2 wrong options (one sentence says which), 130 interrupted."""
     logging.basicConfig(level=logging.ERROR)
-    arguments = sys.argv[1:] if arguments is None else arguments
-    options = parser().parse_args(arguments)
-    if options.list:
-        print("\n".join(CASES))
-        return 0
-
-    def work() -> int:
-        if options.pictures < 1:
-            raise ValueError(f"--pictures {options.pictures}: give a number from 1 up")
-        with one_thread(True):
-            path = execute(options, shlex.join(["python", "-m", "benchmarks.cases", *arguments]))
-        print(report.write([path], path.with_suffix(".md"), None))
-        return 0
-
-    return endings.exit_status("cases", work)
+    return endings.run("cases", parser(), arguments, execute)
 
 
 if __name__ == "__main__":

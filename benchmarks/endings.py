@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import argparse
+import shlex
 import sys
 from collections.abc import Callable
 
 
-def exit_status(name: str, work: Callable[[], int]) -> int:
-    """The exit status of a command's work: its own, 2 where it is refused, 130 where somebody stops it."""
+def run(
+    name: str, parser: argparse.ArgumentParser, arguments: list[str] | None,
+    work: Callable[[argparse.Namespace, str], int],
+) -> int:  # fmt: skip
+    """The exit status of a command: that of its work, 2 where it is refused, 130 where somebody stops it.
+
+    arguments: None for the process's own. work: is given the options, and the command line as a result keeps it.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = parser.parse_args(arguments)
     try:
-        return work()
+        return work(options, shlex.join(["python", "-m", f"benchmarks.{name}", *arguments]))
     except (ValueError, OSError) as error:
         print(f"benchmarks.{name}: {error}", file=sys.stderr)
         return 2

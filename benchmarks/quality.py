@@ -8,26 +8,20 @@ from __future__ import annotations
 
 import argparse
 import logging
-import shlex
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
-from demo import cores
+import torch
 
-cores.wait_passively()
-
-import torch  # noqa: E402
-
-from benchmarks import endings, environment, picture_metrics, quality_options, report, results, subjects  # noqa: E402
-from benchmarks.call_times import one_thread  # noqa: E402
-from benchmarks.purposes import PURPOSES  # noqa: E402
-from benchmarks.quality_rows import Amounts, Bench, Row, calls, rows  # noqa: E402
-from benchmarks.quality_run import Processes, fill, finish  # noqa: E402
-from benchmarks.variant_list import VARIANTS  # noqa: E402
+from benchmarks import endings, environment, picture_metrics, quality_options, report, results, subjects
+from benchmarks.call_times import one_thread
+from benchmarks.purposes import PURPOSES
+from benchmarks.quality_rows import Amounts, Bench, Row, calls, rows
+from benchmarks.quality_run import Processes, fill, finish
+from benchmarks.variant_list import VARIANTS
 
 
 def _device(name: str | None, rank: int) -> torch.device:
@@ -85,8 +79,11 @@ def _estimate(bench: Bench, plan: list[Row], amounts: Amounts) -> str:
     return f"{len(plan)} rows in all, about {max(1, round(seconds / 60))} minutes from start to end"
 
 
-def _run(options: argparse.Namespace, command: str) -> Path | None:
-    """Measure; gives the finished file, None in all processes but the first."""
+def execute(options: argparse.Namespace, command: str) -> int:
+    """Measure; where several processes do, the first one finishes the file and prints the table."""
+    if options.list:
+        print("\n".join(VARIANTS))
+        return 0
     processes = Processes.from_environment()
     amounts, prompts = quality_options.complete(options)
     if processes.count > 1 and not options.output:
@@ -94,13 +91,14 @@ def _run(options: argparse.Namespace, command: str) -> Path | None:
     device = _device(options.device, processes.rank)
     amounts = replace(amounts, clock=amounts.clock and device.type == "cpu")  # a host's time says little of a GPU's
     with one_thread(amounts.clock):
-        return _measured(options, command, amounts, prompts, device, processes)
+        _measure(options, command, amounts, prompts, device, processes)
+    return 0
 
 
-def _measured(
+def _measure(
     options: argparse.Namespace, command: str, amounts: Amounts, prompts: list[str], device: torch.device,
     processes: Processes,
-) -> Path | None:
+) -> None:
     openers = _openers(options, prompts, device)
     lpips, told = picture_metrics.lpips() if prompts else (None, "")
     plan = _plan(options, amounts)
@@ -115,30 +113,17 @@ def _measured(
     record = results.new_record("quality", command, settings, environment.describe(str(device)))
     record["notes"] = [told] if told else []
     done = fill(record, plan, options.output, processes, open_bench, amounts)
-    if done is None:
-        return None
-    path, record = done
-    finish(record, path, options.save)
-    return path
+    if done is not None:
+        path, record = done
+        finish(record, path, options.save)
+        print(report.write([path], path.with_suffix(".md"), None))
+        print(f"\n{path}; with a plot: python -m benchmarks.report {path}", file=sys.stderr)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run; gives the exit code: 0 done, 2 wrong options (one sentence says which), 130 interrupted."""
     logging.basicConfig(level=logging.ERROR, format="%(message)s")  # the engine's notes of clamped ratios are known
-    arguments = sys.argv[1:] if arguments is None else arguments
-    options = quality_options.parser().parse_args(arguments)
-    if options.list:
-        print("\n".join(VARIANTS))
-        return 0
-
-    def work() -> int:
-        path = _run(options, shlex.join(["python", "-m", "benchmarks.quality", *arguments]))
-        if path:
-            print(report.write([path], path.with_suffix(".md"), None))
-            print(f"\n{path}; with a plot: python -m benchmarks.report {path}", file=sys.stderr)
-        return 0
-
-    return endings.exit_status("quality", work)
+    return endings.run("quality", quality_options.parser(), arguments, execute)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
-from benchmarks import results
+from benchmarks import endings, results
 
 
 def module_for(kind: str) -> ModuleType:
@@ -73,14 +73,13 @@ def main(arguments: list[str] | None = None) -> int:
     add("--table", type=Path, metavar="MD", help="where the table goes (default: beside the first FILE)")
     add("--plot", type=Path, metavar="PNG", help="where the plot goes (default: beside the first FILE)")
     add("--no-plot", action="store_true", help="only the table, which needs no matplotlib")
-    options = parser.parse_args(arguments)
-    plot = None if options.no_plot else options.plot or options.files[0].with_suffix(".png")
-    try:
+
+    def work(options: argparse.Namespace, command: str) -> int:
+        plot = None if options.no_plot else options.plot or options.files[0].with_suffix(".png")
         print(write(options.files, options.table or options.files[0].with_suffix(".md"), plot))
-    except (results.ResultError, OSError) as error:
-        print(f"benchmarks.report: {error}", file=sys.stderr)
-        return 2
-    return 0
+        return 0
+
+    return endings.run("report", parser, arguments, work)
 
 
 if __name__ == "__main__":

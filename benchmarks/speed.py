@@ -8,15 +8,10 @@ GPU. The run can be stopped at any time: the same command goes on where it was.
 from __future__ import annotations
 
 import argparse
-import os
-import shlex
 import sys
 import tempfile
 import time
 from pathlib import Path
-
-# Before torch is imported: threads that spin while they wait count as processor time.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 
@@ -115,39 +110,31 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def measure(options: argparse.Namespace, command: str, folder: Path) -> results.Run:
-    """The whole run, up to its end or to that of its minutes."""
+def measure(options: argparse.Namespace, command: str) -> int:
+    """The whole run, up to its end or to that of its minutes; gives 1 where a variant failed, memory apart."""
+    completed(options)
+    torch.set_num_threads(1)
     shapes, all_cases = TINY_SHAPES if options.rehearsal else SHAPES, planned(options)
-    rows = row_keys(all_cases, options.rounds)
+    rows, dtype = row_keys(all_cases, options.rounds), getattr(torch, options.dtype)
     record = results.new_record("speed", command, settings(options), environment.describe(options.device))
-    run = results.Run.start(record, list(rows), options.output, folder)
-    dtype = getattr(torch, options.dtype)
-    rates = measure_rates(options.device, dtype)
-    reached = _EFFICIENCY[options.device] * rates.operations
-    estimate = Estimate(shapes, lambda case: len(shown_in(case, options.variants)), options.device, reached)
-    print_plan(all_cases, rows, run.missing, estimate)
-    workshop = Workshop(shapes, options.device, dtype, options.variants, rates)
-    execute(run, rows, workshop, estimate, options.minutes)
-    return run
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) if options.rehearsal else results.FOLDER
+        run = results.Run.start(record, list(rows), options.output, folder)
+        rates = measure_rates(options.device, dtype)
+        reached = _EFFICIENCY[options.device] * rates.operations
+        estimate = Estimate(shapes, lambda case: len(shown_in(case, options.variants)), options.device, reached)
+        print_plan(all_cases, rows, run.missing, estimate)
+        workshop = Workshop(shapes, options.device, dtype, options.variants, rates)
+        execute(run, rows, workshop, estimate, options.minutes)
+    print(speed_report.table([run.record]))
+    if run.path.exists():
+        _say(f"result: {run.path}; a plot: python -m benchmarks.report {run.path}")
+    return 1 if speed_report.failures(run.record) else 0
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure and print; 0 done, 1 where a variant failed for another reason than memory, 2 wrong options."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    options = parser(__doc__).parse_args(arguments)
-
-    def work() -> int:
-        completed(options)
-        torch.set_num_threads(1)
-        command = shlex.join(["python", "-m", "benchmarks.speed", *arguments])
-        with tempfile.TemporaryDirectory() as scratch:
-            run = measure(options, command, Path(scratch) if options.rehearsal else results.FOLDER)
-        print(speed_report.table([run.record]))
-        if run.path.exists():
-            _say(f"result: {run.path}; a plot: python -m benchmarks.report {run.path}")
-        return 1 if speed_report.failures(run.record) else 0
-
-    return endings.exit_status("speed", work)
+    return endings.run("speed", parser(__doc__), arguments, measure)
 
 
 if __name__ == "__main__":

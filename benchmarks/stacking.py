@@ -10,29 +10,24 @@ from __future__ import annotations
 
 import argparse
 import logging
-import shlex
 import sys
 import warnings
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from demo import cores
+import torch
 
-cores.wait_passively()
-
-import torch  # noqa: E402
-
-from benchmarks import endings, environment, report, results, stack_arms, stack_comfyui  # noqa: E402
-from benchmarks.call_times import one_thread  # noqa: E402
-from benchmarks.networks import TRANSFORMER  # noqa: E402
-from benchmarks.purposes import PURPOSES, SHOW  # noqa: E402
-from benchmarks.speed_models import SHAPES, TINY_SHAPES, make_unet  # noqa: E402
-from benchmarks.stack_beside import BESIDE  # noqa: E402
-from benchmarks.stack_nodes import NODES  # noqa: E402
-from benchmarks.stack_pipelines import RandomPipelines, ScenePipelines, drawn  # noqa: E402
-from benchmarks.stack_wan import WANS, WanPipelines  # noqa: E402
-from benchmarks.subjects import SCENE_MODELS  # noqa: E402
+from benchmarks import endings, environment, report, results, stack_arms, stack_comfyui
+from benchmarks.call_times import one_thread
+from benchmarks.networks import TRANSFORMER
+from benchmarks.purposes import PURPOSES, SHOW
+from benchmarks.speed_models import SHAPES, TINY_SHAPES, make_unet
+from benchmarks.stack_beside import BESIDE
+from benchmarks.stack_nodes import NODES
+from benchmarks.stack_pipelines import RandomPipelines, ScenePipelines, drawn
+from benchmarks.stack_wan import WANS, WanPipelines
+from benchmarks.subjects import SCENE_MODELS
 
 SHAPE = "sd15"  # of the model whose calls are timed
 OTHERS = {**BESIDE, **NODES}
@@ -77,8 +72,13 @@ def _is_of_transformers(name: str) -> bool:
     return name in BESIDE and BESIDE[name].kind == TRANSFORMER
 
 
-def execute(options: argparse.Namespace, run: results.Run, plan: dict[str, tuple[str, str, int]]) -> None:
-    """Measure what is missing."""
+def execute(options: argparse.Namespace, command: str) -> int:
+    """Measure what is missing, and print the table."""
+    absent = [name for name in (*(options.beside or ()), *(options.timed or ())) if not OTHERS[name].is_there]
+    if absent:
+        needs = "COMFYUI_DIR in the environment" if absent[0] in NODES else 'pip install -e ".[benchmarks]"'
+        raise ValueError(f"{absent[0]} is not there; it needs {needs}, or leave it out with --beside and --timed")
+    paths, prompts = {path.stem: path for path in options.model}, PURPOSES[SHOW].prompts
 
     @cache
     def pipelines(model: str) -> RandomPipelines | ScenePipelines | WanPipelines:
@@ -87,10 +87,7 @@ def execute(options: argparse.Namespace, run: results.Run, plan: dict[str, tuple
         if model == SHAPE:
             shape = (TINY_SHAPES if options.tiny else SHAPES)[SHAPE]
             return RandomPipelines(make_unet(shape, "cpu", torch.float32), options.pixels)
-        return ScenePipelines(path_of(model), PURPOSES[SHOW].prompts, options.steps)
-
-    def path_of(model: str) -> Path:
-        return next(path for path in options.model if path.stem == model)
+        return ScenePipelines(paths[model], prompts, options.steps)
 
     def measured(model: str, name: str, number: int) -> dict[str, Any]:
         if name in BESIDE:
@@ -98,45 +95,28 @@ def execute(options: argparse.Namespace, run: results.Run, plan: dict[str, tuple
         if model == SHAPE:
             case = stack_comfyui.random_case(options.pixels, options.tiny, name, number, options.preset)
         else:
-            case = stack_comfyui.scene_case(path_of(model), name, number, options.preset, PURPOSES[SHOW].prompts)
+            case = stack_comfyui.scene_case(paths[model], name, number, options.preset, prompts)
         with stack_comfyui.drawing(case) as draw:
             return stack_arms.measure(draw)
 
-    for key in run.missing:
-        print(f"[{len(plan) - len(run.missing) + 1}/{len(plan)}] {key}", file=sys.stderr, flush=True)
-        model, name, number = plan[key]
-        run.add(key, {"model": model, "beside": name, "number": number, **measured(model, name, number)})
-
-
-def settings(options: argparse.Namespace) -> dict[str, object]:
-    """What has to be equal for rows of two processes to stand in one table."""
-    return {name: getattr(options, name) for name in ("preset", "steps", "pixels", "tiny")}
+    plan = planned(options)
+    settings = {name: getattr(options, name) for name in ("preset", "steps", "pixels", "tiny")}
+    with one_thread(True):
+        record = results.new_record("stacking", command, settings, environment.describe("cpu"))
+        run = results.Run.start(record, list(plan), options.output)
+        for key in run.missing:
+            print(f"[{len(plan) - len(run.missing) + 1}/{len(plan)}] {key}", file=sys.stderr, flush=True)
+            model, name, number = plan[key]
+            run.add(key, {"model": model, "beside": name, "number": number, **measured(model, name, number)})
+    print(report.write([run.path], run.path.with_suffix(".md"), None))
+    return 0
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run; gives the exit code: 0 done, 2 wrong options (one sentence says which), 130 interrupted."""
     logging.basicConfig(level=logging.ERROR)
     warnings.simplefilter("ignore")  # of deprecated pipelines
-    arguments = sys.argv[1:] if arguments is None else arguments
-    options = parser().parse_args(arguments)
-    absent = [name for name in (*(options.beside or ()), *(options.timed or ())) if not OTHERS[name].is_there]
-    if absent:
-        needs = "COMFYUI_DIR in the environment" if absent[0] in NODES else 'pip install -e ".[benchmarks]"'
-        print(f"benchmarks.stacking: {absent[0]} is not there; it needs {needs}, or leave it out with --beside and "
-              "--timed", file=sys.stderr)  # fmt: skip
-        return 2
-    plan = planned(options)
-    command = shlex.join(["python", "-m", "benchmarks.stacking", *arguments])
-
-    def work() -> int:
-        with one_thread(True):
-            record = results.new_record("stacking", command, settings(options), environment.describe("cpu"))
-            run = results.Run.start(record, list(plan), options.output)
-            execute(options, run, plan)
-        print(report.write([run.path], run.path.with_suffix(".md"), None))
-        return 0
-
-    return endings.exit_status("stacking", work)
+    return endings.run("stacking", parser(), arguments, execute)
 
 
 if __name__ == "__main__":

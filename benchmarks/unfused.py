@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -112,33 +111,29 @@ def measure(cases: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         yield from measure(cases[answers + 1 :])
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run; gives the exit code: 0 done, 1 where a case failed, 2 wrong options, 130 interrupted."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    options = parser().parse_args(arguments)
+def execute(options: argparse.Namespace, command: str) -> int:
+    """Measure what is missing, and print the table; gives 1 where a case failed."""
     nowhere = [name for name in options.sources or () if not SOURCES[name].checkout]
     if nowhere:
-        print(f"benchmarks.unfused: {nowhere[0]} needs {SOURCES[nowhere[0]].host}_DIR in the environment, the folder "
-              "of a checkout", file=sys.stderr)  # fmt: skip
-        return 2
+        raise ValueError(f"{nowhere[0]} needs {SOURCES[nowhere[0]].host}_DIR in the environment, the folder of a "
+                         "checkout")
     plan = planned(options)
     settings = {name: getattr(options, name) for name in ("preset", "free", "most")}
-    command = shlex.join(["python", "-m", "benchmarks.unfused", *arguments])
+    described = environment.describe("cpu")
+    described["device"]["threads"] = 1  # of the processes that measure
+    run = results.Run.start(results.new_record("unfused", command, settings, described), list(plan), options.output)
+    for _, group in groupby(run.missing, key=lambda key: plan[key]["source"]):
+        keys = list(group)
+        for key, answer in zip(keys, measure([plan[key] for key in keys]), strict=True):
+            run.add(key, {**plan[key], **answer})
+            print(f"[{len(run.record['rows'])}/{len(plan)}] {key}", file=sys.stderr, flush=True)
+    print(report.write([run.path], run.path.with_suffix(".md"), None))
+    return int(any("failed" in row for row in run.record["rows"]))
 
-    def work() -> int:
-        described = environment.describe("cpu")
-        described["device"]["threads"] = 1  # of the processes that measure
-        record = results.new_record("unfused", command, settings, described)
-        run = results.Run.start(record, list(plan), options.output)
-        for _, group in groupby(run.missing, key=lambda key: plan[key]["source"]):
-            keys = list(group)
-            for key, answer in zip(keys, measure([plan[key] for key in keys]), strict=True):
-                run.add(key, {**plan[key], **answer})
-                print(f"[{len(run.record['rows'])}/{len(plan)}] {key}", file=sys.stderr, flush=True)
-        print(report.write([run.path], run.path.with_suffix(".md"), None))
-        return int(any("failed" in row for row in run.record["rows"]))
 
-    return endings.exit_status("unfused", work)
+def main(arguments: list[str] | None = None) -> int:
+    """Run; gives the exit code: 0 done, 1 where a case failed, 2 wrong options, 130 interrupted."""
+    return endings.run("unfused", parser(), arguments, execute)
 
 
 if __name__ == "__main__":
