@@ -22,12 +22,14 @@ import argparse
 import math
 import sys
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
+import numpy as np
+
 from benchmarks import purposes, results
-from benchmarks.quality_figures import Noised, sections
+from benchmarks.quality_figures import sections
 from benchmarks.quality_rows import TIMES
 from benchmarks.variant_list import FRONT, KEYS_BELOW
 from tome_core.settings.presets import CURVES, LAYOUTS, MOST_MERGED, PARTS, SD, SDXL, TRANSFORMER, Curve
@@ -46,6 +48,7 @@ MERGING = 0.2
 # smooth, .3 to 1 dB where they are sharp, and no time was gained.
 BELOW_SHARE = 0.2
 FEWEST = 1 / 64  # share of the keys that early steps keep, and that late ones keep at least
+_NOTHING = 1e-9  # has a logarithm
 _MOMENTS = tuple(range(5, 1000, 10))  # timesteps, over which a deviation is a mean
 
 
@@ -60,31 +63,15 @@ class Loss(NamedTuple):
         Between what was measured its logarithm is a line over the share's, and over time; below the least merging
         that was measured it falls with the square of what is merged, as that of groups of two does.
         """
-        return [math.exp(value) for value in _over_time([math.log(one) for one in self._at_times(share)])]
+        return np.exp(np.interp(_MOMENTS, TIMES, np.log(self._at_times(share)))).tolist()
 
     def _at_times(self, share: float) -> list[float]:
         shares = sorted(self.by_share)
         if share >= shares[-1]:
             part = ((1 - share) / (1 - shares[-1])) ** 2
             return [max(one * part, _NOTHING) for one in self.by_share[shares[-1]]]
-        low, high = next(pair for pair in pairwise(shares) if pair[0] <= share <= pair[1])
-        place = math.log(share / low) / math.log(high / low)
-        both = zip(self.by_share[low], self.by_share[high], strict=True)
-        return [one ** (1 - place) * other**place for one, other in both]
-
-
-_NOTHING = 1e-9  # has a logarithm
-
-
-def _over_time(values: Sequence[float]) -> list[float]:
-    """A line between `TIMES`, level beyond them."""
-    found = []
-    for moment in _MOMENTS:
-        inside = min(max(moment, TIMES[0]), TIMES[-1])
-        place = next(place for place in range(len(TIMES) - 1) if inside <= TIMES[place + 1])
-        part = (inside - TIMES[place]) / (TIMES[place + 1] - TIMES[place])
-        found.append(values[place] * (1 - part) + values[place + 1] * part)
-    return found
+        at_times = np.log([self.by_share[one] for one in shares]).T
+        return [math.exp(np.interp(math.log(share), np.log(shares), one)) for one in at_times]
 
 
 class Knot(NamedTuple):
@@ -109,16 +96,13 @@ def front(records: Sequence[dict]) -> Loss:
     found: dict[float, tuple[float, ...]] = {}
     for ratio, cell in FRONT:
         dev = _measured(records, "merged-keys", ratio, cell)
-        if dev and (ratio not in found or _mean(dev) < _mean(found[ratio])):
+        if dev and (ratio not in found or fmean(dev) < fmean(found[ratio])):
             found[ratio] = dev
     if not found:
         raise ValueError("no result has rows of merged keys at all times; run python -m benchmarks.quality first")
-    best = {ratio: dev for ratio, dev in found.items() if not _is_dominated(ratio, found)}
-    return Loss({1 - ratio: dev for ratio, dev in best.items()})
-
-
-def _is_dominated(ratio: float, found: dict[float, tuple[float, ...]]) -> bool:
-    return any(other > ratio and _mean(dev) <= _mean(found[ratio]) for other, dev in found.items())
+    mean = {ratio: fmean(dev) for ratio, dev in found.items()}
+    return Loss({1 - ratio: dev for ratio, dev in found.items()
+                 if not any(other > ratio and mean[other] <= mean[ratio] for other in found)})  # fmt: skip
 
 
 def below(records: Sequence[dict]) -> Loss:
@@ -140,11 +124,8 @@ def _measured(records: Sequence[dict], line: str, ratio: float, cell: int = 2) -
     found = [section.noised.get(name) for record in with_it for section in sections(record)]
     if not found or not all(one is not None and len(one.dev_at) == len(TIMES) for one in found):
         return ()
-    return tuple(max(_at_time(found, place), _NOTHING) for place in range(len(TIMES)))
-
-
-def _at_time(found: Sequence[Noised], place: int) -> float:
-    return _mean([one.dev_at[place].value for one in found])
+    by_time = zip(*(one.dev_at for one in found), strict=True)
+    return tuple(max(fmean(mean.value for mean in means), _NOTHING) for means in by_time)
 
 
 def time_at(strength: float) -> float:
@@ -152,19 +133,12 @@ def time_at(strength: float) -> float:
     weakest = min(WORK)
     if strength < weakest:
         return (WORK[weakest] + MERGING) ** (strength / weakest)
-    return _work_at(strength) + MERGING
+    return math.exp(np.interp(strength, [*WORK], np.log([*WORK.values()]))) + MERGING
 
 
 def step_time(share: float) -> float:
     """What a step that keeps this share of the keys takes of the unmerged attention's time."""
     return 1.0 if share == 1 else share + MERGING
-
-
-def _work_at(strength: float) -> float:
-    pairs = pairwise(sorted(WORK.items()))
-    (low, more), (high, less) = next(pair for pair in pairs if pair[0][0] <= strength <= pair[1][0])
-    place = (strength - low) / (high - low)
-    return math.exp(math.log(more) * (1 - place) + math.log(less) * place)
 
 
 def curve(loss: Loss, keys: Loss | None) -> tuple[Knot, ...]:
@@ -183,7 +157,8 @@ def curve(loss: Loss, keys: Loss | None) -> tuple[Knot, ...]:
         ways = [
             _Way(way.cost + knot.dev / least, (*way.knots, knot))
             for knot in found
-            if (way := _cheapest(way for way in ways if _asks_more(way.knots[-1], knot))) is not None
+            if (way := _cheapest(way for way in ways if knot.share <= way.knots[-1].share
+                                 and knot.until <= way.knots[-1].until)) is not None
         ]
     return _cheapest(ways).knots
 
@@ -195,10 +170,6 @@ class _Way(NamedTuple):
 
 def _cheapest(ways: Iterable[_Way]) -> _Way | None:
     return min(ways, key=lambda way: way.cost, default=None)
-
-
-def _asks_more(weaker: Knot, stronger: Knot) -> bool:
-    return stronger.share <= weaker.share and stronger.until <= weaker.until
 
 
 def _pairs(strength: float, loss: Loss, keys: Loss | None) -> list[Knot]:
@@ -214,7 +185,7 @@ def _pairs(strength: float, loss: Loss, keys: Loss | None) -> list[Knot]:
             continue
         until = round(1000 * late_part / (step_time(share) - step_time(FEWEST))) if share > FEWEST else 0
         dev = deviation(share, until, loss)
-        if until <= 1000 and (keys is None or _mean(keys.at(share)) <= BELOW_SHARE * dev):
+        if until <= 1000 and (keys is None or fmean(keys.at(share)) <= BELOW_SHARE * dev):
             found.append(Knot(strength, share, until, _work(share, until), dev))
     return found
 
@@ -226,11 +197,7 @@ def _work(share: float, until: float) -> float:
 def deviation(share: float, until: float, loss: Loss) -> float:
     """Of steps that keep this share of the keys before timestep ``until`` and the fewest from there on."""
     pairs = zip(_MOMENTS, loss.at(share), loss.at(FEWEST), strict=True)
-    return _mean([own if moment < until else few for moment, own, few in pairs])
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    return fmean([own if moment < until else few for moment, own, few in pairs])
 
 
 def written(

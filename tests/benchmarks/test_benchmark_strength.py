@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -124,7 +125,7 @@ def test_between_what_was_measured_a_loss_lies_between_it(loss):
 def test_keys_below_the_finest_level_add_at_most_their_share(record, knots):
     keys = strength.below([record])
     for knot in knots[1:]:
-        assert strength._mean(keys.at(knot.share)) <= strength.BELOW_SHARE * knot.dev + 1e-9, knot
+        assert fmean(keys.at(knot.share)) <= strength.BELOW_SHARE * knot.dev + 1e-9, knot
     with pytest.raises(ValueError, match="keys below"):
         strength.below([])
 
