@@ -6,6 +6,7 @@ attention function.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,6 @@ class Work:
     def __init__(self) -> None:
         super().__init__()
         self.full = self.left = 0
-        self._hooks: list = []
 
     def share(self) -> float:
         """Work left, as a share of the whole, since the last call of this method."""
@@ -43,7 +43,6 @@ class Work:
     def __exit__(self, *error: object) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
 
 
 def counting(network: nn.Module) -> Work:
@@ -57,36 +56,26 @@ class _OfProjections(Work):
     def __init__(self, unet: nn.Module) -> None:
         super().__init__()
         self.blocks = [place.block for place in finest_blocks(unet)]
+        self._tokens: dict[nn.Module, int] = {}  # of a projection's latest call
 
     def _hooked(self) -> list:
         hooks = []
         for block in self.blocks:
-            counts: dict[str, int] = {}
             attention = block.attn1
-            hooks += [
-                block.register_forward_pre_hook(self._add_full),
-                attention.to_q.register_forward_hook(_noting(counts, "queries")),
-                # a method that compares keys calls this before the attention does; the last call is the attention's
-                attention.to_k.register_forward_hook(_noting(counts, "keys")),
-                attention.to_out[0].register_forward_hook(self._adding(counts)),
-            ]
+            # a method that compares keys calls to_k before the attention does; the last call is the attention's
+            noted = [one.register_forward_hook(self._note) for one in (attention.to_q, attention.to_k)]
+            last = attention.to_out[0].register_forward_hook(partial(self._add_left, attention))
+            hooks += [block.register_forward_pre_hook(self._add_full), *noted, last]
         return hooks
 
     def _add_full(self, block: nn.Module, args: tuple) -> None:
         self.full += args[0].shape[0] * args[0].shape[1] ** 2
 
-    def _adding(self, counts: dict[str, int]):
-        def hook(module: nn.Module, args: tuple, out: torch.Tensor) -> None:
-            self.left += out.shape[0] * counts["queries"] * counts["keys"]
+    def _note(self, projection: nn.Module, args: tuple, out: torch.Tensor) -> None:
+        self._tokens[projection] = out.shape[1]
 
-        return hook
-
-
-def _noting(counts: dict[str, int], name: str):
-    def hook(module: nn.Module, args: tuple, out: torch.Tensor) -> None:
-        counts[name] = out.shape[1]
-
-    return hook
+    def _add_left(self, attention: nn.Module, projection: nn.Module, args: tuple, out: torch.Tensor) -> None:
+        self.left += out.shape[0] * self._tokens[attention.to_q] * self._tokens[attention.to_k]
 
 
 class _OfSequence(Work, TorchFunctionMode):

@@ -14,20 +14,11 @@ _TIMES = 5
 
 def measure_rates(device: str, dtype: torch.dtype) -> Rates:
     """The rates of a device: products in this dtype, and bytes read and written by a copy. Takes a second or two."""
-    kind = torch.device(device).type
-    products = max(2 * side**3 / _product_seconds(side, device, dtype) for side in _SIDES.get(kind, _SIDES["cpu"]))
-    return Rates(products, _copied_a_second(_COPIED.get(kind, _COPIED["cpu"]), device))
-
-
-def _product_seconds(side: int, device: str, dtype: torch.dtype) -> float:
-    matrix = torch.ones(side, side, device=device, dtype=dtype)
-    return _least(lambda: matrix @ matrix, matrix.device)
-
-
-def _copied_a_second(size: int, device: str) -> float:
-    source = torch.ones(size, device=device, dtype=torch.uint8)
+    matrices = [torch.ones(side, side, device=device, dtype=dtype) for side in _SIDES[torch.device(device).type]]
+    products = max(2 * len(one) ** 3 / _least(lambda one=one: one @ one, one.device) for one in matrices)
+    source = torch.ones(_COPIED[torch.device(device).type], device=device, dtype=torch.uint8)
     target = torch.empty_like(source)
-    return 2 * size / _least(lambda: target.copy_(source), source.device)
+    return Rates(products, 2 * len(source) / _least(lambda: target.copy_(source), source.device))
 
 
 def _least(run, device: torch.device) -> float:

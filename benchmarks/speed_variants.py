@@ -19,7 +19,7 @@ import tome_core
 from benchmarks import reference_tiles
 from benchmarks.networks import finest_blocks
 from benchmarks.speed_plan import CALL, PICTURES, Case
-from tome_core.model.families import find_blocks
+from tome_core.model.families import Place, find_blocks
 from tome_core.running.latch import Latch
 
 CONTROL = "vanilla"
@@ -47,38 +47,38 @@ class Variant(NamedTuple):
     replayed: bool = False
 
 
-class FreeMerge(nn.Module):
-    """Attention on half of the tokens, with a match, a merge and an unmerge that cost nothing but a slice and a cat."""
+class _InPlace(nn.Module):
+    """In place of a self-attention: ``[B, N, C]`` to ``[B, N, C]``."""
 
     def __init__(self, attention: nn.Module) -> None:
         super().__init__()
         self.attention = attention
 
+
+class FreeMerge(_InPlace):
+    """Attention on half of the tokens, with a match, a merge and an unmerge that cost nothing but a slice and a cat."""
+
     def forward(self, hidden_states: torch.Tensor, **named: object) -> torch.Tensor:
-        """``[B, N, C]`` to ``[B, N, C]``."""
+        """The first half of the tokens, attended, twice."""
         tokens = hidden_states.shape[1]
         kept = tokens - tokens // 2
         attended = self.attention(hidden_states[:, :kept], **named)
         return torch.cat([attended, attended[:, : tokens - kept]], 1)
 
 
-class NoAttention(nn.Module):
-    """In place of attention: nothing."""
+class NoAttention(_InPlace):
+    """Nothing."""
 
     def forward(self, hidden_states: torch.Tensor, **named: object) -> torch.Tensor:
         """Returns its input."""
         return hidden_states
 
 
-class Tiles(nn.Module):
+class Tiles(_InPlace):
     """HyperTile's idea: attention inside tiles of the grid, as small as may be; the published one draws their size."""
 
-    def __init__(self, attention: nn.Module) -> None:
-        super().__init__()
-        self.attention = attention
-
     def forward(self, hidden_states: torch.Tensor, **named: object) -> torch.Tensor:
-        """``[B, N, C]`` to ``[B, N, C]``, of a square grid."""
+        """Of a square grid."""
         tiles = tiles_a_side(reference_tiles.square_side(hidden_states.shape[1], 1))
         return reference_tiles.join(self.attention(reference_tiles.split(hidden_states, tiles), **named), tiles)
 
@@ -140,19 +140,14 @@ def _in_turn(handle: tome_core.Patch, times: Sequence[float]) -> Callable[[int],
     return tell
 
 
-def _free_merge(unet: nn.Module) -> None:
-    for place in finest_blocks(unet):
-        place.block.attn1 = FreeMerge(place.block.attn1)
+def _in_place(
+    kind: type[_InPlace], places: Callable[[nn.Module], Sequence[Place]] = finest_blocks
+) -> Callable[[nn.Module], None]:
+    def apply(unet: nn.Module) -> None:
+        for place in places(unet):
+            place.block.attn1 = kind(place.block.attn1)
 
-
-def _tiles(unet: nn.Module) -> None:
-    for place in finest_blocks(unet):
-        place.block.attn1 = Tiles(place.block.attn1)
-
-
-def _no_attention(unet: nn.Module) -> None:
-    for place in find_blocks(unet):
-        place.block.attn1 = NoAttention()
+    return apply
 
 
 def _call(preset: str, times: Sequence[float], meaning: str, keeps: bool = False) -> Variant:
@@ -166,7 +161,7 @@ VARIANTS: dict[str, Variant] = {
         _ours(method="downsample"), "token down-sampling (ToDo): a quarter of keys and values at the finest level"
     ),
     "hypertile": Variant(
-        _tiles,
+        _in_place(Tiles),
         f"attention in tiles (HyperTile): {_LEAST_TILE} tokens a side, or the next larger that divide the finest grid",
     ),
     "ours": Variant(_preset("balanced"), "tome_core's preset balanced", None, PICTURES),
@@ -187,8 +182,10 @@ VARIANTS: dict[str, Variant] = {
         _captured(_preset("balanced", *_LATE_NEAR)), "balanced in a late step that keeps a match, replayed", None,
         (CALL,), keeps=True, replayed=True,
     ),
-    IDEAL: Variant(_free_merge, "bound: half of the tokens merged at the finest level, and merging costs nothing"),
-    NO_ATTENTION: Variant(_no_attention, "bound: every self-attention left out, at all levels"),
+    IDEAL: Variant(
+        _in_place(FreeMerge), "bound: half of the tokens merged at the finest level, and merging costs nothing"
+    ),
+    NO_ATTENTION: Variant(_in_place(NoAttention, find_blocks), "bound: every self-attention left out, at all levels"),
 }
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks import reference_tiles
-from benchmarks.networks import TRANSFORMER, UNET, finest_blocks
+from benchmarks.networks import TRANSFORMER, UNET, at_each_call, finest_blocks
 
 PLAIN_PIPELINE = "StableDiffusionPipeline"
 FIRST_BLOCK = 0.2  # threshold of FirstBlockCache
@@ -74,20 +74,15 @@ def _broadcast(pipe: Any) -> Iterator[None]:
     """A UNet has no `enable_cache`, but the function behind it takes one."""
     from diffusers.hooks import HookRegistry, PyramidAttentionBroadcastConfig, apply_pyramid_attention_broadcast
 
-    now = {"timestep": 0.0}
-
-    def look(unet: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        now["timestep"] = float(torch.as_tensor(args[1] if len(args) > 1 else kwargs["timestep"]).reshape(-1)[0])
-
-    clock = pipe.unet.register_forward_pre_hook(look, with_kwargs=True)
+    latest = [0.0]
     apply_pyramid_attention_broadcast(pipe.unet, PyramidAttentionBroadcastConfig(
         spatial_attention_block_skip_range=2, cross_attention_block_skip_range=4,
-        current_timestep_callback=lambda: now["timestep"],
+        current_timestep_callback=lambda: latest[-1],
     ))  # fmt: skip
     try:
-        yield
+        with at_each_call(pipe.unet, latest.append):
+            yield
     finally:
-        clock.remove()
         for module in pipe.unet.modules():
             registry = getattr(module, "_diffusers_hook", None)
             if isinstance(registry, HookRegistry):
