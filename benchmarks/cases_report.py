@@ -57,46 +57,34 @@ def _section(rows: list[Row], strengths: list[str], late: set[str]) -> list[str]
     cases: dict[str, Group] = {}
     for row in rows:
         cases.setdefault(row["case"], {}).setdefault(row["strength"], []).append(row)
-    lines = ["| case | pictures | work | time | PSNR dB | rms | detail |", "|---|---:|---|---|---|---|---|"]
+    lines = [f"| case | pictures | {' | '.join(_FIGURES)} |", "|---|---:|---|---|---|---|---|"]
     lines += [_line(name, group, strengths) for name, group in cases.items()]
-    return ["\n".join(lines), *_numbers(cases, late)]
+    said = _numbers(cases, late)
+    return ["\n".join(lines), *(["\n".join(said)] if said else [])]
+
+
+# of a row: its figures, one or one a picture, over which cells are means, and how these are written
+_FIGURES: dict[str, tuple[Callable[[Row], list[float]], str]] = {
+    "work": (lambda row: [row["work"]], ".3f"),
+    "time": (lambda row: [row["seconds"][1] / row["seconds"][0]] if "seconds" in row else [], ".2f"),
+    "PSNR dB": (lambda row: [decibels(error) for error in row["squared_error"]], ".1f"),
+    "rms": (lambda row: [error**0.5 for error in row["squared_error"]], ".2f"),
+    "detail": (lambda row: [merged / plain for plain, merged in row["gradient"]], ".3f"),
+}
+
+
+def _mean(rows: list[Row], figure: str) -> float:
+    """Not a number where no row has it: some are older than the clock."""
+    values = [value for row in rows for value in _FIGURES[figure][0](row)]
+    return float(np.mean(values)) if values else math.nan
 
 
 def _line(name: str, group: Group, strengths: list[str]) -> str:
-    columns: list[tuple[Callable[[list[Row]], float], str]] = [
-        (work, ".3f"), (seconds, ".2f"), (psnr, ".1f"), (rms, ".2f"), (detail, ".3f")
-    ]  # fmt: skip
     there = [group.get(strength, []) for strength in strengths]
     count = min(sum(len(row["squared_error"]) for row in rows) for rows in there)
-    cells = (" / ".join(f"{of(rows):{form}}" if rows else "-" for rows in there).replace("nan", "-")
-             for of, form in columns)  # fmt: skip
+    cells = (" / ".join(f"{_mean(rows, figure):{form}}" for rows in there).replace("nan", "-")
+             for figure, (_, form) in _FIGURES.items())  # fmt: skip
     return f"| {name} | {count} | {' | '.join(cells)} |"
-
-
-def work(rows: list[Row]) -> float:
-    """Mean share of the work that is left."""
-    return float(np.mean([row["work"] for row in rows]))
-
-
-def seconds(rows: list[Row]) -> float:
-    """Mean share of the unmerged picture's processor time; nan where rows are older than the clock."""
-    timed = [row["seconds"] for row in rows if "seconds" in row]
-    return float(np.mean([merged / plain for plain, merged in timed])) if timed else math.nan
-
-
-def psnr(rows: list[Row]) -> float:
-    """Mean in dB."""
-    return float(np.mean([decibels(error) for row in rows for error in row["squared_error"]]))
-
-
-def rms(rows: list[Row]) -> float:
-    """Mean over pictures of the root mean square difference, in steps of 255."""
-    return float(np.mean([error**0.5 for row in rows for error in row["squared_error"]]))
-
-
-def detail(rows: list[Row]) -> float:
-    """Mean share of the unmerged picture's gradient energy."""
-    return float(np.mean([merged / plain for row in rows for plain, merged in row["gradient"]]))
 
 
 def _numbers(cases: dict[str, Group], late: set[str]) -> list[str]:
@@ -104,17 +92,17 @@ def _numbers(cases: dict[str, Group], late: set[str]) -> list[str]:
     and err at most a tenth more than a whole picture.
     """
     marked = {name: group[_MARK] for name, group in cases.items() if _MARK in group}
-    whole, few = marked.get(WHOLE), marked.get(FEW)
+    rms = {name: _mean(rows, "rms") for name, rows in marked.items()}
     said = []
-    if whole and few:
-        said.append(f"- {FEW}, {_MARK}: rms {rms(few):.2f}, at {WHOLE} {rms(whole):.2f}: "
-                    f"{_verdict(rms(few) <= rms(whole))}.")  # fmt: skip
-    for name, rows in marked.items():
-        if whole and name in late:
-            more, error = work(rows) / promised(_MARK) - 1, rms(rows) / rms(whole) - 1
+    if WHOLE in marked and FEW in marked:
+        said.append(f"- {FEW}, {_MARK}: rms {rms[FEW]:.2f}, at {WHOLE} {rms[WHOLE]:.2f}: "
+                    f"{_verdict(rms[FEW] <= rms[WHOLE])}.")  # fmt: skip
+    for name in marked:
+        if WHOLE in marked and name in late:
+            more, error = _mean(marked[name], "work") / promised(_MARK) - 1, rms[name] / rms[WHOLE] - 1
             said.append(f"- {name}, {_MARK}: work {more:+.0%} of the promise, {_verdict(abs(more) <= _WITHIN)}; "
                         f"rms {error:+.0%} of {WHOLE}, {_verdict(error <= _WITHIN)}.")  # fmt: skip
-    return ["\n".join(said)] if said else []
+    return said
 
 
 def _verdict(holds: bool) -> str:

@@ -12,11 +12,11 @@ import json
 import re
 import sys
 from collections.abc import Iterable
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 from benchmarks import purposes, quality_equal_time, results, speed_summary
-from benchmarks.quality_figures import Noised, Section, sections
+from benchmarks.quality_figures import Section, sections
 from benchmarks.quality_rows import TIMES
 from benchmarks.report import markdown
 from benchmarks.results import Record
@@ -99,37 +99,19 @@ def strength() -> str:
     marks = {f"preset-{name}": (f"{value:g}", f"`{name}`") for name, value in MARKS.items()}
     rows = {**marks, **{name: ("", label) for name, label in PEERS.items()}}
     return markdown(("strength", "", "time", "error, %", "PSNR, dB", "detail"), (
-        (*first, _times(models, name), _deviations(models, name), _psnrs(models, name), _details(models, name))
+        (*first, _times(models, name), _deviations(models, name), *_psnrs_and_details(models, name))
         for name, first in rows.items()
     ))  # fmt: skip
 
 
-def quality() -> str:
-    """Every method's work, error and time."""
-    return _methods(QUALITY, METHODS)
-
-
-def sdxl() -> str:
-    """The same of a UNet of SDXL's layout, as far as it was measured there."""
-    return _methods(SDXL, METHODS)
-
-
-def transformer() -> str:
-    """The same of a transformer of Flux's layout."""
-    return _methods(TRANSFORMER, OF_TRANSFORMERS)
-
-
 def _methods(name: str, methods: dict[str, str]) -> str:
+    """Every method's work, error and time, as far as it was measured there."""
     models = sections(record(name))
     there = {row["variant"] for row in record(name)["rows"]}
     return markdown(("attention work left", "method", "dev %", "PSNR dB", "detail", "time"), (
-        (_work(models, name), label, _deviations(models, name), _psnrs(models, name), _details(models, name),
-         _times(models, name)) for name, label in methods.items() if name in there
+        (_work(models, name), label, _deviations(models, name), *_psnrs_and_details(models, name), _times(models, name))
+        for name, label in methods.items() if name in there
     ))  # fmt: skip
-
-
-def _at_moments(found: list[Noised]) -> list[str]:
-    return [_several(one.dev_at[TIMES.index(time)].value for one in found) for time in MOMENTS]
 
 
 def equal_time() -> str:
@@ -152,7 +134,8 @@ def front() -> str:
     rows = []
     for ratio, cell in FRONT:
         found = [model.noised[_merged_keys(ratio, cell)] for model in models]
-        rows.append((_keys(ratio), f"{cell}x{cell}", _several(one.dev.value for one in found), *_at_moments(found)))
+        at = (_several(one.dev_at[TIMES.index(time)].value for one in found) for time in MOMENTS)
+        rows.append((_keys(ratio), f"{cell}x{cell}", _several(one.dev.value for one in found), *at))
     return markdown((f"keys of {TOKENS:,}", "cells", "dev %", *(f"at t = {time}" for time in MOMENTS)), rows)
 
 
@@ -215,12 +198,9 @@ def _deviations(models: list[Section], name: str) -> str:
     return _several(there) or _ABSENT
 
 
-def _psnrs(models: list[Section], name: str) -> str:
-    return ", ".join(f"{model.pictures[name].psnr.value:.1f}" for model in models)
-
-
-def _details(models: list[Section], name: str) -> str:
-    return ", ".join(f"{model.pictures[name].detail.value:.2f}" for model in models)
+def _psnrs_and_details(models: list[Section], name: str) -> tuple[str, str]:
+    found = [model.pictures[name] for model in models]
+    return ", ".join(f"{one.psnr.value:.1f}" for one in found), ", ".join(f"{one.detail.value:.2f}" for one in found)
 
 
 def _times(models: list[Section], name: str) -> str:
@@ -233,7 +213,13 @@ def _work(models: list[Section], name: str) -> str:
     return f"{one.work:.2g}"
 
 
-TABLES = {one.__name__: one for one in (strength, quality, sdxl, transformer, equal_time, front, parts, speed, bench)}
+TABLES = {
+    "strength": strength,
+    "quality": partial(_methods, QUALITY, METHODS),
+    "sdxl": partial(_methods, SDXL, METHODS),
+    "transformer": partial(_methods, TRANSFORMER, OF_TRANSFORMERS),
+    **{one.__name__: one for one in (equal_time, front, parts, speed, bench)},
+}
 
 
 def filled(text: str) -> str:

@@ -97,14 +97,14 @@ def _picture_table(section: Section, settings: dict[str, Any]) -> str:
 
 
 def _at_equal_time(section: Section) -> Iterator[str]:
-    lines = [
-        f"| {section.variants[one.name]['method']} | {section.variants[one.name]['setting']} | {one.theirs.time:.2f} | "
-        f"{' | '.join(_pair(*pair) for pair in zip(one.theirs[1:], (one.ours or _NO_POINT)[1:], strict=True))} |"
+    rows = [
+        (section.variants[one.name]["method"], section.variants[one.name]["setting"], f"{one.theirs.time:.2f}",
+         *(_pair(*pair) for pair in zip(one.theirs[1:], (one.ours or _NO_POINT)[1:], strict=True)))
         for one in quality_equal_time.beside(section)
-    ]
-    if lines:
-        head = "| method | setting | time | PSNR dB: it, strength | SSIM | dev % |\n|---|---|---:|---:|---:|---:|"
-        yield "\n".join([f"#### {section.checkpoint}: others beside strength at equal time\n", head, *lines])
+    ]  # fmt: skip
+    if rows:
+        table = report.markdown(("method", "setting", "time", "PSNR dB: it, strength", "SSIM", "dev %"), rows, left=2)
+        yield f"#### {section.checkpoint}: others beside strength at equal time\n\n{table}"
 
 
 def _pair(theirs: float | None, ours: float | None) -> str:
@@ -142,14 +142,13 @@ def _order(section: Section, figures: dict[str, Any], error: Callable[[Any], flo
 
 
 def _table(section: Section, order: list[str], columns: Columns) -> str:
-    heads = ["method", "setting", "code", *columns]
-    lines = [f"| {' | '.join(heads)} |", "|---|---|---|" + "---:|" * len(columns)]
+    rows = []
     for name in order:
         one = section.variants[name]
         method = {"tomesd": f"**{one['method']}**", "method": one["method"]}.get(one["role"])
-        cells = [method or f"*{one['method']}* ({one['role']})", one["setting"], one["code"]]
-        lines.append(f"| {' | '.join([*cells, *(_or_absent(cell, name) for cell in columns.values())])} |")
-    return "\n".join(lines)
+        method = method or f"*{one['method']}* ({one['role']})"
+        rows.append([method, one["setting"], one["code"], *(_or_absent(cell, name) for cell in columns.values())])
+    return report.markdown(["method", "setting", "code", *columns], rows, left=3)
 
 
 def _or_absent(cell: Callable[[str], str], name: str) -> str:

@@ -42,11 +42,12 @@ def write(paths: list[Path], table_path: Path | None, plot_path: Path | None) ->
     return text
 
 
-def markdown(heads: Iterable[str], rows: Iterable[Iterable[str]], rule: str = "---") -> str:
-    """A table. rule: what stands below each head."""
+def markdown(heads: Iterable[str], rows: Iterable[Iterable[str]], rule: str = "---", left: int | None = None) -> str:
+    """A table. rule: what stands below each head. left: so many columns stand on the left, the others on the right."""
     heads = tuple(heads)
     first, *lines = (f"| {' | '.join(cells)} |" for cells in (heads, *rows))
-    return "\n".join([first, "|" + f"{rule}|" * len(heads), *lines])
+    rules = f"{rule}|" * len(heads) if left is None else f"{rule}|" * left + f"{rule}:|" * (len(heads) - left)
+    return "\n".join([first, f"|{rules}", *lines])
 
 
 def new_figure(width: float = 8, height: float = 5):
