@@ -10,7 +10,6 @@ import argparse
 import logging
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -32,17 +31,6 @@ def _device(name: str | None, rank: int) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"--device {name} does not work here: {str(error).splitlines()[0]}") from error
     return torch.device(name)
-
-
-def _openers(options: argparse.Namespace, prompts: list[str], device: torch.device) -> dict[str, Callable]:
-    shared = {
-        "config": options.config, "device": device, "prompts": prompts, "dtype": getattr(torch, options.dtype),
-        "purpose": PURPOSES[options.purpose], "manner": quality_options.manner(options),
-    }  # fmt: skip
-    return {
-        path.stem: subjects.opener(path, **shared)
-        for path in options.model
-    }
 
 
 def _plan(options: argparse.Namespace, amounts: Amounts) -> list[Row]:
@@ -99,12 +87,14 @@ def _measure(
     options: argparse.Namespace, command: str, amounts: Amounts, prompts: list[str], device: torch.device,
     processes: Processes,
 ) -> None:
-    openers = _openers(options, prompts, device)
+    paths = {path.stem: path for path in options.model}
     lpips, told = picture_metrics.lpips() if prompts else (None, "")
     plan = _plan(options, amounts)
 
     def open_bench(name: str) -> Bench:
-        bench = Bench(openers[name](), amounts, options.save, lpips)
+        subject = subjects.opened(paths[name], options.config, device, prompts, getattr(torch, options.dtype),
+                                  PURPOSES[options.purpose], quality_options.manner(options))  # fmt: skip
+        bench = Bench(subject, amounts, options.save, lpips)
         if name == plan[0].checkpoint and processes.rank == 0:
             print(_estimate(bench, plan, amounts), file=sys.stderr)
         return bench

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -55,14 +54,16 @@ class SceneSubject:
         self.name, self.purpose, self.manner = path.stem, purpose, manner
         self.model = model.load(path).to(device)
         self.network, self.device = self.model.network, device
-        self._walls = _metadata(path).get("walls") != "none"
+        with safe_open(path, "pt") as file:
+            self._walls = (file.metadata() or {}).get("walls") != "none"
         self._scheduler = DDPMScheduler(**self.model.scheduler)
         self._painted: tuple[int, torch.Tensor, torch.Tensor] | None = None
 
     def noised(self, part: int, count: int, time: int) -> Noised:
         """`count` pictures (the first ones of held-out set number `part`) at one timestep; as on any device."""
         latents, tokens = self._scenes(part)
-        noise = torch.randn(latents.shape, generator=_seeded((self.purpose.noise + time) * 1000 + part))
+        dice = torch.Generator().manual_seed((self.purpose.noise + time) * 1000 + part)
+        noise = torch.randn(latents.shape, generator=dice)
         times = torch.full((len(latents),), time)
         made = Noised(
             self._scheduler.add_noise(latents, noise, times), times, tokens,
@@ -117,15 +118,6 @@ class UserSubject:
         return self.source.picture(text, self.purpose.first + number, steps, lambda: None)
 
 
-def _seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def _metadata(path: Path) -> dict[str, str]:
-    with safe_open(path, "pt") as file:
-        return file.metadata() or {}
-
-
 def is_scene_model(path: Path) -> bool:
     """False for anything that is no .safetensors file; what only ends like one is refused in a sentence."""
     if path.suffix != ".safetensors" or not path.is_file():
@@ -155,11 +147,11 @@ def held_out_fingerprint(purpose: Purpose, size: int = 64) -> str:
     return hashlib.sha256(((pictures + 1) * 127.5).round().to(torch.uint8).numpy().tobytes()).hexdigest()[:12]
 
 
-def opener(
-    path: Path, *, config: Path | None, device: torch.device, prompts: list[str], dtype: torch.dtype,
-    purpose: Purpose, manner: Manner,
-) -> Callable[[], Subject]:
-    """What loads the model at `path`, a scene model or what `demo.checkpoint.inspect` takes, when it is its turn."""
+def opened(
+    path: Path, config: Path | None, device: torch.device, prompts: list[str], dtype: torch.dtype, purpose: Purpose,
+    manner: Manner,
+) -> Subject:  # fmt: skip
+    """The model at `path`: a scene model, or what `demo.checkpoint.inspect` takes."""
     if is_scene_model(path):
-        return lambda: SceneSubject(path, device, purpose, manner)
-    return lambda: UserSubject(path, config, device, prompts, dtype, purpose)
+        return SceneSubject(path, device, purpose, manner)
+    return UserSubject(path, config, device, prompts, dtype, purpose)
