@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,6 @@ class ResultError(ValueError):
 
 def new_record(kind: str, command: str, settings: dict[str, Any], environment: dict[str, Any]) -> Record:
     """A record without rows. environment: what `benchmarks.environment.describe` gives."""
-    if kind not in KINDS:
-        raise ValueError(f"kind {kind!r}; it has to be one of {', '.join(KINDS)}")
     created = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     record = {"kind": kind, "created": created, "command": command, **environment, "settings": settings}
     return _as_json({**record, "rows": [], "missing": []})
@@ -76,12 +74,7 @@ def _what_is_wrong(record: Any) -> str | None:
 
 
 class Run:
-    """A record and its file, filled row by row:
-
-        run = Run.start(record, keys=["a", "b"])
-        for key in run.missing:
-            run.add(key, {"seconds": measure(key)})
-    """
+    """A record and its file, filled row by row."""
 
     def __init__(self, record: Record, path: Path, keys: Sequence[str]) -> None:
         self.record, self.path, self._keys = record, path, list(keys)
@@ -137,8 +130,7 @@ def _unfinished(record: Record, folder: Path) -> Path | None:
 
 def _difference(before: Record, record: Record) -> str | None:
     """The names of what differs, as far as it forbids to go on with the same file."""
-    names: Iterable[str] = (field for field in IDENTITY if _told_apart(before, field) != _told_apart(record, field))
-    return ", ".join(names) or None
+    return ", ".join(field for field in IDENTITY if _told_apart(before, field) != _told_apart(record, field)) or None
 
 
 def _told_apart(record: Record, field: str) -> Any:
