@@ -10,7 +10,7 @@ import torch
 from diffusers import UNet2DConditionModel
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import report, results, speed, speed_plan, speed_report, speed_variants
+from benchmarks import report, results, speed, speed_measure, speed_plan, speed_report, speed_variants
 from benchmarks.networks import finest_blocks
 from benchmarks.speed_fleet import Fleet
 from benchmarks.speed_measure import Bench
@@ -26,12 +26,21 @@ from tests.speed_records import synthetic
 from tome_core.running import gate
 
 LATE = "ours, late new"
+CALLS = ("early new", "early kept", "late new", "late kept", "max new", "max kept")
 SMOKE = ("--smoke", "--suites", "calls", "--variants", LATE, "ideal")
 
 
 def run(*arguments, output):
     """The command's exit code; the result is in `output`."""
     return speed.main([*arguments, "--output", str(output)])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def known_rates():
+    """A device's rates take seconds to measure, and have a test of their own in test_benchmark_roofline.py."""
+    with pytest.MonkeyPatch.context() as patching:
+        patching.setattr(speed, "measure_rates", lambda device, dtype: Rates(1e11, 1e10))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -44,20 +53,17 @@ def tiny_grids_pay():
 
 
 @pytest.fixture(scope="module")
-def smoke(tmp_path_factory, tiny_grids_pay):
-    """The smallest run, whole: its file."""
-    output = tmp_path_factory.mktemp("speed") / "smoke.json"
-    assert run("--smoke", output=output) == 0
-    return output
-
-
-@pytest.fixture
-def record(smoke):
-    return results.load(smoke)
+def record(tmp_path_factory, tiny_grids_pay):
+    """A small run of calls and pictures; copy it before changing it."""
+    output = tmp_path_factory.mktemp("speed") / "few.json"
+    assert run("--smoke", "--variants", *(f"ours, {one}" for one in CALLS), "ours, max", output=output) == 0
+    return results.load(output)
 
 
 @pytest.mark.slow
-def test_the_smallest_run_measures_every_variant(record):
+def test_the_smallest_run_measures_every_variant(tmp_path, tiny_grids_pay):
+    assert run("--smoke", output=tmp_path / "smoke.json") == 0
+    record = results.load(tmp_path / "smoke.json")
     assert record["kind"] == "speed" and record["missing"] == []
     assert record["versions"]["tomesd"] == "0.1.3" and record["device"]["threads"] == 1
     assert [case.case["what"] for case in summaries(record)] == ["call", "picture"]
@@ -66,6 +72,8 @@ def test_the_smallest_run_measures_every_variant(record):
         assert all(figure.times[0] > 0 and figure.factor > 0 for figure in case.figures.values())
         assert case.figures[CONTROL].factor == 1
         assert case.figures["ours" if "ours" in case.figures else LATE].operators > case.figures[CONTROL].operators
+    text = speed_report.table([record])
+    assert all(f"| {name} |" in text for name in VARIANTS) and "no measurement" in text
 
 
 def test_the_costs_of_a_call_that_keeps_a_match_are_without_that_match(record):
@@ -75,13 +83,12 @@ def test_the_costs_of_a_call_that_keeps_a_match_are_without_that_match(record):
         assert kept.operators < new.operators and kept.bound < new.bound
 
 
-def test_table_and_plot_come_from_the_file_alone(smoke, tmp_path, capsys):
-    plot, table = tmp_path / "plot.png", tmp_path / "table.md"
-    assert report.main([str(smoke), "--plot", str(plot), "--table", str(table)]) == 0
+def test_table_and_plot_come_from_the_file_alone(record, tmp_path, capsys):
+    file, plot, table = (tmp_path / f"alone.{kind}" for kind in ("json", "png", "md"))
+    results.save(record, file)
+    assert report.main([str(file), "--plot", str(plot), "--table", str(table)]) == 0
     assert plot.read_bytes().startswith(b"\x89PNG")
-    text = speed_report.table([results.load(smoke)])
-    assert table.read_text(encoding="utf-8").strip() == text == capsys.readouterr().out.strip()
-    assert all(f"| {name} |" in text for name in VARIANTS) and "no measurement" in text
+    assert table.read_text(encoding="utf-8").strip() == speed_report.table([record]) == capsys.readouterr().out.strip()
 
 
 @pytest.mark.slow
@@ -132,19 +139,16 @@ def test_running_out_of_memory_is_a_result(tmp_path, monkeypatch, error):
     assert f"| {LATE} | out of memory |" in speed_report.table([results.load(output)])
 
 
-def test_where_the_control_runs_out_of_memory_the_others_times_stand_without_a_factor(tmp_path, monkeypatch):
-    monkeypatch.setitem(VARIANTS, CONTROL, VARIANTS[CONTROL]._replace(apply=failing(MemoryError())))
-    output = tmp_path / "result.json"
-    assert run(*SMOKE, output=output) == 0
-    (case,) = summaries(results.load(output))
-    assert case.figures[CONTROL].failed and case.figures[LATE].times and case.figures[LATE].factor is None
-
-
-def test_another_failure_is_told_and_is_the_exit_code(tmp_path, monkeypatch):
-    monkeypatch.setitem(VARIANTS, LATE, VARIANTS[LATE]._replace(apply=failing(IndexError("tuple index\nmore"))))
+def test_where_the_control_fails_others_have_no_factor_and_what_is_not_for_memory_is_told(tmp_path, monkeypatch):
+    for name, error in ((CONTROL, MemoryError()), (LATE, IndexError("tuple index\nmore"))):
+        monkeypatch.setitem(VARIANTS, name, VARIANTS[name]._replace(apply=failing(error)))
     output = tmp_path / "result.json"
     assert run(*SMOKE, output=output) == 1
-    assert f"{LATE}: IndexError: tuple index." in speed_report.table([results.load(output)])
+    (case,) = summaries(results.load(output))
+    assert case.figures[CONTROL].failed == "out of memory"
+    assert case.figures[IDEAL].times and case.figures[IDEAL].factor is None
+    text = speed_report.table([results.load(output)])
+    assert f"{LATE}: IndexError: tuple index." in text and text.count("Failed: ") == 1
 
 
 def test_a_figure_without_its_control_is_not_printed(record):
@@ -252,9 +256,6 @@ def test_every_variant_changes_every_model_and_no_other_twin(model, tiny_grids_p
     def picture(one):
         return one(*positional, **named).sample
 
-    def nothing(pictures):
-        """Most tell nothing before a call."""
-
     with torch.inference_mode():
         before = picture(unet)
         assert torch.isfinite(before).all() and before.std() > 1e-3
@@ -262,12 +263,12 @@ def test_every_variant_changes_every_model_and_no_other_twin(model, tiny_grids_p
             one = twin(unet)
             variant.apply(one)
             if "call" in variant.whats:
-                getattr(one, "begin_calls", lambda: nothing)()(1)
+                speed_measure._begins(one)(1)
             else:
                 one.tell_time(timestep=500.0)
             assert torch.equal(picture(one), before) == (name in (CONTROL, "captured")), name
-            assert torch.equal(picture(unet), before), name
             assert next(one.parameters()).data_ptr() == next(unet.parameters()).data_ptr()
+        assert torch.equal(picture(unet), before), "whatever was done to its twins"
 
 
 def test_the_ideal_bound_attends_to_half_of_the_tokens():
@@ -282,14 +283,11 @@ def test_the_ideal_bound_attends_to_half_of_the_tokens():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [("early new", "match"), ("early renewed", "renew"), ("early kept", None), ("late new", "match"),
-     ("late kept", None), ("max new", "match"), ("max renewed", "renew"), ("max kept", None)],
-)  # fmt: skip
-def test_a_timed_call_does_what_its_row_says(name, words, work, monkeypatch):
+@pytest.mark.parametrize("name", [*CALLS, "early renewed", "max renewed"])
+def test_a_timed_call_does_what_its_row_says(name, work, monkeypatch):
     """Whatever has run before, the call of a smaller picture that a peak begins with too."""
     monkeypatch.setattr(gate, "_LEAST", {"cpu": 64})  # the finest level's, which is not so small that nothing merges
+    words = {"new": {"match"}, "renewed": {"renew"}, "kept": set()}[name.split()[1]]
     name, shape = f"ours, {name}", TINY_SHAPES["sd15"]
     fleet = Fleet(make_unet(shape, "cpu", torch.float32), [CONTROL, name])
     blocks = len(finest_blocks(fleet.unets[name]))
@@ -301,7 +299,7 @@ def test_a_timed_call_does_what_its_row_says(name, words, work, monkeypatch):
             for number in (1, 2, 3):
                 work.clear()
                 assert not bench.round(number)["failed"]
-                assert set(work) == ({words} if words else set()), f"round {number} at {pixels} px"
+                assert set(work) == words, f"round {number} at {pixels} px"
                 assert len(work) >= (blocks if words else 0)
 
 
