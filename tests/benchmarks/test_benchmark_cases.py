@@ -15,6 +15,7 @@ from benchmarks.case_pictures import Asked, draw, enlarged
 from benchmarks.case_solvers import HYPER_TIME, SOLVERS
 from demo import model, prompt, sampler
 from tests import tiny_scenes
+from tests.tiny_scenes import written  # noqa: F401
 from tome_core import strength
 from tome_core.settings.presets import MARKS
 
@@ -25,13 +26,6 @@ SIDE = tiny_scenes.SIDE
 @pytest.fixture(scope="module")
 def tiny() -> model.SceneModel:
     return tiny_scenes.make()
-
-
-@pytest.fixture(scope="module")
-def tiny_file(tiny, tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("model") / "tiny.safetensors"
-    model.save(tiny, path)
-    return path
 
 
 def a_scene(seed: int = 0) -> torch.Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,17 +18,11 @@ from benchmarks.variant_list import PLAIN
 from demo import model, prompt, sampler
 from demo.likeness import gradient_energy
 from demo.training_loss import Scenes
-from tests import tiny_scenes
+from tests import tiny_pipeline, tiny_scenes
+from tests.tiny_scenes import written  # noqa: F401
 
 CONFIG = model.SCHEDULER
 BOTH = "twice-the-solver-steps"
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("model") / "tiny.safetensors"
-    model.save(tiny_scenes.make(), path)
-    return path
 
 
 def scene() -> np.ndarray:
@@ -117,8 +110,8 @@ def test_one_thread_is_for_the_clock_alone():
         torch.set_num_threads(before)
 
 
-def test_a_run_with_the_clock_shows_time_and_detail_and_how_the_pictures_were_made(tiny, tmp_path, capsys):
-    arguments = ["--smallest", "--clock", "--model", str(tiny), "--pictures", "2", "--schedule", "karras",
+def test_a_run_with_the_clock_shows_time_and_detail_and_how_the_pictures_were_made(tiny_file, tmp_path, capsys):
+    arguments = ["--smallest", "--clock", "--model", str(tiny_file), "--pictures", "2", "--schedule", "karras",
                  "--guidance", "7.5", "--output", str(tmp_path / "result.json")]  # fmt: skip
     assert quality.main(arguments) == 0
     record = results.load(tmp_path / "result.json")
@@ -135,8 +128,8 @@ def test_a_run_with_the_clock_shows_time_and_detail_and_how_the_pictures_were_ma
     assert "2 solver steps, karras, guidance 7.5" in out
 
 
-def test_a_table_of_an_old_result_has_the_columns_it_has_figures_for(tiny, tmp_path):
-    assert quality.main(["--smallest", "--model", str(tiny), "--output", str(tmp_path / "result.json")]) == 0
+def test_a_table_of_an_old_result_has_the_columns_it_has_figures_for(tiny_file, tmp_path):
+    assert quality.main(["--smallest", "--model", str(tiny_file), "--output", str(tmp_path / "result.json")]) == 0
     record = results.load(tmp_path / "result.json")
     assert "| SSIM | detail |" in quality_report.table([record]) and "time |" not in quality_report.table([record])
     for row in record["rows"]:
@@ -165,20 +158,20 @@ def test_karras_steps_are_even_in_the_seventh_root_of_sigma():
     assert apart.max() < 1.2 * apart.median() and apart.min() > 0.8 * apart.median()
 
 
-def test_guidance_and_schedule_change_pictures_and_their_defaults_do_not(tiny):
+def test_guidance_and_schedule_change_pictures_and_their_defaults_do_not(tiny_file):
     def picture(*manner) -> np.ndarray:
-        subject = SceneSubject(tiny, torch.device("cpu"), PURPOSES[SHOW], schedules.Manner(*manner))
+        subject = SceneSubject(tiny_file, torch.device("cpu"), PURPOSES[SHOW], schedules.Manner(*manner))
         return subject.picture(3, 4)
 
     default = picture()
     tokens = prompt.tokens(PURPOSES[SHOW].prompts[3])
-    assert np.array_equal(default, sampler.sample(model.load(tiny), tokens, PURPOSES[SHOW].first + 3, steps=4))
+    assert np.array_equal(default, sampler.sample(model.load(tiny_file), tokens, PURPOSES[SHOW].first + 3, steps=4))
     others = [picture("karras"), picture("late-half"), picture("uniform", 7.5)]
     assert all(not np.array_equal(a, b) for i, a in enumerate(others) for b in (default, *others[:i]))
 
 
-def test_a_solvers_own_timesteps_given_to_it_change_nothing(tiny):
-    loaded, tokens = model.load(tiny), prompt.tokens("day sea")
+def test_a_solvers_own_timesteps_given_to_it_change_nothing(tiny_file):
+    loaded, tokens = model.load(tiny_file), prompt.tokens("day sea")
     own = sampler.solver(loaded, 5).timesteps.tolist()
     assert np.array_equal(sampler.sample(loaded, tokens, 1, steps=5),
                           sampler.sample(loaded, tokens, 1, timesteps=own))  # fmt: skip
@@ -197,8 +190,6 @@ def test_a_picture_started_from_one_stays_as_near_to_it_as_the_steps_are_late():
 
 
 def test_what_a_users_own_checkpoint_does_not_take_is_refused(tmp_path, capsys):
-    from tests import tiny_pipeline
-
     folder = tiny_pipeline.write_folder(tmp_path)
     for more in (["--schedule", "karras"], ["--guidance", "3"]):
         assert quality.main(["--smallest", "--model", str(folder), *more]) == 2

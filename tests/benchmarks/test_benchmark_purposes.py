@@ -13,9 +13,9 @@ from benchmarks.purposes import CHOOSE, PURPOSES, SHOW
 from benchmarks.quality_rows import TIMES, Amounts, Bench, Row
 from benchmarks.subjects import SceneSubject
 from benchmarks.variant_list import GROUPS, PLAIN, VARIANTS
-from demo import model, prompt
+from demo import prompt
 from demo.training_loss import HELD_OUT_SEED, Scenes
-from tests import tiny_scenes
+from tests.tiny_scenes import written  # noqa: F401
 
 ROOT = Path(__file__).parents[2]
 FRONT = ROOT / "benchmarks/results/front-cpu-2026-11-22.json"
@@ -23,11 +23,9 @@ MANY = range(1000)
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory) -> list[SceneSubject]:
+def pair(tiny_file) -> list[SceneSubject]:
     """One model, on the pictures to choose by and on those to show."""
-    path = tmp_path_factory.mktemp("model") / "tiny.safetensors"
-    model.save(tiny_scenes.make(), path)
-    return [SceneSubject(path, torch.device("cpu"), PURPOSES[name]) for name in (CHOOSE, SHOW)]
+    return [SceneSubject(tiny_file, torch.device("cpu"), PURPOSES[name]) for name in (CHOOSE, SHOW)]
 
 
 def test_the_two_draw_from_other_seeds_and_say_other_prompts():

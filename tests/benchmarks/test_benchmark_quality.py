@@ -25,7 +25,8 @@ from benchmarks.quality_run import Processes
 from benchmarks.subjects import SceneSubject
 from benchmarks.variant_list import ALWAYS, GROUPS, PLAIN, VARIANTS
 from demo import model, wall
-from tests import tiny_pipeline, tiny_scenes
+from tests import tiny_pipeline
+from tests.tiny_scenes import written  # noqa: F401
 
 ROOT = Path(__file__).parents[2]
 CONTROLS = [name for name, variant in VARIANTS.items() if variant.role == "control"]
@@ -36,16 +37,9 @@ FEW = ("tomesd-0.75", "cluster-0.75", "sized-0.75", "sized-kv-0.75")  # one of e
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("model") / "tiny.safetensors"
-    model.save(tiny_scenes.make(), path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def small(tiny) -> list[str]:
+def small(tiny_file) -> list[str]:
     """Arguments of a run of a few seconds."""
-    return ["--smallest", "--model", str(tiny), "--noised", "10", "--pictures", "5", "--steps", "1"]
+    return ["--smallest", "--model", str(tiny_file), "--noised", "10", "--pictures", "5", "--steps", "1"]
 
 
 def run(arguments: list[str], output: Path) -> results.Record:

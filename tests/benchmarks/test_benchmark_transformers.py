@@ -12,16 +12,13 @@ from benchmarks.networks import TRANSFORMER, UNET, kind_of, timestep_of
 from benchmarks.quality_figures import sections
 from benchmarks.quality_rows import TIMES
 from benchmarks.reference_toma import Merge, representatives
-from benchmarks.variant_list import FRONT, PLAIN, VARIANTS
+from benchmarks.variant_list import FRONT, VARIANTS
 from demo import model, transformer
 from tests import tiny_scenes
-from tests.thoroughness import some_quick
 from tome_core.settings.presets import CURVES, SD
 
 SIDE, WORDS = 16, 6  # in tokens
 LATENT = transformer.TOKEN * SIDE
-MINE = [name for name, variant in VARIANTS.items() if TRANSFORMER in variant.kinds]
-SAME_AS_UNMERGED = (PLAIN, "twice-the-solver-steps")
 
 
 @pytest.fixture(scope="module")
@@ -47,39 +44,9 @@ def predict(small, *times: int) -> torch.Tensor:
     return torch.stack([small(noise, torch.full((2,), time), words) for time in times or (800, 300)])
 
 
-@pytest.mark.parametrize("name", some_quick(MINE, 20))
-def test_a_variant_is_the_same_each_time_and_leaves_nothing_behind(small, name):
-    network = small.network
-    plain, state = predict(small), torch.get_rng_state()
-    hooks = [(len(one._forward_hooks) + len(one._forward_pre_hooks), "forward" in vars(one))
-             for one in network.modules()]  # fmt: skip
-    made = []
-    for _ in range(2):
-        with VARIANTS[name].put_on(network, 3):
-            made.append(predict(small))
-    assert torch.equal(made[0], made[1])
-    assert torch.equal(predict(small), plain) and torch.equal(torch.get_rng_state(), state)
-    if "first-block-cache" not in name:  # diffusers leaves a block's own forward on it, and it may compute all of it
-        assert hooks == [(len(one._forward_hooks) + len(one._forward_pre_hooks), "forward" in vars(one))
-                         for one in network.modules()]  # fmt: skip
-        assert torch.equal(made[0], plain) == (name in SAME_AS_UNMERGED)
-
-
 def share(kept: float) -> float:
     """Of a sequence whose picture keeps this share of its tokens."""
     return (WORDS + kept * SIDE**2) / (WORDS + SIDE**2)
-
-
-@pytest.mark.parametrize(("name", "left"), [
-    ("unmerged", 1), ("zero-attention", 0), ("bfloat16", 1), ("bipartite-0.75", share(1 / 4) ** 2),
-    ("bipartite-kv-0.75", share(1 / 4)), ("downsample-2x2", share(1 / 4)), ("sized-kv-0.9375-cells-4", share(1 / 16)),
-    ("random-partner-0.75", share(1 / 4) ** 2), ("preset-max", share(1 / 64)), ("ToMA-0.5", share(1 / 2) ** 2),
-    ("ToMA-0.75", share(1 / 4) ** 2),
-])  # fmt: skip
-def test_the_work_left_is_counted_whoever_merges(small, name, left):
-    with attention_work.counting(small.network) as work, VARIANTS[name].put_on(small.network, 0):
-        predict(small)
-    assert work.share() == pytest.approx(left, abs=1e-12)
 
 
 def test_a_block_that_is_skipped_leaves_nothing(small):
