@@ -24,6 +24,7 @@ from benchmarks.speed_options import completed, parser, planned, settings
 from benchmarks.speed_plan import CALL, COSTS, Case, Estimate, row_keys
 from benchmarks.speed_rates import measure_rates
 from benchmarks.speed_roofline import Rates
+from benchmarks.speed_summary import failures
 from benchmarks.speed_variants import shown_in
 
 _EFFICIENCY = {"cpu": 0.6, "cuda": 0.4}  # of a large product's speed, what a whole UNet reaches
@@ -129,7 +130,7 @@ def measure(options: argparse.Namespace, command: str) -> int:
     print(speed_report.table([run.record]))
     if run.path.exists():
         _say(f"result: {run.path}; a plot: python -m benchmarks.report {run.path}")
-    return 1 if speed_report.failures(run.record) else 0
+    return 1 if failures(run.record) else 0
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from diffusers.models.attention_processor import AttnProcessor
 from torch import nn
 
 from benchmarks.networks import finest_blocks
-from benchmarks.speed_models import twin, use_naive_attention
+from benchmarks.speed_models import twin
 from benchmarks.speed_variants import VARIANTS
 
 
@@ -42,7 +43,7 @@ class Fleet:
         """unet: is left as it is. attention: ``sdpa`` or ``naive``."""
         self.unpatched = twin(unet)
         if attention == "naive":
-            use_naive_attention(self.unpatched)
+            self.unpatched.set_attn_processor(AttnProcessor())  # writes all its scores to memory
         self.unets = {name: twin(self.unpatched) for name in names}
         for name, one in self.unets.items():
             VARIANTS[name].apply(one)

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
-from diffusers.models.attention_processor import AttnProcessor
 from torch import nn
 
 _DOWN, _UP, _CROSS = "DownBlock2D", "UpBlock2D", ("CrossAttnDownBlock2D", "CrossAttnUpBlock2D")
@@ -105,11 +104,6 @@ def twin(model: nn.Module) -> nn.Module:
     """A copy that can be patched by itself and shares the weights: six variants of SDXL need the memory of one."""
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, shared)
-
-
-def use_naive_attention(unet: nn.Module) -> None:
-    """Attention that writes all its scores to memory, as before there were fused kernels."""
-    unet.set_attn_processor(AttnProcessor())
 
 
 def pictures_in(batch: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from benchmarks.speed_models import Shape
@@ -76,22 +76,11 @@ def cases(
         if "hires" in suites and model == "sd15":
             found.append(Case(model, "hires", HIRES[1], steps=steps))
     if "seeds" in suites:
-        found += _seed_cases(models[0])
-    found = list(dict.fromkeys(found))
+        found += [Case(models[0], CALL, pixels, 2 * pictures, attention) for attention in ("sdpa", "naive")
+                  for pixels in SEED_SIZES for pictures in SEED_PICTURES]  # fmt: skip
     # naive attention is there to be compared with, not to be compiled
-    eager_and_compiled = [[case, _compiled(case)] if case.attention == "sdpa" else [case] for case in found]
-    return [case for pair in eager_and_compiled for case in pair] if compiled else found
-
-
-def _compiled(case: Case) -> Case:
-    return Case(**{**case.as_json(), "compiled": True})
-
-
-def _seed_cases(model: str) -> list[Case]:
-    return [
-        Case(model, CALL, pixels, batch=2 * pictures, attention=attention)
-        for attention in ("sdpa", "naive") for pixels in SEED_SIZES for pictures in SEED_PICTURES
-    ]  # fmt: skip
+    return [one for case in dict.fromkeys(found) for one in (case, replace(case, compiled=True))
+            if not one.compiled or (compiled and case.attention == "sdpa")]  # fmt: skip
 
 
 def row_keys(all_cases: Sequence[Case], rounds: int) -> dict[str, tuple[Case, str]]:
@@ -124,16 +113,13 @@ class Estimate:
 
     def guess(self, case: Case, part: str) -> float:
         """Before anything is known of this machine but its rate."""
-        once = self._operations(case) / self._rate * (_NAIVE_FACTOR if case.attention == "naive" else 1)
-        compiling = _COMPILE_SECONDS.get(self._device, 0.0) if case.compiled and part == COSTS else 0.0
-        once = max(once, _LEAST_SECONDS.get(self._device, 0.0))
-        calls = _COSTS_CALLS.get(self._device, 2) if part == COSTS else 1
-        return self._variants(case) * (calls * once + compiling)
-
-    def _operations(self, case: Case) -> float:
-        """Of the case's UNet calls; the decoder's are left out."""
         shape = self._shapes[case.model]
-        return case.batch * sum(steps * shape.operations(pixels) for pixels, steps in passes(case))
+        # of the case's UNet calls; the decoder's are left out
+        operations = case.batch * sum(steps * shape.operations(pixels) for pixels, steps in passes(case))
+        once = operations / self._rate * (_NAIVE_FACTOR if case.attention == "naive" else 1)
+        calls = _COSTS_CALLS[self._device] if part == COSTS else 1
+        compiling = _COMPILE_SECONDS[self._device] if case.compiled and part == COSTS else 0.0
+        return self._variants(case) * (calls * max(once, _LEAST_SECONDS[self._device]) + compiling)
 
     def seconds(self, case: Case, part: str) -> float:
         """The guess, in proportion to how the guesses so far turned out.

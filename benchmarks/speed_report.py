@@ -12,7 +12,6 @@ from benchmarks.speed_plan import CALL
 from benchmarks.speed_summary import Figure, Summary, failures, summaries
 from benchmarks.speed_variants import CONTROL, IDEAL, NO_ATTENTION
 
-__all__ = ["failures", "plot", "table"]
 _NONE = "-"
 _MARKS = {"tomesd": "X", "ours": "o", "downsample": "s", "hypertile": "^"}
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from diffusers.models.attention_processor import AttnProcessor
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import tome_core
-from benchmarks.speed_models import TINY_SHAPES, make_inputs, make_unet, use_naive_attention
+from benchmarks.speed_models import TINY_SHAPES, make_inputs, make_unet
 from benchmarks.speed_rates import measure_rates
 from benchmarks.speed_report import table
 from benchmarks.speed_roofline import Rates, roofline
@@ -64,7 +65,7 @@ def test_operations_are_those_that_torch_counts(model, naive, inference):
     def call(device):
         unet = make_unet(TINY_SHAPES[model], "cpu", torch.float32).to(device)
         if naive:
-            use_naive_attention(unet)
+            unet.set_attn_processor(AttnProcessor())
         positional, named = make_inputs(TINY_SHAPES[model], 512, 2, device, torch.float32)
         return lambda: unet(*positional, **named)
 
