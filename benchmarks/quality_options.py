@@ -130,8 +130,8 @@ def _prompts(path: Path | None, own: list[Path]) -> list[str]:
 
 def manner(options: argparse.Namespace) -> schedules.Manner:
     """How the whole pictures of scene models are made."""
-    given = {"schedule": options.schedule, "guidance": options.guidance}
-    return schedules.Manner(**{name: value for name, value in given.items() if value is not None})
+    guidance = schedules.GUIDANCE if options.guidance is None else options.guidance
+    return schedules.Manner(options.schedule or schedules.UNIFORM, guidance)
 
 
 def names(options: argparse.Namespace) -> dict[str, tuple[str, ...]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -56,17 +56,14 @@ class Variant:
         return {name: getattr(self, name) for name in ("name", "method", "setting", "role", "code")}
 
 
-@contextmanager
-def nothing(network: nn.Module, seed: int) -> Iterator[None]:
+def nothing(network: nn.Module, seed: int) -> AbstractContextManager:
     """The network as it is."""
-    yield
+    return nullcontext()
 
 
-@contextmanager
-def in_bfloat16(network: nn.Module, seed: int) -> Iterator[None]:
+def in_bfloat16(network: nn.Module, seed: int) -> AbstractContextManager:
     """Products in bfloat16, the rest as it is."""
-    with torch.autocast(next(network.parameters()).device.type, torch.bfloat16):
-        yield
+    return torch.autocast(next(network.parameters()).device.type, torch.bfloat16)
 
 
 def closed_form_alone(rule: dict[str, Any]) -> PutOn:
