@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -58,19 +58,13 @@ def counted(unet: torch.nn.Module) -> Iterator[list[int]]:
     places = find_blocks(unet)
     levels = sorted({place.halvings for place in places})
     runs = [0] * len(levels)
+    with ExitStack() as stack:
+        for place in places:
+            def note(*_: Any, level: int = levels.index(place.halvings)) -> None:
+                runs[level] += 1
 
-    def note(level: int) -> Any:
-        def hook(*_: Any) -> None:
-            runs[level] += 1
-
-        return hook
-
-    hooks = [place.block.norm1.register_forward_hook(note(levels.index(place.halvings))) for place in places]
-    try:
+            stack.enter_context(place.block.norm1.register_forward_hook(note))
         yield runs
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def named(name: str) -> Any:
