@@ -71,7 +71,8 @@ def complete(options: argparse.Namespace) -> tuple[Amounts, list[str]]:
     if unknown:
         raise ValueError(f"no variant is called {' or '.join(unknown)}; --list prints the names")
     options.group = options.group or ("choose" if options.purpose == purposes.CHOOSE else "standard")
-    options.model = options.model or _scene_models(options.group)
+    there = [path for path in subjects.SCENE_MODELS if path.exists()]
+    options.model = options.model or there[: 1 if options.group == "smallest" else None]
     own = [path for path in options.model if not subjects.is_scene_model(path)]
     for path in own:
         checkpoint.inspect(path)
@@ -93,11 +94,6 @@ def _check_variants(options: argparse.Namespace) -> None:
     chosen = {name for many in names(options).values() for name in many if kinds.keys() & set(VARIANTS[name].kinds)}
     if any(VARIANTS[name].role == "tomesd" for name in chosen) and importlib.util.find_spec("tomesd") is None:
         raise ValueError("tomesd, which the others are compared with, is not installed: pip install tomesd==0.1.3")
-
-
-def _scene_models(group: str) -> list[Path]:
-    there = [path for path in subjects.SCENE_MODELS if path.exists()]
-    return there[:1] if group == "smallest" else there
 
 
 def _amounts(options: argparse.Namespace, own: bool) -> Amounts:

@@ -99,16 +99,13 @@ def _picture_table(section: Section, settings: dict[str, Any]) -> str:
 def _at_equal_time(section: Section) -> Iterator[str]:
     rows = [
         (section.variants[one.name]["method"], section.variants[one.name]["setting"], f"{one.theirs.time:.2f}",
-         *(_pair(*pair) for pair in zip(one.theirs[1:], (one.ours or _NO_POINT)[1:], strict=True)))
+         *(", ".join(_ABSENT if value is None else f"{value:.4g}" for value in pair)
+           for pair in zip(one.theirs[1:], (one.ours or _NO_POINT)[1:], strict=True)))
         for one in quality_equal_time.beside(section)
     ]  # fmt: skip
     if rows:
         table = report.markdown(("method", "setting", "time", "PSNR dB: it, strength", "SSIM", "dev %"), rows, left=2)
         yield f"#### {section.checkpoint}: others beside strength at equal time\n\n{table}"
-
-
-def _pair(theirs: float | None, ours: float | None) -> str:
-    return ", ".join(_ABSENT if one is None else f"{one:.4g}" for one in (theirs, ours))
 
 
 def _manner(settings: dict[str, Any]) -> str:

@@ -61,7 +61,7 @@ def fill(
     done = _keys_of(_pieces(record, output))
     mine = [row for row in processes.share(rows) if row.key not in done]
     if mine:
-        run = Run.start(record, [row.key for row in mine], _piece(output, processes.rank))
+        run = Run.start(record, [row.key for row in mine], output.with_name(f"{output.name}.rank{processes.rank}"))
         _measure(mine, run, benches, amounts)
     if processes.rank:
         return None
@@ -80,10 +80,6 @@ def _measure(rows: list[Row], run: Run, benches: Callable[[str], Bench], amounts
                 bar.set_description(f"{checkpoint} {row.measure} {row.first + 1}: {row.variant}", refresh=not quiet)
                 run.add(row.key, {**row.described(), **bench.measure(row)})
                 bar.update(calls(row, amounts))
-
-
-def _piece(output: Path, rank: int) -> Path:
-    return output.with_name(f"{output.name}.rank{rank}")
 
 
 def _pieces(record: Record, output: Path) -> Iterator[Record]:

@@ -84,13 +84,10 @@ def execute(run: results.Run, rows: dict, workshop: Workshop, estimate: Estimate
                 return
             _say(f"[{number}/{len(todo)}] {key}; {_duration(left)} left")
             since = time.monotonic()
-            run.add(key, workshop.measure(*rows[key], failed_before(run.record, rows[key][0])))
+            earlier = [row for row in run.record["rows"] if row["case"] == rows[key][0].as_json()]
+            failed = {name: why for row in earlier for name, why in row["failed"].items()}
+            run.add(key, workshop.measure(*rows[key], failed))
             estimate.learn(*rows[key], time.monotonic() - since)
-
-
-def failed_before(record: results.Record, case: Case) -> dict[str, str]:
-    """The variants that have failed in rows of this case, and why."""
-    return {name: why for row in record["rows"] if row["case"] == case.as_json() for name, why in row["failed"].items()}
 
 
 def print_plan(all_cases: list[Case], rows: dict, missing: list[str], estimate: Estimate) -> None:

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -79,26 +80,18 @@ def process_peak(run: Callable[[], Any], small: Callable[[], Any]) -> float | No
 
 def _answer(writing: int, run: Callable[[], Any], small: Callable[[], Any]) -> None:
     """In the fork: measure, tell, end; nothing of the parent's may run on here."""
+    import resource  # which Windows has not
+
     try:
         small()
-        before = _resident()
+        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
         run()
-        text = f"{_PEAK}{(_peak() - before) / _MIB}"
+        before = int(pages) * os.sysconf("SC_PAGE_SIZE")
+        text = f"{_PEAK}{(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before) / _MIB}"
     except BaseException as error:
         text = reason(error)
     os.write(writing, text.encode())
     os._exit(0)
-
-
-def _resident() -> int:
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def _peak() -> int:
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class OperatorCount(TorchDispatchMode):

@@ -25,19 +25,17 @@ def _section(record: dict[str, Any]) -> str:
     cases = summaries(record)
     shown = [case for case in cases if case.figures]
     parts = [_heading(record)]
-    if len(shown) > 1:
-        parts += _overviews(shown)
+    if len(shown) > 1:  # a table of calls and one of pictures, which compare other variants
+        kinds = [[case for case in shown if (case.case["what"] == CALL) == calls] for calls in (True, False)]
+        parts += [_overview(kind) for kind in kinds if kind]
     parts += [_detail(case) for case in shown]
-    without = [case.key for case in cases if not case.figures and any("seconds" in r for r in _rows(record, case))]
-    parts += [f"Not printed, because its control ({CONTROL}) is missing: {key}." for key in without]
+    timed = [row["case"] for row in record["rows"] if "seconds" in row]
+    parts += [f"Not printed, because its control ({CONTROL}) is missing: {case.key}."
+              for case in cases if not case.figures and case.case in timed]  # fmt: skip
     parts += [f"Failed: {where}: {reason}." for where, reason in failures(record).items()]
     if record["missing"]:
         parts.append("Not measured yet: " + "; ".join(record["missing"]) + ".")
     return "\n\n".join(parts)
-
-
-def _rows(record: dict[str, Any], case: Summary) -> list[dict[str, Any]]:
-    return [row for row in record["rows"] if row["case"] == case.case]
 
 
 def _heading(record: dict[str, Any]) -> str:
@@ -51,12 +49,6 @@ def _heading(record: dict[str, Any]) -> str:
     made = f"{record['created'][:10]}, {chosen['dtype']}, {clock}, commit {record['commit']}; {versions}"
     return (f"## {where}\n\n{made}; `{record['command']}`.{tiny} Medians of rounds in which every variant takes its "
             f"turn.\n\n{variants}")
-
-
-def _overviews(cases: list[Summary]) -> list[str]:
-    """A table of calls and one of pictures, which compare other variants."""
-    kinds = [[case for case in cases if (case.case["what"] == CALL) == calls] for calls in (True, False)]
-    return [_overview(kind) for kind in kinds if kind]
 
 
 def _overview(cases: list[Summary]) -> str:

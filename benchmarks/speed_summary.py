@@ -69,7 +69,7 @@ def failures(record: dict[str, Any]) -> dict[str, str]:
 
 
 def _summary(key: str, rows: list[dict[str, Any]], names: list[str]) -> Summary:
-    rounds = [row for row in rows if "seconds" in row and _has_control(row)]
+    rounds = [row for row in rows if "seconds" in row and CONTROL in row["seconds"] | row["failed"]]
     failed = {name: reason for row in rounds for name, reason in row["failed"].items()}
     figures = {}
     if rounds:
@@ -78,10 +78,6 @@ def _summary(key: str, rows: list[dict[str, Any]], names: list[str]) -> Summary:
                 figures[name] = _figure(name, rows, rounds, failed.get(name))
     rates = next((row["rates"] for row in rows if "rates" in row), None)
     return Summary(rows[0]["case"], key, len(rounds), figures, rates)
-
-
-def _has_control(row: dict[str, Any]) -> bool:
-    return CONTROL in row["seconds"] or CONTROL in row["failed"]
 
 
 def _figure(name: str, rows: list[dict[str, Any]], rounds: list[dict[str, Any]], failed: str | None) -> Figure:

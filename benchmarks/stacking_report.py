@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any
 
@@ -50,11 +50,11 @@ def table(records: Sequence[Record]) -> str:
 
 
 def _figures(rows: list[Row]) -> list[str]:
-    rms, factor = _medians(rows, "rms"), _medians(rows, "seconds", lambda row, arm: row["seconds"][PLAIN] / arm)
-    from_alone = _medians(rows, "from_alone")
+    rms, from_alone = (_medians(row[field] for row in rows) for field in ("rms", "from_alone"))
     shares = [max(row["rms"][arm] for arm in _BOTH) / (row["rms"][ALONE] + row["rms"][MERGED]) for row in rows]
-    products = [min(row["seconds"][PLAIN] / row["seconds"][arm] for arm in _BOTH) / _product(row) for row in rows]
-    shown = (ALONE, MERGED, *_BOTH)
+    factors = [{arm: row["seconds"][PLAIN] / spent for arm, spent in row["seconds"].items()} for row in rows]
+    products = [min(one[arm] for arm in _BOTH) / (one[ALONE] * one[MERGED]) for one in factors]
+    factor, shown = _medians(factors), (ALONE, MERGED, *_BOTH)
     calls = {arm: median(row["calls"][arm] for row in rows) for arm in (PLAIN, ALONE, OURS_FIRST)}
     return [
         str(len(rows)), ", ".join(f"{count:g}" for count in calls.values()),
@@ -65,12 +65,10 @@ def _figures(rows: list[Row]) -> list[str]:
     ]  # fmt: skip
 
 
-def _product(row: Row) -> float:
-    return row["seconds"][PLAIN] ** 2 / row["seconds"][ALONE] / row["seconds"][MERGED]
-
-
-def _medians(rows: list[Row], field: str, of: Callable[[Row, float], float] = lambda row, value: value) -> dict:
-    return {arm: median(of(row, row[field][arm]) for row in rows) for arm in rows[0][field]}
+def _medians(rows: Iterable[dict[str, float]]) -> dict[str, float]:
+    """By arm."""
+    first, *others = rows
+    return {arm: median(row[arm] for row in (first, *others)) for arm in first}
 
 
 def _told(groups: dict[tuple[str, str], list[Row]]) -> list[str]:

@@ -113,10 +113,6 @@ def below(records: Sequence[dict]) -> Loss:
     return Loss(keys)
 
 
-def _has_levels(record: dict) -> bool:
-    return any(one["method"] == "keys below" for one in record["settings"]["variants"])
-
-
 def _measured(records: Sequence[dict], line: str, ratio: float, cell: int = 2) -> tuple[float, ...]:
     """The mean deviation at each time over the checkpoints of the results that have it; none where one is missing."""
     name = f"{line}-{ratio}" + (f"-cells-{cell}" if cell != 2 else "")
@@ -259,7 +255,8 @@ def main(arguments: list[str] | None = None) -> int:
         for path, record in zip(options.results, records, strict=True):
             purposes.check(record, purposes.CHOOSE, path.name)
         loss = front(records)
-        has_none = options.layout == TRANSFORMER or (options.compare and not any(map(_has_levels, records)))
+        methods = {one["method"] for record in records for one in record["settings"]["variants"]}
+        has_none = options.layout == TRANSFORMER or (options.compare and "keys below" not in methods)
         knots = curve(loss, None if has_none else below(records))
     except (ValueError, OSError, results.ResultError) as error:
         print(error, file=sys.stderr)
