@@ -33,13 +33,6 @@ def _device(name: str | None, rank: int) -> torch.device:
     return torch.device(name)
 
 
-def _plan(options: argparse.Namespace, amounts: Amounts) -> list[Row]:
-    names = quality_options.names(options)
-    return [row for path in options.model for row in rows(
-        path.stem, names, amounts, can_be_noised=subjects.is_scene_model(path), kind=subjects.kind_of(path)
-    )]  # fmt: skip
-
-
 def _settings(
     options: argparse.Namespace, amounts: Amounts, prompts: list[str], lpips: bool, plan: list[Row]
 ) -> dict[str, Any]:
@@ -89,7 +82,10 @@ def _measure(
 ) -> None:
     paths = {path.stem: path for path in options.model}
     lpips, told = picture_metrics.lpips() if prompts else (None, "")
-    plan = _plan(options, amounts)
+    names = quality_options.names(options)
+    plan = [row for path in options.model for row in rows(
+        path.stem, names, amounts, can_be_noised=subjects.is_scene_model(path), kind=subjects.kind_of(path)
+    )]  # fmt: skip
 
     def open_bench(name: str) -> Bench:
         subject = subjects.opened(paths[name], options.config, device, prompts, getattr(torch, options.dtype),

@@ -47,7 +47,13 @@ class Workshop:
         if fresh:
             self._bench = None
             self._load(case.model)
-            self._bench = self._make_bench(case, failed)
+            how = case.attention, case.compiled
+            if how not in self._fleets:
+                self._fleets[how] = Fleet(self._unet, self._names, *how)
+            shape = self._shapes[case.model]
+            if case.what != CALL and self._decoder is None:
+                self._decoder = make_decoder(shape, self._device, self._dtype)
+            self._bench = Bench(case, shape, self._fleets[how], self._rates, self._decoder, failed)
         if part == COSTS:
             return self._bench.costs()
         if fresh:
@@ -61,14 +67,6 @@ class Workshop:
             self._fleets.clear()
             free_memory(torch.device(self._device))
             self._unet, self._model = make_unet(self._shapes[model], self._device, self._dtype), model
-
-    def _make_bench(self, case: Case, failed: dict[str, str]) -> Bench:
-        shape, how = self._shapes[case.model], (case.attention, case.compiled)
-        if how not in self._fleets:
-            self._fleets[how] = Fleet(self._unet, self._names, *how)
-        if case.what != CALL and self._decoder is None:
-            self._decoder = make_decoder(shape, self._device, self._dtype)
-        return Bench(case, shape, self._fleets[how], self._rates, self._decoder, failed)
 
 
 def execute(run: results.Run, rows: dict, workshop: Workshop, estimate: Estimate, minutes: float | None) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from pathlib import Path
 
 import torch
 
 from benchmarks.speed_models import SHAPES
 from benchmarks.speed_plan import SUITES, Case, cases
-from benchmarks.speed_variants import CONTROL, VARIANTS, chosen, missing_package
+from benchmarks.speed_variants import CONTROL, VARIANTS, chosen
 
 SIZES = (512, 768, 1024, 1536, 2048)
 STEPS, GPU_MINUTES = 20, 9.5
@@ -82,10 +83,9 @@ def completed(options: argparse.Namespace) -> argparse.Namespace:
     options.variants = chosen(options.variants or here)
     if options.minutes is None and options.device == "cuda":
         options.minutes = GPU_MINUTES
-    missing = missing_package(options.variants)
-    if missing:
-        raise ValueError(f"{missing} is not installed, and is one of the variants: pip install {missing}==0.1.3, or "
-                         "name the others with --variants")
+    if "tomesd" in options.variants and importlib.util.find_spec("tomesd") is None:
+        raise ValueError("tomesd is not installed, and is one of the variants: pip install tomesd==0.1.3, or name the "
+                         "others with --variants")
     if not planned(options):
         raise ValueError(f"there is nothing to measure in the suites {', '.join(options.suites)} for "
                          f"{', '.join(options.models)}; the hires fix is measured on sd15")

@@ -7,10 +7,9 @@ own, which shares its weights with the others', and never has to be undone.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import itertools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -39,7 +38,7 @@ class Variant(NamedTuple):
     a compiled model has of its own, and a CPU none.
     """
 
-    apply: Callable[[nn.Module], None]
+    apply: Callable[[nn.Module], Any]
     meaning: str
     bound: str | None = None
     whats: tuple[str, ...] = (CALL, *PICTURES)
@@ -98,13 +97,6 @@ def _tomesd(unet: nn.Module) -> None:
     importlib.import_module("tomesd").apply_patch(unet, ratio=0.5, max_downsample=finest)
 
 
-def _ours(**settings: object) -> Callable[[nn.Module], None]:
-    def apply(unet: nn.Module) -> None:
-        tome_core.patch(unet, tome_core.MergeConfig(**settings))
-
-    return apply
-
-
 def _preset(name: str, *times: float) -> Callable[[nn.Module], None]:
     """A preset. Calls that are timed alone are one picture's at these times in turn; at a single one, each another's
     first, which looks at its batch and so waits for the device.
@@ -158,7 +150,8 @@ VARIANTS: dict[str, Variant] = {
     CONTROL: Variant(_nothing, "the model as it is"),
     "tomesd": Variant(_tomesd, "tomesd 0.1.3, ratio 0.5 at the finest level", IDEAL),
     "downsample": Variant(
-        _ours(method="downsample"), "token down-sampling (ToDo): a quarter of keys and values at the finest level"
+        lambda unet: tome_core.patch(unet, tome_core.MergeConfig(method="downsample")),
+        "token down-sampling (ToDo): a quarter of keys and values at the finest level",
     ),
     "hypertile": Variant(
         _in_place(Tiles),
@@ -205,8 +198,3 @@ def shown_in(case: Case, names: Sequence[str]) -> list[str]:
 def chosen(wanted: Sequence[str]) -> list[str]:
     """The control, what is named, and of what is named all parts: ``ours`` stands for ``ours, late kept`` as well."""
     return [name for name in VARIANTS if name in (CONTROL, *wanted) or name.split(",")[0] in wanted]
-
-
-def missing_package(names: list[str]) -> str | None:
-    """The package that one of these variants needs and that is not installed."""
-    return "tomesd" if "tomesd" in names and importlib.util.find_spec("tomesd") is None else None

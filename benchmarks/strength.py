@@ -1,13 +1,9 @@
 """What strength stands for: ``python -m benchmarks.strength RESULT.json...`` makes its curve from measured fronts.
 
-Strength says how much of the finest self-attention's time is left, on average over the noise schedule: its work, and
-what a merged step takes beside that. Noisy steps bear far more merging than late ones, so late steps keep a share of
-the keys, or are not merged at all, down to a timestep above which hardly any is kept. For every knot of the curve the
-share and the timestep are those of the least deviation, over all checkpoints, among the pairs that leave so much time
-and that ask of no step more than a stronger knot does: error and saving then grow with strength on whatever steps a
-picture has. A pair with which the keys of levels below the finest would add much to that is none: which of them a
-picture has depends on the model's family and on its size. Needs results of ``python -m benchmarks.quality --for
-choose`` with the rows "merged keys", and for the latter "keys below"; writes ``tome_core/settings/strength_table.py``.
+How a knot is chosen is told in docs/methods.md, "Strength". No pair counts with which the keys of levels below the
+finest would add much: which of them a picture has depends on the model's family and on its size. Needs results of
+``python -m benchmarks.quality --for choose`` with the rows "merged keys", and for the latter "keys below"; writes
+``tome_core/settings/strength_table.py``.
 
 ``--layout`` sdxl makes that of UNets without attention at their finest level, ``transformer`` that of transformers,
 which have one level and no rows of keys below; each has its own file beside that one.

@@ -10,13 +10,12 @@ import torch
 from diffusers import UNet2DConditionModel
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import report, results, speed, speed_measure, speed_plan, speed_report, speed_variants
+from benchmarks import report, results, speed, speed_measure, speed_options, speed_plan, speed_report, speed_variants
 from benchmarks.networks import finest_blocks
 from benchmarks.speed_fleet import Fleet
 from benchmarks.speed_measure import Bench
 from benchmarks.speed_memory import OperatorCount, process_peak
 from benchmarks.speed_models import SHAPES, TINY_SHAPES, make_inputs, make_unet, twin
-from benchmarks.speed_options import GPU_MINUTES, STEPS, planned
 from benchmarks.speed_plan import Case, Estimate, row_keys
 from benchmarks.speed_roofline import Rates
 from benchmarks.speed_summary import summaries
@@ -216,11 +215,11 @@ def test_a_rehearsal_goes_through_the_whole_plan_of_a_gpu(tmp_path, capsys):
 @pytest.mark.parametrize(("rate", "pieces"), [(3e14, 2), (7e13, 7)])
 def test_the_standard_gpu_run_is_planned_for_a_few_pieces_of_ten_minutes(rate, pieces):
     """On GPUs that do so many operations a second in a UNet, as an H200 and a 4090 are assumed to."""
-    options = speed.completed(speed.parser("").parse_args(["--dry-run"]))
-    options.steps = STEPS
+    options = speed_options.completed(speed_options.parser("").parse_args(["--dry-run"]))
+    options.steps = speed_options.STEPS
     estimate = Estimate(SHAPES, lambda case: len(shown_in(case, list(VARIANTS))), "cuda", rate)
-    guesses = [estimate.guess(*row) for row in row_keys(planned(options), 8).values()]
-    assert 60 < sum(guesses) < pieces * 60 * GPU_MINUTES and max(guesses) < 60 * GPU_MINUTES
+    guesses = [estimate.guess(*row) for row in row_keys(speed_options.planned(options), 8).values()]
+    assert 60 < sum(guesses) < pieces * 60 * speed_options.GPU_MINUTES and max(guesses) < 60 * speed_options.GPU_MINUTES
 
 
 def test_no_row_is_begun_that_would_end_too_late(tmp_path, monkeypatch, capsys):
@@ -336,7 +335,7 @@ def test_a_wrong_option_is_refused_with_a_right_one(arguments, telling, capsys):
 
 
 def test_what_cannot_be_measured_is_refused_with_a_remedy(monkeypatch, capsys):
-    monkeypatch.setattr(speed_variants.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(speed_options.importlib.util, "find_spec", lambda name: None)
     wrong = {"pip install tomesd": ["--smoke", "--variants", "tomesd"],
              "on sd15": ["--smoke", "--suites", "hires", "--models", "sdxl", "--variants", "ours"]}  # fmt: skip
     if not torch.cuda.is_available():
