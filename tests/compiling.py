@@ -5,27 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.doubles import LatentDiffusionDouble
-from tests.models import BY_NAME, Case, call_case, call_ldm, call_unet, ldm, seeded, unet
+from tests.models import BY_NAME, Case, call_case, call_ldm, call_unet, host_double, seeded, unet
 
 TIMES = [torch.tensor(time) for time in range(40, 1000, 48)]
 
 
-@seeded
-def one_level():
-    """As little as a compiler can be given: four blocks, all on the latent's level."""
-    names = {"down_block_types": ("CrossAttnDownBlock2D",), "up_block_types": ("CrossAttnUpBlock2D",)}
-    return unet(block_out_channels=(16,), **names)
-
-
-@seeded
-def one_level_ldm():
-    """The same as an LDM model."""
-    return LatentDiffusionDouble(ldm(channel_mult=(1,), attention_resolutions=(1,)))
-
-
-SMALL = Case("one_level", one_level, call_unet)
-BY_NAME["one_level_ldm"] = Case("one_level_ldm", one_level_ldm, call_ldm)
+# as little as a compiler can be given: four blocks, all on the latent's level
+_ONE_LEVEL = {"block_out_channels": (16,), "down_block_types": ("CrossAttnDownBlock2D",),
+              "up_block_types": ("CrossAttnUpBlock2D",)}  # fmt: skip
+SMALL = Case("one_level", seeded(unet, **_ONE_LEVEL), call_unet)
+BY_NAME["one_level_ldm"] = Case(
+    "one_level_ldm", seeded(host_double, channel_mult=(1,), attention_resolutions=(1,)), call_ldm
+)
+# 12 blocks, more than a compiler makes graphs for one place
+many_blocks = seeded(unet, layers_per_block=2, transformer_layers_per_block=2, block_out_channels=(16, 16),
+                     norm_num_groups=4)  # fmt: skip
 
 
 def compiled(model, backend):
@@ -45,9 +39,3 @@ def skip_where_unpatched_fails(case) -> None:
     except torch._dynamo.exc.Unsupported:
         pytest.skip(f"torch {torch.__version__} cannot compile {case.name} whole without any patch either")
     torch._dynamo.reset()
-
-
-@seeded
-def many_blocks():
-    """12 blocks, more than a compiler makes graphs for one place."""
-    return unet(layers_per_block=2, transformer_layers_per_block=2, block_out_channels=(16, 16), norm_num_groups=4)

@@ -72,13 +72,12 @@ def fixed(model: nn.Module, seed: int = 0) -> nn.Module:
     return model.eval()
 
 
-def seeded(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """The builder, leaving the global RNG as it was and its prints unheard."""
+def seeded(build: Callable[..., nn.Module], **settings: Any) -> Callable[[], nn.Module]:
+    """The builder with these settings, leaving the global RNG as it was and its prints unheard."""
 
-    @functools.wraps(build)
     def builder() -> nn.Module:
         with torch.random.fork_rng(devices=[]), contextlib.redirect_stdout(io.StringIO()):
-            return fixed(build())
+            return fixed(build(**settings))
 
     return builder
 
@@ -108,35 +107,12 @@ def unet(**changes: Any) -> UNet2DConditionModel:
     return UNet2DConditionModel(**{**settings, **changes})
 
 
-@seeded
-def sd15() -> nn.Module:
-    return unet()
-
-
-@seeded
-def small() -> nn.Module:
-    """SD1.5's shape, one head in each attention."""
-    return unet(attention_head_dim=1)
-
-
 def on_small(name: str) -> MergeConfig:
     """The preset, also where a picture is so small that it would be left alone."""
     return replace(preset(name), only_if_it_pays=False)
 
 
-@seeded
-def four_levels() -> nn.Module:
-    """Attention at /1, /2, /4 and /8, as SD1.5 has it."""
-    down = ("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",)
-    up = ("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 3
-    return unet(block_out_channels=(16, 16, 32, 32), down_block_types=down, up_block_types=up)
-
-
-@seeded
-def sd2() -> nn.Module:
-    return unet(use_linear_projection=True, attention_head_dim=(2, 4))
-
-
+# attention starts at half the latent's size, the deepest transformers have two blocks
 SDXL = {
     "block_out_channels": (16, 32, 32),
     "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
@@ -145,21 +121,15 @@ SDXL = {
     "addition_embed_type": "text_time", "addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 64,
 }  # fmt: skip
 
-
-@seeded
-def sdxl() -> nn.Module:
-    """Attention starts at half the latent's size, the deepest transformers have two blocks."""
-    return unet(**SDXL)
-
-
-@seeded
-def inpainting() -> nn.Module:
-    return unet(in_channels=9)
-
-
-@seeded
-def gligen() -> nn.Module:
-    return unet(attention_type="gated")
+sd15 = seeded(unet)
+small = seeded(unet, attention_head_dim=1)  # one head in each attention
+four_levels = seeded(unet, block_out_channels=(16, 16, 32, 32),  # attention at /1, /2, /4 and /8, as SD1.5 has it
+                     down_block_types=("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),
+                     up_block_types=("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 3)  # fmt: skip
+sd2 = seeded(unet, use_linear_projection=True, attention_head_dim=(2, 4))
+sdxl = seeded(unet, **SDXL)
+inpainting = seeded(unet, in_channels=9)
+gligen = seeded(unet, attention_type="gated")
 
 
 @seeded
@@ -217,24 +187,12 @@ def _tell(norm_type: str, width: int, module: nn.Module, args: tuple, kwargs: di
     return args, {**kwargs, "timestep": torch.linspace(-1, 1, 6 * width).expand(batch, -1)}
 
 
-@seeded
-def ada_norm_single() -> nn.Module:
-    return _adaptive("ada_norm_single")
-
-
-@seeded
-def ada_norm_zero() -> nn.Module:
-    return _adaptive("ada_norm_zero", num_embeds_ada_norm=10)
-
-
-@seeded
-def motion() -> nn.Module:
-    return UNetMotionModel(
-        sample_size=16, in_channels=4, out_channels=4, layers_per_block=1, block_out_channels=(32, 64),
-        norm_num_groups=8, down_block_types=("CrossAttnDownBlockMotion", "DownBlockMotion"),
-        up_block_types=("UpBlockMotion", "CrossAttnUpBlockMotion"), cross_attention_dim=TEXT,
-        num_attention_heads=4, motion_num_attention_heads=4,
-    )  # fmt: skip
+motion = seeded(
+    UNetMotionModel, sample_size=16, in_channels=4, out_channels=4, layers_per_block=1, block_out_channels=(32, 64),
+    norm_num_groups=8, down_block_types=("CrossAttnDownBlockMotion", "DownBlockMotion"),
+    up_block_types=("UpBlockMotion", "CrossAttnUpBlockMotion"), cross_attention_dim=TEXT, num_attention_heads=4,
+    motion_num_attention_heads=4,
+)  # fmt: skip
 
 
 def call_unet(model: Any, x: torch.Tensor, timestep: Any, text: torch.Tensor, **more: Any) -> torch.Tensor:
@@ -294,55 +252,26 @@ def ldm(**changes: Any) -> UNetModel:
     return UNetModel(**{**settings, **changes})
 
 
-@seeded
-def ldm_sd1() -> nn.Module:
-    return ldm()
+def host_double(make_block: Callable[[int], nn.Module] | None = None, **changes: Any) -> nn.Module:
+    """An LDM UNet as a host's model holds it."""
+    return LatentDiffusionDouble(ldm(**changes), make_block)
 
 
-@seeded
-def ldm_sd2() -> nn.Module:
-    return ldm(num_heads=-1, num_head_channels=16, use_linear_in_transformer=True)
-
-
-@seeded
-def ldm_latent_diffusion() -> nn.Module:
-    """Attention starts at half the latent's size, resampling by residual blocks, some blocks without self-attention."""
-    return ldm(
-        attention_resolutions=(2, 4), channel_mult=(1, 1, 2), num_heads=-1, num_head_channels=16, legacy=True,
-        resblock_updown=True, disable_self_attentions=(False, False, True),
-    )  # fmt: skip
-
-
-@seeded
-def ldm_wrapped() -> nn.Module:
-    return LatentDiffusionDouble(ldm())
-
-
-@seeded
-def ldm_of_one_level() -> nn.Module:
-    """The least that a host's double needs: half the time of `ldm_wrapped`."""
-    return LatentDiffusionDouble(ldm(attention_resolutions=(1,), channel_mult=(1,), num_heads=2))
-
-
-@seeded
-def ldm_sdxl() -> nn.Module:
-    """The least of SDXL's layout for a host's double: no attention on the latent's own level."""
-    return LatentDiffusionDouble(ldm(attention_resolutions=(2,), num_heads=2))
-
-
-@seeded
-def sgm_double() -> nn.Module:
-    return LatentDiffusionDouble(ldm(), lambda width: SgmBlock(width, 4, TEXT))
-
-
-@seeded
-def comfy_double() -> nn.Module:
-    return LatentDiffusionDouble(ldm(), lambda width: ComfyBlock(width, 4, TEXT))
-
-
-@seeded
-def comfy_double_with_patches() -> nn.Module:
-    return LatentDiffusionDouble(ldm(), lambda width: ComfyBlock(width, 4, TEXT, explicit=True))
+ldm_sd1 = seeded(ldm)
+ldm_sd2 = seeded(ldm, num_heads=-1, num_head_channels=16, use_linear_in_transformer=True)
+# attention starts at half the latent's size, resampling by residual blocks, some blocks without self-attention
+ldm_latent_diffusion = seeded(
+    ldm, attention_resolutions=(2, 4), channel_mult=(1, 1, 2), num_heads=-1, num_head_channels=16, legacy=True,
+    resblock_updown=True, disable_self_attentions=(False, False, True),
+)  # fmt: skip
+ldm_wrapped = seeded(host_double)
+# the least that a host's double needs: half the time of `ldm_wrapped`
+ldm_of_one_level = seeded(host_double, attention_resolutions=(1,), channel_mult=(1,), num_heads=2)
+# the least of SDXL's layout: no attention on the latent's own level
+ldm_sdxl = seeded(host_double, attention_resolutions=(2,), num_heads=2)
+sgm_double = seeded(host_double, make_block=lambda width: SgmBlock(width, 4, TEXT))
+comfy_double = seeded(host_double, make_block=lambda width: ComfyBlock(width, 4, TEXT))
+comfy_double_with_patches = seeded(host_double, make_block=lambda width: ComfyBlock(width, 4, TEXT, explicit=True))
 
 
 def call_ldm(model, x, timestep, text):
@@ -367,8 +296,8 @@ CASES = (
     Case("ip_adapter_masks", ip_adapter, _call_with_masked_image),
     Case("gligen", gligen, call_gligen),
     Case("lora", lora, call_unet),
-    Case("ada_norm_single", ada_norm_single, call_unet),
-    Case("ada_norm_zero", ada_norm_zero, call_unet),
+    Case("ada_norm_single", seeded(_adaptive, norm_type="ada_norm_single"), call_unet),
+    Case("ada_norm_zero", seeded(_adaptive, norm_type="ada_norm_zero", num_embeds_ada_norm=10), call_unet),
     Case("chunked_feed_forward", chunked, call_unet),
     Case("motion", motion, _call_motion, frames=2),
 )
