@@ -7,13 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import (
-    AutoencoderKL,
-    DDIMScheduler,
-    StableDiffusionPipeline,
-    StableDiffusionXLPipeline,
-    UNet2DConditionModel,
-)
+from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, StableDiffusionXLPipeline
 from safetensors.torch import save_file
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
@@ -29,17 +23,8 @@ def write_folder(folder: Path) -> Path:
     """A diffusers folder that makes 32 px pictures; 16 x 16 tokens at its finest level."""
     torch.manual_seed(0)
     tokenizer = _tokenizer(folder)
-    text = CLIPTextModel(_text_config(len(tokenizer)))
-    vae = _autoencoder()
-    unet = UNet2DConditionModel(
-        sample_size=16,
-        block_out_channels=(32, 64),
-        layers_per_block=1,
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-        cross_attention_dim=WIDTH,
-        attention_head_dim=4,
-    )
+    text, vae = CLIPTextModel(_text_config(len(tokenizer))), _autoencoder()
+    unet = models.unet(norm_num_groups=32)
     _assembled(vae, text, tokenizer, unet).save_pretrained(folder / "pipeline")
     return folder / "pipeline"
 
@@ -67,12 +52,8 @@ def _assembled(*parts: Any) -> StableDiffusionPipeline:
 
 
 def _autoencoder() -> AutoencoderKL:
-    return AutoencoderKL(
-        block_out_channels=(32, 64),
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        latent_channels=4,
-    )
+    return AutoencoderKL(block_out_channels=(32, 64), down_block_types=("DownEncoderBlock2D",) * 2,
+                         up_block_types=("UpDecoderBlock2D",) * 2, latent_channels=4)  # fmt: skip
 
 
 def _scheduler() -> DDIMScheduler:
@@ -89,16 +70,9 @@ def _tokenizer(folder: Path) -> CLIPTokenizer:
 
 def _text_config(words: int) -> CLIPTextConfig:
     return CLIPTextConfig(
-        vocab_size=words,
-        hidden_size=WIDTH,
-        projection_dim=16,
-        intermediate_size=37,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        bos_token_id=words - 2,
-        eos_token_id=words - 1,
-        pad_token_id=words - 1,
-    )
+        vocab_size=words, hidden_size=WIDTH, projection_dim=16, intermediate_size=37, num_hidden_layers=1,
+        num_attention_heads=4, bos_token_id=words - 2, eos_token_id=words - 1, pad_token_id=words - 1,
+    )  # fmt: skip
 
 
 def write_single_file(path: Path) -> Path:
@@ -107,22 +81,9 @@ def write_single_file(path: Path) -> Path:
     The UNet and the autoencoder are the original classes, so that the names in the file are the original ones.
     """
     from ldm.modules.diffusionmodules.model import Decoder, Encoder
-    from ldm.modules.diffusionmodules.openaimodel import UNetModel
 
     torch.manual_seed(1)
-    unet = UNetModel(
-        image_size=16,
-        in_channels=4,
-        out_channels=4,
-        model_channels=32,
-        attention_resolutions=[1],
-        num_res_blocks=1,
-        channel_mult=[1, 2],
-        num_heads=4,
-        use_spatial_transformer=True,
-        context_dim=WIDTH,
-        legacy=False,
-    )
+    unet = models.ldm(attention_resolutions=[1])
     sizes = {"ch": 32, "out_ch": 3, "ch_mult": (1, 2), "num_res_blocks": 1, "attn_resolutions": [], "in_channels": 3}
     sizes |= {"resolution": 32, "z_channels": 4, "double_z": True}
     parts = {
