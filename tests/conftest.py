@@ -57,6 +57,14 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory):
+    """A diffusers folder with random weights; who changes something in it takes a copy."""
+    from tests.tiny_pipeline import write_folder
+
+    return write_folder(tmp_path_factory.mktemp("tiny"))
+
+
 _FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
          "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]  # fmt: skip
 

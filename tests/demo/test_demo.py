@@ -188,12 +188,6 @@ def test_the_demo_starts_from_another_folder_that_has_a_demo_of_its_own(tmp_path
     assert done.returncode == 0 and "--pictures" in done.stdout
 
 
-@pytest.fixture(scope="module")
-def tiny_folder(tmp_path_factory):
-    """A diffusers folder with random weights."""
-    return tiny_pipeline.write_folder(tmp_path_factory.mktemp("tiny"))
-
-
 @pytest.fixture
 def quick_block(monkeypatch):
     """One repeat of the block's timing: these tests look at other things."""

@@ -16,12 +16,6 @@ from tests import tiny_pipeline, tiny_scenes
 from tome_core.settings import presets
 
 
-@pytest.fixture(scope="module")
-def tiny_folder(tmp_path_factory):
-    """A diffusers folder with random weights."""
-    return tiny_pipeline.write_folder(tmp_path_factory.mktemp("tiny"))
-
-
 def refusal(capsys, *arguments):
     """Exit code and the one sentence, from the real command line."""
     try:

@@ -18,7 +18,7 @@ import urllib.request
 
 import pytest
 
-from tests import checkout, tiny_pipeline
+from tests import checkout
 from tests.gradio_panel.page import Page
 from tests.gradio_panel.serving import OPENER, wait_until_ready
 from tome_core import form
@@ -48,15 +48,9 @@ def address(installed, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def own_model(tmp_path_factory):
-    """A diffusers folder with random weights."""
-    return tiny_pipeline.write_folder(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def own_address(installed, own_model, tmp_path_factory):
+def own_address(installed, tiny_folder, tmp_path_factory):
     """Where the page with a model of the user's is."""
-    with served(installed, tmp_path_factory.mktemp("elsewhere"), "--model", str(own_model)) as found:
+    with served(installed, tmp_path_factory.mktemp("elsewhere"), "--model", str(tiny_folder)) as found:
         yield found
 
 
@@ -204,7 +198,7 @@ def test_a_picture_is_made_told_step_by_step_and_the_line_moves_by_mouse_and_key
     page.until_line(80.5, 82)
 
 
-def test_ones_own_model_is_drawn_with_and_the_code_to_copy_names_it(chromium, own_address, own_model):
+def test_ones_own_model_is_drawn_with_and_the_code_to_copy_names_it(chromium, own_address, tiny_folder):
     with visits(chromium, own_address) as go:
         page = go("?steps=2&prompt=a+cat&strength=0.5&only_if_it_pays=False")
         page.at("generate").click()
@@ -212,7 +206,7 @@ def test_ones_own_model_is_drawn_with_and_the_code_to_copy_names_it(chromium, ow
         assert re.search(r"[\d.]+ times as fast; PSNR [\d.]+ dB", page.text("figures"))
         assert re.search(r"Level 0: 256 tokens became \d+", page.at("maps").inner_text())
         page.unfold(ELSEWHERE, "script")
-        assert str(own_model) in page.until("script", "image.save")
+        assert str(tiny_folder) in page.until("script", "image.save")
 
 
 def test_a_run_is_cancelled_and_the_next_one_is_made(opened):

@@ -13,7 +13,6 @@ from comfy_nodes import NODE_CLASS_MAPPINGS
 from comfy_nodes.inputs import config_of
 from demo import page_code, page_controls
 from demo.page_code import Wanted
-from tests import tiny_pipeline
 from tests.comfy_doubles import queued
 from tests.webui_doubles import Webui
 from tome_core import form, strength
@@ -105,11 +104,6 @@ def test_an_empty_link_is_the_start_and_a_wrong_one_is_refused():
         page_code.from_query({"ratoi": "1"}, start)
     with pytest.raises(ValueError, match=r"ratio='much' is str; use a number from 0\.0 to 1\.0"):
         page_code.from_query({"ratio": "much"}, start)
-
-
-@pytest.fixture(scope="module")
-def tiny_folder(tmp_path_factory):
-    return tiny_pipeline.write_folder(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.mark.parametrize("changes", [{}, {"ratio": 0.5, "metric": "input"}], ids=["strength", "by hand"])

@@ -12,9 +12,7 @@ import torch
 from comfy_nodes import host
 from tests import webui_doubles
 from tests.comfy_doubles import Guider, ModelPatcher, apply, least_checkpoint
-from tests.doubles import LatentDiffusionDouble
 from tests.injected_faults import ERRORS, KINDS, MOST_ERRORS, Fault, places
-from tests.models import fixed, ldm
 from tests.thoroughness import THOROUGH
 from tests.traces import traces
 from tests.webui_doubles import FLAVOURS, Processing, Webui, custom, merges
@@ -50,7 +48,6 @@ def webui(request, monkeypatch):
     monkeypatch.setattr(webui_doubles, "TIMESTEPS", webui_doubles.TIMESTEPS[::2])
     monkeypatch.setattr(Processing, "size", 8)
     made = Webui(monkeypatch, request.param).start()
-    made.load(LatentDiffusionDouble(fixed(ldm(attention_resolutions=(1,), channel_mult=(1,)))))
     made.before = traces(made.unet)
     made.plain = made.job(False, enable_hr=True).latents
     made.merged = made.job(*WEBUI_ON, enable_hr=True).latents

@@ -25,8 +25,7 @@ from comfy_nodes.inputs import SETTINGS, TIMES
 from comfy_nodes.nodes import ApplyToMe, ToMeSettings
 from tests import webui_doubles
 from tests.comfy_doubles import Guider, ModelPatcher, Server, least_checkpoint, queued
-from tests.doubles import LatentDiffusionDouble
-from tests.models import call_unet, fixed, inputs, ldm, sd15
+from tests.models import call_unet, inputs, sd15
 from tests.thoroughness import PROFILE
 from tests.traces import traces
 from tests.webui_doubles import FLAVOURS, Processing, Webui, merges
@@ -294,7 +293,6 @@ def test_any_arguments_of_the_api_give_a_picture_or_a_message(flavour, monkeypat
     monkeypatch.setattr(webui_doubles, "TIMESTEPS", webui_doubles.TIMESTEPS[:1])
     monkeypatch.setattr(Processing, "size", 8)
     webui = Webui(monkeypatch, flavour).start()
-    webui.load(LatentDiffusionDouble(fixed(ldm(attention_resolutions=(1,), channel_mult=(1,)))))
     before, seen = traces(webui.unet), Seen()
     options, wish = webui.part("options"), webui.part("wish")
     webui.shared.opts.data[options.REPORT] = options.PAGE

@@ -14,7 +14,7 @@ import torch
 from diffusers import StableDiffusionPipeline
 
 import install
-from tests import checkout, tiny_pipeline
+from tests import checkout
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md"))), "demo/README.md",
@@ -213,12 +213,6 @@ def before(copy):
     return {name: (copy / name).read_bytes() for name in GENERATED}
 
 
-@pytest.fixture(scope="module")
-def pipeline(tmp_path_factory):
-    """A diffusers folder with random weights."""
-    return tiny_pipeline.write_folder(tmp_path_factory.mktemp("pipeline"))
-
-
 @pytest.fixture
 def new(tmp_path):
     """A folder with what the placeholders stand for."""
@@ -241,8 +235,8 @@ def started(command: str, way: Way, places: dict[str, str]) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [pytest.param(name, marks=way.needs or ()) for name, way in WAYS.items()])
-def test_it_runs(command, copy, before, new, pipeline):
-    places = {"new": str(new), "pipeline": str(pipeline)}
+def test_it_runs(command, copy, before, new, tiny_folder):
+    places = {"new": str(new), "pipeline": str(tiny_folder)}
     line = started(command, WAYS[command], places)
     done = subprocess.run(line, cwd=copy, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
@@ -269,8 +263,8 @@ def python_of(page: str) -> list[str]:
 
 
 @pytest.mark.parametrize("code", [code for page in PAGES for code in python_of(page)])
-def test_the_python_runs_and_leaves_nothing_behind(code, pipeline, capsys):
-    pipe = StableDiffusionPipeline.from_pretrained(pipeline, local_files_only=True, use_safetensors=True)
+def test_the_python_runs_and_leaves_nothing_behind(code, tiny_folder, capsys):
+    pipe = StableDiffusionPipeline.from_pretrained(tiny_folder, local_files_only=True, use_safetensors=True)
     pipe.set_progress_bar_config(disable=True)
     pipe.scheduler.register_to_config(num_train_timesteps=1000)
     exec(code, {"pipe": pipe})

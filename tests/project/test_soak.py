@@ -23,11 +23,8 @@ import tome_core
 from comfy_nodes.nodes import RemoveToMe, ToMePreview
 from tests import webui_doubles
 from tests.comfy_doubles import Guider, Server, apply, least_checkpoint
-from tests.doubles import LatentDiffusionDouble
-from tests.models import fixed, ldm
 from tests.random_settings import DESCRIBED, any_config, any_value, node_values
 from tests.thoroughness import GENERATIONS
-from tests.tiny_pipeline import write_folder
 from tests.traces import traces
 from tests.webui_doubles import Processing, Webui
 from tome_core import MergeConfig, form
@@ -112,9 +109,8 @@ def test_random_configs_reach_every_setting():
 
 
 @pytest.fixture(scope="module")
-def pipe(tmp_path_factory) -> Any:
-    folder = write_folder(tmp_path_factory.mktemp("soak"))
-    pipe = StableDiffusionPipeline.from_pretrained(folder, safety_checker=None)
+def pipe(tiny_folder) -> Any:
+    pipe = StableDiffusionPipeline.from_pretrained(tiny_folder, safety_checker=None)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
@@ -218,7 +214,6 @@ def test_a_webui_model_is_as_it_was_after_all_generations(capsys, monkeypatch):
     monkeypatch.setattr(webui_doubles, "TIMESTEPS", webui_doubles.TIMESTEPS[::2])
     monkeypatch.setattr(Processing, "size", 8)
     webui = Webui(monkeypatch).start()
-    webui.load(LatentDiffusionDouble(fixed(ldm(attention_resolutions=(1,), channel_mult=(1,)))))
     options, wish = webui.part("options"), webui.part("wish")
     webui.shared.opts.data[options.REPORT] = options.PAGE
     dice, unet = random.Random(3), webui.unet
