@@ -5,30 +5,29 @@ By the names of their classes, because an older diffusers lacks some of them.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import diffusers
 import torch
 from PIL import Image
 
 from tests import tiny_transformers
-from tests.tiny_transformers import HEADS, WORDS
+from tests.tiny_transformers import HEADS
 
 Call = dict[str, Any]
-Made = tuple[Any, Call]
+PICTURE = {"height": 512, "width": 512}
+FILM = {"height": 256, "width": 256, "num_frames": 9}
 
 
-def _flow() -> Any:
-    return diffusers.FlowMatchEulerDiscreteScheduler()
-
-
-def _words(*shape: int) -> torch.Tensor:
+def _noise(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape)))
 
 
-def _all_seen() -> torch.Tensor:
-    return torch.ones(1, WORDS, dtype=torch.long)
+WORDS, POOLED = _noise(1, tiny_transformers.WORDS, 32), _noise(1, 32)
+FLAT_WORDS = _noise(tiny_transformers.WORDS, 32)
+ALL_SEEN = torch.ones(1, tiny_transformers.WORDS, dtype=torch.long)
 
 
 def _both(**given: Any) -> Call:
@@ -46,51 +45,7 @@ def decoder() -> Any:
     )  # fmt: skip
 
 
-def _flux(kind: str, model: Any) -> Made:
-    pipe = getattr(diffusers, kind)(_flow(), decoder(), None, None, None, None, model)
-    return pipe, {"prompt_embeds": _words(1, WORDS, 32), "pooled_prompt_embeds": _words(1, 32), "height": 512,
-                  "width": 512}  # fmt: skip
-
-
-def _flux_of_a_picture(kind: str, model: Any) -> Made:
-    pipe, call = _flux(kind, model)
-    return pipe, {**call, "image": Image.new("RGB", (512, 512), "teal"), "strength": 0.5, "num_inference_steps": 4}
-
-
-def _sd3(kind: str, model: Any) -> Made:
-    pipe = getattr(diffusers, kind)(model, _flow(), None, *[None] * 6)
-    return pipe, {**_both(prompt_embeds=_words(1, WORDS, 32), pooled_prompt_embeds=_words(1, 32)), "height": 512,
-                  "width": 512}  # fmt: skip
-
-
-def _qwen(kind: str, model: Any) -> Made:
-    pipe = getattr(diffusers, kind)(_flow(), None, None, None, model)
-    return pipe, {**_both(prompt_embeds=_words(1, WORDS, 32), prompt_embeds_mask=_all_seen()), "height": 512,
-                  "width": 512}  # fmt: skip
-
-
-def _z_image(kind: str, model: Any) -> Made:
-    pipe = getattr(diffusers, kind)(_flow(), None, None, None, model)
-    words = _words(WORDS, 32)
-    return pipe, {"prompt_embeds": [words], "negative_prompt_embeds": [words * 0.5], "height": 512, "width": 512}
-
-
-def _lumina(kind: str, model: Any) -> Made:
-    pipe = getattr(diffusers, kind)(model, _flow(), None, None, None)
-    return pipe, {**_both(prompt_embeds=_words(1, WORDS, 32), prompt_attention_mask=_all_seen().bool()), "height": 512,
-                  "width": 512}  # fmt: skip
-
-
-def _wan(kind: str, model: Any, **more: Any) -> Made:
-    pipe = getattr(diffusers, kind)(None, None, None, _flow(), model, **more)
-    return pipe, {**_both(prompt_embeds=_words(1, WORDS, 32)), "height": 256, "width": 256, "num_frames": 9}
-
-
-def _wan_of_two(kind: str, model: Any) -> Made:
-    return _wan(kind, model, transformer_2=tiny_transformers.make("Wan")[0], boundary_ratio=0.9)
-
-
-def _wan_of_a_picture(kind: str, _: Any) -> Made:
+def _wan_of_a_picture() -> dict[str, Any]:
     """Its transformer is given the picture's latent and a mask beside the noise."""
     vae = diffusers.AutoencoderKLWan(
         base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
@@ -99,55 +54,72 @@ def _wan_of_a_picture(kind: str, _: Any) -> Made:
         patch_size=(1, 2, 2), in_channels=36, out_channels=16, text_dim=32, freq_dim=32, ffn_dim=64, num_layers=2,
         rope_max_seq_len=64, **HEADS,
     ).eval()  # fmt: skip
-    pipe = getattr(diffusers, kind)(None, None, vae, _flow(), transformer=model)
-    return pipe, {**_both(prompt_embeds=_words(1, WORDS, 32)), "image": Image.new("RGB", (256, 256), "teal"),
-                  "height": 256, "width": 256, "num_frames": 9}  # fmt: skip
+    return {"vae": vae, "transformer": model}
 
 
-def _hunyuan(kind: str, model: Any) -> Made:
-    pipe = getattr(diffusers, kind)(None, None, model, None, _flow(), None, None)
-    return pipe, {"prompt_embeds": _words(1, WORDS, 32), "pooled_prompt_embeds": _words(1, 32),
-                  "prompt_attention_mask": _all_seen(), "height": 256, "width": 256, "num_frames": 9}  # fmt: skip
+class Way(NamedTuple):
+    """kind: the pipeline's class; model: its transformer; call: what its prompt, its size and its kind want.
+
+    parts: what it is built of beside its transformer and a solver; all else is None.
+    """
+
+    kind: str
+    model: str
+    call: Call
+    parts: Callable[[], dict[str, Any]] = dict
 
 
-def _ltx(kind: str, model: Any) -> Made:
-    pipe = getattr(diffusers, kind)(_flow(), None, None, None, model)
-    return pipe, {**_both(prompt_embeds=_words(1, WORDS, 32), prompt_attention_mask=_all_seen()), "height": 512,
-                  "width": 512, "num_frames": 17}  # fmt: skip
+FLUX = {"prompt_embeds": WORDS, "pooled_prompt_embeds": POOLED, **PICTURE}
+WAN = {**_both(prompt_embeds=WORDS), **FILM}
+PIXART = {**_both(prompt_embeds=WORDS, prompt_attention_mask=ALL_SEEN), **PICTURE, "negative_prompt": None,
+          "use_resolution_binning": False}  # fmt: skip
+PIPELINES = {
+    "Flux": Way("FluxPipeline", "Flux", FLUX, lambda: {"vae": decoder()}),
+    "Flux, image to image": Way(
+        "FluxImg2ImgPipeline", "Flux",
+        {**FLUX, "image": Image.new("RGB", (512, 512), "teal"), "strength": 0.5, "num_inference_steps": 4},
+        lambda: {"vae": decoder()},
+    ),
+    "SD3.5": Way("StableDiffusion3Pipeline", "SD3.5",
+                 {**_both(prompt_embeds=WORDS, pooled_prompt_embeds=POOLED), **PICTURE}),
+    "Qwen-Image": Way("QwenImagePipeline", "Qwen-Image",
+                      {**_both(prompt_embeds=WORDS, prompt_embeds_mask=ALL_SEEN), **PICTURE}),
+    "Z-Image": Way("ZImagePipeline", "Z-Image",
+                   {"prompt_embeds": [FLAT_WORDS], "negative_prompt_embeds": [FLAT_WORDS * 0.5], **PICTURE}),
+    "Lumina 2": Way("Lumina2Pipeline", "Lumina 2",
+                    {**_both(prompt_embeds=WORDS, prompt_attention_mask=ALL_SEEN.bool()), **PICTURE}),
+    "Wan": Way("WanPipeline", "Wan", WAN),
+    "Wan 2.2, of two transformers": Way(
+        "WanPipeline", "Wan", WAN,
+        lambda: {"transformer_2": tiny_transformers.make("Wan")[0], "boundary_ratio": 0.9},
+    ),
+    "Wan, image to video": Way("WanImageToVideoPipeline", "Wan",
+                               {**WAN, "image": Image.new("RGB", (256, 256), "teal")}, _wan_of_a_picture),
+    "HunyuanVideo": Way("HunyuanVideoPipeline", "HunyuanVideo",
+                        {"prompt_embeds": WORDS, "pooled_prompt_embeds": POOLED, "prompt_attention_mask": ALL_SEEN,
+                         **FILM}),
+    "LTX": Way("LTXPipeline", "LTX",
+               {**_both(prompt_embeds=WORDS, prompt_attention_mask=ALL_SEEN), **PICTURE, "num_frames": 17}),
+    "PixArt alpha": Way("PixArtAlphaPipeline", "PixArt", PIXART,
+                        lambda: {"scheduler": diffusers.DPMSolverMultistepScheduler()}),
+    "PixArt sigma": Way("PixArtSigmaPipeline", "PixArt", PIXART,
+                        lambda: {"scheduler": diffusers.DPMSolverMultistepScheduler()}),
+}  # fmt: skip
+PRESENT = [name for name, way in PIPELINES.items() if hasattr(diffusers, way.kind)]
 
 
-def _pixart(kind: str, model: Any) -> Made:
-    pipe = getattr(diffusers, kind)(None, None, None, model, diffusers.DPMSolverMultistepScheduler())
-    return pipe, {**_both(prompt_embeds=_words(1, WORDS, 32), prompt_attention_mask=_all_seen()), "height": 512,
-                  "width": 512, "negative_prompt": None, "use_resolution_binning": False}  # fmt: skip
-
-
-PIPELINES: dict[str, tuple[str, str, Callable[[str, Any], Made]]] = {
-    "Flux": ("FluxPipeline", "Flux", _flux),
-    "Flux, image to image": ("FluxImg2ImgPipeline", "Flux", _flux_of_a_picture),
-    "SD3.5": ("StableDiffusion3Pipeline", "SD3.5", _sd3),
-    "Qwen-Image": ("QwenImagePipeline", "Qwen-Image", _qwen),
-    "Z-Image": ("ZImagePipeline", "Z-Image", _z_image),
-    "Lumina 2": ("Lumina2Pipeline", "Lumina 2", _lumina),
-    "Wan": ("WanPipeline", "Wan", _wan),
-    "Wan 2.2, of two transformers": ("WanPipeline", "Wan", _wan_of_two),
-    "Wan, image to video": ("WanImageToVideoPipeline", "Wan", _wan_of_a_picture),
-    "HunyuanVideo": ("HunyuanVideoPipeline", "HunyuanVideo", _hunyuan),
-    "LTX": ("LTXPipeline", "LTX", _ltx),
-    "PixArt alpha": ("PixArtAlphaPipeline", "PixArt", _pixart),
-    "PixArt sigma": ("PixArtSigmaPipeline", "PixArt", _pixart),
-}
-PRESENT = [name for name, (kind, *_) in PIPELINES.items() if hasattr(diffusers, kind)]
-
-
-def make(name: str) -> Made:
+def make(name: str) -> tuple[Any, Call]:
     """The pipeline, and what its prompt, its size and its kind want in a call."""
-    kind, model, build = PIPELINES[name]
+    way = PIPELINES[name]
+    kind = getattr(diffusers, way.kind)
+    parts = {one.name: None for one in inspect.signature(kind).parameters.values() if one.default is one.empty}
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        pipe, call = build(kind, tiny_transformers.make(model)[0])
+        parts |= {"scheduler": diffusers.FlowMatchEulerDiscreteScheduler(),
+                  "transformer": tiny_transformers.make(way.model)[0], **way.parts()}  # fmt: skip
+        pipe = kind(**parts)
     pipe.set_progress_bar_config(disable=True)
-    return pipe, call
+    return pipe, dict(way.call)
 
 
 def draw(pipe: Any, call: Call, **more: Any) -> torch.Tensor:
