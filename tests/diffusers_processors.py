@@ -52,42 +52,23 @@ NEVER_THERE = {
     "add the prompt's keys to a picture in 4-D, outside of transformer blocks":
         "AttnAddedKVProcessor AttnAddedKVProcessor2_0 SlicedAttnAddedKVProcessor XFormersAttnAddedKVProcessor",
     "are of autoencoders":
-        "MochiVaeAttnProcessor2_0 SanaMultiscaleAttnProcessor2_0 CosmosSpatialAttentionProcessor2_0 "
-        "CosmosTemporalAttentionProcessor2_0 KVAEAudioAttnProcessor LTX2VideoVaeNeighborhoodAttnProcessor "
-        "MMAudioAttnProcessor MiniMaxH3AudioAttnProcessor MiniMaxH3VideoAttnProcessor SAMEAttnProcessor",
+        "MochiVaeAttnProcessor2_0 SanaMultiscaleAttnProcessor2_0",
     "are of encoders of prompts and durations":
         "AnimaTextConditionerAttnProcessor LTX2DurationAttnProcessor",
-    "are of diffusion transformers, which the engine refuses":
-        "AceStepAttnProcessor2_0 AllegroAttnProcessor2_0 AnyFlowAttnProcessor AnyFlowCausalAttnProcessor "
-        "AnyFlowCrossAttnProcessor AudioDiTCrossAttnProcessor AudioDiTSelfAttnProcessor AuraFlowAttnProcessor2_0 "
-        "BriaAttnProcessor BriaFibo2AttnProcessor BriaFiboAttnProcessor CogVideoXAttnProcessor2_0 "
-        "CogView4AttnProcessor CogView4TrainingAttnProcessor Cosmos3AttnProcessor CosmosAttnProcessor2_0 "
-        "CosmosAttnProcessor2_5 EasyAnimateAttnProcessor2_0 ErnieImageSingleStreamAttnProcessor Flux2AttnProcessor "
-        "Flux2KVAttnProcessor Flux2KVParallelSelfAttnProcessor Flux2ParallelSelfAttnProcessor Flux3AttnProcessor "
-        "FluxAttnProcessor FluxAttnProcessor2_0 FluxAttnProcessor2_0_NPU FluxIPAdapterAttnProcessor "
-        "FluxIPAdapterJointAttnProcessor2_0 FluxSingleAttnProcessor2_0 FusedAuraFlowAttnProcessor2_0 "
-        "FusedCogVideoXAttnProcessor2_0 FusedFluxAttnProcessor2_0 FusedFluxAttnProcessor2_0_NPU "
-        "FusedHunyuanAttnProcessor2_0 FusedJointAttnProcessor2_0 GlmImageAttnProcessor HeliosAttnProcessor "
-        "HiDreamAttnProcessor HunyuanAttnProcessor2_0 HunyuanImageAttnProcessor HunyuanVideo15AttnProcessor2_0 "
-        "HunyuanVideoAttnProcessor2_0 Ideogram4AttnProcessor JointAttnProcessor2_0 JoyImageAttnProcessor "
-        "JoyImageEditPlusAttnProcessor Kandinsky5AttnProcessor Kandinsky6AttnProcessor Kandinsky6SRAttnProcessor "
-        "Krea2AttnProcessor LTX2AudioVideoAttnProcessor LTX2PerturbedAttnProcessor LTXVideoAttentionProcessor2_0 "
-        "LTXVideoAttnProcessor LongCatImageAttnProcessor Lumina2AttnProcessor2_0 LuminaAttnProcessor2_0 "
-        "MiniMaxH3AttnProcessor MiniMaxMusic3AttnProcessor MiniMaxMusic3DepthAttnProcessor MochiAttnProcessor2_0 "
-        "MotifVideoAttnProcessor2_0 MotifVideoCrossAttnProcessor2_0 NucleusMoEAttnProcessor2_0 "
-        "OmniGenAttnProcessor2_0 OvisImageAttnProcessor PAGCFGHunyuanAttnProcessor2_0 PAGCFGJointAttnProcessor2_0 "
-        "PAGCFGSanaLinearAttnProcessor2_0 PAGHunyuanAttnProcessor2_0 PAGIdentitySanaLinearAttnProcessor2_0 "
-        "PAGJointAttnProcessor2_0 PRXAttnProcessor2_0 QwenDoubleStreamAttnProcessor2_0 QwenImage21AttnProcessor "
-        "QwenImage21FlexAttnProcessor RFD4ProteinaPairAttnProcessor SD3IPAdapterJointAttnProcessor2_0 "
-        "SanaAttnProcessor2_0 SanaLinearAttnProcessor2_0 SanaLinearAttnProcessor3_0 SanaWMCrossAttnProcessor "
-        "SanaWMLTX2AudioVideoAttnProcessor SanaWMLTX2PerturbedAttnProcessor SanaWMLTX2RefinerAttnProcessor "
-        "SkyReelsV2AttnProcessor SkyReelsV2AttnProcessor2_0 StableAudio3CrossAttnProcessor "
-        "StableAudio3SelfAttnProcessor StableAudioAttnProcessor2_0 WanAnimate2AttnProcessor "
-        "WanAnimate2CrossAttnProcessor WanAnimateFaceBlockAttnProcessor WanAttnProcessor WanAttnProcessor2_0 "
-        "XFormersJointAttnProcessor XLAFluxFlashAttnProcessor2_0 ZSingleStreamAttnProcessor",
+    "are of diffusion transformers":
+        "AllegroAttnProcessor2_0 AuraFlowAttnProcessor2_0 CogVideoXAttnProcessor2_0 FluxAttnProcessor2_0 "
+        "FluxAttnProcessor2_0_NPU FluxIPAdapterJointAttnProcessor2_0 FluxSingleAttnProcessor2_0 "
+        "FusedAuraFlowAttnProcessor2_0 FusedCogVideoXAttnProcessor2_0 FusedFluxAttnProcessor2_0 "
+        "FusedFluxAttnProcessor2_0_NPU FusedHunyuanAttnProcessor2_0 FusedJointAttnProcessor2_0 "
+        "HunyuanAttnProcessor2_0 JointAttnProcessor2_0 LuminaAttnProcessor2_0 MochiAttnProcessor2_0 "
+        "PAGCFGHunyuanAttnProcessor2_0 PAGCFGJointAttnProcessor2_0 PAGCFGSanaLinearAttnProcessor2_0 "
+        "PAGHunyuanAttnProcessor2_0 PAGIdentitySanaLinearAttnProcessor2_0 PAGJointAttnProcessor2_0 "
+        "SD3IPAdapterJointAttnProcessor2_0 SanaLinearAttnProcessor2_0 StableAudioAttnProcessor2_0 "
+        "XFormersJointAttnProcessor XLAFluxFlashAttnProcessor2_0",
 }  # fmt: skip
 
-ALONE = (*LEFT_ALONE, *OF_IMAGE_PROMPTS, *(name for names in NEVER_THERE.values() for name in names.split()))
+# a class that is in modules of these alone is never there either
+OF_OTHER_MODELS = tuple(f"diffusers.models.{which}." for which in ("transformers", "autoencoders", "controlnets"))
 
 # what a test here makes one of
 MADE = (*KNOWN, *TOGETHER, *LEFT_ALONE, *OF_IMAGE_PROMPTS)
@@ -106,6 +87,10 @@ def found() -> dict[str, list[str]]:
             for name in _CLASS.findall(text):
                 classes.setdefault(name, []).append(module)
     return classes
+
+
+ALONE = (*LEFT_ALONE, *OF_IMAGE_PROMPTS, *(name for names in NEVER_THERE.values() for name in names.split()),
+         *(name for name, modules in found().items() if all(one.startswith(OF_OTHER_MODELS) for one in modules)))
 
 
 def of_diffusers(name: str) -> type:
