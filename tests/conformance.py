@@ -47,8 +47,7 @@ def ragged(batch: int, tokens: int, groups: int, seed: int = 0) -> MergePlan:
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for sample in range(batch):
-        first = sample % 2 if groups >= 3 else 0
-        last = groups - 1 if groups >= 3 else groups
+        first, last = (sample % 2, groups - 1) if groups >= 3 else (0, groups)
         drawn = torch.rand(tokens, generator=generator) ** (2 + sample % 3)  # most tokens are in few groups
         rows.append(first + (drawn * (last - first)).long())
     return MergePlan(torch.stack(rows), groups)
@@ -73,11 +72,8 @@ def over_repeated(
 
     One sample at a time, because each has another number of keys in all.
     """
-    out = []
-    for number in range(len(x)):
-        repeated = keys[number].repeat_interleave(sizes[number], 0)
-        out.append(own(module, x[number : number + 1], repeated[None]))
-    return torch.cat(out)
+    return torch.cat([own(module, one[None], key.repeat_interleave(size, 0)[None])
+                      for one, key, size in zip(x, keys, sizes, strict=True)])  # fmt: skip
 
 
 def far(out: torch.Tensor, expected: torch.Tensor) -> float:
@@ -98,7 +94,8 @@ def assert_sized(
     """
     if queries is not None:
         x = queries.merge(x)
-    exact, x64, keys64 = _double(module), x.double(), keys.double()
+    # what it casts by itself (``upcast_attention``) it goes on casting
+    exact, x64, keys64 = copy.deepcopy(module).double(), x.double(), keys.double()
     with torch.no_grad():
         expected = over_repeated(own, exact, x64, keys64, sizes)
         unsized = over_repeated(own, exact, x64, keys64, sizes.clamp(max=1))
@@ -108,11 +105,6 @@ def assert_sized(
     error, blind = far(out, expected), far(unsized, expected)
     assert error <= tolerance, f"off by {error:.1e} of the output, {tolerance:.0e} allowed; without sizes {blind:.1e}"
     assert blind > 5 * tolerance, "the inputs do not tell keys that know their sizes from keys that do not"
-
-
-def _double(module: nn.Module) -> nn.Module:
-    """The module in float64; what it casts by itself (``upcast_attention``) it goes on casting."""
-    return copy.deepcopy(module).double()
 
 
 # --- an attention by itself -----------------------------------------------------------------------------------------
@@ -130,8 +122,10 @@ def held(
     known = known_of(module)
     assert known is not None, f"{name_of(module)} is not known"
     assert known.problem(module, kwargs) is None
+    no_bias = copy.copy(known)
+    no_bias.takes_bias = lambda *_: False
     ways = set()
-    for one in (known, _NoBias(known)):
+    for one in (known, no_bias):
         with torch.no_grad():
             out, way = attend_merged(one, module, x, keys, keys, plan, kwargs)
         assert_sized(own, module, x, keys, plan.sizes.expand(len(x), -1), out, tolerance)
@@ -157,19 +151,6 @@ def assert_corrected(
         expected = known.finish(module, more) - known.finish(module, torch.zeros_like(q))  # it has a bias
     allowed = 60 * torch.finfo(q.dtype).eps * max(1, float(out.abs().max()))
     assert far(found.double() - out.double(), expected) <= allowed
-
-
-class _NoBias:
-    """A description that differs from another in that no bias is taken."""
-
-    def __init__(self, known: Any) -> None:
-        self._known = known
-
-    def takes_bias(self, *_: Any) -> bool:
-        return False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._known, name)
 
 
 # --- inside a UNet --------------------------------------------------------------------------------------------------
@@ -204,16 +185,13 @@ def watched(model: nn.Module) -> Iterator[list[Seen]]:
         latest[0] = plans.plan, plans.queries
         return plans
 
-    def begin(*_: Any) -> None:
-        latest[0] = None, None
-
     def note(name: str, args: tuple, kwargs: dict, out: torch.Tensor) -> None:
         seen.append(Seen(name, args[0].detach(), kwargs, out.detach(), *latest[0]))
 
     hooks: list[Any] = []
     for name, module in self_attentions(model).items():
         block = model.get_submodule(name.rsplit(".", 1)[0])
-        hooks.append(block.register_forward_pre_hook(begin))
+        hooks.append(block.register_forward_pre_hook(lambda *_: latest.__setitem__(0, (None, None))))
         hooks.append(module.register_forward_hook(
             lambda module, args, kwargs, out, name=name: note(name, args, kwargs, out), with_kwargs=True
         ))  # fmt: skip
@@ -234,9 +212,7 @@ def self_attentions(model: nn.Module) -> dict[str, nn.Module]:
 def given(model: nn.Module, **more: Any) -> None:
     """From now on every ``attn1`` is called with these arguments too, as some hosts' extensions do."""
     for module in self_attentions(model).values():
-        module.register_forward_pre_hook(
-            lambda module, args, kwargs: (args, {**kwargs, **more}), with_kwargs=True
-        )
+        module.register_forward_pre_hook(lambda module, args, kwargs: (args, {**kwargs, **more}), with_kwargs=True)
 
 
 def assert_all_sized(own: Own, plain: nn.Module, seen: list[Seen]) -> None:

@@ -27,13 +27,9 @@ class _Attention(nn.Module):
         self.to_v = nn.Linear(context_width, width, bias=False)
         self.to_out = nn.Linear(width, width)
 
-    def attend(
-        self, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        q, k, v = (
-            tensor.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for tensor in (self.to_q(x), self.to_k(keys), self.to_v(values))
-        )
+    def attend(self, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None = None):
+        q, k, v = (one.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+                   for one in (self.to_q(x), self.to_k(keys), self.to_v(values)))  # fmt: skip
         return self.to_out(F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2))
 
 
@@ -64,11 +60,6 @@ for _kind in (SgmAttention, ComfyAttention):
     register(function_name(_kind.forward), ForwardOnStandIn(_kind.__name__, by_attribute=False))
 
 
-class _FeedForward(nn.Sequential):
-    def __init__(self, width: int) -> None:
-        super().__init__(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
-
-
 class _Block(nn.Module):
     attention: type[_Attention]
 
@@ -76,7 +67,7 @@ class _Block(nn.Module):
         super().__init__()
         self.attn1 = self.attention(width, heads, width)
         self.attn2 = self.attention(width, heads, context_width)
-        self.ff = _FeedForward(width)
+        self.ff = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
         self.norm1, self.norm2, self.norm3 = nn.LayerNorm(width), nn.LayerNorm(width), nn.LayerNorm(width)
 
 
@@ -95,12 +86,8 @@ class SgmBlock(_Block):
         return checkpoint(self._forward, x, context, use_reentrant=False)
 
     def _forward(self, x, context=None, additional_tokens=None, n_times_crossframe_attn_in_self=0):
-        x = x + self.attn1(
-            self.norm1(x),
-            context=None,
-            additional_tokens=additional_tokens,
-            n_times_crossframe_attn_in_self=n_times_crossframe_attn_in_self,
-        )
+        x = x + self.attn1(self.norm1(x), context=None, additional_tokens=additional_tokens,
+                           n_times_crossframe_attn_in_self=n_times_crossframe_attn_in_self)  # fmt: skip
         x = x + self.attn2(self.norm2(x), context=context, additional_tokens=additional_tokens)
         return x + self.ff(self.norm3(x))
 
