@@ -47,11 +47,6 @@ def probed(case: Case, model: nn.Module, dtype: torch.dtype) -> torch.Tensor:
         return case.call(model, x, 321, text)
 
 
-def dtype_of(model: nn.Module) -> torch.dtype:
-    """Of its first weight."""
-    return next(model.parameters()).dtype
-
-
 @functools.lru_cache(maxsize=64)
 def pristine(name: str, dtype: torch.dtype) -> Pristine:
     """The family's model, in float32 where it cannot be called in another."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.random_stackings.drawing import pristine
-from tests.random_stackings.sessions import Fault, Session, Stage, drawn, first_difference
+from tests.random_stackings.sessions import Fault, Session, Stage, alike, drawn, first_difference
 
 _USED: dict[tuple[str, torch.dtype], nn.Module] = {}  # models that a session has left as they were
 
@@ -114,6 +114,5 @@ def _compare(number: int, ours: Any, theirs: Any) -> None:
 def _hold_to_be_repeatable(stage: Stage, session: Session) -> None:
     again = Stage(session, _new(session), True).run()
     for number, (one, two) in enumerate(zip(stage.outcomes, again.outcomes, strict=True)):
-        same = torch.equal(one, two) if torch.is_tensor(one) and torch.is_tensor(two) else type(one) is type(two)
-        if not (same or (torch.is_tensor(one) and torch.is_tensor(two) and one.isnan().any())):
+        if not alike(one, two) and not (torch.is_tensor(one) and torch.is_tensor(two) and one.isnan().any()):
             raise Fault(f"call {number} gives other bits when the case is drawn again")

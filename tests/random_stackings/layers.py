@@ -1,4 +1,7 @@
-"""What others put on a UNet, each as a context manager that takes it off again. Nothing here knows of merging."""
+"""What others put on a UNet, each as a context manager that takes it off again. Nothing here knows of merging.
+
+A session ends each without an error; a model that something stays on, because a law was broken, serves no other one.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from diffusers import UNet2DConditionModel
 from diffusers.hooks import apply_group_offloading, apply_layerwise_casting
 from diffusers.hooks.hooks import HookRegistry
@@ -43,6 +47,18 @@ def _beside(name: str) -> On:
     return lambda unet, dice: BESIDE[name].put_on(SimpleNamespace(unet=unet))
 
 
+def _between(on: str, off: str) -> On:
+    """A method of the UNet begins it, another ends it."""
+
+    @contextmanager
+    def layer(unet: nn.Module, dice: random.Random) -> Iterator[None]:
+        getattr(unet, on)()
+        yield
+        getattr(unet, off)()
+
+    return layer
+
+
 def _broadcast(unet: nn.Module, dice: random.Random) -> AbstractContextManager:
     """Pyramid attention broadcast; diffusers refuses it where it is on already."""
     registries = (getattr(module, "_diffusers_hook", None) for module in unet.modules())
@@ -54,13 +70,11 @@ def _broadcast(unet: nn.Module, dice: random.Random) -> AbstractContextManager:
 @contextmanager
 def _free_u(unet: nn.Module, dice: random.Random) -> Iterator[None]:
     unet.enable_freeu(0.9, 0.2, 1.2, 1.4)
-    try:
-        yield
-    finally:
-        unet.disable_freeu()
-        for module in unet.modules():
-            for name in ("s1", "s2", "b1", "b2"):
-                vars(module).pop(name, None)
+    yield
+    unet.disable_freeu()
+    for module in unet.modules():
+        for name in ("s1", "s2", "b1", "b2"):
+            vars(module).pop(name, None)
 
 
 class OddProcessor:
@@ -87,39 +101,24 @@ class Fussy(OddProcessor):
         return super().__call__(attention, hidden_states, *args, **more)
 
 
-PROCESSORS = {
-    "AttnProcessor": attention_processor.AttnProcessor,
-    "AttnProcessor2_0": attention_processor.AttnProcessor2_0,
-    "sliced": lambda: attention_processor.SlicedAttnProcessor(1),
-    "PAG": attention_processor.PAGIdentitySelfAttnProcessor2_0,
-    "PAG with CFG": attention_processor.PAGCFGIdentitySelfAttnProcessor2_0,
-    "nobody's": OddProcessor,
-    "fussy": Fussy,
-}
+PROCESSORS = (
+    attention_processor.AttnProcessor, attention_processor.AttnProcessor2_0,
+    lambda: attention_processor.SlicedAttnProcessor(1), attention_processor.PAGIdentitySelfAttnProcessor2_0,
+    attention_processor.PAGCFGIdentitySelfAttnProcessor2_0, OddProcessor, Fussy,
+)  # fmt: skip
 
 
 @contextmanager
 def _processors(unet: nn.Module, dice: random.Random) -> Iterator[None]:
     """Others in some self-attentions."""
-    kind = dice.choice(tuple(PROCESSORS))
+    kind = dice.choice(PROCESSORS)
     every = [place.block.attn1 for place in find_blocks(unet)]
     found = [(one, one.processor) for one in dice.sample(every, dice.randint(1, len(every)))]
     for one, _ in found:
-        one.processor = PROCESSORS[kind]()
-    try:
-        yield
-    finally:
-        for one, before in found:
-            one.processor = before
-
-
-@contextmanager
-def _fused(unet: nn.Module, dice: random.Random) -> Iterator[None]:
-    unet.fuse_qkv_projections()
-    try:
-        yield
-    finally:
-        unet.unfuse_qkv_projections()
+        one.processor = kind()
+    yield
+    for one, before in found:
+        one.processor = before
 
 
 def _drop_hooks(unet: nn.Module, *names: str) -> None:
@@ -132,21 +131,18 @@ def _drop_hooks(unet: nn.Module, *names: str) -> None:
                 del module._diffusers_hook
 
 
-@contextmanager
-def _cast(unet: nn.Module, dice: random.Random) -> Iterator[None]:
+def _cast(unet: nn.Module, dice: random.Random) -> AbstractContextManager:
     """Which stays: diffusers has no way back."""
     apply_layerwise_casting(unet, torch.bfloat16, next(unet.parameters()).dtype)
-    yield
+    return contextlib.nullcontext()
 
 
 @contextmanager
 def _offloaded(unet: nn.Module, dice: random.Random) -> Iterator[None]:
     cpu = torch.device("cpu")
     apply_group_offloading(unet, cpu, cpu, offload_type="leaf_level")
-    try:
-        yield
-    finally:
-        _drop_hooks(unet, "group_offloading", "layer_execution_tracker", "lazy_prefetch_group_offloading")
+    yield
+    _drop_hooks(unet, "group_offloading", "layer_execution_tracker", "lazy_prefetch_group_offloading")
 
 
 @contextmanager
@@ -154,11 +150,9 @@ def _foreign(unet: nn.Module, dice: random.Random) -> Iterator[None]:
     """Replacements of `forward` that are put back as accelerate and ControlNet do."""
     every = sites_of(unet)
     wraps = [Foreign(*site) for site in dice.sample(every, dice.randint(1, len(every)))]
-    try:
-        yield
-    finally:
-        for one in reversed(wraps):
-            one.put_back()
+    yield
+    for one in reversed(wraps):
+        one.put_back()
 
 
 @contextmanager
@@ -168,22 +162,16 @@ def _listened(unet: nn.Module, dice: random.Random) -> Iterator[None]:
     for module in dice.sample(list(unet.modules()), 4):
         hooks.append(module.register_forward_hook(lambda module, args, out: None))
         hooks.append(module.register_forward_pre_hook(lambda module, args: None))
-    try:
-        yield
-    finally:
-        for one in hooks:
-            one.remove()
+    yield
+    for one in hooks:
+        one.remove()
 
 
 @contextmanager
 def _accelerated(unet: nn.Module, dice: random.Random) -> Iterator[None]:
-    from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
-
     add_hook_to_module(unet, ModelHook())
-    try:
-        yield
-    finally:
-        remove_hook_from_module(unet)
+    yield
+    remove_hook_from_module(unet)
 
 
 @contextmanager
@@ -194,20 +182,9 @@ def _heavier(unet: nn.Module, dice: random.Random) -> Iterator[None]:
     before = weight.detach().clone()
     with torch.no_grad():
         weight.mul_(1.25)
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            weight.copy_(before)
-
-
-@contextmanager
-def _without_adapters(unet: nn.Module, dice: random.Random) -> Iterator[None]:
-    unet.disable_adapters()
-    try:
-        yield
-    finally:
-        unet.enable_adapters()
+    yield
+    with torch.no_grad():
+        weight.copy_(before)
 
 
 @contextmanager
@@ -227,18 +204,14 @@ def _of_class(unet: nn.Module, dice: random.Random) -> Iterator[None]:
         kind.forward = before
 
 
-@contextmanager
-def _captured(unet: nn.Module, dice: random.Random) -> Iterator[None]:
+def _captured(unet: nn.Module, dice: random.Random) -> AbstractContextManager:
     """CUDA graphs, as far as a CPU has them; refused where somebody has wrapped the UNet."""
     try:
-        capture = recorded(unet)
+        return recorded(unet)
     except ValueError as error:
         if len(str(error)) < 20:
             raise
-        yield
-        return
-    with capture if hasattr(capture, "__enter__") else contextlib.nullcontext():
-        yield
+        return contextlib.nullcontext()
 
 
 LAYERS = {
@@ -248,10 +221,11 @@ LAYERS = {
     "PyramidAttentionBroadcast": Layer(_broadcast, _is_diffusers),
     "DeepCache": Layer(_beside("DeepCache"), lambda unet: _is_diffusers(unet) and BESIDE["DeepCache"].is_there),
     "processors": Layer(_processors, _is_diffusers, 6),
-    "fused projections": Layer(_fused, _is_diffusers),
+    "fused projections": Layer(_between("fuse_qkv_projections", "unfuse_qkv_projections"), _is_diffusers),
     "layerwise casting": Layer(_cast, _is_diffusers, 1),
     "group offloading": Layer(_offloaded, _is_diffusers, 1),
-    "adapters off": Layer(_without_adapters, lambda unet: bool(getattr(unet, "peft_config", None)), 6),
+    "adapters off": Layer(_between("disable_adapters", "enable_adapters"),
+                          lambda unet: bool(getattr(unet, "peft_config", None)), 6),
     "foreign wraps": Layer(_foreign, weight=4),
     "torch's hooks": Layer(_listened),
     "accelerate": Layer(_accelerated),

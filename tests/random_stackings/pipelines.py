@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 from collections import Counter
@@ -15,7 +16,7 @@ from benchmarks.stack_beside import BESIDE, UNET
 from benchmarks.stack_pipelines import RandomPipelines
 from tests import models
 from tests.random_stackings.drawing import a_wish, as_text, pristine
-from tests.random_stackings.sessions import Fault, Thrown, drop_own_methods, first_difference
+from tests.random_stackings.sessions import Fault, Thrown, alike, drop_own_methods, first_difference
 from tests.traces import traces
 
 SCHEDULERS = ("DDIMScheduler", "EulerDiscreteScheduler", "EulerAncestralDiscreteScheduler", "HeunDiscreteScheduler",
@@ -30,22 +31,16 @@ def hold(dice: random.Random, repeats: bool) -> Counter:
     """Some pictures of one pipeline, held to the laws; raises Fault."""
     facts = _Facts(dice)
     pictures = _drawn(facts, True)
-    if repeats and not all(map(_same, pictures, _drawn(facts, True))):
+    if repeats and not all(map(alike, pictures, _drawn(facts, True))):
         raise Fault(f"other bits when the pictures are drawn again\n{facts}")
-    seen: Counter = Counter()
     if any(isinstance(one, BaseException) or not one.isfinite().all() for one in pictures):
         for ours, theirs in zip(pictures, _drawn(facts, False), strict=True):
             if isinstance(ours, BaseException) and torch.is_tensor(theirs):
                 raise Fault(f"raises {type(ours).__name__}: {ours}; without merging it does not\n{facts}") from ours
             if torch.is_tensor(ours) and torch.is_tensor(theirs) and theirs.isfinite().all() > ours.isfinite().all():
                 raise Fault(f"numbers that are not finite\n{facts}")
-    for one in pictures:
-        seen["what it raises raises without merging" if isinstance(one, BaseException) else "pipeline's picture"] += 1
-    return seen
-
-
-def _same(one: Any, other: Any) -> bool:
-    return torch.equal(one, other) if torch.is_tensor(one) and torch.is_tensor(other) else type(one) is type(other)
+    return Counter("what it raises raises without merging" if isinstance(one, BaseException) else "pipeline's picture"
+                   for one in pictures)  # fmt: skip
 
 
 class _Facts:
@@ -78,23 +73,20 @@ def _drawn(facts: _Facts, merges: bool) -> list[Any]:
     pipe.scheduler = getattr(diffusers, facts.scheduler).from_config(
         diffusers.DDIMScheduler(clip_sample=False, steps_offset=1).config)  # fmt: skip
     left, on_scheduler, state = traces(unet), set(vars(pipe.scheduler)), torch.get_rng_state()
-    other = facts.beside.put_on(pipe) if facts.beside else None
-    pictures = []
-    if facts.ours_first and merges:
-        _patch(pipe, facts)
-    if other is not None:
-        other.__enter__()
-    if not facts.ours_first and merges:
-        _patch(pipe, facts)
-    for call in facts.calls:
-        try:
-            pictures.append(_picture(pipe, call, facts.beside.call if facts.beside else {}))
-        except Exception as error:
-            pictures.append(error)
-    if not facts.ours_first:
-        tome_core.remove_patch(pipe)
-    if other is not None:
-        other.__exit__(None, None, None)
+    wishes, pictures = facts.wishes if merges else (), []
+    other = facts.beside.put_on(pipe) if facts.beside else contextlib.nullcontext()
+    for wish in wishes if facts.ours_first else ():
+        wish.put_on(pipe)
+    with other:
+        for wish in () if facts.ours_first else wishes:
+            wish.put_on(pipe)
+        for call in facts.calls:
+            try:
+                pictures.append(_picture(pipe, call, facts.beside.call if facts.beside else {}))
+            except Exception as error:
+                pictures.append(error)
+        if not facts.ours_first:
+            tome_core.remove_patch(pipe)
     tome_core.remove_patch(pipe)
     drop_own_methods(unet)
     if merges and not any(isinstance(one, BaseException) for one in pictures):
@@ -108,13 +100,8 @@ def _drawn(facts: _Facts, merges: bool) -> list[Any]:
     return pictures
 
 
-def _patch(pipe: Any, facts: _Facts) -> None:
-    for wish in facts.wishes:
-        wish.put_on(pipe)
-
-
 def _picture(pipe: Any, call: dict[str, Any], more: Any) -> torch.Tensor:
-    call = dict(call)
+    call = {**call, **more}
     throws, seed = call.pop("throws"), call.pop("seed")
     words = torch.randn(2, 7, models.TEXT, generator=torch.Generator().manual_seed(seed))[:, None]
 
@@ -125,7 +112,7 @@ def _picture(pipe: Any, call: dict[str, Any], more: Any) -> torch.Tensor:
     try:
         with torch.no_grad():
             return pipe(prompt_embeds=words[0], negative_prompt_embeds=words[1], output_type="latent",
-                        generator=torch.Generator().manual_seed(seed), **call, **more).images  # fmt: skip
+                        generator=torch.Generator().manual_seed(seed), **call).images  # fmt: skip
     finally:
         if hook is not None:
             hook.remove()

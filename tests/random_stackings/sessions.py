@@ -17,20 +17,8 @@ from torch import nn
 
 import tome_core
 from tests.models import Case
-from tests.random_stackings import calling, layers
-from tests.random_stackings.drawing import (
-    DTYPES,
-    FAMILIES,
-    Call,
-    Wish,
-    a_call,
-    a_wish,
-    as_text,
-    dtype_of,
-    pristine,
-    probed,
-    weighted,
-)
+from tests.random_stackings import calling, drawing, layers
+from tests.random_stackings.drawing import Call, Wish, a_call, a_wish, as_text, pristine, probed, weighted
 from tests.traces import traces
 from tome_core.diffusers_hooks import remove_token_merging
 from tome_core.model.families import find_unet
@@ -74,26 +62,15 @@ class Session(NamedTuple):
                                                                enumerate(self.steps))])  # fmt: skip
 
 
-class _Registered(contextlib.AbstractContextManager):
-    """Merging as a hook, in its place among what else is on."""
-
-    def __init__(self, unet: nn.Module) -> None:
-        self.unet = unet
-
-    def __exit__(self, *error: object) -> None:
-        remove_token_merging(self.unet)
-
-
 EVENTS = {"call": 40, "merge": 8, "unmerge": 6, "again": 3, "on": 7, "off": 6, "tell": 4, "begin": 5, "end": 3,
           "throw": 3, "copied": 3, "look": 3, "compile": 0.08}  # fmt: skip
 
 
 def drawn(dice: random.Random) -> Session:
     """The session of these dice."""
-    family, dtype = dice.choice(tuple(FAMILIES)), weighted(dice, DTYPES)
-    dtype = dtype_of(pristine(family, dtype).model)
-    fitting = layers.fitting(pristine(family, dtype).model)
-    takes_more = isinstance(pristine(family, dtype).model, UNet2DConditionModel)
+    family, dtype = dice.choice(tuple(drawing.FAMILIES)), weighted(dice, drawing.DTYPES)
+    model = pristine(family, dtype).model
+    fitting, takes_more = layers.fitting(model), isinstance(model, UNet2DConditionModel)
     steps = [Step("merge", a_wish(dice)), *([Step("on", _a_layer(dice, fitting))] if dice.random() < 0.5 else [])]
     dice.shuffle(steps)
     call = a_call(dice, takes_more)
@@ -116,7 +93,7 @@ def drawn(dice: random.Random) -> Session:
         elif kind in ("throw", "compile"):
             what = (what, call)
         steps.append(Step(kind, what))
-    return Session(family, dtype, (*steps, Step("leave", dice.randrange(2**32))))
+    return Session(family, next(model.parameters()).dtype, (*steps, Step("leave", dice.randrange(2**32))))
 
 
 def _a_layer(dice: random.Random, fitting: dict[str, int]) -> tuple[str, int]:
@@ -136,7 +113,7 @@ class Stage:
     """
 
     def __init__(self, session: Session, model: nn.Module, merges: bool) -> None:
-        self.case: Case = FAMILIES[session.family]
+        self.case: Case = drawing.FAMILIES[session.family]
         self.session, self.model, self.merges = session, model, merges
         self.handles: list[Any] = []
         self.on: list[Any] = []
@@ -162,8 +139,9 @@ class Stage:
         except (ValueError, TypeError) as error:
             self._refused(wish, error)
         else:
-            if wish.door == "hook":
-                self.on.append(_Registered(find_unet(self.model)))
+            if wish.door == "hook":  # in its place among what else is on
+                self.on.append(contextlib.ExitStack())
+                self.on[-1].callback(remove_token_merging, find_unet(self.model))
             if handle is not None:
                 self.handles.append(handle)
 
@@ -201,10 +179,8 @@ class Stage:
             self.on.append(contextlib.nullcontext())
 
     def _off(self, number: int) -> None:
-        one = self._pick(self.on, number)
-        if one is not None and not self.session.has_hook:
-            self.on.remove(one)
-            one.__exit__(None, None, None)
+        if self.on and not self.session.has_hook:
+            self.on.pop(number % len(self.on)).__exit__(None, None, None)
 
     def _tell(self, time: dict[str, Any]) -> None:
         for handle in self.handles[-1:]:
@@ -315,6 +291,11 @@ def drop_own_methods(model: nn.Module) -> None:
         for name in ("forward", "_forward"):
             if getattr(vars(module).get(name), "__self__", None) is module:
                 delattr(module, name)
+
+
+def alike(one: Any, other: Any) -> bool:
+    """The same picture, or errors of one kind."""
+    return torch.equal(one, other) if torch.is_tensor(one) and torch.is_tensor(other) else type(one) is type(other)
 
 
 def first_difference(before: list, now: list) -> str:
