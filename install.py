@@ -9,9 +9,23 @@ from __future__ import annotations
 
 import sys
 
-REQUIRED_PYTHON = (3, 10)
-NAME = "tome_core"  # our folder in a host
-COPY = "copied_by_install.txt"  # this file in a folder of a host says that we made it and may remove it
+
+class Failure(Exception):
+    """A sentence for the user; `code` is the exit code, 2 for a wrong call."""
+
+    def __init__(self, sentence, code=1):
+        super().__init__(sentence)
+        self.code = code
+
+
+def root():
+    from pathlib import Path
+
+    return Path(__file__).resolve().parent
+
+
+# --- a private environment, and what runs in it: demo, page, test -----------------------------------------------------
+
 OWNER = "tome_core.txt"  # this file in an environment says that it was made here and may be made again
 # MB that pip downloads for an extra, torch apart: from wheels and installed folders on Linux, rounded up
 SIZES = {"demo": 120, "page": 60, "benchmarks": 20, "test": 70}
@@ -26,20 +40,6 @@ NO_VENV = (
     "this Python ({python}) cannot make environments: its 'venv' or 'ensurepip' is missing. "
     "On Debian or Ubuntu: sudo apt install python3-venv; elsewhere use the Python from python.org."
 )
-
-
-class Failure(Exception):
-    """A sentence for the user; `code` is the exit code, 2 for a wrong call."""
-
-    def __init__(self, sentence, code=1):
-        super().__init__(sentence)
-        self.code = code
-
-
-def root():
-    from pathlib import Path
-
-    return Path(__file__).resolve().parent
 
 
 def requirements(project, extras):
@@ -257,6 +257,12 @@ def tests_to_run(arguments):
     return processes if arguments else [*processes, "--quick"]
 
 
+# --- a place in a host: webui, comfyui --------------------------------------------------------------------------------
+
+NAME = "tome_core"  # our folder in a host
+COPY = "copied_by_install.txt"  # this file in a folder of a host says that we made it and may remove it
+
+
 class Host:
     """A program that takes extensions. looked_for: sets of names, any of which together are the program and nothing
     else; below: a folder it may lie in; place: its folder for extensions; copied: what it needs of ours; after: a hint.
@@ -409,6 +415,9 @@ def copy_to(where, names):
             shutil.copy2(source, where / name)
 
 
+# --- the command line -------------------------------------------------------------------------------------------------
+
+REQUIRED_PYTHON = (3, 10)
 COMMANDS = {"demo": demo, "page": page, "test": test, "webui": webui, "comfyui": comfyui}
 
 
