@@ -1,12 +1,14 @@
 """Hosts run this file bare when they install the extension: it has nothing to do and says nothing.
 
 People run `python install.py demo`, `page` or `test`: a private environment `.venv` beside this file is made and
-filled once, and the command runs in it. Only the standard library and pip are needed. Imports are inside
-the functions, because a host starts this file with every launch.
+filled once, and the command runs in it. `webui` and `comfyui` put us into a host. Only the standard library and pip
+are needed. What Python has not imported by itself is imported inside the functions, because a host starts this file
+with every launch.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 
 
@@ -31,7 +33,7 @@ OWNER = "tome_core.txt"  # this file in an environment says that it was made her
 SIZES = {"demo": 120, "page": 60, "benchmarks": 20, "test": 70}
 DOWNLOADS = """The first run fills a private environment, {folder}, and asks pip for:
   torch: {torch}
-  the rest: {rest}
+  the rest: up to {rest} MB
 Ctrl-C is safe: what is there by then is kept, and the same command goes on."""
 TORCH_TO_COME = """0.1 to 0.2 GB on Windows and macOS; 2 to 4 GB on Linux, with CUDA, or 0.2 GB without it, where
     PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu is set; nothing where install.py is called with a Python
@@ -102,8 +104,6 @@ def reusable_torch(requirement):
 
 def venv_python(folder):
     """Path of an environment's interpreter."""
-    import os
-
     return folder / "Scripts" / "python.exe" if os.name == "nt" else folder / "bin" / "python"
 
 
@@ -127,7 +127,6 @@ def make_environment(folder, torch_folder):
     if folder.exists() and not (folder / OWNER).exists():
         raise Failure(f"{folder} exists, was not made by install.py and does not run under this Python; "
                       "move it away, or call install.py with the Python it belongs to")
-    import os
     import shutil
     import subprocess
     import venv
@@ -156,12 +155,6 @@ def path_line(folder):
     return f"import sys; sys.path.append({str(folder)!a})\n"
 
 
-def downloads(folder, extras, torch_folder):
-    """What the first run will download, and how much, in words."""
-    torch = f"taken from {torch_folder}, nothing to download" if torch_folder else TORCH_TO_COME
-    return DOWNLOADS.format(folder=folder, torch=torch, rest=f"up to {sum(SIZES[extra] for extra in extras)} MB")
-
-
 def environment(extras, no_deps=()):
     """The interpreter of an environment that has `extras` installed; the second call needs no pip.
 
@@ -171,15 +164,15 @@ def environment(extras, no_deps=()):
 
     lines = requirements(read_project(root() / "pyproject.toml"), extras)
     folder = root() / ".venv"
-    stamp = folder / f"installed-{'-'.join(extras)}.txt"
+    python, stamp = str(venv_python(folder)), folder / f"installed-{'-'.join(extras)}.txt"
     torch_folder = reusable_torch(next(line for line in lines if re.match(r"torch\b", line)))
     mark = fingerprint(sys.version, [*lines, *no_deps, str(torch_folder)])
-    if stamp.exists() and stamp.read_text() == mark and venv_python(folder).exists():
-        return str(venv_python(folder))
-    python = str(venv_python(folder))
+    if stamp.exists() and stamp.read_text() == mark and os.path.exists(python):
+        return python
     try:
         if not is_usable(folder):
-            print(downloads(folder, extras, torch_folder))
+            torch = f"taken from {torch_folder}, nothing to download" if torch_folder else TORCH_TO_COME
+            print(DOWNLOADS.format(folder=folder, torch=torch, rest=sum(SIZES[extra] for extra in extras)))
             make_environment(folder, torch_folder)
         print("Installing what is needed ...", flush=True)
         pip(python, lines)
@@ -204,7 +197,6 @@ def run(command, **options):
 
     SIGTERM is passed on to it, and waited for. It, too, writes letters that the output cannot show as numbers.
     """
-    import os
     import signal
     import subprocess
 
@@ -247,8 +239,6 @@ def tests_to_run(arguments):
     """pytest's arguments: the quick tests, with --all every one, in as many processes as there are cores, up to four;
     what somebody says beside that is passed on as it is.
     """
-    import os
-
     others = [one for one in arguments if one != "--all"]
     if others:
         return others
@@ -268,30 +258,29 @@ class Host:
     else; below: a folder it may lie in; place: its folder for extensions; copied: what it needs of ours; after: a hint.
     """
 
-    def __init__(self, command, name, looked_for, below, place, copied, after):
-        self.command, self.name, self.looked_for, self.below = command, name, looked_for, below
-        self.place, self.copied, self.after = place, copied, after
+    def __init__(self, **facts):
+        vars(self).update(facts)
 
 
 COMFYUI = Host(
-    "comfyui",
-    "ComfyUI",
+    command="comfyui",
+    name="ComfyUI",
     # the program, or the folder that its --base-directory and its desktop version work in
-    (("main.py", "nodes.py", "comfy", "custom_nodes"), ("models", "input", "output", "custom_nodes")),
-    "ComfyUI",  # the portable version has it one folder down
-    "custom_nodes",
-    ("__init__.py", "comfy_nodes", "tome_core", "locales", "example_workflows", "pyproject.toml", "LICENSE"),
-    "Restart ComfyUI; the nodes are under model/patch/unet.",
+    looked_for=(("main.py", "nodes.py", "comfy", "custom_nodes"), ("models", "input", "output", "custom_nodes")),
+    below="ComfyUI",  # the portable version has it one folder down
+    place="custom_nodes",
+    copied=("__init__.py", "comfy_nodes", "tome_core", "locales", "example_workflows", "pyproject.toml", "LICENSE"),
+    after="Restart ComfyUI; the nodes are under model/patch/unet.",
 )
 WEBUI = Host(
-    "webui",
-    "webui",
+    command="webui",
+    name="webui",
     # the program (A1111, Forge, reForge, SD.Next), or the folder of its --data-dir
-    (("launch.py", "webui.py", "modules", "extensions"), ("extensions", "config.json", "models")),
-    "webui",  # the one-click packages of A1111 and Forge have it one folder down
-    "extensions",
-    ("scripts", "extension", "tome_core", "install.py", "pyproject.toml", "LICENSE"),
-    "Restart the webui; the panel is in txt2img and img2img.",
+    looked_for=(("launch.py", "webui.py", "modules", "extensions"), ("extensions", "config.json", "models")),
+    below="webui",  # the one-click packages of A1111 and Forge have it one folder down
+    place="extensions",
+    copied=("scripts", "extension", "tome_core", "install.py", "pyproject.toml", "LICENSE"),
+    after="Restart the webui; the panel is in txt2img and img2img.",
 )
 
 
@@ -327,32 +316,26 @@ def target(host, folder):
         if any(all((candidate / name).exists() for name in wanted) for wanted in host.looked_for):
             return candidate.resolve() / host.place / NAME
     looked_for = ", or for ".join(", ".join(wanted) for wanted in host.looked_for)
-    raise Failure(
-        f"{folder} is not a {host.name} folder: looked for {looked_for} in it, and did not find all of either; give "
-        f"the folder that holds {host.name}'s {host.looked_for[0][0]}"
-    )
+    raise Failure(f"{folder} is not a {host.name} folder: looked for {looked_for} in it, and did not find all of "
+                  f"either; give the folder that holds {host.name}'s {host.looked_for[0][0]}")
 
 
 def put(host, where, copy=False):
     """Link the repository to `where`, or copy it where links are not possible. Gives what was done."""
-    import os
-
     if where.parent == root().parent:
         return f"{root()} lies in {where.parent} already: there is nothing to do."
     if is_link(where) and where.resolve() == root() and not copy:
         return f"{where} is a link to {root()} already. {host.after}"
     if os.path.lexists(where):
         remove(where)
-    how = "copied" if copy or not link(where) else "linked"
-    if how == "copied":
+    linked = not copy and link(where)
+    if not linked:
         copy_to(where, host.copied)
-    return f"{how.capitalize()} {root()} to {where}. {host.after}"
+    return f"{'Linked' if linked else 'Copied'} {root()} to {where}. {host.after}"
 
 
 def take_out(host, where):
     """Undo `put`. Gives what was done."""
-    import os
-
     if not os.path.lexists(where):
         return f"{where} does not exist: there is nothing to undo."
     remove(where)
@@ -374,20 +357,14 @@ def remove(where):
 
 def is_link(where):
     """A symbolic link, or a junction, which Windows has instead."""
-    import os
-
-    if where.is_symlink():
-        return True
     try:
-        return os.name == "nt" and bool(os.readlink(where))
+        return where.is_symlink() or (os.name == "nt" and bool(os.readlink(where)))
     except OSError:
         return False
 
 
 def link(where):
     """Make a link to the repository; a junction on Windows, which needs no rights. False where neither is possible."""
-    import os
-
     try:
         if os.name == "nt":
             import _winapi
