@@ -66,16 +66,22 @@ def parser() -> argparse.ArgumentParser:
         help="seed of the first picture; the next ones count up (default 0)")
     add("--prompt", action="append", metavar="TEXT",
         help=f"what to paint; repeat it for several. The embedded model knows {prompt.known_words()}")
+    add_model(made)
+    add("--block", action="store_true", help="also time one transformer block of Stable Diffusion 1.5: a minute")
+    add("--report", action="store_true", help="also say what each strength merged where")
+    add("--output", type=Path, default=OUTPUT, metavar="PNG", help="where the picture goes (default %(default)s)")
+    return made
+
+
+def add_model(to: argparse.ArgumentParser) -> None:
+    """The options that name a model and where it runs."""
+    add = to.add_argument
     add("--model", type=Path, metavar="DIR_OR_FILE",
         help="your own model, a diffusers folder or a single .safetensors file (pickled checkpoints are refused), or "
              "one that demo.train wrote")
     add("--config", type=Path, metavar="DIR",
         help="with a single-file --model: a local diffusers folder with its configuration and tokenizer")
     add("--device", metavar="NAME", help="cpu, cuda, mps, ... (default: an accelerator if torch sees one, else cpu)")
-    add("--block", action="store_true", help="also time one transformer block of Stable Diffusion 1.5: a minute")
-    add("--report", action="store_true", help="also say what each strength merged where")
-    add("--output", type=Path, default=OUTPUT, metavar="PNG", help="where the picture goes (default %(default)s)")
-    return made
 
 
 def checked(options: argparse.Namespace) -> checkpoint.Checkpoint | None:

@@ -37,12 +37,7 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("--strength", type=command.strength, default=command.BALANCED, metavar="S",
         help="what the page starts with, from 0, which is off, to 1 (default %(default)s)")
-    add("--model", type=Path, metavar="DIR_OR_FILE",
-        help="your own model, a diffusers folder or a single .safetensors file (pickled checkpoints are refused), or "
-             "one that demo.train wrote")
-    add("--config", type=Path, metavar="DIR",
-        help="with a single-file --model: a local diffusers folder with its configuration and tokenizer")
-    add("--device", metavar="NAME", help="cpu, cuda, mps, ... (default: an accelerator if torch sees one, else cpu)")
+    command.add_model(made)
     add("--port", type=command.number("port", 1, 65535, "such as 7870"), metavar="N",
         help="the page's port (default: the first free one from 7860 on)")
     add("--no-browser", action="store_true", help="only print the address")
