@@ -16,13 +16,9 @@ ROOT = Path(__file__).parents[1]
 
 def fresh(folder: Path) -> Path:
     """The project's files as they are now, committed or not, in `folder`; an environment made there stays."""
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    if listed.returncode:
-        pytest.skip(f"needs git's list of the project's files, which says: {listed.stderr.strip()}")
-    wanted = {name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()}
+    wanted = {path.as_posix() for path in tracked("--others", "--exclude-standard") or ()}
+    if not wanted:
+        pytest.skip("needs git's list of the project's files")
     for old in folder.rglob("*"):
         inside = old.relative_to(folder)
         if inside.parts[0] != ".venv" and not old.is_dir() and inside.as_posix() not in wanted:
@@ -33,10 +29,10 @@ def fresh(folder: Path) -> Path:
     return folder
 
 
-def tracked() -> list[Path] | None:
-    """The repository's files, relative to its root; None where git does not know it."""
+def tracked(*more: str) -> list[Path] | None:
+    """The repository's files, relative to its root; None where git does not know it. more: what git lists beside."""
     # a checkout may belong to another user, as in a container
-    command = ["git", "-c", "safe.directory=*", "-C", str(ROOT), "ls-files", "-z"]
+    command = ["git", "-c", "safe.directory=*", "-C", str(ROOT), "ls-files", "--cached", *more, "-z"]
     try:
         done = subprocess.run(command, capture_output=True, check=False)
     except OSError:

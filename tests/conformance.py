@@ -1,11 +1,7 @@
 """What an attention has to do to count as known: merged keys give what their tokens, each by itself, would give.
 
-A merged key that stands for n tokens is n equal keys. So the slow and obvious thing is the module's own, unpatched
-function over keys in which each merged one is repeated as often as it has tokens; a group without tokens is not
-there at all. Whatever the engine knows of an attention is held against that, by itself (`held`) and inside a whole
-UNet (`watched`, `expected`).
-
-Beside it what both need: plans by hand, ragged over the samples, and xformers' function written with torch.
+The slow and obvious thing is the module's own, unpatched function over keys in which each merged one is repeated as
+often as it has tokens, and a group without tokens is not there. By itself (`held`), and inside a UNet (`watched`).
 """
 
 from __future__ import annotations
@@ -215,26 +211,28 @@ def given(model: nn.Module, **more: Any) -> None:
         module.register_forward_pre_hook(lambda module, args, kwargs: (args, {**kwargs, **more}), with_kwargs=True)
 
 
-def assert_all_sized(own: Own, plain: nn.Module, seen: list[Seen]) -> None:
-    """Each call gave what repeated keys give. plain: the model without a patch."""
+def _merged(plain: nn.Module, seen: list[Seen]) -> Iterator[tuple[Seen, nn.Module]]:
+    """Each call, all of which have merged, and its module without a patch."""
     assert seen
     modules = self_attentions(plain)
     for call in seen:
         assert call.plan is not None, "the engine did not merge"
-        keys = call.plan.merge(call.x)
+        yield call, modules[call.name]
+
+
+def assert_all_sized(own: Own, plain: nn.Module, seen: list[Seen]) -> None:
+    """Each call gave what repeated keys give. plain: the model without a patch."""
+    for call, module in _merged(plain, seen):
         sizes = call.plan.sizes.expand(len(call.x), -1)
-        assert_sized(own, modules[call.name], call.x, keys, sizes, call.out, queries=call.queries)
+        assert_sized(own, module, call.x, call.plan.merge(call.x), sizes, call.out, queries=call.queries)
 
 
 def assert_all_together(own: Own, plain: nn.Module, seen: list[Seen]) -> None:
     """Each call gave what the module gives for merged tokens, q, k and v together; at most half were merged away."""
-    assert seen
-    modules = self_attentions(plain)
-    for call in seen:
-        assert call.plan is not None, "the engine did not merge"
+    for call, module in _merged(plain, seen):
         assert call.queries is None and call.x.shape[1] > call.plan.num_groups >= math.floor(call.x.shape[1] / 2)
         with torch.no_grad():
-            expected = call.plan.unmerge(own(modules[call.name], call.plan.merge(call.x), None))
+            expected = call.plan.unmerge(own(module, call.plan.merge(call.x), None))
         assert far(call.out, expected) <= TOLERANCE[call.x.dtype]
 
 

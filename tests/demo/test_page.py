@@ -43,26 +43,12 @@ def installed(request, tmp_path_factory):
 @pytest.fixture(scope="module")
 def address(installed, tmp_path_factory):
     """Where the page with the embedded model is."""
-    with served(installed, tmp_path_factory.mktemp("elsewhere")) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def own_address(installed, tiny_folder, tmp_path_factory):
-    """Where the page with a model of the user's is."""
-    with served(installed, tmp_path_factory.mktemp("elsewhere"), "--model", str(tiny_folder)) as found:
+    with started(installed, tmp_path_factory.mktemp("elsewhere")) as (found, _):
         yield found
 
 
 def page_command(copy, *options):
     return [sys.executable, str(copy / "install.py"), "page", *options]
-
-
-@contextlib.contextmanager
-def served(copy, folder, *options):
-    """The page's address, as `started` has it."""
-    with started(copy, folder, *options) as (address, _):
-        yield address
 
 
 @contextlib.contextmanager
@@ -198,8 +184,8 @@ def test_a_picture_is_made_told_step_by_step_and_the_line_moves_by_mouse_and_key
     page.until_line(80.5, 82)
 
 
-def test_ones_own_model_is_drawn_with_and_the_code_to_copy_names_it(chromium, own_address, tiny_folder):
-    with visits(chromium, own_address) as go:
+def test_ones_own_model_is_drawn_with_and_the_code_to_copy_names_it(chromium, installed, tmp_path, tiny_folder):
+    with started(installed, tmp_path, "--model", str(tiny_folder)) as (address, _), visits(chromium, address) as go:
         page = go("?steps=2&prompt=a+cat&strength=0.5&only_if_it_pays=False")
         page.at("generate").click()
         page.until("says", r"^\s*Done\.")
