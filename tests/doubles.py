@@ -75,10 +75,7 @@ class SgmBlock(_Block):
     """The signature of sgm's BasicTransformerBlock, which is what SDXL runs on in the webui."""
 
     attention = SgmAttention
-
-    def __init__(self, width: int, heads: int, context_width: int, checkpoint: bool = True) -> None:
-        super().__init__(width, heads, context_width)
-        self.checkpoint = checkpoint
+    checkpoint = True
 
     def forward(self, x, context=None, additional_tokens=None, n_times_crossframe_attn_in_self=0):
         if not self.checkpoint:

@@ -22,15 +22,14 @@ def everywhere(side: str, **more) -> MergeConfig:
     return MergeConfig(side=side, max_downsample=8, use_rand=False, correction=False, **more)
 
 
-def masked_formula(attention: nn.Module, x, keys, sizes, scale: float | None = None) -> torch.Tensor:
+def masked_formula(attention: nn.Module, x, keys, sizes) -> torch.Tensor:
     """``to_out(softmax(q k / sqrt(d) + log n) v)`` in float64; sizes: ``[B or 1, G]``."""
     exact = copy.deepcopy(attention).double()
     q, k, v = (
         layer(tokens.double()).unflatten(-1, (exact.heads, -1)).transpose(1, 2)
         for layer, tokens in ((exact.to_q, x), (exact.to_k, keys), (exact.to_v, keys))
     )
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    logits = q @ k.transpose(-1, -2) * scale + sizes.double().log()[:, None, None]
+    logits = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5 + sizes.double().log()[:, None, None]
     out = (logits.softmax(-1) @ v).transpose(1, 2).flatten(2)
     for layer in exact.to_out if isinstance(exact.to_out, nn.ModuleList) else [exact.to_out]:
         out = layer(out)
