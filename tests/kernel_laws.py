@@ -63,17 +63,9 @@ def test_the_best_key_is_that_of_the_exact_scores(shape, kind, dtype):
     with kernels.without():
         plain = best_keys(rows, shape[2], keys, bias)
     assert torch.allclose(found.score, plain.score, atol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-@pytest.mark.parametrize("kind", ["no bias", "a bias", "hidden keys"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_keys_of_the_queries_own_dtype_are_multiplied_exactly(shape, kind, dtype):
-    rows, keys = case(shape, dtype)
-    bias, keys = biases(shape[0], shape[3])[kind], keys.to(dtype)
-    found = best_keys(rows, shape[2], keys, bias)
+    keys = keys.to(dtype)  # of the queries' own dtype they are multiplied exactly
+    found, exact = (best_keys(rows, shape[2], one, bias) for one in (keys, keys.float()))
     assert_best(found, take_queries(rows, 0, shape[2]), keys, bias)
-    exact = best_keys(rows, shape[2], keys.float(), bias)
     assert torch.equal(found.index, exact.index) and torch.equal(found.score, exact.score)
 
 
@@ -158,9 +150,7 @@ def test_a_querys_result_has_the_same_bits_alone_as_among_others(dtype):
         assert torch.equal(getattr(together, name)[1:, 70:80], getattr(alone, name))
 
 
-@pytest.mark.parametrize(
-    "method, more", [("bipartite", {}), ("bipartite", {"refine": 1}), ("cluster", {})]
-)
+@pytest.mark.parametrize("method, more", [("bipartite", {}), ("bipartite", {"refine": 1}), ("cluster", {})])
 def test_a_match_is_as_good_as_that_of_torchs_operators(method, more):
     x, options = noise(2, 64, 40, dtype=torch.float16), MatchOptions(0.5, 2, 2, **more)
     plan = METHODS[method].match(x, Grid(8, 8), options)
@@ -321,7 +311,5 @@ def test_tokens_are_placed_as_torch_places_them(removed, samples):
     sources, destinations = tokens.to(DEVICE).expand(2, -1).split([300, 40], 1)
     index = torch.randint(40, (2, 300), generator=torch.Generator().manual_seed(3)).to(DEVICE)
     outputs = [((2, 340), torch.int64), ((2, 340 - removed), torch.int64)]
-    for found, expected in beside_twin(
-        "placed", lambda own: (score, index, sources, destinations, removed, *own), *outputs
-    ):
-        assert torch.equal(found, expected)
+    both = beside_twin("placed", lambda own: (score, index, sources, destinations, removed, *own), *outputs)
+    assert all(torch.equal(*pair) for pair in both)

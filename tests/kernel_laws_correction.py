@@ -51,9 +51,7 @@ def test_queries_are_answered_as_attention_answers_them(heads, width, tokens, dt
     spans, count = -(-tokens // 512), rows.shape[1]
     outputs = [((2 * heads, count, width), torch.float32), ((spans, 2 * heads, count, width), torch.float32),
                ((spans, 2 * heads, count), torch.float32)]  # fmt: skip
-    answers = beside_twin(
-        "answered", lambda own: (q, rows[0], *made, *pair, bias, 512, width**-0.5, *own), *outputs
-    )
+    answers = beside_twin("answered", lambda own: (q, rows[0], *made, *pair, bias, 512, width**-0.5, *own), *outputs)
     # weights are rounded to be multiplied, what they add up to is not
     for (found, expected), allowed in zip(answers, (4, 4, 0.01), strict=True):
         assert (found - expected).abs().max() <= allowed * torch.finfo(dtype).eps

@@ -217,9 +217,7 @@ def _controlnet() -> nn.Module:
 def _call_with_controlnet(model, x, timestep, text):
     hint = torch.zeros(x.shape[0], 3, 2 * x.shape[2], 2 * x.shape[3])
     down, mid = _controlnet()(x, timestep, text, controlnet_cond=hint, return_dict=False)
-    return call_unet(
-        model, x, timestep, text, down_block_additional_residuals=down, mid_block_additional_residual=mid
-    )
+    return call_unet(model, x, timestep, text, down_block_additional_residuals=down, mid_block_additional_residual=mid)
 
 
 def _call_with_image(model, x, timestep, text, **more):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import http.client
 import http.server
 import json
@@ -422,20 +423,9 @@ def test_a_program_that_sends_what_is_no_number_is_told_so_in_a_sentence(address
         assert text.strip() and "Traceback" not in text and len(text) < 500, (part, text)
 
 
-class Elsewhere(http.server.BaseHTTPRequestHandler):
-    """Another site: a page that says nothing."""
-
-    def do_GET(self):
-        self.send_response(200)
-        self.send_header("Content-Type", "text/html")
-        self.end_headers()
-
-    def log_message(self, *_):
-        pass
-
-
-def test_a_browser_that_shows_another_sites_page_is_refused(chromium, address):
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere) as other:
+def test_a_browser_that_shows_another_sites_page_is_refused(chromium, address, tmp_path):
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=tmp_path)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as other:
         threading.Thread(target=other.serve_forever, daemon=True).start()
         with contextlib.closing(chromium.new_page()) as elsewhere:
             elsewhere.goto(f"http://127.0.0.1:{other.server_port}/")

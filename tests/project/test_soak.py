@@ -23,7 +23,7 @@ import tome_core
 from comfy_nodes.nodes import RemoveToMe, ToMePreview
 from tests import webui_doubles
 from tests.comfy_doubles import Guider, Server, apply, least_checkpoint
-from tests.random_settings import DESCRIBED, any_config, any_value, node_values
+from tests.random_settings import DESCRIBED, PROMPT, any_config, any_value, node_values
 from tests.thoroughness import GENERATIONS
 from tests.traces import traces
 from tests.webui_doubles import Processing, Webui
@@ -170,12 +170,6 @@ def test_a_pipeline_is_as_it_was_after_all_generations(pipe, capsys):
 
 
 # --- ComfyUI ---------------------------------------------------------------------------------------------------------
-
-
-PROMPT = {
-    "5": {"class_type": "ApplyToMe", "inputs": {}},
-    "9": {"class_type": "ToMePreview", "inputs": {"model": ["5", 0]}},
-}
 
 
 def test_a_comfyui_model_is_as_it_was_after_all_generations(capsys, monkeypatch):

@@ -6,13 +6,13 @@ The hosts' modules are stood in for, but for diffusers', which is the installed 
 from __future__ import annotations
 
 import ast
-import importlib.util
 import os
 import shutil
 import subprocess
 import sys
 import types
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import diffusers
 import pytest
@@ -48,22 +48,12 @@ SOURCES = {
 }
 
 
-def load(source: str, folder: Path, name: str) -> types.ModuleType:
-    """A module by this name of this text."""
-    file = folder / f"{name}.py"
-    file.write_text(source, encoding="utf-8")
-    spec = importlib.util.spec_from_file_location(name, file)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def put(monkeypatch, name: str, **attributes) -> types.ModuleType:
-    """A double in ``sys.modules``, and in the module above it."""
+def put(monkeypatch, name: str, source: str = "", **attributes) -> types.ModuleType:
+    """A module of this text and these attributes, in ``sys.modules`` and in the module above it."""
     module = types.ModuleType(name)
     vars(module).update(attributes)
     monkeypatch.setitem(sys.modules, name, module)
+    exec(source, vars(module))
     above, _, last = name.rpartition(".")
     if above:
         if above not in sys.modules:
@@ -73,11 +63,10 @@ def put(monkeypatch, name: str, **attributes) -> types.ModuleType:
 
 
 @pytest.fixture
-def hooks(tmp_path, monkeypatch):
+def hooks(monkeypatch):
     """diffusers' form."""
-    name = "diffusers.hooks.token_merging_of_the_patch"
-    monkeypatch.setitem(sys.modules, name, None)
-    return load(SOURCES["diffusers"], tmp_path, name)
+    return put(monkeypatch, "diffusers.hooks.token_merging_of_the_patch", SOURCES["diffusers"],
+               __package__="diffusers.hooks")  # fmt: skip
 
 
 def attend(q, k, v, heads, mask=None, **_):
@@ -87,31 +76,21 @@ def attend(q, k, v, heads, mask=None, **_):
     return nn.functional.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2)
 
 
-class Anything:
-    """Stands in for what a node's description is written with."""
-
-    def __init__(self, *_, **__) -> None: ...
-
-    def __getattr__(self, name: str) -> type:
-        return Anything
-
-
 @pytest.fixture
-def node(tmp_path, monkeypatch):
+def node(monkeypatch):
     """ComfyUI's."""
     put(monkeypatch, "comfy.ldm.modules.attention", optimized_attention_masked=attend)
-    io = types.SimpleNamespace(ComfyNode=object, NodeOutput=lambda model: model, Schema=Anything, Model=Anything(),
-                               Float=Anything())  # fmt: skip
+    io = MagicMock(ComfyNode=object, NodeOutput=lambda model: model)  # a node's description is written with the rest
     put(monkeypatch, "comfy_api.latest", ComfyExtension=object, io=io)
-    return load(SOURCES["comfyui"], tmp_path, "nodes_tomesd_of_ours").TomePatchModel
+    return put(monkeypatch, "nodes_tomesd_of_ours", SOURCES["comfyui"]).TomePatchModel
 
 
 @pytest.fixture
-def webui(tmp_path, monkeypatch):
+def webui(monkeypatch):
     """A1111's."""
     put(monkeypatch, "modules.shared", loaded_hypernetworks=[], opts=types.SimpleNamespace(upcast_attn=False))
     put(monkeypatch, "modules.hypernetworks.hypernetwork", apply_hypernetworks=lambda loaded, x: (x, x))
-    return load(SOURCES["a1111"], tmp_path, "token_merging_of_the_webui")
+    return put(monkeypatch, "token_merging_of_the_webui", SOURCES["a1111"])
 
 
 class ComfyModel:

@@ -13,15 +13,11 @@ import torch
 
 from comfy_nodes.nodes import ApplyToMe, RemoveToMe, ToMePreview
 from tests.comfy_doubles import Guider, ModelPatcher, Server, apply, checkpoint, least_checkpoint
-from tests.random_settings import node_values
+from tests.random_settings import PROMPT, node_values
 from tests.random_stackings.drawing import WRONG
 from tests.random_stackings.sessions import Fault, Thrown, first_difference
 from tests.traces import traces
 
-PROMPT = {
-    "5": {"class_type": "ApplyToMe", "inputs": {}},
-    "9": {"class_type": "ToMePreview", "inputs": {"model": ["5", 0]}},
-}
 SIZES = ((8, 8), (8, 8), (8, 12), (4, 4), (16, 16), (2, 6))
 
 
