@@ -12,12 +12,12 @@ WORDS = 4  # that one image becomes
 def load_image_prompts(pipe: Any, count: int = 1) -> dict[str, Any]:
     """Load so many adapters; gives what the pipeline's call needs for an image for each."""
     dice = torch.Generator().manual_seed(0)
-    pipe.load_ip_adapter([_adapter(pipe.unet, dice) for _ in range(count)], [""] * count, [""] * count,
+    pipe.load_ip_adapter([image_adapter(pipe.unet, dice) for _ in range(count)], [""] * count, [""] * count,
                          image_encoder_folder=None)  # fmt: skip
     return {"ip_adapter_image_embeds": [torch.randn(2, 1, 16, generator=dice) for _ in range(count)]}
 
 
-def _adapter(unet: Any, dice: torch.Generator) -> dict[str, dict[str, torch.Tensor]]:
+def image_adapter(unet: Any, dice: torch.Generator) -> dict[str, dict[str, torch.Tensor]]:
     """Its weights under the names that the loader knows."""
     text, weights = unet.config.cross_attention_dim, {}
     names = [name for name in unet.attn_processors if name.endswith("attn2.processor")]

@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from diffusers import ControlNetModel, UNet2DConditionModel, UNetMotionModel
 from diffusers.models.attention import BasicTransformerBlock
-from diffusers.models.attention_processor import AttnProcessor2_0, IPAdapterAttnProcessor2_0
-from diffusers.models.embeddings import ImageProjection, MultiIPAdapterImageProjection
 from ldm.modules.diffusionmodules.openaimodel import UNetModel
 from torch import nn
 
 from tests.doubles import ComfyBlock, LatentDiffusionDouble, SgmBlock
+from tests.image_prompts import image_adapter
 from tome_core import MergeConfig, MergePlan, preset
 from tome_core.merging.methods import METHODS
 
@@ -154,16 +153,7 @@ def lora() -> nn.Module:
 def ip_adapter() -> nn.Module:
     """The attention processors as diffusers' own loader sets them."""
     model = unet()
-    processors = {}
-    for name in model.attn_processors:
-        if name.endswith("attn1.processor"):
-            processors[name] = AttnProcessor2_0()
-        else:
-            width = model.get_submodule(name.rsplit(".", 2)[0]).attn2.to_q.in_features
-            processors[name] = IPAdapterAttnProcessor2_0(width, TEXT, scale=1.0, num_tokens=(4,))
-    model.set_attn_processor(processors)
-    model.encoder_hid_proj = MultiIPAdapterImageProjection([ImageProjection(16, TEXT, num_image_text_embeds=4)])
-    model.config.encoder_hid_dim_type = "ip_image_proj"
+    model._load_ip_adapter_weights([image_adapter(model, torch.Generator())])
     return model
 
 

@@ -30,13 +30,6 @@ def _inpainting(pipe: Any, load: Any) -> tuple[Any, dict[str, Any]]:
     return made, {"image": image, "mask_image": mask, "strength": 0.8, "timesteps": IMAGE_TIMES}
 
 
-def _callback(pipe: Any, load: Any) -> tuple[Any, dict[str, Any]]:
-    def change(_pipe: Any, _step: int, _time: Any, held: dict[str, Any]) -> dict[str, Any]:
-        return {"latents": held["latents"] * 0.9}
-
-    return pipe, {"callback_on_step_end": change, "callback_on_step_end_tensor_inputs": ["latents"]}
-
-
 def _scaled_lora(pipe: Any, load: Any) -> tuple[Any, dict[str, Any]]:
     load(pipe, "one")
     return pipe, {"cross_attention_kwargs": {"scale": 0.4}}
@@ -44,7 +37,11 @@ def _scaled_lora(pipe: Any, load: Any) -> tuple[Any, dict[str, Any]]:
 
 USES = {
     "controlnet": _controlnet, "guessing controlnet": _guessing_controlnet, "inpainting": _inpainting,
-    "callback": _callback, "scaled lora": _scaled_lora,
+    "scaled lora": _scaled_lora,
+    "callback": lambda pipe, load: (pipe, {
+        "callback_on_step_end": lambda *given: {"latents": given[-1]["latents"] * 0.9},
+        "callback_on_step_end_tensor_inputs": ["latents"],
+    }),
     "image prompt": lambda pipe, load: (pipe, load_image_prompts(pipe)),
     "without guidance": lambda pipe, load: (pipe, {"guidance_scale": 1.0}),
     "three pictures": lambda pipe, load: (pipe, {"num_images_per_prompt": 3}),
