@@ -370,16 +370,13 @@ def answer(address, path, body=None, **headers):
 
 
 def test_no_one_can_upload_a_file_and_another_sites_page_can_ask_for_nothing(address):
-    for headers in ({}, {"Origin": address.rstrip("/")}, {"Content-Type": "text/plain"}):
-        status, sentence = answer(address, "/gradio_api/upload", FILE, **headers)
-        assert status == 415 and "takes no file" in sentence
+    status, sentence = answer(address, "/gradio_api/upload", FILE, Origin=address.rstrip("/"))
+    assert status == 415 and "takes no file" in sentence
     status, sentence = answer(address, "/gradio_api/upload", FILE, Origin="https://elsewhere.example")
     assert status == 403 and "only the page itself may" in sentence
     assert answer(address, "/?seed=5", Referer="https://elsewhere.example/links")[0] == 200
-    limit = 2**20
-    too_much = {"Content-Length": str(limit + 1)}
-    status, sentence = answer(address, "/gradio_api/queue/join", b"", **{**JSON, **too_much})
-    assert status == 413 and f"send at most {limit} (1 MB)" in sentence
+    status, sentence = answer(address, "/gradio_api/queue/join", b"", **JSON, **{"Content-Length": str(2**20 + 1)})
+    assert status == 413 and f"send at most {2**20} (1 MB)" in sentence
 
 
 class Asker:

@@ -49,8 +49,6 @@ def _session(dice: random.Random) -> tuple[Counter, list[torch.Tensor]]:
     flavour, generator = dice.choice(FLAVOURS), torch.get_rng_state()
     try:
         return _jobs(dice, Webui(patches, flavour).start(), told)
-    except Fault as fault:
-        raise Fault(f"{fault}\n{flavour}\n" + "\n".join(told)) from fault
     except Exception as error:
         raise Fault(f"{type(error).__name__}: {error}\n{flavour}\n" + "\n".join(told)) from error
     finally:
@@ -72,8 +70,7 @@ def _jobs(dice: random.Random, webui: Webui, told: list[str]) -> tuple[Counter, 
             webui.load(_model(dice.randrange(2)))
         args, facts = _args(dice, webui), _facts(dice)
         told.append(f"{event} job {args} {facts}")
-        interrupted = dice.random() < 0.08
-        if interrupted:
+        if dice.random() < 0.08:
             try:
                 webui.job(*args, at_step=_throw, **facts)
             except Thrown:
