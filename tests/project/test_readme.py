@@ -36,27 +36,27 @@ class Way(NamedTuple):
     needs: pytest.MarkDecorator | None = None
 
 
+TO = "--output {new}/result.json"
+SMALL = f"{ONE_MODEL} {TO}"
 SHORT_TRAINING = "--minutes 0.05 --batch 2 --state {new}/state.safetensors --output {new}/model.safetensors"
-SHORT_STACKING = f"--steps 2 --pictures 1 --rounds 0 {ONE_MODEL} --output {{new}}/stacking.json"
-SHORT_UNFUSED = "--sources math --what unmerged early --output {new}/unfused.json"
+SHORT_STACKING = f"--steps 2 --pictures 1 --rounds 0 {SMALL}"
+SHORT_UNFUSED = f"--pixels 256 --sources math --what unmerged early {TO}"
 WAYS = {
     "python install.py demo": Way("--pictures 1 --steps 1 --device cpu --output {new}/comparison.png"),
     "python install.py demo --output demo/demo.png": Way("--strength 0.5 --steps 1 --device cpu --output {new}/a.png"),
     "python install.py webui DIR": Way(fill=(("DIR", "{new}/webui"),)),
     "python install.py comfyui DIR": Way(fill=(("DIR", "{new}/comfyui"),)),
     "python -m tome_core.bench --device cuda --dtype float16": Way("--repeats 1", needs=GPU),
-    "python -m benchmarks.speed": Way("--smoke --suites calls --variants ours --output {new}/speed.json"),
-    "python -m benchmarks.speed --device cuda": Way("--smoke --output {new}/speed.json", needs=GPU),
-    "python -m benchmarks.speed --variants captured ours": Way("--smoke --suites calls --output {new}/speed.json"),
+    "python -m benchmarks.speed": Way(f"--smoke --suites calls --variants ours {TO}"),
+    "python -m benchmarks.speed --device cuda": Way(f"--smoke {TO}", needs=GPU),
+    "python -m benchmarks.speed --variants captured ours": Way(f"--smoke --suites calls {TO}"),
     "python -m benchmarks.speed --help": Way(),
     "python -m benchmarks.report FILE...": Way(fill=(("FILE...", "{new}/front.json"),)),
-    "python -m benchmarks.cases": Way(f"--cases '1 step' --pictures 1 {ONE_MODEL} --output {{new}}/cases.json"),
+    "python -m benchmarks.cases": Way(f"--cases '1 step' --pictures 1 {SMALL}"),
     "python -m benchmarks.cases --list": Way(),
     "python -m benchmarks.strength RESULT.json...": Way(fill=(("RESULT.json...", FRONT),)),
-    "python -m benchmarks.quality": Way(
-        f"--variants tomesd-0.5 --noised 2 --pictures 1 --steps 1 {ONE_MODEL} --output {{new}}/quality.json"
-    ),
-    "python -m benchmarks.quality --smallest": Way(f"{ONE_MODEL} --output {{new}}/quality.json"),
+    "python -m benchmarks.quality": Way(f"--variants tomesd-0.5 --noised 2 --pictures 1 --steps 1 {SMALL}"),
+    "python -m benchmarks.quality --smallest": Way(SMALL),
     "python -m benchmarks.quality --smallest --device mps": Way(ONE_MODEL, needs=MPS),
     "python -m benchmarks.quality --for choose": Way("--list"),
     "python -m benchmarks.quality --list": Way(),
@@ -66,11 +66,10 @@ WAYS = {
     "python -m benchmarks.quality --model demo/scenes128.safetensors --noised 2 --pictures 1 --steps 5 --no-clock "
     "--variants smallest-0.75 smallest-0.9375 tomesd-0.5 tomesd-0.75 preset-quality preset-balanced": Way("--list"),
     "python -m benchmarks.quality --model DIR": Way(
-        "--smallest --prompts {new}/prompts.txt --pictures 1 --output {new}/quality.json", (("DIR", "{pipeline}"),)
+        f"--smallest --prompts {{new}}/prompts.txt --pictures 1 {TO}", (("DIR", "{pipeline}"),)
     ),
     "python -m benchmarks.quality --model DIR_OR_FILE --prompts prompts.txt --pictures 32": Way(
-        "--smallest --pictures 1 --output {new}/quality.json",
-        (("DIR_OR_FILE", "{pipeline}"), ("prompts.txt", "{new}/prompts.txt")),
+        f"--smallest --pictures 1 {TO}", (("DIR_OR_FILE", "{pipeline}"), ("prompts.txt", "{new}/prompts.txt")),
     ),
     "torchrun --nproc-per-node 2 -m benchmarks.quality --output ...": Way(
         f"--smallest {ONE_MODEL}", (("...", "{new}/quality.json"),)
@@ -81,11 +80,9 @@ WAYS = {
     "python -m benchmarks.stacking": Way(f"--beside FreeU {SHORT_STACKING}"),
     "python -m benchmarks.stacking --beside DeepCache FreeU --pictures 1 --rounds 0": Way(SHORT_STACKING),
     "python -m benchmarks.stacking --beside FirstBlockCache --timed FirstBlockCache "
-    "--output benchmarks/results/stacking-wan-cpu-2026-11-24.json": Way(
-        "--tiny --rounds 1 --output {new}/stacking.json"
-    ),
-    "python -m benchmarks.unfused": Way(f"--pixels 256 {SHORT_UNFUSED}"),
-    "python -m benchmarks.unfused --pixels 512 1024": Way(f"--pixels 256 {SHORT_UNFUSED}"),
+    "--output benchmarks/results/stacking-wan-cpu-2026-11-24.json": Way(f"--tiny --rounds 1 {TO}"),
+    "python -m benchmarks.unfused": Way(SHORT_UNFUSED),
+    "python -m benchmarks.unfused --pixels 512 1024": Way(SHORT_UNFUSED),
     "python -m demo.samples": Way("--steps 1"),
     "python -m demo.train --minutes 600": Way(SHORT_TRAINING),
     "python -m demo.train --minutes 30 --device cuda --batch 64": Way(SHORT_TRAINING, needs=GPU),
