@@ -11,6 +11,7 @@ import traceback
 import warnings
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -29,28 +30,21 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-class Record:
-    """What was seen so far; in a file, if there is one."""
+def begun(path: Path | None, command: str) -> dict[str, Any]:
+    """What was seen so far: what the file holds, if there is one."""
+    record = {"command": command, "done": -1, "seen": {}, "faults": []}
+    if path is not None and path.exists():
+        record = json.loads(path.read_text(encoding="utf-8"))
+    if record["command"] != command:
+        raise SystemExit(f"{path} is of another command: {record['command']}")
+    return {**record, "seen": Counter(record["seen"])}
 
-    def __init__(self, path: Path | None, arguments: list[str]) -> None:
-        self.path = path
-        self.seen: Counter = Counter()
-        self.done, self.faults = -1, []
-        self._command = " ".join([COMMAND, *arguments])
-        if path is not None and path.exists():
-            kept = json.loads(path.read_text(encoding="utf-8"))
-            if kept["command"] != self._command:
-                raise SystemExit(f"{path} is of another command: {kept['command']}")
-            self.seen.update(kept["seen"])
-            self.done, self.faults = kept["done"], kept["faults"]
 
-    def save(self) -> None:
-        if self.path is not None:
-            kept = {"command": self._command, "done": self.done, "seen": dict(sorted(self.seen.items())),
-                    "faults": self.faults}  # fmt: skip
-            part = self.path.with_name(f"{self.path.name}.part")
-            part.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-            part.replace(self.path)
+def save(record: dict[str, Any], path: Path) -> None:
+    part = path.with_name(f"{path.name}.part")
+    text = json.dumps({**record, "seen": dict(sorted(record["seen"].items()))}, indent=1)
+    part.write_text(f"{text}\n", encoding="utf-8")
+    part.replace(path)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -61,25 +55,27 @@ def main(arguments: list[str] | None = None) -> int:
     logging.disable()
     warnings.simplefilter("ignore")
     shard, shards = (int(part) for part in options.shard.split("/"))
-    record, since = Record(options.output, arguments), time.monotonic()
-    numbers = [one for one in range(options.first + shard, options.first + options.count, shards) if one > record.done]
+    record, since = begun(options.output, " ".join([COMMAND, *arguments])), time.monotonic()
+    seen, faults = record["seen"], record["faults"]
+    wanted = range(options.first + shard, options.first + options.count, shards)
+    numbers = [number for number in wanted if number > record["done"]]
     for place, number in enumerate(numbers, 1):
         try:
-            record.seen.update(run(options.seed, number))
+            seen.update(run(options.seed, number))
         except AssertionError as fault:
             again = f"{COMMAND} --seed {options.seed} --first {number} --count 1"
             print(f"\nFAILED: {fault}\nrepeat: {again}", file=sys.stderr)
             if options.count == 1:
                 traceback.print_exception(fault)
-            record.faults.append({"number": number, "fault": str(fault).splitlines()[0], "repeat": again})
-        record.done = number
+            faults.append({"number": number, "fault": str(fault).splitlines()[0], "repeat": again})
+        record["done"] = number
         if place % 25 == 0 or place == len(numbers):
-            record.save()
-            print(f"\r{place}/{len(numbers)}, {len(record.faults)} failed, {time.monotonic() - since:.0f} s",
+            if options.output is not None:
+                save(record, options.output)
+            print(f"\r{place}/{len(numbers)}, {len(faults)} failed, {time.monotonic() - since:.0f} s",
                   end="", file=sys.stderr, flush=True)  # fmt: skip
-    print(f"\n{len(record.faults)} failed; " + ", ".join(f"{count} {what}" for what, count in
-                                                          sorted(record.seen.items())))  # fmt: skip
-    return int(bool(record.faults))
+    print(f"\n{len(faults)} failed; " + ", ".join(f"{count} {what}" for what, count in sorted(seen.items())))
+    return int(bool(faults))
 
 
 if __name__ == "__main__":

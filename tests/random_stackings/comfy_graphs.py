@@ -89,7 +89,8 @@ class _Graph:
             patcher, merges = RemoveToMe().remove(patcher)[0], False
         elif kind == "wrapper":
             patcher = patcher.clone()
-            patcher.add_wrapper_with_key(dice.choice(("outer_sample", "apply_model")), "theirs", _passed_on)
+            patcher.add_wrapper_with_key(dice.choice(("outer_sample", "apply_model")), "theirs",
+                                         lambda executor, *args, **kwargs: executor(*args, **kwargs))  # fmt: skip
         else:
             self.server.run(PROMPT if dice.random() < 0.5 else {})
             ToMePreview().preview(patcher, latent={"samples": torch.zeros(1, 4, 8, 8)}, unique_id="9")
@@ -104,8 +105,13 @@ class _Graph:
         model = dice.choice(self.models) if dice.random() < 0.1 else patcher.model
         call = {"steps": dice.randint(1, 3), "batch": dice.randint(1, 2), "size": dice.choice(SIZES),
                 "seed": dice.randrange(3)}  # fmt: skip
-        stop = _throwing(dice.randrange(3)) if dice.random() < 0.1 else None
-        self.told.append(f"sample {number} {call}{' and throw' if stop else ''}")
+        thrown_at = dice.randrange(3) if dice.random() < 0.1 else None
+        self.told.append(f"sample {number} {call}{'' if thrown_at is None else ' and throw'}")
+
+        def stop(step: int) -> None:
+            if step == thrown_at:
+                raise Thrown
+
         plain = Guider(ModelPatcher(model)).sample(**call)
         try:
             out = Guider(patcher, model).sample(stop=stop, **call)
@@ -118,15 +124,3 @@ class _Graph:
         if not merges and not same:
             raise Fault("a branch without merging draws another picture")
         return "sampling as without merging" if same else "merged sampling"
-
-
-def _passed_on(executor: Any, *args: Any, **kwargs: Any) -> Any:
-    return executor(*args, **kwargs)
-
-
-def _throwing(at: int) -> Any:
-    def stop(step: int) -> None:
-        if step == at:
-            raise Thrown
-
-    return stop
