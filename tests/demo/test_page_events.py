@@ -190,9 +190,8 @@ def test_a_comparison_shows_each_strength_with_what_it_took_and_changed(events, 
     *_, last = events.compared({**values, "steps": 2, "strengths": "0; .5 1, 0.25"}, Seen(), "s")
     grid = last["grid"]["value"]
     assert last["grid"]["visible"] and grid.count("<img") == 4
-    assert [grid.index(f"<strong>Strength {one}</strong>") for one in ("0", "0.5", "1", "0.25")] == sorted(
-        grid.index(f"<strong>Strength {one}</strong>") for one in ("0", "0.5", "1", "0.25")
-    )
+    places = [grid.index(f"<strong>Strength {one}</strong>") for one in ("0", "0.5", "1", "0.25")]
+    assert places == sorted(places)
     assert grid.count(" s of processor time, ") == 4 and grid.count("dB, detail ") == 3
     assert "the same picture, bit for bit" in grid
     assert [run.strength for run in last["seen"].runs] == [0, 0.5, 1, 0.25]

@@ -46,26 +46,21 @@ def made(
     if call.mode == "vmap":
         with torch.no_grad():
             def alone(latent: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-                return case.call(run, latent[None], _first(call.timestep), words[None])[0]
+                time = call.timestep
+                first = time[:1] if torch.is_tensor(time) and time.dim() else time
+                return case.call(run, latent[None], first, words[None])[0]
 
             return torch.func.vmap(alone)(x, text)
     if call.mode == "functional":
         weights = {name: one.detach() for name, one in unet.named_parameters()}
 
-        def functional(*args: Any, **kwargs: Any) -> Any:
-            return torch.func.functional_call(unet, weights, args, {**kwargs, **more})
-
-        with torch.no_grad():
-            return case.call(functional, x, call.timestep, text)
+        def target(*args: Any, **kwargs: Any) -> Any:
+            return torch.func.functional_call(unet, weights, args, kwargs)
     if call.mode in ("grad", "checkpoint"):
         return _with_gradients(case, unet, call, run, x, text)
     around = torch.autocast("cpu", torch.bfloat16) if call.mode == "autocast" else nullcontext()
     with torch.inference_mode() if call.mode == "inference" else torch.no_grad(), around:
         return case.call(run, x, call.timestep, text)
-
-
-def _first(timestep: Any) -> Any:
-    return timestep[:1] if torch.is_tensor(timestep) and timestep.dim() else timestep
 
 
 def _with_gradients(
