@@ -1,6 +1,7 @@
 """Token merging nodes for ComfyUI: what its loader looks for."""
 
-from . import attentions, measuring
+from . import attentions, host
+from .engine import tome_core
 from .nodes import ApplyToMe, RemoveToMe, ToMePreview, ToMeSettings
 
 NODE_CLASS_MAPPINGS = {node.__name__: node for node in (ApplyToMe, ToMeSettings, RemoveToMe, ToMePreview)}
@@ -8,6 +9,6 @@ NODE_DISPLAY_NAME_MAPPINGS = {name: node.DISPLAY_NAME for name, node in NODE_CLA
 WEB_DIRECTORY = "./web"
 
 attentions.register()
-measuring.remember()
+tome_core.gains.load(host.gains_file())
 
 __all__ = ["NODE_CLASS_MAPPINGS", "NODE_DISPLAY_NAME_MAPPINGS", "WEB_DIRECTORY"]

@@ -59,24 +59,18 @@ def say(text: str, node_id: Any, line: str = "") -> None:
 
 
 def show(text: str, node_id: Any) -> None:
-    """In the graph, under the node. Never fails: it runs in mid-queue."""
+    """In the graph, under the node and the subgraphs around it. Never fails: it runs in mid-queue."""
     send = getattr(_server(), "send_progress_text", None)
     if send is None or node_id is None:
         return
     try:
-        for place in _places(str(node_id)):
-            send(text.replace("\n", LINE_BREAK), place)
+        # ``12:5`` is node 5 in the subgraph that node 12 is. The page shows a text only where its node is in the graph
+        # that is open, which may be the outer one
+        parts = str(node_id).split(":")
+        for count in range(len(parts), 0, -1):
+            send(text.replace("\n", LINE_BREAK), ":".join(parts[:count]))
     except Exception:  # a host's own transport; nobody's picture should depend on it
         logger.debug("the message could not be sent to node %s", node_id, exc_info=True)
-
-
-def _places(node_id: str) -> list[str]:
-    """A node, and the subgraphs around it: ``12:5`` is node 5 in the subgraph that node 12 is.
-
-    The page shows a text only where its node is in the graph that is open, which may be the outer one.
-    """
-    parts = node_id.split(":")
-    return [":".join(parts[:count]) for count in range(len(parts), 0, -1)]
 
 
 def unknown_inputs(prompt: Any, node_id: Any, known: Iterable[str]) -> list[str]:
@@ -124,10 +118,10 @@ def _running_prompts() -> Iterator[dict]:
             yield item[2]
 
 
-def user_file(name: str) -> str | None:
-    """A file of ours in ComfyUI's folder for what belongs to its user; None outside of ComfyUI."""
+def gains_file() -> str | None:
+    """For what was measured, in ComfyUI's folder for what belongs to its user; None outside of ComfyUI."""
     folder = getattr(sys.modules.get("folder_paths"), "get_user_directory", None)
-    return None if folder is None else os.path.join(folder(), name)
+    return None if folder is None else os.path.join(folder(), "tome_core_gains.json")
 
 
 def is_interrupted() -> bool:

@@ -9,18 +9,10 @@ from . import host
 from .engine import tome_core
 
 logger = logging.getLogger(__name__)
-_FILE = "tome_core_gains.json"
 
 
 class _Stopped(Exception):
     """The user has pressed Cancel, which ends a measurement and no picture: it is done."""
-
-
-def remember() -> None:
-    """Know what was measured before ComfyUI was started, and keep what will be."""
-    path = host.user_file(_FILE)
-    if path is not None:
-        tome_core.gains.load(path)
 
 
 def measure(handle: Any, told: dict[str, Any]) -> str:

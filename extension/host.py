@@ -224,12 +224,12 @@ def pictures(p: Any) -> int | None:
     return size if isinstance(size, int) and size > 0 else None
 
 
-def cache_file(name: str) -> str | None:
-    """A file of ours where the webui keeps what it can do without; None where it says nothing of such a place."""
+def gains_file() -> str | None:
+    """For what was measured, where the webui keeps what it can do without; None where it tells of no such place."""
     data = getattr(sys.modules.get("modules.paths_internal"), "data_path", None)
     if data is None:
         return None
-    return os.path.join(os.environ.get("SD_WEBUI_CACHE_DIR", os.path.join(data, "cache")), name)
+    return os.path.join(os.environ.get("SD_WEBUI_CACHE_DIR", os.path.join(data, "cache")), "tome_core_gains.json")
 
 
 def autocast() -> AbstractContextManager:

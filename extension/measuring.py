@@ -6,13 +6,12 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from ..tome_core import MergeConfig, Patch, gains
+from ..tome_core import MergeConfig, Patch
 from . import host
 from .merging import Job
 from .wish import FIRST, HIRES, Wish
 
 logger = logging.getLogger(__name__)
-_FILE = "tome_core_gains.json"
 _NO_MODEL = "no model is loaded yet"
 
 
@@ -30,13 +29,6 @@ class Pass(NamedTuple):
 
 
 Ask = Callable[[Patch, Pass], str]
-
-
-def remember() -> None:
-    """Know what was measured before the webui was started, and keep what will be."""
-    path = host.cache_file(_FILE)
-    if path is not None:
-        gains.load(path)
 
 
 def answer(wish: Wish, passes: Iterable[Pass]) -> str:

@@ -9,6 +9,7 @@ import logging
 import sys
 from typing import Any
 
+from ..tome_core import gains
 from ..tome_core.model.switch import let_go
 from . import attentions, host, infotext, measuring, merge_map, options, page
 from .merging import Job, armed, job_of, set_job
@@ -170,7 +171,7 @@ def register() -> type[TokenMerging]:
     """Be called back, and give the class; called by the shim each time that the webui runs it."""
     host.set_up_console(PARENT)
     attentions.describe()
-    measuring.remember()
+    gains.load(host.gains_file())  # what was measured before this start
     host.listen(
         cfg_denoiser=on_step, ui_settings=options.register, before_ui=add_axes, script_unloaded=unload,
         after_component=on_component, after_process=on_end,

@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from comfy_nodes import host, measuring
+from comfy_nodes import host
 from comfy_nodes.engine import tome_core
 from comfy_nodes.nodes import ApplyToMe, RemoveToMe, ToMePreview
 from tests import comfy_attention
@@ -27,7 +27,7 @@ def server(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "server", one.module())
     monkeypatch.setitem(sys.modules, "folder_paths", paths)
     one.run(PROMPT)
-    measuring.remember()
+    tome_core.gains.load(host.gains_file())
     yield one
     tome_core.gains.KNOWN.forget()
 
@@ -81,7 +81,7 @@ def test_what_pays_merges_from_the_next_sampling_on_and_after_a_restart(server, 
     tome_core.gains.KNOWN.forget()
     assert torch.equal(drawn(patcher=patcher), plain) and len(made) == 2
     tome_core.gains.KNOWN.forget()
-    measuring.remember()
+    tome_core.gains.load(host.gains_file())
     assert [file.name for file in tmp_path.iterdir()] == ["tome_core_gains.json"]
     assert torch.equal(drawn(patcher=patcher), after) and len(made) == 2
 
@@ -166,4 +166,4 @@ def test_a_gain_is_of_the_attention_in_force(server, costs, monkeypatch):
 
 def test_outside_of_comfyui_nothing_is_kept_in_a_file(monkeypatch):
     monkeypatch.delitem(sys.modules, "folder_paths", raising=False)
-    assert host.user_file("any") is None and not host.is_interrupted()
+    assert host.gains_file() is None and not host.is_interrupted()

@@ -186,9 +186,10 @@ class Gains:
 KNOWN = Gains()
 
 
-def load(path: str | os.PathLike) -> None:
-    """`Gains.load` of what this process knows: a host does it once, before it patches anything."""
-    KNOWN.load(path)
+def load(path: str | os.PathLike | None) -> None:
+    """`Gains.load` of what this process knows: a host does it once, before it patches anything. None: no file."""
+    if path is not None:
+        KNOWN.load(path)
 
 
 def nearest(gains: Iterable[Gain], device: str, dtype: str, height: int, width: int, batch: int) -> Gain | None:
