@@ -34,7 +34,7 @@ class _CrossAttention(tome_core.attention.ForwardOnStandIn):
     def takes_bias(self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, kwargs: dict[str, Any]) -> bool:
         """Where the function in force is one of ComfyUI's that add a mask, and would be called with a mask too."""
         home = type(module).forward.__globals__
-        override = _override_in(kwargs.get("transformer_options"))
+        override = (kwargs.get("transformer_options") or {}).get(OVERRIDE)
         if override is not None:
             return adds_a_mask(chosen_by(override), home)
         function = home.get("optimized_attention")
@@ -62,10 +62,6 @@ def adds_a_mask(function: Any, home: dict[str, Any] | None = None) -> bool:
     return False
 
 
-def _override_in(options: Any) -> Any | None:
-    return (options or {}).get(OVERRIDE)
-
-
 def chosen_by(override: Any) -> Any | None:
     """The attention that an override calls with everything it is given; None where that is not known.
 
@@ -77,18 +73,18 @@ def chosen_by(override: Any) -> Any | None:
     return cells["optimized_attention"].cell_contents if "optimized_attention" in cells else None
 
 
-def function_in_force(unet: nn.Module, options: Any) -> str:
+def function_in_force(unet: nn.Module, options: dict) -> str:
     """What tells the attention of a UNet's calls from all others. options: the calls' transformer_options."""
-    override = _override_in(options)
+    override = options.get(OVERRIDE)
     if override is not None:
         return " ".join(_name_of(one) for one in (override, chosen_by(override)) if one is not None)
     attention = getattr(tome_core.model.families.find_blocks(unet)[0].block, "attn1", None)
     return _name_of(getattr(type(attention).forward, "__globals__", {}).get("optimized_attention"))
 
 
-def told(options: Any) -> dict[str, Any]:
+def told(options: dict) -> dict[str, Any]:
     """What of a call's transformer_options decides its attention, as a keyword of the UNet's forward."""
-    override = _override_in(options)
+    override = options.get(OVERRIDE)
     return {} if override is None else {"transformer_options": {OVERRIDE: override}}
 
 

@@ -47,7 +47,7 @@ def grid_of(model: Any, latent: Any) -> Any | None:
     return Grid(frames * height, width, frames)
 
 
-def layout_of(model: Any, grid: Any, tokens: int, options: dict) -> Any | str:
+def where_tokens_lie(model: Any, grid: Any, tokens: int, options: dict) -> Any | str:
     """Of a sequence of so many tokens; a sentence where that is not known. options: transformer_options of the call."""
     names = {kind.__name__ for kind in type(model).__mro__}
     if names & _REFINE_TEXT and not options.get("block_type"):

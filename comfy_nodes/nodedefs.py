@@ -72,7 +72,6 @@ def text(texts: dict[str, Any] | None = None) -> str:
 
 def main() -> None:
     """Write them all."""
-    PATH.parent.mkdir(parents=True, exist_ok=True)
     PATH.write_text(text(), encoding="utf-8")
     for path in LOCALES.glob("*/nodeDefs.json"):
         translated = json.loads(path.read_text(encoding="utf-8"))

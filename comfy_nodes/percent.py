@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from .engine import tome_core
+
+is_kind = tome_core.model.families.is_kind
+_FLOW = "CONST"  # base of what samples a flow model
 _HALVINGS = 24
 # Scheduled sigmas are float32, good to 1e-7 or so; a step of 1e-6 in percent changes sigma by 6e-6. Rounding to
 # it makes "exactly at 50 %" what ComfyUI's own comparison of sigmas makes of it.
@@ -37,7 +41,7 @@ def flow_time(sigma: float, model_sampling: Any) -> float | None:
 
     As a noise's deviation relative to the picture's, half of a film's steps would all be the noisiest there is.
     """
-    return 1000.0 * sigma if _is_flow(model_sampling) else None
+    return 1000.0 * sigma if is_kind(model_sampling, _FLOW) else None
 
 
 def relative_sigma(sigma: float, model_sampling: Any) -> float:
@@ -45,11 +49,7 @@ def relative_sigma(sigma: float, model_sampling: Any) -> float:
 
     EDM models see the picture at another one. Flow models see ``(1 - sigma)`` of it under ``sigma`` of the noise.
     """
-    if _is_flow(model_sampling):
+    if is_kind(model_sampling, _FLOW):
         noise = sigma * getattr(model_sampling, "noise_scale", 1.0)
         return noise / max(1.0 - sigma, noise / _PURE_NOISE) if noise > 0 else 0.0
     return sigma / getattr(model_sampling, "sigma_data", 1.0)
-
-
-def _is_flow(model_sampling: Any) -> bool:
-    return any(kind.__name__ == "CONST" for kind in type(model_sampling).__mro__)

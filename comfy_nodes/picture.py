@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ def titled(picture: torch.Tensor, title: str) -> torch.Tensor:
 
     image = Image.fromarray((picture.clamp(0, 1) * 255).round().to(torch.uint8).numpy())
     draw = ImageDraw.Draw(image)
-    text = "\n".join(_wrapped(title, max(16, picture.shape[1] // 7)))
+    text = textwrap.fill(title, max(16, picture.shape[1] // 7))
     box = draw.multiline_textbbox((4, 4), text)
     draw.rectangle((0, 0, box[2] + 4, box[3] + 4), fill=(0, 0, 0))
     draw.multiline_text((4, 4), text, fill=(255, 255, 255))
@@ -76,9 +77,3 @@ def _borders(cells: torch.Tensor) -> torch.Tensor:
     light[1:][cells[1:] != cells[:-1]] = _BORDER
     light[:, 1:][cells[:, 1:] != cells[:, :-1]] = _BORDER
     return light.unsqueeze(-1)
-
-
-def _wrapped(text: str, width: int) -> list[str]:
-    import textwrap
-
-    return [line for part in text.splitlines() for line in textwrap.wrap(part, width)] or [""]

@@ -86,8 +86,8 @@ def test_a_hunyuan_video_whose_film_comes_first_is_not_taken_for_one_whose_text_
     """As an earlier ComfyUI's was, whose blocks say so."""
     model = Flux()
     model.double_blocks = [SimpleNamespace(flipped_img_txt=True)]
-    assert layouts.layout_of(model, GRID, 192 + 7, {}) == f"7 {layouts.BESIDE}"
-    assert layouts.layout_of(Flux(), GRID, 192 + 7, {}).first == 7
+    assert layouts.where_tokens_lie(model, GRID, 192 + 7, {}) == f"7 {layouts.BESIDE}"
+    assert layouts.where_tokens_lie(Flux(), GRID, 192 + 7, {}).first == 7
 
 
 @pytest.mark.parametrize("name", ["HunyuanVideo", "NextDiT", "SingleStreamDiT"])
@@ -95,15 +95,15 @@ def test_a_text_that_is_refined_by_itself_is_not_taken_for_a_picture(name):
     """Before the model says in which block it is, be the text longer than the picture or as long."""
     model = type(name, (Flux,), {})()
     for tokens in (192 + 7, 192):
-        assert layouts.layout_of(model, GRID, tokens, {}) == f"{tokens} {layouts.REFINED}"
-    assert layouts.layout_of(model, GRID, 192 + 7, {"block_type": "double"}).first == 7
+        assert layouts.where_tokens_lie(model, GRID, tokens, {}) == f"{tokens} {layouts.REFINED}"
+    assert layouts.where_tokens_lie(model, GRID, 192 + 7, {"block_type": "double"}).first == 7
 
 
 @pytest.mark.parametrize("multiple, filled", [(None, 192), (32, 192), (50, 200)])
 def test_z_images_picture_comes_last_and_is_filled_up(multiple, filled):
     model = type("NextDiT", (Flux,), {"pad_tokens_multiple": multiple})()
     for beside in (7, 7 + 64):  # a text; references too
-        assert layouts.layout_of(model, GRID, beside + filled, {"block_type": "double"}) == (GRID, beside)
+        assert layouts.where_tokens_lie(model, GRID, beside + filled, {"block_type": "double"}) == (GRID, beside)
 
 
 def test_what_fills_up_a_picture_is_no_token_of_it():
@@ -115,7 +115,7 @@ def test_what_fills_up_a_picture_is_no_token_of_it():
 
 
 def test_references_lie_behind_the_picture():
-    layout = layouts.layout_of(Flux(), GRID, 192 + 7 + 50, {"reference_image_num_tokens": [20, 30]})
+    layout = layouts.where_tokens_lie(Flux(), GRID, 192 + 7 + 50, {"reference_image_num_tokens": [20, 30]})
     assert layout.first == 7
 
 
