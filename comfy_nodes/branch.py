@@ -15,13 +15,16 @@ from typing import Any, NamedTuple
 
 from . import attentions, host, measuring, transformers
 from .engine import tome_core
+from .layouts import patch_of
 from .percent import flow_time, relative_sigma
 from .sampling import Sampling, steps_text
 
-# places among the arguments of outer_sample(noise, latent_image, sampler, sigmas, denoise_mask, callback, ...)
-_NOISE, _SAMPLER, _SIGMAS, _CALLBACK = 0, 2, 3, 5
+SequenceMerging = tome_core.sequence.SequenceMerging
+# arguments of outer_sample(noise, latent_image, sampler, sigmas, denoise_mask, callback, ...), by place and name
+_NOISE, _SAMPLER, _SIGMAS, _CALLBACK = (0, "noise"), (2, "sampler"), (3, "sigmas"), (5, "callback")
+# of apply_model(x, t, c_concat, c_crossattn, control, transformer_options, ...); t: a sigma for each sample
+_X, _T, _OPTIONS = (0, "x"), (1, "t"), (5, "transformer_options")
 _TITLE = "ToMe"
-_OPTIONS = 5  # of transformer_options among those of apply_model(x, t, c_concat, c_crossattn, control, ...)
 
 
 class Asked(NamedTuple):
@@ -80,15 +83,13 @@ class BranchMerging:
     def outer_sample(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         """Around a whole sampling: counts begin before it, and the report follows."""
         self._begin()
-        named = ((_SAMPLER, "sampler"), (_SIGMAS, "sigmas"), (_NOISE, "noise"))
-        sampling = Sampling(*(_argument(place, name, args, kwargs) for place, name in named))
-        callback = sampling.hear(_argument(_CALLBACK, "callback", args, kwargs))
+        sigmas = _argument(*_SIGMAS, args, kwargs)
+        sampling = Sampling(_argument(*_SAMPLER, args, kwargs), sigmas, _argument(*_NOISE, args, kwargs))
+        args, kwargs = _replaced(*_CALLBACK, sampling.hear(_argument(*_CALLBACK, args, kwargs)), args, kwargs)
         outer, self._sampling = self._sampling, sampling
         stopped = False
         try:
-            if len(args) > _CALLBACK:
-                return executor(*args[:_CALLBACK], callback, *args[_CALLBACK + 1 :], **kwargs)
-            return executor(*args, **{**kwargs, "callback": callback})
+            return executor(*args, **kwargs)
         except BaseException:  # an interrupt is one
             stopped = True
             raise
@@ -99,9 +100,10 @@ class BranchMerging:
             if outer is None:
                 self._take_off(*self._attached)
                 if self._asked.gain and not stopped:
-                    self._measure()
-            done, computed = sampling.steps_done, sampling.steps_computed
-            self._steps = steps_text(done, _steps(*args, **kwargs), stopped, computed)
+                    found = [measuring.measure(handle, told) for handle, told in self._called.items()]
+                    self._measured = [sentence for sentence in found if sentence]
+            planned = len(sigmas) - 1 if hasattr(sigmas, "__len__") and len(sigmas) else None
+            self._steps = steps_text(sampling.steps_done, planned, stopped, sampling.steps_computed)
             host.say("\n".join(self.lines()), self.node_id, self._line())
 
     def maps(self) -> dict[int, tuple[int, Any]]:
@@ -121,7 +123,9 @@ class BranchMerging:
         """The report for people, ten lines at most."""
         if not self._called:
             return [f"{_TITLE}: {line}" for line in self._strangers.values()] or [f"{_TITLE}: the model was not called"]
-        beside = [*self._measured, *self._range_lines(), *self._strangers.values(), *self._beside]
+        live, known = sum(self._times.values()), len(self._times)
+        times = [f"between start and end at {live} of {known} noise levels"] if known else []
+        beside = [*self._measured, *times, *self._strangers.values(), *self._beside]
         return self.report().lines(_TITLE, [self._steps], beside)
 
     def _line(self) -> str:
@@ -129,14 +133,6 @@ class BranchMerging:
         if not self._called:
             return self.lines()[0]
         return f"{_TITLE}: {', '.join(filter(None, [self._steps, self.report().headline]))}"
-
-    def _range_lines(self) -> list[str]:
-        live = sum(self._times.values())
-        return [f"between start and end at {live} of {len(self._times)} noise levels"] if self._times else []
-
-    def _measure(self) -> None:
-        found = (measuring.measure(handle, told) for handle, told in self._called.items())
-        self._measured = [sentence for sentence in found if sentence]
 
     def _begin(self) -> None:
         self._called = {}
@@ -150,19 +146,16 @@ class BranchMerging:
             handle.keep_maps(self._asked.maps)
 
     def _merged(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
-        model, options = executor.class_obj, _argument(_OPTIONS, "transformer_options", args, kwargs) or {}
+        model, options = executor.class_obj, _argument(*_OPTIONS, args, kwargs) or {}
+        x, t = _argument(*_X, args, kwargs), _argument(*_T, args, kwargs)
         handle = self._patch_of(model, options)
         if handle is None:
             return executor(*args, **kwargs)
         if handle.run.wants_time:
-            self._tell_time(handle, model.model_sampling, *args, **kwargs)
-        if transformers.is_handle(handle):
-            x, t = _argument(0, "x", args, kwargs), _argument(1, "t", args, kwargs)
+            self._tell_time(handle, model.model_sampling, x, t, options)
+        if isinstance(handle, SequenceMerging):
             changed = transformers.options_with(handle, model.diffusion_model, x, t, options, self._slot)
-            if len(args) > _OPTIONS:
-                args = (*args[:_OPTIONS], changed, *args[_OPTIONS + 1 :])
-            else:
-                kwargs = {**kwargs, "transformer_options": changed}
+            args, kwargs = _replaced(*_OPTIONS, changed, args, kwargs)
             answer = executor(*args, **kwargs)
         else:
             with handle.merging():
@@ -178,9 +171,10 @@ class BranchMerging:
             unet = tome_core.model.families.find_unet(model.diffusion_model)
             with self._lock:  # several GPUs sample in threads
                 handle = self._patches.get(unet) or self._make(unet)
-                if transformers.is_handle(handle) and transformers.is_compiled(model.diffusion_model, options):
-                    raise tome_core.UnsupportedModelError("the model is compiled")
-                if hasattr(handle, "attach") and self._attached.get(id(model)) is not handle:
+                if isinstance(handle, SequenceMerging):
+                    if transformers.is_compiled(model.diffusion_model, options):
+                        raise tome_core.UnsupportedModelError("the model is compiled")
+                elif self._attached.get(id(model)) is not handle:
                     self._attached[id(model)] = handle  # first: an interrupt may fall in between
                     handle.attention_function = attentions.function_in_force(unet, options)
                     handle.attach()
@@ -196,9 +190,10 @@ class BranchMerging:
             handle = tome_core.patch(unet, self.config, host_clock=True)
             handle.uninstall()
         except tome_core.UnsupportedModelError:
-            if transformers.unsupported(unet):
+            patch = patch_of(unet)
+            if patch is None:
                 raise
-            handle = transformers.make(unet, self.config)
+            handle = SequenceMerging(self.config, downsample=patch[2])
         handle.keep_maps(self._asked.maps)
         self._patches[unet] = handle
         return handle
@@ -217,44 +212,31 @@ class BranchMerging:
             finally:
                 self._attached.pop(model, None)
 
-    def _tell_time(self, handle: Any, model_sampling: Any, *args: Any, **kwargs: Any) -> None:
-        """From apply_model(x, t, ..., transformer_options), whose ``t`` is a sigma for each sample."""
+    def _tell_time(self, handle: Any, model_sampling: Any, x: Any, t: Any, options: dict) -> None:
         sampling = self._sampling or Sampling()
-        t = _argument(1, "t", args, kwargs)
-        options = _argument(_OPTIONS, "transformer_options", args, kwargs) or {}
         sigma = sampling.sigma(t, options)
         if not 0 <= sigma < math.inf:  # nobody's picture should depend on how we take it
             handle.set_time()
             return
         percent = sampling.percent(sigma, model_sampling) if self._has_range else None
-        flows = transformers.is_handle(handle)
+        flows = isinstance(handle, SequenceMerging)
         time = flow_time(sigma, model_sampling) if flows else None
         relative = relative_sigma(sigma, model_sampling) if time is None else None
-        pictures = sampling.pictures_in(_argument(0, "x", args, kwargs), options)
-        timesteps = sampling.timesteps(model_sampling, options, flows)
-        handle.set_time(percent=percent, timestep=time, sigma=relative, sampling=self._sampling, pictures=pictures,
-                        timesteps=timesteps)  # fmt: skip
+        handle.set_time(percent=percent, timestep=time, sigma=relative, sampling=self._sampling,
+                        pictures=sampling.pictures_in(x, options),
+                        timesteps=sampling.timesteps(model_sampling, options, flows))  # fmt: skip
         if self._has_range:
             self._times[sigma] = bool(handle.run.live)
 
 
-def unsupported(model: Any) -> str | None:
-    """Why this model cannot merge; None where it can."""
-    try:
-        unet = tome_core.model.families.find_unet(model)
-        tome_core.model.families.find_blocks(unet)
-    except TypeError as error:
-        return str(error)
-    except tome_core.UnsupportedModelError as error:
-        return str(error) if transformers.unsupported(unet) else None
-    return None
-
-
 def layout_of(model: Any) -> str:
-    """Whose strengths a model that is not `unsupported` has, see `tome_core.strength`."""
+    """Whose strengths a model has, see `tome_core.strength`. Raises TypeError or ValueError where it cannot merge."""
+    unet = tome_core.model.families.find_unet(model)
     try:
-        return tome_core.model.families.layout_of(tome_core.model.families.find_unet(model))
-    except (TypeError, tome_core.UnsupportedModelError):
+        return tome_core.model.families.layout_of(unet)
+    except tome_core.UnsupportedModelError:
+        if patch_of(unet) is None:
+            raise
         return "transformer"
 
 
@@ -262,7 +244,8 @@ def _argument(place: int, name: str, args: tuple, kwargs: dict) -> Any:
     return args[place] if len(args) > place else kwargs.get(name)
 
 
-def _steps(*args: Any, **kwargs: Any) -> int | None:
-    """Steps of a sampling, from outer_sample(noise, latent_image, sampler, sigmas, ...)."""
-    sigmas = _argument(_SIGMAS, "sigmas", args, kwargs)
-    return len(sigmas) - 1 if hasattr(sigmas, "__len__") and len(sigmas) else None
+def _replaced(place: int, name: str, value: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """The arguments with this one instead, where it was: by place, else by name."""
+    if len(args) > place:
+        return (*args[:place], value, *args[place + 1 :]), kwargs
+    return args, {**kwargs, name: value}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from . import host, inputs, picture
-from .branch import Asked, BranchMerging, layout_of, unsupported
+from .branch import Asked, BranchMerging, layout_of
 
 CATEGORY = "model/patch/unet"
 ALIASES = ["token merging", "tomesd", "tome", "speed", "faster sampling"]
@@ -70,14 +70,13 @@ class ApplyToMe:
             host.say(TOO_OLD, unique_id)
             return (clone,)
         host.detach(clone)
-        problem = unsupported(clone.model)
+        problem = config = None
         try:
             config = inputs.config_of(strength, start, end, settings, layout_of(clone.model))
-        except (TypeError, ValueError) as error:  # a start after the end, or a linked value
-            problem = str(error)
-            config = None
+        except (TypeError, ValueError) as error:  # another model, a start after the end, or a linked value
+            problem = error
         dropped = _dropped(self, prompt, unique_id)
-        if problem is not None or config is None:
+        if config is None:
             text = f"ToMe stepped aside, the model is unchanged: {problem}" if problem else OFF_TEXT
             host.say("\n".join([text, *dropped]), unique_id)
             return (clone,)

@@ -15,32 +15,12 @@ import torch.nn.functional as F
 
 from . import attentions, host
 from .engine import tome_core
-from .layouts import grid_of, layout_of, patch_of
+from .layouts import grid_of, where_tokens_lie
 
 sequence = tome_core.sequence
 _PROBED = 64  # tokens
 _LIKE = 0.1  # share by which the fast functions of half and less precision miss a small attention
 _NOT_PLAIN = "another node's attention is in the slot, which does more than attention"
-
-
-def unsupported(model: Any) -> str | None:
-    """Why a diffusion model that is no UNet cannot merge; None where it may."""
-    if patch_of(model) is not None:
-        return None
-    return (
-        f"{type(model).__name__} is neither a UNet with Stable Diffusion's blocks nor a transformer that says how "
-        "large its tokens are"
-    )
-
-
-def make(model: Any, config: Any) -> Any:
-    """The engine's handle for it."""
-    return sequence.SequenceMerging(config, downsample=patch_of(model)[2])
-
-
-def is_handle(handle: Any) -> bool:
-    """Is it a transformer's?"""
-    return isinstance(handle, sequence.SequenceMerging)
 
 
 def is_compiled(model: Any, options: dict) -> bool:
@@ -52,13 +32,6 @@ def is_compiled(model: Any, options: dict) -> bool:
     if host.COMPILE_KEY in options.get("wrappers", {}).get(host.APPLY_MODEL, ()):
         return True
     return any("_orig_mod" in one._modules or one._compiled_call_impl is not None for one in model.modules())
-
-
-def options_with(handle: Any, model: Any, latent: Any, t: Any, options: dict, slot: Slot) -> dict:
-    """The transformer_options of a call of the model, of these latents at this time, with our function in the slot."""
-    names = options.get("uuids")
-    call = handle.begin(t, latent, tuple(names) if names else None)
-    return {**options, attentions.OVERRIDE: override(handle, call, model, latent, options, slot)}
 
 
 class Slot:
@@ -82,8 +55,10 @@ class Slot:
         return self._found[key][0]
 
 
-def override(handle: Any, call: Any, model: Any, latent: torch.Tensor, options: dict, slot: Slot) -> Callable:
-    """For the slot of one call of the model. call: of `SequenceMerging.begin`; options: its transformer_options."""
+def options_with(handle: Any, model: Any, latent: Any, t: Any, options: dict, slot: Slot) -> dict:
+    """The transformer_options of a call of the model, of these latents at this time, with our function in the slot."""
+    names = options.get("uuids")
+    call = handle.begin(t, latent, tuple(names) if names else None)
     inner, grid, asked = options.get(attentions.OVERRIDE), grid_of(model, latent), Counter()
 
     def attention(function, q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False,
@@ -100,7 +75,7 @@ def override(handle: Any, call: Any, model: Any, latent: torch.Tensor, options: 
         queries, keys, values = (one.shape[2 if skip_reshape else 1] for one in (q, k, v))
         width = q.shape[-1] if skip_reshape else q.shape[-1] // heads
         host = sequence.Host(plainly, form, out_form, others.get("scale") or width**-0.5)
-        layout, kind = _problem((queries, keys, values), mask, grid) or layout_of(model, grid, queries, told), ""
+        layout, kind = _problem((queries, keys, values), mask, grid) or where_tokens_lie(model, grid, queries, told), ""
         if not isinstance(layout, str):
             kind = slot.kind(function, inner, host, heads, q)
             layout = layout if kind else _NOT_PLAIN
@@ -114,7 +89,7 @@ def override(handle: Any, call: Any, model: Any, latent: torch.Tensor, options: 
         out = handle.attend(call, (*place, asked[place]), host, q, k, v, heads, layout, key_heads)
         return plainly(q, k, v, mask) if out is None else out
 
-    return attention
+    return {**options, attentions.OVERRIDE: attention}
 
 
 def _problem(tokens: tuple[int, int, int], mask: Any, grid: Any) -> str | None:
