@@ -7,7 +7,6 @@ quote it, and nothing of the form 2x2, which the webui's parser would split.
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import re
@@ -35,7 +34,6 @@ def text_of(wish: Wish) -> str:
     return "; ".join([*parts, *(f"{name}={value}" for name, value in wish.changes.items())])
 
 
-@functools.lru_cache(maxsize=8)
 def wish_in(text: str, layout: str) -> Wish:
     """The inverse, also for a picture by an earlier table. Raises ValueError for what makes no sense as a whole.
 
@@ -71,54 +69,40 @@ def _value(one: form.Field, text: str) -> Any:
     return int(value) if math.isfinite(value) and value.is_integer() and isinstance(one.default, int) else value
 
 
-def _key_in(parameters: Mapping[str, Any]) -> str | None:
-    """Ours, by whichever name; the second one first, which nobody else uses."""
-    return next((key for key in reversed(KEYS) if key in parameters), None)
+class Paste:
+    """What a pasted infotext sets, read and told of once for all controls of a panel."""
+
+    def __init__(self) -> None:
+        self._parameters: Mapping[str, Any] | None = None
+        self._values: dict[str, Any] = {}
+
+    def function(self, name: str) -> Callable[[Mapping[str, Any]], Any]:
+        """What the webui calls with an infotext, for one of `wish.ARGUMENTS`; None leaves a control as it is."""
+
+        def read(parameters: Mapping[str, Any]) -> Any:
+            if parameters is not self._parameters:  # held, so that it is no other one's by its address
+                self._parameters, self._values = parameters, _values_in(parameters)
+            return self._values.get(name)
+
+        return read
 
 
-def _pasted(parameters: Mapping[str, Any]) -> Wish | None:
-    """The wish of a pasted infotext; None where there is none that can be read."""
-    key = _key_in(parameters)
-    try:
-        return wish_in(parameters[key], host.layout()) if key is not None else None
-    except (ValueError, TypeError, OverflowError):
-        return None
-
-
-def _switch(parameters: Mapping[str, Any]) -> bool | None:
-    """Whether we are on: off for a picture without us. What cannot be read is told and leaves the panel alone."""
-    key = _key_in(parameters)
+def _values_in(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """What the panel shows: off for a picture without us. What cannot be read is told and sets nothing."""
+    key = next((key for key in reversed(KEYS) if key in parameters), None)  # the second first: nobody else uses it
     if key is None:
-        return False
+        return {"enabled": False}
+    layout = host.layout()
     try:
-        wish = wish_in(parameters[key], host.layout())
+        wish = wish_in(parameters[key], layout)
     except (ValueError, TypeError, OverflowError) as error:
         logger.warning("%s: %s in the pasted infotext is ignored: %s", KEY, reprlib.repr(parameters[key]), error)
-        return None
+        return {}
     for sentence in wish.left_out:
         logger.warning("%s: a part of the pasted infotext is ignored: %s", KEY, sentence)
-    return True
-
-
-def _shown(name: str, wish: Wish) -> Any:
-    """What the panel shows for a wish."""
-    if name in DIAL:
-        return getattr(wish, name)
-    if name in (OWN, FILLED_FOR):
-        return bool(wish.changes) if name == OWN else wish.strength
-    return wish.changes.get(name, base_of(wish.strength, host.layout())[name])
-
-
-def paste_function(name: str) -> Callable[[Mapping[str, Any]], Any]:
-    """What the webui calls with a pasted infotext, for one of `wish.ARGUMENTS`; None leaves a control as it is."""
-    if name == "enabled":
-        return _switch
-
-    def read(parameters: Mapping[str, Any]) -> Any:
-        wish = _pasted(parameters)
-        return None if wish is None else _shown(name, wish)
-
-    return read
+    dial = {name: getattr(wish, name) for name in DIAL}
+    own = {OWN: bool(wish.changes), FILLED_FOR: wish.strength}
+    return {**dial, **own, **base_of(wish.strength, layout), **wish.changes}
 
 
 def changes_of(p: Any) -> dict[str, Any]:
@@ -134,8 +118,11 @@ def _apply(name: str) -> Callable[[Any, Any, Any], None]:
     return apply
 
 
-def add_axes(plot: Any) -> None:
-    """Put our axes into the X/Y/Z plot's module, once: the dial's, and all that an expert sets."""
+def add_axes() -> None:
+    """Put our axes into the X/Y/Z plot, once: the dial's, and all that an expert sets. When every script is loaded."""
+    plot = host.plot_module()
+    if plot is None:
+        return
     there = {option.label for option in plot.axis_options}
     dial = [("strength", "Strength", float, ()), ("where", "Where", str, WHERE)]
     expert = [(one.name, one.label, str if isinstance(one.default, bool) else type(one.default), one.choices)

@@ -135,22 +135,10 @@ def _tell(p: Any, job: Job, processed: Any) -> None:
         processed.images.append(merge_map.draw(processed.images[first], maps, host.first_row(p)))
 
 
-def on_step(params: Any) -> None:
-    """The webui's denoiser is about to call the model."""
-    armed.step(params)
-
-
 def on_end(p: Any) -> None:
     """A job is over, whatever became of it."""
     if armed.job is job_of(p):
         armed.disarm()
-
-
-def add_axes() -> None:
-    """The webui is about to build its pages, or to serve its API: every script is loaded."""
-    plot = host.plot_module()
-    if plot is not None:
-        infotext.add_axes(plot)
 
 
 def on_component(component: Any, elem_id: str | None = None, **facts: Any) -> None:
@@ -173,7 +161,7 @@ def register() -> type[TokenMerging]:
     attentions.describe()
     gains.load(host.gains_file())  # what was measured before this start
     host.listen(
-        cfg_denoiser=on_step, ui_settings=options.register, before_ui=add_axes, script_unloaded=unload,
+        cfg_denoiser=armed.step, ui_settings=options.register, before_ui=infotext.add_axes, script_unloaded=unload,
         after_component=on_component, after_process=on_end,
     )  # fmt: skip
     return TokenMerging

@@ -42,7 +42,8 @@ class Panel:
 
     def paste_fields(self) -> list[tuple[Any, Any]]:
         """(control, what reads its value from an infotext), for the webui."""
-        return [(self._made[name], infotext.paste_function(name)) for name in ARGUMENTS]
+        paste = infotext.Paste()
+        return [(self._made[name], paste.function(name)) for name in ARGUMENTS]
 
     def _build(self) -> None:
         dial = {"minimum": 0.0, "maximum": 1.0, "step": 0.01, "value": DEFAULTS["strength"]}
@@ -60,17 +61,14 @@ class Panel:
             for row in _rows():
                 with gr.Row():
                     for one in row:
-                        self._add_field(one, values[one.name])
+                        kind, facts = _component(one)
+                        self._add(one.name, kind, label=one.label, value=values[one.name], min_width=120, **facts)
+                        host.set_tooltip(self._made[one.name], one.help)
 
     def _add(self, name: str, kind: Any, **arguments: Any) -> None:
         made = self._made[name] = kind(elem_id=self._elem_id(name), **arguments)
         if name in _TIPS:
             host.set_tooltip(made, _TIPS[name])
-
-    def _add_field(self, one: form.Field, value: Any) -> None:
-        kind, arguments = _component(one)
-        self._add(one.name, kind, label=one.label, value=value, min_width=120, **arguments)
-        host.set_tooltip(self._made[one.name], one.help)
 
     def _begin_as_set(self, enabled: Any) -> None:
         """Let the page start with the settings where the user's own defaults of the panel do not say otherwise."""
@@ -177,36 +175,32 @@ def _marks(slider: str) -> str:
 
 def moved(strength: float, own: bool, filled_for: float, *values: Any) -> list[Any]:
     """For `FILLED_FOR` and all fields: what a strength stands for, where an expert had set nothing else."""
+    held, layout = dict(zip(form.NAMES, values, strict=True)), host.layout()
     try:
-        held = dict(zip(form.NAMES, values, strict=True))
-        before, now = filled_in(held, filled_for, host.layout()), base_of(strength, host.layout())
+        before, now = filled_in(held, filled_for, layout), base_of(strength, layout)
     except ValueError:  # while somebody types
         return [gr.update() for _ in (FILLED_FOR, *values)]
-    kept = {name: value for name, value in held.items() if own and value != before[name]}
-    return [gr.update(value=strength), *_changes(values, now | kept)]
-
-
-def _changes(values: tuple, wanted: dict[str, Any]) -> list[Any]:
-    """An update a field; none for what it holds already, as something newer may have been typed by then."""
-    return [gr.update() if held == new else gr.update(value=new)
-            for held, new in zip(values, wanted.values(), strict=True)]  # fmt: skip
+    wanted = now | {name: value for name, value in held.items() if own and value != before[name]}
+    # none for what a field holds already, as something newer may have been typed by then
+    changes = [gr.update() if held[name] == value else gr.update(value=value) for name, value in wanted.items()]
+    return [gr.update(value=strength), *changes]
 
 
 def told_line(*values: Any) -> str:
     """What is known of the picture to come. values: of the panel, then of the webui's controls."""
-    return _line(measuring.answer, values)
+    return _line(values)
 
 
 def measured_line(*values: Any) -> str:
     """The same, measured now."""
-    return _line(measuring.measure_now, values)
+    return _line(values, measure=True)
 
 
-def _line(ask: Any, values: tuple) -> str:
+def _line(values: tuple, measure: bool = False) -> str:
     mine, theirs = values[: len(ARGUMENTS)], values[len(ARGUMENTS) :]
     try:
         wish = read((True, *mine[1:]), options.of_dial, layout=host.layout())
-        text = "; ".join([ask(wish, _passes(*theirs)), *wish.left_out])
+        text = "; ".join([measuring.answer(wish, _passes(*theirs), measure), *wish.left_out])
     except (TypeError, ValueError) as error:
         text = str(error)
     return html.escape(text)

@@ -34,9 +34,9 @@ def parsed(text):
 def pasted(webui, text):
     """Control values after a paste into a fresh panel, converted as the webui does it."""
     controls = webui.script.ui(False)
-    values = [one.value for one in controls]
+    values, parameters = [one.value for one in controls], parsed(text)
     for control, key in webui.script.infotext_fields:
-        value = key(parsed(text))
+        value = key(parameters)
         if value is None:
             continue
         kind = type(control.value)
@@ -62,6 +62,12 @@ def test_a_pasted_picture_brings_back_the_very_same_panel_and_wish(webui, args):
     assert '"' not in text and len(parsed(text)) == 2, "nobody has to quote it"
 
 
+def test_a_paste_asks_for_the_layout_of_the_model_once(webui, monkeypatch):
+    text, asked = written(webui, True, 0.5), []
+    monkeypatch.setattr(webui.part("host"), "layout", lambda: asked.append(1) or "sd")
+    assert pasted(webui, text)[:2] == [True, 0.5] and asked == [1]
+
+
 def test_a_merged_picture_has_one_key_and_one_that_did_not_merge_none(webui):
     done = webui.job({"enabled": True, "strength": 0.7, "where": "first pass", "only_if_it_pays": False})
     assert done.infotexts == ["ToMe: 0.7 v1; first pass; only_if_it_pays=False"]
@@ -83,7 +89,6 @@ def test_an_old_picture_reproduces_after_the_table_has_changed(webui, monkeypatc
     monkeypatch.setattr(wish, "base_of", lambda value, layout="sd", version=2: form.values_of(
         presets["strength"](value, version, layout)))
     monkeypatch.setattr(webui.part("infotext"), "base_of", wish.base_of)
-    webui.part("infotext").wish_in.cache_clear()
     assert wished(webui, True, 0.5).config(False) != before
     again = wished(webui, *pasted(webui, text))
     assert again.config(False) == before and again.changes

@@ -211,7 +211,7 @@ def test_the_infotext_does_not_take_the_name_of_its_own_setting(webui):
     webui.put("modules.infotext", mapping=[("ToMe", "tome_ratio")])
     (written,) = draw(webui, *PRESET)[3]
     assert written == {"ToMe strength": "0.5 v1; only_if_it_pays=False"}
-    read = webui.part("infotext").paste_function
+    read = webui.part("infotext").Paste().function
     assert read("enabled")(written) is True and read("strength")(written) == 0.5
     assert read("enabled")({"ToMe": "0.5 v1"}) is True, "of another webui"
 
