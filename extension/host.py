@@ -201,11 +201,8 @@ def through_hypernetworks(keys: Any, values: Any) -> tuple[Any, Any]:
 
 def first_seed(p: Any) -> int:
     """The seed of the current batch's first image; 0 where there is none yet."""
-    for name in ("seeds", "all_seeds"):
-        seeds = getattr(p, name, None)
-        if seeds:
-            return int(seeds[0])
-    return 0
+    seeds = getattr(p, "seeds", None) or getattr(p, "all_seeds", None) or [0]
+    return int(seeds[0])
 
 
 def first_row(p: Any) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,11 +34,6 @@ class PassRecord:
     maps: dict[int, Any] = field(default_factory=dict)
     handle: Patch | None = None  # the last of it, off by now
 
-    def refuse(self, reason: str) -> None:
-        """Note once why nothing merges."""
-        if reason not in self.refusals:
-            self.refusals.append(reason)
-
 
 class Job:
     """One job's wish and records. wish: None where the values were wrong, then ``error`` says how."""
@@ -48,7 +44,7 @@ class Job:
         self.error = error
         self.keeps_maps = False
         self.merged = False  # something, in the batch that runs
-        self.records: dict[bool, PassRecord] = {}  # by: is it the hires pass
+        self.records: defaultdict[bool, PassRecord] = defaultdict(PassRecord)  # by: is it the hires pass
         self._left: dict[bool, str] = {}
 
     def config(self, hires: bool, layout: str | None = None) -> MergeConfig | None:
@@ -87,10 +83,6 @@ class Job:
         p = self.p()
         return 0.0 if p is None else host.built_in_ratio(p, hires)
 
-    def record(self, hires: bool) -> PassRecord:
-        """The record of a pass."""
-        return self.records.setdefault(hires, PassRecord())
-
 
 def job_of(p: Any) -> Job | None:
     """The job of this very object; a copy of ``p`` inherits the attribute, but not the job."""
@@ -123,7 +115,7 @@ class Armed:
         # in a pass of the webui's own merging only where ours is better than that
         reason = job.why_left(hires) if job.built_in(hires) else host.reason_to_step_aside(hires)
         if reason:
-            job.record(hires).refuse(reason)
+            job.records[hires].refusals.append(reason)
             return
         self.job, self.hires, self._sampling = job, hires, object()
         self._put_on(host.running_unet(p))
@@ -135,8 +127,9 @@ class Armed:
             return
         p = self.job.p()
         running = getattr(getattr(params, "denoiser", None), "p", None)
-        if p is None or (running is not None and running is not p):
-            self._rest()  # somebody samples in between
+        if p is None or (running is not None and running is not p):  # somebody samples in between
+            if self.handle is not None:
+                self.handle.uninstall()
             return
         self._follow(host.running_unet(p))
         if self.handle is not None and self.handle.run.wants_time:
@@ -166,20 +159,16 @@ class Armed:
         try:
             self.handle = patch(pipeline or unet, config, host_clock=True)
         except (UnsupportedModelError, TypeError) as error:
-            self.job.record(self.hires).refuse(str(error))
+            self.job.records[self.hires].refusals.append(str(error))
             return
         self.handle.keep_maps(self.job.keeps_maps)
         if pipeline is not None:
             self._pass = sdnext.Pass(pipeline, self.handle, host.pictures(p), self._count)
 
     def _count(self) -> None:
-        record = self.job.record(self.hires)
+        record = self.job.records[self.hires]
         record.steps += 1
         record.steps_live += self.handle is not None and bool(self.handle.run.live)
-
-    def _rest(self) -> None:
-        if self.handle is not None:
-            self.handle.uninstall()
 
     def _take_off(self) -> None:
         handle, self.handle = self.handle, None
@@ -191,7 +180,7 @@ class Armed:
         handle.remove()
         report = handle.report()
         if report.calls or report.notes:
-            record = self.job.record(self.hires)
+            record = self.job.records[self.hires]
             record.reports.append(report)
             self.job.merged = self.job.merged or report.merged_anything
             record.handle = handle

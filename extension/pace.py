@@ -41,9 +41,10 @@ class Pace:
         sampler = getattr(p, "sampler", None)
         self._original = getattr(sampler, "func", None)
         self._put_on: Callable | None = None
-        if _list_of(self._original):
+        name = _list_of(self._original)
+        if name:
             self._sampler = weakref.ref(sampler)  # an aborted job's model must not stay for us
-            self._put_on = sampler.func = self._listening(self._original)
+            self._put_on = sampler.func = self._listening(self._original, name)
 
     def take_off(self) -> None:
         """Put the sampler's own function back, unless somebody else's is there."""
@@ -64,20 +65,17 @@ class Pace:
             self._timesteps = tuple(map(_timestep, (host.relative(p, one) for one in self._times)))
         return self._timesteps
 
-    def _listening(self, function: Callable) -> Callable:
+    def _listening(self, function: Callable, name: str) -> Callable:
         @functools.wraps(function)  # the webui looks at its parameters
         def listening(*args: Any, **kwargs: Any) -> Any:
-            listed = kwargs.get(_list_of(function))
-            if listed is None or kwargs.get("callback") is None:
+            if kwargs.get(name) is None or kwargs.get("callback") is None:
                 return function(*args, **kwargs)
-            self._begin(listed.tolist(), _list_of(function))
+            listed = kwargs[name].tolist()
+            ordered = listed[:-1] if name == "sigmas" else listed[:0:-1]
+            self._times, self._place, self._timesteps = [{name[:-1]: float(one)} for one in ordered], 0, None
             return function(*args, **{**kwargs, "callback": self._hearing(kwargs["callback"])})
 
         return listening
-
-    def _begin(self, listed: list[float], name: str) -> None:
-        ordered = listed[:-1] if name == "sigmas" else listed[:0:-1]
-        self._times, self._place, self._timesteps = [{name[:-1]: float(one)} for one in ordered], 0, None
 
     def _hearing(self, callback: Callable) -> Callable:
         def hearing(state: dict[str, Any]) -> Any:

@@ -6,9 +6,9 @@ from typing import Any
 
 from ..tome_core import Report
 from .merging import Job
-from .wish import HIRES, WHERE
+from .wish import FIRST, HIRES
 
-_NAMES = {False: WHERE[1], True: HIRES}
+_NAMES = {False: FIRST, True: HIRES}
 
 
 def line_of(job: Job, has_hires: bool) -> str:
@@ -39,7 +39,9 @@ def _outcome(job: Job, hires: bool, has_hires: bool) -> str:
     whole = Report.joined(record.reports)
     why = list(dict.fromkeys([*record.refusals, *whole.notes]))
     if whole.merged_anything:
-        return ", ".join([_steps_text(record.steps_live, record.steps), whole.headline, *why])
+        steps = f"{record.steps} step{'' if record.steps == 1 else 's'}"
+        live = "" if record.steps_live == record.steps else f"{record.steps_live} of "
+        return ", ".join([live + steps, whole.headline, *why])
     if why and not whole.reasons:
         return f"nothing merged: {', '.join(why)}"
     return whole.headline if record.reports else "nothing merged: the model was not called"
@@ -60,8 +62,3 @@ def _why_off(job: Job, has_hires: bool) -> str:
     if job.wish.where == HIRES and not has_hires:
         return "left alone, because only the hires pass is to merge, and there is none"
     return "left alone"
-
-
-def _steps_text(live: int, steps: int) -> str:
-    plural = "" if steps == 1 else "s"
-    return f"{steps} step{plural}" if live == steps else f"{live} of {steps} step{plural}"

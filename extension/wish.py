@@ -79,7 +79,8 @@ def read(
     TypeError, naming the value, the range and the remedy; the webui itself checks nothing that comes through its API.
     """
     given = _by_name(values)
-    dial = {name: setting(name) if given.get(name) is None else given[name] for name in DIAL} | _of_dial(plot)
+    dial = {name: setting(name) if given.get(name) is None else given[name] for name in DIAL}
+    dial |= {name: value for name, value in plot.items() if name in DIAL}
     if dial["enabled"] is False:  # what is not used need not be right
         return Wish()
     _check_dial(dial)
@@ -122,10 +123,6 @@ def _by_name(values: Sequence[Any]) -> dict[str, Any]:
     return {**named, OWN: True}
 
 
-def _of_dial(plot: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: plot[name] for name in DIAL if name in plot}
-
-
 def _check_dial(dial: Mapping[str, Any]) -> None:
     if not isinstance(dial["enabled"], bool):
         raise TypeError(f"enabled={dial['enabled']!r} is {type(dial['enabled']).__name__}; use true or false")
@@ -138,13 +135,8 @@ def _deviating(own: Mapping[str, Any], given: Mapping[str, Any], layout: str) ->
     """What an expert set: on the page all that differs from what it had filled in, which may be the last strength's."""
     if given.get(OWN) is not True:
         return {}
-    filled_for = given.get(FILLED_FOR)
-    base = _NOTHING if filled_for is None else _filled_or_nothing(own, filled_for, layout)
-    return {name: value for name, value in own.items() if name not in base or value != base[name]}
-
-
-def _filled_or_nothing(own: Mapping[str, Any], value: Any, layout: str) -> Mapping[str, Any]:
     try:
-        return filled_in(own, value, layout)
-    except ValueError:
-        return _NOTHING
+        base = filled_in(own, given.get(FILLED_FOR), layout)
+    except ValueError:  # nobody filled anything in
+        return dict(own)
+    return {name: value for name, value in own.items() if value != base[name]}
