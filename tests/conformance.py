@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import operator
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
@@ -147,6 +148,46 @@ def assert_corrected(
         expected = known.finish(module, more) - known.finish(module, torch.zeros_like(q))  # it has a bias
     allowed = 60 * torch.finfo(q.dtype).eps * max(1, float(out.abs().max()))
     assert far(found.double() - out.double(), expected) <= allowed
+
+
+# what hosts' attentions are held with: their width and heads, queries, and keys
+CHANNELS, HEADS, TOKENS, GROUPS = 32, 4, 40, 9
+LASTING = SimpleNamespace(  # patches like monkeypatch's, where nobody takes them back
+    setitem=operator.setitem, setattr=lambda target, name, value, raising=True: setattr(target, name, value)
+)
+
+
+def own(module: nn.Module, x: torch.Tensor, context: torch.Tensor | None) -> torch.Tensor:
+    """The unpatched module, as `Own`."""
+    return module(x, context=context)
+
+
+def tokens(batch: int, dtype: torch.dtype = torch.float32, count: int = TOKENS, seed: int = 0) -> torch.Tensor:
+    """``[batch, count, CHANNELS]``, random."""
+    return torch.randn(batch, count, CHANNELS, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def telling(module: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """The attention with random weights, and with logits that tell one key from another."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in module.parameters():
+            deviation = 2 * weight.shape[-1] ** -0.5 if weight.dim() > 1 else 0.1
+            weight.copy_(torch.randn(weight.shape, generator=generator) * deviation)
+    return module.to(dtype).requires_grad_(False).eval()
+
+
+def ways(
+    module: nn.Module, dtype: torch.dtype = torch.float32, batches: tuple[int, ...] = (1, 2, 5, 6),
+    tolerance: float | None = None, **kwargs: Any,
+) -> set[str]:  # fmt: skip
+    """Those of `held` that an attention takes, the same for batches of all these sizes."""
+    found = []
+    for batch in batches:
+        x, keys = tokens(batch, dtype), tokens(batch, dtype, GROUPS, seed=1)
+        found.append(held(own, module, x, keys, ragged(batch, TOKENS, GROUPS), tolerance, **kwargs))
+    assert all(one == found[0] for one in found)
+    return found[0]
 
 
 # --- inside a UNet --------------------------------------------------------------------------------------------------

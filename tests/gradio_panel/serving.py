@@ -48,15 +48,20 @@ def fill(folder: Path, arguments: list[str], what: str) -> None:
         raise install.Failure(f"pip could not install {what}: {' '.join(reasons[-2:])}")
 
 
+def free_port() -> int:
+    """Of this machine."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 @contextlib.contextmanager
 def serve(python: str) -> Iterator[str]:
     """The address of the page; its server ends with the block.
 
     What the server says is put with what this process says, so that pytest shows it below the test that failed.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     # -I: nothing of this environment but the torch that is asked for
     command = [python, "-I", str(HERE / "app.py"), str(port), str(Path(torch.__file__).parents[1])]
     quiet = {"GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "no_proxy": "*"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import struct
+from collections.abc import Callable
 from typing import Any
 
 SD1 = (768, 0)
@@ -56,6 +57,23 @@ class Graph:
         self.add("TestKeep", latent=latent, name=name)
         return latent
 
+    def sample_all(self, models: dict[str, list], **changes: Any) -> None:
+        """`sample` with each model, under its name."""
+        for name, model in models.items():
+            self.sample(name, model, **changes)
+
+    def grey_image(self) -> list:
+        """Of 128 pixels a side."""
+        return self.add("EmptyImage", width=128, height=128, batch_size=1, color=8421504)
+
+    def probe(self, model: list, name: str, fail_at: int = 0, sleep: float = 0.0) -> list:
+        """A model whose calls are noted under a name; see the probe pack."""
+        return self.add("TestProbe", model=model, name=name, fail_at=fail_at, sleep=sleep)
+
+    def removed(self, model: list) -> list:
+        """Without our merging."""
+        return self.add("RemoveToMe", model=model)
+
 
 def bytes_of(seen: dict, name: str) -> list[str]:
     """A latent, image by image, in hexadecimal."""
@@ -68,6 +86,29 @@ def numbers_of(seen: dict, name: str) -> tuple[float, ...]:
     return struct.unpack(f"{len(raw) // 4}f", raw)
 
 
+def reports_of(seen: dict, node: list) -> list[str]:
+    """What a node showed, one after another."""
+    return [text for number, text in seen["texts"] if number == node[0]]
+
+
 def report_of(seen: dict, node: list) -> str:
     """What a node showed last."""
-    return [text for number, text in seen["texts"] if number == node[0]][-1]
+    return reports_of(seen, node)[-1]
+
+
+def assert_merged_and_off(
+    comfy: Any, graph: Graph, applied: list, *said: str, behind: Callable[[list], list] = lambda model: model,
+    **changes: Any,
+) -> dict:  # fmt: skip
+    """Sampled with these changes ``applied`` draws another picture than the graph's model, which it is when off again.
+
+    said: by each of its reports. behind: puts another node behind a model, in all of them. Gives what was seen.
+    """
+    model = behind(applied)
+    graph.sample_all({"plain": behind(graph.model), "applied": model, "removed": graph.removed(model)}, **changes)
+    seen = comfy.good(graph.graph)
+    assert bytes_of(seen, "plain") == bytes_of(seen, "removed") != bytes_of(seen, "applied")
+    for report in reports_of(seen, applied):
+        print(report)
+        assert all(one in report for one in said)
+    return seen

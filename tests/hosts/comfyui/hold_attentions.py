@@ -11,7 +11,6 @@ import json
 import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 sys.path.insert(0, os.getcwd())
@@ -39,37 +38,14 @@ def load_conformance():
 
 comfy_attention, conformance = load_comfyui(), load_conformance()
 FUNCTIONS = ("basic", "sub_quad", "split", "pytorch", "flash", "xformers")  # flash: leaves it to torch on a CPU
-CHANNELS, HEADS, TOKENS, GROUPS = 32, 4, 40, 9
-patches = SimpleNamespace(
-    setitem=lambda items, key, value: items.__setitem__(key, value),
-    setattr=lambda target, name, value, raising=True: setattr(target, name, value),
-)
-
-
-def attention(dtype, precision):
-    """ComfyUI's module with random weights."""
-    module = comfy_attention.CrossAttention(
-        CHANNELS, heads=HEADS, dim_head=CHANNELS // HEADS, attn_precision=precision, dtype=dtype, operations=torch.nn
-    )
-    with torch.no_grad():
-        for weight in module.parameters():
-            weight.copy_(torch.randn(weight.shape) * (2 * weight.shape[-1] ** -0.5 if weight.dim() > 1 else 0.1))
-    return module.requires_grad_(False)
-
-
-def own(module, x, context):
-    """The unpatched module."""
-    return module(x, context=context)
 
 
 def ways(dtype=torch.float32, precision=None, batches=(1, 2, 5, 6), **options):
     """Those that the function in force took."""
-    module, found = attention(dtype, precision), set()
-    for batch in batches:
-        x, keys = (torch.randn(batch, count, CHANNELS).to(dtype) for count in (TOKENS, GROUPS))
-        plan = conformance.ragged(batch, TOKENS, GROUPS)
-        found |= conformance.held(own, module, x, keys, plan, transformer_options=options)
-    return sorted(found)
+    channels, heads = conformance.CHANNELS, conformance.HEADS
+    facts = {"heads": heads, "dim_head": channels // heads, "attn_precision": precision, "dtype": dtype}
+    module = conformance.telling(comfy_attention.CrossAttention(channels, **facts, operations=torch.nn), dtype)
+    return sorted(conformance.ways(module, dtype, batches, transformer_options=options))
 
 
 def use(name):
@@ -89,8 +65,7 @@ def short_of_memory(size):
 
 def main():
     """All of them, in every precision, and those that cut their work where memory is short."""
-    torch.manual_seed(0)
-    conformance.with_xformers(patches, comfy_attention)
+    conformance.with_xformers(conformance.LASTING, comfy_attention)
     found = {}
     for name in FUNCTIONS:
         use(name)

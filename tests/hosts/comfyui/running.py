@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -16,9 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.gradio_panel.serving import OPENER, free_port
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
-OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy would not find this machine
 
 
 class Comfy:
@@ -91,6 +91,35 @@ def host_python() -> str:
     return os.environ.get("COMFYUI_PYTHON", sys.executable)
 
 
+def run_script(checkout: Path, script: str, *arguments: str) -> str:
+    """What ComfyUI's Python says that runs one of the scripts beside this file; AssertionError where it fails."""
+    command = [host_python(), str(HERE / script), *arguments]
+    done = subprocess.run(command, cwd=checkout, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def make(script: str, checkout: Path, folder: Path) -> None:
+    """Let one of them write its random weights into a folder."""
+    run_script(checkout, script, str(folder))
+
+
+def make_transformers(checkout: Path, base: Path) -> Path:
+    """Tiny transformers among a base's models, made once; the folder."""
+    models = base / "models" / "diffusion_models"
+    if not (models / "flux.safetensors").exists():
+        make("make_transformers.py", checkout, models)
+    return models
+
+
+def make_base_beside(checkout: Path, base: Path, folder: Path, packs: dict[str, Path]) -> None:
+    """Fill a folder as `make_base` does, with another base's models, and packs by their names."""
+    (folder / "models").symlink_to(base / "models", target_is_directory=True)
+    make_base(checkout, folder, "tome-core.v1")
+    for name, pack in packs.items():
+        (folder / "custom_nodes" / name).symlink_to(pack.resolve(), target_is_directory=True)
+
+
 def make_base(checkout: Path, base: Path, pack_name: str) -> None:
     """Fill a folder with models, our pack under this name, and the probe pack."""
     for name in ("custom_nodes", "input", "output", "temp", "user"):
@@ -103,19 +132,10 @@ def make_base(checkout: Path, base: Path, pack_name: str) -> None:
         make("make_models.py", checkout, models)
 
 
-def make(script: str, checkout: Path, folder: Path) -> None:
-    """Let one of the scripts beside this file write its random weights into a folder."""
-    command = [host_python(), str(HERE / script), str(folder)]
-    done = subprocess.run(command, cwd=checkout, env=environment(), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
 @contextlib.contextmanager
 def serve(checkout: Path, base: Path, *options: str) -> Iterator[Comfy]:
     """Start the checkout's server on a folder, wait until it answers, and stop it at the end."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [
         host_python(), "main.py", "--cpu", "--listen", "127.0.0.1", "--port", str(port), "--disable-auto-launch",
         "--disable-api-nodes", "--use-pytorch-cross-attention", "--base-directory", str(base), *options,

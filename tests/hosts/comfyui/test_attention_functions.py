@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
 
 import pytest
 
-from tests.hosts.comfyui.running import HERE, environment, host_python
+from tests.hosts.comfyui.running import run_script
 
 ADDING = ("basic", "split", "pytorch", "xformers")  # what else there is gets wider heads alone
 
@@ -15,10 +14,7 @@ ADDING = ("basic", "split", "pytorch", "xformers")  # what else there is gets wi
 @pytest.fixture(scope="module")
 def found(checkout):
     """Which ways each function took, in ComfyUI's own Python."""
-    command = [host_python(), str(HERE / "hold_attentions.py"), "--cpu"]
-    done = subprocess.run(command, cwd=checkout, env=environment(), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(run_script(checkout, "hold_attentions.py", "--cpu").splitlines()[-1])
 
 
 def test_each_function_takes_sizes_in_every_precision_and_with_logits_raised(found):

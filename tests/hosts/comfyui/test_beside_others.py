@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.hosts.comfyui.graphs import Graph, bytes_of, report_of
+from tests.hosts.comfyui.graphs import Graph, assert_merged_and_off, bytes_of, report_of
 
 MERGED = "256 tokens -> 128"
 ASIDE = "attn: the tokens are not the picture's grid"
@@ -53,12 +53,8 @@ def test_before_or_after_makes_no_difference(comfy, kind, other):
     alone = graph.add(kind, model=graph.model, **other.inputs)
     before, inner = graph.apply(alone, **other.settings), graph.apply(**other.settings)
     after = graph.add(kind, model=inner, **other.inputs)
-    graph.sample("plain")
-    graph.sample("other alone", alone)
-    graph.sample("before", before)
-    graph.sample("after", after)
-    graph.sample("removed", graph.add("RemoveToMe", model=after))
-    graph.sample("plain again", graph.add("RemoveToMe", model=graph.apply()))
+    graph.sample_all({"plain": graph.model, "other alone": alone, "before": before, "after": after,
+                      "removed": graph.removed(after), "plain again": graph.removed(graph.apply())})  # fmt: skip
     seen = comfy.good(graph.graph)
     print(report_of(seen, before))
     assert bytes_of(seen, "plain") == bytes_of(seen, "plain again") != bytes_of(seen, "other alone")
@@ -72,7 +68,7 @@ def test_before_or_after_makes_no_difference(comfy, kind, other):
 
 def test_remove_says_that_the_built_in_node_still_merges(comfy):
     graph = Graph()
-    removed = graph.add("RemoveToMe", model=graph.add("TomePatchModel", model=graph.apply(), ratio=0.5))
+    removed = graph.removed(graph.add("TomePatchModel", model=graph.apply(), ratio=0.5))
     graph.add("TestSink", model=removed)
     assert "TomePatchModel is on it and still merges" in report_of(comfy.good(graph.graph), removed)
 
@@ -87,40 +83,25 @@ def test_area_prompts_merge_each_crop_on_its_own(comfy):
     assert "768 tokens -> 384; 96 tokens -> 48" in report
 
 
-def test_controlnet_and_merging_both_take_effect(comfy):
+@pytest.mark.parametrize("kind", ["TestControl", "TestGligen"])
+def test_what_comes_with_a_prompt_and_merging_both_take_effect(comfy, kind):
     graph = Graph(steps=1)
-    image = graph.add("EmptyImage", width=128, height=128, batch_size=1, color=8421504)
-    controlled = graph.add("TestControl", conditioning=graph.positive, image=image)
-    applied = graph.apply()
-    graph.sample("control", positive=controlled)
+    more = {"image": graph.grey_image()} if kind == "TestControl" else {}
+    controlled, applied = graph.add(kind, conditioning=graph.positive, **more), graph.apply()
     graph.sample("merged", applied)
-    graph.sample("both", applied, positive=controlled)
-    seen = comfy.good(graph.graph)
-    assert len({bytes_of(seen, name)[0] for name in ("control", "merged", "both")}) == 3
-    assert MERGED in report_of(seen, applied)
-
-
-def test_gligen_and_merging_both_take_effect(comfy):
-    graph = Graph(steps=1)
-    boxed = graph.add("TestGligen", conditioning=graph.positive)
-    applied = graph.apply()
-    graph.sample("gligen", positive=boxed)
-    graph.sample("merged", applied)
-    graph.sample("both", applied, positive=boxed)
-    seen = comfy.good(graph.graph)
-    assert len({bytes_of(seen, name)[0] for name in ("gligen", "merged", "both")}) == 3
-    assert MERGED in report_of(seen, applied)
+    seen = assert_merged_and_off(comfy, graph, applied, MERGED, positive=controlled)
+    assert bytes_of(seen, "merged")[0] not in (bytes_of(seen, "plain")[0], bytes_of(seen, "applied")[0])
 
 
 def test_a_compiled_branch_merges_like_one_that_is_not(comfy):
     graph = Graph(steps=2)
     applied = graph.apply()
-    graph.sample("plain")
-    graph.sample("plain compiled", graph.add("TestCompile", model=graph.model))
-    graph.sample("applied", applied)
-    graph.sample("compiled after", graph.add("TestCompile", model=applied))
-    graph.sample("compiled before", graph.apply(graph.add("TestCompile", model=graph.model)))
-    graph.sample("plain compiled again", graph.add("TestCompile", model=graph.model))
+    graph.sample_all({
+        "plain": graph.model, "plain compiled": graph.add("TestCompile", model=graph.model), "applied": applied,
+        "compiled after": graph.add("TestCompile", model=applied),
+        "compiled before": graph.apply(graph.add("TestCompile", model=graph.model)),
+        "plain compiled again": graph.add("TestCompile", model=graph.model),
+    })  # fmt: skip
     seen = comfy.good(graph.graph)
     print("\n".join(text for _, text in seen["texts"]))
     assert bytes_of(seen, "plain compiled") == bytes_of(seen, "plain compiled again")

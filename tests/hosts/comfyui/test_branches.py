@@ -5,19 +5,12 @@ from __future__ import annotations
 import re
 import time
 
-from tests.hosts.comfyui.graphs import Graph, bytes_of, numbers_of, report_of
+from tests.hosts.comfyui.graphs import Graph, assert_merged_and_off, bytes_of, numbers_of, report_of
 
 
 def test_removed_and_plain_are_the_same_bytes_and_applied_is_not(comfy):
     graph = Graph()
-    applied = graph.apply()
-    graph.sample("plain")
-    graph.sample("applied", applied)
-    graph.sample("removed", graph.add("RemoveToMe", model=applied))
-    seen = comfy.good(graph.graph)
-    assert bytes_of(seen, "plain") == bytes_of(seen, "removed") != bytes_of(seen, "applied")
-    report = report_of(seen, applied)
-    assert report.startswith("ToMe: 2 steps, ") and "256 tokens -> 128, 75 % left out" in report
+    assert_merged_and_off(comfy, graph, graph.apply(), "ToMe: 2 steps, ", "256 tokens -> 128, 75 % left out")
 
 
 def test_a_plain_graph_gives_the_same_bytes_as_the_plain_branch(comfy):
@@ -35,9 +28,7 @@ def test_a_plain_graph_gives_the_same_bytes_as_the_plain_branch(comfy):
 def test_two_ratios_from_one_checkpoint_do_not_disturb_each_other(comfy):
     both = Graph()
     quarter, half = both.apply(ratio=0.25), both.apply(ratio=0.5)
-    both.sample("quarter", quarter)
-    both.sample("half", half)
-    both.sample("quarter again", both.apply(ratio=0.25))
+    both.sample_all({"quarter": quarter, "half": half, "quarter again": both.apply(ratio=0.25)})
     seen = comfy.good(both.graph)
     assert "256 tokens -> 192" in report_of(seen, quarter) and "256 tokens -> 128" in report_of(seen, half)
     assert bytes_of(seen, "quarter") == bytes_of(seen, "quarter again") != bytes_of(seen, "half")
@@ -46,8 +37,7 @@ def test_two_ratios_from_one_checkpoint_do_not_disturb_each_other(comfy):
 def test_a_second_apply_replaces_the_first(comfy):
     graph = Graph()
     twice = graph.apply(graph.apply(ratio=0.75), ratio=0.25)
-    graph.sample("once", graph.apply(ratio=0.25))
-    graph.sample("twice", twice)
+    graph.sample_all({"once": graph.apply(ratio=0.25), "twice": twice})
     seen = comfy.good(graph.graph)
     assert bytes_of(seen, "once") == bytes_of(seen, "twice")
     assert "256 tokens -> 192" in report_of(seen, twice)
@@ -56,10 +46,8 @@ def test_a_second_apply_replaces_the_first(comfy):
 def test_the_percent_range_counts_steps_as_comfyui_does(comfy):
     graph = Graph(steps=4)
     second_half = graph.apply(start=0.5)
-    graph.sample("second half", graph.add("TestProbe", model=second_half, name="late", fail_at=0, sleep=0))
-    never = graph.apply(start=1.0)
-    graph.sample("never", never, seed=3)
-    graph.sample("plain", seed=3)
+    graph.sample("second half", graph.probe(second_half, "late"))
+    graph.sample_all({"never": graph.apply(start=1.0), "plain": graph.model}, seed=3)
     seen = comfy.good(graph.graph)
     report = report_of(seen, second_half)
     assert "between start and end at 2 of 4 noise levels" in report
@@ -70,16 +58,14 @@ def test_the_percent_range_counts_steps_as_comfyui_does(comfy):
 
 def test_the_hosts_random_numbers_are_left_alone(comfy):
     graph = Graph()
-    watched = graph.add("TestProbe", model=graph.apply(), name="merging", fail_at=0, sleep=0)
-    graph.sample("applied", watched, sampler_name="euler_ancestral")
+    graph.sample("applied", graph.probe(graph.apply(), "merging"), sampler_name="euler_ancestral")
     assert [call[4] for call in comfy.good(graph.graph)["calls"]] == [False, False]
 
 
 def test_image_0_does_not_depend_on_the_batch(comfy):
     one, two = Graph(batch=1), Graph(batch=2)
     for graph in (one, two):
-        graph.sample("plain", seed=21)
-        graph.sample("applied", graph.apply(), seed=21)
+        graph.sample_all({"plain": graph.model, "applied": graph.apply()}, seed=21)
     first, second = comfy.good(one.graph), comfy.good(two.graph)
     for name in ("plain", "applied"):
         ours, theirs = numbers_of(first, name), numbers_of(second, name)
@@ -90,7 +76,7 @@ def test_image_0_does_not_depend_on_the_batch(comfy):
 
 def test_an_exception_in_mid_step_leaves_nothing_patched(comfy):
     graph = Graph(steps=4)
-    graph.sample("fails", graph.add("TestProbe", model=graph.apply(), name="bomb", fail_at=2, sleep=0))
+    graph.sample("fails", graph.probe(graph.apply(), "bomb", fail_at=2))
     seen = comfy.run(graph.graph)
     assert seen["status"] == "error" and "the test wanted this" in seen["errors"][0]["exception_message"]
     assert [call[2] > 0 for call in seen["calls"]] == [True, True] and seen["patched"] == 0
@@ -104,7 +90,7 @@ def test_an_exception_in_mid_step_leaves_nothing_patched(comfy):
 
 def test_an_interrupt_in_mid_sampling_leaves_nothing_patched(comfy):
     graph = Graph(steps=30)
-    graph.sample("interrupted", graph.add("TestProbe", model=graph.apply(), name="slow", fail_at=0, sleep=0.3))
+    graph.sample("interrupted", graph.probe(graph.apply(), "slow", sleep=0.3))
     comfy.ask("/tome_test/clear")
     prompt = comfy.queue(graph.graph)
     while len(comfy.state()["calls"]) < 2:
@@ -117,19 +103,10 @@ def test_an_interrupt_in_mid_sampling_leaves_nothing_patched(comfy):
     assert 2 <= len(seen["calls"]) < 30 and seen["patched"] == 0
 
 
-def test_a_dropped_graph_lets_go_of_its_model(comfy):
-    graph = Graph()
-    graph.sample("applied", graph.apply(ratio=0.45))
-    comfy.good(graph.graph)
-    assert comfy.state()["unets"] > 0
-    comfy.forget()
-
-
 def test_a_start_behind_the_end_leaves_the_model_unchanged_and_the_node_says_so(comfy):
     graph = Graph(steps=1)
     wrong = graph.apply(start=0.8, end=0.2)
-    graph.sample("plain")
-    graph.sample("wrong", wrong)
+    graph.sample_all({"plain": graph.model, "wrong": wrong})
     seen = comfy.good(graph.graph)
     assert bytes_of(seen, "plain") == bytes_of(seen, "wrong")
     assert report_of(seen, wrong).endswith("start=0.8 lies after end=0.2; swap them")

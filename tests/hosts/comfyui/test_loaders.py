@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts.comfyui.graphs import Graph, bytes_of, report_of
-from tests.hosts.comfyui.running import HERE, make, make_base, serve
+from tests.hosts.comfyui.graphs import Graph, assert_merged_and_off, bytes_of, report_of
+from tests.hosts.comfyui.running import HERE, make, make_base_beside, make_transformers, serve
 
 PACKS = {
     "COMFYUI_GGUF": "ComfyUI-GGUF", "COMFYUI_KJNODES": "ComfyUI-KJNodes",
@@ -28,16 +28,12 @@ def beside(request, checkout, base, tmp_path_factory) -> Iterator:
     named = os.environ.get(request.param)
     if not named:
         pytest.skip(f"needs a checkout of {PACKS[request.param]}: set {request.param}")
-    models = base / "models" / "diffusion_models"
-    if not (models / "flux.safetensors").exists():
-        make("make_transformers.py", checkout, models)
+    models = make_transformers(checkout, base)
     if request.param == "COMFYUI_GGUF":
         make("make_gguf.py", checkout, models)
     folder = tmp_path_factory.mktemp("loader")
-    (folder / "models").symlink_to(base / "models", target_is_directory=True)
-    make_base(checkout, folder, "tome-core.v1")
-    for pack in (Path(named).resolve(), HERE / "sage_stand_in"):
-        (folder / "custom_nodes" / pack.name).symlink_to(pack, target_is_directory=True)
+    packs = (Path(named).resolve(), HERE / "sage_stand_in")
+    make_base_beside(checkout, base, folder, {pack.name: pack for pack in packs})
     with serve(checkout, folder) as running:
         yield running
 
@@ -54,14 +50,9 @@ def of_flux(loader: str, **inputs: str) -> Graph:
 def test_a_gguf_transformer_merges_and_off_again_is_the_same_bytes(beside):
     graph = of_flux("UnetLoaderGGUF", unet_name="flux.gguf")
     applied = graph.strength(strength=0.5)
-    for name, model in (("plain", graph.model), ("applied", applied),
-                        ("removed", graph.add("RemoveToMe", model=applied)),
-                        ("off", graph.strength(strength=0.0))):  # fmt: skip
-        graph.sample(name, model, cfg=1.0)
-    seen = beside.good(graph.graph)
-    plain = bytes_of(seen, "plain")
-    assert plain == bytes_of(seen, "removed") == bytes_of(seen, "off")
-    assert plain != bytes_of(seen, "applied") and MERGED in report_of(seen, applied)
+    graph.sample("off", graph.strength(strength=0.0), cfg=1.0)
+    seen = assert_merged_and_off(beside, graph, applied, MERGED, cfg=1.0)
+    assert bytes_of(seen, "plain") == bytes_of(seen, "off")
 
 
 @pytest.mark.parametrize("beside", ["COMFYUI_GGUF"], indirect=True)
@@ -87,14 +78,10 @@ def test_sage_attention_and_merging_are_the_same_in_both_orders(beside, kind):
         graph, cfg = of_flux("UNETLoader", unet_name="flux.safetensors", weight_dtype="default"), 1.0
     half = {"strength": 0.5, "end": 0.5}  # a step that merges, and one that is the node's alone
     merged, sage_first = graph.strength(**half), graph.strength(sage(graph, graph.model), **half)
-    for name, model in (("own", graph.model), ("plain", sage(graph, graph.model)), ("merged", merged),
-                        ("merging first", sage(graph, merged)), ("sage first", sage_first),
-                        ("removed", graph.add("RemoveToMe", model=sage_first))):  # fmt: skip
-        graph.sample(name, model, cfg=cfg)
-    seen = beside.good(graph.graph)
-    assert bytes_of(seen, "own") != bytes_of(seen, "plain") == bytes_of(seen, "removed")
-    both = bytes_of(seen, "merging first")
-    assert both == bytes_of(seen, "sage first") and both not in (bytes_of(seen, "plain"), bytes_of(seen, "merged"))
+    graph.sample_all({"own": graph.model, "merged alone": merged, "sage first": sage_first}, cfg=cfg)
+    seen = assert_merged_and_off(beside, graph, merged, behind=lambda model: sage(graph, model), cfg=cfg)
+    assert bytes_of(seen, "applied") == bytes_of(seen, "sage first") != bytes_of(seen, "merged alone")
+    assert bytes_of(seen, "own") != bytes_of(seen, "plain")
     for applied in (merged, sage_first):
         report = report_of(seen, applied)
         print(report)
@@ -119,12 +106,8 @@ def test_blocks_that_are_swapped_out_merge_and_off_again_are_the_same_bytes(besi
     alone = beside.good(graph.graph)  # because the pack swaps where weights are loaded, which is once
     assert "Initializing block swap" in beside.log.read_text()
     merged = graph.strength(strength=0.5)
-    for name, model in (("plain", graph.model), ("swapped", swapped(graph.model)), ("merged", merged),
-                        ("merging first", swapped(merged)),
-                        ("removed", graph.add("RemoveToMe", model=swap_first))):  # fmt: skip
-        graph.sample(name, model, cfg=1.0)
-    seen = beside.good(graph.graph)
-    plain, both = bytes_of(seen, "plain"), bytes_of(seen, "merged")
-    assert plain == bytes_of(seen, "swapped") == bytes_of(seen, "removed") != both
-    assert both == bytes_of(seen, "merging first") == bytes_of(alone, "swap first")
+    graph.sample_all({"own": graph.model, "merged": merged, "off": graph.removed(swap_first)}, cfg=1.0)
+    seen = assert_merged_and_off(beside, graph, merged, behind=swapped, cfg=1.0)
+    assert bytes_of(seen, "own") == bytes_of(seen, "plain") == bytes_of(seen, "off")
+    assert bytes_of(seen, "applied") == bytes_of(seen, "merged") == bytes_of(alone, "swap first")
     assert "1024 tokens -> " in report_of(alone, swap_first)

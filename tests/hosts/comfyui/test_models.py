@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from tests.hosts.comfyui.graphs import Graph, bytes_of, report_of
+from tests.hosts.comfyui.graphs import Graph, assert_merged_and_off, bytes_of, report_of
 
 
 @pytest.mark.parametrize(("model", "text"), [("sd1", "256 tokens -> 128"), ("sd2", "256 tokens -> 128"),
                                              ("sdxl", "64 tokens -> 32")])  # fmt: skip
 def test_each_family_merges_at_its_finest_level(comfy, model, text):
     graph = Graph(model, steps=1)
-    applied = graph.apply()
-    graph.sample("plain")
-    graph.sample("applied", applied)
-    seen = comfy.good(graph.graph)
-    assert text in report_of(seen, applied)
-    assert bytes_of(seen, "plain") != bytes_of(seen, "applied")
+    assert_merged_and_off(comfy, graph, graph.apply(), text)
 
 
 def test_a_level_that_sdxl_does_not_have_is_said(comfy):
     graph = Graph("sdxl", steps=1)
     applied = graph.apply(level="up to /1")
-    graph.sample("plain")
-    graph.sample("applied", applied)
+    graph.sample_all({"plain": graph.model, "applied": applied})
     seen = comfy.good(graph.graph)
     assert "nothing will merge: no rule reaches a level of this model" in report_of(seen, applied)
     assert bytes_of(seen, "plain") == bytes_of(seen, "applied")
@@ -31,11 +25,8 @@ def test_a_level_that_sdxl_does_not_have_is_said(comfy):
 
 def test_inpainting_merges(comfy):
     graph = Graph("sd1_inpainting", steps=1)
-    applied = graph.apply()
-    image = graph.add("EmptyImage", width=128, height=128, batch_size=1, color=8421504)
-    latent = graph.add("TestEncode", image=image)
-    graph.sample("applied", applied, latent_image=latent)
-    assert "256 tokens -> 128" in report_of(comfy.good(graph.graph), applied)
+    latent = graph.add("TestEncode", image=graph.grey_image())
+    assert_merged_and_off(comfy, graph, graph.apply(), "256 tokens -> 128", latent_image=latent)
 
 
 @pytest.mark.parametrize("size", [(136, 88), (16, 256), (72, 72)])
@@ -47,21 +38,6 @@ def test_odd_sizes_and_batches_merge_or_step_aside(comfy, size, batch):
     seen = comfy.good(graph.graph)
     assert seen["latents"]["applied"]["shape"] == [batch, 4, size[1] // 8, size[0] // 8]
     print(report_of(seen, applied))
-
-
-def test_a_small_picture_is_left_alone_by_its_pixels(comfy):
-    """Hires fix: one node for both passes, merging only in the second."""
-    graph = Graph(steps=1)
-    applied = graph.apply(min_pixels=200 * 200)
-    first = graph.sample("first", applied)
-    graph.sample("first plain")
-    larger = graph.add("LatentUpscale", samples=first, upscale_method="nearest-exact", width=256, height=256,
-                       crop="disabled")  # fmt: skip
-    graph.sample("second", applied, latent_image=larger, denoise=0.5)
-    seen = comfy.good(graph.graph)
-    assert bytes_of(seen, "first") == bytes_of(seen, "first plain")
-    reports = [text for number, text in seen["texts"] if number == applied[0]]
-    assert "the picture is smaller than min_pixels" in reports[0] and "1024 tokens -> 512" in reports[1]
 
 
 def test_a_model_without_such_blocks_passes_through(comfy):

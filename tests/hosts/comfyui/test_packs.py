@@ -7,8 +7,10 @@ import re
 
 import pytest
 
-from tests.hosts.comfyui.graphs import Graph, bytes_of, report_of
-from tests.hosts.comfyui.running import make, make_base, serve
+from tests.hosts.comfyui.graphs import Graph, assert_merged_and_off, bytes_of, report_of, reports_of
+from tests.hosts.comfyui.running import make, make_base_beside, serve
+
+LEFT_OUT = "of attention left out"
 
 
 def spelled(name: str) -> str:
@@ -27,23 +29,12 @@ def beside(checkout, base, tmp_path_factory):
             if not found:
                 pytest.skip(f"looked for the pack {name} in {place}")
             folder = tmp_path_factory.mktemp("pack")
-            (folder / "models").symlink_to(base / "models", target_is_directory=True)
-            make_base(checkout, folder, "tome-core.v1")
-            (folder / "custom_nodes" / name).symlink_to(found[0].resolve(), target_is_directory=True)
+            make_base_beside(checkout, base, folder, {name: found[0]})
             running[name] = servers.enter_context(serve(checkout, folder))
         return running[name]
 
     with contextlib.ExitStack() as servers:
         yield server
-
-
-def reports_of(comfy, graph: Graph, applied: list) -> str:
-    """What ApplyToMe said when this graph ran, which has to keep `plain`, `applied` and `removed`."""
-    seen = comfy.good(graph.graph)
-    assert bytes_of(seen, "plain") == bytes_of(seen, "removed") != bytes_of(seen, "applied")
-    texts = [text for number, text in seen["texts"] if number == applied[0]]
-    assert texts and all("of attention left out" in text for text in texts)
-    return "\n".join(texts)
 
 
 @pytest.mark.parametrize("method", ["MultiDiffusion", "Mixture of Diffusers", "SpotDiffusion"])
@@ -54,11 +45,10 @@ def test_tiled_diffusion(beside, method, size, batch):
     graph = Graph(size=size, batch=batch, steps=1)
     applied = graph.apply()
     tiles = {"method": method, "tile_width": 96, "tile_height": 96, "tile_overlap": 32, "tile_batch_size": 2}
-    tiled = graph.add("TiledDiffusion", model=applied, **tiles)
-    graph.sample("plain", graph.add("TiledDiffusion", model=graph.model, **tiles))
-    graph.sample("applied", tiled)
-    graph.sample("removed", graph.add("RemoveToMe", model=tiled))
-    assert "144 tokens -> 72, " in reports_of(comfy, graph, applied)
+    seen = assert_merged_and_off(
+        comfy, graph, applied, LEFT_OUT, behind=lambda model: graph.add("TiledDiffusion", model=model, **tiles)
+    )
+    assert any("144 tokens -> 72, " in report for report in reports_of(seen, applied))
 
 
 @pytest.mark.parametrize(
@@ -78,12 +68,14 @@ def test_ultimate_sd_upscale(beside, uniform, together, tokens):
         "seam_fix_width": 64, "seam_fix_mask_blur": 8, "seam_fix_padding": 16, "force_uniform_tiles": uniform,
         "tiled_decode": False, "batch_size": together,
     }  # fmt: skip
-    removed = graph.add("RemoveToMe", model=applied)
-    for name, model in (("plain", graph.model), ("applied", applied), ("removed", removed)):
+    for name, model in (("plain", graph.model), ("applied", applied), ("removed", graph.removed(applied))):
         image = graph.add("UltimateSDUpscaleNoUpscale", model=model, **values)
         graph.add("TestKeepImage", image=image, name=name)
-    reports = reports_of(comfy, graph, applied)
-    assert all(f": {number}tokens" in reports for number in tokens)
+    seen = comfy.good(graph.graph)
+    assert bytes_of(seen, "plain") == bytes_of(seen, "removed") != bytes_of(seen, "applied")
+    reports = reports_of(seen, applied)
+    assert reports and all(LEFT_OUT in report for report in reports)
+    assert all(f": {number}tokens" in "\n".join(reports) for number in tokens)
 
 
 @pytest.mark.parametrize(("size", "batch", "everything"), [((128, 128), 1, False), ((136, 88), 3, True)])
@@ -97,12 +89,10 @@ def test_ipadapter_with_a_mask(beside, size, batch, everything):
         "weight_type": "linear", "start_at": 0.0, "end_at": 1.0, "embeds_scaling": "V only",
         "attn_mask": graph.add("SolidMask", value=0.5, width=64, height=64),
     }  # fmt: skip
-    adapted = graph.add("IPAdapterEmbeds", model=applied, **values)
-    graph.sample("plain", graph.add("IPAdapterEmbeds", model=graph.model, **values))
-    graph.sample("applied", adapted)
-    graph.sample("removed", graph.add("RemoveToMe", model=adapted))
-    reports = reports_of(comfy, graph, applied)
-    assert ("crossattn: something else runs in its place" in reports) == everything
+    seen = assert_merged_and_off(
+        comfy, graph, applied, LEFT_OUT, behind=lambda model: graph.add("IPAdapterEmbeds", model=model, **values)
+    )
+    assert ("crossattn: something else runs in its place" in report_of(seen, applied)) == everything
 
 
 def test_animatediff_animates_and_the_pictures_tokens_merge(beside, checkout, base):
@@ -115,14 +105,6 @@ def test_animatediff_animates_and_the_pictures_tokens_merge(beside, checkout, ba
     def animated(model: list) -> list:
         return graph.add("ADE_UseEvolvedSampling", model=model, beta_schedule="autoselect", m_models=motions)
 
-    applied = graph.apply()
-    moving = animated(applied)
     graph.sample("still")
-    graph.sample("plain", animated(graph.model))
-    graph.sample("applied", moving)
-    graph.sample("removed", graph.add("RemoveToMe", model=moving))
-    seen = comfy.good(graph.graph)
-    print(report_of(seen, applied))
-    assert bytes_of(seen, "plain") == bytes_of(seen, "removed") != bytes_of(seen, "applied")
+    seen = assert_merged_and_off(comfy, graph, graph.apply(), "256 tokens -> 128", behind=animated)
     assert bytes_of(seen, "plain") != bytes_of(seen, "still"), "nothing was animated"
-    assert "256 tokens -> 128" in report_of(seen, applied)

@@ -18,7 +18,7 @@ def test_the_report_counts_the_calls_that_were_computed(comfy, skipper):
     graph = Graph(steps=6)
     applied = graph.apply()
     skipping = graph.add(skipper, model=applied, **SKIPS)
-    computed = graph.add("TestProbe", model=skipping, name="computed", fail_at=0, sleep=0)  # inside of the skipper
+    computed = graph.probe(skipping, "computed")  # inside of the skipper
     preview = graph.add("ToMePreview", model=computed, latent=graph.sample("both", computed))
     comfy.ask("/tome_test/clear")
     history = comfy.wait(comfy.queue(graph.graph))

@@ -8,7 +8,7 @@ import re
 import pytest
 
 import tome_core
-from tests.hosts.comfyui.graphs import Graph, bytes_of, report_of
+from tests.hosts.comfyui.graphs import Graph, assert_merged_and_off, bytes_of, report_of, reports_of
 
 SIZE = (256, 256)
 
@@ -21,9 +21,8 @@ def settings_of(strength: float, layout: str = "sd") -> dict:
 def test_a_prompt_needs_nothing_but_the_model(comfy):
     graph = Graph(size=SIZE, steps=2)
     alone = graph.strength()
-    graph.sample("plain")
-    graph.sample("alone", alone)
-    graph.sample("named", graph.strength(strength=0.5, start=0.0, end=1.0))
+    named = graph.strength(strength=0.5, start=0.0, end=1.0)
+    graph.sample_all({"plain": graph.model, "alone": alone, "named": named})
     seen = comfy.good(graph.graph)
     assert bytes_of(seen, "alone") == bytes_of(seen, "named") != bytes_of(seen, "plain")
     assert "strength 0.5" in report_of(seen, alone)
@@ -33,13 +32,9 @@ def test_a_prompt_needs_nothing_but_the_model(comfy):
 def test_a_strength_is_its_settings_spelled_out(comfy, strength):
     graph = Graph(size=SIZE, steps=2)
     named = graph.strength(strength=strength)
-    graph.sample("plain")
-    graph.sample("named", named)
     graph.sample("spelled out", graph.apply(**settings_of(strength)))
-    graph.sample("removed", graph.add("RemoveToMe", model=named))
-    seen = comfy.good(graph.graph)
-    assert bytes_of(seen, "named") == bytes_of(seen, "spelled out") != bytes_of(seen, "plain")
-    assert bytes_of(seen, "removed") == bytes_of(seen, "plain")
+    seen = assert_merged_and_off(comfy, graph, named)
+    assert bytes_of(seen, "applied") == bytes_of(seen, "spelled out")
     first, *more = report_of(seen, named).splitlines()
     assert re.match(r"ToMe: 2 steps, \d+ % of attention left out", first) and any("1024 tokens" in one for one in more)
     assert len(more) < 10
@@ -47,11 +42,8 @@ def test_a_strength_is_its_settings_spelled_out(comfy, strength):
 
 def test_on_sdxl_a_strength_is_that_of_its_layout(comfy):
     graph = Graph("sdxl", size=(512, 512), steps=2)
-    for name, node in {
-        "named": graph.strength(strength=0.25), "SDXL's": graph.apply(**settings_of(0.25, "sdxl")),
-        "SD's": graph.apply(**settings_of(0.25)),
-    }.items():  # fmt: skip
-        graph.sample(name, node)
+    sdxl, sd = (graph.apply(**settings_of(0.25, layout)) for layout in ("sdxl", "sd"))
+    graph.sample_all({"named": graph.strength(strength=0.25), "SDXL's": sdxl, "SD's": sd})
     seen = comfy.good(graph.graph)
     assert bytes_of(seen, "named") == bytes_of(seen, "SDXL's") != bytes_of(seen, "SD's")
 
@@ -63,8 +55,7 @@ def test_on_sdxl_a_strength_is_that_of_its_layout(comfy):
 def test_where_the_latent_is_halved_a_strength_merges_keys_and_values_and_no_mlp(comfy, model, said):
     graph = Graph(model, size=(512, 512), steps=2)  # one step of the early phase and one behind it
     named = graph.strength()
-    graph.sample("named", named)
-    graph.sample("and the MLPs", graph.apply(**{**settings_of(0.5), "deep_mlp": 0.25}))
+    graph.sample_all({"named": named, "and the MLPs": graph.apply(**{**settings_of(0.5), "deep_mlp": 0.25})})
     seen = comfy.good(graph.graph)
     report = report_of(seen, named)
     assert all(one in report for one in said) and "MLP" not in report, report
@@ -89,8 +80,7 @@ def test_kept_matches_do_not_pass_from_one_sampling_to_the_next(comfy):
 def test_strength_0_is_the_plain_picture(comfy):
     graph = Graph(size=SIZE, steps=1)
     off = graph.strength(strength=0)
-    graph.sample("plain")
-    graph.sample("off", off)
+    graph.sample_all({"plain": graph.model, "off": off})
     seen = comfy.good(graph.graph)
     assert bytes_of(seen, "plain") == bytes_of(seen, "off") and "ToMe is off" in report_of(seen, off)
 
@@ -107,7 +97,7 @@ def test_one_node_may_serve_both_passes_of_a_hires_fix(comfy):
     seen = comfy.good(graph.graph)
     assert bytes_of(seen, "first") == bytes_of(seen, "first plain")
     assert bytes_of(seen, "second") != bytes_of(seen, "second plain")
-    reports = [text for number, text in seen["texts"] if number == applied[0]]
+    reports = reports_of(seen, applied)
     assert "nothing merged: the picture is smaller than min_pixels" in reports[0]
     assert ": 1600 tokens" in reports[1]
 
@@ -129,11 +119,9 @@ def test_one_wrong_value_is_one_error_on_one_input_before_anything_runs(comfy, k
 def test_settings_that_do_not_go_together_are_left_out_and_said_once(comfy):
     graph = Graph(steps=1)
     odd = graph.apply(method="downsample", early_ratio=0.9)
-    graph.sample("odd", odd)
-    graph.sample("plain downsampling", graph.apply(method="downsample"))
+    graph.sample_all({"odd": odd, "plain downsampling": graph.apply(method="downsample")})
     seen = comfy.good(graph.graph)
-    settings = graph.graph[odd[0]]["inputs"]["settings"]
-    (said,) = [text for number, text in seen["texts"] if number == settings[0]]
+    (said,) = reports_of(seen, graph.graph[odd[0]]["inputs"]["settings"])
     assert said.startswith("ToMe Settings, left out: early_ratio=0.9 is not used by method='downsample'")
     assert bytes_of(seen, "odd") == bytes_of(seen, "plain downsampling")
 

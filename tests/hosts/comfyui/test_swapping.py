@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.hosts.comfyui.graphs import Graph, bytes_of, report_of
-from tests.hosts.comfyui.running import make, make_base, serve
+from tests.hosts.comfyui.running import make_base_beside, make_transformers, serve
 
 PACKS = {
     "COMFYUI_KREA2BLOCKSWAP": "ComfyUI-Krea2BlockSwap", "COMFYUI_UNIBLOCKSWAP": "ComfyUI_UniBlockSwap",
@@ -28,14 +28,10 @@ STEPS = 2
 @pytest.fixture(scope="module")
 def host(checkout, base, tmp_path_factory) -> Iterator:
     """A server with tiny transformers and the swappers that are there."""
-    models = base / "models" / "diffusion_models"
-    if not (models / "flux.safetensors").exists():
-        make("make_transformers.py", checkout, models)
+    make_transformers(checkout, base)
     folder = tmp_path_factory.mktemp("swapping")
-    (folder / "models").symlink_to(base / "models", target_is_directory=True)
-    make_base(checkout, folder, "tome-core.v1")
-    for pack in (Path(os.environ[name]).resolve() for name in PACKS if name in os.environ):
-        (folder / "custom_nodes" / pack.name).symlink_to(pack, target_is_directory=True)
+    packs = [Path(os.environ[name]).resolve() for name in PACKS if name in os.environ]
+    make_base_beside(checkout, base, folder, {pack.name: pack for pack in packs})
     with serve(checkout, folder) as running:
         yield running
 
@@ -61,20 +57,23 @@ def of(kind: str, dtype: str = "default") -> Graph:
     return graph
 
 
-def swapping_changes_nothing(host, graph: Graph, swap, told: str) -> dict:
+def swapping_changes_nothing(host, graph: Graph, told: str, node: str, **values) -> dict:
     """Beside a swapper, in both orders, what merges is what merges without it, and off again it is not there.
 
-    swap: (model) -> the model with the swapper. told: of the reports. Gives what was seen.
+    told: of the reports. node, values: the swapper's. Gives what was seen.
     """
+
+    def swap(model: list) -> list:
+        return graph.add(node, model=model, **values)
+
     swapped, merged = swap(graph.model), graph.strength(strength=0.5)
     orders = {"swapper first": graph.strength(swapped, strength=0.5), "merging first": swap(merged)}
     samples = {
         "plain": graph.model, "swapped": swapped, "merged": merged, **orders,
         "off": graph.strength(swapped, strength=0.0),
-        **{f"{name}, removed": graph.add("RemoveToMe", model=model) for name, model in orders.items()},
+        **{f"{name}, removed": graph.removed(model) for name, model in orders.items()},
     }  # fmt: skip
-    for name, model in samples.items():
-        graph.sample(name, model, cfg=1.0)
+    graph.sample_all(samples, cfg=1.0)
     seen = host.good(graph.graph)
     plain, both = bytes_of(seen, "plain"), bytes_of(seen, "merged")
     assert plain != both and plain == bytes_of(seen, "swapped") == bytes_of(seen, "off")
@@ -92,9 +91,7 @@ def swapping_changes_nothing(host, graph: Graph, swap, told: str) -> dict:
 ])  # fmt: skip
 def test_blocks_that_are_elsewhere_while_they_do_not_run(host, kind, dtype):
     graph = of(kind, dtype)
-    seen = swapping_changes_nothing(
-        host, graph, lambda model: graph.add("TestSwap", model=model, of="blocks"), MERGED[kind]
-    )
+    seen = swapping_changes_nothing(host, graph, MERGED[kind], "TestSwap", of="blocks")
     assert len(seen["swaps"]) == 6
     assert all(one == [BLOCKS[kind], BLOCKS[kind] * STEPS, BLOCKS[kind]] for one in seen["swaps"]), seen["swaps"]
 
@@ -104,9 +101,7 @@ def test_models_loaded_in_part_with_a_lora(host, kind):
     """The LoRA is then added where a weight is used, and is in no weight."""
     graph = of(kind)
     graph.model = graph.add("TestLora", model=graph.model, strength=1.0)
-    seen = swapping_changes_nothing(
-        host, graph, lambda model: graph.add("TestInPart", model=model, share=0.9), MERGED[kind]
-    )
+    seen = swapping_changes_nothing(host, graph, MERGED[kind], "TestInPart", share=0.9)
     assert len(seen["swaps"]) == 6 and all(freed > 0.5 and waiting for freed, waiting in seen["swaps"]), seen["swaps"]
 
 
@@ -117,11 +112,10 @@ def test_weights_in_eight_bits(host, kind, dtype):
     whole = graph.add("UNETLoader", unet_name=f"{kind}.safetensors", weight_dtype="default")
     lora = graph.add("TestLora", model=graph.model, strength=1.0)
     applied = {"merged": graph.strength(strength=0.5), "merged with a LoRA": graph.strength(lora, strength=0.5)}
-    for name, model in {
+    graph.sample_all({
         "whole": whole, "plain": graph.model, "off": graph.strength(strength=0.0), "with a LoRA": lora, **applied,
-        **{f"{name}, removed": graph.add("RemoveToMe", model=model) for name, model in applied.items()},
-    }.items():  # fmt: skip
-        graph.sample(name, model, cfg=1.0)
+        **{f"{name}, removed": graph.removed(model) for name, model in applied.items()},
+    }, cfg=1.0)  # fmt: skip
     seen = host.good(graph.graph)
     assert len({str(bytes_of(seen, name)) for name in ("whole", "plain", "with a LoRA", *applied)}) == 5
     assert bytes_of(seen, "plain") == bytes_of(seen, "off") == bytes_of(seen, "merged, removed")
@@ -136,9 +130,7 @@ def test_weights_in_eight_bits(host, kind, dtype):
 @pytest.mark.parametrize("kind", ["krea2", "wan"])
 def test_beside_krea2_block_swap(host, pack, kind):
     """Its hooks are on the blocks while the model runs. Here they move weights to where these are already."""
-    graph = of(kind)
-    swapping_changes_nothing(host, graph, lambda model: graph.add("Krea2BlockSwap", model=model, blocks_to_swap=2),
-                             MERGED[kind])  # fmt: skip
+    swapping_changes_nothing(host, of(kind), MERGED[kind], "Krea2BlockSwap", blocks_to_swap=2)
     assert f"swapping 2/{BLOCKS[kind]} blocks" in host.log.read_text()
 
 
@@ -146,9 +138,7 @@ def test_beside_krea2_block_swap(host, pack, kind):
 @pytest.mark.parametrize("kind", ["flux", "wan"])
 def test_beside_uni_block_swap(host, pack, kind):
     """It puts a list of its own in the place of the model's blocks, in every branch."""
-    graph = of(kind)
-    swapping_changes_nothing(host, graph, lambda model: graph.add("UniBlockSwap", model=model, num_blocks=1),
-                             MERGED[kind])  # fmt: skip
+    swapping_changes_nothing(host, of(kind), MERGED[kind], "UniBlockSwap", num_blocks=1)
     assert "preload prefix [0,1)" in host.log.read_text()
 
 
@@ -170,9 +160,7 @@ def test_a_unet_whose_layers_are_elsewhere_is_measured_where_it_computes(host):
     applied = graph.strength(swapped, strength=0.8)
     preview = {"model": applied, "latent": graph.sample("merged", applied), "measure": True}
     graph.add("ToMePreview", **preview)
-    graph.sample("plain")
-    graph.sample("swapped", swapped)
-    graph.sample("never swapped", graph.strength(strength=0.8))
+    graph.sample_all({"plain": graph.model, "swapped": swapped, "never swapped": graph.strength(strength=0.8)})
     seen = host.good(graph.graph)
     report = report_of(seen, applied)
     print(report)

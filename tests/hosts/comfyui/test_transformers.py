@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from typing import Any
 
 import pytest
 
-from tests.hosts.comfyui.running import HERE, ROOT, environment, host_python, make
+from tests.hosts.comfyui.running import ROOT, make, run_script
 
 # what a trial without a correction, which matched anew at every call, missed at a sixteenth of the keys
 TRIAL = {"flux": 0.079, "sd3": 0.084, "wan": 0.025}
@@ -28,10 +27,8 @@ def seen(checkout, tmp_path_factory) -> dict[str, Any]:
     """What `sample_transformers.py` tells of each model."""
     folder = tmp_path_factory.mktemp("transformers")
     make("make_transformers.py", checkout, folder)
-    command = [host_python(), str(HERE / "sample_transformers.py"), str(folder), str(ROOT)]
-    done = subprocess.run(command, cwd=checkout, env=environment(), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return {one["model"]: one for one in map(json.loads, done.stdout.splitlines())}
+    told = run_script(checkout, "sample_transformers.py", str(folder), str(ROOT))
+    return {one["model"]: one for one in map(json.loads, told.splitlines())}
 
 
 @pytest.fixture(params=sorted(TRIAL))

@@ -12,7 +12,6 @@ import os
 import sys
 import types
 from pathlib import Path
-from types import SimpleNamespace
 
 sys.path.insert(0, os.getcwd())
 
@@ -32,17 +31,12 @@ def load_webui():
 
 
 shared, optimizations, hypernetwork, *libraries = load_webui()
-CHANNELS, HEADS, TOKENS, GROUPS = 32, 4, 40, 9
 FORWARDS = (
     "split_cross_attention_forward", "split_cross_attention_forward_v1", "split_cross_attention_forward_invokeAI",
     "sub_quad_attention_forward", "xformers_attention_forward", "scaled_dot_product_attention_forward",
     "scaled_dot_product_no_mem_attention_forward", "attention_CrossAttention_forward",
 )  # fmt: skip
 KINDS = tuple(library.CrossAttention for library in libraries)
-patches = SimpleNamespace(
-    setitem=lambda items, key, value: items.__setitem__(key, value),
-    setattr=lambda target, name, value, raising=True: setattr(target, name, value),
-)
 
 
 def load_ours():
@@ -58,35 +52,19 @@ def load_ours():
 conformance = load_ours()
 
 
-def attention(kind, dtype):
-    """A module with random weights."""
-    module = kind(CHANNELS, heads=HEADS, dim_head=CHANNELS // HEADS)
-    with torch.no_grad():
-        for weight in module.parameters():
-            weight.copy_(torch.randn(weight.shape) * (2 * weight.shape[-1] ** -0.5 if weight.dim() > 1 else 0.1))
-    return module.to(dtype).requires_grad_(False).eval()
-
-
-def own(module, x, context):
-    """The unpatched module."""
-    return module(x, context=context)
-
-
-def ways(kind, dtype, batches=(1, 2, 5, 6)):
+def ways(kind, dtype):
     """Those that the forward in force took."""
-    module, found = attention(kind, dtype), set()
-    for batch in batches:
-        x, keys = (torch.randn(batch, count, CHANNELS).to(dtype) for count in (TOKENS, GROUPS))
-        plan = conformance.ragged(batch, TOKENS, GROUPS)
-        found |= conformance.held(own, module, x, keys, plan, mask=None, additional_tokens=None)
-    return sorted(found)
+    channels, heads = conformance.CHANNELS, conformance.HEADS
+    module = conformance.telling(kind(channels, heads=heads, dim_head=channels // heads), dtype)
+    return sorted(conformance.ways(module, dtype, mask=None, additional_tokens=None))
 
 
 def a_hypernetwork():
     """For tokens as wide as ours."""
     made = hypernetwork.Hypernetwork(
-        name="ours", enable_sizes=[CHANNELS], layer_structure=[1, 2, 1], activation_func="relu", weight_init="Normal"
-    )
+        name="ours", enable_sizes=[conformance.CHANNELS], layer_structure=[1, 2, 1], activation_func="relu",
+        weight_init="Normal",
+    )  # fmt: skip
     made.eval()
     with torch.no_grad():
         for weight in made.weights():
@@ -100,7 +78,7 @@ def a_hypernetwork():
 def main():
     """All of them on both libraries' attention: in each precision, raised to float32, behind a hypernetwork."""
     torch.manual_seed(0)
-    conformance.with_xformers(patches, optimizations)
+    conformance.with_xformers(conformance.LASTING, optimizations)
     hypernetworks, found = [a_hypernetwork()], {}
     for name in FORWARDS:
         forward = getattr(optimizations, name, None) or getattr(hypernetwork, name)

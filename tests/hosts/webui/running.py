@@ -9,7 +9,6 @@ import json
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,12 +19,12 @@ from typing import Any, NamedTuple
 
 from PIL import Image
 
+from tests.gradio_panel.serving import OPENER, free_port
 from tests.hosts.webui.make_checkpoint import make_hypernetwork
 from tests.webui_doubles import custom, merged_tokens
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
-OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy would not find this machine
 QUIET = {"live_previews_enable": False, "show_progressbar": False, "samples_save": False, "grid_save": False,
          "sd_vae": "None", "sd_model_checkpoint": "first.safetensors"}  # fmt: skip
 # what tests override: A1111 1.10 puts back after a request only those settings that were saved once
@@ -65,6 +64,13 @@ def kind_of(checkout: Path) -> str:
     if not (checkout / "modules_forge").exists():
         return "a1111"
     return "forge" if (checkout / "backend").exists() else "reforge"
+
+
+def as_text(image: Image.Image) -> str:
+    """A picture for the API."""
+    file = io.BytesIO()
+    image.convert("RGB").save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
 
 
 def merged_in(done: Picture, name: str = "first pass") -> list[tuple[int, int]]:
@@ -143,9 +149,7 @@ def serve(
 ) -> Iterator[Webui]:
     """Start the checkout's server on a data folder, wait until it is ready, and stop it at the end."""
     kind = kind_of(checkout)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     _fill(folder, with_us, extensions)
     flags = shlex.split(os.environ.get("WEBUI_FLAGS", ON_A_CPU[kind]))
     command = [

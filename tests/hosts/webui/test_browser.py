@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 
 import pytest
 
@@ -12,27 +10,24 @@ from tests.hosts.webui.running import HALF, PAYING
 from tome_core import form
 from tome_core.settings.presets import MARKS
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
 PANEL = "#script_txt2img_token_merging_tome_"
-FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
 SLOW = 1_200_000  # ms; small machines take long to draw
 
 
 @pytest.fixture
-def page(webui):
+def page(webui, chromium):
     """The webui's page, loaded."""
-    path = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
-    if path is None:
-        pytest.skip("needs a Chromium: install it, or set CHROMIUM to its path")
-    with sync_api.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=path, headless=True, args=FLAGS)
-        page = browser.new_page(viewport={"width": 1280, "height": 1300})
-        page.set_default_timeout(SLOW)
-        page.goto(webui.url, wait_until="load")
-        page.wait_for_selector("#txt2img_prompt textarea")
-        page.wait_for_timeout(3000)
-        yield page
-        browser.close()
+    page = chromium.new_page(viewport={"width": 1280, "height": 1300})
+    page.set_default_timeout(SLOW)
+    load(page, webui)
+    yield page
+    page.close()
+
+
+def load(page, webui):
+    page.goto(webui.url, wait_until="load")
+    page.wait_for_selector("#txt2img_prompt textarea")
+    page.wait_for_timeout(3000)
 
 
 def unfold(page):
@@ -48,16 +43,8 @@ def number(page, name):
     return float(page.locator(f"{PANEL}{name} input[type=number]").first.input_value())
 
 
-def chosen(page, name):
-    return page.locator(f"{PANEL}{name} input:checked").evaluate("one => one.value")
-
-
-def choose(page, name, text):
-    page.locator(f"{PANEL}{name} label").filter(has_text=text).last.click()
-
-
-def line(page):
-    return page.locator(f"{PANEL}line").first.inner_text()
+def where(page):
+    return page.locator(f"{PANEL}where input:checked").evaluate("one => one.value")
 
 
 def set_number(page, selector, value):
@@ -155,15 +142,15 @@ def test_the_line_answers_and_measure_measures_now(page):
     page.wait_for_function(f"/{answer}/.test(document.querySelector('{PANEL}line').innerText)")
     fold_out_hires(page)
     page.wait_for_function(f"document.querySelector('{PANEL}line').innerText.includes('; hires pass ')")
-    assert re.match(f"first pass {answer}; hires pass ", line(page))
+    assert re.match(f"first pass {answer}; hires pass ", page.locator(f"{PANEL}line").first.inner_text())
 
 
 def test_hires_alone_is_two_clicks(page):
     page.locator("#txt2img_hr .label-wrap").first.click()  # Hires. fix itself
     unfold(page)
-    choose(page, "where", "hires pass")
+    page.locator(f"{PANEL}where label").filter(has_text="hires pass").last.click()
     page.wait_for_timeout(300)
-    assert is_on(page) and chosen(page, "where") == "hires pass"
+    assert is_on(page) and where(page) == "hires pass"
 
 
 def test_pasting_sets_the_panel_and_pasting_a_picture_without_us_turns_it_off(page):
@@ -172,7 +159,7 @@ def test_pasting_sets_the_panel_and_pasting_a_picture_without_us_turns_it_off(pa
     assert is_on(page) and number(page, "strength") == 0.35 and number(page, "sx") == 3
     assert number(page, "start") == 0.1 and number(page, "end") == 1
     assert page.locator(f"{PANEL}own input").is_checked()
-    assert page.locator(f"{PANEL}where input:checked").evaluate("one => one.value") == "hires pass"
+    assert where(page) == "hires pass"
     paste(page, f"a lake\n{pairs}")
     assert not is_on(page) and number(page, "strength") == 0.35
 
@@ -184,9 +171,7 @@ def test_reload_ui_keeps_it_working(page, webui):
         page.wait_for_timeout(500)
     assert "Restarting UI" in webui.said(start)
     page.wait_for_timeout(2000)
-    page.goto(webui.url, wait_until="load")
-    page.wait_for_selector("#txt2img_prompt textarea")
-    page.wait_for_timeout(3000)
+    load(page, webui)
     unfold(page)
     small(page)
     assert ours(draw(page)) == ["ToMe: 0.5 v1"]

@@ -7,24 +7,17 @@ faces.
 
 from __future__ import annotations
 
-import base64
-import io
 import os
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from tests.hosts.webui.running import HALF, SAVED
+from tests.hosts.webui.running import HALF, SAVED, as_text
 from tests.hosts.webui.twins import serve_twins
 
 FOLDERS = ("sd-webui-controlnet", "adetailer", "multidiffusion-upscaler", "ultimate-upscale")
-
-
-def _picture(width, height):
-    file = io.BytesIO()
-    Image.linear_gradient("L").rotate(30).resize((width, height)).convert("RGB").save(file, "PNG")
-    return base64.b64encode(file.getvalue()).decode()
+PICTURE = as_text(Image.linear_gradient("L").rotate(30).resize((128, 128)))
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +41,7 @@ def _beside(neighbours, name):
 
 
 def _reference(module, **more):
-    unit = {"enabled": True, "module": module, "model": "None", "image": _picture(128, 128), "weight": 1.0,
+    unit = {"enabled": True, "module": module, "model": "None", "image": PICTURE, "weight": 1.0,
             "threshold_a": 0.5, "processor_res": 512, **more}  # fmt: skip
     return {"alwayson_scripts": {"controlnet": {"args": [unit]}}}
 
@@ -107,7 +100,7 @@ def test_ultimate_upscales_tiles(neighbours):
     twins = _beside(neighbours, "ultimate-upscale")
     # by position: tile 128x128, mask blur, padding; seams; upscaler, redraw mode; twice the picture's size
     values = ["", 128, 128, 8, 16, 64, 0.35, 16, 0, True, 0, False, 4, 0, 2, 256, 256, 2]
-    job = {"path": "img2img", "init_images": [_picture(128, 128)], "denoising_strength": 0.6,
+    job = {"path": "img2img", "init_images": [PICTURE], "denoising_strength": 0.6,
            "script_name": "ultimate sd upscale", "script_args": values}  # fmt: skip
     for webui in twins:  # the first one of a process differs, without us too: it is encoded with unseeded noise
         webui.draw(**job)

@@ -6,14 +6,19 @@ What they see is kept here and asked for at /tome_test/state.
 
 import gc
 import json
+import time
 
 import comfy.controlnet
 import comfy.model_detection
 import comfy.model_management
+import comfy.model_patcher
 import comfy.sd
 import folder_paths
 import torch
 from aiohttp import web
+from comfy import gligen
+from comfy.cldm.cldm import ControlNet
+from comfy.ldm.modules.attention import optimized_attention
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from safetensors import safe_open
 from server import PromptServer
@@ -90,10 +95,7 @@ class TestProbe(Node):
             SEEN["calls"].append([name, float(timesteps[0]), patched(unet), list(x.shape), moved])
             if fail_at and sum(call[0] == name for call in SEEN["calls"]) == fail_at:
                 raise RuntimeError("the test wanted this to fail")
-            if sleep:
-                import time
-
-                time.sleep(sleep)
+            time.sleep(sleep)
             return out
 
         model = model.clone()
@@ -281,8 +283,6 @@ class TestMasks(Node):
             height, width = extra_options["activations_shape"][2:]
             assert q.shape[1] == height * width, f"a mask of {height}x{width} does not fit {q.shape[1]} tokens"
             heads = extra_options["n_heads"]
-            from comfy.ldm.modules.attention import optimized_attention
-
             return optimized_attention(q, k, v, heads) * torch.linspace(0, 1, q.shape[1])[None, :, None]
 
         model = model.clone()
@@ -299,8 +299,6 @@ class TestControl(Node):
     RETURN_TYPES = ("CONDITIONING",)
 
     def run(self, conditioning, image):
-        from comfy.cldm.cldm import ControlNet
-
         torch.manual_seed(0)
         net = ControlNet(
             image_size=32, in_channels=4, model_channels=320, hint_channels=3, num_res_blocks=[1, 1],
@@ -325,16 +323,12 @@ class TestGligen(Node):
     RETURN_TYPES = ("CONDITIONING",)
 
     def run(self, conditioning):
-        from comfy import gligen
-
         torch.manual_seed(0)
         fusers = [gligen.GatedSelfAttentionDense(320, 768, 8, 40) for _ in range(7)]
         position = gligen.PositionNet(768, 768)
         model = gligen.Gligen(fusers, position, 768)
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.05)
-        import comfy.model_patcher
-
         device = comfy.model_management.get_torch_device()
         patcher = comfy.model_patcher.ModelPatcher(model, load_device=device, offload_device=torch.device("cpu"))
         boxes = ("position", patcher, [(torch.randn(1, 768), 4, 4, 2, 2)])
@@ -391,8 +385,6 @@ class TestFlux(Node):
     INPUTS = {}
 
     def run(self):
-        import comfy.model_patcher
-
         model = torch.nn.Module()
         model.diffusion_model = torch.nn.Sequential(torch.nn.Linear(4, 4))
         cpu = torch.device("cpu")
