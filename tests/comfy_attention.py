@@ -118,11 +118,7 @@ class Before(CrossAttention):
 
     def forward(self, x, context=None, value=None, mask=None):
         """Without options."""
-        context = x if context is None else context
-        q, k, v = self.to_q(x), self.to_k(context), self.to_v(context if value is None else value)
-        function = optimized_attention if mask is None else optimized_attention_masked
-        more = () if mask is None else (mask,)
-        return self.to_out(function(q, k, v, self.heads, *more, attn_precision=self.attn_precision))
+        return super().forward(x, context, value, mask)
 
 
 Before.forward.__qualname__ = "CrossAttention.forward"

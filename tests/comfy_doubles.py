@@ -30,6 +30,11 @@ class Executor:
         self.wrappers = list(wrappers)
         self.place = place
 
+    @classmethod
+    def of(cls, kind: str, options: dict, original: Any, class_obj: Any) -> Executor:
+        """The whole chain of the wrappers of a kind."""
+        return cls(original, class_obj, [one for many in options["wrappers"].get(kind, {}).values() for one in many])
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return Executor(self.original, self.class_obj, self.wrappers, self.place + 1).execute(*args, **kwargs)
 
@@ -78,8 +83,7 @@ class BaseModel(nn.Module):
 
     def apply_model(self, x: Any, t: Any, c_crossattn: Any, transformer_options: dict) -> torch.Tensor:
         """Runs the wrappers of kind apply_model around the UNet."""
-        wrappers = [one for many in transformer_options["wrappers"].get("apply_model", {}).values() for one in many]
-        executor = Executor(self._apply_model, self, wrappers)
+        executor = Executor.of("apply_model", transformer_options, self._apply_model, self)
         return executor.execute(x, t, None, c_crossattn, None, transformer_options)
 
     def _apply_model(self, x: Any, t: Any, concat: Any, context: Any, control: Any, options: dict) -> torch.Tensor:
@@ -133,6 +137,7 @@ class Guider:
     """
 
     is_on_device = False
+    guidance, stride = 7, 0.01
 
     def __init__(self, patcher: ModelPatcher, model: BaseModel | None = None) -> None:
         self.patcher = patcher
@@ -144,16 +149,19 @@ class Guider:
     ) -> Any:  # fmt: skip
         """The latent after all steps. stop: called with each step's number, and may raise."""
         noise, text = inputs(4, 2 * batch, *size, seed)
-        times = [999 * (1 - step / steps) for step in range(steps)]
-        sigmas = torch.tensor([self.model.model_sampling.sigma(time) for time in times] + [0.0])
+        sigmas = torch.tensor(self.sigmas(steps))
         sigmas = on_device(sigmas) if self.is_on_device else sigmas
-        options = {"wrappers": _copied(self.patcher.wrappers), "sample_sigmas": sigmas}
-        self.options, self.text, self.stop = options, text, stop
-        wrappers = [one for many in options["wrappers"].get("outer_sample", {}).values() for one in many]
-        executor = Executor(self._outer_sample, self, wrappers)
+        self.options = {**self.patcher.model_options["transformer_options"], "sample_sigmas": sigmas,
+                        "wrappers": _copied(self.patcher.wrappers), "uuids": ["negative", "positive"]}  # fmt: skip
+        self.text, self.stop = text, stop
+        executor = Executor.of("outer_sample", self.options, self._outer_sample, self)
         with torch.no_grad():
             latent = torch.zeros_like(noise[:batch])
             return executor.execute(noise[:batch], latent, sampler, sigmas, None, callback, True, seed)
+
+    def sigmas(self, steps: int) -> list[float]:
+        """Of so many steps, and 0."""
+        return [self.model.model_sampling.sigma(999 * (1 - step / steps)) for step in range(steps)] + [0.0]
 
     def _outer_sample(self, noise: Any, latent: Any, sampler: Any, sigmas: torch.Tensor, *args: Any) -> torch.Tensor:
         x, callback = noise, args[1]
@@ -164,7 +172,8 @@ class Guider:
             if callback is not None:
                 callback(step, out, x, len(sigmas) - 1)
             negative, positive = out.chunk(2)
-            x = x + (negative + 7 * (positive - negative)) * (then - now) / now.clamp(min=1) * 0.01
+            guided = negative + self.guidance * (positive - negative)
+            x = x + guided * (then - now) / now.clamp(min=1) * self.stride
         return x
 
     def _call(self, pair: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
@@ -225,6 +234,18 @@ def queued(node: type, values: dict[str, Any]) -> tuple[dict[str, Any], list[str
         if wrong or (isinstance(kind, list) and value not in kind):
             marked.append(name)
     return turned, marked
+
+
+def noted(patcher: ModelPatcher, look: Any) -> list:
+    """What ``look()`` will give at each call of this branch's model, inside of the wrappers that are there."""
+    seen: list = []
+
+    def inner(run: Any, *args: Any) -> Any:
+        seen.append(look())
+        return run(*args)
+
+    patcher.add_wrapper_with_key("apply_model", "inner", inner)
+    return seen
 
 
 def with_compile(patcher: ModelPatcher, compiled: Any) -> ModelPatcher:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import torch
 from torch import nn
 
 from tests import comfy_attention
-from tests.comfy_doubles import BaseModel, Executor, Guider, ModelPatcher
-from tests.models import fixed, inputs
+from tests.comfy_doubles import BaseModel, Guider, ModelPatcher
+from tests.models import fixed
 
 WIDTH, HEADS, TEXT = 32, 2, 32
 
@@ -94,26 +93,15 @@ class Transformer(BaseModel):
 
 
 class FlowGuider(Guider):
-    """Samples with it, from pure noise; uuids: of the conditions."""
+    """Samples with it, from pure noise."""
 
-    def sample(self, steps: int = 3, batch: int = 1, size: tuple[int, int] = (24, 32), seed: int = 0, **more: Any):
-        noise, text = inputs(4, 2 * batch, *size, seed)
-        sigmas = torch.tensor([1 - step / steps for step in range(steps + 1)])
-        options = {**self.patcher.model_options["transformer_options"], "wrappers": self.patcher.wrappers,
-                   "sample_sigmas": sigmas, "uuids": ["negative", "positive"]}  # fmt: skip
-        self.options, self.text = options, text
-        wrappers = [one for many in self.patcher.wrappers.get("outer_sample", {}).values() for one in many]
-        with torch.no_grad():
-            return Executor(self._steps, self, wrappers).execute(
-                noise[:batch], torch.zeros_like(noise[:batch]), None, sigmas, None, None
-            )
+    guidance, stride = 3, 0.1
 
-    def _steps(self, noise: Any, latent: Any, sampler: Any, sigmas: torch.Tensor, *args: Any) -> torch.Tensor:
-        x = noise
-        for now, then in itertools.pairwise(sigmas):
-            negative, positive = self._call(torch.cat([x, x]), now).chunk(2)
-            x = x + (negative + 3 * (positive - negative)) * (then - now) * 0.1
-        return x
+    def sample(self, steps: int = 3, size: tuple[int, int] = (24, 32), **more: Any) -> torch.Tensor:
+        return super().sample(steps=steps, size=size, **more)
+
+    def sigmas(self, steps: int) -> list[float]:
+        return [1 - step / steps for step in range(steps + 1)]
 
 
 def transformer(model: type = Flux) -> ModelPatcher:

@@ -12,8 +12,9 @@ from comfy_nodes import host
 from comfy_nodes.engine import tome_core
 from comfy_nodes.nodes import ApplyToMe, RemoveToMe, ToMePreview
 from tests import comfy_attention
-from tests.comfy_doubles import Guider, Server, checkpoint
+from tests.comfy_doubles import Guider, Server, apply, checkpoint
 
+MEASURED = sys.modules[tome_core.Patch.__mro__[1].__module__]
 SIZE = (16, 16)  # 256 tokens, which the table leaves alone
 PROMPT = {"5": {"class_type": "ApplyToMe", "inputs": {}},
           "9": {"class_type": "ToMePreview", "inputs": {"model": ["5", 0], "measure": True}}}  # fmt: skip
@@ -35,7 +36,7 @@ def server(monkeypatch, tmp_path):
 @pytest.fixture
 def costs(monkeypatch):
     """Says what a merged call takes, an unmerged one 1; keeps the measurements."""
-    made, plain = [], sys.modules[tome_core.Patch.__mro__[1].__module__].time_calls
+    made, plain = [], MEASURED.time_calls
 
     def say(merged):
         def time_calls(*args, clock=None, **more):
@@ -43,7 +44,7 @@ def costs(monkeypatch):
             made.append(args)
             return tome_core.measuring.measure.Seconds(1.0, merged, 0.0)
 
-        monkeypatch.setattr(sys.modules[tome_core.Patch.__mro__[1].__module__], "time_calls", time_calls)
+        monkeypatch.setattr(MEASURED, "time_calls", time_calls)
         return made
 
     return say
@@ -88,16 +89,11 @@ def test_what_pays_merges_from_the_next_sampling_on_and_after_a_restart(server, 
 
 def test_what_merges_is_said_to_gain_in_the_report_on_that_sampling(server, costs):
     costs(0.8)
-    (settings,) = tome_core_settings(ratio=0.5, only_if_it_pays=False)
-    (applied,) = ApplyToMe().apply(checkpoint(), settings=settings, unique_id="5")
+    applied = apply(checkpoint(), only_if_it_pays=False)
     latent = Guider(applied).sample(steps=3, size=SIZE)
     assert last(server)[0] == "ToMe: 3 steps, 1.25x the unmerged speed (measured)"
     shown = ToMePreview().preview(applied, latent={"samples": latent}, measure=True, unique_id="9")
     assert shown["ui"]["tome_report"][0]["gains"][0]["ratio"] == 1.25
-
-
-def tome_core_settings(**values):
-    return (tome_core.MergeConfig(**values),)
 
 
 def test_what_does_not_pay_rests_and_the_report_says_why(server, costs):
@@ -147,7 +143,7 @@ def test_what_fails_costs_no_picture_and_leaves_nothing_on_the_model(server, mon
     def fails(*_, **__):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(sys.modules[tome_core.Patch.__mro__[1].__module__], "time_calls", fails)
+    monkeypatch.setattr(MEASURED, "time_calls", fails)
     patcher = checkpoint()
     assert drawn(patcher=patcher).isfinite().all()
     assert "the gain was not measured: out of memory" in last(server)

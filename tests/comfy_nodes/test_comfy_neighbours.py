@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.comfy_doubles import Guider, ModelPatcher, apply, checkpoint, least_checkpoint, with_compile
+from tests.comfy_doubles import Guider, ModelPatcher, apply, checkpoint, least_checkpoint, noted, with_compile
 from tests.doubles import ComfyBlock
 from tests.models import inputs
 
@@ -56,9 +56,7 @@ def test_animatediff_merges_in_spatial_blocks_only(server):
     frames = added.transformer_blocks[0].attn1
     patcher.model.diffusion_model.input_blocks[1].append(added)
     applied = apply(patcher)
-    patched = []
-    applied.add_wrapper_with_key("apply_model", "inner", lambda run, *args: (patched.append("forward" in vars(frames)),
-                                                                            run(*args))[1])  # fmt: skip
+    patched = noted(applied, lambda: "forward" in vars(frames))
     assert Guider(applied).sample(steps=1, batch=4).isfinite().all()
     assert patched == [False] and "256 tokens -> 128" in server.texts[-1][1]
 
@@ -112,15 +110,6 @@ def test_any_size_and_method_merges_or_steps_aside(server, size, method):
     applied = apply(checkpoint(), method=method, level="up to /8")
     assert Guider(applied).sample(steps=1, batch=3, size=grown).isfinite().all()
     assert server.texts[-1][1].startswith("ToMe: 1 step, ")
-
-
-def test_a_sampler_inside_a_step_patches_once():
-    """Nodes that run the model again inside a wrapper of their own."""
-    applied = apply(checkpoint())
-    other = applied.clone()
-    other.wrappers["apply_model"] = {"tome": applied.wrappers["apply_model"]["tome"] * 2}
-    assert torch.equal(Guider(other).sample(), Guider(applied).sample())
-    assert "forward" not in vars(applied.model.diffusion_model)
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -27,16 +26,12 @@ class SplitGuider(Guider):
 
     shift = 1.0
 
-    def _outer_sample(self, noise: Any, latent: Any, sampler: Any, sigmas: torch.Tensor, *args: Any) -> torch.Tensor:
-        x = noise
-        for now, then in itertools.pairwise(sigmas):
-            options, half = {**self.options, "sigmas": now[None]}, len(x)
-            negative, positive = (
-                self.model.apply_model(x + shift, now.expand(half), text, {**options, "cond_or_uncond": [which]})
-                for which, shift, text in zip((1, 0), (0.0, self.shift), self.text.chunk(2), strict=True)
-            )
-            x = x + (negative + 7 * (positive - negative)) * (then - now) / now.clamp(min=1) * 0.01
-        return x
+    def _call(self, pair: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
+        outs, options = [], {**self.options, "sigmas": now[None]}
+        for which, shift, x, text in zip((1, 0), (0.0, self.shift), pair.chunk(2), self.text.chunk(2), strict=True):
+            of_one = {**options, "cond_or_uncond": [which]}
+            outs.append(self.model.apply_model(x + shift, now.expand(len(x)), text, of_one))
+        return torch.cat(outs)
 
 
 class CutGuider(SplitGuider):
@@ -48,14 +43,8 @@ class CutGuider(SplitGuider):
 class TiledGuider(Guider):
     """A step is a call for each tile, and all tiles have one shape."""
 
-    def _outer_sample(self, noise: Any, latent: Any, sampler: Any, sigmas: torch.Tensor, *args: Any) -> torch.Tensor:
-        tiles = list(noise.split(8, dim=3))
-        for now, then in itertools.pairwise(sigmas):
-            options = {**self.options, "sigmas": now[None]}
-            for number, tile in enumerate(tiles):
-                out = self.model.apply_model(tile, now.expand(len(tile)), self.text[: len(tile)], options)
-                tiles[number] = tile + out * (then - now) / now.clamp(min=1) * 0.01
-        return torch.cat(tiles, dim=3)
+    def _call(self, pair: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
+        return torch.cat([super(TiledGuider, self)._call(tile, now) for tile in pair.split(8, dim=3)], dim=3)
 
 
 def fresh(**values) -> Any:

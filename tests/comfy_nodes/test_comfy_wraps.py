@@ -59,7 +59,7 @@ def test_two_branches_of_one_model_inside_each_other_merge_as_each_says():
     plain = least_checkpoint()
     before = traces(plain.model)
     half, quarter, inner = branch(plain), branch(plain, **QUARTER), []
-    alone = {"half": sample(half), "quarter": sample(quarter)}
+    alone = {"half": sample(branch(least_checkpoint())), "quarter": sample(branch(least_checkpoint(), **QUARTER))}
     merged = sample(half, stop=lambda step: inner.append(sample(quarter)))
     assert torch.equal(merged, alone["half"]) and all(torch.equal(one, alone["quarter"]) for one in inner)
     assert not torch.equal(*alone.values()) and traces(plain.model) == before
