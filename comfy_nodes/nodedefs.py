@@ -23,7 +23,8 @@ def english() -> dict[str, Any]:
     return {name: _described(node) for name, node in NODE_CLASS_MAPPINGS.items()}
 
 
-def _inputs(node: Any) -> dict[str, tuple]:
+def inputs_of(node: Any) -> dict[str, tuple]:
+    """A node's inputs, by name."""
     types = node.INPUT_TYPES()
     return {**types["required"], **types.get("optional", {})}
 
@@ -35,7 +36,7 @@ def _described(node: Any) -> dict[str, Any]:
         "description": node.DESCRIPTION,
         "inputs": {
             name: {"name": facts.get("display_name", name), "tooltip": facts["tooltip"]}
-            for name, (_, facts) in _inputs(node).items()
+            for name, (_, facts) in inputs_of(node).items()
         },
         "outputs": {
             str(number): {"name": name, "tooltip": tooltip}
@@ -60,7 +61,7 @@ def help_page(text: str) -> str:
         raise ValueError(f"{HELP_PAGE.name} has no table to replace; put {_HEAD.splitlines()[0]!r} into it")
     before, rest = text.split(_HEAD)
     rows = [f"| {name if facts.get('advanced') else f'**{name}**'} | {facts['tooltip']} |\n"
-            for name, (_, facts) in _inputs(NODE_CLASS_MAPPINGS["ToMeSettings"]).items()]  # fmt: skip
+            for name, (_, facts) in inputs_of(NODE_CLASS_MAPPINGS["ToMeSettings"]).items()]  # fmt: skip
     _, _, after = rest.partition("\n\n")
     return f"{before}{_HEAD}{''.join(rows)}\n{after}"
 

@@ -58,25 +58,6 @@ def _by_products(q: Any, k: Any, v: Any, heads: int, mask: Any, precision: Any) 
 
 
 @wrap_attn
-def attention_basic(q, k, v, heads, mask=None, attn_precision=None, **kwargs):
-    """Products, in the precision asked for."""
-    return _by_products(q, k, v, heads, mask, attn_precision)
-
-
-@wrap_attn
-def attention_split(q, k, v, heads, mask=None, attn_precision=None, **kwargs):
-    """The same; a mask of one row is for all queries."""
-    return _by_products(q, k, v, heads, mask, attn_precision)
-
-
-@wrap_attn
-def attention_sub_quad(q, k, v, heads, mask=None, attn_precision=None, **kwargs):
-    """The same, but a mask comes after the maximum was taken, as where memory is short."""
-    assert mask is None, "a group without tokens might hold the maximum"
-    return _by_products(q, k, v, heads, None, attn_precision)
-
-
-@wrap_attn
 def attention_pytorch(q, k, v, heads, mask=None, attn_precision=None, **kwargs):
     """torch's function, which wants a mask of the queries' dtype, and broadcasts it."""
     q, k, v = (_of_heads(one, heads) for one in (q, k, v))
@@ -84,13 +65,20 @@ def attention_pytorch(q, k, v, heads, mask=None, attn_precision=None, **kwargs):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
 
 
-@wrap_attn
-def attention_flash(q, k, v, heads, mask=None, attn_precision=None, **kwargs):
-    """Knows no masks, and leaves them to another function."""
-    assert mask is None, "a mask would leave flash attention"
-    return _by_products(q, k, v, heads, None, None)
+def _named(name: str, why_no_mask: str = "", casts: bool = True) -> Any:
+    """Products, in the precision asked for where it ``casts``."""
+
+    def function(q, k, v, heads, mask=None, attn_precision=None, **kwargs):
+        assert mask is None or not why_no_mask, why_no_mask
+        return _by_products(q, k, v, heads, mask, attn_precision if casts else None)
+
+    function.__name__ = function.__qualname__ = name
+    return wrap_attn(function)
 
 
+attention_basic, attention_split = _named("attention_basic"), _named("attention_split")
+attention_sub_quad = _named("attention_sub_quad", "short of memory a group without tokens might hold the maximum")
+attention_flash = _named("attention_flash", "a mask would leave flash attention", casts=False)
 optimized_attention = optimized_attention_masked = attention_pytorch
 
 
@@ -118,7 +106,7 @@ class Before(CrossAttention):
 
     def forward(self, x, context=None, value=None, mask=None):
         """Without options."""
-        return super().forward(x, context, value, mask)
+        return CrossAttention.forward(self, x, context, value, mask)  # self may be a stand-in
 
 
 Before.forward.__qualname__ = "CrossAttention.forward"

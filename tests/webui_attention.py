@@ -26,7 +26,8 @@ class CrossAttention(nn.Module):
 
     def __init__(self, channels: int, heads: int) -> None:
         super().__init__()
-        self.heads, self.scale = heads, (channels // heads) ** -0.5
+        self.heads, self.dim_head = heads, channels // heads
+        self.scale = self.dim_head**-0.5
         self.to_q, self.to_k, self.to_v = (nn.Linear(channels, channels, bias=False) for _ in range(3))
         self.to_out = nn.Sequential(nn.Linear(channels, channels), nn.Dropout(0.0))
 
@@ -40,8 +41,6 @@ def _flat(of_heads: torch.Tensor) -> torch.Tensor:
 
 
 # --- A1111 -----------------------------------------------------------------------------------------------------------
-
-__name__ = "modules.hypernetworks.hypernetwork"
 
 
 class Hypernetwork:
@@ -63,12 +62,6 @@ def apply_hypernetworks(loaded: list[Hypernetwork], context: torch.Tensor, layer
     return keys, values
 
 
-def attention_CrossAttention_forward(self, x, context=None, mask=None, **kwargs):
-    """No optimization."""
-    q, k, v = _projected(self, x, context)
-    return self.to_out(_flat((q @ k.transpose(-1, -2) * self.scale).softmax(-1) @ v))
-
-
 __name__ = "modules.sd_hijack_optimizations"
 
 
@@ -78,22 +71,17 @@ def _projected(self: Any, x: torch.Tensor, context: torch.Tensor | None) -> list
     return [one.float() if upcast.on else one for one in (q, k, v)]
 
 
-def split_cross_attention_forward(self, x, context=None, mask=None, **kwargs):
-    """Keys are scaled before the product."""
-    q, k, v = _projected(self, x, context)
-    k = k * self.scale
-    return self.to_out(_flat((q @ k.transpose(-1, -2)).softmax(-1) @ v).to(x.dtype))
+def _by_scale(name: str, module: str = __name__, keys_first: bool = False) -> Any:
+    """A forward that scales by ``self.scale``: the scores, or keys before the product."""
 
+    def forward(self, x, context=None, mask=None, **kwargs):
+        q, k, v = _projected(self, x, context)
+        scores = q @ (k * self.scale).transpose(-1, -2) if keys_first else q @ k.transpose(-1, -2) * self.scale
+        return self.to_out(_flat(scores.softmax(-1) @ v).to(x.dtype))
 
-def split_cross_attention_forward_v1(self, x, context=None, mask=None, **kwargs):
-    """Scores are scaled."""
-    q, k, v = _projected(self, x, context)
-    return self.to_out(_flat((q @ k.transpose(-1, -2) * self.scale).softmax(-1) @ v).to(x.dtype))
-
-
-def split_cross_attention_forward_invokeAI(self, x, context=None, mask=None, **kwargs):
-    """Like the first."""
-    return split_cross_attention_forward(self, x, context, mask)
+    forward.__name__ = forward.__qualname__ = name
+    forward.__module__ = module
+    return forward
 
 
 def sub_quad_attention_forward(self, x, context=None, mask=None, **kwargs):
@@ -132,14 +120,18 @@ def scaled_dot_product_no_mem_attention_forward(self, x, context=None, mask=None
 
 
 HIJACKS = {one.__name__: one for one in (
-    attention_CrossAttention_forward, split_cross_attention_forward, split_cross_attention_forward_v1,
-    split_cross_attention_forward_invokeAI, sub_quad_attention_forward, xformers_attention_forward,
-    scaled_dot_product_attention_forward, scaled_dot_product_no_mem_attention_forward,
+    _by_scale("attention_CrossAttention_forward", "modules.hypernetworks.hypernetwork"),
+    _by_scale("split_cross_attention_forward", keys_first=True), _by_scale("split_cross_attention_forward_v1"),
+    _by_scale("split_cross_attention_forward_invokeAI", keys_first=True), sub_quad_attention_forward,
+    xformers_attention_forward, scaled_dot_product_attention_forward, scaled_dot_product_no_mem_attention_forward,
 )}  # fmt: skip
 xformers: Any = None  # a test puts one here
 
 
 # --- the Forges ------------------------------------------------------------------------------------------------------
+
+__name__ = HERE
+_REFORGE = "ldm_patched.ldm.modules.attention"
 
 
 def _by_products(q: Any, k: Any, v: Any, heads: int, mask: Any, rows: int) -> torch.Tensor:
@@ -173,25 +165,17 @@ def _made(module: str) -> dict[str, Any]:
 
 
 def _made_for_classic() -> dict[str, Any]:
-    """Forge Classic's, of reForge's names: heads lie within the batch, and a mask is added as it comes."""
+    """Forge Classic's, of reForge's names: a mask for heads within the batch, or torch's function that takes any."""
 
     def attention_basic(q, k, v, heads, mask=None):
-        q, k, v = (_of_heads(one, heads).flatten(0, 1) for one in (q, k, v))
-        scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
-        if mask is not None:
-            scores += mask
-        return _flat((scores.softmax(-1) @ v).unflatten(0, (-1, heads)))
+        assert mask is None, "a mask of four dimensions fits no heads within the batch"
+        return _by_products(q, k, v, heads, None, q.shape[1])
 
     def attention_split(q, k, v, heads, mask=None):
-        return attention_basic(q, k, v, heads, None if mask is None else mask[:, : q.shape[1]])
+        return attention_basic(q, k, v, heads, mask)
 
     def attention_xformers(q, k, v, heads, mask=None):
-        q, k, v = (_of_heads(one, heads).flatten(0, 1) for one in (q, k, v))
-        if mask is not None:
-            room = torch.empty(q.shape[0], q.shape[1], q.shape[1] + 8, dtype=q.dtype)
-            room[:, :, : mask.shape[-1]] = mask
-            mask = room[:, :, : mask.shape[-1]]
-        return _flat(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).unflatten(0, (-1, heads)))
+        return attention_basic(q, k, v, heads, mask)
 
     def attention_pytorch(q, k, v, heads, mask=None):
         q, k, v = (_of_heads(one, heads) for one in (q, k, v))
@@ -202,7 +186,7 @@ def _made_for_classic() -> dict[str, Any]:
         return attention_pytorch(q, k, v, heads)
 
     functions = (attention_basic, attention_split, attention_xformers, attention_pytorch, attention_sage)
-    return _called("ldm_patched.ldm.modules.attention", *functions)
+    return _called(_REFORGE, *functions)
 
 
 def _called(module: str, *functions: Any) -> dict[str, Any]:
@@ -211,54 +195,30 @@ def _called(module: str, *functions: Any) -> dict[str, Any]:
     return {one.__name__: one for one in functions}
 
 
-FORGE, REFORGE = _made("backend.attention"), _made("ldm_patched.ldm.modules.attention")
+FORGE, REFORGE = _made("backend.attention"), _made(_REFORGE)
 CLASSIC = _made_for_classic()
 attention_function = FORGE["attention_pytorch"]
 optimized_attention = optimized_attention_masked = REFORGE["attention_pytorch"]
-__name__ = "backend.nn.unet"
 
 
-class ForgeAttention(CrossAttention):
-    """Forge's, which takes its function by one name."""
-
-    def forward(self, x, context=None, value=None, mask=None, transformer_options={}):  # noqa: B006
-        """Options are handed in and not used."""
-        context = x if context is None else context
-        q, k, v = self.to_q(x), self.to_k(context), self.to_v(context if value is None else value)
-        return self.to_out(attention_function(q, k, v, self.heads, mask))
-
-
-__name__ = "ldm_patched.ldm.modules.attention"
-
-
-class ReforgeAttention(CrossAttention):
-    """reForge's, which takes it by two."""
+def _attention_of(module: str, attend: Any) -> type[CrossAttention]:
+    """A Forge's module, by the name of its file. attend: what it makes of q, k, v, its heads and a mask."""
 
     def forward(self, x, context=None, value=None, mask=None):
-        """Without options."""
         context = x if context is None else context
         q, k, v = self.to_q(x), self.to_k(context), self.to_v(context if value is None else value)
-        if mask is None:
-            return self.to_out(optimized_attention(q, k, v, self.heads, attn_precision=None))
-        return self.to_out(optimized_attention_masked(q, k, v, self.heads, mask, attn_precision=None))
+        return self.to_out(attend(q, k, v, self.heads, mask))
+
+    forward.__module__, forward.__qualname__ = module, "CrossAttention.forward"
+    return type("CrossAttention", (CrossAttention,), {"forward": forward})
 
 
-class ClassicAttention(CrossAttention):
-    """Forge Classic's, which has reForge's name and functions without precision."""
-
-    def __init__(self, channels: int, heads: int) -> None:
-        super().__init__(channels, heads)
-        self.dim_head = channels // heads
-
-    def forward(self, x, context=None, value=None, mask=None, transformer_options=None):
-        """Options are handed in and not used."""
-        context = x if context is None else context
-        q, k, v = self.to_q(x), self.to_k(context), self.to_v(context if value is None else value)
-        if mask is None:
-            return self.to_out(optimized_attention(q, k, v, self.heads))
-        return self.to_out(optimized_attention_masked(q, k, v, self.heads, mask))
+def _by_two_names(q: Any, k: Any, v: Any, heads: int, mask: Any, **more: Any) -> torch.Tensor:
+    if mask is None:
+        return optimized_attention(q, k, v, heads, **more)
+    return optimized_attention_masked(q, k, v, heads, mask, **more)
 
 
-for _one in (ForgeAttention, ReforgeAttention, ClassicAttention):
-    _one.forward.__qualname__ = "CrossAttention.forward"
-__name__ = HERE
+ForgeAttention = _attention_of("backend.nn.unet", lambda *given: attention_function(*given))
+ReforgeAttention = _attention_of(_REFORGE, lambda *given: _by_two_names(*given, attn_precision=None))
+ClassicAttention = _attention_of(_REFORGE, _by_two_names)  # reForge's name, and functions without precision

@@ -28,6 +28,11 @@ def custom(ratio=0.5, **values):
     return {one.name: one.default for one in form.FIELDS} | {"enabled": True, "ratio": ratio, **values}
 
 
+def report(done):
+    """What API callers are told of a job."""
+    return done.extra_generation_params["ToMe report"]
+
+
 def merged_tokens(facts, name="first pass"):
     """(down-sampling, tokens, queries, keys) of each kind of call that merged in a pass, by what the API is told."""
     levels = facts["ToMe report"]["passes"].get(name, {"levels": []})["levels"]
@@ -134,14 +139,20 @@ class Denoiser:
         webui.call("cfg_denoiser", types.SimpleNamespace(x=x, sigma=sigma, denoiser=self))
         p.at_step(self.step)
         self.step += 1
-        halves = [p.text, torch.zeros_like(p.text)]
-        if webui.has_uncond_first:
+        return self.guided(x, timestep)
+
+    def guided(self, x, timestep):
+        halves = [self.p.text, torch.zeros_like(self.p.text)]
+        if self.webui.has_uncond_first:
             halves.reverse()
         text = torch.cat([half.expand(x.shape[0], -1, -1) for half in halves])
-        with torch.no_grad():
-            out = webui.unet(torch.cat([x, x]), torch.full((2 * x.shape[0],), timestep), text)
-        uncond, cond = out.chunk(2) if webui.has_uncond_first else reversed(out.chunk(2))
+        out = self.run(torch.cat([x, x]), timestep, text)
+        uncond, cond = out.chunk(2) if self.webui.has_uncond_first else reversed(out.chunk(2))
         return uncond + 2 * (cond - uncond)
+
+    def run(self, x, timestep, text):
+        with torch.no_grad():
+            return self.webui.unet(x, torch.full((x.shape[0],), timestep), text.expand(x.shape[0], -1, -1))
 
 
 class CFGDenoiserTimesteps(Denoiser):
@@ -219,18 +230,16 @@ class Webui(Modules):
 
     def load(self, model):
         """Make it the model that samples; the Forges keep it elsewhere."""
-        if self.flavour == "forge":
-            unet = types.SimpleNamespace(model=model.model)
-            model = types.SimpleNamespace(forge_objects=types.SimpleNamespace(unet=unet))
-        elif self.flavour == "reforge":
-            model.forge_objects = types.SimpleNamespace(unet=types.SimpleNamespace(model=model.model))
+        if self.has_uncond_first:
+            objects = types.SimpleNamespace(unet=types.SimpleNamespace(model=model.model))
+            model = types.SimpleNamespace() if self.flavour == "forge" else model
+            model.forge_objects = objects
         self.shared.sd_model = model
 
     @property
     def unet(self):
-        model = self.shared.sd_model
-        return getattr(model, "forge_objects", None).unet.model.diffusion_model if self.flavour != "a1111" and hasattr(
-            model, "forge_objects") else model.model.diffusion_model  # fmt: skip
+        objects = getattr(self.shared.sd_model, "forge_objects", None)
+        return (self.shared.sd_model if objects is None else objects.unet).model.diffusion_model
 
     def reset_objects(self):
         """The Forges throw their patcher away before each pass, not the UNet in it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,15 +21,13 @@ PROMPT = {"5": {"class_type": "ApplyToMe", "inputs": {}},
 
 
 @pytest.fixture
-def server(monkeypatch, tmp_path):
+def server(server, monkeypatch, tmp_path):
     """ComfyUI, as far as it is asked, with a preview behind the node that wants the gain."""
-    one, paths = Server(), ModuleType("folder_paths")
-    paths.get_user_directory = lambda: str(tmp_path)
-    monkeypatch.setitem(sys.modules, "server", one.module())
+    paths = SimpleNamespace(get_user_directory=lambda: str(tmp_path))
     monkeypatch.setitem(sys.modules, "folder_paths", paths)
-    one.run(PROMPT)
+    server.run(PROMPT)
     tome_core.gains.load(host.gains_file())
-    yield one
+    yield server
     tome_core.gains.KNOWN.forget()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -18,6 +17,7 @@ from comfy_nodes import NODE_CLASS_MAPPINGS, nodedefs
 from install import COMFYUI
 from tests.comfy_doubles import queued
 from tests.comfy_loader import load_pack
+from tests.host_folders import Installed, call_install, make_folder
 from tests.hosts.comfyui.page import overlapping
 from tests.hosts.comfyui.workflows import WORKFLOWS, workflow
 from tome_core.settings.rule import DOWNSAMPLES
@@ -30,18 +30,8 @@ WIDGET, FRAME, REPORT = 24, 34, 200
 
 @pytest.fixture
 def comfyui(tmp_path) -> Path:
-    """A folder like ComfyUI's, in a path that no module name could be made of."""
-    folder = tmp_path / "my-ui v0.33.0"
-    for name in ("comfy", "custom_nodes"):
-        (folder / name).mkdir(parents=True)
-    for name in ("main.py", "nodes.py"):
-        (folder / name).touch()
-    return folder
-
-
-def call_install(*arguments) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(ROOT / "install.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    """A folder like ComfyUI's."""
+    return make_folder(COMFYUI, tmp_path)
 
 
 def looks_right(place: Path) -> None:
@@ -64,30 +54,18 @@ def test_a_clone_in_custom_nodes_loads(comfyui):
     looks_right(place)
 
 
-@pytest.mark.parametrize("options", [(), ("--copy",)], ids=["link", "copy"])
-def test_install_py_puts_the_pack_there_and_takes_it_away(comfyui, options):
-    place = comfyui / "custom_nodes" / "tome_core"
-    for _ in range(2):  # again is no mistake
-        done = call_install("comfyui", comfyui, *options)
-        assert done.returncode == 0 and str(place) in done.stdout, done.stderr
-    assert place.is_symlink() != bool(options)
-    looks_right(place)
-    done = call_install("comfyui", comfyui, "--uninstall")
-    assert done.returncode == 0 and not os.path.lexists(place) and (ROOT / "comfy_nodes").is_dir()
-    assert "nothing to undo" in call_install("comfyui", comfyui, "--uninstall").stdout
+class TestInstall(Installed):
+    host = COMFYUI
 
-
-def test_where_links_are_not_possible_it_is_copied(comfyui, monkeypatch):
-    monkeypatch.setattr(Path, "symlink_to", lambda *args, **kwargs: (_ for _ in ()).throw(OSError("no right")))
-    place = install.target(COMFYUI, comfyui)
-    assert "Copied" in install.put(COMFYUI, place)
-    looks_right(place)
+    @pytest.fixture
+    def works(self):
+        return looks_right
 
 
 def test_comfyui_manager_calls_it_bare(comfyui):
     place = comfyui / "custom_nodes" / "tome_core"
     place.symlink_to(ROOT)
-    done = subprocess.run([sys.executable, "install.py"], capture_output=True, text=True, cwd=place, check=False)
+    done = call_install(cwd=place, root=place)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert not (ROOT / "requirements.txt").exists(), "the Manager would install it; torch is the host's"
 
@@ -102,29 +80,10 @@ def test_a_link_to_the_nodes_folder_alone_finds_the_engine(comfyui):
     assert done.returncode == 0 and "ApplyToMe" in done.stdout, done.stderr
 
 
-def test_a_folder_that_is_not_comfyui_is_refused_with_what_was_looked_for(tmp_path):
-    done = call_install("comfyui", tmp_path)
-    assert done.returncode == 1 and "main.py" in done.stderr and "Traceback" not in done.stderr
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_base_directory_and_the_portable_version_are_comfyui_too(tmp_path, comfyui):
+def test_a_base_directory_is_comfyui_too(tmp_path):
     for name in COMFYUI.looked_for[1]:
         (tmp_path / "base" / name).mkdir(parents=True)
     assert install.target(COMFYUI, tmp_path / "base").parent == tmp_path / "base" / "custom_nodes"
-    portable = tmp_path / "portable"
-    shutil.copytree(comfyui, portable / "ComfyUI")
-    assert install.target(COMFYUI, portable).parent == portable / "ComfyUI" / "custom_nodes"
-
-
-def test_a_folder_of_somebody_else_is_not_replaced(comfyui):
-    place = comfyui / "custom_nodes" / "tome_core"
-    place.mkdir()
-    (place / "mine.txt").touch()
-    for options in ((), ("--uninstall",)):
-        done = call_install("comfyui", comfyui, *options)
-        assert done.returncode == 1 and "was not made by install.py" in done.stderr
-    assert (place / "mine.txt").exists()
 
 
 @pytest.mark.parametrize("arguments", [(), ("a", "b"), ("--unknown", "a")])
@@ -148,14 +107,17 @@ def test_the_english_texts_are_those_of_the_nodes():
     assert page == nodedefs.help_page(page), "run: python -m comfy_nodes.nodedefs"
 
 
+def texts_in(language: str) -> dict:
+    return json.loads((ROOT / "locales" / language / "nodeDefs.json").read_text(encoding="utf-8"))
+
+
 @pytest.mark.parametrize("language", ["zh", "ja"])
 def test_every_text_is_there_and_hardly_any_left_in_english(language):
     """A new one is, until somebody translates it: `nodedefs` puts it in."""
     def shape(texts):
         return {key: shape(one) if isinstance(one, dict) else bool(one.strip()) for key, one in texts.items()}
 
-    text = (ROOT / "locales" / language / "nodeDefs.json").read_text(encoding="utf-8")
-    translated, english = json.loads(text), nodedefs.english()
+    translated, english = texts_in(language), nodedefs.english()
     assert shape(translated) == shape(english)
     same = [(node, name) for node, texts in english.items() for name, one in texts["inputs"].items()
             if translated[node]["inputs"][name]["tooltip"] == one["tooltip"]]  # fmt: skip
@@ -165,8 +127,7 @@ def test_every_text_is_there_and_hardly_any_left_in_english(language):
 @pytest.mark.parametrize("language", ["zh", "ja"])
 def test_a_translation_names_every_number_that_the_english_text_names(language):
     """So that a changed limit, or a sentence that was added, is not forgotten; words for numbers may become digits."""
-    text = (ROOT / "locales" / language / "nodeDefs.json").read_text(encoding="utf-8")
-    translated, number = json.loads(text), re.compile(r"\d+(?:\.\d+)?")
+    translated, number = texts_in(language), re.compile(r"\d+(?:\.\d+)?")
     for node, texts in nodedefs.english().items():
         for name, one in texts["inputs"].items():
             tooltip = translated[node]["inputs"][name]["tooltip"]
@@ -181,8 +142,7 @@ def test_an_example_workflow_fits_the_nodes(name):
     ours = [node for node in flow["nodes"] if node["type"] in NODE_CLASS_MAPPINGS]
     assert any(node["type"] == "ApplyToMe" for node in ours)
     for node in ours:
-        types = NODE_CLASS_MAPPINGS[node["type"]].INPUT_TYPES()
-        inputs = {**types["required"], **types.get("optional", {})}
+        inputs = nodedefs.inputs_of(NODE_CLASS_MAPPINGS[node["type"]])
         widgets = [name for name, (kind, _) in inputs.items() if isinstance(kind, list)
                    or kind in ("INT", "FLOAT", "BOOLEAN")]  # fmt: skip
         values = dict(zip(widgets, node.get("widgets_values", []), strict=True))
@@ -202,10 +162,8 @@ def documented(name: str) -> dict[str, bool]:
 
 def test_the_help_pages_have_a_row_for_every_input_and_the_advanced_ones_in_light_type():
     for name, node in NODE_CLASS_MAPPINGS.items():
-        types = node.INPUT_TYPES()
-        inputs = {**types["required"], **types.get("optional", {})}
         found = documented(name)
-        wanted = {one: not facts.get("advanced", False) for one, (_, facts) in inputs.items()}
+        wanted = {one: not facts.get("advanced", False) for one, (_, facts) in nodedefs.inputs_of(node).items()}
         assert found in (wanted, {one: bold for one, bold in wanted.items() if one != "model"}), name
 
 

@@ -29,21 +29,6 @@ class DeviceGuider(Guider):
     is_on_device = True
 
 
-class Levels(Guider):
-    """Notes which noise levels merged."""
-
-    def _call(self, pair, now):
-        out = super()._call(pair, now)
-        merging = self.options["wrappers"]["apply_model"]["tome"][0].__self__
-        (handle,) = merging._patches.values()
-        self.seen = [*getattr(self, "seen", []), (handle.run.now, bool(handle.run.live))]
-        return out
-
-
-class DeviceLevels(Levels):
-    is_on_device = True
-
-
 @pytest.fixture(autouse=True)
 def waits():
     OnDevice.waits.clear()
@@ -78,13 +63,6 @@ def test_a_sampler_that_is_not_known_is_waited_for_at_each_call(sampler, waits):
 def test_the_picture_is_the_same_wherever_its_noise_levels_are(values, sampler):
     expected = Guider(applied(**values)).sample(steps=5)
     assert torch.equal(DeviceGuider(applied(**values)).sample(steps=5, sampler=sampler), expected)
-
-
-def test_the_range_counts_the_same_steps_as_where_they_are_read():
-    near, far = Levels(applied(**RANGE)), DeviceLevels(applied(**RANGE))
-    near.sample(steps=8, size=(8, 8))
-    far.sample(steps=8, size=(8, 8), sampler=KNOWN)
-    assert [live for _, live in far.seen] == [live for _, live in near.seen] == [False] * 2 + [True] * 3 + [False] * 3
 
 
 class Odd(DeviceGuider):

@@ -67,12 +67,11 @@ def test_strength_merges_them_too_where_it_pays(server):
     assert report(merged).work_saved > 0.5 and "left out" in server.texts[-1][1]
 
 
-@pytest.mark.parametrize("model, reason", [(Unplaced, f"7 {layouts.BESIDE}")])
-def test_where_the_picture_lies_is_known_or_nothing_merges(model, reason):
-    plain = transformer(model)
+def test_where_the_picture_lies_is_known_or_nothing_merges():
+    plain = transformer(Unplaced)
     merged = apply(plain, **KV)
     assert torch.equal(sample(merged), sample(plain))
-    assert f"attn: {reason}" in report(merged).reasons
+    assert f"attn: 7 {layouts.BESIDE}" in report(merged).reasons
 
 
 def test_a_model_without_tokens_of_known_size_is_refused_with_a_sentence(server):

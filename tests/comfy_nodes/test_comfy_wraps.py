@@ -106,22 +106,6 @@ def test_an_inner_sampling_that_breaks_off_leaves_the_outer_one_as_it_was(error)
     assert torch.equal(sample(half, stop=inner), alone) and traces(plain.model) == before
 
 
-def test_an_interrupt_while_they_come_on_leaves_nothing(monkeypatch):
-    applied = branch(least_checkpoint())
-    before, first = traces(applied.model), sample(applied)
-    handle = the_handle(applied)
-
-    def interrupted(attach=handle.attach):
-        attach()
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(handle, "attach", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        sample(applied)
-    monkeypatch.undo()
-    assert traces(applied.model) == before and torch.equal(sample(applied), first)
-
-
 def test_a_call_outside_of_any_sampling_merges_and_leaves_nothing():
     applied = branch(least_checkpoint())
     before = traces(applied.model)

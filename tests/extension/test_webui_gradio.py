@@ -23,7 +23,6 @@ pytest.importorskip("playwright.sync_api", reason="needs playwright")
 sys.modules["_tome_core_gradio"] = around = ModuleType("_tome_core_gradio")
 around.__path__ = [str(Path(__file__).parents[2])]
 wish = import_module("_tome_core_gradio.extension.wish")
-Page.generates = len(wish.ARGUMENTS)
 PINS = Path(__file__).parents[1] / "gradio_panel"
 SLOW = 120_000  # ms; small machines take long to draw
 

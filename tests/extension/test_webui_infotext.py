@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from tests.webui_doubles import Processing, Webui, custom
+from tests.webui_doubles import Processing, custom
 from tests.webui_modules import ROOT
 from tome_core import form
 
@@ -17,12 +17,9 @@ WISHES = [(True, 0.5), (True, 0.33, "hires pass"), (custom(where="first pass", s
 NONSENSE = ["", "much", "0.5", "0.5 v99", "nan v1", "1e400 v1", "2 v1", "-1 v1", "0.5 v-1", "v1", "9" * 5000 + " v1"]
 
 
-@pytest.fixture
-def webui(monkeypatch):
-    made = Webui(monkeypatch).start()
-    made.part("host").logging.getLogger("_tome_core_webui").propagate = True
-    yield made
-    made.call("script_unloaded")
+@pytest.fixture(autouse=True)
+def heard(webui):
+    webui.part("host").logging.getLogger("_tome_core_webui").propagate = True
 
 
 def parsed(text):
@@ -76,7 +73,6 @@ def test_a_merged_picture_has_one_key_and_one_that_did_not_merge_none(webui):
     assert p.params_txt == "ToMe: 0.7 v1", "of a picture to come it says what was asked"
     half = webui.job({"enabled": True, "strength": 0.7, "min_pixels": 20000, "only_if_it_pays": False}, enable_hr=True)
     assert half.infotexts[0].startswith("ToMe: 0.7 v1; min_pixels=20000"), "one pass of it merged"
-    assert not webui.errors
 
 
 def test_an_old_picture_reproduces_after_the_table_has_changed(webui, monkeypatch):

@@ -5,20 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tests.models import ldm_of_one_level, ldm_sdxl
-from tests.webui_doubles import Webui
 from tome_core import form, preset
 
 OF = {"sd": ldm_of_one_level, "sdxl": ldm_sdxl}
 FREE = {"enabled": True, "only_if_it_pays": False}  # the double's pictures have few tokens
+pytestmark = pytest.mark.parametrize("flavour", ["a1111", "forge"])
 each = pytest.mark.parametrize("layout", list(OF))
-
-
-@pytest.fixture(params=("a1111", "forge"))
-def webui(request, monkeypatch):
-    made = Webui(monkeypatch, request.param).start()
-    yield made
-    assert not made.errors
-    made.call("script_unloaded")
 
 
 @pytest.fixture

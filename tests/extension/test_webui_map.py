@@ -5,15 +5,12 @@ from __future__ import annotations
 import pytest
 from PIL import Image
 
-from tests.webui_doubles import Webui, custom
+from tests.webui_doubles import FLAVOURS, custom
 
 
-@pytest.fixture
-def webui(monkeypatch, request):
-    made = Webui(monkeypatch, getattr(request, "param", "a1111")).start()
-    made.shared.opts.data["tome_map"] = True
-    yield made
-    made.call("script_unloaded")
+@pytest.fixture(autouse=True)
+def asked_for(webui):
+    webui.shared.opts.data["tome_map"] = True
 
 
 def map_of(webui, **more):
@@ -31,12 +28,12 @@ def test_the_map_is_one_more_picture_and_changes_none(webui):
 
 
 @pytest.mark.parametrize("more", [{"n_iter": 2}, {"batch_size": 2}, {"n_iter": 2, "batch_size": 2}], ids=str)
-@pytest.mark.parametrize("webui", ["a1111", "forge"], indirect=True)
+@pytest.mark.parametrize("flavour", ["a1111", "forge"])
 def test_of_several_pictures_it_shows_the_first(webui, more):
     assert map_of(webui, **more) == map_of(webui) != map_of(webui, seed=8)
 
 
-@pytest.mark.parametrize("webui", ["a1111", "reforge", "forge", "old"], indirect=True)
+@pytest.mark.parametrize("flavour", FLAVOURS)
 def test_it_shows_the_prompt_and_not_the_negative_prompt(webui, monkeypatch):
     """A1111 computes the prompt first, the Forges the negative prompt."""
     rows = []

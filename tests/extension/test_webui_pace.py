@@ -11,19 +11,9 @@ import pytest
 import torch
 
 from tests.on_device import OnDevice, on_device
-from tests.webui_doubles import (
-    FLAVOURS,
-    CFGDenoiserTimesteps,
-    Denoiser,
-    Processing,
-    Webui,
-    custom,
-    ddim,
-    merges,
-    sample_euler,
-)
+from tests.webui_doubles import FLAVOURS, CFGDenoiserTimesteps, Denoiser, Processing, custom, ddim, sample_euler
 
-RANGE = (custom(end=0.6),)
+RANGE = (custom(end=0.6),)  # before it lie 999, 800 and 500 of 999
 ON = (custom(),)
 
 
@@ -52,23 +42,21 @@ def waits():
     return OnDevice.waits
 
 
-@pytest.fixture(params=FLAVOURS)
-def webui(request, monkeypatch):
-    made = Webui(monkeypatch, request.param).start()
-    made.is_on_device = True
-    monkeypatch.setattr(Processing, "size", 8)
-    yield made
-    assert not made.errors and not merges(made.unet)
-    made.call("script_unloaded")
+pytestmark = pytest.mark.usefixtures("small")
 
 
 @pytest.fixture
-def forge(monkeypatch):
-    made = Webui(monkeypatch, "forge").start()
-    made.is_on_device = True
-    monkeypatch.setattr(Processing, "size", 8)
-    yield made
-    made.call("script_unloaded")
+def flavour():
+    """Whose list is on the device."""
+    return "forge"
+
+
+@pytest.fixture(autouse=True)
+def far(webui):
+    webui.is_on_device = True
+
+
+all_webuis = pytest.mark.parametrize("flavour", FLAVOURS)
 
 
 def expected_waits(webui, steps):
@@ -78,6 +66,7 @@ def expected_waits(webui, steps):
     return ["tolist"] if webui.has_uncond_first else []
 
 
+@all_webuis
 @pytest.mark.parametrize("denoiser", [Denoiser, CFGDenoiserTimesteps])
 def test_a_pass_waits_once_at_most_however_many_steps_it_has(webui, waits, denoiser):
     done = webui.job(*RANGE, denoiser=denoiser)
@@ -85,28 +74,30 @@ def test_a_pass_waits_once_at_most_however_many_steps_it_has(webui, waits, denoi
     assert waits == expected_waits(webui, 4)
 
 
+@all_webuis
 def test_each_pass_of_each_batch_has_its_own_list(webui, waits):
     webui.job(*RANGE, enable_hr=True, n_iter=2)
     # before 1.10 the first pass's sampler is made after the last hook, the hires pass's before it
     assert waits == expected_waits(webui, 4) * (2 if webui.flavour == "old" else 4)
 
 
-def test_settings_without_a_time_never_wait(forge, waits):
-    forge.job(*ON)
+def test_settings_without_a_time_never_wait(webui, waits):
+    webui.job(*ON)
     assert waits == []
 
 
 @pytest.mark.parametrize("function", [of_another_pack, sample_dpm_fast])
-def test_a_sampler_that_is_not_known_is_waited_for_at_each_step(forge, waits, function):
-    done = forge.job(*RANGE, sampler_function=function)
+def test_a_sampler_that_is_not_known_is_waited_for_at_each_step(webui, waits, function):
+    done = webui.job(*RANGE, sampler_function=function)
     assert "ToMe: 3 of 4 steps, " in done.comments and waits == ["__float__"] * 4
 
 
-def test_a_sampler_that_leaves_its_list_is_read_from_then_on(forge, waits):
-    done = forge.job(*RANGE, sampler_function=backwards)
+def test_a_sampler_that_leaves_its_list_is_read_from_then_on(webui, waits):
+    done = webui.job(*RANGE, sampler_function=backwards)
     assert "ToMe: 3 of 4 steps, " in done.comments and waits == ["tolist"] + ["__float__"] * 3
 
 
+@all_webuis
 @pytest.mark.parametrize("denoiser", [Denoiser, CFGDenoiserTimesteps])
 def test_the_picture_is_the_same_wherever_its_times_are(webui, denoiser):
     far = webui.job(*RANGE, denoiser=denoiser).latents
@@ -114,6 +105,7 @@ def test_the_picture_is_the_same_wherever_its_times_are(webui, denoiser):
     assert torch.equal(webui.job(*RANGE, denoiser=denoiser).latents, far)
 
 
+@all_webuis
 def test_the_sampler_reports_its_steps_as_ever_and_is_itself_again_afterwards(webui):
     seen = []
 
@@ -127,32 +119,33 @@ def test_the_sampler_reports_its_steps_as_ever_and_is_itself_again_afterwards(we
     assert seen[0][1] is (webui.flavour == "old")
 
 
-def test_what_somebody_puts_over_the_sampler_stays(forge):
+def test_what_somebody_puts_over_the_sampler_stays(webui):
     def theirs(*args, **kwargs):
         return sample_euler(*args, **kwargs)
 
     def put(step):
         p.sampler.func = theirs
 
-    p = Processing(forge, RANGE, at_step=put)
-    forge.process(p)
+    p = Processing(webui, RANGE, at_step=put)
+    webui.process(p)
     assert p.sampler.func is theirs
 
 
-def test_an_aborted_jobs_sampler_is_let_go(forge):
+def test_an_aborted_jobs_sampler_is_let_go(webui):
     def fail(step):
         raise RuntimeError
 
-    p = Processing(forge, RANGE, at_step=fail)
+    p = Processing(webui, RANGE, at_step=fail)
     with pytest.raises(RuntimeError):
-        forge.process(p)
+        webui.process(p)
     left = weakref.ref(p.sampler)
     del p
     gc.collect()
     assert left() is None
-    forge.part("merging").armed.disarm()
+    webui.part("merging").armed.disarm()
 
 
+@all_webuis
 def test_sigmas_are_told_as_if_pictures_varied_by_one(webui):
     model = webui.shared.sd_model
     relative = webui.part("host").relative
@@ -169,11 +162,11 @@ def test_sigmas_are_told_as_if_pictures_varied_by_one(webui):
         webui.shared.sd_model = model
 
 
-def test_a_time_just_below_zero_is_zero(forge):
+def test_a_time_just_below_zero_is_zero(webui):
     """UniPC's last, by a rounding."""
     params = types.SimpleNamespace(sigma=on_device(torch.tensor([-1e-7])), denoiser=None)
-    assert forge.part("host").read_time(params) == {"sigma": 0.0}
+    assert webui.part("host").read_time(params) == {"sigma": 0.0}
 
 
-def test_ddim_is_the_webuis_own(forge):
-    assert forge.part("pace")._list_of(ddim) == "timesteps" and forge.part("pace")._list_of(None) == ""
+def test_ddim_is_the_webuis_own(webui):
+    assert webui.part("pace")._list_of(ddim) == "timesteps" and webui.part("pace")._list_of(None) == ""

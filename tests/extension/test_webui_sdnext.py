@@ -184,15 +184,12 @@ def test_a_pass_that_fails_leaves_nothing(webui, name):
     ({"token_merging_method": "ToMe", "tome_ratio": 0.5}, "SD.Next's own token merging (ToMe 0.5) is on"),
     ({"token_merging_method": "ToDo", "todo_ratio": 0.3}, "SD.Next's own token merging (ToDo 0.3) is on"),
     ({"hypertile_unet_enabled": True}, "HyperTile is on"),
+    ({"token_merging_method": "ToMe", "tome_ratio": 0.0}, ""),
 ])  # fmt: skip
-def test_it_steps_aside_for_the_webuis_own(webui, settings, told):
+def test_it_steps_aside_for_the_webuis_own_that_is_on(webui, settings, told):
     webui.shared.opts.data.update(settings)
-    assert told in draw(webui, *ON)[2]["line"] and draw(webui, *ON)[3] == [{}]
-
-
-def test_its_own_merging_without_a_ratio_is_off(webui):
-    webui.shared.opts.data.update({"token_merging_method": "ToMe", "tome_ratio": 0.0})
-    assert draw(webui, *ON)[2]["merged"]
+    *_, report, infotexts = draw(webui, *ON)
+    assert told in report["line"] and report["merged"] is not bool(told) and (infotexts == [{}]) is bool(told)
 
 
 def test_hypertile_of_the_hires_pass_alone_leaves_the_first_to_us(webui):

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 
 
 class Page:
-    """The controls whose ids begin with `prefix`.
-
-    generates: how many values Generate sends; gradio 3 asks all questions at one address.
-    """
-
-    generates = 0
+    """The controls whose ids begin with `prefix`."""
 
     def __init__(self, page, prefix="script_txt2img_"):
         self.page, self.prefix = page, prefix
@@ -35,41 +29,6 @@ class Page:
     def key(self, name, key):
         """Move a slider's knob from where it is."""
         self.at(name, "input[type=range]").press(key)
-
-    def choose(self, name, text):
-        self.at(name, f"label:has(input[value='{text}'])").click()
-
-    def pick(self, name, text):
-        """From a dropdown."""
-        self.at(name, "input").click()
-        self.page.locator(f"[data-testid=dropdown-option][aria-label='{text}']").click()
-
-    def heard(self, act, *args):
-        """Do something that the page asks its server about, and wait for the answer."""
-        with self.page.expect_response(lambda answer: "predict" in answer.url):
-            act(*args)
-
-    @contextlib.contextmanager
-    def waiting(self, act, *args, but=()):
-        """Do something that the page asks its server about, and let that wait until the end of the block.
-
-        but: numbers of values; a question with so many is answered at once, as that of Generate is.
-        """
-        held = []
-
-        def hold(route):
-            if len(route.request.post_data_json["data"]) in (self.generates, *but):
-                route.continue_()
-            else:
-                held.append(route)
-
-        self.page.route("**/run/predict*", hold)
-        with self.page.expect_request("**/run/predict*"):
-            act(*args)
-        yield
-        for route in held:
-            route.continue_()
-        self.page.unroute("**/run/predict*", hold)
 
     def click(self, name, told):
         """Press a button, and give what is told when it has been heard."""

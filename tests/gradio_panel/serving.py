@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -53,6 +55,28 @@ def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
+
+
+@contextlib.contextmanager
+def running(command: Sequence[str], log: Path, is_ready: Callable[[], bool], **options: Any) -> Iterator[None]:
+    """A server that writes a log, from when it is ready to the end of the block, with all that it started.
+
+    AssertionError with its last words where it ends by itself.
+    """
+    with log.open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, **options)
+    try:
+        while not is_ready():
+            assert process.poll() is None, f"it ended by itself:\n{log.read_text(errors='replace')[-4000:]}"
+            time.sleep(0.5)
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.gradio_panel.serving import OPENER, free_port
+from tests.gradio_panel.serving import OPENER, free_port, running
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -81,9 +81,12 @@ class Comfy:
         """What the probe pack saw since the last `clear`."""
         return self.ask("/tome_test/state")
 
-    def tail(self) -> str:
-        """The log's last lines."""
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-30:])
+    def answers(self) -> bool:
+        """Has it started?"""
+        with contextlib.suppress(OSError):
+            self.ask("/system_stats")
+            return True
+        return False
 
 
 def host_python() -> str:
@@ -140,28 +143,9 @@ def serve(checkout: Path, base: Path, *options: str) -> Iterator[Comfy]:
         host_python(), "main.py", "--cpu", "--listen", "127.0.0.1", "--port", str(port), "--disable-auto-launch",
         "--disable-api-nodes", "--use-pytorch-cross-attention", "--base-directory", str(base), *options,
     ]  # fmt: skip
-    log = base / "server.log"
-    with log.open("w") as out:
-        process = subprocess.Popen(command, cwd=checkout, env=environment(), stdout=out, stderr=subprocess.STDOUT)
-    comfy = Comfy(port, log)
-    try:
-        _wait_until_ready(comfy, process)
+    comfy = Comfy(port, base / "server.log")
+    with running(command, comfy.log, comfy.answers, cwd=checkout, env=environment()):
         yield comfy
-    finally:
-        process.terminate()
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-
-
-def _wait_until_ready(comfy: Comfy, process: subprocess.Popen) -> None:
-    while process.poll() is None:
-        with contextlib.suppress(OSError):
-            comfy.ask("/system_stats")
-            return
-        time.sleep(0.5)
-    raise AssertionError(f"ComfyUI ended by itself:\n{comfy.tail()}")
 
 
 def environment() -> dict[str, str]:

@@ -36,11 +36,9 @@ def host(checkout, base, tmp_path_factory) -> Iterator:
         yield running
 
 
-@pytest.fixture
-def pack(request) -> None:
+def needs(name: str) -> pytest.MarkDecorator:
     """The checkout of a pack, which the server has."""
-    if request.param not in os.environ:
-        pytest.skip(f"needs a checkout of {PACKS[request.param]}: set {request.param}")
+    return pytest.mark.skipif(name not in os.environ, reason=f"needs a checkout of {PACKS[name]}: set {name}")
 
 
 def of(kind: str, dtype: str = "default") -> Graph:
@@ -126,24 +124,24 @@ def test_weights_in_eight_bits(host, kind, dtype):
         assert MERGED[kind] in report and "of attention left out" in report
 
 
-@pytest.mark.parametrize("pack", ["COMFYUI_KREA2BLOCKSWAP"], indirect=True)
+@needs("COMFYUI_KREA2BLOCKSWAP")
 @pytest.mark.parametrize("kind", ["krea2", "wan"])
-def test_beside_krea2_block_swap(host, pack, kind):
+def test_beside_krea2_block_swap(host, kind):
     """Its hooks are on the blocks while the model runs. Here they move weights to where these are already."""
     swapping_changes_nothing(host, of(kind), MERGED[kind], "Krea2BlockSwap", blocks_to_swap=2)
     assert f"swapping 2/{BLOCKS[kind]} blocks" in host.log.read_text()
 
 
-@pytest.mark.parametrize("pack", ["COMFYUI_UNIBLOCKSWAP"], indirect=True)
+@needs("COMFYUI_UNIBLOCKSWAP")
 @pytest.mark.parametrize("kind", ["flux", "wan"])
-def test_beside_uni_block_swap(host, pack, kind):
+def test_beside_uni_block_swap(host, kind):
     """It puts a list of its own in the place of the model's blocks, in every branch."""
     swapping_changes_nothing(host, of(kind), MERGED[kind], "UniBlockSwap", num_blocks=1)
     assert "preload prefix [0,1)" in host.log.read_text()
 
 
-@pytest.mark.parametrize("pack", ["COMFYUI_WANVIDEOWRAPPER"], indirect=True)
-def test_a_model_of_wan_video_wrapper_cannot_be_connected(host, pack):
+@needs("COMFYUI_WANVIDEOWRAPPER")
+def test_a_model_of_wan_video_wrapper_cannot_be_connected(host):
     """It swaps blocks of a model that is no MODEL, and ComfyUI says so before anything runs."""
     graph = of("wan")
     loaded = graph.add("WanVideoModelLoader", model="wan.safetensors", base_precision="fp32", quantization="disabled",

@@ -8,10 +8,7 @@ import io
 import json
 import os
 import shlex
-import signal
-import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,7 +16,7 @@ from typing import Any, NamedTuple
 
 from PIL import Image
 
-from tests.gradio_panel.serving import OPENER, free_port
+from tests.gradio_panel.serving import OPENER, free_port, running
 from tests.hosts.webui.make_checkpoint import make_hypernetwork
 from tests.webui_doubles import custom, merged_tokens
 
@@ -50,6 +47,11 @@ ON_A_CPU = {
 }
 
 
+def ours(infotext: str) -> list[str]:
+    """What it says of us."""
+    return [one for one in infotext.replace("\n", ", ").split(", ") if one.startswith("ToMe")]
+
+
 class Picture(NamedTuple):
     """pixels: of the first image; all: of every image; infotext, facts: what the API says about it."""
 
@@ -57,6 +59,16 @@ class Picture(NamedTuple):
     all: tuple[bytes, ...]
     infotext: str
     facts: dict
+
+    @property
+    def ours(self) -> list[str]:
+        """What the infotext says of us."""
+        return ours(self.infotext)
+
+    @property
+    def report(self) -> dict:
+        """What API callers are told."""
+        return self.facts["extra_generation_params"]["ToMe report"]
 
 
 def kind_of(checkout: Path) -> str:
@@ -118,13 +130,18 @@ class Webui:
             self.drawn[key] = self.draw(**job)
         return self.drawn[key]
 
-    def values_of(self, script: str, is_img2img: bool = False, **changes: Any) -> list:
+    def info_of(self, script: str) -> dict:
+        """What the API tells of a script in txt2img."""
+        told = self.ask("/sdapi/v1/script-info")
+        (info,) = [one for one in told if one["name"] == script and not one["is_img2img"]]
+        return info
+
+    def values_of(self, script: str, **changes: Any) -> list:
         """A script's arguments for the API: its defaults, but for ``changes``, by label with _ for spaces.
 
         Labels that occur twice mean their first.
         """
-        (info,) = [one["args"] for one in self.ask("/sdapi/v1/script-info")
-                   if one["name"] == script and one["is_img2img"] is is_img2img]  # fmt: skip
+        info = self.info_of(script)["args"]
         labels, values = [(one["label"] or "").replace(" ", "_") for one in info], [one["value"] for one in info]
         for label, value in changes.items():
             values[labels.index(label)] = value
@@ -133,6 +150,10 @@ class Webui:
     def state(self) -> dict:
         """What the probe extension saw since the last call."""
         return self.ask("/tome_test/state")
+
+    def has_started(self) -> bool:
+        """By the log: a request before this line breaks the start of A1111 1.10."""
+        return "Startup time" in self.said()
 
     def said(self, start: int = 0) -> str:
         """The log from a position on."""
@@ -157,22 +178,10 @@ def serve(
         "--port", str(port), "--data-dir", str(folder), *_checkpoints(checkout, checkpoints),
         "--gradio-allowed-path", str(checkout), *options,  # Forge serves its own scripts from its data folder alone
     ]  # fmt: skip
-    log = folder / "server.log"
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            command, cwd=checkout, env=environment(), stdout=out, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    webui = Webui(port, log, kind)
-    try:
-        _wait_until_ready(webui, process)
+    webui = Webui(port, folder / "server.log", kind)
+    with running(command, webui.log, webui.has_started, cwd=checkout, env=environment()):
+        webui.ask("/sdapi/v1/options")
         yield webui
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
 
 
 def _known_to(checkout: Path, flags: Sequence[str]) -> list[str]:
@@ -197,14 +206,6 @@ def _fill(folder: Path, with_us: bool, extensions: Sequence[Path]) -> None:
     (folder / "extensions" / "probe").symlink_to(HERE / "probe", target_is_directory=True)
     if with_us:
         (folder / "extensions" / "tome_core").symlink_to(ROOT, target_is_directory=True)
-
-
-def _wait_until_ready(webui: Webui, process: subprocess.Popen) -> None:
-    # by the log: a request before this line breaks the start of A1111 1.10
-    while "Startup time" not in webui.said():
-        assert process.poll() is None, f"the webui ended by itself:\n{webui.said()[-4000:]}"
-        time.sleep(0.5)
-    webui.ask("/sdapi/v1/options")
 
 
 def environment() -> dict[str, str]:

@@ -22,8 +22,7 @@ def clean(webui):
 
 
 def test_the_script_is_there_and_lists_its_arguments(webui):
-    (found,) = [one for one in webui.ask("/sdapi/v1/script-info")
-                if one["name"] == "token merging (tome)" and not one["is_img2img"]]  # fmt: skip
+    found = webui.info_of("token merging (tome)")
     labels = [one["label"] for one in found["args"]]
     assert found["is_alwayson"] and len(labels) == 27 and labels[:3] == ["Token Merging (ToMe)", "Strength", "Where"]
     assert (found["args"][1]["minimum"], found["args"][1]["maximum"], found["args"][1]["step"]) == (0, 1, 0.01)
@@ -81,11 +80,7 @@ def test_a_pasted_infotext_makes_the_same_picture(webui):
     # sampler, Forge fails over its own lists
     pasted = webui.draw(hires=True, infotext=on.infotext, hr_sampler_name="Euler", styles=[])
     assert pasted.pixels == on.pixels
-    assert _ours(pasted) == _ours(on) and len(_ours(on)) == 1
-
-
-def _ours(done):
-    return [one for one in done.infotext.split(", ") if one.startswith("ToMe")]
+    assert pasted.ours == on.ours and len(on.ours) == 1
 
 
 @pytest.mark.parametrize("strength", MARKS.values(), ids=MARKS)
@@ -93,9 +88,9 @@ def test_a_strength_alone(twins, webui, strength):
     line = twins.law(True, strength, **PAYING)
     assert line.startswith("3 steps, ") and line.endswith(" of attention left out")
     on = webui.draw(True, strength, **PAYING)
-    assert _ours(on) == [f"ToMe: {strength:g} v1"] and {one[0] for one in merged_in(on)} == {1}
+    assert on.ours == [f"ToMe: {strength:g} v1"] and {one[0] for one in merged_in(on)} == {1}
     pasted = webui.draw(infotext=on.infotext, styles=[], **PAYING)
-    assert pasted.pixels == on.pixels and _ours(pasted) == _ours(on)
+    assert pasted.pixels == on.pixels and pasted.ours == on.ours
 
 
 def test_a_setting_in_a_request_holds_for_its_job_alone_and_arguments_outweigh_it(webui):
@@ -103,18 +98,18 @@ def test_a_setting_in_a_request_holds_for_its_job_alone_and_arguments_outweigh_i
     plain = webui.draw(**PAYING)
     by_setting = webui.draw(**PAYING, **own)
     assert by_setting.pixels == webui.draw(True, 0.7, **PAYING).pixels != plain.pixels
-    assert _ours(by_setting) == ["ToMe: 0.7 v1"]
+    assert by_setting.ours == ["ToMe: 0.7 v1"]
     assert webui.draw(**PAYING).pixels == plain.pixels, "nothing of it is left"
-    assert _ours(webui.draw(True, 0.3, **PAYING, **own)) == ["ToMe: 0.3 v1"]
+    assert webui.draw(True, 0.3, **PAYING, **own).ours == ["ToMe: 0.3 v1"]
     assert webui.draw(False, **PAYING, **own).pixels == plain.pixels
 
 
 def test_a_moved_setting_acts_on_the_next_picture_that_says_nothing(webui, without):
     try:
         webui.ask("/sdapi/v1/options", {"tome_enabled": True, "tome_strength": 0.7})
-        assert _ours(webui.draw(**PAYING)) == ["ToMe: 0.7 v1"]
+        assert webui.draw(**PAYING).ours == ["ToMe: 0.7 v1"]
         webui.ask("/sdapi/v1/options", {"tome_strength": 0.6})
-        assert _ours(webui.draw(**PAYING)) == ["ToMe: 0.6 v1"]
+        assert webui.draw(**PAYING).ours == ["ToMe: 0.6 v1"]
     finally:
         webui.ask("/sdapi/v1/options", {"tome_enabled": False, "tome_strength": 0.5})
     assert webui.draw().pixels == without["plain"]
@@ -145,8 +140,8 @@ def test_matches_are_kept_for_no_other_pass_and_no_other_picture(twins, webui):
 def test_a_picture_too_small_to_pay_is_left_alone_with_the_built_in_merging_and_the_answer_says_why(twins, without):
     assert "nothing merged: " in twins.law(True, 0.75, merges=False)
     done = twins.webui.draw(True, 0.75, override_settings={"token_merging_ratio": 0.5})
-    assert done.pixels == without["built-in"] and not _ours(done) and "Token merging ratio: 0.5" in done.infotext
-    line = done.facts["extra_generation_params"]["ToMe report"]["line"]
+    assert done.pixels == without["built-in"] and not done.ours and "Token merging ratio: 0.5" in done.infotext
+    line = done.report["line"]
     assert "nothing merged: " in line and line.endswith("the webui's own merging (0.5) stays on")
 
 
@@ -159,8 +154,8 @@ def test_no_value_is_an_error_of_the_server_and_the_picture_is_unmerged(webui, w
     start = len(webui.said())
     done = webui.draw("HERE", raw=('"HERE"', values))
     assert done.pixels == without["plain"] and "ToMe" not in done.infotext
-    report = done.facts["extra_generation_params"]["ToMe report"]
-    assert "a setting is wrong: " in report["line"] and report["line"] in webui.said(start) and not report["merged"]
+    line = done.report["line"]
+    assert "a setting is wrong: " in line and line in webui.said(start) and not done.report["merged"]
 
 
 def test_the_built_in_merging_is_off_while_ours_is_on_and_as_ever_otherwise(webui, without):
@@ -188,9 +183,10 @@ def test_an_interrupted_job_leaves_nothing(webui, without):
     assert webui.draw().pixels == without["plain"]
 
 
-def test_an_exception_leaves_nothing_that_the_next_picture_shows(webui, without):
+@pytest.mark.parametrize("job", [{"prompt": "a lake, fail"}, {"prompt": "a lake, fail hires", "hires": True}], ids=str)
+def test_an_exception_leaves_nothing_that_the_next_picture_shows(webui, without, job):
     with pytest.raises(urllib.error.HTTPError):
-        webui.draw(HALF, prompt="a lake, fail")
+        webui.draw(HALF, **job)
     assert webui.draw().pixels == without["plain"]
 
 

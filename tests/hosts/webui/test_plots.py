@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.hosts.webui.running import HALF, PAYING
+from tests.hosts.webui.running import HALF, PAYING, ours
 from tests.webui_doubles import custom
 
 # axis -> its values as text, the arguments that each stands for, those of the plot, the job
@@ -23,9 +23,8 @@ AXES = {
 
 def plot(webui, *args, x, y=None, **job):
     """The cells, row by row, and their infotexts; x, y: (our axis, values as text)."""
-    (info,) = [one["args"] for one in webui.ask("/sdapi/v1/script-info")
-               if one["name"] == "x/y/z plot" and not one["is_img2img"]]  # fmt: skip
-    choices = next(one["choices"] for one in info if one["label"] == "X type")
+    info = webui.info_of("x/y/z plot")
+    choices = next(one["choices"] for one in info["args"] if one["label"] == "X type")
     axes = {"X": x, "Y": y, "Z": None}
     types = {f"{letter}_type": choices.index(f"[ToMe] {one[0]}" if one else "Nothing") for letter, one in axes.items()}
     texts = {f"{letter}_values": one[1] if one else "" for letter, one in axes.items()}
@@ -44,7 +43,7 @@ def test_each_cell_is_the_picture_of_its_settings(twins, axis):
     assert [cells.index(one.pixels) for one in alone] == [cells.index(one) for one in cells]
     assert len(set(cells)) > 1
     for text, one in zip(texts, alone, strict=True):
-        assert _ours(text) == _ours(one.infotext)
+        assert ours(text) == one.ours
     assert twins.webui.draw().pixels == twins.without.draw_once().pixels
 
 
@@ -52,9 +51,5 @@ def test_two_axes_at_once_and_nothing_leaks_from_cell_to_cell(twins):
     cells, texts = plot(twins.webui, HALF, x=("Ratio", "0, 0.5"), y=("Start", "0, 0.5"))
     plain = twins.without.draw_once().pixels
     assert [cell == plain for cell in cells] == [True, False, True, False] and cells[1] != cells[3]
-    assert [len(_ours(text)) for text in texts] == [0, 1, 0, 1]
+    assert [len(ours(text)) for text in texts] == [0, 1, 0, 1]
     assert "; start=0.5" not in texts[1] and "; start=0.5" in texts[3]
-
-
-def _ours(text):
-    return [one for one in text.replace("\n", ", ").split(", ") if one.startswith("ToMe")]

@@ -69,14 +69,6 @@ def test_a_checkpoint_of_its_own_for_the_hires_pass(twins, other, where):
     assert second == "hires pass: " + ("left alone" if where == "first pass" else f"2 steps, {SAVED}")
 
 
-def test_an_exception_in_the_hires_pass_leaves_nothing(twins):
-    import urllib.error
-
-    with pytest.raises(urllib.error.HTTPError):
-        twins.webui.draw(HALF, prompt="a lake, fail hires", hires=True)
-    assert twins.webui.draw().pixels == twins.without.draw_once().pixels
-
-
 def test_the_map_of_several_pictures_is_the_first_ones(twins):
     alone = _map_of(twins)
     assert _alike(_map_of(twins, n_iter=2), alone)
