@@ -41,12 +41,12 @@ def merged_tokens(facts, name="first pass"):
 
 
 class Component:
-    """Any gradio component, and a context like some of them; remembers how it was made."""
+    """Any gradio component, and a context like some of them; remembers what it sets off."""
 
     made: ClassVar[list[Component]] = []
 
     def __init__(self, value=None, **arguments):
-        self.kind, self.value, self.arguments = type(self).__name__, value, arguments
+        self.kind, self.value, self.followed = type(self).__name__, value, []
         Component.made.append(self)
 
     def __enter__(self):
@@ -58,27 +58,22 @@ class Component:
     def click(self, **arguments):
         self.clicked = arguments
 
-    def input(self, **arguments):
-        """What a person's doing sets off."""
-        self.heard = arguments
-        return self
-
-    def then(self, **arguments):
-        """What is asked when that is answered."""
-        self.behind = arguments
-
     def change(self, **arguments):
         """What any change of the value sets off."""
-        self.followed = [*getattr(self, "followed", []), arguments]
+        self.followed.append(arguments)
         return self
+
+    def input(self, **arguments):
+        return self
+
+    then = input
 
     def get_config(self):
         """What the page starts with; the API starts with `value`."""
         return {"value": self.value}
 
 
-GRADIO = ("Row", "Accordion", "Slider", "Radio", "Dropdown", "Checkbox", "Number", "Button", "HTML",
-          "Textbox")  # fmt: skip
+GRADIO = ("Row", "Accordion", "Slider", "Radio", "Dropdown", "Checkbox", "Number", "Button", "HTML")
 
 
 def sample_euler(model, x, sigmas, extra_args=None, callback=None, disable=None):
@@ -218,7 +213,6 @@ class Webui(Modules):
         super().__init__(monkeypatch.setitem, flavour)
         self.has_uncond_first = flavour in ("forge", "reforge")
         self.errors: list[Exception] = []
-        self.log: list[tuple] = []
         components = {name: type(name, (Component,), {}) for name in GRADIO}
         self.put("gradio", update=lambda **facts: facts, **components)
         self.context = self.put("gradio.context", Context=types.SimpleNamespace(block="a group", root_block="blocks"))
@@ -252,7 +246,6 @@ class Webui(Modules):
 
     def hook(self, name, p, *front, **facts):
         """Every hook is called so: what it raises is reported, and the job goes on."""
-        self.log.append((name, p.is_hr_pass))
         try:
             getattr(self.script, name, lambda *args, **facts: None)(p, *front, *p.args, **facts)
         except Exception as error:

@@ -183,4 +183,4 @@ def test_what_gradio_4_makes_anew_for_an_answer_is_no_part_of_a_page(webui, monk
     for elem_id in ("setting_tome_strength", "txt2img_width"):
         again = Component(0.5)
         webui.call("after_component", again, elem_id)
-        assert not hasattr(again, "followed")
+        assert not again.followed

@@ -301,7 +301,6 @@ def test_any_arguments_of_the_api_give_a_picture_or_a_message(flavour, monkeypat
     @PROFILE
     @given(api_args(api_values(wish)), st.booleans())
     def law(args, hires):
-        webui.log.clear()
         done = webui.job(*args, enable_hr=hires)
         assert not webui.errors and not merges(webui.unet), (webui.errors, args)
         told = done.extra_generation_params.get("ToMe report", {"line": ""})["line"]

@@ -28,11 +28,11 @@ class Comfy:
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
 
-    def ask(self, path: str, body: Any = None, timeout: float = 60) -> Any:
+    def ask(self, path: str, body: Any = None) -> Any:
         """The answer to a GET, or with a body to a POST."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
-        with OPENER.open(request, timeout=timeout) as answer:
+        with OPENER.open(request, timeout=60) as answer:
             text = answer.read().decode()
         try:
             return json.loads(text) if text else None
