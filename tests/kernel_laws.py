@@ -69,12 +69,6 @@ def test_the_best_key_is_that_of_the_exact_scores(shape, kind, dtype):
     assert torch.equal(found.index, exact.index) and torch.equal(found.score, exact.score)
 
 
-def test_queries_taken_slice_by_slice_are_found_the_same():
-    rows, keys = case(SHAPES[2])
-    direct, called = best_keys(rows, 130, keys), best_keys(lambda i, j: take_queries(rows, i, j), 130, keys)
-    assert torch.equal(direct.score, called.score) and torch.equal(direct.index, called.index)
-
-
 def test_no_rows_are_all_rows():
     rows, keys = case(SHAPES[2], torch.float16)
     assert_best(best_keys(Rows(rows.x), 200, keys), rows.x, keys, None)

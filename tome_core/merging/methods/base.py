@@ -73,13 +73,11 @@ class Rows(NamedTuple):
     rows: torch.Tensor | None = None
 
 
-def take_queries(source: Rows | Callable[[int, int], torch.Tensor], start: int, stop: int) -> torch.Tensor:
+def take_queries(source: Rows, start: int, stop: int) -> torch.Tensor:
     """Queries ``start`` to ``stop`` of every sample: float32 ``[B, stop - start, C]``.
 
     No method of `Rows`: the compilers of torch 2.4 cannot follow calls of objects that they made themselves.
     """
-    if not isinstance(source, Rows):
-        return source(start, stop)
     if source.rows is None:
         return source.x[:, start:stop].float()
     rows = source.rows[:, start:stop]
@@ -93,27 +91,21 @@ _SCORE_BYTES = {"cpu": 8 << 20}
 _SCORE_BYTES_ELSEWHERE = 64 << 20
 
 
-def best_keys(
-    queries: Rows | Callable[[int, int], torch.Tensor], count: int, keys: torch.Tensor, bias: torch.Tensor | None = None
-) -> Best:
+def best_keys(queries: Rows, count: int, keys: torch.Tensor, bias: torch.Tensor | None = None) -> Best:
     """The key with the highest dot product for each of ``count`` queries, plus ``bias`` if given.
 
-    queries: `Rows`, or ``(start, stop) -> [B, stop - start, C]`` float32. keys: ``[B, K, C]``, float32 or as `Rows`.
-    bias: float32 ``[B, K]``. Not differentiable. The scores never exist as a whole: on a GPU with Triton one kernel
-    keeps them to itself (`kernels`; half precision `Rows` are multiplied as they are there), elsewhere
-    queries are called slice by slice. Equal from either up to rounding: near ties may resolve differently.
+    keys: ``[B, K, C]``, float32 or as the queries. bias: float32 ``[B, K]``. Not differentiable. The scores never exist
+    as a whole: on a GPU with Triton one kernel keeps them to itself (`kernels`; half precision is multiplied as it is),
+    elsewhere queries are taken slice by slice. Equal up to rounding: near ties may resolve differently.
     """
-    if kernels.ready(keys):
-        rows = queries if isinstance(queries, Rows) else Rows(queries(0, count))
-        found = kernels.best_keys(rows.x, rows.rows, keys, bias) if kernels.ready(rows.x) else None
+    if kernels.ready(keys) and kernels.ready(queries.x):
+        found = kernels.best_keys(queries.x, queries.rows, keys, bias)
         if found is not None:
             return Best(*found)
     return _best_by_slices(queries, count, keys.float(), bias)
 
 
-def _best_by_slices(
-    queries: Rows | Callable[[int, int], torch.Tensor], count: int, keys: torch.Tensor, bias: torch.Tensor | None
-) -> Best:
+def _best_by_slices(queries: Rows, count: int, keys: torch.Tensor, bias: torch.Tensor | None) -> Best:
     transposed = keys.transpose(1, 2)
     budget = _SCORE_BYTES.get(keys.device.type, _SCORE_BYTES_ELSEWHERE)
     step = max(1, budget // (4 * keys.shape[0] * keys.shape[1]))
@@ -129,10 +121,7 @@ def _best_by_slices(
     return Best(best_score, best_index)
 
 
-def _scores(
-    queries: Rows | Callable[[int, int], torch.Tensor], start: int, stop: int, transposed: torch.Tensor,
-    bias: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
+def _scores(queries: Rows, start: int, stop: int, transposed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """``[B, stop - start, K]``."""
     rows = take_queries(queries, start, stop)
     return torch.bmm(rows, transposed) if bias is None else torch.baddbmm(bias[:, None], rows, transposed)
