@@ -9,10 +9,6 @@ from __future__ import annotations
 import torch
 
 
-def parts_of(queries: torch.dtype, keys: torch.dtype) -> int:
-    return 1
-
-
 def best_keys(x, rows, keys, bias, score, index, lengths):
     queries = x if rows is None else torch.stack([one[its] for one, its in zip(x, rows, strict=True)])
     scores = queries.float() @ keys.float().transpose(1, 2)
@@ -69,7 +65,7 @@ def placed(score, index, sources, destinations, removed, group, representative):
         representative[sample] = torch.cat([destinations[sample], sources[sample, alone]])
 
 
-def first_order(keys, values, group, means, span, parts, scale, found):
+def first_order(keys, values, group, means, span, scale, found):
     found.zero_()
     keys, values = keys.float(), values.float()
     own = torch.stack([one[its] for one, its in zip(means, group, strict=True)])

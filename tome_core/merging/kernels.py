@@ -12,9 +12,9 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -62,7 +62,7 @@ def needs_gradient(*tensors: torch.Tensor) -> bool:
 
 @functools.cache
 def _supported(device: torch.device) -> bool:
-    """Triton names compute capability 8.0 (Ampere) as its oldest; AMD's GPUs report 9 and more."""
+    """Triton's oldest compute capability is 8.0 (Ampere); AMD's GPUs report 9 and more."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
@@ -85,8 +85,7 @@ def best_keys(
     score = torch.empty(batch, count, dtype=torch.float32, device=keys.device)
     index = torch.empty(batch, count, dtype=torch.int64, device=keys.device)
     x, rows = x.expand(batch, -1, -1), None if rows is None else rows.expand(batch, -1)
-    done = ran(x, lambda kernels: kernels.best_keys(x, rows, keys, bias, score, index, lengths))
-    return (score, index) if done else None
+    return (score, index) if ran(x, "best_keys", x, rows, keys, bias, score, index, lengths) else None
 
 
 class Means(NamedTuple):
@@ -110,23 +109,20 @@ def mean_rows(
     bias: minus half the squared length of each rounded mean, float32 ``[K * G]``, minus infinity for an empty group.
     values: as x; their means too, rounded as ``values`` and in float32 as ``exact``.
     """
-    count, channels, both = x.shape[0] // tokens * (offsets.shape[0] - 1), x.shape[1], values is not None
+    shape, both = (x.shape[0] // tokens * (offsets.shape[0] - 1), x.shape[1]), values is not None
     means = Means(
-        torch.empty(count, channels, dtype=x.dtype, device=x.device),
-        torch.empty(count, dtype=torch.float32, device=x.device) if bias else None,
-        torch.empty(count, channels, dtype=x.dtype, device=x.device) if both else None,
-        torch.empty(count, channels, dtype=torch.float32, device=x.device) if both else None,
+        torch.empty(shape, dtype=x.dtype, device=x.device),
+        torch.empty(shape[:1], dtype=torch.float32, device=x.device) if bias else None,
+        torch.empty(shape, dtype=x.dtype, device=x.device) if both else None,
+        torch.empty(shape, dtype=torch.float32, device=x.device) if both else None,
     )
-    done = ran(x, lambda kernels: kernels.mean_rows(
-        x, values, order, offsets, tokens, means.mean, means.values, means.exact, means.bias
-    ))  # fmt: skip
-    return means if done else None
+    filled = means.mean, means.values, means.exact, means.bias
+    return means if ran(x, "mean_rows", x, values, order, offsets, tokens, *filled) else None
 
 
 class Segments(NamedTuple):
     """order: int64 ``[R * N]``, tokens by group, in their order inside of each. offsets: int64 ``[R * G + 1]``, where
-    each group starts. sizes: float32 ``[R, G]``. logs: of the sizes, finite, float32 ``[R, G]``. rounded: these in the
-    dtype asked for.
+    they start. sizes: float32 ``[R, G]``. logs: of them, finite, float32 ``[R, G]``. rounded: in the dtype asked for.
     """
 
     order: torch.Tensor
@@ -144,15 +140,13 @@ def segments(group: torch.Tensor, num_groups: int, empty: float, dtype: torch.dt
     rows, tokens = group.shape
     if tokens * num_groups > _COUNTED_UP_TO or not available(group.device):
         return None
-    found = Segments(
-        torch.empty(rows * tokens, dtype=torch.int64, device=group.device),
-        torch.empty(rows * num_groups + 1, dtype=torch.int64, device=group.device),
-        torch.empty(rows, num_groups, dtype=torch.float32, device=group.device),
-        torch.empty(rows, num_groups, dtype=torch.float32, device=group.device),
-        torch.empty(rows, num_groups, dtype=dtype, device=group.device),
-    )
+    lists = (torch.empty(size, dtype=torch.int64, device=group.device)
+             for size in (rows * tokens, rows * num_groups + 1))  # fmt: skip
+    tables = (torch.empty(rows, num_groups, dtype=kind, device=group.device)
+              for kind in (torch.float32, torch.float32, dtype))  # fmt: skip
+    found = Segments(*lists, *tables)
     group = group.contiguous()
-    return found if ran(group, lambda kernels: kernels.segments(group, *found, empty)) else None
+    return found if ran(group, "segments", group, *found, empty) else None
 
 
 def spread(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -167,13 +161,8 @@ def spread(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
     channels *= len(parts)
     moments = torch.empty(batch, -(-tokens // span), 2, channels, dtype=torch.float32, device=x.device)
     out = torch.empty(batch, tokens, channels, dtype=x.dtype, device=x.device)
-    least = torch.finfo(x.dtype).tiny
-
-    def launch(kernels: ModuleType) -> None:
-        kernels.moments(parts, moments, span)
-        kernels.spread(parts, moments, span, least, out)
-
-    return out if ran(x, launch) else None
+    done = ran(x, "moments", parts, moments, span)
+    return out if done and ran(x, "spread", parts, moments, span, torch.finfo(x.dtype).tiny, out) else None
 
 
 def placed(
@@ -192,9 +181,7 @@ def placed(
     representative = torch.empty(batch, groups, dtype=torch.int64, device=index.device)
     score, index = score.contiguous(), index.contiguous()
     sources, destinations = (one.contiguous().expand(batch, -1) for one in (sources, destinations))
-    done = ran(index, lambda kernels: kernels.placed(
-        score, index, sources, destinations, removed, group, representative
-    ))  # fmt: skip
+    done = ran(index, "placed", score, index, sources, destinations, removed, group, representative)
     return (group, representative) if done else None
 
 
@@ -202,8 +189,7 @@ def placed(
 def without() -> Iterator[None]:
     """Inside it torch's operators are taken, to compare with."""
     global _asked, _kernels
-    before = _asked, _kernels
-    _asked, _kernels = True, None
+    before, (_asked, _kernels) = (_asked, _kernels), (True, None)
     try:
         yield
     finally:
@@ -212,37 +198,37 @@ def without() -> Iterator[None]:
 
 def _module() -> ModuleType | None:
     global _asked, _kernels, _why_off
-    if not _asked:
-        _asked = True
-        if os.environ.get("TOME_CORE_TRITON") == "0":
-            _why_off = "TOME_CORE_TRITON is 0"
-        else:
-            try:
-                from . import triton_kernels as _kernels
-            except Exception as error:  # a Triton that does not fit this Python or driver raises anything
-                _give_up(error)
+    if _asked:
+        return _kernels
+    _asked = True
+    if os.environ.get("TOME_CORE_TRITON") == "0":
+        _why_off = "TOME_CORE_TRITON is 0"
+        return None
+    try:
+        from . import triton_kernels as _kernels
+    except Exception as error:  # a Triton that does not fit this Python or driver raises anything
+        _give_up(error)
     return _kernels
 
 
-def ran(x: torch.Tensor, launch: Callable[[ModuleType], None]) -> bool:
-    """Launch on the tensor's device; what cannot be compiled or launched here is not tried again."""
+def ran(x: torch.Tensor, name: str, *arguments: Any) -> bool:
+    """Launch a kernel on the tensor's device; what cannot be compiled or launched here is not tried again."""
     kernels = _module()
     if kernels is None:
         return False
     backend = torch.xpu if x.device.type == "xpu" else torch.cuda
     try:
         with backend.device_of(x):  # Triton launches on the current device, whatever the tensors' is
-            launch(kernels)
+            getattr(kernels, name)(*arguments)
+        return True
     except _NO_MEMORY:  # passes: torch's operators may still find some, or say themselves that there is none
         return False
     except Exception as error:  # no C compiler, too old a GPU, too little shared memory: each its own type
         _give_up(error)
         return False
-    return True
 
 
 def _give_up(error: Exception) -> None:
     global _kernels, _why_off
-    _kernels = None
-    _why_off = f"{type(error).__name__}: {error}"
-    _log.debug("no Triton kernels here, torch's operators do the same: %s: %s", type(error).__name__, error)
+    _kernels, _why_off = None, f"{type(error).__name__}: {error}"
+    _log.debug("no Triton kernels here, torch's operators do the same: %s", _why_off)

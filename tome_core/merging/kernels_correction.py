@@ -27,10 +27,7 @@ def first_order(
         return None
     found = torch.empty(-(-tokens // span), batch * heads, width, width, dtype=torch.float32, device=keys.device)
     group = group.contiguous().expand(batch, -1)
-    done = ran(keys, lambda kernels: kernels.first_order(
-        keys, values, group, means, span, kernels.parts_of(keys.dtype, means.dtype), scale, found
-    ))  # fmt: skip
-    return found if done else None
+    return found if ran(keys, "first_order", keys, values, group, means, span, scale, found) else None
 
 
 class Answers(NamedTuple):
@@ -56,16 +53,10 @@ def answered(
     batch, tokens, channels = keys.shape
     width, span, count = channels // heads, _span(tokens), rows.shape[0]
     real = {"dtype": torch.float32, "device": q.device}
-    found = Answers(
-        torch.empty(batch * heads, count, width, **real),
-        torch.empty(-(-tokens // span), batch * heads, count, width, **real),
-        torch.empty(-(-tokens // span), batch * heads, count, **real),
-    )
-    bias = bias.contiguous().expand(batch, -1)
-    done = ran(q, lambda kernels: kernels.answered(
-        q, rows, keys, values, merged_keys, merged_values, bias, span, scale, *found
-    ))  # fmt: skip
-    return found if done else None
+    full = torch.empty(-(-tokens // span), batch * heads, count, width, **real)
+    found = Answers(torch.empty(full.shape[1:], **real), full, torch.empty(full.shape[:3], **real))
+    made = q, rows, keys, values, merged_keys, merged_values, bias.contiguous().expand(batch, -1)
+    return found if ran(q, "answered", *made, span, scale, *found) else None
 
 
 def _span(tokens: int) -> int:
@@ -83,13 +74,10 @@ def ridge(
     width = first.shape[2]
     matrix = torch.empty(first.shape[1], 2 * width, width, dtype=q.dtype, device=q.device)
     constant = torch.empty(first.shape[1], 1, width, dtype=q.dtype, device=q.device)
-    done = ran(q, lambda kernels: kernels.ridge(q, rows, *answers, first, matrix, constant))
-    return (matrix, constant) if done else None
+    return (matrix, constant) if ran(q, "ridge", q, rows, *answers, first, matrix, constant) else None
 
 
-def corrected(
-    out: torch.Tensor, q: torch.Tensor, matrix: torch.Tensor, constant: torch.Tensor
-) -> torch.Tensor | None:
+def corrected(out: torch.Tensor, q: torch.Tensor, matrix: torch.Tensor, constant: torch.Tensor) -> torch.Tensor | None:
     """``out + q M1 + out M2 + b`` in each head; None if it could not run, or heads are too wide.
 
     out, q: ``[B, N, H*d]``, half precision. matrix: ``[B*H, 2d, d]``, constant: ``[B*H, 1, d]``, contiguous. All of one
@@ -98,4 +86,4 @@ def corrected(
     if matrix.shape[2] > WIDEST_HEAD:
         return None
     to = torch.empty(out.shape, dtype=out.dtype, device=out.device)
-    return to if ran(out, lambda kernels: kernels.corrected(out, q, matrix, constant, to)) else None
+    return to if ran(out, "corrected", out, q, matrix, constant, to) else None

@@ -10,25 +10,17 @@ import torch
 import triton
 import triton.language as tl
 
-from .triton_kernels_correction import answered, corrected, first_order, ridge
+from .triton_kernels_correction import answered, corrected, first_order, parts_of, ridge
 from .triton_kernels_groups import mean_rows, placed, segments
 
-__all__ = [
-    "answered", "best_keys", "corrected", "first_order", "mean_rows", "moments", "parts_of", "placed", "ridge",
-    "segments", "spread",
-]  # fmt: skip
+__all__ = ["answered", "best_keys", "corrected", "first_order", "mean_rows", "moments", "parts_of", "placed", "ridge",
+           "segments", "spread"]  # fmt: skip
 
 # Fixed, not tuned at run time: another tile adds in another order, and equal inputs would give other bits.
 # Small tiles, because SD1.5 at 512 px has 3,072 sources: 48 tiles a sample, on GPUs of 60 to 140 processors.
 _QUERIES, _KEYS, _CHANNELS, _CHANNELS_OF_HALVES = 64, 64, 32, 64
 _MOMENT_TOKENS, _MOMENT_CHANNELS = 128, 32
 _SPREAD_TOKENS, _SPREAD_CHANNELS = 32, 128
-_PARTS = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
-
-
-def parts_of(queries: torch.dtype, keys: torch.dtype) -> int:
-    """How many numbers of the queries' dtype a key is written as: a float32's 24 bits are 1 x 24, 2 x 11 or 3 x 8."""
-    return 1 if keys == queries else _PARTS[queries]
 
 
 def channels_at_once(queries: torch.dtype) -> int:
@@ -171,14 +163,9 @@ def _spread(
 
 
 def best_keys(
-    x: torch.Tensor,
-    rows: torch.Tensor | None,
-    keys: torch.Tensor,
-    bias: torch.Tensor | None,
-    score: torch.Tensor,
-    index: torch.Tensor,
-    lengths: bool,
-) -> None:
+    x: torch.Tensor, rows: torch.Tensor | None, keys: torch.Tensor, bias: torch.Tensor | None, score: torch.Tensor,
+    index: torch.Tensor, lengths: bool,
+) -> None:  # fmt: skip
     """See `kernels.best_keys`; fills ``score`` and ``index`` ``[B, Q]``. Others expanded to batch B."""
     batch, queries = score.shape
     tiles = triton.cdiv(queries, _QUERIES)

@@ -12,6 +12,12 @@ import triton.language as tl
 
 _TOKENS, _QUERIES = 64, 32
 _TINY = tl.constexpr(1e-12)
+_PARTS = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
+
+
+def parts_of(one: torch.dtype, other: torch.dtype) -> int:
+    """How many numbers of one dtype another's are written as: a float32's 24 bits are 1 x 24, 2 x 11 or 3 x 8."""
+    return 1 if other == one else _PARTS[one]
 
 
 @triton.jit
@@ -246,8 +252,8 @@ def _warps(width: int) -> int:
 
 
 def first_order(
-    keys: torch.Tensor, values: torch.Tensor, group: torch.Tensor, means: torch.Tensor, span: int, parts: int,
-    scale: float, found: torch.Tensor,
+    keys: torch.Tensor, values: torch.Tensor, group: torch.Tensor, means: torch.Tensor, span: int, scale: float,
+    found: torch.Tensor,
 ) -> None:  # fmt: skip
     """See `kernels.first_order`; fills ``found``. group: ``[B, N]``, expanded."""
     batch, tokens, _ = keys.shape
@@ -256,7 +262,8 @@ def first_order(
     _first_order[(programs, spans)](
         keys, values, group, means, found, tokens, means.shape[1], heads, span, scale,
         *keys.stride(), *values.stride(), group.stride(0),
-        width=width, PARTS=parts, WIDTH=_wide(width), TOKENS=_TOKENS, num_warps=_warps(width),
+        width=width, PARTS=parts_of(keys.dtype, means.dtype), WIDTH=_wide(width), TOKENS=_TOKENS,
+        num_warps=_warps(width),
     )  # fmt: skip
 
 

@@ -73,7 +73,7 @@ def launches(monkeypatch) -> Launches:
         counted.add("attention")
         return q.new_empty(*q.shape[:3], v.shape[3])
 
-    doubles = SimpleNamespace(parts_of=lambda *_: 1, **{name: double(name) for name in twins.NAMES})
+    doubles = SimpleNamespace(**{name: double(name) for name in twins.NAMES})
     monkeypatch.setattr(kernels, "DEVICES", ("cpu",))
     monkeypatch.setattr(kernels, "_asked", True)
     monkeypatch.setattr(kernels, "_kernels", doubles)
