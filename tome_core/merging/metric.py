@@ -26,24 +26,19 @@ def tokens_to_compare(
     x: the block's input ``[B, N, C]``. made: the tokens' keys and values, where they are there. A block
     without the usual norm or projections is compared as far along as it goes.
     """
+    if metric == "input":
+        return x
+    parts = 1 if metric == "keys" else 2
     with torch.no_grad():
-        if made is None or metric not in BY_DISTANCE:
-            return _along(block, x, metric)
-        if metric == "keys":
-            return of_unit_spread(made[0])
-        return of_unit_spread(*made)
-
-
-def _along(block: nn.Module, x: torch.Tensor, metric: str) -> torch.Tensor:
-    norm, attention = getattr(block, "norm1", None), block.attn1
-    if metric == "input" or not isinstance(norm, nn.LayerNorm):
-        return x
-    x = norm(x)
-    if not _makes_keys_of(attention, x):
-        return x
-    if metric == "keys":
-        return of_unit_spread(attention.to_k(x))
-    return of_unit_spread(attention.to_k(x), attention.to_v(x))
+        if made is None:
+            norm, attention = getattr(block, "norm1", None), block.attn1
+            if not isinstance(norm, nn.LayerNorm):
+                return x
+            x = norm(x)
+            if not _makes_keys_of(attention, x):
+                return x
+            made = (attention.to_k(x),) if parts == 1 else (attention.to_k(x), attention.to_v(x))
+        return of_unit_spread(*made[:parts])
 
 
 def _makes_keys_of(attention: nn.Module, x: torch.Tensor) -> bool:

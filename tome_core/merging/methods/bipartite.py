@@ -27,12 +27,13 @@ def match(x: torch.Tensor, grid: Grid, options: MatchOptions) -> MergePlan | Non
     removed = min(sources.shape[1], int(x.shape[1] * options.ratio))
     if removed <= 0:
         return None
-    if options.refine and removed == sources.shape[1]:  # nothing to choose: k-means from the cells
-        return _refine_from(x, destinations, options.refine, options.by_distance)
+    ranked = removed < sources.shape[1]  # else all merge, in whatever order
     with torch.no_grad(), without_autocast(x):
-        ranked = removed < sources.shape[1]  # else all merge, in whatever order
-        best = (_find_best if ranked else _best_anywhere)(x, sources, destinations, options.by_distance)
-        plan = _plan(best, sources, destinations, removed)
+        if options.refine and not ranked:  # nothing to choose: k-means from the cells
+            plan = _nearest(x, *keys_of_rows(x, destinations, options.by_distance))
+        else:
+            best = (_find_best if ranked else _best_anywhere)(x, sources, destinations, options.by_distance)
+            plan = _plan(best, sources, destinations, removed)
     return refine_plan(plan, x, options.refine, options.by_distance) if options.refine else plan
 
 
@@ -75,13 +76,6 @@ def refine_plan(plan: MergePlan, x: torch.Tensor, steps: int, by_distance: bool 
     return plan
 
 
-def _refine_from(x: torch.Tensor, destinations: torch.Tensor, steps: int, by_distance: bool) -> MergePlan:
-    """As `refine_plan`, from tokens ``[B or 1, G]`` as the first centres."""
-    with torch.no_grad(), without_autocast(x):
-        plan = _nearest(x, *keys_of_rows(x, destinations, by_distance))
-    return refine_plan(plan, x, steps, by_distance)
-
-
 def _nearest(x: torch.Tensor, keys: torch.Tensor, bias: torch.Tensor | None) -> MergePlan:
     """Every token of ``x [B, N, C]`` to the centre that is most alike, of `keys_of_rows` or `keys_of_groups`."""
     return MergePlan(best_keys(Rows(x), x.shape[1], keys, bias).index, keys.shape[1])
@@ -93,15 +87,14 @@ def _plan(best: Best, sources: torch.Tensor, destinations: torch.Tensor, removed
     found = kernels.placed(best.score, best.index, sources, destinations, removed) if ranked else None
     if found is not None:
         return MergePlan(found[0], found[1].shape[1], found[1])
-    order = best.score.argsort(dim=1, descending=True, stable=True) if ranked else None
     num_destinations = destinations.shape[1]
     sources, destinations = sources.expand(batch, -1), destinations.expand(batch, -1)
     tokens = num_destinations + count
     group = torch.empty(batch, tokens, dtype=torch.int64, device=sources.device)
     number = torch.arange(tokens - removed, device=sources.device).expand(batch, -1)
-    if order is None:  # all merge, in whatever order
-        own, representative = best.index, destinations
-    else:
+    own, representative = best.index, destinations  # where all merge, in whatever order
+    if ranked:
+        order = best.score.argsort(dim=1, descending=True, stable=True)
         merged, alone = order[:, :removed], order[:, removed:]
         own = torch.empty_like(sources).scatter(1, merged, best.index.gather(1, merged))
         own = own.scatter(1, alone, number[:, num_destinations:])

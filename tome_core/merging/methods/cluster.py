@@ -31,24 +31,21 @@ def match(x: torch.Tensor, grid: Grid, options: MatchOptions) -> MergePlan | Non
     if count >= tokens:
         return None
     with torch.no_grad(), without_autocast(x):
+        value = x.float()
         if options.cluster_on == "mean_similarity":
-            value, group, centre = _cluster_scalars(_mean_similarity(x), count)
+            value = F.cosine_similarity(value, value.mean(1, keepdim=True), dim=-1)[..., None]
+            group, centre = _cluster_scalars(value, count)
         else:
-            value, group, centre = _cluster_tokens(x.float(), count)
+            group, centre = _cluster_tokens(value, count)
         distance = (value - take_rows(centre, group)).square().sum(-1)
         return MergePlan(_fill_empty(group, distance, count), count)
-
-
-def _mean_similarity(x: torch.Tensor) -> torch.Tensor:
-    x = x.float()
-    return F.cosine_similarity(x, x.mean(1, keepdim=True), dim=-1)[..., None]
 
 
 def _evenly(tokens: int, count: int, device: torch.device) -> torch.Tensor:
     return torch.arange(count, device=device)[None] * tokens // count
 
 
-def _cluster_tokens(value: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _cluster_tokens(value: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = value.shape[1]
     centre = take_rows(value, _evenly(tokens, count, value.device))
     for _ in range(ITERATIONS):
@@ -56,10 +53,10 @@ def _cluster_tokens(value: torch.Tensor, count: int) -> tuple[torch.Tensor, torc
         half_square = centre.square().sum(-1) / -2
         group = best_keys(Rows(value), tokens, centre, half_square).index
         centre = _move(centre, value, group)
-    return value, group, centre
+    return group, centre
 
 
-def _cluster_scalars(value: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _cluster_scalars(value: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """In one dimension centres stay sorted, so the nearest is found by bisection between the mid-points."""
     batch, tokens, _ = value.shape
     ordered = value[..., 0].sort(dim=1).values
@@ -68,7 +65,7 @@ def _cluster_scalars(value: torch.Tensor, count: int) -> tuple[torch.Tensor, tor
         middle = (centre[:, 1:, 0] + centre[:, :-1, 0]) / 2
         group = torch.searchsorted(middle.contiguous(), value[..., 0].contiguous())
         centre = _move(centre, value, group).sort(dim=1).values
-    return value, group, centre
+    return group, centre
 
 
 def _move(centre: torch.Tensor, value: torch.Tensor, group: torch.Tensor) -> torch.Tensor:

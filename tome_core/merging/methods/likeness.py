@@ -41,8 +41,7 @@ def keys_of_rows(x: torch.Tensor, rows: torch.Tensor, by_distance: bool) -> tupl
 
 def keys_of_groups(plan: MergePlan, x: torch.Tensor, by_distance: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """`keys_to_search` of the centres of the plan's groups, from ``x [B, N, C]``. Empty groups are never found."""
-    found = plan.centres(x) if by_distance else None
-    if found is not None:
+    if by_distance and (found := plan.centres(x)) is not None:
         return found
     keys, bias = keys_to_search(plan.merge(x), by_distance)
     bias = keys.new_zeros(keys.shape[:2]) if bias is None else bias
