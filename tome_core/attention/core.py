@@ -39,21 +39,15 @@ class Whole(NamedTuple):
     q: torch.Tensor | None = None
 
 
-def project_all(whole: Whole) -> Pair:
-    """Keys and values of all tokens, ``[B, N, H*d]``."""
-    return whole.known.keys_and_values(whole.module, whole.keys, whole.values, whole.kwargs)
-
-
 def correction_of(whole: Whole, made: Pair, plan: MergePlan, grid: Grid) -> Fitted:
-    """What the plan loses of these keys and values; see `correction.fit_correction`."""
+    """What the plan loses of keys and values of all tokens, ``[B, N, H*d]``; see `correction.fit_correction`."""
     known, module, q = whole.known, whole.module, whole.q
     heads = known.heads(module)
     width = made[0].shape[-1] // heads
     (places,) = fixed(pick_asked, whole.x, grid, width)
-    scale = known.scale(module, width)
-    if q is not None:
-        return fit_correction(q, made, plan, heads, scale, places)
-    return fit_correction(known.queries(module, take_rows(whole.x, places), whole.kwargs), made, plan, heads, scale)
+    if q is None:
+        q, places = known.queries(module, take_rows(whole.x, places), whole.kwargs), None
+    return fit_correction(q, made, plan, heads, known.scale(module, width), places)
 
 
 def attend_merged(
@@ -96,7 +90,6 @@ def add_correction(out: torch.Tensor, q: torch.Tensor, correction: Correction) -
     heads = matrix.shape[0] // batch
     own, merged = q.view(batch, tokens, heads, -1).transpose(1, 2), out.view(batch, tokens, heads, -1)
     told = torch.cat([own, merged.transpose(1, 2).to(q.dtype)], -1).flatten(0, 1)
-    if matrix.dtype != q.dtype:  # another step's autocast
-        matrix, constant = matrix.to(q.dtype), constant.to(q.dtype)
+    matrix, constant = matrix.to(q.dtype), constant.to(q.dtype)  # they may be of another step's autocast
     more = torch.baddbmm(constant, told, matrix).view(batch, heads, tokens, -1)
     return (merged + more.transpose(1, 2)).flatten(2)

@@ -18,7 +18,6 @@ sharp it overdoes, which the regression sees. Both together make 64 keys of 4,09
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -35,7 +34,6 @@ _AS_GOOD_AS_ONE = 1 - 1e-6
 # Exact answers: at least twice as many as a head has unknowns for each of its channels, and no more than a sixteenth of
 # the tokens. Measured on heads of 32 and fewer channels: 128 are worth 10 % over 64, and 256 nothing over 128.
 _ASKED_OF_NARROW, _ASKED, _NARROW, _FEWEST, _OF_TOKENS = 128, 256, 32, 32, 16
-
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # keys and values, flat
 
@@ -80,36 +78,26 @@ def fit_correction(
         *pair, exact = plan.merge_pair(keys, values)
         sums = _sums_by_kernel(keys, values, exact, plan, heads, scale)
         if sums is not None and sums.shape[3] <= kernels_correction.RIDGE_WIDEST and not kernels.needs_gradient(q):
-            found = _by_kernels(q, rows, keys, values, pair, plan, sums, heads, scale)
-            if found is not None:
+            (places,) = (rows,) if rows is not None else fixed(_every, q, q.shape[1])
+            bias = plan.logits_in(q.dtype)
+            answers = kernels_correction.answered(q, places[0], keys, values, *pair, bias, heads, scale)
+            found = answers and kernels_correction.ridge(q, places[0], answers, sums)
+            if found:
                 return Fitted(Correction(*found), tuple(pair), True)
         if rows is not None:
             q = take_rows(q, rows)
         asked_for = _by_head(q, heads)
-        merged = _attended(asked_for, *pair, heads, scale, bias_of(plan, q)[:, None])
-        full = _attended(asked_for, keys, values, heads, scale)
+        merged = _exact(_attended(asked_for, *pair, heads, scale, bias_of(plan, q)[:, None]))
+        left = _exact(_attended(asked_for, keys, values, heads, scale)) - merged
         first = _first_order(keys, values, exact, plan, heads, scale) if sums is None else _added(sums, heads)
-        merged = _exact(merged)
-        left = _exact(full) - merged
         asked_for = asked_for.to(first.dtype)
-        left = torch.baddbmm(
-            left.flatten(0, 1), asked_for.flatten(0, 1), first.flatten(0, 1), alpha=-1
-        ).view_as(left)  # fmt: skip
+        flat = (one.flatten(0, 1) for one in (left, asked_for, first))
+        left = torch.baddbmm(*flat, alpha=-1).view_as(left)
         weights, constant = _ridge(asked_for, merged, left, max(_SAME, torch.finfo(q.dtype).eps))
         lost = first.flatten(2).any(2)[..., None, None].to(first.dtype)  # nothing was: then rounding is all
         matrix = weights * lost + F.pad(first, (0, 0, 0, first.shape[3]))
         correction = Correction(matrix.to(q.dtype).flatten(0, 1), (constant * lost).to(q.dtype).flatten(0, 1))
         return Fitted(correction, tuple(pair), sums is not None)
-
-
-def _by_kernels(
-    q: torch.Tensor, rows: torch.Tensor | None, keys: torch.Tensor, values: torch.Tensor,
-    pair: Sequence[torch.Tensor], plan: MergePlan, sums: torch.Tensor, heads: int, scale: float,
-) -> tuple[torch.Tensor, torch.Tensor] | None:  # fmt: skip
-    """Matrix and constant; None where torch's operators have to do."""
-    (places,) = (rows,) if rows is not None else fixed(_every, q, q.shape[1])
-    answers = kernels_correction.answered(q, places[0], keys, values, *pair, plan.logits_in(q.dtype), heads, scale)
-    return None if answers is None else kernels_correction.ridge(q, places[0], answers, sums)
 
 
 def _every(count: int, device: torch.device) -> tuple[torch.Tensor]:
@@ -151,8 +139,7 @@ def _attended(
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """By torch's function: nothing that a host has put into its own is to hear of these queries ``[B, H, n, d]``."""
-    k, v = (_by_head(one, heads) for one in (keys, values))
-    return F.scaled_dot_product_attention(q, k, v, bias, scale=scale)
+    return F.scaled_dot_product_attention(q, _by_head(keys, heads), _by_head(values, heads), bias, scale=scale)
 
 
 def _ridge(
@@ -187,14 +174,14 @@ def _inverse(matrix: torch.Tensor, penalty: float, most: float) -> torch.Tensor:
     places = torch.arange(matrix.shape[-1], device=matrix.device)
     unit = (places[:, None] == places).to(matrix.dtype)  # DirectML has no eye
     regular = torch.add(matrix, unit, alpha=penalty).flatten(0, 1)
-    low, high = penalty, most + penalty  # bounds of the eigenvalues of `regular`, then of `found` times it
+    low, high = penalty, most + penalty  # bounds of the eigenvalues of `regular`
     step = 2 / (low + high)
     found = torch.sub(2 * step * unit, regular, alpha=step * step)
-    low, high = 4 * low * high / (low + high) ** 2, 1.0
+    low = 4 * low * high / (low + high) ** 2  # of those of `found` times it, which are 1 at most
     while low < _AS_GOOD_AS_ONE:
-        step = 2 / (low + high)
+        step = 2 / (low + 1.0)
         found = torch.baddbmm(found, found, regular @ found, beta=2 * step, alpha=-step * step)
-        low = 4 * low / (low + high) ** 2
+        low = 4 * low / (low + 1.0) ** 2
     return found.view_as(matrix)
 
 

@@ -132,7 +132,6 @@ class ForwardOnStandIn(KnownAttention):
         self.by_attribute = by_attribute
 
     def scale(self, module: nn.Module, width: int) -> float:
-        """The module's own, or what follows from the width."""
         return float(module.scale) if self.by_attribute else width**-0.5
 
     def attend(

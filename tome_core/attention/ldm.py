@@ -15,7 +15,6 @@ class _Sgm(ForwardOnStandIn):
     """sgm's: tokens may be added to the picture's, which only its own ``forward`` can keep apart."""
 
     def problem(self, module: nn.Module, kwargs: dict[str, Any]) -> str | None:
-        """Additional tokens."""
         return "additional tokens came along" if kwargs.get("additional_tokens") is not None else None
 
 
@@ -23,7 +22,6 @@ class _SgmOfTorch(_Sgm):
     """sgm's by torch's function, which gets the mask as it is."""
 
     def takes_bias(self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, kwargs: dict[str, Any]) -> bool:
-        """Always."""
         return True
 
 

@@ -28,12 +28,10 @@ class _Processor(KnownAttention):
     def problem(self, module: nn.Module, kwargs: dict[str, Any]) -> str | None:
         """What attentions outside of transformer blocks have."""
         norms = module.group_norm is not None or module.spatial_norm is not None or module.norm_cross is not None
-        if norms or module.residual_connection or module.rescale_output_factor != 1.0:
-            return "it norms, scales or adds its input"
-        return None
+        more = norms or module.residual_connection or module.rescale_output_factor != 1.0
+        return "it norms, scales or adds its input" if more else None
 
     def finish(self, module: nn.Module, out: torch.Tensor) -> torch.Tensor:
-        """Output projection and dropout."""
         projection, dropout = module.to_out
         return dropout(projection(out))
 
@@ -42,24 +40,20 @@ class _ByTorch(_Processor):
     """``AttnProcessor2_0``: heads are normed where the module has norms, then torch's function."""
 
     def queries(self, module: nn.Module, x: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
-        """Normed."""
         return _normed(module, module.norm_q, module.to_q(x))
 
     def keys_and_values(
         self, module: nn.Module, keys: torch.Tensor, values: torch.Tensor, kwargs: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys normed."""
         return _normed(module, module.norm_k, module.to_k(keys)), module.to_v(values)
 
     def takes_bias(self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, kwargs: dict[str, Any]) -> bool:
-        """Always."""
         return True
 
     def attend(
         self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None,
         kwargs: dict[str, Any],
     ) -> torch.Tensor:  # fmt: skip
-        """`torch.nn.functional.scaled_dot_product_attention`."""
         batch, heads = q.shape[0], module.heads
         q, k, v = (one.view(batch, -1, heads, one.shape[-1] // heads).transpose(1, 2) for one in (q, k, v))
         mask = None if bias is None else bias[:, None]
@@ -71,13 +65,11 @@ class _Fused(_ByTorch):
     """``FusedAttnProcessor2_0``: one projection makes queries, keys and values."""
 
     def queries(self, module: nn.Module, x: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
-        """Its first part; all of it where something was put on it."""
         return _normed(module, module.norm_q, _part(module.to_qkv, x, 0))
 
     def keys_and_values(
         self, module: nn.Module, keys: torch.Tensor, values: torch.Tensor, kwargs: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Its other parts."""
         fused = module.to_qkv
         return _normed(module, module.norm_k, _part(fused, keys, 1)), _part(fused, values, 2)
 
@@ -86,30 +78,32 @@ class _Invoke(_ByTorch):
     """InvokeAI's: diffusers' own for self-attention; masks of regions and image prompts are of the prompt's."""
 
     def problem(self, module: nn.Module, kwargs: dict[str, Any]) -> str | None:
-        """Heads with norms, which it does not apply."""
-        if module.norm_q is not None or module.norm_k is not None:
-            return "its heads have norms"
-        return super().problem(module, kwargs)
+        """Norms of heads are among them, which it does not apply."""
+        normed = module.norm_q is not None or module.norm_k is not None
+        return "its heads have norms" if normed else super().problem(module, kwargs)
 
 
-class _ByScores(_Processor):
-    """``AttnProcessor``: the module's own scores, then one product."""
+class _ByOwnScale(_Processor):
+    """Multiplies by the module's scale, however wide its heads are."""
 
     def scale(self, module: nn.Module, width: int) -> float:
-        """The module's, whatever the width."""
         return float(module.scale)
 
+
+class _ByScores(_ByOwnScale):
+    """``AttnProcessor``: the module's own scores, then one product."""
+
     def takes_bias(self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, kwargs: dict[str, Any]) -> bool:
-        """Always."""
         return True
 
     def attend(
         self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None,
         kwargs: dict[str, Any],
     ) -> torch.Tensor:  # fmt: skip
-        """By ``get_attention_scores``."""
         q, k, v = (module.head_to_batch_dim(one) for one in (q, k, v))
-        return module.batch_to_head_dim(self._weighed(module, q, k, v, _for_heads(module, bias)))
+        if bias is not None:  # ``[B*H, 1, G]``, in the dtype that the module's scores have
+            bias = (bias.float() if module.upcast_attention else bias).repeat_interleave(module.heads, 0)
+        return module.batch_to_head_dim(self._weighed(module, q, k, v, bias))
 
     def _weighed(
         self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None
@@ -123,27 +117,21 @@ class _InSlices(_ByScores):
     def _weighed(
         self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        step = module.processor.slice_size
-        parts = []
+        step, parts = module.processor.slice_size, []
         for start in range(0, q.shape[0], step):
             piece = slice(start, start + step)
-            scores = module.get_attention_scores(q[piece], k[piece], None if bias is None else bias[piece])
-            parts.append(torch.bmm(scores, v[piece]))
+            pieces = q[piece], k[piece], v[piece], None if bias is None else bias[piece]
+            parts.append(super()._weighed(module, *pieces))
         return torch.cat(parts)
 
 
-class _ByXformers(_Processor):
-    """``XFormersAttnProcessor``, which gives xformers the module's scale."""
-
-    def scale(self, module: nn.Module, width: int) -> float:
-        """The module's, whatever the width."""
-        return float(module.scale)
+class _ByXformers(_ByOwnScale):
+    """``XFormersAttnProcessor``, which gives xformers the module's scale, and never a bias."""
 
     def attend(
         self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None,
         kwargs: dict[str, Any],
     ) -> torch.Tensor:  # fmt: skip
-        """`xformers.ops.memory_efficient_attention`; bias is None always."""
         attention = importlib.import_module("xformers.ops").memory_efficient_attention
         q, k, v = (module.head_to_batch_dim(one).contiguous() for one in (q, k, v))
         out = attention(q, k, v, attn_bias=None, op=module.processor.attention_op, scale=module.scale)
@@ -151,7 +139,7 @@ class _ByXformers(_Processor):
 
 
 def _part(fused: nn.Module, x: torch.Tensor, number: int) -> torch.Tensor:
-    """One third of what a projection makes: 0 is queries, 1 keys, 2 values."""
+    """One third of what a projection makes: 0 is queries, 1 keys, 2 values. Cut off where something was put on it."""
     if type(fused) is not nn.Linear or "forward" in vars(fused) or fused._forward_hooks or fused._forward_pre_hooks:
         return fused(x).chunk(3, -1)[number]
     bias = None if fused.bias is None else fused.bias.chunk(3)[number]
@@ -166,28 +154,14 @@ def _normed(module: nn.Module, norm: nn.Module | None, flat: torch.Tensor) -> to
     return norm(heads).transpose(1, 2).flatten(2)
 
 
-def _for_heads(module: nn.Module, bias: torch.Tensor | None) -> torch.Tensor | None:
-    """``[B, 1, G]`` to ``[B*H, 1, G]``, in the dtype that the module's scores have."""
-    if bias is None:
-        return None
-    bias = bias.float() if module.upcast_attention else bias
-    return bias.repeat_interleave(module.heads, 0)
-
-
-_KNOWN = {
-    "AttnProcessor": _ByScores,
-    "AttnProcessor2_0": _ByTorch,
-    "SlicedAttnProcessor": _InSlices,
-    "XFormersAttnProcessor": _ByXformers,
-    "FusedAttnProcessor2_0": _Fused,
-}
+_KNOWN = {"AttnProcessor": _ByScores, "AttnProcessor2_0": _ByTorch, "SlicedAttnProcessor": _InSlices,
+          "XFormersAttnProcessor": _ByXformers, "FusedAttnProcessor2_0": _Fused}  # fmt: skip
 # by the full name of the function that computes: a class of the same name is no proof, and a method may be replaced
 _BY_CALL: dict[str, registry.Description] = {f"{_WHERE}.{name}.__call__": kind(name) for name, kind in _KNOWN.items()}
 
 # of InvokeAI, in force where prompts have regions or images
 _INVOKE = "invokeai.backend.stable_diffusion.diffusion.custom_atttention.CustomAttnProcessor2_0"
 _BY_CALL[f"{_INVOKE}.__call__"] = _Invoke("CustomAttnProcessor2_0 of InvokeAI")
-
 
 # perturbed-attention guidance: where tokens of the unattended part merge, what guides is a blur
 for _name in ("PAGIdentitySelfAttnProcessor2_0", "PAGCFGIdentitySelfAttnProcessor2_0"):

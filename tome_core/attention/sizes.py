@@ -67,13 +67,9 @@ def widen(
 
     own, wide: the attention's scales on heads of either width.
     """
-    k = k.unflatten(-1, (heads, -1))
+    q, k, v = (one.unflatten(-1, (heads, -1)) for one in (q, k, v))
     k = k * (own / wide) if own != wide else k
-    return (
-        _with_tail("q", q.unflatten(-1, (heads, -1)), wide, plan),
-        _with_tail("k", k, wide, plan),
-        _with_tail("v", v.unflatten(-1, (heads, -1)), wide, plan),
-    )
+    return _with_tail("q", q, wide, plan), _with_tail("k", k, wide, plan), _with_tail("v", v, wide, plan)
 
 
 def narrow(out: torch.Tensor, heads: int, extra: int) -> torch.Tensor:
@@ -92,15 +88,13 @@ def _with_tail(role: str, x: torch.Tensor, wide: float, plan: MergePlan) -> torc
 
 
 def _tail(role: str, wide: float, extra: int, plan: MergePlan, dtype: torch.dtype) -> torch.Tensor:
-    """The extra channels, ``[B or 1, G or 1, 1, extra]``."""
+    """The extra channels, ``[B or 1, G or 1, 1, extra]``.
+
+    Of keys a high and a low part, whose sum halves the error in half precision.
+    """
     if role == "k":
-        return _parts(plan.finite_logits, dtype, extra)[:, :, None]
+        high = plan.finite_logits.to(dtype)
+        low = (plan.finite_logits - high.float()).to(dtype)
+        return F.pad(torch.stack([high, low], -1), (0, extra - 2))[:, :, None]
     value = 1 / wide if role == "q" else 0.0
     return torch.full((1, 1, 1, extra), value, dtype=dtype, device=plan.group.device)
-
-
-def _parts(logs: torch.Tensor, dtype: torch.dtype, extra: int) -> torch.Tensor:
-    """``[B or 1, G]`` to ``[B or 1, G, extra]``: high and low part, whose sum halves the error in half precision."""
-    high = logs.to(dtype)
-    low = (logs - high.float()).to(dtype)
-    return F.pad(torch.stack([high, low], -1), (0, extra - 2))

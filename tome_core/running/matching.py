@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ..attention.core import Whole, correction_of, project_all
+from ..attention.core import Whole, correction_of
 from ..attention.correction import Pair
 from ..merging.grid import Draw
 from ..merging.methods import METHODS, MatchOptions
@@ -128,8 +128,9 @@ def _corrected(asked: Asked, plans: Plans, made: Pair | None) -> Plans:
 
 
 def _made(asked: Asked) -> Pair | None:
-    """Keys and values of all tokens, where a correction needs them."""
-    return None if asked.whole is None else project_all(asked.whole)
+    """Keys and values of all tokens, ``[B, N, H*d]``, where a correction needs them."""
+    whole = asked.whole
+    return None if whole is None else whole.known.keys_and_values(whole.module, whole.keys, whole.values, whole.kwargs)
 
 
 def _tokens_to_compare(asked: Asked, made: Pair | None) -> torch.Tensor:
