@@ -36,9 +36,7 @@ class Clock:
     Diffusion's.
     """
 
-    def __init__(
-        self, config: MergeConfig, downsamples: Sequence[int], schedule: NoiseSchedule | None = None
-    ) -> None:
+    def __init__(self, config: MergeConfig, downsamples: Sequence[int], schedule: NoiseSchedule | None = None) -> None:
         self.rules = plain_rules(config, downsamples)
         self._early = early_rules(config, downsamples)
         self._early_until = config.early_until

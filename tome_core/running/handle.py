@@ -47,9 +47,7 @@ class Handle:
         return any(self._covered)
 
     @contextmanager
-    def sampling(
-        self: Own, pictures: int | None = None, timesteps: Sequence[float] | None = None
-    ) -> Iterator[Own]:
+    def sampling(self: Own, pictures: int | None = None, timesteps: Sequence[float] | None = None) -> Iterator[Own]:
         """While in here, this thread's calls of the UNet are the steps of one picture, or of one batch.
 
         pictures, timesteps: as of `set_time`; a diffusers pipeline tells them by itself.

@@ -48,9 +48,7 @@ class Latch:
     used: the gains that have decided something, in the order in which they did.
     """
 
-    def __init__(
-        self, gains: Sequence[Gain], blocks: Sequence[tuple[int, int]], always: bool = False
-    ) -> None:
+    def __init__(self, gains: Sequence[Gain], blocks: Sequence[tuple[int, int]], always: bool = False) -> None:
         self._gains = tuple(gains)
         self._blocks = tuple(blocks)
         self._always = always

@@ -33,13 +33,11 @@ class MergeConfig:
     rules: tuple[MergeRule, ...]
     start_percent: float = setting(
         0.0, "Start", "When merging starts, as a share of the noise schedule (0 is pure noise, the first step).",
-        minimum=0.0, maximum=1.0, step=0.01,
-        place=2, known_as="start", beside_strength=True,
+        minimum=0.0, maximum=1.0, step=0.01, place=2, known_as="start", beside_strength=True,
     )
     end_percent: float = setting(
         1.0, "End", "When merging ends, as a share of the noise schedule (1 is the finished picture).",
-        minimum=0.0, maximum=1.0, step=0.01,
-        place=3, known_as="end", beside_strength=True,
+        minimum=0.0, maximum=1.0, step=0.01, place=3, known_as="end", beside_strength=True,
     )
     max_beta: float | None = setting(
         None, "Noise threshold", "Merge only while beta_t, the noise added by one training step, is below this. "
@@ -50,8 +48,7 @@ class MergeConfig:
         None, "Early ratio", "Another ratio of self-attention for the early, noisy steps, which bear far more, at the "
         "finest level that merges. Cells are made as large as it needs, up to 8x8, and from 0.9 on the match is "
         "refined.",
-        minimum=0.0, maximum=1.0, step=0.05, unset="the same",
-        place=13,
+        minimum=0.0, maximum=1.0, step=0.05, unset="the same", place=13,
     )
     early_until: float = setting(
         500.0, "Early until timestep", "The early phase is every step at this timestep or a higher one: 1000 is pure "
@@ -63,8 +60,7 @@ class MergeConfig:
         0.0, "Deep MLP ratio", "Merge this share of the tokens in the feed-forward layer too, below timestep 500, "
         "in blocks at half of the latent's resolution or less, where it does little harm: all of SDXL's, and of "
         "SD1.5's those beyond the finest, where the level setting reaches them.",
-        minimum=0.0, maximum=0.75, step=0.05, advanced=True,
-        place=21,
+        minimum=0.0, maximum=0.75, step=0.05, advanced=True, place=21,
     )
 
     def __init__(self, *, rules: tuple[MergeRule, ...] | None = None, **flat: Any) -> None:
@@ -84,18 +80,13 @@ class MergeConfig:
         object.__setattr__(self, "rules", tuple(rules))
         for item in fields(self)[1:]:
             object.__setattr__(self, item.name, check(item, flat.get(item.name, item.default)))
-        self._check_combination()
-
-    def _check_combination(self) -> None:
         if self.start_percent > self.end_percent:
             raise ValueError(f"start_percent={self.start_percent!r} lies after end_percent={self.end_percent!r}; "
                              "swap them")
         method = next((rule.method for rule in self.rules if not METHODS[rule.method].uses_ratio), None)
         if self.early_ratio is not None and method is not None:
-            raise ValueError(
-                f"early_ratio={self.early_ratio!r} is not used by method={method!r}, whose ratio follows from sx and "
-                "sy; leave it at None"
-            )
+            raise ValueError(f"early_ratio={self.early_ratio!r} is not used by method={method!r}, whose ratio follows "
+                             "from sx and sy; leave it at None")
 
     def value(self, name: str) -> Any:
         """A setting's value; of a rule's, the first one's. Raises AttributeError for what is no setting."""
@@ -123,5 +114,5 @@ def describe_settings() -> list[dict[str, Any]]:
     None means, else "automatic"). The maximum is a user interface's and the engine's; where `limit` is given, that is
     the engine's, and where `open_ended` is, it has none. Others are the form's, see `form`.
     """
-    described = (*fields(MergeRule), *fields(MergeConfig)[1:])
-    return [{"name": item.name, "default": item.default, **item.metadata} for item in described]
+    return [{"name": item.name, "default": item.default, **item.metadata}
+            for item in (*fields(MergeRule), *fields(MergeConfig)[1:])]  # fmt: skip

@@ -36,19 +36,13 @@ def describe(config: MergeConfig, rule: MergeRule) -> str:
 
 def notes_on(config: MergeConfig, covered: list[bool], downsamples: list[int]) -> tuple[str, ...]:
     """What is clamped, and that nothing merges. covered: by level, whether any rule merges there at some time."""
-    notes = []
-    for rule in config.rules:
-        if METHODS[rule.method].uses_ratio and rule.ratio > rule.ratio_cap:
-            notes.append(
-                f"ratio {rule.ratio:g} is over the cap {rule.ratio_cap:g} of cells {rule.sx}x{rule.sy} and was "
-                f"clamped; larger cells (sx, sy) allow more"
-            )
+    notes = [f"ratio {rule.ratio:g} is over the cap {rule.ratio_cap:g} of cells {rule.sx}x{rule.sy} and was clamped; "
+             "larger cells (sx, sy) allow more"
+             for rule in config.rules if METHODS[rule.method].uses_ratio and rule.ratio > rule.ratio_cap]  # fmt: skip
     if config.early_ratio is not None and config.early_ratio > HIGHEST_EARLY_RATIO:
         notes.append(f"early_ratio {config.early_ratio:g} is over the cap {HIGHEST_EARLY_RATIO:g} and was clamped")
     if not any(covered) and not config.is_off:
         have = ", ".join(f"/{d}" for d in downsamples)
-        notes.append(
-            f"nothing will merge: no rule reaches a level of this model, whose attention is at {have} of the latent; "
-            "leave levels and max_downsample at None for the finest of them"
-        )
+        notes.append(f"nothing will merge: no rule reaches a level of this model, whose attention is at {have} of the "
+                     "latent; leave levels and max_downsample at None for the finest of them")
     return tuple(notes)

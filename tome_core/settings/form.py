@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from .config import MergeConfig, describe_settings
@@ -67,18 +68,14 @@ class Field(NamedTuple):
 
 def fields_of(described: Iterable[Mapping[str, Any]]) -> tuple[Field, ...]:
     """The fields of these settings, as `config.describe_settings` has them, in their places."""
-    return tuple(_field_of(one) for one in sorted((one for one in described if "place" in one), key=_place))
-
-
-def _place(described: Mapping[str, Any]) -> int:
-    return described["place"]
+    placed = (one for one in described if "place" in one)
+    return tuple(_field_of(one) for one in sorted(placed, key=itemgetter("place")))
 
 
 def _field_of(described: Mapping[str, Any]) -> Field:
-    facts = {name: described[name] for name in ("label", "help", "default", "minimum", "maximum", "step", "limit",
-                                                "advanced", "beside_strength") if name in described}  # fmt: skip
     setting, meanings = described["name"], described.get("choices", ())
-    facts |= {"name": described.get("known_as", setting), "setting": setting, "meanings": meanings}
+    facts = {name: value for name, value in described.items() if name in Field._fields} | {
+        "name": described.get("known_as", setting), "setting": setting, "meanings": meanings}  # fmt: skip
     if meanings:
         choices = described.get("shown", meanings)
         return Field(**facts | {"choices": choices, "default": choices[meanings.index(described["default"])]})

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -39,8 +40,7 @@ class SchedulerNoise:
         try:
             self._pipeline: Callable[[], Any] = weakref.ref(pipeline)
         except TypeError:  # a class that allows none: its scheduler is the one it has now
-            holder = SimpleNamespace(scheduler=pipeline.scheduler)
-            self._pipeline = lambda: holder
+            self._pipeline = partial(SimpleNamespace, scheduler=pipeline.scheduler)
 
     def steps_of(self, values: list[float]) -> list[Step]:
         """What the scheduler's own ``values``, all that its ``timesteps`` hold, stand for."""
@@ -90,13 +90,8 @@ def steps_of(scheduler: Any, values: list[float]) -> list[Step]:
         return [by_timestep(value) for value in values]
     own = own_schedule(scheduler) or STABLE_DIFFUSION
     sigmas = [math.exp(-log_snr / 2) for log_snr in log_snrs]
-    return [
-        Step(_rounded(STABLE_DIFFUSION, sigma), own.percent_of(_rounded(own, sigma))) for sigma in sigmas
-    ]
-
-
-def _rounded(schedule: NoiseSchedule, sigma: float) -> float:
-    return round(schedule.timestep_of_sigma(sigma), _DIGITS)
+    return [Step(round(STABLE_DIFFUSION.timestep_of_sigma(sigma), _DIGITS),
+                 own.percent_of(round(own.timestep_of_sigma(sigma), _DIGITS))) for sigma in sigmas]  # fmt: skip
 
 
 def _log_snrs(scheduler: Any, values: list[float]) -> list[float] | None:
@@ -107,7 +102,10 @@ def _log_snrs(scheduler: Any, values: list[float]) -> list[float] | None:
     sigmas = _listed(scheduler, "sigmas", count) if count else None
     if sigmas is not None:
         sigmas = _drawn_out(sigmas[:count], len(values))
-        return _of_flow(sigmas) if _is_flow(scheduler) else _of_sigmas(sigmas, _config(scheduler, "sigma_data", 1.0))
+        if _is_flow(scheduler):  # data and noise are mixed, sigma parts of noise to 1 - sigma of data
+            return [2 * math.log(max(1 - sigma, _TINY) / max(sigma, _TINY)) for sigma in sigmas]
+        of_data = _config(scheduler, "sigma_data", 1.0)  # the deviation to which noise of deviation sigma is added
+        return [-2 * math.log(max(sigma, _TINY) / of_data) for sigma in sigmas]
     kept = _listed(scheduler, "alphas_cumprod", 1)
     if kept is not None:
         return [_of_kept(kept, value) for value in values]
@@ -121,16 +119,6 @@ def _log_snrs(scheduler: Any, values: list[float]) -> list[float] | None:
 def _drawn_out(values: list[float], count: int) -> list[float]:
     """So many of them, the last one again and again."""
     return values + values[-1:] * (count - len(values))
-
-
-def _of_sigmas(sigmas: list[float], of_data: float) -> list[float]:
-    """Noise of deviation sigma is added to data of deviation ``of_data``."""
-    return [-2 * math.log(max(sigma, _TINY) / of_data) for sigma in sigmas]
-
-
-def _of_flow(sigmas: list[float]) -> list[float]:
-    """Data and noise are mixed, sigma parts of noise to 1 - sigma of data."""
-    return [2 * math.log(max(1 - sigma, _TINY) / max(sigma, _TINY)) for sigma in sigmas]
 
 
 def _of_kept(kept: list[float], timestep: float) -> float:

@@ -41,9 +41,7 @@ def early_rules(config: MergeConfig, downsamples: Sequence[int]) -> dict[MergeRu
 
 def _deep(config: MergeConfig, rule: MergeRule, downsamples: Sequence[int]) -> tuple[MergeRule, ...]:
     levels = tuple(level for level in _reached(rule, downsamples) if downsamples[level] >= _DEEP)
-    ends = math.nextafter(DEEP_UNTIL, -1.0)
-    if rule.max_timestep is not None:
-        ends = min(ends, rule.max_timestep)
+    ends = min(math.nextafter(DEEP_UNTIL, -1.0), math.inf if rule.max_timestep is None else rule.max_timestep)
     if not config.deep_mlp or not levels or ends < (rule.min_timestep or 0.0):
         return ()
     where = {"levels": levels, "max_downsample": None, "max_timestep": ends}
@@ -65,9 +63,8 @@ def _early(config: MergeConfig, rule: MergeRule, downsamples: Sequence[int]) -> 
     refines = METHODS[rule.method].compares and rule.sizes_keys and ratio >= _FEW_KEYS
     only = {"min_timestep": begins, "levels": reached[:1], "max_downsample": None, "merge_crossattn": False,
             "merge_mlp": False}  # fmt: skip
-    early = replace(rule, **only, ratio=ratio, sx=max(rule.sx, cell), sy=max(rule.sy, cell),
-                    refine=max(rule.refine, _STEPS) if refines else rule.refine)  # fmt: skip
-    return (early,)
+    return (replace(rule, **only, ratio=ratio, sx=max(rule.sx, cell), sy=max(rule.sy, cell),
+                    refine=max(rule.refine, _STEPS) if refines else rule.refine),)  # fmt: skip
 
 
 def _cell_for(ratio: float) -> int:
@@ -91,11 +88,9 @@ def ramp(rule: MergeRule, first: float, bands: int = 4) -> tuple[MergeRule, ...]
         raise ValueError(f"method={rule.method!r} has no ratio to ramp, it follows from sx and sy; use another method")
     if rule.uses_time:
         raise ValueError("the rule is limited in time already; give ramp one that is not")
-    steps = [first + (rule.ratio - first) * place / (bands - 1) for place in range(bands)]
-    ratios = [round(step, 6) for step in steps]
-    cells = [_cell_for(ratio) for ratio in ratios]
-    return tuple(
-        replace(rule, ratio=ratio, sx=max(rule.sx, cell), sy=max(rule.sy, cell),
-            min_timestep=None if place == bands - 1 else 1000.0 * (1 - (place + 1) / bands))
-        for place, (ratio, cell) in enumerate(zip(ratios, cells, strict=True))
-    )  # fmt: skip
+    rules = []
+    for place in range(bands):
+        ratio = round(first + (rule.ratio - first) * place / (bands - 1), 6)
+        ends, cell = None if place == bands - 1 else 1000.0 * (1 - (place + 1) / bands), _cell_for(ratio)
+        rules.append(replace(rule, ratio=ratio, sx=max(rule.sx, cell), sy=max(rule.sy, cell), min_timestep=ends))
+    return tuple(rules)

@@ -28,9 +28,7 @@ Curve = tuple[tuple[float, float], ...]
 SD, SDXL, TRANSFORMER = LAYOUTS = ("sd", "sdxl", "transformer")
 _TABLES = dict(zip(LAYOUTS, (strength_table, sdxl_table, transformer_table), strict=True))
 # by layout and by version; versions are counted over all tables, so a table that did not change skips a number
-CURVES: dict[str, dict[int, Curve]] = {
-    layout: {**table.EARLIER, table.VERSION: table.CURVE} for layout, table in _TABLES.items()
-}
+CURVES: dict[str, dict[int, Curve]] = {one: {**of.EARLIER, of.VERSION: of.CURVE} for one, of in _TABLES.items()}
 VERSION = max(table.VERSION for table in _TABLES.values())
 PARTS = 64  # of the tokens: shares of keys are whole numbers of them, which are numbers that kernels like
 MOST_MERGED = 3 / 4  # share of the keys above which a step is not merged: it would take longer than it saves

@@ -17,9 +17,7 @@ from .setting import check, one_of, setting
 SIDES = ("qkv", "kv")
 DOWNSAMPLES = (1, 2, 4, 8)
 SEED_LIMIT = 2**31 - 1
-# more is a slip of the hand: one token kept of 4096, the latent of a picture 8192 pixels wide, and more channels than
-# keys and values of any Stable Diffusion have together
-_LARGEST_CELL = 64
+_LARGEST_CELL = 64  # more is a slip of the hand: one token is kept of 4096, of a latent of a picture 8192 pixels wide
 
 
 @dataclass(frozen=True)
@@ -33,43 +31,36 @@ class MergeRule:
     method: str = setting(
         "bipartite", "Method",
         "How tokens are matched: " + "; ".join(f"{m.name}: {m.summary}" for m in METHODS.values()),
-        choices=tuple(METHODS),
-        place=5,
+        choices=tuple(METHODS), place=5,
     )
     ratio: float = setting(
         0.5, "Ratio", "Share of tokens that are merged away. 0 is off. Bipartite matching can reach "
         "1 - 1/(sx*sy); more is clamped and reported. Not used by downsample, where it follows from sx and sy. The "
         "early ratio and both MLP ratios count beside 0 as well.",
-        minimum=0.0, maximum=1.0, step=0.05,
-        place=0,
+        minimum=0.0, maximum=1.0, step=0.05, place=0,
     )
     sx: int = setting(
         2, "Stride x", "Width in tokens of the cell that keeps one destination; downsample: the factor.",
-        minimum=1, maximum=8, step=1, limit=_LARGEST_CELL, advanced=True,
-        place=9,
+        minimum=1, maximum=8, step=1, limit=_LARGEST_CELL, advanced=True, place=9,
     )
     sy: int = setting(
         2, "Stride y", "Height in tokens of the cell that keeps one destination; downsample: the factor.",
-        minimum=1, maximum=8, step=1, limit=_LARGEST_CELL, advanced=True,
-        place=10,
+        minimum=1, maximum=8, step=1, limit=_LARGEST_CELL, advanced=True, place=10,
     )
     use_rand: bool = setting(
         True, "Random destinations", "Draw each cell's destination anew at every step (from the seed, so equal "
-        "seeds give equal pictures) instead of always taking the top left token.", advanced=True,
-        place=11,
+        "seeds give equal pictures) instead of always taking the top left token.", advanced=True, place=11,
     )
     seed: int = setting(
         0, "Seed", "What the random destinations are drawn from; nothing else depends on it.",
-        minimum=0, maximum=SEED_LIMIT, step=1, advanced=True,
-        place=12, known_as="merge_seed", beside_strength=True,
+        minimum=0, maximum=SEED_LIMIT, step=1, advanced=True, place=12, known_as="merge_seed", beside_strength=True,
     )
     merge_attn: bool = setting(
         True, "Self-attention", "Merge in self-attention, where nearly all of the gain is.", advanced=True
     )
     merge_crossattn: bool = setting(
         False, "Cross-attention", "Merge in the attention to the prompt as well. Rarely worth its damage.",
-        advanced=True,
-        place=7,
+        advanced=True, place=7,
     )
     merge_mlp: bool = setting(
         False, "MLP", "Merge in the feed-forward layer as well. Costs much detail in late steps.", advanced=True,
@@ -105,8 +96,7 @@ class MergeRule:
         0, "Smallest picture", "Merge only in pictures of at least this many pixels, width times height (512x512 is "
         "262144, 1024x1024 is 1048576), counting a latent's token as 8x8. 0 is every picture. Leaves a first pass "
         "alone and serves the high-resolution one.",
-        minimum=0, maximum=16777216, step=65536, open_ended=True,
-        place=4, beside_strength=True,
+        minimum=0, maximum=16777216, step=65536, open_ended=True, place=4, beside_strength=True,
     )
     cluster_on: str = setting(
         "tokens", "Cluster on",
@@ -116,8 +106,7 @@ class MergeRule:
     proportional: bool = setting(
         True, "Size-aware keys", "Let a merged key of self-attention weigh as much as the tokens it stands for, by "
         "adding the logarithm of their number to its logit. Less error at the same cost, and what makes strong "
-        "merging of keys and values possible. Off is tomesd's way.", advanced=True,
-        place=15,
+        "merging of keys and values possible. Off is tomesd's way.", advanced=True, place=15,
     )
     correction: bool = setting(
         True, "Correction", "Give back what merged keys and values lose: to first order, and what a few exact answers "
@@ -128,74 +117,56 @@ class MergeRule:
         0, "Refinement", "k-means steps after the match: every token goes to the nearest of the merged ones. Each "
         "costs as much as a match; worth it for strong merging of keys and values. Used by bipartite. A match that is "
         "kept over steps is renewed by one such step.",
-        minimum=0, maximum=3, step=1, advanced=True,
-        place=17,
+        minimum=0, maximum=3, step=1, advanced=True, place=17,
     )
     query_ratio: float = setting(
         0.0, "Query ratio", "Where keys and values are merged: share of the queries that is merged beside them, by a "
         "match of their own in 2x2 cells, so 0.75 at most. 0 keeps every query.",
-        minimum=0.0, maximum=0.75, step=0.05, advanced=True,
-        place=18,
+        minimum=0.0, maximum=0.75, step=0.05, advanced=True, place=18,
     )
     metric: str = setting(
         "input", "Compare", "What a match compares: input (the block's input, by cosine, as tomesd does), keys, "
         "or keys+values (by distance). The last is the most exact, and costs two projections. Used by bipartite.",
-        choices=METRICS, advanced=True,
-        place=16,
+        choices=METRICS, advanced=True, place=16,
     )
     keep: float = setting(
         0.0, "Keep a match for", "How many timesteps (of 1000) a block's match goes on serving the following steps. "
         "With 20 sampling steps one is 50. A kept match serves both halves of guidance, too. 0 matches anew at every "
         "step. Needs a host or a pipeline that says which steps belong to one picture.",
-        minimum=0.0, maximum=1000.0, step=10.0, advanced=True,
-        place=19,
+        minimum=0.0, maximum=1000.0, step=10.0, advanced=True, place=19,
     )
     only_if_it_pays: bool = setting(
         False, "Only where it pays", "Merge only where that saves time: as measured, where this model, size and device "
-        "were (measure), else as the number of tokens and the kind of device suggest.", advanced=True,
-        place=20,
+        "were (measure), else as the number of tokens and the kind of device suggest.", advanced=True, place=20,
     )
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            value = check(item, getattr(self, item.name))
-            object.__setattr__(self, item.name, value)
+            object.__setattr__(self, item.name, check(item, getattr(self, item.name)))
         self._check_combination()
         object.__setattr__(self, "ratio_text", repr(self.effective_ratio))
         own = [name for name in _OF_A_MATCH if name != "seed" or self.use_rand]
         object.__setattr__(self, "match_text", repr({name: getattr(self, name) for name in own}))
 
     def _check_combination(self) -> None:
-        method = METHODS[self.method]
+        method, first, last = METHODS[self.method], self.min_timestep, self.max_timestep
         if self.side is not None and self.side not in method.sides:
-            raise ValueError(
-                f"side={self.side!r} is not possible with method={self.method!r}; use {one_of(method.sides)}"
-            )
+            raise ValueError(f"side={self.side!r} is not possible with method={self.method!r}; "
+                             f"use {one_of(method.sides)}")
         if method.mode == "pick" and (self.merge_crossattn or self.merge_mlp):
-            raise ValueError(
-                f"method={self.method!r} keeps every query, so it cannot merge_crossattn or merge_mlp; "
-                "set both to False, or add a second rule with another method"
-            )
-        self._check_sides()
+            raise ValueError(f"method={self.method!r} keeps every query, so it cannot merge_crossattn or merge_mlp; "
+                             "set both to False, or add a second rule with another method")
+        if self.refine and not self.proportional and self.merge_attn:
+            raise ValueError(f"refine={self.refine!r} may leave groups without tokens, which only keys that know their "
+                             "sizes can be; set proportional to True, or use refine=0")
+        if self.query_ratio and self.effective_side != "kv":
+            raise ValueError(f"query_ratio={self.query_ratio!r} merges queries beside side='kv'; use that side, "
+                             "or query_ratio=0")
         if self.levels is not None and self.max_downsample is not None:
-            raise ValueError(
-                f"levels={self.levels!r} and max_downsample={self.max_downsample!r} both choose the blocks; "
-                "give one of them"
-            )
-        first, last = self.min_timestep, self.max_timestep
+            raise ValueError(f"levels={self.levels!r} and max_downsample={self.max_downsample!r} both choose the "
+                             "blocks; give one of them")
         if first is not None and last is not None and first > last:
             raise ValueError(f"min_timestep={first!r} lies after max_timestep={last!r}; swap them")
-
-    def _check_sides(self) -> None:
-        if self.refine and not self.proportional and self.merge_attn:
-            raise ValueError(
-                f"refine={self.refine!r} may leave groups without tokens, which only keys that know their sizes can "
-                "be; set proportional to True, or use refine=0"
-            )
-        if self.query_ratio and self.effective_side != "kv":
-            raise ValueError(
-                f"query_ratio={self.query_ratio!r} merges queries beside side='kv'; use that side, or query_ratio=0"
-            )
 
     @property
     def effective_side(self) -> str:
@@ -214,10 +185,8 @@ class MergeRule:
 
     @property
     def constant_ratio(self) -> float:
-        """The ratio in force, for use inside compiled models.
-
-        From a text, because compilers of torch 2.4 take a number that differs from the last graph's for a variable,
-        and fail where it is multiplied with a size.
+        """The ratio in force, from a text: compilers of torch 2.4 take a number that differs from the last graph's for
+        a variable, and fail where it is multiplied with a size.
         """
         return float(self.ratio_text)
 

@@ -23,7 +23,6 @@ from .config import MergeConfig
 from .rule import MergeRule
 
 _PARTS = ("merge_attn", "merge_crossattn", "merge_mlp")
-_SD_BETA_START, _SD_BETA_END, _SD_STEPS = 0.00085, 0.012, 1000
 
 
 @dataclass(frozen=True)
@@ -35,9 +34,8 @@ class NoiseSchedule:
     @classmethod
     def stable_diffusion(cls) -> NoiseSchedule:
         """The schedule of SD1, SD2 and SDXL."""
-        first, last = _SD_BETA_START**0.5, _SD_BETA_END**0.5
-        steps = range(_SD_STEPS)
-        return cls(tuple((first + t / (_SD_STEPS - 1) * (last - first)) ** 2 for t in steps))
+        first, last, steps = 0.00085**0.5, 0.012**0.5, 1000
+        return cls(tuple((first + t / (steps - 1) * (last - first)) ** 2 for t in range(steps)))
 
     @property
     def last(self) -> int:
@@ -78,8 +76,7 @@ class NoiseSchedule:
         """The noise's standard deviation at a timestep; the inverse of `timestep_of_sigma`."""
         logs = self._log_sigmas
         t = min(float(self.last), max(0.0, timestep))
-        below = int(t)
-        above = min(below + 1, self.last)
+        below, above = int(t), min(int(t) + 1, self.last)
         return math.exp(logs[below] + (t - below) * (logs[above] - logs[below]))
 
     @cached_property
@@ -145,26 +142,20 @@ def reaches(rule: MergeRule, level: int, downsample: int) -> bool:
     return level in (rule.levels if rule.levels is not None else (0,))
 
 
-def choose(
-    rules: Sequence[MergeRule], downsamples: Sequence[int], pixels: int | None = None
-) -> tuple[LevelRules, ...]:
+def choose(rules: Sequence[MergeRule], downsamples: Sequence[int], pixels: int | None = None) -> tuple[LevelRules, ...]:
     """The rules in force: for each level (its down-sampling given) and part, the first of ``rules`` that fits.
 
     pixels: of the picture; None where it is not known, and then a rule with a smallest picture does not fit.
     A rule of ratio 0 fits too: it keeps its blocks and times unmerged whatever later rules say.
     """
     large = [rule for rule in rules if rule.min_pixels <= (pixels or 0)]
-    return tuple(
-        LevelRules(*(_first(large, level, downsample, part) for part in _PARTS))
-        for level, downsample in enumerate(downsamples)
-    )
+    return tuple(LevelRules(*(_first(large, level, down, part) for part in _PARTS))
+                 for level, down in enumerate(downsamples))  # fmt: skip
 
 
 def _first(rules: Sequence[MergeRule], level: int, downsample: int, part: str) -> MergeRule | None:
-    for rule in rules:
-        if getattr(rule, part) and reaches(rule, level, downsample):
-            return None if rule.is_off else rule
-    return None
+    found = next((rule for rule in rules if getattr(rule, part) and reaches(rule, level, downsample)), None)
+    return None if found is None or found.is_off else found
 
 
 def ever_merges(rules: Sequence[MergeRule], level: int, downsample: int) -> bool:

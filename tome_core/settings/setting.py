@@ -33,11 +33,10 @@ def check(item: Any, value: Any) -> Any:
         if not isinstance(value, bool):
             raise TypeError(f"{name}={value!r} is {type(value).__name__}; use True or False")
         return value
-    return _check_number(item, value)
+    return _check_number(name, facts, value)
 
 
-def _check_number(item: Any, value: Any) -> int | float:
-    facts, name = item.metadata, item.name
+def _check_number(name: str, facts: Any, value: Any) -> int | float:
     whole = isinstance(facts["step"], int)
     kind = "a whole number" if whole else "a number"
     most = _ENDLESS if facts.get("open_ended") else facts.get("limit", facts["maximum"])

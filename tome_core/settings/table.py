@@ -51,11 +51,11 @@ def main(arguments: list[str] | None = None) -> None:
     """Print the table, or write it into a file."""
     parser = argparse.ArgumentParser(prog="python -m tome_core.settings.table", description=__doc__.splitlines()[0])
     parser.add_argument("--write", metavar="FILE", type=Path, help="replace the table between the markers there")
-    options = parser.parse_args(arguments)
-    if options.write is None:
+    file = parser.parse_args(arguments).write
+    if file is None:
         print(table())
-        return
-    options.write.write_text(replace_between_markers(options.write.read_text(encoding="utf-8")), encoding="utf-8")
+    else:
+        file.write_text(replace_between_markers(file.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -92,9 +92,7 @@ def test_bipartite_agrees_with_tomesd(grid, ratio):
 
     x = tokens(grid, channels=32)
     height, width = grid
-    merge, unmerge = bipartite_soft_matching_random2d(
-        x, width, height, 2, 2, int(x.shape[1] * ratio), no_rand=True
-    )
+    merge, unmerge = bipartite_soft_matching_random2d(x, width, height, 2, 2, int(x.shape[1] * ratio), no_rand=True)
     plan = match("bipartite", x, grid, ratio=ratio)
     assert plan.num_groups == merge(x).shape[1]
     assert (plan.unmerge(plan.merge(x)) - unmerge(merge(x))).abs().max() <= 1e-6

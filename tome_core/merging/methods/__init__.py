@@ -12,8 +12,6 @@ To add one:
 from . import bipartite, cluster, downsample
 from .base import MatchOptions, Method, Side
 
-METHODS: dict[str, Method] = {
-    method.name: method for method in (bipartite.METHOD, downsample.METHOD, cluster.METHOD)
-}
+METHODS: dict[str, Method] = {method.name: method for method in (bipartite.METHOD, downsample.METHOD, cluster.METHOD)}
 
 __all__ = ["METHODS", "MatchOptions", "Method", "Side"]
