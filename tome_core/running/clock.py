@@ -75,11 +75,10 @@ class Clock:
         within = self._window is None or self._window.holds(time)
         holds = tuple(self._holds(rule, time, boundary) for rule in self.rules) if self.limited else ()
         key = (within, holds, time == UNKNOWN)
-        found = self._found.get(key)
-        if found is None:
+        if key not in self._found:
             timely = tuple(rule for rule, on in zip(self.rules, holds, strict=True) if on) if holds else self.rules
-            found = self._found[key] = self._in_force(timely if within else (), time, self._phase(timely, time))
-        return found
+            self._found[key] = self._in_force(timely if within else (), time, self._phase(timely, time))
+        return self._found[key]
 
     def for_pixels(self, live: tuple[MergeRule, ...], pixels: int) -> tuple[LevelRules, ...]:
         """The rules in force in a picture of so many pixels."""

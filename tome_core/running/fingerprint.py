@@ -25,22 +25,16 @@ _RESIDUAL = "Res"  # what every host's class of residual blocks begins with
 
 def model_of(unet: nn.Module, places: Sequence[Place]) -> str:
     """The UNet's class and a digest of where it has blocks, their widths and heads, and of its residual blocks."""
-    blocks = [(one.path, one.halvings, *widths_of(one.block), _heads(one.block)) for one in places]
+    blocks = [(one.path, one.halvings, *widths_of(one.block), getattr(getattr(one.block, "attn1", None), "heads", 0))
+              for one in places]  # fmt: skip
     residual = Counter(name for name in (type(one).__name__ for one in unet.modules()) if name.startswith(_RESIDUAL))
     return f"{type(unet).__name__} {_digest(blocks, sorted(residual.items()))}"
 
 
 def widths_of(block: nn.Module) -> tuple[int, int]:
     """Channels of a block's tokens and of the prompt's; 0 where they cannot be told."""
-    return _width(block, "attn1", "to_q"), _width(block, "attn2", "to_k")
-
-
-def _width(block: nn.Module, attention: str, projection: str) -> int:
-    return getattr(getattr(getattr(block, attention, None), projection, None), "in_features", 0)
-
-
-def _heads(block: nn.Module) -> int:
-    return getattr(getattr(block, "attn1", None), "heads", 0)
+    return tuple(getattr(getattr(getattr(block, attention, None), projection, None), "in_features", 0)
+                 for attention, projection in (("attn1", "to_q"), ("attn2", "to_k")))  # fmt: skip
 
 
 def rules_of(config: MergeConfig) -> str:

@@ -66,10 +66,8 @@ def is_host_bound(
         return False
     try:
         card = torch.cuda.get_device_properties(device)
-    except (AssertionError, RuntimeError):  # there is none
-        return False
-    each = _PER_PROCESSOR.get((card.major, card.minor))
-    if each is None:
+        each = _PER_PROCESSOR[card.major, card.minor]
+    except (AssertionError, RuntimeError, KeyError):  # there is none, or none that is known
         return False
     rate = each * card.multi_processor_count * (_FULL_PRECISION if dtype == torch.float32 else 1.0)
     return device_ms(blocks, batch, area, rate) < _HOST_BOUND * (_HOST_MS + _HOST_MS_A_BLOCK * len(blocks))
@@ -77,11 +75,9 @@ def is_host_bound(
 
 def device_ms(blocks: Sequence[tuple[int, int]], batch: int, area: int, rate: float) -> float:
     """Milliseconds of a call on a card of this rate, in 10^12 operations a second."""
-    work = 0.0
-    for downsample, channels in blocks:
-        tokens = area / downsample**2
-        # projections of two attentions and the feed-forward layer; queries with keys, and weights with values
-        work += 36 * tokens * channels**2 + 4 * tokens**2 * channels
+    sizes = ((area / downsample**2, channels) for downsample, channels in blocks)
+    # projections of two attentions and the feed-forward layer; queries with keys, and weights with values
+    work = sum(36 * tokens * channels**2 + 4 * tokens**2 * channels for tokens, channels in sizes)
     return batch * work * _BEYOND_BLOCKS / rate / 1e9
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
@@ -60,15 +61,9 @@ class Handle:
             yield self
 
     def set_time(
-        self,
-        *,
-        percent: float | None = None,
-        timestep: float | None = None,
-        sigma: float | None = None,
-        sampling: Hashable = None,
-        pictures: int | None = None,
-        timesteps: Sequence[float] | None = None,
-    ) -> None:
+        self, *, percent: float | None = None, timestep: float | None = None, sigma: float | None = None,
+        sampling: Hashable = None, pictures: int | None = None, timesteps: Sequence[float] | None = None,
+    ) -> None:  # fmt: skip
         """Tell the time before a call of the UNet, on whichever scale is at hand; without arguments, stop telling.
 
         percent: 0..1, ComfyUI's ``percent_to_sigma`` scale. timestep: of Stable Diffusion's schedule. sigma: the
@@ -83,9 +78,9 @@ class Handle:
         Needed for rules in percent on a bare UNet, and for every rule that is limited in time on a UNet compiled as a
         whole, which cannot look at its own arguments. Raises ValueError for a number that is no such time.
         """
-        _check_time("percent", percent, 0.0, 1.0)
-        _check_time("timestep", timestep, 0.0, None)
-        _check_time("sigma", sigma, 0.0, None)
+        _check_time("percent", percent, 1.0)
+        _check_time("timestep", timestep)
+        _check_time("sigma", sigma)
         _check_pictures(pictures)
         _check_timesteps(timesteps)
         self.run.set_time(percent, timestep, sigma, sampling, pictures, timesteps)
@@ -99,15 +94,15 @@ class Handle:
 
         Brings them to the CPU, which waits for the device.
         """
-        return self.run.fetch_maps()
+        kept = self.run.maps or {}
+        return {level: MergeMap(grid, plan.group.cpu(), plan.num_groups) for level, (grid, plan) in kept.items()}
 
     def reset_counts(self) -> None:
         """Begin the report, and the maps, anew: for a host whose users ask about one picture at a time."""
         self.run.ledger.reset()
         if self.run.latch is not None:
             self.run.latch.used.clear()
-        if self.run.maps is not None:
-            self.run.maps = {}
+        self.keep_maps(self.run.maps is not None)
 
     def report(self) -> Report:
         """What was merged so far, where, and what was skipped and why."""
@@ -116,14 +111,13 @@ class Handle:
         return make_report(self.run.ledger, self._covered, settings, self.is_installed, kernels.notes(), gains)
 
 
-def _check_time(name: str, value: float | None, least: float, most: float | None) -> None:
+def _check_time(name: str, value: float | None, most: float = math.inf) -> None:
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name}={value!r} is {type(value).__name__}; use a number")
-    if not value >= least or value == float("inf") or (most is not None and value > most):
-        top = "up" if most is None else f"to {most:g}"
-        raise ValueError(f"{name}={value!r} is no time; use a number from {least:g} {top}")
+    if not 0 <= value <= most or value == math.inf:
+        raise ValueError(f"{name}={value!r} is no time; use a number from 0 {'up' if most == math.inf else 'to 1'}")
 
 
 def _check_pictures(value: int | None) -> None:
@@ -133,4 +127,4 @@ def _check_pictures(value: int | None) -> None:
 
 def _check_timesteps(values: Sequence[float] | None) -> None:
     for value in () if values is None else values:
-        _check_time("timesteps", value, 0.0, None)
+        _check_time("timesteps", value)

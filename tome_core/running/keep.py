@@ -40,10 +40,7 @@ class Kept:
     """
 
     def __init__(self, plans: Any, timestep: float, rule: Any, device: torch.device) -> None:
-        self.plans = plans
-        self.timestep = timestep
-        self.rule = rule
-        self.device = device
+        self.plans, self.timestep, self.rule, self.device = plans, timestep, rule, device
         self.home: Any = None
 
 
@@ -65,10 +62,8 @@ class KeptPlans:
     def __init__(
         self, plans: dict[tuple, Kept], ordinal: Hashable, timestep: float, look: Callable[[], Shared | None]
     ) -> None:
-        self.plans = plans
-        self._ordinal = ordinal
-        self._timestep = timestep
-        self.look = look
+        self.plans, self.look = plans, look
+        self._ordinal, self._timestep = ordinal, timestep
 
     def find(
         self, key: tuple, rule: Any, device: torch.device, renews: bool, shared: Shared | None = None
@@ -142,7 +137,7 @@ class Sampling:
             self._named[called] += 1
             ordinal = called, self._named[called]
         if guidance is None or type(batch) is not torch.Tensor or batch.is_meta:
-            return KeptPlans(self._plans, ordinal, self._timestep, _nothing)
+            return KeptPlans(self._plans, ordinal, self._timestep, lambda: None)
         if self._calls == 1:
             self._first = batch
         look = partial(self._look, ordinal, guidance, batch, self._first)
@@ -162,10 +157,6 @@ class Sampling:
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(Sampling())  # a copy's sampling is another
-
-
-def _nothing() -> None:
-    return None
 
 
 def _shared(ordinal: Hashable, guidance: Guidance, batch: torch.Tensor, first: torch.Tensor | None) -> Shared | None:

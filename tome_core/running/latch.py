@@ -28,17 +28,14 @@ class Verdict:
     """
 
     def __init__(self, opens: bool | None, why_not: str = "", gain: Gain | None = None) -> None:
-        self.opens = opens
-        self.gain = gain
-        self.why_not = why_not
+        self.opens, self.why_not, self.gain = opens, why_not, gain
         self.decided: dict[tuple, tuple[Rules, tuple[str, ...]]] = {}
 
     def decide(self, rules: Rules, why_off: tuple[str, ...], left: Rules) -> tuple[Rules, tuple[str, ...]]:
         """What is left of the rules, and why a level has none."""
-        if self.opens:
-            return left, why_off
         changed = zip(why_off, rules, left, strict=True)
-        return left, tuple(why if before == after else self.why_not for why, before, after in changed)
+        why_not = (why if before == after else self.why_not for why, before, after in changed)
+        return left, why_off if self.opens else tuple(why_not)
 
 
 class Latch:
@@ -49,9 +46,7 @@ class Latch:
     """
 
     def __init__(self, gains: Sequence[Gain], blocks: Sequence[tuple[int, int]], always: bool = False) -> None:
-        self._gains = tuple(gains)
-        self._blocks = tuple(blocks)
-        self._always = always
+        self._gains, self._blocks, self._always = tuple(gains), tuple(blocks), always
         self._found: dict[tuple, Verdict] = {}
         self.used: dict[Gain, None] = {}
 
@@ -90,6 +85,5 @@ class Latch:
             gain = nearest(self._gains, device, dtype, height, width, batch)
             if gain is not None:
                 return Verdict(gain.pays, gain.why_not, gain)
-        if is_host_bound(self._blocks, batch, height * width, latent.dtype, latent.device):
-            return Verdict(False, _HOST_BOUND)
-        return Verdict(None)
+        waits = is_host_bound(self._blocks, batch, height * width, latent.dtype, latent.device)
+        return Verdict(False, _HOST_BOUND) if waits else Verdict(None)

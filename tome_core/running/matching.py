@@ -68,13 +68,10 @@ class Matcher:
 
     def groups(self, asked: Asked, made: Pair | None, old: Plans | None) -> Plans:
         """A match without its correction. old: of an earlier time."""
-        rule = asked.rule
-        if asked.together and rule.effective_side != "qkv":
+        if asked.together and asked.rule.effective_side != "qkv":
             return Plans(self._match_as_tomesd(asked))
-        if renews(asked.rule, asked.together) and old is not None and old.plan is not None:
-            plan = self._renew(asked, made, old.plan)
-        else:
-            plan = self._match(asked, made)
+        renewed = renews(asked.rule, asked.together) and old is not None and old.plan is not None
+        plan = self._renew(asked, made, old.plan) if renewed else self._match(asked, made)
         return Plans(plan) if plan is None else Plans(plan, self._match_queries(asked))
 
     def _match(self, asked: Asked, made: Pair | None) -> MergePlan | None:
@@ -97,15 +94,14 @@ class Matcher:
         return METHODS["bipartite"].match(asked.x, asked.outer.grid, options)
 
     def _match_queries(self, asked: Asked) -> MergePlan | None:
-        rule = asked.rule
-        if not rule.query_ratio:
+        if not asked.rule.query_ratio:
             return None
-        options = MatchOptions(rule.query_ratio, 2, 2, self._draw(asked))
+        options = MatchOptions(asked.rule.query_ratio, 2, 2, self._draw(asked))
         return METHODS["bipartite"].match(asked.x, asked.outer.grid, options)
 
     def _draw(self, asked: Asked) -> Draw | None:
-        rule = asked.rule
-        return Draw(rule.seed, self.level, stamp_of(asked.outer.call.stamp, asked.x)) if rule.use_rand else None
+        rule, stamp = asked.rule, asked.outer.call.stamp
+        return Draw(rule.seed, self.level, stamp_of(stamp, asked.x)) if rule.use_rand else None
 
 
 def renews(rule: MergeRule, together: bool = False) -> bool:

@@ -21,9 +21,7 @@ class Scope:
     """
 
     def __init__(self, guidance_of: GuidanceOf | None, boundary: float | None = None, is_known: bool = False) -> None:
-        self.guidance_of = guidance_of
-        self.boundary = boundary
-        self.is_known = is_known
+        self.guidance_of, self.boundary, self.is_known = guidance_of, boundary, is_known
 
 
 class Pictures(threading.local):

@@ -15,7 +15,7 @@ from ..settings.config import MergeConfig
 from ..settings.noise import STABLE_DIFFUSION, SchedulerNoise, Step, by_timestep
 from ..settings.rule import MergeRule
 from ..settings.schedule import UNKNOWN, NoiseSchedule
-from .call import Call, Latents, MergeMap
+from .call import Call, Latents
 from .clock import Clock, InForce
 from .decision import Decision, decide
 from .keep import Guidance, KeptPlans, Sampling
@@ -249,11 +249,6 @@ class Run:
     def keep_map(self, level: int, grid: Grid, plan: MergePlan) -> None:
         """Remember what a block merged, on its device: fetching it would wait."""
         self.maps[level] = (grid, plan)
-
-    def fetch_maps(self) -> dict[int, MergeMap]:
-        """Level -> the latest map of it, brought to the CPU."""
-        kept = self.maps or {}
-        return {level: MergeMap(grid, plan.group.cpu(), plan.num_groups) for level, (grid, plan) in kept.items()}
 
     def forget(self) -> None:
         """Let go of what was kept of pictures."""

@@ -9,17 +9,14 @@ import torch
 
 def is_captured(x: Any) -> bool:
     """Are kernels on this tensor being recorded into a CUDA graph? Nothing may wait for them there, or outlive it."""
-    if not torch.is_tensor(x) or not x.is_cuda:
-        return False
-    return torch.cuda.is_current_stream_capturing()
+    return torch.is_tensor(x) and x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def is_mapped() -> bool:
     """Are we inside `torch.vmap`? A match there would be one for each of the samples that it maps over."""
     functorch = torch._C._functorch
-    if functorch.peek_interpreter_stack() is None:
-        return False
-    return any(one.key() == functorch.TransformType.Vmap for one in functorch.get_interpreter_stack())
+    return functorch.peek_interpreter_stack() is not None and any(
+        one.key() == functorch.TransformType.Vmap for one in functorch.get_interpreter_stack())  # fmt: skip
 
 
 def common_value(timestep: Any) -> float | None:
@@ -37,6 +34,5 @@ def common_value(timestep: Any) -> float | None:
 
 def is_transformed(x: torch.Tensor) -> bool:
     """Is it a stand-in of torch.func, vmap or a tracer, which has no value and no address?"""
-    if type(x) not in (torch.Tensor, torch.nn.Parameter):
-        return True
-    return torch._C._functorch.is_functorch_wrapped_tensor(x)
+    plain = type(x) in (torch.Tensor, torch.nn.Parameter)
+    return not plain or torch._C._functorch.is_functorch_wrapped_tensor(x)
