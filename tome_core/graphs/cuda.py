@@ -17,8 +17,8 @@ class _Streams(NamedTuple):
 
 
 class CudaGraphs:
-    """Records into graphs that share a pool of memory. They are replayed one at a time, and what one returns is copied
-    before the next, so that they may use the same memory in turns.
+    """Records calls into graphs that share a pool of memory. They are replayed one at a time, and what one returns is
+    copied before the next, so that they may use the same memory in turns.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,10 @@ class CudaGraphs:
         here.wait_stream(aside)
 
     def record(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """Records it without making it. Other threads may go on meanwhile."""
+        """What makes the call again, at the same addresses, and what it returns, which is written anew then.
+
+        The call itself is not made. Other threads may go on meanwhile.
+        """
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph, stream = torch.cuda.CUDAGraph(), self._streams_here().recording

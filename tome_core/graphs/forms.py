@@ -28,14 +28,9 @@ class _Constant(NamedTuple):  # with its type, because 1, 1.0 and True are equal
     value: Any
 
 
-class _Items(NamedTuple):
+class _Items(NamedTuple):  # names: of a dict's
     kind: type
-    items: tuple
-
-
-class _Entries(NamedTuple):
-    kind: type
-    names: tuple
+    names: tuple | None
     values: tuple
 
 
@@ -71,11 +66,11 @@ def _form(value: Any, tensors: list[torch.Tensor]) -> Form:
         tensors.append(value)
         return _Tensor(value.shape, value.dtype, value.device)
     if isinstance(value, MergePlan):
-        return _Entries(MergePlan, ("state",), (_form(vars(value), tensors),))
+        return _Items(MergePlan, None, (_form(vars(value), tensors),))
     if isinstance(value, dict):
-        return _Entries(type(value), tuple(value), tuple(_form(one, tensors) for one in value.values()))
+        return _Items(type(value), tuple(value), tuple(_form(one, tensors) for one in value.values()))
     if isinstance(value, (tuple, list)):
-        return _Items(type(value), tuple(_form(one, tensors) for one in value))
+        return _Items(type(value), None, tuple(_form(one, tensors) for one in value))
     if isinstance(value, _CONSTANTS):
         return _Constant(type(value), value)
     raise Unrecordable(f"a {type(value).__name__} is among its arguments or results, which may change unseen")
@@ -86,20 +81,20 @@ def _built(form: Form, tensors: Iterator[torch.Tensor]) -> Any:
         return next(tensors)
     if isinstance(form, _Constant):
         return form.value
-    if isinstance(form, _Items):
-        items = [_built(one, tensors) for one in form.items]
-        return form.kind(*items) if hasattr(form.kind, "_fields") else form.kind(items)
-    entries = {name: _built(one, tensors) for name, one in zip(form.names, form.values, strict=True)}
+    values = [_built(one, tensors) for one in form.values]
     if form.kind is MergePlan:
         plan = MergePlan.__new__(MergePlan)
-        vars(plan).update(entries["state"])
+        vars(plan).update(*values)
         return plan
+    if form.names is None:
+        return form.kind(*values) if hasattr(form.kind, "_fields") else form.kind(values)
+    entries = dict(zip(form.names, values, strict=True))
     return entries if form.kind is dict else form.kind(**entries)
 
 
 def _tensors_in(form: Form) -> Iterator[_Tensor]:
     if isinstance(form, _Tensor):
         yield form
-    elif isinstance(form, (_Items, _Entries)):
-        for one in form[-1]:
+    elif isinstance(form, _Items):
+        for one in form.values:
             yield from _tensors_in(one)

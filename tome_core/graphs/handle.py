@@ -13,8 +13,8 @@ from ..model.families import find_unet
 from ..model.switch import CAPTURE
 from ..model.wrap import is_wrapped_by_others
 from ..unet.wiring import put_on, wiring_of
+from .cuda import CudaGraphs
 from .model_state import COMPILED, WRAPPED, ModelState
-from .recorded_call import Backend
 from .replayer import Replayer
 
 LIMIT = 64
@@ -102,8 +102,8 @@ def capture(model: Any, *, limit: int = LIMIT) -> Capture:
     return capture_by(model, None, limit)
 
 
-def capture_by(model: Any, backend: Backend | None, limit: int = LIMIT) -> Capture:
-    """`capture` with somebody else who records; None is `CudaGraphs`."""
+def capture_by(model: Any, backend: CudaGraphs | None, limit: int = LIMIT) -> Capture:
+    """`capture` with somebody else who records, as `CudaGraphs` does; None is that."""
     unet = find_unet(model)
     problem = COMPILED if any(hasattr(one, "_orig_mod") for one in (model, getattr(model, "unet", None))) else ""
     problem = problem or ModelState(unet).problem or (WRAPPED if is_wrapped_by_others(unet) else "")

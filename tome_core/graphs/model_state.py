@@ -34,15 +34,11 @@ class ModelState:
         self._tensors = self._tensors_now()
         self._addresses = _addresses(self._tensors)
         # adapters' strengths, hooks and submodules lie in containers that are changed in place
-        inside = [
-            one
-            for module in modules
-            for name, one in vars(module).items()
-            if isinstance(one, (dict, list, set)) and name not in ("_parameters", "_buffers")
-        ]
+        inside = [one for module in modules for name, one in vars(module).items()
+                  if isinstance(one, (dict, list, set)) and name not in ("_parameters", "_buffers")]  # fmt: skip
         self._empty = [one for one in inside if not one]
         self._containers = [*map(vars, modules), *(one for one in inside if one)]
-        self._contents = [_copied(one) for one in self._containers]
+        self._contents = list(map(_copied, self._containers))
         self._attention = F.scaled_dot_product_attention
 
     def holds(self) -> bool:

@@ -8,8 +8,7 @@ whether it is young enough, and in which form. Nothing else of a call is decided
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -17,29 +16,11 @@ import torch
 from ..reporting.ledger import Ledger
 from ..running.call import Call
 from ..running.keep import Found, Kept, KeptPlans, Shared
+from .cuda import CudaGraphs
 from .forms import Form, Unrecordable, copy_all, put_together, take_apart
 from .plan_buffers import PlanBuffer, form_of, load
 
 Buffers = WeakValueDictionary[tuple, PlanBuffer]
-
-
-class Backend(Protocol):
-    """Who records."""
-
-    def why_not(self, latent: torch.Tensor) -> str:
-        """Why calls with such latents cannot be recorded, "" where they can."""
-
-    def warm_up(self, call: Callable[[], Any]) -> None:
-        """Make the call once, as it is to be before it is recorded."""
-
-    def record(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """What makes the call again, at the same addresses, and what it has returned, which is written anew then.
-
-        After this the call need not have been made.
-        """
-
-    def in_turn(self, device: torch.device) -> AbstractContextManager[None]:
-        """Around all of a call: it follows on the one before, whichever stream that was in."""
 
 
 class _Question(NamedTuple):
@@ -90,12 +71,10 @@ class NotedPlans:
         """As of `KeptPlans`; plans lie in buffers."""
         of_copies = shared is not None
         found = self._kept.find(key, rule, device, renews, shared)
+        self.questions.append(_Question(key, rule, device, renews, of_copies, _answer(found)))
         if found is None:
-            self.questions.append(_Question(key, rule, device, renews, of_copies, None))
             return None
-        form = form_of(found.kept)
-        self.questions.append(_Question(key, rule, device, renews, of_copies, (found.is_fresh, form)))
-        buffer = self.buffer(key, of_copies, form)
+        buffer = self.buffer(key, of_copies, form_of(found.kept))
         load([(found.kept, buffer)])
         kept = Kept(buffer.plans(), found.kept.timestep, rule, device)
         self.read.append((kept, buffer))
@@ -114,10 +93,7 @@ class NotedPlans:
     def buffer(self, key: tuple, of_copies: bool, form: Form) -> PlanBuffer:
         """Where such plans lie."""
         name = (key, of_copies, form)
-        found = self._buffers.get(name)
-        if found is None:
-            found = self._buffers[name] = PlanBuffer(form)
-        return found
+        return self._buffers.get(name) or self._buffers.setdefault(name, PlanBuffer(form))
 
 
 class RecordedCall:
@@ -129,12 +105,10 @@ class RecordedCall:
 
     def __init__(
         self, latents: tuple[int, ...], inputs: list[torch.Tensor], forward: Callable[[NotedPlans | None], Any],
-        call: Call | None, buffers: Buffers, backend: Backend,
+        call: Call | None, buffers: Buffers, backend: CudaGraphs,
     ) -> None:  # fmt: skip
         """Record it. forward: makes the call from these inputs; call: of ours, None where nothing of ours is in it."""
-        self.latents = latents
-        self.used = 0
-        self._inputs = inputs
+        self.latents, self.used, self._inputs = latents, 0, inputs
         kept = None if call is None else call.kept
         self._noted = None if kept is None else NotedPlans(kept, buffers)
         ledger = Ledger([], ()) if call is None else call.run.ledger
@@ -154,7 +128,10 @@ class RecordedCall:
         with ledger.aside() as self._counted:
             self._replay, out = backend.record(forward_and_write)
         self._out_form, self._out = take_apart(out)
-        self._forget_values()
+        if self._noted is not None:  # the values of the warm-up are not needed any more
+            for one in self._noted.written:
+                one.kept.plans = None
+            self._noted.read = [(None, buffer) for _, buffer in self._noted.read]
         self.kind = "plain" if call is None else self._kind()
 
     def _write(self, again: NotedPlans) -> None:
@@ -166,13 +143,6 @@ class RecordedCall:
                 raise Unrecordable("it does not keep the same things each time it is made")
             values += tensors
         copy_all([one for buffer in self._written for one in buffer.tensors], values)
-
-    def _forget_values(self) -> None:
-        """Of the warm-up."""
-        if self._noted is not None:
-            for one in self._noted.written:
-                one.kept.plans = None
-            self._noted.read = [(None, buffer) for _, buffer in self._noted.read]
 
     def _kind(self) -> str:
         questions = [] if self._noted is None else [one for one in self._noted.questions if isinstance(one, _Question)]
@@ -193,7 +163,7 @@ class RecordedCall:
                     return None
                 continue
             old = kept.find(one.key, one.rule, one.device, one.renews, shared if one.of_copies else None)
-            if (None if old is None else (old.is_fresh, form_of(old.kept))) != one.answer:
+            if _answer(old) != one.answer:
                 return None
             if old is not None:
                 found.append(old.kept)
@@ -220,6 +190,10 @@ class RecordedCall:
             shared = kept.look() if one.of_copies else None
             since = None if one.since is None else read[one.since]
             buffer.settle(kept.store(one.key, None, one.kept.rule, one.kept.device, shared, since))
+
+
+def _answer(found: Found | None) -> tuple[bool, Form] | None:
+    return None if found is None else (found.is_fresh, form_of(found.kept))
 
 
 def _without_call(shared: Shared | None) -> tuple[int, int] | None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -17,31 +16,20 @@ from ..unet.root import INPUT_NAMES, TIME_NAMES, UNetSite, pick_argument
 from .cuda import CudaGraphs
 from .forms import Unrecordable, put_together, take_apart
 from .model_state import WRAPPED, ModelState
-from .recorded_call import Backend, Buffers, NotedPlans, RecordedCall
+from .recorded_call import Buffers, NotedPlans, RecordedCall
 
 logger = logging.getLogger(__name__)
 
 
-class Owner(Protocol):
-    """Whose calls these are. limit: of graphs; plain_calls: made without a graph, by reason."""
-
-    limit: int
-    plain_calls: Counter[str]
-    unet: nn.Module | None
-
-    def belong_to(self, unet: nn.Module) -> None:
-        """Learn which UNet is captured."""
-
-
 class Replayer:
-    """Lies on the UNet, and goes with it: what is recorded holds the UNet's weights."""
+    """Lies on the UNet, and goes with it: what is recorded holds the UNet's weights.
 
-    def __init__(self, owner: Owner, backend: Backend | None = None) -> None:
-        self.owner = owner
-        self._backend = backend or CudaGraphs()
-        self._calls = 0
-        self._said_full = False
-        self._why_never = ""
+    owner: the `Capture` whose calls these are. backend: who records, as `CudaGraphs` does.
+    """
+
+    def __init__(self, owner: Any, backend: CudaGraphs | None = None) -> None:
+        self.owner, self._backend = owner, backend or CudaGraphs()
+        self._calls, self._said_full, self._why_never = 0, False, ""
         self._lock = threading.RLock()
         self._begin_anew()
 
@@ -109,11 +97,8 @@ class Replayer:
             raise Unrecordable(problem)
 
     def _find(self, key: Any, kept: Any) -> tuple[RecordedCall | None, Any]:
-        for one in self._recorded.get(key, ()):
-            read = one.read_by(kept)
-            if read is not None:
-                return one, read
-        return None, None
+        reading = ((one, one.read_by(kept)) for one in self._recorded.get(key, ()))
+        return next(((one, read) for one, read in reading if read is not None), (None, None))
 
     def _record(
         self, key: Any, site: UNetSite, call: Call | None, latent: torch.Tensor, form: Any, given: list[torch.Tensor]
@@ -148,17 +133,15 @@ class Replayer:
         return found
 
     def _make_room(self) -> None:
-        held = [(one.used, key, one) for key, some in self._recorded.items() for one in some]
+        held = [(key, one) for key, some in self._recorded.items() for one in some]
         if len(held) < self.owner.limit:
             return
         if not self._said_full:
             self._said_full = True
-            logger.warning(
-                "tome_core.capture: %d graphs are held, the most there may be, and each new one takes the place of the "
-                "least recently used: fewer sizes, or capture(..., limit=...), save recording them again.",
-                self.owner.limit,
-            )  # fmt: skip
-        _, key, oldest = min(held, key=lambda one: one[0])
+            logger.warning("tome_core.capture: %d graphs are held, the most there may be, and each new one takes the "
+                           "place of the least recently used: fewer sizes, or capture(..., limit=...), save recording "
+                           "them again.", self.owner.limit)  # fmt: skip
+        key, oldest = min(held, key=lambda one: one[1].used)
         self._recorded[key].remove(oldest)
         if not self._recorded[key]:
             del self._recorded[key]
