@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from diffusers import EulerDiscreteScheduler
 
 from tome_core import MergeConfig, MergeRule, NoiseSchedule
 from tome_core.running.clock import Clock
@@ -17,18 +18,9 @@ def test_percent_and_timestep_are_each_others_inverse():
     assert SD.timestep_of(0.0) == 999 and SD.timestep_of(1.0) == 0
 
 
-@pytest.mark.parametrize("scheduler", ["DDIMScheduler", "EulerDiscreteScheduler", "DPMSolverMultistepScheduler"])
-def test_betas_are_those_of_diffusers(scheduler):
-    import diffusers
-
-    made = getattr(diffusers, scheduler)(beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012)
-    assert SD.betas == pytest.approx(made.betas.tolist(), rel=1e-5)
-
-
-def test_sigma_and_timestep_agree_with_k_diffusion():
-    from diffusers import EulerDiscreteScheduler
-
+def test_betas_are_those_of_diffusers_and_sigma_and_timestep_agree_with_k_diffusion():
     scheduler = EulerDiscreteScheduler(beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012)
+    assert SD.betas == pytest.approx(scheduler.betas.tolist(), rel=1e-5)
     sigmas = (1 / scheduler.alphas_cumprod - 1).sqrt().tolist()
     for timestep in (0, 1, 250, 500, 998, 999):
         assert SD.timestep_of_sigma(sigmas[timestep]) == pytest.approx(timestep, abs=0.01)
@@ -52,17 +44,14 @@ def test_a_beta_between_two_timesteps_is_reached_between_them():
     assert SD.timestep_of_beta(beta) == pytest.approx(400.75) and SD.timestep_of_beta(SD.betas[-1]) == 999
 
 
-@pytest.mark.parametrize(
-    ("settings", "inside", "outside"),
-    [
-        ({"end_percent": 0.5}, Time(percent=0.5), Time(percent=0.51)),
-        ({"start_percent": 0.2}, Time(percent=0.2), Time(percent=0.19)),
-        ({"min_timestep": 300}, Time(timestep=300), Time(timestep=299)),
-        ({"max_timestep": 300}, Time(timestep=300), Time(timestep=301)),
-        ({"min_timestep": 300, "end_percent": 0.5}, Time(0.5, 300), Time(0.51, 300)),
-        ({"min_timestep": 300, "end_percent": 0.5}, Time(0.5, 300), Time(0.5, 299)),
-    ],
-)
+@pytest.mark.parametrize(("settings", "inside", "outside"), [
+    ({"end_percent": 0.5}, Time(percent=0.5), Time(percent=0.51)),
+    ({"start_percent": 0.2}, Time(percent=0.2), Time(percent=0.19)),
+    ({"min_timestep": 300}, Time(timestep=300), Time(timestep=299)),
+    ({"max_timestep": 300}, Time(timestep=300), Time(timestep=301)),
+    ({"min_timestep": 300, "end_percent": 0.5}, Time(0.5, 300), Time(0.51, 300)),
+    ({"min_timestep": 300, "end_percent": 0.5}, Time(0.5, 300), Time(0.5, 299)),
+])  # fmt: skip
 def test_limits_hold_up_to_their_ends_and_not_where_the_time_is_unknown(settings, inside, outside):
     clock = Clock(MergeConfig(**settings), [1])
     assert clock.limited and clock.at(inside).live
@@ -77,17 +66,11 @@ def test_percents_are_of_the_models_own_schedule_and_timesteps_stable_diffusions
     assert merging == [0.1, 0.15] and clock.moment(None, 0.1).timestep == clock.moment(None, 0.05).timestep == 999
 
 
-def test_the_first_rule_that_fits_wins():
-    hard, gentle = MergeRule(ratio=0.75, min_timestep=500), MergeRule(ratio=0.25)
-    clock = Clock(MergeConfig(rules=(hard, gentle)), (1, 2))
-    for timestep, expected in ((900, hard), (500, hard), (400, gentle)):
+def test_the_first_rule_that_fits_wins_and_one_of_ratio_zero_keeps_its_times_unmerged():
+    off, hard, gentle = MergeRule(ratio=0.0, max_timestep=200), MergeRule(min_timestep=500), MergeRule(ratio=0.25)
+    clock = Clock(MergeConfig(rules=(off, hard, gentle)), (1, 2))
+    for timestep, expected in ((900, hard), (500, hard), (400, gentle), (100, None)):
         assert clock.at(Time(timestep=timestep)).rules[0].attn is expected
-
-
-def test_a_rule_of_ratio_zero_keeps_its_times_unmerged():
-    off, on = MergeRule(ratio=0.0, max_timestep=200), MergeRule(ratio=0.5)
-    clock = Clock(MergeConfig(rules=(off, on)), (1,))
-    assert [clock.at(Time(timestep=timestep)).rules[0].attn for timestep in (100, 500)] == [None, on]
 
 
 def test_each_part_of_a_block_has_its_own_first_rule():
@@ -96,18 +79,11 @@ def test_each_part_of_a_block_has_its_own_first_rule():
     assert rules.attn is always and rules.mlp is early and rules.crossattn is None
 
 
-@pytest.mark.parametrize(
-    ("rule", "downsamples", "reached"),
-    [
-        (MergeRule(), (1, 2, 4), [0]),
-        (MergeRule(), (2, 4), [0]),
-        (MergeRule(levels=(1,)), (2, 4), [1]),
-        (MergeRule(max_downsample=1), (1, 2, 4), [0]),
-        (MergeRule(max_downsample=1), (2, 4), []),
-        (MergeRule(max_downsample=2), (2, 4), [0]),
-        (MergeRule(max_downsample=8), (1, 2, 4), [0, 1, 2]),
-    ],
-)
+@pytest.mark.parametrize(("rule", "downsamples", "reached"), [
+    (MergeRule(), (1, 2, 4), [0]), (MergeRule(), (2, 4), [0]), (MergeRule(levels=(1,)), (2, 4), [1]),
+    (MergeRule(max_downsample=1), (1, 2, 4), [0]), (MergeRule(max_downsample=1), (2, 4), []),
+    (MergeRule(max_downsample=2), (2, 4), [0]), (MergeRule(max_downsample=8), (1, 2, 4), [0, 1, 2]),
+])  # fmt: skip
 def test_levels_count_what_has_attention_and_max_downsample_counts_from_the_latent(rule, downsamples, reached):
     chosen = choose((rule,), downsamples)
     assert [level for level, rules in enumerate(chosen) if rules.attn is rule] == reached

@@ -45,9 +45,11 @@ def test_an_old_picture_reproduces_after_the_table_has_changed(monkeypatch):
         strength(0.5, VERSION + 2)
 
 
-def test_what_is_no_layout_is_refused_with_those_that_are():
+def test_what_is_no_layout_or_preset_is_refused_with_those_that_are():
     with pytest.raises(ValueError, match="layout='flux' is not known; use one of 'sd', 'sdxl', 'transformer'"):
         strength(0.5, layout="flux")
+    with pytest.raises(ValueError, match=r"preset='best'.*'balanced'"):
+        tome_core.patch(small(), "best")
 
 
 # what each table ever stood for, of all strengths: pictures name its version, so what has been released stays
@@ -103,7 +105,6 @@ def test_no_step_merges_so_little_that_it_would_take_longer(layout):
 
 def test_marks_are_strengths():
     assert tuple(MARKS) == tome_core.PRESETS == ("quality", "balanced", "fast", "max")
-    assert all(preset(name) == strength(value) for name, value in MARKS.items())
     for layout in LAYOUTS:
         assert all(preset(name, layout) == strength(value, layout=layout) for name, value in MARKS.items())
 
