@@ -41,8 +41,7 @@ def run_with_triton(request, tmp_path_factory):
         _put_triton_into(folder)
 
     def run(*arguments, **variables):
-        paths = [str(folder)] if folder else []
-        paths += [part for part in [os.environ.get("PYTHONPATH")] if part]
+        paths = filter(None, (folder and str(folder), os.environ.get("PYTHONPATH")))
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **variables}
         return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, env=environment)
 
@@ -66,27 +65,25 @@ def _put_triton_into(folder):
 @pytest.mark.parametrize("laws", ["kernel_laws.py", "kernel_laws_correction.py"])
 def test_in_tritons_interpreter_the_kernels_keep_their_laws(laws, run_with_triton):
     command = ["-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", f"tests/{laws}"]
-    done = run_with_triton(*command, TRITON_INTERPRET="1")
-    if done.returncode == NO_TESTS_RAN:
-        pytest.skip(done.stdout.strip())
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert_done(run_with_triton(*command, TRITON_INTERPRET="1"))
 
 
 @pytest.mark.slow
 def test_the_kernels_compile_for_gpus_that_are_not_here(run_with_triton, tmp_path):
-    done = run_with_triton("-m", "tests.kernel_code", TRITON_CACHE_DIR=str(tmp_path))
+    assert_done(run_with_triton("-m", "tests.kernel_code", TRITON_CACHE_DIR=str(tmp_path)))
+
+
+def assert_done(done: subprocess.CompletedProcess) -> None:
     if done.returncode == NO_TESTS_RAN:
         pytest.skip(done.stdout.strip())
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
 
 
 @pytest.fixture
 def unasked(monkeypatch):
     """As at the first tensor of a process, and this machine's CPU taken for a device with kernels."""
-    monkeypatch.setattr(kernels, "DEVICES", ("cpu",))
-    monkeypatch.setattr(kernels, "_asked", False)
-    monkeypatch.setattr(kernels, "_kernels", None)
-    monkeypatch.setattr(kernels, "_why_off", "")
+    for name, value in {"DEVICES": ("cpu",), "_asked": False, "_kernels": None, "_why_off": ""}.items():
+        monkeypatch.setattr(kernels, name, value)
     monkeypatch.delitem(sys.modules, "tome_core.merging.triton_kernels", raising=False)
     monkeypatch.delattr("tome_core.merging.triton_kernels", raising=False)
     monkeypatch.delenv("TOME_CORE_TRITON", raising=False)

@@ -7,6 +7,7 @@ waits for its host; one that falls is written down here.
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -37,21 +38,14 @@ class Launches(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.by_name: dict[str, int] = {}
+        self.by_name: Counter[str] = Counter()
         self.inside = False
-
-    def add(self, name: str, count: int = 1) -> None:
-        self.by_name[name] = self.by_name.get(name, 0) + count
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         if not self.inside and name not in NO_LAUNCH:
-            self.add(name, LAUNCHES.get(name, 1))
+            self.by_name[name] += LAUNCHES.get(name, 1)
         return func(*args, **(kwargs or {}))
-
-    @property
-    def total(self) -> int:
-        return sum(self.by_name.values())
 
 
 @pytest.fixture
@@ -61,7 +55,7 @@ def launches(monkeypatch) -> Launches:
 
     def double(name):
         def launch(*outputs):
-            counted.add(name)
+            counted.by_name[name] += 1
             counted.inside = True
             for place in NUMBERS.get(name, ()):
                 outputs[place].zero_()
@@ -70,7 +64,7 @@ def launches(monkeypatch) -> Launches:
         return launch
 
     def attention(q, k, v, *_, **__):
-        counted.add("attention")
+        counted.by_name["attention"] += 1
         return q.new_empty(*q.shape[:3], v.shape[3])
 
     doubles = SimpleNamespace(**{name: double(name) for name in twins.NAMES})
@@ -92,8 +86,8 @@ def more_than_unmerged(launches, model, inputs, settings, times) -> list[dict[st
     The batch is the halves of guidance, which share one match.
     """
 
-    def count() -> dict[str, int]:
-        launches.by_name = {}
+    def count() -> Counter[str]:
+        launches.by_name = Counter()
         with launches:
             model(*inputs)
         return launches.by_name
@@ -106,8 +100,7 @@ def more_than_unmerged(launches, model, inputs, settings, times) -> list[dict[st
             for time in (*times, *times):  # in the first round what stays the same for all pictures is made
                 handle.set_time(timestep=time, sampling=len(found) // len(times), pictures=1)
                 merged = count()
-                found.append({name: more for name in sorted({*merged, *alone})
-                              if (more := merged.get(name, 0) - alone.get(name, 0))})  # fmt: skip
+                found.append({name: more for name in sorted(merged | alone) if (more := merged[name] - alone[name])})
     return found[len(times) :]
 
 

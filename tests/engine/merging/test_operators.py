@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import tome_core
 from tests import tiny_transformers
 from tests.families import every_family_in_time
-from tests.models import CASES, call_case
+from tests.models import BY_NAME, call_case
 from tests.operators import DIRECTML, OperatorRecorder, directml_has, lacking, mps_has
 from tests.thoroughness import some_quick
 from tome_core import MergeConfig, NoiseSchedule
@@ -59,16 +59,14 @@ def test_merged_calls_use_only_operators_that_mps_has_where_rows_are_added_by_in
     used = merged("balanced", dtype)
     assert "index_add_" in used.names and set(lacking(used.names)) == {"DirectML"}
     assert lacking(used.names)["DirectML"] == ["index_add_"]
+    clusters = MergeConfig(method="cluster", ratio=0.9, cluster_on="mean_similarity")
+    assert "MPS" not in lacking(merged(clusters, dtype).names)
 
 
 @every_family_in_time
 def test_in_every_family_merging_adds_only_what_those_devices_have(case, monkeypatch):
     model = case.build()
-
-    def call(timestep):
-        call_case(case, model, timestep=timestep)
-
-    _adds_only_what_devices_have(model, call, monkeypatch)
+    _adds_only_what_devices_have(model, lambda time: call_case(case, model, timestep=time), monkeypatch)
 
 
 @pytest.mark.parametrize("name", some_quick(tiny_transformers.PRESENT))
@@ -83,7 +81,6 @@ def _adds_only_what_devices_have(model, call, monkeypatch):
     """
     monkeypatch.setattr(plan, "_WITHOUT_INDEX_ADD", ("cpu",))
     config = replace(tome_core.preset("balanced"), only_if_it_pays=False)
-
     with sdpa_kernel(SDPBackend.MATH), OperatorRecorder() as own:
         call(TIMES[0])
     with tome_core.patch(model, config, host_clock=True) as handle:
@@ -98,7 +95,7 @@ def _adds_only_what_devices_have(model, call, monkeypatch):
 
 
 def test_patching_an_ldm_model_reads_its_noise_schedule_without_float64():
-    model = next(case for case in CASES if case.name == "ldm_wrapped").build()
+    model = BY_NAME["ldm_wrapped"].build()
     model.betas = torch.tensor(NoiseSchedule.stable_diffusion().betas)
     with OperatorRecorder() as used:
         tome_core.patch(model, MergeConfig(max_beta=0.5)).remove()

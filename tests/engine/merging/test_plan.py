@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -27,17 +29,10 @@ def plans(draw, max_batch: int = 3):
 
 
 @settings(deadline=None, max_examples=60)
-@given(plans())
-def test_sizes_sum_to_the_number_of_tokens(case):
-    plan, x = case
-    assert plan.sizes.shape == (plan.group.shape[0], plan.num_groups)
-    assert (plan.sizes.sum(1) == x.shape[1]).all()
-
-
-@settings(deadline=None, max_examples=60)
 @given(plans(), st.sampled_from(DTYPES))
 def test_merge_equals_the_slow_oracle(case, dtype):
     plan, x = case
+    assert plan.sizes.tolist() == [row.bincount(minlength=plan.num_groups).tolist() for row in plan.group]
     x = x.to(dtype)
     expected = mean_by_group(x, plan.group.expand(x.shape[0], -1), plan.num_groups)
     got = plan.merge(x)
@@ -50,22 +45,8 @@ def test_merge_equals_the_slow_oracle(case, dtype):
 def test_unmerge_gives_every_token_its_group(case):
     plan, x = case
     merged = plan.merge(x)
-    spread = plan.unmerge(merged)
-    group = plan.group.expand(x.shape[0], -1)
-    for sample in range(x.shape[0]):
-        for token in range(x.shape[1]):
-            assert torch.equal(spread[sample, token], merged[sample, group[sample, token]])
-
-
-@settings(deadline=None, max_examples=60)
-@given(plans())
-def test_merge_undoes_unmerge_on_groups_that_have_tokens(case):
-    plan, x = case
-    y = torch.randn(x.shape[0], plan.num_groups, 3)
-    again = plan.merge(plan.unmerge(y))
-    held = (plan.sizes > 0).expand(x.shape[0], -1)
-    assert torch.allclose(again[held], y[held], atol=1e-6)
-    assert (again[~held] == 0).all()
+    for sample, own in enumerate(plan.group.expand(x.shape[0], -1)):
+        assert torch.equal(plan.unmerge(merged)[sample], merged[sample, own])
 
 
 @settings(deadline=None, max_examples=60)
@@ -198,22 +179,16 @@ def test_equal_inputs_give_equal_bits_on_cuda_without_synchronising(dtype):
     assert torch.allclose(results[0].cpu().float(), on_cpu.float(), atol=torch.finfo(dtype).eps * 4)
 
 
-@pytest.mark.parametrize(
-    ("build", "telling"),
-    [
-        (lambda: MergePlan(torch.zeros(1, 4), 2), "int64"),
-        (lambda: MergePlan(torch.zeros(4, dtype=torch.int64), 2), "[B or 1, N]"),
-        (lambda: MergePlan(torch.zeros(1, 4, dtype=torch.int64), 0), "at least 1"),
-        (lambda: _plan().merge(torch.zeros(1, 5, 2)), "(1, 5, 2)"),
-        (lambda: _plan().unmerge(torch.zeros(1, 4, 2)), "(1, 4, 2)"),
-        (lambda: _plan().merge(torch.zeros(1, 4, 2), "sum"), "'sum'"),
-        (lambda: MergePlan(torch.zeros(2, 4, dtype=torch.int64), 2).merge(torch.zeros(3, 4, 2)), "(2, 4)"),
-    ],
-)
+PLAN, TWO = MergePlan(torch.tensor([[0, 1, 1, 0]]), 2), torch.zeros(2, 4, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(("build", "telling"), [
+    (lambda: MergePlan(TWO.float(), 2), "int64"), (lambda: MergePlan(TWO[0], 2), "[B or 1, N]"),
+    (lambda: MergePlan(TWO, 0), "at least 1"), (lambda: PLAN.merge(torch.zeros(1, 5, 2)), "(1, 5, 2)"),
+    (lambda: PLAN.unmerge(torch.zeros(1, 4, 2)), "(1, 4, 2)"),
+    (lambda: PLAN.merge(torch.zeros(1, 4, 2), "sum"), "'sum'"),
+    (lambda: MergePlan(TWO, 2).merge(torch.zeros(3, 4, 2)), "(2, 4)"),
+])  # fmt: skip
 def test_a_mistake_is_named_with_its_shape_or_value(build, telling):
-    with pytest.raises(ValueError, match=telling.replace("(", r"\(").replace(")", r"\)").replace("[", r"\[")):
+    with pytest.raises(ValueError, match=re.escape(telling)):
         build()
-
-
-def _plan() -> MergePlan:
-    return MergePlan(torch.tensor([[0, 1, 1, 0]]), 2)
