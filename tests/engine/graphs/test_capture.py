@@ -9,6 +9,8 @@ import copy
 import gc
 import weakref
 from collections import Counter
+from contextlib import nullcontext
+from functools import partial
 
 import diffusers
 import pytest
@@ -78,7 +80,7 @@ def test_whatever_is_kept_is_kept_in_graphs(way, work):
 
 @pytest.mark.parametrize("keep", [0.0, 100.0])
 def test_outside_of_a_sampling_every_call_matches_anew(keep):
-    config, plain, model = MergeConfig(side="kv", ratio=0.75, keep=keep, use_rand=True), build(), build()
+    config, plain, model = MergeConfig(side="kv", ratio=0.75, keep=keep), build(), build()
     with tome_core.patch(plain, config) as eager, tome_core.patch(model, config) as handle, recorded(model) as graphs:
         assert same(draw(model, handle, name=None), draw(plain, eager, name=None))
         assert kinds(graphs) == ["merged"]
@@ -100,14 +102,9 @@ def test_both_halves_of_guidance_have_one_match(split):
     """In one batch, or in two calls of which the second uses what the first has found."""
 
     def guided(unet, handle, name):
-        if not split:
-            return draw(unet, handle, TIMES[:8], name=name, pictures=1, copies=2)
-        found = []
-        for number, time in enumerate(TIMES[:8]):
-            for _ in range(2):
-                handle.set_time(timestep=time, sampling=name, pictures=1)
-                found.append(call(unet, seed=number))
-        return found
+        if split:
+            return called(unet, handle, TIMES[:8], (1, 1), name, pictures=1)
+        return draw(unet, handle, TIMES[:8], name=name, pictures=1, copies=2)
 
     plain, model = build(), build()
     with tome_core.patch(plain, KEPT) as eager, tome_core.patch(model, KEPT) as handle, recorded(model) as graphs:
@@ -117,33 +114,34 @@ def test_both_halves_of_guidance_have_one_match(split):
         assert len(graphs.graphs) == (5 if split else 3), "what takes over another's match is a kind of its own"
 
 
+def called(unet, handle, times, seeds, name, **more):
+    """Calls of these seeds at each of these times."""
+    found = []
+    for time in times:
+        for seed in seeds:
+            handle.set_time(timestep=time, sampling=name, **more)
+            found.append(call(unet, seed=seed))
+    return found
+
+
 def test_the_calls_of_one_time_keep_apart_and_share_graphs():
     """Tiles of one size: each finds its own match again, in buffers that they use in turns."""
-
-    def tiles(unet, handle, seeds, name):
-        found = []
-        for time in (900.0, 850.0, 700.0, 650.0):
-            for seed in seeds:
-                handle.set_time(timestep=time, sampling=name)
-                found.append(call(unet, seed=seed))
-        return found
-
     plain, model = build(), build()
     with tome_core.patch(plain, KEPT) as eager, tome_core.patch(model, KEPT) as handle, recorded(model) as graphs:
-        for seeds, name in (((1, 2, 3), "a"), ((3, 1), "b")):
-            assert same(tiles(model, handle, seeds, name), tiles(plain, eager, seeds, name))
+        for tiles in (((1, 2, 3), "a"), ((3, 1), "b")):
+            found, expected = (called(*one, (900.0, 850.0, 700.0, 650.0), *tiles)
+                               for one in ((model, handle), (plain, eager)))  # fmt: skip
+            assert same(found, expected)
         assert kinds(graphs) == ["new", "kept", "renewed"]
 
 
 def test_a_sampling_inside_of_another_is_one_of_its_own():
     def pictures(unet, handle):
-        found = []
         with handle.sampling():
-            found += [call(unet, time=900.0, seed=1), call(unet, time=850.0, seed=2)]
+            found = [call(unet, time=900.0, seed=1), call(unet, time=850.0, seed=2)]
             with handle.sampling():
                 found += [call(unet, time=880.0, seed=3), call(unet, time=840.0, seed=4)]
-            found += [call(unet, time=830.0, seed=5), call(unet, time=820.0, seed=6)]
-        return found
+            return [*found, call(unet, time=830.0, seed=5), call(unet, time=820.0, seed=6)]
 
     plain, model = build(), build()
     with tome_core.patch(plain, KEPT) as eager, tome_core.patch(model, KEPT) as handle, recorded(model):
@@ -157,8 +155,6 @@ def test_calls_with_and_without_graphs_use_each_others_matches():
         expected, found = draw(plain, eager, TIMES), []
         for number, time in enumerate(TIMES):
             handle.keep_maps(number % 3 == 1)
-            if number % 3 != 1:
-                handle.run.maps = None
             handle.set_time(timestep=time, sampling="a")
             found.append(call(model, seed=number))
         assert same(found, expected)
@@ -204,17 +200,14 @@ def test_a_pipelines_pictures_are_those_without(tmp_path_factory, name, returns)
 
     def picture(seed, guidance=5.0):
         generator = torch.Generator().manual_seed(seed)
+        more = {"generator": generator, "guidance_scale": guidance, "output_type": "latent"}
         with torch.no_grad():
             pipe.unet(torch.randn(1, 4, 8, 8, generator=generator), 5, torch.zeros(1, 3, 32), return_dict=returns)
-        return pipe(
-            "a", num_inference_steps=6, generator=generator, output_type="latent", guidance_scale=guidance
-        ).images  # fmt: skip
+        return pipe("a", num_inference_steps=6, **more).images
 
     def pictures():
-        if config is None:
-            return [picture(1), picture(2), picture(3, 1.0)], None
-        with tome_core.patch(pipe, config) as handle:
-            return [picture(1), picture(2), picture(3, 1.0)], counts(handle)
+        with nullcontext() if config is None else tome_core.patch(pipe, config) as handle:
+            return [picture(1), picture(2), picture(3, 1.0)], handle and counts(handle)
 
     expected = pictures()
     with recorded(pipe) as graphs:
@@ -229,12 +222,10 @@ def test_a_pipelines_pictures_are_those_without(tmp_path_factory, name, returns)
 def test_a_removed_capture_leaves_the_model_as_it_was():
     model = build()
     before, seen = state_of(model), call(model)
-    for order in range(2):
-        first = tome_core.patch(model, KEPT) if order else recorded(model)
-        second = recorded(model) if order else tome_core.patch(model, KEPT)
-        draw(model, second if order == 0 else first)
-        for handle in (first, second):
-            handle.remove()
+    for turn in (1, -1):
+        handles = [make() for make in (partial(tome_core.patch, model, KEPT), partial(recorded, model))[::turn]]
+        draw(model, handles[::turn][0])
+        for handle in (*handles, *handles):
             handle.remove()
         assert state_of(model) == before and torch.equal(call(model), seen)
 
@@ -282,45 +273,33 @@ def test_calls_that_are_named_for_a_time_are_theirs():
     assert kinds(graphs) == ["plain", "new", "kept"]
 
 
-def _weights_in_place(model):
-    first_block(model).attn1.to_q.weight.data.mul_(1.5)
-
-
-def _weights_moved(model):
-    linear = first_block(model).attn1.to_q
-    linear.weight.data = linear.weight.data * 1.5
-
-
-def _weights_exchanged(model):
-    linear = first_block(model).attn1.to_q
-    linear.weight = torch.nn.Parameter(linear.weight * 1.5, requires_grad=False)
-
-
-def _module_exchanged(model):
+def _module_exchanged(attention):
     torch.manual_seed(3)
-    first_block(model).attn1.to_q = torch.nn.Linear(16, 16, bias=False).requires_grad_(False)
+    attention.to_q = torch.nn.Linear(16, 16, bias=False).requires_grad_(False)
 
 
-def _attribute(model):
-    first_block(model).attn1.heads = 4
+CHANGES = {
+    "weights in place": lambda attention: attention.to_q.weight.data.mul_(1.5),
+    "weights moved": lambda attention: setattr(attention.to_q.weight, "data", attention.to_q.weight.data * 1.5),
+    "weights exchanged": lambda attention: setattr(
+        attention.to_q, "weight", torch.nn.Parameter(attention.to_q.weight * 1.5, requires_grad=False)),
+    "module exchanged": _module_exchanged,
+    "attribute": lambda attention: setattr(attention, "heads", 4),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "change, again",
-    [(_weights_in_place, False), (_weights_moved, True), (_weights_exchanged, True), (_module_exchanged, True),
-     (_attribute, True)],
-)  # fmt: skip
+@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("merged", [True, False])
-def test_a_model_that_was_changed_is_recorded_anew_where_it_has_to_be(change, again, merged):
+def test_a_model_that_was_changed_is_recorded_anew_where_it_has_to_be(change, merged):
     plain, model = build(), build()
     eager, handle = (tome_core.patch(one, KEPT if merged else MergeConfig(ratio=0)) for one in (plain, model))
     with recorded(model) as graphs:
         draw(model, handle)
         before, seen = graphs.backend.recorded, draw(plain, eager, name="b")
         for one in (plain, model):
-            change(one)
+            CHANGES[change](first_block(one).attn1)
         assert same(found := draw(model, handle, name="b"), draw(plain, eager, name="c")) and not same(found, seen)
-        assert (graphs.backend.recorded > before) == again and not graphs.plain_calls
+        assert (graphs.backend.recorded > before) == (change != "weights in place") and not graphs.plain_calls
 
 
 def test_what_a_container_holds_is_looked_at_too():
@@ -328,14 +307,10 @@ def test_what_a_container_holds_is_looked_at_too():
     model = build()
     scaling = first_block(model).attn1.to_q.scaling = {"a": 1.0}
     with recorded(model) as graphs:
-        call(model), call(model)
-        assert graphs.backend.recorded == 1
-        scaling["a"] = 1.0
-        call(model)
-        assert graphs.backend.recorded == 1
-        scaling["a"] = 0.5
-        call(model)
-        assert graphs.backend.recorded == 2
+        for strength, count in ((1.0, 1), (1.0, 1), (0.5, 2)):
+            scaling["a"] = strength
+            call(model)
+            assert graphs.backend.recorded == count
 
 
 def test_a_copy_records_for_itself():
