@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from diffusers import StableDiffusionPipeline
 
 from tests.models import BY_NAME
 from tests.tiny_pipeline import write_folder
@@ -41,3 +42,14 @@ def blocks(handle) -> int:
 @pytest.fixture(name="folder", scope="module")
 def pipeline_folder(tmp_path_factory):
     return write_folder(tmp_path_factory.mktemp("pipeline"))
+
+
+def pipeline_of(folder, kind=StableDiffusionPipeline):
+    pipe = kind.from_pretrained(folder, local_files_only=True)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+@pytest.fixture(name="pipe")
+def tiny_pipeline(folder):
+    return pipeline_of(folder)

@@ -5,31 +5,21 @@ from __future__ import annotations
 import copy
 import pickle
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import diffusers
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 import tome_core
 from tests.models import BY_NAME
-from tests.tiny_pipeline import write_folder
+from tests.samplings import pipeline_folder, tiny_pipeline  # noqa: F401
 from tome_core.running.timesteps import Timesteps
 
 STEPS = 8
 LATE = tome_core.MergeConfig(ratio=0.5, start_percent=0.5)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_folder(tmp_path_factory.mktemp("pipeline"))
-
-
-@pytest.fixture
-def pipe(folder):
-    made = diffusers.StableDiffusionPipeline.from_pretrained(folder, local_files_only=True)
-    made.set_progress_bar_config(disable=True)
-    return made
 
 
 def draw(pipe, steps: int = STEPS):
@@ -40,25 +30,19 @@ def draw(pipe, steps: int = STEPS):
 def expected_merges(scheduler, config=LATE) -> int:
     """UNet calls at a share of the schedule inside the rule's range, from the scheduler's own timesteps."""
     last = scheduler.config.num_train_timesteps - 1
-    shares = [1 - float(t) / last for t in scheduler.timesteps]
-    return sum(config.start_percent <= share <= config.end_percent for share in shares)
+    return sum(config.start_percent <= 1 - float(t) / last <= config.end_percent for t in scheduler.timesteps)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["DDIMScheduler", "EulerDiscreteScheduler", "DPMSolverMultistepScheduler", "UniPCMultistepScheduler",
-     "LCMScheduler", "HeunDiscreteScheduler", "PNDMScheduler"],
-)  # fmt: skip
+@pytest.mark.parametrize("name", ["DDIM", "EulerDiscrete", "DPMSolverMultistep", "UniPCMultistep", "LCM",
+                                  "HeunDiscrete", "PNDM"])  # fmt: skip
 def test_a_rule_in_percent_merges_in_exactly_its_steps(pipe, name):
-    pipe.scheduler = getattr(diffusers, name).from_config(pipe.scheduler.config)
-    blocks = 3
+    pipe.scheduler = getattr(diffusers, f"{name}Scheduler").from_config(pipe.scheduler.config)
     with tome_core.patch(pipe, LATE) as handle:
         draw(pipe)
         level = handle.report().levels[0]
-    merges = expected_merges(pipe.scheduler)
-    assert 0 < merges < handle.report().calls == len(pipe.scheduler.timesteps)
-    assert level.calls_merged == merges * blocks
-    assert level.reasons == {"block: outside the rules' time range": (len(pipe.scheduler.timesteps) - merges) * blocks}
+    merges, steps = expected_merges(pipe.scheduler), len(pipe.scheduler.timesteps)
+    assert 0 < merges < handle.report().calls == steps and level.calls_merged == merges * level.blocks
+    assert level.reasons == {"block: outside the rules' time range": (steps - merges) * level.blocks}
 
 
 def stable_diffusions_timestep(sigma: float) -> float:
@@ -77,21 +61,16 @@ def own_sigmas(scheduler) -> list[float]:
     return ((1 - kept) / kept).sqrt().tolist()
 
 
-@pytest.mark.parametrize(
-    "name, changes",
-    [
-        ("DDIMScheduler", {}), ("PNDMScheduler", {"skip_prk_steps": True}), ("LCMScheduler", {}),
-        ("HeunDiscreteScheduler", {}), ("EulerDiscreteScheduler", {"beta_schedule": "scaled_linear"}),
-        ("EulerDiscreteScheduler", {"timestep_type": "continuous", "prediction_type": "v_prediction"}),
-        ("DPMSolverMultistepScheduler", {"use_karras_sigmas": True}),
-        ("DPMSolverMultistepScheduler", {"beta_schedule": "squaredcos_cap_v2"}),
-        ("EDMEulerScheduler", {"sigma_data": 0.5, "sigma_max": 20.0}),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
-)  # fmt: skip
+@pytest.mark.parametrize("name, changes", [
+    ("DDIM", {}), ("PNDM", {"skip_prk_steps": True}), ("LCM", {}), ("HeunDiscrete", {}),
+    ("EulerDiscrete", {"beta_schedule": "scaled_linear"}),
+    ("EulerDiscrete", {"timestep_type": "continuous", "prediction_type": "v_prediction"}),
+    ("DPMSolverMultistep", {"use_karras_sigmas": True}),
+    ("DPMSolverMultistep", {"beta_schedule": "squaredcos_cap_v2"}),
+    ("EDMEuler", {"sigma_data": 0.5, "sigma_max": 20.0}),
+], ids=str)  # fmt: skip
 def test_a_rule_in_timesteps_means_the_same_noise_with_every_scheduler(pipe, name, changes):
-    config = {**pipe.scheduler.config, **changes}
-    pipe.scheduler = getattr(diffusers, name).from_config(config)
+    pipe.scheduler = getattr(diffusers, f"{name}Scheduler").from_config({**pipe.scheduler.config, **changes})
     with tome_core.patch(pipe, tome_core.MergeConfig(ratio=0.5, min_timestep=500)) as handle:
         draw(pipe)
     times = [stable_diffusions_timestep(sigma) for sigma in own_sigmas(pipe.scheduler)]
@@ -151,16 +130,11 @@ def test_a_step_that_is_given_by_its_value_means_what_the_schedulers_own_does(pi
 
 def test_a_schedule_is_asked_once_whatever_the_order_of_its_steps():
     """In what order, and whether for another picture, is nothing that a schedule tells."""
-    asked = []
-
-    def meanings(values: list[float]) -> list[float]:
-        asked.append(values)
-        return doubled(values)
-
-    known, steps, others = Timesteps(), torch.arange(1000, 0, -100), torch.arange(900, 0, -90)
-    order = [*steps[:4], steps[3], *steps[5:], *steps[:2]]
-    assert [known.look(one, meanings) for one in order] == [2 * one.item() for one in order] and len(asked) == 1
-    assert [known.look(one, meanings) for one in others] == [2 * one.item() for one in others] and len(asked) == 2
+    known, asked = Timesteps(), Mock(side_effect=doubled)
+    steps, others = torch.arange(1000, 0, -100), torch.arange(900, 0, -90)
+    for count, order in ((1, [*steps[:4], steps[3], *steps[5:], *steps[:2]]), (2, others)):
+        assert [known.look(one, asked) for one in order] == [2 * one.item() for one in order]
+        assert asked.call_count == count
 
 
 def test_a_schedule_that_is_written_into_is_asked_again():
@@ -188,32 +162,25 @@ def test_nothing_is_left_on_a_scheduler_that_two_pipelines_share(pipe, turn):
 
 
 def test_a_scheduler_exchanged_after_patching_does_not_stop_the_clock(pipe):
-    handle = tome_core.patch(pipe, LATE)
-    draw(pipe)
-    first = handle.report().levels[0].calls_merged
-    pipe.scheduler = diffusers.EulerDiscreteScheduler.from_config(pipe.scheduler.config)
-    draw(pipe)
-    assert handle.report().levels[0].calls_merged - first == expected_merges(pipe.scheduler) * 3
-    handle.remove()
+    with tome_core.patch(pipe, LATE) as handle:
+        draw(pipe)
+        first = handle.report().levels[0].calls_merged
+        pipe.scheduler = diffusers.EulerDiscreteScheduler.from_config(pipe.scheduler.config)
+        draw(pipe)
+        assert handle.report().levels[0].calls_merged - first == expected_merges(pipe.scheduler) * 3
 
 
 @pytest.mark.slow
 def test_a_pipeline_compiled_as_a_whole_follows_its_scheduler(pipe):
     with tome_core.patch(pipe, LATE):
         expected = draw(pipe)
-    plain = draw(pipe)
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
+    plain, counter = draw(pipe), CompileCounter()
     torch._dynamo.reset()
     with tome_core.patch(pipe, LATE):
-        pipe.unet = torch.compile(pipe.unet, backend=backend, fullgraph=True)
+        pipe.unet = torch.compile(pipe.unet, backend=counter, fullgraph=True)
         assert torch.equal(draw(pipe), expected)
         assert torch.equal(draw(pipe), expected)
-        assert len(graphs) == 2  # merged and not
+        assert counter.frame_count == 2  # merged and not
     assert torch.equal(draw(pipe), plain)
     assert not torch.equal(plain, expected)
 
@@ -228,26 +195,19 @@ def test_nothing_is_left_on_the_scheduler_and_nothing_put_there_without_need(pip
 
 
 def test_a_copy_or_a_pickle_of_the_unet_keeps_its_rules_and_reads_the_time_itself(pipe):
-    handle = tome_core.patch(pipe, LATE)
-    for twin in (copy.deepcopy(pipe.unet), pickle.loads(pickle.dumps(pipe.unet))):
-        x, text = torch.randn(1, 4, 16, 16), torch.randn(1, 7, 32)
-        with torch.no_grad():
-            twin(x, torch.tensor(900), text)
-            twin(x, torch.tensor(100), text)
-        assert tome_core.report(twin).levels[0].calls_merged == 3
-    assert handle.report().calls == 0
-    handle.remove()
+    with torch.no_grad(), tome_core.patch(pipe, LATE) as handle:
+        for twin in (copy.deepcopy(pipe.unet), pickle.loads(pickle.dumps(pipe.unet))):
+            for timestep in (900, 100):
+                twin(torch.randn(1, 4, 16, 16), torch.tensor(timestep), torch.randn(1, 7, 32))
+            assert tome_core.report(twin).levels[0].calls_merged == 3
+        assert handle.report().calls == 0
 
 
 def test_an_ldm_model_knows_its_own_schedule():
-    case = BY_NAME["ldm_sd1"]
-    model = torch.nn.Module()
-    model.model = torch.nn.Module()
-    model.model.diffusion_model = case.build()
-    model.register_buffer("betas", torch.tensor(tome_core.NoiseSchedule.stable_diffusion().betas))
-    handle = tome_core.patch(model, LATE)
-    assert handle.run.knows_schedule and not handle.run.lacks_schedule
-    handle.remove()
+    model = BY_NAME["ldm_wrapped"].build()
+    model.betas = torch.tensor(tome_core.NoiseSchedule.stable_diffusion().betas)
+    with tome_core.patch(model, LATE) as handle:
+        assert handle.run.knows_schedule and not handle.run.lacks_schedule
 
 
 def test_anything_with_a_unet_and_a_scheduler_is_a_pipeline(pipe):

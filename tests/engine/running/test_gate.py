@@ -56,8 +56,7 @@ def test_a_card_does_not_wait_longer_for_more_work(card):
 
 def test_what_is_no_card_waits_for_nobody(card):
     card("H200")
-    for kind in ("cpu", "mps", "xpu"):
-        assert not gate.is_host_bound(_SD15, 2, 64**2, torch.float16, torch.device(kind))
+    assert not any(gate.is_host_bound(_SD15, 2, 64**2, torch.float16, torch.device(kind)) for kind in ("cpu", "mps"))
 
 
 def test_the_blocks_of_a_model_are_counted_for_it():

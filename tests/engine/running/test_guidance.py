@@ -8,7 +8,7 @@ import torch
 
 import tome_core
 from tests.models import on_small
-from tests.samplings import CASE, KEPT, blocks, done_for_plans, pipeline_folder, tiny_unet  # noqa: F401
+from tests.samplings import CASE, KEPT, blocks, done_for_plans, pipeline_folder, pipeline_of, tiny_pipeline, tiny_unet  # noqa: F401
 from tome_core.model.families import find_blocks
 from tome_core.running import keep, matching
 
@@ -78,8 +78,7 @@ def test_a_number_of_pictures_that_is_none_is_refused(model, wrong):
 
 def groups_of(kind, folder, prompts, **settings) -> torch.Tensor:
     """Of what the last step of a picture merged at the finest level: the group of each token, a row a sample."""
-    pipe = kind.from_pretrained(folder, local_files_only=True)
-    pipe.set_progress_bar_config(disable=True)
+    pipe = pipeline_of(folder, kind)
     with tome_core.patch(pipe, KEPT) as handle:
         handle.keep_maps()
         pipe(prompts, num_inference_steps=2, output_type="latent", **settings)
@@ -103,9 +102,7 @@ def test_a_perturbed_copy_is_merged_by_the_match_of_the_others(folder, guidance)
     assert (group == group[:1]).all()
 
 
-def test_of_a_pipelines_batch_the_prompts_half_is_matched(folder, monkeypatch):
-    pipe = diffusers.StableDiffusionPipeline.from_pretrained(folder, local_files_only=True)
-    pipe.set_progress_bar_config(disable=True)
+def test_of_a_pipelines_batch_the_prompts_half_is_matched(pipe, monkeypatch):
     seen, whole, plain = [], [], matching.Matcher._match
     monkeypatch.setattr(
         matching.Matcher, "_match", lambda self, asked, made: seen.append(asked.x) or plain(self, asked, made)

@@ -13,7 +13,7 @@ import torch
 import tome_core
 from benchmarks.speed_memory import operators
 from tests.models import call_case
-from tests.samplings import CASE, KEPT, blocks, done_for_plans, pipeline_folder, tiny_unet  # noqa: F401
+from tests.samplings import CASE, KEPT, blocks, done_for_plans, pipeline_folder, tiny_pipeline, tiny_unet  # noqa: F401
 from tests.sized_attention import wide_heads  # noqa: F401
 from tests.wraps import wraps_of
 from tome_core import MergeConfig
@@ -65,34 +65,24 @@ def test_a_picture_does_not_depend_on_the_one_before(model):
 def test_the_calls_of_one_time_keep_apart(model):
     """Tiles of one size: each finds its own match again, as it would were it the only one."""
 
-    def tile(handle, number, names):
-        pictures = []
-        for timestep in (900, 850):
-            for one in names:
-                handle.set_time(timestep=timestep, sampling="tiles")
-                pictures.append((one, call_case(CASE, model, timestep=timestep, seed=one)))
-        return [picture for one, picture in pictures if one == number]
+    def second(tiles):
+        with tome_core.patch(model, KEPT) as handle:
+            pictures = [(one, step(model, handle, time, "tiles", seed=one)) for time in (900, 850) for one in tiles]
+        return [picture for one, picture in pictures if one == 2]
 
-    with tome_core.patch(model, KEPT) as handle:
-        together = tile(handle, 2, (1, 2, 3))
-    with tome_core.patch(model, KEPT) as handle:
-        alone = tile(handle, 2, (2,))
-    assert all(map(torch.equal, together, alone))
+    assert all(map(torch.equal, second((1, 2, 3)), second((2,))))
 
 
-def test_another_shape_matches_for_itself(model, work):
-    with tome_core.patch(model, KEPT) as handle:
-        step(model, handle, 900)
-        step(model, handle, 880, height=24)
-        step(model, handle, 860)
-    assert work == ["match"] * 2 * blocks(handle)
+TWO_RULES = MergeConfig(side="kv", ratio=0.5, early_ratio=0.75, keep=1000.0, use_rand=False)
 
 
-def test_a_change_of_rule_matches_anew(model, work):
-    config = MergeConfig(side="kv", ratio=0.5, early_ratio=0.75, keep=1000.0, use_rand=False)
+@pytest.mark.parametrize(("config", "steps"), [
+    (KEPT, [(900, {}), (880, {"height": 24}), (860, {})]), (TWO_RULES, [(520, {}), (480, {})]),
+], ids=["shape", "rule"])  # fmt: skip
+def test_another_shape_or_rule_matches_for_itself(model, work, config, steps):
     with tome_core.patch(model, config) as handle:
-        step(model, handle, 520)
-        step(model, handle, 480)
+        for timestep, shape in steps:
+            step(model, handle, timestep, **shape)
     assert work == ["match"] * 2 * blocks(handle)
 
 
@@ -140,22 +130,18 @@ def test_a_copy_keeps_nothing_of_its_original(model, work):
 
 
 def test_giving_the_clock_back_forgets():
-    sampling = Sampling()
-    sampling.set("a", 900.0)
-    sampling.next_call().plans["x"] = 1
-    sampling.set("a", 850.0)
-    assert sampling.next_call().plans
-    sampling.set(None, None)
-    assert sampling.next_call() is None
-    sampling.set("a", 800.0)
-    assert not sampling.next_call().plans
+    sampling, found = Sampling(), []
+    for name, time in (("a", 900.0), ("a", 850.0), (None, None), ("a", 800.0)):
+        sampling.set(name, time)
+        kept = sampling.next_call()
+        found.append(kept and dict(kept.plans))
+        if kept:
+            kept.plans["x"] = 1
+    assert found == [{}, {"x": 1}, None, {}]
 
 
 @pytest.mark.parametrize("steps", [1, 6])
-def test_a_pipeline_names_its_samplings(folder, work, steps):
-    pipe = diffusers.StableDiffusionPipeline.from_pretrained(folder, local_files_only=True)
-    pipe.set_progress_bar_config(disable=True)
-
+def test_a_pipeline_names_its_samplings(pipe, work, steps):
     def draw(seed):
         generator = torch.Generator().manual_seed(seed)
         return pipe("a", num_inference_steps=steps, generator=generator, output_type="latent").images
@@ -171,9 +157,7 @@ def test_a_pipeline_names_its_samplings(folder, work, steps):
         assert torch.equal(draw(2), second)
 
 
-def test_a_picture_that_is_done_leaves_no_match_behind(folder):
-    pipe = diffusers.StableDiffusionPipeline.from_pretrained(folder, local_files_only=True)
-    pipe.set_progress_bar_config(disable=True)
+def test_a_picture_that_is_done_leaves_no_match_behind(pipe):
     counts = []
 
     def note(*_):
@@ -210,13 +194,12 @@ def test_a_loop_of_ones_own_says_where_a_picture_begins_and_ends(model, work):
 def test_a_sampling_inside_of_another_is_one_of_its_own(model, work):
     """A detailer's picture, drawn in the middle of a picture by the same UNet."""
     with tome_core.patch(model, KEPT) as handle:
-        each = ["match"] * blocks(handle)
         with handle.sampling():
             call_case(CASE, model, timestep=900)
             with handle.sampling():
                 call_case(CASE, model, timestep=890)
             call_case(CASE, model, timestep=880)
-        assert work == each * 3
+        assert work == ["match"] * 3 * blocks(handle)
 
 
 def test_a_loop_that_breaks_off_forgets(model, work):
@@ -262,14 +245,13 @@ def one_kernel_a_mean(monkeypatch):
     monkeypatch.setattr(kernels, "mean_rows", means)
 
 
-def test_a_kept_match_adds_one_kernel_to_a_small_block_on_a_gpu(one_kernel_a_mean):
-    """The correction adds a product, queries and answers side by side for it, and their sum."""
+def test_a_kept_match_adds_one_kernel_to_a_small_block_on_a_gpu(one_kernel_a_mean, request):
+    """A correction adds a product, queries and answers side by side for it, and their sum; wider heads add four more: k
+    is scaled; q, k and v are widened.
+    """
     assert added_by_a_kept_match(correction=False) == 1
     assert added_by_a_kept_match() == 4
-
-
-def test_wider_heads_add_four_more(one_kernel_a_mean, wide_heads):  # noqa: F811
-    """k is scaled; q, k and v are widened."""
+    request.getfixturevalue("wide_heads")
     assert added_by_a_kept_match(correction=False) == 5
 
 

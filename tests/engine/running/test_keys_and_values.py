@@ -19,9 +19,8 @@ from tome_core.model.switch import switch_of
 def test_a_sixty_fourth_of_the_keys_and_a_few_queries(case, attended):  # noqa: F811
     model = case.build()
     vanilla = call_case(case, model)
-    settings = {"ratio": 0.984375, "sx": 8, "sy": 8, "refine": 2, "query_ratio": 0.25}
-    config = MergeConfig(side="kv", correction=False, **settings)
-    with tome_core.patch(model, config) as handle:
+    settings = {"side": "kv", "ratio": 0.984375, "sx": 8, "sy": 8, "refine": 2, "query_ratio": 0.25}
+    with tome_core.patch(model, correction=False, **settings) as handle:
         merged = call_case(case, model)
     assert merged.isfinite().all() and largest_difference(merged, vanilla) > 1e-3
     tokens, queries, keys = handle.report().levels[0].tokens[0]
@@ -30,9 +29,8 @@ def test_a_sixty_fourth_of_the_keys_and_a_few_queries(case, attended):  # noqa: 
     for attention, plan, way, x, context, out in attended:
         assert way != UNSIZED and x.shape[1] == queries and context.shape[1] == keys
         with torch.no_grad():
-            assert largest_difference(out, masked_formula(attention, x, context, plan.sizes)) <= 1e-5 * max(
-                1.0, out.abs().max().item()
-            )
+            expected = masked_formula(attention, x, context, plan.sizes)
+        assert largest_difference(out, expected) <= 1e-5 * max(1.0, out.abs().max().item())
 
 
 @every_family_in_time

@@ -15,6 +15,7 @@ from tests.comfy_doubles import Guider, apply, least_checkpoint, sampler_of
 from tests.thoroughness import some_quick
 from tests.webui_doubles import FLAVOURS, CFGDenoiserTimesteps, Webui
 from tome_core import form, strength
+from tome_core.running.clock import Clock
 from tome_core.running.late_pass import FEW, WHOLE_FROM, boundary_in
 from tome_core.settings.noise import STABLE_DIFFUSION
 
@@ -95,7 +96,7 @@ def test_the_next_sampling_has_a_boundary_of_its_own():
 def test_the_work_of_a_pass_is_the_promised_one(value):
     """To half of a step, whose early and late work differ by so much."""
     config = strength(value)
-    clock = tome_core.patch(models.small(), config).run.clock
+    clock = Clock(config, [1])
     late, early = 1 - config.rules[0].effective_ratio, 1 - (config.early_ratio or config.rules[0].effective_ratio)
     part = config.early_until / 1000
     promised = late * part + early * (1 - part)
@@ -110,13 +111,12 @@ def test_other_limits_in_time_hold_on():
     """Of rules: they are timesteps that somebody gave."""
     rule = tome_core.MergeRule(side="kv", ratio=0.5, min_timestep=150.0, max_timestep=400.0)
     config = tome_core.MergeConfig(rules=(rule,), early_ratio=0.75, early_until=300.0)
-    clock = tome_core.patch(models.small(), config).run.clock
+    clock = Clock(config, [1])
     boundary = clock.boundary_in(HALF)
     assert boundary == 175.0
-    merging = [one for one in HALF if clock.at(clock.moment(one), boundary).live]
-    assert merging == [one for one in HALF if 150 <= one <= 400]
-    early = [one for one in HALF if clock.at(clock.moment(one), boundary).phase == "early"]
-    assert early == [one for one in HALF if 175 <= one <= 400]
+    found = {one: clock.at(clock.moment(one), boundary) for one in HALF}
+    assert [one for one in HALF if found[one].live] == [one for one in HALF if 150 <= one <= 400]
+    assert [one for one in HALF if found[one].phase == "early"] == [one for one in HALF if 175 <= one <= 400]
 
 
 @pytest.mark.parametrize("wrong", [[500.0, -1.0], [500.0, float("nan")]])
@@ -128,12 +128,9 @@ def test_steps_that_are_no_times_are_refused(wrong):
             pass
 
 
-def share_late(reports):
+def share_late(report):
     """Of the finest level's merged calls."""
-    counts = {"early": 0, "late": 0}
-    for report in reports:
-        for phase in report.levels[0].phases:
-            counts[phase.name] += phase.calls_merged
+    counts = {phase.name: phase.calls_merged for phase in report.levels[0].phases}
     assert counts["early"]
     return counts["late"] / sum(counts.values())
 
@@ -149,8 +146,7 @@ def drawn(pipe, **more):
     picture = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(0))
     with tome_core.patch(pipe, models.on_small("balanced")) as handle:
         pipe("a b", image=picture, num_inference_steps=20, output_type="latent", **more)
-        report = handle.report()
-    return share_late([report])
+        return share_late(handle.report())
 
 
 @pytest.mark.parametrize("scheduler", [diffusers.DDIMScheduler, diffusers.EulerDiscreteScheduler,
@@ -169,11 +165,10 @@ def test_a_refiner_of_diffusers_goes_on_with_the_picture(words):
     picture = torch.rand(1, 4, 64, 64, generator=torch.Generator().manual_seed(0))
     size = {"original_size": (128, 128), "target_size": (128, 128)}
     with tome_core.patch(pipe, models.on_small("balanced")) as handle:
-        pipe("a b", image=picture, num_inference_steps=10, denoising_start=0.5, output_type="latent", **size)
-        begun = share_late([handle.report()])
-        handle.reset_counts()
-        pipe("a b", image=picture, num_inference_steps=10, strength=0.5, output_type="latent", **size)
-        assert share_late([handle.report()]) == pytest.approx(0.4) and begun == pytest.approx(0.6)
+        for begun, late in (({"denoising_start": 0.5}, 0.6), ({"strength": 0.5}, 0.4)):
+            pipe("a b", image=picture, num_inference_steps=10, output_type="latent", **begun, **size)
+            assert share_late(handle.report()) == pytest.approx(late)
+            handle.reset_counts()
 
 
 def comfy_share(continues, steps=20):
@@ -193,7 +188,7 @@ def comfy_share(continues, steps=20):
 
     with torch.no_grad():
         merging.outer_sample(executor, began, torch.zeros_like(noise), sampler_of(), late, None, None, True, 0)
-    return share_late([merging.report()])
+    return share_late(merging.report())
 
 
 def test_comfyui_at_a_denoise_of_a_half():
