@@ -65,24 +65,19 @@ def test_a_call_with_a_mask_is_left_alone(name):
     assert_left_alone(masked, model, KV, "mask")
 
 
-@pytest.mark.parametrize("name", [name for name in KNOWN if "Fused" not in name])  # which takes no context here
-@pytest.mark.parametrize("count", [5, 63, 100])
-def test_a_call_with_other_tokens_than_the_pictures_is_left_alone(name, count):
-    model = model_with(name)
-    given(model, encoder_hidden_states=tokens(2, count))
+@pytest.mark.parametrize(("name", "counts"), [
+    *((name, (count,)) for name in KNOWN if "Fused" not in name for count in (5, 63, 100)),  # which takes no context
+    *((name, (5, 4)) for name in OF_IMAGE_PROMPTS),
+])  # fmt: skip
+def test_a_call_with_other_tokens_than_the_pictures_is_left_alone(name, counts):
+    """The prompt's, and those of an image prompt."""
+    model, (first, *others) = model_with(name), (tokens(2, count, seed=count) for count in counts)
+    given(model, encoder_hidden_states=(first, others) if others else first)
     assert_left_alone(call, model, KV)
 
 
 def test_blocks_that_attend_to_the_prompt_alone_are_left_alone():
-    model = model_with(None, only_cross_attention=True)
-    assert_left_alone(call, model, KV)
-
-
-@pytest.mark.parametrize("name", OF_IMAGE_PROMPTS)
-def test_an_image_prompt_on_self_attention_is_left_alone(name):
-    model = model_with(name)
-    given(model, encoder_hidden_states=(tokens(2, 5), [tokens(2, 4, seed=1)]))
-    assert_left_alone(call, model, KV)
+    assert_left_alone(call, model_with(None, only_cross_attention=True), KV)
 
 
 @pytest.mark.parametrize("name", OF_IMAGE_PROMPTS)

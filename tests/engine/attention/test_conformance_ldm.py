@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,23 +17,8 @@ from ldm.modules import attention as ldm_attention
 from torch import nn
 
 import tome_core
-from tests.conformance import (
-    DTYPES,
-    TOLERANCE,
-    assert_all_sized,
-    assert_all_together,
-    assert_equal_calls,
-    assert_left_alone,
-    assert_sized,
-    given,
-    held,
-    merge_by,
-    ragged,
-    routes_of,
-    self_attentions,
-    watched,
-    with_xformers,
-)
+from tests import conformance as laws
+from tests.conformance_diffusers import HEADS, WIDTH, tokens
 from tests.doubles import SgmAttention
 from tests.models import call_ldm, fixed, inputs, ldm
 from tests.models import sgm_double as sgm_model
@@ -40,7 +26,6 @@ from tome_core import MergeConfig
 from tome_core.attention import known_of, name_of
 from tome_core.attention.core import attend_merged
 
-WIDTH, HEADS = 32, 4
 KV = MergeConfig(correction=False, side="kv", ratio=0.75, use_rand=False, max_downsample=8)
 
 
@@ -67,7 +52,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 
 @pytest.fixture(autouse=True)
 def _xformers(monkeypatch):
-    with_xformers(monkeypatch, ldm_attention)
+    laws.with_xformers(monkeypatch, ldm_attention)
 
 
 @pytest.fixture
@@ -86,33 +71,28 @@ def own(module: nn.Module, x: torch.Tensor, context: torch.Tensor | None, **more
         ldm_attention._ATTN_PRECISION = before
 
 
-def attention(kind: str, heads: int = HEADS, width: int = 8) -> nn.Module:
+def new(kind: str, channels: int, heads: int, width: int) -> nn.Module:
     if kind == "sgm":
-        module = KINDS[kind](WIDTH, heads, WIDTH)
-    else:
-        with contextlib.redirect_stdout(io.StringIO()):
-            module = KINDS[kind](WIDTH, heads=heads, dim_head=width)
-    fixed(module)
+        return fixed(KINDS[kind](channels, heads, heads * width))
+    with contextlib.redirect_stdout(io.StringIO()):
+        return fixed(KINDS[kind](channels, heads=heads, dim_head=width))
+
+
+def attention(kind: str, heads: int = HEADS, width: int = 8) -> nn.Module:
+    module = new(kind, WIDTH, heads, width)
     with torch.no_grad():
         for layer in (module.to_q, module.to_k):
             layer.weight.mul_(1.5)
     return module
 
 
-def tokens(batch: int, count: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(batch, count, WIDTH, generator=generator).to(dtype)
-
-
 def model_with(kind: str) -> nn.Module:
     """A UNet with attention on two levels and in the middle, every self-attention of this kind."""
     with contextlib.redirect_stdout(io.StringIO()):
         model = sgm_model() if kind == "sgm" else fixed(ldm())
-        for path, module in self_attentions(model).items():
-            width = module.to_q.in_features
-            one = KINDS[kind](width, HEADS, width) if kind == "sgm" else \
-                KINDS[kind](width, heads=HEADS, dim_head=width // HEADS)  # fmt: skip
-            model.get_submodule(path.rsplit(".", 1)[0]).attn1 = fixed(one)
+    for path, module in laws.self_attentions(model).items():
+        width = module.to_q.in_features
+        model.get_submodule(path.removesuffix(".attn1")).attn1 = new(kind, width, HEADS, width // HEADS)
     return model
 
 
@@ -122,47 +102,38 @@ def call(model: nn.Module, batch: int = 2) -> torch.Tensor:
         return call_ldm(model, x, 500, text)
 
 
-def plain_calls(model: nn.Module):
-    with watched(model) as seen:
-        return call(model), seen
-
-
 # --- by itself ------------------------------------------------------------------------------------------------------
 
 
-@every_kind
-@pytest.mark.parametrize(("heads", "width"), [(4, 8), (1, 32), (8, 4)])
+SHAPES = [(kind, *shape) for kind in KINDS for shape in ((4, 8), (1, 32), (8, 4))]
+OTHER_SHAPES = [(kind, *shape) for kind in ("ldm", "ldm_xformers") for shape in ((2, 40), (3, 5))]
+
+
+@pytest.mark.parametrize(("kind", "heads", "width"), SHAPES + OTHER_SHAPES)
 def test_merged_keys_give_what_repeated_keys_give(kind, heads, width):
-    held(own, attention(kind, heads, width), tokens(2, 11), tokens(2, 7, seed=1), ragged(2, 60, 7))
-
-
-@pytest.mark.parametrize("kind", ["ldm", "ldm_xformers"])
-@pytest.mark.parametrize(("heads", "width"), [(2, 40), (3, 5)])
-def test_heads_that_are_wider_or_narrower_than_the_tokens_give_it_too(kind, heads, width):
-    held(own, attention(kind, heads, width), tokens(2, 11), tokens(2, 7, seed=1), ragged(2, 60, 7))
+    """Also where all heads together are wider or narrower than the tokens."""
+    laws.held(own, attention(kind, heads, width), tokens(2, 11), tokens(2, 7, seed=1), laws.ragged(2, 60, 7))
 
 
 @every_kind
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", laws.DTYPES, ids=str)
 @pytest.mark.usefixtures("_as_it_comes")
 def test_merged_keys_give_it_in_every_dtype(kind, dtype):
     module = attention(kind).to(dtype)
-    held(own, module, tokens(2, 11, dtype), tokens(2, 7, dtype, seed=1), ragged(2, 60, 7))
+    laws.held(own, module, tokens(2, 11, dtype), tokens(2, 7, dtype, seed=1), laws.ragged(2, 60, 7))
 
 
 @every_kind
-@pytest.mark.parametrize("batch", range(1, 7))
-def test_the_samples_of_a_batch_are_kept_apart(kind, batch):
-    queries, keys = 1 + 5 * (batch % 3), 2 + 4 * (batch % 4)
-    plan = ragged(batch, 40, keys, seed=batch)
-    held(own, attention(kind), tokens(batch, queries), tokens(batch, keys, seed=1), plan)
+def test_one_query_of_each_of_many_samples_gets_it(kind):
+    laws.held(own, attention(kind), tokens(5, 1), tokens(5, 2, seed=1), laws.ragged(5, 40, 2))
 
 
 @every_kind
 @pytest.mark.usefixtures("_as_it_comes")
 def test_merged_keys_give_it_under_autocast(kind):
+    module, tolerance = attention(kind), laws.TOLERANCE[torch.bfloat16]
     with torch.autocast("cpu", torch.bfloat16):
-        held(own, attention(kind), tokens(2, 11), tokens(2, 7, seed=1), ragged(2, 60, 7), TOLERANCE[torch.bfloat16])
+        laws.held(own, module, tokens(2, 11), tokens(2, 7, seed=1), laws.ragged(2, 60, 7), tolerance)
 
 
 @every_kind
@@ -170,7 +141,9 @@ def test_a_scale_that_was_changed_counts_where_the_class_asks_for_it(kind):
     """LDM's plain attention multiplies by its attribute; the others scale by the width of their heads."""
     module = attention(kind)
     module.scale = 0.7
-    held(own, module, tokens(2, 11), tokens(2, 7, seed=1), ragged(2, 60, 7))
+    before = dict(vars(module))
+    laws.held(own, module, tokens(2, 11), tokens(2, 7, seed=1), laws.ragged(2, 60, 7))
+    assert vars(module) == before, "the module itself is not changed by a call"
 
 
 @every_kind
@@ -183,20 +156,11 @@ def test_what_was_put_on_projections_counts(kind):
         layer.register_forward_hook(lambda layer, args, out, role=role: (asked.append(role), out * 1.25)[1])
         for parameter in getattr(plain, role).parameters():
             parameter.data.mul_(1.25)
-    x, keys, plan = tokens(2, 11), tokens(2, 7, seed=1), ragged(2, 60, 7)
+    x, keys, plan = tokens(2, 11), tokens(2, 7, seed=1), laws.ragged(2, 60, 7)
     with torch.no_grad():
         out = attend_merged(known_of(module), module, x, keys, keys, plan, {}).out
     assert sorted(asked) == ["to_k", "to_out", "to_q", "to_v"]
-    assert_sized(own, plain, x, keys, plan.sizes, out)
-
-
-@every_kind
-def test_the_module_itself_is_not_changed_by_a_call(kind):
-    module = attention(kind)
-    before, scale = set(vars(module)), getattr(module, "scale", None)
-    held(own, module, tokens(2, 11), tokens(2, 7, seed=1), ragged(2, 60, 7))
-    assert set(vars(module)) == before and getattr(module, "scale", None) == scale
-    assert getattr(module, "dim_head", 8) == 8
+    laws.assert_sized(own, plain, x, keys, plan.sizes, out)
 
 
 def test_a_class_of_another_package_is_unknown_and_so_is_a_forward_of_its_own():
@@ -223,88 +187,84 @@ def test_a_forward_that_a_host_puts_on_the_class_is_unknown(monkeypatch):
 @every_kind
 @pytest.mark.parametrize("batch", [1, 3])
 def test_every_self_attention_of_a_unet_gives_what_repeated_keys_give(kind, batch, monkeypatch):
-    merge_by(monkeypatch, 13)
+    laws.merge_by(monkeypatch, 13)
     model = model_with(kind)
     plain = copy.deepcopy(model)
-    with tome_core.patch(model, KV) as handle, watched(model) as seen:
+    with tome_core.patch(model, KV) as handle, laws.watched(model) as seen:
         call(model, batch)
-    assert len(seen) == len(self_attentions(plain)) == 7
-    assert_all_sized(own, plain, seen)
-    assert routes_of(handle) and not any("together" in route for route in routes_of(handle)), handle.report()
+    assert len(seen) == len(laws.self_attentions(plain)) == 7
+    laws.assert_all_sized(own, plain, seen)
+    assert laws.routes_of(handle) and not any("together" in route for route in laws.routes_of(handle)), handle.report()
 
 
 @every_kind
 @pytest.mark.parametrize("config", [MergeConfig(ratio=0.0), MergeConfig(max_timestep=100)], ids=["ratio_0", "time"])
 def test_where_nothing_merges_every_attention_gives_the_same_bits(kind, config):
     model = model_with(kind)
-    out, plain = plain_calls(model)
-    with tome_core.patch(model, config), watched(model) as seen:
+    with laws.watched(model) as plain:
+        out = call(model)
+    with tome_core.patch(model, config), laws.watched(model) as seen:
         assert torch.equal(call(model), out)
-    assert_equal_calls(seen, plain)
+    laws.assert_equal_calls(seen, plain)
 
 
 @every_kind
 def test_a_call_with_other_tokens_than_the_pictures_is_left_alone(kind):
     model = model_with(kind)
-    for module in self_attentions(model).values():
+    for module in laws.self_attentions(model).values():
         context = torch.randn(2, 9, module.to_q.in_features, generator=torch.Generator().manual_seed(0))
-        module.register_forward_pre_hook(
-            lambda module, args, kwargs, context=context: (args[:1], {**kwargs, "context": context}),
-            with_kwargs=True,
-        )
-    assert_left_alone(call, model, KV)
+        with_argument(module, lambda x, context=context: {"context": context})
+    laws.assert_left_alone(call, model, KV)
 
 
 def test_blocks_whose_self_attention_is_disabled_are_left_alone():
     with contextlib.redirect_stdout(io.StringIO()):
         model = fixed(ldm(disable_self_attentions=(True, True), disable_middle_self_attn=True))
-    assert_left_alone(call, model, KV)
+    laws.assert_left_alone(call, model, KV)
 
 
 @pytest.mark.parametrize("kind", ["ldm", "sgm"])
 def test_a_call_with_a_mask_is_left_alone(kind):
+    def masked(x: torch.Tensor) -> dict[str, torch.Tensor]:
+        mask = torch.arange(x.shape[1]) < x.shape[1] // 2
+        return {"mask": mask.expand(len(x), -1) if kind == "ldm" else mask[None, None, None]}  # sgm: as torch takes it
+
     model = model_with(kind)
-    for module in self_attentions(model).values():
-        module.register_forward_pre_hook(_with_mask(kind), with_kwargs=True)
+    for module in laws.self_attentions(model).values():
+        with_argument(module, masked)
     assert not torch.equal(call(model), call(model_with(kind)))
-    assert_left_alone(call, model, KV, "mask")
+    laws.assert_left_alone(call, model, KV, "mask")
 
 
-def _with_mask(kind: str):
-    def add(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        mask = torch.arange(args[0].shape[1]) < args[0].shape[1] // 2
-        mask = mask.expand(len(args[0]), -1) if kind == "ldm" else mask[None, None, None]  # sgm: as torch takes it
-        return args, {**kwargs, "mask": mask}
-
-    return add
+def with_argument(module: nn.Module, more: Callable[[torch.Tensor], dict[str, Any]]) -> None:
+    """From now on the module gets, after its tokens, what follows from them."""
+    module.register_forward_pre_hook(
+        lambda module, args, kwargs: (args[:1], {**kwargs, **more(args[0])}), with_kwargs=True
+    )  # fmt: skip
 
 
 def test_sgms_additional_tokens_are_kept_apart_from_merged_ones():
     """Only its own forward knows which of the tokens they are."""
     model = model_with("sgm")
     more = {width: torch.randn(2, 3, width, generator=torch.Generator().manual_seed(0)) for width in (32, 64)}
-    for module in self_attentions(model).values():
-        width = module.to_q.in_features
-        module.register_forward_pre_hook(
-            lambda module, args, kwargs, width=width: (args, {**kwargs, "additional_tokens": more[width]}),
-            with_kwargs=True,
-        )
-        assert known_of(module).problem(module, {"additional_tokens": more[width]})
+    for module in laws.self_attentions(model).values():
+        with_argument(module, lambda x: {"additional_tokens": more[x.shape[2]]})
+        assert known_of(module).problem(module, {"additional_tokens": more[module.to_q.in_features]})
     plain = copy.deepcopy(model)
-    with tome_core.patch(model, KV) as handle, watched(model) as seen:
+    with tome_core.patch(model, KV) as handle, laws.watched(model) as seen:
         call(model)
 
     def with_more(module, x, context):
         return own(module, x, context, additional_tokens=more[x.shape[2]])
 
-    assert_all_together(with_more, plain, seen)
-    assert all("together" in route and "additional tokens" in route for route in routes_of(handle)), handle.report()
+    laws.assert_all_together(with_more, plain, seen)
+    assert all("together" in one and "additional tokens" in one for one in laws.routes_of(handle)), handle.report()
 
 
 def test_sgms_cross_frame_attention_gets_what_it_was_asked_for():
     """Keys of some samples serve others, which the double refuses: so it must be asked."""
     model = model_with("sgm")
-    given(model, n_times_crossframe_attn_in_self=2)
+    laws.given(model, n_times_crossframe_attn_in_self=2)
     for patched in (contextlib.nullcontext(), tome_core.patch(model, KV)):
         with patched, pytest.raises(AssertionError):
             call(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import product
 
 import hypothesis.strategies as st
 import pytest
@@ -18,6 +19,7 @@ from tests.thoroughness import THOROUGH, some_quick
 from tome_core import MergeConfig, MergePlan, MergeRule
 from tome_core.attention.core import add_correction
 from tome_core.attention.correction import Correction, _inverse, _ridge, first_order, fit_correction, pick_asked
+from tome_core.attention.correction import _by_head as by_head
 from tome_core.merging.grid import Grid
 from tome_core.running.matching import Matcher
 from tome_core.running.search import Plans
@@ -33,23 +35,15 @@ def drawn(batch: int, tokens: int, channels: int, dtype: torch.dtype, seed: int 
     return [one.to(dtype) for one in (q, k + 3, v - 2)]
 
 
-def by_head(flat: torch.Tensor, heads: int) -> torch.Tensor:
-    return flat.unflatten(-1, (heads, -1)).transpose(1, 2)
-
-
 def oracle(k: torch.Tensor, v: torch.Tensor, plan: MergePlan, heads: int, scale: float) -> torch.Tensor:
-    """The matrix by its definition: group by group, token by token, in float64."""
+    """The matrix by its definition: group by group, in float64."""
     batch, tokens, _ = k.shape
     k, v = by_head(k.double(), heads), by_head(v.double(), heads)
     out = torch.zeros(batch, heads, k.shape[-1], k.shape[-1], dtype=torch.float64)
-    for sample in range(batch):
-        group = plan.group[sample if plan.group.shape[0] > 1 else 0]
-        for number in group.unique():
-            own = (group == number).nonzero()[:, 0]
-            for head in range(heads):
-                keys, values = k[sample, head, own], v[sample, head, own]
-                for key, value in zip(keys - keys.mean(0), values - values.mean(0), strict=True):
-                    out[sample, head] += torch.outer(key, value) * scale / tokens
+    for sample, group in enumerate(plan.group.expand(batch, -1)):
+        for number, head in product(group.unique(), range(heads)):
+            keys, values = k[sample, head, group == number], v[sample, head, group == number]
+            out[sample, head] += (keys - keys.mean(0)).T @ (values - values.mean(0)) * scale / tokens
     return out
 
 
@@ -75,9 +69,8 @@ def test_it_is_what_its_definition_gives(batch, tokens, groups, heads, width, sh
     """Ragged groups, empty ones, one map for all samples."""
     _, k, v = drawn(batch, tokens, heads * width, torch.float64, seed)
     plan = ragged(1 if shared else batch, tokens, groups, seed)
-    torch.testing.assert_close(
-        first_order((k, v), plan, heads, 0.3), oracle(k, v, plan, heads, 0.3), rtol=1e-9, atol=1e-12
-    )
+    found, exact = first_order((k, v), plan, heads, 0.3), oracle(k, v, plan, heads, 0.3)
+    torch.testing.assert_close(found, exact, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
@@ -120,21 +113,16 @@ def test_where_logits_are_small_the_error_falls_with_their_square():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_it_is_added_head_by_head(dtype: torch.dtype):
     q, out, _ = drawn(2, 9, 12, dtype)
-    matrix, constant = (
-        torch.randn(2, 3, rows, 4, generator=torch.Generator().manual_seed(rows), dtype=torch.float64).to(dtype)
-        for rows in (8, 1)
-    )
+    matrix, constant = (torch.randn(2, 3, rows, 4, generator=torch.Generator().manual_seed(rows)).to(dtype)
+                        for rows in (8, 1))  # fmt: skip
     found = add_correction(out, q, Correction(matrix.flatten(0, 1), constant.flatten(0, 1)))
     assert found.dtype == dtype and found.is_contiguous()
-    for sample in range(2):
-        for head in range(3):
-            own = slice(4 * head, 4 * head + 4)
-            told = torch.cat([q[sample, :, own], out[sample, :, own]], -1).double()
-            expected = out[sample, :, own].double() + told @ matrix[sample, head].double()
-            expected += constant[sample, head].double()
-            torch.testing.assert_close(
-                found[sample, :, own].double(), expected, rtol=0, atol=8 * torch.finfo(dtype).eps * 32
-            )
+    for sample, head in product(range(2), range(3)):
+        own = slice(4 * head, 4 * head + 4)
+        told = torch.cat([q[sample, :, own], out[sample, :, own]], -1).double()
+        expected = out[sample, :, own].double() + told @ matrix[sample, head].double() + constant[sample, head].double()
+        atol = 8 * torch.finfo(dtype).eps * 32
+        torch.testing.assert_close(found[sample, :, own].double(), expected, rtol=0, atol=atol)
 
 
 @settings(max_examples=100 if THOROUGH else 20, deadline=None, derandomize=not THOROUGH)
@@ -151,22 +139,16 @@ def test_the_fit_is_ridge_regression(batch, heads, count, width, seed):
         for size in (3.0, 0.1, 0.01)
     )
     weights, constant = _ridge(q, merged, left)
-    for sample in range(batch):
-        for head in range(heads):
-            wholes = [one[sample, head] for one in (q, merged)]
-            parts = [one - one.mean(0) for one in wholes]
-            scales = [torch.maximum(part.square().mean(), whole.square().mean() * 1e-6).rsqrt()
-                      for part, whole in zip(parts, wholes, strict=True)]  # fmt: skip
-            x = torch.cat([one * scale for one, scale in zip(parts, scales, strict=True)], 1)
-            y = left[sample, head] - left[sample, head].mean(0)
-            solved = torch.linalg.solve(x.T @ x + 2 * width * torch.eye(2 * width, dtype=x.dtype), x.T @ y)
-            by_part = torch.cat([solved[:width] * scales[0], solved[width:] * scales[1]])
-            told = torch.cat(wholes, 1)
-            atol = 1e-5 * left[sample, head].abs().max().item()
-            torch.testing.assert_close(
-                told @ weights[sample, head] + constant[sample, head],
-                (told - told.mean(0)) @ by_part + left[sample, head].mean(0), rtol=0, atol=atol,
-            )  # fmt: skip
+    for sample, head in product(range(batch), range(heads)):
+        wholes, y = [one[sample, head] for one in (q, merged)], left[sample, head]
+        parts = [one - one.mean(0) for one in wholes]
+        scales = [torch.maximum(part.square().mean(), whole.square().mean() * 1e-6).rsqrt()
+                  for part, whole in zip(parts, wholes, strict=True)]  # fmt: skip
+        x = torch.cat([one * scale for one, scale in zip(parts, scales, strict=True)], 1)
+        penalty = 2 * width * torch.eye(2 * width, dtype=x.dtype)
+        solved = torch.linalg.solve(x.T @ x + penalty, x.T @ (y - y.mean(0)))
+        found = torch.cat(wholes, 1) @ weights[sample, head] + constant[sample, head]
+        torch.testing.assert_close(found, x @ solved + y.mean(0), rtol=0, atol=1e-5 * y.abs().max().item())
 
 
 def test_an_inverse_by_products_is_the_inverse_in_float32():
@@ -229,14 +211,7 @@ def test_it_halves_what_a_trained_model_loses_at_a_sixty_fourth_of_the_keys(path
 def found(monkeypatch) -> list[Plans]:
     """What every block used, in the order of their calls."""
     used, find = [], Matcher.find
-
-    def note(matcher, asked):
-        plans = find(matcher, asked)
-        if asked.part == "attn":
-            used.append(plans)
-        return plans
-
-    monkeypatch.setattr(Matcher, "find", note)
+    monkeypatch.setattr(Matcher, "find", lambda matcher, asked: used.append(find(matcher, asked)) or used[-1])
     return used
 
 
@@ -246,20 +221,14 @@ def run(model, timestep=100):
         return call_unet(model, x, timestep, text)
 
 
-@pytest.mark.parametrize(
-    "rule, corrects",
-    [
-        (MergeRule(**KV), True),
-        (MergeRule(**KV, metric="keys+values", refine=1, sx=4, sy=4), True),
-        (MergeRule(**KV, metric="keys+values", refine=1, query_ratio=0.5), True),
-        (MergeRule(**KV, method="cluster"), True),
-        (MergeRule(side="qkv", metric="keys+values"), True),
-        (MergeRule(), False),  # all tokens' keys and values are not there, and making them costs what merging saves
-        (MergeRule(**KV, proportional=False), False),
-        (MergeRule(method="downsample"), False),
-        (MergeRule(**KV, correction=False), False),
-    ],
-)
+@pytest.mark.parametrize("rule, corrects", [
+    (MergeRule(**KV), True), (MergeRule(**KV, metric="keys+values", refine=1, sx=4, sy=4), True),
+    (MergeRule(**KV, metric="keys+values", refine=1, query_ratio=0.5), True), (MergeRule(**KV, method="cluster"), True),
+    (MergeRule(side="qkv", metric="keys+values"), True),
+    (MergeRule(), False),  # all tokens' keys and values are not there, and making them costs what merging saves
+    (MergeRule(**KV, proportional=False), False), (MergeRule(method="downsample"), False),
+    (MergeRule(**KV, correction=False), False),
+])  # fmt: skip
 def test_it_is_made_where_merged_keys_know_their_sizes(rule: MergeRule, corrects: bool, found):
     model = small()
     with tome_core.patch(model, MergeConfig(rules=(rule,))):

@@ -7,7 +7,7 @@ import torch
 from diffusers.models.attention_processor import AttnProcessor2_0
 from torch import nn
 
-from tests.models import TEXT, unet
+from tests.models import fixed, inputs, unet
 from tome_core import patch
 
 _CALL = AttnProcessor2_0.__call__
@@ -28,17 +28,14 @@ CustomAttnProcessor2_0.__call__.__module__ = CustomAttnProcessor2_0.__module__
 
 @pytest.fixture
 def model():
-    torch.manual_seed(0)
-    return unet().eval()
+    return fixed(unet())
 
 
 @torch.no_grad()
 def call(model):
-    generator = torch.Generator().manual_seed(1)
-    x, text = torch.randn(2, 4, 16, 16, generator=generator), torch.randn(2, 7, TEXT, generator=generator)
-    more = {"cross_attention_kwargs": {"percent_through": 0.5}}
-    if not isinstance(next(iter(model.attn_processors.values())), CustomAttnProcessor2_0):
-        more = {}
+    ours = isinstance(next(iter(model.attn_processors.values())), CustomAttnProcessor2_0)
+    more = {"cross_attention_kwargs": {"percent_through": 0.5}} if ours else {}
+    x, text = inputs(4, 2, 16, 16)
     return model(x, 500, text, **more).sample
 
 

@@ -10,7 +10,7 @@ import tome_core
 from tests.families import every_family_in_time, largest_difference
 from tests.models import BY_NAME, Case, call_case
 from tests.sized_attention import attended, everywhere, masked_formula, sides, wide_heads  # noqa: F401
-from tome_core import MergePlan, MergeRule
+from tome_core import MergePlan
 from tome_core.attention import known_of
 from tome_core.attention.core import BIAS, UNSIZED, WIDER_HEADS, Attended, attend_merged
 
@@ -55,11 +55,6 @@ def test_keys_that_shall_not_know_their_sizes_do_not(attended):  # noqa: F811
         with torch.no_grad():
             expected = masked_formula(attention, x, keys, torch.ones(1, keys.shape[1]))
         assert largest_difference(out, expected) <= 1e-5 * max(1.0, expected.abs().max().item())
-
-
-def test_down_sampling_and_merged_queries_have_nothing_to_tell_keys():
-    assert not MergeRule(method="downsample").sizes_keys
-    assert MergeRule().sizes_keys and not MergeRule(proportional=False).sizes_keys
 
 
 # --- half precision, and groups without tokens ------------------------------------------------------------------
