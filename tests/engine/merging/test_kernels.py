@@ -12,6 +12,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -109,40 +110,30 @@ def results():
 
 @pytest.mark.parametrize("why", ["it is missing", "its import fails", "it is not wanted", "it cannot launch"])
 def test_without_triton_torchs_operators_do_the_same_and_it_is_said_once(unasked, monkeypatch, caplog, why):
-    calls = []
-
-    def refuse(*_):
-        calls.append("launch")
-        raise RuntimeError("no C compiler")
-
+    launch = Mock(side_effect=RuntimeError("no C compiler"))
     if why == "it is not wanted":
         monkeypatch.setenv("TOME_CORE_TRITON", "0")
     elif why == "it cannot launch":
-        put_in_place(monkeypatch, refuse)
+        put_in_place(monkeypatch, launch)
     else:  # None makes an import an ImportError; an empty module lacks what is looked for in it
         monkeypatch.setitem(sys.modules, "triton", None if why == "it is missing" else SimpleNamespace())
     with caplog.at_level(logging.DEBUG, "tome_core.merging.kernels"):
         assert all(torch.equal(plain, given) for plain, given in results())
     assert len(caplog.records) == (why != "it is not wanted")
     assert all(record.levelno == logging.DEBUG for record in caplog.records)
-    assert calls == (["launch"] if why == "it cannot launch" else [])
+    assert launch.call_count == (why == "it cannot launch")
 
 
 def test_a_lack_of_memory_passes(unasked, monkeypatch):
     """One launch goes to torch's operators, the next to the kernel again, and the report has nothing to say."""
-    calls = []
-
-    def refuse(*_):
-        calls.append("launch")
-        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-
-    put_in_place(monkeypatch, refuse)
+    launch = Mock(side_effect=torch.cuda.OutOfMemoryError("CUDA out of memory"))
+    put_in_place(monkeypatch, launch)
     assert all(torch.equal(plain, given) for plain, given in results())
-    assert len(calls) > 1 and not kernels.notes()
+    assert launch.call_count > 1 and not kernels.notes()
 
 
 def test_the_report_says_once_that_the_kernels_are_off_and_why(unasked, monkeypatch):
-    put_in_place(monkeypatch, lambda *_: (_ for _ in ()).throw(RuntimeError("no C compiler")))
+    put_in_place(monkeypatch, Mock(side_effect=RuntimeError("no C compiler")))
     assert not kernels.notes()
     results()
     with tome_core.patch(small()) as handle:

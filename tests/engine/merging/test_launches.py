@@ -27,8 +27,6 @@ NO_LAUNCH = {
 }  # fmt: skip
 # What makes several: a sort in segments of up to 4,096, and operators that copy first.
 LAUNCHES = {"sort": 4, "masked_fill": 2, "scatter": 2, "constant_pad_nd": 2}
-
-
 # Outputs of kernels that number groups or tokens: they have to be some that there are.
 NUMBERS = {"best_keys": (5,), "segments": (1, 2), "placed": (5, 6)}
 

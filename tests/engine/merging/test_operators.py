@@ -76,9 +76,7 @@ def test_in_every_transformer_merging_adds_only_what_those_devices_have(name, mo
 
 
 def _adds_only_what_devices_have(model, call, monkeypatch):
-    """Patched and called at `TIMES`, against a call without us, which does not depend on its time; what the model asks
-    for itself is its own.
-    """
+    """Patched and called at `TIMES`, against a call without us; what the model asks for itself is its own."""
     monkeypatch.setattr(plan, "_WITHOUT_INDEX_ADD", ("cpu",))
     config = replace(tome_core.preset("balanced"), only_if_it_pays=False)
     with sdpa_kernel(SDPBackend.MATH), OperatorRecorder() as own:

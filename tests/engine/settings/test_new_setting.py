@@ -58,15 +58,18 @@ def copy(request, tmp_path_factory) -> Path:
     assert texts[name].count(before) == 1
     field = FIELD % sum(text.count("place=") for text in texts.values())
     (place / SETTINGS / name).write_text(texts[name].replace(before, field + before), encoding="utf-8")
+    generate(place)
+    return place
+
+
+def generate(place: Path) -> None:
     for module, *arguments in GENERATORS:
         call(place, "-m", module, *arguments)
-    return place
 
 
 def call(place: Path, *arguments: str) -> str:
     environment = {**os.environ, "PYTHONPATH": str(place), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run([sys.executable, *arguments], cwd=place, env=environment, capture_output=True, text=True,
-                          check=False)  # fmt: skip
+    done = subprocess.run([sys.executable, *arguments], cwd=place, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -99,8 +102,7 @@ def test_it_is_in_all_that_is_generated(copy):
 def test_nothing_of_it_is_left_where_it_is_taken_out_again(copy):
     for name in FILES.values():
         shutil.copy(ROOT / SETTINGS / name, copy / SETTINGS)
-    for module, *arguments in GENERATORS:
-        call(copy, "-m", module, *arguments)
+    generate(copy)
     for name in (PAGE, "comfy_nodes/web/docs/ToMeSettings.md", *(f"locales/{one}/nodeDefs.json" for one in
                                                                  ("en", "zh", "ja"))):  # fmt: skip
         assert (copy / name).read_bytes() == (ROOT / name).read_bytes()

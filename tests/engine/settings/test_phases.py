@@ -36,6 +36,9 @@ def test_an_early_phase_is_what_two_rules_are():
     assert (early.sx, early.sy, early.min_timestep, late.min_timestep) == (4, 4, 600.0, None)
     assert (early.refine, late.refine) == (2, 0)
     assert plain_rules(MergeConfig(rules=(early, late)), [1]) == (early, late)
+    early, late = plain_rules(MergeConfig(early_ratio=0.75, merge_mlp=True, merge_crossattn=True), [1])
+    assert (early.merge_attn, early.merge_mlp, early.merge_crossattn) == (True, False, False), "self-attention only"
+    assert late.merge_mlp and late.merge_crossattn
     assert len(plain_rules(MergeConfig(early_ratio=0.75, max_timestep=400.0), [1])) == 1, "it ends before the phase"
     nothing = MergeConfig(ratio=0.5, early_ratio=0.0)
     assert not tokens_at(nothing, 900) and tokens_at(nothing, 100)
@@ -46,12 +49,6 @@ def test_early_cells_are_as_large_as_the_ratio_needs(ratio, side):
     early = plain_rules(MergeConfig(early_ratio=ratio), [1])[0]
     assert (early.sx, early.sy) == (side, side)
     assert early.effective_ratio == min(ratio, 1 - 1 / 64)
-
-
-def test_an_early_phase_touches_self_attention_only():
-    early, late = plain_rules(MergeConfig(ratio=0.5, early_ratio=0.75, merge_mlp=True, merge_crossattn=True), [1])
-    assert early.merge_attn and not early.merge_mlp and not early.merge_crossattn
-    assert late.merge_mlp and late.merge_crossattn
 
 
 def test_a_deep_mlp_merges_where_the_latent_is_halved_after_the_early_phase():
