@@ -25,10 +25,7 @@ class Attended(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """One call before anything is merged: which attention, and ``[B, N, C]`` what q, k and v are made from.
-
-    q: ``[B, N, H*d]``, where all tokens ask.
-    """
+    """One call before anything is merged. x, keys, values: ``[B, N, C]``. q: ``[B, N, H*d]``, where all tokens ask."""
 
     known: KnownAttention
     module: nn.Module

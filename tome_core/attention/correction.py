@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from ..merging import kernels, kernels_correction
 from ..merging.grid import Grid, fixed
@@ -35,17 +36,17 @@ _AS_GOOD_AS_ONE = 1 - 1e-6
 # the tokens. Measured on heads of 32 and fewer channels: 128 are worth 10 % over 64, and 256 nothing over 128.
 _ASKED_OF_NARROW, _ASKED, _NARROW, _FEWEST, _OF_TOKENS = 128, 256, 32, 32, 16
 
-Pair = tuple[torch.Tensor, torch.Tensor]  # keys and values, flat
+Pair = tuple[Tensor, Tensor]  # keys and values, flat
 
 
 class Correction(NamedTuple):
     """matrix: ``[B*H, 2d, d]``, of the query and of the merged answer; constant: ``[B*H, 1, d]``."""
 
-    matrix: torch.Tensor
-    constant: torch.Tensor
+    matrix: Tensor
+    constant: Tensor
 
 
-def pick_asked(grid: Grid, width: int, device: torch.device) -> tuple[torch.Tensor]:
+def pick_asked(grid: Grid, width: int, device: torch.device) -> tuple[Tensor]:
     """Which tokens are answered exactly: int64 ``[1, n]``, the middles of n cells of the grid. width: of a head."""
     tokens = grid.height * grid.width
     count = min(_ASKED_OF_NARROW if width <= _NARROW else _ASKED, max(_FEWEST, tokens // _OF_TOKENS), tokens)
@@ -65,7 +66,7 @@ class Fitted(NamedTuple):
 
 
 def fit_correction(
-    q: torch.Tensor, made: Pair, plan: MergePlan, heads: int, scale: float, rows: torch.Tensor | None = None
+    q: Tensor, made: Pair, plan: MergePlan, heads: int, scale: float, rows: Tensor | None = None
 ) -> Fitted:
     """The correction of a plan, in the dtype of q.
 
@@ -100,56 +101,49 @@ def fit_correction(
         return Fitted(correction, tuple(pair), sums is not None)
 
 
-def _every(count: int, device: torch.device) -> tuple[torch.Tensor]:
+def _every(count: int, device: torch.device) -> tuple[Tensor]:
     return (torch.arange(count, device=device)[None],)
 
 
-def first_order(made: Pair, plan: MergePlan, heads: int, scale: float) -> torch.Tensor:
+def first_order(made: Pair, plan: MergePlan, heads: int, scale: float) -> Tensor:
     """``C^T``: ``[B, H, d, d]``, float32 at least. made, scale: as in `fit_correction`."""
     means = plan.merge_pair(*made)[2]
     sums = _sums_by_kernel(*made, means, plan, heads, scale)
     return _first_order(*made, means, plan, heads, scale) if sums is None else _added(sums, heads)
 
 
-def _added(sums: torch.Tensor, heads: int) -> torch.Tensor:
+def _added(sums: Tensor, heads: int) -> Tensor:
     """``[P, B*H, d, d]`` to ``[B, H, d, d]``."""
     return sums.sum(0).unflatten(0, (-1, heads))
 
 
 def _sums_by_kernel(
-    keys: torch.Tensor, values: torch.Tensor, means: torch.Tensor, plan: MergePlan, heads: int, scale: float
-) -> torch.Tensor | None:
+    keys: Tensor, values: Tensor, means: Tensor, plan: MergePlan, heads: int, scale: float
+) -> Tensor | None:
     """`first_order` in parts, ``[P, B*H, d, d]``; None where torch's operators have to do."""
     if kernels.needs_gradient(keys, values) or not kernels.ready_for_halves(keys):
         return None
     return kernels_correction.first_order(keys, values, plan.group, means, heads, scale / keys.shape[1])
 
 
-def _first_order(
-    keys: torch.Tensor, values: torch.Tensor, means: torch.Tensor, plan: MergePlan, heads: int, scale: float
-) -> torch.Tensor:
+def _first_order(keys: Tensor, values: Tensor, means: Tensor, plan: MergePlan, heads: int, scale: float) -> Tensor:
     """means: of the groups' values, ``[B, G, H*d]``, float32 at least."""
     # the tokens' distances from their group's value add up to 0, so that of the key need not be taken off
     spread = _by_head(_exact(values) - plan.unmerge(means), heads)
     return _by_head(_exact(keys), heads).transpose(2, 3) @ spread * (scale / keys.shape[1])
 
 
-def _attended(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, heads: int, scale: float,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+def _attended(q: Tensor, keys: Tensor, values: Tensor, heads: int, scale: float, bias: Tensor | None = None) -> Tensor:
     """By torch's function: nothing that a host has put into its own is to hear of these queries ``[B, H, n, d]``."""
     return F.scaled_dot_product_attention(q, _by_head(keys, heads), _by_head(values, heads), bias, scale=scale)
 
 
-def _ridge(
-    q: torch.Tensor, merged: torch.Tensor, left: torch.Tensor, same: float = _SAME
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _ridge(q: Tensor, merged: Tensor, left: Tensor, same: float = _SAME) -> tuple[Tensor, Tensor]:
     """What of ``left [B, H, n, d]`` is linear in q and merged: weights ``[B, H, 2d, d]``, constant ``[B, H, 1, d]``.
 
-    Each of the two is centred and scaled as a whole to a variance of 1 a channel, or to less where it differs by less
-    than this share of its size: what rounding alone tells apart would bear weights, and gradients, without bounds. The
-    penalty is as many samples as there are weights to each output, whatever n; the constant bears none.
+    Each of the two is centred and scaled to a variance of 1 a channel, or to less where it differs by less than this
+    share of its size: rounding alone would bear weights, and gradients, without bounds. The penalty is as many samples
+    as there are weights to each output; the constant bears none.
     """
     told = torch.cat([q, merged], -1)
     mean = told.mean(2, keepdim=True)
@@ -165,7 +159,7 @@ def _ridge(
     return weights, left.mean(2, keepdim=True) - mean @ weights
 
 
-def _inverse(matrix: torch.Tensor, penalty: float, most: float) -> torch.Tensor:
+def _inverse(matrix: Tensor, penalty: float, most: float) -> Tensor:
     """Of ``matrix + penalty I``, whose matrices ``[B, H, D, D]`` have eigenvalues from 0 to ``most``.
 
     Newton's iteration (Schulz 1933), each step scaled for the bounds that are known (Pan and Schreiber 1991, section
@@ -185,10 +179,10 @@ def _inverse(matrix: torch.Tensor, penalty: float, most: float) -> torch.Tensor:
     return found.view_as(matrix)
 
 
-def _by_head(flat: torch.Tensor, heads: int) -> torch.Tensor:
+def _by_head(flat: Tensor, heads: int) -> Tensor:
     """``[B, N, H*d]`` to ``[B, H, N, d]``."""
     return flat.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
-def _exact(x: torch.Tensor) -> torch.Tensor:
+def _exact(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()

@@ -6,10 +6,8 @@ from torch import nn
 
 
 def kept_by_a_hook(module: nn.Module) -> str:
-    """Why the module's ``forward`` may not get merged tokens; "" where no hook stands in the way.
-
-    A hook that says it has a state (pyramid attention broadcast does) answers with the output of an earlier step. Of
-    merged tokens that would be another match's.
+    """Why the module's ``forward`` may not get merged tokens: a hook with a state (as pyramid attention broadcast's)
+    answers with the output of an earlier step, which would be another match's. "" where there is none.
     """
     hooks = getattr(getattr(module, "_diffusers_hook", None), "hooks", None) or {}
     names = [type(hook).__name__ for hook in hooks.values() if getattr(hook, "_is_stateful", False)]

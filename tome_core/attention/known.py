@@ -11,19 +11,17 @@ from functools import partial
 from types import MethodType
 from typing import Any, NamedTuple
 
-import torch
-from torch import nn
+from torch import Tensor, nn
+
+Kwargs = dict[str, Any]  # what a call was given besides its tokens (``x``, context and value)
 
 
 class KnownAttention:
-    """One kind of attention. Without state: one object serves every module of its kind.
-
-    kwargs, everywhere: what the call was given besides its tokens (``x``, context and value).
-    """
+    """One kind of attention. Without state: one object serves every module of its kind."""
 
     name = ""
 
-    def problem(self, module: nn.Module, kwargs: dict[str, Any]) -> str | None:
+    def problem(self, module: nn.Module, kwargs: Kwargs) -> str | None:
         """Why this very call is not what is known; None where it is."""
         return None
 
@@ -31,16 +29,11 @@ class KnownAttention:
         """Number of heads ``H``."""
         return module.heads
 
-    def queries(self, module: nn.Module, x: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
-        """q ``[B, N, H*d]`` of ``x [B, N, C]``.
-
-        By the module's own projection, whatever was put on it (LoRA, quantised weights, offloading).
-        """
+    def queries(self, module: nn.Module, x: Tensor, kwargs: Kwargs) -> Tensor:
+        """q ``[B, N, H*d]`` of ``x [B, N, C]``, by the module's own projection, whatever was put on it (LoRA, ...)."""
         return module.to_q(x)
 
-    def keys_and_values(
-        self, module: nn.Module, keys: torch.Tensor, values: torch.Tensor, kwargs: dict[str, Any]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys_and_values(self, module: nn.Module, keys: Tensor, values: Tensor, kwargs: Kwargs) -> tuple[Tensor, Tensor]:
         """k and v ``[B, G, H*d]`` of ``keys`` and ``values [B, G, C]``, likewise."""
         return module.to_k(keys), module.to_v(values)
 
@@ -48,21 +41,18 @@ class KnownAttention:
         """What `attend` multiplies ``q k^T`` with where heads are this wide."""
         return width**-0.5
 
-    def takes_bias(self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+    def takes_bias(self, module: nn.Module, q: Tensor, k: Tensor, kwargs: Kwargs) -> bool:
         """Does `attend` add a bias to the logits, without a detour? Where not, heads are widened instead."""
         return False
 
-    def attend(
-        self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None,
-        kwargs: dict[str, Any],
-    ) -> torch.Tensor:  # fmt: skip
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, kwargs: Kwargs) -> Tensor:
         """``softmax(scale q k^T + bias) v``, flat, by the function that would have been called without merging.
 
         bias: ``[B, 1, G]`` in the dtype of ``q``, or None. Heads may be wider than the module's own.
         """
         raise NotImplementedError
 
-    def finish(self, module: nn.Module, out: torch.Tensor) -> torch.Tensor:
+    def finish(self, module: nn.Module, out: Tensor) -> Tensor:
         """What follows: the output projection."""
         return module.to_out(out)
 
@@ -74,15 +64,11 @@ class LeftAlone(NamedTuple):
 
 
 class StandIn:
-    """Stands in for an attention module inside its own ``forward``, with queries, keys and values made before.
-
-    Its projections give these whatever they are asked, its output projection gives back what it gets. Everything else
-    is the module's.
+    """Stands in for an attention module inside its own ``forward``: projections give the queries, keys and values that
+    were made before, the output projection gives back what it gets, and everything else is the module's.
     """
 
-    def __init__(
-        self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None
-    ) -> None:
+    def __init__(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> None:
         self._module = module
         self.to_q, self.to_k, self.to_v = _Given(q), _Given(k), _Given(v)
         self.to_out = _AsItIs()
@@ -98,17 +84,17 @@ class StandIn:
 
 
 class _Given:
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
 
-    def __call__(self, *_: Any, **__: Any) -> torch.Tensor:
+    def __call__(self, *_: Any, **__: Any) -> Tensor:
         return self._tensor
 
 
 class _AsItIs:
     """A module, or a sequence of a projection and a dropout, that does nothing."""
 
-    def __call__(self, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    def __call__(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
         return x
 
     def __iter__(self) -> Iterator[_AsItIs]:
@@ -134,10 +120,7 @@ class ForwardOnStandIn(KnownAttention):
     def scale(self, module: nn.Module, width: int) -> float:
         return float(module.scale) if self.by_attribute else width**-0.5
 
-    def attend(
-        self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None,
-        kwargs: dict[str, Any],
-    ) -> torch.Tensor:  # fmt: skip
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, kwargs: Kwargs) -> Tensor:
         """What the module's ``forward`` makes of them; a bias, of those that take one, is its mask ``[B, 1, 1, G]``."""
         mask = {} if bias is None else {"mask": bias[:, None]}
         return type(module).forward(StandIn(module, q, k, v), q, context=k, **mask)

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
 from . import registry
-from .known import ForwardOnStandIn
+from .known import ForwardOnStandIn, Kwargs
 
 
 class _Sgm(ForwardOnStandIn):
     """sgm's: tokens may be added to the picture's, which only its own ``forward`` can keep apart."""
 
-    def problem(self, module: nn.Module, kwargs: dict[str, Any]) -> str | None:
+    def problem(self, module: nn.Module, kwargs: Kwargs) -> str | None:
         return "additional tokens came along" if kwargs.get("additional_tokens") is not None else None
 
 
 class _SgmOfTorch(_Sgm):
     """sgm's by torch's function, which gets the mask as it is."""
 
-    def takes_bias(self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+    def takes_bias(self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, kwargs: Kwargs) -> bool:
         return True
 
 

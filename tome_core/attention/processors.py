@@ -1,20 +1,18 @@
 """The attention processors of diffusers, known by their classes' names: this package imports torch alone.
 
-Each is `Attention` of ``diffusers.models.attention_processor`` with what one processor computes in it. The module's
-methods and projections are called, the processor is not.
+Each is diffusers' `Attention` with what one processor computes in it. The processor itself is not called.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from . import registry
-from .known import KnownAttention, LeftAlone
+from .known import KnownAttention, Kwargs, LeftAlone
 
 _WHERE = "diffusers.models.attention_processor"
 
@@ -25,13 +23,13 @@ class _Processor(KnownAttention):
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def problem(self, module: nn.Module, kwargs: dict[str, Any]) -> str | None:
+    def problem(self, module: nn.Module, kwargs: Kwargs) -> str | None:
         """What attentions outside of transformer blocks have."""
         norms = module.group_norm is not None or module.spatial_norm is not None or module.norm_cross is not None
         more = norms or module.residual_connection or module.rescale_output_factor != 1.0
         return "it norms, scales or adds its input" if more else None
 
-    def finish(self, module: nn.Module, out: torch.Tensor) -> torch.Tensor:
+    def finish(self, module: nn.Module, out: Tensor) -> Tensor:
         projection, dropout = module.to_out
         return dropout(projection(out))
 
@@ -39,21 +37,16 @@ class _Processor(KnownAttention):
 class _ByTorch(_Processor):
     """``AttnProcessor2_0``: heads are normed where the module has norms, then torch's function."""
 
-    def queries(self, module: nn.Module, x: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+    def queries(self, module: nn.Module, x: Tensor, kwargs: Kwargs) -> Tensor:
         return _normed(module, module.norm_q, module.to_q(x))
 
-    def keys_and_values(
-        self, module: nn.Module, keys: torch.Tensor, values: torch.Tensor, kwargs: dict[str, Any]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys_and_values(self, module: nn.Module, keys: Tensor, values: Tensor, kwargs: Kwargs) -> tuple[Tensor, Tensor]:
         return _normed(module, module.norm_k, module.to_k(keys)), module.to_v(values)
 
-    def takes_bias(self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+    def takes_bias(self, module: nn.Module, q: Tensor, k: Tensor, kwargs: Kwargs) -> bool:
         return True
 
-    def attend(
-        self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None,
-        kwargs: dict[str, Any],
-    ) -> torch.Tensor:  # fmt: skip
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, kwargs: Kwargs) -> Tensor:
         batch, heads = q.shape[0], module.heads
         q, k, v = (one.view(batch, -1, heads, one.shape[-1] // heads).transpose(1, 2) for one in (q, k, v))
         mask = None if bias is None else bias[:, None]
@@ -64,12 +57,10 @@ class _ByTorch(_Processor):
 class _Fused(_ByTorch):
     """``FusedAttnProcessor2_0``: one projection makes queries, keys and values."""
 
-    def queries(self, module: nn.Module, x: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+    def queries(self, module: nn.Module, x: Tensor, kwargs: Kwargs) -> Tensor:
         return _normed(module, module.norm_q, _part(module.to_qkv, x, 0))
 
-    def keys_and_values(
-        self, module: nn.Module, keys: torch.Tensor, values: torch.Tensor, kwargs: dict[str, Any]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys_and_values(self, module: nn.Module, keys: Tensor, values: Tensor, kwargs: Kwargs) -> tuple[Tensor, Tensor]:
         fused = module.to_qkv
         return _normed(module, module.norm_k, _part(fused, keys, 1)), _part(fused, values, 2)
 
@@ -77,7 +68,7 @@ class _Fused(_ByTorch):
 class _Invoke(_ByTorch):
     """InvokeAI's: diffusers' own for self-attention; masks of regions and image prompts are of the prompt's."""
 
-    def problem(self, module: nn.Module, kwargs: dict[str, Any]) -> str | None:
+    def problem(self, module: nn.Module, kwargs: Kwargs) -> str | None:
         """Norms of heads are among them, which it does not apply."""
         normed = module.norm_q is not None or module.norm_k is not None
         return "its heads have norms" if normed else super().problem(module, kwargs)
@@ -93,30 +84,23 @@ class _ByOwnScale(_Processor):
 class _ByScores(_ByOwnScale):
     """``AttnProcessor``: the module's own scores, then one product."""
 
-    def takes_bias(self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+    def takes_bias(self, module: nn.Module, q: Tensor, k: Tensor, kwargs: Kwargs) -> bool:
         return True
 
-    def attend(
-        self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None,
-        kwargs: dict[str, Any],
-    ) -> torch.Tensor:  # fmt: skip
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, kwargs: Kwargs) -> Tensor:
         q, k, v = (module.head_to_batch_dim(one) for one in (q, k, v))
         if bias is not None:  # ``[B*H, 1, G]``, in the dtype that the module's scores have
             bias = (bias.float() if module.upcast_attention else bias).repeat_interleave(module.heads, 0)
         return module.batch_to_head_dim(self._weighed(module, q, k, v, bias))
 
-    def _weighed(
-        self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _weighed(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
         return torch.bmm(module.get_attention_scores(q, k, bias), v)
 
 
 class _InSlices(_ByScores):
     """``SlicedAttnProcessor``: so many heads at once as its ``slice_size`` says."""
 
-    def _weighed(
-        self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _weighed(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
         step, parts = module.processor.slice_size, []
         for start in range(0, q.shape[0], step):
             piece = slice(start, start + step)
@@ -128,17 +112,14 @@ class _InSlices(_ByScores):
 class _ByXformers(_ByOwnScale):
     """``XFormersAttnProcessor``, which gives xformers the module's scale, and never a bias."""
 
-    def attend(
-        self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None,
-        kwargs: dict[str, Any],
-    ) -> torch.Tensor:  # fmt: skip
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, kwargs: Kwargs) -> Tensor:
         attention = importlib.import_module("xformers.ops").memory_efficient_attention
         q, k, v = (module.head_to_batch_dim(one).contiguous() for one in (q, k, v))
         out = attention(q, k, v, attn_bias=None, op=module.processor.attention_op, scale=module.scale)
         return module.batch_to_head_dim(out.to(q.dtype))
 
 
-def _part(fused: nn.Module, x: torch.Tensor, number: int) -> torch.Tensor:
+def _part(fused: nn.Module, x: Tensor, number: int) -> Tensor:
     """One third of what a projection makes: 0 is queries, 1 keys, 2 values. Cut off where something was put on it."""
     if type(fused) is not nn.Linear or "forward" in vars(fused) or fused._forward_hooks or fused._forward_pre_hooks:
         return fused(x).chunk(3, -1)[number]
@@ -146,7 +127,7 @@ def _part(fused: nn.Module, x: torch.Tensor, number: int) -> torch.Tensor:
     return F.linear(x, fused.weight.chunk(3)[number], bias)
 
 
-def _normed(module: nn.Module, norm: nn.Module | None, flat: torch.Tensor) -> torch.Tensor:
+def _normed(module: nn.Module, norm: nn.Module | None, flat: Tensor) -> Tensor:
     """Each head, where there is a norm for it."""
     if norm is None:
         return flat

@@ -88,10 +88,7 @@ def _with_tail(role: str, x: torch.Tensor, wide: float, plan: MergePlan) -> torc
 
 
 def _tail(role: str, wide: float, extra: int, plan: MergePlan, dtype: torch.dtype) -> torch.Tensor:
-    """The extra channels, ``[B or 1, G or 1, 1, extra]``.
-
-    Of keys a high and a low part, whose sum halves the error in half precision.
-    """
+    """``[B or 1, G or 1, 1, extra]``; of keys a high and a low part, whose sum halves the error in half precision."""
     if role == "k":
         high = plan.finite_logits.to(dtype)
         low = (plan.finite_logits - high.float()).to(dtype)
