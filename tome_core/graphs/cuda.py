@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-
-
-class _Streams(NamedTuple):
-    """Of one device. They stay, because libraries take memory for each stream that they see."""
-
-    warming: torch.cuda.Stream
-    recording: torch.cuda.Stream
 
 
 class CudaGraphs:
@@ -23,7 +16,8 @@ class CudaGraphs:
 
     def __init__(self) -> None:
         self._pool: Any = None
-        self._streams: dict[int, _Streams] = {}
+        # of each device one to warm up and one to record in; they stay: libraries take memory for each that they see
+        self._streams: dict[int, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
         self._done: torch.cuda.Event | None = None
 
     def why_not(self, latent: torch.Tensor) -> str:
@@ -48,7 +42,7 @@ class CudaGraphs:
 
     def warm_up(self, call: Callable[[], Any]) -> None:
         """In a stream aside, as torch wants it: kernels are compiled and chosen, and libraries take their memory."""
-        here, aside = torch.cuda.current_stream(), self._streams_here().warming
+        here, (aside, _) = torch.cuda.current_stream(), self._streams_here()
         aside.wait_stream(here)
         with torch.cuda.stream(aside):
             call()
@@ -61,13 +55,13 @@ class CudaGraphs:
         """
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        graph, stream = torch.cuda.CUDAGraph(), self._streams_here().recording
+        graph, (_, stream) = torch.cuda.CUDAGraph(), self._streams_here()
         with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
             out = call()
         return graph.replay, out
 
-    def _streams_here(self) -> _Streams:
+    def _streams_here(self) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
         device = torch.cuda.current_device()
         if device not in self._streams:
-            self._streams[device] = _Streams(torch.cuda.Stream(), torch.cuda.Stream())
+            self._streams[device] = torch.cuda.Stream(), torch.cuda.Stream()
         return self._streams[device]

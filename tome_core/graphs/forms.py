@@ -35,10 +35,7 @@ class _Items(NamedTuple):  # names: of a dict's
 
 
 def take_apart(value: Any) -> tuple[Form, list[torch.Tensor]]:
-    """Its form and its tensors, of arguments, results and plans. Raises Unrecordable for what might change unseen.
-
-    A plan comes with all that was derived from it so far: what is kept is not made again.
-    """
+    """Its form and its tensors, a plan's derived ones too. Raises Unrecordable for what might change unseen."""
     tensors: list[torch.Tensor] = []
     return _form(value, tensors), tensors
 

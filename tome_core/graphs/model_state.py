@@ -20,11 +20,10 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 class ModelState:
-    """A model as it is now. It is looked at once, and compared at every call.
+    """A model as it is now, to be compared at every call. problem: why its calls cannot be recorded, "" where they can.
 
-    problem: why its calls cannot be recorded, "" where they can. (Not for what wraps the model itself, which may lie
-    above a capture.) Holds what it has looked at, so that nothing else can come to lie at an address that a graph reads
-    while nobody has noticed that it is gone.
+    What wraps the model itself does not count, it may lie above a capture. What was looked at is held, so that nothing
+    else comes to lie at an address that a graph reads.
     """
 
     def __init__(self, model: nn.Module) -> None:

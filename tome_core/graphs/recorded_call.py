@@ -1,8 +1,7 @@
 """One call of a UNet, recorded: when it may be replayed, and how.
 
-What a merged call does depends on what earlier steps have left. So while a call is recorded, all that it asks of them
-is noted with the answers, and it is replayed where the same questions have the same answers: whether there is a match,
-whether it is young enough, and in which form. Nothing else of a call is decided by what it finds.
+What a merged call does depends on what earlier steps have left, and on nothing else that it finds. So its questions are
+noted with their answers (is there a match, is it young enough, in which form), and it is replayed where they are equal.
 """
 
 from __future__ import annotations
@@ -97,11 +96,7 @@ class NotedPlans:
 
 
 class RecordedCall:
-    """latents: the shape of those of the call. kind: "plain" where nothing of ours is in it, "merged" where nothing is
-    kept, "new", "renewed" or "kept".
-
-    used: the ordinal of its latest use.
-    """
+    """latents: their shape. kind: as `Capture.graphs` has it. used: the ordinal of its latest use."""
 
     def __init__(
         self, latents: tuple[int, ...], inputs: list[torch.Tensor], forward: Callable[[NotedPlans | None], Any],

@@ -105,7 +105,9 @@ class Replayer:
     ) -> RecordedCall:
         self._make_room()
         switch = site.switch
-        inputs = _inputs_like(given, latent.device)
+        with torch.inference_mode(False):  # whoever calls later may write into them
+            # on the device of the latents: what a call copies there from its host, no graph could
+            inputs = [torch.empty_like(one, device=latent.device, requires_grad=False) for one in given]
         args, kwargs = put_together(form, inputs)
         for to, value in zip(inputs, given, strict=True):
             to.copy_(value)
@@ -170,9 +172,3 @@ def _with_tensor_time(args: tuple, kwargs: dict[str, Any], device: torch.device)
     if len(args) > 1:
         return (args[0], tensor, *args[2:]), kwargs
     return args, {**kwargs, next(name for name in TIME_NAMES if name in kwargs): tensor}
-
-
-def _inputs_like(given: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """On the device of the latents: what a call copies there from its host, no graph could."""
-    with torch.inference_mode(False):  # whoever calls later may write into them
-        return [torch.empty_like(one, device=device, requires_grad=False) for one in given]

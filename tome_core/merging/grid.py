@@ -44,8 +44,7 @@ class Draw(NamedTuple):
 def cells(grid: Grid, sy: int, sx: int, device: torch.device, st: int = 1) -> Cells:
     """Cut the grid into ``sy x sx`` cells, row by row, of ``st`` frames.
 
-    Tokens beyond the last whole cell go to ``rest``. A grid smaller than a cell is one cell of its own size
-    along that side, so there is always at least one.
+    Tokens beyond the last whole cell go to ``rest``. A side that is smaller than a cell's is one cell, so there is one.
     """
     frames, height, width = grid.frames, grid.height // grid.frames, grid.width
     st, sy, sx = min(st, frames), min(sy, height), min(sx, width)
@@ -83,10 +82,7 @@ _MOST = 64  # of what is remembered
 
 
 def fixed(make: Callable[..., tuple[torch.Tensor, ...]], x: torch.Tensor, *args: Hashable) -> tuple[torch.Tensor, ...]:
-    """``make(*args, device of x)``, remembered: it is the same each time.
-
-    Not inside a compiled graph, a CUDA graph or a tracer, whose tensors do not outlive it.
-    """
+    """``make(*args, device of x)``, remembered, but not what a compiled graph, a CUDA graph or a tracer makes."""
     plain = type(x) is torch.Tensor and not x.is_meta and not torch.compiler.is_compiling()
     if not plain or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
         return make(*args, x.device)

@@ -1,9 +1,8 @@
 """Steps of a match as one GPU kernel each, where Triton is there.
 
-Optional all through: Triton is asked for when the first tensor on a GPU comes by, and where it is missing, does
-not compile or does not run, torch's operators do the same (equal up to the order in which numbers are added).
-``TOME_CORE_TRITON=0`` in the environment does without it. While torch.compile traces, torch's operators are taken:
-the compiler makes its own kernels of them.
+Optional: Triton is asked for when the first tensor on a GPU comes by. Where it is missing, fails, or is not wanted
+(``TOME_CORE_TRITON=0`` in the environment), and while torch.compile traces, torch's operators do the same, equal up to
+the order in which numbers are added.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ _COUNTED_UP_TO = 2**26
 # Pairs of scores up to which ranking by comparing all with all beats a sort, which is 4 launches and more: estimated,
 # 16,384 tokens take 60 us on a GPU of 132 processors.
 _COMPARED_UP_TO = 2**28
-_NO_MEMORY = (torch.cuda.OutOfMemoryError, MemoryError)
 _asked = False
 _kernels: ModuleType | None = None
 _why_off = ""
@@ -82,8 +80,7 @@ def best_keys(
     float16's range, as directions and means of such queries are.
     """
     batch, count = keys.shape[0], x.shape[1] if rows is None else rows.shape[1]
-    score = torch.empty(batch, count, dtype=torch.float32, device=keys.device)
-    index = torch.empty(batch, count, dtype=torch.int64, device=keys.device)
+    score, index = (torch.empty(batch, count, dtype=kind, device=keys.device) for kind in (torch.float32, torch.int64))
     x, rows = x.expand(batch, -1, -1), None if rows is None else rows.expand(batch, -1)
     return (score, index) if ran(x, "best_keys", x, rows, keys, bias, score, index, lengths) else None
 
@@ -221,7 +218,7 @@ def ran(x: torch.Tensor, name: str, *arguments: Any) -> bool:
         with backend.device_of(x):  # Triton launches on the current device, whatever the tensors' is
             getattr(kernels, name)(*arguments)
         return True
-    except _NO_MEMORY:  # passes: torch's operators may still find some, or say themselves that there is none
+    except (torch.cuda.OutOfMemoryError, MemoryError):  # passes: torch's operators may find some, or say that none is
         return False
     except Exception as error:  # no C compiler, too old a GPU, too little shared memory: each its own type
         _give_up(error)

@@ -71,11 +71,8 @@ class MergePlan:
         if num_groups < 1:
             raise ValueError(f"num_groups is {num_groups}; it has to be at least 1")
         if representative is not None and representative.shape[1] != num_groups:
-            shape = tuple(representative.shape)
-            raise ValueError(f"representative is {shape}; it has to be [B or 1, {num_groups}]")
-        self.group = group
-        self.num_groups = num_groups
-        self.representative = representative
+            raise ValueError(f"representative is {tuple(representative.shape)}; it has to be [B or 1, {num_groups}]")
+        self.group, self.num_groups, self.representative = group, num_groups, representative
         # Derived on first use and kept: one plan merges several tensors of one block.
         self._rows: torch.Tensor | None = None
         self._own_segments: tuple[torch.Tensor, torch.Tensor] | None = None  # of the samples that it has rows for
@@ -146,10 +143,8 @@ class MergePlan:
         return self._mean(x.reshape(batch * tokens, channels), batch).view(batch, self.num_groups, channels)
 
     def centres(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The means of ``x [B, N, C]`` to search for the nearest by, ``[B, G, C]``, and what is added to products.
-
-        Minus half the squared length, float32 ``[B, G]``; minus infinity for an empty group. Not differentiable. None
-        where no kernel gives both at once.
+        """The means of ``x [B, N, C]``, ``[B, G, C]``, and minus half their squared lengths, float32 ``[B, G]``, minus
+        infinity for an empty group. Not differentiable. None where no kernel gives both at once.
         """
         self._check(x, self.num_tokens, "tokens")
         batch, tokens, channels = x.shape
@@ -192,9 +187,8 @@ class MergePlan:
                 # By sorting: atomics on CUDA are refused under torch.use_deterministic_algorithms.
                 self._sizes = self._sorted()[1].diff().view(-1, self.num_groups).float()
             else:
-                shape = (self.group.shape[0], self.num_groups)
-                zeros = torch.zeros(shape, dtype=torch.float32, device=self.group.device)
-                self._sizes = zeros.scatter_add(1, self.group, torch.ones_like(self.group, dtype=torch.float32))
+                ones = torch.ones_like(self.group, dtype=torch.float32)
+                self._sizes = ones.new_zeros(len(ones), self.num_groups).scatter_add(1, self.group, ones)
         return self._sizes
 
     def _mean(self, flat: torch.Tensor, batch: int) -> torch.Tensor:
@@ -216,10 +210,7 @@ class MergePlan:
         return kernels.mean_rows(flat, *self._sorted(flat.dtype), self.group.numel(), bias, values)
 
     def _counted_by_kernel(self, dtype: torch.dtype = torch.float32) -> bool:
-        """Order, offsets, sizes and their logarithms from one kernel, where there is one.
-
-        dtype: in which the logarithms will be wanted.
-        """
+        """Order, offsets, sizes and their logarithms, in this dtype too, from one kernel, where there is one."""
         found = kernels.segments(self.group, self.num_groups, EMPTY_LOGIT, dtype)
         if found is None:
             return False
@@ -228,12 +219,10 @@ class MergePlan:
         return True
 
     def _check(self, x: torch.Tensor, count: int, what: str) -> None:
-        fits = x.dim() == 3 and x.shape[1] == count and self.group.shape[0] in (1, x.shape[0])
-        if not fits:
-            raise ValueError(
-                f"tensor is {tuple(x.shape)}, the plan's group {tuple(self.group.shape)}: "
-                f"expected [{self.group.shape[0] if self.group.shape[0] > 1 else 'B'}, {count} {what}, C]"
-            )
+        rows = self.group.shape[0]
+        if x.dim() != 3 or x.shape[1] != count or rows not in (1, x.shape[0]):
+            raise ValueError(f"tensor is {tuple(x.shape)}, the plan's group {tuple(self.group.shape)}: "
+                             f"expected [{rows if rows > 1 else 'B'}, {count} {what}, C]")
 
     def _flat_groups(self, batch: int) -> torch.Tensor:
         if self._rows is None or self._rows.shape[0] != batch * self.num_tokens:
@@ -293,10 +282,7 @@ def _segments(group: torch.Tensor, num_groups: int) -> tuple[torch.Tensor, torch
 
 
 def _segment_mean_by_add(x: torch.Tensor, group: torch.Tensor, divisors: torch.Tensor) -> torch.Tensor:
-    """Mean of the rows of each group by adding them up in order.
-
-    Bit-equal from run to run on a CPU, where rows are added one after the other; on CUDA it is not.
-    """
+    """Mean of the rows of each group, added one after the other: on a CPU of equal bits from run to run."""
     exact = x if x.dtype in (torch.float32, torch.float64) else x.float()
     total = exact.new_zeros(divisors.shape[0], x.shape[1])
     if x.device.type in _WITHOUT_INDEX_ADD:
@@ -307,8 +293,5 @@ def _segment_mean_by_add(x: torch.Tensor, group: torch.Tensor, divisors: torch.T
 
 
 def _segment_mean_by_bag(x: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Mean of the rows of each group, every group summed by one thread in a fixed order.
-
-    For CUDA, where adding rows with atomics gives other bits from run to run; stays one kernel when compiled.
-    """
+    """Mean of the rows of each group, each summed by one thread in a fixed order: of equal bits on CUDA, too."""
     return F.embedding_bag(order, x, offsets, mode="mean", include_last_offset=True)

@@ -39,10 +39,7 @@ class Latents(NamedTuple):
 
 
 class GridCall(NamedTuple):
-    """One call of a transformer: the UNet call it belongs to, its batch and token grid, and what is decided for it.
-
-    shared: what its blocks match once for all of them, by the rule's id.
-    """
+    """One call of a transformer in the UNet's. shared: what its blocks match once for all of them, by the rule's id."""
 
     call: Call
     batch: int

@@ -17,10 +17,9 @@ from .late_pass import boundary_in
 
 
 class InForce(NamedTuple):
-    """What holds at a moment. rules: by level, for a picture of unknown size; live: of any level and size, in order;
+    """What holds at a moment. rules: by level, for a picture of unknown size; live: of any level and size, in order.
 
-    why_off: by level, why nothing merges where there is no rule. phase: "early" or "late", of rules that know an early
-    phase; "" of others, and where the time is not known.
+    why_off: by level, why nothing merges. phase: "early" or "late"; "" of rules without one, or at an unknown time.
     """
 
     rules: tuple[LevelRules, ...]
@@ -30,11 +29,7 @@ class InForce(NamedTuple):
 
 
 class Clock:
-    """Tells the rules in force from the time.
-
-    downsamples: of each level. schedule: the model's own, None where it is not known: then times are Stable
-    Diffusion's.
-    """
+    """Tells the rules in force from the time. schedule: the model's own; where it is not known, Stable Diffusion's."""
 
     def __init__(self, config: MergeConfig, downsamples: Sequence[int], schedule: NoiseSchedule | None = None) -> None:
         self.rules = plain_rules(config, downsamples)

@@ -12,10 +12,8 @@ from .gate import pays, pays_in_mlp
 
 
 class Merging(NamedTuple):
-    """How one part merges.
-
-    side: of self-attention. mode: see `MergePlan.merge`. sized: merged keys are to know their sizes. corrected: what
-    they lose to first order is given back.
+    """How one part merges. side: of self-attention; mode: see `MergePlan.merge`; sized: merged keys know their sizes;
+    corrected: what they lose is given back.
     """
 
     rule: MergeRule
@@ -26,10 +24,7 @@ class Merging(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """How each part of a block merges, None where it does not.
-
-    why_not: where none does, the reason, else "".
-    """
+    """How each part of a block merges, None where it does not. why_not: where none does, the reason, else ""."""
 
     attn: Merging | None
     crossattn: Merging | None
@@ -38,10 +33,7 @@ class Decision(NamedTuple):
 
 
 def decide(rules: LevelRules, why_off: str, tokens: int, channels: int, device: str) -> Decision:
-    """Of the rules in force, those that pay at this size.
-
-    why_off: the reason where no rule is in force. tokens, channels: of the blocks. device: its type ("cpu", "cuda").
-    """
+    """Of the rules in force, those that pay at this size. why_off: where none is in force. device: its type."""
     attn, crossattn, mlp = rules
     if attn is None and crossattn is None and mlp is None:
         return Decision(None, None, None, why_off)

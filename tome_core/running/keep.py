@@ -22,10 +22,8 @@ class Guidance(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """What calls have in common that see the same latents at the same time.
-
-    copies: of the latents, in this call's batch. matched: which of them a match is made from. call: the ordinal of the
-    first that saw them.
+    """What calls have in common that see the same latents at the same time. copies: of these, in this call's batch;
+    matched: which of them a match is made from; call: the ordinal of the first that saw them.
     """
 
     copies: int
@@ -54,8 +52,7 @@ class Found(NamedTuple):
 class KeptPlans:
     """What one call of the UNet finds of earlier ones, and leaves for later ones.
 
-    ordinal: the call's number among those at its time, which are several where a host splits a batch or a picture; or
-    a name of its own, where its host gives it one.
+    ordinal: the call's number among those at its time, several where a host splits a batch or a picture; or its name.
     look: what it has in common with others, for who matches; None where nobody says that it has, or it is not so.
     """
 
@@ -68,10 +65,7 @@ class KeptPlans:
     def find(
         self, key: tuple, rule: Any, device: torch.device, renews: bool, shared: Shared | None = None
     ) -> Found | None:
-        """What was kept under the key by this rule, on this device. renews: of what is too old use is made as well.
-
-        shared: what is asked for serves all copies of these latents, else this call alone.
-        """
+        """What was kept by this rule, on this device. renews: use is made of what is too old; shared: by all copies."""
         old = self.plans.get(self._whole(key, shared))
         if old is None or old.rule is not rule or old.device != device:
             return None
@@ -94,9 +88,8 @@ class KeptPlans:
 class Sampling:
     """Which sampling is going on, at which time.
 
-    A picture must not depend on the picture before it. So plans are kept within a sampling that somebody from
-    outside has named, by the shape of the call and by its ordinal: tiles of one size, and the halves of a split
-    batch, look alike otherwise.
+    A picture must not depend on the one before. So plans are kept within a sampling that somebody has named, by the
+    call's shape and ordinal: tiles of one size, and the halves of a split batch, look alike otherwise.
     """
 
     def __init__(self) -> None:

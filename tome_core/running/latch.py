@@ -22,27 +22,17 @@ Rules = tuple[LevelRules, ...]
 
 
 class Verdict:
-    """On a kind of call. opens: True merges, False does not, None leaves it to the number of tokens.
-
-    gain: what was measured of it, where that decided.
-    """
+    """On a kind of call. opens: None leaves it to the number of tokens. gain: measured of it, where that decided."""
 
     def __init__(self, opens: bool | None, why_not: str = "", gain: Gain | None = None) -> None:
         self.opens, self.why_not, self.gain = opens, why_not, gain
         self.decided: dict[tuple, tuple[Rules, tuple[str, ...]]] = {}
 
-    def decide(self, rules: Rules, why_off: tuple[str, ...], left: Rules) -> tuple[Rules, tuple[str, ...]]:
-        """What is left of the rules, and why a level has none."""
-        changed = zip(why_off, rules, left, strict=True)
-        why_not = (why if before == after else self.why_not for why, before, after in changed)
-        return left, why_off if self.opens else tuple(why_not)
-
 
 class Latch:
-    """gains: of this model and these rules. blocks: (down-sampling, channels) of each block of the model.
+    """gains: of this model and these rules; used: those that decided, in order. blocks: (down-sampling, channels) each.
 
     always: merge in calls of every kind, without asking: that is what a measurement is made of.
-    used: the gains that have decided something, in the order in which they did.
     """
 
     def __init__(self, gains: Sequence[Gain], blocks: Sequence[tuple[int, int]], always: bool = False) -> None:
@@ -67,11 +57,13 @@ class Latch:
             return rules, why_off
         if verdict.gain is not None:
             self.used[verdict.gain] = None
-        # the rules are kept by their clock, so that no other object gets their id
-        decided = verdict.decided.get((id(rules), why_off))
-        if decided is None:
-            decided = verdict.decided[id(rules), why_off] = verdict.decide(rules, why_off, gated(rules, verdict.opens))
-        return decided
+        key = (id(rules), why_off)  # the rules are kept by their clock, so that no other object gets their id
+        if key not in verdict.decided:
+            left = gated(rules, verdict.opens)
+            changed = zip(why_off, rules, left, strict=True)
+            why_not = (why if before == after else verdict.why_not for why, before, after in changed)
+            verdict.decided[key] = left, why_off if verdict.opens else tuple(why_not)
+        return verdict.decided[key]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_found": {}}  # a copy's rules are other objects

@@ -1,9 +1,8 @@
 """Where the early phase ends in a pass that begins late (image to image, inpainting, a hires pass) or has few steps.
 
-What a mark promises is a share of the steps, which a boundary by time does not keep there. The steps of a late pass are
-the later ones of a schedule, so almost all would be late: at half of the noise the mark balanced left .10 of the work
-in place of .0625. Of four steps it left one late where a share of 1.5 was promised, so the picture changed more than in
-twenty. There the boundary goes to where the promised share of the pass's own steps is left.
+A mark promises a share of the steps, which a boundary by time does not keep there: of a pass from half of the noise on
+balanced left .10 of the work in place of .0625, and of four steps one late where 1.5 were promised. There the boundary
+goes to where the promised share of the pass's own steps is left.
 """
 
 from __future__ import annotations
@@ -11,9 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-# the timestep from which on a pass is a whole picture, to which the measured boundary belongs. A tenth of the schedule
-# moves the work by a tenth. Schedules with leading spacing begin late (951 for 20 steps), and a model with zero
-# terminal SNR at 880 where its sigmas begin at Stable Diffusion's 14.6, as Karras' and AYS' do
+# the timestep from which on a pass is a whole picture: schedules with leading spacing begin late (951 for 20 steps), a
+# model with zero terminal SNR at 880 where its sigmas begin at Stable Diffusion's 14.6, as Karras' and AYS' do
 WHOLE_FROM = 850.0
 FEW = 8  # steps up to which half a step weighs too much to be rounded away
 _ALL = 1000.0  # timesteps of a schedule

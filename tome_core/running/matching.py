@@ -26,8 +26,7 @@ _TOGETHER_RATIO, _TOGETHER_CELL = 0.5, 2
 class Asked(NamedTuple):
     """What a part asks for: plans for ``x``, the input ``[B, N, C]`` of its block, by a rule.
 
-    together: for queries, keys and values at once, whose sizes are not to count, whatever the rule says. whole: the
-    keys and values of all tokens, where what merging loses of them is to be corrected.
+    together: for q, k and v at once, whose sizes are not to count. whole: where what merging loses is to be corrected.
     """
 
     block: nn.Module
@@ -75,11 +74,9 @@ class Matcher:
         return Plans(plan) if plan is None else Plans(plan, self._match_queries(asked))
 
     def _match(self, asked: Asked, made: Pair | None) -> MergePlan | None:
-        rule = asked.rule
-        options = MatchOptions(
-            rule.constant_ratio, rule.sx, rule.sy, self._draw(asked), rule.cluster_on,
-            0 if asked.together else rule.refine, rule.metric in BY_DISTANCE,
-        )  # fmt: skip
+        rule, draw, refine = asked.rule, self._draw(asked), 0 if asked.together else asked.rule.refine
+        by_distance = rule.metric in BY_DISTANCE
+        options = MatchOptions(rule.constant_ratio, rule.sx, rule.sy, draw, rule.cluster_on, refine, by_distance)
         return METHODS[rule.method].match(_tokens_to_compare(asked, made), asked.outer.grid, options)
 
     def _renew(self, asked: Asked, made: Pair | None, old: MergePlan) -> MergePlan:

@@ -11,10 +11,9 @@ from .tensors import is_transformed
 
 
 class CallMemory:
-    """A checkpoint runs a block again during the backward pass, when the UNet's call is over.
+    """A checkpoint runs a block again during the backward pass, when the UNet's call is over, and others may have been.
 
-    The UNet may have been called at another size and time since. The block's input is kept alive until then, so its
-    address tells which call it was. calls: by address, the latest last.
+    The block's input is kept alive until then, so its address tells which call it was. calls: by it, the latest last.
     """
 
     LIMIT = 4096

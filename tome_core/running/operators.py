@@ -41,10 +41,7 @@ class Operators:
         self._place = f"_{namespace}_operators"
 
     def number_of(self, site: Any) -> torch.Tensor:
-        """A number by which a graph names the site: int64 ``[1]`` on the CPU.
-
-        As a tensor it is an input of the graph, which then serves all sites that look alike.
-        """
+        """A number by which a graph names the site, int64 ``[1]`` on the CPU: its input, so that it serves others."""
         shared = sys.modules.get(self._place) or sys.modules.setdefault(self._place, self._nothing_yet())
         if shared.library is None:
             shared.library = self._defined(shared.sites)
@@ -72,10 +69,7 @@ class Operators:
         return made
 
     def _defined(self, sites: Sites) -> torch.library.Library | None:
-        """None where torch cannot be told of them, which is tried again at the next site.
-
-        It looks through all modules there are, and a host may hold one that raises when it is looked at.
-        """
+        """None where torch, which looks through all modules, meets one that raises; the next site tries it again."""
         library = torch.library.Library(self.namespace, "DEF")
         try:
             for name, operator in self._operators.items():

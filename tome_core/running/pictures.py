@@ -25,15 +25,10 @@ class Scope:
 
 
 class Pictures(threading.local):
-    """What each thread knows of the picture it makes: pipelines that share a UNet may run at once.
-
-    scopes: samplings, the latest last. told: the step of the UNet's next call, as the scheduler gave it. kept: what a
-    call of a compiled UNet may use.
-    """
+    """What each thread knows of the picture it makes: pipelines that share a UNet may run at once."""
 
     def __init__(self) -> None:
-        self.timesteps = Timesteps()
-        self.sampling = Sampling()
-        self.scopes: list[Scope] = []
-        self.told: Step | None = None
-        self.kept: KeptPlans | None = None
+        self.timesteps, self.sampling = Timesteps(), Sampling()
+        self.scopes: list[Scope] = []  # samplings, the latest last
+        self.told: Step | None = None  # the step of the UNet's next call, as the scheduler gave it
+        self.kept: KeptPlans | None = None  # what a call of a compiled UNet may use

@@ -20,8 +20,7 @@ _GUIDES = ("do_classifier_free_guidance", "do_perturbed_attention_guidance")
 class SchedulerClock(Wrap):
     """Around ``scheduler.scale_model_input``, which every pipeline calls with the timestep before the UNet.
 
-    For UNets that are compiled as a whole and cannot look at their own arguments, and for timesteps that the UNet
-    gets as copies. Others find the timestep among their arguments, also after the scheduler was exchanged.
+    For UNets that are compiled as a whole and cannot look at their arguments, and for timesteps that come as copies.
     """
 
     def __init__(self, scheduler: Any, run: Run) -> None:
@@ -37,10 +36,9 @@ class SchedulerClock(Wrap):
 
 
 class SamplingScope(Wrap):
-    """Around ``pipeline.progress_bar``, with which every pipeline brackets its denoising loop.
+    """Around ``pipeline.progress_bar``, with which every pipeline brackets its loop: one picture, or one batch of them.
 
-    One loop is one picture, or one batch of them. (``pipeline(...)`` itself is looked up on its class, so a wrap of
-    that would have to change the class of the user's object.)
+    (``pipeline(...)`` itself is looked up on its class, which a wrap of it would have to change.)
     """
 
     def __init__(self, pipeline: Any, run: Run) -> None:
@@ -76,8 +74,7 @@ class _Bar:
     """A progress bar that begins and ends a sampling with itself."""
 
     def __init__(self, bar: Any, sampling: Callable[[], AbstractContextManager[None]]) -> None:
-        self._bar, self._sampling = bar, sampling
-        self._scope: Any = None
+        self._bar, self._sampling, self._scope = bar, sampling, None
 
     def __enter__(self) -> Any:
         self._scope = self._sampling()

@@ -29,11 +29,7 @@ _MOST_DECISIONS = 1024  # kept; pictures of ever new sizes must not fill the mem
 
 
 class Run:
-    """What a patch knows while it is in force.
-
-    config: the settings. downsamples: of each level. schedule: ties the scales of time together; None on a bare UNet,
-    which knows its timestep alone.
-    """
+    """What a patch knows while it is in force. downsamples: of each level. schedule: None on a bare UNet."""
 
     def __init__(
         self, config: MergeConfig, downsamples: Sequence[int], schedule: NoiseSchedule | None, ledger: Ledger
@@ -160,10 +156,7 @@ class Run:
         return Call(self, thread, timestep, rules, why_off, kept, begun, now.phase)
 
     def begin_in_graph(self, timestep: Any, latent: torch.Tensor) -> None:
-        """A call of a UNet that is compiled as a whole has begun; what it may use of earlier ones is `kept_in_graph`.
-
-        As `begin` has them. Which rules are in force is in the graph.
-        """
+        """As `begin`, of a UNet that is compiled as a whole; what it may use of earlier calls is `kept_in_graph`."""
         mine = self._mine
         mine.kept = None
         if is_captured(latent):
@@ -174,10 +167,7 @@ class Run:
         mine.kept = sampling.next_call(latent, self._guidance_in(latent))
 
     def keep_in_graph(self, call: Call) -> Call:
-        """A call that a graph has begun, whose end nobody tells: what it may use of earlier ones is `kept_in_graph`.
-
-        Until the next begins, or the sampling ends.
-        """
+        """A call that a graph has begun: what it may use of earlier ones is `kept_in_graph` until the next begins."""
         self._mine.kept = call.kept
         return call._replace(kept=None)
 

@@ -54,10 +54,8 @@ class Search:
         return plans
 
     def _shared(self, kept: KeptPlans, shared: Shared) -> tuple[Plans, Kept]:
-        """The match of one copy of the latents serves all of them, in this call and in others at its time.
-
-        Guidance multiplies the difference of two predictions, and so how differently merging has changed them. A batch
-        that its host cuts gets what the whole one gets, where the copy that is matched comes first.
+        """The match of one copy of the latents serves all of them, in this call and in others at its time: guidance
+        multiplies how differently merging has changed its two predictions.
         """
         count = self.batch // shared.copies
         key, rows = self.key(count), slice(shared.matched * count, (shared.matched + 1) * count)
@@ -66,7 +64,8 @@ class Search:
             match = old.kept
         else:
             match = kept.store(key, self.match(rows, old and old.kept.plans), self.rule, self.device, shared)
-        return self.corrected(_of_copies(match.plans, shared.copies)), match
+        of_copies = (one and one.repeated(shared.copies) for one in match.plans[:2])  # of one picture they serve any
+        return self.corrected(Plans(*of_copies)), match
 
 
 def stamp_of(time: object, x: torch.Tensor) -> torch.Tensor | None:
@@ -80,8 +79,3 @@ def stamp_of(time: object, x: torch.Tensor) -> torch.Tensor | None:
     if count in (1, batch):
         return time
     return time.repeat_interleave(batch // count) if batch % count == 0 else time[:1]
-
-
-def _of_copies(plans: Plans, copies: int) -> Plans:
-    """The plans of ``[P, N, C]`` for ``[copies * P, N, C]``; of one picture they serve any number."""
-    return Plans(*(None if one is None else one.repeated(copies) for one in plans[:2]))

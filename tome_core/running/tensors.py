@@ -20,10 +20,7 @@ def is_mapped() -> bool:
 
 
 def common_value(timestep: Any) -> float | None:
-    """The timestep as a number; None where the samples of a batch are at different times, or it has no value.
-
-    Only asked for where the time matters and nobody told it, because on a GPU the answer waits for the device.
-    """
+    """The timestep as a number, for which a GPU is waited; None where samples differ in it, or it has no value."""
     if not torch.is_tensor(timestep):
         return None if timestep is None else float(timestep)
     if timestep.is_meta or is_transformed(timestep):

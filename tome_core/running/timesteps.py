@@ -13,8 +13,8 @@ _LONGEST = 4096  # a longer tensor is no schedule
 class Timesteps:
     """Tells what a step's timestep stands for without waiting for the device.
 
-    What pipelines hand around is a view of one element of their scheduler's timesteps, so these are brought to the CPU
-    once for a picture. They are held, so that no other tensor can come to lie where they are.
+    Pipelines hand around views of their scheduler's timesteps, which are brought to the CPU once for a picture, and
+    held, so that no other tensor comes to lie where they are.
     """
 
     def __init__(self) -> None:
@@ -23,10 +23,7 @@ class Timesteps:
         self._meanings: list[Any] = []
 
     def look(self, timestep: Any, meanings: Callable[[list[float]], list[Any]]) -> Any | None:
-        """What the step means; None for what is no element of a schedule.
-
-        meanings: from the values of a whole schedule to what each stands for; asked once for a schedule.
-        """
+        """What the step means, by ``meanings`` of its whole schedule, asked once; None for no element of a schedule."""
         if type(timestep) is not torch.Tensor or timestep.is_meta or (timestep.numel() != 1 and any(timestep.stride())):
             return None
         storage = timestep.untyped_storage()
@@ -44,9 +41,8 @@ class Timesteps:
 
     def _holds(self, timestep: torch.Tensor) -> bool:
         held = self._steps
-        if held is None or (held.dtype, held.device) != (timestep.dtype, timestep.device):
-            return False
-        same = held.untyped_storage().data_ptr() == timestep.untyped_storage().data_ptr()
+        alike = held is not None and (held.dtype, held.device) == (timestep.dtype, timestep.device)
+        same = alike and held.untyped_storage().data_ptr() == timestep.untyped_storage().data_ptr()
         return same and self._version == _version(timestep)
 
 

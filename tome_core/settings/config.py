@@ -1,8 +1,7 @@
 """What to merge, where and when: rules, and what holds for all of them; frozen, and checked when it is built.
 
-Every field carries its own label, help, range and step: the form of all hosts and the table of docs/settings.md are
-made from them. Shares of the schedule, its betas, an early phase and deep MLPs are settings of the whole: `Clock` and
-`plain_rules` make of them what rules can say.
+The form of all hosts and the table of docs/settings.md are made from the fields. What is a setting of the whole,
+`Clock` and `plain_rules` make into what rules can say.
 """
 
 from __future__ import annotations

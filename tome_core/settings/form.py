@@ -9,7 +9,7 @@ shown, what people read for each of the choices; beside_strength, true where a s
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -22,14 +22,11 @@ UNSET = -1.0  # a number's way to say None, which neither a slider nor an infote
 
 
 class Field(NamedTuple):
-    """One setting as people see it.
+    """One setting as people see it. name: theirs for it; setting: the engine's.
 
-    name: theirs for it. setting: the engine's keyword.
     choices, meanings: what people read and what the engine takes for each; empty where anything in a range goes.
-    minimum, maximum, step: of a control. A step that is a whole number allows whole numbers alone.
-    limit: the most that is taken; None where there is no limit.
-    may_be_unset: `UNSET` stands for None.
-    advanced: rarely wanted. beside_strength: a strength leaves it as it is.
+    minimum, maximum, step: of a control; a whole step allows whole numbers alone. limit: the most that is taken; None:
+    there is none. may_be_unset: `UNSET` is None. advanced: rarely wanted. beside_strength: a strength leaves it.
     """
 
     name: str
@@ -66,12 +63,6 @@ class Field(NamedTuple):
         return int(value) if is_whole else value
 
 
-def fields_of(described: Iterable[Mapping[str, Any]]) -> tuple[Field, ...]:
-    """The fields of these settings, as `config.describe_settings` has them, in their places."""
-    placed = (one for one in described if "place" in one)
-    return tuple(_field_of(one) for one in sorted(placed, key=itemgetter("place")))
-
-
 def _field_of(described: Mapping[str, Any]) -> Field:
     setting, meanings = described["name"], described.get("choices", ())
     facts = {name: value for name, value in described.items() if name in Field._fields} | {
@@ -87,7 +78,8 @@ def _field_of(described: Mapping[str, Any]) -> Field:
     return Field(**facts)
 
 
-FIELDS = fields_of(describe_settings())
+_PLACED = sorted((one for one in describe_settings() if "place" in one), key=itemgetter("place"))
+FIELDS = tuple(map(_field_of, _PLACED))
 NAMES = tuple(one.name for one in FIELDS)
 
 

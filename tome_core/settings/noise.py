@@ -1,8 +1,7 @@
 """How much noise a scheduler's steps have, whatever it counts them in.
 
-Schedulers number their steps in training steps, in logarithms of sigma, in angles. What all of them mean is a share of
-noise, so each step is read as the timestep at which Stable Diffusion's schedule has the same log-SNR, and limits in
-timesteps mean the same everywhere.
+Schedulers count in training steps, in logarithms of sigma, in angles. Each step is read as the timestep at which Stable
+Diffusion's schedule has the same log-SNR, so that limits in timesteps mean the same everywhere.
 """
 
 from __future__ import annotations
@@ -24,10 +23,7 @@ _TINY = 1e-12
 
 
 class Step(NamedTuple):
-    """One step of a sampling.
-
-    timestep: Stable Diffusion's at the same log-SNR. percent: of the schedule that the model was trained with.
-    """
+    """One of a sampling. timestep: Stable Diffusion's at the same log-SNR. percent: of the model's own schedule."""
 
     timestep: float
     percent: float
@@ -56,11 +52,7 @@ class SchedulerNoise:
         return getattr(self._pipeline(), "scheduler", None)
 
     def __reduce__(self) -> tuple:
-        return _nobodys, ()  # a copy of the UNet has no pipeline
-
-
-def _nobodys() -> None:
-    return None
+        return type(None), ()  # a copy of the UNet has no pipeline
 
 
 def by_timestep(value: float) -> Step:
@@ -69,10 +61,7 @@ def by_timestep(value: float) -> Step:
 
 
 def own_schedule(scheduler: Any) -> NoiseSchedule | None:
-    """The schedule that the model was trained with, where the scheduler knows it.
-
-    What a scheduler without ``alphas_cumprod`` calls betas are its steps' own.
-    """
+    """The one that the model was trained with. Betas of a scheduler without ``alphas_cumprod`` are its steps' own."""
     betas = getattr(scheduler, "betas", None)
     trained = torch.is_tensor(getattr(scheduler, "alphas_cumprod", None))
     if not trained or not torch.is_tensor(betas) or betas.dim() != 1:

@@ -1,7 +1,4 @@
-"""An early phase and a deep MLP are rules of their own before those of a config, and a ramp is a few.
-
-Whatever merges knows rules only.
-"""
+"""An early phase and a deep MLP are rules of their own before those of a config, and a ramp is a few."""
 
 from __future__ import annotations
 

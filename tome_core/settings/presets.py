@@ -1,9 +1,8 @@
 """Strength: one number for how much of the picture may change for how much time, and names for four of them.
 
-What a strength stands for was measured for each layout of models: UNets that attend at their finest level
-(`strength_table`), UNets that do not, as SDXL's (`sdxl_table`), and transformers (`transformer_table`). It resolves to
-a `MergeConfig`, whose values can be shown, changed and stored. The tables before today's are kept by version, so that
-an old picture reproduces.
+It resolves to a `MergeConfig`, as was measured for each layout of models: UNets that attend at their finest level
+(`strength_table`), UNets that do not, as SDXL's (`sdxl_table`), and transformers (`transformer_table`). The tables
+before today's are kept by version, so that an old picture reproduces.
 """
 
 from __future__ import annotations
@@ -70,10 +69,7 @@ def _curve(version: int | None, layout: str) -> Curve:
 
 
 def refine_of(cell: int) -> int:
-    """k-means steps after a match in cells of this side: the fewer keys, the cheaper a step and the more it gains.
-
-    Among the keys that cells of 4x4 leave, a new match every second step costs less and gains more.
-    """
+    """k-means steps after a match in cells of this side: the fewer keys, the cheaper and the better a step."""
     return 3 if cell == 8 else 0
 
 

@@ -1,7 +1,4 @@
-"""One rule: what is merged, in which blocks, at which times; frozen, and checked when it is built.
-
-Its times are Stable Diffusion's timesteps. `setting` says what a field carries.
-"""
+"""One rule, frozen, and checked when it is built. Its times are Stable Diffusion's timesteps."""
 
 from __future__ import annotations
 

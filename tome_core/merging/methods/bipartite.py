@@ -104,9 +104,6 @@ def _plan(best: Best, sources: torch.Tensor, destinations: torch.Tensor, removed
 
 
 METHOD = Method(
-    name="bipartite",
-    summary="one destination per cell; the most similar tokens merge into theirs (ToMe, arXiv 2303.17604)",
-    match=match,
-    keeps_cells=True,
-    compares=True,
-)
+    "bipartite", "one destination per cell; the most similar tokens merge into theirs (ToMe, arXiv 2303.17604)", match,
+    keeps_cells=True, compares=True,
+)  # fmt: skip

@@ -97,7 +97,5 @@ def _fill_empty(group: torch.Tensor, distance: torch.Tensor, count: int) -> torc
 
 
 METHOD = Method(
-    name="cluster",
-    summary="k-means on the tokens or on their similarity to the image's mean; every cluster merges",
-    match=match,
+    "cluster", "k-means on the tokens or on their similarity to the image's mean; every cluster merges", match
 )

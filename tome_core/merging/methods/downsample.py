@@ -32,11 +32,6 @@ def match(x: torch.Tensor, grid: Grid, options: MatchOptions) -> MergePlan | Non
 
 
 METHOD = Method(
-    name="downsample",
-    summary="keys and values on a coarser grid, sx times sy fewer (ToDo, arXiv 2402.13573)",
-    match=match,
-    sides=("kv",),
-    mode="pick",
-    uses_ratio=False,
-    keeps_cells=True,
-)
+    "downsample", "keys and values on a coarser grid, sx times sy fewer (ToDo, arXiv 2402.13573)", match,
+    sides=("kv",), mode="pick", uses_ratio=False, keeps_cells=True,
+)  # fmt: skip

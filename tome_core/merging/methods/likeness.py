@@ -59,11 +59,8 @@ def directions(rows: torch.Tensor) -> torch.Tensor:
 
 
 def make_comparable(score: torch.Tensor, x: torch.Tensor, rows: torch.Tensor, by_distance: bool) -> torch.Tensor:
-    """From a search's scores to the cosine, or to minus half the squared distance, which compare between rows.
-
-    score: ``[B, Q]``, as the search left it: without the row's own length, which decides nothing about one row.
-    x: ``[B, N, C]``; rows: int64 ``[B or 1, Q]``, which tokens were searched for. Returns ``[B, Q]``; higher is more
-    alike.
+    """From a search's scores ``[B, Q]``, which lack the row's own length, to the cosine, or to minus half the squared
+    distance, which compare between rows. x: ``[B, N, C]``; rows: int64 ``[B or 1, Q]``, which tokens were searched for.
     """
     length = torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
     length = length.gather(1, rows.expand(x.shape[0], -1))
