@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import tome_core
-from demo.source import Source
+from demo.source import OnStep, Source
 
 
-def told_times(
-    source: Source, steps: int, merging: tome_core.Patch, on_step: Callable[[], None]
-) -> Callable[[], None]:
-    """An `on_step` for one picture: tells the time of the step that comes next, then calls the given one.
-
-    The first step's time is told at once.
-    """
+def told_times(source: Source, steps: int, merging: tome_core.Patch, on_step: OnStep) -> OnStep:
+    """An `on_step` for one picture: tells the next step's time, then calls the given one; tells the first's at once."""
     times, sampling = iter(source.timesteps(steps) or ()), object()
 
     def tell() -> None:

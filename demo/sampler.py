@@ -20,9 +20,7 @@ def solver_config(model: SceneModel) -> dict[str, Any]:
     return {name: value for name, value in model.scheduler.items() if name != "clip_sample"}
 
 
-def solver(
-    model: SceneModel, steps: int, timesteps: Sequence[int] | None = None
-) -> DPMSolverMultistepScheduler:
+def solver(model: SceneModel, steps: int, timesteps: Sequence[int] | None = None) -> DPMSolverMultistepScheduler:
     """A fresh solver for one picture; the model's own noise schedule, `steps` of it, the noisiest one first.
 
     timesteps: these instead of `steps` evenly spaced ones.
@@ -34,16 +32,9 @@ def solver(
 
 @torch.no_grad()
 def sample(
-    model: SceneModel,
-    tokens: list[int],
-    seed: int,
-    *,
-    steps: int = 20,
-    guidance: float = GUIDANCE,
-    timesteps: Sequence[int] | None = None,
-    start: torch.Tensor | None = None,
-    on_step: Callable[[], None] | None = None,
-    on_picture: Callable[[np.ndarray], None] | None = None,
+    model: SceneModel, tokens: list[int], seed: int, *, steps: int = 20, guidance: float = GUIDANCE,
+    timesteps: Sequence[int] | None = None, start: torch.Tensor | None = None,
+    on_step: Callable[[], None] | None = None, on_picture: Callable[[np.ndarray], None] | None = None,
 ) -> np.ndarray:
     """One picture, uint8 [H, W, 3], of six `tokens`.
 
@@ -54,8 +45,7 @@ def sample(
     """
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
-    side, channels = model.side, model.channels
-    latent = torch.randn(1, channels, side, side, generator=generator).to(device)
+    latent = torch.randn(1, model.channels, model.side, model.side, generator=generator).to(device)
     pair = torch.tensor([tokens, [NULL_TOKEN] * len(tokens)], device=device)
     scheduler = solver(model, steps, timesteps)
     if start is not None:

@@ -1,10 +1,14 @@
-"""Where pictures come from: the embedded model or the user's own, behind one small interface."""
+"""Where pictures come from: the embedded model or the user's own, behind one small interface.
+
+name, device; target: what `tome_core.patch` gets; prompts: what to paint where nothing is asked for; prompt_row: which
+row of the model's batch of two is the prompt's. `timesteps` are of a picture's steps, None where the target knows them
+by itself; `picture` gives uint8 [H, W, 3], the same for equal arguments.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,29 +22,8 @@ LONG_PROMPTS = (
     "a narrow street in an old town after rain, lanterns, reflections",
     "a bowl of fruit on a wooden table, still life, morning light",
 )
-
-
+OnStep = Callable[[], None]
 OnPicture = Callable[[np.ndarray], None]  # gets the unfinished picture after a step
-
-
-class Source(Protocol):
-    """`target` is what `tome_core.patch` gets; `picture` gives uint8 [H, W, 3], the same for equal arguments.
-
-    prompts: what to paint where nothing is asked for. prompt_row: which row of the model's batch of
-    two is the prompt's. timesteps: of a picture's steps, where the target does not know them by itself, else None.
-    """
-
-    name: str
-    prompts: tuple[str, ...]
-    device: torch.device
-    target: object
-    prompt_row: int
-
-    def timesteps(self, steps: int) -> list[float] | None: ...
-
-    def picture(
-        self, text: str, seed: int, steps: int, on_step: Callable[[], None], on_picture: OnPicture | None = None
-    ) -> np.ndarray: ...
 
 
 class Embedded:
@@ -53,12 +36,10 @@ class Embedded:
         self.model = model.load(path).to(device)
         self.target = self.model.network
 
-    def timesteps(self, steps: int) -> list[float] | None:
+    def timesteps(self, steps: int) -> list[float]:
         return sampler.solver(self.model, steps).timesteps.tolist()
 
-    def picture(
-        self, text: str, seed: int, steps: int, on_step: Callable[[], None], on_picture: OnPicture | None = None
-    ) -> np.ndarray:
+    def picture(self, text: str, seed: int, steps: int, on_step: OnStep, on_picture: OnPicture | None = None):
         tokens = prompt.tokens(text)
         return sampler.sample(self.model, tokens, seed, steps=steps, on_step=on_step, on_picture=on_picture)
 
@@ -78,15 +59,15 @@ class UserPipeline:
             hint = "" if config or checkpoint.kind == "folder" else (
                 "; a single file brings no configuration and no tokenizer, which are looked up online where nothing is "
                 "cached: to do without, give --config DIR, a diffusers folder of the same family (without weights)")
-            raise ValueError(f"{checkpoint.path} could not be loaded: {_first_line(error)}{hint}") from error
+            reason = next(iter(str(error).strip().splitlines()), "no reason given")
+            raise ValueError(
+                f"{checkpoint.path} could not be loaded: {type(error).__name__}: {reason}{hint}") from error
         self.target.set_progress_bar_config(disable=True)
 
-    def timesteps(self, steps: int) -> list[float] | None:
+    def timesteps(self, steps: int) -> None:
         return None  # a patched pipeline follows its own scheduler
 
-    def picture(
-        self, text: str, seed: int, steps: int, on_step: Callable[[], None], on_picture: OnPicture | None = None
-    ) -> np.ndarray:
+    def picture(self, text: str, seed: int, steps: int, on_step: OnStep, on_picture: OnPicture | None = None):
         def after_step(pipe, step, timestep, tensors):
             on_step()
             return tensors
@@ -116,5 +97,4 @@ def _load_file(checkpoint: Checkpoint, config: Path | None):
     return family.from_single_file(str(checkpoint.path), config=config and str(config), local_files_only=bool(config))
 
 
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), 'no reason given')}"
+Source = Embedded | UserPipeline
