@@ -5,43 +5,36 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from demo import checkpoint, cores, prompt
 
-ROOT = Path(__file__).resolve().parent.parent
-OUTPUT = ROOT / "demo-output" / "comparison.png"
+OUTPUT = Path(__file__).resolve().parents[1] / "demo-output" / "comparison.png"
 PICTURES = 1  # within a minute of a CPU
 BALANCED = 0.5  # the mark of `tome_core.settings.presets.DEFAULT`, which would need torch
-BLOCK_REPEATS = 3
 
 
 def number(name: str, low: int, high: int, remedy: str):
     """A parser for a whole number in low..high."""
 
     def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = None
-        if value is None or not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{text!r} is no {name}; allowed is a whole number from {low} to {high}, "
-                                             f"{remedy}")
-        return value
+        with suppress(ValueError):
+            if low <= int(text) <= high:
+                return int(text)
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no {name}; allowed is a whole number from {low} to {high}, {remedy}")
 
     return parse
 
 
 def strength(text: str) -> float:
     """A parser for a strength; NaN and infinities are none."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no strength; allowed is a number from 0, which is off, to 1, "
-                                         "such as 0.5")
-    return value
+    with suppress(ValueError):
+        if 0 <= float(text) <= 1:
+            return float(text)
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is no strength; allowed is a number from 0, which is off, to 1, such as 0.5")
 
 
 STEPS = number("number of steps", 1, 1000, "such as 20")
@@ -51,8 +44,7 @@ SEED = number("seed", 0, 2**31, "such as 0")
 def parser() -> argparse.ArgumentParser:
     """The options; `install.py demo` passes everything on to them."""
     made = argparse.ArgumentParser(
-        prog="demo",
-        description="Pictures from the same seeds: without merging, and at one strength or several.",
+        prog="demo", description="Pictures from the same seeds: without merging, and at one strength or several."
     )
     add = made.add_argument
     add("--strength", type=strength, action="append", metavar="S",
@@ -60,8 +52,7 @@ def parser() -> argparse.ArgumentParser:
              "several (default: 0.25, 0.5 and 1)")
     add("--pictures", type=number("number of pictures", 1, 64, "such as 4"), metavar="N",
         help=f"how many pictures each setting makes (default {PICTURES}, or one for each --prompt)")
-    add("--steps", type=STEPS, default=20, metavar="N",
-        help="solver steps a picture (default 20)")
+    add("--steps", type=STEPS, default=20, metavar="N", help="solver steps a picture (default 20)")
     add("--seed", type=SEED, default=0, metavar="N",
         help="seed of the first picture; the next ones count up (default 0)")
     add("--prompt", action="append", metavar="TEXT",
@@ -161,22 +152,22 @@ def _run(options: argparse.Namespace, source) -> None:
     from demo import picture, sheet, table
     from tome_core.bench.command import time_block
 
-    texts = options.prompt or list(source.prompts)
-    wanted = picture.orders(texts, options.pictures, options.seed)
-    ways = picture.variants(dict.fromkeys(options.strength or picture.STRENGTHS))
-    with tqdm(total=options.steps * len(wanted) * len(ways), unit="step") as bar:
-        columns = picture.compare(source, wanted, options.steps, ways, bar.update, bar.set_description)
+    texts = options.prompt or source.prompts
+    wanted = [picture.Order(texts[i % len(texts)], options.seed + i) for i in range(options.pictures)]
+    strengths = (None, *dict.fromkeys(options.strength or picture.STRENGTHS))
+    with tqdm(total=options.steps * len(wanted) * len(strengths), unit="step") as bar:
+        columns = picture.compare(source, wanted, options.steps, strengths, bar.update, bar.set_description)
         bar.set_description("done")
     title = f"Token merging, {source.name}, {options.steps} steps on {source.device}"
     verdict = table.verdict(columns, on_cpu=source.device.type == "cpu")
     sheet.write(sheet.draw(columns, wanted, title, verdict), options.output)
     print(f"{title}, {len(wanted)} picture{'s' * (len(wanted) > 1)} each\n\n{table.table(columns)}\n")
     for column in columns[1:] if options.report else ():
-        print(f"{column.variant.name}: {column.report}\n")
+        print(f"{column.name}: {column.report}\n")
     print(verdict)
     if options.block:
         print("Timing one SD1.5-sized block ...", file=sys.stderr)
-        print(table.Block(picture.BALANCED.name, *time_block(BLOCK_REPEATS)))
+        print(table.block(picture.heading(BALANCED), *time_block()))
     print(f"\nThe pictures side by side: {options.output.resolve()}")
 
 

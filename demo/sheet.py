@@ -1,4 +1,4 @@
-"""The comparison picture: a column for each variant, a row for each prompt, what differs below it, a judgement."""
+"""The comparison picture: a column for each strength, a row for each prompt, what differs below it, a judgement."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from demo.likeness import psnr
-from demo.picture import Column, Order, detail, speed_up
+from demo.picture import Column, Order, detail, nearness, speed_up
 
 SMALLEST, LARGEST = 256, 512  # px of a picture on the sheet; smaller ones are enlarged by whole pixels
 GAP, TITLE, HEAD, LINE = 8, 44, 82, 26
 PAPER, INK, FAINT = (250, 250, 248), (20, 20, 20), (95, 95, 95)
 AMPLIFY = 8
+_font = ImageFont.load_default
 
 
 def difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -27,7 +27,7 @@ def shown_size(height: int, width: int) -> tuple[int, int]:
     if max(height, width) > LARGEST:
         scale = LARGEST / max(height, width)
         return round(height * scale), round(width * scale)
-    times = max(1, -(-SMALLEST // max(height, width)))
+    times = -(-SMALLEST // max(height, width))
     return height * times, width * times
 
 
@@ -42,7 +42,7 @@ def cell(row: int, column: int, size: tuple[int, int]) -> tuple[int, int, int, i
 
 
 def draw(columns: list[Column], wanted: list[Order], title: str, sentence: str) -> Image.Image:
-    """The whole sheet: each variant's pictures, the unmerged ones first, below each merged one its difference to
+    """The whole sheet: each column's pictures, the unmerged ones first, below each merged one its difference to
     the unmerged, below that of the unmerged its prompt, and the sentence below all of it.
     """
     size = shown_size(*columns[0].pictures[0].shape[:2])
@@ -54,7 +54,7 @@ def draw(columns: list[Column], wanted: list[Order], title: str, sentence: str) 
     pen.multiline_text((GAP, bottom + GAP), "\n".join(foot), INK, _font(18), spacing=LINE - 18)
     for position, column in enumerate(columns):
         left = cell(0, position, size)[0]
-        pen.text((left, TITLE), column.variant.name, INK, _font(20))
+        pen.text((left, TITLE), column.name, INK, _font(20))
         for line, note in enumerate(_notes(columns[0], column)):
             pen.text((left, TITLE + 28 + 22 * line), note, FAINT, _font(16))
         for row, (plain, picture) in enumerate(zip(columns[0].pictures, column.pictures, strict=True)):
@@ -71,9 +71,8 @@ def _notes(plain: Column, column: Column) -> list[str]:
     time = f"{np.median(column.wall):.2f} s"
     if column is plain:
         return [f"{time} a picture"]
-    near = np.mean([psnr(a, b) for a, b in zip(plain.pictures, column.pictures, strict=True)])
     return [f"{time}, {speed_up(plain.wall, column.wall):.2f} times as fast",
-            f"PSNR {near:.1f} dB, {detail(plain.pictures, column.pictures):.0%} of the detail"]
+            f"PSNR {nearness(plain, column):.1f} dB, {detail(plain.pictures, column.pictures):.0%} of the detail"]
 
 
 def _label(pen: ImageDraw.ImageDraw, order: Order, box: tuple[int, int, int, int]) -> None:
@@ -98,14 +97,8 @@ def _wrap(text: str, font: ImageFont.FreeTypeFont, width: int) -> list[str]:
     return lines
 
 
-def _font(size: int) -> ImageFont.FreeTypeFont:
-    return ImageFont.load_default(size)
-
-
 def _fit(picture: np.ndarray, size: tuple[int, int]) -> Image.Image:
     image = Image.fromarray(picture)
-    if image.size == size[::-1]:
-        return image
     how = Image.Resampling.NEAREST if image.height < size[0] else Image.Resampling.LANCZOS
     return image.resize(size[::-1], how)
 

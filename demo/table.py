@@ -2,41 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from statistics import mean, median
 
-from demo.likeness import psnr, ssim
-from demo.picture import Column, detail, speed_up
+from demo.likeness import ssim
+from demo.picture import Column, detail, nearness, speed_up
 
 GAIN = 1.05  # below five per cent nobody notices, and a busy machine's noise is as large
 # of PSNR in dB: about 40 is where people stop to tell pictures apart side by side
 SEEN = ((40, "not to be seen"), (33, "small"), (27, "to be seen"), (float("-inf"), "large"))
-BLOCK = "one SD1.5-sized block (4096 tokens, 320 channels, batch 2, float32 on the CPU)"
+BLOCK = "One SD1.5-sized block (4096 tokens, 320 channels, batch 2, float32 on the CPU)"
 
 
-@dataclass(frozen=True)
-class Block:
-    """Seconds for one SD1.5-sized transformer block without and with merging; merging: its name."""
-
-    merging: str
-    plain: float
-    merged: float
-
-    @property
-    def gain(self) -> float:
-        return self.plain / self.merged
-
-    def __str__(self) -> str:
-        times = f"{self.plain * 1000:.0f} ms without merging, {self.merged * 1000:.0f} ms with {self.merging}"
-        if self.gain < GAIN:
-            return f"{BLOCK[0].upper()}{BLOCK[1:]}: {times}. Merging gains nothing there on this machine."
-        return f"{BLOCK[0].upper()}{BLOCK[1:]}: {times}, {self.gain:.2f} times as fast."
+def block(merging: str, plain: float, merged: float) -> str:
+    """The sentence on one SD1.5-sized transformer block: seconds without merging, and with the one of this name."""
+    gain = plain / merged
+    said = ". Merging gains nothing there on this machine." if gain < GAIN else f", {gain:.2f} times as fast."
+    return f"{BLOCK}: {plain * 1000:.0f} ms without merging, {merged * 1000:.0f} ms with {merging}{said}"
 
 
 def table(columns: list[Column]) -> str:
-    """One line a variant; times are medians over the pictures, PSNR and SSIM means to the unmerged pictures, detail is
-    gradient energy beside theirs.
-    """
+    """A line for each column: the pictures' median times, their mean PSNR and SSIM to the unmerged ones, and detail."""
     heads = ("", "time", "speed-up", "CPU time", "CPU speed-up", "PSNR", "SSIM", "detail")
     lines = [heads, *(_line(column, columns[0]) for column in columns)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(heads))]
@@ -44,19 +29,13 @@ def table(columns: list[Column]) -> str:
 
 
 def _line(column: Column, plain: Column) -> tuple[str, ...]:
-    start = (column.variant.name, f"{median(column.wall):.2f} s")
-    if column is plain:
-        return (*start, "1.00", f"{median(column.cpu):.2f} s", "1.00", "-", "-", "-")
-    pairs = list(zip(plain.pictures, column.pictures, strict=True))
-    return (
-        *start,
-        f"{speed_up(plain.wall, column.wall):.2f}",
-        f"{median(column.cpu):.2f} s",
-        f"{speed_up(plain.cpu, column.cpu):.2f}",
-        f"{mean(psnr(a, b) for a, b in pairs):.1f} dB",
-        f"{mean(ssim(a, b) for a, b in pairs):.3f}",
+    likeness = ("-", "-", "-") if column is plain else (
+        f"{nearness(plain, column):.1f} dB",
+        f"{mean(ssim(a, b) for a, b in zip(plain.pictures, column.pictures, strict=True)):.3f}",
         f"{detail(plain.pictures, column.pictures):.0%}",
     )
+    return (column.name, f"{median(column.wall):.2f} s", f"{speed_up(plain.wall, column.wall):.2f}",
+            f"{median(column.cpu):.2f} s", f"{speed_up(plain.cpu, column.cpu):.2f}", *likeness)  # fmt: skip
 
 
 def verdict(columns: list[Column], on_cpu: bool) -> str:
@@ -71,16 +50,11 @@ def verdict(columns: list[Column], on_cpu: bool) -> str:
     height, width = columns[0].pictures[0].shape[:2]
     if gain < GAIN:
         pictures = (f"Merging gains nothing on these {width}x{height} px pictures on this machine: the best setting, "
-                    f"{best.variant.name}, was {gain:.2f} times as fast as no merging{effort}. "
+                    f"{best.name}, was {gain:.2f} times as fast as no merging{effort}. "
                     "The smaller the picture, the less of its time is attention.")
     else:
         pictures = (f"Merging made these {width}x{height} px pictures up to {gain:.2f} times as fast "
-                    f"on this machine, with {best.variant.name}{effort}.")
-    return f"{pictures} {_change_sentence(columns[0], best)}"
-
-
-def _change_sentence(plain: Column, best: Column) -> str:
-    near = mean(psnr(a, b) for a, b in zip(plain.pictures, best.pictures, strict=True))
+                    f"on this machine, with {best.name}{effort}.")
+    near, kept = nearness(columns[0], best), detail(columns[0].pictures, best.pictures)
     seen = next(word for least, word in SEEN if near >= least)
-    kept = detail(plain.pictures, best.pictures)
-    return f"Its difference is {seen} (PSNR {near:.0f} dB), {kept:.0%} of the detail is kept."
+    return f"{pictures} Its difference is {seen} (PSNR {near:.0f} dB), {kept:.0%} of the detail is kept."

@@ -17,7 +17,7 @@ from tests import tiny_pipeline
 
 ROOT = Path(__file__).parents[2]
 STEPS = 2
-WAYS = picture.variants(picture.STRENGTHS)
+NAMES = [picture.heading(strength) for strength in (None, *picture.STRENGTHS)]
 
 
 def test_equal_pictures_are_infinitely_alike_and_a_known_difference_has_its_psnr():
@@ -28,19 +28,18 @@ def test_equal_pictures_are_infinitely_alike_and_a_known_difference_has_its_psnr
 
 def columns_with(plain, merged):
     blank = [np.zeros((8, 8, 3), np.uint8)] * len(plain)
-    made = ((picture.UNMERGED, plain), (picture.BALANCED, merged))
-    return [picture.Column(variant, blank, seconds, seconds) for variant, seconds in made]
+    return [picture.Column(strength, blank, seconds, seconds) for strength, seconds in ((None, plain), (0.5, merged))]
 
 
 def test_a_loss_is_called_a_loss():
     assert "gains nothing" in table.verdict(columns_with([1.0, 1.0], [1.2, 1.3]), on_cpu=True)
-    assert "gains nothing" in str(table.Block("this", 1.0, 1.1))
+    assert "gains nothing" in table.block("this", 1.0, 1.1)
 
 
 def test_a_gain_is_told_with_its_size_and_where_it_was_measured():
     text = table.verdict(columns_with([2.0, 2.0, 2.0], [1.0, 1.0, 9.0]), on_cpu=False)
     assert "2.00 times as fast" in text and "gains nothing" not in text
-    assert "1.50 times as fast" in str(table.Block("this", 3.0, 2.0))
+    assert "1.50 times as fast" in table.block("this", 3.0, 2.0)
 
 
 def test_the_change_is_judged_by_how_far_the_pictures_are_apart_and_detail_by_its_share():
@@ -84,16 +83,15 @@ def shown(path, row, column):
 def test_the_demo_ends_well_and_says_how_far_it_is_and_where_the_picture_is(whole_run):
     done, path = whole_run
     assert done.returncode == 0, done.stderr
-    assert all(f"picture 2 of 2, {variant.name}" in done.stderr for variant in WAYS)
+    assert all(f"picture 2 of 2, {name}" in done.stderr for name in NAMES)
     assert str(path) in done.stdout
     assert not list(path.parent.glob("*.part"))
 
 
 def test_the_table_has_a_line_for_every_setting(whole_run):
     text = whole_run[0].stdout
-    names = [variant.name for variant in WAYS]
-    assert names == ["no merging", "strength 0.25 (quality)", "strength 0.5 (balanced)", "strength 1 (max)"]
-    for name in names[1:]:
+    assert NAMES == ["no merging", "strength 0.25 (quality)", "strength 0.5 (balanced)", "strength 1 (max)"]
+    for name in NAMES[1:]:
         line = rf"{re.escape(name)} +[\d.]+ s +[\d.]+ +[\d.]+ s +[\d.]+ +[\d.]+ dB +[01]\.\d+ +\d+%\n"
         assert re.search(line, text), text
         assert f"{name}: Token merging" in text
@@ -124,8 +122,8 @@ def test_the_readme_shows_the_sheet_of_the_demo_as_it_is():
     """A new layout asks for a new picture: python install.py demo --output demo/demo.png"""
     first = ROOT / re.search(r"!\[.*?\]\((.*?)\)", (ROOT / "README.md").read_text(encoding="utf-8"))[1]
     with Image.open(first) as image:
-        assert image.width == sheet.cell(0, len(WAYS), (256, 256))[0]
-    for column in range(1, len(WAYS)):
+        assert image.width == sheet.cell(0, len(NAMES), (256, 256))[0]
+    for column in range(1, len(NAMES)):
         differs = sheet.difference(shown(first, 0, 0), shown(first, 0, column))
         assert differs.any() and np.array_equal(shown(first, 1, column), differs)
     assert first.stat().st_size < 1e6
