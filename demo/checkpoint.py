@@ -88,13 +88,23 @@ def _inspect_folder(path: Path) -> Checkpoint:
             raise ValueError(f"{path} holds pickled weights: {WHY_NOT_PICKLED}; convert the model as .safetensors")
         raise ValueError(f"{path} has no model_index.json, so it is no diffusers folder; give the folder that has "
                          "one, or a single .safetensors file")
-    parts = _parts(index)
+    # a part that is there is [library, class]
+    parts = [name for name, entry in _read_json(index).items()
+             if isinstance(entry, list) and entry and entry[0] is not None]  # fmt: skip
     if "unet" not in parts:
         raise ValueError(f"{path} holds a model without a UNet (its parts: {', '.join(parts) or 'none'}); "
                          "merging works on Stable Diffusion's UNets")
-    for name in parts:
-        _refuse_pickled(path / name)
-    _refuse_code(path, parts)
+    for part in (path / name for name in parts):
+        files = list(part.glob("*"))
+        pickled = [file.name for file in files if file.suffix.lower() in PICKLED]
+        if pickled and not any(file.suffix == ".safetensors" for file in files):
+            raise ValueError(f"{part} holds only pickled weights ({pickled[0]}): {WHY_NOT_PICKLED}; "
+                             "download or convert the model as .safetensors")
+    # older diffusers import modules that a local folder brings along, without asking
+    code = [file for folder in (path, *(path / name for name in parts)) for file in folder.glob("*.py")]
+    if code:
+        raise ValueError(f"{code[0]} is Python code inside the model, which loading it could run; "
+                         "use a model without code of its own, or move that file away if the model does not need it")
     unet = _read_json(path / "unet" / "config.json")
     _refuse_extra_channels(path, unet.get("in_channels", 4), unet.get("out_channels", 4))
     return Checkpoint(path, "folder", _variant(path / "unet"))
@@ -107,28 +117,6 @@ def _read_json(path: Path) -> dict:
         raise FileNotFoundError(f"{path} is missing: the model is incomplete, get it again") from None
     except ValueError as error:
         raise ValueError(f"{path} does not read as JSON ({error}); the model is damaged, get it again") from error
-
-
-def _parts(index: Path) -> list[str]:
-    """Names of a pipeline's parts that are there: [library, class] in model_index.json."""
-    entries = _read_json(index).items()
-    return [name for name, entry in entries if isinstance(entry, list) and entry and entry[0] is not None]
-
-
-def _refuse_pickled(part: Path) -> None:
-    files = list(part.iterdir()) if part.is_dir() else []
-    pickled = [file.name for file in files if file.suffix.lower() in PICKLED]
-    if pickled and not any(file.suffix == ".safetensors" for file in files):
-        raise ValueError(f"{part} holds only pickled weights ({pickled[0]}): {WHY_NOT_PICKLED}; "
-                         "download or convert the model as .safetensors")
-
-
-def _refuse_code(path: Path, parts: list[str]) -> None:
-    """Older diffusers import modules that a local folder brings along, without asking."""
-    found = [file for folder in (path, *(path / part for part in parts)) for file in folder.glob("*.py")]
-    if found:
-        raise ValueError(f"{found[0]} is Python code inside the model, which loading it could run; "
-                         "use a model without code of its own, or move that file away if the model does not need it")
 
 
 def _refuse_extra_channels(path: Path, channels: int, expected: int) -> None:

@@ -9,8 +9,6 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 if not __package__:
@@ -86,8 +84,7 @@ def serve(page, options: argparse.Namespace) -> None:
         page.blocks.close(verbose=False)
 
 
-@contextmanager
-def ends_in_order() -> Iterator[None]:
+def end_in_order() -> None:
     """SIGTERM interrupts as Ctrl-C does. Once: what is then put in order is not interrupted again."""
     signals = (signal.SIGINT, signal.SIGTERM)
 
@@ -96,12 +93,8 @@ def ends_in_order() -> Iterator[None]:
             signal.signal(one, signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    before = {one: signal.signal(one, interrupt) for one in signals}
-    try:
-        yield
-    finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
+    for one in signals:
+        signal.signal(one, interrupt)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -110,7 +103,8 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.update(QUIET)
     options = parser().parse_args(arguments)
     try:
-        with ends_in_order(), tempfile.TemporaryDirectory(prefix="tome_page_") as folder:
+        end_in_order()
+        with tempfile.TemporaryDirectory(prefix="tome_page_") as folder:
             os.environ["GRADIO_TEMP_DIR"] = folder  # its pictures go with it
             serve(made_page(options), options)
     except KeyboardInterrupt:

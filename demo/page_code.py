@@ -18,9 +18,7 @@ from tome_core.settings.presets import SD
 
 DEFAULT_MODEL = "stable-diffusion-v1-5/stable-diffusion-v1-5"
 WEBUI_TITLE = "Token Merging (ToMe)"
-_PICTURE = ("prompt", "seed", "steps")
-_NUMBERS = ("seed", "steps", "strength")
-_IN_LINK = (*_PICTURE, "strength", *form.NAMES)
+_IN_LINK = ("prompt", "seed", "steps", "strength", *form.NAMES)
 SCRIPT = '''\
 import torch
 import tome_core
@@ -54,6 +52,10 @@ class Wanted:
         """Raises ValueError for what is no strength."""
         return cls(prompt, seed, steps, strength, config_of_strength(strength, layout=layout), layout)
 
+    @property
+    def picture(self) -> dict[str, Any]:
+        return {"prompt": self.prompt, "seed": self.seed, "steps": self.steps}
+
     @cached_property
     def changes(self) -> dict[str, Any]:
         """What was changed by hand: the form's values that are not the strength's, by name."""
@@ -65,7 +67,7 @@ def script(wanted: Wanted, model: str = DEFAULT_MODEL) -> str:
     """A Python program that makes the picture with diffusers; `model`: a diffusers folder or a model's name."""
     by_hand = f"tome_core.MergeConfig({_keywords(wanted.config)})"
     how = by_hand if wanted.changes else f"strength={wanted.strength!r}"
-    return SCRIPT.format(model=model, how=how, seed=wanted.seed, prompt=wanted.prompt, steps=wanted.steps)
+    return SCRIPT.format(model=model, how=how, **wanted.picture)
 
 
 def _keywords(config: MergeConfig) -> str:
@@ -79,8 +81,7 @@ def _keywords(config: MergeConfig) -> str:
 def webui(wanted: Wanted) -> str:
     """JSON for a webui's /sdapi/v1/txt2img: the panel's values by name."""
     panel = {"enabled": True, "strength": wanted.strength, **wanted.changes}
-    picture = {"prompt": wanted.prompt, "seed": wanted.seed, "steps": wanted.steps}
-    return json.dumps({**picture, "alwayson_scripts": {WEBUI_TITLE: {"args": [panel]}}}, indent=2)
+    return json.dumps({**wanted.picture, "alwayson_scripts": {WEBUI_TITLE: {"args": [panel]}}}, indent=2)
 
 
 def comfyui(wanted: Wanted) -> str:
@@ -91,19 +92,16 @@ def comfyui(wanted: Wanted) -> str:
     settings = form.values_of(wanted.config)
     times = {name: settings.pop(name) for name in ("start", "end")}
     apply = {"model": ["4", 0], "strength": wanted.strength, **times}
-    if set(wanted.changes) <= set(times):
-        return json.dumps({"5": {"class_type": "ApplyToMe", "inputs": apply}}, indent=2)
-    nodes = {
-        "5": {"class_type": "ApplyToMe", "inputs": {**apply, "settings": ["6", 0]}},
-        "6": {"class_type": "ToMeSettings", "inputs": settings},
-    }
+    nodes = {"5": {"class_type": "ApplyToMe", "inputs": apply}}
+    if not set(wanted.changes) <= set(times):
+        apply["settings"] = ["6", 0]
+        nodes["6"] = {"class_type": "ToMeSettings", "inputs": settings}
     return json.dumps(nodes, indent=2)
 
 
 def query(wanted: Wanted) -> str:
     """The query of a link that restores the page."""
-    picture = {name: getattr(wanted, name) for name in (*_PICTURE, "strength")}
-    return urlencode({**picture, **wanted.changes})
+    return urlencode({**wanted.picture, "strength": wanted.strength, **wanted.changes})
 
 
 def from_query(parameters: Mapping[str, str], start: Wanted) -> Wanted:
@@ -114,13 +112,19 @@ def from_query(parameters: Mapping[str, str], start: Wanted) -> Wanted:
     unknown = [name for name in parameters if name not in _IN_LINK]
     if unknown:
         raise ValueError(f"the link's {unknown[0][:40]!r} is no setting; there are {', '.join(_IN_LINK)}")
-    seed, steps, strength = (_number(parameters.get(name, str(getattr(start, name)))) for name in _NUMBERS)
+    asked = {**start.picture, "strength": start.strength, **parameters}
+    seed, steps, strength = (_number(str(asked[name])) for name in ("seed", "steps", "strength"))
     changes = {one.name: _read(one, parameters[one.name]) for one in form.FIELDS if one.name in parameters}
+    config = changed(strength, start.layout, changes)
+    return Wanted(asked["prompt"], seed, steps, strength, config, start.layout)
+
+
+def changed(strength: float, layout: str, changes: Mapping[str, Any]) -> MergeConfig:
+    """The strength's config with values of the form's in it. Raises ValueError for what is not possible."""
     try:
-        config = form.changed(config_of_strength(strength, layout=start.layout), changes)
+        return form.changed(config_of_strength(strength, layout=layout), changes)
     except TypeError as error:
         raise ValueError(str(error)) from None
-    return Wanted(parameters.get("prompt", start.prompt), seed, steps, strength, config, start.layout)
 
 
 def _read(field: form.Field, text: str) -> Any:

@@ -9,7 +9,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from tome_core import MergeConfig, form, strength
+from demo.page_code import changed
+from tome_core import MergeConfig, form
 from tome_core.settings.presets import SD
 
 _FEW = 4  # choices that are all shown; more of them fold into a dropdown
@@ -48,10 +49,7 @@ def config_of(values: Mapping[str, Any], by_hand: bool, layout: str = SD) -> Mer
     empty = next((name for name, value in given.items() if value is None), None)
     if empty is not None:
         raise ValueError(f"{empty}=None is no value; give one such as {form.field(empty).default}")
-    try:
-        return form.changed(strength(values["strength"], layout=layout), given)
-    except TypeError as error:
-        raise ValueError(str(error)) from None
+    return changed(values["strength"], layout, given)
 
 
 def blamed(message: str) -> tuple[str, ...]:

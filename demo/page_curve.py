@@ -11,7 +11,6 @@ import numpy as np
 from tome_core.settings.presets import MARKS
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
-_UNMERGED = (0.0, 0.0, 0.0)
 
 
 class Point(NamedTuple):
@@ -38,7 +37,7 @@ def measured(folder: Path = RESULTS) -> tuple[Point, ...]:
     for row in result["rows"]:
         if row["checkpoint"] == model and row["measure"] == "pictures" and row["variant"] in strengths:
             rows.setdefault(strengths[row["variant"]], []).append(row)
-    return (Point(*_UNMERGED), *(_point(strength, rows[strength]) for strength in sorted(rows)))
+    return (Point(0.0, 0.0, 0.0), *(_point(strength, rows[strength]) for strength in sorted(rows)))
 
 
 def _point(strength: float, rows: list[dict]) -> Point:

@@ -9,7 +9,7 @@ import argparse
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from html import escape
 from typing import Any, NamedTuple
 
@@ -19,7 +19,8 @@ from demo.page_code import Wanted
 from demo.page_curve import Point
 from demo.page_grid import grid
 from demo.page_plot import plot
-from demo.page_run import DONE, MERGED, WARMING, Made, Shot, Studio, enlarged
+from demo.page_run import DONE, MERGED, WARMING, Shot, Studio, enlarged
+from demo.sheet import difference
 from tome_core import form, strength
 
 SHOWN = ("by", "says", "plot", "answer", "grid", "slider", "figures", "difference", "maps", "report", "stop", "script",
@@ -34,14 +35,11 @@ HELP = {
     "strength": "0 is off; more of it saves more time and changes more.",
     "strengths": f"Up to {SIDE_BY_SIDE} numbers from 0 to 1: the same picture with each, side by side.",
 }
-BY_HAND = "Changed by hand: {names}. Move the strength to have its own again."
 SLOW = 0.5  # seconds between two unfinished pictures, because sending them takes time from making them
-PROGRESS = (
-    '<p role="status">{doing}</p><progress max="1" value="{share:.3f}" aria-label="Progress"></progress><p>{left}</p>'
-)
 
 Values = Mapping[str, Any]
 Parts = dict[str, Any]
+Ways = tuple[Wanted, ...]
 
 
 class Seen(NamedTuple):
@@ -85,10 +83,14 @@ class Events:
         except Wrong as error:
             nothing = dict.fromkeys(("script", "payload", "node", "link"), "")
             return {**nothing, **self._complaint(error, seen)}
-        by = BY_HAND.format(names=", ".join(wanted.changes))
-        return {**self._marks((), seen, ""), **self._elsewhere(wanted, address), "says": "",
-                "by": update(value=by, visible=bool(wanted.changes)),
-                "plot": plot(self.curve, _on_curve(wanted), seen.runs)}  # fmt: skip
+        by = f"Changed by hand: {', '.join(wanted.changes)}. Move the strength to have its own again."
+        return {
+            **self._marks((), seen, ""), "says": "", "by": update(value=by, visible=bool(wanted.changes)),
+            "plot": plot(self.curve, _on_curve(wanted), seen.runs),
+            "script": page_code.script(wanted, self.model or page_code.DEFAULT_MODEL),
+            "payload": page_code.webui(wanted), "node": page_code.comfyui(wanted),
+            "link": f"{address}?{page_code.query(wanted)}",
+        }  # fmt: skip
 
     def set_by_hand(self, values: Values, seen: Seen, address: str) -> Parts:
         """A setting that follows from strength was touched: all under Expert count as they are from now on."""
@@ -118,25 +120,19 @@ class Events:
 
     def made(self, values: Values, seen: Seen, session: str) -> Iterator[Parts]:
         """Generate was pressed: the progress until the pictures are there, or until Stop was pressed."""
-        try:
-            wanted = self.wanted(values, seen.by_hand)
-        except Wrong as error:
-            yield self._complaint(error, seen)
-            return
-        yield from self._made(wanted, (wanted,), seen, session)
+        return self._made(values, seen, session, lambda wanted: (wanted,))
 
     def compared(self, values: Values, seen: Seen, session: str) -> Iterator[Parts]:
         """Compare was pressed: the picture in each of the strengths."""
+        return self._made(values, seen, session, lambda wanted: _at_each(wanted, values["strengths"]))
+
+    def _made(self, values: Values, seen: Seen, session: str, ways_of: Callable[[Wanted], Ways]) -> Iterator[Parts]:
         try:
             wanted = self.wanted(values, seen.by_hand)
-            picture = (wanted.prompt, wanted.seed, wanted.steps)
-            ways = tuple(_of_list(*picture, one, self.start.layout) for one in _strengths(values["strengths"]))
+            ways = ways_of(wanted)
         except Wrong as error:
             yield self._complaint(error, seen)
             return
-        yield from self._made(wanted, ways, seen, session)
-
-    def _made(self, wanted: Wanted, ways: tuple[Wanted, ...], seen: Seen, session: str) -> Iterator[Parts]:
         stop = self._stops[session] = threading.Event()
         if self._ended:
             stop.set()
@@ -165,25 +161,26 @@ class Events:
             yield parts
         return None
 
-    def _finished(self, shot: Shot, wanted: Wanted, ways: tuple[Wanted, ...], seen: Seen) -> Parts:
+    def _finished(self, shot: Shot, wanted: Wanted, ways: Ways, seen: Seen) -> Parts:
         """All that is shown of finished pictures; of several, the slider and what is below it show the last one."""
         plain, last = shot.plain, shot.merged[-1]
         named = [(_name(way), made) for way, made in zip(ways, shot.merged, strict=True)]
+        cells = [(name, made.picture, f"{made.time}, {made.figures(plain)}") for name, made in named]
         runs = tuple(made.point(plain, _on_curve(way)) for made, way in zip(shot.merged, ways, strict=True))
         return {
             "says": '<p role="status">Done.</p>', "answer": update(visible=True),
-            "grid": update(visible=len(ways) > 1, value=grid([(name, *_cell(plain, made)) for name, made in named])),
-            "figures": f"{named[-1][0]}: {last.figures(plain)}",
+            "grid": update(visible=len(ways) > 1, value=grid(cells)),
+            "figures": f"{named[-1][0]}: {plain.time} without merging, {last.time} with: {last.figures(plain)}",
             "slider": (enlarged(plain.picture), enlarged(last.picture)),
-            "difference": enlarged(last.difference(plain)), "maps": [(picture, title) for title, picture in last.maps],
+            "difference": enlarged(difference(plain.picture, last.picture)),
+            "maps": [(picture, title) for title, picture in last.maps],
             "report": "".join(f"<pre>{escape(f'{name}: {made.report}')}</pre>" for name, made in named),
             "plot": plot(self.curve, _on_curve(wanted), runs), "seen": seen._replace(wrong=(), runs=runs),
         }  # fmt: skip
 
     def stopped(self, session: str) -> None:
         """Stop was pressed; the run of this session ends with its step."""
-        stop = self._stops.get(session)
-        if stop is not None:
+        if stop := self._stops.get(session):
             stop.set()
 
     def end(self) -> None:
@@ -222,25 +219,10 @@ class Events:
         marked = {name: update(info=sentence, elem_classes=["wrong"]) for name in now}
         return {**healed, **marked, "seen": seen._replace(wrong=now)}
 
-    def _elsewhere(self, wanted: Wanted, address: str) -> Parts:
-        return {
-            "script": page_code.script(wanted, self.model or page_code.DEFAULT_MODEL),
-            "payload": page_code.webui(wanted), "node": page_code.comfyui(wanted),
-            "link": f"{address}?{page_code.query(wanted)}",
-        }  # fmt: skip
-
 
 def update(**changes: Any) -> dict[str, Any]:
     """What gradio's function of this name gives, which is the form it sends; so this file does without gradio."""
     return {"__type__": "update", **changes}
-
-
-def _of_list(prompt: str, seed: int, steps: int, strength: Any, layout: str) -> Wanted:
-    """A picture of the comparison. Raises Wrong for what is no strength."""
-    try:
-        return Wanted.of_strength(prompt, seed, steps, strength, layout)
-    except ValueError as error:
-        raise Wrong(str(error), ("strengths",)) from None
 
 
 def _on_curve(way: Wanted) -> float | None:
@@ -248,18 +230,24 @@ def _on_curve(way: Wanted) -> float | None:
     return None if way.changes else way.strength
 
 
-def _strengths(text: Any) -> tuple[Any, ...]:
-    """The numbers of a list, without repeats; what is none stays as it is, to be refused."""
+def _at_each(wanted: Wanted, text: Any) -> Ways:
+    """The picture at each strength of a list, without repeats. Raises Wrong for what is none."""
     found = dict.fromkeys(re.findall(r"[^\s,;]+", str(text)))
     if not 0 < len(found) <= SIDE_BY_SIDE:
         raise Wrong(f"{len(found)} strengths to compare; give 1 to {SIDE_BY_SIDE}, such as 0.25, 0.5", ("strengths",))
-    numbers = []
-    for one in found:
-        try:
-            numbers.append(float(one))
-        except ValueError:
-            numbers.append(one[:40])
-    return tuple(numbers)
+    try:
+        return tuple(Wanted.of_strength(wanted.prompt, wanted.seed, wanted.steps, _number(one), wanted.layout)
+                     for one in found)  # fmt: skip
+    except ValueError as error:
+        raise Wrong(str(error), ("strengths",)) from None
+
+
+def _number(text: str) -> float | str:
+    """What is none stays a text, to be refused."""
+    try:
+        return float(text)
+    except ValueError:
+        return text[:40]
 
 
 def _values_of(wanted: Wanted) -> dict[str, Any]:
@@ -282,13 +270,9 @@ def _progress(shot: Shot, passed: float) -> str:
     which = f", {len(shot.merged) + 1} of {shot.ways}" if shot.doing == MERGED and shot.ways > 1 else ""
     doing = f"{shot.doing}{which}: step {shot.step} of {shot.steps}" if shot.doing != WARMING else shot.doing
     left = f"about {passed * (1 - shot.share) / shot.share:.0f} s left" if shot.share > 0.05 else "&nbsp;"
-    return PROGRESS.format(doing=doing, share=shot.share, left=left)
+    return (f'<p role="status">{doing}</p><progress max="1" value="{shot.share:.3f}" aria-label="Progress"></progress>'
+            f"<p>{left}</p>")  # fmt: skip
 
 
 def _name(way: Wanted) -> str:
     return f"Strength {way.strength:g}{', changed by hand' if way.changes else ''}"
-
-
-def _cell(plain: Made, made: Made) -> tuple[Any, str]:
-    """A picture of the comparison and what stands below it."""
-    return made.picture, f"{made.time}, {made.speed(plain)}; {made.likeness(plain)}"

@@ -17,13 +17,9 @@ def grid(cells: Iterable[tuple[str, np.ndarray, str]]) -> str:
 
 
 def _cell(heading: str, picture: np.ndarray, figures: str) -> str:
-    heading, figures = escape(heading), escape(figures)
-    return (f'<figure><img alt="{heading}" src="{_as_address(picture)}">'
-            f"<figcaption><strong>{heading}</strong><br>{figures}</figcaption></figure>")  # fmt: skip
-
-
-def _as_address(picture: np.ndarray) -> str:
-    """The picture itself as an address, so that nothing has to be kept or asked for."""
-    file = io.BytesIO()
+    """The address is the picture itself, so that nothing has to be kept or asked for."""
+    heading, figures, file = escape(heading), escape(figures), io.BytesIO()
     Image.fromarray(picture).save(file, "PNG")
-    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    address = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    return (f'<figure><img alt="{heading}" src="{address}">'
+            f"<figcaption><strong>{heading}</strong><br>{figures}</figcaption></figure>")  # fmt: skip

@@ -1,9 +1,7 @@
 """What stands before the page's server: no other site's page may use it, and no files come in, nor what is no number.
 
-Nor may the page load anything from elsewhere.
-
-ASGI classes, without gradio. Gradio's own check hides the answers from other sites, but does what they ask; and it
-takes files from anyone, though no part of this page has a use for one.
+Nor may the page load anything from elsewhere. ASGI classes, without gradio, whose own check hides the answers from
+other sites, but does what they ask; and it takes files from anyone, though no part of this page has a use for one.
 """
 
 from __future__ import annotations
@@ -18,11 +16,13 @@ LARGEST = 2**20  # bytes of a request; the page's own are far smaller
 OWN = b"default-src 'self' data: blob: 'unsafe-inline' 'unsafe-eval'; frame-ancestors 'none'"
 
 
-class Closed:
-    """Every answer tells the browser to load nothing from elsewhere."""
-
+class _Guard:
     def __init__(self, app) -> None:
         self.app = app
+
+
+class Closed(_Guard):
+    """Every answer tells the browser to load nothing from elsewhere."""
 
     async def __call__(self, scope, receive, send) -> None:
         async def tell(message) -> None:
@@ -33,14 +33,11 @@ class Closed:
         await self.app(scope, receive, tell)
 
 
-class Own:
+class Own(_Guard):
     """Refuses what another site's page asks for, files, and what is too large; a link on another site opens the page.
 
     A browser says who asks. What does not say it is no browser, but a program on this machine.
     """
-
-    def __init__(self, app) -> None:
-        self.app = app
 
     async def __call__(self, scope, receive, send) -> None:
         problem = refusal(scope) if scope["type"] in ("http", "websocket") else None
@@ -52,41 +49,30 @@ class Own:
             await _answer(send, *problem)
 
 
-class Finite:
+class Finite(_Guard):
     """Refuses what is no JSON, and numbers in it that nobody means: NaN, infinities, what a browser cannot count to.
 
     Python reads such numbers, and whatever gets them then fails in a way of its own.
     """
 
-    def __init__(self, app) -> None:
-        self.app = app
-
     async def __call__(self, scope, receive, send) -> None:
         if scope["type"] != "http" or not _has_body(scope["headers"]):
             await self.app(scope, receive, send)
             return
-        body, gone = await _body(receive)
-        problem = unreadable(body) if body else None
+        messages = [await receive()]
+        while messages[-1].get("more_body"):  # to the end of the body, which `Own` has seen the length of
+            messages.append(await receive())
+        body = b"".join(one.get("body", b"") for one in messages)
+        gone = messages[-1]["type"] == "http.disconnect"
+        problem = unreadable(body) if body and not gone else None
         if problem is not None:
             await _answer(send, 400, problem)
             return
-        told = [{"type": "http.disconnect"}] if gone else [{"type": "http.request", "body": body, "more_body": False}]
 
         async def again():
-            return told.pop() if told else await receive()
+            return messages.pop(0) if messages else await receive()
 
         await self.app(scope, again, send)
-
-
-async def _body(receive) -> tuple[bytes, bool]:
-    """The whole body, which `Own` has seen the length of, and whether the asker has gone in between."""
-    body, more = b"", True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return b"", True
-        body, more = body + message.get("body", b""), message.get("more_body", False)
-    return body, False
 
 
 async def _answer(send, status: int, sentence: str) -> None:
@@ -98,21 +84,16 @@ async def _answer(send, status: int, sentence: str) -> None:
 
 def unreadable(body: bytes) -> str | None:
     """The sentence for a JSON text that the page does not take, else None."""
-    def whole(text: str) -> int:
+    def whole(text: str) -> None:
         if len(text) > _DIGITS or abs(int(text)) > _LARGEST_NUMBER:
             raise _NoNumber(text)
-        return int(text)
 
-    def real(text: str) -> float:
-        if abs(float(text)) > _LARGEST_NUMBER:
+    def real(text: str) -> None:
+        if not abs(float(text)) <= _LARGEST_NUMBER:  # as NaN is not
             raise _NoNumber(text)
-        return float(text)
-
-    def constant(text: str) -> float:
-        raise _NoNumber(text)
 
     try:
-        json.loads(body, parse_int=whole, parse_float=real, parse_constant=constant)
+        json.loads(body, parse_int=whole, parse_float=real, parse_constant=real)
     except _NoNumber as wrong:
         return (f"{str(wrong)[:40]} is no number that the page takes; give one from {-_LARGEST_NUMBER} to "
                 f"{_LARGEST_NUMBER}.")  # fmt: skip
@@ -130,7 +111,8 @@ def refusal(scope) -> tuple[int, str] | None:
     said = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
     host = next((value for name, value in said if name == "host"), NAMES[0])
     asker = _another_site(said, host)
-    if asker is not None and not _opens_the_page(scope):
+    opens_the_page = scope["type"] == "http" and scope["method"] in ("GET", "HEAD") and scope["path"] == "/"
+    if asker is not None and not opens_the_page:
         return 403, f"{asker} asks for this, which only the page itself may; open http://{host}/ and ask from there."
     if any(name == "transfer-encoding" for name, _ in said):
         return 411, "A request has to say how long it is; send it with a Content-Length."
@@ -147,10 +129,6 @@ def refusal(scope) -> tuple[int, str] | None:
 def _has_body(headers) -> bool:
     """By the length that is told; without one there is none."""
     return any(name == b"content-length" and value != b"0" for name, value in headers)
-
-
-def _opens_the_page(scope) -> bool:
-    return scope["type"] == "http" and scope["method"] in ("GET", "HEAD") and scope["path"] == "/"
 
 
 def _another_site(said: list[tuple[str, str]], host: str) -> str | None:

@@ -78,16 +78,13 @@ class Page:
                       info=self.events.help("strengths"))  # fmt: skip
             self._put("compare", gr.Button, "Compare")
         with gr.Accordion("Expert", open=False, elem_id="expert"):
-            self._expert()
-
-    def _expert(self) -> None:
-        start, values = self.events.start, form.values_of(self.events.start.config)
-        with gr.Row():
-            for name, value in (("picture_seed", start.seed), ("steps", start.steps)):
-                self._put(name, gr.Number, value, label=PICTURE[name][0], min_width=120)
-        gr.Markdown("What the strength stands for, and what it leaves alone.")
-        for field in sorted(form.FIELDS, key=lambda one: one.advanced):
-            self.parts[field.name] = controls.make(field, values[field.name])
+            with gr.Row():
+                for name, value in (("picture_seed", start.seed), ("steps", start.steps)):
+                    self._put(name, gr.Number, value, label=PICTURE[name][0], min_width=120)
+            gr.Markdown("What the strength stands for, and what it leaves alone.")
+            values = form.values_of(start.config)
+            for field in sorted(form.FIELDS, key=lambda one: one.advanced):
+                self.parts[field.name] = controls.make(field, values[field.name])
 
     def _answer(self) -> None:
         self._put("grid", gr.HTML, visible=False, padding=False)
@@ -114,10 +111,9 @@ class Page:
         given, told = [parts[name] for name in ("seen", *NAMES)], list(parts.values())
 
         def on(names: Iterable[str], answer: Answer) -> None:
-            names = tuple(names)
+            touched = [parts[name] for name in names]
             # a text that is pasted fires no `input`
-            touches = [parts[name].input for name in names]
-            touches += [parts[name].blur for name in names if isinstance(parts[name], gr.Textbox)]
+            touches = [one.input for one in touched] + [one.blur for one in touched if isinstance(one, gr.Textbox)]
             gr.on(touches, self._quick(answer), given, told, trigger_mode="always_last", **_AS_GIVEN)
 
         on((*PICTURE, *(one.name for one in form.FIELDS if one.beside_strength)), events.touched)

@@ -14,8 +14,6 @@ from tome_core.settings.presets import MARKS
 WIDTH, HEIGHT = 400, 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 34, 16, 26, 38  # of the frame, for what is written beside it
 _LINES = 6  # of the grid, about, in each direction
-_CAPTION = ("Line: measured with the small model of this repository. {now}{runs}Error is how far colours are off, "
-            "root mean square.")  # fmt: skip
 
 
 def plot(curve: tuple[Point, ...], strength: float | None, runs: Iterable[Point] = ()) -> str:
@@ -23,13 +21,11 @@ def plot(curve: tuple[Point, ...], strength: float | None, runs: Iterable[Point]
     now = between(curve, strength) if curve and strength is not None else None
     runs = tuple(runs)
     frame = _Frame((*curve, *runs))
-    marks = [name for name, value in MARKS.items() for one in curve if one.strength == value]
-    named = [one for value in MARKS.values() for one in curve if one.strength == value]
     drawn = [
         *frame.grid(),
         f'<polyline class="curve" points="{" ".join("{:.1f},{:.1f}".format(*frame.at(one)) for one in curve)}"/>',
         *(_dot(frame, one, "mark", 3) for one in curve),
-        *(_word(frame, one, name, 15) for one, name in zip(named, marks, strict=True)),
+        *(_word(frame, one, name, 15) for name, value in MARKS.items() for one in curve if one.strength == value),
         *([_dot(frame, now, "now", 8)] if now else []),
         *(_dot(frame, one, "run", 5) + _word(frame, one, _name(one), -5) for one in runs),
     ]
@@ -102,4 +98,5 @@ def _figures(point: Point) -> str:
 def _said(now: Point | None, runs: tuple[Point, ...]) -> str:
     ring = f"Ring: strength {_figures(now)}. " if now else ""
     dots = f"Dots: your last pictures here, {'; '.join(map(_figures, runs))}. " if runs else ""
-    return _CAPTION.format(now=ring, runs=dots)
+    return (f"Line: measured with the small model of this repository. {ring}{dots}Error is how far colours are off, "
+            "root mean square.")  # fmt: skip

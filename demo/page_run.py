@@ -6,8 +6,10 @@ import math
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import count
 
 import numpy as np
 from PIL import Image
@@ -41,36 +43,24 @@ class Made:
     report: str = ""
     maps: tuple[tuple[str, np.ndarray], ...] = ()
 
-    def figures(self, plain: Made) -> str:
-        """Times, speed-up, PSNR and detail beside the unmerged picture, in one line."""
-        return f"{plain.time} without merging, {self.time} with: {self.speed(plain)}; {self.likeness(plain)}"
-
     @property
     def time(self) -> str:
         """The seconds, and what clock counted them."""
         return f"{self.seconds:.2f} s{' of processor time' * self.on_cpu}"
 
-    def speed(self, plain: Made) -> str:
-        """How much faster than the unmerged picture it was made."""
-        return f"{plain.seconds / self.seconds:.2f} times as fast"
-
-    def likeness(self, plain: Made) -> str:
-        """PSNR, and detail as a share of the unmerged picture's."""
-        distance = psnr(plain.picture, self.picture)
+    def figures(self, plain: Made) -> str:
+        """Speed-up, PSNR and detail beside the unmerged picture."""
+        speed, distance = f"{plain.seconds / self.seconds:.2f} times as fast", psnr(plain.picture, self.picture)
         if math.isinf(distance):
-            return "the same picture, bit for bit"
+            return f"{speed}; the same picture, bit for bit"
         energy = gradient_energy(plain.picture)
         detail = f", detail {gradient_energy(self.picture) / energy:.0%}" if energy else ""
-        return f"PSNR {distance:.1f} dB{detail}"
+        return f"{speed}; PSNR {distance:.1f} dB{detail}"
 
     def point(self, plain: Made, strength: float | None) -> Point:
         """Where it is on the plot of error over time saved."""
         error = math.sqrt(squared_error(plain.picture, self.picture))
         return Point(strength, 1 - self.seconds / plain.seconds, error)
-
-    def difference(self, plain: Made) -> np.ndarray:
-        """Eight times the difference from the unmerged picture."""
-        return sheet.difference(plain.picture, self.picture)
 
 
 @dataclass(frozen=True)
@@ -97,18 +87,16 @@ class Shot:
 
 
 Tell = Callable[[Shot], None]
+Configs = tuple[tome_core.MergeConfig, ...]
 
 
 class Studio:
     """Makes pictures with one model, one at a time."""
 
     def __init__(self, source: Source) -> None:
-        self.source = source
-        self._free = threading.Lock()
+        self.source, self._free = source, threading.Lock()
 
-    def make(
-        self, wanted: Wanted, stop: threading.Event, configs: tuple[tome_core.MergeConfig, ...] = ()
-    ) -> Iterator[Shot]:
+    def make(self, wanted: Wanted, stop: threading.Event, configs: Configs = ()) -> Iterator[Shot]:
         """Shots, the last one DONE; fewer where `stop` is set or the caller leaves, which both end it within a step.
 
         configs: ways to merge, one picture each, instead of the one that is wanted. When it ends, the model is
@@ -144,7 +132,7 @@ class Studio:
             thread.join()
 
 
-def _compare(source: Source, wanted: Wanted, configs: tuple[tome_core.MergeConfig, ...], tell: Tell) -> None:
+def _compare(source: Source, wanted: Wanted, configs: Configs, tell: Tell) -> None:
     """The picture without merging, then with it in each way; all have run a step before they are timed."""
     warming = Shot(WARMING, 0, 1, len(configs))
     _one(source, replace(wanted, steps=1), warming, tell)
@@ -171,22 +159,16 @@ def _one(source: Source, wanted: Wanted, shot: Shot, tell: Tell, merging: tome_c
 
     A CPU is shared with other programs, which hardly disturb processor time; the measured curve is of it, too.
     """
-    latest = [None]
-    step = 0
+    latest, steps = deque([None], maxlen=1), count(1)
 
     def on_step() -> None:
-        nonlocal step
-        step += 1
-        tell(replace(shot, step=step, unfinished=latest[0]))
-
-    def on_picture(picture: np.ndarray) -> None:
-        latest[0] = picture
+        tell(replace(shot, step=next(steps), unfinished=latest[0]))
 
     heard = on_step if merging is None else told_times(source, wanted.steps, merging, on_step)
     on_cpu = source.device.type == "cpu"
     clock = time.process_time if on_cpu else time.perf_counter
     began = clock()
-    made = source.picture(wanted.prompt, wanted.seed, wanted.steps, heard, on_picture)
+    made = source.picture(wanted.prompt, wanted.seed, wanted.steps, heard, latest.append)
     return Made(made, max(clock() - began, _TICK), on_cpu)
 
 

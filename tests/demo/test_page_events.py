@@ -50,7 +50,6 @@ def test_a_run_gives_both_pictures_as_the_model_makes_them_and_says_how_far_it_i
     assert np.array_equal(shots[-1].plain.picture, plain)
     assert np.array_equal(shots[-2].unfinished, merged.picture), "the last unfinished picture is the finished one"
     assert not np.array_equal(merged.picture, plain)
-    assert np.array_equal(merged.difference(shots[-1].plain), sheet.difference(plain, merged.picture))
     ((title, drawn),) = merged.maps
     assert title == "Level 0: 256 tokens became 64" and drawn.ndim == 3
     assert merged.report.startswith("Token merging: 3 model calls, ") and "bipartite 75%" in merged.report
@@ -185,8 +184,7 @@ def test_a_list_that_is_no_strengths_is_refused_and_nothing_is_made(events, valu
 def test_a_comparison_shows_each_strength_with_what_it_took_and_changed(events, values, monkeypatch):
     # the small model has too few tokens for merging to pay
     always = {"only_if_it_pays": False}
-    for module, name in ((page_code, "config_of_strength"), (page_controls, "strength")):
-        monkeypatch.setattr(module, name, lambda one, layout: form.changed(strength(one), always))
+    monkeypatch.setattr(page_code, "config_of_strength", lambda one, layout: form.changed(strength(one), always))
     *_, last = events.compared({**values, "steps": 2, "strengths": "0; .5 1, 0.25"}, Seen(), "s")
     grid = last["grid"]["value"]
     assert last["grid"]["visible"] and grid.count("<img") == 4
@@ -194,6 +192,7 @@ def test_a_comparison_shows_each_strength_with_what_it_took_and_changed(events, 
     assert places == sorted(places)
     assert grid.count(" s of processor time, ") == 4 and grid.count("dB, detail ") == 3
     assert "the same picture, bit for bit" in grid
+    assert np.array_equal(last["difference"], sheet.difference(*last["slider"])) and last["difference"].any()
     assert [run.strength for run in last["seen"].runs] == [0, 0.5, 1, 0.25]
     assert last["plot"].count('class="run"') == 4
     moved = events.moved({**values, "strength": 0.9}, last["seen"], ADDRESS)
