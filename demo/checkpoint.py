@@ -13,10 +13,7 @@ HEADER_LIMIT = 100_000_000  # bytes; the format's own limit
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model that may be loaded; `variant` as diffusers means it ("fp16").
-
-    kind: "folder", "sd" or "sdxl", or "scenes" for one that `demo.train` wrote.
-    """
+    """A model that may be loaded. kind: "folder", "sd", "sdxl" or `demo.train`'s "scenes"; variant: such as "fp16"."""
 
     path: Path
     kind: str
@@ -95,7 +92,7 @@ def _inspect_folder(path: Path) -> Checkpoint:
         raise ValueError(f"{path} holds a model without a UNet (its parts: {', '.join(parts) or 'none'}); "
                          "merging works on Stable Diffusion's UNets")
     for part in (path / name for name in parts):
-        files = list(part.glob("*"))
+        files = list(part.iterdir()) if part.is_dir() else []
         pickled = [file.name for file in files if file.suffix.lower() in PICKLED]
         if pickled and not any(file.suffix == ".safetensors" for file in files):
             raise ValueError(f"{part} holds only pickled weights ({pickled[0]}): {WHY_NOT_PICKLED}; "

@@ -133,6 +133,8 @@ def device_of(name: str | None):
 
 def source_of(options: argparse.Namespace, user: checkpoint.Checkpoint | None):
     """The model that the options ask for. Raises ValueError where it does not load, or cannot be merged in."""
+    cores.wait_passively()
+    print("Loading the model ...", file=sys.stderr)
     import tome_core
     from demo.model import WEIGHTS
     from demo.source import Embedded, UserPipeline
@@ -177,10 +179,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     try:
         try:
-            user = checked(options)
-            cores.wait_passively()
-            print("Loading the model ...", file=sys.stderr)
-            source = source_of(options, user)
+            source = source_of(options, checked(options))
         except (ValueError, OSError) as error:
             print(f"demo: {error}", file=sys.stderr)
             return 2

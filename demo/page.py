@@ -15,16 +15,11 @@ if not __package__:
     # Started as a file, its own folder is on the path; the package around it is wanted instead.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from demo import command, cores
+from demo import command
 
 HOST = "127.0.0.1"
-QUIET = {
-    "GRADIO_ANALYTICS_ENABLED": "False",
-    "HF_HUB_OFFLINE": "1",
-    "HF_HUB_DISABLE_TELEMETRY": "1",
-    "NO_PROXY": HOST,
-    "no_proxy": HOST,
-}
+QUIET = {"GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1",
+         "NO_PROXY": HOST, "no_proxy": HOST}  # fmt: skip
 
 
 def parser() -> argparse.ArgumentParser:
@@ -45,8 +40,6 @@ def parser() -> argparse.ArgumentParser:
 def made_page(options: argparse.Namespace):
     """The page for the model that the options ask for. Raises ValueError or OSError with the sentence to read."""
     user = command.checked_model(options)
-    cores.wait_passively()
-    print("Loading the model ...", file=sys.stderr)
     source = command.source_of(options, user)
     from demo.page_code import Wanted
     from demo.page_events import Events

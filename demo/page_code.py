@@ -65,17 +65,13 @@ class Wanted:
 
 def script(wanted: Wanted, model: str = DEFAULT_MODEL) -> str:
     """A Python program that makes the picture with diffusers; `model`: a diffusers folder or a model's name."""
-    by_hand = f"tome_core.MergeConfig({_keywords(wanted.config)})"
-    how = by_hand if wanted.changes else f"strength={wanted.strength!r}"
+    how = f"strength={wanted.strength!r}"
+    if wanted.changes:  # then what is not at the engine's default, a line each
+        values, default = form.values_of(wanted.config), form.values_of(MergeConfig())
+        lines = "".join(f"\n    {one.setting}={one.meant(values[one.name])!r}," for one in form.FIELDS
+                        if values[one.name] != default[one.name])  # fmt: skip
+        how = f"tome_core.MergeConfig({lines}\n)" if lines else "tome_core.MergeConfig()"
     return SCRIPT.format(model=model, how=how, **wanted.picture)
-
-
-def _keywords(config: MergeConfig) -> str:
-    """What is not at the engine's default, a line each."""
-    values, default = form.values_of(config), form.values_of(MergeConfig())
-    differing = [one for one in form.FIELDS if values[one.name] != default[one.name]]
-    lines = "".join(f"\n    {one.setting}={one.meant(values[one.name])!r}," for one in differing)
-    return f"{lines}\n" if lines else ""
 
 
 def webui(wanted: Wanted) -> str:

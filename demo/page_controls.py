@@ -46,9 +46,9 @@ def config_of(values: Mapping[str, Any], by_hand: bool, layout: str = SD) -> Mer
     possible.
     """
     given = {one.name: values[one.name] for one in form.FIELDS if by_hand or one.beside_strength}
-    empty = next((name for name, value in given.items() if value is None), None)
-    if empty is not None:
-        raise ValueError(f"{empty}=None is no value; give one such as {form.field(empty).default}")
+    for name, value in given.items():
+        if value is None:
+            raise ValueError(f"{name}=None is no value; give one such as {form.field(name).default}")
     return changed(values["strength"], layout, given)
 
 

@@ -1,6 +1,6 @@
 """What a person does on the page, and what the page then shows: part -> value, or an update of gradio's.
 
-Parts are the controls by name, and `SHOWN`. Nothing here knows where a part stands.
+Parts have the names that `page_layout` gives them. Nothing here knows where a part stands.
 """
 
 from __future__ import annotations
@@ -23,13 +23,10 @@ from demo.page_run import DONE, MERGED, WARMING, Shot, Studio, enlarged
 from demo.sheet import difference
 from tome_core import form, strength
 
-SHOWN = ("by", "says", "plot", "answer", "grid", "slider", "figures", "difference", "maps", "report", "stop", "script",
-         "payload", "node", "link", "seen")  # fmt: skip
 # the picture's own controls: label, and what a value has to be
 PICTURE = {"prompt": ("Prompt", None), "picture_seed": ("Seed of the picture", command.SEED),
            "steps": ("Steps", command.STEPS)}  # fmt: skip
 NAMES = ("strength", "strengths", *PICTURE, *form.NAMES)
-WORDS = f"The embedded model knows {prompt.known_words()}."
 SIDE_BY_SIDE = 4
 HELP = {
     "strength": "0 is off; more of it saves more time and changes more.",
@@ -73,7 +70,7 @@ class Events:
     def help(self, name: str) -> str:
         """What stands below a control's label while its value is right."""
         if name == "prompt":
-            return WORDS if self.model is None else "What to paint."
+            return f"The embedded model knows {prompt.known_words()}." if self.model is None else "What to paint."
         return form.field(name).help if name in form.NAMES else HELP.get(name, "")
 
     def touched(self, values: Values, seen: Seen, address: str) -> Parts:
@@ -236,8 +233,7 @@ def _at_each(wanted: Wanted, text: Any) -> Ways:
     if not 0 < len(found) <= SIDE_BY_SIDE:
         raise Wrong(f"{len(found)} strengths to compare; give 1 to {SIDE_BY_SIDE}, such as 0.25, 0.5", ("strengths",))
     try:
-        return tuple(Wanted.of_strength(wanted.prompt, wanted.seed, wanted.steps, _number(one), wanted.layout)
-                     for one in found)  # fmt: skip
+        return tuple(Wanted.of_strength(**wanted.picture, strength=_number(one), layout=wanted.layout) for one in found)
     except ValueError as error:
         raise Wrong(str(error), ("strengths",)) from None
 

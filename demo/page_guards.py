@@ -86,24 +86,20 @@ def unreadable(body: bytes) -> str | None:
     """The sentence for a JSON text that the page does not take, else None."""
     def whole(text: str) -> None:
         if len(text) > _DIGITS or abs(int(text)) > _LARGEST_NUMBER:
-            raise _NoNumber(text)
+            raise OverflowError(text)
 
     def real(text: str) -> None:
         if not abs(float(text)) <= _LARGEST_NUMBER:  # as NaN is not
-            raise _NoNumber(text)
+            raise OverflowError(text)
 
     try:
         json.loads(body, parse_int=whole, parse_float=real, parse_constant=real)
-    except _NoNumber as wrong:
+    except OverflowError as wrong:
         return (f"{str(wrong)[:40]} is no number that the page takes; give one from {-_LARGEST_NUMBER} to "
                 f"{_LARGEST_NUMBER}.")  # fmt: skip
     except (ValueError, RecursionError) as error:
         return f"A request that cannot be read as JSON: {str(error)[:200]}."
     return None
-
-
-class _NoNumber(Exception):
-    """A text that JSON's grammar has for a number; the text is the message."""
 
 
 def refusal(scope) -> tuple[int, str] | None:

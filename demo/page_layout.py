@@ -65,7 +65,9 @@ class Page:
         with gr.Group():
             self._put("strength", gr.Slider, 0, 1, start.strength, step=0.05, label="Strength",
                       info=self.events.help("strength"))  # fmt: skip
-            gr.HTML(_marks(), padding=False, elem_classes=["below"])
+            # equally far apart, as off is from the first
+            marks = "".join(f"<span>{one:g}<br>{name}</span>" for name, one in {"off": 0.0, **MARKS}.items())
+            gr.HTML(f'<div class="marks">{marks}</div>', padding=False, elem_classes=["below"])
         self._put("by", gr.Markdown, visible=False)
         self._put("prompt", gr.Textbox, start.prompt, label=PICTURE["prompt"][0], info=self.events.help("prompt"))
         with gr.Row():
@@ -156,9 +158,3 @@ def _named(given: tuple[Any, ...]) -> dict[str, Any]:
 
 def _address(request: gr.Request) -> str:
     return f"http://{request.headers['host']}/"
-
-
-def _marks() -> str:
-    """The names of some strengths, below the slider; they are equally far apart, as off is from the first."""
-    marks = "".join(f"<span>{one:g}<br>{name}</span>" for name, one in {"off": 0.0, **MARKS}.items())
-    return f'<div class="marks">{marks}</div>'

@@ -6,7 +6,7 @@ Text alone, so that it follows the page's colours and width and needs no plottin
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from demo.page_curve import Point, between
 from tome_core.settings.presets import MARKS
@@ -16,10 +16,9 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 34, 16, 26, 38  # of the frame, for what is writt
 _LINES = 6  # of the grid, about, in each direction
 
 
-def plot(curve: tuple[Point, ...], strength: float | None, runs: Iterable[Point] = ()) -> str:
+def plot(curve: tuple[Point, ...], strength: float | None, runs: Sequence[Point] = ()) -> str:
     """An HTML figure. strength: where the ring is, None for none; runs: the last pictures, as they were measured."""
     now = between(curve, strength) if curve and strength is not None else None
-    runs = tuple(runs)
     frame = _Frame((*curve, *runs))
     drawn = [
         *frame.grid(),
@@ -29,7 +28,10 @@ def plot(curve: tuple[Point, ...], strength: float | None, runs: Iterable[Point]
         *([_dot(frame, now, "now", 8)] if now else []),
         *(_dot(frame, one, "run", 5) + _word(frame, one, _name(one), -5) for one in runs),
     ]
-    said = _said(now, runs)
+    ring = f"Ring: strength {_figures(now)}. " if now else ""
+    dots = f"Dots: your last pictures here, {'; '.join(map(_figures, runs))}. " if runs else ""
+    said = (f"Line: measured with the small model of this repository. {ring}{dots}Error is how far colours are off, "
+            "root mean square.")  # fmt: skip
     return (f'<figure class="plot"><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{said}">'
             f"{''.join(drawn)}</svg><figcaption>{said}</figcaption></figure>")  # fmt: skip
 
@@ -93,10 +95,3 @@ def _name(point: Point) -> str:
 def _figures(point: Point) -> str:
     time = f"{abs(point.saved) * 100:.0f} % {'of the time saved' if point.saved >= 0 else 'longer'}"
     return f"{_name(point)}: {time}, error {point.error:.1f}"
-
-
-def _said(now: Point | None, runs: tuple[Point, ...]) -> str:
-    ring = f"Ring: strength {_figures(now)}. " if now else ""
-    dots = f"Dots: your last pictures here, {'; '.join(map(_figures, runs))}. " if runs else ""
-    return (f"Line: measured with the small model of this repository. {ring}{dots}Error is how far colours are off, "
-            "root mean square.")  # fmt: skip

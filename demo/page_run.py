@@ -8,18 +8,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 
 import numpy as np
-from PIL import Image
 
 import tome_core
-from demo import page_map, sheet
+from demo import page_map
 from demo.clock import told_times
 from demo.likeness import gradient_energy, psnr, squared_error
 from demo.page_code import Wanted
 from demo.page_curve import Point
+from demo.sheet import LARGEST
 from demo.source import Source
 
 WARMING, PLAIN, MERGED, DONE = "Warming up", "Without merging", "With merging", "Done"
@@ -59,8 +60,7 @@ class Made:
 
     def point(self, plain: Made, strength: float | None) -> Point:
         """Where it is on the plot of error over time saved."""
-        error = math.sqrt(squared_error(plain.picture, self.picture))
-        return Point(strength, 1 - self.seconds / plain.seconds, error)
+        return Point(strength, 1 - self.seconds / plain.seconds, math.sqrt(squared_error(plain.picture, self.picture)))
 
 
 @dataclass(frozen=True)
@@ -111,10 +111,8 @@ class Studio:
 
         def work() -> None:
             try:
-                with self._free:
+                with self._free, suppress(Cancelled):
                     _compare(self.source, wanted, configs or (wanted.config,), tell)
-            except Cancelled:
-                pass
             except Exception as error:
                 told.put(error)
             finally:
@@ -150,7 +148,7 @@ def _merged(source: Source, wanted: Wanted, config: tome_core.MergeConfig, shot:
         _one(source, replace(wanted, steps=1), shot, lambda _: tell(shot), merging)
         merging.reset_counts()
         made = _one(source, wanted, shot, tell, merging)
-        maps = _drawn(made.picture, merging.maps(), source.prompt_row)
+        maps = tuple(_drawn(made.picture, merging.maps(), source.prompt_row))
         return replace(made, report=str(merging.report()), maps=maps)
 
 
@@ -174,16 +172,13 @@ def _one(source: Source, wanted: Wanted, shot: Shot, tell: Tell, merging: tome_c
 
 def enlarged(picture: np.ndarray) -> np.ndarray:
     """The picture as the page shows it: small ones by whole multiples, large ones as they are."""
-    height, width = picture.shape[:2]
-    times = max(1, sheet.LARGEST // max(height, width))
-    return np.array(Image.fromarray(picture).resize((width * times, height * times), Image.Resampling.NEAREST))
+    times = max(1, LARGEST // max(picture.shape[:2]))
+    return picture.repeat(times, 0).repeat(times, 1)
 
 
 def _drawn(picture: np.ndarray, maps: dict[int, tome_core.running.call.MergeMap], row: int):
     """Each level's map; row: the prompt's in the model's batch."""
-    drawn = []
     for level, found in sorted(maps.items()):
         group = found.group[row if len(found.group) > 1 else 0]
         title = f"Level {level}: {len(group)} tokens became {found.num_groups}"
-        drawn.append((title, page_map.mosaic(enlarged(picture), found.grid[:2], group.cpu().numpy())))
-    return tuple(drawn)
+        yield title, page_map.mosaic(enlarged(picture), found.grid[:2], group.cpu().numpy())

@@ -24,11 +24,9 @@ def difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 def shown_size(height: int, width: int) -> tuple[int, int]:
     """Size of a picture on the sheet, (height, width): whole multiples up, proportionally down."""
-    if max(height, width) > LARGEST:
-        scale = LARGEST / max(height, width)
-        return round(height * scale), round(width * scale)
-    times = -(-SMALLEST // max(height, width))
-    return height * times, width * times
+    side = max(height, width)
+    scale = LARGEST / side if side > LARGEST else -(-SMALLEST // side)
+    return round(height * scale), round(width * scale)
 
 
 def cell(row: int, column: int, size: tuple[int, int]) -> tuple[int, int, int, int]:

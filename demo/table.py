@@ -39,10 +39,9 @@ def _line(column: Column, plain: Column) -> tuple[str, ...]:
 
 
 def verdict(columns: list[Column], on_cpu: bool) -> str:
-    """What merging gained on these pictures on this machine, and what it changed.
+    """What merging gained on these pictures by the clock, which a user waits for, and what it changed.
 
-    The clock decides, because it is what a user waits for; `on_cpu` adds processor time, which other programs
-    disturb less.
+    on_cpu: add processor time, which other programs disturb less.
     """
     best = max(columns[1:], key=lambda column: speed_up(columns[0].wall, column.wall))
     gain = speed_up(columns[0].wall, best.wall)
