@@ -111,8 +111,7 @@ def from_query(parameters: Mapping[str, str], start: Wanted) -> Wanted:
     asked = {**start.picture, "strength": start.strength, **parameters}
     seed, steps, strength = (_number(str(asked[name])) for name in ("seed", "steps", "strength"))
     changes = {one.name: _read(one, parameters[one.name]) for one in form.FIELDS if one.name in parameters}
-    config = changed(strength, start.layout, changes)
-    return Wanted(asked["prompt"], seed, steps, strength, config, start.layout)
+    return Wanted(asked["prompt"], seed, steps, strength, changed(strength, start.layout, changes), start.layout)
 
 
 def changed(strength: float, layout: str, changes: Mapping[str, Any]) -> MergeConfig:

@@ -25,8 +25,7 @@ def component(field: form.Field) -> tuple[str, dict[str, Any]]:
         return "Checkbox", {}
     steps = (field.maximum - field.minimum) / field.step
     if field.may_be_unset or field.limit != field.maximum or steps > _SLIDES:
-        # no bounds: what is outside is told in the form's words
-        return "Number", {"step": field.step}
+        return "Number", {"step": field.step}  # no bounds: what is outside is told in the form's words
     return "Slider", {"minimum": field.minimum, "maximum": field.maximum, "step": field.step}
 
 

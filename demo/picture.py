@@ -47,13 +47,13 @@ def heading(strength: float | None) -> str:
     return "no merging" if strength is None else f"strength {strength:g}{preset}"
 
 
-def make(source: Source, order: Order, steps: int, strength: float | None, on_step: OnStep) -> tuple[np.ndarray, str]:
+def make(source: Source, order: Order, steps: int, strength: float | None, on_step: OnStep):
     """One picture and the merging report. Without merging the model is not patched at all, and nothing reported."""
     if strength is None:
         return source.picture(order.prompt, order.seed, steps, on_step), ""
     with tome_core.patch(source.target, strength=strength, host_clock=True) as handle:
         picture = source.picture(order.prompt, order.seed, steps, told_times(source, steps, handle, on_step))
-        return picture, str(handle.report())
+        return picture, handle.report()
 
 
 def compare(
@@ -75,10 +75,11 @@ def compare(
             announce(f"picture {i + 1} of {len(wanted)}, {column.name}")
             wall, cpu = time.perf_counter(), time.process_time()
             # Ends on the host with the finished picture, so work queued on a GPU is counted without a sync of its own.
-            picture, column.report = make(source, order, steps, column.strength, on_step)
+            picture, report = make(source, order, steps, column.strength, on_step)
             column.wall.append(time.perf_counter() - wall)
             column.cpu.append(time.process_time() - cpu)
             column.pictures.append(picture)
+            column.report = str(report)
     return columns
 
 
