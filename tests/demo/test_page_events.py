@@ -126,6 +126,7 @@ def test_it_opens_with_the_start(events, values):
 
 @pytest.mark.parametrize("mark", [0, 0.05, *MARKS.values()])
 def test_a_strength_fills_the_controls_and_a_touch_says_what_was_changed(events, values, mark):
+    assert events.wanted({**values, "strength": mark}, False).config == strength(mark), "before they are filled in"
     shown = events.moved({**values, "strength": mark, "end": 0.9}, Seen(by_hand=True), ADDRESS)
     filled = {**values, "strength": mark, "end": 0.9, **{one: shown[one]["value"] for one in form.filled(mark)}}
     assert shown["seen"] == Seen(by_hand=False) and "end" not in form.filled(mark)
@@ -134,12 +135,6 @@ def test_a_strength_fills_the_controls_and_a_touch_says_what_was_changed(events,
     assert touched["seen"].by_hand and touched["by"]["value"].startswith("Changed by hand: ratio, end.")
     assert "ratio=0.123" in touched["script"] and "ratio=0.123" in touched["link"]
     assert 'class="now"' not in touched["plot"]
-
-
-def test_a_strength_counts_before_its_settings_have_been_filled_in(events, values):
-    """Generate may be pressed at once."""
-    late = {**values, "strength": 1.0}
-    assert events.wanted(late, False).config == strength(1.0)
 
 
 WRONG = {"prompt": "day banana", "picture_seed": -1, "steps": 2.5, "sx": 0, "strength": float("nan"), "method": []}
