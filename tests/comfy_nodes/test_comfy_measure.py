@@ -14,7 +14,7 @@ from comfy_nodes.nodes import ApplyToMe, RemoveToMe, ToMePreview
 from tests import comfy_attention
 from tests.comfy_doubles import Guider, Server, apply, checkpoint
 
-MEASURED = sys.modules[tome_core.Patch.__mro__[1].__module__]
+MEASURED = sys.modules[next(one for one in tome_core.Patch.__mro__ if one.__name__ == "Measured").__module__]
 SIZE = (16, 16)  # 256 tokens, which the table leaves alone
 PROMPT = {"5": {"class_type": "ApplyToMe", "inputs": {}},
           "9": {"class_type": "ToMePreview", "inputs": {"model": ["5", 0], "measure": True}}}  # fmt: skip
