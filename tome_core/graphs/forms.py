@@ -70,7 +70,7 @@ def _form(value: Any, tensors: list[torch.Tensor]) -> Form:
         return _Items(type(value), None, tuple(_form(one, tensors) for one in value))
     if isinstance(value, _CONSTANTS):
         return _Constant(type(value), value)
-    raise Unrecordable(f"a {type(value).__name__} is among its arguments or results, which may change unseen")
+    raise Unrecordable(f"an argument or a result is of class {type(value).__name__}, which may change unseen")
 
 
 def _built(form: Form, tensors: Iterator[torch.Tensor]) -> Any:

@@ -35,7 +35,7 @@ def test_what_may_change_unseen_is_not_recorded():
     with recorded(model) as graphs:
         with torch.no_grad(), pytest.raises(TypeError):
             model(x, torch.tensor([5.0]), text, stranger=object())
-        assert list(graphs.plain_calls) == ["a object is among its arguments or results, which may change unseen"]
+        assert list(graphs.plain_calls) == ["an argument or a result is of class object, which may change unseen"]
 
 
 def test_calls_that_no_graph_fits_are_made_as_they_are():
