@@ -49,7 +49,6 @@ class TrainingState:
             flat.grad = matrix.grad.flatten(1)
         for optimizer in self.optimizers:
             optimizer.step()
-            optimizer.zero_grad()
         self.model.zero_grad()
         self.step += 1
 
