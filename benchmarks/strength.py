@@ -28,7 +28,7 @@ from benchmarks import purposes, results
 from benchmarks.quality_figures import sections
 from benchmarks.quality_rows import TIMES
 from benchmarks.variant_list import FRONT, KEYS_BELOW
-from tome_core.settings.presets import CURVES, LAYOUTS, MOST_MERGED, PARTS, SD, SDXL, TRANSFORMER, Curve
+from tome_core.settings.presets import CURVES, EARLY_SHARE, LAYOUTS, MOST_MERGED, PARTS, SD, SDXL, TRANSFORMER, Curve
 
 TABLE = Path(__file__).parents[1] / "tome_core" / "settings" / "strength_table.py"
 TABLES = {SD: TABLE, SDXL: TABLE.with_name("sdxl_table.py"), TRANSFORMER: TABLE.with_name("transformer_table.py")}
@@ -43,7 +43,7 @@ MERGING = 0.2
 # had been allowed a twentieth, and at a guidance of 7.5 whole pictures lost 6 to 8 dB of PSNR to them where heads are
 # smooth, .3 to 1 dB where they are sharp, and no time was gained.
 BELOW_SHARE = 0.2
-FEWEST = 1 / 64  # share of the keys that early steps keep, and that late ones keep at least
+FEWEST = EARLY_SHARE  # which late steps keep at least
 _NOTHING = 1e-9  # has a logarithm
 _MOMENTS = tuple(range(5, 1000, 10))  # timesteps, over which a deviation is a mean
 
@@ -224,7 +224,7 @@ def written(
         lines.append(f"    {values:<22}# {knot.strength:.2f}: work {knot.work:.3f}, deviation {knot.dev:.3f}")
     earlier = [f"    {number}: {known[number]!r},  # fmt: skip" for number in sorted(known) if number != version]
     ending = ["EARLIER = {", *earlier, "}"] if earlier else ["EARLIER = {}"]
-    return "\n".join([*lines, ")", f"EARLY_SHARE = {FEWEST}", *ending, ""])
+    return "\n".join([*lines, ")", *ending, ""])
 
 
 def beside(loss: Loss, knots: Sequence[Knot], own: Curve) -> str:

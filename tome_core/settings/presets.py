@@ -13,7 +13,6 @@ from typing import Any
 
 from . import sdxl_table, strength_table, transformer_table
 from .config import MergeConfig
-from .strength_table import EARLY_SHARE
 
 MARKS = {"quality": 0.25, "balanced": 0.5, "fast": 0.75, "max": 1.0}
 PRESETS = tuple(MARKS)
@@ -30,6 +29,7 @@ _TABLES = dict(zip(LAYOUTS, (strength_table, sdxl_table, transformer_table), str
 CURVES: dict[str, dict[int, Curve]] = {one: {**of.EARLIER, of.VERSION: of.CURVE} for one, of in _TABLES.items()}
 VERSION = max(table.VERSION for table in _TABLES.values())
 PARTS = 64  # of the tokens: shares of keys are whole numbers of them, which are numbers that kernels like
+EARLY_SHARE = 1 / PARTS  # of the keys, which early steps keep on every curve
 MOST_MERGED = 3 / 4  # share of the keys above which a step is not merged: it would take longer than it saves
 _FINE_CELLS = 4 / PARTS  # share of the keys from which on cells of 4x4 serve, which leave at least one key each
 

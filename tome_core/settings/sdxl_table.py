@@ -33,5 +33,4 @@ CURVE = (
     (0.03125, 149.0),     # 0.95: work 0.018, deviation 0.048
     (0.015625, 0.0),      # 1.00: work 0.016, deviation 0.054
 )
-EARLY_SHARE = 0.015625
 EARLIER = {}
