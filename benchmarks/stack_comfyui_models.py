@@ -14,6 +14,8 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from demo.places import PlacedConv
+
 _SD15 = {"in_channels": 4, "out_channels": 4, "model_channels": 320, "context_dim": 768, "num_heads": 8,
          "channel_mult": [1, 2, 4, 4], "num_res_blocks": [2] * 4, "transformer_depth": [1] * 6 + [0] * 2,
          "transformer_depth_output": [1] * 9 + [0] * 3, "transformer_depth_middle": 1}  # fmt: skip
@@ -46,6 +48,10 @@ def scenes(path: str) -> tuple[Any, torch.Tensor]:
         elif type(module).__name__ == "CrossAttention":
             module.heads = heads[module.to_q.weight.shape[1]]
     names = importlib.import_module("comfy.utils").unet_to_diffusers(config)
+    if unet.get("places"):
+        first = model.diffusion_model.input_blocks[0]
+        first[0] = PlacedConv(first[0]).requires_grad_(False)
+        names["conv_in.place.weight"] = "input_blocks.0.0.place.weight"
     found = {names[name.removeprefix("unet.")]: one for name, one in weights.items() if name.startswith("unet.")}
     model.diffusion_model.load_state_dict(found)
     return _patcher(model), weights["emb.weight"]

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from demo.places import WHOLE, PlacedConv, Window
 from demo.prompt import VOCABULARY
 from demo.transformer import TRANSFORMER, SceneTransformer
 
@@ -29,6 +30,7 @@ UNET = {
     "cross_attention_dim": 96,
     "attention_head_dim": [2, 2, 4],  # diffusers means the number of heads by it: 16, 32 and 32 channels each
     "norm_num_groups": 16,
+    "places": True,  # ours: its first convolution is a `PlacedConv`
 }
 # No attention at the finest level, transformer depth 2 and 10 below it, linear projections, text_time conditioning.
 UNET_XL = {
@@ -102,7 +104,9 @@ class SceneModel(nn.Module):
     def __init__(self, unet: dict | None = None, scheduler: dict | None = None, haar_gain: float = HAAR_GAIN):
         super().__init__()
         unet = unet or UNET
-        self.unet = UNet2DConditionModel(**unet)
+        self.unet = UNet2DConditionModel(**{name: value for name, value in unet.items() if name != "places"})
+        if unet.get("places"):
+            self.unet.conv_in = PlacedConv(self.unet.conv_in)
         width = unet["cross_attention_dim"]
         self.emb = nn.Embedding(VOCABULARY, width)
         self.pooled = nn.Linear(width, width) if unet.get("addition_embed_type") == "text_time" else None
@@ -121,9 +125,11 @@ class SceneModel(nn.Module):
 
         sizes: int [n, 6] in pixels, as SDXL is told them: height and width of the picture that this is a part of, how
         much of it is cut off above and left, height and width of this part; those of a `whole` picture by default.
-        Only SDXL's layout looks at them.
+        SDXL's layout looks at them, and a `PlacedConv`, which takes the first row for all of them.
         """
         words = self.emb(tokens)
+        if isinstance(self.unet.conv_in, PlacedConv):
+            self.unet.conv_in.window = WHOLE if sizes is None else _window(*sizes[0].tolist())
         return self.unet(latents, timestep, words, added_cond_kwargs=self._added(words, latents, sizes),
                          return_dict=False)[0]
 
@@ -133,6 +139,10 @@ class SceneModel(nn.Module):
         if sizes is None:
             sizes = torch.tensor([whole(2 * latents.shape[2], 2 * latents.shape[3])], device=latents.device)
         return {"text_embeds": self.pooled(words.mean(1)), "time_ids": sizes.expand(len(words), -1)}
+
+
+def _window(height: int, width: int, top: int, left: int, tall: int, wide: int) -> Window:
+    return top / height, left / width, tall / height, wide / width
 
 
 def make(config: dict, scheduler: dict | None = None, haar_gain: float = HAAR_GAIN) -> SceneModel | SceneTransformer:

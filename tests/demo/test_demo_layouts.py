@@ -90,7 +90,7 @@ def test_a_new_run_begins_with_what_fits_of_other_weights(capsys):
         assert torch.equal(after[name], theirs[name])
     for name in ("unet.down_blocks.2.resnets.0.conv1.weight", "pooled.weight"):  # another width, and not there at all
         assert torch.equal(after[name], before[name])
-    again = model.SceneModel()
+    again = model.make(other.config)
     train.begin_with(again, other)
     assert all(torch.equal(value, theirs[name]) for name, value in again.state_dict().items())
 
