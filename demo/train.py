@@ -113,8 +113,8 @@ def _phase(state: TrainingState, options: argparse.Namespace, until: float, scen
     while True:
         rate = learning_rate(options.learning_rate, state.step, state.seconds / total, options.coarse)
         state.set_learning_rate(rate)
-        whole = scenes.crop is None  # what full ones lack is told by noise that is even, where things stand by much
-        composition = scenes.size < 2 * state.model.side or (whole and state.step % 2 == 0)
+        # Half-size pictures are for where things stand, parts for details, full ones for both in turns.
+        composition = scenes.size < 2 * state.model.side or (scenes.crop is None and state.step % 2 == 0)
         loss = train_step(state, scenes[state.step], options.seed, composition)
         attention.hold_sharp(state.model, sharp)
         mean = loss if mean is None else 0.95 * mean + 0.05 * loss
