@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from demo.places import WHOLE, PlacedConv, Window
+from demo.places import PlacedConv, window_of
 from demo.prompt import VOCABULARY
 from demo.transformer import TRANSFORMER, SceneTransformer
 
@@ -129,7 +129,7 @@ class SceneModel(nn.Module):
         """
         words = self.emb(tokens)
         if isinstance(self.unet.conv_in, PlacedConv):
-            self.unet.conv_in.window = WHOLE if sizes is None else _window(*sizes[0].tolist())
+            self.unet.conv_in.window = window_of(sizes)
         return self.unet(latents, timestep, words, added_cond_kwargs=self._added(words, latents, sizes),
                          return_dict=False)[0]
 
@@ -139,10 +139,6 @@ class SceneModel(nn.Module):
         if sizes is None:
             sizes = torch.tensor([whole(2 * latents.shape[2], 2 * latents.shape[3])], device=latents.device)
         return {"text_embeds": self.pooled(words.mean(1)), "time_ids": sizes.expand(len(words), -1)}
-
-
-def _window(height: int, width: int, top: int, left: int, tall: int, wide: int) -> Window:
-    return top / height, left / width, tall / height, wide / width
 
 
 def make(config: dict, scheduler: dict | None = None, haar_gain: float = HAAR_GAIN) -> SceneModel | SceneTransformer:

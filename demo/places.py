@@ -7,8 +7,8 @@ import math
 import torch
 from torch import nn
 
-WAVES = (0.5, 1, 2)  # across a whole picture
-FEATURES = 4 * len(WAVES)  # a sine and a cosine of each, down and across
+WAVES = 3  # the longest twice as long as a picture, each half as long as the one before
+FEATURES = 4 * WAVES  # a sine and a cosine of each, down and across
 Window = tuple[float, float, float, float]
 WHOLE: Window = (0.0, 0.0, 1.0, 1.0)
 
@@ -29,16 +29,27 @@ class PlacedConv(nn.Conv2d):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[n, in, h, w] to [n, out, h, w]."""
         seen = super().forward(x)
-        return seen + self.place(features(*seen.shape[2:], self.window).to(seen))
+        return seen + self.place(features(*seen.shape[2:], self.window, seen.device).to(seen.dtype))
 
 
-def features(height: int, width: int, window: Window = WHOLE) -> torch.Tensor:
-    """[1, FEATURES, height, width]: waves over the picture, at the middles of a window's cells."""
+def window_of(sizes: torch.Tensor | None) -> Window:
+    """Of the first row of sizes [n, 6], as `SceneModel.forward` takes them; the whole picture without any."""
+    if sizes is None:
+        return WHOLE
+    height, width, top, left, tall, wide = sizes[0].tolist()
+    return top / height, left / width, tall / height, wide / width
+
+
+def features(
+    height: int, width: int, window: Window = WHOLE, device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """[1, FEATURES, height, width]: waves over the picture, at the middles of a window's cells.
+
+    All of it is made on the device: a copy to it would wait there, and cannot be captured in a CUDA graph.
+    """
     top, left, tall, wide = window
-    waves = 2 * math.pi * torch.tensor(WAVES)[:, None]
-    down = waves * (top + tall * (torch.arange(height) + 0.5) / height)
-    across = waves * (left + wide * (torch.arange(width) + 0.5) / width)
-    shape = (-1, height, width)
-    both = [(down.sin(), down.cos()), (across.sin(), across.cos())]
-    return torch.cat([*(one[:, :, None].expand(shape) for one in both[0]),
-                      *(one[:, None, :].expand(shape) for one in both[1])])[None]
+    waves = math.pi * 2.0 ** torch.arange(WAVES, device=device)[:, None, None]
+    down, across = ((torch.arange(count, device=device) + 0.5) / count for count in (height, width))
+    phases = ((waves * (top + tall * down[:, None])).expand(-1, -1, width),
+              (waves * (left + wide * across)).expand(-1, height, -1))
+    return torch.cat([wave for phase in phases for wave in (phase.sin(), phase.cos())])[None]

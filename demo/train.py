@@ -69,7 +69,7 @@ def learning_rate(highest: float, step: int, progress: float, coarse: float) -> 
 def train_step(state: TrainingState, batch: Batch, seed: int, composition: bool = False) -> float:
     """One step on a batch; gives its loss. Noise and times depend on `seed` and the step alone.
 
-    composition: learn above all where things stand, as half-size pictures can teach it and no detail of full ones.
+    composition: learn above all where things stand, see `teaches_composition`.
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + state.step)
     draw, loss_of = ((losses.noisy_times, losses.composition_loss) if composition
@@ -80,6 +80,11 @@ def train_step(state: TrainingState, batch: Batch, seed: int, composition: bool 
     state.descend()
     state.update_average(AVERAGE)
     return loss.item()
+
+
+def teaches_composition(state: TrainingState, scenes: Scenes) -> bool:
+    """Half-size pictures are for where things stand, parts for details, full ones for both in turns."""
+    return scenes.size < 2 * state.model.side or (scenes.crop is None and state.step % 2 == 0)
 
 
 def train(state: TrainingState, options: argparse.Namespace) -> None:
@@ -113,9 +118,7 @@ def _phase(state: TrainingState, options: argparse.Namespace, until: float, scen
     while True:
         rate = learning_rate(options.learning_rate, state.step, state.seconds / total, options.coarse)
         state.set_learning_rate(rate)
-        # Half-size pictures are for where things stand, parts for details, full ones for both in turns.
-        composition = scenes.size < 2 * state.model.side or (scenes.crop is None and state.step % 2 == 0)
-        loss = train_step(state, scenes[state.step], options.seed, composition)
+        loss = train_step(state, scenes[state.step], options.seed, teaches_composition(state, scenes))
         attention.hold_sharp(state.model, sharp)
         mean = loss if mean is None else 0.95 * mean + 0.05 * loss
         now = time.monotonic()

@@ -100,6 +100,19 @@ def test_composition_counts_a_mean_bands_error_five_times_as_much_as_a_details()
     torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.parametrize("scenes, taught", [
+    (Scenes(0, 2, 16), [True, True]),
+    (Scenes(0, 2, 32, crop=16), [False, False]),
+    (Scenes(0, 2, 32), [True, False]),
+])
+def test_half_size_pictures_teach_composition_parts_details_and_whole_ones_both(scenes, taught):
+    state = TrainingState(tiny_scenes.make(), 1e-3)
+    found = []
+    for state.step in range(2):
+        found.append(train.teaches_composition(state, scenes))
+    assert found == taught
+
+
 def test_a_step_moves_every_matrix_whichever_optimizer_it_has():
     state = fresh()
     before = {name: value.clone() for name, value in state.model.state_dict().items()}
