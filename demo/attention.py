@@ -6,6 +6,7 @@ gates: what training has to reach before benchmarks are run on it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from demo.training_loss import HELD_OUT_SEED, Scenes, held_out_loss, v_loss
 OWN_LOGIT = 16  # of a token and itself in a sharp head at its start; unlike ones have about 0
 FEW_KEYS, HEADS_WITH_FEW_KEYS, LOSS_RISE = 0.20, 0.20, 0.30
 TIME = 400  # of 1000: noisy enough that looking elsewhere helps, clear enough to know where
+SHARP_SHARE, CLEAR = 0.13, 500  # of the keys, what training wants sharp heads to use, at times below this one
 
 
 class Gates(NamedTuple):
@@ -70,23 +72,6 @@ def start_sharp(model: SceneModel) -> None:
         _sharp_half(attention.to_k).copy_(sharp)
 
 
-def sharp_weights(model: SceneModel) -> list[torch.Tensor]:
-    """A copy of what `start_sharp` made, for `hold_sharp`."""
-    return [_sharp_half(attention.to_q).detach().clone() for attention in level_0(model)]
-
-
-@torch.no_grad()
-def hold_sharp(model: SceneModel, weights: list[torch.Tensor]) -> None:
-    """Put them back after a training step.
-
-    Left to themselves these heads broaden while the others still learn: within 370 steps from 5, 19 and 6 % of the
-    keys to 18, 42 and 38 %.
-    """
-    for attention, sharp in zip(level_0(model), weights, strict=True):
-        _sharp_half(attention.to_q).copy_(sharp)
-        _sharp_half(attention.to_k).copy_(sharp)
-
-
 def _sharp_half(projection: torch.nn.Linear) -> torch.Tensor:
     return projection.weight[projection.weight.shape[0] // 2:]
 
@@ -104,17 +89,50 @@ def replaced(model: SceneModel, forward: Callable[[Attention, torch.Tensor], tor
             del module.forward
 
 
+@contextmanager
+def trained(model: SceneModel, keys: slice | None = None) -> Iterator[list[torch.Tensor]]:
+    """Within, each level-0 self-attention says how broad its sharp heads were: adds log shares of keys [n, heads].
+
+    keys: the only ones that it looks at, such as `slice(3, None, 8)`, which spares most of a noisy picture's time.
+    """
+    breadths: list[torch.Tensor] = []
+
+    def forward(attention: Attention, x: torch.Tensor) -> torch.Tensor:
+        heads = _entropies(attention, x, 64)[:, attention.heads // 2:]
+        breadths.append(heads.mean(-1) - math.log(x.shape[1]))
+        return type(attention).forward(attention, x, None if keys is None else x[:, keys])
+
+    with replaced(model, forward):
+        yield breadths
+
+
+def broadness(breadths: list[torch.Tensor], times: torch.Tensor) -> torch.Tensor:
+    """Scalar: by how much sharp heads are too broad, squared, where there is enough to see to tell tokens apart.
+
+    Left to themselves these heads broaden while the others still learn: within 370 steps from 5, 19 and 6 % of the
+    keys to 18, 42 and 38 %. Weights that are held do not help: what feeds them makes up for it.
+    """
+    clear = (times < CLEAR)[:, None]
+    excess = torch.cat([(breadth - math.log(SHARP_SHARE)).clamp(min=0) for breadth in breadths], 1)
+    return (excess.square() * clear.to(excess.device)).mean()
+
+
+def _entropies(attention: Attention, x: torch.Tensor, every: int) -> torch.Tensor:
+    """[n, heads, queries]: of the attention over all keys, in nats, of one query in `every`."""
+    q, k = (project(inputs).float().unflatten(-1, (attention.heads, -1)).transpose(1, 2)
+            for project, inputs in ((attention.to_q, x[:, ::every]), (attention.to_k, x)))
+    logits = q @ k.transpose(-1, -2) * attention.scale
+    # of logits: entr has no slope at a probability of 0
+    return logits.logsumexp(-1) - (logits.softmax(-1) * logits).sum(-1)
+
+
 @torch.no_grad()
 def effective_keys(model: SceneModel, pictures: int = 4) -> tuple[float, ...]:
     """exp(entropy) of each level-0 head's attention over all keys: median over queries, mean over pictures."""
     shares: list[torch.Tensor] = []
 
     def watch(attention: Attention, x: torch.Tensor) -> torch.Tensor:
-        q, k = (project(x).float().unflatten(-1, (attention.heads, -1)).transpose(1, 2)
-                for project in (attention.to_q, attention.to_k))
-        probability = (q[:, :, ::16] @ k.transpose(-1, -2) * attention.scale).softmax(-1)
-        entropy = torch.special.entr(probability).sum(-1)
-        shares.append(entropy.exp().median(-1).values.mean(0) / k.shape[2])
+        shares.append(_entropies(attention, x, 16).exp().median(-1).values.mean(0) / x.shape[1])
         return type(attention).forward(attention, x)
 
     batch = Scenes(HELD_OUT_SEED, pictures, 2 * model.side)[1]

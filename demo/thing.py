@@ -93,12 +93,12 @@ def _finish(canvas: Canvas, place: Place, dx: torch.Tensor, dy: torch.Tensor, ma
 
 
 def _twin(canvas: Canvas, place: Place, mask: torch.Tensor, present: torch.Tensor) -> None:
-    """Copy the object's own pixels 7/20 of the picture towards the emptier side, in half of the pictures."""
+    """Copy the object's own pixels 7/20 of the picture towards the emptier side, in a third of the pictures."""
     shift = torch.where(place.x[:, 0, 0] < 0.5, 1, -1) * (canvas.size * 7 // 20)
     source = torch.arange(canvas.size, device=canvas.device)[None] - shift[:, None]
     inside = (source >= 0) & (source < canvas.size)
     source = torch.clip(source, 0, canvas.size - 1)[:, None, :]
     copied = torch.take_along_dim(mask, torch.broadcast_to(source, mask.shape), 2) * inside[:, None, :]
-    copied = copied * (canvas.chance() < 0.5)
+    copied = copied * (canvas.chance() < 1 / 3)
     pixels = torch.take_along_dim(canvas.image, torch.broadcast_to(source[..., None], canvas.image.shape), 2)
     canvas.over(copied * present, pixels)

@@ -24,6 +24,8 @@ from demo.training_state import TrainingState  # noqa: E402
 FOLDER = Path(__file__).resolve().parent.parent / "demo-output"
 SAVE_EVERY, SPEAK_EVERY = 60.0, 10.0  # seconds
 AVERAGE = 0.995
+STAY_SHARP = 0.05  # of the loss: a sharp head's excess of one nat, squared
+FEWER = 8  # in noise level 0 looks at every 8th key of a full picture: its attention is two thirds of a step's time
 
 
 def positive(text: str) -> float:
@@ -53,9 +55,9 @@ def parser() -> argparse.ArgumentParser:
     add("--batch", type=int, default=4, help="pictures a step; twice as many at first, and four times as many "
         "quarter-size parts for a transformer (default 4; a GPU takes 64)")
     add("--learning-rate", type=positive, default=3e-3, help="highest learning rate (default 0.003)")
-    add("--coarse", type=float, default=0.4, help="share of the time spent on half-size pictures first (default 0.4)")
-    add("--crops", type=float, default=0.25, help="share of the time spent on parts of full pictures after that, cheap "
-        "to look things up in: half-size ones, quarter-size ones for a transformer (default 0.25)")
+    add("--coarse", type=float, default=0.3, help="share of the time spent on half-size pictures first (default 0.3)")
+    add("--crops", type=float, default=0.15, help="share of the time spent on parts of full pictures after that, cheap "
+        "to look things up in: half-size ones, quarter-size ones for a transformer (default 0.15)")
     add("--seed", type=int, default=0, help="seed of the scenes and of the noise")
     return made
 
@@ -69,22 +71,30 @@ def learning_rate(highest: float, step: int, progress: float, coarse: float) -> 
 def train_step(state: TrainingState, batch: Batch, seed: int, composition: bool = False) -> float:
     """One step on a batch; gives its loss. Noise and times depend on `seed` and the step alone.
 
+    Raises FloatingPointError, and leaves the weights, where gradients are no numbers.
+
     composition: learn above all where things stand, see `teaches_composition`.
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + state.step)
     draw, loss_of = ((losses.noisy_times, losses.composition_loss) if composition
                      else (losses.stratified_times, losses.v_loss))
-    loss = loss_of(state.model, batch, draw(len(batch.pictures), generator), generator)
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(state.model.parameters(), 1.0)
+    times = draw(len(batch.pictures), generator)
+    whole = batch.pictures.shape[-1] == 2 * state.model.side
+    keys = slice(state.step % FEWER, None, FEWER) if composition and whole else None
+    with attention.trained(state.model, keys) as breadths:
+        loss = loss_of(state.model, batch, times, generator)
+    (loss + STAY_SHARP * attention.broadness(breadths, times) if breadths else loss).backward()
+    if not torch.nn.utils.clip_grad_norm_(state.model.parameters(), 1.0).isfinite():
+        raise FloatingPointError(f"step {state.step} has loss {loss.item()} and gradients that are no numbers; what "
+                                 "was saved before is kept: go on from there with a lower --learning-rate")
     state.descend()
     state.update_average(AVERAGE)
     return loss.item()
 
 
 def teaches_composition(state: TrainingState, scenes: Scenes) -> bool:
-    """Half-size pictures are for where things stand, parts for details, full ones for both in turns."""
-    return scenes.size < 2 * state.model.side or (scenes.crop is None and state.step % 2 == 0)
+    """Half-size pictures are for where things stand, parts for details, full ones twice for the first, then details."""
+    return scenes.size < 2 * state.model.side or (scenes.crop is None and state.step % 3 > 0)
 
 
 def train(state: TrainingState, options: argparse.Namespace) -> None:
@@ -111,7 +121,7 @@ def train(state: TrainingState, options: argparse.Namespace) -> None:
 
 def _phase(state: TrainingState, options: argparse.Namespace, until: float, scenes: Scenes) -> Iterator[float]:
     """Steps on one kind of pictures while progress is below `until`; gives the running mean of the loss."""
-    total, mean, sharp = options.minutes * 60, None, attention.sharp_weights(state.model)
+    total, mean = options.minutes * 60, None
     if state.seconds / total >= until:
         return
     before = time.monotonic()
@@ -119,7 +129,6 @@ def _phase(state: TrainingState, options: argparse.Namespace, until: float, scen
         rate = learning_rate(options.learning_rate, state.step, state.seconds / total, options.coarse)
         state.set_learning_rate(rate)
         loss = train_step(state, scenes[state.step], options.seed, teaches_composition(state, scenes))
-        attention.hold_sharp(state.model, sharp)
         mean = loss if mean is None else 0.95 * mean + 0.05 * loss
         now = time.monotonic()
         state.seconds, before = state.seconds + now - before, now
@@ -185,7 +194,7 @@ def prepared(options: argparse.Namespace) -> TrainingState:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Train; gives the exit code: 0 done, 2 wrong options, 130 stopped (the run is kept)."""
+    """Train; gives the exit code: 0 done, 1 no number any more, 2 wrong options, 130 stopped (the run is kept)."""
     options = parser().parse_args(arguments)
     try:
         state = prepared(options)
@@ -198,6 +207,9 @@ def main(arguments: list[str] | None = None) -> int:
         train(state, options)
     except KeyboardInterrupt:
         stopped = True
+    except FloatingPointError as error:
+        print(f"demo.train: {error}", file=sys.stderr)
+        return 1
     finally:
         torch.set_flush_denormal(False)
     state.save(options.state)

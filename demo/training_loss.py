@@ -68,7 +68,7 @@ def stratified_times(n: int, generator: torch.Generator) -> torch.Tensor:
 
 def noisy_times(n: int, generator: torch.Generator) -> torch.Tensor:
     """The same, but the more often the noisier: there it is decided where things stand."""
-    return (_stratified(n, generator).sqrt() * 1000).long().clamp(max=999)
+    return (_stratified(n, generator) ** (1 / 3) * 1000).long().clamp(max=999)
 
 
 def _stratified(n: int, generator: torch.Generator) -> torch.Tensor:

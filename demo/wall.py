@@ -18,7 +18,7 @@ SHADES, KINDS = 5, 4  # in a picture: shades of its stone, kinds of tiles
 DARKEST, LIGHTEST, TINT = 0.35, 1.3, 0.06  # of the stone's colour, and how far a shade may leave it
 SQUARES = 4  # a tile is SQUARES x SQUARES of them, a brick two beside each other, half a brick further every row
 TILES_ACROSS = 16  # in a whole picture: 8 px each in one of 128 px, so that a square is one token of level 0
-SHARE = 0.5  # of the pictures
+SHARE = 1 / 3  # of the pictures
 
 
 def paint(canvas: Canvas, setting: Setting) -> None:
