@@ -10,6 +10,7 @@ import types
 import pytest
 import torch
 
+import tome_core
 from tests.webui_doubles import FLAVOURS, Component, Processing, merges
 
 
@@ -47,6 +48,11 @@ def test_nothing_is_measured_unasked(webui, costs, tmp_path):
     made = costs(0.5)
     webui.job(True, 0.5)
     assert not made and not list(tmp_path.rglob("*.json"))
+
+
+def test_a_gain_belongs_to_the_engines_version_whatever_the_webui_calls_its_package(webui):
+    root = webui.part("merging").Patch.__module__.removesuffix(".patching.handle")
+    assert root != "tome_core" and engine(webui, "running.fingerprint").versions()[1] == tome_core.__version__
 
 
 @pytest.mark.slow

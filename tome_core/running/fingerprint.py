@@ -52,8 +52,9 @@ def attention_of(places: Sequence[Place], function: str = "") -> str:
 
 
 def versions() -> tuple[str, str]:
-    """Of torch and of this package."""
-    return torch.__version__, getattr(sys.modules.get(__package__), "__version__", "")
+    """Of torch and of this engine, whatever its package is called here."""
+    engine = sys.modules.get(__package__.rpartition(".")[0])
+    return torch.__version__, getattr(engine, "__version__", "")
 
 
 def device_of(device: torch.device) -> str:
