@@ -6,10 +6,10 @@ its tokens ``n_g / N`` in its place the sum is the same for every query, one mat
 
     C = scale/N sum over tokens of (v - v_g) (k - k_g)^T
 
-That much is known beforehand. What is left of a few queries that are answered exactly, one in each cell of the grid,
+That much is known beforehand. What is left of a few queries that are answered exactly, spread evenly over the grid,
 is told from the query and from the merged answer by ridge regression:
 
-    out += q M1 + out M2 + b,    M1 = C^T + W1, M2 = W2
+    out += A_q q + A_o out + b,    A_q = C + W_q, A_o = W_o
 
 On trained models C halves the error at equal work, and all but removes it where heads are smooth; where heads are
 sharp it overdoes, which the regression sees. Both together make 64 keys of 4,096 as good as 256 with C alone
@@ -32,8 +32,9 @@ from .sizes import bias_of
 _TINY = 1e-12
 _SAME = 1e-3  # of its size: what differs by less between samples tells nothing, in half precision by less than rounding
 _AS_GOOD_AS_ONE = 1 - 1e-6
-# Exact answers: at least twice as many as a head has unknowns for each of its channels, and no more than a sixteenth of
-# the tokens. Measured on heads of 32 and fewer channels: 128 are worth 10 % over 64, and 256 nothing over 128.
+# Exact answers: an output channel of a head of d channels has 2d unknowns, so each has about four answers at 16 channels,
+# two at 32 and 64, one at 128, and the penalty counts as one more. At most a sixteenth of the tokens, where that is not
+# too few. Measured on heads of 32 and fewer channels: 128 are worth 10 % over 64, and 256 nothing over 128.
 _ASKED_OF_NARROW, _ASKED, _NARROW, _FEWEST, _OF_TOKENS = 128, 256, 32, 32, 16
 
 Pair = tuple[Tensor, Tensor]  # keys and values, flat
