@@ -136,7 +136,7 @@ def front() -> str:
         found = [model.noised[_merged_keys(ratio, cell)] for model in models]
         at = (_several(one.dev_at[TIMES.index(time)].value for one in found) for time in MOMENTS)
         rows.append((_keys(ratio), f"{cell}x{cell}", _several(one.dev.value for one in found), *at))
-    return markdown((f"keys of {TOKENS:,}", "cells", "dev %", *(f"at t = {time}" for time in MOMENTS)), rows)
+    return markdown((f"keys of {TOKENS:,}", "cells", "dev %", *(f"at timestep {time}" for time in MOMENTS)), rows)
 
 
 def parts() -> str:

@@ -37,8 +37,9 @@ _FINE_CELLS = 4 / PARTS  # share of the keys from which on cells of 4x4 serve, w
 def strength(value: float, version: int | None = None, layout: str = SD) -> MergeConfig:
     """The settings of a strength: 0 is off, 1 keeps a sixty-fourth of the keys in every step.
 
-    Error and saving grow with it, whatever steps a picture has. layout: of the model, one of `LAYOUTS`; `patch` asks
-    the model itself. version: of the tables, for an old picture; None is the latest. Raises ValueError for what is no
+    What is left of the work falls with it and the error to be expected grows, whatever steps a picture has; what is
+    measured need not (docs/methods.md, "Strength"). layout: of the model, one of `LAYOUTS`; `patch` asks the model
+    itself. version: of the tables, for an old picture; None is the latest. Raises ValueError for what is no
     number from 0 to 1, and for a table that there is not.
 
     >>> strength(0).is_off
