@@ -32,9 +32,9 @@ from .sizes import bias_of
 _TINY = 1e-12
 _SAME = 1e-3  # of its size: what differs by less between samples tells nothing, in half precision by less than rounding
 _AS_GOOD_AS_ONE = 1 - 1e-6
-# Exact answers: an output channel of a head of d channels has 2d unknowns, so each has about four answers at 16 channels,
-# two at 32 and 64, one at 128, and the penalty counts as one more. At most a sixteenth of the tokens, where that is not
-# too few. Measured on heads of 32 and fewer channels: 128 are worth 10 % over 64, and 256 nothing over 128.
+# Exact answers: an output channel of a head of d channels has 2d unknowns, so each has about four answers at 16
+# channels, two at 32 and 64, one at 128, and the penalty counts as one more. At most a sixteenth of the tokens, where
+# that is not too few. Measured on heads of 32 and fewer channels: 128 are worth 10 % over 64, and 256 nothing over 128.
 _ASKED_OF_NARROW, _ASKED, _NARROW, _FEWEST, _OF_TOKENS = 128, 256, 32, 32, 16
 
 Pair = tuple[Tensor, Tensor]  # keys and values, flat
