@@ -31,10 +31,11 @@ def root():
 OWNER = "tome_core.txt"  # this file in an environment says that it was made here and may be made again
 # MB that pip downloads for an extra, torch apart: from wheels and installed folders on Linux, rounded up
 SIZES = {"demo": 120, "page": 60, "benchmarks": 20, "test": 70}
-DOWNLOADS = """The first run fills a private environment, {folder}, and asks pip for:
+DOWNLOADS = """python install.py {command} fills a private environment, {folder}, and asks pip for:
   torch: {torch}
-  the rest: up to {rest} MB
-Ctrl-C is safe: what is there by then is kept, and the same command goes on."""
+  the rest: up to {rest} MB, less what is there and what pip's cache has
+Ctrl-C is safe and the same command goes on: files that came whole are in pip's cache; the one under way starts again
+(torch with CUDA is the largest)."""
 TORCH_TO_COME = """0.1 to 0.2 GB on Windows and macOS; 2 to 4 GB on Linux, with CUDA, or 0.2 GB without it, where
     PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu is set; nothing where install.py is called with a Python
     that has torch"""
@@ -118,6 +119,15 @@ def is_usable(folder):
     return answer.returncode == 0 and answer.stdout.strip() == "{}.{}".format(*sys.version_info[:2])
 
 
+def has_torch(folder, requirement):
+    """Whether the environment has, or sees, a torch that meets `requirement`."""
+    import subprocess
+
+    command = [str(venv_python(folder)), "-c", "from importlib import metadata; print(metadata.version('torch'))"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    return answer.returncode == 0 and satisfied(answer.stdout.strip(), requirement)
+
+
 def make_environment(folder, torch_folder):
     """Make `folder` anew; with `torch_folder`, packages beside that torch are visible from inside."""
     from importlib.util import find_spec
@@ -158,21 +168,27 @@ def path_line(folder):
 def environment(extras, no_deps=()):
     """The interpreter of an environment that has `extras` installed; the second call needs no pip.
 
-    `no_deps`: requirement lines installed without their own dependencies.
+    extras: the last has the command's name. no_deps: requirement lines installed without their own dependencies.
     """
     import re
 
     lines = requirements(read_project(root() / "pyproject.toml"), extras)
     folder = root() / ".venv"
     python, stamp = str(venv_python(folder)), folder / f"installed-{'-'.join(extras)}.txt"
-    torch_folder = reusable_torch(next(line for line in lines if re.match(r"torch\b", line)))
+    torch_line = next(line for line in lines if re.match(r"torch\b", line))
+    torch_folder = reusable_torch(torch_line)
     mark = fingerprint(sys.version, [*lines, *no_deps, str(torch_folder)])
     if stamp.exists() and stamp.read_text() == mark and os.path.exists(python):
         return python
     try:
-        if not is_usable(folder):
-            torch = f"taken from {torch_folder}, nothing to download" if torch_folder else TORCH_TO_COME
-            print(DOWNLOADS.format(folder=folder, torch=torch, rest=sum(SIZES[extra] for extra in extras)))
+        usable, torch = is_usable(folder), TORCH_TO_COME
+        if usable and has_torch(folder, torch_line):
+            torch = "there already"
+        elif torch_folder and not usable:
+            torch = f"taken from {torch_folder}, nothing to download"
+        rest = sum(SIZES[extra] for extra in extras)
+        print(DOWNLOADS.format(command=extras[-1], folder=folder, torch=torch, rest=rest))
+        if not usable:
             make_environment(folder, torch_folder)
         print("Installing what is needed ...", flush=True)
         pip(python, lines)
@@ -315,9 +331,12 @@ def target(host, folder):
     for candidate in (folder, folder / host.below):
         if any(all((candidate / name).exists() for name in wanted) for wanted in host.looked_for):
             return candidate.resolve() / host.place / NAME
+    hint = f"give the folder that holds {host.name}'s {host.looked_for[0][0]}"
+    if not folder.exists():
+        raise Failure(f"{folder} does not exist; {hint}")
     looked_for = ", or for ".join(", ".join(wanted) for wanted in host.looked_for)
     raise Failure(f"{folder} is not a {host.name} folder: looked for {looked_for} in it, and did not find all of "
-                  f"either; give the folder that holds {host.name}'s {host.looked_for[0][0]}")
+                  f"either; {hint}")
 
 
 def put(host, where, copy=False):

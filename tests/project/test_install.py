@@ -106,8 +106,30 @@ def test_what_will_be_downloaded_is_said_before_it_is(repository, monkeypatch, c
     (repository[0] / ".venv").mkdir()
     install.environment(["demo"])
     assert len(said) == 2 and str(repository[0] / ".venv") in said[0] and "goes on" in said[0]
-    assert f"{install.SIZES['demo']} MB" in said[0]
+    assert f"{install.SIZES['demo']} MB" in said[0] and "install.py demo" in said[0] and "pip's cache" in said[0]
     assert f"taken from {torch_folder}" in said[0] if torch_folder else "2 to 4 GB" in said[0]
+
+
+@pytest.mark.parametrize("visible", [True, False])
+def test_it_is_said_again_where_the_environment_is_there_and_more_is_asked_for(
+    repository, monkeypatch, capsys, visible
+):
+    """Another command, and the same one after Ctrl-C: the environment is used, and torch is told as it is in there."""
+    if not visible:
+        monkeypatch.setattr(install, "reusable_torch", lambda requirement: None)
+    install.environment(["demo"])
+    capsys.readouterr()
+    said = []
+    monkeypatch.setattr(install, "pip", lambda *_: said.append(capsys.readouterr().out))
+    for stamp in (repository[0] / ".venv").glob("installed-*"):
+        stamp.unlink()
+    install.environment(["demo"])
+    install.environment(["demo", "test"])
+    for told, command, size in zip(said, ("demo", "test"), (120, 190), strict=True):
+        assert f"install.py {command} " in told and f"{size} MB" in told
+        assert ("torch: there already" if visible else "2 to 4 GB") in told and "Making" not in told
+    install.environment(["demo", "test"])
+    assert capsys.readouterr().out == "", "nothing is downloaded, so nothing is said"
 
 
 def test_each_extra_that_is_installed_has_its_size():
@@ -123,6 +145,13 @@ def test_a_folder_of_any_name_is_taken_and_told_where_the_output_has_few_letters
                           env={**os.environ, "PYTHONIOENCODING": "ascii"}, check=False)  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert (comfyui / "custom_nodes" / install.NAME).exists() and "with spaces \\xfcn\\xef \\u5b57" in done.stdout
+
+
+def test_a_folder_that_does_not_exist_is_told_from_one_that_is_no_host(tmp_path):
+    for folder, sentence in ((tmp_path / "nope", "does not exist; give the folder that holds ComfyUI's main.py"),
+                             (tmp_path, "is not a ComfyUI folder")):  # fmt: skip
+        with pytest.raises(install.Failure, match=rf"{re.escape(str(folder))} {sentence}"):
+            install.target(install.COMFYUI, folder)
 
 
 def test_packages_in_a_folder_of_any_name_are_seen_whatever_letters_python_reads(tmp_path):
@@ -288,7 +317,7 @@ def write_wheel(folder: Path, name: str) -> None:
 @pytest.mark.slow
 def test_without_a_network_pip_takes_what_was_downloaded_before(tmp_path, monkeypatch):
     """The two steps of the demo's page, with real pip, in a clone with spaces and letters of other alphabets."""
-    clone, index, kept = tmp_path / "with spaces ünï 字", tmp_path / "index", tmp_path / "kept"
+    clone, index, kept = tmp_path / "with spaces ünï 字", tmp_path / "index", tmp_path / "kept wheels"
     clone.mkdir()
     index.mkdir()
     for name in ("thing", "setuptools"):  # torch asks for a newer one than an environment may begin with
@@ -298,7 +327,7 @@ def test_without_a_network_pip_takes_what_was_downloaded_before(tmp_path, monkey
     offline = {**os.environ, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(index)}
     subprocess.run([sys.executable, "-m", "pip", "download", "-d", str(kept), "thing", "setuptools"],
                    env=offline, check=True)  # fmt: skip
-    for name, value in (("PIP_NO_INDEX", "1"), ("PIP_FIND_LINKS", str(kept))):
+    for name, value in (("PIP_NO_INDEX", "1"), ("PIP_FIND_LINKS", kept.as_uri())):
         monkeypatch.setenv(name, value)
     python = install.environment(["demo"])
     assert subprocess.run([python, "-c", "import thing, torch"], check=False).returncode == 0
