@@ -44,7 +44,7 @@ PEERS = {
 }
 TILES = {"tiles-2x2": "attention in 2x2 tiles (as HyperTile)"}
 METHODS = {
-    **{f"preset-{name}": f"**preset {name}**" for name in MARKS},
+    **{f"preset-{name}": f"**`{name}`, strength {value:g}**" for name, value in MARKS.items()},
     "sized-0.5": "q+k+v merged, proportional attention, ratio .5",
     "downsample-early-and-late-8x8-then-2x2": "token down-sampling 8x8 early, 2x2 late",
     **PEERS,
@@ -98,7 +98,7 @@ def strength() -> str:
     models = sections(record(QUALITY))
     marks = {f"preset-{name}": (f"{value:g}", f"`{name}`") for name, value in MARKS.items()}
     rows = {**marks, **{name: ("", label) for name, label in PEERS.items()}}
-    return markdown(("strength", "", "time", "error, %", "PSNR, dB", "detail"), (
+    return markdown(("strength", "", "time", "dev (error), %", "PSNR, dB", "detail"), (
         (*first, _times(models, name), _deviations(models, name), *_psnrs_and_details(models, name))
         for name, first in rows.items()
     ))  # fmt: skip
@@ -177,7 +177,7 @@ def bench() -> str:
     rows = [(label, _ms(one["ours"]), _ms(one["tomesd"]), f"{one['tomesd'] / one['ours']:.2f} times as fast")
             for label, one in timed]  # fmt: skip
     preset, plain, peak = block["preset balanced"], block["vanilla"], found["peak_mib_16384"]
-    rows += [("the same, preset balanced, mean of a picture's 20 steps", _ms(preset), "",
+    rows += [("the same, `balanced`, mean of a picture's 20 steps", _ms(preset), "",
               f"{plain / preset:.2f} times as fast as unmerged"),
              ("peak memory of match, merge and unmerge, 16,384 tokens", f"{peak['ours']:.0f} MiB",
               f"{peak['tomesd']:.0f} MiB", f"{peak['ours'] / peak['tomesd']:.0%} of it")]  # fmt: skip
