@@ -97,7 +97,7 @@ def strength() -> str:
     """What each named strength takes and changes, and two others' methods beside it."""
     models = sections(record(QUALITY))
     marks = {f"preset-{name}": (f"{value:g}", f"`{name}`") for name, value in MARKS.items()}
-    rows = {**marks, **{name: ("", label) for name, label in PEERS.items()}}
+    rows = {**marks, **{name: ("", label) for name, label in PEERS.items() if "early-and-late" not in name}}
     return markdown(("strength", "", "time", "dev (error), %", "PSNR, dB", "detail"), (
         (*first, _times(models, name), _deviations(models, name), *_psnrs_and_details(models, name))
         for name, first in rows.items()

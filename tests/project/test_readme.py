@@ -233,7 +233,8 @@ def test_what_the_commands_generate_is_what_the_project_has(copy, before):
 
 def python_of(page: str) -> list[str]:
     text = (ROOT / page).read_text(encoding="utf-8")
-    return re.findall(r"^```python\n(.*?)^```$", text, re.S | re.M)
+    lines = re.findall(r"`(with tome_core\.[^`\n]*)`", text)
+    return [*re.findall(r"^```python\n(.*?)^```$", text, re.S | re.M), *(f"import tome_core\n{one}" for one in lines)]
 
 
 @pytest.mark.parametrize("code", [code for page in PAGES for code in python_of(page)])
