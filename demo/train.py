@@ -25,6 +25,7 @@ FOLDER = Path(__file__).resolve().parent.parent / "demo-output"
 SAVE_EVERY, SPEAK_EVERY = 60.0, 10.0  # seconds
 AVERAGE = 0.995
 STAY_SHARP = 0.05  # of the loss: a sharp head's excess of one nat, squared
+DETAILS_EVERY = 6  # steps on full pictures: parts have taught most of that by then
 FEWER = 8  # in noise level 0 looks at every 8th key of a full picture: its attention is two thirds of a step's time
 
 
@@ -93,8 +94,8 @@ def train_step(state: TrainingState, batch: Batch, seed: int, composition: bool 
 
 
 def teaches_composition(state: TrainingState, scenes: Scenes) -> bool:
-    """Half-size pictures are for where things stand, parts for details, full ones twice for the first, then details."""
-    return scenes.size < 2 * state.model.side or (scenes.crop is None and state.step % 3 > 0)
+    """Half-size pictures are for where things stand, parts for details, full ones for both in turns."""
+    return scenes.size < 2 * state.model.side or (scenes.crop is None and state.step % DETAILS_EVERY > 0)
 
 
 def train(state: TrainingState, options: argparse.Namespace) -> None:

@@ -119,14 +119,14 @@ def test_composition_counts_a_mean_bands_error_five_times_as_much_as_a_details()
 
 
 @pytest.mark.parametrize("scenes, taught", [
-    (Scenes(0, 2, 16), [True, True, True]),
-    (Scenes(0, 2, 32, crop=16), [False, False, False]),
-    (Scenes(0, 2, 32), [False, True, True]),
+    (Scenes(0, 2, 16), [True] * 6),
+    (Scenes(0, 2, 32, crop=16), [False] * 6),
+    (Scenes(0, 2, 32), [False] + [True] * 5),
 ])
 def test_half_size_pictures_teach_composition_parts_details_and_whole_ones_both(scenes, taught):
     state = TrainingState(tiny_scenes.make(), 1e-3)
     found = []
-    for state.step in range(3):
+    for state.step in range(6):
         found.append(train.teaches_composition(state, scenes))
     assert found == taught
 
