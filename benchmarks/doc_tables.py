@@ -233,11 +233,6 @@ def filled(text: str) -> str:
     return _BETWEEN.sub(made, text)
 
 
-def shown(text: str) -> list[str]:
-    """The names of a page's tables."""
-    return [found[2] for found in _BETWEEN.finditer(text)]
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Print the tables, or write them into the pages."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.doc_tables", description=__doc__.splitlines()[0])

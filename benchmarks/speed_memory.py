@@ -106,13 +106,6 @@ class OperatorCount(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def operators(run: Callable[[], Any]) -> int:
-    """How many operators one call runs, on any device."""
-    with OperatorCount() as counter:
-        run()
-    return counter.count
-
-
 def kernels(run: Callable[[], Any]) -> int | None:
     """How many kernels one call launches on a GPU; None where the driver does not tell."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:

@@ -20,7 +20,6 @@ from ..tome_core.model.families import find_unet, layout_of
 from ..tome_core.settings.presets import SD
 from . import sdnext
 
-logger = logging.getLogger(__name__)
 Script = scripts.Script
 ALWAYS_VISIBLE = scripts.AlwaysVisible
 # 1.10 and the Forges; before it, a pass is known by process_batch and before_hr

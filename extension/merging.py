@@ -7,7 +7,6 @@ comes next takes it off first.
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -19,7 +18,6 @@ from . import host, sdnext
 from .pace import Pace
 from .wish import Wish
 
-logger = logging.getLogger(__name__)
 _ATTRIBUTE = "_tome_core_job"
 
 

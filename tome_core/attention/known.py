@@ -68,13 +68,11 @@ class StandIn:
     were made before, the output projection gives back what it gets, and everything else is the module's.
     """
 
-    def __init__(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> None:
+    def __init__(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> None:
         self._module = module
         self.to_q, self.to_k, self.to_v = _Given(q), _Given(k), _Given(v)
         self.to_out = _AsItIs()
         self.dim_head = q.shape[-1] // module.heads  # what some forwards cut their heads by
-        if scale is not None:
-            self.scale = scale
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._module, name)

@@ -22,7 +22,6 @@ from ..running.search import Plans, Search, stamp_of
 from ..settings.config import MergeConfig
 from ..settings.phases import plain_rules
 from ..settings.rule import MergeRule
-from ..settings.schedule import NoiseSchedule
 from .attend import Host, attend, correction_of, merged
 from .layout import Layout, Tensors, by_token, in_form, tokens_in
 from .matching import match
@@ -60,11 +59,9 @@ class SequenceMerging(Handle):
     downsample: latent tokens for each token of the model, along a side. blocks: how many attentions a call has.
     """
 
-    def __init__(
-        self, config: MergeConfig, downsample: int = 2, blocks: int = 0, schedule: NoiseSchedule | None = None
-    ) -> None:
+    def __init__(self, config: MergeConfig, downsample: int = 2, blocks: int = 0) -> None:
         tally = LevelTally(downsample, blocks)
-        super().__init__(config, plain_rules(config, [downsample]), [tally], schedule)
+        super().__init__(config, plain_rules(config, [downsample]), [tally])
         self.is_on = True
         _say_once()
 

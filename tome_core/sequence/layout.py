@@ -54,18 +54,18 @@ def tokens_in(layout: Layout) -> int:
     return layout.grid.height * layout.grid.width
 
 
-def windows(grid: Grid, most: int = WINDOW) -> Iterator[tuple[int, Grid]]:
-    """First token and grid of each window: equal runs of frames, or bands of rows, of ``most`` tokens or fewer.
+def windows(grid: Grid) -> Iterator[tuple[int, Grid]]:
+    """First token and grid of each window: equal runs of frames, or bands of rows, of `WINDOW` tokens or fewer.
 
     A single frame, or a band as high as a cell, is a window though it has more.
     """
     frames, height, width = grid.frames, grid.height // grid.frames, grid.width
     frame = height * width
-    if frame <= most:
-        for start, stop in _runs(frames, most // frame):
+    if frame <= WINDOW:
+        for start, stop in _runs(frames, WINDOW // frame):
             yield start * frame, Grid((stop - start) * height, width, stop - start)
         return
-    bands = list(_runs(-(-height // _ROWS), max(1, most // (_ROWS * width))))
+    bands = list(_runs(-(-height // _ROWS), max(1, WINDOW // (_ROWS * width))))
     for number in range(frames):
         for start, stop in bands:
             first, last = start * _ROWS, min(stop * _ROWS, height)

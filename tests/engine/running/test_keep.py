@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tome_core
-from benchmarks.speed_memory import operators
+from benchmarks.speed_memory import OperatorCount
 from tests.models import call_case
 from tests.samplings import CASE, KEPT, blocks, done_for_plans, pipeline_folder, tiny_pipeline, tiny_unet  # noqa: F401
 from tests.sized_attention import wide_heads  # noqa: F401
@@ -219,13 +219,16 @@ def added_by_a_kept_match(**settings: Any) -> int:
     config = replace(KEPT, **settings)
     with torch.inference_mode(), tome_core.patch(block, config) as handle:
         counts = []
-        for timestep in (200, 180, 160):
+        for timestep in (200, 180, 160, None):
             handle.set_time(timestep=timestep, sampling="a")
-            counts.append(operators(lambda: block(*arguments)))
-        handle.uninstall()
-        vanilla = operators(lambda: block(*arguments))
-    assert counts[0] > counts[1] == counts[2]
-    return counts[1] - vanilla
+            if timestep is None:
+                handle.uninstall()
+            with OperatorCount() as counter:
+                block(*arguments)
+            counts.append(counter.count)
+    first, second, third, vanilla = counts
+    assert first > second == third
+    return second - vanilla
 
 
 @pytest.fixture
