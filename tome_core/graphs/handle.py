@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -12,7 +11,7 @@ from torch import nn
 from ..model.families import find_unet
 from ..model.switch import CAPTURE
 from ..model.wrap import is_wrapped_by_others
-from ..unet.wiring import put_on, wiring_of
+from ..unet.wiring import Holder, put_on
 from .cuda import CudaGraphs
 from .model_state import COMPILED, WRAPPED, ModelState
 from .replayer import Replayer
@@ -20,7 +19,7 @@ from .replayer import Replayer
 LIMIT = 64
 
 
-class Capture:
+class Capture(Holder):
     """The handle: a context manager that can also be kept. It does not keep the UNet alive.
 
         with tome_core.capture(pipe), tome_core.patch(pipe):
@@ -35,12 +34,7 @@ class Capture:
     def __init__(self, unet: nn.Module, limit: int = LIMIT) -> None:
         self.limit = limit
         self.plain_calls: Counter[str] = Counter()
-        self._unet: Callable[[], nn.Module | None] = weakref.ref(unet)
-
-    @property
-    def unet(self) -> nn.Module | None:
-        """The UNet; None once nobody else holds it."""
-        return self._unet()
+        self._unet = weakref.ref(unet)
 
     @property
     def graphs(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -58,16 +52,6 @@ class Capture:
         if self._replayer() is not None:
             del vars(unet)[CAPTURE]
             self.detach()
-
-    def detach(self) -> None:
-        """No longer need the UNet's wrap."""
-        wiring = None if self.unet is None else wiring_of(self.unet)
-        if wiring is not None:
-            wiring.release(self)
-
-    def belong_to(self, unet: nn.Module) -> None:
-        """For a copy, which does not know its UNet: this one."""
-        self._unet = weakref.ref(unet)
 
     def _replayer(self) -> Replayer | None:
         """Ours, while it is on."""

@@ -11,7 +11,6 @@ from torch import nn
 
 from ..measuring.measured import Measured
 from ..model.families import find_blocks
-from ..model.wrap import Wrap
 from ..reporting.ledger import LevelTally
 from ..running.fingerprint import widths_of
 from ..running.handle import Handle
@@ -23,10 +22,10 @@ from ..settings.noise import SchedulerNoise
 from ..settings.phases import plain_rules
 from ..settings.rule import MergeRule
 from ..settings.schedule import NoiseSchedule, reaches
-from ..unet.wiring import Wiring, put_on, wiring_of
+from ..unet.wiring import Holder, put_on, wiring_of
 
 
-class Patch(Nested, Measured, Handle):
+class Patch(Nested, Measured, Handle, Holder):
     """The handle of one patch: a context manager that can also be kept. It does not keep the UNet alive.
 
         with tome_core.patch(pipe, MergeConfig(ratio=0.5)) as handle:
@@ -40,7 +39,7 @@ class Patch(Nested, Measured, Handle):
     def __init__(self, unet: nn.Module, config: MergeConfig, schedule: NoiseSchedule | None) -> None:
         self._unet = weakref.ref(unet)
         self.handed: weakref.ref[Any] | None = None  # what was handed to `patch`: a pipeline, a wrapped UNet
-        self._outside: list[Wrap] = []  # of a pipeline and its scheduler; they hold no module
+        self._outside = []
         self.attention_function = ""  # what a host's attention calls, where its module does not tell
         places = find_blocks(unet)
         depths = sorted({place.halvings for place in places})
@@ -50,11 +49,6 @@ class Patch(Nested, Measured, Handle):
         super().__init__(config, rules, tallies, schedule)
         self.needs = _needs(rules, downsamples)
         self.block_sizes = tuple((2**place.halvings, widths_of(place.block)[0]) for place in places)
-
-    @property
-    def unet(self) -> nn.Module | None:
-        """The UNet that was patched; None once nobody else holds it."""
-        return self._unet()
 
     @property
     def is_installed(self) -> bool:
@@ -90,12 +84,8 @@ class Patch(Nested, Measured, Handle):
 
     def detach(self) -> None:
         """No longer need the wraps, which come off when nobody does. Idempotent; waits as `uninstall` does."""
-        wiring = self._wiring()
-        if wiring is not None:
-            wiring.release(self)
-        for wrap in self._outside:
-            if wrap.target is not None:
-                wrap.uninstall()
+        super().detach()
+        self._take_off_outside()
         model = self.handed and self.handed()
         with suppress(TypeError):
             if _OF_MODEL.get(model) is self:
@@ -115,20 +105,6 @@ class Patch(Nested, Measured, Handle):
         with nullcontext() if wiring is None else wiring.switch.naming(run):
             yield self
 
-    def remove(self) -> None:
-        """Take the patch off for good. Idempotent; never fails."""
-        self._removed = True
-        self.uninstall()
-        self.run.forget()
-
-    def belong_to(self, unet: nn.Module) -> None:
-        """For a copy, which does not know its UNet: this one."""
-        self._unet = weakref.ref(unet)
-
-    def _wiring(self) -> Wiring | None:
-        unet = self.unet
-        return None if unet is None else wiring_of(unet)
-
     def _put_on(self, merges: bool) -> None:
         unet = self.unet
         if unet is None:
@@ -138,7 +114,7 @@ class Patch(Nested, Measured, Handle):
         if wiring is None or self not in wiring.holders:
             self.ask_whether_it_pays()
         put_on(unet, self, merges)
-        self._outside = [wrap.install() for wrap in self._outside if wrap.target is not None]
+        self._put_on_outside()
 
     def _follow(self, model: Any) -> None:
         """Take the time from a pipeline's scheduler, and its pictures from its loop, where a rule asks for them."""

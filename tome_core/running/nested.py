@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TypeVar
 
+from ..model.wrap import Wrap
+from .run import Run
+
 Own = TypeVar("Own", bound="Nested")
 
 
 class Nested:
-    """A handle that knows what it took the place of. Its class has `install`, `remove` and `_in_force`."""
+    """A handle that knows what it took the place of. Its class has `install`, `uninstall` and `_in_force`."""
 
+    run: Run
+    _outside: list[Wrap]  # of a pipeline and its scheduler; they hold no module
     _previous: Nested | None = None
     _removed = False
     _entered = False
@@ -18,6 +23,20 @@ class Nested:
     def _in_force(self) -> Nested | None:
         """The handle that merges on this one's model now."""
         raise NotImplementedError
+
+    def remove(self) -> None:
+        """Take it off for good. Idempotent; never fails."""
+        self._removed = True
+        self.uninstall()
+        self.run.forget()
+
+    def _put_on_outside(self) -> None:
+        self._outside = [wrap.install() for wrap in self._outside if wrap.target is not None]
+
+    def _take_off_outside(self) -> None:
+        for wrap in self._outside:
+            if wrap.target is not None:
+                wrap.uninstall()
 
     def take_the_place_of(self, current: Nested | None) -> None:
         """Remember what leaving this one brings back."""

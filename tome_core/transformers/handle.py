@@ -37,7 +37,7 @@ class TransformerPatch(Nested, SequenceMerging):
         self._models = [weakref.ref(one) for one in models]
         self.take_the_place_of(handle_on(models[0]))
         self.is_on = False
-        self._outside: list[Wrap] = []
+        self._outside = []
         # each of the pipeline's loops makes one picture, or one batch of them; and it tells its steps
         if self.run.wants_time and hasattr(pipeline, "progress_bar"):
             with suppress(TypeError):  # a class that allows no weak references
@@ -58,7 +58,7 @@ class TransformerPatch(Nested, SequenceMerging):
                 on = vars(model).get(_MARK) or _On(model)
                 on.give(self)
                 vars(model)[_MARK] = on
-            self._outside = [wrap.install() for wrap in self._outside if wrap.target is not None]
+            self._put_on_outside()
             self.is_on = True
         return self
 
@@ -72,18 +72,10 @@ class TransformerPatch(Nested, SequenceMerging):
                     del vars(model)[_MARK]
             self.step_down()
 
-    def remove(self) -> None:
-        """Take it off for good. Idempotent; never fails."""
-        self._removed = True
-        self.uninstall()
-        self.run.forget()
-
     def step_down(self) -> None:
         """It is in force no longer: taken off, or another of ours is."""
         self.is_on = False
-        for wrap in self._outside:
-            if wrap.target is not None:
-                wrap.uninstall()
+        self._take_off_outside()
 
     def _present(self) -> Iterator[nn.Module]:
         return (model for model in (one() for one in self._models) if model is not None)

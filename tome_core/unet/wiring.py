@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
@@ -20,17 +20,33 @@ from .sites import BlockSite, TransformerSite
 _MARK = "_tome_core_patch"
 
 
-class Holder(Protocol):
-    """Who needs wraps: a patch's handle. needs: (level, part) of what it merges; run: what it knows while in force."""
+class Holder:
+    """Who needs wraps: a handle, which does not keep its UNet alive.
+
+    needs: (level, part) of what it merges; run: what it knows while in force.
+    """
 
     needs: frozenset[tuple[int, str]]
     run: Any
+    _unet: Callable[[], nn.Module | None]
+
+    @property
+    def unet(self) -> nn.Module | None:
+        """The UNet; None once nobody else holds it."""
+        return self._unet()
 
     def detach(self) -> None:
-        """No longer need the wraps."""
+        """No longer need the wraps, which come off when nobody does. Idempotent; waits for a call that goes on."""
+        wiring = self._wiring()
+        if wiring is not None:
+            wiring.release(self)
 
     def belong_to(self, unet: nn.Module) -> None:
-        """Learn which UNet it patches, where it is a copy."""
+        """For a copy, which does not know its UNet: this one."""
+        self._unet = weakref.ref(unet)
+
+    def _wiring(self) -> Wiring | None:
+        return None if self.unet is None else wiring_of(self.unet)
 
 
 class Wiring:
