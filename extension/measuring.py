@@ -23,7 +23,7 @@ class Pass(NamedTuple):
 
 
 def answer(wish: Wish, passes: Iterable[Pass], measure: bool = False) -> str:
-    """``1024x1536: about 31 % faster``, for each pass that merges.
+    """``1024x1536: 1.31 times as fast``, for each pass that merges.
 
     measure: what is not known of it, which takes seconds; else no model is called.
     """

@@ -70,13 +70,13 @@ def test_what_pays_merges_from_the_next_sampling_on_and_after_a_restart(server, 
     patcher = checkpoint()
     plain = Guider(RemoveToMe().remove(patcher)[0]).sample(steps=3, size=SIZE)
     assert torch.equal(drawn(patcher=patcher), plain), "a picture is not changed by what is measured after it"
-    assert "measured: 128x128: about 100 % faster" in last(server)
+    assert "measured: 128x128: 2.00 times as fast" in last(server)
     with caplog.at_level("INFO"):
         after = drawn(patcher=patcher)
     assert not torch.equal(after, plain) and len(made) == 1, "once"
     line = caplog.records[-1].getMessage()
-    assert line.startswith("ToMe: 3 steps, 2.00x the unmerged speed (measured), ") and line.endswith("left out")
-    assert last(server)[0] == "ToMe: 3 steps, 2.00x the unmerged speed (measured)" and "left out" in last(server)[1]
+    assert line.startswith("ToMe: 3 steps, 2.00 times as fast (measured), ") and line.endswith("left out")
+    assert last(server)[0] == "ToMe: 3 steps, 2.00 times as fast (measured)" and "left out" in last(server)[1]
     tome_core.gains.KNOWN.forget()
     assert torch.equal(drawn(patcher=patcher), plain) and len(made) == 2
     tome_core.gains.KNOWN.forget()
@@ -89,7 +89,7 @@ def test_what_merges_is_said_to_gain_in_the_report_on_that_sampling(server, cost
     costs(0.8)
     applied = apply(checkpoint(), only_if_it_pays=False)
     latent = Guider(applied).sample(steps=3, size=SIZE)
-    assert last(server)[0] == "ToMe: 3 steps, 1.25x the unmerged speed (measured)"
+    assert last(server)[0] == "ToMe: 3 steps, 1.25 times as fast (measured)"
     shown = ToMePreview().preview(applied, latent={"samples": latent}, measure=True, unique_id="9")
     assert shown["ui"]["tome_report"][0]["gains"][0]["ratio"] == 1.25
 
@@ -114,7 +114,7 @@ def test_weights_may_wait_elsewhere_than_where_their_layers_run(server, costs):
             layer.register_forward_pre_hook(lambda layer, args, weights=weights: layer._parameters.update(weights))
             layer.register_forward_hook(lambda layer, args, out, away=away: layer._parameters.update(away))
     drawn(patcher=patcher)
-    assert made and "measured: 128x128: about 100 % faster" in last(server)
+    assert made and "measured: 128x128: 2.00 times as fast" in last(server)
 
 
 def test_a_stopped_sampling_is_not_measured(server, costs):

@@ -66,7 +66,7 @@ def test_what_pays_merges_from_the_next_picture_on_and_after_a_restart(webui, co
     second, third = webui.job(True, 0.5), webui.job(True, 0.5)
     assert len(made) == 1, "once"
     assert not torch.equal(second.latents, plain) and torch.equal(second.latents, third.latents)
-    assert "2.00x the unmerged speed (measured)" in second.comments
+    assert "2.00 times as fast (measured)" in second.comments
     (file,) = tmp_path.rglob("*.json")
     assert file.parent.name == "cache"
     webui.reload()
@@ -145,8 +145,8 @@ def test_the_line_answers_for_each_pass_and_measures_on_request_alone(webui, lin
     made, hires = costs(0.5), {"hr-checkbox": True}
     before = webui.job().latents
     assert line() == "128x128: not measured yet" and not made
-    assert line(measure=True) == line() == "128x128: about 100 % faster" and len(made) == 1
-    assert line(**hires) == "first pass 128x128: about 100 % faster; hires pass 192x192: not measured yet"
+    assert line(measure=True) == line() == "128x128: 2.00 times as fast" and len(made) == 1
+    assert line(**hires) == "first pass 128x128: 2.00 times as fast; hires pass 192x192: not measured yet"
     assert line(**hires, where="hires pass") == "hires pass 192x192: not measured yet"
     wide = {**hires, "hr_resize_x": 256, "hr_resize_y": 128, "where": "hires pass"}
     assert line(**wide) == "hires pass 256x128: not measured yet"

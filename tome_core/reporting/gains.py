@@ -66,8 +66,8 @@ class Gain(NamedTuple):
 
     @property
     def line(self) -> str:
-        """``1024x1536: about 31 % faster`` or ``512x512: no gain here``."""
-        found = f"about {self.ratio - 1:.0%} faster".replace("%", " %") if self.pays else "no gain here"
+        """``1024x1536: 1.31 times as fast`` or ``512x512: no gain here``."""
+        found = f"{self.ratio:.2f} times as fast" if self.pays else "no gain here"
         return f"{self.size}: {found}"
 
     @property
@@ -80,7 +80,7 @@ class Gain(NamedTuple):
 
     def __str__(self) -> str:
         case = self.case
-        text = f"{self.ratio:.2f} times the unmerged speed ({case.width}x{case.height}, batch {case.batch}, " \
+        text = f"{self.ratio:.2f} times as fast as unmerged ({case.width}x{case.height}, batch {case.batch}, " \
             f"{case.dtype}, {case.device})"  # fmt: skip
         return text + (", measured while the machine was busy with something else" if self.spread > _UNEVEN else "")
 

@@ -134,7 +134,7 @@ class Report(_Counted):
 
     @property
     def headline(self) -> str:
-        """All in one line, for a log: ``1.42x the unmerged speed (measured), 61 % of attention left out``."""
+        """All in one line, for a log: ``1.42 times as fast (measured), 61 % of attention left out``."""
         return report_text.headline(self)
 
     def lines(self, title: str = "Token merging", facts: Sequence[str] | None = None, beside: Sequence[str] = ()) \

@@ -47,14 +47,15 @@ def lines(report: Any, title: str, facts: Sequence[str] | None, beside: Sequence
 
 
 def _speed(report: Any) -> list[str]:
-    """``1.42x the unmerged speed (measured)``, of several sizes each; nothing where that is not known of a picture."""
+    """``1.42 times as fast (measured)``, of several sizes each; nothing where that is not known of a picture."""
     gains = report.gains[-_KINDS:]
     if not gains or not report.calls_merged:
         return []
     if len(gains) == 1:
-        return [f"{gains[0].ratio:.2f}x the unmerged speed (measured)"]
-    sizes = [f"{gain.ratio:.2f}x at {gain.size}" if gain.pays else f"no gain at {gain.size}" for gain in gains]
-    return [f"the unmerged speed {', '.join(sizes)} (measured)"]
+        return [f"{gains[0].ratio:.2f} times as fast (measured)"]
+    sizes = [f"{gain.ratio:.2f} times as fast at {gain.size}" if gain.pays else f"no gain at {gain.size}"
+             for gain in gains]  # fmt: skip
+    return [f"{', '.join(sizes)} (measured)"]
 
 
 def _outcome(report: Any) -> str:

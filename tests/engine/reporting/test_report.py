@@ -39,13 +39,13 @@ def level(downsample: int = 1, keys: int = 64, left: int = 25, **facts) -> Level
 def test_the_first_line_is_the_gain_the_second_what_was_left_out_then_levels_early_and_late():
     measured = Report.joined([reported(EARLY, 900, 100), Report(True, gains=(gain(1.42),))])
     first, second, *rest = str(measured).splitlines()
-    assert first == "Token merging: 2 model calls, 1.42x the unmerged speed (measured)"
+    assert first == "Token merging: 2 model calls, 1.42 times as fast (measured)"
     assert second.startswith(f"  {percent(measured.work_saved)} of attention left out, at latent /1")
     fine = [line for line in rest if line.startswith("  latent /1")]
     assert [line.partition(":")[0] for line in fine] == ["  latent /1, early", "  latent /1, late"]
     assert "256 tokens -> 26 keys, 90 % left out" in fine[0] and "256 tokens -> 128 keys, 50 % left out" in fine[1]
     left_out = f"{percent(measured.work_saved)} of attention left out"
-    assert measured.headline == f"1.42x the unmerged speed (measured), {left_out}"
+    assert measured.headline == f"1.42 times as fast (measured), {left_out}"
 
 
 def test_unmeasured_it_begins_with_what_was_left_out_and_says_nothing_of_time():
@@ -111,7 +111,7 @@ def test_reports_of_passes_are_one_with_levels_by_their_down_sampling():
 
 def test_gains_of_several_sizes_are_told_each():
     report = Report.joined([Report(True, levels=(level(),), gains=(gain(1.5), gain(1.0, 32)))])
-    assert "the unmerged speed 1.50x at 512x512, no gain at 256x256 (measured)" in str(report).splitlines()[0]
+    assert "1.50 times as fast at 512x512, no gain at 256x256 (measured)" in str(report).splitlines()[0]
 
 
 @pytest.mark.parametrize("beside", [0, 3, 40])

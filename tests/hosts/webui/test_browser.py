@@ -138,7 +138,7 @@ def test_the_line_answers_and_measure_measures_now(page):
     size = "{width}x{height}: ".format(**PAYING)
     page.wait_for_function(f"document.querySelector('{PANEL}line').innerText.includes('{size}')")
     page.locator(f"{PANEL}measure").click()
-    answer = rf"{size}(about \d+ % faster|no gain here)"
+    answer = rf"{size}(\d+\.\d+ times as fast|no gain here)"
     page.wait_for_function(f"/{answer}/.test(document.querySelector('{PANEL}line').innerText)")
     fold_out_hires(page)
     page.wait_for_function(f"document.querySelector('{PANEL}line').innerText.includes('; hires pass ')")
