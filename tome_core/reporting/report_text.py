@@ -107,5 +107,5 @@ def _why_not(report: Any) -> list[str]:
 
 def _routes(report: Any) -> list[str]:
     traced = dict.fromkeys(route for level in report.levels for route in level.traced_routes)
-    found = [f"size-aware keys: {route}, {count(calls, 'call')}" for route, calls in report.routes.items()]
-    return found + [f"compiled with size-aware keys: {route}" for route in traced]
+    found = [f"proportional attention: {route}, {count(calls, 'call')}" for route, calls in report.routes.items()]
+    return found + [f"compiled with proportional attention: {route}" for route in traced]

@@ -18,7 +18,7 @@ def describe(config: MergeConfig, rule: MergeRule) -> str:
     where = ", ".join(name for name, on in parts if on)
     text = f"{rule.method} {rule.effective_ratio:.0%} of {rule.effective_side} in {where}"
     if rule.merge_attn and rule.sizes_keys:
-        text += ", size-aware"
+        text += ", proportional attention"
     if config.early_ratio is not None:
         text += f", {config.early_ratio:.0%} down to timestep {config.early_until:g}"
     if config.deep_mlp:

@@ -101,8 +101,8 @@ class MergeRule:
         choices=CLUSTER_ON, advanced=True,
     )
     proportional: bool = setting(
-        True, "Size-aware keys", "Let a merged key of self-attention weigh as much as the tokens it stands for, by "
-        "adding the logarithm of their number to its logit. Less error at the same cost, and what makes strong "
+        True, "Proportional attention", "Let a merged key of self-attention weigh as much as the tokens it stands for, "
+        "by adding the logarithm of their number to its logit. Less error at the same cost, and what makes strong "
         "merging of keys and values possible. Off is tomesd's way.", advanced=True, place=15,
     )
     correction: bool = setting(
@@ -112,8 +112,8 @@ class MergeRule:
     )
     refine: int = setting(
         0, "Refinement", "k-means steps after the match: every token goes to the nearest of the merged ones. Each "
-        "costs as much as a match; worth it for strong merging of keys and values. Used by bipartite. A match that is "
-        "kept over steps is renewed by one such step.",
+        "costs as much as a match; worth it for strong merging of keys and values. Used by bipartite. Where this is "
+        "above 0, a match that has grown too old is renewed by one such step; at 0 it is made anew.",
         minimum=0, maximum=3, step=1, advanced=True, place=17,
     )
     query_ratio: float = setting(

@@ -97,7 +97,7 @@ def test_an_attention_that_is_described_knows_the_sizes_of_its_keys(
     with torch.no_grad(), tome_core.patch(unet, everywhere(side)) as handle:
         unet(*inputs)
     assert handle.report().levels[0].routes == {WIDER_HEADS: 1}
-    assert f"size-aware keys: {WIDER_HEADS}, 1 call" in str(handle.report())
+    assert f"proportional attention: {WIDER_HEADS}, 1 call" in str(handle.report())
     ((module, plan, _, x, keys, out),) = attended
     with torch.no_grad():
         assert largest_difference(out, masked_formula(module, x, keys, plan.sizes)) <= 1e-5

@@ -1,4 +1,4 @@
-"""Size-aware keys in compiled UNets: one graph, no breaks, and the way and the pictures of an eager one."""
+"""Proportional attention in compiled UNets: one graph, no breaks, and the way and the pictures of an eager one."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_one_graph_serves_all_times(name: str, way: str, side: str, request):
             assert torch.equal(call_case(case, whole, timestep=time), call_case(case, plain, timestep=time))
         assert backend.frame_count == 1
         assert handle.report().levels[0].traced_routes == (way,)
-        assert f"compiled with size-aware keys: {way}" in str(handle.report())
+        assert f"compiled with proportional attention: {way}" in str(handle.report())
 
 
 def each(model, change) -> None:
