@@ -17,7 +17,8 @@ _TIPS = {
     "strength": "How much of the picture may change for how much time: 0 is off, bit for bit; 1 merges the most.",
     "where": "Which pass merges. Merging in the hires pass alone leaves the composition as it is.",
     OWN: "Use the settings below instead of what Strength stands for. They begin with that, and go along with it.",
-    "measure": "Time this model at this size now, merged and unmerged. Takes seconds, and holds until files change.",
+    "measure": "Times this model at this size now, merged and unmerged: seconds. Kept until the model's kind, the "
+               "settings, the size, the card or a version differs.",
 }
 _QUIETLY = {"show_progress": False, "queue": False}
 
