@@ -67,7 +67,9 @@ class MergeConfig:
         unknown = set(of_a_rule) - {item.name for item in fields(MergeRule)}
         if unknown:
             known = ", ".join(one["name"] for one in describe_settings())
-            raise TypeError(f"unknown setting {', '.join(sorted(unknown))}; there are: {known}")
+            text = f"unknown setting {', '.join(sorted(unknown))}; there are: {known}"
+            strength = "; a strength is `tome_core.strength(0.5)` or `patch(pipe, strength=0.5)`"
+            raise TypeError(text + (strength if "strength" in unknown else ""))
         if rules is None:
             rules = (MergeRule(**of_a_rule),)
         elif not isinstance(rules, (list, tuple)) or not all(isinstance(rule, MergeRule) for rule in rules):

@@ -41,6 +41,13 @@ def test_a_bad_value_is_named_with_its_range(setting, value, error):
     assert "use" in text
 
 
+def test_a_strength_that_is_given_for_a_setting_is_told_where_it_goes():
+    for unknown, told in (("strength", True), ("stength", False)):
+        with pytest.raises(TypeError, match=f"unknown setting {unknown}; there are: method, ") as caught:
+            MergeConfig(**{unknown: 0.5})
+        assert ("patch(pipe, strength=0.5)" in str(caught.value)) is told
+
+
 def test_a_limit_itself_is_taken_and_is_further_than_a_user_interface_goes():
     limited = {one["name"]: one for one in describe_settings() if "limit" in one}
     assert set(limited) == {"sx", "sy"}
