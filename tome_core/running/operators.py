@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..model.wrap import Wrap
+
 _log = logging.getLogger(__name__)
 Sites = Mapping[int, Any]
 
@@ -28,8 +30,15 @@ class Operator(NamedTuple):
     shape: Callable[..., Any]
 
 
+def empty_like_site(site: torch.Tensor, *_: Any) -> torch.Tensor:
+    """The shape of an answer that is the number again."""
+    return torch.empty_like(site)
+
+
 class Operators:
     """Operators under one namespace, by name.
+
+    made: torch's own, from the first site on; empty where torch could not be told. Compilers read it while they trace.
 
     One of them for a process, whatever copies of this engine it holds or lets go: torch takes a namespace once. Its
     number is to be raised with any change of what stands behind the operators.
@@ -39,26 +48,24 @@ class Operators:
         """without: what happens where torch cannot be told of them, for the log."""
         self.namespace, self._without, self._operators = namespace, without, operators
         self._place = f"_{namespace}_operators"
+        self.made: dict[str, Any] = {}
 
     def number_of(self, site: Any) -> torch.Tensor:
         """A number by which a graph names the site, int64 ``[1]`` on the CPU: its input, so that it serves others."""
         shared = sys.modules.get(self._place) or sys.modules.setdefault(self._place, self._nothing_yet())
         if shared.library is None:
             shared.library = self._defined(shared.sites)
+        if shared.library is not None and not self.made:
+            known = getattr(torch.ops, self.namespace)
+            self.made.update({name: getattr(known, name).default for name in self._operators})
         number = next(shared.numbers)
         shared.sites[number] = site
         with torch.inference_mode(False):
             return torch.tensor([number], device="cpu")
 
-    def find(self, name: str) -> Any:
-        """Torch's own operator; None before the first site, and where torch could not be told."""
-        shared = sys.modules.get(self._place)
-        if shared is None or shared.library is None:
-            return None
-        return getattr(getattr(torch.ops, self.namespace), name).default
-
     def forget(self) -> None:
         """Take them from torch again, for a test that made them."""
+        self.made.clear()
         shared = sys.modules.pop(self._place, None)
         if shared is not None and shared.library is not None:
             shared.library._destroy()
@@ -88,3 +95,17 @@ class Operators:
         library.define(name + operator.schema, tags=tags)
         library.impl(name, run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{self.namespace}::{name}", operator.shape, lib=library)
+
+
+class NumberedSite(Wrap):
+    """A wrap that graphs ask while they run. number: by which they name it; a copy has its own."""
+
+    operators: Operators
+
+    def __init__(self, target: Any, name: str = "forward") -> None:
+        super().__init__(target, name)
+        self.number = self.operators.number_of(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.number = self.operators.number_of(self)

@@ -10,26 +10,11 @@ from typing import Any
 
 import torch
 
-from ..running.operators import Operator, Operators, Sites
+from ..running.operators import Operator, Operators, Sites, empty_like_site
 from .function import Options
 
-_BEGIN: Any = None  # torch's operators, from the first site on
-_ATTEND: Any = None
 # Compilers of older torches were not tried; 2.9's and 2.13's were.
 TRIED = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 9)
-
-
-def number_of(site: Any) -> torch.Tensor:
-    """A number by which a graph names the site: int64 ``[1]`` on the CPU; see `Operators.number_of`."""
-    global _BEGIN, _ATTEND
-    number = OPERATORS.number_of(site)
-    _BEGIN, _ATTEND = OPERATORS.find("begin"), OPERATORS.find("attend")
-    return number
-
-
-def are_there() -> bool:
-    """Whether a graph can ask."""
-    return TRIED and _BEGIN is not None
 
 
 def begin(site: torch.Tensor, form: str, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> torch.Tensor:
@@ -37,7 +22,7 @@ def begin(site: torch.Tensor, form: str, tensors: Sequence[torch.Tensor], number
 
     Returns what `attend` of that call is given.
     """
-    return _BEGIN(site, form, list(tensors), list(numbers))
+    return OPERATORS.made["begin"](site, form, list(tensors), list(numbers))
 
 
 def attend(
@@ -48,7 +33,7 @@ def attend(
 
     begun: of the call, or the site itself where the transformer's own call is not compiled.
     """
-    out = _ATTEND(begun, site, q, k, v, mask, *options)
+    out = OPERATORS.made["attend"](begun, site, q, k, v, mask, *options)
     return out.transpose(1, 2) if options.by_head else out
 
 
@@ -68,10 +53,6 @@ def _run_attend(
     return (out.transpose(1, 2) if asked.by_head else out).contiguous()
 
 
-def _shape_of_begin(site: torch.Tensor, *_: Any) -> torch.Tensor:
-    return torch.empty_like(site)
-
-
 def _shape_of_attend(
     begun: torch.Tensor, site: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     mask: torch.Tensor | None, *options: Any,
@@ -86,7 +67,7 @@ OPERATORS = Operators(
     "compiled transformers do not merge",
     # site: whose `begins` is asked, with what follows
     begin=Operator(
-        "(Tensor site, str form, Tensor[] tensors, SymInt[] numbers) -> Tensor", _run_begin, _shape_of_begin
+        "(Tensor site, str form, Tensor[] tensors, SymInt[] numbers) -> Tensor", _run_begin, empty_like_site
     ),
     # begun: what `begin` gave, so that it comes first. site: whose `answers` is asked, with what follows. The output is
     # [B, S, H, d] and nobody else's

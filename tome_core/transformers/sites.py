@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from ..merging.grid import Grid
-from ..model.wrap import Wrap
 from ..reporting.ledger import when_traced
 from ..running.call import Call
+from ..running.operators import NumberedSite
 from ..sequence import Host, Layout, SequenceMerging, by_token, in_form
 from . import in_graph
 from .arguments import arguments_of, pack, pick_arguments, unpack
@@ -62,13 +62,14 @@ class Settings:
         return Settings, ()
 
 
-class TransformerSite(Wrap):
+class TransformerSite(NumberedSite):
     """Around ``transformer.forward``: begins a call, from the arguments that tell its time and its grid."""
+
+    operators = in_graph.OPERATORS
 
     def __init__(self, model: nn.Module, family: Family, settings: Settings, calls: Calls) -> None:
         super().__init__(model)
         self.family, self.settings, self.calls = family, settings, calls
-        self.number = in_graph.number_of(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model gives."""
@@ -116,16 +117,17 @@ class TransformerSite(Wrap):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.family, self.number = family_of(self.target), in_graph.number_of(self)
+        self.family = family_of(self.target)
 
 
-class AttentionSite(Wrap):
+class AttentionSite(NumberedSite):
     """Around the forward of an attention over the picture's tokens, whose processor is asked for q, k and v."""
+
+    operators = in_graph.OPERATORS
 
     def __init__(self, path: str, module: nn.Module, text_first: bool, settings: Settings, calls: Calls) -> None:
         super().__init__(module)
         self.path, self.text_first, self.settings, self.calls = path, text_first, settings, calls
-        self.number = in_graph.number_of(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the attention gives."""
@@ -173,10 +175,6 @@ class AttentionSite(Wrap):
             return given.function(given.q, given.k, given.v, given.mask)
         return in_graph.attend(begun, self.number, given.q, given.k, given.v, given.mask, given.options)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.number = in_graph.number_of(self)
-
     def _leave(self, going: Going, why: str, x: torch.Tensor | None) -> None:
         batch, tokens = (0, 0) if x is None else x.shape[:2]
         going.merging.leave_alone(going.call, why, batch, tokens, tokens)
@@ -213,7 +211,7 @@ def _why_not_in_graph(merging: SequenceMerging) -> str | None:
         return "a backward pass may follow a compiled call"
     if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
         return "autocast ends before what a compiled call asks for"
-    if not in_graph.are_there():
+    if not (in_graph.TRIED and in_graph.OPERATORS.made):
         return "this torch's compiler was not tried with it"
     return "an exported model would need it wherever it runs" if _is_exporting() else None
 

@@ -29,11 +29,11 @@ def may_ask(asked: Asked) -> bool:
     """
     rule = asked.rule
     keeps = bool(rule.keep) and METHODS[rule.method].uses_ratio and not torch.is_grad_enabled()
-    return in_graph.are_there() and keeps and not _autocasts(asked.x.device.type)
+    return bool(in_graph.OPERATORS.made) and keeps and not _autocasts(asked.x.device.type)
 
 
 def ask(asked: Asked, site: torch.Tensor, stamp: torch.Tensor | None) -> Plans:
-    """The plans, in a graph that is being made. site: who answers, as of `in_graph.number_of`; stamp: as of `Call`."""
+    """The plans, in a graph that is being made. site: who answers, by its number; stamp: as of `Call`."""
     rule, grid, x, whole = asked.rule, asked.outer.grid, asked.x, asked.whole
     counts = _counted(rule.match_text, grid.height, grid.width, asked.together)
     if not counts:

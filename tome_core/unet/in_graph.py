@@ -11,28 +11,12 @@ from typing import Any
 
 import torch
 
-from ..running.operators import Operator, Operators, Sites
-
-_BEGIN: Any = None  # torch's operators, from the first site on
-_PLANS: Any = None
-
-
-def number_of(site: Any) -> torch.Tensor:
-    """A number by which a graph names the site: int64 ``[1]`` on the CPU; see `Operators.number_of`."""
-    global _BEGIN, _PLANS
-    number = OPERATORS.number_of(site)
-    _BEGIN, _PLANS = OPERATORS.find("begin"), OPERATORS.find("plans")
-    return number
-
-
-def are_there() -> bool:
-    """Whether a graph can ask."""
-    return _BEGIN is not None
+from ..running.operators import Operator, Operators, Sites, empty_like_site
 
 
 def begin(site: torch.Tensor, latent: torch.Tensor, stamp: torch.Tensor | None) -> torch.Tensor:
     """A call of a UNet that is compiled as a whole begins, the site's. Returns what `plans` of that call are given."""
-    return _BEGIN(site, latent, stamp)
+    return OPERATORS.made["begin"](site, latent, stamp)
 
 
 def plans(
@@ -44,7 +28,8 @@ def plans(
 
     begun: of the call, or the site itself where the UNet is not compiled. asked: rule, part, together, height, width.
     """
-    return _PLANS(begun, site, x, stamp, list(whole), *asked, integers, sizes, correction, dtype)
+    answer = OPERATORS.made["plans"]
+    return answer(begun, site, x, stamp, list(whole), *asked, integers, sizes, correction, dtype)
 
 
 def _run_begin(sites: Sites, site: torch.Tensor, latent: torch.Tensor, stamp: torch.Tensor | None) -> torch.Tensor:
@@ -55,10 +40,6 @@ def _run_begin(sites: Sites, site: torch.Tensor, latent: torch.Tensor, stamp: to
 def _run_plans(sites: Sites, begun: torch.Tensor, site: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
     x, stamp, whole, rule, part, together, height, width, *_ = rest
     return sites[int(site)].answers(x, stamp, whole, rule, part, together, height, width)
-
-
-def _shape_of_begin(site: torch.Tensor, *_: Any) -> torch.Tensor:
-    return torch.empty_like(site)
 
 
 def _shapes_of_plans(
@@ -76,7 +57,7 @@ OPERATORS = Operators(
     "tome_core_1",
     "compiled graphs match anew at every step",
     # site: whose `begins` is asked. latent, stamp: arguments of the UNet's call
-    begin=Operator("(Tensor site, Tensor latent, Tensor? stamp) -> Tensor", _run_begin, _shape_of_begin),
+    begin=Operator("(Tensor site, Tensor latent, Tensor? stamp) -> Tensor", _run_begin, empty_like_site),
     # begun: what `begin` gave, so that it comes first. site: whose `answers` is asked, with what follows
     plans=Operator(
         "(Tensor begun, Tensor site, Tensor x, Tensor? stamp, Tensor[] whole, str rule, str part, bool together, "

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from ..model.switch import CAPTURE, Switch, inside
-from ..model.wrap import Wrap
 from ..running.call import Call
+from ..running.operators import NumberedSite
 from ..running.run import Run
 from . import in_graph
 
@@ -19,13 +19,14 @@ TIME_NAMES = ("timesteps", "timestep", "t")
 INPUT_NAMES = ("hidden_states", "x", "sample")
 
 
-class UNetSite(Wrap):
+class UNetSite(NumberedSite):
     """Around the UNet: opens and closes its calls."""
+
+    operators = in_graph.OPERATORS
 
     def __init__(self, unet: nn.Module, switch: Switch) -> None:
         super().__init__(unet)
         self.switch = switch
-        self.number = in_graph.number_of(self)
         self.put_back: Callable[[], None] | None = None  # set by whoever knows all wraps
 
     def look_after_itself(self, level: int) -> None:
@@ -67,7 +68,7 @@ class UNetSite(Wrap):
         latent = args[0] if args else pick_argument(kwargs, INPUT_NAMES)
         stamp = args[1] if len(args) > 1 else pick_argument(kwargs, TIME_NAMES)
         begun = None
-        asks = thread is None and run.keeps and in_graph.are_there() and torch.is_tensor(latent)
+        asks = thread is None and run.keeps and bool(in_graph.OPERATORS.made) and torch.is_tensor(latent)
         if asks and not torch.is_grad_enabled():  # a graph of the whole UNet asks for plans
             begun = in_graph.begin(self.number, latent, stamp if torch.is_tensor(stamp) else None)
         return self._under(run.begin(stamp, latent, thread, begun, CAPTURE in vars(self.target)), args, kwargs)
@@ -82,10 +83,6 @@ class UNetSite(Wrap):
         # who knows all wraps sets it again; a pickle would come to modules by their wraps, and take for a wrapper's
         # "original" what is on the module by then: that wrapper itself
         return {**super().__getstate__(), "put_back": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.number = in_graph.number_of(self)
 
     def _under(self, call: Call | None, args: tuple, kwargs: dict[str, Any]) -> Any:
         switch = self.switch

@@ -23,6 +23,7 @@ from ..running.call import Call, GridCall, skip
 from ..running.decision import Merging
 from ..running.matching import Asked, Matcher
 from ..running.memory import CallMemory
+from ..running.operators import NumberedSite
 from ..running.search import Plans
 from ..running.tensors import is_captured
 from ..settings.rule import MergeRule, rule_of
@@ -166,17 +167,19 @@ class TransformerSite(RememberingSite):
         return GridCall(call, batch, Grid(height, width), decision, {})
 
 
-class BlockSite(RememberingSite):
-    """Around a block: holds its input while its parts run. number: the block's among all of the UNet."""
+class BlockSite(NumberedSite, RememberingSite):
+    """Around a block: holds its input while its parts run."""
 
-    def __init__(self, block: nn.Module, root: UNetSite, number: int, level: int) -> None:
+    operators = in_graph.OPERATORS
+
+    def __init__(self, block: nn.Module, root: UNetSite, place: int, level: int) -> None:
+        """place: the block's number among all of the UNet."""
         # LDM blocks run `_forward` inside their own gradient checkpoint, so only that is seen when it is repeated
         super().__init__(block, "_forward" if hasattr(type(block), "_forward") else "forward")
         self.switch = root.switch
         self.root = root
         self.level = level
-        self.matcher = Matcher(number, level)
-        self.number = in_graph.number_of(self)
+        self.matcher = Matcher(place, level)
         self.parts: list[str] = []  # that have a wrap
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -250,10 +253,6 @@ class BlockSite(RememberingSite):
             inside = Whole(known_of(attention), attention, x_of, keys, values, {}, q[0] if q else None)
         asked = Asked(self.target, x, outer, rule, part, together, inside)
         return answer(_own_or_shared(self.matcher.find, asked, outer.call.kept is not None), x.shape[0])
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.number = in_graph.number_of(self)
 
     def _note_what_was_passed_over(self, block: BlockCall) -> None:
         """ComfyUI's block uses an attention's projections alone where a node has put something in its place."""

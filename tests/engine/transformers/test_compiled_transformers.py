@@ -266,7 +266,7 @@ def test_an_attentions_output_lies_as_the_compiler_was_told(by_head: bool):
     tome_core.patch(model, **STRONG)
     site = next(one.forward.__self__ for one in model.modules() if hasattr(one, "to_q") and "forward" in vars(one))
     q, k, v = (torch.randn(1, 2, 24, 16) if by_head else torch.randn(1, 24, 2, 16) for _ in range(3))
-    operator = in_graph.OPERATORS.find("attend")
+    operator = in_graph.OPERATORS.made["attend"]
     with torch.no_grad():
         torch.library.opcheck(
             operator, (site.number, site.number, q, k, v, None, by_head, None, False, ""),

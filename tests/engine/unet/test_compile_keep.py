@@ -224,9 +224,9 @@ def test_copies_of_the_engine_share_the_operators_and_no_number():
     for site in sites:
         another = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(another)
-        assert not another.are_there()
-        numbers += [int(another.number_of(site)), int(in_graph.number_of(site))]
-        assert another.are_there() and another._PLANS is in_graph._PLANS
+        assert not another.OPERATORS.made
+        numbers += [int(one.OPERATORS.number_of(site)) for one in (another, in_graph)]
+        assert another.OPERATORS.made == in_graph.OPERATORS.made != {}
     assert len(set(numbers)) == 4
 
 
@@ -238,13 +238,10 @@ def test_where_torch_cannot_be_told_of_the_operators_a_graph_matches_by_itself(m
 
     ours = in_graph.OPERATORS
     other = Operators("tome_core_test", ours._without, **ours._operators)
-    monkeypatch.setattr(in_graph, "OPERATORS", other)
-    for name in ("_BEGIN", "_PLANS"):
-        monkeypatch.setattr(in_graph, name, None)
     with monkeypatch.context() as broken:
         broken.setattr(torch.library, "register_fake", refuse)
-        in_graph.number_of(torch.nn.Module())
-        assert not in_graph.are_there()
-    in_graph.number_of(torch.nn.Module())
-    assert in_graph.are_there()
+        other.number_of(torch.nn.Module())
+        assert not other.made
+    other.number_of(torch.nn.Module())
+    assert other.made
     other.forget()
