@@ -121,7 +121,7 @@ def steps_text(done: int, planned: int | None, stopped: bool = False, computed: 
     """
     if planned is None:
         return ""
-    count = f"{planned} step{'' if planned == 1 else 's'}"
+    count = tome_core.reporting.report_text.count(planned, "step")
     if stopped and done < planned:
         return f"{done} of {count}"
     return f"{count}, {computed} of them computed" if done == planned and computed and computed < planned else count

@@ -31,7 +31,7 @@ def is_compiled(model: Any, options: dict) -> bool:
     """
     if host.COMPILE_KEY in options.get("wrappers", {}).get(host.APPLY_MODEL, ()):
         return True
-    return any("_orig_mod" in one._modules or one._compiled_call_impl is not None for one in model.modules())
+    return tome_core.model.families.is_compiled(model) or any("_orig_mod" in one._modules for one in model.modules())
 
 
 class Slot:
@@ -96,7 +96,7 @@ def _problem(tokens: tuple[int, int, int], mask: Any, grid: Any) -> str | None:
     if len(set(tokens)) > 1:
         return "queries and keys are not of the same tokens"
     if mask is not None:
-        return "an attention mask came along"
+        return tome_core.reporting.reasons.MASKED
     return "the latent has no grid that is known" if grid is None else None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..tome_core import Report
+from ..tome_core.reporting.report_text import count
 from .merging import Job
 from .wish import FIRST, HIRES
 
@@ -39,7 +40,7 @@ def _outcome(job: Job, hires: bool, has_hires: bool) -> str:
     whole = Report.joined(record.reports)
     why = list(dict.fromkeys([*record.refusals, *whole.notes]))
     if whole.merged_anything:
-        steps = f"{record.steps} step{'' if record.steps == 1 else 's'}"
+        steps = count(record.steps, "step")
         live = "" if record.steps_live == record.steps else f"{record.steps_live} of "
         return ", ".join([live + steps, whole.headline, *why])
     if why and not whole.reasons:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ..model.families import find_unet
+from ..model.families import brings_compiled, find_unet
 from ..model.switch import CAPTURE
 from ..model.wrap import is_wrapped_by_others
 from ..unet.wiring import Holder, put_on
@@ -89,7 +89,7 @@ def capture(model: Any, *, limit: int = LIMIT) -> Capture:
 def capture_by(model: Any, backend: CudaGraphs | None, limit: int = LIMIT) -> Capture:
     """`capture` with somebody else who records, as `CudaGraphs` does; None is that."""
     unet = find_unet(model)
-    problem = COMPILED if any(hasattr(one, "_orig_mod") for one in (model, getattr(model, "unet", None))) else ""
+    problem = COMPILED if brings_compiled(model) else ""
     problem = problem or ModelState(unet).problem or (WRAPPED if is_wrapped_by_others(unet) else "")
     if problem:
         raise ValueError(f"the UNet's calls cannot be captured: {problem}")

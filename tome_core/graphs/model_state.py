@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..model.families import is_compiled
 from ..model.wrap import is_wrapped_by_others
 
 COMPILED = 'it is compiled, and torch.compile(mode="reduce-overhead") records graphs by itself'
@@ -67,7 +68,7 @@ def _addresses(tensors: list[torch.Tensor | None]) -> list[int]:
 def _problem(model: nn.Module, modules: list[nn.Module]) -> str:
     if any(hasattr(one, "_hf_hook") for one in modules):
         return _OFFLOADED
-    if any(getattr(one, "_compiled_call_impl", None) is not None for one in modules):
+    if is_compiled(model):
         return COMPILED
     for one in modules:
         if one is not model and is_wrapped_by_others(one):

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..running.call import Call
 from ..running.tensors import is_transformed
-from ..unet.root import INPUT_NAMES, TIME_NAMES, UNetSite, pick_argument
+from ..unet.root import TIME_NAMES, UNetSite, input_of, time_of
 from .cuda import CudaGraphs
 from .forms import Unrecordable, put_together, take_apart
 from .model_state import WRAPPED, ModelState
@@ -61,7 +61,7 @@ class Replayer:
         return site.original(*args, **kwargs)
 
     def _why_not(self, unet: nn.Module, call: Call | None, args: tuple, kwargs: dict[str, Any]) -> str:
-        latent = _latent(args, kwargs)
+        latent = input_of(args, kwargs)
         if type(latent) is not torch.Tensor or is_transformed(latent):
             return "it is called in an unknown way"
         if torch.is_grad_enabled() or unet.training:
@@ -74,7 +74,7 @@ class Replayer:
 
     def _replay(self, site: UNetSite, call: Call | None, args: tuple, kwargs: dict[str, Any]) -> Any:
         self._look_at(site)
-        latent, kept = _latent(args, kwargs), None if call is None else call.kept
+        latent, kept = input_of(args, kwargs), None if call is None else call.kept
         form, given = take_apart(_with_tensor_time(args, kwargs, latent.device))
         ours = None if call is None else (call.run, id(call.rules), call.why_off, kept is None)
         key = (form, tuple(one.stride() for one in given), ours)
@@ -115,7 +115,7 @@ class Replayer:
         def forward(noted: NotedPlans | None) -> Any:
             before = switch.call
             if call is not None:
-                switch.call = call._replace(kept=noted, stamp=_time(args, kwargs))
+                switch.call = call._replace(kept=noted, stamp=time_of(args, kwargs))
             try:
                 return site.original(*args, **kwargs)
             finally:
@@ -155,17 +155,9 @@ class Replayer:
         self.__init__(state["owner"])
 
 
-def _latent(args: tuple, kwargs: dict[str, Any]) -> Any:
-    return args[0] if args else pick_argument(kwargs, INPUT_NAMES)
-
-
-def _time(args: tuple, kwargs: dict[str, Any]) -> Any:
-    return args[1] if len(args) > 1 else pick_argument(kwargs, TIME_NAMES)
-
-
 def _with_tensor_time(args: tuple, kwargs: dict[str, Any], device: torch.device) -> tuple[tuple, dict[str, Any]]:
     """With a timestep that is a number as the tensor that diffusers' UNets make of it: it is another at each step."""
-    time = _time(args, kwargs)
+    time = time_of(args, kwargs)
     if type(time) not in (int, float):
         return args, kwargs
     tensor = torch.tensor(time, dtype=torch.int64 if type(time) is int else torch.float64, device=device)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..model.families import brings_compiled, is_compiled
 from ..model.switch import CAPTURE, inside
 from ..model.wrap import is_wrapped_by_others
 from ..running.run import Run
@@ -29,7 +30,7 @@ def why_not_now(unet: nn.Module, run: Run, handed: Any = None) -> str:
     """Why the UNet's calls cannot be timed, and what to do about it; "" where they can. handed: see `patch`."""
     if run.is_sampling or inside.depth:
         return "a sampling goes on; measure before it or after it"
-    if is_compiled(unet) or any(hasattr(one, "_orig_mod") for one in (handed, getattr(handed, "unet", None))):
+    if is_compiled(unet) or brings_compiled(handed):
         return "the UNet is compiled, and compiled calls are not measured; measure before compiling it"
     if CAPTURE in vars(unet):
         return "the UNet is captured, and calls that are replayed are not measured; remove that first"
@@ -42,11 +43,6 @@ def why_not_now(unet: nn.Module, run: Run, handed: Any = None) -> str:
             "before it is put on"
         )
     return ""
-
-
-def is_compiled(unet: nn.Module) -> bool:
-    """Is it compiled in place, or any part of it?"""
-    return any(getattr(one, "_compiled_call_impl", None) is not None for one in unet.modules())
 
 
 def whereabouts(unet: nn.Module) -> tuple[torch.device, torch.dtype]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..model.families import Place, find_blocks
+from ..model.families import Place, find_blocks, is_compiled
 from ..reporting.gains import KNOWN, Case, Gain, nearest
 from ..running.call import Latents
 from ..running.decision import decide
@@ -18,7 +18,7 @@ from ..running.latch import Latch
 from ..running.run import Run
 from ..settings.config import MergeConfig
 from .example_inputs import Call, call_of, latents, pictures_in
-from .measure import ROUNDS, STEPS, Clock, is_compiled, time_calls, whereabouts, why_not_now
+from .measure import ROUNDS, STEPS, Clock, time_calls, whereabouts, why_not_now
 
 _PIXELS = 8  # of a picture for each side of a latent's token
 

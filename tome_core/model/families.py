@@ -127,6 +127,16 @@ def layout_of(unet: nn.Module) -> str:
     return "sdxl" if all(place.halvings for place in find_blocks(unet)) else "sd"
 
 
+def is_compiled(model: nn.Module) -> bool:
+    """Is it compiled in place, or any part of it?"""
+    return any(getattr(one, "_compiled_call_impl", None) is not None for one in model.modules())
+
+
+def brings_compiled(handed: Any) -> bool:
+    """Is what a user may hand over a UNet in torch.compile's wrapper, or a pipeline that holds one?"""
+    return any(hasattr(one, "_orig_mod") for one in (handed, getattr(handed, "unet", None)))
+
+
 def is_kind(module: Any, name: str) -> bool:
     """Is it of a class of this name, or derived from one? By name, because every host has its own copy."""
     return any(cls.__name__ == name for cls in type(module).__mro__)

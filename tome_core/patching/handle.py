@@ -22,6 +22,7 @@ from ..settings.noise import SchedulerNoise
 from ..settings.phases import plain_rules
 from ..settings.rule import MergeRule
 from ..settings.schedule import NoiseSchedule, reaches
+from ..unet.sites import PARTS
 from ..unet.wiring import Holder, put_on, wiring_of
 
 
@@ -163,6 +164,6 @@ def _needs(rules: tuple[MergeRule, ...], downsamples: list[int]) -> frozenset[tu
         (level, part)
         for level, downsample in enumerate(downsamples)
         for rule in live
-        for part in ("attn", "crossattn", "mlp")
+        for part in PARTS
         if getattr(rule, f"merge_{part}") and reaches(rule, level, downsample)
     )

@@ -14,6 +14,7 @@ from ..attention.core import Attended
 from ..merging.grid import Draw, Grid
 from ..merging.plan import MergePlan
 from ..reporting.ledger import LevelTally
+from ..reporting.reasons import NO_GRID, TOO_SMALL
 from ..running.call import Call
 from ..running.decision import Merging
 from ..running.handle import Handle
@@ -101,7 +102,7 @@ class SequenceMerging(Handle):
             return None
         plans = self._plans(call, asked, merging)
         if plans.plan is None:
-            self.leave_alone(call, "the grid is too small for the ratio to remove a token", batch, tokens, tokens)
+            self.leave_alone(call, TOO_SMALL, batch, tokens, tokens)
             return None
         found, queries = _attended(asked, merging, plans)
         after = queries, plans.plan.num_groups
@@ -119,7 +120,7 @@ class SequenceMerging(Handle):
         if torch.compiler.is_compiling():
             return "the model is compiled"
         if layout.first + tokens > q.shape[1] or asked.tensors.k.shape[1] != q.shape[1]:
-            return "the tokens are not the picture's grid"
+            return NO_GRID
         key = (id(call.rules[0]), call.why_off[0], tokens, q.device)
         decision = self.run.decisions.get(key)
         if decision is None:

@@ -15,15 +15,15 @@ from torch import nn
 
 from ..merging.grid import Grid
 from ..reporting.ledger import when_traced
+from ..reporting.reasons import MASKED, REPLACED
 from ..running.call import Call
 from ..running.operators import NumberedSite
-from ..sequence import Host, Layout, SequenceMerging, by_token, in_form
+from ..sequence import BY_HEAD, Host, Layout, SequenceMerging, by_token, in_form
 from . import in_graph
 from .arguments import arguments_of, pack, pick_arguments, unpack
 from .families import Family, Tokens, family_of
 from .function import Given, Options, answering, ask_again, exchange_processor
 
-FOREIGN = "something else runs in its place"
 MORE = "it is more than attention (dropout, causal, or over several devices)"
 
 
@@ -136,7 +136,7 @@ class AttentionSite(NumberedSite):
         going = self.calls.now
         if not self.active or going is None:
             return self.original(*args, **kwargs)
-        instead = exchange_processor(self.target) if self.beneath is None else FOREIGN
+        instead = exchange_processor(self.target) if self.beneath is None else REPLACED
         if isinstance(going.tokens, str):
             instead = going.tokens
         if isinstance(instead, str):
@@ -162,7 +162,7 @@ class AttentionSite(NumberedSite):
         if not self.active or merging is None:
             return self.original(*args, **kwargs)
         why = _why_not_in_graph(merging) if begun is None else begun
-        instead = exchange_processor(self.target) if self.beneath is None else FOREIGN
+        instead = exchange_processor(self.target) if self.beneath is None else REPLACED
         if isinstance(why, str) or isinstance(instead, str):
             merging.run.ledger.skip(None, 0, "attn", why if isinstance(why, str) else instead)
             return self.original(*args, **kwargs)
@@ -180,7 +180,7 @@ class AttentionSite(NumberedSite):
         going.merging.leave_alone(going.call, why, batch, tokens, tokens)
 
     def _answer(self, going: Going, given: Given) -> torch.Tensor:
-        heads = given.q.shape[1 if given.form == "BHSD" else 2]
+        heads = given.q.shape[1 if given.form == BY_HEAD else 2]
         q, k, v = (by_token(one, given.form, heads) for one in (given.q, given.k, given.v))
         if k.shape[1] != q.shape[1]:  # to a prompt, or to a picture that an adapter has brought
             return given.function(given.q, given.k, given.v, given.mask)
@@ -230,7 +230,7 @@ def _seen(mask: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | str | No
     if mask is None:
         return None
     if mask.dtype != torch.bool or mask.shape[-1] != q.shape[1] or mask.numel() != mask.shape[0] * mask.shape[-1]:
-        return "an attention mask came along"
+        return MASKED
     rows = mask.reshape(mask.shape[0], -1)
     if rows.all():
         return None

@@ -18,6 +18,7 @@ from ..merging.plan import MergePlan
 from ..model.families import Family
 from ..model.wrap import Wrap
 from ..reporting.ledger import when_traced
+from ..reporting.reasons import MASKED, NO_GRID, TOO_SMALL
 from ..running.call import skip
 from ..running.decision import Merging
 from ..running.tensors import is_captured
@@ -25,6 +26,7 @@ from .sites import BlockCall, BlockSite
 
 _MASK_NAMES = ("mask", "attention_mask", "attn_mask")
 TOGETHER = "q, k, v together"
+_UNKNOWN_CALL = "called in an unknown way"
 
 
 class PartSite(Wrap):
@@ -74,16 +76,16 @@ class PartSite(Wrap):
 
     def _problem(self, block: BlockCall, args: tuple, kwargs: dict) -> str | None:
         if not args or not torch.is_tensor(args[0]) or args[0].dim() != 3:
-            return "called in an unknown way"
+            return _UNKNOWN_CALL
         if args[0].shape[:2] != block.x.shape[:2]:
-            return "the tokens are not the picture's grid"
+            return NO_GRID
         return None
 
     def _merged(self, block: BlockCall, merging: Merging, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any | str:
         """The part's output for merged input; why it was left alone where that cannot be."""
         plan = block.plans_for(merging, self.part).plan
         if plan is None:
-            return _TOO_SMALL
+            return TOO_SMALL
         out = self.original(plan.merge(x, merging.mode), *args, **kwargs)
         return self._finish(block, plan, x, out, (plan.num_groups, 0), 0)
 
@@ -106,7 +108,6 @@ class PartSite(Wrap):
 
 
 _NO_MEMORY = (MemoryError, torch.cuda.OutOfMemoryError)
-_TOO_SMALL = "the grid is too small for the ratio to remove a token"
 
 
 class FeedForwardSite(PartSite):
@@ -141,7 +142,7 @@ class SelfAttentionSite(PartSite):
         self._refused: tuple[Any, int] | None = None  # processor and tokens that it was of no use to match for
 
     def install(self) -> Wrap:
-        """As `Wrap.uninstall`. Blocks of one kind then look alike to a compiler, which makes one graph for them."""
+        """As `PartSite.install`. Blocks of one kind then look alike to a compiler, which makes one graph for them."""
         wrap = super().install()
         wrap._describe()
         return wrap
@@ -163,13 +164,14 @@ class SelfAttentionSite(PartSite):
         return 0
 
     def _problem(self, block: BlockCall, args: tuple, kwargs: dict) -> str | None:
+        # the base's questions again: this is asked in every block, and a call less is worth it
         if not args or len(args) > 2 or not torch.is_tensor(args[0]) or args[0].dim() != 3:
-            return "called in an unknown way"
+            return _UNKNOWN_CALL
         if args[0].shape[:2] != block.x.shape[:2]:
-            return "the tokens are not the picture's grid"
+            return NO_GRID
         for name in _MASK_NAMES:
             if kwargs.get(name) is not None:
-                return "an attention mask came along"
+                return MASKED
         if kwargs.get("n_times_crossframe_attn_in_self"):  # sgm: keys of some samples serve others
             return "cross-frame attention needs every token"
         return None
@@ -210,7 +212,7 @@ class SelfAttentionSite(PartSite):
             whole = Whole(known, target, x, source, value, kwargs, q)
         plan, of_queries, correction, merged = block.plans_for(merging, self.part, whole=whole)
         if plan is None:
-            return _TOO_SMALL
+            return TOO_SMALL
         queries = of_queries if side == "kv" else plan
         asked = x if queries is None else queries.merge(x, mode)
         keys, values = source, value
@@ -232,7 +234,7 @@ class SelfAttentionSite(PartSite):
             return f"{name_of(self.target)} refuses merged tokens"
         plan = block.plans_for(merging, self.part, together=bool(why)).plan
         if plan is None:
-            return _TOO_SMALL
+            return TOO_SMALL
         merged = plan.merge(x)
         for name, given in ((self.family.context, context), ("value", value)):
             if given is not None:
@@ -257,7 +259,7 @@ class SelfAttentionSite(PartSite):
             return "keys and values are not the picture's tokens"
         plan = block.plans_for(merging, self.part).plan
         if plan is None:
-            return _TOO_SMALL
+            return TOO_SMALL
         kwargs[self.family.context] = context
         if value is not None:
             kwargs["value"] = value

@@ -16,7 +16,7 @@ from ..running.run import Run
 from . import in_graph
 
 TIME_NAMES = ("timesteps", "timestep", "t")
-INPUT_NAMES = ("hidden_states", "x", "sample")
+_INPUT_NAMES = ("hidden_states", "x", "sample")
 
 
 class UNetSite(NumberedSite):
@@ -65,8 +65,7 @@ class UNetSite(NumberedSite):
                     switch.later.pop(0)()
 
     def _call(self, run: Run, thread: int | None, args: tuple, kwargs: dict[str, Any]) -> Any:
-        latent = args[0] if args else pick_argument(kwargs, INPUT_NAMES)
-        stamp = args[1] if len(args) > 1 else pick_argument(kwargs, TIME_NAMES)
+        latent, stamp = input_of(args, kwargs), time_of(args, kwargs)
         begun = None
         asks = thread is None and run.keeps and bool(in_graph.OPERATORS.made) and torch.is_tensor(latent)
         if asks and not torch.is_grad_enabled():  # a graph of the whole UNet asks for plans
@@ -105,6 +104,16 @@ class UNetSite(NumberedSite):
             inside.plain -= call is None
 
 
-def pick_argument(kwargs: dict, names: tuple[str, ...]) -> Any:
-    """The first of these arguments that was given, or None."""
-    return next((kwargs[name] for name in names if name in kwargs), None)
+def input_of(args: tuple, kwargs: dict[str, Any]) -> Any:
+    """What a UNet, a transformer or a block is called with first; None where it is not there."""
+    return args[0] if args else named_input(kwargs)
+
+
+def named_input(kwargs: dict[str, Any]) -> Any:
+    """`input_of` a call without positional arguments: wraps of blocks save themselves a call where there are some."""
+    return next((kwargs[name] for name in _INPUT_NAMES if name in kwargs), None)
+
+
+def time_of(args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The timestep of a UNet's call, likewise."""
+    return args[1] if len(args) > 1 else next((kwargs[name] for name in TIME_NAMES if name in kwargs), None)

@@ -19,6 +19,7 @@ from ..attention.core import Whole
 from ..merging.grid import Grid
 from ..model.switch import Switch, inside
 from ..model.wrap import Wrap
+from ..reporting.reasons import NO_GRID, REPLACED
 from ..running.call import Call, GridCall, skip
 from ..running.decision import Merging
 from ..running.matching import Asked, Matcher
@@ -29,7 +30,7 @@ from ..running.tensors import is_captured
 from ..settings.rule import MergeRule, rule_of
 from . import in_graph
 from .compiled import answer, ask, may_ask
-from .root import INPUT_NAMES, UNetSite, pick_argument
+from .root import UNetSite, input_of, named_input
 
 PARTS = ("attn", "crossattn", "mlp")
 
@@ -130,7 +131,7 @@ class TransformerSite(RememberingSite):
         """The transformer's forward, its blocks knowing the grid where they are to merge."""
         switch = self.switch
         call = switch.call
-        x = args[0] if args else pick_argument(kwargs, INPUT_NAMES)
+        x = args[0] if args else named_input(kwargs)
         if call is None and self.memory.calls:
             call = in_this_thread(self.recalled(x))
         if call is None or not self.active or not torch.is_tensor(x) or x.dim() != 4:
@@ -189,11 +190,11 @@ class BlockSite(NumberedSite, RememberingSite):
         if not self.active or (outer is None and (switch.call is not None or not self.memory.calls)):
             if self.active and not torch.compiler.is_compiling():
                 if switch.call is not None and self.memory.calls:
-                    self.memory.forget(args[0] if args else pick_argument(kwargs, INPUT_NAMES))
+                    self.memory.forget(input_of(args, kwargs))
                 elif switch.call is None and switch.run is not None:
                     self.root.look_after_itself(self.level)
             return self.original(*args, **kwargs)
-        x = args[0] if args else pick_argument(kwargs, INPUT_NAMES)
+        x = args[0] if args else named_input(kwargs)
         if not torch.is_tensor(x) or x.dim() != 3:
             return self.original(*args, **kwargs)
         if outer is None:  # a checkpoint runs it again
@@ -222,7 +223,7 @@ class BlockSite(NumberedSite, RememberingSite):
             batch, tokens = index(batch), index(tokens)
         call, work = outer.call, batch * tokens * tokens
         if batch != outer.batch or tokens != outer.grid.height * outer.grid.width:
-            call.run.ledger.skip(call, self.level, "block", "the tokens are not the picture's grid", work)
+            call.run.ledger.skip(call, self.level, "block", NO_GRID, work)
             return None
         if outer.decision.why_not:
             call.run.ledger.skip(call, self.level, "block", outer.decision.why_not, work)
@@ -259,7 +260,7 @@ class BlockSite(NumberedSite, RememberingSite):
         outer = block.outer
         for part in self.parts:
             if getattr(outer.decision, part) is not None and part not in block.ran:
-                skip(outer, self.level, part, "something else runs in its place")
+                skip(outer, self.level, part, REPLACED)
 
 
 def in_this_thread(call: Call | None) -> Call | None:
