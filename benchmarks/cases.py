@@ -101,8 +101,7 @@ def parser() -> argparse.ArgumentParser:
         "in demo/)")  # fmt: skip
     add("--pictures", type=int, default=2, metavar="N", help="or batches of a case and model (default 2)")
     add("--list", action="store_true", help="the names that --cases takes")
-    add("--output", type=Path, metavar="JSON", help="the result (default: a new file below benchmarks/results/, or the "
-        "unfinished one of this command)")  # fmt: skip
+    endings.add_output(made)
     return made
 
 
@@ -125,9 +124,7 @@ def execute(options: argparse.Namespace, command: str) -> int:
     with one_thread(True):
         record = results.new_record("cases", command, settings, environment.describe("cpu"))
         run = results.Run.start(record, list(rows), options.output)
-        for key in run.missing:
-            print(f"[{len(rows) - len(run.missing) + 1}/{len(rows)}] {key}", file=sys.stderr, flush=True)
-            run.add(key, {**rows[key]._asdict(), **bench(rows[key].model).measure(rows[key])})
+        run.fill(lambda key: {**rows[key]._asdict(), **bench(rows[key].model).measure(rows[key])})
     print(report.write([run.path], run.path.with_suffix(".md"), None))
     return 0
 

@@ -6,6 +6,13 @@ import argparse
 import shlex
 import sys
 from collections.abc import Callable
+from pathlib import Path
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """The option for the file of the result, which `results.Run.start` takes."""
+    parser.add_argument("--output", type=Path, metavar="JSON", help="the result (default: a new file below "
+        "benchmarks/results/, or the unfinished one of this command)")  # fmt: skip
 
 
 def run(

@@ -7,7 +7,7 @@ import importlib.util
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks import picture_metrics, purposes, schedules, subjects
+from benchmarks import endings, picture_metrics, purposes, schedules, subjects
 from benchmarks.quality_rows import Amounts
 from benchmarks.variant_list import ALWAYS, GROUPS, VARIANTS
 from demo import checkpoint
@@ -57,8 +57,7 @@ def parser() -> argparse.ArgumentParser:
     add("--device", metavar="NAME", help="cpu, cuda, ... (default: a GPU if torch sees one, else cpu)")
     add("--dtype", choices=("float32", "float16", "bfloat16"), default="float32", help="of your own checkpoint; "
         "float32 (default) keeps rounding out of the comparison")  # fmt: skip
-    add("--output", type=Path, metavar="JSON", help="the result (default: a new file below benchmarks/results/, or "
-        "the unfinished one that fits)")  # fmt: skip
+    endings.add_output(made)
     return made
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import datetime
 import json
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,13 @@ class Run:
         self.record["rows"].append(_as_json({"key": key, **row}))
         self._note_missing()
         save(self.record, self.path)
+
+    def fill(self, measure: Callable[[str], dict[str, Any]]) -> None:
+        """Add every row that is missing, and say which is being measured. measure: key -> row."""
+        for key in self.missing:
+            place = len(self._keys) - len(self.missing) + 1
+            print(f"[{place}/{len(self._keys)}] {key}", file=sys.stderr, flush=True)
+            self.add(key, measure(key))
 
     def _note_missing(self) -> None:
         there = {row["key"] for row in self.record["rows"]}

@@ -11,11 +11,12 @@ from torch import nn
 
 from benchmarks.speed_fleet import Fleet
 from benchmarks.speed_memory import OperatorCount, cuda_peak, free_memory, kernels, process_peak, reason
-from benchmarks.speed_models import Shape, make_inputs, pictures_in
+from benchmarks.speed_models import Shape, make_inputs
 from benchmarks.speed_picture import picture_run
 from benchmarks.speed_plan import CALL, Case
 from benchmarks.speed_roofline import Rates, Roofline, roofline
 from benchmarks.speed_variants import VARIANTS, shown_in
+from tome_core.measuring.example_inputs import pictures_in
 
 _ENOUGH_SECONDS, _MOST_CALLS = 0.1, 20  # a GPU's quick calls are repeated for so long within a round, so often at most
 _SMALL_PIXELS = 128  # of the call before that whose memory is measured

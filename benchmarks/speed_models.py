@@ -10,6 +10,8 @@ import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
 from torch import nn
 
+from tome_core.measuring.example_inputs import pictures_in
+
 _DOWN, _UP, _CROSS = "DownBlock2D", "UpBlock2D", ("CrossAttnDownBlock2D", "CrossAttnUpBlock2D")
 _TEXT_TOKENS = 77
 _PICTURE_TO_LATENT = 8
@@ -104,11 +106,6 @@ def twin(model: nn.Module) -> nn.Module:
     """A copy that can be patched by itself and shares the weights: six variants of SDXL need the memory of one."""
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, shared)
-
-
-def pictures_in(batch: int) -> int:
-    """An even batch holds every picture twice, as guidance asks for a prompt and a negative one."""
-    return batch // 2 if batch % 2 == 0 else batch
 
 
 def make_inputs(shape: Shape, pixels: int, batch: int, device: str, dtype: torch.dtype) -> tuple[tuple, dict]:

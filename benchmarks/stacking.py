@@ -51,8 +51,7 @@ def parser() -> argparse.ArgumentParser:
     add("--pixels", type=int, default=512, metavar="N", help="of the large model's picture (default 512)")
     add("--preset", default="balanced", metavar="NAME", help="of merging (default balanced)")
     add("--tiny", action="store_true", help="a tiny model in place of the large one: for tests")
-    add("--output", type=Path, metavar="JSON", help="the result (default: a new file below benchmarks/results/, or the "
-        "unfinished one of this command)")  # fmt: skip
+    endings.add_output(made)
     return made
 
 
@@ -104,10 +103,8 @@ def execute(options: argparse.Namespace, command: str) -> int:
     with one_thread(True):
         record = results.new_record("stacking", command, settings, environment.describe("cpu"))
         run = results.Run.start(record, list(plan), options.output)
-        for key in run.missing:
-            print(f"[{len(plan) - len(run.missing) + 1}/{len(plan)}] {key}", file=sys.stderr, flush=True)
-            model, name, number = plan[key]
-            run.add(key, {"model": model, "beside": name, "number": number, **measured(model, name, number)})
+        names = ("model", "beside", "number")
+        run.fill(lambda key: {**dict(zip(names, plan[key], strict=True)), **measured(*plan[key])})
     print(report.write([run.path], run.path.with_suffix(".md"), None))
     return 0
 

@@ -16,7 +16,6 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 from benchmarks import endings, environment, report, results
@@ -45,8 +44,7 @@ def parser() -> argparse.ArgumentParser:
         "they cut their work (default 4)")  # fmt: skip
     add("--most", type=float, default=5, metavar="GIB", help="what a call may take here; one that takes more is told "
         "from one and two of its heads (default 5)")  # fmt: skip
-    add("--output", type=Path, metavar="JSON", help="the result (default: a new file below benchmarks/results/, or the "
-        "unfinished one of this command)")  # fmt: skip
+    endings.add_output(made)
     return made
 
 

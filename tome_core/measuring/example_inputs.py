@@ -18,10 +18,7 @@ Call = Callable[[torch.Tensor, torch.Tensor], Any]
 
 
 def latents(unet: nn.Module, shape: tuple[int, int, int], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Noise ``[B, C, H, W]``, from a generator of its own. shape: (batch, height, width).
-
-    An even batch holds every picture twice, as guidance asks for a prompt and a negative one.
-    """
+    """Noise ``[B, C, H, W]`` of `pictures_in` the batch, from a generator of its own. shape: (batch, height, width)."""
     batch, height, width = shape
     channels = next((one.in_channels for one in unet.modules() if isinstance(one, nn.Conv2d)), None)
     if channels is None:  # a UNet without convolutions is a bench's, as wide as its tokens
@@ -32,7 +29,7 @@ def latents(unet: nn.Module, shape: tuple[int, int, int], device: torch.device, 
 
 
 def pictures_in(batch: int) -> int:
-    """An even batch holds every picture twice."""
+    """An even batch holds every picture twice, as guidance asks for a prompt and a negative one."""
     return batch // 2 if batch % 2 == 0 else batch
 
 
