@@ -104,8 +104,8 @@ def _at_equal_time(section: Section) -> Iterator[str]:
         for one in quality_equal_time.beside(section)
     ]  # fmt: skip
     if rows:
-        table = report.markdown(("method", "setting", "time", "PSNR dB: it, strength", "SSIM", "dev %"), rows, left=2)
-        yield f"#### {section.checkpoint}: others beside strength at equal time\n\n{table}"
+        drawn = report.markdown(("method", "setting", "time", "PSNR dB: it, strength", "SSIM", "dev %"), rows, left=2)
+        yield f"#### {section.checkpoint}: others beside strength at equal time\n\n{drawn}"
 
 
 def _manner(settings: dict[str, Any]) -> str:

@@ -197,7 +197,7 @@ class ToMePreview:
 def _asked_for(unique_id: Any) -> Asked:
     """By the previews behind an ApplyToMe. A linked `measure` is not known before its node runs, and asks nothing."""
     previews = host.previews_of(unique_id, "ToMePreview")
-    return Asked(maps=bool(previews), gain=any(inputs.get("measure") is True for inputs in previews))
+    return Asked(maps=bool(previews), gain=any(given.get("measure") is True for given in previews))
 
 
 def _dropped(node: Any, prompt: Any, unique_id: Any) -> list[str]:

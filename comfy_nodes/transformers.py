@@ -40,18 +40,18 @@ class Slot:
     def __init__(self) -> None:
         self._found: dict[tuple, tuple[str, Any]] = {}
 
-    def kind(self, function: Callable, inner: Any, host: Any, heads: int, like: torch.Tensor) -> str:
+    def kind(self, function: Callable, inner: Any, described: Any, heads: int, like: torch.Tensor) -> str:
         """"bias" for an attention that adds a mask, "plain" for one that does not, else "".
 
-        function: ComfyUI's. inner: what another node has put into the slot, which is tried on a few tokens, once. host:
-        the engine's, of both. like: ``[..., d]``, of the device and dtype that it is to serve.
+        function: ComfyUI's. inner: what another node has put into the slot, which is tried on a few tokens, once.
+        described: both, as the engine's `Host`. like: ``[..., d]``, of the device and dtype that it is to serve.
         """
         chosen = function if inner is None else attentions.chosen_by(inner)
         if chosen is not None:
             return "bias" if attentions.adds_a_mask(chosen) else "plain"
-        key = id(function), id(inner), host.form, heads, like.dtype, like.device
+        key = id(function), id(inner), described.form, heads, like.dtype, like.device
         if key not in self._found:  # what has these ids is held, so that nobody else gets them
-            self._found[key] = _tried(host, heads, like), (function, inner)
+            self._found[key] = _tried(described, heads, like), (function, inner)
         return self._found[key][0]
 
 
@@ -74,10 +74,10 @@ def options_with(handle: Any, model: Any, latent: Any, t: Any, options: dict, sl
         form, out_form = (sequence.BY_HEAD if one else sequence.FLAT for one in (skip_reshape, skip_output_reshape))
         queries, keys, values = (one.shape[2 if skip_reshape else 1] for one in (q, k, v))
         width = q.shape[-1] if skip_reshape else q.shape[-1] // heads
-        host = sequence.Host(plainly, form, out_form, others.get("scale") or width**-0.5)
+        described = sequence.Host(plainly, form, out_form, others.get("scale") or width**-0.5)
         layout, kind = _problem((queries, keys, values), mask, grid) or where_tokens_lie(model, grid, queries, told), ""
         if not isinstance(layout, str):
-            kind = slot.kind(function, inner, host, heads, q)
+            kind = slot.kind(function, inner, described, heads, q)
             layout = layout if kind else _NOT_PLAIN
         if isinstance(layout, str):
             handle.leave_alone(call, layout, q.shape[0], queries, keys)
@@ -85,8 +85,8 @@ def options_with(handle: Any, model: Any, latent: Any, t: Any, options: dict, sl
         place = told.get("block_type"), told.get("block_index")
         asked[place] += 1
         key_heads = k.shape[1] if skip_reshape else k.shape[-1] // width
-        host = host._replace(takes_bias=kind == "bias")
-        out = handle.attend(call, (*place, asked[place]), host, q, k, v, heads, layout, key_heads)
+        described = described._replace(takes_bias=kind == "bias")
+        out = handle.attend(call, (*place, asked[place]), described, q, k, v, heads, layout, key_heads)
         return plainly(q, k, v, mask) if out is None else out
 
     return {**options, attentions.OVERRIDE: attention}
@@ -100,19 +100,19 @@ def _problem(tokens: tuple[int, int, int], mask: Any, grid: Any) -> str | None:
     return "the latent has no grid that is known" if grid is None else None
 
 
-def _tried(host: Any, heads: int, like: torch.Tensor) -> str:
+def _tried(described: Any, heads: int, like: torch.Tensor) -> str:
     """Is it attention, and what does it do with a mask? See `Slot.kind`. One that refuses masks adds none."""
     generator = torch.Generator().manual_seed(0)
-    width = like.shape[-1] if host.form == sequence.BY_HEAD else like.shape[-1] // heads
+    width = like.shape[-1] if described.form == sequence.BY_HEAD else like.shape[-1] // heads
     q, k, v = torch.randn(3, 1, _PROBED, heads, width, generator=generator).to(like)
     mask = torch.zeros(1, 1, 1, _PROBED).to(like)
     mask[..., : _PROBED // 2] = 4.0
     by_head, kind = [one.transpose(1, 2) for one in (q, k, v)], ""
     try:
         for bias, kind in ((None, ""), (mask, "plain")):
-            exact = F.scaled_dot_product_attention(*by_head, bias, scale=host.scale).transpose(1, 2)
-            found = host.function(*(sequence.in_form(one, host.form) for one in (q, k, v)), bias)
-            found = sequence.by_token(found, host.out_form, heads)
+            exact = F.scaled_dot_product_attention(*by_head, bias, scale=described.scale).transpose(1, 2)
+            found = described.function(*(sequence.in_form(one, described.form) for one in (q, k, v)), bias)
+            found = sequence.by_token(found, described.out_form, heads)
             if found.shape != exact.shape or not (found - exact).norm() < _LIKE * exact.norm():
                 return kind
     except Exception:  # whatever it is, it does not serve a few tokens, or these with a mask

@@ -115,8 +115,8 @@ def time_blocks(tomesd: ModuleType | None, repeats: int) -> dict[str, dict[str, 
     plain = seconds.pop(UNMERGED)
     result = {UNMERGED: _each(statistics.median(plain), _tenth(plain))}
     for case, values in seconds.items():
-        beyond = statistics.median(own - other for own, other in zip(values, plain, strict=True))
-        result[case] = _each(beyond, _tenth(values) - _tenth(plain))
+        difference = statistics.median(own - other for own, other in zip(values, plain, strict=True))
+        result[case] = _each(difference, _tenth(values) - _tenth(plain))
     return result
 
 

@@ -14,7 +14,7 @@ from ..running.fingerprint import widths_of
 _TEXT_TOKENS = 77
 _TIMES = 6  # sizes and crops that SDXL is told
 
-Call = Callable[[torch.Tensor, torch.Tensor], Any]
+CallUNet = Callable[[torch.Tensor, torch.Tensor], Any]
 
 
 def latents(unet: nn.Module, shape: tuple[int, int, int], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
@@ -36,7 +36,7 @@ def pictures_in(batch: int) -> int:
 def call_of(
     unet: nn.Module, place: Place, batch: int, device: torch.device, dtype: torch.dtype,
     told: Mapping[str, Any] | None = None,
-) -> Call:  # fmt: skip
+) -> CallUNet:  # fmt: skip
     """``(latents [B, C, H, W], timesteps [B])`` to whatever the UNet's forward makes of them.
 
     place: any block of it. told: keywords of its forward, which is called so that others' hooks are told of no step.

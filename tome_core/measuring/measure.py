@@ -23,7 +23,7 @@ from ..running.run import Run
 ROUNDS, STEPS = 3, 20
 _FIRST = 999.0  # timestep of a picture's first step
 
-Clock = Callable[[], float]
+Timer = Callable[[], float]
 
 
 def why_not_now(unet: nn.Module, run: Run, handed: Any = None) -> str:
@@ -52,14 +52,14 @@ def whereabouts(unet: nn.Module) -> tuple[torch.device, torch.dtype]:
     return torch.device(weight.device if device is None else device), weight.dtype
 
 
-class Step(NamedTuple):
+class TimedStep(NamedTuple):
     """One step of a picture. kind: steps of one kind take equally long; None where no rule holds."""
 
     timestep: float
     kind: Hashable
 
 
-def steps_of(run: Run, steps: int) -> list[Step]:
+def steps_of(run: Run, steps: int) -> list[TimedStep]:
     """The steps of a picture, evenly spaced: by which rules they merge, and whether they match anew for it.
 
     Where rules keep their matches for different times, a step at which any of them matches counts as one that does.
@@ -76,7 +76,7 @@ def steps_of(run: Run, steps: int) -> list[Step]:
             matched, kind = timestep, (id(now), "renewed")
         else:
             kind = (id(now), "kept")
-        found.append(Step(timestep, kind))
+        found.append(TimedStep(timestep, kind))
     return found
 
 
@@ -90,7 +90,7 @@ class Seconds(NamedTuple):
 
 def time_calls(
     patch: Any, call: Callable[[torch.Tensor, torch.Tensor], Any], latents: torch.Tensor, pictures: int,
-    steps: int = STEPS, rounds: int = ROUNDS, clock: Clock | None = None,
+    steps: int = STEPS, rounds: int = ROUNDS, clock: Timer | None = None,
 ) -> Seconds:  # fmt: skip
     """Time them. patch: a `Patch` whose wraps are on. call: of (latents ``[B, C, H, W]``, timesteps ``[B]``).
 
@@ -139,7 +139,7 @@ def time_calls(
     return Seconds(plain, whole / steps, (max(unmerged) - min(unmerged)) / plain if plain else 0.0)
 
 
-def clock_for(device: torch.device) -> Clock:
+def clock_for(device: torch.device) -> Timer:
     """On one thread of a CPU the process's own time, which another program's load costs its evenness, not its value."""
     return time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
 

@@ -17,8 +17,8 @@ from ..running.fingerprint import attention_of, device_of, dtype_of, model_of, r
 from ..running.latch import Latch
 from ..running.run import Run
 from ..settings.config import MergeConfig
-from .example_inputs import Call, call_of, latents, pictures_in
-from .measure import ROUNDS, STEPS, Clock, time_calls, whereabouts, why_not_now
+from .example_inputs import CallUNet, call_of, latents, pictures_in
+from .measure import ROUNDS, STEPS, Timer, time_calls, whereabouts, why_not_now
 
 _PIXELS = 8  # of a picture for each side of a latent's token
 
@@ -38,8 +38,8 @@ class Measured:
 
     def measure(
         self, height: int = 512, width: int = 512, batch: int = 2, *, steps: int = STEPS, rounds: int = ROUNDS,
-        call: Call | None = None, told: Mapping[str, Any] | None = None, dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None, clock: Clock | None = None,
+        call: CallUNet | None = None, told: Mapping[str, Any] | None = None, dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None, clock: Timer | None = None,
     ) -> Gain:  # fmt: skip
         """Time unmerged and merged calls of the UNet, now and with inputs of its own, and remember what was found.
 
@@ -87,7 +87,7 @@ class Measured:
         return gain
 
     def measure_latest(
-        self, clock: Clock | None = None, told: Mapping[str, Any] | None = None, brings_weights: bool = False
+        self, clock: Timer | None = None, told: Mapping[str, Any] | None = None, brings_weights: bool = False
     ) -> Gain | None:
         """`measure` for calls as the latest was; for hosts, after a sampling.
 

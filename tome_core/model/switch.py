@@ -100,20 +100,20 @@ _OF_UNET: weakref.WeakKeyDictionary[nn.Module, Switch] = weakref.WeakKeyDictiona
 _guard = threading.RLock()
 
 
-def patching() -> threading.RLock:
+def patch_lock() -> threading.RLock:
     """Held while anybody changes what is on a model: two threads may patch one."""
     return _guard
 
 
 def switch_of(unet: nn.Module) -> Switch:
     """The UNet's own, from the first time on that somebody asks until the UNet is gone."""
-    with patching():
+    with patch_lock():
         return _OF_UNET.setdefault(unet, Switch())
 
 
 def adopt(unet: nn.Module, switch: Switch) -> None:
     """Make it the UNet's own: a copy of a patched UNet brings a copy of the switch along."""
-    with patching():
+    with patch_lock():
         _OF_UNET[unet] = switch
 
 
@@ -122,7 +122,7 @@ def let_go() -> None:
 
     Python calls `_in_child` as long as the process lives, and through it would hold all that a UNet still loaded has.
     """
-    with patching():
+    with patch_lock():
         _OF_UNET.clear()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .switch import patching
+from .switch import patch_lock
 
 # What is put on: a bound method of the wrap, because with a callable object the compiler makes a graph of its own for
 # each block where compile_repeated_blocks needs one for all, and gives up after eight. The compilers of torch 2.4 to
@@ -153,7 +153,7 @@ def under_accelerate(target: Any) -> bool:
 
 def drop_remains(target: Any) -> None:
     """Take off our wraps that were removed beneath somebody else's, who has put them back on leaving."""
-    with patching():  # in another thread a wrap may be on its way off, which looks alike
+    with patch_lock():  # in another thread a wrap may be on its way off, which looks alike
         for method in (vars(target).get(slot) for slot in _SLOTS):
             wrap = _wrap_of(method)
             if wrap is None or wrap.active or wrap.rests_from() is not target:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ..model.switch import patching
+from ..model.switch import patch_lock
 from ..model.wrap import Wrap
 from ..running.nested import Nested
 from ..running.pipeline import SamplingScope
@@ -53,7 +53,7 @@ class TransformerPatch(Nested, SequenceMerging):
     def install(self) -> TransformerPatch:
         """Put it on, in place of another of ours. Idempotent."""
         self._removed = False
-        with patching():
+        with patch_lock():
             for model in self._present():
                 on = vars(model).get(_MARK) or _On(model)
                 on.give(self)
@@ -64,7 +64,7 @@ class TransformerPatch(Nested, SequenceMerging):
 
     def uninstall(self) -> None:
         """Take it off, keeping its counts. Idempotent."""
-        with patching():
+        with patch_lock():
             for model in self._present():
                 on = vars(model).get(_MARK)
                 if on is not None and on.settings.merging is self:

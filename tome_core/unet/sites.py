@@ -247,12 +247,12 @@ class BlockSite(NumberedSite, RememberingSite):
             outer = GridCall(call, x.shape[0], Grid(height, width), None, {})
         if outer.call.thread != thread or is_captured(x):
             outer = outer._replace(call=outer.call._replace(kept=None))
-        inside = None
+        of_attention = None
         if whole:
             attention = self.target.attn1
             x_of, keys, values, *q = whole
-            inside = Whole(known_of(attention), attention, x_of, keys, values, {}, q[0] if q else None)
-        asked = Asked(self.target, x, outer, rule, part, together, inside)
+            of_attention = Whole(known_of(attention), attention, x_of, keys, values, {}, q[0] if q else None)
+        asked = Asked(self.target, x, outer, rule, part, together, of_attention)
         return answer(_own_or_shared(self.matcher.find, asked, outer.call.kept is not None), x.shape[0])
 
     def _note_what_was_passed_over(self, block: BlockCall) -> None:

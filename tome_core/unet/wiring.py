@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from ..model.families import Place, find_blocks
-from ..model.switch import Switch, adopt, patching, switch_of
+from ..model.switch import Switch, adopt, patch_lock, switch_of
 from ..model.wrap import Wrap
 from ..running.fingerprint import widths_of
 from .parts import CrossAttentionSite, FeedForwardSite, PartSite, SelfAttentionSite
@@ -99,7 +99,7 @@ class Wiring:
                 self.switch.later.append(partial(self._release, handle))
 
     def _release(self, handle: Holder) -> None:
-        with patching():
+        with patch_lock():
             self._silence(handle)
             if handle in self.holders:
                 self.holders.remove(handle)
@@ -206,7 +206,7 @@ def put_on(unet: nn.Module, handle: Holder, merges: bool) -> None:
     """Put the handle's wraps on. merges: it is in force wherever nobody else is named, in the place of who was."""
     switch = switch_of(unet)
     with switch.between_calls():
-        with patching():
+        with patch_lock():
             wiring = wiring_of(unet)
             if wiring is None:
                 wiring, switch.resting = switch.resting, None

@@ -65,7 +65,7 @@ def test_an_interrupt_at_any_line_of_installing_leaves_nothing():
     for number in range(1, lines, max(1, lines // 60)):
         interrupt_at(number)
         tome_core.remove_patch(model)
-        assert not patched(model) and not switch.patching()._is_owned(), number
+        assert not patched(model) and not switch.patch_lock()._is_owned(), number
 
 
 def test_two_threads_patch_one_model():
@@ -89,7 +89,7 @@ def test_two_threads_patch_one_model():
 
 def test_whatever_takes_a_wrap_off_keeps_other_threads_from_patching(monkeypatch):
     model, owned, leave = CASE.build(), [], wrap.Wrap.leave
-    monkeypatch.setattr(wrap.Wrap, "leave", lambda self: (owned.append(switch.patching()._is_owned()), leave(self)))
+    monkeypatch.setattr(wrap.Wrap, "leave", lambda self: (owned.append(switch.patch_lock()._is_owned()), leave(self)))
     handle = tome_core.patch(model, MergeConfig(ratio=0.5))
     module = next(module for module in model.modules() if "forward" in vars(module))
     ours = module.forward

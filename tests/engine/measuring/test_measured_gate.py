@@ -158,8 +158,8 @@ def test_kinds_count_as_often_as_a_picture_has_them(price, monkeypatch):
     """Each call of a kind has a price of its own here; dear ones are rare."""
     model = small()
     handle = tome_core.patch(model, PLAIN)
-    kinds = [measure.Step(999.0, "dear")] + [measure.Step(500.0, "cheap")] * 18 + [measure.Step(0.0, None)]
-    monkeypatch.setattr(measure, "steps_of", lambda run, steps: kinds)
+    kinds = [(999.0, "dear"), *[(500.0, "cheap")] * 18, (0.0, None)]
+    monkeypatch.setattr(measure, "steps_of", lambda run, steps: [measure.TimedStep(*kind) for kind in kinds])
     clock = price(0.0)
     costs = {999.0: 10.0, 500.0: 1.0}
 
