@@ -1,4 +1,4 @@
-"""Measurements that settle arguments: ``python -m benchmarks.speed`` and ``.quality``, results kept as data."""
+"""Measurements that settle arguments, each a command such as ``python -m benchmarks.speed``; results kept as data."""
 
 import os
 

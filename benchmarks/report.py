@@ -1,6 +1,6 @@
 """``python -m benchmarks.report FILE...``: the table and the plot of results, from their JSON alone.
 
-Each kind of result has its own module, ``benchmarks/speed_report.py`` and ``benchmarks/quality_report.py``, with
+Each kind of result, of `results.KINDS`, has its own module, such as ``benchmarks/speed_report.py``, with
 ``table(records) -> str`` (Markdown) and, where there is a plot, ``plot(records, path)`` (a PNG); this file only finds
 the one that fits.
 """
@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description="A Markdown table and a plot of "
                                      "results, made from their JSON alone.")  # fmt: skip
     add = parser.add_argument
-    add("files", nargs="+", type=Path, metavar="FILE", help="results of one kind, speed or quality")
+    add("files", nargs="+", type=Path, metavar="FILE", help=f"results of one kind: {', '.join(results.KINDS)}")
     add("--table", type=Path, metavar="MD", help="where the table goes (default: beside the first FILE)")
     add("--plot", type=Path, metavar="PNG", help="where the plot goes (default: beside the first FILE)")
     add("--no-plot", action="store_true", help="only the table, which needs no matplotlib")

@@ -35,8 +35,10 @@ class BlockClock:
 
 
 class Fleet:
-    """unpatched: the model itself. unets: variant -> a patched twin of it. clocks: variant -> `BlockClock`, where
-    processor time is what is measured and the model is not compiled (hooks would break its graph).
+    """A model and a patched twin of it for each variant.
+
+    unpatched: the model itself. unets: by variant. clocks: variant -> `BlockClock`, where processor time is what is
+    measured and the model is not compiled (hooks would break its graph).
     """
 
     def __init__(self, unet: nn.Module, names: Sequence[str], attention: str = "sdpa", compiled: bool = False) -> None:

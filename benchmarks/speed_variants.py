@@ -31,8 +31,9 @@ _LEAST_TILE = 32  # tokens a side: 256 pixels where the level is the latent's ow
 
 
 class Variant(NamedTuple):
-    """apply: patches a UNet. meaning: for the reader of a table. bound: the variant that does the same for free.
+    """A variant is something that is done to a UNet, and what of it is timed.
 
+    apply: patches a UNet. meaning: for the reader of a table. bound: the variant that does the same for free.
     whats: the kinds of cases it is in. keeps: what is timed uses the match of a call before it, which runs untimed
     first; a compiled model matches anew in each call, so this is in no compiled case. replayed: from CUDA graphs, which
     a compiled model has of its own, and a CPU none.

@@ -24,8 +24,9 @@ PAB_HOOK = "pyramid_attention_broadcast"
 
 
 class Beside(NamedTuple):
-    """put_on: pipeline -> context manager inside which it is on. pipeline: diffusers' class that it needs.
+    """What somebody else does, and how it is switched on.
 
+    put_on: pipeline -> context manager inside which it is on. pipeline: diffusers' class that it needs.
     made_with, call: what it adds to making the pipeline and to calling it. package: what has to be installed. kind: of
     network, as of `networks.KINDS`.
     """

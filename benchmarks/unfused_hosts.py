@@ -82,8 +82,9 @@ def _tomesd(unet: nn.Module) -> Iterator[None]:
 
 
 class Loaded(NamedTuple):
-    """unet: of one block, on a CPU, its weights random. attention: makes a self-attention of so many heads.
+    """A host's attention, ready to be called.
 
+    unet: of one block, on a CPU, its weights random. attention: makes a self-attention of so many heads.
     say_free: tells the host's function how many bytes are free, by which it cuts its work. around: what has to be
     entered for a call. tomesd: what has to be entered for the host's tomesd at half of the tokens.
     """

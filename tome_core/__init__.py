@@ -1,4 +1,4 @@
-"""Token merging for Stable Diffusion UNets: pictures that cost less time.
+"""Token merging for Stable Diffusion UNets and transformers: pictures that cost less time.
 
 ``with tome_core.patch(pipe, strength=0.5): image = pipe("a lake").images[0]``, and what a strength stands for:
 

@@ -104,8 +104,7 @@ JUDGED = ("tests/benchmarks/test_benchmark_transformers.py", "test_the_command_j
 # what runs elsewhere: the file that has it run, and how it stands there
 ELSEWHERE = {
     "python install.py test": (".github/workflows/ci.yml", "run: python install.py test"),
-    "python install.py test --all": (".ci/run", "python3 install.py test --all"),
-    ".ci/run": (".github/workflows/ci.yml", "python install.py test"),
+    **dict.fromkeys(("python install.py test --all", ".ci/run"), (".ci/run", "python3 install.py test --all")),
     'pip download -d DIR ".[demo]"': ("tests/project/test_install.py", '"download", "-d"'),
     "python install.py page": ("tests/demo/test_page.py", '"install.py"), "page"'),
     "python -m tome_core.bench": ("tests/engine/bench/test_bench.py", '"-m", "tome_core.bench"'),

@@ -41,7 +41,10 @@ Pair = tuple[Tensor, Tensor]  # keys and values, flat
 
 
 class Correction(NamedTuple):
-    """matrix: ``[B*H, 2d, d]``, of the query and of the merged answer; constant: ``[B*H, 1, d]``."""
+    """The correction is a linear map of the query and of the merged answer, to be added to the answer.
+
+    matrix: ``[B*H, 2d, d]``, of both; constant: ``[B*H, 1, d]``.
+    """
 
     matrix: Tensor
     constant: Tensor
@@ -59,7 +62,10 @@ def pick_asked(grid: Grid, width: int, device: torch.device) -> tuple[Tensor]:
 
 
 class Fitted(NamedTuple):
-    """merged: keys and values as the plan merges them, ``[B, G, H*d]``; by_kernels: as kernels do."""
+    """The fit gives a correction, and what it merged on the way.
+
+    merged: keys and values as the plan merges them, ``[B, G, H*d]``; by_kernels: as kernels do.
+    """
 
     correction: Correction
     merged: Pair
@@ -128,7 +134,7 @@ def _sums_by_kernel(
 
 
 def _first_order(keys: Tensor, values: Tensor, means: Tensor, plan: MergePlan, heads: int, scale: float) -> Tensor:
-    """means: of the groups' values, ``[B, G, H*d]``, float32 at least."""
+    """`first_order` by torch's operators. means: of the groups' values, ``[B, G, H*d]``, float32 at least."""
     # the tokens' distances from their group's value add up to 0, so that of the key need not be taken off
     spread = _by_head(_exact(values) - plan.unmerge(means), heads)
     return _by_head(_exact(keys), heads).transpose(2, 3) @ spread * (scale / keys.shape[1])

@@ -23,7 +23,10 @@ Buffers = WeakValueDictionary[tuple, PlanBuffer]
 
 
 class _Question(NamedTuple):
-    """Of `KeptPlans.find`. of_copies: about what serves all copies of the latents. answer: freshness and form."""
+    """A call has asked `KeptPlans.find`.
+
+    of_copies: about what serves all copies of the latents. answer: freshness and form.
+    """
 
     key: tuple
     rule: Any
@@ -34,13 +37,16 @@ class _Question(NamedTuple):
 
 
 class _Look(NamedTuple):
-    """Of `KeptPlans.look`. answer: copies, and which is matched."""
+    """A call has asked `KeptPlans.look`. answer: copies, and which is matched."""
 
     answer: tuple[int, int] | None
 
 
 class _Write(NamedTuple):
-    """Of `KeptPlans.store`. kept: what was stored in the recording; since: which of the plans read gives the time."""
+    """A call has told `KeptPlans.store`.
+
+    kept: what was stored in the recording; since: which of the plans read gives the time.
+    """
 
     key: tuple
     of_copies: bool
@@ -96,7 +102,10 @@ class NotedPlans:
 
 
 class RecordedCall:
-    """latents: their shape. kind: as `Capture.graphs` has it. used: the ordinal of its latest use."""
+    """A call as a graph has it, to be made again with other inputs.
+
+    latents: their shape. kind: as `Capture.graphs` has it. used: the ordinal of its latest use.
+    """
 
     def __init__(
         self, latents: tuple[int, ...], inputs: list[torch.Tensor], forward: Callable[[NotedPlans | None], Any],

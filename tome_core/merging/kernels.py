@@ -86,7 +86,7 @@ def best_keys(
 
 
 class Means(NamedTuple):
-    """Of the rows of each group: ``mean [K * G, C]`` in the dtype of x, and what else was asked for: `mean_rows`."""
+    """What `mean_rows` gives: ``mean [K * G, C]`` of the rows of each group, and what else was asked for."""
 
     mean: torch.Tensor
     bias: torch.Tensor | None
@@ -118,8 +118,10 @@ def mean_rows(
 
 
 class Segments(NamedTuple):
-    """order: int64 ``[R * N]``, tokens by group, in their order inside of each. offsets: int64 ``[R * G + 1]``, where
-    they start. sizes: float32 ``[R, G]``. logs: of them, finite, float32 ``[R, G]``. rounded: in the dtype asked for.
+    """The tokens sorted by group, and how many each has.
+
+    order: int64 ``[R * N]``, in their order inside of each. offsets: int64 ``[R * G + 1]``, where they start. sizes:
+    float32 ``[R, G]``. logs: of them, finite, float32 ``[R, G]``. rounded: in the dtype asked for.
     """
 
     order: torch.Tensor

@@ -143,6 +143,7 @@ _OF_MODEL: weakref.WeakKeyDictionary[Any, Patch] = weakref.WeakKeyDictionary()  
 
 
 def take_by_model(model: Any) -> Patch | None:
+    """The handle that was made of this very pipeline or wrapper, if one is on; it is not found so again."""
     try:
         return _OF_MODEL.pop(model, None)
     except TypeError:  # nothing that can be referred to weakly

@@ -22,7 +22,10 @@ Rules = tuple[LevelRules, ...]
 
 
 class Verdict:
-    """On a kind of call. opens: None leaves it to the number of tokens. gain: measured of it, where that decided."""
+    """Says whether a kind of call merges.
+
+    opens: None leaves it to the number of tokens. gain: measured of it, where that decided.
+    """
 
     def __init__(self, opens: bool | None, why_not: str = "", gain: Gain | None = None) -> None:
         self.opens, self.why_not, self.gain = opens, why_not, gain
@@ -30,8 +33,9 @@ class Verdict:
 
 
 class Latch:
-    """gains: of this model and these rules; used: those that decided, in order. blocks: (down-sampling, channels) each.
+    """Opens and closes the gate for each kind of call, by what merging was measured to gain.
 
+    gains: of this model and these rules; used: those that decided, in order. blocks: (down-sampling, channels) each.
     always: merge in calls of every kind, without asking: that is what a measurement is made of.
     """
 

@@ -23,7 +23,10 @@ Sites = Mapping[int, Any]
 
 
 class Operator(NamedTuple):
-    """schema: as torch wants it. run: the answer, of `Sites` and the arguments. shape: an empty one, of them alone."""
+    """An operator is a question of a graph's to a site.
+
+    schema: as torch wants it. run: the answer, of `Sites` and the arguments. shape: an empty one, of them alone.
+    """
 
     schema: str
     run: Callable[..., Any]
@@ -38,10 +41,9 @@ def empty_like_site(site: torch.Tensor, *_: Any) -> torch.Tensor:
 class Operators:
     """Operators under one namespace, by name.
 
-    made: torch's own, from the first site on; empty where torch could not be told. Compilers read it while they trace.
-
     One of them for a process, whatever copies of this engine it holds or lets go: torch takes a namespace once. Its
     number is to be raised with any change of what stands behind the operators.
+    made: torch's own, from the first site on; empty where torch could not be told. Compilers read it while they trace.
     """
 
     def __init__(self, namespace: str, without: str, **operators: Operator) -> None:

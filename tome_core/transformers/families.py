@@ -20,8 +20,9 @@ NO_GRID = "the picture's tokens are no grid"
 
 
 class Tokens(NamedTuple):
-    """Of a call. count: the picture's and those behind it that are of its kind, as references are.
+    """The picture's tokens in one call.
 
+    count: the picture's and those behind it that are of its kind, as references are.
     latent: ``[B, C, (frames,) H, W]``, or a view of as many places; its values are looked at for copies alone.
     """
 
@@ -31,8 +32,9 @@ class Tokens(NamedTuple):
 
 
 class Family(NamedTuple):
-    """attentions: paths of the modules, with ``*``. tokens: of a call, from its arguments by name; or why not.
+    """A family is a class of transformers, and how its calls are read.
 
+    attentions: paths of the modules, with ``*``. tokens: of a call, from its arguments by name; or why not.
     reads: all arguments that ``tokens`` and ``timestep`` look at. text_first: does the text lie before the picture's
     tokens? timestep: to Stable Diffusion's, a flow model's sigma times 1000. downsample: latent places a token, a side.
     """
