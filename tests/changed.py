@@ -1,46 +1,118 @@
 """The quick tests of what was changed: ``python -m tests.changed`` since the last commit, or ``... FILE...``.
 
 A file of the engine has those of its room, another one those that carry its name, else those of its folder; what tests
-share has those that import it. `python install.py test` runs what lies farther away.
+share has the nearest of those that lead to it; `BESIDE` has what no name shows. `python install.py test` runs what
+lies farther away.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
+from collections import defaultdict
+from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 
 import install
 
 ROOT = Path(__file__).parents[1]
 HOUSE = "tests/project/test_house.py"
+# pattern of a path, in which * goes through folders -> files in tests/, without `test_` and `.py`
+BESIDE = {
+    "*.md": ("project/contributing", "project/links", "project/readme", "project/troubleshooting"),
+    "[Rd]*.md": ("benchmarks/doc_tables",),
+    "CHANGELOG.md": ("project/release",),
+    "LICENSE": ("project/release",),
+    "MANIFEST.in": ("project/release",),
+    "pyproject.toml": ("project/release", "project/install", "comfy_nodes/comfy_pack"),
+    ".[cg]*ignore": ("project/release",),
+    ".ci/*": ("project/readme",),
+    ".github/*": ("project/github",),
+    "upstream/*": ("project/upstream",),
+    "scripts/*": ("extension/webui_shim",),
+    "__init__.py": ("comfy_nodes/comfy_pack",),
+    "locales/*": ("comfy_nodes/comfy_pack",),
+    "example_workflows/*": ("comfy_nodes/comfy_pack",),
+    "comfy_nodes/web/*": ("comfy_nodes/comfy_pack",),
+    "benchmarks/results/*": ("benchmarks/doc_tables",),
+    "tome_core/*": ("project/docstrings", "project/troubleshooting"),
+}
 
 
 def find_tests(name: str) -> set[str]:
-    """Files and folders for pytest, for a file by its path from the root; empty where none is known."""
+    """Files and folders for pytest, for a file by its path from the root; a file of tests that is gone has none."""
     path = Path(name)
     if path.name.startswith("test_"):
         return {name} if (ROOT / name).is_file() else set()
-    if path.suffix == ".md":
-        return {"tests/project/test_readme.py", "tests/project/test_contributing.py"}
+    beside = {f"tests/{folder}/test_{stem}.py" for pattern, tests in BESIDE.items() if fnmatch(name, pattern)
+              for folder, _, stem in (one.partition("/") for one in tests)}  # fmt: skip
     if path.parts[0] == "tests":
-        return _importing(path.with_suffix("").as_posix().replace("/", "."))
-    if path.parts[0] == "tome_core":
-        room = Path(path.parts[1]).stem if len(path.parts) > 1 else ""
-        return {f"tests/engine/{room}" if (ROOT / "tests" / "engine" / room).is_dir() else "tests/engine", HOUSE}
+        return beside | _of_shared(name)
+    if path.parts[0] == "tome_core" and len(path.parts) > 2:
+        return {f"tests/engine/{path.parts[1]}", HOUSE} | beside
     folder = ROOT / "tests" / path.parts[0]
     own = folder.is_dir()
     named = list((folder if own else ROOT / "tests" / "project").glob(f"test_*{path.stem}*.py"))
-    return {found.relative_to(ROOT).as_posix() for found in named or [folder] * own} | {HOUSE}
+    named = {_name(found) for found in named or ([folder] if own and not beside else [])}
+    return named | beside | {HOUSE}
 
 
-def _importing(module: str) -> set[str]:
-    """Tests that import one of tests' own modules, whichever way they write it."""
-    parent, name = module.rsplit(".", 1)
-    ways = re.compile(rf"^from {re.escape(module)} import|^from {re.escape(parent)} import .*\b{name}\b", re.M)
-    tests = (ROOT / "tests").rglob("test_*.py")
-    return {test.relative_to(ROOT).as_posix() for test in tests if ways.search(test.read_text(encoding="utf-8"))}
+def _of_shared(name: str) -> set[str]:
+    """Tests that lead to one of tests' own files: the nearest of them, or those of its host."""
+    seen, new = set(), {name}
+    while new:
+        tests = {one for one in new if Path(one).name.startswith("test_")}
+        if tests:
+            return tests
+        seen |= new
+        new = {user for one in new for user in _users()[one]} - seen
+    parts = Path(name).parts
+    return {"/".join(parts[:3])} if parts[1] == "hosts" else set()
+
+
+@cache
+def _users() -> dict[str, set[str]]:
+    """File of tests -> those that import it, else name it; of a conftest, those that ask for its fixtures."""
+    texts = {path: path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.*")
+             if path.suffix in (".py", ".txt")}  # fmt: skip
+    words = {path: {word.strip(".") for word in re.findall(r"[\w.-]+", text)} for path, text in texts.items()}
+    found = defaultdict(set)
+    for user, text in texts.items():
+        for one in _imported(_name(user), text) if user.suffix == ".py" else ():
+            found[one].add(_name(user))
+    for path, text in texts.items():
+        if _name(path) in found:
+            continue
+        module = _name(path).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        called, below = {path.name, module} - {"__init__.py"}, ROOT
+        if path.name == "conftest.py":
+            called, below = set(re.findall(r"@pytest\.fixture.*\ndef (\w+)", text)), path.parent
+        elif path.suffix == ".txt" and path.parent.name != "tests":
+            called = {path.parent.name}
+        found[_name(path)] = {_name(user) for user in texts if below in user.parents and called & words[user]}
+    return found
+
+
+def _name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def _imported(user: str, text: str) -> set[str]:
+    """Files of tests that a file of tests imports, at its head or in a function."""
+    names = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            package = ".".join(user.split("/")[: -node.level]) if node.level else ""
+            module = ".".join(filter(None, (package, node.module)))
+            names |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
+    places = [name.replace(".", "/") for name in names if name.startswith("tests")]
+    files = {f"{place}{end}" for place in places for end in (".py", "/__init__.py")}
+    return {file for file in files if (ROOT / file).is_file()}
 
 
 def changed() -> list[str]:
