@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..model.families import Place, find_blocks, is_compiled
-from ..reporting.gains import KNOWN, Case, Gain, nearest
+from ..reporting.gains import KNOWN, PIXELS, Case, Gain, nearest
 from ..running.call import Latents
 from ..running.decision import decide
 from ..running.fingerprint import attention_of, device_of, dtype_of, model_of, rules_of, versions
@@ -19,8 +19,6 @@ from ..running.run import Run
 from ..settings.config import MergeConfig
 from .example_inputs import CallUNet, call_of, latents, pictures_in
 from .measure import ROUNDS, STEPS, Timer, time_calls, whereabouts, why_not_now
-
-_PIXELS = 8  # of a picture for each side of a latent's token
 
 
 class Measured:
@@ -62,12 +60,12 @@ class Measured:
             raise RuntimeError(problem)
         numbers = {"height": height, "width": width, "batch": batch, "steps": steps, "rounds": rounds}
         for name, value in numbers.items():
-            least = _PIXELS if name in ("height", "width") else 1
+            least = PIXELS if name in ("height", "width") else 1
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name}={value!r} is not possible; use a whole number from {least} up")
         places, (own_device, own_dtype) = find_blocks(unet), whereabouts(unet)
         device, dtype = torch.device(device or own_device), dtype or own_dtype
-        x = latents(unet, (batch, height // _PIXELS, width // _PIXELS), device, dtype)
+        x = latents(unet, (batch, height // PIXELS, width // PIXELS), device, dtype)
         call = call or call_of(unet, places[0], batch, device, dtype, told)
         own = type(self)(unet, self.config, self.run.clock.schedule)
         try:
@@ -123,7 +121,7 @@ class Measured:
             return None
         own_device, own_dtype = whereabouts(unet)
         where = device_of(torch.device(device or own_device)), dtype_of(dtype or own_dtype)
-        return nearest(KNOWN.of(self._about(find_blocks(unet))), *where, height // _PIXELS, width // _PIXELS, batch)
+        return nearest(KNOWN.of(self._about(find_blocks(unet))), *where, height // PIXELS, width // PIXELS, batch)
 
     def why_not(self, height: int, width: int, batch: int = 2) -> str:
         """Why no step of pictures of this size would merge; "" where one would, as far as is known before.
@@ -136,7 +134,7 @@ class Measured:
         if run.latch is None:
             self.ask_whether_it_pays()
         device, dtype = whereabouts(unet)
-        latent = torch.empty(batch, 1, height // _PIXELS, width // _PIXELS, device=device, dtype=dtype)
+        latent = torch.empty(batch, 1, height // PIXELS, width // PIXELS, device=device, dtype=dtype)
         channels, why = dict(self.block_sizes), ""
         for one in run.in_order:
             downsamples = run.clock.downsamples
@@ -168,5 +166,5 @@ class Measured:
 def _like(latest: Latents) -> dict[str, Any]:
     """The arguments of `Measured.measure` for calls like this one."""
     batch, _, height, width = latest.shape
-    return {"height": height * _PIXELS, "width": width * _PIXELS, "batch": batch, "dtype": latest.dtype,
+    return {"height": height * PIXELS, "width": width * PIXELS, "batch": batch, "dtype": latest.dtype,
             "device": latest.device}  # fmt: skip

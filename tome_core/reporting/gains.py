@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 logger = logging.getLogger(__name__)
 MARGIN = 0.02  # merging pays from so much on: medians of a quiet machine differ by 1 % from one measurement to the next
-_PIXELS = 8  # of a picture for each side of a latent's token
+PIXELS = 8  # of a picture for each side of a latent's token
 _UNEVEN = 0.1
 _FORMAT = 1
 _MOST = 256  # gains in a file, the latest
@@ -62,7 +62,7 @@ class Gain(NamedTuple):
     @property
     def size(self) -> str:
         """``1024x1536``, of a picture, width first."""
-        return f"{self.case.width * _PIXELS}x{self.case.height * _PIXELS}"
+        return f"{self.case.width * PIXELS}x{self.case.height * PIXELS}"
 
     @property
     def line(self) -> str:

@@ -10,6 +10,7 @@ import torch
 
 from ..merging.grid import Grid
 from ..merging.plan import MergePlan
+from ..reporting.gains import PIXELS
 from ..reporting.ledger import Ledger
 from ..settings.config import MergeConfig
 from ..settings.noise import STABLE_DIFFUSION, SchedulerNoise, Step, by_timestep
@@ -23,7 +24,6 @@ from .latch import Latch
 from .pictures import GuidanceOf, Pictures, Scope
 from .tensors import common_value, is_captured, is_mapped
 
-_PIXELS_PER_LATENT = 8 * 8  # Stable Diffusion's latent is an eighth of the picture along each side
 _MAPPED = "torch.vmap maps over the call"
 _MOST_DECISIONS = 1024  # kept; pictures of ever new sizes must not fill the memory
 
@@ -148,7 +148,7 @@ class Run:
                 kept = sampling.next_call(latent, self._guidance_in(latent), called)
         rules = now.rules
         if self._uses_pixels and torch.is_tensor(latent) and latent.dim() in (4, 5):
-            pixels = latent.shape[-2] * latent.shape[-1] * _PIXELS_PER_LATENT
+            pixels = latent.shape[-2] * latent.shape[-1] * PIXELS**2
             rules = self.clock.for_pixels(now.live, pixels)
         why_off = now.why_off
         if self.latch is not None and thread is not None and not (captured or replayed):  # no graph waits for its host
