@@ -141,7 +141,7 @@ def contents(wheel: Path) -> dict[str, bytes]:
 def test_the_wheel_holds_the_engine_and_requires_torch(built):
     files = contents(built["wheel"])
     tracked = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tome_core").rglob("*.py")}
-    assert {name for name in files if ".dist-info/" not in name} == tracked
+    assert {name for name in files if ".dist-info/" not in name} == tracked | {"tome_core/py.typed"}
     metadata = next(text.decode() for name, text in files.items() if name.endswith("METADATA"))
     required = [line for line in re.findall(r"^Requires-Dist: (.+)$", metadata, re.MULTILINE) if "extra ==" not in line]
     assert required == ["torch>=2.4"]
