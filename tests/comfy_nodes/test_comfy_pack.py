@@ -167,7 +167,8 @@ def test_the_help_pages_have_a_row_for_every_input_and_the_advanced_ones_in_ligh
         assert found in (wanted, {one: bold for one, bold in wanted.items() if one != "model"}), name
 
 
-def test_the_registry_knows_the_pack():
+def test_the_registry_is_told_a_publisher_and_a_name():
+    """Whether the publisher is the owner's, the registry alone knows."""
     tomllib = pytest.importorskip("tomllib")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     assert project["tool"]["comfy"]["PublisherId"] and project["tool"]["comfy"]["DisplayName"]
