@@ -131,6 +131,23 @@ def held(
     return ways
 
 
+def held_with_hooks(
+    own: Own, make: Callable[[], nn.Module], roles: list[str], x: torch.Tensor, keys: torch.Tensor
+) -> None:
+    """What was put on projections counts: LoRA replaces them, offloading wraps their forward, others hook them."""
+    module, plain, asked, plan = make(), make(), [], ragged(2, 60, 7)
+    for role in roles:
+        module.get_submodule(role).register_forward_hook(
+            lambda layer, args, out, role=role: (asked.append(role), out * 1.25)[1]
+        )  # fmt: skip
+        for parameter in plain.get_submodule(role).parameters():
+            parameter.data.mul_(1.25)
+    with torch.no_grad():
+        out = attend_merged(known_of(module), module, x, keys, keys, plan, {}).out
+    assert set(asked) == set(roles)
+    assert_sized(own, plain, x, keys, plan.sizes, out)
+
+
 def assert_corrected(
     known: Any, module: nn.Module, x: torch.Tensor, keys: torch.Tensor, plan: MergePlan, out: torch.Tensor,
     kwargs: dict[str, Any],

@@ -5,13 +5,11 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import pytest
 import torch
-from diffusers.models import attention_processor
 from diffusers.models.attention_processor import Attention
 from torch import nn
 
-from tests.conformance import self_attentions, watched, with_xformers
+from tests.conformance import self_attentions, watched
 from tests.diffusers_processors import of_diffusers, unmade
 from tests.models import call_unet, fixed, inputs, unet
 from tome_core import MergeConfig
@@ -95,11 +93,6 @@ def attention(processor: Any, seed: int = 0, **settings: Any) -> Attention:
             layer.weight.mul_(1.5)
     put(module, processor)
     return module
-
-
-@pytest.fixture(autouse=True)
-def plain_xformers(monkeypatch):
-    with_xformers(monkeypatch, attention_processor)
 
 
 def tokens(batch: int, count: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:

@@ -7,6 +7,7 @@ import gc
 import os
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -63,6 +64,43 @@ def tiny_folder(tmp_path_factory):
     from tests.tiny_pipeline import write_folder
 
     return write_folder(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def work(monkeypatch) -> list[str]:
+    """What is done for plans, by graphs or without any: "match" or "renew", one entry a block."""
+    from tome_core.running import matching
+
+    done = []
+    for name, word in (("_match", "match"), ("_renew", "renew")):
+        plain = getattr(matching.Matcher, name)
+
+        def noted(self, asked, *args, plain=plain, word=word):
+            if not asked.x.is_meta:  # while a compiler traces
+                done.append(word)
+            return plain(self, asked, *args)
+
+        monkeypatch.setattr(matching.Matcher, name, noted)
+    return done
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """ComfyUI's, to which nodes show their texts."""
+    from tests.comfy_doubles import Server
+
+    one = Server()
+    monkeypatch.setitem(sys.modules, "server", one.module())
+    return one
+
+
+@pytest.fixture
+def waits() -> list[str]:
+    """What has waited for the device of `tests.on_device` since the test began."""
+    from tests.on_device import OnDevice
+
+    OnDevice.waits.clear()
+    return OnDevice.waits
 
 
 _FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",

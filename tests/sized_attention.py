@@ -10,9 +10,6 @@ import torch
 from torch import nn
 
 from tome_core import MergeConfig, MergePlan
-from tome_core.attention import sizes as size_terms
-from tome_core.attention.core import Attended, attend_merged
-from tome_core.unet import parts
 
 sides = pytest.mark.parametrize("side", ["qkv", "kv"])
 
@@ -45,23 +42,3 @@ class Asked(NamedTuple):
     x: torch.Tensor
     keys: torch.Tensor
     out: torch.Tensor
-
-
-@pytest.fixture
-def attended(monkeypatch) -> list[Asked]:
-    """What every merged self-attention that is known was asked and answered."""
-    calls = []
-
-    def note(known, module, x, keys, values, plan, kwargs, *made) -> Attended:
-        done = attend_merged(known, module, x, keys, values, plan, kwargs, *made)
-        calls.append(Asked(module, plan, done.way, x, keys, done.out))
-        return done
-
-    monkeypatch.setattr(parts, "attend_merged", note)
-    return calls
-
-
-@pytest.fixture
-def wide_heads(monkeypatch):
-    """Wider heads wherever they fit, as in large pictures on a GPU; else a CPU takes the bias."""
-    monkeypatch.setattr(size_terms, "_BIAS_UP_TO", {"cpu": 0})

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
 import torch
 
 from demo import model
@@ -27,11 +24,3 @@ def make(unet: dict = UNET) -> model.SceneModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return model.make(unet).eval()
-
-
-@pytest.fixture(name="tiny_file", scope="module")
-def written(tmp_path_factory) -> Path:
-    """Of the small one of Stable Diffusion's layout."""
-    path = tmp_path_factory.mktemp("model") / "tiny.safetensors"
-    model.save(make(), path)
-    return path

@@ -15,7 +15,6 @@ from benchmarks.case_pictures import Asked, draw, enlarged
 from benchmarks.case_solvers import HYPER_TIME, SOLVERS
 from demo import model, prompt, sampler
 from tests import tiny_scenes
-from tests.tiny_scenes import written  # noqa: F401
 from tome_core import strength
 from tome_core.settings.presets import MARKS
 

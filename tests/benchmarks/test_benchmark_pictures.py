@@ -19,7 +19,6 @@ from demo import model, prompt, sampler
 from demo.likeness import gradient_energy
 from demo.training_loss import Scenes
 from tests import tiny_pipeline, tiny_scenes
-from tests.tiny_scenes import written  # noqa: F401
 
 CONFIG = model.SCHEDULER
 BOTH = "twice-the-solver-steps"

@@ -15,7 +15,6 @@ from benchmarks.subjects import SceneSubject
 from benchmarks.variant_list import GROUPS, PLAIN, VARIANTS
 from demo import prompt
 from demo.training_loss import HELD_OUT_SEED, Scenes
-from tests.tiny_scenes import written  # noqa: F401
 
 ROOT = Path(__file__).parents[2]
 FRONT = ROOT / "benchmarks/results/front-cpu-2026-11-22.json"

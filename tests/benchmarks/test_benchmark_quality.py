@@ -26,7 +26,6 @@ from benchmarks.subjects import SceneSubject
 from benchmarks.variant_list import ALWAYS, GROUPS, PLAIN, VARIANTS
 from demo import model, wall
 from tests import tiny_pipeline
-from tests.tiny_scenes import written  # noqa: F401
 
 ROOT = Path(__file__).parents[2]
 CONTROLS = [name for name, variant in VARIANTS.items() if variant.role == "control"]

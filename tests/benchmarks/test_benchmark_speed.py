@@ -20,7 +20,6 @@ from benchmarks.speed_plan import Case, Estimate, row_keys
 from benchmarks.speed_roofline import Rates
 from benchmarks.speed_summary import summaries
 from benchmarks.speed_variants import CONTROL, IDEAL, NO_ATTENTION, VARIANTS, shown_in
-from tests.samplings import done_for_plans  # noqa: F401
 from tests.speed_records import synthetic
 from tome_core.running import gate
 

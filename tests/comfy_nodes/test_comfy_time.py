@@ -11,12 +11,13 @@ import tome_core
 from comfy_nodes.percent import percent_of, relative_sigma
 from comfy_nodes.sampling import Sampling
 from tests.comfy_doubles import DiscreteSampling, Executor, Guider, apply, least_checkpoint, sampler_of
-from tests.on_device import OnDevice, on_device
+from tests.on_device import on_device
 
 RANGE = {"ratio": 0.5, "start": 0.2, "end": 0.6, "use_rand": False}
 KEPT = {"ratio": 0.5, "keep": 1000.0, "use_rand": False}
 PRESETS = [{**tome_core.form.filled(name), "only_if_it_pays": False} for name in tome_core.PRESETS]
 KNOWN = sampler_of()
+pytestmark = pytest.mark.usefixtures("waits")
 UNKNOWN = {
     "no sampler": None,
     "DPM fast": sampler_of("dpm_fast_function", "comfy.samplers"),
@@ -27,12 +28,6 @@ UNKNOWN = {
 
 class DeviceGuider(Guider):
     is_on_device = True
-
-
-@pytest.fixture(autouse=True)
-def waits():
-    OnDevice.waits.clear()
-    return OnDevice.waits
 
 
 def applied(**values):

@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 
-from tests.on_device import OnDevice, on_device
+from tests.on_device import on_device
 from tests.webui_doubles import FLAVOURS, CFGDenoiserTimesteps, Denoiser, Processing, custom, ddim, sample_euler
 
 RANGE = (custom(end=0.6),)  # before it lie 999, 800 and 500 of 999
@@ -36,13 +36,7 @@ def backwards(model, x, sigmas, extra_args=None, callback=None, disable=None):
 backwards.__module__, backwards.__name__ = sample_euler.__module__, "sample_heun"
 
 
-@pytest.fixture(autouse=True)
-def waits():
-    OnDevice.waits.clear()
-    return OnDevice.waits
-
-
-pytestmark = pytest.mark.usefixtures("small")
+pytestmark = pytest.mark.usefixtures("small", "waits")
 
 
 @pytest.fixture

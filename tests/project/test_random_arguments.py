@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -28,7 +27,7 @@ from tests.comfy_doubles import Guider, ModelPatcher, Server, least_checkpoint, 
 from tests.models import call_unet, inputs, sd15
 from tests.thoroughness import PROFILE
 from tests.traces import traces
-from tests.webui_doubles import FLAVOURS, Processing, Webui, merges
+from tests.webui_doubles import FLAVOURS, Webui, merges
 from tome_core import MergeConfig, MergeRule, describe_settings, form
 
 HUGE = 2**1000
@@ -193,13 +192,6 @@ def sampled(patcher: ModelPatcher) -> torch.Tensor:
     return Guider(patcher).sample(steps=1, size=(8, 8))
 
 
-@pytest.fixture
-def server(monkeypatch) -> Server:
-    one = Server()
-    monkeypatch.setitem(sys.modules, "server", one.module())
-    return one
-
-
 dials = {"strength": st.floats(0, 1), **{name: possible_in(name) for name in TIMES}}
 
 
@@ -289,9 +281,7 @@ def api_args(draw, arguments):
 @pytest.mark.slow
 @pytest.mark.parametrize("flavour", FLAVOURS[:1] if PROFILE.max_examples < 1000 else FLAVOURS[1:2])
 def test_any_arguments_of_the_api_give_a_picture_or_a_message(flavour, monkeypatch, capsys):
-    monkeypatch.setattr(webui_doubles, "SIGMAS", webui_doubles.SIGMAS[:1])
-    monkeypatch.setattr(webui_doubles, "TIMESTEPS", webui_doubles.TIMESTEPS[:1])
-    monkeypatch.setattr(Processing, "size", 8)
+    webui_doubles.be_short(monkeypatch, slice(1))
     webui = Webui(monkeypatch, flavour).start()
     before, seen = traces(webui.unet), Seen()
     options, wish = webui.part("options"), webui.part("wish")

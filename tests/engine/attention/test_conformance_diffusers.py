@@ -21,14 +21,12 @@ from tests.conformance_diffusers import (
     made,
     model_with,
     own,
-    plain_xformers,  # noqa: F401
     tokens,
 )
 from tests.diffusers_processors import KNOWN, of_diffusers
 from tests.models import fixed
-from tome_core.attention import known_of
-from tome_core.attention.core import attend_merged
 
+pytestmark = pytest.mark.usefixtures("plain_xformers")
 known_ones = pytest.mark.parametrize("name", KNOWN)
 
 # --- by itself -------------------------------------------------------------------------------------------------------
@@ -82,20 +80,8 @@ def test_projections_that_were_fused_once_do_not_count_under_another_processor()
 
 @known_ones
 def test_what_was_put_on_projections_counts(name):
-    """LoRA replaces a projection, offloading wraps its forward, others hook it."""
-    module, plain, asked = attention(made(name)), attention(made(name)), set()
-    roles = {"to_qkv", "to_out.0"} if name.startswith("Fused") else {"to_q", "to_k", "to_v", "to_out.0"}
-    for role in roles:
-        module.get_submodule(role).register_forward_hook(
-            lambda layer, args, out, role=role: (asked.add(role), out * 1.25)[1]
-        )  # fmt: skip
-        for parameter in plain.get_submodule(role).parameters():
-            parameter.data.mul_(1.25)
-    x, keys, plan = tokens(2, 11), tokens(2, 7, seed=1), laws.ragged(2, 60, 7)
-    with torch.no_grad():
-        out = attend_merged(known_of(module), module, x, keys, keys, plan, {}).out
-    assert asked == roles
-    laws.assert_sized(own, plain, x, keys, plan.sizes, out)
+    roles = ["to_qkv", "to_out.0"] if name.startswith("Fused") else ["to_q", "to_k", "to_v", "to_out.0"]
+    laws.held_with_hooks(own, lambda: attention(made(name)), roles, tokens(2, 11), tokens(2, 7, seed=1))
 
 
 @pytest.mark.parametrize("name", [name for name in KNOWN if "Sliced" in name])

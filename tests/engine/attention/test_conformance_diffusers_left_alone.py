@@ -16,12 +16,12 @@ from tests.conformance_diffusers import (
     call,
     model_with,
     plain_calls,
-    plain_xformers,  # noqa: F401
     tokens,
 )
 from tests.diffusers_processors import KNOWN, LEFT_ALONE, OF_IMAGE_PROMPTS, TOGETHER
 from tome_core import MergeConfig
 
+pytestmark = pytest.mark.usefixtures("plain_xformers")
 CALLABLE = [*KNOWN, *TOGETHER, *LEFT_ALONE]
 OFF = {
     "ratio_0": MergeConfig(side="kv", ratio=0.0),

@@ -26,13 +26,13 @@ from tests.conformance_diffusers import (
     made,
     model_with,
     own,
-    plain_xformers,  # noqa: F401
     put,
 )
 from tests.diffusers_processors import KNOWN, TOGETHER, of_diffusers
 from tests.models import fixed
 from tome_core.attention import known_of, name_of
 
+pytestmark = pytest.mark.usefixtures("plain_xformers")
 UNUSUAL = {"group_norm": fixed(nn.GroupNorm(4, WIDTH)), "residual_connection": True, "rescale_output_factor": 2.0}
 
 

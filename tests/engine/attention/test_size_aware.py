@@ -9,7 +9,7 @@ from diffusers.models.attention_processor import Attention
 import tome_core
 from tests.families import every_family_in_time, largest_difference
 from tests.models import BY_NAME, Case, call_case
-from tests.sized_attention import attended, everywhere, masked_formula, sides, wide_heads  # noqa: F401
+from tests.sized_attention import everywhere, masked_formula, sides
 from tome_core import MergePlan
 from tome_core.attention import known_of
 from tome_core.attention.core import BIAS, UNSIZED, WIDER_HEADS, Attended, attend_merged
@@ -18,7 +18,7 @@ from tome_core.attention.core import BIAS, UNSIZED, WIDER_HEADS, Attended, atten
 @every_family_in_time
 @sides
 @pytest.mark.parametrize("wide", [True, False])
-def test_every_family_gives_the_masked_formula(case: Case, side: str, wide: bool, attended, request):  # noqa: F811
+def test_every_family_gives_the_masked_formula(case: Case, side: str, wide: bool, attended, request):
     """LDM's masks choose keys, and those that are known by their ``forward`` alone are asked for none."""
     way = WIDER_HEADS if wide or case.name.startswith(("ldm", "sgm", "comfy")) else BIAS
     if wide:
@@ -37,7 +37,7 @@ def test_every_family_gives_the_masked_formula(case: Case, side: str, wide: bool
         assert largest_difference(unsized, expected) > 1e-3
 
 
-def test_tomesds_arguments_leave_the_sizes_out(attended):  # noqa: F811
+def test_tomesds_arguments_leave_the_sizes_out(attended):
     """As tomesd does: one call of the attention, whatever it is, on merged tokens, and not a word of sizes."""
     case = BY_NAME["sd15"]
     model = tome_core.apply_patch(case.build())
@@ -46,7 +46,7 @@ def test_tomesds_arguments_leave_the_sizes_out(attended):  # noqa: F811
     assert not attended and level.calls_merged == level.blocks and not level.routes
 
 
-def test_keys_that_shall_not_know_their_sizes_do_not(attended):  # noqa: F811
+def test_keys_that_shall_not_know_their_sizes_do_not(attended):
     case = BY_NAME["sd15"]
     with tome_core.patch(case.build(), everywhere("kv", proportional=False)) as handle:
         call_case(case, handle.unet)

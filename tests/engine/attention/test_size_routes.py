@@ -13,7 +13,7 @@ from torch import nn
 import tome_core
 from tests.families import largest_difference
 from tests.models import BY_NAME, call_case
-from tests.sized_attention import attended, everywhere, masked_formula, sides, wide_heads  # noqa: F401
+from tests.sized_attention import everywhere, masked_formula, sides
 from tome_core import MergeConfig, MergePlan
 from tome_core.attention import ForwardOnStandIn, register, registry
 from tome_core.attention.core import BIAS, WIDER_HEADS
@@ -91,7 +91,7 @@ def block_with(attention: type) -> UNet:
 @sides
 @pytest.mark.parametrize("attention", [CrossAttention, *DESCRIBED])
 def test_an_attention_that_is_described_knows_the_sizes_of_its_keys(
-    attention, side, described, attended, wide_heads  # noqa: F811
+    attention, side, described, attended, wide_heads
 ):
     unet, inputs = block_with(attention), make_inputs(8, 2, "cpu", torch.float32)
     with torch.no_grad(), tome_core.patch(unet, everywhere(side)) as handle:
@@ -110,7 +110,7 @@ NOT_KNOWN = "q, k, v together, without sizes, because {} is not known"
 @sides
 @pytest.mark.parametrize("attention", [_WidthOfInput, _OwnScale, _Normed])
 def test_an_attention_that_nobody_described_gets_merged_tokens_and_is_named(
-    attention, side, attended, wide_heads, monkeypatch  # noqa: F811
+    attention, side, attended, wide_heads, monkeypatch
 ):
     """Nothing could tell that it does with wider heads what it did before, so it is given none."""
     unet, inputs = block_with(attention), make_inputs(8, 2, "cpu", torch.float32)
@@ -169,7 +169,7 @@ def test_patching_draws_from_no_generator_and_leaves_training_on():
     assert handle.report().levels[0].routes == {BIAS: 1}
 
 
-def test_a_model_that_gets_its_weights_after_the_patch_merges_by_them(wide_heads):  # noqa: F811
+def test_a_model_that_gets_its_weights_after_the_patch_merges_by_them(wide_heads):
     unet, inputs = make_block(), make_inputs(8, 1, "cpu", torch.float32)
     with torch.no_grad(), tome_core.patch(unet, MergeConfig()):
         expected = unet(*inputs)
@@ -208,7 +208,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("way", [WIDER_HEADS, BIAS])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=list(CHANGES))
-def test_what_changes_after_us_is_noticed(change, way, attended, request):  # noqa: F811
+def test_what_changes_after_us_is_noticed(change, way, attended, request):
     if way == WIDER_HEADS:
         request.getfixturevalue("wide_heads")
     case = BY_NAME["sd15"]

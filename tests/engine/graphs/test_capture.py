@@ -21,7 +21,6 @@ from tests.families import families_in_time
 from tests.least_unet import FEW, KEPT, TIMES, WAYS, build, call, draw, same
 from tests.models import call_case, on_small
 from tests.recorded_operators import counts, first_block, kinds, recorded
-from tests.samplings import done_for_plans  # noqa: F401
 from tests.thoroughness import some_quick
 from tests.tiny_pipeline import write_folder
 from tome_core import PRESETS, MergeConfig

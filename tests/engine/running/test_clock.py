@@ -15,7 +15,6 @@ from torch._dynamo.testing import CompileCounter
 
 import tome_core
 from tests.models import BY_NAME
-from tests.samplings import pipeline_folder, tiny_pipeline  # noqa: F401
 from tome_core.running.timesteps import Timesteps
 
 STEPS = 8
@@ -147,8 +146,12 @@ def test_a_schedule_that_is_written_into_is_asked_again():
 
 
 def test_several_timesteps_at_once_are_no_time(pipe):
-    with tome_core.patch(pipe, LATE):
-        pipe.scheduler.scale_model_input(torch.zeros(2, 4, 8, 8), torch.tensor([900, 800]))
+    with tome_core.patch(pipe, LATE) as handle:
+        before = handle.run.now
+        pipe.scheduler.scale_model_input(torch.zeros(2, 4, 8, 8), torch.tensor([100, 100]))
+        assert handle.run.now is before
+        pipe.scheduler.scale_model_input(torch.zeros(2, 4, 8, 8), torch.tensor([100]))
+        assert handle.run.now is not before
 
 
 @pytest.mark.parametrize("turn", [1, -1])

@@ -8,7 +8,7 @@ import torch
 
 import tome_core
 from tests.models import on_small
-from tests.samplings import CASE, KEPT, blocks, done_for_plans, pipeline_folder, pipeline_of, tiny_pipeline, tiny_unet  # noqa: F401
+from tests.samplings import CASE, KEPT, blocks, pipeline_of
 from tome_core.model.families import find_blocks
 from tome_core.running import keep, matching
 
@@ -76,9 +76,9 @@ def test_a_number_of_pictures_that_is_none_is_refused(model, wrong):
         handle.set_time(timestep=500, sampling="a", pictures=wrong)
 
 
-def groups_of(kind, folder, prompts, **settings) -> torch.Tensor:
+def groups_of(kind, tiny_folder, prompts, **settings) -> torch.Tensor:
     """Of what the last step of a picture merged at the finest level: the group of each token, a row a sample."""
-    pipe = pipeline_of(folder, kind)
+    pipe = pipeline_of(tiny_folder, kind)
     with tome_core.patch(pipe, KEPT) as handle:
         handle.keep_maps()
         pipe(prompts, num_inference_steps=2, output_type="latent", **settings)
@@ -86,8 +86,8 @@ def groups_of(kind, folder, prompts, **settings) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("guidance", [1.0, 7.5])
-def test_a_pipeline_says_whether_it_guides(folder, guidance):
-    group = groups_of(diffusers.StableDiffusionPipeline, folder, ["a", "b"], guidance_scale=guidance,
+def test_a_pipeline_says_whether_it_guides(tiny_folder, guidance):
+    group = groups_of(diffusers.StableDiffusionPipeline, tiny_folder, ["a", "b"], guidance_scale=guidance,
                       generator=[seeded(1), seeded(2)])  # fmt: skip
     assert group.shape[0] == (4 if guidance > 1 else 2)
     halves = group.chunk(2)
@@ -95,9 +95,9 @@ def test_a_pipeline_says_whether_it_guides(folder, guidance):
 
 
 @pytest.mark.parametrize("guidance", [1.0, 7.5])
-def test_a_perturbed_copy_is_merged_by_the_match_of_the_others(folder, guidance):
+def test_a_perturbed_copy_is_merged_by_the_match_of_the_others(tiny_folder, guidance):
     """Perturbed attention guidance takes a difference with it, too."""
-    group = groups_of(diffusers.StableDiffusionPAGPipeline, folder, "a", guidance_scale=guidance, pag_scale=3.0,
+    group = groups_of(diffusers.StableDiffusionPAGPipeline, tiny_folder, "a", guidance_scale=guidance, pag_scale=3.0,
                       generator=seeded(1))  # fmt: skip
     assert (group == group[:1]).all()
 

@@ -13,8 +13,7 @@ import torch
 import tome_core
 from benchmarks.speed_memory import OperatorCount
 from tests.models import call_case
-from tests.samplings import CASE, KEPT, blocks, done_for_plans, pipeline_folder, tiny_pipeline, tiny_unet  # noqa: F401
-from tests.sized_attention import wide_heads  # noqa: F401
+from tests.samplings import CASE, KEPT, blocks
 from tests.wraps import wraps_of
 from tome_core import MergeConfig
 from tome_core.bench.sd_block import make_block, make_inputs

@@ -8,7 +8,7 @@ import torch
 import tome_core
 from tests.families import every_family_in_time, largest_difference
 from tests.models import BY_NAME, call_case, merge_with_self
-from tests.sized_attention import attended, masked_formula  # noqa: F401
+from tests.sized_attention import masked_formula
 from tome_core import MergeConfig
 from tome_core.attention.core import UNSIZED
 from tome_core.merging.methods import METHODS
@@ -16,7 +16,7 @@ from tome_core.model.switch import switch_of
 
 
 @every_family_in_time
-def test_a_sixty_fourth_of_the_keys_and_a_few_queries(case, attended):  # noqa: F811
+def test_a_sixty_fourth_of_the_keys_and_a_few_queries(case, attended):
     model = case.build()
     vanilla = call_case(case, model)
     settings = {"side": "kv", "ratio": 0.984375, "sx": 8, "sy": 8, "refine": 2, "query_ratio": 0.25}
@@ -56,7 +56,7 @@ def matches(monkeypatch) -> list:
 
 
 @pytest.mark.parametrize("name", ["ldm_sd1", "sd15", "sdxl", "sgm_double"])
-def test_a_block_matches_once_a_call_and_forgets(name, matches, attended):  # noqa: F811
+def test_a_block_matches_once_a_call_and_forgets(name, matches, attended):
     case = BY_NAME[name]
     model, alone = case.build(), case.build()
     config = MergeConfig(max_downsample=8, merge_crossattn=True, merge_mlp=True)

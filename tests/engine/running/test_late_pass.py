@@ -135,11 +135,6 @@ def share_late(report):
     return counts["late"] / sum(counts.values())
 
 
-@pytest.fixture(scope="module")
-def words(tmp_path_factory):
-    return tmp_path_factory.mktemp("words")
-
-
 def drawn(pipe, **more):
     """The share of late calls in an image to image pass of 10 steps, of which half are left."""
     pipe.set_progress_bar_config(disable=True)

@@ -16,7 +16,6 @@ from tests.compiling import SMALL, compiled, many_blocks
 from tests.families import largest_difference
 from tests.least_unet import FEW, KEPT, TIMES, WAYS, build, call, draw, same
 from tests.models import BY_NAME, call_case, on_small
-from tests.samplings import done_for_plans  # noqa: F401
 from tests.thoroughness import some_quick
 from tests.tiny_pipeline import write_folder
 from tome_core import PRESETS, MergeConfig

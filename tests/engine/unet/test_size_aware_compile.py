@@ -10,7 +10,6 @@ from torch._dynamo.testing import CompileCounter
 import tome_core
 from tests.compiling import SMALL, TIMES, compiled, skip_where_unpatched_fails
 from tests.models import BY_NAME, call_case
-from tests.sized_attention import wide_heads  # noqa: F401
 from tome_core import MergeConfig
 from tome_core.attention.core import BIAS, WIDER_HEADS
 from tome_core.model.families import find_unet
