@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -72,7 +73,25 @@ def directml_has(name: str) -> bool:
 HAVE = {"MPS": mps_has, "DirectML": directml_has}
 
 
-class OperatorRecorder(TorchDispatchMode):
+class OperatorCounter(TorchDispatchMode):
+    """Inside it operators are counted, by their names without overloads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_name: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Run the operator and note it."""
+        out = func(*args, **(kwargs or {}))
+        self.note(func, (args, kwargs, out))
+        return out
+
+    def note(self, func, met) -> None:
+        """An operator was run. met: its arguments and what it gave."""
+        self.by_name[func.overloadpacket.__name__] += 1
+
+
+class OperatorRecorder(OperatorCounter):
     """Inside it every operator's name is put into ``names``, and those that meet float64 into ``doubles``."""
 
     def __init__(self) -> None:
@@ -80,14 +99,11 @@ class OperatorRecorder(TorchDispatchMode):
         self.names: set[str] = set()
         self.doubles: set[str] = set()
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Note the operator and run it."""
-        out = func(*args, **(kwargs or {}))
+    def note(self, func, met) -> None:
         name = func._schema.name.removeprefix("aten::")
         self.names.add(f"{name}.{func._overloadname}".removesuffix(".default"))
-        if any(torch.is_tensor(one) and one.dtype == torch.float64 for one in tree_leaves((args, kwargs, out))):
+        if any(torch.is_tensor(one) and one.dtype == torch.float64 for one in tree_leaves(met)):
             self.doubles.add(name)
-        return out
 
 
 def lacking(names: set[str]) -> dict[str, list[str]]:

@@ -40,6 +40,13 @@ def merged_tokens(facts, name="first pass"):
     return sorted({(level, one["tokens"], one["queries"], one["keys"]) for level, one in kinds})
 
 
+def be_short(monkeypatch, steps=slice(None, None, 2)):
+    """These steps alone, of the smallest pictures."""
+    for name in ("SIGMAS", "TIMESTEPS"):
+        monkeypatch.setattr(f"{__name__}.{name}", globals()[name][steps])
+    monkeypatch.setattr(Processing, "size", 8)
+
+
 class Component:
     """Any gradio component, and a context like some of them; remembers what it sets off."""
 

@@ -70,10 +70,14 @@ def test_switching_on_folds_it_out_and_strength_arrives(page):
     assert page.generate()[1] == {}
 
 
-def test_an_experts_values_count_below_their_switch_and_go_along_with_strength(page):
+def open_expert(page):
     page.check("enabled-checkbox")
     page.at("expert").get_by_text("Expert").click()
     page.at("sx").wait_for()
+
+
+def test_an_experts_values_count_below_their_switch_and_go_along_with_strength(page):
+    open_expert(page)
     page.check("own")
     page.number("sx", 2)
     assert page.generate()[1] == {"ToMe": "0.5 v1; sx=2"}
@@ -85,9 +89,7 @@ def test_an_experts_values_count_below_their_switch_and_go_along_with_strength(p
 
 
 def test_what_is_typed_before_own_settings_is_ticked_counts_from_then_on(page):
-    page.check("enabled-checkbox")
-    page.at("expert").get_by_text("Expert").click()
-    page.at("sx").wait_for()
+    open_expert(page)
     page.number("sx", 2)
     assert page.generate()[1] == {"ToMe": "0.5 v1"}
     page.check("own")

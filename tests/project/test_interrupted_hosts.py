@@ -15,7 +15,7 @@ from tests.comfy_doubles import Guider, ModelPatcher, apply, least_checkpoint
 from tests.injected_faults import ERRORS, KINDS, MOST_ERRORS, Fault, places
 from tests.thoroughness import THOROUGH
 from tests.traces import traces
-from tests.webui_doubles import FLAVOURS, Processing, Webui, custom, merges
+from tests.webui_doubles import FLAVOURS, Webui, custom, merges
 from tests.webui_modules import HOOKS, SAMPLING_HOOK
 
 MODEL_KINDS = KINDS[:-2]  # the clock and the loop are a diffusers pipeline's
@@ -44,9 +44,7 @@ class Failing:
 
 @pytest.fixture(params=FLAVOURS)
 def webui(request, monkeypatch):
-    monkeypatch.setattr(webui_doubles, "SIGMAS", webui_doubles.SIGMAS[::2])
-    monkeypatch.setattr(webui_doubles, "TIMESTEPS", webui_doubles.TIMESTEPS[::2])
-    monkeypatch.setattr(Processing, "size", 8)
+    webui_doubles.be_short(monkeypatch)
     made = Webui(monkeypatch, request.param).start()
     made.before = traces(made.unet)
     made.plain = made.job(False, enable_hr=True).latents

@@ -26,7 +26,7 @@ from tests.comfy_doubles import Guider, Server, apply, least_checkpoint
 from tests.random_settings import DESCRIBED, PROMPT, any_config, any_value, node_values
 from tests.thoroughness import GENERATIONS
 from tests.traces import traces
-from tests.webui_doubles import Processing, Webui
+from tests.webui_doubles import Webui
 from tome_core import MergeConfig, form
 
 pytestmark = pytest.mark.slow
@@ -204,9 +204,7 @@ def test_a_comfyui_model_is_as_it_was_after_all_generations(capsys, monkeypatch)
 
 
 def test_a_webui_model_is_as_it_was_after_all_generations(capsys, monkeypatch):
-    monkeypatch.setattr(webui_doubles, "SIGMAS", webui_doubles.SIGMAS[::2])
-    monkeypatch.setattr(webui_doubles, "TIMESTEPS", webui_doubles.TIMESTEPS[::2])
-    monkeypatch.setattr(Processing, "size", 8)
+    webui_doubles.be_short(monkeypatch)
     webui = Webui(monkeypatch).start()
     options, wish = webui.part("options"), webui.part("wish")
     webui.shared.opts.data[options.REPORT] = options.PAGE

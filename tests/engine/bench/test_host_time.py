@@ -9,9 +9,9 @@ from collections import Counter
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.most_calls import MOST_CALLS, MOST_CALLS_LEFT_ALONE, MOST_CALLS_SWITCHED_OFF, MOST_CHANGES
+from tests.operators import OperatorCounter
 from tome_core import patch
 from tome_core.bench import calls, host_time, layouts
 from tome_core.bench.sd_block import as_ldm_model
@@ -30,21 +30,11 @@ def _no_grad():
         yield
 
 
-class _Counter(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def _operators(case):
     run = host_time.make_run(case)
-    with _Counter() as counter:
+    with OperatorCounter() as counter:
         run()
-    return counter.names
+    return counter.by_name
 
 
 @pytest.mark.slow

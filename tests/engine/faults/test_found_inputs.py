@@ -53,6 +53,7 @@ def test_what_is_no_number_is_no_time(handle, name, value):
 ], ids=str)  # fmt: skip
 def test_times_up_to_their_ends_are_taken(handle, times):
     handle.set_time(**times)
+    assert handle.run.time_is_given == bool(times)
 
 
 # --- what is pasted and what comes through the API --------------------------------------------------------------------

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import tome_core
 from tests import kernel_twins as twins
+from tests.operators import OperatorCounter
 from tome_core.bench.sd_block import SpatialTransformer, UNet
 from tome_core.merging import kernels
 
@@ -31,19 +31,15 @@ LAUNCHES = {"sort": 4, "masked_fill": 2, "scatter": 2, "constant_pad_nd": 2}
 NUMBERS = {"best_keys": (5,), "segments": (1, 2), "placed": (5, 6)}
 
 
-class Launches(TorchDispatchMode):
+class Launches(OperatorCounter):
     """Inside it launches are counted, by operator or kernel."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.by_name: Counter[str] = Counter()
-        self.inside = False
+    inside = False
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def note(self, func, met) -> None:
         name = func.overloadpacket.__name__
         if not self.inside and name not in NO_LAUNCH:
             self.by_name[name] += LAUNCHES.get(name, 1)
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture
