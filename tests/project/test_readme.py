@@ -87,6 +87,8 @@ WAYS = {
     "python -m demo.train --minutes 600": Way(SHORT_TRAINING),
     "python -m demo.train --minutes 30 --device cuda --batch 64": Way(SHORT_TRAINING, needs=GPU),
     "python -m demo.train --minutes 60 --start demo/scenes128.safetensors --seed 3": Way(SHORT_TRAINING),
+    "python -m demo.train --minutes 60 --coarse 0 --crops 0 --keep-heads --start demo/scenes-next-a.safetensors "
+    "--seed 51": Way(SHORT_TRAINING),
     "python -m pytest tests/engine/bench/test_cuda.py": Way(),
     "python -m pytest tests/engine/merging/test_plan.py": Way("--collect-only --quiet"),
     "python -m pytest tests/hosts/comfyui": Way(),
