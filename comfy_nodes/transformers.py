@@ -31,7 +31,8 @@ def is_compiled(model: Any, options: dict) -> bool:
     """
     if host.COMPILE_KEY in options.get("wrappers", {}).get(host.APPLY_MODEL, ()):
         return True
-    return tome_core.model.families.is_compiled(model) or any("_orig_mod" in one._modules for one in model.modules())
+    # in one walk, because every call asks
+    return any("_orig_mod" in one._modules or one._compiled_call_impl is not None for one in model.modules())
 
 
 class Slot:

@@ -72,9 +72,8 @@ def learning_rate(highest: float, step: int, progress: float, coarse: float) -> 
 def train_step(state: TrainingState, batch: Batch, seed: int, composition: bool = False) -> float:
     """One step on a batch; gives its loss. Noise and times depend on `seed` and the step alone.
 
-    Raises FloatingPointError, and leaves the weights, where gradients are no numbers.
-
-    composition: learn above all where things stand, see `teaches_composition`.
+    composition: learn above all where things stand, see `teaches_composition`. Raises FloatingPointError, and leaves
+    the weights, where gradients are no numbers.
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + state.step)
     draw, loss_of = ((losses.noisy_times, losses.composition_loss) if composition
