@@ -21,7 +21,7 @@ KEY_SETTINGS = ((0.5, 2), (0.75, 2), (0.9, 4), (0.9375, 4), (0.984, 8))
 # of the line that strength is chosen from
 FRONT = (
     (0.25, 4), (0.5, 4), (0.625, 4), (0.75, 4), (0.8125, 4), (0.875, 4), (0.9375, 4),
-    (0.96875, 8), (0.984375, 8),
+    (0.9375, 8), (0.96875, 8), (0.984375, 8),
 )  # fmt: skip
 APART = ((0.75, 4), (0.9375, 4), (0.984375, 8))  # of these: where sizes and correction are told apart
 BETWEEN = (0.1, 0.375, 0.625, 0.875)  # strengths without a name

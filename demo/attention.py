@@ -98,7 +98,7 @@ def trained(model: SceneModel, keys: slice | None = None) -> Iterator[list[torch
     breadths: list[torch.Tensor] = []
 
     def forward(attention: Attention, x: torch.Tensor) -> torch.Tensor:
-        heads = _entropies(attention, x, 64)[:, attention.heads // 2:]
+        heads = _entropies(attention, x, 64, first=attention.heads // 2)
         breadths.append(heads.mean(-1) - math.log(x.shape[1]))
         return type(attention).forward(attention, x, None if keys is None else x[:, keys])
 
@@ -117,9 +117,9 @@ def broadness(breadths: list[torch.Tensor], times: torch.Tensor) -> torch.Tensor
     return (excess.square() * clear.to(excess.device)).mean()
 
 
-def _entropies(attention: Attention, x: torch.Tensor, every: int) -> torch.Tensor:
-    """[n, heads, queries]: of the attention over all keys, in nats, of one query in `every`."""
-    q, k = (project(inputs).float().unflatten(-1, (attention.heads, -1)).transpose(1, 2)
+def _entropies(attention: Attention, x: torch.Tensor, every: int, first: int = 0) -> torch.Tensor:
+    """[n, heads, queries]: of the attention over all keys, in nats, of one query in `every`; from head `first` on."""
+    q, k = (project(inputs).float().unflatten(-1, (attention.heads, -1)).transpose(1, 2)[:, first:]
             for project, inputs in ((attention.to_q, x[:, ::every]), (attention.to_k, x)))
     logits = q @ k.transpose(-1, -2) * attention.scale
     # of logits: entr has no slope at a probability of 0
