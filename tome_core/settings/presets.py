@@ -31,7 +31,9 @@ VERSION = max(table.VERSION for table in _TABLES.values())
 PARTS = 64  # of the tokens: shares of keys are whole numbers of them, which are numbers that kernels like
 EARLY_SHARE = 1 / PARTS  # of the keys, which early steps keep on every curve
 MOST_MERGED = 3 / 4  # share of the keys above which a step is not merged: it would take longer than it saves
-_FINE_CELLS = 4 / PARTS  # share of the keys from which on cells of 4x4 serve, which leave at least one key each
+# share of the keys from which on cells of 4x4 serve, which take no k-means step; below it those of 8x8 with three err
+# by two fifths less (benchmarks/results/front-cpu-2026-11-25.md)
+_FINE_CELLS = 5 / PARTS
 
 
 def strength(value: float, version: int | None = None, layout: str = SD) -> MergeConfig:
