@@ -25,15 +25,15 @@ from tome_core.settings.presets import MARKS
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-QUALITY, SPEED, BENCH = "quality-cpu-2026-11-22", "speed-cpu-2026-11-22", "bench-cpu-2026-11-21"
-CHOSEN_FROM, CORRECTION = "front-cpu-2026-11-22", "correction-cpu-2026-11-23"
+QUALITY, SPEED, BENCH = "quality-cpu-2026-11-25", "speed-cpu-2026-11-22", "bench-cpu-2026-11-21"
+CHOSEN_FROM, CORRECTION = "front-cpu-2026-11-25", "correction-cpu-2026-11-25"
 TRANSFORMER, SDXL = "transformer-cpu-2026-11-24", "sdxl-cpu-2026-11-24"
 AT_EQUAL_TIME = {
     "10 steps": QUALITY,
-    "10 steps, late half": "late-half-cpu-2026-11-22",
-    "8 steps": "steps-8-cpu-2026-11-22",
-    "4 steps": "steps-4-cpu-2026-11-22",
-    "10 steps, guidance 7.5": "guidance-cpu-2026-11-22",
+    "10 steps, late half": "late-half-cpu-2026-11-25",
+    "8 steps": "steps-8-cpu-2026-11-25",
+    "4 steps": "steps-4-cpu-2026-11-25",
+    "10 steps, guidance 7.5": "guidance-cpu-2026-11-25",
 }
 MOMENTS = (50, 400, 800)  # of `TIMES`: hardly noisy, half, nearly noise
 TOKENS = 4096  # of the finest level of the scene models

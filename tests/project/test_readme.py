@@ -86,9 +86,8 @@ WAYS = {
     "python -m demo.samples": Way("--steps 1"),
     "python -m demo.train --minutes 600": Way(SHORT_TRAINING),
     "python -m demo.train --minutes 30 --device cuda --batch 64": Way(SHORT_TRAINING, needs=GPU),
-    "python -m demo.train --minutes 60 --start demo/scenes128.safetensors --seed 3": Way(SHORT_TRAINING),
-    "python -m demo.train --minutes 60 --coarse 0 --crops 0 --keep-heads --start demo/scenes-next-a.safetensors "
-    "--seed 51": Way(SHORT_TRAINING),
+    "python -m demo.train --minutes 60 --coarse 0 --crops 0 --keep-heads --start demo/scenes128.safetensors --seed 3":
+        Way(SHORT_TRAINING),
     "python -m pytest tests/engine/bench/test_cuda.py": Way(),
     "python -m pytest tests/engine/merging/test_plan.py": Way("--collect-only --quiet"),
     "python -m pytest tests/hosts/comfyui": Way(),
@@ -96,6 +95,7 @@ WAYS = {
     "python -m tome_core.settings.table --write docs/settings.md": Way(),
     "python -m benchmarks.doc_tables --write": Way(),
     "python -m comfy_nodes.nodedefs": Way(),
+    "python -m benchmarks.strength benchmarks/results/front-cpu-2026-11-25.json --compare": Way(),
     "python -m benchmarks.strength --compare benchmarks/results/sdxl-front-cpu-2026-11-24.json": Way(),
     "python -m benchmarks.strength --compare benchmarks/results/transformer-front-cpu-2026-11-24.json": Way(),
     "python -m tests.release --write": Way(),
