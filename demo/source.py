@@ -29,7 +29,7 @@ OnPicture = Callable[[np.ndarray], None]  # gets the unfinished picture after a 
 class Embedded:
     """A small model of this folder's kind, which knows a few words."""
 
-    prompt_row, prompts = 0, (*prompt.PROMPTS[1:], prompt.PROMPTS[0])  # what is recognised at once comes first
+    prompt_row, prompts = 0, prompt.PROMPTS
 
     def __init__(self, device: torch.device, path: Path = model.WEIGHTS):
         self.name, self.device = "embedded model" if path == model.WEIGHTS else path.name, device

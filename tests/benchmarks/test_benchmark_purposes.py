@@ -17,7 +17,7 @@ from demo import prompt
 from demo.training_loss import HELD_OUT_SEED, Scenes
 
 ROOT = Path(__file__).parents[2]
-FRONT = ROOT / "benchmarks/results/front-cpu-2026-11-22.json"
+FRONT = ROOT / "benchmarks/results/front-cpu-2026-11-25.json"
 MANY = range(1000)
 
 
