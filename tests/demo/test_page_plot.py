@@ -24,8 +24,10 @@ def test_the_curve_is_the_benchmarks():
         if facts["method"] in ("preset", "strength"):
             point, figures = curve.pop(MARKS.get(facts["setting"]) or float(facts["setting"])), section.pictures[name]
             assert 1 - point.saved == pytest.approx(figures.time)
-            # a mean over pictures of decibels is above the decibels of a mean
-            assert figures.psnr.value - 2 < 20 * np.log10(255 / point.error) <= figures.psnr.value
+            # a mean over pictures of decibels is above the decibels of a mean, and the worst picture's are below
+            worst = max(max(row["squared_error"]) for row in newest["rows"] if row["measure"] == "pictures"
+                        and (row["checkpoint"], row["variant"]) == (section.checkpoint, name))  # fmt: skip
+            assert 10 * np.log10(255**2 / worst) < 20 * np.log10(255 / point.error) <= figures.psnr.value
     assert set(curve) == {0.0}
 
 
