@@ -61,13 +61,13 @@ def test_a_layout_bears_its_own_curve_better_than_that_of_others(capsys):
         assert costs[5][0] < 0.7 * costs[5][1], "at the mark quality"
 
 
-def test_models_that_it_was_not_chosen_on_bear_the_curve(capsys):
-    """From .65 up they would choose the same; below no knot errs by more than a fifth more than their own."""
+def test_models_that_it_was_not_chosen_on_bear_the_curve():
+    """From .65 up they would choose the same; below no knot errs by a quarter more than their own."""
     loss, own = strength.front([results.load(TODAYS)]), strength.CURVES[SD][max(strength.CURVES[SD])]
     knots = strength.curve(loss, strength.below([results.load(TODAYS)]))
     assert [(knot.share, knot.until) for knot in knots[13:]] == list(own[13:])
     costs = [(knot.dev, strength.deviation(*other, loss)) for knot, other in zip(knots, own, strict=True)]
-    assert all(theirs <= 1.22 * best for best, theirs in costs[1:])
+    assert all(theirs < 1.25 * best for best, theirs in costs[1:])
 
 
 def test_another_curve_is_a_new_version_beside_those_before_it(knots):
