@@ -26,7 +26,7 @@ from tome_core.settings.presets import MARKS
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 QUALITY, SPEED, BENCH = "quality-cpu-2026-11-25", "speed-cpu-2026-11-22", "bench-cpu-2026-11-21"
-CHOSEN_FROM, CORRECTION = "front-cpu-2026-11-25", "correction-cpu-2026-11-25"
+TO_CHOOSE_BY, CORRECTION = "front-cpu-2026-11-25", "correction-cpu-2026-11-25"
 TRANSFORMER, SDXL = "transformer-cpu-2026-11-24", "sdxl-cpu-2026-11-24"
 AT_EQUAL_TIME = {
     "10 steps": QUALITY,
@@ -88,7 +88,7 @@ _ABSENT = "n/a"
 def record(name: str) -> Record:
     """A committed result. Raises ResultError for one whose pictures were there to choose by."""
     found = results.load(results.FOLDER / f"{name}.json")
-    if name != CHOSEN_FROM and found["kind"] == "quality":
+    if name != TO_CHOOSE_BY and found["kind"] == "quality":
         purposes.check(found, purposes.SHOW, name)
     return found
 
@@ -129,8 +129,8 @@ def _beside(model: Section) -> dict[str, str]:
 
 
 def front() -> str:
-    """Error by keys that are left, from the rows that strength is chosen from."""
-    models = sections(record(CHOSEN_FROM))
+    """Error by keys that are left, from rows to choose strength by."""
+    models = sections(record(TO_CHOOSE_BY))
     rows = []
     for ratio, cell in FRONT:
         found = [model.noised[_merged_keys(ratio, cell)] for model in models]

@@ -25,7 +25,7 @@ FOLDER = Path(__file__).resolve().parent.parent / "demo-output"
 SAVE_EVERY, SPEAK_EVERY = 60.0, 10.0  # seconds
 AVERAGE = 0.995
 STAY_SHARP = 1.0  # of the loss: a sharp head's excess of one nat, squared
-DETAILS_EVERY = 6  # steps on full pictures: parts have taught most of that by then; 2 at the end of a training
+DETAILS_EVERY = 6  # steps on full pictures: parts have taught most of that by then
 FEWER = 8  # in noise level 0 looks at every 8th key of a full picture: its attention is two thirds of a step's time
 
 

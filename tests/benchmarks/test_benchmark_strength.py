@@ -19,14 +19,17 @@ SOURCES = {
     SD: [FRONT], SDXL: [FRONT.with_name("sdxl-front-cpu-2026-11-24.json")],
     TRANSFORMER: [FRONT.with_name(f"transformer-front-cpu-2026-11-{day}.json") for day in (23, 24)],
 }  # fmt: skip
-
-
 TODAYS = FRONT.with_name("front-cpu-2026-11-25.json")  # of the models that came after the curve was chosen
 
 
 @pytest.fixture(scope="module")
 def record():
     return results.load(FRONT)
+
+
+@pytest.fixture(scope="module")
+def todays():
+    return results.load(TODAYS)
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +64,10 @@ def test_a_layout_bears_its_own_curve_better_than_that_of_others(capsys):
         assert costs[5][0] < 0.7 * costs[5][1], "at the mark quality"
 
 
-def test_models_that_it_was_not_chosen_on_bear_the_curve():
+def test_models_that_it_was_not_chosen_on_bear_the_curve(todays):
     """From .65 up they would choose the same; below no knot errs by a quarter more than their own."""
-    loss, own = strength.front([results.load(TODAYS)]), strength.CURVES[SD][max(strength.CURVES[SD])]
-    knots = strength.curve(loss, strength.below([results.load(TODAYS)]))
+    loss, own = strength.front([todays]), strength.CURVES[SD][max(strength.CURVES[SD])]
+    knots = strength.curve(loss, strength.below([todays]))
     assert [(knot.share, knot.until) for knot in knots[13:]] == list(own[13:])
     costs = [(knot.dev, strength.deviation(*other, loss)) for knot, other in zip(knots, own, strict=True)]
     assert all(theirs < 1.25 * best for best, theirs in costs[1:])
@@ -87,11 +90,10 @@ def test_another_curve_is_a_new_version_beside_those_before_it(knots):
     assert third["VERSION"] == 3 and third["EARLIER"] == {2: new["CURVE"], **first}
 
 
-def test_as_many_keys_lie_in_the_cells_that_err_less():
+def test_as_many_keys_lie_in_the_cells_that_err_less(todays):
     """Else the curve, which is chosen from the better ones, would promise what no picture has."""
-    record = results.load(TODAYS)
     several = {ratio: [cell for other, cell in FRONT_SETTINGS if other == ratio] for ratio, _ in FRONT_SETTINGS}
-    chosen = {ratio: min(cells, key=lambda cell: fmean(strength._measured([record], "merged-keys", ratio, cell)))
+    chosen = {ratio: min(cells, key=lambda cell: fmean(strength._measured([todays], "merged-keys", ratio, cell)))
               for ratio, cells in several.items()}  # fmt: skip
     assert sorted(map(len, several.values()))[-1] == 2
     late = [presets.strength(number / strength.KNOTS) for number in range(1, strength.KNOTS + 1)]

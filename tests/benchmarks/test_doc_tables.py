@@ -50,9 +50,9 @@ def test_a_figure_is_the_records():
 
 
 def test_what_the_pages_link_of_quality_is_of_pictures_to_show():
-    """But for what strength is chosen from, which says so on its page."""
+    """But for what strength may be chosen by, which says so on its page."""
     linked = {name for text in PAGES.values() for name in re.findall(r"benchmarks/results/([\w.-]+)\.(?:md|png)", text)}
-    chosen = {doc_tables.CHOSEN_FROM}
+    chosen = {doc_tables.TO_CHOOSE_BY}
     records = {name: results.load(results.FOLDER / f"{name}.json") for name in linked - chosen}
     shown = {name: record for name, record in records.items() if record["kind"] == "quality"}
     assert shown
