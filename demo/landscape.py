@@ -73,9 +73,9 @@ def _cloud(canvas: Canvas, setting: Setting) -> None:
 
 def _body(canvas: Canvas, setting: Setting) -> None:
     u = canvas.uniform
-    setting.body_x = torch.where(canvas.has("body", LEFT), u(0.18, 0.28), u(0.72, 0.82))
+    setting.body_x = torch.where(canvas.has("body", LEFT), u(0.21, 0.25), u(0.75, 0.79))
     setting.body_colour = canvas.row(BODY, "sky")
-    body_y, radius = u(0.14, 0.24), u(0.065, 0.085)
+    body_y, radius = u(0.17, 0.21), u(0.07, 0.085)
     distance = torch.sqrt((canvas.x - setting.body_x) ** 2 + (canvas.y - body_y) ** 2)
     present = _body_present(canvas)
     canvas.over(present * 0.55 * torch.exp(-torch.clip(distance - radius, min=0) / 0.09), setting.body_colour)

@@ -12,7 +12,7 @@ from demo.landscape import LEFT, RIGHT, Setting
 
 # One row for each colour: red, yellow, blue, white, green.
 COLOUR = tensor([[0.88, 0.15, 0.12], [0.96, 0.82, 0.15], [0.15, 0.30, 0.90], [0.95, 0.95, 0.95], [0.15, 0.65, 0.25]])
-BARK = tensor([0.35, 0.22, 0.12])
+BARK = tensor([0.42, 0.25, 0.12])
 EMPTY, BALL, BOX, CONE, TREE = range(5)
 
 
@@ -46,8 +46,8 @@ def paint(canvas: Canvas, setting: Setting) -> None:
 def _place(canvas: Canvas) -> Place:
     """Beside the middle, away from sun or moon: a prompt says nearly where. A twin has room on the other side."""
     left, right = canvas.has("body", LEFT).float(), canvas.has("body", RIGHT).float()
-    x = 0.5 + 0.13 * (left - right) + canvas.uniform(-0.04, 0.04)
-    return Place(x, canvas.uniform(0.79, 0.84), canvas.uniform(0.13, 0.155), left - right + 0.4 * (1 - left - right))
+    x = 0.5 + 0.13 * (left - right) + canvas.uniform(-0.02, 0.02)
+    return Place(x, canvas.uniform(0.81, 0.84), canvas.uniform(0.15, 0.165), left - right + 0.4 * (1 - left - right))
 
 
 def _shadow(canvas: Canvas, place: Place, present: torch.Tensor, setting: Setting) -> None:
@@ -66,30 +66,32 @@ def _lit_colour(canvas: Canvas, setting: Setting, place: Place, dx: torch.Tensor
     row = torch.clip((dy / place.scale + 2.4) / 2.4 * 6, 0, 5.99).long()
     pattern = tiles[torch.arange(canvas.n, device=canvas.device)[:, None, None], row, column]
     paint = canvas.row(COLOUR, "colour") * (setting.light * 0.75 + 0.25)
-    return paint * shade[..., None] * (0.7 + 0.4 * pattern[..., None])
+    return paint * shade[..., None] * (0.8 + 0.25 * pattern[..., None])
 
 
 def _shapes(canvas: Canvas, place: Place, dx: torch.Tensor, dy: torch.Tensor) -> dict[str, torch.Tensor]:
     """Opacity of every shape, [n, size, size] each; the caller picks one a picture."""
     s, edge = place.scale, canvas.edge
-    wavy = s * (0.85 + 0.10 * torch.sin(9 * torch.arctan2(dy + 1.7 * s, dx) + canvas.uniform(0, 6)))
-    cone = torch.minimum(smooth((2.1 * s + dy) * 0.48 - torch.abs(dx), edge), smooth(-dy + 0.01, edge))
+    wavy = s * (0.88 + 0.08 * torch.sin(7 * torch.arctan2(dy + 1.85 * s, dx) + canvas.uniform(0, 6)))
+    cone = torch.minimum(smooth((2.4 * s + dy) * 0.42 - torch.abs(dx), edge), smooth(-dy + 0.01, edge))
     return {
         "ball": smooth(s - torch.sqrt(dx**2 + (dy + s * 0.95) ** 2), edge),
         "box": torch.minimum(smooth(s * 0.85 - torch.abs(dx), edge), smooth(s * 0.85 - torch.abs(dy + s * 0.8), edge)),
-        "cone": cone * (dy > -2.2 * s),
-        "crown": smooth(wavy - torch.sqrt(dx**2 + (dy + 1.7 * s) ** 2), edge),
-        "trunk": torch.minimum(smooth(s * 0.14 - torch.abs(dx), edge), smooth(s * 0.6 - torch.abs(dy + s * 0.5), edge)),
+        "cone": cone * (dy > -2.5 * s),
+        "crown": smooth(wavy - torch.sqrt(dx**2 + (dy + 1.85 * s) ** 2), edge),
+        "trunk": torch.minimum(smooth(s * 0.25 - torch.abs(dx), edge), smooth(s * 0.6 - torch.abs(dy + s * 0.5), edge)),
     }
 
 
 def _finish(canvas: Canvas, place: Place, dx: torch.Tensor, dy: torch.Tensor, mask: torch.Tensor) -> None:
-    """A ball's highlight and a box's dark side."""
+    """A ball's highlight, a box's light top and dark side."""
     s = place.scale
     distance = (dx + place.side * s * 0.35) ** 2 + (dy + s * 1.3) ** 2
     canvas.over(mask * torch.exp(-distance / (s * 0.22) ** 2) * 0.7 * canvas.has("shape", BALL), 1.0)
+    top = canvas.has("shape", BOX) * mask * smooth(-dy - s * 1.3, canvas.edge)
+    canvas.over(top * 0.45, 1.0)
     dark = canvas.has("shape", BOX) * mask * smooth(place.side * dx - s * 0.35, canvas.edge)
-    canvas.over(dark * 0.35, 0.0)
+    canvas.over(dark * 0.4, 0.0)
 
 
 def _twin(canvas: Canvas, place: Place, mask: torch.Tensor, present: torch.Tensor) -> None:

@@ -118,16 +118,17 @@ def test_composition_counts_a_mean_bands_error_five_times_as_much_as_a_details()
     torch.testing.assert_close(found, wanted)
 
 
-@pytest.mark.parametrize("scenes, taught", [
-    (Scenes(0, 2, 16), [True] * 6),
-    (Scenes(0, 2, 32, crop=16), [False] * 6),
-    (Scenes(0, 2, 32), [False] + [True] * 5),
+@pytest.mark.parametrize("scenes, progress, taught", [
+    (Scenes(0, 2, 16), 0.1, [True] * 6),
+    (Scenes(0, 2, 32, crop=16), 0.4, [False] * 6),
+    (Scenes(0, 2, 32), 0.79, [False] + [True] * 5),
+    (Scenes(0, 2, 32), 0.8, [False, True] * 3),
 ])
-def test_half_size_pictures_teach_composition_parts_details_and_whole_ones_both(scenes, taught):
+def test_half_size_pictures_teach_composition_parts_details_and_whole_ones_both(scenes, progress, taught):
     state = TrainingState(tiny_scenes.make(), 1e-3)
     found = []
     for state.step in range(6):
-        found.append(train.teaches_composition(state, scenes))
+        found.append(train.teaches_composition(state, scenes, progress))
     assert found == taught
 
 
