@@ -51,7 +51,7 @@ def calls_of(tiny, case: Case, monkeypatch) -> list[tuple[float, tuple[int, ...]
 
 
 def test_the_plain_case_is_the_demos_picture(tiny):
-    (picture,) = draw(tiny, Case("as the demo", 4), asked(1))
+    (picture,) = draw(tiny, Case("as the demo", 4, guidance=sampler.GUIDANCE), asked(1))
     assert np.array_equal(picture, sampler.sample(tiny, WORDS[0], 0, steps=4))
 
 
