@@ -14,12 +14,12 @@ from benchmarks.variant_list import FRONT as FRONT_SETTINGS
 from tome_core.settings import presets
 from tome_core.settings.presets import SD, SDXL, TRANSFORMER
 
-FRONT = Path(__file__).parents[2] / "benchmarks/results/front-cpu-2026-11-25.json"
+FRONT = Path(__file__).parents[2] / "benchmarks/results/front-cpu-2026-11-22.json"
 SOURCES = {
     SD: [FRONT], SDXL: [FRONT.with_name("sdxl-front-cpu-2026-11-24.json")],
     TRANSFORMER: [FRONT.with_name(f"transformer-front-cpu-2026-11-{day}.json") for day in (23, 24)],
 }  # fmt: skip
-OTHERS = FRONT.with_name("front-cpu-2026-11-22.json")  # of models, trained less, that it was not chosen on
+TODAYS = FRONT.with_name("front-cpu-2026-11-25.json")  # of the models that came after the curve was chosen
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +28,8 @@ def record():
 
 
 @pytest.fixture(scope="module")
-def others():
-    return results.load(OTHERS)
+def todays():
+    return results.load(TODAYS)
 
 
 @pytest.fixture(scope="module")
@@ -61,16 +61,16 @@ def test_a_layout_bears_its_own_curve_better_than_that_of_others(capsys):
         assert strength.TABLES[layout].read_bytes() == before
         costs = [(knot.dev, strength.deviation(*other, loss)) for knot, other in zip(knots, theirs, strict=True)]
         assert all(own <= 1.1 * other for own, other in costs[1:])
-        assert any(own < 0.87 * other for own, other in costs[1:5]), "up to .2"
+        assert costs[5][0] < 0.7 * costs[5][1], "at the mark quality"
 
 
-def test_models_that_it_was_not_chosen_on_bear_the_curve(others):
-    """From .65 up they would choose the same; below no knot errs by .04 % of the loss more than their own."""
-    loss, own = strength.front([others]), strength.CURVES[SD][max(strength.CURVES[SD])]
-    knots = strength.curve(loss, strength.below([others]))
+def test_models_that_it_was_not_chosen_on_bear_the_curve(todays):
+    """From .65 up they would choose the same; below no knot errs by a third more than their own."""
+    loss, own = strength.front([todays]), strength.CURVES[SD][max(strength.CURVES[SD])]
+    knots = strength.curve(loss, strength.below([todays]))
     assert [(knot.share, knot.until) for knot in knots[13:]] == list(own[13:])
     costs = [(knot.dev, strength.deviation(*other, loss)) for knot, other in zip(knots, own, strict=True)]
-    assert all(theirs < best + 0.04 for best, theirs in costs[1:])
+    assert all(theirs < 1.33 * best for best, theirs in costs[1:])
 
 
 def test_another_curve_is_a_new_version_beside_those_before_it(knots):
@@ -90,10 +90,10 @@ def test_another_curve_is_a_new_version_beside_those_before_it(knots):
     assert third["VERSION"] == 3 and third["EARLIER"] == {2: new["CURVE"], **first}
 
 
-def test_as_many_keys_lie_in_the_cells_that_err_less(record):
+def test_as_many_keys_lie_in_the_cells_that_err_less(todays):
     """Else the curve, which is chosen from the better ones, would promise what no picture has."""
     several = {ratio: [cell for other, cell in FRONT_SETTINGS if other == ratio] for ratio, _ in FRONT_SETTINGS}
-    chosen = {ratio: min(cells, key=lambda cell: fmean(strength._measured([record], "merged-keys", ratio, cell)))
+    chosen = {ratio: min(cells, key=lambda cell: fmean(strength._measured([todays], "merged-keys", ratio, cell)))
               for ratio, cells in several.items()}  # fmt: skip
     assert sorted(map(len, several.values()))[-1] == 2
     late = [presets.strength(number / strength.KNOTS) for number in range(1, strength.KNOTS + 1)]
@@ -126,7 +126,7 @@ def test_a_knot_leaves_the_time_that_it_promises(knots):
 
 
 def test_no_other_pair_of_as_much_time_does_less_harm(loss, knots):
-    """Bound to ask more of every step than weaker knots do, the curve loses less than a fifth against a free choice."""
+    """Bound to ask more of every step than weaker knots do, the curve loses up to an eighth against a free choice."""
     fewest, least = loss.at(strength.FEWEST), strength.step_time(strength.FEWEST)
     for knot in knots[1:-1]:
         free = []
@@ -136,7 +136,7 @@ def test_no_other_pair_of_as_much_time_does_less_harm(loss, knots):
             if until <= 1000:
                 both = zip(strength._MOMENTS, loss.at(share), fewest, strict=True)
                 free.append(sum(own if moment < until else few for moment, own, few in both) / len(fewest))
-        assert knot.dev <= 1.18 * min(free), knot
+        assert knot.dev <= 1.13 * min(free), knot
 
 
 def test_between_what_was_measured_a_loss_lies_between_it(loss):
