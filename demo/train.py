@@ -94,10 +94,7 @@ def train_step(state: TrainingState, batch: Batch, seed: int, composition: bool 
 
 
 def teaches_composition(state: TrainingState, scenes: Scenes, progress: float) -> bool:
-    """Half-size pictures are for where things stand, parts for details, full ones for both in turns.
-
-    progress: share of the time that has passed.
-    """
+    """Half-size pictures are for where things stand, parts for details, full ones for both in turns, as time passes."""
     details_every = DETAILS_EVERY if progress < FINISH else FINISH_EVERY
     return scenes.size < 2 * state.model.side or (scenes.crop is None and state.step % details_every > 0)
 
