@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from demo.sampler import GUIDANCE
+
 
 @dataclass(frozen=True)
 class Case:
@@ -17,7 +19,7 @@ class Case:
     name: str
     steps: int
     solver: str = "DPM++ 2M"
-    guidance: float = 1.5  # that of the results at hand
+    guidance: float = GUIDANCE
     denoise: float = 1.0
     scale: int = 1
     batch: int = 1

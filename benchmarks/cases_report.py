@@ -19,11 +19,11 @@ _MARK, _WITHIN = "balanced", 0.1
 
 _EXPLAINED = """\
 Four figures a cell: {strengths}. Work: share of the finest self-attention's products that is left, counted while the
-pictures were drawn; over a whole noise schedule the marks promise {promised}, and in a pass that begins late the
-same, to the nearest of its steps. Time: processor time of a picture on one thread, merged beside unmerged. PSNR, and
-rms in steps of 255: of merged pictures beside the unmerged ones of the same case, means over pictures. Detail: their
-gradient energy as a share of the unmerged ones'. Guidance 1.5 unless the case says 1. Shapes of few-step models
-(Turbo, Lightning, LCM, Hyper) are their solvers, times and guidance on a scene model that is not distilled. Img2img,
+pictures were drawn; over a whole noise schedule the marks promise {promised}, and in a pass that begins late the same,
+to the nearest of its steps. Time: processor time of a picture on one thread, merged beside unmerged. PSNR, and rms in
+steps of 255: of merged pictures beside the unmerged ones of the same case, means over pictures. Detail: their gradient
+energy as a share of the unmerged ones'. Guidance {guidance:g} unless the case says 1. Shapes of few-step models (Turbo,
+Lightning, LCM, Hyper) are their solvers, times and guidance on a scene model that is not distilled. Img2img,
 inpainting, hires and tiled cases begin with a held-out scene, the last two with it at twice the size. No ControlNet,
 IP-Adapter or LoRA was trained for the scene models, and their prompts know no regions, so those are laws of the tests,
 not rows."""
@@ -33,7 +33,8 @@ def table(records: Sequence[Record]) -> str:
     """Markdown: for each model a row a case, and whether what a mark promises holds."""
     strengths = list(records[0]["settings"]["strengths"])
     promise = " / ".join(f"{promised(name):.3f}" for name in strengths)
-    text = [_EXPLAINED.format(strengths=" / ".join(strengths), promised=promise)]
+    guidance = max(case["guidance"] for case in records[0]["settings"]["cases"])
+    text = [_EXPLAINED.format(strengths=" / ".join(strengths), promised=promise, guidance=guidance)]
     for record in records:
         order = [case["name"] for case in record["settings"]["cases"]]
         rows = sorted(record["rows"], key=lambda row: order.index(row["case"]))

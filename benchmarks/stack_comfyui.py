@@ -17,7 +17,6 @@ import torch
 
 from benchmarks.stack_arms import Drawn
 from benchmarks.stack_nodes import NODES
-from benchmarks.stack_pipelines import GUIDANCE
 from demo import model, prompt, sampler
 from demo.prompt import NULL_TOKEN
 from tome_core.settings.presets import MARKS
@@ -44,7 +43,7 @@ def random_case(pixels: int, tiny: bool, name: str, number: int, preset: str) ->
 
 
 def _common(name: str, number: int, preset: str) -> dict[str, Any]:
-    return {"beside": name, "number": number, "strength": MARKS[preset], "steps": STEPS, "guidance": GUIDANCE,
+    return {"beside": name, "number": number, "strength": MARKS[preset], "steps": STEPS, "guidance": sampler.GUIDANCE,
             "inputs": {}}  # fmt: skip
 
 

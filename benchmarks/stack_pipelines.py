@@ -22,7 +22,6 @@ from benchmarks.stack_wan import WanPipelines
 from demo import model, prompt, sampler
 from demo.prompt import NULL_TOKEN
 
-GUIDANCE = 3.0
 _PAIRS = ((700, 650), (200, 150))  # neighbours of 20 steps, early and late: the second keeps the first one's match
 
 
@@ -102,5 +101,5 @@ def _around(unet: torch.nn.Module, scheduler: Any, kind: str, **more: Any) -> An
 def _latents(pipe: Any, words: torch.Tensor, seed: int, **call: Any) -> torch.Tensor:
     """words: of the prompt and of the negative one, ``[2, M, D]``."""
     with_prompt, without = words[:, None]
-    return pipe(prompt_embeds=with_prompt, negative_prompt_embeds=without, guidance_scale=GUIDANCE,
+    return pipe(prompt_embeds=with_prompt, negative_prompt_embeds=without, guidance_scale=sampler.GUIDANCE,
                 generator=torch.Generator().manual_seed(seed), output_type="latent", **call).images  # fmt: skip
