@@ -16,7 +16,7 @@ class Call(NamedTuple):
     """One call of the UNet. stamp: its timestep argument, what draws depend on; rules: those in force, by level.
 
     thread: that made it; None in a compiled one. why_off: by level. kept: plans of the calls before it in the same
-    sampling; None where nothing is kept. begun: in a compiled one, where plans are kept, what `in_graph.plans` takes.
+    sampling; None where nothing is kept. begun: in a compiled one, where plans are kept, what `plans` there is given.
     phase: of the report.
     """
 

@@ -52,9 +52,9 @@ def ask(asked: Asked, site: torch.Tensor, stamp: torch.Tensor | None) -> Plans:
         width = index(q.shape[2]) // heads
         shape, dtype = [batch * heads, 2 * width + 1, width], q.dtype
     begun = asked.outer.call.begun
-    found = in_graph.plans(
+    found = in_graph.OPERATORS.made["plans"](
         site if begun is None else begun, site, x, stamp, tensors,
-        (rule.match_text, asked.part, asked.together, grid.height, grid.width),
+        rule.match_text, asked.part, asked.together, grid.height, grid.width,
         integers, [batch * count for count in groups], shape, dtype,
     )  # fmt: skip
     plans = [_unpacked(found[2 * i], found[2 * i + 1], batch, tokens, count) for i, count in enumerate(groups)]

@@ -6,30 +6,11 @@ finds what it has kept, as in a UNet that is not compiled, and one graph gets co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ..running.operators import Operator, Operators, Sites, empty_like_site
-
-
-def begin(site: torch.Tensor, latent: torch.Tensor, stamp: torch.Tensor | None) -> torch.Tensor:
-    """A call of a UNet that is compiled as a whole begins, the site's. Returns what `plans` of that call are given."""
-    return OPERATORS.made["begin"](site, latent, stamp)
-
-
-def plans(
-    begun: torch.Tensor, site: torch.Tensor, x: torch.Tensor, stamp: torch.Tensor | None, whole: Sequence[torch.Tensor],
-    asked: tuple[str, str, bool, int, int], integers: list[int], sizes: list[int], correction: list[int],
-    dtype: torch.dtype,
-) -> list[torch.Tensor]:  # fmt: skip
-    """The site's answer: for each plan int64 ``[integers]`` and float32 ``[sizes]``, then ``correction`` of ``dtype``.
-
-    begun: of the call, or the site itself where the UNet is not compiled. asked: rule, part, together, height, width.
-    """
-    answer = OPERATORS.made["plans"]
-    return answer(begun, site, x, stamp, list(whole), *asked, integers, sizes, correction, dtype)
 
 
 def _run_begin(sites: Sites, site: torch.Tensor, latent: torch.Tensor, stamp: torch.Tensor | None) -> torch.Tensor:
@@ -42,11 +23,8 @@ def _run_plans(sites: Sites, begun: torch.Tensor, site: torch.Tensor, *rest: Any
     return sites[int(site)].answers(x, stamp, whole, rule, part, together, height, width)
 
 
-def _shapes_of_plans(
-    begun: torch.Tensor, site: torch.Tensor, x: torch.Tensor, stamp: torch.Tensor | None, whole: list[torch.Tensor],
-    rule: str, part: str, together: bool, height: int, width: int,
-    integers: list[int], sizes: list[int], correction: list[int], dtype: torch.dtype,
-) -> list[torch.Tensor]:  # fmt: skip
+def _shapes_of_plans(begun: torch.Tensor, site: torch.Tensor, x: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
+    integers, sizes, correction, dtype = rest[-4:]
     found = []
     for length, count in zip(integers, sizes, strict=True):
         found += [x.new_empty(length, dtype=torch.int64), x.new_empty(count, dtype=torch.float32)]
@@ -56,9 +34,11 @@ def _shapes_of_plans(
 OPERATORS = Operators(
     "tome_core_1",
     "compiled graphs match anew at every step",
-    # site: whose `begins` is asked. latent, stamp: arguments of the UNet's call
+    # A call of a UNet that is compiled as a whole begins. site: whose `begins` is asked. latent, stamp: its arguments
     begin=Operator("(Tensor site, Tensor latent, Tensor? stamp) -> Tensor", _run_begin, empty_like_site),
-    # begun: what `begin` gave, so that it comes first. site: whose `answers` is asked, with what follows
+    # For each plan int64 `[integers]` and float32 `[sizes]`, then `correction` of `dtype`. begun: what `begin` gave, so
+    # that it comes first, or the site itself where the UNet is not compiled. site: whose `answers` is asked, with what
+    # follows
     plans=Operator(
         "(Tensor begun, Tensor site, Tensor x, Tensor? stamp, Tensor[] whole, str rule, str part, bool together, "
         "int height, int width, int[] integers, int[] sizes, int[] correction, ScalarType dtype) -> Tensor[]",

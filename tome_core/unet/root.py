@@ -69,7 +69,7 @@ class UNetSite(NumberedSite):
         begun = None
         asks = thread is None and run.keeps and bool(in_graph.OPERATORS.made) and torch.is_tensor(latent)
         if asks and not torch.is_grad_enabled():  # a graph of the whole UNet asks for plans
-            begun = in_graph.begin(self.number, latent, stamp if torch.is_tensor(stamp) else None)
+            begun = in_graph.OPERATORS.made["begin"](self.number, latent, stamp if torch.is_tensor(stamp) else None)
         return self._under(run.begin(stamp, latent, thread, begun, CAPTURE in vars(self.target)), args, kwargs)
 
     def begins(self, latent: torch.Tensor, stamp: torch.Tensor | None) -> None:

@@ -236,7 +236,7 @@ class BlockSite(NumberedSite, RememberingSite):
         self, x: torch.Tensor, stamp: torch.Tensor | None, whole: list[torch.Tensor], match_text: str, part: str,
         together: bool, height: int, width: int,
     ) -> list[torch.Tensor]:  # fmt: skip
-        """What a compiled graph asks for in its call; see `in_graph.plans`."""
+        """What a compiled graph asks for in its call; see `in_graph.OPERATORS`."""
         switch, rule, thread = self.switch, rule_of(match_text), threading.get_ident()
         outer = switch.grid  # where this block alone is compiled
         if outer is None:
