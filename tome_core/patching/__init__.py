@@ -50,7 +50,7 @@ def patch(
     config = _asked(config, strength, settings, families.layout_of(unet))
     handle = Patch(unet, config, _schedule_of(model))
     handle.take_the_place_of(handle_in_force(unet))
-    if not host_clock and handle.run.lacks_schedule:
+    if not host_clock and config.uses_percent and not handle.run.knows_schedule:
         logger.warning(
             "Merging is limited in percent or beta, which a bare UNet does not know: call handle.set_time(percent=...) "
             "before each step, patch the pipeline instead, or use min_timestep and max_timestep."

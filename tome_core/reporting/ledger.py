@@ -97,10 +97,6 @@ class Ledger:
             for counted in more.phases.values():
                 tally.phases[call.phase].add(counted)
 
-    def begin_call(self) -> None:
-        """One more call of the UNet."""
-        self.calls += 1
-
     def merge(
         self, call: Any, level: int, part: str, before: tuple[int, int, int], after: tuple[int, int], route: str = ""
     ) -> None:

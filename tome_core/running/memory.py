@@ -41,9 +41,5 @@ class CallMemory:
             return None
         return self.calls.get(x.data_ptr())
 
-    def clear(self) -> None:
-        """Remember nothing."""
-        self.calls.clear()
-
     def __getstate__(self) -> dict[str, Any]:
         return {"calls": OrderedDict()}  # addresses mean nothing to a copy

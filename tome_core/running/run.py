@@ -34,7 +34,6 @@ class Run:
     def __init__(
         self, config: MergeConfig, downsamples: Sequence[int], schedule: NoiseSchedule | None, ledger: Ledger
     ) -> None:
-        self.config = config
         self.ledger = ledger
         self.knows_schedule = schedule is not None
         self.clock = Clock(config, downsamples, schedule)
@@ -50,7 +49,7 @@ class Run:
         self._boundary: float | None = None  # of its early phase
         self._mine = Pictures()
         self.now: InForce = self.clock.at(UNKNOWN)
-        self.maps: dict[int, tuple[Grid, MergePlan]] | None = None
+        self.maps: dict[int, tuple[Grid, MergePlan]] | None = None  # by level, on their device: fetching would wait
         self.latch: Latch | None = None  # whether merging pays, where somebody asks
         self.latest: Latents | None = None  # of the calls that were counted
         self.decisions: dict[tuple, Decision] = {}  # made so far; rules are known by their id, and the clock keeps them
@@ -64,11 +63,6 @@ class Run:
     def is_sampling(self) -> bool:
         """Is a picture being made that somebody has named, or that this thread has begun?"""
         return bool(self._mine.scopes) or self.sampling.goes_on
-
-    @property
-    def lacks_schedule(self) -> bool:
-        """True where merging is limited on a scale that the timestep argument alone does not give."""
-        return self.config.uses_percent and not self.knows_schedule
 
     def set_time(
         self, percent: float | None, timestep: float | None, sigma: float | None, sampling: Hashable = None,
@@ -136,7 +130,7 @@ class Run:
         if thread is not None and is_mapped():
             return Call(self, thread, timestep, self.clock.nothing, (_MAPPED,) * len(now.why_off))
         if thread is not None:
-            self.ledger.begin_call()
+            self.ledger.calls += 1
             if torch.is_tensor(latent) and latent.dim() == 4:
                 self.latest = Latents(latent.shape, latent.dtype, latent.device)
             captured = is_captured(latent)
@@ -235,10 +229,6 @@ class Run:
         if value is None:
             return None
         return by_timestep(value) if self.noise is None else self.noise.step_of(value)
-
-    def keep_map(self, level: int, grid: Grid, plan: MergePlan) -> None:
-        """Remember what a block merged, on its device: fetching it would wait."""
-        self.maps[level] = (grid, plan)
 
     def forget(self) -> None:
         """Let go of what was kept of pictures."""

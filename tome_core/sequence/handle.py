@@ -110,7 +110,7 @@ class SequenceMerging(Handle):
         if self.run.maps is not None:  # of a film its first frame's
             grid = Grid(layout.grid.height // layout.grid.frames, layout.grid.width)
             group = plans.plan.group[:, layout.first : layout.first + grid.height * grid.width]
-            self.run.keep_map(0, grid, MergePlan(group, plans.plan.num_groups))
+            self.run.maps[0] = grid, MergePlan(group, plans.plan.num_groups)
         return found.out
 
     def _merging(self, call: Call, asked: Asked) -> Merging | str:

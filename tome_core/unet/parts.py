@@ -103,7 +103,7 @@ class PartSite(Wrap):
         run = call.run
         run.ledger.merge(call, self.level, self.part, (x.shape[0], x.shape[1], keys), left, route)
         if run.maps is not None and block.plans and not torch.compiler.is_compiling() and not is_captured(x):
-            run.keep_map(self.level, block.outer.grid, next(iter(block.plans.values())).plan)
+            run.maps[self.level] = block.outer.grid, next(iter(block.plans.values())).plan
         return out
 
 

@@ -111,7 +111,7 @@ class RememberingSite(Wrap):
     def uninstall(self) -> None:
         """As `Wrap.uninstall`, and forgets its calls."""
         super().uninstall()
-        self.memory.clear()
+        self.memory.calls.clear()
 
 
 class TransformerSite(RememberingSite):
