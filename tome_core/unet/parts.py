@@ -27,6 +27,7 @@ from .sites import BlockCall, BlockSite
 _MASK_NAMES = ("mask", "attention_mask", "attn_mask")
 TOGETHER = "q, k, v together"
 _UNKNOWN_CALL = "called in an unknown way"
+_OF_OTHERS = "keys and values are not the picture's tokens"
 
 
 class PartSite(Wrap):
@@ -81,13 +82,15 @@ class PartSite(Wrap):
             return NO_GRID
         return None
 
-    def _merged(self, block: BlockCall, merging: Merging, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any | str:
-        """The part's output for merged input; why it was left alone where that cannot be."""
+    def _merged(
+        self, block: BlockCall, merging: Merging, x: torch.Tensor, *args: Any, keys: int = 0, **kwargs: Any
+    ) -> Any | str:
+        """The part's output for merged input; why it was left alone where that cannot be. keys: that are not merged."""
         plan = block.plans_for(merging, self.part).plan
         if plan is None:
             return TOO_SMALL
         out = self.original(plan.merge(x, merging.mode), *args, **kwargs)
-        return self._finish(block, plan, x, out, (plan.num_groups, 0), 0)
+        return self._finish(block, plan, x, out, (plan.num_groups, keys), keys)
 
     def _finish(
         self, block: BlockCall, plan: MergePlan | None, x: torch.Tensor, out: Any, left: tuple[int, int], keys: int,
@@ -179,11 +182,14 @@ class SelfAttentionSite(PartSite):
     def _merged(self, block: BlockCall, merging: Merging, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any | str:
         name = self.family.context
         context = args[0] if args else kwargs.pop(name, None)
-        value = kwargs.pop("value", None)
         if context is not None and not torch.is_tensor(context):  # diffusers: a prompt, and images beside it
-            return "keys and values are not the picture's tokens"
+            return _OF_OTHERS
         if context is not None and context is not x and not _is_self(block.site.target, x, context):
-            return self._of_others(block, merging, x, context, value, kwargs)
+            if merging.side == "kv":
+                return _OF_OTHERS
+            # queries alone can merge, as in the attention to the prompt
+            return super()._merged(block, merging, x, keys=context.shape[1], **{**kwargs, name: context})
+        value = kwargs.pop("value", None)
         if value is not None and value.shape[:2] != x.shape[:2]:
             return "keys and values are of different numbers"
         known = self._describe()
@@ -249,22 +255,6 @@ class SelfAttentionSite(PartSite):
             return f"{name_of(self.target)} refuses merged tokens"
         route = f"{TOGETHER}, {UNSIZED}, because {why}" if why else ""
         return self._finish(block, plan, x, out, (plan.num_groups, plan.num_groups), x.shape[1], route)
-
-    def _of_others(
-        self, block: BlockCall, merging: Merging, x: torch.Tensor, context: torch.Tensor, value: torch.Tensor | None,
-        kwargs: dict,
-    ) -> Any | str:  # fmt: skip
-        """Keys and values are not the picture's tokens: queries alone can merge, as in the attention to the prompt."""
-        if merging.side == "kv":
-            return "keys and values are not the picture's tokens"
-        plan = block.plans_for(merging, self.part).plan
-        if plan is None:
-            return TOO_SMALL
-        kwargs[self.family.context] = context
-        if value is not None:
-            kwargs["value"] = value
-        out = self.original(plan.merge(x, merging.mode), **kwargs)
-        return self._finish(block, plan, x, out, (plan.num_groups, context.shape[1]), context.shape[1])
 
 
 def _is_self(block: nn.Module, x: torch.Tensor, context: torch.Tensor) -> bool:
