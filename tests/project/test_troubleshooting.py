@@ -15,8 +15,8 @@ QUOTED = sorted(set(re.findall(r"^\| `([^`]+)` \|", PAGE, re.M)) | {
     text for text in re.findall(r"`([^`\n]*)`", PAGE) if len(text.split()) >= 5 and "->" not in text})  # fmt: skip
 CODE = ("tome_core", "extension", "comfy_nodes")
 # where it is decided that a call, or a part of one, is left alone
-REASONS = ("tome_core/unet/parts.py", "tome_core/reporting/reasons.py", "tome_core/attention/hooks.py",
-           "tome_core/attention/processors.py", "tome_core/running/clock.py", "tome_core/running/decision.py",
+REASONS = ("tome_core/unet/parts.py", "tome_core/reporting/reasons.py", "tome_core/attention/processors.py",
+           "tome_core/running/clock.py", "tome_core/running/decision.py",
            "tome_core/running/latch.py", "tome_core/sequence/handle.py", "tome_core/transformers/families.py",
            "tome_core/transformers/function.py", "tome_core/transformers/sites.py", "comfy_nodes/layouts.py",
            "comfy_nodes/transformers.py", "extension/host.py")  # fmt: skip

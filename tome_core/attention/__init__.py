@@ -10,12 +10,10 @@ Whatever is not known is merged as tomesd merges it, and the report says so.
 """
 
 from . import ldm, processors
-from .hooks import kept_by_a_hook
 from .known import ForwardOnStandIn, KnownAttention, LeftAlone, StandIn
 from .registry import known_of, name_of, register
 
 ldm.register()
 processors.register()
 
-__all__ = ["ForwardOnStandIn", "KnownAttention", "LeftAlone", "StandIn", "kept_by_a_hook", "known_of",
-           "name_of", "register"]  # fmt: skip
+__all__ = ["ForwardOnStandIn", "KnownAttention", "LeftAlone", "StandIn", "known_of", "name_of", "register"]

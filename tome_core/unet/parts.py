@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..attention import KnownAttention, LeftAlone, kept_by_a_hook, known_of, name_of
+from ..attention import KnownAttention, LeftAlone, known_of, name_of
 from ..attention.core import UNSIZED, Whole, attend_merged
 from ..merging.plan import MergePlan
 from ..model.families import Family
@@ -66,7 +66,7 @@ class PartSite(Wrap):
         merging = getattr(block.outer.decision, self.part)
         if merging is None:
             return self.original(*args, **kwargs)
-        problem = "" if self.beneath is None else kept_by_a_hook(self.target)
+        problem = "" if self.beneath is None else _kept_by_a_hook(self.target)
         problem = problem or self._problem(block, args, kwargs)
         if not problem:
             problem = self._merged(block, merging, *args, **kwargs)
@@ -108,6 +108,15 @@ class PartSite(Wrap):
         if run.maps is not None and block.plans and not torch.compiler.is_compiling() and not is_captured(x):
             run.maps[self.level] = block.outer.grid, next(iter(block.plans.values())).plan
         return out
+
+
+def _kept_by_a_hook(module: nn.Module) -> str:
+    """Why the module's ``forward`` may not get merged tokens: a hook of diffusers' with a state (as pyramid attention
+    broadcast's) answers with the output of an earlier step, which would be another match's. "" where there is none.
+    """
+    hooks = getattr(getattr(module, "_diffusers_hook", None), "hooks", None) or {}
+    names = [type(hook).__name__ for hook in hooks.values() if getattr(hook, "_is_stateful", False)]
+    return f"{' and '.join(names)} keeps outputs for other steps; put on after merging, both work" if names else ""
 
 
 _NO_MEMORY = (MemoryError, torch.cuda.OutOfMemoryError)
