@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..model.switch import patch_lock
@@ -15,11 +16,33 @@ from ..running.nested import Nested
 from ..running.pipeline import SamplingScope
 from ..sequence import SequenceMerging
 from ..settings.config import MergeConfig
+from ..settings.noise import SchedulerNoise, Step, by_timestep
 from .families import Family, family_of, find_attentions
 from .sites import AttentionSite, Calls, Settings, TransformerSite
-from .steps import PipelineSteps
 
 _MARK = "_tome_core_transformer"
+
+
+class PipelineSteps(SchedulerNoise):
+    """At which step a pipeline is, by its scheduler's own count: a timestep among arguments would be waited for.
+
+    A flow model's timesteps are 1000 times its sigma, and stand for Stable Diffusion's of the same number.
+    """
+
+    def now(self) -> torch.Tensor | None:
+        """Of the next call, an element of its scheduler's timesteps; None where the scheduler does not count."""
+        scheduler = self._scheduler()
+        steps = getattr(scheduler, "timesteps", None)
+        if not hasattr(scheduler, "step_index") or not torch.is_tensor(steps) or steps.dim() != 1:
+            return None
+        index = scheduler.step_index
+        if index is None:  # before the first step
+            index = getattr(scheduler, "begin_index", None) or 0
+        return steps[index] if index < len(steps) else None
+
+    def steps_of(self, values: list[float]) -> list[Step]:
+        """What the scheduler's ``values``, all that its ``timesteps`` hold, stand for."""
+        return [by_timestep(value) for value in values]
 
 
 class TransformerPatch(Nested, SequenceMerging):

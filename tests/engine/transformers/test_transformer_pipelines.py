@@ -14,7 +14,7 @@ from tests.tiny_transformers import STRONG, attributes, distance
 from tests.transformer_pipelines import PRESENT, draw, make, transformers_of
 from tome_core.running.late_pass import FEW
 from tome_core.transformers import handle_on
-from tome_core.transformers.steps import PipelineSteps
+from tome_core.transformers.handle import PipelineSteps
 
 pipelines = pytest.mark.parametrize("name", PRESENT)
 
