@@ -211,12 +211,7 @@ def written(
         f"{', '.join(sources)}.",
         '"""',
         "",
-        "# Of today's table; pictures name the one that they were made by. The others are those before it.",
         f"VERSION = {version}",
-        "# Of equally distant strengths from 0 to 1: the share of keys that late steps keep, and the timestep from",
-        f"# which on they are early and keep {FEWEST}. Beside it: the share of self-attention's products that is left,",
-        "# on average over the noise schedule, and the deviation of the prediction, in % of the v-loss, both at the",
-        "# finest level.",
         "CURVE = (",
     ]
     for knot in knots:

@@ -22,10 +22,14 @@ DEFAULT = "balanced"
 # a change of these, or of `refine_of`, changes old pictures: only curves have versions, a test holds the rest
 _ALL: dict[str, Any] = {"side": "kv", "metric": "keys+values", "use_rand": False, "keep": 60.0,
                         "only_if_it_pays": True, "max_downsample": 8}  # fmt: skip
+# Of equally distant strengths from 0 to 1: the share of keys that late steps keep, and the timestep from which on they
+# are early and keep `EARLY_SHARE`. Beside it in the tables: the share of self-attention's products that is left, on
+# average over the noise schedule, and the deviation of the prediction, in % of the v-loss, both at the finest level.
 Curve = tuple[tuple[float, float], ...]
 SD, SDXL, TRANSFORMER = LAYOUTS = ("sd", "sdxl", "transformer")
 _TABLES = dict(zip(LAYOUTS, (strength_table, sdxl_table, transformer_table), strict=True))
-# by layout and by version; versions are counted over all tables, so a table that did not change skips a number
+# by layout and by version, by which pictures name the one that they were made by; versions are counted over all tables,
+# so a table that did not change skips a number
 CURVES: dict[str, dict[int, Curve]] = {one: {**of.EARLIER, of.VERSION: of.CURVE} for one, of in _TABLES.items()}
 VERSION = max(table.VERSION for table in _TABLES.values())
 PARTS = 64  # of the tokens: shares of keys are whole numbers of them, which are numbers that kernels like
