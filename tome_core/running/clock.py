@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,7 +14,12 @@ from ..settings.phases import early_rules, plain_rules
 from ..settings.rule import MergeRule
 from ..settings.schedule import UNKNOWN, LevelRules, NoiseSchedule, Time, choose, holds_at, reaches, window_of
 from .gate import close_gate, open_gate
-from .late_pass import boundary_in
+
+# the timestep from which on a pass is a whole picture: schedules with leading spacing begin late (951 for 20 steps), a
+# model with zero terminal SNR at 880 where its sigmas begin at Stable Diffusion's 14.6, as Karras' and AYS' do
+WHOLE_FROM = 850.0
+FEW = 8  # steps up to which half a step weighs too much to be rounded away
+_ALL = 1000.0  # timesteps of a schedule
 
 
 class InForce(NamedTuple):
@@ -110,3 +116,35 @@ class Clock:
         if any(rule.is_off and reaches(rule, level, self.downsamples[level]) for rule in live):
             return "a rule of ratio 0 leaves it alone"
         return "outside the rules' time range" if time != UNKNOWN else TIME_IS_UNKNOWN
+
+
+def boundary_in(timesteps: Sequence[float], until: float) -> float | None:
+    """The timestep at and above which a step of this pass is early; None where the whole picture's holds.
+
+    A mark promises a share of the steps, which a boundary by time does not keep in a pass that begins late (image to
+    image, inpainting, a hires pass) or has few steps: of a pass from half of the noise on balanced left .10 of the work
+    in place of .0625, and of four steps one late where 1.5 were promised. There the boundary goes to where the promised
+    share of the pass's own steps is left.
+
+    timesteps: of the pass's steps, in any order. until: the boundary in a whole picture. The share of late steps is the
+    same in both, to the nearest step; a half goes to the late ones, which change less.
+
+    >>> boundary_in([500, 400, 300, 200, 100], 375)
+    250.0
+    >>> boundary_in([999, 749, 499, 249], 375)
+    624.0
+    >>> boundary_in([999, 666, 333], 375) is None
+    True
+    """
+    steps = sorted(timesteps, reverse=True)
+    if not steps:
+        return None
+    late = math.floor(len(steps) * until / _ALL + 0.5)
+    if steps[0] >= WHOLE_FROM:
+        late = min(late, len(steps) - 1)  # whatever strength is above 0 merges something
+        if len(steps) > FEW or sum(one < until for one in steps) >= late:
+            return None
+    early = len(steps) - late
+    if late == 0 or early == 0:
+        return math.inf if early == 0 else 0.0
+    return (steps[early - 1] + steps[early]) / 2  # between two, because hosts round a time in more ways than one

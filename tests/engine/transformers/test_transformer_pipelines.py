@@ -12,7 +12,7 @@ from tests.recorded_operators import READS, WAITS
 from tests.thoroughness import some_quick
 from tests.tiny_transformers import STRONG, attributes, distance
 from tests.transformer_pipelines import PRESENT, draw, make, transformers_of
-from tome_core.running.late_pass import FEW
+from tome_core.running.clock import FEW
 from tome_core.transformers import handle_on
 from tome_core.transformers.handle import PipelineSteps
 
