@@ -120,7 +120,7 @@ def test_partners_by_lot_merge_as_the_engine_would_merge_them(layout, first, set
         lots = torch.rand(len(x), sources.shape[1], destinations.shape[1], generator=dice)
         return Best(*lots[:, sources[0].argsort().argsort()].max(2))
 
-    for name in ("_find_best", "_best_anywhere"):
+    for name in ("best_destination", "_best_anywhere"):
         monkeypatch.setattr(bipartite, name, by_lot)
     network = small_model(layout).network
     with tome_core.patch(network, use_rand=False, correction=False, **settings):

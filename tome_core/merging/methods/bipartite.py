@@ -32,7 +32,7 @@ def match(x: torch.Tensor, grid: Grid, options: MatchOptions) -> MergePlan | Non
         if options.refine and not ranked:  # nothing to choose: k-means from the cells
             plan = _nearest(x, *keys_of_rows(x, destinations, options.by_distance))
         else:
-            best = (_find_best if ranked else _best_anywhere)(x, sources, destinations, options.by_distance)
+            best = (best_destination if ranked else _best_anywhere)(x, sources, destinations, options.by_distance)
             plan = _plan(best, sources, destinations, removed)
     return refine_plan(plan, x, options.refine, options.by_distance) if options.refine else plan
 
@@ -44,11 +44,6 @@ def best_destination(
 
     x: ``[B, N, C]``; sources ``[B or 1, S]``, destinations ``[B or 1, D]``: int64 token numbers.
     """
-    with torch.no_grad():
-        return _find_best(x, sources, destinations, by_distance)
-
-
-def _find_best(x: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor, by_distance: bool) -> Best:
     if by_distance and kernels.ready(x):
         found = kernels.best_keys(x, sources, *keys_of_rows(x, destinations, True), lengths=True)
         if found is not None:
