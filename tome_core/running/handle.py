@@ -25,7 +25,10 @@ class Handle:
     """Settings in force on a model, and what they came to.
 
     rules: all of the config's, `phases.plain_rules`. tallies: of the model's levels. schedule: its own, where known.
+    is_installed: true while the model merges as this handle says, wherever nobody else is named.
     """
+
+    is_installed: bool
 
     def __init__(
         self, config: MergeConfig, rules: Sequence[MergeRule], tallies: Sequence[LevelTally],
@@ -36,11 +39,6 @@ class Handle:
         self._covered = [ever_merges(rules, level, down) for level, down in enumerate(downsamples)]
         self._notes = notes_on(config, self._covered, downsamples)
         self.run = Run(config, downsamples, schedule, Ledger(list(tallies), self._notes))
-
-    @property
-    def is_installed(self) -> bool:
-        """True while the model merges as this handle says, wherever nobody else is named."""
-        raise NotImplementedError
 
     @property
     def ever_merges(self) -> bool:

@@ -63,13 +63,8 @@ class SequenceMerging(Handle):
     def __init__(self, config: MergeConfig, downsample: int = 2, blocks: int = 0) -> None:
         tally = LevelTally(downsample, blocks)
         super().__init__(config, plain_rules(config, [downsample]), [tally])
-        self.is_on = True
+        self.is_installed = True
         _say_once()
-
-    @property
-    def is_installed(self) -> bool:
-        """True until its host says otherwise."""
-        return self.is_on
 
     def begin(self, timestep: Any, latent: torch.Tensor, called: Hashable = None) -> Call:
         """A call of the model starts. timestep: a number, or ``[]`` or ``[B]``; latent: ``[B, C, (frames,) H, W]``.

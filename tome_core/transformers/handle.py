@@ -59,7 +59,7 @@ class TransformerPatch(Nested, SequenceMerging):
         super().__init__(config, family.downsample, blocks)
         self._models = [weakref.ref(one) for one in models]
         self.take_the_place_of(handle_on(models[0]))
-        self.is_on = False
+        self.is_installed = False
         self._outside = []
         # each of the pipeline's loops makes one picture, or one batch of them; and it tells its steps
         if self.run.wants_time and hasattr(pipeline, "progress_bar"):
@@ -82,7 +82,7 @@ class TransformerPatch(Nested, SequenceMerging):
                 on.give(self)
                 vars(model)[_MARK] = on
             self._put_on_outside()
-            self.is_on = True
+            self.is_installed = True
         return self
 
     def uninstall(self) -> None:
@@ -97,7 +97,7 @@ class TransformerPatch(Nested, SequenceMerging):
 
     def step_down(self) -> None:
         """It is in force no longer: taken off, or another of ours is."""
-        self.is_on = False
+        self.is_installed = False
         self._take_off_outside()
 
     def _present(self) -> Iterator[nn.Module]:
