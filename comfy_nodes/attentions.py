@@ -94,4 +94,4 @@ def _name_of(function: Any) -> str:
 
 def register() -> None:
     """Make it known to the engine."""
-    tome_core.attention.register(_FORWARD, _CrossAttention("ComfyUI", by_attribute=False))
+    tome_core.attention.register(_FORWARD, _CrossAttention(by_attribute=False))

@@ -84,8 +84,8 @@ class _HijackedByTorch(_Hijacked):
 class _ByFunction(_WithoutMask):
     """The Forges': ``forward`` calls a function of its own module's, by one name, or with a mask by another."""
 
-    def __init__(self, name: str, names: Iterable[str], where: str, adding: Mapping[str, str]) -> None:
-        super().__init__(name, by_attribute=False)
+    def __init__(self, names: Iterable[str], where: str, adding: Mapping[str, str]) -> None:
+        super().__init__(by_attribute=False)
         self._names = tuple(names)
         self._adding = {f"{where}.{one}": argument for one, argument in adding.items()}
 
@@ -115,9 +115,9 @@ def _takes(function: Any, argument: str) -> bool:
 def describe() -> None:
     """Make them all known to the engine; those of other webuis are never asked for."""
     for forward, by_attribute in _A1111.items():
-        register(forward, _Hijacked("A1111", by_attribute))
-    register(_TORCH, _HijackedByTorch("A1111", by_attribute=False))
-    forge = _ByFunction("Forge", ["attention_function"], _FORGE, _FORGE_ADDING)
+        register(forward, _Hijacked(by_attribute))
+    register(_TORCH, _HijackedByTorch(by_attribute=False))
+    forge = _ByFunction(["attention_function"], _FORGE, _FORGE_ADDING)
     register("backend.nn.unet.CrossAttention.forward", forge)
     names = ("optimized_attention", "optimized_attention_masked")
-    register(f"{_REFORGE}.CrossAttention.forward", _ByFunction("reForge", names, _REFORGE, _REFORGE_ADDING))
+    register(f"{_REFORGE}.CrossAttention.forward", _ByFunction(names, _REFORGE, _REFORGE_ADDING))

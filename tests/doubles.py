@@ -57,7 +57,7 @@ class ComfyAttention(_Attention):
 
 # what each host's own description does in the real one
 for _kind in (SgmAttention, ComfyAttention):
-    register(function_name(_kind.forward), ForwardOnStandIn(_kind.__name__, by_attribute=False))
+    register(function_name(_kind.forward), ForwardOnStandIn(by_attribute=False))
 
 
 class _Block(nn.Module):

@@ -19,8 +19,6 @@ Kwargs = dict[str, Any]  # what a call was given besides its tokens (``x``, cont
 class KnownAttention:
     """One kind of attention. Without state: one object serves every module of its kind."""
 
-    name = ""
-
     def problem(self, module: nn.Module, kwargs: Kwargs) -> str | None:
         """Why this very call is not what is known; None where it is."""
         return None
@@ -111,8 +109,7 @@ class ForwardOnStandIn(KnownAttention):
     by_attribute: it multiplies by ``self.scale`` however wide the heads are, not by their width to the power -1/2.
     """
 
-    def __init__(self, name: str, by_attribute: bool) -> None:
-        self.name = name
+    def __init__(self, by_attribute: bool) -> None:
         self.by_attribute = by_attribute
 
     def scale(self, module: nn.Module, width: int) -> float:

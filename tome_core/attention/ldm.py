@@ -26,8 +26,8 @@ class _SgmOfTorch(_Sgm):
 def register() -> None:
     """Describe them all. Whether one scales by its attribute or by its heads' width is read in its source."""
     ldm, sgm = "ldm.modules.attention", "sgm.modules.attention"
-    registry.register(f"{ldm}.CrossAttention.forward", ForwardOnStandIn("LDM", by_attribute=True))
-    registry.register(f"{sgm}.CrossAttention.forward", _SgmOfTorch("sgm", by_attribute=False))
+    registry.register(f"{ldm}.CrossAttention.forward", ForwardOnStandIn(by_attribute=True))
+    registry.register(f"{sgm}.CrossAttention.forward", _SgmOfTorch(by_attribute=False))
     efficient = "MemoryEfficientCrossAttention.forward"
-    registry.register(f"{ldm}.{efficient}", ForwardOnStandIn("LDM, xformers", by_attribute=False))
-    registry.register(f"{sgm}.{efficient}", _Sgm("sgm, xformers", by_attribute=False))
+    registry.register(f"{ldm}.{efficient}", ForwardOnStandIn(by_attribute=False))
+    registry.register(f"{sgm}.{efficient}", _Sgm(by_attribute=False))

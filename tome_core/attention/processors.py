@@ -20,9 +20,6 @@ _WHERE = "diffusers.models.attention_processor"
 class _Processor(KnownAttention):
     """What all of them share: the class, and what follows attention."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-
     def problem(self, module: nn.Module, kwargs: Kwargs) -> str | None:
         """What attentions outside of transformer blocks have."""
         norms = module.group_norm is not None or module.spatial_norm is not None or module.norm_cross is not None
@@ -138,11 +135,11 @@ def _normed(module: nn.Module, norm: nn.Module | None, flat: Tensor) -> Tensor:
 _KNOWN = {"AttnProcessor": _ByScores, "AttnProcessor2_0": _ByTorch, "SlicedAttnProcessor": _InSlices,
           "XFormersAttnProcessor": _ByXformers, "FusedAttnProcessor2_0": _Fused}  # fmt: skip
 # by the full name of the function that computes: a class of the same name is no proof, and a method may be replaced
-_BY_CALL: dict[str, registry.Description] = {f"{_WHERE}.{name}.__call__": kind(name) for name, kind in _KNOWN.items()}
+_BY_CALL: dict[str, registry.Description] = {f"{_WHERE}.{name}.__call__": kind() for name, kind in _KNOWN.items()}
 
 # of InvokeAI, in force where prompts have regions or images
 _INVOKE = "invokeai.backend.stable_diffusion.diffusion.custom_atttention.CustomAttnProcessor2_0"
-_BY_CALL[f"{_INVOKE}.__call__"] = _Invoke("CustomAttnProcessor2_0 of InvokeAI")
+_BY_CALL[f"{_INVOKE}.__call__"] = _Invoke()
 
 # perturbed-attention guidance: where tokens of the unattended part merge, what guides is a blur
 for _name in ("PAGIdentitySelfAttnProcessor2_0", "PAGCFGIdentitySelfAttnProcessor2_0"):

@@ -49,8 +49,6 @@ class CrossAttention(nn.Module):
 class _Known(KnownAttention):
     """What the engine has to know of it to merge keys and values inside."""
 
-    name = "sd_block"
-
     def takes_bias(self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, kwargs: dict[str, Any]) -> bool:
         """Always."""
         return True

@@ -63,8 +63,8 @@ class _Normed(_Apart):
 
 
 DESCRIBED = {
-    _WidthOfInput: ForwardOnStandIn("width of input", by_attribute=False),
-    _OwnScale: ForwardOnStandIn("own scale", by_attribute=True),
+    _WidthOfInput: ForwardOnStandIn(by_attribute=False),
+    _OwnScale: ForwardOnStandIn(by_attribute=True),
 }
 
 
