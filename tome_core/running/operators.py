@@ -65,13 +65,6 @@ class Operators:
         with torch.inference_mode(False):
             return torch.tensor([number], device="cpu")
 
-    def forget(self) -> None:
-        """Take them from torch again, for a test that made them."""
-        self.made.clear()
-        shared = sys.modules.pop(self._place, None)
-        if shared is not None and shared.library is not None:
-            shared.library._destroy()
-
     def _nothing_yet(self) -> ModuleType:
         made = ModuleType(self._place)
         made.sites, made.numbers, made.library = weakref.WeakValueDictionary(), itertools.count(), None
