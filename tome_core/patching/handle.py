@@ -39,9 +39,7 @@ class Patch(Nested, Measured, Handle, Holder):
 
     def __init__(self, unet: nn.Module, config: MergeConfig, schedule: NoiseSchedule | None) -> None:
         self._unet = weakref.ref(unet)
-        self.handed: weakref.ref[Any] | None = None  # what was handed to `patch`: a pipeline, a wrapped UNet
         self._outside = []
-        self.attention_function = ""  # what a host's attention calls, where its module does not tell
         places = find_blocks(unet)
         depths = sorted({place.halvings for place in places})
         downsamples = [2**depth for depth in depths]
