@@ -226,7 +226,7 @@ class BranchMerging:
                         pictures=sampling.pictures_in(x, options),
                         timesteps=sampling.timesteps(model_sampling, options, flows))  # fmt: skip
         if self._has_range:
-            self._times[sigma] = bool(handle.run.live)
+            self._times[sigma] = bool(handle.run.now.live)
 
 
 def layout_of(model: Any) -> str:

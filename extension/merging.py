@@ -166,7 +166,7 @@ class Armed:
     def _count(self) -> None:
         record = self.job.records[self.hires]
         record.steps += 1
-        record.steps_live += self.handle is not None and bool(self.handle.run.live)
+        record.steps_live += self.handle is not None and bool(self.handle.run.now.live)
 
     def _take_off(self) -> None:
         handle, self.handle = self.handle, None

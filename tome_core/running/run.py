@@ -14,7 +14,6 @@ from ..reporting.gains import PIXELS
 from ..reporting.ledger import Ledger
 from ..settings.config import MergeConfig
 from ..settings.noise import STABLE_DIFFUSION, SchedulerNoise, Step, by_timestep
-from ..settings.rule import MergeRule
 from ..settings.schedule import UNKNOWN, NoiseSchedule
 from .call import Call, Latents
 from .clock import Clock, InForce
@@ -53,11 +52,6 @@ class Run:
         self.latch: Latch | None = None  # whether merging pays, where somebody asks
         self.latest: Latents | None = None  # of the calls that were counted
         self.decisions: dict[tuple, Decision] = {}  # made so far; rules are known by their id, and the clock keeps them
-
-    @property
-    def live(self) -> tuple[MergeRule, ...]:
-        """The rules that hold at this moment, in order."""
-        return self.now.live
 
     @property
     def is_sampling(self) -> bool:
