@@ -13,7 +13,7 @@ from tests.kernel_harness import DEVICE, DTYPES, beside_twin, close, noise
 from tome_core import MergePlan
 from tome_core.attention.core import add_correction
 from tome_core.attention.correction import Correction, _attended, _by_head, first_order, fit_correction
-from tome_core.merging import kernels, kernels_correction
+from tome_core.merging import kernels
 
 used = kernel_harness.used  # a fixture, around every test
 
@@ -57,7 +57,7 @@ def test_queries_are_answered_as_attention_answers_them(heads, width, tokens, dt
         assert (found - expected).abs().max() <= allowed * torch.finfo(dtype).eps
     strided = [torch.cat(made, -1)[..., side * heads * width :][..., : heads * width] for side in (0, 1)]
     first, second = (
-        kernels_correction.answered(q, rows[0], *both, *pair, bias[:1], heads, width**-0.5) for both in (made, strided)
+        kernels.answered(q, rows[0], *both, *pair, bias[:1], heads, width**-0.5) for both in (made, strided)
     )
     assert all(map(torch.equal, first, second))
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..merging import kernels, kernels_correction
+from ..merging import kernels
 from ..merging.grid import Grid, fixed
 from ..merging.plan import MergePlan, take_rows
 from .correction import Correction, Fitted, Pair, fit_correction, pick_asked
@@ -80,7 +80,7 @@ def add_correction(out: torch.Tensor, q: torch.Tensor, correction: Correction) -
     matrix, constant = correction
     alike = out.device.type in kernels.DEVICES and matrix.dtype == out.dtype == q.dtype
     if alike and kernels.ready_for_halves(out) and not kernels.needs_gradient(out, q, matrix, constant):
-        found = kernels_correction.corrected(out, q, matrix, constant)
+        found = kernels.corrected(out, q, matrix, constant)
         if found is not None:
             return found
     batch, tokens, _ = q.shape

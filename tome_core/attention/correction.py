@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..merging import kernels, kernels_correction
+from ..merging import kernels
 from ..merging.grid import Grid, fixed
 from ..merging.plan import MergePlan, take_rows, without_autocast
 from .sizes import bias_of
@@ -85,11 +85,11 @@ def fit_correction(
         keys, values = (one.to(q.dtype) for one in made)
         *pair, exact = plan.merge_pair(keys, values)
         sums = _sums_by_kernel(keys, values, exact, plan, heads, scale)
-        if sums is not None and sums.shape[3] <= kernels_correction.RIDGE_WIDEST and not kernels.needs_gradient(q):
+        if sums is not None and sums.shape[3] <= kernels.RIDGE_WIDEST and not kernels.needs_gradient(q):
             (places,) = (rows,) if rows is not None else fixed(_every, q, q.shape[1])
             bias = plan.logits_in(q.dtype)
-            answers = kernels_correction.answered(q, places[0], keys, values, *pair, bias, heads, scale)
-            found = answers and kernels_correction.ridge(q, places[0], answers, sums)
+            answers = kernels.answered(q, places[0], keys, values, *pair, bias, heads, scale)
+            found = answers and kernels.ridge(q, places[0], answers, sums)
             if found:
                 return Fitted(Correction(*found), tuple(pair), True)
         if rows is not None:
@@ -130,7 +130,7 @@ def _sums_by_kernel(
     """`first_order` in parts, ``[P, B*H, d, d]``; None where torch's operators have to do."""
     if kernels.needs_gradient(keys, values) or not kernels.ready_for_halves(keys):
         return None
-    return kernels_correction.first_order(keys, values, plan.group, means, heads, scale / keys.shape[1])
+    return kernels.first_order(keys, values, plan.group, means, heads, scale / keys.shape[1])
 
 
 def _first_order(keys: Tensor, values: Tensor, means: Tensor, plan: MergePlan, heads: int, scale: float) -> Tensor:

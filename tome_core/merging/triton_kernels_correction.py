@@ -255,7 +255,7 @@ def first_order(
     keys: torch.Tensor, values: torch.Tensor, group: torch.Tensor, means: torch.Tensor, span: int, scale: float,
     found: torch.Tensor,
 ) -> None:  # fmt: skip
-    """See `kernels_correction.first_order`; fills ``found``. group: ``[B, N]``, expanded."""
+    """See `kernels.first_order`; fills ``found``. group: ``[B, N]``, expanded."""
     batch, tokens, _ = keys.shape
     spans, programs, width, _ = found.shape
     heads = programs // batch
@@ -272,7 +272,7 @@ def answered(
     merged_values: torch.Tensor, bias: torch.Tensor, span: int, scale: float,
     merged: torch.Tensor, full: torch.Tensor, logs: torch.Tensor,
 ) -> None:  # fmt: skip
-    """See `kernels_correction.answered`; fills ``merged``, ``full`` and ``logs``. bias: ``[B, G]``, expanded."""
+    """See `kernels.answered`; fills ``merged``, ``full`` and ``logs``. bias: ``[B, G]``, expanded."""
     spans, programs, count, width = full.shape
     heads = programs // q.shape[0]
     tiles = triton.cdiv(count, _TOKENS)
@@ -288,7 +288,7 @@ def ridge(
     q: torch.Tensor, rows: torch.Tensor, merged: torch.Tensor, full: torch.Tensor, logs: torch.Tensor,
     first: torch.Tensor, matrix: torch.Tensor, constant: torch.Tensor,
 ) -> None:  # fmt: skip
-    """See `kernels_correction.ridge`; fills ``matrix`` and ``constant``."""
+    """See `kernels.ridge`; fills ``matrix`` and ``constant``."""
     programs, count, width = merged.shape
     _ridge[(programs,)](
         q, rows, merged, full, logs, first, matrix, constant, count, programs // q.shape[0], first.shape[0],
@@ -299,7 +299,7 @@ def ridge(
 def corrected(
     out: torch.Tensor, q: torch.Tensor, matrix: torch.Tensor, constant: torch.Tensor, to: torch.Tensor
 ) -> None:
-    """See `kernels_correction.corrected`; fills ``to``."""
+    """See `kernels.corrected`; fills ``to``."""
     batch, tokens, _ = out.shape
     heads, width = matrix.shape[0] // batch, matrix.shape[2]
     tiles = triton.cdiv(tokens, _TOKENS)

@@ -17,7 +17,7 @@ from tests.samplings import CASE, KEPT, blocks
 from tests.wraps import wraps_of
 from tome_core import MergeConfig
 from tome_core.bench.sd_block import make_block, make_inputs
-from tome_core.merging import kernels, kernels_correction
+from tome_core.merging import kernels
 from tome_core.running import run
 from tome_core.running.keep import Sampling
 from tome_core.unet import parts
@@ -236,7 +236,7 @@ def one_kernel_a_mean(monkeypatch):
     monkeypatch.setattr(kernels, "DEVICES", ("cpu",))
     monkeypatch.setattr(kernels, "ready", lambda x: True)
     monkeypatch.setattr(kernels, "best_keys", lambda *_: None)
-    monkeypatch.setattr(kernels_correction, "corrected", lambda *_: None)
+    monkeypatch.setattr(kernels, "corrected", lambda *_: None)
 
     def means(x, order, offsets, tokens, bias=False, values=None):
         mean = x[: x.shape[0] // tokens * (len(offsets) - 1)].clone()
