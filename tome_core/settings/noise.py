@@ -39,8 +39,18 @@ class SchedulerNoise:
             self._pipeline = partial(SimpleNamespace, scheduler=pipeline.scheduler)
 
     def steps_of(self, values: list[float]) -> list[Step]:
-        """What the scheduler's own ``values``, all that its ``timesteps`` hold, stand for."""
-        return steps_of(self._scheduler(), values)
+        """What the scheduler's own ``values``, all that its ``timesteps`` hold, stand for.
+
+        A scheduler that tells nothing of its noise is taken to count as Stable Diffusion does.
+        """
+        scheduler = self._scheduler()
+        log_snrs = _log_snrs(scheduler, values)
+        if log_snrs is None:
+            return [by_timestep(value) for value in values]
+        own = own_schedule(scheduler) or STABLE_DIFFUSION
+        sigmas = [math.exp(-log_snr / 2) for log_snr in log_snrs]
+        return [Step(round(STABLE_DIFFUSION.timestep_of_sigma(sigma), _DIGITS),
+                     own.percent_of(round(own.timestep_of_sigma(sigma), _DIGITS))) for sigma in sigmas]  # fmt: skip
 
     def step_of(self, value: float) -> Step:
         """The same for one of them, found by its value."""
@@ -67,20 +77,6 @@ def own_schedule(scheduler: Any) -> NoiseSchedule | None:
     if not trained or not torch.is_tensor(betas) or betas.dim() != 1:
         return None
     return NoiseSchedule(tuple(betas.tolist()))
-
-
-def steps_of(scheduler: Any, values: list[float]) -> list[Step]:
-    """What a scheduler's own ``values``, all that its ``timesteps`` hold, stand for.
-
-    A scheduler that tells nothing of its noise is taken to count as Stable Diffusion does.
-    """
-    log_snrs = _log_snrs(scheduler, values)
-    if log_snrs is None:
-        return [by_timestep(value) for value in values]
-    own = own_schedule(scheduler) or STABLE_DIFFUSION
-    sigmas = [math.exp(-log_snr / 2) for log_snr in log_snrs]
-    return [Step(round(STABLE_DIFFUSION.timestep_of_sigma(sigma), _DIGITS),
-                 own.percent_of(round(own.timestep_of_sigma(sigma), _DIGITS))) for sigma in sigmas]  # fmt: skip
 
 
 def _log_snrs(scheduler: Any, values: list[float]) -> list[float] | None:
