@@ -18,7 +18,7 @@ import torch.nn.functional
 from torch import nn
 
 from ..reporting.ledger import when_traced
-from ..sequence import BY_HEAD, BY_TOKEN
+from ..sequence import BY_HEAD, BY_TOKEN, Host
 
 _DISPATCH, _TORCH = "dispatch_attention_fn", "F"
 # whose sequence is the one that `families` tells of, and who call the function once for it
@@ -62,14 +62,11 @@ class Given(NamedTuple):
         return BY_HEAD if self.options.by_head else BY_TOKEN
 
     @property
-    def scale(self) -> float:
-        """By which the function scales."""
-        return self.options.scale or self.q.shape[-1] ** -0.5
-
-    @property
-    def takes_bias(self) -> bool:
-        """Does the function add a bias?"""
-        return (self.options.backend or self.active()) in _TAKES_BIAS
+    def host(self) -> Host:
+        """The function, as `sequence` is told of it."""
+        scale = self.options.scale or self.q.shape[-1] ** -0.5
+        takes_bias = (self.options.backend or self.active()) in _TAKES_BIAS
+        return Host(self.function, self.form, self.form, scale, takes_bias)
 
 
 class _Now(threading.local):

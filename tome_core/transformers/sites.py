@@ -18,7 +18,7 @@ from ..reporting.ledger import when_traced
 from ..reporting.reasons import MASKED, REPLACED
 from ..running.call import Call
 from ..running.operators import NumberedSite
-from ..sequence import BY_HEAD, Host, Layout, SequenceMerging, by_token, in_form
+from ..sequence import BY_HEAD, Layout, SequenceMerging, by_token, in_form
 from . import in_graph
 from .arguments import arguments_of, pack, pick_arguments, unpack
 from .families import Family, Tokens, family_of
@@ -200,8 +200,7 @@ class AttentionSite(NumberedSite):
         grid, count = going.tokens
         layout = Layout(grid, q.shape[1] - count if self.text_first else 0)
         parts = (in_form(one, given.form) for one in (q, k, v))
-        host = Host(given.function, given.form, given.form, given.scale, given.takes_bias)
-        out = going.merging.attend(going.call, self.path, host, *parts, heads, layout, k.shape[2])
+        out = going.merging.attend(going.call, self.path, given.host, *parts, heads, layout, k.shape[2])
         if out is None:
             return given.function(given.q, given.k, given.v, given.mask)
         return out if seen is None else _put_back(out, seen, whole, given.form, heads)
