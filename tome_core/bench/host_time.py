@@ -61,10 +61,12 @@ _CASES: dict[str, tuple[MergeConfig, Callable[[], Iterator[dict[str, Any]]]]] = 
 }  # fmt: skip
 
 
-def make_run(case: str, blocks: int = 1) -> Callable[[], torch.Tensor]:
+def make_run(case: str, blocks: int = 1, tomesd: ModuleType | None = None) -> Callable[[], torch.Tensor]:
     """One call of a UNet of so many blocks, as a host makes it, each time it is called; warmed up."""
     unet, inputs = make_unet(Layout(((1,),) * blocks, (), ())), make_inputs()
-    if case == UNMERGED:
+    if case == TOMESD:
+        tomesd.apply_patch(as_ldm_model(unet), ratio=0.5, use_rand=False)
+    if case in (UNMERGED, TOMESD):
         return _warm(lambda: unet(*inputs))
     config, moments = _CASES[case][0], _CASES[case][1]()
     handle = patch(unet, config, host_clock=True)
@@ -77,12 +79,6 @@ def make_run(case: str, blocks: int = 1) -> Callable[[], torch.Tensor]:
         return unet(*inputs)
 
     return _warm(run)
-
-
-def _tomesd_run(tomesd: ModuleType, blocks: int) -> Callable[[], torch.Tensor]:
-    unet, inputs = make_unet(Layout(((1,),) * blocks, (), ())), make_inputs()
-    tomesd.apply_patch(as_ldm_model(unet), ratio=0.5, use_rand=False)
-    return _warm(lambda: unet(*inputs))
 
 
 def _warm(run: Callable[[], Any]) -> Callable[[], Any]:
@@ -108,9 +104,8 @@ def time_blocks(tomesd: ModuleType | None, repeats: int) -> dict[str, dict[str, 
     median: over rounds, of the difference to that round's unmerged call, because a machine's speed changes.
     tenth: the difference between the 10 % quantiles, which another program's load reaches least.
     """
-    variants = {case: make_run(case, _BLOCKS) for case in (UNMERGED, *_CASES)}
-    if tomesd is not None:
-        variants[TOMESD] = _tomesd_run(tomesd, _BLOCKS)
+    cases = (UNMERGED, *_CASES, *(() if tomesd is None else (TOMESD,)))
+    variants = {case: make_run(case, _BLOCKS, tomesd) for case in cases}
     seconds = _in_turns(variants, repeats)
     plain = seconds.pop(UNMERGED)
     result = {UNMERGED: _each(statistics.median(plain), _tenth(plain))}
