@@ -63,9 +63,8 @@ class TokenMergingHook(ModelHook):
         latent, timestep = of_call(module, args, kwargs)
         if is_captured(latent):
             return self.fn_ref.original_forward(*args, **kwargs)
-        time, goes_back = common_value(timestep), False
-        if time is not None and self._time is not None:
-            goes_back = time > self._time
+        time = common_value(timestep)
+        goes_back = time is not None and self._time is not None and time > self._time
         if goes_back or latent.shape != self._shape:
             self._new_picture()
         self._time, self._shape = time, latent.shape
