@@ -154,11 +154,10 @@ def _corrected(asked: Asked, merging: Merging, plans: Plans) -> Plans:
 def _attended(asked: Asked, merging: Merging, plans: Plans) -> tuple[Attended, int]:
     """The output, and how many queries were asked: merged ones where the rule's side is theirs too."""
     plan, host, tensors = plans.plan, asked.host, asked.tensors
-    if merging.side == "kv":
-        found = attend(host, tensors, plan, merging.sized, plans.correction, plans.merged)
-        return found, tensors.q.shape[1]
-    asking = tensors._replace(q=merged(tensors.q, plan))
+    asking = tensors if merging.side == "kv" else tensors._replace(q=merged(tensors.q, plan))
     found = attend(host, asking, plan, merging.sized, plans.correction, plans.merged)
+    if asking is tensors:
+        return found, tensors.q.shape[1]
     out = by_token(found.out, host.out_form, tensors.q.shape[2])
     whole = plan.unmerge(out.flatten(2)).unflatten(2, out.shape[2:])
     return found._replace(out=in_form(whole, host.out_form)), plan.num_groups
