@@ -17,7 +17,13 @@ Kwargs = dict[str, Any]  # what a call was given besides its tokens (``x``, cont
 
 
 class KnownAttention:
-    """One kind of attention. Without state: one object serves every module of its kind."""
+    """One kind of attention. Without state: one object serves every module of its kind.
+
+    by_attribute: it multiplies by ``module.scale`` however wide the heads are, not by their width to the power -1/2.
+    adds_bias: see `takes_bias`.
+    """
+
+    by_attribute = adds_bias = False
 
     def problem(self, module: nn.Module, kwargs: Kwargs) -> str | None:
         """Why this very call is not what is known; None where it is."""
@@ -37,11 +43,11 @@ class KnownAttention:
 
     def scale(self, module: nn.Module, width: int) -> float:
         """What `attend` multiplies ``q k^T`` with where heads are this wide."""
-        return width**-0.5
+        return float(module.scale) if self.by_attribute else width**-0.5
 
     def takes_bias(self, module: nn.Module, q: Tensor, k: Tensor, kwargs: Kwargs) -> bool:
         """Does `attend` add a bias to the logits, without a detour? Where not, heads are widened instead."""
-        return False
+        return self.adds_bias
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, kwargs: Kwargs) -> Tensor:
         """``softmax(scale q k^T + bias) v``, flat, by the function that would have been called without merging.
@@ -104,16 +110,10 @@ class _AsItIs:
 
 
 class ForwardOnStandIn(KnownAttention):
-    """An attention that lies inside one ``forward(x, context=...)``: that very function is run on a `StandIn`.
-
-    by_attribute: it multiplies by ``self.scale`` however wide the heads are, not by their width to the power -1/2.
-    """
+    """An attention that lies inside one ``forward(x, context=...)``: that very function is run on a `StandIn`."""
 
     def __init__(self, by_attribute: bool) -> None:
         self.by_attribute = by_attribute
-
-    def scale(self, module: nn.Module, width: int) -> float:
-        return float(module.scale) if self.by_attribute else width**-0.5
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, kwargs: Kwargs) -> Tensor:
         """What the module's ``forward`` makes of them; a bias, of those that take one, is its mask ``[B, 1, 1, G]``."""

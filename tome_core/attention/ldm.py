@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
 from . import registry
@@ -19,8 +18,7 @@ class _Sgm(ForwardOnStandIn):
 class _SgmOfTorch(_Sgm):
     """sgm's by torch's function, which gets the mask as it is."""
 
-    def takes_bias(self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, kwargs: Kwargs) -> bool:
-        return True
+    adds_bias = True
 
 
 def register() -> None:

@@ -34,14 +34,13 @@ class _Processor(KnownAttention):
 class _ByTorch(_Processor):
     """``AttnProcessor2_0``: heads are normed where the module has norms, then torch's function."""
 
+    adds_bias = True
+
     def queries(self, module: nn.Module, x: Tensor, kwargs: Kwargs) -> Tensor:
         return _normed(module, module.norm_q, module.to_q(x))
 
     def keys_and_values(self, module: nn.Module, keys: Tensor, values: Tensor, kwargs: Kwargs) -> tuple[Tensor, Tensor]:
         return _normed(module, module.norm_k, module.to_k(keys)), module.to_v(values)
-
-    def takes_bias(self, module: nn.Module, q: Tensor, k: Tensor, kwargs: Kwargs) -> bool:
-        return True
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, kwargs: Kwargs) -> Tensor:
         batch, heads = q.shape[0], module.heads
@@ -71,18 +70,10 @@ class _Invoke(_ByTorch):
         return "its heads have norms" if normed else super().problem(module, kwargs)
 
 
-class _ByOwnScale(_Processor):
-    """Multiplies by the module's scale, however wide its heads are."""
-
-    def scale(self, module: nn.Module, width: int) -> float:
-        return float(module.scale)
-
-
-class _ByScores(_ByOwnScale):
+class _ByScores(_Processor):
     """``AttnProcessor``: the module's own scores, then one product."""
 
-    def takes_bias(self, module: nn.Module, q: Tensor, k: Tensor, kwargs: Kwargs) -> bool:
-        return True
+    by_attribute = adds_bias = True
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, kwargs: Kwargs) -> Tensor:
         q, k, v = (module.head_to_batch_dim(one) for one in (q, k, v))
@@ -106,8 +97,10 @@ class _InSlices(_ByScores):
         return torch.cat(parts)
 
 
-class _ByXformers(_ByOwnScale):
+class _ByXformers(_Processor):
     """``XFormersAttnProcessor``, which gives xformers the module's scale, and never a bias."""
+
+    by_attribute = True
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, kwargs: Kwargs) -> Tensor:
         attention = importlib.import_module("xformers.ops").memory_efficient_attention

@@ -49,9 +49,7 @@ class CrossAttention(nn.Module):
 class _Known(KnownAttention):
     """What the engine has to know of it to merge keys and values inside."""
 
-    def takes_bias(self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, kwargs: dict[str, Any]) -> bool:
-        """Always."""
-        return True
+    adds_bias = True
 
     def attend(
         self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None,
