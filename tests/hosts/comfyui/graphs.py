@@ -8,8 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 SD1 = (768, 0)
-TEXTS = {"sd1": SD1, "sd1_inpainting": SD1, "sd1_wide": SD1, "sd1_growing": SD1, "sd2": (1024, 0), "sdxl": (2048, 1280)}
-
+TEXTS = {  # widths of a prompt's tokens, and of the prompt as a whole
+    "sd1": SD1, "sd1_inpainting": SD1, "sd1_wide": SD1, "sd1_growing": SD1, "sd2": (1024, 0), "sdxl": (2048, 1280),
+    "flux": (64, 768), "sd3": (4096, 2048), "wan": (4096, 0), "krea2": (64, 0),
+}  # fmt: skip
 
 SEEDS = itertools.count(1000)
 
@@ -20,11 +22,14 @@ class Graph:
     Each has a noise seed of its own, because ComfyUI would not sample again what it finds in its cache.
     """
 
-    def __init__(self, model: str = "sd1", size: tuple[int, int] = (128, 128), batch: int = 1, steps: int = 2) -> None:
+    def __init__(
+        self, model: str = "sd1", size: tuple[int, int] = (128, 128), batch: int = 1, steps: int = 2,
+        dtype: str = "default",
+    ) -> None:  # fmt: skip
         self.graph: dict[str, dict] = {}
         self.steps = steps
         self.seed = next(SEEDS)
-        self.model = self.add("UNETLoader", unet_name=f"{model}.safetensors", weight_dtype="default")
+        self.model = self.add("UNETLoader", unet_name=f"{model}.safetensors", weight_dtype=dtype)
         width, pooled = TEXTS[model]
         self.positive = self.add("TestText", width=width, pooled=pooled, seed=1)
         self.negative = self.add("TestText", width=width, pooled=pooled, seed=2)
@@ -73,6 +78,16 @@ class Graph:
     def removed(self, model: list) -> list:
         """Without our merging."""
         return self.add("RemoveToMe", model=model)
+
+
+def of_transformer(kind: str, dtype: str = "default") -> Graph:
+    """A graph whose model is a tiny transformer, of a picture of 512 px or a small film; it is sampled unguided."""
+    graph = Graph(kind, (512, 512), dtype=dtype)
+    if kind == "krea2":
+        graph.model = graph.add("TestLoad", name="krea2.safetensors")
+    if kind == "wan":
+        graph.latent = graph.add("EmptyHunyuanLatentVideo", width=256, height=256, length=13, batch_size=1)
+    return graph
 
 
 def bytes_of(seen: dict, name: str) -> list[str]:

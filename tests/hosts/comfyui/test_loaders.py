@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts.comfyui.graphs import Graph, assert_merged_and_off, bytes_of, report_of
+from tests.hosts.comfyui.graphs import Graph, assert_merged_and_off, bytes_of, of_transformer, report_of
 from tests.hosts.comfyui.running import HERE, make, make_base_beside, make_transformers, serve
 
 PACKS = {
@@ -38,31 +38,15 @@ def beside(request, checkout, base, tmp_path_factory) -> Iterator:
         yield running
 
 
-def of_flux(loader: str, **inputs: str) -> Graph:
-    """A graph whose model is a tiny Flux from this loader."""
-    graph = Graph(size=(512, 512), steps=2)
-    graph.model = graph.add(loader, **inputs)
-    graph.positive = graph.negative = graph.add("TestText", width=64, pooled=768, seed=1)
-    return graph
-
-
 @pytest.mark.parametrize("beside", ["COMFYUI_GGUF"], indirect=True)
 def test_a_gguf_transformer_merges_and_off_again_is_the_same_bytes(beside):
-    graph = of_flux("UnetLoaderGGUF", unet_name="flux.gguf")
+    graph = of_transformer("flux")
+    half, graph.model = graph.model, graph.add("UnetLoaderGGUF", unet_name="flux.gguf")
     applied = graph.strength(strength=0.5)
-    graph.sample("off", graph.strength(strength=0.0), cfg=1.0)
+    graph.sample_all({"half": half, "off": graph.strength(strength=0.0)}, cfg=1.0)
     seen = assert_merged_and_off(beside, graph, applied, MERGED, cfg=1.0)
     assert bytes_of(seen, "plain") == bytes_of(seen, "off")
-
-
-@pytest.mark.parametrize("beside", ["COMFYUI_GGUF"], indirect=True)
-def test_the_gguf_transformer_is_in_eight_bits(beside):
-    """Else the test above would be one of plain weights."""
-    graph = of_flux("UNETLoader", unet_name="flux.safetensors", weight_dtype="default")
-    graph.sample("half", cfg=1.0)
-    graph.sample("eight bits", graph.add("UnetLoaderGGUF", unet_name="flux.gguf"), cfg=1.0)
-    seen = beside.good(graph.graph)
-    assert bytes_of(seen, "half") != bytes_of(seen, "eight bits")
+    assert bytes_of(seen, "plain") != bytes_of(seen, "half"), "else this would be a test of plain weights"
 
 
 def sage(graph: Graph, model: list) -> list:
@@ -72,10 +56,7 @@ def sage(graph: Graph, model: list) -> list:
 @pytest.mark.parametrize("kind", ["UNet", "transformer"])
 @pytest.mark.parametrize("beside", ["COMFYUI_KJNODES"], indirect=True)
 def test_sage_attention_and_merging_are_the_same_in_both_orders(beside, kind):
-    if kind == "UNet":
-        graph, cfg = Graph(size=(256, 256)), 7.0
-    else:
-        graph, cfg = of_flux("UNETLoader", unet_name="flux.safetensors", weight_dtype="default"), 1.0
+    graph, cfg = (Graph(size=(256, 256)), 7.0) if kind == "UNet" else (of_transformer("flux"), 1.0)
     half = {"strength": 0.5, "end": 0.5}  # a step that merges, and one that is the node's alone
     merged, sage_first = graph.strength(**half), graph.strength(sage(graph, graph.model), **half)
     graph.sample_all({"own": graph.model, "merged alone": merged, "sage first": sage_first}, cfg=cfg)
@@ -92,10 +73,7 @@ def test_sage_attention_and_merging_are_the_same_in_both_orders(beside, kind):
 def test_blocks_that_are_swapped_out_merge_and_off_again_are_the_same_bytes(beside):
     """The pack moves blocks between main memory and a card. Here the first is all there is, so its node swaps out all
     of them: what is seen is that its hook runs and merging neither holds a block nor misses one."""
-    graph = Graph(size=(256, 256), steps=2)
-    graph.model = graph.add("UNETLoader", unet_name="wan.safetensors", weight_dtype="default")
-    graph.positive = graph.negative = graph.add("TestText", width=4096, pooled=0, seed=1)
-    graph.latent = graph.add("EmptyHunyuanLatentVideo", width=256, height=256, length=13, batch_size=1)
+    graph = of_transformer("wan")
 
     def swapped(model: list) -> list:
         return graph.add("nativeWanVideoBlockSwap", model=model, blocks_to_swap=40, offload_img_emb=False,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts.comfyui.graphs import Graph, bytes_of, report_of
+from tests.hosts.comfyui.graphs import Graph, bytes_of, of_transformer, report_of
 from tests.hosts.comfyui.running import make_base_beside, make_transformers, serve
 
 PACKS = {
@@ -20,9 +20,7 @@ PACKS = {
     "COMFYUI_WANVIDEOWRAPPER": "ComfyUI-WanVideoWrapper",
 }  # fmt: skip
 MERGED = {"flux": "1101 tokens -> ", "sd3": "1101 tokens -> ", "wan": "1024 tokens -> ", "krea2": "1101 tokens -> "}
-TEXTS = {"flux": (64, 768), "sd3": (4096, 2048), "wan": (4096, 0), "krea2": (64, 0)}  # widths of a token, of a prompt
 BLOCKS = {"flux": 4, "sd3": 4, "wan": 3, "krea2": 2}
-STEPS = 2
 
 
 @pytest.fixture(scope="module")
@@ -39,20 +37,6 @@ def host(checkout, base, tmp_path_factory) -> Iterator:
 def needs(name: str) -> pytest.MarkDecorator:
     """The checkout of a pack, which the server has."""
     return pytest.mark.skipif(name not in os.environ, reason=f"needs a checkout of {PACKS[name]}: set {name}")
-
-
-def of(kind: str, dtype: str = "default") -> Graph:
-    """A graph whose model is a tiny transformer, of a picture of 512 px or a small film."""
-    graph = Graph(size=(512, 512), steps=STEPS)
-    if kind == "krea2":
-        graph.model = graph.add("TestLoad", name="krea2.safetensors")
-    else:
-        graph.model = graph.add("UNETLoader", unet_name=f"{kind}.safetensors", weight_dtype=dtype)
-    width, pooled = TEXTS[kind]
-    graph.positive = graph.negative = graph.add("TestText", width=width, pooled=pooled, seed=1)
-    if kind == "wan":
-        graph.latent = graph.add("EmptyHunyuanLatentVideo", width=256, height=256, length=13, batch_size=1)
-    return graph
 
 
 def swapping_changes_nothing(host, graph: Graph, told: str, node: str, **values) -> dict:
@@ -88,16 +72,16 @@ def swapping_changes_nothing(host, graph: Graph, told: str, node: str, **values)
     ("flux", "default"), ("sd3", "default"), ("wan", "default"), ("flux", "fp8_e4m3fn"),
 ])  # fmt: skip
 def test_blocks_that_are_elsewhere_while_they_do_not_run(host, kind, dtype):
-    graph = of(kind, dtype)
+    graph = of_transformer(kind, dtype)
     seen = swapping_changes_nothing(host, graph, MERGED[kind], "TestSwap", of="blocks")
     assert len(seen["swaps"]) == 6
-    assert all(one == [BLOCKS[kind], BLOCKS[kind] * STEPS, BLOCKS[kind]] for one in seen["swaps"]), seen["swaps"]
+    assert all(one == [BLOCKS[kind], BLOCKS[kind] * graph.steps, BLOCKS[kind]] for one in seen["swaps"]), seen["swaps"]
 
 
 @pytest.mark.parametrize("kind", ["flux", "sd3", "wan"])
 def test_models_loaded_in_part_with_a_lora(host, kind):
     """The LoRA is then added where a weight is used, and is in no weight."""
-    graph = of(kind)
+    graph = of_transformer(kind)
     graph.model = graph.add("TestLora", model=graph.model, strength=1.0)
     seen = swapping_changes_nothing(host, graph, MERGED[kind], "TestInPart", share=0.9)
     assert len(seen["swaps"]) == 6 and all(freed > 0.5 and waiting for freed, waiting in seen["swaps"]), seen["swaps"]
@@ -106,7 +90,7 @@ def test_models_loaded_in_part_with_a_lora(host, kind):
 @pytest.mark.parametrize("dtype", ["fp8_e4m3fn", "fp8_e5m2"])
 @pytest.mark.parametrize("kind", ["flux", "sd3", "wan"])
 def test_weights_in_eight_bits(host, kind, dtype):
-    graph = of(kind, dtype)
+    graph = of_transformer(kind, dtype)
     whole = graph.add("UNETLoader", unet_name=f"{kind}.safetensors", weight_dtype="default")
     lora = graph.add("TestLora", model=graph.model, strength=1.0)
     applied = {"merged": graph.strength(strength=0.5), "merged with a LoRA": graph.strength(lora, strength=0.5)}
@@ -128,7 +112,7 @@ def test_weights_in_eight_bits(host, kind, dtype):
 @pytest.mark.parametrize("kind", ["krea2", "wan"])
 def test_beside_krea2_block_swap(host, kind):
     """Its hooks are on the blocks while the model runs. Here they move weights to where these are already."""
-    swapping_changes_nothing(host, of(kind), MERGED[kind], "Krea2BlockSwap", blocks_to_swap=2)
+    swapping_changes_nothing(host, of_transformer(kind), MERGED[kind], "Krea2BlockSwap", blocks_to_swap=2)
     assert f"swapping 2/{BLOCKS[kind]} blocks" in host.log.read_text()
 
 
@@ -136,14 +120,14 @@ def test_beside_krea2_block_swap(host, kind):
 @pytest.mark.parametrize("kind", ["flux", "wan"])
 def test_beside_uni_block_swap(host, kind):
     """It puts a list of its own in the place of the model's blocks, in every branch."""
-    swapping_changes_nothing(host, of(kind), MERGED[kind], "UniBlockSwap", num_blocks=1)
+    swapping_changes_nothing(host, of_transformer(kind), MERGED[kind], "UniBlockSwap", num_blocks=1)
     assert "preload prefix [0,1)" in host.log.read_text()
 
 
 @needs("COMFYUI_WANVIDEOWRAPPER")
 def test_a_model_of_wan_video_wrapper_cannot_be_connected(host):
     """It swaps blocks of a model that is no MODEL, and ComfyUI says so before anything runs."""
-    graph = of("wan")
+    graph = of_transformer("wan")
     loaded = graph.add("WanVideoModelLoader", model="wan.safetensors", base_precision="fp32", quantization="disabled",
                        load_device="main_device")  # fmt: skip
     graph.add("TestSink", model=graph.strength(loaded))
@@ -153,7 +137,7 @@ def test_a_model_of_wan_video_wrapper_cannot_be_connected(host):
 
 def test_a_unet_whose_layers_are_elsewhere_is_measured_where_it_computes(host):
     """As on a card, where ComfyUI leaves weights in main memory and brings each to its layer's call."""
-    graph = Graph(size=(256, 256), steps=STEPS)
+    graph = Graph(size=(256, 256))
     swapped = graph.add("TestSwap", model=graph.model, of="layers")
     applied = graph.strength(swapped, strength=0.8)
     preview = {"model": applied, "latent": graph.sample("merged", applied), "measure": True}
