@@ -2,7 +2,6 @@
 transformers, as they are and through the nodes, and prints what came of it as JSON, a line for each model."""
 
 # ruff: noqa: E402
-import contextlib
 import hashlib
 import importlib
 import json
@@ -17,13 +16,10 @@ import comfy.options
 
 comfy.options.enable_args_parsing()
 
-import comfy.lora
 import comfy.model_detection
-import comfy.model_management
 import comfy.sample
 import comfy.sd
 import torch
-from comfy.model_patcher import ModelPatcher
 from comfy_api.torch_helpers import set_torch_compile_wrapper
 from comfy_extras.nodes_easycache import EasyCacheNode
 from comfy_extras.nodes_torch_compile import skip_torch_compile_dict
@@ -135,19 +131,6 @@ def with_lora(model, seed=3):
     return other
 
 
-@contextlib.contextmanager
-def short_of_memory():
-    """From now on models are loaded in part: what does not fit is cast, and patched, where it is used."""
-    real = ModelPatcher.load
-    comfy.model_management.unload_all_models()
-    ModelPatcher.load = lambda self, device, *args, **kwargs: real(self, device, 2_000_000, full_load=False)
-    try:
-        yield
-    finally:
-        ModelPatcher.load = real
-        comfy.model_management.unload_all_models()
-
-
 def compiled(model):
     """As TorchCompileModel does it, without a compiler."""
     other = model.clone()
@@ -168,14 +151,10 @@ def known(name):
 
 
 def held(name):
-    """In eight bits, in part, and compiled."""
+    """In eight bits, and compiled."""
     eight = load(name, torch.float8_e4m3fn)
     seen = {"fp8": error(sample(apply(eight), name), sample(eight, name))}
-    with short_of_memory():
-        model = load(name)
-        lora = with_lora(model)
-        seen["in part"] = error(sample(apply(lora), name), sample(lora, name))
-        seen["left out"] = model.model.model_lowvram
+    model = load(name)
     merged = apply(model)
     branches = [compiled(merged), compiled(model), apply(compiled(model))]  # the first is what is compiled
     seen["compiled"] = [error(sample(one, name), sample(model, name)) for one in branches]
