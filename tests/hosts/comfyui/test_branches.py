@@ -101,12 +101,3 @@ def test_an_interrupt_in_mid_sampling_leaves_nothing_patched(comfy):
     assert any(message[0] == "execution_interrupted" for message in history["status"]["messages"])
     assert re.search(r"ToMe: \d+ of 30 steps, ", seen["texts"][-1][1])
     assert 2 <= len(seen["calls"]) < 30 and seen["patched"] == 0
-
-
-def test_a_start_behind_the_end_leaves_the_model_unchanged_and_the_node_says_so(comfy):
-    graph = Graph(steps=1)
-    wrong = graph.apply(start=0.8, end=0.2)
-    graph.sample_all({"plain": graph.model, "wrong": wrong})
-    seen = comfy.good(graph.graph)
-    assert bytes_of(seen, "plain") == bytes_of(seen, "wrong")
-    assert report_of(seen, wrong).endswith("start=0.8 lies after end=0.2; swap them")

@@ -14,7 +14,7 @@ SKIPS = {"reuse_threshold": 3.0, "start_percent": 0.0, "end_percent": 0.9, "verb
 
 
 @pytest.mark.parametrize("skipper", SKIPPERS)
-def test_the_report_counts_the_calls_that_were_computed(comfy, skipper):
+def test_the_report_counts_the_calls_that_were_computed_and_is_in_the_history(comfy, skipper):
     graph = Graph(steps=6)
     applied = graph.apply()
     skipping = graph.add(skipper, model=applied, **SKIPS)
@@ -24,8 +24,9 @@ def test_the_report_counts_the_calls_that_were_computed(comfy, skipper):
     history = comfy.wait(comfy.queue(graph.graph))
     seen = comfy.state()
     calls = len(seen["calls"])
-    (data,) = history["outputs"][preview[0]]["tome_report"]
-    assert report_of(seen, applied).startswith(f"ToMe: 6 steps, {calls} of them computed, ")
+    (text,), (data,) = (history["outputs"][preview[0]][name] for name in ("text", "tome_report"))
+    said = f"ToMe: 6 steps, {calls} of them computed, "
+    assert report_of(seen, applied).startswith(said) and said in text
     finest = data["levels"][0]
     merged = sum(kind["calls"] for phase in finest["phases"] for kind in phase["merged"])
     assert 0 < calls < graph.steps and merged == calls * finest["blocks"]

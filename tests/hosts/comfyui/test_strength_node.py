@@ -77,14 +77,6 @@ def test_kept_matches_do_not_pass_from_one_sampling_to_the_next(comfy):
     assert bytes_of(first, "other") == bytes_of(second, "other") != bytes_of(second, "always anew")
 
 
-def test_strength_0_is_the_plain_picture(comfy):
-    graph = Graph(size=SIZE, steps=1)
-    off = graph.strength(strength=0)
-    graph.sample_all({"plain": graph.model, "off": off})
-    seen = comfy.good(graph.graph)
-    assert bytes_of(seen, "plain") == bytes_of(seen, "off") and "ToMe is off" in report_of(seen, off)
-
-
 def test_one_node_may_serve_both_passes_of_a_hires_fix(comfy):
     graph = Graph(size=SIZE, steps=1)
     applied = graph.apply(**settings_of(0.75) | {"min_pixels": 300 * 300})
@@ -116,39 +108,9 @@ def test_one_wrong_value_is_one_error_on_one_input_before_anything_runs(comfy, k
     assert [error["extra_info"]["input_name"] for error in errors] == [next(iter(values))]
 
 
-def test_settings_that_do_not_go_together_are_left_out_and_said_once(comfy):
-    graph = Graph(steps=1)
-    odd = graph.apply(method="downsample", early_ratio=0.9)
-    graph.sample_all({"odd": odd, "plain downsampling": graph.apply(method="downsample")})
-    seen = comfy.good(graph.graph)
-    (said,) = reports_of(seen, graph.graph[odd[0]]["inputs"]["settings"])
-    assert said.startswith("ToMe Settings, left out: early_ratio=0.9 is not used by method='downsample'")
-    assert bytes_of(seen, "odd") == bytes_of(seen, "plain downsampling")
-
-
 def test_inputs_of_another_version_are_named_and_left_out(comfy):
     graph = Graph(steps=1)
     older = graph.strength(preset="fast", of_a_link=graph.latent)
     graph.sample("older", older)
     seen = comfy.good(graph.graph)
     assert "unknown to this version of the node: of_a_link, preset" in report_of(seen, older)
-
-
-def test_in_a_subgraph_the_report_is_at_its_node_too(comfy):
-    """The page runs a subgraph's nodes under ids such as 12:5."""
-    graph = Graph(steps=1)
-    graph.graph["12:5"] = {"class_type": "ApplyToMe", "inputs": {"model": graph.model}}
-    graph.sample("inside", ["12:5", 0])
-    seen = comfy.good(graph.graph)
-    texts = {number: text for number, text in seen["texts"] if number.startswith("12")}
-    assert set(texts) == {"12:5", "12"} and texts["12:5"] == texts["12"] and texts["12"].startswith("ToMe: 1 step")
-
-
-def test_with_a_preview_the_report_is_in_the_history(comfy):
-    graph = Graph(steps=1)
-    applied = graph.strength()
-    preview = graph.add("ToMePreview", model=applied, latent=graph.sample("latent", applied))
-    history = comfy.wait(comfy.queue(graph.graph))
-    (text,), (data,) = (history["outputs"][preview[0]][name] for name in ("text", "tome_report"))
-    assert "ToMe: 1 step, nothing merged" in text
-    assert data["format"] == 1 and data["calls"] and data["levels"][0]["downsample"] == 1
