@@ -13,6 +13,8 @@ from tests.hosts.webui.running import HALF, PAYING, SAVED, TWICE, as_text, merge
 from tests.webui_doubles import custom
 from tome_core.settings.presets import MARKS
 
+BUILT_IN = {"override_settings": {"token_merging_ratio": 0.5}}
+
 
 @pytest.fixture(autouse=True)
 def clean(webui):
@@ -32,31 +34,29 @@ def test_the_script_is_there_and_lists_its_arguments(webui):
 
 @pytest.mark.parametrize("args", [(), (False,), (True, 0), (custom(0),)])
 def test_off_and_strength_zero_are_bit_identical_to_the_webui_without_us(webui, without, args):
-    assert without["plain"] == without["plain again"]
-    assert webui.draw(*args).pixels == without["plain"]
-    assert webui.draw(*args, hires=True).pixels == without["hires"]
+    assert webui.draw(*args).pixels == without.draw_once().pixels
+    assert webui.draw(*args, hires=True).pixels == without.draw_once(hires=True).pixels
     assert "ToMe" not in webui.draw(*args).infotext
 
 
-def test_on_merges_says_so_and_the_picture_after_it_is_bit_identical(webui, without):
-    start = len(webui.said())
+def test_on_merges_says_so_and_the_picture_after_it_is_bit_identical(twins, webui):
+    assert twins.law(HALF) == f"3 steps, {SAVED}"
     on = webui.draw(HALF)
-    assert on.pixels != without["plain"] and "ToMe: 0.5 v1; ratio=0.5; " in on.infotext
-    assert merged_in(on) == [(1, 256, 128, 128)] and f"ToMe: 3 steps, {SAVED}" in webui.said(start)
+    assert "ToMe: 0.5 v1; ratio=0.5; " in on.infotext and merged_in(on) == [(1, 256, 128, 128)]
     assert webui.draw(HALF).pixels == on.pixels
-    assert webui.draw().pixels == without["plain"]
 
 
 def test_hires_only_leaves_the_first_pass_bit_identical(webui, without):
+    expected, first_pass = without.draw(hires=True), without.state()["upscaled"][-1:]
     webui.state()
     start = len(webui.said())
     done = webui.draw({**HALF, "where": "hires pass"}, hires=True)
-    assert done.pixels != without["hires"]
-    assert webui.state()["upscaled"][-1:] == without["first pass"]
+    assert done.pixels != expected.pixels
+    assert webui.state()["upscaled"][-1:] == first_pass
     assert f"first pass: left alone; hires pass: 2 steps, {SAVED}" in webui.said(start)
     assert merged_in(done, "hires pass") == [(1, 576, 288, 288)]
     webui.draw(HALF, hires=True)
-    assert webui.state()["upscaled"][-1:] != without["first pass"]
+    assert webui.state()["upscaled"][-1:] != first_pass
 
 
 def test_img2img_merges(webui):
@@ -112,7 +112,7 @@ def test_a_moved_setting_acts_on_the_next_picture_that_says_nothing(webui, witho
         assert webui.draw(**PAYING).ours == ["ToMe: 0.6 v1"]
     finally:
         webui.ask("/sdapi/v1/options", {"tome_enabled": False, "tome_strength": 0.5})
-    assert webui.draw().pixels == without["plain"]
+    assert webui.draw().pixels == without.draw_once().pixels
 
 
 def test_a_strength_merges_the_second_level_where_the_picture_is_large(webui):
@@ -139,8 +139,9 @@ def test_matches_are_kept_for_no_other_pass_and_no_other_picture(twins, webui):
 
 def test_a_picture_too_small_to_pay_is_left_alone_with_the_built_in_merging_and_the_answer_says_why(twins, without):
     assert "nothing merged: " in twins.law(True, 0.75, merges=False)
-    done = twins.webui.draw(True, 0.75, override_settings={"token_merging_ratio": 0.5})
-    assert done.pixels == without["built-in"] and not done.ours and "Token merging ratio: 0.5" in done.infotext
+    done = twins.webui.draw(True, 0.75, **BUILT_IN)
+    assert done.pixels == without.draw_once(**BUILT_IN).pixels
+    assert not done.ours and "Token merging ratio: 0.5" in done.infotext
     line = done.report["line"]
     assert "nothing merged: " in line and line.endswith("the webui's own merging (0.5) stays on")
 
@@ -153,41 +154,37 @@ WRONG = ['true, "0.5"', "true, NaN", "true, 1e400", "true, -Infinity", 'true, {"
 def test_no_value_is_an_error_of_the_server_and_the_picture_is_unmerged(webui, without, values):
     start = len(webui.said())
     done = webui.draw("HERE", raw=('"HERE"', values))
-    assert done.pixels == without["plain"] and "ToMe" not in done.infotext
+    assert done.pixels == without.draw_once().pixels and "ToMe" not in done.infotext
     line = done.report["line"]
     assert "a setting is wrong: " in line and line in webui.said(start) and not done.report["merged"]
 
 
 def test_the_built_in_merging_is_off_while_ours_is_on_and_as_ever_otherwise(webui, without):
-    built_in = {"override_settings": {"token_merging_ratio": 0.5}}
-    assert webui.draw(**built_in).pixels == without["built-in"] != without["plain"]
-    both = webui.draw(HALF, **built_in)
+    built_in = without.draw_once(**BUILT_IN).pixels
+    assert webui.draw(**BUILT_IN).pixels == built_in != without.draw_once().pixels
+    both = webui.draw(HALF, **BUILT_IN)
     assert both.pixels == webui.draw(HALF).pixels and "Token merging ratio" not in both.infotext
-    assert webui.draw(**built_in).pixels == without["built-in"]
+    assert webui.draw(**BUILT_IN).pixels == built_in
 
 
-def test_the_refiners_model_merges_too(webui):
+def test_the_refiners_model_merges_too(twins, without):
     more = {"refiner_checkpoint": "second", "refiner_switch_at": 0.5, "steps": 4}
-    plain = webui.draw(**more)
-    start = len(webui.said())
-    done = webui.draw(HALF, **more)
-    assert done.pixels != plain.pixels and "Refiner" in done.infotext
-    assert f"ToMe: 4 steps, {SAVED}" in webui.said(start)
-    assert webui.draw(**more).pixels == plain.pixels
+    assert "Refiner" in without.draw_once(**more).infotext
+    assert twins.law(HALF, **more) == f"4 steps, {SAVED}"
 
 
 def test_an_interrupted_job_leaves_nothing(webui, without):
     stopped = webui.draw(HALF, prompt="a lake, interrupt", steps=6)
     assert stopped.pixels
     assert webui.state()["patched"] == 0
-    assert webui.draw().pixels == without["plain"]
+    assert webui.draw().pixels == without.draw_once().pixels
 
 
 @pytest.mark.parametrize("job", [{"prompt": "a lake, fail"}, {"prompt": "a lake, fail hires", "hires": True}], ids=str)
 def test_an_exception_leaves_nothing_that_the_next_picture_shows(webui, without, job):
     with pytest.raises(urllib.error.HTTPError):
         webui.draw(HALF, **job)
-    assert webui.draw().pixels == without["plain"]
+    assert webui.draw().pixels == without.draw_once().pixels
 
 
 def test_skipping_and_interrupting_from_outside(webui, without):
@@ -197,7 +194,7 @@ def test_skipping_and_interrupting_from_outside(webui, without):
         time.sleep(1.5)
         webui.ask(f"/sdapi/v1/{path}", {})
         worker.join()
-    assert webui.draw().pixels == without["plain"]
+    assert webui.draw().pixels == without.draw_once().pixels
 
 
 def test_the_merge_map_is_one_more_picture(webui, without):
