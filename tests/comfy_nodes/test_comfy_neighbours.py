@@ -1,4 +1,4 @@
-"""Beside packs that cannot be installed here, by what they do to a model: tiles, frames, whole-model wrappers."""
+"""Beside packs that cannot be installed here, by what they do to a model: frames, stand-ins, whole-model wrappers."""
 
 from __future__ import annotations
 
@@ -6,34 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.comfy_doubles import Guider, ModelPatcher, apply, checkpoint, least_checkpoint, noted, with_compile
+from tests.comfy_doubles import Guider, apply, checkpoint, least_checkpoint, noted, with_compile
 from tests.doubles import ComfyBlock
-from tests.models import inputs
-
-
-def call(patcher: ModelPatcher, x: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-    """One call of the model, as Tiled Diffusion makes several in a step."""
-    with torch.no_grad():
-        options = {"wrappers": {"apply_model": patcher.wrappers["apply_model"]}}
-        return patcher.model.apply_model(x, torch.full((len(x),), 3.0), text, options)
-
-
-def test_tiles_of_one_step_do_not_share_what_merges():
-    """Tiled Diffusion, MultiDiffusion: tiles of equal and unequal size, at one time, one after the other."""
-    applied = apply(checkpoint())
-    picture, text = inputs(4, 1, 24, 40)
-    tiles = [picture[..., :16, :16], picture[..., 8:, 16:32], picture[..., :24, 20:], picture[..., :16, 24:]]
-    together = [call(applied, tile, text) for tile in tiles]
-    alone = [call(apply(checkpoint()), tile, text) for tile in tiles]
-    assert all(torch.equal(one, other) for one, other in zip(together, alone, strict=True))
-
-
-def test_a_picture_does_not_depend_on_the_sampling_before_it():
-    """Ultimate SD Upscale: many samplings with one model, tile after tile."""
-    applied = apply(checkpoint())
-    first = Guider(applied).sample(steps=2)
-    Guider(applied).sample(steps=3, size=(8, 24))
-    assert torch.equal(Guider(applied).sample(steps=2), first)
 
 
 class TemporalTransformer3DModel(nn.Module):

@@ -20,7 +20,6 @@ from tests.comfy_loader import load_pack
 from tests.host_folders import Installed, call_install, make_folder
 from tests.hosts.comfyui.page import overlapping
 from tests.hosts.comfyui.workflows import WORKFLOWS, workflow
-from tome_core.settings.rule import DOWNSAMPLES
 
 ROOT = Path(__file__).parents[2]
 LANGUAGES = ("en", "zh", "ja")
@@ -172,8 +171,3 @@ def test_the_registry_is_told_a_publisher_and_a_name():
     tomllib = pytest.importorskip("tomllib")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     assert project["tool"]["comfy"]["PublisherId"] and project["tool"]["comfy"]["DisplayName"]
-
-
-def test_the_levels_of_the_node_are_the_engines():
-    levels = NODE_CLASS_MAPPINGS["ToMeSettings"].INPUT_TYPES()["optional"]["level"][0]
-    assert levels == ["automatic", *(f"up to /{downsample}" for downsample in DOWNSAMPLES)]

@@ -152,12 +152,8 @@ def test_inputs_of_another_version_are_named_and_do_no_harm(server):
 
 def test_settings_are_in_their_documented_order_and_none_is_called_seed():
     """Widgets are saved by position: a new one in their midst would give each one behind it its neighbour's value."""
-    first = [
-        "ratio", "level", "min_pixels", "method", "merge_what", "merge_crossattn", "merge_mlp", "sx", "sy", "use_rand",
-        "merge_seed", "early_ratio", "early_until", "proportional", "metric", "refine", "query_ratio", "keep",
-        "only_if_it_pays", "deep_mlp",
-    ]  # fmt: skip
-    assert [*ToMeSettings.INPUT_TYPES()["optional"]][: len(first)] == first
+    names = [*ToMeSettings.INPUT_TYPES()["optional"]]
+    assert names == [name for name in form.NAMES if name not in ("start", "end")] and "seed" not in names
 
 
 @pytest.mark.parametrize("strength", [0.1, *MARKS.values()])
@@ -167,24 +163,14 @@ def test_the_settings_can_say_all_of_a_strength(strength):
     assert queued(ToMeSettings, values)[1] == []
 
 
-def test_a_new_nodes_values_are_the_engines_defaults_and_none_need_be_given():
-    values = {name: facts["default"] for name, (_, facts) in settings_types().items()}
-    assert ToMeSettings().settings(**values) == ToMeSettings().settings() == (MergeConfig(),)
-    assert queued(ToMeSettings, values)[1] == queued(ToMeSettings, {})[1] == []
+def test_choices_ranges_defaults_steps_and_tooltips_are_the_engines_and_none_need_be_given():
+    assert ToMeSettings().settings() == (MergeConfig(),) and queued(ToMeSettings, {})[1] == []
     json.dumps(settings_types())
-
-
-@pytest.mark.parametrize("other", ["early_ratio", "deep_mlp"])
-def test_beside_a_ratio_of_0_early_and_mlp_ratios_count_as_its_help_says(other):
-    assert ToMeSettings().settings(ratio=0.0)[0].is_off
-    assert not ToMeSettings().settings(**{"ratio": 0.0, other: 0.5})[0].is_off
-
-
-def test_ranges_defaults_steps_and_tooltips_are_the_engines():
     settings = {setting.get("known_as", setting["name"]): setting for setting in describe_settings()}
-    for name, (_, facts) in settings_types().items():
+    for name, (kind, facts) in settings_types().items():
         setting = settings[name]
         if "shown" in setting:
+            assert kind == [*setting["shown"]]
             assert facts["tooltip"] == setting["help"] and facts["default"] == setting["shown"][0] == "automatic"
             continue
         if name == "early_ratio":  # a number that can be left open: -1, which is below its range

@@ -107,7 +107,7 @@ def test_an_inner_sampling_that_breaks_off_leaves_the_outer_one_as_it_was(error)
 
 
 def test_a_call_outside_of_any_sampling_merges_and_leaves_nothing():
-    applied = branch(least_checkpoint())
+    applied = branch(least_checkpoint(), **HALF, keep=1000.0)
     before = traces(applied.model)
     x, text = inputs(4, 2, 8, 8)
     outs = []
@@ -116,3 +116,4 @@ def test_a_call_outside_of_any_sampling_merges_and_leaves_nothing():
             options = {"wrappers": {"apply_model": wrappers}}
             outs.append(applied.model.apply_model(x, torch.full((2,), 3.0), text, options))
     assert not torch.equal(*outs) and traces(applied.model) == before
+    assert not the_handle(applied).run.sampling._plans
