@@ -40,14 +40,6 @@ def test_odd_sizes_and_batches_merge_or_step_aside(comfy, size, batch):
     print(report_of(seen, applied))
 
 
-def test_a_model_without_such_blocks_passes_through(comfy):
-    graph = Graph()
-    applied = graph.apply(graph.add("TestFlux"))
-    graph.add("TestSink", model=applied)
-    seen = comfy.good(graph.graph)
-    assert "stepped aside, the model is unchanged" in report_of(seen, applied)
-
-
 def test_offloaded_and_loaded_again_it_merges_as_before(comfy):
     first, second = Graph(), Graph()
     for graph in (first, second):

@@ -379,18 +379,6 @@ class TestIPAdapter(Node):
         return {"image_proj": projection, "ip_adapter": layers}, draw(1, 64), draw(1, 64)
 
 
-class TestFlux(Node):
-    """A model without LDM blocks."""
-
-    INPUTS = {}
-
-    def run(self):
-        model = torch.nn.Module()
-        model.diffusion_model = torch.nn.Sequential(torch.nn.Linear(4, 4))
-        cpu = torch.device("cpu")
-        return (comfy.model_patcher.ModelPatcher(model, load_device=cpu, offload_device=cpu),)
-
-
 class TestSink(Node):
     """Makes ComfyUI run what leads to a model."""
 
@@ -404,7 +392,7 @@ class TestSink(Node):
 
 keep_texts()
 NODES = (
-    TestText, TestProbe, TestKeep, TestKeepImage, TestCompile, TestLora, TestMasks, TestControl, TestGligen, TestFlux,
-    TestSink, TestEncode, TestVAE, TestPicture, TestIPAdapter, TestInPart, TestSwap, TestLoad,
+    TestText, TestProbe, TestKeep, TestKeepImage, TestCompile, TestLora, TestMasks, TestControl, TestGligen, TestSink,
+    TestEncode, TestVAE, TestPicture, TestIPAdapter, TestInPart, TestSwap, TestLoad,
 )  # fmt: skip
 NODE_CLASS_MAPPINGS = {node.__name__: node for node in NODES}
