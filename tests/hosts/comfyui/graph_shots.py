@@ -14,7 +14,7 @@ from pathlib import Path
 from PIL import Image
 
 from tests.hosts.comfyui.page import GraphPage
-from tests.hosts.comfyui.running import ROOT, make, make_base, serve
+from tests.hosts.comfyui.running import ROOT, make_base, run_script, serve
 from tests.hosts.comfyui.workflows import WORKFLOWS, made_small, workflow
 
 DOCS = ROOT / "comfy_nodes" / "docs"
@@ -46,7 +46,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as driver:
         base = Path(folder)
         make_base(checkout, base, "tome_core")
-        make("make_checkpoints.py", checkout, base / "models" / "checkpoints")
+        run_script(checkout, "make_checkpoints.py", base / "models" / "checkpoints")
         browser = driver.chromium.launch(executable_path=chromium, headless=True, args=["--no-sandbox"])
         with serve(checkout, base) as comfy:
             page = GraphPage(browser, comfy, SIZE)

@@ -94,24 +94,19 @@ def host_python() -> str:
     return os.environ.get("COMFYUI_PYTHON", sys.executable)
 
 
-def run_script(checkout: Path, script: str, *arguments: str) -> str:
+def run_script(checkout: Path, script: str, *arguments: object) -> str:
     """What ComfyUI's Python says that runs one of the scripts beside this file; AssertionError where it fails."""
-    command = [host_python(), str(HERE / script), *arguments]
+    command = [host_python(), str(HERE / script), *map(str, arguments)]
     done = subprocess.run(command, cwd=checkout, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
-
-
-def make(script: str, checkout: Path, folder: Path) -> None:
-    """Let one of them write its random weights into a folder."""
-    run_script(checkout, script, str(folder))
 
 
 def make_transformers(checkout: Path, base: Path) -> Path:
     """Tiny transformers among a base's models, made once; the folder."""
     models = base / "models" / "diffusion_models"
     if not (models / "flux.safetensors").exists():
-        make("make_transformers.py", checkout, models)
+        run_script(checkout, "make_transformers.py", models)
     return models
 
 
@@ -132,7 +127,7 @@ def make_base(checkout: Path, base: Path, pack_name: str) -> None:
         (base / "custom_nodes" / pack_name).symlink_to(ROOT, target_is_directory=True)
     models = base / "models" / "diffusion_models"
     if not models.exists():
-        make("make_models.py", checkout, models)
+        run_script(checkout, "make_models.py", models)
 
 
 @contextlib.contextmanager

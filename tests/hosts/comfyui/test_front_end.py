@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from tests.hosts.comfyui.page import GraphPage, overlapping
-from tests.hosts.comfyui.running import make, make_base, serve
+from tests.hosts.comfyui.running import make_base, run_script, serve
 from tests.hosts.comfyui.workflows import WORKFLOWS, made_small, workflow
 
 # pixels a side; as small as merging pays on a CPU
@@ -27,7 +27,7 @@ def furnished(checkout, base, chromium, tmp_path_factory):
     (folder / "models").mkdir()
     (folder / "models" / "diffusion_models").symlink_to(base / "models" / "diffusion_models")
     make_base(checkout, folder, "tome_core")
-    make("make_checkpoints.py", checkout, folder / "models" / "checkpoints")
+    run_script(checkout, "make_checkpoints.py", folder / "models" / "checkpoints")
     with serve(checkout, folder) as running:
         yield running
     shutil.rmtree(folder / "models" / "checkpoints")

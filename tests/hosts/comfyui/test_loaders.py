@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.hosts.comfyui.graphs import Graph, assert_merged_and_off, bytes_of, of_transformer, report_of
-from tests.hosts.comfyui.running import HERE, make, make_base_beside, make_transformers, serve
+from tests.hosts.comfyui.running import HERE, make_base_beside, make_transformers, run_script, serve
 
 PACKS = {
     "COMFYUI_GGUF": "ComfyUI-GGUF", "COMFYUI_KJNODES": "ComfyUI-KJNodes",
@@ -30,7 +30,7 @@ def beside(request, checkout, base, tmp_path_factory) -> Iterator:
         pytest.skip(f"needs a checkout of {PACKS[request.param]}: set {request.param}")
     models = make_transformers(checkout, base)
     if request.param == "COMFYUI_GGUF":
-        make("make_gguf.py", checkout, models)
+        run_script(checkout, "make_gguf.py", models)
     folder = tmp_path_factory.mktemp("loader")
     packs = (Path(named).resolve(), HERE / "sage_stand_in")
     make_base_beside(checkout, base, folder, {pack.name: pack for pack in packs})

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from tests.hosts.comfyui.graphs import Graph, assert_merged_and_off, bytes_of, report_of, reports_of
-from tests.hosts.comfyui.running import make, make_base_beside, serve
+from tests.hosts.comfyui.running import make_base_beside, run_script, serve
 
 LEFT_OUT = "of attention left out"
 
@@ -97,7 +97,7 @@ def test_ipadapter_with_a_mask(beside, size, batch, everything):
 
 def test_animatediff_animates_and_the_pictures_tokens_merge(beside, checkout, base):
     comfy = beside("ComfyUI-AnimateDiff-Evolved")
-    make("make_motion.py", checkout, base / "models")
+    run_script(checkout, "make_motion.py", base / "models")
     graph = Graph("sd1_wide", size=(128, 128), batch=3, steps=1)
     motion = graph.add("ADE_LoadAnimateDiffModel", model_name="motion.safetensors")
     motions = graph.add("ADE_ApplyAnimateDiffModelSimple", motion_model=motion)

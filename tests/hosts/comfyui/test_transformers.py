@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.hosts.comfyui.running import ROOT, make, run_script
+from tests.hosts.comfyui.running import ROOT, run_script
 
 # what a trial without a correction, which matched anew at every call, missed at a sixteenth of the keys
 TRIAL = {"flux": 0.079, "sd3": 0.084, "wan": 0.025}
@@ -26,8 +26,8 @@ OTHERS = {  # what their reports say
 def seen(checkout, tmp_path_factory) -> dict[str, Any]:
     """What `sample_transformers.py` tells of each model."""
     folder = tmp_path_factory.mktemp("transformers")
-    make("make_transformers.py", checkout, folder)
-    told = run_script(checkout, "sample_transformers.py", str(folder), str(ROOT))
+    run_script(checkout, "make_transformers.py", folder)
+    told = run_script(checkout, "sample_transformers.py", folder, ROOT)
     return {one["model"]: one for one in map(json.loads, told.splitlines())}
 
 

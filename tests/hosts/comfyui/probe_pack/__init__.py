@@ -391,8 +391,4 @@ class TestSink(Node):
 
 
 keep_texts()
-NODES = (
-    TestText, TestProbe, TestKeep, TestKeepImage, TestCompile, TestLora, TestMasks, TestControl, TestGligen, TestSink,
-    TestEncode, TestVAE, TestPicture, TestIPAdapter, TestInPart, TestSwap, TestLoad,
-)  # fmt: skip
-NODE_CLASS_MAPPINGS = {node.__name__: node for node in NODES}
+NODE_CLASS_MAPPINGS = {name: one for name, one in [*globals().items()] if name.startswith("Test")}
