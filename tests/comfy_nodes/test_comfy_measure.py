@@ -94,15 +94,6 @@ def test_what_merges_is_said_to_gain_in_the_report_on_that_sampling(server, cost
     assert shown["ui"]["tome_report"][0]["gains"][0]["ratio"] == 1.25
 
 
-def test_what_does_not_pay_rests_and_the_report_says_why(server, costs):
-    costs(1.07)
-    plain = Guider(checkpoint()).sample(steps=3, size=SIZE)
-    patcher = checkpoint()
-    drawn(patcher=patcher)
-    assert torch.equal(drawn(patcher=patcher), plain)
-    assert "nothing merged: measured: a merged call took 1.07 times an unmerged one at 16x16" in last(server)[0]
-
-
 def test_weights_may_wait_elsewhere_than_where_their_layers_run(server, costs):
     """As ComfyUI keeps them on a card: in main memory, and each comes with its layer's call."""
     made, patcher = costs(0.5), checkpoint()

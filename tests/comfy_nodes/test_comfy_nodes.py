@@ -17,7 +17,7 @@ from comfy_nodes.nodes import RemoveToMe, ToMePreview
 from comfy_nodes.percent import percent_of
 from tests.comfy_doubles import BaseModel, DiscreteSampling, Guider, ModelPatcher, apply, checkpoint, noted
 from tests.traces import traces
-from tome_core.reporting.report_text import MOST_LINES, percent
+from tome_core.reporting.report_text import MOST_LINES
 
 
 def sample(patcher: ModelPatcher, **options) -> torch.Tensor:
@@ -139,15 +139,6 @@ def test_the_node_shows_what_one_sampling_merged_and_its_first_line_says_it_all(
     assert any("256 tokens -> 128" in line for line in more) and len(more) < MOST_LINES
 
 
-def test_the_share_left_out_is_that_of_all_levels(server):
-    applied = apply(checkpoint(), level="up to /8")
-    sample(applied, steps=1)
-    (handle,) = host.attached(applied)._patches.values()
-    phases = handle.report().phases
-    share = 1 - sum(one.work_left for one in phases) / sum(one.work_full for one in phases)
-    assert len(phases) > 1 and server.texts[-1][1].startswith(f"ToMe: 1 step, {percent(share)} of attention left out")
-
-
 def test_the_log_has_one_line_a_sampling(caplog):
     with caplog.at_level("INFO"):
         sample(apply(checkpoint(), start=0.5), steps=4)
@@ -158,15 +149,6 @@ def test_the_log_has_one_line_a_sampling(caplog):
 def test_where_nothing_merged_the_first_line_says_why(server):
     sample(apply(checkpoint(), min_pixels=10**6), steps=1)
     assert server.texts[-1][1].startswith("ToMe: 1 step, nothing merged: the picture is smaller than min_pixels")
-
-
-def test_a_report_has_ten_lines_at_most_and_says_where_the_rest_is(server):
-    applied = apply(checkpoint())
-    merging = host.attached(applied)
-    merging._beside = tuple(f"line {number}" for number in range(20))
-    sample(applied, steps=1)
-    *_, last = lines = merging.lines()
-    assert len(lines) == MOST_LINES and "its JSON form" in last
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])

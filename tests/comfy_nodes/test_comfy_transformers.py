@@ -229,5 +229,3 @@ def test_a_preview_asks_for_a_map_of_the_picture():
     sample(merged)
     ((downsample, found),) = merging.maps().values()
     assert downsample == 2 and tuple(found.grid[:2]) == (12, 16) and found.group.shape[-1] == 192
-
-

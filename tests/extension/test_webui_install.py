@@ -1,4 +1,4 @@
-"""Three ways in: cloned into `extensions/`, "Install from URL", and `install.py webui DIR`."""
+"""Ways in: cloned into `extensions/`, as "Install from URL" does too, and `install.py webui DIR`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 
 from install import WEBUI
-from tests.host_folders import Installed, call_install, make_folder
+from tests.host_folders import Installed, make_folder
 from tests.webui_doubles import Webui, custom
 from tests.webui_modules import ROOT
-
-NOT_CLONED = shutil.ignore_patterns(".*", "__pycache__", "tests", "demo", "shared", "benchmarks")
 
 
 @pytest.fixture
@@ -33,17 +31,9 @@ def works(webui, place: Path) -> None:
 
 def test_a_clone_in_extensions_works(webui, tmp_path):
     place = make_folder(WEBUI, tmp_path) / "extensions" / "sd-tome.core"
-    shutil.copytree(ROOT, place, ignore=NOT_CLONED)
+    left_out = shutil.ignore_patterns(".*", "__pycache__", "tests", "demo", "shared", "benchmarks")
+    shutil.copytree(ROOT, place, ignore=left_out)
     works(webui, place)
-
-
-def test_install_from_url_calls_install_py_bare_with_the_webuis_folder_as_its_own(tmp_path):
-    folder = make_folder(WEBUI, tmp_path)
-    place = folder / "extensions" / "tome_core"
-    shutil.copytree(ROOT, place, ignore=NOT_CLONED)
-    done = call_install(cwd=folder, root=place)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    assert not (ROOT / "requirements.txt").exists()
 
 
 class TestInstall(Installed):

@@ -73,16 +73,6 @@ def test_what_pays_merges_from_the_next_picture_on_and_after_a_restart(webui, co
     assert torch.equal(webui.job(True, 0.5).latents, second.latents)
 
 
-def test_what_does_not_pay_is_off_and_the_note_says_why(webui, costs):
-    costs(1.07)
-    webui.shared.opts.data["tome_measure"] = True
-    plain = webui.job().latents
-    webui.job(True, 0.5)
-    after = webui.job(True, 0.5)
-    assert torch.equal(after.latents, plain)
-    assert "nothing merged: measured: a merged call took 1.07 times an unmerged one at 16x16" in after.comments
-
-
 @pytest.mark.slow
 def test_passes_are_measured_each_and_what_fails_costs_no_picture(webui, costs, monkeypatch):
     made = costs(0.5)
