@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 import torch
@@ -54,15 +56,13 @@ def test_its_second_text_input_is_made_of_the_whole_prompt(xl):
         return args, {**kwargs, "encoder_hidden_states": torch.zeros_like(kwargs["encoder_hidden_states"])}
 
     blocks = [module for name, module in xl.unet.named_modules() if name.endswith("attn2")]
-    hooks = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in blocks]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for module in blocks:
+            hooks.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
         for word in range(WORDS.shape[1]):
             others = WORDS.clone()
             others[:, word] = prompt.NULL_TOKEN
             assert not torch.allclose(predicted(xl, others), predicted(xl), atol=1e-4), word
-    finally:
-        for handle in hooks:
-            handle.remove()
 
 
 def test_stable_diffusions_layout_looks_at_no_sizes():
@@ -129,14 +129,11 @@ def _keys_per_width(subject: SceneSubject, variant: str) -> dict[int, set[int]]:
     def note(module, args, keys):
         seen[module.in_features].add(keys.shape[1])
 
-    hooks = [module.to_k.register_forward_hook(note)
-             for name, module in subject.network.named_modules() if name.endswith("attn1")]  # fmt: skip
-    try:
-        with torch.inference_mode(), VARIANTS[variant].put_on(subject.network, 0):
-            subject.predict(subject.noised(0, 2, 900))
-    finally:
-        for handle in hooks:
-            handle.remove()
+    with contextlib.ExitStack() as hooks, torch.inference_mode(), VARIANTS[variant].put_on(subject.network, 0):
+        for name, module in subject.network.named_modules():
+            if name.endswith("attn1"):
+                hooks.enter_context(module.to_k.register_forward_hook(note))
+        subject.predict(subject.noised(0, 2, 900))
     return seen
 
 

@@ -21,7 +21,7 @@ import pytest
 
 from tests import checkout
 from tests.gradio_panel.page import Page
-from tests.gradio_panel.serving import OPENER, wait_until_ready
+from tests.gradio_panel.serving import OPENER, free_port, wait_until_ready
 from tome_core import form
 
 pytestmark = pytest.mark.slow  # an environment with gradio, and a browser
@@ -55,9 +55,7 @@ def page_command(copy, *options):
 @contextlib.contextmanager
 def started(copy, folder, *options, **environment):
     """The page's address and its process, as a user starts it, from a folder not ours and with no way to others."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = page_command(copy, "--no-browser", "--port", str(port), "--device", "cpu", *options)
     away = {"HTTP_PROXY": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9", "OMP_NUM_THREADS": "1"}
     variables = {**os.environ, **away, **environment}

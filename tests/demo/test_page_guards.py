@@ -15,26 +15,42 @@ ELSEWHERE = "https://elsewhere.example"
 JSON = "application/json"
 
 
-def asked(path=JOIN, method="POST", kind="http", host="127.0.0.1:7860", **headers):
-    """(status, text) of a request; (200, "") where it gets through to the page."""
+def answer(guard, scope, body=b"", parts=1):
+    """(status, text) of a request with a body in so many parts; what gets through gives (200, the body as it came)."""
+    step = -(-len(body) // parts) or 1
+    waiting = [{"type": "http.request", "body": body[at : at + step], "more_body": at + step < len(body)}
+               for at in range(0, max(len(body), 1), step)]  # fmt: skip
     told = []
+
+    async def receive():
+        return waiting.pop(0) if waiting else {"type": "http.disconnect"}
 
     async def send(message):
         told.append(message)
 
     async def app(scope, receive, send):
-        await send({"type": "http.response.start", "status": 200, "headers": []})
+        read, more = b"", True
+        while more:
+            message = await receive()
+            read, more = read + message["body"], message["more_body"]
+        await send({"type": "http.response.start", "status": 200})
+        await send({"type": "http.response.body", "body": read})
 
-    raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in {"host": host, **headers}.items()]
-    scope = {"type": kind, "path": path, "headers": raw} | ({"method": method} if kind == "http" else {})
-    asyncio.run(page_guards.Own(app)(scope, None, send))
+    asyncio.run(guard(app)(scope, receive, send))
     first, *rest = told
     if first["type"] == "websocket.close":
         return 403, first["reason"]
-    text = b"".join(one["body"] for one in rest)
-    if rest:
+    text = rest[0]["body"]
+    if first["status"] != 200:
         assert dict(first["headers"])[b"content-length"] == str(len(text)).encode()
     return first["status"], text.decode()
+
+
+def asked(path=JOIN, method="POST", kind="http", host="127.0.0.1:7860", **headers):
+    """The answer to a request whose body nobody looks at."""
+    raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in {"host": host, **headers}.items()]
+    scope = {"type": kind, "path": path, "headers": raw} | ({"method": method} if kind == "http" else {})
+    return answer(page_guards.Own, scope)
 
 
 @pytest.mark.parametrize("headers", [
@@ -113,29 +129,9 @@ def test_what_is_no_request_passes():
 
 
 def sent(body, parts=1):
-    """(status, text) of a request with a body in so many parts; what gets through gives (200, the body as it came)."""
-    step = -(-len(body) // parts) or 1
-    waiting = [{"type": "http.request", "body": body[at : at + step], "more_body": at + step < len(body)}
-               for at in range(0, max(len(body), 1), step)]  # fmt: skip
-    told = []
-
-    async def receive():
-        return waiting.pop(0) if waiting else {"type": "http.disconnect"}
-
-    async def send(message):
-        told.append(message)
-
-    async def app(scope, receive, send):
-        read, more = b"", True
-        while more:
-            message = await receive()
-            read, more = read + message["body"], message["more_body"]
-        await send({"type": "http.response.start", "status": 200})
-        await send({"type": "http.response.body", "body": read})
-
+    """The answer to a request with this body."""
     scope = {"type": "http", "headers": [(b"content-length", b"%d" % len(body))]}
-    asyncio.run(page_guards.Finite(app)(scope, receive, send))
-    return told[0]["status"], told[1]["body"].decode()
+    return answer(page_guards.Finite, scope, body, parts)
 
 
 @pytest.mark.parametrize("parts", [1, 3])
