@@ -36,16 +36,10 @@ def test_no_choice_is_refused_beside_any_strength(webui, strength):
 
 @pytest.mark.parametrize(("given", "why"), [
     ({"only_if_it_pays": True}, "so few tokens"), ({"start": 0.99}, "outside the rules' time range"),
-    ({"min_pixels": 10**6}, "smaller than min_pixels"),
+    ({"min_pixels": 10**6}, "smaller than min_pixels"), ({"strength": 0}, "strength 0, left alone"),
+    ({"where": "hires pass"}, "left alone, because only the hires pass is to merge, and there is none"),
 ], ids=str)  # fmt: skip
 def test_a_picture_equal_to_plain_claims_nothing_and_says_why(webui, given, why):
     done = webui.job({**ON, **given})
     assert done.latents.equal(webui.job().latents) and done.infotexts == [""]
     assert report(done)["merged"] is False and why in report(done)["line"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "values"), [("keep", (30, 30.0)), ("strength", (1, 1.0)), ("sx", (3, 3.0))])
-def test_one_key_whose_text_is_the_same_from_page_and_api(webui, name, values):
-    texts = {webui.job({**ON, name: value}).infotexts[0] for value in values}
-    assert len(texts) == 1 and texts.pop().count("ToMe") == 1

@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from tests.thoroughness import some_quick
 from tests.webui_doubles import Processing, report
 
 FREE = {"enabled": True, "only_if_it_pays": False}  # the double's pictures have few tokens
@@ -20,14 +21,6 @@ def test_nothing_is_said_and_nothing_merges_where_nobody_asks(webui):
     assert (done.infotexts, done.comments, done.extra_generation_params) == ([""], "", {})
 
 
-def test_strength_0_is_off_bit_for_bit_and_more_changes_more(webui):
-    plain = webui.job().latents
-    off = webui.job({**FREE, "strength": 0})
-    assert off.latents.equal(plain) and off.infotexts == [""] and report(off)["line"] == "strength 0, left alone"
-    far = [float((webui.job({**FREE, "strength": one}).latents - plain).abs().mean()) for one in (0.02, 0.3, 1.0)]
-    assert 0 < far[0] < far[1] < far[2]
-
-
 def test_arguments_count_by_name_and_by_place(webui):
     by_place = webui.job(True, 0.7, "hires pass", enable_hr=True)
     by_name = webui.job({"enabled": True, "strength": 0.7, "where": "hires pass"}, enable_hr=True)
@@ -36,12 +29,6 @@ def test_arguments_count_by_name_and_by_place(webui):
     assert names[:4] == ("enabled", "strength", "where", "own")
     values = dict.fromkeys(names) | {**FREE, "strength": 0.7, "own": True}
     assert webui.job(*values.values()).infotexts == webui.job({**FREE, "strength": 0.7}).infotexts
-
-
-def test_a_pass_that_there_is_not_merges_nothing(webui):
-    without = webui.job({**FREE, "where": "hires pass"})
-    assert report(without)["line"] == "left alone, because only the hires pass is to merge, and there is none"
-    assert without.infotexts == [""] and without.latents.equal(webui.job().latents)
 
 
 def test_a_moved_setting_acts_on_the_next_job_that_does_not_say_otherwise(webui):
@@ -71,18 +58,10 @@ def test_a_page_gives_every_value_so_that_its_panel_is_what_counts(webui):
     assert webui.job(False, 0.5, "everywhere").extra_generation_params == {}
 
 
-def test_a_nonsensical_strength_is_told_and_the_picture_is_unmerged(webui):
-    """Whoever says it; which values are nonsense is a law of the engine's inputs."""
-    plain = webui.job().latents
-    for done in (webui.job(True, "0.5"), webui.job({"enabled": True, "strength": float("nan")}),
-                 webui.job(True, override_settings={"tome_strength": 10**400})):  # fmt: skip
-        assert done.latents.equal(plain) and done.infotexts == [""]
-        assert "is no number from 0 to 1" in report(done)["line"] and "is no number from 0 to 1" in done.comments
-        json.dumps(done.extra_generation_params, allow_nan=False)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("args", "message"), [
+@pytest.mark.parametrize("case", some_quick([
+    ((True, "0.5"), "is no number from 0 to 1"),
+    (({"enabled": True, "strength": float("nan")},), "is no number from 0 to 1"),
+    ((True,), "is no number from 0 to 1"),  # what the settings of the request say
     (("yes",), "enabled='yes' is str; use true or false"),
     ((1,), "enabled=1 is int"),
     ((True, 0.5, "hires"), "where='hires' is not possible; use one of everywhere, first pass, hires pass"),
@@ -90,11 +69,13 @@ def test_a_nonsensical_strength_is_told_and_the_picture_is_unmerged(webui):
     (({"enabled": True, "ratios": 1},), "there is no ratios to set; there are: enabled, strength, where"),
     (({"enabled": True, 1: 1},), "there is no 1 to set"),
     ((True,) + (None,) * 30, "31 values were given; there are 27: enabled, strength"),
-])  # fmt: skip
-def test_wrong_arguments_are_told_and_the_picture_is_unmerged(webui, args, message):
-    done = webui.job(*args)
+], 3))  # fmt: skip
+def test_wrong_arguments_are_told_and_the_picture_is_unmerged(webui, case):
+    args, message = case
+    done = webui.job(*args, override_settings={"tome_strength": 10**400})
     assert message in report(done)["line"] and message in done.comments
-    assert report(done)["merged"] is False and done.latents.equal(webui.job().latents)
+    assert report(done)["merged"] is False and done.latents.equal(webui.job().latents) and done.infotexts == [""]
+    json.dumps(done.extra_generation_params, allow_nan=False)
 
 
 def test_what_does_not_go_together_is_left_out_with_a_sentence_and_the_rest_merges(webui):

@@ -13,7 +13,8 @@ from tome_core import form
 
 # the webui's own pattern and its splitting of values such as 2x2, as facts
 PAIR = re.compile(r'\s*(\w[\w \-/]+):\s*("(?:\\.|[^\\"])+"|[^,]*)(?:,|$)')
-WISHES = [(True, 0.5), (True, 0.33, "hires pass"), (custom(where="first pass", sx=3, level="up to /2", end=0.8),)]
+# whole numbers, which a page may give as 30.0
+WISHES = [(True, 1), (True, 0.33, "hires pass"), (custom(where="first pass", sx=3, keep=30, level="up to /2"),)]
 NONSENSE = ["", "much", "0.5", "0.5 v99", "nan v1", "1e400 v1", "2 v1", "-1 v1", "0.5 v-1", "v1", "9" * 5000 + " v1"]
 
 

@@ -32,9 +32,8 @@ def plain(webui, **more):
     return done
 
 
-def passes(webui, *args, **more):
-    """Which passes (first, hires) merged."""
-    p = Processing(webui, args, enable_hr=True, **more)
+def passes(webui, p):
+    """Which passes (first, hires) of a job merge."""
     webui.process(p)
     records = webui.part("merging").job_of(p).records
     return tuple(any(one.merged_anything for one in getattr(records.get(hires), "reports", ()))
@@ -57,16 +56,9 @@ def test_off_strength_zero_and_wrong_values_are_bit_identical_to_no_extension(we
     ("everywhere", (True, True)), ("first pass", (True, False)), ("hires pass", (False, True)),
 ])  # fmt: skip
 def test_each_choice_of_where(webui, where, merged):
-    assert passes(webui, custom(where=where)) == merged
-
-
-def test_the_hires_pass_alone_leaves_the_first_bit_identical(webui):
-    without = Processing(webui, (False,), enable_hr=True)
-    expected = webui.process(without)
-    p = Processing(webui, (custom(where="hires pass"),), enable_hr=True)
-    done = webui.process(p)
-    assert torch.equal(p.first, without.first)
-    assert not torch.equal(done.latents, expected.latents)
+    without, p = (Processing(webui, args, enable_hr=True) for args in ((False,), (custom(where=where),)))
+    assert passes(webui, p) == merged and passes(webui, without) == (False, False)
+    assert torch.equal(p.first, without.first) != merged[0]
 
 
 def test_every_step_of_every_batch_merges(webui):
@@ -94,17 +86,6 @@ def test_all_webuis_give_the_same_picture(monkeypatch, flavour):
         pictures.append(webui.job(*ON, enable_hr=True).latents)
         webui.call("script_unloaded")
     assert torch.equal(*pictures)
-
-
-def test_an_exception_leaves_a_patch_that_the_next_job_takes_off(webui):
-    def fail(step):
-        raise RuntimeError("out of memory")
-
-    expected = plain(webui)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        webui.job(*ON, at_step=fail)
-    assert merges(webui.unet), "the webui calls nothing after an exception"
-    assert torch.equal(webui.job(False).latents, expected.latents)
 
 
 @only_a1111
@@ -206,7 +187,7 @@ def test_an_active_sd_unet_and_hypertile_are_left_alone_and_named(webui):
 @only_a1111
 def test_hypertile_in_the_second_pass_only_stops_the_second_pass(webui):
     webui.shared.opts.data["hypertile_enable_unet_secondpass"] = True
-    assert passes(webui, *ON) == (True, False)
+    assert passes(webui, Processing(webui, ON, enable_hr=True)) == (True, False)
 
 
 def test_a_foreign_forward_left_on_the_blocks_keeps_working(webui):

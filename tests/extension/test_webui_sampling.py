@@ -46,7 +46,6 @@ class TiledDenoiser(Denoiser):
         return torch.cat(tiles, dim=3)
 
 
-
 @pytest.fixture(params=FLAVOURS)
 def flavour(request):
     return request.param

@@ -58,13 +58,6 @@ def test_being_installed_twice_is_said_and_only_one_works(webui, tmp_path, capsy
     assert "installed twice" in capsys.readouterr().out
 
 
-def test_nothing_of_the_state_dict_changes(webui):
-    keys = list(webui.unet.state_dict())
-    seen = []
-    webui.job(*ON, at_step=lambda step: seen.append(list(webui.unet.state_dict())))
-    assert all(one == keys for one in seen)
-
-
 def test_the_shim_works_without_the_webuis_settings(webui):
     """Started with --nowebui, no settings tab is ever built."""
     del webui.shared.opts
