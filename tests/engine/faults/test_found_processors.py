@@ -7,7 +7,7 @@ Those that diffusers ships are `attention/test_conformance_diffusers_unknown.py`
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,22 +18,13 @@ from torch import nn
 
 import tome_core
 from tests.diffusers_processors import of_diffusers
-from tests.models import call_unet, inputs, merge_with_self, on_small, small
+from tests.models import BY_NAME, call_case, call_unet, inputs, merge_with_self, on_small, small
 
 PRESETS = ("balanced", "quality")
-EARLY, LATE = 900, 100
-SAMPLES = 6  # halves, thirds, and pairs of frames: what processors cut a batch into
+LATE = 100
+run = partial(call_case, BY_NAME["sd15"], timestep=LATE)
 
 every_preset = pytest.mark.parametrize("name", PRESETS)
-
-
-def run(model: nn.Module, timestep: int = LATE, batch: int = SAMPLES, first: torch.Tensor | None = None):
-    """The picture; first: another latent for the first sample."""
-    x, text = inputs(4, batch, 16, 16)
-    if first is not None:
-        x[0] = first
-    with torch.no_grad():
-        return call_unet(model, x, timestep, text)
 
 
 def selves(model: nn.Module) -> list[nn.Module]:
@@ -82,20 +73,6 @@ class Sharpened:
         return attn.to_out[0](out.transpose(1, 2).flatten(2))
 
 
-class Derived(AttnProcessor2_0):
-    """A known class with something of a user's own in it: where no context is given, it looks at another sample."""
-
-    def __call__(self, attn, hidden_states, encoder_hidden_states=None, *args: Any, **kwargs: Any):
-        if encoder_hidden_states is None:
-            encoder_hidden_states = hidden_states.roll(1, 0)
-        return super().__call__(attn, hidden_states, encoder_hidden_states, *args, **kwargs)
-
-
-UNKNOWN: dict[str, Callable[[], Any]] = {
-    "Storing": lambda: Storing([]), "Sharpened": lambda: Sharpened(0.7), "Derived": Derived}  # fmt: skip
-every_unknown = pytest.mark.parametrize("kind", UNKNOWN)
-
-
 def with_processors(processor: Any) -> nn.Module:
     model = small()
     model.set_attn_processor(processor)
@@ -103,32 +80,6 @@ def with_processors(processor: Any) -> nn.Module:
 
 
 # --- what holds for all of them --------------------------------------------------------------------------------------
-
-
-@every_unknown
-def test_an_unknown_attention_merges_queries_keys_and_values_together_and_is_named(kind: str):
-    """At most half of them at any time, because its merged keys do not know how many tokens they stand for."""
-    model = with_processors(UNKNOWN[kind]())
-    plain = run(model, LATE)
-    with tome_core.patch(model, on_small("balanced")) as handle:
-        run(model, EARLY)
-        merged = run(model, LATE)
-        report = handle.report()
-    level = report.levels[0]
-    assert level.tokens and all(tokens / 2 <= queries == keys < tokens for tokens, queries, keys in level.tokens)
-    assert not torch.equal(merged, plain)
-    assert kind in str(report) and any(kind in route for route in level.routes)
-
-
-@every_unknown
-def test_an_unknown_attention_whose_tokens_merge_with_themselves_alone_changes_no_bit(kind: str, monkeypatch):
-    """What it is called with is what it is called with without us."""
-    model = with_processors(UNKNOWN[kind]())
-    plain = run(model)
-    merge_with_self(monkeypatch)
-    with tome_core.patch(model, on_small("balanced")) as handle:
-        assert torch.equal(run(model), plain)
-    assert handle.report().merged_anything
 
 
 @every_preset
@@ -151,23 +102,6 @@ def test_patching_runs_no_module_and_a_call_runs_each_attention_once(name: str, 
 
 
 # --- what single ones are for ----------------------------------------------------------------------------------------
-
-
-@every_preset
-@pytest.mark.parametrize("kind", ["CrossFrameAttnProcessor", "CrossFrameAttnProcessor2_0"])
-@pytest.mark.parametrize("timestep", [EARLY, LATE])
-def test_the_first_frame_goes_on_deciding_about_the_second(kind: str, name: str, timestep: int):
-    """Text2Video-Zero: every frame looks at the first one's keys. Samples are frames of a prompt and of none."""
-    model = with_processors(of_diffusers(kind)(batch_size=2))
-    other = torch.randn(4, 16, 16, generator=torch.Generator().manual_seed(9))
-
-    def influence() -> float:
-        one, two = (run(model, timestep, 4, first)[1] for first in (None, other))
-        return ((one - two).norm() / one.norm()).item()
-
-    unmerged = influence()
-    with tome_core.patch(model, on_small(name)):
-        assert influence() > 0.3 * unmerged > 0
 
 
 @every_preset
@@ -232,21 +166,6 @@ def test_two_processors_of_one_class_behave_as_themselves_and_may_change_their_m
             scales.reverse()
             mixed()
             scales.reverse()
-
-
-@every_preset
-def test_projections_may_be_fused_and_unfused_while_a_patch_is_on(name: str):
-    model = small()
-    with tome_core.patch(model, on_small(name)) as handle:
-        first, level = run(model), handle.report().levels[0]
-        model.fuse_qkv_projections()
-        handle.reset_counts()
-        run(model)
-        assert handle.report().levels[0].calls_merged
-        model.unfuse_qkv_projections()
-        handle.reset_counts()
-        assert torch.equal(run(model), first)
-        assert handle.report().levels[0] == level
 
 
 # --- other people's replacements of forward --------------------------------------------------------------------------
