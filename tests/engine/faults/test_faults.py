@@ -1,14 +1,15 @@
 """The twenty faults of tomesd 0.1.3 that were found by running it: each is right here.
 
-The numbers are tomesd's list. 01, 09, 10 and 14 (keywords, equal calls, the global generator, pickles) are laws of
-every family, test_patch_contract.py; 08, masks, is test_stepping_aside.py; 11, gradients under checkpointing, is
-test_gradients.py; 12 and 13, compilers, are test_compile.py; 15, 16 and 19, odd grids, refusals and settings that reach
-nothing, are test_families.py.
+The numbers are tomesd's list. 01, 03, 09, 10, 14 and 18 (keywords, adaptive norms, equal calls, the global generator,
+pickles, destinations at every batch) are laws of every family, test_patch_contract.py; 08, masks, is
+test_stepping_aside.py; 11, gradients under checkpointing, is test_gradients.py; 12 and 13, compilers, are
+test_compile.py; 15, 16 and 19, odd grids, refusals and settings that reach nothing, are test_families.py.
 """
 
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -16,14 +17,10 @@ from diffusers.models.attention import BasicTransformerBlock
 from torch import nn
 
 import tome_core
-from tests.models import TEXT, call_gligen, call_unet, gligen, inputs, merge_with_self, sd15, seeded
+from tests.models import BY_NAME, TEXT, call_case, call_gligen, call_unet, gligen, inputs, merge_with_self, sd15, seeded
 from tome_core import MergeConfig
 
-
-def run(model, batch=2):
-    x, text = inputs(4, batch, 16, 16)
-    with torch.no_grad():
-        return call_unet(model, x, 10, text)
+run = partial(call_case, BY_NAME["sd15"], timestep=10)
 
 
 class OneBlock(nn.Module):
@@ -80,16 +77,7 @@ def test_02_a_block_takes_every_argument_it_took_before():
     assert not torch.equal(merged, vanilla)
 
 
-def test_03_adaptive_norms_work(each_with_itself):
-    model = one_block(norm_type="ada_norm_single")
-    modulation = torch.linspace(-1, 1, 6 * 64).expand(2, -1)
-    vanilla = call_block(model, timestep=modulation)
-    tome_core.apply_patch(model, **each_with_itself)
-    assert torch.equal(call_block(model, timestep=modulation), vanilla)
-    assert tome_core.report(model).levels[0].calls_merged == 3
-
-
-def test_04_gligen_keeps_its_fuser(monkeypatch):
+def test_04_gligen_keeps_its_fuser():
     """tomesd skips it without a word."""
     model = gligen()
     fusers = [module for name, module in model.named_modules() if name.endswith(".fuser")]
@@ -98,14 +86,9 @@ def test_04_gligen_keeps_its_fuser(monkeypatch):
     for fuser in fusers:
         fuser.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
     with torch.no_grad():
-        vanilla = call_gligen(model, x, 10, text)
+        call_gligen(model, x, 10, text)
         before, lengths[:] = list(lengths), []
-        with monkeypatch.context() as context:
-            merge_with_self(context)
-            tome_core.apply_patch(model, merge_mlp=True)
-            assert torch.equal(call_gligen(model, x, 10, text), vanilla) and lengths == before
-        tome_core.apply_patch(model)
-        lengths.clear()
+        tome_core.apply_patch(model, merge_mlp=True)
         with_boxes, without = call_gligen(model, x, 10, text), call_unet(model, x, 10, text)
     assert lengths == before, "the fuser sees every token"
     assert (with_boxes - without).abs().max() > 1e-3
@@ -154,12 +137,6 @@ def test_17_a_ratio_over_the_cap_is_clamped_and_said(ratio: float, caplog):
     assert torch.equal(run(model), expected)
     assert ("over the cap 0.75" in str(tome_core.report(model))) == (ratio > 0.75)
     assert ("over the cap 0.75" in caplog.text) == (ratio > 0.75)
-
-
-@pytest.mark.parametrize("batch", [1, 3])
-def test_18_destinations_are_random_at_every_batch(batch: int):
-    pictures = [run(tome_core.apply_patch(sd15(), use_rand=rand, seed=5), batch=batch) for rand in (True, False)]
-    assert not torch.equal(*pictures)
 
 
 def test_20_nothing_is_said_about_unexpected_arguments(caplog, recwarn):

@@ -5,53 +5,37 @@ What is counted is a frame's pixels, and what no rule merges is not touched.
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
-from torch import nn
 
 import tome_core
-from tests.models import BY_NAME, call_case, call_unet, inputs, on_small, small
+from tests.models import BY_NAME, Case, call_case, on_small, small
 from tome_core import MergeConfig, MergeRule
 
 MOTION = BY_NAME["motion"]
 SIDE = 16 * 8  # pixels of a frame
 PRESETS = ("quality", "balanced")
 
+run = partial(call_case, BY_NAME["sd15"], batch=1, timestep=100)
 every_preset = pytest.mark.parametrize("name", PRESETS)
-
-
-def run(model: nn.Module, timestep: Any = 100) -> torch.Tensor:
-    x, text = inputs(4, 1, 16, 16)
-    with torch.no_grad():
-        return call_unet(model, x, timestep, text)
 
 
 # --- the smallest picture of a video ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("frames", [1, 2])
+@pytest.mark.parametrize("case", [BY_NAME["sd15"], MOTION, MOTION._replace(frames=3)], ids=["sd15", "two", "three"])
 @pytest.mark.parametrize("least, merges", [(SIDE * SIDE, True), (SIDE * SIDE + 1, False)])
-def test_the_smallest_picture_of_a_video_is_a_frame(frames: int, least: int, merges: bool):
-    """A UNetMotionModel's latent is ``[B, C, F, H, W]``."""
-    model = MOTION.build()
-    x = torch.randn(1, 4, frames, 16, 16, generator=torch.Generator().manual_seed(0))
-    text = torch.randn(1, 7, 32, generator=torch.Generator().manual_seed(1))
-    with torch.no_grad(), tome_core.patch(model, MergeConfig(min_pixels=least)) as handle:
-        MOTION.call(model, x, 500, text)
+def test_the_smallest_picture_is_a_frame_of_a_video(case: Case, least: int, merges: bool):
+    """A UNetMotionModel's latent is ``[B, C, F, H, W]``. What is too small is as without a patch."""
+    model = case.build()
+    plain = call_case(case, model)
+    with tome_core.patch(model, MergeConfig(min_pixels=least)) as handle:
+        assert torch.equal(call_case(case, model), plain) != merges
     level = handle.report().levels[0]
     assert bool(level.calls_merged) == merges != bool(level.calls_skipped)
     assert any("min_pixels" in reason for reason in level.reasons) != merges
-
-
-def test_a_video_that_is_large_enough_merges_as_without_a_smallest_picture():
-    model = MOTION.build()
-    pictures = []
-    for config in (MergeConfig(), MergeConfig(min_pixels=SIDE * SIDE)):
-        with tome_core.patch(model, config):
-            pictures.append(call_case(MOTION, model))
-    assert torch.equal(*pictures)
 
 
 # --- how the weights are stored --------------------------------------------------------------------------------------
@@ -69,7 +53,7 @@ def test_weights_that_are_stored_in_half_precision_merge_as_hard(name: str):
             model.enable_layerwise_casting(storage_dtype=stored, compute_dtype=torch.float32)
         with tome_core.patch(model, on_small(name)) as handle:
             for timestep in (900, 100):
-                run(model, timestep)
+                run(model, timestep=timestep)
         merged.append([(level.tokens, level.routes) for level in handle.report().levels])
     assert merged[0] == merged[1]
 

@@ -9,6 +9,7 @@ import multiprocessing
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,19 +17,14 @@ import torch
 from torch import nn
 
 import tome_core
-from tests.models import BY_NAME, call_case, call_unet, inputs, on_small, small
+from tests.models import BY_NAME, call_case, on_small, small
 from tome_core import MergeConfig
 
 BALANCED = on_small("balanced")
 TOGETHER = MergeConfig(ratio=0.5, merge_mlp=True)
+run = partial(call_case, BY_NAME["sd15"], batch=1, timestep=100)
 A_MOMENT = 0.3  # for what may have to wait for the call that it is asked in
 DEADLOCK = 15  # nothing else takes so long; a test that ends does not wait for it
-
-
-def run(model: nn.Module, seed: int = 0, size: int = 16, timestep: int = 100) -> torch.Tensor:
-    x, text = inputs(4, 1, size, size, seed)
-    with torch.no_grad():
-        return call_unet(model, x, timestep, text)
 
 
 def merged(config: MergeConfig, **call: Any) -> torch.Tensor:
@@ -108,6 +104,16 @@ def test_a_call_that_began_without_a_patch_ends_without_it(place: str, config: M
     assert torch.equal(run(model), plain)
 
 
+def test_a_call_that_began_with_a_patch_ends_with_it():
+    model = small()
+    with tome_core.patch(model, BALANCED) as handle:
+        going = Meanwhile(model, PLACES["in an attention"], handle.uninstall)
+        found = run(model)
+        going.end()
+        assert not handle.is_installed
+    assert torch.equal(found, merged(BALANCED))
+
+
 def test_a_call_that_began_without_a_patch_sees_none_come_and_go():
     model = small()
     plain = run(model)
@@ -133,16 +139,16 @@ def test_two_threads_that_patch_each_others_model_inside_of_a_call_both_end(patc
             tome_core.patch(models[1 - mine], BALANCED)
 
         once_in(models[mine], "mid_block", patch_the_others)
-        pictures[mine] = run(models[mine], mine)
+        pictures[mine] = run(models[mine], seed=mine)
 
     started = [begin(lambda mine=mine: work(mine)) for mine in range(2)]
     for over, errors in started:
         assert over.wait(2 * DEADLOCK), "the threads wait for each other"
         assert not errors
     for mine, model in enumerate(models):
-        before = merged(TOGETHER, seed=mine) if patched_before else run(small(), mine)
+        before = merged(TOGETHER, seed=mine) if patched_before else run(small(), seed=mine)
         assert torch.equal(pictures[mine], before)
-        assert torch.equal(run(model, mine), merged(BALANCED, seed=mine))
+        assert torch.equal(run(model, seed=mine), merged(BALANCED, seed=mine))
 
 
 # --- a call within a call --------------------------------------------------------------------------------------------
@@ -156,7 +162,7 @@ def test_two_threads_that_patch_each_others_model_inside_of_a_call_both_end(patc
 )  # fmt: skip
 def test_a_unet_called_again_inside_of_its_own_call_gives_both_pictures(config, place: str, size: int, timestep: int):
     """As hooks do that look at the same picture once more: reference-only, perturbed guidance."""
-    inner = {"seed": 3, "size": size, "timestep": timestep}
+    inner = {"seed": 3, "height": size, "width": size, "timestep": timestep}
     alone = merged(config), merged(config, **inner)
     model, found = small(), []
     with tome_core.patch(model, config):

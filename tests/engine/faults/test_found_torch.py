@@ -156,23 +156,17 @@ def test_gradients_of_each_sample_are_those_of_its_own_call(config: MergeConfig)
 
 @configs
 @pytest.mark.parametrize("timestep", [100, torch.tensor(100, device="meta")], ids=["a number", "a tensor"])
-def test_a_model_on_the_meta_device_has_a_shape(config: MergeConfig, timestep: Any):
+@pytest.mark.parametrize("patched_before", [False, True])
+def test_a_model_on_the_meta_device_has_a_shape(config: MergeConfig, timestep: Any, patched_before: bool):
     """How large an output is, asked before anything is loaded."""
-    x, text = (one.to("meta") for one in inputs(4, 2, 16, 16))
-    model = small().to("meta")
+    x, text = inputs(4, 2, 16, 16)
+    model = small() if patched_before else small().to("meta")
     with torch.no_grad(), tome_core.patch(model, config) as handle:
-        assert run(model, x, text, timestep).shape == x.shape
-    assert_merged_or_said(handle)
-
-
-def test_a_model_that_was_patched_before_it_went_to_the_meta_device_has_a_shape():
-    model = small()
-    with torch.no_grad(), tome_core.patch(model, BALANCED) as handle:
-        run(model, *inputs(4, 2, 16, 16))
-        model.to("meta")
-        handle.reset_counts()
-        x, text = (one.to("meta") for one in inputs(4, 2, 16, 16))
-        assert run(model, x, text).shape == x.shape
+        if patched_before:
+            run(model, x, text)
+            model.to("meta")
+            handle.reset_counts()
+        assert run(model, x.to("meta"), text.to("meta"), timestep).shape == x.shape
     assert_merged_or_said(handle)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from functools import partial
 from typing import Any
 
 import diffusers
@@ -13,19 +14,14 @@ import torch
 from torch import nn
 
 import tome_core
-from tests.models import BY_NAME, call_case, call_unet, inputs, ldm_sd1, on_small, small
+from tests.models import BY_NAME, call_case, ldm_sd1, on_small, small
 from tests.tiny_pipeline import stable_diffusion
 from tests.traces import traces
 from tome_core import MergeConfig, UnsupportedModelError
 
 BALANCED = on_small("balanced")
 LATE = MergeConfig(ratio=0.5, start_percent=0.5)  # asks for the time, so that a scheduler matters
-
-
-def run(model: Any, timestep: int = 100) -> torch.Tensor:
-    x, text = inputs(4, 2, 16, 16)
-    with torch.no_grad():
-        return call_unet(model, x, timestep, text)
+run = partial(call_case, BY_NAME["sd15"], timestep=100)
 
 
 # --- modules around a UNet -------------------------------------------------------------------------------------------

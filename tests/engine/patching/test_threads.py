@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -58,33 +57,6 @@ def test_two_models_in_two_threads_give_their_own_pictures(configs):
         assert all(torch.equal(one, merged) for one in pictures[::2])
         assert all(torch.equal(one, plain) for one in pictures[1::2])
     assert [traces(pipe.unet) for pipe in pipes] == before
-
-
-def in_the_middle_of_a_call(model: Any, work: Callable[[], Any], call: Callable[[], Any]) -> Any:
-    """What the call gives, where another thread does some work as soon as the finest attention has begun."""
-    others = []
-
-    def hook(*_: Any) -> None:
-        if not others:
-            others.append(threading.Thread(target=work))
-            others[0].start()
-            others[0].join(0.2)  # time enough to do harm; it has to wait for the call
-
-    handle = model.input_blocks[1][1].transformer_blocks[0].attn1.to_q.register_forward_hook(hook)
-    try:
-        return call()
-    finally:
-        handle.remove()
-        others[0].join()
-
-
-def test_a_patch_goes_off_between_two_calls_of_another_thread():
-    model = CASE.build()
-    with tome_core.patch(model, MergeConfig(ratio=0.75, side="kv")) as handle:
-        expected = call_case(CASE, model)
-        found = in_the_middle_of_a_call(model, handle.uninstall, lambda: call_case(CASE, model))
-        assert not handle.is_installed
-    assert torch.equal(found, expected)
 
 
 def test_a_call_keeps_its_rules_when_another_thread_tells_the_time():

@@ -30,7 +30,8 @@ from tome_core.settings.rule import rule_of
         ("refine", 1.0, TypeError), ("query_ratio", 0.9, ValueError), ("min_pixels", -1, ValueError),
         ("min_pixels", 2**53, ValueError), ("max_timestep", math.inf, ValueError), ("min_timestep", 1e300, ValueError),
         ("early_ratio", 1.5, ValueError), ("early_until", -1.0, ValueError), ("deep_mlp", 0.8, ValueError),
-        ("keep", 2000.0, ValueError), ("metric", "cosine", ValueError),
+        ("keep", 2000.0, ValueError), ("metric", "cosine", ValueError), ("ratio", 10**400, ValueError),
+        ("seed", -(10**400), ValueError), ("min_pixels", 10**400, ValueError), ("min_timestep", 10**400, ValueError),
     ],
 )  # fmt: skip
 def test_a_bad_value_is_named_with_its_range(setting, value, error):
@@ -77,9 +78,9 @@ def test_flat_settings_beside_rules_are_set_in_each_of_them():
     made = MergeConfig(rules=rules, seed=5, end_percent=0.5)
     assert made.rules == tuple(dataclasses.replace(rule, seed=5) for rule in rules) and made.end_percent == 0.5
     assert dataclasses.replace(MergeConfig(rules=rules, end_percent=0.5), seed=5) == made
-    for wrong in ({"ratio": 0.5}, MergeConfig()):
-        with pytest.raises(TypeError, match="MergeRule"):
-            MergeConfig(rules=(wrong,))
+    for wrong in (({"ratio": 0.5},), (MergeConfig(),), [MergeRule(), 1], MergeRule(), 5, iter([MergeRule()])):
+        with pytest.raises(TypeError, match=r"rules .*MergeRule"):
+            MergeConfig(rules=wrong)
     with pytest.raises(ValueError, match=r"rules=\(\) merges nothing; give one rule or more"):
         MergeConfig(rules=())
 

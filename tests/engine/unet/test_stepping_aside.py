@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import tome_core
-from tests.models import BY_NAME, call_case
 from tome_core.bench.sd_block import BasicTransformerBlock, SpatialTransformer, UNet, make_block, make_inputs
 
 REASON_UNMERGEABLE = "attn: what it returned cannot be unmerged"
@@ -117,19 +116,6 @@ def test_a_block_called_by_itself_is_left_alone_without_a_word(block, inputs):
     with tome_core.patch(block, tome_core.MergeConfig()) as handle:
         assert torch.equal(block_of(block)(tokens, inputs[2]), expected)
         assert reasons(handle) == {} and handle.report().calls == 0
-
-
-def test_a_small_picture_is_left_alone_where_only_large_ones_merge():
-    case = BY_NAME["sd15"]
-    model = case.build()
-    with torch.no_grad():
-        expected = call_case(case, model, height=16, width=16)
-        with tome_core.patch(model, tome_core.MergeConfig(min_pixels=192 * 192)) as handle:
-            assert torch.equal(call_case(case, model, height=16, width=16), expected)  # 128 px
-            assert set(reasons(handle)) == {"block: the picture is smaller than min_pixels"}
-            handle.reset_counts()
-            call_case(case, model, height=24, width=24)  # 192 px
-            assert handle.report().levels[0].calls_merged and not reasons(handle)
 
 
 def test_maps_are_kept_only_where_asked_for(block, inputs):
