@@ -9,15 +9,7 @@ import torch
 
 import tome_core
 from tests.conformance import assert_equal_calls, assert_left_alone, given, reasons_of, self_attentions, watched
-from tests.conformance_diffusers import (
-    HEADS,
-    KV,
-    batch_for,
-    call,
-    model_with,
-    plain_calls,
-    tokens,
-)
+from tests.conformance_diffusers import HEADS, KV, batch_for, call, model_with, plain_calls, tokens
 from tests.diffusers_processors import KNOWN, LEFT_ALONE, OF_IMAGE_PROMPTS, TOGETHER
 from tome_core import MergeConfig
 
@@ -32,12 +24,7 @@ OFF = {
 @pytest.mark.parametrize("name", CALLABLE)
 @pytest.mark.parametrize("off", OFF)
 def test_where_nothing_merges_every_attention_gives_the_same_bits(name, off):
-    model = model_with(name)
-    out, plain = plain_calls(model, batch=batch_for(name))
-    with tome_core.patch(model, OFF[off]), watched(model) as seen:
-        again = call(model, batch_for(name))
-    assert_equal_calls(seen, plain)
-    assert torch.equal(again, out)
+    assert_left_alone(functools.partial(call, batch=batch_for(name)), model_with(name), OFF[off])
 
 
 @pytest.mark.parametrize("name", CALLABLE)

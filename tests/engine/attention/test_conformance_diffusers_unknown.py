@@ -15,19 +15,7 @@ from torch import nn
 
 import tome_core
 from tests.conformance import assert_all_together, routes_of, self_attentions, watched
-from tests.conformance_diffusers import (
-    HEADS,
-    KV,
-    STRONG,
-    WIDTH,
-    attention,
-    batch_for,
-    call,
-    made,
-    model_with,
-    own,
-    put,
-)
+from tests.conformance_diffusers import HEADS, KV, STRONG, WIDTH, attention, batch_for, call, made, model_with, own, put
 from tests.diffusers_processors import KNOWN, TOGETHER, of_diffusers
 from tests.models import fixed
 from tome_core.attention import known_of, name_of

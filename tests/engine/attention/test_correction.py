@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import hypothesis.strategies as st
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 import tome_core
 from benchmarks.subjects import SCENE_MODELS, SceneSubject
 from tests.conformance import ragged
-from tests.models import call_unet, four_levels, inputs, on_small, small
+from tests.models import BY_NAME, call_case, call_unet, four_levels, inputs, on_small, small
 from tests.thoroughness import THOROUGH, some_quick
 from tome_core import MergeConfig, MergePlan, MergeRule
 from tome_core.attention.core import add_correction
@@ -26,6 +27,7 @@ from tome_core.running.search import Plans
 
 KV = {"side": "kv", "ratio": 0.75}
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+run = partial(call_case, BY_NAME["sd15"], timestep=100)
 
 
 def drawn(batch: int, tokens: int, channels: int, dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
@@ -215,12 +217,6 @@ def found(monkeypatch) -> list[Plans]:
     return used
 
 
-def run(model, timestep=100):
-    x, text = inputs(4, 2, 16, 16)
-    with torch.no_grad():
-        return call_unet(model, x, timestep, text)
-
-
 @pytest.mark.parametrize("rule, corrects", [
     (MergeRule(**KV), True), (MergeRule(**KV, metric="keys+values", refine=1, sx=4, sy=4), True),
     (MergeRule(**KV, metric="keys+values", refine=1, query_ratio=0.5), True), (MergeRule(**KV, method="cluster"), True),
@@ -247,7 +243,7 @@ def test_it_is_kept_with_its_plan_and_made_anew_with_it(name: str, found):
     with tome_core.patch(model, on_small(name), host_clock=True) as handle:
         for timestep in (240, 200, 40):  # late in every preset
             handle.set_time(timestep=timestep, sampling="one")
-            run(model, timestep)
+            run(model, timestep=timestep)
     blocks = len(found) // 3
     first, kept, renewed = (found[n * blocks : (n + 1) * blocks] for n in range(3))
     for one, same, other in zip(first, kept, renewed, strict=True):

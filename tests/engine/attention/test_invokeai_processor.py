@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from diffusers.models.attention_processor import AttnProcessor2_0
 from torch import nn
 
-from tests.models import fixed, inputs, unet
+from tests.models import inputs, sd15
 from tome_core import patch
 
 _CALL = AttnProcessor2_0.__call__
@@ -26,11 +25,6 @@ CustomAttnProcessor2_0.__module__ = "invokeai.backend.stable_diffusion.diffusion
 CustomAttnProcessor2_0.__call__.__module__ = CustomAttnProcessor2_0.__module__
 
 
-@pytest.fixture
-def model():
-    return fixed(unet())
-
-
 @torch.no_grad()
 def call(model):
     ours = isinstance(next(iter(model.attn_processors.values())), CustomAttnProcessor2_0)
@@ -39,7 +33,8 @@ def call(model):
     return model(x, 500, text, **more).sample
 
 
-def test_it_merges_what_diffusers_own_merges(model):
+def test_it_merges_what_diffusers_own_merges():
+    model = sd15()
     settings = {"ratio": 0.75, "side": "kv", "only_if_it_pays": False}
     with patch(model, **settings) as handle:
         expected = call(model)
@@ -53,7 +48,8 @@ def test_it_merges_what_diffusers_own_merges(model):
     assert torch.equal(call(model), plain)
 
 
-def test_heads_with_norms_which_it_does_not_apply_are_not_taken_apart(model):
+def test_heads_with_norms_which_it_does_not_apply_are_not_taken_apart():
+    model = sd15()
     model.set_attn_processor({name: CustomAttnProcessor2_0() for name in model.attn_processors})
     for one in model.modules():
         if hasattr(one, "norm_q"):

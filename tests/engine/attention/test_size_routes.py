@@ -226,21 +226,3 @@ def test_what_changes_after_us_is_noticed(change, way, attended, request):
     handle.remove()
     assert torch.equal(call_case(case, model), vanilla)
     assert attended
-
-
-@sides
-@pytest.mark.parametrize("wide", [True, False])
-def test_a_lora_that_comes_and_goes(side, wide, request):
-    if wide:
-        request.getfixturevalue("wide_heads")
-    case = BY_NAME["sd15"]
-    model = case.build()
-    handle = tome_core.patch(model, everywhere(side))
-    sized = call_case(case, model)
-    _add_lora(model)
-    assert largest_difference(call_case(case, model), sized) > 1e-3
-    model.delete_adapters("default")
-    model.unload_lora() if hasattr(model, "unload_lora") else None
-    assert largest_difference(call_case(case, model), sized) <= 1e-6
-    handle.remove()
-    assert not any("forward" in vars(module) for module in model.modules())
