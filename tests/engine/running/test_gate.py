@@ -10,7 +10,7 @@ import torch
 import tome_core
 from tests.models import sd15, sdxl, small
 from tome_core import gains, preset
-from tome_core.running import gate
+from tome_core.running import fingerprint, gate
 from tome_core.running.latch import Latch
 from tome_core.settings.phases import plain_rules
 
@@ -81,3 +81,7 @@ def test_a_card_that_waits_merges_nothing_until_it_was_measured_to_pay(card, mon
         assert any(any(one) for one in left) == merges
     plain = plain_rules(preset("fast"), [1])
     assert all(rule.only_if_it_pays for rule in plain), "presets ask"
+
+
+def test_an_update_of_torch_or_of_the_engine_makes_old_gains_anothers():
+    assert fingerprint.versions() == (torch.__version__, tome_core.__version__)

@@ -7,7 +7,7 @@ import torch
 
 import tome_core
 from tests.families import every_family_in_time, largest_difference
-from tests.models import BY_NAME, call_case, merge_with_self
+from tests.models import BY_NAME, call_case
 from tests.sized_attention import masked_formula
 from tome_core import MergeConfig
 from tome_core.attention.core import UNSIZED
@@ -31,15 +31,6 @@ def test_a_sixty_fourth_of_the_keys_and_a_few_queries(case, attended):
         with torch.no_grad():
             expected = masked_formula(attention, x, context, plan.sizes)
         assert largest_difference(out, expected) <= 1e-5 * max(1.0, out.abs().max().item())
-
-
-@every_family_in_time
-def test_queries_merged_with_themselves_change_no_bit(case, monkeypatch):
-    merge_with_self(monkeypatch)
-    model = case.build()
-    vanilla = call_case(case, model)
-    with tome_core.patch(model, MergeConfig(side="kv", query_ratio=0.5, proportional=False, max_downsample=8)):
-        assert torch.equal(call_case(case, model), vanilla)
 
 
 @pytest.fixture
