@@ -34,12 +34,12 @@ def make(words: Path, kind: str = "sd15") -> Any:
     """A pipeline, its weights always the same."""
     pipe = KINDS[kind](words)
     pipe.scheduler = diffusers.EulerDiscreteScheduler.from_config(pipe.scheduler.config)
-    pipe.set_progress_bar_config(disable=True)
     return pipe
 
 
 def draw(pipe: Any, seed: int = 0, **more: Any) -> torch.Tensor:
     """The finished latent, which is quicker to have than the picture."""
+    pipe.set_progress_bar_config(disable=True)
     call = {"prompt": "a b", "timesteps": TIMES, "guidance_scale": 3.0, "output_type": "latent"}
     return pipe(**{**call, **more}, generator=torch.Generator().manual_seed(seed)).images
 

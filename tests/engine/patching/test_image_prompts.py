@@ -1,7 +1,7 @@
 """Pipelines prompted by images (IP-Adapter) in the ways people use them: merged all along, and otherwise as ever.
 
-That a plain call merges and repeats, that a scale may change between pictures and that an adapter may come and go is
-held beside other uses, in `test_one_line.py` and `test_guided_otherwise.py`.
+That a plain call merges and repeats, that a scale may change between pictures and within one and that an adapter may
+come and go is held beside other uses, in `test_one_line.py` and `test_guided_otherwise.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 import tome_core
 from tests.image_prompts import load_image_prompts
-from tests.pipelines import IMAGE_TIMES, TIMES, an_image, assert_merged, differ, draw, every_kind, latents, merged_alone
+from tests.pipelines import IMAGE_TIMES, an_image, differ, draw, every_kind, merged_alone
 from tests.thoroughness import some_quick
 from tome_core import preset
 
@@ -77,25 +77,6 @@ def test_where_the_attention_to_the_prompt_merges_too_a_mask_is_the_reason_to_le
     assert differ(plain, unmasked, merged_alone(pipe, **call)) and torch.equal(draw(pipe, **call), plain)
 
 
-@every_kind
-def test_a_scale_that_changes_within_a_picture_acts_from_there_on_and_no_further(build, kind: str):
-    """As programs let an image act on some of the steps alone."""
-    pipe, change_after = build(kind), 2
-    call = load_image_prompts(pipe)
-
-    def drawn(changed_to: float) -> list[torch.Tensor]:
-        pipe.set_ip_adapter_scale(1.0)
-        return latents(pipe, change_after, lambda: pipe.set_ip_adapter_scale(changed_to), **call)
-
-    plain = drawn(1.0)
-    with tome_core.patch(pipe) as handle:
-        all_along, ended, again = drawn(1.0), drawn(0.0), drawn(1.0)
-        assert_merged(handle)
-    same = [torch.equal(*pair) for pair in zip(all_along, ended, strict=True)]
-    assert same == [number < change_after for number in range(len(TIMES))]
-    assert all(map(torch.equal, all_along, again)) and differ(plain[-1], all_along[-1], ended[-1])
-
-
 def _image_to_image(pipe: Any) -> tuple[Any, dict[str, Any]]:
     return diffusers.AutoPipelineForImage2Image.from_pipe(pipe), {}
 
@@ -109,7 +90,6 @@ def _inpainting(pipe: Any) -> tuple[Any, dict[str, Any]]:
 def test_an_image_that_prompts_beside_one_that_is_redrawn(build, kind: str, make: Any):
     pipe = build(kind)
     prompt, (made, call) = load_image_prompts(pipe), make(pipe)
-    made.set_progress_bar_config(disable=True)
     call |= {**prompt, "image": an_image(pipe), "strength": 0.8, "timesteps": IMAGE_TIMES}
     plain, merged = draw(made, **call), merged_alone(made, **call)
     made.set_ip_adapter_scale(0.0)

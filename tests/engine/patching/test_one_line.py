@@ -42,12 +42,6 @@ def test_one_line_merges_and_another_brings_every_bit_back(build, kind: str, nam
     assert traces(pipe.unet) == before and "scale_model_input" not in vars(pipe.scheduler)
 
 
-def test_without_a_name_it_is_the_balanced_preset(build):
-    pipe = build()
-    tome_core.patch(pipe)
-    assert torch.equal(draw(pipe), merged_alone(build(), "balanced"))
-
-
 def test_a_scheduler_that_is_exchanged_afterwards_changes_nothing(build):
     """As nearly everybody does, and some programs for every picture."""
     pipe, other = build(), build()
@@ -66,7 +60,6 @@ def image_to_image(pipe: Any) -> tuple[Any, dict[str, Any]]:
     """A pipeline of the same modules, with a scheduler of its own, and what its call needs."""
     sibling = diffusers.AutoPipelineForImage2Image.from_pipe(pipe)
     sibling.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config)
-    sibling.set_progress_bar_config(disable=True)
     return sibling, {"image": an_image(pipe), "strength": 0.8, "timesteps": IMAGE_TIMES}
 
 
@@ -145,7 +138,6 @@ def test_the_pages_file_for_sdnext_patches_what_is_loaded(build, monkeypatch):
 @pytest.mark.parametrize("use", USES)
 def test_every_call_merges_and_is_the_same_again(build, load, use: str):
     pipe, call = USES[use](build(), load)
-    pipe.set_progress_bar_config(disable=True)
     plain = draw(pipe, **call)
     handle = tome_core.patch(pipe)
     first = draw(pipe, **call)
@@ -154,21 +146,3 @@ def test_every_call_merges_and_is_the_same_again(build, load, use: str):
     assert_merged(handle)
     tome_core.remove_patch(pipe)
     assert differ(plain, first) and torch.equal(draw(pipe, **call), plain)
-
-
-def test_an_interrupted_picture_leaves_nothing_to_the_next(build):
-    pipe = build()
-    plain, merged, steps = draw(pipe), merged_alone(pipe), []
-
-    def stop(pipe: Any, step: int, _time: Any, held: dict[str, Any]) -> dict[str, Any]:
-        steps.append(step)
-        pipe._interrupt = True
-        return held
-
-    handle = tome_core.patch(pipe)
-    calls = handle.report().calls
-    draw(pipe, seed=5, callback_on_step_end=stop)
-    assert steps == [0] and handle.report().calls == calls + 1
-    assert torch.equal(draw(pipe), merged)
-    tome_core.remove_patch(pipe)
-    assert torch.equal(draw(pipe), plain)
