@@ -101,11 +101,6 @@ def _kernels(case):
     return Counter({name: count for name, count in _operators(case).items() if name not in VIEWS})
 
 
-@pytest.mark.parametrize("case", [host_time.CLOSED, host_time.OFF])
-def test_a_block_that_does_not_merge_gives_what_an_unpatched_one_gives(case):
-    assert torch.equal(host_time.make_run(case)(), host_time.make_run(host_time.UNMERGED)())
-
-
 def _called_in_a_step(layout):
     """What is called of us outside of blocks, in a step of a host whose branches share a UNet."""
     unet, inputs = layouts.make_unet(layout), layouts.make_inputs()

@@ -12,7 +12,6 @@ from collections import Counter
 from contextlib import nullcontext
 from functools import partial
 
-import diffusers
 import pytest
 import torch
 
@@ -21,8 +20,8 @@ from tests.families import families_in_time
 from tests.least_unet import FEW, KEPT, TIMES, WAYS, build, call, draw, same
 from tests.models import call_case, on_small
 from tests.recorded_operators import counts, first_block, kinds, recorded
+from tests.samplings import pipeline_of
 from tests.thoroughness import some_quick
-from tests.tiny_pipeline import write_folder
 from tome_core import PRESETS, MergeConfig
 
 SIDES = (8, 16, 24)
@@ -191,10 +190,8 @@ def test_a_timestep_that_is_a_number_is_no_graph_of_its_own():
 
 @pytest.mark.parametrize("returns", some_quick([True, False]))
 @pytest.mark.parametrize("name", [None, "balanced"])
-def test_a_pipelines_pictures_are_those_without(tmp_path_factory, name, returns):
-    folder = write_folder(tmp_path_factory.mktemp("pipeline"))
-    pipe = diffusers.StableDiffusionPipeline.from_pretrained(folder, local_files_only=True)
-    pipe.set_progress_bar_config(disable=True)
+def test_a_pipelines_pictures_are_those_without(tiny_folder, name, returns):
+    pipe = pipeline_of(tiny_folder)
     config = None if name is None else on_small(name)
 
     def picture(seed, guidance=5.0):

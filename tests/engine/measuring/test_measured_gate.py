@@ -85,12 +85,7 @@ def test_where_merging_is_measured_to_pay_it_merges_whatever_the_table_says(pric
     report = handle.report()
     assert report.gains == (gain,)
     assert f"{gain.ratio:.2f} times as fast (measured)" in str(report).partition("\n")[0]
-    assert torch.equal(picture(model, 12), small()(*_inputs(12)).sample), "of another size nothing is known"
-
-
-def _inputs(side):
-    x, text = inputs(4, 2, side, side)
-    return x, 500, text
+    assert torch.equal(picture(model, 12), picture(small(), 12)), "of another size nothing is known"
 
 
 @pytest.mark.parametrize("pays", [True, False])
@@ -140,7 +135,7 @@ def test_rules_that_do_not_ask_merge_whatever_was_measured(price):
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_kinds_of_steps_are_those_of_a_picture(name):
     """Held against a picture's own calls, in which a match leaves a plan of that very time."""
-    model, (x, _, text) = small(), _inputs(TABLE_MERGES)
+    model, (x, text) = small(), inputs(4, 2, TABLE_MERGES, TABLE_MERGES)
     handle = tome_core.patch(model, name, host_clock=True)
     told = steps_of(handle.run, 20)
     x = x[:1].repeat(2, 1, 1, 1)
@@ -339,7 +334,9 @@ def test_a_gate_that_was_measured_shut_costs_what_the_table_costs():
         handle.set_time(timestep=500.0, sampling="picture")
         unet(*inputs)
         by_table = calls.watch(lambda: unet(*inputs))  # noqa: B023
-        case = gains.Case(*handle._about(tome_core.model.families.find_blocks(unet)), *_where(inputs[0]))
+        x = inputs[0]
+        where = device_of(x.device), dtype_of(x.dtype), *x.shape[-2:], len(x)
+        case = gains.Case(*handle._about(tome_core.model.families.find_blocks(unet)), *where)
         KNOWN.remember(gains.Gain(case, 1.0, 2.0))
         handle.uninstall()
         handle.install()
@@ -349,7 +346,3 @@ def test_a_gate_that_was_measured_shut_costs_what_the_table_costs():
     (table_one, shut_one), (table_two, shut_two) = found[1], found[2]
     assert len(shut_one) <= len(table_one) + 1, "the question itself"
     assert len(shut_two) - len(shut_one) <= len(table_two) - len(table_one) <= MOST_CALLS_LEFT_ALONE
-
-
-def _where(latents):
-    return device_of(latents.device), dtype_of(latents.dtype), *latents.shape[-2:], len(latents)

@@ -11,11 +11,6 @@ from tome_core import PRESETS, MergeConfig
 from tome_core.bench.sd_block import CHANNELS, HEADS, make_block, make_inputs
 
 
-@pytest.fixture(scope="module")
-def block():
-    return make_block()
-
-
 def test_the_count_sees_what_is_held():
     def run():
         kept = torch.empty(3 * 2**20, dtype=torch.uint8)
@@ -29,9 +24,8 @@ def test_the_count_sees_what_is_held():
 @pytest.mark.slow
 @pytest.mark.parametrize("side", [64, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_no_preset_holds_more_than_the_block_itself(block, side, dtype):
-    block = block.to(dtype)
-    inputs = make_inputs(side, 1, "cpu", dtype)
+def test_no_preset_holds_more_than_the_block_itself(side, dtype):
+    block, inputs = make_block("cpu", dtype), make_inputs(side, 1, "cpu", dtype)
     # what outlives the attention: the group of each token, of keys and of queries, what widens one query and value, and
     # the correction of each head
     maps = 4 * 8 * side * side + 2 * 8 * dtype.itemsize + (2 * CHANNELS // HEADS + 1) * CHANNELS * dtype.itemsize

@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.operators import OperatorRecorder, lacking
 from tests.oracles import mean_by_group
 from tome_core import MergePlan
 from tome_core.merging.plan import _segment_mean_by_add, _segment_mean_by_bag, _segments
@@ -138,16 +137,6 @@ def test_a_plan_for_copies_is_that_of_each():
     assert plan.repeated(1) is plan
     alone = MergePlan(torch.tensor([[0, 1, 1]]), 2)
     assert alone.repeated(2) is alone, "one row serves any number"
-
-
-@pytest.mark.parametrize("mode", ["mean", "pick"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_merging_uses_only_operators_that_mps_has(mode, dtype):
-    plan, x = MergePlan(torch.tensor([[0, 1, 1, 0, 3]]), 4), torch.randn(2, 5, 3).to(dtype)
-    with OperatorRecorder() as used:
-        plan.unmerge(plan.merge(x, mode))
-        plan.key_logits  # noqa: B018
-    assert "MPS" not in lacking(used.names)
 
 
 @pytest.mark.parametrize("threads", [1, 2])

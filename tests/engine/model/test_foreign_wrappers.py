@@ -111,14 +111,3 @@ def test_a_patch_taken_back_over_somebody_elses_wrapper_merges_again(case: Case)
     for one in foreign:
         delattr(one.module, one.name)
     assert traces(model) == before
-
-
-def test_repeated_patches_keep_no_chain_of_replaced_ones():
-    case = next(case for case in FEW if case.name == "sd15")
-    model = case.build()
-    for number in range(50):
-        tome_core.apply_patch(model, seed=number)
-    count, handle = 0, vars(model)["_tome_core_patch"].merging
-    while handle is not None:
-        count, handle = count + 1, handle._previous
-    assert count <= 2

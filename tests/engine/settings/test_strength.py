@@ -13,7 +13,7 @@ import torch
 import tome_core
 from benchmarks.strength import step_time
 from tests import tiny_transformers
-from tests.models import call_unet, inputs, on_small, sdxl, small
+from tests.models import BY_NAME, call_case, on_small, sdxl, small
 from tome_core import form, preset, strength
 from tome_core.settings.phases import plain_rules
 from tome_core.settings.presets import CURVES, LAYOUTS, MARKS, SD, SDXL, TRANSFORMER, VERSION
@@ -66,15 +66,13 @@ def test_what_a_tables_strengths_stand_for_stays(layout):
 
 
 def test_nothing_is_off_bit_for_bit():
-    model = small()
-    x, text = inputs(4, 2, 16, 16)
+    model, case = small(), BY_NAME["sd15"]
     assert strength(0).is_off and strength(0.0).is_off and not strength(1e-6).is_off
-    with torch.no_grad():
-        plain = call_unet(model, x, 300, text)
-        with tome_core.patch(model, strength=0):
-            assert torch.equal(call_unet(model, x, 300, text), plain)
-        with tome_core.patch(model, on_small("max")):
-            assert not torch.equal(call_unet(model, x, 300, text), plain)
+    plain = call_case(case, model)
+    with tome_core.patch(model, strength=0):
+        assert torch.equal(call_case(case, model), plain)
+    with tome_core.patch(model, on_small("max")):
+        assert not torch.equal(call_case(case, model), plain)
 
 
 @of_each

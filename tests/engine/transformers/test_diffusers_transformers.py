@@ -89,18 +89,6 @@ def test_copies_and_pickles_of_a_patched_model_are_whole_and_merge_nothing(name)
         assert torch.equal(call(model, arguments), merged)
 
 
-def test_taken_off_by_the_models_name():
-    model, arguments = tiny_transformers.make("Flux")
-    plain = call(model, arguments)
-    tome_core.patch(model, **STRONG)
-    assert "left out" not in str(tome_core.report(model))
-    call(model, arguments)
-    assert "left out" in str(tome_core.report(model))
-    tome_core.remove_patch(model)
-    tome_core.remove_patch(model)
-    assert torch.equal(call(model, arguments), plain)
-
-
 def test_padding_that_a_mask_hides_changes_nothing():
     """Of the text that is left, the merged model sees what it sees of a shorter text."""
     model, arguments = tiny_transformers.make("Qwen-Image, padded")

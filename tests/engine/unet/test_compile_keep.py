@@ -6,7 +6,6 @@ import copy
 import importlib.util
 import sys
 
-import diffusers
 import pytest
 import torch
 from diffusers import UNet2DConditionModel
@@ -17,8 +16,8 @@ from tests.compiling import SMALL, compiled, many_blocks
 from tests.families import largest_difference
 from tests.least_unet import FEW, KEPT, TIMES, WAYS, build, call, draw, same
 from tests.models import BY_NAME, call_case, on_small
+from tests.samplings import pipeline_of
 from tests.thoroughness import some_quick
-from tests.tiny_pipeline import write_folder
 from tome_core import PRESETS, MergeConfig
 from tome_core.running.operators import Operators
 from tome_core.settings.phases import plain_rules
@@ -198,11 +197,8 @@ def test_nothing_is_asked_for_where_a_backward_pass_may_follow_or_under_autocast
         assert len(asked) == 2
 
 
-def test_a_pipelines_compiled_unet_keeps_what_it_would_keep(tmp_path_factory, work):
-    pipe = diffusers.StableDiffusionPipeline.from_pretrained(
-        write_folder(tmp_path_factory.mktemp("pipeline")), local_files_only=True
-    )
-    pipe.set_progress_bar_config(disable=True)
+def test_a_pipelines_compiled_unet_keeps_what_it_would_keep(tiny_folder, work):
+    pipe = pipeline_of(tiny_folder)
 
     def picture(seed):
         generator = torch.Generator().manual_seed(seed)
