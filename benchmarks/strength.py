@@ -95,7 +95,7 @@ def front(records: Sequence[dict]) -> Loss:
         if dev and (ratio not in found or fmean(dev) < fmean(found[ratio])):
             found[ratio] = dev
     if not found:
-        raise ValueError("no result has rows of merged keys at all times; run python -m benchmarks.quality first")
+        raise ValueError("no rows of merged keys at all times are in every result; run python -m benchmarks.quality first")
     mean = {ratio: fmean(dev) for ratio, dev in found.items()}
     return Loss({1 - ratio: dev for ratio, dev in found.items()
                  if not any(other > ratio and mean[other] <= mean[ratio] for other in found)})  # fmt: skip
@@ -105,15 +105,17 @@ def below(records: Sequence[dict]) -> Loss:
     """What merging keys below the finest level costs. Raises ValueError where the results do not say."""
     keys = {1 - ratio: _measured(records, "keys-below", ratio, cell) for ratio, cell in KEYS_BELOW}
     if not all(keys.values()):
-        raise ValueError("no result has the rows of keys below; run python -m benchmarks.quality first")
+        raise ValueError("the rows of keys below are not in every result; run python -m benchmarks.quality first")
     return Loss(keys)
 
 
 def _measured(records: Sequence[dict], line: str, ratio: float, cell: int = 2) -> tuple[float, ...]:
-    """The mean deviation at each time over the checkpoints of the results that have it; none where one is missing."""
+    """The mean deviation at each time over the checkpoints of all results; none where one is missing.
+
+    Means over other models than those of the next row could not be told apart from what merging does.
+    """
     name = f"{line}-{ratio}" + (f"-cells-{cell}" if cell != 2 else "")
-    with_it = [record for record in records if any(one["name"] == name for one in record["settings"]["variants"])]
-    found = [section.noised.get(name) for record in with_it for section in sections(record)]
+    found = [section.noised.get(name) for record in records for section in sections(record)]
     if not found or not all(one is not None and len(one.dev_at) == len(TIMES) for one in found):
         return ()
     by_time = zip(*(one.dev_at for one in found), strict=True)

@@ -107,6 +107,15 @@ def test_every_checkpoint_counts(record, loss):
         strength.front([])
 
 
+def test_a_row_that_one_result_has_not_counts_in_none(record, todays):
+    """Else one share's mean would be of other models than the next one's."""
+    lacking = {name: [one for one in rows if one.get("variant", one.get("name")) != "merged-keys-0.5-cells-4"]
+               for name, rows in (("rows", todays["rows"]), ("variants", todays["settings"]["variants"]))}
+    cut = {**todays, "rows": lacking["rows"], "settings": {**todays["settings"], "variants": lacking["variants"]}}
+    both, one_lacks = (strength.front([record, other]).by_share for other in (todays, cut))
+    assert 0.5 in both and one_lacks == {share: dev for share, dev in both.items() if share != 0.5}
+
+
 def test_more_strength_asks_more_of_every_step_and_costs_more(knots):
     for weaker, stronger in pairwise(knots):
         assert stronger.share <= weaker.share and stronger.until <= weaker.until
