@@ -1,17 +1,21 @@
-"""One case measured: every variant takes its turn in every round, so that what disturbs one disturbs all."""
+"""One case measured: every variant takes its turn in every round, so that what disturbs one disturbs all.
+
+And the device at its best, products and copies, which a roofline is computed from.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from diffusers.models.attention_processor import AttnProcessor
 from torch import nn
 
-from benchmarks.speed_fleet import Fleet
+from benchmarks.networks import finest_blocks
 from benchmarks.speed_memory import OperatorCount, cuda_peak, free_memory, kernels, process_peak, reason
-from benchmarks.speed_models import Shape, make_inputs
+from benchmarks.speed_models import Shape, make_inputs, twin
 from benchmarks.speed_picture import picture_run
 from benchmarks.speed_plan import CALL, Case
 from benchmarks.speed_roofline import Rates, Roofline, roofline
@@ -20,6 +24,55 @@ from tome_core.measuring.example_inputs import pictures_in
 
 _ENOUGH_SECONDS, _MOST_CALLS = 0.1, 20  # a GPU's quick calls are repeated for so long within a round, so often at most
 _SMALL_PIXELS = 128  # of the call before that whose memory is measured
+_SIDES = {"cpu": (512, 1024), "cuda": (4096, 8192)}  # of square products, of which the best counts
+_COPIED = {"cpu": 2**28, "cuda": 2**30}  # bytes, more than any cache holds
+_TIMES = 5
+
+
+class BlockClock:
+    """Processor seconds inside the blocks of the finest level.
+
+    On a CPU the rest of a UNet call, three quarters of it, varies by more than merging gains; the blocks alone tell.
+    """
+
+    def __init__(self, unet: nn.Module) -> None:
+        self.seconds = self._since = 0.0
+        for place in finest_blocks(unet):
+            place.block.register_forward_pre_hook(self._start)
+            place.block.register_forward_hook(self._stop)
+
+    def _start(self, *_: Any) -> None:
+        self._since = time.process_time()
+
+    def _stop(self, *_: Any) -> None:
+        self.seconds += time.process_time() - self._since
+
+
+class Fleet:
+    """A model and a patched twin of it for each variant.
+
+    unpatched: the model itself. unets: by variant. clocks: variant -> `BlockClock`, where processor time is what is
+    measured and the model is not compiled (hooks would break its graph).
+    """
+
+    def __init__(self, unet: nn.Module, names: Sequence[str], attention: str = "sdpa", compiled: bool = False) -> None:
+        """unet: is left as it is. attention: ``sdpa`` or ``naive``."""
+        self.unpatched = twin(unet)
+        if attention == "naive":
+            self.unpatched.set_attn_processor(AttnProcessor())  # writes all its scores to memory
+        self.unets = {name: twin(self.unpatched) for name in names}
+        for name, one in self.unets.items():
+            VARIANTS[name].apply(one)
+        on_cpu = next(unet.parameters()).device.type == "cpu"
+        self.clocks = {} if compiled or not on_cpu else {name: BlockClock(one) for name, one in self.unets.items()}
+        if compiled:
+            self._compile()
+
+    def _compile(self) -> None:
+        # each variant at each size is a graph of its own for the same lines of code; the compiler gives up after eight
+        torch._dynamo.config.recompile_limit = 256
+        self.unpatched = torch.compile(self.unpatched, dynamic=False)
+        self.unets = {name: torch.compile(one, dynamic=False) for name, one in self.unets.items()}
 
 
 class Bench:
@@ -152,3 +205,16 @@ def seconds(run: Callable[[], Any], device: torch.device, calls: int = 1) -> flo
     end.record()
     end.synchronize()
     return begin.elapsed_time(end) / 1e3 / calls
+
+
+def measure_rates(device: str, dtype: torch.dtype) -> Rates:
+    """The rates of a device: products in this dtype, and bytes read and written by a copy. Takes a second or two."""
+    matrices = [torch.ones(side, side, device=device, dtype=dtype) for side in _SIDES[torch.device(device).type]]
+    products = max(2 * len(one) ** 3 / _least(lambda one=one: one @ one, one.device) for one in matrices)
+    source = torch.ones(_COPIED[torch.device(device).type], device=device, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    return Rates(products, 2 * len(source) / _least(lambda: target.copy_(source), source.device))
+
+
+def _least(run, device: torch.device) -> float:
+    return max(min(seconds(run, device) for _ in range(_TIMES)), 1e-9)

@@ -25,8 +25,7 @@ from benchmarks.purposes import PURPOSES, SHOW
 from benchmarks.speed_models import SHAPES, TINY_SHAPES, make_unet
 from benchmarks.stack_beside import BESIDE
 from benchmarks.stack_nodes import NODES
-from benchmarks.stack_pipelines import RandomPipelines, ScenePipelines, drawn
-from benchmarks.stack_wan import WANS, WanPipelines
+from benchmarks.stack_pipelines import WANS, RandomPipelines, ScenePipelines, WanPipelines, drawn
 from benchmarks.subjects import SCENE_MODELS
 
 SHAPE = "sd15"  # of the model whose calls are timed

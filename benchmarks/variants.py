@@ -17,8 +17,7 @@ from torch import nn
 import tome_core
 from benchmarks import reference_toma
 from benchmarks.networks import KINDS, TRANSFORMER, answered, at_each_call, finest_blocks, kind_of
-from benchmarks.reference import Recipe, in_unet
-from benchmarks.reference_sequence import SequenceReference
+from benchmarks.reference import Recipe, SequenceReference, in_unet
 from tome_core.attention import correction
 from tome_core.model.families import find_blocks
 from upstream import smallest as upstream

@@ -12,8 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import report, results, speed, speed_measure, speed_options, speed_plan, speed_report, speed_variants
 from benchmarks.networks import finest_blocks
-from benchmarks.speed_fleet import Fleet
-from benchmarks.speed_measure import Bench
+from benchmarks.speed_measure import Bench, Fleet
 from benchmarks.speed_memory import OperatorCount, process_peak
 from benchmarks.speed_models import SHAPES, TINY_SHAPES, make_inputs, make_unet, twin
 from benchmarks.speed_plan import Case, Estimate, row_keys

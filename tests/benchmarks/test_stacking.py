@@ -16,8 +16,7 @@ import tome_core
 from benchmarks import results, stacking
 from benchmarks.stack_beside import BESIDE
 from benchmarks.stack_nodes import NODES
-from benchmarks.stack_pipelines import RandomPipelines
-from benchmarks.stack_wan import WANS, WanPipelines
+from benchmarks.stack_pipelines import WANS, RandomPipelines, WanPipelines
 from tests import models
 from tome_core import MergeConfig, preset
 from tome_core.model.families import find_blocks
