@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import purposes, quality_equal_time, report
-from benchmarks.quality_figures import ROLES, Mean, Section, sections
+from benchmarks.quality_figures import ROLES, Mean, Noised, Pictures, Section, sections
 from benchmarks.results import Record
 
 LEGEND = """\
@@ -23,9 +23,8 @@ for clarity and not for speed; "engine" is tome_core; "diffusers" what that brin
 by work, then by error. Strength at equal time: on lines between the presets and strengths that were measured, as far as
 none of them beats another in time and PSNR; n/a where none is as fast."""
 _ABSENT = "n/a"
-_NOT_IN_ALL = {"LPIPS": "lpips", "detail": "detail", "time": "time", "dearest step": "dearest"}
 _NO_POINT = (None,) * 4  # no strength is as fast
-Columns = dict[str, Callable[[str], str]]
+Columns = dict[str, tuple[dict[str, Any], Callable[[Any], str]]]  # head -> figures by variant, and how they are written
 
 
 def table(records: list[Record]) -> str:
@@ -64,13 +63,11 @@ def _noised_tables(section: Section, settings: dict[str, Any]) -> Iterator[str]:
             f"unmerged v-loss {section.loss:.5f}")  # fmt: skip
     order = _order(section, figures, lambda one: one.dev.value)
     yield f"{head}\n\n" + _table(section, order, {
-        "work": lambda name: _work(figures[name].work),
-        "gap %": lambda name: _mean(figures[name].gap),
-        "dev %": lambda name: _mean(figures[name].dev),
+        "work": (figures, _work), "gap %": (figures, lambda one: _mean(one.gap)), "dev %": (figures, _dev),
     })  # fmt: skip
     for what in ("dev", "gap"):
         columns: Columns = {
-            f"t = {time}": lambda name, i=i, what=what: _mean(getattr(figures[name], f"{what}_at")[i])
+            f"t = {time}": (figures, lambda one, i=i, what=what: _mean(getattr(one, f"{what}_at")[i]))
             for i, time in enumerate(times)
         }
         yield f"#### {section.checkpoint}: {what} % by time\n\n{_table(section, order, columns)}"
@@ -80,18 +77,15 @@ def _picture_table(section: Section, settings: dict[str, Any]) -> str:
     figures = section.pictures
     order = _order(section, figures, lambda one: -one.psnr.value)
     columns: Columns = {
-        "work": lambda name: _work(figures[name].work),
-        "dev %": lambda name: _mean(section.noised[name].dev),
-        "PSNR dB": lambda name: _mean(figures[name].psnr),
-        "SSIM": lambda name: _mean(figures[name].ssim),
-        "LPIPS": lambda name: _mean(figures[name].lpips),
-        "detail": lambda name: _mean(figures[name].detail),
-        "time": lambda name: _share(figures[name].time),
-        "dearest step": lambda name: _share(figures[name].dearest),
+        "work": (figures, _work),
+        "dev %": (section.noised, _dev),
+        "PSNR dB": (figures, lambda one: _mean(one.psnr)),
+        "SSIM": (figures, lambda one: _mean(one.ssim)),
+        "LPIPS": (figures, lambda one: _mean(one.lpips)),
+        "detail": (figures, lambda one: _mean(one.detail)),
+        "time": (figures, lambda one: _share(one.time)),
+        "dearest step": (figures, lambda one: _share(one.dearest)),
     }
-    there = {"dev %": section.noised, **{label: any(getattr(one, field) for one in figures.values())
-                                         for label, field in _NOT_IN_ALL.items()}}  # fmt: skip
-    columns = {label: cell for label, cell in columns.items() if there.get(label, True)}
     head = f"### {section.checkpoint}: {section.counts['pictures']} whole pictures, {settings['steps']} solver steps"
     return f"{head}{_manner(settings)}\n\n{_table(section, order, columns)}"
 
@@ -139,24 +133,25 @@ def _order(section: Section, figures: dict[str, Any], error: Callable[[Any], flo
 
 
 def _table(section: Section, order: list[str], columns: Columns) -> str:
+    """Without the columns that no variant has figures for, as those of older results."""
+    cells = {head: [write(figures[name]) if name in figures else _ABSENT for name in order]
+             for head, (figures, write) in columns.items()}  # fmt: skip
+    cells = {head: many for head, many in cells.items() if set(many) != {_ABSENT}}
     rows = []
-    for name in order:
+    for number, name in enumerate(order):
         one = section.variants[name]
         method = {"tomesd": f"**{one['method']}**", "method": one["method"]}.get(one["role"])
         method = method or f"*{one['method']}* ({one['role']})"
-        rows.append([method, one["setting"], one["code"], *(_or_absent(cell, name) for cell in columns.values())])
-    return report.markdown(["method", "setting", "code", *columns], rows, left=3)
+        rows.append([method, one["setting"], one["code"], *(many[number] for many in cells.values())])
+    return report.markdown(["method", "setting", "code", *cells], rows, left=3)
 
 
-def _or_absent(cell: Callable[[str], str], name: str) -> str:
-    try:
-        return cell(name)
-    except KeyError:
-        return _ABSENT
+def _work(one: Noised | Pictures) -> str:
+    return f"{one.work:.3g}"
 
 
-def _work(share: float) -> str:
-    return f"{share:.3g}"
+def _dev(one: Noised) -> str:
+    return _mean(one.dev)
 
 
 def _share(share: float | None) -> str:

@@ -95,7 +95,7 @@ def front(records: Sequence[dict]) -> Loss:
         if dev and (ratio not in found or fmean(dev) < fmean(found[ratio])):
             found[ratio] = dev
     if not found:
-        raise ValueError("no rows of merged keys at all times are in every result; run python -m benchmarks.quality first")
+        raise ValueError("not every result has the rows of merged keys; run python -m benchmarks.quality first")
     mean = {ratio: fmean(dev) for ratio, dev in found.items()}
     return Loss({1 - ratio: dev for ratio, dev in found.items()
                  if not any(other > ratio and mean[other] <= mean[ratio] for other in found)})  # fmt: skip
@@ -105,7 +105,7 @@ def below(records: Sequence[dict]) -> Loss:
     """What merging keys below the finest level costs. Raises ValueError where the results do not say."""
     keys = {1 - ratio: _measured(records, "keys-below", ratio, cell) for ratio, cell in KEYS_BELOW}
     if not all(keys.values()):
-        raise ValueError("the rows of keys below are not in every result; run python -m benchmarks.quality first")
+        raise ValueError("not every result has the rows of keys below; run python -m benchmarks.quality first")
     return Loss(keys)
 
 

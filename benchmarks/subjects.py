@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from diffusers import DDPMScheduler
 from safetensors import safe_open
-from torch import nn
 
 from benchmarks import schedules
 from benchmarks.networks import TRANSFORMER, UNET
@@ -34,19 +33,11 @@ class Noised(NamedTuple):
     velocity: torch.Tensor
 
 
-class Subject(Protocol):
-    """``network`` is what variants are put on. Equal arguments give equal pictures; another purpose gives others."""
-
-    name: str
-    purpose: Purpose
-    network: nn.Module
-
-    def picture(self, number: int, steps: int) -> np.ndarray:
-        """uint8 ``[H, W, 3]``: the same prompt and start noise for equal numbers, whatever the steps."""
-
-
 class SceneSubject:
-    """A scene model: its v-loss on held-out scenes, and pictures made as the demo makes them."""
+    """A scene model: its v-loss on held-out scenes, and pictures made as the demo makes them.
+
+    ``network`` is what variants are put on. Equal arguments give equal pictures; another purpose gives others.
+    """
 
     def __init__(
         self, path: Path, device: torch.device, purpose: Purpose = PURPOSES[SHOW], manner: Manner = AS_THE_DEMO
@@ -92,7 +83,10 @@ class SceneSubject:
         return self.model(noised.x, noised.t, noised.tokens).float()
 
     def picture(self, number: int, steps: int) -> np.ndarray:
-        """See `Subject`; the purpose's prompts in turn, or a scene's own where one is started from."""
+        """uint8 ``[H, W, 3]``: the same prompt and start noise for equal numbers, whatever the steps.
+
+        The purpose's prompts in turn, or a scene's own where one is started from.
+        """
         schedule, guidance = self.manner
         tokens, start = prompt.tokens(self.purpose.prompts[number % len(self.purpose.prompts)]), None
         if schedule == schedules.LATE_HALF:
@@ -113,9 +107,12 @@ class UserSubject:
         self.network = self.source.target.unet
 
     def picture(self, number: int, steps: int) -> np.ndarray:
-        """See `Subject`; the prompts in turn."""
+        """As of `SceneSubject`; the prompts in turn."""
         text = self.prompts[number % len(self.prompts)]
         return self.source.picture(text, self.purpose.first + number, steps, lambda: None)
+
+
+Subject = SceneSubject | UserSubject
 
 
 def is_scene_model(path: Path) -> bool:

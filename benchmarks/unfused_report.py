@@ -129,12 +129,9 @@ def _largest(found: dict[tuple[str, int, str], Figures]) -> str:
 def _cells(three: list[Figures | None]) -> list[str]:
     unmerged, _, merged = three
     peaks = ["-" if one is None else f"{one[0]:,.0f}{one[2]}" for one in three]
-    seconds = ["-" if one is None or _no_time(one) else f"{one[1]:.2f}{one[2]}" for one in three]
+    seconds = ["-" if one is None or math.isnan(one[1]) else f"{one[1]:.2f}{one[2]}" for one in three]
     if unmerged is None or merged is None:
         return [*peaks, "-", *seconds, "-"]
-    times = "-" if _no_time(unmerged) or _no_time(merged) else f"{unmerged[1] / merged[1]:.1f} times as fast"
+    factor = unmerged[1] / merged[1]
+    times = "-" if math.isnan(factor) else f"{factor:.1f} times as fast"
     return [*peaks, f"{merged[0] / unmerged[0]:.0%} of unmerged", *seconds, times]
-
-
-def _no_time(one: Figures) -> bool:
-    return math.isnan(one[1])
