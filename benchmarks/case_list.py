@@ -11,7 +11,7 @@ from demo.sampler import GUIDANCE
 class Case:
     """One way of making pictures.
 
-    solver: of `case_solvers.SOLVERS`. steps: of the whole noise schedule, of which `denoise` below 1 runs the last,
+    solver: of `case_pictures.SOLVERS`. steps: of the whole noise schedule, of which `denoise` below 1 runs the last,
     beginning with a scene, as img2img does; at `scale` times the model's own size with a scene of that size enlarged,
     as a hires pass does. inpaint: the left half of the scene stays as it is. tiled: each step in four that overlap.
     """

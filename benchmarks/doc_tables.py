@@ -15,8 +15,8 @@ from collections.abc import Iterable
 from functools import lru_cache, partial
 from pathlib import Path
 
-from benchmarks import purposes, quality_equal_time, results, speed_summary
-from benchmarks.quality_figures import Section, sections
+from benchmarks import purposes, results, speed_summary
+from benchmarks.quality_figures import Section, at_equal_time, sections
 from benchmarks.quality_rows import TIMES
 from benchmarks.report import markdown
 from benchmarks.results import Record
@@ -125,7 +125,7 @@ def equal_time() -> str:
 
 def _beside(model: Section) -> dict[str, str]:
     return {one.name: f"{one.theirs.psnr:.1f} : {one.ours.psnr:.1f}" if one.ours else f"{one.theirs.psnr:.1f} : -"
-            for one in quality_equal_time.beside(model)}  # fmt: skip
+            for one in at_equal_time(model)}  # fmt: skip
 
 
 def front() -> str:

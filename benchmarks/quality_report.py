@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import purposes, quality_equal_time, report
-from benchmarks.quality_figures import ROLES, Mean, Noised, Pictures, Section, sections
+from benchmarks import purposes, report
+from benchmarks.quality_figures import ROLES, Mean, Noised, Pictures, Section, at_equal_time, sections
 from benchmarks.results import Record
 
 LEGEND = """\
@@ -95,7 +95,7 @@ def _at_equal_time(section: Section) -> Iterator[str]:
         (section.variants[one.name]["method"], section.variants[one.name]["setting"], f"{one.theirs.time:.2f}",
          *(", ".join(_ABSENT if value is None else f"{value:.4g}" for value in pair)
            for pair in zip(one.theirs[1:], (one.ours or _NO_POINT)[1:], strict=True)))
-        for one in quality_equal_time.beside(section)
+        for one in at_equal_time(section)
     ]  # fmt: skip
     if rows:
         drawn = report.markdown(("method", "setting", "time", "PSNR dB: it, strength", "SSIM", "dev %"), rows, left=2)

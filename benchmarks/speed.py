@@ -16,12 +16,11 @@ from pathlib import Path
 import torch
 
 from benchmarks import endings, environment, results, speed_report
+from benchmarks.speed_costs import Rates, free_memory
 from benchmarks.speed_measure import Bench, Fleet, measure_rates
-from benchmarks.speed_memory import free_memory
 from benchmarks.speed_models import SHAPES, TINY_SHAPES, Shape, make_decoder, make_unet
 from benchmarks.speed_options import completed, parser, planned, settings
 from benchmarks.speed_plan import CALL, COSTS, Case, Estimate, row_keys
-from benchmarks.speed_roofline import Rates
 from benchmarks.speed_summary import failures
 from benchmarks.speed_variants import shown_in
 

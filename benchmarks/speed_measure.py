@@ -14,11 +14,20 @@ from diffusers.models.attention_processor import AttnProcessor
 from torch import nn
 
 from benchmarks.networks import finest_blocks
-from benchmarks.speed_memory import OperatorCount, cuda_peak, free_memory, kernels, process_peak, reason
+from benchmarks.speed_costs import (
+    OperatorCount,
+    Rates,
+    Roofline,
+    cuda_peak,
+    free_memory,
+    kernels,
+    process_peak,
+    reason,
+    roofline,
+)
 from benchmarks.speed_models import Shape, make_inputs, twin
 from benchmarks.speed_picture import picture_run
 from benchmarks.speed_plan import CALL, Case
-from benchmarks.speed_roofline import Rates, Roofline, roofline
 from benchmarks.speed_variants import VARIANTS, shown_in
 from tome_core.measuring.example_inputs import pictures_in
 

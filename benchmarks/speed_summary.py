@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from benchmarks.speed_memory import OUT_OF_MEMORY
+from benchmarks.speed_costs import OUT_OF_MEMORY
 from benchmarks.speed_variants import CONTROL, IDEAL, NO_ATTENTION, VARIANTS
 
 _LEAST_SAVING = 0.02  # a share of a bound that saves less than this is noise over noise
@@ -39,7 +39,7 @@ class Figure:
 @dataclass(frozen=True)
 class Summary:
     """One case: its fields as in `speed_plan.Case`, rounds measured, a figure for each variant, and the device's rates
-    of which the bounds are made, as in `speed_roofline.Rates`; None in results from before there were bounds.
+    of which the bounds are made, as in `speed_costs.Rates`; None in results from before there were bounds.
 
     Without the control's times or its failure there are no figures.
     """

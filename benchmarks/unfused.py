@@ -19,8 +19,7 @@ from itertools import groupby
 from typing import Any
 
 from benchmarks import endings, environment, report, results
-from benchmarks.unfused_call import ANSWER
-from benchmarks.unfused_hosts import HEADS, ROOT, SOURCES
+from benchmarks.unfused_hosts import ANSWER, HEADS, ROOT, SOURCES
 from tome_core import preset
 
 PIXELS = (512, 1024, 2048)
@@ -88,7 +87,7 @@ def measure(cases: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     Where that process ends too early, the case it was at has failed, and the rest gets a new one.
     """
     source = SOURCES[cases[0]["source"]]
-    command = [source.python, "-m", "benchmarks.unfused_call", json.dumps(cases), *source.flags]
+    command = [source.python, "-m", "benchmarks.unfused_hosts", json.dumps(cases), *source.flags]
     surroundings = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     answers = 0
     with (

@@ -11,8 +11,7 @@ import torch
 
 from benchmarks import case_pictures, cases, cases_report, report, results
 from benchmarks.case_list import CASES, Case
-from benchmarks.case_pictures import Asked, draw, enlarged
-from benchmarks.case_solvers import HYPER_TIME, SOLVERS
+from benchmarks.case_pictures import HYPER_TIME, SOLVERS, Asked, draw, enlarged
 from demo import model, prompt, sampler
 from tests import tiny_scenes
 from tome_core import strength

@@ -10,10 +10,10 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import tome_core
+from benchmarks.speed_costs import Rates, roofline
 from benchmarks.speed_measure import measure_rates
 from benchmarks.speed_models import TINY_SHAPES, make_inputs, make_unet
 from benchmarks.speed_report import table
-from benchmarks.speed_roofline import Rates, roofline
 from benchmarks.speed_summary import summaries
 from benchmarks.speed_variants import CONTROL, IDEAL
 from tests.speed_records import synthetic

@@ -12,11 +12,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import report, results, speed, speed_measure, speed_options, speed_plan, speed_report, speed_variants
 from benchmarks.networks import finest_blocks
+from benchmarks.speed_costs import OperatorCount, Rates, process_peak
 from benchmarks.speed_measure import Bench, Fleet
-from benchmarks.speed_memory import OperatorCount, process_peak
 from benchmarks.speed_models import SHAPES, TINY_SHAPES, make_inputs, make_unet, twin
 from benchmarks.speed_plan import Case, Estimate, row_keys
-from benchmarks.speed_roofline import Rates
 from benchmarks.speed_summary import summaries
 from benchmarks.speed_variants import CONTROL, IDEAL, NO_ATTENTION, VARIANTS, shown_in
 from tests.speed_records import synthetic

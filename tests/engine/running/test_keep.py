@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tome_core
-from benchmarks.speed_memory import OperatorCount
+from benchmarks.speed_costs import OperatorCount
 from tests.models import call_case
 from tests.samplings import CASE, KEPT, blocks
 from tests.wraps import wraps_of

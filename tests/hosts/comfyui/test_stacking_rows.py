@@ -20,8 +20,8 @@ path, given, found = (sys.argv.pop() for _ in range(3))
 sys.path.insert(0, os.getcwd())
 importlib.import_module("comfy.options").enable_args_parsing()
 import numpy, torch
-from benchmarks import stack_comfyui_models
-patcher, words = stack_comfyui_models.scenes(path)
+from benchmarks import stack_comfyui_call
+patcher, words = stack_comfyui_call.scenes(path)
 x = torch.from_numpy(numpy.load(given))
 with torch.inference_mode():
     out = patcher.model.diffusion_model(x, torch.tensor([300.0]), words[None, :6])
