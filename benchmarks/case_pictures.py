@@ -1,28 +1,21 @@
-"""How a case draws: diffusers' loop of text to image, image to image, inpainting and tiles, on a scene model.
+"""The cases people have, as rows, and how each draws, on a scene model.
 
-The samplers are diffusers' own schedulers with their timesteps set.
+Diffusers' loop of text to image, image to image, inpainting and tiles, by its own schedulers with their timesteps set.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+import diffusers
 import numpy as np
 import torch
-from diffusers import (
-    DDPMScheduler,
-    DPMSolverMultistepScheduler,
-    EulerAncestralDiscreteScheduler,
-    EulerDiscreteScheduler,
-    HeunDiscreteScheduler,
-    LCMScheduler,
-)
 
-from benchmarks import schedules
-from benchmarks.case_list import Case
+from benchmarks import subjects
 from demo import sampler
 from demo.model import SceneModel, decode, encode
 from demo.prompt import NULL_TOKEN
@@ -33,8 +26,64 @@ _MOST_NOISE = 0.999  # of a training step, where a solver has no answer to pure 
 HYPER_TIME = 800  # at which Hyper-SD draws in a single step
 
 
-def _demo(model: SceneModel, steps: int, schedule: str = schedules.UNIFORM) -> Any:
-    return sampler.solver(model, steps, schedules.timesteps(schedule, model.scheduler, steps))
+@dataclass(frozen=True)
+class Case:
+    """One way of making pictures.
+
+    solver: of `SOLVERS`. steps: of the whole noise schedule, of which `denoise` below 1 runs the last,
+    beginning with a scene, as img2img does; at `scale` times the model's own size with a scene of that size enlarged,
+    as a hires pass does. inpaint: the left half of the scene stays as it is. tiled: each step in four that overlap.
+    """
+
+    name: str
+    steps: int
+    solver: str = "DPM++ 2M"
+    guidance: float = sampler.GUIDANCE
+    denoise: float = 1.0
+    scale: int = 1
+    batch: int = 1
+    inpaint: bool = False
+    tiled: bool = False
+
+    @property
+    def begins_with_a_scene(self) -> bool:
+        return self.denoise < 1
+
+
+_CASES = (
+    Case("20 steps", 20),
+    Case("8 steps", 8),
+    Case("4 steps", 4),
+    Case("1 step", 1),
+    Case("Turbo's shape, 1 step", 1, "ancestral", guidance=1),
+    Case("Lightning's shape, 4 steps", 4, "Euler", guidance=1),
+    Case("Lightning's shape, 8 steps", 8, "Euler", guidance=1),
+    Case("LCM's shape, 4 steps", 4, "LCM", guidance=1),
+    Case("LCM's shape, 8 steps", 8, "LCM", guidance=1),
+    Case("Hyper's shape, 1 step", 1, "Hyper", guidance=1),
+    Case("ancestral, 10 steps", 10, "ancestral"),
+    Case("SDE, 10 steps", 10, "SDE"),
+    Case("Karras, 10 steps", 10, "Karras"),
+    Case("exponential, 10 steps", 10, "exponential"),
+    Case("AYS, 10 steps", 10, "AYS"),
+    Case("EDM, 10 steps", 10, "EDM"),
+    Case("CFG 1, 10 steps", 10, guidance=1),
+    Case("img2img at .3 of 20", 20, denoise=0.3),
+    Case("img2img at .5 of 20", 20, denoise=0.5),
+    Case("img2img at .6 of 20", 20, denoise=0.6),
+    Case("inpainting at .8 of 10", 10, denoise=0.8, inpaint=True),
+    Case("batch of 4, 4 steps", 4, batch=4),
+    Case("batch of 8, 4 steps", 4, batch=8),
+    Case("hires at .5 of 10", 10, denoise=0.5, scale=2),
+    Case("hires at .3 of 10", 10, denoise=0.3, scale=2),
+    Case("hires at .6 of 10", 10, denoise=0.6, scale=2),
+    Case("tiled upscale at .5 of 10", 10, denoise=0.5, scale=2, tiled=True),
+)
+CASES = {case.name: case for case in _CASES}
+
+
+def _demo(model: SceneModel, steps: int, schedule: str = subjects.UNIFORM) -> Any:
+    return sampler.solver(model, steps, subjects.timesteps(schedule, model.scheduler, steps))
 
 
 def _of_class(kind: type, model: SceneModel, steps: int, **more: Any) -> Any:
@@ -47,14 +96,14 @@ def _edm(model: SceneModel, steps: int) -> Any:
     """Karras et al. 2022 altogether: their sigmas and Heun's second order, all steps but the last of two calls."""
     config = sampler.solver_config(model)
     kept = {name: value for name, value in config.items() if not name.startswith(("beta", "rescale"))}
-    betas = DDPMScheduler(**model.scheduler).betas.clamp(max=_MOST_NOISE)
-    made = HeunDiscreteScheduler(**kept, trained_betas=betas.tolist())
-    made.set_timesteps(timesteps=schedules.timesteps(schedules.KARRAS, model.scheduler, steps))
+    betas = diffusers.DDPMScheduler(**model.scheduler).betas.clamp(max=_MOST_NOISE)
+    made = diffusers.HeunDiscreteScheduler(**kept, trained_betas=betas.tolist())
+    made.set_timesteps(timesteps=subjects.timesteps(subjects.KARRAS, model.scheduler, steps))
     return made
 
 
 def _hyper(model: SceneModel, steps: int) -> Any:
-    made = LCMScheduler(**sampler.solver_config(model))
+    made = diffusers.LCMScheduler(**sampler.solver_config(model))
     made.set_timesteps(timesteps=[HYPER_TIME])
     return made
 
@@ -62,14 +111,15 @@ def _hyper(model: SceneModel, steps: int) -> Any:
 # (model, steps) -> a scheduler
 SOLVERS = {
     "DPM++ 2M": _demo,
-    "Karras": partial(_demo, schedule=schedules.KARRAS),
-    "exponential": partial(_demo, schedule=schedules.EXPONENTIAL),
-    "AYS": partial(_demo, schedule=schedules.AYS),
-    "Euler": partial(_of_class, EulerDiscreteScheduler),
-    "ancestral": partial(_of_class, EulerAncestralDiscreteScheduler),
-    "SDE": partial(_of_class, DPMSolverMultistepScheduler, algorithm_type="sde-dpmsolver++", final_sigmas_type="zero"),
+    "Karras": partial(_demo, schedule=subjects.KARRAS),
+    "exponential": partial(_demo, schedule=subjects.EXPONENTIAL),
+    "AYS": partial(_demo, schedule=subjects.AYS),
+    "Euler": partial(_of_class, diffusers.EulerDiscreteScheduler),
+    "ancestral": partial(_of_class, diffusers.EulerAncestralDiscreteScheduler),
+    "SDE": partial(_of_class, diffusers.DPMSolverMultistepScheduler, algorithm_type="sde-dpmsolver++",
+                   final_sigmas_type="zero"),
     "EDM": _edm,
-    "LCM": partial(_of_class, LCMScheduler, timestep_spacing="leading"),
+    "LCM": partial(_of_class, diffusers.LCMScheduler, timestep_spacing="leading"),
     "Hyper": _hyper,
 }
 

@@ -20,12 +20,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from benchmarks import attention_work, endings, environment, report, results, subjects, variants
-from benchmarks.call_times import one_thread
-from benchmarks.case_list import CASES, Case
-from benchmarks.case_pictures import Asked, draw, timesteps
-from benchmarks.purposes import PURPOSES, SHOW
-from benchmarks.subjects import SCENE_MODELS, SceneSubject
+from benchmarks import attention_work, report, results, subjects, variants
+from benchmarks.attention_work import one_thread
+from benchmarks.case_pictures import CASES, Asked, Case, draw, timesteps
+from benchmarks.subjects import PURPOSES, SCENE_MODELS, SHOW, SceneSubject
 from demo import prompt
 from demo.likeness import gradient_energy, squared_error
 from tome_core.settings.presets import MARKS
@@ -101,7 +99,7 @@ def parser() -> argparse.ArgumentParser:
         "in demo/)")  # fmt: skip
     add("--pictures", type=int, default=2, metavar="N", help="or batches of a case and model (default 2)")
     add("--list", action="store_true", help="the names that --cases takes")
-    endings.add_output(made)
+    report.add_output(made)
     return made
 
 
@@ -122,7 +120,7 @@ def execute(options: argparse.Namespace, command: str) -> int:
         "cases": [vars(case) for case in CASES.values()],  # all there are: a run may go on with others of them
     }
     with one_thread(True):
-        record = results.new_record("cases", command, settings, environment.describe("cpu"))
+        record = results.new_record("cases", command, settings, results.describe("cpu"))
         run = results.Run.start(record, list(rows), options.output)
         run.fill(lambda key: {**rows[key]._asdict(), **bench(rows[key].model).measure(rows[key])})
     print(report.write([run.path], run.path.with_suffix(".md"), None))
@@ -132,7 +130,7 @@ def execute(options: argparse.Namespace, command: str) -> int:
 def main(arguments: list[str] | None = None) -> int:
     """Run; gives the exit code: 0 done, 2 wrong options (one sentence says which), 130 interrupted."""
     logging.basicConfig(level=logging.ERROR)
-    return endings.run("cases", parser(), arguments, execute)
+    return report.run("cases", parser(), arguments, execute)
 
 
 if __name__ == "__main__":

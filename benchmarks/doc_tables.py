@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from functools import lru_cache, partial
 from pathlib import Path
 
-from benchmarks import purposes, results, speed_summary
+from benchmarks import results, speed_summary, subjects
 from benchmarks.quality_figures import Section, at_equal_time, sections
 from benchmarks.quality_rows import TIMES
 from benchmarks.report import markdown
@@ -89,7 +89,7 @@ def record(name: str) -> Record:
     """A committed result. Raises ResultError for one whose pictures were there to choose by."""
     found = results.load(results.FOLDER / f"{name}.json")
     if name != TO_CHOOSE_BY and found["kind"] == "quality":
-        purposes.check(found, purposes.SHOW, name)
+        subjects.check_purpose(found, subjects.SHOW, name)
     return found
 
 

@@ -7,7 +7,7 @@ import importlib.util
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks import endings, picture_metrics, purposes, schedules, subjects
+from benchmarks import picture_metrics, report, subjects
 from benchmarks.quality_rows import Amounts
 from benchmarks.variant_list import ALWAYS, GROUPS, VARIANTS
 from demo import checkpoint
@@ -33,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
     ):
         which.add_argument(f"--{name}", dest="group", action="store_const", const=name, help=text)
     which.add_argument("--variants", nargs="+", metavar="NAME", help="these, beside the controls and yardsticks")
-    add("--for", dest="purpose", choices=tuple(purposes.PURPOSES), default=purposes.SHOW, help="which pictures: those "
+    add("--for", dest="purpose", choices=tuple(subjects.PURPOSES), default=subjects.SHOW, help="which pictures: those "
         "that tables show (default), or others, by which presets are chosen")  # fmt: skip
     add("--list", action="store_true", help="print the names of all variants and stop")
     add("--model", nargs="+", type=Path, metavar="PATH", help="scene models of this repository (default: those in "
@@ -45,10 +45,10 @@ def parser() -> argparse.ArgumentParser:
     add("--pictures", type=int, metavar="N", help="whole pictures of every variant")
     add("--noised", type=int, metavar="N", help="noised held-out pictures of every variant; an even number")
     add("--steps", type=int, metavar="N", help="solver steps of a picture")
-    add("--schedule", choices=schedules.SCHEDULES, help="of the whole pictures of a scene model (default uniform); "
+    add("--schedule", choices=subjects.SCHEDULES, help="of the whole pictures of a scene model (default uniform); "
         "late-half starts as img2img does, from a picture at half of the times")  # fmt: skip
     add("--guidance", type=float, metavar="X", help="of the whole pictures of a scene model (default "
-        f"{schedules.GUIDANCE})")  # fmt: skip
+        f"{subjects.GUIDANCE})")  # fmt: skip
     add("--clock", action=argparse.BooleanOptionalAction, default=None, help="take the time of whole pictures on a "
         "CPU, on one thread (default, but for --smallest and --for choose)")  # fmt: skip
     add("--seed", type=int, default=0, metavar="N", help="of whatever a method draws (default 0)")
@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
     add("--device", metavar="NAME", help="cpu, cuda, ... (default: a GPU if torch sees one, else cpu)")
     add("--dtype", choices=("float32", "float16", "bfloat16"), default="float32", help="of your own checkpoint; "
         "float32 (default) keeps rounding out of the comparison")  # fmt: skip
-    endings.add_output(made)
+    report.add_output(made)
     return made
 
 
@@ -69,7 +69,7 @@ def complete(options: argparse.Namespace) -> tuple[Amounts, list[str]]:
     unknown = [name for name in options.variants or () if name not in VARIANTS]
     if unknown:
         raise ValueError(f"no variant is called {' or '.join(unknown)}; --list prints the names")
-    options.group = options.group or ("choose" if options.purpose == purposes.CHOOSE else "standard")
+    options.group = options.group or ("choose" if options.purpose == subjects.CHOOSE else "standard")
     there = [path for path in subjects.SCENE_MODELS if path.exists()]
     options.model = options.model or there[: 1 if options.group == "smallest" else None]
     own = [path for path in options.model if not subjects.is_scene_model(path)]
@@ -123,10 +123,10 @@ def _prompts(path: Path | None, own: list[Path]) -> list[str]:
     return found
 
 
-def manner(options: argparse.Namespace) -> schedules.Manner:
+def manner(options: argparse.Namespace) -> subjects.Manner:
     """How the whole pictures of scene models are made."""
-    guidance = schedules.GUIDANCE if options.guidance is None else options.guidance
-    return schedules.Manner(options.schedule or schedules.UNIFORM, guidance)
+    guidance = subjects.GUIDANCE if options.guidance is None else options.guidance
+    return subjects.Manner(options.schedule or subjects.UNIFORM, guidance)
 
 
 def names(options: argparse.Namespace) -> dict[str, tuple[str, ...]]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from benchmarks import purposes, report
+from benchmarks import report, subjects
 from benchmarks.quality_figures import ROLES, Mean, Noised, Pictures, Section, at_equal_time, sections
 from benchmarks.results import Record
 
@@ -24,6 +25,9 @@ by work, then by error. Strength at equal time: on lines between the presets and
 none of them beats another in time and PSNR; n/a where none is as fast."""
 _ABSENT = "n/a"
 _NO_POINT = (None,) * 4  # no strength is as fast
+MARKERS, COLOURS = "osDv^<>pPXhd", [f"C{number}" for number in range(10)]
+TICKS = {1 / 64: "1/64", 1 / 16: "1/16", 1 / 10: "1/10", 1 / 4: "1/4", 1 / 2: "1/2", 1: "1"}
+STYLES = {"control": {"color": "firebrick", "linestyle": "--"}, "yardstick": {"color": "grey", "linestyle": ":"}}
 Columns = dict[str, tuple[dict[str, Any], Callable[[Any], str]]]  # head -> figures by variant, and how they are written
 
 
@@ -50,7 +54,7 @@ def _origin(record: Record) -> str:
                        for name, value in record["device"].items() if name != "kind")  # fmt: skip
     lines = [f"`{record['command']}`, {record['created'][:10]}, commit {record.get('commit')}; {versions}; {device}."]
     lines += [f"{note}." for note in record.get("notes", [])]
-    if record["settings"].get("for") == purposes.CHOOSE:
+    if record["settings"].get("for") == subjects.CHOOSE:
         lines.append("**Pictures to choose by**, which are not those that the README's tables show.")
     if record["missing"]:
         lines.append(f"**Unfinished: {len(record['missing'])} rows are missing.**")
@@ -170,12 +174,70 @@ def _mean(mean: Mean | None) -> str:
     return f"{mean.value:.{decimals}f} ± {mean.error:.{decimals}f}"
 
 
-def plot(records: list[Record], path: Path) -> None:
-    """Error over attention work left, a column of panels for each checkpoint."""
-    from benchmarks import quality_plot
+class Panel(NamedTuple):
+    """What one row of panels shows."""
 
+    label: str
+    figures: Callable[[Section], dict[str, Any]]
+    error: Callable[[Any], Mean]
+    scale: str
+
+
+PANELS = (
+    Panel("dev, % of the unmerged v-loss", lambda section: section.noised, lambda one: one.dev, "log"),
+    Panel("PSNR to the unmerged pictures, dB", lambda section: section.pictures, lambda one: one.psnr, "linear"),
+)
+
+
+def plot(records: list[Record], path: Path) -> None:
+    """Error over attention work left, one line a method: measures below each other, checkpoints side by side."""
     columns = [section for record in records for section in sections(record)]
-    width, height = quality_plot.size(columns)
-    figure = report.new_figure(width, height)
-    quality_plot.draw(figure, columns)
+    panels = [panel for panel in PANELS if any(panel.figures(section) for section in columns)]
+    looks = _looks(columns)
+    figure = report.new_figure(3 + 5.5 * max(1, len(columns)), 1 + 4.5 * len(panels))
+    axes = figure.subplots(len(panels), len(columns), squeeze=False, sharey="row")
+    for row, panel in zip(axes, panels, strict=True):
+        for axis, section in zip(row, columns, strict=True):
+            _draw_panel(axis, panel, section, looks)
+        row[0].set_ylabel(panel.label)
+    named = [pair for axis in axes.flat for pair in zip(*axis.get_legend_handles_labels(), strict=True)]
+    handles = {label: handle for handle, label in named}
+    figure.legend(handles.values(), handles, loc="outside right upper", fontsize=8)
     figure.savefig(path, dpi=110)
+
+
+def _looks(sections: list[Section]) -> dict[str, dict[str, Any]]:
+    """Method -> how its line looks, the same in every panel."""
+    methods = dict.fromkeys(one["method"] for section in sections for one in section.variants.values()
+                            if one["role"] == "method")  # fmt: skip
+    # twelve markers and ten colours: sixty pairs before one comes again
+    looks = {method: {"color": colour, "marker": marker}
+             for method, colour, marker in zip(methods, cycle(COLOURS), cycle(MARKERS), strict=False)}  # fmt: skip
+    return {**looks, "tomesd": {"color": "black", "marker": "*", "markersize": 11, "linewidth": 2.5, "zorder": 5}}
+
+
+def _draw_panel(axis: Any, panel: Panel, section: Section, looks: dict[str, dict[str, Any]]) -> None:
+    figures = panel.figures(section)
+    lines: dict[str, list[tuple[float, Mean]]] = {}
+    beside = cycle((0.01, 0.28, 0.6))  # labels of lines that nearly coincide stand beside each other
+    for name, one in figures.items():
+        described, error = section.variants[name], panel.error(one)
+        if described["role"] in STYLES:
+            style = STYLES[described["role"]]
+            axis.axhline(error.value, linewidth=1, **style)
+            axis.annotate(described["method"], (next(beside), error.value), xycoords=("axes fraction", "data"),
+                          fontsize=7, va="bottom", color=style["color"])  # fmt: skip
+        else:
+            lines.setdefault(described["method"], []).append((one.work, error))
+    for method, points in lines.items():
+        points.sort(key=lambda point: point[0])
+        works, means = zip(*points, strict=True)
+        # a schedule's settings are no steps of one dial
+        style = {"linestyle": "none"} if method == "schedule" else {"linestyle": "-"}
+        axis.errorbar(works, [mean.value for mean in means], [mean.error or 0 for mean in means], label=method,
+                      capsize=2, **{**style, "markersize": 6, "linewidth": 1.2, **looks[method]})  # fmt: skip
+    axis.set(xscale="log", yscale=panel.scale, xlabel="attention work left", title=section.checkpoint)
+    axis.set_xticks(list(TICKS), TICKS.values())
+    axis.minorticks_off()
+    axis.set_xlim(min(TICKS) * 0.8, 1.1)
+    axis.grid(alpha=0.3, which="both")

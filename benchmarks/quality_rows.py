@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 from benchmarks import attention_work, picture_metrics
-from benchmarks.call_times import BESIDE, CallTimes
+from benchmarks.attention_work import BESIDE, CallTimes
 from benchmarks.networks import UNET
 from benchmarks.subjects import PART_NOISED, SceneSubject, Subject
 from benchmarks.variant_list import PLAIN, VARIANTS

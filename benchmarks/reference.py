@@ -1,10 +1,11 @@
-"""Plain code for what the engine has not: attention that gives zeros, stays inside tiles, or merges by lot.
+"""Plain code for what the engine has not: attention that gives zeros, stays inside tiles, merges by lot or as ToMA.
 
 For measuring quality, not speed. Grids are square.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,12 +17,15 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from benchmarks import reference_tiles
 from benchmarks.networks import answered, at_each_call, attended, finest_blocks, timestep_of
 from tome_core import MergePlan
 from tome_core.merging.grid import Grid, split_grid
 from tome_core.merging.methods.base import Best
 from tome_core.merging.methods.bipartite import _plan
+from tome_core.transformers.families import family_of, find_attentions
+
+TILES = 8  # a side
+SHARPNESS = 10.0  # of the weights over cosines
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ class Lots:
 
         As the engine's matching, but that who merges and with whom is drawn.
         """
-        side = reference_tiles.square_side(x.shape[1], self.recipe.cell)
+        side = square_side(x.shape[1], self.recipe.cell)
         destinations, sources = split_grid(Grid(side, side), self.recipe.cell, self.recipe.cell, None, x)
         dice = torch.Generator().manual_seed((self.seed * 1_000 + round(self.timestep)) * 100 + number)
         lots = torch.rand(len(x), sources.shape[1], destinations.shape[1], generator=dice).to(x.device)
@@ -81,7 +85,7 @@ def _attend(
     if recipe.zero:
         return torch.zeros_like(x)
     if recipe.tiles:
-        return reference_tiles.join(own(reference_tiles.split(x, recipe.tiles), **more), recipe.tiles)
+        return joined(own(in_tiles(x, recipe.tiles), **more), recipe.tiles)
     plan = lots.plan(x, number)
     keys, sizes = plan.merge(x), plan.key_logits.to(x.dtype)[:, None]
     return plan.unmerge(own(keys, keys, sizes, **more)) if recipe.together else own(x, keys, sizes, **more)
@@ -129,3 +133,117 @@ def _changed(x: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor], la
     """``[B, H, S, d]`` with its `last` tokens changed to as many as `change` gives of them."""
     changed = change(x[:, :, -last:].transpose(1, 2).flatten(2)).unflatten(2, (x.shape[1], -1)).transpose(1, 2)
     return torch.cat([x[:, :, :-last], changed], 2)
+
+
+def square_side(tokens: int, cell: int) -> int:
+    """Tokens a side of a square grid. Raises ValueError where it is none, or `cell` does not divide it."""
+    side = math.isqrt(tokens)
+    if side * side != tokens or side % cell:
+        raise ValueError(f"{tokens} tokens are no square grid that cells of {cell}x{cell} divide; the reference code "
+                         "measures square pictures only")
+    return side
+
+
+def in_tiles(x: torch.Tensor, tiles: int) -> torch.Tensor:
+    """``[B, N, C]`` to ``[B * tiles**2, N / tiles**2, C]``: a square grid cut in `tiles` a side.
+
+    HyperTile's idea in plain code; the published one draws among several sizes, here it is fixed, so that its work is.
+    Raises ValueError where the grid is no square that `tiles` divides.
+    """
+    batch, tokens, channels = x.shape
+    inner = square_side(tokens, tiles) // tiles
+    cut = x.reshape(batch, tiles, inner, tiles, inner, channels).transpose(2, 3)
+    return cut.reshape(batch * tiles**2, inner**2, channels)
+
+
+def joined(y: torch.Tensor, tiles: int) -> torch.Tensor:
+    """The inverse of `in_tiles`."""
+    inner = square_side(y.shape[1], 1)
+    cut = y.reshape(-1, tiles, tiles, inner, inner, y.shape[2]).transpose(2, 3)
+    return cut.reshape(-1, (tiles * inner) ** 2, y.shape[2])
+
+
+class Toma:
+    """ToMA (arXiv 2509.10918): fewer tokens through each attention, chosen in tiles.
+
+    As we read the paper's abstract; its code may differ: a subset of the tokens that represents all others best
+    (facility location, greedy), in tiles of the picture; merging as an attention of that subset to all tokens; each
+    token then takes from the subset as it gave. The authors make this anew every few steps and for several blocks
+    together; here each block does, which errs less.
+
+    Of the tokens ``[B, N, C]`` of square pictures. chosen: int64 ``[B, M]``, the subset's places.
+    """
+
+    def __init__(self, x: torch.Tensor, ratio: float) -> None:
+        unit = F.normalize(in_tiles(x, TILES), dim=-1)
+        alike = unit @ unit.transpose(1, 2)
+        chosen = representatives(alike, round(alike.shape[1] * (1 - ratio)))
+        rows = alike.gather(1, chosen[..., None].expand(-1, -1, alike.shape[2]))
+        self._given = (SHARPNESS * rows).softmax(1)  # [tiles, M, n]: how each token divides itself
+        places = torch.arange(x.shape[1], device=x.device)[None, :, None]
+        inside = in_tiles(places, TILES)[..., 0].repeat(len(x), 1)
+        self.chosen = inside.gather(1, chosen).view(len(x), -1)
+
+    def merge(self, x: torch.Tensor) -> torch.Tensor:
+        """``[B, N, C]`` to ``[B, M, C]``, in the order of `chosen`."""
+        weights = self._given / self._given.sum(2, keepdim=True)
+        return (weights.to(x.dtype) @ in_tiles(x, TILES)).view(len(x), -1, x.shape[2])
+
+    def unmerge(self, y: torch.Tensor) -> torch.Tensor:
+        """``[B, M, C]`` to ``[B, N, C]``."""
+        by_tile = y.reshape(len(self._given), -1, y.shape[2])
+        return joined(self._given.transpose(1, 2).to(y.dtype) @ by_tile, TILES)
+
+
+def representatives(alike: torch.Tensor, count: int) -> torch.Tensor:
+    """int64 ``[T, count]``: of each set of tokens those with the highest sum of every token's likeness to the nearest.
+
+    One after the other, each the one that adds the most. alike: ``[T, n, n]``.
+    """
+    covered = torch.full_like(alike[:, 0], -1.0)
+    chosen: list[torch.Tensor] = []
+    taken = torch.zeros_like(covered)
+    for _ in range(count):
+        gain = (alike - covered[:, None]).clamp(min=0).sum(2) - taken
+        best = gain.argmax(1, keepdim=True)
+        taken = taken.scatter(1, best, float("inf"))
+        covered = torch.maximum(covered, alike.gather(1, best[..., None].expand(-1, -1, alike.shape[2]))[:, 0])
+        chosen.append(best)
+    return torch.cat(chosen, 1)
+
+
+@contextmanager
+def as_toma(transformer: nn.Module, ratio: float) -> Iterator[None]:
+    """Inside it the attentions of a Flux transformer see 1 - ratio of the picture's tokens."""
+    tokens = [0]  # of the picture, at the latest call
+
+    def look(transformer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        tokens[0] = kwargs["hidden_states"].shape[1]
+
+    found = [one for _, one in find_attentions(transformer, family_of(transformer))]
+    forwards = {one: partial(_attend_toma, one.forward, ratio, tokens) for one in found}
+    with transformer.register_forward_pre_hook(look, with_kwargs=True), answered(forwards):
+        yield
+
+
+def _attend_toma(
+    own: Any, ratio: float, tokens: list[int], hidden_states: torch.Tensor,
+    encoder_hidden_states: torch.Tensor | None = None,
+    image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None, **more: Any,
+) -> Any:  # fmt: skip
+    """In place of one attention's ``forward``, `own`; picture by picture, because positions are the whole batch's."""
+    text = hidden_states.shape[1] - tokens[0]  # in one sequence with the picture, or apart
+    merging = Toma(hidden_states[:, text:], ratio)
+    x = torch.cat([hidden_states[:, :text], merging.merge(hidden_states[:, text:])], 1)
+    words = image_rotary_emb[0].shape[0] - tokens[0]
+    found = []
+    for number in range(len(x)):
+        places = torch.cat([torch.arange(words, device=x.device), merging.chosen[number] + words])
+        row = slice(number, number + 1)
+        beside = None if encoder_hidden_states is None else encoder_hidden_states[row]
+        found.append(own(x[row], beside, image_rotary_emb=tuple(one[places] for one in image_rotary_emb), **more))
+    if encoder_hidden_states is None:
+        out = torch.cat(found)
+        return torch.cat([out[:, :text], merging.unmerge(out[:, text:])], 1)
+    out, *others = (torch.cat(one) for one in zip(*found, strict=True))
+    return merging.unmerge(out), *others

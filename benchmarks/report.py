@@ -2,24 +2,20 @@
 
 Each kind of result, of `results.KINDS`, has its own module, such as ``benchmarks/speed_report.py``, with
 ``table(records) -> str`` (Markdown) and, where there is a plot, ``plot(records, path)`` (a PNG); this file only finds
-the one that fits.
+the one that fits. How all commands end is here too: with a result, with a sentence on what was refused, or stopped to
+go on later.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import ModuleType
 
-from benchmarks import endings, results
-
-
-def module_for(kind: str) -> ModuleType:
-    """The module that knows how to show results of this kind."""
-    return importlib.import_module(f"benchmarks.{kind}_report")
+from benchmarks import results
 
 
 def write(paths: list[Path], table_path: Path | None, plot_path: Path | None) -> str:
@@ -31,7 +27,7 @@ def write(paths: list[Path], table_path: Path | None, plot_path: Path | None) ->
     kinds = sorted({record["kind"] for record in records})
     if len(kinds) > 1:
         raise results.ResultError(f"results of several kinds ({', '.join(kinds)}); give those of one")
-    module = module_for(kinds[0])
+    module = importlib.import_module(f"benchmarks.{kinds[0]}_report")
     text = module.table(records)
     if table_path:
         table_path.write_text(f"{text}\n", encoding="utf-8")
@@ -65,6 +61,32 @@ def new_figure(width: float = 8, height: float = 5):
     return figure
 
 
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """The option for the file of the result, which `results.Run.start` takes."""
+    parser.add_argument("--output", type=Path, metavar="JSON", help="the result (default: a new file below "
+        "benchmarks/results/, or the unfinished one of this command)")  # fmt: skip
+
+
+def run(
+    name: str, parser: argparse.ArgumentParser, arguments: list[str] | None,
+    work: Callable[[argparse.Namespace, str], int],
+) -> int:  # fmt: skip
+    """The exit status of a command: that of its work, 2 where it is refused, 130 where somebody stops it.
+
+    arguments: None for the process's own. work: is given the options, and the command line as a result keeps it.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = parser.parse_args(arguments)
+    try:
+        return work(options, shlex.join(["python", "-m", f"benchmarks.{name}", *arguments]))
+    except (ValueError, OSError) as error:
+        print(f"benchmarks.{name}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"\nbenchmarks.{name}: stopped; the same command goes on from here.", file=sys.stderr)
+        return 130
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Print the table and write both beside the first file; 0 done, 2 for a file that is no result."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description="A Markdown table and a plot of "
@@ -80,7 +102,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(write(options.files, options.table or options.files[0].with_suffix(".md"), plot))
         return 0
 
-    return endings.run("report", parser, arguments, work)
+    return run("report", parser, arguments, work)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import endings, environment, results, speed_report
+from benchmarks import report, results, speed_report
 from benchmarks.speed_costs import Rates, free_memory
 from benchmarks.speed_measure import Bench, Fleet, measure_rates
 from benchmarks.speed_models import SHAPES, TINY_SHAPES, Shape, make_decoder, make_unet
@@ -109,7 +109,7 @@ def measure(options: argparse.Namespace, command: str) -> int:
     torch.set_num_threads(1)
     shapes, all_cases = TINY_SHAPES if options.rehearsal else SHAPES, planned(options)
     rows, dtype = row_keys(all_cases, options.rounds), getattr(torch, options.dtype)
-    record = results.new_record("speed", command, settings(options), environment.describe(options.device))
+    record = results.new_record("speed", command, settings(options), results.describe(options.device))
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) if options.rehearsal else results.FOLDER
         run = results.Run.start(record, list(rows), options.output, folder)
@@ -127,7 +127,7 @@ def measure(options: argparse.Namespace, command: str) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure and print; 0 done, 1 where a variant failed for another reason than memory, 2 wrong options."""
-    return endings.run("speed", parser(__doc__), arguments, measure)
+    return report.run("speed", parser(__doc__), arguments, measure)
 
 
 if __name__ == "__main__":

@@ -153,7 +153,8 @@ class _Products(TorchDispatchMode):
         out = function(*args, **(kwargs or {}))
         operations = product_operations(function.overloadpacket.__name__, args, out)
         if operations:
-            moved = sum(_bytes(one) for one in (*args, *(kwargs or {}).values(), *_listed(out)))
+            written = out[0] if isinstance(out, tuple | list) else out  # attention's others may not be wanted
+            moved = sum(_bytes(one) for one in (*args, *(kwargs or {}).values(), written))
             self.operations += operations
             self.bytes += moved
             self.seconds += max(operations / self._rates.operations, moved / self._rates.bytes)
@@ -177,11 +178,6 @@ def product_operations(name: str, args: tuple, out: Any) -> int:
     if name in _FACTORS:
         return 2 * out.numel() * args[_FACTORS[name]].shape[-1]
     return 0
-
-
-def _listed(out: Any) -> tuple:
-    """What an operator writes; of several tensors, such as attention's, the first alone is sure to be wanted."""
-    return (out[0] if isinstance(out, tuple | list) else out,)
 
 
 def _bytes(one: Any) -> int:

@@ -13,21 +13,11 @@ import torch
 from diffusers.models.attention_processor import AttnProcessor
 from torch import nn
 
+from benchmarks import speed_costs
 from benchmarks.networks import finest_blocks
-from benchmarks.speed_costs import (
-    OperatorCount,
-    Rates,
-    Roofline,
-    cuda_peak,
-    free_memory,
-    kernels,
-    process_peak,
-    reason,
-    roofline,
-)
+from benchmarks.speed_costs import Rates, Roofline
 from benchmarks.speed_models import Shape, make_inputs, twin
-from benchmarks.speed_picture import picture_run
-from benchmarks.speed_plan import CALL, Case
+from benchmarks.speed_plan import CALL, Case, picture_run
 from benchmarks.speed_variants import VARIANTS, shown_in
 from tome_core.measuring.example_inputs import pictures_in
 
@@ -132,8 +122,8 @@ class Bench:
         else:  # only what has to have run before, because a call may take a minute here
             self._each(lambda name: VARIANTS[name].keeps and self._runs[name]() is None)
         if self.device.type == "cuda":
-            row["peak_mib"] = self._each(lambda name: cuda_peak(self._runs[name]))
-            row["kernels"] = self._each(lambda name: kernels(self._runs[name]))
+            row["peak_mib"] = self._each(lambda name: speed_costs.cuda_peak(self._runs[name]))
+            row["kernels"] = self._each(lambda name: speed_costs.kernels(self._runs[name]))
         elif self.case.what == CALL and not self.case.compiled:
             row["peak_mib"] = self._each(self._process_peak)
         counted = self._each(self._counted)
@@ -151,13 +141,13 @@ class Bench:
         if VARIANTS[name].replayed:
             return None
         eager = [getattr(unet, "_orig_mod", unet) for unet in (self._fleet.unets[name], self._fleet.unpatched)]
-        with OperatorCount() as counter:
-            bound = roofline(self._prepared(name, *eager), self._rates)
+        with speed_costs.OperatorCount() as counter:
+            bound = speed_costs.roofline(self._prepared(name, *eager), self._rates)
         return counter.count, bound
 
     def _process_peak(self, name: str) -> float | None:
         small = self._call(name, self._fleet.unets[name], _SMALL_PIXELS * self._shape.shrink, 2)
-        return process_peak(self._runs[name], small)
+        return speed_costs.process_peak(self._runs[name], small)
 
     def round(self, number: int) -> dict[str, Any]:
         """A row: seconds of each variant, which take turns; the one that begins is another in every round."""
@@ -187,9 +177,9 @@ class Bench:
         try:
             return action()
         except Exception as error:
-            self.failed[name] = reason(error)
+            self.failed[name] = speed_costs.reason(error)
         # outside the handler, whose traceback keeps the tensors of the failed call alive
-        free_memory(self.device)
+        speed_costs.free_memory(self.device)
         return None
 
 

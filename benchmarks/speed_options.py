@@ -7,7 +7,7 @@ import importlib.util
 
 import torch
 
-from benchmarks import endings
+from benchmarks import report
 from benchmarks.speed_models import SHAPES
 from benchmarks.speed_plan import SUITES, Case, cases
 from benchmarks.speed_variants import CONTROL, VARIANTS, chosen
@@ -43,7 +43,7 @@ def parser(description: str) -> argparse.ArgumentParser:
                                                "variant and size)")
     add("--minutes", type=float, metavar="M", help="begin no row that would end later, and say which are missing; "
                                                    f"default: {GPU_MINUTES} on cuda, no limit on cpu")
-    endings.add_output(made)
+    report.add_output(made)
     add("--dry-run", action="store_true", help="the plan of a GPU, with tiny models on the CPU: shows that the command "
                                                "works, and measures nothing worth keeping")
     add("--smoke", action="store_true", help="the smallest run: tiny models, one round, calls and pictures at 512 px")

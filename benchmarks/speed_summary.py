@@ -87,9 +87,9 @@ def _figure(name: str, rows: list[dict[str, Any]], rounds: list[dict[str, Any]],
     times, bound = _times(rounds, name, "seconds"), _single(rows, "roofline", name)
     return Figure(
         times=times,
-        factor=_inverse(_median_share(rounds, name, "seconds")),
+        factor=_factor(rounds, name, "seconds"),
         block_times=_times(rounds, name, "block_seconds"),
-        block_factor=_inverse(_median_share(rounds, name, "block_seconds")),
+        block_factor=_factor(rounds, name, "block_seconds"),
         of_ideal=_saving_of(rounds, name, IDEAL, blocks) if ideal_is_bound else None,
         of_no_attention=_saving_of(rounds, name, NO_ATTENTION, "seconds") if name != NO_ATTENTION else None,
         peak_mib=_single(rows, "peak_mib", name),
@@ -111,7 +111,8 @@ def _median_share(rounds: list[dict[str, Any]], name: str, field: str) -> float 
     return median(times[name] / times[CONTROL] for times in both) if both else None
 
 
-def _inverse(share: float | None) -> float | None:
+def _factor(rounds: list[dict[str, Any]], name: str, field: str) -> float | None:
+    share = _median_share(rounds, name, field)
     return 1 / share if share else None
 
 

@@ -9,18 +9,20 @@ from __future__ import annotations
 import importlib
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 import tome_core
-from benchmarks import reference_tiles
+from benchmarks import reference
 from benchmarks.networks import finest_blocks
 from benchmarks.speed_plan import CALL, PICTURES, Case
 from tome_core.model.families import Place, find_blocks
 from tome_core.running.latch import Latch
 
+Apply = Callable[[nn.Module], Any]
 CONTROL = "vanilla"
 NO_ATTENTION = "attention-free"
 IDEAL = "ideal"
@@ -39,7 +41,7 @@ class Variant(NamedTuple):
     a compiled model has of its own, and a CPU none.
     """
 
-    apply: Callable[[nn.Module], Any]
+    apply: Apply
     meaning: str
     bound: str | None = None
     whats: tuple[str, ...] = (CALL, *PICTURES)
@@ -47,40 +49,23 @@ class Variant(NamedTuple):
     replayed: bool = False
 
 
-class _InPlace(nn.Module):
-    """In place of a self-attention: ``[B, N, C]`` to ``[B, N, C]``."""
-
-    def __init__(self, attention: nn.Module) -> None:
-        super().__init__()
-        self.attention = attention
-
-
-class FreeMerge(_InPlace):
-    """Attention on half of the tokens, with a match, a merge and an unmerge that cost nothing but a slice and a cat."""
-
-    def forward(self, hidden_states: torch.Tensor, **named: object) -> torch.Tensor:
-        """The first half of the tokens, attended, twice."""
-        tokens = hidden_states.shape[1]
-        kept = tokens - tokens // 2
-        attended = self.attention(hidden_states[:, :kept], **named)
-        return torch.cat([attended, attended[:, : tokens - kept]], 1)
+def half_attended(attend: Callable, hidden_states: torch.Tensor, **named: object) -> torch.Tensor:
+    """The first half of the tokens, attended, twice: merging that costs nothing but a slice and a cat."""
+    tokens = hidden_states.shape[1]
+    kept = tokens - tokens // 2
+    attended = attend(hidden_states[:, :kept], **named)
+    return torch.cat([attended, attended[:, : tokens - kept]], 1)
 
 
-class NoAttention(_InPlace):
-    """Nothing."""
-
-    def forward(self, hidden_states: torch.Tensor, **named: object) -> torch.Tensor:
-        """Returns its input."""
-        return hidden_states
+def unattended(attend: Callable, hidden_states: torch.Tensor, **named: object) -> torch.Tensor:
+    """The tokens as they are."""
+    return hidden_states
 
 
-class Tiles(_InPlace):
-    """HyperTile's idea: attention inside tiles of the grid, as small as may be; the published one draws their size."""
-
-    def forward(self, hidden_states: torch.Tensor, **named: object) -> torch.Tensor:
-        """Of a square grid."""
-        tiles = tiles_a_side(reference_tiles.square_side(hidden_states.shape[1], 1))
-        return reference_tiles.join(self.attention(reference_tiles.split(hidden_states, tiles), **named), tiles)
+def in_tiles(attend: Callable, hidden_states: torch.Tensor, **named: object) -> torch.Tensor:
+    """HyperTile's idea: attention inside tiles of a square grid, as small as may be."""
+    tiles = tiles_a_side(reference.square_side(hidden_states.shape[1], 1))
+    return reference.joined(attend(reference.in_tiles(hidden_states, tiles), **named), tiles)
 
 
 def tiles_a_side(side: int) -> int:
@@ -98,7 +83,7 @@ def _tomesd(unet: nn.Module) -> None:
     importlib.import_module("tomesd").apply_patch(unet, ratio=0.5, max_downsample=finest)
 
 
-def _preset(name: str, *times: float) -> Callable[[nn.Module], None]:
+def _preset(name: str, *times: float) -> Apply:
     """A preset. Calls that are timed alone are one picture's at these times in turn; at a single one, each another's
     first, which looks at its batch and so waits for the device.
 
@@ -115,7 +100,7 @@ def _preset(name: str, *times: float) -> Callable[[nn.Module], None]:
     return apply
 
 
-def _captured(apply: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
+def _captured(apply: Apply) -> Apply:
     def apply_and_capture(unet: nn.Module) -> None:
         apply(unet)
         tome_core.capture(unet)
@@ -133,12 +118,11 @@ def _in_turn(handle: tome_core.Patch, times: Sequence[float]) -> Callable[[int],
     return tell
 
 
-def _in_place(
-    kind: type[_InPlace], places: Callable[[nn.Module], Sequence[Place]] = finest_blocks
-) -> Callable[[nn.Module], None]:
+def _in_place(forward: Callable, places: Callable[[nn.Module], Sequence[Place]] = finest_blocks) -> Apply:
+    """In place of self-attentions: ``[B, N, C]`` to ``[B, N, C]``, given what was there."""
     def apply(unet: nn.Module) -> None:
         for place in places(unet):
-            place.block.attn1 = kind(place.block.attn1)
+            place.block.attn1.forward = partial(forward, place.block.attn1.forward)
 
     return apply
 
@@ -155,7 +139,7 @@ VARIANTS: dict[str, Variant] = {
         "token down-sampling (ToDo): a quarter of keys and values at the finest level",
     ),
     "hypertile": Variant(
-        _in_place(Tiles),
+        _in_place(in_tiles),
         f"attention in tiles (HyperTile): {_LEAST_TILE} tokens a side, or the next larger that divide the finest grid",
     ),
     "ours": Variant(_preset("balanced"), "tome_core's preset balanced", None, PICTURES),
@@ -177,9 +161,9 @@ VARIANTS: dict[str, Variant] = {
         (CALL,), keeps=True, replayed=True,
     ),
     IDEAL: Variant(
-        _in_place(FreeMerge), "bound: half of the tokens merged at the finest level, and merging costs nothing"
+        _in_place(half_attended), "bound: half of the tokens merged at the finest level, and merging costs nothing"
     ),
-    NO_ATTENTION: Variant(_in_place(NoAttention, find_blocks), "bound: every self-attention left out, at all levels"),
+    NO_ATTENTION: Variant(_in_place(unattended, find_blocks), "bound: every self-attention left out, at all levels"),
 }
 
 

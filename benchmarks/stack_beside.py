@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks import reference_tiles
-from benchmarks.networks import TRANSFORMER, UNET, at_each_call, finest_blocks
+from benchmarks import reference
+from benchmarks.networks import TRANSFORMER, UNET, at_each_call, finest_blocks, first_block_cache
 
 PLAIN_PIPELINE = "StableDiffusionPipeline"
 FIRST_BLOCK = 0.2  # threshold of FirstBlockCache
@@ -57,17 +58,6 @@ def _deep_cache(pipe: Any) -> Iterator[None]:
         yield
     finally:
         helper.disable()
-
-
-@contextmanager
-def _first_block_cache(pipe: Any) -> Iterator[None]:
-    from diffusers import FirstBlockCacheConfig
-
-    pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=FIRST_BLOCK))
-    try:
-        yield
-    finally:
-        pipe.transformer.disable_cache()
 
 
 @contextmanager
@@ -112,8 +102,8 @@ class _InTiles:
         self._inner, self._tiles = inner, tiles
 
     def __call__(self, attention: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        cut = reference_tiles.split(hidden_states, self._tiles)
-        return reference_tiles.join(self._inner(attention, cut, *args, **kwargs), self._tiles)
+        cut = reference.in_tiles(hidden_states, self._tiles)
+        return reference.joined(self._inner(attention, cut, *args, **kwargs), self._tiles)
 
 
 class _OnCoarserKeys:
@@ -124,7 +114,7 @@ class _OnCoarserKeys:
 
     def __call__(self, attention: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         batch, tokens, channels = hidden_states.shape
-        side = reference_tiles.square_side(tokens, 2)
+        side = reference.square_side(tokens, 2)
         picture = hidden_states.transpose(1, 2).reshape(batch, channels, side, side)
         keys = F.interpolate(picture, scale_factor=0.5, mode="nearest").flatten(2).transpose(1, 2)
         return self._inner(attention, hidden_states, keys)
@@ -135,14 +125,11 @@ def _processors(make: Callable[[Any], Any]) -> Callable[[Any], AbstractContextMa
 
     @contextmanager
     def put_on(pipe: Any) -> Iterator[None]:
-        found = [(place.block.attn1, place.block.attn1.processor) for place in finest_blocks(pipe.unet)]
-        for attention, processor in found:
-            attention.processor = make(processor)
-        try:
+        with ExitStack() as stack:
+            for place in finest_blocks(pipe.unet):
+                attention = place.block.attn1
+                stack.enter_context(mock.patch.object(attention, "processor", make(attention.processor)))
             yield
-        finally:
-            for attention, processor in found:
-                attention.processor = processor
 
     return put_on
 
@@ -163,7 +150,8 @@ BESIDE = {one.name: one for one in (
     Beside("SAG", "self-attention guidance, diffusers' pipeline", pipeline="StableDiffusionSAGPipeline",
            call={"sag_scale": 0.75}),
     Beside("FirstBlockCache", f"diffusers' hook on a Wan transformer, threshold {FIRST_BLOCK}: it computes the first "
-           "block, and the others where that changed more", _first_block_cache, "WanPipeline", kind=TRANSFORMER),
+           "block, and the others where that changed more",
+           lambda pipe: first_block_cache(pipe.transformer, FIRST_BLOCK), "WanPipeline", kind=TRANSFORMER),
 )}  # fmt: skip
 # what a table names because it cannot be in it
 LEFT_OUT = {

@@ -1,6 +1,6 @@
 """``python -m benchmarks.stack_comfyui_call JSON FILE.npy``: arms of one comparison, in ComfyUI's own Python.
 
-The case is that of `benchmarks.stack_comfyui`, which calls this and writes an arm a line. Each one's latent goes into
+The case is that of `benchmarks.stacking`, which calls this and writes an arm a line. Each one's latent goes into
 the file, the rest is printed as a line of JSON.
 
 The models are ComfyUI's own: a scene model, and a UNet of Stable Diffusion 1.5's shape with random weights. The UNet of

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 import tome_core
-from benchmarks.call_times import CallTimes
+from benchmarks.attention_work import CallTimes
 from benchmarks.stack_arms import THEIRS_FIRST, WITH_MERGING, WITH_OTHER, Drawn, told
 from benchmarks.stack_beside import PLAIN_PIPELINE, Beside
 from demo import model, prompt, sampler

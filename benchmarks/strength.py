@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks import purposes, results
+from benchmarks import results, subjects
 from benchmarks.quality_figures import sections
 from benchmarks.quality_rows import TIMES
 from benchmarks.variant_list import FRONT, KEYS_BELOW
@@ -246,7 +246,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         records = [results.load(path) for path in options.results]
         for path, record in zip(options.results, records, strict=True):
-            purposes.check(record, purposes.CHOOSE, path.name)
+            subjects.check_purpose(record, subjects.CHOOSE, path.name)
         loss = front(records)
         methods = {one["method"] for record in records for one in record["settings"]["variants"]}
         has_none = options.layout == TRANSFORMER or (options.compare and "keys below" not in methods)

@@ -1,27 +1,116 @@
-"""What is measured: a scene model of this repository, or the user's own checkpoint, behind one small interface."""
+"""What is measured: a scene model of this repository, or the user's own checkpoint, and which pictures of it.
+
+There are pictures to choose by, and others to show: a setting that was picked on the pictures of a table flatters
+itself. The two share nothing that is drawn: held-out scenes, noise, prompts, seeds of pictures and of methods. What
+merging may do without depends on how noisy the steps are, and samplers differ in that: so there are several schedules.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from diffusers import DDPMScheduler
+from diffusers.schedulers import AysSchedules
 from safetensors import safe_open
 
-from benchmarks import schedules
 from benchmarks.networks import TRANSFORMER, UNET
-from benchmarks.purposes import PURPOSES, SHOW, Purpose
-from benchmarks.schedules import AS_THE_DEMO, Manner
+from benchmarks.results import Record, ResultError
 from demo import checkpoint, model, prompt, sampler
+from demo.sampler import GUIDANCE
 from demo.source import UserPipeline
 from demo.training_loss import Scenes
 
 PART_NOISED = 8  # noised pictures in one row of a result; even, because tomesd draws nothing for an odd batch
 # the demo's two, and the oldest, whose heads are smooth: what helps on all three hangs on no one way of looking
 SCENE_MODELS = (*model.CHECKPOINTS, model.WEIGHTS.with_name("scenes128-c.safetensors"))
+CHOOSE, SHOW = "choose", "show"
+UNIFORM, KARRAS, LATE_HALF, EXPONENTIAL, AYS = "uniform", "karras", "late-half", "exponential", "ays"
+SCHEDULES = (UNIFORM, KARRAS, LATE_HALF, EXPONENTIAL, AYS)
+NOISIEST = 14.6  # Stable Diffusion's highest sigma; a schedule that ends in pure noise has none
+_RHO = 7  # Karras et al. 2022, section 3
+
+
+class Purpose(NamedTuple):
+    """What is drawn from what. scenes: seed of held-out scenes, and the next one of those that img2img starts from;
+    no training sees either (torch reads 32 bits of a seed, so they differ in those); noise: of the noise added to
+    scenes at time 0; first: of the first whole picture, and added to the seed of whatever a method draws; prompts: of
+    whole pictures, in turn.
+    """
+
+    scenes: int
+    noise: int
+    first: int
+    prompts: tuple[str, ...]
+
+
+PURPOSES = {
+    CHOOSE: Purpose(600_011_771, 7_000, 0, prompt.PROMPTS),
+    SHOW: Purpose(600_023_993, 17_000, 2**20, (
+        "dawn sea hills right yellow box",
+        "storm desert peaks left blue ball",
+        "night meadow hills left white tree",
+        "sunset snow flat right green cone",
+        "day desert peaks right red tree",
+        "dawn snow peaks left yellow ball",
+    )),
+}  # fmt: skip
+
+
+def check_purpose(record: Record, wanted: str, name: str) -> None:
+    """Raise ResultError where the record's pictures are for the other purpose.
+
+    One that does not say is from before there were two, and passes as either.
+    """
+    has = record["settings"].get("for", wanted)
+    if has != wanted:
+        raise ResultError(f"{name} was measured on the pictures for '{has}'; give a result of "
+                          f"python -m benchmarks.quality --for {wanted}")
+
+
+class Manner(NamedTuple):
+    """One way to make pictures. late-half: a picture at half of the times, as img2img and hires passes start."""
+
+    schedule: str = UNIFORM
+    guidance: float = GUIDANCE
+
+
+AS_THE_DEMO = Manner()
+
+
+def timesteps(schedule: str, config: dict[str, Any], steps: int) -> list[int] | None:
+    """The `steps` timesteps to run, the noisiest first; None for the solver's own. config: of the noise schedule."""
+    if schedule == UNIFORM:
+        return None
+    count = config["num_train_timesteps"]
+    if schedule == LATE_HALF:
+        return (np.arange(count / 2, 0, -count / 2 / steps).round() - 1).astype(int).tolist()[:steps]
+    kept = DDPMScheduler(**config).alphas_cumprod.double().numpy()
+    sigmas = np.sqrt((1 - kept[kept > 0]) / kept[kept > 0])
+    return _nearest(sigmas, _SPACED[schedule](min(NOISIEST, sigmas[-1]), sigmas[0], steps))
+
+
+def _karras(first: float, last: float, steps: int) -> np.ndarray:
+    """Evenly spaced in their `_RHO`-th root."""
+    return np.linspace(first ** (1 / _RHO), last ** (1 / _RHO), steps) ** _RHO
+
+
+def _aligned(first: float, last: float, steps: int) -> np.ndarray:
+    """Align Your Steps (Sabour et al. 2024), ten of them; other numbers between those, as its authors do."""
+    ten = np.log(AysSchedules["StableDiffusionSigmas"][:-1])  # the last one is 0, the finished picture
+    return np.exp(np.interp(np.linspace(0, 1, steps), np.linspace(0, 1, len(ten)), ten))
+
+
+_SPACED = {KARRAS: _karras, EXPONENTIAL: np.geomspace, AYS: _aligned}  # sigmas, from the first to the last
+
+
+def _nearest(sigmas: np.ndarray, wanted: np.ndarray) -> list[int]:
+    """Timesteps of the nearest of the model's `sigmas`, each of them once."""
+    found = np.interp(np.log(wanted), np.log(sigmas), np.arange(len(sigmas)))
+    return list(dict.fromkeys(found.round().astype(int).tolist()))
 
 
 class Noised(NamedTuple):
@@ -89,9 +178,9 @@ class SceneSubject:
         """
         schedule, guidance = self.manner
         tokens, start = prompt.tokens(self.purpose.prompts[number % len(self.purpose.prompts)]), None
-        if schedule == schedules.LATE_HALF:
+        if schedule == LATE_HALF:
             start, tokens = self.scene(number)
-        times = schedules.timesteps(schedule, self.model.scheduler, steps)
+        times = timesteps(schedule, self.model.scheduler, steps)
         return sampler.sample(self.model, tokens, self.purpose.first + number, steps=steps, guidance=guidance,
                               timesteps=times, start=start)  # fmt: skip
 
@@ -142,13 +231,3 @@ def held_out_fingerprint(purpose: Purpose, size: int = 64) -> str:
     """Tells held-out scenes apart: a run must not go on with others, because the painting changed in between."""
     pictures = Scenes(purpose.scenes, PART_NOISED, size)[0][0]
     return hashlib.sha256(((pictures + 1) * 127.5).round().to(torch.uint8).numpy().tobytes()).hexdigest()[:12]
-
-
-def opened(
-    path: Path, config: Path | None, device: torch.device, prompts: list[str], dtype: torch.dtype, purpose: Purpose,
-    manner: Manner,
-) -> Subject:  # fmt: skip
-    """The model at `path`: a scene model, or what `demo.checkpoint.inspect` takes."""
-    if is_scene_model(path):
-        return SceneSubject(path, device, purpose, manner)
-    return UserSubject(path, config, device, prompts, dtype, purpose)

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from benchmarks import endings, environment, report, results
+from benchmarks import report, results
 from benchmarks.unfused_hosts import ANSWER, HEADS, ROOT, SOURCES
 from tome_core import preset
 
@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
         "they cut their work (default 4)")  # fmt: skip
     add("--most", type=float, default=5, metavar="GIB", help="what a call may take here; one that takes more is told "
         "from one and two of its heads (default 5)")  # fmt: skip
-    endings.add_output(made)
+    report.add_output(made)
     return made
 
 
@@ -116,7 +116,7 @@ def execute(options: argparse.Namespace, command: str) -> int:
                          "checkout")
     plan = planned(options)
     settings = {name: getattr(options, name) for name in ("preset", "free", "most")}
-    described = environment.describe("cpu")
+    described = results.describe("cpu")
     described["device"]["threads"] = 1  # of the processes that measure
     run = results.Run.start(results.new_record("unfused", command, settings, described), list(plan), options.output)
     for _, group in groupby(run.missing, key=lambda key: plan[key]["source"]):
@@ -130,7 +130,7 @@ def execute(options: argparse.Namespace, command: str) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run; gives the exit code: 0 done, 1 where a case failed, 2 wrong options, 130 interrupted."""
-    return endings.run("unfused", parser(), arguments, execute)
+    return report.run("unfused", parser(), arguments, execute)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 In a source's own Python: prints what the calls of its cases took. A case is ``{"source", "what", "pixels", "heads",
 "preset", "free"}``; see `benchmarks.unfused`, which calls this. Sources are torch's products and hosts' own functions.
 
-Those are taken from a checkout, in the host's own Python and with its flags; nothing of a host is in here. Each gives a
-UNet of one block of Stable Diffusion 1.5's finest level, whose self-attention may have fewer heads.
+These are taken from a checkout and called with the host's flags; nothing of a host is in here. Each source gives a UNet
+of one block of Stable Diffusion 1.5's finest level, whose self-attention may have fewer heads.
 """
 
 from __future__ import annotations

@@ -11,13 +11,12 @@ from typing import Any, Literal
 from unittest import mock
 
 import torch
-from diffusers import FirstBlockCacheConfig
 from torch import nn
 
 import tome_core
-from benchmarks import reference_toma
+from benchmarks import networks
 from benchmarks.networks import KINDS, TRANSFORMER, answered, at_each_call, finest_blocks, kind_of
-from benchmarks.reference import Recipe, SequenceReference, in_unet
+from benchmarks.reference import Recipe, SequenceReference, as_toma, in_unet
 from tome_core.attention import correction
 from tome_core.model.families import find_blocks
 from upstream import smallest as upstream
@@ -159,23 +158,16 @@ def reference(recipe: Recipe) -> PutOn:
 
 def toma(ratio: float) -> PutOn:
     """ToMA as its paper has it, in a Flux transformer."""
-    return lambda transformer, seed: reference_toma.toma(transformer, ratio)
+    return lambda transformer, seed: as_toma(transformer, ratio)
 
 
 def first_block_cache(threshold: float) -> PutOn:
-    """diffusers' own step skipper: where the first block answers nearly as before, so do all others.
-
-    What happens inside is one sampling.
-    """
+    """See `networks`. What happens inside is one sampling."""
 
     @contextmanager
     def put_on(transformer: nn.Module, seed: int) -> Iterator[None]:
-        transformer.enable_cache(FirstBlockCacheConfig(threshold=threshold))
-        try:
-            with transformer.cache_context("both halves of guidance"):
-                yield
-        finally:
-            transformer.disable_cache()
+        with networks.first_block_cache(transformer, threshold), transformer.cache_context("both halves of guidance"):
+            yield
 
     return put_on
 

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import case_pictures, cases, cases_report, report, results
-from benchmarks.case_list import CASES, Case
-from benchmarks.case_pictures import HYPER_TIME, SOLVERS, Asked, draw, enlarged
+from benchmarks import case_pictures, cases, cases_report, results
+from benchmarks.case_pictures import CASES, HYPER_TIME, SOLVERS, Asked, Case, draw, enlarged
 from demo import model, prompt, sampler
 from tests import tiny_scenes
 from tome_core import strength
@@ -217,4 +216,3 @@ def test_the_command_lists_its_cases_and_refuses_what_is_none(tmp_path, capsys):
     assert cases.main(["--model", "nowhere.safetensors", "--output", str(tmp_path / "result.json")]) == 2
     assert "nowhere.safetensors" in capsys.readouterr().err and not list(tmp_path.iterdir())
     assert cases.main(["--pictures", "0"]) == 2 and "--pictures 0: give a number" in capsys.readouterr().err
-    assert report.module_for("cases") is cases_report

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import quality, quality_figures, quality_report, results, schedules
-from benchmarks.call_times import BESIDE, CallTimes, one_thread
-from benchmarks.purposes import PURPOSES, SHOW
+from benchmarks import quality, quality_figures, quality_report, results, subjects
+from benchmarks.attention_work import BESIDE, CallTimes, one_thread
 from benchmarks.quality_figures import sections
-from benchmarks.subjects import SceneSubject
+from benchmarks.subjects import PURPOSES, SHOW, SceneSubject
 from benchmarks.variant_list import PLAIN
 from demo import model, prompt, sampler
 from demo.likeness import gradient_energy
@@ -139,10 +138,10 @@ def test_a_table_of_an_old_result_has_the_columns_it_has_figures_for():
 def test_schedules_run_from_noisy_to_clean_and_end_where_they_say():
     for steps in (4, 8, 20):
         own = sampler.solver(tiny_scenes.make(), steps).timesteps.tolist()
-        late = schedules.timesteps("late-half", CONFIG, steps)
-        assert schedules.timesteps("uniform", CONFIG, steps) is None
+        late = subjects.timesteps("late-half", CONFIG, steps)
+        assert subjects.timesteps("uniform", CONFIG, steps) is None
         assert late == sampler.solver(tiny_scenes.make(), 2 * steps).timesteps.tolist()[steps:]
-        karras = schedules.timesteps("karras", CONFIG, steps)
+        karras = subjects.timesteps("karras", CONFIG, steps)
         for times in (own, late, karras):
             assert len(times) == steps and times == sorted(set(times), reverse=True)
         assert max(late) < 500 < max(karras)
@@ -150,7 +149,7 @@ def test_schedules_run_from_noisy_to_clean_and_end_where_they_say():
 
 def test_karras_steps_are_even_in_the_seventh_root_of_sigma():
     kept = sampler.DDPMScheduler(**CONFIG).alphas_cumprod.double()
-    times = schedules.timesteps("karras", CONFIG, 20)
+    times = subjects.timesteps("karras", CONFIG, 20)
     roots = ((1 - kept[times]) / kept[times]).sqrt() ** (1 / 7)
     assert roots[0] ** 7 == pytest.approx(14.6, rel=0.05) and times[-1] == 0
     apart = -roots.diff()
@@ -159,7 +158,7 @@ def test_karras_steps_are_even_in_the_seventh_root_of_sigma():
 
 def test_guidance_and_schedule_change_pictures_and_their_defaults_do_not(tiny_file):
     def picture(*manner) -> np.ndarray:
-        subject = SceneSubject(tiny_file, torch.device("cpu"), PURPOSES[SHOW], schedules.Manner(*manner))
+        subject = SceneSubject(tiny_file, torch.device("cpu"), PURPOSES[SHOW], subjects.Manner(*manner))
         return subject.picture(3, 4)
 
     default = picture()

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import purposes, quality_options, quality_report, results, schedules, strength, subjects
-from benchmarks.purposes import CHOOSE, PURPOSES, SHOW
+from benchmarks import quality_options, quality_report, results, strength, subjects
 from benchmarks.quality_rows import TIMES, Amounts, Bench, Row
-from benchmarks.subjects import SceneSubject
+from benchmarks.subjects import CHOOSE, PURPOSES, SHOW, SceneSubject
 from benchmarks.variant_list import GROUPS, PLAIN, VARIANTS
 from demo import prompt
 from demo.training_loss import HELD_OUT_SEED, Scenes
@@ -90,8 +89,8 @@ def test_strength_refuses_a_result_to_show(tmp_path, capsys):
 
 def test_a_result_from_before_there_were_two_passes_as_either():
     for wanted in PURPOSES:
-        purposes.check(said(None), wanted, "old.json")
-        purposes.check(said(wanted), wanted, "new.json")
+        subjects.check_purpose(said(None), wanted, "old.json")
+        subjects.check_purpose(said(wanted), wanted, "new.json")
 
 
 def test_a_table_says_that_its_pictures_are_to_choose_by():
@@ -114,7 +113,7 @@ def test_the_options_say_which_and_the_choosing_run_has_the_rows_that_strength_n
 
 def test_the_default_models_are_three_and_the_smooth_one_sees_what_it_learned():
     assert [path.stem for path in subjects.SCENE_MODELS] == ["scenes128", "scenes128-b", "scenes128-c"]
-    smooth = SceneSubject(subjects.SCENE_MODELS[2], torch.device("cpu"), PURPOSES[SHOW], schedules.AS_THE_DEMO)
+    smooth = SceneSubject(subjects.SCENE_MODELS[2], torch.device("cpu"), PURPOSES[SHOW], subjects.AS_THE_DEMO)
     bench = Bench(smooth, Amounts(noised=2, pictures=0, steps=0, times=(400,)), None, None)
 
     def loss() -> float:

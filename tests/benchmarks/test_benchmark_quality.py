@@ -18,11 +18,9 @@ import torch
 
 from benchmarks import picture_metrics, quality, quality_report, report, results, subjects
 from benchmarks.networks import UNET
-from benchmarks.purposes import CHOOSE, PURPOSES, SHOW
 from benchmarks.quality_figures import Mean, sections
 from benchmarks.quality_rows import Amounts, Bench, Row, rows
-from benchmarks.quality_run import Processes
-from benchmarks.subjects import SceneSubject
+from benchmarks.subjects import CHOOSE, PURPOSES, SHOW, SceneSubject
 from benchmarks.variant_list import ALWAYS, GROUPS, PLAIN, VARIANTS
 from demo import model, wall
 from tests import tiny_pipeline
@@ -158,7 +156,7 @@ def test_every_row_is_some_processs_and_parts_stay_together():
     amounts = Amounts(noised=24, pictures=9, steps=2)
     plan = list(rows("a", GROUPS["all"], amounts, True))
     for count in (1, 2, 3, 7):
-        shares = [Processes(rank, count).share(plan) for rank in range(count)]
+        shares = [quality.Processes(rank, count).share(plan) for rank in range(count)]
         assert sorted(row.key for share in shares for row in share) == sorted(row.key for row in plan)
         groups = [{row.group for row in share} for share in shares]
         assert sum(map(len, groups)) == len(set.union(*groups))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tome_core
-from benchmarks import attention_work, reference_tiles, variants
+from benchmarks import attention_work, reference, variants
 from benchmarks.networks import TRANSFORMER, UNET
 from benchmarks.reference import Lots, Recipe, in_unet
 from benchmarks.variant_list import VARIANTS
@@ -58,9 +58,9 @@ def early_and_late(layout: str) -> torch.Tensor:
 @pytest.mark.parametrize("tiles", [1, 2, 4])
 def test_tiles_are_squares_of_the_grid_and_come_together_again(tiles):
     grid = torch.arange(SIDE * SIDE, dtype=torch.float32).view(1, -1, 1).repeat(3, 1, 2)
-    cut = reference_tiles.split(grid, tiles)
+    cut = reference.in_tiles(grid, tiles)
     assert cut.shape == (3 * tiles**2, (SIDE // tiles) ** 2, 2)
-    assert torch.equal(reference_tiles.join(cut, tiles), grid)
+    assert torch.equal(reference.joined(cut, tiles), grid)
     first = grid[0, :, 0].view(SIDE, SIDE)[:SIDE // tiles, :SIDE // tiles]
     assert torch.equal(cut[0, :, 0].view_as(first), first)
 
@@ -81,7 +81,7 @@ def test_one_tile_is_the_unmerged_model_and_more_keep_what_they_cannot_see_apart
 
 def test_a_grid_that_tiles_do_not_divide_is_refused():
     with pytest.raises(ValueError, match="256 tokens are no square grid that cells of 3x3 divide"):
-        reference_tiles.split(tokens(), 3)
+        reference.in_tiles(tokens(), 3)
 
 
 @pytest.mark.parametrize(("name", "early", "late"), [

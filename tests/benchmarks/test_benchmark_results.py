@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import environment, report, results
+from benchmarks import report, results
 
 ENVIRONMENT = {"commit": "abc", "versions": {"torch": "2"}, "device": {"kind": "cpu", "name": "x"}}
 KEYS = ["a", "b", "c"]
@@ -122,7 +122,7 @@ def test_a_file_that_is_no_result_is_named_with_what_is_wrong(tmp_path, text, te
 
 
 def test_an_environment_says_versions_and_device():
-    described = environment.describe("cpu")
+    described = results.describe("cpu")
     assert described["versions"]["torch"] and described["versions"]["tome_core"]
     assert described["device"]["kind"] == "cpu" and described["device"]["name"]
     assert described["device"]["threads"] >= 1
@@ -134,16 +134,16 @@ def test_a_commit_says_whether_files_differ_from_it(tmp_path):
         identity = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
         subprocess.run(["git", "-C", tmp_path, *identity, *arguments], check=True, capture_output=True)
 
-    assert environment.commit(tmp_path / "nowhere") is None
+    assert results.commit(tmp_path / "nowhere") is None
     git("init")
     (tmp_path / "file").write_text("1")
     git("add", "file")
     git("commit", "-m", "x")
-    clean = environment.commit(tmp_path)
+    clean = results.commit(tmp_path)
     (tmp_path / "new").write_text("untracked files change nothing that runs")
-    assert clean and environment.commit(tmp_path) == clean
+    assert clean and results.commit(tmp_path) == clean
     (tmp_path / "file").write_text("2")
-    assert environment.commit(tmp_path) == f"{clean}+changes"
+    assert results.commit(tmp_path) == f"{clean}+changes"
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda path: path.stem)

@@ -11,7 +11,7 @@ from benchmarks import attention_work, quality, report, results, strength, varia
 from benchmarks.networks import TRANSFORMER, UNET, kind_of, timestep_of
 from benchmarks.quality_figures import sections
 from benchmarks.quality_rows import TIMES
-from benchmarks.reference_toma import Merge, representatives
+from benchmarks.reference import Toma, representatives
 from benchmarks.variant_list import FRONT, VARIANTS
 from demo import model, transformer
 from tests import tiny_scenes
@@ -70,7 +70,7 @@ def test_representatives_are_the_greedy_choice():
 
 def test_tokens_of_one_kind_survive_toma():
     tokens = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))[:, torch.arange(SIDE**2) % 2]
-    merge = Merge(tokens, 0.5)
+    merge = Toma(tokens, 0.5)
     assert merge.chosen.shape == (2, SIDE**2 // 2) and all(len(set(row)) == len(row) for row in merge.chosen.tolist())
     constant = torch.full_like(tokens, 0.25)
     torch.testing.assert_close(merge.unmerge(merge.merge(constant)), constant)

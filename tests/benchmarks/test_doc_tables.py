@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from benchmarks import doc_tables, purposes, results
+from benchmarks import doc_tables, results, subjects
 
 PAGES = {page.name: page.read_text(encoding="utf-8") for page in doc_tables.PAGES}
 TABLES = {page: re.findall(r"<!-- table ([\w-]+): .*?<!-- end of table -->", text, re.DOTALL)
@@ -57,4 +57,4 @@ def test_what_the_pages_link_of_quality_is_of_pictures_to_show():
     shown = {name: record for name, record in records.items() if record["kind"] == "quality"}
     assert shown
     for name, record in shown.items():
-        purposes.check(record, purposes.SHOW, name)
+        subjects.check_purpose(record, subjects.SHOW, name)

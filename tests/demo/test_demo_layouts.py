@@ -10,9 +10,8 @@ import torch
 from diffusers import DDPMScheduler
 
 import tome_core
-from benchmarks.purposes import PURPOSES, SHOW
 from benchmarks.quality_rows import Amounts, Bench, Row
-from benchmarks.subjects import SCENE_MODELS, SceneSubject, is_scene_model
+from benchmarks.subjects import PURPOSES, SCENE_MODELS, SHOW, SceneSubject, is_scene_model
 from benchmarks.variant_list import VARIANTS
 from demo import attention, checkpoint, model, prompt, sampler, train
 from demo.training_loss import Scenes

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import stack_arms, stack_comfyui
+from benchmarks import stack_arms, stacking
 from benchmarks.stack_nodes import NODES
 from benchmarks.subjects import SCENE_MODELS
 from demo import model
@@ -46,7 +46,7 @@ def test_a_scene_model_predicts_in_comfyui_what_it_does_in_diffusers(checkout, t
 @pytest.mark.parametrize("name", NODES)
 def test_a_row_of_a_tiny_model(checkout, name):
     """Of a size that HyperTile cuts, and with the widths that FreeU looks for."""
-    with stack_comfyui.drawing(stack_comfyui.random_case(512, True, name, 0, "balanced")) as draw:
+    with stacking.drawing(stacking.random_case(512, True, name, 0, "balanced")) as draw:
         row = stack_arms.measure(draw)
     assert row["off_is_exact"] and row["rms"]["alone"] > 0
     assert all(row["calls"][arm] for arm in stack_arms.ARMS)
