@@ -95,7 +95,8 @@ def front(records: Sequence[dict]) -> Loss:
         if dev and (ratio not in found or fmean(dev) < fmean(found[ratio])):
             found[ratio] = dev
     if not found:
-        raise ValueError("not every result has the rows of merged keys; run python -m benchmarks.quality first")
+        raise ValueError("not every result has rows of merged keys at all times; run python -m benchmarks.quality "
+                         "first")
     mean = {ratio: fmean(dev) for ratio, dev in found.items()}
     return Loss({1 - ratio: dev for ratio, dev in found.items()
                  if not any(other > ratio and mean[other] <= mean[ratio] for other in found)})  # fmt: skip
