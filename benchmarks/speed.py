@@ -79,7 +79,7 @@ def execute(run: results.Run, rows: dict, workshop: Workshop, estimate: Estimate
                 return
             _say(f"[{number}/{len(todo)}] {key}; {_duration(left)} left")
             since = time.monotonic()
-            earlier = [row for row in run.record["rows"] if row["case"] == rows[key][0].as_json()]
+            earlier = [row for row in run.record["rows"] if row["case"] == vars(rows[key][0])]
             failed = {name: why for row in earlier for name, why in row["failed"].items()}
             run.add(key, workshop.measure(*rows[key], failed))
             estimate.learn(*rows[key], time.monotonic() - since)

@@ -116,7 +116,7 @@ class Bench:
 
         Counts as the warm-up. The memory of a CPU's pictures is left out: the decoder's is all there would be to see.
         """
-        row: dict[str, Any] = {"case": self.case.as_json()}
+        row: dict[str, Any] = {"case": vars(self.case)}
         if self.device.type == "cuda" or self.case.compiled:
             self.warm_up()
         else:  # only what has to have run before, because a call may take a minute here
@@ -163,7 +163,7 @@ class Bench:
                 times[name] = spent
                 if clock and self.case.what == CALL:
                     blocks[name] = clock.seconds
-        row = {"case": self.case.as_json(), "round": number, "seconds": times}
+        row = {"case": vars(self.case), "round": number, "seconds": times}
         return {**row, **({"block_seconds": blocks} if blocks else {}), "failed": dict(self.failed)}
 
     def _each(self, measure: Callable[[str], Any]) -> dict[str, Any]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -61,10 +60,6 @@ class Case:
     def is_plain(self) -> bool:
         """Whether it is one picture with fused attention, and not there to be compared with that."""
         return (self.batch, self.attention) == (2, "sdpa")
-
-    def as_json(self) -> dict[str, Any]:
-        """Its fields, as a row keeps them."""
-        return asdict(self)
 
 
 def cases(

@@ -8,7 +8,7 @@ from benchmarks.speed_variants import CONTROL
 
 def synthetic(**seconds):
     """A record of one case without a run behind it. seconds: variant -> its times, a round each."""
-    case = Case("sd15", "call", 512).as_json()
+    case = vars(Case("sd15", "call", 512))
     rounds = range(len(seconds[CONTROL]))
     rows = [
         {"key": f"x #{number}", "case": case, "failed": {},
