@@ -1,4 +1,4 @@
-"""Whole pictures of the quality benchmark: their detail, the time they take, and the ways they are made."""
+"""Whole pictures of the quality benchmark: detail, time, the ways they are made, and others beside strength."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import quality, quality_figures, quality_report, results, subjects
 from benchmarks.attention_work import BESIDE, CallTimes, one_thread
-from benchmarks.quality_figures import sections
+from benchmarks.quality_figures import Mean, Noised, Pictures, Point, Section, at_equal_time, front_at, sections
 from benchmarks.subjects import PURPOSES, SHOW, SceneSubject
 from benchmarks.variant_list import PLAIN
 from demo import model, prompt, sampler
@@ -126,15 +126,6 @@ def test_a_run_with_the_clock_shows_time_and_detail_and_how_the_pictures_were_ma
     assert "2 solver steps, karras, guidance 7.5" in out
 
 
-def test_a_table_of_an_old_result_has_the_columns_it_has_figures_for():
-    record = results.load(results.FOLDER / "steps-4-cpu-2026-11-25.json")
-    for field, head in (("seconds", "| SSIM | detail |\n"), ("gradient", "| dev % | PSNR dB | SSIM |\n")):
-        assert head not in quality_report.table([record])
-        for row in record["rows"]:
-            row.pop(field, None), row.pop("beside", None)
-        assert head in quality_report.table([record])
-
-
 def test_schedules_run_from_noisy_to_clean_and_end_where_they_say():
     for steps in (4, 8, 20):
         own = sampler.solver(tiny_scenes.make(), steps).timesteps.tolist()
@@ -192,3 +183,50 @@ def test_what_a_users_own_checkpoint_does_not_take_is_refused(tmp_path, capsys):
     for more in (["--schedule", "karras"], ["--guidance", "3"]):
         assert quality.main(["--smallest", "--model", str(folder), *more]) == 2
         assert "--schedule and --guidance are of the scene models" in capsys.readouterr().err
+
+
+def section(**times_and_psnr):
+    """A model's figures: name -> (method, time, PSNR)."""
+    variants, pictures, noised = {}, {}, {}
+    for name, (method, share, psnr) in times_and_psnr.items():
+        variants[name] = {"method": method, "setting": name, "role": "method", "code": "engine"}
+        pictures[name] = Pictures(0.1, Mean(psnr, 1.0), Mean(psnr / 100, 0.0), time=share)
+        noised[name] = Noised(0.1, Mean(0, 0), Mean(10 ** (-psnr / 20), 0), (), ())
+    return Section("model", 1.0, {}, variants, noised, pictures)
+
+
+OURS = {"quality": ("preset", 0.8, 50.0), "fast": ("preset", 0.6, 40.0)}
+
+
+def test_between_two_strengths_a_line_is_drawn_over_time():
+    (one,) = at_equal_time(section(**OURS, other=("downsample", 0.65, 41.0)))
+    assert one.name == "other" and one.theirs == Point(0.65, 41.0, 0.41, pytest.approx(10**-2.05))
+    assert one.ours.psnr == pytest.approx(42.5) and one.ours.ssim == pytest.approx(0.425)
+    assert one.ours.dev == pytest.approx(10 ** (-42.5 / 20))
+
+
+def test_a_slower_method_meets_the_slowest_strength_and_a_faster_one_meets_none():
+    slow, quick = at_equal_time(section(**OURS, slow=("tiles", 0.95, 60.0), quick=("tiles", 0.5, 20.0)))
+    assert slow.ours.psnr == 50.0 and slow.ours.time == 0.8
+    assert quick.ours is None
+
+
+def test_a_strength_that_another_beats_in_time_and_psnr_is_not_on_the_front():
+    (one,) = at_equal_time(section(**OURS, bad=("strength", 0.7, 20.0), other=("tiles", 0.7, 1.0)))
+    assert one.ours.psnr == pytest.approx(45.0)
+    assert front_at([Point(0.5, 30.0, 0.9, None)], 0.5).psnr == 30.0
+
+
+def test_controls_and_results_without_strengths_or_times_have_no_such_table():
+    assert not list(at_equal_time(section(other=("tiles", 0.7, 1.0))))
+    assert not list(at_equal_time(section(**OURS)))
+    untimed = section(**OURS, other=("tiles", None, 1.0))
+    assert not list(at_equal_time(untimed))
+
+
+def test_the_report_shows_theirs_and_ours():
+    (text,) = quality_report._at_equal_time(section(**OURS, other=("tiles", 0.7, 41.0), quick=("tiles", 0.5, 20.0)))
+    assert "model: others beside strength at equal time" in text
+    assert "| tiles | other | 0.70 | 41, 45 | 0.41, 0.45 |" in text
+    assert "| tiles | quick | 0.50 | 20, n/a | 0.2, n/a |" in text
+    assert not list(quality_report._at_equal_time(section(**OURS)))

@@ -10,8 +10,8 @@ import torch
 
 import tome_core
 from benchmarks import attention_work, reference, variants
-from benchmarks.networks import TRANSFORMER, UNET
-from benchmarks.reference import Lots, Recipe, in_unet
+from benchmarks.networks import TRANSFORMER, UNET, kind_of, timestep_of
+from benchmarks.reference import Lots, Recipe, Toma, in_unet, representatives
 from benchmarks.variant_list import VARIANTS
 from demo import model, transformer
 from tests import tiny_scenes
@@ -184,3 +184,55 @@ def test_the_work_of_a_schedule_is_that_of_its_times():
     with attention_work.counting(unet) as work, variants.tomesd(0.75, early=0.5, until=600)(unet, 0):
         predict(900), predict(100), predict(50)
     assert work.share() == pytest.approx((1 / 4 + 1 / 16 + 1 / 16) / 3)
+
+
+def test_a_block_that_is_skipped_leaves_nothing():
+    """Of three blocks the first runs at each step, the others at the first step alone."""
+    network = small_model("flux").network
+    with attention_work.counting(network) as work, variants.first_block_cache(1e9)(network, 0):
+        for time in (800, 750, 700, 650):
+            predict(time, "flux")
+    assert work.share() == pytest.approx((3 + 1 + 1 + 1) / 12)
+
+
+def test_representatives_are_the_greedy_choice():
+    alike = torch.rand(3, 9, 9, generator=torch.Generator().manual_seed(0))
+    alike = (alike + alike.transpose(1, 2)) / 2
+    alike.diagonal(dim1=1, dim2=2).fill_(1)
+    found = representatives(alike, 4)
+    for likeness, chosen in zip(alike, found.tolist(), strict=True):
+        slow: list[int] = []
+        for _ in range(4):
+            slow.append(max((one for one in range(9) if one not in slow),
+                            key=lambda one: likeness[[*slow, one]].max(0).values.sum()))  # fmt: skip
+        assert chosen == slow
+
+
+def test_tokens_of_one_kind_survive_toma():
+    tokens = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))[:, torch.arange(SIDE**2) % 2]
+    merge = Toma(tokens, 0.5)
+    assert merge.chosen.shape == (2, SIDE**2 // 2) and all(len(set(row)) == len(row) for row in merge.chosen.tolist())
+    constant = torch.full_like(tokens, 0.25)
+    torch.testing.assert_close(merge.unmerge(merge.merge(constant)), constant)
+    torch.testing.assert_close(merge.unmerge(merge.merge(tokens)), tokens, atol=0.05, rtol=0)
+
+
+def test_a_transformer_is_told_its_timestep_in_thousandths():
+    seen, network = [], small_model("flux").network
+    hook = network.register_forward_pre_hook(
+        lambda network, args, kwargs: seen.append(timestep_of(network, args, kwargs)), with_kwargs=True
+    )
+    early_and_late("flux")
+    hook.remove()
+    assert seen == pytest.approx([800, 300]) and kind_of(network) == TRANSFORMER
+    assert kind_of(small_model("sd").network) == UNET
+
+
+def test_strength_switches_at_its_timestep():
+    """Early steps keep a sixty-fourth of the keys, late ones more."""
+    works, network = [], small_model("flux").network
+    for time in (900, 100):
+        with attention_work.counting(network) as work, VARIANTS["preset-balanced"].put_on(network, 0):
+            predict(time, "flux")
+        works.append(work.share())
+    assert works[0] == pytest.approx(share(1 / 64)) and works[1] > 2 * works[0]

@@ -101,12 +101,6 @@ def test_as_many_keys_lie_in_the_cells_that_err_less(todays):
     assert len(found) >= 5 and all(chosen[ratio] == cell for ratio, cell in found)
 
 
-def test_every_checkpoint_counts(record, loss):
-    assert len(loss.by_share) > 5 and len(record["settings"]["models"]) == 3
-    with pytest.raises(ValueError, match="merged keys"):
-        strength.front([])
-
-
 def test_a_row_that_one_result_has_not_counts_in_none(record, todays):
     """Else one share's mean would be of other models than the next one's."""
     lacking = {name: [one for one in rows if one.get("variant", one.get("name")) != "merged-keys-0.5-cells-4"]

@@ -39,14 +39,10 @@ def test_a_plan_has_no_source_without_a_checkout(monkeypatch, capsys):
     assert "COMFYUI_DIR" in capsys.readouterr().err
 
 
-def test_all_heads_are_told_from_one_and_two():
-    rows = [row("unmerged", 1024, 1, 1100.0, 2.0), row("unmerged", 1024, 2, 2100.0, 3.0)]
-    assert unfused_report.figures(rows, "balanced") == {("math", 1024, "unmerged"): (8100.0, 9.0, "*")}
-
-
-def test_a_head_takes_no_less_than_nothing():
-    rows = [row("unmerged", 1024, 1, 488.0, 2.0), row("unmerged", 1024, 2, 424.0, 3.0)]
-    assert unfused_report.figures(rows, "balanced") == {("math", 1024, "unmerged"): (488.0, 9.0, "*")}
+@pytest.mark.parametrize(("one", "two", "all_heads"), [(1100.0, 2100.0, 8100.0), (488.0, 424.0, 488.0)])
+def test_all_heads_are_told_from_one_and_two_and_none_takes_less_than_nothing(one, two, all_heads):
+    rows = [row("unmerged", 1024, 1, one, 2.0), row("unmerged", 1024, 2, two, 3.0)]
+    assert unfused_report.figures(rows, "balanced") == {("math", 1024, "unmerged"): (all_heads, 9.0, "*")}
 
 
 def test_a_picture_is_the_mean_of_its_steps_and_the_dearest_of_its_peaks():
