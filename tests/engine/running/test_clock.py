@@ -176,6 +176,15 @@ def test_nothing_is_left_on_a_scheduler_that_two_pipelines_share(pipe, turn):
     assert vars(pipe.scheduler) == before
 
 
+def test_a_scheduler_exchanged_after_patching_does_not_stop_the_clock(pipe):
+    with tome_core.patch(pipe, LATE) as handle:
+        draw(pipe)
+        first = handle.report().levels[0].calls_merged
+        pipe.scheduler = diffusers.EulerDiscreteScheduler.from_config(pipe.scheduler.config)
+        draw(pipe)
+        assert handle.report().levels[0].calls_merged - first == expected_merges(pipe.scheduler) * 3
+
+
 @pytest.mark.slow
 def test_a_pipeline_compiled_as_a_whole_follows_its_scheduler(pipe):
     with tome_core.patch(pipe, LATE):
