@@ -10,8 +10,9 @@ import functools
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+
+from tests.doubles import attend, of_heads
 
 HERE = __name__
 __name__ = "comfy.ldm.modules.attention"
@@ -42,12 +43,8 @@ def chosen(optimized_attention: Any) -> Any:
     return override
 
 
-def _of_heads(flat: torch.Tensor, heads: int) -> torch.Tensor:
-    return flat.unflatten(-1, (heads, -1)).transpose(1, 2)
-
-
 def _by_products(q: Any, k: Any, v: Any, heads: int, mask: Any, precision: Any) -> torch.Tensor:
-    q, k, v = (_of_heads(one, heads) for one in (q, k, v))
+    q, k, v = (of_heads(one, heads) for one in (q, k, v))
     if precision is not None:
         q, k = q.to(precision), k.to(precision)
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
@@ -60,9 +57,7 @@ def _by_products(q: Any, k: Any, v: Any, heads: int, mask: Any, precision: Any) 
 @wrap_attn
 def attention_pytorch(q, k, v, heads, mask=None, attn_precision=None, **kwargs):
     """torch's function, which wants a mask of the queries' dtype, and broadcasts it."""
-    q, k, v = (_of_heads(one, heads) for one in (q, k, v))
-    mask = mask[:, None] if mask is not None and mask.dim() == 3 else mask
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
+    return attend(q, k, v, heads, mask[:, None] if mask is not None and mask.dim() == 3 else mask)
 
 
 def _named(name: str, why_no_mask: str = "", casts: bool = True) -> Any:

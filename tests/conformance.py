@@ -179,7 +179,7 @@ def own(module: nn.Module, x: torch.Tensor, context: torch.Tensor | None) -> tor
     return module(x, context=context)
 
 
-def tokens(batch: int, dtype: torch.dtype = torch.float32, count: int = TOKENS, seed: int = 0) -> torch.Tensor:
+def tokens(batch: int, count: int = TOKENS, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
     """``[batch, count, CHANNELS]``, random."""
     return torch.randn(batch, count, CHANNELS, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
@@ -201,7 +201,7 @@ def ways(
     """Those of `held` that an attention takes, the same for batches of all these sizes."""
     found = []
     for batch in batches:
-        x, keys = tokens(batch, dtype), tokens(batch, dtype, GROUPS, seed=1)
+        x, keys = tokens(batch, TOKENS, dtype), tokens(batch, GROUPS, dtype, seed=1)
         found.append(held(own, module, x, keys, ragged(batch, TOKENS, GROUPS), tolerance, **kwargs))
     assert all(one == found[0] for one in found)
     return found[0]

@@ -9,12 +9,12 @@ import torch
 from diffusers.models.attention_processor import Attention
 from torch import nn
 
-from tests.conformance import self_attentions, watched
+from tests.conformance import CHANNELS as WIDTH
+from tests.conformance import HEADS, self_attentions, watched
 from tests.diffusers_processors import of_diffusers, unmade
 from tests.models import call_unet, fixed, inputs, unet
 from tome_core import MergeConfig
 
-WIDTH, HEADS = 32, 4
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "bias": {"bias": True},
@@ -93,11 +93,6 @@ def attention(processor: Any, seed: int = 0, **settings: Any) -> Attention:
             layer.weight.mul_(1.5)
     put(module, processor)
     return module
-
-
-def tokens(batch: int, count: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(batch, count, WIDTH, generator=generator).to(dtype)
 
 
 def model_with(name: str | None, **changes: Any) -> nn.Module:

@@ -18,6 +18,17 @@ from tome_core.attention import ForwardOnStandIn, register
 from tome_core.attention.registry import function_name
 
 
+def of_heads(flat: torch.Tensor, heads: int) -> torch.Tensor:
+    """``[B, N, H*d]`` to ``[B, H, N, d]``."""
+    return flat.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, mask: torch.Tensor | None = None):
+    """By torch's function, flat."""
+    out = F.scaled_dot_product_attention(*(of_heads(one, heads) for one in (q, k, v)), mask)
+    return out.transpose(1, 2).flatten(2)
+
+
 class _Attention(nn.Module):
     def __init__(self, width: int, heads: int, context_width: int) -> None:
         super().__init__()
@@ -28,9 +39,7 @@ class _Attention(nn.Module):
         self.to_out = nn.Linear(width, width)
 
     def attend(self, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None = None):
-        q, k, v = (one.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-                   for one in (self.to_q(x), self.to_k(keys), self.to_v(values)))  # fmt: skip
-        return self.to_out(F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2))
+        return self.to_out(attend(self.to_q(x), self.to_k(keys), self.to_v(values), self.heads, mask))
 
 
 class SgmAttention(_Attention):

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.doubles import attend, of_heads
+
 HERE = __name__
 hypernetworks: list[Any] = []  # shared.loaded_hypernetworks
 upcast = SimpleNamespace(on=False)  # shared.opts.upcast_attn
@@ -30,10 +32,6 @@ class CrossAttention(nn.Module):
         self.scale = self.dim_head**-0.5
         self.to_q, self.to_k, self.to_v = (nn.Linear(channels, channels, bias=False) for _ in range(3))
         self.to_out = nn.Sequential(nn.Linear(channels, channels), nn.Dropout(0.0))
-
-
-def _of_heads(flat: torch.Tensor, heads: int) -> torch.Tensor:
-    return flat.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
 def _flat(of_heads: torch.Tensor) -> torch.Tensor:
@@ -67,7 +65,7 @@ __name__ = "modules.sd_hijack_optimizations"
 
 def _projected(self: Any, x: torch.Tensor, context: torch.Tensor | None) -> list[torch.Tensor]:
     keys, values = apply_hypernetworks(hypernetworks, x if context is None else context)
-    q, k, v = (_of_heads(one, self.heads) for one in (self.to_q(x), self.to_k(keys), self.to_v(values)))
+    q, k, v = (of_heads(one, self.heads) for one in (self.to_q(x), self.to_k(keys), self.to_v(values)))
     return [one.float() if upcast.on else one for one in (q, k, v)]
 
 
@@ -134,9 +132,9 @@ __name__ = HERE
 _REFORGE = "ldm_patched.ldm.modules.attention"
 
 
-def _by_products(q: Any, k: Any, v: Any, heads: int, mask: Any, rows: int) -> torch.Tensor:
+def _by_products(q: Any, k: Any, v: Any, heads: int, mask: Any = None, rows: int = 0) -> torch.Tensor:
     """rows: queries at once, by which a mask is cut."""
-    q, k, v = (_of_heads(one, heads) for one in (q, k, v))
+    q, k, v = (of_heads(one, heads) for one in (q, k, v))
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
     if mask is not None:
         for start in range(0, q.shape[2], rows):
@@ -144,59 +142,48 @@ def _by_products(q: Any, k: Any, v: Any, heads: int, mask: Any, rows: int) -> to
     return _flat(scores.softmax(-1) @ v)
 
 
-def _made(module: str) -> dict[str, Any]:
-    """The functions of a Forge, by name, of a module called so."""
+def _adding(rows: int = 2**20) -> Any:
+    """A function that adds a mask, and has the arguments of newer ones."""
 
-    def attention_basic(q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False, skip_output_reshape=False):
-        return _by_products(q, k, v, heads, mask, q.shape[1])
+    def function(q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False, skip_output_reshape=False):
+        return _by_products(q, k, v, heads, mask, rows)
 
-    def attention_split(q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False, skip_output_reshape=False):
-        return _by_products(q, k, v, heads, mask, q.shape[1] if module.startswith("ldm_patched") else 8)
+    return function
 
-    def attention_sub_quad(q, k, v, heads, mask=None, attn_precision=None):
+
+def _refusing() -> Any:
+    """One for which a mask of four dimensions is none."""
+
+    def function(q, k, v, heads, mask=None, attn_precision=None):
         assert mask is None
-        return _by_products(q, k, v, heads, None, q.shape[1])
+        return _by_products(q, k, v, heads)
 
-    def attention_pytorch(q, k, v, heads, mask=None, attn_precision=None):
-        q, k, v = (_of_heads(one, heads) for one in (q, k, v))
-        return _flat(F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
-
-    return _called(module, attention_basic, attention_split, attention_sub_quad, attention_pytorch)
+    return function
 
 
-def _made_for_classic() -> dict[str, Any]:
-    """Forge Classic's, of reForge's names: a mask for heads within the batch, or torch's function that takes any."""
+def _by_torch(widths: tuple[int, ...] = ()) -> Any:
+    """One that adds any mask, for heads of these widths alone."""
 
-    def attention_basic(q, k, v, heads, mask=None):
-        assert mask is None, "a mask of four dimensions fits no heads within the batch"
-        return _by_products(q, k, v, heads, None, q.shape[1])
+    def function(q, k, v, heads, mask=None, attn_precision=None):
+        assert not widths or q.shape[-1] // heads in widths, f"headdim should be in {widths}."
+        return attend(q, k, v, heads, mask)
 
-    def attention_split(q, k, v, heads, mask=None):
-        return attention_basic(q, k, v, heads, mask)
-
-    def attention_xformers(q, k, v, heads, mask=None):
-        return attention_basic(q, k, v, heads, mask)
-
-    def attention_pytorch(q, k, v, heads, mask=None):
-        q, k, v = (_of_heads(one, heads) for one in (q, k, v))
-        return _flat(F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
-
-    def attention_sage(q, k, v, heads, mask=None):
-        assert q.shape[-1] // heads in (64, 96, 128), "headdim should be in [64, 96, 128]."
-        return attention_pytorch(q, k, v, heads)
-
-    functions = (attention_basic, attention_split, attention_xformers, attention_pytorch, attention_sage)
-    return _called(_REFORGE, *functions)
+    return function
 
 
-def _called(module: str, *functions: Any) -> dict[str, Any]:
-    for one in functions:
-        one.__module__, one.__qualname__ = module, one.__name__
-    return {one.__name__: one for one in functions}
+def _called(module: str, **functions: Any) -> dict[str, Any]:
+    for name, one in functions.items():
+        one.__module__, one.__name__, one.__qualname__ = module, name, name
+    return functions
 
 
-FORGE, REFORGE = _made("backend.attention"), _made(_REFORGE)
-CLASSIC = _made_for_classic()
+FORGE = _called("backend.attention", attention_basic=_adding(), attention_split=_adding(rows=8),
+                attention_sub_quad=_refusing(), attention_pytorch=_by_torch())  # fmt: skip
+REFORGE = _called(_REFORGE, attention_basic=_adding(), attention_split=_adding(), attention_sub_quad=_refusing(),
+                  attention_pytorch=_by_torch())  # fmt: skip
+# Forge Classic's, of reForge's names: a mask for heads within the batch, or torch's function that takes any
+CLASSIC = _called(_REFORGE, attention_basic=_refusing(), attention_split=_refusing(), attention_xformers=_refusing(),
+                  attention_pytorch=_by_torch(), attention_sage=_by_torch(widths=(64, 96, 128)))  # fmt: skip
 attention_function = FORGE["attention_pytorch"]
 optimized_attention = optimized_attention_masked = REFORGE["attention_pytorch"]
 

@@ -69,7 +69,7 @@ def test_they_may_cast_to_float32(webui, monkeypatch, name, dtype):
 def test_hypernetworks_change_merged_tokens_once(webui, monkeypatch, name):
     theirs.hypernetworks += [theirs.Hypernetwork(CHANNELS, torch.float64) for _ in range(2)]
     module = hijacked(monkeypatch, name, torch.float64)
-    x = tokens(2, torch.float64)
+    x = tokens(2, dtype=torch.float64)
     changed = own(module, x, None)
     assert ways(webui, monkeypatch, module, torch.float64) == (BOTH if name == TORCH else WIDER)
     theirs.hypernetworks.clear()
@@ -78,8 +78,8 @@ def test_hypernetworks_change_merged_tokens_once(webui, monkeypatch, name):
 
 def test_keys_and_values_go_through_their_own_halves_of_a_hypernetwork(webui, monkeypatch):
     theirs.hypernetworks.append(theirs.Hypernetwork(CHANNELS, torch.float64))
-    module, x = hijacked(monkeypatch, TORCH, torch.float64), tokens(2, torch.float64)
-    keys, plan = tokens(2, torch.float64, GROUPS, 1), ragged(2, TOKENS, GROUPS)
+    module, x = hijacked(monkeypatch, TORCH, torch.float64), tokens(2, dtype=torch.float64)
+    keys, plan = tokens(2, GROUPS, torch.float64, 1), ragged(2, TOKENS, GROUPS)
     known = registry(webui).known_of(module)
     out = attend_merged(known, module, x, keys, keys.clone(), plan, {}).out
     assert_sized(own, module, x, keys, plan.sizes, out)

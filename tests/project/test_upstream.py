@@ -22,6 +22,7 @@ from torch import nn
 
 from benchmarks import subjects, variants
 from tests import models
+from tests.comfy_attention import attention_pytorch as attend
 from tests.families import largest_difference
 from tests.models import BY_NAME, CASES, call_case, inputs
 from tests.traces import traces
@@ -67,13 +68,6 @@ def hooks(monkeypatch):
     """diffusers' form."""
     return put(monkeypatch, "diffusers.hooks.token_merging_of_the_patch", SOURCES["diffusers"],
                __package__="diffusers.hooks")  # fmt: skip
-
-
-def attend(q, k, v, heads, mask=None, **_):
-    """What ComfyUI's functions compute, flat."""
-    q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (q, k, v))
-    mask = None if mask is None else mask[:, None]
-    return nn.functional.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2)
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 
 import tome_core
 from tests import conformance as laws
-from tests.conformance_diffusers import HEADS, KV, VARIANTS, WIDTH, attention, call, made, model_with, own, tokens
+from tests.conformance import tokens
+from tests.conformance_diffusers import HEADS, KV, VARIANTS, WIDTH, attention, call, made, model_with, own
 from tests.diffusers_processors import KNOWN, of_diffusers
 from tests.models import fixed
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import tome_core
-from tests.conformance import assert_equal_calls, assert_left_alone, given, reasons_of, self_attentions, watched
-from tests.conformance_diffusers import HEADS, KV, batch_for, call, model_with, plain_calls, tokens
+from tests.conformance import assert_equal_calls, assert_left_alone, given, reasons_of, self_attentions, tokens, watched
+from tests.conformance_diffusers import HEADS, KV, batch_for, call, model_with, plain_calls
 from tests.diffusers_processors import KNOWN, LEFT_ALONE, OF_IMAGE_PROMPTS, TOGETHER
 from tome_core import MergeConfig
 

@@ -18,7 +18,8 @@ from torch import nn
 
 import tome_core
 from tests import conformance as laws
-from tests.conformance_diffusers import HEADS, WIDTH, tokens
+from tests.conformance import tokens
+from tests.conformance_diffusers import HEADS, WIDTH
 from tests.doubles import SgmAttention
 from tests.models import call_ldm, fixed, inputs, ldm
 from tests.models import sgm_double as sgm_model
