@@ -15,8 +15,7 @@ from torch import nn
 
 from comfy_nodes import NODE_CLASS_MAPPINGS
 from comfy_nodes.inputs import TIMES
-from tests.doubles import ComfyBlock, LatentDiffusionDouble
-from tests.models import TEXT, comfy_double, fixed, inputs, ldm
+from tests.models import comfy_double, comfy_double_of_one_level, inputs
 from tests.on_device import on_device, plain
 from tome_core import NoiseSchedule
 
@@ -270,6 +269,4 @@ def checkpoint() -> ModelPatcher:
 
 def least_checkpoint() -> ModelPatcher:
     """One level, for what takes its time with every block: a compiler."""
-    unet = ldm(attention_resolutions=(1,), channel_mult=(1,))
-    return ModelPatcher(BaseModel(fixed(LatentDiffusionDouble(unet, lambda width: ComfyBlock(width, 4, TEXT))).model
-                                  .diffusion_model))  # fmt: skip
+    return ModelPatcher(BaseModel(comfy_double_of_one_level().model.diffusion_model))

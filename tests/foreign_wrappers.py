@@ -10,7 +10,6 @@ class Foreign:
 
     def __init__(self, module, name="forward"):
         self.module, self.name, self.calls = module, name, 0
-        self.was_own = name in vars(module)
         self.saved = getattr(module, name)
         setattr(module, name, self._call)
 

@@ -29,17 +29,13 @@ def test_random_stackings_end_in_a_picture_or_a_sentence(kind, monkeypatch, caps
 
 
 def test_a_case_that_fails_says_how_to_repeat_it_and_the_run_goes_on(monkeypatch, capsys, tmp_path):
+    numbers, plain = [], cases.run
+
     def broken(dice, repeats):
-        if number() == 3:
+        if numbers[-1] == 3:
             raise laws.Fault("by the test")
         return cases.Counter()
 
-    numbers = []
-
-    def number() -> int:
-        return numbers[-1]
-
-    plain = cases.run
     monkeypatch.setattr(cases, "KINDS", {broken: 1})
     monkeypatch.setattr(command, "run", lambda seed, one: numbers.append(one) or plain(seed, one))
     arguments = ["--count", "6", "--seed", "5", "--output", str(tmp_path / "seen.json")]

@@ -11,19 +11,20 @@ import random
 import sys
 import tracemalloc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from diffusers import StableDiffusionPipeline
 from einops import einops
 
 import tome_core
 from comfy_nodes.nodes import RemoveToMe, ToMePreview
 from tests import webui_doubles
 from tests.comfy_doubles import Guider, Server, apply, least_checkpoint
-from tests.random_settings import DESCRIBED, PROMPT, any_config, any_value, node_values
+from tests.random_settings import DESCRIBED, PROMPT, any_config, field_value, node_values
+from tests.samplings import pipeline_of
 from tests.thoroughness import GENERATIONS
 from tests.traces import traces
 from tests.webui_doubles import Webui
@@ -31,6 +32,7 @@ from tome_core import MergeConfig, form
 
 pytestmark = pytest.mark.slow
 WARM_UP = GENERATIONS // 3
+assert_equal = partial(torch.testing.assert_close, rtol=0, atol=0)
 SAMPLES = 5  # of memory, after the warm-up
 # bytes: a module's dictionary grows once, by 2.6 KB, with what a patch first puts there; no more in 500 generations
 MORE_OBJECTS, MORE_BYTES, MORE_PAGES = 100, 128 * 2**10, 16 * 2**20
@@ -90,11 +92,6 @@ def bits(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
-def same_bits(module: torch.nn.Module, before: dict[str, torch.Tensor]) -> bool:
-    now = module.state_dict()
-    return now.keys() == before.keys() and all(torch.equal(now[name], value) for name, value in before.items())
-
-
 # --- random settings -------------------------------------------------------------------------------------------------
 
 
@@ -110,9 +107,7 @@ def test_random_configs_reach_every_setting():
 
 @pytest.fixture(scope="module")
 def pipe(tiny_folder) -> Any:
-    pipe = StableDiffusionPipeline.from_pretrained(tiny_folder, safety_checker=None)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    return pipeline_of(tiny_folder)
 
 
 def picture(pipe: Any, seed: int = 0, size: tuple[int, int] = (32, 32)) -> torch.Tensor:
@@ -165,7 +160,8 @@ def test_a_pipeline_is_as_it_was_after_all_generations(pipe, capsys):
             assert traces(unet) == before and torch.equal(picture(pipe), plain)
 
     soak(generate, lambda: tome_core.remove_patch(pipe), capsys, "diffusers")
-    assert same_bits(unet, weights) and traces(unet) == before and set(vars(pipe.scheduler)) == on_scheduler
+    assert_equal(bits(unet), weights)
+    assert traces(unet) == before and set(vars(pipe.scheduler)) == on_scheduler
     assert torch.equal(picture(pipe), plain)
 
 
@@ -196,7 +192,8 @@ def test_a_comfyui_model_is_as_it_was_after_all_generations(capsys, monkeypatch)
 
     soak(generate, lambda: kept.__setitem__(0, plain), capsys, "ComfyUI")
     for model in (plain.model, other.model):
-        assert same_bits(model, weights) and traces(model) == before
+        assert_equal(bits(model), weights)
+        assert traces(model) == before
     assert torch.equal(Guider(plain).sample(steps=2), expected)
 
 
@@ -211,16 +208,13 @@ def test_a_webui_model_is_as_it_was_after_all_generations(capsys, monkeypatch):
     dice, unet = random.Random(3), webui.unet
     before, weights, expected = traces(unet), bits(unet), webui.job(False, enable_hr=True).latents
 
-    def value(one: Any) -> Any:
-        return dice.choice(one.choices) if one.choices else any_value(dice, DESCRIBED[one.setting])
-
     def fail(step: Any) -> None:
         raise RuntimeError("by the test")
 
     def generate(number: int) -> None:
         webui.shared.opts.data[options.MAP] = dice.random() < 0.3
         given = {"enabled": dice.random() < 0.9, "strength": dice.random(), "where": dice.choice(wish.WHERE)}
-        args = [given | {one.name: value(one) for one in form.FIELDS if dice.random() < 0.25}]
+        args = [given | {one.name: field_value(dice, one) for one in form.FIELDS if dice.random() < 0.25}]
         facts = {"enable_hr": dice.random() < 0.7, "n_iter": dice.randint(1, 2), "seed": dice.randint(0, 2**32)}
         if dice.random() < 0.05:
             with pytest.raises(RuntimeError, match="by the test"):
@@ -234,4 +228,5 @@ def test_a_webui_model_is_as_it_was_after_all_generations(capsys, monkeypatch):
     soak(generate, lambda: webui.job(False) and None, capsys, "webui")  # it keeps an aborted job's patch until the next
     assert torch.equal(webui.job(False, enable_hr=True).latents, expected)
     webui.call("script_unloaded")
-    assert same_bits(unet, weights) and traces(unet) == before
+    assert_equal(bits(unet), weights)
+    assert traces(unet) == before

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.results import save
 from tests.random_stackings.cases import COMMAND, run
 
 
@@ -38,13 +39,6 @@ def begun(path: Path | None, command: str) -> dict[str, Any]:
     if record["command"] != command:
         raise SystemExit(f"{path} is of another command: {record['command']}")
     return {**record, "seen": Counter(record["seen"])}
-
-
-def save(record: dict[str, Any], path: Path) -> None:
-    part = path.with_name(f"{path.name}.part")
-    text = json.dumps({**record, "seen": dict(sorted(record["seen"].items()))}, indent=1)
-    part.write_text(f"{text}\n", encoding="utf-8")
-    part.replace(path)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -71,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
         record["done"] = number
         if place % 25 == 0 or place == len(numbers):
             if options.output is not None:
-                save(record, options.output)
+                save({**record, "seen": dict(sorted(seen.items()))}, options.output)
             print(f"\r{place}/{len(numbers)}, {len(faults)} failed, {time.monotonic() - since:.0f} s",
                   end="", file=sys.stderr, flush=True)  # fmt: skip
     print(f"\n{len(faults)} failed; " + ", ".join(f"{count} {what}" for what, count in sorted(seen.items())))

@@ -14,21 +14,18 @@ from tests.random_stackings.drawing import Call
 from tome_core.model.families import find_unet
 
 
-def keywords(kind: str, call: Call, unet: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
+def keywords(kind: str, call: Call, dtype: torch.dtype) -> dict[str, Any]:
     """What some callers give beside the latent, the time and the text."""
     batch, tokens = call.batch, call.height * call.width
-    if kind == "encoder mask":
-        return {"encoder_attention_mask": torch.arange(7).expand(batch, -1) < 5}
-    if kind == "attention mask":
-        return {"attention_mask": torch.arange(tokens).expand(batch, -1) < max(1, tokens - 2)}
-    if kind == "scale":
-        return {"cross_attention_kwargs": {"scale": 0.5}}
-    if kind == "class labels":
-        return {"class_labels": torch.zeros(batch, TEXT, dtype=dtype)}
-    if kind == "residuals":
-        width, height = call.width, call.height
-        return {"mid_block_additional_residual": torch.ones(batch, 64, (height + 1) // 2, (width + 1) // 2).to(dtype)}
-    return {}
+    residual = torch.ones(batch, 64, (call.height + 1) // 2, (call.width + 1) // 2, dtype=dtype)
+    return {
+        "": {},
+        "encoder mask": {"encoder_attention_mask": torch.arange(7).expand(batch, -1) < 5},
+        "attention mask": {"attention_mask": torch.arange(tokens).expand(batch, -1) < max(1, tokens - 2)},
+        "scale": {"cross_attention_kwargs": {"scale": 0.5}},
+        "class labels": {"class_labels": torch.zeros(batch, TEXT, dtype=dtype)},
+        "residuals": {"mid_block_additional_residual": residual},
+    }[kind]
 
 
 def made(
@@ -38,7 +35,7 @@ def made(
     unet = find_unet(model)
     x, text = (one.to(dtype) for one in inputs(case.in_channels, call.batch, call.height, call.width, call.seed,
                                                case.frames))  # fmt: skip
-    more = keywords(call.more, call, unet, dtype)
+    more = keywords(call.more, call, dtype)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return (target or unet)(*args, **kwargs, **more)

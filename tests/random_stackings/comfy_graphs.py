@@ -15,7 +15,8 @@ from comfy_nodes.nodes import ApplyToMe, RemoveToMe, ToMePreview
 from tests.comfy_doubles import Guider, ModelPatcher, Server, apply, checkpoint, least_checkpoint
 from tests.random_settings import PROMPT, node_values
 from tests.random_stackings.drawing import WRONG
-from tests.random_stackings.sessions import Fault, Thrown, first_difference
+from tests.random_stackings.laws import hold_in_host, hold_to_be_as_before
+from tests.random_stackings.sessions import Fault, Thrown
 from tests.traces import traces
 
 SIZES = ((8, 8), (8, 8), (8, 12), (4, 4), (16, 16), (2, 6))
@@ -23,16 +24,7 @@ SIZES = ((8, 8), (8, 8), (8, 12), (4, 4), (16, 16), (2, 6))
 
 def hold(dice: random.Random, repeats: bool) -> Counter:
     """Build a graph, sample its branches, hold it to the laws; raises Fault."""
-    state = dice.getstate()
-    first = _Graph(dice)
-    seen = first.run()
-    if repeats:
-        dice.setstate(state)
-        again = _Graph(dice)
-        again.run()
-        if not all(map(torch.equal, first.pictures, again.pictures)):
-            raise Fault(f"other bits when the graph is drawn again: {first.told}")
-    return seen
+    return hold_in_host(dice, repeats, lambda *given: _Graph(*given).run())
 
 
 @functools.cache
@@ -42,34 +34,20 @@ def _model(number: int) -> Any:
 
 
 class _Graph:
-    def __init__(self, dice: random.Random) -> None:
-        self.dice, self.server = dice, Server()
+    def __init__(self, dice: random.Random, patches: pytest.MonkeyPatch, told: list[str]) -> None:
+        self.dice, self.server, self.told = dice, Server(), told
+        patches.setitem(sys.modules, "server", self.server.module())
         self.models = [_model(0), _model(1)]
         self.branches: list[tuple[ModelPatcher, bool]] = [(ModelPatcher(dice.choice(self.models)), False)]
         self.pictures: list[torch.Tensor] = []
-        self.told: list[str] = []
 
-    def run(self) -> Counter:
+    def run(self) -> tuple[Counter, list[torch.Tensor]]:
         before = [traces(model) for model in self.models]
-        generator = torch.get_rng_state()
-        patches = pytest.MonkeyPatch()
-        patches.setitem(sys.modules, "server", self.server.module())
-        seen: Counter = Counter()
-        try:
-            for _ in range(self.dice.randint(2, 7)):
-                self._grow()
-            for _ in range(self.dice.randint(1, 4)):
-                seen.update([self._sample()])
-        except Exception as error:
-            raise Fault(f"{type(error).__name__}: {error}\n{self.told}") from error
-        finally:
-            patches.undo()
-        for model, left in zip(self.models, before, strict=True):
-            if traces(model) != left:
-                raise Fault(f"a sampling leaves on the model {first_difference(left, traces(model))}\n{self.told}")
-        if not torch.equal(torch.get_rng_state(), generator):
-            raise Fault(f"the random generator was used\n{self.told}")
-        return seen
+        for _ in range(self.dice.randint(2, 7)):
+            self._grow()
+        seen = Counter(self._sample() for _ in range(self.dice.randint(1, 4)))
+        hold_to_be_as_before(self.models, before)
+        return seen, self.pictures
 
     def _grow(self) -> None:
         """One more branch. Its mark: may it merge?"""

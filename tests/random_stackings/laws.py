@@ -1,17 +1,20 @@
-"""The laws of a session with a UNet."""
+"""The laws of a session with a UNet, and those of a session with a host."""
 
 from __future__ import annotations
 
 import copy
 import random
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from tests.random_stackings.drawing import pristine
 from tests.random_stackings.sessions import Fault, Session, Stage, alike, drawn, first_difference
+from tests.traces import traces
 
 _USED: dict[tuple[str, torch.dtype], nn.Module] = {}  # models that a session has left as they were
 
@@ -73,10 +76,10 @@ def _fails_without_merging(session: Session, error: Exception) -> bool:
 
 def _judge(stage: Stage, session: Session, generators: tuple[Any, Any]) -> bool:
     """The control runs where there is a question that it alone can answer. Is the model as it was built?"""
-    traces, probe = stage.left()
+    found, probe = stage.left()
     before = pristine(session.family, session.dtype)
     drew = not torch.equal(torch.get_rng_state(), generators[0]) or random.getstate() != generators[1]
-    is_clean = traces == before.left and torch.is_tensor(probe) and torch.equal(probe, before.probe)
+    is_clean = found == before.left and torch.is_tensor(probe) and torch.equal(probe, before.probe)
     is_odd = any(isinstance(one, BaseException) or not one.isfinite().all() for one in stage.outcomes)
     if is_clean and not (is_odd or drew):
         return True
@@ -90,8 +93,8 @@ def _judge(stage: Stage, session: Session, generators: tuple[Any, Any]) -> bool:
     for number, (ours, theirs) in enumerate(zip(stage.outcomes, control.outcomes, strict=True)):
         _compare(number, ours, theirs)
     left, plain = control.left()
-    if traces != left:
-        raise Fault(f"left on the model: {first_difference(left, traces)}")
+    if found != left:
+        raise Fault(f"left on the model: {first_difference(left, found)}")
     if isinstance(probe, Exception) or isinstance(plain, Exception):
         if type(probe) is not type(plain):
             raise Fault(f"the model gives {probe!r} now, without merging {plain!r}")
@@ -116,3 +119,30 @@ def _hold_to_be_repeatable(stage: Stage, session: Session) -> None:
     for number, (one, two) in enumerate(zip(stage.outcomes, again.outcomes, strict=True)):
         if not alike(one, two) and not (torch.is_tensor(one) and torch.is_tensor(two) and one.isnan().any()):
             raise Fault(f"call {number} gives other bits when the case is drawn again")
+
+
+def hold_in_host(dice: random.Random, repeats: bool, draw: Callable[..., tuple[Counter, list]]) -> Counter:
+    """Let ``draw`` run a session: it tells what it does, and gives what became of it and its pictures; raises Fault."""
+    state, generator, drawn = dice.getstate(), torch.get_rng_state(), []
+    for _ in range(1 + repeats):
+        dice.setstate(state)
+        told: list[str] = []
+        try:
+            with pytest.MonkeyPatch.context() as patches:
+                seen, pictures = draw(dice, patches, told)
+            drawn.append(pictures)
+            if not all(map(torch.equal, drawn[0], pictures)):
+                raise Fault("other bits when it is drawn again")
+            if not torch.equal(torch.get_rng_state(), generator):
+                raise Fault("the random generator was used")
+        except Exception as error:
+            raise Fault(f"{type(error).__name__}: {error}\n" + "\n".join(told)) from error
+    return seen
+
+
+def hold_to_be_as_before(models: list[nn.Module], before: list[list]) -> None:
+    """before: what `traces` found on each."""
+    for model, left in zip(models, before, strict=True):
+        now = traces(model)
+        if now != left:
+            raise Fault(f"left on the model: {first_difference(left, now)}")

@@ -22,7 +22,7 @@ from diffusers.models import attention_processor
 from torch import nn
 
 from benchmarks.stack_beside import BESIDE, PAB_HOOK
-from tests.foreign_wrappers import Foreign, sites_of
+from tests.foreign_wrappers import Foreign, sites_of, unwrap
 from tests.recorded_operators import recorded
 from tome_core.model.families import find_blocks, find_unet
 
@@ -151,8 +151,7 @@ def _foreign(unet: nn.Module, dice: random.Random) -> Iterator[None]:
     every = sites_of(unet)
     wraps = [Foreign(*site) for site in dice.sample(every, dice.randint(1, len(every)))]
     yield
-    for one in reversed(wraps):
-        one.put_back()
+    unwrap(wraps)
 
 
 @contextmanager

@@ -10,57 +10,36 @@ from typing import Any
 import pytest
 import torch
 
-from tests import webui_doubles
-from tests.doubles import LatentDiffusionDouble
-from tests.models import fixed, ldm, seeded
-from tests.random_settings import DESCRIBED, any_value
+from tests.models import fixed, ldm_of_one_level
+from tests.random_settings import field_value
 from tests.random_stackings.drawing import WRONG
-from tests.random_stackings.sessions import Fault, Thrown, first_difference
+from tests.random_stackings.laws import hold_in_host, hold_to_be_as_before
+from tests.random_stackings.sessions import Fault, Thrown
 from tests.traces import traces
-from tests.webui_doubles import FLAVOURS, CFGDenoiserTimesteps, Denoiser, Webui
+from tests.webui_doubles import FLAVOURS, CFGDenoiserTimesteps, Denoiser, Webui, be_short
 from tome_core import form
-
-SIDE = 8
 
 
 @functools.cache
 def _model(number: int) -> Any:
-    model = seeded(lambda: LatentDiffusionDouble(ldm(attention_resolutions=(1,), channel_mult=(1,))))()
-    return fixed(model, number)
+    return fixed(ldm_of_one_level(), number)
 
 
 def hold(dice: random.Random, repeats: bool) -> Counter:
     """A session of a webui: a start, some jobs, an end; raises Fault."""
-    state = dice.getstate()
-    seen, pictures = _session(dice)
-    if repeats:
-        dice.setstate(state)
-        _, again = _session(dice)
-        if not all(map(torch.equal, pictures, again)):
-            raise Fault("other bits when the jobs are drawn again")
-    return seen
+    return hold_in_host(dice, repeats, _jobs)
 
 
-def _session(dice: random.Random) -> tuple[Counter, list[torch.Tensor]]:
-    patches, told = pytest.MonkeyPatch(), []
-    patches.setattr(webui_doubles, "SIGMAS", webui_doubles.SIGMAS[::2])
-    patches.setattr(webui_doubles, "TIMESTEPS", webui_doubles.TIMESTEPS[::2])
-    patches.setattr(webui_doubles.Processing, "size", SIDE)
-    flavour, generator = dice.choice(FLAVOURS), torch.get_rng_state()
-    try:
-        return _jobs(dice, Webui(patches, flavour).start(), told)
-    except Exception as error:
-        raise Fault(f"{type(error).__name__}: {error}\n{flavour}\n" + "\n".join(told)) from error
-    finally:
-        patches.undo()
-        if not torch.equal(torch.get_rng_state(), generator):
-            raise Fault("the random generator was used\n" + "\n".join(told))
-
-
-def _jobs(dice: random.Random, webui: Webui, told: list[str]) -> tuple[Counter, list[torch.Tensor]]:
+def _jobs(
+    dice: random.Random, patches: pytest.MonkeyPatch, told: list[str]
+) -> tuple[Counter, list[torch.Tensor]]:  # fmt: skip
+    be_short(patches)
+    webui = Webui(patches, dice.choice(FLAVOURS)).start()
+    told.append(webui.flavour)
     options, seen, pictures = webui.part("options"), Counter(), []
     webui.shared.opts.data[options.REPORT] = dice.choice((options.PAGE, ""))
-    before = [traces(_model(number).model) for number in (0, 1)]
+    models = [_model(number).model for number in (0, 1)]
+    before = [traces(one) for one in models]
     webui.load(_model(0))
     for _ in range(dice.randint(1, 3)):
         event = dice.choice(("", "", "", "reload", "load"))
@@ -88,10 +67,7 @@ def _jobs(dice: random.Random, webui: Webui, told: list[str]) -> tuple[Counter, 
     if not torch.equal(webui.job(False).latents, _plain(webui, {})):
         raise Fault("a job without merging draws another picture than a webui without the extension")
     webui.call("script_unloaded")
-    for number, left in enumerate(before):
-        now = traces(_model(number).model)
-        if now != left:
-            raise Fault(f"left on the model: {first_difference(left, now)}")
+    hold_to_be_as_before(models, before)
     return seen, pictures
 
 
@@ -104,7 +80,7 @@ def _args(dice: random.Random, webui: Webui) -> list[Any]:
                              "where": dice.choice(wish.WHERE)}  # fmt: skip
     for one in form.FIELDS:
         if dice.random() < 0.25:
-            given[one.name] = dice.choice(one.choices) if one.choices else any_value(dice, DESCRIBED[one.setting])
+            given[one.name] = field_value(dice, one)
     if dice.random() < 0.8:
         given["only_if_it_pays"] = False
     if dice.random() < 0.15:
