@@ -1,4 +1,4 @@
-"""What the laws of the Triton kernels share: where they run, and each kernel beside its twin.
+"""What the laws of the Triton kernels share: where they run, and the kernels' names.
 
 Where ``TRITON_INTERPRET=1`` Triton's interpreter runs the kernels on the CPU, else they are compiled for the GPU.
 """
@@ -10,13 +10,16 @@ import os
 import pytest
 import torch
 
-from tests import kernel_twins as twins
 from tome_core.merging import kernels
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 INF = float("inf")
+NAMES = (
+    "answered", "best_keys", "corrected", "first_order", "mean_rows", "moments", "placed", "ridge", "segments",
+    "spread",
+)  # fmt: skip
 
 
 def _why_not() -> str:
@@ -46,7 +49,7 @@ def used(monkeypatch):
         monkeypatch.setattr(kernels, "DEVICES", ("cpu",))
         _repair_the_interpreter(monkeypatch)
     module, calls = kernels._module(), []
-    for name in twins.NAMES:
+    for name in NAMES:
         launch = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, launch=launch, name=name: (calls.append(name), launch(*a)))
     monkeypatch.setattr(kernels, "_give_up", _fail)
@@ -76,16 +79,6 @@ def _repair_the_interpreter(monkeypatch):
 
 def noise(*shape, seed=0, dtype=torch.float32):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
-
-
-def beside_twin(name, arguments, *outputs):
-    """What the kernel and its twin put into tensors of these shapes and dtypes, after the inputs."""
-    found = []
-    for module in (kernels._module(), twins):
-        own = [torch.full(shape, -7, dtype=dtype, device=DEVICE) for shape, dtype in outputs]
-        getattr(module, name)(*arguments(own))
-        found.append(own)
-    return zip(*found, strict=True)
 
 
 def close(found, expected, dtype, scale=1.0):

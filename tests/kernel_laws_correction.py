@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests import kernel_harness
-from tests.kernel_harness import DEVICE, DTYPES, beside_twin, close, noise
+from tests.kernel_harness import DEVICE, DTYPES, close, noise
 from tome_core import MergePlan
 from tome_core.attention.core import add_correction
-from tome_core.attention.correction import Correction, _attended, _by_head, first_order, fit_correction
+from tome_core.attention.correction import Correction, _attended, _by_head, _ridge, first_order, fit_correction
 from tome_core.merging import kernels
 
 used = kernel_harness.used  # a fixture, around every test
@@ -41,25 +42,31 @@ def test_of_first_order_it_is_what_torch_sums(heads, width, tokens, dtype):
     assert torch.equal(found, first_order(made, plan, heads, 0.3))
 
 
+def answers(q, keys, values, heads, bias=0):
+    """Of each head, in float64, and the logarithms of what their weights add up to."""
+    q, keys, values = (_by_head(one.double(), heads) for one in (q, keys, values))
+    scores = q @ keys.transpose(2, 3) * q.shape[-1] ** -0.5 + bias
+    return (scores.softmax(-1) @ values).flatten(0, 1), scores.logsumexp(-1).flatten(0, 1)
+
+
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("heads, width, tokens", HEADS)
 def test_queries_are_answered_as_attention_answers_them(heads, width, tokens, dtype):
     """By spans of all keys, and by merged keys of which some are empty."""
     q, rows, made, plan = attention(heads, width, tokens, dtype)
     *pair, _ = plan.merge_pair(*made)
-    bias = plan.logits_in(dtype).expand(2, -1)
-    spans, count = -(-tokens // 512), rows.shape[1]
-    outputs = [((2 * heads, count, width), torch.float32), ((spans, 2 * heads, count, width), torch.float32),
-               ((spans, 2 * heads, count), torch.float32)]  # fmt: skip
-    answers = beside_twin("answered", lambda own: (q, rows[0], *made, *pair, bias, 512, width**-0.5, *own), *outputs)
-    # weights are rounded to be multiplied, what they add up to is not
-    for (found, expected), allowed in zip(answers, (4, 4, 0.01), strict=True):
-        assert (found - expected).abs().max() <= allowed * torch.finfo(dtype).eps
+    bias, asked = plan.logits_in(dtype), q[:, rows[0]]
     strided = [torch.cat(made, -1)[..., side * heads * width :][..., : heads * width] for side in (0, 1)]
-    first, second = (
-        kernels.answered(q, rows[0], *both, *pair, bias[:1], heads, width**-0.5) for both in (made, strided)
+    found, again = (
+        kernels.answered(q, rows[0], *both, *pair, bias, heads, width**-0.5) for both in (made, strided)
     )
-    assert all(map(torch.equal, first, second))
+    assert all(map(torch.equal, found, again))
+    merged, _ = answers(asked, *pair, heads, bias[:, None, None])
+    spans = [answers(asked, *span, heads) for span in zip(*(one.split(512, 1) for one in made), strict=True)]
+    # weights are rounded to be multiplied, what they add up to is not
+    for one, other, allowed in zip(found, (merged, *map(torch.stack, zip(*spans, strict=True))), (4, 4, 0.01),
+                                   strict=True):  # fmt: skip
+        assert (one - other).abs().max() <= allowed * torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
@@ -89,16 +96,22 @@ def test_a_correction_is_that_of_float64(heads, width, tokens, dtype, used):
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("count", [3, 32, 77])
-def test_the_equations_are_solved_as_a_solver_does(count, dtype):
-    q, merged, full = noise(2, 80, 3 * 20) + 4, noise(6, count, 20, seed=1) * 0.1, noise(4, 6, count, 20, seed=2)
+def test_the_equations_are_solved_as_torch_solves_them(count, dtype):
+    q, merged = (noise(2, 80, 3 * 20) + 4).to(dtype), noise(6, count, 20, seed=1) * 0.1
+    full = noise(4, 6, count, 20, seed=2)
     first, logs = noise(4, 6, 20, 20, seed=3) * 0.02, noise(4, 6, count, seed=4) * 3
     first[:, 1] = 0
     rows = torch.arange(79, 79 - count, -1, device=DEVICE)
-    outputs = [((6, 40, 20), torch.float32), ((6, 1, 20), torch.float32)]
-    found = list(beside_twin("ridge", lambda own: (q.to(dtype), rows, merged, full, logs, first, *own), *outputs))
-    for one, other in found:
+    found = kernels.ridge(q, rows, kernels.Answers(merged, full, logs), first)
+    full = (logs.double().softmax(0)[..., None] * full).sum(0)
+    first, merged, full = (one.double().unflatten(0, (2, 3)) for one in (first.sum(0), merged, full))
+    asked = _by_head(q[:, rows].double(), 3)
+    weights, constant = _ridge(asked, merged, full - merged - asked @ first)
+    for one, other in zip(found, (weights + F.pad(first, (0, 0, 0, 20)), constant), strict=True):
+        other = other.flatten(0, 1)
+        other[1] = 0  # where nothing was lost, nothing is given
         assert (one - other).abs().max() <= 4 * torch.finfo(dtype).eps * other.abs().max()
-        assert not one[1].any() and one[0].any(), "where nothing was lost, nothing is given"
+        assert not one[1].any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)

@@ -19,7 +19,7 @@ import torch
 
 import install
 import tome_core
-from tests import kernel_twins as twins
+from tests.kernel_harness import NAMES
 from tests.models import small
 from tome_core import MergePlan
 from tome_core.merging import kernels
@@ -93,7 +93,7 @@ def unasked(monkeypatch):
 def put_in_place(monkeypatch, launch):
     """Kernels of which each launch is a call of ``launch``."""
     monkeypatch.setattr(kernels, "_asked", True)
-    monkeypatch.setattr(kernels, "_kernels", SimpleNamespace(**dict.fromkeys(twins.NAMES, launch)))
+    monkeypatch.setattr(kernels, "_kernels", SimpleNamespace(**dict.fromkeys(NAMES, launch)))
 
 
 def results():

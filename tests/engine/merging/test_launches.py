@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import tome_core
-from tests import kernel_twins as twins
+from tests.kernel_harness import NAMES
 from tests.operators import OperatorCounter
 from tome_core.bench.sd_block import SpatialTransformer, UNet
 from tome_core.merging import kernels
@@ -61,7 +61,7 @@ def launches(monkeypatch) -> Launches:
         counted.by_name["attention"] += 1
         return q.new_empty(*q.shape[:3], v.shape[3])
 
-    doubles = SimpleNamespace(**{name: double(name) for name in twins.NAMES})
+    doubles = SimpleNamespace(**{name: double(name) for name in NAMES})
     monkeypatch.setattr(kernels, "DEVICES", ("cpu",))
     monkeypatch.setattr(kernels, "_asked", True)
     monkeypatch.setattr(kernels, "_kernels", doubles)
