@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,8 +15,11 @@ import install
 ROOT = Path(__file__).parents[1]
 
 
-def call_install(*arguments: object, cwd: Path = ROOT, root: Path = ROOT) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(root / "install.py"), *map(str, arguments)]
+def call_install(
+    *arguments: object, cwd: Path = ROOT, root: Path = ROOT, options: Sequence[str] = ()
+) -> subprocess.CompletedProcess:
+    """options: Python's."""
+    command = [sys.executable, *options, str(root / "install.py"), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 import install
+from tests.host_folders import call_install
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "install.py"
 PYPROJECT = """
 [project]
 name = "x"
@@ -28,18 +28,13 @@ test = ["pytest", "numpy>=1"]
 """
 
 
-def call(*arguments, options=(), cwd):
-    command = [sys.executable, *options, str(SCRIPT), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False)
-
-
 def imported(text):
     """Top-level modules in the output of -X importtime."""
     return {line.rsplit("|", 1)[1].strip().split(".")[0] for line in text.splitlines() if "import time:" in line}
 
 
 def test_a_bare_call_says_nothing_and_succeeds(tmp_path):
-    done = call(cwd=tmp_path)
+    done = call_install(cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert not list(tmp_path.iterdir())
 
@@ -48,7 +43,7 @@ def test_a_bare_call_imports_no_torch_and_nothing_else_of_weight(tmp_path):
     empty = tmp_path / "empty.py"
     empty.touch()
     plain = subprocess.run([sys.executable, "-X", "importtime", str(empty)], capture_output=True, text=True, check=True)
-    ours = imported(call(options=["-X", "importtime"], cwd=tmp_path).stderr)
+    ours = imported(call_install(cwd=tmp_path, options=["-X", "importtime"]).stderr)
     assert "site" in ours, "the import log was not read"
     assert ours - imported(plain.stderr) <= {"__future__"}
 
@@ -60,13 +55,13 @@ def test_a_bare_call_needs_less_than_half_a_second_of_processor_time(tmp_path):
     spent = []
     for _ in range(3):  # the least of three: the first one may compile and read from a cold disk
         before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-        call(cwd=tmp_path)
+        call_install(cwd=tmp_path)
         spent.append(resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before)
     assert min(spent) < 0.5
 
 
 def test_help_lists_every_command_and_so_does_the_refusal_of_an_unknown_one(tmp_path):
-    told, refused = call("--help", cwd=tmp_path), call("demoo", cwd=tmp_path)
+    told, refused = call_install("--help", cwd=tmp_path), call_install("demoo", cwd=tmp_path)
     assert (told.returncode, refused.returncode) == (0, 2)
     assert all(f"install.py {name}" in text for text in (told.stdout, refused.stderr) for name in install.COMMANDS)
     assert "'demoo'" in refused.stderr and "Traceback" not in refused.stderr
@@ -81,17 +76,26 @@ def test_an_interrupt_ends_without_a_traceback(monkeypatch, capsys):
     assert capsys.readouterr().err.strip() == "install.py: stopped."
 
 
-def test_an_interrupted_installation_goes_on_where_it_was(repository, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("error", "code", "sentence"),
+    [
+        (KeyboardInterrupt(), 130, "stopped; the same command goes on with what is there"),
+        (install.Failure("pip could not install"), 1, "pip could not install"),
+    ],
+)
+def test_an_installation_that_ends_early_says_one_sentence_and_goes_on_where_it_was(
+    repository, monkeypatch, capsys, error, code, sentence
+):
     folder, _ = repository
 
-    def interrupted(python, arguments):
+    def ended(python, arguments):
         (folder / ".venv" / "what pip had by then").touch()
-        raise KeyboardInterrupt
+        raise error
 
     with monkeypatch.context() as context:
-        context.setattr(install, "pip", interrupted)
-        assert install.main(["demo"]) == 130
-    assert capsys.readouterr().err.strip() == "install.py: stopped; the same command goes on with what is there"
+        context.setattr(install, "pip", ended)
+        assert install.main(["demo"]) == code
+    assert capsys.readouterr().err.strip() == f"install.py: {sentence}"
     assert not list((folder / ".venv").glob("installed-*"))
     install.environment(["demo"])
     assert (folder / ".venv" / "what pip had by then").exists() and list((folder / ".venv").glob("installed-*"))
@@ -137,12 +141,12 @@ def test_each_extra_that_is_installed_has_its_size():
     assert set(install.SIZES) == set(extras)
 
 
-def test_a_folder_of_any_name_is_taken_and_told_where_the_output_has_few_letters(tmp_path):
+def test_a_folder_of_any_name_is_taken_and_told_where_the_output_has_few_letters(tmp_path, monkeypatch):
     comfyui = tmp_path / "with spaces ünï 字"
     for name in install.COMFYUI.looked_for[0]:
         (comfyui / name).mkdir(parents=True)
-    done = subprocess.run([sys.executable, str(SCRIPT), "comfyui", str(comfyui)], capture_output=True, text=True,
-                          env={**os.environ, "PYTHONIOENCODING": "ascii"}, check=False)  # fmt: skip
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    done = call_install("comfyui", comfyui)
     assert done.returncode == 0, done.stderr
     assert (comfyui / "custom_nodes" / install.NAME).exists() and "with spaces \\xfcn\\xef \\u5b57" in done.stdout
 
@@ -289,18 +293,6 @@ def test_a_python_that_cannot_make_environments_is_told_what_to_install(reposito
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else found(name))
     with pytest.raises(install.Failure, match="apt install python3-venv"):
         install.environment(["demo"])
-
-
-def test_a_failing_pip_is_one_sentence_and_leaves_no_stamp(repository, monkeypatch, capsys):
-    folder, _ = repository
-
-    def failing(python, arguments):
-        raise install.Failure("pip could not install")
-
-    monkeypatch.setattr(install, "pip", failing)
-    assert install.main(["demo"]) == 1
-    assert capsys.readouterr().err.strip() == "install.py: pip could not install"
-    assert not list((folder / ".venv").glob("installed-*"))
 
 
 def write_wheel(folder: Path, name: str) -> None:
