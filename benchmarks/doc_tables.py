@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 QUALITY, SPEED, BENCH = "quality-cpu-2026-11-25", "speed-cpu-2026-11-22", "bench-cpu-2026-11-21"
 TO_CHOOSE_BY, CORRECTION = "front-cpu-2026-11-25", "correction-cpu-2026-11-25"
-TRANSFORMER, SDXL = "transformer-cpu-2026-11-24", "sdxl-cpu-2026-11-24"
+TRANSFORMER, SDXL = "transformer-cpu-2026-11-25", "sdxl-cpu-2026-11-25"
 AT_EQUAL_TIME = {
     "10 steps": QUALITY,
     "10 steps, late half": "late-half-cpu-2026-11-25",

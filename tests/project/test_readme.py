@@ -124,10 +124,10 @@ ELSEWHERE = {
         "tests/engine/transformers/test_diffusers_transformers.py", "def test_"
     ),
     "python -m pytest tests/project/test_upstream.py": ("tests/project/test_upstream.py", "def test_"),
-    "python -m benchmarks.quality --model demo/scenes-sdxl.safetensors --guidance 1.5 --noised 4 --pictures 4": (
+    "python -m benchmarks.quality --model demo/scenes-sdxl.safetensors --noised 4 --pictures 4": (
         "tests/demo/test_demo_layouts.py", "Amounts("
     ),
-    "python -m benchmarks.quality --model demo/scenes-flux.safetensors --guidance 1.5 --noised 4 --pictures 2": JUDGED,
+    "python -m benchmarks.quality --model demo/scenes-flux.safetensors --noised 4 --pictures 2": JUDGED,
     "python -m benchmarks.quality --model demo-output/scenes-flux.safetensors": JUDGED,
     "python -m benchmarks.strength RESULT.json... --layout sdxl": (
         "tests/benchmarks/test_benchmark_strength.py", '"--layout", layout'
