@@ -278,23 +278,6 @@ def test_the_ideal_bound_attends_to_half_of_the_tokens():
     assert speed_variants.half_attended(attention, x).shape == x.shape and seen == [(2, 8, 4)]
 
 
-@pytest.mark.parametrize(("side", "tiles"), [(16, 1), (32, 1), (63, 1), (64, 2), (72, 2), (96, 3), (128, 4), (256, 8)])
-def test_tiles_are_those_that_hypertile_chooses(side, tiles):
-    assert speed_variants.tiles_a_side(side) == tiles
-
-
-def test_attention_in_tiles_sees_each_tile_alone():
-    seen = []
-
-    def attention(x, **_):
-        seen.append(x)
-        return x
-
-    x = torch.arange(64.0**2).reshape(1, -1, 1)
-    assert torch.equal(speed_variants.in_tiles(attention, x), x)
-    assert seen[0].shape == (4, 32**2, 1) and seen[0][1, 0] == 32, "the upper right tile begins in the first row"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*CALLS, "early renewed", "max renewed"])
 def test_a_timed_call_does_what_its_row_says(name, work, monkeypatch):
