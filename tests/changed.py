@@ -81,7 +81,7 @@ def _users() -> dict[str, set[str]]:
     words = {path: {word.strip(".") for word in re.findall(r"[\w.-]+", text)} for path, text in texts.items()}
     found = defaultdict(set)
     for user, text in texts.items():
-        for one in _imported(_name(user), text) if user.suffix == ".py" else ():
+        for one in _imported(text) if user.suffix == ".py" else ():
             found[one].add(_name(user))
     for path, text in texts.items():
         if _name(path) in found:
@@ -100,18 +100,21 @@ def _name(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-def _imported(user: str, text: str) -> set[str]:
-    """Files of tests that a file of tests imports, at its head or in a function."""
-    names = set()
+def imports(text: str) -> set[tuple[int, str]]:
+    """Level and full name of all that a file imports, (1, "a.b") where it says ``from .a import b``."""
+    found = set()
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            package = ".".join(user.split("/")[: -node.level]) if node.level else ""
-            module = ".".join(filter(None, (package, node.module)))
-            names |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
-    places = [name.replace(".", "/") for name in names if name.startswith("tests")]
-    files = {f"{place}{end}" for place in places for end in (".py", "/__init__.py")}
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            above = f"{node.module}." if getattr(node, "module", None) else ""
+            found |= {(getattr(node, "level", 0), above + alias.name) for alias in node.names}
+    return found
+
+
+def _imported(text: str) -> set[str]:
+    """Files of tests that a file of tests imports, at its head or in a function."""
+    places = [Path(*name.split(".")) for _, name in imports(text) if name.startswith("tests.")]
+    files = {f"{place.as_posix()}{end}" for name in places for place in (name, name.parent)
+             for end in (".py", "/__init__.py")}  # fmt: skip
     return {file for file in files if (ROOT / file).is_file()}
 
 

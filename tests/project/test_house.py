@@ -7,11 +7,11 @@ import graphlib
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.changed import imports
 from tome_core.settings.table import replace_between_markers
 
 ROOT = Path(__file__).parents[2]
@@ -58,18 +58,10 @@ def _room(path: Path) -> str:
     return _name(path).split("/")[0]
 
 
-def _nodes(path: Path) -> Iterator[ast.AST]:
-    return ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-
-
 def _imported_modules(path: Path) -> set[Path]:
     """Files of the engine that a file of the engine imports."""
-    found = set()
-    for node in _nodes(path):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            base = path.parents[node.level - 1].joinpath(*node.module.split(".") if node.module else ())
-            found |= {_file(base / alias.name) or _file(base) for alias in node.names}
-    return found - {None}
+    places = (path.parents[level - 1].joinpath(*name.split(".")) for level, name in _imports(path) if level)
+    return {_file(place) or _file(place.parent) for place in places} - {None}
 
 
 def _file(module: Path) -> Path | None:
@@ -77,21 +69,13 @@ def _file(module: Path) -> Path | None:
     return next((place for place in places if place.is_file()), None)
 
 
-def _imports(path: Path) -> set[str]:
-    """Top-level names it imports; relative imports as ``.module``."""
-    found = set()
-    for node in _nodes(path):
-        if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names = [node.module.split(".")[0]] if node.module else [alias.name for alias in node.names]
-            found |= {"." * node.level + name for name in names}
-    return found
+def _imports(path: Path) -> set[tuple[int, str]]:
+    return imports(path.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("path", MODULES, ids=_name)
 def test_the_engine_imports_torch_and_the_standard_library_only(path):
-    outside = {name for name in _imports(path) if not name.startswith(".")}
+    outside = {name.split(".")[0] for level, name in _imports(path) if not level}
     assert outside <= {"torch", "__future__"} | OPTIONAL.get(_name(path), set()) | set(sys.stdlib_module_names)
 
 
@@ -122,17 +106,13 @@ def test_every_room_says_what_it_is_for():
 
 @pytest.mark.parametrize("host", HOSTS)
 def test_hosts_do_not_import_each_other(host):
+    """Nor ask for each other's modules by name, as import_module does."""
     others = set(HOSTS) - {host} - HOSTS[host]
     for path in (ROOT / host).rglob("*.py"):
-        assert not {name.lstrip(".") for name in _imports(path)} & others, path
-
-
-@pytest.mark.parametrize("host", HOSTS)
-def test_hosts_do_not_ask_for_each_others_modules_by_name(host):
-    """import_module takes a text, which the law above does not see."""
-    for path in (ROOT / host).rglob("*.py"):
-        texts = {node.value for node in _nodes(path) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-        asked = {found[0] for text in texts for other in set(HOSTS) - {host} - HOSTS[host]
+        assert not {name.split(".")[0] for _, name in _imports(path)} & others, path
+        texts = {node.value for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+                 if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+        asked = {found[0] for text in texts for other in others
                  if (found := re.findall(rf"^\.?({other}\.\w+)$", text))}  # fmt: skip
         assert asked == IN_A_HOSTS_PYTHON.get(path.relative_to(ROOT).as_posix(), set()), path
 
@@ -140,9 +120,7 @@ def test_hosts_do_not_ask_for_each_others_modules_by_name(host):
 def test_no_test_imports_another():
     """What they share lies in modules of tests/ itself, so that each can be moved, renamed and split alone."""
     for path in (ROOT / "tests").rglob("*.py"):
-        names = {f"{getattr(node, 'module', '')}.{alias.name}" for node in _nodes(path)
-                 if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names}  # fmt: skip
-        tests = sorted(name for name in names if any(part.startswith("test_") for part in name.split(".")))
+        tests = sorted(name for _, name in _imports(path) if any(part.startswith("test_") for part in name.split(".")))
         assert not tests, f"{path.relative_to(ROOT)} imports {tests}"
 
 

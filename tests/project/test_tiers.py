@@ -61,9 +61,5 @@ def test_every_file_has_tests_beside_the_house():
     found = {name: find_tests(name) - {HOUSE} for name in listed.splitlines()
              if (ROOT / name).is_file() and name != HOUSE}  # fmt: skip
     assert not [name for name, tests in found.items() if not tests]
-    assert all((ROOT / test).exists() for test in set().union(*found.values()))
-
-
-def test_every_room_of_the_engine_has_tests():
-    rooms = {path.name for path in (ROOT / "tome_core").iterdir() if (path / "__init__.py").is_file()}
-    assert all(any((ROOT / "tests" / "engine" / room).glob("test_*.py")) for room in rooms)
+    for test in set().union(*found.values()):
+        assert (ROOT / test).is_file() or any((ROOT / test).glob("test_*.py")), test
