@@ -175,6 +175,11 @@ def test_means_are_those_of_torchs_operators(groups, dtype, channels):
     assert torch.equal(plan.merge(x), found)
 
 
+def test_means_of_halves_are_summed_in_float32():
+    x = torch.full((1, 1024, 4), 1000.0, dtype=torch.float16, device=DEVICE)
+    assert (MergePlan(torch.zeros(1, 1024, dtype=torch.int64, device=DEVICE), 1).merge(x) == 1000).all()
+
+
 def test_means_of_tensors_that_lie_otherwise_in_memory():
     plan, x = MergePlan(GROUPS["random"]().to(DEVICE), 40), noise(2, 20, 150)
     assert torch.equal(plan.merge(x.transpose(1, 2)), plan.merge(x.transpose(1, 2).contiguous()))
