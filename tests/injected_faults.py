@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tests.thoroughness import some_quick
-from tests.wraps import wraps_of
+from tests.traces import wraps_of
 
 ERRORS = (RuntimeError, KeyboardInterrupt, torch.cuda.OutOfMemoryError)
 MOST_ERRORS = some_quick(ERRORS, 2)  # a full memory is a RuntimeError too

@@ -14,7 +14,6 @@ import torch
 from PIL import Image
 
 from tests import tiny_transformers
-from tests.tiny_transformers import HEADS
 
 Call = dict[str, Any]
 PICTURE = {"height": 512, "width": 512}
@@ -50,11 +49,8 @@ def _wan_of_a_picture() -> dict[str, Any]:
     vae = diffusers.AutoencoderKLWan(
         base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
     ).eval()
-    model = diffusers.WanTransformer3DModel(
-        patch_size=(1, 2, 2), in_channels=36, out_channels=16, text_dim=32, freq_dim=32, ffn_dim=64, num_layers=2,
-        rope_max_seq_len=64, **HEADS,
-    ).eval()  # fmt: skip
-    return {"vae": vae, "transformer": model}
+    settings = {**tiny_transformers.MODELS["Wan"].settings, "in_channels": 36, "out_channels": 16}
+    return {"vae": vae, "transformer": diffusers.WanTransformer3DModel(**settings).eval()}
 
 
 class Way(NamedTuple):

@@ -15,8 +15,7 @@ import tome_core
 from tests.injected_faults import KINDS, MOST_ERRORS, Fault, places
 from tests.least_pipeline import Pipeline, picture
 from tests.thoroughness import THOROUGH
-from tests.traces import traces
-from tests.wraps import is_idle
+from tests.traces import is_idle, traces
 from tome_core import MergeConfig, MergeRule
 
 EVERYTHING = {"merge_crossattn": True, "merge_mlp": True, "max_downsample": 8}

@@ -14,7 +14,7 @@ import tome_core
 from benchmarks.speed_costs import OperatorCount
 from tests.models import call_case
 from tests.samplings import CASE, KEPT, blocks
-from tests.wraps import wraps_of
+from tests.traces import wraps_of
 from tome_core import MergeConfig
 from tome_core.bench.sd_block import make_block, make_inputs
 from tome_core.merging import kernels
