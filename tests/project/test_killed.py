@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -12,14 +10,16 @@ from pathlib import Path
 
 import pytest
 
+import install
+
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
-PARTS = ("__init__.py", "comfy_nodes", "extension", "install.py", "locales", "pyproject.toml", "scripts", "tome_core")
+HOSTS = {"webui": install.WEBUI, "comfyui": install.COMFYUI}
 
 
-def files(folder: Path) -> dict[str, str]:
+def files(folder: Path) -> dict[str, bytes]:
     """Every file below, and what is in it."""
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+    return {str(path.relative_to(folder)): path.read_bytes()
             for path in sorted(folder.rglob("*")) if path.is_file()}  # fmt: skip
 
 
@@ -45,15 +45,11 @@ def read_until(render: subprocess.Popen, line: str) -> list[str]:
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="this system knows no kill that cannot be caught")
-@pytest.mark.parametrize("host", ["webui", "comfyui"])
+@pytest.mark.parametrize("host", HOSTS)
 def test_a_killed_render_leaves_nothing_that_changes_the_next_start(host: str, tmp_path: Path):
     for name in ("home", "temporary"):
         (tmp_path / name).mkdir()
-    ignore = shutil.ignore_patterns("__pycache__", "*.png")
-    for part in PARTS:
-        target, source = tmp_path / "repository" / part, ROOT / part
-        target.parent.mkdir(exist_ok=True)
-        shutil.copytree(source, target, ignore=ignore) if source.is_dir() else shutil.copy(source, target)
+    install.put(HOSTS[host], tmp_path / "repository", copy=True)
     before = files(tmp_path)
     killed = start(host, tmp_path, "2")
     first = read_until(killed, "step 2")

@@ -18,10 +18,9 @@ import pytest
 import install
 import tome_core
 from tests import release
-from tests.checkout import tracked
+from tests.checkout import fresh, tracked
 
 ROOT = Path(__file__).parents[2]
-PACKED = ("tome_core", "tests", "pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE")
 ENGINE_TESTS = tuple(f"{name}.py" for name in (
     "settings/test_config", "settings/test_schedule", "merging/test_methods", "merging/test_plan"))
 SLOW = "test_65536_tokens_need_less_than_300_mib_beyond_their_inputs"  # a minute, and about the machine's memory
@@ -114,13 +113,7 @@ def built(tmp_path_factory) -> dict[str, Path]:
     if int(importlib.metadata.version("setuptools").split(".")[0]) < 77:
         pytest.skip("building needs setuptools 77 or newer, as pyproject.toml says")
     folder = tmp_path_factory.mktemp("built")
-    source = folder / "source"
-    source.mkdir()
-    for name in PACKED:
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(ROOT / name, source / name)
+    source = fresh(folder / "source")
     for hook in ("build_sdist", "build_wheel"):
         run([sys.executable, "-c", f"from setuptools.build_meta import {hook}; {hook}({str(folder)!r})"], cwd=source)
     (sdist,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
