@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from diffusers import StableDiffusionPipeline
 
 import install
 from tests import checkout
+from tests.samplings import pipeline_of
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md"))), "demo/README.md",
@@ -240,8 +240,7 @@ def python_of(page: str) -> list[str]:
 
 @pytest.mark.parametrize("code", [code for page in PAGES for code in python_of(page)])
 def test_the_python_runs_and_leaves_nothing_behind(code, tiny_folder, capsys):
-    pipe = StableDiffusionPipeline.from_pretrained(tiny_folder, local_files_only=True, use_safetensors=True)
-    pipe.set_progress_bar_config(disable=True)
+    pipe = pipeline_of(tiny_folder)
     pipe.scheduler.register_to_config(num_train_timesteps=1000)
     exec(code, {"pipe": pipe})
     assert not any("forward" in vars(module) or "_forward" in vars(module) for module in pipe.unet.modules())
