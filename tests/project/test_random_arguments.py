@@ -25,13 +25,13 @@ from comfy_nodes.nodes import ApplyToMe, ToMeSettings
 from tests import webui_doubles
 from tests.comfy_doubles import Guider, ModelPatcher, Server, least_checkpoint, queued
 from tests.models import call_unet, inputs, sd15
+from tests.random_settings import DESCRIBED
 from tests.thoroughness import PROFILE
 from tests.traces import traces
 from tests.webui_doubles import FLAVOURS, Webui, merges
-from tome_core import MergeConfig, MergeRule, describe_settings, form
+from tome_core import MergeConfig, MergeRule, form
 
 HUGE = 2**1000
-DESCRIBED = {setting["name"]: setting for setting in describe_settings()}
 APPLY_PATCH = set(inspect.signature(tome_core.apply_patch).parameters) - {"model"}
 
 whole = st.one_of(st.integers(-3, 70), st.integers(-HUGE, HUGE), st.sampled_from([2**31 - 1, 2**31, 2**63, 2**64]))
@@ -195,8 +195,8 @@ def sampled(patcher: ModelPatcher) -> torch.Tensor:
 dials = {"strength": st.floats(0, 1), **{name: possible_in(name) for name in TIMES}}
 
 
-def run(server: Server, dials: dict[str, Any], settings: dict[str, Any] | None) -> tuple[torch.Tensor, str]:
-    """The picture of both nodes with these values, and what ApplyToMe said last."""
+def run(server: Server, dials: dict[str, Any], settings: dict[str, Any] | None) -> str:
+    """What ApplyToMe said last, where both nodes with these values give a picture."""
     linked = {} if settings is None else {"settings": ToMeSettings().settings(unique_id="6", **settings)[0]}
     server.texts.clear()
     applied = ApplyToMe().apply(comfy().patcher, unique_id="5", **dials, **linked)[0]
@@ -205,47 +205,41 @@ def run(server: Server, dials: dict[str, Any], settings: dict[str, Any] | None) 
     text = server.texts[-1][1]
     is_plain = host.attached(applied) is None or "nothing merged" in text
     assert not is_plain or torch.equal(out, comfy().plain)
-    return out, text
+    return text
 
 
-def test_any_values_of_a_queued_prompt_give_a_picture_or_a_message(server, capsys):
-    seen = Seen()
-
-    @PROFILE
-    @given(some_of(dials, json_scalars), st.none() | some_of(node_values, json_scalars))
-    def law(own, settings):
-        own, marked = queued(ApplyToMe, {"model": "a model", **own})
-        own.pop("model")
-        turned, marked_there = (None, []) if settings is None else queued(ToMeSettings, settings)
-        if marked or marked_there:
-            assert set(marked) <= set(own) and set(marked_there) <= set(settings or ())
-            seen["refusals"] += 1
-            return
-        run(server, own, turned)
-        seen["pictures"] += 1
-
-    law()
-    assert traces(comfy().patcher.model) == comfy().before
-    seen.told(capsys, "queued prompts")
+def by_queue(server: Server, own: dict[str, Any], settings: dict[str, Any] | None) -> str:
+    own, marked = queued(ApplyToMe, {"model": "a model", **own})
+    own.pop("model")
+    turned, marked_there = (None, []) if settings is None else queued(ToMeSettings, settings)
+    if marked or marked_there:
+        assert set(marked) <= set(own) and set(marked_there) <= set(settings or ())
+        return "refusals"
+    run(server, own, turned)
+    return "pictures"
 
 
-def test_any_raw_values_of_a_node_give_a_picture_or_a_message(server, capsys):
+def by_call(server: Server, own: dict[str, Any], settings: dict[str, Any] | None) -> str:
     """Linked values come as they are, and scripts call nodes as they like."""
+    text = run(server, own, settings)
+    if "the model is unchanged" not in text or "ToMe is off" in text:
+        return "pictures"
+    assert names_one_of(text, own), (text, own)
+    return "refusals"
+
+
+@pytest.mark.parametrize(("door", "values"), [(by_queue, json_scalars), (by_call, raw_values)], ids=["queue", "call"])
+def test_any_values_of_the_nodes_give_a_picture_or_a_message(door, values, server, capsys):
     seen = Seen()
 
     @PROFILE
-    @given(some_of(dials, raw_values), st.none() | some_of(node_values, raw_values))
+    @given(some_of(dials, values), st.none() | some_of(node_values, values))
     def law(own, settings):
-        _, text = run(server, own, settings)
-        if "the model is unchanged" in text and "ToMe is off" not in text:
-            assert names_one_of(text, own), (text, own)
-            seen["refusals"] += 1
-            return
-        seen["pictures"] += 1
+        seen[door(server, own, settings)] += 1
 
     law()
     assert traces(comfy().patcher.model) == comfy().before
-    seen.told(capsys, "raw values of a node")
+    seen.told(capsys, f"values of the nodes, {door.__name__}")
 
 
 # --- the webuis ------------------------------------------------------------------------------------------------------
