@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..tome_core.attention import ForwardOnStandIn, StandIn, register
+from ..tome_core.attention import ForwardOnStandIn, StandIn, register, register_wrapper
 from ..tome_core.attention.registry import function_name
 from . import host
 
@@ -112,11 +112,21 @@ def _takes(function: Any, argument: str) -> bool:
     return code is not None and argument in code.co_varnames[: code.co_argcount]
 
 
+def _is_idle_hypertile(module: nn.Module, wrapper: Any) -> bool:
+    """A1111 leaves HyperTile's wrappers on every attention when it is off, from its first job to the last."""
+    params = vars(module).get("__webui_hypertile_params")
+    forward = getattr(params, "forward", None)
+    if forward is None or params.enabled or getattr(wrapper, "__wrapped__", None) != forward:
+        return False
+    return getattr(forward, "__func__", None) is type(module).forward
+
+
 def describe() -> None:
     """Make them all known to the engine; those of other webuis are never asked for."""
     for forward, by_attribute in _A1111.items():
         register(forward, _Hijacked(by_attribute))
     register(_TORCH, _HijackedByTorch(by_attribute=False))
+    register_wrapper("HyperTile", _is_idle_hypertile)
     forge = _ByFunction(["attention_function"], _FORGE, _FORGE_ADDING)
     register("backend.nn.unet.CrossAttention.forward", forge)
     names = ("optimized_attention", "optimized_attention_masked")

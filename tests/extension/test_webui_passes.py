@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import types
 
 import pytest
 import torch
@@ -188,6 +190,27 @@ def test_an_active_sd_unet_and_hypertile_are_left_alone_and_named(webui):
 def test_hypertile_in_the_second_pass_only_stops_the_second_pass(webui):
     webui.shared.opts.data["hypertile_enable_unet_secondpass"] = True
     assert passes(webui, Processing(webui, ON, enable_hr=True)) == (True, False)
+
+
+@only_a1111
+def test_hypertile_that_was_on_once_changes_no_picture_of_ours(webui):
+    """A1111 leaves its wrappers on the attentions for good."""
+    expected = webui.job(*ON).latents
+    attentions = [one for name, one in webui.unet.named_modules() if name.endswith("attn1")]
+    for attention in attentions:
+        params = types.SimpleNamespace(enabled=False, forward=attention.forward)
+
+        @functools.wraps(params.forward)
+        def wrapper(*args, params=params, **kwargs):
+            return params.forward(*args, **kwargs)
+
+        vars(attention).update(__webui_hypertile_params=params, forward=wrapper)
+    assert torch.equal(webui.job(*ON).latents, expected)
+    for attention in attentions:
+        vars(attention)["__webui_hypertile_params"].enabled = True  # by somebody else than the webui's settings
+    assert not torch.equal(webui.job(*ON).latents, expected), "merged as what is not known"
+    for attention in attentions:
+        del attention.forward
 
 
 def test_a_foreign_forward_left_on_the_blocks_keeps_working(webui):

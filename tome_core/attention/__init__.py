@@ -11,9 +11,10 @@ Whatever is not known is merged as tomesd merges it, and the report says so.
 
 from . import ldm, processors
 from .known import ForwardOnStandIn, KnownAttention, LeftAlone, StandIn
-from .registry import known_of, name_of, register
+from .registry import known_of, name_of, register, register_wrapper
 
 ldm.register()
 processors.register()
 
-__all__ = ["ForwardOnStandIn", "KnownAttention", "LeftAlone", "StandIn", "known_of", "name_of", "register"]
+__all__ = ["ForwardOnStandIn", "KnownAttention", "LeftAlone", "StandIn", "known_of", "name_of", "register",
+           "register_wrapper"]  # fmt: skip

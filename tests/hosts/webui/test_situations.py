@@ -44,6 +44,9 @@ def test_hypertile_in_both_passes_leaves_us_nothing(twins):
     job = {"override_settings": {"hypertile_enable_unet": True}}
     assert twins.law(HALF, **job, merges=False) == "nothing merged: HyperTile is on, whose tiles need every token"
     assert SAVED in twins.law(HALF)
+    twins.webui.draw(HALF)
+    ways = {way for level in twins.webui.state()["routes"].values() for way in level}
+    assert ways and ways <= {"bias", "wider heads"}, "its wrappers, which stay for good, are seen through"
 
 
 def _needs_hypertile(twins):
