@@ -80,7 +80,7 @@ WAYS = {
     "python -m benchmarks.stacking": Way(f"--beside FreeU {SHORT_STACKING}"),
     "python -m benchmarks.stacking --beside DeepCache FreeU --pictures 1 --rounds 0": Way(SHORT_STACKING),
     "python -m benchmarks.stacking --beside FirstBlockCache --timed FirstBlockCache "
-    "--output benchmarks/results/stacking-wan-cpu-2026-11-24.json": Way(f"--tiny --rounds 1 {TO}"),
+    "--output benchmarks/results/stacking-wan-cpu-2026-11-25.json": Way(f"--tiny --rounds 1 {TO}"),
     "python -m benchmarks.unfused": Way(SHORT_UNFUSED),
     "python -m benchmarks.unfused --pixels 512 1024": Way(SHORT_UNFUSED),
     "python -m demo.samples": Way("--steps 1"),
