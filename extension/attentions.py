@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..tome_core.attention import ForwardOnStandIn, StandIn, register, register_wrapper
+from ..tome_core.attention import ForwardOnStandIn, StandIn, register
 from ..tome_core.attention.registry import function_name
+from ..tome_core.model.idle import register_wrapper
 from . import host
 
 # A1111 puts one of these onto the attentions of ldm and sgm. True: it multiplies by ``self.scale``, before or after
@@ -112,13 +113,11 @@ def _takes(function: Any, argument: str) -> bool:
     return code is not None and argument in code.co_varnames[: code.co_argcount]
 
 
-def _is_idle_hypertile(module: nn.Module, wrapper: Any) -> bool:
+def _beneath_idle_hypertile(module: nn.Module, wrapper: Any) -> Any:
     """A1111 leaves HyperTile's wrappers on every attention when it is off, from its first job to the last."""
     params = vars(module).get("__webui_hypertile_params")
-    forward = getattr(params, "forward", None)
-    if forward is None or params.enabled or getattr(wrapper, "__wrapped__", None) != forward:
-        return False
-    return getattr(forward, "__func__", None) is type(module).forward
+    is_idle = params is not None and not params.enabled and getattr(wrapper, "__wrapped__", None) == params.forward
+    return params.forward if is_idle else None
 
 
 def describe() -> None:
@@ -126,7 +125,7 @@ def describe() -> None:
     for forward, by_attribute in _A1111.items():
         register(forward, _Hijacked(by_attribute))
     register(_TORCH, _HijackedByTorch(by_attribute=False))
-    register_wrapper("HyperTile", _is_idle_hypertile)
+    register_wrapper("HyperTile", _beneath_idle_hypertile)
     forge = _ByFunction(["attention_function"], _FORGE, _FORGE_ADDING)
     register("backend.nn.unet.CrossAttention.forward", forge)
     names = ("optimized_attention", "optimized_attention_masked")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 import types
 
 import pytest
@@ -193,10 +194,14 @@ def test_hypertile_in_the_second_pass_only_stops_the_second_pass(webui):
 
 
 @only_a1111
-def test_hypertile_that_was_on_once_changes_no_picture_of_ours(webui):
-    """A1111 leaves its wrappers on the attentions for good."""
+@pytest.mark.parametrize("while_merging", [False, True])
+def test_hypertile_that_was_on_once_changes_no_picture_of_ours(webui, while_merging):
+    """A1111 leaves its wrappers on the attentions for good, and they what they found: one of our wraps, it may be."""
     expected = webui.job(*ON).latents
     attentions = [one for name, one in webui.unet.named_modules() if name.endswith("attn1")]
+    handle = sys.modules["_tome_core_webui.tome_core"].patch(webui.unet, ratio=0.5)
+    if not while_merging:
+        handle.remove()
     for attention in attentions:
         params = types.SimpleNamespace(enabled=False, forward=attention.forward)
 
@@ -205,6 +210,7 @@ def test_hypertile_that_was_on_once_changes_no_picture_of_ours(webui):
             return params.forward(*args, **kwargs)
 
         vars(attention).update(__webui_hypertile_params=params, forward=wrapper)
+    handle.remove()
     assert torch.equal(webui.job(*ON).latents, expected)
     for attention in attentions:
         vars(attention)["__webui_hypertile_params"].enabled = True  # by somebody else than the webui's settings

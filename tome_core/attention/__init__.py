@@ -11,10 +11,9 @@ Whatever is not known is merged as tomesd merges it, and the report says so.
 
 from . import ldm, processors
 from .known import ForwardOnStandIn, KnownAttention, LeftAlone, StandIn
-from .registry import known_of, name_of, register, register_wrapper
+from .registry import known_of, name_of, register
 
 ldm.register()
 processors.register()
 
-__all__ = ["ForwardOnStandIn", "KnownAttention", "LeftAlone", "StandIn", "known_of", "name_of", "register",
-           "register_wrapper"]  # fmt: skip
+__all__ = ["ForwardOnStandIn", "KnownAttention", "LeftAlone", "StandIn", "known_of", "name_of", "register"]

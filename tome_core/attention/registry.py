@@ -14,7 +14,6 @@ Entry = KnownAttention | LeftAlone | Callable[[nn.Module], Description]
 
 _ENTRIES: dict[str, Entry] = {}
 _FOUND: dict[Any, Entry | None] = {}  # by function: looked up by name once
-_IDLE: dict[str, Callable[[nn.Module, Any], bool]] = {}
 _MOST = 256  # functions; a host that makes new ones all the time must not fill the memory
 
 
@@ -29,22 +28,8 @@ def register(forward: str, entry: Entry) -> None:
     _FOUND.clear()
 
 
-def register_wrapper(name: str, is_idle: Callable[[nn.Module, Any], bool]) -> None:
-    """Make somebody's wrappers known, who leaves them on modules when they are switched off.
-
-    is_idle: of a module and what stands in place of its ``forward``: is that such a wrapper, and does it do at this
-    moment just what ``type(module).forward`` does? A second one of a name replaces the first.
-    """
-    _IDLE[name] = is_idle
-
-
-def known_of(module: nn.Module, instead: Any = None) -> Description:
-    """What is known of the attention that the module computes at this moment; None where nothing is.
-
-    instead: what stands in place of its ``forward``, if anything.
-    """
-    if instead is not None and not any(is_idle(module, instead) for is_idle in _IDLE.values()):
-        return None
+def known_of(module: nn.Module) -> Description:
+    """What is known of the attention that the module computes at this moment; None where nothing is."""
     forward = type(module).forward
     try:
         entry = _FOUND[forward]

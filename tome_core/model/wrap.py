@@ -74,7 +74,7 @@ class Wrap:
 
     def _found(self) -> Any:
         """What others have put into the slot; None for the class's own method, which accelerate puts there."""
-        method = _without_inert(vars(self.target).get(self._slot()))
+        method = without_inert(vars(self.target).get(self._slot()))
         own = getattr(method, "__self__", None) is self.target
         return None if own and getattr(method, "__func__", None) is getattr(type(self.target), self.name) else method
 
@@ -110,7 +110,7 @@ class Wrap:
 
     def leave(self) -> None:
         """From the top, where `target.NAME` is this object's: put what was there before into its place."""
-        slot, beneath = self._slot(), _without_inert(self.beneath)
+        slot, beneath = self._slot(), without_inert(self.beneath)
         if beneath is not None:
             setattr(self.target, slot, beneath)
         elif slot == self.name:
@@ -169,7 +169,7 @@ def is_wrapped_by_others(module: torch.nn.Module) -> bool:
     """Does anybody but us, and accelerate, stand in for ``module.forward``?"""
     found = Wrap(module)._found()
     ours = _wrap_of(found)
-    return (found if ours is None else _without_inert(ours.beneath)) is not None
+    return (found if ours is None else without_inert(ours.beneath)) is not None
 
 
 def _replicate_plainly(module: torch.nn.Module) -> torch.nn.Module:
@@ -195,7 +195,7 @@ def _wrap_of(method: Any) -> Wrap | None:
     return owner if isinstance(owner, Wrap) else None
 
 
-def _without_inert(method: Any) -> Any:
+def without_inert(method: Any) -> Any:
     """What a method comes down to below wraps that were removed; without this, chains of them would grow."""
     while (wrap := _wrap_of(method)) is not None and not wrap.active:
         method = wrap.beneath
