@@ -163,7 +163,7 @@ class SelfAttentionSite(PartSite):
     def _describe(self) -> KnownAttention | LeftAlone | None:
         """What is known of the attention beneath, at this moment."""
         if not torch.compiler.is_compiling():
-            self._known = known_of(self.target) if is_own(self.target, self.beneath) else None
+            self._known = known_of(self.target) if self.beneath is None or is_own(self.target, self.beneath) else None
             return self._known
         # looked at so that another kind of processor makes another graph
         if type(getattr(self.target, "processor", None)) is not SelfAttentionSite:
@@ -173,7 +173,7 @@ class SelfAttentionSite(PartSite):
     @when_traced
     def _describe_when_traced(self) -> int:
         """For a compiler, which cannot follow the question."""
-        self._known = known_of(self.target) if is_own(self.target, self.beneath) else None
+        self._known = known_of(self.target) if self.beneath is None or is_own(self.target, self.beneath) else None
         return 0
 
     def _problem(self, block: BlockCall, args: tuple, kwargs: dict) -> str | None:
