@@ -51,7 +51,7 @@ class Calls(threading.local):
 class Settings:
     """Whose settings are in force on a transformer, if anybody's.
 
-    begun: while a compiler traces the transformer's own call, what `in_graph` answers to it, or why it is left alone.
+    begun: while a compiler traces the transformer's own call, what `in_graph.attend` takes, or why it is left alone.
     """
 
     def __init__(self) -> None:
@@ -105,9 +105,7 @@ class TransformerSite(NumberedSite):
         begun = _why_not_in_graph(merging)
         if begun is None:
             packed = pack(pick_arguments(self.target, self.family.reads, args, kwargs))
-            begun = "a compiled call cannot be told such arguments"
-            if packed:
-                begun = in_graph.OPERATORS.made["begin"](self.number, *packed)
+            begun = in_graph.begin(self.number, *packed) if packed else "a compiled call cannot be told such arguments"
         before, settings.begun = settings.begun, begun
         try:
             return self.original(*args, **kwargs)
@@ -175,9 +173,7 @@ class AttentionSite(NumberedSite):
         if not given.plain:
             merging.run.ledger.skip(None, 0, "attn", MORE)
             return given.function(given.q, given.k, given.v, given.mask)
-        attend, options = in_graph.OPERATORS.made["attend"], given.options
-        out = attend(begun, self.number, given.q, given.k, given.v, given.mask, *options)
-        return out.transpose(1, 2) if options.by_head else out
+        return in_graph.attend(begun, self.number, given.q, given.k, given.v, given.mask, given.options)
 
     def _leave(self, going: Going, why: str, x: torch.Tensor | None) -> None:
         batch, tokens = (0, 0) if x is None else x.shape[:2]
