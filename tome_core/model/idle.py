@@ -25,7 +25,7 @@ def is_own(module: nn.Module, method: Any) -> bool:
     """Does the method, in place of the module's ``forward``, come down to the class's? None stands for the class's."""
     while method is not None:
         if getattr(method, "__self__", None) is module:
-            return method.__func__ is type(module).forward
+            return getattr(method, "__func__", None) is type(module).forward
         found = (beneath(module, method) for beneath in _WRAPPERS.values())
         method = next((one for one in found if one is not None), None)
         if method is None:
