@@ -115,8 +115,8 @@ def _takes(function: Any, argument: str) -> bool:
 
 def _beneath_idle_hypertile(module: nn.Module, wrapper: Any) -> Any:
     """A1111 leaves HyperTile's wrappers on every attention when it is off, from its first job to the last."""
-    params = vars(module).get("__webui_hypertile_params")
-    is_idle = params is not None and not params.enabled and getattr(wrapper, "__wrapped__", None) == params.forward
+    params = vars(module).get(host.HYPERTILE)
+    is_idle = params is not None and not params.enabled and getattr(wrapper, "__wrapped__", None) is params.forward
     return params.forward if is_idle else None
 
 

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from modules import script_callbacks, scripts, shared
+from torch import nn
 
 from ..tome_core.model.families import find_unet, layout_of
 from ..tome_core.settings.presets import SD
@@ -24,7 +25,9 @@ Script = scripts.Script
 ALWAYS_VISIBLE = scripts.AlwaysVisible
 # 1.10 and the Forges; before it, a pass is known by process_batch and before_hr
 HAS_SAMPLING_HOOK = hasattr(scripts.Script, "process_before_every_sampling")
+HYPERTILE = "__webui_hypertile_params"  # on each attention that A1111's HyperTile has wrapped, for good
 _BUILT_IN = "get_token_merging_ratio"
+_TILED = "HyperTile is on, whose tiles need every token"
 
 
 class _ConsoleHandler(logging.StreamHandler):
@@ -164,8 +167,16 @@ def reason_to_step_aside(hires: bool) -> str | None:
     if getattr(sys.modules.get("modules.sd_unet"), "current_unet", None) is not None:
         return "an SdUnet (such as TensorRT) computes in place of the UNet's own blocks"
     if option("hypertile_enable_unet", False) or (hires and option("hypertile_enable_unet_secondpass", False)):
-        return "HyperTile is on, whose tiles need every token"
+        return _TILED
     return sdnext.reason_to_step_aside(option, hires)
+
+
+def reason_of_unet(unet: nn.Module) -> str | None:
+    """The same, of what is on the UNet when a pass begins.
+
+    In a job of several pictures HyperTile of the hires pass is on from the first one's to the end, in all passes.
+    """
+    return _TILED if any(getattr(vars(one).get(HYPERTILE), "enabled", False) for one in unet.modules()) else None
 
 
 def read_time(params: Any) -> dict[str, float]:

@@ -57,11 +57,12 @@ def measure_after(job: Job) -> None:
 
 
 def _answer(one: Pass, config: MergeConfig, measure: bool) -> str:
-    size, aside = f"{one.width}x{one.height}", host.reason_to_step_aside(one.hires)
-    if aside is not None:
+    size, unet = f"{one.width}x{one.height}", host.loaded_unet()
+    aside = host.reason_to_step_aside(one.hires) or (unet is not None and host.reason_of_unet(unet))
+    if aside:
         return f"{size}: nothing merges, {aside}"
     try:
-        patch = Patch(host.loaded_unet(), config, None)
+        patch = Patch(unet, config, None)
         gain = patch.gain_for(one.height, one.width)
         if gain is None and measure:
             gain = host.on_the_card(lambda: patch.measure(one.height, one.width))

@@ -152,7 +152,10 @@ class Armed:
             self.handle.install()  # cheap where it is on; brings back what somebody else put something in place of
 
     def _put_on(self, unet: Any) -> None:
-        p = self.job.p()
+        reason, p = host.reason_of_unet(unet), self.job.p()
+        if reason:
+            self.job.records[self.hires].refusals.append(reason)
+            return
         pipeline, config = host.running_pipeline(p), self.job.config(self.hires, host.layout(unet))
         try:
             self.handle = patch(pipeline or unet, config, host_clock=True)

@@ -84,14 +84,14 @@ class PartSite(Wrap):
         return None
 
     def _merged(
-        self, block: BlockCall, merging: Merging, x: torch.Tensor, *args: Any, keys: int = 0, **kwargs: Any
+        self, block: BlockCall, merging: Merging, x: torch.Tensor, *args: Any, _keys: int = 0, **kwargs: Any
     ) -> Any | str:
-        """The part's output for merged input; why it was left alone where that cannot be. keys: that are not merged."""
+        """The part's output for merged input; why it was left alone where that cannot be. _keys: not merged."""
         plan = block.plans_for(merging, self.part).plan
         if plan is None:
             return TOO_SMALL
         out = self.original(plan.merge(x, merging.mode), *args, **kwargs)
-        return self._finish(block, plan, x, out, (plan.num_groups, keys), keys)
+        return self._finish(block, plan, x, out, (plan.num_groups, _keys), _keys)
 
     def _finish(
         self, block: BlockCall, plan: MergePlan | None, x: torch.Tensor, out: Any, left: tuple[int, int], keys: int,
@@ -172,8 +172,8 @@ class SelfAttentionSite(PartSite):
 
     @when_traced
     def _describe_when_traced(self) -> int:
-        """For a compiler, which cannot follow the question."""
-        self._known = known_of(self.target) if self.beneath is None or is_own(self.target, self.beneath) else None
+        """For a compiler, which cannot follow the question; nor does it see an idle wrapper begin to work."""
+        self._known = known_of(self.target) if self.beneath is None else None
         return 0
 
     def _problem(self, block: BlockCall, args: tuple, kwargs: dict) -> str | None:
@@ -198,7 +198,7 @@ class SelfAttentionSite(PartSite):
             if merging.side == "kv":
                 return _OF_OTHERS
             # queries alone can merge, as in the attention to the prompt
-            return super()._merged(block, merging, x, keys=context.shape[1], **{**kwargs, name: context})
+            return super()._merged(block, merging, x, _keys=context.shape[1], **{**kwargs, name: context})
         value = kwargs.pop("value", None)
         if value is not None and value.shape[:2] != x.shape[:2]:
             return "keys and values are of different numbers"

@@ -39,7 +39,8 @@ class _Foreign(nn.Module):
         super().__init__()
         self.attention, self.change = attention, change
 
-    def forward(self, x, context=None, mask=None, value=None):
+    def forward(self, x, context=None, mask=None, value=None, keys=None):
+        self.keys = keys  # a word of somebody's own
         return self.change(self.attention(x, context), x)
 
 
@@ -102,11 +103,12 @@ def test_a_call_that_does_not_fit_is_left_alone_and_named(inputs, arguments, sid
 
 
 def test_keys_from_elsewhere_merge_the_query_alone(inputs):
-    model = _calling(context=lambda x: torch.cat([x, x], 1))
+    model = _calling(context=lambda x: torch.cat([x, x], 1), keys=lambda x: "theirs")
     plain = model(*inputs)
     with tome_core.patch(model, tome_core.MergeConfig()) as handle:
         assert not torch.equal(model(*inputs), plain)
         assert handle.report().levels[0].tokens == ((64, 32, 128),)
+        assert block_of(model).attn1.keys == "theirs"
 
 
 def test_a_block_called_by_itself_is_left_alone_without_a_word(block, inputs):
