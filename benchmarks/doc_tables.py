@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks import results, speed_summary, subjects
 from benchmarks.quality_figures import Section, at_equal_time, sections
 from benchmarks.quality_rows import TIMES
-from benchmarks.report import markdown
+from benchmarks.report import markdown, write
 from benchmarks.results import Record
 from benchmarks.variant_list import APART, FRONT, SKIPPED, TOMA_RATIOS
 from tome_core.settings.presets import MARKS
@@ -35,6 +35,13 @@ AT_EQUAL_TIME = {
     "4 steps": "steps-4-cpu-2026-11-25",
     "10 steps, guidance 7.5": "guidance-cpu-2026-11-25",
 }
+# results whose report's first table a page shows, and which of its columns
+SHOWN = {
+    "cases": ((0, 2, 3, 5), "cases-cpu-2026-11-25"),
+    "stacking": ((0, 1, 2, 10, 11, 12, 13, 14), "stacking-cpu-2026-11-25", "stacking-easycache-cpu-2026-11-26",
+                 "stacking-wan-cpu-2026-11-25"),
+    "unfused": ((0, 1, 5, 9), "unfused-cpu-2026-11-23"),
+}  # fmt: skip
 MOMENTS = (50, 400, 800)  # of `TIMES`: hardly noisy, half, nearly noise
 TOKENS = 4096  # of the finest level of the scene models
 PEERS = {
@@ -184,6 +191,17 @@ def bench() -> str:
     return markdown(("", "ours", "tomesd 0.1.3", "ours is"), rows)
 
 
+def _of_report(columns: tuple[int, ...], *names: str) -> str:
+    """Some columns of what `benchmarks.report` writes, without rows whose second cell names a scene model."""
+    rows = []
+    for name in names:
+        text = write([results.FOLDER / f"{name}.json"], None, None)
+        head, _, *lines = re.search(r"(?:^\|.*\n)+", text, re.M)[0].splitlines()
+        cells = ([line.strip("| ").split(" | ")[one] for one in columns] for line in (head, *lines))
+        rows += [one for one in cells if not one[1].startswith("scenes") and one not in rows]
+    return markdown(rows[0], rows[1:])
+
+
 def _ms(value: float) -> str:
     return f"{value:,.2f} ms" if value < 100 else f"{value:,.0f} ms"
 
@@ -219,6 +237,7 @@ TABLES = {
     "sdxl": partial(_methods, SDXL, METHODS),
     "transformer": partial(_methods, TRANSFORMER, OF_TRANSFORMERS),
     **{one.__name__: one for one in (equal_time, front, parts, speed, bench)},
+    **{name: partial(_of_report, *one) for name, one in SHOWN.items()},
 }
 
 

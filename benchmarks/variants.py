@@ -157,7 +157,7 @@ def reference(recipe: Recipe) -> PutOn:
 
 
 def toma(ratio: float) -> PutOn:
-    """ToMA as its paper has it, in a Flux transformer."""
+    """ToMA by its abstract, in a Flux transformer: see `reference`."""
     return lambda transformer, seed: as_toma(transformer, ratio)
 
 

@@ -1,4 +1,4 @@
-"""The README's picture of the page: `python -m demo.page_shots ADDRESS`, while `install.py page` serves it there.
+"""demo/README.md's picture of the page: `python -m demo.page_shots ADDRESS`, while `install.py page` serves it there.
 
 Needs playwright and a Chromium, as the tests do.
 """
