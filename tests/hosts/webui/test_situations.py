@@ -39,6 +39,14 @@ def test_hypertile_in_the_hires_pass_alone_leaves_the_first_pass_to_us(twins):
     assert "nothing merged" not in twins.law(HALF)
 
 
+def test_hypertile_that_stays_on_after_the_first_hires_pass_has_the_later_pictures_to_itself(twins):
+    _needs_hypertile(twins)
+    job = {"hires": True, "n_iter": 2, "override_settings": {"hypertile_enable_unet_secondpass": True}}
+    line = twins.law(HALF, **job)
+    assert "HyperTile is on" in line.partition("hires pass")[0], line
+    assert "nothing merged" not in twins.law(HALF)
+
+
 def test_hypertile_in_both_passes_leaves_us_nothing(twins):
     _needs_hypertile(twins)
     job = {"override_settings": {"hypertile_enable_unet": True}}
