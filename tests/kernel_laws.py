@@ -1,6 +1,6 @@
 """Laws of the Triton kernels that match and merge: what torch's operators give, they give.
 
-Run by test_kernels.py and test_cuda.py.
+Run by test_kernels.py and test_on_cuda.py.
 """
 
 from __future__ import annotations

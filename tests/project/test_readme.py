@@ -88,7 +88,7 @@ WAYS = {
     "python -m demo.train --minutes 30 --device cuda --batch 64": Way(SHORT_TRAINING, needs=GPU),
     "python -m demo.train --minutes 60 --coarse 0 --crops 0 --keep-heads --start demo/scenes128.safetensors --seed 3":
         Way(SHORT_TRAINING),
-    "python -m pytest tests/engine/bench/test_cuda.py": Way(),
+    "python -m pytest tests/engine/bench/test_on_cuda.py": Way(),
     "python -m pytest tests/engine/merging/test_plan.py": Way("--collect-only --quiet"),
     "python -m pytest tests/hosts/comfyui": Way(),
     "python -m pytest tests/hosts/webui": Way(),
@@ -101,18 +101,18 @@ WAYS = {
     "python -m tests.release --write": Way(),
     "python -m tests.changed": Way("nothing.txt"),
 }
-TRAINING = "tests/demo/test_demo_training.py"
-JUDGED = ("tests/benchmarks/test_benchmark_transformers.py", "test_the_command_judges_a_transformer")
+TRAINING = "tests/demo/test_train.py"
+JUDGED = ("tests/benchmarks/test_quality_transformers.py", "test_the_command_judges_a_transformer")
 # what runs elsewhere: the file that has it run, and how it stands there
 ELSEWHERE = {
     "python install.py test": (".github/workflows/ci.yml", "run: python install.py test"),
     **dict.fromkeys(("python install.py test --all", ".ci/run"), (".ci/run", "python3 install.py test --all")),
     'pip download -d DIR ".[demo]"': ("tests/project/test_install.py", '"download", "-d"'),
     "python install.py page": ("tests/demo/test_page.py", '"install.py"), "page"'),
-    "python -m tome_core.bench": ("tests/engine/bench/test_bench.py", '"-m", "tome_core.bench"'),
-    "python -m tome_core.bench --json FILE": ("tests/engine/bench/test_bench.py", '"--json", str(file)]'),
-    "python -m tome_core.bench --repeats 5 --json FILE": ("tests/engine/bench/test_bench.py", '"--json", str(file)]'),
-    "python -m benchmarks.speed --dry-run": ("tests/benchmarks/test_benchmark_speed.py", 'run("--dry-run"'),
+    "python -m tome_core.bench": ("tests/engine/bench/test_command.py", '"-m", "tome_core.bench"'),
+    "python -m tome_core.bench --json FILE": ("tests/engine/bench/test_command.py", '"--json", str(file)]'),
+    "python -m tome_core.bench --repeats 5 --json FILE": ("tests/engine/bench/test_command.py", '"--json", str(file)]'),
+    "python -m benchmarks.speed --dry-run": ("tests/benchmarks/test_speed.py", 'run("--dry-run"'),
     "python -m demo.train --layout sdxl --minutes 600 --start demo/scenes128.safetensors":
         (TRAINING, '"--layout", "sdxl"'),
     "python -m demo.train --layout flux --minutes 600 --coarse .6 --crops 0": (TRAINING, "LAYOUTS"),
@@ -125,12 +125,12 @@ ELSEWHERE = {
     ),
     "python -m pytest tests/project/test_upstream.py": ("tests/project/test_upstream.py", "def test_"),
     "python -m benchmarks.quality --model demo/scenes-sdxl.safetensors --noised 4 --pictures 4": (
-        "tests/demo/test_demo_layouts.py", "Amounts("
+        "tests/demo/test_model_layouts.py", "Amounts("
     ),
     "python -m benchmarks.quality --model demo/scenes-flux.safetensors --noised 4 --pictures 2": JUDGED,
     "python -m benchmarks.quality --model demo-output/scenes-flux.safetensors": JUDGED,
     "python -m benchmarks.strength RESULT.json... --layout sdxl": (
-        "tests/benchmarks/test_benchmark_strength.py", '"--layout", layout'
+        "tests/benchmarks/test_strength.py", '"--layout", layout'
     ),
     "python -m benchmarks.strength RESULT.json... --compare": (JUDGED[0], '"--compare"'),
     "python -m demo.train": (TRAINING, "train.main("),

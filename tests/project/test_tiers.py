@@ -42,7 +42,7 @@ def test_quick_leaves_out_the_slow_ones_and_says_how_many(tmp_path):
         ("tome_core/merging/plan.py", {"tests/engine/merging", *ENGINE}),
         ("tome_core/patching/handle.py", {"tests/engine/patching", *ENGINE}),
         ("comfy_nodes/percent.py", {"tests/comfy_nodes", "tests/project/test_house.py"}),
-        ("extension/infotext.py", {"tests/extension/test_webui_infotext.py", "tests/project/test_house.py"}),
+        ("extension/infotext.py", {"tests/extension/test_infotext.py", "tests/project/test_house.py"}),
         ("install.py", {"tests/project/test_install.py", "tests/project/test_house.py"}),
         ("tests/engine/merging/test_plan.py", {"tests/engine/merging/test_plan.py"}),
         ("tests/random_stackings/webui_jobs.py", {"tests/project/test_random_stackings.py"}),

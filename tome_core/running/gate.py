@@ -34,12 +34,12 @@ _FULL_PRECISION = 1 / 3  # of that in float32
 # An eager call costs its host 20 to 30 ms on SD1.5, which has 16 blocks, and 40 on SDXL, which has 70.
 _HOST_MS, _HOST_MS_A_BLOCK = 18.0, 0.35
 _BEYOND_BLOCKS = 1.6  # operations of a call for each in a transformer block: 1.4 to 2.3, the rest is convolutions
-# By the same model, of 20 steps of `balanced` with the launches that tests/engine/merging/test_launches.py counts,
-# merging loses where the card needs less than 1.0 (SD1.5 at 512 px) to 1.4 (SDXL at 1024) times its host's time, and
-# gains above. H200: .94 and .88 on SD1.5 at 512 and 1024 px, .88 on SDXL at 1024; 4090: .94 on SD1.5 at 512: matching
-# that cost nothing would be at .95, .92, .90 and .95, because each merged block makes its host's work longer. Left
-# open: 4090 1.52 on SD1.5 at 1024 and 1.02 on SDXL at 1024, 3060 1.14 on SD1.5 at 512, H200 3.2 on SD1.5 and 1.20 on
-# SDXL at 2048.
+# By the same model, of 20 steps of `balanced` with the launches that tests/engine/merging/test_kernels_launches.py
+# counts, merging loses where the card needs less than 1.0 (SD1.5 at 512 px) to 1.4 (SDXL at 1024) times its host's
+# time, and gains above. H200: .94 and .88 on SD1.5 at 512 and 1024 px, .88 on SDXL at 1024; 4090: .94 on SD1.5 at
+# 512: matching that cost nothing would be at .95, .92, .90 and .95, because each merged block makes its host's work
+# longer. Left open: 4090 1.52 on SD1.5 at 1024 and 1.02 on SDXL at 1024, 3060 1.14 on SD1.5 at 512, H200 3.2 on SD1.5
+# and 1.20 on SDXL at 2048.
 _HOST_BOUND = 1.5
 
 

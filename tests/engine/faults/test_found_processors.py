@@ -1,7 +1,7 @@
 """Attentions that the engine does not know are called as tomesd calls them: once, on merged tokens, by their own rules.
 
 What people write: some look whether a context was given, some count their calls, two of one class need not be alike.
-Those that diffusers ships are `attention/test_conformance_diffusers_unknown.py`'s, but for what single ones are for.
+Those that diffusers ships are `attention/test_processors_unknown.py`'s, but for what single ones are for.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Replayed calls are the calls: equal bits, equal counts, one graph for each kind of call, and nothing left behind.
 
-On a CPU, by a stand-in for CUDA graphs that is as blind as they are (`recorded_operators`). `test_cuda` has a GPU's.
+On a CPU, by a stand-in for CUDA graphs that is as blind as they are (`recorded_operators`). `test_on_cuda` has a GPU's.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def run(*arguments, output):
 
 @pytest.fixture(scope="module", autouse=True)
 def known_rates():
-    """A device's rates take seconds to measure, and have a test of their own in test_benchmark_roofline.py."""
+    """A device's rates take seconds to measure, and have a test of their own in test_speed_costs.py."""
     with pytest.MonkeyPatch.context() as patching:
         patching.setattr(speed, "measure_rates", lambda device, dtype: Rates(1e11, 1e10))
         yield
