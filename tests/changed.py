@@ -1,8 +1,8 @@
 """The quick tests of what was changed: ``python -m tests.changed`` since the last commit, or ``... FILE...``.
 
-A file of the engine has those of its room, another one those that carry its name, else those of its folder; what tests
-share has the nearest of those that lead to it; `BESIDE` has what no name shows. `python install.py test` runs what
-lies farther away.
+A file of the engine has those of its room, another one those whose names have its own in whole words, else those of
+its folder; what tests share has the nearest of those that lead to it; `BESIDE` has what no name shows. `python
+install.py test` runs what lies farther away.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ BESIDE = {
     ".github/*": ("project/github",),
     "upstream/*": ("project/upstream",),
     "scripts/*": ("extension/shim",),
+    "extension/ui.py": ("extension/infotext", "extension/strength_by_layout"),  # test_ui.py has slow ones alone
     "__init__.py": ("comfy_nodes/pack",),
     "locales/*": ("comfy_nodes/pack",),
     "example_workflows/*": ("comfy_nodes/pack",),
@@ -55,7 +56,8 @@ def find_tests(name: str) -> set[str]:
         return {f"tests/engine/{path.parts[1]}", HOUSE} | beside
     folder = ROOT / "tests" / path.parts[0]
     own = folder.is_dir()
-    named = list((folder if own else ROOT / "tests" / "project").glob(f"test_*{path.stem}*.py"))
+    named = [found for found in (folder if own else ROOT / "tests" / "project").glob("test_*.py")
+             if f"_{path.stem}_" in f"{found.stem}_"]  # fmt: skip
     named = {_name(found) for found in named or ([folder] if own and not beside else [])}
     return named | beside | {HOUSE}
 
