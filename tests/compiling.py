@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 
 from tests.models import BY_NAME, Case, call_case, call_ldm, call_unet, ldm_of_one_level, seeded, unet
 
 TIMES = [torch.tensor(time) for time in range(40, 1000, 48)]
+for_inductor = pytest.mark.skipif(
+    not (shutil.which("g++") or shutil.which("clang++")), reason="inductor needs a C++ compiler")  # fmt: skip
 
 
 # as little as a compiler can be given: four blocks, all on the latent's level

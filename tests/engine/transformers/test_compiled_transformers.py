@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 import tome_core
 from tests import tiny_transformers, transformer_pipelines
+from tests.compiling import for_inductor
 from tests.thoroughness import some_quick
 from tests.threads import at_once
 from tests.tiny_transformers import PRESENT, STRONG, call, distance
@@ -131,8 +131,7 @@ def test_where_nothing_ever_merges_the_graph_is_the_models_own(way: Way):
 
 @ways
 @pytest.mark.parametrize("backend", [
-    "aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.skipif(
-        not (shutil.which("g++") or shutil.which("clang++")), reason="inductor needs a C++ compiler")])])  # fmt: skip
+    "aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, for_inductor])])
 @pytest.mark.parametrize("name", some_quick(["Flux", "HunyuanVideo"]))
 def test_a_compiler_that_rewrites_changes_a_merged_picture_no_more_than_an_unmerged_one(name, backend, way: Way):
     expected = merged_eagerly(name, STRONG)[0]

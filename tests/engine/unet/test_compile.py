@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from diffusers import UNet2DConditionModel
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 import tome_core
-from tests.compiling import SMALL, TIMES, compiled, many_blocks, skip_where_unpatched_fails
+from tests.compiling import SMALL, TIMES, compiled, for_inductor, many_blocks, skip_where_unpatched_fails
 from tests.models import BY_NAME, call_case
 from tests.traces import traces
 from tome_core import MergeConfig, MergeRule
@@ -82,8 +81,7 @@ def test_compiling_in_place_is_the_same():
 @pytest.mark.slow
 @pytest.mark.parametrize("backend, config", [
     ("aot_eager", MergeConfig(proportional=False, **EVERYTHING)),
-    *(pytest.param("inductor", config, marks=pytest.mark.skipif(
-        not (shutil.which("g++") or shutil.which("clang++")), reason="inductor needs a C++ compiler"))
+    *(pytest.param("inductor", config, marks=for_inductor)
       for config in (MergeConfig(proportional=False), MergeConfig(), MergeConfig(side="kv"))),
 ])  # fmt: skip
 def test_compilers_that_rewrite_give_the_same_picture(backend: str, config: MergeConfig):

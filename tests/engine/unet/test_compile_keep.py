@@ -12,7 +12,7 @@ from diffusers import UNet2DConditionModel
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 import tome_core
-from tests.compiling import SMALL, compiled, many_blocks
+from tests.compiling import SMALL, compiled, for_inductor, many_blocks
 from tests.families import largest_difference
 from tests.least_unet import FEW, KEPT, TIMES, WAYS, build, call, draw, same
 from tests.models import BY_NAME, call_case, on_small
@@ -62,7 +62,8 @@ def steps(case, model, handle, times):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, backend, most", [
-    ("sdxl", "eager", 0), ("one_level_ldm", "eager", 0), ("one_level", "inductor", 1e-4)])  # fmt: skip
+    ("sdxl", "eager", 0), ("one_level_ldm", "eager", 0),
+    pytest.param("one_level", "inductor", 1e-4, marks=for_inductor)])  # fmt: skip
 def test_other_families_and_inductor_compile_the_balanced_preset_whole(name, backend, most):
     case, config, counter = BY_NAME.get(name, SMALL), on_small("balanced"), CompileCounterWithBackend(backend)
     plain, model = case.build(), case.build()
