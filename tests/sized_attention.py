@@ -1,4 +1,4 @@
-"""What tests of size-aware keys share: the formula in float64, and what every merged self-attention was asked."""
+"""What tests of proportional attention share: the formula in float64, and what each merged self-attention was asked."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def deviation() -> Callable[[str], float]:
 
 
 @pytest.mark.slow
-def test_the_error_of_the_size_aware_merge_grows_with_its_ratio(deviation):
+def test_the_error_of_a_proportional_merge_grows_with_its_ratio(deviation):
     together = [deviation(f"sized-{ratio}") for ratio in (0.25, 0.5, 0.75)]
     keys = [deviation(f"sized-kv-{setting}") for setting in ("0.5", "0.75", "0.9375-cells-4")]
     assert 0 < together[0] < together[1] < together[2]
