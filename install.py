@@ -58,9 +58,9 @@ def requirements(project, extras):
     return list(dict.fromkeys(lines))
 
 
-def satisfied(version, requirement):
+def satisfies(version, requirement):
     """Whether a version ("2.13.0+cpu") meets a requirement line ("torch>=2.4")."""
-    specifier = vendored("packaging.requirements").Requirement(requirement).specifier
+    specifier = import_vendored("packaging.requirements").Requirement(requirement).specifier
     return specifier.contains(version, prereleases=True)
 
 
@@ -71,7 +71,7 @@ def fingerprint(python, lines):
     return hashlib.sha256("\n".join([python, *lines]).encode()).hexdigest()
 
 
-def vendored(name):
+def import_vendored(name):
     """A module that Python 3.10 lacks and pip brings along: `name`, else pip's own copy."""
     import importlib
 
@@ -86,7 +86,7 @@ def vendored(name):
 
 def read_project(path):
     """A parsed pyproject.toml."""
-    toml = vendored("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    toml = import_vendored("tomllib" if sys.version_info >= (3, 11) else "tomli")
     with open(path, "rb") as file:
         return toml.load(file)
 
@@ -100,7 +100,7 @@ def reusable_torch(requirement):
         torch = metadata.distribution("torch")
     except metadata.PackageNotFoundError:
         return None
-    return Path(str(torch.locate_file(""))).resolve() if satisfied(torch.version, requirement) else None
+    return Path(str(torch.locate_file(""))).resolve() if satisfies(torch.version, requirement) else None
 
 
 def venv_python(folder):
@@ -125,7 +125,7 @@ def has_torch(folder, requirement):
 
     command = [str(venv_python(folder)), "-c", "from importlib import metadata; print(metadata.version('torch'))"]
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
-    return answer.returncode == 0 and satisfied(answer.stdout.strip(), requirement)
+    return answer.returncode == 0 and satisfies(answer.stdout.strip(), requirement)
 
 
 def make_environment(folder, torch_folder):

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from benchmarks.networks import TRANSFORMER, attended, finest_blocks, kind_of
+from benchmarks.networks import TRANSFORMER, finest_blocks, kind_of, take_apart
 from tome_core.transformers.families import family_of, find_attentions
 
 _SAMPLE = 1 / 5  # of its tokens: who answers fewer does so to correct the others by, and no count is of that
@@ -106,7 +106,7 @@ class _OfSequence(Work, TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is F.scaled_dot_product_attention and self._inside:
-            (q, k, _), _ = attended(args, kwargs or {})
+            (q, k, _), _ = take_apart(args, kwargs or {})
             if q.shape[2] >= _SAMPLE * self._tokens:
                 self.left += q.shape[0] * q.shape[2] * k.shape[2]
         return func(*args, **(kwargs or {}))

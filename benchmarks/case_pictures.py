@@ -136,7 +136,7 @@ class Asked(NamedTuple):
 def draw(model: SceneModel, case: Case, asked: Sequence[Asked]) -> np.ndarray:
     """Pictures uint8 ``[n, H, W, 3]``, drawn at once. All that a picture draws comes from its own seed."""
     dice = [torch.Generator().manual_seed(one.seed) for one in asked]
-    scene = torch.cat([enlarged(model, one.scene, case.scale) for one in asked]) if case.begins_with_a_scene else None
+    scene = torch.cat([enlarge(model, one.scene, case.scale) for one in asked]) if case.begins_with_a_scene else None
     side, channels = model.side * case.scale, model.channels
     noise = torch.cat([torch.randn(1, channels, side, side, generator=one) for one in dice])
     scheduler = SOLVERS[case.solver](model, case.steps)
@@ -160,7 +160,7 @@ def timesteps(model: SceneModel, case: Case) -> list[float]:
     return _times_left(SOLVERS[case.solver](model, case.steps), case).tolist()
 
 
-def enlarged(model: SceneModel, latent: torch.Tensor, scale: int) -> torch.Tensor:
+def enlarge(model: SceneModel, latent: torch.Tensor, scale: int) -> torch.Tensor:
     """Of the picture enlarged, as a hires pass begins with."""
     if scale == 1:
         return latent

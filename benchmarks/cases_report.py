@@ -32,7 +32,7 @@ not rows."""
 def table(records: Sequence[Record]) -> str:
     """Markdown: for each model a row a case, and whether what a mark promises holds."""
     strengths = list(records[0]["settings"]["strengths"])
-    promise = " / ".join(f"{promised(name):.3f}" for name in strengths)
+    promise = " / ".join(f"{expect(name):.3f}" for name in strengths)
     guidance = max(case["guidance"] for case in records[0]["settings"]["cases"])
     text = [_EXPLAINED.format(strengths=" / ".join(strengths), promised=promise, guidance=guidance)]
     for record in records:
@@ -47,7 +47,7 @@ def table(records: Sequence[Record]) -> str:
     return "\n\n".join(text)
 
 
-def promised(strength: str) -> float:
+def expect(strength: str) -> float:
     """Work that a mark leaves, on average over the whole noise schedule."""
     config = preset(strength)
     late, until = 1 - config.rules[0].ratio, config.early_until / 1000
@@ -100,7 +100,7 @@ def _numbers(cases: dict[str, Group], late: set[str]) -> list[str]:
                     f"{_verdict(rms[FEW] <= rms[WHOLE])}.")  # fmt: skip
     for name in marked:
         if WHOLE in marked and name in late:
-            more, error = _mean(marked[name], "work") / promised(_MARK) - 1, rms[name] / rms[WHOLE] - 1
+            more, error = _mean(marked[name], "work") / expect(_MARK) - 1, rms[name] / rms[WHOLE] - 1
             said.append(f"- {name}, {_MARK}: work {more:+.0%} of the promise, {_verdict(abs(more) <= _WITHIN)}; "
                         f"rms {error:+.0%} of {WHOLE}, {_verdict(error <= _WITHIN)}.")  # fmt: skip
     return said

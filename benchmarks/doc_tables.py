@@ -241,15 +241,15 @@ TABLES = {
 }
 
 
-def filled(text: str) -> str:
+def fill(text: str) -> str:
     """A page with its tables made anew. Raises ValueError for a table that there is not."""
-    def made(found: re.Match) -> str:
+    def make(found: re.Match) -> str:
         head, name, _, end = found.groups()
         if name not in TABLES:
             raise ValueError(f"there is no table {name!r}; there are {', '.join(TABLES)}")
         return f"{head}{TABLES[name]()}\n{end}"
 
-    return _BETWEEN.sub(made, text)
+    return _BETWEEN.sub(make, text)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -260,7 +260,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("\n\n".join(f"{name}\n\n{one()}" for name, one in TABLES.items()))
         return 0
     for page in PAGES:
-        page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")
+        page.write_text(fill(page.read_text(encoding="utf-8")), encoding="utf-8")
     return 0
 
 

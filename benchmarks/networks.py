@@ -36,7 +36,7 @@ def timestep_of(network: nn.Module, args: tuple, kwargs: dict[str, Any]) -> floa
     return float(torch.as_tensor(given).reshape(-1)[0])
 
 
-def attended(args: tuple, kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], dict[str, Any]]:
+def take_apart(args: tuple, kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], dict[str, Any]]:
     """Queries, keys and values ``[B, H, S, d]`` of a call of torch's attention function, and what else came along."""
     rest = dict(zip(("attn_mask", "dropout_p", "is_causal"), args[3:], strict=False)) | kwargs
     return list(args[:3]) + [rest.pop(name) for name in ("query", "key", "value")[len(args) :]], rest
@@ -51,7 +51,7 @@ def at_each_call(network: nn.Module, tell: Callable[[float], None]) -> Removable
 
 
 @contextmanager
-def answered(forwards: dict[nn.Module, Callable]) -> Iterator[None]:
+def answer_by(forwards: dict[nn.Module, Callable]) -> Iterator[None]:
     """Inside it these modules answer by these functions, not by their own ``forward``."""
     for module, forward in forwards.items():
         module.forward = forward

@@ -87,7 +87,7 @@ def _section(record: Record, checkpoint: str) -> Section:
     plain = parts["noised"].get(PLAIN, {})
     loss = float(np.mean(_by_time(plain, "loss"))) if plain else None
     names = [name for name in (one["name"] for one in record["settings"]["variants"]) if name != PLAIN]
-    noised = {name: _noised(parts["noised"][name], plain, loss) for name in names if name in parts["noised"]}
+    noised = {name: _average_noised(parts["noised"][name], plain, loss) for name in names if name in parts["noised"]}
     whole = parts["pictures"]
     pictures = {name: _pictures(whole[name], whole[PLAIN]) for name in names if name in whole}
     pictured = sum(len(row["ssim"]) for row in whole.get(PLAIN, {}).values())
@@ -101,7 +101,7 @@ def _by_time(parts: dict[int, dict], name: str) -> np.ndarray:
     return np.concatenate([np.array(parts[part][name]) for part in sorted(parts)], 1)
 
 
-def _noised(parts: dict[int, dict], plain: dict[int, dict], loss: float) -> Noised:
+def _average_noised(parts: dict[int, dict], plain: dict[int, dict], loss: float) -> Noised:
     scale = 100 / loss
     dev = scale * _by_time(parts, "dev")
     gap = scale * (_by_time(parts, "loss") - _by_time({part: plain[part] for part in parts}, "loss"))

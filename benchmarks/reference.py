@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from benchmarks.networks import answered, at_each_call, attended, finest_blocks, timestep_of
+from benchmarks.networks import answer_by, at_each_call, finest_blocks, take_apart, timestep_of
 from tome_core import MergePlan
 from tome_core.merging.grid import Grid, split_grid
 from tome_core.merging.methods.base import Best
@@ -73,7 +73,7 @@ def in_unet(unet: nn.Module, recipe: Recipe, seed: int) -> Iterator[None]:
     lots = Lots(recipe, seed)
     found = [place.block.attn1 for place in finest_blocks(unet)]
     forwards = {one: partial(_attend, lots, number, one.forward) for number, one in enumerate(found)}
-    with at_each_call(unet, lots.tell), answered(forwards):
+    with at_each_call(unet, lots.tell), answer_by(forwards):
         yield
 
 
@@ -85,7 +85,7 @@ def _attend(
     if recipe.zero:
         return torch.zeros_like(x)
     if recipe.tiles:
-        return joined(own(in_tiles(x, recipe.tiles), **more), recipe.tiles)
+        return join(own(in_tiles(x, recipe.tiles), **more), recipe.tiles)
     plan = lots.plan(x, number)
     keys, sizes = plan.merge(x), plan.key_logits.to(x.dtype)[:, None]
     return plan.unmerge(own(keys, keys, sizes, **more)) if recipe.together else own(x, keys, sizes, **more)
@@ -114,22 +114,22 @@ class SequenceReference(TorchFunctionMode):
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         self._block += 1
-        (q, k, v), more = attended(args, kwargs or {})
+        (q, k, v), more = take_apart(args, kwargs or {})
         if self._recipe.zero:
             return torch.zeros_like(q)
         plan = self._lots.plan(k[:, 0, -self._picture :], self._block)
-        k, v = (_changed(one, plan.merge, self._picture) for one in (k, v))
+        k, v = (_change(one, plan.merge, self._picture) for one in (k, v))
         more["attn_mask"] = F.pad(plan.key_logits, (k.shape[2] - plan.num_groups, 0)).to(q.dtype)[:, None, None]
         if not self._recipe.together:
             return func(q, k, v, **more)
-        return _changed(func(_changed(q, plan.merge, self._picture), k, v, **more), plan.unmerge, plan.num_groups)
+        return _change(func(_change(q, plan.merge, self._picture), k, v, **more), plan.unmerge, plan.num_groups)
 
     def _note(self, transformer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         self._lots.tell(timestep_of(transformer, args, kwargs))
         self._picture, self._block = kwargs["hidden_states"].shape[1], 0
 
 
-def _changed(x: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor], last: int) -> torch.Tensor:
+def _change(x: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor], last: int) -> torch.Tensor:
     """``[B, H, S, d]`` with its `last` tokens changed to as many as `change` gives of them."""
     changed = change(x[:, :, -last:].transpose(1, 2).flatten(2)).unflatten(2, (x.shape[1], -1)).transpose(1, 2)
     return torch.cat([x[:, :, :-last], changed], 2)
@@ -156,7 +156,7 @@ def in_tiles(x: torch.Tensor, tiles: int) -> torch.Tensor:
     return cut.reshape(batch * tiles**2, inner**2, channels)
 
 
-def joined(y: torch.Tensor, tiles: int) -> torch.Tensor:
+def join(y: torch.Tensor, tiles: int) -> torch.Tensor:
     """The inverse of `in_tiles`."""
     inner = square_side(y.shape[1], 1)
     cut = y.reshape(-1, tiles, tiles, inner, inner, y.shape[2]).transpose(2, 3)
@@ -192,7 +192,7 @@ class Toma:
     def unmerge(self, y: torch.Tensor) -> torch.Tensor:
         """``[B, M, C]`` to ``[B, N, C]``."""
         by_tile = y.reshape(len(self._given), -1, y.shape[2])
-        return joined(self._given.transpose(1, 2).to(y.dtype) @ by_tile, TILES)
+        return join(self._given.transpose(1, 2).to(y.dtype) @ by_tile, TILES)
 
 
 def representatives(alike: torch.Tensor, count: int) -> torch.Tensor:
@@ -222,7 +222,7 @@ def as_toma(transformer: nn.Module, ratio: float) -> Iterator[None]:
 
     found = [one for _, one in find_attentions(transformer, family_of(transformer))]
     forwards = {one: partial(_attend_toma, one.forward, ratio, tokens) for one in found}
-    with transformer.register_forward_pre_hook(look, with_kwargs=True), answered(forwards):
+    with transformer.register_forward_pre_hook(look, with_kwargs=True), answer_by(forwards):
         yield
 
 

@@ -100,7 +100,7 @@ class Run:
         unfinished one that fits. Raises ResultError where `output` is the result of something else, or complete.
         """
         if output is None:
-            path = _unfinished(record, folder)
+            path = _find_unfinished(record, folder)
             return cls(_go_on(load(path), record), path, keys) if path else cls(record, _new_path(record, folder), keys)
         if not output.exists():
             return cls(record, output, keys)
@@ -137,7 +137,7 @@ class Run:
         self.record["missing"] = [key for key in self._keys if key not in there]
 
 
-def _unfinished(record: Record, folder: Path) -> Path | None:
+def _find_unfinished(record: Record, folder: Path) -> Path | None:
     for path in sorted(folder.glob(f"{record['kind']}-*.json"), reverse=True):
         before = load(path)
         if before["missing"] and not _difference(before, record):
@@ -147,10 +147,10 @@ def _unfinished(record: Record, folder: Path) -> Path | None:
 
 def _difference(before: Record, record: Record) -> str | None:
     """The names of what differs, as far as it forbids to go on with the same file."""
-    return ", ".join(field for field in IDENTITY if _told_apart(before, field) != _told_apart(record, field)) or None
+    return ", ".join(field for field in IDENTITY if _tell_apart(before, field) != _tell_apart(record, field)) or None
 
 
-def _told_apart(record: Record, field: str) -> Any:
+def _tell_apart(record: Record, field: str) -> Any:
     """Without our own release: a record names the commits that its rows are of, which tell more."""
     return {**record[field], "tome_core": None} if field == "versions" else record[field]
 

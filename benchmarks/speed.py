@@ -19,10 +19,10 @@ from benchmarks import report, results, speed_report
 from benchmarks.speed_costs import Rates, free_memory
 from benchmarks.speed_measure import Bench, Fleet, measure_rates
 from benchmarks.speed_models import SHAPES, TINY_SHAPES, Shape, make_decoder, make_unet
-from benchmarks.speed_options import completed, parser, planned, settings
+from benchmarks.speed_options import complete, parser, plan_cases, settings
 from benchmarks.speed_plan import CALL, COSTS, Case, Estimate, row_keys
 from benchmarks.speed_summary import failures
-from benchmarks.speed_variants import shown_in
+from benchmarks.speed_variants import pick_for
 
 _EFFICIENCY = {"cpu": 0.6, "cuda": 0.4}  # of a large product's speed, what a whole UNet reaches
 
@@ -105,9 +105,9 @@ def _say(text: str) -> None:
 
 def measure(options: argparse.Namespace, command: str) -> int:
     """The whole run, up to its end or to that of its minutes; gives 1 where a variant failed, memory apart."""
-    completed(options)
+    complete(options)
     torch.set_num_threads(1)
-    shapes, all_cases = TINY_SHAPES if options.rehearsal else SHAPES, planned(options)
+    shapes, all_cases = TINY_SHAPES if options.rehearsal else SHAPES, plan_cases(options)
     rows, dtype = row_keys(all_cases, options.rounds), getattr(torch, options.dtype)
     record = results.new_record("speed", command, settings(options), results.describe(options.device))
     with tempfile.TemporaryDirectory() as scratch:
@@ -115,7 +115,7 @@ def measure(options: argparse.Namespace, command: str) -> int:
         run = results.Run.start(record, list(rows), options.output, folder)
         rates = measure_rates(options.device, dtype)
         reached = _EFFICIENCY[options.device] * rates.operations
-        estimate = Estimate(shapes, lambda case: len(shown_in(case, options.variants)), options.device, reached)
+        estimate = Estimate(shapes, lambda case: len(pick_for(case, options.variants)), options.device, reached)
         print_plan(all_cases, rows, run.missing, estimate)
         workshop = Workshop(shapes, options.device, dtype, options.variants, rates)
         execute(run, rows, workshop, estimate, options.minutes)

@@ -18,7 +18,7 @@ from benchmarks.networks import finest_blocks
 from benchmarks.speed_costs import Rates, Roofline
 from benchmarks.speed_models import Shape, make_inputs, twin
 from benchmarks.speed_plan import CALL, Case, picture_run
-from benchmarks.speed_variants import VARIANTS, shown_in
+from benchmarks.speed_variants import VARIANTS, pick_for
 from tome_core.measuring.example_inputs import pictures_in
 
 _ENOUGH_SECONDS, _MOST_CALLS = 0.1, 20  # a GPU's quick calls are repeated for so long within a round, so often at most
@@ -85,7 +85,7 @@ class Bench:
         they are not tried again.
         """
         self.case, self._shape, self._fleet, self._rates, self._decoder = case, shape, fleet, rates, decoder
-        self.names = shown_in(case, list(fleet.unets))
+        self.names = pick_for(case, list(fleet.unets))
         self.failed = dict(failed or {})
         weight = next(fleet.unpatched.parameters())
         self.device, self._dtype = weight.device, weight.dtype

@@ -68,7 +68,7 @@ TINY_SHAPES = {
 
 def make_unet(shape: Shape, device: str, dtype: torch.dtype) -> nn.Module:
     """The UNet with random weights, ready for inference; leaves the global generator alone."""
-    return _filled(lambda: UNet2DConditionModel(**shape.unet), device, dtype)
+    return _fill(lambda: UNet2DConditionModel(**shape.unet), device, dtype)
 
 
 def make_decoder(shape: Shape, device: str, dtype: torch.dtype) -> nn.Module:
@@ -79,10 +79,10 @@ def make_decoder(shape: Shape, device: str, dtype: torch.dtype) -> nn.Module:
         "block_out_channels": shape.decoder_channels, "latent_channels": 4, "layers_per_block": 2,
         "norm_num_groups": min(32, shape.decoder_channels[0]),
     }  # fmt: skip
-    return _filled(lambda: AutoencoderKL(**settings), device, dtype)
+    return _fill(lambda: AutoencoderKL(**settings), device, dtype)
 
 
-def _filled(build: Callable[[], nn.Module], device: str, dtype: torch.dtype) -> nn.Module:
+def _fill(build: Callable[[], nn.Module], device: str, dtype: torch.dtype) -> nn.Module:
     """Built without memory first: 2.6 billion weights initialised on a CPU and sent over would take a minute."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -117,10 +117,10 @@ def make_inputs(shape: Shape, pixels: int, batch: int, device: str, dtype: torch
     latent = latent.to(device, dtype)
     text = torch.randn(batch, _TEXT_TOKENS, width, generator=generator).to(device, dtype)
     # a tensor on the device: a number would be copied there in every call
-    return (latent, torch.tensor(500, device=device), text), _added(shape, batch, device, dtype)
+    return (latent, torch.tensor(500, device=device), text), _add_inputs(shape, batch, device, dtype)
 
 
-def _added(shape: Shape, batch: int, device: str, dtype: torch.dtype) -> dict[str, Any]:
+def _add_inputs(shape: Shape, batch: int, device: str, dtype: torch.dtype) -> dict[str, Any]:
     if "addition_embed_type" not in shape.unet:
         return {}
     times = 6

@@ -10,7 +10,7 @@ import torch
 from benchmarks import report
 from benchmarks.speed_models import SHAPES
 from benchmarks.speed_plan import SUITES, Case, cases
-from benchmarks.speed_variants import CONTROL, VARIANTS, chosen
+from benchmarks.speed_variants import CONTROL, VARIANTS, choose
 
 SIZES = (512, 768, 1024, 1536, 2048)
 STEPS, GPU_MINUTES = 20, 9.5
@@ -62,7 +62,7 @@ def _size(text: str) -> int:
     return int(text)
 
 
-def completed(options: argparse.Namespace) -> argparse.Namespace:
+def complete(options: argparse.Namespace) -> argparse.Namespace:
     """The options with everything filled in that was not given; `rehearsal`: nothing of it is worth keeping.
 
     Raises ValueError where they cannot be met.
@@ -79,19 +79,19 @@ def completed(options: argparse.Namespace) -> argparse.Namespace:
     options.rounds = options.rounds or (1 if options.rehearsal else 8 if like_gpu else 5)
     options.steps = min(options.steps, 2) if options.rehearsal else options.steps
     here = [name for name, one in VARIANTS.items() if like_gpu or options.rehearsal or not one.replayed]
-    options.variants = chosen(options.variants or here)
+    options.variants = choose(options.variants or here)
     if options.minutes is None and options.device == "cuda":
         options.minutes = GPU_MINUTES
     if "tomesd" in options.variants and importlib.util.find_spec("tomesd") is None:
         raise ValueError("tomesd is not installed, and is one of the variants: pip install tomesd==0.1.3, or name the "
                          "others with --variants")
-    if not planned(options):
+    if not plan_cases(options):
         raise ValueError(f"there is nothing to measure in the suites {', '.join(options.suites)} for "
                          f"{', '.join(options.models)}; the hires fix is measured on sd15")
     return options
 
 
-def planned(options: argparse.Namespace) -> list[Case]:
+def plan_cases(options: argparse.Namespace) -> list[Case]:
     """The cases that the completed options ask for."""
     return cases(options.suites, options.models, options.sizes, options.steps, options.compile)
 

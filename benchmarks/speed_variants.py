@@ -49,7 +49,7 @@ class Variant(NamedTuple):
     replayed: bool = False
 
 
-def half_attended(attend: Callable, hidden_states: torch.Tensor, **named: object) -> torch.Tensor:
+def attend_half(attend: Callable, hidden_states: torch.Tensor, **named: object) -> torch.Tensor:
     """The first half of the tokens, attended, twice: merging that costs nothing but a slice and a cat."""
     tokens = hidden_states.shape[1]
     kept = tokens - tokens // 2
@@ -57,7 +57,7 @@ def half_attended(attend: Callable, hidden_states: torch.Tensor, **named: object
     return torch.cat([attended, attended[:, : tokens - kept]], 1)
 
 
-def unattended(attend: Callable, hidden_states: torch.Tensor, **named: object) -> torch.Tensor:
+def attend_none(attend: Callable, hidden_states: torch.Tensor, **named: object) -> torch.Tensor:
     """The tokens as they are."""
     return hidden_states
 
@@ -65,7 +65,7 @@ def unattended(attend: Callable, hidden_states: torch.Tensor, **named: object) -
 def in_tiles(attend: Callable, hidden_states: torch.Tensor, **named: object) -> torch.Tensor:
     """HyperTile's idea: attention inside tiles of a square grid, as small as may be."""
     tiles = tiles_a_side(reference.square_side(hidden_states.shape[1], 1))
-    return reference.joined(attend(reference.in_tiles(hidden_states, tiles), **named), tiles)
+    return reference.join(attend(reference.in_tiles(hidden_states, tiles), **named), tiles)
 
 
 def tiles_a_side(side: int) -> int:
@@ -100,7 +100,7 @@ def _preset(name: str, *times: float) -> Apply:
     return apply
 
 
-def _captured(apply: Apply) -> Apply:
+def _capture(apply: Apply) -> Apply:
     def apply_and_capture(unet: nn.Module) -> None:
         apply(unet)
         tome_core.capture(unet)
@@ -152,18 +152,18 @@ VARIANTS: dict[str, Variant] = {
     "ours, max new": _call("max", _LATE, "max in a step that matches anew: a picture's first"),
     "ours, max renewed": _call("max", _LATE_FAR, "max in a step that renews an older match", True),
     "ours, max kept": _call("max", _LATE_NEAR, "max in a step that keeps a match", True),
-    "captured": Variant(_captured(_nothing), "the model as it is, replayed from a CUDA graph", replayed=True),
+    "captured": Variant(_capture(_nothing), "the model as it is, replayed from a CUDA graph", replayed=True),
     "captured, ours": Variant(
-        _captured(_preset("balanced")), "balanced, replayed from CUDA graphs", None, PICTURES, replayed=True
+        _capture(_preset("balanced")), "balanced, replayed from CUDA graphs", None, PICTURES, replayed=True
     ),
     "captured, ours late kept": Variant(
-        _captured(_preset("balanced", *_LATE_NEAR)), "balanced in a late step that keeps a match, replayed", None,
+        _capture(_preset("balanced", *_LATE_NEAR)), "balanced in a late step that keeps a match, replayed", None,
         (CALL,), keeps=True, replayed=True,
     ),
     IDEAL: Variant(
-        _in_place(half_attended), "bound: half of the tokens merged at the finest level, and merging costs nothing"
+        _in_place(attend_half), "bound: half of the tokens merged at the finest level, and merging costs nothing"
     ),
-    NO_ATTENTION: Variant(_in_place(unattended, find_blocks), "bound: every self-attention left out, at all levels"),
+    NO_ATTENTION: Variant(_in_place(attend_none, find_blocks), "bound: every self-attention left out, at all levels"),
 }
 
 
@@ -171,7 +171,7 @@ VARIANTS: dict[str, Variant] = {
 _FEW_OF_OURS = ("ours, late new", "ours, late kept")
 
 
-def shown_in(case: Case, names: Sequence[str]) -> list[str]:
+def pick_for(case: Case, names: Sequence[str]) -> list[str]:
     """Which of these variants a case compares."""
     found = [name for name in names if case.what in VARIANTS[name].whats]
     if case.what == CALL and not case.is_plain:
@@ -180,6 +180,6 @@ def shown_in(case: Case, names: Sequence[str]) -> list[str]:
     return [name for name in found if not (case.compiled and (VARIANTS[name].keeps or VARIANTS[name].replayed))]
 
 
-def chosen(wanted: Sequence[str]) -> list[str]:
+def choose(wanted: Sequence[str]) -> list[str]:
     """The control, what is named, and of what is named all parts: ``ours`` stands for ``ours, late kept`` as well."""
     return [name for name in VARIANTS if name in (CONTROL, *wanted) or name.split(",")[0] in wanted]

@@ -43,7 +43,7 @@ def measure(draw: Callable[[str], Drawn]) -> dict[str, Any]:
     }
 
 
-def told(report: Any) -> dict[str, Any]:
+def summarize(report: Any) -> dict[str, Any]:
     """What a row keeps of a `tome_core.Report`."""
     skipped = [[level.level, reason, calls] for level in report.levels for reason, calls in level.reasons.items()]
     return {"unet_calls": report.calls, "merged": sum(level.calls_merged for level in report.levels),

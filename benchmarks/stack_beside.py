@@ -103,7 +103,7 @@ class _InTiles:
 
     def __call__(self, attention: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         cut = reference.in_tiles(hidden_states, self._tiles)
-        return reference.joined(self._inner(attention, cut, *args, **kwargs), self._tiles)
+        return reference.join(self._inner(attention, cut, *args, **kwargs), self._tiles)
 
 
 class _OnCoarserKeys:

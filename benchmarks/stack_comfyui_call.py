@@ -22,7 +22,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from benchmarks.stack_arms import OURS_FIRST, WITH_MERGING, WITH_OTHER, Drawn, told
+from benchmarks.stack_arms import OURS_FIRST, WITH_MERGING, WITH_OTHER, Drawn, summarize
 from benchmarks.stack_nodes import NODES
 from demo.places import PlacedConv
 
@@ -63,13 +63,13 @@ class Drawer:
             model = node.put_on(model, **self._case["inputs"])
         if name in WITH_MERGING:
             model = self._nodes.ApplyToMe().apply(model, self._case["strength"])[0]
-        merging = self._nodes.host.attached(model)
+        merging = self._nodes.host.find_attached(model)
         if name == OURS_FIRST:
             model = node.put_on(model, **self._case["inputs"])
         self._calls, since = 0, time.process_time()
         latent = self._draw(model, self._noise, self._sigmas)
         seconds = time.process_time() - since
-        return Drawn(latent, seconds, self._calls, {} if merging is None else told(merging.report()))
+        return Drawn(latent, seconds, self._calls, {} if merging is None else summarize(merging.report()))
 
     def _draw(self, model: Any, noise: torch.Tensor, sigmas: torch.Tensor) -> np.ndarray:
         sampler = self._samplers.sampler_object("dpmpp_2m")
@@ -101,7 +101,7 @@ def scenes(path: str) -> tuple[Any, torch.Tensor]:
     heads = dict(zip(unet["block_out_channels"], unet["attention_head_dim"], strict=True))
     settings = {"linear_start": scheduler["beta_start"], "linear_end": scheduler["beta_end"],
                 "zsnr": scheduler["rescale_betas_zero_snr"]}  # fmt: skip
-    model = _made(config, "V_PREDICTION", settings)
+    model = _make(config, "V_PREDICTION", settings)
     for module in model.diffusion_model.modules():
         if isinstance(module, nn.GroupNorm):
             module.num_groups = unet["norm_num_groups"]
@@ -119,7 +119,7 @@ def scenes(path: str) -> tuple[Any, torch.Tensor]:
 
 def random_model(tiny: bool) -> Any:
     """ComfyUI's patcher around a UNet of Stable Diffusion 1.5's shape, or around a tiny one: for tests."""
-    model = _made(_TINY if tiny else _SD15, "EPS", {})
+    model = _make(_TINY if tiny else _SD15, "EPS", {})
     dice = torch.Generator().manual_seed(0)
     for name, weight in model.diffusion_model.named_parameters():
         if weight.dim() > 1:  # attention stays alive and nothing overflows
@@ -129,7 +129,7 @@ def random_model(tiny: bool) -> Any:
     return _patcher(model)
 
 
-def _made(config: dict[str, Any], prediction: str, settings: dict[str, Any]) -> nn.Module:
+def _make(config: dict[str, Any], prediction: str, settings: dict[str, Any]) -> nn.Module:
     base, known = importlib.import_module("comfy.model_base"), importlib.import_module("comfy.supported_models")
     heads = {"num_head_channels": -1, "use_spatial_transformer": True, "legacy": False, "image_size": 32}
     found = known.SD15({**config, **heads, "use_linear_in_transformer": False, "dtype": torch.float32})

@@ -21,7 +21,7 @@ import torch
 
 import tome_core
 from benchmarks.attention_work import CallTimes
-from benchmarks.stack_arms import THEIRS_FIRST, WITH_MERGING, WITH_OTHER, Drawn, told
+from benchmarks.stack_arms import THEIRS_FIRST, WITH_MERGING, WITH_OTHER, Drawn, summarize
 from benchmarks.stack_beside import PLAIN_PIPELINE, Beside
 from demo import model, prompt, sampler
 from demo.prompt import NULL_TOKEN
@@ -120,7 +120,7 @@ class _Neighbours(diffusers.FlowMatchEulerDiscreteScheduler):
         super().set_timesteps(sigmas=list(self.pair), device=device)
 
 
-def drawn(
+def draw_arm(
     pipelines: ScenePipelines | RandomPipelines | WanPipelines, beside: Beside, number: int, preset: str, arm: str
 ) -> Drawn:
     """One arm of a comparison; the seconds are those of the network's calls."""
@@ -141,7 +141,7 @@ def _merging(pipe: Any, preset: str, said: dict[str, Any]) -> Iterator[None]:
     """said: filled with what the report says in the end."""
     with tome_core.patch(pipe, preset) as handle:
         yield
-        said.update(told(handle.report()))
+        said.update(summarize(handle.report()))
 
 
 def _around(unet: torch.nn.Module, scheduler: Any, kind: str, **more: Any) -> Any:

@@ -32,7 +32,7 @@ from benchmarks.speed_models import SHAPES, TINY_SHAPES, make_unet
 from benchmarks.stack_arms import Drawn
 from benchmarks.stack_beside import BESIDE
 from benchmarks.stack_nodes import NODES
-from benchmarks.stack_pipelines import WANS, RandomPipelines, ScenePipelines, WanPipelines, drawn
+from benchmarks.stack_pipelines import WANS, RandomPipelines, ScenePipelines, WanPipelines, draw_arm
 from benchmarks.subjects import PURPOSES, SCENE_MODELS, SHOW
 from demo import model as scene_model
 from demo import prompt, sampler
@@ -70,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def planned(options: argparse.Namespace) -> dict[str, tuple[str, str, int]]:
+def plan_cases(options: argparse.Namespace) -> dict[str, tuple[str, str, int]]:
     """Row's key -> (model, what is beside, number), picture by picture, so that each disturbance hits all alike."""
     names = options.beside or [name for name, one in OTHERS.items() if one.is_there]
     timed = [name for name in _TIMED if OTHERS[name].is_there] if options.timed is None else options.timed
@@ -158,9 +158,9 @@ def execute(options: argparse.Namespace, command: str) -> int:
             return RandomPipelines(make_unet(shape, "cpu", torch.float32), options.pixels)
         return ScenePipelines(paths[model], prompts, options.steps)
 
-    def measured(model: str, name: str, number: int) -> dict[str, Any]:
+    def measure(model: str, name: str, number: int) -> dict[str, Any]:
         if name in BESIDE:
-            return stack_arms.measure(partial(drawn, pipelines(model), BESIDE[name], number, options.preset))
+            return stack_arms.measure(partial(draw_arm, pipelines(model), BESIDE[name], number, options.preset))
         if model == SHAPE:
             case = random_case(options.pixels, options.tiny, name, number, options.preset)
         else:
@@ -168,13 +168,13 @@ def execute(options: argparse.Namespace, command: str) -> int:
         with drawing(case) as draw:
             return stack_arms.measure(draw)
 
-    plan = planned(options)
+    plan = plan_cases(options)
     settings = {name: getattr(options, name) for name in ("preset", "steps", "pixels", "tiny")}
     with one_thread(True):
         record = results.new_record("stacking", command, settings, results.describe("cpu"))
         run = results.Run.start(record, list(plan), options.output)
         names = ("model", "beside", "number")
-        run.fill(lambda key: {**dict(zip(names, plan[key], strict=True)), **measured(*plan[key])})
+        run.fill(lambda key: {**dict(zip(names, plan[key], strict=True)), **measure(*plan[key])})
     print(report.write([run.path], run.path.with_suffix(".md"), None))
     return 0
 

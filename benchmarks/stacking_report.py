@@ -42,7 +42,7 @@ def table(records: Sequence[Record]) -> str:
         _EXPLAINED.format(preset=made["settings"]["preset"]),
         markdown(_HEAD, lines, " --- "),
         "\n".join(f"- *{name}*: {_OTHERS[name].meaning}." for name in dict.fromkeys(name for name, _ in groups)),
-        "What merging reports beside each, where it leaves calls out:\n\n" + "\n".join(_told(groups)),
+        "What merging reports beside each, where it leaves calls out:\n\n" + "\n".join(_tell(groups)),
         "Not in the table:\n\n" + "\n".join(f"- *{name}*: {why}." for name, why in LEFT_OUT.items()),
         f"{made['device']['name']}, {made['device']['threads']} thread; {made['command']}; commit {made['commit']}.",
     ]
@@ -71,7 +71,7 @@ def _medians(rows: Iterable[dict[str, float]]) -> dict[str, float]:
     return {arm: median(row[arm] for row in (first, *others)) for arm in first}
 
 
-def _told(groups: dict[tuple[str, str], list[Row]]) -> list[str]:
+def _tell(groups: dict[tuple[str, str], list[Row]]) -> list[str]:
     """One line for each method and sentence, of the first model that has it."""
     found: dict[tuple[str, str], list[str]] = {}
     for (name, _), (row, *_) in groups.items():

@@ -66,7 +66,7 @@ def heads_measured(source: str, what: str, pixels: int, config: Any, most: float
     return _FEW_HEADS if at_once is None or (at_once == HEADS and needed * max(_FEW_HEADS) <= most) else ()
 
 
-def planned(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+def plan_cases(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Row's key -> case, those of a source together, the small pictures first."""
     config, cases = preset(options.preset), {}
     named = options.sources or [name for name, one in SOURCES.items() if one.checkout]
@@ -114,7 +114,7 @@ def execute(options: argparse.Namespace, command: str) -> int:
     if nowhere:
         raise ValueError(f"{nowhere[0]} needs {SOURCES[nowhere[0]].host}_DIR in the environment, the folder of a "
                          "checkout")
-    plan = planned(options)
+    plan = plan_cases(options)
     settings = {name: getattr(options, name) for name in ("preset", "free", "most")}
     described = results.describe("cpu")
     described["device"]["threads"] = 1  # of the processes that measure

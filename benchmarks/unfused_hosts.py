@@ -168,11 +168,11 @@ def _of_comfyui() -> Loaded:
 
     transformer = attention.SpatialTransformer(CHANNELS, HEADS, WIDTH, context_dim=CONTEXT, **own)
     return Loaded(OneBlock(transformer), lambda heads: attention.CrossAttention(
-        CHANNELS, heads=heads, dim_head=WIDTH, **own), say_free, tomesd=_patched_by_comfyui)  # fmt: skip
+        CHANNELS, heads=heads, dim_head=WIDTH, **own), say_free, tomesd=_patch_by_comfyui)  # fmt: skip
 
 
 @contextmanager
-def _patched_by_comfyui(unet: OneBlock) -> Iterator[None]:
+def _patch_by_comfyui(unet: OneBlock) -> Iterator[None]:
     """ComfyUI's own node, which merges half of the queries and keeps every key: tomesd does not know its blocks."""
     patches = unet.patches
     model = types.SimpleNamespace(
@@ -232,7 +232,7 @@ def put_on(loaded: Loaded, what: str, preset: str) -> Iterator[Callable[[float],
                 raise RuntimeError(f"nothing merged: {merging.report()}")
 
 
-def measured(loaded: Loaded, case: dict[str, Any]) -> dict[str, Any]:
+def measure(loaded: Loaded, case: dict[str, Any]) -> dict[str, Any]:
     """peak_mib: the highest of its calls, beyond the model; seconds: processor time of each."""
     block = next(module for module in loaded.unet.modules() if type(module).__name__ == "BasicTransformerBlock")
     block.attn1 = loaded.attention(case["heads"])
@@ -261,7 +261,7 @@ def main() -> None:
     loaded = load(cases[0]["source"])
     for case in cases:
         try:
-            answer = measured(loaded, case)
+            answer = measure(loaded, case)
         except CallFailed as error:
             answer = {"failed": str(error)}
         print(f"{ANSWER}{json.dumps(answer)}", flush=True)

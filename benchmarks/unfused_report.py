@@ -60,7 +60,7 @@ def figures(rows: Sequence[Mapping[str, Any]], name: str) -> dict[tuple[str, int
         if what == "late" and early is not None:
             seconds = noisy * early[1] + (1 - noisy) * late[1]
             found[source, pixels, "merged"] = max(early[0], late[0]), seconds, max(early[2], late[2])
-    return dict(sorted({**_computed(found), **found}.items(), key=lambda item: (list(SOURCES).index(item[0][0]),
+    return dict(sorted({**_compute(found), **found}.items(), key=lambda item: (list(SOURCES).index(item[0][0]),
                                                                                  item[0][1])))  # fmt: skip
 
 
@@ -76,7 +76,7 @@ def _of_all_heads(by_heads: dict[int, Mapping[str, Any]]) -> Figures:
     return *(max(at, then) + (HEADS - more) * max(0.0, one) for at, then, one in zip(low, high, each, strict=True)), "*"
 
 
-def _computed(found: dict[tuple[str, int, str], Figures]) -> dict[tuple[str, int, str], Figures]:
+def _compute(found: dict[tuple[str, int, str], Figures]) -> dict[tuple[str, int, str], Figures]:
     """Figures at sizes that did not fit, where two smaller ones were measured."""
     sizes = {pixels for _, pixels, _ in found}
     new = {}

@@ -87,8 +87,8 @@ def _below() -> Iterator[Variant]:
         yield _engine("keys below", _setting(ratio, cell), _kv_rule(ratio, cell, **more))
     for ratio in MLP_BELOW:
         yield _engine("MLP below", str(ratio), {"ratio": 0.0, "deep_mlp": ratio, "levels": BELOW, "use_rand": False})
-    yield Variant("zero below", "attention", variants.zeroed("attn1", BELOW), code="torch")
-    yield Variant("zero below", "MLP", variants.zeroed("ff", BELOW), code="torch")
+    yield Variant("zero below", "attention", variants.zero("attn1", BELOW), code="torch")
+    yield Variant("zero below", "MLP", variants.zero("ff", BELOW), code="torch")
     yield _engine("MLP at the finest", "0.5", {"ratio": 0.5, "merge_attn": False, "merge_mlp": True, "use_rand": False})
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import tome_core
 from benchmarks import networks
-from benchmarks.networks import KINDS, TRANSFORMER, answered, at_each_call, finest_blocks, kind_of
+from benchmarks.networks import KINDS, TRANSFORMER, answer_by, at_each_call, finest_blocks, kind_of
 from benchmarks.reference import Recipe, SequenceReference, as_toma, in_unet
 from tome_core.attention import correction
 from tome_core.model.families import find_blocks
@@ -119,7 +119,7 @@ def smallest(ratio: float) -> PutOn:
     @contextmanager
     def put_on(unet: nn.Module, seed: int) -> Iterator[None]:
         attentions = [place.block.attn1 for place in finest_blocks(unet)]
-        with answered({one: partial(_attend_smallest, one, ratio) for one in attentions}):
+        with answer_by({one: partial(_attend_smallest, one, ratio) for one in attentions}):
             yield
 
     return put_on
@@ -132,7 +132,7 @@ def _attend_smallest(attention: nn.Module, ratio: float, x: torch.Tensor, **more
     return type(attention).forward(attention, x, **more)
 
 
-def zeroed(part: str, levels: tuple[int, ...]) -> PutOn:
+def zero(part: str, levels: tuple[int, ...]) -> PutOn:
     """Nothing comes out of this part of the blocks at these levels, 0 the finest."""
 
     @contextmanager

@@ -36,7 +36,7 @@ class _CrossAttention(tome_core.attention.ForwardOnStandIn):
         home = type(module).forward.__globals__
         override = (kwargs.get("transformer_options") or {}).get(OVERRIDE)
         if override is not None:
-            return adds_a_mask(chosen_by(override), home)
+            return adds_a_mask(find_chosen(override), home)
         function = home.get("optimized_attention")
         return function is home.get("optimized_attention_masked") and adds_a_mask(function, home)
 
@@ -62,7 +62,7 @@ def adds_a_mask(function: Any, home: dict[str, Any] | None = None) -> bool:
     return False
 
 
-def chosen_by(override: Any) -> Any | None:
+def find_chosen(override: Any) -> Any | None:
     """The attention that an override calls with everything it is given; None where that is not known.
 
     ComfyUI's own (ModelPatcher.set_model_optimized_attention, which its ModelAttentionBackend uses) does.
@@ -77,12 +77,12 @@ def function_in_force(unet: nn.Module, options: dict) -> str:
     """What tells the attention of a UNet's calls from all others. options: the calls' transformer_options."""
     override = options.get(OVERRIDE)
     if override is not None:
-        return " ".join(_name_of(one) for one in (override, chosen_by(override)) if one is not None)
+        return " ".join(_name_of(one) for one in (override, find_chosen(override)) if one is not None)
     attention = getattr(tome_core.model.families.find_blocks(unet)[0].block, "attn1", None)
     return _name_of(getattr(type(attention).forward, "__globals__", {}).get("optimized_attention"))
 
 
-def told(options: dict) -> dict[str, Any]:
+def tell(options: dict) -> dict[str, Any]:
     """What of a call's transformer_options decides its attention, as a keyword of the UNet's forward."""
     override = options.get(OVERRIDE)
     return {} if override is None else {"transformer_options": {OVERRIDE: override}}

@@ -85,7 +85,7 @@ class BranchMerging:
         self._begin()
         sigmas = _argument(*_SIGMAS, args, kwargs)
         sampling = Sampling(_argument(*_SAMPLER, args, kwargs), sigmas, _argument(*_NOISE, args, kwargs))
-        args, kwargs = _replaced(*_CALLBACK, sampling.hear(_argument(*_CALLBACK, args, kwargs)), args, kwargs)
+        args, kwargs = _replace(*_CALLBACK, sampling.hear(_argument(*_CALLBACK, args, kwargs)), args, kwargs)
         outer, self._sampling = self._sampling, sampling
         stopped = False
         try:
@@ -155,7 +155,7 @@ class BranchMerging:
             self._tell_time(handle, model.model_sampling, x, t, options)
         if isinstance(handle, SequenceMerging):
             changed = transformers.options_with(handle, model.diffusion_model, x, t, options, self._slot)
-            args, kwargs = _replaced(*_OPTIONS, changed, args, kwargs)
+            args, kwargs = _replace(*_OPTIONS, changed, args, kwargs)
             answer = executor(*args, **kwargs)
         else:
             with handle.merging():
@@ -179,7 +179,7 @@ class BranchMerging:
                     handle.attention_function = attentions.function_in_force(unet, options)
                     handle.attach()
                 if handle not in self._called:
-                    self._called[handle] = attentions.told(options)
+                    self._called[handle] = attentions.tell(options)
                 return handle
         except (tome_core.UnsupportedModelError, TypeError) as error:
             self._strangers[id(model)] = f"stepped aside: {error}"
@@ -244,7 +244,7 @@ def _argument(place: int, name: str, args: tuple, kwargs: dict) -> Any:
     return args[place] if len(args) > place else kwargs.get(name)
 
 
-def _replaced(place: int, name: str, value: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+def _replace(place: int, name: str, value: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """The arguments with this one instead, where it was: by place, else by name."""
     if len(args) > place:
         return (*args[:place], value, *args[place + 1 :]), kwargs

@@ -32,14 +32,14 @@ def attach(patcher: Any, apply_model: Callable, outer_sample: Callable) -> None:
 
 def detach(patcher: Any) -> bool:
     """Take our wrappers off a ModelPatcher, and nothing else. True where there were some."""
-    found = attached(patcher) is not None
+    found = find_attached(patcher) is not None
     if can_wrap(patcher):
         for kind in (APPLY_MODEL, OUTER_SAMPLE):
             patcher.remove_wrappers_with_key(kind, KEY)
     return found
 
 
-def attached(patcher: Any) -> Any | None:
+def find_attached(patcher: Any) -> Any | None:
     """The object whose methods `attach` put on; None where there is none."""
     wrappers = getattr(patcher, "wrappers", {}).get(APPLY_MODEL, {}).get(KEY, [])
     return getattr(wrappers[-1], "__self__", None) if wrappers else None

@@ -54,7 +54,7 @@ def config_of(strength: Any, start: Any, end: Any, settings: Any = None, layout:
         config = settings
     else:
         raise TypeError(f"settings is {type(settings).__name__}; connect a ToMe Settings node, or leave it open")
-    config = form.changed(config, {"start": start, "end": end})
+    config = form.change(config, {"start": start, "end": end})
     return None if config.is_off else config
 
 

@@ -18,7 +18,7 @@ class _Stopped(Exception):
 def measure(handle: Any, told: dict[str, Any]) -> str:
     """For calls as a sampling's latest, where nobody has yet: a sentence on what was found, "" where it was known.
 
-    handle: whose wraps are off. told: of `attentions.told`, for such a call. Never fails.
+    handle: whose wraps are off. told: of `attentions.tell`, for such a call. Never fails.
     """
     if not hasattr(handle, "measure_latest"):
         return "the gain was not measured: that is done with UNets alone"

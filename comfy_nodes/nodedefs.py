@@ -20,7 +20,7 @@ _HEAD = "| input | what it does |\n|---|---|\n"
 
 def english() -> dict[str, Any]:
     """What belongs into nodeDefs.json: names, descriptions and tooltips of every node."""
-    return {name: _described(node) for name, node in NODE_CLASS_MAPPINGS.items()}
+    return {name: _describe(node) for name, node in NODE_CLASS_MAPPINGS.items()}
 
 
 def inputs_of(node: Any) -> dict[str, tuple]:
@@ -29,7 +29,7 @@ def inputs_of(node: Any) -> dict[str, tuple]:
     return {**types["required"], **types.get("optional", {})}
 
 
-def _described(node: Any) -> dict[str, Any]:
+def _describe(node: Any) -> dict[str, Any]:
     names = getattr(node, "RETURN_NAMES", node.RETURN_TYPES)
     return {
         "display_name": node.DISPLAY_NAME,
@@ -45,11 +45,11 @@ def _described(node: Any) -> dict[str, Any]:
     }
 
 
-def completed(translated: Any, wanted: Any) -> Any:
+def complete(translated: Any, wanted: Any) -> Any:
     """The translation with what is wanted and nothing else: in English, and in its order, where it is not there."""
     if not isinstance(wanted, dict):
         return translated
-    return {key: completed(translated.get(key, one), one) for key, one in wanted.items()}
+    return {key: complete(translated.get(key, one), one) for key, one in wanted.items()}
 
 
 def help_page(page: str) -> str:
@@ -76,7 +76,7 @@ def main() -> None:
     PATH.write_text(text(), encoding="utf-8")
     for path in LOCALES.glob("*/nodeDefs.json"):
         translated = json.loads(path.read_text(encoding="utf-8"))
-        path.write_text(text(completed(translated, english())), encoding="utf-8")
+        path.write_text(text(complete(translated, english())), encoding="utf-8")
     HELP_PAGE.write_text(help_page(HELP_PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 

@@ -75,14 +75,14 @@ class ApplyToMe:
             config = inputs.config_of(strength, start, end, settings, layout_of(clone.model))
         except (TypeError, ValueError) as error:  # another model, a start after the end, or a linked value
             problem = error
-        dropped = _dropped(self, prompt, unique_id)
+        dropped = _list_dropped(self, prompt, unique_id)
         if config is None:
             text = f"ToMe stepped aside, the model is unchanged: {problem}" if problem else OFF_TEXT
             host.say("\n".join([text, *dropped]), unique_id)
             return (clone,)
         asked = f"strength {strength}" if settings is None else "the settings connected, in the strength's place"
         unet, beside = clone.model.diffusion_model, [asked, *dropped]
-        merging = BranchMerging(config, unique_id, unet, beside, lambda: _asked_for(unique_id))
+        merging = BranchMerging(config, unique_id, unet, beside, lambda: _find_asked(unique_id))
         host.attach(clone, merging.apply_model, merging.outer_sample)
         return (clone,)
 
@@ -109,7 +109,7 @@ class ToMeSettings:
     def settings(self, unique_id: Any = None, prompt: Any = None, **values: Any) -> tuple[Any]:
         """The settings, without those that the engine refuses, which the node then says."""
         config, left_out = inputs.form.settle(values)
-        dropped = _dropped(self, prompt, unique_id)
+        dropped = _list_dropped(self, prompt, unique_id)
         if left_out or dropped:
             host.say(f"ToMe Settings, left out: {'. '.join([*left_out, *dropped])}", unique_id)
         return (config,)
@@ -182,25 +182,25 @@ class ToMePreview:
         measure: looked at by ApplyToMe, in the prompt, when it samples.
         """
         pictures = _background(model, image, latent)
-        merging = host.attached(model)
+        merging = host.find_attached(model)
         maps = merging.maps() if merging is not None else {}
         if maps:
             drawn = [_panels(one, number, len(pictures), maps) for number, one in enumerate(pictures)]
         else:
-            drawn = [picture.titled(one, NO_MAPS) for one in pictures]
+            drawn = [picture.add_title(one, NO_MAPS) for one in pictures]
         lines, reports = ([], ()) if merging is None else (merging.lines(), (merging.report().as_data(),))
         text = "\n".join([*(() if maps else (NO_MAPS,)), *lines])
         host.show(text, unique_id)
         return {"ui": {"text": (text,), "tome_report": reports}, "result": (torch.stack(drawn), text)}
 
 
-def _asked_for(unique_id: Any) -> Asked:
+def _find_asked(unique_id: Any) -> Asked:
     """By the previews behind an ApplyToMe. A linked `measure` is not known before its node runs, and asks nothing."""
     previews = host.previews_of(unique_id, "ToMePreview")
     return Asked(maps=bool(previews), gain=any(given.get("measure") is True for given in previews))
 
 
-def _dropped(node: Any, prompt: Any, unique_id: Any) -> list[str]:
+def _list_dropped(node: Any, prompt: Any, unique_id: Any) -> list[str]:
     """A line on inputs of the prompt that this version's node does not have."""
     types = node.INPUT_TYPES()
     unknown = host.unknown_inputs(prompt, unique_id, {**types["required"], **types["optional"]})

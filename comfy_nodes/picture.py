@@ -23,10 +23,10 @@ def panel(picture: torch.Tensor, grid: Any, group: torch.Tensor, title: str) -> 
     sizes = torch.bincount(group)
     merged = (sizes[cells] > 1).unsqueeze(-1)
     drawn = torch.where(merged, _means(picture, cells, len(sizes))[cells], picture)
-    return titled(drawn * _borders(cells), title)
+    return add_title(drawn * _borders(cells), title)
 
 
-def titled(picture: torch.Tensor, title: str) -> torch.Tensor:
+def add_title(picture: torch.Tensor, title: str) -> torch.Tensor:
     """The picture with a line of text in its upper left corner."""
     from PIL import Image, ImageDraw
 

@@ -47,12 +47,12 @@ class Slot:
         function: ComfyUI's. inner: what another node has put into the slot, which is tried on a few tokens, once.
         described: both, as the engine's `Host`. like: ``[..., d]``, of the device and dtype that it is to serve.
         """
-        chosen = function if inner is None else attentions.chosen_by(inner)
+        chosen = function if inner is None else attentions.find_chosen(inner)
         if chosen is not None:
             return "bias" if attentions.adds_a_mask(chosen) else "plain"
         key = id(function), id(inner), described.form, heads, like.dtype, like.device
         if key not in self._found:  # what has these ids is held, so that nobody else gets them
-            self._found[key] = _tried(described, heads, like), (function, inner)
+            self._found[key] = _try(described, heads, like), (function, inner)
         return self._found[key][0]
 
 
@@ -101,7 +101,7 @@ def _problem(tokens: tuple[int, int, int], mask: Any, grid: Any) -> str | None:
     return "the latent has no grid that is known" if grid is None else None
 
 
-def _tried(described: Any, heads: int, like: torch.Tensor) -> str:
+def _try(described: Any, heads: int, like: torch.Tensor) -> str:
     """Is it attention, and what does it do with a mask? See `Slot.kind`. One that refuses masks adds none."""
     generator = torch.Generator().manual_seed(0)
     width = like.shape[-1] if described.form == sequence.BY_HEAD else like.shape[-1] // heads

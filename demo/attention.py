@@ -79,7 +79,7 @@ def _sharp_half(projection: torch.nn.Linear) -> torch.Tensor:
 
 
 @contextmanager
-def replaced(model: SceneModel, forward: Callable[[Attention, torch.Tensor], torch.Tensor]) -> Iterator[None]:
+def replace(model: SceneModel, forward: Callable[[Attention, torch.Tensor], torch.Tensor]) -> Iterator[None]:
     """Within, `forward(attention, x)` runs in place of each level-0 self-attention."""
     modules = level_0(model)
     for module in modules:
@@ -92,7 +92,7 @@ def replaced(model: SceneModel, forward: Callable[[Attention, torch.Tensor], tor
 
 
 @contextmanager
-def trained(model: SceneModel, keys: slice | None = None) -> Iterator[list[torch.Tensor]]:
+def record_breadths(model: SceneModel, keys: slice | None = None) -> Iterator[list[torch.Tensor]]:
     """Within, each level-0 self-attention says how broad its sharp heads were: adds log shares of keys [n, heads].
 
     keys: the only ones that it looks at, such as `slice(3, None, 8)`, which spares most of a noisy picture's time.
@@ -104,7 +104,7 @@ def trained(model: SceneModel, keys: slice | None = None) -> Iterator[list[torch
         breadths.append(heads.mean(-1) - math.log(x.shape[1]))
         return type(attention).forward(attention, x, None if keys is None else x[:, keys])
 
-    with replaced(model, forward):
+    with replace(model, forward):
         yield breadths
 
 
@@ -138,7 +138,7 @@ def effective_keys(model: SceneModel, pictures: int = 4) -> tuple[float, ...]:
         return type(attention).forward(attention, x)
 
     batch = Scenes(HELD_OUT_SEED, pictures, 2 * model.side)[1]
-    with replaced(model, watch):
+    with replace(model, watch):
         v_loss(model, batch, torch.full((pictures,), TIME), torch.Generator().manual_seed(TIME))
     return tuple(torch.cat(shares).tolist())
 
@@ -146,7 +146,7 @@ def effective_keys(model: SceneModel, pictures: int = 4) -> tuple[float, ...]:
 def loss_rise(model: SceneModel, pictures: int = 16) -> float:
     """Rise of the held-out v-loss, as a share, where level-0 self-attention gives zeros."""
     with_attention = held_out_loss(model, pictures)
-    with replaced(model, lambda attention, x: torch.zeros_like(x)):
+    with replace(model, lambda attention, x: torch.zeros_like(x)):
         return held_out_loss(model, pictures) / with_attention - 1
 
 

@@ -6,7 +6,7 @@ import tome_core
 from demo.source import OnStep, Source
 
 
-def told_times(source: Source, steps: int, merging: tome_core.Patch, on_step: OnStep) -> OnStep:
+def tell_times(source: Source, steps: int, merging: tome_core.Patch, on_step: OnStep) -> OnStep:
     """An `on_step` for one picture: tells the next step's time, then calls the given one; tells the first's at once."""
     times, sampling = iter(source.timesteps(steps) or ()), object()
 

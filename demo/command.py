@@ -75,7 +75,7 @@ def add_model(to: argparse.ArgumentParser) -> None:
     add("--device", metavar="NAME", help="cpu, cuda, mps, ... (default: an accelerator if torch sees one, else cpu)")
 
 
-def checked(options: argparse.Namespace) -> checkpoint.Checkpoint | None:
+def check(options: argparse.Namespace) -> checkpoint.Checkpoint | None:
     """Complete the options and check them together, without torch; gives the user's checkpoint if there is one.
 
     Raises ValueError or OSError with the sentence the user is to read.
@@ -85,7 +85,7 @@ def checked(options: argparse.Namespace) -> checkpoint.Checkpoint | None:
         raise ValueError(f"--pictures {options.pictures} is less than the {len(given)} prompts; "
                          "give at least as many, or leave --pictures out")
     options.pictures = options.pictures or len(given) or PICTURES
-    user = checked_model(options)
+    user = check_model(options)
     if user is None or user.is_embedded:
         for text in given:
             prompt.parse(text)
@@ -93,7 +93,7 @@ def checked(options: argparse.Namespace) -> checkpoint.Checkpoint | None:
     return user
 
 
-def checked_model(options: argparse.Namespace) -> checkpoint.Checkpoint | None:
+def check_model(options: argparse.Namespace) -> checkpoint.Checkpoint | None:
     """What --model and --config name, None without them. Raises ValueError or OSError with the sentence to read."""
     if options.config and not (options.model and options.model.is_file()):
         raise ValueError(f"--config {options.config} belongs to a single-file --model FILE.safetensors; leave it out")
@@ -179,7 +179,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     try:
         try:
-            source = source_of(options, checked(options))
+            source = source_of(options, check(options))
         except (ValueError, OSError) as error:
             print(f"demo: {error}", file=sys.stderr)
             return 2

@@ -37,9 +37,9 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def made_page(options: argparse.Namespace):
+def make_page(options: argparse.Namespace):
     """The page for the model that the options ask for. Raises ValueError or OSError with the sentence to read."""
-    user = command.checked_model(options)
+    user = command.check_model(options)
     source = command.source_of(options, user)
     from demo.page_code import Wanted
     from demo.page_events import Events
@@ -99,7 +99,7 @@ def main(arguments: list[str] | None = None) -> int:
         end_in_order()
         with tempfile.TemporaryDirectory(prefix="tome_page_") as folder:
             os.environ["GRADIO_TEMP_DIR"] = folder  # its pictures go with it
-            serve(made_page(options), options)
+            serve(make_page(options), options)
     except KeyboardInterrupt:
         print("page: stopped.", file=sys.stderr)
     except (ValueError, OSError) as error:

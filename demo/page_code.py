@@ -111,13 +111,13 @@ def from_query(parameters: Mapping[str, str], start: Wanted) -> Wanted:
     asked = {**start.picture, "strength": start.strength, **parameters}
     seed, steps, strength = (_number(str(asked[name])) for name in ("seed", "steps", "strength"))
     changes = {one.name: _read(one, parameters[one.name]) for one in form.FIELDS if one.name in parameters}
-    return Wanted(asked["prompt"], seed, steps, strength, changed(strength, start.layout, changes), start.layout)
+    return Wanted(asked["prompt"], seed, steps, strength, change(strength, start.layout, changes), start.layout)
 
 
-def changed(strength: float, layout: str, changes: Mapping[str, Any]) -> MergeConfig:
+def change(strength: float, layout: str, changes: Mapping[str, Any]) -> MergeConfig:
     """The strength's config with values of the form's in it. Raises ValueError for what is not possible."""
     try:
-        return form.changed(config_of_strength(strength, layout=layout), changes)
+        return form.change(config_of_strength(strength, layout=layout), changes)
     except TypeError as error:
         raise ValueError(str(error)) from None
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from demo.page_code import changed
+from demo.page_code import change
 from tome_core import MergeConfig, form
 from tome_core.settings.presets import SD
 
@@ -48,10 +48,10 @@ def config_of(values: Mapping[str, Any], by_hand: bool, layout: str = SD) -> Mer
     for name, value in given.items():
         if value is None:
             raise ValueError(f"{name}=None is no value; give one such as {form.field(name).default}")
-    return changed(values["strength"], layout, given)
+    return change(values["strength"], layout, given)
 
 
-def blamed(message: str) -> tuple[str, ...]:
+def find_blamed(message: str) -> tuple[str, ...]:
     """The controls that a message names as ``name=value``: the first, and what it clashes with.
 
     What stands after the semicolon is the remedy, which may name others.

@@ -24,7 +24,7 @@ class Point(NamedTuple):
     error: float
 
 
-def measured(folder: Path = RESULTS) -> tuple[Point, ...]:
+def read_measured(folder: Path = RESULTS) -> tuple[Point, ...]:
     """The newest quality result in the folder, from strength 0 up; empty where there is none."""
     found = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("quality-*.json")]
     if not found:

@@ -19,7 +19,7 @@ from demo.page_code import Wanted
 from demo.page_curve import Point
 from demo.page_grid import grid
 from demo.page_plot import plot
-from demo.page_run import DONE, MERGED, WARMING, Shot, Studio, enlarged
+from demo.page_run import DONE, MERGED, WARMING, Shot, Studio, enlarge
 from demo.sheet import difference
 from tome_core import form, strength
 
@@ -63,7 +63,7 @@ class Events:
 
     def __init__(self, studio: Studio, start: Wanted, model: str | None = None) -> None:
         self.studio, self.start, self.model = studio, start, model
-        self.curve = page_curve.measured()
+        self.curve = page_curve.read_measured()
         self._stops: dict[str, threading.Event] = {}
         self._ended = False
 
@@ -99,8 +99,8 @@ class Events:
             strength(values["strength"])
         except ValueError as error:
             return self._complaint(Wrong(str(error), ("strength",)), seen)
-        filled = form.filled(values["strength"], self.start.layout)
-        return _filled(self.touched({**values, **filled}, seen._replace(by_hand=False), address), filled)
+        filled = form.fill(values["strength"], self.start.layout)
+        return _fill(self.touched({**values, **filled}, seen._replace(by_hand=False), address), filled)
 
     def opened(self, query: Mapping[str, str], address: str) -> Parts:
         """The page was opened, perhaps by a link that restores it."""
@@ -112,7 +112,7 @@ class Events:
             says = f'<p role="alert"><strong>{escape(str(error))}. The link was not used.</strong></p>'
             wanted = self.start
         values = _values_of(wanted)
-        shown = _filled(self.touched(values, Seen(by_hand=bool(wanted.changes)), address), values)
+        shown = _fill(self.touched(values, Seen(by_hand=bool(wanted.changes)), address), values)
         return {**shown, "says": says or shown["says"]}
 
     def made(self, values: Values, seen: Seen, session: str) -> Iterator[Parts]:
@@ -152,8 +152,8 @@ class Events:
             now = time.monotonic()
             parts = {"says": _progress(shot, now - began)}
             if shot.unfinished is not None and shot.doing != WARMING and now - sent > SLOW:
-                sent, right = now, enlarged(shot.unfinished)
-                left = right if shot.plain is None else enlarged(shot.plain.picture)
+                sent, right = now, enlarge(shot.unfinished)
+                left = right if shot.plain is None else enlarge(shot.plain.picture)
                 parts |= {"slider": (left, right), "answer": update(visible=True)}
             yield parts
         return None
@@ -168,8 +168,8 @@ class Events:
             "says": '<p role="status">Done.</p>', "answer": update(visible=True),
             "grid": update(visible=len(ways) > 1, value=grid(cells)),
             "figures": f"{named[-1][0]}: {plain.time} without merging, {last.time} with: {last.figures(plain)}",
-            "slider": (enlarged(plain.picture), enlarged(last.picture)),
-            "difference": enlarged(difference(plain.picture, last.picture)),
+            "slider": (enlarge(plain.picture), enlarge(last.picture)),
+            "difference": enlarge(difference(plain.picture, last.picture)),
             "maps": [(picture, title) for title, picture in last.maps],
             "report": "".join(f"<pre>{escape(f'{name}: {made.report}')}</pre>" for name, made in named),
             "plot": plot(self.curve, _on_curve(wanted), runs), "seen": seen._replace(wrong=(), runs=runs),
@@ -198,7 +198,7 @@ class Events:
             layout = self.start.layout
             return Wanted(*picture, values["strength"], controls.config_of(values, by_hand, layout), layout)
         except ValueError as error:
-            raise Wrong(str(error), controls.blamed(str(error))) from None
+            raise Wrong(str(error), controls.find_blamed(str(error))) from None
 
     def _check_prompt(self, text: Any) -> None:
         if not isinstance(text, str):
@@ -257,7 +257,7 @@ def _plain(value: Any) -> str:
     return text if len(text) <= 40 else f"{text[:40]}..."
 
 
-def _filled(parts: Parts, values: Values) -> Parts:
+def _fill(parts: Parts, values: Values) -> Parts:
     """The parts, with values put into the controls."""
     return {**parts, **{name: {**update(value=value), **parts.get(name, {})} for name, value in values.items()}}
 

@@ -131,13 +131,13 @@ class Page:
 
     def _quick(self, answer: Answer) -> Callable[..., dict[Any, Any]]:
         def heard(request: gr.Request, seen: Seen, *given: Any) -> dict[Any, Any]:
-            return self._told(answer(_named(given), seen, _address(request)))
+            return self._told(answer(_name(given), seen, _address(request)))
 
         return heard
 
     def _long(self, answer: Answer) -> Callable[..., Iterator[dict[Any, Any]]]:
         def heard(request: gr.Request, seen: Seen, *given: Any) -> Iterator[dict[Any, Any]]:
-            for found in answer(_named(given), seen, request.session_hash):
+            for found in answer(_name(given), seen, request.session_hash):
                 yield self._told(found)
 
         return heard
@@ -152,7 +152,7 @@ class Page:
         return self._told(self.events.opened(dict(request.query_params), _address(request)))
 
 
-def _named(given: tuple[Any, ...]) -> dict[str, Any]:
+def _name(given: tuple[Any, ...]) -> dict[str, Any]:
     return dict(zip(NAMES, given, strict=True))
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 import tome_core
 from demo import page_map
-from demo.clock import told_times
+from demo.clock import tell_times
 from demo.likeness import gradient_energy, psnr, squared_error
 from demo.page_code import Wanted
 from demo.page_curve import Point
@@ -137,18 +137,18 @@ def _compare(source: Source, wanted: Wanted, configs: Configs, tell: Tell) -> No
     plain = _one(source, wanted, replace(warming, doing=PLAIN, steps=wanted.steps), tell)
     shot = Shot(MERGED, 0, wanted.steps, len(configs), plain=plain)
     for config in configs:
-        shot = replace(shot, merged=(*shot.merged, _merged(source, wanted, config, shot, tell)))
+        shot = replace(shot, merged=(*shot.merged, _merge(source, wanted, config, shot, tell)))
     tell(replace(shot, doing=DONE, step=wanted.steps))
 
 
-def _merged(source: Source, wanted: Wanted, config: tome_core.MergeConfig, shot: Shot, tell: Tell) -> Made:
+def _merge(source: Source, wanted: Wanted, config: tome_core.MergeConfig, shot: Shot, tell: Tell) -> Made:
     with tome_core.patch(source.target, config, host_clock=True) as merging:
         merging.keep_maps()
         # what a first call makes ready is none of the picture's time
         _one(source, replace(wanted, steps=1), shot, lambda _: tell(shot), merging)
         merging.reset_counts()
         made = _one(source, wanted, shot, tell, merging)
-        maps = tuple(_drawn(made.picture, merging.maps(), source.prompt_row))
+        maps = tuple(_draw(made.picture, merging.maps(), source.prompt_row))
         return replace(made, report=str(merging.report()), maps=maps)
 
 
@@ -162,7 +162,7 @@ def _one(source: Source, wanted: Wanted, shot: Shot, tell: Tell, merging: tome_c
     def on_step() -> None:
         tell(replace(shot, step=next(steps), unfinished=latest[0]))
 
-    heard = on_step if merging is None else told_times(source, wanted.steps, merging, on_step)
+    heard = on_step if merging is None else tell_times(source, wanted.steps, merging, on_step)
     on_cpu = source.device.type == "cpu"
     clock = time.process_time if on_cpu else time.perf_counter
     began = clock()
@@ -170,15 +170,15 @@ def _one(source: Source, wanted: Wanted, shot: Shot, tell: Tell, merging: tome_c
     return Made(made, max(clock() - began, _TICK), on_cpu)
 
 
-def enlarged(picture: np.ndarray) -> np.ndarray:
+def enlarge(picture: np.ndarray) -> np.ndarray:
     """The picture as the page shows it: small ones by whole multiples, large ones as they are."""
     times = max(1, LARGEST // max(picture.shape[:2]))
     return picture.repeat(times, 0).repeat(times, 1)
 
 
-def _drawn(picture: np.ndarray, maps: dict[int, tome_core.running.call.MergeMap], row: int):
+def _draw(picture: np.ndarray, maps: dict[int, tome_core.running.call.MergeMap], row: int):
     """Each level's map; row: the prompt's in the model's batch."""
     for level, found in sorted(maps.items()):
         group = found.group[row if len(found.group) > 1 else 0]
         title = f"Level {level}: {len(group)} tokens became {found.num_groups}"
-        yield title, page_map.mosaic(enlarged(picture), found.grid[:2], group.cpu().numpy())
+        yield title, page_map.mosaic(enlarge(picture), found.grid[:2], group.cpu().numpy())

@@ -10,7 +10,7 @@ from statistics import mean, median
 import numpy as np
 
 import tome_core
-from demo.clock import told_times
+from demo.clock import tell_times
 from demo.likeness import gradient_energy, psnr
 from demo.source import OnStep, Source
 from tome_core.settings.presets import DEFAULT, MARKS
@@ -52,7 +52,7 @@ def make(source: Source, order: Order, steps: int, strength: float | None, on_st
     if strength is None:
         return source.picture(order.prompt, order.seed, steps, on_step), ""
     with tome_core.patch(source.target, strength=strength, host_clock=True) as handle:
-        picture = source.picture(order.prompt, order.seed, steps, told_times(source, steps, handle, on_step))
+        picture = source.picture(order.prompt, order.seed, steps, tell_times(source, steps, handle, on_step))
         return picture, handle.report()
 
 

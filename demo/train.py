@@ -82,7 +82,7 @@ def train_step(state: TrainingState, batch: Batch, seed: int, composition: bool 
     times = draw(len(batch.pictures), generator)
     whole = batch.pictures.shape[-1] == 2 * state.model.side
     keys = slice(state.step % FEWER, None, FEWER) if composition and whole else None
-    with attention.trained(state.model, keys) as breadths:
+    with attention.record_breadths(state.model, keys) as breadths:
         loss = loss_of(state.model, batch, times, generator)
     (loss + STAY_SHARP * attention.broadness(breadths, times) if breadths else loss).backward()
     if not torch.nn.utils.clip_grad_norm_(state.model.parameters(), 1.0).isfinite():
@@ -158,7 +158,7 @@ def begin_with(model: scene_model.SceneModel, other: scene_model.SceneModel) -> 
     print(f"{len(alike)} of {len(weights)} tensors begin as in the given weights")
 
 
-def prepared(options: argparse.Namespace) -> TrainingState:
+def prepare(options: argparse.Namespace) -> TrainingState:
     """The state to go on from: the saved one, else new. Raises ValueError or OSError with a sentence to read."""
     for name in ("coarse", "crops"):
         if not 0 <= getattr(options, name) < 1:
@@ -200,7 +200,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Train; gives the exit code: 0 done, 1 no number any more, 2 wrong options, 130 stopped (the run is kept)."""
     options = parser().parse_args(arguments)
     try:
-        state = prepared(options)
+        state = prepare(options)
     except (ValueError, OSError) as error:
         print(f"demo.train: {error}", file=sys.stderr)
         return 2

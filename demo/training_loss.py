@@ -63,15 +63,15 @@ class Scenes:
 
 def stratified_times(n: int, generator: torch.Generator) -> torch.Tensor:
     """`n` time steps in 0..999, one in each n-th of the range: evens the loss out between steps."""
-    return (_stratified(n, generator) * 1000).long()
+    return (_stratify(n, generator) * 1000).long()
 
 
 def noisy_times(n: int, generator: torch.Generator) -> torch.Tensor:
     """The same, but the more often the noisier: there it is decided where things stand."""
-    return (_stratified(n, generator) ** (1 / 3) * 1000).long().clamp(max=999)
+    return (_stratify(n, generator) ** (1 / 3) * 1000).long().clamp(max=999)
 
 
-def _stratified(n: int, generator: torch.Generator) -> torch.Tensor:
+def _stratify(n: int, generator: torch.Generator) -> torch.Tensor:
     return (torch.rand(1, generator=generator) + torch.arange(n) / n) % 1
 
 

@@ -34,7 +34,7 @@ def _panel(picture: Image.Image, level: int, found: Any, sample: int) -> Image.I
     mask = Image.new("L", size)
     mask.putdata([int(one * _STRENGTH * 255) for one in merged.tolist()])
     drawn = picture.convert("RGB")
-    drawn.paste(_enlarged(colours.convert("RGB"), drawn), (0, 0), _enlarged(mask, drawn))
+    drawn.paste(_enlarge(colours.convert("RGB"), drawn), (0, 0), _enlarge(mask, drawn))
     text = f"ToMe level {level}: {group.shape[0]} -> {found.num_groups} tokens"
     pen = ImageDraw.Draw(drawn)
     pen.rectangle((0, 0, pen.textlength(text) + 8, 16), fill=(0, 0, 0))
@@ -42,5 +42,5 @@ def _panel(picture: Image.Image, level: int, found: Any, sample: int) -> Image.I
     return drawn
 
 
-def _enlarged(image: Image.Image, like: Image.Image) -> Image.Image:
+def _enlarge(image: Image.Image, like: Image.Image) -> Image.Image:
     return image.resize(like.size, Image.Resampling.NEAREST)

@@ -59,7 +59,7 @@ def base_of(value: float, layout: str = SD, version: int = VERSION) -> dict[str,
     return form.values_of(strength(value, version, layout))
 
 
-def filled_in(own: Mapping[str, Any], value: float, layout: str) -> dict[str, Any]:
+def fill_in(own: Mapping[str, Any], value: float, layout: str) -> dict[str, Any]:
     """What the fields were filled in with for a strength, before an expert set these of them otherwise.
 
     layout: of the model that is loaded now, which may have been another then, or none: a webui begins with SD's. So it
@@ -86,7 +86,7 @@ def read(
     _check_dial(dial)
     own = {name: given[name] for name in form.NAMES if given.get(name) is not None}
     deviating = _deviating(own, given, layout) | {name: value for name, value in plot.items() if name in form.NAMES}
-    return _settled(Wish(True, float(dial["strength"]), dial["where"]), deviating, layout)
+    return _settle(Wish(True, float(dial["strength"]), dial["where"]), deviating, layout)
 
 
 def wish_of(
@@ -95,10 +95,10 @@ def wish_of(
     """A wish by a table's version; with today's table it makes the same pictures. Raises as `read` does."""
     _check_dial({"enabled": True, "strength": value, "where": where})
     old = {} if version == VERSION else base_of(value, layout, version)
-    return _settled(Wish(True, float(value), where), old | dict(changes), layout)
+    return _settle(Wish(True, float(value), where), old | dict(changes), layout)
 
 
-def _settled(wish: Wish, changes: Mapping[str, Any], layout: str) -> Wish:
+def _settle(wish: Wish, changes: Mapping[str, Any], layout: str) -> Wish:
     """The wish with those changes that are possible and change something."""
     base = base_of(wish.strength, layout)
     config, left_out = form.settle(base | dict(changes))
@@ -136,7 +136,7 @@ def _deviating(own: Mapping[str, Any], given: Mapping[str, Any], layout: str) ->
     if given.get(OWN) is not True:
         return {}
     try:
-        base = filled_in(own, given.get(FILLED_FOR), layout)
+        base = fill_in(own, given.get(FILLED_FOR), layout)
     except ValueError:  # nobody filled anything in
         return dict(own)
     return {name: value for name, value in own.items() if value != base[name]}

@@ -49,7 +49,7 @@ def best_keys_code(target, dtype, rows, bias, keys=torch.float32):
     )  # fmt: skip
 
 
-PRODUCTS = {"first_order", "answered", "ridge", "corrected"}
+PRODUCTS = {"first_order", "answer_few", "ridge", "correct"}
 
 
 def rest(target, dtype):
@@ -72,20 +72,21 @@ def rest(target, dtype):
         made["segments"] = code(groups._segments, target, group="*i64", order="*i64", offsets="*i64", sizes="*fp32",
                                 logs="*fp32", rounded="*bf16", empty="fp32", TOKENS=groups._COUNTED_TOKENS,
                                 GROUPS=groups._COUNTED_GROUPS)
-        made["placed"] = code(groups._placed, target, score="*fp32", index="*i64", sources="*i64", destinations="*i64",
-                              group="*i64", representative="*i64", PLACES=groups._PLACED, OTHERS=groups._OTHERS)
+        made["place_tokens"] = code(groups._place, target, score="*fp32", index="*i64", sources="*i64",
+                                    destinations="*i64", group="*i64", representative="*i64", PLACES=groups._PLACED,
+                                    OTHERS=groups._OTHERS)
         return made
     made["first_order"] = code(more._first_order, target, keys=pointer, values=pointer, group="*i64", means="*fp32",
                                found="*fp32", scale="fp32", keys_channel=1, values_channel=1, width=40,
                                PARTS=own.parts_of(dtype, torch.float32), WIDTH=64, TOKENS=more._TOKENS)  # fmt: skip
-    made["answered"] = code(more._answered, target, q=pointer, rows="*i64", keys=pointer, values=pointer,
+    made["answer_few"] = code(more._answer_few, target, q=pointer, rows="*i64", keys=pointer, values=pointer,
                             merged_keys=pointer, merged_values=pointer, bias=pointer, merged="*fp32", full="*fp32",
                             logs="*fp32", scale="fp32", q_channel=1, keys_channel=1, values_channel=1, width=40,
                             QUERIES=more._TOKENS, WIDTH=64, TOKENS=more._TOKENS)  # fmt: skip
     made["ridge"] = code(more._ridge, target, 8, q=pointer, rows="*i64", merged="*fp32", full="*fp32", logs="*fp32",
                          first="*fp32", matrix=pointer, constant=pointer, q_channel=1, width=40, WIDTH=64,
                          UNKNOWNS=128, QUERIES=more._QUERIES)  # fmt: skip
-    made["corrected"] = code(more._corrected, target, out=pointer, q=pointer, matrix=pointer, constant=pointer,
+    made["correct"] = code(more._correct, target, out=pointer, q=pointer, matrix=pointer, constant=pointer,
                              to=pointer, out_channel=1, q_channel=1, width=40, WIDTH=64, TOKENS=more._TOKENS)
     return made
 

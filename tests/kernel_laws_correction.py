@@ -13,7 +13,7 @@ from tests import kernel_harness
 from tests.kernel_harness import DEVICE, DTYPES, close, noise
 from tome_core import MergePlan
 from tome_core.attention.core import add_correction
-from tome_core.attention.correction import Correction, _attended, _by_head, _ridge, first_order, fit_correction
+from tome_core.attention.correction import Correction, _attend, _by_head, _ridge, first_order, fit_correction
 from tome_core.merging import kernels
 
 used = kernel_harness.used  # a fixture, around every test
@@ -58,7 +58,7 @@ def test_queries_are_answered_as_attention_answers_them(heads, width, tokens, dt
     bias, asked = plan.logits_in(dtype), q[:, rows[0]]
     strided = [torch.cat(made, -1)[..., side * heads * width :][..., : heads * width] for side in (0, 1)]
     found, again = (
-        kernels.answered(q, rows[0], *both, *pair, bias, heads, width**-0.5) for both in (made, strided)
+        kernels.answer_few(q, rows[0], *both, *pair, bias, heads, width**-0.5) for both in (made, strided)
     )
     assert all(map(torch.equal, found, again))
     merged, _ = answers(asked, *pair, heads, bias[:, None, None])
@@ -78,13 +78,13 @@ def test_a_correction_is_that_of_float64(heads, width, tokens, dtype, used):
     """
     q, rows, made, plan = attention(heads, width, tokens, dtype)
     (correction, merged, _), scale = fit_correction(q, made, plan, heads, width**-0.5, rows), width**-0.5
-    assert {"first_order", "answered", "ridge"} <= set(used)
+    assert {"first_order", "answer_few", "ridge"} <= set(used)
     assert all(map(torch.equal, merged, plan.merge_pair(*made))) and correction.matrix.dtype == dtype
     with kernels.without():
         exact = fit_correction(q.double(), [one.double() for one in made], plan, heads, scale, rows).correction
     bias = plan.logits_in(dtype)[:, None, None].double()
     asked = q[:, rows[0]].double()
-    answers = _attended(_by_head(asked, heads), *(one.double() for one in merged), heads, scale, bias)
+    answers = _attend(_by_head(asked, heads), *(one.double() for one in merged), heads, scale, bias)
     answers = answers.transpose(1, 2).flatten(2)
     given, expected = (
         add_correction(answers, asked, Correction(*(part.double() for part in one))) - answers
@@ -120,7 +120,7 @@ def test_it_is_added_as_torch_adds_it(heads, width, tokens, dtype, used):
     q, out = noise(2, tokens, heads * width, dtype=dtype), noise(2, tokens, heads * width, seed=1, dtype=dtype)
     matrix, constant = (noise(2 * heads, rows, width, seed=rows, dtype=dtype) * 0.2 for rows in (2 * width, 1))
     found = add_correction(out, q, Correction(matrix, constant))
-    assert used == ["corrected"] and found.is_contiguous()
+    assert used == ["correct"] and found.is_contiguous()
     with kernels.without():
         plain = add_correction(out.double(), q.double(), Correction(matrix.double(), constant.double()))
     close(found, plain, dtype, 2.0)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import case_pictures, cases, cases_report, results
-from benchmarks.case_pictures import CASES, HYPER_TIME, SOLVERS, Asked, Case, draw, enlarged
+from benchmarks.case_pictures import CASES, HYPER_TIME, SOLVERS, Asked, Case, draw, enlarge
 from demo import model, prompt, sampler
 from tests import tiny_scenes
 from tome_core import strength
@@ -107,7 +107,7 @@ def test_inpainting_keeps_what_is_not_painted(tiny, solver):
 def test_an_image_pass_of_no_noise_is_the_scene_enlarged(tiny, monkeypatch):
     """Its noise left out and the model asked for nothing, what it begins with is what comes out."""
     case = Case("hires", 10, denoise=0.3, scale=2)
-    begun = enlarged(tiny, a_scene(), 2)
+    begun = enlarge(tiny, a_scene(), 2)
     assert begun.shape[-1] == 2 * SIDE
     monkeypatch.setattr(case_pictures, "SOLVERS", {case.solver: lambda *_: _Idle()})
     (picture,) = draw(tiny, case, asked(1))
@@ -143,8 +143,8 @@ def test_tiles_cover_the_picture_and_overlaps_are_means():
 
 
 def test_marks_promise_the_shares_of_their_table():
-    assert cases_report.promised("balanced") == pytest.approx(0.0625, rel=1e-3)
-    assert cases_report.promised("max") == 1 / 64 == 1 - strength(1).rules[0].ratio
+    assert cases_report.expect("balanced") == pytest.approx(0.0625, rel=1e-3)
+    assert cases_report.expect("max") == 1 / 64 == 1 - strength(1).rules[0].ratio
 
 
 def run(arguments: list[str], output: Path) -> results.Record:

@@ -15,7 +15,7 @@ TABLES = {page: re.findall(r"<!-- table ([\w-]+): .*?<!-- end of table -->", tex
 
 @pytest.mark.parametrize("name", PAGES)
 def test_a_pages_tables_are_those_of_the_results(name):
-    assert doc_tables.filled(PAGES[name]) == PAGES[name], "run: python -m benchmarks.doc_tables --write"
+    assert doc_tables.fill(PAGES[name]) == PAGES[name], "run: python -m benchmarks.doc_tables --write"
 
 
 def test_every_table_is_on_a_page_and_the_readme_shows_strength():
@@ -30,7 +30,7 @@ def test_no_marker_is_without_its_end():
 
 def test_a_table_that_there_is_not_is_named():
     with pytest.raises(ValueError, match="no table 'weights'; there are strength, "):
-        doc_tables.filled("<!-- table weights: x -->\n<!-- end of table -->\n")
+        doc_tables.fill("<!-- table weights: x -->\n<!-- end of table -->\n")
 
 
 def test_a_figure_is_the_records():

@@ -60,7 +60,7 @@ def test_tiles_are_squares_of_the_grid_and_come_together_again(tiles):
     grid = torch.arange(SIDE * SIDE, dtype=torch.float32).view(1, -1, 1).repeat(3, 1, 2)
     cut = reference.in_tiles(grid, tiles)
     assert cut.shape == (3 * tiles**2, (SIDE // tiles) ** 2, 2)
-    assert torch.equal(reference.joined(cut, tiles), grid)
+    assert torch.equal(reference.join(cut, tiles), grid)
     first = grid[0, :, 0].view(SIDE, SIDE)[:SIDE // tiles, :SIDE // tiles]
     assert torch.equal(cut[0, :, 0].view_as(first), first)
 

@@ -17,7 +17,7 @@ from benchmarks.speed_measure import Bench, Fleet
 from benchmarks.speed_models import SHAPES, TINY_SHAPES, make_inputs, make_unet, twin
 from benchmarks.speed_plan import Case, Estimate, row_keys
 from benchmarks.speed_summary import summaries
-from benchmarks.speed_variants import CONTROL, IDEAL, NO_ATTENTION, VARIANTS, shown_in
+from benchmarks.speed_variants import CONTROL, IDEAL, NO_ATTENTION, VARIANTS, pick_for
 from tests.speed_records import synthetic
 from tome_core.running import gate
 
@@ -64,7 +64,7 @@ def test_the_smallest_run_measures_every_variant(tmp_path, tiny_grids_pay):
     assert record["versions"]["tomesd"] == "0.1.3" and record["device"]["threads"] == 1
     assert [case.case["what"] for case in summaries(record)] == ["call", "picture"]
     for case in summaries(record):
-        assert list(case.figures) == shown_in(Case(**case.case), list(VARIANTS))
+        assert list(case.figures) == pick_for(Case(**case.case), list(VARIANTS))
         assert all(figure.times[0] > 0 and figure.factor > 0 for figure in case.figures.values())
         assert case.figures[CONTROL].factor == 1
         assert case.figures["ours" if "ours" in case.figures else LATE].operators > case.figures[CONTROL].operators
@@ -212,10 +212,10 @@ def test_a_rehearsal_goes_through_the_whole_plan_of_a_gpu(tmp_path, capsys):
 @pytest.mark.parametrize(("rate", "pieces"), [(3e14, 2), (7e13, 7)])
 def test_the_standard_gpu_run_is_planned_for_a_few_pieces_of_ten_minutes(rate, pieces):
     """On GPUs that do so many operations a second in a UNet, as an H200 and a 4090 are assumed to."""
-    options = speed_options.completed(speed_options.parser("").parse_args(["--dry-run"]))
+    options = speed_options.complete(speed_options.parser("").parse_args(["--dry-run"]))
     options.steps = speed_options.STEPS
-    estimate = Estimate(SHAPES, lambda case: len(shown_in(case, list(VARIANTS))), "cuda", rate)
-    guesses = [estimate.guess(*row) for row in row_keys(speed_options.planned(options), 8).values()]
+    estimate = Estimate(SHAPES, lambda case: len(pick_for(case, list(VARIANTS))), "cuda", rate)
+    guesses = [estimate.guess(*row) for row in row_keys(speed_options.plan_cases(options), 8).values()]
     assert 60 < sum(guesses) < pieces * 60 * speed_options.GPU_MINUTES and max(guesses) < 60 * speed_options.GPU_MINUTES
 
 
@@ -275,7 +275,7 @@ def test_the_ideal_bound_attends_to_half_of_the_tokens():
         return x
 
     x = torch.randn(2, 15, 4)
-    assert speed_variants.half_attended(attention, x).shape == x.shape and seen == [(2, 8, 4)]
+    assert speed_variants.attend_half(attention, x).shape == x.shape and seen == [(2, 8, 4)]
 
 
 @pytest.mark.slow

@@ -181,9 +181,9 @@ def test_pipelines_of_the_table_are_diffusers_own():
 def test_a_node_is_measured_where_a_checkout_is_named_and_else_refused_in_a_sentence(monkeypatch, capsys):
     monkeypatch.setenv("COMFYUI_DIR", "/anywhere")
     options = stacking.parser().parse_args(["--pictures", "1", "--rounds", "1"])
-    assert {name for _, name, _ in stacking.planned(options).values()} >= NODES.keys()
+    assert {name for _, name, _ in stacking.plan_cases(options).values()} >= NODES.keys()
     monkeypatch.delenv("COMFYUI_DIR")
-    assert not {name for _, name, _ in stacking.planned(options).values()} & NODES.keys()
+    assert not {name for _, name, _ in stacking.plan_cases(options).values()} & NODES.keys()
     assert stacking.main(["--beside", "EasyCache"]) == 2
     assert "EasyCache is not there; it needs COMFYUI_DIR" in capsys.readouterr().err
 

@@ -33,7 +33,7 @@ def test_what_does_not_fit_is_measured_with_few_heads_or_not_at_all():
 def test_a_plan_has_no_source_without_a_checkout(monkeypatch, capsys):
     for name in ("COMFYUI_DIR", "WEBUI_DIR"):
         monkeypatch.delenv(name, raising=False)
-    plan = unfused.planned(unfused.parser().parse_args(["--pixels", "512"]))
+    plan = unfused.plan_cases(unfused.parser().parse_args(["--pixels", "512"]))
     assert {case["source"] for case in plan.values()} == {"math"} and len(plan) == 4
     assert unfused.main(["--sources", "comfyui-quad"]) == 2
     assert "COMFYUI_DIR" in capsys.readouterr().err

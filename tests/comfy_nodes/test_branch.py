@@ -23,7 +23,7 @@ def sample(patcher, **options):
 
 
 def the_handle(applied):
-    (handle,) = host.attached(applied)._patches.values()
+    (handle,) = host.find_attached(applied)._patches.values()
     return handle
 
 

@@ -39,8 +39,8 @@ def test_a_prompt_needs_no_input_but_the_model():
     alone = apply_strength(least_checkpoint())
     named = {name: facts["default"] for name, (_, facts) in ApplyToMe.INPUT_TYPES()["optional"].items()
              if "default" in facts}  # fmt: skip
-    assert host.attached(alone).config == host.attached(apply_strength(least_checkpoint(), **named)).config
-    assert host.attached(alone).config == tome_core.strength(STRENGTH)
+    assert host.find_attached(alone).config == host.find_attached(apply_strength(least_checkpoint(), **named)).config
+    assert host.find_attached(alone).config == tome_core.strength(STRENGTH)
     assert queued(ApplyToMe, {})[1] == ["model"]
 
 
@@ -54,7 +54,7 @@ def test_strength_is_the_engines_between_start_and_end(strength):
 @pytest.mark.parametrize("layout, model", [("sd", ldm_of_one_level), ("sdxl", ldm_sdxl)])
 def test_strength_is_that_of_the_models_layout(layout, model):
     merged = apply_strength(ModelPatcher(BaseModel(model().model.diffusion_model)), strength=0.25)
-    assert host.attached(merged).config == tome_core.preset("quality", layout)
+    assert host.find_attached(merged).config == tome_core.preset("quality", layout)
 
 
 def test_the_strengths_help_names_every_mark_and_off():
@@ -65,7 +65,7 @@ def test_the_strengths_help_names_every_mark_and_off():
 def test_strength_0_leaves_the_branch_alone_and_replaces_an_earlier_node(server):
     plain = checkpoint()
     off = apply_strength(apply(plain), strength=0.0)
-    assert host.attached(off) is None and torch.equal(Guider(off).sample(), Guider(plain).sample())
+    assert host.find_attached(off) is None and torch.equal(Guider(off).sample(), Guider(plain).sample())
     assert "off" in server.texts[-1][1]
 
 
@@ -81,9 +81,9 @@ def test_settings_take_the_strengths_place_and_the_report_says_so(server):
     plain = checkpoint()
     (settings,) = ToMeSettings().settings(ratio=0.25)
     one, other = (apply_strength(plain, strength=strength, settings=settings) for strength in (0.0, 1.0))
-    assert host.attached(one).config == host.attached(other).config == MergeConfig(ratio=0.25)
+    assert host.find_attached(one).config == host.find_attached(other).config == MergeConfig(ratio=0.25)
     limited = apply_strength(plain, settings=settings, start=0.5)
-    assert host.attached(limited).config == MergeConfig(ratio=0.25, start_percent=0.5)
+    assert host.find_attached(limited).config == MergeConfig(ratio=0.25, start_percent=0.5)
     Guider(one).sample(steps=1)
     assert "the settings connected, in the strength's place" in server.texts[-1][1]
 
@@ -158,7 +158,7 @@ def test_settings_are_in_their_documented_order_and_none_is_called_seed():
 
 @pytest.mark.parametrize("strength", [0.1, *MARKS.values()])
 def test_the_settings_can_say_all_of_a_strength(strength):
-    values = form.filled(strength)
+    values = form.fill(strength)
     assert ToMeSettings().settings(**values) == (tome_core.strength(strength),)
     assert queued(ToMeSettings, values)[1] == []
 

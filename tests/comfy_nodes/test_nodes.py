@@ -277,7 +277,7 @@ def test_the_preview_has_the_report_for_the_history_of_the_queue_as_text_and_for
     (report,) = shown["ui"]["text"]
     assert report == shown["result"][1] and ToMePreview.OUTPUT_NODE
     assert report.startswith("ToMe: 1 step, ") and "latent /1: 256 tokens -> 128" in report
-    assert shown["ui"]["tome_report"] == (host.attached(applied).report().as_data(),)
+    assert shown["ui"]["tome_report"] == (host.find_attached(applied).report().as_data(),)
     assert server.texts[told:] == [("9", report.replace("\n", host.LINE_BREAK))]
 
 
@@ -293,13 +293,13 @@ def test_maps_are_kept_from_the_first_sampling_after_a_preview_was_added(server)
     """ApplyToMe itself is cached then and does not run again."""
     applied = apply(checkpoint())
     sample(applied, steps=1)
-    assert not host.attached(applied).maps()
+    assert not host.find_attached(applied).maps()
     server.run(PROMPT)
     sample(applied, steps=1)
-    assert host.attached(applied.clone()).maps()
+    assert host.find_attached(applied.clone()).maps()
     server.run({key: node for key, node in PROMPT.items() if key != "9"})
     sample(applied, steps=1)
-    assert not host.attached(applied).maps()
+    assert not host.find_attached(applied).maps()
 
 
 def test_the_preview_of_a_plain_model_says_that_there_is_no_map(server):

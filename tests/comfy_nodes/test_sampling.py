@@ -15,7 +15,7 @@ from tests.on_device import on_device
 
 RANGE = {"ratio": 0.5, "start": 0.2, "end": 0.6, "use_rand": False}
 KEPT = {"ratio": 0.5, "keep": 1000.0, "use_rand": False}
-PRESETS = [{**tome_core.form.filled(name), "only_if_it_pays": False} for name in tome_core.PRESETS]
+PRESETS = [{**tome_core.form.fill(name), "only_if_it_pays": False} for name in tome_core.PRESETS]
 KNOWN = sampler_of()
 pytestmark = pytest.mark.usefixtures("waits")
 UNKNOWN = {

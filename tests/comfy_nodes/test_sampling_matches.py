@@ -75,7 +75,7 @@ def test_a_window_of_a_film_keeps_its_matches_to_itself():
 
 
 # the pictures are small ones
-PRESETS = [{**tome_core.form.filled(name), "only_if_it_pays": False} for name in tome_core.PRESETS]
+PRESETS = [{**tome_core.form.fill(name), "only_if_it_pays": False} for name in tome_core.PRESETS]
 
 
 @pytest.mark.parametrize("values", some_quick([FOREVER, *PRESETS], 2), ids=["forever", *tome_core.PRESETS])
@@ -123,7 +123,7 @@ def test_nothing_is_kept_after_a_sampling_nor_after_one_that_broke_off(error):
     applied = fresh()
     Guider(applied).sample()
     for _ in range(2):
-        handles = list(host.attached(applied)._patches.values())
+        handles = list(host.find_attached(applied)._patches.values())
         assert handles and not any(one.run.sampling._plans for one in handles)
         with pytest.raises(error):
             Guider(applied).sample(stop=fail)

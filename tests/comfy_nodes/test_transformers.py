@@ -28,7 +28,7 @@ def sample(patcher, **options) -> torch.Tensor:
 
 
 def report(patcher):
-    return host.attached(patcher).report()
+    return host.find_attached(patcher).report()
 
 
 def with_slot(patcher, function):
@@ -55,12 +55,13 @@ def test_joint_attention_merges_text_is_kept_and_the_rest_is_told():
     assert level.downsample == 2 and level.tokens == ((TOKENS, TOKENS, 7 + 12 * 16 // 4),)
     assert level.calls_merged == 3 * 2 and level.work_saved > 0.4
     assert report(merged).reasons == {"attn: queries and keys are not of the same tokens": 3 * 2}
-    assert len(host.attached(merged).lines()) <= 10
+    assert len(host.find_attached(merged).lines()) <= 10
 
 
 def test_strength_merges_them_too_where_it_pays(server):
     merged = ApplyToMe().apply(transformer(), strength=0.5, unique_id="5")[0]
-    assert host.attached(merged).config == form.changed(strength(0.5, layout="transformer"), {"start": 0.0, "end": 1.0})
+    config = form.change(strength(0.5, layout="transformer"), {"start": 0.0, "end": 1.0})
+    assert host.find_attached(merged).config == config
     sample(merged)
     assert "so few tokens" in server.texts[-1][1]
     sample(merged, size=(64, 64), steps=2)
@@ -78,7 +79,7 @@ def test_a_model_without_tokens_of_known_size_is_refused_with_a_sentence(server)
     patcher = transformer()
     del patcher.model.diffusion_model.patch_size
     merged = ApplyToMe().apply(patcher, unique_id="5")[0]
-    assert host.attached(merged) is None and "stepped aside" in server.texts[-1][1]
+    assert host.find_attached(merged) is None and "stepped aside" in server.texts[-1][1]
 
 
 def test_a_hunyuan_video_whose_film_comes_first_is_not_taken_for_one_whose_text_does():
@@ -191,7 +192,7 @@ def test_a_compiled_transformer_gets_nothing_of_ours_in_any_order():
     compiled, before = Compiled(plain.model.diffusion_model), sample(plain)
     for merged in (with_compile(apply(plain, **KV), compiled), apply(with_compile(plain, compiled), **KV)):
         assert torch.equal(sample(merged), before) and compiled.ours and not any(compiled.ours)
-        assert host.attached(merged).lines() == ["ToMe: stepped aside: the model is compiled"]
+        assert host.find_attached(merged).lines() == ["ToMe: stepped aside: the model is compiled"]
     model = plain.model.diffusion_model
     assert not transformers.is_compiled(model, {})
     model.blocks[1] = Compiled(model.blocks[1])  # as packs do that compile by block
@@ -204,7 +205,7 @@ def test_matches_are_kept_by_block_and_conditions(monkeypatch):
     merged = apply(transformer(), **KV, keep=400.0, refine=1)
     sample(merged, steps=4)  # at 1000, 750, 500, 250
     assert done == [False, False, True, True]
-    (handle,) = host.attached(merged)._called
+    (handle,) = host.find_attached(merged)._called
     assert not handle.run.sampling.goes_on  # and nothing is held
 
 
@@ -219,12 +220,12 @@ def test_start_and_end_are_of_the_flows_own_schedule():
     merged = apply(transformer(), start=0.2, end=0.6, **KV)
     sample(merged, steps=4)  # at 0, .25, .5, .75
     assert report(merged).levels[0].calls_merged == 2 * 2
-    assert "between start and end at 2 of 4 noise levels" in "\n".join(host.attached(merged).lines())
+    assert "between start and end at 2 of 4 noise levels" in "\n".join(host.find_attached(merged).lines())
 
 
 def test_a_preview_asks_for_a_map_of_the_picture():
     merged = apply(transformer(), **KV)
-    merging = host.attached(merged)
+    merging = host.find_attached(merged)
     merging._ask = lambda: Asked(maps=True, gain=True)
     sample(merged)
     ((downsample, found),) = merging.maps().values()

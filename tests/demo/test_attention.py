@@ -60,7 +60,7 @@ def test_a_sharp_start_tells_like_tokens_from_unlike_ones():
 def test_training_sees_how_broad_the_sharp_heads_are():
     torch.manual_seed(0)
     made = uniform(model.SceneModel())
-    with attention.trained(made) as breadths:
+    with attention.record_breadths(made) as breadths:
         training_loss.v_loss(made, training_loss.Scenes(0, 2, 32)[0], torch.tensor([100, 900]), torch.Generator())
     assert [tuple(breadth.shape) for breadth in breadths] == [(2, 1)] * 3
     torch.testing.assert_close(torch.cat(breadths), torch.zeros(6, 1), atol=1e-3, rtol=0)  # all of the keys
@@ -78,7 +78,7 @@ def test_training_may_look_at_some_keys_alone():
     made, seen = model.SceneModel(), slice(3, None, 8)
     module = attention.level_0(made)[0]
     x = torch.randn(1, 64, 32)
-    with attention.trained(made, seen):
+    with attention.record_breadths(made, seen):
         some = module(x)
     torch.testing.assert_close(some, module(x, x[:, seen]))
     assert not torch.allclose(some, module(x))

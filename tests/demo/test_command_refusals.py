@@ -77,7 +77,7 @@ def test_any_scene_model_is_taken_and_asked_for_words_that_it_knows(tmp_path, ca
     model.save(tiny_scenes.make(), path)
     given = ["--model", str(path), "--device", "cpu", "--output", str(tmp_path / "a.png")]
     options = command.parser().parse_args(given)
-    source = command.source_of(options, command.checked(options))
+    source = command.source_of(options, command.check(options))
     assert source.name == path.name and set(source.prompts) == set(prompt.PROMPTS)
     assert source.picture("night sea", 0, 1, lambda: None).shape == (32, 32, 3)
     code, sentence = refusal(capsys, "--model", path, "--prompt", "purple", "--output", tmp_path / "a.png")

@@ -257,7 +257,7 @@ def test_the_strength_fills_the_settings_moves_the_ring_and_the_link_restores_wh
     page.until_link("strength=1")
     page.page.locator("#plot circle.now[data-strength='1']").wait_for()
     page.unfold(EXPERT, "merge_seed")
-    page.wait_for_number("ratio", form.filled(1.0)["ratio"])
+    page.wait_for_number("ratio", form.fill(1.0)["ratio"])
     page.number("ratio", 0.35)
     page.until("by", r"Changed by hand: ratio\.")
     page.number("merge_seed", 77)

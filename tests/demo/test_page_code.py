@@ -62,8 +62,8 @@ def test_a_controls_choices_and_range_hold_what_a_config_shows(config):
 
 def test_a_strength_counts_and_what_it_leaves_alone_beside_it_until_more_was_set_by_hand():
     values = {"strength": 0.75, **form.values_of(strength(0.25)), "end": 0.4}
-    assert page_controls.config_of(values, by_hand=False) == form.changed(strength(0.75), {"end": 0.4})
-    assert page_controls.config_of(values, by_hand=True) == form.changed(strength(0.25), {"end": 0.4})
+    assert page_controls.config_of(values, by_hand=False) == form.change(strength(0.75), {"end": 0.4})
+    assert page_controls.config_of(values, by_hand=True) == form.change(strength(0.25), {"end": 0.4})
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_value_that_is_not_possible_is_told_in_the_forms_words_and_its_control
     values = {"strength": 0.5, **form.values_of(strength(0.5))}
     with pytest.raises(ValueError) as told:
         page_controls.config_of({**values, **changes}, by_hand=True)
-    assert page_controls.blamed(str(told.value)) == names
+    assert page_controls.find_blamed(str(told.value)) == names
 
 
 # --- code to copy -----------------------------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ def test_a_link_restores_the_settings_and_the_picture(config):
 
 def test_a_link_says_the_strength_and_what_was_changed_alone():
     assert page_code.query(Wanted.of_strength("sea", 5, 17, 0.3)) == "prompt=sea&seed=5&steps=17&strength=0.3"
-    by_hand = Wanted("sea", 5, 17, 0.3, form.changed(strength(0.3), {"ratio": 0.9}))
+    by_hand = Wanted("sea", 5, 17, 0.3, form.change(strength(0.3), {"ratio": 0.9}))
     assert page_code.query(by_hand) == "prompt=sea&seed=5&steps=17&strength=0.3&ratio=0.9"
 
 
@@ -116,7 +116,7 @@ def test_the_script_runs_and_merges_as_the_page_does(changes, tiny_folder, tmp_p
         return patch(*given, **named)
 
     monkeypatch.setattr(tome_core, "patch", listening)
-    wanted = Wanted('a "cat"\n', 3, 2, 0.3, form.changed(strength(0.3), changes))
+    wanted = Wanted('a "cat"\n', 3, 2, 0.3, form.change(strength(0.3), changes))
     exec(page_code.script(wanted, str(tiny_folder)), names)
     assert asked == [((wanted.config,), {})] if changes else [((), {"strength": 0.3})]
     assert (tmp_path / "merged.png").exists() and names["merging"].report().calls == 2
@@ -160,8 +160,8 @@ def test_the_node_is_what_comfyui_reads(config):
 
 def test_the_node_has_its_strength_alone_where_nothing_but_its_times_was_changed():
     for changes in ({}, {"end": 0.5}):
-        wanted = Wanted(PROMPT, 3, 9, 0.35, form.changed(strength(0.35), changes))
+        wanted = Wanted(PROMPT, 3, 9, 0.35, form.change(strength(0.35), changes))
         (node,) = json.loads(page_code.comfyui(wanted)).values()
         assert (node["class_type"], node["inputs"]["strength"]) == ("ApplyToMe", 0.35)
-    wanted = Wanted(PROMPT, 3, 9, 0.35, form.changed(strength(0.35), {"keep": 0.0}))
+    wanted = Wanted(PROMPT, 3, 9, 0.35, form.change(strength(0.35), {"keep": 0.0}))
     assert set(json.loads(page_code.comfyui(wanted))) == {"5", "6"}

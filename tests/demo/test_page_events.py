@@ -37,7 +37,7 @@ def source():
 
 BY_HAND = {"start": 0.2, "keep": 500.0}
 BIPARTITE = MergeConfig(ratio=0.75)
-WANTED = Wanted(PROMPT, 4, 3, 0.5, form.changed(BIPARTITE, BY_HAND))
+WANTED = Wanted(PROMPT, 4, 3, 0.5, form.change(BIPARTITE, BY_HAND))
 
 
 def test_a_run_gives_both_pictures_as_the_model_makes_them_and_says_how_far_it_is(source):
@@ -56,7 +56,7 @@ def test_a_run_gives_both_pictures_as_the_model_makes_them_and_says_how_far_it_i
 
 
 def test_several_ways_share_one_unmerged_picture_and_each_is_the_one_it_makes_alone(source):
-    configs = tuple(form.changed(strength(one), {"only_if_it_pays": False}) for one in (0, 1, 0.25))
+    configs = tuple(form.change(strength(one), {"only_if_it_pays": False}) for one in (0, 1, 0.25))
     *shots, last = Studio(source).make(WANTED, threading.Event(), configs)
     shares = [shot.share for shot in shots]
     assert shares == sorted(shares) and last.share == 1 and len(last.merged) == 3
@@ -70,7 +70,7 @@ def test_several_ways_share_one_unmerged_picture_and_each_is_the_one_it_makes_al
 def test_a_model_that_knows_no_time_is_told_it(source):
     """Without it a rule that is limited in time would merge nothing on the embedded model, and keep no match."""
     def made(**changes):
-        *_, last = Studio(source).make(replace(WANTED, config=form.changed(BIPARTITE, changes)), threading.Event())
+        *_, last = Studio(source).make(replace(WANTED, config=form.change(BIPARTITE, changes)), threading.Event())
         return last.plain, last.merged[0]
 
     plain, late = made(start=1.0)
@@ -128,9 +128,9 @@ def test_it_opens_with_the_start(events, values):
 def test_a_strength_fills_the_controls_and_a_touch_says_what_was_changed(events, values, mark):
     assert events.wanted({**values, "strength": mark}, False).config == strength(mark), "before they are filled in"
     shown = events.moved({**values, "strength": mark, "end": 0.9}, Seen(by_hand=True), ADDRESS)
-    filled = {**values, "strength": mark, "end": 0.9, **{one: shown[one]["value"] for one in form.filled(mark)}}
-    assert shown["seen"] == Seen(by_hand=False) and "end" not in form.filled(mark)
-    assert page_controls.config_of(filled, True) == form.changed(strength(mark), {"end": 0.9})
+    filled = {**values, "strength": mark, "end": 0.9, **{one: shown[one]["value"] for one in form.fill(mark)}}
+    assert shown["seen"] == Seen(by_hand=False) and "end" not in form.fill(mark)
+    assert page_controls.config_of(filled, True) == form.change(strength(mark), {"end": 0.9})
     touched = events.set_by_hand({**filled, "ratio": 0.123}, shown["seen"], ADDRESS)
     assert touched["seen"].by_hand and touched["by"]["value"].startswith("Changed by hand: ratio, end.")
     assert "ratio=0.123" in touched["script"] and "ratio=0.123" in touched["link"]
@@ -179,7 +179,7 @@ def test_a_list_that_is_no_strengths_is_refused_and_nothing_is_made(events, valu
 def test_a_comparison_shows_each_strength_with_what_it_took_and_changed(events, values, monkeypatch):
     # the small model has too few tokens for merging to pay
     always = {"only_if_it_pays": False}
-    monkeypatch.setattr(page_code, "config_of_strength", lambda one, layout: form.changed(strength(one), always))
+    monkeypatch.setattr(page_code, "config_of_strength", lambda one, layout: form.change(strength(one), always))
     *_, last = events.compared({**values, "steps": 2, "strengths": "0; .5 1, 0.25"}, Seen(), "s")
     grid = last["grid"]["value"]
     assert last["grid"]["visible"] and grid.count("<img") == 4

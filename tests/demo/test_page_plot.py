@@ -18,7 +18,7 @@ def test_the_curve_is_the_benchmarks():
     newest = max((json.loads(one.read_text()) for one in page_curve.RESULTS.glob("quality-*.json")),
                  key=lambda one: one["created"])  # fmt: skip
     section = quality_figures.sections(newest)[0]
-    curve = {point.strength: point for point in page_curve.measured()}
+    curve = {point.strength: point for point in page_curve.read_measured()}
     assert len(curve) > 5 and curve[0.0] == Point(0.0, 0.0, 0.0)
     for name, facts in section.variants.items():
         if facts["method"] in ("preset", "strength"):

@@ -59,7 +59,7 @@ def test_a_new_run_goes_on_with_a_models_heads_or_draws_half_of_them_anew(tmp_pa
     save(made := tiny_scenes.make(), tmp_path / "start.safetensors")
     options = train.parser().parse_args(["--minutes", "1", "--start", str(tmp_path / "start.safetensors"), "--state",
                                          str(tmp_path / "state.safetensors"), *["--keep-heads"] * kept])
-    begun, given = (attention.level_0(one) for one in (train.prepared(options).model, made))
+    begun, given = (attention.level_0(one) for one in (train.prepare(options).model, made))
     assert len(begun) == len(given) > 0
     assert all(torch.equal(a.to_q.weight, b.to_q.weight.half().float()) == kept
                for a, b in zip(begun, given, strict=True))

@@ -56,7 +56,7 @@ only_a1111 = pytest.mark.parametrize("flavour", ["a1111"])
 
 def args(webui, preset="", **values):
     """The list of values; of a preset without its consideration for small pictures, which these are."""
-    return [custom(**{**(form.filled(preset) if preset else {}), **values, "only_if_it_pays": False})]
+    return [custom(**{**(form.fill(preset) if preset else {}), **values, "only_if_it_pays": False})]
 
 
 def few_steps(monkeypatch, steps):

@@ -196,8 +196,8 @@ def test_the_real_pyproject_lists_what_the_commands_need():
 
 def test_a_version_meets_a_requirement_as_pip_would_say():
     for version in ("2.13.0+cpu", "2.4.0", "2.10.0", "2.6.0.dev20250101"):
-        assert install.satisfied(version, "torch>=2.4"), version
-    assert not install.satisfied("2.3.1", "torch>=2.4") and not install.satisfied("2.13.0", "torch>=2.4,<2.10")
+        assert install.satisfies(version, "torch>=2.4"), version
+    assert not install.satisfies("2.3.1", "torch>=2.4") and not install.satisfies("2.13.0", "torch>=2.4,<2.10")
 
 
 def test_a_fingerprint_changes_with_python_and_with_each_requirement():

@@ -147,7 +147,7 @@ def assert_untouched(comfy) -> None:
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("kind", MODEL_KINDS)
 def test_a_fault_inside_the_model_leaves_nothing_on_it(comfy, kind, after, error):
-    (handle,) = host.attached(comfy.applied)._patches.values()
+    (handle,) = host.find_attached(comfy.applied)._patches.values()
     handle.attach()  # wraps are on while a branch samples, and only then
     fault = Fault(places(handle)[kind][-1], error, after, at=1)
     handle.detach()
@@ -180,7 +180,7 @@ def test_a_fault_in_a_wrapper_beside_ours_leaves_nothing(comfy, kind, inside, af
 @pytest.mark.parametrize("step", ["_begin", "_patch_of", "_tell_time", "lines", "attach", "merging", "detach"])
 def test_a_fault_in_our_own_wrappers_leaves_nothing(comfy, step, after, error, monkeypatch):
     """What we ask while sampling, and putting on or taking off, may fail, and the picture with it."""
-    merging = host.attached(comfy.applied)
+    merging = host.find_attached(comfy.applied)
     owner = next(one for one in (merging, *merging._patches.values()) if hasattr(one, step))
     with monkeypatch.context() as context:
         context.setattr(owner, step, Failing(getattr(owner, step), error, after))

@@ -203,7 +203,7 @@ def run(server: Server, dials: dict[str, Any], settings: dict[str, Any] | None) 
     out = sampled(applied)
     assert out.shape == comfy().plain.shape and out.isfinite().all() and not merges(comfy().patcher.model)
     text = server.texts[-1][1]
-    is_plain = host.attached(applied) is None or "nothing merged" in text
+    is_plain = host.find_attached(applied) is None or "nothing merged" in text
     assert not is_plain or torch.equal(out, comfy().plain)
     return text
 

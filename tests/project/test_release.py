@@ -150,7 +150,7 @@ def test_the_sdist_makes_the_same_wheel_and_carries_the_engines_tests(built):
 
 def with_all_it_requires(name: str, found: dict[str, importlib.metadata.Distribution] | None = None) -> dict:
     """Installed distributions by name: this one, and those that it requires here."""
-    requirement_of = install.vendored("packaging.requirements").Requirement
+    requirement_of = install.import_vendored("packaging.requirements").Requirement
     found = {} if found is None else found
     if name.lower() not in found:
         found[name.lower()] = importlib.metadata.distribution(name)

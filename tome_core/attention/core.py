@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..merging import kernels
-from ..merging.grid import Grid, fixed
+from ..merging.grid import Grid, reuse
 from ..merging.plan import MergePlan, take_rows
 from .correction import Correction, Fitted, Pair, fit_correction, pick_asked
 from .known import KnownAttention
@@ -41,7 +41,7 @@ def correction_of(whole: Whole, made: Pair, plan: MergePlan, grid: Grid) -> Fitt
     known, module, q = whole.known, whole.module, whole.q
     heads = known.heads(module)
     width = made[0].shape[-1] // heads
-    (places,) = fixed(pick_asked, whole.x, grid, width)
+    (places,) = reuse(pick_asked, whole.x, grid, width)
     if q is None:
         q, places = known.queries(module, take_rows(whole.x, places), whole.kwargs), None
     return fit_correction(q, made, plan, heads, known.scale(module, width), places)
@@ -80,7 +80,7 @@ def add_correction(out: torch.Tensor, q: torch.Tensor, correction: Correction) -
     matrix, constant = correction
     alike = out.device.type in kernels.DEVICES and matrix.dtype == out.dtype == q.dtype
     if alike and kernels.ready_for_halves(out) and not kernels.needs_gradient(out, q, matrix, constant):
-        found = kernels.corrected(out, q, matrix, constant)
+        found = kernels.correct(out, q, matrix, constant)
         if found is not None:
             return found
     batch, tokens, _ = q.shape

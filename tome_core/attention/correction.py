@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..merging import kernels
-from ..merging.grid import Grid, fixed
+from ..merging.grid import Grid, reuse
 from ..merging.plan import MergePlan, take_rows, without_autocast
 from .sizes import bias_of
 
@@ -86,18 +86,18 @@ def fit_correction(
         *pair, exact = plan.merge_pair(keys, values)
         sums = _sums_by_kernel(keys, values, exact, plan, heads, scale)
         if sums is not None and sums.shape[3] <= kernels.RIDGE_WIDEST and not kernels.needs_gradient(q):
-            (places,) = (rows,) if rows is not None else fixed(_every, q, q.shape[1])
+            (places,) = (rows,) if rows is not None else reuse(_every, q, q.shape[1])
             bias = plan.logits_in(q.dtype)
-            answers = kernels.answered(q, places[0], keys, values, *pair, bias, heads, scale)
+            answers = kernels.answer_few(q, places[0], keys, values, *pair, bias, heads, scale)
             found = answers and kernels.ridge(q, places[0], answers, sums)
             if found:
                 return Fitted(Correction(*found), tuple(pair), True)
         if rows is not None:
             q = take_rows(q, rows)
         asked_for = _by_head(q, heads)
-        merged = _exact(_attended(asked_for, *pair, heads, scale, bias_of(plan, q)[:, None]))
-        left = _exact(_attended(asked_for, keys, values, heads, scale)) - merged
-        first = _first_order(keys, values, exact, plan, heads, scale) if sums is None else _added(sums, heads)
+        merged = _exact(_attend(asked_for, *pair, heads, scale, bias_of(plan, q)[:, None]))
+        left = _exact(_attend(asked_for, keys, values, heads, scale)) - merged
+        first = _first_order(keys, values, exact, plan, heads, scale) if sums is None else _add_up(sums, heads)
         asked_for = asked_for.to(first.dtype)
         flat = (one.flatten(0, 1) for one in (left, asked_for, first))
         left = torch.baddbmm(*flat, alpha=-1).view_as(left)
@@ -116,10 +116,10 @@ def first_order(made: Pair, plan: MergePlan, heads: int, scale: float) -> Tensor
     """``C^T``: ``[B, H, d, d]``, float32 at least. made, scale: as in `fit_correction`."""
     means = plan.merge_pair(*made)[2]
     sums = _sums_by_kernel(*made, means, plan, heads, scale)
-    return _first_order(*made, means, plan, heads, scale) if sums is None else _added(sums, heads)
+    return _first_order(*made, means, plan, heads, scale) if sums is None else _add_up(sums, heads)
 
 
-def _added(sums: Tensor, heads: int) -> Tensor:
+def _add_up(sums: Tensor, heads: int) -> Tensor:
     """``[P, B*H, d, d]`` to ``[B, H, d, d]``."""
     return sums.sum(0).unflatten(0, (-1, heads))
 
@@ -140,7 +140,7 @@ def _first_order(keys: Tensor, values: Tensor, means: Tensor, plan: MergePlan, h
     return _by_head(_exact(keys), heads).transpose(2, 3) @ spread * (scale / keys.shape[1])
 
 
-def _attended(q: Tensor, keys: Tensor, values: Tensor, heads: int, scale: float, bias: Tensor | None = None) -> Tensor:
+def _attend(q: Tensor, keys: Tensor, values: Tensor, heads: int, scale: float, bias: Tensor | None = None) -> Tensor:
     """By torch's function: nothing that a host has put into its own is to hear of these queries ``[B, H, n, d]``."""
     return F.scaled_dot_product_attention(q, _by_head(keys, heads), _by_head(values, heads), bias, scale=scale)
 

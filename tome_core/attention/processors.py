@@ -37,10 +37,10 @@ class _ByTorch(_Processor):
     adds_bias = True
 
     def queries(self, module: nn.Module, x: Tensor, kwargs: Kwargs) -> Tensor:
-        return _normed(module, module.norm_q, module.to_q(x))
+        return _normalize(module, module.norm_q, module.to_q(x))
 
     def keys_and_values(self, module: nn.Module, keys: Tensor, values: Tensor, kwargs: Kwargs) -> tuple[Tensor, Tensor]:
-        return _normed(module, module.norm_k, module.to_k(keys)), module.to_v(values)
+        return _normalize(module, module.norm_k, module.to_k(keys)), module.to_v(values)
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, kwargs: Kwargs) -> Tensor:
         batch, heads = q.shape[0], module.heads
@@ -54,11 +54,11 @@ class _Fused(_ByTorch):
     """``FusedAttnProcessor2_0``: one projection makes queries, keys and values."""
 
     def queries(self, module: nn.Module, x: Tensor, kwargs: Kwargs) -> Tensor:
-        return _normed(module, module.norm_q, _part(module.to_qkv, x, 0))
+        return _normalize(module, module.norm_q, _part(module.to_qkv, x, 0))
 
     def keys_and_values(self, module: nn.Module, keys: Tensor, values: Tensor, kwargs: Kwargs) -> tuple[Tensor, Tensor]:
         fused = module.to_qkv
-        return _normed(module, module.norm_k, _part(fused, keys, 1)), _part(fused, values, 2)
+        return _normalize(module, module.norm_k, _part(fused, keys, 1)), _part(fused, values, 2)
 
 
 class _Invoke(_ByTorch):
@@ -117,7 +117,7 @@ def _part(fused: nn.Module, x: Tensor, number: int) -> Tensor:
     return F.linear(x, fused.weight.chunk(3)[number], bias)
 
 
-def _normed(module: nn.Module, norm: nn.Module | None, flat: Tensor) -> Tensor:
+def _normalize(module: nn.Module, norm: nn.Module | None, flat: Tensor) -> Tensor:
     """Each head, where there is a norm for it."""
     if norm is None:
         return flat

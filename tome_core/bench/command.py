@@ -50,7 +50,7 @@ def medians(variants: dict[str, Callable[[], Any]], repeats: int, device: str = 
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for round_number in range(repeats + 1):
         for name, run in variants.items():
-            spent = host_time.timed(run, device)
+            spent = host_time.time_run(run, device)
             if round_number:
                 seconds[name].append(spent)
     return {name: statistics.median(values) for name, values in seconds.items()}
@@ -61,7 +61,7 @@ def time_block(repeats: int = 3, side: int = 64) -> tuple[float, float]:
 
     The preset's are the mean over the steps of a picture.
     """
-    block, inputs = make_block(), _guided(make_inputs(side, 2, "cpu", torch.float32))
+    block, inputs = make_block(), _guide(make_inputs(side, 2, "cpu", torch.float32))
     variants = {"vanilla": lambda: block(*inputs), "merged": _patched_run(block, inputs, _PRESET, _STEPS)}
     with torch.inference_mode():
         result = medians(variants, repeats)
@@ -86,7 +86,7 @@ def _patched_run(block: torch.nn.Module, inputs: tuple, config: MergeConfig, ste
     return run
 
 
-def _guided(inputs: tuple) -> tuple:
+def _guide(inputs: tuple) -> tuple:
     """The same for one picture alone, twice, as guidance asks for a prompt and a negative one."""
     picture, *others = inputs
     return picture[:1].expand_as(picture), *others
@@ -144,7 +144,7 @@ def measure_block(tomesd: ModuleType | None, side: int, repeats: int, device: st
 
     Of the default preset the mean over the steps of a picture.
     """
-    block, inputs = make_block(device, dtype), _guided(make_inputs(side, 2, device, dtype))
+    block, inputs = make_block(device, dtype), _guide(make_inputs(side, 2, device, dtype))
     variants = {"vanilla": lambda: block(*inputs), "ours": _patched_run(block, inputs, _TOMESDS)}
     if tomesd is not None:
         variants["tomesd"] = _tomesd_run(tomesd, block, inputs, _OPTIONS.ratio)

@@ -158,11 +158,11 @@ def _in_turns(variants: dict[str, Callable[[], Any]], rounds: int) -> dict[str, 
     order = random.Random(0)
     for _ in range(rounds):
         for name in order.sample(list(variants), len(variants)):
-            seconds[name].append(min(timed(variants[name]) for _ in range(_IN_A_ROW)))
+            seconds[name].append(min(time_run(variants[name]) for _ in range(_IN_A_ROW)))
     return seconds
 
 
-def timed(run: Callable[[], Any], device: str = "cpu") -> float:
+def time_run(run: Callable[[], Any], device: str = "cpu") -> float:
     """Seconds: of process time on a CPU, else until the device is done."""
     if device == "cpu":
         start = time.process_time()

@@ -42,7 +42,7 @@ def take_apart(value: Any) -> tuple[Form, list[torch.Tensor]]:
 
 def put_together(form: Form, tensors: Sequence[torch.Tensor]) -> Any:
     """Something of this form over these tensors: `take_apart` undone."""
-    return _built(form, iter(tensors))
+    return _build(form, iter(tensors))
 
 
 def empty_tensors(form: Form) -> list[torch.Tensor]:
@@ -73,12 +73,12 @@ def _form(value: Any, tensors: list[torch.Tensor]) -> Form:
     raise Unrecordable(f"an argument or a result is of class {type(value).__name__}, which may change unseen")
 
 
-def _built(form: Form, tensors: Iterator[torch.Tensor]) -> Any:
+def _build(form: Form, tensors: Iterator[torch.Tensor]) -> Any:
     if isinstance(form, _Tensor):
         return next(tensors)
     if isinstance(form, _Constant):
         return form.value
-    values = [_built(one, tensors) for one in form.values]
+    values = [_build(one, tensors) for one in form.values]
     if form.kind is MergePlan:
         plan = MergePlan.__new__(MergePlan)
         vars(plan).update(*values)

@@ -38,7 +38,7 @@ class ModelState:
                   if isinstance(one, (dict, list, set)) and name not in ("_parameters", "_buffers")]  # fmt: skip
         self._empty = [one for one in inside if not one]
         self._containers = [*map(vars, modules), *(one for one in inside if one)]
-        self._contents = list(map(_copied, self._containers))
+        self._contents = list(map(_copy, self._containers))
         self._attention = F.scaled_dot_product_attention
 
     def holds(self) -> bool:
@@ -57,7 +57,7 @@ class ModelState:
         return [*chain.from_iterable(one.values() for one in self._registers)]
 
 
-def _copied(container: dict | list | set) -> dict | list | set:
+def _copy(container: dict | list | set) -> dict | list | set:
     return next(kind(container) for kind in (dict, list, set) if isinstance(container, kind))
 
 

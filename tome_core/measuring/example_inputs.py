@@ -45,13 +45,13 @@ def call_of(
     width = widths_of(place.block)[1]
     text = torch.randn(batch, _TEXT_TOKENS, width, generator=torch.Generator().manual_seed(1)).to(device, dtype)
     if place.family.name == "diffusers":
-        added = {**_added(unet, batch, device, dtype), **(told or {})}
+        added = {**_add_inputs(unet, batch, device, dtype), **(told or {})}
         return lambda x, timesteps: unet.forward(x, timesteps, encoder_hidden_states=text, **added)
     classes = {**_classes(unet, batch, device, dtype), **(told or {})}
     return lambda x, timesteps: unet.forward(x, timesteps, text, **classes)
 
 
-def _added(unet: nn.Module, batch: int, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+def _add_inputs(unet: nn.Module, batch: int, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     config = unet.config
     kind = getattr(config, "addition_embed_type", None)
     asks = [name for name in ("class_embed_type", "num_class_embeds", "encoder_hid_dim_type", "time_cond_proj_dim")

@@ -81,7 +81,7 @@ _FIXED: OrderedDict[tuple, tuple[torch.Tensor, ...]] = OrderedDict()
 _MOST = 64  # of what is remembered
 
 
-def fixed(make: Callable[..., tuple[torch.Tensor, ...]], x: torch.Tensor, *args: Hashable) -> tuple[torch.Tensor, ...]:
+def reuse(make: Callable[..., tuple[torch.Tensor, ...]], x: torch.Tensor, *args: Hashable) -> tuple[torch.Tensor, ...]:
     """``make(*args, device of x)``, remembered, but not what a compiled graph, a CUDA graph or a tracer makes."""
     plain = type(x) is torch.Tensor and not x.is_meta and not torch.compiler.is_compiling()
     if not plain or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -103,7 +103,7 @@ def split_grid(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`split_cells` of the grid's `cells`, on the device of ``x``."""
     if draw is None:
-        return fixed(_split_first, x, grid, sy, sx, st)
+        return reuse(_split_first, x, grid, sy, sx, st)
     return split_cells(cells(grid, sy, sx, x.device, st), draw)
 
 

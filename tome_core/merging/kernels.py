@@ -52,7 +52,7 @@ def available(device: torch.device) -> bool:
     """Whether there are kernels for this device."""
     if device.type not in DEVICES or torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
-    return _supported(device) and _module() is not None
+    return _supports(device) and _module() is not None
 
 
 def needs_gradient(*tensors: torch.Tensor) -> bool:
@@ -61,7 +61,7 @@ def needs_gradient(*tensors: torch.Tensor) -> bool:
 
 
 @functools.cache
-def _supported(device: torch.device) -> bool:
+def _supports(device: torch.device) -> bool:
     """Triton's oldest compute capability is 8.0 (Ampere); AMD's GPUs report 9 and more."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
@@ -84,7 +84,7 @@ def best_keys(
     batch, count = keys.shape[0], x.shape[1] if rows is None else rows.shape[1]
     score, index = (torch.empty(batch, count, dtype=kind, device=keys.device) for kind in (torch.float32, torch.int64))
     x, rows = x.expand(batch, -1, -1), None if rows is None else rows.expand(batch, -1)
-    return (score, index) if ran(x, "best_keys", x, rows, keys, bias, score, index, lengths) else None
+    return (score, index) if launch(x, "best_keys", x, rows, keys, bias, score, index, lengths) else None
 
 
 class Means(NamedTuple):
@@ -116,7 +116,7 @@ def mean_rows(
         torch.empty(shape, dtype=torch.float32, device=x.device) if both else None,
     )
     filled = means.mean, means.values, means.exact, means.bias
-    return means if ran(x, "mean_rows", x, values, order, offsets, tokens, *filled) else None
+    return means if launch(x, "mean_rows", x, values, order, offsets, tokens, *filled) else None
 
 
 class Segments(NamedTuple):
@@ -147,7 +147,7 @@ def segments(group: torch.Tensor, num_groups: int, empty: float, dtype: torch.dt
               for kind in (torch.float32, torch.float32, dtype))  # fmt: skip
     found = Segments(*lists, *tables)
     group = group.contiguous()
-    return found if ran(group, "segments", group, *found, empty) else None
+    return found if launch(group, "segments", group, *found, empty) else None
 
 
 def spread(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -162,11 +162,11 @@ def spread(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
     channels *= len(parts)
     moments = torch.empty(batch, -(-tokens // span), 2, channels, dtype=torch.float32, device=x.device)
     out = torch.empty(batch, tokens, channels, dtype=x.dtype, device=x.device)
-    done = ran(x, "moments", parts, moments, span)
-    return out if done and ran(x, "spread", parts, moments, span, torch.finfo(x.dtype).tiny, out) else None
+    done = launch(x, "moments", parts, moments, span)
+    return out if done and launch(x, "spread", parts, moments, span, torch.finfo(x.dtype).tiny, out) else None
 
 
-def placed(
+def place_tokens(
     score: torch.Tensor, index: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor, removed: int
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Groups ``[B, S + D]`` and representatives ``[B, S + D - removed]``, int64; None if it could not run.
@@ -182,7 +182,7 @@ def placed(
     representative = torch.empty(batch, groups, dtype=torch.int64, device=index.device)
     score, index = score.contiguous(), index.contiguous()
     sources, destinations = (one.contiguous().expand(batch, -1) for one in (sources, destinations))
-    done = ran(index, "placed", score, index, sources, destinations, removed, group, representative)
+    done = launch(index, "place_tokens", score, index, sources, destinations, removed, group, representative)
     return (group, representative) if done else None
 
 
@@ -201,7 +201,7 @@ def first_order(
         return None
     found = torch.empty(-(-tokens // span), batch * heads, width, width, dtype=torch.float32, device=keys.device)
     group = group.contiguous().expand(batch, -1)
-    return found if ran(keys, "first_order", keys, values, group, means, span, scale, found) else None
+    return found if launch(keys, "first_order", keys, values, group, means, span, scale, found) else None
 
 
 class Answers(NamedTuple):
@@ -214,7 +214,7 @@ class Answers(NamedTuple):
     logs: torch.Tensor
 
 
-def answered(
+def answer_few(
     q: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, merged_keys: torch.Tensor,
     merged_values: torch.Tensor, bias: torch.Tensor, heads: int, scale: float,
 ) -> Answers | None:  # fmt: skip
@@ -230,7 +230,7 @@ def answered(
     full = torch.empty(-(-tokens // span), batch * heads, count, width, **real)
     found = Answers(torch.empty(full.shape[1:], **real), full, torch.empty(full.shape[:3], **real))
     made = q, rows, keys, values, merged_keys, merged_values, bias.contiguous().expand(batch, -1)
-    return found if ran(q, "answered", *made, span, scale, *found) else None
+    return found if launch(q, "answer_few", *made, span, scale, *found) else None
 
 
 def _span(tokens: int) -> int:
@@ -242,16 +242,16 @@ def ridge(
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """The correction that `attention.correction` describes, in the dtype of q; None if it could not run.
 
-    q, rows: as `answered` has them, with its answers. first: as `first_order` gives it. d is at most `RIDGE_WIDEST`.
+    q, rows: as `answer_few` has them, with its answers. first: as `first_order` gives it. d is at most `RIDGE_WIDEST`.
     Returns ``[B*H, 2d, d]`` and ``[B*H, 1, d]``.
     """
     width = first.shape[2]
     matrix = torch.empty(first.shape[1], 2 * width, width, dtype=q.dtype, device=q.device)
     constant = torch.empty(first.shape[1], 1, width, dtype=q.dtype, device=q.device)
-    return (matrix, constant) if ran(q, "ridge", q, rows, *answers, first, matrix, constant) else None
+    return (matrix, constant) if launch(q, "ridge", q, rows, *answers, first, matrix, constant) else None
 
 
-def corrected(out: torch.Tensor, q: torch.Tensor, matrix: torch.Tensor, constant: torch.Tensor) -> torch.Tensor | None:
+def correct(out: torch.Tensor, q: torch.Tensor, matrix: torch.Tensor, constant: torch.Tensor) -> torch.Tensor | None:
     """``out + q M1 + out M2 + b`` in each head; None if it could not run, or heads are too wide.
 
     out, q: ``[B, N, H*d]``, half precision. matrix: ``[B*H, 2d, d]``, constant: ``[B*H, 1, d]``, contiguous. All of one
@@ -260,7 +260,7 @@ def corrected(out: torch.Tensor, q: torch.Tensor, matrix: torch.Tensor, constant
     if matrix.shape[2] > WIDEST_HEAD:
         return None
     to = torch.empty(out.shape, dtype=out.dtype, device=out.device)
-    return to if ran(out, "corrected", out, q, matrix, constant, to) else None
+    return to if launch(out, "correct", out, q, matrix, constant, to) else None
 
 
 @contextlib.contextmanager
@@ -289,7 +289,7 @@ def _module() -> ModuleType | None:
     return _kernels
 
 
-def ran(x: torch.Tensor, name: str, *arguments: Any) -> bool:
+def launch(x: torch.Tensor, name: str, *arguments: Any) -> bool:
     """Launch a kernel on the tensor's device; what cannot be compiled or launched here is not tried again."""
     kernels = _module()
     if kernels is None:

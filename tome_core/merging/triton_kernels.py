@@ -10,11 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
-from .triton_kernels_correction import answered, corrected, first_order, parts_of, ridge
-from .triton_kernels_groups import mean_rows, placed, segments
+from .triton_kernels_correction import answer_few, correct, first_order, parts_of, ridge
+from .triton_kernels_groups import mean_rows, place_tokens, segments
 
-__all__ = ["answered", "best_keys", "corrected", "first_order", "mean_rows", "moments", "parts_of", "placed", "ridge",
-           "segments", "spread"]  # fmt: skip
+__all__ = ["answer_few", "best_keys", "correct", "first_order", "mean_rows", "moments", "parts_of", "place_tokens",
+           "ridge", "segments", "spread"]  # fmt: skip
 
 # Fixed, not tuned at run time: another tile adds in another order, and equal inputs would give other bits.
 # Small tiles, because SD1.5 at 512 px has 3,072 sources: 48 tiles a sample, on GPUs of 60 to 140 processors.

@@ -55,7 +55,7 @@ def _first_order(
 
 
 @triton.jit
-def _attended(
+def _attend(
     asked, keys, values, bias, first, stop, scale, keys_row, keys_channel, values_row, values_channel, column, held,
     QUERIES: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
@@ -83,7 +83,7 @@ def _attended(
 
 
 @triton.jit
-def _answered(
+def _answer_few(
     q, rows, keys, values, merged_keys, merged_values, bias, merged, full, logs,
     count, tokens, groups, heads, tiles, span, scale,
     q_sample, q_row, q_channel, keys_sample, keys_row, keys_channel, values_sample, values_row, values_channel,
@@ -102,7 +102,7 @@ def _answered(
     at = query[:, None] * width + channel[None, :]
     part = tl.program_id(1)
     if part < tl.num_programs(1) - 1:
-        answer, log = _attended(
+        answer, log = _attend(
             asked, keys + sample * keys_sample, values + sample * values_sample, None, part * span,
             tl.minimum(part * span + span, tokens), scale, keys_row, keys_channel, values_row, values_channel, column,
             held, QUERIES, WIDTH, TOKENS,
@@ -112,7 +112,7 @@ def _answered(
         tl.store(logs + number * count + query, log, mask=there)
     else:
         own = sample * groups * heads * width
-        answer, log = _attended(
+        answer, log = _attend(
             asked, merged_keys + own, merged_values + own, bias + sample * bias_sample, 0, groups, scale,
             heads * width, 1, heads * width, 1, column, held, QUERIES, WIDTH, TOKENS,
         )  # fmt: skip
@@ -120,7 +120,7 @@ def _answered(
 
 
 @triton.jit
-def _told(q, rows, merged, query, column, mask, width: tl.constexpr, q_row, q_channel):
+def _tell(q, rows, merged, query, column, mask, width: tl.constexpr, q_row, q_channel):
     """Queries and merged answers side by side, float32."""
     row = tl.load(rows + query, mask=tl.max(mask.to(tl.int32), 1) > 0, other=0)
     own = column < width
@@ -130,7 +130,7 @@ def _told(q, rows, merged, query, column, mask, width: tl.constexpr, q_row, q_ch
 
 
 @triton.jit
-def _joined(full, logs, number, programs, spans, query, there, column, wide, count, width: tl.constexpr):
+def _join(full, logs, number, programs, spans, query, there, column, wide, count, width: tl.constexpr):
     """What queries are answered from all keys: each span's answer, by its share of the weights."""
     top = tl.load(logs + number * count + query, mask=there, other=0.0)
     for span in range(1, spans):
@@ -171,7 +171,7 @@ def _ridge(
     for start in range(0, count, QUERIES):
         query = start + tl.arange(0, QUERIES)
         mask = (query < count)[:, None] & held[None, :]
-        mean += tl.sum(_told(q, rows, merged, query, row, mask, width, q_row, q_channel), 0)
+        mean += tl.sum(_tell(q, rows, merged, query, row, mask, width, q_row, q_channel), 0)
     mean = mean / count
     normal = tl.zeros([UNKNOWNS, UNKNOWNS], tl.float32)
     cross = tl.zeros([UNKNOWNS, WIDTH], tl.float32)
@@ -180,8 +180,8 @@ def _ridge(
         query = start + tl.arange(0, QUERIES)
         there = query < count
         mask = there[:, None] & held[None, :]
-        told = _told(q, rows, merged, query, row, mask, width, q_row, q_channel)
-        left = _joined(full, logs, number, programs, spans, query, there, column, wide, count, width)
+        told = _tell(q, rows, merged, query, row, mask, width, q_row, q_channel)
+        left = _join(full, logs, number, programs, spans, query, there, column, wide, count, width)
         at_merged = merged + query[:, None] * width + column[None, :]
         left -= tl.load(at_merged, mask=there[:, None] & wide[None, :], other=0.0)
         left -= tl.dot(told.to(rounded.dtype), rounded)
@@ -219,7 +219,7 @@ def _ridge(
 
 
 @triton.jit
-def _corrected(
+def _correct(
     out, q, matrix, constant, to, tokens, heads, tiles,
     out_sample, out_row, out_channel, q_sample, q_row, q_channel,
     width: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
@@ -267,16 +267,16 @@ def first_order(
     )  # fmt: skip
 
 
-def answered(
+def answer_few(
     q: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, merged_keys: torch.Tensor,
     merged_values: torch.Tensor, bias: torch.Tensor, span: int, scale: float,
     merged: torch.Tensor, full: torch.Tensor, logs: torch.Tensor,
 ) -> None:  # fmt: skip
-    """See `kernels.answered`; fills ``merged``, ``full`` and ``logs``. bias: ``[B, G]``, expanded."""
+    """See `kernels.answer_few`; fills ``merged``, ``full`` and ``logs``. bias: ``[B, G]``, expanded."""
     spans, programs, count, width = full.shape
     heads = programs // q.shape[0]
     tiles = triton.cdiv(count, _TOKENS)
-    _answered[(programs * tiles, spans + 1)](
+    _answer_few[(programs * tiles, spans + 1)](
         q, rows, keys, values, merged_keys, merged_values, bias, merged, full, logs,
         count, keys.shape[1], merged_keys.shape[1], heads, tiles, span, scale,
         *q.stride(), *keys.stride(), *values.stride(), bias.stride(0),
@@ -296,14 +296,14 @@ def ridge(
     )  # fmt: skip
 
 
-def corrected(
+def correct(
     out: torch.Tensor, q: torch.Tensor, matrix: torch.Tensor, constant: torch.Tensor, to: torch.Tensor
 ) -> None:
-    """See `kernels.corrected`; fills ``to``."""
+    """See `kernels.correct`; fills ``to``."""
     batch, tokens, _ = out.shape
     heads, width = matrix.shape[0] // batch, matrix.shape[2]
     tiles = triton.cdiv(tokens, _TOKENS)
-    _corrected[(tiles * heads * batch,)](
+    _correct[(tiles * heads * batch,)](
         out, q, matrix, constant, to, tokens, heads, tiles, *out.stride(), *q.stride(),
         width=width, WIDTH=_wide(width), TOKENS=_TOKENS, num_warps=_warps(width),
     )  # fmt: skip

@@ -100,7 +100,7 @@ def _in_order(score):
 
 
 @triton.jit
-def _placed(
+def _place(
     score, index, sources, destinations, group, representative, count, cells, removed,
     score_sample, index_sample, sources_sample, destinations_sample, PLACES: tl.constexpr, OTHERS: tl.constexpr,
 ):  # fmt: skip
@@ -163,13 +163,13 @@ def segments(
     )  # fmt: skip
 
 
-def placed(
+def place_tokens(
     score: torch.Tensor, index: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor, removed: int,
     group: torch.Tensor, representative: torch.Tensor,
 ) -> None:  # fmt: skip
-    """See `kernels.placed`; fills ``group`` and ``representative``."""
+    """See `kernels.place_tokens`; fills ``group`` and ``representative``."""
     (batch, count), cells = index.shape, destinations.shape[1]
-    _placed[(triton.cdiv(count + cells, _PLACED), batch)](
+    _place[(triton.cdiv(count + cells, _PLACED), batch)](
         score, index, sources, destinations, group, representative, count, cells, removed,
         score.stride(0), index.stride(0), sources.stride(0), destinations.stride(0), PLACES=_PLACED, OTHERS=_OTHERS,
     )  # fmt: skip

@@ -44,10 +44,10 @@ def patch(
     """
     transformers = find_transformers(model)
     if transformers:
-        config = _asked(config, strength, settings, TRANSFORMER)
+        config = _config_of(config, strength, settings, TRANSFORMER)
         return _speak_up(TransformerPatch(transformers, config, model)).install()
     unet = find_unet(model)
-    config = _asked(config, strength, settings, families.layout_of(unet))
+    config = _config_of(config, strength, settings, families.layout_of(unet))
     handle = Patch(unet, config, _schedule_of(model))
     handle.take_the_place_of(handle_in_force(unet))
     if not host_clock and config.uses_percent and not handle.run.knows_schedule:
@@ -67,7 +67,7 @@ def layout_of(model: Any) -> str:
     return TRANSFORMER if find_transformers(model) else families.layout_of(find_unet(model))
 
 
-def _asked(
+def _config_of(
     config: MergeConfig | str | None, strength: float | None, settings: dict[str, Any], layout: str
 ) -> MergeConfig:
     """What `patch` is asked for; a strength is that of the model's layout."""

@@ -118,7 +118,7 @@ class Report(_Counted):
         return cls(
             any(report.patched for report in reports), _once(report.settings for report in reports),
             sum(report.calls for report in reports),
-            tuple(_joined(number, levels[downsample]) for number, downsample in enumerate(sorted(levels))),
+            tuple(_join(number, levels[downsample]) for number, downsample in enumerate(sorted(levels))),
             _once(report.notes for report in reports), _once(report.gains for report in reports),
         )  # fmt: skip
 
@@ -159,7 +159,7 @@ class Report(_Counted):
         }  # fmt: skip
 
 
-def _joined(number: int, levels: Sequence[LevelReport]) -> LevelReport:
+def _join(number: int, levels: Sequence[LevelReport]) -> LevelReport:
     phases: dict[str, list[PhaseReport]] = {}
     for phase in (phase for level in levels for phase in level.phases):
         phases.setdefault(phase.name, []).append(phase)

@@ -145,14 +145,14 @@ class Sampling:
         """
         kind = (ordinal, guidance, *batch.shape)
         if kind not in self._shared:
-            self._shared[kind] = _shared(ordinal, guidance, batch, first)
+            self._shared[kind] = _share(ordinal, guidance, batch, first)
         return self._shared[kind]
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(Sampling())  # a copy's sampling is another
 
 
-def _shared(ordinal: Hashable, guidance: Guidance, batch: torch.Tensor, first: torch.Tensor | None) -> Shared | None:
+def _share(ordinal: Hashable, guidance: Guidance, batch: torch.Tensor, first: torch.Tensor | None) -> Shared | None:
     pictures, matched = guidance
     copies, rest = divmod(len(batch), pictures)
     for latents, call in ((first, 1), (batch, ordinal)):

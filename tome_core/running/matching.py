@@ -49,17 +49,17 @@ class Matcher:
         """A new match, or what is kept of the steps before."""
         kept, rule = asked.outer.call.kept, asked.rule
         if kept is None or not rule.keep or torch.compiler.is_compiling():  # what may be kept there, a graph asks for
-            made = _made(asked)
-            return _corrected(asked, self.groups(asked, made, None), made)
+            made = _make_pair(asked)
+            return _correct(asked, self.groups(asked, made, None), made)
         device, renewing = asked.x.device, renews(asked.rule, asked.together)
         old = kept.find(self._key(asked, asked.outer.batch), rule, device, renewing)
         if old is not None and old.is_fresh:
             return old.kept.plans
-        made_once = cache(partial(_made, asked))
+        made_once = cache(partial(_make_pair, asked))
         return Search(
             rule, device, asked.outer.batch, renewing, partial(self._key, asked),
             lambda rows, old: self.groups(*_only(asked, made_once(), rows), old),
-            lambda plans: _corrected(asked, plans, made_once()),
+            lambda plans: _correct(asked, plans, made_once()),
         ).among(kept, old)  # fmt: skip
 
     def _key(self, asked: Asked, batch: int) -> tuple:
@@ -113,14 +113,14 @@ def _only(asked: Asked, made: Pair | None, rows: slice | None) -> tuple[Asked, P
     return asked._replace(x=asked.x[rows]), None if made is None else tuple(one[rows] for one in made)
 
 
-def _corrected(asked: Asked, plans: Plans, made: Pair | None) -> Plans:
+def _correct(asked: Asked, plans: Plans, made: Pair | None) -> Plans:
     if made is None or plans.plan is None:
         return plans
     found = correction_of(asked.whole, made, plans.plan, asked.outer.grid)
     return plans._replace(correction=found.correction, merged=found.merged if found.by_kernels else None)
 
 
-def _made(asked: Asked) -> Pair | None:
+def _make_pair(asked: Asked) -> Pair | None:
     """Keys and values of all tokens, ``[B, N, H*d]``, where a correction needs them."""
     whole = asked.whole
     return None if whole is None else whole.known.keys_and_values(whole.module, whole.keys, whole.values, whole.kwargs)

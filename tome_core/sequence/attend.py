@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from ..attention.core import BIAS, UNSIZED, Attended, add_correction
 from ..attention.correction import Correction, Fitted, Pair, fit_correction, pick_asked
 from ..attention.sizes import bias_of
-from ..merging.grid import fixed
+from ..merging.grid import reuse
 from ..merging.plan import MergePlan
 from .layout import Layout, Tensors, by_token, in_form, tokens_in
 
@@ -46,7 +46,7 @@ def correction_of(
     And keys and values merged, ``[B, G, H*d]``; None where they have fewer heads than the queries.
     """
     q, k, v = tensors
-    (places,) = fixed(pick_asked_in, q, layout, q.shape[1], q.shape[3])
+    (places,) = reuse(pick_asked_in, q, layout, q.shape[1], q.shape[3])
     asking = q[:, places]
     shares = q.shape[2] // k.shape[2]
     found: list[Fitted] = []
@@ -56,10 +56,10 @@ def correction_of(
             pair = tuple(one.repeat_interleave(shares, 2) for one in pair)
         own = asking[:, :, first * shares : last * shares]
         found.append(fit_correction(own.flatten(2), tuple(one.flatten(2) for one in pair), plan, own.shape[2], scale))
-    merged_pair = None if shares > 1 else tuple(_joined([one.merged[part] for one in found], 2) for part in (0, 1))
+    merged_pair = None if shares > 1 else tuple(_join([one.merged[part] for one in found], 2) for part in (0, 1))
     batch = q.shape[0]
     matrix, constant = (
-        _joined([one.correction[part].unflatten(0, (batch, -1)) for one in found], 1).flatten(0, 1) for part in (0, 1)
+        _join([one.correction[part].unflatten(0, (batch, -1)) for one in found], 1).flatten(0, 1) for part in (0, 1)
     )
     return Correction(matrix, constant), merged_pair
 
@@ -88,7 +88,7 @@ def attend(
     """
     q, k, v = tensors
     heads = k.shape[2]
-    k, v = (merged(one, plan) for one in (k, v)) if made is None else (one.unflatten(2, (heads, -1)) for one in made)
+    k, v = (merge(one, plan) for one in (k, v)) if made is None else (one.unflatten(2, (heads, -1)) for one in made)
     bias = bias_of(plan, q)[:, None] if sized else None  # [B, 1, 1, G]
     if bias is None or host.takes_bias:
         out = host.function(in_form(q, host.form), in_form(k, host.form), in_form(v, host.form), bias)
@@ -97,13 +97,13 @@ def attend(
         out, way = in_form(_by_torch(Tensors(q, k, v), bias, host.scale), host.out_form), OWN_BIAS
     if correction is not None:
         told = by_token(out, host.out_form, q.shape[2])
-        out = in_form(_corrected(told, q, correction), host.out_form)
+        out = in_form(_correct(told, q, correction), host.out_form)
     return Attended(out, way)
 
 
-def merged(x: torch.Tensor, plan: MergePlan) -> torch.Tensor:
+def merge(x: torch.Tensor, plan: MergePlan) -> torch.Tensor:
     """``[B, S, H, d]`` to ``[B, G, H, d]``."""
-    return _joined([plan.merge(x[:, :, a:b].flatten(2)).unflatten(2, (b - a, -1)) for a, b in _some_heads(x)], 2)
+    return _join([plan.merge(x[:, :, a:b].flatten(2)).unflatten(2, (b - a, -1)) for a, b in _some_heads(x)], 2)
 
 
 def _by_torch(tensors: Tensors, bias: torch.Tensor, scale: float) -> torch.Tensor:
@@ -114,7 +114,7 @@ def _by_torch(tensors: Tensors, bias: torch.Tensor, scale: float) -> torch.Tenso
     return F.scaled_dot_product_attention(q, k, v, bias, scale=scale).transpose(1, 2)
 
 
-def _corrected(out: torch.Tensor, q: torch.Tensor, correction: Correction) -> torch.Tensor:
+def _correct(out: torch.Tensor, q: torch.Tensor, correction: Correction) -> torch.Tensor:
     """``out [B, S, H, d]`` corrected, in place where nobody needs a gradient."""
     if torch.is_grad_enabled() and (out.requires_grad or q.requires_grad):
         return add_correction(out.flatten(2), q.flatten(2), correction).view_as(out)
@@ -135,5 +135,5 @@ def _some_heads(x: torch.Tensor, times: int = 1) -> Iterator[tuple[int, int]]:
         yield first, min(first + step, heads)
 
 
-def _joined(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
+def _join(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

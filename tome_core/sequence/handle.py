@@ -23,7 +23,7 @@ from ..running.search import Plans, Search, stamp_of
 from ..settings.config import MergeConfig
 from ..settings.phases import plain_rules
 from ..settings.rule import MergeRule
-from .attend import Host, attend, correction_of, merged
+from .attend import Host, attend, correction_of, merge
 from .layout import Layout, Tensors, by_token, in_form, tokens_in
 from .matching import match
 
@@ -148,13 +148,13 @@ def _corrected(asked: Asked, merging: Merging, plans: Plans) -> Plans:
     if plans.plan is None or not merging.corrected:
         return plans
     correction, made = correction_of(asked.tensors, plans.plan, asked.layout, asked.host.scale)
-    return plans._replace(correction=correction, merged=made)
+    return plans._replace(correction=correction, merge=made)
 
 
 def _attended(asked: Asked, merging: Merging, plans: Plans) -> tuple[Attended, int]:
     """The output, and how many queries were asked: merged ones where the rule's side is theirs too."""
     plan, host, tensors = plans.plan, asked.host, asked.tensors
-    asking = tensors if merging.side == "kv" else tensors._replace(q=merged(tensors.q, plan))
+    asking = tensors if merging.side == "kv" else tensors._replace(q=merge(tensors.q, plan))
     found = attend(host, asking, plan, merging.sized, plans.correction, plans.merged)
     if asking is tensors:
         return found, tensors.q.shape[1]

@@ -56,7 +56,7 @@ def match(k: torch.Tensor, v: torch.Tensor, layout: Layout, rule: MergeRule, dra
         if plan is None:
             return None
         parts.append(plan)
-    return _joined(parts, layout, k.shape[1])
+    return _join(parts, layout, k.shape[1])
 
 
 def _tokens_to_compare(k: torch.Tensor, v: torch.Tensor, rule: MergeRule) -> torch.Tensor:
@@ -67,7 +67,7 @@ def _tokens_to_compare(k: torch.Tensor, v: torch.Tensor, rule: MergeRule) -> tor
     return of_unit_spread(k) if rule.metric in BY_DISTANCE else k
 
 
-def _joined(parts: list[MergePlan], layout: Layout, tokens: int) -> JoinedPlan:
+def _join(parts: list[MergePlan], layout: Layout, tokens: int) -> JoinedPlan:
     """One plan of the sequence: tokens before the picture, the windows' groups, tokens behind it."""
     group, rows = parts[0].group, max(part.group.shape[0] for part in parts)
     numbers = torch.arange(tokens, device=group.device).expand(rows, -1)

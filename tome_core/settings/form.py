@@ -93,13 +93,13 @@ def values_of(config: MergeConfig) -> dict[str, Any]:
     return {one.name: one.shown(config.value(one.setting)) for one in FIELDS}
 
 
-def filled(strength: str | float, layout: str = SD) -> dict[str, Any]:
+def fill(strength: str | float, layout: str = SD) -> dict[str, Any]:
     """What a strength, or a preset's name, fills in on this layout, by name: all but what is `beside_strength`."""
     values = values_of(config_of_strength(strength, layout))
     return {one.name: values[one.name] for one in FIELDS if not one.beside_strength}
 
 
-def changed(config: MergeConfig, values: Mapping[str, Any]) -> MergeConfig:
+def change(config: MergeConfig, values: Mapping[str, Any]) -> MergeConfig:
     """The config with values, by the form's names, in the place of its own; None leaves one as it is.
 
     Raises ValueError or TypeError, in the form's words, with value, range and remedy, for what is not possible.
@@ -115,8 +115,8 @@ def changed(config: MergeConfig, values: Mapping[str, Any]) -> MergeConfig:
 
 
 def config_of(values: Mapping[str, Any]) -> MergeConfig:
-    """The config of values by the form's names; what is missing, or None, is the default. Raises as `changed` does."""
-    return changed(MergeConfig(), values)
+    """The config of values by the form's names; what is missing, or None, is the default. Raises as `change` does."""
+    return change(MergeConfig(), values)
 
 
 def settle(values: Mapping[str, Any]) -> tuple[MergeConfig, list[str]]:
@@ -128,7 +128,7 @@ def settle(values: Mapping[str, Any]) -> tuple[MergeConfig, list[str]]:
     config, left_out = MergeConfig(), []
     for name in NAMES:
         try:
-            config = changed(config, {name: values.get(name)})
+            config = change(config, {name: values.get(name)})
         except (TypeError, ValueError) as error:
             left_out.append(str(error))
     return config, left_out

@@ -82,26 +82,26 @@ def own_schedule(scheduler: Any) -> NoiseSchedule | None:
 def _log_snrs(scheduler: Any, values: list[float]) -> list[float] | None:
     # by place only in the schedule that the scheduler has now: another pipeline may draw by one of its own. Its tensor
     # may be the beginning of a longer one.
-    own = _listed(scheduler, "timesteps", 1) or []
+    own = _list(scheduler, "timesteps", 1) or []
     count = len(own) if own and values[: len(own)] == own else 0
-    sigmas = _listed(scheduler, "sigmas", count) if count else None
+    sigmas = _list(scheduler, "sigmas", count) if count else None
     if sigmas is not None:
-        sigmas = _drawn_out(sigmas[:count], len(values))
+        sigmas = _draw_out(sigmas[:count], len(values))
         if _is_flow(scheduler):  # data and noise are mixed, sigma parts of noise to 1 - sigma of data
             return [2 * math.log(max(1 - sigma, _TINY) / max(sigma, _TINY)) for sigma in sigmas]
         of_data = _config(scheduler, "sigma_data", 1.0)  # the deviation to which noise of deviation sigma is added
         return [-2 * math.log(max(sigma, _TINY) / of_data) for sigma in sigmas]
-    kept = _listed(scheduler, "alphas_cumprod", 1)
+    kept = _list(scheduler, "alphas_cumprod", 1)
     if kept is not None:
         return [_of_kept(kept, value) for value in values]
-    alphas, betas = (_listed(scheduler, name, count) if count else None for name in ("alphas", "betas"))
+    alphas, betas = (_list(scheduler, name, count) if count else None for name in ("alphas", "betas"))
     if alphas is not None and betas is not None:  # of the step itself, not of training: IPNDM
         pairs = zip(alphas[:count], betas[:count], strict=True)
-        return _drawn_out([2 * math.log(max(alpha, _TINY) / max(beta, _TINY)) for alpha, beta in pairs], len(values))
+        return _draw_out([2 * math.log(max(alpha, _TINY) / max(beta, _TINY)) for alpha, beta in pairs], len(values))
     return None
 
 
-def _drawn_out(values: list[float], count: int) -> list[float]:
+def _draw_out(values: list[float], count: int) -> list[float]:
     """So many of them, the last one again and again."""
     return values + values[-1:] * (count - len(values))
 
@@ -114,7 +114,7 @@ def _of_kept(kept: list[float], timestep: float) -> float:
     return math.log(max(share, _TINY)) - math.log(max(1 - share, _TINY))
 
 
-def _listed(scheduler: Any, name: str, least: int) -> list[float] | None:
+def _list(scheduler: Any, name: str, least: int) -> list[float] | None:
     found = getattr(scheduler, name, None)
     if not torch.is_tensor(found) or found.dim() != 1 or len(found) < least:
         return None

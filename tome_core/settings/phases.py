@@ -37,7 +37,7 @@ def early_rules(config: MergeConfig, downsamples: Sequence[int]) -> dict[MergeRu
 
 
 def _deep(config: MergeConfig, rule: MergeRule, downsamples: Sequence[int]) -> tuple[MergeRule, ...]:
-    levels = tuple(level for level in _reached(rule, downsamples) if downsamples[level] >= _DEEP)
+    levels = tuple(level for level in _reach(rule, downsamples) if downsamples[level] >= _DEEP)
     ends = min(math.nextafter(DEEP_UNTIL, -1.0), math.inf if rule.max_timestep is None else rule.max_timestep)
     if not config.deep_mlp or not levels or ends < (rule.min_timestep or 0.0):
         return ()
@@ -45,12 +45,12 @@ def _deep(config: MergeConfig, rule: MergeRule, downsamples: Sequence[int]) -> t
     return (replace(rule, **_MLP, **where, ratio=config.deep_mlp),)
 
 
-def _reached(rule: MergeRule, downsamples: Sequence[int]) -> tuple[int, ...]:
+def _reach(rule: MergeRule, downsamples: Sequence[int]) -> tuple[int, ...]:
     return tuple(level for level, down in enumerate(downsamples) if reaches(rule, level, down))
 
 
 def _early(config: MergeConfig, rule: MergeRule, downsamples: Sequence[int]) -> tuple[MergeRule, ...]:
-    ratio, reached = config.early_ratio, _reached(rule, downsamples)
+    ratio, reached = config.early_ratio, _reach(rule, downsamples)
     if ratio is None or not rule.merge_attn or not reached:
         return ()
     begins = max(config.early_until, rule.min_timestep or 0.0)

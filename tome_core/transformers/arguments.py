@@ -84,17 +84,17 @@ def unpack(form: str, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -
     >>> unpack("ni[(ii)]", [], [3, 1, 4])
     [None, 3, [(1, 4)]]
     """
-    return _unpacked(iter(form), iter(tensors), iter(numbers))
+    return _unpack(iter(form), iter(tensors), iter(numbers))
 
 
-def _unpacked(form: Iterator[str], tensors: Iterator[torch.Tensor], numbers: Iterator[int]) -> list[Any]:
+def _unpack(form: Iterator[str], tensors: Iterator[torch.Tensor], numbers: Iterator[int]) -> list[Any]:
     """Up to the end of a list."""
     found: list[Any] = []
     for kind in form:
         if kind in ")]":
             break
         if kind in "([":
-            inside = _unpacked(form, tensors, numbers)
+            inside = _unpack(form, tensors, numbers)
             found.append(tuple(inside) if kind == "(" else inside)
         else:
             found.append({"t": tensors, "i": numbers}[kind].__next__() if kind != "n" else None)

@@ -135,11 +135,11 @@ class _Asking:
 @when_traced
 def _asking(kind: type) -> type | None:
     """A class whose code is the processor's, but for the function that it calls."""
-    return _made(kind)
+    return _make(kind)
 
 
 @lru_cache(maxsize=256)
-def _made(kind: type) -> type | None:
+def _make(kind: type) -> type | None:
     call = kind.__call__
     if kind.__name__ not in KNOWN or not isinstance(call, FunctionType) or "diffusers" not in kind.__module__:
         return None

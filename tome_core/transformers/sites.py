@@ -184,7 +184,7 @@ class AttentionSite(NumberedSite):
         q, k, v = (by_token(one, given.form, heads) for one in (given.q, given.k, given.v))
         if k.shape[1] != q.shape[1]:  # to a prompt, or to a picture that an adapter has brought
             return given.function(given.q, given.k, given.v, given.mask)
-        seen = MORE if not given.plain else _seen(given.mask, q)
+        seen = MORE if not given.plain else _find_seen(given.mask, q)
         if isinstance(going.tokens, str):
             seen = going.tokens
         if isinstance(seen, str):
@@ -221,7 +221,7 @@ def _is_exporting() -> bool:
     return torch.compiler.is_exporting()
 
 
-def _seen(mask: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | str | None:
+def _find_seen(mask: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | str | None:
     """Which tokens a mask leaves, as indices; None for all of them. It waits for the device.
 
     Tokens that nobody sees are padding, whose own outputs nobody sees either.

@@ -35,7 +35,7 @@ def may_ask(asked: Asked) -> bool:
 def ask(asked: Asked, site: torch.Tensor, stamp: torch.Tensor | None) -> Plans:
     """The plans, in a graph that is being made. site: who answers, by its number; stamp: as of `Call`."""
     rule, grid, x, whole = asked.rule, asked.outer.grid, asked.x, asked.whole
-    counts = _counted(rule.match_text, grid.height, grid.width, asked.together)
+    counts = _count(rule.match_text, grid.height, grid.width, asked.together)
     if not counts:
         return Plans(None)
     groups = [int(one) for one in counts.split(",")]
@@ -57,20 +57,20 @@ def ask(asked: Asked, site: torch.Tensor, stamp: torch.Tensor | None) -> Plans:
         rule.match_text, asked.part, asked.together, grid.height, grid.width,
         integers, [batch * count for count in groups], shape, dtype,
     )  # fmt: skip
-    plans = [_unpacked(found[2 * i], found[2 * i + 1], batch, tokens, count) for i, count in enumerate(groups)]
+    plans = [_unpack(found[2 * i], found[2 * i + 1], batch, tokens, count) for i, count in enumerate(groups)]
     correction = None if whole is None else Correction(found[-1][:, :-1], found[-1][:, -1:])
     return Plans(plans[0], plans[1] if len(plans) > 1 else None, correction)
 
 
 def answer(plans: Plans, batch: int) -> list[torch.Tensor]:
     """What `ask` takes apart again. No tensor of it is anybody else's: a compiler may write over them."""
-    answers = [one.clone() for plan in plans[:2] if plan is not None for one in _packed(plan, batch)]
+    answers = [one.clone() for plan in plans[:2] if plan is not None for one in _pack(plan, batch)]
     correction = plans.correction
     answers.append(plans.plan.sizes.new_empty(0) if correction is None else torch.cat(correction, 1))
     return answers
 
 
-def _packed(plan: MergePlan, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _pack(plan: MergePlan, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
     """All integers and all sizes; made once for a plan."""
     key = ("integers", batch)
     if key not in plan.derived:
@@ -80,7 +80,7 @@ def _packed(plan: MergePlan, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
     return plan.derived[key], plan.derived["sizes", batch]
 
 
-def _unpacked(integers: torch.Tensor, sizes: torch.Tensor, batch: int, tokens: int, groups: int) -> MergePlan:
+def _unpack(integers: torch.Tensor, sizes: torch.Tensor, batch: int, tokens: int, groups: int) -> MergePlan:
     count = batch * tokens
     pieces = [integers[:count].view(batch, tokens)]
     if integers.shape[0] > count:
@@ -89,7 +89,7 @@ def _unpacked(integers: torch.Tensor, sizes: torch.Tensor, batch: int, tokens: i
 
 
 @when_traced
-def _counted(match_text: str, height: int, width: int, together: bool) -> str:
+def _count(match_text: str, height: int, width: int, together: bool) -> str:
     """How many groups there are, and of the queries' own plan, if there is one. "1024,2048"; "" where nothing merges.
 
     As a text, which stays a constant for every compiler. By a match of tokens without values.

@@ -28,7 +28,7 @@ NO_LAUNCH = {
 # What makes several: a sort in segments of up to 4,096, and operators that copy first.
 LAUNCHES = {"sort": 4, "masked_fill": 2, "scatter": 2, "constant_pad_nd": 2}
 # Outputs of kernels that number groups or tokens: they have to be some that there are.
-NUMBERS = {"best_keys": (5,), "segments": (1, 2), "placed": (5, 6)}
+NUMBERS = {"best_keys": (5,), "segments": (1, 2), "place_tokens": (5, 6)}
 
 
 class Launches(OperatorCounter):
@@ -131,4 +131,4 @@ def test_blocks_of_one_transformer_each_match_for_themselves_and_no_more(launche
     new, kept, renewed = more_than_unmerged(launches, *made(64, 1, 64, depth=3), "balanced", EARLY)
     for found, searches in ((new, 3), (renewed, 1)):
         assert found["best_keys"] == found["segments"] == 3 * searches and found["ridge"] == 3
-    assert "best_keys" not in kept and kept["mean_rows"] == kept["corrected"] == 3
+    assert "best_keys" not in kept and kept["mean_rows"] == kept["correct"] == 3

@@ -94,7 +94,7 @@ def test_one_branch_runs_two_copies_of_its_model_in_two_threads():
     """ComfyUI's multi-GPU node: the same wrappers around a copy of the model on each GPU."""
     branch, copies = apply(least_checkpoint()), [least_checkpoint().model for _ in range(2)]
     before = [traces(one) for one in copies]
-    wrappers = host.attached(branch)
+    wrappers = host.find_attached(branch)
     expected = sample(branch)[0]
 
     def call(model: Any) -> list[torch.Tensor]:

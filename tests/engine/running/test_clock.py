@@ -166,7 +166,7 @@ def test_a_refiner_of_diffusers_goes_on_with_the_picture(words):
 
 
 def comfy_share(continues, steps=20):
-    applied = apply(least_checkpoint(), **{**form.filled("balanced"), "only_if_it_pays": False})
+    applied = apply(least_checkpoint(), **{**form.fill("balanced"), "only_if_it_pays": False})
     merging = applied.wrappers["outer_sample"]["tome"][0].__self__
     guider = Guider(applied)
     sigma = guider.model.model_sampling.sigma
@@ -197,7 +197,7 @@ def test_a_hires_pass_of_the_webui(monkeypatch, flavour, by_timestep):
     monkeypatch.setattr(webui_doubles, "SIGMAS", tuple(STABLE_DIFFUSION.sigma_of(one) for one in HALF))
     webui = Webui(monkeypatch, flavour).start()
     denoiser = {"denoiser": CFGDenoiserTimesteps} if by_timestep else {}
-    settings = {**form.filled("balanced"), "enabled": True, "only_if_it_pays": False}
+    settings = {**form.fill("balanced"), "enabled": True, "only_if_it_pays": False}
     done = webui.job(settings, enable_hr=True, **denoiser)
     told = done.extra_generation_params["ToMe report"]["passes"]["hires pass"]["levels"][0]["phases"]
     calls = {phase["name"]: sum(one["calls"] for one in phase["merged"]) for phase in told}

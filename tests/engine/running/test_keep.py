@@ -236,7 +236,7 @@ def one_kernel_a_mean(monkeypatch):
     monkeypatch.setattr(kernels, "DEVICES", ("cpu",))
     monkeypatch.setattr(kernels, "ready", lambda x: True)
     monkeypatch.setattr(kernels, "best_keys", lambda *_: None)
-    monkeypatch.setattr(kernels, "corrected", lambda *_: None)
+    monkeypatch.setattr(kernels, "correct", lambda *_: None)
 
     def means(x, order, offsets, tokens, bias=False, values=None):
         mean = x[: x.shape[0] // tokens * (len(offsets) - 1)].clone()

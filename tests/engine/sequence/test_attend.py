@@ -15,7 +15,7 @@ from tome_core.attention.core import BIAS
 from tome_core.merging.grid import Grid, cells
 from tome_core.sequence import BY_HEAD, BY_TOKEN, FLAT, Layout
 from tome_core.sequence import attend as attending
-from tome_core.sequence.attend import OWN_BIAS, attend, correction_of, merged
+from tome_core.sequence.attend import OWN_BIAS, attend, correction_of, merge
 from tome_core.sequence.layout import WINDOW, Tensors, by_token, in_form, tokens_in, windows
 from tome_core.sequence.matching import match
 
@@ -34,7 +34,7 @@ def test_other_tokens_keep_their_keys_and_values(layout, behind, dtype):
     last, groups = layout.first + tokens_in(layout), plan.num_groups
     assert groups < k.shape[1] / 8 and (plan.sizes[:, : layout.first] == 1).all()
     for one in (k, v):
-        few = merged(one, plan)
+        few = merge(one, plan)
         assert torch.equal(few[:, : layout.first], one[:, : layout.first])
         assert torch.equal(few[:, groups - behind :], one[:, last:])
 
@@ -44,7 +44,7 @@ def test_attention_is_that_with_every_key_as_often_as_its_group_has_tokens(layou
     own = tensors(layout, behind=2, dtype=torch.float64)
     plan = match(own.k.float(), own.v.float(), layout, RULE)
     found = attend(host(), own, plan)
-    repeated = (plan.unmerge(merged(one, plan).flatten(2)).unflatten(2, (HEADS, WIDTH)) for one in (own.k, own.v))
+    repeated = (plan.unmerge(merge(one, plan).flatten(2)).unflatten(2, (HEADS, WIDTH)) for one in (own.k, own.v))
     logits = torch.einsum("bqhd,bkhd->bhqk", own.q, next(repeated)) * WIDTH**-0.5
     exact = torch.einsum("bhqk,bkhd->bqhd", logits.softmax(-1), next(repeated))
     assert found.way == BIAS

@@ -6,7 +6,7 @@ import pytest
 
 import tome_core
 from tome_core import MergeConfig, MergeRule, describe_settings
-from tome_core.settings.form import FIELDS, NAMES, UNSET, changed, config_of, field, filled, settle, values_of
+from tome_core.settings.form import FIELDS, NAMES, UNSET, change, config_of, field, fill, settle, values_of
 from tome_core.settings.presets import MARKS
 
 DESCRIBED = {one["name"]: one for one in describe_settings()}
@@ -55,13 +55,13 @@ def test_the_defaults_are_the_engines_and_none_need_be_given():
 @pytest.mark.parametrize("strength", [0.1, 0.333, *MARKS.values()])
 def test_the_form_can_say_all_of_a_strength(strength):
     config = tome_core.strength(strength)
-    assert config_of(filled(strength)) == config and config_of(values_of(config)) == config
-    assert settle(filled(strength)) == (config, [])
+    assert config_of(fill(strength)) == config and config_of(values_of(config)) == config
+    assert settle(fill(strength)) == (config, [])
 
 
 def test_a_strength_leaves_alone_which_pictures_merge_when_and_by_which_seed():
-    assert set(NAMES) - set(filled(0.5)) == {"start", "end", "min_pixels", "merge_seed"}
-    assert filled("fast") == filled(MARKS["fast"])
+    assert set(NAMES) - set(fill(0.5)) == {"start", "end", "min_pixels", "merge_seed"}
+    assert fill("fast") == fill(MARKS["fast"])
 
 
 def test_whole_numbers_may_come_as_sliders_have_them():
@@ -70,8 +70,8 @@ def test_whole_numbers_may_come_as_sliders_have_them():
 
 def test_a_change_leaves_the_rest_of_a_config():
     start = MergeConfig(rules=(MergeRule(ratio=0.75), MergeRule(ratio=0.25)))
-    assert [rule.ratio for rule in changed(start, {"start": 0.5}).rules] == [0.75, 0.25]
-    assert changed(changed(start, {"start": 0.5}), {"start": 0}) == start
+    assert [rule.ratio for rule in change(start, {"start": 0.5}).rules] == [0.75, 0.25]
+    assert change(change(start, {"start": 0.5}), {"start": 0}) == start
 
 
 @pytest.mark.parametrize(("values", "words"), [

@@ -35,7 +35,7 @@ def refusal(values):
 
 (settled,) = ToMeSettings().settings(gentleness=0.5)
 print(json.dumps({
-    "last of the form": form.NAMES[-1], "filled": form.filled(0.5)["gentleness"],
+    "last of the form": form.NAMES[-1], "filled": form.fill(0.5)["gentleness"],
     "set": [form.config_of({"gentleness": 1}).value("gentleness"), settled.value("gentleness"),
             MergeConfig(gentleness=0.5).value("gentleness")],
     "refusal": refusal({"gentleness": 3}), "left out": form.settle({"gentleness": 3})[1],

@@ -97,7 +97,7 @@ def error(found, plain):
 
 
 def report(model):
-    merging = host.attached(model)
+    merging = host.find_attached(model)
     return {"lines": merging.lines(), **merging.report().as_data()}
 
 
@@ -158,7 +158,7 @@ def held(name):
     merged = apply(model)
     branches = [compiled(merged), compiled(model), apply(compiled(model))]  # the first is what is compiled
     seen["compiled"] = [error(sample(one, name), sample(model, name)) for one in branches]
-    seen["compiled lines"] = host.attached(merged).lines()
+    seen["compiled lines"] = host.find_attached(merged).lines()
     return seen
 
 

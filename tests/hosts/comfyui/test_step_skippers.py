@@ -39,7 +39,7 @@ def test_a_kept_match_counts_time_and_not_the_calls_that_were_left(comfy, skippe
     graph = Graph(size=(256, 256), steps=6)
 
     def sampled(name: str, keep: float, **more: Any) -> None:
-        model = graph.apply(**{**tome_core.form.filled(0.5), "keep": keep})
+        model = graph.apply(**{**tome_core.form.fill(0.5), "keep": keep})
         graph.sample(name, graph.add(skipper, model=model, **SKIPS) if more else model, **steps)
 
     for keep in (60.0, 110.0):

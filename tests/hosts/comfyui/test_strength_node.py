@@ -15,7 +15,7 @@ SIZE = (256, 256)
 
 def settings_of(strength: float, layout: str = "sd") -> dict:
     """What ToMeSettings is set to, to mean the same on models of this layout."""
-    return tome_core.form.filled(strength, layout)
+    return tome_core.form.fill(strength, layout)
 
 
 def test_a_prompt_needs_nothing_but_the_model(comfy):

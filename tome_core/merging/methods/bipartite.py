@@ -79,7 +79,7 @@ def _nearest(x: torch.Tensor, keys: torch.Tensor, bias: torch.Tensor | None) -> 
 def _plan(best: Best, sources: torch.Tensor, destinations: torch.Tensor, removed: int) -> MergePlan:
     batch, count = best.score.shape
     ranked = removed < count
-    found = kernels.placed(best.score, best.index, sources, destinations, removed) if ranked else None
+    found = kernels.place_tokens(best.score, best.index, sources, destinations, removed) if ranked else None
     if found is not None:
         return MergePlan(found[0], found[1].shape[1], found[1])
     num_destinations = destinations.shape[1]

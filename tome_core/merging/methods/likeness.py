@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from .. import kernels
-from ..grid import fixed
+from ..grid import reuse
 from ..plan import MergePlan, take_rows
 
 _TINY = 1e-12  # keeps a token of zeros at similarity 0
@@ -32,7 +32,7 @@ def keys_of_rows(x: torch.Tensor, rows: torch.Tensor, by_distance: bool) -> tupl
     """`keys_to_search` of these rows of ``x [B, N, C]``: int64 ``[B or 1, K]``."""
     if by_distance and rows.shape[0] == 1 and kernels.ready(x):
         batch, tokens, channels = x.shape
-        (offsets,) = fixed(_one_each, x, rows.shape[1])
+        (offsets,) = reuse(_one_each, x, rows.shape[1])
         found = kernels.mean_rows(x.reshape(-1, channels), rows[0], offsets, tokens, bias=True)
         if found is not None:
             return found.mean.view(batch, -1, channels), found.bias.view(batch, -1)
