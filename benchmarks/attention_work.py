@@ -45,7 +45,7 @@ class Work:
         return share
 
     def __enter__(self) -> Work:
-        self._hooks = self._hooked()
+        self._hooks = self._hook()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -66,7 +66,7 @@ class _OfProjections(Work):
         self.blocks = [place.block for place in finest_blocks(unet)]
         self._tokens: dict[nn.Module, int] = {}  # of a projection's latest call
 
-    def _hooked(self) -> list:
+    def _hook(self) -> list:
         hooks = []
         for block in self.blocks:
             attention = block.attn1
@@ -111,7 +111,7 @@ class _OfSequence(Work, TorchFunctionMode):
                 self.left += q.shape[0] * q.shape[2] * k.shape[2]
         return func(*args, **(kwargs or {}))
 
-    def _hooked(self) -> list:
+    def _hook(self) -> list:
         hooks = [self.transformer.register_forward_hook(self._add_full)]
         for attention in self.attentions:
             hooks.append(attention.register_forward_pre_hook(self._begin, with_kwargs=True))
@@ -166,7 +166,7 @@ class CallTimes:
         for hook in self._hooks:
             hook.remove()
 
-    def unmerged(self) -> float:
+    def time_unmerged(self) -> float:
         """Seconds of the latest call's like without merging: the median of `BESIDE`. Call it outside of a patch."""
         arguments, named = self._latest
         found = []

@@ -63,13 +63,13 @@ class Bench:
         error beside the unmerged picture, and the gradient energies of both. seconds: of processor time, of both.
         """
         case = CASES[row.case]
-        asked = [self._asked(case, case.batch * row.number + place) for place in range(case.batch)]
+        asked = [self._ask(case, case.batch * row.number + place) for place in range(case.batch)]
         if self._latest[0] != row[:3] or row.strength in _DRAWN_BESIDE:
-            self._latest = row[:3], *self._drawn(case, asked)
+            self._latest = row[:3], *self._draw(case, asked)
         _, plain, seconds = self._latest
         put_on = variants.strength(MARKS[row.strength], timesteps(self.subject.model, case))
         with self._work, put_on(self.subject.network, row.number):
-            merged, seconds_merged = self._drawn(case, asked)
+            merged, seconds_merged = self._draw(case, asked)
         return {
             "work": self._work.share(),
             "squared_error": [squared_error(*pair) for pair in zip(plain, merged, strict=True)],
@@ -77,11 +77,11 @@ class Bench:
             "seconds": [seconds, seconds_merged],
         }
 
-    def _drawn(self, case: Case, asked: list[Asked]) -> tuple[np.ndarray, float]:
+    def _draw(self, case: Case, asked: list[Asked]) -> tuple[np.ndarray, float]:
         began = time.process_time()
         return draw(self.subject.model, case, asked), time.process_time() - began
 
-    def _asked(self, case: Case, number: int) -> Asked:
+    def _ask(self, case: Case, number: int) -> Asked:
         """Prompts and seeds in turn; where a scene is begun with, that one and its own prompt."""
         purpose = self.subject.purpose
         if case.begins_with_a_scene:

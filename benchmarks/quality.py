@@ -85,7 +85,7 @@ def _measure_rows(rows: list[Row], run: Run, benches: Callable[[str], Bench], am
             bench = benches(checkpoint)
             for row in group:
                 bar.set_description(f"{checkpoint} {row.measure} {row.first + 1}: {row.variant}", refresh=not quiet)
-                run.add(row.key, {**row.described(), **bench.measure(row)})
+                run.add(row.key, {**row.describe(), **bench.measure(row)})
                 bar.update(calls(row, amounts))
 
 
@@ -169,7 +169,7 @@ def _settings(
         "dtype": options.dtype,
         "prompts": prompts,
         "lpips": lpips,
-        "variants": [variant.described() for name, variant in VARIANTS.items() if name in chosen],
+        "variants": [variant.describe() for name, variant in VARIANTS.items() if name in chosen],
     }
 
 

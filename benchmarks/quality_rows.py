@@ -63,7 +63,7 @@ class Row:
         """Rows of one group share the unmerged prediction they are compared with."""
         return self.checkpoint, self.measure, self.part
 
-    def described(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """The part of it that a result keeps beside its figures."""
         return {"checkpoint": self.checkpoint, "measure": self.measure, "part": self.part, "variant": self.variant}
 
@@ -136,7 +136,7 @@ class Bench:
 
     def _predict(self, row: Row, variant: Variant, time: int) -> tuple[torch.Tensor, list[float], float]:
         subject: SceneSubject = self.subject
-        noised = subject.noised(row.part, row.count, time)
+        noised = subject.add_noise(row.part, row.count, time)
         with self.work, variant.put_on(subject.network, self._seed(row.part)):
             prediction = subject.predict(noised)
         return prediction, _error(prediction, noised.velocity), self.work.share()
@@ -167,7 +167,7 @@ class Bench:
             made = self.subject.picture(number, self.amounts.steps * variant.solver)
         if self.save:
             self._keep(made, variant, number)
-        beside = self.times.unmerged() if self.amounts.clock else None
+        beside = self.times.time_unmerged() if self.amounts.clock else None
         return Made(made, self.work.share(), self.times.seconds, beside)
 
     def _seed(self, number: int) -> int:

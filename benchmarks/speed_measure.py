@@ -91,9 +91,9 @@ class Bench:
         self.device, self._dtype = weight.device, weight.dtype
         self._calls = dict.fromkeys(self.names, 1)
         self._begins = {name: _begins(fleet.unets[name]) for name in self.names}
-        self._runs = {name: self._prepared(name, fleet.unets[name], fleet.unpatched) for name in self.names}
+        self._runs = {name: self._prepare(name, fleet.unets[name], fleet.unpatched) for name in self.names}
 
-    def _prepared(self, name: str, unet: nn.Module, unpatched: nn.Module) -> Callable[[], Any]:
+    def _prepare(self, name: str, unet: nn.Module, unpatched: nn.Module) -> Callable[[], Any]:
         if self.case.what == CALL:
             return self._call(name, unet, self.case.pixels, self.case.batch)
         return picture_run(self.case, self._shape, unpatched, unet, self._decoder)
@@ -126,14 +126,14 @@ class Bench:
             row["kernels"] = self._each(lambda name: speed_costs.kernels(self._runs[name]))
         elif self.case.what == CALL and not self.case.compiled:
             row["peak_mib"] = self._each(self._process_peak)
-        counted = self._each(self._counted)
+        counted = self._each(self._count)
         if self.device.type == "cpu" and not self.case.compiled:  # one fused loop may be any number of operators
             row["operators"] = {name: operators for name, (operators, _) in counted.items()}
         row["rates"] = self._rates._asdict()
         row["roofline"] = {name: bound._asdict() for name, (_, bound) in counted.items()}
         return {**row, "failed": dict(self.failed)}
 
-    def _counted(self, name: str) -> tuple[int, Roofline] | None:
+    def _count(self, name: str) -> tuple[int, Roofline] | None:
         """Operators and roofline of one eager run: what a compiled one has to compute is the same.
 
         None of a replayed one, whose operators nobody sees.
@@ -142,7 +142,7 @@ class Bench:
             return None
         eager = [getattr(unet, "_orig_mod", unet) for unet in (self._fleet.unets[name], self._fleet.unpatched)]
         with speed_costs.OperatorCount() as counter:
-            bound = speed_costs.roofline(self._prepared(name, *eager), self._rates)
+            bound = speed_costs.roofline(self._prepare(name, *eager), self._rates)
         return counter.count, bound
 
     def _process_peak(self, name: str) -> float | None:

@@ -139,7 +139,7 @@ class SceneSubject:
         self._scheduler = DDPMScheduler(**self.model.scheduler)
         self._painted: tuple[int, torch.Tensor, torch.Tensor] | None = None
 
-    def noised(self, part: int, count: int, time: int) -> Noised:
+    def add_noise(self, part: int, count: int, time: int) -> Noised:
         """`count` pictures (the first ones of held-out set number `part`) at one timestep; as on any device."""
         latents, tokens = self._scenes(part)
         dice = torch.Generator().manual_seed((self.purpose.noise + time) * 1000 + part)

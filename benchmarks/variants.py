@@ -49,7 +49,7 @@ class Variant:
         """What a command line calls it: no spaces."""
         return f"{self.method} {self.setting}".strip().replace(" ", "-")
 
-    def described(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """The part of it that a result keeps."""
         return {name: getattr(self, name) for name in ("name", "method", "setting", "role", "code")}
 

@@ -74,9 +74,9 @@ class BranchMerging:
     def apply_model(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         """Around BaseModel.apply_model: this call of the model's UNet merges."""
         if self._sampling is not None:
-            return self._merged(executor, *args, **kwargs)
+            return self._merge(executor, *args, **kwargs)
         try:
-            return self._merged(executor, *args, **kwargs)
+            return self._merge(executor, *args, **kwargs)
         finally:
             self._take_off(id(executor.class_obj))  # copies of the model may be called in other threads
 
@@ -117,7 +117,7 @@ class BranchMerging:
 
     def report(self) -> Any:
         """The engine's `Report` on the latest sampling, of all models that were called in it."""
-        return tome_core.Report.joined(handle.report() for handle in self._called)
+        return tome_core.Report.join(handle.report() for handle in self._called)
 
     def lines(self) -> list[str]:
         """The report for people, ten lines at most."""
@@ -145,7 +145,7 @@ class BranchMerging:
             handle.reset_counts()
             handle.keep_maps(self._asked.maps)
 
-    def _merged(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
+    def _merge(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         model, options = executor.class_obj, _argument(*_OPTIONS, args, kwargs) or {}
         x, t = _argument(*_X, args, kwargs), _argument(*_T, args, kwargs)
         handle = self._patch_of(model, options)

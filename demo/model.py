@@ -130,10 +130,10 @@ class SceneModel(nn.Module):
         words = self.emb(tokens)
         if isinstance(self.unet.conv_in, PlacedConv):
             self.unet.conv_in.window = window_of(sizes)
-        return self.unet(latents, timestep, words, added_cond_kwargs=self._added(words, latents, sizes),
+        return self.unet(latents, timestep, words, added_cond_kwargs=self._add_sizes(words, latents, sizes),
                          return_dict=False)[0]
 
-    def _added(self, words: torch.Tensor, latents: torch.Tensor, sizes: torch.Tensor | None) -> dict | None:
+    def _add_sizes(self, words: torch.Tensor, latents: torch.Tensor, sizes: torch.Tensor | None) -> dict | None:
         if self.pooled is None:
             return None
         if sizes is None:

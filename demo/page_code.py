@@ -68,7 +68,7 @@ def script(wanted: Wanted, model: str = DEFAULT_MODEL) -> str:
     how = f"strength={wanted.strength!r}"
     if wanted.changes:  # then what is not at the engine's default, a line each
         values, default = form.values_of(wanted.config), form.values_of(MergeConfig())
-        lines = "".join(f"\n    {one.setting}={one.meant(values[one.name])!r}," for one in form.FIELDS
+        lines = "".join(f"\n    {one.setting}={one.read(values[one.name])!r}," for one in form.FIELDS
                         if values[one.name] != default[one.name])  # fmt: skip
         how = f"tome_core.MergeConfig({lines}\n)" if lines else "tome_core.MergeConfig()"
     return SCRIPT.format(model=model, how=how, **wanted.picture)

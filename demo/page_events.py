@@ -76,7 +76,7 @@ class Events:
     def touched(self, values: Values, seen: Seen, address: str) -> Parts:
         """A control was touched: its value is checked, and the settings are written out for elsewhere."""
         try:
-            wanted = self.wanted(values, seen.by_hand)
+            wanted = self.read(values, seen.by_hand)
         except Wrong as error:
             nothing = dict.fromkeys(("script", "payload", "node", "link"), "")
             return {**nothing, **self._complaint(error, seen)}
@@ -107,7 +107,7 @@ class Events:
         says = ""
         try:
             wanted = page_code.from_query(query, self.start)
-            self.wanted(_values_of(wanted), True)
+            self.read(_values_of(wanted), True)
         except ValueError as error:
             says = f'<p role="alert"><strong>{escape(str(error))}. The link was not used.</strong></p>'
             wanted = self.start
@@ -117,15 +117,15 @@ class Events:
 
     def made(self, values: Values, seen: Seen, session: str) -> Iterator[Parts]:
         """Generate was pressed: the progress until the pictures are there, or until Stop was pressed."""
-        return self._made(values, seen, session, lambda wanted: (wanted,))
+        return self._make(values, seen, session, lambda wanted: (wanted,))
 
     def compared(self, values: Values, seen: Seen, session: str) -> Iterator[Parts]:
         """Compare was pressed: the picture in each of the strengths."""
-        return self._made(values, seen, session, lambda wanted: _at_each(wanted, values["strengths"]))
+        return self._make(values, seen, session, lambda wanted: _at_each(wanted, values["strengths"]))
 
-    def _made(self, values: Values, seen: Seen, session: str, ways_of: Callable[[Wanted], Ways]) -> Iterator[Parts]:
+    def _make(self, values: Values, seen: Seen, session: str, ways_of: Callable[[Wanted], Ways]) -> Iterator[Parts]:
         try:
-            wanted = self.wanted(values, seen.by_hand)
+            wanted = self.read(values, seen.by_hand)
             ways = ways_of(wanted)
         except Wrong as error:
             yield self._complaint(error, seen)
@@ -135,15 +135,15 @@ class Events:
             stop.set()
         yield {**self._marks((), seen, ""), "says": _progress(Shot(WARMING, 0, 1), 0), "stop": update(interactive=True)}
         try:
-            shot = yield from self._followed(wanted, tuple(way.config for way in ways), stop)
-            last = self._finished(shot, wanted, ways, seen) if shot else {"says": '<p role="status">Stopped.</p>'}
+            shot = yield from self._follow(wanted, tuple(way.config for way in ways), stop)
+            last = self._finish(shot, wanted, ways, seen) if shot else {"says": '<p role="status">Stopped.</p>'}
         except Exception as error:  # a library's depths raise whatever they raise: memory, a damaged model
             last = {"says": f"<strong>{type(error).__name__}: {escape(str(error))}</strong>"}
         finally:
             self._stops.pop(session, None)
         yield {**last, "stop": update(interactive=False)}
 
-    def _followed(self, wanted: Wanted, configs: tuple, stop: threading.Event) -> Iterator[Parts]:
+    def _follow(self, wanted: Wanted, configs: tuple, stop: threading.Event) -> Iterator[Parts]:
         """Tells how far it is; gives the last shot, None where it was stopped."""
         began, sent = time.monotonic(), 0.0
         for shot in self.studio.make(wanted, stop, configs):
@@ -158,7 +158,7 @@ class Events:
             yield parts
         return None
 
-    def _finished(self, shot: Shot, wanted: Wanted, ways: Ways, seen: Seen) -> Parts:
+    def _finish(self, shot: Shot, wanted: Wanted, ways: Ways, seen: Seen) -> Parts:
         """All that is shown of finished pictures; of several, the slider and what is below it show the last one."""
         plain, last = shot.plain, shot.merged[-1]
         named = [(_name(way), made) for way, made in zip(ways, shot.merged, strict=True)]
@@ -186,7 +186,7 @@ class Events:
         for stop in tuple(self._stops.values()):
             stop.set()
 
-    def wanted(self, values: Values, by_hand: bool) -> Wanted:
+    def read(self, values: Values, by_hand: bool) -> Wanted:
         """What the controls ask for. Raises Wrong, with the sentence to read."""
         for name, (label, parse) in PICTURE.items():
             try:

@@ -131,25 +131,25 @@ class Page:
 
     def _quick(self, answer: Answer) -> Callable[..., dict[Any, Any]]:
         def heard(request: gr.Request, seen: Seen, *given: Any) -> dict[Any, Any]:
-            return self._told(answer(_name(given), seen, _address(request)))
+            return self._tell(answer(_name(given), seen, _address(request)))
 
         return heard
 
     def _long(self, answer: Answer) -> Callable[..., Iterator[dict[Any, Any]]]:
         def heard(request: gr.Request, seen: Seen, *given: Any) -> Iterator[dict[Any, Any]]:
             for found in answer(_name(given), seen, request.session_hash):
-                yield self._told(found)
+                yield self._tell(found)
 
         return heard
 
-    def _told(self, found: dict[str, Any]) -> dict[Any, Any]:
+    def _tell(self, found: dict[str, Any]) -> dict[Any, Any]:
         return {self.parts[name]: value for name, value in found.items()}
 
     def _stopped(self, request: gr.Request) -> None:
         self.events.stopped(request.session_hash)
 
     def _opened(self, request: gr.Request) -> dict[Any, Any]:
-        return self._told(self.events.opened(dict(request.query_params), _address(request)))
+        return self._tell(self.events.opened(dict(request.query_params), _address(request)))
 
 
 def _name(given: tuple[Any, ...]) -> dict[str, Any]:

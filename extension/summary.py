@@ -23,7 +23,7 @@ def line_of(job: Job, has_hires: bool) -> str:
 
 def data_of(job: Job, has_hires: bool) -> dict[str, Any]:
     """The same for programs. merged: did anything; passes: the reports, by pass, of those that ran with us."""
-    reports = {hires: Report.joined(record.reports) for hires, record in job.records.items() if record.reports}
+    reports = {hires: Report.join(record.reports) for hires, record in job.records.items() if record.reports}
     return {
         "merged": any(one.merged_anything for one in reports.values()), "line": line_of(job, has_hires),
         "passes": {_NAMES[hires]: {"steps": job.records[hires].steps, **one.as_data()}
@@ -37,7 +37,7 @@ def _outcome(job: Job, hires: bool, has_hires: bool) -> str:
     record = job.records.get(hires)
     if record is None:
         return "did not run"
-    whole = Report.joined(record.reports)
+    whole = Report.join(record.reports)
     why = list(dict.fromkeys([*record.refusals, *whole.notes]))
     if whole.merged_anything:
         steps = count(record.steps, "step")

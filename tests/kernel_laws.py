@@ -206,12 +206,12 @@ COUNTS = {  # rows, tokens, groups: one of each, tails of both tiles, more group
 def test_counting_gives_what_sorting_gives(rows, tokens, groups, used):
     group = torch.randint(groups, (rows, tokens), generator=torch.Generator().manual_seed(3)).to(DEVICE)
     plan = MergePlan(group, groups)
-    found = (*plan._sorted(torch.bfloat16), plan.sizes, plan.empty)
+    found = (*plan._sort(torch.bfloat16), plan.sizes, plan.empty)
     rounded, logs = plan.logits_in(torch.bfloat16), plan.finite_logits
     assert used == ["segments"], "one launch for all of it"
     with kernels.without():
         other = MergePlan(group, groups)
-        assert all(map(torch.equal, found, (*other._sorted(), other.sizes, other.empty)))
+        assert all(map(torch.equal, found, (*other._sort(), other.sizes, other.empty)))
         torch.testing.assert_close(logs, other.finite_logits, rtol=1e-6, atol=1e-6)
     close(rounded, logs, torch.bfloat16)  # the interpreter cuts digits off where a GPU rounds
 

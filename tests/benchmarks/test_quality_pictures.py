@@ -91,7 +91,7 @@ def test_the_clock_sees_every_call_and_nothing_of_the_patch_in_unmerged_ones():
     assert len(times.seconds) == 2 and all(0.02 <= one < 1 for one in times.seconds)
     calls = []
     hook = unet.register_forward_hook(lambda module, args, out: calls.append(out))
-    assert times.unmerged() < 0.01 and calls == [torch.full((1,), 2.0)] * BESIDE
+    assert times.time_unmerged() < 0.01 and calls == [torch.full((1,), 2.0)] * BESIDE
     hook.remove()
     assert len(times.seconds) == 2 and not unet._forward_hooks and not unet._forward_pre_hooks
 

@@ -47,7 +47,7 @@ def test_scenes_are_neither_each_others_nor_those_of_a_training():
 
 def test_no_scene_noise_or_picture_of_one_is_the_others(pair, monkeypatch):
     scenes = [row for subject in pair for part in range(2) for row in subject._scenes(part)[0]]
-    noises = [row for subject in pair for part in range(2) for row in subject.noised(part, 8, 999).x]
+    noises = [row for subject in pair for part in range(2) for row in subject.add_noise(part, 8, 999).x]
     for many in (scenes, noises):
         assert min((a - b).abs().max() for i, a in enumerate(many) for b in many[:i]) > 0.01
     words = PURPOSES[SHOW].prompts

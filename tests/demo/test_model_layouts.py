@@ -116,7 +116,7 @@ def test_a_benchmark_takes_it_and_merges_where_it_has_attention(tmp_path, xl):
     assert _keys_per_width(subject, "preset-max") == {64: {64, 1}, 48: {16, 1}}
     assert _keys_per_width(subject, "preset-at-the-finest-max") == {64: {64, 1}, 48: {16}}
     with torch.inference_mode(), tome_core.patch(subject.network, ratio=0.5) as merging:
-        subject.predict(subject.noised(0, 2, 400))
+        subject.predict(subject.add_noise(0, 2, 400))
         report = str(merging.report())
     assert "latent /2" in report and "latent /1" not in report
 
@@ -132,7 +132,7 @@ def _keys_per_width(subject: SceneSubject, variant: str) -> dict[int, set[int]]:
         for name, module in subject.network.named_modules():
             if name.endswith("attn1"):
                 hooks.enter_context(module.to_k.register_forward_hook(note))
-        subject.predict(subject.noised(0, 2, 900))
+        subject.predict(subject.add_noise(0, 2, 900))
     return seen
 
 

@@ -121,12 +121,12 @@ def values(events):
 def test_it_opens_with_the_start(events, values):
     shown = events.opened({}, ADDRESS)
     assert shown["says"] == "" and shown["by"]["visible"] is False and 'data-strength="0.5"' in shown["plot"]
-    assert events.wanted(values, False) == events.wanted(values, True) == events.start
+    assert events.read(values, False) == events.read(values, True) == events.start
 
 
 @pytest.mark.parametrize("mark", [0, 0.05, *MARKS.values()])
 def test_a_strength_fills_the_controls_and_a_touch_says_what_was_changed(events, values, mark):
-    assert events.wanted({**values, "strength": mark}, False).config == strength(mark), "before they are filled in"
+    assert events.read({**values, "strength": mark}, False).config == strength(mark), "before they are filled in"
     shown = events.moved({**values, "strength": mark, "end": 0.9}, Seen(by_hand=True), ADDRESS)
     filled = {**values, "strength": mark, "end": 0.9, **{one: shown[one]["value"] for one in form.fill(mark)}}
     assert shown["seen"] == Seen(by_hand=False) and "end" not in form.fill(mark)
@@ -145,7 +145,7 @@ def test_a_wrong_value_is_told_beside_its_control_until_it_is_right(events, valu
     by_hand = Seen(by_hand=True)
     shown = events.touched({**values, name: WRONG[name]}, by_hand, ADDRESS)
     with pytest.raises(Wrong) as refused:
-        events.wanted({**values, name: WRONG[name]}, True)
+        events.read({**values, name: WRONG[name]}, True)
     assert shown[name]["info"] == str(refused.value)
     assert shown["seen"].wrong == (name,) and shown[name]["elem_classes"] == ["wrong"] and "value" not in shown[name]
     assert shown["script"] == shown["link"] == shown["payload"] == shown["node"] == ""
@@ -163,8 +163,8 @@ def test_the_settings_show_what_strength_stands_for_on_the_models_layout(source,
     values = {name: shown[name]["value"] for name in NAMES if name != "strengths"}
     wanted = preset("quality", layout)
     assert {name: values[name] for name in form.NAMES} == form.values_of(wanted)
-    assert events.wanted(values, False) == events.wanted(values, True) == Wanted(PROMPT, 0, 20, 0.25, wanted, layout)
-    assert not events.wanted(values, True).changes and "strength=0.25" in shown["script"]
+    assert events.read(values, False) == events.read(values, True) == Wanted(PROMPT, 0, 20, 0.25, wanted, layout)
+    assert not events.read(values, True).changes and "strength=0.25" in shown["script"]
     moved = events.moved({**values, "strength": 0.5}, Seen(), ADDRESS)
     assert moved["ratio"]["value"] == form.values_of(preset("balanced", layout))["ratio"]
 
@@ -235,4 +235,4 @@ def test_what_goes_wrong_in_a_run_is_told(events, values):
 
 def test_the_seed_of_the_picture_is_refused_as_a_sentence(events, values):
     with pytest.raises(Wrong, match=r"Seed of the picture: '-1' is no seed; allowed is a whole number from 0"):
-        events.wanted({**values, "picture_seed": -1.0}, False)
+        events.read({**values, "picture_seed": -1.0}, False)

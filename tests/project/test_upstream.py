@@ -202,7 +202,7 @@ def test_it_errs_half_as_much_as_tomesd_at_equal_attention_work(hooks, ratio: fl
     """On the demo's model, whose pictures are squares; tomesd merges queries too, so its share counts twice."""
     pytest.importorskip("tomesd")
     subject = subjects.SceneSubject(subjects.SCENE_MODELS[0], torch.device("cpu"))
-    noised = subject.noised(0, 2, 437)
+    noised = subject.add_noise(0, 2, 437)
     full = subject.predict(noised)
 
     def error_under(variant) -> tuple[float, torch.Tensor]:

@@ -79,21 +79,21 @@ class _ByScores(_Processor):
         q, k, v = (module.head_to_batch_dim(one) for one in (q, k, v))
         if bias is not None:  # ``[B*H, 1, G]``, in the dtype that the module's scores have
             bias = (bias.float() if module.upcast_attention else bias).repeat_interleave(module.heads, 0)
-        return module.batch_to_head_dim(self._weighed(module, q, k, v, bias))
+        return module.batch_to_head_dim(self._weigh(module, q, k, v, bias))
 
-    def _weighed(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+    def _weigh(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
         return torch.bmm(module.get_attention_scores(q, k, bias), v)
 
 
 class _InSlices(_ByScores):
     """``SlicedAttnProcessor``: so many heads at once as its ``slice_size`` says."""
 
-    def _weighed(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+    def _weigh(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
         step, parts = module.processor.slice_size, []
         for start in range(0, q.shape[0], step):
             piece = slice(start, start + step)
             pieces = q[piece], k[piece], v[piece], None if bias is None else bias[piece]
-            parts.append(super()._weighed(module, *pieces))
+            parts.append(super()._weigh(module, *pieces))
         return torch.cat(parts)
 
 

@@ -44,7 +44,7 @@ class Capture(Holder):
         matches, and "merged" where nothing is kept.
         """
         replayer = self._replayer()
-        return () if replayer is None else tuple((one.kind, one.latents) for one in replayer.recorded())
+        return () if replayer is None else tuple((one.kind, one.latents) for one in replayer.list_calls())
 
     def remove(self) -> None:
         """Call the UNet as before, and let go of the graphs. Idempotent; never fails."""

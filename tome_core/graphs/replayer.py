@@ -39,7 +39,7 @@ class Replayer:
         self._refused: dict[Any, str] = {}
         self._buffers: Buffers = WeakValueDictionary()
 
-    def recorded(self) -> list[RecordedCall]:
+    def list_calls(self) -> list[RecordedCall]:
         """What is held."""
         with self._lock:
             return [one for some in self._recorded.values() for one in some]

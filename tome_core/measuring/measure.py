@@ -101,7 +101,7 @@ def time_calls(
     unmerged: list[float] = []
     merged: dict[Hashable, list[float]] = {}
 
-    def timed(timestep: float) -> float:
+    def time_call(timestep: float) -> float:
         timesteps = torch.full((len(latents),), timestep, device=latents.device)
         _wait(latents.device)
         start = clock()
@@ -111,7 +111,7 @@ def time_calls(
 
     def plainly() -> None:
         with patch.unmerged():
-            unmerged.append(timed(picture[0].timestep))
+            unmerged.append(time_call(picture[0].timestep))
 
     def one_round() -> None:
         sampling, seen = object(), set()
@@ -123,7 +123,7 @@ def time_calls(
             seen.add(kind)
             patch.set_time(timestep=timestep, sampling=sampling, pictures=pictures)
             with patch.merging():
-                merged.setdefault(kind, []).append(timed(timestep))
+                merged.setdefault(kind, []).append(time_call(timestep))
 
     if latents.device.type == "cpu":
         plainly()

@@ -81,7 +81,7 @@ class MergePlan:
         self._logs: torch.Tensor | None = None
         self.derived: dict[tuple, torch.Tensor] = {}  # what others computed from it, by names of theirs
 
-    def repeated(self, times: int) -> MergePlan:
+    def repeat(self, times: int) -> MergePlan:
         """The plan for so many copies of its samples, one after the other; itself where it serves any number."""
         if times == 1 or self.group.shape[0] == 1:
             return self
@@ -96,12 +96,12 @@ class MergePlan:
     @property
     def sizes(self) -> torch.Tensor:
         """Tokens in each group: int64 ``[B or 1, G]``; every row sums to ``N``."""
-        return self._counted().to(torch.int64)
+        return self._count().to(torch.int64)
 
     @property
     def empty(self) -> torch.Tensor:
         """Which groups have no tokens: bool ``[B or 1, G]``."""
-        return self._counted() == 0
+        return self._count() == 0
 
     @property
     def key_logits(self) -> torch.Tensor:
@@ -110,12 +110,12 @@ class MergePlan:
         float32 ``[B or 1, G]``, minus infinity for an empty group. (Proportional attention: ToMe for ViTs,
         arXiv 2210.09461, section 3.)
         """
-        return self._counted().log()
+        return self._count().log()
 
     @property
     def finite_logits(self) -> torch.Tensor:
         """As `key_logits`, with `EMPTY_LOGIT` for an empty group."""
-        if self._logs is None and (self._sizes is not None or not self._counted_by_kernel()):
+        if self._logs is None and (self._sizes is not None or not self._count_by_kernel()):
             self._logs = self.key_logits.clamp(min=EMPTY_LOGIT)
         return self._logs
 
@@ -177,15 +177,15 @@ class MergePlan:
 
         group ``[B, N]``; on CUDA the order ``[B * N]`` of the tokens and each group's start ``[B * G + 1]`` too.
         """
-        group, sizes = self.group.expand(batch, -1), self._counted().expand(batch, -1)
+        group, sizes = self.group.expand(batch, -1), self._count().expand(batch, -1)
         return [group, *(self._flat_segments(batch) if group.is_cuda else ())], sizes
 
-    def _counted(self) -> torch.Tensor:
+    def _count(self) -> torch.Tensor:
         """Sizes in float32, in which they are used, exact up to 2**24 tokens. (MPS adds no int64.)"""
-        if self._sizes is None and not self._counted_by_kernel():
+        if self._sizes is None and not self._count_by_kernel():
             if self.group.is_cuda:
                 # By sorting: atomics on CUDA are refused under torch.use_deterministic_algorithms.
-                self._sizes = self._sorted()[1].diff().view(-1, self.num_groups).float()
+                self._sizes = self._sort()[1].diff().view(-1, self.num_groups).float()
             else:
                 ones = torch.ones_like(self.group, dtype=torch.float32)
                 self._sizes = ones.new_zeros(len(ones), self.num_groups).scatter_add(1, self.group, ones)
@@ -207,9 +207,9 @@ class MergePlan:
         """As `kernels.mean_rows`, of ``[B * N, C]``; None where torch's operators have to do."""
         if kernels.needs_gradient(flat) or not kernels.ready(flat):
             return None
-        return kernels.mean_rows(flat, *self._sorted(flat.dtype), self.group.numel(), bias, values)
+        return kernels.mean_rows(flat, *self._sort(flat.dtype), self.group.numel(), bias, values)
 
-    def _counted_by_kernel(self, dtype: torch.dtype = torch.float32) -> bool:
+    def _count_by_kernel(self, dtype: torch.dtype = torch.float32) -> bool:
         """Order, offsets, sizes and their logarithms, in this dtype too, from one kernel, where there is one."""
         found = kernels.segments(self.group, self.num_groups, EMPTY_LOGIT, dtype)
         if found is None:
@@ -233,20 +233,20 @@ class MergePlan:
         """Sizes as ``[B * G, 1]``, at least 1."""
         key = ("divisors", batch)
         if key not in self.derived:
-            self.derived[key] = self._counted().clamp(min=1).expand(batch, -1).reshape(-1, 1)
+            self.derived[key] = self._count().clamp(min=1).expand(batch, -1).reshape(-1, 1)
         return self.derived[key]
 
-    def _sorted(self, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._own_segments is None and not self._counted_by_kernel(dtype):
+    def _sort(self, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._own_segments is None and not self._count_by_kernel(dtype):
             self._own_segments = _segments(self.group, self.num_groups)
         return self._own_segments
 
     def _flat_segments(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
         """As `_segments`, of so many samples. One row is sorted once, however many samples it serves."""
         if batch == self.group.shape[0]:
-            return self._sorted()
+            return self._sort()
         if self._segments is None or self._segments[0].shape[0] != batch * self.num_tokens:
-            order, offsets = self._sorted()
+            order, offsets = self._sort()
             start = torch.arange(0, batch * self.num_tokens, self.num_tokens, device=order.device)[:, None]
             self._segments = (order + start).view(-1), torch.cat([offsets[:1], (offsets[1:] + start).view(-1)])
         return self._segments
@@ -254,7 +254,7 @@ class MergePlan:
     def _pick(self, x: torch.Tensor) -> torch.Tensor:
         if self.representative is not None:
             return take_rows(x, self.representative)
-        order, offsets = self._sorted()
+        order, offsets = self._sort()
         first = order[offsets[:-1].clamp(max=order.shape[0] - 1)].view(-1, self.num_groups) % self.num_tokens
         return take_rows(x, first).masked_fill(self.empty[..., None], 0)
 

@@ -72,7 +72,7 @@ class Wrap:
         """
         return "_old_forward" if self.name == "forward" and under_accelerate(self.target) else self.name
 
-    def _found(self) -> Any:
+    def _find(self) -> Any:
         """What others have put into the slot; None for the class's own method, which accelerate puts there."""
         method = without_inert(vars(self.target).get(self._slot()))
         own = getattr(method, "__self__", None) is self.target
@@ -86,7 +86,7 @@ class Wrap:
         """
         wrap = self
         if not self.is_on_top():
-            current = self._found()
+            current = self._find()
             if not self._placed:
                 self.beneath = current
             elif current != self.beneath:
@@ -167,7 +167,7 @@ def drop_remains(target: Any) -> None:
 
 def is_wrapped_by_others(module: torch.nn.Module) -> bool:
     """Does anybody but us, and accelerate, stand in for ``module.forward``?"""
-    found = Wrap(module)._found()
+    found = Wrap(module)._find()
     ours = _wrap_of(found)
     return (found if ours is None else without_inert(ours.beneath)) is not None
 

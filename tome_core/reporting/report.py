@@ -109,7 +109,7 @@ class Report(_Counted):
     gains: tuple[Gain, ...] = ()
 
     @classmethod
-    def joined(cls, reports: Iterable[Report]) -> Report:
+    def join(cls, reports: Iterable[Report]) -> Report:
         """One on all of them: a picture's passes, its models. Levels are the same where they are down-sampled alike."""
         reports = tuple(reports)
         levels: dict[int, list[LevelReport]] = {}

@@ -56,7 +56,7 @@ class Operators:
         """A number by which a graph names the site, int64 ``[1]`` on the CPU: its input, so that it serves others."""
         shared = sys.modules.get(self._place) or sys.modules.setdefault(self._place, self._nothing_yet())
         if shared.library is None:
-            shared.library = self._defined(shared.sites)
+            shared.library = self._define_all(shared.sites)
         if shared.library is not None and not self.made:
             known = getattr(torch.ops, self.namespace)
             self.made.update({name: getattr(known, name).default for name in self._operators})
@@ -70,7 +70,7 @@ class Operators:
         made.sites, made.numbers, made.library = weakref.WeakValueDictionary(), itertools.count(), None
         return made
 
-    def _defined(self, sites: Sites) -> torch.library.Library | None:
+    def _define_all(self, sites: Sites) -> torch.library.Library | None:
         """None where torch, which looks through all modules, meets one that raises; the next site tries it again."""
         library = torch.library.Library(self.namespace, "DEF")
         try:

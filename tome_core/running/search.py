@@ -47,13 +47,13 @@ class Search:
         """A match, which is kept. old: what was found there for the whole batch, none of which is fresh."""
         shared, since = kept.look(), None
         if shared is not None and self.batch % shared.copies == 0:
-            plans, since = self._shared(kept, shared)
+            plans, since = self._share(kept, shared)
         else:
             plans = self.corrected(self.match(None, old and old.kept.plans))
         kept.store(self.key(self.batch), plans._replace(merged=None), self.rule, self.device, since=since)
         return plans
 
-    def _shared(self, kept: KeptPlans, shared: Shared) -> tuple[Plans, Kept]:
+    def _share(self, kept: KeptPlans, shared: Shared) -> tuple[Plans, Kept]:
         """The match of one copy of the latents serves all of them, in this call and in others at its time: guidance
         multiplies how differently merging has changed its two predictions.
         """
@@ -64,7 +64,7 @@ class Search:
             match = old.kept
         else:
             match = kept.store(key, self.match(rows, old and old.kept.plans), self.rule, self.device, shared)
-        of_copies = (one and one.repeated(shared.copies) for one in match.plans[:2])  # of one picture they serve any
+        of_copies = (one and one.repeat(shared.copies) for one in match.plans[:2])  # of one picture they serve any
         return self.corrected(Plans(*of_copies)), match
 
 

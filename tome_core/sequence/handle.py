@@ -99,7 +99,7 @@ class SequenceMerging(Handle):
         if plans.plan is None:
             self.leave_alone(call, TOO_SMALL, batch, tokens, tokens)
             return None
-        found, queries = _attended(asked, merging, plans)
+        found, queries = _attend(asked, merging, plans)
         after = queries, plans.plan.num_groups
         self.run.ledger.merge(call, 0, "attn", (batch, tokens, tokens), after, found.way if merging.sized else "")
         if self.run.maps is not None:  # of a film its first frame's
@@ -125,16 +125,16 @@ class SequenceMerging(Handle):
     def _plans(self, call: Call, asked: Asked, merging: Merging) -> Plans:
         rule, kept, q = merging.rule, call.kept, asked.tensors.q
         if kept is None or not rule.keep:
-            return _corrected(asked, merging, self._matched(call, asked, rule, None, None))
+            return _correct(asked, merging, self._match(call, asked, rule, None, None))
         old = kept.find(_key(asked, q.shape[0]), rule, q.device, renews(rule))
         if old is not None and old.is_fresh:
             return old.kept.plans
         return Search(
             rule, q.device, q.shape[0], renews(rule), partial(_key, asked),
-            partial(self._matched, call, asked, rule), partial(_corrected, asked, merging),
+            partial(self._match, call, asked, rule), partial(_correct, asked, merging),
         ).among(kept, old)  # fmt: skip
 
-    def _matched(self, call: Call, asked: Asked, rule: MergeRule, rows: slice | None, old: Plans | None) -> Plans:
+    def _match(self, call: Call, asked: Asked, rule: MergeRule, rows: slice | None, old: Plans | None) -> Plans:
         q, k, v = asked.tensors if rows is None else (one[rows] for one in asked.tensors)
         draw = Draw(rule.seed, 0, stamp_of(call.stamp, q)) if rule.use_rand else None
         return Plans(match(k, v, asked.layout, rule, draw, old and old.plan))
@@ -144,14 +144,14 @@ def _key(asked: Asked, batch: int) -> tuple:
     return asked.name, "sequence", batch, asked.layout, asked.tensors.q.shape[1]
 
 
-def _corrected(asked: Asked, merging: Merging, plans: Plans) -> Plans:
+def _correct(asked: Asked, merging: Merging, plans: Plans) -> Plans:
     if plans.plan is None or not merging.corrected:
         return plans
     correction, made = correction_of(asked.tensors, plans.plan, asked.layout, asked.host.scale)
-    return plans._replace(correction=correction, merge=made)
+    return plans._replace(correction=correction, merged=made)
 
 
-def _attended(asked: Asked, merging: Merging, plans: Plans) -> tuple[Attended, int]:
+def _attend(asked: Asked, merging: Merging, plans: Plans) -> tuple[Attended, int]:
     """The output, and how many queries were asked: merged ones where the rule's side is theirs too."""
     plan, host, tensors = plans.plan, asked.host, asked.tensors
     asking = tensors if merging.side == "kv" else tensors._replace(q=merge(tensors.q, plan))

@@ -23,9 +23,9 @@ class JoinedPlan(MergePlan):
 
     counts: tuple[int, ...] = ()
 
-    def repeated(self, times: int) -> MergePlan:
+    def repeat(self, times: int) -> MergePlan:
         """As of every plan."""
-        found = super().repeated(times)
+        found = super().repeat(times)
         if found is not self:
             found = JoinedPlan(found.group, found.num_groups, found.representative)
             found.counts = self.counts

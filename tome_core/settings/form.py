@@ -44,13 +44,13 @@ class Field(NamedTuple):
     advanced: bool = False
     beside_strength: bool = False
 
-    def shown(self, value: Any) -> Any:
+    def show(self, value: Any) -> Any:
         """What people read for a value of the engine."""
         if self.choices:
             return self.choices[self.meanings.index(value)]
         return UNSET if value is None else value
 
-    def meant(self, value: Any) -> Any:
+    def read(self, value: Any) -> Any:
         """What the engine takes for a value that people gave. Raises ValueError for what is no choice."""
         if self.choices:
             if value not in self.choices:
@@ -90,7 +90,7 @@ def field(name: str) -> Field:
 
 def values_of(config: MergeConfig) -> dict[str, Any]:
     """What the form shows for a config, by name; of several rules, for the first."""
-    return {one.name: one.shown(config.value(one.setting)) for one in FIELDS}
+    return {one.name: one.show(config.value(one.setting)) for one in FIELDS}
 
 
 def fill(strength: str | float, layout: str = SD) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def change(config: MergeConfig, values: Mapping[str, Any]) -> MergeConfig:
     unknown = set(values) - set(NAMES)
     if unknown:
         raise ValueError(f"there is no {', '.join(sorted(unknown))} to set; there are: {', '.join(NAMES)}")
-    asked = {one.setting: one.meant(values[one.name]) for one in FIELDS if values.get(one.name) is not None}
+    asked = {one.setting: one.read(values[one.name]) for one in FIELDS if values.get(one.name) is not None}
     try:
         return replace(config, **asked)
     except (TypeError, ValueError) as error:

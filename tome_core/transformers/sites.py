@@ -77,7 +77,7 @@ class TransformerSite(NumberedSite):
         if not self.active or merging is None:
             return self.original(*args, **kwargs)
         if torch.compiler.is_compiling():
-            return self._traced(merging, args, kwargs)
+            return self._trace(merging, args, kwargs)
         given = arguments_of(self.target, args, kwargs)
         before, self.calls.now = self.calls.now, self._going(merging, given)
         try:
@@ -99,7 +99,7 @@ class TransformerSite(NumberedSite):
         call = merging.begin(merging.timestep(self.family, given), latent)
         return Going(merging, call, tokens if isinstance(tokens, str) else (tokens.grid, tokens.count))
 
-    def _traced(self, merging: SequenceMerging, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    def _trace(self, merging: SequenceMerging, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """The same in a graph that is being made."""
         settings = self.settings
         begun = _why_not_in_graph(merging)
@@ -132,7 +132,7 @@ class AttentionSite(NumberedSite):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the attention gives."""
         if torch.compiler.is_compiling():
-            return self._traced(args, kwargs)
+            return self._trace(args, kwargs)
         going = self.calls.now
         if not self.active or going is None:
             return self.original(*args, **kwargs)
@@ -156,7 +156,7 @@ class AttentionSite(NumberedSite):
         with answering(None if going is None else partial(self._answer, going)):
             return ask_again(self.target.processor, q, k, v, mask, options)
 
-    def _traced(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    def _trace(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """The attention in a graph that is being made."""
         merging, begun = self.settings.merging, self.settings.begun
         if not self.active or merging is None:

@@ -70,7 +70,7 @@ class PartSite(Wrap):
         problem = "" if self.beneath is None else _kept_by_a_hook(self.target)
         problem = problem or self._problem(block, args, kwargs)
         if not problem:
-            problem = self._merged(block, merging, *args, **kwargs)
+            problem = self._merge(block, merging, *args, **kwargs)
             if not isinstance(problem, str):
                 return problem
         skip(block.outer, self.level, self.part, problem)
@@ -83,7 +83,7 @@ class PartSite(Wrap):
             return NO_GRID
         return None
 
-    def _merged(
+    def _merge(
         self, block: BlockCall, merging: Merging, x: torch.Tensor, *args: Any, _keys: int = 0, **kwargs: Any
     ) -> Any | str:
         """The part's output for merged input; why it was left alone where that cannot be. _keys: not merged."""
@@ -189,7 +189,7 @@ class SelfAttentionSite(PartSite):
             return "cross-frame attention needs every token"
         return None
 
-    def _merged(self, block: BlockCall, merging: Merging, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any | str:
+    def _merge(self, block: BlockCall, merging: Merging, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any | str:
         name = self.family.context
         context = args[0] if args else kwargs.pop(name, None)
         if context is not None and not torch.is_tensor(context):  # diffusers: a prompt, and images beside it
@@ -198,7 +198,7 @@ class SelfAttentionSite(PartSite):
             if merging.side == "kv":
                 return _OF_OTHERS
             # queries alone can merge, as in the attention to the prompt
-            return super()._merged(block, merging, x, _keys=context.shape[1], **{**kwargs, name: context})
+            return super()._merge(block, merging, x, _keys=context.shape[1], **{**kwargs, name: context})
         value = kwargs.pop("value", None)
         if value is not None and value.shape[:2] != x.shape[:2]:
             return "keys and values are of different numbers"

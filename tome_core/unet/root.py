@@ -51,13 +51,13 @@ class UNetSite(NumberedSite):
         if run is None:  # another thread's call sees nothing of a merged one that goes on, one from inside must not
             call = switch.call
             is_inside = call is not None and call.thread == threading.get_ident()
-            return (self._under if is_inside else self._made)(None, args, kwargs)
+            return (self._under if is_inside else self._make_call)(None, args, kwargs)
         with switch.lock:
             run = switch.current()  # somebody may have taken it off while this thread waited
             inside.depth += 1
             try:
                 if run is None:
-                    return self._made(None, args, kwargs)
+                    return self._make_call(None, args, kwargs)
                 return self._call(run, threading.get_ident(), args, kwargs)
             finally:
                 inside.depth -= 1
@@ -88,11 +88,11 @@ class UNetSite(NumberedSite):
         before = switch.call, switch.grid, switch.block
         switch.call, switch.grid, switch.block = call, None, None
         try:
-            return self._made(call, args, kwargs)
+            return self._make_call(call, args, kwargs)
         finally:
             switch.call, switch.grid, switch.block = before
 
-    def _made(self, call: Call | None, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _make_call(self, call: Call | None, args: tuple, kwargs: dict[str, Any]) -> Any:
         """By whoever replays calls, if anybody does."""
         if torch.compiler.is_compiling():
             return self.original(*args, **kwargs)

@@ -58,11 +58,11 @@ class BlockCall:
             # what its self-attention found serves the other parts, whatever way that took
             plans = self.plans.get((part, True))
             if plans is None:
-                plans = self._found(Asked(self.site.target, self.x, self.outer, merging.rule, part, together, whole))
+                plans = self._find(Asked(self.site.target, self.x, self.outer, merging.rule, part, together, whole))
             self.plans[key] = plans
         return plans
 
-    def _found(self, asked: Asked) -> Plans:
+    def _find(self, asked: Asked) -> Plans:
         site, call = self.site, asked.outer.call
         if not torch.compiler.is_compiling():
             return _own_or_shared(site.matcher.find, asked, call.kept is not None)
@@ -137,7 +137,7 @@ class RememberingSite(Wrap):
         super().__init__(target, name)
         self.memory = CallMemory()
 
-    def recalled(self, x: Any) -> Any | None:
+    def recall(self, x: Any) -> Any | None:
         """The call that a checkpoint runs again on ``x``; None inside a call that merges nothing, which is not over."""
         if not inside.plain:
             return self.memory.recall(x)
@@ -169,7 +169,7 @@ class TransformerSite(RememberingSite):
         call = switch.call
         x = args[0] if args else named_input(kwargs)
         if call is None and self.memory.calls:
-            call = in_this_thread(self.recalled(x))
+            call = in_this_thread(self.recall(x))
         if call is None or not self.active or not torch.is_tensor(x) or x.dim() != 4:
             return self.original(*args, **kwargs)
         compiling = torch.compiler.is_compiling()
@@ -234,7 +234,7 @@ class BlockSite(NumberedSite, RememberingSite):
         if not torch.is_tensor(x) or x.dim() != 3:
             return self.original(*args, **kwargs)
         if outer is None:  # a checkpoint runs it again
-            outer = self.recalled(x)
+            outer = self.recall(x)
             outer = outer and outer._replace(call=in_this_thread(outer.call))
         compiling = torch.compiler.is_compiling()
         if outer is None or not (compiling or outer.call.thread == threading.get_ident()):

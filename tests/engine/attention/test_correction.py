@@ -196,7 +196,7 @@ def test_it_leaves_less_of_what_was_asked_than_the_closed_form_alone():
 @pytest.mark.parametrize("time", some_quick([600, 100]))
 def test_it_halves_what_a_trained_model_loses_at_a_sixty_fourth_of_the_keys(path, time: int):
     subject = SceneSubject(path, torch.device("cpu"))
-    noised = subject.noised(0, 6, time)
+    noised = subject.add_noise(0, 6, time)
     rule = MergeRule(**KV | {"ratio": 63 / 64, "sx": 8, "sy": 8, "refine": 1, "metric": "keys+values"}, use_rand=False)
     with torch.no_grad():
         plain, apart = subject.predict(noised), []

@@ -115,7 +115,7 @@ def test_one_row_is_sorted_once_for_any_number_of_samples(monkeypatch):
     plan, whole = MergePlan(group, 4), MergePlan(group.repeat(3, 1), 4)
     monkeypatch.setattr("tome_core.merging.plan._segments", lambda *args: calls.append(args) or _segments(*args))
     for batch in (1, 3, 1):
-        expected = whole._sorted() if batch == 3 else _segments(group, 4)
+        expected = whole._sort() if batch == 3 else _segments(group, 4)
         assert all(map(torch.equal, plan._flat_segments(batch), expected))
     assert sum(args[0] is group for args in calls) == 1
 
@@ -133,10 +133,10 @@ def test_a_plan_for_copies_is_that_of_each():
     plan = MergePlan(torch.tensor([[0, 1, 1], [1, 0, 0]]), 2, torch.tensor([[0, 1], [2, 0]]))
     x = torch.randn(4, 3, 2)
     for mode in ("mean", "pick"):
-        assert torch.equal(plan.repeated(2).merge(x, mode), torch.cat([plan.merge(half, mode) for half in x.chunk(2)]))
-    assert plan.repeated(1) is plan
+        assert torch.equal(plan.repeat(2).merge(x, mode), torch.cat([plan.merge(half, mode) for half in x.chunk(2)]))
+    assert plan.repeat(1) is plan
     alone = MergePlan(torch.tensor([[0, 1, 1]]), 2)
-    assert alone.repeated(2) is alone, "one row serves any number"
+    assert alone.repeat(2) is alone, "one row serves any number"
 
 
 @pytest.mark.parametrize("threads", [1, 2])

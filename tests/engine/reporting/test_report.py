@@ -37,7 +37,7 @@ def level(downsample: int = 1, keys: int = 64, left: int = 25, **facts) -> Level
 
 @pytest.mark.slow
 def test_the_first_line_is_the_gain_the_second_what_was_left_out_then_levels_early_and_late():
-    measured = Report.joined([reported(EARLY, 900, 100), Report(True, gains=(gain(1.42),))])
+    measured = Report.join([reported(EARLY, 900, 100), Report(True, gains=(gain(1.42),))])
     first, second, *rest = str(measured).splitlines()
     assert first == "Token merging: 2 model calls, 1.42 times as fast (measured)"
     assert second.startswith(f"  {percent(measured.work_saved)} of attention left out, at latent /1")
@@ -97,20 +97,20 @@ def test_all_levels_are_weighed_by_their_work():
 def test_reports_of_passes_are_one_with_levels_by_their_down_sampling():
     """The passes of a hires fix, or a refiner, whose finest level is another."""
     small, large, refiner = reported(EARLY, 900, 100), reported(EARLY, 900, side=32), Report(True, levels=(level(2),))
-    both = Report.joined([small, large])
+    both = Report.join([small, large])
     assert both.calls == 3 and len(both.levels) == len(small.levels)
     one, two = small.levels[0], large.levels[0]
     assert both.levels[0].tokens == tuple(sorted({*one.tokens, *two.tokens}, reverse=True))
     phases = (*small.phases, *large.phases)
     full, left = sum(phase.work_full for phase in phases), sum(phase.work_left for phase in phases)
     assert both.work_saved == pytest.approx(1 - left / full)
-    mixed = Report.joined([Report(True, levels=(level(1),)), refiner])
+    mixed = Report.join([Report(True, levels=(level(1),)), refiner])
     assert [(one.level, one.downsample) for one in mixed.levels] == [(0, 1), (1, 2)]
-    assert Report.joined([]) == Report(False) and Report.joined([small]).as_data() == small.as_data()
+    assert Report.join([]) == Report(False) and Report.join([small]).as_data() == small.as_data()
 
 
 def test_gains_of_several_sizes_are_told_each():
-    report = Report.joined([Report(True, levels=(level(),), gains=(gain(1.5), gain(1.0, 32)))])
+    report = Report.join([Report(True, levels=(level(),), gains=(gain(1.5), gain(1.0, 32)))])
     assert "1.50 times as fast at 512x512, no gain at 256x256 (measured)" in str(report).splitlines()[0]
 
 
@@ -130,7 +130,7 @@ def test_nothing_left_out_is_not_rounded_up_to_everything():
 
 
 def test_the_json_form_is_json_and_has_every_count():
-    found = Report.joined([reported(EARLY, 900, 100), Report(True, gains=(gain(1.42),))])
+    found = Report.join([reported(EARLY, 900, 100), Report(True, gains=(gain(1.42),))])
     data = found.as_data()
     assert json.loads(json.dumps(data)) == data and data["format"] == 1
     assert data["work_saved"] == found.work_saved and data["gains"][0]["ratio"] == 1.42

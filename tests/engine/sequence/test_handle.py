@@ -106,8 +106,8 @@ def test_guidances_copies_have_one_match(done, monkeypatch):
     merging, own = SequenceMerging(KEPT), tensors(PICTURE, batch=1)
     twice = type(own)(*(torch.cat([one, one + 0.01 * torch.randn_like(one)]) for one in own))
     twice.q[1] = twice.q[0]  # of which `step` makes the latents
-    seen, plain = [], handles._corrected
-    monkeypatch.setattr(handles, "_corrected", lambda *args: seen.append(args[2].plan.group) or plain(*args))
+    seen, plain = [], handles._correct
+    monkeypatch.setattr(handles, "_correct", lambda *args: seen.append(args[2].plan.group) or plain(*args))
     step(merging, 500, twice, pictures=1)
     assert done == ["match"] and seen[0].shape[0] == 1
 

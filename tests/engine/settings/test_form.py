@@ -27,9 +27,9 @@ def test_a_field_is_its_setting_in_words_that_a_person_can_choose():
     for one in FIELDS:
         setting = DESCRIBED[one.setting]
         assert (one.label, one.step, one.maximum) == tuple(setting.get(name) for name in ("label", "step", "maximum"))
-        assert one.help.startswith(setting["help"]) and one.meant(one.default) == setting["default"]
+        assert one.help.startswith(setting["help"]) and one.read(one.default) == setting["default"]
         assert all(type(choice) is str for choice in one.choices) and (not one.choices or one.default in one.choices)
-        assert [one.shown(one.meant(choice)) for choice in one.choices] == list(one.choices)
+        assert [one.show(one.read(choice)) for choice in one.choices] == list(one.choices)
 
 
 def test_an_open_number_is_below_its_range_and_its_help_says_what_that_means():
