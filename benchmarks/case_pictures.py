@@ -27,7 +27,7 @@ HYPER_TIME = 800  # at which Hyper-SD draws in a single step
 
 
 @dataclass(frozen=True)
-class Case:
+class PictureCase:
     """One way of making pictures.
 
     solver: of `SOLVERS`. steps: of the whole noise schedule, of which `denoise` below 1 runs the last,
@@ -51,33 +51,33 @@ class Case:
 
 
 _CASES = (
-    Case("20 steps", 20),
-    Case("8 steps", 8),
-    Case("4 steps", 4),
-    Case("1 step", 1),
-    Case("Turbo's shape, 1 step", 1, "ancestral", guidance=1),
-    Case("Lightning's shape, 4 steps", 4, "Euler", guidance=1),
-    Case("Lightning's shape, 8 steps", 8, "Euler", guidance=1),
-    Case("LCM's shape, 4 steps", 4, "LCM", guidance=1),
-    Case("LCM's shape, 8 steps", 8, "LCM", guidance=1),
-    Case("Hyper's shape, 1 step", 1, "Hyper", guidance=1),
-    Case("ancestral, 10 steps", 10, "ancestral"),
-    Case("SDE, 10 steps", 10, "SDE"),
-    Case("Karras, 10 steps", 10, "Karras"),
-    Case("exponential, 10 steps", 10, "exponential"),
-    Case("AYS, 10 steps", 10, "AYS"),
-    Case("EDM, 10 steps", 10, "EDM"),
-    Case("CFG 1, 10 steps", 10, guidance=1),
-    Case("img2img at .3 of 20", 20, denoise=0.3),
-    Case("img2img at .5 of 20", 20, denoise=0.5),
-    Case("img2img at .6 of 20", 20, denoise=0.6),
-    Case("inpainting at .8 of 10", 10, denoise=0.8, inpaint=True),
-    Case("batch of 4, 4 steps", 4, batch=4),
-    Case("batch of 8, 4 steps", 4, batch=8),
-    Case("hires at .5 of 10", 10, denoise=0.5, scale=2),
-    Case("hires at .3 of 10", 10, denoise=0.3, scale=2),
-    Case("hires at .6 of 10", 10, denoise=0.6, scale=2),
-    Case("tiled upscale at .5 of 10", 10, denoise=0.5, scale=2, tiled=True),
+    PictureCase("20 steps", 20),
+    PictureCase("8 steps", 8),
+    PictureCase("4 steps", 4),
+    PictureCase("1 step", 1),
+    PictureCase("Turbo's shape, 1 step", 1, "ancestral", guidance=1),
+    PictureCase("Lightning's shape, 4 steps", 4, "Euler", guidance=1),
+    PictureCase("Lightning's shape, 8 steps", 8, "Euler", guidance=1),
+    PictureCase("LCM's shape, 4 steps", 4, "LCM", guidance=1),
+    PictureCase("LCM's shape, 8 steps", 8, "LCM", guidance=1),
+    PictureCase("Hyper's shape, 1 step", 1, "Hyper", guidance=1),
+    PictureCase("ancestral, 10 steps", 10, "ancestral"),
+    PictureCase("SDE, 10 steps", 10, "SDE"),
+    PictureCase("Karras, 10 steps", 10, "Karras"),
+    PictureCase("exponential, 10 steps", 10, "exponential"),
+    PictureCase("AYS, 10 steps", 10, "AYS"),
+    PictureCase("EDM, 10 steps", 10, "EDM"),
+    PictureCase("CFG 1, 10 steps", 10, guidance=1),
+    PictureCase("img2img at .3 of 20", 20, denoise=0.3),
+    PictureCase("img2img at .5 of 20", 20, denoise=0.5),
+    PictureCase("img2img at .6 of 20", 20, denoise=0.6),
+    PictureCase("inpainting at .8 of 10", 10, denoise=0.8, inpaint=True),
+    PictureCase("batch of 4, 4 steps", 4, batch=4),
+    PictureCase("batch of 8, 4 steps", 4, batch=8),
+    PictureCase("hires at .5 of 10", 10, denoise=0.5, scale=2),
+    PictureCase("hires at .3 of 10", 10, denoise=0.3, scale=2),
+    PictureCase("hires at .6 of 10", 10, denoise=0.6, scale=2),
+    PictureCase("tiled upscale at .5 of 10", 10, denoise=0.5, scale=2, tiled=True),
 )
 CASES = {case.name: case for case in _CASES}
 
@@ -124,7 +124,7 @@ SOLVERS = {
 }
 
 
-class Asked(NamedTuple):
+class PictureOrder(NamedTuple):
     """One picture: its six tokens, its seed, and the latent ``[1, C, h, w]`` of the scene it begins with, or None."""
 
     tokens: list[int]
@@ -133,7 +133,7 @@ class Asked(NamedTuple):
 
 
 @torch.no_grad()
-def draw(model: SceneModel, case: Case, asked: Sequence[Asked]) -> np.ndarray:
+def draw(model: SceneModel, case: PictureCase, asked: Sequence[PictureOrder]) -> np.ndarray:
     """Pictures uint8 ``[n, H, W, 3]``, drawn at once. All that a picture draws comes from its own seed."""
     dice = [torch.Generator().manual_seed(one.seed) for one in asked]
     scene = torch.cat([enlarge(model, one.scene, case.scale) for one in asked]) if case.begins_with_a_scene else None
@@ -155,7 +155,7 @@ def draw(model: SceneModel, case: Case, asked: Sequence[Asked]) -> np.ndarray:
     return sampler.to_bytes(decode(latent, model.haar_gain))
 
 
-def timesteps(model: SceneModel, case: Case) -> list[float]:
+def timesteps(model: SceneModel, case: PictureCase) -> list[float]:
     """Of all steps of a picture."""
     return _times_left(SOLVERS[case.solver](model, case.steps), case).tolist()
 
@@ -168,7 +168,7 @@ def enlarge(model: SceneModel, latent: torch.Tensor, scale: int) -> torch.Tensor
     return encode(torch.nn.functional.interpolate(picture, scale_factor=scale, mode="bicubic"), model.haar_gain)
 
 
-def _times_left(scheduler: Any, case: Case) -> torch.Tensor:
+def _times_left(scheduler: Any, case: PictureCase) -> torch.Tensor:
     """Of an image to image pass the last ones; the scheduler is told where it begins."""
     skipped = case.steps - round(case.steps * case.denoise)
     if skipped:

@@ -22,7 +22,7 @@ import torch
 
 from benchmarks import attention_work, report, results, subjects, variants
 from benchmarks.attention_work import one_thread
-from benchmarks.case_pictures import CASES, Asked, Case, draw, timesteps
+from benchmarks.case_pictures import CASES, PictureCase, PictureOrder, draw, timesteps
 from benchmarks.subjects import PURPOSES, SCENE_MODELS, SHOW, SceneSubject
 from demo import prompt
 from demo.likeness import gradient_energy, squared_error
@@ -50,7 +50,7 @@ def plan(models: Iterable[str], cases: Iterable[str], pictures: int) -> list[Pla
             for number, model, case, strength in product(range(pictures), models, cases, MARKS)]  # fmt: skip
 
 
-class Bench:
+class CaseBench:
     """Measures the rows of one model; keeps the latest unmerged pictures alone, and the seconds that they took."""
 
     def __init__(self, path: Path) -> None:
@@ -77,17 +77,17 @@ class Bench:
             "seconds": [seconds, seconds_merged],
         }
 
-    def _draw(self, case: Case, asked: list[Asked]) -> tuple[np.ndarray, float]:
+    def _draw(self, case: PictureCase, asked: list[PictureOrder]) -> tuple[np.ndarray, float]:
         began = time.process_time()
         return draw(self.subject.model, case, asked), time.process_time() - began
 
-    def _ask(self, case: Case, number: int) -> Asked:
+    def _ask(self, case: PictureCase, number: int) -> PictureOrder:
         """Prompts and seeds in turn; where a scene is begun with, that one and its own prompt."""
         purpose = self.subject.purpose
         if case.begins_with_a_scene:
             scene, tokens = self.subject.scene(number)
-            return Asked(tokens, purpose.first + number, scene)
-        return Asked(prompt.tokens(purpose.prompts[number % len(purpose.prompts)]), purpose.first + number)
+            return PictureOrder(tokens, purpose.first + number, scene)
+        return PictureOrder(prompt.tokens(purpose.prompts[number % len(purpose.prompts)]), purpose.first + number)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -112,7 +112,7 @@ def execute(options: argparse.Namespace, command: str) -> int:
         raise ValueError(f"--pictures {options.pictures}: give a number from 1 up")
     paths = {path.stem: path for path in options.model}
     rows = {row.key: row for row in plan(paths, options.cases, options.pictures)}
-    bench = cache(lambda name: Bench(paths[name]))
+    bench = cache(lambda name: CaseBench(paths[name]))
     settings = {
         "models": {name: subjects.fingerprint(path) for name, path in paths.items()},
         "for": SHOW,

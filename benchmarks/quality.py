@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from benchmarks import picture_metrics, quality_options, report, results, subjects
 from benchmarks.attention_work import one_thread
-from benchmarks.quality_rows import Amounts, Bench, Row, calls, rows
+from benchmarks.quality_rows import Amounts, QualityBench, Row, calls, rows
 from benchmarks.results import Record, ResultError, Run
 from benchmarks.subjects import PURPOSES
 from benchmarks.variant_list import PLAIN, VARIANTS
@@ -51,7 +51,7 @@ class Processes(NamedTuple):
 
 
 def fill(
-    record: Record, rows: list[Row], output: Path | None, processes: Processes, benches: Callable[[str], Bench],
+    record: Record, rows: list[Row], output: Path | None, processes: Processes, benches: Callable[[str], QualityBench],
     amounts: Amounts,
 ) -> tuple[Path, Record] | None:
     """Measure what is missing and give the finished file and record; None in all processes but the first.
@@ -77,7 +77,7 @@ def fill(
     return output, _gather(record, output, keys)
 
 
-def _measure_rows(rows: list[Row], run: Run, benches: Callable[[str], Bench], amounts: Amounts) -> None:
+def _measure_rows(rows: list[Row], run: Run, benches: Callable[[str], QualityBench], amounts: Amounts) -> None:
     total = sum(calls(row, amounts) for row in rows)
     quiet = not sys.stderr.isatty()
     with tqdm(total=total, unit="call", mininterval=10 if quiet else 0.1, dynamic_ncols=True) as bar:
@@ -173,7 +173,7 @@ def _settings(
     }
 
 
-def _estimate(bench: Bench, plan: list[Row], amounts: Amounts) -> str:
+def _estimate(bench: QualityBench, plan: list[Row], amounts: Amounts) -> str:
     """Said before the start, from a picture without merging; what matches takes longer, what merges much less."""
     bench.subject.picture(0, 1)
     start = time.perf_counter()
@@ -209,13 +209,13 @@ def _measure(
         path.stem, names, amounts, can_be_noised=subjects.is_scene_model(path), kind=subjects.kind_of(path)
     )]  # fmt: skip
 
-    def open_bench(name: str) -> Bench:
+    def open_bench(name: str) -> QualityBench:
         path, purpose, dtype = paths[name], PURPOSES[options.purpose], getattr(torch, options.dtype)
         if subjects.is_scene_model(path):
             subject = subjects.SceneSubject(path, device, purpose, quality_options.manner(options))
         else:
             subject = subjects.UserSubject(path, options.config, device, prompts, dtype, purpose)
-        bench = Bench(subject, amounts, options.save, lpips)
+        bench = QualityBench(subject, amounts, options.save, lpips)
         if name == plan[0].checkpoint and processes.rank == 0:
             print(_estimate(bench, plan, amounts), file=sys.stderr)
         return bench

@@ -102,7 +102,7 @@ class Made(NamedTuple):
     beside: float | None
 
 
-class Bench:
+class QualityBench:
     """Measures rows on one checkpoint; keeps the unmerged results of the latest group only."""
 
     def __init__(self, subject: Subject, amounts: Amounts, save: Path | None, lpips: Callable | None) -> None:

@@ -17,10 +17,10 @@ import torch
 
 from benchmarks import report, results, speed_report
 from benchmarks.speed_costs import Rates, free_memory
-from benchmarks.speed_measure import Bench, Fleet, measure_rates
+from benchmarks.speed_measure import Fleet, SpeedBench, measure_rates
 from benchmarks.speed_models import SHAPES, TINY_SHAPES, Shape, make_decoder, make_unet
 from benchmarks.speed_options import complete, parser, plan_cases, settings
-from benchmarks.speed_plan import CALL, COSTS, Case, Estimate, row_keys
+from benchmarks.speed_plan import CALL, COSTS, Estimate, UNetCase, row_keys
 from benchmarks.speed_summary import failures
 from benchmarks.speed_variants import pick_for
 
@@ -38,7 +38,7 @@ class Workshop:
         self._unet = self._decoder = self._bench = None
         self._fleets: dict[tuple[str, bool], Fleet] = {}
 
-    def measure(self, case: Case, part: str, failed: dict[str, str]) -> dict:
+    def measure(self, case: UNetCase, part: str, failed: dict[str, str]) -> dict:
         """The row. failed: the case's variants that failed in an earlier row, in another process perhaps, and why."""
         fresh = self._bench is None or self._bench.case != case
         if fresh:
@@ -50,7 +50,7 @@ class Workshop:
             shape = self._shapes[case.model]
             if case.what != CALL and self._decoder is None:
                 self._decoder = make_decoder(shape, self._device, self._dtype)
-            self._bench = Bench(case, shape, self._fleets[how], self._rates, self._decoder, failed)
+            self._bench = SpeedBench(case, shape, self._fleets[how], self._rates, self._decoder, failed)
         if part == COSTS:
             return self._bench.costs()
         if fresh:
@@ -85,7 +85,7 @@ def execute(run: results.Run, rows: dict, workshop: Workshop, estimate: Estimate
             estimate.learn(*rows[key], time.monotonic() - since)
 
 
-def print_plan(all_cases: list[Case], rows: dict, missing: list[str], estimate: Estimate) -> None:
+def print_plan(all_cases: list[UNetCase], rows: dict, missing: list[str], estimate: Estimate) -> None:
     """What will be measured, and how long that may take."""
     _say("plan, with estimates that the run itself corrects:")
     for case in all_cases:

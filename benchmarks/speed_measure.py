@@ -17,7 +17,7 @@ from benchmarks import speed_costs
 from benchmarks.networks import finest_blocks
 from benchmarks.speed_costs import Rates, Roofline
 from benchmarks.speed_models import Shape, make_inputs, twin
-from benchmarks.speed_plan import CALL, Case, picture_run
+from benchmarks.speed_plan import CALL, UNetCase, picture_run
 from benchmarks.speed_variants import VARIANTS, pick_for
 from tome_core.measuring.example_inputs import pictures_in
 
@@ -74,11 +74,11 @@ class Fleet:
         self.unets = {name: torch.compile(one, dynamic=False) for name, one in self.unets.items()}
 
 
-class Bench:
+class SpeedBench:
     """The variants of one case, ready to run. `costs` or `warm_up` comes before the first `round`."""
 
     def __init__(
-        self, case: Case, shape: Shape, fleet: Fleet, rates: Rates, decoder: nn.Module | None = None,
+        self, case: UNetCase, shape: Shape, fleet: Fleet, rates: Rates, decoder: nn.Module | None = None,
         failed: dict[str, str] | None = None,
     ) -> None:  # fmt: skip
         """rates: of the device, for bounds. decoder: for pictures. failed: variants that are known to fail, and why;

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import report
 from benchmarks.speed_models import SHAPES
-from benchmarks.speed_plan import SUITES, Case, cases
+from benchmarks.speed_plan import SUITES, UNetCase, cases
 from benchmarks.speed_variants import CONTROL, VARIANTS, choose
 
 SIZES = (512, 768, 1024, 1536, 2048)
@@ -91,7 +91,7 @@ def complete(options: argparse.Namespace) -> argparse.Namespace:
     return options
 
 
-def plan_cases(options: argparse.Namespace) -> list[Case]:
+def plan_cases(options: argparse.Namespace) -> list[UNetCase]:
     """The cases that the completed options ask for."""
     return cases(options.suites, options.models, options.sizes, options.steps, options.compile)
 

@@ -34,7 +34,7 @@ _LATENT_SCALE = 0.18215
 
 
 @dataclass(frozen=True)
-class Case:
+class UNetCase:
     """One thing whose time is compared over the variants.
 
     what: ``call``, ``picture`` or ``hires``. batch: of the UNet, two for each picture (with and without prompt).
@@ -64,29 +64,29 @@ class Case:
 
 def cases(
     suites: Sequence[str], models: Sequence[str], sizes: Sequence[int], steps: int, compiled: bool
-) -> list[Case]:
+) -> list[UNetCase]:
     """All cases, the most telling first, because a run may end early. compiled: each one compiled as well.
 
     Pictures are made at the usual ones of the sizes, or at all of them where none is.
     """
-    found: list[Case] = []
+    found: list[UNetCase] = []
     for model in models:
         if "calls" in suites:
-            found += [Case(model, CALL, pixels) for pixels in sizes]
+            found += [UNetCase(model, CALL, pixels) for pixels in sizes]
         if "pictures" in suites:
             usual = [pixels for pixels in sizes if pixels in PICTURE_SIZES]
-            found += [Case(model, "picture", pixels, steps=steps) for pixels in usual or sizes]
+            found += [UNetCase(model, "picture", pixels, steps=steps) for pixels in usual or sizes]
         if "hires" in suites and model == "sd15":
-            found.append(Case(model, "hires", HIRES[1], steps=steps))
+            found.append(UNetCase(model, "hires", HIRES[1], steps=steps))
     if "seeds" in suites:
-        found += [Case(models[0], CALL, pixels, 2 * pictures, attention) for attention in ("sdpa", "naive")
+        found += [UNetCase(models[0], CALL, pixels, 2 * pictures, attention) for attention in ("sdpa", "naive")
                   for pixels in SEED_SIZES for pictures in SEED_PICTURES]  # fmt: skip
     # naive attention is there to be compared with, not to be compiled
     return [one for case in dict.fromkeys(found) for one in (case, replace(case, compiled=True))
             if not one.compiled or (compiled and case.attention == "sdpa")]  # fmt: skip
 
 
-def row_keys(all_cases: Sequence[Case], rounds: int) -> dict[str, tuple[Case, str]]:
+def row_keys(all_cases: Sequence[UNetCase], rounds: int) -> dict[str, tuple[UNetCase, str]]:
     """Row key -> (case, what the row holds: ``costs`` or the number of a round), in the run's order.
 
     What takes many calls averages over them, and gets a third of the rounds; what only fills the seeds' rows, half.
@@ -99,7 +99,7 @@ def row_keys(all_cases: Sequence[Case], rounds: int) -> dict[str, tuple[Case, st
     return found
 
 
-def passes(case: Case) -> list[tuple[int, int]]:
+def passes(case: UNetCase) -> list[tuple[int, int]]:
     """(pixels, steps) of each pass over a picture. The second pass of a hires fix does half of the steps again."""
     if case.what == "hires":
         return [(HIRES[0], case.steps), (case.pixels, max(1, case.steps // 2))]
@@ -109,12 +109,12 @@ def passes(case: Case) -> list[tuple[int, int]]:
 class Estimate:
     """Seconds that a row will take; corrected by what the rows so far have taken."""
 
-    def __init__(self, shapes: dict[str, Shape], variants: Callable[[Case], int], device: str, rate: float) -> None:
+    def __init__(self, shapes: dict[str, Shape], variants: Callable[[UNetCase], int], device: str, rate: float) -> None:
         """variants: how many a case compares. rate: operations per second that the device reaches in a UNet."""
         self._shapes, self._variants, self._device, self._rate = shapes, variants, device, rate
         self._guessed = self._spent = 0.0
 
-    def guess(self, case: Case, part: str) -> float:
+    def guess(self, case: UNetCase, part: str) -> float:
         """Before anything is known of this machine but its rate."""
         shape = self._shapes[case.model]
         # of the case's UNet calls; the decoder's are left out
@@ -124,21 +124,21 @@ class Estimate:
         compiling = _COMPILE_SECONDS[self._device] if case.compiled and part == COSTS else 0.0
         return self._variants(case) * (calls * max(once, _LEAST_SECONDS[self._device]) + compiling)
 
-    def seconds(self, case: Case, part: str) -> float:
+    def seconds(self, case: UNetCase, part: str) -> float:
         """The guess, in proportion to how the guesses so far turned out.
 
         The first half minute counts as guessed well: what is short there is mostly the start of things.
         """
         return self.guess(case, part) * (self._spent + _TRUST_SECONDS) / (self._guessed + _TRUST_SECONDS)
 
-    def learn(self, case: Case, part: str, spent: float) -> None:
+    def learn(self, case: UNetCase, part: str, spent: float) -> None:
         """Take note of a row that was measured."""
         self._guessed += self.guess(case, part)
         self._spent += spent
 
 
 def picture_run(
-    case: Case, shape: Shape, unpatched: nn.Module, unet: nn.Module, decoder: nn.Module
+    case: UNetCase, shape: Shape, unpatched: nn.Module, unet: nn.Module, decoder: nn.Module
 ) -> Callable[[], torch.Tensor]:
     """A function that makes the case's pictures; of two passes, the first has the unpatched UNet.
 

@@ -38,8 +38,8 @@ class Figure:
 
 @dataclass(frozen=True)
 class Summary:
-    """One case: its fields as in `speed_plan.Case`, rounds measured, a figure for each variant, and the device's rates
-    of which the bounds are made, as in `speed_costs.Rates`; None in results from before there were bounds.
+    """One case: its fields as in `speed_plan.UNetCase`, rounds measured, a figure for each variant, and the device's
+    rates of which the bounds are made, as in `speed_costs.Rates`; None in results from before there were bounds.
 
     Without the control's times or its failure there are no figures.
     """

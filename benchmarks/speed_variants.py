@@ -18,7 +18,7 @@ from torch import nn
 import tome_core
 from benchmarks import reference
 from benchmarks.networks import finest_blocks
-from benchmarks.speed_plan import CALL, PICTURES, Case
+from benchmarks.speed_plan import CALL, PICTURES, UNetCase
 from tome_core.model.families import Place, find_blocks
 from tome_core.running.latch import Latch
 
@@ -171,7 +171,7 @@ VARIANTS: dict[str, Variant] = {
 _FEW_OF_OURS = ("ours, late new", "ours, late kept")
 
 
-def pick_for(case: Case, names: Sequence[str]) -> list[str]:
+def pick_for(case: UNetCase, names: Sequence[str]) -> list[str]:
     """Which of these variants a case compares."""
     found = [name for name in names if case.what in VARIANTS[name].whats]
     if case.what == CALL and not case.is_plain:

@@ -17,7 +17,7 @@ from . import attentions, host, measuring, transformers
 from .engine import tome_core
 from .layouts import patch_of
 from .percent import flow_time, relative_sigma
-from .sampling import Sampling, steps_text
+from .sampling import HostSampling, steps_text
 
 SequenceMerging = tome_core.sequence.SequenceMerging
 # arguments of outer_sample(noise, latent_image, sampler, sigmas, denoise_mask, callback, ...), by place and name
@@ -27,7 +27,7 @@ _X, _T, _OPTIONS = (0, "x"), (1, "t"), (5, "transformer_options")
 _TITLE = "ToMe"
 
 
-class Asked(NamedTuple):
+class Previews(NamedTuple):
     """What the previews of a branch ask for. maps: what merged, to be drawn; gain: what it gains, to be measured."""
 
     maps: bool = False
@@ -47,16 +47,16 @@ class BranchMerging:
 
     def __init__(
         self, config: Any, node_id: Any, home: Any, beside: Sequence[str] = (),
-        asked: Callable[[], Asked] = Asked,
+        asked: Callable[[], Previews] = Previews,
     ) -> None:  # fmt: skip
         self.config = config
         self.node_id = node_id
         self._beside = tuple(beside)
         self._home = weakref.ref(home)
         self._ask = asked
-        self._asked = Asked()
+        self._asked = Previews()
         self._has_range = config.uses_percent
-        self._sampling: Sampling | None = None  # the innermost that goes on
+        self._sampling: HostSampling | None = None  # the innermost that goes on
         self._patches: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # by UNet
         self._attached: dict[int, Any] = {}  # id of a model -> its patch, whose wraps are on
         self._called: dict[Any, dict] = {}  # patches of this sampling -> what their calls are told of the attention
@@ -84,7 +84,7 @@ class BranchMerging:
         """Around a whole sampling: counts begin before it, and the report follows."""
         self._begin()
         sigmas = _argument(*_SIGMAS, args, kwargs)
-        sampling = Sampling(_argument(*_SAMPLER, args, kwargs), sigmas, _argument(*_NOISE, args, kwargs))
+        sampling = HostSampling(_argument(*_SAMPLER, args, kwargs), sigmas, _argument(*_NOISE, args, kwargs))
         args, kwargs = _replace(*_CALLBACK, sampling.hear(_argument(*_CALLBACK, args, kwargs)), args, kwargs)
         outer, self._sampling = self._sampling, sampling
         stopped = False
@@ -213,7 +213,7 @@ class BranchMerging:
                 self._attached.pop(model, None)
 
     def _tell_time(self, handle: Any, model_sampling: Any, x: Any, t: Any, options: dict) -> None:
-        sampling = self._sampling or Sampling()
+        sampling = self._sampling or HostSampling()
         sigma = sampling.sigma(t, options)
         if not 0 <= sigma < math.inf:  # nobody's picture should depend on how we take it
             handle.set_time()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from . import host, inputs, picture
-from .branch import Asked, BranchMerging, layout_of
+from .branch import BranchMerging, Previews, layout_of
 
 CATEGORY = "model/patch/unet"
 ALIASES = ["token merging", "tomesd", "tome", "speed", "faster sampling"]
@@ -194,10 +194,10 @@ class ToMePreview:
         return {"ui": {"text": (text,), "tome_report": reports}, "result": (torch.stack(drawn), text)}
 
 
-def _find_asked(unique_id: Any) -> Asked:
+def _find_asked(unique_id: Any) -> Previews:
     """By the previews behind an ApplyToMe. A linked `measure` is not known before its node runs, and asks nothing."""
     previews = host.previews_of(unique_id, "ToMePreview")
-    return Asked(maps=bool(previews), gain=any(given.get("measure") is True for given in previews))
+    return Previews(maps=bool(previews), gain=any(given.get("measure") is True for given in previews))
 
 
 def _list_dropped(node: Any, prompt: Any, unique_id: Any) -> list[str]:

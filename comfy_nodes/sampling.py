@@ -16,7 +16,7 @@ _KNOWN = ("comfy.k_diffusion.sampling", "comfy.extra_samplers.uni_pc", "comfy_ex
 _OF_THEIR_OWN = ("sample_dpm_fast", "sample_dpm_adaptive", "sample_ar_video")  # levels
 
 
-class Sampling:
+class HostSampling:
     """What tells one sampling from all others, and its time.
 
     sampler, sigmas, noise: those of ``outer_sample``. The levels are read once, at the first call of the model. From

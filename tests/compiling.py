@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from tests.models import BY_NAME, Case, call_case, call_ldm, call_unet, ldm_of_one_level, seeded, unet
+from tests.models import BY_NAME, ModelCase, call_case, call_ldm, call_unet, ldm_of_one_level, seeded, unet
 
 TIMES = [torch.tensor(time) for time in range(40, 1000, 48)]
 for_inductor = pytest.mark.skipif(
@@ -17,8 +17,8 @@ for_inductor = pytest.mark.skipif(
 # as little as a compiler can be given: four blocks, all on the latent's level
 _ONE_LEVEL = {"block_out_channels": (16,), "down_block_types": ("CrossAttnDownBlock2D",),
               "up_block_types": ("CrossAttnUpBlock2D",)}  # fmt: skip
-SMALL = Case("one_level", seeded(unet, **_ONE_LEVEL), call_unet)
-BY_NAME["one_level_ldm"] = Case("one_level_ldm", ldm_of_one_level, call_ldm)
+SMALL = ModelCase("one_level", seeded(unet, **_ONE_LEVEL), call_unet)
+BY_NAME["one_level_ldm"] = ModelCase("one_level_ldm", ldm_of_one_level, call_ldm)
 # 12 blocks, more than a compiler makes graphs for one place
 many_blocks = seeded(unet, layers_per_block=2, transformer_layers_per_block=2, block_out_channels=(16, 16),
                      norm_num_groups=4)  # fmt: skip

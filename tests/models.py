@@ -26,7 +26,7 @@ from tome_core.merging.methods import METHODS
 TEXT = 32
 
 
-class Case(NamedTuple):
+class ModelCase(NamedTuple):
     """One family. build: makes the model, its weights always the same; call: ``(model, x, timestep, text)`` to picture.
 
     in_channels: of the latent; frames: pictures of one sample.
@@ -40,7 +40,7 @@ class Case(NamedTuple):
 
 
 def call_case(
-    case: Case, model: Any, batch: int = 2, height: int = 16, width: int = 16, timestep: Any = 500, seed: int = 0
+    case: ModelCase, model: Any, batch: int = 2, height: int = 16, width: int = 16, timestep: Any = 500, seed: int = 0
 ) -> torch.Tensor:
     """The model's picture for inputs that depend on the arguments only; no gradients, global RNG untouched."""
     x, text = inputs(case.in_channels, batch, height, width, seed, case.frames)
@@ -271,25 +271,25 @@ def call_ldm(model, x, timestep, text):
 
 
 CASES = (
-    Case("ldm_sd1", ldm_sd1, call_ldm),
-    Case("ldm_sd2", ldm_sd2, call_ldm),
-    Case("ldm_latent_diffusion", ldm_latent_diffusion, call_ldm),
-    Case("ldm_wrapped", ldm_wrapped, call_ldm),
-    Case("sgm_double", sgm_double, call_ldm),
-    Case("comfy_double", comfy_double, call_ldm),
-    Case("comfy_double_with_patches", comfy_double_with_patches, call_ldm),
-    Case("sd15", sd15, call_unet),
-    Case("sd2", sd2, call_unet),
-    Case("sdxl", sdxl, _call_sdxl),
-    Case("inpainting", inpainting, call_unet, in_channels=9),
-    Case("controlnet", sd15, _call_with_controlnet),
-    Case("ip_adapter", ip_adapter, _call_with_image),
-    Case("ip_adapter_masks", ip_adapter, _call_with_masked_image),
-    Case("gligen", gligen, call_gligen),
-    Case("lora", lora, call_unet),
-    Case("ada_norm_single", seeded(_adaptive, norm_type="ada_norm_single"), call_unet),
-    Case("ada_norm_zero", seeded(_adaptive, norm_type="ada_norm_zero", num_embeds_ada_norm=10), call_unet),
-    Case("chunked_feed_forward", chunked, call_unet),
-    Case("motion", motion, _call_motion, frames=2),
+    ModelCase("ldm_sd1", ldm_sd1, call_ldm),
+    ModelCase("ldm_sd2", ldm_sd2, call_ldm),
+    ModelCase("ldm_latent_diffusion", ldm_latent_diffusion, call_ldm),
+    ModelCase("ldm_wrapped", ldm_wrapped, call_ldm),
+    ModelCase("sgm_double", sgm_double, call_ldm),
+    ModelCase("comfy_double", comfy_double, call_ldm),
+    ModelCase("comfy_double_with_patches", comfy_double_with_patches, call_ldm),
+    ModelCase("sd15", sd15, call_unet),
+    ModelCase("sd2", sd2, call_unet),
+    ModelCase("sdxl", sdxl, _call_sdxl),
+    ModelCase("inpainting", inpainting, call_unet, in_channels=9),
+    ModelCase("controlnet", sd15, _call_with_controlnet),
+    ModelCase("ip_adapter", ip_adapter, _call_with_image),
+    ModelCase("ip_adapter_masks", ip_adapter, _call_with_masked_image),
+    ModelCase("gligen", gligen, call_gligen),
+    ModelCase("lora", lora, call_unet),
+    ModelCase("ada_norm_single", seeded(_adaptive, norm_type="ada_norm_single"), call_unet),
+    ModelCase("ada_norm_zero", seeded(_adaptive, norm_type="ada_norm_zero", num_embeds_ada_norm=10), call_unet),
+    ModelCase("chunked_feed_forward", chunked, call_unet),
+    ModelCase("motion", motion, _call_motion, frames=2),
 )
 BY_NAME = {case.name: case for case in CASES}

@@ -33,7 +33,7 @@ def masked_formula(attention: nn.Module, x, keys, sizes) -> torch.Tensor:
     return out
 
 
-class Asked(NamedTuple):
+class MergedAttention(NamedTuple):
     """One merged self-attention. plan: that merged its keys, None where their sizes do not count; way: it took."""
 
     attention: nn.Module

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from benchmarks.speed_plan import Case
+from benchmarks.speed_plan import UNetCase
 from benchmarks.speed_variants import CONTROL
 
 
 def synthetic(**seconds):
     """A record of one case without a run behind it. seconds: variant -> its times, a round each."""
-    case = vars(Case("sd15", "call", 512))
+    case = vars(UNetCase("sd15", "call", 512))
     rounds = range(len(seconds[CONTROL]))
     rows = [
         {"key": f"x #{number}", "case": case, "failed": {},

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import case_pictures, cases, cases_report, results
-from benchmarks.case_pictures import CASES, HYPER_TIME, SOLVERS, Asked, Case, draw, enlarge
+from benchmarks.case_pictures import CASES, HYPER_TIME, SOLVERS, PictureCase, PictureOrder, draw, enlarge
 from demo import model, prompt, sampler
 from tests import tiny_scenes
 from tome_core import strength
@@ -30,11 +30,11 @@ def a_scene(seed: int = 0) -> torch.Tensor:
     return model.encode(torch.rand(1, 3, 2 * SIDE, 2 * SIDE, generator=dice) * 2 - 1)
 
 
-def asked(count: int) -> list[Asked]:
-    return [Asked(WORDS[seed % len(WORDS)], seed, a_scene(seed)) for seed in range(count)]
+def asked(count: int) -> list[PictureOrder]:
+    return [PictureOrder(WORDS[seed % len(WORDS)], seed, a_scene(seed)) for seed in range(count)]
 
 
-def calls_of(tiny, case: Case, monkeypatch) -> list[tuple[float, tuple[int, ...]]]:
+def calls_of(tiny, case: PictureCase, monkeypatch) -> list[tuple[float, tuple[int, ...]]]:
     """Timestep and shape of every call of the UNet, which predicts nothing."""
     seen = []
 
@@ -49,7 +49,7 @@ def calls_of(tiny, case: Case, monkeypatch) -> list[tuple[float, tuple[int, ...]
 
 
 def test_the_plain_case_is_the_demos_picture(tiny):
-    (picture,) = draw(tiny, Case("as the demo", 4, guidance=sampler.GUIDANCE), asked(1))
+    (picture,) = draw(tiny, PictureCase("as the demo", 4, guidance=sampler.GUIDANCE), asked(1))
     assert np.array_equal(picture, sampler.sample(tiny, WORDS[0], 0, steps=4))
 
 
@@ -77,7 +77,7 @@ def test_few_step_shapes_begin_where_their_models_do(tiny):
 @pytest.mark.parametrize("solver", ["DPM++ 2M", "Euler", "ancestral", "SDE", "LCM"])
 @pytest.mark.parametrize("guidance", [1, 1.5])
 def test_a_picture_of_a_batch_is_the_one_alone(tiny, solver, guidance):
-    case = Case("a batch", 3, solver, guidance=guidance, batch=3)
+    case = PictureCase("a batch", 3, solver, guidance=guidance, batch=3)
     one_by_one = [draw(tiny, case, [one])[0].astype(int) for one in asked(3)]
     together = draw(tiny, case, asked(3)).astype(int)
     assert np.abs(together - one_by_one).max() <= 1 < np.abs(together[0] - together[1]).max(), "but for rounding"
@@ -88,7 +88,7 @@ def test_a_merged_picture_of_a_batch_is_the_one_alone(tiny, name):
     case = replace(CASES[name], steps=3)
     put_on = cases.variants.strength(MARKS["balanced"])
 
-    def merged(some: list[Asked]) -> np.ndarray:
+    def merged(some: list[PictureOrder]) -> np.ndarray:
         with put_on(tiny.unet, 0):
             return draw(tiny, case, some).astype(int)
 
@@ -98,7 +98,7 @@ def test_a_merged_picture_of_a_batch_is_the_one_alone(tiny, name):
 
 @pytest.mark.parametrize("solver", ["DPM++ 2M", "Euler", "ancestral", "SDE", "LCM"])
 def test_inpainting_keeps_what_is_not_painted(tiny, solver):
-    case = Case("inpainting", 4, solver, denoise=0.75, inpaint=True)
+    case = PictureCase("inpainting", 4, solver, denoise=0.75, inpaint=True)
     (before,) = sampler.to_bytes(model.decode(a_scene()))
     (after,) = draw(tiny, case, asked(1))
     assert np.array_equal(after[:, :SIDE], before[:, :SIDE]) and (after[:, SIDE:] != before[:, SIDE:]).mean() > 0.5
@@ -106,7 +106,7 @@ def test_inpainting_keeps_what_is_not_painted(tiny, solver):
 
 def test_an_image_pass_of_no_noise_is_the_scene_enlarged(tiny, monkeypatch):
     """Its noise left out and the model asked for nothing, what it begins with is what comes out."""
-    case = Case("hires", 10, denoise=0.3, scale=2)
+    case = PictureCase("hires", 10, denoise=0.3, scale=2)
     begun = enlarge(tiny, a_scene(), 2)
     assert begun.shape[-1] == 2 * SIDE
     monkeypatch.setattr(case_pictures, "SOLVERS", {case.solver: lambda *_: _Idle()})
@@ -159,8 +159,8 @@ def test_a_resumed_run_is_the_whole_one(tiny_file, tmp_path, monkeypatch):
         f"tiny, {case}, {number}, {mark}" for number in range(2) for case in small[5:] for mark in MARKS]  # fmt: skip
     cut = tmp_path / "cut.json"
     results.save({**whole, "rows": whole["rows"][:5]}, cut)
-    measured, measure = [], cases.Bench.measure
-    monkeypatch.setattr(cases.Bench, "measure", lambda bench, row: measured.append(row.key) or measure(bench, row))
+    measured, measure = [], cases.CaseBench.measure
+    monkeypatch.setattr(cases.CaseBench, "measure", lambda bench, row: measured.append(row.key) or measure(bench, row))
     resumed = run(small, cut)["rows"]
     assert all(row.pop("seconds")[1] > 0 for row in (*resumed, *whole["rows"]))
     assert resumed == whole["rows"] and measured == [row["key"] for row in whole["rows"][5:]]

@@ -14,7 +14,7 @@ import torch
 from benchmarks import picture_metrics, quality, quality_report, report, results, subjects
 from benchmarks.networks import UNET
 from benchmarks.quality_figures import Mean, sections
-from benchmarks.quality_rows import Amounts, Bench, Row, rows
+from benchmarks.quality_rows import Amounts, QualityBench, Row, rows
 from benchmarks.subjects import CHOOSE, PURPOSES, SHOW, SceneSubject
 from benchmarks.variant_list import ALWAYS, GROUPS, PLAIN, VARIANTS
 from demo import model, wall
@@ -59,7 +59,7 @@ def deviation() -> Callable[[str], float]:
     Each is measured once, and only if somebody asks.
     """
     subject = SceneSubject(model.WEIGHTS, torch.device("cpu"))
-    bench = Bench(subject, Amounts(noised=2, pictures=0, steps=0, times=(200,)), None, None)
+    bench = QualityBench(subject, Amounts(noised=2, pictures=0, steps=0, times=(200,)), None, None)
 
     @functools.cache
     def measured(name: str) -> float:
@@ -130,8 +130,8 @@ def test_what_one_of_several_processes_left_is_used_by_a_single_one(small, tmp_p
     monkeypatch.delenv("WORLD_SIZE")
     monkeypatch.delenv("RANK")
     measured = []
-    measure = Bench.measure
-    monkeypatch.setattr(Bench, "measure", lambda bench, row: (measured.append(row.key), measure(bench, row))[1])
+    measure = QualityBench.measure
+    monkeypatch.setattr(QualityBench, "measure", lambda bench, row: (measured.append(row.key), measure(bench, row))[1])
     record = run(small, output)
     assert not {row["key"] for row in left} & set(measured)
     assert all(row in record["rows"] for row in left)

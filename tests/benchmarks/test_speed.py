@@ -13,9 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks import report, results, speed, speed_measure, speed_options, speed_plan, speed_report, speed_variants
 from benchmarks.networks import finest_blocks
 from benchmarks.speed_costs import OperatorCount, Rates, process_peak
-from benchmarks.speed_measure import Bench, Fleet
+from benchmarks.speed_measure import Fleet, SpeedBench
 from benchmarks.speed_models import SHAPES, TINY_SHAPES, make_inputs, make_unet, twin
-from benchmarks.speed_plan import Case, Estimate, row_keys
+from benchmarks.speed_plan import Estimate, UNetCase, row_keys
 from benchmarks.speed_summary import summaries
 from benchmarks.speed_variants import CONTROL, IDEAL, NO_ATTENTION, VARIANTS, pick_for
 from tests.speed_records import synthetic
@@ -64,7 +64,7 @@ def test_the_smallest_run_measures_every_variant(tmp_path, tiny_grids_pay):
     assert record["versions"]["tomesd"] == "0.1.3" and record["device"]["threads"] == 1
     assert [case.case["what"] for case in summaries(record)] == ["call", "picture"]
     for case in summaries(record):
-        assert list(case.figures) == pick_for(Case(**case.case), list(VARIANTS))
+        assert list(case.figures) == pick_for(UNetCase(**case.case), list(VARIANTS))
         assert all(figure.times[0] > 0 and figure.factor > 0 for figure in case.figures.values())
         assert case.figures[CONTROL].factor == 1
         assert case.figures["ours" if "ours" in case.figures else LATE].operators > case.figures[CONTROL].operators
@@ -289,7 +289,7 @@ def test_a_timed_call_does_what_its_row_says(name, work, monkeypatch):
     blocks = len(finest_blocks(fleet.unets[name]))
     with torch.inference_mode():
         for pixels in (512, 768):
-            bench = Bench(Case("sd15", "call", pixels), shape, fleet, Rates(1e9, 1e9))
+            bench = SpeedBench(UNetCase("sd15", "call", pixels), shape, fleet, Rates(1e9, 1e9))
             bench.costs()
             bench._process_peak(name)
             for number in (1, 2, 3):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import quality_options, quality_report, results, strength, subjects
-from benchmarks.quality_rows import TIMES, Amounts, Bench, Row
+from benchmarks.quality_rows import TIMES, Amounts, QualityBench, Row
 from benchmarks.subjects import CHOOSE, PURPOSES, SHOW, SceneSubject
 from benchmarks.variant_list import GROUPS, PLAIN, VARIANTS
 from demo import prompt
@@ -65,7 +65,7 @@ def test_methods_draw_otherwise_on_the_two(pair, monkeypatch):
         drawing.method, drawing.setting, lambda unet, seed: seeds.append(seed) or drawing.put_on(unet, seed)
     ))  # fmt: skip
     for subject in pair:
-        bench = Bench(subject, Amounts(noised=2, pictures=1, steps=1, times=(200,)), None, None)
+        bench = QualityBench(subject, Amounts(noised=2, pictures=1, steps=1, times=(200,)), None, None)
         bench.measure(Row(subject.name, "noised", 0, 0, 2, "tomesd-0.5"))
         bench.measure(Row(subject.name, "pictures", 0, 0, 1, "tomesd-0.5"))
     assert len(seeds) == 4 and not set(seeds[:2]) & set(seeds[2:])
@@ -114,7 +114,7 @@ def test_the_options_say_which_and_the_choosing_run_has_the_rows_that_strength_n
 def test_the_default_models_are_three_and_the_smooth_one_sees_what_it_learned():
     assert [path.stem for path in subjects.SCENE_MODELS] == ["scenes128", "scenes128-b", "scenes128-c"]
     smooth = SceneSubject(subjects.SCENE_MODELS[2], torch.device("cpu"), PURPOSES[SHOW], subjects.AS_THE_DEMO)
-    bench = Bench(smooth, Amounts(noised=2, pictures=0, steps=0, times=(400,)), None, None)
+    bench = QualityBench(smooth, Amounts(noised=2, pictures=0, steps=0, times=(400,)), None, None)
 
     def loss() -> float:
         return float(np.mean(bench.measure(Row(smooth.name, "noised", 0, 0, 2, PLAIN))["loss"]))

@@ -9,7 +9,7 @@ import torch
 
 import tome_core
 from comfy_nodes.percent import percent_of, relative_sigma
-from comfy_nodes.sampling import Sampling
+from comfy_nodes.sampling import HostSampling
 from tests.comfy_doubles import DiscreteSampling, Executor, Guider, apply, least_checkpoint, sampler_of
 from tests.on_device import on_device
 
@@ -76,7 +76,7 @@ def test_a_sampler_that_leaves_its_list_is_read_from_then_on(waits):
 
 
 def test_the_list_in_force_is_the_one_behind_all_other_wrappers():
-    first = Sampling(KNOWN, on_device(torch.tensor([9.0, 8.0, 0.0])))
+    first = HostSampling(KNOWN, on_device(torch.tensor([9.0, 8.0, 0.0])))
     listed = {"sample_sigmas": on_device(torch.tensor([5.0, 3.0, 0.0]))}
     assert first.sigma(on_device(torch.tensor([5.0])), listed) == 5
     other = {"sample_sigmas": on_device(torch.tensor([4.0, 2.0, 0.0]))}  # a sampling inside, by the same callback
@@ -85,7 +85,7 @@ def test_the_list_in_force_is_the_one_behind_all_other_wrappers():
 
 
 def test_calls_inside_a_step_have_its_end_and_none_has_no_noise():
-    sampling = Sampling(KNOWN, on_device(torch.tensor([9.0, 8.0, 7.0, 0.0])))
+    sampling = HostSampling(KNOWN, on_device(torch.tensor([9.0, 8.0, 7.0, 0.0])))
     heard, t, seen = sampling.hear(None), on_device(torch.tensor([1.0])), []
     for step in range(3):
         seen.append(sampling.sigma(t, {}))  # the step's first call
@@ -124,7 +124,7 @@ def test_percents_are_asked_for_once_a_sampling_and_only_where_rules_have_them()
 
 
 def test_a_percent_is_the_asked_models_own():
-    sampling, (one, other) = Sampling(None, None), (DiscreteSampling(), DiscreteSampling())
+    sampling, (one, other) = HostSampling(None, None), (DiscreteSampling(), DiscreteSampling())
     other.sigmas = other.sigmas * 2
     for model_sampling in (one, other, one):
         assert sampling.percent(5.0, model_sampling) == percent_of(5.0, model_sampling)

@@ -9,7 +9,7 @@ import torch
 
 import tome_core
 from comfy_nodes import host
-from comfy_nodes.sampling import Sampling
+from comfy_nodes.sampling import HostSampling
 from tests.comfy_doubles import Guider, apply, least_checkpoint
 from tests.thoroughness import some_quick
 from tome_core.running import matching
@@ -66,12 +66,12 @@ def test_both_prompts_have_one_match_however_the_batch_is_cut(monkeypatch, guide
 
 def test_a_window_of_a_film_keeps_its_matches_to_itself():
     """A window of some of the frames, for both prompts, is as large a batch as all frames for one."""
-    sampling = Sampling(noise=torch.zeros(4, 4, 8, 8))
+    sampling = HostSampling(noise=torch.zeros(4, 4, 8, 8))
     assert sampling.pictures_in(torch.zeros(8, 4, 8, 8), {"cond_or_uncond": [1, 0]}) == 4
     assert sampling.pictures_in(torch.zeros(4, 4, 8, 8), {"cond_or_uncond": [1]}) == 4
     assert sampling.pictures_in(torch.zeros(4, 4, 8, 8), {"cond_or_uncond": [1, 0]}) is None
     assert sampling.pictures_in(torch.zeros(4, 4, 8, 8), {}) is None
-    assert Sampling().pictures_in(torch.zeros(4, 4, 8, 8), {"cond_or_uncond": [1]}) is None
+    assert HostSampling().pictures_in(torch.zeros(4, 4, 8, 8), {"cond_or_uncond": [1]}) is None
 
 
 # the pictures are small ones

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from comfy_nodes import host, layouts, transformers
-from comfy_nodes.branch import Asked
+from comfy_nodes.branch import Previews
 from comfy_nodes.nodes import ApplyToMe, RemoveToMe
 from tests import comfy_attention
 from tests.comfy_doubles import apply, with_compile
@@ -226,7 +226,7 @@ def test_start_and_end_are_of_the_flows_own_schedule():
 def test_a_preview_asks_for_a_map_of_the_picture():
     merged = apply(transformer(), **KV)
     merging = host.find_attached(merged)
-    merging._ask = lambda: Asked(maps=True, gain=True)
+    merging._ask = lambda: Previews(maps=True, gain=True)
     sample(merged)
     ((downsample, found),) = merging.maps().values()
     assert downsample == 2 and tuple(found.grid[:2]) == (12, 16) and found.group.shape[-1] == 192

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.sized_attention import Asked
+from tests.sized_attention import MergedAttention
 from tome_core.attention import sizes
 from tome_core.attention.core import Attended, attend_merged
 from tome_core.unet import parts
@@ -45,13 +45,13 @@ def load(words, tmp_path) -> Callable:
 
 
 @pytest.fixture
-def attended(monkeypatch) -> list[Asked]:
+def attended(monkeypatch) -> list[MergedAttention]:
     """What every merged self-attention that is known was asked and answered."""
     calls = []
 
     def note(known, module, x, keys, values, plan, kwargs, *made) -> Attended:
         done = attend_merged(known, module, x, keys, values, plan, kwargs, *made)
-        calls.append(Asked(module, plan, done.way, x, keys, done.out))
+        calls.append(MergedAttention(module, plan, done.way, x, keys, done.out))
         return done
 
     monkeypatch.setattr(parts, "attend_merged", note)

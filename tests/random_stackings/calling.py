@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.models import TEXT, Case, inputs
+from tests.models import TEXT, ModelCase, inputs
 from tests.random_stackings.drawing import Call
 from tome_core.model.families import find_unet
 
@@ -29,7 +29,7 @@ def keywords(kind: str, call: Call, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def made(
-    case: Case, model: nn.Module, dtype: torch.dtype, call: Call, target: Callable[..., Any] | None = None
+    case: ModelCase, model: nn.Module, dtype: torch.dtype, call: Call, target: Callable[..., Any] | None = None
 ) -> torch.Tensor:
     """The picture. target: what is called in the UNet's place, a compiled one."""
     unet = find_unet(model)
@@ -61,7 +61,7 @@ def made(
 
 
 def _with_gradients(
-    case: Case, unet: nn.Module, call: Call, run: Callable[..., Any], x: torch.Tensor, text: torch.Tensor
+    case: ModelCase, unet: nn.Module, call: Call, run: Callable[..., Any], x: torch.Tensor, text: torch.Tensor
 ) -> torch.Tensor:
     """The picture and the latent's gradient in one tensor, where both are of one size."""
     checkpoints = call.mode == "checkpoint" and hasattr(unet, "enable_gradient_checkpointing")

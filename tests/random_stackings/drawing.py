@@ -13,7 +13,7 @@ from torch import nn
 
 import tome_core
 from tests import models
-from tests.models import CASES, Case, inputs
+from tests.models import CASES, ModelCase, inputs
 from tests.random_settings import DESCRIBED, any_config
 from tests.traces import traces
 from tome_core import MergeConfig, preset
@@ -22,8 +22,8 @@ from tome_core.model.families import find_unet
 
 FAMILIES = {case.name: case for case in (
     *CASES,
-    Case("one head", models.small, models.call_unet),
-    Case("four levels", models.four_levels, models.call_unet),
+    ModelCase("one head", models.small, models.call_unet),
+    ModelCase("four levels", models.four_levels, models.call_unet),
 )}  # fmt: skip
 DTYPES = {torch.float32: 15, torch.bfloat16: 3, torch.float16: 2, torch.float64: 1}
 SIDES = (4, 6, 8, 8, 8, 8, 12, 12, 12, 16, 20)
@@ -40,7 +40,7 @@ class Pristine(NamedTuple):
     probe: torch.Tensor
 
 
-def probed(case: Case, model: nn.Module, dtype: torch.dtype) -> torch.Tensor:
+def probed(case: ModelCase, model: nn.Module, dtype: torch.dtype) -> torch.Tensor:
     """A small picture, by which two models are told apart."""
     x, text = (one.to(dtype) for one in inputs(case.in_channels, 1, 8, 8, 3, case.frames))
     with torch.no_grad():

@@ -16,7 +16,7 @@ from diffusers import UNet2DConditionModel
 from torch import nn
 
 import tome_core
-from tests.models import Case
+from tests.models import ModelCase
 from tests.random_stackings import calling, drawing, layers
 from tests.random_stackings.drawing import Call, Wish, a_call, a_wish, as_text, pristine, probed, weighted
 from tests.traces import traces
@@ -113,7 +113,7 @@ class Stage:
     """
 
     def __init__(self, session: Session, model: nn.Module, merges: bool) -> None:
-        self.case: Case = drawing.FAMILIES[session.family]
+        self.case: ModelCase = drawing.FAMILIES[session.family]
         self.session, self.model, self.merges = session, model, merges
         self.handles: list[Any] = []
         self.on: list[Any] = []

@@ -22,7 +22,7 @@ from ..patching.handle import Patch
 from ..settings.config import MergeConfig
 from ..settings.presets import DEFAULT
 from .calls import beyond, watch
-from .layouts import BATCH, CHANNELS, LAYOUTS, SIDE, Layout, make_inputs, make_unet
+from .layouts import BATCH, CHANNELS, LAYOUTS, SIDE, UNetLayout, make_inputs, make_unet
 from .sd_block import as_ldm_model
 
 _BLOCKS = 16  # of the UNet that is timed: as many as SD1.5 has, one a transformer, but all at the finest level
@@ -63,7 +63,7 @@ _CASES: dict[str, tuple[MergeConfig, Callable[[], Iterator[dict[str, Any]]]]] = 
 
 def make_run(case: str, blocks: int = 1, tomesd: ModuleType | None = None) -> Callable[[], torch.Tensor]:
     """One call of a UNet of so many blocks, as a host makes it, each time it is called; warmed up."""
-    unet, inputs = make_unet(Layout(((1,),) * blocks, (), ())), make_inputs()
+    unet, inputs = make_unet(UNetLayout(((1,),) * blocks, (), ())), make_inputs()
     if case == TOMESD:
         tomesd.apply_patch(as_ldm_model(unet), ratio=0.5, use_rand=False)
     if case in (UNMERGED, TOMESD):
@@ -124,7 +124,7 @@ def _tenth(values: list[float]) -> float:
     return sorted(values)[len(values) // 10]
 
 
-def time_patching(layout: Layout, tomesd: ModuleType | None, repeats: int) -> dict[str, float]:
+def time_patching(layout: UNetLayout, tomesd: ModuleType | None, repeats: int) -> dict[str, float]:
     """Milliseconds of what a host does for a sampling, for a step and for a call, with the default preset."""
     off, on = unets = make_unet(layout), make_unet(layout)
     handle, installed = patch(off, DEFAULT, host_clock=True), patch(on, DEFAULT, host_clock=True)

@@ -18,7 +18,7 @@ _CONTEXT_TOKENS, _CONTEXT_CHANNELS = 8, 16
 _Stages = tuple[tuple[int | str, ...], ...]
 
 
-class Layout(NamedTuple):
+class UNetLayout(NamedTuple):
     """Where a UNet has transformers of how many blocks, and where it changes the picture's size."""
 
     down: _Stages
@@ -27,12 +27,12 @@ class Layout(NamedTuple):
 
 
 LAYOUTS = {
-    "SD1.5": Layout(
+    "SD1.5": UNetLayout(
         down=((), (1,), (1,), ("down",), (1,), (1,), ("down",), (1,), (1,), ("down",), (), ()),
         middle=(1,),
         up=((), (), ("up",), (1,), (1,), (1, "up"), (1,), (1,), (1, "up"), (1,), (1,), (1,)),
     ),
-    "SDXL": Layout(
+    "SDXL": UNetLayout(
         down=((), (), (), ("down",), (2,), (2,), ("down",), (10,), (10,)),
         middle=(10,),
         up=((10,), (10,), (10, "up"), (2,), (2,), (2, "up"), (), (), ()),
@@ -40,7 +40,7 @@ LAYOUTS = {
 }
 
 
-def make_unet(layout: Layout) -> UNet:
+def make_unet(layout: UNetLayout) -> UNet:
     """The UNet of a layout in tiny widths, with fixed random weights; leaves the global generator alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

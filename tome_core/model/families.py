@@ -20,7 +20,7 @@ class UnsupportedModelError(ValueError):
     """The model has no LDM-style transformer block; says what was looked for and what was found."""
 
 
-class Family(NamedTuple):
+class UNetFamily(NamedTuple):
     """Names by which one family of UNets calls things.
 
     down, middle, up: attributes of the UNet. transformer: class that turns a picture into tokens.
@@ -37,8 +37,8 @@ class Family(NamedTuple):
 
 FAMILIES = (
     # CompVis, Stability-AI (ldm and sgm), ComfyUI, Forge, reForge
-    Family("ldm", "input_blocks", "middle_block", "output_blocks", "SpatialTransformer", "context"),
-    Family("diffusers", "down_blocks", "mid_block", "up_blocks", "Transformer2DModel", "encoder_hidden_states"),
+    UNetFamily("ldm", "input_blocks", "middle_block", "output_blocks", "SpatialTransformer", "context"),
+    UNetFamily("diffusers", "down_blocks", "mid_block", "up_blocks", "Transformer2DModel", "encoder_hidden_states"),
 )
 
 _RESAMPLER = re.compile(r"(?:Fir|K)?(Down|Up)sample(?:2D)?")
@@ -51,7 +51,7 @@ class Place(NamedTuple):
     block: nn.Module
     transformer: nn.Module
     halvings: int
-    family: Family
+    family: UNetFamily
 
 
 def find_unet(model: Any) -> nn.Module:
@@ -87,7 +87,7 @@ def _unet_in(module: nn.Module) -> nn.Module:
     return _unwrap(outermost[0]) if outermost else module
 
 
-def _family_of(module: nn.Module) -> Family | None:
+def _family_of(module: nn.Module) -> UNetFamily | None:
     """By its stages: the way down, and what follows it."""
     for family in FAMILIES:
         if hasattr(module, family.down) and (hasattr(module, family.middle) or hasattr(module, family.up)):
@@ -159,7 +159,7 @@ def _unwrap(model: Any) -> Any:
         model = inner
 
 
-def _stages(unet: nn.Module, family: Family) -> Iterator[tuple[str, nn.Module, int]]:
+def _stages(unet: nn.Module, family: UNetFamily) -> Iterator[tuple[str, nn.Module, int]]:
     """(path, module, halvings) of each stage; a resampler acts after the transformers of its stage."""
     halvings = 0
     for name in (family.down, family.middle, family.up):
@@ -181,7 +181,7 @@ def _resampling(stage: nn.Module) -> int:
     return 0
 
 
-def _blocks_in(path: str, stage: nn.Module, halvings: int, family: Family) -> Iterator[Place]:
+def _blocks_in(path: str, stage: nn.Module, halvings: int, family: UNetFamily) -> Iterator[Place]:
     for name, module in stage.named_modules():
         blocks = getattr(module, "transformer_blocks", None)
         if not is_kind(module, family.transformer) or blocks is None:

@@ -34,7 +34,7 @@ UNPROVEN = (
 )
 
 
-class Asked(NamedTuple):
+class AttentionCall(NamedTuple):
     """One attention of a call. name: the same for it at every step, different from all others of its model."""
 
     name: Hashable
@@ -89,7 +89,7 @@ class SequenceMerging(Handle):
         """
         kv = key_heads or heads
         tensors = Tensors(*(by_token(one, host.form, count) for one, count in ((q, heads), (k, kv), (v, kv))))
-        asked = Asked(name, host, tensors, layout)
+        asked = AttentionCall(name, host, tensors, layout)
         batch, tokens = tensors.q.shape[:2]
         merging = self._merging(call, asked)
         if isinstance(merging, str):
@@ -108,7 +108,7 @@ class SequenceMerging(Handle):
             self.run.maps[0] = grid, MergePlan(group, plans.plan.num_groups)
         return found.out
 
-    def _merging(self, call: Call, asked: Asked) -> Merging | str:
+    def _merging(self, call: Call, asked: AttentionCall) -> Merging | str:
         """How it merges; why not."""
         q, layout = asked.tensors.q, asked.layout
         tokens = tokens_in(layout)
@@ -122,7 +122,7 @@ class SequenceMerging(Handle):
             decision = self.run.decide(key, call, 0, tokens, q.shape[2] * q.shape[3], q.device.type)
         return decision.attn or decision.why_not or "its rule merges other parts, which no transformer has"
 
-    def _plans(self, call: Call, asked: Asked, merging: Merging) -> Plans:
+    def _plans(self, call: Call, asked: AttentionCall, merging: Merging) -> Plans:
         rule, kept, q = merging.rule, call.kept, asked.tensors.q
         if kept is None or not rule.keep:
             return _correct(asked, merging, self._match(call, asked, rule, None, None))
@@ -134,24 +134,24 @@ class SequenceMerging(Handle):
             partial(self._match, call, asked, rule), partial(_correct, asked, merging),
         ).among(kept, old)  # fmt: skip
 
-    def _match(self, call: Call, asked: Asked, rule: MergeRule, rows: slice | None, old: Plans | None) -> Plans:
+    def _match(self, call: Call, asked: AttentionCall, rule: MergeRule, rows: slice | None, old: Plans | None) -> Plans:
         q, k, v = asked.tensors if rows is None else (one[rows] for one in asked.tensors)
         draw = Draw(rule.seed, 0, stamp_of(call.stamp, q)) if rule.use_rand else None
         return Plans(match(k, v, asked.layout, rule, draw, old and old.plan))
 
 
-def _key(asked: Asked, batch: int) -> tuple:
+def _key(asked: AttentionCall, batch: int) -> tuple:
     return asked.name, "sequence", batch, asked.layout, asked.tensors.q.shape[1]
 
 
-def _correct(asked: Asked, merging: Merging, plans: Plans) -> Plans:
+def _correct(asked: AttentionCall, merging: Merging, plans: Plans) -> Plans:
     if plans.plan is None or not merging.corrected:
         return plans
     correction, made = correction_of(asked.tensors, plans.plan, asked.layout, asked.host.scale)
     return plans._replace(correction=correction, merged=made)
 
 
-def _attend(asked: Asked, merging: Merging, plans: Plans) -> tuple[Attended, int]:
+def _attend(asked: AttentionCall, merging: Merging, plans: Plans) -> tuple[Attended, int]:
     """The output, and how many queries were asked: merged ones where the rule's side is theirs too."""
     plan, host, tensors = plans.plan, asked.host, asked.tensors
     asking = tensors if merging.side == "kv" else tensors._replace(q=merge(tensors.q, plan))

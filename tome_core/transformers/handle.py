@@ -18,7 +18,7 @@ from ..sequence import SequenceMerging
 from ..settings.config import MergeConfig
 from ..settings.noise import SchedulerNoise, Step, by_timestep
 from .families import Family, family_of, find_attentions
-from .sites import AttentionSite, Calls, Settings, TransformerSite
+from .sites import AttentionSite, Calls, ModelSite, Settings
 
 _MARK = "_tome_core_transformer"
 
@@ -117,7 +117,7 @@ class _On:
             AttentionSite(path, one, family.text_first, self.settings, calls)
             for path, one in find_attentions(model, family)
         ]
-        self._wraps: list[Wrap] = [TransformerSite(model, family, self.settings, calls), *sites]
+        self._wraps: list[Wrap] = [ModelSite(model, family, self.settings, calls), *sites]
 
     def give(self, merging: TransformerPatch) -> None:
         """These settings are in force from now on; brings back what somebody has overwritten."""

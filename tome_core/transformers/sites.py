@@ -62,7 +62,7 @@ class Settings:
         return Settings, ()
 
 
-class TransformerSite(NumberedSite):
+class ModelSite(NumberedSite):
     """Around ``transformer.forward``: begins a call, from the arguments that tell its time and its grid."""
 
     operators = in_graph.OPERATORS

@@ -15,7 +15,7 @@ from torch import nn
 from ..attention import KnownAttention, LeftAlone, known_of, name_of
 from ..attention.core import UNSIZED, Whole, attend_merged
 from ..merging.plan import MergePlan
-from ..model.families import Family
+from ..model.families import UNetFamily
 from ..model.idle import is_own
 from ..model.wrap import Wrap
 from ..reporting.ledger import when_traced
@@ -148,7 +148,7 @@ class SelfAttentionSite(PartSite):
 
     part = "attn"
 
-    def __init__(self, module: nn.Module, block: BlockSite, family: Family) -> None:
+    def __init__(self, module: nn.Module, block: BlockSite, family: UNetFamily) -> None:
         super().__init__(module, block)
         self.family = family
         self._known: KnownAttention | LeftAlone | None = None  # in the graph that is being made

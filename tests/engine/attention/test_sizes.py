@@ -8,7 +8,7 @@ from diffusers.models.attention_processor import Attention
 
 import tome_core
 from tests.families import every_family_in_time, largest_difference
-from tests.models import BY_NAME, Case, call_case
+from tests.models import BY_NAME, ModelCase, call_case
 from tests.sized_attention import everywhere, masked_formula, sides
 from tome_core import MergePlan
 from tome_core.attention import known_of
@@ -18,7 +18,7 @@ from tome_core.attention.core import BIAS, UNSIZED, WIDER_HEADS, Attended, atten
 @every_family_in_time
 @sides
 @pytest.mark.parametrize("wide", [True, False])
-def test_every_family_gives_the_masked_formula(case: Case, side: str, wide: bool, attended, request):
+def test_every_family_gives_the_masked_formula(case: ModelCase, side: str, wide: bool, attended, request):
     """LDM's masks choose keys, and those that are known by their ``forward`` alone are asked for none."""
     way = WIDER_HEADS if wide or case.name.startswith(("ldm", "sgm", "comfy")) else BIAS
     if wide:

@@ -60,7 +60,7 @@ def test_the_table_has_every_row(tmp_path):
 
 def test_times_are_positive_and_without_tomesd_the_table_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr(host_time, "_BLOCKS", 1)
-    monkeypatch.setattr(host_time, "LAYOUTS", {"least": layouts.Layout(((1,),), (), ())})
+    monkeypatch.setattr(host_time, "LAYOUTS", {"least": layouts.UNetLayout(((1,),), (), ())})
     data = host_time.measure(None, 1) | {"environment": {}}
     assert all(value > 0 for value in data["block_us"][host_time.UNMERGED].values())
     assert all(value > 0 for times in data["patch_ms"].values() for value in times.values())

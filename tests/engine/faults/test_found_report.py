@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tome_core
-from tests.models import BY_NAME, Case, call_case, on_small, small
+from tests.models import BY_NAME, ModelCase, call_case, on_small, small
 from tome_core import MergeConfig, MergeRule
 
 MOTION = BY_NAME["motion"]
@@ -27,7 +27,7 @@ every_preset = pytest.mark.parametrize("name", PRESETS)
 
 @pytest.mark.parametrize("case", [BY_NAME["sd15"], MOTION, MOTION._replace(frames=3)], ids=["sd15", "two", "three"])
 @pytest.mark.parametrize("least, merges", [(SIDE * SIDE, True), (SIDE * SIDE + 1, False)])
-def test_the_smallest_picture_is_a_frame_of_a_video(case: Case, least: int, merges: bool):
+def test_the_smallest_picture_is_a_frame_of_a_video(case: ModelCase, least: int, merges: bool):
     """A UNetMotionModel's latent is ``[B, C, F, H, W]``. What is too small is as without a patch."""
     model = case.build()
     plain = call_case(case, model)

@@ -329,7 +329,7 @@ def test_a_gate_that_was_measured_shut_costs_what_the_table_costs():
     """Functions called for a block and its transformer: as many as where the table leaves it alone."""
     found = {}
     for blocks in (1, 2):
-        unet, inputs = layouts.make_unet(layouts.Layout(((1,),) * blocks, (), ())), layouts.make_inputs()
+        unet, inputs = layouts.make_unet(layouts.UNetLayout(((1,),) * blocks, (), ())), layouts.make_inputs()
         handle = tome_core.patch(unet, "balanced", host_clock=True)
         handle.set_time(timestep=500.0, sampling="picture")
         unet(*inputs)

@@ -17,7 +17,7 @@ from torch import nn
 import tome_core
 from tests import models
 from tests.doubles import LatentDiffusionDouble
-from tests.models import BY_NAME, TEXT, Case, call_case, call_ldm, call_unet, four_levels, ldm, sdxl, seeded
+from tests.models import BY_NAME, TEXT, ModelCase, call_case, call_ldm, call_unet, four_levels, ldm, sdxl, seeded
 from tests.thoroughness import some_quick
 from tome_core import MergeConfig, UnsupportedModelError
 from tome_core.model.families import find_blocks, find_unet
@@ -52,7 +52,7 @@ ODD = [(1, 16), (16, 1), (1, 1), (2, 3), (33, 97), (8, 72), (65, 63), (63, 65), 
 @pytest.mark.parametrize("build, call", [(four_levels, call_unet), (ldm_four_levels, call_ldm)])
 def test_odd_latents_merge_at_every_level_wherever_the_model_takes_them(build, call, size, cell):
     """tomesd works a grid out from the number of tokens, and fails at 104 of 16,384 sizes at /8."""
-    (height, width), case, model = size, Case("", build, call), build()
+    (height, width), case, model = size, ModelCase("", build, call), build()
     try:
         vanilla = call_case(case, model, 1, height, width)
     except (RuntimeError, ValueError) as error:
@@ -187,7 +187,7 @@ def test_sgms_real_block_works(sgm_attention, extra: bool, monkeypatch):
         return sgm_attention.BasicTransformerBlock(width, 4, width // 4, context_dim=TEXT, attn_mode="softmax")
 
     build = seeded(lambda: LatentDiffusionDouble(ldm(), make))
-    case = Case("sgm", build, call_ldm)
+    case = ModelCase("sgm", build, call_ldm)
     model = build()
     vanilla = call_case(case, model)
     tome_core.apply_patch(model, merge_crossattn=extra, merge_mlp=extra)

@@ -7,7 +7,7 @@ import torch
 
 import tome_core
 from tests.foreign_wrappers import sites_of, unwrap, wrap_everything
-from tests.models import CASES, Case, call_case
+from tests.models import CASES, ModelCase, call_case
 from tests.traces import traces
 from tome_core import MergeConfig
 from tome_core.model.families import find_unet
@@ -20,7 +20,7 @@ families = pytest.mark.parametrize("case", FEW, ids=lambda case: case.name)
 @families
 @pytest.mark.parametrize("ours_is_on_top", [True, False])
 @pytest.mark.parametrize("ours_leaves_first", [True, False])
-def test_ours_and_theirs_leave_in_either_order(case: Case, ours_is_on_top: bool, ours_leaves_first: bool):
+def test_ours_and_theirs_leave_in_either_order(case: ModelCase, ours_is_on_top: bool, ours_leaves_first: bool):
     model = case.build()
     vanilla = call_case(case, model)
     if ours_is_on_top:
@@ -48,7 +48,7 @@ def test_ours_and_theirs_leave_in_either_order(case: Case, ours_is_on_top: bool,
 
 
 @families
-def test_a_wrap_that_comes_and_goes_at_every_picture_builds_no_chain(case: Case):
+def test_a_wrap_that_comes_and_goes_at_every_picture_builds_no_chain(case: ModelCase):
     model = case.build()
     vanilla = call_case(case, model)
     tome_core.apply_patch(model)
@@ -69,7 +69,7 @@ def test_a_wrap_that_comes_and_goes_at_every_picture_builds_no_chain(case: Case)
 
 
 @families
-def test_an_old_wrap_put_back_over_a_new_patch_is_harmless(case: Case):
+def test_an_old_wrap_put_back_over_a_new_patch_is_harmless(case: ModelCase):
     """ControlNet saves a block's method once and puts that back at some later picture, whatever was patched since."""
     model = case.build()
     vanilla = call_case(case, model)
@@ -89,7 +89,7 @@ def test_an_old_wrap_put_back_over_a_new_patch_is_harmless(case: Case):
 
 
 @families
-def test_a_patch_taken_back_over_somebody_elses_wrapper_merges_again(case: Case):
+def test_a_patch_taken_back_over_somebody_elses_wrapper_merges_again(case: ModelCase):
     """What it does to an attention nobody knows, so that gets merged tokens, as on a model that came wrapped."""
     model, other = case.build(), case.build()
     vanilla = call_case(case, model)

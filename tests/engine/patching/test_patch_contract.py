@@ -11,7 +11,7 @@ import torch
 
 import tome_core
 from tests.families import every_family, every_family_in_time, largest_difference
-from tests.models import CASES, Case, call_case, inputs, merge_with_self
+from tests.models import CASES, ModelCase, call_case, inputs, merge_with_self
 from tests.thoroughness import some_quick
 from tests.traces import traces
 from tome_core import MergeConfig
@@ -25,7 +25,7 @@ ALL_LEVELS = MergeConfig(max_downsample=8, **EVERYTHING)
 
 
 @every_family_in_time
-def test_ratio_zero_is_bit_exact_off(case: Case):
+def test_ratio_zero_is_bit_exact_off(case: ModelCase):
     model = case.build()
     vanilla = call_case(case, model)
     tome_core.apply_patch(model, ratio=0, merge_crossattn=True, merge_mlp=True, max_downsample=8)
@@ -36,7 +36,7 @@ def test_ratio_zero_is_bit_exact_off(case: Case):
 
 @every_family_in_time
 @pytest.mark.parametrize("side", [{"side": "qkv"}, {"side": "kv"}, {"side": "kv", "query_ratio": 0.5}], ids=str)
-def test_merging_each_token_with_itself_changes_no_bit(case: Case, side: dict, monkeypatch):
+def test_merging_each_token_with_itself_changes_no_bit(case: ModelCase, side: dict, monkeypatch):
     """The plumbing alone: every site merges and unmerges, and nothing but the plan may make a difference."""
     merge_with_self(monkeypatch)
     model = case.build()
@@ -51,7 +51,7 @@ def test_merging_each_token_with_itself_changes_no_bit(case: Case, side: dict, m
 
 @every_family
 @pytest.mark.parametrize("batch", some_quick([2, 1, 3]))
-def test_merging_changes_the_picture_and_says_so(case: Case, batch: int):
+def test_merging_changes_the_picture_and_says_so(case: ModelCase, batch: int):
     model = case.build()
     vanilla = call_case(case, model, batch)
     assert tome_core.apply_patch(model, ratio=0.5) is model
@@ -66,7 +66,7 @@ def test_merging_changes_the_picture_and_says_so(case: Case, batch: int):
 
 @every_family_in_time
 @pytest.mark.parametrize("method", list(METHODS))
-def test_every_part_and_side_runs_at_every_level(case: Case, method: str):
+def test_every_part_and_side_runs_at_every_level(case: ModelCase, method: str):
     model = case.build()
     vanilla = call_case(case, model)
     parts = {} if method == "downsample" else {"merge_crossattn": True, "merge_mlp": True}
@@ -78,7 +78,7 @@ def test_every_part_and_side_runs_at_every_level(case: Case, method: str):
 
 
 @every_family_in_time
-def test_a_call_by_keywords_is_the_same_call(case: Case):
+def test_a_call_by_keywords_is_the_same_call(case: ModelCase):
     model = case.build()
     tome_core.apply_patch(model, max_downsample=8, **EVERYTHING)
     by_position = call_case(case, model)
@@ -92,7 +92,7 @@ def test_a_call_by_keywords_is_the_same_call(case: Case):
 
 
 @every_family
-def test_removing_restores_every_bit_and_leaves_nothing_behind(case: Case):
+def test_removing_restores_every_bit_and_leaves_nothing_behind(case: ModelCase):
     model = case.build()
     before, vanilla = traces(model), call_case(case, model)
     with tome_core.patch(model, ALL_LEVELS):
@@ -108,7 +108,7 @@ def test_removing_restores_every_bit_and_leaves_nothing_behind(case: Case):
 
 
 @every_family_in_time
-def test_a_patch_over_a_patch_is_the_second_alone(case: Case):
+def test_a_patch_over_a_patch_is_the_second_alone(case: ModelCase):
     once, twice = case.build(), case.build()
     tome_core.apply_patch(once, ratio=0.25)
     tome_core.apply_patch(twice, ratio=0.75, merge_mlp=True)
@@ -118,7 +118,7 @@ def test_a_patch_over_a_patch_is_the_second_alone(case: Case):
 
 
 @every_family_in_time
-def test_leaving_a_with_brings_back_what_was_there(case: Case):
+def test_leaving_a_with_brings_back_what_was_there(case: ModelCase):
     model = case.build()
     vanilla = call_case(case, model)
     tome_core.apply_patch(model, ratio=0.25)
@@ -136,7 +136,7 @@ def test_leaving_a_with_brings_back_what_was_there(case: Case):
 
 
 @every_family_in_time
-def test_an_exception_in_mid_forward_leaves_the_patch_usable(case: Case):
+def test_an_exception_in_mid_forward_leaves_the_patch_usable(case: ModelCase):
     model = case.build()
     vanilla = call_case(case, model)
     handle = tome_core.patch(model, ALL_LEVELS)
@@ -172,7 +172,7 @@ def _raise(*_):
 
 
 @every_family_in_time
-def test_a_deep_copy_and_a_pickle_have_their_own_state_and_weights(case: Case):
+def test_a_deep_copy_and_a_pickle_have_their_own_state_and_weights(case: ModelCase):
     model = case.build()
     vanilla = call_case(case, model)
     tome_core.patch(model, MergeConfig(**EVERYTHING))
@@ -193,7 +193,7 @@ def test_a_deep_copy_and_a_pickle_have_their_own_state_and_weights(case: Case):
 
 
 @every_family_in_time
-def test_the_global_rng_is_left_alone_and_equal_seeds_give_equal_bits(case: Case):
+def test_the_global_rng_is_left_alone_and_equal_seeds_give_equal_bits(case: ModelCase):
     model = case.build()
     tome_core.apply_patch(model, seed=3)
     state = torch.get_rng_state()
@@ -207,7 +207,7 @@ def test_the_global_rng_is_left_alone_and_equal_seeds_give_equal_bits(case: Case
 
 
 @every_family_in_time
-def test_conditional_and_unconditional_passes_may_run_apart(case: Case, monkeypatch):
+def test_conditional_and_unconditional_passes_may_run_apart(case: ModelCase, monkeypatch):
     """Same destinations, and a difference no larger than last-bit noise in the input makes."""
     drawn = []
 
@@ -227,7 +227,7 @@ def test_conditional_and_unconditional_passes_may_run_apart(case: Case, monkeypa
     assert difference <= max(4 * noise, 1e-5)
 
 
-def _call_with_noise(case: Case, model, seed: int) -> torch.Tensor:
+def _call_with_noise(case: ModelCase, model, seed: int) -> torch.Tensor:
     x, text = inputs(case.in_channels, 1, 16, 16, frames=case.frames)
     bits = torch.randint(-1, 2, x.shape, generator=torch.Generator().manual_seed(seed))
     with torch.no_grad():
