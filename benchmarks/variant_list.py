@@ -52,7 +52,7 @@ def _engine(line: str, setting: str, *rules: dict[str, Any]) -> Variant:
 
 
 def _kv_rule(ratio: float, cell: int = 2, **more: Any) -> dict[str, Any]:
-    """Keys and values in the engine; sized where `proportional` does not say otherwise."""
+    """Keys and values in the engine; proportional attention where `proportional` does not say otherwise."""
     return {"ratio": ratio, "sx": cell, "sy": cell, "side": "kv", "use_rand": False, **more}
 
 
@@ -96,8 +96,8 @@ def _setting(ratio: float, cell: int) -> str:
     return str(ratio) if cell == 2 else f"{ratio} cells {cell}"
 
 
-def _unsized() -> Iterator[Variant]:
-    """Every method of the engine, as tomesd merges: keys that do not know how many tokens they stand for."""
+def _plain() -> Iterator[Variant]:
+    """Every method of the engine, as tomesd merges: without proportional attention."""
 
     def one(line: str, setting: str, **settings: Any) -> Variant:
         return _engine(line, setting, {"proportional": False, **settings})
@@ -114,8 +114,8 @@ def _unsized() -> Iterator[Variant]:
         yield one("downsample", f"{sx}x{sy}", method="downsample", sx=sx, sy=sy)
 
 
-def _sized() -> Iterator[Variant]:
-    """Keys that know how many tokens they stand for."""
+def _proportional() -> Iterator[Variant]:
+    """Proportional attention."""
     for ratio in RATIOS:
         yield _engine("sized", str(ratio), {"ratio": ratio, "use_rand": False})
     for ratio, cell in KEY_SETTINGS:
@@ -169,7 +169,7 @@ def _of_unets(some: Iterable[Variant]) -> Iterator[Variant]:
 
 def _everything() -> dict[str, Variant]:
     tomesd = [Variant("tomesd", str(ratio), variants.tomesd(ratio), "tomesd", "tomesd") for ratio in RATIOS]
-    parts = (_yardsticks_and_controls(), _of_unets(tomesd), _others(), _unsized(), _sized(), _merged_keys(),
+    parts = (_yardsticks_and_controls(), _of_unets(tomesd), _others(), _plain(), _proportional(), _merged_keys(),
              _of_unets(_apart()), _of_unets(_below()), _of_unets(_upstream()), _schedules())  # fmt: skip
     return {variant.name: variant for variant in chain(*parts)}
 

@@ -101,7 +101,7 @@ def assert_sized(
     tolerance = TOLERANCE[x.dtype] if tolerance is None else tolerance
     error, blind = far(out, expected), far(unsized, expected)
     assert error <= tolerance, f"off by {error:.1e} of the output, {tolerance:.0e} allowed; without sizes {blind:.1e}"
-    assert blind > 5 * tolerance, "the inputs do not tell keys that know their sizes from keys that do not"
+    assert blind > 5 * tolerance, "the inputs do not tell proportional attention from plain attention"
 
 
 # --- an attention by itself -----------------------------------------------------------------------------------------
@@ -312,7 +312,7 @@ def assert_left_alone(call: Callable[[nn.Module], torch.Tensor], model: nn.Modul
 
 
 def routes_of(handle: Any) -> list[str]:
-    """How merged keys got to know their sizes, over all levels of a report."""
+    """The ways of proportional attention, over all levels of a report."""
     return [route for level in handle.report().levels for route in level.routes]
 
 

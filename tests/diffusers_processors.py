@@ -1,6 +1,6 @@
 """Every attention processor of diffusers, and what is decided about it.
 
-Known: taken apart, so that merged keys know their sizes; the same as keys repeated as often as they have tokens.
+Known: taken apart, for proportional attention; the same as keys repeated as often as they have tokens.
 Together: unknown, so queries, keys and values merge by one plan, as tomesd does it, and the processor sees a shorter
 sequence. Alone: never on a UNet block's self-attention, or of no use there once tokens have merged.
 """

@@ -18,7 +18,7 @@ BIAS, WIDER_HEADS, UNSIZED = "bias", "wider heads", "without sizes"
 
 
 class Attended(NamedTuple):
-    """What came of it: ``out [B, N, C]``, and the way on which keys got to know their sizes."""
+    """What came of it: ``out [B, N, C]``, and the way of proportional attention."""
 
     out: torch.Tensor
     way: str

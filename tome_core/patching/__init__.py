@@ -97,7 +97,7 @@ def apply_patch(
 ) -> Any:  # fmt: skip
     """Merge tokens in a model, in place, and return the model. Takes tomesd's arguments and does what tomesd does.
 
-    `patch` does more, and by default better: its merged keys know how many tokens they stand for.
+    `patch` does more, and by default better: with proportional attention.
     ratio: share of tokens merged away, 0..1, clamped to ``1 - 1/(sx*sy)``. max_downsample: 1, 2, 4 or 8;
     None, unlike tomesd, is the finest level that has attention. use_rand: draw destinations from ``seed``
     and the timestep. Raises ValueError or TypeError for values outside, UnsupportedModelError for a model

@@ -30,8 +30,8 @@ def when_traced(method: Callable) -> Callable:
 class Tally:
     """Counts of one level in one phase. ``merged``: calls by (part, tokens, queries left, keys left).
 
-    skipped: calls by (part, reason). routes: how merged keys got to know their sizes, by way and calls. The attention
-    work of a call is queries times keys times batch.
+    skipped: calls by (part, reason). routes: the ways of proportional attention, and calls. The attention work of a
+    call is queries times keys times batch.
     """
 
     merged: Counter = field(default_factory=Counter)
@@ -102,7 +102,7 @@ class Ledger:
     ) -> None:
         """A call merged. before: (batch, queries, keys) of the unmerged call; after: (queries, keys) left.
 
-        route: how merged keys of a self-attention got to know their sizes, or did not; "" where they were not to.
+        route: the way of a self-attention's proportional attention, or that it had none; "" where it was to have none.
         """
         batch, queries, keys = before
         if torch.compiler.is_compiling():
@@ -116,7 +116,7 @@ class Ledger:
             tally.work_full += batch * queries * keys
             tally.work_left += batch * after[0] * after[1]
 
-    def keep(self, call: Any, level: int, work: int) -> None:
+    def count_unmerged(self, call: Any, level: int, work: int) -> None:
         """Count the work of a self-attention that no rule merges here, though other parts of its block merge.
 
         work: batch times queries times keys.

@@ -46,7 +46,7 @@ class _Counted:
 
     @property
     def routes(self) -> dict[str, int]:
-        """How merged keys of self-attention got to know their sizes, and calls."""
+        """The ways of proportional attention, and calls."""
         return dict(_sum(phase.sized_by for phase in self.phases).most_common())
 
     @property

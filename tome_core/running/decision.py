@@ -12,14 +12,14 @@ from .gate import pays, pays_in_mlp
 
 
 class Merging(NamedTuple):
-    """How one part merges. side: of self-attention; mode: see `MergePlan.merge`; sized: merged keys know their sizes;
-    corrected: what they lose is given back.
+    """How one part merges. side: of self-attention; mode: see `MergePlan.merge`; proportional: with proportional
+    attention; corrected: what merged keys lose is given back.
     """
 
     rule: MergeRule
     side: str
     mode: MergeMode
-    sized: bool
+    proportional: bool
     corrected: bool
 
 
@@ -48,4 +48,4 @@ def decide(rules: LevelRules, why_off: str, tokens: int, channels: int, device: 
 def _how(rule: MergeRule | None) -> Merging | None:
     if rule is None:
         return None
-    return Merging(rule, rule.effective_side, METHODS[rule.method].mode, rule.sizes_keys, rule.corrects)
+    return Merging(rule, rule.effective_side, METHODS[rule.method].mode, rule.is_proportional, rule.corrects)

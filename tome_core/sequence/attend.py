@@ -78,18 +78,18 @@ def pick_asked_in(layout: Layout, tokens: int, width: int, device: torch.device)
 
 
 def attend(
-    host: Host, tensors: Tensors, plan: MergePlan, sized: bool = True, correction: Correction | None = None,
+    host: Host, tensors: Tensors, plan: MergePlan, proportional: bool = True, correction: Correction | None = None,
     made: Pair | None = None,
 ) -> Attended:  # fmt: skip
     """``softmax(scale q k^T + log n) v`` for all queries, with merged keys and values, in the host's form.
 
-    sized: are the plan's sizes to count? correction: the plan's, where it has one. made: keys and values
+    proportional: is it proportional attention? correction: the plan's, where it has one. made: keys and values
     ``[B, G, H*d]`` as the plan merges them, where they are there.
     """
     q, k, v = tensors
     heads = k.shape[2]
     k, v = (merge(one, plan) for one in (k, v)) if made is None else (one.unflatten(2, (heads, -1)) for one in made)
-    bias = bias_of(plan, q)[:, None] if sized else None  # [B, 1, 1, G]
+    bias = bias_of(plan, q)[:, None] if proportional else None  # [B, 1, 1, G]
     if bias is None or host.takes_bias:
         out = host.function(in_form(q, host.form), in_form(k, host.form), in_form(v, host.form), bias)
         way = UNSIZED if bias is None else BIAS

@@ -100,8 +100,8 @@ class SequenceMerging(Handle):
             self.leave_alone(call, TOO_SMALL, batch, tokens, tokens)
             return None
         found, queries = _attend(asked, merging, plans)
-        after = queries, plans.plan.num_groups
-        self.run.ledger.merge(call, 0, "attn", (batch, tokens, tokens), after, found.way if merging.sized else "")
+        before, after = (batch, tokens, tokens), (queries, plans.plan.num_groups)
+        self.run.ledger.merge(call, 0, "attn", before, after, found.way if merging.proportional else "")
         if self.run.maps is not None:  # of a film its first frame's
             grid = Grid(layout.grid.height // layout.grid.frames, layout.grid.width)
             group = plans.plan.group[:, layout.first : layout.first + grid.height * grid.width]
@@ -155,7 +155,7 @@ def _attend(asked: AttentionCall, merging: Merging, plans: Plans) -> tuple[Atten
     """The output, and how many queries were asked: merged ones where the rule's side is theirs too."""
     plan, host, tensors = plans.plan, asked.host, asked.tensors
     asking = tensors if merging.side == "kv" else tensors._replace(q=merge(tensors.q, plan))
-    found = attend(host, asking, plan, merging.sized, plans.correction, plans.merged)
+    found = attend(host, asking, plan, merging.proportional, plans.correction, plans.merged)
     if asking is tensors:
         return found, tensors.q.shape[1]
     out = by_token(found.out, host.out_form, tensors.q.shape[2])

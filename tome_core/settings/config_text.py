@@ -17,7 +17,7 @@ def describe(config: MergeConfig, rule: MergeRule) -> str:
     parts = [("attention", rule.merge_attn), ("cross-attention", rule.merge_crossattn), ("MLP", rule.merge_mlp)]
     where = ", ".join(name for name, on in parts if on)
     text = f"{rule.method} {rule.effective_ratio:.0%} of {rule.effective_side} in {where}"
-    if rule.merge_attn and rule.sizes_keys:
+    if rule.merge_attn and rule.is_proportional:
         text += ", proportional attention"
     if config.early_ratio is not None:
         text += f", {config.early_ratio:.0%} down to timestep {config.early_until:g}"

@@ -57,7 +57,7 @@ def _early(config: MergeConfig, rule: MergeRule, downsamples: Sequence[int]) -> 
     if rule.max_timestep is not None and rule.max_timestep < begins:
         return ()
     cell = _cell_for(ratio)
-    refines = METHODS[rule.method].compares and rule.sizes_keys and ratio >= _FEW_KEYS
+    refines = METHODS[rule.method].compares and rule.is_proportional and ratio >= _FEW_KEYS
     only = {"min_timestep": begins, "levels": reached[:1], "max_downsample": None, "merge_crossattn": False,
             "merge_mlp": False}  # fmt: skip
     return (replace(rule, **only, ratio=ratio, sx=max(rule.sx, cell), sy=max(rule.sy, cell),

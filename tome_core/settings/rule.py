@@ -193,8 +193,8 @@ class MergeRule:
         return self.effective_ratio == 0 or not (self.merge_attn or self.merge_crossattn or self.merge_mlp)
 
     @property
-    def sizes_keys(self) -> bool:
-        """True where merged keys are to know their sizes: not where all groups are alike."""
+    def is_proportional(self) -> bool:
+        """True where merged keys get proportional attention: not where all groups are alike."""
         return self.proportional and METHODS[self.method].mode == "mean"
 
     @property
@@ -204,7 +204,7 @@ class MergeRule:
         These are at hand where a match compares them; elsewhere making them pays where every query is kept.
         """
         at_hand = self.metric == "keys+values" and METHODS[self.method].compares
-        return self.correction and self.sizes_keys and (self.effective_side == "kv" or at_hand)
+        return self.correction and self.is_proportional and (self.effective_side == "kv" or at_hand)
 
     @property
     def uses_time(self) -> bool:

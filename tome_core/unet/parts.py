@@ -205,7 +205,7 @@ class SelfAttentionSite(PartSite):
         known = self._describe()
         if isinstance(known, LeftAlone):
             return f"{name_of(self.target)} {known.why}"
-        if merging.side == "qkv" and not merging.sized:
+        if merging.side == "qkv" and not merging.proportional:
             return self._together(block, merging, x, context, value, kwargs, "")
         if known is None:
             return self._together(block, merging, x, context, value, kwargs, f"{name_of(self.target)} is not known")
@@ -235,10 +235,10 @@ class SelfAttentionSite(PartSite):
         if merged is None:
             keys = asked if queries is plan and source is x else plan.merge(source, mode)
             values = keys if value is source else plan.merge(value, mode)
-        sizes = plan if merging.sized else None
+        sizes = plan if merging.proportional else None
         out, way = attend_merged(known, target, asked, keys, values, sizes, kwargs, correction, q, merged)
         left = (asked.shape[1], plan.num_groups)
-        return self._finish(block, queries, x, out, left, x.shape[1], way if merging.sized else "")
+        return self._finish(block, queries, x, out, left, x.shape[1], way if merging.proportional else "")
 
     def _together(
         self, block: BlockCall, merging: Merging, x: torch.Tensor, context: torch.Tensor | None,

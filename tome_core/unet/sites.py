@@ -265,7 +265,7 @@ class BlockSite(NumberedSite, RememberingSite):
             call.run.ledger.skip(call, self.level, "block", outer.decision.why_not, work)
             return None
         if outer.decision.attn is None:
-            call.run.ledger.keep(call, self.level, work)
+            call.run.ledger.count_unmerged(call, self.level, work)
         return BlockCall(self, x, outer)
 
     def answers(

@@ -1,4 +1,4 @@
-"""Merged keys that know how many tokens they stand for: exact, in every family, by whichever way an attention takes."""
+"""Proportional attention: exact, in every family, by whichever way an attention takes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_tomesds_arguments_leave_the_sizes_out(attended):
     assert not attended and level.calls_merged == level.blocks and not level.routes
 
 
-def test_keys_that_shall_not_know_their_sizes_do_not(attended):
+def test_without_proportional_attention_no_key_weighs_more(attended):
     case = BY_NAME["sd15"]
     with tome_core.patch(case.build(), everywhere("kv", proportional=False)) as handle:
         call_case(case, handle.unet)

@@ -59,7 +59,7 @@ def test_a_correction_halves_the_error_of_the_picture_and_harms_no_other_row(lay
     plain, way = attend(host(takes_bias=takes_bias), own, plan)
     correction, made = correction_of(own, plan, layout, WIDTH**-0.5)
     found = attend(host(takes_bias=takes_bias), own, plan, True, correction, made).out
-    unsized = attend(host(), own, plan, sized=False).out
+    unsized = attend(host(), own, plan, proportional=False).out
     assert way == (BIAS if takes_bias else OWN_BIAS)
     picture = torch.zeros(exact.shape[1], dtype=torch.bool)
     picture[layout.first : layout.first + tokens_in(layout)] = True

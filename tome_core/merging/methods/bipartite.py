@@ -61,7 +61,7 @@ def refine_plan(plan: MergePlan, x: torch.Tensor, steps: int, by_distance: bool 
     """The plan after ``steps`` of k-means that start from it: every token goes to the nearest centre.
 
     By distance a centre is the mean of its tokens; by cosine of their directions (spherical k-means). A group that
-    loses its tokens stays empty, so the plan is for keys that know their sizes, or for merging and unmerging.
+    loses its tokens stays empty, so the plan is for proportional attention, or for merging and unmerging.
     """
     with torch.no_grad(), without_autocast(x):
         if not by_distance:
