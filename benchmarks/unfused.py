@@ -55,7 +55,7 @@ def scores(what: str, pixels: int, config: Any) -> float:
     return tokens * tokens * left
 
 
-def heads_measured(source: str, what: str, pixels: int, config: Any, most: float) -> tuple[int, ...]:
+def choose_heads(source: str, what: str, pixels: int, config: Any, most: float) -> tuple[int, ...]:
     """With how many heads a case is measured: all where that fits into so many bytes, else few, or none.
 
     Functions that cut what does not fit are measured with few heads to save the time.
@@ -73,7 +73,7 @@ def plan_cases(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     for source in named:
         for pixels in sorted(options.pixels):
             for what in options.what:
-                for heads in heads_measured(source, what, pixels, config, options.most * 2**30):
+                for heads in choose_heads(source, what, pixels, config, options.most * 2**30):
                     cases[f"{source}, {pixels} px, {what}, {heads} heads"] = {
                         "source": source, "what": what, "pixels": pixels, "heads": heads, "preset": options.preset,
                         "free": round(options.free * 2**30),

@@ -21,12 +21,12 @@ def row(what: str, pixels: int, heads: int, peak: float, *seconds: float) -> dic
 
 def test_what_does_not_fit_is_measured_with_few_heads_or_not_at_all():
     rule = preset("balanced")
-    heads = {(what, pixels): unfused.heads_measured("math", what, pixels, rule, 5 * GIB)
+    heads = {(what, pixels): unfused.choose_heads("math", what, pixels, rule, 5 * GIB)
              for what in unfused.WHATS for pixels in unfused.PIXELS}  # fmt: skip
     assert heads["unmerged", 512] == heads["late", 1024] == heads["early", 2048] == (HEADS,)
     assert heads["unmerged", 1024] == (1, 2) and heads["unmerged", 2048] == ()
-    assert unfused.heads_measured("webui-split", "unmerged", 2048, rule, 5 * GIB) == (1, 2)
-    v1 = [unfused.heads_measured("webui-split-v1", "unmerged", pixels, rule, 5 * GIB) for pixels in (1024, 2048)]
+    assert unfused.choose_heads("webui-split", "unmerged", 2048, rule, 5 * GIB) == (1, 2)
+    v1 = [unfused.choose_heads("webui-split-v1", "unmerged", pixels, rule, 5 * GIB) for pixels in (1024, 2048)]
     assert v1 == [(HEADS,), ()], "two heads at a time, whatever is free: no fewer of them say more"
 
 

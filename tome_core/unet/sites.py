@@ -65,11 +65,11 @@ class BlockCall:
     def _find(self, asked: Asked) -> Plans:
         site, call = self.site, asked.outer.call
         if not torch.compiler.is_compiling():
-            return _own_or_shared(site.matcher.find, asked, call.kept is not None)
+            return _find_own_or_shared(site.matcher.find, asked, call.kept is not None)
         if not may_ask(asked):
             return site.matcher.find(asked)
         stamp = call.stamp if asked.rule.use_rand and torch.is_tensor(call.stamp) else None
-        return _own_or_shared(lambda one: ask(one, site.number, stamp), asked, call.begun is not None)
+        return _find_own_or_shared(lambda one: ask(one, site.number, stamp), asked, call.begun is not None)
 
     def _first_with(self, rule: MergeRule, part: str) -> str:
         """The first part that merges by this very rule."""
@@ -80,7 +80,7 @@ class BlockCall:
         return part
 
 
-def _own_or_shared(find: Callable[[Asked], Plans], asked: Asked, shares: bool) -> Plans:
+def _find_own_or_shared(find: Callable[[Asked], Plans], asked: Asked, shares: bool) -> Plans:
     """A match of the block's own; where an MLP matches by itself, that of the transformer's first block.
 
     From block to block tokens change little, and SDXL has ten in a row. shares: only where matches are kept from step
@@ -289,7 +289,7 @@ class BlockSite(NumberedSite, RememberingSite):
             x_of, keys, values, *q = whole
             of_attention = Whole(known_of(attention), attention, x_of, keys, values, {}, q[0] if q else None)
         asked = Asked(self.target, x, outer, rule, part, together, of_attention)
-        return answer(_own_or_shared(self.matcher.find, asked, outer.call.kept is not None), x.shape[0])
+        return answer(_find_own_or_shared(self.matcher.find, asked, outer.call.kept is not None), x.shape[0])
 
     def _note_what_was_passed_over(self, block: BlockCall) -> None:
         """ComfyUI's block uses an attention's projections alone where a node has put something in its place."""
