@@ -32,7 +32,7 @@ class Search:
 
     key: of what is kept for so many samples. renews: is a plan that is too old where the next match begins? match:
     ``(rows, old) -> Plans`` of these samples, of all of them for None, without a correction; old: of an earlier time.
-    corrected: the same plans with the correction of this call's batch.
+    correct: the same plans with the correction of this call's batch.
     """
 
     rule: MergeRule
@@ -41,7 +41,7 @@ class Search:
     renews: bool
     key: Callable[[int], tuple]
     match: Callable[[slice | None, Plans | None], Plans]
-    corrected: Callable[[Plans], Plans]
+    correct: Callable[[Plans], Plans]
 
     def among(self, kept: KeptPlans, old: Found | None) -> Plans:
         """A match, which is kept. old: what was found there for the whole batch, none of which is fresh."""
@@ -49,7 +49,7 @@ class Search:
         if shared is not None and self.batch % shared.copies == 0:
             plans, since = self._share(kept, shared)
         else:
-            plans = self.corrected(self.match(None, old and old.kept.plans))
+            plans = self.correct(self.match(None, old and old.kept.plans))
         kept.store(self.key(self.batch), plans._replace(merged=None), self.rule, self.device, since=since)
         return plans
 
@@ -65,7 +65,7 @@ class Search:
         else:
             match = kept.store(key, self.match(rows, old and old.kept.plans), self.rule, self.device, shared)
         of_copies = (one and one.repeat(shared.copies) for one in match.plans[:2])  # of one picture they serve any
-        return self.corrected(Plans(*of_copies)), match
+        return self.correct(Plans(*of_copies)), match
 
 
 def stamp_of(time: object, x: torch.Tensor) -> torch.Tensor | None:
