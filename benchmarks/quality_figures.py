@@ -37,7 +37,7 @@ class Mean(NamedTuple):
         return cls(float(np.mean(values)), spread)
 
 
-class Noised(NamedTuple):
+class NoiseMeans(NamedTuple):
     """Per cent of the unmerged v-loss: gap (its rise) and dev (squared distance), over all times and at each."""
 
     work: float
@@ -47,7 +47,7 @@ class Noised(NamedTuple):
     dev_at: tuple[Mean, ...]
 
 
-class Pictures(NamedTuple):
+class PictureMeans(NamedTuple):
     """Whole pictures beside the unmerged ones: PSNR in dB, SSIM, and what only some results have.
 
     detail: gradient energy as a share of the unmerged picture's, the geometric mean. time: of all calls of a picture,
@@ -70,8 +70,8 @@ class Section(NamedTuple):
     loss: float | None
     counts: dict[str, int]
     variants: dict[str, dict[str, Any]]
-    noised: dict[str, Noised]
-    pictures: dict[str, Pictures]
+    noised: dict[str, NoiseMeans]
+    pictures: dict[str, PictureMeans]
 
 
 def sections(record: Record) -> list[Section]:
@@ -101,16 +101,16 @@ def _by_time(parts: dict[int, dict], name: str) -> np.ndarray:
     return np.concatenate([np.array(parts[part][name]) for part in sorted(parts)], 1)
 
 
-def _average_noised(parts: dict[int, dict], plain: dict[int, dict], loss: float) -> Noised:
+def _average_noised(parts: dict[int, dict], plain: dict[int, dict], loss: float) -> NoiseMeans:
     scale = 100 / loss
     dev = scale * _by_time(parts, "dev")
     gap = scale * (_by_time(parts, "loss") - _by_time({part: plain[part] for part in parts}, "loss"))
     work = float(np.mean([row["work"] for row in parts.values()]))
     by_time = (tuple(Mean.of(at) for at in values) for values in (gap, dev))
-    return Noised(work, Mean.of(gap.mean(0)), Mean.of(dev.mean(0)), *by_time)
+    return NoiseMeans(work, Mean.of(gap.mean(0)), Mean.of(dev.mean(0)), *by_time)
 
 
-def _pictures(parts: dict[int, dict], plain: dict[int, dict]) -> Pictures:
+def _pictures(parts: dict[int, dict], plain: dict[int, dict]) -> PictureMeans:
     def over(name: str, rows: dict[int, dict] = parts) -> np.ndarray:
         return np.array([value for part in sorted(parts) for value in rows[part][name]])
 
@@ -122,7 +122,7 @@ def _pictures(parts: dict[int, dict], plain: dict[int, dict]) -> Pictures:
     lpips = Mean.of(over("lpips")) if all_have("lpips") else None
     detail = _detail(over("gradient"), over("gradient", plain)) if all_have("gradient") else None
     times = _times(over("seconds"), over("beside"), over("seconds", plain)) if all_have("seconds") else (None, None)
-    return Pictures(work, Mean.of(ratios), Mean.of(over("ssim")), lpips, detail, *times)
+    return PictureMeans(work, Mean.of(ratios), Mean.of(over("ssim")), lpips, detail, *times)
 
 
 def _detail(energies: np.ndarray, unmerged: np.ndarray) -> Mean:
@@ -146,7 +146,7 @@ class Point(NamedTuple):
     dev: float | None
 
 
-class Beside(NamedTuple):
+class Rival(NamedTuple):
     """Another method and strength at its time. ours: None where no strength measured is as fast."""
 
     name: str
@@ -154,7 +154,7 @@ class Beside(NamedTuple):
     ours: Point | None
 
 
-def at_equal_time(section: Section) -> Iterator[Beside]:
+def at_equal_time(section: Section) -> Iterator[Rival]:
     """Every other method with whole pictures and their time, in the result's order; none without strengths."""
     timed = [name for name, one in section.pictures.items() if one.time is not None]
     ours = [name for name in timed if section.variants[name]["method"] in OURS]
@@ -162,7 +162,7 @@ def at_equal_time(section: Section) -> Iterator[Beside]:
     for name in timed:
         if front and section.variants[name]["role"] in ("method", "tomesd") and name not in ours:
             point = _point(section, name)
-            yield Beside(name, point, front_at(front, point.time))
+            yield Rival(name, point, front_at(front, point.time))
 
 
 def front_at(front: list[Point], time: float) -> Point | None:

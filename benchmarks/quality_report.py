@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import report, subjects
-from benchmarks.quality_figures import ROLES, Mean, Noised, Pictures, Section, at_equal_time, sections
+from benchmarks.quality_figures import ROLES, Mean, NoiseMeans, PictureMeans, Section, at_equal_time, sections
 from benchmarks.results import Record
 
 LEGEND = """\
@@ -150,11 +150,11 @@ def _table(section: Section, order: list[str], columns: Columns) -> str:
     return report.markdown(["method", "setting", "code", *cells], rows, left=3)
 
 
-def _work(one: Noised | Pictures) -> str:
+def _work(one: NoiseMeans | PictureMeans) -> str:
     return f"{one.work:.3g}"
 
 
-def _dev(one: Noised) -> str:
+def _dev(one: NoiseMeans) -> str:
     return _mean(one.dev)
 
 

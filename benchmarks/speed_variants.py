@@ -32,7 +32,7 @@ _LATE, _LATE_NEAR, _LATE_FAR = (100.0,), (100.0, 90.0), (200.0, 100.0)
 _LEAST_TILE = 32  # tokens a side: 256 pixels where the level is the latent's own
 
 
-class Variant(NamedTuple):
+class SpeedVariant(NamedTuple):
     """A variant is something that is done to a UNet, and what of it is timed.
 
     apply: patches a UNet. meaning: for the reader of a table. bound: the variant that does the same for free.
@@ -127,43 +127,45 @@ def _in_place(forward: Callable, places: Callable[[nn.Module], Sequence[Place]] 
     return apply
 
 
-def _call(preset: str, times: Sequence[float], meaning: str, keeps: bool = False) -> Variant:
-    return Variant(_preset(preset, *times), meaning, None, (CALL,), keeps)
+def _call(preset: str, times: Sequence[float], meaning: str, keeps: bool = False) -> SpeedVariant:
+    return SpeedVariant(_preset(preset, *times), meaning, None, (CALL,), keeps)
 
 
-VARIANTS: dict[str, Variant] = {
-    CONTROL: Variant(_nothing, "the model as it is"),
-    "tomesd": Variant(_tomesd, "tomesd 0.1.3, ratio 0.5 at the finest level", IDEAL),
-    "downsample": Variant(
+VARIANTS: dict[str, SpeedVariant] = {
+    CONTROL: SpeedVariant(_nothing, "the model as it is"),
+    "tomesd": SpeedVariant(_tomesd, "tomesd 0.1.3, ratio 0.5 at the finest level", IDEAL),
+    "downsample": SpeedVariant(
         lambda unet: tome_core.patch(unet, tome_core.MergeConfig(method="downsample")),
         "token down-sampling (ToDo): a quarter of keys and values at the finest level",
     ),
-    "hypertile": Variant(
+    "hypertile": SpeedVariant(
         _in_place(in_tiles),
         f"attention in tiles (HyperTile): {_LEAST_TILE} tokens a side, or the next larger that divide the finest grid",
     ),
-    "ours": Variant(_preset("balanced"), "tome_core's preset balanced", None, PICTURES),
+    "ours": SpeedVariant(_preset("balanced"), "tome_core's preset balanced", None, PICTURES),
     "ours, early new": _call("balanced", _EARLY, "balanced in an early step that matches anew: a picture's first"),
     "ours, early renewed": _call("balanced", _EARLY_FAR, "balanced in an early step that renews an older match", True),
     "ours, early kept": _call("balanced", _EARLY_NEAR, "balanced in an early step that keeps a match", True),
     "ours, late new": _call("balanced", _LATE_FAR, "balanced in a late step that matches anew; none renews"),
     "ours, late kept": _call("balanced", _LATE_NEAR, "balanced in a late step that keeps a match", True),
-    "ours, max": Variant(_preset("max"), "tome_core's preset max", None, PICTURES),
+    "ours, max": SpeedVariant(_preset("max"), "tome_core's preset max", None, PICTURES),
     "ours, max new": _call("max", _LATE, "max in a step that matches anew: a picture's first"),
     "ours, max renewed": _call("max", _LATE_FAR, "max in a step that renews an older match", True),
     "ours, max kept": _call("max", _LATE_NEAR, "max in a step that keeps a match", True),
-    "captured": Variant(_capture(_nothing), "the model as it is, replayed from a CUDA graph", replayed=True),
-    "captured, ours": Variant(
+    "captured": SpeedVariant(_capture(_nothing), "the model as it is, replayed from a CUDA graph", replayed=True),
+    "captured, ours": SpeedVariant(
         _capture(_preset("balanced")), "balanced, replayed from CUDA graphs", None, PICTURES, replayed=True
     ),
-    "captured, ours late kept": Variant(
+    "captured, ours late kept": SpeedVariant(
         _capture(_preset("balanced", *_LATE_NEAR)), "balanced in a late step that keeps a match, replayed", None,
         (CALL,), keeps=True, replayed=True,
     ),
-    IDEAL: Variant(
+    IDEAL: SpeedVariant(
         _in_place(attend_half), "bound: half of the tokens merged at the finest level, and merging costs nothing"
     ),
-    NO_ATTENTION: Variant(_in_place(attend_none, find_blocks), "bound: every self-attention left out, at all levels"),
+    NO_ATTENTION: SpeedVariant(
+        _in_place(attend_none, find_blocks), "bound: every self-attention left out, at all levels"
+    ),
 }
 
 

@@ -14,7 +14,7 @@ from .wish import FIRST, HIRES, Wish
 logger = logging.getLogger(__name__)
 
 
-class Pass(NamedTuple):
+class ComingPass(NamedTuple):
     """One pass of a picture to come; sizes in pixels."""
 
     hires: bool
@@ -22,7 +22,7 @@ class Pass(NamedTuple):
     height: int
 
 
-def answer(wish: Wish, passes: Iterable[Pass], measure: bool = False) -> str:
+def answer(wish: Wish, passes: Iterable[ComingPass], measure: bool = False) -> str:
     """``1024x1536: 1.31 times as fast``, for each pass that merges.
 
     measure: what is not known of it, which takes seconds; else no model is called.
@@ -56,7 +56,7 @@ def measure_after(job: Job) -> None:
             logger.info("measured: %s (%s)", gain.line, gain)
 
 
-def _answer(one: Pass, config: MergeConfig, measure: bool) -> str:
+def _answer(one: ComingPass, config: MergeConfig, measure: bool) -> str:
     size, unet = f"{one.width}x{one.height}", host.loaded_unet()
     aside = host.reason_to_step_aside(one.hires) or (unet is not None and host.reason_of_unet(unet))
     if aside:

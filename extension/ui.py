@@ -10,7 +10,7 @@ import gradio as gr
 from ..tome_core import form
 from ..tome_core.settings.presets import MARKS
 from . import host, infotext, measuring, options, page
-from .measuring import Pass
+from .measuring import ComingPass
 from .wish import ARGUMENTS, DEFAULTS, DIAL, FILLED_FOR, OWN, TITLE, WHERE, base_of, fill_in, read
 
 _TIPS = {
@@ -207,7 +207,7 @@ def _line(values: tuple, measure: bool = False) -> str:
     return html.escape(text)
 
 
-def _passes(width: Any, height: Any, hires: Any = False, *scaling: Any) -> list[Pass]:
+def _passes(width: Any, height: Any, hires: Any = False, *scaling: Any) -> list[ComingPass]:
     """The passes of a picture, from the webui's controls."""
-    first = Pass(False, int(width or 0), int(height or 0))  # None while somebody types
-    return [first, Pass(True, *host.hires_size(first.width, first.height, *scaling))] if hires else [first]
+    first = ComingPass(False, int(width or 0), int(height or 0))  # None while somebody types
+    return [first, ComingPass(True, *host.hires_size(first.width, first.height, *scaling))] if hires else [first]

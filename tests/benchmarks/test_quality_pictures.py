@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import quality, quality_figures, quality_report, results, subjects
 from benchmarks.attention_work import BESIDE, CallTimes, one_thread
-from benchmarks.quality_figures import Mean, Noised, Pictures, Point, Section, at_equal_time, front_at, sections
+from benchmarks.quality_figures import Mean, NoiseMeans, PictureMeans, Point, Section, at_equal_time, front_at, sections
 from benchmarks.subjects import PURPOSES, SHOW, SceneSubject
 from benchmarks.variant_list import PLAIN
 from demo import model, prompt, sampler
@@ -190,8 +190,8 @@ def section(**times_and_psnr):
     variants, pictures, noised = {}, {}, {}
     for name, (method, share, psnr) in times_and_psnr.items():
         variants[name] = {"method": method, "setting": name, "role": "method", "code": "engine"}
-        pictures[name] = Pictures(0.1, Mean(psnr, 1.0), Mean(psnr / 100, 0.0), time=share)
-        noised[name] = Noised(0.1, Mean(0, 0), Mean(10 ** (-psnr / 20), 0), (), ())
+        pictures[name] = PictureMeans(0.1, Mean(psnr, 1.0), Mean(psnr / 100, 0.0), time=share)
+        noised[name] = NoiseMeans(0.1, Mean(0, 0), Mean(10 ** (-psnr / 20), 0), (), ())
     return Section("model", 1.0, {}, variants, noised, pictures)
 
 
