@@ -156,12 +156,12 @@ def draw(model: SceneModel, case: PictureCase, asked: Sequence[PictureOrder]) ->
 
 
 def timesteps(model: SceneModel, case: PictureCase) -> list[float]:
-    """Of all steps of a picture."""
+    """The timesteps of all steps of a picture."""
     return _times_left(SOLVERS[case.solver](model, case.steps), case).tolist()
 
 
 def enlarge(model: SceneModel, latent: torch.Tensor, scale: int) -> torch.Tensor:
-    """Of the picture enlarged, as a hires pass begins with."""
+    """The latent of the enlarged picture, with which a hires pass begins."""
     if scale == 1:
         return latent
     picture = decode(latent, model.haar_gain)

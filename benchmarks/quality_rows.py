@@ -171,7 +171,7 @@ class QualityBench:
         return Made(made, self.work.share(), self.times.seconds, beside)
 
     def _seed(self, number: int) -> int:
-        """Of what a method draws for a picture or a part."""
+        """The seed of what a method draws for a picture or a part."""
         return self.amounts.seed + self.subject.purpose.first + number
 
     def _keep(self, picture: np.ndarray, variant: Variant, number: int) -> None:

@@ -201,5 +201,5 @@ def _answer(found: Found | None) -> tuple[bool, Form] | None:
 
 
 def _without_call(shared: Shared | None) -> tuple[int, int] | None:
-    """It is another one's for each part of a picture, all of which one graph serves."""
+    """All but the call, which is another one in each part of a picture, while one graph serves them all."""
     return None if shared is None else (shared.copies, shared.matched)

@@ -173,7 +173,7 @@ class MergePlan:
         return flat.view(batch, self.num_tokens, channels)
 
     def pieces(self, batch: int) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """What `of_pieces` makes it of again, for so many samples: int64 tensors, and float32 sizes ``[B, G]``.
+        """What `of_pieces` makes this plan of again, for a batch: int64 tensors, and float32 sizes ``[B, G]``.
 
         group ``[B, N]``; on CUDA the order ``[B * N]`` of the tokens and each group's start ``[B * G + 1]`` too.
         """

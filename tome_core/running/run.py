@@ -161,7 +161,7 @@ class Run:
 
     @property
     def kept_in_graph(self) -> KeptPlans | None:
-        """Of the call that this thread makes."""
+        """What is kept for the call that this thread makes."""
         return self._mine.kept
 
     def _guidance_in(self, batch: Any) -> Guidance | None:
@@ -197,7 +197,7 @@ class Run:
         return self.clock.at(self.clock.moment(*step), scopes[-1].boundary if scopes else None)
 
     def _step_at(self, timestep: Any) -> Step | None:
-        """Of this call: among its arguments, as the scheduler gave it, or by waiting for it."""
+        """This call's step, from its arguments, the scheduler, or by waiting for the device."""
         mine = self._mine
         scope = mine.scopes[-1] if mine.scopes else None
         step = self._look(timestep) or mine.told

@@ -44,7 +44,7 @@ class Search:
     correct: Callable[[Plans], Plans]
 
     def among(self, kept: KeptPlans, old: Found | None) -> Plans:
-        """A match, which is kept. old: what was found there for the whole batch, none of which is fresh."""
+        """Make the matches of a call and keep them. old: what was kept for the whole batch, none of which is fresh."""
         shared, since = kept.look(), None
         if shared is not None and self.batch % shared.copies == 0:
             plans, since = self._share(kept, shared)

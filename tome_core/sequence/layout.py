@@ -50,7 +50,7 @@ def in_form(x: torch.Tensor, form: str) -> torch.Tensor:
 
 
 def tokens_in(layout: Layout) -> int:
-    """How many of the sequence are the picture's."""
+    """How many tokens of the sequence are the picture's."""
     return layout.grid.height * layout.grid.width
 
 

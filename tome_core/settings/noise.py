@@ -53,7 +53,7 @@ class SchedulerNoise:
                      own.percent_of(round(own.timestep_of_sigma(sigma), _DIGITS))) for sigma in sigmas]  # fmt: skip
 
     def step_of(self, value: float) -> Step:
-        """The same for one of them, found by its value."""
+        """The step of one timestep of the scheduler, found by its value."""
         steps = getattr(self._scheduler(), "timesteps", None)
         known = steps.tolist() if torch.is_tensor(steps) and steps.dim() == 1 else []
         return self.steps_of(known)[known.index(value)] if value in known else by_timestep(value)

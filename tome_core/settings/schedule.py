@@ -111,7 +111,7 @@ class Window(NamedTuple):
 
 
 def window_of(config: MergeConfig, schedule: NoiseSchedule) -> Window | None:
-    """Of a config on this schedule; None where it merges at all times."""
+    """The window in which a config merges on this schedule; None where it merges at all times."""
     if not config.uses_percent:
         return None
     window = Window(config.start_percent, config.end_percent)
