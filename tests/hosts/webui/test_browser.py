@@ -30,6 +30,12 @@ def load(page, webui):
     page.wait_for_timeout(3000)
 
 
+def wait_for(page, webui, setting, value):
+    """Until the webui has it."""
+    while webui.ask("/sdapi/v1/options")[setting] != value:
+        page.wait_for_timeout(500)
+
+
 def unfold(page):
     page.locator(f"{PANEL}enabled .label-wrap").first.click()
     page.wait_for_timeout(1000)
@@ -182,13 +188,13 @@ def test_a_quicksetting_of_ours_counts_at_once_and_moves_the_panel(page, webui):
     box = page.locator("#quicksettings #setting_tome_map input[type=checkbox]")
     for is_on in (True, False):
         box.click()
-        while webui.ask("/sdapi/v1/options")["tome_map"] is not is_on:
-            page.wait_for_timeout(500)
+        wait_for(page, webui, "tome_map", is_on)
         assert len(webui.draw(HALF).all) == 1 + is_on
     unfold(page)
     for value in (0.3, 0.5):
         set_number(page, "#quicksettings #setting_tome_strength", value)
         page.wait_for_function(f"document.querySelector('{PANEL}strength input[type=number]').value == {value}")
+        wait_for(page, webui, "tome_strength", value)  # else the first may be set after the second
 
 
 def test_the_settings_tab_has_six_of_ours(page):
