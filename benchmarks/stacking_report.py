@@ -17,7 +17,7 @@ _OTHERS = {**BESIDE, **NODES}
 _BOTH = (OURS_FIRST, THEIRS_FIRST)
 _HEAD = (
     "beside", "model", "of", "calls", "alone", "merging alone", "both, ours first", "both, theirs first", "of the sum",
-    "from alone", "time alone", "merging alone", "both, ours first", "both, theirs first", "of the product",
+    "from alone", "times as fast alone", "merging alone", "both, ours first", "both, theirs first", "of the product",
     "off again",
 )  # fmt: skip
 

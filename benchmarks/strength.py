@@ -91,7 +91,7 @@ def front(records: Sequence[dict]) -> Loss:
     """
     found: dict[float, tuple[float, ...]] = {}
     for ratio, cell in FRONT:
-        dev = _measure(records, "merged-keys", ratio, cell)
+        dev = _read_means(records, "merged-keys", ratio, cell)
         if dev and (ratio not in found or fmean(dev) < fmean(found[ratio])):
             found[ratio] = dev
     if not found:
@@ -104,13 +104,13 @@ def front(records: Sequence[dict]) -> Loss:
 
 def below(records: Sequence[dict]) -> Loss:
     """What merging keys below the finest level costs. Raises ValueError where the results do not say."""
-    keys = {1 - ratio: _measure(records, "keys-below", ratio, cell) for ratio, cell in KEYS_BELOW}
+    keys = {1 - ratio: _read_means(records, "keys-below", ratio, cell) for ratio, cell in KEYS_BELOW}
     if not all(keys.values()):
         raise ValueError("not every result has the rows of keys below; run python -m benchmarks.quality first")
     return Loss(keys)
 
 
-def _measure(records: Sequence[dict], line: str, ratio: float, cell: int = 2) -> tuple[float, ...]:
+def _read_means(records: Sequence[dict], line: str, ratio: float, cell: int = 2) -> tuple[float, ...]:
     """The mean deviation at each time over the checkpoints of all results; none where one is missing.
 
     Means over other models than those of the next row could not be told apart from what merging does.
@@ -195,7 +195,7 @@ def deviation(share: float, until: float, loss: Loss) -> float:
     return fmean([own if moment < until else few for moment, own, few in pairs])
 
 
-def write(
+def module_of(
     knots: Sequence[Knot], sources: Sequence[str], known: dict[int, Curve], layout: str = SD, latest: int = 0
 ) -> str:
     """The module that holds the curve of a layout. known: its curves so far, by version; latest: version of any layout.
@@ -259,7 +259,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(beside(loss, knots, CURVES[SD][max(CURVES[SD])]))
         return 0
     latest = max(version for curves in CURVES.values() for version in curves)
-    text = write(knots, [path.name for path in options.results], CURVES[options.layout], options.layout, latest)
+    text = module_of(knots, [path.name for path in options.results], CURVES[options.layout], options.layout, latest)
     (options.output or TABLES[options.layout]).write_text(text, encoding="utf-8")
     print(text)
     return 0

@@ -98,13 +98,13 @@ def _karras(first: float, last: float, steps: int) -> np.ndarray:
     return np.linspace(first ** (1 / _RHO), last ** (1 / _RHO), steps) ** _RHO
 
 
-def _align(first: float, last: float, steps: int) -> np.ndarray:
+def _ays(first: float, last: float, steps: int) -> np.ndarray:
     """Align Your Steps (Sabour et al. 2024), ten of them; other numbers between those, as its authors do."""
     ten = np.log(AysSchedules["StableDiffusionSigmas"][:-1])  # the last one is 0, the finished picture
     return np.exp(np.interp(np.linspace(0, 1, steps), np.linspace(0, 1, len(ten)), ten))
 
 
-_SPACED = {KARRAS: _karras, EXPONENTIAL: np.geomspace, AYS: _align}  # sigmas, from the first to the last
+_SPACED = {KARRAS: _karras, EXPONENTIAL: np.geomspace, AYS: _ays}  # sigmas, from the first to the last
 
 
 def _nearest(sigmas: np.ndarray, wanted: np.ndarray) -> list[int]:

@@ -29,7 +29,7 @@ def table(records: Sequence[Record]) -> str:
     """Markdown."""
     made, rows = records[0], [row for record in records for row in record["rows"]]
     found = figures(rows, made["settings"]["preset"])
-    head = ["attention", "pixels", *(f"{one}, peak MiB" for one in _SHOWN.values()), "merged takes",
+    head = ["attention", "pixels", *(f"{one}, peak MiB" for one in _SHOWN.values()), "merged is",
             *(f"{one}, s" for one in _SHOWN.values()), "merged is"]  # fmt: skip
     lines = ([source, str(pixels), *_cells([found.get((source, pixels, one)) for one in _SHOWN])]
              for source, pixels in dict.fromkeys((source, pixels) for source, pixels, _ in found))  # fmt: skip

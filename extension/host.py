@@ -172,10 +172,7 @@ def reason_to_step_aside(hires: bool) -> str | None:
 
 
 def reason_of_unet(unet: nn.Module) -> str | None:
-    """The same, of what is on the UNet when a pass begins.
-
-    In a job of several pictures HyperTile of the hires pass is on from the first one's to the end, in all passes.
-    """
+    """The same, of what is on the UNet as a pass begins: HyperTile of a hires pass stays on until its job ends."""
     return _TILED if any(getattr(vars(one).get(HYPERTILE), "enabled", False) for one in unet.modules()) else None
 
 

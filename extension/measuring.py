@@ -57,13 +57,15 @@ def measure_after(job: Job) -> None:
 
 
 def _answer(one: ComingPass, config: MergeConfig, measure: bool) -> str:
-    size, unet = f"{one.width}x{one.height}", host.loaded_unet()
-    aside = host.reason_to_step_aside(one.hires) or (unet is not None and host.reason_of_unet(unet))
-    if aside:
+    size, unet, aside = f"{one.width}x{one.height}", host.loaded_unet(), host.reason_to_step_aside(one.hires)
+    if aside is not None:
         return f"{size}: nothing merges, {aside}"
     try:
         patch = Patch(unet, config, None)
         gain = patch.gain_for(one.height, one.width)
+        stayed = measure and gain is None and host.reason_of_unet(unet)  # from the last job; it is off in the next
+        if stayed:
+            return f"{size}: not measured, {stayed}"
         if gain is None and measure:
             gain = host.on_the_card(lambda: patch.measure(one.height, one.width))
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:  # of a model that we do not know, or a job

@@ -11,7 +11,7 @@ from ..tome_core import form
 from ..tome_core.settings.presets import MARKS
 from . import host, infotext, measuring, options, page
 from .measuring import ComingPass
-from .wish import ARGUMENTS, DEFAULTS, DIAL, FILLED_FOR, OWN, TITLE, WHERE, base_of, fill_in, read
+from .wish import ARGUMENTS, DEFAULTS, DIAL, FILLED_FOR, OWN, TITLE, WHERE, base_of, find_filled, read
 
 _TIPS = {
     "strength": "How much of the picture may change for how much time: 0 is off, bit for bit; 1 merges the most.",
@@ -178,7 +178,7 @@ def moved(strength: float, own: bool, filled_for: float, *values: Any) -> list[A
     """For `FILLED_FOR` and all fields: what a strength stands for, where an expert had set nothing else."""
     held, layout = dict(zip(form.NAMES, values, strict=True)), host.layout()
     try:
-        before, now = fill_in(held, filled_for, layout), base_of(strength, layout)
+        before, now = find_filled(held, filled_for, layout), base_of(strength, layout)
     except ValueError:  # while somebody types
         return [gr.update() for _ in (FILLED_FOR, *values)]
     wanted = now | {name: value for name, value in held.items() if own and value != before[name]}

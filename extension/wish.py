@@ -59,7 +59,7 @@ def base_of(value: float, layout: str = SD, version: int = VERSION) -> dict[str,
     return form.values_of(strength(value, version, layout))
 
 
-def fill_in(own: Mapping[str, Any], value: float, layout: str) -> dict[str, Any]:
+def find_filled(own: Mapping[str, Any], value: float, layout: str) -> dict[str, Any]:
     """What the fields were filled in with for a strength, before an expert set these of them otherwise.
 
     layout: of the model that is loaded now, which may have been another then, or none: a webui begins with SD's. So it
@@ -136,7 +136,7 @@ def _deviating(own: Mapping[str, Any], given: Mapping[str, Any], layout: str) ->
     if given.get(OWN) is not True:
         return {}
     try:
-        base = fill_in(own, given.get(FILLED_FOR), layout)
+        base = find_filled(own, given.get(FILLED_FOR), layout)
     except ValueError:  # nobody filled anything in
         return dict(own)
     return {name: value for name, value in own.items() if value != base[name]}

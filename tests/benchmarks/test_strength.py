@@ -81,19 +81,19 @@ def test_another_curve_is_a_new_version_beside_those_before_it(knots):
         exec(source, found := {})
         return found
 
-    same, new = (table(strength.write(found, [], first)) for found in (knots, other))
+    same, new = (table(strength.module_of(found, [], first)) for found in (knots, other))
     assert (same["VERSION"], same["EARLIER"]) == (1, {})
     assert (new["VERSION"], new["EARLIER"]) == (2, first) and new["CURVE"][-1][0] == 0.5
-    later = table(strength.write(other, [], first, latest=4))
+    later = table(strength.module_of(other, [], first, latest=4))
     assert later["VERSION"] == 5, "pictures name one version, whichever layout's table has changed"
-    third = table(strength.write(knots, [], {2: new["CURVE"], **first}))
+    third = table(strength.module_of(knots, [], {2: new["CURVE"], **first}))
     assert third["VERSION"] == 3 and third["EARLIER"] == {2: new["CURVE"], **first}
 
 
 def test_as_many_keys_lie_in_the_cells_that_err_less(todays):
     """Else the curve, which is chosen from the better ones, would promise what no picture has."""
     several = {ratio: [cell for other, cell in FRONT_SETTINGS if other == ratio] for ratio, _ in FRONT_SETTINGS}
-    chosen = {ratio: min(cells, key=lambda cell: fmean(strength._measure([todays], "merged-keys", ratio, cell)))
+    chosen = {ratio: min(cells, key=lambda cell: fmean(strength._read_means([todays], "merged-keys", ratio, cell)))
               for ratio, cells in several.items()}  # fmt: skip
     assert sorted(map(len, several.values()))[-1] == 2
     late = [presets.strength(number / strength.KNOTS) for number in range(1, strength.KNOTS + 1)]

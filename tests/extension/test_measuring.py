@@ -154,6 +154,10 @@ def test_the_line_says_what_stands_in_the_way(webui, line, costs, monkeypatch):
     webui.shared.opts.data["hypertile_enable_unet"] = True
     assert line(measure=True) == "128x128: nothing merges, HyperTile is on, whose tiles need every token"
     webui.shared.opts.data["hypertile_enable_unet"] = False
+    params = vars(webui.unet)["__webui_hypertile_params"] = types.SimpleNamespace(enabled=True)  # of the last job
+    assert line() == "128x128: not measured yet"
+    assert line(measure=True) == "128x128: not measured, HyperTile is on, whose tiles need every token"
+    params.enabled = False
     lock = threading.Lock()
     webui.put("modules.call_queue", queue_lock=lock)
     with lock:

@@ -154,8 +154,8 @@ class MergeRule:
             raise ValueError(f"method={self.method!r} keeps every query, so it cannot merge_crossattn or merge_mlp; "
                              "set both to False, or add a second rule with another method")
         if self.refine and not self.proportional and self.merge_attn:
-            raise ValueError(f"refine={self.refine!r} may leave groups without tokens, which only keys that know their "
-                             "sizes can be; set proportional to True, or use refine=0")
+            raise ValueError(f"refine={self.refine!r} may leave groups without tokens, which needs proportional "
+                             "attention; set proportional to True, or use refine=0")
         if self.query_ratio and self.effective_side != "kv":
             raise ValueError(f"query_ratio={self.query_ratio!r} merges queries beside side='kv'; use that side, "
                              "or query_ratio=0")

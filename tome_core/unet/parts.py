@@ -86,7 +86,7 @@ class PartSite(Wrap):
     def _merge(
         self, block: BlockCall, merging: Merging, x: torch.Tensor, *args: Any, _keys: int = 0, **kwargs: Any
     ) -> Any | str:
-        """The part's output for merged input; why it was left alone where that cannot be. _keys: not merged."""
+        """The part's output for merged input; why it was left alone where that cannot be. _keys: how many."""
         plan = block.plans_for(merging, self.part).plan
         if plan is None:
             return TOO_SMALL
