@@ -27,6 +27,8 @@ IS_OLD = gr.__version__ < "4"
 # What is asked only here does not wait in gradio 4's queue: it closes its stream of answers when none is left to come,
 # and an answer to a question that is asked in that instant is lost now and then. The extension's own are in it.
 AT_ONCE = {"queue": False}
+# It drops a click of a button whose last answer was shown, but still counts as pending.
+CLICKED = AT_ONCE if IS_OLD else {**AT_ONCE, "trigger_mode": "multiple"}
 numbers = itertools.count()
 if not IS_OLD:  # it writes a file beside each file that defines a component; Forge stops it too
     gr.component_meta.create_or_modify_pyi = lambda *args: None
@@ -102,11 +104,11 @@ class Tab:
             controls = script.ui(is_img2img)
         generate = gr.Button("Generate", elem_id=f"{name}_generate")
         told_here = gr.Textbox(label="What the hooks got and made of it", elem_id=f"{name}_told")
-        generate.click(fn=self.generate, inputs=controls, outputs=[told_here], **AT_ONCE)
+        generate.click(fn=self.generate, inputs=controls, outputs=[told_here], **CLICKED)
         infotext = gr.Textbox(label="Infotext, as JSON", elem_id=f"{name}_infotext")
         paste = gr.Button("Paste", elem_id=f"{name}_paste")
         fields = [control for control, _ in script.infotext_fields]
-        paste.click(fn=self.paste, inputs=[infotext], outputs=[*fields, told_here], **AT_ONCE)
+        paste.click(fn=self.paste, inputs=[infotext], outputs=[*fields, told_here], **CLICKED)
 
     def generate(self, *values):
         """The hooks until the infotext is written."""
