@@ -70,7 +70,9 @@ class Given(NamedTuple):
 
 
 class _Now(threading.local):
-    answer: Callable[[Given], torch.Tensor] | None = None
+    def __init__(self) -> None:
+        # in each thread's own dictionary, where a graph that was made by a thread's first call looks for it again
+        self.answer: Callable[[Given], torch.Tensor] | None = None
 
 
 _now = _Now()

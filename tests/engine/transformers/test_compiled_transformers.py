@@ -283,11 +283,25 @@ def test_each_thread_has_its_own_call(way: Way):
         expected = [call(model, one) for one in (arguments, small)]
     compiled = way("Flux", model)
     with tome_core.patch(compiled, **STRONG):
+        # While one thread compiles, torch.compiler.is_compiling() is true in all, and their calls merge otherwise.
         for one in (arguments, small):
-            call(compiled, one)
+            at_once(lambda one=one: [call(compiled, one) for _ in range(8)])
         found = at_once(*(lambda one=one: [call(compiled, one) for _ in range(8)] for one in (arguments, small)))
     for pictures, wanted in zip(found, expected, strict=True):
         assert all(torch.equal(one, wanted) for one in pictures)
+
+
+@a_quick_way
+def test_the_first_call_may_be_a_threads(way: Way):
+    """As in a server, each of whose requests has a thread: the graph is good for the next call and the next thread."""
+    model, arguments = tiny_transformers.make("Flux")
+    with tome_core.patch(model, **STRONG):
+        expected = call(model, arguments)
+    compiled = way("Flux", model)
+    with tome_core.patch(compiled, **STRONG):
+        for _ in range(2):
+            (found,) = at_once(lambda: [call(compiled, arguments) for _ in range(3)])
+            assert all(torch.equal(one, expected) for one in found)
 
 
 def test_what_is_packed_is_unpacked():
