@@ -63,10 +63,10 @@ def _answer(one: ComingPass, config: MergeConfig, measure: bool) -> str:
     try:
         patch = Patch(unet, config, None)
         gain = patch.gain_for(one.height, one.width)
-        stayed = measure and gain is None and host.reason_of_unet(unet)  # from the last job; it is off in the next
-        if stayed:
-            return f"{size}: not measured, {stayed}"
         if gain is None and measure:
+            stayed = host.reason_of_unet(unet)  # from the last job; it is off in the next
+            if stayed:
+                return f"{size}: not measured, {stayed}"
             gain = host.on_the_card(lambda: patch.measure(one.height, one.width))
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:  # of a model that we do not know, or a job
         return f"{size}: {str(error).splitlines()[0]}"
