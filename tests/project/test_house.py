@@ -33,6 +33,7 @@ MAY_IMPORT = {
     "bench": {"attention", "merging", "patching", "settings"},
     "__init__": {"graphs", "merging", "model", "patching", "reporting", "sequence", "settings"},
 }
+BELOW_ALL = "compiling"  # what all of them may import, and what imports none
 # what a module may import beside torch and the standard library: its one importer does without it where it is missing
 OPTIONAL = {f"merging/triton_kernels{which}": {"triton"} for which in ("", "_correction", "_groups")} | {
     "diffusers_hooks/__init__": {"diffusers"}, "diffusers_hooks/model_hook": {"diffusers"}}
@@ -90,7 +91,13 @@ def test_what_may_be_imported_stands_above_and_so_in_no_circle():
 def test_arrows_between_the_rooms_point_one_way(path):
     room = _room(path)
     others = {_room(imported) for imported in _imported_modules(path)} - {room}
-    assert others <= MAY_IMPORT[room], f"{_name(path)} imports {sorted(others - MAY_IMPORT[room])}"
+    assert others <= MAY_IMPORT.get(room, set()) | {BELOW_ALL}, f"{_name(path)} imports {sorted(others)}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=_name)
+def test_what_torch_says_of_compiling_is_believed_for_the_thread_that_compiles(path):
+    text, asked = path.read_text(encoding="utf-8"), "torch.compiler.is_compiling()"
+    assert text.count(asked) == text.count(f"{asked} and compiles_here()")
 
 
 def test_modules_go_round_in_no_circle():

@@ -22,9 +22,8 @@ from typing import Any
 import torch
 
 from ..merging import kernels
-from ..merging.grid import Grid, cells, split_cells
+from ..merging.grid import Grid
 from ..merging.methods import METHODS, MatchOptions
-from ..merging.methods.bipartite import best_destination
 from ..merging.plan import MergePlan
 from ..patching import patch
 from ..settings.config import MergeConfig
@@ -111,7 +110,7 @@ def measure_steps(tomesd: ModuleType | None, side: int, repeats: int, device: st
     x = torch.randn(2, tokens, CHANNELS, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     plan = METHODS["bipartite"].match(x, Grid(side, side), _OPTIONS)
     merged = plan.merge(x)
-    whole = {"ours": lambda: _once("ours", x, side), "shared": lambda: _whole(plan, x)}
+    whole = {"ours": lambda: _once("ours", x, side), "shared": lambda: plan.unmerge(plan.merge(x))}
     if kernels.ready(x):
         whole["ours without Triton"] = kernels.without()(whole["ours"])
     # with nothing derived from it yet, as a block that matches anew has it
@@ -127,10 +126,6 @@ def measure_steps(tomesd: ModuleType | None, side: int, repeats: int, device: st
     if side == 64:
         parts = {"merge": merge, "unmerge": unmerge, **parts}
     return {name: _in_ms(medians(variants, repeats, device)) for name, variants in parts.items()}
-
-
-def _whole(plan: MergePlan, x: torch.Tensor) -> torch.Tensor:
-    return plan.unmerge(plan.merge(x))
 
 
 def _tomesd_match(x: torch.Tensor, side: int) -> tuple[Callable, Callable]:
@@ -155,21 +150,6 @@ def measure_block(tomesd: ModuleType | None, side: int, repeats: int, device: st
     return _in_ms(seconds)
 
 
-def measure_agreement(side: int) -> dict[str, float]:
-    """How far ours and tomesd's differ: the tokens after merge and unmerge, and the similarities chosen."""
-    x = torch.randn(2, side * side, CHANNELS, generator=torch.Generator().manual_seed(0))
-    plan = METHODS["bipartite"].match(x, Grid(side, side), _OPTIONS)
-    destinations, sources = split_cells(cells(Grid(side, side), 2, 2, x.device), None)
-    ours = best_destination(x, sources, destinations).score.sort(dim=1).values
-    unit = x / x.norm(dim=-1, keepdim=True)
-    theirs = (unit[:, sources[0]] @ unit[:, destinations[0]].transpose(1, 2)).amax(-1).sort(dim=1).values
-    their_merge, their_unmerge = _tomesd_match(x, side)
-    return {
-        "unmerge(merge(x))": (_whole(plan, x) - their_unmerge(their_merge(x))).abs().max().item(),
-        "chosen similarity": (ours - theirs).abs().max().item(),
-    }
-
-
 def measure_memory(which: str, side: int, device: str) -> float | None:
     """Peak MiB beyond its inputs of one match, merge and unmerge; on a CPU in a process of its own."""
     if device != "cpu":
@@ -182,7 +162,8 @@ def measure_memory(which: str, side: int, device: str) -> float | None:
 
 def _once(which: str, x: torch.Tensor, side: int) -> None:
     if which == "ours":
-        _whole(METHODS["bipartite"].match(x, Grid(side, side), _OPTIONS), x)
+        plan = METHODS["bipartite"].match(x, Grid(side, side), _OPTIONS)
+        plan.unmerge(plan.merge(x))
     else:
         merge, unmerge = _tomesd_match(x, side)
         unmerge(merge(x))
@@ -235,8 +216,6 @@ def run(device: str, dtype: str, repeats: int) -> dict[str, Any]:
         _progress("peak memory at 16,384 tokens")
         modes = _MEMORY_MODES if tomesd is not None else _MEMORY_MODES[:1]
         result["peak_mib_16384"] = {mode: measure_memory(mode, 128, device) for mode in modes}
-        if tomesd is not None:
-            result["difference_from_tomesd"] = measure_agreement(64)
     return result
 
 
@@ -252,8 +231,6 @@ def table(result: dict[str, Any]) -> str:
             lines.append(_row(f"{name}, {tokens} tokens", times, "ms", reference="tomesd"))
     lines.append(_row("SD1.5 block, 4,096 tokens", result["block_ms_4096"], "ms", reference="vanilla"))
     lines.append(_row("peak memory, 16,384 tokens", result["peak_mib_16384"], "MiB", reference="tomesd"))
-    for name, value in result.get("difference_from_tomesd", {}).items():
-        lines.append(f"{'difference from tomesd: ' + name:<42} {value:.1e}")
     if "tomesd" not in result["block_ms_4096"]:
         lines.append("tomesd is not installed, so there is nothing to compare with: pip install tomesd==0.1.3")
     if result["block_ms_4096"]["ours"] >= result["block_ms_4096"]["vanilla"]:

@@ -40,7 +40,6 @@ KEPT, RENEWED, ANEW = "match kept", "match renewed", "match made anew"
 WITHOUT = ", without the correction"
 CLOSED, OFF = "left alone by the gate", "switched off"
 
-
 # what `Patch.set_time` is told before each call: steps that are closer together than a match is kept, such as are not,
 # and each of a picture of its own
 _one_moment = partial(cycle, [{"timestep": 500.0, "sampling": "picture"}, {"timestep": 499.0, "sampling": "picture"}])

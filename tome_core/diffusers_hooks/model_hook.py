@@ -9,6 +9,7 @@ import torch
 from diffusers.hooks import ModelHook
 from torch import nn
 
+from ..compiling import compiles_here
 from ..model.wrap import drop_remains, under_accelerate
 from ..patching.handle import Patch
 from ..running.pictures import Scope
@@ -57,7 +58,7 @@ class TokenMergingHook(ModelHook):
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """One step of the picture, or the first of the next."""
-        if torch.compiler.is_compiling() or not self.handle.run.keeps:
+        if (torch.compiler.is_compiling() and compiles_here()) or not self.handle.run.keeps:
             return self.fn_ref.original_forward(*args, **kwargs)
         of_call = _of_transformer if isinstance(self.handle, TransformerPatch) else _of_unet
         latent, timestep = of_call(module, args, kwargs)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
+from ..compiling import compiles_here
 from . import kernels
 
 MergeMode = Literal["mean", "pick"]
@@ -22,7 +23,7 @@ EMPTY_LOGIT = -1000.0  # of a group without tokens: its weight is 0 after the so
 def without_autocast(x: torch.Tensor) -> AbstractContextManager[Any]:
     """What is compared or summed keeps the precision it has; there is no autocast on the meta device."""
     kind = x.device.type
-    if x.is_meta or not (torch.compiler.is_compiling() or torch.is_autocast_enabled(kind)):
+    if x.is_meta or not ((torch.compiler.is_compiling() and compiles_here()) or torch.is_autocast_enabled(kind)):
         return nullcontext()
     return torch.autocast(kind, enabled=False)
 

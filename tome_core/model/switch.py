@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..compiling import compiles_here
+
 
 class Inside(threading.local):
     """Whether this thread is inside a call of any UNet. depth: of merged ones; plain: of those that merge nothing."""
@@ -51,7 +53,7 @@ class Switch:
     def current(self) -> Any:
         """The run in force in this thread, or None. A compiler sees no threads."""
         if self.named:
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_compiling() and compiles_here():
                 return self.named[-1][1]
             thread = threading.get_ident()
             for named, run in reversed(self.named):

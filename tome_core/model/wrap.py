@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 
+from ..compiling import compiles_here
 from .switch import patch_lock
 
 # What is put on: a bound method of the wrap, because with a callable object the compiler makes a graph of its own for
 # each block where compile_repeated_blocks needs one for all, and gives up after eight. The compilers of torch 2.4 to
 # 2.6 refuse bound methods in this place; those of 2.8, 2.10 and 2.13 were seen to take them.
 _BOUND = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
-
-
 _REPLICATE = "_replicate_for_data_parallel"
 _SLOTS = ("forward", "_forward", "_old_forward")
 
@@ -54,7 +53,7 @@ class Wrap:
         """
         if self.beneath is not None:
             return self.beneath(*args, **kwargs)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and compiles_here():
             return self._of_class(self.target, *args, **kwargs)
         target = self.target
         if target is None:  # somebody has kept a wrap that was removed since

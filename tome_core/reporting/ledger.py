@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import index
@@ -12,18 +12,11 @@ from typing import Any
 
 import torch
 
+from ..compiling import compiles_here, when_traced
+
 logger = logging.getLogger(__name__)
 
 TIME_IS_UNKNOWN = "the time is not known"
-
-
-def when_traced(method: Callable) -> Callable:
-    """Make a compiler call the method once, while it traces, instead of looking inside.
-
-    As `torch.compiler.assume_constant_result`, without its import of the compiler. Arguments have to be constants.
-    """
-    method._dynamo_marked_constant = True
-    return method
 
 
 @dataclass
@@ -105,7 +98,7 @@ class Ledger:
         route: the way of a self-attention's proportional attention, or that it had none; "" where it was to have none.
         """
         batch, queries, keys = before
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and compiles_here():
             self.trace_merge(index(level), part, index(queries), index(after[0]), index(after[1]), route)
             return
         tally = self.levels[level].phases[call.phase if call else ""]
@@ -121,14 +114,14 @@ class Ledger:
 
         work: batch times queries times keys.
         """
-        if not torch.compiler.is_compiling():
+        if not (torch.compiler.is_compiling() and compiles_here()):
             tally = self.levels[level].phases[call.phase if call else ""]
             tally.work_full += work
             tally.work_left += work
 
     def skip(self, call: Any, level: int, part: str, reason: str, work: int = 0, calls: int = 1) -> None:
         """Calls were left unmerged. work: batch times queries times keys of a self-attention, for each of them."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and compiles_here():
             self.trace_skip(index(level), part, reason)
             return
         tally = self.levels[level].phases[call.phase if call else ""]

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..attention.core import Whole, correction_of
 from ..attention.correction import Pair
+from ..compiling import compiles_here
 from ..merging.grid import Draw
 from ..merging.methods import METHODS, MatchOptions
 from ..merging.methods.bipartite import refine_plan
@@ -48,7 +49,7 @@ class Matcher:
     def find(self, asked: Asked) -> Plans:
         """A new match, or what is kept of the steps before."""
         kept, rule = asked.outer.call.kept, asked.rule
-        if kept is None or not rule.keep or torch.compiler.is_compiling():  # what may be kept there, a graph asks for
+        if kept is None or not rule.keep or (torch.compiler.is_compiling() and compiles_here()):
             made = _make_pair(asked)
             return _correct(asked, self.groups(asked, made, None), made)
         device, renewing = asked.x.device, renews(asked.rule, asked.together)

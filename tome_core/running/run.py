@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..compiling import compiles_here
 from ..merging.grid import Grid
 from ..merging.plan import MergePlan
 from ..reporting.gains import PIXELS
@@ -177,7 +178,7 @@ class Run:
     def decide(self, key: tuple, call: Call, level: int, tokens: int, channels: int, device: str) -> Decision:
         """What merges in a transformer of this level and size; kept under ``key``, but not in a compiled graph."""
         found = decide(call.rules[level], call.why_off[level], tokens, channels, device)
-        if not torch.compiler.is_compiling():
+        if not (torch.compiler.is_compiling() and compiles_here()):
             if len(self.decisions) >= _MOST_DECISIONS:
                 self.decisions.clear()
             self.decisions[key] = found

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..attention.core import Attended
+from ..compiling import compiles_here
 from ..merging.grid import Draw, Grid
 from ..merging.plan import MergePlan
 from ..reporting.ledger import LevelTally
@@ -112,7 +113,7 @@ class SequenceMerging(Handle):
         """How it merges; why not."""
         q, layout = asked.tensors.q, asked.layout
         tokens = tokens_in(layout)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and compiles_here():
             return "the model is compiled"
         if layout.first + tokens > q.shape[1] or asked.tensors.k.shape[1] != q.shape[1]:
             return NO_GRID

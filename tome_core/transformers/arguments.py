@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..reporting.ledger import when_traced
+from ..compiling import when_traced
 
 _OTHER = "?"  # in a form: what no graph can be given
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional
 from torch import nn
 
-from ..reporting.ledger import when_traced
+from ..compiling import when_traced
 from ..sequence import BY_HEAD, BY_TOKEN, Host
 
 _DISPATCH, _TORCH = "dispatch_attention_fn", "F"

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..compiling import compiles_here, when_traced
 from ..merging.grid import Grid
-from ..reporting.ledger import when_traced
 from ..reporting.reasons import MASKED, REPLACED
 from ..running.call import Call
 from ..running.operators import NumberedSite
@@ -76,7 +76,7 @@ class ModelSite(NumberedSite):
         merging = self.settings.merging
         if not self.active or merging is None:
             return self.original(*args, **kwargs)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and compiles_here():
             return self._trace(merging, args, kwargs)
         given = arguments_of(self.target, args, kwargs)
         before, self.calls.now = self.calls.now, self._going(merging, given)
@@ -131,7 +131,7 @@ class AttentionSite(NumberedSite):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the attention gives."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and compiles_here():
             return self._trace(args, kwargs)
         going = self.calls.now
         if not self.active or going is None:

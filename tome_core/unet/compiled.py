@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import torch
 
 from ..attention.correction import Correction
+from ..compiling import when_traced
 from ..merging.grid import Grid
 from ..merging.methods import METHODS
 from ..merging.plan import MergePlan, of_pieces
-from ..reporting.ledger import when_traced
 from ..running.call import GridCall
 from ..running.matching import Asked, Matcher
 from ..running.search import Plans

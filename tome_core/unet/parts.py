@@ -14,11 +14,11 @@ from torch import nn
 
 from ..attention import KnownAttention, LeftAlone, known_of, name_of
 from ..attention.core import UNSIZED, Whole, attend_merged
+from ..compiling import compiles_here, when_traced
 from ..merging.plan import MergePlan
 from ..model.families import UNetFamily
 from ..model.idle import is_own
 from ..model.wrap import Wrap
-from ..reporting.ledger import when_traced
 from ..reporting.reasons import MASKED, NO_GRID, TOO_SMALL
 from ..running.call import skip
 from ..running.decision import Merging
@@ -61,7 +61,7 @@ class PartSite(Wrap):
         if block is None or not self.active:
             return self.original(*args, **kwargs)
         call = block.outer.call
-        if not torch.compiler.is_compiling() and call.thread != threading.get_ident():  # see `Switch`
+        if not (torch.compiler.is_compiling() and compiles_here()) and call.thread != threading.get_ident():
             return self.original(*args, **kwargs)
         block.ran.add(self.part)
         merging = getattr(block.outer.decision, self.part)
@@ -106,7 +106,8 @@ class PartSite(Wrap):
         call = block.outer.call
         run = call.run
         run.ledger.merge(call, self.level, self.part, (x.shape[0], x.shape[1], keys), left, route)
-        if run.maps is not None and block.plans and not torch.compiler.is_compiling() and not is_captured(x):
+        shown = run.maps is not None and block.plans
+        if shown and not (torch.compiler.is_compiling() and compiles_here()) and not is_captured(x):
             run.maps[self.level] = block.outer.grid, next(iter(block.plans.values())).plan
         return out
 
@@ -162,7 +163,7 @@ class SelfAttentionSite(PartSite):
 
     def _describe(self) -> KnownAttention | LeftAlone | None:
         """What is known of the attention beneath, at this moment."""
-        if not torch.compiler.is_compiling():
+        if not (torch.compiler.is_compiling() and compiles_here()):
             self._known = known_of(self.target) if self.beneath is None or is_own(self.target, self.beneath) else None
             return self._known
         # looked at so that another kind of processor makes another graph
@@ -258,7 +259,7 @@ class SelfAttentionSite(PartSite):
         try:
             out = self.original(merged, **kwargs)
         except Exception as error:
-            if torch.compiler.is_compiling() or isinstance(error, _NO_MEMORY):
+            if (torch.compiler.is_compiling() and compiles_here()) or isinstance(error, _NO_MEMORY):
                 raise
             if not torch.is_grad_enabled():  # a recomputation has to do what its forward did, so it tries again
                 self._refused = asked

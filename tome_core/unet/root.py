@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..compiling import compiles_here
 from ..model.switch import CAPTURE, Switch, inside
 from ..running.call import Call
 from ..running.operators import NumberedSite
@@ -46,7 +47,7 @@ class UNetSite(NumberedSite):
             return self.original(*args, **kwargs)
         switch = self.switch
         run = switch.current()
-        if torch.compiler.is_compiling():  # no graph can hold a lock
+        if torch.compiler.is_compiling() and compiles_here():  # no graph can hold a lock
             return self.original(*args, **kwargs) if run is None else self._call(run, None, args, kwargs)
         if run is None:  # another thread's call sees nothing of a merged one that goes on, one from inside must not
             call = switch.call
@@ -94,7 +95,7 @@ class UNetSite(NumberedSite):
 
     def _make_call(self, call: Call | None, args: tuple, kwargs: dict[str, Any]) -> Any:
         """By whoever replays calls, if anybody does."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and compiles_here():
             return self.original(*args, **kwargs)
         inside.plain += call is None
         try:

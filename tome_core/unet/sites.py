@@ -17,6 +17,7 @@ from torch import nn
 
 from ..attention import known_of
 from ..attention.core import Whole
+from ..compiling import compiles_here
 from ..merging.grid import Grid
 from ..model.switch import Switch, inside
 from ..model.wrap import Wrap
@@ -64,7 +65,7 @@ class BlockCall:
 
     def _find(self, asked: Asked) -> Plans:
         site, call = self.site, asked.outer.call
-        if not torch.compiler.is_compiling():
+        if not (torch.compiler.is_compiling() and compiles_here()):
             return _find_own_or_shared(site.matcher.find, asked, call.kept is not None)
         if not may_ask(asked):
             return site.matcher.find(asked)
@@ -108,7 +109,7 @@ class CallMemory:
 
     def keep(self, x: torch.Tensor, call: Any) -> None:
         """Remember the call of ``x``, unless no backward pass can follow."""
-        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or is_transformed(x):
+        if torch.is_inference_mode_enabled() or is_transformed(x):
             return
         self.calls[x.data_ptr()] = call
         self.calls.move_to_end(x.data_ptr())
@@ -172,10 +173,10 @@ class TransformerSite(RememberingSite):
             call = in_this_thread(self.recall(x))
         if call is None or not self.active or not torch.is_tensor(x) or x.dim() != 4:
             return self.original(*args, **kwargs)
-        compiling = torch.compiler.is_compiling()
+        compiling = torch.compiler.is_compiling() and compiles_here()
         if not compiling and call.thread != threading.get_ident():
             return self.original(*args, **kwargs)
-        if self.target.training or torch.is_grad_enabled() or x.requires_grad:
+        if not compiling and (self.target.training or torch.is_grad_enabled() or x.requires_grad):
             self.memory.keep(x, call)
         before, grid = switch.grid, self._open(call, x, compiling)
         if grid is before:  # nothing merges in here, as around it
@@ -224,7 +225,7 @@ class BlockSite(NumberedSite, RememberingSite):
         switch = self.switch
         outer = switch.grid
         if not self.active or (outer is None and (switch.call is not None or not self.memory.calls)):
-            if self.active and not torch.compiler.is_compiling():
+            if self.active and not (torch.compiler.is_compiling() and compiles_here()):
                 if switch.call is not None and self.memory.calls:
                     self.memory.forget(input_of(args, kwargs))
                 elif switch.call is None and switch.run is not None:
@@ -236,10 +237,10 @@ class BlockSite(NumberedSite, RememberingSite):
         if outer is None:  # a checkpoint runs it again
             outer = self.recall(x)
             outer = outer and outer._replace(call=in_this_thread(outer.call))
-        compiling = torch.compiler.is_compiling()
+        compiling = torch.compiler.is_compiling() and compiles_here()
         if outer is None or not (compiling or outer.call.thread == threading.get_ident()):
             return self.original(*args, **kwargs)
-        if self.target.training or torch.is_grad_enabled() or x.requires_grad:
+        if not compiling and (self.target.training or torch.is_grad_enabled() or x.requires_grad):
             self.memory.keep(x, outer)
         before, switch.block = switch.block, self._open(x, outer)
         block = switch.block
@@ -255,14 +256,12 @@ class BlockSite(NumberedSite, RememberingSite):
 
     def _open(self, x: torch.Tensor, outer: GridCall) -> BlockCall | None:
         batch, tokens, _ = x.shape
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and compiles_here():
             batch, tokens = index(batch), index(tokens)
         call, work = outer.call, batch * tokens * tokens
-        if batch != outer.batch or tokens != outer.grid.height * outer.grid.width:
-            call.run.ledger.skip(call, self.level, "block", NO_GRID, work)
-            return None
-        if outer.decision.why_not:
-            call.run.ledger.skip(call, self.level, "block", outer.decision.why_not, work)
+        fits = batch == outer.batch and tokens == outer.grid.height * outer.grid.width
+        if why := outer.decision.why_not if fits else NO_GRID:
+            call.run.ledger.skip(call, self.level, "block", why, work)
             return None
         if outer.decision.attn is None:
             call.run.ledger.count_unmerged(call, self.level, work)

@@ -1,4 +1,4 @@
-"""The benchmark runs, agrees with tomesd, and its memory figures keep to what is claimed; speeds are only printed."""
+"""The benchmark runs, and its memory figures keep to what is claimed; speeds are only printed."""
 
 from __future__ import annotations
 
@@ -25,18 +25,10 @@ def test_it_prints_and_writes_what_it_measured(tmp_path):
     data = json.loads(file.read_text())
     assert data["environment"]["torch"] in text
     rows = ("merge, 4,096", "unmerge, 4,096", "match + merge + unmerge, 16,384", "SD1.5 block", "peak memory")
-    for name in (*rows, "shared", "k+v .75 sized", "k+v .9375 sized", *data["difference_from_tomesd"]):
+    for name in (*rows, "shared", "k+v .75 sized", "k+v .9375 sized"):
         assert name in text
     assert all(value > 0 for times in data["ms_4096"].values() for value in times.values())
     assert all(f"{mode} {peak:.2f} MiB" in text for mode, peak in data["peak_mib_16384"].items())
-
-
-def test_merging_and_matching_agree_with_tomesd():
-    pytest.importorskip("tomesd")
-    with torch.inference_mode():
-        difference = bench.measure_agreement(32)
-    assert difference["unmerge(merge(x))"] <= 1e-6
-    assert difference["chosen similarity"] <= 1e-5
 
 
 @pytest.mark.slow

@@ -36,6 +36,18 @@ def threads_change_often():
     sys.setswitchinterval(before)
 
 
+@pytest.mark.parametrize("config", CONFIGS)
+def test_what_another_thread_compiles_changes_no_picture_and_no_count(config, monkeypatch):
+    found = []
+    for compiles in (False, True):  # of which torch tells every thread
+        monkeypatch.setattr(torch.compiler, "_is_compiling_flag", compiles)
+        with tome_core.patch(pipe := Pipeline(), config) as handle:
+            found.append((picture(pipe), handle.report().as_data()))
+        assert torch.compiler.is_compiling() == compiles
+    (alone, counted), (beside, told) = found
+    assert torch.equal(alone, beside) and counted == told and counted["work_saved"]
+
+
 def rounds(pipe: Any, config: MergeConfig) -> list[torch.Tensor]:
     """Merged and plain pictures in turn."""
     pictures = []
