@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..tome_core import MergeConfig, Patch, Report, UnsupportedModelError, patch
-from ..tome_core.model.families import find_unet
 from . import host, sdnext
 from .pace import Pace
 from .wish import Wish
@@ -100,6 +99,7 @@ class Armed:
         self.job: Job | None = None
         self.hires = False
         self.handle: Patch | None = None
+        self._tried: Any = None  # weakly, the UNet that the armed pass runs on, patched or left alone
         self._sampling: object | None = None  # what tells the pass that is armed from all others
         self._pace: Pace | None = None
         self._pass: Any = None  # in SD.Next, where no denoiser tells of its calls
@@ -145,13 +145,14 @@ class Armed:
 
     def _follow(self, unet: Any) -> None:
         """The refiner, or a hires checkpoint, may have brought another model since the pass began."""
-        if self.handle is None or self.handle.unet is not find_unet(unet):
+        if self._tried() is not unet:
             self._take_off()
             self._put_on(unet)
-        else:
+        elif self.handle is not None:
             self.handle.install()  # cheap where it is on; brings back what somebody else put something in place of
 
     def _put_on(self, unet: Any) -> None:
+        self._tried = weakref.ref(unet)
         reason, p = host.reason_of_unet(unet), self.job.p()
         if reason:
             self.job.records[self.hires].refusals.append(reason)

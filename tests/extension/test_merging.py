@@ -151,12 +151,15 @@ def test_the_refiner_is_merged_too(webui):
     webui.shared.sd_model = first
 
 
-def test_a_refiner_that_cannot_merge_is_named(webui):
+def test_a_refiner_that_cannot_merge_is_tried_once_and_named(webui, monkeypatch):
+    merging, tried = webui.part("merging"), []
+    monkeypatch.setattr(merging, "patch", lambda *args, own=merging.patch, **kw: tried.append(args) or own(*args, **kw))
     first, second = webui.shared.sd_model, torch.nn.Module()
     second.model = torch.nn.Module()
     second.model.diffusion_model = Blank()
     done = webui.job(*ON, refiner=second)
     assert "has no BasicTransformerBlock" in done.comments and SAVED in done.comments
+    assert len(tried) == 2
     webui.shared.sd_model = first
 
 
