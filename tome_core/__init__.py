@@ -6,10 +6,8 @@
 True
 """
 
-from . import sequence
-from .graphs import Capture, capture
 from .merging.plan import MergePlan
-from .model.families import UnsupportedModelError
+from .models.unet_blocks import UnsupportedModelError
 from .patching import apply_patch, patch, remove_patch, report
 from .patching.handle import Patch
 from .reporting import gains
@@ -26,7 +24,6 @@ __version__ = "0.2.0"
 
 __all__ = [
     "PRESETS",
-    "Capture",
     "Gain",
     "MergeConfig",
     "MergePlan",
@@ -36,7 +33,6 @@ __all__ = [
     "Report",
     "UnsupportedModelError",
     "apply_patch",
-    "capture",
     "describe_settings",
     "form",
     "gains",
@@ -45,6 +41,5 @@ __all__ = [
     "ramp",
     "remove_patch",
     "report",
-    "sequence",
     "strength",
 ]

@@ -27,7 +27,6 @@ from torch import Tensor
 from ..merging import kernels
 from ..merging.grid import Grid, reuse
 from ..merging.plan import MergePlan, take_rows, without_autocast
-from .sizes import bias_of
 
 _TINY = 1e-12
 _SAME = 1e-3  # of its size: what differs by less between samples tells nothing, in half precision by less than rounding
@@ -95,7 +94,7 @@ def fit_correction(
         if rows is not None:
             q = take_rows(q, rows)
         asked_for = _by_head(q, heads)
-        merged = _exact(_attend(asked_for, *pair, heads, scale, bias_of(plan, q)[:, None]))
+        merged = _exact(_attend(asked_for, *pair, heads, scale, plan.logits_in(q.dtype)[:, None, None]))
         left = _exact(_attend(asked_for, keys, values, heads, scale)) - merged
         first = _first_order(keys, values, exact, plan, heads, scale) if sums is None else _add_up(sums, heads)
         asked_for = asked_for.to(first.dtype)
@@ -142,7 +141,8 @@ def _first_order(keys: Tensor, values: Tensor, means: Tensor, plan: MergePlan, h
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, heads: int, scale: float, bias: Tensor | None = None) -> Tensor:
     """By torch's function: nothing that a host has put into its own is to hear of these queries ``[B, H, n, d]``."""
-    return F.scaled_dot_product_attention(q, _by_head(keys, heads), _by_head(values, heads), bias, scale=scale)
+    attend = torch._C._nn.scaled_dot_product_attention
+    return attend(q, _by_head(keys, heads), _by_head(values, heads), bias, scale=scale)
 
 
 def _ridge(q: Tensor, merged: Tensor, left: Tensor, same: float = _SAME) -> tuple[Tensor, Tensor]:

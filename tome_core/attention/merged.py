@@ -1,8 +1,12 @@
-"""Attention over a sequence whose picture's keys and values are merged: from q, k and v alone, by anybody's function.
+"""Attention with merged keys and values: what an adapter says of one call, and what is computed in its place.
 
-Heads are never widened: transformers' are 64 or 128 wide, beyond which flash kernels run a wider class. A function that
-takes no bias is not asked, and torch's own answers: with a sixteenth of the keys that costs less than its own with all.
-What is made on the way is made for some heads, or some tokens, at a time, so that a film's tokens fit where they did.
+Proportional attention lets a merged key weigh as much as the tokens it stands for: attention over keys of which the
+j-th is repeated ``n_j`` times is attention over the keys alone with ``log n_j`` added to their logits (ToMe, arXiv
+2210.09461, section 3). If a function adds no bias, torch's own function answers in its place: with a sixteenth of the
+keys that costs less than the other with all of them.
+
+Intermediate tensors are made for some heads, or some tokens, at a time, so that merging needs no more memory than the
+unmerged call.
 """
 
 from __future__ import annotations
@@ -11,41 +15,86 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
-from ..attention.core import BIAS, UNSIZED, Attended, add_correction
-from ..attention.correction import Correction, Fitted, Pair, fit_correction, pick_asked
-from ..attention.sizes import bias_of
+from ..merging import kernels
 from ..merging.grid import reuse
-from ..merging.plan import MergePlan
-from .layout import Layout, Tensors, by_token, in_form, tokens_in
+from ..merging.layout import Layout, tokens_in
+from ..merging.plan import MergeMode, MergePlan
+from .correction import Correction, Fitted, Pair, fit_correction, pick_asked
 
-OWN_BIAS = "bias, by torch's own function"
+BIAS, OWN_BIAS, UNSIZED = "bias", "bias, by torch's own function", "without sizes"
 _HELD = 16 << 20  # bytes of what is made for some heads or tokens at a time, a few times over
 
 
-class Host(NamedTuple):
-    """A host's attention. function: ``(q, k, v, bias) -> out`` in the host's form, bias ``[B, 1, 1, G]`` or None.
+class Attention(NamedTuple):
+    """One self-attention call, as its host would compute it.
 
-    form: of q, k and v; out_form: of what it returns. takes_bias: does it add a bias to the scaled logits? scale: by
-    which it scales.
+    q, k, v: views ``[B, S, H, d]`` of all tokens, after norms and positions. k and v may have fewer heads, of which each
+    serves several of the queries' in a row. function: ``(q, k, v, bias) -> out``, the host's own, all ``[B, S, H, d]``,
+    bias ``[B, 1, 1, G]`` or None. scale: what the logits are multiplied by. takes_bias: does the function add a bias?
     """
 
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
     function: Callable[..., torch.Tensor]
-    form: str
-    out_form: str
     scale: float
     takes_bias: bool = True
 
 
-def correction_of(
-    tensors: Tensors, plan: MergePlan, layout: Layout, scale: float
-) -> tuple[Correction, Pair | None]:
-    """What the plan loses of these keys and values, for queries of all tokens; see `correction.fit_correction`.
+class Merge(NamedTuple):
+    """How the keys and values of an attention merge.
 
-    And keys and values merged, ``[B, G, H*d]``; None where they have fewer heads than the queries.
+    proportional: sizes count. mode: see `MergePlan.merge`. queries: they merge by the same plan.
     """
-    q, k, v = tensors
+
+    plan: MergePlan
+    mode: MergeMode = "mean"
+    proportional: bool = True
+    queries: bool = False
+    correction: Correction | None = None
+
+
+def attend(attention: Attention, how: Merge, made: Pair | None = None) -> tuple[torch.Tensor, str]:
+    """``softmax(scale q k^T + log n) v`` for all queries with merged keys and values; and the way of the sizes.
+
+    Args:
+        attention: the unmerged call.
+        how: the plan, and what else holds.
+        made: keys and values ``[B, G, H*d]`` that the plan has merged already, or None.
+
+    Returns:
+        The output ``[B, S, H, d]``; `BIAS`, `OWN_BIAS`, or `UNSIZED`.
+    """
+    q, k, v, function, scale, takes_bias = attention
+    plan = how.plan
+    if made is None:
+        k, v = merge(k, plan, how.mode), merge(v, plan, how.mode)
+    else:
+        k, v = (one.unflatten(2, (k.shape[2], -1)) for one in made)
+    if how.queries:
+        q = merge(q, plan, how.mode)
+    if not how.proportional:
+        out, way = function(q, k, v, None), UNSIZED
+    else:
+        bias = plan.logits_in(q.dtype)[:, None, None]
+        bias = bias if bias.shape[0] == q.shape[0] else bias.expand(q.shape[0], -1, -1, -1)
+        out, way = (function(q, k, v, bias), BIAS) if takes_bias else (_by_torch(q, k, v, bias, scale), OWN_BIAS)
+    if how.correction is not None:
+        out = _correct(out, q, how.correction)
+    if how.queries:
+        out = plan.unmerge(out.flatten(2)).unflatten(2, out.shape[2:])
+    return out, way
+
+
+def correction_of(attention: Attention, plan: MergePlan, layout: Layout) -> tuple[Correction, Pair | None]:
+    """The correction of a plan for these keys and values, see `correction.fit_correction`.
+
+    Returns:
+        The correction; and keys and values ``[B, G, H*d]`` as the plan merges them, None if they have fewer heads than
+        the queries.
+    """
+    q, k, v = attention[:3]
     (places,) = reuse(pick_asked_in, q, layout, q.shape[1], q.shape[3])
     asking = q[:, places]
     shares = q.shape[2] // k.shape[2]
@@ -55,17 +104,18 @@ def correction_of(
         if shares > 1:
             pair = tuple(one.repeat_interleave(shares, 2) for one in pair)
         own = asking[:, :, first * shares : last * shares]
-        found.append(fit_correction(own.flatten(2), tuple(one.flatten(2) for one in pair), plan, own.shape[2], scale))
-    merged_pair = None if shares > 1 else tuple(_join([one.merged[part] for one in found], 2) for part in (0, 1))
+        flat = tuple(one.flatten(2) for one in pair)
+        found.append(fit_correction(own.flatten(2), flat, plan, own.shape[2], attention.scale))
+    merged = None if shares > 1 else tuple(_join([one.merged[part] for one in found], 2) for part in (0, 1))
     batch = q.shape[0]
     matrix, constant = (
         _join([one.correction[part].unflatten(0, (batch, -1)) for one in found], 1).flatten(0, 1) for part in (0, 1)
     )
-    return Correction(matrix, constant), merged_pair
+    return Correction(matrix, constant), merged
 
 
 def pick_asked_in(layout: Layout, tokens: int, width: int, device: torch.device) -> tuple[torch.Tensor]:
-    """Which of a sequence's tokens are answered exactly: int64 ``[n]``, of the picture and, a quarter as many, others.
+    """The tokens of a sequence that are answered exactly: int64 ``[n]``, the picture's, and a quarter as many others.
 
     Text is asked too because a trained model's queries for it may be of another kind than the picture's.
     """
@@ -77,53 +127,49 @@ def pick_asked_in(layout: Layout, tokens: int, width: int, device: torch.device)
     return (torch.cat([places[0] + layout.first, others]),)
 
 
-def attend(
-    host: Host, tensors: Tensors, plan: MergePlan, proportional: bool = True, correction: Correction | None = None,
-    made: Pair | None = None,
-) -> Attended:  # fmt: skip
-    """``softmax(scale q k^T + log n) v`` for all queries, with merged keys and values, in the host's form.
-
-    proportional: is it proportional attention? correction: the plan's, where it has one. made: keys and values
-    ``[B, G, H*d]`` as the plan merges them, where they are there.
-    """
-    q, k, v = tensors
-    heads = k.shape[2]
-    k, v = (merge(one, plan) for one in (k, v)) if made is None else (one.unflatten(2, (heads, -1)) for one in made)
-    bias = bias_of(plan, q)[:, None] if proportional else None  # [B, 1, 1, G]
-    if bias is None or host.takes_bias:
-        out = host.function(in_form(q, host.form), in_form(k, host.form), in_form(v, host.form), bias)
-        way = UNSIZED if bias is None else BIAS
-    else:
-        out, way = in_form(_by_torch(Tensors(q, k, v), bias, host.scale), host.out_form), OWN_BIAS
-    if correction is not None:
-        told = by_token(out, host.out_form, q.shape[2])
-        out = in_form(_correct(told, q, correction), host.out_form)
-    return Attended(out, way)
-
-
-def merge(x: torch.Tensor, plan: MergePlan) -> torch.Tensor:
+def merge(x: torch.Tensor, plan: MergePlan, mode: MergeMode = "mean") -> torch.Tensor:
     """``[B, S, H, d]`` to ``[B, G, H, d]``."""
-    return _join([plan.merge(x[:, :, a:b].flatten(2)).unflatten(2, (b - a, -1)) for a, b in _some_heads(x)], 2)
+    if x.numel() * 4 <= _HELD:
+        return plan.merge(x.flatten(2), mode).unflatten(2, (x.shape[2], -1))
+    parts = (plan.merge(x[:, :, a:b].flatten(2), mode).unflatten(2, (b - a, -1)) for a, b in _some_heads(x))
+    return _join(list(parts), 2)
 
 
-def _by_torch(tensors: Tensors, bias: torch.Tensor, scale: float) -> torch.Tensor:
-    q, k, v = (one.transpose(1, 2) for one in tensors)
+def add_correction(out: torch.Tensor, q: torch.Tensor, correction: Correction) -> torch.Tensor:
+    """``out + q M1 + out M2 + b`` in each head. out, q: ``[B, N, H, d]``."""
+    matrix, constant = correction
+    alike = out.device.type in kernels.DEVICES and matrix.dtype == out.dtype == q.dtype
+    if alike and kernels.ready_for_halves(out) and not kernels.needs_gradient(out, q, matrix, constant):
+        found = kernels.correct(out.flatten(2), q.flatten(2), matrix, constant)
+        if found is not None:
+            return found.view_as(out)
+    batch, tokens, heads, _ = q.shape
+    merged = out.transpose(1, 2)
+    told = torch.cat([q.transpose(1, 2), merged.to(q.dtype)], -1).flatten(0, 1)
+    matrix, constant = matrix.to(q.dtype), constant.to(q.dtype)  # they may be of another step's autocast
+    more = torch.baddbmm(constant, told, matrix).view(batch, heads, tokens, -1)
+    return (merged + more).transpose(1, 2)
+
+
+def _by_torch(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, scale: float
+) -> torch.Tensor:
+    q, k, v = (one.transpose(1, 2) for one in (q, k, v))
     shares = q.shape[1] // k.shape[1]
     if shares > 1:
         k, v = (one.repeat_interleave(shares, 1) for one in (k, v))
-    return F.scaled_dot_product_attention(q, k, v, bias, scale=scale).transpose(1, 2)
+    return torch._C._nn.scaled_dot_product_attention(q, k, v, bias, scale=scale).transpose(1, 2)
 
 
 def _correct(out: torch.Tensor, q: torch.Tensor, correction: Correction) -> torch.Tensor:
-    """``out [B, S, H, d]`` corrected, in place where nobody needs a gradient."""
-    if torch.is_grad_enabled() and (out.requires_grad or q.requires_grad):
-        return add_correction(out.flatten(2), q.flatten(2), correction).view_as(out)
-    tokens = out.shape[1]
+    """``out [B, S, H, d]`` corrected, in pieces and in place if no gradient is needed and the tensor is large."""
+    small = out.numel() * out.element_size() <= _HELD
+    if small or (torch.is_grad_enabled() and (out.requires_grad or q.requires_grad)):
+        return add_correction(out, q, correction)
     step = max(1, _HELD // (out[:, :1].numel() * out.element_size()))
-    for start in range(0, tokens, step):
-        rows = slice(start, min(start + step, tokens))
-        told = out[:, rows]
-        told.copy_(add_correction(told.flatten(2), q[:, rows].flatten(2), correction).view_as(told))
+    for start in range(0, out.shape[1], step):
+        told = out[:, start : start + step]
+        told.copy_(add_correction(told, q[:, start : start + step], correction))
     return out
 
 

@@ -13,7 +13,7 @@ from ..settings.noise import STABLE_DIFFUSION
 from ..settings.phases import early_rules, plain_rules
 from ..settings.rule import MergeRule
 from ..settings.schedule import UNKNOWN, LevelRules, NoiseSchedule, Time, choose, holds_at, reaches, window_of
-from .gate import close_gate, open_gate
+from .size_gate import close_gate, open_gate
 
 # the timestep from which on a pass is a whole picture: schedules with leading spacing begin late (951 for 20 steps), a
 # model with zero terminal SNR at 880 where its sigmas begin at Stable Diffusion's 14.6, as Karras' and AYS' do

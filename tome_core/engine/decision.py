@@ -1,4 +1,4 @@
-"""What is merged in the blocks of one transformer: decided once for each set of rules, size and device."""
+"""What merges in the blocks of one level: decided once for each set of rules, size and device."""
 
 from __future__ import annotations
 
@@ -8,23 +8,25 @@ from ..merging.methods import METHODS
 from ..merging.plan import MergeMode
 from ..settings.rule import MergeRule
 from ..settings.schedule import LevelRules
-from .gate import pays, pays_in_mlp
+from .size_gate import pays, pays_in_mlp
 
 
 class Merging(NamedTuple):
-    """How one part merges. side: of self-attention; mode: see `MergePlan.merge`; proportional: with proportional
-    attention; corrected: what merged keys lose is given back.
+    """How one part of a block merges by a rule.
+
+    queries: they merge with the keys and values. mode: see `MergePlan.merge`. proportional: by proportional attention.
+    corrected: by a correction.
     """
 
     rule: MergeRule
-    side: str
+    queries: bool
     mode: MergeMode
     proportional: bool
     corrected: bool
 
 
 class Decision(NamedTuple):
-    """How each part of a block merges, None where it does not. why_not: where none does, the reason, else ""."""
+    """How each part of a block merges, None if it does not. why_not: if no part does, the reason, else ""."""
 
     attn: Merging | None
     crossattn: Merging | None
@@ -33,7 +35,13 @@ class Decision(NamedTuple):
 
 
 def decide(rules: LevelRules, why_off: str, tokens: int, channels: int, device: str) -> Decision:
-    """Of the rules in force, those that pay at this size. why_off: where none is in force. device: its type."""
+    """Of the rules in force, those that pay at this size.
+
+    Args:
+        why_off: the reason if no rule is in force.
+        tokens, channels: of the picture in this level.
+        device: its type.
+    """
     attn, crossattn, mlp = rules
     if attn is None and crossattn is None and mlp is None:
         return Decision(None, None, None, why_off)
@@ -48,4 +56,15 @@ def decide(rules: LevelRules, why_off: str, tokens: int, channels: int, device: 
 def _how(rule: MergeRule | None) -> Merging | None:
     if rule is None:
         return None
-    return Merging(rule, rule.effective_side, METHODS[rule.method].mode, rule.is_proportional, rule.corrects)
+    queries = rule.effective_side == "qkv"
+    return Merging(rule, queries, METHODS[rule.method].mode, rule.is_proportional, rule.corrects)
+
+
+def around_of(rule: MergeRule) -> bool:
+    """Does any part of a block merge tomesd's way by this rule: the whole part called with merged tokens?"""
+    return rule.merge_crossattn or rule.merge_mlp or (rule.merge_attn and is_as_tomesd(rule))
+
+
+def is_as_tomesd(rule: MergeRule) -> bool:
+    """Does self-attention merge tomesd's way: queries, keys and values together, without sizes?"""
+    return rule.effective_side == "qkv" and not rule.is_proportional

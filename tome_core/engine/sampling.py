@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..settings.noise import Step
-from .keep import Guidance, KeptPlans, Sampling
+from .plan_cache import Guidance, Sampling
 
 _LONGEST = 4096  # a longer tensor is no schedule
 GuidanceOf = Callable[[torch.Tensor], Guidance | None]  # from the latents of a call
@@ -32,7 +32,6 @@ class Pictures(threading.local):
         self.timesteps, self.sampling = Timesteps(), Sampling()
         self.scopes: list[Scope] = []  # samplings, the latest last
         self.told: Step | None = None  # the step of the UNet's next call, as the scheduler gave it
-        self.kept: KeptPlans | None = None  # what a call of a compiled UNet may use
 
 
 class Timesteps:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.overrides
 
 
 def is_captured(x: Any) -> bool:
@@ -17,6 +18,18 @@ def is_mapped() -> bool:
     functorch = torch._C._functorch
     return functorch.peek_interpreter_stack() is not None and any(
         one.key() == functorch.TransformType.Vmap for one in functorch.get_interpreter_stack())  # fmt: skip
+
+
+def foreign_mode() -> str:
+    """Why an attention must see all tokens: a function mode of another program looks at its functions. "" if none does.
+
+    Guidance that perturbs attention acts in one, and gives up if there are fewer keys than queries.
+    """
+    if not torch._C._len_torch_function_stack():
+        return ""
+    modes = torch.overrides._get_current_function_mode_stack()
+    names = [type(one).__name__ for one in modes if type(one).__module__ != "torch.utils._device"]
+    return f"{' and '.join(names)} looks at its functions" if names else ""
 
 
 def common_value(timestep: Any) -> float | None:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..model.families import Place
-from ..running.fingerprint import widths_of
+from ..models.unet_blocks import Place
+from .fingerprint import widths_of
 
 _TEXT_TOKENS = 77
 _TIMES = 6  # sizes and crops that SDXL is told

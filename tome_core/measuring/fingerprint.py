@@ -15,9 +15,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from ..attention import name_of
-from ..attention.registry import function_name
-from ..model.families import Place
+from ..attention.by_hand import full_name
+from ..models.unet_blocks import Place
 from ..settings.config import MergeConfig
 
 _RESIDUAL = "Res"  # what every host's class of residual blocks begins with
@@ -47,8 +46,8 @@ def attention_of(places: Sequence[Place], function: str = "") -> str:
     attention = getattr(places[0].block, "attn1", None)
     if attention is None:
         return function
-    forward = function_name(type(attention).forward)
-    return " ".join(part for part in (name_of(attention), forward, function) if part)
+    forward, name = full_name(type(attention).forward), type(getattr(attention, "processor", attention)).__name__
+    return " ".join(part for part in (name, forward, function) if part)
 
 
 def versions() -> tuple[str, str]:

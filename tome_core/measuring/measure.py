@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..model.families import brings_compiled, is_compiled
-from ..model.switch import CAPTURE, inside
-from ..model.wrap import is_wrapped_by_others
-from ..running.run import Run
+from ..engine.clock import Clock
+from ..engine.state import State
+from ..models.unet_blocks import brings_compiled, is_compiled
+from ..models.wrap import is_wrapped_by_others
 
 ROUNDS, STEPS = 3, 20
 _FIRST = 999.0  # timestep of a picture's first step
@@ -26,14 +26,15 @@ _FIRST = 999.0  # timestep of a picture's first step
 Timer = Callable[[], float]
 
 
-def why_not_now(unet: nn.Module, run: Run, handed: Any = None) -> str:
-    """Why the UNet's calls cannot be timed, and what to do about it; "" where they can. handed: see `patch`."""
-    if run.is_sampling or inside.depth:
+def why_not_now(unet: nn.Module, state: State, is_called: bool, handed: Any = None) -> str:
+    """Why the UNet's calls cannot be timed, and what to do about it; "" if they can.
+
+    is_called: this thread is inside a call of the UNet. handed: see `patch`.
+    """
+    if state.time.is_sampling or is_called:
         return "a sampling goes on; measure before it or after it"
     if is_compiled(unet) or brings_compiled(handed):
         return "the UNet is compiled, and compiled calls are not measured; measure before compiling it"
-    if CAPTURE in vars(unet):
-        return "the UNet is captured, and calls that are replayed are not measured; remove that first"
     # by chance: a host that never trains may leave its UNet in training, in which nothing is dropped
     if any(isinstance(one, nn.Dropout) and one.training and one.p > 0 for one in unet.modules()):
         return "the UNet is in training, whose calls draw random numbers; call its eval() first"
@@ -59,7 +60,7 @@ class TimedStep(NamedTuple):
     kind: Hashable
 
 
-def steps_of(run: Run, steps: int) -> list[TimedStep]:
+def steps_of(clock: Clock, steps: int) -> list[TimedStep]:
     """The steps of a picture, evenly spaced: by which rules they merge, and whether they match anew for it.
 
     Where rules keep their matches for different times, a step at which any of them matches counts as one that does.
@@ -67,7 +68,7 @@ def steps_of(run: Run, steps: int) -> list[TimedStep]:
     found, before, matched = [], None, 0.0
     for number in range(steps):
         timestep = _FIRST * (1 - number / steps)
-        now = run.clock.at(run.clock.moment(timestep))
+        now = clock.at(clock.moment(timestep))
         if not now.live:
             before, kind = None, None
         elif now is not before:
@@ -92,12 +93,12 @@ def time_calls(
     patch: Any, call: Callable[[torch.Tensor, torch.Tensor], Any], latents: torch.Tensor, pictures: int,
     steps: int = STEPS, rounds: int = ROUNDS, clock: Timer | None = None,
 ) -> Seconds:  # fmt: skip
-    """Time them. patch: a `Patch` whose wraps are on. call: of (latents ``[B, C, H, W]``, timesteps ``[B]``).
+    """Time them. patch: a `Patch` that is installed. call: of (latents ``[B, C, H, W]``, timesteps ``[B]``).
 
     pictures: as of `Patch.set_time`.
     """
     clock = clock or clock_for(latents.device)
-    picture = steps_of(patch.run, steps)
+    picture = steps_of(patch.clock, steps)
     unmerged: list[float] = []
     merged: dict[Hashable, list[float]] = {}
 
@@ -122,8 +123,7 @@ def time_calls(
                 plainly()
             seen.add(kind)
             patch.set_time(timestep=timestep, sampling=sampling, pictures=pictures)
-            with patch.merging():
-                merged.setdefault(kind, []).append(time_call(timestep))
+            merged.setdefault(kind, []).append(time_call(timestep))
 
     if latents.device.type == "cpu":
         plainly()

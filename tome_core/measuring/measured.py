@@ -9,30 +9,31 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..model.families import Place, find_blocks, is_compiled
+from ..engine.call import Latents
+from ..engine.decision import decide
+from ..engine.state import State
+from ..models.unet_blocks import Place, is_compiled
+from ..models.wrap_set import wraps_on
 from ..reporting.gains import KNOWN, PIXELS, Case, Gain, nearest
-from ..running.call import Latents
-from ..running.decision import decide
-from ..running.fingerprint import attention_of, device_of, dtype_of, model_of, rules_of, versions
-from ..running.latch import Latch
-from ..running.run import Run
-from ..settings.config import MergeConfig
 from .example_inputs import CallUNet, call_of, latents, pictures_in
+from .fingerprint import attention_of, device_of, dtype_of, model_of, rules_of, versions, widths_of
+from .pays import Pays
 from .measure import ROUNDS, STEPS, Timer, time_calls, whereabouts, why_not_now
 
 
-class Measured:
-    """What `Patch` is besides. attention_function: what a host's attention calls, where its module does not tell.
+_OF_UNETS = "gains are measured of UNets alone; this is a transformer"
 
-    handed: what was handed to `patch`, a pipeline or a wrapped UNet. block_sizes: (down-sampling, channels) of each.
+
+class Measured(State):
+    """What a `Patch` is besides. attention_function: what a host's attention calls, if its module does not tell.
+
+    handed: what was handed to `patch`, a pipeline or a wrapped model.
     """
 
-    config: MergeConfig
-    run: Run
-    unet: nn.Module | None
+    adapter: Any
+    model: nn.Module | None
     attention_function = ""
     handed: weakref.ref[Any] | None = None
-    block_sizes: tuple[tuple[int, int], ...] = ()
 
     def measure(
         self, height: int = 512, width: int = 512, batch: int = 2, *, steps: int = STEPS, rounds: int = ROUNDS,
@@ -52,10 +53,14 @@ class Measured:
         by somebody else, whose counters would be fooled; ValueError for sizes that are none, where nothing would merge,
         and for a UNet that wants to be told more.
         """
-        unet = self.unet
+        unet = self.model
         if unet is None:
-            raise RuntimeError("the UNet that this handle patched is gone; patch the new one")
-        problem = why_not_now(unet, self.run, self.handed and self.handed())
+            raise RuntimeError("the model that this handle patched is gone; patch the new one")
+        if not hasattr(self.adapter, "places"):
+            raise RuntimeError(_OF_UNETS)
+        wraps = wraps_on(unet)
+        is_called = wraps is not None and wraps.is_called()
+        problem = why_not_now(unet, self, is_called, self.handed and self.handed())
         if problem:
             raise RuntimeError(problem)
         numbers = {"height": height, "width": width, "batch": batch, "steps": steps, "rounds": rounds}
@@ -63,19 +68,21 @@ class Measured:
             least = PIXELS if name in ("height", "width") else 1
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name}={value!r} is not possible; use a whole number from {least} up")
-        places, (own_device, own_dtype) = find_blocks(unet), whereabouts(unet)
+        places, (own_device, own_dtype) = self.adapter.places, whereabouts(unet)
         device, dtype = torch.device(device or own_device), dtype or own_dtype
         x = latents(unet, (batch, height // PIXELS, width // PIXELS), device, dtype)
         call = call or call_of(unet, places[0], batch, device, dtype, told)
-        own = type(self)(unet, self.config, self.run.clock.schedule)
+        own, in_force = type(self)([unet], self.config, self.clock.schedule), wraps and wraps.handle
         try:
-            own.attach()
-            own.run.latch = Latch((), (), always=True)
+            own.install()
+            own.pays = Pays((), (), always=True)
             with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
                 seconds = time_calls(own, call, x, pictures_in(batch), steps, rounds, clock)
             report = own.report()
         finally:
             own.remove()
+            if in_force is not None:
+                in_force.install()
         if not report.merged_anything:
             raise ValueError(f"nothing merges at {width}x{height}, so there is nothing to measure\n{report}")
         case = Case(*self._about(places), device_of(device), dtype_of(dtype), *x.shape[-2:], batch)
@@ -92,20 +99,20 @@ class Measured:
         None where somebody has measured such calls, where there was none of a picture, and where the UNet is no longer
         where it was called. brings_weights: the host brings each weight to its layer's call, wherever it lies.
         """
-        latest, unet = self.run.latest, self.unet
+        latest, unet = self.latest, self.model
         if latest is None or unet is None or self.is_measured:
             return None
         if not brings_weights and whereabouts(unet)[0] != latest.device:
             return None
         gain = self.measure(**_like(latest), clock=clock, told=told)
-        if self.run.latch is not None:
-            self.run.latch.used[gain] = None  # the report is on calls like these
+        if self.pays is not None:
+            self.pays.used[gain] = None  # the report is on calls like these
         return gain
 
     @property
     def is_measured(self) -> bool:
         """Has anybody measured calls as the latest was?"""
-        latest = self.run.latest
+        latest = self.latest
         return latest is not None and self.gain_for(**_like(latest)) is not None
 
     def gain_for(
@@ -116,32 +123,34 @@ class Measured:
 
         Calls no model. height, width: in pixels; dtype, device: of the latents, else the UNet's own.
         """
-        unet = self.unet
+        unet = self.model
         if unet is None or not KNOWN:
             return None
         own_device, own_dtype = whereabouts(unet)
         where = device_of(torch.device(device or own_device)), dtype_of(dtype or own_dtype)
-        return nearest(KNOWN.of(self._about(find_blocks(unet))), *where, height // PIXELS, width // PIXELS, batch)
+        return nearest(KNOWN.of(self._about(self.adapter.places)), *where, height // PIXELS, width // PIXELS, batch)
 
     def why_not(self, height: int, width: int, batch: int = 2) -> str:
         """Why no step of pictures of this size would merge; "" where one would, as far as is known before.
 
         Calls no model. height, width: in pixels.
         """
-        unet, run = self.unet, self.run
+        unet = self.model
         if unet is None:
-            return "the UNet is gone"
-        if run.latch is None:
+            return "the model is gone"
+        if not hasattr(self.adapter, "places"):
+            return ""
+        if self.pays is None:
             self.ask_whether_it_pays()
         device, dtype = whereabouts(unet)
         latent = torch.empty(batch, 1, height // PIXELS, width // PIXELS, device=device, dtype=dtype)
-        channels, why = dict(self.block_sizes), ""
-        for one in run.in_order:
-            downsamples = run.clock.downsamples
-            rules = run.clock.for_pixels((one,), height * width)
+        channels, why = dict(self._block_sizes()), ""
+        for one in self.clock.rules:
+            downsamples = self.clock.downsamples
+            rules = self.clock.for_pixels((one,), height * width)
             off: tuple[str, ...] = ("no rule holds for this size",) * len(downsamples)
-            if run.latch is not None:
-                rules, off = run.latch.apply(rules, off, latent, run.clock.apply_gate)
+            if self.pays is not None:
+                rules, off = self.pays.apply(rules, off, latent, self.clock.apply_gate)
             for level, reach in enumerate(downsamples):
                 tokens = -(-latent.shape[2] // reach) * -(-latent.shape[3] // reach)
                 found = decide(rules[level], off[level], tokens, channels[reach], device.type)
@@ -153,14 +162,19 @@ class Measured:
     def _about(self, places: list[Place]) -> tuple[str, ...]:
         """What all cases of this patch have in common: their first fields."""
         attention = attention_of(places, self.attention_function)
-        return (model_of(self.unet, places), rules_of(self.config), attention, *versions())
+        return (model_of(self.model, places), rules_of(self.config), attention, *versions())
 
     def ask_whether_it_pays(self) -> None:
         """From now on calls merge as is known at this moment."""
-        unet, self.run.latch = self.unet, None
-        asks = any(rule.only_if_it_pays for rule in self.run.in_order)
-        if unet is not None and (asks or KNOWN) and not is_compiled(unet):  # a compiled one does not wait for its host
-            self.run.latch = Latch(KNOWN.of(self._about(find_blocks(unet))) if KNOWN else (), self.block_sizes)
+        unet, self.pays = self.model, None
+        asks = any(rule.only_if_it_pays for rule in self.clock.rules)
+        if unet is None or not hasattr(self.adapter, "places") or not (asks or KNOWN) or is_compiled(unet):
+            return  # a compiled one does not wait for its host
+        self.pays = Pays(KNOWN.of(self._about(self.adapter.places)) if KNOWN else (), self._block_sizes())
+
+    def _block_sizes(self) -> tuple[tuple[int, int], ...]:
+        """(down-sampling, channels) of each block."""
+        return tuple((2**place.halvings, widths_of(place.block)[0]) for place in self.adapter.places)
 
 
 def _like(latest: Latents) -> dict[str, Any]:

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from ..engine.size_gate import is_host_bound
 from ..reporting.gains import Gain, nearest
 from ..settings.schedule import LevelRules
 from .fingerprint import device_of, dtype_of
-from .gate import is_host_bound
 
 _HOST_BOUND = "the card is so fast at this size that it waits for its host, and merging would not pay; not measured"
 _MOST = 1024  # kinds of calls that are remembered
@@ -32,7 +32,7 @@ class Verdict:
         self.decided: dict[tuple, tuple[Rules, tuple[str, ...]]] = {}
 
 
-class Latch:
+class Pays:
     """Opens and closes the gate for each kind of call, by what merging was measured to gain.
 
     gains: of this model and these rules; used: those that decided, in order. blocks: (down-sampling, channels) each.

@@ -1,6 +1,7 @@
-"""The tokens of a transformer, one sequence: a picture's or a film's are a run with a grid, others are never merged.
+"""Where a picture's tokens lie in the sequence of an attention, and the windows in which they are matched.
 
-Text, references and registers lie before and behind it.
+A UNet's tokens are the picture's alone. A transformer's sequence also has text, references and registers, before or
+behind the picture's; these are never merged.
 """
 
 from __future__ import annotations
@@ -8,11 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import torch
+from .grid import Grid
 
-from ..merging.grid import Grid
-
-FLAT, BY_HEAD, BY_TOKEN = "BSC", "BHSD", "BSHD"  # forms of a host's tensors
 WINDOW = 4096  # tokens, as a picture of 1024 px has them: what a match of one piece costs there is a tenth of attention
 _ROWS = 8  # bands of a picture are whole cells high
 
@@ -22,31 +20,6 @@ class Layout(NamedTuple):
 
     grid: Grid
     first: int = 0
-
-
-class Tensors(NamedTuple):
-    """Queries, keys and values of one attention, after norm and positions, as views ``[B, S, H, d]``.
-
-    Keys and values may have fewer heads, of which each serves as many of the queries' in a row.
-    """
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-
-
-def by_token(x: torch.Tensor, form: str, heads: int) -> torch.Tensor:
-    """A view ``[B, S, H, d]`` of a host's tensor. heads: how many it has."""
-    if form == FLAT:
-        return x.unflatten(-1, (heads, -1))
-    return x.transpose(1, 2) if form == BY_HEAD else x
-
-
-def in_form(x: torch.Tensor, form: str) -> torch.Tensor:
-    """Back from ``[B, S, H, d]``."""
-    if form == FLAT:
-        return x.flatten(2)
-    return x.transpose(1, 2) if form == BY_HEAD else x
 
 
 def tokens_in(layout: Layout) -> int:

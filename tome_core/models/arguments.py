@@ -1,4 +1,4 @@
-"""Arguments of a transformer's call, by name; and on their way through a compiled graph, which takes flat lists."""
+"""Arguments of a model's call, by name; and on their way through a compiled graph, which takes flat lists."""
 
 from __future__ import annotations
 
@@ -20,6 +20,11 @@ def arguments_of(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Ma
     bound = _signature(type(model)).bind(model, *args, **kwargs)
     bound.apply_defaults()
     return bound.arguments
+
+
+def named(kwargs: Mapping[str, Any], names: Sequence[str]) -> Any:
+    """The first of these keywords that is there; None if there is none."""
+    return next((kwargs[name] for name in names if name in kwargs), None)
 
 
 @cache
@@ -50,9 +55,9 @@ def _default(kind: type[nn.Module], name: str) -> Any:
 
 
 def pack(values: Sequence[Any]) -> tuple[str, list[torch.Tensor], list[int]] | None:
-    """Form, tensors and whole numbers of tensors, whole numbers, None, and lists and tuples of them.
+    """Form, tensors and whole numbers of tensors, numbers, None, and lists and tuples of them.
 
-    None where something else is among them.
+    None if anything else is among them.
 
     >>> pack([None, 3, [(1, 4)]])
     ('ni[(ii)]', [], [3, 1, 4])
@@ -72,6 +77,9 @@ def _form(value: Any, tensors: list[torch.Tensor], numbers: list[int]) -> str:
     if isinstance(value, int):
         numbers.append(value)
         return "i"
+    if isinstance(value, float):  # as a tensor, so that a graph takes any
+        tensors.append(torch.scalar_tensor(value, dtype=torch.float64))
+        return "t"
     if isinstance(value, (list, tuple)):
         inside = "".join([_form(one, tensors, numbers) for one in value])
         return f"[{inside}]" if isinstance(value, list) else f"({inside})"

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from ..model.wrap import Wrap
-from .keep import Guidance
-from .run import Run
+from ..engine.plan_cache import Guidance
+from ..engine.time import ModelTime
+from .wrap import Wrap
 
 _GUIDES = ("do_classifier_free_guidance", "do_perturbed_attention_guidance")
 
@@ -20,18 +20,18 @@ _GUIDES = ("do_classifier_free_guidance", "do_perturbed_attention_guidance")
 class SchedulerClock(Wrap):
     """Around ``scheduler.scale_model_input``, which every pipeline calls with the timestep before the UNet.
 
-    For UNets that are compiled as a whole and cannot look at their arguments, and for timesteps that come as copies.
+    For timesteps that come to the UNet as copies, which would be waited for.
     """
 
-    def __init__(self, scheduler: Any, run: Run) -> None:
+    def __init__(self, scheduler: Any, time: ModelTime) -> None:
         super().__init__(scheduler, "scale_model_input")
-        self.run = run
+        self.time = time
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the scheduler answers, after telling the run the time."""
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """What the scheduler answers, after telling the time."""
         timestep = args[1] if len(args) > 1 else kwargs.get("timestep")
-        if self.active and timestep is not None:
-            self.run.tell(timestep)
+        if timestep is not None:
+            self.time.tell(timestep)
         return self.original(*args, **kwargs)
 
 
@@ -41,26 +41,24 @@ class SamplingScope(Wrap):
     (``pipeline(...)`` itself is looked up on its class, which a wrap of it would have to change.)
     """
 
-    def __init__(self, pipeline: Any, run: Run) -> None:
+    def __init__(self, pipeline: Any, time: ModelTime) -> None:
         super().__init__(pipeline, "progress_bar")
-        self.run = run
+        self.time = time
 
     @property
     def target(self) -> Any:
         """The pipeline, held weakly, because it holds the UNet; None once it is gone."""
-        return self._target()
+        return None if self._target is None else self._target()
 
     @target.setter
     def target(self, pipeline: Any) -> None:
-        self._target = weakref.ref(pipeline)
+        self._target = None if pipeline is None else weakref.ref(pipeline)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: Any, **kwargs: Any) -> Any:
         """The pipeline's bar, whose ``with`` or iteration is a sampling."""
         bar = self.original(*args, **kwargs)
-        if not self.active:
-            return bar
         continues = getattr(self._target(), "denoising_start", None) is not None  # what another pipeline has begun
-        return _Bar(bar, partial(self.run.sample, partial(_guidance, self._target), continues=continues))
+        return _Bar(bar, partial(self.time.sample, partial(_guidance, self._target), continues=continues))
 
 
 def _guidance(pipeline: weakref.ref[Any], batch: torch.Tensor) -> Guidance | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -139,7 +140,12 @@ def brings_compiled(handed: Any) -> bool:
 
 def is_kind(module: Any, name: str) -> bool:
     """Is it of a class of this name, or derived from one? By name, because every host has its own copy."""
-    return any(cls.__name__ == name for cls in type(module).__mro__)
+    return name in _names_of(type(module))
+
+
+@lru_cache(maxsize=1024)
+def _names_of(kind: type) -> frozenset[str]:
+    return frozenset(one.__name__ for one in kind.__mro__)
 
 
 def _follow(model: Any, path: tuple[str, ...]) -> Any:

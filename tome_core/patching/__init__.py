@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import logging
-import weakref
-from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
 
-from ..model import families
-from ..model.families import UnsupportedModelError, find_unet
-from ..model.wrap import drop_remains
+from ..models.find import adapter_of, find_models
+from ..models.unet_blocks import UnsupportedModelError
+from ..models.wrap import drop_remains
 from ..reporting.report import Report
-from ..running.nested import back_from
 from ..settings.config import MergeConfig
 from ..settings.noise import STABLE_DIFFUSION, own_schedule
-from ..settings.presets import DEFAULT, TRANSFORMER, config_of
+from ..settings.presets import DEFAULT, config_of
 from ..settings.schedule import NoiseSchedule
-from ..transformers import TransformerPatch, find_transformers, handle_on
-from .handle import Patch, handle_in_force, take_by_model
+from .handle import Patch, handle_on, take_handed
+from .patch_stack import back_from
 
 logger = logging.getLogger(__name__)
 
@@ -28,43 +26,55 @@ logger = logging.getLogger(__name__)
 def patch(
     model: Any, config: MergeConfig | str | None = None, *, strength: float | None = None, host_clock: bool = False,
     **settings: Any,
-) -> Patch | TransformerPatch:  # fmt: skip
+) -> Patch:  # fmt: skip
     """Merge tokens in a model, in place, until the handle is left or removed.
 
-    model: a UNet, a compiled one, a diffusers pipeline, an LDM model, or one of diffusers' known transformers
-    (`transformers.NAMES`). config: settings, or the name of a preset:
-    "quality", "balanced" (None is that), "fast" or "max". strength: instead of either, from 0, which is off, to 1; see
-    `tome_core.strength`. settings: keywords of `MergeConfig`, which make one, or change the one that is asked for.
-    host_clock: the caller will use `Patch.set_time`, so rules in percent are no reason to speak up.
-    A patch of ours that is already there is replaced; leaving the ``with`` brings it back.
-    Raises UnsupportedModelError (a ValueError) where there is no LDM-style transformer block, TypeError for
-    what is no model, ValueError for a strength that is none, or that comes with a config, and both for settings.
-
     ``patch(pipe, strength=0.3)``, ``patch(pipe, "fast")``, ``patch(pipe, "fast", seed=5)``, ``patch(pipe, ratio=0.5)``
+
+    Args:
+        model: a UNet, a compiled one, a diffusers pipeline, an LDM model, or one of diffusers' known transformers
+            (`models.transformer_layouts.NAMES`).
+        config: settings, or the name of a preset: "quality", "balanced" (None is that), "fast" or "max".
+        strength: instead of either, from 0, which is off, to 1; see `tome_core.strength`.
+        host_clock: the caller will use `Patch.set_time`, so rules in percent are no reason for a warning.
+        settings: keywords of `MergeConfig`, which make one, or change the one that is asked for.
+
+    Returns:
+        The handle. A patch of ours that is already there is replaced; leaving the ``with`` brings it back.
+
+    Raises:
+        UnsupportedModelError: (a ValueError) the model has no attentions that are known.
+        TypeError: `model` is not a model.
+        ValueError: `strength` is out of range or given together with `config`. Invalid settings raise either.
     """
-    transformers = find_transformers(model)
-    if transformers:
-        config = _config_of(config, strength, settings, TRANSFORMER)
-        return _speak_up(TransformerPatch(transformers, config, model)).install()
-    unet = find_unet(model)
-    config = _config_of(config, strength, settings, families.layout_of(unet))
-    handle = Patch(unet, config, _schedule_of(model))
-    handle.take_the_place_of(handle_in_force(unet))
-    if not host_clock and config.uses_percent and not handle.run.knows_schedule:
+    models = find_models(model)
+    layout = adapter_of(models[0]).layout
+    config = _config_of(config, strength, settings, layout)
+    handle = Patch(models, config, _schedule_of(model), model)
+    handle.take_the_place_of(handle_on(models[0]))
+    if not host_clock and config.uses_percent and not handle.knows_schedule:
         logger.warning(
-            "Merging is limited in percent or beta, which a bare UNet does not know: call handle.set_time(percent=...) "
+            "Merging is limited in percent or beta, which a bare model does not know: call handle.set_time(percent=...) "
             "before each step, patch the pipeline instead, or use min_timestep and max_timestep."
         )
-    _speak_up(handle)
-    handle._follow(model)
-    with suppress(TypeError):  # nothing that can be referred to weakly
-        handle.handed = weakref.ref(model)
+    for note in handle._notes:
+        logger.warning("%s", note)
+    if layout == "transformer":
+        _warn_once()
     return handle.install()
+
+
+@cache
+def _warn_once() -> None:
+    logger.warning(
+        "transformers' strengths and presets were chosen on one small transformer of Flux's layout; nobody has measured "
+        "what they change in this model, so look at your pictures"
+    )
 
 
 def layout_of(model: Any) -> str:
     """Whose strengths a model has that `patch` takes, of `settings.presets.LAYOUTS`. Raises as `patch` does."""
-    return TRANSFORMER if find_transformers(model) else families.layout_of(find_unet(model))
+    return adapter_of(find_models(model)[0]).layout
 
 
 def _config_of(
@@ -82,13 +92,6 @@ def _config_of(
     if not isinstance(config, MergeConfig):
         raise TypeError(f"config is {type(config).__name__}; it has to be a MergeConfig, a preset's name, or None")
     return replace(config, **settings) if settings else config
-
-
-def _speak_up(handle: Any) -> Any:
-    """Tell at once what of the settings reaches nothing."""
-    for note in handle._notes:
-        logger.warning("%s", note)
-    return handle
 
 
 def apply_patch(
@@ -120,12 +123,16 @@ def remove_patch(model: Any) -> Any:
 
     Of a pipeline whose UNet was exchanged since, it is taken off the old one.
     """
-    patched = [handle_on(one) for one in find_transformers(model)] or [_handle_of(model)]
-    for handle in [one for latest in (*patched, take_by_model(model)) for one in back_from(latest)]:
-        handle.remove()
-    with suppress(UnsupportedModelError, TypeError):  # what was never patched
-        for module in find_unet(model).modules():
-            drop_remains(module)
+    try:
+        models = find_models(model)
+    except (UnsupportedModelError, TypeError):
+        models = []
+    for latest in (*map(handle_on, models), *take_handed(model)):
+        for handle in list(back_from(latest)):
+            handle.remove()
+    for target in (*(one for module in models for one in module.modules()), model, getattr(model, "scheduler", None)):
+        if hasattr(target, "__dict__"):
+            drop_remains(target)
     return model
 
 
@@ -135,12 +142,9 @@ def report(model: Any) -> Report:
     return handle.report() if handle is not None else Report(patched=False)
 
 
-def _handle_of(model: Any) -> Patch | TransformerPatch | None:
-    transformers = find_transformers(model)
-    if transformers:
-        return handle_on(transformers[0])
+def _handle_of(model: Any) -> Patch | None:
     try:
-        return handle_in_force(find_unet(model))
+        return handle_on(find_models(model)[0])
     except (TypeError, UnsupportedModelError):
         return None
 

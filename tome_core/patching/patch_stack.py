@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TypeVar
 
-from ..model.wrap import Wrap
-from .run import Run
+from ..engine.time import ModelTime
+from ..models.wrap import Wrap
 
 Own = TypeVar("Own", bound="Nested")
 
@@ -14,7 +14,7 @@ Own = TypeVar("Own", bound="Nested")
 class Nested:
     """A handle that knows what it took the place of. Its class has `install`, `uninstall` and `_in_force`."""
 
-    run: Run
+    time: ModelTime
     _outside: list[Wrap]  # of a pipeline and its scheduler; they hold no module
     _previous: Nested | None = None
     _removed = False
@@ -28,10 +28,10 @@ class Nested:
         """Take it off for good. Idempotent; never fails."""
         self._removed = True
         self.uninstall()
-        self.run.forget()
+        self.time.forget()
 
     def _put_on_outside(self) -> None:
-        self._outside = [wrap.install() for wrap in self._outside if wrap.target is not None]
+        self._outside = [wrap.install() for wrap in self._outside if wrap.wrapped() is not None]
 
     def _take_off_outside(self) -> None:
         for wrap in self._outside:

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from operator import index
 from typing import Any
 
-import torch
-
-from ..compiling import compiles_here, when_traced
-
-logger = logging.getLogger(__name__)
+from ..compiling import when_traced
 
 TIME_IS_UNKNOWN = "the time is not known"
 
@@ -33,62 +25,30 @@ class Tally:
     work_full: int = 0
     work_left: int = 0
 
-    def add(self, other: Tally) -> None:
-        """Count what another has counted."""
-        self.merged.update(other.merged)
-        self.skipped.update(other.skipped)
-        self.routes.update(other.routes)
-        self.work_full += other.work_full
-        self.work_left += other.work_left
-
 
 @dataclass
 class LevelTally:
-    """Counts of one level, by phase. traced: what was decided while a compiler traced, which is of no phase."""
+    """Counts of one level, by phase. traced: why attentions were compiled without merging."""
 
     downsample: int
     blocks: int
     phases: dict[str, Tally] = field(default_factory=lambda: defaultdict(Tally))
-    traced_merges: set[tuple[str, int, int, int]] = field(default_factory=set)
-    traced_skips: set[str] = field(default_factory=set)
-    traced_routes: set[str] = field(default_factory=set)
+    traced: set[str] = field(default_factory=set)
 
 
 class Ledger:
-    """Keeps the counts of one patch while it runs; only eager code writes into it.
-
-    In a compiled graph a counter would be traced away or force a new graph at every call, so there the decision is
-    noted when it is traced. call: a `call.Call`, None where nobody knows it; a graph must not look at its phase.
-    """
+    """Keeps the counts of one patch while it runs. call: a `call.Call`, None if it is not known."""
 
     def __init__(self, levels: list[LevelTally], notes: tuple[str, ...]) -> None:
         self.levels = levels
         self.notes = notes
         self.calls = 0
-        self._time_was_missed = False
 
     def reset(self) -> None:
-        """Count from nothing again; in place, because compiled graphs hold on to these objects."""
+        """Count from nothing again; in place."""
         self.calls = 0
         for tally in self.levels:
             tally.phases.clear()
-
-    @contextmanager
-    def aside(self) -> Iterator[Ledger]:
-        """While in here calls are counted in a ledger of their own, which is given; see `add`."""
-        levels = self.levels
-        own = Ledger([LevelTally(tally.downsample, tally.blocks) for tally in levels], ())
-        self.levels = own.levels
-        try:
-            yield own
-        finally:
-            self.levels = levels
-
-    def add(self, other: Ledger, call: Any) -> None:
-        """Count for this call what was counted in another ledger, for one that did the same."""
-        for tally, more in zip(self.levels, other.levels, strict=True):
-            for counted in more.phases.values():
-                tally.phases[call.phase].add(counted)
 
     def merge(
         self, call: Any, level: int, part: str, before: tuple[int, int, int], after: tuple[int, int], route: str = ""
@@ -98,9 +58,6 @@ class Ledger:
         route: the way of a self-attention's proportional attention, or that it had none; "" where it was to have none.
         """
         batch, queries, keys = before
-        if torch.compiler.is_compiling() and compiles_here():
-            self.trace_merge(index(level), part, index(queries), index(after[0]), index(after[1]), route)
-            return
         tally = self.levels[level].phases[call.phase if call else ""]
         if route:
             tally.routes[route] += 1
@@ -109,41 +66,15 @@ class Ledger:
             tally.work_full += batch * queries * keys
             tally.work_left += batch * after[0] * after[1]
 
-    def count_unmerged(self, call: Any, level: int, work: int) -> None:
-        """Count the work of a self-attention that no rule merges here, though other parts of its block merge.
-
-        work: batch times queries times keys.
-        """
-        if not (torch.compiler.is_compiling() and compiles_here()):
-            tally = self.levels[level].phases[call.phase if call else ""]
-            tally.work_full += work
-            tally.work_left += work
-
-    def skip(self, call: Any, level: int, part: str, reason: str, work: int = 0, calls: int = 1) -> None:
-        """Calls were left unmerged. work: batch times queries times keys of a self-attention, for each of them."""
-        if torch.compiler.is_compiling() and compiles_here():
-            self.trace_skip(index(level), part, reason)
-            return
+    def skip(self, call: Any, level: int, part: str, reason: str, work: int = 0) -> None:
+        """A call was left unmerged. work: batch times queries times keys of a self-attention."""
         tally = self.levels[level].phases[call.phase if call else ""]
-        tally.skipped[part, reason] += calls
-        tally.work_full += work * calls
-        tally.work_left += work * calls
+        tally.skipped[part, reason] += 1
+        tally.work_full += work
+        tally.work_left += work
 
     @when_traced
-    def trace_merge(self, level: int, part: str, tokens: int, queries: int, keys: int, route: str) -> int:
-        """A call is being compiled as a merged one. route: as of `merge`."""
-        self.levels[level].traced_merges.add((part, tokens, queries, keys))
-        self.levels[level].traced_routes.update([route] if route else ())
-        return 0
-
-    @when_traced
-    def trace_skip(self, level: int, part: str, reason: str) -> int:
-        """A call is being compiled as one that is left unmerged."""
-        self.levels[level].traced_skips.add(f"{part}: {reason}")
-        if reason == TIME_IS_UNKNOWN and not self._time_was_missed:
-            self._time_was_missed = True
-            logger.warning(
-                "A rule is limited in time, but a UNet compiled as a whole cannot look at its own timestep, so it is "
-                "compiled without merging: call handle.set_time(...) before each step."
-            )
+    def note_traced(self, level: int, reason: str) -> int:
+        """An attention is being compiled as one that does not merge, which no call of it will count."""
+        self.levels[level].traced.add(reason)
         return 0

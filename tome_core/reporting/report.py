@@ -80,7 +80,7 @@ class PhaseReport(_Counted):
 class LevelReport(_Counted):
     """One level, in all phases. level: counted from the finest. covered: can a rule merge here at some time?
 
-    traced_merges, traced_reasons, traced_routes: what a compiler was told; a compiled call is not counted.
+    traced: why attentions were compiled without merging, which no call of them counts.
     """
 
     level: int
@@ -88,9 +88,7 @@ class LevelReport(_Counted):
     blocks: int
     covered: bool
     phases: tuple[PhaseReport, ...] = ()
-    traced_merges: tuple[tuple[str, int, int, int], ...] = ()
-    traced_reasons: tuple[str, ...] = ()
-    traced_routes: tuple[str, ...] = ()
+    traced: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -124,8 +122,8 @@ class Report(_Counted):
 
     @property
     def merged_anything(self) -> bool:
-        """True where at least one call was merged, or compiled as a merged one."""
-        return any(level.calls_merged or level.traced_merges for level in self.levels)
+        """True if at least one call was merged."""
+        return any(level.calls_merged for level in self.levels)
 
     @property
     def phases(self) -> tuple[PhaseReport, ...]:
@@ -172,9 +170,7 @@ def _join(number: int, levels: Sequence[LevelReport]) -> LevelReport:
                 sum(one.work_left for one in same))
             for name, same in phases.items()
         ),
-        traced_merges=_once(level.traced_merges for level in levels),
-        traced_reasons=_once(level.traced_reasons for level in levels),
-        traced_routes=_once(level.traced_routes for level in levels),
+        traced=_once(level.traced for level in levels),
     )  # fmt: skip
 
 
@@ -183,21 +179,18 @@ def _level_data(level: LevelReport) -> dict[str, Any]:
         "level": level.level, "downsample": level.downsample, "blocks": level.blocks, "covered": level.covered,
         "work_saved": level.work_saved,
         "phases": [
-            {"name": phase.name, "work_saved": phase.work_saved, "merged": _merged_data(phase.merged.items()),
+            {"name": phase.name, "work_saved": phase.work_saved, "merged": _merged_data(phase.merged),
              "skipped": dict(phase.skipped), "sized_by": dict(phase.sized_by)}
             for phase in level.phases
         ],
-        "traced": {
-            "merged": _merged_data((kind, None) for kind in level.traced_merges),
-            "reasons": list(level.traced_reasons), "sized_by": list(level.traced_routes),
-        },
+        "traced": list(level.traced),
     }  # fmt: skip
 
 
-def _merged_data(kinds: Iterable[tuple[tuple[str, int, int, int], int | None]]) -> list[dict[str, Any]]:
+def _merged_data(kinds: Mapping[tuple[str, int, int, int], int]) -> list[dict[str, Any]]:
     return [
         {"part": part, "tokens": tokens, "queries": queries, "keys": keys or None, "calls": calls}
-        for (part, tokens, queries, keys), calls in kinds
+        for (part, tokens, queries, keys), calls in kinds.items()
     ]
 
 
@@ -229,7 +222,7 @@ def _level(number: int, tally: LevelTally, covered: bool) -> LevelReport:
     return LevelReport(
         number, tally.downsample, tally.blocks, covered,
         tuple(_phase(name, tally.phases[name]) for name in sorted(tally.phases)),  # "", early, late
-        tuple(sorted(tally.traced_merges)), tuple(sorted(tally.traced_skips)), tuple(sorted(tally.traced_routes)),
+        tuple(sorted(tally.traced)),
     )  # fmt: skip
 
 

@@ -12,7 +12,6 @@ MOST_LINES = 10
 _KINDS = 3  # of token counts at a level, of reasons, and of sizes that were measured, that are told
 _NOT_APPLIED = "not applied to this model."
 _NOTHING_WILL = "nothing will merge: "  # how a note begins that says why
-_COMPILED = "inside a compiled model, where calls are not counted"
 
 
 def percent(share: float) -> str:
@@ -61,10 +60,8 @@ def _speed(report: Any) -> list[str]:
 def _outcome(report: Any) -> str:
     if report.calls_merged:
         return f"{percent(report.work_saved)} of attention left out" if report.work_saved else "attention left whole"
-    if report.merged_anything:
-        return _COMPILED
     why = [*(reason.removeprefix("block: ") for reason in report.reasons),
-           *(reason.removeprefix("block: ") for level in report.levels for reason in level.traced_reasons),
+           *(reason for level in report.levels for reason in level.traced),
            *(note.removeprefix(_NOTHING_WILL) for note in report.notes if note.startswith(_NOTHING_WILL))]  # fmt: skip
     return f"nothing merged: {why[0] if why else 'no call counted yet'}"
 
@@ -76,8 +73,7 @@ def _level_lines(level: Any) -> list[str]:
         if phase.calls_merged:
             name = f", {phase.name}" if phase.name else ""
             found.append(f"latent /{level.downsample}{name}: {_kinds_text(phase)}")
-    compiled = [f"{part} {n} tokens -> {_sides(n, q, k or q)}" for part, n, q, k in level.traced_merges]
-    return [*found, *([f"latent /{level.downsample}, compiled: {'; '.join(compiled)}"] if compiled else [])]
+    return found
 
 
 def _kinds_text(phase: Any) -> str:
@@ -101,11 +97,9 @@ def _sides(tokens: int, queries: int, keys: int) -> str:
 def _why_not(report: Any) -> list[str]:
     counted = list(report.reasons.items())[:_KINDS]
     found = [f"not merged, {count(calls, 'call')}: {reason.removeprefix('block: ')}" for reason, calls in counted]
-    traced = dict.fromkeys(reason for level in report.levels for reason in level.traced_reasons)
+    traced = dict.fromkeys(reason for level in report.levels for reason in level.traced)
     return found + [f"compiled without merging, {reason}" for reason in traced]
 
 
 def _routes(report: Any) -> list[str]:
-    traced = dict.fromkeys(route for level in report.levels for route in level.traced_routes)
-    found = [f"proportional attention: {route}, {count(calls, 'call')}" for route, calls in report.routes.items()]
-    return found + [f"compiled with proportional attention: {route}" for route in traced]
+    return [f"proportional attention: {route}, {count(calls, 'call')}" for route, calls in report.routes.items()]

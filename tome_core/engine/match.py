@@ -10,12 +10,13 @@ from __future__ import annotations
 import torch
 
 from ..merging.grid import Draw
+from ..merging.layout import Layout, cell_of, tokens_in, windows
 from ..merging.methods import METHODS, MatchOptions
 from ..merging.methods.bipartite import refine_plan
 from ..merging.metric import BY_DISTANCE, of_unit_spread
 from ..merging.plan import MergePlan
 from ..settings.rule import MergeRule
-from .layout import Layout, cell_of, tokens_in, windows
+
 
 
 class JoinedPlan(MergePlan):
@@ -32,31 +33,46 @@ class JoinedPlan(MergePlan):
         return found
 
 
-def match(k: torch.Tensor, v: torch.Tensor, layout: Layout, rule: MergeRule, draw: Draw | None = None,
-          old: MergePlan | None = None) -> JoinedPlan | None:  # fmt: skip
+def match(
+    k: torch.Tensor, v: torch.Tensor, layout: Layout, rule: MergeRule, draw: Draw | None = None,
+    old: MergePlan | None = None,
+) -> MergePlan | None:  # fmt: skip
     """Which of the sequence's tokens merge: groups of the picture's, each other token by itself.
 
-    k, v: ``[B, S, H, d]`` of all tokens. Compared as the rule's metric says; keys, by cosine, where that is the input,
-    which no attention sees. old: a plan of an earlier step, to take one k-means step from. None where the rule removes
-    no token of some window.
+    Args:
+        k, v: ``[B, S, H, d]`` of all tokens, compared as the rule's metric says; keys, by cosine, if that is the input,
+            which no attention sees.
+        draw: what random destinations depend on.
+        old: a plan of an earlier step, to take one k-means step from.
+
+    Returns:
+        None if the rule removes no token of some window.
     """
     by_distance, method, before, parts = rule.metric in BY_DISTANCE, METHODS[rule.method], layout.first, []
-    counts = iter(old.counts if isinstance(old, JoinedPlan) else ())
+    counts = iter(() if old is None else getattr(old, "counts", (old.num_groups,)))
     for start, grid in windows(layout.grid):
         first, last = layout.first + start, layout.first + start + grid.height * grid.width
         x = _tokens_to_compare(k[:, first:last], v[:, first:last], rule)
         count = next(counts, None)
         if count is not None:
+            # one k-means step from the plan of an earlier time is as good as a new match with several, and cheaper
             plan = refine_plan(MergePlan(old.group[:, first:last] - before, count), x, 1, by_distance)
             before += count
         else:
             st, sy, sx = cell_of(rule.sy, rule.sx, grid.frames if method.compares else 1)
-            options = (rule.constant_ratio, sx, sy, draw, rule.cluster_on, rule.refine, by_distance, st)
+            options = (rule.effective_ratio, sx, sy, draw, rule.cluster_on, rule.refine, by_distance, st)
             plan = method.match(x, grid, MatchOptions(*options))
         if plan is None:
             return None
         parts.append(plan)
+    if len(parts) == 1 and k.shape[1] == tokens_in(layout):
+        return parts[0]
     return _join(parts, layout, k.shape[1])
+
+
+def renews(rule: MergeRule) -> bool:
+    """Is a plan that is too old where the rule's next match begins?"""
+    return bool(rule.refine) and METHODS[rule.method].compares
 
 
 def _tokens_to_compare(k: torch.Tensor, v: torch.Tensor, rule: MergeRule) -> torch.Tensor:

@@ -1,0 +1,135 @@
+"""UNets of LDM, sgm, Forge and diffusers: where their attentions are, and how their calls are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..compiling import is_tracing
+from ..merging.grid import Grid
+from ..merging.layout import Layout
+from ..reporting.ledger import LevelTally
+from ..reporting.reasons import NO_GRID, REPLACED
+from .arguments import named
+from .sites import AttentionSite, ModelCall, ModelSite, Shared
+from .unet_blocks import Place, find_blocks
+from .unet_parts import BlockAttentionSite, BlockSite, PartSite
+from .wrap import Wrap
+
+_TIMES = ("timesteps", "timestep", "t")
+_LATENTS = ("x", "sample", "hidden_states")
+# parts of a block beside its self-attention, and what they are called there
+_PARTS = (("crossattn", "attn2"), ("mlp", "ff"))
+
+
+class UNetAdapter:
+    """What the engine has to know of one UNet. Raises UnsupportedModelError as `find_blocks` does.
+
+    layout: whose strengths it has. downsamples: of each level, the finest first. places: its transformer blocks.
+    reads: the arguments that a call is read from.
+    """
+
+    reads = ("latent", "timestep")
+
+    def __init__(self, unet: nn.Module) -> None:
+        self.places = find_blocks(unet)
+        depths = sorted({place.halvings for place in self.places})
+        self.levels = {depth: level for level, depth in enumerate(depths)}
+        self.downsamples = [2**depth for depth in depths]
+        self.layout = "sd" if 0 in self.levels else "sdxl"
+
+    def tallies(self) -> list[LevelTally]:
+        """An empty one for each level."""
+        count = [sum(place.halvings == depth for place in self.places) for depth in self.levels]
+        return [LevelTally(down, blocks) for down, blocks in zip(self.downsamples, count, strict=True)]
+
+    def wraps(
+        self, unet: nn.Module, shared: Shared, levels: set[int], around: set[int], make: Callable[..., Wrap]
+    ) -> Iterator[Wrap]:
+        """What has to be put on the UNet, the outermost first.
+
+        Args:
+            levels: those where something may merge.
+            around: those where parts of blocks may be called with merged tokens.
+            make: gives a wrap of a class, of its target and what else it takes.
+        """
+        yield make(ModelSite, unet, shared)
+        before = None
+        for place in self.places:
+            level = self.levels[place.halvings]
+            if level not in levels:
+                continue
+            if place.transformer is not before:
+                before = place.transformer
+                count = sum(one.transformer is before and hasattr(one.block, "attn1") for one in self.places)
+                yield make(TransformerSite, before, shared, level, count)
+            yield from self._of_block(place, level, shared, level in around, make)
+
+    def _of_block(
+        self, place: Place, level: int, shared: Shared, around: bool, make: Callable[..., Wrap]
+    ) -> Iterator[Wrap]:
+        path, block = place.path, place.block
+        attention = getattr(block, "attn1", None)
+        if around:
+            yield make(BlockSite, block, path, level, shared)
+        if attention is not None:
+            kind = BlockAttentionSite if around else AttentionSite
+            yield make(kind, attention, f"{path}.attn1", level, shared, place.halvings)
+        for part, name in _PARTS if around else ():
+            module = getattr(block, name, None)
+            if module is not None:
+                yield make(PartSite, module, f"{path}.{name}", part, level, shared)
+
+    def arguments(self, unet: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Latent and timestep of a call."""
+        latent = args[0] if args else named(kwargs, _LATENTS)
+        return {"latent": latent, "timestep": args[1] if len(args) > 1 else named(kwargs, _TIMES)}
+
+    def pick(self, unet: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> list[Any]:
+        """The arguments of `reads`, in a way that a compiler can follow."""
+        return list(self.arguments(unet, args, kwargs).values())
+
+    def read(self, unet: nn.Module, given: Mapping[str, Any], time: Any) -> tuple[Any, Any, None]:
+        """Timestep and latent."""
+        return given["timestep"], given["latent"], None
+
+    def layout_of(self, now: ModelCall, site: AttentionSite, tokens: int) -> Layout | str:
+        """The picture's tokens are all there are."""
+        grid = now.grid or site.grids.get(tokens)
+        if grid is None and now.area is not None:  # a compiled model does not tell where it is
+            grid = Grid(*(-(-side // 2**site.halvings) for side in now.area))
+        return NO_GRID if grid is None or grid.height * grid.width != tokens else Layout(grid)
+
+
+class TransformerSite(Wrap):
+    """Around a transformer of a UNet: reads the grid from its 4-D input, anew at each call.
+
+    level: of its blocks; attentions: how many of them have a wrap.
+    """
+
+    def __init__(self, transformer: nn.Module, shared: Shared, level: int, attentions: int) -> None:
+        super().__init__(transformer)
+        self.shared, self.level, self.attentions = shared, level, attentions
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """The transformer's output, its attentions knowing the grid."""
+        if is_tracing():
+            return self.original(*args, **kwargs)
+        now, x = self.shared.calls.now, args[0] if args else named(kwargs, _LATENTS)
+        if now is None or not torch.is_tensor(x) or x.dim() != 4:
+            return self.original(*args, **kwargs)
+        before, reached = now.grid, now.reached
+        now.grid = grid = Grid(*x.shape[2:])
+        try:
+            out = self.original(*args, **kwargs)
+        finally:
+            now.grid = before
+        missing = self.attentions - (now.reached - reached)
+        if missing > 0 and now.call.rules[self.level].attn is not None:
+            tokens = grid.height * grid.width
+            for _ in range(missing):
+                now.state.leave_alone(now.call, self.level, REPLACED, x.shape[0], tokens, tokens)
+        return out

@@ -1,1 +1,0 @@
-"""One patch while its model runs: the time, the rules in force, what is decided, matched and kept."""
