@@ -29,9 +29,10 @@ _HELD = 16 << 20  # bytes of what is made for some heads or tokens at a time, a 
 class Attention(NamedTuple):
     """One self-attention call, as its host would compute it.
 
-    q, k, v: views ``[B, S, H, d]`` of all tokens, after norms and positions. k and v may have fewer heads, of which each
-    serves several of the queries' in a row. function: ``(q, k, v, bias) -> out``, the host's own, all ``[B, S, H, d]``,
-    bias ``[B, 1, 1, G]`` or None. scale: what the logits are multiplied by. takes_bias: does the function add a bias?
+    q, k, v: views ``[B, S, H, d]`` of all tokens, after norms and positions. k and v may have fewer heads, each of
+    which serves several of the queries' in a row. function: ``(q, k, v, bias) -> out``, the host's own, all of this
+    shape, bias ``[B, 1, 1, G]`` or None. scale: what the logits are multiplied by. takes_bias: does the function add a
+    bias?
     """
 
     q: torch.Tensor

@@ -18,7 +18,6 @@ from ..merging.plan import MergePlan
 from ..settings.rule import MergeRule
 
 
-
 class JoinedPlan(MergePlan):
     """A plan of a whole sequence. counts: the groups of each window, which lie one after the other."""
 

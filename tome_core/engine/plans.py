@@ -1,4 +1,4 @@
-"""The plans of an attention: what is kept of earlier steps, else a new match, one for all copies that guidance makes."""
+"""The plans of an attention: what is kept of earlier steps, else a new match, one for all copies of guidance."""
 
 from __future__ import annotations
 

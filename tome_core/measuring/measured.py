@@ -17,9 +17,8 @@ from ..models.wrap_set import wraps_on
 from ..reporting.gains import KNOWN, PIXELS, Case, Gain, nearest
 from .example_inputs import CallUNet, call_of, latents, pictures_in
 from .fingerprint import attention_of, device_of, dtype_of, model_of, rules_of, versions, widths_of
-from .pays import Pays
 from .measure import ROUNDS, STEPS, Timer, time_calls, whereabouts, why_not_now
-
+from .pays import Pays
 
 _OF_UNETS = "gains are measured of UNets alone; this is a transformer"
 

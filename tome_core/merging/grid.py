@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 import torch
 
-from ..compiling import compiles_here
-
 _MASK = 0x7FFFFFFF  # 31 bits: a product with a 31-bit constant then fits int64 on every device
 
 
@@ -85,7 +83,7 @@ _MOST = 64  # of what is remembered
 
 def reuse(make: Callable[..., tuple[torch.Tensor, ...]], x: torch.Tensor, *args: Hashable) -> tuple[torch.Tensor, ...]:
     """``make(*args, device of x)``, remembered, but not what a compiled graph, a CUDA graph or a tracer makes."""
-    plain = type(x) is torch.Tensor and not x.is_meta and not (torch.compiler.is_compiling() and compiles_here())
+    plain = type(x) is torch.Tensor and not x.is_meta
     if not plain or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
         return make(*args, x.device)
     key = (make, *args, x.device)

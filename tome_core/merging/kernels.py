@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..compiling import compiles_here
-
 _log = logging.getLogger(__name__)
 DEVICES = ("cuda", "xpu")  # torch calls AMD's GPUs cuda too
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -52,7 +50,7 @@ def ready_for_halves(x: torch.Tensor) -> bool:
 
 def available(device: torch.device) -> bool:
     """Whether there are kernels for this device."""
-    if device.type not in DEVICES or (torch.compiler.is_compiling() and compiles_here()) or torch.jit.is_tracing():
+    if device.type not in DEVICES or torch.jit.is_tracing():
         return False
     return _supports(device) and _module() is not None
 

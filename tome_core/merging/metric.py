@@ -7,44 +7,12 @@ look at. Measured on trained models, at a sixteenth of the attention work: input
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
-from torch import nn
 
 from . import kernels
 
 METRICS = ("input", "keys", "keys+values")
 BY_DISTANCE = ("keys", "keys+values")
-
-
-def tokens_to_compare(
-    block: nn.Module, x: torch.Tensor, metric: str, made: Sequence[torch.Tensor] | None = None
-) -> torch.Tensor:
-    """The tokens as a match compares them: ``[B, N, D]``, without gradient.
-
-    x: the block's input ``[B, N, C]``. made: the tokens' keys and values, where they are there. A block
-    without the usual norm or projections is compared as far along as it goes.
-    """
-    if metric == "input":
-        return x
-    parts = 1 if metric == "keys" else 2
-    with torch.no_grad():
-        if made is None:
-            norm, attention = getattr(block, "norm1", None), block.attn1
-            if not isinstance(norm, nn.LayerNorm):
-                return x
-            x = norm(x)
-            if not _makes_keys_of(attention, x):
-                return x
-            made = (attention.to_k(x),) if parts == 1 else (attention.to_k(x), attention.to_v(x))
-        return of_unit_spread(*made[:parts])
-
-
-def _makes_keys_of(attention: nn.Module, x: torch.Tensor) -> bool:
-    """Not where its keys are the prompt's, as in blocks that are told to do without self-attention."""
-    made = [getattr(attention, name, None) for name in ("to_k", "to_v")]
-    return all(one is not None and getattr(one, "in_features", x.shape[2]) == x.shape[2] for one in made)
 
 
 def of_unit_spread(*parts: torch.Tensor) -> torch.Tensor:

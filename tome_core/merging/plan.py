@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
-from ..compiling import compiles_here
 from . import kernels
 
 MergeMode = Literal["mean", "pick"]
@@ -23,7 +22,7 @@ EMPTY_LOGIT = -1000.0  # of a group without tokens: its weight is 0 after the so
 def without_autocast(x: torch.Tensor) -> AbstractContextManager[Any]:
     """What is compared or summed keeps the precision it has; there is no autocast on the meta device."""
     kind = x.device.type
-    if x.is_meta or not ((torch.compiler.is_compiling() and compiles_here()) or torch.is_autocast_enabled(kind)):
+    if x.is_meta or not torch.is_autocast_enabled(kind):
         return nullcontext()
     return torch.autocast(kind, enabled=False)
 
@@ -173,14 +172,6 @@ class MergePlan:
         flat = F.embedding(self._flat_groups(batch), y.reshape(batch * groups, channels))
         return flat.view(batch, self.num_tokens, channels)
 
-    def pieces(self, batch: int) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """What `of_pieces` makes this plan of again, for a batch: int64 tensors, and float32 sizes ``[B, G]``.
-
-        group ``[B, N]``; on CUDA the order ``[B * N]`` of the tokens and each group's start ``[B * G + 1]`` too.
-        """
-        group, sizes = self.group.expand(batch, -1), self._count().expand(batch, -1)
-        return [group, *(self._flat_segments(batch) if group.is_cuda else ())], sizes
-
     def _count(self) -> torch.Tensor:
         """Sizes in float32, in which they are used, exact up to 2**24 tokens. (MPS adds no int64.)"""
         if self._sizes is None and not self._count_by_kernel():
@@ -258,15 +249,6 @@ class MergePlan:
         order, offsets = self._sort()
         first = order[offsets[:-1].clamp(max=order.shape[0] - 1)].view(-1, self.num_groups) % self.num_tokens
         return take_rows(x, first).masked_fill(self.empty[..., None], 0)
-
-
-def of_pieces(integers: list[torch.Tensor], sizes: torch.Tensor) -> MergePlan:
-    """The plan that `MergePlan.pieces` gave these, flat as they may be but for the group. Sorts and counts nothing."""
-    plan = MergePlan(integers[0], sizes.shape[1])
-    plan._sizes = sizes
-    if len(integers) > 1:
-        plan._own_segments = integers[1], integers[2]
-    return plan
 
 
 def _segments(group: torch.Tensor, num_groups: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -40,7 +40,7 @@ _now = _Now()
 
 
 def answering(answer: Answer | None) -> Answer | None:
-    """From now on this thread's exchanged functions ask ``answer``, or nobody for None. Returns who was asked before."""
+    """From now on this thread's exchanged functions ask ``answer``, none for None. Returns what they asked before."""
     before, _now.answer = _now.answer, answer
     return before
 
@@ -49,8 +49,8 @@ class Asked:
     """One call of an attention function that has not been computed.
 
     q, k, v: views ``[B, S, H, d]``. mask: as it came along. scale: as it came, None for the function's own. plain: the
-    call asks for nothing but attention. by_head, gqa, backend: what an operator of a compiled graph is told besides. is_flat: heads lie within
-    the batch, until `split`.
+    call asks for nothing but attention. by_head, gqa, backend: what an operator of a compiled graph is told besides.
+    is_flat: heads lie within the batch, until `split`.
     """
 
     by_head, gqa, backend = False, False, ""
@@ -275,7 +275,7 @@ _BY_NAME: dict[str, Callable[..., Asked]] = {"dispatch_attention_fn": _ByDispatc
 
 
 def register_name(name: str, asked: Callable[..., Asked] = ByHeads) -> None:
-    """Make known that code which calls a global of this name calls an attention function. asked: reads its arguments."""
+    """Make known that a global of this name is an attention function. asked: reads its arguments."""
     _BY_NAME[name] = asked
     _code_of.cache_clear()
     _processor_class.cache_clear()

@@ -6,7 +6,7 @@ While a compiler traces, each puts an operator of `compiled` into the graph, whi
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from typing import Any
 
@@ -216,7 +216,7 @@ class AttentionSite(NumberedSite):
         now = calls.in_graph if whole else calls.now
         q, k, v = (one.transpose(1, 2) for one in (q, k, v)) if by_head else (q, k, v)
         more = {"backend": backend} if backend else {}
-        before = answering(None if now is None else partial(self._answer, now))
+        before = answering(None if now is None else self._answer(now, []))
         try:
             again = way_of(self.target).code.again
             out = again(q, k, v, attn_mask=mask, scale=scale, enable_gqa=gqa, **more)
@@ -232,7 +232,7 @@ class AttentionSite(NumberedSite):
             return self._merge_by_hand(by_hand, now, args, kwargs)
         way = way_of(target) if own else None
         asked: list[Asked] = []
-        before = answering(partial(self._answer, now, seen=asked))
+        before = answering(self._answer(now, asked))
         try:
             if way is not None:
                 out = way.run(target, *args, **kwargs)
@@ -245,32 +245,10 @@ class AttentionSite(NumberedSite):
             self._leave_alone(now, f"{self._what_computes()} calls no attention function that is known", args, kwargs)
         return out
 
-    def _answer(self, now: ModelCall, asked: Asked, seen: list[Asked] | None = None) -> torch.Tensor:
-        """What the attention function would have given."""
-        if seen is not None:
-            seen.append(asked)
-        if asked.is_flat:
-            asked.split(self.target.heads)
-        q, k = asked.q, asked.k
-        if k.shape[1] != q.shape[1]:  # to a prompt, or to a picture that an adapter has brought
-            return asked.unmerged()
-        rows = _rows_seen(asked.mask, q) if asked.mask is not None else None
-        layout = self.layout(now, q.shape[1] if rows is None or isinstance(rows, str) else len(rows))
-        takes_bias = None
-        why = MORE if not asked.plain else rows if isinstance(rows, str) else layout if isinstance(layout, str) else ""
-        if not why:
-            takes_bias = asked.takes_bias()
-            why = _NOT_ATTENTION if takes_bias is None else ""
-        if why:
-            now.state.leave_alone(now.call, self.level, why, q.shape[0], q.shape[1], k.shape[1])
-            return asked.unmerged()
-        attention = asked.attention(takes_bias)
-        if rows is not None:
-            attention = attention._replace(**{name: getattr(attention, name)[:, rows] for name in "qkv"})
-        out = now.state.attend(now.call, self.path, self.level, layout, attention)
-        if out is None:
-            return asked.unmerged()
-        return asked.give_back(out if rows is None else _spread(out, rows, q.shape[1]))
+    def _answer(self, now: ModelCall, seen: list[Asked]) -> Callable[[Asked], torch.Tensor]:
+        """Answers what the attention asks of its function. seen: what it has asked, filled in."""
+        heads = getattr(self.target, "heads", 1)
+        return partial(answer, now.state, now.call, self.path, self.level, heads, partial(self.layout, now), seen)
 
     def _merge_by_hand(self, known: ByHand, now: ModelCall, args: tuple, kwargs: dict[str, Any]) -> Any:
         """An attention without a function: its projections' results, and its own code on a stand-in."""
@@ -314,7 +292,8 @@ class AttentionSite(NumberedSite):
 
     def _description(self) -> ByHand | None:
         processor = getattr(self.target, "processor", None)
-        return known_of(type(self.target).forward) or (processor is not None and known_of(type(processor).__call__)) or None
+        known = known_of(type(self.target).forward)
+        return known_of(type(processor).__call__) if known is None and processor is not None else known
 
     def _what_computes(self) -> str:
         """The function in the attention's place, in a reason."""
@@ -359,6 +338,43 @@ class AttentionSite(NumberedSite):
             state.ledger.note_traced(self.level, MORE)
             return asked.unmerged()
         return compiled.attend(begun, self.number, asked)
+
+
+def answer(
+    state: State, call: Call, name: Hashable, level: int, heads: int, layout_of: Callable[[int], Layout | str],
+    seen: list[Asked], asked: Asked,
+) -> torch.Tensor:  # fmt: skip
+    """What an attention function would have given, in its host's form.
+
+    Args:
+        state, call, name, level: as of `State.attend`.
+        heads: of the attention, if they lie within the batch.
+        layout_of: where the picture's tokens lie among so many, or why that is not known.
+        seen: the call is added to it.
+        asked: the call.
+    """
+    seen.append(asked)
+    if asked.is_flat:
+        asked.split(heads)
+    q, k, mask, rows, why = asked.q, asked.k, asked.mask, None, ""
+    if k.shape[1] != q.shape[1]:  # to a prompt, or to a picture that an adapter has brought
+        return asked.unmerged()
+    if mask is not None:
+        rows = _rows_seen(mask, q)
+        why, rows = (rows, None) if isinstance(rows, str) else ("", rows)
+    layout = layout_of(q.shape[1] if rows is None else len(rows))
+    why = why or (layout if isinstance(layout, str) else "" if asked.plain else MORE)
+    takes_bias = None if why else asked.takes_bias()
+    if takes_bias is None:
+        state.leave_alone(call, level, why or _NOT_ATTENTION, q.shape[0], q.shape[1], k.shape[1])
+        return asked.unmerged()
+    attention = asked.attention(takes_bias)
+    if rows is not None:
+        attention = attention._replace(**{one: getattr(attention, one)[:, rows] for one in "qkv"})
+    out = state.attend(call, name, level, layout, attention)
+    if out is None:
+        return asked.unmerged()
+    return asked.give_back(out if rows is None else _spread(out, rows, q.shape[1]))
 
 
 def _rows_seen(mask: torch.Tensor, q: torch.Tensor) -> torch.Tensor | str | None:

@@ -86,7 +86,8 @@ class PartSite(Wrap):
         block = self.shared.calls.block
         if block is None or getattr(block.now.call.rules[self.level], self.part) is None:
             return self.original(*args, **kwargs)
-        out = _run_around(self, block, self.part, args, kwargs, _problem_of(self.part, self.target, block, args, kwargs))
+        problem = _problem_of(self.part, self.target, block, args, kwargs)
+        out = _run_around(self, block, self.part, args, kwargs, problem)
         return self.original(*args, **kwargs) if out is None else out
 
     def _note_traced(self) -> None:

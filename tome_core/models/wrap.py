@@ -160,7 +160,7 @@ def _unpickle(name: str) -> Wrap:
 
 
 def drop_remains(target: Any) -> None:
-    """Take off our wraps that were removed beneath another's, which has put them back on leaving, and those of a copy."""
+    """Take off our wraps that another's has put back on leaving, and those of a copy."""
     with patch_lock:
         for slot in ("forward", "_forward", "_old_forward", "progress_bar", "scale_model_input"):
             wrap = wrap_of(vars(target).get(slot))

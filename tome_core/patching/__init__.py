@@ -54,8 +54,9 @@ def patch(
     handle.take_the_place_of(handle_on(models[0]))
     if not host_clock and config.uses_percent and not handle.knows_schedule:
         logger.warning(
-            "Merging is limited in percent or beta, which a bare model does not know: call handle.set_time(percent=...) "
-            "before each step, patch the pipeline instead, or use min_timestep and max_timestep."
+            "Merging is limited in percent or beta, which a bare model does not know: call "
+            "handle.set_time(percent=...) before each step, patch the pipeline instead, or use min_timestep and "
+            "max_timestep."
         )
     for note in handle._notes:
         logger.warning("%s", note)
@@ -67,8 +68,8 @@ def patch(
 @cache
 def _warn_once() -> None:
     logger.warning(
-        "transformers' strengths and presets were chosen on one small transformer of Flux's layout; nobody has measured "
-        "what they change in this model, so look at your pictures"
+        "transformers' strengths and presets were chosen on one small transformer of Flux's layout; nobody has "
+        "measured what they change in this model, so look at your pictures"
     )
 
 

@@ -50,7 +50,8 @@ class Patch(Nested, Measured, State):
         downsamples = self.adapter.downsamples
         self._levels = {level for level, covered in enumerate(self._covered) if covered}
         rules = [rule for rule in self.clock.rules if not rule.is_off and around_of(rule)]
-        self._around = {level for level in self._levels if any(reaches(rule, level, downsamples[level]) for rule in rules)}
+        reached = {level for level in self._levels for rule in rules if reaches(rule, level, downsamples[level])}
+        self._around = reached
         self._outside = []
         self.handed = None
         with suppress(TypeError):  # nothing that can be referred to weakly
@@ -133,7 +134,7 @@ class Patch(Nested, Measured, State):
         return handle_on(self.model)
 
     def __reduce__(self) -> tuple:
-        raise TypeError("a patch belongs to its model and cannot be copied or pickled; copy the model and patch the copy")
+        raise TypeError("a patch belongs to its model and cannot be copied or pickled; patch the copy of the model")
 
     def __deepcopy__(self, memo: dict) -> None:
         return None  # in whatever holds a patched model

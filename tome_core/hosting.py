@@ -1,0 +1,62 @@
+"""All that a host may use: `comfy_nodes` and `extension` import nothing deeper.
+
+A host either patches a model (`patch`, `Patch`), which puts wraps on it, or stands where its attentions are called:
+then it takes a `State`, opens each call of the model with `begin`, and hands each attention to `answer`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .attention.by_hand import ByHand, ForwardOnStandIn, StandIn, full_name, register
+from .engine.call import Call, MergeMap
+from .engine.state import State
+from .measuring.measure import clock_for
+from .merging.grid import Grid
+from .merging.layout import Layout
+from .models.find import adapter_of, find_models
+from .models.foreign_wrappers import register_wrapper
+from .models.intercept import ByHeads, register_name
+from .models.sites import answer
+from .models.unet_blocks import UnsupportedModelError, find_unet, is_kind
+from .models.wrap_set import forget_all
+from .patching import layout_of, patch
+from .patching.handle import Patch
+from .reporting import gains
+from .reporting.gains import Gain
+from .reporting.ledger import LevelTally
+from .reporting.report import Report
+from .reporting.report_text import count
+from .settings import form
+from .settings.config import MergeConfig
+from .settings.noise import STABLE_DIFFUSION
+from .settings.presets import DEFAULT, LAYOUTS, MARKS, SD, SDXL, TRANSFORMER, preset, strength
+from .settings.rule import SEED_LIMIT
+
+
+def patch_of(model: Any, config: MergeConfig) -> Patch:
+    """A patch that is not put on: a `State` with the levels of this UNet, which can be asked and measured.
+
+    Raises UnsupportedModelError or TypeError as `patch` does.
+    """
+    return Patch(find_models(model), config)
+
+
+def state_of(config: MergeConfig, downsample: int, blocks: int = 0) -> State:
+    """A `State` for a transformer of a host's own.
+
+    Args:
+        config: the settings.
+        downsample: latent places for each token, along a side.
+        blocks: how many attentions over the picture's tokens a call has; 0 if that is not known.
+    """
+    return State(config, [LevelTally(downsample, blocks)])
+
+
+__all__ = [
+    "DEFAULT", "LAYOUTS", "MARKS", "SD", "SDXL", "SEED_LIMIT", "STABLE_DIFFUSION", "TRANSFORMER", "ByHand", "ByHeads",
+    "Call", "ForwardOnStandIn", "Gain", "Grid", "Layout", "MergeConfig", "MergeMap", "Patch", "Report", "StandIn",
+    "State", "UnsupportedModelError", "adapter_of", "answer", "clock_for", "count", "find_unet", "forget_all", "form",
+    "full_name", "gains", "is_kind", "layout_of", "patch", "patch_of", "preset", "register", "register_name",
+    "register_wrapper", "state_of", "strength",
+]  # fmt: skip
