@@ -7,7 +7,6 @@ True
 """
 
 from . import sequence
-from .graphs import Capture, capture
 from .merging.plan import MergePlan
 from .model.families import UnsupportedModelError
 from .patching import apply_patch, patch, remove_patch, report
@@ -26,7 +25,6 @@ __version__ = "0.2.0"
 
 __all__ = [
     "PRESETS",
-    "Capture",
     "Gain",
     "MergeConfig",
     "MergePlan",
@@ -36,7 +34,6 @@ __all__ = [
     "Report",
     "UnsupportedModelError",
     "apply_patch",
-    "capture",
     "describe_settings",
     "form",
     "gains",

@@ -28,10 +28,9 @@ MAY_IMPORT = {
     "sequence": {"attention", "merging", "reporting", "running", "settings"},
     "transformers": {"merging", "model", "reporting", "running", "sequence", "settings"},
     "patching": {"measuring", "model", "reporting", "running", "settings", "transformers", "unet"},
-    "graphs": {"merging", "model", "reporting", "running", "unet"},
     "diffusers_hooks": {"model", "patching", "running", "settings", "transformers"},
     "bench": {"attention", "merging", "patching", "settings"},
-    "__init__": {"graphs", "merging", "model", "patching", "reporting", "sequence", "settings"},
+    "__init__": {"merging", "model", "patching", "reporting", "sequence", "settings"},
 }
 BELOW_ALL = "compiling"  # what all of them may import, and what imports none
 # what a module may import beside torch and the standard library: its one importer does without it where it is missing

@@ -49,7 +49,6 @@ WAYS = {
     "python -m tome_core.bench --device cuda --dtype float16": Way("--repeats 1", needs=GPU),
     "python -m benchmarks.speed": Way(f"--smoke --suites calls --variants ours {TO}"),
     "python -m benchmarks.speed --device cuda": Way(f"--smoke {TO}", needs=GPU),
-    "python -m benchmarks.speed --variants captured ours": Way(f"--smoke --suites calls {TO}"),
     "python -m benchmarks.speed --help": Way(),
     "python -m benchmarks.report FILE...": Way(fill=(("FILE...", "{new}/front.json"),)),
     "python -m benchmarks.cases": Way(f"--cases '1 step' --pictures 1 {SMALL}"),

@@ -173,10 +173,7 @@ class Stage:
 
     def _on(self, layer: tuple[str, int]) -> None:
         name, seed = layer
-        if self.merges or not layers.LAYERS[name].is_ours:
-            self.on.append(layers.put_on(name, self.model, seed))
-        else:
-            self.on.append(contextlib.nullcontext())
+        self.on.append(layers.put_on(name, self.model, seed))
 
     def _off(self, number: int) -> None:
         if self.on and not self.session.has_hook:

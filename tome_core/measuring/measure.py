@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..model.families import brings_compiled, is_compiled
-from ..model.switch import CAPTURE, inside
+from ..model.switch import inside
 from ..model.wrap import is_wrapped_by_others
 from ..running.run import Run
 
@@ -32,8 +32,6 @@ def why_not_now(unet: nn.Module, run: Run, handed: Any = None) -> str:
         return "a sampling goes on; measure before it or after it"
     if is_compiled(unet) or brings_compiled(handed):
         return "the UNet is compiled, and compiled calls are not measured; measure before compiling it"
-    if CAPTURE in vars(unet):
-        return "the UNet is captured, and calls that are replayed are not measured; remove that first"
     # by chance: a host that never trains may leave its UNet in training, in which nothing is dropped
     if any(isinstance(one, nn.Dropout) and one.training and one.p > 0 for one in unet.modules()):
         return "the UNet is in training, whose calls draw random numbers; call its eval() first"

@@ -95,8 +95,6 @@ class Switch:
         _ALL.add(self)
 
 
-CAPTURE = "_tome_core_capture"  # of a UNet: who replays its calls, if anybody
-
 _ALL: weakref.WeakSet[Switch] = weakref.WeakSet()
 _OF_UNET: weakref.WeakKeyDictionary[nn.Module, Switch] = weakref.WeakKeyDictionary()
 _guard = threading.RLock()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import index
 from typing import Any
@@ -32,14 +30,6 @@ class Tally:
     routes: Counter = field(default_factory=Counter)
     work_full: int = 0
     work_left: int = 0
-
-    def add(self, other: Tally) -> None:
-        """Count what another has counted."""
-        self.merged.update(other.merged)
-        self.skipped.update(other.skipped)
-        self.routes.update(other.routes)
-        self.work_full += other.work_full
-        self.work_left += other.work_left
 
 
 @dataclass
@@ -72,23 +62,6 @@ class Ledger:
         self.calls = 0
         for tally in self.levels:
             tally.phases.clear()
-
-    @contextmanager
-    def aside(self) -> Iterator[Ledger]:
-        """While in here calls are counted in a ledger of their own, which is given; see `add`."""
-        levels = self.levels
-        own = Ledger([LevelTally(tally.downsample, tally.blocks) for tally in levels], ())
-        self.levels = own.levels
-        try:
-            yield own
-        finally:
-            self.levels = levels
-
-    def add(self, other: Ledger, call: Any) -> None:
-        """Count for this call what was counted in another ledger, for one that did the same."""
-        for tally, more in zip(self.levels, other.levels, strict=True):
-            for counted in more.phases.values():
-                tally.phases[call.phase].add(counted)
 
     def merge(
         self, call: Any, level: int, part: str, before: tuple[int, int, int], after: tuple[int, int], route: str = ""

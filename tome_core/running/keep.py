@@ -32,14 +32,10 @@ class Shared(NamedTuple):
 
 
 class Kept:
-    """A block's plans, the timestep they were made at, the rule they were made for, and the device they lie on.
-
-    home: where graphs have put the plans (`graphs.plan_buffers`), None where they are nobody else's.
-    """
+    """A block's plans, the timestep they were made at, the rule they were made for, and the device they lie on."""
 
     def __init__(self, plans: Any, timestep: float, rule: Any, device: torch.device) -> None:
         self.plans, self.timestep, self.rule, self.device = plans, timestep, rule, device
-        self.home: Any = None
 
 
 class Found(NamedTuple):

@@ -112,14 +112,13 @@ class Run:
             self.now = self._at(mine.told)
 
     def begin(
-        self, timestep: Any, latent: Any, thread: int | None, begun: torch.Tensor | None = None, replayed: bool = False,
-        called: Hashable = None,
-    ) -> Call:  # fmt: skip
+        self, timestep: Any, latent: Any, thread: int | None, begun: torch.Tensor | None = None, called: Hashable = None
+    ) -> Call:
         """A call of the UNet starts; these are its arguments.
 
         timestep: a number, or a tensor ``[]`` or ``[B]``. latent: ``[B, C, H, W]`` or ``[B, C, frames, H, W]``, only
-        its size is looked at. thread: that calls; None where a compiler traces. begun: see `Call`. replayed: from a
-        graph of `graphs`, so that no device waits for its host. called: as of `Sampling.next_call`.
+        its size is looked at. thread: that calls; None where a compiler traces. begun: see `Call`. called: as of
+        `Sampling.next_call`.
         """
         now, kept, captured = self.now, None, False
         if thread is not None and is_mapped():
@@ -140,7 +139,7 @@ class Run:
             pixels = latent.shape[-2] * latent.shape[-1] * PIXELS**2
             rules = self.clock.for_pixels(now.live, pixels)
         why_off = now.why_off
-        if self.latch is not None and thread is not None and not (captured or replayed):  # no graph waits for its host
+        if self.latch is not None and thread is not None and not captured:  # no graph waits for its host
             rules, why_off = self.latch.apply(rules, why_off, latent, self.clock.apply_gate)
         return Call(self, thread, timestep, rules, why_off, kept, begun, now.phase)
 

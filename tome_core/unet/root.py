@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..compiling import compiles_here
-from ..model.switch import CAPTURE, Switch, inside
+from ..model.switch import Switch, inside
 from ..running.call import Call
 from ..running.operators import NumberedSite
 from ..running.run import Run
@@ -71,7 +71,7 @@ class UNetSite(NumberedSite):
         asks = thread is None and run.keeps and bool(in_graph.OPERATORS.made) and torch.is_tensor(latent)
         if asks and not torch.is_grad_enabled():  # a graph of the whole UNet asks for plans
             begun = in_graph.OPERATORS.made["begin"](self.number, latent, stamp if torch.is_tensor(stamp) else None)
-        return self._under(run.begin(stamp, latent, thread, begun, CAPTURE in vars(self.target)), args, kwargs)
+        return self._under(run.begin(stamp, latent, thread, begun), args, kwargs)
 
     def begins(self, latent: torch.Tensor, stamp: torch.Tensor | None) -> None:
         """A call of the UNet, compiled as a whole, begins; its graph says so."""
@@ -94,13 +94,11 @@ class UNetSite(NumberedSite):
             switch.call, switch.grid, switch.block = before
 
     def _make_call(self, call: Call | None, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """By whoever replays calls, if anybody does."""
         if torch.compiler.is_compiling() and compiles_here():
             return self.original(*args, **kwargs)
         inside.plain += call is None
         try:
-            capture = vars(self.target).get(CAPTURE)
-            return self.original(*args, **kwargs) if capture is None else capture.call(self, call, args, kwargs)
+            return self.original(*args, **kwargs)
         finally:
             inside.plain -= call is None
 
