@@ -28,14 +28,12 @@ MAY_IMPORT = {
     "sequence": {"attention", "merging", "reporting", "running", "settings"},
     "transformers": {"merging", "model", "reporting", "running", "sequence", "settings"},
     "patching": {"measuring", "model", "reporting", "running", "settings", "transformers", "unet"},
-    "diffusers_hooks": {"model", "patching", "running", "settings", "transformers"},
     "bench": {"attention", "merging", "patching", "settings"},
     "__init__": {"merging", "model", "patching", "reporting", "sequence", "settings"},
 }
 BELOW_ALL = "compiling"  # what all of them may import, and what imports none
 # what a module may import beside torch and the standard library: its one importer does without it where it is missing
-OPTIONAL = {f"merging/triton_kernels{which}": {"triton"} for which in ("", "_correction", "_groups")} | {
-    "diffusers_hooks/__init__": {"diffusers"}, "diffusers_hooks/model_hook": {"diffusers"}}
+OPTIONAL = {f"merging/triton_kernels{which}": {"triton"} for which in ("", "_correction", "_groups")}
 # which hosts a host may import beside itself: benchmarks measure the demo's models and what upstream offers
 HOSTS = {"extension": set(), "comfy_nodes": set(), "demo": set(), "upstream": set(), "benchmarks": {"demo", "upstream"}}
 # what a file asks for by name in a host's own Python, as the host's extension does
