@@ -6,7 +6,6 @@ lives as long as its UNet, patched or not, and holds no module.
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -48,7 +47,6 @@ class Switch:
         self.lock = threading.RLock()
         self.later: list[Callable[[], None]] = []
         self.resting: Any = None
-        _ALL.add(self)
 
     def current(self) -> Any:
         """The run in force in this thread, or None. A compiler sees no threads."""
@@ -92,10 +90,8 @@ class Switch:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, lock=threading.RLock())
-        _ALL.add(self)
 
 
-_ALL: weakref.WeakSet[Switch] = weakref.WeakSet()
 _OF_UNET: weakref.WeakKeyDictionary[nn.Module, Switch] = weakref.WeakKeyDictionary()
 _guard = threading.RLock()
 
@@ -120,21 +116,7 @@ def adopt(unet: nn.Module, switch: Switch) -> None:
 def let_go() -> None:
     """Forget what rests on any UNet, for whoever unloads this copy of the engine.
 
-    Python calls `_in_child` as long as the process lives, and through it would hold all that a UNet still loaded has.
+    Torch holds the operators of a process's first copy for ever, and by way of them what rests on a UNet still loaded.
     """
     with patch_lock():
         _OF_UNET.clear()
-
-
-def _in_child() -> None:
-    global _guard
-    _guard = threading.RLock()
-    inside.depth = inside.plain = 0
-    for switch in list(_ALL):
-        switch.lock = threading.RLock()
-        if switch.call is not None and switch.call.thread != threading.get_ident():  # a thread that is not in the child
-            switch.call = switch.grid = switch.block = None
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_in_child)
