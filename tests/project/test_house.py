@@ -37,8 +37,8 @@ BELOW_ALL = "compiling"  # what all of them may import, and what imports none
 # what a module may import beside torch and the standard library: its one importer does without it where it is missing
 OPTIONAL = {f"merging/triton_kernels{which}": {"triton"} for which in ("", "_correction", "_groups")} | {
     "diffusers_hooks/__init__": {"diffusers"}, "diffusers_hooks/model_hook": {"diffusers"}}
-# which hosts a host may import beside itself: benchmarks measure the demo's models and what upstream offers
-HOSTS = {"extension": set(), "comfy_nodes": set(), "demo": set(), "upstream": set(), "benchmarks": {"demo", "upstream"}}
+# which hosts a host may import beside itself: benchmarks measure the demo's models
+HOSTS = {"extension": set(), "comfy_nodes": set(), "demo": set(), "benchmarks": {"demo"}}
 # what a file asks for by name in a host's own Python, as the host's extension does
 IN_A_HOSTS_PYTHON = {
     "benchmarks/stack_comfyui_call.py": {"comfy_nodes.nodes"},

@@ -18,7 +18,7 @@ from tests.samplings import pipeline_of
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md"))), "demo/README.md",
-         "upstream/README.md", "CONTRIBUTING.md")  # fmt: skip
+         "CONTRIBUTING.md")  # fmt: skip
 ONE_MODEL = "--model demo/scenes128.safetensors"
 FRONT = "benchmarks/results/front-cpu-2026-11-22.json"
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -62,9 +62,6 @@ WAYS = {
     "python -m benchmarks.quality --list": Way(),
     "python -m benchmarks.quality --all": Way("--list"),
     "python -m benchmarks.quality --variants NAME": Way("--list", (("NAME", "sized-0.5"),)),
-    # of upstream/README.md, in the words of its run
-    "python -m benchmarks.quality --model demo/scenes128.safetensors --noised 2 --pictures 1 --steps 5 --no-clock "
-    "--variants smallest-0.75 smallest-0.9375 tomesd-0.5 tomesd-0.75 preset-quality preset-balanced": Way("--list"),
     "python -m benchmarks.quality --model DIR": Way(
         f"--smallest --prompts {{new}}/prompts.txt --pictures 1 {TO}", (("DIR", "{pipeline}"),)
     ),
@@ -123,7 +120,6 @@ ELSEWHERE = {
     "python -m pytest tests/engine/transformers/test_diffusers_transformers.py": (
         "tests/engine/transformers/test_diffusers_transformers.py", "def test_"
     ),
-    "python -m pytest tests/project/test_upstream.py": ("tests/project/test_upstream.py", "def test_"),
     "python -m benchmarks.quality --model demo/scenes-sdxl.safetensors --noised 4 --pictures 4": (
         "tests/demo/test_model_layouts.py", "Amounts("
     ),
