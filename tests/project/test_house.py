@@ -30,7 +30,6 @@ MAY_IMPORT = {
     "patching": {"measuring", "model", "reporting", "running", "settings", "transformers", "unet"},
     "graphs": {"merging", "model", "reporting", "running", "unet"},
     "diffusers_hooks": {"model", "patching", "running", "settings", "transformers"},
-    "bench": {"attention", "merging", "patching", "settings"},
     "__init__": {"graphs", "merging", "model", "patching", "reporting", "sequence", "settings"},
 }
 BELOW_ALL = "compiling"  # what all of them may import, and what imports none
@@ -133,7 +132,7 @@ def test_no_test_imports_another():
 
 def test_importing_the_engine_does_nothing_but_define_and_imports_nothing_optional():
     code = "import sys, torch, logging; before = len(logging.root.handlers); state = torch.get_rng_state();" \
-        "known = set(sys.modules); import tome_core, tome_core.bench;" \
+        "known = set(sys.modules); import tome_core;" \
         "assert torch.equal(torch.get_rng_state(), state) and len(logging.root.handlers) == before;" \
         "assert not [name for name in set(sys.modules) - known if name.split('.')[-1].startswith('triton')]"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)

@@ -46,7 +46,6 @@ WAYS = {
     "python install.py demo --output demo/demo.png": Way("--strength 0.5 --steps 1 --device cpu --output {new}/a.png"),
     "python install.py webui DIR": Way(fill=(("DIR", "{new}/webui"),)),
     "python install.py comfyui DIR": Way(fill=(("DIR", "{new}/comfyui"),)),
-    "python -m tome_core.bench --device cuda --dtype float16": Way("--repeats 1", needs=GPU),
     "python -m benchmarks.speed": Way(f"--smoke --suites calls --variants ours {TO}"),
     "python -m benchmarks.speed --device cuda": Way(f"--smoke {TO}", needs=GPU),
     "python -m benchmarks.speed --variants captured ours": Way(f"--smoke --suites calls {TO}"),
@@ -85,7 +84,7 @@ WAYS = {
     "python -m demo.train --minutes 30 --device cuda --batch 64": Way(SHORT_TRAINING, needs=GPU),
     "python -m demo.train --minutes 60 --coarse 0 --crops 0 --keep-heads --start demo/scenes128.safetensors --seed 3":
         Way(SHORT_TRAINING),
-    "python -m pytest tests/engine/bench/test_on_cuda.py": Way(),
+    "python -m pytest tests/engine/graphs/test_on_cuda.py": Way(),
     "python -m pytest tests/engine/merging/test_plan.py": Way("--collect-only --quiet"),
     "python -m pytest tests/hosts/comfyui": Way(),
     "python -m pytest tests/hosts/webui": Way(),
@@ -106,9 +105,6 @@ ELSEWHERE = {
     **dict.fromkeys(("python install.py test --all", ".ci/run"), (".ci/run", "python3 install.py test --all")),
     'pip download -d DIR ".[demo]"': ("tests/project/test_install.py", '"download", "-d"'),
     "python install.py page": ("tests/demo/test_page.py", '"install.py"), "page"'),
-    "python -m tome_core.bench": ("tests/engine/bench/test_command.py", '"-m", "tome_core.bench"'),
-    "python -m tome_core.bench --json FILE": ("tests/engine/bench/test_command.py", '"--json", str(file)]'),
-    "python -m tome_core.bench --repeats 5 --json FILE": ("tests/engine/bench/test_command.py", '"--json", str(file)]'),
     "python -m benchmarks.speed --dry-run": ("tests/benchmarks/test_speed.py", 'run("--dry-run"'),
     "python -m demo.train --layout sdxl --minutes 600 --start demo/scenes128.safetensors":
         (TRAINING, '"--layout", "sdxl"'),

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import tome_core
+from benchmarks.sd_block import make_block, make_inputs
 from tests.least_unet import TIMES
 from tests.models import TEXT, on_small, sd15
 from tome_core import MergePlan
-from tome_core.bench.sd_block import make_block, make_inputs
 from tome_core.merging import kernels
 from tome_core.merging.grid import Draw, Grid, cells, draw_choices, split_cells
 from tome_core.merging.methods import METHODS, MatchOptions

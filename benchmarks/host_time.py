@@ -17,13 +17,12 @@ from typing import Any
 
 import torch
 
-from ..patching import patch
-from ..patching.handle import Patch
-from ..settings.config import MergeConfig
-from ..settings.presets import DEFAULT
-from .calls import beyond, watch
-from .layouts import BATCH, CHANNELS, LAYOUTS, SIDE, UNetLayout, make_inputs, make_unet
-from .sd_block import as_ldm_model
+from benchmarks.python_calls import beyond, watch
+from benchmarks.sd_block import as_ldm_model
+from benchmarks.tiny_layouts import BATCH, CHANNELS, LAYOUTS, SIDE, UNetLayout, make_inputs, make_unet
+from tome_core import MergeConfig, patch
+from tome_core.patching.handle import Patch
+from tome_core.settings.presets import DEFAULT
 
 _BLOCKS = 16  # of the UNet that is timed: as many as SD1.5 has, one a transformer, but all at the finest level
 _WARM_UP = 4  # calls that are not counted
