@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 
 import pytest
+import tomesd
 import torch
 
 from benchmarks import host_time, python_calls, tiny_layouts
@@ -35,13 +36,30 @@ def _operators(case):
     return counter.by_name
 
 
-def test_times_are_positive_and_without_tomesd_the_table_says_how_to_get_it(monkeypatch):
+def test_times_are_positive_and_the_table_has_every_row(monkeypatch):
     monkeypatch.setattr(host_time, "_BLOCKS", 1)
     monkeypatch.setattr(host_time, "LAYOUTS", {"least": tiny_layouts.UNetLayout(((1,),), (), ())})
-    data = host_time.measure(None, 1) | {"environment": {}}
+    data = host_time.measure(1)
     assert all(value > 0 for value in data["block_us"][host_time.UNMERGED].values())
     assert all(value > 0 for times in data["patch_ms"].values() for value in times.values())
-    assert "pip install tomesd" in host_time.table(data)
+    named = [line.strip().partition("  ")[0] for line in host_time.table(data).splitlines()]
+    for row in (*data["block_us"], *next(iter(data["patch_ms"].values()))):
+        wanted = f"a block, {row}" if row == host_time.UNMERGED else row
+        assert named.count(wanted) == 1 + (row in data["calls"]), row  # timed, and counted
+    assert host_time.TOMESD in data["block_us"]
+    assert all(way["calls"] == sum(way["by"].values()) for way in data["calls"].values())
+
+
+def test_the_command_prints_it(capsys):
+    assert host_time.main(["--repeats", "1"]) == 0
+    said = capsys.readouterr().out
+    assert torch.__version__ in said and all(name in said for name in (*tiny_layouts.LAYOUTS, "changes of file"))
+
+
+def test_a_wrong_option_is_refused(capsys):
+    with pytest.raises(SystemExit) as caught:
+        host_time.main(["--repeats", "0"])
+    assert caught.value.code == 2 and "from 1 up" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("case, most", [
@@ -126,7 +144,6 @@ def test_layouts_are_those_of_the_models():
 
 @pytest.mark.parametrize("layout", tiny_layouts.LAYOUTS.values(), ids=tiny_layouts.LAYOUTS)
 def test_a_layouts_unet_runs_and_tomesd_patches_it(layout):
-    tomesd = pytest.importorskip("tomesd")
     unet, inputs = tiny_layouts.make_unet(layout), tiny_layouts.make_inputs()
     plain = unet(*inputs)
     assert plain.shape == inputs[0].shape
