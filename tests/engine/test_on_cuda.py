@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import tome_core
+from benchmarks.sd_block import make_block, make_inputs
 from tome_core import MergePlan
-from tome_core.bench.sd_block import make_block, make_inputs
 from tome_core.merging import kernels
 from tome_core.merging.grid import Draw, Grid, cells, draw_choices, split_cells
 from tome_core.merging.methods import METHODS, MatchOptions
