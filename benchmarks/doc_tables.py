@@ -8,7 +8,6 @@ below; prose that links to the older one has to follow.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Iterable
@@ -25,7 +24,7 @@ from tome_core.settings.presets import MARKS
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-QUALITY, SPEED, BENCH = "quality-cpu-2026-11-25", "speed-cpu-2026-11-22", "bench-cpu-2026-11-21"
+QUALITY, SPEED = "quality-cpu-2026-11-25", "speed-cpu-2026-11-22"
 TO_CHOOSE_BY, CORRECTION = "front-cpu-2026-11-25", "correction-cpu-2026-11-25"
 TRANSFORMER, SDXL = "transformer-cpu-2026-11-25", "sdxl-cpu-2026-11-25"
 AT_EQUAL_TIME = {
@@ -173,24 +172,6 @@ def speed() -> str:
     ))  # fmt: skip
 
 
-def bench() -> str:
-    """Operations of the engine beside tomesd's."""
-    found = json.loads((results.FOLDER / f"{BENCH}.json").read_text(encoding="utf-8"))
-    small, large, block = found["ms_4096"], found["ms_16384"], found["block_ms_4096"]
-    labels = {"merge": "merge", "unmerge": "unmerge", "match + merge + unmerge": "match, merge and unmerge"}
-    timed = [(f"{label}, 4,096 tokens", small[name]) for name, label in labels.items()]
-    timed += [("match, merge and unmerge, 16,384 tokens", large["match + merge + unmerge"])]
-    timed += [(f"one SD1.5 block, 4,096 tokens ({block['vanilla']:,.0f} ms unmerged), half merged", block)]
-    rows = [(label, _ms(one["ours"]), _ms(one["tomesd"]), f"{one['tomesd'] / one['ours']:.2f} times as fast")
-            for label, one in timed]  # fmt: skip
-    preset, plain, peak = block["preset balanced"], block["vanilla"], found["peak_mib_16384"]
-    rows += [("the same, `balanced`, mean of a picture's 20 steps", _ms(preset), "",
-              f"{plain / preset:.2f} times as fast as unmerged"),
-             ("peak memory of match, merge and unmerge, 16,384 tokens", f"{peak['ours']:.0f} MiB",
-              f"{peak['tomesd']:.0f} MiB", f"{peak['ours'] / peak['tomesd']:.0%} of it")]  # fmt: skip
-    return markdown(("", "ours", "tomesd 0.1.3", "ours is"), rows)
-
-
 def _of_report(columns: tuple[int, ...], *names: str) -> str:
     """Some columns of what `benchmarks.report` writes, without rows whose second cell names a scene model."""
     rows = []
@@ -200,10 +181,6 @@ def _of_report(columns: tuple[int, ...], *names: str) -> str:
         cells = ([line.strip("| ").split(" | ")[one] for one in columns] for line in (head, *lines))
         rows += [one for one in cells if not one[1].startswith("scenes") and one not in rows]
     return markdown(rows[0], rows[1:])
-
-
-def _ms(value: float) -> str:
-    return f"{value:,.2f} ms" if value < 100 else f"{value:,.0f} ms"
 
 
 def _several(values: Iterable[float]) -> str:
@@ -236,7 +213,7 @@ TABLES = {
     "quality": partial(_methods, QUALITY, METHODS),
     "sdxl": partial(_methods, SDXL, METHODS),
     "transformer": partial(_methods, TRANSFORMER, OF_TRANSFORMERS),
-    **{one.__name__: one for one in (equal_time, front, parts, speed, bench)},
+    **{one.__name__: one for one in (equal_time, front, parts, speed)},
     **{name: partial(_of_report, *one) for name, one in SHOWN.items()},
 }
 

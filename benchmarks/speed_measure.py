@@ -133,13 +133,8 @@ class SpeedBench:
         row["roofline"] = {name: bound._asdict() for name, (_, bound) in counted.items()}
         return {**row, "failed": dict(self.failed)}
 
-    def _count(self, name: str) -> tuple[int, Roofline] | None:
-        """Operators and roofline of one eager run: what a compiled one has to compute is the same.
-
-        None of a replayed one, whose operators nobody sees.
-        """
-        if VARIANTS[name].replayed:
-            return None
+    def _count(self, name: str) -> tuple[int, Roofline]:
+        """Operators and roofline of one eager run: what a compiled one has to compute is the same."""
         eager = [getattr(unet, "_orig_mod", unet) for unet in (self._fleet.unets[name], self._fleet.unpatched)]
         with speed_costs.OperatorCount() as counter:
             bound = speed_costs.roofline(self._prepare(name, *eager), self._rates)

@@ -78,8 +78,7 @@ def complete(options: argparse.Namespace) -> argparse.Namespace:
     options.sizes = options.sizes or (list(SIZES) if like_gpu else [512])
     options.rounds = options.rounds or (1 if options.rehearsal else 8 if like_gpu else 5)
     options.steps = min(options.steps, 2) if options.rehearsal else options.steps
-    here = [name for name, one in VARIANTS.items() if like_gpu or options.rehearsal or not one.replayed]
-    options.variants = choose(options.variants or here)
+    options.variants = choose(options.variants or list(VARIANTS))
     if options.minutes is None and options.device == "cuda":
         options.minutes = GPU_MINUTES
     if "tomesd" in options.variants and importlib.util.find_spec("tomesd") is None:

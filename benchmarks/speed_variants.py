@@ -37,8 +37,7 @@ class SpeedVariant(NamedTuple):
 
     apply: patches a UNet. meaning: for the reader of a table. bound: the variant that does the same for free.
     whats: the kinds of cases it is in. keeps: what is timed uses the match of a call before it, which runs untimed
-    first; a compiled model matches anew in each call, so this is in no compiled case. replayed: from CUDA graphs, which
-    a compiled model has of its own, and a CPU none.
+    first; a compiled model matches anew in each call, so this is in no compiled case.
     """
 
     apply: Apply
@@ -46,7 +45,6 @@ class SpeedVariant(NamedTuple):
     bound: str | None = None
     whats: tuple[str, ...] = (CALL, *PICTURES)
     keeps: bool = False
-    replayed: bool = False
 
 
 def attend_half(attend: Callable, hidden_states: torch.Tensor, **named: object) -> torch.Tensor:
@@ -100,14 +98,6 @@ def _preset(name: str, *times: float) -> Apply:
     return apply
 
 
-def _capture(apply: Apply) -> Apply:
-    def apply_and_capture(unet: nn.Module) -> None:
-        apply(unet)
-        tome_core.capture(unet)
-
-    return apply_and_capture
-
-
 def _in_turn(handle: tome_core.Patch, times: Sequence[float]) -> Callable[[int], None]:
     turns, sampling = itertools.cycle(times), object()
 
@@ -152,14 +142,6 @@ VARIANTS: dict[str, SpeedVariant] = {
     "ours, max new": _call("max", _LATE, "max in a step that matches anew: a picture's first"),
     "ours, max renewed": _call("max", _LATE_FAR, "max in a step that renews an older match", True),
     "ours, max kept": _call("max", _LATE_NEAR, "max in a step that keeps a match", True),
-    "captured": SpeedVariant(_capture(_nothing), "the model as it is, replayed from a CUDA graph", replayed=True),
-    "captured, ours": SpeedVariant(
-        _capture(_preset("balanced")), "balanced, replayed from CUDA graphs", None, PICTURES, replayed=True
-    ),
-    "captured, ours late kept": SpeedVariant(
-        _capture(_preset("balanced", *_LATE_NEAR)), "balanced in a late step that keeps a match, replayed", None,
-        (CALL,), keeps=True, replayed=True,
-    ),
     IDEAL: SpeedVariant(
         _in_place(attend_half), "bound: half of the tokens merged at the finest level, and merging costs nothing"
     ),
@@ -177,9 +159,9 @@ def pick_for(case: UNetCase, names: Sequence[str]) -> list[str]:
     """Which of these variants a case compares."""
     found = [name for name in names if case.what in VARIANTS[name].whats]
     if case.what == CALL and not case.is_plain:
-        others = [name for name in found if not (name.startswith("ours") or VARIANTS[name].replayed)]
+        others = [name for name in found if not name.startswith("ours")]
         found = [name for name in found if name in others or name in _FEW_OF_OURS]
-    return [name for name in found if not (case.compiled and (VARIANTS[name].keeps or VARIANTS[name].replayed))]
+    return [name for name in found if not (case.compiled and VARIANTS[name].keeps)]
 
 
 def choose(wanted: Sequence[str]) -> list[str]:

@@ -128,12 +128,6 @@ def _proportional() -> Iterator[Variant]:
             yield _engine(f"sized kv k-means {steps}", _setting(ratio, cell), _kv_rule(ratio, cell, refine=steps))
 
 
-def _upstream() -> Iterator[Variant]:
-    """What is offered to other projects."""
-    for ratio in (0.75, 0.9375):
-        yield Variant("smallest", str(ratio), variants.smallest(ratio))
-
-
 def _schedules() -> Iterator[Variant]:
     """Noisy steps and the rest merged differently. The fourth is the other way round: the literature disagrees."""
     together = {"ratio": 0.75, "use_rand": False}
@@ -170,7 +164,7 @@ def _of_unets(some: Iterable[Variant]) -> Iterator[Variant]:
 def _everything() -> dict[str, Variant]:
     tomesd = [Variant("tomesd", str(ratio), variants.tomesd(ratio), "tomesd", "tomesd") for ratio in RATIOS]
     parts = (_yardsticks_and_controls(), _of_unets(tomesd), _others(), _plain(), _proportional(), _merged_keys(),
-             _of_unets(_apart()), _of_unets(_below()), _of_unets(_upstream()), _schedules())  # fmt: skip
+             _of_unets(_apart()), _of_unets(_below()), _schedules())  # fmt: skip
     return {variant.name: variant for variant in chain(*parts)}
 
 

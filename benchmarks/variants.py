@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 from unittest import mock
 
@@ -15,11 +13,10 @@ from torch import nn
 
 import tome_core
 from benchmarks import networks
-from benchmarks.networks import KINDS, TRANSFORMER, answer_by, at_each_call, finest_blocks, kind_of
+from benchmarks.networks import KINDS, TRANSFORMER, at_each_call, finest_blocks, kind_of
 from benchmarks.reference import Recipe, SequenceReference, as_toma, in_unet
 from tome_core.attention import correction
 from tome_core.model.families import find_blocks
-from upstream import smallest as upstream
 
 Role = Literal["plain", "method", "tomesd", "control", "yardstick"]
 PutOn = Callable[[nn.Module, int], AbstractContextManager]
@@ -111,25 +108,6 @@ def _merging(
                 yield
 
     return put_on
-
-
-def smallest(ratio: float) -> PutOn:
-    """What `upstream/` offers other projects, at the finest level the UNet has; its grid is a square."""
-
-    @contextmanager
-    def put_on(unet: nn.Module, seed: int) -> Iterator[None]:
-        attentions = [place.block.attn1 for place in finest_blocks(unet)]
-        with answer_by({one: partial(_attend_smallest, one, ratio) for one in attentions}):
-            yield
-
-    return put_on
-
-
-def _attend_smallest(attention: nn.Module, ratio: float, x: torch.Tensor, **more: Any) -> torch.Tensor:
-    side = math.isqrt(x.shape[1])
-    group, sizes = upstream._group_tokens(attention.to_k(x), attention.to_v(x), side, side, ratio)
-    more |= {"encoder_hidden_states": upstream._merge_tokens(x, group, sizes), "attention_mask": sizes.log()[:, None]}
-    return type(attention).forward(attention, x, **more)
 
 
 def zero(part: str, levels: tuple[int, ...]) -> PutOn:

@@ -58,7 +58,6 @@ def parser() -> argparse.ArgumentParser:
     add("--prompt", action="append", metavar="TEXT",
         help=f"what to paint; repeat it for several. The embedded model knows {prompt.known_words()}")
     add_model(made)
-    add("--block", action="store_true", help="also time one transformer block of Stable Diffusion 1.5: a minute")
     add("--report", action="store_true", help="also say what each strength merged where")
     add("--output", type=Path, default=OUTPUT, metavar="PNG", help="where the picture goes (default %(default)s)")
     return made
@@ -152,7 +151,6 @@ def _run(options: argparse.Namespace, source) -> None:
     from tqdm import tqdm
 
     from demo import picture, sheet, table
-    from tome_core.bench.command import time_block
 
     texts = options.prompt or source.prompts
     wanted = [picture.Order(texts[i % len(texts)], options.seed + i) for i in range(options.pictures)]
@@ -167,9 +165,6 @@ def _run(options: argparse.Namespace, source) -> None:
     for column in columns[1:] if options.report else ():
         print(f"{column.name}: {column.report}\n")
     print(verdict)
-    if options.block:
-        print("Timing one SD1.5-sized block ...", file=sys.stderr)
-        print(table.block(picture.heading(BALANCED), *time_block()))
     print(f"\nThe pictures side by side: {options.output.resolve()}")
 
 

@@ -10,14 +10,6 @@ from demo.picture import Column, detail, nearness, speed_up
 GAIN = 1.05  # below five per cent nobody notices, and a busy machine's noise is as large
 # of PSNR in dB: about 40 is where people stop to tell pictures apart side by side
 SEEN = ((40, "not to be seen"), (33, "small"), (27, "to be seen"), (float("-inf"), "large"))
-BLOCK = "One SD1.5-sized block (4096 tokens, 320 channels, batch 2, float32 on the CPU)"
-
-
-def block(merging: str, plain: float, merged: float) -> str:
-    """The sentence on one SD1.5-sized transformer block: seconds without merging, and with the one of this name."""
-    gain = plain / merged
-    said = ". Merging gains nothing there on this machine." if gain < GAIN else f", {gain:.2f} times as fast."
-    return f"{BLOCK}: {plain * 1000:.0f} ms without merging, {merged * 1000:.0f} ms with {merging}{said}"
 
 
 def table(columns: list[Column]) -> str:

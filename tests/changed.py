@@ -31,7 +31,7 @@ BESIDE = {
     ".[cg]*ignore": ("project/release",),
     ".ci/*": ("project/readme",),
     ".github/*": ("project/github",),
-    "upstream/*": ("project/upstream",),
+    "docs/methods.md": ("project/smallest_form",),
     "scripts/*": ("extension/shim",),
     "extension/ui.py": ("extension/infotext", "extension/strength_by_layout"),  # test_ui.py has slow ones alone
     "__init__.py": ("comfy_nodes/pack",),

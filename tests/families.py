@@ -11,16 +11,12 @@ every_family = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name
 _OF_ITS_OWN = ("ldm_sd1", "sgm_double", "comfy_double", "sd15", "sdxl", "gligen", "ada_norm_zero", "motion")
 
 
-def families_in_time(*more: str) -> pytest.MarkDecorator:
-    """Most laws' cases: one of each wiring, and `more`, is quick; what differs from it in weights or arguments alone
-    is slow.
-    """
-    quick = (*_OF_ITS_OWN, *more)
-    cases = [pytest.param(case, marks=[pytest.mark.slow] * (case.name not in quick)) for case in CASES]
-    return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
-
-
-every_family_in_time = families_in_time()
+# most laws' cases: one of each wiring is quick; what differs from it in weights or arguments alone is slow
+every_family_in_time = pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.slow] * (case.name not in _OF_ITS_OWN)) for case in CASES],
+    ids=lambda case: case.name,
+)
 
 
 def largest_difference(one: torch.Tensor, other: torch.Tensor) -> float:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from benchmarks.sd_block import SpatialTransformer, UNet
 from tests.samplings import KEPT
 from tome_core import MergeConfig, MergeRule
-from tome_core.bench.sd_block import SpatialTransformer, UNet
 
 TIMES = [999.0 - 50 * step for step in range(20)]
 FEW = (900.0, 860.0, 300.0, 280.0, 230.0)

@@ -89,7 +89,7 @@ def test_merged_keys_lower_the_bound_and_a_match_raises_it():
 
 
 def _block() -> tuple[nn.Module, tuple]:
-    from tome_core.bench.sd_block import make_block, make_inputs
+    from benchmarks.sd_block import make_block, make_inputs
 
     return make_block(), tuple(make_inputs(32, 2, "cpu", torch.float32))
 

@@ -33,13 +33,11 @@ def columns_with(plain, merged):
 
 def test_a_loss_is_called_a_loss():
     assert "gains nothing" in table.verdict(columns_with([1.0, 1.0], [1.2, 1.3]), on_cpu=True)
-    assert "gains nothing" in table.block("this", 1.0, 1.1)
 
 
 def test_a_gain_is_told_with_its_size_and_where_it_was_measured():
     text = table.verdict(columns_with([2.0, 2.0, 2.0], [1.0, 1.0, 9.0]), on_cpu=False)
     assert "2.00 times as fast" in text and "gains nothing" not in text
-    assert "1.50 times as fast" in table.block("this", 3.0, 2.0)
 
 
 def test_the_change_is_judged_by_how_far_the_pictures_are_apart_and_detail_by_its_share():
@@ -204,10 +202,3 @@ def test_a_single_file_is_loaded_with_a_configuration_that_has_no_weights(tmp_pa
     assert code == 0, text.err
     assert re.search(r"strength 0\.5 \(balanced\): Token merging", text.out)
     assert path.exists()
-
-
-@pytest.mark.slow
-def test_a_block_of_sd15s_size_is_timed_where_it_is_asked_for(tmp_path):
-    done = run_demo("--steps", 1, "--strength", 0.5, "--block", "--output", tmp_path / "comparison.png")
-    said = r"SD1.5-sized block .*: \d+ ms without merging, \d+ ms with strength 0.5 \(balanced\)"
-    assert re.search(said, done.stdout)

@@ -65,7 +65,7 @@ def test_the_shim_works_without_the_webuis_settings(webui):
 
 
 def test_an_unloaded_engine_is_let_go_though_the_model_stays():
-    """Reload UI after a merged picture: Python's hook for forks held the old engine by what rested on the UNet."""
+    """Reload UI after a merged picture: torch's operators held the old engine by what rested on the UNet."""
     model = ldm_of_one_level()
     with pytest.MonkeyPatch.context() as monkeypatch:
         webui = Webui(monkeypatch).start()

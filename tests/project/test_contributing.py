@@ -13,7 +13,7 @@ def test_the_map_names_every_room_and_nothing_else():
     text = PAGE.read_text(encoding="utf-8").split("## The map")[1]
     rooms = {path.name for path in (ROOT / "tome_core").iterdir() if (path / "__init__.py").is_file()}
     assert set(re.findall(r"`(\w+)/`", text.split("|---|---|")[1].split("\n\n")[0])) == rooms
-    assert all((ROOT / folder).is_dir() for folder in re.findall(r"`((?:tests|scripts|locales|upstream)/?\w*)`", text))
+    assert all((ROOT / folder).is_dir() for folder in re.findall(r"`((?:tests|scripts|locales)/?\w*)`", text))
 
 
 def test_the_files_it_names_exist():

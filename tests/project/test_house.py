@@ -28,17 +28,13 @@ MAY_IMPORT = {
     "sequence": {"attention", "merging", "reporting", "running", "settings"},
     "transformers": {"merging", "model", "reporting", "running", "sequence", "settings"},
     "patching": {"measuring", "model", "reporting", "running", "settings", "transformers", "unet"},
-    "graphs": {"merging", "model", "reporting", "running", "unet"},
-    "diffusers_hooks": {"model", "patching", "running", "settings", "transformers"},
-    "bench": {"attention", "merging", "patching", "settings"},
-    "__init__": {"graphs", "merging", "model", "patching", "reporting", "sequence", "settings"},
+    "__init__": {"merging", "model", "patching", "reporting", "sequence", "settings"},
 }
 BELOW_ALL = "compiling"  # what all of them may import, and what imports none
 # what a module may import beside torch and the standard library: its one importer does without it where it is missing
-OPTIONAL = {f"merging/triton_kernels{which}": {"triton"} for which in ("", "_correction", "_groups")} | {
-    "diffusers_hooks/__init__": {"diffusers"}, "diffusers_hooks/model_hook": {"diffusers"}}
-# which hosts a host may import beside itself: benchmarks measure the demo's models and what upstream offers
-HOSTS = {"extension": set(), "comfy_nodes": set(), "demo": set(), "upstream": set(), "benchmarks": {"demo", "upstream"}}
+OPTIONAL = {f"merging/triton_kernels{which}": {"triton"} for which in ("", "_correction", "_groups")}
+# which hosts a host may import beside itself: benchmarks measure the demo's models
+HOSTS = {"extension": set(), "comfy_nodes": set(), "demo": set(), "benchmarks": {"demo"}}
 # what a file asks for by name in a host's own Python, as the host's extension does
 IN_A_HOSTS_PYTHON = {
     "benchmarks/stack_comfyui_call.py": {"comfy_nodes.nodes"},
@@ -133,7 +129,7 @@ def test_no_test_imports_another():
 
 def test_importing_the_engine_does_nothing_but_define_and_imports_nothing_optional():
     code = "import sys, torch, logging; before = len(logging.root.handlers); state = torch.get_rng_state();" \
-        "known = set(sys.modules); import tome_core, tome_core.bench;" \
+        "known = set(sys.modules); import tome_core;" \
         "assert torch.equal(torch.get_rng_state(), state) and len(logging.root.handlers) == before;" \
         "assert not [name for name in set(sys.modules) - known if name.split('.')[-1].startswith('triton')]"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)

@@ -18,7 +18,7 @@ from tests.samplings import pipeline_of
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md"))), "demo/README.md",
-         "upstream/README.md", "CONTRIBUTING.md")  # fmt: skip
+         "CONTRIBUTING.md")  # fmt: skip
 ONE_MODEL = "--model demo/scenes128.safetensors"
 FRONT = "benchmarks/results/front-cpu-2026-11-22.json"
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -46,10 +46,8 @@ WAYS = {
     "python install.py demo --output demo/demo.png": Way("--strength 0.5 --steps 1 --device cpu --output {new}/a.png"),
     "python install.py webui DIR": Way(fill=(("DIR", "{new}/webui"),)),
     "python install.py comfyui DIR": Way(fill=(("DIR", "{new}/comfyui"),)),
-    "python -m tome_core.bench --device cuda --dtype float16": Way("--repeats 1", needs=GPU),
     "python -m benchmarks.speed": Way(f"--smoke --suites calls --variants ours {TO}"),
     "python -m benchmarks.speed --device cuda": Way(f"--smoke {TO}", needs=GPU),
-    "python -m benchmarks.speed --variants captured ours": Way(f"--smoke --suites calls {TO}"),
     "python -m benchmarks.speed --help": Way(),
     "python -m benchmarks.report FILE...": Way(fill=(("FILE...", "{new}/front.json"),)),
     "python -m benchmarks.cases": Way(f"--cases '1 step' --pictures 1 {SMALL}"),
@@ -62,9 +60,6 @@ WAYS = {
     "python -m benchmarks.quality --list": Way(),
     "python -m benchmarks.quality --all": Way("--list"),
     "python -m benchmarks.quality --variants NAME": Way("--list", (("NAME", "sized-0.5"),)),
-    # of upstream/README.md, in the words of its run
-    "python -m benchmarks.quality --model demo/scenes128.safetensors --noised 2 --pictures 1 --steps 5 --no-clock "
-    "--variants smallest-0.75 smallest-0.9375 tomesd-0.5 tomesd-0.75 preset-quality preset-balanced": Way("--list"),
     "python -m benchmarks.quality --model DIR": Way(
         f"--smallest --prompts {{new}}/prompts.txt --pictures 1 {TO}", (("DIR", "{pipeline}"),)
     ),
@@ -82,13 +77,14 @@ WAYS = {
     "python -m benchmarks.stacking --beside FirstBlockCache --timed FirstBlockCache "
     "--output benchmarks/results/stacking-wan-cpu-2026-11-25.json": Way(f"--tiny --rounds 1 {TO}"),
     "python -m benchmarks.unfused": Way(SHORT_UNFUSED),
+    "python -m benchmarks.host_time": Way("--repeats 1"),
     "python -m benchmarks.unfused --pixels 512 1024": Way(SHORT_UNFUSED),
     "python -m demo.samples": Way("--steps 1"),
     "python -m demo.train --minutes 600": Way(SHORT_TRAINING),
     "python -m demo.train --minutes 30 --device cuda --batch 64": Way(SHORT_TRAINING, needs=GPU),
     "python -m demo.train --minutes 60 --coarse 0 --crops 0 --keep-heads --start demo/scenes128.safetensors --seed 3":
         Way(SHORT_TRAINING),
-    "python -m pytest tests/engine/bench/test_on_cuda.py": Way(),
+    "python -m pytest tests/engine/test_on_cuda.py": Way(),
     "python -m pytest tests/engine/merging/test_plan.py": Way("--collect-only --quiet"),
     "python -m pytest tests/hosts/comfyui": Way(),
     "python -m pytest tests/hosts/webui": Way(),
@@ -109,9 +105,6 @@ ELSEWHERE = {
     **dict.fromkeys(("python install.py test --all", ".ci/run"), (".ci/run", "python3 install.py test --all")),
     'pip download -d DIR ".[demo]"': ("tests/project/test_install.py", '"download", "-d"'),
     "python install.py page": ("tests/demo/test_page.py", '"install.py"), "page"'),
-    "python -m tome_core.bench": ("tests/engine/bench/test_command.py", '"-m", "tome_core.bench"'),
-    "python -m tome_core.bench --json FILE": ("tests/engine/bench/test_command.py", '"--json", str(file)]'),
-    "python -m tome_core.bench --repeats 5 --json FILE": ("tests/engine/bench/test_command.py", '"--json", str(file)]'),
     "python -m benchmarks.speed --dry-run": ("tests/benchmarks/test_speed.py", 'run("--dry-run"'),
     "python -m demo.train --layout sdxl --minutes 600 --start demo/scenes128.safetensors":
         (TRAINING, '"--layout", "sdxl"'),
@@ -123,7 +116,6 @@ ELSEWHERE = {
     "python -m pytest tests/engine/transformers/test_diffusers_transformers.py": (
         "tests/engine/transformers/test_diffusers_transformers.py", "def test_"
     ),
-    "python -m pytest tests/project/test_upstream.py": ("tests/project/test_upstream.py", "def test_"),
     "python -m benchmarks.quality --model demo/scenes-sdxl.safetensors --noised 4 --pictures 4": (
         "tests/demo/test_model_layouts.py", "Amounts("
     ),

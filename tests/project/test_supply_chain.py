@@ -40,7 +40,6 @@ ALLOWED = {
 # other programs that our code starts, each with its reason
 STARTS_PROGRAMS = {
     "install.py": "environments, pip, and the command that the user asked for",
-    "tome_core/bench/command.py": "peak memory is measured in a process of its own",
     "benchmarks/results.py": "asks git for the commit",
     "benchmarks/stacking.py": "a real ComfyUI's nodes are measured in its own Python",
     "benchmarks/unfused.py": "peak memory is measured in a process of its own, a host's functions in the host's Python",

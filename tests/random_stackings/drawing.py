@@ -17,8 +17,6 @@ from tests.models import CASES, ModelCase, inputs
 from tests.random_settings import DESCRIBED, any_config
 from tests.traces import traces
 from tome_core import MergeConfig, preset
-from tome_core.diffusers_hooks import TokenMergingConfig, apply_token_merging
-from tome_core.model.families import find_unet
 
 FAMILIES = {case.name: case for case in (
     *CASES,
@@ -117,8 +115,6 @@ class Wish(NamedTuple):
         if self.door == "apply_patch":
             tome_core.apply_patch(model, **self.settings)
             return None
-        if self.door == "hook":
-            return apply_token_merging(find_unet(model), self.settings)
         if self.door == "keywords":
             return tome_core.patch(model, **self.settings)
         return tome_core.patch(model, self.settings)
@@ -127,7 +123,7 @@ class Wish(NamedTuple):
 def a_wish(dice: random.Random) -> Wish:
     """Settings of any kind; one in twelve has a value that is none, or does not go with another."""
     pays = {"only_if_it_pays": False} if dice.random() < 0.8 else {}
-    door = weighted(dice, {"config": 40, "preset": 25, "strength": 10, "apply_patch": 6, "hook": 6, "wrong": 8})
+    door = weighted(dice, {"config": 40, "preset": 25, "strength": 10, "apply_patch": 6, "wrong": 8})
     if door == "config":
         return Wish("config", replace(any_config(dice, dice.randint(1, 2)), **pays))
     if door == "preset":
@@ -137,10 +133,6 @@ def a_wish(dice: random.Random) -> Wish:
     if door == "apply_patch":
         return Wish(door, {"ratio": dice.random(), "sx": dice.randint(1, 4), "max_downsample": dice.choice((1, 8)),
                            "merge_mlp": dice.random() < 0.5, "merge_crossattn": dice.random() < 0.5})  # fmt: skip
-    if door == "hook":
-        wanted = {"strength": dice.random()} if dice.random() < 0.5 else {"settings": {
-            "ratio": dice.random(), "side": dice.choice(("kv", "qkv")), **pays}}  # fmt: skip
-        return Wish(door, TokenMergingConfig(**wanted))
     return Wish("keywords", {**pays, dice.choice(tuple(DESCRIBED)): dice.choice(WRONG)}, is_right=False)
 
 

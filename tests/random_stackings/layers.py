@@ -23,19 +23,17 @@ from torch import nn
 
 from benchmarks.stack_beside import BESIDE, PAB_HOOK
 from tests.foreign_wrappers import Foreign, sites_of, unwrap
-from tests.recorded_operators import recorded
 from tome_core.model.families import find_blocks, find_unet
 
 On = Callable[[nn.Module, random.Random], AbstractContextManager]
 
 
 class Layer(NamedTuple):
-    """on: what puts it on; fits: which UNets; weight: how often; is_ours: it is not there where nothing merges."""
+    """on: what puts it on; fits: which UNets; weight: how often."""
 
     on: On
     fits: Callable[[nn.Module], bool] = lambda unet: True
     weight: int = 2
-    is_ours: bool = False
 
 
 def _is_diffusers(unet: nn.Module) -> bool:
@@ -203,16 +201,6 @@ def _of_class(unet: nn.Module, dice: random.Random) -> Iterator[None]:
         kind.forward = before
 
 
-def _captured(unet: nn.Module, dice: random.Random) -> AbstractContextManager:
-    """CUDA graphs, as far as a CPU has them; refused where somebody has wrapped the UNet."""
-    try:
-        return recorded(unet)
-    except ValueError as error:
-        if len(str(error)) < 20:
-            raise
-        return contextlib.nullcontext()
-
-
 LAYERS = {
     "FreeU": Layer(_free_u, _is_diffusers),
     "HyperTile": Layer(_beside("HyperTile"), _is_diffusers),
@@ -230,7 +218,6 @@ LAYERS = {
     "accelerate": Layer(_accelerated),
     "heavier weights": Layer(_heavier),
     "another method of the class": Layer(_of_class),
-    "captured": Layer(_captured, is_ours=True),
 }
 
 

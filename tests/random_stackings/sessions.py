@@ -5,7 +5,6 @@ The steps are drawn first, then run; a control runs the same steps, and nothing 
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import pickle
 import random
@@ -20,7 +19,6 @@ from tests.models import ModelCase
 from tests.random_stackings import calling, drawing, layers
 from tests.random_stackings.drawing import Call, Wish, a_call, a_wish, as_text, pristine, probed, weighted
 from tests.traces import traces
-from tome_core.diffusers_hooks import remove_token_merging
 from tome_core.model.families import find_unet
 
 
@@ -51,11 +49,6 @@ class Session(NamedTuple):
     family: str
     dtype: torch.dtype
     steps: tuple[Step, ...]
-
-    @property
-    def has_hook(self) -> bool:
-        """Does merging come as a hook of diffusers'?"""
-        return any(isinstance(step.what, Wish) and step.what.door == "hook" for step in self.steps)
 
     def __str__(self) -> str:
         return "\n".join([f"{self.family}, {self.dtype}", *(f"  {number}. {step}" for number, step in
@@ -139,19 +132,12 @@ class Stage:
         except (ValueError, TypeError) as error:
             self._refused(wish, error)
         else:
-            if wish.door == "hook":  # in its place among what else is on
-                self.on.append(contextlib.ExitStack())
-                self.on[-1].callback(remove_token_merging, find_unet(self.model))
             if handle is not None:
                 self.handles.append(handle)
 
     def _refused(self, wish: Wish, error: Exception) -> None:
         text = str(error)
-        if wish.door == "hook":
-            says = "token_merging already exists" in text
-        else:
-            says = not wish.is_right and any(f"{name}={value!r}" in text for name, value in wish.settings.items())
-        if not says:
+        if wish.is_right or not any(f"{name}={value!r}" in text for name, value in wish.settings.items()):
             raise Fault(f"refused without naming what is wrong: {type(error).__name__}: {text}") from error
         self.refusals += 1
 
@@ -173,13 +159,10 @@ class Stage:
 
     def _on(self, layer: tuple[str, int]) -> None:
         name, seed = layer
-        if self.merges or not layers.LAYERS[name].is_ours:
-            self.on.append(layers.put_on(name, self.model, seed))
-        else:
-            self.on.append(contextlib.nullcontext())
+        self.on.append(layers.put_on(name, self.model, seed))
 
     def _off(self, number: int) -> None:
-        if self.on and not self.session.has_hook:
+        if self.on:
             self.on.pop(number % len(self.on)).__exit__(None, None, None)
 
     def _tell(self, time: dict[str, Any]) -> None:
@@ -221,8 +204,6 @@ class Stage:
     def _copied(self, what: tuple[str, Call]) -> None:
         """A copy draws as well, and is rid of merging as the model is."""
         kind, call = what
-        if self.session.has_hook:  # diffusers' registry holds what cannot be pickled, and a copy's calls the original
-            return
         try:
             twin = copy.deepcopy(self.model) if kind == "deep copy" else pickle.loads(pickle.dumps(self.model))
         except Exception as error:
@@ -230,7 +211,6 @@ class Stage:
             return
         self._call(call, model=twin)
         if self.merges:
-            remove_token_merging(find_unet(twin))
             tome_core.remove_patch(twin)
             remains = [f"{name} of {where!r}" for where, module in find_unet(twin).named_modules()
                        for name, value in vars(module).items() if "tome_core" in f"{name} {_home(value)}"]  # fmt: skip
@@ -257,18 +237,15 @@ class Stage:
         self.pictures_merged = sum(handle.report().merged_anything for handle in self.handles)
         while self.scopes:
             self._end()
-        # hooks in diffusers' registry leave in the reverse order of their coming; what else is on leaves in any, which
-        # has to be the same one in the control
-        going = self.on[::-1] if self.session.has_hook else dice.sample(self.on, len(self.on))
+        going = dice.sample(self.on, len(self.on))  # an order that has to be the same one in the control
         handles = dice.sample(self.handles, len(self.handles))
         for one in going:
-            while handles and not self.session.has_hook and dice.random() < 0.5:
+            while handles and dice.random() < 0.5:
                 handles.pop().remove()
             one.__exit__(None, None, None)
         for handle in handles:
             handle.remove()
         if self.merges:
-            remove_token_merging(find_unet(self.model))
             tome_core.remove_patch(self.model)
 
     def left(self) -> tuple[list, torch.Tensor | Exception]:

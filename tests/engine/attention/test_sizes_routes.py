@@ -11,6 +11,8 @@ from diffusers.models.attention_processor import AttnProcessor
 from torch import nn
 
 import tome_core
+from benchmarks.sd_block import CrossAttention, UNet, make_block, make_inputs
+from tests.conformance import held, ragged
 from tests.families import largest_difference
 from tests.models import BY_NAME, call_case
 from tests.sized_attention import everywhere, masked_formula, sides
@@ -19,7 +21,6 @@ from tome_core.attention import ForwardOnStandIn, register, registry
 from tome_core.attention.core import BIAS, WIDER_HEADS
 from tome_core.attention.registry import function_name
 from tome_core.attention.sizes import bias_is_cheaper, bias_of
-from tome_core.bench.sd_block import CrossAttention, UNet, make_block, make_inputs
 
 
 class _Apart(CrossAttention):
@@ -102,6 +103,13 @@ def test_an_attention_that_is_described_knows_the_sizes_of_its_keys(
     with torch.no_grad():
         assert largest_difference(out, masked_formula(module, x, keys, plan.sizes)) <= 1e-5
         assert largest_difference(out, masked_formula(module, x, keys, torch.ones_like(plan.sizes))) > 1e-3
+
+
+def test_an_attention_that_takes_a_mask_knows_the_sizes_of_its_keys_in_both_ways():
+    module = CrossAttention(64, 64, heads=4).requires_grad_(False)
+    x, keys = (torch.randn(2, count, 64, generator=torch.Generator().manual_seed(count)) * 4 for count in (12, 5))
+    ways = held(lambda one, tokens, context: one(tokens, context), module, x, keys, ragged(2, 40, 5))
+    assert ways == {BIAS, WIDER_HEADS}
 
 
 NOT_KNOWN = "q, k, v together, without sizes, because {} is not known"

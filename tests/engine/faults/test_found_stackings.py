@@ -15,7 +15,6 @@ from tests.random_stackings.layers import Fussy
 from tests.random_stackings.sessions import drop_own_methods
 from tests.traces import traces
 from tome_core import MergeConfig
-from tome_core.diffusers_hooks import TokenMergingConfig, apply_token_merging, remove_token_merging
 from tome_core.model.families import find_blocks
 from tome_core.model.wrap import Wrap, drop_remains
 
@@ -71,15 +70,6 @@ def test_nothing_stays_where_somebody_lay_above_and_put_back_what_was_there(case
     tome_core.remove_patch(model)
     drop_own_methods(model)
     assert traces(model) == before
-
-
-def test_a_hook_whose_handle_was_removed_first_leaves_nothing():
-    unet = sd15()
-    before = traces(unet)
-    apply_token_merging(unet, TokenMergingConfig(strength=0.5)).remove()
-    remove_token_merging(unet)
-    drop_own_methods(unet)
-    assert traces(unet) == before
 
 
 @few_families

@@ -1,12 +1,10 @@
-"""A call is what it was when it began: whoever patches meanwhile, calls the UNet again, or forks, changes later ones.
+"""A call is what it was when it began: whoever patches meanwhile, or calls the UNet again, changes later ones.
 
 Nothing here is left to luck: a hook in the middle of a call lets the others act, and waits for them.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -184,37 +182,3 @@ def test_an_ldm_unet_called_again_inside_of_its_own_call_gives_both_pictures():
         once_in(model, "middle_block", lambda: found.append(call_case(case, model, 1, timestep=900, seed=3)))
         found.append(call_case(case, model, 1, timestep=100))
     assert torch.equal(found[1], alone[0]) and torch.equal(found[0], alone[1])
-
-
-# --- a process that forks --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="this system cannot fork")
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_process_that_is_forked_during_a_call_can_patch_and_call():
-    """As data loaders fork. The thread that is in the call does not exist in the child, and ends nothing there."""
-    model, inside, leave = small(), threading.Event(), threading.Event()
-    expected = merged(BALANCED)
-    tome_core.patch(model, TOGETHER)
-
-    def stay() -> None:
-        inside.set()
-        leave.wait(4 * DEADLOCK)
-
-    def in_the_child() -> None:
-        tome_core.patch(model, BALANCED)
-        sys.exit(0 if torch.equal(run(model), expected) else 3)
-
-    once_in(model, "mid_block", stay)
-    over, errors = begin(lambda: run(model))
-    try:
-        assert inside.wait(DEADLOCK)
-        child = multiprocessing.get_context("fork").Process(target=in_the_child)
-        child.start()
-        child.join(DEADLOCK)
-        code = child.exitcode
-        child.kill()
-    finally:
-        leave.set()
-    assert over.wait(DEADLOCK) and not errors
-    assert code == 0, "the child hangs" if code is None else f"the child ended with {code}"

@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 
 import tome_core
+from benchmarks.python_calls import watch
+from benchmarks.tiny_layouts import UNetLayout, make_inputs, make_unet
 from tests.families import every_family_in_time
 from tests.models import BY_NAME, call_case, call_unet, inputs, sd15, small
 from tests.most_calls import MOST_CALLS_LEFT_ALONE
 from tome_core import PRESETS, MergeConfig, gains
-from tome_core.bench import calls, layouts
 from tome_core.measuring import measure
 from tome_core.measuring.measure import steps_of
 from tome_core.reporting.gains import KNOWN
@@ -329,11 +330,11 @@ def test_a_gate_that_was_measured_shut_costs_what_the_table_costs():
     """Functions called for a block and its transformer: as many as where the table leaves it alone."""
     found = {}
     for blocks in (1, 2):
-        unet, inputs = layouts.make_unet(layouts.UNetLayout(((1,),) * blocks, (), ())), layouts.make_inputs()
+        unet, inputs = make_unet(UNetLayout(((1,),) * blocks, (), ())), make_inputs()
         handle = tome_core.patch(unet, "balanced", host_clock=True)
         handle.set_time(timestep=500.0, sampling="picture")
         unet(*inputs)
-        by_table = calls.watch(lambda: unet(*inputs))  # noqa: B023
+        by_table = watch(lambda: unet(*inputs))  # noqa: B023
         x = inputs[0]
         where = device_of(x.device), dtype_of(x.dtype), *x.shape[-2:], len(x)
         case = gains.Case(*handle._about(tome_core.model.families.find_blocks(unet)), *where)
@@ -341,7 +342,7 @@ def test_a_gate_that_was_measured_shut_costs_what_the_table_costs():
         handle.uninstall()
         handle.install()
         unet(*inputs)
-        found[blocks] = by_table, calls.watch(lambda: unet(*inputs))  # noqa: B023
+        found[blocks] = by_table, watch(lambda: unet(*inputs))  # noqa: B023
         assert not handle.report().merged_anything and handle.report().gains
     (table_one, shut_one), (table_two, shut_two) = found[1], found[2]
     assert len(shut_one) <= len(table_one) + 1, "the question itself"

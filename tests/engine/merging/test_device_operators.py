@@ -9,13 +9,13 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tome_core
+from benchmarks.sd_block import SpatialTransformer, UNet
 from tests import tiny_transformers
 from tests.families import every_family_in_time
 from tests.models import BY_NAME, call_case
 from tests.operators import DIRECTML, OperatorRecorder, directml_has, lacking, mps_has
 from tests.thoroughness import some_quick
 from tome_core import MergeConfig, NoiseSchedule
-from tome_core.bench.sd_block import SpatialTransformer, UNet
 from tome_core.merging import plan
 from tome_core.settings.presets import PRESETS
 

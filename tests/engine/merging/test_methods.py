@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -189,12 +186,3 @@ def test_destinations_depend_on_seed_level_and_time_and_on_nothing_else():
 def test_destinations_are_spread_evenly_over_the_cell():
     counts = draw_choices(Draw(3, 0, torch.arange(50.0)), 4096, 4, torch.device("cpu")).flatten().bincount(minlength=4)
     assert (counts / counts.sum() - 0.25).abs().max() < 0.005
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="peak memory of a process is not to be had on Windows")
-def test_65536_tokens_need_less_than_300_mib_beyond_their_inputs():
-    command = [sys.executable, "-m", "tome_core.bench", "--measure-memory", "ours", "--side", "256"]
-    peak = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    print(f"65,536 tokens, batch 2, 320 channels: {peak:.0f} MiB beyond the inputs")
-    assert 40 < peak < 300  # 40 MiB of destinations alone: less would mean that nothing was measured

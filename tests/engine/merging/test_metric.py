@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import tome_core
+from benchmarks.sd_block import make_block, make_inputs
 from tests.families import every_family_in_time, largest_difference
 from tests.models import BY_NAME, call_case, call_unet, fixed, unet
 from tome_core import PRESETS, MergeConfig
-from tome_core.bench.sd_block import make_block, make_inputs
 from tome_core.merging.grid import Grid
 from tome_core.merging.methods import METHODS, MatchOptions
 from tome_core.merging.methods.bipartite import best_destination, refine_plan

@@ -1,14 +1,21 @@
-"""A merged block never holds more than the unmerged one does: counted in bytes of tensors, which do not vary."""
+"""The most memory that is held at once: a merged block's is never more than the unmerged one's, a match's is small."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
+from tomesd.merge import bipartite_soft_matching_random2d
 
 import tome_core
-from tests.peak_memory import peak_bytes
+from benchmarks.sd_block import CHANNELS, HEADS, make_block, make_inputs
+from tests.peak_memory import merge_once, peak_bytes
 from tome_core import PRESETS, MergeConfig
-from tome_core.bench.sd_block import CHANNELS, HEADS, make_block, make_inputs
+
+ROOT = Path(__file__).parents[3]
 
 
 def test_the_count_sees_what_is_held():
@@ -39,3 +46,38 @@ def test_no_preset_holds_more_than_the_block_itself(side, dtype):
                     peak = peak_bytes(lambda: block(*inputs))
                     assert handle.report().levels[0].tokens
                 assert peak <= vanilla + maps, (settings, timestep, peak / vanilla)
+
+
+@torch.inference_mode()
+def test_16384_tokens_need_at_most_a_quarter_of_what_tomesd_needs():
+    side = 128
+    x = torch.randn(2, side * side, 320, generator=torch.Generator().manual_seed(0))
+
+    def as_tomesd() -> None:
+        merge, unmerge = bipartite_soft_matching_random2d(x, side, side, 2, 2, side * side // 2, no_rand=True)
+        unmerge(merge(x))
+
+    ours, theirs = peak_bytes(lambda: merge_once(x, side)), peak_bytes(as_tomesd)
+    print(f"16,384 tokens, batch 2, 320 channels: {ours / 2**20:.0f} MiB, tomesd {theirs / 2**20:.0f}")
+    assert x.nbytes < ours <= theirs / 4
+
+
+ALONE = """
+import torch
+from tests.peak_memory import merge_once, process_peak_mib
+
+torch.set_num_threads(1)
+with torch.inference_mode():
+    x = torch.randn(2, 256 * 256, 320)
+    merge_once(x[:, :256].contiguous(), 16)  # what libraries allocate once
+    print(process_peak_mib(lambda: merge_once(x, 256)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="peak memory of a process is not to be had on Windows")
+def test_65536_tokens_need_less_than_300_mib_beyond_their_inputs():
+    done = subprocess.run([sys.executable, "-c", ALONE], cwd=ROOT, check=True, capture_output=True, text=True)
+    peak = float(done.stdout)
+    print(f"65,536 tokens, batch 2, 320 channels: {peak:.0f} MiB beyond the inputs")
+    assert 40 < peak < 300  # 40 MiB of destinations alone: less would mean that nothing was measured

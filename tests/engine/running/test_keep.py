@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import tome_core
+from benchmarks.sd_block import make_block, make_inputs
 from benchmarks.speed_costs import OperatorCount
 from tests.models import call_case
 from tests.samplings import CASE, KEPT, blocks
 from tests.traces import wraps_of
 from tome_core import MergeConfig
-from tome_core.bench.sd_block import make_block, make_inputs
 from tome_core.merging import kernels
 from tome_core.running import run
 from tome_core.running.keep import Sampling

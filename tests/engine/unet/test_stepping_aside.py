@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import tome_core
-from tome_core.bench.sd_block import BasicTransformerBlock, SpatialTransformer, UNet, make_block, make_inputs
+from benchmarks.sd_block import BasicTransformerBlock, SpatialTransformer, UNet, make_block, make_inputs
 
 REASON_UNMERGEABLE = "attn: what it returned cannot be unmerged"
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from collections import Counter
 
 import pytest
+import tomesd
 import torch
 
+from benchmarks import host_time, python_calls, tiny_layouts
+from benchmarks.sd_block import as_ldm_model
 from tests.most_calls import MOST_CALLS, MOST_CALLS_LEFT_ALONE, MOST_CALLS_SWITCHED_OFF, MOST_CHANGES
 from tests.operators import OperatorCounter
 from tome_core import patch
-from tome_core.bench import calls, host_time, layouts
-from tome_core.bench.sd_block import as_ldm_model
 from tome_core.model.families import find_blocks
 
 VIEWS = {
@@ -37,34 +36,30 @@ def _operators(case):
     return counter.by_name
 
 
-@pytest.mark.slow
-def test_the_table_has_every_row(tmp_path):
-    file = tmp_path / "result.json"
-    command = [sys.executable, "-m", "tome_core.bench", "--host-time", "--repeats", "1", "--json", str(file)]
-    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    data = json.loads(file.read_text())
-    assert data["environment"]["torch"] in text
-    matching = [host_time.KEPT, host_time.RENEWED, host_time.ANEW]
-    rows = [host_time.UNMERGED, host_time.TOMESD, *matching, *(one + host_time.WITHOUT for one in matching),
-            host_time.CLOSED, host_time.OFF]  # fmt: skip
-    assert set(data["block_us"]) == set(rows)
-    for times in data["patch_ms"].values():
-        rows += times
-    for name in (*rows, *data["patch_ms"], "changes of file"):
-        assert name in text
-    for case, way in data["calls"].items():
-        named = [line.strip().partition("  ")[0] for line in text.splitlines()]
-        assert named.count(case) == 2, "timed and counted"
-        assert way["calls"] == sum(way["by"].values())
-
-
-def test_times_are_positive_and_without_tomesd_the_table_says_how_to_get_it(monkeypatch):
+def test_times_are_positive_and_the_table_has_every_row(monkeypatch):
     monkeypatch.setattr(host_time, "_BLOCKS", 1)
-    monkeypatch.setattr(host_time, "LAYOUTS", {"least": layouts.UNetLayout(((1,),), (), ())})
-    data = host_time.measure(None, 1) | {"environment": {}}
+    monkeypatch.setattr(host_time, "LAYOUTS", {"least": tiny_layouts.UNetLayout(((1,),), (), ())})
+    data = host_time.measure(1)
     assert all(value > 0 for value in data["block_us"][host_time.UNMERGED].values())
     assert all(value > 0 for times in data["patch_ms"].values() for value in times.values())
-    assert "pip install tomesd" in host_time.table(data)
+    named = [line.strip().partition("  ")[0] for line in host_time.table(data).splitlines()]
+    for row in (*data["block_us"], *next(iter(data["patch_ms"].values()))):
+        wanted = f"a block, {row}" if row == host_time.UNMERGED else row
+        assert named.count(wanted) == 1 + (row in data["calls"]), row  # timed, and counted
+    assert host_time.TOMESD in data["block_us"]
+    assert all(way["calls"] == sum(way["by"].values()) for way in data["calls"].values())
+
+
+def test_the_command_prints_it(capsys):
+    assert host_time.main(["--repeats", "1"]) == 0
+    said = capsys.readouterr().out
+    assert torch.__version__ in said and all(name in said for name in (*tiny_layouts.LAYOUTS, "changes of file"))
+
+
+def test_a_wrong_option_is_refused(capsys):
+    with pytest.raises(SystemExit) as caught:
+        host_time.main(["--repeats", "0"])
+    assert caught.value.code == 2 and "from 1 up" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("case, most", [
@@ -103,7 +98,7 @@ def _kernels(case):
 
 def _called_in_a_step(layout):
     """What is called of us outside of blocks, in a step of a host whose branches share a UNet."""
-    unet, inputs = layouts.make_unet(layout), layouts.make_inputs()
+    unet, inputs = tiny_layouts.make_unet(layout), tiny_layouts.make_inputs()
     handle = patch(unet, "balanced", host_clock=True)
     handle.uninstall()
     handle.attach()
@@ -116,7 +111,7 @@ def _called_in_a_step(layout):
                 unet(*inputs)
 
     step(500.0, call=True)
-    called = [calls.watch(lambda: step(499.0, call=True)), calls.watch(lambda: step(498.0, call=False))]
+    called = [python_calls.watch(lambda: step(499.0, call=True)), python_calls.watch(lambda: step(498.0, call=False))]
     assert [vars(module).get("forward") for module in unet.modules()] == wraps
     handle.detach()
     return called
@@ -124,7 +119,7 @@ def _called_in_a_step(layout):
 
 def test_a_patch_is_put_on_and_off_once_a_sampling_and_not_in_its_calls():
     sizes = set()
-    for layout in layouts.LAYOUTS.values():
+    for layout in tiny_layouts.LAYOUTS.values():
         whole, outside = _called_in_a_step(layout)
         assert not PUTTING_ON & {name.rpartition(".")[2] for name in whole}
         sizes.add(len(outside))
@@ -134,23 +129,22 @@ def test_a_patch_is_put_on_and_off_once_a_sampling_and_not_in_its_calls():
 def test_watching_ends_with_what_is_watched():
     before = sys.getprofile()
     with pytest.raises(ZeroDivisionError):
-        calls.watch(lambda: 1 / 0)
+        python_calls.watch(lambda: 1 / 0)
     assert sys.getprofile() is before
-    assert calls.watch(lambda: sorted([2, 1], key=abs)) == []
+    assert python_calls.watch(lambda: sorted([2, 1], key=abs)) == []
 
 
 def test_layouts_are_those_of_the_models():
     found = {}
-    for name, layout in layouts.LAYOUTS.items():
-        places = find_blocks(layouts.make_unet(layout))
+    for name, layout in tiny_layouts.LAYOUTS.items():
+        places = find_blocks(tiny_layouts.make_unet(layout))
         found[name] = [sum(place.halvings == depth for place in places) for depth in range(4)]
     assert found == {"SD1.5": [5, 5, 5, 1], "SDXL": [0, 10, 60, 0]}
 
 
-@pytest.mark.parametrize("layout", layouts.LAYOUTS.values(), ids=layouts.LAYOUTS)
+@pytest.mark.parametrize("layout", tiny_layouts.LAYOUTS.values(), ids=tiny_layouts.LAYOUTS)
 def test_a_layouts_unet_runs_and_tomesd_patches_it(layout):
-    tomesd = pytest.importorskip("tomesd")
-    unet, inputs = layouts.make_unet(layout), layouts.make_inputs()
+    unet, inputs = tiny_layouts.make_unet(layout), tiny_layouts.make_inputs()
     plain = unet(*inputs)
     assert plain.shape == inputs[0].shape
     model = as_ldm_model(unet)

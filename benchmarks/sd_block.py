@@ -1,6 +1,6 @@
 """The transformer block that Stable Diffusion 1.5 runs at its finest level, in plain torch with LDM's names.
 
-Its sizes and operations are the real ones, its weights are random; by its names this package and tomesd patch it as
+Its sizes and operations are the real ones, its weights are random; by its names the engine and tomesd patch it as
 they would a model. Other widths, and UNets of several stages, serve to measure what does not depend on sizes.
 """
 
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..attention import KnownAttention, register
+from tome_core.attention import KnownAttention, register
 
 CHANNELS, HEADS, CONTEXT_CHANNELS, CONTEXT_TOKENS = 320, 8, 768, 77
 

@@ -1,4 +1,4 @@
-"""The calls of our own Python functions, counted."""
+"""The calls of the engine's Python functions, counted."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from collections.abc import Callable
 from itertools import pairwise
 from types import FrameType
 from typing import Any
+
+import tome_core
 
 
 def beyond(called: list[str], other: list[str]) -> dict[str, Any]:
@@ -32,17 +34,16 @@ def _changes(called: list[str]) -> int:
 
 
 def watch(run: Callable[[], Any]) -> list[str]:
-    """The Python functions of this package that are called meanwhile, in order, as ``file:name``.
+    """The Python functions of the engine that are called meanwhile, in order, as ``file:name``.
 
-    A generator counts each time it is resumed. What the measuring itself consists of is left out.
+    A generator counts each time it is resumed.
     """
-    measuring = os.path.dirname(__file__)
-    package = os.path.dirname(measuring) + os.sep
+    package = os.path.dirname(tome_core.__file__) + os.sep
     called: list[str] = []
 
     def note(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(package) and not code.co_filename.startswith(measuring):
+        if event == "call" and code.co_filename.startswith(package):
             file = code.co_filename[len(package) :].replace(os.sep, "/")
             called.append(f"{file}:{getattr(code, 'co_qualname', code.co_name)}")  # the former from Python 3.11 on
 

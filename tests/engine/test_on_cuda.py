@@ -12,10 +12,8 @@ import pytest
 import torch
 
 import tome_core
-from tests.least_unet import TIMES
-from tests.models import TEXT, on_small, sd15
+from benchmarks.sd_block import make_block, make_inputs
 from tome_core import MergePlan
-from tome_core.bench.sd_block import make_block, make_inputs
 from tome_core.merging import kernels
 from tome_core.merging.grid import Draw, Grid, cells, draw_choices, split_cells
 from tome_core.merging.methods import METHODS, MatchOptions
@@ -117,64 +115,6 @@ def test_a_compiled_block_keeps_its_match_as_one_that_is_not_compiled(name, mode
                 results.append(run(*inputs).clone())
     for eager, found in zip(results[:6], results[6:], strict=True):
         assert (found - eager).float().norm() < 0.01 * eager.float().norm()
-
-
-def on_gpu(build):
-    return build().to("cuda", torch.float16)
-
-
-def steps(unet, handle, sampling, sides=(8, 16, 32)):
-    """Twenty steps of a small SD1.5 at three sizes in turns, whose arguments lie on the device."""
-    found = []
-    for number, time in enumerate(TIMES):
-        for side in sides:
-            generator = torch.Generator("cuda").manual_seed(number)
-            x, text = (torch.randn(shape, generator=generator, device="cuda", dtype=torch.float16)
-                       for shape in ((2, 4, side, side), (2, 7, TEXT)))  # fmt: skip
-            stamp = torch.full((), time, device="cuda")
-            if handle is not None:
-                handle.set_time(timestep=time, sampling=sampling)
-            with torch.no_grad():
-                found.append(unet(x, stamp, text, return_dict=False)[0])
-    return found
-
-
-@pytest.mark.parametrize("name", [None, *tome_core.PRESETS])
-def test_captured_calls_are_those_that_nobody_captured(name):
-    plain, model = on_gpu(sd15), on_gpu(sd15)
-    eager, handle = (None if name is None else tome_core.patch(one, on_small(name)) for one in (plain, model))
-    expected, graphs = steps(plain, eager, "a"), tome_core.capture(model)
-    for sampling in ("a", "b"):
-        assert all(map(torch.equal, steps(model, handle, sampling), expected))
-        assert len(graphs.graphs) == 3 * {None: 1, "max": 3}.get(name, 5) and not graphs.plain_calls
-    if handle is not None:
-        steps(plain, eager, "b")
-        assert handle.report().levels == eager.report().levels
-    graphs.remove()
-    assert all(map(torch.equal, steps(model, handle, "c"), expected))
-
-
-def test_a_replayed_call_never_waits_for_the_device():
-    model = on_gpu(sd15)
-    with tome_core.patch(model, on_small("balanced")) as handle, tome_core.capture(model) as graphs:
-        steps(model, handle, "a")
-        with no_waiting():
-            steps(model, handle, "b")
-        assert not graphs.plain_calls
-
-
-def test_calls_in_several_streams_use_the_same_graphs_one_after_the_other():
-    model = on_gpu(sd15)
-    expected = steps(model, None, None)
-    with tome_core.capture(model) as graphs:
-        found = []
-        for stream in (torch.cuda.Stream(), torch.cuda.Stream()):
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                found.append(steps(model, None, None))
-        torch.cuda.synchronize()
-        assert all(torch.equal(*pair) for one in found for pair in zip(one, expected, strict=True))
-        assert len(graphs.graphs) == 3 and not graphs.plain_calls
 
 
 def skip_without_kernels():

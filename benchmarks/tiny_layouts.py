@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from .sd_block import Downsample, SpatialTransformer, UNet, Upsample
+from benchmarks.sd_block import Downsample, SpatialTransformer, UNet, Upsample
 
 # At this size an unmerged block takes the time that it takes at 4x4 tokens: 490 us against 500, measured. At 16x16 it
 # takes 1,230: arithmetic, of which merging would save a part.

@@ -1,32 +1,37 @@
-"""What merging costs the host: the time of Python, and of dispatching operators on tensors too small to matter.
+"""``python -m benchmarks.host_time``: what merging costs the host, on tensors too small for arithmetic to matter.
 
-On a fast GPU this is what a call of the UNet waits for. Process time of one thread, variants taking turns, beside the
-unpatched model and tomesd where that is installed; and the calls of our own Python functions, counted.
+On a fast GPU the time of Python and of dispatching operators is what a call of the UNet waits for. Process time of one
+thread, variants taking turns, beside the unpatched model and tomesd; and the calls of our own Python functions,
+counted. Prints the table and keeps nothing.
 """
 
 from __future__ import annotations
 
+import argparse
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count, cycle
-from types import ModuleType
 from typing import Any
 
+import tomesd
 import torch
 
-from ..patching import patch
-from ..patching.handle import Patch
-from ..settings.config import MergeConfig
-from ..settings.presets import DEFAULT
-from .calls import beyond, watch
-from .layouts import BATCH, CHANNELS, LAYOUTS, SIDE, UNetLayout, make_inputs, make_unet
-from .sd_block import as_ldm_model
+from benchmarks import results
+from benchmarks.attention_work import one_thread
+from benchmarks.python_calls import beyond, watch
+from benchmarks.sd_block import as_ldm_model
+from benchmarks.tiny_layouts import BATCH, CHANNELS, LAYOUTS, SIDE, UNetLayout, make_inputs, make_unet
+from tome_core import MergeConfig, patch
+from tome_core.patching.handle import Patch
+from tome_core.settings.presets import DEFAULT
 
 _BLOCKS = 16  # of the UNet that is timed: as many as SD1.5 has, one a transformer, but all at the finest level
 _WARM_UP = 4  # calls that are not counted
+_REPEATS = 41
 _IN_A_ROW = 3  # calls of which the fastest counts: the first finds in the caches what another variant has left there
 
 _KEEP = 100.0
@@ -60,7 +65,7 @@ _CASES: dict[str, tuple[MergeConfig, Callable[[], Iterator[dict[str, Any]]]]] = 
 }  # fmt: skip
 
 
-def make_run(case: str, blocks: int = 1, tomesd: ModuleType | None = None) -> Callable[[], torch.Tensor]:
+def make_run(case: str, blocks: int = 1) -> Callable[[], torch.Tensor]:
     """One call of a UNet of so many blocks, as a host makes it, each time it is called; warmed up."""
     unet, inputs = make_unet(UNetLayout(((1,),) * blocks, (), ())), make_inputs()
     if case == TOMESD:
@@ -86,25 +91,24 @@ def _warm(run: Callable[[], Any]) -> Callable[[], Any]:
     return run
 
 
-def measure(tomesd: ModuleType | None, repeats: int) -> dict[str, Any]:
+def measure(repeats: int) -> dict[str, Any]:
     """All of it, as plain data."""
     return {
         "blocks": _BLOCKS,
-        "block_us": time_blocks(tomesd, repeats),
-        "patch_ms": {name: time_patching(layout, tomesd, repeats) for name, layout in LAYOUTS.items()},
+        "block_us": time_blocks(repeats),
+        "patch_ms": {name: time_patching(layout, repeats) for name, layout in LAYOUTS.items()},
         "calls": {case: count_calls(case) for case in (KEPT, CLOSED, OFF)},
     }
 
 
 @torch.inference_mode()
-def time_blocks(tomesd: ModuleType | None, repeats: int) -> dict[str, dict[str, float]]:
+def time_blocks(repeats: int) -> dict[str, dict[str, float]]:
     """Microseconds of an unmerged block, and what a block in each other case takes beyond that.
 
     median: over rounds, of the difference to that round's unmerged call, because a machine's speed changes.
     tenth: the difference between the 10 % quantiles, which another program's load reaches least.
     """
-    cases = (UNMERGED, *_CASES, *(() if tomesd is None else (TOMESD,)))
-    variants = {case: make_run(case, _BLOCKS, tomesd) for case in cases}
+    variants = {case: make_run(case, _BLOCKS) for case in (UNMERGED, *_CASES, TOMESD)}
     seconds = _in_turns(variants, repeats)
     plain = seconds.pop(UNMERGED)
     result = {UNMERGED: _each(statistics.median(plain), _tenth(plain))}
@@ -123,22 +127,20 @@ def _tenth(values: list[float]) -> float:
     return sorted(values)[len(values) // 10]
 
 
-def time_patching(layout: UNetLayout, tomesd: ModuleType | None, repeats: int) -> dict[str, float]:
+def time_patching(layout: UNetLayout, repeats: int) -> dict[str, float]:
     """Milliseconds of what a host does for a sampling, for a step and for a call, with the default preset."""
     off, on = unets = make_unet(layout), make_unet(layout)
     handle, installed = patch(off, DEFAULT, host_clock=True), patch(on, DEFAULT, host_clock=True)
     handle.uninstall()
-    moments = _one_moment()
+    moments, model = _one_moment(), as_ldm_model(make_unet(layout))
+    put_on = partial(tomesd.apply_patch, model, ratio=0.5, use_rand=False)
     variants = {
         "on and off, once a sampling": lambda: (handle.attach(), handle.detach()),
         "on where it is on already": installed.attach,
         "time told, once a step": lambda: installed.set_time(**next(moments)),
         "switched to and back, once a call": lambda: _switch(installed),
+        "tomesd's on and off": lambda: (put_on(), tomesd.remove_patch(model)),
     }
-    if tomesd is not None:
-        model = as_ldm_model(make_unet(layout))
-        put_on = partial(tomesd.apply_patch, model, ratio=0.5, use_rand=False)
-        variants["tomesd's on and off"] = lambda: (put_on(), tomesd.remove_patch(model))
     for run in variants.values():
         _warm(run)
     seconds = _in_turns(variants, repeats)
@@ -157,21 +159,14 @@ def _in_turns(variants: dict[str, Callable[[], Any]], rounds: int) -> dict[str, 
     order = random.Random(0)
     for _ in range(rounds):
         for name in order.sample(list(variants), len(variants)):
-            seconds[name].append(min(time_run(variants[name]) for _ in range(_IN_A_ROW)))
+            seconds[name].append(min(_seconds(variants[name]) for _ in range(_IN_A_ROW)))
     return seconds
 
 
-def time_run(run: Callable[[], Any], device: str = "cpu") -> float:
-    """Seconds: of process time on a CPU, else until the device is done."""
-    if device == "cpu":
-        start = time.process_time()
-        run()
-        return time.process_time() - start
-    torch.cuda.synchronize()
-    start = time.perf_counter()
+def _seconds(run: Callable[[], Any]) -> float:
+    start = time.process_time()
     run()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 @torch.inference_mode()
@@ -185,8 +180,6 @@ def table(result: dict[str, Any]) -> str:
     blocks = dict(result["block_us"])
     plain = blocks.pop(UNMERGED)
     lines = [
-        "",
-        "host time, " + ", ".join(f"{name} {value}" for name, value in result["environment"].items()),
         f"a UNet of {result['blocks']} blocks, {SIDE}x{SIDE} tokens of {CHANNELS} channels, batch {BATCH}",
         f"{'':<42} {'median':>12} {'10 % quantile':>15}",
         f"{'a block, ' + UNMERGED:<42} {plain['median']:9.0f} us {plain['tenth']:12.0f} us",
@@ -199,6 +192,22 @@ def table(result: dict[str, Any]) -> str:
     lines.append(f"{'Python functions called for one block':<42} {'calls':>12} {'files':>7} {'changes of file':>17}")
     for case, way in result["calls"].items():
         lines.append(f"{'  ' + case:<42} {way['calls']:12} {way['files']:7} {way['changes']:17}")
-    if TOMESD not in blocks:
-        lines.append("tomesd is not installed, so there is nothing to compare with: pip install tomesd==0.1.3")
     return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure and print; gives the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.host_time", description=__doc__.partition("\n\n")[2])
+    parser.add_argument("--repeats", type=int, default=_REPEATS, metavar="N", help="rounds of which the median is "
+                        f"printed (default {_REPEATS})")  # fmt: skip
+    options = parser.parse_args(arguments)
+    if options.repeats < 1:
+        parser.error(f"--repeats {options.repeats}: give a number from 1 up")
+    with one_thread(True):
+        print(", ".join(f"{name} {version}" for name, version in results.versions().items()))
+        print(table(measure(options.repeats)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

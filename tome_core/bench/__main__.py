@@ -1,5 +1,0 @@
-"""`python -m tome_core.bench`: see `command`."""
-
-from .command import main
-
-main()
