@@ -22,7 +22,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from benchmarks.networks import TRANSFORMER, finest_blocks, kind_of, take_apart
-from tome_core.transformers.families import family_of, find_attentions
+from tome_core.models.transformer_layouts import family_of, find_attentions
 
 _SAMPLE = 1 / 5  # of its tokens: who answers fewer does so to correct the others by, and no count is of that
 BESIDE = 3  # unmerged calls after each picture

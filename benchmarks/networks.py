@@ -11,8 +11,8 @@ from diffusers import FirstBlockCacheConfig
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from tome_core.model.families import Place, find_blocks
-from tome_core.transformers.families import family_of
+from tome_core.models.unet_blocks import Place, find_blocks
+from tome_core.models.transformer_layouts import family_of
 
 UNET, TRANSFORMER = KINDS = ("unet", "transformer")
 

@@ -19,8 +19,8 @@ import tome_core
 from benchmarks import reference
 from benchmarks.networks import finest_blocks
 from benchmarks.speed_plan import CALL, PICTURES, UNetCase
-from tome_core.model.families import Place, find_blocks
-from tome_core.running.latch import Latch
+from tome_core.models.unet_blocks import Place, find_blocks
+from tome_core.measuring.pays import Pays
 
 Apply = Callable[[nn.Module], Any]
 CONTROL = "vanilla"

@@ -16,7 +16,7 @@ from benchmarks import networks
 from benchmarks.networks import KINDS, TRANSFORMER, at_each_call, finest_blocks, kind_of
 from benchmarks.reference import Recipe, SequenceReference, as_toma, in_unet
 from tome_core.attention import correction
-from tome_core.model.families import find_blocks
+from tome_core.models.unet_blocks import find_blocks
 
 Role = Literal["plain", "method", "tomesd", "control", "yardstick"]
 PutOn = Callable[[nn.Module, int], AbstractContextManager]

@@ -68,19 +68,16 @@ def tiny_folder(tmp_path_factory):
 
 @pytest.fixture
 def work(monkeypatch) -> list[str]:
-    """What is done for plans, by graphs or without any: "match" or "renew", one entry a block."""
-    from tome_core.running import matching
+    """What is done for plans: "match" or "renew", one entry an attention."""
+    from tome_core.engine import state
 
-    done = []
-    for name, word in (("_match", "match"), ("_renew", "renew")):
-        plain = getattr(matching.Matcher, name)
+    done, plain = [], state.match
 
-        def noted(self, asked, *args, plain=plain, word=word):
-            if not asked.x.is_meta:  # while a compiler traces
-                done.append(word)
-            return plain(self, asked, *args)
+    def noted(k, v, layout, rule, draw=None, old=None):
+        done.append("match" if old is None else "renew")
+        return plain(k, v, layout, rule, draw, old)
 
-        monkeypatch.setattr(matching.Matcher, name, noted)
+    monkeypatch.setattr(state, "match", noted)
     return done
 
 

@@ -14,9 +14,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tome_core.attention import ForwardOnStandIn, register
-from tome_core.attention.registry import function_name
-
 
 def of_heads(flat: torch.Tensor, heads: int) -> torch.Tensor:
     """``[B, N, H*d]`` to ``[B, H, N, d]``."""
@@ -62,11 +59,6 @@ class ComfyAttention(_Attention):
         context = x if context is None else context
         mask = mask[:, None] if mask is not None and mask.dim() == 3 else mask
         return self.attend(x, context, context if value is None else value, mask)
-
-
-# what each host's own description does in the real one
-for _kind in (SgmAttention, ComfyAttention):
-    register(function_name(_kind.forward), ForwardOnStandIn(by_attribute=False))
 
 
 class _Block(nn.Module):

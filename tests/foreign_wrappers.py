@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tome_core.model.families import find_blocks, find_unet
+from tome_core.models.unet_blocks import find_blocks, find_unet
 
 
 class Foreign:

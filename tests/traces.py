@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tome_core.model.switch import Switch, switch_of
-from tome_core.model.wrap import Wrap
-from tome_core.unet.wiring import wiring_of
+from tome_core.models.wrap import Wrap
+from tome_core.models.wrap_set import wraps_on
 
 
 def traces(model) -> list:
@@ -22,12 +21,12 @@ def traces(model) -> list:
 
 
 def wraps_of(handle: Any) -> list[Wrap]:
-    """All wraps that are on the UNet that the handle patched, and those it put on a pipeline."""
-    wiring = wiring_of(handle.unet)
-    return [*(wrap for wrap in (wiring._wraps.values() if wiring else ()) if wrap.active), *handle._outside]
+    """All wraps that are on the models that the handle patched, and those it put on a pipeline."""
+    sets = (wraps_on(model) for model in handle._present())
+    return [*(wrap for one in sets if one is not None for wrap in one._on), *handle._outside]
 
 
-def is_idle(unet: Any) -> bool:
-    """Does nothing that belongs to the UNet hold anything of a call, and does nobody wait for its end?"""
-    switch: Switch = switch_of(unet)
-    return (switch.call, switch.grid, switch.block, switch.later, switch.named) == (None, None, None, [], [])
+def is_idle(handle: Any) -> bool:
+    """Does nothing that belongs to the model hold anything of a call?"""
+    calls = (one.shared.calls for one in map(wraps_on, handle._present()) if one is not None)
+    return all((one.now, one.in_graph, one.block, one.off) == (None, None, None, 0) for one in calls)

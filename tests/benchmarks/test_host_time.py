@@ -14,7 +14,7 @@ from benchmarks.sd_block import as_ldm_model
 from tests.most_calls import MOST_CALLS, MOST_CALLS_LEFT_ALONE, MOST_CALLS_SWITCHED_OFF, MOST_CHANGES
 from tests.operators import OperatorCounter
 from tome_core import patch
-from tome_core.model.families import find_blocks
+from tome_core.models.unet_blocks import find_blocks
 
 VIEWS = {
     "_unsafe_view", "alias", "as_strided", "chunk", "detach", "diagonal", "expand", "flatten", "permute", "reshape",

@@ -19,7 +19,7 @@ from benchmarks.stack_nodes import NODES
 from benchmarks.stack_pipelines import WANS, RandomPipelines, WanPipelines
 from tests import models
 from tome_core import MergeConfig, preset
-from tome_core.model.families import find_blocks
+from tome_core.models.unet_blocks import find_blocks
 
 STEPS = [901, 851, 401, 351]
 TRUE_IN_BOTH_ORDERS = ("DeepCache", "FreeU", "PAG")  # and equal

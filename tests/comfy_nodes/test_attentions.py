@@ -13,7 +13,7 @@ from tests.conformance import CHANNELS, DTYPES, GROUPS, HEADS, far, own, telling
 from tests.models import comfy_double
 from tome_core.attention import known_of
 from tome_core.attention.core import attend_merged
-from tome_core.model.families import find_blocks
+from tome_core.models.unet_blocks import find_blocks
 
 ADDING = ("attention_basic", "attention_split", "attention_pytorch")
 WIDENED = ("attention_sub_quad", "attention_flash")

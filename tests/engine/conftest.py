@@ -9,11 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.sized_attention import MergedAttention
-from tome_core.attention import sizes
-from tome_core.attention.core import Attended, attend_merged
-from tome_core.unet import parts
-
 
 @pytest.fixture
 def fresh_compiler():
@@ -42,23 +37,3 @@ def load(words, tmp_path) -> Callable:
     from tests import pipelines
 
     return partial(pipelines.load, words, tmp_path)
-
-
-@pytest.fixture
-def attended(monkeypatch) -> list[MergedAttention]:
-    """What every merged self-attention that is known was asked and answered."""
-    calls = []
-
-    def note(known, module, x, keys, values, plan, kwargs, *made) -> Attended:
-        done = attend_merged(known, module, x, keys, values, plan, kwargs, *made)
-        calls.append(MergedAttention(module, plan, done.way, x, keys, done.out))
-        return done
-
-    monkeypatch.setattr(parts, "attend_merged", note)
-    return calls
-
-
-@pytest.fixture
-def wide_heads(monkeypatch):
-    """Wider heads wherever they fit, as in large pictures on a GPU; else a CPU takes the bias."""
-    monkeypatch.setattr(sizes, "_BIAS_UP_TO", {"cpu": 0})

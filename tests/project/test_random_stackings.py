@@ -49,7 +49,7 @@ def test_a_case_that_fails_says_how_to_repeat_it_and_the_run_goes_on(monkeypatch
 
 def test_a_fault_of_the_engine_is_found(monkeypatch):
     """The laws can fail: wraps that do not come off."""
-    from tome_core.model.wrap import Wrap
+    from tome_core.models.wrap import Wrap
 
     monkeypatch.setattr(cases, "KINDS", {laws.hold: 1})
     monkeypatch.setattr(laws, "_USED", {})

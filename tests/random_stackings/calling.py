@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.models import TEXT, ModelCase, inputs
 from tests.random_stackings.drawing import Call
-from tome_core.model.families import find_unet
+from tome_core.models.unet_blocks import find_unet
 
 
 def keywords(kind: str, call: Call, dtype: torch.dtype) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from torch import nn
 
 from benchmarks.stack_beside import BESIDE, PAB_HOOK
 from tests.foreign_wrappers import Foreign, sites_of, unwrap
-from tome_core.model.families import find_blocks, find_unet
+from tome_core.models.unet_blocks import find_blocks, find_unet
 
 On = Callable[[nn.Module, random.Random], AbstractContextManager]
 

@@ -19,7 +19,7 @@ from tests.models import ModelCase
 from tests.random_stackings import calling, drawing, layers
 from tests.random_stackings.drawing import Call, Wish, a_call, a_wish, as_text, pristine, probed, weighted
 from tests.traces import traces
-from tome_core.model.families import find_unet
+from tome_core.models.unet_blocks import find_unet
 
 
 class Fault(AssertionError):

@@ -101,6 +101,12 @@ def take_off(model: nn.Module, handle: Any) -> None:
             _RESTING[model] = found
 
 
+def drop_mark(module: nn.Module) -> None:
+    """Take off what a copy of a patched model has brought along."""
+    if vars(module).get(_MARK) is None:
+        vars(module).pop(_MARK, None)
+
+
 def forget_all() -> None:
     """Let go of what rests, for whoever unloads this copy of the engine."""
     _RESTING.clear()

@@ -12,6 +12,7 @@ import torch
 from ..models.find import adapter_of, find_models
 from ..models.unet_blocks import UnsupportedModelError
 from ..models.wrap import drop_remains
+from ..models.wrap_set import drop_mark
 from ..reporting.report import Report
 from ..settings.config import MergeConfig
 from ..settings.noise import STABLE_DIFFUSION, own_schedule
@@ -131,9 +132,12 @@ def remove_patch(model: Any) -> Any:
     for latest in (*map(handle_on, models), *take_handed(model)):
         for handle in list(back_from(latest)):
             handle.remove()
-    for target in (*(one for module in models for one in module.modules()), model, getattr(model, "scheduler", None)):
+    modules = [one for module in models for one in module.modules()]
+    for target in (*modules, model, getattr(model, "scheduler", None)):
         if hasattr(target, "__dict__"):
             drop_remains(target)
+    for module in models:
+        drop_mark(module)
     return model
 
 

@@ -17,9 +17,9 @@ from tests.families import largest_difference
 from tests.models import BY_NAME, call_case
 from tests.sized_attention import everywhere, masked_formula, sides
 from tome_core import MergeConfig, MergePlan
-from tome_core.attention import ForwardOnStandIn, register, registry
+from tome_core.attention.by_hand import ForwardOnStandIn, register, registry
 from tome_core.attention.core import BIAS, WIDER_HEADS
-from tome_core.attention.registry import function_name
+from tome_core.attention.by_hand import full_name as function_name
 from tome_core.attention.sizes import bias_is_cheaper, bias_of
 
 

@@ -15,8 +15,8 @@ from tests.random_stackings.layers import Fussy
 from tests.random_stackings.sessions import drop_own_methods
 from tests.traces import traces
 from tome_core import MergeConfig
-from tome_core.model.families import find_blocks
-from tome_core.model.wrap import Wrap, drop_remains
+from tome_core.models.unet_blocks import find_blocks
+from tome_core.models.wrap import Wrap, drop_remains
 
 few_families = pytest.mark.parametrize("case", [BY_NAME["sd15"], BY_NAME["sgm_double"]], ids=lambda case: case.name)
 

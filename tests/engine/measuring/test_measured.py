@@ -19,8 +19,8 @@ from tome_core import PRESETS, MergeConfig, gains
 from tome_core.measuring import measure
 from tome_core.measuring.measure import steps_of
 from tome_core.reporting.gains import KNOWN
-from tome_core.running.fingerprint import device_of, dtype_of
-from tome_core.running.latch import Latch
+from tome_core.measuring.fingerprint import device_of, dtype_of
+from tome_core.measuring.pays import Pays
 from tome_core.running.matching import Matcher
 
 CASE = BY_NAME["sd15"]
@@ -337,7 +337,7 @@ def test_a_gate_that_was_measured_shut_costs_what_the_table_costs():
         by_table = watch(lambda: unet(*inputs))  # noqa: B023
         x = inputs[0]
         where = device_of(x.device), dtype_of(x.dtype), *x.shape[-2:], len(x)
-        case = gains.Case(*handle._about(tome_core.model.families.find_blocks(unet)), *where)
+        case = gains.Case(*handle._about(tome_core.models.unet_blocks.find_blocks(unet)), *where)
         KNOWN.remember(gains.Gain(case, 1.0, 2.0))
         handle.uninstall()
         handle.install()

@@ -20,7 +20,7 @@ from tests.doubles import LatentDiffusionDouble
 from tests.models import BY_NAME, TEXT, ModelCase, call_case, call_ldm, call_unet, four_levels, ldm, sdxl, seeded
 from tests.thoroughness import some_quick
 from tome_core import MergeConfig, UnsupportedModelError
-from tome_core.model.families import find_blocks, find_unet
+from tome_core.models.unet_blocks import find_blocks, find_unet
 
 
 @pytest.mark.parametrize("name", ["sd15", "sd2", "inpainting", "ldm_wrapped"])

@@ -7,7 +7,7 @@ import torch
 
 import tome_core
 from tests.least_unet import build, call
-from tome_core.model import idle
+from tome_core.models import foreign_wrappers as idle
 
 KEYS = tome_core.MergeConfig(side="kv", ratio=0.5, use_rand=False)
 

@@ -10,7 +10,7 @@ from tests.foreign_wrappers import sites_of, unwrap, wrap_everything
 from tests.models import CASES, ModelCase, call_case
 from tests.traces import traces
 from tome_core import MergeConfig
-from tome_core.model.families import find_unet
+from tome_core.models.unet_blocks import find_unet
 
 # one of each way to be called: checkpointed `_forward`, plain LDM names, diffusers
 FEW = [case for case in CASES if case.name in ("ldm_sd1", "sgm_double", "comfy_double", "sd15")]

@@ -16,8 +16,8 @@ from tests.offloading import CPU, WAYS, offload_as_a_model
 from tests.thoroughness import some_quick
 from tests.traces import traces
 from tome_core import MergeConfig
-from tome_core.model.families import find_unet
-from tome_core.model.wrap import Wrap
+from tome_core.models.unet_blocks import find_unet
+from tome_core.models.wrap import Wrap
 
 FEW = [BY_NAME[name] for name in ("sd15", "ldm_wrapped", "sdxl", "sgm_double")]
 

@@ -15,7 +15,7 @@ from tests.comfy_doubles import Guider, apply, least_checkpoint, sampler_of
 from tests.thoroughness import some_quick
 from tests.webui_doubles import FLAVOURS, CFGDenoiserTimesteps, Webui
 from tome_core import form, strength
-from tome_core.running.clock import FEW, WHOLE_FROM, Clock, boundary_in
+from tome_core.engine.clock import FEW, WHOLE_FROM, Clock, boundary_in
 from tome_core.settings.noise import STABLE_DIFFUSION
 
 HALF = [500.0 - 50 * step for step in range(10)]

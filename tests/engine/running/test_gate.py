@@ -11,7 +11,7 @@ import tome_core
 from tests.models import sd15, sdxl, small
 from tome_core import gains, preset
 from tome_core.running import fingerprint, gate
-from tome_core.running.latch import Latch
+from tome_core.measuring.pays import Pays
 from tome_core.settings.phases import plain_rules
 
 _SD15 = ((1, 320),) * 5 + ((2, 640),) * 5 + ((4, 1280),) * 5 + ((8, 1280),)
@@ -40,7 +40,7 @@ def card(monkeypatch):
      ("H200", _SDXL, 1024, True), ("H200", _SDXL, 2048, False), ("a card of tomorrow", _SD15, 512, False)],
 )  # fmt: skip
 def test_cards_that_wait_for_their_host_are_told_from_slow_ones(card, name, blocks, pixels, waits):
-    """As the model says that the constants are from: see `tome_core.running.gate`."""
+    """As the model says that the constants are from: see `tome_core.engine.size_gate`."""
     assert gate.is_host_bound(blocks, 2, (pixels // 8) ** 2, torch.float16, card(name)) == waits
 
 

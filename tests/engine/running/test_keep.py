@@ -19,7 +19,7 @@ from tests.traces import wraps_of
 from tome_core import MergeConfig
 from tome_core.merging import kernels
 from tome_core.running import run
-from tome_core.running.keep import Sampling
+from tome_core.engine.plan_cache import Sampling
 from tome_core.unet import parts
 
 

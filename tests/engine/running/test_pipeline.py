@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounter
 
 import tome_core
 from tests.models import BY_NAME
-from tome_core.running.pictures import Timesteps
+from tome_core.engine.sampling import Timesteps
 
 STEPS = 8
 LATE = tome_core.MergeConfig(ratio=0.5, start_percent=0.5)

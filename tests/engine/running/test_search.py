@@ -9,7 +9,7 @@ import torch
 import tome_core
 from tests.models import on_small
 from tests.samplings import CASE, KEPT, blocks, pipeline_of
-from tome_core.model.families import find_blocks
+from tome_core.models.unet_blocks import find_blocks
 from tome_core.running import keep, matching
 
 

@@ -17,7 +17,7 @@ from tome_core.sequence import BY_HEAD, BY_TOKEN, FLAT, Layout
 from tome_core.sequence import attend as attending
 from tome_core.sequence.attend import OWN_BIAS, attend, correction_of, merge
 from tome_core.sequence.layout import WINDOW, Tensors, by_token, in_form, tokens_in, windows
-from tome_core.sequence.matching import match
+from tome_core.engine.match import match
 
 RULE = MergeRule(side="kv", ratio=0.9375, sx=4, sy=4, metric="keys+values", use_rand=False, refine=1)
 

@@ -9,7 +9,7 @@ import torch
 
 from tests.sequences import FILM, HEADS, PICTURE, host, sdpa, tensors
 from tome_core import MergeConfig, preset, strength
-from tome_core.sequence import Layout, SequenceMerging
+from tome_core.merging.layout import Layout, SequenceMerging
 from tome_core.sequence import handle as handles
 
 KEPT = MergeConfig(side="kv", ratio=0.9375, sx=4, sy=4, metric="keys+values", use_rand=False, refine=1, keep=60.0)

@@ -13,7 +13,7 @@ import torch
 import tome_core
 from tests.models import BY_NAME, call_case, inputs
 from tome_core import MergeConfig, MergeRule, preset, ramp, strength
-from tome_core.running.gate import pays, pays_in_mlp
+from tome_core.engine.size_gate import pays, pays_in_mlp
 from tome_core.running.matching import Matcher
 from tome_core.settings.phases import DEEP_UNTIL, plain_rules
 from tome_core.settings.schedule import reaches

@@ -18,9 +18,9 @@ from tests.thoroughness import some_quick
 from tests.threads import at_once
 from tests.tiny_transformers import PRESENT, STRONG, call, distance
 from tome_core.sequence import handle as sequence_handle
-from tome_core.sequence.matching import match
+from tome_core.engine.match import match
 from tome_core.transformers import in_graph
-from tome_core.transformers.arguments import pack, unpack
+from tome_core.models.arguments import pack, unpack
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),

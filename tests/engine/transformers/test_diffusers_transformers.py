@@ -14,7 +14,7 @@ from tests import tiny_transformers, transformer_pipelines
 from tests.tiny_transformers import PRESENT, STRONG, attributes, call, distance
 from tests.transformer_pipelines import draw
 from tome_core.sequence import handle as sequence_handle
-from tome_core.sequence.matching import match
+from tome_core.engine.match import match
 from tome_core.transformers import NAMES, handle_on
 
 families = pytest.mark.parametrize("name", PRESENT)

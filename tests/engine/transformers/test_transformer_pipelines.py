@@ -11,9 +11,9 @@ import tome_core
 from tests.thoroughness import some_quick
 from tests.tiny_transformers import STRONG, attributes, distance
 from tests.transformer_pipelines import PRESENT, draw, make, transformers_of
-from tome_core.running.clock import FEW
+from tome_core.engine.clock import FEW
 from tome_core.transformers import handle_on
-from tome_core.transformers.handle import PipelineSteps
+from tome_core.models.transformer import PipelineSteps
 
 WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::masked_select", "aten::is_nonzero"}
 READS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.cpu)

@@ -12,7 +12,7 @@ from tests.compiling import SMALL, TIMES, compiled, skip_where_unpatched_fails
 from tests.models import BY_NAME, call_case
 from tome_core import MergeConfig
 from tome_core.attention.core import BIAS, WIDER_HEADS
-from tome_core.model.families import find_unet
+from tome_core.models.unet_blocks import find_unet
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
