@@ -8,13 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import chain
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-
-from tome_core.attention import KnownAttention, register
 
 CHANNELS, HEADS, CONTEXT_CHANNELS, CONTEXT_TOKENS = 320, 8, 768, 77
 
@@ -35,31 +32,10 @@ class CrossAttention(nn.Module):
     ) -> torch.Tensor:
         """``[B, N, C]`` to ``[B, N, C]``. mask: ``[B, 1 or N, M]``, added to the logits."""
         context = x if context is None else context
-        return self.to_out(self.attend(self.to_q(x), self.to_k(context), self.to_v(context), mask))
-
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """``softmax(q k^T / sqrt(d) + mask) v`` in each head; heads lie side by side among the channels."""
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (q, k, v))
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+                   for part in (self.to_q(x), self.to_k(context), self.to_v(context)))  # fmt: skip
         mask = None if mask is None else mask[:, None]
-        return F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2)
-
-
-class _Known(KnownAttention):
-    """What the engine has to know of it to merge keys and values inside."""
-
-    adds_bias = True
-
-    def attend(
-        self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None,
-        kwargs: dict[str, Any],
-    ) -> torch.Tensor:  # fmt: skip
-        """The module's own function, which takes the bias as a mask."""
-        return module.attend(q, k, v, bias)
-
-
-register(f"{__name__}.CrossAttention.forward", _Known())
+        return self.to_out(F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2))
 
 
 class FeedForward(nn.Module):
