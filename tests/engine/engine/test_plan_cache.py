@@ -115,7 +115,7 @@ def test_a_cuda_graph_that_is_recorded_at_once_merges_as_any_call(model, monkeyp
     monkeypatch.setattr(parts, "is_captured", torch.is_tensor)
     with tome_core.patch(CASE.build(), config) as handle:
         handle.keep_maps()
-        assert torch.equal(call_case(CASE, handle.unet), expected)
+        assert torch.equal(call_case(CASE, handle.model), expected)
         assert handle.report().levels[0].routes == routes
         assert not handle.maps(), "its replays write where a map lies"
 

@@ -60,7 +60,7 @@ def test_a_block_matches_once_a_call_and_forgets(name, matches, attended):
         assert [id(call.plan) for call in attended] == [id(plan) for _, plan in matches]
         second = call_case(case, model, seed=2)
         smaller = call_case(case, model, batch=1, height=24, seed=3)
-        assert len(matches) == 3 * blocks and switch_of(handle.unet).call is None
+        assert len(matches) == 3 * blocks and switch_of(handle.model).call is None
     for settings, picture in (({"seed": 2}, second), ({"batch": 1, "height": 24, "seed": 3}, smaller)):
         with tome_core.patch(alone, config):  # a call depends on no call before it
             assert torch.equal(call_case(case, alone, **settings), picture)

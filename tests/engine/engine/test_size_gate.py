@@ -71,7 +71,7 @@ def test_a_card_that_waits_merges_nothing_until_it_was_measured_to_pay(card, mon
     monkeypatch.setattr("tome_core.running.latch.device_of", lambda device: "card")
     latent = torch.empty(2, 4, 64, 64)
     handle = tome_core.patch(small(), "balanced", host_clock=True)
-    clock = handle.run.clock
+    clock = handle.clock
     rules, why = clock.at(clock.moment(900.0)).rules, ("off",) * 2
     left, told = Latch((), _SD15).apply(rules, why, latent, clock.apply_gate)
     assert not any(any(one) for one in left) and "waits for its host" in told[0]

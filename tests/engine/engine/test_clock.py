@@ -1,4 +1,4 @@
-"""A pass that begins late leaves the work that its mark promises, in every host; a whole picture's boundary stays."""
+"""A pass that begins late leaves the work that its mark promises; a whole picture's boundary stays."""
 
 from __future__ import annotations
 
@@ -10,13 +10,9 @@ import torch
 from diffusers import StableDiffusionImg2ImgPipeline, StableDiffusionXLImg2ImgPipeline
 
 import tome_core
-from tests import models, tiny_pipeline, webui_doubles
-from tests.comfy_doubles import Guider, apply, least_checkpoint, sampler_of
-from tests.thoroughness import some_quick
-from tests.webui_doubles import FLAVOURS, CFGDenoiserTimesteps, Webui
-from tome_core import form, strength
+from tests import models, tiny_pipeline
+from tome_core import strength
 from tome_core.engine.clock import FEW, WHOLE_FROM, Clock, boundary_in
-from tome_core.settings.noise import STABLE_DIFFUSION
 
 HALF = [500.0 - 50 * step for step in range(10)]
 WHOLE = [999.0 - 100 * step for step in range(10)]
@@ -66,7 +62,7 @@ def phases_at(loop, told=None, **sampling):
             if told is not None:
                 handle.set_time(timestep=timestep, sampling="one", timesteps=told)
             models.call_unet(model, x, timestep, text)
-            seen.append(handle.run.now.phase)
+            seen.append(handle.time.now.phase)
     return seen
 
 
@@ -85,10 +81,10 @@ def test_the_next_sampling_has_a_boundary_of_its_own():
     with tome_core.patch(model, models.on_small("balanced"), host_clock=True) as handle:
         for timesteps, phase in ((HALF, "early"), (WHOLE, "late"), (None, "late"), (HALF, "early")):
             handle.set_time(timestep=300.0, sampling=object(), timesteps=timesteps)
-            assert handle.run.now.phase == phase
+            assert handle.time.now.phase == phase
         handle.set_time()
         handle.set_time(timestep=300.0)
-        assert handle.run.now.phase == "late"
+        assert handle.time.now.phase == "late"
 
 
 @pytest.mark.parametrize("value", [0.05, 0.1, 0.25, 0.5, 0.75, 1.0])
@@ -163,43 +159,3 @@ def test_a_refiner_of_diffusers_goes_on_with_the_picture(words):
             pipe("a b", image=picture, num_inference_steps=10, output_type="latent", **begun, **size)
             assert share_late(handle.report()) == pytest.approx(late)
             handle.reset_counts()
-
-
-def comfy_share(continues, steps=20):
-    applied = apply(least_checkpoint(), **{**form.fill("balanced"), "only_if_it_pays": False})
-    merging = applied.wrappers["outer_sample"]["tome"][0].__self__
-    guider = Guider(applied)
-    sigma = guider.model.model_sampling.sigma
-    levels = torch.tensor([*(sigma(999 * (1 - step / steps)) for step in range(steps)), 0.0])
-    noise, text = models.inputs(4, 2, 16, 16)
-    noise, guider.text, guider.stop = noise[:1], text, None
-    late = levels[steps // 2 :]
-    guider.options = {"wrappers": {"apply_model": applied.wrappers["apply_model"]}, "sample_sigmas": late}
-    began = torch.zeros_like(noise) if continues else noise
-
-    def executor(*args, **kwargs):
-        return guider._outer_sample(noise, *args[1:], **kwargs)
-
-    with torch.no_grad():
-        merging.outer_sample(executor, began, torch.zeros_like(noise), sampler_of(), late, None, None, True, 0)
-    return share_late(merging.report())
-
-
-def test_comfyui_at_a_denoise_of_a_half():
-    assert comfy_share(continues=False) == pytest.approx(0.4)
-    assert comfy_share(continues=True) == pytest.approx(0.7), "an advanced sampler goes on with a picture"
-
-
-@pytest.mark.parametrize("flavour", FLAVOURS)
-@pytest.mark.parametrize("by_timestep", some_quick([False, True]))
-def test_a_hires_pass_of_the_webui(monkeypatch, flavour, by_timestep):
-    monkeypatch.setattr(webui_doubles, "TIMESTEPS", tuple(HALF))
-    monkeypatch.setattr(webui_doubles, "SIGMAS", tuple(STABLE_DIFFUSION.sigma_of(one) for one in HALF))
-    webui = Webui(monkeypatch, flavour).start()
-    denoiser = {"denoiser": CFGDenoiserTimesteps} if by_timestep else {}
-    settings = {**form.fill("balanced"), "enabled": True, "only_if_it_pays": False}
-    done = webui.job(settings, enable_hr=True, **denoiser)
-    told = done.extra_generation_params["ToMe report"]["passes"]["hires pass"]["levels"][0]["phases"]
-    calls = {phase["name"]: sum(one["calls"] for one in phase["merged"]) for phase in told}
-    assert calls["late"] / sum(calls.values()) == pytest.approx(0.4) and not webui.errors
-    webui.call("script_unloaded")

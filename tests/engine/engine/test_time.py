@@ -1,9 +1,8 @@
-"""A pipeline's clock is its scheduler: read outside the UNet, without asking the device, and never stale."""
+"""The time of a call: from a host, else a pipeline's scheduler, else the argument; never waited for without need."""
 
 from __future__ import annotations
 
 import copy
-import pickle
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -15,7 +14,9 @@ from torch._dynamo.testing import CompileCounter
 
 import tome_core
 from tests.models import BY_NAME
+from tome_core.engine.clock import Clock
 from tome_core.engine.sampling import Timesteps
+from tome_core.engine.time import ModelTime
 
 STEPS = 8
 LATE = tome_core.MergeConfig(ratio=0.5, start_percent=0.5)
@@ -41,7 +42,7 @@ def test_a_rule_in_percent_merges_in_exactly_its_steps(pipe, name):
         level = handle.report().levels[0]
     merges, steps = expected_merges(pipe.scheduler), len(pipe.scheduler.timesteps)
     assert 0 < merges < handle.report().calls == steps and level.calls_merged == merges * level.blocks
-    assert level.reasons == {"block: outside the rules' time range": (steps - merges) * level.blocks}
+    assert level.reasons == {"attn: outside the rules' time range": (steps - merges) * level.blocks}
 
 
 def stable_diffusions_timestep(sigma: float) -> float:
@@ -157,23 +158,32 @@ def test_a_schedule_that_is_written_into_is_asked_again():
         assert known.look(torch.tensor([9.0, 8.0])[1], doubled) == 16.0
 
 
-def test_several_timesteps_at_once_are_no_time(pipe):
-    with tome_core.patch(pipe, LATE) as handle:
-        before = handle.run.now
-        pipe.scheduler.scale_model_input(torch.zeros(2, 4, 8, 8), torch.tensor([100, 100]))
-        assert handle.run.now is before
-        pipe.scheduler.scale_model_input(torch.zeros(2, 4, 8, 8), torch.tensor([100]))
-        assert handle.run.now is not before
+def test_a_host_outweighs_the_scheduler_and_that_the_argument():
+    time, latent = ModelTime(Clock(LATE, [1]), keeps=False), torch.zeros(1, 4, 8, 8)
+
+    def merges(argument):
+        return bool(time.next_call(argument, latent)[0].live)
+
+    assert merges(100) and not merges(900)
+    time.tell(100)
+    assert merges(900) and not merges(900), "what a scheduler tells is of one call"
+    for given in ({"timestep": 100}, {"percent": 0.9}, {"sigma": 0.1}):
+        time.set(**{"percent": None, "timestep": None, "sigma": None, **given})
+        time.tell(900)
+        assert merges(900) and merges(900), given
+        time.set(None, None, None)
+        assert not merges(900)
 
 
-@pytest.mark.parametrize("turn", [1, -1])
-def test_nothing_is_left_on_a_scheduler_that_two_pipelines_share(pipe, turn):
-    other = copy.deepcopy(pipe)
-    other.scheduler = pipe.scheduler
-    before = dict(vars(pipe.scheduler))
-    for handle in [tome_core.patch(one, LATE) for one in (pipe, other)][::turn]:
-        handle.remove()
-    assert vars(pipe.scheduler) == before
+def test_several_timesteps_at_once_are_no_time():
+    time, latent = ModelTime(Clock(LATE, [1]), keeps=False), torch.zeros(2, 4, 8, 8)
+    time.tell(torch.tensor([100]))
+    before = time.now
+    assert before.live
+    time.tell(torch.tensor([900, 900]))
+    assert time.now is before
+    assert time.next_call(torch.tensor([100, 100]), latent)[0].live
+    assert not time.next_call(torch.tensor([100, 101]), latent)[0].live
 
 
 def test_a_scheduler_exchanged_after_patching_does_not_stop_the_clock(pipe):
@@ -187,42 +197,36 @@ def test_a_scheduler_exchanged_after_patching_does_not_stop_the_clock(pipe):
 
 @pytest.mark.slow
 def test_a_pipeline_compiled_as_a_whole_follows_its_scheduler(pipe):
-    with tome_core.patch(pipe, LATE):
-        expected = draw(pipe)
     plain, counter = draw(pipe), CompileCounter()
     torch._dynamo.reset()
     with tome_core.patch(pipe, LATE):
+        expected = draw(pipe)
         pipe.unet = torch.compile(pipe.unet, backend=counter, fullgraph=True)
         assert torch.equal(draw(pipe), expected)
         assert torch.equal(draw(pipe), expected)
-        assert counter.frame_count == 2  # merged and not
-    assert torch.equal(draw(pipe), plain)
+        assert counter.frame_count == 1, "one graph, merged and not"
     assert not torch.equal(plain, expected)
 
 
-def test_nothing_is_left_on_the_scheduler_and_nothing_put_there_without_need(pipe):
-    before = set(vars(pipe.scheduler))
-    with tome_core.patch(pipe, LATE):
-        assert set(vars(pipe.scheduler)) == before | {"scale_model_input"}
-    assert set(vars(pipe.scheduler)) == before
+@pytest.mark.parametrize("turn", [1, -1])
+def test_nothing_is_left_on_a_scheduler_even_if_two_pipelines_share_it(pipe, turn):
+    other = copy.deepcopy(pipe)
+    other.scheduler = pipe.scheduler
+    before = dict(vars(pipe.scheduler))
+    handles = [tome_core.patch(one, LATE) for one in (pipe, other)]
+    assert "scale_model_input" in vars(pipe.scheduler)
+    for handle in handles[::turn]:
+        handle.remove()
+    assert vars(pipe.scheduler) == before
     with tome_core.patch(pipe, tome_core.MergeConfig()):
-        assert set(vars(pipe.scheduler)) == before
-
-
-def test_a_copy_or_a_pickle_of_the_unet_keeps_its_rules_and_reads_the_time_itself(pipe):
-    with torch.no_grad(), tome_core.patch(pipe, LATE) as handle:
-        for twin in (copy.deepcopy(pipe.unet), pickle.loads(pickle.dumps(pipe.unet))):
-            for timestep in (900, 100):
-                twin(torch.randn(1, 4, 16, 16), torch.tensor(timestep), torch.randn(1, 7, 32))
-            assert tome_core.report(twin).levels[0].calls_merged == 3
-        assert handle.report().calls == 0
+        assert vars(pipe.scheduler) == before, "no rule asks for the time"
 
 
 def test_an_ldm_model_knows_its_own_schedule():
     model = BY_NAME["ldm_wrapped"].build()
     model.betas = torch.tensor(tome_core.NoiseSchedule.stable_diffusion().betas)
     with tome_core.patch(model, LATE) as handle:
-        assert handle.run.knows_schedule
+        assert handle.knows_schedule
 
 
 def test_anything_with_a_unet_and_a_scheduler_is_a_pipeline(pipe):
