@@ -9,13 +9,11 @@ from torch._guards import TracingContext
 
 
 def is_tracing() -> bool:
-    """Does this thread compile or export?
+    """Asked after `torch.compiler.is_compiling`: does this thread compile or export?
 
     While one thread compiles, torch 2.13 says so in all of them, also to code that runs there as it stands.
     """
-    return torch.compiler.is_compiling() and (
-        torch.compiler.is_dynamo_compiling() or TracingContext.try_get() is not None
-    )
+    return torch.compiler.is_dynamo_compiling() or TracingContext.try_get() is not None
 
 
 def when_traced(method: Callable) -> Callable:

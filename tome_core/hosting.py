@@ -16,8 +16,7 @@ from .merging.grid import Grid
 from .merging.layout import Layout
 from .models.find import adapter_of, find_models
 from .models.foreign_wrappers import register_wrapper
-from .models.intercept import ByHeads, register_name
-from .models.sites import answer
+from .models.intercept import ByHeads, answer, register_name
 from .models.unet_blocks import UnsupportedModelError, find_unet, is_kind
 from .models.wrap_set import forget_all
 from .patching import layout_of, patch
@@ -30,7 +29,7 @@ from .reporting.report_text import count
 from .settings import form
 from .settings.config import MergeConfig
 from .settings.noise import STABLE_DIFFUSION
-from .settings.presets import DEFAULT, LAYOUTS, MARKS, SD, SDXL, TRANSFORMER, preset, strength
+from .settings.presets import DEFAULT, LAYOUTS, MARKS, SD, SDXL, TRANSFORMER, VERSION, preset, strength
 from .settings.rule import SEED_LIMIT
 
 
@@ -54,9 +53,9 @@ def state_of(config: MergeConfig, downsample: int, blocks: int = 0) -> State:
 
 
 __all__ = [
-    "DEFAULT", "LAYOUTS", "MARKS", "SD", "SDXL", "SEED_LIMIT", "STABLE_DIFFUSION", "TRANSFORMER", "ByHand", "ByHeads",
-    "Call", "ForwardOnStandIn", "Gain", "Grid", "Layout", "MergeConfig", "MergeMap", "Patch", "Report", "StandIn",
-    "State", "UnsupportedModelError", "adapter_of", "answer", "clock_for", "count", "find_unet", "forget_all", "form",
-    "full_name", "gains", "is_kind", "layout_of", "patch", "patch_of", "preset", "register", "register_name",
-    "register_wrapper", "state_of", "strength",
+    "DEFAULT", "LAYOUTS", "MARKS", "SD", "SDXL", "SEED_LIMIT", "STABLE_DIFFUSION", "TRANSFORMER", "VERSION", "ByHand",
+    "ByHeads", "Call", "ForwardOnStandIn", "Gain", "Grid", "Layout", "MergeConfig", "MergeMap", "Patch", "Report",
+    "StandIn", "State", "UnsupportedModelError", "adapter_of", "answer", "clock_for", "count", "find_unet",
+    "forget_all", "form", "full_name", "gains", "is_kind", "layout_of", "patch", "patch_of", "preset", "register",
+    "register_name", "register_wrapper", "state_of", "strength",
 ]  # fmt: skip

@@ -68,21 +68,26 @@ def attend(attention: Attention, how: Merge, made: Pair | None = None) -> tuple[
         The output ``[B, S, H, d]``; `BIAS`, `OWN_BIAS`, or `UNSIZED`.
     """
     q, k, v, function, scale, takes_bias = attention
-    plan = how.plan
-    if made is None:
-        k, v = merge(k, plan, how.mode), merge(v, plan, how.mode)
+    plan, mode, heads = how.plan, how.mode, k.shape[2]
+    if made is not None:
+        k, v = (one.unflatten(2, (heads, -1)) for one in made)
+    elif k.numel() * 4 <= _HELD:
+        k = plan.merge(k.flatten(2), mode).unflatten(2, (heads, -1))
+        v = plan.merge(v.flatten(2), mode).unflatten(2, (heads, -1))
     else:
-        k, v = (one.unflatten(2, (k.shape[2], -1)) for one in made)
+        k, v = merge(k, plan, mode), merge(v, plan, mode)
     if how.queries:
-        q = merge(q, plan, how.mode)
+        q = merge(q, plan, mode)
     if not how.proportional:
         out, way = function(q, k, v, None), UNSIZED
     else:
-        bias = plan.logits_in(q.dtype)[:, None, None]
+        bias = plan.derived.get(("logits", q.dtype))
+        bias = (plan.logits_in(q.dtype) if bias is None else bias)[:, None, None]
         bias = bias if bias.shape[0] == q.shape[0] else bias.expand(q.shape[0], -1, -1, -1)
         out, way = (function(q, k, v, bias), BIAS) if takes_bias else (_by_torch(q, k, v, bias, scale), OWN_BIAS)
     if how.correction is not None:
-        out = _correct(out, q, how.correction)
+        small = out.numel() * out.element_size() <= _HELD
+        out = (add_correction if small else _correct)(out, q, how.correction)
     if how.queries:
         out = plan.unmerge(out.flatten(2)).unflatten(2, out.shape[2:])
     return out, way
@@ -130,8 +135,6 @@ def pick_asked_in(layout: Layout, tokens: int, width: int, device: torch.device)
 
 def merge(x: torch.Tensor, plan: MergePlan, mode: MergeMode = "mean") -> torch.Tensor:
     """``[B, S, H, d]`` to ``[B, G, H, d]``."""
-    if x.numel() * 4 <= _HELD:
-        return plan.merge(x.flatten(2), mode).unflatten(2, (x.shape[2], -1))
     parts = (plan.merge(x[:, :, a:b].flatten(2), mode).unflatten(2, (b - a, -1)) for a, b in _some_heads(x))
     return _join(list(parts), 2)
 
@@ -163,9 +166,8 @@ def _by_torch(
 
 
 def _correct(out: torch.Tensor, q: torch.Tensor, correction: Correction) -> torch.Tensor:
-    """``out [B, S, H, d]`` corrected, in pieces and in place if no gradient is needed and the tensor is large."""
-    small = out.numel() * out.element_size() <= _HELD
-    if small or (torch.is_grad_enabled() and (out.requires_grad or q.requires_grad)):
+    """``out [B, S, H, d]`` corrected, in pieces and in place if no gradient is needed."""
+    if torch.is_grad_enabled() and (out.requires_grad or q.requires_grad):
         return add_correction(out, q, correction)
     step = max(1, _HELD // (out[:, :1].numel() * out.element_size()))
     for start in range(0, out.shape[1], step):

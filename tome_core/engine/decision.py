@@ -15,7 +15,7 @@ class Merging(NamedTuple):
     """How one part of a block merges by a rule.
 
     queries: they merge with the keys and values. mode: see `MergePlan.merge`. proportional: by proportional attention.
-    corrected: by a correction.
+    corrected: by a correction. renews: a plan that is too old is where the rule's next match begins.
     """
 
     rule: MergeRule
@@ -23,6 +23,7 @@ class Merging(NamedTuple):
     mode: MergeMode
     proportional: bool
     corrected: bool
+    renews: bool
 
 
 class Decision(NamedTuple):
@@ -57,7 +58,9 @@ def _how(rule: MergeRule | None) -> Merging | None:
     if rule is None:
         return None
     queries = rule.effective_side == "qkv"
-    return Merging(rule, queries, METHODS[rule.method].mode, rule.is_proportional, rule.corrects)
+    method = METHODS[rule.method]
+    renews = bool(rule.refine) and method.compares
+    return Merging(rule, queries, method.mode, rule.is_proportional, rule.corrects, renews)
 
 
 def around_of(rule: MergeRule) -> bool:

@@ -69,11 +69,6 @@ def match(
     return _join(parts, layout, k.shape[1])
 
 
-def renews(rule: MergeRule) -> bool:
-    """Is a plan that is too old where the rule's next match begins?"""
-    return bool(rule.refine) and METHODS[rule.method].compares
-
-
 def _tokens_to_compare(k: torch.Tensor, v: torch.Tensor, rule: MergeRule) -> torch.Tensor:
     """A window's tokens as its match sees them, ``[B, n, D]``, without gradient."""
     k, v = k.detach().flatten(2), v.detach().flatten(2)

@@ -48,15 +48,15 @@ class Found(NamedTuple):
 class KeptPlans:
     """What one call of the UNet finds of earlier ones, and leaves for later ones.
 
-    ordinal: the call's number among those at its time, several where a host splits a batch or a picture; or its name.
-    look: what it has in common with others, for who matches; None where nobody says that it has, or it is not so.
+    plans: by ordinal and key. ordinal: the call's number among those at its time, several if a host splits a batch or
+    a picture; or its name. look: what it has in common with other calls; gives None if that is nothing.
     """
 
     def __init__(
         self, plans: dict[tuple, Kept], ordinal: Hashable, timestep: float, look: Callable[[], Shared | None]
     ) -> None:
         self.plans, self.look = plans, look
-        self._ordinal, self._timestep = ordinal, timestep
+        self.ordinal, self.timestep = ordinal, timestep
 
     def find(
         self, key: tuple, rule: Any, device: torch.device, renews: bool, shared: Shared | None = None
@@ -65,7 +65,7 @@ class KeptPlans:
         old = self.plans.get(self._whole(key, shared))
         if old is None or old.rule is not rule or old.device != device:
             return None
-        is_fresh = abs(old.timestep - self._timestep) <= rule.keep
+        is_fresh = abs(old.timestep - self.timestep) <= rule.keep
         return Found(old, is_fresh) if is_fresh or renews else None
 
     def store(
@@ -73,12 +73,12 @@ class KeptPlans:
         since: Kept | None = None,
     ) -> Kept:  # fmt: skip
         """Keep plans that were made now, or as long ago as these others."""
-        timestep = self._timestep if since is None else since.timestep
+        timestep = self.timestep if since is None else since.timestep
         found = self.plans[self._whole(key, shared)] = Kept(plans, timestep, rule, device)
         return found
 
     def _whole(self, key: tuple, shared: Shared | None) -> tuple:
-        return (self._ordinal if shared is None else ("shared", shared.call), *key)
+        return (self.ordinal if shared is None else ("shared", shared.call), *key)
 
 
 class Sampling:

@@ -16,7 +16,7 @@ import torch
 from ..attention.merged import Attention, Merge, attend, correction_of
 from ..merging import kernels
 from ..merging.grid import Draw, Grid
-from ..merging.layout import Layout, tokens_in
+from ..merging.layout import Layout
 from ..merging.plan import MergePlan
 from ..reporting.gains import PIXELS
 from ..reporting.ledger import Ledger, LevelTally
@@ -29,7 +29,7 @@ from .around import merge_around
 from .call import Call, Latents, MergeMap
 from .clock import Clock
 from .decision import Decision, Merging, decide
-from .match import match, renews
+from .match import match
 from .plan_cache import Guidance
 from .plans import Plans, Request, match_or_reuse, stamp_of
 from .tensor_checks import foreign_mode, is_mapped
@@ -109,24 +109,42 @@ class State:
         Returns:
             ``[B, S, H, d]``; None if it is left alone, which is counted: the host computes it then.
         """
-        q, k = attention.q, attention.k
+        q = attention.q
         batch, tokens, heads, width = q.shape
         turn = call.turns[name] = call.turns.get(name, -1) + 1
-        decision = self._decide(call, level, tokens_in(layout), heads * width, q.device)
+        grid, rules = layout.grid, call.rules[level]
+        picture = grid.height * grid.width
+        decision = self._decisions.get((id(rules), call.why_off[level], picture, heads * width, q.device))
+        if decision is None:
+            decision = self.decide(call, level, picture, heads * width, q.device)
         merging, why = decision.attn, decision.why_not
         if merging is None:
             why = why or OTHER_PARTS
-        elif layout.first + tokens_in(layout) > tokens or k.shape[1] != tokens:
+        elif layout.first + picture > tokens or attention.k.shape[1] != tokens:
             why = NO_GRID
-        else:
+        elif torch._C._len_torch_function_stack():
             why = foreign_mode()
-        if not why:
-            plans = self._find(call, (name, turn), level, layout, attention, merging)
-            if plans.plan is not None:
-                return self._attend(call, level, layout, attention, merging, plans)
-            why = TOO_SMALL
-        self.ledger.skip(call, level, "attn", why, batch * tokens * tokens)
-        return None
+        if why:
+            self.ledger.skip(call, level, "attn", why, batch * tokens * tokens)
+            return None
+        kept, rule, key = call.kept, merging.rule, ((name, turn), batch, layout, tokens)
+        old = None if kept is None or not rule.keep else kept.plans.get((kept.ordinal, *key))
+        is_own = old is not None and old.rule is rule and old.device == q.device
+        if is_own and abs(old.timestep - kept.timestep) <= rule.keep:
+            plans = old.plans
+        else:
+            plans = self._match(call, key, level, layout, attention, merging)
+        plan = plans.plan
+        if plan is None:
+            self.ledger.skip(call, level, "attn", TOO_SMALL, batch * tokens * tokens)
+            return None
+        how = Merge(plan, merging.mode, merging.proportional, merging.queries, plans.correction)
+        out, way = attend(attention, how, plans.merged)
+        left = (plan.num_groups if merging.queries else tokens, plan.num_groups)
+        self.ledger.merge(call, level, "attn", (batch, tokens, tokens), left, way if merging.proportional else "")
+        if self._maps is not None:
+            self._keep_map(level, layout, plan)
+        return out
 
     def around(
         self, call: Call, name: Hashable, level: int, part: str, grid: Grid, x: torch.Tensor,
@@ -144,7 +162,7 @@ class State:
         Returns:
             As `attend`.
         """
-        decision = self._decide(call, level, grid.height * grid.width, x.shape[2], x.device)
+        decision = self.decide(call, level, grid.height * grid.width, x.shape[2], x.device)
         merging, why = getattr(decision, part), decision.why_not
         if merging is None:
             if why or part == "attn":
@@ -163,15 +181,6 @@ class State:
 
     def decide(self, call: Call, level: int, tokens: int, channels: int, device: torch.device) -> Decision:
         """How the parts of a block merge in this call; tokens: of the picture in this level."""
-        return self._decide(call, level, tokens, channels, device)
-
-    def leave_alone(
-        self, call: Call | None, level: int, why: str, batch: int, queries: int, keys: int, part: str = "attn"
-    ) -> None:
-        """Count a part of a block that is not to be merged, or cannot be."""
-        self.ledger.skip(call, level, part, why, batch * queries * keys if part == "attn" else 0)
-
-    def _decide(self, call: Call, level: int, tokens: int, channels: int, device: torch.device) -> Decision:
         key = (id(call.rules[level]), call.why_off[level], tokens, channels, device)
         found = self._decisions.get(key)
         if found is None:
@@ -181,45 +190,40 @@ class State:
             self._decisions[key] = found
         return found
 
-    def _find(
-        self, call: Call, name: tuple, level: int, layout: Layout, attention: Attention, merging: Merging
+    def leave_alone(
+        self, call: Call | None, level: int, why: str, batch: int, queries: int, keys: int, part: str = "attn"
+    ) -> None:
+        """Count a part of a block that is not to be merged, or cannot be."""
+        self.ledger.skip(call, level, part, why, batch * queries * keys if part == "attn" else 0)
+
+    def _match(
+        self, call: Call, key: tuple, level: int, layout: Layout, attention: Attention, merging: Merging
     ) -> Plans:
-        rule, kept, batch, tokens = merging.rule, call.kept, *attention.q.shape[:2]
-        device, old, renewing = attention.q.device, None, renews(rule)
-        if kept is not None and rule.keep:
-            old = kept.find((name, batch, layout, tokens), rule, device, renewing)
-            if old is not None and old.is_fresh:
-                return old.kept.plans
+        """A new match, or one renewed, or shared with what guidance has matched."""
+        rule, kept, device = merging.rule, call.kept, attention.q.device
+        name, batch, *where = key
+        keeps = kept is not None and rule.keep
+        old = kept.find(key, rule, device, merging.renews) if keeps else None
 
         def match_rows(rows: slice | None, before: Plans | None) -> Plans:
             k, v = (one if rows is None else one[rows] for one in (attention.k, attention.v))
-            draw = self._draw(call, level, rule, k)
-            return Plans(match(k, v, layout, rule, draw, before and before.plan))
+            return Plans(match(k, v, layout, rule, self._draw(call, level, rule, k), before and before.plan))
 
         def correct(plans: Plans) -> Plans:
             if plans.plan is None or not merging.corrected:
                 return plans
             return Plans(plans.plan, *correction_of(attention, plans.plan, layout))
 
-        def key(count: int) -> tuple:
-            return name, count, layout, tokens
+        request = Request(
+            rule, device, batch, merging.renews, lambda count: (name, count, *where), match_rows, correct
+        )
+        return match_or_reuse(kept, request, old)
 
-        return match_or_reuse(kept, Request(rule, device, batch, renewing, key, match_rows, correct), old)
-
-    def _attend(
-        self, call: Call, level: int, layout: Layout, attention: Attention, merging: Merging, plans: Plans
-    ) -> torch.Tensor:
-        plan, (batch, tokens) = plans.plan, attention.q.shape[:2]
-        how = Merge(plan, merging.mode, merging.proportional, merging.queries, plans.correction)
-        out, way = attend(attention, how, plans.merged)
-        left = (plan.num_groups if merging.queries else tokens, plan.num_groups)
-        way = way if merging.proportional else ""
-        self.ledger.merge(call, level, "attn", (batch, tokens, tokens), left, way)
-        if self._maps is not None:  # of a film its first frame's
-            grid = Grid(layout.grid.height // layout.grid.frames, layout.grid.width)
-            group = plan.group[:, layout.first : layout.first + grid.height * grid.width]
-            self._maps[level] = grid, MergePlan(group, plan.num_groups)
-        return out
+    def _keep_map(self, level: int, layout: Layout, plan: MergePlan) -> None:
+        """Of a film its first frame's."""
+        grid = Grid(layout.grid.height // layout.grid.frames, layout.grid.width)
+        group = plan.group[:, layout.first : layout.first + grid.height * grid.width]
+        self._maps[level] = grid, MergePlan(group, plan.num_groups)
 
     @staticmethod
     def _draw(call: Call, level: int, rule: Any, x: torch.Tensor) -> Draw | None:

@@ -79,6 +79,7 @@ class MergePlan:
         self._segments: tuple[torch.Tensor, torch.Tensor] | None = None  # of those that it merged last
         self._sizes: torch.Tensor | None = None
         self._logs: torch.Tensor | None = None
+        self._adding: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by batch
         self.derived: dict[tuple, torch.Tensor] = {}  # what others computed from it, by names of theirs
 
     def repeat(self, times: int) -> MergePlan:
@@ -134,7 +135,9 @@ class MergePlan:
         Returns ``[B, G, C]`` in the dtype of ``x``. Differentiable. Equal inputs give equal bits.
         Law: ``merge(unmerge(y)) == y`` on every group that has a token.
         """
-        self._check(x, self.num_tokens, "tokens")
+        rows, count = self.group.shape
+        if x.dim() != 3 or x.shape[1] != count or rows not in (1, x.shape[0]):
+            self._check(x, count, "tokens")
         if mode == "pick":
             return self._pick(x)
         if mode != "mean":
@@ -184,14 +187,28 @@ class MergePlan:
         return self._sizes
 
     def _mean(self, flat: torch.Tensor, batch: int) -> torch.Tensor:
-        """``[B * N, C]`` -> ``[B * G, C]``."""
-        if flat.device.type in kernels.DEVICES:  # a kept match comes by here: no call but for those who gain by it
+        """``[B * N, C]`` -> ``[B * G, C]``. Equal inputs give equal bits: rows are added in a fixed order."""
+        if flat.device.type in kernels.DEVICES:
             means = self._means_by_kernel(flat)
             if means is not None:
                 return means.mean
-        if flat.is_cuda:
-            return _segment_mean_by_bag(flat, *self._flat_segments(batch))
-        return _segment_mean_by_add(flat, self._flat_groups(batch), self._divisors(batch))
+        if flat.is_cuda:  # each group is summed by one thread
+            order, offsets = self._flat_segments(batch)
+            return F.embedding_bag(order, flat, offsets, mode="mean", include_last_offset=True)
+        rows, divisors = self._adding.get(batch) or self._prepare_adding(batch)
+        exact = flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
+        total = exact.new_zeros(divisors.shape[0], flat.shape[1])
+        if flat.device.type in _WITHOUT_INDEX_ADD:
+            total = total.scatter_add(0, rows[:, None].expand_as(exact), exact)
+        else:
+            total.index_add_(0, rows, exact)
+        return total.div_(divisors).to(flat.dtype)
+
+    def _prepare_adding(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Group of each row, and sizes as ``[B * G, 1]``, at least 1."""
+        divisors = self._count().clamp(min=1).expand(batch, -1).reshape(-1, 1)
+        found = self._adding[batch] = self._flat_groups(batch), divisors
+        return found
 
     def _means_by_kernel(
         self, flat: torch.Tensor, values: torch.Tensor | None = None, bias: bool = False
@@ -220,13 +237,6 @@ class MergePlan:
         if self._rows is None or self._rows.shape[0] != batch * self.num_tokens:
             self._rows = _flat_rows(self.group, batch, self.num_groups)
         return self._rows
-
-    def _divisors(self, batch: int) -> torch.Tensor:
-        """Sizes as ``[B * G, 1]``, at least 1."""
-        key = ("divisors", batch)
-        if key not in self.derived:
-            self.derived[key] = self._count().clamp(min=1).expand(batch, -1).reshape(-1, 1)
-        return self.derived[key]
 
     def _sort(self, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
         if self._own_segments is None and not self._count_by_kernel(dtype):
@@ -262,19 +272,3 @@ def _segments(group: torch.Tensor, num_groups: int) -> tuple[torch.Tensor, torch
     ordered, order = _flat_rows(group, rows, num_groups).to(short).sort(stable=True)
     starts = torch.arange(rows * num_groups + 1, dtype=short, device=group.device)
     return order, torch.searchsorted(ordered, starts)
-
-
-def _segment_mean_by_add(x: torch.Tensor, group: torch.Tensor, divisors: torch.Tensor) -> torch.Tensor:
-    """Mean of the rows of each group, added one after the other: on a CPU of equal bits from run to run."""
-    exact = x if x.dtype in (torch.float32, torch.float64) else x.float()
-    total = exact.new_zeros(divisors.shape[0], x.shape[1])
-    if x.device.type in _WITHOUT_INDEX_ADD:
-        total = total.scatter_add(0, group[:, None].expand_as(exact), exact)
-    else:
-        total.index_add_(0, group, exact)
-    return total.div_(divisors).to(x.dtype)
-
-
-def _segment_mean_by_bag(x: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Mean of the rows of each group, each summed by one thread in a fixed order: of equal bits on CUDA, too."""
-    return F.embedding_bag(order, x, offsets, mode="mean", include_last_offset=True)

@@ -9,7 +9,7 @@ stands in between, or the code calls a helper), torch's own function is watched 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -22,27 +22,28 @@ from torch.overrides import TorchFunctionMode
 from ..attention.functions import ADDS_BIAS, NO_ATTENTION, try_once
 from ..attention.merged import Attention
 from ..compiling import when_traced
+from ..engine.call import Call
+from ..engine.state import State
+from ..merging.layout import Layout
+from ..reporting.reasons import MASKED, NO_GRID
 
 _TORCH = torch._C._nn.scaled_dot_product_attention
 _TAKES_BIAS = ("native", "_native_math", "_native_efficient")  # of diffusers' backends, on every device
 MORE = "it is more than attention (dropout, causal, or over several devices)"
+_NOT_ATTENTION = "the function that it calls is no attention"
 
 Answer = Callable[["Asked"], torch.Tensor]
 
 
 class _Now(threading.local):
+    """answer: whom this thread's exchanged functions ask, if anybody."""
+
     def __init__(self) -> None:
         # in each thread's own dictionary, where a graph that was made by a thread's first call looks for it again
         self.answer: Answer | None = None
 
 
-_now = _Now()
-
-
-def answering(answer: Answer | None) -> Answer | None:
-    """From now on this thread's exchanged functions ask ``answer``, none for None. Returns what they asked before."""
-    before, _now.answer = _now.answer, answer
-    return before
+now = _Now()
 
 
 class Asked:
@@ -50,12 +51,13 @@ class Asked:
 
     q, k, v: views ``[B, S, H, d]``. mask: as it came along. scale: as it came, None for the function's own. plain: the
     call asks for nothing but attention. by_head, gqa, backend: what an operator of a compiled graph is told besides.
-    is_flat: heads lie within the batch, until `split`.
+    is_flat: heads lie within the batch, until `split`. adds_bias: the function does, if that is known without asking.
     """
 
     by_head, gqa, backend = False, False, ""
     is_flat = False
     plain = True
+    adds_bias: bool | None = None
     mask: torch.Tensor | None = None
     scale: float | None = None
     q: torch.Tensor
@@ -79,20 +81,13 @@ class Asked:
 
     def takes_bias(self) -> bool | None:
         """Does the function add a bias? None if it is no attention."""
-        found = try_once(self.key(), self.compute, self.own_scale(), self.q, self.key())
+        scale = self.q.shape[-1] ** -0.5 if self.scale is None else self.scale
+        found = try_once(self.key(), self.compute, scale, self.q, self.key())
         return None if found == NO_ATTENTION else found == ADDS_BIAS
 
     def key(self) -> tuple:
         """What tells the function from all others."""
         raise NotImplementedError
-
-    def own_scale(self) -> float:
-        """What the logits are multiplied by."""
-        return self.q.shape[-1] ** -0.5 if self.scale is None else self.scale
-
-    def attention(self, takes_bias: bool) -> Attention:
-        """The call, as the engine is told of it."""
-        return Attention(self.q, self.k, self.v, self.compute, self.own_scale(), takes_bias)
 
 
 class _ByTorch(Asked):
@@ -106,6 +101,8 @@ class _ByTorch(Asked):
         self._more = {"scale": scale, "enable_gqa": True} if enable_gqa else {"scale": scale}
         self.mask, self.scale, self.gqa = attn_mask, scale, enable_gqa
         self.plain = not (dropout_p or is_causal) and query.dim() == 4
+        if torch.nn.functional.scaled_dot_product_attention is _TORCH:
+            self.adds_bias = True
         if query.dim() == 4:
             self.q, self.k, self.v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         else:
@@ -121,9 +118,6 @@ class _ByTorch(Asked):
 
     def give_back(self, out: torch.Tensor) -> torch.Tensor:
         return out.transpose(1, 2)
-
-    def takes_bias(self) -> bool | None:
-        return True if torch.nn.functional.scaled_dot_product_attention is _TORCH else super().takes_bias()
 
     def key(self) -> tuple:
         return (torch.nn.functional.scaled_dot_product_attention,)
@@ -172,7 +166,7 @@ class _ByXformers(Asked):
     def __init__(self, function, query, key, value, attn_bias=None, p=0.0, scale=None, **more):
         self._function, self._own, self._more = function, (query, key, value), {"scale": scale, **more}
         self.mask, self.scale = attn_bias, scale
-        self.plain = not p and not set(more) - {"op"}
+        self.plain, self.adds_bias = not p and not set(more) - {"op"}, False
         self.is_flat = query.dim() == 3
         self.q, self.k, self.v = (one.unsqueeze(-2) if self.is_flat else one for one in (query, key, value))
 
@@ -192,9 +186,6 @@ class _ByXformers(Asked):
 
     def give_back(self, out: torch.Tensor) -> torch.Tensor:
         return out.transpose(1, 2).flatten(0, 1) if self.is_flat else out
-
-    def takes_bias(self) -> bool | None:
-        return False
 
     def key(self) -> tuple:
         return (self._function,)
@@ -239,13 +230,84 @@ class ByHeads(Asked):
         return (self._function, self._in, self._out, self._heads)
 
 
+# --- what is answered -------------------------------------------------------------------------------------------------
+
+
+def answer(
+    state: State, call: Call, name: Hashable, level: int, heads: int, where: Layout | Callable[[int], Layout | str],
+    seen: list[bool], asked: Asked,
+) -> torch.Tensor:  # fmt: skip
+    """What an attention function would have given, in its host's form.
+
+    Args:
+        state, call, name, level: as of `State.attend`.
+        heads: of the attention, if they lie within the batch.
+        where: the picture's tokens, if there are no others; else tells where they lie among so many, or why that is not
+            known.
+        seen: an entry is added: is it to the tokens themselves?
+        asked: the call.
+    """
+    if asked.is_flat:
+        asked.split(heads)
+    q, k, mask, rows, why = asked.q, asked.k, asked.mask, None, ""
+    seen.append(k.shape[1] == q.shape[1])
+    if k.shape[1] != q.shape[1]:  # to a prompt, or to a picture that an adapter has brought
+        return asked.unmerged()
+    if mask is not None:
+        rows = _rows_seen(mask, q)
+        why, rows = (rows, None) if isinstance(rows, str) else ("", rows)
+    tokens = q.shape[1] if rows is None else len(rows)
+    if not isinstance(where, Layout):
+        where = where(tokens)
+        why = why or (where if isinstance(where, str) else "")
+    elif where.grid.height * where.grid.width != tokens:
+        why = why or NO_GRID
+    if not asked.plain:
+        why = why or MORE
+    takes_bias = asked.adds_bias
+    if takes_bias is None and not why:
+        takes_bias = asked.takes_bias()
+        why = _NOT_ATTENTION if takes_bias is None else ""
+    if why:
+        state.leave_alone(call, level, why, q.shape[0], q.shape[1], k.shape[1])
+        return asked.unmerged()
+    scale = q.shape[3] ** -0.5 if asked.scale is None else asked.scale
+    attention = Attention(q, k, asked.v, asked.compute, scale, takes_bias)
+    if rows is not None:
+        attention = attention._replace(**{one: getattr(attention, one)[:, rows] for one in "qkv"})
+    out = state.attend(call, name, level, where, attention)
+    if out is None:
+        return asked.unmerged()
+    return asked.give_back(out if rows is None else _spread(out, rows, q.shape[1]))
+
+
+def _rows_seen(mask: torch.Tensor, q: torch.Tensor) -> torch.Tensor | str | None:
+    """Which tokens a mask leaves, as indices; None for all of them. It waits for the device.
+
+    Tokens that nobody sees are padding, whose own outputs nobody sees either.
+    """
+    if mask.dtype != torch.bool or mask.shape[-1] != q.shape[1] or mask.numel() != mask.shape[0] * mask.shape[-1]:
+        return MASKED
+    rows = mask.reshape(mask.shape[0], -1)
+    if rows.all():
+        return None
+    return rows[0].nonzero()[:, 0] if (rows == rows[:1]).all() else "a mask hides other tokens in each picture"
+
+
+def _spread(out: torch.Tensor, rows: torch.Tensor, tokens: int) -> torch.Tensor:
+    """With zeros for the tokens that were left out."""
+    whole = out.new_zeros(out.shape[0], tokens, *out.shape[2:])
+    whole[:, rows] = out
+    return whole
+
+
 # --- exchanged functions ----------------------------------------------------------------------------------------------
 
 
 def _torchs(*args: Any, **kwargs: Any) -> torch.Tensor:
-    if _now.answer is None:
+    if now.answer is None:
         return torch.nn.functional.scaled_dot_product_attention(*args, **kwargs)
-    return _now.answer(_ByTorch(*args, **kwargs))
+    return now.answer(_ByTorch(*args, **kwargs))
 
 
 class _InPlaceOf:
@@ -267,7 +329,7 @@ class _Exchanged:
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         function = self._own[self._name]  # looked up anew: hosts exchange it
-        return function(*args, **kwargs) if _now.answer is None else _now.answer(self._asked(function, *args, **kwargs))
+        return function(*args, **kwargs) if now.answer is None else now.answer(self._asked(function, *args, **kwargs))
 
 
 # by the name under which code finds its function, see `register_name`
@@ -284,32 +346,26 @@ def register_name(name: str, asked: Callable[..., Asked] = ByHeads) -> None:
 class Code:
     """The code of a function with another attention function in the place of its own.
 
-    function: to be called. again: the exchanged function, which the operator of a compiled graph asks.
+    function: to be called. own: the globals of its module. globals: those it has, which follow its own in these names.
+    again: the exchanged function, which the operator of a compiled graph asks.
     """
 
     def __init__(self, inner: FunctionType) -> None:
-        self._own = inner.__globals__
-        self._names, instead = _names_in(inner.__code__), {}
+        self.own = inner.__globals__
+        self.names, instead = _names_in(inner.__code__), {}
         self.again: Callable | None = None
-        for name in self._names:
-            if name in self._own:
-                found = _instead_of(name, self._own, self._names)
+        for name in self.names:
+            if name in self.own:
+                found = _instead_of(name, self.own, self.names)
                 if found is not None:
                     instead[name], self.again = found
         self.is_exchanged = bool(instead)
-        self._names = [name for name in self._names if name not in instead]
+        self.names = [name for name in self.names if name not in instead]
         # without its module's name, by which a compiler would look there for what is exchanged here
-        self._globals = {name: one for name, one in self._own.items() if name != "__name__"} | instead
-        made = FunctionType(inner.__code__, self._globals, inner.__name__, inner.__defaults__, inner.__closure__)
+        self.globals = {name: one for name, one in self.own.items() if name != "__name__"} | instead
+        made = FunctionType(inner.__code__, self.globals, inner.__name__, inner.__defaults__, inner.__closure__)
         made.__kwdefaults__, made.__annotations__ = inner.__kwdefaults__, inner.__annotations__
         self.function = made
-
-    def follow(self) -> None:
-        """Take over what the module's globals hold now: hosts exchange them."""
-        own, mine = self._own, self._globals
-        for name in self._names:
-            if name in own:
-                mine[name] = own[name]
 
 
 def _names_in(code: CodeType) -> list[str]:
@@ -364,11 +420,20 @@ class Way(NamedTuple):
     processor: type | None = None
 
     def run(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """The attention's output, its function asked of `answering`."""
-        self.code.follow()
-        if self.processor is None:
-            return self.code.function(module, *args, **kwargs)
-        return type(module).forward(_borrow(module, self.processor), *args, **kwargs)
+        """The attention's output, its function asked of ``now.answer``."""
+        code, kind = self
+        own, mine = code.own, code.globals
+        for name in code.names:  # hosts exchange what their modules hold
+            if name in own:
+                mine[name] = own[name]
+        if kind is None:
+            return code.function(module, *args, **kwargs)
+        # the attention with an exchanged processor: other objects over the same attributes
+        processor, one = object.__new__(kind), object.__new__(type(module))
+        processor.__dict__ = vars(module.processor)
+        vars(one).update(vars(module))
+        vars(one)["processor"] = processor
+        return type(module).forward(one, *args, **kwargs)
 
 
 def way_of(module: nn.Module) -> Way | None:
@@ -381,21 +446,12 @@ def way_of(module: nn.Module) -> Way | None:
     return None if kind is None else Way(kind.exchanged_code, kind)
 
 
-def _borrow(module: nn.Module, kind: type) -> nn.Module:
-    """The attention with an exchanged processor: other objects over the same attributes."""
-    processor, one = object.__new__(kind), object.__new__(type(module))
-    processor.__dict__ = vars(module.processor)
-    vars(one).update(vars(module))
-    vars(one)["processor"] = processor
-    return one
-
-
 class Watching(TorchFunctionMode):
     """While it is in force, torch's attention function is asked of `answering`, whoever calls it."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func is _TORCH and _now.answer is not None:
-            return _now.answer(_ByTorch(*args, **(kwargs or {})))
+        if func is _TORCH and now.answer is not None:
+            return now.answer(_ByTorch(*args, **(kwargs or {})))
         return func(*args, **(kwargs or {}))
 
 

@@ -6,7 +6,7 @@ While a compiler traces, each puts an operator of `compiled` into the graph, whi
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -20,12 +20,13 @@ from ..engine.call import Call
 from ..engine.state import State
 from ..merging.grid import Grid
 from ..merging.layout import Layout
-from ..reporting.reasons import MASKED, OTHER_PARTS, REPLACED
+from ..reporting.reasons import MASKED, OF_OTHERS, OTHER_PARTS, REPLACED
 from . import compiled, intercept
 from .arguments import named, pack, unpack
 from .compiled import NumberedSite
 from .foreign_wrappers import is_own
-from .intercept import MORE, Asked, Watching, answering, way_of
+from .intercept import MORE, Asked, Watching, Way, answer, way_of
+from .wrap import Wrap
 
 _MASKS = ("mask", "attention_mask", "attn_mask")
 _CONTEXTS = ("encoder_hidden_states", "context")
@@ -40,12 +41,14 @@ class ModelCall:
     """The call of a model that goes on in a thread.
 
     tokens: of a transformer, the picture's grid and how many tokens are the picture's kind, or why there is no grid.
-    grid: of the part of a UNet that runs now. area: height and width of the latent. reached: attentions called so far.
+    grid, layout: of the part of a UNet that runs now. area: height and width of the latent. reached: how many attentions
+    were called so far.
     """
 
     def __init__(self, state: State, call: Call, latent: Any, tokens: Any = None) -> None:
         self.state, self.call, self.tokens = state, call, tokens
         self.grid: Grid | None = None
+        self.layout: Layout | None = None
         self.area = tuple(latent.shape[-2:]) if torch.is_tensor(latent) and latent.dim() >= 4 else None
         self.reached = 0
 
@@ -128,8 +131,6 @@ class ModelSite(NumberedSite):
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """What the model gives."""
         shared, state = self.shared, self.shared.state
-        if is_tracing():
-            return self.original(*args, **kwargs) if state is None else self._trace(state, args, kwargs)
         calls = shared.calls
         before, now = calls.now, None
         if state is not None and not calls.off:
@@ -164,9 +165,11 @@ class ModelSite(NumberedSite):
             if rules.attn is not None:
                 now.state.leave_alone(call, level, f"no attention was called: {REPLACED}", 0, 0, 0)
 
-    def _trace(self, state: State, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
         """The same in a graph that is being made."""
-        shared = self.shared
+        shared, state = self.shared, self.shared.state
+        if state is None:
+            return self.original(*args, **kwargs)
         begun = compiled.why_not_in_graph(state)
         if begun is None:
             packed = pack(shared.adapter.pick(self.target, args, kwargs))
@@ -179,20 +182,24 @@ class ModelSite(NumberedSite):
 
 
 class AttentionSite(NumberedSite):
-    """Around a self-attention over the picture's tokens.
+    """Around a self-attention over the picture's tokens. merges_around: by tomesd's rules, too.
 
     path: its name in the model. level: of its tokens, from the finest. halvings: of the latent, on the way to it.
     """
+
+    merges_around = False
 
     def __init__(self, module: nn.Module, path: str, level: int, shared: Shared, halvings: int = 0) -> None:
         super().__init__(module)
         self.path, self.level, self.shared, self.halvings = path, level, shared, halvings
         self.grids: dict[int, Grid] = {}  # by tokens, of calls that a backward pass may follow
+        self._seen: tuple[Any, Any] | None = None  # forward, and class of processor, of which is known:
+        self._way: Way | None = None
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the attention gives."""
-        if is_tracing():
-            return self._trace(args, kwargs)
+        if not (isinstance(self, Wrap) and self.active) or (torch.compiler.is_compiling() and is_tracing()):
+            return Wrap.forward(self, *args, **kwargs)
         now = self.shared.calls.now
         if now is None:
             now = self.shared.recomputed()
@@ -200,12 +207,33 @@ class AttentionSite(NumberedSite):
                 self.shared.look_after_itself(self.level)
                 return self.original(*args, **kwargs)
         now.reached += 1
-        call = now.call
-        if call.rules[self.level].attn is None:
-            why = call.why_off[self.level] if not any(call.rules[self.level]) else OTHER_PARTS
-            self._leave_alone(now, why, args, kwargs)
+        rules = now.call.rules[self.level]
+        if rules.attn is None:
+            self._leave_alone(now, OTHER_PARTS if any(rules) else now.call.why_off[self.level], args, kwargs)
             return self.original(*args, **kwargs)
-        return self._merge(now, args, kwargs)
+        if self.beneath is not None or self.merges_around:
+            return self._merge(now, args, kwargs)
+        target = self.target
+        processor, forward = getattr(target, "processor", None), type(target).forward
+        kind = type(processor)
+        if (forward, kind) != self._seen:
+            known = _description(forward, kind)
+            self._seen, self._way = (forward, kind), way_of(target) if known is None else None
+        way = self._way
+        if way is None:
+            return self._merge(now, args, kwargs)
+        asked: list[bool] = []
+        before, intercept.now.answer = intercept.now.answer, partial(
+            answer, now.state, now.call, self.path, self.level, getattr(target, "heads", 1),
+            now.layout or partial(self.shared.adapter.layout_of, now, self), asked,
+        )  # fmt: skip
+        try:
+            out = way.run(target, *args, **kwargs)
+        finally:
+            intercept.now.answer = before
+        if not any(asked):
+            self._note_unasked(now, bool(asked), args, kwargs)
+        return out
 
     def answers(
         self, whole: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, by_head: bool,
@@ -216,39 +244,51 @@ class AttentionSite(NumberedSite):
         now = calls.in_graph if whole else calls.now
         q, k, v = (one.transpose(1, 2) for one in (q, k, v)) if by_head else (q, k, v)
         more = {"backend": backend} if backend else {}
-        before = answering(None if now is None else self._answer(now, []))
+        before, intercept.now.answer = intercept.now.answer, None if now is None else self._answer(now, [])
         try:
             again = way_of(self.target).code.again
             out = again(q, k, v, attn_mask=mask, scale=scale, enable_gqa=gqa, **more)
             return out.transpose(1, 2) if by_head else out
         finally:
-            answering(before)
+            intercept.now.answer = before
 
     def _merge(self, now: ModelCall, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """An attention whose code calls no function that it names, or beneath another's wrapper."""
         target = self.target
-        own = self.beneath is None or is_own(target, self.beneath)
-        by_hand = self._description() if own else None
-        if by_hand is not None:
-            return self._merge_by_hand(by_hand, now, args, kwargs)
-        way = way_of(target) if own else None
-        asked: list[Asked] = []
-        before = answering(self._answer(now, asked))
+        if self.beneath is None or is_own(target, self.beneath):
+            by_hand = _description(type(target).forward, type(getattr(target, "processor", None)))
+            if by_hand is not None:
+                return self._merge_by_hand(by_hand, now, args, kwargs)
+            way = way_of(target)
+            run = None if way is None else partial(way.run, target)
+        else:
+            run = None
+        asked: list[bool] = []
+        before, intercept.now.answer = intercept.now.answer, self._answer(now, asked)
         try:
-            if way is not None:
-                out = way.run(target, *args, **kwargs)
+            if run is not None:
+                out = run(*args, **kwargs)
             else:
                 with Watching():
                     out = self.original(*args, **kwargs)
         finally:
-            answering(before)
-        if not asked:
-            self._leave_alone(now, f"{self._what_computes()} calls no attention function that is known", args, kwargs)
+            intercept.now.answer = before
+        if not any(asked):
+            self._note_unasked(now, bool(asked), args, kwargs)
         return out
 
-    def _answer(self, now: ModelCall, seen: list[Asked]) -> Callable[[Asked], torch.Tensor]:
-        """Answers what the attention asks of its function. seen: what it has asked, filled in."""
-        heads = getattr(self.target, "heads", 1)
-        return partial(answer, now.state, now.call, self.path, self.level, heads, partial(self.layout, now), seen)
+    def _note_unasked(self, now: ModelCall, is_to_others: bool, args: tuple, kwargs: dict[str, Any]) -> None:
+        processor, method = getattr(self.target, "processor", None), self.beneath
+        if method is None:
+            method = type(self.target).forward if processor is None else type(processor).__call__
+        name = full_name(getattr(method, "__func__", method))
+        why = OF_OTHERS if is_to_others else f"{name} calls no attention function that is known"
+        self._leave_alone(now, why, args, kwargs)
+
+    def _answer(self, now: ModelCall, seen: list[bool]) -> Callable[[Asked], torch.Tensor]:
+        """Answers what the attention asks of its function. seen: as of `answer`."""
+        heads, where = getattr(self.target, "heads", 1), partial(self.shared.adapter.layout_of, now, self)
+        return partial(answer, now.state, now.call, self.path, self.level, heads, where, seen)
 
     def _merge_by_hand(self, known: ByHand, now: ModelCall, args: tuple, kwargs: dict[str, Any]) -> Any:
         """An attention without a function: its projections' results, and its own code on a stand-in."""
@@ -261,12 +301,12 @@ class AttentionSite(NumberedSite):
         if not (torch.is_tensor(x) and torch.is_tensor(source) and x.dim() == source.dim() == value.dim() == 3):
             why = "called in an unknown way"
         elif source.shape[1] != x.shape[1] or value.shape[1] != x.shape[1]:
-            return self.original(*args, **kwargs)
+            why = OF_OTHERS
         elif any(kwargs.get(name) is not None for name in _MASKS):
             why = MASKED
         else:
             why = known.problem(target, kwargs) or ""
-            layout = self.layout(now, x.shape[1])
+            layout = self.shared.adapter.layout_of(now, self, x.shape[1])
             why = why or (layout if isinstance(layout, str) else "")
         if why:
             self._leave_alone(now, why, args, kwargs)
@@ -283,32 +323,12 @@ class AttentionSite(NumberedSite):
         out = now.state.attend(now.call, self.path, self.level, layout, attention)
         return self.original(*args, **kwargs) if out is None else known.finish(target, out.flatten(2))
 
-    def layout(self, now: ModelCall, tokens: int) -> Layout | str:
-        """Where the picture's tokens lie among so many; a sentence if that is not known."""
-        found = self.shared.adapter.layout_of(now, self, tokens)
-        if isinstance(found, Layout) and torch.is_grad_enabled():
-            self.grids[tokens] = found.grid
-        return found
-
-    def _description(self) -> ByHand | None:
-        processor = getattr(self.target, "processor", None)
-        known = known_of(type(self.target).forward)
-        return known_of(type(processor).__call__) if known is None and processor is not None else known
-
-    def _what_computes(self) -> str:
-        """The function in the attention's place, in a reason."""
-        processor = getattr(self.target, "processor", None)
-        method = self.beneath
-        if method is None:
-            method = type(self.target).forward if processor is None else type(processor).__call__
-        return full_name(getattr(method, "__func__", method))
-
     def _leave_alone(self, now: ModelCall, why: str, args: tuple, kwargs: Mapping[str, Any]) -> None:
         x = next((one for one in (*args, *kwargs.values()) if torch.is_tensor(one) and one.dim() > 1), None)
         batch, tokens = (0, 0) if x is None else x.shape[:2]
         now.state.leave_alone(now.call, self.level, why, batch, tokens, tokens)
 
-    def _trace(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
         """The attention in a graph that is being made."""
         state, begun = self.shared.state, self.shared.begun
         if state is None:
@@ -324,14 +344,15 @@ class AttentionSite(NumberedSite):
         if isinstance(why, str):
             state.ledger.note_traced(self.level, why)
             return self.original(*args, **kwargs)
-        before = answering(partial(self._ask, state, self.number if begun is None else begun))
+        ask = partial(self._ask, state, self.number if begun is None else begun)
+        before, intercept.now.answer = intercept.now.answer, ask
         try:
             if function is not None:
                 return function(self.target, *args, **kwargs)
             stand_in = intercept.TracedAttention(self.target, processor(current))
             return self._of_class(stand_in, *args, **kwargs)
         finally:
-            answering(before)
+            intercept.now.answer = before
 
     def _ask(self, state: State, begun: torch.Tensor, asked: Asked) -> torch.Tensor:
         if not asked.plain:
@@ -340,58 +361,7 @@ class AttentionSite(NumberedSite):
         return compiled.attend(begun, self.number, asked)
 
 
-def answer(
-    state: State, call: Call, name: Hashable, level: int, heads: int, layout_of: Callable[[int], Layout | str],
-    seen: list[Asked], asked: Asked,
-) -> torch.Tensor:  # fmt: skip
-    """What an attention function would have given, in its host's form.
-
-    Args:
-        state, call, name, level: as of `State.attend`.
-        heads: of the attention, if they lie within the batch.
-        layout_of: where the picture's tokens lie among so many, or why that is not known.
-        seen: the call is added to it.
-        asked: the call.
-    """
-    seen.append(asked)
-    if asked.is_flat:
-        asked.split(heads)
-    q, k, mask, rows, why = asked.q, asked.k, asked.mask, None, ""
-    if k.shape[1] != q.shape[1]:  # to a prompt, or to a picture that an adapter has brought
-        return asked.unmerged()
-    if mask is not None:
-        rows = _rows_seen(mask, q)
-        why, rows = (rows, None) if isinstance(rows, str) else ("", rows)
-    layout = layout_of(q.shape[1] if rows is None else len(rows))
-    why = why or (layout if isinstance(layout, str) else "" if asked.plain else MORE)
-    takes_bias = None if why else asked.takes_bias()
-    if takes_bias is None:
-        state.leave_alone(call, level, why or _NOT_ATTENTION, q.shape[0], q.shape[1], k.shape[1])
-        return asked.unmerged()
-    attention = asked.attention(takes_bias)
-    if rows is not None:
-        attention = attention._replace(**{one: getattr(attention, one)[:, rows] for one in "qkv"})
-    out = state.attend(call, name, level, layout, attention)
-    if out is None:
-        return asked.unmerged()
-    return asked.give_back(out if rows is None else _spread(out, rows, q.shape[1]))
-
-
-def _rows_seen(mask: torch.Tensor, q: torch.Tensor) -> torch.Tensor | str | None:
-    """Which tokens a mask leaves, as indices; None for all of them. It waits for the device.
-
-    Tokens that nobody sees are padding, whose own outputs nobody sees either.
-    """
-    if mask.dtype != torch.bool or mask.shape[-1] != q.shape[1] or mask.numel() != mask.shape[0] * mask.shape[-1]:
-        return MASKED
-    rows = mask.reshape(mask.shape[0], -1)
-    if rows.all():
-        return None
-    return rows[0].nonzero()[:, 0] if (rows == rows[:1]).all() else "a mask hides other tokens in each picture"
-
-
-def _spread(out: torch.Tensor, rows: torch.Tensor, tokens: int) -> torch.Tensor:
-    """With zeros for the tokens that were left out."""
-    whole = out.new_zeros(out.shape[0], tokens, *out.shape[2:])
-    whole[:, rows] = out
-    return whole
+def _description(forward: Any, processor: type) -> ByHand | None:
+    """Of an attention that computes by hand; None for every other."""
+    known = known_of(forward)
+    return known_of(processor.__call__) if known is None and processor is not type(None) else known

@@ -101,7 +101,11 @@ class UNetAdapter:
         grid = now.grid or site.grids.get(tokens)
         if grid is None and now.area is not None:  # a compiled model does not tell where it is
             grid = Grid(*(-(-side // 2**site.halvings) for side in now.area))
-        return NO_GRID if grid is None or grid.height * grid.width != tokens else Layout(grid)
+        if grid is None or grid.height * grid.width != tokens:
+            return NO_GRID
+        if torch.is_grad_enabled():
+            site.grids[tokens] = grid
+        return Layout(grid)
 
 
 class TransformerSite(Wrap):
@@ -114,19 +118,23 @@ class TransformerSite(Wrap):
         super().__init__(transformer)
         self.shared, self.level, self.attentions = shared, level, attentions
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The transformer's output, its attentions knowing the grid."""
-        if is_tracing():
-            return self.original(*args, **kwargs)
+        if not (isinstance(self, Wrap) and self.active) or (torch.compiler.is_compiling() and is_tracing()):
+            return Wrap.forward(self, *args, **kwargs)
         now, x = self.shared.calls.now, args[0] if args else named(kwargs, _LATENTS)
         if now is None or not torch.is_tensor(x) or x.dim() != 4:
             return self.original(*args, **kwargs)
-        before, reached = now.grid, now.reached
+        before, reached = (now.grid, now.layout), now.reached
         now.grid = grid = Grid(*x.shape[2:])
+        now.layout = None if torch.is_grad_enabled() else Layout(grid)
         try:
-            out = self.original(*args, **kwargs)
+            if self.beneath is None:
+                out = type(self.target).forward(self.target, *args, **kwargs)
+            else:
+                out = self.beneath(*args, **kwargs)
         finally:
-            now.grid = before
+            now.grid, now.layout = before
         missing = self.attentions - (now.reached - reached)
         if missing > 0 and now.call.rules[self.level].attn is not None:
             tokens = grid.height * grid.width

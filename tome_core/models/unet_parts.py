@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..compiling import is_tracing
 from ..engine.decision import is_as_tomesd
 from ..merging.grid import Grid
-from ..reporting.reasons import MASKED, NO_GRID
+from ..reporting.reasons import MASKED, NO_GRID, OF_OTHERS
 from .arguments import named
 from .sites import AttentionSite, ModelCall, Shared
 from .wrap import Wrap
@@ -25,7 +24,6 @@ _NAMES = ("hidden_states", "x")
 _MASKS = ("mask", "attention_mask", "attn_mask")
 _IN_GRAPH = "its parts merge by a rule that compiled blocks do not follow"
 _UNKNOWN_CALL = "called in an unknown way"
-_OF_OTHERS = "keys and values are not the picture's tokens"
 
 
 class BlockCall(NamedTuple):
@@ -49,8 +47,6 @@ class BlockSite(Wrap):
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The block's output, its parts able to merge."""
-        if is_tracing():
-            return self.original(*args, **kwargs)
         calls, x = self.shared.calls, args[0] if args else named(kwargs, _NAMES)
         now = calls.now or self.shared.recomputed()
         before, calls.block = calls.block, None if now is None else self._open(now, x)
@@ -80,9 +76,6 @@ class PartSite(Wrap):
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """What the part gives."""
-        if is_tracing():
-            self._note_traced()
-            return self.original(*args, **kwargs)
         block = self.shared.calls.block
         if block is None or getattr(block.now.call.rules[self.level], self.part) is None:
             return self.original(*args, **kwargs)
@@ -90,14 +83,17 @@ class PartSite(Wrap):
         out = _run_around(self, block, self.part, args, kwargs, problem)
         return self.original(*args, **kwargs) if out is None else out
 
-    def _note_traced(self) -> None:
-        state = self.shared.state
-        if state is not None:
-            state.ledger.note_traced(self.level, _IN_GRAPH)
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        """In a graph nothing merges here."""
+        if self.shared.state is not None:
+            self.shared.state.ledger.note_traced(self.level, _IN_GRAPH)
+        return self.original(*args, **kwargs)
 
 
 class BlockAttentionSite(AttentionSite):
     """A self-attention of such a block: tomesd's way if the rule in force is tomesd's, else as every other."""
+
+    merges_around = True
 
     def _merge(self, now: ModelCall, args: tuple, kwargs: dict[str, Any]) -> Any:
         rule, block = now.call.rules[self.level].attn, self.shared.calls.block
@@ -108,7 +104,7 @@ class BlockAttentionSite(AttentionSite):
         problem = _problem_of("attn", self.target, block, args, kwargs)
         context = args[1] if len(args) > 1 else named(kwargs, ("encoder_hidden_states", "context"))
         if not problem and context is not None and context is not args[0]:
-            problem = "" if torch.is_tensor(context) and context.shape == args[0].shape else _OF_OTHERS
+            problem = "" if torch.is_tensor(context) and context.shape == args[0].shape else OF_OTHERS
         out = _run_around(self, block, "attn", args, kwargs, problem)
         return self.original(*args, **kwargs) if out is None else out
 

@@ -42,12 +42,18 @@ class Wrap:
         """What callers of ``target.NAME`` get while the wrap is active."""
         return self.original(*args, **kwargs)
 
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        """What a compiler gets, as `run`."""
+        return self.original(*args, **kwargs)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What is put in place of ``target.NAME``."""
         if not isinstance(self, Wrap):  # somebody bound this function to the target, to restore "the original"
             wrap = vars(self).get(_MARK)
             return (type(self).forward.__get__(self) if wrap is None else wrap.forward)(*args, **kwargs)
-        return self.run(*args, **kwargs) if self.active else self.original(*args, **kwargs)
+        if not self.active:
+            return self.original(*args, **kwargs)
+        return (self.trace if torch.compiler.is_compiling() and is_tracing() else self.run)(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
@@ -60,7 +66,7 @@ class Wrap:
         """
         if self.beneath is not None:
             return self.beneath(*args, **kwargs)
-        if is_tracing():
+        if torch.compiler.is_compiling() and is_tracing():
             return self._of_class(self.target, *args, **kwargs)
         target = self.wrapped()
         return getattr(type(target), self.name)(target, *args, **kwargs)
@@ -185,8 +191,9 @@ def wrap_of(method: Any) -> Wrap | None:
     owner = getattr(method, "__self__", method)
     if isinstance(owner, Wrap):
         return owner
-    rebound = getattr(method, "__func__", None)  # the wrap's own function, bound to its target by another
-    return vars(owner).get(_MARK) if rebound is Wrap.forward else None
+    mark = vars(owner).get(_MARK) if hasattr(owner, "__dict__") else None
+    # the wrap's own function, bound to its target by another program
+    return mark if mark is not None and getattr(method, "__func__", None) is type(mark).forward else None
 
 
 def without_inert(method: Any) -> Any:
