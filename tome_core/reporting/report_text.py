@@ -60,7 +60,7 @@ def _speed(report: Any) -> list[str]:
 def _outcome(report: Any) -> str:
     if report.calls_merged:
         return f"{percent(report.work_saved)} of attention left out" if report.work_saved else "attention left whole"
-    why = [*(reason.removeprefix("block: ") for reason in report.reasons),
+    why = [*map(_why, report.reasons),
            *(reason for level in report.levels for reason in level.traced),
            *(note.removeprefix(_NOTHING_WILL) for note in report.notes if note.startswith(_NOTHING_WILL))]  # fmt: skip
     return f"nothing merged: {why[0] if why else 'no call counted yet'}"
@@ -96,9 +96,15 @@ def _sides(tokens: int, queries: int, keys: int) -> str:
 
 def _why_not(report: Any) -> list[str]:
     counted = list(report.reasons.items())[:_KINDS]
-    found = [f"not merged, {count(calls, 'call')}: {reason.removeprefix('block: ')}" for reason, calls in counted]
+    found = [f"not merged, {count(calls, 'call')}: {_why(reason)}" for reason, calls in counted]
     traced = dict.fromkeys(reason for level in report.levels for reason in level.traced)
     return found + [f"compiled without merging, {reason}" for reason in traced]
+
+
+def _why(reason: str) -> str:
+    """Without the part of a block, unless that is another than its self-attention, which everybody merges."""
+    part, _, why = reason.partition(": ")
+    return why if part in ("attn", "block") else reason
 
 
 def _routes(report: Any) -> list[str]:
