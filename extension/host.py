@@ -17,8 +17,7 @@ from typing import Any
 from modules import script_callbacks, scripts, shared
 from torch import nn
 
-from ..tome_core.model.families import find_unet, layout_of
-from ..tome_core.settings.presets import SD
+from ..tome_core.hosting import SD, find_unet, layout_of
 from . import sdnext
 
 Script = scripts.Script

@@ -14,7 +14,7 @@ import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..tome_core import form
+from ..tome_core.hosting import form
 from . import host
 from .wish import DIAL, EVERYWHERE, FILLED_FOR, OWN, VERSION, WHERE, Wish, base_of, wish_of
 

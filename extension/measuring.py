@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from ..tome_core import MergeConfig, Patch
+from ..tome_core.hosting import MergeConfig, patch_of
 from . import host
 from .merging import Job
 from .wish import FIRST, HIRES, Wish
@@ -61,7 +61,7 @@ def _answer(one: ComingPass, config: MergeConfig, measure: bool) -> str:
     if aside is not None:
         return f"{size}: nothing merges, {aside}"
     try:
-        patch = Patch(unet, config, None)
+        patch = patch_of(unet, config)
         gain = patch.gain_for(one.height, one.width)
         if gain is None and measure:
             stayed = host.reason_of_unet(unet)  # from the last job; it is off in the next

@@ -12,7 +12,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..tome_core import MergeConfig, Patch, Report, UnsupportedModelError, patch
+from ..tome_core.hosting import MergeConfig, Patch, Report, UnsupportedModelError, patch, patch_of
 from . import host, sdnext
 from .pace import Pace
 from .wish import Wish
@@ -71,7 +71,7 @@ class Job:
         if not width or not height:
             return ""
         try:
-            return Patch(host.running_unet(p), config, None).why_not(height, width, 2 * (host.pictures(p) or 1))
+            return patch_of(host.running_unet(p), config).why_not(height, width, 2 * (host.pictures(p) or 1))
         except (AttributeError, TypeError, ValueError) as error:  # of a model that we do not know
             return str(error)
 
@@ -117,7 +117,7 @@ class Armed:
             return
         self.job, self.hires, self._sampling = job, hires, object()
         self._put_on(host.running_unet(p))
-        self._pace = Pace(p if self.handle is not None and self.handle.run.wants_time else None)
+        self._pace = Pace(p if self.handle is not None and self.handle.wants_time else None)
 
     def step(self, params: Any) -> None:
         """Before each call of the model: the right model patched, for the right job, knowing its time."""
@@ -130,7 +130,7 @@ class Armed:
                 self.handle.uninstall()
             return
         self._follow(host.running_unet(p))
-        if self.handle is not None and self.handle.run.wants_time:
+        if self.handle is not None and self.handle.wants_time:
             time, timesteps = host.relative(p, self._pace.time(params)), self._pace.timesteps(p)
             self.handle.set_time(**time, sampling=self._sampling, pictures=host.pictures(p), timesteps=timesteps)
         self._count()
@@ -170,7 +170,7 @@ class Armed:
     def _count(self) -> None:
         record = self.job.records[self.hires]
         record.steps += 1
-        record.steps_live += self.handle is not None and bool(self.handle.run.now.live)
+        record.steps_live += self.handle is not None and self.handle.is_live
 
     def _take_off(self) -> None:
         handle, self.handle = self.handle, None

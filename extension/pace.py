@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from ..tome_core.settings.noise import STABLE_DIFFUSION
+from ..tome_core.hosting import STABLE_DIFFUSION
 from . import host
 
 # functions of k-diffusion and their likes in the Forges: they call the model at the sigmas of their list, one after

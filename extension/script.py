@@ -9,8 +9,7 @@ import logging
 import sys
 from typing import Any
 
-from ..tome_core import gains
-from ..tome_core.model.switch import let_go
+from ..tome_core import hosting
 from . import attentions, host, infotext, measuring, merge_map, options, page
 from .merging import Job, armed, job_of, set_job
 from .summary import data_of, line_of
@@ -150,7 +149,7 @@ def on_component(component: Any, elem_id: str | None = None, **facts: Any) -> No
 def unload() -> None:
     """Leave nothing behind, so that the next load gets this version's files and not the last one's."""
     armed.disarm()
-    let_go()
+    hosting.forget_all()
     for name in [name for name in sys.modules if name == PARENT or name.startswith(f"{PARENT}.")]:
         del sys.modules[name]
 
@@ -159,7 +158,7 @@ def register() -> type[TokenMerging]:
     """Be called back, and give the class; called by the shim each time that the webui runs it."""
     host.set_up_console(PARENT)
     attentions.describe()
-    gains.load(host.gains_file())  # what was measured before this start
+    hosting.gains.load(host.gains_file())  # what was measured before this start
     host.listen(
         cfg_denoiser=armed.step, ui_settings=options.register, before_ui=infotext.add_axes, script_unloaded=unload,
         after_component=on_component, after_process=on_end,

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
-from ..tome_core import Patch
+from ..tome_core.hosting import Patch
 
 _INIT_HIRES = "init_hr"
 _RATIOS = {"ToMe": "tome_ratio", "ToDo": "todo_ratio"}  # of its own merging, by method

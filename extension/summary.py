@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..tome_core import Report
-from ..tome_core.reporting.report_text import count
+from ..tome_core.hosting import Report, count
 from .merging import Job
 from .wish import FIRST, HIRES
 

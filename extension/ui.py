@@ -7,8 +7,7 @@ from typing import Any
 
 import gradio as gr
 
-from ..tome_core import form
-from ..tome_core.settings.presets import MARKS
+from ..tome_core.hosting import MARKS, form
 from . import host, infotext, measuring, options, page
 from .measuring import ComingPass
 from .wish import ARGUMENTS, DEFAULTS, DIAL, FILLED_FOR, OWN, TITLE, WHERE, base_of, find_filled, read

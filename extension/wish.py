@@ -10,9 +10,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from ..tome_core import MergeConfig, form
-from ..tome_core.settings.presets import SD, SDXL, VERSION, strength
-from ..tome_core.settings.rule import SEED_LIMIT
+from ..tome_core.hosting import SD, SDXL, SEED_LIMIT, VERSION, MergeConfig, form, strength
 
 TITLE = "Token Merging (ToMe)"
 EVERYWHERE, FIRST, HIRES = WHERE = ("everywhere", "first pass", "hires pass")
