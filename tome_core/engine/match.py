@@ -55,7 +55,9 @@ def match(
         count = next(counts, None)
         if count is not None:
             # one k-means step from the plan of an earlier time is as good as a new match with several, and cheaper
-            plan = refine_plan(MergePlan(old.group[:, first:last] - before, count), x, 1, by_distance)
+            is_whole = last - first == k.shape[1]
+            own = old if is_whole else MergePlan(old.group[:, first:last] - before, count)
+            plan = refine_plan(own, x, 1, by_distance)
             before += count
         else:
             st, sy, sx = cell_of(rule.sy, rule.sx, grid.frames if method.compares else 1)
