@@ -22,10 +22,13 @@ class Guidance(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """What calls have in common that see the same latents at the same time. copies: of these, in this call's batch;
-    matched: which of them a match is made from; call: the ordinal of the first that saw them.
+    """What calls have in common that see the same latents at the same time.
+
+    samples: in this call's batch; copies: of the latents, in it; matched: which of them a match is made from; call: the
+    ordinal of the first that saw them.
     """
 
+    samples: int
     copies: int
     matched: int
     call: Hashable
@@ -153,7 +156,7 @@ def _share(ordinal: Hashable, guidance: Guidance, batch: torch.Tensor, first: to
     copies, rest = divmod(len(batch), pictures)
     for latents, call in ((first, 1), (batch, ordinal)):
         if rest == 0 and latents is not None and len(latents) >= pictures and _repeats(batch, latents[:pictures]):
-            return Shared(copies, min(matched, copies - 1), call)
+            return Shared(len(batch), copies, min(matched, copies - 1), call)
     return None
 
 

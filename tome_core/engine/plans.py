@@ -46,7 +46,7 @@ def match_or_reuse(kept: KeptPlans | None, request: Request, old: Found | None) 
     if kept is None or not request.rule.keep:
         return request.correct(request.match(None, None))
     shared, since = kept.look(), None
-    if shared is not None and request.batch % shared.copies == 0:
+    if shared is not None and request.batch % shared.samples == 0:  # not of a piece of the batch
         plans, since = _share(kept, request, shared)
     else:
         plans = request.correct(request.match(None, old and old.kept.plans))
