@@ -41,8 +41,8 @@ class ModelCall:
     """The call of a model that goes on in a thread.
 
     tokens: of a transformer, the picture's grid and how many tokens are the picture's kind, or why there is no grid.
-    grid, layout: of the part of a UNet that runs now. area: height and width of the latent. reached: how many attentions
-    were called so far.
+    grid, layout: of the part of a UNet that runs now. area: height and width of the latent. reached: how many
+    attentions were called so far.
     """
 
     def __init__(self, state: State, call: Call, latent: Any, tokens: Any = None) -> None:
