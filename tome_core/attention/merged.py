@@ -24,6 +24,7 @@ from .correction import Correction, Fitted, Pair, fit_correction, pick_asked
 
 BIAS, OWN_BIAS, UNSIZED = "bias", "bias, by torch's own function", "without sizes"
 _HELD = 16 << 20  # bytes of what is made for some heads or tokens at a time, a few times over
+_AT_ONCE = 64 << 20  # bytes in float32 of keys that merge in one piece: SDXL's at 1024 px do, a film's do not
 
 
 class Attention(NamedTuple):
@@ -71,7 +72,7 @@ def attend(attention: Attention, how: Merge, made: Pair | None = None) -> tuple[
     plan, mode, heads = how.plan, how.mode, k.shape[2]
     if made is not None:
         k, v = (one.unflatten(2, (heads, -1)) for one in made)
-    elif k.numel() * 4 <= _HELD:
+    elif k.numel() * 4 <= _AT_ONCE:
         k = plan.merge(k.flatten(2), mode).unflatten(2, (heads, -1))
         v = plan.merge(v.flatten(2), mode).unflatten(2, (heads, -1))
     else:
