@@ -153,4 +153,8 @@ class Modules:
 
     def part(self, name):
         """A module of the running extension."""
-        return sys.modules[f"_tome_core_webui.extension.{name}"]
+        return sys.modules[f"{PACKAGE}.extension.{name}"]
+
+    def engine(self, name):
+        """A module of its engine."""
+        return sys.modules[f"{PACKAGE}.tome_core.{name}"]

@@ -21,14 +21,10 @@ def flavour(request, monkeypatch, tmp_path):
     return request.param
 
 
-def engine(webui, name):
-    return sys.modules[f"{webui.part('merging').Patch.__module__.removesuffix('.patching.handle')}.{name}"]
-
-
 @pytest.fixture
 def costs(webui, monkeypatch):
     """Says what a merged call takes, an unmerged one 1; counts the measurements."""
-    measured, measure, made = engine(webui, "measuring.measured"), engine(webui, "measuring.measure"), []
+    measured, measure, made = webui.engine("measuring.measured"), webui.engine("measuring.measure"), []
 
     def say(merged):
         plain = measure.time_calls
@@ -51,8 +47,7 @@ def test_nothing_is_measured_unasked(webui, costs, tmp_path):
 
 
 def test_a_gain_belongs_to_the_engines_version_whatever_the_webui_calls_its_package(webui):
-    root = webui.part("merging").Patch.__module__.removesuffix(".patching.handle")
-    assert root != "tome_core" and engine(webui, "running.fingerprint").versions()[1] == tome_core.__version__
+    assert webui.engine("measuring.fingerprint").versions()[1] == tome_core.__version__
 
 
 @pytest.mark.slow
@@ -86,7 +81,7 @@ def test_passes_are_measured_each_and_what_fails_costs_no_picture(webui, costs, 
     def fails(*_, **__):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(engine(webui, "measuring.measured"), "time_calls", fails)
+    monkeypatch.setattr(webui.engine("measuring.measured"), "time_calls", fails)
     monkeypatch.setattr(Processing, "size", 12)
     done = webui.job(True, 0.5)
     assert told and "out of memory" in str(told) and len(done.images) == 1

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 
 import tome_core
 from tests.thoroughness import some_quick
-from tests.webui_doubles import FLAVOURS, SIGMAS, TIMESTEPS, CFGDenoiserTimesteps, Denoiser, custom
+from tests.webui_doubles import FLAVOURS, SIGMAS, TIMESTEPS, CFGDenoiserTimesteps, Denoiser, custom, report
 from tome_core import form
 
 KEPT = {"ratio": 0.5, "keep": 1000.0, "use_rand": False}
@@ -77,12 +75,12 @@ def test_a_match_is_kept_over_the_steps_of_a_pass(webui, monkeypatch, denoiser):
 @pytest.mark.parametrize(("denoiser", "matches"), [(Denoiser, 1), (CutDenoiser, 1), (SplitDenoiser, 2)])
 def test_both_prompts_have_one_match_however_the_batch_is_cut(webui, monkeypatch, denoiser, matches):
     few_steps(monkeypatch, 1)
-    engine = webui.part("merging").Patch.__module__.removesuffix(".patching.handle")
-    matcher, made = sys.modules[f"{engine}.running.matching"].Matcher, []
-    plain = matcher._match
-    monkeypatch.setattr(matcher, "_match", lambda self, *args: made.append(self.number) or plain(self, *args))
-    webui.job(*args(webui, **KEPT), denoiser=denoiser, batch_size=2)
-    assert made and all(made.count(number) == matches for number in made)
+    state, made = webui.engine("engine.state"), []
+    match = state.match
+    monkeypatch.setattr(state, "match", lambda *args: made.append(args) or match(*args))
+    done = webui.job(*args(webui, **KEPT), denoiser=denoiser, batch_size=2)
+    (level,) = report(done)["passes"]["first pass"]["levels"]
+    assert len(made) == matches * level["blocks"] > 0
 
 
 @only_a1111
