@@ -57,9 +57,15 @@ def launches(monkeypatch) -> Launches:
 
         return launch
 
-    def attention(q, k, v, *_, **__):
+    plain = torch.nn.functional.scaled_dot_product_attention
+
+    def attention(*args, **kwargs):
         counted.by_name["attention"] += 1
-        return q.new_empty(*q.shape[:3], v.shape[3])
+        counted.inside = True
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            counted.inside = False
 
     doubles = SimpleNamespace(**{name: double(name) for name in NAMES})
     monkeypatch.setattr(kernels, "DEVICES", ("cpu",))
@@ -110,12 +116,12 @@ def made(side: int, heads: int, width: int, depth: int = 1):
 # in one sampling: the first call matches anew, the next is within 60 timesteps of it, the third is not
 EARLY, LATE = (950.0, 940.0, 850.0), (300.0, 299.0, 200.0)
 BOUNDS = {  # two of a sampling's first call are the look whether its batch is two times the same latent
-    ("balanced", EARLY): (18, 2, 10),
-    ("balanced", LATE): (13, 2, 11),
-    ("quality", EARLY): (18, 2, 10),
-    ("quality", LATE): (13, 2, 11),
-    ("fast", LATE): (18, 2, 11),
-    ("max", LATE): (21, 2, 10),
+    ("balanced", EARLY): (19, 3, 11),
+    ("balanced", LATE): (14, 3, 12),
+    ("quality", EARLY): (19, 3, 11),
+    ("quality", LATE): (14, 3, 12),
+    ("fast", LATE): (19, 3, 12),
+    ("max", LATE): (22, 3, 11),
 }
 
 
@@ -123,7 +129,7 @@ BOUNDS = {  # two of a sampling's first call are the look whether its batch is t
 def test_a_match_new_kept_and_renewed_costs_so_many_launches(preset, times, launches):
     found = more_than_unmerged(launches, *made(64, 1, 40), preset, times)
     assert [sum(one.values()) for one in found] == list(BOUNDS[preset, times]), found
-    assert found[1].get("mean_rows") == 1 and not {"sort", "best_keys", "segments", "ridge"} & set(found[1])
+    assert found[1].get("mean_rows") == 2 and not {"sort", "best_keys", "segments", "ridge"} & set(found[1])
 
 
 def test_blocks_of_one_transformer_each_match_for_themselves_and_no_more(launches):
@@ -131,4 +137,4 @@ def test_blocks_of_one_transformer_each_match_for_themselves_and_no_more(launche
     new, kept, renewed = more_than_unmerged(launches, *made(64, 1, 64, depth=3), "balanced", EARLY)
     for found, searches in ((new, 3), (renewed, 1)):
         assert found["best_keys"] == found["segments"] == 3 * searches and found["ridge"] == 3
-    assert "best_keys" not in kept and kept["mean_rows"] == kept["correct"] == 3
+    assert "best_keys" not in kept and kept["mean_rows"] == 2 * kept["correct"] == 6

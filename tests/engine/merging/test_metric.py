@@ -1,4 +1,4 @@
-"""What a match compares: from the block's input to its keys and values, by cosine or by distance."""
+"""What a match compares: keys, or keys and values, by cosine or by distance."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ from itertools import combinations
 
 import pytest
 import torch
-from torch import nn
 
 import tome_core
 from benchmarks.sd_block import make_block, make_inputs
 from tests.families import every_family_in_time, largest_difference
 from tests.models import BY_NAME, call_case, call_unet, fixed, unet
-from tome_core import PRESETS, MergeConfig
+from tome_core import PRESETS, MergeConfig, MergeRule
+from tome_core.engine.match import match
 from tome_core.merging.grid import Grid
+from tome_core.merging.layout import Layout
 from tome_core.merging.methods import METHODS, MatchOptions
 from tome_core.merging.methods.bipartite import best_destination, refine_plan
-from tome_core.merging.metric import METRICS, tokens_to_compare
+from tome_core.merging.metric import METRICS, of_unit_spread
 
 MATCH = METHODS["bipartite"].match
 
@@ -60,43 +61,25 @@ def test_refining_by_distance_brings_every_token_to_its_nearest_mean():
     assert (x - better.unmerge(better.merge(x))).pow(2).sum() < before
 
 
-@pytest.fixture(scope="module")
-def block() -> nn.Module:
-    return make_block().input_blocks[0][0].transformer_blocks[0]
+def test_keys_and_values_count_alike_whatever_their_scale():
+    keys, values = tokens(1, 64, 32), tokens(1, 64, 32, seed=1) * 7 - 3
+    both = of_unit_spread(keys, values)
+    assert both.shape == (1, 64, 64)
+    for half in both.split(32, -1):
+        assert abs(half.pow(2).mean().item() - 1) < 1e-4 and half.mean(1).abs().max() < 1e-5
 
 
-def test_metrics_are_what_they_are_called(block):
-    x = tokens(2, 16, 320)
-    normed = block.norm1(x)
-    assert tokens_to_compare(block, x, "input") is x
-    keys, both = tokens_to_compare(block, x, "keys"), tokens_to_compare(block, x, "keys+values")
-    assert largest_difference(both[..., :320], keys) < 1e-5 and both.shape == (2, 16, 640)
-    true = block.attn1.to_k(normed)
-    ratio = torch.cdist(keys, keys) / torch.cdist(true, true)  # the same distances, but for one factor a sample
+def test_distances_are_what_they_were_but_for_one_factor():
+    x = tokens(2, 16, 32) * 5 + 2
+    ratio = torch.cdist(of_unit_spread(x), of_unit_spread(x)) / torch.cdist(x, x)
     off = ~torch.eye(16, dtype=torch.bool)
     for sample in ratio:
         assert sample[off].max() / sample[off].min() - 1 < 1e-3
 
 
-def test_keys_and_values_count_alike_whatever_their_scale(block):
-    x = tokens(1, 64, 320)
-    both = tokens_to_compare(block, x, "keys+values")
-    for half in both.split(320, -1):
-        assert abs(half.pow(2).mean().item() - 1) < 1e-4 and half.mean(1).abs().max() < 1e-5
-
-
-def test_a_sample_is_compared_as_it_would_be_alone(block):
-    x = tokens(3, 16, 320)
-    together, alone = (tokens_to_compare(block, one, "keys+values") for one in (x, x[1:2]))
-    assert largest_difference(together[1:2], alone) < 1e-5
-
-
-def test_a_block_of_another_kind_is_compared_as_far_as_it_goes(block):
-    x, odd = tokens(1, 16, 320), nn.Module()
-    odd.attn1 = nn.Identity()
-    assert tokens_to_compare(odd, x, "keys+values") is x
-    odd.norm1 = nn.LayerNorm(320)
-    assert torch.equal(tokens_to_compare(odd, x, "keys+values"), odd.norm1(x))
+def test_a_sample_is_compared_as_it_would_be_alone():
+    x, y = tokens(3, 16, 32), tokens(3, 16, 32, seed=1)
+    assert largest_difference(of_unit_spread(x, y)[1:2], of_unit_spread(x[1:2], y[1:2])) < 1e-5
 
 
 @every_family_in_time
@@ -135,9 +118,13 @@ def test_the_metric_decides_what_merges():
     assert not any(torch.equal(maps[one], maps[other]) for one, other in combinations(METRICS, 2))
 
 
-def test_other_methods_look_at_their_own():
-    case, pictures = BY_NAME["sd15"], []
-    for metric in ("input", "keys+values"):
-        with tome_core.patch(case.build(), method="cluster", metric=metric) as handle:
-            pictures.append(call_case(case, handle.unet))
-    assert torch.equal(*pictures)
+def test_each_metric_compares_what_it_is_called():
+    """Of keys and values; no attention sees the block's input, whose part keys play by cosine."""
+    grid, options = Grid(8, 8), {"ratio": 0.75, "side": "kv", "use_rand": False}
+    k, v = (tokens(2, 64, 12, seed) + 1 for seed in range(2))
+    compared = {"input": (k, False), "keys": (of_unit_spread(k), True), "keys+values": (of_unit_spread(k, v), True)}
+    for metric in METRICS:
+        x, by_distance = compared[metric]
+        expected = MATCH(x, grid, MatchOptions(0.75, 2, 2, by_distance=by_distance))
+        found = match(*(one.unflatten(2, (3, 4)) for one in (k, v)), Layout(grid), MergeRule(**options, metric=metric))
+        assert torch.equal(found.group, expected.group)

@@ -1,0 +1,173 @@
+"""Attention with merged keys and values: the picture's alone, text comes out untouched, at bounded work and memory."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.peak_memory import peak_bytes
+from tests.sequences import FILM, HEADS, PICTURE, WIDTH, attention, sdpa
+from tome_core import MergePlan, MergeRule
+from tome_core.attention import merged
+from tome_core.attention.merged import BIAS, OWN_BIAS, UNSIZED, Attention, Merge, attend, correction_of, merge
+from tome_core.engine.match import match
+from tome_core.merging.grid import Grid
+from tome_core.merging.layout import Layout, tokens_in
+
+RULE = MergeRule(side="kv", ratio=0.9375, sx=4, sy=4, metric="keys+values", use_rand=False, refine=1)
+
+
+def match_of(own: Attention, layout: Layout) -> MergePlan:
+    return match(own.k, own.v, layout, RULE)
+
+
+def corrected(own: Attention, plan: MergePlan, layout: Layout) -> torch.Tensor:
+    correction, made = correction_of(own, plan, layout)
+    return attend(own, Merge(plan, correction=correction), made)[0]
+
+
+def by_head(own: Attention) -> Attention:
+    """The same, heads lying apart in memory, as torch's function is given them."""
+    return own._replace(**{name: getattr(own, name).transpose(1, 2).contiguous().transpose(1, 2) for name in "qkv"})
+
+
+def error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return ((found - exact).pow(2).mean() / exact.pow(2).mean()).sqrt().item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout, behind", [(PICTURE, 0), (PICTURE, 5), (FILM, 3)])
+def test_other_tokens_keep_their_keys_and_values(layout, behind, dtype):
+    own = attention(layout, behind, dtype=dtype)
+    plan = match_of(own, layout)
+    last, groups = layout.first + tokens_in(layout), plan.num_groups
+    assert groups < own.k.shape[1] / 8 and (plan.sizes[:, : layout.first] == 1).all()
+    for one in (own.k, own.v):
+        few = merge(one, plan)
+        assert torch.equal(few[:, : layout.first], one[:, : layout.first])
+        assert torch.equal(few[:, groups - behind :], one[:, last:])
+
+
+@pytest.mark.parametrize("queries", [False, True], ids=["kv", "qkv"])
+@pytest.mark.parametrize("takes_bias, way", [(True, BIAS), (False, OWN_BIAS)])
+@pytest.mark.parametrize("layout", [PICTURE, FILM])
+def test_attention_is_that_with_every_key_as_often_as_its_group_has_tokens(layout, takes_bias, way, queries):
+    own = attention(layout, behind=2, dtype=torch.float64, takes_bias=takes_bias)
+    plan = match_of(own, layout)
+    k, v = (plan.unmerge(merge(one, plan).flatten(2)).unflatten(2, (HEADS, WIDTH)) for one in (own.k, own.v))
+    q = plan.unmerge(merge(own.q, plan).flatten(2)).unflatten(2, (HEADS, WIDTH)) if queries else own.q
+    logits = torch.einsum("bqhd,bkhd->bhqk", q, k) * WIDTH**-0.5
+    exact = torch.einsum("bhqk,bkhd->bqhd", logits.softmax(-1), v)
+    found, told = attend(own, Merge(plan, queries=queries))
+    assert told == way
+    torch.testing.assert_close(found, exact, rtol=1e-7, atol=1e-7)  # sizes' logarithms are float32
+
+
+def test_without_sizes_no_key_weighs_more_and_no_bias_is_made():
+    own = attention(PICTURE, takes_bias=False)
+    plan = match_of(own, PICTURE)
+    found, way = attend(own, Merge(plan, proportional=False))
+    assert way == UNSIZED
+    assert torch.equal(found, sdpa(own.q, merge(own.k, plan), merge(own.v, plan)))
+
+
+@pytest.mark.parametrize("takes_bias", [True, False])
+@pytest.mark.parametrize("layout", [PICTURE, FILM])
+def test_a_correction_halves_the_error_of_the_picture_and_harms_no_other_row(layout, takes_bias):
+    own = attention(layout, behind=4, takes_bias=takes_bias)
+    exact, plan = sdpa(*own[:3]), match_of(own, layout)
+    plain, unsized = (attend(own, Merge(plan, proportional=one))[0] for one in (True, False))
+    found = corrected(own, plan, layout)
+    picture = torch.zeros(exact.shape[1], dtype=torch.bool)
+    picture[layout.first : layout.first + tokens_in(layout)] = True
+    assert error(found[:, picture], exact[:, picture]) < 0.6 * error(plain[:, picture], exact[:, picture])
+    assert error(plain, exact) < 0.6 * error(unsized, exact)
+    assert error(found[:, ~picture], exact[:, ~picture]) < error(plain[:, ~picture], exact[:, ~picture])
+
+
+@pytest.mark.parametrize("queries", [False, True], ids=["kv", "qkv"])
+def test_a_correction_is_of_the_queries_that_attended(queries):
+    """Of merged ones, before their outputs are spread again."""
+    own = attention(PICTURE)
+    plan = match_of(own, PICTURE)
+    correction, _ = correction_of(own, plan, PICTURE)
+    q, k, v = (merge(one, plan) for one in own[:3])
+    q = q if queries else own.q
+    out = merged.add_correction(sdpa(q, k, v, plan.logits_in(q.dtype)[:, None, None]), q, correction)
+    expected = plan.unmerge(out.flatten(2)).unflatten(2, (HEADS, WIDTH)) if queries else out
+    assert torch.equal(attend(own, Merge(plan, queries=queries, correction=correction))[0], expected)
+
+
+def test_exact_answers_are_asked_of_the_picture_and_of_others():
+    layout, tokens = Layout(Grid(32, 32), first=50), 50 + 1024 + 9
+    (rows,) = merged.pick_asked_in(layout, tokens, WIDTH, torch.device("cpu"))
+    assert len(set(rows.tolist())) == len(rows) and rows.max() < tokens
+    inside = (rows >= 50) & (rows < 50 + 1024)
+    assert 32 <= inside.sum() <= 128 and (~inside).sum() == inside.sum() // 4
+    assert (rows < 50).any() and (rows >= 50 + 1024).any()
+
+
+@pytest.mark.parametrize("layout, behind", [(PICTURE, 4), (FILM, 0)])
+def test_in_pieces_and_however_heads_lie_it_gives_the_same(layout, behind, monkeypatch):
+    own = attention(layout, behind)
+    plan = match_of(own, layout)
+    with torch.no_grad():
+        expected = corrected(own, plan, layout)
+        monkeypatch.setattr(merged, "_HELD", 1 << 14)
+        found = corrected(by_head(own), match_of(by_head(own), layout), layout)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_fewer_heads_of_keys_are_as_if_they_were_repeated():
+    many = attention(PICTURE, takes_bias=False)
+    few = many._replace(k=many.k[:, :, :1], v=many.v[:, :, :1])
+    many = many._replace(**{name: getattr(few, name).expand(-1, -1, HEADS, -1) for name in "kv"})
+    plan = match_of(few, PICTURE)
+    assert correction_of(few, plan, PICTURE)[1] is None
+    torch.testing.assert_close(corrected(few, plan, PICTURE), corrected(many, plan, PICTURE), rtol=1e-4, atol=1e-5)
+
+
+def test_samples_match_by_themselves_and_equal_inputs_alike():
+    own = attention(PICTURE, batch=3)
+    group = match_of(own, PICTURE).group
+    assert torch.equal(group, match(own.k.clone(), own.v.clone(), PICTURE, RULE).group)
+    for sample in range(3):
+        alone = match(own.k[sample, None], own.v[sample, None], PICTURE, RULE)
+        assert torch.equal(group[sample], alone.group[0])
+    assert not torch.equal(group[0], group[1])
+
+
+def test_a_match_costs_less_than_a_twentieth_of_what_it_saves():
+    """Of attention over 21 frames at 720p: products are counted, the attention's by its formula. Heads are narrow, and
+    what is searched and multiplied grows with them alike."""
+    layout = Layout(Grid(21 * 45, 80, frames=21))
+    tokens = tokens_in(layout)
+    own = Attention(*torch.randn(3, 1, tokens, 1, 16, generator=torch.Generator().manual_seed(0)), sdpa, 0.25)
+    rule = MergeRule(side="kv", ratio=0.9375, sx=4, sy=4, metric="keys+values", use_rand=False, refine=3)
+    with FlopCounterMode(display=False) as counted:
+        plan = match(own.k, own.v, layout, rule)
+        correction_of(own, plan, layout)
+    saved = 4 * tokens * (tokens - plan.num_groups) * 16
+    assert 0.001 < counted.get_total_flops() / saved < 0.05
+
+
+@pytest.mark.parametrize("lying", [lambda own: own, by_head], ids=["flat", "by head"])
+def test_it_holds_little_beyond_what_attention_holds(lying, monkeypatch):
+    """Merged keys and values, which are a sixteenth, and some pieces of a size that does not grow."""
+    layout, piece = Layout(Grid(24 * 16, 20, frames=24), first=20), 1 << 18
+    monkeypatch.setattr(merged, "_HELD", piece)
+    own = lying(attention(layout, batch=1))
+    tensor, scores = own.k.numel() * 4, 8 << 20
+
+    def merging():
+        return corrected(own, match_of(own, layout), layout)
+
+    with torch.inference_mode():
+        sdpa(*own[:3]), merging()
+        plain, peak = peak_bytes(lambda: sdpa(*own[:3])), peak_bytes(merging)
+    maps = 8 * 8 * own.k.shape[1]  # whole numbers for each token: groups and orders
+    assert peak <= max(plain + 2 * tensor / 8, scores) + 12 * piece + maps, (peak, plain, tensor)
+    assert math.isclose(plain, tensor, rel_tol=0.5)
