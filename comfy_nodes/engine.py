@@ -1,4 +1,7 @@
-"""Finds `tome_core`: beside this folder (a clone, a link, a copy), else installed, else where a link points to."""
+"""Finds the engine: beside this folder (a clone, a link, a copy), else installed, else where a link points to.
+
+Of `tome_core` the nodes use `hosting` alone.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,9 @@ from types import ModuleType
 def _find() -> ModuleType:
     # ComfyUI names a pack by its path with every dot replaced, so a dot means: this is a part of the pack
     if "." in __package__:
-        return importlib.import_module("..tome_core", __package__)
+        return importlib.import_module("..tome_core.hosting", __package__)
     try:
-        return importlib.import_module("tome_core")
+        return importlib.import_module("tome_core.hosting")
     except ModuleNotFoundError as error:
         if error.name != "tome_core":
             raise
@@ -25,7 +28,7 @@ def _find() -> ModuleType:
             name="tome_core",
         )
     sys.path.append(root)  # last, so that nothing of ours hides a module of the host
-    return importlib.import_module("tome_core")
+    return importlib.import_module("tome_core.hosting")
 
 
-tome_core = _find()
+hosting = _find()

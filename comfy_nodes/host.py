@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
+
+import torch
 
 logger = logging.getLogger(__name__)
 
@@ -18,9 +20,10 @@ COMPILE_KEY = "torch.compile"  # of the wrapper that TorchCompileModel and other
 LINE_BREAK = "  \n"
 
 
-def can_wrap(patcher: Any) -> bool:
-    """Does this ComfyUI have keyed wrappers?"""
-    return hasattr(patcher, "add_wrapper_with_key") and hasattr(patcher, "remove_wrappers_with_key")
+def is_new_enough(patcher: Any) -> bool:
+    """Does this ComfyUI have keyed wrappers, and attentions that ask transformer_options for another function?"""
+    attention = sys.modules.get("comfy.ldm.modules.attention")
+    return hasattr(patcher, "remove_wrappers_with_key") and (attention is None or hasattr(attention, "wrap_attn"))
 
 
 def attach(patcher: Any, apply_model: Callable, outer_sample: Callable) -> None:
@@ -33,9 +36,8 @@ def attach(patcher: Any, apply_model: Callable, outer_sample: Callable) -> None:
 def detach(patcher: Any) -> bool:
     """Take our wrappers off a ModelPatcher, and nothing else. True where there were some."""
     found = find_attached(patcher) is not None
-    if can_wrap(patcher):
-        for kind in (APPLY_MODEL, OUTER_SAMPLE):
-            patcher.remove_wrappers_with_key(kind, KEY)
+    for kind in (APPLY_MODEL, OUTER_SAMPLE) if found else ():
+        patcher.remove_wrappers_with_key(kind, KEY)
     return found
 
 
@@ -43,6 +45,22 @@ def find_attached(patcher: Any) -> Any | None:
     """The object whose methods `attach` put on; None where there is none."""
     wrappers = getattr(patcher, "wrappers", {}).get(APPLY_MODEL, {}).get(KEY, [])
     return getattr(wrappers[-1], "__self__", None) if wrappers else None
+
+
+def as_computed(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """A call's latents in the dtype in which a BaseModel hands them to its model."""
+    return x.to(getattr(model, "manual_cast_dtype", None) or model.get_dtype())
+
+
+def is_compiled(model: Any, options: dict[str, Any]) -> bool:
+    """Is a model, or a block of it, under ``torch.compile``: in its place already, or by a wrapper of this call?
+
+    ComfyUI has compiled code not look at transformer_options again. What was compiled with our function in them fails
+    in every branch without it, and what was compiled without goes on so.
+    """
+    if COMPILE_KEY in options.get("wrappers", {}).get(APPLY_MODEL, ()):
+        return True
+    return any("_orig_mod" in one._modules or one._compiled_call_impl is not None for one in model.modules())
 
 
 def has_built_in_merging(patcher: Any) -> bool:
@@ -80,42 +98,6 @@ def unknown_inputs(prompt: Any, node_id: Any, known: Iterable[str]) -> list[str]
     """
     node = prompt.get(str(node_id)) if isinstance(prompt, dict) else None
     return sorted(set(node["inputs"]) - set(known)) if node else []
-
-
-def previews_of(node_id: Any, preview: str) -> list[dict[str, Any]]:
-    """The inputs of each node of class ``preview`` in the running prompt whose model comes from node ``node_id``.
-
-    Asked when sampling starts, because a cached ApplyToMe does not run again when a preview is added.
-    """
-    return [
-        node.get("inputs", {}) for prompt in _running_prompts() for key, node in prompt.items()
-        if node.get("class_type") == preview and _leads_to(prompt, preview, key, str(node_id))
-    ]  # fmt: skip
-
-
-def _leads_to(prompt: dict, preview: str, key: str, node_id: str) -> bool:
-    """Does the model of a preview, node ``key``, come from node ``node_id``?"""
-    if node_id not in prompt:  # made by another node while the prompt runs, so no link shows where it is
-        return True
-    waiting, seen = [key], set()
-    while waiting:
-        key = waiting.pop()
-        if key == node_id:
-            return True
-        if key in seen or key not in prompt:
-            continue
-        seen.add(key)
-        inputs = prompt[key].get("inputs", {})
-        links = inputs.values() if prompt[key].get("class_type") != preview else [inputs.get("model")]
-        waiting += [str(link[0]) for link in links if isinstance(link, (list, tuple)) and len(link) == 2]
-    return False
-
-
-def _running_prompts() -> Iterator[dict]:
-    running = getattr(getattr(_server(), "prompt_queue", None), "currently_running", None)
-    for item in list(running.values()) if isinstance(running, dict) else ():
-        if isinstance(item, (list, tuple)) and len(item) > 2 and isinstance(item[2], dict):
-            yield item[2]
 
 
 def gains_file() -> str | None:

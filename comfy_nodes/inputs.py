@@ -9,18 +9,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from .engine import tome_core
+from .engine import hosting
 
-form = tome_core.form
+form = hosting.form
 SETTINGS_TYPE = "TOME_SETTINGS"  # of the link from ToMeSettings to ApplyToMe: a MergeConfig
-MARKS = tome_core.settings.presets.MARKS
-STRENGTH = MARKS[tome_core.settings.presets.DEFAULT]
+STRENGTH = hosting.MARKS[hosting.DEFAULT]
 ROUND = 0.000001  # of a typed number: a strength's rule has 0.984375
 TIMES = ("start", "end")  # of ApplyToMe; all other fields are ToMeSettings'
-SETTINGS = tuple(name for name in form.NAMES if name not in TIMES)
+_NOT_HERE = ("merge_crossattn", "merge_mlp")  # nothing in the slot can merge these parts
+SETTINGS = tuple(name for name in form.NAMES if name not in (*TIMES, *_NOT_HERE))
 STRENGTH_HELP = (
     f"How much of the picture may change for how much time. 0 is off, bit for bit; "
-    f"{', '.join(f'{value:g} is {name}' for name, value in MARKS.items())}. Not used where settings are connected."
+    f"{', '.join(f'{value:g} is {name}' for name, value in hosting.MARKS.items())}. Not used where settings are connected."
+)
+MEASURE_HELP = (
+    "After the sampling, once for pictures of this size, measure what merging gains on this machine, which takes about "
+    "as long as a second sampling. It is remembered: from then on the report and the log say the gain, and a strength "
+    "merges where it pays and rests where it does not."
 )
 SETTINGS_HELP = (
     "From a ToMe Settings node: every setting by itself, in the strength's place. Start and end still count. Leave it "
@@ -33,7 +38,9 @@ def strength_types() -> dict[str, tuple]:
     facts = {"default": STRENGTH, "min": 0.0, "max": 1.0, "step": 0.05, "round": ROUND}
     strength = ("FLOAT", {**facts, "display_name": "Strength", "tooltip": STRENGTH_HELP})
     settings = (SETTINGS_TYPE, {"display_name": "Settings", "tooltip": SETTINGS_HELP})
-    return {"strength": strength, **{name: _widget(form.field(name)) for name in TIMES}, "settings": settings}
+    measure = ("BOOLEAN", {"default": False, "display_name": "Measure", "tooltip": MEASURE_HELP})
+    times = {name: _widget(form.field(name)) for name in TIMES}
+    return {"strength": strength, **times, "settings": settings, "measure": measure}
 
 
 def settings_types() -> dict[str, tuple]:
@@ -49,8 +56,8 @@ def config_of(strength: Any, start: Any, end: Any, settings: Any = None, layout:
     Raises ValueError or TypeError, with value, range and remedy, for what the engine refuses.
     """
     if settings is None:
-        config = tome_core.strength(strength, layout=layout)
-    elif isinstance(settings, tome_core.MergeConfig):
+        config = hosting.strength(strength, layout=layout)
+    elif isinstance(settings, hosting.MergeConfig):
         config = settings
     else:
         raise TypeError(f"settings is {type(settings).__name__}; connect a ToMe Settings node, or leave it open")

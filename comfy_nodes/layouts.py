@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from .engine import tome_core
+from .engine import hosting
 
-Grid, Layout = tome_core.merging.grid.Grid, tome_core.sequence.Layout
 # transformers whose sequence is text, then the picture, then reference pictures, of which transformer_options tell
 _TEXT_FIRST = frozenset({
     "Flux", "Chroma", "MMDiT", "MMDIT", "OpenAISignatureMMDITWrapper", "QwenImageTransformer2DModel", "HunyuanVideo",
@@ -23,7 +22,7 @@ BESIDE = "tokens beside the picture's, and nobody knows where"
 REFINED = "tokens before the model's blocks, maybe a text's"
 
 
-def patch_of(model: Any) -> tuple[int, int, int] | None:
+def piece_of(model: Any) -> tuple[int, int, int] | None:
     """Frames, height and width of the piece of a latent that is a token; None for a model that does not tell."""
     patch = getattr(model, "patch_size", None)
     if patch is None and hasattr(model, "patch_spatial"):
@@ -39,12 +38,12 @@ def patch_of(model: Any) -> tuple[int, int, int] | None:
 
 def grid_of(model: Any, latent: Any) -> Any | None:
     """The tokens of a latent ``[B, C, (frames,) H, W]``, whose borders are filled up to whole tokens."""
-    patch = patch_of(model)
+    patch = piece_of(model)
     if patch is None or not torch.is_tensor(latent) or latent.dim() not in (4, 5):
         return None
     sides = latent.shape[2:] if latent.dim() == 5 else (1, *latent.shape[2:])
     frames, height, width = (-(-side // piece) for side, piece in zip(sides, patch, strict=True))
-    return Grid(frames * height, width, frames)
+    return hosting.Grid(frames * height, width, frames)
 
 
 def where_tokens_lie(model: Any, grid: Any, tokens: int, options: dict) -> Any | str:
@@ -56,14 +55,14 @@ def where_tokens_lie(model: Any, grid: Any, tokens: int, options: dict) -> Any |
     if beside < 0:
         return "fewer tokens than the picture has"
     if beside == 0:
-        return Layout(grid)
+        return hosting.Layout(grid)
     if names & _PICTURE_LAST:
         first = beside - -(grid.height * grid.width) % (getattr(model, "pad_tokens_multiple", None) or 1)
     elif names & _TEXT_FIRST and not _is_picture_first(model):
         first = beside - sum(options.get(_REFERENCES) or ())
     else:
         first = -1
-    return Layout(grid, first) if first >= 0 else f"{beside} {BESIDE}"
+    return hosting.Layout(grid, first) if first >= 0 else f"{beside} {BESIDE}"
 
 
 def _is_picture_first(model: Any) -> bool:

@@ -11,23 +11,18 @@ from typing import Any
 import torch
 
 from . import host, inputs, picture
-from .branch import BranchMerging, Previews, layout_of
+from .branch import BranchMerging, layout_of
 
 CATEGORY = "model/patch/unet"
 ALIASES = ["token merging", "tomesd", "tome", "speed", "faster sampling"]
 PREVIEW_ALIASES = [*ALIASES, "merge map", "token map"]
 HIDDEN = {"unique_id": "UNIQUE_ID"}
 HIDDEN_PROMPT = {**HIDDEN, "prompt": "PROMPT"}
-TOO_OLD = "ToMe: this ComfyUI is older than December 2024 and has no keyed wrappers; the model is unchanged."
+TOO_OLD = "ToMe: this ComfyUI is older than September 2025 and has no slot for attention; the model is unchanged."
 OFF_TEXT = "ToMe is off, the model is unchanged."
 NO_MAPS = (
     "No merge map. Either this model has no ApplyToMe, or nothing merged, or the model is compiled, or the sampler's "
     "result came from the cache: then change its seed and queue again."
-)
-MEASURE_HELP = (
-    "After the sampling, once for pictures of this size, measure what merging gains on this machine, which takes about "
-    "as long as a second sampling. It is remembered: from then on the report and the log say the gain, and a strength "
-    "merges where it pays and rests where it does not."
 )
 STRETCHED = (
     " (stretched: the last call was not of this picture's size. It was a tile or an area of it, or the picture was "
@@ -59,14 +54,14 @@ class ApplyToMe:
 
     def apply(
         self, model: Any, strength: Any = inputs.STRENGTH, start: Any = 0.0, end: Any = 1.0, settings: Any = None,
-        unique_id: Any = None, prompt: Any = None, **unknown: Any,
+        measure: Any = False, unique_id: Any = None, prompt: Any = None, **unknown: Any,
     ) -> tuple[Any]:  # fmt: skip
         """A clone of the model that merges; an equal clone where it cannot, and the node says why.
 
         unknown: linked inputs of another version's node; `prompt` has those as well.
         """
         clone = model.clone()
-        if not host.can_wrap(clone):
+        if not host.is_new_enough(clone):
             host.say(TOO_OLD, unique_id)
             return (clone,)
         host.detach(clone)
@@ -81,8 +76,7 @@ class ApplyToMe:
             host.say("\n".join([text, *dropped]), unique_id)
             return (clone,)
         asked = f"strength {strength}" if settings is None else "the settings connected, in the strength's place"
-        unet, beside = clone.model.diffusion_model, [asked, *dropped]
-        merging = BranchMerging(config, unique_id, unet, beside, lambda: _find_asked(unique_id))
+        merging = BranchMerging(config, unique_id, [asked, *dropped], measure is True)
         host.attach(clone, merging.apply_model, merging.outer_sample)
         return (clone,)
 
@@ -169,35 +163,25 @@ class ToMePreview:
         model = ("MODEL", {"tooltip": "The model as it went into the sampler."})
         image = ("IMAGE", {"tooltip": "The decoded pictures, to draw over."})
         latent = ("LATENT", {"tooltip": "The sampler's result, to draw over a rough picture of it. An image is nicer."})
-        measure = ("BOOLEAN", {"default": False, "display_name": "Measure", "tooltip": MEASURE_HELP})
-        optional = {"image": image, "latent": latent, "measure": measure}
-        return {"required": {"model": model}, "optional": optional, "hidden": HIDDEN}
+        return {"required": {"model": model}, "optional": {"image": image, "latent": latent}, "hidden": HIDDEN}
 
     def preview(
-        self, model: Any, image: torch.Tensor | None = None, latent: dict | None = None, measure: Any = False,
-        unique_id: Any = None,
-    ) -> dict[str, Any]:  # fmt: skip
-        """Pictures ``[B, H, W * levels, 3]`` and the report; the latter, and its JSON, for the host's history too.
-
-        measure: looked at by ApplyToMe, in the prompt, when it samples.
-        """
+        self, model: Any, image: torch.Tensor | None = None, latent: dict | None = None, unique_id: Any = None
+    ) -> dict[str, Any]:
+        """Pictures ``[B, H, W * levels, 3]`` and the report; the latter, and its JSON, for the host's history too."""
         pictures = _background(model, image, latent)
         merging = host.find_attached(model)
-        maps = merging.maps() if merging is not None else {}
+        lines, _, report, maps = (), "", None, {}
+        if merging is not None:
+            lines, _, report, maps = merging.latest
         if maps:
             drawn = [_panels(one, number, len(pictures), maps) for number, one in enumerate(pictures)]
         else:
             drawn = [picture.add_title(one, NO_MAPS) for one in pictures]
-        lines, reports = ([], ()) if merging is None else (merging.lines(), (merging.report().as_data(),))
         text = "\n".join([*(() if maps else (NO_MAPS,)), *lines])
+        reports = () if report is None else (report.as_data(),)
         host.show(text, unique_id)
         return {"ui": {"text": (text,), "tome_report": reports}, "result": (torch.stack(drawn), text)}
-
-
-def _find_asked(unique_id: Any) -> Previews:
-    """By the previews behind an ApplyToMe. A linked `measure` is not known before its node runs, and asks nothing."""
-    previews = host.previews_of(unique_id, "ToMePreview")
-    return Previews(maps=bool(previews), gain=any(given.get("measure") is True for given in previews))
 
 
 def _list_dropped(node: Any, prompt: Any, unique_id: Any) -> list[str]:

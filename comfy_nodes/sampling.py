@@ -7,17 +7,18 @@ from typing import Any
 
 import torch
 
-from .engine import tome_core
-from .percent import flow_time, percent_of, relative_sigma
+from .engine import hosting
 
 # where sampler functions lie that call the model at the levels of their list, one after another, and say after each
 # step's first call which it was
 _KNOWN = ("comfy.k_diffusion.sampling", "comfy.extra_samplers.uni_pc", "comfy_extras.nodes_advanced_samplers")
 _OF_THEIR_OWN = ("sample_dpm_fast", "sample_dpm_adaptive", "sample_ar_video")  # levels
+_FLOW = "CONST"  # base of what samples a flow model
+_PURE_NOISE = 1e6  # relative to the picture; where there is nothing of it, its share is infinite
 
 
 class HostSampling:
-    """What tells one sampling from all others, and its time.
+    """The time of one sampling.
 
     sampler, sigmas, noise: those of ``outer_sample``. The levels are read once, at the first call of the model. From
     the step that the sampler's callback reports follows the level of the calls after it: a second-order sampler's
@@ -25,32 +26,25 @@ class HostSampling:
     """
 
     def __init__(self, sampler: Any = None, sigmas: Any = None, noise: Any = None) -> None:
-        self._sigmas = sigmas
         # no noise of its own: it goes on with a picture that another sampling has begun. ComfyUI makes it on the CPU
         self._continues = torch.is_tensor(noise) and noise.device.type == "cpu" and not noise.any()
-        self._timesteps: dict[tuple[int, bool], tuple[float, ...] | None] = {}
         self._pictures = len(noise) if torch.is_tensor(noise) else None
+        self._sigmas = sigmas
         self._levels: list[float] | None = None
-        self._place = 0
         self._follows_list = _follows_list(sampler)
-        self._percents: dict[tuple[int, float], float] = {}
+        self._known: dict[tuple, Any] = {}  # what a model's own schedule was asked, each of which may wait
         self._computed: set[int] = set()  # steps
+        self.steps_done = 0  # that the sampler has reported so far
 
     def hear(self, callback: Callable | None) -> Callable:
         """The sampler's callback, with us listening."""
 
         def heard(step: Any, *args: Any, **kwargs: Any) -> Any:
-            if type(step) is not int or step != self._place:
-                self._follows_list = False
-            self._place += 1
+            self._follows_list = self._follows_list and type(step) is int and step == self.steps_done
+            self.steps_done += 1
             return callback(step, *args, **kwargs) if callback is not None else None
 
         return heard
-
-    @property
-    def steps_done(self) -> int:
-        """How many steps the sampler has reported so far."""
-        return self._place
 
     @property
     def steps_computed(self) -> int:
@@ -59,15 +53,14 @@ class HostSampling:
 
     def note_call(self, options: dict[str, Any]) -> None:
         """A call of the model has been answered, by the model or by EasyCache. options: its transformer_options."""
-        cache = options.get("easycache")  # LazyCache's has this place too, but answers before the model is called
-        if getattr(cache, "name", "") != "EasyCache" or not getattr(cache, "skip_current_step", False):
-            self._computed.add(self._place)
+        if not is_left_out(options):
+            self._computed.add(self.steps_done)
 
     def sigma(self, t: Any, options: dict[str, Any]) -> float:
         """The noise level of a call of the model. t: its sigmas, ``[B]``. options: its transformer_options."""
-        if torch.is_tensor(t) and t.device.type != "cpu" and self._knows_levels(options.get("sample_sigmas")):
+        if torch.is_tensor(t) and t.device.type != "cpu" and self._levels_in(options):
             # a call after the last step is at the last level that has noise
-            return self._levels[min(self._place, len(self._levels) - 1)]
+            return self._levels[min(self.steps_done, len(self._levels) - 1)]
         return float(t.reshape(-1)[0]) if torch.is_tensor(t) else float(t)
 
     def pictures_in(self, x: Any, options: dict[str, Any]) -> int | None:
@@ -79,39 +72,38 @@ class HostSampling:
         whole = conditions is not None and torch.is_tensor(x) and self._pictures is not None
         return self._pictures if whole and len(x) == len(conditions) * self._pictures else None
 
-    def percent(self, sigma: float, model_sampling: Any) -> float:
-        """Where the level lies on ComfyUI's scale; for the whole list at once, because each answer may wait."""
-        key = id(model_sampling)
-        if (key, sigma) not in self._percents:
-            for one in {sigma, *(self._levels or ())}:
-                self._percents[key, one] = percent_of(one, model_sampling)
-        return self._percents[key, sigma]
+    def is_between(self, start: float, end: float, sigma: float, model_sampling: Any) -> bool:
+        """Does a noise level lie between two percents, both of them included, as ComfyUI's own nodes see it?"""
+        key = id(model_sampling), start, end
+        if key not in self._known:
+            self._known[key] = [model_sampling.percent_to_sigma(one) for one in (start, end)]
+        first, last = self._known[key]
+        return last <= sigma <= first
 
-    def timesteps(
-        self, model_sampling: Any, options: dict[str, Any], flows: bool = False
-    ) -> tuple[float, ...] | None:
-        """Of all steps of this sampling; None where that is not known, and where it goes on with another's picture.
+    def timesteps(self, model_sampling: Any, options: dict[str, Any], flows: bool = False) -> tuple[float, ...] | None:
+        """Of all steps of this sampling; None if that is not known, or if it goes on with another's picture.
 
-        On Stable Diffusion's schedule, or on `flow_time`'s scale where the model ``flows``. options: as of `sigma`.
+        On Stable Diffusion's schedule, or on `flow_time`'s scale if the model ``flows``. options: as of `sigma`.
         """
         key = id(model_sampling), flows
-        if key not in self._timesteps:
-            listed = options.get("sample_sigmas", self._sigmas)
-            is_followed = self._follows_list and torch.is_tensor(listed)
-            levels = self._levels or (listed.tolist()[:-1] if is_followed else ())
-            known = () if self._continues else levels
-            self._timesteps[key] = tuple(_timestep(one, model_sampling, flows) for one in known) or None
-        return self._timesteps[key]
+        if key not in self._known:
+            levels = [] if self._continues else self._levels_in(options)
+            self._known[key] = tuple(_timestep(one, model_sampling, flows) for one in levels) or None
+        return self._known[key]
 
-    def _knows_levels(self, listed: Any) -> bool:
-        """Is the list in force the one that was read? listed: as it came to the sampler, past all other wrappers."""
-        if not self._follows_list:
-            return False
-        sigmas = self._sigmas if listed is None else listed
-        if self._levels is None:
-            self._sigmas, self._levels = sigmas, sigmas.tolist()[:-1]
-        self._follows_list = sigmas is self._sigmas and bool(self._levels)
-        return self._follows_list
+    def _levels_in(self, options: dict[str, Any]) -> list[float]:
+        """Of all steps, from the list that came to the sampler past all other wrappers; empty if it is not followed."""
+        listed = options.get("sample_sigmas", self._sigmas)
+        if self._follows_list and self._levels is None and torch.is_tensor(listed):
+            self._sigmas, self._levels = listed, listed.tolist()[:-1]
+        self._follows_list = self._follows_list and listed is self._sigmas and bool(self._levels)
+        return self._levels if self._follows_list else []
+
+
+def is_left_out(options: dict[str, Any]) -> bool:
+    """Has EasyCache answered the call of the model with these transformer_options in the model's place?"""
+    cache = options.get("easycache")  # LazyCache's has this place too, but answers before the model is called
+    return getattr(cache, "name", "") == "EasyCache" and getattr(cache, "skip_current_step", False)
 
 
 def steps_text(done: int, planned: int | None, stopped: bool = False, computed: int | None = None) -> str:
@@ -121,10 +113,29 @@ def steps_text(done: int, planned: int | None, stopped: bool = False, computed: 
     """
     if planned is None:
         return ""
-    count = tome_core.reporting.report_text.count(planned, "step")
+    count = hosting.count(planned, "step")
     if stopped and done < planned:
         return f"{done} of {count}"
     return f"{count}, {computed} of them computed" if done == planned and computed and computed < planned else count
+
+
+def flow_time(sigma: Any, model_sampling: Any) -> Any | None:
+    """Of a flow model: 0 for the picture, 1000 for pure noise, which its sampler's levels are shares of; else None.
+
+    As a noise's deviation relative to the picture's, half of a film's steps would all be the noisiest there is.
+    """
+    return 1000.0 * sigma if hosting.is_kind(model_sampling, _FLOW) else None
+
+
+def relative_sigma(sigma: float, model_sampling: Any) -> float:
+    """The noise's standard deviation where the picture's is 1.
+
+    EDM models see the picture at another one. Flow models see ``(1 - sigma)`` of it under ``sigma`` of the noise.
+    """
+    if hosting.is_kind(model_sampling, _FLOW):
+        noise = sigma * getattr(model_sampling, "noise_scale", 1.0)
+        return noise / max(1.0 - sigma, noise / _PURE_NOISE) if noise > 0 else 0.0
+    return sigma / getattr(model_sampling, "sigma_data", 1.0)
 
 
 def _follows_list(sampler: Any) -> bool:
@@ -135,6 +146,4 @@ def _follows_list(sampler: Any) -> bool:
 
 def _timestep(sigma: float, model_sampling: Any, flows: bool) -> float:
     time = flow_time(sigma, model_sampling) if flows else None
-    if time is not None:
-        return time
-    return tome_core.settings.noise.STABLE_DIFFUSION.timestep_of_sigma(relative_sigma(sigma, model_sampling))
+    return hosting.STABLE_DIFFUSION.timestep_of_sigma(relative_sigma(sigma, model_sampling)) if time is None else time

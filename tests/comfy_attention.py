@@ -1,7 +1,7 @@
 """ComfyUI's attention, written anew from what its functions promise: who scales by what, and who adds a mask where.
 
-It goes by the module's name, as `CrossAttention` is known by the function that computes it; tests/hosts/comfyui holds
-the same claims against the real module.
+It goes by the module's name, as ComfyUI's own functions are known by theirs; tests/hosts/comfyui holds the same claims
+against the real module.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ __name__ = "comfy.ldm.modules.attention"
 
 
 def wrap_attn(function: Any) -> Any:
-    """Lets ``optimized_attention_override`` of the transformer_options take the call over."""
+    """Lets ``optimized_attention_override`` of the transformer_options take the call over, and that once."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
-        inside = kwargs.pop("_inside_attn_wrapper", False)
+        inside = "_inside_attn_wrapper" in kwargs
+        kwargs["_inside_attn_wrapper"] = True
         override = (kwargs.get("transformer_options") or {}).get("optimized_attention_override")
         if inside or override is None:
             return function(*args, **kwargs)
-        return override(function, *args, **kwargs, _inside_attn_wrapper=True)
+        return override(function, *args, **kwargs)
 
     return wrapper
 
@@ -60,30 +61,36 @@ def attention_pytorch(q, k, v, heads, mask=None, attn_precision=None, **kwargs):
     return attend(q, k, v, heads, mask[:, None] if mask is not None and mask.dim() == 3 else mask)
 
 
-def _named(name: str, why_no_mask: str = "", casts: bool = True) -> Any:
-    """Products, in the precision asked for where it ``casts``."""
+def _named(name: str, casts: bool = True) -> Any:
+    """Products, in the precision asked for where it ``casts``. masks: how often it was given one of many tokens."""
 
     def function(q, k, v, heads, mask=None, attn_precision=None, **kwargs):
-        assert mask is None or not why_no_mask, why_no_mask
+        whole.masks += mask is not None and q.shape[1] != 64
         return _by_products(q, k, v, heads, mask, attn_precision if casts else None)
 
     function.__name__ = function.__qualname__ = name
-    return wrap_attn(function)
+    whole = wrap_attn(function)
+    whole.masks = 0
+    return whole
 
 
 attention_basic, attention_split = _named("attention_basic"), _named("attention_split")
-attention_sub_quad = _named("attention_sub_quad", "short of memory a group without tokens might hold the maximum")
-attention_flash = _named("attention_flash", "a mask would leave flash attention", casts=False)
+# both seem to add a mask; the one, short of memory, lets a group without tokens hold the maximum, and the other leaves
+# it to another function, with a warning
+attention_sub_quad, attention_flash = _named("attention_sub_quad"), _named("attention_flash", casts=False)
 optimized_attention = optimized_attention_masked = attention_pytorch
 
 
 class CrossAttention(nn.Module):
     """Calls whichever function its module names at that moment; with a mask, by another name."""
 
-    def __init__(self, channels: int, heads: int, attn_precision: torch.dtype | None = None) -> None:
+    def __init__(
+        self, channels: int, heads: int, attn_precision: torch.dtype | None = None, context: int | None = None
+    ) -> None:
         super().__init__()
         self.heads, self.attn_precision = heads, attn_precision
-        self.to_q, self.to_k, self.to_v = (nn.Linear(channels, channels, bias=False) for _ in range(3))
+        self.to_q = nn.Linear(channels, channels, bias=False)
+        self.to_k, self.to_v = (nn.Linear(context or channels, channels, bias=False) for _ in range(2))
         self.to_out = nn.Sequential(nn.Linear(channels, channels), nn.Dropout(0.0))
 
     def forward(self, x, context=None, value=None, mask=None, transformer_options={}):  # noqa: B006
@@ -96,13 +103,4 @@ class CrossAttention(nn.Module):
         return self.to_out(optimized_attention_masked(q, k, v, self.heads, mask, **more))
 
 
-class Before(CrossAttention):
-    """As it was before."""
-
-    def forward(self, x, context=None, value=None, mask=None):
-        """Without options."""
-        return CrossAttention.forward(self, x, context, value, mask)  # self may be a stand-in
-
-
-Before.forward.__qualname__ = "CrossAttention.forward"
 __name__ = HERE

@@ -15,7 +15,8 @@ from torch import nn
 
 from comfy_nodes import NODE_CLASS_MAPPINGS
 from comfy_nodes.inputs import TIMES
-from tests.models import comfy_double, comfy_double_of_one_level, inputs
+from tests.comfy_unet import unet, unet_of_one_level
+from tests.models import inputs
 from tests.on_device import on_device, plain
 from tome_core import NoiseSchedule
 
@@ -86,7 +87,15 @@ class BaseModel(nn.Module):
         return executor.execute(x, t, None, c_crossattn, None, transformer_options)
 
     def _apply_model(self, x: Any, t: Any, concat: Any, context: Any, control: Any, options: dict) -> torch.Tensor:
-        return self.diffusion_model(x, self.model_sampling.timestep(plain(t)).float(), context)
+        # blocks write into the options, and calls of one sampling share what is in these
+        return self._call(x, self.model_sampling.timestep(plain(t)).float(), context, dict(options))
+
+    def _call(self, x: Any, timesteps: Any, context: Any, options: dict) -> torch.Tensor:
+        return self.diffusion_model(x, timesteps, context=context, transformer_options=options)
+
+    def get_dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return next((one.dtype for one in self.parameters()), torch.float32)
 
 
 class ModelPatcher:
@@ -183,19 +192,14 @@ class Guider:
 
 
 class Server:
-    """ComfyUI's PromptServer as nodes see it: `texts` keeps what was shown, `run` says which prompt is running."""
+    """ComfyUI's PromptServer as nodes see it: `texts` keeps what was shown."""
 
     def __init__(self) -> None:
         self.texts: list[tuple[str, str]] = []
-        self.prompt_queue = SimpleNamespace(currently_running={})
 
     def send_progress_text(self, text: str, node_id: str, sid: Any = None) -> None:
         """Show a text under a node."""
         self.texts.append((node_id, text))
-
-    def run(self, prompt: dict) -> None:
-        """From now on this prompt is running."""
-        self.prompt_queue.currently_running = {0: (0, "a prompt", prompt, {}, [])}
 
     def module(self) -> ModuleType:
         """What `import server` gives inside ComfyUI."""
@@ -264,9 +268,9 @@ def with_compile(patcher: ModelPatcher, compiled: Any) -> ModelPatcher:
 
 def checkpoint() -> ModelPatcher:
     """A loader's output: a small UNet with ComfyUI's blocks."""
-    return ModelPatcher(BaseModel(comfy_double().model.diffusion_model))
+    return ModelPatcher(BaseModel(unet()))
 
 
 def least_checkpoint() -> ModelPatcher:
-    """One level, for what takes its time with every block: a compiler."""
-    return ModelPatcher(BaseModel(comfy_double_of_one_level().model.diffusion_model))
+    """One level."""
+    return ModelPatcher(BaseModel(unet_of_one_level()))

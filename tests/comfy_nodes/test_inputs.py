@@ -10,11 +10,12 @@ import torch
 
 import tome_core
 from comfy_nodes import host
-from comfy_nodes.inputs import MARKS, STRENGTH, config_of, settings_types
+from comfy_nodes.inputs import SETTINGS, STRENGTH, config_of, settings_types
 from comfy_nodes.nodes import ApplyToMe, ToMeSettings
 from tests.comfy_doubles import BaseModel, Guider, ModelPatcher, apply, checkpoint, least_checkpoint, queued
 from tests.models import ldm_of_one_level, ldm_sdxl
 from tome_core import MergeConfig, describe_settings, form
+from tome_core.hosting import MARKS
 
 BIG = (32, 32)  # as few tokens as merging pays for on a CPU
 
@@ -26,10 +27,11 @@ def apply_strength(patcher: ModelPatcher, **values) -> ModelPatcher:
 # --- ApplyToMe -------------------------------------------------------------------------------------------------------
 
 
-def test_the_node_has_four_inputs_beside_the_model_three_of_them_widgets():
+def test_the_node_has_five_inputs_beside_the_model_four_of_them_widgets():
     types = ApplyToMe.INPUT_TYPES()
-    assert [*types["required"]] == ["model"] and [*types["optional"]] == ["strength", "start", "end", "settings"]
-    assert [kind for kind, _ in types["optional"].values()] == ["FLOAT"] * 3 + [*ToMeSettings.RETURN_TYPES]
+    assert [*types["required"]] == ["model"] and [*types["optional"]] == ["strength", "start", "end", "settings", "measure"]
+    kinds = [kind for kind, _ in types["optional"].values()]
+    assert kinds == ["FLOAT"] * 3 + [*ToMeSettings.RETURN_TYPES] + ["BOOLEAN"]
     json.dumps(types)
 
 
@@ -153,7 +155,10 @@ def test_inputs_of_another_version_are_named_and_do_no_harm(server):
 def test_settings_are_in_their_documented_order_and_none_is_called_seed():
     """Widgets are saved by position: a new one in their midst would give each one behind it its neighbour's value."""
     names = [*ToMeSettings.INPUT_TYPES()["optional"]]
-    assert names == [name for name in form.NAMES if name not in ("start", "end")] and "seed" not in names
+    assert tuple(names) == SETTINGS and "seed" not in names
+    elsewhere = {"start", "end"}  # of ApplyToMe
+    not_here = {"merge_crossattn", "merge_mlp"}  # what does not come through the slot
+    assert names == [name for name in form.NAMES if name not in elsewhere | not_here]
 
 
 @pytest.mark.parametrize("strength", [0.1, *MARKS.values()])
