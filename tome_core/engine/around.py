@@ -45,7 +45,8 @@ def _plan_of(
     rule = merging.rule
     key = id(rule)
     if key not in plans:
-        kept, where = call.kept, (name, "around", x.shape[0], grid)
+        turn = call.turns[name, key] = call.turns.get((name, key), -1) + 1
+        kept, where = call.kept, (name, "around", turn, x.shape[0], grid)
         old = kept.find(where, rule, x.device, renews=False) if kept is not None and rule.keep else None
         if old is not None:
             plans[key] = old.kept.plans.plan
