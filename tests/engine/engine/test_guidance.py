@@ -9,8 +9,8 @@ import torch
 import tome_core
 from tests.models import on_small
 from tests.samplings import CASE, KEPT, blocks, pipeline_of
+from tome_core.engine import plan_cache, state
 from tome_core.models.unet_blocks import find_blocks
-from tome_core.running import keep, matching
 
 
 def guided(handle, model, calls, timestep=900, pictures=2, ahead=0):
@@ -63,7 +63,7 @@ def test_halves_of_other_latents_keep_apart(model, work):
 
 def test_the_first_step_alone_is_looked_at(model, monkeypatch):
     looked = []
-    monkeypatch.setattr(keep, "_repeats", lambda *args, real=keep._repeats: looked.append(1) or real(*args))
+    monkeypatch.setattr(plan_cache, "_repeats", lambda *args, real=plan_cache._repeats: looked.append(1) or real(*args))
     with tome_core.patch(model, KEPT) as handle:
         for timestep in (900, 800, 700):
             guided(handle, model, [(0,), (1,)], timestep)
@@ -103,13 +103,11 @@ def test_a_perturbed_copy_is_merged_by_the_match_of_the_others(tiny_folder, guid
 
 
 def test_of_a_pipelines_batch_the_prompts_half_is_matched(pipe, monkeypatch):
-    seen, whole, plain = [], [], matching.Matcher._match
-    monkeypatch.setattr(
-        matching.Matcher, "_match", lambda self, asked, made: seen.append(asked.x) or plain(self, asked, made)
-    )
+    seen, whole, plain = [], [], state.match
+    monkeypatch.setattr(state, "match", lambda k, *rest: seen.append(k.flatten(2)) or plain(k, *rest))
     places = find_blocks(pipe.unet)  # the first block has not heard of a prompt yet
     last = [place.block for place in places if place.halvings == min(one.halvings for one in places)][-1]
-    hook = last.register_forward_pre_hook(lambda module, args: whole.append(args[0]))
+    hook = last.attn1.to_k.register_forward_hook(lambda module, args, out: whole.append(out))
     with tome_core.patch(pipe, KEPT):
         pipe("a", num_inference_steps=1, output_type="latent")
     hook.remove()

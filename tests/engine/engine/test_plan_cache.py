@@ -31,8 +31,7 @@ def attend(state, timestep, own=None, names=("a",), called=None, sampling="s", l
     own = attention(layout) if own is None else own
     state.set_time(timestep=timestep, sampling=sampling)
     call = state.begin(timestep, own.q[:, layout.first :, :1, :1].transpose(1, 3), called)
-    with torch.no_grad():
-        return [state.attend(call, name, 0, layout, own) for name in names]
+    return [state.attend(call, name, 0, layout, own) for name in names]
 
 
 @pytest.fixture(autouse=True)
