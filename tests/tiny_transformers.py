@@ -6,7 +6,7 @@ By the names of their classes, because an older diffusers lacks some of them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import diffusers
@@ -145,6 +145,17 @@ def make(name: str) -> tuple[nn.Module, Arguments]:
     return model.eval(), arguments
 
 
+def build(name: str) -> nn.Module:
+    """The model alone."""
+    return make(name)[0]
+
+
+@cache
+def arguments_of(name: str) -> Arguments:
+    """Those of a call. Do not write into them."""
+    return make(name)[1]
+
+
 @torch.no_grad()
 def call(model: nn.Module, arguments: Arguments) -> torch.Tensor:
     """What the model gives, as one tensor."""
@@ -152,11 +163,16 @@ def call(model: nn.Module, arguments: Arguments) -> torch.Tensor:
     return out if torch.is_tensor(out) else torch.stack(list(out))
 
 
+def call_at(name: str, model: nn.Module, timestep: float = 500) -> torch.Tensor:
+    """The same at a time of Stable Diffusion's schedule."""
+    return call(model, at(arguments_of(name), timestep / 500))
+
+
+def at(arguments: Arguments, share: float) -> Arguments:
+    """The same call at this share of its time."""
+    return {key: one * share if key in ("timestep", "t") else one for key, one in arguments.items()}
+
+
 def distance(one: torch.Tensor, other: torch.Tensor) -> float:
     """Of the other's size."""
     return float((one - other).norm() / other.norm())
-
-
-def attributes(model: nn.Module) -> dict[str, dict]:
-    """Of each of its modules, by path."""
-    return {path: dict(vars(one)) for path, one in model.named_modules()}

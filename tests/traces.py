@@ -20,6 +20,11 @@ def traces(model) -> list:
     ] + sorted(model.state_dict())
 
 
+def attributes(model) -> dict[str, dict]:
+    """What each of its modules holds, by path."""
+    return {path: dict(vars(one)) for path, one in model.named_modules()}
+
+
 def wraps_of(handle: Any) -> list[Wrap]:
     """All wraps that are on the models that the handle patched, and those it put on a pipeline."""
     sets = (wraps_on(model) for model in handle._present())
