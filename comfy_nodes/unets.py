@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from .engine import hosting
 from .sampling import is_left_out
 
 _OTHER_KEYS = "queries and keys are not of the same tokens"
-_REPLACED = f"no attention was called: {hosting.REPLACED}"
 
 
 class UnetMerging:
@@ -34,47 +33,44 @@ class UnetMerging:
         function = getattr(type(first).forward, "__globals__", {}).get("optimized_attention")
         self.state.attention_function = slot.name_in_force(function, options)
         self.state.ask_whether_it_pays()
-        self._sites = {
-            _told_of(place.path): (adapter.levels[place.halvings], place.halvings) for place in adapter.places
-            if covered[adapter.levels[place.halvings]] and not getattr(place.block, "disable_self_attn", False)
-        }  # fmt: skip
+        self._downsamples = adapter.downsamples
+        levels = {_told_of(place.path): adapter.levels[place.halvings] for place in adapter.places
+                  if not getattr(place.block, "disable_self_attn", False)}  # fmt: skip
+        self._levels = {place: level for place, level in levels.items() if covered[level]}
 
     @contextmanager
     def answering(self, call: Any, latent: torch.Tensor, options: dict[str, Any]) -> Iterator[slot.Ask]:
         """What answers the attentions of one call of the UNet, of these latents; those that never ask are counted."""
-        missing, before, has_asked = Counter(self._sites.values()), None, False
+        missing, seen, before = Counter(self._levels.values()), [], None
 
         def ask(asked: slot.HostCall, told: dict[str, Any]) -> torch.Tensor:
-            nonlocal before, has_asked
-            place, last, has_asked = (told.get("block"), told.get("block_index")), before, True
-            before = place
+            nonlocal before
+            last, before = before, (told.get("block"), told.get("block_index"))
+            place = before
             # a block asks for its self-attention, for that to the prompt, and then, in films, for those over time
-            found = None if place == last else self._sites.get(place)
-            if found is None or _is_replaced(*place, told):
+            level = None if place == last else self._levels.get(place)
+            if level is None or _is_replaced(*place, told):
                 return asked.unmerged()
-            missing[found] -= 1
-            level, halvings = found
-            queries, keys = asked.q.shape[1], asked.k.shape[1]
-            if queries != keys:
-                self.state.leave_alone(call, level, _OTHER_KEYS, len(asked.q), queries, keys)
-                return asked.unmerged()
-            layout_of = partial(_layout, told.get("activations_shape"), latent, halvings)
-            return hosting.answer(self.state, call, place, level, 1, layout_of, [], asked)
+            missing[level] -= 1
+            sides = told["activations_shape"][-2:] if "activations_shape" in told else self._sides(latent, level)
+            layout = hosting.Layout(hosting.Grid(*sides))
+            out = hosting.answer(self.state, call, place, level, 1, layout, seen, asked)
+            if not seen[-1]:
+                self.state.leave_alone(call, level, _OTHER_KEYS, len(asked.q), asked.q.shape[1], asked.k.shape[1])
+            return out
 
         yield ask
         if not is_left_out(options):
-            self._count(call, latent, missing, has_asked)
+            self._count(call, latent, missing)
 
-    def _count(self, call: Any, latent: torch.Tensor, missing: Counter, has_asked: bool) -> None:
-        for (level, halvings), count in missing.items():
-            if call.rules[level].attn is None or count <= 0:
-                continue
-            if not has_asked:
-                self.state.leave_alone(call, level, _REPLACED, 0, 0, 0)
-                continue
-            height, width = _sides(latent, halvings)
-            for _ in range(count):
-                self.state.leave_alone(call, level, hosting.REPLACED, len(latent), height * width, height * width)
+    def _count(self, call: Any, latent: torch.Tensor, missing: Counter) -> None:
+        for level in missing.elements():
+            if call.rules[level].attn is not None:
+                tokens = math.prod(self._sides(latent, level))
+                self.state.leave_alone(call, level, hosting.REPLACED, len(latent), tokens, tokens)
+
+    def _sides(self, latent: torch.Tensor, level: int) -> list[int]:
+        return [-(-side // self._downsamples[level]) for side in latent.shape[-2:]]
 
 
 def _told_of(path: str) -> tuple[tuple[str, int], int]:
@@ -88,16 +84,3 @@ def _is_replaced(block: tuple[str, int], index: int, told: dict[str, Any]) -> bo
     """Does another node stand in for this block's self-attention?"""
     others = told.get("patches_replace", {}).get("attn1", {})
     return block in others or (*block, index) in others
-
-
-def _layout(shape: list[int] | None, latent: torch.Tensor, halvings: int, tokens: int) -> Any | str:
-    """shape: of the block's input, ``[B, C, H, W]``, if the host tells."""
-    for height, width in ((shape or (0, 0))[-2:], _sides(latent, halvings)):
-        if height * width == tokens:
-            return hosting.Layout(hosting.Grid(height, width))
-    return hosting.NO_GRID
-
-
-def _sides(latent: torch.Tensor, halvings: int) -> tuple[int, int]:
-    height, width = (-(-side // 2**halvings) for side in latent.shape[-2:])
-    return height, width

@@ -1,4 +1,4 @@
-"""ComfyUI's attention: merged keys give what repeated keys give, by whichever function is in force."""
+"""ComfyUI's attention through the slot: merged keys give what repeated keys give, by whichever function is in force."""
 
 from __future__ import annotations
 
@@ -7,118 +7,139 @@ import functools
 import pytest
 import torch
 
-from comfy_nodes.attentions import function_in_force
+from comfy_nodes import host
+from comfy_nodes.slot import SLOT, Through, fill, name_in_force, tell
 from tests import comfy_attention as comfy
-from tests.conformance import CHANNELS, DTYPES, GROUPS, HEADS, far, own, telling, tokens, ways
-from tests.models import comfy_double
-from tome_core.attention import known_of
-from tome_core.attention.core import attend_merged
-from tome_core.models.unet_blocks import find_blocks
+from tests.comfy_doubles import Guider, apply, least_checkpoint
+from tests.comfy_ways import DTYPES, way_of
+from tome_core.attention.merged import BIAS, OWN_BIAS
 
 ADDING = ("attention_basic", "attention_split", "attention_pytorch")
-WIDENED = ("attention_sub_quad", "attention_flash")
+UNBIASED = ("attention_sub_quad", "attention_flash")
+KV = {"merge_what": "k+v", "ratio": 0.75, "use_rand": False}
 
 
-def attention(dtype=torch.float32, kind=comfy.CrossAttention, precision=None):
-    return telling(kind(CHANNELS, HEADS, precision), dtype)
+class Noted:
+    """In the slot: attention that adds a mask, drops it, refuses it, or does more; notes what keys came by."""
+
+    def __init__(self, drops: bool = False, more: float = 1.0, refuses: bool = False) -> None:
+        self.drops, self.more, self.refuses, self.keys = drops, more, refuses, []
+
+    def __call__(self, function, q, k, v, heads, mask=None, **kwargs):
+        self.keys.append(k.shape[1])
+        if self.refuses and mask is not None:
+            raise RuntimeError("Flash attention does not support attention masks")
+        return function(q, k, v, heads, mask=None if self.drops else mask, **kwargs) * self.more
+
+
+def sample(patcher, **options):
+    return Guider(patcher).sample(**{"steps": 2, "size": (8, 8), **options})
+
+
+def with_slot(function):
+    patcher = least_checkpoint()
+    patcher.model_options["transformer_options"][SLOT] = function
+    return patcher
+
+
+def report(patcher):
+    return host.find_attached(patcher).latest.report
 
 
 @pytest.fixture
 def in_force(monkeypatch):
-    def use(function, masked=None):
+    def use(function):
         monkeypatch.setattr(comfy, "optimized_attention", function)
-        monkeypatch.setattr(comfy, "optimized_attention_masked", function if masked is None else masked)
+        monkeypatch.setattr(comfy, "optimized_attention_masked", function)
 
     return use
 
 
+@pytest.mark.parametrize("precision", [None, torch.float32], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", [*ADDING, *WIDENED])
-def test_each_function_takes_sizes_its_own_way(in_force, name, dtype):
-    in_force(getattr(comfy, name))
-    expected = {"bias", "wider heads"} if name in ADDING else {"wider heads"}
-    assert ways(attention(dtype), dtype, transformer_options={"sigmas": None}) == expected
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_logits_may_be_in_another_precision(in_force, dtype):
-    in_force(comfy.attention_basic)
-    assert ways(attention(dtype, precision=torch.float32), dtype) == {"bias", "wider heads"}
-
-
-def test_an_older_comfyui_without_options_works_too():
-    assert ways(attention(kind=comfy.Before)) == {"bias", "wider heads"}
-
-
-def test_an_override_is_called_and_gets_wider_heads():
-    seen = []
-
-    def override(function, q, k, v, heads, **kwargs):
-        seen.append((function.__name__, q.shape[-1], kwargs.get("mask")))
-        return function(q, k, v, heads, **kwargs)
-
-    options = {"optimized_attention_override": override}
-    assert ways(attention(), transformer_options=options) == {"wider heads"}
-    assert seen and all(one == ("attention_pytorch", CHANNELS + 8 * HEADS, None) for one in seen)
-
-
-@pytest.mark.parametrize("name", [*ADDING, *WIDENED])
-def test_an_attention_that_comfyuis_own_node_chose_takes_sizes_as_where_it_is_in_force(in_force, name):
-    in_force(comfy.attention_sub_quad if name in ADDING else comfy.attention_pytorch)
-    options = {"optimized_attention_override": comfy.chosen(getattr(comfy, name))}
-    expected = {"bias", "wider heads"} if name in ADDING else {"wider heads"}
-    assert ways(attention(), transformer_options=options) == expected
-
-
-def test_every_attention_in_force_has_a_name_of_its_own(in_force):
-    unet, names = comfy_double().model.diffusion_model, []
-    find_blocks(unet)[0].block.attn1 = attention()
-    for name in (*ADDING, *WIDENED):
-        in_force(getattr(comfy, name))
-        names.append(function_in_force(unet, {"sigmas": None}))
-        names.append(function_in_force(unet, {"optimized_attention_override": comfy.chosen(getattr(comfy, name))}))
-    names.append(function_in_force(unet, {"optimized_attention_override": own}))
-    assert len(set(names)) == len(names) and all(names)
-
-
-def unknown(q, k, v, heads, mask=None, **kwargs):
-    assert mask is None
-    return comfy.attention_flash(q, k, v, heads)
+@pytest.mark.parametrize("name", [*ADDING, *UNBIASED])
+def test_each_function_takes_sizes_its_own_way(name, dtype, precision):
+    way = BIAS if name in ADDING else OWN_BIAS
+    function = getattr(comfy, name)
+    assert way_of(function, dtype, attn_precision=precision) == way
+    assert way_of(Through(comfy.chosen(function), comfy.attention_pytorch), dtype, attn_precision=precision) == way
 
 
 @functools.wraps(comfy.attention_pytorch)
-def dressed_up(*args, **kwargs):
+def dressed_up(*args, mask=None, **kwargs):
     """By its name it is ComfyUI's."""
-    return unknown(*args, **kwargs)
+    return comfy.attention_basic(*args, **kwargs)
 
 
-@pytest.mark.parametrize("function", [unknown, dressed_up, functools.partial(comfy.attention_flash)])
-def test_a_function_that_nobody_knows_gets_wider_heads(in_force, function):
-    in_force(function)
-    assert ways(attention()) == {"wider heads"}
+@pytest.mark.parametrize(("function", "way"), [
+    (dressed_up, OWN_BIAS), (functools.partial(comfy.attention_basic), BIAS),
+    (Through(Noted(), comfy.attention_basic), BIAS), (Through(Noted(drops=True), comfy.attention_basic), OWN_BIAS),
+    (Through(Noted(refuses=True), comfy.attention_basic), OWN_BIAS),
+    (Through(Noted(more=1.5), comfy.attention_basic), None),
+])  # fmt: skip
+def test_what_a_function_does_is_tried_whatever_it_is_called(function, way):
+    assert way_of(function) == way
 
 
-def test_no_mask_is_made_where_it_would_call_another_function(in_force):
-    in_force(comfy.attention_pytorch, masked=comfy.attention_basic)
-    assert ways(attention()) == {"wider heads"}
+def test_two_nodes_around_one_function_are_two_functions():
+    for more, way in ((1.0, BIAS), (2.0, None), (1.0, BIAS)):
+        assert way_of(Through(Noted(more=more), comfy.attention_basic)) == way
 
 
-def test_the_function_in_force_is_asked_for_at_each_call(in_force):
-    module = attention()
-    assert ways(module) == {"bias", "wider heads"}
-    in_force(comfy.attention_sub_quad)
-    assert ways(module) == {"wider heads"}
+@pytest.mark.parametrize("name", [*ADDING, *UNBIASED])
+def test_a_branch_merges_by_the_function_in_force_at_each_sampling(in_force, name):
+    branch = apply(least_checkpoint(), **KV)
+    expected = sample(branch)
+    in_force(getattr(comfy, name))
+    before = getattr(getattr(comfy, name), "masks", 0)
+    torch.testing.assert_close(sample(branch), expected, rtol=1e-4, atol=1e-4)
+    assert set(report(branch).routes) == {BIAS if name in ADDING else OWN_BIAS}
+    assert name in ADDING or getattr(comfy, name).masks == before, "it was given masks"
 
 
-@pytest.mark.parametrize("kwargs", [{"mask": torch.ones(1)}, {"pe": torch.ones(1)}])
-def test_what_else_comes_along_is_a_problem(kwargs):
-    module = attention()
-    assert known_of(module).problem(module, kwargs) == f"{next(iter(kwargs))} came along"
-    assert known_of(module).problem(module, {"mask": None, "transformer_options": {"patches": {}}}) is None
+def test_attention_in_the_slot_that_adds_masks_is_called_with_merged_keys():
+    slot = Noted()
+    merged = apply(with_slot(slot), **KV)
+    torch.testing.assert_close(sample(merged), sample(apply(least_checkpoint(), **KV)))
+    assert slot.keys.count(16) == 2 * 4 and slot.keys.count(64) == 2  # of four blocks at two steps; tried twice
 
 
-def test_values_of_their_own_are_projected_by_to_v():
-    module, x = attention(), tokens(2)
-    keys, values = tokens(2, count=GROUPS, seed=1), tokens(2, count=GROUPS, seed=2)
-    out = attend_merged(known_of(module), module, x, keys, values, None, {}).out
-    assert far(out, module(x, keys, values)) < 1e-6
+@pytest.mark.parametrize("what", ["drops", "refuses"])
+def test_attention_in_the_slot_that_adds_no_masks_gives_way_where_keys_merge(what):
+    """As SageAttention's does by a node, and FlashAttention's."""
+    slot = Noted(**{what: True})
+    merged = apply(with_slot(slot), **KV)
+    torch.testing.assert_close(sample(merged), sample(apply(least_checkpoint(), **KV)))
+    assert 16 not in slot.keys and slot.keys.count(7) == 2 * 4, "attention to the prompt is the slot's"
+
+
+def test_what_does_more_than_attention_in_the_slot_keeps_every_call():
+    plain = with_slot(Noted(more=1.5))
+    merged = apply(plain, **KV)
+    assert torch.equal(sample(merged), sample(plain))
+    assert any("the function that it calls is no attention" in one for one in report(merged).reasons)
+
+
+def test_what_is_in_the_slot_is_not_changed_and_ours_does_not_lie_on_ours():
+    slot = Noted()
+    options = {SLOT: slot, "other": 1}
+    once = fill(options, lambda asked, told: asked.unmerged())
+    twice = fill(once, lambda asked, told: asked.unmerged())
+    x = torch.randn(1, 5, 8)
+    assert options == {SLOT: slot, "other": 1} and twice["other"] == 1
+    out = comfy.attention_pytorch(x, x, x, 2, transformer_options=twice)
+    assert slot.keys == [5] and torch.equal(out, comfy.attention_pytorch(x, x, x, 2))
+
+
+def test_every_attention_in_force_has_a_name_of_its_own():
+    names = []
+    for name in (*ADDING, *UNBIASED):
+        names.append(name_in_force(getattr(comfy, name), {}))
+        names.append(name_in_force(comfy.attention_pytorch, {SLOT: comfy.chosen(getattr(comfy, name))}))
+    names.append(name_in_force(comfy.attention_pytorch, {SLOT: sample}))
+    assert len(set(names)) == len(names) and all(names)
+
+
+def test_a_measurement_is_told_of_the_slot_alone():
+    assert tell({"sigmas": 1}) == {}
+    assert tell({SLOT: sample, "sigmas": 1}) == {"transformer_options": {SLOT: sample}}

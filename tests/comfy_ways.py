@@ -1,0 +1,55 @@
+"""A function of ComfyUI's, held against attention over repeated keys: in a double of ComfyUI, and in a real one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from comfy_nodes.slot import HostCall
+from tome_core.attention.merged import Attention, Merge, attend
+from tome_core.merging.plan import MergePlan
+
+HEADS, WIDTH, TOKENS, GROUPS = 4, 8, 100, 9
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+# of the output's length: the logarithms of sizes are float32 at best, and in half precision off by half of a last bit
+TOLERANCE = {torch.float64: 5e-7, torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+def way_of(function: Any, dtype: torch.dtype = torch.float32, batch: int = 2, **call: Any) -> str | None:
+    """The way by which the function takes sizes; None if it is no attention.
+
+    AssertionError if merged keys give anything else than each of them repeated, by a softmax in float64. call: what
+    else the function is given.
+    """
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(3, batch, TOKENS, HEADS * WIDTH, generator=generator) * 2).to(dtype)
+    group = (torch.rand(batch, TOKENS, generator=generator) ** 3 * (GROUPS - 1)).long()  # most are in few; one is empty
+    plan = MergePlan(group, GROUPS)
+    asked = HostCall(function, q, k, v, HEADS, **call)
+    takes_bias = asked.takes_bias()
+    if takes_bias is None:
+        return None
+    found, way = attend(Attention(asked.q, asked.k, asked.v, asked.compute, WIDTH**-0.5, takes_bias), Merge(plan))
+    keys, values = plan.merge(k), plan.merge(v)
+    exact, blind = (_by_softmax(q, keys, values, sizes) for sizes in (plan.sizes, plan.sizes.clamp(max=1)))
+    error, without = _far(found, exact), _far(blind, exact)
+    assert error <= TOLERANCE[dtype], f"off by {error:.1e} of the output, without sizes by {without:.1e}"
+    assert without > 5 * TOLERANCE[dtype], "the inputs do not tell proportional attention from plain attention"
+    return way
+
+
+def _by_softmax(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    """``[B, N, H, d]``; each key as often as its size says."""
+    outs = []
+    for one, key, value, count in zip(q, k, v, sizes, strict=True):
+        own, keys, values = (x.double().unflatten(-1, (HEADS, -1)).transpose(0, 1) for x in (
+            one, key.repeat_interleave(count, 0), value.repeat_interleave(count, 0)))  # fmt: skip
+        outs.append(((own @ keys.mT * WIDTH**-0.5).softmax(-1) @ values).transpose(0, 1))
+    return torch.stack(outs)
+
+
+def _far(out: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest over the samples of the difference's length, as a share of the expected output's."""
+    difference = (out.double() - expected.double()).flatten(1).norm(dim=1)
+    return (difference / expected.double().flatten(1).norm(dim=1)).max().item()
