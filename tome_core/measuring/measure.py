@@ -33,7 +33,7 @@ def why_not_now(unet: nn.Module, state: State, is_called: bool, handed: Any = No
     """
     if state.time.is_sampling or is_called:
         return "a sampling goes on; measure before it or after it"
-    if is_compiled(unet) or brings_compiled(handed):
+    if is_compiled(unet, state.adapter.places) or brings_compiled(handed):
         return "the UNet is compiled, and compiled calls are not measured; measure before compiling it"
     # by chance: a host that never trains may leave its UNet in training, in which nothing is dropped
     if any(isinstance(one, nn.Dropout) and one.training and one.p > 0 for one in unet.modules()):

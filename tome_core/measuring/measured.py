@@ -167,9 +167,10 @@ class Measured(State):
         """From now on calls merge as is known at this moment."""
         unet, self.pays = self.model, None
         asks = any(rule.only_if_it_pays for rule in self.clock.rules)
-        if unet is None or not hasattr(self.adapter, "places") or not (asks or KNOWN) or is_compiled(unet):
+        places = getattr(self.adapter, "places", None)
+        if unet is None or places is None or not (asks or KNOWN) or is_compiled(unet, places):
             return  # a compiled one does not wait for its host
-        self.pays = Pays(KNOWN.of(self._about(self.adapter.places)) if KNOWN else (), self._block_sizes())
+        self.pays = Pays(KNOWN.of(self._about(places)) if KNOWN else (), self._block_sizes())
 
     def _block_sizes(self) -> tuple[tuple[int, int], ...]:
         """(down-sampling, channels) of each block."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -102,8 +102,7 @@ def find_blocks(unet: nn.Module) -> list[Place]:
     Raises UnsupportedModelError where there is none, and where there are no stages to tell their sizes by.
     """
     family = _family_of(unet)
-    stages = () if family is None else _stages(unet, family)
-    places = [place for stage in stages for place in _blocks_in(*stage, family)]
+    places = [] if family is None else list(_places_of(unet, family))
     if places:
         return places
     if family is None and any(is_kind(module, BLOCK) for module in unet.modules()):
@@ -120,17 +119,10 @@ def find_blocks(unet: nn.Module) -> list[Place]:
     )
 
 
-def layout_of(unet: nn.Module) -> str:
-    """Whose strengths a UNet has, of `settings.presets.LAYOUTS`: "sdxl" where its finest level has no attention.
-
-    Raises as `find_blocks` does.
-    """
-    return "sdxl" if all(place.halvings for place in find_blocks(unet)) else "sd"
-
-
-def is_compiled(model: nn.Module) -> bool:
-    """Is it compiled in place, or any part of it?"""
-    return any(getattr(one, "_compiled_call_impl", None) is not None for one in model.modules())
+def is_compiled(unet: nn.Module, places: Sequence[Place]) -> bool:
+    """Is the UNet compiled in place, or a transformer or a block of it?"""
+    parts = (unet, *(part for place in places for part in (place.transformer, place.block)))
+    return any(one._compiled_call_impl is not None for one in parts)
 
 
 def brings_compiled(handed: Any) -> bool:
@@ -165,37 +157,39 @@ def _unwrap(model: Any) -> Any:
         model = inner
 
 
-def _stages(unet: nn.Module, family: UNetFamily) -> Iterator[tuple[str, nn.Module, int]]:
-    """(path, module, halvings) of each stage; a resampler acts after the transformers of its stage."""
-    halvings = 0
+def _places_of(unet: nn.Module, family: UNetFamily) -> Iterator[Place]:
+    """The blocks of each stage; a resampler acts after the transformers of its stage."""
+    halvings, seen = 0, set()
     for name in (family.down, family.middle, family.up):
         part = getattr(unet, name, None)
         if part is None:  # a ControlNet has no way up
             continue
         stages = part.named_children() if name != family.middle else [("", part)]
         for key, stage in stages:
-            yield f"{name}.{key}".rstrip("."), stage, halvings
+            resampling = 0
+            waiting = [(f"{name}.{key}".rstrip("."), stage)]
+            while waiting:  # in order, and not into what holds blocks
+                path, module = waiting.pop()
+                if id(module) in seen:
+                    continue
+                seen.add(id(module))
+                blocks = module._modules.get("transformer_blocks")
+                if blocks is not None and is_kind(module, family.transformer):
+                    for number, block in blocks.named_children():
+                        if is_kind(block, BLOCK):
+                            yield Place(f"{path}.transformer_blocks.{number}", block, module, halvings, family)
+                    continue
+                resampling = resampling or _resampling_of(type(module).__name__)
+                children = [(f"{path}.{key}", one) for key, one in module._modules.items() if one is not None]
+                waiting += reversed(children)
             if name != family.middle:
-                halvings = max(0, halvings + _resampling(stage))
+                halvings = max(0, halvings + resampling)
 
 
-def _resampling(stage: nn.Module) -> int:
-    for module in stage.modules():
-        match = _RESAMPLER.fullmatch(type(module).__name__)
-        if match:
-            return 1 if match[1] == "Down" else -1
-    return 0
-
-
-def _blocks_in(path: str, stage: nn.Module, halvings: int, family: UNetFamily) -> Iterator[Place]:
-    for name, module in stage.named_modules():
-        blocks = getattr(module, "transformer_blocks", None)
-        if not is_kind(module, family.transformer) or blocks is None:
-            continue
-        for key, block in blocks.named_children():
-            if is_kind(block, BLOCK):
-                where = ".".join(part for part in (path, name, "transformer_blocks", key) if part)
-                yield Place(where, block, module, halvings, family)
+@lru_cache(maxsize=1024)
+def _resampling_of(kind: str) -> int:
+    match = _RESAMPLER.fullmatch(kind)
+    return 0 if match is None else 1 if match[1] == "Down" else -1
 
 
 def _inventory(model: nn.Module) -> str:

@@ -16,7 +16,7 @@ from ..models.wrap_set import drop_mark
 from ..reporting.report import Report
 from ..settings.config import MergeConfig
 from ..settings.noise import STABLE_DIFFUSION, own_schedule
-from ..settings.presets import DEFAULT, config_of
+from ..settings.presets import DEFAULT, TRANSFORMER, config_of
 from ..settings.schedule import NoiseSchedule
 from .handle import Patch, handle_on, take_handed
 from .patch_stack import back_from
@@ -49,9 +49,9 @@ def patch(
         ValueError: `strength` is out of range or given together with `config`. Invalid settings raise either.
     """
     models = find_models(model)
-    layout = adapter_of(models[0]).layout
-    config = _config_of(config, strength, settings, layout)
-    handle = Patch(models, config, _schedule_of(model), model)
+    adapter = adapter_of(models[0])
+    config = _config_of(config, strength, settings, adapter.layout)
+    handle = Patch(models, config, _schedule_of(model), model, adapter)
     handle.take_the_place_of(handle_on(models[0]))
     if not host_clock and config.uses_percent and not handle.knows_schedule:
         logger.warning(
@@ -61,7 +61,7 @@ def patch(
         )
     for note in handle._notes:
         logger.warning("%s", note)
-    if layout == "transformer":
+    if adapter.layout == TRANSFORMER:
         _warn_once()
     return handle.install()
 

@@ -12,7 +12,7 @@ from torch import nn
 from ..engine.decision import around_of
 from ..engine.state import State
 from ..measuring.measured import Measured
-from ..models.find import adapter_of
+from ..models.find import Adapter, adapter_of
 from ..models.pipeline import SamplingScope, SchedulerClock
 from ..models.transformer import PipelineSteps
 from ..models.wrap_set import put_on, take_off, wraps_on
@@ -38,14 +38,15 @@ class Patch(Nested, Measured, State):
         config: the settings.
         schedule: the noise schedule of the model, if it is known.
         handed: what was handed to `patch`: a pipeline, a compiled or wrapped model.
+        adapter: of the first model, if it was made already.
     """
 
     def __init__(
         self, models: Sequence[nn.Module], config: MergeConfig, schedule: NoiseSchedule | None = None,
-        handed: Any = None,
+        handed: Any = None, adapter: Adapter | None = None,
     ) -> None:  # fmt: skip
         self._models = [weakref.ref(one) for one in models]
-        self.adapter = adapter_of(models[0])
+        self.adapter = adapter or adapter_of(models[0])
         super().__init__(config, self.adapter.tallies(), schedule)
         downsamples = self.adapter.downsamples
         self._levels = {level for level, covered in enumerate(self._covered) if covered}
