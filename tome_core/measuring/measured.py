@@ -123,7 +123,7 @@ class Measured(State):
         Calls no model. height, width: in pixels; dtype, device: of the latents, else the UNet's own.
         """
         unet = self.model
-        if unet is None or not KNOWN:
+        if unet is None or not KNOWN or not hasattr(self.adapter, "places"):
             return None
         own_device, own_dtype = whereabouts(unet)
         where = device_of(torch.device(device or own_device)), dtype_of(dtype or own_dtype)

@@ -69,9 +69,6 @@ class Pays:
             verdict.decided[key] = left, why_off if verdict.opens else tuple(why_not)
         return verdict.decided[key]
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_found": {}}  # a copy's rules are other objects
-
     def _find(self, latent: torch.Tensor) -> Verdict:
         batch, _, height, width = latent.shape
         if self._always:
