@@ -12,16 +12,17 @@ import torch.nn.functional as F
 import tome_core
 from benchmarks.python_calls import watch
 from benchmarks.tiny_layouts import UNetLayout, make_inputs, make_unet
+from tests import tiny_transformers
 from tests.families import every_family_in_time
 from tests.models import BY_NAME, call_case, call_unet, inputs, sd15, small
 from tests.most_calls import MOST_CALLS_LEFT_ALONE
 from tome_core import PRESETS, MergeConfig, gains
 from tome_core.measuring import measure
-from tome_core.measuring.measure import steps_of
-from tome_core.reporting.gains import KNOWN
 from tome_core.measuring.fingerprint import device_of, dtype_of
+from tome_core.measuring.measure import steps_of
 from tome_core.measuring.pays import Pays
-from tome_core.running.matching import Matcher
+from tome_core.merging.methods import METHODS
+from tome_core.reporting.gains import KNOWN
 
 CASE = BY_NAME["sd15"]
 _TEXT = 77
@@ -57,7 +58,7 @@ def price(monkeypatch):
 
         def charged(q, k, v, *args, **kwargs):
             queries, keys = q.shape[-2], k.shape[-2]
-            if keys != _TEXT and keys <= queries:  # fewer queries are a correction's
+            if keys != _TEXT and len(q) > 1:  # of one sample it is only tried, once
                 clock.now += 1.0 if keys == queries else clock.merged
             return attention(q, k, v, *args, **kwargs)
 
@@ -89,21 +90,18 @@ def test_where_merging_is_measured_to_pay_it_merges_whatever_the_table_says(pric
     assert torch.equal(picture(model, 12), picture(small(), 12)), "of another size nothing is known"
 
 
-@pytest.mark.parametrize("pays", [True, False])
-def test_parts_that_merge_by_one_rule_have_one_match_whatever_decided(monkeypatch, pays):
-    found, matched = [], Matcher.groups
-
-    def counted(self, asked, *rest):
-        found.append(asked.part)
-        return matched(self, asked, *rest)
-
-    monkeypatch.setattr(Matcher, "groups", counted)
-    config, model = MergeConfig(ratio=0.5, merge_mlp=True, merge_crossattn=True, only_if_it_pays=pays), small()
-    with tome_core.patch(model, config) as handle:
-        handle.run.latch = Latch((), (), always=True)
+@pytest.mark.parametrize("asks", [True, False])
+def test_parts_that_merge_by_one_rule_have_one_match_whatever_decided(monkeypatch, asks):
+    found, match = [], METHODS["bipartite"].match
+    noting = METHODS["bipartite"]._replace(match=lambda *asked: found.append(asked) or match(*asked))
+    monkeypatch.setitem(METHODS, "bipartite", noting)
+    parts = {"merge_mlp": True, "merge_crossattn": True, "proportional": False}
+    model = small()
+    with tome_core.patch(model, ratio=0.5, only_if_it_pays=asks, **parts) as handle:
+        handle.pays = Pays((), (), always=True)
         picture(model, TABLE_MERGES)
-        assert handle.report().levels[0].mlp_tokens
-    assert found == ["attn"] * 3
+        (level, *_) = handle.report().levels
+    assert level.calls_merged == 3 * level.blocks and len(found) == level.blocks
 
 
 def test_where_it_is_measured_not_to_pay_it_is_off_and_says_why(price):
@@ -138,13 +136,13 @@ def test_the_kinds_of_steps_are_those_of_a_picture(name):
     """Held against a picture's own calls, in which a match leaves a plan of that very time."""
     model, (x, text) = small(), inputs(4, 2, TABLE_MERGES, TABLE_MERGES)
     handle = tome_core.patch(model, name, host_clock=True)
-    told = steps_of(handle.run, 20)
+    told = steps_of(handle.clock, 20)
     x = x[:1].repeat(2, 1, 1, 1)
     for step in told:
         handle.set_time(timestep=step.timestep, sampling="picture", pictures=1)
         with torch.no_grad():
             call_unet(model, x, step.timestep, text)
-        made = any(kept.timestep == step.timestep for kept in handle.run.sampling._plans.values())
+        made = any(kept.timestep == step.timestep for kept in handle.time._sampling._plans.values())
         assert made == (step.kind[1] != "kept"), step
     share = Counter(kind for _, kind in told)
     assert share.total() == 20 and sum(n for kind, n in share.items() if kind[1] == "kept") >= 8
@@ -252,6 +250,17 @@ def test_a_compiled_model_is_not_measured():
         tome_core.patch(compiled).measure()
 
 
+def test_a_transformer_is_not_measured_and_says_so():
+    model, arguments = tiny_transformers.make("SD3.5")
+    handle = tome_core.patch(model, "balanced")
+    with torch.no_grad():
+        tiny_transformers.call(model, arguments)
+    KNOWN.remember(gains.Gain(gains.Case(*("",) * 7, 64, 64, 2), 1.0, 0.5))
+    assert handle.gain_for(512, 512) is None and not handle.is_measured and handle.why_not(512, 512) == ""
+    with pytest.raises(RuntimeError, match="of UNets alone"):
+        handle.measure()
+
+
 def test_what_is_measured_meanwhile_changes_no_patch_that_is_on(price):
     """Nor a picture half way: somebody may measure, or load a file, while another's steps go on."""
     model = small()
@@ -265,19 +274,6 @@ def test_what_is_measured_meanwhile_changes_no_patch_that_is_on(price):
     plain = picture(model, TABLE_MERGES)
     handle.install()
     assert torch.equal(picture(model, TABLE_MERGES), plain) and not torch.equal(before, plain)
-
-
-def test_a_copy_is_decided_for_itself(price):
-    """What is remembered by the identity of rules holds for the original's alone."""
-    model = small()
-    plain = picture(model, TABLE_MERGES)
-    handle = tome_core.patch(model, "balanced", host_clock=True)
-    measured(handle, price(3.0), TABLE_MERGES)
-    picture(model, TABLE_MERGES)
-    other = copy.deepcopy(model)
-    latch = vars(other)["_tome_core_patch"].merging.run.latch
-    assert handle.run.latch._found and not latch._found
-    assert torch.equal(picture(other, TABLE_MERGES), plain) and latch._found
 
 
 def test_equal_measurements_give_equal_pictures_in_every_process(price, tmp_path):
