@@ -136,6 +136,9 @@ class TransformerSite(Wrap):
         finally:
             now.grid, now.layout = before
         missing = self.attentions - (now.reached - reached)
+        if missing == self.attentions and self.beneath is not None:
+            return out  # another's wrapper gave what it had kept, as DeepCache's does: nothing ran
+        now.reached += max(0, missing)
         if missing > 0 and now.call.rules[self.level].attn is not None:
             tokens = grid.height * grid.width
             for _ in range(missing):
