@@ -10,7 +10,7 @@ Queries, keys and values are flat in this file, ``[B, N, H*d]``, as projections 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -120,19 +120,18 @@ class _Processor(ByHand):
         return "it norms, scales or adds its input" if more else None
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, kwargs: Kwargs) -> Tensor:
-        stand_in = StandIn(module, q, k, v)
-        return module.processor(stand_in, q, encoder_hidden_states=k, attention_mask=bias)
+        mask = bias.float() if bias is not None and module.upcast_attention else bias
+        return module.processor(StandIn(module, q, k, v), q, encoder_hidden_states=k, attention_mask=mask)
 
     def finish(self, module: nn.Module, out: Tensor) -> Tensor:
         projection, dropout = module.to_out
         return dropout(projection(out))
 
 
-Entry = ByHand | Callable[[nn.Module], "ByHand | None"]
-_ENTRIES: dict[str, Entry] = {}
+_ENTRIES: dict[str, ByHand] = {}
 
 
-def register(function: str, entry: Entry) -> None:
+def register(function: str, entry: ByHand) -> None:
     """Make an attention known.
 
     Args:
