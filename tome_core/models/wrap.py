@@ -18,6 +18,7 @@ from ..compiling import is_tracing
 _BOUND = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
 _REPLICATE = "_replicate_for_data_parallel"
 _MARK = "_tome_core_wrap"
+_FORWARDS: set[Any] = set()  # the functions that wraps put in place of methods
 patch_lock = threading.RLock()  # held while wraps are put on or taken off: two threads may patch one model
 
 
@@ -28,6 +29,9 @@ class Wrap:
     that later called that wrapper would call itself. Removed, or left underneath another's wrapper, it passes calls
     through for ever. A copy or a pickle of the target gets a wrap that passes calls through to the copy.
     """
+
+    def __init_subclass__(cls) -> None:
+        _FORWARDS.add(cls.forward)
 
     def __init__(self, target: Any, name: str = "forward") -> None:
         self.target = target
@@ -49,8 +53,10 @@ class Wrap:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What is put in place of ``target.NAME``."""
         if not isinstance(self, Wrap):  # somebody bound this function to the target, to restore "the original"
-            wrap = vars(self).get(_MARK)
-            return (type(self).forward.__get__(self) if wrap is None else wrap.forward)(*args, **kwargs)
+            wrap, kind = vars(self).get(_MARK), type(self)
+            if wrap is None:
+                return getattr(kind, "_forward", kind.forward)(self, *args, **kwargs)  # see `BlockSite`
+            return wrap.forward(*args, **kwargs)
         if not self.active:
             return self.original(*args, **kwargs)
         return (self.trace if torch.compiler.is_compiling() and is_tracing() else self.run)(*args, **kwargs)
@@ -113,12 +119,12 @@ class Wrap:
         if target is None:
             return
         vars(target).pop(_REPLICATE, None)
-        if vars(target).get(_MARK) is self:
-            del vars(target)[_MARK]
         if self.is_on_top():
             self._leave()
             if self.beneath is None:
                 self._resting, self.target, self._placed = weakref.ref(target), None, False
+        if vars(target).get(_MARK) is self:
+            del vars(target)[_MARK]
 
     def _leave(self) -> None:
         slot, beneath = self._slot(), without_inert(self.beneath)
@@ -157,6 +163,9 @@ class Wrap:
         wrap = _unpickle(self.name)
         wrap.__setstate__((target, beneath))
         return wrap
+
+
+_FORWARDS.add(Wrap.forward)
 
 
 def _unpickle(name: str) -> Wrap:
