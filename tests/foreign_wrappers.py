@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from tome_core.models.unet_blocks import find_blocks, find_unet
+from typing import Any
+
+from torch import nn
+
+from tome_core.models.find import adapter_of, find_models
+from tome_core.models.unet_parts import BlockSite
 
 
 class Foreign:
@@ -22,18 +27,22 @@ class Foreign:
         setattr(self.module, self.name, self.saved)
 
 
-def sites_of(model) -> list:
-    """All that the patch wraps, and so what others may wrap as well: (module, method)."""
-    unet = find_unet(model)
-    found = [(unet, "forward")]
-    for place in find_blocks(unet):
-        method = "_forward" if hasattr(place.block, "_forward") else "forward"
-        found += [(place.transformer, "forward"), (place.block, method), (place.block.attn1, "forward")]
-    return list(dict.fromkeys(found))
+def sites_of(model) -> list[tuple[nn.Module, str]]:
+    """All that a patch may wrap, and so what others may wrap as well: module and name of the method."""
+    found: list[tuple[nn.Module, str]] = []
+    for one in find_models(model):
+        adapter = adapter_of(one)
+        levels = set(range(len(adapter.downsamples)))
+        found += adapter.wraps(one, None, levels, levels, _site)
+    return found
+
+
+def _site(kind: type, module: nn.Module, *_: Any) -> tuple[nn.Module, str]:
+    return module, "_forward" if kind is BlockSite and hasattr(module, "_forward") else "forward"
 
 
 def wrap_everything(model) -> list[Foreign]:
-    """Replace all that the patch wraps, or would wrap."""
+    """Replace all that a patch wraps, or would wrap."""
     return [Foreign(*site) for site in sites_of(model)]
 
 
