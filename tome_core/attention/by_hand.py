@@ -128,6 +128,7 @@ class _Processor(ByHand):
         return dropout(projection(out))
 
 
+OF_PROCESSORS = "diffusers.models.attention_processor.Attention.forward"  # leaves everything to its processor
 _ENTRIES: dict[str, ByHand] = {}
 
 

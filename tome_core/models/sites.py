@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..attention.by_hand import ByHand, full_name, known_of
+from ..attention.by_hand import OF_PROCESSORS, ByHand, full_name, known_of
 from ..attention.merged import Attention
 from ..compiling import is_tracing
 from ..engine.call import Call
@@ -321,7 +321,9 @@ class AttentionSite(NumberedSite):
         q, k, v = (one.unflatten(2, (heads, -1)) for one in made)
         attention = Attention(q, k, v, function, known.scale(target, q.shape[3]), known.takes_bias(target))
         out = now.state.attend(now.call, self.path, self.level, layout, attention)
-        return self.original(*args, **kwargs) if out is None else known.finish(target, out.flatten(2))
+        if out is None:  # projections are not asked twice: they may have hooks
+            out = function(q, k, v, None)
+        return known.finish(target, out.flatten(2))
 
     def _leave_alone(self, now: ModelCall, why: str, args: tuple, kwargs: Mapping[str, Any]) -> None:
         x = next((one for one in (*args, *kwargs.values()) if torch.is_tensor(one) and one.dim() > 1), None)
@@ -364,4 +366,4 @@ class AttentionSite(NumberedSite):
 def _description(forward: Any, processor: type) -> ByHand | None:
     """Of an attention that computes by hand; None for every other."""
     known = known_of(forward)
-    return known_of(processor.__call__) if known is None and processor is not type(None) else known
+    return known_of(processor.__call__) if known is None and full_name(forward) == OF_PROCESSORS else known
