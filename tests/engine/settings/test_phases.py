@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import re
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 import tome_core
-from tests.models import BY_NAME, call_case, inputs
+from tests.models import BY_NAME, call_case
 from tome_core import MergeConfig, MergeRule, preset, ramp, strength
 from tome_core.engine.size_gate import pays, pays_in_mlp
-from tome_core.running.matching import Matcher
+from tome_core.patching.handle import handle_on
 from tome_core.settings.phases import DEEP_UNTIL, plain_rules
 from tome_core.settings.schedule import reaches
 
@@ -101,24 +99,6 @@ def test_a_deep_mlp_leaves_the_rest_of_its_rule_as_it_is():
     assert plain_rules(config, [1])[0].merge_attn, "nothing is deep there"
 
 
-@pytest.mark.parametrize("scope", ["sampling", "none", "training"])
-def test_deep_mlps_of_one_transformer_share_the_match_of_its_first(monkeypatch, scope):
-    """SDXL has ten blocks in one. Where no match is kept, none is shared: compiled blocks do neither."""
-    case, asked, find = BY_NAME["sdxl"], [], Matcher.find
-    monkeypatch.setattr(Matcher, "find", lambda self, one: asked.append(self.number) or find(self, one))
-    model = case.build()
-    transformers = [len(one.transformer_blocks) for one in model.modules() if hasattr(one, "transformer_blocks")]
-    assert max(transformers) > 1, "so that there is something to share"
-    with tome_core.patch(model, MergeConfig(ratio=0.0, deep_mlp=0.5, max_downsample=8, keep=100.0)) as handle:
-        x, text = inputs(case.in_channels, 2, 16, 16)
-        with nullcontext() if scope == "none" else handle.sampling(), torch.set_grad_enabled(scope == "training"):
-            case.call(model, x, 499, text)
-        merged = sum(level.calls_merged for level in handle.report().levels)
-    assert merged == sum(transformers), "all of SDXL is deep"
-    assert len(set(asked)) == len(asked)
-    assert len(asked) == (len(transformers) if scope == "sampling" else sum(transformers))
-
-
 LEVELS = {"SD1.5, SD2": (1, 2, 4, 8), "SDXL": (2, 4)}
 
 
@@ -191,11 +171,12 @@ def test_presets_leave_few_tokens_alone_and_merge_many():
     assert [pays(preset("fast").rules[0], tokens, "cuda") for tokens in (1024, 4096)] == [False, True]
     assert pays(MergeRule(), 4, "cpu") and not pays(None, 4096, "cpu")
     with tome_core.patch(CASE.build(), config) as handle:
-        call_case(CASE, handle.unet)
+        call_case(CASE, handle.model)
     assert "would not pay" in str(handle.report())
 
 
 def test_tomesds_way_in_is_tomesds_way():
-    config = vars(tome_core.apply_patch(CASE.build()))["_tome_core_patch"].merging.config
+    model = tome_core.apply_patch(CASE.build())
+    config = handle_on(model).config
     found = [config.value(name) for name in ("metric", "keep", "early_ratio", "only_if_it_pays", "proportional")]
     assert found == ["input", 0.0, None, False, False]
