@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from itertools import count, cycle
 from typing import Any
@@ -74,13 +75,11 @@ def make_run(case: str, blocks: int = 1) -> Callable[[], torch.Tensor]:
         return _warm(lambda: unet(*inputs))
     config, moments = _CASES[case][0], _CASES[case][1]()
     handle = patch(unet, config, host_clock=True)
-    if case == OFF:
-        handle.uninstall()
-        handle.attach()
 
     def run() -> torch.Tensor:
         handle.set_time(**next(moments))
-        return unet(*inputs)
+        with handle.unmerged() if case == OFF else nullcontext():
+            return unet(*inputs)
 
     return _warm(run)
 
@@ -135,10 +134,10 @@ def time_patching(layout: UNetLayout, repeats: int) -> dict[str, float]:
     moments, model = _one_moment(), as_ldm_model(make_unet(layout))
     put_on = partial(tomesd.apply_patch, model, ratio=0.5, use_rand=False)
     variants = {
-        "on and off, once a sampling": lambda: (handle.attach(), handle.detach()),
-        "on where it is on already": installed.attach,
+        "on and off, once a sampling": lambda: (handle.install(), handle.uninstall()),
+        "on where it is on already": installed.install,
         "time told, once a step": lambda: installed.set_time(**next(moments)),
-        "switched to and back, once a call": lambda: _switch(installed),
+        "switched off and on, once a call": lambda: _switch(installed),
         "tomesd's on and off": lambda: (put_on(), tomesd.remove_patch(model)),
     }
     for run in variants.values():
@@ -149,7 +148,7 @@ def time_patching(layout: UNetLayout, repeats: int) -> dict[str, float]:
 
 
 def _switch(handle: Patch) -> None:
-    with handle.merging():
+    with handle.unmerged():
         pass
 
 

@@ -7,12 +7,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from diffusers import FirstBlockCacheConfig
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from tome_core.models.unet_blocks import Place, find_blocks
 from tome_core.models.transformer_layouts import family_of
+from tome_core.models.unet_blocks import Place, find_blocks
 
 UNET, TRANSFORMER = KINDS = ("unet", "transformer")
 
@@ -40,6 +41,27 @@ def take_apart(args: tuple, kwargs: dict[str, Any]) -> tuple[list[torch.Tensor],
     """Queries, keys and values ``[B, H, S, d]`` of a call of torch's attention function, and what else came along."""
     rest = dict(zip(("attn_mask", "dropout_p", "is_causal"), args[3:], strict=False)) | kwargs
     return list(args[:3]) + [rest.pop(name) for name in ("query", "key", "value")[len(args) :]], rest
+
+
+class InPlaceOfAttention:
+    """A context manager: inside it `attend` stands in the place of torch's attention function, which is `own`.
+
+    The engine leaves attentions alone in a torch function mode, which would see the same calls.
+    """
+
+    own: Callable[..., torch.Tensor]
+
+    def attend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As torch's attention function is called."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Any:
+        self.own = F.scaled_dot_product_attention
+        F.scaled_dot_product_attention = self.attend
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        F.scaled_dot_product_attention = self.own
 
 
 def at_each_call(network: nn.Module, tell: Callable[[float], None]) -> RemovableHandle:

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
-from benchmarks.networks import answer_by, at_each_call, finest_blocks, take_apart, timestep_of
+from benchmarks.networks import InPlaceOfAttention, answer_by, at_each_call, finest_blocks, take_apart, timestep_of
 from tome_core import MergePlan
 from tome_core.merging.grid import Grid, split_grid
 from tome_core.merging.methods.base import Best
@@ -91,7 +90,7 @@ def _attend(
     return plan.unmerge(own(keys, keys, sizes, **more)) if recipe.together else own(x, keys, sizes, **more)
 
 
-class SequenceReference(TorchFunctionMode):
+class SequenceReference(InPlaceOfAttention):
     """A context manager: inside it the attentions of a Flux transformer follow the recipe, one without tiles.
 
     Among the picture's tokens, behind norm and positions; text is kept. It answers in torch's attention function, which
@@ -99,7 +98,6 @@ class SequenceReference(TorchFunctionMode):
     """
 
     def __init__(self, transformer: nn.Module, recipe: Recipe, seed: int) -> None:
-        super().__init__()
         self._transformer, self._recipe, self._lots = transformer, recipe, Lots(recipe, seed)
 
     def __enter__(self) -> SequenceReference:
@@ -110,19 +108,18 @@ class SequenceReference(TorchFunctionMode):
         super().__exit__(*error)
         self._hook.remove()
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
+    def attend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The answer of one block."""
         self._block += 1
-        (q, k, v), more = take_apart(args, kwargs or {})
+        (q, k, v), more = take_apart(args, kwargs)
         if self._recipe.zero:
             return torch.zeros_like(q)
         plan = self._lots.plan(k[:, 0, -self._picture :], self._block)
         k, v = (_change(one, plan.merge, self._picture) for one in (k, v))
         more["attn_mask"] = F.pad(plan.key_logits, (k.shape[2] - plan.num_groups, 0)).to(q.dtype)[:, None, None]
         if not self._recipe.together:
-            return func(q, k, v, **more)
-        return _change(func(_change(q, plan.merge, self._picture), k, v, **more), plan.unmerge, plan.num_groups)
+            return self.own(q, k, v, **more)
+        return _change(self.own(_change(q, plan.merge, self._picture), k, v, **more), plan.unmerge, plan.num_groups)
 
     def _note(self, transformer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         self._lots.tell(timestep_of(transformer, args, kwargs))

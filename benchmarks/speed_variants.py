@@ -19,8 +19,8 @@ import tome_core
 from benchmarks import reference
 from benchmarks.networks import finest_blocks
 from benchmarks.speed_plan import CALL, PICTURES, UNetCase
-from tome_core.models.unet_blocks import Place, find_blocks
 from tome_core.measuring.pays import Pays
+from tome_core.models.unet_blocks import Place, find_blocks
 
 Apply = Callable[[nn.Module], Any]
 CONTROL = "vanilla"
@@ -91,7 +91,7 @@ def _preset(name: str, *times: float) -> Apply:
 
     def apply(unet: nn.Module) -> None:
         handle = tome_core.patch(unet, name, host_clock=True)
-        handle.run.latch = Latch((), (), always=True)  # whether it pays on this card is the question
+        handle.pays = Pays((), (), always=True)  # whether it pays on this card is the question
         unet.tell_time = handle.set_time
         unet.begin_calls = lambda: _in_turn(handle, times)
 

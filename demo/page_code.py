@@ -18,6 +18,7 @@ from tome_core.settings.presets import SD
 
 DEFAULT_MODEL = "stable-diffusion-v1-5/stable-diffusion-v1-5"
 WEBUI_TITLE = "Token Merging (ToMe)"
+_NOT_IN_COMFYUI = ("merge_crossattn", "merge_mlp")  # its node has no such inputs
 _IN_LINK = ("prompt", "seed", "steps", "strength", *form.NAMES)
 SCRIPT = '''\
 import torch
@@ -83,13 +84,13 @@ def webui(wanted: Wanted) -> str:
 def comfyui(wanted: Wanted) -> str:
     """The nodes as a prompt of ComfyUI's API has them: ApplyToMe as "5", whose model comes from node "4".
 
-    Where more than its times was changed by hand, a ToMeSettings beside it says all.
+    If more than its times was changed by hand, a ToMeSettings beside it says all that it knows.
     """
-    settings = form.values_of(wanted.config)
+    settings = {name: value for name, value in form.values_of(wanted.config).items() if name not in _NOT_IN_COMFYUI}
     times = {name: settings.pop(name) for name in ("start", "end")}
     apply = {"model": ["4", 0], "strength": wanted.strength, **times}
     nodes = {"5": {"class_type": "ApplyToMe", "inputs": apply}}
-    if not set(wanted.changes) <= set(times):
+    if set(wanted.changes) & set(settings):
         apply["settings"] = ["6", 0]
         nodes["6"] = {"class_type": "ToMeSettings", "inputs": settings}
     return json.dumps(nodes, indent=2)

@@ -22,6 +22,7 @@ from demo.page_code import Wanted
 from demo.page_curve import Point
 from demo.sheet import LARGEST
 from demo.source import Source
+from tome_core.engine.call import MergeMap
 
 WARMING, PLAIN, MERGED, DONE = "Warming up", "Without merging", "With merging", "Done"
 _TICK = 1 / 64  # s; Windows counts processor time so coarsely, and nothing is made in none
@@ -176,7 +177,7 @@ def enlarge(picture: np.ndarray) -> np.ndarray:
     return picture.repeat(times, 0).repeat(times, 1)
 
 
-def _draw(picture: np.ndarray, maps: dict[int, tome_core.running.call.MergeMap], row: int):
+def _draw(picture: np.ndarray, maps: dict[int, MergeMap], row: int):
     """Each level's map; row: the prompt's in the model's batch."""
     for level, found in sorted(maps.items()):
         group = found.group[row if len(found.group) > 1 else 0]

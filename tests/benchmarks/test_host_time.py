@@ -20,7 +20,7 @@ VIEWS = {
     "_unsafe_view", "alias", "as_strided", "chunk", "detach", "diagonal", "expand", "flatten", "permute", "reshape",
     "select", "slice", "split", "squeeze", "t", "to", "transpose", "unflatten", "unsqueeze", "view", "view_as",
 }  # fmt: skip
-PUTTING_ON = {"attach", "detach", "install", "uninstall", "hold", "release"}
+PUTTING_ON = {"install", "uninstall", "put_on", "take_off"}
 
 
 @pytest.fixture(autouse=True)
@@ -72,15 +72,16 @@ def test_a_kept_merge_is_a_short_way_through_few_files_and_a_block_left_alone_is
 
 
 def test_each_case_is_what_it_is_called():
-    cases = ("UNMERGED", "CLOSED", "OFF", "KEPT", "RENEWED", "ANEW")
-    unmerged, closed, off, kept, renewed, anew = (_operators(getattr(host_time, case)).total() for case in cases)
-    assert closed == off == unmerged
-    assert unmerged < kept < unmerged + 24 < renewed < anew
+    unmerged, closed, off = map(_operators, (host_time.UNMERGED, host_time.CLOSED, host_time.OFF))
+    assert off == unmerged and closed - unmerged == {"transpose": 3}, "views with which the attention function is asked"
+    kept, renewed, anew = (_kernels(case).total() for case in (host_time.KEPT, host_time.RENEWED, host_time.ANEW))
+    assert _kernels(host_time.UNMERGED).total() < kept < 2 * kept < renewed < anew
 
 
 # Of one block beyond an unpatched one, without views: what a GPU would launch a kernel for, were none of them fused.
-MOST_KERNELS = {host_time.KEPT: 6, host_time.RENEWED: 90, host_time.ANEW: 102}
-MOST_KERNELS_UNCORRECTED = {host_time.KEPT: 3, host_time.RENEWED: 32, host_time.ANEW: 44}
+# Keys and values are each summed by three, the correction is three.
+MOST_KERNELS = {host_time.KEPT: 9, host_time.RENEWED: 85, host_time.ANEW: 97}
+MOST_KERNELS_UNCORRECTED = {host_time.KEPT: 6, host_time.RENEWED: 32, host_time.ANEW: 44}
 
 
 @pytest.mark.parametrize("case", MOST_KERNELS)
@@ -97,27 +98,22 @@ def _kernels(case):
 
 
 def _called_in_a_step(layout):
-    """What is called of us outside of blocks, in a step of a host whose branches share a UNet."""
+    """What is called of us in a step that runs the UNet, and in one that does not."""
     unet, inputs = tiny_layouts.make_unet(layout), tiny_layouts.make_inputs()
     handle = patch(unet, "balanced", host_clock=True)
-    handle.uninstall()
-    handle.attach()
-    wraps = [vars(module).get("forward") for module in unet.modules()]
 
     def step(timestep, call):
-        with handle.merging():
-            handle.set_time(timestep=timestep, sampling="picture")
-            if call:
-                unet(*inputs)
+        handle.set_time(timestep=timestep, sampling="picture")
+        with handle.unmerged():
+            pass
+        if call:
+            unet(*inputs)
 
     step(500.0, call=True)
-    called = [python_calls.watch(lambda: step(499.0, call=True)), python_calls.watch(lambda: step(498.0, call=False))]
-    assert [vars(module).get("forward") for module in unet.modules()] == wraps
-    handle.detach()
-    return called
+    return [python_calls.watch(lambda: step(499.0, call=True)), python_calls.watch(lambda: step(498.0, call=False))]
 
 
-def test_a_patch_is_put_on_and_off_once_a_sampling_and_not_in_its_calls():
+def test_a_step_puts_nothing_on_and_tells_the_time_without_a_look_at_the_blocks():
     sizes = set()
     for layout in tiny_layouts.LAYOUTS.values():
         whole, outside = _called_in_a_step(layout)

@@ -113,27 +113,19 @@ def test_a_benchmark_takes_it_and_merges_where_it_has_attention(tmp_path, xl):
     drawn = bench.measure(Row(subject.name, "pictures", 0, 0, 1, "unmerged"))
     assert drawn["squared_error"] == [0.0]
     assert subject.picture(0, 1).shape == (32, 32, 3)
-    assert _keys_per_width(subject, "preset-max") == {64: {64, 1}, 48: {16, 1}}
-    assert _keys_per_width(subject, "preset-at-the-finest-max") == {64: {64, 1}, 48: {16}}
+    assert _merged(subject, "preset-max") == [((64, 64, 1),), ((16, 16, 1),)]
+    assert _merged(subject, "preset-at-the-finest-max") == [((64, 64, 1),), ()]
     with torch.inference_mode(), tome_core.patch(subject.network, ratio=0.5) as merging:
         subject.predict(subject.add_noise(0, 2, 400))
         report = str(merging.report())
     assert "latent /2" in report and "latent /1" not in report
 
 
-def _keys_per_width(subject: SceneSubject, variant: str) -> dict[int, set[int]]:
-    """How many tokens were made keys of, at the levels of 64 and of 48 channels: all, and those merged."""
-    seen: dict[int, set[int]] = {64: set(), 48: set()}
-
-    def note(module, args, keys):
-        seen[module.in_features].add(keys.shape[1])
-
-    with contextlib.ExitStack() as hooks, torch.inference_mode(), VARIANTS[variant].put_on(subject.network, 0):
-        for name, module in subject.network.named_modules():
-            if name.endswith("attn1"):
-                hooks.enter_context(module.to_k.register_forward_hook(note))
+def _merged(subject: SceneSubject, variant: str) -> list[tuple[tuple[int, int, int], ...]]:
+    """Tokens, queries and keys of what merges, at the levels of 64 and of 48 channels."""
+    with torch.inference_mode(), VARIANTS[variant].put_on(subject.network, 0):
         subject.predict(subject.add_noise(0, 2, 900))
-    return seen
+        return [level.tokens for level in tome_core.report(subject.network).levels]
 
 
 @pytest.mark.parametrize("weights", SCENE_MODELS, ids=lambda path: path.stem)

@@ -155,11 +155,12 @@ def test_the_node_is_what_comfyui_reads(config):
     asked = nodes["5"]["inputs"]
     settings, left_out = form.settle(nodes["6"]["inputs"]) if "settings" in asked else (None, [])
     made = config_of(asked["strength"], asked["start"], asked["end"], settings)
-    assert not left_out and (made or strength(0)) == config
+    wanted = form.change(config, {"merge_crossattn": False, "merge_mlp": False})  # of which the node has no inputs
+    assert not left_out and (made or strength(0)) == wanted
 
 
 def test_the_node_has_its_strength_alone_where_nothing_but_its_times_was_changed():
-    for changes in ({}, {"end": 0.5}):
+    for changes in ({}, {"end": 0.5}, {"merge_mlp": True}):
         wanted = Wanted(PROMPT, 3, 9, 0.35, form.change(strength(0.35), changes))
         (node,) = json.loads(page_code.comfyui(wanted)).values()
         assert (node["class_type"], node["inputs"]["strength"]) == ("ApplyToMe", 0.35)
