@@ -68,7 +68,8 @@ class DiscreteSampling:
         return 0.0 if percent >= 1 else self.sigma((1 - percent) * 999)
 
     def timestep(self, sigma: torch.Tensor) -> torch.Tensor:
-        """The nearest whole one."""
+        """The nearest whole one, without waiting."""
+        sigma = plain(sigma)
         return (sigma.log()[:, None] - self.sigmas.log()).abs().argmin(1)
 
 
@@ -88,10 +89,8 @@ class BaseModel(nn.Module):
 
     def _apply_model(self, x: Any, t: Any, concat: Any, context: Any, control: Any, options: dict) -> torch.Tensor:
         # blocks write into the options, and calls of one sampling share what is in these
-        return self._call(x, self.model_sampling.timestep(plain(t)).float(), context, dict(options))
-
-    def _call(self, x: Any, timesteps: Any, context: Any, options: dict) -> torch.Tensor:
-        return self.diffusion_model(x, timesteps, context=context, transformer_options=options)
+        timesteps = self.model_sampling.timestep(t).float()
+        return self.diffusion_model(x, timesteps, context=context, transformer_options=dict(options))
 
     def get_dtype(self) -> torch.dtype:
         """Of the weights."""

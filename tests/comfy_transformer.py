@@ -17,6 +17,10 @@ WIDTH, HEADS, TEXT = 32, 2, 32
 class CONST:
     """A flow model's levels; ComfyUI's have a base of this name."""
 
+    def timestep(self, sigma: torch.Tensor) -> torch.Tensor:
+        """Itself."""
+        return sigma
+
     def percent_to_sigma(self, percent: float) -> float:
         """1 at 0, 0 at 1."""
         return 1.0 - percent
@@ -82,14 +86,11 @@ class Unplaced(Body):
 
 
 class Transformer(BaseModel):
-    """A model whose calls hand the options on."""
+    """A flow model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self.model_sampling = CONST()
-
-    def _apply_model(self, x: Any, t: Any, concat: Any, context: Any, control: Any, options: dict) -> torch.Tensor:
-        return self.diffusion_model(x, t, context, options)
 
 
 class FlowGuider(Guider):

@@ -1,13 +1,19 @@
-"""Wraps come onto a UNet once a sampling, merge in their own branch's calls alone, and are gone after it."""
+"""A branch merges in its own calls alone: nothing lies on the model that branches share, not even while one samples."""
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
+from torch import nn
 
 from comfy_nodes import host
-from tests.comfy_doubles import Guider, apply, least_checkpoint
+from comfy_nodes.slot import SLOT
+from tests.comfy_doubles import Guider, apply, least_checkpoint, noted, with_compile
+from tests.comfy_transformer import FlowGuider, transformer
 from tests.models import inputs
+from tests.threads import at_once
 from tests.traces import traces
 
 HALF = {"ratio": 0.5, "use_rand": False}
@@ -22,32 +28,16 @@ def sample(patcher, **options):
     return Guider(patcher).sample(**{"steps": 3, "size": (8, 8), **options})
 
 
-def the_handle(applied):
-    (handle,) = host.find_attached(applied)._patches.values()
-    return handle
-
-
-def counted(monkeypatch, handle):
-    """The calls of attach and detach, from now on."""
-    calls = []
-    for name in ("attach", "detach"):
-        method = getattr(handle, name)
-        monkeypatch.setattr(handle, name, lambda name=name, method=method: (calls.append(name), method()))
-    return calls
-
-
-def test_they_come_on_once_a_sampling_and_go_with_it(monkeypatch):
+def test_nothing_lies_on_the_model_while_a_branch_samples():
     applied = branch(least_checkpoint())
-    before = traces(applied.model)
-    first = sample(applied)
-    calls = counted(monkeypatch, the_handle(applied))
-    seen = []
-    assert torch.equal(sample(applied, stop=lambda step: seen.append(traces(applied.model) == before)), first)
-    assert calls == ["attach", "detach"] and seen == [False] * 3
-    assert traces(applied.model) == before
+    before, options = traces(applied.model), applied.model_options["transformer_options"]
+    seen = noted(applied, lambda: traces(applied.model) == before and SLOT not in options)
+    expected = sample(applied)
+    assert seen == [True] * 3 and traces(applied.model) == before and SLOT not in options
+    assert torch.equal(sample(applied), expected) and not torch.equal(sample(least_checkpoint()), expected)
 
 
-def test_while_they_are_on_nobody_else_merges():
+def test_while_a_branch_samples_nobody_else_merges():
     plain = least_checkpoint()
     applied, inner = branch(plain), []
     expected, alone = sample(plain), sample(applied)
@@ -57,21 +47,27 @@ def test_while_they_are_on_nobody_else_merges():
 
 def test_two_branches_of_one_model_inside_each_other_merge_as_each_says():
     plain = least_checkpoint()
-    before = traces(plain.model)
     half, quarter, inner = branch(plain), branch(plain, **QUARTER), []
     alone = {"half": sample(branch(least_checkpoint())), "quarter": sample(branch(least_checkpoint(), **QUARTER))}
     merged = sample(half, stop=lambda step: inner.append(sample(quarter)))
     assert torch.equal(merged, alone["half"]) and all(torch.equal(one, alone["quarter"]) for one in inner)
-    assert not torch.equal(*alone.values()) and traces(plain.model) == before
+    assert not torch.equal(*alone.values())
 
 
-def test_a_branch_inside_itself_keeps_its_wraps_until_the_outer_sampling_ends(monkeypatch):
-    applied = branch(least_checkpoint())
-    before, alone = traces(applied.model), sample(applied)
-    calls, inner = counted(monkeypatch, the_handle(applied)), []
+def test_two_branches_of_one_model_in_two_threads_merge_as_each_says():
+    plain, barrier = least_checkpoint(), threading.Barrier(2, timeout=60)
+    branches = [branch(plain), branch(plain, **QUARTER)]
+    alone = [sample(one) for one in branches]
+    both = at_once(*(lambda one=one: sample(one, stop=lambda step: barrier.wait()) for one in branches))
+    assert all(torch.equal(*pair) for pair in zip(alone, both, strict=True))
+
+
+def test_a_branch_inside_itself_draws_what_it_draws_alone():
+    applied, inner = branch(least_checkpoint()), []
+    alone = sample(applied)
     assert torch.equal(sample(applied, stop=lambda step: inner.append(sample(applied))), alone)
     assert all(torch.equal(one, alone) for one in inner)
-    assert calls == ["attach", "detach"] and traces(applied.model) == before
+    assert host.find_attached(applied).latest.lines[0].startswith("ToMe: 3 steps"), "the outer one's"
 
 
 def test_a_call_of_the_model_inside_its_own_call_merges_too():
@@ -88,12 +84,13 @@ def test_a_call_of_the_model_inside_its_own_call_merges_too():
     again = applied.clone()
     again.add_wrapper_with_key("apply_model", "again", twice)
     assert torch.equal(sample(again), expected)
+    assert not host.find_attached(applied).latest.report.reasons
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_an_inner_sampling_that_breaks_off_leaves_the_outer_one_as_it_was(error):
     plain = least_checkpoint()
-    before, half, quarter = traces(plain.model), branch(plain), branch(plain, **QUARTER)
+    half, quarter = branch(plain), branch(plain, **QUARTER)
     alone = sample(half)
 
     def fail(step):
@@ -103,7 +100,7 @@ def test_an_inner_sampling_that_breaks_off_leaves_the_outer_one_as_it_was(error)
         with pytest.raises(error):
             sample(quarter, stop=fail)
 
-    assert torch.equal(sample(half, stop=inner), alone) and traces(plain.model) == before
+    assert torch.equal(sample(half, stop=inner), alone)
 
 
 def test_a_call_outside_of_any_sampling_merges_and_leaves_nothing():
@@ -116,4 +113,35 @@ def test_a_call_outside_of_any_sampling_merges_and_leaves_nothing():
             options = {"wrappers": {"apply_model": wrappers}}
             outs.append(applied.model.apply_model(x, torch.full((2,), 3.0), text, options))
     assert not torch.equal(*outs) and traces(applied.model) == before
-    assert not the_handle(applied).run.sampling._plans
+    assert host.find_attached(applied)._sampling is None
+
+
+class Compiled(nn.Module):
+    """As torch.compile's, which runs later what it was compiled from; notes whether our function came by."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self._orig_mod, self.ours = inner, []
+
+    def forward(self, *args, transformer_options, **kwargs):
+        self.ours.append(SLOT in transformer_options)
+        return self._orig_mod(*args, transformer_options=transformer_options, **kwargs)
+
+
+@pytest.mark.parametrize(("load", "guider"), [(least_checkpoint, Guider), (transformer, FlowGuider)])
+def test_a_compiled_model_gets_nothing_of_ours_in_any_order(load, guider, server):
+    """What ComfyUI compiled with our function in the options fails in every branch that has none."""
+    plain = load()
+    compiled, before = Compiled(plain.model.diffusion_model), guider(plain).sample(steps=2)
+    for merged in (with_compile(branch(plain), compiled), branch(with_compile(plain, compiled))):
+        assert torch.equal(guider(merged).sample(steps=2), before) and compiled.ours and not any(compiled.ours)
+        assert server.texts[-1] == ("5", "ToMe: stepped aside: the model is compiled")
+    assert not torch.equal(guider(branch(plain)).sample(steps=2), before)
+
+
+def test_a_model_is_known_as_compiled_as_a_whole_and_by_a_block():
+    model, block = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2))
+    assert not host.is_compiled(model, {}) and host.is_compiled(torch.compile(model), {})
+    block[0].compile()
+    model[1] = torch.compile(model[1])  # as packs do that compile by block
+    assert host.is_compiled(model, {}) and host.is_compiled(block, {})

@@ -1,4 +1,4 @@
-"""In ComfyUI a preview may ask what merging gains: measured after a sampling, once, and never at a picture's cost."""
+"""In ComfyUI a switch asks what merging gains: measured after a sampling, once, and never at a picture's cost."""
 
 from __future__ import annotations
 
@@ -9,47 +9,48 @@ import pytest
 import torch
 
 from comfy_nodes import host
-from comfy_nodes.engine import tome_core
-from comfy_nodes.nodes import ApplyToMe, RemoveToMe, ToMePreview
+from comfy_nodes.slot import SLOT
+from comfy_nodes.nodes import ApplyToMe, RemoveToMe, ToMePreview, ToMeSettings
 from tests import comfy_attention
-from tests.comfy_doubles import Guider, Server, apply, checkpoint
+from tests.comfy_doubles import Guider, Server, checkpoint
+from tests.comfy_transformer import FlowGuider, transformer
+from tests.traces import traces
+from tome_core.hosting import gains
+from tome_core.measuring import measured
+from tome_core.measuring.measure import Seconds
 
-MEASURED = sys.modules[next(one for one in tome_core.Patch.__mro__ if one.__name__ == "Measured").__module__]
 SIZE = (16, 16)  # 256 tokens, which the table leaves alone
-PROMPT = {"5": {"class_type": "ApplyToMe", "inputs": {}},
-          "9": {"class_type": "ToMePreview", "inputs": {"model": ["5", 0], "measure": True}}}  # fmt: skip
 
 
 @pytest.fixture
 def server(server, monkeypatch, tmp_path):
-    """ComfyUI, as far as it is asked, with a preview behind the node that wants the gain."""
+    """ComfyUI, as far as it is asked."""
     paths = SimpleNamespace(get_user_directory=lambda: str(tmp_path))
     monkeypatch.setitem(sys.modules, "folder_paths", paths)
-    server.run(PROMPT)
-    tome_core.gains.load(host.gains_file())
+    gains.load(host.gains_file())
     yield server
-    tome_core.gains.KNOWN.forget()
+    gains.KNOWN.forget()
 
 
 @pytest.fixture
 def costs(monkeypatch):
     """Says what a merged call takes, an unmerged one 1; keeps the measurements."""
-    made, plain = [], MEASURED.time_calls
+    made, plain = [], measured.time_calls
 
     def say(merged):
         def time_calls(*args, clock=None, **more):
             plain(*args[:4], steps=2, rounds=1, clock=clock or args[6])
             made.append(args)
-            return tome_core.measuring.measure.Seconds(1.0, merged, 0.0)
+            return Seconds(1.0, merged, 0.0)
 
-        monkeypatch.setattr(MEASURED, "time_calls", time_calls)
+        monkeypatch.setattr(measured, "time_calls", time_calls)
         return made
 
     return say
 
 
-def drawn(strength=0.75, patcher=None, **options):
-    (applied,) = ApplyToMe().apply(patcher or checkpoint(), strength=strength, unique_id="5")
+def drawn(patcher=None, measure=True, **options):
+    (applied,) = ApplyToMe().apply(patcher or checkpoint(), strength=0.75, measure=measure, unique_id="5")
     return Guider(applied).sample(steps=3, size=SIZE, **options)
 
 
@@ -57,11 +58,9 @@ def last(server: Server) -> list[str]:
     return [line.strip() for line in server.texts[-1][1].split("\n")]
 
 
-@pytest.mark.parametrize("inputs", [{}, {"measure": False}, {"measure": ["7", 0]}])
-def test_nothing_is_measured_unasked(server, costs, tmp_path, inputs):
+def test_nothing_is_measured_unasked(server, costs, tmp_path):
     made = costs(0.5)
-    server.run({**PROMPT, "9": {"class_type": "ToMePreview", "inputs": {"model": ["5", 0], **inputs}}})
-    drawn()
+    drawn(measure=False)
     assert not made and not list(tmp_path.iterdir())
 
 
@@ -77,20 +76,21 @@ def test_what_pays_merges_from_the_next_sampling_on_and_after_a_restart(server, 
     line = caplog.records[-1].getMessage()
     assert line.startswith("ToMe: 3 steps, 2.00 times as fast (measured), ") and line.endswith("left out")
     assert last(server)[0] == "ToMe: 3 steps, 2.00 times as fast (measured)" and "left out" in last(server)[1]
-    tome_core.gains.KNOWN.forget()
+    gains.KNOWN.forget()
     assert torch.equal(drawn(patcher=patcher), plain) and len(made) == 2
-    tome_core.gains.KNOWN.forget()
-    tome_core.gains.load(host.gains_file())
+    gains.KNOWN.forget()
+    gains.load(host.gains_file())
     assert [file.name for file in tmp_path.iterdir()] == ["tome_core_gains.json"]
     assert torch.equal(drawn(patcher=patcher), after) and len(made) == 2
 
 
 def test_what_merges_is_said_to_gain_in_the_report_on_that_sampling(server, costs):
     costs(0.8)
-    applied = apply(checkpoint(), only_if_it_pays=False)
+    (settings,) = ToMeSettings().settings(only_if_it_pays=False)
+    (applied,) = ApplyToMe().apply(checkpoint(), settings=settings, measure=True, unique_id="5")
     latent = Guider(applied).sample(steps=3, size=SIZE)
     assert last(server)[0] == "ToMe: 3 steps, 1.25 times as fast (measured)"
-    shown = ToMePreview().preview(applied, latent={"samples": latent}, measure=True, unique_id="9")
+    shown = ToMePreview().preview(applied, latent={"samples": latent}, unique_id="9")
     assert shown["ui"]["tome_report"][0]["gains"][0]["ratio"] == 1.25
 
 
@@ -125,28 +125,61 @@ def test_cancelling_ends_the_measurement_and_no_picture(server, costs, monkeypat
     monkeypatch.setitem(sys.modules, "comfy.model_management", management)
     assert drawn().isfinite().all()
     assert "the gain was not measured: it was cancelled" in last(server)
-    assert not tome_core.gains.KNOWN
+    assert not gains.KNOWN
 
 
 def test_what_fails_costs_no_picture_and_leaves_nothing_on_the_model(server, monkeypatch):
     def fails(*_, **__):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(MEASURED, "time_calls", fails)
+    monkeypatch.setattr(measured, "time_calls", fails)
     patcher = checkpoint()
+    before = traces(patcher.model)
     assert drawn(patcher=patcher).isfinite().all()
-    assert "the gain was not measured: out of memory" in last(server)
-    assert "forward" not in vars(patcher.model.diffusion_model)
+    assert "the gain was not measured: out of memory" in last(server) and traces(patcher.model) == before
+
+
+def test_a_measurement_leaves_nothing_on_the_model(server, costs):
+    made, patcher = costs(0.5), checkpoint()
+    before = traces(patcher.model)
+    drawn(patcher=patcher)
+    assert made and traces(patcher.model) == before
+
+
+def test_a_sampling_inside_another_is_not_measured(server, costs):
+    made = costs(0.5)
+    (applied,) = ApplyToMe().apply(checkpoint(), strength=0.75, measure=True, unique_id="5")
+    Guider(applied).sample(steps=1, size=SIZE, stop=lambda step: Guider(applied).sample(steps=1, size=(8, 8)))
+    (args,) = made
+    assert args[2].shape[-2:] == SIZE
+
+
+def test_of_a_transformer_nothing_is_measured_and_that_is_said(server, costs):
+    made = costs(0.5)
+    (applied,) = ApplyToMe().apply(transformer(), measure=True, unique_id="5")
+    FlowGuider(applied).sample()
+    assert not made and "the gain was not measured: that is done with UNets alone" in last(server)
 
 
 def test_a_gain_is_of_the_attention_in_force(server, costs, monkeypatch):
-    made = costs(0.5)
-    patcher = checkpoint()
+    """Be it ComfyUI's, or another node's in the slot, which the measurement asks as the sampling did."""
+    made, asked, patcher = costs(0.5), [], checkpoint()
+
+    def override(function, q, k, v, heads, **kwargs):
+        asked.append(k.shape[1])
+        return function(q, k, v, heads, **kwargs)
+
     drawn(patcher=patcher)
-    monkeypatch.setattr("tests.doubles.optimized_attention", comfy_attention.attention_sub_quad, raising=False)
+    monkeypatch.setattr(comfy_attention, "optimized_attention", comfy_attention.attention_basic)
     drawn(patcher=patcher)
     drawn(patcher=patcher)
     assert len(made) == 2
+    patcher.model_options["transformer_options"][SLOT] = override
+    drawn(patcher=patcher)
+    of_sampling = sum(keys > 64 for keys in asked[: 3 * 6 * 2])
+    assert len(made) == 3 and len(asked) > 3 * 6 * 2 and of_sampling
+    drawn(patcher=patcher)
+    assert len(made) == 3
 
 
 def test_outside_of_comfyui_nothing_is_kept_in_a_file(monkeypatch):

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import tome_core
-from comfy_nodes.percent import percent_of, relative_sigma
-from comfy_nodes.sampling import HostSampling
+from comfy_nodes.sampling import HostSampling, relative_sigma
 from tests.comfy_doubles import DiscreteSampling, Executor, Guider, apply, least_checkpoint, sampler_of
 from tests.on_device import on_device
 
@@ -114,20 +113,21 @@ def test_a_callback_by_keyword_and_a_host_without_one(by_keyword):
     assert told == [(0, None, None, 1)] * by_keyword
 
 
-def test_percents_are_asked_for_once_a_sampling_and_only_where_rules_have_them():
-    for values, most in ((RANGE, 6 * 26), (KEPT, 0)):
+def test_the_range_is_asked_for_once_a_sampling_and_only_where_rules_have_one():
+    """Each question may wait for the device."""
+    for values, asked in ((RANGE, 2), (KEPT, 0)):
         branch = applied(**values)
-        Guider(branch).sample(steps=6, size=(8, 8))
-        first, branch.model.model_sampling.asked = branch.model.model_sampling.asked, 0
-        DeviceGuider(branch).sample(steps=6, size=(8, 8), sampler=KNOWN)
-        assert first == branch.model.model_sampling.asked == most
+        for guider in (Guider, DeviceGuider):
+            branch.model.model_sampling.asked = 0
+            guider(branch).sample(steps=6, size=(8, 8), sampler=KNOWN)
+            assert branch.model.model_sampling.asked == asked
 
 
-def test_a_percent_is_the_asked_models_own():
-    sampling, (one, other) = HostSampling(None, None), (DiscreteSampling(), DiscreteSampling())
+def test_the_range_is_the_asked_models_own():
+    sampling, (one, other) = HostSampling(), (DiscreteSampling(), DiscreteSampling())
     other.sigmas = other.sigmas * 2
-    for model_sampling in (one, other, one):
-        assert sampling.percent(5.0, model_sampling) == percent_of(5.0, model_sampling)
+    middle = one.percent_to_sigma(0.5)
+    assert [sampling.is_between(0.0, 0.5, middle, each) for each in (one, other, one)] == [True, False, True]
 
 
 @pytest.mark.parametrize("sigma", [float("nan"), float("inf"), -1.0])

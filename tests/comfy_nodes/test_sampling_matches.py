@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import weakref
 from typing import Any
 
 import pytest
 import torch
 
 import tome_core
-from comfy_nodes import host
+from comfy_nodes import branch, host
 from comfy_nodes.sampling import HostSampling
 from tests.comfy_doubles import Guider, apply, least_checkpoint
 from tests.thoroughness import some_quick
-from tome_core.running import matching
 
 FOREVER = {"ratio": 0.5, "keep": 1000.0, "use_rand": False}
 
@@ -28,7 +30,7 @@ class SplitGuider(Guider):
     def _call(self, pair: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
         outs, options = [], {**self.options, "sigmas": now[None]}
         for which, shift, x, text in zip((1, 0), (0.0, self.shift), pair.chunk(2), self.text.chunk(2), strict=True):
-            of_one = {**options, "cond_or_uncond": [which]}
+            of_one = {**options, "cond_or_uncond": [which], "uuids": [self.options["uuids"][1 - which]]}
             outs.append(self.model.apply_model(x + shift, now.expand(len(x)), text, of_one))
         return torch.cat(outs)
 
@@ -57,11 +59,11 @@ def test_a_match_is_kept_over_the_steps_of_a_sampling():
 
 
 @pytest.mark.parametrize(("guider", "matches"), [(Guider, 1), (CutGuider, 1), (SplitGuider, 2)])
-def test_both_prompts_have_one_match_however_the_batch_is_cut(monkeypatch, guider, matches):
-    made, plain = [], matching.Matcher._match
-    monkeypatch.setattr(matching.Matcher, "_match", lambda self, *args: made.append(self.number) or plain(self, *args))
-    guider(fresh()).sample(batch=2)
-    assert made and all(made.count(number) == matches for number in made)
+def test_both_prompts_have_one_match_however_the_batch_is_cut(work, guider, matches):
+    patcher = fresh()
+    guider(patcher).sample(batch=2)
+    (level,) = host.find_attached(patcher).latest.report.levels
+    assert work == ["match"] * matches * level.blocks
 
 
 def test_a_window_of_a_film_keeps_its_matches_to_itself():
@@ -115,15 +117,20 @@ def test_a_sampling_inside_a_sampling_has_matches_of_its_own():
     assert all(torch.equal(one, alone) for one in inner) and outer.isfinite().all()
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_nothing_is_kept_after_a_sampling_nor_after_one_that_broke_off(error):
+@pytest.mark.parametrize("error", [None, RuntimeError, KeyboardInterrupt])
+def test_nothing_of_a_sampling_is_kept_nor_of_one_that_broke_off(error, monkeypatch):
+    states, make = [], branch.Sampling._make
+
+    def made(self, *args):
+        merging = make(self, *args)
+        states.append(weakref.ref(merging.state))
+        return merging
+
     def fail(step):
         raise error
 
-    applied = fresh()
-    Guider(applied).sample()
-    for _ in range(2):
-        handles = list(host.find_attached(applied)._patches.values())
-        assert handles and not any(one.run.sampling._plans for one in handles)
-        with pytest.raises(error):
-            Guider(applied).sample(stop=fail)
+    monkeypatch.setattr(branch.Sampling, "_make", made)
+    with contextlib.nullcontext() if error is None else pytest.raises(error):
+        Guider(fresh()).sample(stop=error and fail)
+    gc.collect()
+    assert len(states) == 1 and states[0]() is None

@@ -201,3 +201,12 @@ def test_attention_to_the_prompt_alone_is_no_self_attention():
     block.disable_self_attn = True
     report = merged(patcher)
     assert not report.reasons and report.calls_merged == report.levels[0].blocks - 1
+
+
+@pytest.mark.parametrize("size", [(1, 16), (2, 2), (9, 15)])
+@pytest.mark.parametrize("method", ["bipartite", "downsample", "cluster"])
+def test_any_size_and_method_merges_or_steps_aside(server, size, method):
+    grown = tuple(2 * side for side in size)  # the small UNet halves once
+    applied = apply(checkpoint(), method=method, level="up to /8")
+    assert Guider(applied).sample(steps=1, batch=3, size=grown).isfinite().all()
+    assert server.texts[-1][1].startswith("ToMe: 1 step, ")
