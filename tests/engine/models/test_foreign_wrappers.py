@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 import tome_core
-from tests.least_unet import build, call
-from tome_core.models import foreign_wrappers as idle
+from tests import least_unet
+from tests.models import ModelCase, call_case, call_ldm, ldm_of_one_level
+from tome_core.models import foreign_wrappers
 
 KEYS = tome_core.MergeConfig(side="kv", ratio=0.5, use_rand=False)
+# an attention that computes by hand can be merged only if its own code is what runs
+BY_HAND = ldm_of_one_level, partial(call_case, ModelCase("", ldm_of_one_level, call_ldm))
+BY_A_FUNCTION = least_unet.build, least_unet.call
 
 
 class _Doubling:
@@ -25,51 +31,55 @@ class _Doubling:
 
 @pytest.fixture
 def wrapped(monkeypatch):
-    """A UNet whose attentions have them, known to the engine."""
-    monkeypatch.setattr(idle, "_WRAPPERS", {})
-    idle.register_wrapper("doubling", lambda module, method: method.forward
-                          if isinstance(method, _Doubling) and not method.is_on else None)  # fmt: skip
-    unet = build()
-    for attention in _attentions(unet):
-        attention.forward = attention.doubling = _Doubling(attention)
-    return unet
+    """Makes a UNet whose attentions have them, known to the engine."""
+    monkeypatch.setattr(foreign_wrappers, "_WRAPPERS", {})
+    foreign_wrappers.register_wrapper("doubling", lambda module, method: method.forward
+                                      if isinstance(method, _Doubling) and not method.is_on else None)  # fmt: skip
+
+    def make(build):
+        unet = build()
+        for attention in _attentions(unet):
+            attention.forward = attention.doubling = _Doubling(attention)
+        return unet
+
+    return make
 
 
 def _attentions(unet):
     return [one for name, one in unet.named_modules() if name.endswith("attn1")]
 
 
-def _merged(unet, call=call):
+def _merged(unet, call):
     with tome_core.patch(unet, KEYS) as handle:
         return call(unet), {way for level in handle.report().levels for way in level.routes}
 
 
-def test_idle_it_is_as_if_it_were_not_there_and_stays(wrapped):
-    methods = [vars(one)["forward"] for one in _attentions(wrapped)]
-    found, ways = _merged(wrapped)
-    expected, own = _merged(build())
-    assert torch.equal(found, expected) and ways == own and not torch.equal(found, call(build()))
-    assert all(vars(one)["forward"] is method for one, method in zip(_attentions(wrapped), methods, strict=True))
-    assert torch.equal(call(wrapped), call(build()))
+@pytest.mark.parametrize("build, call", [BY_HAND, BY_A_FUNCTION], ids=["by hand", "by a function"])
+def test_idle_it_is_as_if_it_were_not_there_and_stays(wrapped, build, call):
+    unet, plain = wrapped(build), call(build())
+    methods = [vars(one)["forward"] for one in _attentions(unet)]
+    found, ways = _merged(unet, call)
+    expected, own = _merged(build(), call)
+    assert torch.equal(found, expected) and ways == own and not torch.equal(found, plain)
+    assert all(vars(one)["forward"] is method for one, method in zip(_attentions(unet), methods, strict=True))
+    assert torch.equal(call(unet), plain)
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_switched_on_while_the_patch_is_it_works(wrapped, compiled):
-    if compiled:
-        wrapped.compile(backend="eager")
-
-    def twice(unet):
+@pytest.mark.parametrize("build, call", [BY_HAND, BY_A_FUNCTION], ids=["by hand", "by a function"])
+def test_switched_on_while_the_patch_is_it_works(wrapped, build, call, compiled):
+    unet = wrapped(build)
+    with tome_core.patch(unet, KEYS):
+        if compiled:
+            _attentions(unet)[0].compile(backend="eager")
         before = call(unet)
         for one in _attentions(unet):
             one.doubling.is_on = True
-        return before, call(unet)
-
-    (before, after), _ = _merged(wrapped, twice)
-    assert not torch.equal(before, after)
+        assert not torch.equal(call(unet), before)
 
 
 def test_what_is_no_method_of_the_modules_class_is_not_its_own():
-    attention = _attentions(build())[0]
-    assert idle.is_own(attention, None) and idle.is_own(attention, attention.forward)
+    attention = _attentions(least_unet.build())[0]
+    assert foreign_wrappers.is_own(attention, None) and foreign_wrappers.is_own(attention, attention.forward)
     for other in (attention.__hash__, attention.extra_repr, print, object()):  # the first has no function
-        assert not idle.is_own(attention, other)
+        assert not foreign_wrappers.is_own(attention, other)

@@ -1,4 +1,4 @@
-"""What single families need beyond the contract: parity with tomesd, odd sizes, refusals, and sgm's real class."""
+"""What single UNets need beyond the contract: parity with tomesd, odd sizes, levels, and sgm's real class."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import sys
 import pytest
 import tomesd
 import torch
-from diffusers import AuraFlowTransformer2DModel
 from torch import nn
 
 import tome_core
@@ -19,7 +18,7 @@ from tests import models
 from tests.doubles import LatentDiffusionDouble
 from tests.models import BY_NAME, TEXT, ModelCase, call_case, call_ldm, call_unet, four_levels, ldm, sdxl, seeded
 from tests.thoroughness import some_quick
-from tome_core import MergeConfig, UnsupportedModelError
+from tome_core import MergeConfig
 from tome_core.models.unet_blocks import find_blocks, find_unet
 
 
@@ -89,38 +88,6 @@ def test_levels_are_found_in_every_shape_of_unet():
     assert set(found["sdxl"]) == {1, 2} and set(found["ldm_latent_diffusion"]) == {1, 2}
     assert [p.halvings for p in find_blocks(four_levels())] == [0, 1, 2, 3, 2, 2, 1, 1, 0, 0]
     assert sorted({p.halvings for p in find_blocks(ldm_four_levels())}) == [0, 1, 2, 3]
-
-
-def aura_flow() -> AuraFlowTransformer2DModel:
-    """A transformer that is not known."""
-    with torch.random.fork_rng(devices=[]):
-        return AuraFlowTransformer2DModel(
-            in_channels=4, out_channels=4, num_mmdit_layers=1, num_single_dit_layers=3, attention_head_dim=16,
-            num_attention_heads=2, joint_attention_dim=TEXT, caption_projection_dim=16, pos_embed_max_size=64,
-        )  # fmt: skip
-
-
-def test_a_transformer_that_is_not_known_is_refused_with_what_was_found():
-    class Pipeline:
-        transformer = aura_flow()
-
-    for model in (aura_flow(), Pipeline()):
-        with pytest.raises(UnsupportedModelError) as caught:
-            tome_core.apply_patch(model)
-        text = str(caught.value)
-        assert "BasicTransformerBlock" in text and "Stable Diffusion" in text
-        assert "3 AuraFlowSingleTransformerBlock" in text
-        assert not tome_core.report(model).patched
-    with pytest.raises(ValueError, match="2 Linear"):
-        tome_core.apply_patch(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
-
-
-@pytest.mark.parametrize("thing", [None, 3, "runwayml/stable-diffusion-v1-5", object()])
-def test_what_is_no_model_is_a_type_error(thing):
-    with pytest.raises(TypeError, match="has to be a UNet, a diffusers pipeline or an LDM model"):
-        tome_core.apply_patch(thing)
-    assert tome_core.remove_patch(thing) is thing
-    assert str(tome_core.report(thing)) == "Token merging: not applied to this model."
 
 
 def test_sdxl_merges_by_default_and_says_where_it_cannot(caplog):
