@@ -34,7 +34,7 @@ def comfy_share(continues, steps=20):
 
     with torch.no_grad():
         merging.outer_sample(executor, began, torch.zeros_like(noise), sampler_of(), late, None, None, True, 0)
-    return share_late(merging.report())
+    return share_late(merging.latest.report)
 
 
 def test_comfyui_at_a_denoise_of_a_half():
