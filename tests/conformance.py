@@ -1,36 +1,36 @@
-"""What an attention has to do to count as known: merged keys give what their tokens, each by itself, would give.
+"""What an attention has to do to count as merged: merged keys give what their tokens, each by itself, would give.
 
-The slow and obvious thing is the module's own, unpatched function over keys in which each merged one is repeated as
-often as it has tokens, and a group without tokens is not there. By itself (`held`), and inside a UNet (`watched`).
+The slow and obvious thing is the module itself, unpatched and in float64, with every token's key and value, after their
+projections, exchanged for the means of its group: that is each merged key as often as it has tokens. No line of the
+engine is asked for it, and whatever the module calls comes to see what it stands for.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import math
+import importlib
 import operator
+import re
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import tome_core
-from tome_core import MergePlan
-from tome_core.attention import known_of, name_of
-from tome_core.attention.core import attend_merged
-from tome_core.attention.correction import Correction
-from tome_core.merging.methods import METHODS
-from tome_core.running.matching import Matcher
-
-Own = Callable[[nn.Module, torch.Tensor, torch.Tensor | None], torch.Tensor]  # module, x, context (None: x itself)
+from tome_core import MergeConfig, MergePlan
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 # of the output's length. The logarithms of sizes are float32 at best, and in half precision off by half of a last bit.
 TOLERANCE = {torch.float64: 5e-7, torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+# what attentions are held with: their width and heads, a square of tokens, and how many keys are left
+CHANNELS, HEADS, SIDE, GROUPS = 32, 4, 8, 13
+KV = MergeConfig(correction=False, side="kv", ratio=0.75, use_rand=False, max_downsample=8)
 
 
 # --- plans by hand --------------------------------------------------------------------------------------------------
@@ -50,27 +50,79 @@ def ragged(batch: int, tokens: int, groups: int, seed: int = 0) -> MergePlan:
     return MergePlan(torch.stack(rows), groups)
 
 
-def merge_by(monkeypatch: Any, groups: int) -> None:
-    """From now on every match of the engine, whatever its settings, is `ragged`, with so many groups."""
+@contextlib.contextmanager
+def merging_by(groups: int = GROUPS, alike: bool = False, engine: ModuleType = tome_core) -> Iterator[None]:
+    """Inside it every match of the engine, whatever its settings, is `ragged`. alike: the same in all samples."""
+    methods = importlib.import_module(f"{engine.__name__}.merging.methods").METHODS
+    before = methods["bipartite"]
 
-    def match(x: torch.Tensor, grid: Any, options: Any) -> MergePlan:
-        return ragged(x.shape[0], grid.height * grid.width, groups)
+    def match(x: torch.Tensor, grid: Any, options: Any) -> Any:
+        plan = ragged(1 if alike else x.shape[0], grid.height * grid.width, groups)
+        return engine.MergePlan(plan.group, groups)
 
-    monkeypatch.setitem(METHODS, "bipartite", METHODS["bipartite"]._replace(match=match))
+    methods["bipartite"] = before._replace(match=match)
+    try:
+        yield
+    finally:
+        methods["bipartite"] = before
 
 
 # --- the oracle -----------------------------------------------------------------------------------------------------
 
 
-def over_repeated(
-    own: Own, module: nn.Module, x: torch.Tensor, keys: torch.Tensor, sizes: torch.Tensor
-) -> torch.Tensor:
-    """The module's own attention of ``x [B, N, C]`` to keys ``[B, G, C]``, each repeated ``sizes [B, G]`` times.
+@contextlib.contextmanager
+def grouped(
+    layers: dict[str, nn.Module], plan: MergePlan, queries: bool = False, evenly: bool = False
+) -> Iterator[None]:
+    """Inside it every token's key and value, as an attention's function gets them, is its group's mean.
 
-    One sample at a time, because each has another number of keys in all.
+    layers: the attention's, as of `layers_called`. queries: every query is, too. evenly: keys and values are as if all
+    groups that have tokens had about equally many.
     """
-    return torch.cat([own(module, one[None], key.repeat_interleave(size, 0)[None])
-                      for one, key, size in zip(x, keys, sizes, strict=True)])  # fmt: skip
+    own = plan.group
+    full = [one.unique() for one in own]  # the groups of each sample that have tokens
+    even = torch.stack([one[torch.arange(own.shape[1]) % len(one)] for one in full])
+
+    def means(x: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
+        if x.dim() == 4 and x.shape[1] != plan.num_tokens:  # by head
+            return means(x.transpose(1, 2), group).transpose(1, 2)
+        in_group = F.one_hot(own, plan.num_groups).to(x)
+        of_groups = in_group.mT @ x.flatten(2) / in_group.sum(1).clamp(min=1)[..., None]
+        rows = group.expand(len(x), -1)[..., None].expand(-1, -1, of_groups.shape[2])
+        return of_groups.gather(1, rows).view_as(x)
+
+    def exchange(role: str, is_last: bool, out: torch.Tensor) -> torch.Tensor:
+        if not is_last or (role == "q" and not queries):
+            return out
+        return means(out, even if evenly and role != "q" else own)
+
+    def hook(name: str, layer: nn.Module, args: tuple, out: torch.Tensor) -> torch.Tensor:
+        kind, roles = name.split("_")[:2]
+        last = [kind == "norm" or f"norm_{role}" not in layers for role in roles]  # "qkv", if they are fused
+        return torch.cat(list(map(exchange, roles, last, out.chunk(len(roles), -1))), -1)
+
+    hooks = [one.register_forward_hook(partial(hook, name)) for name, one in layers.items()]
+    try:
+        yield
+    finally:
+        for one in hooks:
+            one.remove()
+
+
+def layers_called(module: nn.Module, call: Callable[[], Any]) -> dict[str, nn.Module]:
+    """Name -> layer from which queries, keys and values come in a call: projections, also a processor's own, and norms
+    that follow them.
+    """
+    called: dict[str, nn.Module] = {}
+    hooks = []
+    for path, one in module.named_modules():
+        name = path.rpartition(".")[2]
+        if re.match(r"to_(q|k|v|qkv)(_|$)|norm_[qk]$", name):
+            hooks.append(one.register_forward_hook(lambda layer, *_, name=name: called.update({name: layer})))
+    call()
+    for one in hooks:
+        one.remove()
+    return called
 
 
 def far(out: torch.Tensor, expected: torch.Tensor) -> float:
@@ -80,108 +132,88 @@ def far(out: torch.Tensor, expected: torch.Tensor) -> float:
     return (difference / expected.double().flatten(1).norm(dim=1)).max().item()
 
 
-def assert_sized(
-    own: Own, module: nn.Module, x: torch.Tensor, keys: torch.Tensor, sizes: torch.Tensor, out: torch.Tensor,
-    tolerance: float | None = None, queries: MergePlan | None = None,
+def assert_repeated(
+    module: nn.Module, args: tuple, told: dict[str, Any], out: torch.Tensor, plan: MergePlan,
+    tolerance: float | None = None, queries: bool = False,
 ) -> None:  # fmt: skip
     """The output is what repeated keys give, by far nearer than what keys without sizes would give.
 
-    module: not patched, of the dtype of ``x``; asked in float64, so that only the engine's own error is seen.
-    queries: the plan by which queries merge beside keys.
+    module: not patched; asked in float64, so that only the engine's own error is seen. args, told: of its call, whose
+    first argument are the tokens ``[B, N, C]``. queries: they merge beside keys.
     """
-    if queries is not None:
-        x = queries.merge(x)
+    dtype = args[0].dtype
     # what it casts by itself (``upcast_attention``) it goes on casting
-    exact, x64, keys64 = copy.deepcopy(module).double(), x.double(), keys.double()
+    exact, found = copy.deepcopy(module).double(), []
+    call = partial(exact, *_doubled(args), **_doubled(told))
     with torch.no_grad():
-        expected = over_repeated(own, exact, x64, keys64, sizes)
-        unsized = over_repeated(own, exact, x64, keys64, sizes.clamp(max=1))
-    if queries is not None:
-        expected, unsized = queries.unmerge(expected), queries.unmerge(unsized)
-    tolerance = TOLERANCE[x.dtype] if tolerance is None else tolerance
+        layers = layers_called(exact, call)
+        for evenly in (False, True):
+            with grouped(layers, plan, queries, evenly):
+                found.append(call())
+    expected, unsized = found
+    tolerance = TOLERANCE[dtype] if tolerance is None else tolerance
     error, blind = far(out, expected), far(unsized, expected)
     assert error <= tolerance, f"off by {error:.1e} of the output, {tolerance:.0e} allowed; without sizes {blind:.1e}"
     assert blind > 5 * tolerance, "the inputs do not tell proportional attention from plain attention"
 
 
-# --- an attention by itself -----------------------------------------------------------------------------------------
+def _doubled(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_doubled, value))
+    if isinstance(value, dict):
+        return {name: _doubled(one) for name, one in value.items()}
+    return value.double() if torch.is_tensor(value) and value.is_floating_point() else value
 
 
-def held(
-    own: Own, module: nn.Module, x: torch.Tensor, keys: torch.Tensor, plan: MergePlan, tolerance: float | None = None,
-    **kwargs: Any,
-) -> set[str]:  # fmt: skip
-    """Hold what is known of the module against repeated keys, in every way that its description offers.
-
-    x: queries ``[B, N, C]``; keys: ``[B, G, C]``, which the plan is taken to have merged; kwargs: the call's other
-    arguments. Returns the ways.
-    """
-    known = known_of(module)
-    assert known is not None, f"{name_of(module)} is not known"
-    assert known.problem(module, kwargs) is None
-    no_bias = copy.copy(known)
-    no_bias.takes_bias = lambda *_: False
-    ways = set()
-    for one in (known, no_bias):
-        with torch.no_grad():
-            out, way = attend_merged(one, module, x, keys, keys, plan, kwargs)
-        assert_sized(own, module, x, keys, plan.sizes.expand(len(x), -1), out, tolerance)
-        assert_corrected(one, module, x, keys, plan, out, kwargs)
-        ways.add(way)
-    return ways
+# --- an attention in a UNet that has nothing else ---------------------------------------------------------------------
 
 
-def held_with_hooks(
-    own: Own, make: Callable[[], nn.Module], roles: list[str], x: torch.Tensor, keys: torch.Tensor
-) -> None:
-    """What was put on projections counts: LoRA replaces them, offloading wraps their forward, others hook them."""
-    module, plain, asked, plan = make(), make(), [], ragged(2, 60, 7)
-    for role in roles:
-        module.get_submodule(role).register_forward_hook(
-            lambda layer, args, out, role=role: (asked.append(role), out * 1.25)[1]
-        )  # fmt: skip
-        for parameter in plain.get_submodule(role).parameters():
-            parameter.data.mul_(1.25)
-    with torch.no_grad():
-        out = attend_merged(known_of(module), module, x, keys, keys, plan, {}).out
-    assert set(asked) == set(roles)
-    assert_sized(own, plain, x, keys, plan.sizes, out)
+class BasicTransformerBlock(nn.Module):
+    """Its self-attention alone. told: what this is given beside its tokens."""
+
+    def __init__(self, attention: nn.Module, told: dict[str, Any]) -> None:
+        super().__init__()
+        self.attn1, self.told = attention, told
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[B, N, C]``."""
+        return self.attn1(x, **self.told)
 
 
-def assert_corrected(
-    known: Any, module: nn.Module, x: torch.Tensor, keys: torch.Tensor, plan: MergePlan, out: torch.Tensor,
-    kwargs: dict[str, Any],
-) -> None:  # fmt: skip
-    """A correction adds each head's product of its queries, before the output projection, on every way."""
-    with torch.no_grad():
-        q, heads = known.queries(module, x, kwargs), known.heads(module)
-        width = q.shape[-1] // heads
-        of_query = torch.randn(len(x), heads, width, width, generator=torch.Generator().manual_seed(5)).to(q.dtype)
-        matrix = torch.cat([of_query, of_query * 0], 2)
-        correction = Correction(matrix.flatten(0, 1), of_query[:, :, :1].flatten(0, 1))
-        found, _ = attend_merged(known, module, x, keys, keys, plan, kwargs, correction)
-        more = torch.einsum("bnhd,bhde->bnhe", q.double().unflatten(-1, (heads, -1)), of_query.double())
-        more = (more + of_query[:, :, 0].double()[:, None]).flatten(2).to(q.dtype)
-        expected = known.finish(module, more) - known.finish(module, torch.zeros_like(q))  # it has a bias
-    allowed = 60 * torch.finfo(q.dtype).eps * max(1, float(out.abs().max()))
-    assert far(found.double() - out.double(), expected) <= allowed
+class SpatialTransformer(nn.Module):
+    """Its blocks alone."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.transformer_blocks = nn.ModuleList([block])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[B, C, H, W]``."""
+        return self.transformer_blocks[0](x.flatten(2).mT.contiguous()).mT.unflatten(2, x.shape[2:])
 
 
-# what hosts' attentions are held with: their width and heads, queries, and keys
-CHANNELS, HEADS, TOKENS, GROUPS = 32, 4, 40, 9
-LASTING = SimpleNamespace(  # patches like monkeypatch's, where nobody takes them back
-    setitem=operator.setitem, setattr=lambda target, name, value, raising=True: setattr(target, name, value)
-)
+class UNetOf(nn.Module):
+    """A UNet of one self-attention; for the rest see `BasicTransformerBlock`."""
+
+    def __init__(self, attention: nn.Module, **told: Any) -> None:
+        super().__init__()
+        self.input_blocks = nn.ModuleList([SpatialTransformer(BasicTransformerBlock(attention, told))])
+        self.middle_block = nn.Identity()
+
+    def forward(self, x: torch.Tensor, timesteps: Any = None) -> torch.Tensor:
+        """``[B, C, H, W]``."""
+        return self.input_blocks[0](x)
 
 
-def own(module: nn.Module, x: torch.Tensor, context: torch.Tensor | None) -> torch.Tensor:
-    """The unpatched module, as `Own`."""
-    return module(x, context=context)
-
-
-def tokens(batch: int, count: int = TOKENS, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+def tokens(batch: int, dtype: torch.dtype = torch.float32, count: int = SIDE**2, seed: int = 0) -> torch.Tensor:
     """``[batch, count, CHANNELS]``, random."""
     return torch.randn(batch, count, CHANNELS, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def run(unet: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """What a `UNetOf` gives for ``tokens``, and of them."""
+    with torch.no_grad():
+        return unet(x.mT.unflatten(2, (SIDE, SIDE))).flatten(2).mT
 
 
 def telling(module: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -194,134 +226,80 @@ def telling(module: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
     return module.to(dtype).requires_grad_(False).eval()
 
 
-def ways(
-    module: nn.Module, dtype: torch.dtype = torch.float32, batches: tuple[int, ...] = (1, 2, 5, 6),
-    tolerance: float | None = None, **kwargs: Any,
-) -> set[str]:  # fmt: skip
-    """Those of `held` that an attention takes, the same for batches of all these sizes."""
-    found = []
+def way(
+    module: nn.Module, dtype: torch.dtype = torch.float32, *, batches: tuple[int, ...] = (1, 3),
+    tolerance: float | None = None, alike: bool = False, queries: bool = False, engine: ModuleType = tome_core,
+    plain: nn.Module | None = None, **told: Any,
+) -> str:  # fmt: skip
+    """Hold an attention against repeated keys. Returns the way in which the engine told it of sizes.
+
+    alike: one plan serves all samples. queries: they merge too. engine: which copy of it merges. plain: the module as
+    nobody has changed it, for the oracle. told: the other arguments of its call.
+    """
+    unet, found = UNetOf(module, **told), set()
+    config = engine.MergeConfig(correction=False, side="qkv" if queries else "kv", ratio=0.75, use_rand=False)
     for batch in batches:
-        x, keys = tokens(batch, TOKENS, dtype), tokens(batch, GROUPS, dtype, seed=1)
-        found.append(held(own, module, x, keys, ragged(batch, TOKENS, GROUPS), tolerance, **kwargs))
-    assert all(one == found[0] for one in found)
-    return found[0]
+        x, plan = tokens(batch, dtype), ragged(1 if alike else batch, SIDE**2, GROUPS)
+        before = copy.deepcopy(module) if plain is None else plain
+        with merging_by(GROUPS, alike, engine), engine.patch(unet, config) as handle:
+            out = run(unet, x)
+        (level,) = handle.report().levels
+        left = GROUPS if queries else SIDE**2
+        assert level.calls_merged == 1 and level.tokens == ((SIDE**2, left, GROUPS),), handle.report()
+        assert_repeated(before, (x,), told, out, plan, tolerance, queries)
+        found |= level.routes.keys()
+    (only,) = found
+    return only
 
 
-# --- inside a UNet --------------------------------------------------------------------------------------------------
+def why_left_alone(module: nn.Module, batch: int = 3, config: MergeConfig = KV, **told: Any) -> str:
+    """The reason why an attention is not merged, which gives the same bits then."""
+    unet, x = UNetOf(module, **told), tokens(batch, next(module.parameters()).dtype)
+    out = run(unet, x)
+    with tome_core.patch(unet, config) as handle:
+        assert torch.equal(run(unet, x), out)
+    assert not handle.report().merged_anything
+    (reason,) = handle.report().levels[0].reasons
+    return reason
+
+
+# --- any UNet, from outside -----------------------------------------------------------------------------------------
 
 
 class Seen(NamedTuple):
-    """One call of a self-attention, as its block saw it.
-
-    plan: by which the engine merged; None: it did not. queries: their own plan, where they have one.
-    """
+    """One call of a self-attention, as its block saw it."""
 
     name: str
-    x: torch.Tensor
-    kwargs: dict[str, Any]
+    args: tuple
+    told: dict[str, Any]
     out: torch.Tensor
-    plan: MergePlan | None
-    queries: MergePlan | None
 
 
 @contextlib.contextmanager
-def watched(model: nn.Module) -> Iterator[list[Seen]]:
-    """Everything that blocks ask of ``attn1``, seen from outside of whatever was patched on.
-
-    Plans are right where self-attention is the only part that merges.
-    """
+def watched(model: nn.Module, names: list[str]) -> Iterator[list[Seen]]:
+    """Everything that is asked of these modules, seen from outside of whatever was patched on."""
     seen: list[Seen] = []
-    latest: list[tuple[MergePlan | None, MergePlan | None]] = [(None, None)]
-    find = Matcher.find
 
-    def finding(*args: Any, **kwargs: Any) -> Any:
-        plans = find(*args, **kwargs)
-        latest[0] = plans.plan, plans.queries
-        return plans
+    def hook(name: str, module: nn.Module, args: tuple, told: dict, out: torch.Tensor) -> None:
+        seen.append(Seen(name, args, told, out))
 
-    def note(name: str, args: tuple, kwargs: dict, out: torch.Tensor) -> None:
-        seen.append(Seen(name, args[0].detach(), kwargs, out.detach(), *latest[0]))
-
-    hooks: list[Any] = []
-    for name, module in self_attentions(model).items():
-        block = model.get_submodule(name.rsplit(".", 1)[0])
-        hooks.append(block.register_forward_pre_hook(lambda *_: latest.__setitem__(0, (None, None))))
-        hooks.append(module.register_forward_hook(
-            lambda module, args, kwargs, out, name=name: note(name, args, kwargs, out), with_kwargs=True
-        ))  # fmt: skip
-    Matcher.find = finding
+    hooks = []
+    for name in names:
+        module = model.get_submodule(name)
+        hooks.append(module.register_forward_hook(lambda *call, name=name: hook(name, *call), with_kwargs=True))
     try:
         yield seen
     finally:
-        Matcher.find = find
-        for hook in hooks:
-            hook.remove()
-
-
-def self_attentions(model: nn.Module) -> dict[str, nn.Module]:
-    """By path, the ``attn1`` of every block."""
-    return {name: module for name, module in model.named_modules() if name.rsplit(".", 1)[-1] == "attn1"}
-
-
-def given(model: nn.Module, **more: Any) -> None:
-    """From now on every ``attn1`` is called with these arguments too, as some hosts' extensions do."""
-    for module in self_attentions(model).values():
-        module.register_forward_pre_hook(lambda module, args, kwargs: (args, {**kwargs, **more}), with_kwargs=True)
-
-
-def _merged(plain: nn.Module, seen: list[Seen]) -> Iterator[tuple[Seen, nn.Module]]:
-    """Each call, all of which have merged, and its module without a patch."""
-    assert seen
-    modules = self_attentions(plain)
-    for call in seen:
-        assert call.plan is not None, "the engine did not merge"
-        yield call, modules[call.name]
-
-
-def assert_all_sized(own: Own, plain: nn.Module, seen: list[Seen]) -> None:
-    """Each call gave what repeated keys give. plain: the model without a patch."""
-    for call, module in _merged(plain, seen):
-        sizes = call.plan.sizes.expand(len(call.x), -1)
-        assert_sized(own, module, call.x, call.plan.merge(call.x), sizes, call.out, queries=call.queries)
-
-
-def assert_all_together(own: Own, plain: nn.Module, seen: list[Seen]) -> None:
-    """Each call gave what the module gives for merged tokens, q, k and v together; at most half were merged away."""
-    for call, module in _merged(plain, seen):
-        assert call.queries is None and call.x.shape[1] > call.plan.num_groups >= math.floor(call.x.shape[1] / 2)
-        with torch.no_grad():
-            expected = call.plan.unmerge(own(module, call.plan.merge(call.x), None))
-        assert far(call.out, expected) <= TOLERANCE[call.x.dtype]
-
-
-def assert_equal_calls(seen: list[Seen], plain: list[Seen]) -> None:
-    """Call by call the same bits."""
-    assert len(seen) == len(plain) > 0
-    for one, other in zip(seen, plain, strict=True):
-        assert one.name == other.name and torch.equal(one.x, other.x) and torch.equal(one.out, other.out)
-
-
-def assert_left_alone(call: Callable[[nn.Module], torch.Tensor], model: nn.Module, config: Any, why: str = "") -> None:
-    """Merging changes neither the model's output nor what its attentions are called with, and says why."""
-    with watched(model) as plain:
-        out = call(model)
-    with tome_core.patch(model, config) as handle, watched(model) as seen:
-        assert torch.equal(call(model), out)
-    assert_equal_calls(seen, plain)
-    assert any(why in reason for reason in reasons_of(handle)), handle.report()
-
-
-def routes_of(handle: Any) -> list[str]:
-    """The ways of proportional attention, over all levels of a report."""
-    return [route for level in handle.report().levels for route in level.routes]
-
-
-def reasons_of(handle: Any) -> list[str]:
-    """Why something was left alone, over all levels of a report."""
-    return [reason for level in handle.report().levels for reason in level.reasons]
+        for one in hooks:
+            one.remove()
 
 
 # --- xformers, which is for GPUs --------------------------------------------------------------------------------------
+
+
+LASTING = SimpleNamespace(  # patches like monkeypatch's, where nobody takes them back
+    setitem=operator.setitem, setattr=lambda target, name, value, raising=True: setattr(target, name, value)
+)
 
 
 def memory_efficient_attention(

@@ -1,8 +1,6 @@
-"""Every attention processor of diffusers, and what is decided about it.
+"""The attention processors of diffusers that a UNet's self-attention can run, and how each one's keys are told of sizes.
 
-Known: taken apart, for proportional attention; the same as keys repeated as often as they have tokens.
-Together: unknown, so queries, keys and values merge by one plan, as tomesd does it, and the processor sees a shorter
-sequence. Alone: never on a UNet block's self-attention, or of no use there once tokens have merged.
+No class of them is known to the engine but those that compute by hand, with a description.
 """
 
 from __future__ import annotations
@@ -15,92 +13,96 @@ from typing import Any
 
 import diffusers
 import pytest
+import torch
+from diffusers.models.attention_processor import Attention
 from torch import nn
 
-HOME = "diffusers.models.attention_processor"
-KNOWN = ("AttnProcessor", "AttnProcessor2_0", "SlicedAttnProcessor", "XFormersAttnProcessor", "FusedAttnProcessor2_0")
+from tests.conformance import CHANNELS, HEADS, telling
+from tests.models import fixed
+from tome_core.attention.merged import BIAS, OWN_BIAS
 
-# what is special about each: the protocol is the same for all
-TOGETHER = {
-    "AttnProcessorNPU": "of Ascend's devices; its function cannot be asked anywhere else",
-    "XLAFlashAttnProcessor2_0": "of TPUs; its function cannot be asked anywhere else",
-    "CustomDiffusionAttnProcessor": "has projections of its own",
-    "CustomDiffusionAttnProcessor2_0": "has projections of its own",
-    "CustomDiffusionXFormersAttnProcessor": "has projections of its own",
-    "CrossFrameAttnProcessor": "every frame attends to the first one's keys",
-    "CrossFrameAttnProcessor2_0": "every frame attends to the first one's keys",
-    "AttendExciteAttnProcessor": "keeps maps, but only those of the prompt are read",
-    "Pix2PixZeroAttnProcessor": "keeps maps, but only those of the prompt are read",
-    "DreamLiteAttnProcessor2_0": "may have fewer heads for keys and values than for queries",
+MERGED = {
+    "AttnProcessor2_0": BIAS,
+    "FusedAttnProcessor2_0": BIAS,
+    "XFormersAttnProcessor": OWN_BIAS,
+    "AttnProcessor": BIAS,  # by hand
+    "SlicedAttnProcessor": BIAS,  # by hand
+    "CustomDiffusionAttnProcessor2_0": BIAS,  # projections of its own
+    "CustomDiffusionXFormersAttnProcessor": OWN_BIAS,
+    "CrossFrameAttnProcessor2_0": BIAS,  # every frame attends to the first one's keys
+    "DreamLiteAttnProcessor2_0": BIAS,  # by diffusers' dispatcher
+    "AttnProcessorNPU": BIAS,  # on a CPU and for few tokens these two compute what AttnProcessor2_0 does
+    "XLAFlashAttnProcessor2_0": BIAS,
 }
+BY_HAND = ("AttnProcessor", "SlicedAttnProcessor")
+PLAIN = (*BY_HAND, "AttnProcessor2_0", "FusedAttnProcessor2_0", "XFormersAttnProcessor")  # attention and nothing else
 
-# may sit there, and must see every token
-LEFT_ALONE = {
-    "PAGIdentitySelfAttnProcessor2_0": "half of the batch is not attended at all, each token as it is",
-    "PAGCFGIdentitySelfAttnProcessor2_0": "a third of the batch is not attended at all, each token as it is",
-    "CrossAttnStoreProcessor": "keeps a map that self-attention guidance cuts to the picture's size",
-}
-
-# may sit there only where a prompt and images come along, which are not the picture's tokens; else they raise
+# by hand, and nobody has described them
+LEFT_ALONE = (
+    "CustomDiffusionAttnProcessor", "CrossFrameAttnProcessor", "AttendExciteAttnProcessor", "Pix2PixZeroAttnProcessor",
+    "CrossAttnStoreProcessor",
+)  # fmt: skip
+# the last part of a batch, of so many, is not attended at all, each token as it is
+PERTURBING = {"PAGIdentitySelfAttnProcessor2_0": 2, "PAGCFGIdentitySelfAttnProcessor2_0": 3}
+# a prompt and images have to come along, which are not the picture's tokens; else they raise
 OF_IMAGE_PROMPTS = ("IPAdapterAttnProcessor", "IPAdapterAttnProcessor2_0", "IPAdapterXFormersAttnProcessor")
 
-NEVER_THERE = {
-    "are empty classes that old code imports, and cannot be called":
-        "LoRAAttnProcessor LoRAAttnProcessor2_0 LoRAXFormersAttnProcessor LoRAAttnAddedKVProcessor",
-    "attend to the prompt only, where they cannot do without it":
-        "LEDITSCrossAttnProcessor",
-    "add the prompt's keys to a picture in 4-D, outside of transformer blocks":
-        "AttnAddedKVProcessor AttnAddedKVProcessor2_0 SlicedAttnAddedKVProcessor XFormersAttnAddedKVProcessor",
-    "are of autoencoders":
-        "MochiVaeAttnProcessor2_0 SanaMultiscaleAttnProcessor2_0",
-    "are of encoders of prompts and durations":
-        "AnimaTextConditionerAttnProcessor LTX2DurationAttnProcessor",
-    "are of diffusion transformers":
-        "AllegroAttnProcessor2_0 AuraFlowAttnProcessor2_0 CogVideoXAttnProcessor2_0 FluxAttnProcessor2_0 "
-        "FluxAttnProcessor2_0_NPU FluxIPAdapterJointAttnProcessor2_0 FluxSingleAttnProcessor2_0 "
-        "FusedAuraFlowAttnProcessor2_0 FusedCogVideoXAttnProcessor2_0 FusedFluxAttnProcessor2_0 "
-        "FusedFluxAttnProcessor2_0_NPU FusedHunyuanAttnProcessor2_0 FusedJointAttnProcessor2_0 "
-        "HunyuanAttnProcessor2_0 JointAttnProcessor2_0 LuminaAttnProcessor2_0 MochiAttnProcessor2_0 "
-        "PAGCFGHunyuanAttnProcessor2_0 PAGCFGJointAttnProcessor2_0 PAGCFGSanaLinearAttnProcessor2_0 "
-        "PAGHunyuanAttnProcessor2_0 PAGIdentitySanaLinearAttnProcessor2_0 PAGJointAttnProcessor2_0 "
-        "SD3IPAdapterJointAttnProcessor2_0 SanaLinearAttnProcessor2_0 StableAudioAttnProcessor2_0 "
-        "XFormersJointAttnProcessor XLAFluxFlashAttnProcessor2_0",
-}  # fmt: skip
-
-# a class that is in modules of these alone is never there either
-OF_OTHER_MODELS = tuple(f"diffusers.models.{which}." for which in ("transformers", "autoencoders", "controlnets"))
-
-# what a test here makes one of
-MADE = (*KNOWN, *TOGETHER, *LEFT_ALONE, *OF_IMAGE_PROMPTS)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bias": {"bias": True},
+    "one_head": {"heads": 1, "dim_head": 40},
+    "many_heads": {"heads": 8, "dim_head": 5},
+    "upcast_attention": {"upcast_attention": True},
+    "upcast_softmax": {"upcast_softmax": True},
+    "upcast_both": {"upcast_attention": True, "upcast_softmax": True},
+    "qk_norm": {"qk_norm": "layer_norm"},
+    "qk_norm_rms": {"qk_norm": "rms_norm", "bias": True},
+    "unscaled": {"scale_qk": False},
+    "no_out_bias": {"out_bias": False},
+}
 _CLASS = re.compile(r"^\s*class (\w*Attn\w*Processor\w*|\w*AttentionProcessor[\d_]*)\b", re.MULTILINE)
 
 
 @functools.cache
-def found() -> dict[str, list[str]]:
-    """Class -> modules of diffusers that have one of this name, read in their sources: not all can be imported."""
+def found() -> dict[str, str]:
+    """Every class of processors -> a module of diffusers that has it, read in their sources: not all can be imported."""
     root = Path(diffusers.__file__).parent
-    classes: dict[str, list[str]] = {}
+    classes: dict[str, str] = {}
     for path in sorted(root.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
         if "Processor" in text:
             module = ".".join(("diffusers", *path.relative_to(root).with_suffix("").parts))
             for name in _CLASS.findall(text):
-                classes.setdefault(name, []).append(module)
+                classes.setdefault(name, module)
     return classes
 
 
-ALONE = (*LEFT_ALONE, *OF_IMAGE_PROMPTS, *(name for names in NEVER_THERE.values() for name in names.split()),
-         *(name for name, modules in found().items() if all(one.startswith(OF_OTHER_MODELS) for one in modules)))
-
-
 def of_diffusers(name: str) -> type:
-    """The class, where this diffusers has it."""
+    """The class, if this diffusers has it."""
     if name not in found():
         pytest.skip(f"diffusers {diffusers.__version__} has no {name}")
     try:
-        return getattr(importlib.import_module(found()[name][0]), name)
+        return getattr(importlib.import_module(found()[name]), name)
     except ImportError as error:
-        pytest.skip(f"{found()[name][0]} cannot be imported here: {error}")
+        pytest.skip(f"{found()[name]} cannot be imported here: {error}")
+
+
+def made(name: str) -> Any:
+    """A processor with settings of its own, and weights if it has some."""
+    kind = of_diffusers(name)
+    if name in ("AttnProcessorNPU", "XLAFlashAttnProcessor2_0"):
+        return unmade(kind)
+    if name.startswith("Sliced"):
+        return kind(3)
+    if name.startswith("IPAdapter"):
+        return fixed(kind(CHANNELS, CHANNELS, num_tokens=(4,)), seed=1)
+    if name.startswith("CustomDiffusion"):
+        return fixed(kind(train_kv=True, train_q_out=True, hidden_size=CHANNELS), seed=1)
+    if name == "AttendExciteAttnProcessor":
+        return kind(attnstore=lambda *_: None, place_in_unet="down")
+    if name == "Pix2PixZeroAttnProcessor":
+        return kind(is_pix2pix_zero=False)
+    return kind()
 
 
 def unmade(kind: type) -> Any:
@@ -109,3 +111,25 @@ def unmade(kind: type) -> Any:
     if isinstance(one, nn.Module):
         nn.Module.__init__(one)
     return one
+
+
+def put(module: Attention, processor: Any) -> Attention:
+    """Set it, as `set_attn_processor` and `fuse_qkv_projections` do."""
+    if type(processor).__name__.startswith("Fused"):
+        with torch.no_grad():
+            module.fuse_projections()
+    module.set_processor(processor)
+    return module
+
+
+def attention(processor: Any = None, dtype: torch.dtype = torch.float32, **settings: Any) -> Attention:
+    """A self-attention with this processor, or the one that diffusers chooses for it."""
+    module = telling(Attention(CHANNELS, **{"heads": HEADS, "dim_head": CHANNELS // HEADS, **settings}), dtype)
+    if isinstance(processor, nn.Module):
+        telling(processor, dtype)
+    return module if processor is None else put(module, processor)
+
+
+def batches_for(name: str) -> tuple[int, ...]:
+    """Of so many samples as it takes."""
+    return (4,) if "CrossFrame" in name else (6,) if "PAG" in name else (1, 3)

@@ -1,0 +1,414 @@
+"""An attention is known by the function that it calls, whoever calls it, and the function by what it does."""
+
+from __future__ import annotations
+
+import functools
+import types
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from diffusers.models import attention_processor
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.models.attention_processor import Attention, AttnProcessor, AttnProcessor2_0
+from torch import nn
+from torch.nn import functional
+from torch.nn.functional import scaled_dot_product_attention
+
+import tome_core
+from tests.conformance import (
+    CHANNELS, HEADS, KV, SIDE, UNetOf, memory_efficient_attention, merging_by, run, tokens, way, why_left_alone,
+    with_xformers,
+)  # fmt: skip
+from tests.diffusers_processors import attention
+from tests.doubles import attend, of_heads
+from tome_core.attention import functions
+from tome_core.attention.functions import ADDS_BIAS, NO_ATTENTION, PLAIN, try_once
+from tome_core.attention.merged import BIAS, OWN_BIAS
+
+TORCHS = torch.nn.functional.scaled_dot_product_attention
+xformers = types.SimpleNamespace()  # a test puts one here
+_calls = 0
+
+
+@pytest.fixture(autouse=True)
+def _forget(monkeypatch):
+    monkeypatch.setattr(functions, "_TRIED", type(functions._TRIED)())
+
+
+# --- whoever calls it -------------------------------------------------------------------------------------------------
+
+
+def parts(attn: Any, x: torch.Tensor) -> list[torch.Tensor]:
+    """``[B, H, N, d]``."""
+    return [of_heads(layer(x), attn.heads) for layer in (attn.to_q, attn.to_k, attn.to_v)]
+
+
+def flat(out: torch.Tensor) -> torch.Tensor:
+    return out.transpose(1, 2).flatten(2)
+
+
+class ByModule:
+    def __call__(self, attn, x, *_, **__):
+        return attn.to_out[0](flat(F.scaled_dot_product_attention(*parts(attn, x))))
+
+
+class ByFullName(ByModule):
+    def __call__(self, attn, x, *_, **__):
+        return flat(torch.nn.functional.scaled_dot_product_attention(*parts(attn, x)))
+
+
+class BySecondName(ByModule):
+    def __call__(self, attn, x, *_, **__):
+        return flat(functional.scaled_dot_product_attention(*parts(attn, x)))
+
+
+class ByItsName(ByModule):
+    def __call__(self, attn, x, *_, **__):
+        return flat(scaled_dot_product_attention(*parts(attn, x)))
+
+
+class InsideAFunction(ByModule):
+    def __call__(self, attn, x, *_, **__):
+        def inside(one):
+            return (lambda given: F.scaled_dot_product_attention(*given))(parts(attn, one))
+
+        return flat(inside(x))
+
+
+class ByAHelper(ByModule):
+    """Of another module."""
+
+    def __call__(self, attn, x, *_, **__):
+        return attend(attn.to_q(x), attn.to_k(x), attn.to_v(x), attn.heads)
+
+
+class ByAMethod(ByModule):
+    def __call__(self, attn, x, *_, **__):
+        return self.attend(attn, x)
+
+    def attend(self, attn, x):
+        return flat(F.scaled_dot_product_attention(*parts(attn, x)))
+
+
+class ByDispatch(ByModule):
+    def __call__(self, attn, x, *_, **__):
+        q, k, v = (one.transpose(1, 2) for one in parts(attn, x))
+        return dispatch_attention_fn(q, k, v).flatten(2)
+
+
+class WithAScale(ByModule):
+    def __call__(self, attn, x, *_, **__):
+        return flat(F.scaled_dot_product_attention(*parts(attn, x), scale=0.7))
+
+
+class Halved(AttnProcessor2_0):
+    """By its name, and in part, it is diffusers'."""
+
+    __qualname__ = __name__ = "AttnProcessor2_0"
+
+    def __call__(self, attn, x, *args, **kwargs):
+        return super().__call__(attn, x, *args, **kwargs) * 0.5
+
+
+class Counting(ByModule):
+    """As StoryDiffusion's, in a global."""
+
+    def __call__(self, attn, x, *_, **__):
+        global _calls
+        _calls += 1
+        return flat(F.scaled_dot_product_attention(*parts(attn, x)))
+
+
+Slim = type("Slim", (), {"__slots__": ("scale",), "__call__": ByModule.__call__})
+
+
+class Named(NamedTuple):
+    factor: float = 0.5
+
+    def __call__(self, attn, x, *_, **__):
+        return flat(F.scaled_dot_product_attention(*parts(attn, x))) * self.factor
+
+
+def a_function(attn, x, *_, **__):
+    return flat(F.scaled_dot_product_attention(*parts(attn, x)))
+
+
+class ByXformers(ByModule):
+    def __call__(self, attn, x, *_, **__):
+        q, k, v = (one.transpose(1, 2) for one in parts(attn, x))
+        return xformers.ops.memory_efficient_attention(q, k, v, attn_bias=None).flatten(2)
+
+
+class ByXformersAndFlat(ByModule):
+    """Heads lie within the batch."""
+
+    def __call__(self, attn, x, *_, **__):
+        q, k, v = (one.flatten(0, 1) for one in parts(attn, x))
+        out = xformers.ops.memory_efficient_attention(q, k, v, op=None)
+        return flat(out.unflatten(0, (-1, attn.heads)))
+
+
+class InvokeAIs(AttnProcessor2_0):
+    """Another package's, whose arguments come with each call."""
+
+    def __call__(self, attn, x, encoder_hidden_states=None, attention_mask=None, *, percent_through):
+        assert percent_through == 0.5
+        return flat(F.scaled_dot_product_attention(*parts(attn, x)))
+
+
+CALLERS = {
+    one.__name__: one() for one in (
+        ByModule, ByFullName, BySecondName, ByItsName, InsideAFunction, ByAHelper, ByAMethod, ByDispatch, WithAScale,
+        Halved, Counting, Slim, Named, ByXformers, ByXformersAndFlat,
+    )
+}  # fmt: skip
+CALLERS |= {"a function": a_function, "a partial function": functools.partial(a_function), "derived": type(
+    "Mine", (AttnProcessor2_0,), {})(), "derived, by hand": type("Mine", (AttnProcessor,), {})()}
+
+
+@pytest.fixture
+def _xformers(monkeypatch):
+    with_xformers(monkeypatch, attention_processor)
+    monkeypatch.setitem(globals(), "xformers", attention_processor.xformers)
+
+
+@pytest.mark.parametrize("name", CALLERS)
+@pytest.mark.usefixtures("_xformers")
+def test_whatever_its_class_an_attention_is_known_by_the_function_it_calls(name):
+    assert way(attention(CALLERS[name])) == (OWN_BIAS if "Xformers" in name else BIAS)
+
+
+def test_arguments_that_come_with_a_call_get_there():
+    assert way(attention(InvokeAIs()), percent_through=0.5) == BIAS
+
+
+def test_what_a_callers_code_writes_into_its_module_is_there(monkeypatch):
+    monkeypatch.setitem(globals(), "_calls", 0)
+    unet = UNetOf(attention(Counting()))
+    with merging_by(), tome_core.patch(unet, KV) as handle:
+        for _ in range(3):
+            run(unet, tokens(1))
+    assert _calls == 3 and handle.report().merged_anything
+
+
+def doubled(function):
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        return function(*args, **kwargs) * 2
+
+    return wrapper
+
+
+class Doubled(Attention):
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs) * 2
+
+
+def test_a_wrapper_in_place_of_forward_is_called():
+    """One from before the patch, and one from after it."""
+    module, plain = attention(), attention()
+    module.forward, plain.__class__ = doubled(module.forward), Doubled
+    assert way(module, plain=plain) == BIAS
+    unet = UNetOf(module)
+    with merging_by(), tome_core.patch(unet, KV) as handle:
+        expected = run(unet, tokens(2))
+        module.forward = doubled(module.forward)
+        assert torch.equal(run(unet, tokens(2)), 2 * expected)
+    assert handle.report().levels[0].calls_merged == 2
+
+
+def test_a_forward_of_a_classes_own_is_called():
+    by_function, by_hand = attention(), attention(AttnProcessor())
+    by_function.__class__ = by_hand.__class__ = Doubled
+    assert way(by_function) == BIAS
+    assert "AttnProcessor.__call__ calls no attention function" in why_left_alone(by_hand)
+
+
+def test_scores_by_hand_behind_a_wrapper_are_left_alone_and_the_wrapper_is_named():
+    module = attention(AttnProcessor())
+    assert way(module) == BIAS
+    module.forward = doubled(module.forward)
+    assert "Attention.forward calls no attention function that is known" in why_left_alone(module)
+
+
+@pytest.mark.parametrize("body", [AttnProcessor.__call__, AttnProcessor2_0.__call__], ids=["by hand", "by function"])
+def test_scores_by_hand_are_known_by_the_function_that_computes_them_alone(body):
+    """A class of its name is no proof, and neither is its class where somebody has put other code there."""
+
+    def __call__(self, *args, **kwargs):
+        return body(self, *args, **kwargs) * 2
+
+    kind = type("AttnProcessor", (), {"__call__": __call__, "__module__": AttnProcessor.__module__})
+    if body is AttnProcessor2_0.__call__:
+        assert way(attention(kind())) == BIAS
+    else:
+        assert "__call__ calls no attention function that is known" in why_left_alone(attention(kind()))
+
+
+def test_code_that_somebody_puts_into_diffusers_class_counts(monkeypatch):
+    own = AttnProcessor.__call__
+    module = attention(AttnProcessor())
+    assert way(module) == BIAS
+    monkeypatch.setattr(AttnProcessor, "__call__", lambda self, *args, **kwargs: own(self, *args, **kwargs) * 2)
+    assert "calls no attention function that is known" in why_left_alone(module)
+    monkeypatch.setattr(AttnProcessor, "__call__", AttnProcessor2_0.__call__)
+    assert way(module) == BIAS
+
+
+def test_the_processor_that_is_in_force_at_a_call_decides():
+    """Hosts change them between steps."""
+    module, x = attention(), tokens(2)
+    unet = UNetOf(module)
+    with merging_by(), tome_core.patch(unet, KV) as handle:
+        expected = run(unet, x)
+        module.set_processor(Halved())
+        torch.testing.assert_close(run(unet, x), expected * 0.5)
+        module.set_processor(AttnProcessor())
+        torch.testing.assert_close(run(unet, x), expected, rtol=1e-4, atol=1e-5)
+        module.set_processor(AttnProcessor2_0())
+        assert torch.equal(run(unet, x), expected)
+    assert handle.report().levels[0].routes == {BIAS: 4}
+
+
+# --- what is more than attention --------------------------------------------------------------------------------------
+
+
+MORE = {
+    "dropout": dict(dropout_p=0.1), "causal": dict(is_causal=True), "a bias": dict(attn_mask=torch.zeros(1, SIDE**2)),
+    "a mask of its own": dict(attn_mask=torch.ones(3, 1, SIDE**2, SIDE**2, dtype=torch.bool)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_a_call_that_asks_for_more_than_attention_is_left_alone(name):
+    def processor(attn, x, **_):
+        torch.manual_seed(0)
+        return flat(F.scaled_dot_product_attention(*parts(attn, x), **MORE[name]))
+
+    assert ("mask" if "attn_mask" in MORE[name] else "more than attention") in why_left_alone(attention(processor))
+
+
+def test_keys_of_one_sample_for_all_are_left_alone():
+    def processor(attn, x, **_):
+        q, k, v = parts(attn, x)
+        return flat(F.scaled_dot_product_attention(q, k[:1], v[:1]))
+
+    assert "keys and values" in why_left_alone(attention(processor), config=tome_core.MergeConfig(side="kv"))
+
+
+def test_a_mask_that_hides_nothing_is_none():
+    def processor(attn, x, **_):
+        return flat(F.scaled_dot_product_attention(*parts(attn, x), torch.ones(len(x), 1, 1, SIDE**2).bool()))
+
+    assert way(attention(processor)) == BIAS
+
+
+# --- functions in the place of torch's --------------------------------------------------------------------------------
+
+
+def swallowing(query, key, value, attn_mask=None, is_causal=False, scale=None, **_):
+    """As a quantised attention is plugged in: whatever mask it is given."""
+    return TORCHS(query, key, value, is_causal=is_causal, scale=scale)
+
+
+def refusing(query, key, value, attn_mask=None, **more):
+    assert attn_mask is None
+    return TORCHS(query, key, value, **more)
+
+
+def adding(*args, **kwargs):
+    return TORCHS(*args, **kwargs)
+
+
+def linear(query, key, value, *_, **__):
+    """No softmax."""
+    return query @ (key.mT @ value) / key.shape[-2]
+
+
+def of_one_size(query, *args, **kwargs):
+    assert query.shape[2] == SIDE**2 and query.shape[0] == 3
+    return TORCHS(query, *args, **kwargs)
+
+
+every_caller = pytest.mark.parametrize("caller", [AttnProcessor2_0, ByAHelper, ByDispatch])
+
+
+@every_caller
+@pytest.mark.parametrize(("function", "expected"), [(swallowing, OWN_BIAS), (refusing, OWN_BIAS), (adding, BIAS)])
+def test_a_function_in_place_of_torchs_is_told_of_sizes_or_torchs_own_is(function, expected, caller, monkeypatch):
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", function)
+    assert way(attention(caller())) == expected
+
+
+@every_caller
+@pytest.mark.parametrize("function", [linear, of_one_size])
+def test_a_function_that_is_no_attention_is_left_alone(function, caller, monkeypatch):
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", function)
+    assert "no attention" in why_left_alone(attention(caller()))
+
+
+def test_a_function_that_comes_and_goes_is_noticed_at_each_call(monkeypatch):
+    module = attention()
+    for function, expected in ((TORCHS, BIAS), (swallowing, OWN_BIAS), (adding, BIAS), (TORCHS, BIAS)):
+        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", function)
+        assert way(module) == expected
+
+
+def test_backends_of_diffusers_are_tried_as_functions_are():
+    """By the dispatcher, whose backend is looked up at each call."""
+    from diffusers.models import attention_dispatch
+
+    module = attention(ByDispatch())
+    with attention_dispatch.attention_backend("_native_math"):
+        assert way(module) == BIAS
+
+
+# --- trying -----------------------------------------------------------------------------------------------------------
+
+
+def by_products(q, k, v, bias=None, scale=0.25):
+    """``[B, S, H, d]``."""
+    logits = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
+    return torch.einsum("bhqk,bkhd->bqhd", (logits if bias is None else logits + bias).softmax(-1), v)
+
+
+LIKE = torch.zeros(1, 4, 2, 16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("function", "expected"), [
+    (by_products, ADDS_BIAS),
+    (lambda q, k, v, bias: by_products(q, k, v), PLAIN),
+    (lambda q, k, v, bias: by_products(q, k, v, None if bias is None else bias * 0.5), PLAIN),
+    (lambda q, k, v, bias: by_products(q, k, v, bias, 0.3), NO_ATTENTION),
+    (lambda q, k, v, bias: by_products(q, k, v, bias)[:, :1], NO_ATTENTION),
+    (lambda q, k, v, bias: q * float("nan"), NO_ATTENTION),
+    (lambda q, k, v, bias: 1 / 0, NO_ATTENTION),
+])  # fmt: skip
+def test_what_a_function_does_is_found_on_a_few_tokens(function, expected, dtype):
+    assert try_once("one", function, 0.25, LIKE.to(dtype)) == expected
+
+
+def test_a_function_is_tried_once_for_its_heads_and_dtype_and_draws_from_no_generator():
+    calls, state = [], torch.get_rng_state()
+
+    def function(*args):
+        calls.append(args)
+        return by_products(*args)
+
+    for _ in range(3):
+        try_once("one", function, 0.25, LIKE)
+    assert len(calls) == 2 and all(len(q) == 1 for q, *_ in calls)
+    for like in (LIKE[:, :, :1], LIKE.half()):
+        try_once("one", function, 0.25, like)
+    try_once("other", function, 0.25, LIKE)
+    assert len(calls) == 8 and torch.equal(torch.get_rng_state(), state)
+
+
+def test_answers_are_remembered_up_to_a_bound_and_hold_what_their_keys_name():
+    for number in range(functions._MOST + 5):
+        try_once(number, by_products, 0.25, LIKE, (object(),))
+    assert len(functions._TRIED) == functions._MOST
+    assert 0 not in {key[0] for key in functions._TRIED}
