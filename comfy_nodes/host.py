@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -89,15 +89,6 @@ def show(text: str, node_id: Any) -> None:
             send(text.replace("\n", LINE_BREAK), ":".join(parts[:count]))
     except Exception:  # a host's own transport; nobody's picture should depend on it
         logger.debug("the message could not be sent to node %s", node_id, exc_info=True)
-
-
-def unknown_inputs(prompt: Any, node_id: Any, known: Iterable[str]) -> list[str]:
-    """What the prompt gives to this node and it has no input for: it was saved by another version.
-
-    prompt: the hidden input of type PROMPT.
-    """
-    node = prompt.get(str(node_id)) if isinstance(prompt, dict) else None
-    return sorted(set(node["inputs"]) - set(known)) if node else []
 
 
 def gains_file() -> str | None:

@@ -20,7 +20,8 @@ _NOT_HERE = ("merge_crossattn", "merge_mlp")  # nothing in the slot can merge th
 SETTINGS = tuple(name for name in form.NAMES if name not in (*TIMES, *_NOT_HERE))
 STRENGTH_HELP = (
     f"How much of the picture may change for how much time. 0 is off, bit for bit; "
-    f"{', '.join(f'{value:g} is {name}' for name, value in hosting.MARKS.items())}. Not used where settings are connected."
+    f"{', '.join(f'{value:g} is {name}' for name, value in hosting.MARKS.items())}. "
+    "Not used where settings are connected."
 )
 MEASURE_HELP = (
     "After the sampling, once for pictures of this size, measure what merging gains on this machine, which takes about "

@@ -18,15 +18,15 @@ HELP_PAGE = Path(__file__).parent / "web" / "docs" / "ToMeSettings.md"
 _HEAD = "| input | what it does |\n|---|---|\n"
 
 
-def english() -> dict[str, Any]:
-    """What belongs into nodeDefs.json: names, descriptions and tooltips of every node."""
-    return {name: _describe(node) for name, node in NODE_CLASS_MAPPINGS.items()}
-
-
 def inputs_of(node: Any) -> dict[str, tuple]:
     """A node's inputs, by name."""
     types = node.INPUT_TYPES()
     return {**types["required"], **types.get("optional", {})}
+
+
+def english() -> dict[str, Any]:
+    """What belongs into nodeDefs.json: names, descriptions and tooltips of every node."""
+    return {name: _describe(node) for name, node in NODE_CLASS_MAPPINGS.items()}
 
 
 def _describe(node: Any) -> dict[str, Any]:
@@ -66,19 +66,13 @@ def help_page(page: str) -> str:
     return f"{before}{_HEAD}{''.join(rows)}\n{after}"
 
 
-def text(texts: dict[str, Any] | None = None) -> str:
-    """The content of a nodeDefs.json; the English one's where no texts are given."""
-    return json.dumps(english() if texts is None else texts, indent=2, ensure_ascii=False) + "\n"
-
-
-def main() -> None:
-    """Write them all."""
-    PATH.write_text(text(), encoding="utf-8")
-    for path in LOCALES.glob("*/nodeDefs.json"):
-        translated = json.loads(path.read_text(encoding="utf-8"))
-        path.write_text(text(complete(translated, english())), encoding="utf-8")
-    HELP_PAGE.write_text(help_page(HELP_PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+def text(texts: dict[str, Any]) -> str:
+    """The content of a nodeDefs.json."""
+    return json.dumps(texts, indent=2, ensure_ascii=False) + "\n"
 
 
 if __name__ == "__main__":
-    main()
+    for path in LOCALES.glob("*/nodeDefs.json"):
+        translated = json.loads(path.read_text(encoding="utf-8")) if path != PATH else english()
+        path.write_text(text(complete(translated, english())), encoding="utf-8")
+    HELP_PAGE.write_text(help_page(HELP_PAGE.read_text(encoding="utf-8")), encoding="utf-8")

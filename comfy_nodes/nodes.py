@@ -13,9 +13,7 @@ import torch
 from . import host, inputs, picture
 from .branch import BranchMerging, layout_of
 
-CATEGORY = "model/patch/unet"
 ALIASES = ["token merging", "tomesd", "tome", "speed", "faster sampling"]
-PREVIEW_ALIASES = [*ALIASES, "merge map", "token map"]
 HIDDEN = {"unique_id": "UNIQUE_ID"}
 HIDDEN_PROMPT = {**HIDDEN, "prompt": "PROMPT"}
 TOO_OLD = "ToMe: this ComfyUI is older than September 2025 and has no slot for attention; the model is unchanged."
@@ -30,7 +28,12 @@ STRETCHED = (
 )
 
 
-class ApplyToMe:
+class _Node:
+    CATEGORY = "model/patch/unet"
+    SEARCH_ALIASES = ALIASES
+
+
+class ApplyToMe(_Node):
     """Merges tokens in this branch's samplings."""
 
     DISPLAY_NAME = "Apply ToMe (Token Merging)"
@@ -40,8 +43,6 @@ class ApplyToMe:
         "and Wan, where what a strength changes was measured on one small model only. Only samplers behind this node "
         "are changed. After sampling the node shows what merged."
     )
-    CATEGORY = CATEGORY
-    SEARCH_ALIASES = ALIASES
     FUNCTION = "apply"
     RETURN_TYPES = ("MODEL",)
     OUTPUT_TOOLTIPS = ("The model, merging tokens while it samples.",)
@@ -81,7 +82,7 @@ class ApplyToMe:
         return (clone,)
 
 
-class ToMeSettings:
+class ToMeSettings(_Node):
     """Every setting by itself, for an ApplyToMe."""
 
     DISPLAY_NAME = "ToMe Settings (Token Merging)"
@@ -89,8 +90,6 @@ class ToMeSettings:
         "Every setting of token merging by itself, for the settings input of Apply ToMe, where they take the "
         "strength's place. Settings that do not go together are left out, and the node says which."
     )
-    CATEGORY = CATEGORY
-    SEARCH_ALIASES = ALIASES
     FUNCTION = "settings"
     RETURN_TYPES = (inputs.SETTINGS_TYPE,)
     OUTPUT_TOOLTIPS = ("For the settings input of Apply ToMe.",)
@@ -109,13 +108,11 @@ class ToMeSettings:
         return (config,)
 
 
-class RemoveToMe:
+class RemoveToMe(_Node):
     """Takes our merging off a branch."""
 
     DISPLAY_NAME = "Remove ToMe (Token Merging)"
     DESCRIPTION = "Takes off what Apply ToMe put on, for the samplers behind this node. Every other patch stays."
-    CATEGORY = CATEGORY
-    SEARCH_ALIASES = ALIASES
     FUNCTION = "remove"
     RETURN_TYPES = ("MODEL",)
     OUTPUT_TOOLTIPS = ("The model without our merging.",)
@@ -137,7 +134,7 @@ class RemoveToMe:
         return (clone,)
 
 
-class ToMePreview:
+class ToMePreview(_Node):
     """Shows which tokens merged, and the report."""
 
     DISPLAY_NAME = "ToMe Preview (Token Merging)"
@@ -146,8 +143,7 @@ class ToMePreview:
         "picture gets coarse where unlike tokens merged. One panel for each level that merged. And the report on it, "
         "which goes into the history of the queue as well, there with every count for programs."
     )
-    CATEGORY = CATEGORY
-    SEARCH_ALIASES = PREVIEW_ALIASES
+    SEARCH_ALIASES = [*ALIASES, "merge map", "token map"]  # noqa: RUF012 (never changed)
     FUNCTION = "preview"
     RETURN_TYPES = ("IMAGE", "STRING")
     RETURN_NAMES = ("IMAGE", "report")
@@ -171,9 +167,7 @@ class ToMePreview:
         """Pictures ``[B, H, W * levels, 3]`` and the report; the latter, and its JSON, for the host's history too."""
         pictures = _background(model, image, latent)
         merging = host.find_attached(model)
-        lines, _, report, maps = (), "", None, {}
-        if merging is not None:
-            lines, _, report, maps = merging.latest
+        lines, _, report, maps = ((), "", None, {}) if merging is None else merging.latest
         if maps:
             drawn = [_panels(one, number, len(pictures), maps) for number, one in enumerate(pictures)]
         else:
@@ -185,9 +179,9 @@ class ToMePreview:
 
 
 def _list_dropped(node: Any, prompt: Any, unique_id: Any) -> list[str]:
-    """A line on inputs of the prompt that this version's node does not have."""
-    types = node.INPUT_TYPES()
-    unknown = host.unknown_inputs(prompt, unique_id, {**types["required"], **types["optional"]})
+    """A line on inputs of the prompt that this version's node does not have. prompt: the hidden input of this type."""
+    types, own = node.INPUT_TYPES(), prompt.get(str(unique_id)) if isinstance(prompt, dict) else None
+    unknown = sorted(set(own["inputs"]) - {*types["required"], *types["optional"]}) if own else []
     return [f"unknown to this version of the node: {', '.join(unknown)}"] if unknown else []
 
 

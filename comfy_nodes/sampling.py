@@ -13,7 +13,6 @@ from .engine import hosting
 # step's first call which it was
 _KNOWN = ("comfy.k_diffusion.sampling", "comfy.extra_samplers.uni_pc", "comfy_extras.nodes_advanced_samplers")
 _OF_THEIR_OWN = ("sample_dpm_fast", "sample_dpm_adaptive", "sample_ar_video")  # levels
-_FLOW = "CONST"  # base of what samples a flow model
 _PURE_NOISE = 1e6  # relative to the picture; where there is nothing of it, its share is infinite
 
 
@@ -33,8 +32,8 @@ class HostSampling:
         self._levels: list[float] | None = None
         self._follows_list = _follows_list(sampler)
         self._known: dict[tuple, Any] = {}  # what a model's own schedule was asked, each of which may wait
-        self._computed: set[int] = set()  # steps
         self.steps_done = 0  # that the sampler has reported so far
+        self.computed: set[int] = set()  # steps; others are those that EasyCache or LazyCache left out
 
     def hear(self, callback: Callable | None) -> Callable:
         """The sampler's callback, with us listening."""
@@ -46,15 +45,10 @@ class HostSampling:
 
         return heard
 
-    @property
-    def steps_computed(self) -> int:
-        """At how many steps the model was computed; others are those that EasyCache or LazyCache left out."""
-        return len(self._computed)
-
     def note_call(self, options: dict[str, Any]) -> None:
         """A call of the model has been answered, by the model or by EasyCache. options: its transformer_options."""
         if not is_left_out(options):
-            self._computed.add(self.steps_done)
+            self.computed.add(self.steps_done)
 
     def sigma(self, t: Any, options: dict[str, Any]) -> float:
         """The noise level of a call of the model. t: its sigmas, ``[B]``. options: its transformer_options."""
@@ -83,12 +77,12 @@ class HostSampling:
     def timesteps(self, model_sampling: Any, options: dict[str, Any], flows: bool = False) -> tuple[float, ...] | None:
         """Of all steps of this sampling; None if that is not known, or if it goes on with another's picture.
 
-        On Stable Diffusion's schedule, or on `flow_time`'s scale if the model ``flows``. options: as of `sigma`.
+        On the scale of `timestep_of`. options: as of `sigma`.
         """
         key = id(model_sampling), flows
         if key not in self._known:
             levels = [] if self._continues else self._levels_in(options)
-            self._known[key] = tuple(_timestep(one, model_sampling, flows) for one in levels) or None
+            self._known[key] = tuple(timestep_of(one, model_sampling, flows) for one in levels) or None
         return self._known[key]
 
     def _levels_in(self, options: dict[str, Any]) -> list[float]:
@@ -106,25 +100,33 @@ def is_left_out(options: dict[str, Any]) -> bool:
     return getattr(cache, "name", "") == "EasyCache" and getattr(cache, "skip_current_step", False)
 
 
-def steps_text(done: int, planned: int | None, stopped: bool = False, computed: int | None = None) -> str:
-    """``20 steps``; ``12 of 20 steps`` where the sampling was stopped; "" where nobody knows.
+def steps_text(done: int, sigmas: Any, stopped: bool, computed: int) -> str:
+    """``20 steps``; ``12 of 20 steps`` if the sampling was stopped; "" if nobody knows.
 
-    done: as its sampler reported, of which not all do. computed: with fewer than all ``20 steps, 13 of them computed``.
+    done: as its sampler reported, which not all do. computed: with fewer than all ``20 steps, 13 of them computed``.
     """
-    if planned is None:
+    if not hasattr(sigmas, "__len__") or not len(sigmas):
         return ""
+    planned = len(sigmas) - 1
     count = hosting.count(planned, "step")
     if stopped and done < planned:
         return f"{done} of {count}"
     return f"{count}, {computed} of them computed" if done == planned and computed and computed < planned else count
 
 
-def flow_time(sigma: Any, model_sampling: Any) -> Any | None:
-    """Of a flow model: 0 for the picture, 1000 for pure noise, which its sampler's levels are shares of; else None.
+def is_flow(model_sampling: Any) -> bool:
+    """Does it sample a flow model, whose levels are shares of pure noise, from 0 to 1?"""
+    return hosting.is_kind(model_sampling, "CONST")
+
+
+def timestep_of(sigma: float, model_sampling: Any, flows: bool) -> float:
+    """Of a noise level, on Stable Diffusion's schedule. flows: a flow model's is the share of the noise, of 1000.
 
     As a noise's deviation relative to the picture's, half of a film's steps would all be the noisiest there is.
     """
-    return 1000.0 * sigma if hosting.is_kind(model_sampling, _FLOW) else None
+    if flows and is_flow(model_sampling):
+        return 1000.0 * sigma
+    return hosting.STABLE_DIFFUSION.timestep_of_sigma(relative_sigma(sigma, model_sampling))
 
 
 def relative_sigma(sigma: float, model_sampling: Any) -> float:
@@ -132,18 +134,13 @@ def relative_sigma(sigma: float, model_sampling: Any) -> float:
 
     EDM models see the picture at another one. Flow models see ``(1 - sigma)`` of it under ``sigma`` of the noise.
     """
-    if hosting.is_kind(model_sampling, _FLOW):
-        noise = sigma * getattr(model_sampling, "noise_scale", 1.0)
-        return noise / max(1.0 - sigma, noise / _PURE_NOISE) if noise > 0 else 0.0
-    return sigma / getattr(model_sampling, "sigma_data", 1.0)
+    if not is_flow(model_sampling):
+        return sigma / getattr(model_sampling, "sigma_data", 1.0)
+    noise = sigma * getattr(model_sampling, "noise_scale", 1.0)
+    return noise / max(1.0 - sigma, noise / _PURE_NOISE) if noise > 0 else 0.0
 
 
 def _follows_list(sampler: Any) -> bool:
     function = getattr(sampler, "sampler_function", None)
     name = getattr(function, "__name__", "")
     return getattr(function, "__module__", "") in _KNOWN and name not in _OF_THEIR_OWN
-
-
-def _timestep(sigma: float, model_sampling: Any, flows: bool) -> float:
-    time = flow_time(sigma, model_sampling) if flows else None
-    return hosting.STABLE_DIFFUSION.timestep_of_sigma(relative_sigma(sigma, model_sampling)) if time is None else time

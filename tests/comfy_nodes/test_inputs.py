@@ -29,7 +29,8 @@ def apply_strength(patcher: ModelPatcher, **values) -> ModelPatcher:
 
 def test_the_node_has_five_inputs_beside_the_model_four_of_them_widgets():
     types = ApplyToMe.INPUT_TYPES()
-    assert [*types["required"]] == ["model"] and [*types["optional"]] == ["strength", "start", "end", "settings", "measure"]
+    assert [*types["required"]] == ["model"]
+    assert [*types["optional"]] == ["strength", "start", "end", "settings", "measure"]
     kinds = [kind for kind, _ in types["optional"].values()]
     assert kinds == ["FLOAT"] * 3 + [*ToMeSettings.RETURN_TYPES] + ["BOOLEAN"]
     json.dumps(types)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from comfy_nodes import host
-from comfy_nodes.slot import SLOT
 from comfy_nodes.nodes import ApplyToMe, RemoveToMe, ToMePreview, ToMeSettings
+from comfy_nodes.slot import SLOT
 from tests import comfy_attention
 from tests.comfy_doubles import Guider, Server, checkpoint
 from tests.comfy_transformer import FlowGuider, transformer

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from comfy_nodes import host, layouts
+from comfy_nodes import host, transformers
 from comfy_nodes.nodes import ApplyToMe, RemoveToMe
 from comfy_nodes.slot import SLOT
 from tests.comfy_doubles import apply
@@ -17,7 +17,7 @@ from tome_core.engine import state
 
 KV = {"merge_what": "k+v", "ratio": 0.75, "metric": "keys+values", "use_rand": False, "only_if_it_pays": False}
 TOKENS = 12 * 16 + 7  # of a latent of 24x32, and of the text
-GRID = layouts.grid_of(Flux(), torch.zeros(1, 4, 24, 32))
+GRID = transformers.grid_of(Flux(), torch.zeros(1, 4, 24, 32))
 
 
 def sample(patcher, **options) -> torch.Tensor:
@@ -68,7 +68,7 @@ def test_where_the_picture_lies_is_known_or_nothing_merges():
     plain = transformer(Unplaced)
     merged = apply(plain, **KV)
     assert torch.equal(sample(merged), sample(plain))
-    assert f"7 {layouts.BESIDE}" in " ".join(report(merged).reasons)
+    assert f"7 {transformers.BESIDE}" in " ".join(report(merged).reasons)
 
 
 def test_a_model_without_tokens_of_known_size_is_refused_with_a_sentence(server):
@@ -82,8 +82,8 @@ def test_a_hunyuan_video_whose_film_comes_first_is_not_taken_for_one_whose_text_
     """As an earlier ComfyUI's was, whose blocks say so."""
     model = Flux()
     model.double_blocks = [SimpleNamespace(flipped_img_txt=True)]
-    assert layouts.where_tokens_lie(model, GRID, 192 + 7, {}) == f"7 {layouts.BESIDE}"
-    assert layouts.where_tokens_lie(Flux(), GRID, 192 + 7, {}).first == 7
+    assert transformers.where_tokens_lie(model, GRID, 192 + 7, {}) == f"7 {transformers.BESIDE}"
+    assert transformers.where_tokens_lie(Flux(), GRID, 192 + 7, {}).first == 7
 
 
 @pytest.mark.parametrize("name", ["HunyuanVideo", "NextDiT", "SingleStreamDiT"])
@@ -91,15 +91,15 @@ def test_a_text_that_is_refined_by_itself_is_not_taken_for_a_picture(name):
     """Before the model says in which block it is, be the text longer than the picture or as long."""
     model = type(name, (Flux,), {})()
     for tokens in (192 + 7, 192):
-        assert layouts.where_tokens_lie(model, GRID, tokens, {}) == f"{tokens} {layouts.REFINED}"
-    assert layouts.where_tokens_lie(model, GRID, 192 + 7, {"block_type": "double"}).first == 7
+        assert transformers.where_tokens_lie(model, GRID, tokens, {}) == f"{tokens} {transformers.REFINED}"
+    assert transformers.where_tokens_lie(model, GRID, 192 + 7, {"block_type": "double"}).first == 7
 
 
 @pytest.mark.parametrize("multiple, filled", [(None, 192), (32, 192), (50, 200)])
 def test_z_images_picture_comes_last_and_is_filled_up(multiple, filled):
     model = type("NextDiT", (Flux,), {"pad_tokens_multiple": multiple})()
     for beside in (7, 7 + 64):  # a text; references too
-        assert layouts.where_tokens_lie(model, GRID, beside + filled, {"block_type": "double"}) == (GRID, beside)
+        assert transformers.where_tokens_lie(model, GRID, beside + filled, {"block_type": "double"}) == (GRID, beside)
 
 
 def test_what_fills_up_a_picture_is_no_token_of_it():
@@ -111,7 +111,7 @@ def test_what_fills_up_a_picture_is_no_token_of_it():
 
 
 def test_references_lie_behind_the_picture():
-    layout = layouts.where_tokens_lie(Flux(), GRID, 192 + 7 + 50, {"reference_image_num_tokens": [20, 30]})
+    layout = transformers.where_tokens_lie(Flux(), GRID, 192 + 7 + 50, {"reference_image_num_tokens": [20, 30]})
     assert layout.first == 7
 
 
@@ -122,7 +122,7 @@ def test_references_lie_behind_the_picture():
 def test_the_grid_is_the_latents_in_whole_tokens(patch, latent, grid):
     model = Flux()
     model.patch_size = patch
-    assert tuple(layouts.grid_of(model, torch.zeros(latent))) == grid
+    assert tuple(transformers.grid_of(model, torch.zeros(latent))) == grid
 
 
 def test_attention_in_the_slot_is_called_with_merged_keys_and_what_does_more_keeps_every_call():

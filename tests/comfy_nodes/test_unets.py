@@ -1,4 +1,4 @@
-"""Which calls that ask the slot are a UNet's self-attentions, at which level, and what is said of those that never ask."""
+"""Which calls that ask the slot are a UNet's self-attentions, at which level, and what is said where none asks."""
 
 from __future__ import annotations
 
