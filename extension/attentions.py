@@ -31,8 +31,8 @@ class _Hijacked(hosting.ForwardOnStandIn):
     def keys_and_values(
         self, module: nn.Module, keys: torch.Tensor, values: torch.Tensor, kwargs: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Through the hypernetworks that are loaded."""
-        return super().keys_and_values(module, *host.through_hypernetworks(keys, values), kwargs)
+        """Through the hypernetworks that are loaded. Both come from the same tokens: A1111 knows no others."""
+        return super().keys_and_values(module, *host.through_hypernetworks(keys), kwargs)
 
     def attend(
         self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: None, kwargs: dict[str, Any]

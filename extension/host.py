@@ -195,14 +195,11 @@ def relative(p: Any, time: dict[str, float]) -> dict[str, float]:
     return {name: value / data if name == "sigma" else value for name, value in time.items()}
 
 
-def through_hypernetworks(keys: Any, values: Any) -> tuple[Any, Any]:
-    """What the loaded hypernetworks make of tokens ``[B, G, C]`` before keys and values are projected from them."""
+def through_hypernetworks(tokens: Any) -> tuple[Any, Any]:
+    """What the loaded hypernetworks make of tokens ``[B, N, C]`` before keys and values are projected from them."""
     known = sys.modules.get("modules.hypernetworks.hypernetwork")
     loaded = getattr(shared, "loaded_hypernetworks", None)
-    if known is None or not loaded:
-        return keys, values
-    for_keys, for_values = known.apply_hypernetworks(loaded, keys)
-    return for_keys, for_values if values is keys else known.apply_hypernetworks(loaded, values)[1]
+    return known.apply_hypernetworks(loaded, tokens) if known is not None and loaded else (tokens, tokens)
 
 
 def first_seed(p: Any) -> int:

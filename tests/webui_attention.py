@@ -129,10 +129,9 @@ xformers: Any = None  # a test puts one here
 # --- the Forges ------------------------------------------------------------------------------------------------------
 
 __name__ = HERE
-_REFORGE = "ldm_patched.ldm.modules.attention"
 
 
-def _by_products(q: Any, k: Any, v: Any, heads: int, mask: Any = None, rows: int = 0) -> torch.Tensor:
+def _by_products(q: Any, k: Any, v: Any, heads: int, mask: Any = None, rows: int = 2**20) -> torch.Tensor:
     """rows: queries at once, by which a mask is cut."""
     q, k, v = (of_heads(one, heads) for one in (q, k, v))
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
@@ -142,70 +141,61 @@ def _by_products(q: Any, k: Any, v: Any, heads: int, mask: Any = None, rows: int
     return _flat(scores.softmax(-1) @ v)
 
 
-def _adding(rows: int = 2**20) -> Any:
-    """A function that adds a mask, and has the arguments of newer ones."""
-
-    def function(q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False, skip_output_reshape=False):
-        return _by_products(q, k, v, heads, mask, rows)
-
-    return function
+def _adding(q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False, skip_output_reshape=False):
+    return _by_products(q, k, v, heads, mask)
 
 
-def _refusing() -> Any:
-    """One for which a mask of four dimensions is none."""
-
-    def function(q, k, v, heads, mask=None, attn_precision=None):
-        assert mask is None
-        return _by_products(q, k, v, heads)
-
-    return function
+def _cutting(q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False):
+    is_short_of_memory = len(q) > 2
+    return _by_products(q, k, v, heads, mask, 8 if is_short_of_memory else 2**20)
 
 
-def _by_torch(widths: tuple[int, ...] = ()) -> Any:
-    """One that adds any mask, for heads of these widths alone."""
-
-    def function(q, k, v, heads, mask=None, attn_precision=None):
-        assert not widths or q.shape[-1] // heads in widths, f"headdim should be in {widths}."
-        return attend(q, k, v, heads, mask)
-
-    return function
+def _refusing(q, k, v, heads, mask=None, attn_precision=None):
+    assert mask is None
+    return _by_products(q, k, v, heads)
 
 
-def _called(module: str, **functions: Any) -> dict[str, Any]:
-    for name, one in functions.items():
-        one.__module__, one.__name__, one.__qualname__ = module, name, name
-    return functions
+def _by_torch(q, k, v, heads, mask=None, attn_precision=None):
+    return attend(q, k, v, heads, mask)
 
 
-FORGE = _called("backend.attention", attention_basic=_adding(), attention_split=_adding(rows=8),
-                attention_sub_quad=_refusing(), attention_pytorch=_by_torch())  # fmt: skip
-REFORGE = _called(_REFORGE, attention_basic=_adding(), attention_split=_adding(), attention_sub_quad=_refusing(),
-                  attention_pytorch=_by_torch())  # fmt: skip
-# Forge Classic's, of reForge's names: a mask for heads within the batch, or torch's function that takes any
-CLASSIC = _called(_REFORGE, attention_basic=_refusing(), attention_split=_refusing(), attention_xformers=_refusing(),
-                  attention_pytorch=_by_torch(), attention_sage=_by_torch(widths=(64, 96, 128)))  # fmt: skip
-attention_function = FORGE["attention_pytorch"]
-optimized_attention = optimized_attention_masked = REFORGE["attention_pytorch"]
+# what each of theirs is one of: basic and most others add a mask; split and sub-quadratic cut one by queries if memory
+# is short, also if it has one row for all of them; xformers' and Classic's take none of four dimensions
+FUNCTIONS = {"adds a mask": _adding, "cuts it": _cutting, "refuses it": _refusing, "torch's": _by_torch}
+attention_function = optimized_attention = optimized_attention_masked = _by_torch
 
 
-def _attention_of(module: str, attend: Any) -> type[CrossAttention]:
-    """A Forge's module, by the name of its file. attend: what it makes of q, k, v, its heads and a mask."""
+class _OfForges(CrossAttention):
+    def _projected(self, x: Any, context: Any, value: Any) -> tuple[torch.Tensor, ...]:
+        context = x if context is None else context
+        return self.to_q(x), self.to_k(context), self.to_v(context if value is None else value)
+
+
+class ForgeAttention(_OfForges):
+    """Forge's, backend.nn.unet."""
+
+    def forward(self, x, context=None, value=None, mask=None, transformer_options=None):
+        """By a global of its file."""
+        return self.to_out(attention_function(*self._projected(x, context, value), self.heads, mask))
+
+
+class ReforgeAttention(_OfForges):
+    """reForge's, ldm_patched.ldm.modules.attention."""
 
     def forward(self, x, context=None, value=None, mask=None):
-        context = x if context is None else context
-        q, k, v = self.to_q(x), self.to_k(context), self.to_v(context if value is None else value)
-        return self.to_out(attend(q, k, v, self.heads, mask))
-
-    forward.__module__, forward.__qualname__ = module, "CrossAttention.forward"
-    return type("CrossAttention", (CrossAttention,), {"forward": forward})
-
-
-def _by_two_names(q: Any, k: Any, v: Any, heads: int, mask: Any, **more: Any) -> torch.Tensor:
-    if mask is None:
-        return optimized_attention(q, k, v, heads, **more)
-    return optimized_attention_masked(q, k, v, heads, mask, **more)
+        """By one of two globals, which are told of a precision."""
+        q, k, v = self._projected(x, context, value)
+        if mask is None:
+            return self.to_out(optimized_attention(q, k, v, self.heads, attn_precision=None))
+        return self.to_out(optimized_attention_masked(q, k, v, self.heads, mask, attn_precision=None))
 
 
-ForgeAttention = _attention_of("backend.nn.unet", lambda *given: attention_function(*given))
-ReforgeAttention = _attention_of(_REFORGE, lambda *given: _by_two_names(*given, attn_precision=None))
-ClassicAttention = _attention_of(_REFORGE, _by_two_names)  # reForge's name, and functions without precision
+class ClassicAttention(_OfForges):
+    """Forge Classic's, of reForge's name."""
+
+    def forward(self, x, context=None, value=None, mask=None):
+        """By one of two globals."""
+        q, k, v = self._projected(x, context, value)
+        if mask is None:
+            return self.to_out(optimized_attention(q, k, v, self.heads))
+        return self.to_out(optimized_attention_masked(q, k, v, self.heads, mask))

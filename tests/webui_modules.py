@@ -155,6 +155,6 @@ class Modules:
         """A module of the running extension."""
         return sys.modules[f"{PACKAGE}.extension.{name}"]
 
-    def engine(self, name):
-        """A module of its engine."""
-        return sys.modules[f"{PACKAGE}.tome_core.{name}"]
+    def engine(self, name=""):
+        """A module of its engine, or the engine."""
+        return sys.modules[f"{PACKAGE}.tome_core.{name}".rstrip(".")]

@@ -7,14 +7,14 @@ import torch
 
 from tests import conformance
 from tests import webui_attention as theirs
-from tests.conformance import CHANNELS, DTYPES, GROUPS, HEADS, TOKENS, assert_sized, own, ragged, telling, tokens
+from tests.conformance import CHANNELS, DTYPES, HEADS, UNetOf, far, run, telling, tokens
 from tests.thoroughness import some_quick
 from tests.webui_doubles import Webui
-from tome_core.attention.core import attend_merged
 
-BOTH, WIDER = {"bias", "wider heads"}, {"wider heads"}
-TORCH = "scaled_dot_product_attention_forward"
-_WITHOUT_SAGE = {name: one for name, one in theirs.CLASSIC.items() if name != "attention_sage"}
+TORCH, BIAS, OWN_BIAS = "scaled_dot_product_attention_forward", "bias", "bias, by torch's own function"
+of_each_forge = pytest.mark.parametrize(
+    "kind", [theirs.ForgeAttention, theirs.ReforgeAttention, theirs.ClassicAttention]
+)
 
 
 @pytest.fixture
@@ -22,18 +22,12 @@ def webui(monkeypatch):
     made = Webui(monkeypatch, "a1111")
     made.shared.loaded_hypernetworks = theirs.hypernetworks
     made.put("modules.hypernetworks.hypernetwork", apply_hypernetworks=theirs.apply_hypernetworks)
-    made.shared.opts.data["upcast_attn"] = False
     conformance.with_xformers(monkeypatch, theirs)
     made.start()
     yield made
     theirs.hypernetworks.clear()
     theirs.upcast.on = False
     made.call("script_unloaded")
-
-
-def registry(webui):
-    """The engine's, as the running extension has it."""
-    return __import__("sys").modules["_tome_core_webui.tome_core.attention"]
 
 
 def hijacked(monkeypatch, name, dtype=torch.float32):
@@ -45,96 +39,85 @@ def made(kind, dtype=torch.float32):
     return telling(kind(CHANNELS, HEADS), dtype)
 
 
-def ways(webui, monkeypatch, module, dtype=torch.float32, **kwargs):
-    monkeypatch.setattr(conformance, "known_of", registry(webui).known_of)
-    return conformance.ways(module, dtype, **kwargs)
+def way(webui, module, dtype=torch.float32, **told):
+    """The way in which it is told of sizes, held against repeated keys."""
+    return conformance.way(module, dtype, engine=webui.engine(), **told)
+
+
+def merged(webui, module, **settings):
+    """What it gives by a patch with these settings, and the report."""
+    unet, x = UNetOf(module), tokens(2, next(module.parameters()).dtype)
+    with webui.engine().patch(unet, side="kv", use_rand=False, ratio=0.5, **settings) as handle:
+        return run(unet, x), handle.report()
 
 
 @pytest.mark.parametrize("dtype", some_quick(DTYPES), ids=str)
 @pytest.mark.parametrize("name", theirs.HIJACKS)
 def test_each_of_a1111s_forwards_is_known(webui, monkeypatch, name, dtype):
-    found = ways(webui, monkeypatch, hijacked(monkeypatch, name, dtype), dtype, mask=None, additional_tokens=None)
-    assert found == (BOTH if name == TORCH else WIDER)
+    found = way(webui, hijacked(monkeypatch, name, dtype), dtype, mask=None, additional_tokens=None)
+    assert found == (BIAS if name == TORCH else OWN_BIAS)
 
 
 @pytest.mark.parametrize("dtype", some_quick([torch.bfloat16, torch.float16]), ids=str)
 @pytest.mark.parametrize("name", [one for one in theirs.HIJACKS if one.startswith(("split", "sub", "xf", "scaled"))])
 def test_they_may_cast_to_float32(webui, monkeypatch, name, dtype):
-    theirs.upcast.on = webui.shared.opts.data["upcast_attn"] = True
-    # the mask would stay in half precision, which torch's function refuses
-    assert ways(webui, monkeypatch, hijacked(monkeypatch, name, dtype), dtype, tolerance=2e-2) == WIDER
+    theirs.upcast.on = True
+    found = way(webui, hijacked(monkeypatch, name, dtype), dtype, tolerance=2e-2)
+    assert found == (BIAS if name == TORCH else OWN_BIAS)
 
 
 @pytest.mark.parametrize("name", theirs.HIJACKS)
-def test_hypernetworks_change_merged_tokens_once(webui, monkeypatch, name):
+def test_hypernetworks_change_tokens_once(webui, monkeypatch, name):
+    module, x = hijacked(monkeypatch, name, torch.float64), tokens(2, torch.float64)
+    plain = module(x)
     theirs.hypernetworks += [theirs.Hypernetwork(CHANNELS, torch.float64) for _ in range(2)]
-    module = hijacked(monkeypatch, name, torch.float64)
-    x = tokens(2, dtype=torch.float64)
-    changed = own(module, x, None)
-    assert ways(webui, monkeypatch, module, torch.float64) == (BOTH if name == TORCH else WIDER)
-    theirs.hypernetworks.clear()
-    assert not torch.allclose(changed, own(module, x, None))
+    assert not torch.allclose(module(x), plain)
+    assert way(webui, module, torch.float64) == (BIAS if name == TORCH else OWN_BIAS)
 
 
-def test_keys_and_values_go_through_their_own_halves_of_a_hypernetwork(webui, monkeypatch):
-    theirs.hypernetworks.append(theirs.Hypernetwork(CHANNELS, torch.float64))
-    module, x = hijacked(monkeypatch, TORCH, torch.float64), tokens(2, dtype=torch.float64)
-    keys, plan = tokens(2, GROUPS, torch.float64, 1), ragged(2, TOKENS, GROUPS)
-    known = registry(webui).known_of(module)
-    out = attend_merged(known, module, x, keys, keys.clone(), plan, {}).out
-    assert_sized(own, module, x, keys, plan.sizes, out)
+@pytest.mark.parametrize("loaded", [0, 2])
+def test_without_sizes_all_of_a1111s_forwards_agree(webui, monkeypatch, loaded):
+    """Then it is the forward itself that computes with merged keys."""
+    theirs.hypernetworks += [theirs.Hypernetwork(CHANNELS, torch.float64) for _ in range(loaded)]
+    found = {name: merged(webui, hijacked(monkeypatch, name, torch.float64), proportional=False, correction=False)
+             for name in theirs.HIJACKS}  # fmt: skip
+    expected, report = found.pop(TORCH)
+    assert report.merged_anything and not report.routes
+    for name, (out, _) in found.items():
+        assert far(out, expected) < 1e-12, name
 
 
-@pytest.mark.parametrize("dtype", some_quick(DTYPES), ids=str)
-@pytest.mark.parametrize(("kind", "name", "functions", "adding"), [
-    (theirs.ForgeAttention, "attention_function", theirs.FORGE, {"attention_basic", "attention_pytorch"}),
-    (theirs.ReforgeAttention, "optimized_attention", theirs.REFORGE,
-     {"attention_basic", "attention_split", "attention_pytorch"}),
-    (theirs.ClassicAttention, "optimized_attention", _WITHOUT_SAGE, {"attention_pytorch"}),
-], ids=["forge", "reforge", "classic"])  # fmt: skip
-def test_each_of_the_forges_functions_takes_sizes_its_own_way(
-    webui, monkeypatch, kind, name, functions, adding, dtype
-):  # fmt: skip
-    for function in functions:
-        monkeypatch.setattr(theirs, name, functions[function])
-        monkeypatch.setattr(theirs, "optimized_attention_masked", theirs.optimized_attention)
-        found = ways(webui, monkeypatch, made(kind, dtype), dtype, mask=None)
-        assert found == (BOTH if function in adding else WIDER), function
-
-
-@pytest.mark.parametrize("kind", [theirs.ForgeAttention, theirs.ReforgeAttention])
-def test_a_function_that_nobody_knows_gets_wider_heads(webui, monkeypatch, kind):
-    def sage(q, k, v, heads, mask=None, attn_precision=None):
-        assert mask is None
-        return theirs.REFORGE["attention_pytorch"](q, k, v, heads)
-
+def put(monkeypatch, function):
+    """Let it be the function that the Forges' attentions call."""
     for name in ("attention_function", "optimized_attention", "optimized_attention_masked"):
-        monkeypatch.setattr(theirs, name, sage)
-    assert ways(webui, monkeypatch, made(kind)) == WIDER
+        monkeypatch.setattr(theirs, name, function)
 
 
-@pytest.mark.parametrize(("width", "merges_inside"), [(64, False), (40, True)])
-def test_classics_sage_is_never_called_with_wider_heads(webui, monkeypatch, width, merges_inside):
-    monkeypatch.setattr(theirs, "optimized_attention", theirs.CLASSIC["attention_sage"])
-    monkeypatch.setattr(theirs, "optimized_attention_masked", theirs.CLASSIC["attention_sage"])
-    module = theirs.ClassicAttention(2 * width, 2)
-    problem = registry(webui).known_of(module).problem(module, {})
-    assert problem == (None if merges_inside else "its function takes no wider heads")
+@of_each_forge
+@pytest.mark.parametrize("dtype", some_quick(DTYPES), ids=str)
+@pytest.mark.parametrize("function", theirs.FUNCTIONS.values(), ids=theirs.FUNCTIONS)
+def test_the_forges_functions_are_given_no_bias(webui, monkeypatch, kind, function, dtype):
+    """Some take it for square, or cut it by queries if memory is short, which no trial tells."""
+    put(monkeypatch, function)
+    assert way(webui, made(kind, dtype), dtype, mask=None) == OWN_BIAS
 
 
-def test_no_mask_is_made_where_it_would_call_another_function(webui, monkeypatch):
-    monkeypatch.setattr(theirs, "optimized_attention_masked", theirs.REFORGE["attention_basic"])
-    assert ways(webui, monkeypatch, made(theirs.ReforgeAttention)) == WIDER
+@of_each_forge
+def test_what_is_no_attention_is_left_alone(webui, monkeypatch, kind):
+    put(monkeypatch, lambda q, k, v, heads, mask=None, attn_precision=None: v * 0.5)
+    module = made(kind)
+    out, report = merged(webui, module)
+    assert torch.equal(out, run(UNetOf(module), tokens(2)))
+    assert list(report.reasons) == ["attn: the function that it calls is no attention"]
 
 
-@pytest.mark.parametrize("kind", [
-    theirs.CrossAttention, theirs.ForgeAttention, theirs.ReforgeAttention, theirs.ClassicAttention,
-])
-def test_a_mask_is_a_problem(webui, monkeypatch, kind):
-    module = hijacked(monkeypatch, TORCH) if kind is theirs.CrossAttention else made(kind)
-    known = registry(webui).known_of(module)
-    assert known.problem(module, {"mask": torch.ones(1)}) == "a mask came along"
-    assert known.problem(module, {"mask": None, "n_times_crossframe_attn_in_self": 0}) is None
+@of_each_forge
+def test_a_mask_leaves_it_alone(webui, kind):
+    unet, x = UNetOf(made(kind), mask=torch.randn(1, 1, 1, 64)), tokens(2)
+    expected = run(unet, x)
+    with webui.engine().patch(unet, ratio=0.5) as handle:
+        assert torch.equal(run(unet, x), expected)
+    assert list(handle.report().reasons) == ["attn: an attention mask came along"]
 
 
 def test_a_forward_of_somebody_elses_is_not_known(webui, monkeypatch):
@@ -142,4 +125,5 @@ def test_a_forward_of_somebody_elses_is_not_known(webui, monkeypatch):
         return x
 
     monkeypatch.setattr(theirs.CrossAttention, "forward", forward, raising=False)
-    assert registry(webui).known_of(made(theirs.CrossAttention)) is None
+    (reason,) = merged(webui, made(theirs.CrossAttention))[1].reasons
+    assert "calls no attention function that is known" in reason
