@@ -97,8 +97,9 @@ class _ByTorch(Asked):
 
     def __init__(self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None,
                  enable_gqa=False):  # fmt: skip
-        self._own = query, key, value, attn_mask, dropout_p, is_causal
-        self._more = {"scale": scale, "enable_gqa": True} if enable_gqa else {"scale": scale}
+        self._own = query, key, value
+        more = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+        self._more = {name: one for name, one in more.items() if one}  # a replacement may know no more than is asked
         self.mask, self.scale, self.gqa = attn_mask, scale, enable_gqa
         self.plain = not (dropout_p or is_causal) and query.dim() == 4
         if torch.nn.functional.scaled_dot_product_attention is _TORCH:
@@ -109,12 +110,14 @@ class _ByTorch(Asked):
             self.q, self.k, self.v = (one.unsqueeze(-2) for one in (query, key, value))
 
     def unmerged(self) -> torch.Tensor:
-        return torch.nn.functional.scaled_dot_product_attention(*self._own, **self._more)
+        return self._call(*self._own, self.mask)
 
     def compute(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        function = torch.nn.functional.scaled_dot_product_attention
-        return function(q, k, v, bias, *self._own[4:], **self._more).transpose(1, 2)
+        return self._call(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), bias).transpose(1, 2)
+
+    def _call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        more = self._more if mask is None else {"attn_mask": mask, **self._more}
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, **more)
 
     def give_back(self, out: torch.Tensor) -> torch.Tensor:
         return out.transpose(1, 2)
@@ -164,7 +167,7 @@ class _ByXformers(Asked):
     """``xformers.ops.memory_efficient_attention``, ``[B, S, H, d]`` or ``[B*H, S, d]``; its bias is never asked for."""
 
     def __init__(self, function, query, key, value, attn_bias=None, p=0.0, scale=None, **more):
-        self._function, self._own, self._more = function, (query, key, value), {"scale": scale, **more}
+        self._function, self._own, self._more = function, (query, key, value), {"p": p, "scale": scale, **more}
         self.mask, self.scale = attn_bias, scale
         self.plain, self.adds_bias = not p and not set(more) - {"op"}, False
         self.is_flat = query.dim() == 3

@@ -308,8 +308,8 @@ def test_a_mask_that_hides_nothing_is_none():
 # --- functions in the place of torch's --------------------------------------------------------------------------------
 
 
-def swallowing(query, key, value, attn_mask=None, is_causal=False, scale=None, **_):
-    """As a quantised attention is plugged in: whatever mask it is given."""
+def swallowing(query, key, value, tensor_layout="HND", is_causal=False, scale=None, **_):
+    """As a quantised attention is plugged in: whatever mask it is given, by its name alone."""
     return TORCHS(query, key, value, is_causal=is_causal, scale=scale)
 
 
