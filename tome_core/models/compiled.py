@@ -51,6 +51,11 @@ class NumberedSite(Wrap):
         super().__init__(target, name)
         self.number = number_of(self)
 
+    def _again(self) -> Wrap:
+        wrap = super()._again()
+        wrap.number = number_of(wrap)
+        return wrap
+
 
 def begin(site: torch.Tensor, form: str, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> torch.Tensor:
     """In a graph: a call of a model begins, with arguments as of `arguments.pack`. Returns what `attend` is given."""

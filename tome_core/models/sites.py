@@ -109,7 +109,7 @@ class Shared:
 
     def forget(self) -> None:
         """No patch is in force any more."""
-        self.state, self._graded, self._is_mixed = None, None, False
+        self.state, self.root, self._graded, self._is_mixed = None, None, None, False
 
 
 def _same(one: ModelCall, other: ModelCall) -> bool:
@@ -126,7 +126,11 @@ class ModelSite(NumberedSite):
     def __init__(self, model: nn.Module, shared: Shared) -> None:
         super().__init__(model)
         self.shared = shared
-        shared.root = self
+
+    def install(self) -> Wrap:
+        """As of every wrap."""
+        self.shared.root = wrap = super().install()
+        return wrap
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """What the model gives."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -28,22 +29,28 @@ _PARTS = (("crossattn", "attn2"), ("mlp", "ff"))
 class UNetAdapter:
     """What the engine has to know of one UNet. Raises UnsupportedModelError as `find_blocks` does.
 
-    layout: whose strengths it has. downsamples: of each level, the finest first. places: its transformer blocks.
-    reads: the arguments that a call is read from.
+    layout: whose strengths it has. downsamples: of each level, the finest first. reads: the arguments that a call is
+    read from. It does not hold the UNet.
     """
 
     reads = ("latent", "timestep")
 
     def __init__(self, unet: nn.Module) -> None:
-        self.places = find_blocks(unet)
+        self._unet = weakref.ref(unet)
         depths = sorted({place.halvings for place in self.places})
         self.levels = {depth: level for level, depth in enumerate(depths)}
         self.downsamples = [2**depth for depth in depths]
         self.layout = "sd" if 0 in self.levels else "sdxl"
 
+    @property
+    def places(self) -> list[Place]:
+        """The UNet's transformer blocks."""
+        return find_blocks(self._unet())
+
     def tallies(self) -> list[LevelTally]:
         """An empty one for each level."""
-        count = [sum(place.halvings == depth for place in self.places) for depth in self.levels]
+        places = self.places
+        count = [sum(place.halvings == depth for place in places) for depth in self.levels]
         return [LevelTally(down, blocks) for down, blocks in zip(self.downsamples, count, strict=True)]
 
     def wraps(
@@ -57,14 +64,14 @@ class UNetAdapter:
             make: gives a wrap of a class, of its target and what else it takes.
         """
         yield make(ModelSite, unet, shared)
-        before = None
-        for place in self.places:
+        before, places = None, self.places
+        for place in places:
             level = self.levels[place.halvings]
             if level not in levels:
                 continue
             if place.transformer is not before:
                 before = place.transformer
-                count = sum(one.transformer is before and hasattr(one.block, "attn1") for one in self.places)
+                count = sum(one.transformer is before and hasattr(one.block, "attn1") for one in places)
                 yield make(TransformerSite, before, shared, level, count)
             yield from self._of_block(place, level, shared, level in around, make)
 

@@ -100,7 +100,7 @@ class Wrap:
                 self.beneath = current
             elif current != self.beneath:
                 self.active = False
-                wrap = copy.copy(self)
+                wrap = self._again()
                 wrap.beneath = current
             setattr(self.target, self._slot(), wrap.forward if _BOUND else wrap)
             vars(self.target)[_MARK] = wrap
@@ -109,6 +109,12 @@ class Wrap:
         wrap._placed = True
         wrap._of_class = getattr(type(self.target), self.name)
         wrap.active = True
+        return wrap
+
+    def _again(self) -> Wrap:
+        """Another like this one, on the same target."""
+        wrap = object.__new__(type(self))
+        vars(wrap).update(vars(self))
         return wrap
 
     def uninstall(self) -> None:

@@ -40,6 +40,7 @@ class WrapSet:
         wraps = list(adapter.wraps(model, shared, levels, around, self._reuse_or_make))
         for wrap in reversed([one for one in self._on if one not in wraps]):
             wrap.uninstall()
+        self._off = {key: one for key, one in self._off.items() if one.target is None}  # others hold their module
         self._on = wraps
         self._put_back()
 
