@@ -16,7 +16,7 @@ FLAGS = ("--use-cpu", "all", "--no-half", "--precision", "full", "--skip-torch-c
 
 @pytest.fixture(scope="module")
 def found(checkout):
-    """Which ways each forward took, in the webui's own Python."""
+    """In which way each forward was told of sizes, in the webui's own Python."""
     if kind_of(checkout) != "a1111":
         pytest.skip("the Forges' attention has one forward, which all other tests of this folder go through")
     command = [os.environ.get("WEBUI_PYTHON", sys.executable), str(HERE / "hold_attentions.py"), *FLAGS]
@@ -27,6 +27,6 @@ def found(checkout):
 
 def test_each_forward_takes_sizes_on_both_libraries_in_every_precision_and_behind_hypernetworks(found):
     assert len(found) == 8 * 2 * 9
-    for case, ways in found.items():
-        adds = case.startswith("scaled_dot_product_attention_forward") and "raised" not in case
-        assert ways == (["bias", "wider heads"] if adds else ["wider heads"]), case
+    for case, way in found.items():
+        is_torchs = case.startswith("scaled_dot_product_attention_forward")
+        assert way == ("bias" if is_torchs else "bias, by torch's own function"), case

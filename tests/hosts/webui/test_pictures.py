@@ -123,7 +123,7 @@ def test_a_strength_merges_the_second_level_where_the_picture_is_large(webui):
 def test_merged_keys_know_their_sizes_in_the_webuis_own_attention(webui):
     webui.draw(HALF)
     ways = {text for level in webui.state()["routes"].values() for text in level}
-    assert ways and ways <= {"bias", "wider heads"}, ways
+    assert ways and all(one.startswith("bias") for one in ways), ways
 
 
 def test_matches_are_kept_for_no_other_pass_and_no_other_picture(twins, webui):

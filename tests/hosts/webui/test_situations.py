@@ -54,7 +54,7 @@ def test_hypertile_in_both_passes_leaves_us_nothing(twins):
     assert SAVED in twins.law(HALF)
     twins.webui.draw(HALF)
     ways = {way for level in twins.webui.state()["routes"].values() for way in level}
-    assert ways and ways <= {"bias", "wider heads"}, "its wrappers, which stay for good, are seen through"
+    assert ways and all(one.startswith("bias") for one in ways), "its wrappers, which stay for good, are seen through"
 
 
 def _needs_hypertile(twins):

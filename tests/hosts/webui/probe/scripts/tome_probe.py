@@ -28,9 +28,9 @@ def on_step(params):
         params.denoiser.step = None  # what a callback raises is swallowed; with this, the denoiser cannot go on
     if params.denoiser.step == 1 and "interrupt" in prompt:
         shared.state.interrupt()
-    wiring = vars(unet()).get("_tome_core_patch") if unet() is not None else None
-    if wiring is not None and wiring.merging is not None:
-        report = wiring.merging.report()
+    wraps = vars(unet()).get("_tome_core_patch") if unet() is not None else None
+    if wraps is not None and wraps.handle is not None:
+        report = wraps.handle.report()
         seen["routes"] = {str(level.downsample): level.routes for level in report.levels if level.routes}
 
 
