@@ -90,7 +90,7 @@ class Patch(Nested, Measured, State):
         return self
 
     def uninstall(self) -> None:
-        """Take the patch off, keeping its counts. Idempotent. Calls that go on in other threads end as they began."""
+        """Take the patch off, keeping its counts. Idempotent. It waits for no call: one that goes on ends unmerged."""
         for model in self._present():
             take_off(model, self)
         self._take_off_outside()
