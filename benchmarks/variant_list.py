@@ -25,10 +25,9 @@ FRONT = (
 )  # fmt: skip
 APART = ((0.75, 4), (0.9375, 4), (0.984375, 8))  # of these: where sizes and correction are told apart
 BETWEEN = (0.1, 0.375, 0.625, 0.875)  # strengths without a name
-# of the levels below the finest: keys and values merged as hard as any preset does, and the MLP
+# of the levels below the finest: keys and values merged as hard as any preset does
 BELOW = (1, 2)
 KEYS_BELOW = ((0.9375, 4), (0.984375, 8))
-MLP_BELOW = (0.25, 0.5, 0.75)
 SKIPPED = (0.05, 0.1, 0.2)  # thresholds of FirstBlockCache, the first is diffusers' default
 TOMA_RATIOS = (0.5, 0.75)
 HALF_TIME = 500  # where the schedules of others switch, tomesd's and down-sampling's
@@ -85,8 +84,6 @@ def _below() -> Iterator[Variant]:
     for ratio, cell in KEYS_BELOW:
         more = {"metric": "keys+values", "refine": 1, "levels": BELOW}
         yield _engine("keys below", _setting(ratio, cell), _kv_rule(ratio, cell, **more))
-    for ratio in MLP_BELOW:
-        yield _engine("MLP below", str(ratio), {"ratio": 0.0, "deep_mlp": ratio, "levels": BELOW, "use_rand": False})
     yield Variant("zero below", "attention", variants.zero("attn1", BELOW), code="torch")
     yield Variant("zero below", "MLP", variants.zero("ff", BELOW), code="torch")
     yield _engine("MLP at the finest", "0.5", {"ratio": 0.5, "merge_attn": False, "merge_mlp": True, "use_rand": False})
@@ -181,7 +178,7 @@ _SMALLEST = ("tomesd-0.75", "bipartite-drawn-0.75", "sized-kv-0.75")
 _FRONT = tuple(name for name, variant in VARIANTS.items() if variant.method == "merged keys")
 _PRESETS = tuple(name for name, variant in VARIANTS.items() if variant.method in ("preset", "strength"))
 _OTHERS = tuple(variant.name for variant in _others())
-_BELOW = tuple(name for name, variant in VARIANTS.items() if variant.method in ("keys below", "MLP below"))
+_BELOW = tuple(name for name, variant in VARIANTS.items() if variant.method == "keys below")
 _STANDARD = (
     *(f"tomesd-{ratio}" for ratio in RATIOS), "bipartite-drawn-0.5", "sized-0.5", "sized-0.75", "downsample-2x2",
     "sized-kv-0.75", "sized-kv-0.9375-cells-4", *_OTHERS, *_PRESETS,

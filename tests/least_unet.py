@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tests.samplings import KEPT
-from tome_core import MergeConfig, MergeRule
+from tome_core import MergeConfig
 from tome_core.bench.sd_block import SpatialTransformer, UNet
 
 TIMES = [999.0 - 50 * step for step in range(20)]
@@ -15,7 +15,7 @@ WAYS = {
     "queries of their own, drawn": MergeConfig(side="kv", ratio=0.75, keep=100.0, query_ratio=0.25, use_rand=True),
     "all parts": MergeConfig(ratio=0.5, keep=100.0, merge_crossattn=True, merge_mlp=True, proportional=False),
     "cluster": MergeConfig(method="cluster", ratio=0.75, keep=100.0),
-    "a deep MLP": MergeConfig(rules=(MergeRule(levels=(0,), keep=100.0, merge_attn=False, merge_mlp=True),)),
+    "an MLP alone": MergeConfig(keep=100.0, merge_attn=False, merge_mlp=True),
 }
 
 

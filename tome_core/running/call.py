@@ -39,13 +39,12 @@ class Latents(NamedTuple):
 
 
 class GridCall(NamedTuple):
-    """One call of a transformer in the UNet's. shared: what its blocks match once for all of them, by the rule's id."""
+    """One call of a transformer in the UNet's."""
 
     call: Call
     batch: int
     grid: Grid
     decision: Decision
-    shared: dict[int, Any]
 
 
 def skip(outer: GridCall, level: int, part: str, why: str) -> None:

@@ -17,7 +17,7 @@ from .setting import check, setting
 @dataclass(frozen=True, init=False)
 class MergeConfig:
     """Rules, in order; the first that fits a block, a part of it and a time is the one that counts. And what holds for
-    all of them: a part of the noise schedule, an early phase, a ratio for deep MLPs.
+    all of them: a part of the noise schedule, and an early phase.
 
     Flat keywords are settings of both kinds. Those of a rule make one, or are set in each of ``rules``, so that
     `dataclasses.replace` takes them, too:
@@ -55,12 +55,6 @@ class MergeConfig:
         "8 steps it ends where the same share of the pass's steps is left.", minimum=0.0, maximum=1000.0, step=10.0,
         advanced=True, place=14,
     )
-    deep_mlp: float = setting(
-        0.0, "Deep MLP ratio", "Merge this share of the tokens in the feed-forward layer too, below timestep 500, "
-        "in blocks at half of the latent's resolution or less, where it does little harm: all of SDXL's, and of "
-        "SD1.5's those beyond the finest, where the level setting reaches them.",
-        minimum=0.0, maximum=0.75, step=0.05, advanced=True, place=21,
-    )
 
     def __init__(self, *, rules: tuple[MergeRule, ...] | None = None, **flat: Any) -> None:
         of_a_rule = {name: value for name, value in flat.items() if name not in _OF_A_CONFIG}
@@ -97,7 +91,7 @@ class MergeConfig:
     def is_off(self) -> bool:
         """True where nothing can merge."""
         early = self.early_ratio and any(rule.merge_attn for rule in self.rules)
-        return not self.deep_mlp and not early and all(rule.is_off for rule in self.rules)
+        return not early and all(rule.is_off for rule in self.rules)
 
     @property
     def uses_percent(self) -> bool:

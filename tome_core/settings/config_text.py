@@ -21,8 +21,6 @@ def describe(config: MergeConfig, rule: MergeRule) -> str:
         text += ", proportional attention"
     if config.early_ratio is not None:
         text += f", {config.early_ratio:.0%} down to timestep {config.early_until:g}"
-    if config.deep_mlp:
-        text += f", {config.deep_mlp:.0%} of the deep MLP"
     limits = []
     if config.start_percent > 0 or config.end_percent < 1:
         limits.append(f"{config.start_percent:.0%} to {config.end_percent:.0%} of the schedule")

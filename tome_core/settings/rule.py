@@ -33,7 +33,7 @@ class MergeRule:
     ratio: float = setting(
         0.5, "Ratio", "Share of tokens that are merged away. 0 is off. Bipartite matching can reach "
         "1 - 1/(sx*sy); more is clamped and reported. Not used by downsample, where it follows from sx and sy. The "
-        "early ratio and both MLP ratios count beside 0 as well.",
+        "early ratio counts beside 0 as well.",
         minimum=0.0, maximum=1.0, step=0.05, place=0,
     )
     sx: int = setting(

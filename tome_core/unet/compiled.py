@@ -95,7 +95,7 @@ def _count(match_text: str, height: int, width: int, together: bool) -> str:
     As a text, which stays a constant for every compiler. By a match of tokens without values.
     """
     rule = replace(rule_of(match_text), metric="input")  # whatever is compared, there are as many
-    x, outer = torch.empty(1, height * width, 1, device="meta"), GridCall(_NO_CALL, 1, Grid(height, width), None, {})
+    x, outer = torch.empty(1, height * width, 1, device="meta"), GridCall(_NO_CALL, 1, Grid(height, width), None)
     found = Matcher(0, 0).groups(Asked(_NO_BLOCK, x, outer, rule, "", together), None, None)
     return ",".join(str(plan.num_groups) for plan in found[:2] if plan is not None)
 

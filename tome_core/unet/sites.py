@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
 from operator import index
 from typing import Any
 
@@ -65,12 +64,10 @@ class BlockCall:
 
     def _find(self, asked: Asked) -> Plans:
         site, call = self.site, asked.outer.call
-        if not (torch.compiler.is_compiling() and compiles_here()):
-            return _find_own_or_shared(site.matcher.find, asked, call.kept is not None)
-        if not may_ask(asked):
+        if not (torch.compiler.is_compiling() and compiles_here()) or not may_ask(asked):
             return site.matcher.find(asked)
         stamp = call.stamp if asked.rule.use_rand and torch.is_tensor(call.stamp) else None
-        return _find_own_or_shared(lambda one: ask(one, site.number, stamp), asked, call.begun is not None)
+        return ask(asked, site.number, stamp)
 
     def _first_with(self, rule: MergeRule, part: str) -> str:
         """The first part that merges by this very rule."""
@@ -79,20 +76,6 @@ class BlockCall:
             if first == part or (merging is not None and merging.rule is rule):
                 return first
         return part
-
-
-def _find_own_or_shared(find: Callable[[Asked], Plans], asked: Asked, shares: bool) -> Plans:
-    """A match of the block's own; where an MLP matches by itself, that of the transformer's first block.
-
-    From block to block tokens change little, and SDXL has ten in a row. shares: only where matches are kept from step
-    to step as well: a block that is compiled knows no other, and a backward pass would keep every call's plan.
-    """
-    if asked.part != "mlp" or not shares or not asked.rule.keep:
-        return find(asked)
-    shared, rule = asked.outer.shared, asked.rule.match_text
-    if rule not in shared:
-        shared[rule] = find(asked)
-    return shared[rule]
 
 
 class CallMemory:
@@ -202,7 +185,7 @@ class TransformerSite(RememberingSite):
             run.ledger.skip(call, level, "block", decision.why_not, batch * tokens * tokens, self.blocks)
             return None
         # somebody who stands below may skip blocks, so those that are left alone count themselves
-        return GridCall(call, batch, Grid(height, width), decision, {})
+        return GridCall(call, batch, Grid(height, width), decision)
 
 
 class BlockSite(NumberedSite, RememberingSite):
@@ -279,7 +262,7 @@ class BlockSite(NumberedSite, RememberingSite):
             if call is None:  # the whole UNet is
                 run = switch.current()
                 call = Call(run, thread, stamp, (), (), None if run is None else run.kept_in_graph)
-            outer = GridCall(call, x.shape[0], Grid(height, width), None, {})
+            outer = GridCall(call, x.shape[0], Grid(height, width), None)
         if outer.call.thread != thread or is_captured(x):
             outer = outer._replace(call=outer.call._replace(kept=None))
         of_attention = None
@@ -288,7 +271,7 @@ class BlockSite(NumberedSite, RememberingSite):
             x_of, keys, values, *q = whole
             of_attention = Whole(known_of(attention), attention, x_of, keys, values, {}, q[0] if q else None)
         asked = Asked(self.target, x, outer, rule, part, together, of_attention)
-        return answer(_find_own_or_shared(self.matcher.find, asked, outer.call.kept is not None), x.shape[0])
+        return answer(self.matcher.find(asked), x.shape[0])
 
     def _note_what_was_passed_over(self, block: BlockCall) -> None:
         """ComfyUI's block uses an attention's projections alone where a node has put something in its place."""

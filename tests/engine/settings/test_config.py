@@ -29,7 +29,7 @@ from tome_core.settings.rule import rule_of
         ("cluster_on", "colour", ValueError), ("proportional", 1, TypeError), ("refine", 4, ValueError),
         ("refine", 1.0, TypeError), ("query_ratio", 0.9, ValueError), ("min_pixels", -1, ValueError),
         ("min_pixels", 2**53, ValueError), ("max_timestep", math.inf, ValueError), ("min_timestep", 1e300, ValueError),
-        ("early_ratio", 1.5, ValueError), ("early_until", -1.0, ValueError), ("deep_mlp", 0.8, ValueError),
+        ("early_ratio", 1.5, ValueError), ("early_until", -1.0, ValueError),
         ("keep", 2000.0, ValueError), ("metric", "cosine", ValueError), ("ratio", 10**400, ValueError),
         ("seed", -(10**400), ValueError), ("min_pixels", 10**400, ValueError), ("min_timestep", 10**400, ValueError),
     ],
@@ -93,7 +93,7 @@ def test_a_settings_value_is_the_configs_or_its_first_rules():
 
 
 @pytest.mark.parametrize(("settings", "off"), [
-    ({"ratio": 0.0}, True), ({"merge_attn": False}, True), ({}, False), ({"ratio": 0.0, "deep_mlp": 0.5}, False),
+    ({"ratio": 0.0}, True), ({"merge_attn": False}, True), ({}, False),
     ({"ratio": 0.0, "early_ratio": 0.5}, False), ({"ratio": 0.0, "early_ratio": 0.0}, True),
     ({"merge_attn": False, "early_ratio": 0.5}, True),
     ({"rules": (MergeRule(ratio=0.0), MergeRule(ratio=0.5))}, False), ({"rules": (MergeRule(ratio=0.0),) * 2}, True),
@@ -106,7 +106,7 @@ def test_a_rule_is_lean():
     """Limits of a rule are on one scale of time; what expands to rules is no setting of one."""
     names = {field.name for field in dataclasses.fields(MergeRule)}
     assert {field.name for field in dataclasses.fields(MergeConfig)} - {"rules"} == {
-        "start_percent", "end_percent", "max_beta", "early_ratio", "early_until", "deep_mlp",
+        "start_percent", "end_percent", "max_beta", "early_ratio", "early_until",
     }  # fmt: skip
     assert len(names) <= 24
     with pytest.raises(TypeError, match="end_percent"):

@@ -17,7 +17,7 @@ def test_fields_are_in_their_documented_places():
     first = (
         "ratio", "level", "start", "end", "min_pixels", "method", "merge_what", "merge_crossattn", "merge_mlp", "sx",
         "sy", "use_rand", "merge_seed", "early_ratio", "early_until", "proportional", "metric", "refine", "query_ratio",
-        "keep", "only_if_it_pays", "deep_mlp",
+        "keep", "only_if_it_pays",
     )  # fmt: skip
     assert NAMES[: len(first)] == first
     assert [DESCRIBED[one.setting]["place"] for one in FIELDS] == list(range(len(FIELDS)))

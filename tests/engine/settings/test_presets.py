@@ -81,7 +81,6 @@ def test_more_strength_asks_more_of_every_step(timestep, layout):
     shares = [kept(strength(one, layout=layout), timestep) for one in FINELY]
     assert shares[0] == 1.0 and shares[-1] == pytest.approx(1 / 64)
     assert all(stronger <= weaker for weaker, stronger in pairwise(shares))
-    assert not any(strength(one, layout=layout).deep_mlp for one in FINELY)
 
 
 @of_each
