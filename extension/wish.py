@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ..tome_core import MergeConfig, form
-from ..tome_core.settings.presets import SD, SDXL, VERSION, strength
+from ..tome_core.settings.presets import SD, SDXL, strength
 from ..tome_core.settings.rule import SEED_LIMIT
 
 TITLE = "Token Merging (ToMe)"
@@ -54,9 +54,9 @@ class Wish:
         return self.config(False) is not None or (has_hires and self.config(True) is not None)
 
 
-def base_of(value: float, layout: str = SD, version: int = VERSION) -> dict[str, Any]:
-    """What the form shows for a strength, by name. layout, version: of the table."""
-    return form.values_of(strength(value, version, layout))
+def base_of(value: float, layout: str = SD) -> dict[str, Any]:
+    """What the form shows for a strength, by name. layout: of the model, see `strength`."""
+    return form.values_of(strength(value, layout))
 
 
 def find_filled(own: Mapping[str, Any], value: float, layout: str) -> dict[str, Any]:
@@ -89,13 +89,10 @@ def read(
     return _settle(Wish(True, float(dial["strength"]), dial["where"]), deviating, layout)
 
 
-def wish_of(
-    value: float, where: str, changes: Mapping[str, Any], version: int = VERSION, layout: str = SD
-) -> Wish:
-    """A wish by a table's version; with today's table it makes the same pictures. Raises as `read` does."""
+def wish_of(value: float, where: str, changes: Mapping[str, Any], layout: str = SD) -> Wish:
+    """A wish of a strength and what an expert sets besides. Raises as `read` does."""
     _check_dial({"enabled": True, "strength": value, "where": where})
-    old = {} if version == VERSION else base_of(value, layout, version)
-    return _settle(Wish(True, float(value), where), old | dict(changes), layout)
+    return _settle(Wish(True, float(value), where), changes, layout)
 
 
 def _settle(wish: Wish, changes: Mapping[str, Any], layout: str) -> Wish:
