@@ -118,8 +118,6 @@ def _proportional() -> Iterator[Variant]:
     for ratio, cell in KEY_SETTINGS:
         yield _engine("sized kv", _setting(ratio, cell), _kv_rule(ratio, cell))
     yield _engine("cluster kv sized", "0.75", {"method": "cluster", "ratio": 0.75, "side": "kv"})
-    for ratio in (0.25, 0.5):
-        yield _engine("sized kv 0.9 and q", str(ratio), _kv_rule(0.9, 4, query_ratio=ratio))
     for ratio, cell in ((0.75, 2), (0.9375, 4)):
         for steps in (1, 3):
             yield _engine(f"sized kv k-means {steps}", _setting(ratio, cell), _kv_rule(ratio, cell, refine=steps))

@@ -82,22 +82,17 @@ def far(out: torch.Tensor, expected: torch.Tensor) -> float:
 
 def assert_sized(
     own: Own, module: nn.Module, x: torch.Tensor, keys: torch.Tensor, sizes: torch.Tensor, out: torch.Tensor,
-    tolerance: float | None = None, queries: MergePlan | None = None,
+    tolerance: float | None = None,
 ) -> None:  # fmt: skip
     """The output is what repeated keys give, by far nearer than what keys without sizes would give.
 
     module: not patched, of the dtype of ``x``; asked in float64, so that only the engine's own error is seen.
-    queries: the plan by which queries merge beside keys.
     """
-    if queries is not None:
-        x = queries.merge(x)
     # what it casts by itself (``upcast_attention``) it goes on casting
     exact, x64, keys64 = copy.deepcopy(module).double(), x.double(), keys.double()
     with torch.no_grad():
         expected = over_repeated(own, exact, x64, keys64, sizes)
         unsized = over_repeated(own, exact, x64, keys64, sizes.clamp(max=1))
-    if queries is not None:
-        expected, unsized = queries.unmerge(expected), queries.unmerge(unsized)
     tolerance = TOLERANCE[x.dtype] if tolerance is None else tolerance
     error, blind = far(out, expected), far(unsized, expected)
     assert error <= tolerance, f"off by {error:.1e} of the output, {tolerance:.0e} allowed; without sizes {blind:.1e}"
@@ -213,7 +208,7 @@ def ways(
 class Seen(NamedTuple):
     """One call of a self-attention, as its block saw it.
 
-    plan: by which the engine merged; None: it did not. queries: their own plan, where they have one.
+    plan: by which the engine merged; None: it did not.
     """
 
     name: str
@@ -221,7 +216,6 @@ class Seen(NamedTuple):
     kwargs: dict[str, Any]
     out: torch.Tensor
     plan: MergePlan | None
-    queries: MergePlan | None
 
 
 @contextlib.contextmanager
@@ -231,21 +225,21 @@ def watched(model: nn.Module) -> Iterator[list[Seen]]:
     Plans are right where self-attention is the only part that merges.
     """
     seen: list[Seen] = []
-    latest: list[tuple[MergePlan | None, MergePlan | None]] = [(None, None)]
+    latest: list[MergePlan | None] = [None]
     find = Matcher.find
 
     def finding(*args: Any, **kwargs: Any) -> Any:
         plans = find(*args, **kwargs)
-        latest[0] = plans.plan, plans.queries
+        latest[0] = plans.plan
         return plans
 
     def note(name: str, args: tuple, kwargs: dict, out: torch.Tensor) -> None:
-        seen.append(Seen(name, args[0].detach(), kwargs, out.detach(), *latest[0]))
+        seen.append(Seen(name, args[0].detach(), kwargs, out.detach(), latest[0]))
 
     hooks: list[Any] = []
     for name, module in self_attentions(model).items():
         block = model.get_submodule(name.rsplit(".", 1)[0])
-        hooks.append(block.register_forward_pre_hook(lambda *_: latest.__setitem__(0, (None, None))))
+        hooks.append(block.register_forward_pre_hook(lambda *_: latest.__setitem__(0, None)))
         hooks.append(module.register_forward_hook(
             lambda module, args, kwargs, out, name=name: note(name, args, kwargs, out), with_kwargs=True
         ))  # fmt: skip
@@ -282,13 +276,13 @@ def assert_all_sized(own: Own, plain: nn.Module, seen: list[Seen]) -> None:
     """Each call gave what repeated keys give. plain: the model without a patch."""
     for call, module in _merged(plain, seen):
         sizes = call.plan.sizes.expand(len(call.x), -1)
-        assert_sized(own, module, call.x, call.plan.merge(call.x), sizes, call.out, queries=call.queries)
+        assert_sized(own, module, call.x, call.plan.merge(call.x), sizes, call.out)
 
 
 def assert_all_together(own: Own, plain: nn.Module, seen: list[Seen]) -> None:
     """Each call gave what the module gives for merged tokens, q, k and v together; at most half were merged away."""
     for call, module in _merged(plain, seen):
-        assert call.queries is None and call.x.shape[1] > call.plan.num_groups >= math.floor(call.x.shape[1] / 2)
+        assert call.x.shape[1] > call.plan.num_groups >= math.floor(call.x.shape[1] / 2)
         with torch.no_grad():
             expected = call.plan.unmerge(own(module, call.plan.merge(call.x), None))
         assert far(call.out, expected) <= TOLERANCE[call.x.dtype]

@@ -72,7 +72,7 @@ class Matcher:
             return Plans(self._match_as_tomesd(asked))
         renewed = renews(asked.rule, asked.together) and old is not None and old.plan is not None
         plan = self._renew(asked, made, old.plan) if renewed else self._match(asked, made)
-        return Plans(plan) if plan is None else Plans(plan, self._match_queries(asked))
+        return Plans(plan)
 
     def _match(self, asked: Asked, made: Pair | None) -> MergePlan | None:
         rule, draw, refine = asked.rule, self._draw(asked), 0 if asked.together else asked.rule.refine
@@ -89,12 +89,6 @@ class Matcher:
         rule, cell = asked.rule, _TOGETHER_CELL
         ratio = min(rule.constant_ratio, _TOGETHER_RATIO)
         options = MatchOptions(ratio, min(rule.sx, cell), min(rule.sy, cell), self._draw(asked))
-        return METHODS["bipartite"].match(asked.x, asked.outer.grid, options)
-
-    def _match_queries(self, asked: Asked) -> MergePlan | None:
-        if not asked.rule.query_ratio:
-            return None
-        options = MatchOptions(asked.rule.query_ratio, 2, 2, self._draw(asked))
         return METHODS["bipartite"].match(asked.x, asked.outer.grid, options)
 
     def _draw(self, asked: Asked) -> Draw | None:

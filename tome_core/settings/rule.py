@@ -116,11 +116,6 @@ class MergeRule:
         "above 0, a match that has grown too old is renewed by one such step; at 0 it is made anew.",
         minimum=0, maximum=3, step=1, advanced=True, place=17,
     )
-    query_ratio: float = setting(
-        0.0, "Query ratio", "Where keys and values are merged: share of the queries that is merged beside them, by a "
-        "match of their own in 2x2 cells, so 0.75 at most. 0 keeps every query.",
-        minimum=0.0, maximum=0.75, step=0.05, advanced=True, place=18,
-    )
     metric: str = setting(
         "input", "Compare", "What a match compares: input (the block's input, by cosine, as tomesd does), keys, "
         "or keys+values (by distance). The last is the most exact, and costs two projections. Used by bipartite.",
@@ -130,11 +125,11 @@ class MergeRule:
         0.0, "Keep a match for", "How many timesteps (of 1000) a block's match goes on serving the following steps. "
         "With 20 sampling steps one is 50. A kept match serves both halves of guidance, too. 0 matches anew at every "
         "step. Needs a host or a pipeline that says which steps belong to one picture.",
-        minimum=0.0, maximum=1000.0, step=10.0, advanced=True, place=19,
+        minimum=0.0, maximum=1000.0, step=10.0, advanced=True, place=18,
     )
     only_if_it_pays: bool = setting(
         False, "Only where it pays", "Merge only where that saves time: as measured, where this model, size and device "
-        "were (measure), else as the number of tokens and the kind of device suggest.", advanced=True, place=20,
+        "were (measure), else as the number of tokens and the kind of device suggest.", advanced=True, place=19,
     )
 
     def __post_init__(self) -> None:
@@ -156,9 +151,6 @@ class MergeRule:
         if self.refine and not self.proportional and self.merge_attn:
             raise ValueError(f"refine={self.refine!r} may leave groups without tokens, which needs proportional "
                              "attention; set proportional to True, or use refine=0")
-        if self.query_ratio and self.effective_side != "kv":
-            raise ValueError(f"query_ratio={self.query_ratio!r} merges queries beside side='kv'; use that side, "
-                             "or query_ratio=0")
         if self.levels is not None and self.max_downsample is not None:
             raise ValueError(f"levels={self.levels!r} and max_downsample={self.max_downsample!r} both choose the "
                              "blocks; give one of them")
@@ -214,7 +206,7 @@ class MergeRule:
 
 # what a match depends on, wherever and whenever the rule holds; and merge_attn, without which others are refused
 _OF_A_MATCH = ("method", "ratio", "sx", "sy", "use_rand", "seed", "merge_attn", "side", "cluster_on", "proportional",
-               "correction", "refine", "query_ratio", "metric", "keep")  # fmt: skip
+               "correction", "refine", "metric", "keep")  # fmt: skip
 
 
 @lru_cache(maxsize=1024)

@@ -225,7 +225,7 @@ class SelfAttentionSite(PartSite):
         side, mode, target = merging.side, merging.mode, self.target
         whole = q = None
         if merging.corrected:
-            q = known.queries(target, x, kwargs) if side == "kv" and not merging.rule.query_ratio else None
+            q = known.queries(target, x, kwargs) if side == "kv" else None
             whole = Whole(known, target, x, source, value, kwargs, q)
         plan, of_queries, correction, merged = block.plans_for(merging, self.part, whole=whole)
         if plan is None:

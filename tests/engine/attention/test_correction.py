@@ -219,7 +219,7 @@ def found(monkeypatch) -> list[Plans]:
 
 @pytest.mark.parametrize("rule, corrects", [
     (MergeRule(**KV), True), (MergeRule(**KV, metric="keys+values", refine=1, sx=4, sy=4), True),
-    (MergeRule(**KV, metric="keys+values", refine=1, query_ratio=0.5), True), (MergeRule(**KV, method="cluster"), True),
+    (MergeRule(**KV, method="cluster"), True),
     (MergeRule(side="qkv", metric="keys+values"), True),
     (MergeRule(), False),  # all tokens' keys and values are not there, and making them costs what merging saves
     (MergeRule(**KV, proportional=False), False), (MergeRule(method="downsample"), False),

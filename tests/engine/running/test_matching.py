@@ -1,4 +1,4 @@
-"""Strong merging of keys and values beside lightly merged queries, and how many matches that takes."""
+"""Strong merging of keys and values, and how many matches a call takes."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from tome_core.model.switch import switch_of
 
 
 @every_family_in_time
-def test_a_sixty_fourth_of_the_keys_and_a_few_queries(case, attended):
+def test_a_sixty_fourth_of_the_keys_and_every_query(case, attended):
     model = case.build()
     vanilla = call_case(case, model)
-    settings = {"side": "kv", "ratio": 0.984375, "sx": 8, "sy": 8, "refine": 2, "query_ratio": 0.25}
+    settings = {"side": "kv", "ratio": 0.984375, "sx": 8, "sy": 8, "refine": 2}
     with tome_core.patch(model, correction=False, **settings) as handle:
         merged = call_case(case, model)
     assert merged.isfinite().all() and largest_difference(merged, vanilla) > 1e-3
     tokens, queries, keys = handle.report().levels[0].tokens[0]
-    assert keys == tokens // 64 and queries == tokens - int(tokens * 0.25)
+    assert keys == tokens // 64 and queries == tokens
     assert attended
     for attention, plan, way, x, context, out in attended:
         assert way != UNSIZED and x.shape[1] == queries and context.shape[1] == keys
@@ -68,11 +68,11 @@ def test_a_block_matches_once_a_call_and_forgets(name, matches, attended):
 
 def test_parts_with_rules_of_their_own_match_apart(matches):
     case = BY_NAME["sd15"]
-    keys = tome_core.MergeRule(side="kv", ratio=0.75, query_ratio=0.25)
+    keys = tome_core.MergeRule(side="kv", ratio=0.75)
     mlp = tome_core.MergeRule(merge_attn=False, merge_mlp=True)
     model = case.build()
     with tome_core.patch(model, MergeConfig(rules=(keys, mlp))) as handle:
         call_case(case, model)
     (level, *_) = handle.report().levels
-    assert [plan.num_groups for _, plan in matches] == [64, 192, 128] * level.blocks
+    assert [plan.num_groups for _, plan in matches] == [64, 128] * level.blocks
     assert level.calls_merged == 2 * level.blocks

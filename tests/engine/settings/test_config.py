@@ -27,7 +27,7 @@ from tome_core.settings.rule import rule_of
         ("levels", 0, ValueError), ("levels", (0.5,), ValueError),
         ("start_percent", 2, ValueError), ("min_timestep", -5, ValueError), ("max_beta", 1.1, ValueError),
         ("cluster_on", "colour", ValueError), ("proportional", 1, TypeError), ("refine", 4, ValueError),
-        ("refine", 1.0, TypeError), ("query_ratio", 0.9, ValueError), ("min_pixels", -1, ValueError),
+        ("refine", 1.0, TypeError), ("min_pixels", -1, ValueError),
         ("min_pixels", 2**53, ValueError), ("max_timestep", math.inf, ValueError), ("min_timestep", 1e300, ValueError),
         ("early_ratio", 1.5, ValueError), ("early_until", -1.0, ValueError),
         ("keep", 2000.0, ValueError), ("metric", "cosine", ValueError), ("ratio", 10**400, ValueError),
@@ -65,7 +65,7 @@ def test_a_threshold_has_no_upper_limit():
 @pytest.mark.parametrize("settings", [
     {"method": "downsample", "side": "qkv"}, {"method": "downsample", "merge_mlp": True},
     {"method": "downsample", "early_ratio": 0.5}, {"levels": (0,), "max_downsample": 1},
-    {"refine": 1, "proportional": False}, {"query_ratio": 0.5, "side": "qkv"}, {"query_ratio": 0.5},
+    {"refine": 1, "proportional": False},
     {"start_percent": 0.8, "end_percent": 0.2}, {"min_timestep": 800, "max_timestep": 200},
 ])  # fmt: skip
 def test_settings_that_contradict_each_other_are_refused(settings):
@@ -114,7 +114,7 @@ def test_a_rule_is_lean():
 
 
 @pytest.mark.parametrize("rule", [
-    MergeRule(), MergeRule(method="downsample"), MergeRule(side="kv", query_ratio=0.5, refine=2, keep=60.0),
+    MergeRule(), MergeRule(method="downsample"), MergeRule(side="kv", refine=2, keep=60.0),
     MergeRule(merge_attn=False, merge_mlp=True, refine=1, proportional=False),
     MergeRule(method="cluster", merge_crossattn=True, use_rand=False, correction=False),
 ])  # fmt: skip

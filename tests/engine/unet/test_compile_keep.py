@@ -143,9 +143,9 @@ def test_a_compiler_may_write_over_what_it_was_given(monkeypatch):
     """An operator's results are the graph's own, and memory is used again."""
     given, plain = [], BlockSite.answers
     monkeypatch.setattr(BlockSite, "answers", lambda self, *args: given.append(plain(self, *args)) or given[-1])
-    with tome_core.patch(build(), WAYS["queries of their own, drawn"]) as handle:
+    with tome_core.patch(build(), WAYS["keys, drawn"]) as handle:
         expected = draw(handle.unet, handle)
-    with tome_core.patch(build(), WAYS["queries of their own, drawn"]) as handle:
+    with tome_core.patch(build(), WAYS["keys, drawn"]) as handle:
         whole, found = torch.compile(handle.unet, backend="eager", fullgraph=True), []
         for number, time in enumerate(FEW):
             handle.set_time(timestep=time, sampling="a")

@@ -59,7 +59,7 @@ CALLS = {
 }
 CONFIGS = {
     "random destinations": MergeConfig(merge_mlp=True, max_downsample=2),
-    "keys beside lightly merged queries": MergeConfig(side="kv", query_ratio=0.25, refine=1),
+    "keys": MergeConfig(side="kv", refine=1),
     "rules by time": MergeConfig(rules=(MergeRule(ratio=0.75, max_timestep=500), MergeRule(ratio=0.25, seed=3))),
 }
 # random destinations, which a second pass must not draw anew, with all calls; other settings with those that tell most
