@@ -105,7 +105,7 @@ def _plain() -> Iterator[Variant]:
         yield one("bipartite kv", str(ratio), **_kv_rule(ratio))
         yield one("cluster", str(ratio), method="cluster", ratio=ratio)
         yield one("cluster kv", str(ratio), method="cluster", ratio=ratio, side="kv")
-        yield one("cluster by mean", str(ratio), method="cluster", ratio=ratio, cluster_on="mean_similarity")
+        yield one("cluster by mean", str(ratio), method="cluster-similarity", ratio=ratio)
     yield one("bipartite kv", "0.9 cells 4", **_kv_rule(0.9, 4))
     for sx, sy in ((2, 1), (2, 2), (4, 4)):
         yield one("downsample", f"{sx}x{sy}", method="downsample", sx=sx, sy=sy)

@@ -77,7 +77,7 @@ class Matcher:
     def _match(self, asked: Asked, made: Pair | None) -> MergePlan | None:
         rule, draw, refine = asked.rule, self._draw(asked), 0 if asked.together else asked.rule.refine
         by_distance = rule.metric in BY_DISTANCE
-        options = MatchOptions(rule.constant_ratio, rule.sx, rule.sy, draw, rule.cluster_on, refine, by_distance)
+        options = MatchOptions(rule.constant_ratio, rule.sx, rule.sy, draw, refine, by_distance)
         return METHODS[rule.method].match(_tokens_to_compare(asked, made), asked.outer.grid, options)
 
     def _renew(self, asked: Asked, made: Pair | None, old: MergePlan) -> MergePlan:

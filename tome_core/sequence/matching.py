@@ -51,7 +51,7 @@ def match(k: torch.Tensor, v: torch.Tensor, layout: Layout, rule: MergeRule, dra
             before += count
         else:
             st, sy, sx = cell_of(rule.sy, rule.sx, grid.frames if method.compares else 1)
-            options = (rule.constant_ratio, sx, sy, draw, rule.cluster_on, rule.refine, by_distance, st)
+            options = (rule.constant_ratio, sx, sy, draw, rule.refine, by_distance, st)
             plan = method.match(x, grid, MatchOptions(*options))
         if plan is None:
             return None

@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 
 from ..merging.methods import METHODS
-from ..merging.methods.cluster import CLUSTER_ON
 from ..merging.metric import METRICS
 from .setting import check, one_of, setting
 
@@ -94,11 +93,6 @@ class MergeRule:
         "262144, 1024x1024 is 1048576), counting a latent's token as 8x8. 0 is every picture. Leaves a first pass "
         "alone and serves the high-resolution one.",
         minimum=0, maximum=16777216, step=65536, open_ended=True, place=4, beside_strength=True,
-    )
-    cluster_on: str = setting(
-        "tokens", "Cluster on",
-        "What the method cluster compares: the tokens, or their similarity to the image's mean.",
-        choices=CLUSTER_ON, advanced=True,
     )
     proportional: bool = setting(
         True, "Proportional attention", "Let a merged key of self-attention weigh as much as the tokens it stands for, "
@@ -205,7 +199,7 @@ class MergeRule:
 
 
 # what a match depends on, wherever and whenever the rule holds; and merge_attn, without which others are refused
-_OF_A_MATCH = ("method", "ratio", "sx", "sy", "use_rand", "seed", "merge_attn", "side", "cluster_on", "proportional",
+_OF_A_MATCH = ("method", "ratio", "sx", "sy", "use_rand", "seed", "merge_attn", "side", "proportional",
                "correction", "refine", "metric", "keep")  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from tome_core.settings.rule import rule_of
         ("merge_mlp", "yes", TypeError), ("levels", (), ValueError),
         ("levels", 0, ValueError), ("levels", (0.5,), ValueError),
         ("start_percent", 2, ValueError), ("min_timestep", -5, ValueError), ("max_beta", 1.1, ValueError),
-        ("cluster_on", "colour", ValueError), ("proportional", 1, TypeError), ("refine", 4, ValueError),
+        ("proportional", 1, TypeError), ("refine", 4, ValueError),
         ("refine", 1.0, TypeError), ("min_pixels", -1, ValueError),
         ("min_pixels", 2**53, ValueError), ("max_timestep", math.inf, ValueError), ("min_timestep", 1e300, ValueError),
         ("early_ratio", 1.5, ValueError), ("early_until", -1.0, ValueError),
@@ -141,7 +141,7 @@ def test_the_ratio_in_force_follows_from_method_and_cell(settings, expected):
 
 def test_downsample_merges_keys_and_values_and_the_others_everything():
     assert {name: MergeRule(method=name).effective_side for name in METHODS} == {
-        "bipartite": "qkv", "downsample": "kv", "cluster": "qkv",
+        "bipartite": "qkv", "downsample": "kv", "cluster": "qkv", "cluster-similarity": "qkv",
     }  # fmt: skip
 
 
