@@ -62,7 +62,7 @@ def _merged_keys() -> Iterator[Variant]:
         yield _engine("merged keys", _setting(ratio, cell), _kv_rule(ratio, cell, **more))
     for name in PRESETS:
         yield Variant("preset", name, variants.strength(MARKS[name]), code="engine")
-        finest = variants.strength(MARKS[name], levels=(0,), max_downsample=None)
+        finest = variants.strength(MARKS[name], max_downsample=None)
         yield Variant("preset at the finest", name, finest, code="engine", kinds=(UNET,))
     for value in BETWEEN:
         yield Variant("strength", str(value), variants.strength(value), code="engine")
@@ -82,8 +82,8 @@ def _apart() -> Iterator[Variant]:
 def _below() -> Iterator[Variant]:
     """What merging costs where the latent is halved and quartered, and what setting that to zero does."""
     for ratio, cell in KEYS_BELOW:
-        more = {"metric": "keys+values", "refine": 1, "levels": BELOW}
-        yield _engine("keys below", _setting(ratio, cell), _kv_rule(ratio, cell, **more))
+        finest, all_levels = {"ratio": 0.0}, {"metric": "keys+values", "refine": 1, "max_downsample": 8}
+        yield _engine("keys below", _setting(ratio, cell), finest, _kv_rule(ratio, cell, **all_levels))
     yield Variant("zero below", "attention", variants.zero("attn1", BELOW), code="torch")
     yield Variant("zero below", "MLP", variants.zero("ff", BELOW), code="torch")
     yield _engine("MLP at the finest", "0.5", {"ratio": 0.5, "merge_attn": False, "merge_mlp": True, "use_rand": False})

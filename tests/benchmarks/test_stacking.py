@@ -137,7 +137,7 @@ def test_broadcast_attention_that_was_there_first_is_left_whole_and_said(pipelin
 @pytest.mark.parametrize("ours_first", [True, False], ids=["ours first", "theirs first"])
 @pytest.mark.parametrize("name", ["HyperTile", "down-sampling"])
 def test_a_processor_that_cuts_its_tokens_by_the_grid_is_left_whole_and_said(pipelines, name, ours_first):
-    found, told, _ = both(pipelines, name, ours_first, balanced(levels=(0,), max_downsample=None))
+    found, told, _ = both(pipelines, name, ours_first, balanced(max_downsample=None))
     assert torch.equal(found, alone(pipelines, name))
     assert "refuses merged tokens" in str(told) and not told.merged_anything
 

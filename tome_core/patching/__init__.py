@@ -53,7 +53,7 @@ def patch(
     if not host_clock and config.uses_percent and not handle.run.knows_schedule:
         logger.warning(
             "Merging is limited in percent or beta, which a bare UNet does not know: call handle.set_time(percent=...) "
-            "before each step, patch the pipeline instead, or use min_timestep and max_timestep."
+            "before each step, patch the pipeline instead, or use min_timestep."
         )
     _speak_up(handle)
     handle._follow(model)

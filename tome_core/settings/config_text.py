@@ -24,9 +24,8 @@ def describe(config: MergeConfig, rule: MergeRule) -> str:
     limits = []
     if config.start_percent > 0 or config.end_percent < 1:
         limits.append(f"{config.start_percent:.0%} to {config.end_percent:.0%} of the schedule")
-    if rule.min_timestep is not None or rule.max_timestep is not None:
-        last = "the highest" if rule.max_timestep is None else f"{rule.max_timestep:g}"
-        limits.append(f"timesteps {rule.min_timestep or 0:g} to {last}")
+    if rule.min_timestep is not None:
+        limits.append(f"timesteps from {rule.min_timestep:g} up")
     if config.max_beta is not None:
         limits.append(f"beta below {config.max_beta:g}")
     return text + (f", {', '.join(limits)}" if limits else "")
@@ -42,5 +41,5 @@ def notes_on(config: MergeConfig, covered: list[bool], downsamples: list[int]) -
     if not any(covered) and not config.is_off:
         have = ", ".join(f"/{d}" for d in downsamples)
         notes.append(f"nothing will merge: no rule reaches a level of this model, whose attention is at {have} of the "
-                     "latent; leave levels and max_downsample at None for the finest of them")
+                     "latent; leave max_downsample at None for the finest of them")
     return tuple(notes)

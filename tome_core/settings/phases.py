@@ -31,16 +31,12 @@ def early_rules(config: MergeConfig, downsamples: Sequence[int]) -> dict[MergeRu
 
 def _early(config: MergeConfig, rule: MergeRule, downsamples: Sequence[int]) -> tuple[MergeRule, ...]:
     ratio = config.early_ratio
-    reached = [level for level, down in enumerate(downsamples) if reaches(rule, level, down)]
-    if ratio is None or not rule.merge_attn or not reached:
-        return ()
-    begins = max(config.early_until, rule.min_timestep or 0.0)
-    if rule.max_timestep is not None and rule.max_timestep < begins:
+    if ratio is None or not rule.merge_attn or not reaches(rule, 0, downsamples[0]):
         return ()
     # the smallest cells whose cap allows the ratio; the largest where none does
     cell = next((side for side in _CELLS if ratio <= 1 - 1 / side**2), _CELLS[-1])
     refines = METHODS[rule.method].compares and rule.is_proportional and ratio >= _FEW_KEYS
-    only = {"min_timestep": begins, "levels": tuple(reached[:1]), "max_downsample": None, "merge_crossattn": False,
-            "merge_mlp": False}  # fmt: skip
+    only = {"min_timestep": max(config.early_until, rule.min_timestep or 0.0), "max_downsample": None,
+            "merge_crossattn": False, "merge_mlp": False}  # fmt: skip
     return (replace(rule, **only, ratio=ratio, sx=max(rule.sx, cell), sy=max(rule.sy, cell),
                     refine=max(rule.refine, _STEPS) if refines else rule.refine),)  # fmt: skip

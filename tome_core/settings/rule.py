@@ -68,11 +68,6 @@ class MergeRule:
         choices=(None, *SIDES), shown=("automatic", *("+".join(side) for side in SIDES)), advanced=True,
         place=6, known_as="merge_what",
     )
-    levels: tuple[int, ...] | None = setting(
-        None, "Levels", "Instead of max_downsample: which resolutions of the UNet, counting those that have "
-        "attention, the finest is 0. Automatic is the finest: 64x64 tokens on SD1.5 at 512 px, and on SDXL at 1024 px.",
-        advanced=True,
-    )
     max_downsample: int | None = setting(
         None, "Level", "Which resolutions of the UNet merge. Automatic is the finest that has attention: 64x64 tokens "
         "on SD1.5 at 512 px, 32x32 on SDXL. Up to /2 is every block down-sampled at most twofold from the latent, and "
@@ -81,11 +76,8 @@ class MergeRule:
         place=1, known_as="level",
     )
     min_timestep: float | None = setting(
-        None, "Lowest timestep", "Merge only at timesteps of at least this. Known even on a bare UNet.",
-        minimum=0.0, maximum=1000.0, step=1.0, unset="no limit", advanced=True, open_ended=True,
-    )
-    max_timestep: float | None = setting(
-        None, "Highest timestep", "Merge only at timesteps of at most this. Known even on a bare UNet.",
+        None, "Lowest timestep", "The rule holds at timesteps of at least this, below them the next one. Known even on "
+        "a bare UNet.",
         minimum=0.0, maximum=1000.0, step=1.0, unset="no limit", advanced=True, open_ended=True,
     )
     min_pixels: int = setting(
@@ -135,7 +127,7 @@ class MergeRule:
         object.__setattr__(self, "match_text", repr({name: getattr(self, name) for name in own}))
 
     def _check_combination(self) -> None:
-        method, first, last = METHODS[self.method], self.min_timestep, self.max_timestep
+        method = METHODS[self.method]
         if self.side is not None and self.side not in method.sides:
             raise ValueError(f"side={self.side!r} is not possible with method={self.method!r}; "
                              f"use {one_of(method.sides)}")
@@ -145,11 +137,6 @@ class MergeRule:
         if self.refine and not self.proportional and self.merge_attn:
             raise ValueError(f"refine={self.refine!r} may leave groups without tokens, which needs proportional "
                              "attention; set proportional to True, or use refine=0")
-        if self.levels is not None and self.max_downsample is not None:
-            raise ValueError(f"levels={self.levels!r} and max_downsample={self.max_downsample!r} both choose the "
-                             "blocks; give one of them")
-        if first is not None and last is not None and first > last:
-            raise ValueError(f"min_timestep={first!r} lies after max_timestep={last!r}; swap them")
 
     @property
     def effective_side(self) -> str:
@@ -195,7 +182,7 @@ class MergeRule:
     @property
     def uses_time(self) -> bool:
         """True where the rule does not hold at all times."""
-        return self.min_timestep is not None or self.max_timestep is not None
+        return self.min_timestep is not None
 
 
 # what a match depends on, wherever and whenever the rule holds; and merge_attn, without which others are refused

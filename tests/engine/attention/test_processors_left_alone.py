@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("plain_xformers")
 CALLABLE = [*KNOWN, *TOGETHER, *LEFT_ALONE]
 OFF = {
     "ratio_0": MergeConfig(side="kv", ratio=0.0),
-    "other_times": MergeConfig(side="kv", ratio=0.75, max_timestep=100),
+    "other_times": MergeConfig(side="kv", ratio=0.75, min_timestep=1000),
 }
 
 

@@ -187,12 +187,10 @@ def test_attention_that_rests_while_the_mlp_merges_counts_as_work():
 
 def test_a_level_is_told_the_reason_that_is_its_own():
     model = CASE.build()
-    coarse, never, early = (
-        MergeRule(min_pixels=1, levels=(1,)), MergeRule(ratio=0.0, max_timestep=200.0), MergeRule(min_timestep=800.0)
-    )  # fmt: skip
-    with tome_core.patch(model, MergeConfig(rules=(coarse, never, early))) as handle:
+    never, coarse = MergeRule(ratio=0.0), MergeRule(min_pixels=1, max_downsample=8)
+    with tome_core.patch(model, MergeConfig(rules=(never, coarse), min_timestep=800.0)) as handle:
         reasons = []
-        for timestep in (100, 500):
+        for timestep in (900, 500):
             handle.reset_counts()
             call_case(CASE, model, timestep=timestep)
             reasons += handle.report().levels[0].reasons

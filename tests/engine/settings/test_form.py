@@ -112,5 +112,5 @@ def test_what_does_not_go_together_is_left_out_with_a_sentence_each(values, left
 
 def test_what_is_no_field_is_what_only_python_sets():
     assert set(DESCRIBED) - {one.setting for one in FIELDS} == {
-        "merge_attn", "levels", "min_timestep", "max_timestep", "max_beta", "correction",
+        "merge_attn", "min_timestep", "max_beta", "correction",
     }  # fmt: skip

@@ -15,6 +15,7 @@ from tests.models import BY_NAME, call_case, on_small, sdxl, small
 from tome_core import preset, strength
 from tome_core.settings.phases import plain_rules
 from tome_core.settings.presets import LAYOUTS, MARKS, SD, SDXL, TRANSFORMER
+from tome_core.settings.schedule import reaches
 
 FINELY = [number / 200 for number in range(201)]
 of_each = pytest.mark.parametrize("layout", LAYOUTS)
@@ -26,8 +27,7 @@ def kept(config: tome_core.MergeConfig, timestep: float, level: int = 0) -> floa
     if config.is_off:
         return 1.0
     for one in plain_rules(config, DOWNSAMPLES):
-        begins, ends = one.min_timestep or 0.0, 1000.0 if one.max_timestep is None else one.max_timestep
-        if one.merge_attn and begins <= timestep <= ends and (one.levels is None or level in one.levels):
+        if one.merge_attn and timestep >= (one.min_timestep or 0.0) and reaches(one, level, DOWNSAMPLES[level]):
             return 1 - one.effective_ratio
     return 1.0
 

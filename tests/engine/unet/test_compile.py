@@ -153,7 +153,7 @@ def test_rules_limited_in_time_need_one_graph_for_each_rule():
 
 
 def test_a_clock_that_was_not_set_is_said_and_reported(caplog):
-    config = MergeConfig(max_timestep=700)
+    config = MergeConfig(min_timestep=100)
     with tome_core.patch(SMALL.build(), config) as handle, caplog.at_level(logging.WARNING):
         whole = compiled(handle.unet, CompileCounter())
         for time in TIMES[:3]:
