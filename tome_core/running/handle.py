@@ -10,8 +10,7 @@ from typing import TypeVar
 from ..merging import kernels
 from ..reporting.ledger import Ledger, LevelTally
 from ..reporting.report import Report, make_report
-from ..settings.config import MergeConfig
-from ..settings.config_text import describe, notes_on
+from ..settings.config import MergeConfig, describe, notes_on
 from ..settings.rule import MergeRule
 from ..settings.schedule import NoiseSchedule, ever_merges
 from .call import MergeMap

@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..merging.methods import METHODS
-from .config import MergeConfig
+from .config import EARLY_CELLS, MergeConfig
 from .rule import MergeRule
 from .schedule import reaches
 
-_CELLS = (2, 4, 8)
-HIGHEST_EARLY_RATIO = 1 - 1 / _CELLS[-1] ** 2
 _FEW_KEYS = 0.9  # from this ratio on a k-means step costs a tenth of a match at 0.5, and halves the error
 _STEPS = 2
 
@@ -33,8 +31,7 @@ def _early(config: MergeConfig, rule: MergeRule, downsamples: Sequence[int]) -> 
     ratio = config.early_ratio
     if ratio is None or not rule.merge_attn or not reaches(rule, 0, downsamples[0]):
         return ()
-    # the smallest cells whose cap allows the ratio; the largest where none does
-    cell = next((side for side in _CELLS if ratio <= 1 - 1 / side**2), _CELLS[-1])
+    cell = next((side for side in EARLY_CELLS if ratio <= 1 - 1 / side**2), EARLY_CELLS[-1])
     refines = METHODS[rule.method].compares and rule.is_proportional and ratio >= _FEW_KEYS
     only = {"min_timestep": max(config.early_until, rule.min_timestep or 0.0), "max_downsample": None,
             "merge_crossattn": False, "merge_mlp": False}  # fmt: skip
