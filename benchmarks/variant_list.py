@@ -25,10 +25,9 @@ FRONT = (
 )  # fmt: skip
 APART = ((0.75, 4), (0.9375, 4), (0.984375, 8))  # of these: where sizes and correction are told apart
 BETWEEN = (0.1, 0.375, 0.625, 0.875)  # strengths without a name
-# of the levels below the finest: keys and values merged as hard as any preset does, and the MLP
+# of the levels below the finest: keys and values merged as hard as any preset does
 BELOW = (1, 2)
 KEYS_BELOW = ((0.9375, 4), (0.984375, 8))
-MLP_BELOW = (0.25, 0.5, 0.75)
 SKIPPED = (0.05, 0.1, 0.2)  # thresholds of FirstBlockCache, the first is diffusers' default
 TOMA_RATIOS = (0.5, 0.75)
 HALF_TIME = 500  # where the schedules of others switch, tomesd's and down-sampling's
@@ -63,7 +62,7 @@ def _merged_keys() -> Iterator[Variant]:
         yield _engine("merged keys", _setting(ratio, cell), _kv_rule(ratio, cell, **more))
     for name in PRESETS:
         yield Variant("preset", name, variants.strength(MARKS[name]), code="engine")
-        finest = variants.strength(MARKS[name], levels=(0,), max_downsample=None)
+        finest = variants.strength(MARKS[name], max_downsample=None)
         yield Variant("preset at the finest", name, finest, code="engine", kinds=(UNET,))
     for value in BETWEEN:
         yield Variant("strength", str(value), variants.strength(value), code="engine")
@@ -83,10 +82,8 @@ def _apart() -> Iterator[Variant]:
 def _below() -> Iterator[Variant]:
     """What merging costs where the latent is halved and quartered, and what setting that to zero does."""
     for ratio, cell in KEYS_BELOW:
-        more = {"metric": "keys+values", "refine": 1, "levels": BELOW}
-        yield _engine("keys below", _setting(ratio, cell), _kv_rule(ratio, cell, **more))
-    for ratio in MLP_BELOW:
-        yield _engine("MLP below", str(ratio), {"ratio": 0.0, "deep_mlp": ratio, "levels": BELOW, "use_rand": False})
+        finest, all_levels = {"ratio": 0.0}, {"metric": "keys+values", "refine": 1, "max_downsample": 8}
+        yield _engine("keys below", _setting(ratio, cell), finest, _kv_rule(ratio, cell, **all_levels))
     yield Variant("zero below", "attention", variants.zero("attn1", BELOW), code="torch")
     yield Variant("zero below", "MLP", variants.zero("ff", BELOW), code="torch")
     yield _engine("MLP at the finest", "0.5", {"ratio": 0.5, "merge_attn": False, "merge_mlp": True, "use_rand": False})
@@ -108,7 +105,7 @@ def _plain() -> Iterator[Variant]:
         yield one("bipartite kv", str(ratio), **_kv_rule(ratio))
         yield one("cluster", str(ratio), method="cluster", ratio=ratio)
         yield one("cluster kv", str(ratio), method="cluster", ratio=ratio, side="kv")
-        yield one("cluster by mean", str(ratio), method="cluster", ratio=ratio, cluster_on="mean_similarity")
+        yield one("cluster by mean", str(ratio), method="cluster-similarity", ratio=ratio)
     yield one("bipartite kv", "0.9 cells 4", **_kv_rule(0.9, 4))
     for sx, sy in ((2, 1), (2, 2), (4, 4)):
         yield one("downsample", f"{sx}x{sy}", method="downsample", sx=sx, sy=sy)
@@ -121,8 +118,6 @@ def _proportional() -> Iterator[Variant]:
     for ratio, cell in KEY_SETTINGS:
         yield _engine("sized kv", _setting(ratio, cell), _kv_rule(ratio, cell))
     yield _engine("cluster kv sized", "0.75", {"method": "cluster", "ratio": 0.75, "side": "kv"})
-    for ratio in (0.25, 0.5):
-        yield _engine("sized kv 0.9 and q", str(ratio), _kv_rule(0.9, 4, query_ratio=ratio))
     for ratio, cell in ((0.75, 2), (0.9375, 4)):
         for steps in (1, 3):
             yield _engine(f"sized kv k-means {steps}", _setting(ratio, cell), _kv_rule(ratio, cell, refine=steps))
@@ -175,7 +170,7 @@ _SMALLEST = ("tomesd-0.75", "bipartite-drawn-0.75", "sized-kv-0.75")
 _FRONT = tuple(name for name, variant in VARIANTS.items() if variant.method == "merged keys")
 _PRESETS = tuple(name for name, variant in VARIANTS.items() if variant.method in ("preset", "strength"))
 _OTHERS = tuple(variant.name for variant in _others())
-_BELOW = tuple(name for name, variant in VARIANTS.items() if variant.method in ("keys below", "MLP below"))
+_BELOW = tuple(name for name, variant in VARIANTS.items() if variant.method == "keys below")
 _STANDARD = (
     *(f"tomesd-{ratio}" for ratio in RATIOS), "bipartite-drawn-0.5", "sized-0.5", "sized-0.75", "downsample-2x2",
     "sized-kv-0.75", "sized-kv-0.9375-cells-4", *_OTHERS, *_PRESETS,

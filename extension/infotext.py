@@ -1,48 +1,47 @@
 """Infotext: how a picture remembers its settings, in one key; and the axes of the X/Y/Z plot.
 
-``0.5 v1`` is a strength and the version of the table that says what it stands for; behind it where it merged, if not
-everywhere, and what an expert set otherwise: ``0.5 v1; hires pass; sx=2``. No comma and no colon, so that nobody has to
-quote it, and nothing of the form 2x2, which the webui's parser would split.
+``0.5`` is a strength; behind it where it merged, if not everywhere, and what an expert set otherwise: ``0.5; hires
+pass; sx=2``. No comma and no colon, so that nobody has to quote it, and nothing of the form 2x2, which the webui's
+parser would split.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import re
 import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..tome_core.hosting import form
 from . import host
-from .wish import DIAL, EVERYWHERE, FILLED_FOR, OWN, VERSION, WHERE, Wish, base_of, wish_of
+from .wish import DIAL, EVERYWHERE, FILLED_FOR, OWN, WHERE, Wish, base_of, wish_of
 
 logger = logging.getLogger(__name__)
 KEY = "ToMe"
 KEYS = (KEY, "ToMe strength")  # the second where the webui has a setting that it calls by the first, as SD.Next has
-_BEGINNING = re.compile(r"(\S+) v(\d{1,6})")
 _LONGEST = 2000  # characters of a value that is read
 _CHANGES = "_tome_core_xyz"
 
 
 def text_of(wish: Wish) -> str:
     """The key's value for pictures that this wish made."""
-    parts = [f"{wish.strength:.12g} v{VERSION}"]
+    parts = [f"{wish.strength:.12g}"]
     if wish.where != EVERYWHERE:
         parts.append(wish.where)
     return "; ".join([*parts, *(f"{name}={value}" for name, value in wish.changes.items())])
 
 
 def wish_in(text: str, layout: str) -> Wish:
-    """The inverse, also for a picture by an earlier table. Raises ValueError for what makes no sense as a whole.
+    """The inverse. Raises ValueError for what makes no sense as a whole.
 
     layout: of the model, see `strength`. A part that makes no sense is left out, and told in `Wish.left_out`.
     """
     first, *parts = str(text)[:_LONGEST].split("; ")
-    found = _BEGINNING.fullmatch(first)
-    if found is None:
-        raise ValueError('it has to begin with a strength and a version, as "0.5 v1" does')
+    try:
+        strength = float(first)
+    except ValueError:
+        raise ValueError('it has to begin with a strength, as "0.5" does') from None
     where, changes, left_out = EVERYWHERE, {}, []
     for part in parts:
         name, is_setting, value = part.partition("=")
@@ -52,7 +51,7 @@ def wish_in(text: str, layout: str) -> Wish:
             changes[name] = _value(form.field(name), value)
         else:
             left_out.append(f"{reprlib.repr(part)} is no setting")
-    wish = wish_of(float(found[1]), where, changes, int(found[2]), layout)
+    wish = wish_of(strength, where, changes, layout)
     return Wish(True, wish.strength, where, wish.changes, (*left_out, *wish.left_out))
 
 

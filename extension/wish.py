@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from ..tome_core.hosting import SD, SDXL, SEED_LIMIT, VERSION, MergeConfig, form, strength
+from ..tome_core.hosting import SD, SDXL, SEED_LIMIT, MergeConfig, form, strength
 
 TITLE = "Token Merging (ToMe)"
 EVERYWHERE, FIRST, HIRES = WHERE = ("everywhere", "first pass", "hires pass")
@@ -52,9 +52,9 @@ class Wish:
         return self.config(False) is not None or (has_hires and self.config(True) is not None)
 
 
-def base_of(value: float, layout: str = SD, version: int = VERSION) -> dict[str, Any]:
-    """What the form shows for a strength, by name. layout, version: of the table."""
-    return form.values_of(strength(value, version, layout))
+def base_of(value: float, layout: str = SD) -> dict[str, Any]:
+    """What the form shows for a strength, by name. layout: of the model, see `strength`."""
+    return form.values_of(strength(value, layout))
 
 
 def find_filled(own: Mapping[str, Any], value: float, layout: str) -> dict[str, Any]:
@@ -87,13 +87,10 @@ def read(
     return _settle(Wish(True, float(dial["strength"]), dial["where"]), deviating, layout)
 
 
-def wish_of(
-    value: float, where: str, changes: Mapping[str, Any], version: int = VERSION, layout: str = SD
-) -> Wish:
-    """A wish by a table's version; with today's table it makes the same pictures. Raises as `read` does."""
+def wish_of(value: float, where: str, changes: Mapping[str, Any], layout: str = SD) -> Wish:
+    """A wish of a strength and what an expert sets besides. Raises as `read` does."""
     _check_dial({"enabled": True, "strength": value, "where": where})
-    old = {} if version == VERSION else base_of(value, layout, version)
-    return _settle(Wish(True, float(value), where), old | dict(changes), layout)
+    return _settle(Wish(True, float(value), where), changes, layout)
 
 
 def _settle(wish: Wish, changes: Mapping[str, Any], layout: str) -> Wish:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from tome_core.attention.core import add_correction
 
 from tests import kernel_harness
 from tests.kernel_harness import DEVICE, DTYPES, close, noise
 from tome_core import MergePlan
-from tome_core.attention.core import add_correction
 from tome_core.attention.correction import Correction, _attend, _by_head, _ridge, first_order, fit_correction
 from tome_core.merging import kernels
 

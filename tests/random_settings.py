@@ -17,8 +17,6 @@ DESCRIBED = {setting["name"]: setting for setting in describe_settings()}
 
 def any_value(dice: random.Random, setting: dict[str, Any]) -> Any:
     """Any value in the setting's range; whether it goes with other settings is not asked."""
-    if setting["name"] == "levels":
-        return dice.choice([None, None, (0,), (1,), (0, 1)])
     if "choices" in setting:
         return dice.choice(setting["choices"])
     if isinstance(setting["default"], bool):

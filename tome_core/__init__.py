@@ -15,7 +15,6 @@ from .reporting.gains import Gain
 from .reporting.report import Report
 from .settings import form
 from .settings.config import MergeConfig, describe_settings
-from .settings.phases import ramp
 from .settings.presets import PRESETS, preset, strength
 from .settings.rule import MergeRule
 from .settings.schedule import NoiseSchedule
@@ -38,7 +37,6 @@ __all__ = [
     "gains",
     "patch",
     "preset",
-    "ramp",
     "remove_patch",
     "report",
     "strength",

@@ -30,7 +30,7 @@ from .reporting.report_text import count
 from .settings import form
 from .settings.config import MergeConfig
 from .settings.noise import STABLE_DIFFUSION
-from .settings.presets import DEFAULT, LAYOUTS, MARKS, SD, SDXL, TRANSFORMER, VERSION, preset, strength
+from .settings.presets import DEFAULT, LAYOUTS, MARKS, SD, SDXL, TRANSFORMER, preset, strength
 from .settings.rule import SEED_LIMIT
 
 
@@ -55,7 +55,7 @@ def state_of(config: MergeConfig, downsample: int, blocks: int = 0) -> State:
 
 __all__ = [
     "DEFAULT", "LAYOUTS", "MARKS", "NO_GRID", "REPLACED", "SD", "SDXL", "SEED_LIMIT", "STABLE_DIFFUSION",
-    "TRANSFORMER", "VERSION", "ByHand", "ByHeads", "Call", "ForwardOnStandIn", "Gain", "Grid", "Layout", "MergeConfig",
+    "TRANSFORMER", "ByHand", "ByHeads", "Call", "ForwardOnStandIn", "Gain", "Grid", "Layout", "MergeConfig",
     "MergeMap", "Patch", "Report", "StandIn", "State", "UnsupportedModelError", "adapter_of", "answer", "clock_for",
     "count", "find_unet", "forget_all", "form", "full_name", "gains", "is_kind", "layout_of", "patch", "patch_of",
     "preset", "register", "register_name", "register_wrapper", "state_of", "strength",

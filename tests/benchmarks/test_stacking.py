@@ -139,7 +139,7 @@ def test_broadcast_attention_merges_where_it_is_computed_in_either_order(pipelin
     ("down-sampling", "keys and values are not the picture's tokens"),
 ], ids=["HyperTile", "down-sampling"])  # fmt: skip
 def test_a_processor_that_cuts_its_tokens_by_the_grid_is_left_whole_and_said(pipelines, name, why, ours_first):
-    found, told, _ = both(pipelines, name, ours_first, balanced(levels=(0,), max_downsample=None))
+    found, told, _ = both(pipelines, name, ours_first, balanced(max_downsample=None))
     assert torch.equal(found, alone(pipelines, name))
     assert why in str(told) and not told.merged_anything
 

@@ -12,13 +12,10 @@ from benchmarks import results, strength
 from benchmarks.quality_rows import TIMES
 from benchmarks.variant_list import FRONT as FRONT_SETTINGS
 from tome_core.settings import presets
-from tome_core.settings.presets import SD, SDXL, TRANSFORMER
+from tome_core.settings.presets import LAYOUTS, SD, SDXL, TRANSFORMER
 
 FRONT = Path(__file__).parents[2] / "benchmarks/results/front-cpu-2026-11-22.json"
-SOURCES = {
-    SD: [FRONT], SDXL: [FRONT.with_name("sdxl-front-cpu-2026-11-24.json")],
-    TRANSFORMER: [FRONT.with_name(f"transformer-front-cpu-2026-11-{day}.json") for day in (23, 24)],
-}  # fmt: skip
+SOURCES = {layout: [FRONT.with_name(name) for name in names] for layout, names in strength.SOURCES.items()}
 TODAYS = FRONT.with_name("front-cpu-2026-11-25.json")  # of the models that came after the curve was chosen
 
 
@@ -42,23 +39,31 @@ def knots(record, loss):
     return strength.curve(loss, strength.below([record]))
 
 
-@pytest.mark.parametrize("layout", list(SOURCES))
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_shipped_curve_is_made_from_the_committed_results(tmp_path, layout):
     output = tmp_path / "table.py"
     assert strength.main([*map(str, SOURCES[layout]), "--layout", layout, "--output", str(output)]) == 0
-    assert output.read_text(encoding="utf-8") == strength.TABLES[layout].read_text(encoding="utf-8")
+    assert output.read_text(encoding="utf-8") == strength.TABLE.read_text(encoding="utf-8")
+
+
+def test_a_new_curve_of_one_layout_leaves_those_of_the_others(tmp_path):
+    output, made = tmp_path / "table.py", {}
+    assert strength.main([*map(str, SOURCES[SDXL]), "--layout", SD, "--output", str(output)]) == 0
+    exec(output.read_text(encoding="utf-8"), made)
+    assert made["CURVES"] == {**strength.CURVES, SD: strength.CURVES[SDXL]} != strength.CURVES
+    assert made["SOURCES"] == {**strength.SOURCES, SD: strength.SOURCES[SDXL]}
 
 
 def test_a_layout_bears_its_own_curve_better_than_that_of_others(capsys):
     """Beside Stable Diffusion's at equal time, from the results that chose it; and comparing writes nothing."""
     for layout in (SDXL, TRANSFORMER):
-        records, before = [results.load(path) for path in SOURCES[layout]], strength.TABLES[layout].read_bytes()
+        records, before = [results.load(path) for path in SOURCES[layout]], strength.TABLE.read_bytes()
         loss = strength.front(records)
         knots = strength.curve(loss, strength.below(records) if layout == SDXL else None)
-        theirs = strength.CURVES[SD][max(strength.CURVES[SD])]
+        theirs = strength.CURVES[SD]
         assert strength.main([*map(str, SOURCES[layout]), "--compare"]) == 0
         assert capsys.readouterr().out == strength.beside(loss, knots, theirs) + "\n"
-        assert strength.TABLES[layout].read_bytes() == before
+        assert strength.TABLE.read_bytes() == before
         costs = [(knot.dev, strength.deviation(*other, loss)) for knot, other in zip(knots, theirs, strict=True)]
         assert all(own <= 1.1 * other for own, other in costs[1:])
         assert costs[5][0] < 0.7 * costs[5][1], "at the mark quality"
@@ -66,28 +71,11 @@ def test_a_layout_bears_its_own_curve_better_than_that_of_others(capsys):
 
 def test_models_that_it_was_not_chosen_on_bear_the_curve(todays):
     """From .65 up they would choose the same; below no knot errs by a third more than their own."""
-    loss, own = strength.front([todays]), strength.CURVES[SD][max(strength.CURVES[SD])]
+    loss, own = strength.front([todays]), strength.CURVES[SD]
     knots = strength.curve(loss, strength.below([todays]))
     assert [(knot.share, knot.until) for knot in knots[13:]] == list(own[13:])
     costs = [(knot.dev, strength.deviation(*other, loss)) for knot, other in zip(knots, own, strict=True)]
     assert all(theirs < 1.33 * best for best, theirs in costs[1:])
-
-
-def test_another_curve_is_a_new_version_beside_those_before_it(knots):
-    first = {1: tuple((knot.share, knot.until) for knot in knots)}
-    other = (*knots[:-1], knots[-1]._replace(share=0.5))
-
-    def table(source):
-        exec(source, found := {})
-        return found
-
-    same, new = (table(strength.module_of(found, [], first)) for found in (knots, other))
-    assert (same["VERSION"], same["EARLIER"]) == (1, {})
-    assert (new["VERSION"], new["EARLIER"]) == (2, first) and new["CURVE"][-1][0] == 0.5
-    later = table(strength.module_of(other, [], first, latest=4))
-    assert later["VERSION"] == 5, "pictures name one version, whichever layout's table has changed"
-    third = table(strength.module_of(knots, [], {2: new["CURVE"], **first}))
-    assert third["VERSION"] == 3 and third["EARLIER"] == {2: new["CURVE"], **first}
 
 
 def test_as_many_keys_lie_in_the_cells_that_err_less(todays):

@@ -104,7 +104,7 @@ def test_the_options_say_which_and_the_choosing_run_has_the_rows_that_strength_n
         quality_options.complete(options)
     assert (choosing.purpose, showing.purpose) == (CHOOSE, SHOW)
     lines = {VARIANTS[name].method for name in quality_options.names(choosing)["noised"]}
-    assert {"merged keys", "keys below", "MLP below"} <= lines
+    assert {"merged keys", "keys below"} <= lines
     assert not any(VARIANTS[name].method in ("preset", "strength") for name in GROUPS["choose"]["noised"])
     others = {"tomesd-early-and-late-0.75-then-0.35", "downsample-early-and-late-8x8-then-2x2", "tiles-2x2",
               "tiles-4x4"}  # fmt: skip

@@ -125,7 +125,6 @@ def test_what_a_link_may_bring_stops_no_queue_and_is_named_in_one_line(server, v
     ({"method": "downsample", "merge_crossattn": True}, "merge_crossattn", "keeps every query"),
     ({"method": "downsample", "early_ratio": 0.9}, "early_ratio", "leave it at -1"),
     ({"proportional": False, "refine": 2}, "refine", "refine=2 may leave groups without tokens"),
-    ({"merge_what": "q+k+v", "query_ratio": 0.5}, "query_ratio", "merges queries beside merge_what='k+v'"),
     ({"sx": 3, "ratio": 1.5}, "ratio", "ratio=1.5 is out of range"),
     ({"sx": 3, "level": ["7", 0]}, "level", "use one of automatic"),
     ({"sx": 3, "early_ratio": -0.5}, "early_ratio", "early_ratio=-0.5 is out of range"),

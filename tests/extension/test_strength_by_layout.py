@@ -41,7 +41,7 @@ def loaded(webui, layout):
 def test_a_job_merges_by_the_table_of_the_model_that_is_loaded(webui, patched, layout):
     done = loaded(webui, layout).job({**FREE, "strength": 0.25})
     assert [shown(one) for one in patched] == [shown(preset("quality", layout))]
-    assert done.infotexts == ["ToMe: 0.25 v1; only_if_it_pays=False"], "the model is named beside it"
+    assert done.infotexts == ["ToMe: 0.25; only_if_it_pays=False"], "the model is named beside it"
 
 
 def test_each_of_two_models_of_a_job_merges_by_its_own(webui, patched):
@@ -68,7 +68,7 @@ def test_what_an_expert_leaves_as_it_was_filled_in_is_no_deviation(webui, layout
     found = wish.read(values, webui.part("options").of_dial, layout=layout)
     assert dict(found.changes) == {"sx": 2}
     assert webui.job(*values).infotexts == [""], "so few tokens"
-    pasted = webui.part("infotext").wish_in("0.25 v1; sx=2", layout)
+    pasted = webui.part("infotext").wish_in("0.25; sx=2", layout)
     assert pasted == found
 
 

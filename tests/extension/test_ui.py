@@ -62,10 +62,10 @@ def test_switching_on_folds_it_out_and_strength_arrives(page):
     page.number("strength", 0.35)
     changed, infotext, comments = page.generate()
     assert (changed["enabled"], changed["strength"]) == (True, 0.35) and comments == []
-    assert infotext == {"ToMe": "0.35 v1"}
+    assert infotext == {"ToMe": "0.35"}
     page.page.locator("#script_txt2img_enabled a", has_text="fast").click()
     page.wait_for_number("strength", 0.75)
-    assert page.generate()[1] == {"ToMe": "0.75 v1"}
+    assert page.generate()[1] == {"ToMe": "0.75"}
     page.check("enabled-checkbox", False)
     assert page.generate()[1] == {}
 
@@ -80,24 +80,24 @@ def test_an_experts_values_count_below_their_switch_and_go_along_with_strength(p
     open_expert(page)
     page.check("own")
     page.number("sx", 2)
-    assert page.generate()[1] == {"ToMe": "0.5 v1; sx=2"}
+    assert page.generate()[1] == {"ToMe": "0.5; sx=2"}
     page.number("strength", 0.25)
     page.wait_for_number("ratio", wish.base_of(0.25)["ratio"])
-    assert page.generate()[1] == {"ToMe": "0.25 v1; sx=2"}
+    assert page.generate()[1] == {"ToMe": "0.25; sx=2"}
     page.check("own", False)
-    assert page.generate()[1] == {"ToMe": "0.25 v1"}
+    assert page.generate()[1] == {"ToMe": "0.25"}
 
 
 def test_what_is_typed_before_own_settings_is_ticked_counts_from_then_on(page):
     open_expert(page)
     page.number("sx", 2)
-    assert page.generate()[1] == {"ToMe": "0.5 v1"}
+    assert page.generate()[1] == {"ToMe": "0.5"}
     page.check("own")
-    assert page.generate()[1] == {"ToMe": "0.5 v1; sx=2"}
+    assert page.generate()[1] == {"ToMe": "0.5; sx=2"}
 
 
 def test_a_pasted_picture_sets_the_panel_and_one_without_us_turns_it_off(page):
-    for infotext, wanted in (({"ToMe": "0.7 v1; hires pass; keep=30.0"}, {"ToMe": "0.7 v1; hires pass; keep=30.0"}),
+    for infotext, wanted in (({"ToMe": "0.7; hires pass; keep=30.0"}, {"ToMe": "0.7; hires pass; keep=30.0"}),
                              ({"Steps": "3"}, {})):  # fmt: skip
         page.page.locator("#txt2img_infotext textarea").fill(json.dumps(infotext))
         page.click("txt2img_paste", "txt2img")
@@ -108,4 +108,4 @@ def test_a_moved_quicksetting_moves_the_panels(page):
     page.below("quick_tome_").number("strength", 0.15)
     page.wait_for_number("strength", 0.15)
     page.check("enabled-checkbox")
-    assert page.generate()[1] == {"ToMe": "0.15 v1"}
+    assert page.generate()[1] == {"ToMe": "0.15"}

@@ -48,8 +48,6 @@ python_values = st.one_of(
 def possible(setting: dict[str, Any]) -> st.SearchStrategy:
     """Values of a setting that are right by themselves."""
     unset = st.none() if setting["default"] is None else st.nothing()
-    if setting["name"] == "levels":
-        return unset | st.lists(st.integers(0, 3), min_size=1, max_size=3)
     if "choices" in setting:
         return st.sampled_from(setting["choices"])
     if isinstance(setting["default"], bool):
@@ -129,7 +127,7 @@ def by_config(model: Any, values: dict[str, Any]) -> None:
 
 def by_rules(model: Any, values: dict[str, Any]) -> None:
     last = MergeConfig(**values)
-    tome_core.patch(model, replace(last, rules=[MergeRule(ratio=0.25, max_timestep=400), *last.rules]))
+    tome_core.patch(model, replace(last, rules=[MergeRule(ratio=0.25, min_timestep=400), *last.rules]))
 
 
 def by_apply_patch(model: Any, values: dict[str, Any]) -> None:

@@ -61,7 +61,7 @@ def match(
             before += count
         else:
             st, sy, sx = cell_of(rule.sy, rule.sx, grid.frames if method.compares else 1)
-            options = (rule.effective_ratio, sx, sy, draw, rule.cluster_on, rule.refine, by_distance, st)
+            options = (rule.effective_ratio, sx, sy, draw, rule.refine, by_distance, st)
             plan = method.match(x, grid, MatchOptions(*options))
         if plan is None:
             return None

@@ -22,8 +22,7 @@ from ..reporting.gains import PIXELS
 from ..reporting.ledger import Ledger, LevelTally
 from ..reporting.reasons import NO_GRID, OTHER_PARTS, TOO_SMALL
 from ..reporting.report import Report, make_report
-from ..settings.config import MergeConfig
-from ..settings.config_text import describe, notes_on
+from ..settings.config import MergeConfig, describe, notes_on
 from ..settings.schedule import NoiseSchedule, ever_merges
 from .around import merge_around
 from .call import Call, Latents, MergeMap

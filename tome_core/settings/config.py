@@ -13,11 +13,14 @@ from ..merging.methods import METHODS
 from .rule import MergeRule
 from .setting import check, setting
 
+EARLY_CELLS = (2, 4, 8)  # sides, of which an early phase takes the smallest whose cap allows its ratio
+_HIGHEST_EARLY_RATIO = 1 - 1 / EARLY_CELLS[-1] ** 2
+
 
 @dataclass(frozen=True, init=False)
 class MergeConfig:
     """Rules, in order; the first that fits a block, a part of it and a time is the one that counts. And what holds for
-    all of them: a part of the noise schedule, an early phase, a ratio for deep MLPs.
+    all of them: a part of the noise schedule, and an early phase.
 
     Flat keywords are settings of both kinds. Those of a rule make one, or are set in each of ``rules``, so that
     `dataclasses.replace` takes them, too:
@@ -55,12 +58,6 @@ class MergeConfig:
         "8 steps it ends where the same share of the pass's steps is left.", minimum=0.0, maximum=1000.0, step=10.0,
         advanced=True, place=14,
     )
-    deep_mlp: float = setting(
-        0.0, "Deep MLP ratio", "Merge this share of the tokens in the feed-forward layer too, below timestep 500, "
-        "in blocks at half of the latent's resolution or less, where it does little harm: all of SDXL's, and of "
-        "SD1.5's those beyond the finest, where the level setting reaches them.",
-        minimum=0.0, maximum=0.75, step=0.05, advanced=True, place=21,
-    )
 
     def __init__(self, *, rules: tuple[MergeRule, ...] | None = None, **flat: Any) -> None:
         of_a_rule = {name: value for name, value in flat.items() if name not in _OF_A_CONFIG}
@@ -97,7 +94,7 @@ class MergeConfig:
     def is_off(self) -> bool:
         """True where nothing can merge."""
         early = self.early_ratio and any(rule.merge_attn for rule in self.rules)
-        return not self.deep_mlp and not early and all(rule.is_off for rule in self.rules)
+        return not early and all(rule.is_off for rule in self.rules)
 
     @property
     def uses_percent(self) -> bool:
@@ -117,3 +114,38 @@ def describe_settings() -> list[dict[str, Any]]:
     """
     return [{"name": item.name, "default": item.default, **item.metadata}
             for item in (*fields(MergeRule), *fields(MergeConfig)[1:])]  # fmt: skip
+
+
+def describe(config: MergeConfig, rule: MergeRule) -> str:
+    """One of the config's rules, with what the config adds to it."""
+    if replace(config, rules=(rule,)).is_off:
+        return "off"
+    parts = [("attention", rule.merge_attn), ("cross-attention", rule.merge_crossattn), ("MLP", rule.merge_mlp)]
+    where = ", ".join(name for name, on in parts if on)
+    text = f"{rule.method} {rule.effective_ratio:.0%} of {rule.effective_side} in {where}"
+    if rule.merge_attn and rule.is_proportional:
+        text += ", proportional attention"
+    if config.early_ratio is not None:
+        text += f", {config.early_ratio:.0%} down to timestep {config.early_until:g}"
+    limits = []
+    if config.start_percent > 0 or config.end_percent < 1:
+        limits.append(f"{config.start_percent:.0%} to {config.end_percent:.0%} of the schedule")
+    if rule.min_timestep is not None:
+        limits.append(f"timesteps from {rule.min_timestep:g} up")
+    if config.max_beta is not None:
+        limits.append(f"beta below {config.max_beta:g}")
+    return text + (f", {', '.join(limits)}" if limits else "")
+
+
+def notes_on(config: MergeConfig, covered: list[bool], downsamples: list[int]) -> tuple[str, ...]:
+    """What is clamped, and that nothing merges. covered: by level, whether any rule merges there at some time."""
+    notes = [f"ratio {rule.ratio:g} is over the cap {rule.ratio_cap:g} of cells {rule.sx}x{rule.sy} and was clamped; "
+             "larger cells (sx, sy) allow more"
+             for rule in config.rules if METHODS[rule.method].uses_ratio and rule.ratio > rule.ratio_cap]  # fmt: skip
+    if config.early_ratio is not None and config.early_ratio > _HIGHEST_EARLY_RATIO:
+        notes.append(f"early_ratio {config.early_ratio:g} is over the cap {_HIGHEST_EARLY_RATIO:g} and was clamped")
+    if not any(covered) and not config.is_off:
+        have = ", ".join(f"/{d}" for d in downsamples)
+        notes.append(f"nothing will merge: no rule reaches a level of this model, whose attention is at {have} of the "
+                     "latent; leave max_downsample at None for the finest of them")
+    return tuple(notes)

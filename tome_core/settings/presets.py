@@ -1,8 +1,7 @@
 """Strength: one number for how much of the picture may change for how much time, and names for four of them.
 
-It resolves to a `MergeConfig`, as was measured for each layout of models: UNets that attend at their finest level
-(`strength_table`), UNets that do not, as SDXL's (`sdxl_table`), and transformers (`transformer_table`). The tables
-before today's are kept by version, so that an old picture reproduces.
+It resolves to a `MergeConfig`, as was measured for each layout of models (`strength_table`): UNets that attend at their
+finest level, UNets that do not, as SDXL's, and transformers.
 """
 
 from __future__ import annotations
@@ -11,27 +10,20 @@ import math
 from numbers import Real
 from typing import Any
 
-from . import sdxl_table, strength_table, transformer_table
 from .config import MergeConfig
+from .strength_table import CURVES
 
 MARKS = {"quality": 0.25, "balanced": 0.5, "fast": 0.75, "max": 1.0}
 PRESETS = tuple(MARKS)
 DEFAULT = "balanced"
 # kept for 60 timesteps a match serves two steps of 20, and one of 10. Whole pictures show what a prediction alone does
 # not: kept for 100, quality lost 1 to 3 dB of PSNR and max a tenth of the texture
-# a change of these, or of `refine_of`, changes old pictures: only curves have versions, a test holds the rest
 _ALL: dict[str, Any] = {"side": "kv", "metric": "keys+values", "use_rand": False, "keep": 60.0,
                         "only_if_it_pays": True, "max_downsample": 8}  # fmt: skip
 # Of equally distant strengths from 0 to 1: the share of keys that late steps keep, and the timestep from which on they
-# are early and keep `EARLY_SHARE`. Beside it in the tables: the share of self-attention's products that is left, on
-# average over the noise schedule, and the deviation of the prediction, in % of the v-loss, both at the finest level.
+# are early and keep `EARLY_SHARE`.
 Curve = tuple[tuple[float, float], ...]
 SD, SDXL, TRANSFORMER = LAYOUTS = ("sd", "sdxl", "transformer")
-_TABLES = dict(zip(LAYOUTS, (strength_table, sdxl_table, transformer_table), strict=True))
-# by layout and by version, by which pictures name the one that they were made by; versions are counted over all tables,
-# so a table that did not change skips a number
-CURVES: dict[str, dict[int, Curve]] = {one: {**of.EARLIER, of.VERSION: of.CURVE} for one, of in _TABLES.items()}
-VERSION = max(table.VERSION for table in _TABLES.values())
 PARTS = 64  # of the tokens: shares of keys are whole numbers of them, which are numbers that kernels like
 EARLY_SHARE = 1 / PARTS  # of the keys, which early steps keep on every curve
 MOST_MERGED = 3 / 4  # share of the keys above which a step is not merged: it would take longer than it saves
@@ -40,13 +32,12 @@ MOST_MERGED = 3 / 4  # share of the keys above which a step is not merged: it wo
 _FINE_CELLS = 5 / PARTS
 
 
-def strength(value: float, version: int | None = None, layout: str = SD) -> MergeConfig:
+def strength(value: float, layout: str = SD) -> MergeConfig:
     """The settings of a strength: 0 is off, 1 keeps a sixty-fourth of the keys in every step.
 
     What is left of the work falls with it and the error to be expected grows, whatever steps a picture has; what is
     measured need not (docs/methods.md, "Strength"). layout: of the model, one of `LAYOUTS`; `patch` asks the model
-    itself. version: of the tables, for an old picture; None is the latest. Raises ValueError for what is no
-    number from 0 to 1, and for a table that there is not.
+    itself. Raises ValueError for what is no number from 0 to 1, and for a layout that there is not.
 
     >>> strength(0).is_off
     True
@@ -55,24 +46,14 @@ def strength(value: float, version: int | None = None, layout: str = SD) -> Merg
     """
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value <= 1:
         raise ValueError(f"strength={value!r} is no number from 0 to 1; 0 is off, 0.5 balanced, 1 the most")
-    curve = _curve(version, layout)
+    if layout not in CURVES:
+        raise ValueError(f"layout={layout!r} is not known; use one of {', '.join(map(repr, LAYOUTS))}")
     if value == 0:
         return MergeConfig(**_ALL, ratio=0.0)
-    share, until = _between(float(value), curve)
+    share, until = _between(float(value), CURVES[layout])
     cell = 4 if share >= _FINE_CELLS else 8
     early = {} if share <= EARLY_SHARE else {"early_ratio": 1 - EARLY_SHARE, "early_until": until}
     return MergeConfig(**_ALL, ratio=1 - share, sx=cell, sy=cell, refine=refine_of(cell), **early)
-
-
-def _curve(version: int | None, layout: str) -> Curve:
-    """The layout's, as it was when the newest table had this version."""
-    if layout not in CURVES:
-        raise ValueError(f"layout={layout!r} is not known; use one of {', '.join(map(repr, LAYOUTS))}")
-    known = sorted({one for curves in CURVES.values() for one in curves})
-    if version is not None and version not in known:
-        raise ValueError(f"version={version!r} is no table of strengths; there are {', '.join(map(str, known))}")
-    curves = CURVES[layout]
-    return curves[max(one for one in curves if version is None or one <= version)]
 
 
 def refine_of(cell: int) -> int:
@@ -88,7 +69,7 @@ def preset(name: str, layout: str = SD) -> MergeConfig:
     """
     if name not in MARKS:
         raise ValueError(f"preset={name!r} is not known; use one of {', '.join(map(repr, PRESETS))}")
-    return strength(MARKS[name], layout=layout)
+    return strength(MARKS[name], layout)
 
 
 def _between(value: float, curve: Curve) -> tuple[float, float]:
@@ -106,4 +87,4 @@ def _between(value: float, curve: Curve) -> tuple[float, float]:
 
 def config_of(wanted: str | float, layout: str = SD) -> MergeConfig:
     """The settings of a patch, by a preset's name or by a strength."""
-    return preset(wanted, layout) if isinstance(wanted, str) else strength(wanted, layout=layout)
+    return preset(wanted, layout) if isinstance(wanted, str) else strength(wanted, layout)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 from dataclasses import dataclass, fields
-from functools import lru_cache
 
 from ..merging.methods import METHODS
-from ..merging.methods.cluster import CLUSTER_ON
 from ..merging.metric import METRICS
 from .setting import check, one_of, setting
 
@@ -33,7 +30,7 @@ class MergeRule:
     ratio: float = setting(
         0.5, "Ratio", "Share of tokens that are merged away. 0 is off. Bipartite matching can reach "
         "1 - 1/(sx*sy); more is clamped and reported. Not used by downsample, where it follows from sx and sy. The "
-        "early ratio and both MLP ratios count beside 0 as well.",
+        "early ratio counts beside 0 as well.",
         minimum=0.0, maximum=1.0, step=0.05, place=0,
     )
     sx: int = setting(
@@ -69,11 +66,6 @@ class MergeRule:
         choices=(None, *SIDES), shown=("automatic", *("+".join(side) for side in SIDES)), advanced=True,
         place=6, known_as="merge_what",
     )
-    levels: tuple[int, ...] | None = setting(
-        None, "Levels", "Instead of max_downsample: which resolutions of the UNet, counting those that have "
-        "attention, the finest is 0. Automatic is the finest: 64x64 tokens on SD1.5 at 512 px, and on SDXL at 1024 px.",
-        advanced=True,
-    )
     max_downsample: int | None = setting(
         None, "Level", "Which resolutions of the UNet merge. Automatic is the finest that has attention: 64x64 tokens "
         "on SD1.5 at 512 px, 32x32 on SDXL. Up to /2 is every block down-sampled at most twofold from the latent, and "
@@ -82,11 +74,8 @@ class MergeRule:
         place=1, known_as="level",
     )
     min_timestep: float | None = setting(
-        None, "Lowest timestep", "Merge only at timesteps of at least this. Known even on a bare UNet.",
-        minimum=0.0, maximum=1000.0, step=1.0, unset="no limit", advanced=True, open_ended=True,
-    )
-    max_timestep: float | None = setting(
-        None, "Highest timestep", "Merge only at timesteps of at most this. Known even on a bare UNet.",
+        None, "Lowest timestep", "The rule holds at timesteps of at least this, below them the next one. Known even on "
+        "a bare UNet.",
         minimum=0.0, maximum=1000.0, step=1.0, unset="no limit", advanced=True, open_ended=True,
     )
     min_pixels: int = setting(
@@ -94,11 +83,6 @@ class MergeRule:
         "262144, 1024x1024 is 1048576), counting a latent's token as 8x8. 0 is every picture. Leaves a first pass "
         "alone and serves the high-resolution one.",
         minimum=0, maximum=16777216, step=65536, open_ended=True, place=4, beside_strength=True,
-    )
-    cluster_on: str = setting(
-        "tokens", "Cluster on",
-        "What the method cluster compares: the tokens, or their similarity to the image's mean.",
-        choices=CLUSTER_ON, advanced=True,
     )
     proportional: bool = setting(
         True, "Proportional attention", "Let a merged key of self-attention weigh as much as the tokens it stands for, "
@@ -116,11 +100,6 @@ class MergeRule:
         "above 0, a match that has grown too old is renewed by one such step; at 0 it is made anew.",
         minimum=0, maximum=3, step=1, advanced=True, place=17,
     )
-    query_ratio: float = setting(
-        0.0, "Query ratio", "Where keys and values are merged: share of the queries that is merged beside them, by a "
-        "match of their own in 2x2 cells, so 0.75 at most. 0 keeps every query.",
-        minimum=0.0, maximum=0.75, step=0.05, advanced=True, place=18,
-    )
     metric: str = setting(
         "input", "Compare", "What a match compares: input (the block's input, by cosine, as tomesd does), keys, "
         "or keys+values (by distance). The last is the most exact, and costs two projections. Used by bipartite.",
@@ -130,23 +109,20 @@ class MergeRule:
         0.0, "Keep a match for", "How many timesteps (of 1000) a block's match goes on serving the following steps. "
         "With 20 sampling steps one is 50. A kept match serves both halves of guidance, too. 0 matches anew at every "
         "step. Needs a host or a pipeline that says which steps belong to one picture.",
-        minimum=0.0, maximum=1000.0, step=10.0, advanced=True, place=19,
+        minimum=0.0, maximum=1000.0, step=10.0, advanced=True, place=18,
     )
     only_if_it_pays: bool = setting(
         False, "Only where it pays", "Merge only where that saves time: as measured, where this model, size and device "
-        "were (measure), else as the number of tokens and the kind of device suggest.", advanced=True, place=20,
+        "were (measure), else as the number of tokens and the kind of device suggest.", advanced=True, place=19,
     )
 
     def __post_init__(self) -> None:
         for item in fields(self):
             object.__setattr__(self, item.name, check(item, getattr(self, item.name)))
         self._check_combination()
-        object.__setattr__(self, "ratio_text", repr(self.effective_ratio))
-        own = [name for name in _OF_A_MATCH if name != "seed" or self.use_rand]
-        object.__setattr__(self, "match_text", repr({name: getattr(self, name) for name in own}))
 
     def _check_combination(self) -> None:
-        method, first, last = METHODS[self.method], self.min_timestep, self.max_timestep
+        method = METHODS[self.method]
         if self.side is not None and self.side not in method.sides:
             raise ValueError(f"side={self.side!r} is not possible with method={self.method!r}; "
                              f"use {one_of(method.sides)}")
@@ -156,14 +132,6 @@ class MergeRule:
         if self.refine and not self.proportional and self.merge_attn:
             raise ValueError(f"refine={self.refine!r} may leave groups without tokens, which needs proportional "
                              "attention; set proportional to True, or use refine=0")
-        if self.query_ratio and self.effective_side != "kv":
-            raise ValueError(f"query_ratio={self.query_ratio!r} merges queries beside side='kv'; use that side, "
-                             "or query_ratio=0")
-        if self.levels is not None and self.max_downsample is not None:
-            raise ValueError(f"levels={self.levels!r} and max_downsample={self.max_downsample!r} both choose the "
-                             "blocks; give one of them")
-        if first is not None and last is not None and first > last:
-            raise ValueError(f"min_timestep={first!r} lies after max_timestep={last!r}; swap them")
 
     @property
     def effective_side(self) -> str:
@@ -179,13 +147,6 @@ class MergeRule:
     def effective_ratio(self) -> float:
         """The ratio in force: clamped to the cap, or the one that follows from the cell size."""
         return min(self.ratio, self.ratio_cap) if METHODS[self.method].uses_ratio else self.ratio_cap
-
-    @property
-    def constant_ratio(self) -> float:
-        """The ratio in force, from a text: compilers of torch 2.4 take a number that differs from the last graph's for
-        a variable, and fail where it is multiplied with a size.
-        """
-        return float(self.ratio_text)
 
     @property
     def is_off(self) -> bool:
@@ -209,15 +170,4 @@ class MergeRule:
     @property
     def uses_time(self) -> bool:
         """True where the rule does not hold at all times."""
-        return self.min_timestep is not None or self.max_timestep is not None
-
-
-# what a match depends on, wherever and whenever the rule holds; and merge_attn, without which others are refused
-_OF_A_MATCH = ("method", "ratio", "sx", "sy", "use_rand", "seed", "merge_attn", "side", "cluster_on", "proportional",
-               "correction", "refine", "query_ratio", "metric", "keep")  # fmt: skip
-
-
-@lru_cache(maxsize=1024)
-def rule_of(match_text: str) -> MergeRule:
-    """A rule that matches as the one with this ``match_text`` does; one object for a text."""
-    return MergeRule(**ast.literal_eval(match_text))
+        return self.min_timestep is not None

@@ -128,18 +128,13 @@ class LevelRules(NamedTuple):
 
 
 def holds_at(rule: MergeRule, time: Time) -> bool:
-    """Is the moment inside the rule's limits? Where it is not known, it is in none."""
-    if not rule.uses_time:
-        return True
-    least, most = rule.min_timestep or 0.0, math.inf if rule.max_timestep is None else rule.max_timestep
-    return time.timestep is not None and least <= time.timestep <= most
+    """Is the moment inside the rule's limit? Where it is not known, it is in none."""
+    return not rule.uses_time or (time.timestep is not None and time.timestep >= rule.min_timestep)
 
 
 def reaches(rule: MergeRule, level: int, downsample: int) -> bool:
     """Does the rule cover blocks of this level, down-sampled this much from the latent?"""
-    if rule.max_downsample is not None:
-        return downsample <= rule.max_downsample
-    return level in (rule.levels if rule.levels is not None else (0,))
+    return level == 0 if rule.max_downsample is None else downsample <= rule.max_downsample
 
 
 def choose(rules: Sequence[MergeRule], downsamples: Sequence[int], pixels: int | None = None) -> tuple[LevelRules, ...]:

@@ -22,8 +22,6 @@ def check(item: Any, value: Any) -> Any:
     facts, name = item.metadata, item.name
     if value is None and item.default is None:
         return None
-    if name == "levels":
-        return _check_levels(value)
     if "choices" in facts:
         # `1 == True` in Python, so types are compared as well
         if not any(value == choice and type(value) is type(choice) for choice in facts["choices"]):
@@ -47,12 +45,6 @@ def _check_number(name: str, facts: Any, value: Any) -> int | float:
     if not facts["minimum"] <= value <= most:
         raise ValueError(f"{name}={value!r} is out of range; {range_text}")
     return value if whole else float(value)
-
-
-def _check_levels(value: Any) -> tuple[int, ...]:
-    if isinstance(value, (list, tuple)) and value and all(type(one) is int and one >= 0 for one in value):
-        return tuple(sorted(set(value)))
-    raise ValueError(f"levels={value!r} is not possible; use None or whole numbers from 0 up, such as (0,) or (0, 1)")
 
 
 def one_of(choices: tuple[Any, ...]) -> str:

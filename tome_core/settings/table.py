@@ -44,7 +44,7 @@ def _range(setting: dict[str, Any]) -> str:
     if "minimum" in setting:
         low, high = (f"{one:.10g}" for one in (setting["minimum"], setting.get("limit", setting["maximum"])))
         return f"from {low}" + ("" if setting.get("open_ended") else f" to {high}")
-    return "on, off" if isinstance(setting["default"], bool) else "whole numbers from 0"
+    return "on, off"
 
 
 def main(arguments: list[str] | None = None) -> None:

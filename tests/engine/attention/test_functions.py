@@ -12,13 +12,19 @@ import torch.nn.functional as F
 from diffusers.models import attention_processor
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.attention_processor import Attention, AttnProcessor, AttnProcessor2_0
-from torch import nn
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 
 import tome_core
 from tests.conformance import (
-    CHANNELS, HEADS, KV, SIDE, UNetOf, memory_efficient_attention, merging_by, run, tokens, way, why_left_alone,
+    KV,
+    SIDE,
+    UNetOf,
+    merging_by,
+    run,
+    tokens,
+    way,
+    why_left_alone,
     with_xformers,
 )  # fmt: skip
 from tests.diffusers_processors import attention

@@ -8,20 +8,44 @@ import pytest
 import torch
 import torch.nn.functional as F
 from diffusers.models import attention_processor
-from diffusers.models.attention_processor import Attention, AttnProcessor, AttnProcessor2_0
+from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from torch import nn
 
 import tome_core
 from tests.conformance import (
-    CHANNELS, DTYPES, HEADS, KV, SIDE, TOLERANCE, UNetOf, far, merging_by, run, tokens, way, why_left_alone, with_xformers,
+    CHANNELS,
+    DTYPES,
+    HEADS,
+    KV,
+    SIDE,
+    TOLERANCE,
+    UNetOf,
+    far,
+    merging_by,
+    run,
+    tokens,
+    way,
+    why_left_alone,
+    with_xformers,
 )  # fmt: skip
 from tests.diffusers_processors import (
-    BY_HAND, LEFT_ALONE, MERGED, OF_IMAGE_PROMPTS, PERTURBING, PLAIN, VARIANTS, attention, batches_for, found, made,
-    of_diffusers, put, unmade,
+    BY_HAND,
+    LEFT_ALONE,
+    MERGED,
+    OF_IMAGE_PROMPTS,
+    PERTURBING,
+    PLAIN,
+    VARIANTS,
+    attention,
+    batches_for,
+    found,
+    made,
+    of_diffusers,
+    put,
+    unmade,
 )  # fmt: skip
 from tests.doubles import of_heads
 from tests.models import fixed
-from tests.thoroughness import some_quick
 from tome_core import MergeConfig
 from tome_core.attention.merged import BIAS
 

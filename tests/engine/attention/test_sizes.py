@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from diffusers.models.attention_processor import Attention
+from tests.sized_attention import everywhere, masked_formula, sides
+from tome_core.attention.core import BIAS, UNSIZED, WIDER_HEADS, Attended, attend_merged
 
 import tome_core
 from tests.families import every_family_in_time, largest_difference
 from tests.models import BY_NAME, ModelCase, call_case
-from tests.sized_attention import everywhere, masked_formula, sides
 from tome_core import MergePlan
 from tome_core.attention import known_of
-from tome_core.attention.core import BIAS, UNSIZED, WIDER_HEADS, Attended, attend_merged
 
 
 @every_family_in_time

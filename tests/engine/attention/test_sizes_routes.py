@@ -8,6 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from diffusers.models.attention_processor import AttnProcessor
+from tests.sized_attention import everywhere, masked_formula, sides
+from tome_core.attention.core import BIAS, WIDER_HEADS
+from tome_core.attention.sizes import bias_is_cheaper, bias_of
 from torch import nn
 
 import tome_core
@@ -15,12 +18,9 @@ from benchmarks.sd_block import CrossAttention, UNet, make_block, make_inputs
 from tests.conformance import held, ragged
 from tests.families import largest_difference
 from tests.models import BY_NAME, call_case
-from tests.sized_attention import everywhere, masked_formula, sides
 from tome_core import MergeConfig, MergePlan
 from tome_core.attention.by_hand import ForwardOnStandIn, register, registry
-from tome_core.attention.core import BIAS, WIDER_HEADS
 from tome_core.attention.by_hand import full_name as function_name
-from tome_core.attention.sizes import bias_is_cheaper, bias_of
 
 
 class _Apart(CrossAttention):

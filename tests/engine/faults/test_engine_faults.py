@@ -6,11 +6,12 @@ import functools
 import linecache
 import sys
 
+from tome_core.model import switch, wrap
+
 import tome_core
 from tests.models import BY_NAME
 from tests.threads import at_once
 from tome_core import MergeConfig
-from tome_core.model import switch, wrap
 
 CASE = BY_NAME["sd15"]
 

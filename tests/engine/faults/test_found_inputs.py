@@ -94,7 +94,7 @@ def fields(*kinds):
 
 def pasted(webui, part):
     """The changes of a pasted wish, of which a part is this."""
-    parameters = {"ToMe": f"0.5 v1; {part}; hires pass"}
+    parameters = {"ToMe": f"0.5; {part}; hires pass"}
     read = webui.part("infotext").Paste().function
     assert read("enabled")(parameters) is True and read("where")(parameters) == "hires pass", "what is right is pasted"
     return webui.part("infotext").wish_in(parameters["ToMe"], "sd").changes

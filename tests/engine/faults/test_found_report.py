@@ -64,7 +64,7 @@ def test_weights_that_are_stored_in_half_precision_merge_as_hard(name: str):
 MLP = {"merge_attn": False, "merge_mlp": True}
 MLP_ALONE = {
     "everywhere": MergeConfig(max_downsample=8, **MLP),
-    "below attention": MergeConfig(rules=(MergeRule(side="kv", levels=(0,)), MergeRule(levels=(1,), **MLP))),
+    "below attention": MergeConfig(rules=(MergeRule(side="kv"), MergeRule(max_downsample=8, **MLP))),
 }
 
 

@@ -59,7 +59,7 @@ def test_merged_calls_use_only_operators_that_mps_has_where_rows_are_added_by_in
     used = merged("balanced", dtype)
     assert "index_add_" in used.names and set(lacking(used.names)) == {"DirectML"}
     assert lacking(used.names)["DirectML"] == ["index_add_"]
-    clusters = MergeConfig(method="cluster", ratio=0.9, cluster_on="mean_similarity")
+    clusters = MergeConfig(method="cluster-similarity", ratio=0.9)
     assert "MPS" not in lacking(merged(clusters, dtype).names)
 
 

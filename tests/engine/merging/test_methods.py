@@ -16,11 +16,10 @@ from tome_core.merging.methods.bipartite import best_destination, refine_plan
 from tome_core.merging.methods.cluster import ITERATIONS
 
 GRIDS = [(1, 1), (1, 16), (16, 1), (2, 2), (3, 5), (7, 4), (5, 9), (8, 8), (3, 3)]
-VARIANTS = [(name, "tokens") for name in METHODS] + [("cluster", "mean_similarity")]
 
 
-def match(name, x, grid, *, ratio=0.5, sx=2, sy=2, draw=None, cluster_on="tokens", refine=0):
-    return METHODS[name].match(x, Grid(*grid), MatchOptions(ratio, sx, sy, draw, cluster_on, refine))
+def match(name, x, grid, *, ratio=0.5, sx=2, sy=2, draw=None, refine=0):
+    return METHODS[name].match(x, Grid(*grid), MatchOptions(ratio, sx, sy, draw, refine))
 
 
 def tokens(grid, batch=2, channels=6, seed=0):
@@ -31,14 +30,14 @@ def tokens(grid, batch=2, channels=6, seed=0):
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize("ratio", [0.0, 0.1, 0.5, 0.75, 1.0])
 @pytest.mark.parametrize("stride", [(1, 1), (2, 2), (4, 4), (3, 2), (1, 8)], ids=str)
-@pytest.mark.parametrize(("name", "on"), VARIANTS)
-def test_every_token_is_in_one_group_and_no_group_is_empty(name, on, stride, ratio, grid):
+@pytest.mark.parametrize("name", METHODS)
+def test_every_token_is_in_one_group_and_no_group_is_empty(name, stride, ratio, grid):
     x = tokens(grid)
-    plan = match(name, x, grid, ratio=ratio, sx=stride[0], sy=stride[1], cluster_on=on, draw=Draw(1, 0, None))
+    plan = match(name, x, grid, ratio=ratio, sx=stride[0], sy=stride[1], draw=Draw(1, 0, None))
     if plan is None:  # nothing to merge; off is None, never an identity plan
         cell = min(stride[0], grid[1]) * min(stride[1], grid[0])
         asks_for_none = METHODS[name].uses_ratio and int(grid[0] * grid[1] * ratio) == 0
-        assert asks_for_none or (cell == 1 and name != "cluster") or grid == (1, 1)
+        assert asks_for_none or (cell == 1 and METHODS[name].keeps_cells) or grid == (1, 1)
         return
     assert plan.num_tokens == grid[0] * grid[1]
     assert 1 <= plan.num_groups < plan.num_tokens
@@ -126,12 +125,12 @@ def test_similarity_is_compared_in_float32_even_under_autocast():
     assert torch.equal(plain.group, under.group)
 
 
-@pytest.mark.parametrize(("name", "on"), VARIANTS)
-def test_tokens_of_zeros_do_no_harm(name, on):
+@pytest.mark.parametrize("name", METHODS)
+def test_tokens_of_zeros_do_no_harm(name):
     x = tokens((8, 8))
     x[:, ::3] = 0
     for case in (x, torch.zeros_like(x)):
-        plan = match(name, case, (8, 8), cluster_on=on)
+        plan = match(name, case, (8, 8))
         assert torch.isfinite(plan.merge(case)).all()
         assert (plan.sizes >= 1).all()  # equal tokens empty clusters, which are then given one each
 
@@ -145,15 +144,15 @@ def test_a_token_of_zeros_has_similarity_zero_to_every_other():
     assert (best_destination(x, sources, destinations).score == 0).all()
 
 
-@pytest.mark.parametrize(("on", "ratio"), [("tokens", 0.5), ("tokens", 0.8), ("mean_similarity", 32 / 36)])
-def test_cluster_is_lloyds_algorithm_on_tokens_or_on_their_cosines(on, ratio):
+@pytest.mark.parametrize(("name", "ratio"), [("cluster", 0.5), ("cluster", 0.8), ("cluster-similarity", 32 / 36)])
+def test_clusters_are_lloyds_algorithm_on_tokens_or_on_their_cosines(name, ratio):
     x = tokens((6, 6), batch=1, channels=3)
     cosine = torch.nn.functional.cosine_similarity(x[0], x[0].mean(0, keepdim=True), dim=-1)[:, None]
-    values, ordered = (x[0], x[0]) if on == "tokens" else (cosine, cosine.sort(0).values)
+    values, ordered = (x[0], x[0]) if name == "cluster" else (cosine, cosine.sort(0).values)
     count = 36 - int(36 * ratio)
     expected = k_means(values, ordered[[i * 36 // count for i in range(count)]], ITERATIONS)
     assert len(set(expected)) == count  # none empty here, so none was given a token
-    assert match("cluster", x, (6, 6), ratio=ratio, cluster_on=on).group[0].tolist() == expected
+    assert match(name, x, (6, 6), ratio=ratio).group[0].tolist() == expected
 
 
 def test_downsample_keeps_the_top_left_token_of_each_cell():
@@ -162,11 +161,11 @@ def test_downsample_keeps_the_top_left_token_of_each_cell():
     assert plan.merge(x, "pick").flatten().tolist() == [0, 2, 4, 10, 12, 14]
 
 
-@pytest.mark.parametrize(("name", "on"), VARIANTS)
-def test_equal_inputs_give_equal_maps_and_the_global_generator_is_left_alone(name, on):
+@pytest.mark.parametrize("name", METHODS)
+def test_equal_inputs_give_equal_maps_and_the_global_generator_is_left_alone(name):
     x = tokens((16, 16))
     before = torch.get_rng_state()
-    first, second = (match(name, x, (16, 16), draw=Draw(5, 0, torch.tensor([7.0])), cluster_on=on) for _ in range(2))
+    first, second = (match(name, x, (16, 16), draw=Draw(5, 0, torch.tensor([7.0]))) for _ in range(2))
     assert torch.equal(first.group, second.group)
     assert torch.equal(torch.get_rng_state(), before)
 

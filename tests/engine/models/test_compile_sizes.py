@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
+from tome_core.attention.core import BIAS, WIDER_HEADS
 from torch._dynamo.testing import CompileCounter
 
 import tome_core
 from tests.compiling import SMALL, TIMES, compiled, skip_where_unpatched_fails
 from tests.models import BY_NAME, call_case
 from tome_core import MergeConfig
-from tome_core.attention.core import BIAS, WIDER_HEADS
 from tome_core.models.unet_blocks import find_unet
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")

@@ -50,7 +50,7 @@ def test_one_graph_serves_twenty_times_however_it_was_made(name: str, patch_firs
 @pytest.mark.parametrize("name, config", [
     *((name, MergeConfig(proportional=False)) for name in ("sdxl", "ip_adapter_masks")),
     *(("one_level", MergeConfig(method=method, max_downsample=8)) for method in ("downsample", "cluster")),
-    ("one_level", MergeConfig(side="kv", ratio=0.9375, sx=4, sy=4, query_ratio=0.25, refine=1)),
+    ("one_level", MergeConfig(side="kv", ratio=0.9375, sx=4, sy=4, refine=1)),
 ])  # fmt: skip
 def test_other_families_methods_and_refined_matches_compile_whole_as_well(name: str, config: MergeConfig):
     case, backend = BY_NAME.get(name, SMALL), CompileCounter()
@@ -153,7 +153,7 @@ def test_rules_limited_in_time_need_one_graph_for_each_rule():
 
 
 def test_a_clock_that_was_not_set_is_said_and_reported(caplog):
-    config = MergeConfig(max_timestep=700)
+    config = MergeConfig(min_timestep=100)
     with tome_core.patch(SMALL.build(), config) as handle, caplog.at_level(logging.WARNING):
         whole = compiled(handle.unet, CompileCounter())
         for time in TIMES[:3]:

@@ -9,6 +9,9 @@ import sys
 import pytest
 import torch
 from diffusers import UNet2DConditionModel
+from tome_core.running.operators import Operators
+from tome_core.unet import in_graph
+from tome_core.unet.sites import BlockSite
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 import tome_core
@@ -19,10 +22,7 @@ from tests.models import BY_NAME, call_case, on_small
 from tests.samplings import pipeline_of
 from tests.thoroughness import some_quick
 from tome_core import PRESETS, MergeConfig
-from tome_core.running.operators import Operators
 from tome_core.settings.phases import plain_rules
-from tome_core.unet import in_graph
-from tome_core.unet.sites import BlockSite
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -143,9 +143,9 @@ def test_a_compiler_may_write_over_what_it_was_given(monkeypatch):
     """An operator's results are the graph's own, and memory is used again."""
     given, plain = [], BlockSite.answers
     monkeypatch.setattr(BlockSite, "answers", lambda self, *args: given.append(plain(self, *args)) or given[-1])
-    with tome_core.patch(build(), WAYS["queries of their own, drawn"]) as handle:
+    with tome_core.patch(build(), WAYS["keys, drawn"]) as handle:
         expected = draw(handle.unet, handle)
-    with tome_core.patch(build(), WAYS["queries of their own, drawn"]) as handle:
+    with tome_core.patch(build(), WAYS["keys, drawn"]) as handle:
         whole, found = torch.compile(handle.unet, backend="eager", fullgraph=True), []
         for number, time in enumerate(FEW):
             handle.set_time(timestep=time, sampling="a")

@@ -9,6 +9,8 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from tome_core.sequence import handle as sequence_handle
+from tome_core.transformers import in_graph
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 import tome_core
@@ -17,9 +19,7 @@ from tests.compiling import for_inductor
 from tests.thoroughness import some_quick
 from tests.threads import at_once
 from tests.tiny_transformers import PRESENT, STRONG, call, distance
-from tome_core.sequence import handle as sequence_handle
 from tome_core.engine.match import match
-from tome_core.transformers import in_graph
 from tome_core.models.arguments import pack, unpack
 
 pytestmark = [

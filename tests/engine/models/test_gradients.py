@@ -59,8 +59,8 @@ CALLS = {
 }
 CONFIGS = {
     "random destinations": MergeConfig(merge_mlp=True, max_downsample=2),
-    "keys beside lightly merged queries": MergeConfig(side="kv", query_ratio=0.25, refine=1),
-    "rules by time": MergeConfig(rules=(MergeRule(ratio=0.75, max_timestep=500), MergeRule(ratio=0.25, seed=3))),
+    "keys": MergeConfig(side="kv", refine=1),
+    "rules by time": MergeConfig(rules=(MergeRule(ratio=0.75, min_timestep=500), MergeRule(ratio=0.25, seed=3))),
 }
 # random destinations, which a second pass must not draw anew, with all calls; other settings with those that tell most
 _TELLING = ("two sizes and times", "the same size at two times")
@@ -141,16 +141,16 @@ def test_a_model_copied_between_forward_and_backward_keeps_its_gradients():
 @pytest.mark.parametrize("name", ["ldm", "sgm"])
 def test_a_call_that_does_not_merge_is_not_repeated_as_one_that_did_where_its_tensors_lie_now(name, monkeypatch):
     """Memory that a merged call has given back is the next one's."""
-    setup, ends = SETUPS[name], MergeConfig(max_timestep=500)
-    plain = gradients(setup, [(16, 16, 800)], ends, checkpointing=True)
+    setup, early = SETUPS[name], MergeConfig(min_timestep=500)
+    plain = gradients(setup, [(16, 16, 300)], early, checkpointing=True)
     monkeypatch.setattr(torch.Tensor, "data_ptr", lambda x: 0)  # all of them at one address
     model = setup.build()
     setup.switch(model, True)
     x, text = inputs(4, 2, 16, 16, seed=0)
-    with patch(model.train(), ends) as handle:
-        setup.call(model, x, 300, text)
+    with patch(model.train(), early) as handle:
+        setup.call(model, x, 800, text)
         assert handle.report().merged_anything
-        setup.call(model, x, 800, text).square().mean().backward()
+        setup.call(model, x, 300, text).square().mean().backward()
     assert_same(plain, grads(model))
 
 

@@ -8,14 +8,14 @@ import pickle
 import diffusers
 import pytest
 import torch
+from tome_core.sequence import handle as sequence_handle
+from tome_core.transformers import NAMES, handle_on
 
 import tome_core
 from tests import tiny_transformers, transformer_pipelines
 from tests.tiny_transformers import PRESENT, STRONG, attributes, call, distance
 from tests.transformer_pipelines import draw
-from tome_core.sequence import handle as sequence_handle
 from tome_core.engine.match import match
-from tome_core.transformers import NAMES, handle_on
 
 families = pytest.mark.parametrize("name", PRESENT)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tome_core.transformers import handle_on
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -12,7 +13,6 @@ from tests.thoroughness import some_quick
 from tests.tiny_transformers import STRONG, attributes, distance
 from tests.transformer_pipelines import PRESENT, draw, make, transformers_of
 from tome_core.engine.clock import FEW
-from tome_core.transformers import handle_on
 from tome_core.models.transformer import PipelineSteps
 
 WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::masked_select", "aten::is_nonzero"}

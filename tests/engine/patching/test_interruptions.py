@@ -23,7 +23,7 @@ EVERYTHING = {"merge_crossattn": True, "merge_mlp": True, "max_downsample": 8}
 CONFIG = MergeConfig(
     rules=(
         MergeRule(ratio=0.75, min_timestep=400, **EVERYTHING),
-        MergeRule(side="kv", query_ratio=0.25, keep=500.0, **EVERYTHING),
+        MergeRule(side="kv", keep=500.0, **EVERYTHING),
     )
 )
 

@@ -44,7 +44,7 @@ def test_offloading_and_merging_come_and_go_in_any_order(case, offload, patch_fi
 def test_a_hook_that_is_renewed_after_every_picture_does_not_cost_the_patch(patch_first: bool):
     """diffusers' model offload removes and renews its hooks then; the time of a call must not get lost."""
     case = BY_NAME["sd15"]
-    config = MergeConfig(max_timestep=600)
+    config = MergeConfig(min_timestep=600)
     plain, model = case.build(), case.build()
     tome_core.patch(plain, config)
     if patch_first:

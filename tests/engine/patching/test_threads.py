@@ -24,7 +24,7 @@ CASE = BY_NAME["ldm_sd1"]
 ROUNDS = 30 if THOROUGH else 5
 CONFIGS = (
     MergeConfig(ratio=0.75, merge_mlp=True, end_percent=0.6),
-    MergeConfig(rules=(MergeRule(side="kv", sx=4, sy=4, ratio=0.9, refine=1, query_ratio=0.25, seed=5),)),
+    MergeConfig(rules=(MergeRule(side="kv", sx=4, sy=4, ratio=0.9, refine=1, seed=5),)),
 )
 
 

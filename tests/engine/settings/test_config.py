@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 
 import pytest
 
+import tome_core
 from tome_core import MergeConfig, MergeRule, describe_settings
 from tome_core.merging.methods import METHODS
 from tome_core.settings.rule import rule_of
@@ -23,13 +25,12 @@ from tome_core.settings.rule import rule_of
         ("max_downsample", 3, ValueError), ("max_downsample", 0, ValueError), ("max_downsample", True, ValueError),
         ("max_downsample", "1", ValueError), ("method", "kmeans", ValueError), ("side", "vq", ValueError),
         ("seed", -1, ValueError), ("seed", 2**31, ValueError), ("seed", 1.0, TypeError), ("use_rand", 1, TypeError),
-        ("merge_mlp", "yes", TypeError), ("levels", (), ValueError),
-        ("levels", 0, ValueError), ("levels", (0.5,), ValueError),
+        ("merge_mlp", "yes", TypeError),
         ("start_percent", 2, ValueError), ("min_timestep", -5, ValueError), ("max_beta", 1.1, ValueError),
-        ("cluster_on", "colour", ValueError), ("proportional", 1, TypeError), ("refine", 4, ValueError),
-        ("refine", 1.0, TypeError), ("query_ratio", 0.9, ValueError), ("min_pixels", -1, ValueError),
-        ("min_pixels", 2**53, ValueError), ("max_timestep", math.inf, ValueError), ("min_timestep", 1e300, ValueError),
-        ("early_ratio", 1.5, ValueError), ("early_until", -1.0, ValueError), ("deep_mlp", 0.8, ValueError),
+        ("proportional", 1, TypeError), ("refine", 4, ValueError),
+        ("refine", 1.0, TypeError), ("min_pixels", -1, ValueError),
+        ("min_pixels", 2**53, ValueError), ("min_timestep", math.inf, ValueError), ("min_timestep", 1e300, ValueError),
+        ("early_ratio", 1.5, ValueError), ("early_until", -1.0, ValueError),
         ("keep", 2000.0, ValueError), ("metric", "cosine", ValueError), ("ratio", 10**400, ValueError),
         ("seed", -(10**400), ValueError), ("min_pixels", 10**400, ValueError), ("min_timestep", 10**400, ValueError),
     ],
@@ -58,15 +59,14 @@ def test_a_limit_itself_is_taken_and_is_further_than_a_user_interface_goes():
 
 
 def test_a_threshold_has_no_upper_limit():
-    rule = MergeRule(min_pixels=2**40, min_timestep=2000.0, max_timestep=1e9)
-    assert (rule.min_pixels, rule.min_timestep, rule.max_timestep) == (2**40, 2000.0, 1e9)
+    rule = MergeRule(min_pixels=2**40, min_timestep=1e9)
+    assert (rule.min_pixels, rule.min_timestep) == (2**40, 1e9)
 
 
 @pytest.mark.parametrize("settings", [
     {"method": "downsample", "side": "qkv"}, {"method": "downsample", "merge_mlp": True},
-    {"method": "downsample", "early_ratio": 0.5}, {"levels": (0,), "max_downsample": 1},
-    {"refine": 1, "proportional": False}, {"query_ratio": 0.5, "side": "qkv"}, {"query_ratio": 0.5},
-    {"start_percent": 0.8, "end_percent": 0.2}, {"min_timestep": 800, "max_timestep": 200},
+    {"method": "downsample", "early_ratio": 0.5}, {"refine": 1, "proportional": False},
+    {"start_percent": 0.8, "end_percent": 0.2},
 ])  # fmt: skip
 def test_settings_that_contradict_each_other_are_refused(settings):
     with pytest.raises(ValueError, match="|".join(settings)):
@@ -93,7 +93,7 @@ def test_a_settings_value_is_the_configs_or_its_first_rules():
 
 
 @pytest.mark.parametrize(("settings", "off"), [
-    ({"ratio": 0.0}, True), ({"merge_attn": False}, True), ({}, False), ({"ratio": 0.0, "deep_mlp": 0.5}, False),
+    ({"ratio": 0.0}, True), ({"merge_attn": False}, True), ({}, False),
     ({"ratio": 0.0, "early_ratio": 0.5}, False), ({"ratio": 0.0, "early_ratio": 0.0}, True),
     ({"merge_attn": False, "early_ratio": 0.5}, True),
     ({"rules": (MergeRule(ratio=0.0), MergeRule(ratio=0.5))}, False), ({"rules": (MergeRule(ratio=0.0),) * 2}, True),
@@ -102,19 +102,24 @@ def test_a_config_is_off_where_nothing_can_merge(settings, off):
     assert MergeConfig(**settings).is_off is off
 
 
-def test_a_rule_is_lean():
-    """Limits of a rule are on one scale of time; what expands to rules is no setting of one."""
-    names = {field.name for field in dataclasses.fields(MergeRule)}
-    assert {field.name for field in dataclasses.fields(MergeConfig)} - {"rules"} == {
-        "start_percent", "end_percent", "max_beta", "early_ratio", "early_until", "deep_mlp",
+def test_what_can_be_set_beside_tomesds_is_sixteen_fields_at_most():
+    """Who adds one takes one out. What two settings say, or rules, is no third one."""
+    tomesds = set(inspect.signature(tome_core.apply_patch).parameters) - {"model"}
+    names = [field.name for kind in (MergeRule, MergeConfig) for field in dataclasses.fields(kind)]
+    assert len(tomesds) == 9 and tomesds <= set(names) and len(set(names)) == len(names)
+    assert len(set(names) - tomesds) <= 16
+
+
+def test_limits_of_a_rule_are_on_one_scale_of_time():
+    assert {field.name for field in dataclasses.fields(MergeConfig)} == {
+        "rules", "start_percent", "end_percent", "max_beta", "early_ratio", "early_until",
     }  # fmt: skip
-    assert len(names) <= 24
     with pytest.raises(TypeError, match="end_percent"):
         MergeRule(end_percent=0.5)
 
 
 @pytest.mark.parametrize("rule", [
-    MergeRule(), MergeRule(method="downsample"), MergeRule(side="kv", query_ratio=0.5, refine=2, keep=60.0),
+    MergeRule(), MergeRule(method="downsample"), MergeRule(side="kv", refine=2, keep=60.0),
     MergeRule(merge_attn=False, merge_mlp=True, refine=1, proportional=False),
     MergeRule(method="cluster", merge_crossattn=True, use_rand=False, correction=False),
 ])  # fmt: skip
@@ -141,7 +146,7 @@ def test_the_ratio_in_force_follows_from_method_and_cell(settings, expected):
 
 def test_downsample_merges_keys_and_values_and_the_others_everything():
     assert {name: MergeRule(method=name).effective_side for name in METHODS} == {
-        "bipartite": "qkv", "downsample": "kv", "cluster": "qkv",
+        "bipartite": "qkv", "downsample": "kv", "cluster": "qkv", "cluster-similarity": "qkv",
     }  # fmt: skip
 
 

@@ -16,8 +16,8 @@ def test_fields_are_in_their_documented_places():
     """Nodes and lists of values know them by position: a new one in their midst would shift those behind it."""
     first = (
         "ratio", "level", "start", "end", "min_pixels", "method", "merge_what", "merge_crossattn", "merge_mlp", "sx",
-        "sy", "use_rand", "merge_seed", "early_ratio", "early_until", "proportional", "metric", "refine", "query_ratio",
-        "keep", "only_if_it_pays", "deep_mlp",
+        "sy", "use_rand", "merge_seed", "early_ratio", "early_until", "proportional", "metric", "refine",
+        "keep", "only_if_it_pays",
     )  # fmt: skip
     assert NAMES[: len(first)] == first
     assert [DESCRIBED[one.setting]["place"] for one in FIELDS] == list(range(len(FIELDS)))
@@ -86,7 +86,7 @@ def test_a_change_leaves_the_rest_of_a_config():
     ({"method": "downsample", "merge_what": "q+k+v"},
      "merge_what='q+k+v' is not possible with method='downsample'; use one of 'k+v'"),
     ({"method": "downsample", "early_ratio": 0.5}, "leave it at -1"),
-    ({"merge_what": "q+k+v", "query_ratio": 0.5}, "query_ratio=0.5 merges queries beside merge_what='k+v'; use that"),
+    ({"refine": 1, "proportional": False}, "refine=1 may leave groups without tokens"),
     ({"use_rand": "yes"}, "use_rand='yes' is str; use True or False"),
     ({"of_tomorrow": 1}, "there is no of_tomorrow to set; there are: ratio, level"),
 ])  # fmt: skip
@@ -112,5 +112,5 @@ def test_what_does_not_go_together_is_left_out_with_a_sentence_each(values, left
 
 def test_what_is_no_field_is_what_only_python_sets():
     assert set(DESCRIBED) - {one.setting for one in FIELDS} == {
-        "merge_attn", "levels", "min_timestep", "max_timestep", "max_beta", "cluster_on", "correction",
+        "merge_attn", "min_timestep", "max_beta", "correction",
     }  # fmt: skip

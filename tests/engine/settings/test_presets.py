@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import replace
 from itertools import pairwise
 
@@ -14,9 +12,10 @@ import tome_core
 from benchmarks.strength import step_time
 from tests import tiny_transformers
 from tests.models import BY_NAME, call_case, on_small, sdxl, small
-from tome_core import form, preset, strength
+from tome_core import preset, strength
 from tome_core.settings.phases import plain_rules
-from tome_core.settings.presets import CURVES, LAYOUTS, MARKS, SD, SDXL, TRANSFORMER, VERSION
+from tome_core.settings.presets import LAYOUTS, MARKS, SD, SDXL, TRANSFORMER
+from tome_core.settings.schedule import reaches
 
 FINELY = [number / 200 for number in range(201)]
 of_each = pytest.mark.parametrize("layout", LAYOUTS)
@@ -28,21 +27,9 @@ def kept(config: tome_core.MergeConfig, timestep: float, level: int = 0) -> floa
     if config.is_off:
         return 1.0
     for one in plain_rules(config, DOWNSAMPLES):
-        begins, ends = one.min_timestep or 0.0, 1000.0 if one.max_timestep is None else one.max_timestep
-        if one.merge_attn and begins <= timestep <= ends and (one.levels is None or level in one.levels):
+        if one.merge_attn and timestep >= (one.min_timestep or 0.0) and reaches(one, level, DOWNSAMPLES[level]):
             return 1 - one.effective_ratio
     return 1.0
-
-
-def test_an_old_picture_reproduces_after_the_table_has_changed(monkeypatch):
-    old, unchanged = strength(0.5), strength(0.5, layout=SDXL)
-    other = tuple((share / 2, until / 2) for share, until in CURVES[SD][VERSION])
-    changed = {**CURVES, SD: {**CURVES[SD], VERSION + 1: other}}
-    monkeypatch.setattr(tome_core.settings.presets, "CURVES", changed)
-    assert strength(0.5, VERSION) == old != strength(0.5, VERSION + 1) == strength(0.5)
-    assert strength(0.5, VERSION, SDXL) == unchanged == strength(0.5, VERSION + 1, SDXL), "one number for all tables"
-    with pytest.raises(ValueError, match=f"version={VERSION + 2} is no table of strengths"):
-        strength(0.5, VERSION + 2)
 
 
 def test_what_is_no_layout_or_preset_is_refused_with_those_that_are():
@@ -50,19 +37,6 @@ def test_what_is_no_layout_or_preset_is_refused_with_those_that_are():
         strength(0.5, layout="flux")
     with pytest.raises(ValueError, match=r"preset='best'.*'balanced'"):
         tome_core.patch(small(), "best")
-
-
-# what each table ever stood for, of all strengths: pictures name its version, so what has been released stays
-STANDS_FOR = {SD: {1: "7ee1f071508a0dd9"}, SDXL: {1: "8fd7c682045592e4"}, TRANSFORMER: {1: "45bfc8debb091701"}}
-
-
-@of_each
-def test_what_a_tables_strengths_stand_for_stays(layout):
-    """Also beside the curve: settings of all strengths, refinement, cells. To change these, keep the old by version."""
-    assert set(STANDS_FOR[layout]) == set(CURVES[layout])
-    for version, digest in STANDS_FOR[layout].items():
-        values = [form.values_of(strength(one, version, layout)) for one in FINELY]
-        assert hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16] == digest, version
 
 
 def test_nothing_is_off_bit_for_bit():
@@ -81,7 +55,6 @@ def test_more_strength_asks_more_of_every_step(timestep, layout):
     shares = [kept(strength(one, layout=layout), timestep) for one in FINELY]
     assert shares[0] == 1.0 and shares[-1] == pytest.approx(1 / 64)
     assert all(stronger <= weaker for weaker, stronger in pairwise(shares))
-    assert not any(strength(one, layout=layout).deep_mlp for one in FINELY)
 
 
 @of_each

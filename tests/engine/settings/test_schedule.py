@@ -48,7 +48,6 @@ def test_a_beta_between_two_timesteps_is_reached_between_them():
     ({"end_percent": 0.5}, Time(percent=0.5), Time(percent=0.51)),
     ({"start_percent": 0.2}, Time(percent=0.2), Time(percent=0.19)),
     ({"min_timestep": 300}, Time(timestep=300), Time(timestep=299)),
-    ({"max_timestep": 300}, Time(timestep=300), Time(timestep=301)),
     ({"min_timestep": 300, "end_percent": 0.5}, Time(0.5, 300), Time(0.51, 300)),
     ({"min_timestep": 300, "end_percent": 0.5}, Time(0.5, 300), Time(0.5, 299)),
 ])  # fmt: skip
@@ -67,9 +66,9 @@ def test_percents_are_of_the_models_own_schedule_and_timesteps_stable_diffusions
 
 
 def test_the_first_rule_that_fits_wins_and_one_of_ratio_zero_keeps_its_times_unmerged():
-    off, hard, gentle = MergeRule(ratio=0.0, max_timestep=200), MergeRule(min_timestep=500), MergeRule(ratio=0.25)
+    off, hard, gentle = MergeRule(ratio=0.0, min_timestep=800), MergeRule(min_timestep=500), MergeRule(ratio=0.25)
     clock = Clock(MergeConfig(rules=(off, hard, gentle)), (1, 2))
-    for timestep, expected in ((900, hard), (500, hard), (400, gentle), (100, None)):
+    for timestep, expected in ((900, None), (800, None), (799, hard), (500, hard), (400, gentle)):
         assert clock.at(Time(timestep=timestep)).rules[0].attn is expected
 
 
@@ -80,7 +79,7 @@ def test_each_part_of_a_block_has_its_own_first_rule():
 
 
 @pytest.mark.parametrize(("rule", "downsamples", "reached"), [
-    (MergeRule(), (1, 2, 4), [0]), (MergeRule(), (2, 4), [0]), (MergeRule(levels=(1,)), (2, 4), [1]),
+    (MergeRule(), (1, 2, 4), [0]), (MergeRule(), (2, 4), [0]),
     (MergeRule(max_downsample=1), (1, 2, 4), [0]), (MergeRule(max_downsample=1), (2, 4), []),
     (MergeRule(max_downsample=2), (2, 4), [0]), (MergeRule(max_downsample=8), (1, 2, 4), [0, 1, 2]),
 ])  # fmt: skip

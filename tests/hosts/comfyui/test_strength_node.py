@@ -55,7 +55,7 @@ def test_on_sdxl_a_strength_is_that_of_its_layout(comfy):
 def test_where_the_latent_is_halved_a_strength_merges_keys_and_values_and_no_mlp(comfy, model, said):
     graph = Graph(model, size=(512, 512), steps=2)  # one step of the early phase and one behind it
     named = graph.strength()
-    graph.sample_all({"named": named, "and the MLPs": graph.apply(**{**settings_of(0.5), "deep_mlp": 0.25})})
+    graph.sample_all({"named": named, "and the MLPs": graph.apply(**{**settings_of(0.5), "merge_mlp": True})})
     seen = comfy.good(graph.graph)
     report = report_of(seen, named)
     assert all(one in report for one in said) and "MLP" not in report, report

@@ -109,7 +109,7 @@ def test_unfolding_is_switching_on_and_the_picture_says_what_merged(page):
     assert is_on(page)
     small(page)
     shown = draw(page)
-    assert ours(shown) == ["ToMe: 0.5 v1"]
+    assert ours(shown) == ["ToMe: 0.5"]
     assert re.search(r"ToMe: 3 steps, (.* measured\), )?\d+ % of attention left out", shown)
 
 
@@ -122,7 +122,7 @@ def test_a_clicked_mark_moves_the_panel_and_its_picture_is_the_apis(page, webui)
     small(page)
     shown = draw(page)
     of_api = webui.draw(True, MARKS["fast"], **PAYING)
-    assert ours(shown) == ours(of_api.infotext) == ["ToMe: 0.75 v1"] and webui.told(0)[-2] == webui.told(0)[-1]
+    assert ours(shown) == ours(of_api.infotext) == ["ToMe: 0.75"] and webui.told(0)[-2] == webui.told(0)[-1]
 
 
 def test_a_control_moved_in_the_instant_before_generate_counts(page):
@@ -133,7 +133,7 @@ def test_a_control_moved_in_the_instant_before_generate_counts(page):
     page.route("**/run/predict*", lambda route: asked.append(route))
     set_number(page, f"{PANEL}strength", 0.3)
     shown = draw(page)
-    assert asked and ours(shown) == ["ToMe: 0.3 v1"]
+    assert asked and ours(shown) == ["ToMe: 0.3"]
     for route in asked:
         route.continue_()
 
@@ -161,7 +161,7 @@ def test_hires_alone_is_two_clicks(page):
 
 def test_pasting_sets_the_panel_and_pasting_a_picture_without_us_turns_it_off(page):
     pairs = "Steps: 3, Sampler: Euler, CFG scale: 7, Seed: 1, Size: 128x128"
-    paste(page, f"a lake\n{pairs}, ToMe: 0.35 v1; hires pass; sx=3; start=0.1")
+    paste(page, f"a lake\n{pairs}, ToMe: 0.35; hires pass; sx=3; start=0.1")
     assert is_on(page) and number(page, "strength") == 0.35 and number(page, "sx") == 3
     assert number(page, "start") == 0.1 and number(page, "end") == 1
     assert page.locator(f"{PANEL}own input").is_checked()
@@ -180,7 +180,7 @@ def test_reload_ui_keeps_it_working(page, webui):
     load(page, webui)
     unfold(page)
     small(page)
-    assert ours(draw(page)) == ["ToMe: 0.5 v1"]
+    assert ours(draw(page)) == ["ToMe: 0.5"]
     assert "Error loading script: token_merging.py" not in webui.said() and webui.state()["patched"] == 0
 
 

@@ -42,7 +42,7 @@ def test_off_and_strength_zero_are_bit_identical_to_the_webui_without_us(webui, 
 def test_on_merges_says_so_and_the_picture_after_it_is_bit_identical(twins, webui):
     assert twins.law(HALF) == f"3 steps, {SAVED}"
     on = webui.draw(HALF)
-    assert "ToMe: 0.5 v1; ratio=0.5; " in on.infotext and merged_in(on) == [(1, 256, 128, 128)]
+    assert "ToMe: 0.5; ratio=0.5; " in on.infotext and merged_in(on) == [(1, 256, 128, 128)]
     assert webui.draw(HALF).pixels == on.pixels
 
 
@@ -88,7 +88,7 @@ def test_a_strength_alone(twins, webui, strength):
     line = twins.law(True, strength, **PAYING)
     assert line.startswith("3 steps, ") and line.endswith(" of attention left out")
     on = webui.draw(True, strength, **PAYING)
-    assert on.ours == [f"ToMe: {strength:g} v1"] and {one[0] for one in merged_in(on)} == {1}
+    assert on.ours == [f"ToMe: {strength:g}"] and {one[0] for one in merged_in(on)} == {1}
     pasted = webui.draw(infotext=on.infotext, styles=[], **PAYING)
     assert pasted.pixels == on.pixels and pasted.ours == on.ours
 
@@ -98,18 +98,18 @@ def test_a_setting_in_a_request_holds_for_its_job_alone_and_arguments_outweigh_i
     plain = webui.draw(**PAYING)
     by_setting = webui.draw(**PAYING, **own)
     assert by_setting.pixels == webui.draw(True, 0.7, **PAYING).pixels != plain.pixels
-    assert by_setting.ours == ["ToMe: 0.7 v1"]
+    assert by_setting.ours == ["ToMe: 0.7"]
     assert webui.draw(**PAYING).pixels == plain.pixels, "nothing of it is left"
-    assert webui.draw(True, 0.3, **PAYING, **own).ours == ["ToMe: 0.3 v1"]
+    assert webui.draw(True, 0.3, **PAYING, **own).ours == ["ToMe: 0.3"]
     assert webui.draw(False, **PAYING, **own).pixels == plain.pixels
 
 
 def test_a_moved_setting_acts_on_the_next_picture_that_says_nothing(webui, without):
     try:
         webui.ask("/sdapi/v1/options", {"tome_enabled": True, "tome_strength": 0.7})
-        assert webui.draw(**PAYING).ours == ["ToMe: 0.7 v1"]
+        assert webui.draw(**PAYING).ours == ["ToMe: 0.7"]
         webui.ask("/sdapi/v1/options", {"tome_strength": 0.6})
-        assert webui.draw(**PAYING).ours == ["ToMe: 0.6 v1"]
+        assert webui.draw(**PAYING).ours == ["ToMe: 0.6"]
     finally:
         webui.ask("/sdapi/v1/options", {"tome_enabled": False, "tome_strength": 0.5})
     assert webui.draw().pixels == without.draw_once().pixels

@@ -12,6 +12,8 @@ To add one:
 from . import bipartite, cluster, downsample
 from .base import MatchOptions, Method, Side
 
-METHODS: dict[str, Method] = {method.name: method for method in (bipartite.METHOD, downsample.METHOD, cluster.METHOD)}
+METHODS: dict[str, Method] = {
+    method.name: method for method in (bipartite.METHOD, downsample.METHOD, cluster.METHOD, cluster.BY_SIMILARITY)
+}
 
 __all__ = ["METHODS", "MatchOptions", "Method", "Side"]

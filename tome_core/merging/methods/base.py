@@ -19,15 +19,14 @@ class MatchOptions(NamedTuple):
     """The settings a method may use.
 
     ratio: share of tokens to remove, 0..1. sx, sy: cell size in tokens. draw: what random choices depend
-    on, None for fixed ones. cluster_on: see `tome_core.merging.methods.cluster`. refine: k-means steps after the match;
-    by_distance: tokens are compared by distance, not by cosine; st: frames of a film's cell. All of bipartite matching.
+    on, None for fixed ones. refine: k-means steps after the match; by_distance: tokens are compared by distance, not by
+    cosine; st: frames of a film's cell. All of bipartite matching.
     """
 
     ratio: float
     sx: int
     sy: int
     draw: Draw | None = None
-    cluster_on: str = "tokens"
     refine: int = 0
     by_distance: bool = False
     st: int = 1

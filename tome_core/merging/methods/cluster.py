@@ -3,7 +3,7 @@
 A loose summary of the ToMe paper describes this ("cosine similarity between the token embeddings and the
 mean embedding of the image ... k-means clustering with k equal to half of the number of tokens"). The paper
 itself does bipartite matching; this is an option beside it. Two readings of that sentence:
-``tokens`` clusters the tokens themselves, ``mean_similarity`` only their cosine to the image's mean token.
+``cluster`` clusters the tokens themselves, ``cluster-similarity`` only their cosine to the image's mean token.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from ..plan import MergePlan, take_rows, without_autocast
 from .base import MatchOptions, Method, Rows, best_keys
 
 ITERATIONS = 4  # a fixed number: stopping at convergence would need a look at the data
-CLUSTER_ON = ("tokens", "mean_similarity")
 
 
-def match(x: torch.Tensor, grid: Grid, options: MatchOptions) -> MergePlan | None:
+def match(x: torch.Tensor, grid: Grid, options: MatchOptions, by_similarity: bool = False) -> MergePlan | None:
     """Cluster into ``N - int(N * ratio)`` groups (at least one), none of them empty.
 
     x: ``[B, N, C]``, any float dtype; computed in float32 with Euclidean distance, from centres spread
-    evenly over the picture (``tokens``) or over the sorted similarities (``mean_similarity``).
+    evenly over the picture, or ``by_similarity`` over the sorted similarities.
     Returns None where the ratio removes no token.
     """
     tokens = grid.height * grid.width
@@ -32,13 +31,18 @@ def match(x: torch.Tensor, grid: Grid, options: MatchOptions) -> MergePlan | Non
         return None
     with torch.no_grad(), without_autocast(x):
         value = x.float()
-        if options.cluster_on == "mean_similarity":
+        if by_similarity:
             value = F.cosine_similarity(value, value.mean(1, keepdim=True), dim=-1)[..., None]
             group, centre = _cluster_scalars(value, count)
         else:
             group, centre = _cluster_tokens(value, count)
         distance = (value - take_rows(centre, group)).square().sum(-1)
         return MergePlan(_fill_empty(group, distance, count), count)
+
+
+def match_by_similarity(x: torch.Tensor, grid: Grid, options: MatchOptions) -> MergePlan | None:
+    """`match`, of the tokens' cosines to the image's mean."""
+    return match(x, grid, options, by_similarity=True)
 
 
 def _evenly(tokens: int, count: int, device: torch.device) -> torch.Tensor:
@@ -96,6 +100,7 @@ def _fill_empty(group: torch.Tensor, distance: torch.Tensor, count: int) -> torc
     return group.scatter(1, farthest, taken)
 
 
-METHOD = Method(
-    "cluster", "k-means on the tokens or on their similarity to the image's mean; every cluster merges", match
+METHOD = Method("cluster", "k-means on the tokens; every cluster merges", match)
+BY_SIMILARITY = Method(
+    "cluster-similarity", "k-means on the tokens' similarity to the image's mean alone", match_by_similarity
 )
