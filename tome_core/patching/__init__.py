@@ -56,8 +56,7 @@ def patch(
     if not host_clock and config.uses_percent and not handle.knows_schedule:
         logger.warning(
             "Merging is limited in percent or beta, which a bare model does not know: call "
-            "handle.set_time(percent=...) before each step, patch the pipeline instead, or use min_timestep and "
-            "max_timestep."
+            "handle.set_time(percent=...) before each step, patch the pipeline instead, or use min_timestep."
         )
     for note in handle._notes:
         logger.warning("%s", note)

@@ -172,7 +172,7 @@ def test_a_hook_on_a_projection_sees_all_tokens_once_and_what_it_gives_counts(na
 
 @pytest.mark.parametrize("name", ["AttnProcessor", "AttnProcessor2_0"])
 @pytest.mark.parametrize("config", [
-    MergeConfig(side="kv", only_if_it_pays=True), MergeConfig(side="kv", ratio=0.01), MergeConfig(max_timestep=10),
+    MergeConfig(side="kv", only_if_it_pays=True), MergeConfig(side="kv", ratio=0.01), MergeConfig(min_timestep=990),
 ], ids=["would not pay", "too little", "at other times"])  # fmt: skip
 def test_a_hook_on_a_projection_sees_all_tokens_once_if_nothing_merges(name, config):
     module, seen = attention(made(name)), []
@@ -265,7 +265,7 @@ def test_an_adapter_on_self_attention_does_what_it_does_without_a_patch(name):
 def test_off_and_taken_off_every_bit_is_the_same(name):
     unet, x = UNetOf(attention(made(name))), tokens(max(batches_for(name)[-1], 4))
     out = run(unet, x)
-    for config in (MergeConfig(side="kv", ratio=0.0), MergeConfig(side="kv", ratio=0.75, max_timestep=100)):
+    for config in (MergeConfig(side="kv", ratio=0.0), MergeConfig(side="kv", ratio=0.75, min_timestep=900)):
         with tome_core.patch(unet, config) as handle:
             handle.set_time(timestep=500)
             assert torch.equal(run(unet, x), out)

@@ -11,7 +11,6 @@ import pytest
 import tome_core
 from tome_core import MergeConfig, MergeRule, describe_settings
 from tome_core.merging.methods import METHODS
-from tome_core.settings.rule import rule_of
 
 
 @pytest.mark.parametrize(
@@ -116,16 +115,6 @@ def test_limits_of_a_rule_are_on_one_scale_of_time():
     }  # fmt: skip
     with pytest.raises(TypeError, match="end_percent"):
         MergeRule(end_percent=0.5)
-
-
-@pytest.mark.parametrize("rule", [
-    MergeRule(), MergeRule(method="downsample"), MergeRule(side="kv", refine=2, keep=60.0),
-    MergeRule(merge_attn=False, merge_mlp=True, refine=1, proportional=False),
-    MergeRule(method="cluster", merge_crossattn=True, use_rand=False, correction=False),
-])  # fmt: skip
-def test_the_text_by_which_a_graph_asks_for_a_match_makes_a_rule_again(rule):
-    found = rule_of(rule.match_text)
-    assert found.match_text == rule.match_text and found is rule_of(rule.match_text)
 
 
 def test_settings_are_frozen_and_compare_by_value():
