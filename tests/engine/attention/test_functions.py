@@ -12,15 +12,12 @@ import torch.nn.functional as F
 from diffusers.models import attention_processor
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.attention_processor import Attention, AttnProcessor, AttnProcessor2_0
-from torch import nn
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 
 import tome_core
-from tests.conformance import (
-    CHANNELS, HEADS, KV, SIDE, UNetOf, memory_efficient_attention, merging_by, run, tokens, way, why_left_alone,
-    with_xformers,
-)  # fmt: skip
+from tests import conformance as laws
+from tests.conformance import KV, SIDE, UNetOf, merging_by, run, tokens, way, why_left_alone
 from tests.diffusers_processors import attention
 from tests.doubles import attend, of_heads
 from tome_core.attention import functions
@@ -170,7 +167,7 @@ CALLERS |= {"a function": a_function, "a partial function": functools.partial(a_
 
 @pytest.fixture
 def _xformers(monkeypatch):
-    with_xformers(monkeypatch, attention_processor)
+    laws.with_xformers(monkeypatch, attention_processor)
     monkeypatch.setitem(globals(), "xformers", attention_processor.xformers)
 
 

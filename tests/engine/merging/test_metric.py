@@ -10,7 +10,7 @@ import torch
 import tome_core
 from benchmarks.sd_block import make_block, make_inputs
 from tests.families import every_family_in_time, largest_difference
-from tests.models import BY_NAME, call_case, call_unet, fixed, unet
+from tests.models import call_case, call_unet, fixed, unet
 from tome_core import PRESETS, MergeConfig, MergeRule
 from tome_core.engine.match import match
 from tome_core.merging.grid import Grid
