@@ -69,7 +69,7 @@ class ByItsName(ByModule):
 class InsideAFunction(ByModule):
     def __call__(self, attn, x, *_, **__):
         def inside(one):
-            return (lambda given: F.scaled_dot_product_attention(*given))(parts(attn, one))
+            return (lambda: F.scaled_dot_product_attention(*parts(attn, one)))()
 
         return flat(inside(x))
 
