@@ -52,14 +52,14 @@ class WrapSet:
         return found if found is not None and found.wrapped() is module else kind(module, *facts)
 
     def take_off(self) -> None:
-        """Leave the model as it was found."""
-        self.shared.forget()
+        """Leave the model as it was found; again, where an interrupt has come in between."""
         for wrap in reversed(self._on):
             target = wrap.target
             wrap.uninstall()
-            if wrap.target is None:  # it rests
+            if target is not None and wrap.target is None:  # it rests
                 self._off[type(wrap), id(target)] = wrap
         self._on = []
+        self.shared.forget()
 
     def is_called(self) -> bool:
         """Is this thread inside a call of the model?"""
@@ -103,8 +103,8 @@ def take_off(model: nn.Module, handle: Any) -> None:
 
 
 def drop_mark(module: nn.Module) -> None:
-    """Take off what a copy of a patched model has brought along."""
-    if vars(module).get(_MARK) is None:
+    """Take off what a copy of a patched model has brought along, or an interrupt has left."""
+    if getattr(wraps_on(module), "handle", None) is None:
         vars(module).pop(_MARK, None)
 
 
