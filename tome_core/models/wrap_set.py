@@ -34,6 +34,9 @@ class WrapSet:
     def put_on(self, model: nn.Module, adapter: Any, handle: Any, levels: set[int], around: set[int]) -> None:
         """Have on what this patch needs, and nothing else, on top of what others have put on the model."""
         shared = self.shared
+        if shared.state is handle:  # hosts put it on at each step, and a walk over the model takes a while
+            self._put_back()
+            return
         shared.adapter, shared.state, shared.put_back = adapter, handle, self._put_back
         before = {(type(one), id(one.target)): one for one in self._on}
         self._off |= before
