@@ -159,7 +159,7 @@ def _of_torch() -> Loaded:
 def _of_comfyui() -> Loaded:
     importlib.import_module("comfy.options").enable_args_parsing()
     attention = importlib.import_module("comfy.ldm.modules.attention")
-    importlib.import_module("comfy_nodes.attentions").register()
+    importlib.import_module("comfy_nodes.slot").register()
     own = {"operations": torch.nn, "dtype": torch.float32}
 
     def say_free(size: int) -> None:

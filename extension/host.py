@@ -103,7 +103,7 @@ def layout(unet: Any = None) -> str:
     """Whose strengths a UNet has, or that of the loaded model; see `tome_core.strength`. SD's where it is not known."""
     unet = loaded_unet() if unet is None else unet
     try:
-        return SD if unet is None else layout_of(find_unet(unet))
+        return SD if unet is None else layout_of(unet)
     except (TypeError, ValueError):
         return SD
 

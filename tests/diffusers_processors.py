@@ -1,4 +1,4 @@
-"""The attention processors of diffusers that a UNet's self-attention can run, and how each one's keys are told of sizes.
+"""The attention processors of diffusers that a UNet's self-attention can run, and how each is told of sizes.
 
 No class of them is known to the engine but those that compute by hand, with a description.
 """
@@ -65,7 +65,7 @@ _CLASS = re.compile(r"^\s*class (\w*Attn\w*Processor\w*|\w*AttentionProcessor[\d
 
 @functools.cache
 def found() -> dict[str, str]:
-    """Every class of processors -> a module of diffusers that has it, read in their sources: not all can be imported."""
+    """Every class of processors -> a module that has it, read in diffusers' sources: not all can be imported."""
     root = Path(diffusers.__file__).parent
     classes: dict[str, str] = {}
     for path in sorted(root.rglob("*.py")):

@@ -14,6 +14,7 @@ from tests import kernel_harness
 from tests.kernel_harness import DEVICE, DTYPES, close, noise
 from tome_core import MergePlan
 from tome_core.attention.correction import Correction, _attend, _by_head, _ridge, first_order, fit_correction
+from tome_core.attention.merged import add_correction
 from tome_core.merging import kernels
 
 used = kernel_harness.used  # a fixture, around every test
@@ -84,8 +85,8 @@ def test_a_correction_is_that_of_float64(heads, width, tokens, dtype, used):
         exact = fit_correction(q.double(), [one.double() for one in made], plan, heads, scale, rows).correction
     bias = plan.logits_in(dtype)[:, None, None].double()
     asked = q[:, rows[0]].double()
-    answers = _attend(_by_head(asked, heads), *(one.double() for one in merged), heads, scale, bias)
-    answers = answers.transpose(1, 2).flatten(2)
+    answers = _attend(_by_head(asked, heads), *(one.double() for one in merged), heads, scale, bias).transpose(1, 2)
+    asked = asked.unflatten(2, (heads, -1))
     given, expected = (
         add_correction(answers, asked, Correction(*(part.double() for part in one))) - answers
         for one in (correction, exact)
@@ -117,11 +118,12 @@ def test_the_equations_are_solved_as_torch_solves_them(count, dtype):
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("heads, width, tokens", HEADS)
 def test_it_is_added_as_torch_adds_it(heads, width, tokens, dtype, used):
-    q, out = noise(2, tokens, heads * width, dtype=dtype), noise(2, tokens, heads * width, seed=1, dtype=dtype)
+    q, out = (noise(2, tokens, heads, width, seed=seed, dtype=dtype) for seed in (0, 1))
     matrix, constant = (noise(2 * heads, rows, width, seed=rows, dtype=dtype) * 0.2 for rows in (2 * width, 1))
     found = add_correction(out, q, Correction(matrix, constant))
     assert used == ["correct"] and found.is_contiguous()
     with kernels.without():
         plain = add_correction(out.double(), q.double(), Correction(matrix.double(), constant.double()))
     close(found, plain, dtype, 2.0)
-    assert torch.equal(found, add_correction(out.mT.contiguous().mT, q, Correction(matrix, constant)))
+    by_head = out.transpose(1, 2).contiguous().transpose(1, 2)
+    assert torch.equal(found, add_correction(by_head, q, Correction(matrix, constant)))

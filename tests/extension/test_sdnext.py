@@ -13,6 +13,7 @@ import torch
 from diffusers import DDIMScheduler, EulerDiscreteScheduler
 from torch import nn
 
+from tests import transformer_pipelines
 from tests.models import TEXT, unet
 from tests.thoroughness import some_quick
 from tests.webui_doubles import Webui, custom, merges
@@ -41,13 +42,14 @@ class Pipeline:
 
 
 class Transformers:
-    """A pipeline without a UNet, as of Flux."""
+    """A pipeline without a UNet. pipe: one of diffusers', and its call; None: of a model that nobody knows."""
 
-    def __init__(self):
-        self.transformer, self.scheduler = nn.Linear(2, 2), DDIMScheduler()
+    def __init__(self, pipe=None, call=None):
+        self.pipe, self.call, self.scheduler = pipe, call, DDIMScheduler()
+        self.transformer = nn.Linear(2, 2) if pipe is None else pipe.transformer
 
     def __call__(self, x, text):
-        return x
+        return x if self.pipe is None else transformer_pipelines.draw(self.pipe, self.call)
 
 
 class Processing:
@@ -202,6 +204,15 @@ def test_a_model_without_a_unet_is_told_and_drawn(webui):
     webui.shared.sd_model = Transformers()
     _, latents, report, _ = draw(webui, *ON)
     assert len(latents) and not report["merged"] and "BasicTransformerBlock" in report["line"]
+
+
+def test_a_transformer_that_the_engine_knows_merges_by_its_own_strengths(webui, monkeypatch):
+    webui.shared.sd_model = Transformers(*transformer_pipelines.make("Flux"))
+    monkeypatch.setattr(webui, "made", webui.shared.sd_model.transformer)
+    plain = draw(webui, False)[1]
+    _, latents, report, infotexts = draw(webui, *PRESET)
+    assert webui.part("host").layout() == "transformer" and report["merged"] and infotexts != [{}]
+    assert not torch.equal(latents, plain) and torch.equal(draw(webui, False)[1], plain)
 
 
 def test_the_infotext_does_not_take_the_name_of_its_own_setting(webui):

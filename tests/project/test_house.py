@@ -17,19 +17,18 @@ from tome_core.settings.table import replace_between_markers
 ROOT = Path(__file__).parents[2]
 # what each room of the engine may import from the others; read top to bottom, the arrows point up
 MAY_IMPORT = {
-    "model": set(),
     "reporting": set(),
     "merging": set(),
     "attention": {"merging"},
     "settings": {"merging"},
-    "running": {"attention", "merging", "model", "reporting", "settings"},
-    "measuring": {"model", "reporting", "running", "settings"},
-    "unet": {"attention", "merging", "model", "reporting", "running", "settings"},
-    "sequence": {"attention", "merging", "reporting", "running", "settings"},
-    "transformers": {"merging", "model", "reporting", "running", "sequence", "settings"},
-    "patching": {"measuring", "model", "reporting", "running", "settings", "transformers", "unet"},
-    "__init__": {"merging", "model", "patching", "reporting", "sequence", "settings"},
+    "engine": {"attention", "merging", "reporting", "settings"},
+    "models": {"attention", "engine", "merging", "reporting", "settings"},
+    "measuring": {"attention", "engine", "models", "reporting", "settings"},
+    "patching": {"engine", "measuring", "models", "reporting", "settings"},
+    "hosting": {"attention", "engine", "measuring", "merging", "models", "patching", "reporting", "settings"},
+    "__init__": {"merging", "models", "patching", "reporting", "settings"},
 }
+DOORS = ("hosting", "__init__")  # what is used of the rooms from outside
 BELOW_ALL = "compiling"  # what all of them may import, and what imports none
 # what a module may import beside torch and the standard library: its one importer does without it where it is missing
 OPTIONAL = {f"merging/triton_kernels{which}": {"triton"} for which in ("", "_correction", "_groups")}
@@ -38,7 +37,7 @@ HOSTS = {"extension": set(), "comfy_nodes": set(), "demo": set(), "benchmarks": 
 # what a file asks for by name in a host's own Python, as the host's extension does
 IN_A_HOSTS_PYTHON = {
     "benchmarks/stack_comfyui_call.py": {"comfy_nodes.nodes"},
-    "benchmarks/unfused_hosts.py": {"comfy_nodes.attentions", "extension.attentions"},
+    "benchmarks/unfused_hosts.py": {"comfy_nodes.slot", "extension.attentions"},
 }
 
 
@@ -70,6 +69,12 @@ def _imports(path: Path) -> set[tuple[int, str]]:
     return imports(path.read_text(encoding="utf-8"))
 
 
+def _texts(path: Path) -> set[str]:
+    """All strings of a file."""
+    return {node.value for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)}  # fmt: skip
+
+
 @pytest.mark.parametrize("path", MODULES, ids=_name)
 def test_the_engine_imports_torch_and_the_standard_library_only(path):
     outside = {name.split(".")[0] for level, name in _imports(path) if not level}
@@ -90,10 +95,22 @@ def test_arrows_between_the_rooms_point_one_way(path):
     assert others <= MAY_IMPORT.get(room, set()) | {BELOW_ALL}, f"{_name(path)} imports {sorted(others)}"
 
 
-@pytest.mark.parametrize("path", MODULES, ids=_name)
-def test_what_torch_says_of_compiling_is_believed_for_the_thread_that_compiles(path):
-    text, asked = path.read_text(encoding="utf-8"), "torch.compiler.is_compiling()"
-    assert text.count(asked) == text.count(f"{asked} and compiles_here()")
+def test_rooms_are_few_and_so_are_arrows_and_each_of_them_is_there():
+    arrows = {(_room(path), _room(imported)) for path in MODULES for imported in _imported_modules(path)}
+    found = {room: {to for start, to in arrows if start == room} - {room, BELOW_ALL} for room in MAY_IMPORT}
+    assert found == MAY_IMPORT
+    rooms = set(MAY_IMPORT) - set(DOORS)
+    assert len(rooms) <= 8 and sum(map(len, (MAY_IMPORT[room] for room in rooms))) <= 25
+
+
+def test_whether_a_compiler_is_at_work_is_asked_in_few_places_and_of_the_thread_that_asks():
+    """torch says it to all threads."""
+    texts = {_name(path): path.read_text(encoding="utf-8") for path in MODULES}
+    asking = [name for name, text in texts.items() if re.search(r"(?<!jit\.)is_tracing\(\)", text)]
+    assert len(asking) <= 4, asking
+    for name, text in texts.items():
+        asked = "torch.compiler.is_compiling()"
+        assert text.count(asked) == text.count(f"{asked} and is_tracing()"), name
 
 
 def test_modules_go_round_in_no_circle():
@@ -103,8 +120,17 @@ def test_modules_go_round_in_no_circle():
 
 
 def test_every_room_says_what_it_is_for():
-    for room in (ENGINE / name for name in MAY_IMPORT if name != "__init__"):
+    for room in (ENGINE / name for name in MAY_IMPORT if name not in DOORS):
         assert ast.get_docstring(ast.parse((room / "__init__.py").read_text(encoding="utf-8"))), room
+
+
+@pytest.mark.parametrize("host", ["comfy_nodes", "extension"])
+def test_hosts_use_one_module_of_the_engine(host):
+    """By import, or by name, as import_module does."""
+    for path in (ROOT / host).rglob("*.py"):
+        named = {name for _, name in _imports(path)} | {text.lstrip(".") for text in _texts(path)}
+        engine = {name for name in named if re.match(r"tome_core(\.\w+)*$", name)}
+        assert not {name for name in engine if not re.match(r"tome_core\.hosting\b", name)}, path
 
 
 @pytest.mark.parametrize("host", HOSTS)
@@ -113,11 +139,10 @@ def test_hosts_do_not_import_each_other(host):
     others = set(HOSTS) - {host} - HOSTS[host]
     for path in (ROOT / host).rglob("*.py"):
         assert not {name.split(".")[0] for _, name in _imports(path)} & others, path
-        texts = {node.value for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-                 if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-        asked = {found[0] for text in texts for other in others
+        asked = {found[0] for text in _texts(path) for other in others
                  if (found := re.findall(rf"^\.?({other}\.\w+)$", text))}  # fmt: skip
         assert asked == IN_A_HOSTS_PYTHON.get(path.relative_to(ROOT).as_posix(), set()), path
+        assert all(_file(ROOT.joinpath(*name.split("."))) for name in asked), path
 
 
 def test_no_test_imports_another():

@@ -22,6 +22,15 @@ def arguments_of(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Ma
     return bound.arguments
 
 
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Those in a tensor, and in lists, tuples and mappings of them."""
+    if torch.is_tensor(value):
+        yield value
+    elif isinstance(value, (list, tuple, Mapping)):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(one)
+
+
 def named(kwargs: Mapping[str, Any], names: Sequence[str]) -> Any:
     """The first of these keywords that is there; None if there is none."""
     return next((kwargs[name] for name in names if name in kwargs), None)

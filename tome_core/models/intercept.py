@@ -8,6 +8,7 @@ stands in between, or the code calls a helper), torch's own function is watched 
 
 from __future__ import annotations
 
+import dis
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
@@ -253,8 +254,9 @@ def answer(
     if asked.is_flat:
         asked.split(heads)
     q, k, mask, rows, why = asked.q, asked.k, asked.mask, None, ""
-    seen.append(k.shape[1] == q.shape[1])
-    if k.shape[1] != q.shape[1]:  # to a prompt, or to a picture that an adapter has brought
+    is_own = k.shape[:2] == q.shape[:2]
+    seen.append(is_own)
+    if not is_own:  # to a prompt, or to a picture that an adapter has brought
         return asked.unmerged()
     if mask is not None:
         rows = _rows_seen(mask, q)
@@ -402,16 +404,35 @@ def _instead_of(name: str, own: dict[str, Any], names: Sequence[str]) -> tuple[A
 
 @lru_cache(maxsize=256)
 def _code_of(function: Any) -> Code | None:
-    """None if no name in the function leads to an attention function."""
-    code = Code(function) if isinstance(function, FunctionType) else None
-    return code if code is not None and code.is_exchanged else None
+    """None if no name in the function leads to an attention function, or if it writes to globals."""
+    if not isinstance(function, FunctionType) or _writes(function.__code__, "GLOBAL"):
+        return None
+    code = Code(function)
+    return code if code.is_exchanged else None
 
 
 @lru_cache(maxsize=256)
 def _processor_class(kind: type) -> type | None:
-    """A class of processors whose code is this one's but for the attention function; None if that cannot be."""
+    """A class of processors whose code is this one's but for the attention function.
+
+    None if that cannot be: an object without a dictionary cannot be another's, and what code writes to attributes of
+    the attention would be lost.
+    """
     code = _code_of(kind.__call__)
-    return None if code is None else type(kind.__name__, (kind,), {"__call__": code.function, "exchanged_code": code})
+    if code is None or not kind.__dictoffset__ or _writes(code.function.__code__, "ATTR"):
+        return None
+    return type(kind.__name__, (kind,), {"__call__": code.function, "exchanged_code": code})
+
+
+def _writes(code: CodeType, what: str) -> bool:
+    """Does code write to a "GLOBAL", or to an "ATTR" of anything but its first argument?"""
+    target = None
+    for one in dis.get_instructions(code):
+        is_first = what == "ATTR" and code.co_varnames[:1] == (target,)
+        if one.opname in (f"STORE_{what}", f"DELETE_{what}") and not is_first:
+            return True
+        target = one.argval[-1] if isinstance(one.argval, tuple) else one.argval
+    return any(_writes(one, what) for one in code.co_consts if isinstance(one, CodeType))
 
 
 class Way(NamedTuple):

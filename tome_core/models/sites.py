@@ -22,7 +22,7 @@ from ..merging.grid import Grid
 from ..merging.layout import Layout
 from ..reporting.reasons import MASKED, OF_OTHERS, OTHER_PARTS, REPLACED
 from . import compiled, intercept
-from .arguments import named, pack, unpack
+from .arguments import named, pack, tensors_in, unpack
 from .compiled import NumberedSite
 from .foreign_wrappers import is_own
 from .intercept import MORE, Asked, Watching, Way, answer, way_of
@@ -31,9 +31,9 @@ from .wrap import Wrap
 _MASKS = ("mask", "attention_mask", "attn_mask")
 _CONTEXTS = ("encoder_hidden_states", "context")
 _NOT_ATTENTION = "the function that it calls is no attention"
-_MIXED = (
-    "gradient checkpointing runs a merged call again, and calls with different rules or draws were made since the last "
-    "backward pass, so nobody knows which: call backward() after each call of the model, or turn checkpointing off"
+_OF_ANOTHER_PATCH = (
+    "gradient checkpointing runs a call again that was merged by another patch: call backward() before a patch is "
+    "put on or taken off, or turn checkpointing off"
 )
 
 
@@ -41,13 +41,14 @@ class ModelCall:
     """The call of a model that goes on in a thread.
 
     tokens: of a transformer, the picture's grid and how many tokens are the picture's kind, or why there is no grid.
-    grid, layout: of the part of a UNet that runs now. area: height and width of the latent. reached: how many
-    attentions were called so far.
+    grid, layout: of the part of a UNet that runs now; grids: of each level that has run. area: height and width of the
+    latent. reached: how many attentions were called so far.
     """
 
     def __init__(self, state: State, call: Call, latent: Any, tokens: Any = None) -> None:
         self.state, self.call, self.tokens = state, call, tokens
         self.grid: Grid | None = None
+        self.grids: dict[int, Grid] = {}
         self.layout: Layout | None = None
         self.area = tuple(latent.shape[-2:]) if torch.is_tensor(latent) and latent.dim() >= 4 else None
         self.reached = 0
@@ -77,26 +78,30 @@ class Shared:
         self.calls = Calls()
         self.root: ModelSite | None = None
         self.put_back: Callable[[], None] | None = None  # all wraps
-        self._graded: ModelCall | None = None  # the latest that a backward pass may follow
-        self._is_mixed = self._is_recomputing = False
+        self._goes_back: ModelCall | None = None  # whose backward pass goes on
 
-    def remember(self, now: ModelCall) -> None:
-        """A call has ended that a backward pass may follow."""
-        before = self._graded
-        if self._is_recomputing or before is None:
-            self._is_mixed = self._is_recomputing = False
-        elif not _same(before, now):
-            self._is_mixed = True
-        self._graded = now
+    def follow_back(self, now: ModelCall | None, out: Any) -> None:
+        """A call has ended, None if it merged nothing. Its backward pass, which begins at its output, says whose it is,
+        because gradient checkpointing runs blocks again there.
+        """
+
+        def note(_: torch.Tensor) -> None:
+            self._goes_back = now
+            torch.autograd.Variable._execution_engine.queue_callback(self._note_end)
+
+        for one in tensors_in(out):
+            if one.requires_grad:
+                one.register_hook(note)
+
+    def _note_end(self) -> None:
+        self._goes_back = None
 
     def recomputed(self) -> ModelCall | None:
-        """The call that gradient checkpointing runs again. Raises RuntimeError if that may be another one."""
-        if self._graded is None or torch._C._current_graph_task_id() == -1:
-            return None
-        if self._is_mixed:
-            raise RuntimeError(_MIXED)
-        self._is_recomputing = True
-        return self._graded
+        """The call that gradient checkpointing runs again. Raises RuntimeError if another patch has merged it."""
+        now = self._goes_back
+        if now is not None and now.state is not self.state:
+            raise RuntimeError(_OF_ANOTHER_PATCH)
+        return now
 
     def look_after_itself(self, level: int) -> None:
         """An attention runs outside of any call: perhaps another program has taken the model's wrap off, as DeepCache
@@ -109,15 +114,7 @@ class Shared:
 
     def forget(self) -> None:
         """No patch is in force any more."""
-        self.state, self.root, self._graded, self._is_mixed = None, None, None, False
-
-
-def _same(one: ModelCall, other: ModelCall) -> bool:
-    """Do two calls merge alike, given the same tokens?"""
-    if one.call.rules != other.call.rules or one.area != other.area:
-        return False
-    draws = any(rule and rule.use_rand for level in one.call.rules for rule in level)
-    return not draws or str(one.call.stamp) == str(other.call.stamp)
+        self.state, self.root = None, None
 
 
 class ModelSite(NumberedSite):
@@ -144,11 +141,10 @@ class ModelSite(NumberedSite):
             out = self.original(*args, **kwargs)
         finally:
             calls.now = before
-        if now is not None:
-            if now.reached == 0:
-                self._note_nothing_reached(now)
-            if torch.is_grad_enabled():
-                shared.remember(now)
+        if now is not None and now.reached == 0:
+            self._note_nothing_reached(now)
+        if torch.is_grad_enabled():
+            shared.follow_back(now, out)
         return out
 
     def begins(self, form: str, tensors: list[torch.Tensor], numbers: list[int]) -> None:
@@ -196,7 +192,6 @@ class AttentionSite(NumberedSite):
     def __init__(self, module: nn.Module, path: str, level: int, shared: Shared, halvings: int = 0) -> None:
         super().__init__(module)
         self.path, self.level, self.shared, self.halvings = path, level, shared, halvings
-        self.grids: dict[int, Grid] = {}  # by tokens, of calls that a backward pass may follow
         self._seen: tuple[Any, Any] | None = None  # forward, and class of processor, of which is known:
         self._way: Way | None = None
 

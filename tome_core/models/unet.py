@@ -105,13 +105,11 @@ class UNetAdapter:
 
     def layout_of(self, now: ModelCall, site: AttentionSite, tokens: int) -> Layout | str:
         """The picture's tokens are all there are."""
-        grid = now.grid or site.grids.get(tokens)
+        grid = now.grid or now.grids.get(site.level)
         if grid is None and now.area is not None:  # a compiled model does not tell where it is
             grid = Grid(*(-(-side // 2**site.halvings) for side in now.area))
         if grid is None or grid.height * grid.width != tokens:
             return NO_GRID
-        if torch.is_grad_enabled():
-            site.grids[tokens] = grid
         return Layout(grid)
 
 
@@ -133,8 +131,8 @@ class TransformerSite(Wrap):
         if now is None or not torch.is_tensor(x) or x.dim() != 4:
             return self.original(*args, **kwargs)
         before, reached = (now.grid, now.layout), now.reached
-        now.grid = grid = Grid(*x.shape[2:])
-        now.layout = None if torch.is_grad_enabled() else Layout(grid)
+        now.grid = now.grids[self.level] = grid = Grid(*x.shape[2:])
+        now.layout = Layout(grid)
         try:
             if self.beneath is None:
                 out = type(self.target).forward(self.target, *args, **kwargs)

@@ -43,7 +43,6 @@ class BlockSite(Wrap):
         # LDM blocks run `_forward` inside their own gradient checkpoint, so only that is seen when it is repeated
         super().__init__(block, "_forward" if hasattr(type(block), "_forward") else "forward")
         self.path, self.level, self.shared = path, level, shared
-        self.grids: dict[int, Grid] = {}  # by tokens, of calls that a backward pass may follow
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The block's output, its parts able to merge."""
@@ -58,12 +57,10 @@ class BlockSite(Wrap):
     def _open(self, now: ModelCall, x: Any) -> BlockCall | None:
         if not torch.is_tensor(x) or x.dim() != 3:
             return None
-        grid = now.grid or self.grids.get(x.shape[1])
+        grid = now.grid or now.grids.get(self.level)
         if grid is None or grid.height * grid.width != x.shape[1]:
             now.state.leave_alone(now.call, self.level, NO_GRID, x.shape[0], x.shape[1], x.shape[1], "block")
             return None
-        if torch.is_grad_enabled():
-            self.grids[x.shape[1]] = grid
         return BlockCall(now, self.path, grid, x, {})
 
 

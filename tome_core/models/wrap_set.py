@@ -34,6 +34,9 @@ class WrapSet:
     def put_on(self, model: nn.Module, adapter: Any, handle: Any, levels: set[int], around: set[int]) -> None:
         """Have on what this patch needs, and nothing else, on top of what others have put on the model."""
         shared = self.shared
+        if shared.state is handle:  # hosts put it on at each step, and a walk over the model takes a while
+            self._put_back()
+            return
         shared.adapter, shared.state, shared.put_back = adapter, handle, self._put_back
         before = {(type(one), id(one.target)): one for one in self._on}
         self._off |= before
@@ -52,14 +55,14 @@ class WrapSet:
         return found if found is not None and found.wrapped() is module else kind(module, *facts)
 
     def take_off(self) -> None:
-        """Leave the model as it was found."""
-        self.shared.forget()
+        """Leave the model as it was found; again, where an interrupt has come in between."""
         for wrap in reversed(self._on):
             target = wrap.target
             wrap.uninstall()
-            if wrap.target is None:  # it rests
+            if target is not None and wrap.target is None:  # it rests
                 self._off[type(wrap), id(target)] = wrap
         self._on = []
+        self.shared.forget()
 
     def is_called(self) -> bool:
         """Is this thread inside a call of the model?"""
@@ -103,8 +106,8 @@ def take_off(model: nn.Module, handle: Any) -> None:
 
 
 def drop_mark(module: nn.Module) -> None:
-    """Take off what a copy of a patched model has brought along."""
-    if vars(module).get(_MARK) is None:
+    """Take off what a copy of a patched model has brought along, or an interrupt has left."""
+    if getattr(wraps_on(module), "handle", None) is None:
         vars(module).pop(_MARK, None)
 
 

@@ -23,6 +23,8 @@ from tests.thoroughness import THOROUGH, some_quick
 from tome_core import MergeConfig, MergePlan, MergeRule
 from tome_core.attention.correction import Correction, _inverse, _ridge, first_order, fit_correction, pick_asked
 from tome_core.attention.correction import _by_head as by_head
+from tome_core.attention.merged import Merge, add_correction
+from tome_core.engine import state
 from tome_core.merging.grid import Grid
 
 KV = {"side": "kv", "ratio": 0.75}
@@ -85,6 +87,10 @@ def test_it_is_summed_in_float32_whatever_keys_and_values_are(dtype: torch.dtype
     assert (found.double() - exact).abs().max() <= 1e-4 * exact.abs().max()
 
 
+def add_flat(out: torch.Tensor, q: torch.Tensor, correction: Correction, heads: int) -> torch.Tensor:
+    return add_correction(*(one.unflatten(2, (heads, -1)) for one in (out, q)), correction).flatten(2)
+
+
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, logs: torch.Tensor | None = None):
     q, k, v = (by_head(one, heads) for one in (q, k, v))
     logits = q @ k.transpose(2, 3) * q.shape[-1] ** -0.5
@@ -104,7 +110,7 @@ def test_where_logits_are_small_the_error_falls_with_their_square():
         full = attention(small_q, k, v, heads)
         merged = attention(small_q, plan.merge(k), plan.merge(v), heads, logs)
         correction = fit_correction(small_q[:, ::4], (k, v), plan, heads, 8**-0.5).correction
-        for with_it, out in ((False, merged), (True, add_correction(merged, small_q, correction))):
+        for with_it, out in ((False, merged), (True, add_flat(merged, small_q, correction, heads))):
             errors[with_it].append((out - full).abs().max().item())
     for with_it, power in ((False, 1), (True, 2)):
         falls = [math.log(errors[with_it][n] / errors[with_it][n + 1]) for n in range(2)]
@@ -117,8 +123,8 @@ def test_it_is_added_head_by_head(dtype: torch.dtype):
     q, out, _ = drawn(2, 9, 12, dtype)
     matrix, constant = (torch.randn(2, 3, rows, 4, generator=torch.Generator().manual_seed(rows)).to(dtype)
                         for rows in (8, 1))  # fmt: skip
-    found = add_correction(out, q, Correction(matrix.flatten(0, 1), constant.flatten(0, 1)))
-    assert found.dtype == dtype and found.is_contiguous()
+    found = add_flat(out, q, Correction(matrix.flatten(0, 1), constant.flatten(0, 1)), 3)
+    assert found.dtype == dtype
     for sample, head in product(range(2), range(3)):
         own = slice(4 * head, 4 * head + 4)
         told = torch.cat([q[sample, :, own], out[sample, :, own]], -1).double()
@@ -188,7 +194,7 @@ def test_it_leaves_less_of_what_was_asked_than_the_closed_form_alone():
     closed = first_order((k, v), plan, heads, scale)
     alone = Correction(torch.cat([closed, torch.zeros_like(closed)], 2).flatten(0, 1), torch.zeros(heads, 1, 16))
     both = fit_correction(q, (k, v), plan, heads, scale).correction
-    left = [(add_correction(merged, q, one) - full).square().mean() for one in (alone, both)]
+    left = [(add_flat(merged, q, one, heads) - full).square().mean() for one in (alone, both)]
     assert left[1] < 0.8 * left[0] < 0.8 * (merged - full).square().mean()
 
 
@@ -210,19 +216,25 @@ def test_it_halves_what_a_trained_model_loses_at_a_sixty_fourth_of_the_keys(path
 
 
 @pytest.fixture
-def found(monkeypatch) -> list[Plans]:
-    """What every block used, in the order of their calls."""
-    used, find = [], Matcher.find
-    monkeypatch.setattr(Matcher, "find", lambda matcher, asked: used.append(find(matcher, asked)) or used[-1])
+def found(monkeypatch) -> list[Merge]:
+    """How every attention merged, in the order of their calls."""
+    used, attend = [], state.attend
+    monkeypatch.setattr(state, "attend", lambda attention, how, made: used.append(how) or attend(attention, how, made))
     return used
 
 
 @pytest.mark.parametrize("rule, corrects", [
     (MergeRule(**KV), True), (MergeRule(**KV, metric="keys+values", refine=1, sx=4, sy=4), True),
+<<<<<<< HEAD
     (MergeRule(**KV, method="cluster"), True),
     (MergeRule(side="qkv", metric="keys+values"), True),
     (MergeRule(), False),  # all tokens' keys and values are not there, and making them costs what merging saves
     (MergeRule(**KV, proportional=False), False), (MergeRule(method="downsample"), False),
+=======
+    (MergeRule(**KV, method="cluster"), True), (MergeRule(side="qkv", metric="keys+values"), True),
+    (MergeRule(), False),
+    (MergeRule(**KV, proportional=False), False), (MergeRule(method="downsample", side="kv"), False),
+>>>>>>> seam
     (MergeRule(**KV, correction=False), False),
 ])  # fmt: skip
 def test_it_is_made_where_merged_keys_know_their_sizes(rule: MergeRule, corrects: bool, found):
@@ -230,9 +242,9 @@ def test_it_is_made_where_merged_keys_know_their_sizes(rule: MergeRule, corrects
     with tome_core.patch(model, MergeConfig(rules=(rule,))):
         merged = run(model)
     assert found and merged.isfinite().all()
-    assert all((plans.correction is not None) == corrects for plans in found)
+    assert all((how.correction is not None) == corrects for how in found)
     if corrects:
-        assert all(plans.correction.matrix.any() for plans in found)
+        assert all(how.correction.matrix.any() for how in found)
         with tome_core.patch(model, MergeConfig(rules=(replace(rule, correction=False),))):
             assert not torch.equal(run(model), merged)
 

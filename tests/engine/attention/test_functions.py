@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 
 import tome_core
+<<<<<<< HEAD
 from tests.conformance import (
     KV,
     SIDE,
@@ -27,6 +28,10 @@ from tests.conformance import (
     why_left_alone,
     with_xformers,
 )  # fmt: skip
+=======
+from tests import conformance as laws
+from tests.conformance import KV, SIDE, UNetOf, merging_by, run, tokens, way, why_left_alone
+>>>>>>> seam
 from tests.diffusers_processors import attention
 from tests.doubles import attend, of_heads
 from tome_core.attention import functions
@@ -78,7 +83,7 @@ class ByItsName(ByModule):
 class InsideAFunction(ByModule):
     def __call__(self, attn, x, *_, **__):
         def inside(one):
-            return (lambda given: F.scaled_dot_product_attention(*given))(parts(attn, one))
+            return (lambda: F.scaled_dot_product_attention(*parts(attn, one)))()
 
         return flat(inside(x))
 
@@ -176,7 +181,7 @@ CALLERS |= {"a function": a_function, "a partial function": functools.partial(a_
 
 @pytest.fixture
 def _xformers(monkeypatch):
-    with_xformers(monkeypatch, attention_processor)
+    laws.with_xformers(monkeypatch, attention_processor)
     monkeypatch.setitem(globals(), "xformers", attention_processor.xformers)
 
 

@@ -1,17 +1,20 @@
-"""Gradients through a merged UNet do not depend on gradient checkpointing (the 11th of tomesd's faults).
+"""Gradients through a merged model do not depend on gradient checkpointing (the 11th of tomesd's faults).
 
-A checkpoint runs its blocks once more during the backward pass. They have to merge the same tokens then, though
-the UNet may have been called at another size and time since.
+A checkpoint runs its blocks once more during the backward pass. They have to merge the same tokens then, though the
+model may have been called at another size and time since.
 """
 
 from __future__ import annotations
 
 import copy
-from typing import NamedTuple
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
+from tests import tiny_transformers
 from tests.models import call_ldm, call_unet, inputs, ldm_sd1, sd15, sgm_double
 from tests.thoroughness import some_quick
 from tome_core import MergeConfig, MergeRule, patch
@@ -19,13 +22,31 @@ from tome_core import MergeConfig, MergeRule, patch
 # LDM's own checkpoint function calls what torch renamed since
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.*autocast")
 
+Call = tuple[int, int, float]  # height and width of the latent, timestep
+
 
 class Setup(NamedTuple):
-    """A model, how it is called, and how its checkpointing is switched."""
+    """A model, how it is called with inputs of a number's seed, and how its checkpointing is switched."""
 
-    build: object
-    call: object
-    switch: object
+    build: Callable[[], Any]
+    call: Callable[[Any, Call, int], torch.Tensor]
+    switch: Callable[[Any, bool], None]
+
+
+def _as_unet(call: Callable) -> Callable:
+    def run(model, size: Call, number: int) -> torch.Tensor:
+        x, text = inputs(4, 2, *size[:2], seed=number)
+        return call(model, x, size[2], text)
+
+    return run
+
+
+def _as_flux(model, size: Call, number: int) -> torch.Tensor:
+    height, width, timestep = size
+    given = tiny_transformers.at(tiny_transformers.arguments_of("Flux"), timestep / 500)
+    tokens = torch.randn(1, height * width, 16, generator=torch.Generator().manual_seed(number))
+    ids = tiny_transformers.flux_ids(height, width)
+    return model(**{**given, "hidden_states": tokens, "img_ids": ids}, return_dict=False)[0]
 
 
 def _switch_diffusers(model, on: bool) -> None:
@@ -46,10 +67,12 @@ def _switch_blocks(model, on: bool) -> None:
 
 
 SETUPS = {
-    "diffusers": Setup(sd15, call_unet, _switch_diffusers),
-    "ldm": Setup(ldm_sd1, call_ldm, _switch_ldm),
-    "sgm": Setup(sgm_double, call_ldm, _switch_blocks),
+    "diffusers": Setup(sd15, _as_unet(call_unet), _switch_diffusers),
+    "ldm": Setup(ldm_sd1, _as_unet(call_ldm), _switch_ldm),
+    "sgm": Setup(sgm_double, _as_unet(call_ldm), _switch_blocks),
+    "Flux": Setup(lambda: tiny_transformers.build("Flux"), _as_flux, _switch_diffusers),
 }
+every_setup = pytest.mark.parametrize("setup", some_quick(SETUPS.values()), ids=list(SETUPS))
 CALLS = {
     "one call": [(16, 16, 500)],
     "two sizes and times": [(16, 16, 10), (24, 16, 900)],
@@ -59,35 +82,42 @@ CALLS = {
 }
 CONFIGS = {
     "random destinations": MergeConfig(merge_mlp=True, max_downsample=2),
+<<<<<<< HEAD
     "keys": MergeConfig(side="kv", refine=1),
     "rules by time": MergeConfig(rules=(MergeRule(ratio=0.75, min_timestep=500), MergeRule(ratio=0.25, seed=3))),
+=======
+    "tomesd's": MergeConfig(merge_crossattn=True, merge_mlp=True, max_downsample=2, proportional=False),
+    "keys": MergeConfig(side="kv", sx=4, sy=4, ratio=0.9, refine=1),
+    "rules by time": MergeConfig(rules=(MergeRule(ratio=0.75, max_timestep=500), MergeRule(ratio=0.25, seed=3))),
+>>>>>>> seam
 }
-# random destinations, which a second pass must not draw anew, with all calls; other settings with those that tell most
-_TELLING = ("two sizes and times", "the same size at two times")
-EACH_CONFIG_AND_CALLS = [
-    pytest.param(CONFIGS[config], CALLS[calls], id=f"{config}-{calls}",
-                 marks=[pytest.mark.slow] * (config != "random destinations" and calls not in _TELLING))
-    for config in CONFIGS for calls in CALLS
-]  # fmt: skip
+every_config = pytest.mark.parametrize("config", some_quick(CONFIGS.values(), 2), ids=list(CONFIGS))
+A, B = (16, 16, 10), (24, 16, 900)
 
 
-def grads(model) -> dict:
+def grads(model) -> dict[str, torch.Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def gradients(setup: Setup, calls, config, checkpointing: bool, *, train: bool = True, only: str = "") -> dict:
-    """Gradients of the parameters whose names contain ``only``, of a loss over all the calls."""
+def made(setup: Setup, checkpointing: bool, train: bool = True, only: str = "") -> Any:
+    """The model, with gradients for the parameters whose names contain ``only``."""
     model = setup.build()
     setup.switch(model, checkpointing)
-    model.train(train)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(only in name)
-    loss = 0
+    return model.train(train)
+
+
+def loss_of(setup: Setup, model, size: Call, number: int = 0) -> torch.Tensor:
+    return (setup.call(model, size, number) * (number + 1)).square().mean()
+
+
+def one_by_one(setup: Setup, calls: list[Call], config, checkpointing: bool, **how: Any) -> dict[str, torch.Tensor]:
+    """Gradients of the sum of all losses, each of which is followed by its backward pass."""
+    model = made(setup, checkpointing, **how)
     with patch(model, config):
-        for number, (height, width, timestep) in enumerate(calls):
-            x, text = inputs(4, 2, height, width, seed=number)
-            loss = loss + (setup.call(model, x, timestep, text) * (number + 1)).square().mean()
-        loss.backward()
+        for number, size in enumerate(calls):
+            loss_of(setup, model, size, number).backward()
     return grads(model)
 
 
@@ -98,13 +128,83 @@ def assert_same(one: dict, other: dict) -> None:
         assert (gradient - other[name]).abs().max().item() <= 1e-4 * scale + 1e-7, name
 
 
-@pytest.mark.parametrize("setup", some_quick(SETUPS.values()), ids=list(SETUPS))
-@pytest.mark.parametrize(("config", "calls"), EACH_CONFIG_AND_CALLS)
+@every_setup
+@every_config
+@pytest.mark.parametrize("calls", CALLS.values(), ids=list(CALLS))
 def test_checkpointing_changes_no_gradient(setup: Setup, calls, config):
-    plain = gradients(setup, calls, config, checkpointing=False)
-    assert_same(plain, gradients(setup, calls, config, checkpointing=True))
-    unmerged = gradients(setup, calls, MergeConfig(ratio=0), checkpointing=False)
+    plain = one_by_one(setup, calls, config, checkpointing=False)
+    assert_same(plain, one_by_one(setup, calls, config, checkpointing=True))
+    unmerged = one_by_one(setup, calls, MergeConfig(ratio=0), checkpointing=False)
     assert any((plain[name] - unmerged[name]).abs().max() > 1e-3 * plain[name].abs().max() for name in plain)
+
+
+@every_setup
+@every_config
+@pytest.mark.parametrize("calls", [calls for calls in CALLS.values() if len(calls) > 1], ids=lambda one: str(one[1:]))
+def test_one_backward_pass_may_go_through_several_calls(setup: Setup, calls, config):
+    model = made(setup, True)
+    with patch(model, config):
+        sum(loss_of(setup, model, size, number) for number, size in enumerate(calls)).backward()
+    assert_same(one_by_one(setup, calls, config, checkpointing=False), grads(model))
+
+
+def _calls_without_gradients(setup: Setup, model, handle) -> None:
+    with torch.no_grad():
+        setup.call(model, B, 1)
+
+
+def _copies(setup: Setup, model, handle) -> None:
+    copy.deepcopy(model)
+
+
+def _calls_at_another_time_and_size(setup: Setup, model, handle) -> None:
+    setup.call(model, B, 1)
+
+
+def _calls_unmerged(setup: Setup, model, handle) -> None:
+    with handle.unmerged():
+        setup.call(model, A, 1)
+
+
+@every_setup
+@pytest.mark.parametrize("between", [
+    _calls_without_gradients, _copies, _calls_at_another_time_and_size, _calls_unmerged,
+], ids=lambda one: one.__name__.strip("_"))  # fmt: skip
+def test_what_happens_between_a_call_and_its_backward_pass_changes_nothing(setup: Setup, between):
+    config = CONFIGS["random destinations"]
+    model = made(setup, True)
+    with patch(model, config) as handle:
+        loss = loss_of(setup, model, A)
+        between(setup, model, handle)
+        loss.backward()
+    assert_same(one_by_one(setup, [A], config, checkpointing=False), grads(model))
+
+
+@every_setup
+def test_a_call_of_another_patch_is_not_run_again(setup: Setup):
+    model = made(setup, True)
+    with patch(model, CONFIGS["tomesd's"]):
+        loss = loss_of(setup, model, A)
+        with patch(model, CONFIGS["keys"]):
+            with pytest.raises(RuntimeError, match="before a patch is put on or taken off"):
+                loss.backward()
+            model.zero_grad()
+            loss_of(setup, model, A).backward()
+    assert_same(one_by_one(setup, [A], CONFIGS["keys"], checkpointing=False), grads(model))
+
+
+@every_setup
+@pytest.mark.parametrize("off", [False, True], ids=["no rule holds", "merging is off"])
+def test_a_call_that_merges_nothing_is_run_again_like_that_after_one_that_merged(setup: Setup, off: bool):
+    config, model = MergeConfig(max_timestep=500), made(setup, True)
+    size = (16, 16, 300 if off else 800)
+    with patch(model, config) as handle:
+        setup.call(model, (16, 16, 300), 0)
+        assert handle.report().merged_anything
+        with handle.unmerged() if off else nullcontext():
+            loss = loss_of(setup, model, size)
+        loss.backward()
+    assert_same(one_by_one(setup, [size], MergeConfig(ratio=0), checkpointing=False), grads(model))
 
 
 @pytest.mark.parametrize(
@@ -119,10 +219,11 @@ def test_checkpointing_changes_no_gradient(setup: Setup, calls, config):
 def test_checkpointing_changes_no_gradient_of_a_model_in_eval_mode(name: str, only: str):
     """With the rest frozen, the first block's input needs no gradient itself."""
     plain, checkpointed = (
-        gradients(SETUPS[name], CALLS["two sizes and times"], CONFIGS["rules by time"], on, train=False, only=only)
+        one_by_one(SETUPS[name], CALLS["two sizes and times"], CONFIGS["rules by time"], on, train=False, only=only)
         for on in (False, True)
     )
     assert_same(plain, checkpointed)
+<<<<<<< HEAD
 
 
 def test_a_model_copied_between_forward_and_backward_keeps_its_gradients():
@@ -167,3 +268,5 @@ def test_an_unmerged_call_of_a_model_in_training_is_nobodys_repetition(name, mon
             assert not torch.equal(setup.call(model, x, 500, text), plain)
             with handle.unmerged():
                 assert torch.equal(setup.call(model, x, 500, text), plain)
+=======
+>>>>>>> seam

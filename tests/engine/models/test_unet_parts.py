@@ -1,4 +1,4 @@
-"""In mid-render nothing is raised: what does not fit is left unmerged, bit for bit, and named in the report."""
+"""tomesd's way, in which parts of a block are called with fewer tokens: what does not fit is left alone and named."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from torch import nn
 
 import tome_core
 from benchmarks.sd_block import BasicTransformerBlock, SpatialTransformer, UNet, make_block, make_inputs
+from tome_core import MergeConfig
 
-REASON_UNMERGEABLE = "attn: what it returned cannot be unmerged"
+TOMESDS, OURS = MergeConfig(proportional=False), MergeConfig()
+both_ways = pytest.mark.parametrize("config", [TOMESDS, OURS], ids=["tomesd's way", "ours"])
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +43,7 @@ class _Foreign(nn.Module):
 
     def forward(self, x, context=None, mask=None, value=None, keys=None):
         self.keys = keys  # a word of somebody's own
-        return self.change(self.attention(x, context), x)
+        return self.change(self.attention(x, context, mask), x)
 
 
 @pytest.mark.parametrize(
@@ -57,9 +59,26 @@ def test_an_output_that_cannot_be_unmerged_leaves_the_call_unmerged(block, input
     foreign = copy.deepcopy(block)
     block_of(foreign).attn1 = _Foreign(block_of(foreign).attn1, change)
     expected = foreign(*inputs)
-    with tome_core.patch(foreign, tome_core.MergeConfig()) as handle:
+    with tome_core.patch(foreign, TOMESDS) as handle:
         assert torch.equal(foreign(*inputs), expected)
-        assert reasons(handle) == {REASON_UNMERGEABLE: 1}
+        assert reasons(handle) == {"attn: what it returned cannot be unmerged": 1}
+    with tome_core.patch(foreign, OURS) as handle:  # which gives the module all of its tokens
+        assert not torch.equal(foreign(*inputs), expected)
+        assert reasons(handle) == {} and handle.report().merged_anything
+
+
+def test_a_part_that_refuses_fewer_tokens_leaves_the_call_unmerged(block, inputs):
+    def picky(out, x):
+        if x.shape[1] != 64:
+            raise ValueError("all of them, please")
+        return out
+
+    foreign = copy.deepcopy(block)
+    block_of(foreign).attn1 = _Foreign(block_of(foreign).attn1, picky)
+    expected = foreign(*inputs)
+    with tome_core.patch(foreign, TOMESDS) as handle:
+        assert torch.equal(foreign(*inputs), expected)
+        assert reasons(handle) == {"attn: refuses merged tokens": 1}
 
 
 def _calling(**arguments) -> UNet:
@@ -80,48 +99,46 @@ class _CallingBlock(BasicTransformerBlock):
         return self.attn1(normed, **{name: make(normed) for name, make in self.arguments.items()}) + x
 
 
-def _same(x: torch.Tensor) -> torch.Tensor:
-    return x
-
-
+@both_ways
 @pytest.mark.parametrize(
-    ("arguments", "side", "reason"),
+    ("arguments", "reason"),
     [
-        ({"mask": lambda x: torch.ones(2, 64)}, "qkv", "attn: an attention mask came along"),
-        ({"context": lambda x: torch.cat([x, x], 1)}, "kv", "attn: keys and values are not the picture's tokens"),
-        ({"context": _same, "value": lambda x: x[:, :9]}, "qkv", "attn: keys and values are of different numbers"),
+        ({"mask": lambda x: torch.ones(2, 1, 64)}, "an attention mask came along"),
+        ({"context": lambda x: torch.cat([x, x], 1)}, "keys and values are not the picture's tokens"),
     ],
-    ids=["mask", "bank of keys", "fewer values"],
+    ids=["mask", "bank of keys"],
 )
-def test_a_call_that_does_not_fit_is_left_alone_and_named(inputs, arguments, side, reason):
+def test_a_call_that_does_not_fit_is_left_alone_and_named(inputs, arguments, reason, config):
     model = _calling(**arguments)
     expected = model(*inputs)
-    with tome_core.patch(model, tome_core.MergeConfig(side=side)) as handle:
+    with tome_core.patch(model, config) as handle:
         assert torch.equal(model(*inputs), expected)
-        assert reasons(handle) == {reason: 1}
-        assert "not merged, 1 call: " + reason in str(handle.report())
+        assert reasons(handle) == {f"attn: {reason}": 1}
+        assert f"not merged, 1 call: {reason}" in str(handle.report())
 
 
-def test_keys_from_elsewhere_merge_the_query_alone(inputs):
-    model = _calling(context=lambda x: torch.cat([x, x], 1), keys=lambda x: "theirs")
+@both_ways
+def test_a_word_of_somebodys_own_is_passed_on(inputs, config):
+    model = _calling(keys=lambda x: "theirs")
     plain = model(*inputs)
-    with tome_core.patch(model, tome_core.MergeConfig()) as handle:
-        assert not torch.equal(model(*inputs), plain)
-        assert handle.report().levels[0].tokens == ((64, 32, 128),)
-        assert block_of(model).attn1.keys == "theirs"
+    with tome_core.patch(model, config) as handle:
+        assert not torch.equal(model(*inputs), plain) and reasons(handle) == {}
+    assert block_of(model).attn1.keys == "theirs"
 
 
-def test_a_block_called_by_itself_is_left_alone_without_a_word(block, inputs):
+@both_ways
+def test_a_block_called_by_itself_is_left_alone_without_a_word(block, inputs, config):
     """It is no call of the UNet, and whose it is nobody knows."""
     tokens = inputs[0].flatten(2).transpose(1, 2)
     expected = block_of(block)(tokens, inputs[2])
-    with tome_core.patch(block, tome_core.MergeConfig()) as handle:
+    with tome_core.patch(block, config) as handle:
         assert torch.equal(block_of(block)(tokens, inputs[2]), expected)
         assert reasons(handle) == {} and handle.report().calls == 0
 
 
-def test_maps_are_kept_only_where_asked_for(block, inputs):
-    with tome_core.patch(block, tome_core.MergeConfig()) as handle:
+@both_ways
+def test_maps_are_kept_only_where_asked_for(block, inputs, config):
+    with tome_core.patch(block, config) as handle:
         block(*inputs)
         assert handle.maps() == {}
         handle.keep_maps()

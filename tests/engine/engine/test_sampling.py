@@ -1,4 +1,4 @@
-"""Which picture a call belongs to is said by a scope and never guessed, and times are of the noise, in any scheduler.
+"""Which picture a call belongs to is told by a sampling, not guessed, and times are of the noise in any scheduler.
 
 A pipeline's call is a scope; a loop of one's own has `Patch.sampling`. Without one nothing is kept over calls.
 """

@@ -1,4 +1,4 @@
-"""What torch lets one do with an unpatched model: other default dtypes, transforms, tensors without values.
+"""What torch lets one do with an unpatched model: other dtypes, transforms, tensors without values.
 
 Under a transform, and where there is nothing to look at, blocks may be left unmerged; then the report says why.
 """
@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import tome_core
 from tests.models import call_unet, inputs, on_small, small
 from tome_core import MergeConfig
+from tome_core.attention.merged import BIAS
 
 BALANCED = on_small("balanced")
 CONFIGS = {"balanced": BALANCED, "together": MergeConfig(ratio=0.5)}
@@ -60,7 +61,7 @@ def assert_like_one_of(config: MergeConfig, work: Callable, simple: Callable) ->
     torch.testing.assert_close(found, merged if level.calls_merged else plain, **NEAR)
 
 
-# --- default dtypes and devices --------------------------------------------------------------------------------------
+# --- dtypes and devices -----------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -96,6 +97,34 @@ def test_the_default_device_changes_no_bit(config: MergeConfig):
         expected = of(config, lambda model: run(model, x, text, timestep))
         with torch.device("meta"), tome_core.patch(model, config):
             assert torch.equal(run(model, x, text, timestep), expected)
+
+
+@pytest.mark.parametrize("config", [
+    MergeConfig(side="kv", ratio=0.75, metric="keys+values"), MergeConfig(side="kv", ratio=0.75, refine=1),
+    MergeConfig(method="cluster", ratio=0.75),
+], ids=["keys and values compared", "refined", "clustered"])  # fmt: skip
+def test_a_model_in_double_precision_merges(config: MergeConfig):
+    """Lengths were summed in float32, which torch refuses to narrow to."""
+    model = small().double()
+    x, text = inputs(4, 1, 16, 16)
+    with torch.no_grad(), tome_core.patch(model, config) as handle:
+        out = run(model, x.double(), text.double())
+    assert out.isfinite().all() and out.dtype == torch.float64 and handle.report().merged_anything
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_weights_that_are_stored_in_half_precision_merge_as_hard(layerwise: bool):
+    """diffusers' layerwise casting: each layer casts its weights for a call, so that they do not tell what it takes."""
+    model = small()
+    if layerwise and not hasattr(model, "enable_layerwise_casting"):
+        pytest.skip("this diffusers has no layerwise casting")
+    if layerwise:
+        model.enable_layerwise_casting(storage_dtype=torch.float16, compute_dtype=torch.float32)
+    x, text = inputs(4, 1, 16, 16)
+    with torch.no_grad(), tome_core.patch(model, BALANCED) as handle:
+        run(model, x, text)
+    level = handle.report().levels[0]
+    assert level.tokens == ((256, 256, 36),) and level.routes == {BIAS: 3}
 
 
 # --- transforms of functions -----------------------------------------------------------------------------------------

@@ -1,9 +1,7 @@
-"""The twenty faults of tomesd 0.1.3 that were found by running it: each is right here.
+"""Faults of tomesd 0.1.3 that were found by running it: each is right here.
 
-The numbers are tomesd's list. 01, 03, 09, 10, 14 and 18 (keywords, adaptive norms, equal calls, the global generator,
-pickles, destinations at every batch) are laws of every family, test_patch_contract.py; 08, masks, is
-test_stepping_aside.py; 11, gradients under checkpointing, is test_gradients.py; 12 and 13, compilers, are
-test_compile.py; 15, 16 and 19, odd grids, refusals and settings that reach nothing, are test_families.py.
+Others are laws of every family (`test_patch_contract.py`), of odd sizes (`models/test_unet_blocks.py`), of checkpoints
+(`models/test_gradients.py`) and of compilers (`models/test_compiled.py`).
 """
 
 from __future__ import annotations
@@ -68,7 +66,7 @@ def each_with_itself(monkeypatch):
     return {"merge_crossattn": True, "merge_mlp": True}
 
 
-def test_02_a_block_takes_every_argument_it_took_before():
+def test_a_block_takes_every_argument_it_took_before():
     model = one_block()
     vanilla = call_block(model)
     tome_core.apply_patch(model)
@@ -77,7 +75,7 @@ def test_02_a_block_takes_every_argument_it_took_before():
     assert not torch.equal(merged, vanilla)
 
 
-def test_04_gligen_keeps_its_fuser():
+def test_gligen_keeps_its_fuser():
     """tomesd skips it without a word."""
     model = gligen()
     fusers = [module for name, module in model.named_modules() if name.endswith(".fuser")]
@@ -94,7 +92,7 @@ def test_04_gligen_keeps_its_fuser():
     assert (with_boxes - without).abs().max() > 1e-3
 
 
-def test_05_positional_embeddings_are_added(each_with_itself):
+def test_positional_embeddings_are_added(each_with_itself):
     """tomesd leaves them out without a word."""
     settings = {"positional_embeddings": "sinusoidal", "num_positional_embeddings": 64}
     model = one_block(**settings)
@@ -103,7 +101,7 @@ def test_05_positional_embeddings_are_added(each_with_itself):
     assert torch.equal(call_block(model), vanilla)
 
 
-def test_06_double_self_attention_works(monkeypatch):
+def test_double_self_attention_works(monkeypatch):
     model = one_block(double_self_attention=True)
     vanilla = call_block(model, encoder_hidden_states=None)
     config = MergeConfig(merge_crossattn=True, proportional=False)
@@ -116,7 +114,7 @@ def test_06_double_self_attention_works(monkeypatch):
 
 
 @pytest.mark.parametrize("merge_mlp", [False, True])
-def test_07_chunked_feed_forward_stays_chunked(merge_mlp: bool):
+def test_chunked_feed_forward_stays_chunked(merge_mlp: bool):
     """It saves memory; tomesd switches that off without a word."""
     model = one_block()
     inner = model.down_blocks[0][0].transformer_blocks[0]
@@ -131,7 +129,7 @@ def test_07_chunked_feed_forward_stays_chunked(merge_mlp: bool):
 
 
 @pytest.mark.parametrize("ratio", [0.75, 0.9, 1.0])
-def test_17_a_ratio_over_the_cap_is_clamped_and_said(ratio: float, caplog):
+def test_a_ratio_over_the_cap_is_clamped_and_said(ratio: float, caplog):
     model = tome_core.apply_patch(sd15(), ratio=ratio)
     expected = run(tome_core.apply_patch(sd15(), ratio=0.75))
     assert torch.equal(run(model), expected)
@@ -139,7 +137,7 @@ def test_17_a_ratio_over_the_cap_is_clamped_and_said(ratio: float, caplog):
     assert ("over the cap 0.75" in caplog.text) == (ratio > 0.75)
 
 
-def test_20_nothing_is_said_about_unexpected_arguments(caplog, recwarn):
+def test_nothing_is_said_about_unexpected_arguments(caplog, recwarn):
     x, text = inputs(4, 2, 16, 16)
     model = tome_core.apply_patch(gligen())
     with caplog.at_level(logging.INFO), torch.no_grad():

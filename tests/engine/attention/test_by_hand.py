@@ -1,0 +1,135 @@
+"""Attentions that compute their scores by hand: merged by description, run by their own code on a stand-in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from diffusers.models.attention_processor import AttnProcessor, SlicedAttnProcessor
+from torch import nn
+
+from tests import conformance as laws
+from tests.conformance import CHANNELS, DTYPES, HEADS, SIDE, telling, tokens, way, why_left_alone
+from tests.diffusers_processors import attention
+from tests.doubles import of_heads
+from tome_core import MergePlan
+from tome_core.attention import by_hand
+from tome_core.attention.by_hand import ForwardOnStandIn, StandIn, full_name, known_of, register
+from tome_core.attention.merged import BIAS, OWN_BIAS
+
+
+class Projections(nn.Module):
+    def __init__(self, channels: int = CHANNELS, heads: int = HEADS) -> None:
+        super().__init__()
+        self.heads, self.scale = heads, 0.3
+        self.to_q, self.to_k, self.to_v = (nn.Linear(channels, channels, bias=False) for _ in range(3))
+        self.to_out = nn.Sequential(nn.Linear(channels, channels), nn.Dropout(0.0))
+
+    def of(self, x: torch.Tensor, context: torch.Tensor | None) -> list[torch.Tensor]:
+        context = x if context is None else context
+        made = self.to_q(x), self.to_k(context), self.to_v(context)
+        return [of_heads(one, self.heads) for one in made]
+
+
+class OwnScale(Projections):
+    """Scales by an attribute; in pieces, with k scaled before; takes the output projection apart."""
+
+    def forward(self, x, context=None):
+        q, k, v = self.of(x, context)
+        k = k * self.scale
+        parts = [(piece @ k.transpose(-1, -2)).softmax(-1) @ v for piece in q.split(7, dim=2)]
+        projection, dropout = self.to_out
+        return dropout(projection(torch.cat(parts, 2).transpose(1, 2).flatten(2)))
+
+
+class Masked(Projections):
+    """Cuts heads by the width of its input, and adds a mask."""
+
+    def forward(self, x, context=None, mask=None):
+        q, k, v = self.of(x, context)
+        logits = q @ k.transpose(-1, -2) * (x.shape[-1] // self.heads) ** -0.5
+        return self.to_out(((logits if mask is None else logits + mask).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class _Adding(ForwardOnStandIn):
+    adds_bias = True
+
+
+class _Picky(_Adding):
+    def problem(self, module: nn.Module, kwargs: dict[str, Any]) -> str | None:
+        return "it is picky" if kwargs.get("picky") else None
+
+
+KINDS = {OwnScale: (ForwardOnStandIn(by_attribute=True), OWN_BIAS), Masked: (_Adding(by_attribute=False), BIAS)}
+
+
+@pytest.fixture(autouse=True)
+def _described(monkeypatch):
+    """As a host, or a user, makes its attentions known."""
+    monkeypatch.setattr(by_hand, "_ENTRIES", dict(by_hand._ENTRIES))
+    for kind, (known, _) in KINDS.items():
+        register(full_name(kind.forward), known)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_merged_keys_give_what_repeated_keys_give(kind, dtype):
+    assert way(telling(kind(), dtype), dtype) == KINDS[kind][1]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, AttnProcessor, SlicedAttnProcessor])
+def test_its_own_code_attends_to_merged_keys(kind):
+    """Without sizes, as here, where they are equal."""
+    made = kind() if kind in KINDS else attention(kind(3) if kind is SlicedAttnProcessor else kind())
+    module, x = telling(made, torch.float64), tokens(2, torch.float64)
+    plan = MergePlan(torch.arange(SIDE**2)[None] % 16, 16)
+    known = known_of(type(getattr(module, "processor", None)).__call__) or known_of(type(module).forward)
+    q, k, v = (layer(x) for layer in (module.to_q, module.to_k, module.to_v))
+    before = dict(vars(module))
+    with torch.no_grad():
+        out = known.finish(module, known.attend(module, q, plan.merge(k), plan.merge(v), None, {}))
+        with laws.grouped(laws.layers_called(module, lambda: module(x)), plan):
+            expected = module(x)
+    assert laws.far(out, expected) < 1e-12
+    assert vars(module) == before
+
+
+def test_what_nobody_described_is_left_alone_and_the_function_is_named():
+    by_hand._ENTRIES.clear()
+    reason = f"{full_name(OwnScale.forward)} calls no attention function that is known"
+    assert reason in why_left_alone(telling(OwnScale()))
+
+
+def test_a_second_description_takes_the_place_of_the_first_and_may_refuse_a_call(monkeypatch):
+    forward = Masked.forward
+    monkeypatch.setattr(Masked, "forward", lambda self, x, picky=True: forward(self, x))
+    register(full_name(Masked.forward), _Picky(by_attribute=False))
+    assert "it is picky" in why_left_alone(telling(Masked()), picky=True)
+
+
+@pytest.mark.parametrize("told", [
+    {"context": tokens(3, count=20)}, {"context": tokens(3), "mask": torch.zeros(1, 1, 1, SIDE**2)},
+    {"mask": torch.zeros(1, 1, 1, SIDE**2)},
+], ids=["of others", "both", "a mask"])  # fmt: skip
+def test_a_mask_or_tokens_of_others_are_left_alone(told):
+    reason = why_left_alone(telling(Masked()), **told)
+    assert ("mask" if "mask" in told else "keys and values are not the picture's tokens") in reason
+
+
+def test_a_context_that_is_the_tokens_themselves_merges():
+    assert way(telling(OwnScale()), batches=(2,), context=tokens(2)) == OWN_BIAS
+
+
+def test_a_stand_in_is_the_module_but_for_its_projections():
+    module = telling(OwnScale())
+    q, k, v = tokens(1), tokens(1, seed=1), tokens(1, seed=2)
+    one = StandIn(module, q, k, v)
+    assert one.to_q(None) is q and one.to_k(None) is k and one.to_v(None, scale=1.0) is v
+    assert one.scale == module.scale and one.heads == HEADS and one.dim_head == CHANNELS // HEADS
+    assert torch.equal(one.of(None, None)[0], of_heads(q, HEADS))  # its methods work on it, too
+    assert one.to_out(q) is q and one.to_out[1](one.to_out[0](q)) is q
+    projection, dropout = one.to_out
+    assert dropout(projection(q)) is q and len(one.to_out) == 2
+    with pytest.raises(AttributeError):
+        _ = one.missing

@@ -1,0 +1,88 @@
+"""Calls of UNets: how large a picture is, and attentions that are called as without a patch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import tome_core
+from tests.models import BY_NAME, ModelCase, call_case, inputs, sd15, small
+from tests.random_stackings.layers import Fussy
+from tome_core import MergeConfig, MergeRule
+from tome_core.models.unet_blocks import find_blocks
+
+SIDE = 16 * 8  # pixels of a frame
+
+
+@pytest.mark.parametrize("case", [BY_NAME["sd15"], BY_NAME["motion"], BY_NAME["motion"]._replace(frames=3)],
+                         ids=["picture", "two frames", "three frames"])  # fmt: skip
+@pytest.mark.parametrize("least, merges", [(SIDE * SIDE, True), (SIDE * SIDE + 1, False)])
+def test_the_smallest_picture_is_a_frame_of_a_video(case: ModelCase, least: int, merges: bool):
+    """A UNetMotionModel's latent is ``[B, C, F, H, W]``. What is too small is as without a patch."""
+    model = case.build()
+    plain = call_case(case, model)
+    with tome_core.patch(model, MergeConfig(min_pixels=least)) as handle:
+        assert torch.equal(call_case(case, model), plain) != merges
+    level = handle.report().levels[0]
+    assert bool(level.calls_merged) == merges != bool(level.calls_skipped)
+    assert any("min_pixels" in reason for reason in level.reasons) != merges
+
+
+MLP = {"merge_attn": False, "merge_mlp": True}
+MLP_ALONE = {
+    "everywhere": MergeConfig(max_downsample=8, **MLP),
+    "below attention": MergeConfig(rules=(MergeRule(side="kv", levels=(0,)), MergeRule(levels=(1,), **MLP))),
+}
+
+
+@pytest.mark.parametrize("rules", MLP_ALONE)
+def test_rules_of_the_mlp_alone_call_an_attention_as_without_them(rules: str):
+    """Neither its projections are wrapped, nor called with fewer tokens or more often."""
+    model, calls = small(), []
+    projections = [
+        module
+        for name, module in model.mid_block.named_modules()
+        if ".attn1." in name and not isinstance(module, torch.nn.ModuleList)
+    ]
+    before = [sorted(vars(module)) for module in projections]
+    for module in projections:
+        module.register_forward_pre_hook(lambda module, args: calls.append((module, args[0].shape[1])))
+    call_case(BY_NAME["sd15"], model)
+    plain = list(calls)
+    calls.clear()
+    with tome_core.patch(model, MLP_ALONE[rules]) as handle:
+        assert [sorted(vars(module)) for module in projections] == before
+        call_case(BY_NAME["sd15"], model)
+    level = handle.report().levels[1]
+    assert level.mlp_tokens and not level.tokens and not level.routes
+    assert calls == plain and len(plain) == len(projections)
+
+
+def fussy() -> nn.Module:
+    """Its processors refuse merged tokens."""
+    model = sd15()
+    for place in find_blocks(model):
+        place.block.attn1.processor = Fussy()
+    return model
+
+
+def test_a_processor_that_refuses_merged_tokens_is_left_whole_in_tomesds_way_too():
+    model = fussy()
+    plain = call_case(BY_NAME["sd15"], model)
+    tome_core.apply_patch(model, ratio=0.3)
+    assert torch.equal(call_case(BY_NAME["sd15"], model), plain)
+    assert "refuses merged tokens" in str(tome_core.report(model))
+
+
+def test_a_processor_that_refuses_merged_tokens_trains_under_gradient_checkpointing():
+    """The call that is run again has to ask it again, so that as many tensors are saved."""
+    gradients = []
+    for ratio in (0.3, 0.0):
+        model = fussy().train()
+        model.enable_gradient_checkpointing()
+        tome_core.apply_patch(model, ratio=ratio)
+        x, text = inputs(4, 2, 16, 16)
+        model(x.requires_grad_(), 500, text).sample.square().sum().backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients) and gradients[0].any()

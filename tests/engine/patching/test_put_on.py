@@ -1,0 +1,151 @@
+"""A patch is put on as a whole or not at all, runs nothing of the model for that, and comes off what it was put on."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import linecache
+import sys
+import weakref
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from torch import nn
+
+import tome_core
+from tests.families import Family, some_models
+from tests.models import BY_NAME, call_case, on_small
+from tests.thoroughness import THOROUGH
+from tests.threads import at_once
+from tests.tiny_pipeline import stable_diffusion
+from tests.traces import traces
+from tome_core import MergeConfig
+from tome_core.models.wrap import patch_lock
+
+CASE = BY_NAME["sd15"]
+WRITING = ("wrap.py", "wrap_set.py", "handle.py", "patch_stack.py")  # whatever writes to a model
+LATE = MergeConfig(ratio=0.5, start_percent=0.5)  # asks for the time, so that a scheduler matters
+
+
+def patched(model) -> bool:
+    return any("forward" in vars(module) for module in model.modules()) or "_tome_core_patch" in vars(model)
+
+
+def lets_no_signal_in(frame, entered: set) -> bool:
+    """Is this line event at a ``try``, or at the end of a ``with``? A trace raises there, CPython's signals cannot."""
+    here, text = (id(frame), frame.f_lineno), linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
+    if here in entered:
+        entered.discard(here)
+        return True
+    if text.startswith("with "):
+        entered.add(here)
+    return text.startswith("try:")
+
+
+def test_an_interrupt_at_any_line_of_installing_leaves_nothing():
+    model = CASE.build()
+
+    def interrupt_at(number):
+        seen, entered = 0, set()
+
+        def trace(frame, event, argument):
+            nonlocal seen
+            if not frame.f_code.co_filename.endswith(WRITING):
+                return None
+            if event == "line" and lets_no_signal_in(frame, entered):
+                return trace
+            seen += event == "line"
+            if seen == number:
+                seen += 1
+                raise KeyboardInterrupt
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            with tome_core.patch(model, MergeConfig(ratio=0.5)):
+                pass
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        return seen
+
+    lines = interrupt_at(-1)
+    for number in range(1, lines, 1 if THOROUGH else max(1, lines // 100)):
+        interrupt_at(number)
+        tome_core.remove_patch(model)
+        assert not patched(model) and not patch_lock._is_owned(), number
+
+
+def test_two_threads_patch_one_model():
+    model, before = CASE.build(), sys.getswitchinterval()
+
+    def work(ratio):
+        for _ in range(15):
+            with tome_core.patch(model, MergeConfig(ratio=ratio, proportional=False)):
+                pass
+            tome_core.apply_patch(model, ratio=ratio)
+            tome_core.remove_patch(model)
+
+    sys.setswitchinterval(1e-6)
+    try:
+        at_once(*(functools.partial(work, ratio) for ratio in (0.25, 0.5)))
+    finally:
+        sys.setswitchinterval(before)
+    tome_core.remove_patch(model)
+    assert not patched(model)
+
+
+@some_models("sd15", "ldm_sd1", "Flux")
+def test_putting_it_on_runs_no_module(one: Family):
+    """Nothing is tried out on tokens that are no picture's."""
+    model, calls = one.build(), []
+    for module in model.modules():
+        module.register_forward_pre_hook(lambda module, _: calls.append(type(module).__name__))
+    with tome_core.patch(model, MergeConfig()):
+        assert not calls
+        one.call(model)
+    assert calls
+
+
+@pytest.mark.parametrize("ended", [True, False], ids=["after the with", "still on"])
+def test_a_handle_does_not_keep_a_model_alive(words, ended: bool):
+    """A name in a notebook, on a machine whose memory holds one model."""
+    pipe = stable_diffusion(words)
+    unet = pipe.unet
+    if ended:
+        with tome_core.patch(pipe, on_small("balanced")) as merging:
+            call_case(CASE, unet)
+    else:
+        merging = tome_core.patch(pipe, on_small("balanced"))
+        call_case(CASE, unet)
+    known = weakref.ref(unet), weakref.ref(pipe), weakref.ref(unet.conv_in.weight)
+    del pipe, unet
+    gc.collect()
+    assert [one() for one in known] == [None] * 3
+    assert merging.report().calls == 1 and merging.report().merged_anything
+    merging.remove()
+
+
+def state(pipe: Any, unet: nn.Module, scheduler: Any) -> list:
+    """All that a patch could leave on them."""
+    return [type(pipe), sorted(vars(pipe)), traces(unet), type(scheduler), sorted(vars(scheduler))]
+
+
+@pytest.mark.parametrize("swap", [("unet",), ("scheduler",), ("unet", "scheduler")], ids=" and ".join)
+@pytest.mark.parametrize("off", ["remove_patch", "remove"])
+def test_a_patch_comes_off_what_it_was_put_on(words, swap: tuple[str, ...], off: str):
+    """Also where the pipeline has got others since."""
+    pipe, other = stable_diffusion(words), stable_diffusion(words)
+    pipe.scheduler = diffusers.EulerDiscreteScheduler.from_config(pipe.scheduler.config)
+    unet, scheduler = pipe.unet, pipe.scheduler
+    plain, before = call_case(CASE, unet), state(pipe, unet, scheduler)
+    handle = tome_core.patch(pipe, LATE)
+    for name in swap:
+        setattr(pipe, name, getattr(other, name))
+    tome_core.remove_patch(pipe) if off == "remove_patch" else handle.remove()
+    assert state(pipe, unet, scheduler) == before and not handle.is_installed
+    assert torch.equal(call_case(CASE, unet), plain) and traces(pipe.unet) == traces(unet)
