@@ -8,7 +8,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from tome_core.attention.core import add_correction
 
 from tests import kernel_harness
 from tests.kernel_harness import DEVICE, DTYPES, close, noise

@@ -11,9 +11,6 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from tome_core.attention.core import add_correction
-from tome_core.running.matching import Matcher
-from tome_core.running.search import Plans
 
 import tome_core
 from benchmarks.subjects import SCENE_MODELS, SceneSubject
@@ -225,16 +222,9 @@ def found(monkeypatch) -> list[Merge]:
 
 @pytest.mark.parametrize("rule, corrects", [
     (MergeRule(**KV), True), (MergeRule(**KV, metric="keys+values", refine=1, sx=4, sy=4), True),
-<<<<<<< HEAD
-    (MergeRule(**KV, method="cluster"), True),
-    (MergeRule(side="qkv", metric="keys+values"), True),
-    (MergeRule(), False),  # all tokens' keys and values are not there, and making them costs what merging saves
-    (MergeRule(**KV, proportional=False), False), (MergeRule(method="downsample"), False),
-=======
     (MergeRule(**KV, method="cluster"), True), (MergeRule(side="qkv", metric="keys+values"), True),
     (MergeRule(), False),
     (MergeRule(**KV, proportional=False), False), (MergeRule(method="downsample", side="kv"), False),
->>>>>>> seam
     (MergeRule(**KV, correction=False), False),
 ])  # fmt: skip
 def test_it_is_made_where_merged_keys_know_their_sizes(rule: MergeRule, corrects: bool, found):

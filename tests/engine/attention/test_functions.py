@@ -16,22 +16,8 @@ from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 
 import tome_core
-<<<<<<< HEAD
-from tests.conformance import (
-    KV,
-    SIDE,
-    UNetOf,
-    merging_by,
-    run,
-    tokens,
-    way,
-    why_left_alone,
-    with_xformers,
-)  # fmt: skip
-=======
 from tests import conformance as laws
 from tests.conformance import KV, SIDE, UNetOf, merging_by, run, tokens, way, why_left_alone
->>>>>>> seam
 from tests.diffusers_processors import attention
 from tests.doubles import attend, of_heads
 from tome_core.attention import functions

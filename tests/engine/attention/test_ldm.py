@@ -11,18 +11,9 @@ import io
 import pytest
 import torch
 from ldm.modules import attention as ldm_attention
-<<<<<<< HEAD
-from tests.conformance_diffusers import HEADS, WIDTH
-from torch import nn
-=======
->>>>>>> seam
 
 from tests import conformance as laws
-<<<<<<< HEAD
-from tests.conformance import tokens
-=======
 from tests.conformance import CHANNELS, HEADS, SIDE, UNetOf, run, telling, tokens, way, why_left_alone
->>>>>>> seam
 from tests.doubles import SgmAttention
 from tome_core.attention.merged import BIAS, OWN_BIAS
 
@@ -104,47 +95,8 @@ def test_code_that_a_host_puts_on_the_class_counts(monkeypatch):
 
 
 @every_kind
-<<<<<<< HEAD
-@pytest.mark.parametrize("batch", [1, 3])
-def test_every_self_attention_of_a_unet_gives_what_repeated_keys_give(kind, batch, monkeypatch):
-    laws.merge_by(monkeypatch, 13)
-    model = model_with(kind)
-    plain = copy.deepcopy(model)
-    with tome_core.patch(model, KV) as handle, laws.watched(model) as seen:
-        call(model, batch)
-    assert len(seen) == len(laws.self_attentions(plain)) == 7
-    laws.assert_all_sized(own, plain, seen)
-    assert laws.routes_of(handle) and not any("together" in route for route in laws.routes_of(handle)), handle.report()
-
-
-@every_kind
-@pytest.mark.parametrize("config", [MergeConfig(ratio=0.0), MergeConfig(min_timestep=1000)], ids=["ratio_0", "time"])
-def test_where_nothing_merges_every_attention_gives_the_same_bits(kind, config):
-    model = model_with(kind)
-    with laws.watched(model) as plain:
-        out = call(model)
-    with tome_core.patch(model, config), laws.watched(model) as seen:
-        assert torch.equal(call(model), out)
-    laws.assert_equal_calls(seen, plain)
-
-
-@every_kind
-def test_a_call_with_other_tokens_than_the_pictures_is_left_alone(kind):
-    model = model_with(kind)
-    for module in laws.self_attentions(model).values():
-        context = torch.randn(2, 9, module.to_q.in_features, generator=torch.Generator().manual_seed(0))
-        with_argument(module, lambda x, context=context: {"context": context})
-    laws.assert_left_alone(call, model, KV)
-
-
-def test_blocks_whose_self_attention_is_disabled_are_left_alone():
-    with contextlib.redirect_stdout(io.StringIO()):
-        model = fixed(ldm(disable_self_attentions=(True, True), disable_middle_self_attn=True))
-    laws.assert_left_alone(call, model, KV)
-=======
 def test_other_tokens_than_the_pictures_are_left_alone(kind):
     assert "keys and values" in why_left_alone(attention(kind), context=tokens(3, count=9))
->>>>>>> seam
 
 
 @pytest.mark.parametrize("kind", ["ldm", "sgm"])

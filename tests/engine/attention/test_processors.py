@@ -12,45 +12,10 @@ from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from torch import nn
 
 import tome_core
-<<<<<<< HEAD
-from tests.conformance import (
-    CHANNELS,
-    DTYPES,
-    HEADS,
-    KV,
-    SIDE,
-    TOLERANCE,
-    UNetOf,
-    far,
-    merging_by,
-    run,
-    tokens,
-    way,
-    why_left_alone,
-    with_xformers,
-)  # fmt: skip
-from tests.diffusers_processors import (
-    BY_HAND,
-    LEFT_ALONE,
-    MERGED,
-    OF_IMAGE_PROMPTS,
-    PERTURBING,
-    PLAIN,
-    VARIANTS,
-    attention,
-    batches_for,
-    found,
-    made,
-    of_diffusers,
-    put,
-    unmade,
-)  # fmt: skip
-=======
 from tests import conformance as laws
 from tests import diffusers_processors as theirs
 from tests.conformance import CHANNELS, DTYPES, KV, SIDE, UNetOf, merging_by, run, tokens, way, why_left_alone
 from tests.diffusers_processors import BY_HAND, LEFT_ALONE, MERGED, PERTURBING, PLAIN, attention, batches_for, made
->>>>>>> seam
 from tests.doubles import of_heads
 from tests.models import fixed
 from tome_core import MergeConfig

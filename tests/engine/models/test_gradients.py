@@ -82,14 +82,9 @@ CALLS = {
 }
 CONFIGS = {
     "random destinations": MergeConfig(merge_mlp=True, max_downsample=2),
-<<<<<<< HEAD
-    "keys": MergeConfig(side="kv", refine=1),
-    "rules by time": MergeConfig(rules=(MergeRule(ratio=0.75, min_timestep=500), MergeRule(ratio=0.25, seed=3))),
-=======
     "tomesd's": MergeConfig(merge_crossattn=True, merge_mlp=True, max_downsample=2, proportional=False),
     "keys": MergeConfig(side="kv", sx=4, sy=4, ratio=0.9, refine=1),
-    "rules by time": MergeConfig(rules=(MergeRule(ratio=0.75, max_timestep=500), MergeRule(ratio=0.25, seed=3))),
->>>>>>> seam
+    "rules by time": MergeConfig(rules=(MergeRule(ratio=0.75, min_timestep=500), MergeRule(ratio=0.25, seed=3))),
 }
 every_config = pytest.mark.parametrize("config", some_quick(CONFIGS.values(), 2), ids=list(CONFIGS))
 A, B = (16, 16, 10), (24, 16, 900)
@@ -196,10 +191,10 @@ def test_a_call_of_another_patch_is_not_run_again(setup: Setup):
 @every_setup
 @pytest.mark.parametrize("off", [False, True], ids=["no rule holds", "merging is off"])
 def test_a_call_that_merges_nothing_is_run_again_like_that_after_one_that_merged(setup: Setup, off: bool):
-    config, model = MergeConfig(max_timestep=500), made(setup, True)
-    size = (16, 16, 300 if off else 800)
+    config, model = MergeConfig(min_timestep=500), made(setup, True)
+    size = (16, 16, 800 if off else 300)
     with patch(model, config) as handle:
-        setup.call(model, (16, 16, 300), 0)
+        setup.call(model, (16, 16, 800), 0)
         assert handle.report().merged_anything
         with handle.unmerged() if off else nullcontext():
             loss = loss_of(setup, model, size)
@@ -223,50 +218,3 @@ def test_checkpointing_changes_no_gradient_of_a_model_in_eval_mode(name: str, on
         for on in (False, True)
     )
     assert_same(plain, checkpointed)
-<<<<<<< HEAD
-
-
-def test_a_model_copied_between_forward_and_backward_keeps_its_gradients():
-    setup, config = SETUPS["diffusers"], CONFIGS["random destinations"]
-    plain = gradients(setup, CALLS["one call"], config, checkpointing=False)
-    model = setup.build().train()
-    setup.switch(model, True)
-    x, text = inputs(4, 2, 16, 16)
-    with patch(model, config):
-        loss = setup.call(model, x, 500, text).square().mean()
-        copy.deepcopy(model)
-        loss.backward()
-    assert_same(plain, grads(model))
-
-
-@pytest.mark.parametrize("name", ["ldm", "sgm"])
-def test_a_call_that_does_not_merge_is_not_repeated_as_one_that_did_where_its_tensors_lie_now(name, monkeypatch):
-    """Memory that a merged call has given back is the next one's."""
-    setup, early = SETUPS[name], MergeConfig(min_timestep=500)
-    plain = gradients(setup, [(16, 16, 300)], early, checkpointing=True)
-    monkeypatch.setattr(torch.Tensor, "data_ptr", lambda x: 0)  # all of them at one address
-    model = setup.build()
-    setup.switch(model, True)
-    x, text = inputs(4, 2, 16, 16, seed=0)
-    with patch(model.train(), early) as handle:
-        setup.call(model, x, 800, text)
-        assert handle.report().merged_anything
-        setup.call(model, x, 300, text).square().mean().backward()
-    assert_same(plain, grads(model))
-
-
-@pytest.mark.parametrize("name", list(SETUPS))
-def test_an_unmerged_call_of_a_model_in_training_is_nobodys_repetition(name, monkeypatch):
-    """A measurement calls in turns, merged and not, and memory that the one has given back is the other's."""
-    setup = SETUPS[name]
-    model = setup.build().train()
-    x, text = inputs(4, 2, 16, 16, seed=0)
-    with torch.no_grad():
-        plain = setup.call(model, x, 500, text)
-        monkeypatch.setattr(torch.Tensor, "data_ptr", lambda x: 0)  # all of them at one address
-        with patch(model, MergeConfig()) as handle:
-            assert not torch.equal(setup.call(model, x, 500, text), plain)
-            with handle.unmerged():
-                assert torch.equal(setup.call(model, x, 500, text), plain)
-=======
->>>>>>> seam

@@ -5,22 +5,13 @@ from __future__ import annotations
 import diffusers
 import pytest
 import torch
-<<<<<<< HEAD
-from tome_core.sequence import handle as sequence_handle
-from tome_core.transformers import NAMES, handle_on
-=======
 from diffusers.hooks import FirstBlockCacheConfig, apply_first_block_cache
->>>>>>> seam
 
 import tome_core
 from tests import tiny_transformers, transformer_pipelines
 from tests.tiny_transformers import PRESENT, STRONG, call, distance
 from tests.transformer_pipelines import draw
-<<<<<<< HEAD
-from tome_core.engine.match import match
-=======
 from tome_core.models.transformer_layouts import NAMES
->>>>>>> seam
 
 families = pytest.mark.parametrize("name", PRESENT)
 

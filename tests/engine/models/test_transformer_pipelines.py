@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tome_core.transformers import handle_on
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -32,7 +32,7 @@ def test_the_smallest_picture_is_a_frame_of_a_video(case: ModelCase, least: int,
 MLP = {"merge_attn": False, "merge_mlp": True}
 MLP_ALONE = {
     "everywhere": MergeConfig(max_downsample=8, **MLP),
-    "below attention": MergeConfig(rules=(MergeRule(side="kv", levels=(0,)), MergeRule(levels=(1,), **MLP))),
+    "below attention": MergeConfig(rules=(MergeRule(side="kv"), MergeRule(max_downsample=8, **MLP))),
 }
 
 
