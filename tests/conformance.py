@@ -83,18 +83,12 @@ def grouped(
     full = [one.unique() for one in own]  # the groups of each sample that have tokens
     even = torch.stack([one[torch.arange(own.shape[1]) % len(one)] for one in full])
 
-    def means(x: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
-        if x.dim() == 4 and x.shape[1] != plan.num_tokens:  # by head
-            return means(x.transpose(1, 2), group).transpose(1, 2)
-        in_group = F.one_hot(own, plan.num_groups).to(x)
-        of_groups = in_group.mT @ x.flatten(2) / in_group.sum(1).clamp(min=1)[..., None]
-        rows = group.expand(len(x), -1)[..., None].expand(-1, -1, of_groups.shape[2])
-        return of_groups.gather(1, rows).view_as(x)
-
     def exchange(role: str, is_last: bool, out: torch.Tensor) -> torch.Tensor:
         if not is_last or (role == "q" and not queries):
             return out
-        return means(out, even if evenly and role != "q" else own)
+        by_head = out.dim() == 4 and out.shape[1] != plan.num_tokens
+        found = means(out.transpose(1, 2) if by_head else out, own, even if evenly and role != "q" else own)
+        return found.transpose(1, 2) if by_head else found
 
     def hook(name: str, layer: nn.Module, args: tuple, out: torch.Tensor) -> torch.Tensor:
         kind, roles = name.split("_")[:2]
@@ -107,6 +101,14 @@ def grouped(
     finally:
         for one in hooks:
             one.remove()
+
+
+def means(x: torch.Tensor, group: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Each token's of ``[B, N, ...]`` exchanged for the mean of the group that is wanted; both are ``[B or 1, N]``."""
+    share = F.one_hot(group).to(x)
+    found = share.mT @ x.flatten(2) / share.sum(1).clamp(min=1)[..., None]
+    rows = wanted.expand(len(x), -1)[..., None].expand(-1, -1, found.shape[2])
+    return found.gather(1, rows).view(x.shape)
 
 
 def layers_called(module: nn.Module, call: Callable[[], Any]) -> dict[str, nn.Module]:

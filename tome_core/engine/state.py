@@ -209,7 +209,7 @@ class State:
             return Plans(match(k, v, layout, rule, self._draw(call, level, rule, k), before and before.plan))
 
         def correct(plans: Plans) -> Plans:
-            if plans.plan is None or not merging.corrected:
+            if plans.plan is None or not merging.corrected or attention.v.shape[3] != attention.q.shape[3]:
                 return plans
             return Plans(plans.plan, *correction_of(attention, plans.plan, layout))
 

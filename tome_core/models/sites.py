@@ -30,7 +30,6 @@ from .wrap import Wrap
 
 _MASKS = ("mask", "attention_mask", "attn_mask")
 _CONTEXTS = ("encoder_hidden_states", "context")
-_NOT_ATTENTION = "the function that it calls is no attention"
 _OF_ANOTHER_PATCH = (
     "gradient checkpointing runs a call again that was merged by another patch: call backward() before a patch is "
     "put on or taken off, or turn checkpointing off"

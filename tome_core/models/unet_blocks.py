@@ -61,7 +61,7 @@ def find_unet(model: Any) -> nn.Module:
     model: a UNet, a compiled one, a diffusers pipeline (``.unet``), an LDM model (``.model.diffusion_model``) or its
     wrapper (``.diffusion_model``), or any module with one UNet inside (``DataParallel``'s and its like). Of a pipeline
     without a UNet it is the ``.transformer``, so that `find_blocks` can say what was found. Raises TypeError for
-    anything else, UnsupportedModelError (a ValueError) where there are several.
+    anything else, UnsupportedModelError (a ValueError) where there are several, and for a pipeline of other networks.
     """
     found = _unwrap(model)
     for path in (("unet",), ("model", "diffusion_model"), ("diffusion_model",), ("transformer",)):
@@ -70,10 +70,19 @@ def find_unet(model: Any) -> nn.Module:
             return _unet_in(_unwrap(inner))
     if isinstance(found, nn.Module):
         return _unet_in(found)
+    if isinstance(getattr(model, "components", None), dict):
+        kind = type(model).__name__
+        raise UnsupportedModelError(f"{kind} has neither a UNet nor a transformer, but {_networks(model)}")
     raise TypeError(
         f"model is {type(model).__name__}; it has to be a UNet, a diffusers pipeline or an LDM model "
         "(with .model.diffusion_model)"
     )
+
+
+def _networks(pipeline: Any) -> str:
+    """The classes of a pipeline's modules."""
+    found = (type(one).__name__ for one in pipeline.components.values() if isinstance(one, nn.Module))
+    return ", ".join(found) or "no module at all"
 
 
 def _unet_in(module: nn.Module) -> nn.Module:
@@ -109,13 +118,13 @@ def find_blocks(unet: nn.Module) -> list[Place]:
         known = " or ".join(f"{one.down}, {one.middle}, {one.up}" for one in FAMILIES)
         raise UnsupportedModelError(
             f"{type(unet).__name__} has transformer blocks, but no stages of a UNet ({known}), without which nobody "
-            "knows their level; patch the UNet or the pipeline that it is a part of"
+            "knows their level; if it is a part of a UNet, patch that"
         )
     raise UnsupportedModelError(
         f"{type(unet).__name__} has no {BLOCK} inside a "
         f"{' or '.join(f.transformer for f in FAMILIES)}, which is what token merging works on; found "
         f"{_inventory(unet)}. Stable Diffusion 1, 2 and XL UNets have it; of transformers those in "
-        "tome_core.transformers.NAMES are known, Flux, SD3 and Wan among them."
+        "tome_core.models.transformer_layouts.NAMES are known, Flux, SD3 and Wan among them."
     )
 
 

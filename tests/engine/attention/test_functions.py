@@ -95,6 +95,12 @@ class ByDispatch(ByModule):
         return dispatch_attention_fn(q, k, v).flatten(2)
 
 
+class Decorated(ByModule):
+    @torch.no_grad()
+    def __call__(self, attn, x, *_, **__):
+        return flat(F.scaled_dot_product_attention(*parts(attn, x)))
+
+
 class WithAScale(ByModule):
     def __call__(self, attn, x, *_, **__):
         return flat(F.scaled_dot_product_attention(*parts(attn, x), scale=0.7))
@@ -157,8 +163,8 @@ class InvokeAIs(AttnProcessor2_0):
 
 CALLERS = {
     one.__name__: one() for one in (
-        ByModule, ByFullName, BySecondName, ByItsName, InsideAFunction, ByAHelper, ByAMethod, ByDispatch, WithAScale,
-        Halved, Counting, Slim, Named, ByXformers, ByXformersAndFlat,
+        ByModule, ByFullName, BySecondName, ByItsName, InsideAFunction, ByAHelper, ByAMethod, ByDispatch, Decorated,
+        WithAScale, Halved, Counting, Slim, Named, ByXformers, ByXformersAndFlat,
     )
 }  # fmt: skip
 CALLERS |= {"a function": a_function, "a partial function": functools.partial(a_function), "derived": type(
@@ -188,6 +194,19 @@ def test_what_a_callers_code_writes_into_its_module_is_there(monkeypatch):
         for _ in range(3):
             run(unet, tokens(1))
     assert _calls == 3 and handle.report().merged_anything
+
+
+def test_values_of_another_width_than_keys_merge_without_a_correction():
+    def processor(attn, x, **_):
+        q, k, v = parts(attn, x)
+        return flat(F.scaled_dot_product_attention(q, k, torch.cat([v, -v], -1)).chunk(2, -1)[1])
+
+    unet, found = UNetOf(attention(processor)), []
+    for correction in (True, False):
+        with tome_core.patch(unet, side="kv", use_rand=False, correction=correction) as handle:
+            found.append(run(unet, tokens(2)))
+        assert handle.report().merged_anything
+    assert torch.equal(*found)
 
 
 def doubled(function):

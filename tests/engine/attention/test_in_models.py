@@ -12,14 +12,18 @@ from torch import nn
 
 import tome_core
 from benchmarks.sd_block import make_block, make_inputs
-from tests.conformance import GROUPS, KV, assert_repeated, far, merging_by, ragged, watched
+from tests import tiny_transformers
+from tests.conformance import GROUPS, KV, assert_repeated, far, means, merging_by, ragged, watched
 from tests.families import every_family_in_time, largest_difference
 from tests.models import BY_NAME, ModelCase, call_case
+from tests.thoroughness import some_quick
 from tome_core import MergeConfig
 from tome_core.attention.merged import BIAS, OWN_BIAS
+from tome_core.models.transformer_layouts import family_of, find_attentions
 from tome_core.models.unet_blocks import find_blocks, find_unet
 
 QKV = MergeConfig(ratio=0.75, correction=False, use_rand=False, max_downsample=8)
+FILMS, TEXT_FIRST = ("Wan", "HunyuanVideo", "LTX"), ("Flux", "Qwen", "Lumina")
 sides = pytest.mark.parametrize("config", [KV, QKV], ids=["kv", "qkv"])
 
 
@@ -53,6 +57,39 @@ def test_every_self_attention_of_every_family_gives_what_repeated_keys_give(case
     assert sum(level.calls_merged for level in levels) == len(names)
     by_hand = case.name.startswith("ldm")
     assert all(level.routes.keys() == {OWN_BIAS if by_hand else BIAS} for level in levels)
+
+
+@pytest.mark.parametrize("name", some_quick(tiny_transformers.PRESENT))
+@sides
+def test_every_self_attention_of_every_transformer_gives_what_repeated_keys_give(name: str, config: MergeConfig):
+    """Positions are told after projections, so what its function gets is exchanged; text is by itself."""
+    model, arguments = tiny_transformers.make(name)
+    plain, names = copy.deepcopy(model), [path for path, _ in find_attentions(model, family_of(model))]
+    with merging_by(), tome_core.patch(model, config) as handle, watched(model, names) as seen:
+        tiny_transformers.call(model, arguments)
+    count = 3 * 16 * 16 if name in FILMS else tiny_transformers.SIDE**2
+
+    def exchanged(query, key, value, attn_mask=None, **more):
+        tokens = key.shape[2]
+        first = tiny_transformers.WORDS if name.startswith(TEXT_FIRST) and tokens > count else 0
+        picture, group = ragged(len(key), count, GROUPS), torch.arange(tokens).repeat(len(key), 1)
+        group[:, first : first + count] = picture.group + tokens
+        group = group.unique(return_inverse=True)[1]
+        given = [query, key, value]
+        for place in (0, 1, 2) if config is QKV else (1, 2):
+            given[place] = means(given[place].transpose(1, 2), group, group).transpose(1, 2)
+        return torch._C._nn.scaled_dot_product_attention(*given, attn_mask, **more)
+
+    assert {one.name for one in seen} == set(names)
+    with pytest.MonkeyPatch.context() as patched, torch.no_grad():
+        patched.setattr(torch.nn.functional, "scaled_dot_product_attention", exchanged)
+        expected = [plain.get_submodule(one.name)(*one.args, **one.told) for one in seen]
+    with torch.no_grad():
+        unmerged = [plain.get_submodule(one.name)(*one.args, **one.told) for one in seen]
+    for one, other, without in zip(seen, expected, unmerged, strict=True):
+        out, other, without = (x[0] if isinstance(x, tuple) else x for x in (one.out, other, without))
+        assert far(out, other) < 1e-5 < 1e-2 < far(without, other)
+    assert handle.report().levels[0].calls_merged == len(seen)
 
 
 def test_without_proportional_attention_no_key_weighs_more():

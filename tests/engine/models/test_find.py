@@ -119,3 +119,22 @@ def test_what_is_not_one_unet_is_refused(what: str):
         tome_core.patch(whole, BALANCED)
     assert traces(whole) == before
     assert tome_core.remove_patch(whole) is whole and not tome_core.report(whole).patched
+
+
+class Pipeline:
+    """As diffusers' pipelines hold their networks."""
+
+    def __init__(self, **components: Any) -> None:
+        self.components = components
+        vars(self).update(components)
+
+
+@pytest.mark.parametrize("pipeline, found", [
+    (Pipeline(decoder=nn.Linear(2, 2), scheduler=object()), "neither a UNet nor a transformer, but Linear"),
+    (Pipeline(scheduler=object()), "no module at all"),
+    (Pipeline(transformer=transformer_of(small())), "if it is a part of a UNet, patch that"),
+], ids=["another network", "none", "a transformer with UNets' blocks"])  # fmt: skip
+def test_a_pipeline_that_cannot_merge_is_no_wrong_kind_of_argument(pipeline: Pipeline, found: str):
+    with pytest.raises(UnsupportedModelError, match=found):
+        tome_core.patch(pipeline)
+    assert tome_core.remove_patch(pipeline) is pipeline and not tome_core.report(pipeline).patched
