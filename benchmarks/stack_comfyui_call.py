@@ -69,7 +69,7 @@ class Drawer:
         self._calls, since = 0, time.process_time()
         latent = self._draw(model, self._noise, self._sigmas)
         seconds = time.process_time() - since
-        return Drawn(latent, seconds, self._calls, {} if merging is None else summarize(merging.report()))
+        return Drawn(latent, seconds, self._calls, {} if merging is None else summarize(merging.latest.report))
 
     def _draw(self, model: Any, noise: torch.Tensor, sigmas: torch.Tensor) -> np.ndarray:
         sampler = self._samplers.sampler_object("dpmpp_2m")

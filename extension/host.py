@@ -11,6 +11,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -29,20 +30,12 @@ _BUILT_IN = "get_token_merging_ratio"
 _TILED = "HyperTile is on, whose tiles need every token"
 
 
-class _ConsoleHandler(logging.StreamHandler):
-    """The webui's console, whose root logger may be silent below warnings."""
-
-
 def set_up_console(name: str) -> None:
-    """Let our loggers, below ``name``, be heard from INFO up. Idempotent."""
-    ours = logging.getLogger(name)
-    for old in [one for one in ours.handlers if type(one).__name__ == _ConsoleHandler.__name__]:
-        ours.removeHandler(old)
-    handler = _ConsoleHandler(sys.stdout)
+    """Let our loggers, below ``name``, be heard from INFO up; the webui's may be silent below warnings. Idempotent."""
+    ours, handler = logging.getLogger(name), logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("ToMe: %(message)s"))
-    ours.addHandler(handler)
+    ours.handlers, ours.propagate = [handler], False
     ours.setLevel(logging.INFO)
-    ours.propagate = False
 
 
 def listen(**callbacks: Callable) -> None:
@@ -125,17 +118,16 @@ def on_the_card(function: Callable[[], Any]) -> Any:
 
 def _on_thread(main: Any, function: Callable[[], Any]) -> Any:
     """Forge's main thread swallows what is raised."""
+    done: Future = Future()
 
-    def outcome() -> tuple[Any, Exception | None]:
+    def run() -> None:
         try:
-            return function(), None
+            done.set_result(function())
         except Exception as error:
-            return None, error
+            done.set_exception(error)
 
-    result, error = main.run_and_wait_result(outcome)
-    if error is not None:
-        raise error
-    return result
+    main.run_and_wait_result(run)
+    return done.result(timeout=0)
 
 
 def _in_its_place(function: Callable[[], Any]) -> Any:

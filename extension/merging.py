@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,7 +103,7 @@ class Armed:
         self._tried: Any = None  # weakly, the UNet that the armed pass runs on, patched or left alone
         self._sampling: object | None = None  # what tells the pass that is armed from all others
         self._pace: Pace | None = None
-        self._pass: Any = None  # in SD.Next, where no denoiser tells of its calls
+        self._pass = ExitStack()  # in SD.Next, where no denoiser tells of its calls
 
     def arm(self, p: Any, hires: bool) -> None:
         """From now on the pass that is about to start merges as its job wants. Idempotent."""
@@ -165,7 +166,7 @@ class Armed:
             return
         self.handle.keep_maps(self.job.keeps_maps)
         if pipeline is not None:
-            self._pass = sdnext.Pass(pipeline, self.handle, host.pictures(p), self._count)
+            self._pass.enter_context(sdnext.run_pass(pipeline, self.handle, host.pictures(p), self._count))
 
     def _count(self) -> None:
         record = self.job.records[self.hires]
@@ -174,9 +175,7 @@ class Armed:
 
     def _take_off(self) -> None:
         handle, self.handle = self.handle, None
-        running, self._pass = self._pass, None
-        if running is not None:
-            running.end()
+        self._pass.close()
         if handle is None:
             return
         handle.remove()

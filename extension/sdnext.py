@@ -7,8 +7,8 @@ another kind), all around one UNet.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,25 +42,20 @@ class RunningPipeline:
         return getattr(running, "transformer", None) if unet is None else unet
 
 
-class Pass:
-    """A pass as the engine has to know it: its calls are one sampling, and the webui is told of each.
+@contextmanager
+def run_pass(
+    pipeline: RunningPipeline, handle: Patch, pictures: int | None, called: Callable[[], None]
+) -> Iterator[RunningPipeline]:
+    """While in here, the calls are one sampling, which makes so many pictures at once.
 
-    pipeline: kept, because the engine's own reference to it is weak. pictures: that the pass makes at once. called:
-    after each call of the UNet.
+    called: after each call of the UNet. The pipeline is kept, because the engine's own reference to it is weak.
     """
-
-    def __init__(
-        self, pipeline: RunningPipeline, handle: Patch, pictures: int | None, called: Callable[[], None]
-    ) -> None:
-        self._pipeline = pipeline
-        self._ending = ExitStack()
-        self._ending.enter_context(handle.sampling(pictures))
-        hook = pipeline.unet.register_forward_hook(lambda *_: called())
-        self._ending.callback(hook.remove)
-
-    def end(self) -> None:
-        """The pass is over. Idempotent."""
-        self._ending.close()
+    hook = pipeline.unet.register_forward_hook(lambda *_: called())
+    try:
+        with handle.sampling(pictures):
+            yield pipeline
+    finally:
+        hook.remove()
 
 
 def when_hires_begins(p: Any, tell: Callable[[], None]) -> None:

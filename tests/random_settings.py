@@ -9,9 +9,6 @@ from typing import Any
 from comfy_nodes.inputs import SETTINGS
 from tome_core import MergeConfig, describe_settings, form
 
-# a queue's nodes, of which one shows what the other merged
-PROMPT = {"5": {"class_type": "ApplyToMe", "inputs": {}},
-          "9": {"class_type": "ToMePreview", "inputs": {"model": ["5", 0]}}}  # fmt: skip
 DESCRIBED = {setting["name"]: setting for setting in describe_settings()}
 
 

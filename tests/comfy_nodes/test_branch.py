@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -60,6 +61,39 @@ def test_two_branches_of_one_model_in_two_threads_merge_as_each_says():
     alone = [sample(one) for one in branches]
     both = at_once(*(lambda one=one: sample(one, stop=lambda step: barrier.wait()) for one in branches))
     assert all(torch.equal(*pair) for pair in zip(alone, both, strict=True))
+
+
+def test_branches_of_two_models_sample_in_two_threads():
+    """Servers with a queue for each GPU."""
+    branches = [branch(least_checkpoint()), branch(least_checkpoint(), **QUARTER)]
+    alone = [sample(one) for one in branches]
+    both = at_once(*(lambda one=one: [sample(one) for _ in range(3)] for one in branches))
+    assert all(torch.equal(one, expected) for expected, many in zip(alone, both, strict=True) for one in many)
+
+
+class GuiderOfTwo(Guider):
+    """ComfyUI's multi-GPU node: each prompt goes to a copy of the model of its own, in a thread of its own."""
+
+    def _call(self, pair, now):
+        def call(number, model):
+            x, text = pair.chunk(2)[number], self.text.chunk(2)[number]
+            options = {**self.options, "cond_or_uncond": [1 - number], "uuids": [self.options["uuids"][number]]}
+            with torch.no_grad():
+                return model.apply_model(x, now.expand(len(x)), text, options)
+
+        return torch.cat(at_once(*(partial(call, number, model) for number, model in enumerate(self.copies))))
+
+
+def test_one_sampling_may_run_copies_of_its_model_in_threads():
+    applied, copies = branch(least_checkpoint()), [least_checkpoint().model for _ in range(2)]
+    before, expected = [traces(one) for one in copies], sample(applied)
+    guider = GuiderOfTwo(applied)
+    guider.copies = copies
+    found = guider.sample(steps=3, size=(8, 8))
+    torch.testing.assert_close(found, expected)
+    assert not torch.equal(found, sample(least_checkpoint())) and [traces(one) for one in copies] == before
+    report = host.find_attached(applied).latest.report
+    assert report.calls == 6 and report.calls_merged == 6 * report.levels[0].blocks
 
 
 def test_a_branch_inside_itself_draws_what_it_draws_alone():

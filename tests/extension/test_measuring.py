@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import threading
@@ -160,6 +161,21 @@ def test_the_line_says_what_stands_in_the_way(webui, line, costs, monkeypatch):
     monkeypatch.setattr(webui.shared, "sd_model", None)
     webui.put("modules.sd_models", model_data=types.SimpleNamespace(sd_model=None))
     assert line(measure=True) == "no model is loaded yet" and not made
+
+
+@pytest.mark.parametrize("flavour", ["forge"], indirect=True)
+def test_forges_main_thread_measures_and_what_it_swallows_is_told(webui, line, costs):
+    made, asked = costs(0.5), []
+
+    def run_and_wait_result(function):
+        asked.append(function)
+        with contextlib.suppress(Exception):
+            function()
+
+    webui.put("modules_forge.main_thread", run_and_wait_result=run_and_wait_result)
+    assert line(measure=True) == "128x128: 2.00 times as fast" and len(made) == len(asked) == 1
+    with pytest.raises(ZeroDivisionError):
+        webui.part("host").on_the_card(lambda: 1 / 0)
 
 
 def test_a_page_made_anew_is_linked_anew_and_the_old_one_is_let_go(webui):

@@ -9,7 +9,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from comfy_nodes import host
+from comfy_nodes import branch, slot
+from comfy_nodes.engine import hosting
 from tests import webui_doubles
 from tests.comfy_doubles import Guider, ModelPatcher, apply, least_checkpoint
 from tests.injected_faults import ERRORS, KINDS, MOST_ERRORS, Fault, places
@@ -17,11 +18,12 @@ from tests.thoroughness import THOROUGH
 from tests.traces import traces
 from tests.webui_doubles import FLAVOURS, Webui, custom, merges
 from tests.webui_modules import HOOKS, SAMPLING_HOOK
+from tome_core.engine.state import State
 
 MODEL_KINDS = KINDS[:-2]  # the clock and the loop are a diffusers pipeline's
 CALLBACKS = (*HOOKS, SAMPLING_HOOK, "postprocess", "cfg_denoiser")
-VALUES = {"level": "up to /8", "end": 0.9, "merge_crossattn": True, "merge_mlp": True}
-WEBUI_ON = (custom(0.5, **VALUES),)
+VALUES = {"level": "up to /8", "end": 0.9}
+WEBUI_ON = (custom(0.5, **VALUES, merge_crossattn=True, merge_mlp=True),)
 COMFY_ON = {"ratio": 0.5, **VALUES}
 
 
@@ -145,20 +147,6 @@ def assert_untouched(comfy) -> None:
 
 @pytest.mark.parametrize("error", MOST_ERRORS)
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("kind", MODEL_KINDS)
-def test_a_fault_inside_the_model_leaves_nothing_on_it(comfy, kind, after, error):
-    (handle,) = host.find_attached(comfy.applied)._patches.values()
-    handle.attach()  # wraps are on while a branch samples, and only then
-    fault = Fault(places(handle)[kind][-1], error, after, at=1)
-    handle.detach()
-    with pytest.raises(error, match="by the test"):
-        sample(comfy.applied)
-    assert fault.gone()
-    assert_untouched(comfy)
-
-
-@pytest.mark.parametrize("error", MOST_ERRORS)
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("kind", ["apply_model", "outer_sample"])
 @pytest.mark.parametrize("inside", [False, True], ids=["around us", "inside us"])
 def test_a_fault_in_a_wrapper_beside_ours_leaves_nothing(comfy, kind, inside, after, error):
@@ -175,15 +163,20 @@ def test_a_fault_in_a_wrapper_beside_ours_leaves_nothing(comfy, kind, inside, af
     assert_untouched(comfy)
 
 
+# what a call of the model, and a sampling, come by
+OURS = ((branch.Sampling, "call"), (branch.Sampling, "_make"), (branch.Sampling, "_tell_time"), (State, "begin"),
+        (slot, "fill"), (hosting, "answer"), (State, "attend"), (branch.Sampling, "end"))  # fmt: skip
+
+
 @pytest.mark.parametrize("error", MOST_ERRORS)
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("step", ["_begin", "_patch_of", "_tell_time", "lines", "attach", "merging", "detach"])
-def test_a_fault_in_our_own_wrappers_leaves_nothing(comfy, step, after, error, monkeypatch):
-    """What we ask while sampling, and putting on or taking off, may fail, and the picture with it."""
-    merging = host.find_attached(comfy.applied)
-    owner = next(one for one in (merging, *merging._patches.values()) if hasattr(one, step))
+@pytest.mark.parametrize(("owner", "name"), OURS, ids=[name for _, name in OURS])
+def test_a_fault_of_our_own_leaves_nothing(comfy, owner, name, after, error, monkeypatch):
+    """The picture fails with it, and nothing else does."""
+    failing = Failing(getattr(owner, name), error, after)
     with monkeypatch.context() as context:
-        context.setattr(owner, step, Failing(getattr(owner, step), error, after))
+        context.setattr(owner, name, lambda *args, **kwargs: failing(*args, **kwargs))
         with pytest.raises(error, match="by the test"):
             sample(comfy.applied)
+    assert failing.raised
     assert_untouched(comfy)

@@ -113,8 +113,8 @@ ELSEWHERE = {
         (TRAINING, "LAYOUTS"),
     "python -m demo.train --layout sdxl --minutes 600 --coarse 0 --start demo/scenes-sdxl.safetensors --keep-heads":
         (TRAINING, '"--keep-heads"'),
-    "python -m pytest tests/engine/transformers/test_diffusers_transformers.py": (
-        "tests/engine/transformers/test_diffusers_transformers.py", "def test_"
+    "python -m pytest tests/engine/patching/test_patch_contract.py": (
+        "tests/engine/patching/test_patch_contract.py", "def test_"
     ),
     "python -m benchmarks.quality --model demo/scenes-sdxl.safetensors --noised 4 --pictures 4": (
         "tests/demo/test_model_layouts.py", "Amounts("

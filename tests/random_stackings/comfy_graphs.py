@@ -13,7 +13,7 @@ import torch
 
 from comfy_nodes.nodes import ApplyToMe, RemoveToMe, ToMePreview
 from tests.comfy_doubles import Guider, ModelPatcher, Server, apply, checkpoint, least_checkpoint
-from tests.random_settings import PROMPT, node_values
+from tests.random_settings import node_values
 from tests.random_stackings.drawing import WRONG
 from tests.random_stackings.laws import hold_in_host, hold_to_be_as_before
 from tests.random_stackings.sessions import Fault, Thrown
@@ -70,7 +70,6 @@ class _Graph:
             patcher.add_wrapper_with_key(dice.choice(("outer_sample", "apply_model")), "theirs",
                                          lambda executor, *args, **kwargs: executor(*args, **kwargs))  # fmt: skip
         else:
-            self.server.run(PROMPT if dice.random() < 0.5 else {})
             ToMePreview().preview(patcher, latent={"samples": torch.zeros(1, 4, 8, 8)}, unique_id="9")
         self.told.append(f"{len(self.branches)}: {kind} {values}")
         self.branches.append((patcher, merges))

@@ -242,6 +242,8 @@ class AttentionSite(NumberedSite):
         now = calls.in_graph if whole else calls.now
         q, k, v = (one.transpose(1, 2) for one in (q, k, v)) if by_head else (q, k, v)
         more = {"backend": backend} if backend else {}
+        if now is not None:
+            now.reached += 1
         before, intercept.now.answer = intercept.now.answer, None if now is None else self._answer(now, [])
         try:
             again = way_of(self.target).code.again

@@ -144,7 +144,8 @@ class TransformerSite(Wrap):
         if missing == self.attentions and self.beneath is not None:
             return out  # another's wrapper gave what it had kept, as DeepCache's does: nothing ran
         now.reached += max(0, missing)
-        if missing > 0 and now.call.rules[self.level].attn is not None:
+        is_traced = bool(now.state.ledger.levels[self.level].traced)  # which says why
+        if missing > 0 and not is_traced and now.call.rules[self.level].attn is not None:
             tokens = grid.height * grid.width
             for _ in range(missing):
                 now.state.leave_alone(now.call, self.level, REPLACED, x.shape[0], tokens, tokens)

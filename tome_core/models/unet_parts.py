@@ -82,8 +82,9 @@ class PartSite(Wrap):
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """In a graph nothing merges here."""
-        if self.shared.state is not None:
-            self.shared.state.ledger.note_traced(self.level, _IN_GRAPH)
+        state = self.shared.state
+        if state is not None and any(getattr(rule, f"merge_{self.part}") for rule in state.clock.rules):
+            state.ledger.note_traced(self.level, _IN_GRAPH)
         return self.original(*args, **kwargs)
 
 

@@ -11,8 +11,6 @@ import pytest
 import torch
 
 import tome_core
-from comfy_nodes import host
-from tests.comfy_doubles import Guider, apply, least_checkpoint
 from tests.least_pipeline import Pipeline, picture
 from tests.models import BY_NAME, call_case
 from tests.thoroughness import THOROUGH
@@ -87,34 +85,3 @@ def test_a_call_keeps_its_rules_when_another_thread_tells_the_time():
         call_case(CASE, model, timestep=100)
         others[0].join()
     assert handle.report().levels[0].calls_skipped and not handle.report().levels[0].calls_merged
-
-
-def sample(patcher: Any, model: Any = None) -> list[torch.Tensor]:
-    return [Guider(patcher, model).sample(steps=2, size=(8, 8)) for _ in range(ROUNDS)]
-
-
-def test_two_branches_of_two_models_sample_in_two_threads():
-    """Servers with a queue for each GPU."""
-    branches = [apply(least_checkpoint(), ratio=ratio) for ratio in (0.25, 0.5)]
-    alone = [sample(branch)[0] for branch in branches]
-    both = at_once(*(partial(sample, branch) for branch in branches))
-    for expected, pictures in zip(alone, both, strict=True):
-        assert all(torch.equal(one, expected) for one in pictures)
-
-
-def test_one_branch_runs_two_copies_of_its_model_in_two_threads():
-    """ComfyUI's multi-GPU node: the same wrappers around a copy of the model on each GPU."""
-    branch, copies = apply(least_checkpoint()), [least_checkpoint().model for _ in range(2)]
-    before = [traces(one) for one in copies]
-    wrappers = host.find_attached(branch)
-    expected = sample(branch)[0]
-
-    def call(model: Any) -> list[torch.Tensor]:
-        # below outer_sample, which is called once for both
-        patcher = branch.clone()
-        patcher.wrappers["outer_sample"] = {}
-        return sample(patcher, model)
-
-    both = at_once(*(partial(call, model) for model in copies))
-    assert all(torch.equal(one, expected) for pictures in both for one in pictures)
-    assert [traces(one) for one in copies] == before and len(wrappers._patches) == 3

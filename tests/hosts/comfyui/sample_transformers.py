@@ -97,8 +97,8 @@ def error(found, plain):
 
 
 def report(model):
-    merging = host.find_attached(model)
-    return {"lines": merging.lines(), **merging.report().as_data()}
+    latest = host.find_attached(model).latest
+    return {"lines": latest.lines, **latest.report.as_data()}
 
 
 def with_slot(model, function):
@@ -158,7 +158,7 @@ def held(name):
     merged = apply(model)
     branches = [compiled(merged), compiled(model), apply(compiled(model))]  # the first is what is compiled
     seen["compiled"] = [error(sample(one, name), sample(model, name)) for one in branches]
-    seen["compiled lines"] = host.find_attached(merged).lines()
+    seen["compiled lines"] = host.find_attached(merged).latest.lines
     return seen
 
 

@@ -9,8 +9,9 @@ import pytest
 from tests.hosts.comfyui.graphs import Graph, assert_merged_and_off, bytes_of, report_of
 
 MERGED = "256 tokens -> 128"
-ASIDE = "attn: the tokens are not the picture's grid"
-ELSE_ATTN = "attn: something else runs in its place"
+ASIDE = "the tokens are not the picture's grid"
+FEWER = "queries and keys are not of the same tokens"
+ELSE = "something else runs in its place"
 SKIPS = {"reuse_threshold": 3.0, "start_percent": 0.0, "end_percent": 0.9, "verbose": False}
 GUIDED = {"level": "up to /2"}  # so that the middle block merges, which guidance stands in for
 
@@ -30,16 +31,15 @@ OTHERS = {
     "PatchModelAddDownscale": Other(
         {"block_number": 1, "downscale_factor": 2.0, "start_percent": 0.0, "end_percent": 1.0,
          "downscale_after_skip": True, "downscale_method": "bicubic", "upscale_method": "bicubic"}, ("tokens -> ",)),
-    "TomePatchModel": Other({"ratio": 0.5}, (ASIDE,)),
+    "TomePatchModel": Other({"ratio": 0.5}, (FEWER,)),
     "FreeU": Other({"b1": 1.1, "b2": 1.2, "s1": 0.9, "s2": 0.2}, model="sd1_growing"),
     "FreeU_V2": Other({"b1": 1.3, "b2": 1.4, "s1": 0.9, "s2": 0.2}, model="sd1_growing"),
-    "PerturbedAttentionGuidance": Other({"scale": 3.0}, (MERGED, ELSE_ATTN), settings=GUIDED),
-    "SelfAttentionGuidance": Other({"scale": 0.5, "blur_sigma": 2.0}, (MERGED, ELSE_ATTN), settings=GUIDED),
+    "PerturbedAttentionGuidance": Other({"scale": 3.0}, (MERGED, ELSE), settings=GUIDED),
+    "SelfAttentionGuidance": Other({"scale": 0.5, "blur_sigma": 2.0}, (MERGED, ELSE), settings=GUIDED),
     "EasyCache": Other(SKIPS, steps=5),
     "LazyCache": Other(SKIPS, steps=5),
     "TestLora": Other({"strength": 1.0}),
-    "TestMasks": Other({}, (MERGED, "crossattn: something else runs in its place"),
-                       settings={"merge_crossattn": True, "merge_mlp": True}),
+    "TestMasks": Other({}),
 }  # fmt: skip
 ON_SDXL = ("EasyCache", "PerturbedAttentionGuidance", "SelfAttentionGuidance")
 
@@ -93,18 +93,18 @@ def test_what_comes_with_a_prompt_and_merging_both_take_effect(comfy, kind):
     assert bytes_of(seen, "merged")[0] not in (bytes_of(seen, "plain")[0], bytes_of(seen, "applied")[0])
 
 
-def test_a_compiled_branch_merges_like_one_that_is_not(comfy):
+def test_a_compiled_branch_is_left_alone_and_says_so(comfy):
+    """In any order, and the branches beside it merge or not as ever."""
     graph = Graph(steps=2)
     applied = graph.apply()
+    before = graph.apply(graph.add("TestCompile", model=graph.model))
     graph.sample_all({
         "plain": graph.model, "plain compiled": graph.add("TestCompile", model=graph.model), "applied": applied,
-        "compiled after": graph.add("TestCompile", model=applied),
-        "compiled before": graph.apply(graph.add("TestCompile", model=graph.model)),
-        "plain compiled again": graph.add("TestCompile", model=graph.model),
+        "compiled after": graph.add("TestCompile", model=applied), "compiled before": before,
+        "plain compiled again": graph.add("TestCompile", model=graph.model), "applied again": graph.apply(),
     })  # fmt: skip
     seen = comfy.good(graph.graph)
-    print("\n".join(text for _, text in seen["texts"]))
-    assert bytes_of(seen, "plain compiled") == bytes_of(seen, "plain compiled again")
-    assert bytes_of(seen, "compiled after") == bytes_of(seen, "compiled before")
-    assert bytes_of(seen, "compiled after") == bytes_of(seen, "applied") != bytes_of(seen, "plain")
-    assert bytes_of(seen, "plain") == bytes_of(seen, "plain compiled")
+    assert report_of(seen, before) == "ToMe: stepped aside: the model is compiled"
+    for name in ("plain compiled", "compiled after", "compiled before", "plain compiled again"):
+        assert bytes_of(seen, name) == bytes_of(seen, "plain"), name
+    assert bytes_of(seen, "applied") == bytes_of(seen, "applied again") != bytes_of(seen, "plain")

@@ -1,4 +1,4 @@
-"""What merging gains, measured in a real ComfyUI because a preview asks for it."""
+"""What merging gains, measured in a real ComfyUI because Apply ToMe is asked to."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ def test_it_is_measured_once_after_a_sampling_and_the_report_and_a_file_have_it(
     found = []
     for seed in (1, 2):
         graph = Graph(size=(256, 256), steps=2)
-        applied = graph.strength()
+        applied = graph.strength(measure=True)
         latent = graph.sample("applied", applied, seed=seed)
-        preview = graph.add("ToMePreview", model=applied, latent=latent, measure=True)
+        preview = graph.add("ToMePreview", model=applied, latent=latent)
         seen = comfy.good(graph.graph)
         report = report_of(seen, applied)
         print(report)
@@ -29,9 +29,7 @@ def test_a_measurement_changes_no_picture_of_a_branch_beside_it(comfy):
     pictures = []
     for measure in (False, True):
         graph = Graph(size=(256, 192), steps=2)
-        applied = graph.strength()
-        latent = graph.sample("applied", applied, seed=11 + measure)
-        graph.add("ToMePreview", model=applied, latent=latent, measure=measure)
+        graph.sample("applied", graph.strength(measure=measure), seed=11 + measure)
         graph.sample("plain", seed=5)
         pictures.append(bytes_of(comfy.good(graph.graph), "plain"))
         comfy.forget()

@@ -33,7 +33,7 @@ def test_inpainting_merges(comfy):
 @pytest.mark.parametrize("batch", [1, 3])
 def test_odd_sizes_and_batches_merge_or_step_aside(comfy, size, batch):
     graph = Graph(size=size, batch=batch, steps=1)
-    applied = graph.apply(level="up to /8", merge_crossattn=True, merge_mlp=True)
+    applied = graph.apply(level="up to /8")
     graph.sample("applied", applied)
     seen = comfy.good(graph.graph)
     assert seen["latents"]["applied"]["shape"] == [batch, 4, size[1] // 8, size[0] // 8]

@@ -20,12 +20,18 @@ def test_a_panel_a_level_for_every_image(comfy):
     assert picture["shape"] == [2, 128, 256, 3] and picture["bytes"][0] != picture["bytes"][1]
 
 
-def test_a_cached_sampler_left_no_map_and_the_node_says_so(comfy):
+def test_a_preview_that_is_added_later_shows_the_sampling_that_is_in_the_cache(comfy):
     first = Graph(steps=1, batch=2)
-    first.sample("latent", first.apply(merge_seed=77), seed=77)
-    comfy.good(first.graph)
+    applied = first.apply(merge_seed=77)
+    first.sample("latent", applied, seed=77)
+    told = report_of(comfy.good(first.graph), applied)
     again, preview = previewed({"merge_seed": 77}, seed=77)
     seen = comfy.good(again.graph)
-    assert "No merge map" in report_of(seen, preview) and seen["latents"]["preview"]["shape"] == [2, 128, 128, 3]
-    fresh, preview = previewed({"merge_seed": 77}, seed=78)
-    assert report_of(comfy.good(fresh.graph), preview).startswith("ToMe: 1 step, ")
+    assert report_of(seen, preview) == told and told.startswith("ToMe: 1 step, ")
+    assert [node for node, _ in seen["texts"]] == [preview[0]], "it was sampled again"
+
+
+def test_where_nothing_was_sampled_there_is_no_map_and_the_node_says_so(comfy):
+    graph = Graph(steps=1, batch=2)
+    preview = graph.add("ToMePreview", model=graph.apply(merge_seed=78), latent=graph.latent)
+    assert "No merge map" in report_of(comfy.good(graph.graph), preview)

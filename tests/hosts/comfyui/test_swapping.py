@@ -139,9 +139,8 @@ def test_a_unet_whose_layers_are_elsewhere_is_measured_where_it_computes(host):
     """As on a card, where ComfyUI leaves weights in main memory and brings each to its layer's call."""
     graph = Graph(size=(256, 256))
     swapped = graph.add("TestSwap", model=graph.model, of="layers")
-    applied = graph.strength(swapped, strength=0.8)
-    preview = {"model": applied, "latent": graph.sample("merged", applied), "measure": True}
-    graph.add("ToMePreview", **preview)
+    applied = graph.strength(swapped, strength=0.8, measure=True)
+    graph.sample("merged", applied)
     graph.sample_all({"plain": graph.model, "swapped": swapped, "never swapped": graph.strength(strength=0.8)})
     seen = host.good(graph.graph)
     report = report_of(seen, applied)
