@@ -235,8 +235,8 @@ def way(
 ) -> str:  # fmt: skip
     """Hold an attention against repeated keys. Returns the way in which the engine told it of sizes.
 
-    alike: one plan serves all samples. queries: they merge too. engine: which copy of it merges. plain: the module as
-    nobody has changed it, for the oracle. told: the other arguments of its call.
+    alike: one plan serves all samples. queries: they merge too. engine: which copy of it merges. plain: the module for
+    the oracle, if others have put something on the one that merges. told: the other arguments of its call.
     """
     unet, found = UNetOf(module, **told), set()
     config = engine.MergeConfig(correction=False, side="qkv" if queries else "kv", ratio=0.75, use_rand=False)
@@ -299,7 +299,7 @@ def watched(model: nn.Module, names: list[str]) -> Iterator[list[Seen]]:
 # --- xformers, which is for GPUs --------------------------------------------------------------------------------------
 
 
-LASTING = SimpleNamespace(  # patches like monkeypatch's, where nobody takes them back
+LASTING = SimpleNamespace(  # patches like monkeypatch's that last
     setitem=operator.setitem, setattr=lambda target, name, value, raising=True: setattr(target, name, value)
 )
 

@@ -37,7 +37,7 @@ MERGED = {
 BY_HAND = ("AttnProcessor", "SlicedAttnProcessor")
 PLAIN = (*BY_HAND, "AttnProcessor2_0", "FusedAttnProcessor2_0", "XFormersAttnProcessor")  # attention and nothing else
 
-# by hand, and nobody has described them
+# by hand, without a description
 LEFT_ALONE = (
     "CustomDiffusionAttnProcessor", "CrossFrameAttnProcessor", "AttendExciteAttnProcessor", "Pix2PixZeroAttnProcessor",
     "CrossAttnStoreProcessor",

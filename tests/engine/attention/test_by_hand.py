@@ -80,7 +80,7 @@ def test_merged_keys_give_what_repeated_keys_give(kind, dtype):
 
 @pytest.mark.parametrize("kind", [*KINDS, AttnProcessor, SlicedAttnProcessor])
 def test_its_own_code_attends_to_merged_keys(kind):
-    """Without sizes, as here, where they are equal."""
+    """Without sizes, which are equal here."""
     made = kind() if kind in KINDS else attention(kind(3) if kind is SlicedAttnProcessor else kind())
     module, x = telling(made, torch.float64), tokens(2, torch.float64)
     plan = MergePlan(torch.arange(SIDE**2)[None] % 16, 16)
@@ -95,7 +95,7 @@ def test_its_own_code_attends_to_merged_keys(kind):
     assert vars(module) == before
 
 
-def test_what_nobody_described_is_left_alone_and_the_function_is_named():
+def test_what_has_no_description_is_left_alone_and_the_function_is_named():
     by_hand._ENTRIES.clear()
     reason = f"{full_name(OwnScale.forward)} calls no attention function that is known"
     assert reason in why_left_alone(telling(OwnScale()))

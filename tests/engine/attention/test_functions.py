@@ -1,4 +1,4 @@
-"""An attention is known by the function that it calls, whoever calls it, and the function by what it does."""
+"""An attention is known by the function that its code calls, and the function by what it does."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _forget(monkeypatch):
     monkeypatch.setattr(functions, "_TRIED", type(functions._TRIED)())
 
 
-# --- whoever calls it -------------------------------------------------------------------------------------------------
+# --- callers ----------------------------------------------------------------------------------------------------------
 
 
 def parts(attn: Any, x: torch.Tensor) -> list[torch.Tensor]:
@@ -251,7 +251,7 @@ def test_scores_by_hand_behind_a_wrapper_are_left_alone_and_the_wrapper_is_named
 
 @pytest.mark.parametrize("body", [AttnProcessor.__call__, AttnProcessor2_0.__call__], ids=["by hand", "by function"])
 def test_scores_by_hand_are_known_by_the_function_that_computes_them_alone(body):
-    """A class of its name is no proof, and neither is its class where somebody has put other code there."""
+    """The name of a class is no proof."""
 
     def __call__(self, *args, **kwargs):
         return body(self, *args, **kwargs) * 2
@@ -263,7 +263,7 @@ def test_scores_by_hand_are_known_by_the_function_that_computes_them_alone(body)
         assert "__call__ calls no attention function that is known" in why_left_alone(attention(kind()))
 
 
-def test_code_that_somebody_puts_into_diffusers_class_counts(monkeypatch):
+def test_code_that_is_put_into_a_class_of_diffusers_counts(monkeypatch):
     own = AttnProcessor.__call__
     module = attention(AttnProcessor())
     assert way(module) == BIAS

@@ -137,7 +137,7 @@ def _add_lora(model):
 
 
 def _bypass(model):
-    """A forward of somebody's own on the projections, which adds to what was there."""
+    """Another program's forward on the projections adds to what was there."""
     for name, module in model.named_modules():
         if name.endswith("attn1.to_q"):
             forward = module.forward

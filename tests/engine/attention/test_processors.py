@@ -180,7 +180,7 @@ def test_what_a_processor_leaves_behind_is_there():
 
 
 @pytest.mark.parametrize("name", LEFT_ALONE)
-def test_scores_by_hand_that_nobody_described_are_left_alone_and_the_function_is_named(name):
+def test_scores_by_hand_without_a_description_are_left_alone_and_the_function_is_named(name):
     """Self-attention guidance cuts what it finds in `attention_probs` to the size of the picture."""
     module = attention(made(name))
     reason = why_left_alone(module, batch=4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import diffusers
 import pytest
@@ -112,6 +113,22 @@ def test_other_limits_in_time_hold_on():
     found = {one: clock.at(clock.moment(one), boundary) for one in HALF}
     assert [one for one in HALF if found[one].live] == [one for one in HALF if one >= 150]
     assert [one for one in HALF if found[one].phase == "early"] == [one for one in HALF if one >= 175]
+
+
+def test_steps_that_are_told_outweigh_a_schedulers():
+    """Half of a picture is drawn here, and the other half was elsewhere."""
+    scheduler = diffusers.DDIMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear")
+    scheduler.set_timesteps(20)
+    rest, model, seen = scheduler.timesteps[10:], models.small(), []
+    x, text = models.inputs(4, 1, 8, 8)
+    with tome_core.patch(SimpleNamespace(unet=model, scheduler=scheduler), models.on_small("balanced")) as handle:
+        for told in (None, scheduler.timesteps.tolist()):
+            with handle.sampling(timesteps=told), torch.no_grad():
+                for timestep in rest:
+                    models.call_unet(model, x, timestep, text)
+                    seen.append(handle.time.now.phase)
+    own, whole = seen[:10], seen[10:]
+    assert own == EARLY_THEN_LATE and whole == ["early" if one >= 375 else "late" for one in rest]
 
 
 @pytest.mark.parametrize("wrong", [[500.0, -1.0], [500.0, float("nan")]])

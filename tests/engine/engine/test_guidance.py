@@ -8,17 +8,20 @@ import torch
 
 import tome_core
 from tests.models import on_small
-from tests.samplings import CASE, KEPT, blocks, pipeline_of
+from tests.samplings import CASE, KEPT, pipeline_of
+from tests.sequences import PICTURE, attention
+from tome_core import MergeConfig, MergeRule
 from tome_core.engine import plan_cache, state
+from tome_core.hosting import state_of
 from tome_core.models.unet_blocks import find_blocks
 
 
-def guided(handle, model, calls, timestep=900, pictures=2, ahead=0):
+def guided(handle, model, calls, timestep, pictures):
     """Two pictures' predictions for a prompt and a negative one, in as many batches as there are calls.
 
-    calls: of each, which halves it holds. ahead: seed of the pictures. Returns the groups that each call merged by.
+    calls: of each, which halves it holds. Returns the groups that each call merged by.
     """
-    x, text = torch.randn(2, 4, 16, 16, generator=seeded(ahead)), torch.randn(4, 7, 32, generator=seeded(9))
+    x, text = torch.randn(2, 4, 16, 16, generator=seeded(0)), torch.randn(4, 7, 32, generator=seeded(9))
     groups = []
     handle.keep_maps()
     for halves in calls:
@@ -46,34 +49,98 @@ def test_both_halves_of_guidance_have_one_match_however_they_are_cut(model, conf
         assert (whole[:2] == one).float().mean() > 0.95, "equal but for rounding"
 
 
-def test_halves_of_other_latents_keep_apart(model, work):
-    """Of a picture in tiles the host says the same."""
-    with tome_core.patch(model, KEPT) as handle:
-        guided(handle, model, [(0, 1)], pictures=None)
-        assert len(work) == blocks(handle)
-        guided(handle, model, [(0, 1)], timestep=700)
-        tile = len(work)
-        guided(handle, model, [(0, 1)], timestep=700, ahead=1)
-        assert len(work) == tile + blocks(handle), "a match of its own, for both of its halves"
-        handle.set_time(timestep=700, sampling="a", pictures=2)
+# --- the seam ---------------------------------------------------------------------------------------------------------
+
+HALVES = [attention(PICTURE, seed=seed) for seed in (1, 2)]  # of two pictures, for a negative prompt and for a prompt
+
+
+def latents(seed=0, side=16):
+    return torch.randn(2, 4, side, 24, generator=seeded(seed))
+
+
+@pytest.fixture
+def asked():
+    """A state, and a call of its model: gives the groups of each sample. halves: those in its batch."""
+    state = state_of(KEPT, 1)
+    state.keep_maps()
+
+    def call(halves, timestep=900, latent=None, sampling="a", pictures=2):
+        latent = torch.cat([latents()] * len(halves)) if latent is None else latent
+        own = HALVES[0]._replace(**{name: torch.cat([getattr(HALVES[one], name) for one in halves]) for name in "qkv"})
+        state.set_time(timestep=timestep, sampling=sampling, pictures=pictures)
         with torch.no_grad():
-            CASE.call(model, torch.randn(4, 4, 16, 16), 700, torch.randn(4, 7, 32))
-        assert len(work) == tile + 2 * blocks(handle), "what is no copy has its own"
+            state.attend(state.begin(timestep, latent), "a", 0, PICTURE, own)
+        return state.maps()[0].group
+
+    return call
 
 
-def test_the_first_step_alone_is_looked_at(model, monkeypatch):
+def is_shared(group):
+    return torch.equal(*group.chunk(2))
+
+
+def test_a_call_in_which_nobody_guides_has_no_halves(asked):
+    assert not is_shared(asked((0, 1), pictures=None))
+
+
+def test_each_step_may_be_cut_in_its_own_way(asked, work):
+    """And a match is as old as it is, whichever call it serves."""
+    group = asked((0, 1))
+    assert is_shared(group) and work == ["match"]
+    for timestep, done in ((850, 1), (790, 2)):
+        one, other = (asked(halves, timestep) for halves in ((0,), (1,)))
+        assert torch.equal(one, other) and len(work) == done
+        assert torch.equal(one, group[:2]) == (done == 1)
+
+
+def test_halves_of_other_latents_keep_apart(asked, work):
+    """Of a picture in tiles the host says the same, whatever their sizes."""
+    asked((0, 1))
+    tiles = [torch.cat([latents(seed, side)] * 2) for seed, side in ((1, 16), (1, 8))]
+    assert all(is_shared(asked((0, 1), latent=tile)) for tile in tiles)
+    assert work == ["match"] * 3, "each a match of its own, for both of its halves"
+    assert not is_shared(asked((0, 1), latent=torch.cat([latents(1), latents(2)]))), "what is no copy has its own"
+
+
+def test_the_next_sampling_is_looked_at_anew(asked):
+    assert is_shared(asked((0, 1)))
+    assert not is_shared(asked((0, 1), latent=torch.cat([latents(1), latents(2)]), sampling="b"))
+
+
+def test_copies_of_one_latent_tell_themselves(asked):
+    group = asked((0, 1), latent=latents()[:1].expand(4, -1, -1, -1), pictures=None)
+    assert (group == group[:1]).all()
+
+
+def test_a_rule_that_keeps_nothing_shares_nothing(work):
+    early = MergeRule(side="kv", ratio=0.75, keep=100.0, min_timestep=500.0, use_rand=False)
+    state = state_of(MergeConfig(rules=(early, MergeRule(side="kv", ratio=0.5, use_rand=False))), 1)
+    for timestep, kept in ((900, True), (400, False)):
+        state.set_time(timestep=timestep, sampling=timestep, pictures=2)
+        with torch.no_grad():
+            state.attend(state.begin(timestep, latents()), "a", 0, PICTURE, HALVES[0])
+        assert bool(state.time._sampling._plans) == kept
+
+
+def test_the_first_step_alone_is_looked_at(asked, monkeypatch):
     looked = []
     monkeypatch.setattr(plan_cache, "_repeats", lambda *args, real=plan_cache._repeats: looked.append(1) or real(*args))
-    with tome_core.patch(model, KEPT) as handle:
-        for timestep in (900, 800, 700):
-            guided(handle, model, [(0,), (1,)], timestep)
+    for timestep in (900, 800, 700):
+        for halves in ((0,), (1,)):
+            asked(halves, timestep)
     assert len(looked) == 2, "for each call of a step"
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, "2"])
-def test_a_number_of_pictures_that_is_none_is_refused(model, wrong):
-    with tome_core.patch(model, KEPT) as handle, pytest.raises(ValueError, match="pictures="):
-        handle.set_time(timestep=500, sampling="a", pictures=wrong)
+def test_a_number_of_pictures_that_is_none_is_refused(wrong):
+    one = state_of(KEPT, 1)
+    with pytest.raises(ValueError, match="pictures="):
+        one.set_time(timestep=500, sampling="a", pictures=wrong)
+    with pytest.raises(ValueError, match="pictures="), one.sampling(pictures=wrong):
+        pass
+
+
+# --- pipelines --------------------------------------------------------------------------------------------------------
 
 
 def groups_of(kind, tiny_folder, prompts, **settings) -> torch.Tensor:

@@ -84,6 +84,8 @@ def test_calls_with_names_find_their_own_in_any_order(state, work):
     found = [attend(state, 480, own, called=name)[0] for own, name in ((two, "two"), (one, "one"))]
     assert work == ["match"] * 2
     assert all(map(torch.allclose, found[::-1], expected))
+    attend(state, 480, two, called="one")
+    assert work == ["match"] * 3, "another call of that name, such as a tile"
 
 
 @pytest.mark.parametrize("pictures", [None, 2], ids=["unguided", "guided"])
@@ -120,6 +122,15 @@ def test_another_shape_or_rule_matches_for_itself(work, other):
     state = state_of(config, 1)
     for timestep, (layout, facts) in zip((900, 880), steps, strict=True):
         attend(state, timestep, attention(layout, **facts), layout=layout)
+    assert work == ["match"] * 2
+
+
+def test_a_match_serves_no_other_device(state, work):
+    """The model may have been moved between two steps."""
+    attend(state, 900)
+    for kept in state.time._sampling._plans.values():
+        kept.device = torch.device("meta")
+    attend(state, 880)
     assert work == ["match"] * 2
 
 

@@ -120,6 +120,9 @@ def test_samples_differ_in_their_draws_if_they_differ_in_time_and_a_number_is_a_
     assert torch.equal(same[0], same[1]) and torch.equal(same, attend(config, twice, timestep=500)[0])
     apart, _ = attend(config, twice, timestep=torch.tensor([500, 400]))
     assert torch.equal(apart[0], same[0]) and not torch.equal(apart[0], apart[1])
+    frames = twice._replace(**{name: getattr(twice, name).repeat(2, 1, 1, 1) for name in "qkv"})
+    film, _ = attend(config, frames, timestep=torch.tensor([500, 400]))
+    assert torch.equal(film, apart.repeat_interleave(2, 0)), "a picture's frames have its time"
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -14,6 +14,8 @@ from torch._dynamo.testing import CompileCounter
 
 import tome_core
 from tests.models import BY_NAME
+from tests.samplings import KEPT
+from tests.threads import at_once
 from tome_core.engine.clock import Clock
 from tome_core.engine.sampling import Timesteps
 from tome_core.engine.time import ModelTime
@@ -184,6 +186,25 @@ def test_several_timesteps_at_once_are_no_time():
     assert time.now is before
     assert time.next_call(torch.tensor([100, 100]), latent)[0].live
     assert not time.next_call(torch.tensor([100, 101]), latent)[0].live
+
+
+def test_pictures_of_two_threads_keep_apart():
+    time, latent = ModelTime(Clock(KEPT, [1]), keeps=True), torch.zeros(1, 4, 8, 8)
+
+    @torch.no_grad()
+    def kept():
+        found = time.next_call(500, latent)[1]
+        return found and dict(found.plans)
+
+    def draw():
+        with time.sample():
+            return kept()
+
+    with torch.no_grad(), time.sample():
+        time.next_call(500, latent)[1].plans["x"] = 1
+        assert kept() == {"x": 1}
+        assert at_once(kept, draw) == [None, {}]
+        assert kept() == {"x": 1}
 
 
 def test_a_scheduler_exchanged_after_patching_does_not_stop_the_clock(pipe):
