@@ -23,7 +23,7 @@ from tests.webui_modules import HOOKS, SAMPLING_HOOK
 from tome_core.engine.state import State
 
 MODEL_KINDS = [kind for kind in KINDS if kind not in ("AttentionSite", "SchedulerClock", "SamplingScope")]
-CALLED_AGAIN = ("BlockAttentionSite", "PartSite")  # with all tokens, if they refuse merged ones
+CALLED_AGAIN = ("PartSite",)  # with all tokens, if it refuses merged ones
 CALLBACKS = (*HOOKS, SAMPLING_HOOK, "postprocess", "cfg_denoiser")
 VALUES = {"level": "up to /8", "end": 0.9}
 WEBUI_ON = (custom(0.5, **VALUES, merge_crossattn=True, merge_mlp=True),)
