@@ -9,12 +9,13 @@ from torch import nn
 
 from tests.thoroughness import some_quick
 from tests.traces import wraps_of
+from tome_core.models.sites import AttentionSite
 
 ERRORS = (RuntimeError, KeyboardInterrupt, torch.cuda.OutOfMemoryError)
 MOST_ERRORS = some_quick(ERRORS, 2)  # a full memory is a RuntimeError too
 KINDS = (
-    "UNetSite", "TransformerSite", "BlockSite", "SelfAttentionSite", "CrossAttentionSite", "FeedForwardSite",
-    "SchedulerClock", "SamplingScope",
+    "ModelSite", "TransformerSite", "BlockSite", "BlockAttentionSite", "AttentionSite", "PartSite", "SchedulerClock",
+    "SamplingScope",
 )  # fmt: skip
 
 
@@ -30,13 +31,13 @@ class Fault:
     """Stands where a wrap calls on, and raises once: before what lies beneath has run, or after it.
 
     at: which of its calls raises. It is a class of its own, because the patch asks for its targets' class at every
-    call; a self-attention of another class would be another one, so there it is its first layer, or its last.
+    call; a self-attention of another class would have another code, so there it is its first layer, or its last.
     """
 
     def __init__(self, wrap: Any, error: type[BaseException], after: bool, at: int = 0) -> None:
         self.error, self.after, self.left = error, after, at + 1
         self.target, self.name = wrap.target, wrap.name
-        if type(wrap).__name__ == "SelfAttentionSite":
+        if isinstance(wrap, AttentionSite):
             last = wrap.target.to_out[-1] if isinstance(wrap.target.to_out, nn.ModuleList) else wrap.target.to_out
             self.target = last if after else wrap.target.to_q
         self.own = type(self.target)

@@ -259,9 +259,6 @@ ldm_of_one_level = seeded(host_double, attention_resolutions=(1,), channel_mult=
 ldm_sdxl = seeded(host_double, attention_resolutions=(2,), num_heads=2)
 sgm_double = seeded(host_double, make_block=lambda width: SgmBlock(width, 4, TEXT))
 comfy_double = seeded(host_double, make_block=lambda width: ComfyBlock(width, 4, TEXT))
-comfy_double_of_one_level = seeded(
-    host_double, make_block=lambda width: ComfyBlock(width, 4, TEXT), attention_resolutions=(1,), channel_mult=(1,)
-)
 comfy_double_with_patches = seeded(host_double, make_block=lambda width: ComfyBlock(width, 4, TEXT, explicit=True))
 
 

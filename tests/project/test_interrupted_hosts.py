@@ -6,6 +6,8 @@ up by themselves.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -20,7 +22,8 @@ from tests.webui_doubles import FLAVOURS, Webui, custom, merges
 from tests.webui_modules import HOOKS, SAMPLING_HOOK
 from tome_core.engine.state import State
 
-MODEL_KINDS = KINDS[:-2]  # the clock and the loop are a diffusers pipeline's
+MODEL_KINDS = [kind for kind in KINDS if kind not in ("AttentionSite", "SchedulerClock", "SamplingScope")]
+CALLED_AGAIN = ("PartSite",)  # with all tokens, if it refuses merged ones
 CALLBACKS = (*HOOKS, SAMPLING_HOOK, "postprocess", "cfg_denoiser")
 VALUES = {"level": "up to /8", "end": 0.9}
 WEBUI_ON = (custom(0.5, **VALUES, merge_crossattn=True, merge_mlp=True),)
@@ -109,11 +112,12 @@ def test_a_fault_inside_the_model_is_gone_with_the_next_job(webui, error, after)
             if step == 1:
                 faults.append(Fault(places(webui.part("merging").armed.handle)[kind][-1], error, after))
 
-        with pytest.raises(error, match="by the test"):
+        is_taken = error is RuntimeError and kind in CALLED_AGAIN
+        with nullcontext() if is_taken else pytest.raises(error, match="by the test"):
             webui.job(*WEBUI_ON, enable_hr=True, at_step=break_it)
         assert faults[0].gone()
         assert torch.equal(webui.job(False, enable_hr=True).latents, webui.plain) and is_clean(webui), kind
-        if THOROUGH or kind in ("UNetSite", "SelfAttentionSite"):
+        if THOROUGH or kind in ("ModelSite", "BlockAttentionSite"):
             assert torch.equal(webui.job(*WEBUI_ON, enable_hr=True).latents, webui.merged) and is_clean(webui), kind
 
 

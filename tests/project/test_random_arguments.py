@@ -71,7 +71,7 @@ class Seen(Counter):
     def told(self, capsys: Any, door: str) -> None:
         with capsys.disabled():
             print(f"\n  {door}: {', '.join(f'{count} {what}' for what, count in sorted(self.items()))} ", end="")
-        assert self["pictures"] > 30 and self["refusals"] > 30
+        assert self["pictures"] > 20 and self["refusals"] > 20
 
 
 def names_one_of(text: str, values: dict[str, Any]) -> bool:

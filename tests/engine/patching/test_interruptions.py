@@ -18,12 +18,16 @@ from tests.thoroughness import THOROUGH
 from tests.traces import is_idle, traces
 from tome_core import MergeConfig, MergeRule
 
-EVERYTHING = {"merge_crossattn": True, "merge_mlp": True, "max_downsample": 8}
-# two rules, so that the clock matters as well, and one that keeps, so that the loop does
+# two rules, so that the clock matters as well, and one that keeps, so that the loop does; one is tomesd's
 CONFIG = MergeConfig(
     rules=(
+<<<<<<< HEAD
         MergeRule(ratio=0.75, min_timestep=400, **EVERYTHING),
         MergeRule(side="kv", keep=500.0, **EVERYTHING),
+=======
+        MergeRule(ratio=0.75, min_timestep=400, levels=(0,), merge_crossattn=True, merge_mlp=True),
+        MergeRule(side="kv", keep=500.0, max_downsample=8),
+>>>>>>> seam
     )
 )
 
@@ -58,8 +62,8 @@ def test_a_fault_leaves_nothing_patched(expected, kind: str, after: bool, error:
         with pytest.raises(error, match="by the test"), tome_core.patch(pipe, CONFIG) as handle:
             fault = Fault(places(handle)[kind][number], error, after, at=0 if kind == "SamplingScope" else 1)
             picture(pipe)
-        assert fault.gone() and is_idle(pipe.unet) and left_behind(pipe) == expected.before
-        assert not handle.run._mine.scopes
+        assert fault.gone() and is_idle(handle) and left_behind(pipe) == expected.before
+        assert not handle.time._mine.scopes
         assert torch.equal(picture(pipe), expected.plain)
         # the same handle, and a new one, merge as on a model that has seen nothing
         with handle:
@@ -74,7 +78,7 @@ def test_a_fault_in_an_inner_with_brings_the_outer_patch_back(expected, error: t
     pipe = expected.pipe
     with tome_core.patch(pipe, CONFIG):
         with pytest.raises(error), tome_core.patch(pipe, MergeConfig(ratio=0.25)) as inner:
-            fault = Fault(places(inner)["SelfAttentionSite"][-1], error, after=False)
+            fault = Fault(places(inner)["AttentionSite"][-1], error, after=False)
             picture(pipe)
         assert fault.gone() and torch.equal(picture(pipe), expected.merged)
     assert left_behind(pipe) == expected.before and torch.equal(picture(pipe), expected.plain)
@@ -84,7 +88,7 @@ def test_a_fault_in_an_inner_with_brings_the_outer_patch_back(expected, error: t
 def test_a_patch_that_is_kept_over_a_fault_comes_off_by_remove_patch(expected, error: type[BaseException]):
     pipe = expected.pipe
     handle = tome_core.patch(pipe, CONFIG)
-    fault = Fault(places(handle)["FeedForwardSite"][0], error, after=True)
+    fault = Fault(places(handle)["BlockSite"][0], error, after=True)
     with pytest.raises(error):
         picture(pipe)
     assert fault.gone() and torch.equal(picture(pipe), expected.merged)

@@ -9,7 +9,6 @@ import pytest
 from tests.hosts.comfyui.graphs import Graph, assert_merged_and_off, bytes_of, report_of
 
 MERGED = "256 tokens -> 128"
-ASIDE = "the tokens are not the picture's grid"
 FEWER = "queries and keys are not of the same tokens"
 ELSE = "something else runs in its place"
 SKIPS = {"reuse_threshold": 3.0, "start_percent": 0.0, "end_percent": 0.9, "verbose": False}
@@ -27,7 +26,7 @@ class Other(NamedTuple):
 
 
 OTHERS = {
-    "HyperTile": Other({"tile_size": 64, "swap_size": 1, "max_depth": 0, "scale_depth": False}, (ASIDE,)),
+    "HyperTile": Other({"tile_size": 64, "swap_size": 1, "max_depth": 0, "scale_depth": False}, (FEWER,)),
     "PatchModelAddDownscale": Other(
         {"block_number": 1, "downscale_factor": 2.0, "start_percent": 0.0, "end_percent": 1.0,
          "downscale_after_skip": True, "downscale_method": "bicubic", "upscale_method": "bicubic"}, ("tokens -> ",)),
