@@ -21,7 +21,7 @@ from tome_core import MergeConfig, MergeRule
 # two rules, so that the clock matters as well, and one that keeps, so that the loop does; one is tomesd's
 CONFIG = MergeConfig(
     rules=(
-        MergeRule(ratio=0.75, min_timestep=400, levels=(0,), merge_crossattn=True, merge_mlp=True),
+        MergeRule(ratio=0.75, min_timestep=400, merge_crossattn=True, merge_mlp=True),
         MergeRule(side="kv", keep=500.0, max_downsample=8),
     )
 )
