@@ -55,6 +55,20 @@ def test_unmeasured_it_begins_with_what_was_left_out_and_says_nothing_of_time():
     assert "speed" not in str(found) + found.headline
 
 
+def test_why_not_is_told_without_the_part_unless_it_is_not_self_attention():
+    skipped = {"attn: why": 3, "block: why not": 2, "mlp: never": 1}
+    phase = PhaseReport("", {}, skipped, {"bias": 2}, 100, 100)
+    coarse = LevelReport(1, 2, 3, True, traced=("autocast",))
+    report = Report(True, levels=(LevelReport(0, 1, 3, True, (phase,), traced=("autocast",)), coarse))
+    first, *rest = report.lines()
+    assert first.endswith("nothing merged: why")
+    assert [line.strip() for line in rest] == [
+        "not merged, 3 calls: why", "not merged, 2 calls: why not", "not merged, 1 call: mlp: never",
+        "compiled without merging, autocast", "proportional attention: bias, 2 calls",
+    ]  # fmt: skip
+    assert Report(True, levels=(coarse,)).headline == "nothing merged: autocast"
+
+
 def test_a_gain_is_no_headline_of_a_picture_that_did_not_merge():
     off = Report(True, levels=(LevelReport(0, 1, 3, True),), gains=(gain(0.9),))
     assert "0.90x" not in str(off) and off.headline.startswith("nothing merged")
