@@ -72,7 +72,7 @@ class ComfyUnet(UNetModel):
 
     def forward(self, x, timesteps=None, context=None, y=None, control=None, transformer_options={}):  # noqa: B006
         """As ComfyUI calls it."""
-        emb = self.time_embed(timestep_embedding(timesteps, self.model_channels))
+        emb = self.time_embed(timestep_embedding(timesteps, self.model_channels).to(x.dtype))
 
         def run(kind: str, number: int, block: nn.Module, h: torch.Tensor) -> torch.Tensor:
             transformer_options["block"] = (kind, number)

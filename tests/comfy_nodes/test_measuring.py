@@ -108,6 +108,14 @@ def test_weights_may_wait_elsewhere_than_where_their_layers_run(server, costs):
     assert made and "measured: 128x128: 2.00 times as fast" in last(server)
 
 
+def test_it_is_measured_in_the_precision_in_which_the_model_computes(server, costs):
+    """The host hands it latents of that, and samples in another."""
+    made, patcher = costs(0.5), checkpoint()
+    patcher.model.diffusion_model.bfloat16()
+    drawn(patcher=patcher)
+    assert made[0][2].dtype == torch.bfloat16
+
+
 def test_a_stopped_sampling_is_not_measured(server, costs):
     made = costs(0.5)
 

@@ -510,11 +510,28 @@ def _traced_class(kind: type) -> type | None:
     return None if code is None else type(kind.__name__, (_TracedProcessor,), {"__call__": code.function})
 
 
-@when_traced
-def traced_function(kind: type) -> Any:
-    """For a graph: the forward of this class of attentions with another function; None if that cannot be."""
+class _TracedModule:
+    """An attention with another function. Classes made of it have its forward as ``run``."""
+
+    def __init__(self, attention: nn.Module) -> None:
+        self._attention = attention
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._attention, name)
+
+
+@lru_cache(maxsize=256)
+def _traced_forward(kind: type) -> type | None:
     code = _code_of(kind.forward)
-    return code and code.function
+    return None if code is None else type(kind.__name__, (_TracedModule,), {"run": code.function})
+
+
+@when_traced
+def traced_forward(kind: type) -> Any:
+    """For a graph: a class whose ``run`` is the forward of this class of attentions with another function; None if that
+    cannot be. (A function that is made here would have no place in a module where the graph could look for it again.)
+    """
+    return _traced_forward(kind)
 
 
 @when_traced
