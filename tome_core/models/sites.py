@@ -336,12 +336,12 @@ class AttentionSite(NumberedSite):
         if state is None:
             return self.original(*args, **kwargs)
         why = compiled.why_not_in_graph(state) if begun is None else begun
-        function, processor = (None, None)
+        forward, processor = None, None
         if self.beneath is None:
             current = getattr(self.target, "processor", None)
-            function = intercept.traced_function(type(self.target))
-            processor = None if function is not None else intercept.traced_processor(type(current))
-        if not isinstance(why, str) and function is None and processor is None:
+            forward = intercept.traced_attention(type(self.target))
+            processor = None if forward is not None else intercept.traced_processor(type(current))
+        if not isinstance(why, str) and forward is None and processor is None:
             why = "its function is not known in a compiled model"
         if isinstance(why, str):
             state.ledger.note_traced(self.level, why)
@@ -349,8 +349,8 @@ class AttentionSite(NumberedSite):
         ask = partial(self._ask, state, self.number if begun is None else begun)
         before, intercept.now.answer = intercept.now.answer, ask
         try:
-            if function is not None:
-                return function(self.target, *args, **kwargs)
+            if forward is not None:
+                return forward(self.target)(*args, **kwargs)
             stand_in = intercept.TracedAttention(self.target, processor(current))
             return self._of_class(stand_in, *args, **kwargs)
         finally:
