@@ -101,7 +101,8 @@ def test_a_branch_inside_itself_draws_what_it_draws_alone():
     alone = sample(applied)
     assert torch.equal(sample(applied, stop=lambda step: inner.append(sample(applied))), alone)
     assert all(torch.equal(one, alone) for one in inner)
-    assert host.find_attached(applied).latest.lines[0].startswith("ToMe: 3 steps"), "the outer one's"
+    latest = host.find_attached(applied).latest
+    assert latest.lines[0].startswith("ToMe: 3 steps") and latest.report.calls == 3, "the outer one's"
 
 
 def test_a_call_of_the_model_inside_its_own_call_merges_too():

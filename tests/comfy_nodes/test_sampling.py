@@ -10,7 +10,9 @@ import torch
 import tome_core
 from comfy_nodes.sampling import HostSampling, relative_sigma
 from tests.comfy_doubles import DiscreteSampling, Executor, Guider, apply, least_checkpoint, sampler_of
+from tests.comfy_transformer import FlowGuider, transformer
 from tests.on_device import on_device
+from tome_core.engine.state import State
 
 RANGE = {"ratio": 0.5, "start": 0.2, "end": 0.6, "use_rand": False}
 KEPT = {"ratio": 0.5, "keep": 1000.0, "use_rand": False}
@@ -91,6 +93,17 @@ def test_calls_inside_a_step_have_its_end_and_none_has_no_noise():
         heard(step, None, None, 3)
         seen.append(sampling.sigma(t, {}))  # Heun's second
     assert seen == [9, 8, 8, 7, 7, 7]
+
+
+@pytest.mark.parametrize(
+    ("load", "guider", "first"), [(least_checkpoint, Guider, 999), (transformer, FlowGuider, 1000)]
+)
+def test_each_step_draws_by_its_timestep(load, guider, first, monkeypatch):
+    stamps, plain = [], State.begin
+    monkeypatch.setattr(State, "begin", lambda self, timestep, *more: stamps.append(timestep) or plain(
+        self, timestep, *more))  # fmt: skip
+    guider(apply(load(), ratio=0.5)).sample(steps=4, size=(8, 8))
+    assert [one.tolist() for one in stamps] == [[round(first * share)] * 2 for share in (1, 0.75, 0.5, 0.25)]
 
 
 def test_the_callback_is_called_as_ever():

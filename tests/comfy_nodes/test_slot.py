@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from comfy_nodes import host
-from comfy_nodes.slot import SLOT, Through, fill, name_in_force, tell
+from comfy_nodes.slot import SLOT, Through, _by_name, fill, name_in_force, tell
 from tests import comfy_attention as comfy
 from tests.comfy_doubles import Guider, apply, least_checkpoint
 from tests.comfy_ways import DTYPES, way_of
@@ -143,3 +143,13 @@ def test_every_attention_in_force_has_a_name_of_its_own():
 def test_a_measurement_is_told_of_the_slot_alone():
     assert tell({"sigmas": 1}) == {}
     assert tell({SLOT: sample, "sigmas": 1}) == {"transformer_options": {SLOT: sample}}
+
+
+def test_a_function_that_is_found_by_its_name_is_asked_through_the_slot_and_once():
+    """As a measurement finds it, which runs the attention's own code."""
+    x = torch.randn(1, 5, 8)
+    for slot, takes in ((Noted(), True), (Noted(more=2.0), None), (Noted(drops=True), False)):
+        asked = _by_name(comfy.attention_pytorch, x, x, x, 2, transformer_options={SLOT: slot})
+        assert asked.takes_bias() is takes
+        slot.keys.clear()
+        assert torch.equal(asked.unmerged(), comfy.attention_pytorch(x, x, x, 2) * slot.more) and slot.keys == [5]
