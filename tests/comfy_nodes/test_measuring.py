@@ -15,6 +15,7 @@ from tests import comfy_attention
 from tests.comfy_doubles import Guider, Server, checkpoint
 from tests.comfy_transformer import FlowGuider, transformer
 from tests.traces import traces
+from tome_core.engine.state import State
 from tome_core.hosting import gains
 from tome_core.measuring import measured
 from tome_core.measuring.measure import Seconds
@@ -108,12 +109,15 @@ def test_weights_may_wait_elsewhere_than_where_their_layers_run(server, costs):
     assert made and "measured: 128x128: 2.00 times as fast" in last(server)
 
 
-def test_it_is_measured_in_the_precision_in_which_the_model_computes(server, costs):
-    """The host hands it latents of that, and samples in another."""
-    made, patcher = costs(0.5), checkpoint()
-    patcher.model.diffusion_model.bfloat16()
-    drawn(patcher=patcher)
-    assert made[0][2].dtype == torch.bfloat16
+@pytest.mark.parametrize(("weights", "casts"), [(torch.float16, None), (torch.uint8, torch.float16)])
+def test_it_is_measured_in_the_precision_in_which_the_model_computes(server, monkeypatch, weights, casts):
+    """The host samples in another, and may compute in another than that of the weights."""
+    seen, begin, patcher = [], State.begin, checkpoint()
+    monkeypatch.setattr(State, "begin", lambda self, t, latent, *more: seen.append(latent.dtype) or begin(
+        self, t, latent, *more))  # fmt: skip
+    patcher.model.get_dtype, patcher.model.manual_cast_dtype = lambda: weights, casts
+    drawn(patcher=patcher, measure=False)
+    assert seen == [torch.float16] * 3
 
 
 def test_a_stopped_sampling_is_not_measured(server, costs):

@@ -95,7 +95,9 @@ def test_calls_inside_a_step_have_its_end_and_none_has_no_noise():
     assert seen == [9, 8, 8, 7, 7, 7]
 
 
-@pytest.mark.parametrize(("load", "guider", "first"), [(least_checkpoint, Guider, 999), (transformer, FlowGuider, 1000)])
+@pytest.mark.parametrize(
+    ("load", "guider", "first"), [(least_checkpoint, Guider, 999), (transformer, FlowGuider, 1000)]
+)
 def test_each_step_draws_by_its_timestep(load, guider, first, monkeypatch):
     stamps, plain = [], State.begin
     monkeypatch.setattr(State, "begin", lambda self, timestep, *more: stamps.append(timestep) or plain(

@@ -482,14 +482,21 @@ class Watching(TorchFunctionMode):
 # --- in a graph that is being made ------------------------------------------------------------------------------------
 
 
-class TracedAttention:
-    """An attention with another processor, which a compiler can follow."""
+class _Traced:
+    """An attention, in a way that a compiler can follow. Classes made of it have its forward as their ``__call__``."""
 
-    def __init__(self, attention: nn.Module, processor: Any) -> None:
-        self._attention, self.processor = attention, processor
+    def __init__(self, attention: nn.Module) -> None:
+        self._attention = attention
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._attention, name)
+
+
+class TracedAttention(_Traced):
+    """The same with another processor."""
+
+    def __init__(self, attention: nn.Module, processor: Any) -> None:
+        self._attention, self.processor = attention, processor
 
 
 class _TracedProcessor:
@@ -505,36 +512,20 @@ class _TracedProcessor:
 
 
 @lru_cache(maxsize=256)
-def _traced_class(kind: type) -> type | None:
-    code = _code_of(kind.__call__)
-    return None if code is None else type(kind.__name__, (_TracedProcessor,), {"__call__": code.function})
-
-
-class _TracedModule:
-    """An attention with another function. Classes made of it have its forward as ``run``."""
-
-    def __init__(self, attention: nn.Module) -> None:
-        self._attention = attention
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._attention, name)
-
-
-@lru_cache(maxsize=256)
-def _traced_forward(kind: type) -> type | None:
-    code = _code_of(kind.forward)
-    return None if code is None else type(kind.__name__, (_TracedModule,), {"run": code.function})
+def _traced_class(function: Any, name: str, base: type) -> type | None:
+    code = _code_of(function)
+    return None if code is None else type(name, (base,), {"__call__": code.function})
 
 
 @when_traced
-def traced_forward(kind: type) -> Any:
-    """For a graph: a class whose ``run`` is the forward of this class of attentions with another function; None if that
-    cannot be. (A function that is made here would have no place in a module where the graph could look for it again.)
+def traced_attention(kind: type) -> Any:
+    """For a graph: a class of stand-ins for attentions of this class, whose ``__call__`` is their forward with another
+    function; None if that cannot be.
     """
-    return _traced_forward(kind)
+    return _traced_class(kind.forward, kind.__name__, _Traced)
 
 
 @when_traced
 def traced_processor(kind: type) -> Any:
     """For a graph: a class of processors with another function; None if that cannot be."""
-    return _traced_class(kind)
+    return _traced_class(kind.__call__, kind.__name__, _TracedProcessor)

@@ -339,7 +339,7 @@ class AttentionSite(NumberedSite):
         forward, processor = None, None
         if self.beneath is None:
             current = getattr(self.target, "processor", None)
-            forward = intercept.traced_forward(type(self.target))
+            forward = intercept.traced_attention(type(self.target))
             processor = None if forward is not None else intercept.traced_processor(type(current))
         if not isinstance(why, str) and forward is None and processor is None:
             why = "its function is not known in a compiled model"
@@ -350,7 +350,7 @@ class AttentionSite(NumberedSite):
         before, intercept.now.answer = intercept.now.answer, ask
         try:
             if forward is not None:
-                return forward(self.target).run(*args, **kwargs)
+                return forward(self.target)(*args, **kwargs)
             stand_in = intercept.TracedAttention(self.target, processor(current))
             return self._of_class(stand_in, *args, **kwargs)
         finally:
