@@ -95,8 +95,12 @@ class Shared:
     def _note_end(self) -> None:
         self._goes_back = None
 
-    def recomputed(self) -> ModelCall | None:
-        """The call that gradient checkpointing runs again. Raises RuntimeError if another patch has merged it."""
+    def resumed(self) -> ModelCall | None:
+        """The call of which a part runs by itself: a compiled one that is in several graphs, or one that gradient
+        checkpointing runs again. Raises RuntimeError if another patch has merged that.
+        """
+        if torch.is_tensor(self.begun):
+            return self.calls.in_graph
         now = self._goes_back
         if now is not None and now.state is not self.state:
             raise RuntimeError(_OF_ANOTHER_PATCH)
@@ -200,7 +204,7 @@ class AttentionSite(NumberedSite):
             return Wrap.forward(self, *args, **kwargs)
         now = self.shared.calls.now
         if now is None:
-            now = self.shared.recomputed()
+            now = self.shared.resumed()
             if now is None:
                 self.shared.look_after_itself(self.level)
                 return self.original(*args, **kwargs)

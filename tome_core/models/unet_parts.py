@@ -47,7 +47,7 @@ class BlockSite(Wrap):
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The block's output, its parts able to merge."""
         calls, x = self.shared.calls, args[0] if args else named(kwargs, _NAMES)
-        now = calls.now or self.shared.recomputed()
+        now = calls.now or self.shared.resumed()
         before, calls.block = calls.block, None if now is None else self._open(now, x)
         try:
             return self.original(*args, **kwargs)
