@@ -89,9 +89,8 @@ class BaseModel(nn.Module):
 
     def _apply_model(self, x: Any, t: Any, concat: Any, context: Any, control: Any, options: dict) -> torch.Tensor:
         # blocks write into the options, and calls of one sampling share what is in these
-        timesteps, dtype = self.model_sampling.timestep(t).float(), self.get_dtype()
-        out = self.diffusion_model(x.to(dtype), timesteps, context=context.to(dtype), transformer_options=dict(options))
-        return out.float()
+        timesteps = self.model_sampling.timestep(t).float()
+        return self.diffusion_model(x, timesteps, context=context, transformer_options=dict(options))
 
     def get_dtype(self) -> torch.dtype:
         """Of the weights."""

@@ -72,16 +72,16 @@ def test_two_models_in_two_threads_give_their_own_pictures(configs):
 def test_a_call_keeps_its_rules_when_another_thread_tells_the_time():
     model = CASE.build()
     with tome_core.patch(model, MergeConfig(ratio=0.75, min_timestep=500.0)) as handle:
-        look, others = handle.run._look_at, []
+        look, others = handle.time._look_at, []
 
         def interrupted(timestep: Any) -> Any:
             now = look(timestep)
-            others.append(threading.Thread(target=lambda: handle.run.tell(900)))
+            others.append(threading.Thread(target=lambda: handle.time.tell(900)))
             others[0].start()
             others[0].join(0.2)  # time enough to do harm
             return now
 
-        handle.run._look_at = interrupted
+        handle.time._look_at = interrupted
         call_case(CASE, model, timestep=100)
         others[0].join()
     assert handle.report().levels[0].calls_skipped and not handle.report().levels[0].calls_merged
