@@ -24,7 +24,7 @@ from .patching.handle import Patch
 from .reporting import gains
 from .reporting.gains import Gain
 from .reporting.ledger import LevelTally
-from .reporting.reasons import NO_GRID, REPLACED
+from .reporting.reasons import REPLACED
 from .reporting.report import Report
 from .reporting.report_text import count
 from .settings import form
@@ -54,9 +54,9 @@ def state_of(config: MergeConfig, downsample: int, blocks: int = 0) -> State:
 
 
 __all__ = [
-    "DEFAULT", "LAYOUTS", "MARKS", "NO_GRID", "REPLACED", "SD", "SDXL", "SEED_LIMIT", "STABLE_DIFFUSION",
-    "TRANSFORMER", "ByHand", "ByHeads", "Call", "ForwardOnStandIn", "Gain", "Grid", "Layout", "MergeConfig",
-    "MergeMap", "Patch", "Report", "StandIn", "State", "UnsupportedModelError", "adapter_of", "answer", "clock_for",
-    "count", "find_unet", "forget_all", "form", "full_name", "gains", "is_kind", "layout_of", "patch", "patch_of",
-    "preset", "register", "register_name", "register_wrapper", "state_of", "strength",
+    "DEFAULT", "LAYOUTS", "MARKS", "REPLACED", "SD", "SDXL", "SEED_LIMIT", "STABLE_DIFFUSION", "TRANSFORMER",
+    "ByHand", "ByHeads", "Call", "ForwardOnStandIn", "Gain", "Grid", "Layout", "MergeConfig", "MergeMap",
+    "Patch", "Report", "StandIn", "State", "UnsupportedModelError", "adapter_of", "answer", "clock_for", "count",
+    "find_unet", "forget_all", "form", "full_name", "gains", "is_kind", "layout_of", "patch", "patch_of", "preset",
+    "register", "register_name", "register_wrapper", "state_of", "strength",
 ]  # fmt: skip
