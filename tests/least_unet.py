@@ -13,9 +13,7 @@ FEW = (900.0, 860.0, 300.0, 280.0, 230.0)
 WAYS = {
     "refined": KEPT,
     "keys, drawn": MergeConfig(side="kv", ratio=0.75, keep=100.0, use_rand=True),
-    "all parts": MergeConfig(ratio=0.5, keep=100.0, merge_crossattn=True, merge_mlp=True, proportional=False),
     "cluster": MergeConfig(method="cluster", ratio=0.75, keep=100.0),
-    "an MLP alone": MergeConfig(keep=100.0, merge_attn=False, merge_mlp=True),
 }
 
 

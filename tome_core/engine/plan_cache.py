@@ -103,6 +103,7 @@ class Sampling:
     def set(self, name: Hashable, timestep: float | None) -> None:
         """The next calls belong to this sampling, at this time. None as a name, or no time: nothing is kept."""
         if name is None or name != self._name:
+            self._plans.clear()  # which a compiled model's last call still holds
             self._plans, self._shared = {}, {}
         elif timestep == self._timestep:
             return

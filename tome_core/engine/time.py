@@ -99,6 +99,8 @@ class ModelTime:
 
     def forget(self) -> None:
         """Let go of what was kept of pictures."""
+        for one in (self._sampling, self._mine.sampling):
+            one.set(None, None)
         self._sampling, self._mine = Sampling(), Pictures()
 
     def _guidance_in(self, batch: Any) -> Guidance | None:

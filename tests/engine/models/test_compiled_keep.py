@@ -1,84 +1,165 @@
-"""A compiled model keeps its matches over the steps of a picture as one that is not compiled does."""
+"""Matches that serve several steps in compiled models: as without a compiler, and never a step of another sampling."""
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 import tome_core
-from tests import least_unet, tiny_transformers
+from tests import transformer_pipelines
 from tests.compiling import where_compilers_were_tried
-from tests.least_unet import FEW, WAYS, draw, same
+from tests.least_unet import FEW, KEPT, TIMES, WAYS, build, call, draw, same
+from tests.models import on_small
 from tests.samplings import pipeline_of
+from tests.thoroughness import some_quick
 from tests.tiny_transformers import STRONG
-from tome_core import MergeConfig
-from tome_core.models import compiled
-from tome_core.models.arguments import pack, unpack
+from tome_core import PRESETS, MergeConfig, MergePlan
 
 pytestmark = [pytest.mark.usefixtures("fresh_compiler"), where_compilers_were_tried]
 
 
-def _compile(unet, way: str) -> None:
-    if way == "whole":
-        unet.compile(backend="eager", fullgraph=True)
-        return
-    for one in unet.modules():
-        if type(one).__name__ == "BasicTransformerBlock":
+def compiled(unet, whole=True, backend="eager"):
+    """In place, by its blocks if not whole."""
+    for module in [unet] if whole else unet.input_blocks[0][0].transformer_blocks:
+        module.compile(backend=backend, fullgraph=True)
+    return unet
+
+
+@pytest.mark.slow
+def test_all_marks_at_three_sizes_are_a_graph_for_each_size(work):
+    """What matches, what renews and what keeps is one and the same, and so are the settings."""
+    backend, plain, model = CompileCounter(), build(1), build(1)
+    compiled(model, backend=backend)
+    for name in PRESETS:
+        config = on_small(name)
+        with tome_core.patch(plain, config) as eager, tome_core.patch(model, config) as handle:
+            for side in (8, 16, 24):
+                expected, wanted = draw(plain, eager, TIMES, side, side=side), list(work)
+                work.clear()
+                assert same(draw(model, handle, TIMES, side, side=side), expected)
+                assert work == wanted and len(work) < len(TIMES)
+                work.clear()
+    assert backend.frame_count <= 3
+
+
+@pytest.mark.parametrize("whole", some_quick([True, False]))
+@pytest.mark.parametrize("way", WAYS)
+def test_whatever_is_kept_is_kept_in_graphs(way, whole):
+    config, backend, plain = WAYS[way], CompileCounter(), build()
+    model = compiled(build(), whole, backend)
+    with tome_core.patch(plain, config) as eager, tome_core.patch(model, config) as handle:
+        assert same(draw(model, handle), draw(plain, eager))
+        assert same(draw(model, handle, name="b"), draw(plain, eager, name="b"))
+        assert handle.report() == eager.report()
+    assert backend.frame_count == 1, "two blocks that look alike share a graph"
+
+
+@pytest.mark.parametrize("whole", some_quick([True, False]))
+def test_a_picture_does_not_depend_on_the_one_before(whole):
+    with tome_core.patch(model := compiled(build(), whole), KEPT) as handle:
+        draw(model, handle, (900.0, 280.0), "other")
+        second = draw(model, handle, FEW, "this")
+        handle.set_time(timestep=280.0)
+        unnamed = call(model, seed=9)
+    with tome_core.patch(model := build(), KEPT) as handle:
+        assert same(draw(model, handle, FEW, "this"), second)
+        handle.set_time(timestep=280.0)
+        assert torch.equal(call(model, seed=9), unnamed)
+
+
+def test_the_calls_of_one_time_keep_apart(work):
+    def tiles(unet, handle, seeds):
+        found = []
+        for time in (900.0, 850.0):
+            for seed in seeds:
+                handle.set_time(timestep=time, sampling="tiles")
+                found.append(call(unet, seed=seed))
+        return found[seeds.index(2) :: len(seeds)]
+
+    with tome_core.patch(model := compiled(build()), KEPT) as handle:
+        together = tiles(model, handle, (1, 2, 3))
+    assert work == ["match"] * 3 * 2
+    with tome_core.patch(model := build(), KEPT) as handle:
+        assert same(tiles(model, handle, (2,)), together)
+
+
+@pytest.mark.parametrize("whole", some_quick([True, False]))
+def test_both_halves_of_guidance_have_one_match(whole):
+    plain, model = build(), compiled(build(), whole)
+    with tome_core.patch(plain, KEPT) as eager, tome_core.patch(model, KEPT) as handle:
+        guided = draw(model, handle, pictures=1, copies=2)
+        assert same(guided, draw(plain, eager, pictures=1, copies=2))
+        assert not same(guided, draw(plain, eager, name="b", copies=2)), "a match can be seen"
+
+
+def _plans() -> int:
+    gc.collect()
+    return sum(isinstance(one, MergePlan) for one in gc.get_objects())
+
+
+@pytest.mark.parametrize("whole", some_quick([True, False]))
+def test_a_loop_of_ones_own_is_a_sampling_too_of_which_nothing_is_held_when_it_is_done(work, whole):
+    with tome_core.patch(model := compiled(build(), whole), KEPT) as handle:
+        before = _plans()
+        for _ in range(2):
+            with handle.sampling():
+                call(model, time=900.0), call(model, time=850.0)
+                assert _plans() == before + 2
+            assert _plans() == before
+        assert work == ["match"] * 2 * 2, "for each of two blocks in each of two samplings"
+        call(model, time=840.0)
+        assert work == ["match"] * 3 * 2
+
+
+def drawn(make, compiles: bool, work):
+    pipe, draw = make(compiles)
+    work.clear()
+    with tome_core.patch(pipe, **(STRONG | {"keep": 900.0})) as handle:
+        pictures = [draw(), draw()]
+        return pictures, list(work), handle.report()
+
+
+def _unet(folder):
+    def make(compiles):
+        pipe = pipeline_of(folder)
+        if compiles:
+            pipe.unet.compile(backend="eager", fullgraph=True)
+        return pipe, lambda: torch.as_tensor(pipe(
+            "a", num_inference_steps=5, generator=torch.Generator().manual_seed(1), output_type="latent").images)
+
+    return make
+
+
+def _transformers(name):
+    def make(compiles):
+        pipe, asked = transformer_pipelines.make(name)
+        for one in transformer_pipelines.transformers_of(pipe) if compiles else ():
             one.compile(backend="eager", fullgraph=True)
+        return pipe, lambda: transformer_pipelines.draw(pipe, asked)
+
+    return make
 
 
-@pytest.mark.parametrize("copies", [1, 2])
-@pytest.mark.parametrize("way", ["whole", "blocks"])
-@pytest.mark.parametrize("rules", ["refined", "keys, drawn", "cluster"])
-def test_the_same_matches_are_made_renewed_and_kept(rules: str, way: str, copies: int, work):
-    """Also over two samplings that cross, and with one match for both halves of guidance."""
-    found, done = [], []
-    for compiles in (False, True):
-        unet = least_unet.build()
-        with tome_core.patch(unet, WAYS[rules], host_clock=True) as handle:
-            if compiles:
-                _compile(unet, way)
-            work.clear()
-            found.append([one for name in "aba" for one in draw(unet, handle, FEW, name, pictures=1, copies=copies)])
-            done.append((list(work), handle.report().as_data()["levels"]))
-    assert same(*found) and done[0] == done[1] and done[0][0]
+_NAMES = ("UNet", "Flux", "Wan 2.2, of two transformers", "Wan, image to video", "SD3.5")
+PIPELINES = [name for name in _NAMES if name in ("UNet", *transformer_pipelines.PRESENT)]
 
 
-def test_a_pipelines_compiled_unet_keeps_what_it_would_keep(tiny_folder, work):
-    pipe = pipeline_of(tiny_folder)
-
-    def picture(seed):
-        generator = torch.Generator().manual_seed(seed)
-        return pipe("a", num_inference_steps=5, generator=generator, output_type="latent").images
-
-    config = MergeConfig(side="kv", ratio=0.75, keep=250.0, use_rand=False, refine=1)
-    with tome_core.patch(pipe, config):
-        expected, wanted = [picture(1), picture(2)], list(work)
-        work.clear()
-        pipe.unet.compile(backend="eager", fullgraph=True)
-        assert same([picture(1), picture(2)], expected)
-        assert work == wanted and "renew" in work
+@pytest.mark.parametrize("name", some_quick(PIPELINES, 2))
+def test_a_compiled_pipeline_keeps_over_its_steps_what_it_would_keep(name, tiny_folder, work):
+    make, before = _unet(tiny_folder) if name == "UNet" else _transformers(name), _plans()
+    (eager, wanted, counted), (pictures, done, told) = (drawn(make, compiles, work) for compiles in (False, True))
+    assert same(pictures, eager) and done == wanted and told == counted and done
+    assert torch.equal(*pictures), "equal seeds, equal pictures"
+    assert _plans() == before, "nothing of a picture is held when it is done"
 
 
-@pytest.mark.parametrize("by_head", [False, True])
-def test_an_attentions_output_lies_as_the_compiler_was_told(by_head: bool):
-    """And is nobody else's memory, which a compiler may write over."""
-    model, _ = tiny_transformers.make("SD3.5" if by_head else "Wan")
-    tome_core.patch(model, **STRONG)
-    site = next(one.forward.__self__ for one in model.modules() if hasattr(one, "to_q") and "forward" in vars(one))
-    q, k, v = (torch.randn(1, 24, 2, 16) for _ in range(3))
-    with torch.no_grad():
-        torch.library.opcheck(
-            compiled._MADE["attend"], (site.number, site.number, q, k, v, None, by_head, None, False, ""),
-            test_utils=("test_schema", "test_faketensor"),
-        )  # fmt: skip
-
-
-def test_what_is_packed_is_unpacked():
-    tensor = torch.zeros(1)
-    values = [tensor, None, 3, [(1, 2, 3), [tensor], ()], (7,), True]
-    form, tensors, numbers = pack(values)
-    assert unpack(form, tensors, numbers) == values and len(tensors) == 2
-    assert pack([{}]) is None
-    form, tensors, numbers = pack([0.5])
-    assert unpack(form, tensors, numbers)[0].item() == 0.5
+def test_an_engine_reads_the_time_of_compiled_calls_itself(work):
+    """Rules that hold for a time need no host's clock."""
+    config = MergeConfig(side="kv", ratio=0.75, max_timestep=500.0)
+    with tome_core.patch(model := compiled(build()), config) as handle:
+        for time in FEW:
+            call(model, time=time)
+    assert len(work) == 2 * sum(time <= 500 for time in FEW) and handle.report().calls == len(FEW)
