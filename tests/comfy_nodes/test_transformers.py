@@ -9,7 +9,7 @@ import torch
 
 from comfy_nodes import host, transformers
 from comfy_nodes.nodes import ApplyToMe, RemoveToMe
-from comfy_nodes.slot import SLOT
+from comfy_nodes.slot import SLOT, HostCall
 from tests.comfy_doubles import apply
 from tests.comfy_transformer import Filled, FlowGuider, Flux, Unplaced, transformer
 from tome_core import form, strength
@@ -62,6 +62,13 @@ def test_strength_merges_them_too_where_it_pays(server):
     assert "so few tokens" in server.texts[-1][1]
     sample(merged, size=(64, 64), steps=2)
     assert report(merged).work_saved > 0.5 and "left out" in server.texts[-1][1]
+
+
+def test_values_whose_heads_are_apart_already_merge_as_others_do():
+    """As SD3 hands them over."""
+    q, k, v = (torch.randn(2, 5, 4 * 8) for _ in range(3))
+    flat, apart = HostCall(torch.add, q, k, v, 4), HostCall(torch.add, q, k, v.unflatten(2, (4, 8)), 4)
+    assert torch.equal(apart.v, flat.v) and flat.v.shape == (2, 5, 4, 8)
 
 
 def test_where_the_picture_lies_is_known_or_nothing_merges():

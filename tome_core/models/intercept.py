@@ -217,7 +217,8 @@ class ByHeads(Asked):
             self.q, self.k, self.v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         else:
             width = q.shape[-1] // heads
-            self.q, self.k, self.v = (one.unflatten(-1, (-1, width)) for one in (q, k, v))
+            # ComfyUI's SD3 hands over values whose heads are apart already
+            self.q, self.k, self.v = (one.reshape(*one.shape[:2], -1, width) for one in (q, k, v))
 
     def unmerged(self) -> torch.Tensor:
         return self._function(*self._own, self._heads, mask=self.mask, **self._more)

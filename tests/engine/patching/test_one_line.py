@@ -24,6 +24,7 @@ from tests.pipeline_uses import USES
 from tests.pipelines import IMAGE_TIMES, an_image, assert_merged, differ, draw, every_kind, every_preset, merged_alone
 from tests.threads import at_once
 from tests.traces import traces
+from tome_core.patching.handle import handle_on
 
 # --- the line itself -------------------------------------------------------------------------------------------------
 
@@ -36,7 +37,7 @@ def test_one_line_merges_and_another_brings_every_bit_back(build, kind: str, nam
     before, plain = traces(pipe.unet), draw(pipe, output_type="pt")
     tome_core.patch(pipe, name)
     merged = draw(pipe, output_type="pt")
-    assert_merged(vars(pipe.unet)["_tome_core_patch"].handle)
+    assert_merged(handle_on(pipe.unet))
     tome_core.remove_patch(pipe)
     assert differ(plain, merged) and torch.equal(draw(pipe, output_type="pt"), plain)
     assert traces(pipe.unet) == before and "scale_model_input" not in vars(pipe.scheduler)
@@ -128,7 +129,7 @@ def test_the_pages_file_for_sdnext_patches_what_is_loaded(build, monkeypatch):
         pipe.scheduler = diffusers.UniPCMultistepScheduler.from_config(default.config)
         with pytest.raises(AssertionError, match="Interrupted"):
             draw(pipe, seed=5, timesteps=None, num_inference_steps=12, callback_on_step_end=interrupt)
-    assert_merged(vars(pipe.unet)["_tome_core_patch"].handle)
+    assert_merged(handle_on(pipe.unet))
 
 
 # --- other pipelines, other calls ------------------------------------------------------------------------------------
