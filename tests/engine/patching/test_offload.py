@@ -52,7 +52,7 @@ def test_offloading_and_merging_come_and_go_in_any_order(one: Family, offload, p
 @pytest.mark.parametrize("patch_first", [True, False])
 def test_a_hook_that_is_renewed_after_every_picture_does_not_cost_the_patch(one: Family, patch_first: bool):
     """diffusers' model offload removes and renews its hooks then; the time of a call must not get lost."""
-    config = MergeConfig(max_timestep=600)
+    config = MergeConfig(min_timestep=600)
     plain, model = one.build(), one.build()
     tome_core.patch(plain, config)
     if patch_first:
