@@ -158,8 +158,8 @@ def test_a_compiled_pipeline_keeps_over_its_steps_what_it_would_keep(name, tiny_
 
 def test_an_engine_reads_the_time_of_compiled_calls_itself(work):
     """Rules that hold for a time need no host's clock."""
-    config = MergeConfig(side="kv", ratio=0.75, max_timestep=500.0)
+    config = MergeConfig(side="kv", ratio=0.75, min_timestep=500.0)
     with tome_core.patch(model := compiled(build()), config) as handle:
         for time in FEW:
             call(model, time=time)
-    assert len(work) == 2 * sum(time <= 500 for time in FEW) and handle.report().calls == len(FEW)
+    assert len(work) == 2 * sum(time >= 500 for time in FEW) and handle.report().calls == len(FEW)
