@@ -82,7 +82,7 @@ _MOST = 64  # of what is remembered
 
 
 def reuse(make: Callable[..., tuple[torch.Tensor, ...]], x: torch.Tensor, *args: Hashable) -> tuple[torch.Tensor, ...]:
-    """``make(*args, device of x)``, remembered, but not what a compiled graph, a CUDA graph or a tracer makes."""
+    """``make(*args, device of x)``, remembered, but not what a CUDA graph or a tracer makes."""
     plain = type(x) is torch.Tensor and not x.is_meta
     if not plain or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
         return make(*args, x.device)
