@@ -58,17 +58,27 @@ def test_each_window_merges_as_it_would_alone(layout, method):
 @pytest.mark.parametrize("batch", [1, 2])
 def test_each_window_is_renewed_from_its_own_plan(layout, batch):
     """Also if the plan was made of one copy of the latents, and serves several."""
-    first, later = (attention(layout, behind=3, batch=one, seed=seed) for one, seed in ((batch, 1), (2, 2)))
-    plan = match(first.k, first.v, layout, RULE).repeat(2 // batch)
-    parts = [(tokens, part.repeat(2 // batch)) for tokens, part in alone(first, layout, RULE)]
+    first, later = (attention(layout, behind=3, batch=one, seed=seed) for one, seed in ((batch, 1), (2 * batch, 2)))
+    plan = match(first.k, first.v, layout, RULE).repeat(2)
+    parts = [(tokens, part.repeat(2)) for tokens, part in alone(first, layout, RULE)]
     found, expected = match(later.k, later.v, layout, RULE, None, plan), alone(later, layout, RULE, parts)
     before = layout.first
     for tokens, part in expected:
         assert torch.equal(found.group[:, tokens] - before, part.group)
         before += part.num_groups
-    assert found.num_groups == plan.num_groups and not torch.equal(found.group, plan.group)
+    assert found.num_groups == plan.num_groups and not torch.equal(found.group, plan.group.expand_as(found.group))
     again = match(later.k, later.v, layout, RULE, None, found)
     assert again.num_groups == plan.num_groups, "and renewed once more"
+
+
+def test_a_films_cells_reach_over_its_frames():
+    """Of two frames, two rows and four columns, if a rule's are of four by four."""
+    own = attention(FILM)
+    plan = match(own.k, own.v, FILM, replace(RULE, sx=4, sy=4, ratio=15 / 16))
+    place = plan.representative[0, FILM.first :] - FILM.first
+    assert len(place) == tokens_in(FILM) // 16
+    frame, row, column = place // 48, place % 48 // 12, place % 12
+    assert not (frame % 2).any() and not (row % 2).any() and not (column % 4).any() and row.any()
 
 
 def test_a_rule_that_removes_no_token_of_a_window_merges_nothing():
