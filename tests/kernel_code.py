@@ -21,7 +21,7 @@ TARGETS = [("cuda", 80, 32), ("cuda", 89, 32), ("cuda", 90, 32), ("hip", "gfx942
 SHARED = 99 * 1024  # bytes of shared memory that one program may have on a desktop's Ampere or Ada
 
 
-def code(kernel, target, warps=4, **arguments):
+def code(kernel, target, warps=4, stages=3, **arguments):
     """Its assembly; an argument is a Triton type or, where it is not a string, a constant. Others are integers.
 
     Pointers and the strides of samples, rows and heads are taken for multiples of 16, as they are in a model.
@@ -33,7 +33,7 @@ def code(kernel, target, warps=4, **arguments):
     even = {(number,): [["tt.divisibility", 16]] for number, name in enumerate(names)
             if types[name].startswith("*") or name.endswith(("_sample", "_row", "_head"))}  # fmt: skip
     source = ASTSource(kernel, types, constexprs=constants, attrs=even)
-    compiled = compile(source, target=GPUTarget(*target), options={"num_warps": warps})
+    compiled = compile(source, target=GPUTarget(*target), options={"num_warps": warps, "num_stages": stages})
     if target[0] == "cuda":
         assert compiled.metadata.shared <= SHARED, f"{kernel.__name__} wants {compiled.metadata.shared} bytes"
     return compiled.asm["ptx" if target[0] == "cuda" else "amdgcn"]
@@ -83,9 +83,9 @@ def rest(target, dtype):
                             merged_keys=pointer, merged_values=pointer, bias=pointer, merged="*fp32", full="*fp32",
                             logs="*fp32", scale="fp32", q_channel=1, keys_channel=1, values_channel=1, width=40,
                             QUERIES=more._TOKENS, WIDTH=64, TOKENS=more._TOKENS)  # fmt: skip
-    made["ridge"] = code(more._ridge, target, 8, q=pointer, rows="*i64", merged="*fp32", full="*fp32", logs="*fp32",
+    made["ridge"] = code(more._ridge, target, 8, 1, q=pointer, rows="*i64", merged="*fp32", full="*fp32", logs="*fp32",
                          first="*fp32", matrix=pointer, constant=pointer, q_channel=1, width=40, WIDTH=64,
-                         UNKNOWNS=128, QUERIES=more._QUERIES)  # fmt: skip
+                         UNKNOWNS=128, QUERIES=more._QUERIES, SPANS=8)  # fmt: skip
     made["correct"] = code(more._correct, target, out=pointer, q=pointer, matrix=pointer, constant=pointer,
                              to=pointer, out_channel=1, q_channel=1, width=40, WIDTH=64, TOKENS=more._TOKENS)
     return made

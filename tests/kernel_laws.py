@@ -277,9 +277,11 @@ def test_what_is_spread_to_one_is_what_torch_spreads(shape, parts, dtype):
     found = of_unit_spread(*pieces)
     centred = (x.double() - x.double().mean(1, keepdim=True)).unflatten(-1, (parts, -1))
     unit = centred.square().mean((1, 3), keepdim=True).sqrt().clamp(min=torch.finfo(dtype).tiny)
-    close(found, (centred / unit).flatten(2), dtype, 8.0)  # it lies at 20, seven times its spread
+    expected = (centred / unit).flatten(2)
+    close(found, expected, dtype, 8.0)  # it lies at 20, seven times its spread
     assert found.dtype == dtype and torch.equal(found, of_unit_spread(*(one.contiguous() for one in pieces)))
-    assert torch.equal(found, of_unit_spread(*(one.mT.contiguous().mT for one in pieces)))
+    # a GPU's threads share the tokens out by their strides, and add in another order
+    close(of_unit_spread(*(one.mT.contiguous().mT for one in pieces)), expected, dtype, 8.0)
 
 
 def test_what_does_not_vary_is_spread_to_zero():

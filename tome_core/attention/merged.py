@@ -70,11 +70,10 @@ def attend(attention: Attention, how: Merge, made: Pair | None = None) -> tuple[
     """
     q, k, v, function, scale, takes_bias = attention
     plan, mode, heads = how.plan, how.mode, k.shape[2]
+    if made is None and (k.device.type in kernels.DEVICES or k.numel() * 4 <= _AT_ONCE):
+        made = plan.merge_both(k.flatten(2), v.flatten(2), mode)
     if made is not None:
         k, v = (one.unflatten(2, (heads, -1)) for one in made)
-    elif k.numel() * 4 <= _AT_ONCE:
-        k = plan.merge(k.flatten(2), mode).unflatten(2, (heads, -1))
-        v = plan.merge(v.flatten(2), mode).unflatten(2, (heads, -1))
     else:
         k, v = merge(k, plan, mode), merge(v, plan, mode)
     if how.queries:
@@ -106,7 +105,7 @@ def correction_of(attention: Attention, plan: MergePlan, layout: Layout) -> tupl
     asking = q[:, places]
     shares = q.shape[2] // k.shape[2]
     found: list[Fitted] = []
-    for first, last in _some_heads(k, shares):
+    for first, last in [(0, k.shape[2])] if shares == 1 and kernels.fit_whole(q) else _some_heads(k, shares):
         pair = tuple(one[:, :, first:last] for one in (k, v))
         if shares > 1:
             pair = tuple(one.repeat_interleave(shares, 2) for one in pair)

@@ -1,11 +1,14 @@
 """Which tokens of a sequence merge: a match among the picture's keys and values, and a plan of the whole sequence.
 
 The plan gives every other token a group of its own, so that what merges, sizes and corrects knows nothing of them. A
-match looks at windows of the grid, one after the other, of some 4,096 tokens: its work grows with the tokens and not
-with their square, and what it holds does not grow at all.
+match looks at windows of the grid, of some 4,096 tokens: its work grows with the tokens and not with their square.
+Equal windows are matched together, as samples of one batch.
 """
 
 from __future__ import annotations
+
+from itertools import groupby
+from operator import itemgetter
 
 import torch
 
@@ -19,7 +22,7 @@ from ..settings.rule import MergeRule
 
 
 class JoinedPlan(MergePlan):
-    """A plan of a whole sequence. counts: the groups of each window, which lie one after the other."""
+    """A plan of a whole sequence. counts: the groups of a window, for each run of equal windows, in their order."""
 
     counts: tuple[int, ...] = ()
 
@@ -47,39 +50,76 @@ def match(
     Returns:
         None if the rule removes no token of some window.
     """
-    by_distance, method, before, parts = rule.metric in BY_DISTANCE, METHODS[rule.method], layout.first, []
-    counts = iter(() if old is None else getattr(old, "counts", (old.num_groups,)))
-    for start, grid in windows(layout.grid):
-        first, last = layout.first + start, layout.first + start + grid.height * grid.width
-        x = _tokens_to_compare(k[:, first:last], v[:, first:last], rule)
-        count = next(counts, None)
-        if count is not None:
+    by_distance, method, before = rule.metric in BY_DISTANCE, METHODS[rule.method], layout.first
+    tokens, parts, counts = k.shape[1], [], []
+    known = iter(() if old is None else getattr(old, "counts", (old.num_groups,)))
+    for grid, run in groupby(windows(layout.grid), itemgetter(1)):
+        starts = [start for start, _ in run]
+        times, size = len(starts), grid.height * grid.width
+        places = slice(layout.first + starts[0], layout.first + starts[0] + times * size)
+        x = _tokens_to_compare(_apart(k[:, places], times), _apart(v[:, places], times), rule)
+        groups = next(known, None)
+        if groups is not None:
             # one k-means step from the plan of an earlier time is as good as a new match with several, and cheaper
-            is_whole = last - first == k.shape[1]
-            own = old if is_whole else MergePlan(old.group[:, first:last] - before, count)
+            own = old if size == tokens else _part(old, places, before, times, groups, x)
             plan = refine_plan(own, x, 1, by_distance)
-            before += count
+            before += times * groups
         else:
             st, sy, sx = cell_of(rule.sy, rule.sx, grid.frames if method.compares else 1)
-            options = (rule.effective_ratio, sx, sy, draw, rule.refine, by_distance, st)
+            options = (rule.effective_ratio, sx, sy, _for_each(draw, times), rule.refine, by_distance, st)
             plan = method.match(x, grid, MatchOptions(*options))
         if plan is None:
             return None
-        parts.append(plan)
-    if len(parts) == 1 and k.shape[1] == tokens_in(layout):
-        return parts[0]
-    return _join(parts, layout, k.shape[1])
+        counts.append(plan.num_groups)
+        parts.append(plan if times == 1 else _side_by_side(plan, times))
+    if len(parts) == 1 and tokens == tokens_in(layout) and times == 1:
+        return plan
+    return _join(parts, layout, tokens, tuple(counts))
+
+
+def _apart(x: torch.Tensor, times: int) -> torch.Tensor:
+    """``[B, times*n, H, d]`` to ``[B*times, n, H*d]``: each window is a sample. Without gradient."""
+    return x.detach().flatten(2).unflatten(1, (times, -1)).flatten(0, 1)
 
 
 def _tokens_to_compare(k: torch.Tensor, v: torch.Tensor, rule: MergeRule) -> torch.Tensor:
-    """A window's tokens as its match sees them, ``[B, n, D]``, without gradient."""
-    k, v = k.detach().flatten(2), v.detach().flatten(2)
+    """The tokens of windows as their match sees them, ``[B, n, D]``."""
     if rule.metric == "keys+values":
         return of_unit_spread(k, v)
     return of_unit_spread(k) if rule.metric in BY_DISTANCE else k
 
 
-def _join(parts: list[MergePlan], layout: Layout, tokens: int) -> JoinedPlan:
+def _for_each(draw: Draw | None, times: int) -> Draw | None:
+    """The draw of windows that are samples: each window draws as its sample would."""
+    if draw is None or draw.time is None or draw.time.shape[0] == 1:
+        return draw
+    return draw._replace(time=draw.time.repeat_interleave(times))
+
+
+def _part(old: MergePlan, places: slice, before: int, times: int, groups: int, x: torch.Tensor) -> MergePlan:
+    """The plan of these windows alone: of as many samples as they are in ``x``."""
+    group = (old.group[:, places] - before).unflatten(1, (times, -1))
+    group = group - _offsets(times, groups, group.device)
+    return MergePlan(group.expand(len(x) // times, -1, -1).flatten(0, 1), groups)
+
+
+def _side_by_side(plan: MergePlan, times: int) -> MergePlan:
+    """One plan of windows that are samples of another."""
+
+    def join(numbers: torch.Tensor, step: int) -> torch.Tensor:
+        rows = numbers.expand(times, -1) if len(numbers) == 1 else numbers
+        return (rows.unflatten(0, (-1, times)) + _offsets(times, step, numbers.device)).flatten(1)
+
+    picked = plan.representative
+    picked = None if picked is None else join(picked, plan.num_tokens)
+    return MergePlan(join(plan.group, plan.num_groups), times * plan.num_groups, picked)
+
+
+def _offsets(times: int, step: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(0, times * step, step, device=device)[:, None]
+
+
+def _join(parts: list[MergePlan], layout: Layout, tokens: int, counts: tuple[int, ...]) -> JoinedPlan:
     """One plan of the sequence: tokens before the picture, the windows' groups, tokens behind it."""
     group, rows = parts[0].group, max(part.group.shape[0] for part in parts)
     numbers = torch.arange(tokens, device=group.device).expand(rows, -1)
@@ -94,5 +134,5 @@ def _join(parts: list[MergePlan], layout: Layout, tokens: int) -> JoinedPlan:
     groups.append(numbers[:, last:] - last + before)
     chosen.append(numbers[:, last:])
     plan = JoinedPlan(torch.cat(groups, 1), before + tokens - last, torch.cat(chosen, 1) if picked else None)
-    plan.counts = tuple(part.num_groups for part in parts)
+    plan.counts = counts
     return plan

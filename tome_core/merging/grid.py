@@ -117,7 +117,8 @@ def draw_choices(draw: Draw, count: int, choices: int, device: torch.device) -> 
     A hash of (seed, level, round(time), position), so no generator is touched, a conditional and an
     unconditional pass agree even when they run apart, and every device gives the same numbers.
     """
-    time = torch.zeros(1) if draw.time is None else draw.time.float()  # before it moves: MPS takes no float64
+    # to float32 before it moves: MPS takes no float64
+    time = torch.zeros(1, device=device) if draw.time is None else draw.time.float()
     stamp = time.to(device).reshape(-1).round().to(torch.int64) & _MASK
     key = scramble(scramble(draw.seed & _MASK) ^ (draw.level & _MASK))
     place = scramble(torch.arange(count, device=device) + 1)

@@ -55,6 +55,11 @@ def available(device: torch.device) -> bool:
     return _supports(device) and _module() is not None
 
 
+def fit_whole(q: torch.Tensor) -> bool:
+    """Whether kernels fit a correction to all heads of ``q [B, N, H, d]`` at once, and hold little of it in memory."""
+    return q.shape[3] <= RIDGE_WIDEST and ready_for_halves(q) and not needs_gradient(q)
+
+
 def needs_gradient(*tensors: torch.Tensor) -> bool:
     """Whether a backward pass may follow, which kernels have none for."""
     return torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
@@ -98,7 +103,7 @@ class Means(NamedTuple):
 
 def mean_rows(
     x: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor, tokens: int, bias: bool = False,
-    values: torch.Tensor | None = None,
+    values: torch.Tensor | None = None, exact: bool = True,
 ) -> Means | None:  # fmt: skip
     """Mean of the rows of each group; None if it could not run. Not differentiable.
 
@@ -106,14 +111,14 @@ def mean_rows(
     rows of one copy sorted by group. offsets: int64 ``[G + 1]``, where each group starts in it. An empty group has
     mean 0. Summed in float32, each group by one program in a fixed order, some rows at a time: equal bits every time.
     bias: minus half the squared length of each rounded mean, float32 ``[K * G]``, minus infinity for an empty group.
-    values: as x; their means too, rounded as ``values`` and in float32 as ``exact``.
+    values: as x; their means too, rounded as ``values`` and, if ``exact``, in float32.
     """
     shape, both = (x.shape[0] // tokens * (offsets.shape[0] - 1), x.shape[1]), values is not None
     means = Means(
         torch.empty(shape, dtype=x.dtype, device=x.device),
         torch.empty(shape[:1], dtype=torch.float32, device=x.device) if bias else None,
         torch.empty(shape, dtype=x.dtype, device=x.device) if both else None,
-        torch.empty(shape, dtype=torch.float32, device=x.device) if both else None,
+        torch.empty(shape, dtype=torch.float32, device=x.device) if both and exact else None,
     )
     filled = means.mean, means.values, means.exact, means.bias
     return means if launch(x, "mean_rows", x, values, order, offsets, tokens, *filled) else None
@@ -234,7 +239,8 @@ def answer_few(
 
 
 def _span(tokens: int) -> int:
-    return max(512, -(-tokens // 32))
+    """Eight spans of a long sequence: with a batch's heads enough for any GPU, and few to be put together again."""
+    return max(512, -(-tokens // 8))
 
 
 def ridge(

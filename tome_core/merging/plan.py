@@ -165,6 +165,18 @@ class MergePlan:
         of_keys, exact = (self.merge(one if one.dtype == torch.float64 else one.float()) for one in (keys, values))
         return of_keys.to(keys.dtype), exact.to(values.dtype), exact
 
+    def merge_both(
+        self, keys: torch.Tensor, values: torch.Tensor, mode: MergeMode = "mean"
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`merge` of two tensors of one shape and dtype, in one launch where there is a kernel."""
+        if mode == "mean" and keys.device.type in kernels.DEVICES and not kernels.needs_gradient(keys, values):
+            batch, tokens, channels = keys.shape
+            flat = (one.reshape(batch * tokens, channels) for one in (keys, values))
+            means = self._means_by_kernel(*flat, exact=False)
+            if means is not None:
+                return means.mean.view(batch, -1, channels), means.values.view(batch, -1, channels)
+        return self.merge(keys, mode), self.merge(values, mode)
+
     def unmerge(self, y: torch.Tensor) -> torch.Tensor:
         """Groups back to tokens: every token gets its group's row.
 
@@ -211,12 +223,12 @@ class MergePlan:
         return found
 
     def _means_by_kernel(
-        self, flat: torch.Tensor, values: torch.Tensor | None = None, bias: bool = False
+        self, flat: torch.Tensor, values: torch.Tensor | None = None, bias: bool = False, exact: bool = True
     ) -> kernels.Means | None:
         """As `kernels.mean_rows`, of ``[B * N, C]``; None where torch's operators have to do."""
         if kernels.needs_gradient(flat) or not kernels.ready(flat):
             return None
-        return kernels.mean_rows(flat, *self._sort(flat.dtype), self.group.numel(), bias, values)
+        return kernels.mean_rows(flat, *self._sort(flat.dtype), self.group.numel(), bias, values, exact)
 
     def _count_by_kernel(self, dtype: torch.dtype = torch.float32) -> bool:
         """Order, offsets, sizes and their logarithms, in this dtype too, from one kernel, where there is one."""

@@ -150,7 +150,7 @@ def _spread(
             its = moments + part * width
             _, more = _of_all_spans(its, column, column < width, tokens, channels, span, spans, SPANS)
             squared += more
-        unit = tl.sqrt(tl.sum(squared, 0) / (width * tokens.to(tl.float32)))
+        unit = tl.sqrt(tl.sum(squared, 0) / (width * tokens * 1.0))
         unit = tl.maximum(unit, least)
         for start in range(0, width, CHANNELS):
             column = start + tl.arange(0, CHANNELS)

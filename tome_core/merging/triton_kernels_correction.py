@@ -130,14 +130,16 @@ def _tell(q, rows, merged, query, column, mask, width: tl.constexpr, q_row, q_ch
 
 
 @triton.jit
-def _join(full, logs, number, programs, spans, query, there, column, wide, count, width: tl.constexpr):
+def _join(
+    full, logs, number, programs, query, there, column, wide, count, width: tl.constexpr, SPANS: tl.constexpr
+):  # fmt: skip
     """What queries are answered from all keys: each span's answer, by its share of the weights."""
     top = tl.load(logs + number * count + query, mask=there, other=0.0)
-    for span in range(1, spans):
+    for span in tl.static_range(1, SPANS):
         top = tl.maximum(top, tl.load(logs + (span * programs + number) * count + query, mask=there, other=0.0))
     total = tl.zeros_like(top)
     answer = tl.zeros_like(query[:, None] * column[None, :]).to(tl.float32)
-    for span in range(0, spans):
+    for span in tl.static_range(SPANS):
         own = span * programs + number
         share = tl.exp(tl.load(logs + own * count + query, mask=there, other=0.0) - top)
         at = full + own * count * width + query[:, None] * width + column[None, :]
@@ -148,8 +150,8 @@ def _join(full, logs, number, programs, spans, query, there, column, wide, count
 
 @triton.jit
 def _ridge(
-    q, rows, merged, full, logs, first, matrix, constant, count, heads, spans, q_sample, q_row, q_channel,
-    width: tl.constexpr, WIDTH: tl.constexpr, UNKNOWNS: tl.constexpr, QUERIES: tl.constexpr,
+    q, rows, merged, full, logs, first, matrix, constant, count, heads, q_sample, q_row, q_channel,
+    width: tl.constexpr, WIDTH: tl.constexpr, UNKNOWNS: tl.constexpr, QUERIES: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
     """One program: one head. Its normal equations, solved by elimination, which the penalty makes safe without pivots.
 
@@ -163,7 +165,7 @@ def _ridge(
     held, wide = row < unknowns, column < width
     block = (row < width)[:, None] & wide[None, :]
     known = tl.zeros([UNKNOWNS, WIDTH], tl.float32)  # of first order, below it zeros
-    for span in range(0, spans):
+    for span in tl.static_range(SPANS):
         at = first + (span * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * width * width
         known += tl.load(at + row[:, None] * width + column[None, :], mask=block, other=0.0)
     rounded = known.to(q.dtype.element_ty)
@@ -181,7 +183,7 @@ def _ridge(
         there = query < count
         mask = there[:, None] & held[None, :]
         told = _tell(q, rows, merged, query, row, mask, width, q_row, q_channel)
-        left = _join(full, logs, number, programs, spans, query, there, column, wide, count, width)
+        left = _join(full, logs, number, programs, query, there, column, wide, count, width, SPANS)
         at_merged = merged + query[:, None] * width + column[None, :]
         left -= tl.load(at_merged, mask=there[:, None] & wide[None, :], other=0.0)
         left -= tl.dot(told.to(rounded.dtype), rounded)
@@ -196,7 +198,7 @@ def _ridge(
     of_merged = tl.sum(tl.where(row < width, 0.0, energy), 0) / width
     energy = tl.maximum(tl.where(row < width, of_q, of_merged), _TINY)
     unit = tl.where(held, 1.0 / tl.sqrt(energy), 0.0)
-    penalty = unknowns / count.to(tl.float32)
+    penalty = unknowns / (count * 1.0)
     normal = normal * unit[:, None] * unit[None, :] + tl.where(row[:, None] == row[None, :], penalty, 0.0)
     weights = cross * unit[:, None]
     for step in range(0, unknowns):
@@ -288,11 +290,15 @@ def ridge(
     q: torch.Tensor, rows: torch.Tensor, merged: torch.Tensor, full: torch.Tensor, logs: torch.Tensor,
     first: torch.Tensor, matrix: torch.Tensor, constant: torch.Tensor,
 ) -> None:  # fmt: skip
-    """See `kernels.ridge`; fills ``matrix`` and ``constant``."""
+    """See `kernels.ridge`; fills ``matrix`` and ``constant``.
+
+    Its loop loads a tile of every span at once: several stages of that would not fit a desktop GPU's shared memory.
+    """
     programs, count, width = merged.shape
     _ridge[(programs,)](
-        q, rows, merged, full, logs, first, matrix, constant, count, programs // q.shape[0], first.shape[0],
-        *q.stride(), width=width, WIDTH=_wide(width), UNKNOWNS=_wide(2 * width), QUERIES=_QUERIES, num_warps=8,
+        q, rows, merged, full, logs, first, matrix, constant, count, programs // q.shape[0], *q.stride(),
+        width=width, WIDTH=_wide(width), UNKNOWNS=_wide(2 * width), QUERIES=_QUERIES, SPANS=first.shape[0],
+        num_warps=8, num_stages=1,
     )  # fmt: skip
 
 

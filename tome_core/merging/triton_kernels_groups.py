@@ -52,7 +52,8 @@ def _mean_rows(
                     squared += tl.sum(kept * kept, 0)
             else:
                 tl.store(mean_values + to, rounded, mask=held)
-                tl.store(exact + to, found, mask=held)
+                if exact is not None:
+                    tl.store(exact + to, found, mask=held)
     if bias is not None:
         tl.store(bias + number, tl.where(stop > start, squared * -0.5, float("-inf")))
 

@@ -98,6 +98,6 @@ def test_a_unets_match_is_in_windows_too(monkeypatch):
     with torch.no_grad(), tome_core.patch(model, MergeConfig(rules=(RULE,))) as handle:
         handle.keep_maps()
         call_unet(model, x, 500, text)
-    assert seen == [8 * 12] * 4 * handle.report().levels[0].blocks
+    assert seen == [8 * 12] * handle.report().levels[0].blocks, "all four at once"
     ((_, _, keys),) = handle.report().levels[0].tokens
     assert keys == 32 * 12 // 4 and handle.maps()[0].group.shape == (1, 32 * 12)
