@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .engine import hosting
+from .host import hosting
 
 # where sampler functions lie that call the model at the levels of their list, one after another, and say after each
 # step's first call which it was
