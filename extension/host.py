@@ -306,25 +306,6 @@ def accordion(is_on: bool, label: str, elem_id: str) -> Any:
     return InputAccordion(is_on, label=label, elem_id=elem_id)
 
 
-def is_page() -> bool:
-    """Are controls being made for a page? The API makes them in bare blocks, for the values that they start with."""
-    from gradio.context import Context
-
-    return Context.block is not Context.root_block
-
-
-def is_being_built() -> bool:
-    """Is a page being made? gradio 4 makes a control anew, outside of any, for an answer that changes one."""
-    from gradio.context import Context
-
-    return Context.root_block is not None
-
-
-def set_tooltip(control: Any, text: str) -> None:
-    """What the webui shows while the mouse is over a control."""
-    control.webui_tooltip = text
-
-
 def has_setting_called(key: str) -> bool:
     """Would the webui take this key of a pasted infotext for one of its own settings?"""
     return any(name == key for name, _ in getattr(sys.modules.get("modules.infotext"), "mapping", ()))

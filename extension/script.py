@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from ..tome_core import hosting
-from . import attentions, host, infotext, measuring, merge_map, options, page
+from . import attentions, host, infotext, measuring, merge_map, options
 from .merging import Job, armed, job_of, set_job
 from .summary import data_of, line_of
 from .wish import TITLE, read
@@ -142,8 +142,10 @@ def on_end(p: Any) -> None:
 
 def on_component(component: Any, elem_id: str | None = None, **facts: Any) -> None:
     """The webui has made a control of its own, or somebody else has."""
-    if elem_id in page.WANTED and host.is_being_built():
-        page.note(elem_id, component)
+    from .ui import note  # with gradio, which is there by now
+
+    if elem_id:
+        note(component, elem_id)
 
 
 def unload() -> None:

@@ -1,4 +1,7 @@
-"""The panel in txt2img and img2img. Only what gradio 3.41 and 4.40 both have."""
+"""The panel in txt2img and img2img, and the webui's own controls that it goes by: sizes, Hires. fix, quicksettings.
+
+Only what gradio 3.41 and 4.40 both have.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,10 @@ import html
 from typing import Any
 
 import gradio as gr
+from gradio.context import Context
 
 from ..tome_core.hosting import MARKS, form
-from . import host, infotext, measuring, options, page
+from . import host, infotext, measuring, options
 from .measuring import ComingPass
 from .wish import ARGUMENTS, DEFAULTS, DIAL, FILLED_FOR, OWN, TITLE, WHERE, base_of, find_filled, read
 
@@ -20,6 +24,40 @@ _TIPS = {
                "settings, the size, the card or a version differs.",
 }
 _QUIETLY = {"show_progress": False, "queue": False}
+_HIRES = ("hr-checkbox", "hr_scale", "hr_resize_x", "hr_resize_y")
+_OF_TAB = {"txt2img": ("width", "height", *_HIRES), "img2img": ("width", "height")}
+_IN_SDNEXT = dict(zip(("enable_hr", "scale", "resize_width", "resize_height"), _HIRES, strict=True))
+_SETTINGS = {f"setting_tome_{name}": name for name in DIAL}
+_panels: dict[str, Panel] = {}  # of the latest page, by tab
+_waiting: set[str] = set()  # tabs whose panel does not go by the webui's controls yet
+_found: dict[str, dict[str, Any]] = {tab: {} for tab in _OF_TAB}  # the webui's controls that no panel goes by yet
+
+
+def note(control: Any, elem_id: str) -> None:
+    """The webui has made a control, maybe such a one; it makes them in an order that its user can change.
+
+    gradio 4 makes a control anew for an answer that changes one, outside of any page.
+    """
+    if Context.root_block is None:
+        return
+    if elem_id in _SETTINGS:
+        ours = [panel.control(_SETTINGS[elem_id]) for panel in _panels.values()]
+        if ours:
+            control.change(fn=lambda value: [value] * len(ours), inputs=[control], outputs=ours, **_QUIETLY)
+        return
+    tab, _, name = elem_id.partition("_")
+    name = _IN_SDNEXT.get(name, name)
+    if name in _OF_TAB.get(tab, ()):
+        _found[tab][name] = control
+        _link(tab)
+
+
+def _link(tab: str) -> None:
+    """Let the tab's panel go by the webui's controls, as soon as all of them and the panel are there."""
+    theirs = _found[tab]
+    if tab in _waiting and len(theirs) == len(_OF_TAB[tab]):
+        _waiting.remove(tab)
+        _panels[tab].follow({name: theirs.pop(name) for name in _OF_TAB[tab]})
 
 
 class Panel:
@@ -28,17 +66,24 @@ class Panel:
     def __init__(self, is_img2img: bool, elem_id: Any) -> None:
         self._elem_id = elem_id
         self._made: dict[str, Any] = {}
-        self._tab = "img2img" if is_img2img else "txt2img"
+        tab = "img2img" if is_img2img else "txt2img"
         with host.accordion(DEFAULTS["enabled"], TITLE, elem_id("enabled")) as enabled:
             self._made["enabled"] = enabled
             self._build()
         self.controls = [self._made[name] for name in ARGUMENTS]
-        if host.is_page():
-            self._begin_as_set(enabled)
-            self._connect()
-        else:
+        if Context.block is Context.root_block:  # the API's, made in bare blocks for the values that they start with
             for one in self.controls:  # so that a call that does not say gets what the settings say
                 one.value = None
+            return
+        self._begin_as_set(enabled)
+        self._connect()
+        _panels[tab] = self
+        _waiting.add(tab)
+        _link(tab)
+
+    def control(self, name: str) -> Any:
+        """The control of one of `ARGUMENTS`."""
+        return self._made[name]
 
     def paste_fields(self) -> list[tuple[Any, Any]]:
         """(control, what reads its value from an infotext), for the webui."""
@@ -53,7 +98,7 @@ class Panel:
         with gr.Row():
             self._line = gr.HTML("", elem_id=self._elem_id("line"))
             self._measure = gr.Button("Measure", size="sm", scale=0, min_width=90, elem_id=self._elem_id("measure"))
-            host.set_tooltip(self._measure, _TIPS["measure"])
+            self._measure.webui_tooltip = _TIPS["measure"]
         with gr.Accordion("Expert", open=False, elem_id=self._elem_id("expert")):
             self._add(OWN, gr.Checkbox, label="Own settings", value=False)
             self._add(FILLED_FOR, gr.Number, label="Filled for", value=DEFAULTS["strength"], visible=False)
@@ -63,12 +108,12 @@ class Panel:
                     for one in row:
                         kind, facts = _component(one)
                         self._add(one.name, kind, label=one.label, value=values[one.name], min_width=120, **facts)
-                        host.set_tooltip(self._made[one.name], one.help)
+                        self._made[one.name].webui_tooltip = one.help
 
     def _add(self, name: str, kind: Any, **arguments: Any) -> None:
         made = self._made[name] = kind(elem_id=self._elem_id(name), **arguments)
         if name in _TIPS:
-            host.set_tooltip(made, _TIPS[name])
+            made.webui_tooltip = _TIPS[name]
 
     def _begin_as_set(self, enabled: Any) -> None:
         """Let the page start with the settings where the user's own defaults of the panel do not say otherwise."""
@@ -87,9 +132,6 @@ class Panel:
             _show(fold, "open", lambda: _start("enabled", enabled.value))
 
     def _connect(self) -> None:
-        page.forget(self._tab)
-        for name in DIAL:
-            page.follow(self._tab, name, self._made[name])
         fields = [self._made[name] for name in form.NAMES]
         refilled = {"outputs": [self._made[FILLED_FOR], *fields], **_QUIETLY}
         strength = self._made["strength"]
@@ -97,9 +139,8 @@ class Panel:
         # gradio drops an event while its like is unanswered, so behind each answer is asked what came meanwhile
         strength.change(**along).then(**along)
         self._made[OWN].change(**along)  # another model may have come since they were filled in
-        page.when_made(self._tab, self._follow)
 
-    def _follow(self, theirs: dict[str, Any]) -> None:
+    def follow(self, theirs: dict[str, Any]) -> None:
         """Answer in a line, by the webui's own controls of sizes. theirs: those controls, by name."""
         asked = {"inputs": [*self.controls, *theirs.values()], "outputs": [self._line]}
         told = {"fn": told_line, **asked, **_QUIETLY}
