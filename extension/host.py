@@ -67,10 +67,7 @@ def add_option(
         import gradio
 
         made = getattr(gradio, component)
-    info = shared.OptionInfo(default, label, made, arguments or None, section=section)
-    if hasattr(info, "info"):
-        info = info.info(help)
-    shared.opts.add_option(key, info)
+    shared.opts.add_option(key, shared.OptionInfo(default, label, made, arguments or None, section=section).info(help))
     shared.opts.data.setdefault(key, default)
 
 
@@ -252,11 +249,6 @@ def hires_size(width: int, height: int, scale: float, resize_x: int, resize_y: i
                                          hr_resize_x=resize_x, hr_resize_y=resize_y)  # fmt: skip
     p.calculate_target_resolution()
     return size_of(p, hires=True)
-
-
-def is_hires(p: Any) -> bool:
-    """Is this the hires pass?"""
-    return bool(getattr(p, "is_hr_pass", False))
 
 
 def comment(p: Any, text: str) -> None:

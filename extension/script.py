@@ -10,9 +10,9 @@ import sys
 from typing import Any
 
 from ..tome_core import hosting
-from . import attentions, host, infotext, measuring, merge_map, options
+from . import attentions, host, infotext, measuring, options
 from .merging import Job, armed, job_of, set_job
-from .summary import data_of, line_of
+from .summary import data_of, draw_map, line_of
 from .wish import TITLE, read
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class TokenMerging(host.Script):
 
     def process_before_every_sampling(self, p: Any, *values: Any, **facts: Any) -> None:
         """A pass is about to start. Forge says so twice before the hires pass."""
-        armed.arm(p, host.is_hires(p))
+        armed.arm(p, p.is_hr_pass)
 
     def before_hr(self, p: Any, *values: Any) -> None:
         """The first pass is over."""
@@ -76,12 +76,8 @@ class TokenMerging(host.Script):
         if not host.HAS_SAMPLING_HOOK:
             armed.arm(p, hires=True)
 
-    def post_sample(self, p: Any, *values: Any) -> None:
-        """All passes of a batch are over; other extensions' own jobs may follow."""
-        self.postprocess_batch(p)
-
     def postprocess_batch(self, p: Any, *values: Any, **facts: Any) -> None:
-        """The same, for webuis without `post_sample`; the infotexts of the batch's pictures are written next."""
+        """All passes of a batch are over. Its pictures' infotexts are written next; others' own jobs may follow."""
         armed.disarm()
         host.forget_hires(p)
         job = job_of(p)
@@ -131,7 +127,7 @@ def _tell(p: Any, job: Job, processed: Any) -> None:
     maps = next((job.records[hires].maps for hires in (True, False) if hires in job.records), {})
     if maps and processed.images:
         first = min(getattr(processed, "index_of_first_image", 0), len(processed.images) - 1)
-        processed.images.append(merge_map.draw(processed.images[first], maps, host.first_row(p)))
+        processed.images.append(draw_map(processed.images[first], maps, host.first_row(p)))
 
 
 def on_end(p: Any) -> None:

@@ -1,14 +1,19 @@
-"""What is told of a job: a line for people, and data for API callers."""
+"""What is told of a job: a line for people, data for API callers, and the merge map."""
 
 from __future__ import annotations
 
 from typing import Any
+
+import torch
+from PIL import Image, ImageDraw
 
 from ..tome_core.hosting import Report, count
 from .merging import Job
 from .wish import FIRST, HIRES
 
 _NAMES = {False: FIRST, True: HIRES}
+_STRENGTH = 0.6  # of the map's colours over the picture
+_GOLDEN = 0.618034  # share of the colour circle from one group to the next, so that neighbours differ
 
 
 def line_of(job: Job, has_hires: bool) -> str:
@@ -28,6 +33,19 @@ def data_of(job: Job, has_hires: bool) -> dict[str, Any]:
         "passes": {_NAMES[hires]: {"steps": job.records[hires].steps, **one.as_data()}
                    for hires, one in reports.items()},
     }  # fmt: skip
+
+
+def draw_map(picture: Image.Image, maps: dict[int, Any], sample: int = 0) -> Image.Image:
+    """The picture once for each level, side by side, each group of merged tokens in a colour of its own.
+
+    maps: level -> what a block merged last (grid, group ``[B or 1, N]``, num_groups). sample: the picture's row of the
+    batch, negative from its end.
+    """
+    panels = [_panel(picture, level, found, sample) for level, found in sorted(maps.items())]
+    whole = Image.new("RGB", (sum(one.width for one in panels), picture.height))
+    for number, one in enumerate(panels):
+        whole.paste(one, (number * picture.width, 0))
+    return whole
 
 
 def _outcome(job: Job, hires: bool, has_hires: bool) -> str:
@@ -62,3 +80,25 @@ def _why_off(job: Job, has_hires: bool) -> str:
     if job.wish.where == HIRES and not has_hires:
         return "left alone, because only the hires pass is to merge, and there is none"
     return "left alone"
+
+
+def _panel(picture: Image.Image, level: int, found: Any, sample: int) -> Image.Image:
+    rows = found.group.shape[0]
+    group = found.group[max(-rows, min(sample, rows - 1))]
+    merged = torch.bincount(group)[group] > 1
+    size = (found.grid.width, found.grid.height)
+    colours = Image.new("HSV", size)
+    colours.putdata([(int(number * _GOLDEN % 1 * 255), 190, 255) for number in group.tolist()])
+    mask = Image.new("L", size)
+    mask.putdata([int(one * _STRENGTH * 255) for one in merged.tolist()])
+    drawn = picture.convert("RGB")
+    drawn.paste(_enlarge(colours.convert("RGB"), drawn), (0, 0), _enlarge(mask, drawn))
+    text = f"ToMe level {level}: {group.shape[0]} -> {found.num_groups} tokens"
+    pen = ImageDraw.Draw(drawn)
+    pen.rectangle((0, 0, pen.textlength(text) + 8, 16), fill=(0, 0, 0))
+    pen.text((4, 2), text, fill=(255, 255, 255))
+    return drawn
+
+
+def _enlarge(image: Image.Image, like: Image.Image) -> Image.Image:
+    return image.resize(like.size, Image.Resampling.NEAREST)
