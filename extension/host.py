@@ -147,9 +147,6 @@ def running_pipeline(p: Any) -> sdnext.RunningPipeline | None:
     return sdnext.RunningPipeline(lambda: shared.sd_model) if sdnext.is_pipeline(_running_model(p)) else None
 
 
-when_hires_begins, forget_hires = sdnext.when_hires_begins, sdnext.forget_hires
-
-
 def reason_to_step_aside(hires: bool) -> str | None:
     """Why the UNet's attention must be left alone in this pass; None where nothing speaks against it."""
     if getattr(sys.modules.get("modules.sd_unet"), "current_unet", None) is not None:
@@ -249,12 +246,6 @@ def hires_size(width: int, height: int, scale: float, resize_x: int, resize_y: i
                                          hr_resize_x=resize_x, hr_resize_y=resize_y)  # fmt: skip
     p.calculate_target_resolution()
     return size_of(p, hires=True)
-
-
-def comment(p: Any, text: str) -> None:
-    """Put a message under the picture."""
-    if hasattr(p, "comment"):
-        p.comment(text)
 
 
 def silence_built_in(p: Any, silences: Callable[[Any, bool], bool]) -> None:

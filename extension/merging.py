@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..tome_core.hosting import MergeConfig, Patch, Report, UnsupportedModelError, patch, patch_of
-from . import host, sdnext
+from . import host
 from .pace import Pace
 from .wish import Wish
 
@@ -47,10 +47,9 @@ class Job:
 
     def config(self, hires: bool, layout: str | None = None) -> MergeConfig | None:
         """The engine's settings for a pass; None where it is left alone. layout: of the model that runs in it."""
-        p = self.p()
-        if self.wish is None or p is None:
+        if self.wish is None:
             return None
-        return self.wish.config(hires, host.first_seed(p), layout or host.layout())
+        return self.wish.config(hires, host.first_seed(self.p()), layout or host.layout())
 
     def why_left(self, hires: bool) -> str:
         """Why a pass is left alone, as far as is known before it; "" where it is ours.
@@ -63,7 +62,7 @@ class Job:
 
     def _why_left(self, hires: bool) -> str:
         p, config = self.p(), self.config(hires)
-        if p is None or config is None:
+        if config is None:
             return "left alone"
         aside = host.reason_to_step_aside(hires)
         if aside is not None:
@@ -78,8 +77,7 @@ class Job:
 
     def built_in(self, hires: bool) -> float:
         """The ratio of the webui's own merging that a pass would have had without us."""
-        p = self.p()
-        return 0.0 if p is None else host.built_in_ratio(p, hires)
+        return host.built_in_ratio(self.p(), hires)
 
 
 def job_of(p: Any) -> Job | None:
@@ -139,10 +137,9 @@ class Armed:
     def disarm(self) -> None:
         """Take the patch off, keeping what it counted. Idempotent."""
         self._take_off()
-        pace, self._pace = self._pace, None
-        if pace is not None:
-            pace.take_off()
-        self.job = None
+        if self._pace is not None:
+            self._pace.take_off()
+        self.job = self._pace = None
 
     def _follow(self, unet: Any) -> None:
         """The refiner, or a hires checkpoint, may have brought another model since the pass began."""
@@ -166,7 +163,9 @@ class Armed:
             return
         self.handle.keep_maps(self.job.keeps_maps)
         if pipeline is not None:
-            self._pass.enter_context(sdnext.run_pass(pipeline, self.handle, host.pictures(p), self._count))
+            self._pipeline = pipeline  # kept, because the engine's own reference to it is weak
+            self._pass.enter_context(pipeline.unet.register_forward_hook(lambda *_: self._count()))
+            self._pass.enter_context(self.handle.sampling(host.pictures(p)))  # all calls are one sampling
 
     def _count(self) -> None:
         record = self.job.records[self.hires]

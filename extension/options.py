@@ -12,15 +12,16 @@ from . import host
 from .wish import DEFAULTS, WHERE
 
 SECTION = ("tome", "Token Merging (ToMe)")
-ENABLED, STRENGTH, PLACE = DIAL_KEYS = ("tome_enabled", "tome_strength", "tome_where")
 REPORT, MAP, MEASURE = "tome_report", "tome_map", "tome_measure"
 BOTH, CONSOLE, PAGE, NOWHERE = REPORTS = ("console and page", "console", "page", "nowhere")
 _ITEMS = (
-    (ENABLED, DEFAULTS["enabled"], "Merge tokens", "for API calls that do not say; the panels follow it as it changes",
-     "", {}),
-    (STRENGTH, DEFAULTS["strength"], "Strength of merging", "0 is off, .25 quality, .5 balanced, .75 fast, 1 the most",
+    ("tome_enabled", DEFAULTS["enabled"], "Merge tokens",
+     "for API calls that do not say; the panels follow it as it changes", "", {}),
+    ("tome_strength", DEFAULTS["strength"], "Strength of merging",
+     "0 is off, .25 quality, .5 balanced, .75 fast, 1 the most",
      "Slider", {"minimum": 0.0, "maximum": 1.0, "step": 0.01}),
-    (PLACE, DEFAULTS["where"], "Where to merge", "in pictures with Hires. fix", "Radio", {"choices": list(WHERE)}),
+    ("tome_where", DEFAULTS["where"], "Where to merge", "in pictures with Hires. fix", "Radio",
+     {"choices": list(WHERE)}),
     (REPORT, BOTH, "Show the report in", "a line after each job; API calls get it in any case", "Radio",
      {"choices": list(REPORTS)}),
     (MAP, False, "Draw the merge map beside the result",

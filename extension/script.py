@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from ..tome_core import hosting
-from . import attentions, host, infotext, measuring, options
+from . import attentions, host, infotext, measuring, options, sdnext
 from .merging import Job, armed, job_of, set_job
 from .summary import data_of, draw_map, line_of
 from .wish import TITLE, read
@@ -43,7 +43,7 @@ class TokenMerging(host.Script):
         """A job begins, its own settings not yet in force. What an aborted one left behind goes first."""
         armed.disarm()
         host.restore_built_in(p)
-        host.forget_hires(p)
+        sdnext.forget_hires(p)
         set_job(p, None)
         host.silence_built_in(p, lambda p, hires: not _job_of(p, values).why_left(hires))
 
@@ -52,7 +52,6 @@ class TokenMerging(host.Script):
         job = _job_of(p, values)
         if job.error:
             logger.error("%s", job.error)
-            host.comment(p, f"ToMe: {job.error}")
         _write(p, job, job.wish is not None and job.wish.merges(host.has_hires(p)))
 
     def process_batch(self, p: Any, *values: Any, **facts: Any) -> None:
@@ -64,7 +63,7 @@ class TokenMerging(host.Script):
             job.merged = False
         if not host.HAS_SAMPLING_HOOK:
             armed.arm(p, hires=False)
-            host.when_hires_begins(p, lambda: armed.arm(p, hires=True))
+            sdnext.when_hires_begins(p, lambda: armed.arm(p, hires=True))
 
     def process_before_every_sampling(self, p: Any, *values: Any, **facts: Any) -> None:
         """A pass is about to start. Forge says so twice before the hires pass."""
@@ -79,7 +78,7 @@ class TokenMerging(host.Script):
     def postprocess_batch(self, p: Any, *values: Any, **facts: Any) -> None:
         """All passes of a batch are over. Its pictures' infotexts are written next; others' own jobs may follow."""
         armed.disarm()
-        host.forget_hires(p)
+        sdnext.forget_hires(p)
         job = job_of(p)
         if job is not None:
             _write(p, job, job.merged)
@@ -91,6 +90,7 @@ class TokenMerging(host.Script):
         if job is None:
             return
         if job.error:
+            host.add_message(processed, f"ToMe: {job.error}")
             host.add_fact(processed, {"ToMe report": {"merged": False, "line": job.error, "passes": {}}})
         elif job.wish.enabled:
             _tell(p, job, processed)
