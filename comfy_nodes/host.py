@@ -84,7 +84,9 @@ def say(text: str, node_id: Any, line: str = "") -> None:
 
 def show(text: str, node_id: Any) -> None:
     """In the graph, under the node and the subgraphs around it. Never fails: it runs in mid-queue."""
-    send = getattr(_server(), "send_progress_text", None)
+    # looked up instead of imported: outside ComfyUI `server` is anybody's module
+    server = getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)
+    send = getattr(server, "send_progress_text", None)
     if send is None or node_id is None:
         return
     try:
@@ -107,8 +109,3 @@ def is_interrupted() -> bool:
     """Has the user asked ComfyUI to stop what it does?"""
     asked = getattr(sys.modules.get("comfy.model_management"), "processing_interrupted", None)
     return asked is not None and asked()
-
-
-def _server() -> Any | None:
-    # looked up instead of imported: outside ComfyUI `server` is anybody's module
-    return getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)

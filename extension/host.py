@@ -91,9 +91,8 @@ def loaded_unet() -> Any | None:
 
 def layout(unet: Any = None) -> str:
     """Whose strengths a UNet has, or that of the loaded model; see `tome_core.strength`. SD's where it is not known."""
-    unet = loaded_unet() if unet is None else unet
     try:
-        return SD if unet is None else layout_of(unet)
+        return layout_of(loaded_unet() if unet is None else unet)
     except (TypeError, ValueError):
         return SD
 

@@ -75,15 +75,11 @@ class Paste:
         self._parameters: Mapping[str, Any] | None = None
         self._values: dict[str, Any] = {}
 
-    def function(self, name: str) -> Callable[[Mapping[str, Any]], Any]:
-        """What the webui calls with an infotext, for one of `wish.ARGUMENTS`; None leaves a control as it is."""
-
-        def read(parameters: Mapping[str, Any]) -> Any:
-            if parameters is not self._parameters:  # held, so that it is no other one's by its address
-                self._parameters, self._values = parameters, _values_in(parameters)
-            return self._values.get(name)
-
-        return read
+    def value(self, name: str, parameters: Mapping[str, Any]) -> Any:
+        """For one of `wish.ARGUMENTS`, of an infotext that the webui has read; None leaves a control as it is."""
+        if parameters is not self._parameters:
+            self._parameters, self._values = parameters, _values_in(parameters)
+        return self._values.get(name)
 
 
 def _values_in(parameters: Mapping[str, Any]) -> dict[str, Any]:

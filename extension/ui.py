@@ -6,6 +6,7 @@ Only what gradio 3.41 and 4.40 both have.
 from __future__ import annotations
 
 import html
+from functools import partial
 from typing import Any
 
 import gradio as gr
@@ -88,7 +89,7 @@ class Panel:
     def paste_fields(self) -> list[tuple[Any, Any]]:
         """(control, what reads its value from an infotext), for the webui."""
         paste = infotext.Paste()
-        return [(self._made[name], paste.function(name)) for name in ARGUMENTS]
+        return [(self._made[name], partial(paste.value, name)) for name in ARGUMENTS]
 
     def _build(self) -> None:
         dial = {"minimum": 0.0, "maximum": 1.0, "step": 0.01, "value": DEFAULTS["strength"]}
@@ -121,11 +122,11 @@ class Panel:
             control = self._made[name]
             _show(control, "value", lambda control=control, name=name: _start(name, control.value))
         strength, usual = self._made["strength"], base_of(DEFAULTS["strength"])
-        _show(self._made[FILLED_FOR], "value", lambda: _filled_for(strength.value))
+        _show(self._made[FILLED_FOR], "value", lambda: _start("strength", strength.value))
         for name, value in usual.items():
             control = self._made[name]
             _show(control, "value", lambda control=control, name=name, value=value: (
-                base_of(_filled_for(strength.value), host.layout())[name] if control.value == value
+                base_of(_start("strength", strength.value), host.layout())[name] if control.value == value
                 else control.value))  # fmt: skip
         fold = getattr(enabled, "accordion", None)
         if fold is not None:
@@ -143,12 +144,12 @@ class Panel:
     def follow(self, theirs: dict[str, Any]) -> None:
         """Answer in a line, by the webui's own controls of sizes. theirs: those controls, by name."""
         asked = {"inputs": [*self.controls, *theirs.values()], "outputs": [self._line]}
-        told = {"fn": told_line, **asked, **_QUIETLY}
+        told = {"fn": lambda *values: _line(values), **asked, **_QUIETLY}
         for control in (*(self._made[name] for name in DIAL), self._made[OWN], *theirs.values()):
             control.change(**told).then(**told)
         for name in form.NAMES:
             self._made[name].input(**told)
-        self._measure.click(fn=measured_line, **asked)
+        self._measure.click(fn=lambda *values: _line(values, measure=True), **asked)
         switch = theirs.get("hr-checkbox")
         if switch is not None:
             where = self._made["where"]
@@ -163,23 +164,12 @@ def _show(control: Any, key: str, value: Any) -> None:
 
 
 def _start(name: str, saved: Any) -> Any:
-    """What the page starts with. saved: the user's default of the panel."""
-    if saved != DEFAULTS[name]:
-        return saved
+    """What the page starts with: the user's default of the panel, which is `saved`, or else what the settings say."""
+    wanted = options.of_dial(name) if saved == DEFAULTS[name] else saved
     try:
-        return getattr(read(({**DEFAULTS, "enabled": True, name: options.of_dial(name)},), options.of_dial), name)
-    except (TypeError, ValueError):  # a file of settings can hold anything
-        return saved
-
-
-def _filled_for(saved: Any) -> float:
-    """The strength whose values the fields start with. saved: the user's default of the panel's strength."""
-    begins = _start("strength", saved)
-    try:
-        base_of(begins)
-    except (TypeError, ValueError):
-        return DEFAULTS["strength"]
-    return begins
+        return getattr(read(({**DEFAULTS, "enabled": True, name: wanted},), options.of_dial), name)
+    except (TypeError, ValueError):  # files of settings can hold anything
+        return DEFAULTS[name]
 
 
 def _rows() -> list[list[form.Field]]:
@@ -227,17 +217,8 @@ def moved(strength: float, own: bool, filled_for: float, *values: Any) -> list[A
     return [gr.update(value=strength), *changes]
 
 
-def told_line(*values: Any) -> str:
-    """What is known of the picture to come. values: of the panel, then of the webui's controls."""
-    return _line(values)
-
-
-def measured_line(*values: Any) -> str:
-    """The same, measured now."""
-    return _line(values, measure=True)
-
-
 def _line(values: tuple, measure: bool = False) -> str:
+    """What is known of the picture to come, or measured now. values: of the panel, then of the webui's controls."""
     mine, theirs = values[: len(ARGUMENTS)], values[len(ARGUMENTS) :]
     try:
         wish = read((True, *mine[1:]), options.of_dial, layout=host.layout())

@@ -50,8 +50,8 @@ def fields(*kinds):
 def pasted(webui, part):
     """The changes of a pasted wish, of which a part is this."""
     parameters = {"ToMe": f"0.5; {part}; hires pass"}
-    read = webui.part("infotext").Paste().function
-    assert read("enabled")(parameters) is True and read("where")(parameters) == "hires pass", "what is right is pasted"
+    value = webui.part("infotext").Paste().value
+    assert value("enabled", parameters) is True and value("where", parameters) == "hires pass", "the rest is pasted"
     return webui.part("infotext").wish_in(parameters["ToMe"], "sd").changes
 
 

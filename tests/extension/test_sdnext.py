@@ -219,9 +219,9 @@ def test_the_infotext_does_not_take_the_name_of_its_own_setting(webui):
     webui.put("modules.infotext", mapping=[("ToMe", "tome_ratio")])
     (written,) = draw(webui, *PRESET)[3]
     assert written == {"ToMe strength": "0.5; only_if_it_pays=False"}
-    read = webui.part("infotext").Paste().function
-    assert read("enabled")(written) is True and read("strength")(written) == 0.5
-    assert read("enabled")({"ToMe": "0.5"}) is True, "of another webui"
+    value = webui.part("infotext").Paste().value
+    assert value("enabled", written) is True and value("strength", written) == 0.5
+    assert value("enabled", {"ToMe": "0.5"}) is True, "of another webui"
 
 
 def test_the_map_is_of_the_prompt_which_comes_last(webui):
