@@ -203,12 +203,6 @@ def first_row(p: Any) -> int:
     return 0 if prompts_first else -int(p.batch_size)
 
 
-def pictures(p: Any) -> int | None:
-    """How many pictures a pass makes at once, where the webui says so."""
-    size = getattr(p, "batch_size", None)
-    return size if isinstance(size, int) and size > 0 else None
-
-
 def gains_file() -> str | None:
     """For what was measured, where the webui keeps what it can do without; None where it tells of no such place."""
     data = getattr(sys.modules.get("modules.paths_internal"), "data_path", None)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import math
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from ..tome_core.hosting import form
@@ -105,12 +106,9 @@ def changes_of(p: Any) -> dict[str, Any]:
     return getattr(p, _CHANGES, {})
 
 
-def _apply(name: str) -> Callable[[Any, Any, Any], None]:
-    def apply(p: Any, value: Any, values: Any) -> None:
-        # a new dict, because the plot's copies of p are shallow; an axis of ours means that we are on
-        setattr(p, _CHANGES, {**changes_of(p), "enabled": True, name: value})
-
-    return apply
+def _apply(name: str, p: Any, value: Any, values: Any) -> None:
+    # a new dict, because the plot's copies of p are shallow; an axis of ours means that we are on
+    setattr(p, _CHANGES, {**changes_of(p), "enabled": True, name: value})
 
 
 def add_axes() -> None:
@@ -126,4 +124,4 @@ def add_axes() -> None:
         label = f"[ToMe] {label}"
         if label not in there:
             more = {"choices": lambda choices=choices: list(choices)} if choices else {}
-            plot.axis_options.append(plot.AxisOption(label, kind, _apply(name), **more))
+            plot.axis_options.append(plot.AxisOption(label, kind, partial(_apply, name), **more))

@@ -13,7 +13,7 @@ from ..tome_core import hosting
 from . import attentions, host, infotext, measuring, options, sdnext
 from .merging import Job, armed, job_of, set_job
 from .summary import data_of, draw_map, line_of
-from .wish import TITLE, read
+from .wish import TITLE, Wish, read
 
 logger = logging.getLogger(__name__)
 PARENT = __package__.rpartition(".")[0]
@@ -52,7 +52,7 @@ class TokenMerging(host.Script):
         job = _job_of(p, values)
         if job.error:
             logger.error("%s", job.error)
-        _write(p, job, job.wish is not None and job.wish.merges(host.has_hires(p)))
+        _write(p, job, job.wish.merges(host.has_hires(p)))
 
     def process_batch(self, p: Any, *values: Any, **facts: Any) -> None:
         """A batch begins; before webui 1.10 this is the last call before its first pass."""
@@ -103,7 +103,7 @@ def _job_of(p: Any, values: tuple) -> Job:
         try:
             job = Job(p, read(values, options.of_dial, infotext.changes_of(p), host.layout()))
         except (ValueError, TypeError) as error:
-            job = Job(p, None, f"not merged, because a setting is wrong: {error}")
+            job = Job(p, Wish(), f"not merged, because a setting is wrong: {error}")
         set_job(p, job)
     return job
 
