@@ -9,9 +9,8 @@ from PIL import Image, ImageDraw
 
 from ..tome_core.hosting import Report, count
 from .merging import Job
-from .wish import FIRST, HIRES
+from .wish import HIRES, PASSES
 
-_NAMES = {False: FIRST, True: HIRES}
 _STRENGTH = 0.6  # of the map's colours over the picture
 _GOLDEN = 0.618034  # share of the colour circle from one group to the next, so that neighbours differ
 
@@ -21,7 +20,7 @@ def line_of(job: Job, has_hires: bool) -> str:
     passes = (False, True) if has_hires else (False,)
     told = [", ".join([_outcome(job, hires, has_hires), *_beside(job, hires)]) for hires in passes]
     if has_hires:
-        told = [f"{_NAMES[hires]}: {text}" for hires, text in zip(passes, told, strict=True)]
+        told = [f"{PASSES[hires]}: {text}" for hires, text in zip(passes, told, strict=True)]
     return "; ".join([*told, *(f"left out: {sentence}" for sentence in job.wish.left_out)])
 
 
@@ -30,7 +29,7 @@ def data_of(job: Job, has_hires: bool) -> dict[str, Any]:
     reports = {hires: Report.join(record.reports) for hires, record in job.records.items() if record.reports}
     return {
         "merged": any(one.merged_anything for one in reports.values()), "line": line_of(job, has_hires),
-        "passes": {_NAMES[hires]: {"steps": job.records[hires].steps, **one.as_data()}
+        "passes": {PASSES[hires]: {"steps": job.records[hires].steps, **one.as_data()}
                    for hires, one in reports.items()},
     }  # fmt: skip
 

@@ -14,7 +14,6 @@ from gradio.context import Context
 
 from ..tome_core.hosting import MARKS, form
 from . import host, infotext, measuring, options
-from .measuring import ComingPass
 from .wish import ARGUMENTS, DEFAULTS, DIAL, FILLED_FOR, OWN, TITLE, WHERE, base_of, find_filled, read
 
 _TIPS = {
@@ -42,7 +41,7 @@ def note(control: Any, elem_id: str) -> None:
     if Context.root_block is None:
         return
     if elem_id in _SETTINGS:
-        ours = [panel.control(_SETTINGS[elem_id]) for panel in _panels.values()]
+        ours = [panel.made[_SETTINGS[elem_id]] for panel in _panels.values()]
         if ours:
             control.change(fn=lambda value: [value] * len(ours), inputs=[control], outputs=ours, **_QUIETLY)
         return
@@ -62,16 +61,19 @@ def _link(tab: str) -> None:
 
 
 class Panel:
-    """The controls of one tab, in `controls` in the order of `ARGUMENTS`. elem_id: makes a name unique to the tab."""
+    """The controls of one tab: `made`, by name, and `controls` in the order of `ARGUMENTS`.
+
+    elem_id: makes a name unique to the tab.
+    """
 
     def __init__(self, is_img2img: bool, elem_id: Any) -> None:
         self._elem_id = elem_id
-        self._made: dict[str, Any] = {}
+        self.made: dict[str, Any] = {}
         tab = "img2img" if is_img2img else "txt2img"
         with host.accordion(DEFAULTS["enabled"], TITLE, elem_id("enabled")) as enabled:
-            self._made["enabled"] = enabled
+            self.made["enabled"] = enabled
             self._build()
-        self.controls = [self._made[name] for name in ARGUMENTS]
+        self.controls = [self.made[name] for name in ARGUMENTS]
         if Context.block is Context.root_block:  # the API's, made in bare blocks for the values that they start with
             for one in self.controls:  # so that a call that does not say gets what the settings say
                 one.value = None
@@ -82,14 +84,10 @@ class Panel:
         _waiting.add(tab)
         _link(tab)
 
-    def control(self, name: str) -> Any:
-        """The control of one of `ARGUMENTS`."""
-        return self._made[name]
-
     def paste_fields(self) -> list[tuple[Any, Any]]:
         """(control, what reads its value from an infotext), for the webui."""
         paste = infotext.Paste()
-        return [(self._made[name], partial(paste.value, name)) for name in ARGUMENTS]
+        return [(self.made[name], partial(paste.value, name)) for name in ARGUMENTS]
 
     def _build(self) -> None:
         dial = {"minimum": 0.0, "maximum": 1.0, "step": 0.01, "value": DEFAULTS["strength"]}
@@ -109,22 +107,22 @@ class Panel:
                     for one in row:
                         kind, facts = _component(one)
                         self._add(one.name, kind, label=one.label, value=values[one.name], min_width=120, **facts)
-                        self._made[one.name].webui_tooltip = one.help
+                        self.made[one.name].webui_tooltip = one.help
 
     def _add(self, name: str, kind: Any, **arguments: Any) -> None:
-        made = self._made[name] = kind(elem_id=self._elem_id(name), **arguments)
+        made = self.made[name] = kind(elem_id=self._elem_id(name), **arguments)
         if name in _TIPS:
             made.webui_tooltip = _TIPS[name]
 
     def _begin_as_set(self, enabled: Any) -> None:
         """Let the page start with the settings where the user's own defaults of the panel do not say otherwise."""
         for name in DIAL:
-            control = self._made[name]
+            control = self.made[name]
             _show(control, "value", lambda control=control, name=name: _start(name, control.value))
-        strength, usual = self._made["strength"], base_of(DEFAULTS["strength"])
-        _show(self._made[FILLED_FOR], "value", lambda: _start("strength", strength.value))
+        strength, usual = self.made["strength"], base_of(DEFAULTS["strength"])
+        _show(self.made[FILLED_FOR], "value", lambda: _start("strength", strength.value))
         for name, value in usual.items():
-            control = self._made[name]
+            control = self.made[name]
             _show(control, "value", lambda control=control, name=name, value=value: (
                 base_of(_start("strength", strength.value), host.layout())[name] if control.value == value
                 else control.value))  # fmt: skip
@@ -133,26 +131,26 @@ class Panel:
             _show(fold, "open", lambda: _start("enabled", enabled.value))
 
     def _connect(self) -> None:
-        fields = [self._made[name] for name in form.NAMES]
-        refilled = {"outputs": [self._made[FILLED_FOR], *fields], **_QUIETLY}
-        strength = self._made["strength"]
-        along = {"fn": moved, "inputs": [strength, self._made[OWN], self._made[FILLED_FOR], *fields], **refilled}
+        fields = [self.made[name] for name in form.NAMES]
+        refilled = {"outputs": [self.made[FILLED_FOR], *fields], **_QUIETLY}
+        strength = self.made["strength"]
+        along = {"fn": moved, "inputs": [strength, self.made[OWN], self.made[FILLED_FOR], *fields], **refilled}
         # gradio drops an event while its like is unanswered, so behind each answer is asked what came meanwhile
         strength.change(**along).then(**along)
-        self._made[OWN].change(**along)  # another model may have come since they were filled in
+        self.made[OWN].change(**along)  # another model may have come since they were filled in
 
     def follow(self, theirs: dict[str, Any]) -> None:
         """Answer in a line, by the webui's own controls of sizes. theirs: those controls, by name."""
         asked = {"inputs": [*self.controls, *theirs.values()], "outputs": [self._line]}
         told = {"fn": lambda *values: _line(values), **asked, **_QUIETLY}
-        for control in (*(self._made[name] for name in DIAL), self._made[OWN], *theirs.values()):
+        for control in (*(self.made[name] for name in DIAL), self.made[OWN], *theirs.values()):
             control.change(**told).then(**told)
         for name in form.NAMES:
-            self._made[name].input(**told)
+            self.made[name].input(**told)
         self._measure.click(fn=lambda *values: _line(values, measure=True), **asked)
         switch = theirs.get("hr-checkbox")
         if switch is not None:
-            where = self._made["where"]
+            where = self.made["where"]
             _show(where, "visible", lambda: bool(switch.value))
             switch.change(fn=lambda on: gr.update(visible=bool(on)), inputs=[switch], outputs=[where], **_QUIETLY)
 
@@ -222,13 +220,13 @@ def _line(values: tuple, measure: bool = False) -> str:
     mine, theirs = values[: len(ARGUMENTS)], values[len(ARGUMENTS) :]
     try:
         wish = read((True, *mine[1:]), options.of_dial, layout=host.layout())
-        text = "; ".join([measuring.answer(wish, _passes(*theirs), measure), *wish.left_out])
+        text = "; ".join([measuring.answer(wish, _sizes(*theirs), measure), *wish.left_out])
     except (TypeError, ValueError) as error:
         text = str(error)
     return html.escape(text)
 
 
-def _passes(width: Any, height: Any, hires: Any = False, *scaling: Any) -> list[ComingPass]:
-    """The passes of a picture, from the webui's controls."""
-    first = ComingPass(False, int(width or 0), int(height or 0))  # None while somebody types
-    return [first, ComingPass(True, *host.hires_size(first.width, first.height, *scaling))] if hires else [first]
+def _sizes(width: Any, height: Any, hires: Any = False, *scaling: Any) -> dict[bool, tuple[int, int]]:
+    """Of a picture's passes, for `measuring.answer`, by the webui's controls, which are None while somebody types."""
+    first = int(width or 0), int(height or 0)
+    return {False: first, True: host.hires_size(*first, *scaling)} if hires else {False: first}

@@ -13,6 +13,7 @@ from ..tome_core.hosting import SD, SDXL, SEED_LIMIT, MergeConfig, form, strengt
 
 TITLE = "Token Merging (ToMe)"
 EVERYWHERE, FIRST, HIRES = WHERE = ("everywhere", "first pass", "hires pass")
+PASSES = {False: FIRST, True: HIRES}  # by: is it the hires pass
 DIAL = ("enabled", "strength", "where")
 OWN = "own"  # the switch below which an expert's values count
 FILLED_FOR = "filled_for"  # the strength that the expert's values were last filled in for, out of sight
@@ -38,7 +39,7 @@ class Wish:
 
         seed: the image's. layout: of the model that runs, see `strength`.
         """
-        if not self.enabled or not self.strength or self.where == (FIRST if hires else HIRES):
+        if not self.enabled or not self.strength or self.where == PASSES[not hires]:
             return None
         config = form.settle(base_of(self.strength, layout) | dict(self.changes))[0]
         if config.is_off:
