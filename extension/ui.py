@@ -17,11 +17,11 @@ from . import host, infotext, measuring, options
 from .wish import ARGUMENTS, DEFAULTS, DIAL, FILLED_FOR, OWN, TITLE, WHERE, base_of, find_filled, read
 
 _TIPS = {
-    "strength": "How much of the picture may change for how much time: 0 is off, bit for bit; 1 merges the most.",
+    "strength": "How much the picture may change to save time: 0 is off, bit for bit; 1 merges the most.",
     "where": "Which pass merges. Merging in the hires pass alone leaves the composition as it is.",
-    OWN: "Use the settings below instead of what Strength stands for. They begin with that, and go along with it.",
-    "measure": "Times this model at this size now, merged and unmerged: seconds. Kept until the model's kind, the "
-               "settings, the size, the card or a version differs.",
+    OWN: "Use the settings below. Each of them follows Strength until you change it.",
+    "measure": "Time this model at this size now, with merging and without, which takes seconds. What is found is kept "
+               "for this kind of model, these settings, this size, this card and these versions.",
 }
 _QUIETLY = {"show_progress": False, "queue": False}
 _HIRES = ("hr-checkbox", "hr_scale", "hr_resize_x", "hr_resize_y")
