@@ -128,7 +128,9 @@ class Sampling:
         live = [f"between start and end at {sum(self._live.values())} of {len(self._live)} noise levels"]
         more = [*filter(None, measured), *(live if self._live else ()), *strangers, *beside]
         line = f"{_TITLE}: {', '.join(filter(None, [steps, report.headline]))}"
-        return Outcome(report.lines(_TITLE, [steps], more), line, report, {} if stopped else _maps_of(merged[0].state))
+        first, levels = merged[0].state, merged[0].state.report().levels
+        maps = {level: (levels[level].downsample, one) for level, one in sorted(first.maps().items())}
+        return Outcome(report.lines(_TITLE, [steps], more), line, report, {} if stopped else maps)
 
     def _make(self, model: Any, options: dict[str, Any]) -> Merging | str:
         try:
@@ -184,8 +186,3 @@ def _measure(merging: Merging) -> str:
     except Exception as error:  # whatever else is on the model; nobody asked for more than a picture
         return f"{_NOT_MEASURED}: {error}"
     return "" if gain is None else f"measured: {gain.line}"
-
-
-def _maps_of(state: Any) -> dict[int, tuple[int, Any]]:
-    levels = state.report().levels
-    return {level: (levels[level].downsample, one) for level, one in sorted(state.maps().items())}

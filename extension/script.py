@@ -91,7 +91,7 @@ class TokenMerging(host.Script):
             return
         if job.error:
             host.add_message(processed, f"ToMe: {job.error}")
-            host.add_fact(processed, {"ToMe report": {"merged": False, "line": job.error, "passes": {}}})
+            host.add_fact(processed, {"ToMe report": data_of(job, job.error)})
         elif job.wish.enabled:
             _tell(p, job, processed)
 
@@ -123,7 +123,7 @@ def _tell(p: Any, job: Job, processed: Any) -> None:
         logger.info("%s", line)
     if options.is_shown(options.PAGE):
         host.add_message(processed, f"ToMe: {line}")
-    host.add_fact(processed, {"ToMe report": data_of(job, host.has_hires(p))})
+    host.add_fact(processed, {"ToMe report": data_of(job, line)})
     maps = next((job.records[hires].maps for hires in (True, False) if hires in job.records), {})
     if maps and processed.images:
         first = min(getattr(processed, "index_of_first_image", 0), len(processed.images) - 1)

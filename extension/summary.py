@@ -17,18 +17,21 @@ _GOLDEN = 0.618034  # share of the colour circle from one group to the next, so 
 
 def line_of(job: Job, has_hires: bool) -> str:
     """One line on a job that was on."""
-    passes = (False, True) if has_hires else (False,)
-    told = [", ".join([_outcome(job, hires, has_hires), *_beside(job, hires)]) for hires in passes]
-    if has_hires:
-        told = [f"{PASSES[hires]}: {text}" for hires, text in zip(passes, told, strict=True)]
+    told = []
+    for hires in PASSES if has_hires else (False,):
+        parts, ratio = [_outcome(job, hires, has_hires)], job.built_in(hires)
+        if ratio:
+            became = "stays on" if job.why_left(hires) else "is silent in this pass"
+            parts.append(f"the webui's own merging ({ratio:g}) {became}")
+        told.append((f"{PASSES[hires]}: " if has_hires else "") + ", ".join(parts))
     return "; ".join([*told, *(f"left out: {sentence}" for sentence in job.wish.left_out)])
 
 
-def data_of(job: Job, has_hires: bool) -> dict[str, Any]:
-    """The same for programs. merged: did anything; passes: the reports, by pass, of those that ran with us."""
+def data_of(job: Job, line: str) -> dict[str, Any]:
+    """For programs: the line, merged: did anything; passes: the reports, by pass, of those that ran with us."""
     reports = {hires: Report.join(record.reports) for hires, record in job.records.items() if record.reports}
     return {
-        "merged": any(one.merged_anything for one in reports.values()), "line": line_of(job, has_hires),
+        "merged": any(one.merged_anything for one in reports.values()), "line": line,
         "passes": {PASSES[hires]: {"steps": job.records[hires].steps, **one.as_data()}
                    for hires, one in reports.items()},
     }  # fmt: skip
@@ -49,7 +52,10 @@ def draw_map(picture: Image.Image, maps: dict[int, Any], sample: int = 0) -> Ima
 
 def _outcome(job: Job, hires: bool, has_hires: bool) -> str:
     if job.config(hires) is None:
-        return _why_off(job, has_hires)
+        if not job.wish.strength:
+            return "strength 0, left alone"
+        is_missing = job.wish.where == HIRES and not has_hires
+        return "left alone, because only the hires pass is to merge, and there is none" if is_missing else "left alone"
     record = job.records.get(hires)
     if record is None:
         return "did not run"
@@ -62,23 +68,6 @@ def _outcome(job: Job, hires: bool, has_hires: bool) -> str:
     if why and not whole.reasons:
         return f"nothing merged: {', '.join(why)}"
     return whole.headline if record.reports else "nothing merged: the model was not called"
-
-
-def _beside(job: Job, hires: bool) -> list[str]:
-    """What became of the webui's own merging."""
-    ratio = job.built_in(hires)
-    if not ratio:
-        return []
-    own = f"the webui's own merging ({ratio:g})"
-    return [f"{own} stays on" if job.why_left(hires) else f"{own} is silent in this pass"]
-
-
-def _why_off(job: Job, has_hires: bool) -> str:
-    if not job.wish.strength:
-        return "strength 0, left alone"
-    if job.wish.where == HIRES and not has_hires:
-        return "left alone, because only the hires pass is to merge, and there is none"
-    return "left alone"
 
 
 def _panel(picture: Image.Image, level: int, found: Any, sample: int) -> Image.Image:

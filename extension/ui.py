@@ -22,7 +22,7 @@ _TIPS = {
     OWN: "Use the settings below. Each of them follows Strength until you change it.",
     "measure": "Time this model at this size now, with merging and without, which takes seconds. What is found is kept "
                "for this kind of model, these settings, this size, this card and these versions.",
-}
+}  # fmt: skip
 _QUIETLY = {"show_progress": False, "queue": False}
 _HIRES = ("hr-checkbox", "hr_scale", "hr_resize_x", "hr_resize_y")
 _OF_TAB = {"txt2img": ("width", "height", *_HIRES), "img2img": ("width", "height")}
