@@ -27,7 +27,6 @@ ALWAYS_VISIBLE = scripts.AlwaysVisible
 HAS_SAMPLING_HOOK = hasattr(scripts.Script, "process_before_every_sampling")
 HYPERTILE = "__webui_hypertile_params"  # on each attention that A1111's HyperTile has wrapped, for good
 _BUILT_IN = "get_token_merging_ratio"
-_TILED = "HyperTile is on, whose tiles need every token"
 
 
 def set_up_console(name: str) -> None:
@@ -151,13 +150,13 @@ def reason_to_step_aside(hires: bool) -> str | None:
     if getattr(sys.modules.get("modules.sd_unet"), "current_unet", None) is not None:
         return "an SdUnet (such as TensorRT) computes in place of the UNet's own blocks"
     if option("hypertile_enable_unet", False) or (hires and option("hypertile_enable_unet_secondpass", False)):
-        return _TILED
+        return sdnext.TILED
     return sdnext.reason_to_step_aside(option, hires)
 
 
 def reason_of_unet(unet: nn.Module) -> str | None:
     """The same, of what is on the UNet as a pass begins: HyperTile of a hires pass stays on until its job ends."""
-    return _TILED if any(getattr(vars(one).get(HYPERTILE), "enabled", False) for one in unet.modules()) else None
+    return sdnext.TILED if any(getattr(vars(one).get(HYPERTILE), "enabled", False) for one in unet.modules()) else None
 
 
 def read_time(params: Any) -> dict[str, float]:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 _INIT_HIRES = "init_hr"
+TILED = "HyperTile is on, whose tiles need every token"
 _RATIOS = {"ToMe": "tome_ratio", "ToDo": "todo_ratio"}  # of its own merging, by method
 
 
@@ -73,5 +74,5 @@ def reason_to_step_aside(option: Callable[[str, Any], Any], hires: bool) -> str 
     if ratio:
         return f"SD.Next's own token merging ({method} {ratio:g}) is on; set it to None to merge by this one"
     if option("hypertile_unet_enabled", False) and (hires or not option("hypertile_hires_only", False)):
-        return "HyperTile is on, whose tiles need every token"
+        return TILED
     return None

@@ -21,7 +21,7 @@ def line_of(job: Job, has_hires: bool) -> str:
     for hires in PASSES if has_hires else (False,):
         parts, ratio = [_outcome(job, hires, has_hires)], job.built_in(hires)
         if ratio:
-            became = "stays on" if job.why_left(hires) else "is silent in this pass"
+            became = "stays on" if job.why_left(hires) else "is off in this pass"
             parts.append(f"the webui's own merging ({ratio:g}) {became}")
         told.append((f"{PASSES[hires]}: " if has_hires else "") + ", ".join(parts))
     return "; ".join([*told, *(f"left out: {sentence}" for sentence in job.wish.left_out)])
