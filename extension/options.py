@@ -16,7 +16,7 @@ REPORT, MAP, MEASURE = "tome_report", "tome_map", "tome_measure"
 BOTH, CONSOLE, PAGE, NOWHERE = REPORTS = ("console and page", "console", "page", "nowhere")
 _ITEMS = (
     ("tome_enabled", DEFAULTS["enabled"], "Merge tokens",
-     "for API calls that do not say; if you change it here, the panels change too", "", {}),
+     "for API calls that do not say; the panels follow it as it changes", "", {}),
     ("tome_strength", DEFAULTS["strength"], "Strength of merging",
      "0 is off, .25 quality, .5 balanced, .75 fast, 1 the most",
      "Slider", {"minimum": 0.0, "maximum": 1.0, "step": 0.01}),
@@ -25,7 +25,7 @@ _ITEMS = (
     (REPORT, BOTH, "Show the report in", "a line after each job; API calls get it in any case", "Radio",
      {"choices": list(REPORTS)}),
     (MAP, False, "Draw the merge map beside the result",
-     "one more picture in the gallery: which tokens merged in the last step", "", {}),
+     "one more picture in the gallery: what merged into what in the last step", "", {}),
     (MEASURE, False, "Measure after each picture whether merging pays",
      "once for each size and strength, by some 36 calls of the model; the panel's Measure does it at once", "", {}),
 )  # fmt: skip

@@ -21,7 +21,7 @@ _TIPS = {
     "where": "Which pass merges. Merging in the hires pass alone leaves the composition as it is.",
     OWN: "Use the settings below. Each of them follows Strength until you change it.",
     "measure": "Time this model at this size now, with merging and without, which takes seconds. What is found is kept "
-               "for this kind of model, these settings, this size, this card and these versions.",
+               "for this kind of model, these settings, this size, this card and today's versions.",
 }  # fmt: skip
 _QUIETLY = {"show_progress": False, "queue": False}
 _HIRES = ("hr-checkbox", "hr_scale", "hr_resize_x", "hr_resize_y")
