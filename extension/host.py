@@ -55,17 +55,17 @@ def option(key: str, default: Any) -> Any:
 
 
 def add_option(
-    key: str, default: Any, label: str, help: str, section: tuple[str, str], component: str = "", **arguments: Any
+    key: str, default: Any, label: str, help: str, arguments: dict[str, Any], section: tuple[str, str]
 ) -> None:
-    """Put a setting into the settings tab. component: a name in gradio, "" for what suits the default.
+    """Put a setting into the settings tab. arguments: of its radio or slider; none for what suits the default.
 
     It is saved as it is, for after a request the webuis put back only what was saved once.
     """
     made = None
-    if component:
+    if arguments:
         import gradio
 
-        made = getattr(gradio, component)
+        made = gradio.Radio if "choices" in arguments else gradio.Slider
     shared.opts.add_option(key, shared.OptionInfo(default, label, made, arguments or None, section=section).info(help))
     shared.opts.data.setdefault(key, default)
 
