@@ -1,7 +1,6 @@
 """Token merging nodes for ComfyUI: what its loader looks for."""
 
 from . import host, slot
-from .engine import hosting
 from .nodes import ApplyToMe, RemoveToMe, ToMePreview, ToMeSettings
 
 NODE_CLASS_MAPPINGS = {node.__name__: node for node in (ApplyToMe, ToMeSettings, RemoveToMe, ToMePreview)}
@@ -9,6 +8,6 @@ NODE_DISPLAY_NAME_MAPPINGS = {name: node.DISPLAY_NAME for name, node in NODE_CLA
 WEB_DIRECTORY = "./web"
 
 slot.register()
-hosting.gains.load(host.gains_file())
+host.hosting.gains.load(host.gains_file())
 
 __all__ = ["NODE_CLASS_MAPPINGS", "NODE_DISPLAY_NAME_MAPPINGS", "WEB_DIRECTORY"]

@@ -6,18 +6,21 @@ model carries a function for its attentions to ask.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from . import host, measuring, slot
-from .engine import hosting
+from . import host, slot
+from .host import hosting
 from .sampling import HostSampling, is_flow, steps_text, timestep_of
 from .transformers import TransformerMerging, piece_of
 from .unets import UnetMerging
 
+logger = logging.getLogger(__name__)
 _TITLE = "ToMe"
+_NOT_MEASURED = "the gain was not measured"
 Merging = UnetMerging | TransformerMerging
 
 
@@ -120,12 +123,14 @@ class Sampling:
         for one in merged:
             one.state.set_time()
             if measures and not stopped:
-                measured.append(measuring.measure(one.state, one.told))
+                measured.append(_measure(one))
         report = replace(hosting.Report.join(one.state.report() for one in merged), patched=True)
         live = [f"between start and end at {sum(self._live.values())} of {len(self._live)} noise levels"]
         more = [*filter(None, measured), *(live if self._live else ()), *strangers, *beside]
         line = f"{_TITLE}: {', '.join(filter(None, [steps, report.headline]))}"
-        return Outcome(report.lines(_TITLE, [steps], more), line, report, {} if stopped else _maps_of(merged[0].state))
+        first, levels = merged[0].state, merged[0].state.report().levels
+        maps = {level: (levels[level].downsample, one) for level, one in sorted(first.maps().items())}
+        return Outcome(report.lines(_TITLE, [steps], more), line, report, {} if stopped else maps)
 
     def _make(self, model: Any, options: dict[str, Any]) -> Merging | str:
         try:
@@ -161,6 +166,23 @@ def layout_of(model: Any) -> str:
     return hosting.layout_of(unet) if piece_of(unet) is None else hosting.TRANSFORMER
 
 
-def _maps_of(state: Any) -> dict[int, tuple[int, Any]]:
-    levels = state.report().levels
-    return {level: (levels[level].downsample, one) for level, one in sorted(state.maps().items())}
+def _measure(merging: Merging) -> str:
+    """What merging gains in calls as the sampling's latest, in a sentence; "" if that was known. Never fails."""
+    state = merging.state
+    if not hasattr(state, "measure_latest"):
+        return f"{_NOT_MEASURED}: that is done with UNets alone"
+    if state.latest is None:
+        return f"{_NOT_MEASURED}: nothing was called that merging is for"
+    logger.info("%s: measuring what merging gains here, once for pictures of this size", _TITLE)
+    timed = hosting.clock_for(state.latest.device)
+
+    def clock() -> float:
+        if host.is_interrupted():  # which ends a measurement and no picture: that is done
+            raise RuntimeError("it was cancelled")
+        return timed()
+
+    try:
+        gain = state.measure_latest(clock=clock, told=merging.told, brings_weights=True)
+    except Exception as error:  # whatever else is on the model; nobody asked for more than a picture
+        return f"{_NOT_MEASURED}: {error}"
+    return "" if gain is None else f"measured: {gain.line}"

@@ -1,7 +1,11 @@
-"""All that is asked of ComfyUI itself. Each question has an answer where the host is older, a fork, or a test."""
+"""All that is asked of ComfyUI itself. Each question has an answer if the host is older, a fork, or a test.
+
+And `hosting`, all of the engine that the nodes use: of the pack, else as it is installed.
+"""
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import sys
@@ -11,6 +15,8 @@ from typing import Any
 import torch
 
 logger = logging.getLogger(__name__)
+# ComfyUI names a pack by its path with every dot replaced, so a dot means: this is a part of the pack
+hosting = importlib.import_module("..tome_core.hosting" if "." in __package__ else "tome_core.hosting", __package__)
 
 KEY = "tome"  # of our wrappers; a second ApplyToMe finds and replaces the first by it
 # values of comfy.patcher_extension.WrappersMP, here since December 2024
@@ -78,7 +84,9 @@ def say(text: str, node_id: Any, line: str = "") -> None:
 
 def show(text: str, node_id: Any) -> None:
     """In the graph, under the node and the subgraphs around it. Never fails: it runs in mid-queue."""
-    send = getattr(_server(), "send_progress_text", None)
+    # looked up instead of imported: outside ComfyUI `server` is anybody's module
+    server = getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)
+    send = getattr(server, "send_progress_text", None)
     if send is None or node_id is None:
         return
     try:
@@ -101,8 +109,3 @@ def is_interrupted() -> bool:
     """Has the user asked ComfyUI to stop what it does?"""
     asked = getattr(sys.modules.get("comfy.model_management"), "processing_interrupted", None)
     return asked is not None and asked()
-
-
-def _server() -> Any | None:
-    # looked up instead of imported: outside ComfyUI `server` is anybody's module
-    return getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)

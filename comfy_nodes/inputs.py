@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .engine import hosting
+from .host import hosting
 
 form = hosting.form
 SETTINGS_TYPE = "TOME_SETTINGS"  # of the link from ToMeSettings to ApplyToMe: a MergeConfig
@@ -19,18 +19,18 @@ TIMES = ("start", "end")  # of ApplyToMe; all other fields are ToMeSettings'
 _NOT_HERE = ("merge_crossattn", "merge_mlp")  # nothing in the slot can merge these parts
 SETTINGS = tuple(name for name in form.NAMES if name not in (*TIMES, *_NOT_HERE))
 STRENGTH_HELP = (
-    f"How much of the picture may change for how much time. 0 is off, bit for bit; "
+    "How much the picture may change to save time. 0 is off, bit for bit; "
     f"{', '.join(f'{value:g} is {name}' for name, value in hosting.MARKS.items())}. "
-    "Not used where settings are connected."
+    "Not used if settings are connected."
 )
 MEASURE_HELP = (
-    "After the sampling, once for pictures of this size, measure what merging gains on this machine, which takes about "
-    "as long as a second sampling. It is remembered: from then on the report and the log say the gain, and a strength "
-    "merges where it pays and rests where it does not."
+    "After the sampling, measure what merging gains on this machine, once for pictures of this size. It takes about as "
+    "long as a second sampling and is remembered: from then on the report and the log say the gain, and a strength "
+    "merges only if that saves time."
 )
 SETTINGS_HELP = (
-    "From a ToMe Settings node: every setting by itself, in the strength's place. Start and end still count. Leave it "
-    "open to go by strength."
+    "From a ToMe Settings node: every setting by itself, in place of the strength. Start and end still count. Leave it "
+    "unconnected to use the strength."
 )
 
 

@@ -53,12 +53,7 @@ def complete(translated: Any, wanted: Any) -> Any:
 
 
 def help_page(page: str) -> str:
-    """ToMeSettings' help page with its table made anew: a row for every input, those behind "advanced" in light type.
-
-    Raises ValueError where the page has no table.
-    """
-    if _HEAD not in page:
-        raise ValueError(f"{HELP_PAGE.name} has no table to replace; put {_HEAD.splitlines()[0]!r} into it")
+    """ToMeSettings' help page with its table made anew: a row for every input, the advanced ones in light type."""
     before, rest = page.split(_HEAD)
     rows = [f"| {name if facts.get('advanced') else f'**{name}**'} | {facts['tooltip']} |\n"
             for name, (_, facts) in inputs_of(NODE_CLASS_MAPPINGS["ToMeSettings"]).items()]  # fmt: skip

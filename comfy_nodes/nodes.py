@@ -16,11 +16,11 @@ from .branch import BranchMerging, layout_of
 ALIASES = ["token merging", "tomesd", "tome", "speed", "faster sampling"]
 HIDDEN = {"unique_id": "UNIQUE_ID"}
 HIDDEN_PROMPT = {**HIDDEN, "prompt": "PROMPT"}
-TOO_OLD = "ToMe: this ComfyUI is older than September 2025 and has no slot for attention; the model is unchanged."
+TOO_OLD = "ToMe: this ComfyUI is older than September 2025; update it to merge. The model is unchanged."
 OFF_TEXT = "ToMe is off, the model is unchanged."
 NO_MAPS = (
-    "No merge map. Either this model has no ApplyToMe, or nothing merged, or the model is compiled, or the sampler's "
-    "result came from the cache: then change its seed and queue again."
+    "No merge map. Either this model has no Apply ToMe, or nothing merged, or the model is compiled, or the sampler's "
+    "result came from the cache: then change the sampler's seed and queue again."
 )
 STRETCHED = (
     " (stretched: the last call was not of this picture's size. It was a tile or an area of it, or the picture was "
@@ -87,8 +87,8 @@ class ToMeSettings(_Node):
 
     DISPLAY_NAME = "ToMe Settings (Token Merging)"
     DESCRIPTION = (
-        "Every setting of token merging by itself, for the settings input of Apply ToMe, where they take the "
-        "strength's place. Settings that do not go together are left out, and the node says which."
+        "Every setting of token merging by itself. Connect it to the settings input of Apply ToMe, in place of the "
+        "strength. A setting that does not go together with the others is left out, and the node says which."
     )
     FUNCTION = "settings"
     RETURN_TYPES = (inputs.SETTINGS_TYPE,)
@@ -139,9 +139,9 @@ class ToMePreview(_Node):
 
     DISPLAY_NAME = "ToMe Preview (Token Merging)"
     DESCRIPTION = (
-        "Shows which tokens merged in the latest sampling with this model: each group in its mean colour, so that the "
-        "picture gets coarse where unlike tokens merged. One panel for each level that merged. And the report on it, "
-        "which goes into the history of the queue as well, there with every count for programs."
+        "Shows which tokens merged in the latest sampling with this model: each group has its mean colour, so the "
+        "picture is coarse where tokens merged that differ. It has a panel for each level that merged. The report on "
+        "the sampling is shown as well, and goes into the queue's history, there with every count, for programs."
     )
     SEARCH_ALIASES = [*ALIASES, "merge map", "token map"]  # noqa: RUF012 (never changed)
     FUNCTION = "preview"

@@ -22,7 +22,9 @@ def panel(picture: torch.Tensor, grid: Any, group: torch.Tensor, title: str) -> 
     cells = F.interpolate(tokens, (height, width), mode="nearest")[0, 0].long()
     sizes = torch.bincount(group)
     merged = (sizes[cells] > 1).unsqueeze(-1)
-    drawn = torch.where(merged, _means(picture, cells, len(sizes))[cells], picture)
+    pixels = torch.bincount(cells.flatten(), minlength=len(sizes)).clamp(min=1)[:, None]
+    means = torch.zeros(len(sizes), 3).index_add_(0, cells.flatten(), picture.reshape(-1, 3)) / pixels
+    drawn = torch.where(merged, means[cells], picture)
     return add_title(drawn * _borders(cells), title)
 
 
@@ -64,12 +66,6 @@ def from_latent(samples: torch.Tensor, latent_format: Any) -> torch.Tensor:
         mixed = torch.einsum("bchw,cr->brhw", samples, torch.tensor(factors)) + bias[:, None, None]
         rgb = ((mixed + 1) / 2).clamp(0, 1)
     return F.interpolate(rgb, scale_factor=8, mode="nearest").movedim(1, -1)
-
-
-def _means(picture: torch.Tensor, cells: torch.Tensor, count: int) -> torch.Tensor:
-    """The mean colour ``[count, 3]`` of each group. cells: int64 ``[H, W]``, the group of each pixel."""
-    where, pixels = cells.flatten(), torch.bincount(cells.flatten(), minlength=count).clamp(min=1)
-    return torch.zeros(count, 3).index_add_(0, where, picture.reshape(-1, 3)) / pixels[:, None]
 
 
 def _borders(cells: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .engine import hosting
+from .host import hosting
 
 # where sampler functions lie that call the model at the levels of their list, one after another, and say after each
 # step's first call which it was
@@ -124,20 +124,14 @@ def timestep_of(sigma: float, model_sampling: Any, flows: bool) -> float:
 
     As a noise's deviation relative to the picture's, half of a film's steps would all be the noisiest there is.
     """
-    if flows and is_flow(model_sampling):
+    if not is_flow(model_sampling):  # EDM models see the picture at another deviation than 1
+        relative = sigma / getattr(model_sampling, "sigma_data", 1.0)
+    elif flows:
         return 1000.0 * sigma
-    return hosting.STABLE_DIFFUSION.timestep_of_sigma(relative_sigma(sigma, model_sampling))
-
-
-def relative_sigma(sigma: float, model_sampling: Any) -> float:
-    """The noise's standard deviation where the picture's is 1.
-
-    EDM models see the picture at another one. Flow models see ``(1 - sigma)`` of it under ``sigma`` of the noise.
-    """
-    if not is_flow(model_sampling):
-        return sigma / getattr(model_sampling, "sigma_data", 1.0)
-    noise = sigma * getattr(model_sampling, "noise_scale", 1.0)
-    return noise / max(1.0 - sigma, noise / _PURE_NOISE) if noise > 0 else 0.0
+    else:  # of the picture it sees 1 - sigma, under sigma of the noise
+        noise = sigma * getattr(model_sampling, "noise_scale", 1.0)
+        relative = noise / max(1.0 - sigma, noise / _PURE_NOISE) if noise > 0 else 0.0
+    return hosting.STABLE_DIFFUSION.timestep_of_sigma(relative)
 
 
 def _follows_list(sampler: Any) -> bool:

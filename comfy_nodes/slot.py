@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .engine import hosting
+from .host import hosting
 
 SLOT = "optimized_attention_override"  # since September 2025
 _BENEATH = "tome_beneath"  # of a function of ours: what was in the slot before

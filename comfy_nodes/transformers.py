@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from . import slot
-from .engine import hosting
+from .host import hosting
 
 # transformers whose sequence is text, then the picture, then reference pictures, of which transformer_options tell
 _TEXT_FIRST = frozenset({

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from . import slot
-from .engine import hosting
+from .host import hosting
 from .sampling import is_left_out
 
 _OTHER_KEYS = "queries and keys are not of the same tokens"

@@ -27,7 +27,6 @@ ALWAYS_VISIBLE = scripts.AlwaysVisible
 HAS_SAMPLING_HOOK = hasattr(scripts.Script, "process_before_every_sampling")
 HYPERTILE = "__webui_hypertile_params"  # on each attention that A1111's HyperTile has wrapped, for good
 _BUILT_IN = "get_token_merging_ratio"
-_TILED = "HyperTile is on, whose tiles need every token"
 
 
 def set_up_console(name: str) -> None:
@@ -56,21 +55,18 @@ def option(key: str, default: Any) -> Any:
 
 
 def add_option(
-    key: str, default: Any, label: str, help: str, section: tuple[str, str], component: str = "", **arguments: Any
+    key: str, default: Any, label: str, help: str, arguments: dict[str, Any], section: tuple[str, str]
 ) -> None:
-    """Put a setting into the settings tab. component: a name in gradio, "" for what suits the default.
+    """Put a setting into the settings tab. arguments: of its radio or slider; none for what suits the default.
 
     It is saved as it is, for after a request the webuis put back only what was saved once.
     """
     made = None
-    if component:
+    if arguments:
         import gradio
 
-        made = getattr(gradio, component)
-    info = shared.OptionInfo(default, label, made, arguments or None, section=section)
-    if hasattr(info, "info"):
-        info = info.info(help)
-    shared.opts.add_option(key, info)
+        made = gradio.Radio if "choices" in arguments else gradio.Slider
+    shared.opts.add_option(key, shared.OptionInfo(default, label, made, arguments or None, section=section).info(help))
     shared.opts.data.setdefault(key, default)
 
 
@@ -94,9 +90,8 @@ def loaded_unet() -> Any | None:
 
 def layout(unet: Any = None) -> str:
     """Whose strengths a UNet has, or that of the loaded model; see `tome_core.strength`. SD's where it is not known."""
-    unet = loaded_unet() if unet is None else unet
     try:
-        return SD if unet is None else layout_of(unet)
+        return layout_of(loaded_unet() if unet is None else unet)
     except (TypeError, ValueError):
         return SD
 
@@ -150,21 +145,18 @@ def running_pipeline(p: Any) -> sdnext.RunningPipeline | None:
     return sdnext.RunningPipeline(lambda: shared.sd_model) if sdnext.is_pipeline(_running_model(p)) else None
 
 
-when_hires_begins, forget_hires = sdnext.when_hires_begins, sdnext.forget_hires
-
-
 def reason_to_step_aside(hires: bool) -> str | None:
     """Why the UNet's attention must be left alone in this pass; None where nothing speaks against it."""
     if getattr(sys.modules.get("modules.sd_unet"), "current_unet", None) is not None:
         return "an SdUnet (such as TensorRT) computes in place of the UNet's own blocks"
     if option("hypertile_enable_unet", False) or (hires and option("hypertile_enable_unet_secondpass", False)):
-        return _TILED
+        return sdnext.TILED
     return sdnext.reason_to_step_aside(option, hires)
 
 
 def reason_of_unet(unet: nn.Module) -> str | None:
     """The same, of what is on the UNet as a pass begins: HyperTile of a hires pass stays on until its job ends."""
-    return _TILED if any(getattr(vars(one).get(HYPERTILE), "enabled", False) for one in unet.modules()) else None
+    return sdnext.TILED if any(getattr(vars(one).get(HYPERTILE), "enabled", False) for one in unet.modules()) else None
 
 
 def read_time(params: Any) -> dict[str, float]:
@@ -210,12 +202,6 @@ def first_row(p: Any) -> int:
     return 0 if prompts_first else -int(p.batch_size)
 
 
-def pictures(p: Any) -> int | None:
-    """How many pictures a pass makes at once, where the webui says so."""
-    size = getattr(p, "batch_size", None)
-    return size if isinstance(size, int) and size > 0 else None
-
-
 def gains_file() -> str | None:
     """For what was measured, where the webui keeps what it can do without; None where it tells of no such place."""
     data = getattr(sys.modules.get("modules.paths_internal"), "data_path", None)
@@ -252,17 +238,6 @@ def hires_size(width: int, height: int, scale: float, resize_x: int, resize_y: i
                                          hr_resize_x=resize_x, hr_resize_y=resize_y)  # fmt: skip
     p.calculate_target_resolution()
     return size_of(p, hires=True)
-
-
-def is_hires(p: Any) -> bool:
-    """Is this the hires pass?"""
-    return bool(getattr(p, "is_hr_pass", False))
-
-
-def comment(p: Any, text: str) -> None:
-    """Put a message under the picture."""
-    if hasattr(p, "comment"):
-        p.comment(text)
 
 
 def silence_built_in(p: Any, silences: Callable[[Any, bool], bool]) -> None:
@@ -304,25 +279,6 @@ def accordion(is_on: bool, label: str, elem_id: str) -> Any:
     from modules.ui_components import InputAccordion
 
     return InputAccordion(is_on, label=label, elem_id=elem_id)
-
-
-def is_page() -> bool:
-    """Are controls being made for a page? The API makes them in bare blocks, for the values that they start with."""
-    from gradio.context import Context
-
-    return Context.block is not Context.root_block
-
-
-def is_being_built() -> bool:
-    """Is a page being made? gradio 4 makes a control anew, outside of any, for an answer that changes one."""
-    from gradio.context import Context
-
-    return Context.root_block is not None
-
-
-def set_tooltip(control: Any, text: str) -> None:
-    """What the webui shows while the mouse is over a control."""
-    control.webui_tooltip = text
 
 
 def has_setting_called(key: str) -> bool:

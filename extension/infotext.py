@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import math
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from ..tome_core.hosting import form
@@ -75,15 +76,11 @@ class Paste:
         self._parameters: Mapping[str, Any] | None = None
         self._values: dict[str, Any] = {}
 
-    def function(self, name: str) -> Callable[[Mapping[str, Any]], Any]:
-        """What the webui calls with an infotext, for one of `wish.ARGUMENTS`; None leaves a control as it is."""
-
-        def read(parameters: Mapping[str, Any]) -> Any:
-            if parameters is not self._parameters:  # held, so that it is no other one's by its address
-                self._parameters, self._values = parameters, _values_in(parameters)
-            return self._values.get(name)
-
-        return read
+    def value(self, name: str, parameters: Mapping[str, Any]) -> Any:
+        """For one of `wish.ARGUMENTS`, of an infotext that the webui has read; None leaves a control as it is."""
+        if parameters is not self._parameters:
+            self._parameters, self._values = parameters, _values_in(parameters)
+        return self._values.get(name)
 
 
 def _values_in(parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,12 +106,9 @@ def changes_of(p: Any) -> dict[str, Any]:
     return getattr(p, _CHANGES, {})
 
 
-def _apply(name: str) -> Callable[[Any, Any, Any], None]:
-    def apply(p: Any, value: Any, values: Any) -> None:
-        # a new dict, because the plot's copies of p are shallow; an axis of ours means that we are on
-        setattr(p, _CHANGES, {**changes_of(p), "enabled": True, name: value})
-
-    return apply
+def _apply(name: str, p: Any, value: Any, values: Any) -> None:
+    # a new dict, because the plot's copies of p are shallow; an axis of ours means that we are on
+    setattr(p, _CHANGES, {**changes_of(p), "enabled": True, name: value})
 
 
 def add_axes() -> None:
@@ -130,4 +124,4 @@ def add_axes() -> None:
         label = f"[ToMe] {label}"
         if label not in there:
             more = {"choices": lambda choices=choices: list(choices)} if choices else {}
-            plot.axis_options.append(plot.AxisOption(label, kind, _apply(name), **more))
+            plot.axis_options.append(plot.AxisOption(label, kind, partial(_apply, name), **more))

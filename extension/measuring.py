@@ -3,42 +3,33 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Mapping
 
 from ..tome_core.hosting import MergeConfig, patch_of
 from . import host
 from .merging import Job
-from .wish import FIRST, HIRES, Wish
+from .wish import HIRES, PASSES, Wish
 
 logger = logging.getLogger(__name__)
 
 
-class ComingPass(NamedTuple):
-    """One pass of a picture to come; sizes in pixels."""
-
-    hires: bool
-    width: int
-    height: int
-
-
-def answer(wish: Wish, passes: Iterable[ComingPass], measure: bool = False) -> str:
+def answer(wish: Wish, sizes: Mapping[bool, tuple[int, int]], measure: bool = False) -> str:
     """``1024x1536: 1.31 times as fast``, for each pass that merges.
 
-    measure: what is not known of it, which takes seconds; else no model is called.
+    sizes: width and height in pixels, by: is it the hires pass. measure: what is not known, which takes seconds; else
+    no model is called.
     """
-    passes = list(passes)
-    merging = [(one, wish.config(one.hires, layout=host.layout())) for one in passes]
     if not wish.strength:
         return "strength 0: off"
-    if wish.where == HIRES and not any(one.hires for one in passes):
+    if wish.where == HIRES and True not in sizes:
         return "only the hires pass is to merge: turn on Hires. fix"
     if host.loaded_unet() is None:
         return "no model is loaded yet"
-    told = [(one, _answer(one, config, measure)) for one, config in merging if config is not None]
-    if len(passes) == 1:
-        return "".join(text for _, text in told)
-    return "; ".join(f"{HIRES if one.hires else FIRST} {text}" for one, text in told)
+    configs = {hires: wish.config(hires, layout=host.layout()) for hires in sizes}
+    told = {hires: _answer(hires, *sizes[hires], config, measure) for hires, config in configs.items() if config}
+    if len(sizes) == 1:
+        return "".join(told.values())
+    return "; ".join(f"{PASSES[hires]} {text}" for hires, text in told.items())
 
 
 def measure_after(job: Job) -> None:
@@ -56,18 +47,18 @@ def measure_after(job: Job) -> None:
             logger.info("measured: %s (%s)", gain.line, gain)
 
 
-def _answer(one: ComingPass, config: MergeConfig, measure: bool) -> str:
-    size, unet, aside = f"{one.width}x{one.height}", host.loaded_unet(), host.reason_to_step_aside(one.hires)
+def _answer(hires: bool, width: int, height: int, config: MergeConfig, measure: bool) -> str:
+    size, unet, aside = f"{width}x{height}", host.loaded_unet(), host.reason_to_step_aside(hires)
     if aside is not None:
         return f"{size}: nothing merges, {aside}"
     try:
         patch = patch_of(unet, config)
-        gain = patch.gain_for(one.height, one.width)
+        gain = patch.gain_for(height, width)
         if gain is None and measure:
             stayed = host.reason_of_unet(unet)  # from the last job; it is off in the next
             if stayed:
                 return f"{size}: not measured, {stayed}"
-            gain = host.on_the_card(lambda: patch.measure(one.height, one.width))
+            gain = host.on_the_card(lambda: patch.measure(height, width))
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:  # of a model that we do not know, or a job
         return f"{size}: {str(error).splitlines()[0]}"
     return f"{size}: not measured yet" if gain is None else gain.line

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..tome_core.hosting import MergeConfig, Patch, Report, UnsupportedModelError, patch, patch_of
-from . import host, sdnext
+from . import host
 from .pace import Pace
 from .wish import Wish
 
@@ -34,9 +34,9 @@ class PassRecord:
 
 
 class Job:
-    """One job's wish and records. wish: None where the values were wrong, then ``error`` says how."""
+    """One job's wish and records. error: how its values were wrong; then it wishes for nothing."""
 
-    def __init__(self, p: Any, wish: Wish | None, error: str = "") -> None:
+    def __init__(self, p: Any, wish: Wish, error: str = "") -> None:
         self.p = weakref.ref(p)
         self.wish = wish
         self.error = error
@@ -47,10 +47,7 @@ class Job:
 
     def config(self, hires: bool, layout: str | None = None) -> MergeConfig | None:
         """The engine's settings for a pass; None where it is left alone. layout: of the model that runs in it."""
-        p = self.p()
-        if self.wish is None or p is None:
-            return None
-        return self.wish.config(hires, host.first_seed(p), layout or host.layout())
+        return self.wish.config(hires, host.first_seed(self.p()), layout or host.layout())
 
     def why_left(self, hires: bool) -> str:
         """Why a pass is left alone, as far as is known before it; "" where it is ours.
@@ -63,7 +60,7 @@ class Job:
 
     def _why_left(self, hires: bool) -> str:
         p, config = self.p(), self.config(hires)
-        if p is None or config is None:
+        if config is None:
             return "left alone"
         aside = host.reason_to_step_aside(hires)
         if aside is not None:
@@ -72,14 +69,13 @@ class Job:
         if not width or not height:
             return ""
         try:
-            return patch_of(host.running_unet(p), config).why_not(height, width, 2 * (host.pictures(p) or 1))
+            return patch_of(host.running_unet(p), config).why_not(height, width, 2 * p.batch_size)
         except (AttributeError, TypeError, ValueError) as error:  # of a model that we do not know
             return str(error)
 
     def built_in(self, hires: bool) -> float:
         """The ratio of the webui's own merging that a pass would have had without us."""
-        p = self.p()
-        return 0.0 if p is None else host.built_in_ratio(p, hires)
+        return host.built_in_ratio(self.p(), hires)
 
 
 def job_of(p: Any) -> Job | None:
@@ -101,8 +97,7 @@ class Armed:
         self.hires = False
         self.handle: Patch | None = None
         self._tried: Any = None  # weakly, the UNet that the armed pass runs on, patched or left alone
-        self._sampling: object | None = None  # what tells the pass that is armed from all others
-        self._pace: Pace | None = None
+        self._pace: Pace | None = None  # also what tells the pass that is armed from all others
         self._pass = ExitStack()  # in SD.Next, where no denoiser tells of its calls
 
     def arm(self, p: Any, hires: bool) -> None:
@@ -116,7 +111,7 @@ class Armed:
         if reason:
             job.records[hires].refusals.append(reason)
             return
-        self.job, self.hires, self._sampling = job, hires, object()
+        self.job, self.hires = job, hires
         self._put_on(host.running_unet(p))
         self._pace = Pace(p if self.handle is not None and self.handle.wants_time else None)
 
@@ -133,16 +128,15 @@ class Armed:
         self._follow(host.running_unet(p))
         if self.handle is not None and self.handle.wants_time:
             time, timesteps = host.relative(p, self._pace.time(params)), self._pace.timesteps(p)
-            self.handle.set_time(**time, sampling=self._sampling, pictures=host.pictures(p), timesteps=timesteps)
+            self.handle.set_time(**time, sampling=self._pace, pictures=p.batch_size, timesteps=timesteps)
         self._count()
 
     def disarm(self) -> None:
         """Take the patch off, keeping what it counted. Idempotent."""
         self._take_off()
-        pace, self._pace = self._pace, None
-        if pace is not None:
-            pace.take_off()
-        self.job = None
+        if self._pace is not None:
+            self._pace.take_off()
+        self.job = self._pace = None
 
     def _follow(self, unet: Any) -> None:
         """The refiner, or a hires checkpoint, may have brought another model since the pass began."""
@@ -166,7 +160,9 @@ class Armed:
             return
         self.handle.keep_maps(self.job.keeps_maps)
         if pipeline is not None:
-            self._pass.enter_context(sdnext.run_pass(pipeline, self.handle, host.pictures(p), self._count))
+            self._pipeline = pipeline  # kept, because the engine's own reference to it is weak
+            self._pass.enter_context(pipeline.unet.register_forward_hook(lambda *_: self._count()))
+            self._pass.enter_context(self.handle.sampling(p.batch_size))  # all calls are one sampling
 
     def _count(self) -> None:
         record = self.job.records[self.hires]

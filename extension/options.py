@@ -12,21 +12,20 @@ from . import host
 from .wish import DEFAULTS, WHERE
 
 SECTION = ("tome", "Token Merging (ToMe)")
-ENABLED, STRENGTH, PLACE = DIAL_KEYS = ("tome_enabled", "tome_strength", "tome_where")
 REPORT, MAP, MEASURE = "tome_report", "tome_map", "tome_measure"
 BOTH, CONSOLE, PAGE, NOWHERE = REPORTS = ("console and page", "console", "page", "nowhere")
 _ITEMS = (
-    (ENABLED, DEFAULTS["enabled"], "Merge tokens", "for API calls that do not say; the panels follow it as it changes",
-     "", {}),
-    (STRENGTH, DEFAULTS["strength"], "Strength of merging", "0 is off, .25 quality, .5 balanced, .75 fast, 1 the most",
-     "Slider", {"minimum": 0.0, "maximum": 1.0, "step": 0.01}),
-    (PLACE, DEFAULTS["where"], "Where to merge", "in pictures with Hires. fix", "Radio", {"choices": list(WHERE)}),
-    (REPORT, BOTH, "Show the report in", "a line after each job; API calls get it in any case", "Radio",
+    ("tome_enabled", DEFAULTS["enabled"], "Merge tokens",
+     "for API calls that do not say; the panels follow it as it changes", {}),
+    ("tome_strength", DEFAULTS["strength"], "Strength of merging",
+     "0 is off, .25 quality, .5 balanced, .75 fast, 1 the most", {"minimum": 0.0, "maximum": 1.0, "step": 0.01}),
+    ("tome_where", DEFAULTS["where"], "Where to merge", "in pictures with Hires. fix", {"choices": list(WHERE)}),
+    (REPORT, BOTH, "Show the report in", "a line after each job; API calls get it in any case",
      {"choices": list(REPORTS)}),
     (MAP, False, "Draw the merge map beside the result",
-     "one more picture in the gallery: what merged into what in the last step", "", {}),
+     "one more picture in the gallery: what merged into what in the last step", {}),
     (MEASURE, False, "Measure after each picture whether merging pays",
-     "once for each size and strength, by some 36 calls of the model; the panel's Measure does it at once", "", {}),
+     "once for each size and strength, by some 36 calls of the model; the panel's Measure does it at once", {}),
 )  # fmt: skip
 _DEFAULTS = {key: default for key, default, *_ in _ITEMS}
 
@@ -48,5 +47,5 @@ def is_shown(place: str) -> bool:
 
 def register() -> None:
     """Put the section into the settings tab."""
-    for key, default, label, help, component, arguments in _ITEMS:
-        host.add_option(key, default, label, help, SECTION, component, **arguments)
+    for item in _ITEMS:
+        host.add_option(*item, SECTION)

@@ -62,33 +62,29 @@ class Pace:
     def timesteps(self, p: Any) -> tuple[float, ...] | None:
         """Of all steps of the pass, for the engine's ``set_time``; None where the sampler's list is not known."""
         if self._timesteps is None and self._times:
-            self._timesteps = tuple(map(_timestep, (host.relative(p, one) for one in self._times)))
+            times = [host.relative(p, one) for one in self._times]
+            self._timesteps = tuple(one["timestep"] if "timestep" in one
+                                    else STABLE_DIFFUSION.timestep_of_sigma(one["sigma"]) for one in times)  # fmt: skip
         return self._timesteps
 
     def _listening(self, function: Callable, name: str) -> Callable:
         @functools.wraps(function)  # the webui looks at its parameters
         def listening(*args: Any, **kwargs: Any) -> Any:
-            if kwargs.get(name) is None or kwargs.get("callback") is None:
+            callback = kwargs.get("callback")
+            if kwargs.get(name) is None or callback is None:
                 return function(*args, **kwargs)
             listed = kwargs[name].tolist()
             ordered = listed[:-1] if name == "sigmas" else listed[:0:-1]
             self._times, self._place, self._timesteps = [{name[:-1]: float(one)} for one in ordered], 0, None
-            return function(*args, **{**kwargs, "callback": self._hearing(kwargs["callback"])})
+            return function(*args, **{**kwargs, "callback": lambda state: self._hear(state, callback)})
 
         return listening
 
-    def _hearing(self, callback: Callable) -> Callable:
-        def hearing(state: dict[str, Any]) -> Any:
-            if state.get("i") != self._place:
-                self._times = []
-            self._place += 1
-            return callback(state)
-
-        return hearing
-
-
-def _timestep(time: dict[str, float]) -> float:
-    return time["timestep"] if "timestep" in time else STABLE_DIFFUSION.timestep_of_sigma(time["sigma"])
+    def _hear(self, state: dict[str, Any], callback: Callable) -> Any:
+        if state.get("i") != self._place:
+            self._times = []
+        self._place += 1
+        return callback(state)
 
 
 def _list_of(function: Any) -> str:

@@ -10,10 +10,10 @@ import sys
 from typing import Any
 
 from ..tome_core import hosting
-from . import attentions, host, infotext, measuring, merge_map, options, page
+from . import attentions, host, infotext, measuring, options, sdnext
 from .merging import Job, armed, job_of, set_job
-from .summary import data_of, line_of
-from .wish import TITLE, read
+from .summary import data_of, draw_map, line_of
+from .wish import TITLE, Wish, read
 
 logger = logging.getLogger(__name__)
 PARENT = __package__.rpartition(".")[0]
@@ -43,7 +43,7 @@ class TokenMerging(host.Script):
         """A job begins, its own settings not yet in force. What an aborted one left behind goes first."""
         armed.disarm()
         host.restore_built_in(p)
-        host.forget_hires(p)
+        sdnext.forget_hires(p)
         set_job(p, None)
         host.silence_built_in(p, lambda p, hires: not _job_of(p, values).why_left(hires))
 
@@ -52,8 +52,7 @@ class TokenMerging(host.Script):
         job = _job_of(p, values)
         if job.error:
             logger.error("%s", job.error)
-            host.comment(p, f"ToMe: {job.error}")
-        _write(p, job, job.wish is not None and job.wish.merges(host.has_hires(p)))
+        _write(p, job, job.wish.merges(host.has_hires(p)))
 
     def process_batch(self, p: Any, *values: Any, **facts: Any) -> None:
         """A batch begins; before webui 1.10 this is the last call before its first pass."""
@@ -64,11 +63,11 @@ class TokenMerging(host.Script):
             job.merged = False
         if not host.HAS_SAMPLING_HOOK:
             armed.arm(p, hires=False)
-            host.when_hires_begins(p, lambda: armed.arm(p, hires=True))
+            sdnext.when_hires_begins(p, lambda: armed.arm(p, hires=True))
 
     def process_before_every_sampling(self, p: Any, *values: Any, **facts: Any) -> None:
         """A pass is about to start. Forge says so twice before the hires pass."""
-        armed.arm(p, host.is_hires(p))
+        armed.arm(p, p.is_hr_pass)
 
     def before_hr(self, p: Any, *values: Any) -> None:
         """The first pass is over."""
@@ -76,14 +75,10 @@ class TokenMerging(host.Script):
         if not host.HAS_SAMPLING_HOOK:
             armed.arm(p, hires=True)
 
-    def post_sample(self, p: Any, *values: Any) -> None:
-        """All passes of a batch are over; other extensions' own jobs may follow."""
-        self.postprocess_batch(p)
-
     def postprocess_batch(self, p: Any, *values: Any, **facts: Any) -> None:
-        """The same, for webuis without `post_sample`; the infotexts of the batch's pictures are written next."""
+        """All passes of a batch are over. Its pictures' infotexts are written next; others' own jobs may follow."""
         armed.disarm()
-        host.forget_hires(p)
+        sdnext.forget_hires(p)
         job = job_of(p)
         if job is not None:
             _write(p, job, job.merged)
@@ -95,7 +90,8 @@ class TokenMerging(host.Script):
         if job is None:
             return
         if job.error:
-            host.add_fact(processed, {"ToMe report": {"merged": False, "line": job.error, "passes": {}}})
+            host.add_message(processed, f"ToMe: {job.error}")
+            host.add_fact(processed, {"ToMe report": data_of(job, job.error)})
         elif job.wish.enabled:
             _tell(p, job, processed)
 
@@ -107,7 +103,7 @@ def _job_of(p: Any, values: tuple) -> Job:
         try:
             job = Job(p, read(values, options.of_dial, infotext.changes_of(p), host.layout()))
         except (ValueError, TypeError) as error:
-            job = Job(p, None, f"not merged, because a setting is wrong: {error}")
+            job = Job(p, Wish(), f"not merged, because a setting is wrong: {error}")
         set_job(p, job)
     return job
 
@@ -127,11 +123,11 @@ def _tell(p: Any, job: Job, processed: Any) -> None:
         logger.info("%s", line)
     if options.is_shown(options.PAGE):
         host.add_message(processed, f"ToMe: {line}")
-    host.add_fact(processed, {"ToMe report": data_of(job, host.has_hires(p))})
+    host.add_fact(processed, {"ToMe report": data_of(job, line)})
     maps = next((job.records[hires].maps for hires in (True, False) if hires in job.records), {})
     if maps and processed.images:
         first = min(getattr(processed, "index_of_first_image", 0), len(processed.images) - 1)
-        processed.images.append(merge_map.draw(processed.images[first], maps, host.first_row(p)))
+        processed.images.append(draw_map(processed.images[first], maps, host.first_row(p)))
 
 
 def on_end(p: Any) -> None:
@@ -142,8 +138,10 @@ def on_end(p: Any) -> None:
 
 def on_component(component: Any, elem_id: str | None = None, **facts: Any) -> None:
     """The webui has made a control of its own, or somebody else has."""
-    if elem_id in page.WANTED and host.is_being_built():
-        page.note(elem_id, component)
+    from .ui import note  # with gradio, which is there by now
+
+    if elem_id:
+        note(component, elem_id)
 
 
 def unload() -> None:

@@ -7,14 +7,12 @@ another kind), all around one UNet.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from ..tome_core.hosting import Patch
-
 _INIT_HIRES = "init_hr"
+TILED = "HyperTile is on, whose tiles need every token"
 _RATIOS = {"ToMe": "tome_ratio", "ToDo": "todo_ratio"}  # of its own merging, by method
 
 
@@ -40,22 +38,6 @@ class RunningPipeline:
         running = self._running()
         unet = getattr(running, "unet", None)
         return getattr(running, "transformer", None) if unet is None else unet
-
-
-@contextmanager
-def run_pass(
-    pipeline: RunningPipeline, handle: Patch, pictures: int | None, called: Callable[[], None]
-) -> Iterator[RunningPipeline]:
-    """While in here, the calls are one sampling, which makes so many pictures at once.
-
-    called: after each call of the UNet. The pipeline is kept, because the engine's own reference to it is weak.
-    """
-    hook = pipeline.unet.register_forward_hook(lambda *_: called())
-    try:
-        with handle.sampling(pictures):
-            yield pipeline
-    finally:
-        hook.remove()
 
 
 def when_hires_begins(p: Any, tell: Callable[[], None]) -> None:
@@ -92,5 +74,5 @@ def reason_to_step_aside(option: Callable[[str, Any], Any], hires: bool) -> str 
     if ratio:
         return f"SD.Next's own token merging ({method} {ratio:g}) is on; set it to None to merge by this one"
     if option("hypertile_unet_enabled", False) and (hires or not option("hypertile_hires_only", False)):
-        return "HyperTile is on, whose tiles need every token"
+        return TILED
     return None

@@ -1,38 +1,61 @@
-"""What is told of a job: a line for people, and data for API callers."""
+"""What is told of a job: a line for people, data for API callers, and the merge map."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+from PIL import Image, ImageDraw
+
 from ..tome_core.hosting import Report, count
 from .merging import Job
-from .wish import FIRST, HIRES
+from .wish import HIRES, PASSES
 
-_NAMES = {False: FIRST, True: HIRES}
+_STRENGTH = 0.6  # of the map's colours over the picture
+_GOLDEN = 0.618034  # share of the colour circle from one group to the next, so that neighbours differ
 
 
 def line_of(job: Job, has_hires: bool) -> str:
     """One line on a job that was on."""
-    passes = (False, True) if has_hires else (False,)
-    told = [", ".join([_outcome(job, hires, has_hires), *_beside(job, hires)]) for hires in passes]
-    if has_hires:
-        told = [f"{_NAMES[hires]}: {text}" for hires, text in zip(passes, told, strict=True)]
+    told = []
+    for hires in PASSES if has_hires else (False,):
+        parts, ratio = [_outcome(job, hires, has_hires)], job.built_in(hires)
+        if ratio:
+            became = "stays on" if job.why_left(hires) else "is off in this pass"
+            parts.append(f"the webui's own merging ({ratio:g}) {became}")
+        told.append((f"{PASSES[hires]}: " if has_hires else "") + ", ".join(parts))
     return "; ".join([*told, *(f"left out: {sentence}" for sentence in job.wish.left_out)])
 
 
-def data_of(job: Job, has_hires: bool) -> dict[str, Any]:
-    """The same for programs. merged: did anything; passes: the reports, by pass, of those that ran with us."""
+def data_of(job: Job, line: str) -> dict[str, Any]:
+    """For programs: the line, merged: did anything; passes: the reports, by pass, of those that ran with us."""
     reports = {hires: Report.join(record.reports) for hires, record in job.records.items() if record.reports}
     return {
-        "merged": any(one.merged_anything for one in reports.values()), "line": line_of(job, has_hires),
-        "passes": {_NAMES[hires]: {"steps": job.records[hires].steps, **one.as_data()}
+        "merged": any(one.merged_anything for one in reports.values()), "line": line,
+        "passes": {PASSES[hires]: {"steps": job.records[hires].steps, **one.as_data()}
                    for hires, one in reports.items()},
     }  # fmt: skip
 
 
+def draw_map(picture: Image.Image, maps: dict[int, Any], sample: int = 0) -> Image.Image:
+    """The picture once for each level, side by side, each group of merged tokens in a colour of its own.
+
+    maps: level -> what a block merged last (grid, group ``[B or 1, N]``, num_groups). sample: the picture's row of the
+    batch, negative from its end.
+    """
+    panels = [_panel(picture, level, found, sample) for level, found in sorted(maps.items())]
+    whole = Image.new("RGB", (sum(one.width for one in panels), picture.height))
+    for number, one in enumerate(panels):
+        whole.paste(one, (number * picture.width, 0))
+    return whole
+
+
 def _outcome(job: Job, hires: bool, has_hires: bool) -> str:
     if job.config(hires) is None:
-        return _why_off(job, has_hires)
+        if not job.wish.strength:
+            return "strength 0, left alone"
+        is_missing = job.wish.where == HIRES and not has_hires
+        return "left alone, because only the hires pass is to merge, and there is none" if is_missing else "left alone"
     record = job.records.get(hires)
     if record is None:
         return "did not run"
@@ -47,18 +70,23 @@ def _outcome(job: Job, hires: bool, has_hires: bool) -> str:
     return whole.headline if record.reports else "nothing merged: the model was not called"
 
 
-def _beside(job: Job, hires: bool) -> list[str]:
-    """What became of the webui's own merging."""
-    ratio = job.built_in(hires)
-    if not ratio:
-        return []
-    own = f"the webui's own merging ({ratio:g})"
-    return [f"{own} stays on" if job.why_left(hires) else f"{own} is silent in this pass"]
+def _panel(picture: Image.Image, level: int, found: Any, sample: int) -> Image.Image:
+    rows = found.group.shape[0]
+    group = found.group[max(-rows, min(sample, rows - 1))]
+    merged = torch.bincount(group)[group] > 1
+    size = (found.grid.width, found.grid.height)
+    colours = Image.new("HSV", size)
+    colours.putdata([(int(number * _GOLDEN % 1 * 255), 190, 255) for number in group.tolist()])
+    mask = Image.new("L", size)
+    mask.putdata([int(one * _STRENGTH * 255) for one in merged.tolist()])
+    drawn = picture.convert("RGB")
+    drawn.paste(_enlarge(colours.convert("RGB"), drawn), (0, 0), _enlarge(mask, drawn))
+    text = f"ToMe level {level}: {group.shape[0]} -> {found.num_groups} tokens"
+    pen = ImageDraw.Draw(drawn)
+    pen.rectangle((0, 0, pen.textlength(text) + 8, 16), fill=(0, 0, 0))
+    pen.text((4, 2), text, fill=(255, 255, 255))
+    return drawn
 
 
-def _why_off(job: Job, has_hires: bool) -> str:
-    if not job.wish.strength:
-        return "strength 0, left alone"
-    if job.wish.where == HIRES and not has_hires:
-        return "left alone, because only the hires pass is to merge, and there is none"
-    return "left alone"
+def _enlarge(image: Image.Image, like: Image.Image) -> Image.Image:
+    return image.resize(like.size, Image.Resampling.NEAREST)

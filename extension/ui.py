@@ -1,49 +1,93 @@
-"""The panel in txt2img and img2img. Only what gradio 3.41 and 4.40 both have."""
+"""The panel in txt2img and img2img, and the webui's own controls that it goes by: sizes, Hires. fix, quicksettings.
+
+Only what gradio 3.41 and 4.40 both have.
+"""
 
 from __future__ import annotations
 
 import html
+from functools import partial
 from typing import Any
 
 import gradio as gr
+from gradio.context import Context
 
 from ..tome_core.hosting import MARKS, form
-from . import host, infotext, measuring, options, page
-from .measuring import ComingPass
+from . import host, infotext, measuring, options
 from .wish import ARGUMENTS, DEFAULTS, DIAL, FILLED_FOR, OWN, TITLE, WHERE, base_of, find_filled, read
 
 _TIPS = {
-    "strength": "How much of the picture may change for how much time: 0 is off, bit for bit; 1 merges the most.",
+    "strength": "How much the picture may change to save time: 0 is off, bit for bit; 1 merges the most.",
     "where": "Which pass merges. Merging in the hires pass alone leaves the composition as it is.",
-    OWN: "Use the settings below instead of what Strength stands for. They begin with that, and go along with it.",
-    "measure": "Times this model at this size now, merged and unmerged: seconds. Kept until the model's kind, the "
-               "settings, the size, the card or a version differs.",
-}
+    OWN: "Use the settings below. Each of them follows Strength until you change it.",
+    "measure": "Time this model at this size now, with merging and without, which takes seconds. What is found is kept "
+               "for this kind of model, these settings, this size, this card and today's versions.",
+}  # fmt: skip
 _QUIETLY = {"show_progress": False, "queue": False}
+_HIRES = ("hr-checkbox", "hr_scale", "hr_resize_x", "hr_resize_y")
+_OF_TAB = {"txt2img": ("width", "height", *_HIRES), "img2img": ("width", "height")}
+_IN_SDNEXT = dict(zip(("enable_hr", "scale", "resize_width", "resize_height"), _HIRES, strict=True))
+_SETTINGS = {f"setting_tome_{name}": name for name in DIAL}
+_panels: dict[str, Panel] = {}  # of the latest page, by tab
+_waiting: set[str] = set()  # tabs whose panel does not go by the webui's controls yet
+_found: dict[str, dict[str, Any]] = {tab: {} for tab in _OF_TAB}  # the webui's controls that no panel goes by yet
+
+
+def note(control: Any, elem_id: str) -> None:
+    """The webui has made a control, maybe such a one; it makes them in an order that its user can change.
+
+    gradio 4 makes a control anew for an answer that changes one, outside of any page.
+    """
+    if Context.root_block is None:
+        return
+    if elem_id in _SETTINGS:
+        ours = [panel.made[_SETTINGS[elem_id]] for panel in _panels.values()]
+        if ours:
+            control.change(fn=lambda value: [value] * len(ours), inputs=[control], outputs=ours, **_QUIETLY)
+        return
+    tab, _, name = elem_id.partition("_")
+    name = _IN_SDNEXT.get(name, name)
+    if name in _OF_TAB.get(tab, ()):
+        _found[tab][name] = control
+        _link(tab)
+
+
+def _link(tab: str) -> None:
+    """Let the tab's panel go by the webui's controls, as soon as all of them and the panel are there."""
+    theirs = _found[tab]
+    if tab in _waiting and len(theirs) == len(_OF_TAB[tab]):
+        _waiting.remove(tab)
+        _panels[tab].follow({name: theirs.pop(name) for name in _OF_TAB[tab]})
 
 
 class Panel:
-    """The controls of one tab, in `controls` in the order of `ARGUMENTS`. elem_id: makes a name unique to the tab."""
+    """The controls of one tab: `made`, by name, and `controls` in the order of `ARGUMENTS`.
+
+    elem_id: makes a name unique to the tab.
+    """
 
     def __init__(self, is_img2img: bool, elem_id: Any) -> None:
         self._elem_id = elem_id
-        self._made: dict[str, Any] = {}
-        self._tab = "img2img" if is_img2img else "txt2img"
+        self.made: dict[str, Any] = {}
+        tab = "img2img" if is_img2img else "txt2img"
         with host.accordion(DEFAULTS["enabled"], TITLE, elem_id("enabled")) as enabled:
-            self._made["enabled"] = enabled
+            self.made["enabled"] = enabled
             self._build()
-        self.controls = [self._made[name] for name in ARGUMENTS]
-        if host.is_page():
-            self._begin_as_set(enabled)
-            self._connect()
-        else:
+        self.controls = [self.made[name] for name in ARGUMENTS]
+        if Context.block is Context.root_block:  # the API's, made in bare blocks for the values that they start with
             for one in self.controls:  # so that a call that does not say gets what the settings say
                 one.value = None
+            return
+        self._begin_as_set(enabled)
+        self._connect()
+        _panels[tab] = self
+        _waiting.add(tab)
+        _link(tab)
 
     def paste_fields(self) -> list[tuple[Any, Any]]:
         """(control, what reads its value from an infotext), for the webui."""
         paste = infotext.Paste()
-        return [(self._made[name], paste.function(name)) for name in ARGUMENTS]
+        return [(self.made[name], partial(paste.value, name)) for name in ARGUMENTS]
 
     def _build(self) -> None:
         dial = {"minimum": 0.0, "maximum": 1.0, "step": 0.01, "value": DEFAULTS["strength"]}
@@ -53,7 +97,7 @@ class Panel:
         with gr.Row():
             self._line = gr.HTML("", elem_id=self._elem_id("line"))
             self._measure = gr.Button("Measure", size="sm", scale=0, min_width=90, elem_id=self._elem_id("measure"))
-            host.set_tooltip(self._measure, _TIPS["measure"])
+            self._measure.webui_tooltip = _TIPS["measure"]
         with gr.Accordion("Expert", open=False, elem_id=self._elem_id("expert")):
             self._add(OWN, gr.Checkbox, label="Own settings", value=False)
             self._add(FILLED_FOR, gr.Number, label="Filled for", value=DEFAULTS["strength"], visible=False)
@@ -63,54 +107,50 @@ class Panel:
                     for one in row:
                         kind, facts = _component(one)
                         self._add(one.name, kind, label=one.label, value=values[one.name], min_width=120, **facts)
-                        host.set_tooltip(self._made[one.name], one.help)
+                        self.made[one.name].webui_tooltip = one.help
 
     def _add(self, name: str, kind: Any, **arguments: Any) -> None:
-        made = self._made[name] = kind(elem_id=self._elem_id(name), **arguments)
+        made = self.made[name] = kind(elem_id=self._elem_id(name), **arguments)
         if name in _TIPS:
-            host.set_tooltip(made, _TIPS[name])
+            made.webui_tooltip = _TIPS[name]
 
     def _begin_as_set(self, enabled: Any) -> None:
         """Let the page start with the settings where the user's own defaults of the panel do not say otherwise."""
         for name in DIAL:
-            control = self._made[name]
+            control = self.made[name]
             _show(control, "value", lambda control=control, name=name: _start(name, control.value))
-        strength, usual = self._made["strength"], base_of(DEFAULTS["strength"])
-        _show(self._made[FILLED_FOR], "value", lambda: _filled_for(strength.value))
+        strength, usual = self.made["strength"], base_of(DEFAULTS["strength"])
+        _show(self.made[FILLED_FOR], "value", lambda: _start("strength", strength.value))
         for name, value in usual.items():
-            control = self._made[name]
+            control = self.made[name]
             _show(control, "value", lambda control=control, name=name, value=value: (
-                base_of(_filled_for(strength.value), host.layout())[name] if control.value == value
+                base_of(_start("strength", strength.value), host.layout())[name] if control.value == value
                 else control.value))  # fmt: skip
         fold = getattr(enabled, "accordion", None)
         if fold is not None:
             _show(fold, "open", lambda: _start("enabled", enabled.value))
 
     def _connect(self) -> None:
-        page.forget(self._tab)
-        for name in DIAL:
-            page.follow(self._tab, name, self._made[name])
-        fields = [self._made[name] for name in form.NAMES]
-        refilled = {"outputs": [self._made[FILLED_FOR], *fields], **_QUIETLY}
-        strength = self._made["strength"]
-        along = {"fn": moved, "inputs": [strength, self._made[OWN], self._made[FILLED_FOR], *fields], **refilled}
+        fields = [self.made[name] for name in form.NAMES]
+        refilled = {"outputs": [self.made[FILLED_FOR], *fields], **_QUIETLY}
+        strength = self.made["strength"]
+        along = {"fn": moved, "inputs": [strength, self.made[OWN], self.made[FILLED_FOR], *fields], **refilled}
         # gradio drops an event while its like is unanswered, so behind each answer is asked what came meanwhile
         strength.change(**along).then(**along)
-        self._made[OWN].change(**along)  # another model may have come since they were filled in
-        page.when_made(self._tab, self._follow)
+        self.made[OWN].change(**along)  # another model may have come since they were filled in
 
-    def _follow(self, theirs: dict[str, Any]) -> None:
+    def follow(self, theirs: dict[str, Any]) -> None:
         """Answer in a line, by the webui's own controls of sizes. theirs: those controls, by name."""
         asked = {"inputs": [*self.controls, *theirs.values()], "outputs": [self._line]}
-        told = {"fn": told_line, **asked, **_QUIETLY}
-        for control in (*(self._made[name] for name in DIAL), self._made[OWN], *theirs.values()):
+        told = {"fn": lambda *values: _line(values), **asked, **_QUIETLY}
+        for control in (*(self.made[name] for name in DIAL), self.made[OWN], *theirs.values()):
             control.change(**told).then(**told)
         for name in form.NAMES:
-            self._made[name].input(**told)
-        self._measure.click(fn=measured_line, **asked)
+            self.made[name].input(**told)
+        self._measure.click(fn=lambda *values: _line(values, measure=True), **asked)
         switch = theirs.get("hr-checkbox")
         if switch is not None:
-            where = self._made["where"]
+            where = self.made["where"]
             _show(where, "visible", lambda: bool(switch.value))
             switch.change(fn=lambda on: gr.update(visible=bool(on)), inputs=[switch], outputs=[where], **_QUIETLY)
 
@@ -122,23 +162,12 @@ def _show(control: Any, key: str, value: Any) -> None:
 
 
 def _start(name: str, saved: Any) -> Any:
-    """What the page starts with. saved: the user's default of the panel."""
-    if saved != DEFAULTS[name]:
-        return saved
+    """What the page starts with: the user's default of the panel, which is `saved`, or else what the settings say."""
+    wanted = options.of_dial(name) if saved == DEFAULTS[name] else saved
     try:
-        return getattr(read(({**DEFAULTS, "enabled": True, name: options.of_dial(name)},), options.of_dial), name)
-    except (TypeError, ValueError):  # a file of settings can hold anything
-        return saved
-
-
-def _filled_for(saved: Any) -> float:
-    """The strength whose values the fields start with. saved: the user's default of the panel's strength."""
-    begins = _start("strength", saved)
-    try:
-        base_of(begins)
-    except (TypeError, ValueError):
-        return DEFAULTS["strength"]
-    return begins
+        return getattr(read(({**DEFAULTS, "enabled": True, name: wanted},), options.of_dial), name)
+    except (TypeError, ValueError):  # files of settings can hold anything
+        return DEFAULTS[name]
 
 
 def _rows() -> list[list[form.Field]]:
@@ -186,27 +215,18 @@ def moved(strength: float, own: bool, filled_for: float, *values: Any) -> list[A
     return [gr.update(value=strength), *changes]
 
 
-def told_line(*values: Any) -> str:
-    """What is known of the picture to come. values: of the panel, then of the webui's controls."""
-    return _line(values)
-
-
-def measured_line(*values: Any) -> str:
-    """The same, measured now."""
-    return _line(values, measure=True)
-
-
 def _line(values: tuple, measure: bool = False) -> str:
+    """What is known of the picture to come, or measured now. values: of the panel, then of the webui's controls."""
     mine, theirs = values[: len(ARGUMENTS)], values[len(ARGUMENTS) :]
     try:
         wish = read((True, *mine[1:]), options.of_dial, layout=host.layout())
-        text = "; ".join([measuring.answer(wish, _passes(*theirs), measure), *wish.left_out])
+        text = "; ".join([measuring.answer(wish, _sizes(*theirs), measure), *wish.left_out])
     except (TypeError, ValueError) as error:
         text = str(error)
     return html.escape(text)
 
 
-def _passes(width: Any, height: Any, hires: Any = False, *scaling: Any) -> list[ComingPass]:
-    """The passes of a picture, from the webui's controls."""
-    first = ComingPass(False, int(width or 0), int(height or 0))  # None while somebody types
-    return [first, ComingPass(True, *host.hires_size(first.width, first.height, *scaling))] if hires else [first]
+def _sizes(width: Any, height: Any, hires: Any = False, *scaling: Any) -> dict[bool, tuple[int, int]]:
+    """Of a picture's passes, for `measuring.answer`, by the webui's controls, which are None while somebody types."""
+    first = int(width or 0), int(height or 0)
+    return {False: first, True: host.hires_size(*first, *scaling)} if hires else {False: first}

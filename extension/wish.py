@@ -7,19 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any
 
 from ..tome_core.hosting import SD, SDXL, SEED_LIMIT, MergeConfig, form, strength
 
 TITLE = "Token Merging (ToMe)"
 EVERYWHERE, FIRST, HIRES = WHERE = ("everywhere", "first pass", "hires pass")
+PASSES = {False: FIRST, True: HIRES}  # by: is it the hires pass
 DIAL = ("enabled", "strength", "where")
 OWN = "own"  # the switch below which an expert's values count
 FILLED_FOR = "filled_for"  # the strength that the expert's values were last filled in for, out of sight
 ARGUMENTS = (*DIAL, OWN, FILLED_FOR, *form.NAMES)
 DEFAULTS = {"enabled": False, "strength": 0.5, "where": EVERYWHERE}
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Wish:
 
         seed: the image's. layout: of the model that runs, see `strength`.
         """
-        if not self.enabled or not self.strength or self.where == (FIRST if hires else HIRES):
+        if not self.enabled or not self.strength or self.where == PASSES[not hires]:
             return None
         config = form.settle(base_of(self.strength, layout) | dict(self.changes))[0]
         if config.is_off:
@@ -68,7 +67,7 @@ def find_filled(own: Mapping[str, Any], value: float, layout: str) -> dict[str, 
 
 
 def read(
-    values: Sequence[Any], setting: Callable[[str], Any], plot: Mapping[str, Any] = _NOTHING, layout: str = SD
+    values: Sequence[Any], setting: Callable[[str], Any], plot: Mapping[str, Any] | None = None, layout: str = SD
 ) -> Wish:
     """What the values ask for, in the order of `ARGUMENTS`, or by their names in a dict in the first place.
 
@@ -76,7 +75,7 @@ def read(
     plot, which outweighs all. layout: of the model, from whose strength the values deviate. Raises ValueError or
     TypeError, naming the value, the range and the remedy; the webui itself checks nothing that comes through its API.
     """
-    given = _by_name(values)
+    given, plot = _by_name(values), plot or {}
     dial = {name: setting(name) if given.get(name) is None else given[name] for name in DIAL}
     dial |= {name: value for name, value in plot.items() if name in DIAL}
     if dial["enabled"] is False:  # what is not used need not be right

@@ -64,6 +64,7 @@ def webui(place: Path) -> None:
     modules = Modules(dict.__setitem__)
     gradio = modules.put("gradio")
     gradio.__getattr__ = lambda name: type(name, (), {})
+    modules.put("gradio.context", Context=None)
     modules.start(place)
     import_all(place / "extension", "_tome_core_webui.extension")
 

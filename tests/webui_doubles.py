@@ -191,16 +191,12 @@ class Processing:
         self.args = list(args)
         self.extra_generation_params: dict[str, Any] = {}
         self.all_seeds = [seed + n for n in range(n_iter * batch_size)]
-        self.comments: dict[str, int] = {}
         self.text = torch.randn(1, 7, TEXT, generator=torch.Generator().manual_seed(0))
         vars(self).update(more)
 
     @property
     def sd_model(self):
         return self.webui.shared.sd_model
-
-    def comment(self, text):
-        self.comments[text] = 1
 
     def get_token_merging_ratio(self, for_hr=False):
         return getattr(getattr(self.webui.shared, "opts", None), "token_merging_ratio", 0.0)
@@ -291,10 +287,9 @@ class Webui(Modules):
             self.hook("postprocess_batch", p, images=latents[-1], batch_number=n)
             infotexts += [self.infotext(p)] * p.batch_size
             p.at_step("postprocess_image")
-        comments = "".join(f"{text}\n" for text in p.comments)
         done = types.SimpleNamespace(
             latents=torch.cat(latents), images=[Image.new("RGB", (64, 64))] * p.n_iter, infotexts=infotexts,
-            comments=comments, extra_generation_params=p.extra_generation_params, built_in=built_in,
+            comments="", extra_generation_params=p.extra_generation_params, built_in=built_in,
             index_of_first_image=0,
         )  # fmt: skip
         self.hook("postprocess", p, done)

@@ -37,8 +37,8 @@ def looks_right(place: Path) -> None:
     """The pack loads from here, and what ComfyUI looks for beside it is there."""
     pack = load_pack(place)
     assert set(pack.NODE_CLASS_MAPPINGS) == set(NODE_CLASS_MAPPINGS)
-    engine = importlib.import_module(pack.NODE_CLASS_MAPPINGS["ApplyToMe"].__module__.rpartition(".")[0] + ".engine")
-    assert Path(engine.hosting.__file__).parents[1].samefile(place), "another copy of the engine was found"
+    host = importlib.import_module(pack.NODE_CLASS_MAPPINGS["ApplyToMe"].__module__.rpartition(".")[0] + ".host")
+    assert Path(host.hosting.__file__).parents[1].samefile(place), "another copy of the engine was found"
     assert all((place / pack.WEB_DIRECTORY / "docs" / f"{name}.md").is_file() for name in NODE_CLASS_MAPPINGS)
     assert all((place / "locales" / language / "nodeDefs.json").is_file() for language in LANGUAGES)
     assert all((place / "example_workflows" / f"{name}.json").is_file() for name in WORKFLOWS)

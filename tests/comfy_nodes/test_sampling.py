@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tome_core
-from comfy_nodes.sampling import HostSampling, relative_sigma
+from comfy_nodes.sampling import HostSampling, timestep_of
 from tests.comfy_doubles import DiscreteSampling, Executor, Guider, apply, least_checkpoint, sampler_of
 from tests.comfy_transformer import FlowGuider, transformer
 from tests.on_device import on_device
@@ -158,6 +158,11 @@ def test_sigmas_are_told_as_if_pictures_varied_by_one():
     eps = types.SimpleNamespace(sigma_data=1.0)
     edm = types.SimpleNamespace(sigma_data=0.5)
     flow = type("ModelSampling", (type("Flow", (), {}), type("CONST", (), {})), {})()
-    assert [relative_sigma(3.0, one) for one in (eps, object(), edm)] == [3, 3, 6]
-    assert relative_sigma(0.75, flow) == 3 and relative_sigma(0.0, flow) == 0
-    assert 1e5 < relative_sigma(1.0, flow) < float("inf")
+
+    def told(sigma, model_sampling, flows=False):
+        return timestep_of(sigma, model_sampling, flows)
+
+    assert told(3.0, object()) == told(3.0, eps) and told(3.0, edm) == told(6.0, eps)
+    assert told(0.75, flow) == told(3.0, eps) and told(0.0, flow) == told(0.0, eps)
+    assert told(1.0, flow) == told(1e5, eps) > told(6.0, eps)
+    assert told(0.75, flow, flows=True) == 750 and told(3.0, eps, flows=True) == told(3.0, eps)

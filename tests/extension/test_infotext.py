@@ -161,6 +161,7 @@ def test_the_fields_start_with_what_the_strength_stands_for_unless_the_user_save
     assert shown() == {wish.FILLED_FOR: 0.7, **wish.base_of(0.7)}
     controls["sx"].value, controls["strength"].value = 2, 0.3
     assert shown() == {wish.FILLED_FOR: 0.3, **wish.base_of(0.3), "sx": 2}
-    for nonsense in (7, None, "much"):
-        controls["strength"].value = nonsense
-        assert shown() == {wish.FILLED_FOR: 0.5, **wish.base_of(0.5), "sx": 2}
+    for saved, strength in ((7, 0.5), ("much", 0.5), (None, 0.7)):
+        controls["strength"].value = saved
+        assert shown() == {wish.FILLED_FOR: strength, **wish.base_of(strength), "sx": 2}
+        assert controls["strength"].get_config()["value"] == strength

@@ -37,12 +37,11 @@ def test_of_several_pictures_it_shows_the_first(webui, more):
 def test_it_shows_the_prompt_and_not_the_negative_prompt(webui, monkeypatch):
     """A1111 computes the prompt first, the Forges the negative prompt."""
     rows = []
-    drawing = webui.part("merge_map")
 
     def draw(picture, maps, sample):
         rows.extend(range(found.group.shape[0])[sample] for found in maps.values())
         return Image.new("RGB", (8, 8))
 
-    monkeypatch.setattr(drawing, "draw", draw)
+    monkeypatch.setattr(webui.part("script"), "draw_map", draw)
     webui.job(custom(), batch_size=3)
     assert set(rows) == {0 if webui.flavour in ("a1111", "old") else 3}

@@ -109,7 +109,7 @@ def test_every_pass_is_a_sampling_of_its_own(webui):
 
     def look(step):
         if step in range(len(SIGMAS)):
-            seen[id(armed._sampling)] = armed._sampling  # kept, so that no other gets its id
+            seen[id(armed._pace)] = armed._pace  # kept, so that no other gets its id
 
     webui.job(*args(webui, **KEPT), enable_hr=True, n_iter=2, at_step=look)
     assert len(seen) == 4, "two batches of two passes"

@@ -50,8 +50,8 @@ def fields(*kinds):
 def pasted(webui, part):
     """The changes of a pasted wish, of which a part is this."""
     parameters = {"ToMe": f"0.5; {part}; hires pass"}
-    read = webui.part("infotext").Paste().function
-    assert read("enabled")(parameters) is True and read("where")(parameters) == "hires pass", "what is right is pasted"
+    value = webui.part("infotext").Paste().value
+    assert value("enabled", parameters) is True and value("where", parameters) == "hires pass", "the rest is pasted"
     return webui.part("infotext").wish_in(parameters["ToMe"], "sd").changes
 
 
@@ -114,7 +114,7 @@ def test_a_dial_of_the_api_that_makes_no_sense_leaves_the_picture_unmerged_and_t
         webui.hook("process", p)
         (sentence,) = log
         assert sentence.startswith("not merged, because a setting is wrong: ") and f"{name}=" in sentence
-        assert not webui.errors and not p.extra_generation_params and list(p.comments) == [f"ToMe: {sentence}"]
+        assert not webui.errors and not p.extra_generation_params
 
 
 def test_a_seed_of_the_webuis_is_cut_to_the_engines_bits_and_a_larger_one_that_is_given_is_left_out(webui):

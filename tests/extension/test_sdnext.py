@@ -219,9 +219,9 @@ def test_the_infotext_does_not_take_the_name_of_its_own_setting(webui):
     webui.put("modules.infotext", mapping=[("ToMe", "tome_ratio")])
     (written,) = draw(webui, *PRESET)[3]
     assert written == {"ToMe strength": "0.5; only_if_it_pays=False"}
-    read = webui.part("infotext").Paste().function
-    assert read("enabled")(written) is True and read("strength")(written) == 0.5
-    assert read("enabled")({"ToMe": "0.5"}) is True, "of another webui"
+    value = webui.part("infotext").Paste().value
+    assert value("enabled", written) is True and value("strength", written) == 0.5
+    assert value("enabled", {"ToMe": "0.5"}) is True, "of another webui"
 
 
 def test_the_map_is_of_the_prompt_which_comes_last(webui):
@@ -229,8 +229,9 @@ def test_the_map_is_of_the_prompt_which_comes_last(webui):
 
 
 def test_the_page_knows_the_webuis_controls_by_its_own_names(webui):
-    page, told = webui.part("page"), []
-    page.when_made("txt2img", told.append)
+    webui.script.ui(False)
+    told = []
+    webui.part("ui")._panels["txt2img"] = types.SimpleNamespace(follow=told.append)
     for name in ("width", "height", "enable_hr", "scale", "resize_width", "resize_height"):
         webui.part("script").on_component(name, elem_id=f"txt2img_{name}")
     assert told == [{"width": "width", "height": "height", "hr-checkbox": "enable_hr", "hr_scale": "scale",

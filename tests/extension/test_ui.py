@@ -52,7 +52,7 @@ def page(chromium, address):
 
 
 def test_untouched_it_gives_the_defaults_and_nothing_happens(page):
-    assert page.generate() == ({}, {}, [])
+    assert page.generate() == ({}, {})
 
 
 def test_switching_on_folds_it_out_and_strength_arrives(page):
@@ -60,8 +60,8 @@ def test_switching_on_folds_it_out_and_strength_arrives(page):
     page.check("enabled-checkbox")
     page.at("strength").wait_for()
     page.number("strength", 0.35)
-    changed, infotext, comments = page.generate()
-    assert (changed["enabled"], changed["strength"]) == (True, 0.35) and comments == []
+    changed, infotext = page.generate()
+    assert (changed["enabled"], changed["strength"]) == (True, 0.35)
     assert infotext == {"ToMe": "0.35"}
     page.page.locator("#script_txt2img_enabled a", has_text="fast").click()
     page.wait_for_number("strength", 0.75)

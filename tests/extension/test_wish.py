@@ -93,7 +93,7 @@ def test_the_built_in_merging_is_silent_only_where_ours_merges_and_that_is_told(
     assert off.built_in == [0.5, 0.5] and "Token merging ratio: 0.5" in off.infotexts[0]
     everywhere = webui.job(FREE, enable_hr=True)
     assert everywhere.built_in == [0, 0] and "Token merging ratio" not in everywhere.infotexts[0]
-    assert everywhere.comments.count("the webui's own merging (0.5) is silent in this pass") == 2
+    assert everywhere.comments.count("the webui's own merging (0.5) is off in this pass") == 2
     hires = webui.job({**FREE, "where": "hires pass"}, enable_hr=True)
     assert hires.built_in == [0.5, 0]
     assert "first pass: left alone, the webui's own merging (0.5) stays on; hires pass: " in hires.comments

@@ -86,10 +86,7 @@ class Processing:
     """StableDiffusionProcessing, as far as nothing is sampled."""
 
     def __init__(self, enable_hr):
-        self.enable_hr, self.extra_generation_params, self.comments = enable_hr, {}, []
-
-    def comment(self, text):
-        self.comments.append(text)
+        self.enable_hr, self.extra_generation_params = enable_hr, {}
 
 
 class Tab:
@@ -116,7 +113,7 @@ class Tab:
         self.script.before_process(p, *values)
         self.script.process(p, *values)
         found = changed(self.wish, dict(zip(self.wish.ARGUMENTS, values, strict=True)))
-        return told({"changed": found, "infotext": p.extra_generation_params, "comments": p.comments})
+        return told({"changed": found, "infotext": p.extra_generation_params})
 
     def paste(self, text):
         """The webui leaves a control alone for which its function gives None."""

@@ -43,6 +43,6 @@ class Page:
         self.page.wait_for_function(ask, arg=[self.prefix + name, value])
 
     def generate(self, tab="txt2img"):
-        """(what the hooks got that is not at its default, the infotext they wrote, their comments)"""
+        """(what the hooks got that is not at its default, the infotext they wrote)"""
         told = self.click(f"{tab}_generate", tab)
-        return told["changed"], told["infotext"], told["comments"]
+        return told["changed"], told["infotext"]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from comfy_nodes import branch, slot
-from comfy_nodes.engine import hosting
+from comfy_nodes.host import hosting
 from tests import webui_doubles
 from tests.comfy_doubles import Guider, ModelPatcher, apply, least_checkpoint
 from tests.injected_faults import ERRORS, KINDS, MOST_ERRORS, Fault, places
