@@ -39,7 +39,7 @@ _STEPS = 20
 # timesteps told in turn: a match is made anew in each call, renewed from an older one, or kept
 WHEN = {"new": (900.0,), "renewed": (900.0, 800.0), "kept": (900.0, 890.0),
         "late new": (200.0, 100.0), "late kept": (100.0, 90.0)}  # fmt: skip
-_KERNELS = ("best_keys", "mean_rows", "segments", "spread", "first_order", "answer_few")
+_KERNELS = ("best_keys", "mean_rows", "segments", "first_order", "answer_few")
 
 
 class Card:

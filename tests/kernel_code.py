@@ -12,7 +12,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from tome_core.merging import triton_kernels, triton_kernels_correction, triton_kernels_groups
+from tome_core.merging import triton_kernels, triton_kernels_correction
 
 TYPES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
 # Ampere (A100), Ada (RTX 40), Hopper (H100, H200), AMD's MI300 and RX 7900
@@ -54,27 +54,22 @@ PRODUCTS = {"first_order", "answer_few", "ridge", "correct"}
 
 def rest(target, dtype):
     """The assembly of all the others, by name; those of a correction for half precision alone, in SD1.5's heads."""
-    own, groups, more, pointer = triton_kernels, triton_kernels_groups, triton_kernels_correction, TYPES[dtype]
+    own, more, pointer = triton_kernels, triton_kernels_correction, TYPES[dtype]
     made = {
-        "mean_rows": code(groups._mean_rows, target, x=pointer, values=pointer, order="*i64", offsets="*i64",
+        "mean_rows": code(own._mean_rows, target, x=pointer, values=pointer, order="*i64", offsets="*i64",
                           mean=pointer, mean_values=pointer, exact="*fp32", bias=None, x_channel=1, values_channel=1,
-                          ROWS=groups._ROWS, CHANNELS=groups._WIDEST, PARTS=2),
-        "centres": code(groups._mean_rows, target, 8, x=pointer, values=None, order="*i64", offsets="*i64",
+                          ROWS=own._ROWS, CHANNELS=own._WIDEST, PARTS=2),
+        "centres": code(own._mean_rows, target, 8, x=pointer, values=None, order="*i64", offsets="*i64",
                         mean=pointer, mean_values=None, exact=None, bias="*fp32", x_channel=1, values_channel=1,
-                        ROWS=groups._ROWS_ALONE, CHANNELS=groups._WIDEST_ALONE, PARTS=1),
-        "moments": code(own._moments, target, x=pointer, values=pointer, moments="*fp32", x_channel=1, values_channel=1,
-                        PARTS=2, TOKENS=own._MOMENT_TOKENS, CHANNELS=own._MOMENT_CHANNELS),
-        "spread": code(own._spread, target, x=pointer, values=pointer, moments="*fp32", out=pointer, least="fp32",
-                       x_channel=1, values_channel=1, PARTS=2, TOKENS=own._SPREAD_TOKENS,
-                       CHANNELS=own._SPREAD_CHANNELS, SPANS=16),
+                        ROWS=own._ROWS_ALONE, CHANNELS=own._WIDEST_ALONE, PARTS=1),
     }  # fmt: skip
     if dtype == torch.float32:
-        made["segments"] = code(groups._segments, target, group="*i64", order="*i64", offsets="*i64", sizes="*fp32",
-                                logs="*fp32", rounded="*bf16", empty="fp32", TOKENS=groups._COUNTED_TOKENS,
-                                GROUPS=groups._COUNTED_GROUPS)
-        made["place_tokens"] = code(groups._place, target, score="*fp32", index="*i64", sources="*i64",
-                                    destinations="*i64", group="*i64", representative="*i64", PLACES=groups._PLACED,
-                                    OTHERS=groups._OTHERS)
+        made["segments"] = code(own._segments, target, group="*i64", order="*i64", offsets="*i64", sizes="*fp32",
+                                logs="*fp32", rounded="*bf16", empty="fp32", TOKENS=own._COUNTED_TOKENS,
+                                GROUPS=own._COUNTED_GROUPS)
+        made["place_tokens"] = code(own._place, target, score="*fp32", index="*i64", sources="*i64",
+                                    destinations="*i64", group="*i64", representative="*i64", PLACES=own._PLACED,
+                                    OTHERS=own._OTHERS)
         return made
     made["first_order"] = code(more._first_order, target, keys=pointer, values=pointer, group="*i64", means="*fp32",
                                found="*fp32", scale="fp32", keys_channel=1, values_channel=1, width=40,

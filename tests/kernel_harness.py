@@ -17,8 +17,7 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 INF = float("inf")
 NAMES = (
-    "answer_few", "best_keys", "correct", "first_order", "mean_rows", "moments", "place_tokens", "ridge", "segments",
-    "spread",
+    "answer_few", "best_keys", "correct", "first_order", "mean_rows", "place_tokens", "ridge", "segments",
 )  # fmt: skip
 
 

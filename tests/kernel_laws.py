@@ -18,8 +18,7 @@ from tome_core.merging import kernels
 from tome_core.merging.grid import Grid
 from tome_core.merging.methods import METHODS, MatchOptions, bipartite
 from tome_core.merging.methods.base import Best, Rows, best_keys, take_queries
-from tome_core.merging.methods.likeness import keys_of_rows
-from tome_core.merging.metric import of_unit_spread
+from tome_core.merging.metric import keys_of_rows
 
 used = kernel_harness.used  # a fixture, around every test
 # batch, tokens, queries, keys, channels: one tile and less, whole tiles, tails of every axis, a real width
@@ -263,29 +262,6 @@ def test_a_score_can_know_its_querys_length(dtype):
     lengths = take_queries(rows, 0, 130).square().sum(-1)
     assert torch.equal(index, plain.index)
     torch.testing.assert_close(score, plain.score - lengths / 2, rtol=1e-5, atol=1e-5)
-
-
-SPREAD = [((2, 70, 40), 2), ((1, 2100, 12), 1), ((1, 5000, 6), 2), ((3, 1, 6), 2), ((1, 33, 300), 2)]  # shape, parts
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape, parts", SPREAD)
-def test_what_is_spread_to_one_is_what_torch_spreads(shape, parts, dtype):
-    x = (noise(*shape) * 3 + 20).to(dtype)
-    x[..., shape[2] // parts :] *= 0.125
-    pieces = x.chunk(parts, -1)
-    found = of_unit_spread(*pieces)
-    centred = (x.double() - x.double().mean(1, keepdim=True)).unflatten(-1, (parts, -1))
-    unit = centred.square().mean((1, 3), keepdim=True).sqrt().clamp(min=torch.finfo(dtype).tiny)
-    expected = (centred / unit).flatten(2)
-    close(found, expected, dtype, 8.0)  # it lies at 20, seven times its spread
-    assert found.dtype == dtype and torch.equal(found, of_unit_spread(*(one.contiguous() for one in pieces)))
-    # a GPU's threads share the tokens out by their strides, and add in another order
-    close(of_unit_spread(*(one.mT.contiguous().mT for one in pieces)), expected, dtype, 8.0)
-
-
-def test_what_does_not_vary_is_spread_to_zero():
-    assert not of_unit_spread(*torch.full((2, 1, 64, 4), 3.0, device=DEVICE)).any()
 
 
 @pytest.mark.parametrize("removed", [1, 150, 299])

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -153,22 +153,6 @@ def segments(group: torch.Tensor, num_groups: int, empty: float, dtype: torch.dt
     found = Segments(*lists, *tables)
     group = group.contiguous()
     return found if launch(group, "segments", group, *found, empty) else None
-
-
-def spread(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """One or two ``[B, N, C]`` side by side, centred, each at a variance of 1 a channel: ``[B, N, P*C]``, their dtype.
-
-    None if it could not run. Two kernels: moments of spans of tokens, which are as many whatever else runs, and the
-    rest. In float32 in between.
-    """
-    x = parts[0]
-    batch, tokens, channels = x.shape
-    span = max(256, -(-tokens // 16))
-    channels *= len(parts)
-    moments = torch.empty(batch, -(-tokens // span), 2, channels, dtype=torch.float32, device=x.device)
-    out = torch.empty(batch, tokens, channels, dtype=x.dtype, device=x.device)
-    done = launch(x, "moments", parts, moments, span)
-    return out if done and launch(x, "spread", parts, moments, span, torch.finfo(x.dtype).tiny, out) else None
 
 
 def place_tokens(

@@ -4,23 +4,22 @@ when a tensor comes by that it can serve, and nobody else does. None uses atomic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 
 from .triton_kernels_correction import answer_few, correct, first_order, parts_of, ridge
-from .triton_kernels_groups import mean_rows, place_tokens, segments
 
-__all__ = ["answer_few", "best_keys", "correct", "first_order", "mean_rows", "moments", "parts_of", "place_tokens",
-           "ridge", "segments", "spread"]  # fmt: skip
+__all__ = ["answer_few", "best_keys", "correct", "first_order", "mean_rows", "parts_of", "place_tokens",
+           "ridge", "segments"]  # fmt: skip
 
 # Fixed, not tuned at run time: another tile adds in another order, and equal inputs would give other bits.
 # Small tiles, because SD1.5 at 512 px has 3,072 sources: 48 tiles a sample, on GPUs of 60 to 140 processors.
 _QUERIES, _KEYS, _CHANNELS, _CHANNELS_OF_HALVES = 64, 64, 32, 64
-_MOMENT_TOKENS, _MOMENT_CHANNELS = 128, 32
-_SPREAD_TOKENS, _SPREAD_CHANNELS = 32, 128
+# Groups are few, and their programs wait for what they load: wide in what a loop goes through, narrow beside it.
+_ROWS, _WIDEST, _ROWS_ALONE, _WIDEST_ALONE = 32, 64, 16, 1024
+_COUNTED_TOKENS, _COUNTED_GROUPS = 2048, 4
+_PLACED, _OTHERS = 32, 128
 
 
 def channels_at_once(queries: torch.dtype) -> int:
@@ -82,84 +81,125 @@ def _best_keys(
 
 
 @triton.jit
-def _moments(
-    x, values, moments, tokens, channels, span, x_sample, x_row, x_channel, values_sample, values_row, values_channel,
-    PARTS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+def _mean_rows(
+    x, values, order, offsets, mean, mean_values, exact, bias, groups, tokens, channels,
+    x_row, x_channel, values_row, values_channel,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One program: some channels of one span of one sample's tokens: their mean, and squared distances from it."""
-    sample, spans = tl.program_id(2).to(tl.int64), tl.num_programs(1)
-    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
-    held = channel < channels
-    first, stop = tl.program_id(1) * span, tl.minimum(tl.program_id(1) * span + span, tokens)
-    for part in tl.static_range(PARTS):
-        own, step = x + sample * x_sample + channel[None, :] * x_channel, x_row
-        if part == 1:
-            own, step = values + sample * values_sample + channel[None, :] * values_channel, values_row
-        total = tl.zeros([TOKENS, CHANNELS], tl.float32)
-        for start in range(first, stop, TOKENS):
-            token = start + tl.arange(0, TOKENS)
-            mask = (token < stop)[:, None] & held[None, :]
-            total += tl.load(own + token.to(tl.int64)[:, None] * step, mask=mask, other=0.0).to(tl.float32)
-        mean = tl.sum(total, 0) / (stop - first).to(tl.float32)
-        total = tl.zeros([TOKENS, CHANNELS], tl.float32)
-        for start in range(first, stop, TOKENS):
-            token = start + tl.arange(0, TOKENS)
-            mask = (token < stop)[:, None] & held[None, :]
-            its = tl.load(own + token.to(tl.int64)[:, None] * step, mask=mask, other=0.0).to(tl.float32)
-            away = its - mean[None, :]
-            total += tl.where(mask, away * away, 0.0)
-        to = moments + (sample * spans + tl.program_id(1)) * 2 * PARTS * channels + part * channels + channel
-        tl.store(to, mean, mask=held)
-        tl.store(to + PARTS * channels, tl.sum(total, 0), mask=held)
+    """One program: one group of one copy, or some of its channels where nobody asks for its length.
+
+    Row i of the group is added to sum i % ROWS; then those are added. PARTS: 2 where there are values.
+    """
+    number = tl.program_id(0).to(tl.int64)
+    group, copy = number % groups, number // groups * tokens
+    start, stop = tl.load(offsets + group), tl.load(offsets + group + 1)
+    size = tl.maximum(stop - start, 1).to(tl.float32)
+    squared = 0.0
+    for first_channel in range(tl.program_id(1) * CHANNELS, channels, CHANNELS * tl.num_programs(1)):
+        channel = first_channel + tl.arange(0, CHANNELS)
+        held = channel < channels
+        for part in tl.static_range(PARTS):
+            own = x + copy * x_row + channel[None, :] * x_channel
+            if part == 1:
+                own = values + copy * values_row + channel[None, :] * values_channel
+            total = tl.zeros([ROWS, CHANNELS], tl.float32)
+            for first in range(start, stop, ROWS):
+                place = first + tl.arange(0, ROWS)
+                row = tl.load(order + place, mask=place < stop, other=0)
+                mask = (place < stop)[:, None] & held[None, :]
+                step = x_row if part == 0 else values_row
+                total += tl.load(own + row[:, None] * step, mask=mask, other=0.0).to(tl.float32)
+            found = tl.sum(total, 0) / size
+            rounded = found.to(mean.dtype.element_ty)
+            to = number * channels + channel
+            if part == 0:
+                tl.store(mean + to, rounded, mask=held)
+                if bias is not None:
+                    kept = tl.where(held, rounded.to(tl.float32), 0.0)
+                    squared += tl.sum(kept * kept, 0)
+            else:
+                tl.store(mean_values + to, rounded, mask=held)
+                if exact is not None:
+                    tl.store(exact + to, found, mask=held)
+    if bias is not None:
+        tl.store(bias + number, tl.where(stop > start, squared * -0.5, float("-inf")))
 
 
 @triton.jit
-def _of_all_spans(moments, channel, held, tokens, channels, span, spans, SPANS: tl.constexpr):
-    """Mean of these channels over all spans, and the squared distances from it added up (Chan et al. 1983)."""
-    one = tl.arange(0, SPANS)
-    size = tl.maximum(tl.minimum(tokens - one * span, span), 0).to(tl.float32)
-    at = moments + one[:, None] * 2 * channels + channel[None, :]
-    mask = (one < spans)[:, None] & held[None, :]
-    means = tl.load(at, mask=mask, other=0.0)
-    squares = tl.load(at + channels, mask=mask, other=0.0)
-    mean = tl.sum(means * (size / tokens)[:, None], 0)
-    away = tl.where(mask, means - mean[None, :], 0.0)
-    return mean, tl.sum(squares + away * away * size[:, None], 0)
+def _segments(
+    group, order, offsets, sizes, logs, rounded, tokens, groups, tiles, empty,
+    TOKENS: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """One program: some groups of one row. What lies in lower groups tells where they start, so no other is asked."""
+    row = (tl.program_id(0) // tiles).to(tl.int64)
+    first = tl.program_id(0) % tiles * GROUPS
+    number = first + tl.arange(0, GROUPS)
+    there = number < groups
+    count = tl.zeros([GROUPS], tl.int32)
+    lower = tl.zeros([TOKENS], tl.int32)
+    for start in range(0, tokens, TOKENS):
+        token = start + tl.arange(0, TOKENS)
+        its = tl.load(group + row * tokens + token, mask=token < tokens, other=2147483647).to(tl.int32)
+        count += tl.sum((its[:, None] == number[None, :]).to(tl.int32), 0)
+        lower += (its < first).to(tl.int32)
+    place = row * tokens + tl.sum(lower, 0) + tl.cumsum(count, 0) - count
+    tl.store(offsets + row * groups + number, place, mask=there)
+    tl.store(offsets + row * groups + number + 1, place + count, mask=number == groups - 1)
+    size = count.to(tl.float32)
+    tl.store(sizes + row * groups + number, size, mask=there)
+    log = tl.where(count > 0, tl.log(tl.maximum(size, 1.0)), empty)
+    tl.store(logs + row * groups + number, log, mask=there)
+    tl.store(rounded + row * groups + number, log, mask=there)
+    for start in range(0, tokens, TOKENS):
+        token = start + tl.arange(0, TOKENS)
+        its = tl.load(group + row * tokens + token, mask=token < tokens, other=2147483647).to(tl.int32)
+        same = its[:, None] == number[None, :]
+        rank = tl.cumsum(same.to(tl.int32), 0)
+        held = same & there[None, :]
+        tl.store(order + place[None, :] + (rank - 1), (row * tokens + token)[:, None] + tl.zeros_like(rank), mask=held)
+        place += tl.sum(same.to(tl.int32), 0)
 
 
 @triton.jit
-def _spread(
-    x, values, moments, out, tokens, width, span, spans, least,
-    x_sample, x_row, x_channel, values_sample, values_row, values_channel,
-    PARTS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, SPANS: tl.constexpr,
+def _in_order(score):
+    """Floats as integers in the order in which torch sorts them: no number above infinity, both zeros equal."""
+    bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)
+    return tl.where(score != score, 2147483647, bits ^ ((bits >> 31) & 2147483647))
+
+
+@triton.jit
+def _place(
+    score, index, sources, destinations, group, representative, count, cells, removed,
+    score_sample, index_sample, sources_sample, destinations_sample, PLACES: tl.constexpr, OTHERS: tl.constexpr,
 ):  # fmt: skip
-    """One program: some tokens of one sample. Each puts the spans' moments together by itself."""
+    """One program: some sources, which rank by how many others merge before them, or some destinations.
+
+    Of equal scores the first merges first.
+    """
     sample = tl.program_id(1).to(tl.int64)
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    row = token.to(tl.int64)[:, None]
-    channels = width * PARTS
-    moments += sample * spans * 2 * channels
-    for part in tl.static_range(PARTS):
-        own = x + sample * x_sample + row * x_row
-        if part == 1:
-            own = values + sample * values_sample + row * values_row
-        step = x_channel if part == 0 else values_channel
-        squared = tl.zeros([CHANNELS], tl.float32)
-        for start in range(0, width, CHANNELS):
-            column = start + tl.arange(0, CHANNELS)
-            its = moments + part * width
-            _, more = _of_all_spans(its, column, column < width, tokens, channels, span, spans, SPANS)
-            squared += more
-        unit = tl.sqrt(tl.sum(squared, 0) / (width * tokens * 1.0))
-        unit = tl.maximum(unit, least)
-        for start in range(0, width, CHANNELS):
-            column = start + tl.arange(0, CHANNELS)
-            held = column < width
-            mean, _ = _of_all_spans(moments + part * width, column, held, tokens, channels, span, spans, SPANS)
-            mask = (token < tokens)[:, None] & held[None, :]
-            its = tl.load(own + column[None, :] * step, mask=mask, other=0.0).to(tl.float32)
-            to = out + (sample * tokens + row) * channels + part * width + column[None, :]
-            tl.store(to, (its - mean[None, :]) / unit, mask=mask)
+    place = tl.program_id(0) * PLACES + tl.arange(0, PLACES)
+    tokens, groups = count + cells, count + cells - removed
+    is_source = place < count
+    own = _in_order(tl.load(score + sample * score_sample + place, mask=is_source, other=0.0))
+    before = tl.zeros([PLACES, OTHERS], tl.int32)
+    stop = tl.where(tl.program_id(0) * PLACES < count, count, 0)
+    for start in range(0, stop, OTHERS):
+        other = start + tl.arange(0, OTHERS)
+        its = _in_order(tl.load(score + sample * score_sample + other, mask=other < count, other=float("-inf")))
+        sooner = (its[None, :] > own[:, None]) | ((its[None, :] == own[:, None]) & (other[None, :] < place[:, None]))
+        before += (sooner & (other < count)[None, :]).to(tl.int32)
+    rank = tl.sum(before, 1)
+    token = tl.load(sources + sample * sources_sample + place, mask=is_source, other=0)
+    merges = is_source & (rank < removed)
+    theirs = tl.load(index + sample * index_sample + place, mask=merges, other=0)
+    number = tl.where(merges, theirs, cells + rank - removed)
+    tl.store(group + sample * tokens + token, number, mask=is_source)
+    tl.store(representative + sample * groups + number, token, mask=is_source & (rank >= removed))
+    cell = place - count
+    is_cell = (cell >= 0) & (cell < cells)
+    token = tl.load(destinations + sample * destinations_sample + cell, mask=is_cell, other=0)
+    tl.store(group + sample * tokens + token, cell.to(tl.int64), mask=is_cell)
+    tl.store(representative + sample * groups + cell, token, mask=is_cell)
 
 
 def best_keys(
@@ -178,22 +218,42 @@ def best_keys(
     )  # fmt: skip
 
 
-def moments(parts: Sequence[torch.Tensor], found: torch.Tensor, span: int) -> None:
-    """Fills ``found [B, spans, 2, P*C]``: mean and squared distances from it of each channel of P ``[B, N, C]``."""
-    x, values = parts[0], parts[-1]
-    batch, tokens, channels = x.shape
-    _moments[(triton.cdiv(channels, _MOMENT_CHANNELS), found.shape[1], batch)](
-        x, values, found, tokens, channels, span, *x.stride(), *values.stride(),
-        PARTS=len(parts), TOKENS=_MOMENT_TOKENS, CHANNELS=_MOMENT_CHANNELS,
+def mean_rows(
+    x: torch.Tensor, values: torch.Tensor | None, order: torch.Tensor, offsets: torch.Tensor, tokens: int,
+    mean: torch.Tensor, mean_values: torch.Tensor | None, exact: torch.Tensor | None, bias: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """See `kernels.mean_rows`; fills ``mean``, ``mean_values``, ``exact`` and ``bias``."""
+    numbers, channels = mean.shape
+    alone = bias is not None
+    width = min(triton.next_power_of_2(channels), _WIDEST_ALONE if alone else _WIDEST)
+    _mean_rows[(numbers, 1 if alone else triton.cdiv(channels, width))](
+        x, values, order, offsets, mean, mean_values, exact, bias, offsets.shape[0] - 1, tokens, channels,
+        *x.stride(), *(x if values is None else values).stride(),
+        ROWS=_ROWS_ALONE if alone else _ROWS, CHANNELS=width, PARTS=1 if values is None else 2,
+        num_warps=8 if alone else 4,
     )  # fmt: skip
 
 
-def spread(parts: Sequence[torch.Tensor], found: torch.Tensor, span: int, least: float, out: torch.Tensor) -> None:
-    """See `kernels.spread`; fills ``out``, with what `moments` found."""
-    x, values = parts[0], parts[-1]
-    batch, tokens, channels = x.shape
-    _spread[(triton.cdiv(tokens, _SPREAD_TOKENS), batch)](
-        x, values, found, out, tokens, channels, span, found.shape[1], least, *x.stride(), *values.stride(),
-        PARTS=len(parts), TOKENS=_SPREAD_TOKENS, CHANNELS=_SPREAD_CHANNELS,
-        SPANS=triton.next_power_of_2(found.shape[1]),
+def segments(
+    group: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor, sizes: torch.Tensor, logs: torch.Tensor,
+    rounded: torch.Tensor, empty: float,
+) -> None:  # fmt: skip
+    """See `kernels.segments`; fills all but ``group``, which lies row by row."""
+    (rows, tokens), groups = group.shape, sizes.shape[1]
+    tiles = triton.cdiv(groups, _COUNTED_GROUPS)
+    _segments[(rows * tiles,)](
+        group, order, offsets, sizes, logs, rounded, tokens, groups, tiles, empty,
+        TOKENS=_COUNTED_TOKENS, GROUPS=_COUNTED_GROUPS,
+    )  # fmt: skip
+
+
+def place_tokens(
+    score: torch.Tensor, index: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor, removed: int,
+    group: torch.Tensor, representative: torch.Tensor,
+) -> None:  # fmt: skip
+    """See `kernels.place_tokens`; fills ``group`` and ``representative``."""
+    (batch, count), cells = index.shape, destinations.shape[1]
+    _place[(triton.cdiv(count + cells, _PLACED), batch)](
+        score, index, sources, destinations, group, representative, count, cells, removed,
+        score.stride(0), index.stride(0), sources.stride(0), destinations.stride(0), PLACES=_PLACED, OTHERS=_OTHERS,
     )  # fmt: skip

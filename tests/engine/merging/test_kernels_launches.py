@@ -116,12 +116,12 @@ def made(side: int, heads: int, width: int, depth: int = 1):
 # in one sampling: the first call matches anew, the next is within 60 timesteps of it, the third is not
 EARLY, LATE = (950.0, 940.0, 850.0), (300.0, 299.0, 200.0)
 BOUNDS = {  # two of a sampling's first call are the look whether its batch is two times the same latent
-    ("balanced", EARLY): (19, 2, 11),
-    ("balanced", LATE): (14, 2, 12),
-    ("quality", EARLY): (19, 2, 11),
-    ("quality", LATE): (14, 2, 12),
-    ("fast", LATE): (19, 2, 12),
-    ("max", LATE): (22, 2, 11),
+    ("balanced", EARLY): (25, 2, 17),
+    ("balanced", LATE): (20, 2, 18),
+    ("quality", EARLY): (25, 2, 17),
+    ("quality", LATE): (20, 2, 18),
+    ("fast", LATE): (25, 2, 18),
+    ("max", LATE): (28, 2, 17),
 }
 
 

@@ -11,9 +11,9 @@ import torch
 
 from .. import kernels
 from ..grid import Grid, split_grid
+from ..metric import directions, keys_of_groups, keys_of_rows, make_comparable
 from ..plan import MergePlan, without_autocast
 from .base import Best, MatchOptions, Method, Rows, best_keys
-from .likeness import directions, keys_of_groups, keys_of_rows, make_comparable
 
 
 def match(x: torch.Tensor, grid: Grid, options: MatchOptions) -> MergePlan | None:
