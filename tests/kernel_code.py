@@ -74,11 +74,11 @@ def rest(target, dtype):
     made["first_order"] = code(more._first_order, target, keys=pointer, values=pointer, group="*i64", means="*fp32",
                                found="*fp32", scale="fp32", keys_channel=1, values_channel=1, width=40,
                                PARTS=own.parts_of(dtype, torch.float32), WIDTH=64, TOKENS=more._TOKENS)  # fmt: skip
-    made["answer_few"] = code(more._answer_few, target, q=pointer, rows="*i64", keys=pointer, values=pointer,
+    made["answer_few"] = code(more._answer_few, target, q=pointer, keys=pointer, values=pointer,
                             merged_keys=pointer, merged_values=pointer, bias=pointer, merged="*fp32", full="*fp32",
                             logs="*fp32", scale="fp32", q_channel=1, keys_channel=1, values_channel=1, width=40,
                             QUERIES=more._TOKENS, WIDTH=64, TOKENS=more._TOKENS)  # fmt: skip
-    made["ridge"] = code(more._ridge, target, 8, 1, q=pointer, rows="*i64", merged="*fp32", full="*fp32", logs="*fp32",
+    made["ridge"] = code(more._ridge, target, 8, 1, q=pointer, merged="*fp32", full="*fp32", logs="*fp32",
                          first="*fp32", matrix=pointer, constant=pointer, q_channel=1, width=40, WIDTH=64,
                          UNKNOWNS=128, QUERIES=more._QUERIES, SPANS=8)  # fmt: skip
     made["correct"] = code(more._correct, target, out=pointer, q=pointer, matrix=pointer, constant=pointer,

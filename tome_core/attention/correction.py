@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..merging import kernels
-from ..merging.grid import Grid, reuse
-from ..merging.plan import MergePlan, take_rows, without_autocast
+from ..merging.grid import Grid
+from ..merging.plan import MergePlan, without_autocast
 
 _TINY = 1e-12
 _SAME = 1e-3  # of its size: what differs by less between samples tells nothing, in half precision by less than rounding
@@ -60,39 +60,26 @@ def pick_asked(grid: Grid, width: int, device: torch.device) -> tuple[Tensor]:
     return ((down[:, None] * grid.width + right).view(1, -1),)
 
 
-class Fitted(NamedTuple):
-    """The fit gives a correction, and what it merged on the way.
+def fit_correction(q: Tensor, made: Pair, plan: MergePlan, heads: int, scale: float) -> tuple[Correction, Pair]:
+    """The correction of a plan, in the dtype of q. Summed and solved in float32; zero if every group has one token.
 
-    merged: keys and values as the plan merges them, ``[B, G, H*d]``; by_kernels: as kernels do.
-    """
+    Args:
+        q: the queries that are answered exactly, those of `pick_asked`, flat ``[B, n, H*d]``.
+        made: keys and values of all tokens, ``[B, N, H*d]``.
+        scale: the attention's.
 
-    correction: Correction
-    merged: Pair
-    by_kernels: bool
-
-
-def fit_correction(
-    q: Tensor, made: Pair, plan: MergePlan, heads: int, scale: float, rows: Tensor | None = None
-) -> Fitted:
-    """The correction of a plan, in the dtype of q.
-
-    q: queries, flat ``[B, N, H*d]``. rows: int64 ``[1, n]``, those of `pick_asked`; None where q has no other. made:
-    keys and values of all tokens, ``[B, N, H*d]``. scale: the attention's. Summed and solved in float32; zero where
-    every group has one token.
+    Returns:
+        The correction; and keys and values as the plan merges them, ``[B, G, H*d]``.
     """
     with without_autocast(q):
         keys, values = (one.to(q.dtype) for one in made)
         *pair, exact = plan.merge_pair(keys, values)
         sums = _sums_by_kernel(keys, values, exact, plan, heads, scale)
         if sums is not None and sums.shape[3] <= kernels.RIDGE_WIDEST and not kernels.needs_gradient(q):
-            (places,) = (rows,) if rows is not None else reuse(_every, q, q.shape[1])
-            bias = plan.logits_in(q.dtype)
-            answers = kernels.answer_few(q, places[0], keys, values, *pair, bias, heads, scale)
-            found = answers and kernels.ridge(q, places[0], answers, sums)
+            answers = kernels.answer_few(q, keys, values, *pair, plan.logits_in(q.dtype), heads, scale)
+            found = answers and kernels.ridge(q, answers, sums)
             if found:
-                return Fitted(Correction(*found), tuple(pair), True)
-        if rows is not None:
-            q = take_rows(q, rows)
+                return Correction(*found), tuple(pair)
         asked_for = _by_head(q, heads)
         merged = _exact(_attend(asked_for, *pair, heads, scale, plan.logits_in(q.dtype)[:, None, None]))
         left = _exact(_attend(asked_for, keys, values, heads, scale)) - merged
@@ -104,11 +91,7 @@ def fit_correction(
         lost = first.flatten(2).any(2)[..., None, None].to(first.dtype)  # nothing was: then rounding is all
         matrix = weights * lost + F.pad(first, (0, 0, 0, first.shape[3]))
         correction = Correction(matrix.to(q.dtype).flatten(0, 1), (constant * lost).to(q.dtype).flatten(0, 1))
-        return Fitted(correction, tuple(pair), sums is not None)
-
-
-def _every(count: int, device: torch.device) -> tuple[Tensor]:
-    return (torch.arange(count, device=device)[None],)
+        return correction, tuple(pair)
 
 
 def first_order(made: Pair, plan: MergePlan, heads: int, scale: float) -> Tensor:

@@ -20,7 +20,7 @@ from ..merging import kernels
 from ..merging.grid import reuse
 from ..merging.layout import Layout, tokens_in
 from ..merging.plan import MergeMode, MergePlan
-from .correction import Correction, Fitted, Pair, fit_correction, pick_asked
+from .correction import Correction, Pair, fit_correction, pick_asked
 
 BIAS, OWN_BIAS, UNSIZED = "bias", "bias, by torch's own function", "without sizes"
 _HELD = 16 << 20  # bytes of what is made for some heads or tokens at a time, a few times over
@@ -104,7 +104,7 @@ def correction_of(attention: Attention, plan: MergePlan, layout: Layout) -> tupl
     (places,) = reuse(pick_asked_in, q, layout, q.shape[1], q.shape[3])
     asking = q[:, places]
     shares = q.shape[2] // k.shape[2]
-    found: list[Fitted] = []
+    found: list[tuple[Correction, Pair]] = []
     for first, last in [(0, k.shape[2])] if shares == 1 and kernels.fit_whole(q) else _some_heads(k, shares):
         pair = tuple(one[:, :, first:last] for one in (k, v))
         if shares > 1:
@@ -112,10 +112,10 @@ def correction_of(attention: Attention, plan: MergePlan, layout: Layout) -> tupl
         own = asking[:, :, first * shares : last * shares]
         flat = tuple(one.flatten(2) for one in pair)
         found.append(fit_correction(own.flatten(2), flat, plan, own.shape[2], attention.scale))
-    merged = None if shares > 1 else tuple(_join([one.merged[part] for one in found], 2) for part in (0, 1))
+    merged = None if shares > 1 else tuple(_join([pair[part] for _, pair in found], 2) for part in (0, 1))
     batch = q.shape[0]
     matrix, constant = (
-        _join([one.correction[part].unflatten(0, (batch, -1)) for one in found], 1).flatten(0, 1) for part in (0, 1)
+        _join([one[part].unflatten(0, (batch, -1)) for one, _ in found], 1).flatten(0, 1) for part in (0, 1)
     )
     return Correction(matrix, constant), merged
 

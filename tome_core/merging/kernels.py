@@ -204,21 +204,21 @@ class Answers(NamedTuple):
 
 
 def answer_few(
-    q: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, merged_keys: torch.Tensor,
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, merged_keys: torch.Tensor,
     merged_values: torch.Tensor, bias: torch.Tensor, heads: int, scale: float,
 ) -> Answers | None:  # fmt: skip
     """Attention of a few queries over merged and over all keys, in one kernel; None if it could not run.
 
-    q: ``[B, N, H*d]``, half precision, any strides, as keys and values are. rows: int64 ``[n]``, which of its rows are
-    asked. merged_keys, merged_values: ``[B, G, H*d]``, contiguous. bias: of the merged keys, ``[B or 1, G]``, finite.
-    All but rows of one dtype. Spans as `first_order` has them, so that few queries keep a whole GPU busy.
+    q: ``[B, n, H*d]``, half precision, any strides, as keys and values ``[B, N, H*d]`` are. merged_keys, merged_values:
+    ``[B, G, H*d]``, contiguous. bias: of the merged keys, ``[B or 1, G]``, finite. All of one dtype. Spans as
+    `first_order` has them, so that few queries keep a whole GPU busy.
     """
     batch, tokens, channels = keys.shape
-    width, span, count = channels // heads, _span(tokens), rows.shape[0]
+    width, span, count = channels // heads, _span(tokens), q.shape[1]
     real = {"dtype": torch.float32, "device": q.device}
     full = torch.empty(-(-tokens // span), batch * heads, count, width, **real)
     found = Answers(torch.empty(full.shape[1:], **real), full, torch.empty(full.shape[:3], **real))
-    made = q, rows, keys, values, merged_keys, merged_values, bias.contiguous().expand(batch, -1)
+    made = q, keys, values, merged_keys, merged_values, bias.contiguous().expand(batch, -1)
     return found if launch(q, "answer_few", *made, span, scale, *found) else None
 
 
@@ -227,18 +227,16 @@ def _span(tokens: int) -> int:
     return max(512, -(-tokens // 8))
 
 
-def ridge(
-    q: torch.Tensor, rows: torch.Tensor, answers: Answers, first: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor] | None:
+def ridge(q: torch.Tensor, answers: Answers, first: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     """The correction that `attention.correction` describes, in the dtype of q; None if it could not run.
 
-    q, rows: as `answer_few` has them, with its answers. first: as `first_order` gives it. d is at most `RIDGE_WIDEST`.
+    q: as `answer_few` has it, with its answers. first: as `first_order` gives it. d is at most `RIDGE_WIDEST`.
     Returns ``[B*H, 2d, d]`` and ``[B*H, 1, d]``.
     """
     width = first.shape[2]
     matrix = torch.empty(first.shape[1], 2 * width, width, dtype=q.dtype, device=q.device)
     constant = torch.empty(first.shape[1], 1, width, dtype=q.dtype, device=q.device)
-    return (matrix, constant) if launch(q, "ridge", q, rows, *answers, first, matrix, constant) else None
+    return (matrix, constant) if launch(q, "ridge", q, *answers, first, matrix, constant) else None
 
 
 def correct(out: torch.Tensor, q: torch.Tensor, matrix: torch.Tensor, constant: torch.Tensor) -> torch.Tensor | None:

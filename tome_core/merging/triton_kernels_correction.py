@@ -84,7 +84,7 @@ def _attend(
 
 @triton.jit
 def _answer_few(
-    q, rows, keys, values, merged_keys, merged_values, bias, merged, full, logs,
+    q, keys, values, merged_keys, merged_values, bias, merged, full, logs,
     count, tokens, groups, heads, tiles, span, scale,
     q_sample, q_row, q_channel, keys_sample, keys_row, keys_channel, values_sample, values_row, values_channel,
     bias_sample, width: tl.constexpr, QUERIES: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
@@ -97,8 +97,7 @@ def _answer_few(
     held, column = channel < width, head * width + channel
     there = query < count
     mask = there[:, None] & held[None, :]
-    row = tl.load(rows + query, mask=there, other=0)
-    asked = tl.load(q + sample * q_sample + row[:, None] * q_row + column[None, :] * q_channel, mask=mask, other=0.0)
+    asked = tl.load(q + sample * q_sample + query[:, None] * q_row + column[None, :] * q_channel, mask=mask, other=0.0)
     at = query[:, None] * width + channel[None, :]
     part = tl.program_id(1)
     if part < tl.num_programs(1) - 1:
@@ -120,11 +119,10 @@ def _answer_few(
 
 
 @triton.jit
-def _tell(q, rows, merged, query, column, mask, width: tl.constexpr, q_row, q_channel):
+def _tell(q, merged, query, column, mask, width: tl.constexpr, q_row, q_channel):
     """Queries and merged answers side by side, float32."""
-    row = tl.load(rows + query, mask=tl.max(mask.to(tl.int32), 1) > 0, other=0)
     own = column < width
-    left = tl.load(q + row[:, None] * q_row + column[None, :] * q_channel, mask=mask & own[None, :], other=0.0)
+    left = tl.load(q + query[:, None] * q_row + column[None, :] * q_channel, mask=mask & own[None, :], other=0.0)
     at = merged + query[:, None] * width + (column - width)[None, :]
     return left.to(tl.float32) + tl.load(at, mask=mask & (column >= width)[None, :], other=0.0)
 
@@ -150,7 +148,7 @@ def _join(
 
 @triton.jit
 def _ridge(
-    q, rows, merged, full, logs, first, matrix, constant, count, heads, q_sample, q_row, q_channel,
+    q, merged, full, logs, first, matrix, constant, count, heads, q_sample, q_row, q_channel,
     width: tl.constexpr, WIDTH: tl.constexpr, UNKNOWNS: tl.constexpr, QUERIES: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
     """One program: one head. Its normal equations, solved by elimination, which the penalty makes safe without pivots.
@@ -173,7 +171,7 @@ def _ridge(
     for start in range(0, count, QUERIES):
         query = start + tl.arange(0, QUERIES)
         mask = (query < count)[:, None] & held[None, :]
-        mean += tl.sum(_tell(q, rows, merged, query, row, mask, width, q_row, q_channel), 0)
+        mean += tl.sum(_tell(q, merged, query, row, mask, width, q_row, q_channel), 0)
     mean = mean / count
     normal = tl.zeros([UNKNOWNS, UNKNOWNS], tl.float32)
     cross = tl.zeros([UNKNOWNS, WIDTH], tl.float32)
@@ -182,7 +180,7 @@ def _ridge(
         query = start + tl.arange(0, QUERIES)
         there = query < count
         mask = there[:, None] & held[None, :]
-        told = _tell(q, rows, merged, query, row, mask, width, q_row, q_channel)
+        told = _tell(q, merged, query, row, mask, width, q_row, q_channel)
         left = _join(full, logs, number, programs, query, there, column, wide, count, width, SPANS)
         at_merged = merged + query[:, None] * width + column[None, :]
         left -= tl.load(at_merged, mask=there[:, None] & wide[None, :], other=0.0)
@@ -270,7 +268,7 @@ def first_order(
 
 
 def answer_few(
-    q: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, merged_keys: torch.Tensor,
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, merged_keys: torch.Tensor,
     merged_values: torch.Tensor, bias: torch.Tensor, span: int, scale: float,
     merged: torch.Tensor, full: torch.Tensor, logs: torch.Tensor,
 ) -> None:  # fmt: skip
@@ -279,7 +277,7 @@ def answer_few(
     heads = programs // q.shape[0]
     tiles = triton.cdiv(count, _TOKENS)
     _answer_few[(programs * tiles, spans + 1)](
-        q, rows, keys, values, merged_keys, merged_values, bias, merged, full, logs,
+        q, keys, values, merged_keys, merged_values, bias, merged, full, logs,
         count, keys.shape[1], merged_keys.shape[1], heads, tiles, span, scale,
         *q.stride(), *keys.stride(), *values.stride(), bias.stride(0),
         width=width, QUERIES=_TOKENS, WIDTH=_wide(width), TOKENS=_TOKENS, num_warps=_warps(width),
@@ -287,7 +285,7 @@ def answer_few(
 
 
 def ridge(
-    q: torch.Tensor, rows: torch.Tensor, merged: torch.Tensor, full: torch.Tensor, logs: torch.Tensor,
+    q: torch.Tensor, merged: torch.Tensor, full: torch.Tensor, logs: torch.Tensor,
     first: torch.Tensor, matrix: torch.Tensor, constant: torch.Tensor,
 ) -> None:  # fmt: skip
     """See `kernels.ridge`; fills ``matrix`` and ``constant``.
@@ -296,7 +294,7 @@ def ridge(
     """
     programs, count, width = merged.shape
     _ridge[(programs,)](
-        q, rows, merged, full, logs, first, matrix, constant, count, programs // q.shape[0], *q.stride(),
+        q, merged, full, logs, first, matrix, constant, count, programs // q.shape[0], *q.stride(),
         width=width, WIDTH=_wide(width), UNKNOWNS=_wide(2 * width), QUERIES=_QUERIES, SPANS=first.shape[0],
         num_warps=8, num_stages=1,
     )  # fmt: skip

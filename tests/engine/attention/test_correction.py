@@ -55,10 +55,10 @@ def test_groups_of_one_token_are_corrected_by_exactly_nothing(dtype: torch.dtype
     order = torch.stack([torch.randperm(17, generator=torch.Generator().manual_seed(n)) for n in range(3)])
     plan = MergePlan(order[:1] if shared else order, 17)
     assert not first_order((k, v), plan, 3, 0.5).any()
-    assert not any(one.any() for one in fit_correction(q[:, ::3], (k, v), plan, 3, 0.5).correction)
+    assert not any(one.any() for one in fit_correction(q[:, ::3], (k, v), plan, 3, 0.5)[0])
     pairs = MergePlan(order.div(2, rounding_mode="floor"), 9)
     assert first_order((k, v), pairs, 3, 0.5).all()
-    assert all(one.all() for one in fit_correction(q[:, ::3], (k, v), pairs, 3, 0.5).correction)
+    assert all(one.all() for one in fit_correction(q[:, ::3], (k, v), pairs, 3, 0.5)[0])
 
 
 @settings(max_examples=200 if THOROUGH else 30, deadline=None, derandomize=not THOROUGH)
@@ -106,7 +106,7 @@ def test_where_logits_are_small_the_error_falls_with_their_square():
     for small_q in (q * step for step in steps):
         full = attention(small_q, k, v, heads)
         merged = attention(small_q, plan.merge(k), plan.merge(v), heads, logs)
-        correction = fit_correction(small_q[:, ::4], (k, v), plan, heads, 8**-0.5).correction
+        correction = fit_correction(small_q[:, ::4], (k, v), plan, heads, 8**-0.5)[0]
         for with_it, out in ((False, merged), (True, add_flat(merged, small_q, correction, heads))):
             errors[with_it].append((out - full).abs().max().item())
     for with_it, power in ((False, 1), (True, 2)):
@@ -190,7 +190,7 @@ def test_it_leaves_less_of_what_was_asked_than_the_closed_form_alone():
     merged = attention(q, plan.merge(k), plan.merge(v), heads, plan.key_logits)
     closed = first_order((k, v), plan, heads, scale)
     alone = Correction(torch.cat([closed, torch.zeros_like(closed)], 2).flatten(0, 1), torch.zeros(heads, 1, 16))
-    both = fit_correction(q, (k, v), plan, heads, scale).correction
+    both = fit_correction(q, (k, v), plan, heads, scale)[0]
     left = [(add_flat(merged, q, one, heads) - full).square().mean() for one in (alone, both)]
     assert left[1] < 0.8 * left[0] < 0.8 * (merged - full).square().mean()
 
