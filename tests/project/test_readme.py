@@ -88,7 +88,6 @@ WAYS = {
     "python -m pytest tests/engine/merging/test_plan.py": Way("--collect-only --quiet"),
     "python -m pytest tests/hosts/comfyui": Way(),
     "python -m pytest tests/hosts/webui": Way(),
-    "python -m tome_core.settings.table --write docs/settings.md": Way(),
     "python -m benchmarks.doc_tables --write": Way(),
     "python -m comfy_nodes.nodedefs": Way(),
     "python -m benchmarks.strength benchmarks/results/front-cpu-2026-11-25.json --compare": Way(),
