@@ -15,14 +15,32 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
-from .config import MergeConfig
-from .rule import MergeRule
+from ..merging.methods import METHODS
+from .config import EARLY_CELLS, MergeConfig, MergeRule
 
-_PARTS = ("merge_attn", "merge_crossattn", "merge_mlp")
+_REFINED_FROM = 0.9  # from this ratio on a k-means step costs a tenth of a match at 0.5, and halves the error
+_STEPS = 2  # of k-means
+
+
+def value_at(values: Sequence[float], place: float) -> float:
+    """What stands at a place, linear between whole ones; clamped to both ends."""
+    place = min(len(values) - 1.0, max(0.0, place))
+    below, above = int(place), min(int(place) + 1, len(values) - 1)
+    return values[below] + (place - below) * (values[above] - values[below])
+
+
+def _place_of(value: float, ascending: Sequence[float]) -> float:
+    """The inverse of `value_at`."""
+    above = bisect.bisect_left(ascending, value)
+    if above in (0, len(ascending)):
+        return float(min(above, len(ascending) - 1))
+    low, high = ascending[above - 1], ascending[above]
+    return above - 1 + (value - low) / (high - low)
 
 
 @dataclass(frozen=True)
@@ -52,11 +70,7 @@ class NoiseSchedule:
 
     def timestep_of_beta(self, beta: float) -> float:
         """The first timestep with so much noise, linear between whole ones; infinite where none has."""
-        above = bisect.bisect_left(self.betas, beta)
-        if above == 0 or above > self.last:
-            return math.inf if above else 0.0
-        low, high = self.betas[above - 1], self.betas[above]
-        return above - (high - beta) / (high - low)
+        return _place_of(beta, self.betas) if beta <= self.betas[-1] else math.inf
 
     def timestep_of_sigma(self, sigma: float) -> float:
         """The timestep at which the noise has this standard deviation, relative to a picture of unit variance.
@@ -64,28 +78,16 @@ class NoiseSchedule:
         ``sigma_t^2 = 1 / prod(1 - beta) - 1``, linear between whole timesteps in log sigma as in k-diffusion,
         clamped to the schedule's ends.
         """
-        logs = self._log_sigmas
-        wanted = math.log(max(sigma, 1e-12))
-        above = bisect.bisect_left(logs, wanted)
-        if above == 0 or above == len(logs):
-            return float(min(above, self.last))
-        low, high = logs[above - 1], logs[above]
-        return above - 1 + (wanted - low) / (high - low)
+        return _place_of(math.log(max(sigma, 1e-12)), self._log_sigmas)
 
     def sigma_of(self, timestep: float) -> float:
         """The noise's standard deviation at a timestep; the inverse of `timestep_of_sigma`."""
-        logs = self._log_sigmas
-        t = min(float(self.last), max(0.0, timestep))
-        below, above = int(t), min(int(t) + 1, self.last)
-        return math.exp(logs[below] + (t - below) * (logs[above] - logs[below]))
+        return math.exp(value_at(self._log_sigmas, timestep))
 
     @cached_property
     def _log_sigmas(self) -> list[float]:
-        log_kept, logs = 0.0, []
-        for beta in self.betas:
-            log_kept += math.log(max(1.0 - beta, 1e-12))
-            logs.append(0.5 * math.log(max(math.expm1(-log_kept), 1e-24)))
-        return logs
+        logs_kept = accumulate(math.log(max(1.0 - beta, 1e-12)) for beta in self.betas)
+        return [0.5 * math.log(max(math.expm1(-one), 1e-24)) for one in logs_kept]
 
 
 class Time(NamedTuple):
@@ -101,9 +103,9 @@ UNKNOWN = Time()
 class Window(NamedTuple):
     """The part of a model's own noise schedule in which a config merges: percent, both ends in it, and past `after`."""
 
-    start: float = 0.0
-    end: float = 1.0
-    after: float = -1.0
+    start: float
+    end: float
+    after: float
 
     def holds(self, time: Time) -> bool:
         """Is the moment inside? Where it is not known, it is not."""
@@ -114,9 +116,36 @@ def window_of(config: MergeConfig, schedule: NoiseSchedule) -> Window | None:
     """The window in which a config merges on this schedule; None where it merges at all times."""
     if not config.uses_percent:
         return None
-    window = Window(config.start_percent, config.end_percent)
     reached = math.inf if config.max_beta is None else schedule.timestep_of_beta(config.max_beta)
-    return window if reached == math.inf else window._replace(after=schedule.percent_of(reached))
+    after = -1.0 if reached == math.inf else schedule.percent_of(reached)
+    return Window(config.start_percent, config.end_percent, after)
+
+
+def plain_rules(config: MergeConfig, downsamples: Sequence[int]) -> tuple[MergeRule, ...]:
+    """All that merges, as rules: before each of the config's own its early phase.
+
+    downsamples: of each level, how many times smaller than the latent it is.
+    """
+    return tuple(one for rule in config.rules for one in (*_early(config, rule, downsamples), rule))
+
+
+def early_rules(config: MergeConfig, downsamples: Sequence[int]) -> dict[MergeRule, MergeRule]:
+    """Those of `plain_rules` that are an early phase, each with the rule of the config's own that it precedes."""
+    return {one: rule for rule in config.rules for one in _early(config, rule, downsamples)}
+
+
+def _early(config: MergeConfig, rule: MergeRule, downsamples: Sequence[int]) -> list[MergeRule]:
+    ratio = config.early_ratio
+    if ratio is None or not rule.merge_attn or not reaches(rule, 0, downsamples[0]):
+        return []
+    cell = next((side for side in EARLY_CELLS if ratio <= 1 - 1 / side**2), EARLY_CELLS[-1])
+    refines = METHODS[rule.method].compares and rule.is_proportional and ratio >= _REFINED_FROM
+    early = replace(
+        rule, ratio=ratio, sx=max(rule.sx, cell), sy=max(rule.sy, cell), max_downsample=None, merge_crossattn=False,
+        merge_mlp=False, min_timestep=max(config.early_until, rule.min_timestep or 0.0),
+        refine=max(rule.refine, _STEPS) if refines else rule.refine,
+    )  # fmt: skip
+    return [early]
 
 
 class LevelRules(NamedTuple):
@@ -144,13 +173,14 @@ def choose(rules: Sequence[MergeRule], downsamples: Sequence[int], pixels: int |
     A rule of ratio 0 fits too: it keeps its blocks and times unmerged whatever later rules say.
     """
     large = [rule for rule in rules if rule.min_pixels <= (pixels or 0)]
-    return tuple(LevelRules(*(_first(large, level, down, part) for part in _PARTS))
-                 for level, down in enumerate(downsamples))  # fmt: skip
 
+    def first(level: int, downsample: int, part: str) -> MergeRule | None:
+        fitting = (rule for rule in large if getattr(rule, f"merge_{part}") and reaches(rule, level, downsample))
+        found = next(fitting, None)
+        return None if found is None or found.is_off else found
 
-def _first(rules: Sequence[MergeRule], level: int, downsample: int, part: str) -> MergeRule | None:
-    found = next((rule for rule in rules if getattr(rule, part) and reaches(rule, level, downsample)), None)
-    return None if found is None or found.is_off else found
+    return tuple(LevelRules(*(first(level, downsample, part) for part in LevelRules._fields))
+                 for level, downsample in enumerate(downsamples))  # fmt: skip
 
 
 def ever_merges(rules: Sequence[MergeRule], level: int, downsample: int) -> bool:

@@ -19,7 +19,7 @@ FIELD = f'''    gentleness: float = setting(
 
 '''
 BEFORE = {"MergeRule": "    def __post_init__", "MergeConfig": "    def __init__(self, *, rules"}
-SETTINGS, FILES = Path("tome_core", "settings"), {"MergeRule": "rule.py", "MergeConfig": "config.py"}
+CONFIG = Path("tome_core", "settings", "config.py")
 TABLE = Path("benchmarks", "settings_table.py")
 ASKED = '''
 import json
@@ -52,11 +52,10 @@ def copy(request, tmp_path_factory) -> Path:
         shutil.copytree(ROOT / name, place / name, ignore=shutil.ignore_patterns("__pycache__"))
     (place / TABLE).parent.mkdir()
     shutil.copy(ROOT / TABLE, place / TABLE)
-    texts = {name: (place / SETTINGS / name).read_text(encoding="utf-8") for name in FILES.values()}
-    name, before = FILES[request.param], BEFORE[request.param]
-    assert texts[name].count(before) == 1
-    field = FIELD % sum(text.count("place=") for text in texts.values())
-    (place / SETTINGS / name).write_text(texts[name].replace(before, field + before), encoding="utf-8")
+    text, before = (place / CONFIG).read_text(encoding="utf-8"), BEFORE[request.param]
+    assert text.count(before) == 1
+    field = FIELD % text.count("place=")
+    (place / CONFIG).write_text(text.replace(before, field + before), encoding="utf-8")
     call(place, "-m", "comfy_nodes.nodedefs")
     return place
 
@@ -95,8 +94,7 @@ def test_it_is_in_all_that_is_generated(copy):
 
 @pytest.mark.slow
 def test_nothing_of_it_is_left_where_it_is_taken_out_again(copy):
-    for name in FILES.values():
-        shutil.copy(ROOT / SETTINGS / name, copy / SETTINGS)
+    shutil.copy(ROOT / CONFIG, copy / CONFIG)
     call(copy, "-m", "comfy_nodes.nodedefs")
     locales = [f"locales/{one}/nodeDefs.json" for one in ("en", "zh", "ja")]
     for name in ("comfy_nodes/web/docs/ToMeSettings.md", *locales):
