@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
-import tempfile
 import threading
 from collections.abc import Iterable
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 logger = logging.getLogger(__name__)
@@ -20,11 +21,10 @@ PIXELS = 8  # of a picture for each side of a latent's token
 _UNEVEN = 0.1
 _FORMAT = 1
 _MOST = 256  # gains in a file, the latest
-_LARGEST = 2**20  # bytes of a file that is read
 
 
 class Case(NamedTuple):
-    """All that decides a gain. model, rules, attention: see `fingerprint`; height, width: of the latent."""
+    """All that decides a gain. model, rules, attention: see `measuring.pays`; height, width: of the latent."""
 
     model: str
     rules: str
@@ -67,16 +67,13 @@ class Gain(NamedTuple):
     @property
     def line(self) -> str:
         """``1024x1536: 1.31 times as fast`` or ``512x512: no gain here``."""
-        found = f"{self.ratio:.2f} times as fast" if self.pays else "no gain here"
-        return f"{self.size}: {found}"
+        return f"{self.size}: " + (f"{self.ratio:.2f} times as fast" if self.pays else "no gain here")
 
     @property
     def why_not(self) -> str:
         """Why merging is off where it does not pay."""
-        return (
-            f"measured: a merged call took {self.merged / self.unmerged:.2f} times an unmerged one at "
-            f"{self.case.width}x{self.case.height}"
-        )
+        times = self.merged / self.unmerged
+        return f"measured: a merged call took {times:.2f} times an unmerged one at {self.case.width}x{self.case.height}"
 
     def __str__(self) -> str:
         case = self.case
@@ -92,16 +89,13 @@ class Gain(NamedTuple):
 def from_data(data: Any) -> Gain:
     """The inverse of `Gain.as_data`. Raises ValueError where it is none."""
     try:
-        values = {name: data[name] for name in (*Case._fields, *Gain._fields[1:])}
-    except (TypeError, KeyError, IndexError) as error:
+        gain = Gain(Case(*(data[name] for name in Case._fields)), *(data[name] for name in Gain._fields[1:]))
+        is_possible = gain.unmerged > 0 and gain.merged > 0
+    except (TypeError, KeyError) as error:
         raise ValueError(f"no gain: {error!r}") from None
-    for name, value in values.items():
-        kind = int if name in ("height", "width", "batch") else (int, float) if name in Gain._fields else str
-        if isinstance(value, bool) or not isinstance(value, kind):
-            raise ValueError(f"{name}={value!r} is {type(value).__name__}")
-        if kind is not str and not (0 < value < math.inf or (name == "spread" and value == 0)):
-            raise ValueError(f"{name}={value!r} is out of range")
-    return Gain(Case(**{name: values[name] for name in Case._fields}), *(values[name] for name in Gain._fields[1:]))
+    if not is_possible:
+        raise ValueError(f"no gain: unmerged={gain.unmerged!r}, merged={gain.merged!r}")
+    return gain
 
 
 class Gains:
@@ -109,9 +103,8 @@ class Gains:
 
     def __init__(self) -> None:
         self._known: dict[Case, Gain] = {}
-        self._path: str | None = None
+        self._path: Path | None = None
         self._lock = threading.Lock()
-        self._told: set[str] = set()
 
     def load(self, path: str | os.PathLike) -> None:
         """From now on keep gains in this JSON file, and know those that it holds already.
@@ -119,11 +112,10 @@ class Gains:
         Its folder is made with the first gain. A file that cannot be read, or is of another version, is taken for an
         empty one and said so once.
         """
-        path = os.path.abspath(os.fspath(path))
-        found = self._read(path)
+        path = Path(path).absolute()
         with self._lock:
             self._path = path
-            self._known.update(found)
+            self._known.update(_read(path))
 
     def remember(self, gain: Gain) -> None:
         """Keep it, in the file as well where there is one. Never fails: what cannot be written is said once."""
@@ -131,7 +123,7 @@ class Gains:
             self._known.pop(gain.case, None)  # so that the latest comes last
             self._known[gain.case] = gain
             if self._path is not None:
-                self._write(self._path, gain)
+                _write(self._path, gain)
 
     def of(self, about: tuple[str, ...]) -> tuple[Gain, ...]:
         """All of one model, set of rules, attention and versions: the first fields of their cases."""
@@ -141,46 +133,43 @@ class Gains:
     def forget(self) -> None:
         """Know nothing, and keep nothing in any file from now on."""
         with self._lock:
-            self._known, self._path, self._told = {}, None, set()
+            self._known, self._path = {}, None
 
     def __bool__(self) -> bool:
         return bool(self._known)
 
-    def _read(self, path: str) -> dict[Case, Gain]:
-        try:
-            with open(path, "rb") as file:
-                data = json.loads(file.read(_LARGEST))
-            if not isinstance(data, dict) or data.get("format") != _FORMAT:
-                raise ValueError("it is of another version")
-            gains = [from_data(one) for one in data["gains"]]
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            self._tell(f"The measured gains in {path} are not used ({error}); they will be measured anew on request.")
-            return {}
-        return {gain.case: gain for gain in gains}
 
-    def _write(self, path: str, gain: Gain) -> None:
-        """What the file holds by now, and this: another process may have written since. Replaced as a whole."""
-        known = {case: one for case, one in self._read(path).items() if case != gain.case}
-        kept = [*known.values(), gain][-_MOST:]
-        text = json.dumps({"format": _FORMAT, "gains": [one.as_data() for one in kept]}, indent=1)
-        temporary = ""
-        try:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=os.path.dirname(path), delete=False) as file:
-                temporary = file.name
-                file.write(text)
-            os.replace(temporary, path)
-        except OSError as error:
-            self._tell(f"The measured gain could not be kept in {path} ({error}); it holds until this process ends.")
-            if temporary and os.path.exists(temporary):
-                os.unlink(temporary)
+def _read(path: Path) -> dict[Case, Gain]:
+    try:
+        data = json.loads(path.read_bytes())
+        if data["format"] != _FORMAT:
+            raise ValueError("it is of another version")
+        return {gain.case: gain for gain in map(from_data, data["gains"])}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        _warn_once(f"The measured gains in {path} are not used ({error}); they will be measured anew on request.")
+        return {}
 
-    def _tell(self, text: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
-            logger.warning("%s", text)
+
+def _write(path: Path, gain: Gain) -> None:
+    """What the file holds by now, and this: another process may have written since. Replaced as a whole."""
+    kept = [*(one for one in _read(path).values() if one.case != gain.case), gain][-_MOST:]
+    text = json.dumps({"format": _FORMAT, "gains": [one.as_data() for one in kept]}, indent=1)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        _warn_once(f"The measured gain could not be kept in {path} ({error}); it holds until this process ends.")
+        with suppress(OSError):
+            temporary.unlink()
+
+
+@cache
+def _warn_once(text: str) -> None:
+    logger.warning("%s", text)
 
 
 KNOWN = Gains()
