@@ -11,7 +11,8 @@ import pytest
 import install
 from tests import release
 from tome_core import Report
-from tome_core.reporting.report import LevelReport, PhaseReport
+from tome_core.reporting.ledger import PhaseReport
+from tome_core.reporting.report import LevelReport
 
 yaml = pytest.importorskip("yaml", reason="PyYAML comes with omegaconf: python install.py test")
 ROOT = Path(__file__).parents[2]

@@ -11,8 +11,8 @@ import tome_core
 from tests.models import BY_NAME, call_case
 from tome_core import Gain, MergeConfig, MergeRule, Report
 from tome_core.reporting.gains import Case
-from tome_core.reporting.report import LevelReport, PhaseReport
-from tome_core.reporting.report_text import MOST_LINES, percent
+from tome_core.reporting.ledger import PhaseReport
+from tome_core.reporting.report import MOST_LINES, LevelReport, percent
 
 CASE = BY_NAME["ldm_sd1"]
 EARLY = MergeConfig(side="kv", ratio=0.5, early_ratio=0.9, early_until=600.0, max_downsample=8)
