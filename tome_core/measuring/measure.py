@@ -1,7 +1,8 @@
 """Unmerged and merged calls of a UNet, timed in turns: what merging gains over the steps of a picture.
 
 Some steps match anew, some use what is kept. So each kind of step is timed a few times, and its median counts as often
-as a picture has it. Nothing is timed in anybody's sampling, so the device may be waited for.
+as a picture has it. Nothing is timed in anybody's sampling, so the device may be waited for, and arguments are made up
+from the UNet's shape.
 """
 
 from __future__ import annotations
@@ -9,21 +10,25 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..engine.clock import Clock
 from ..engine.state import State
-from ..models.unet_blocks import brings_compiled, is_compiled
+from ..models.unet_blocks import Place, brings_compiled, is_compiled
 from ..models.wrap import is_wrapped_by_others
+from .pays import widths_of
 
 ROUNDS, STEPS = 3, 20
 _FIRST = 999.0  # timestep of a picture's first step
+_TEXT_TOKENS = 77
+_TIMES = 6  # sizes and crops that SDXL is told
 
 Timer = Callable[[], float]
+CallUNet = Callable[[torch.Tensor, torch.Tensor], Any]
 
 
 def why_not_now(unet: nn.Module, state: State, is_called: bool, handed: Any = None) -> str:
@@ -53,17 +58,11 @@ def whereabouts(unet: nn.Module) -> tuple[torch.device, torch.dtype]:
     return torch.device(weight.device if device is None else device), weight.dtype
 
 
-class TimedStep(NamedTuple):
-    """One step of a picture. kind: steps of one kind take equally long; None where no rule holds."""
+def steps_of(clock: Clock, steps: int) -> list[tuple[float, Hashable]]:
+    """The steps of a picture, evenly spaced, as (timestep, kind): steps of one kind take equally long.
 
-    timestep: float
-    kind: Hashable
-
-
-def steps_of(clock: Clock, steps: int) -> list[TimedStep]:
-    """The steps of a picture, evenly spaced: by which rules they merge, and whether they match anew for it.
-
-    Where rules keep their matches for different times, a step at which any of them matches counts as one that does.
+    A kind is by which rules a step merges, and whether it matches anew for it; None where no rule holds. Where rules
+    keep their matches for different times, a step at which any of them matches counts as one that does.
     """
     found, before, matched = [], None, 0.0
     for number in range(steps):
@@ -77,25 +76,18 @@ def steps_of(clock: Clock, steps: int) -> list[TimedStep]:
             matched, kind = timestep, (id(now), "renewed")
         else:
             kind = (id(now), "kept")
-        found.append(TimedStep(timestep, kind))
+        found.append((timestep, kind))
     return found
 
 
-class Seconds(NamedTuple):
-    """Of an unmerged call, and of a merged one on the average of a picture's steps. spread: see `Gain`."""
-
-    unmerged: float
-    merged: float
-    spread: float
-
-
 def time_calls(
-    patch: Any, call: Callable[[torch.Tensor, torch.Tensor], Any], latents: torch.Tensor, pictures: int,
-    steps: int = STEPS, rounds: int = ROUNDS, clock: Timer | None = None,
-) -> Seconds:  # fmt: skip
-    """Time them. patch: a `Patch` that is installed. call: of (latents ``[B, C, H, W]``, timesteps ``[B]``).
+    patch: Any, call: CallUNet, latents: torch.Tensor, pictures: int, steps: int = STEPS, rounds: int = ROUNDS,
+    clock: Timer | None = None,
+) -> tuple[float, float, float]:  # fmt: skip
+    """Seconds of an unmerged call, and of a merged one on the average of a picture's steps; spread, see `Gain`.
 
-    pictures: as of `Patch.set_time`.
+    patch: a `Patch` that is installed. call: of (latents ``[B, C, H, W]``, timesteps ``[B]``). pictures: as of
+    `Patch.set_time`.
     """
     clock = clock or clock_for(latents.device)
     picture = steps_of(patch.clock, steps)
@@ -112,7 +104,7 @@ def time_calls(
 
     def plainly() -> None:
         with patch.unmerged():
-            unmerged.append(time_call(picture[0].timestep))
+            unmerged.append(time_call(picture[0][0]))
 
     def one_round() -> None:
         sampling, seen = object(), set()
@@ -136,7 +128,7 @@ def time_calls(
     plain = statistics.median(unmerged) if unmerged else 0.0
     share = Counter(kind for _, kind in picture)
     whole = sum(count * (plain if kind is None else statistics.median(merged[kind])) for kind, count in share.items())
-    return Seconds(plain, whole / steps, (max(unmerged) - min(unmerged)) / plain if plain else 0.0)
+    return plain, whole / steps, (max(unmerged) - min(unmerged)) / plain if plain else 0.0
 
 
 def clock_for(device: torch.device) -> Timer:
@@ -147,3 +139,66 @@ def clock_for(device: torch.device) -> Timer:
 def _wait(device: torch.device) -> None:
     if device.type != "cpu":
         getattr(torch, device.type).synchronize(device)
+
+
+def latents(unet: nn.Module, shape: tuple[int, int, int], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Noise ``[B, C, H, W]`` of `pictures_in` the batch, from a generator of its own. shape: (batch, height, width)."""
+    batch, height, width = shape
+    channels = next(one.in_channels for one in unet.modules() if isinstance(one, nn.Conv2d))
+    pictures = pictures_in(batch)
+    noise = torch.randn(pictures, channels, height, width, generator=torch.Generator().manual_seed(0))
+    return noise.repeat(batch // pictures, 1, 1, 1).to(device, dtype)
+
+
+def pictures_in(batch: int) -> int:
+    """An even batch holds every picture twice, as guidance asks for a prompt and a negative one."""
+    return batch // 2 if batch % 2 == 0 else batch
+
+
+def call_of(
+    unet: nn.Module, place: Place, batch: int, device: torch.device, dtype: torch.dtype,
+    told: Mapping[str, Any] | None = None,
+) -> CallUNet:  # fmt: skip
+    """``(latents [B, C, H, W], timesteps [B])`` to whatever the UNet's forward makes of them.
+
+    place: any block of it. told: keywords of its forward, which is called so that others' hooks are told of no step.
+    Raises ValueError for a UNet that wants to be told more than prompts, sizes and classes.
+    """
+    width = widths_of(place.block)[1]
+    text = torch.randn(batch, _TEXT_TOKENS, width, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    is_diffusers = place.family.name == "diffusers"
+    more = {**(_added if is_diffusers else _classes)(unet, batch, device, dtype), **(told or {})}
+    if is_diffusers:
+        return lambda x, timesteps: unet.forward(x, timesteps, encoder_hidden_states=text, **more)
+    return lambda x, timesteps: unet.forward(x, timesteps, text, **more)
+
+
+def _added(unet: nn.Module, batch: int, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """What diffusers' SDXL is told."""
+    config = unet.config
+    kind = getattr(config, "addition_embed_type", None)
+    asks = [name for name in ("class_embed_type", "num_class_embeds", "encoder_hid_dim_type", "time_cond_proj_dim")
+            if getattr(config, name, None) is not None]  # fmt: skip
+    if kind not in (None, "text_time") or "Motion" in type(unet).__name__:
+        asks.append(kind or "frames")
+    if asks:
+        raise ValueError(
+            f"{type(unet).__name__} wants to be told more than a prompt ({', '.join(asks)}): give measure() a call= of "
+            "latents and timesteps that calls the UNet's forward"
+        )
+    if kind is None:
+        return {}
+    width = config.projection_class_embeddings_input_dim - _TIMES * config.addition_time_embed_dim
+    text_embeds, time_ids = (torch.zeros(batch, one, device=device, dtype=dtype) for one in (width, _TIMES))
+    return {"added_cond_kwargs": {"text_embeds": text_embeds, "time_ids": time_ids}}
+
+
+def _classes(unet: nn.Module, batch: int, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """SDXL's vector in its original form, or a class's number."""
+    embedding = getattr(unet, "label_emb", None)
+    if embedding is None:
+        return {}
+    first = next((one for one in embedding.modules() if isinstance(one, nn.Linear)), None)
+    if first is None:
+        return {"y": torch.zeros(batch, dtype=torch.int64, device=device)}
+    return {"y": torch.zeros(batch, first.in_features, device=device, dtype=dtype)}

@@ -18,9 +18,8 @@ from tests.models import BY_NAME, call_case, call_unet, inputs, sd15, small
 from tests.most_calls import MOST_CALLS_LEFT_ALONE
 from tome_core import PRESETS, MergeConfig, gains
 from tome_core.measuring import measure
-from tome_core.measuring.fingerprint import device_of, dtype_of
 from tome_core.measuring.measure import steps_of
-from tome_core.measuring.pays import Pays
+from tome_core.measuring.pays import Pays, device_of, dtype_of
 from tome_core.merging.methods import METHODS
 from tome_core.reporting.gains import KNOWN
 
@@ -138,12 +137,12 @@ def test_the_kinds_of_steps_are_those_of_a_picture(name):
     handle = tome_core.patch(model, name, host_clock=True)
     told = steps_of(handle.clock, 20)
     x = x[:1].repeat(2, 1, 1, 1)
-    for step in told:
-        handle.set_time(timestep=step.timestep, sampling="picture", pictures=1)
+    for timestep, kind in told:
+        handle.set_time(timestep=timestep, sampling="picture", pictures=1)
         with torch.no_grad():
-            call_unet(model, x, step.timestep, text)
-        made = any(kept.timestep == step.timestep for kept in handle.time._sampling._plans.values())
-        assert made == (step.kind[1] != "kept"), step
+            call_unet(model, x, timestep, text)
+        made = any(kept.timestep == timestep for kept in handle.time._sampling._plans.values())
+        assert made == (kind[1] != "kept"), timestep
     share = Counter(kind for _, kind in told)
     assert share.total() == 20 and sum(n for kind, n in share.items() if kind[1] == "kept") >= 8
 
@@ -153,7 +152,7 @@ def test_kinds_count_as_often_as_a_picture_has_them(price, monkeypatch):
     model = small()
     handle = tome_core.patch(model, PLAIN)
     kinds = [(999.0, "dear"), *[(500.0, "cheap")] * 18, (0.0, None)]
-    monkeypatch.setattr(measure, "steps_of", lambda run, steps: [measure.TimedStep(*kind) for kind in kinds])
+    monkeypatch.setattr(measure, "steps_of", lambda run, steps: kinds)
     clock = price(0.0)
     costs = {999.0: 10.0, 500.0: 1.0}
 
@@ -256,7 +255,7 @@ def test_a_transformer_is_not_measured_and_says_so():
     with torch.no_grad():
         tiny_transformers.call(model, arguments)
     KNOWN.remember(gains.Gain(gains.Case(*("",) * 7, 64, 64, 2), 1.0, 0.5))
-    assert handle.gain_for(512, 512) is None and not handle.is_measured and handle.why_not(512, 512) == ""
+    assert handle.gain_for(512, 512) is None and handle.why_not(512, 512) == ""
     with pytest.raises(RuntimeError, match="of UNets alone"):
         handle.measure()
 
@@ -333,7 +332,7 @@ def test_a_gate_that_was_measured_shut_costs_what_the_table_costs():
         by_table = watch(lambda: unet(*inputs))  # noqa: B023
         x = inputs[0]
         where = device_of(x.device), dtype_of(x.dtype), *x.shape[-2:], len(x)
-        case = gains.Case(*handle._about(tome_core.models.unet_blocks.find_blocks(unet)), *where)
+        case = gains.Case(*handle._about(), *where)
         KNOWN.remember(gains.Gain(case, 1.0, 2.0))
         handle.uninstall()
         handle.install()
