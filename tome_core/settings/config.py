@@ -34,7 +34,7 @@ def _check(item: Any, value: Any) -> Any:
     if "choices" in facts:
         # `1 == True` in Python, so types are compared as well
         if not any(value == choice and type(value) is type(choice) for choice in facts["choices"]):
-            raise ValueError(f"{name}={value!r} is not possible; use {_one_of(facts['choices'])}")
+            raise ValueError(f"{name}={value!r} is not possible; use one of {', '.join(map(repr, facts['choices']))}")
         return value
     if "minimum" not in facts:
         if not isinstance(value, bool):
@@ -50,10 +50,6 @@ def _check(item: Any, value: Any) -> Any:
     if not least <= value <= most:
         raise ValueError(f"{name}={value!r} is out of range; {remedy}")
     return value if whole else float(value)
-
-
-def _one_of(choices: tuple[Any, ...]) -> str:
-    return "one of " + ", ".join(map(repr, choices))
 
 
 @dataclass(frozen=True)
@@ -163,8 +159,8 @@ class MergeRule:
             object.__setattr__(self, item.name, _check(item, getattr(self, item.name)))
         method = METHODS[self.method]
         if self.side is not None and self.side not in method.sides:
-            raise ValueError(f"side={self.side!r} is not possible with method={self.method!r}; "
-                             f"use {_one_of(method.sides)}")
+            raise ValueError(f"side={self.side!r} is not possible with method={self.method!r}; use "
+                             + " or ".join(f"side={one!r}" for one in method.sides))
         if method.mode == "pick" and (self.merge_crossattn or self.merge_mlp):
             raise ValueError(f"method={self.method!r} keeps every query, so it cannot merge_crossattn or merge_mlp; "
                              "set both to False, or add a second rule with another method")

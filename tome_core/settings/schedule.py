@@ -4,10 +4,8 @@ Rules are limited in timesteps of Stable Diffusion's schedule, a config by a `Wi
 all of one noise schedule of ``T`` training steps (1,000 for Stable Diffusion):
 
 * timestep ``t``: ``T - 1`` is pure noise, 0 the finished picture; what the UNet is called with;
-* percent ``p``: ``t = (1 - p) * (T - 1)``. ComfyUI's ``percent_to_sigma(p)`` is the sigma of that timestep,
-  so ranges given in per cent mean the same there;
-* beta ``beta_t``: the noise that training step ``t`` adds. For Stable Diffusion ("scaled linear")
-  ``sqrt(beta_t) = sqrt(0.00085) + t / (T - 1) * (sqrt(0.012) - sqrt(0.00085))``.
+* percent ``p``: ``t = (1 - p) * (T - 1)``, ComfyUI's scale, whose ``percent_to_sigma(p)`` is that timestep's sigma;
+* beta ``beta_t``: the noise that training step ``t`` adds.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ class NoiseSchedule:
 
     @classmethod
     def stable_diffusion(cls) -> NoiseSchedule:
-        """The schedule of SD1, SD2 and SDXL."""
+        """The schedule of SD1, SD2 and SDXL: the square root of beta is linear ("scaled linear")."""
         first, last, steps = 0.00085**0.5, 0.012**0.5, 1000
         return cls(tuple((first + t / (steps - 1) * (last - first)) ** 2 for t in range(steps)))
 
@@ -69,8 +67,8 @@ class NoiseSchedule:
         return (1.0 - percent) * self.last
 
     def timestep_of_beta(self, beta: float) -> float:
-        """The first timestep with so much noise, linear between whole ones; infinite where none has."""
-        return _place_of(beta, self.betas) if beta <= self.betas[-1] else math.inf
+        """The first timestep with so much noise, linear between whole ones; the last where none has."""
+        return _place_of(beta, self.betas)
 
     def timestep_of_sigma(self, sigma: float) -> float:
         """The timestep at which the noise has this standard deviation, relative to a picture of unit variance.
@@ -101,24 +99,25 @@ UNKNOWN = Time()
 
 
 class Window(NamedTuple):
-    """The part of a model's own noise schedule in which a config merges: percent, both ends in it, and past `after`."""
+    """The part of a model's own noise schedule in which a config merges: percent, both ends in it."""
 
     start: float
     end: float
-    after: float
 
     def holds(self, time: Time) -> bool:
-        """Is the moment inside? Where it is not known, it is not."""
-        return time.percent is not None and self.start <= time.percent <= self.end and time.percent > self.after
+        """Is the moment inside? An unknown one is not."""
+        return time.percent is not None and self.start <= time.percent <= self.end
 
 
 def window_of(config: MergeConfig, schedule: NoiseSchedule) -> Window | None:
     """The window in which a config merges on this schedule; None where it merges at all times."""
     if not config.uses_percent:
         return None
-    reached = math.inf if config.max_beta is None else schedule.timestep_of_beta(config.max_beta)
-    after = -1.0 if reached == math.inf else schedule.percent_of(reached)
-    return Window(config.start_percent, config.end_percent, after)
+    start = config.start_percent
+    if config.max_beta is not None and config.max_beta <= schedule.betas[-1]:
+        reached = schedule.percent_of(schedule.timestep_of_beta(config.max_beta))
+        start = max(start, math.nextafter(reached, math.inf))  # below it, and not at it
+    return Window(start, config.end_percent)
 
 
 def plain_rules(config: MergeConfig, downsamples: Sequence[int]) -> tuple[MergeRule, ...]:
