@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..compiling import when_traced
@@ -26,12 +26,12 @@ class Counted:
     @property
     def tokens(self) -> tuple[tuple[int, int, int], ...]:
         """(before, queries after, keys after) of each kind of merged self-attention call."""
-        return _kinds(kind for part, *kind in self._sum("merged") if part == "attn")
+        return tuple(sorted((kind[1:] for kind in self._sum("merged") if kind[0] == "attn"), reverse=True))
 
     @property
     def mlp_tokens(self) -> tuple[tuple[int, int], ...]:
         """(before, after) of each kind of merged call of a feed-forward layer."""
-        return _kinds(kind[:2] for part, *kind in self._sum("merged") if part == "mlp")
+        return tuple(sorted((kind[1:3] for kind in self._sum("merged") if kind[0] == "mlp"), reverse=True))
 
     @property
     def calls_merged(self) -> int:
@@ -60,14 +60,7 @@ class Counted:
         return 1 - sum(phase.work_left for phase in self.phases) / full if full else None
 
     def _sum(self, name: str) -> Counter:
-        whole: Counter = Counter()
-        for phase in self.phases:
-            whole.update(getattr(phase, name))
-        return whole
-
-
-def _kinds(found: Any) -> tuple:
-    return tuple(sorted(set(map(tuple, found)), reverse=True))
+        return sum((getattr(phase, name) for phase in self.phases), Counter())
 
 
 @dataclass
@@ -90,21 +83,35 @@ class PhaseReport(Counted):
         """Itself."""
         return (self,)
 
+    def __add__(self, other: PhaseReport) -> PhaseReport:
+        counts = (getattr(self, one.name) + getattr(other, one.name) for one in fields(self)[1:])
+        return PhaseReport(self.name, *counts)
 
-class _Phases(dict):
+
+class _ByName(dict):
     def __missing__(self, name: str) -> PhaseReport:
         self[name] = PhaseReport(name)
         return self[name]
 
 
 @dataclass
-class LevelTally:
-    """Counts of one level, by phase. traced: why attentions were compiled without merging."""
+class LevelTally(Counted):
+    """One level, in all phases. traced: why attentions were compiled without merging, which no call of them counts.
+
+    level: counted from the finest. covered: can a rule merge here at some time?
+    """
 
     downsample: int
     blocks: int
-    phases: dict[str, PhaseReport] = field(default_factory=_Phases)
+    by_name: dict[str, PhaseReport] = field(default_factory=_ByName)
     traced: set[str] = field(default_factory=set)
+    level: int = 0
+    covered: bool = True
+
+    @property
+    def phases(self) -> tuple[PhaseReport, ...]:
+        """Those of any calls, in the order of their names."""
+        return tuple(self.by_name[name] for name in sorted(self.by_name))
 
 
 class Ledger:
@@ -119,7 +126,7 @@ class Ledger:
         """Count from nothing again; in place."""
         self.calls = 0
         for tally in self.levels:
-            tally.phases.clear()
+            tally.by_name.clear()
 
     def merge(
         self, call: Any, level: int, part: str, before: tuple[int, int, int], after: tuple[int, int], route: str = ""
@@ -129,7 +136,7 @@ class Ledger:
         route: the way of a self-attention's proportional attention, or that it had none; "" where it was to have none.
         """
         batch, queries, keys = before
-        phase = self.levels[level].phases[call.phase if call else ""]
+        phase = self.levels[level].by_name[call.phase if call else ""]
         if route:
             phase.sized_by[route] += 1
         phase.merged[(part, queries, *after)] += 1
@@ -139,7 +146,7 @@ class Ledger:
 
     def skip(self, call: Any, level: int, part: str, reason: str, work: int = 0) -> None:
         """A call was left unmerged. work: batch times queries times keys of a self-attention."""
-        phase = self.levels[level].phases[call.phase if call else ""]
+        phase = self.levels[level].by_name[call.phase if call else ""]
         phase.skipped[f"{part}: {reason}"] += 1
         phase.work_full += work
         phase.work_left += work

@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import Any
 
 from .gains import Gain
-from .ledger import Counted, Ledger, PhaseReport
+from .ledger import Counted, Ledger, LevelTally, PhaseReport
 
 FORMAT = 1  # of `Report.as_data`
 MOST_LINES = 10
 _KINDS = 3  # of token counts at a level, of reasons, and of sizes that were measured, that are told
 _NOTHING_WILL = "nothing will merge: "  # how a note begins that says why
-
-
-@dataclass(frozen=True)
-class LevelReport(Counted):
-    """One level, in all phases. level: counted from the finest. covered: can a rule merge here at some time?
-
-    traced: why attentions were compiled without merging, which no call of them counts.
-    """
-
-    level: int
-    downsample: int
-    blocks: int
-    covered: bool
-    phases: tuple[PhaseReport, ...] = ()
-    traced: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -44,7 +27,7 @@ class Report(Counted):
     patched: bool
     settings: tuple[str, ...] = ()
     calls: int = 0
-    levels: tuple[LevelReport, ...] = ()
+    levels: tuple[LevelTally, ...] = ()
     notes: tuple[str, ...] = ()
     gains: tuple[Gain, ...] = ()
 
@@ -52,7 +35,7 @@ class Report(Counted):
     def join(cls, reports: Iterable[Report]) -> Report:
         """One on all of them: a picture's passes, its models. Levels are the same where they are down-sampled alike."""
         reports = tuple(reports)
-        levels: dict[int, list[LevelReport]] = {}
+        levels: dict[int, list[LevelTally]] = {}
         for level in (level for report in reports for level in report.levels):
             levels.setdefault(level.downsample, []).append(level)
         return cls(
@@ -117,7 +100,7 @@ class Report(Counted):
         }  # fmt: skip
 
     def _traced(self) -> tuple[str, ...]:
-        return _once(level.traced for level in self.levels)
+        return _once(sorted(level.traced) for level in self.levels)
 
     def _speed(self) -> list[str]:
         """``1.42 times as fast (measured)``, of several sizes each; nothing where that is not known of a picture."""
@@ -144,12 +127,8 @@ def make_report(
     gains: tuple[Gain, ...] = (),
 ) -> Report:  # fmt: skip
     """The counts so far, as something that no longer changes. notes: beside the ledger's; gains: see `Report`."""
-    levels = tuple(
-        LevelReport(number, tally.downsample, tally.blocks, covered[number],
-                    tuple(deepcopy(tally.phases[name]) for name in sorted(tally.phases)),  # "", early, late
-                    tuple(sorted(tally.traced)))
-        for number, tally in enumerate(ledger.levels)
-    )  # fmt: skip
+    levels = tuple(replace(deepcopy(level), level=number, covered=covered[number])
+                   for number, level in enumerate(ledger.levels))  # fmt: skip
     return Report(patched, settings, ledger.calls, levels, (*ledger.notes, *notes), gains)
 
 
@@ -163,55 +142,42 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _join(number: int, levels: Sequence[LevelReport]) -> LevelReport:
-    phases: dict[str, list[PhaseReport]] = {}
+def _join(number: int, levels: Sequence[LevelTally]) -> LevelTally:
+    by_name: dict[str, PhaseReport] = {}
     for phase in (phase for level in levels for phase in level.phases):
-        phases.setdefault(phase.name, []).append(phase)
-    return replace(
-        levels[0], level=number, blocks=max(level.blocks for level in levels),
-        covered=any(level.covered for level in levels), phases=tuple(reduce(_add, same) for same in phases.values()),
-        traced=_once(level.traced for level in levels),
-    )  # fmt: skip
-
-
-def _add(one: PhaseReport, other: PhaseReport) -> PhaseReport:
-    counts = (Counter(getattr(one, name)) + Counter(getattr(other, name)) for name in ("merged", "skipped", "sized_by"))
-    return PhaseReport(one.name, *counts, one.work_full + other.work_full, one.work_left + other.work_left)
-
-
-def _level_data(level: LevelReport) -> dict[str, Any]:
-    phases = [{"name": phase.name, "work_saved": phase.work_saved, "merged": _merged_data(phase),
-               "skipped": dict(phase.skipped), "sized_by": dict(phase.sized_by)} for phase in level.phases]  # fmt: skip
-    return {"level": level.level, "downsample": level.downsample, "blocks": level.blocks, "covered": level.covered,
-            "work_saved": level.work_saved, "phases": phases, "traced": list(level.traced)}  # fmt: skip
-
-
-def _merged_data(phase: PhaseReport) -> list[dict[str, Any]]:
-    return [{"part": part, "tokens": tokens, "queries": queries, "keys": keys or None, "calls": calls}
-            for (part, tokens, queries, keys), calls in phase.merged.items()]  # fmt: skip
+        by_name[phase.name] = by_name[phase.name] + phase if phase.name in by_name else phase
+    return LevelTally(levels[0].downsample, max(level.blocks for level in levels), by_name,
+                      set().union(*(level.traced for level in levels)), number,
+                      any(level.covered for level in levels))  # fmt: skip
 
 
 def _once(several: Iterable[Iterable[Any]]) -> tuple:
     return tuple(dict.fromkeys(one for some in several for one in some))
 
 
+def _level_data(level: LevelTally) -> dict[str, Any]:
+    phases = [
+        {"name": phase.name, "work_saved": phase.work_saved, "skipped": dict(phase.skipped),
+         "sized_by": dict(phase.sized_by),
+         "merged": [{"part": part, "tokens": tokens, "queries": queries, "keys": keys or None, "calls": calls}
+                    for (part, tokens, queries, keys), calls in phase.merged.items()]}
+        for phase in level.phases
+    ]  # fmt: skip
+    return {"level": level.level, "downsample": level.downsample, "blocks": level.blocks, "covered": level.covered,
+            "work_saved": level.work_saved, "phases": phases, "traced": sorted(level.traced)}  # fmt: skip
+
+
 def _kinds_text(phase: PhaseReport) -> str:
     """``4096 tokens -> 64 keys, 98 % left out``."""
     sides: dict[int, list[str]] = {}
     for tokens, queries, keys in phase.tokens:
-        sides.setdefault(tokens, []).append(_sides(tokens, queries, keys))
+        sides.setdefault(tokens, []).append(str(keys) if queries == keys else f"{keys} keys")
     kinds = [f"{tokens} tokens -> {' or '.join(left)}" for tokens, left in sides.items()]
     kinds += [f"MLP {tokens} tokens -> {left}" for tokens, left in phase.mlp_tokens]
     if len(kinds) > _KINDS:
         kinds[_KINDS:] = [f"{len(kinds) - _KINDS} other sizes"]
     saved = f", {percent(phase.work_saved)} left out" if phase.work_saved else ""
     return f"{'; '.join(kinds) or count(phase.calls_merged, 'call') + ' merged'}{saved}"
-
-
-def _sides(tokens: int, queries: int, keys: int) -> str:
-    if queries == keys:
-        return str(keys)
-    return f"{keys} keys" if queries == tokens else f"{queries} queries x {keys} keys"
 
 
 def _why(reason: str) -> str:
