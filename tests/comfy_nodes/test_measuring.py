@@ -39,7 +39,7 @@ def costs(monkeypatch):
 
     def say(merged):
         def time_calls(*args, clock=None, **more):
-            plain(*args[:4], steps=2, rounds=1, clock=clock or args[6])
+            plain(*args[:3], steps=2, rounds=1, clock=clock or args[5])
             made.append(args)
             return 1.0, merged, 0.0
 

@@ -31,7 +31,7 @@ def costs(webui, monkeypatch):
         plain = webui.engine("measuring.measure").time_calls
 
         def time_calls(*args, **more):
-            plain(*args[:4], steps=2, rounds=1)
+            plain(*args[:3], steps=2, rounds=1)
             made.append(args)
             return 1.0, merged, 0.0
 

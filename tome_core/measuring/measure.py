@@ -44,10 +44,7 @@ def why_not_now(unet: nn.Module, state: State, is_called: bool, handed: Any = No
     if any(isinstance(one, nn.Dropout) and one.training and one.p > 0 for one in unet.modules()):
         return "the UNet is in training, whose calls draw random numbers; call its eval() first"
     if is_wrapped_by_others(unet):
-        return (
-            "somebody else's wrapper lies on the UNet and would take the measurement for steps of a picture; measure "
-            "before it is put on"
-        )
+        return "somebody else's wrapper lies on the UNet and would take this for steps of a picture; measure before it"
     return ""
 
 
@@ -81,15 +78,14 @@ def steps_of(clock: Clock, steps: int) -> list[tuple[float, Hashable]]:
 
 
 def time_calls(
-    patch: Any, call: CallUNet, latents: torch.Tensor, pictures: int, steps: int = STEPS, rounds: int = ROUNDS,
+    patch: Any, call: CallUNet, latents: torch.Tensor, steps: int = STEPS, rounds: int = ROUNDS,
     clock: Timer | None = None,
 ) -> tuple[float, float, float]:  # fmt: skip
     """Seconds of an unmerged call, and of a merged one on the average of a picture's steps; spread, see `Gain`.
 
-    patch: a `Patch` that is installed. call: of (latents ``[B, C, H, W]``, timesteps ``[B]``). pictures: as of
-    `Patch.set_time`.
+    patch: a `Patch` that is installed. call: of (latents ``[B, C, H, W]``, timesteps ``[B]``).
     """
-    clock = clock or clock_for(latents.device)
+    clock, pictures = clock or clock_for(latents.device), pictures_in(len(latents))
     picture = steps_of(patch.clock, steps)
     unmerged: list[float] = []
     merged: dict[Hashable, list[float]] = {}
@@ -141,39 +137,35 @@ def _wait(device: torch.device) -> None:
         getattr(torch, device.type).synchronize(device)
 
 
-def latents(unet: nn.Module, shape: tuple[int, int, int], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Noise ``[B, C, H, W]`` of `pictures_in` the batch, from a generator of its own. shape: (batch, height, width)."""
-    batch, height, width = shape
-    channels = next(one.in_channels for one in unet.modules() if isinstance(one, nn.Conv2d))
-    pictures = pictures_in(batch)
-    noise = torch.randn(pictures, channels, height, width, generator=torch.Generator().manual_seed(0))
-    return noise.repeat(batch // pictures, 1, 1, 1).to(device, dtype)
-
-
 def pictures_in(batch: int) -> int:
     """An even batch holds every picture twice, as guidance asks for a prompt and a negative one."""
     return batch // 2 if batch % 2 == 0 else batch
 
 
-def call_of(
-    unet: nn.Module, place: Place, batch: int, device: torch.device, dtype: torch.dtype,
-    told: Mapping[str, Any] | None = None,
-) -> CallUNet:  # fmt: skip
+def noise_for(unet: nn.Module, batch: int, height: int, width: int) -> torch.Tensor:
+    """Latents ``[B, C, H, W]`` of `pictures_in` the batch, from a generator of their own."""
+    channels = next(one.in_channels for one in unet.modules() if isinstance(one, nn.Conv2d))
+    pictures = pictures_in(batch)
+    noise = torch.randn(pictures, channels, height, width, generator=torch.Generator().manual_seed(0))
+    return noise.repeat(batch // pictures, 1, 1, 1)
+
+
+def call_of(unet: nn.Module, place: Place, latents: torch.Tensor, told: Mapping[str, Any] | None = None) -> CallUNet:
     """``(latents [B, C, H, W], timesteps [B])`` to whatever the UNet's forward makes of them.
 
     place: any block of it. told: keywords of its forward, which is called so that others' hooks are told of no step.
-    Raises ValueError for a UNet that wants to be told more than prompts, sizes and classes.
+    Raises ValueError for a UNet that wants to be told more than prompts and sizes.
     """
-    width = widths_of(place.block)[1]
-    text = torch.randn(batch, _TEXT_TOKENS, width, generator=torch.Generator().manual_seed(1)).to(device, dtype)
-    is_diffusers = place.family.name == "diffusers"
-    more = {**(_added if is_diffusers else _classes)(unet, batch, device, dtype), **(told or {})}
-    if is_diffusers:
+    batch, width = len(latents), widths_of(place.block)[1]
+    text = torch.randn(batch, _TEXT_TOKENS, width, generator=torch.Generator().manual_seed(1)).to(latents)
+    if place.family.name == "diffusers":
+        more = {**_added(unet, latents), **(told or {})}
         return lambda x, timesteps: unet.forward(x, timesteps, encoder_hidden_states=text, **more)
-    return lambda x, timesteps: unet.forward(x, timesteps, text, **more)
+    classes = {**_classes(unet, latents), **(told or {})}
+    return lambda x, timesteps: unet.forward(x, timesteps, text, **classes)
 
 
-def _added(unet: nn.Module, batch: int, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+def _added(unet: nn.Module, latents: torch.Tensor) -> dict[str, Any]:
     """What diffusers' SDXL is told."""
     config = unet.config
     kind = getattr(config, "addition_embed_type", None)
@@ -189,16 +181,16 @@ def _added(unet: nn.Module, batch: int, device: torch.device, dtype: torch.dtype
     if kind is None:
         return {}
     width = config.projection_class_embeddings_input_dim - _TIMES * config.addition_time_embed_dim
-    text_embeds, time_ids = (torch.zeros(batch, one, device=device, dtype=dtype) for one in (width, _TIMES))
+    text_embeds, time_ids = (latents.new_zeros(len(latents), one) for one in (width, _TIMES))
     return {"added_cond_kwargs": {"text_embeds": text_embeds, "time_ids": time_ids}}
 
 
-def _classes(unet: nn.Module, batch: int, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+def _classes(unet: nn.Module, latents: torch.Tensor) -> dict[str, Any]:
     """SDXL's vector in its original form, or a class's number."""
     embedding = getattr(unet, "label_emb", None)
     if embedding is None:
         return {}
     first = next((one for one in embedding.modules() if isinstance(one, nn.Linear)), None)
     if first is None:
-        return {"y": torch.zeros(batch, dtype=torch.int64, device=device)}
-    return {"y": torch.zeros(batch, first.in_features, device=device, dtype=dtype)}
+        return {"y": latents.new_zeros(len(latents), dtype=torch.int64)}
+    return {"y": latents.new_zeros(len(latents), first.in_features)}

@@ -15,18 +15,7 @@ from ..engine.state import State
 from ..models.unet_blocks import Place, is_compiled
 from ..models.wrap_set import wraps_on
 from ..reporting.gains import KNOWN, PIXELS, Case, Gain, nearest
-from .measure import (
-    ROUNDS,
-    STEPS,
-    CallUNet,
-    Timer,
-    call_of,
-    latents,
-    pictures_in,
-    time_calls,
-    whereabouts,
-    why_not_now,
-)  # fmt: skip
+from .measure import ROUNDS, STEPS, CallUNet, Timer, call_of, noise_for, time_calls, whereabouts, why_not_now
 from .pays import Pays, about, device_of, dtype_of, widths_of
 
 
@@ -83,14 +72,14 @@ class Measured(State):
                 raise ValueError(f"{name}={value!r} is not possible; use a whole number from {least} up")
         own_device, own_dtype = whereabouts(unet)
         device, dtype = torch.device(device or own_device), dtype or own_dtype
-        x = latents(unet, (batch, height // PIXELS, width // PIXELS), device, dtype)
-        call = call or call_of(unet, self._places[0], batch, device, dtype, told)
+        x = noise_for(unet, batch, height // PIXELS, width // PIXELS).to(device, dtype)
+        call = call or call_of(unet, self._places[0], x, told)
         own, in_force = type(self)([unet], self.config, self.clock.schedule), wraps and wraps.handle
         try:
             own.install()
             own.pays = Pays((), (), always=True)
             with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
-                seconds = time_calls(own, call, x, pictures_in(batch), steps, rounds, clock)
+                seconds = time_calls(own, call, x, steps, rounds, clock)
             report = own.report()
         finally:
             own.remove()

@@ -6,6 +6,7 @@ place. What is a setting of the whole, `Clock` and `plain_rules` make into what 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -15,8 +16,10 @@ from ..merging.metric import METRICS
 SIDES = ("qkv", "kv")
 DOWNSAMPLES = (1, 2, 4, 8)
 SEED_LIMIT = 2**31 - 1
-EARLY_CELLS = (2, 4, 8)  # sides, of which an early phase takes the smallest whose cap allows its ratio
-_HIGHEST_EARLY_RATIO = 1 - 1 / EARLY_CELLS[-1] ** 2
+_EARLY_CELLS = (2, 4, 8)  # sides, of which an early phase takes the smallest whose cap allows its ratio
+_HIGHEST_EARLY_RATIO = 1 - 1 / _EARLY_CELLS[-1] ** 2
+_REFINED_FROM = 0.9  # from this ratio on a k-means step costs a tenth of a match at 0.5, and halves the error
+_EARLY_REFINE = 2  # of these steps
 _LARGEST_CELL = 64  # more is a slip of the hand: one token is kept of 4096, of a latent of a picture 8192 pixels wide
 _ENDLESS = 2**53 - 1  # what has no upper limit of its own ends here, before floats stop counting
 
@@ -208,6 +211,11 @@ class MergeRule:
         return self.min_timestep is not None
 
 
+def reaches(rule: MergeRule, level: int, downsample: int) -> bool:
+    """Does the rule cover blocks of this level, down-sampled this much from the latent?"""
+    return level == 0 if rule.max_downsample is None else downsample <= rule.max_downsample
+
+
 @dataclass(frozen=True, init=False)
 class MergeConfig:
     """Rules, in order; the first that fits a block, a part of it and a time is the one that counts. And what holds for
@@ -305,6 +313,33 @@ def describe_settings() -> list[dict[str, Any]]:
     """
     return [{"name": item.name, "default": item.default, **item.metadata}
             for item in (*fields(MergeRule), *fields(MergeConfig)[1:])]  # fmt: skip
+
+
+def plain_rules(config: MergeConfig, downsamples: Sequence[int]) -> tuple[MergeRule, ...]:
+    """All that merges, as rules: before each of the config's own its early phase.
+
+    downsamples: of each level, how many times smaller than the latent it is.
+    """
+    return tuple(one for rule in config.rules for one in (*_early(config, rule, downsamples), rule))
+
+
+def early_rules(config: MergeConfig, downsamples: Sequence[int]) -> dict[MergeRule, MergeRule]:
+    """Those of `plain_rules` that are an early phase, each with the rule of the config's own that it precedes."""
+    return {one: rule for rule in config.rules for one in _early(config, rule, downsamples)}
+
+
+def _early(config: MergeConfig, rule: MergeRule, downsamples: Sequence[int]) -> list[MergeRule]:
+    ratio = config.early_ratio
+    if ratio is None or not rule.merge_attn or not reaches(rule, 0, downsamples[0]):
+        return []
+    cell = next((side for side in _EARLY_CELLS if ratio <= 1 - 1 / side**2), _EARLY_CELLS[-1])
+    refines = METHODS[rule.method].compares and rule.is_proportional and ratio >= _REFINED_FROM
+    early = replace(
+        rule, ratio=ratio, sx=max(rule.sx, cell), sy=max(rule.sy, cell), max_downsample=None, merge_crossattn=False,
+        merge_mlp=False, min_timestep=max(config.early_until, rule.min_timestep or 0.0),
+        refine=max(rule.refine, _EARLY_REFINE) if refines else rule.refine,
+    )  # fmt: skip
+    return [early]
 
 
 def describe(config: MergeConfig, rule: MergeRule) -> str:

@@ -13,16 +13,12 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from ..merging.methods import METHODS
-from .config import EARLY_CELLS, MergeConfig, MergeRule
-
-_REFINED_FROM = 0.9  # from this ratio on a k-means step costs a tenth of a match at 0.5, and halves the error
-_STEPS = 2  # of k-means
+from .config import MergeConfig, MergeRule, reaches
 
 
 def value_at(values: Sequence[float], place: float) -> float:
@@ -120,33 +116,6 @@ def window_of(config: MergeConfig, schedule: NoiseSchedule) -> Window | None:
     return Window(start, config.end_percent)
 
 
-def plain_rules(config: MergeConfig, downsamples: Sequence[int]) -> tuple[MergeRule, ...]:
-    """All that merges, as rules: before each of the config's own its early phase.
-
-    downsamples: of each level, how many times smaller than the latent it is.
-    """
-    return tuple(one for rule in config.rules for one in (*_early(config, rule, downsamples), rule))
-
-
-def early_rules(config: MergeConfig, downsamples: Sequence[int]) -> dict[MergeRule, MergeRule]:
-    """Those of `plain_rules` that are an early phase, each with the rule of the config's own that it precedes."""
-    return {one: rule for rule in config.rules for one in _early(config, rule, downsamples)}
-
-
-def _early(config: MergeConfig, rule: MergeRule, downsamples: Sequence[int]) -> list[MergeRule]:
-    ratio = config.early_ratio
-    if ratio is None or not rule.merge_attn or not reaches(rule, 0, downsamples[0]):
-        return []
-    cell = next((side for side in EARLY_CELLS if ratio <= 1 - 1 / side**2), EARLY_CELLS[-1])
-    refines = METHODS[rule.method].compares and rule.is_proportional and ratio >= _REFINED_FROM
-    early = replace(
-        rule, ratio=ratio, sx=max(rule.sx, cell), sy=max(rule.sy, cell), max_downsample=None, merge_crossattn=False,
-        merge_mlp=False, min_timestep=max(config.early_until, rule.min_timestep or 0.0),
-        refine=max(rule.refine, _STEPS) if refines else rule.refine,
-    )  # fmt: skip
-    return [early]
-
-
 class LevelRules(NamedTuple):
     """The rules in force at one level, one for each part of a block; None where nothing is merged."""
 
@@ -158,11 +127,6 @@ class LevelRules(NamedTuple):
 def holds_at(rule: MergeRule, time: Time) -> bool:
     """Is the moment inside the rule's limit? Where it is not known, it is in none."""
     return not rule.uses_time or (time.timestep is not None and time.timestep >= rule.min_timestep)
-
-
-def reaches(rule: MergeRule, level: int, downsample: int) -> bool:
-    """Does the rule cover blocks of this level, down-sampled this much from the latent?"""
-    return level == 0 if rule.max_downsample is None else downsample <= rule.max_downsample
 
 
 def choose(rules: Sequence[MergeRule], downsamples: Sequence[int], pixels: int | None = None) -> tuple[LevelRules, ...]:
