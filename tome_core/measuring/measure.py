@@ -40,9 +40,6 @@ def why_not_now(unet: nn.Module, state: State, is_called: bool, handed: Any = No
         return "a sampling goes on; measure before it or after it"
     if is_compiled(unet, state.adapter.places) or brings_compiled(handed):
         return "the UNet is compiled, and compiled calls are not measured; measure before compiling it"
-    # by chance: a host that never trains may leave its UNet in training, in which nothing is dropped
-    if any(isinstance(one, nn.Dropout) and one.training and one.p > 0 for one in unet.modules()):
-        return "the UNet is in training, whose calls draw random numbers; call its eval() first"
     if is_wrapped_by_others(unet):
         return "somebody else's wrapper lies on the UNet and would take this for steps of a picture; measure before it"
     return ""

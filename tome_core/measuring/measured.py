@@ -53,7 +53,7 @@ class Measured(State):
             clock: asked around each call, in seconds, and may end the measurement by an exception.
 
         Raises:
-            RuntimeError: inside of a sampling, and for a UNet that is compiled, in training, or wrapped by others.
+            RuntimeError: inside of a sampling, and for a UNet that is compiled, or wrapped by others.
             ValueError: for impossible sizes, where nothing would merge, and for a UNet that wants to be told more.
         """
         unet = self.model

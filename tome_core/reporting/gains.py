@@ -77,9 +77,9 @@ class Gain(NamedTuple):
 
     def __str__(self) -> str:
         case = self.case
-        text = f"{self.ratio:.2f} times as fast as unmerged ({case.width}x{case.height}, batch {case.batch}, " \
-            f"{case.dtype}, {case.device})"  # fmt: skip
-        return text + (", measured while the machine was busy with something else" if self.spread > _UNEVEN else "")
+        where = f"{case.width}x{case.height}, batch {case.batch}, {case.dtype}, {case.device}"
+        busy = ", measured while the machine was busy with something else" if self.spread > _UNEVEN else ""
+        return f"{self.ratio:.2f} times as fast as unmerged ({where}){busy}"
 
     def as_data(self) -> dict[str, Any]:
         """Everything, for JSON; `from_data` takes it back."""
@@ -87,13 +87,9 @@ class Gain(NamedTuple):
 
 
 def from_data(data: Any) -> Gain:
-    """The inverse of `Gain.as_data`. Raises ValueError where it is none."""
-    try:
-        gain = Gain(Case(*(data[name] for name in Case._fields)), *(data[name] for name in Gain._fields[1:]))
-        is_possible = gain.unmerged > 0 and gain.merged > 0
-    except (TypeError, KeyError) as error:
-        raise ValueError(f"no gain: {error!r}") from None
-    if not is_possible:
+    """The inverse of `Gain.as_data`. Raises ValueError, KeyError or TypeError for anything else."""
+    gain = Gain(Case(*(data[name] for name in Case._fields)), data["unmerged"], data["merged"], data["spread"])
+    if not (gain.unmerged > 0 and gain.merged > 0):
         raise ValueError(f"no gain: unmerged={gain.unmerged!r}, merged={gain.merged!r}")
     return gain
 
@@ -106,12 +102,14 @@ class Gains:
         self._path: Path | None = None
         self._lock = threading.Lock()
 
-    def load(self, path: str | os.PathLike) -> None:
-        """From now on keep gains in this JSON file, and know those that it holds already.
+    def load(self, path: str | os.PathLike | None) -> None:
+        """From now on keep gains in this JSON file, and know those that it holds already. None: there is no file.
 
-        Its folder is made with the first gain. A file that cannot be read, or is of another version, is taken for an
-        empty one and said so once.
+        A host does it once, before it patches anything. The file's folder is made with the first gain. A file that
+        cannot be read, or is of another version, is taken for an empty one and said so once.
         """
+        if path is None:
+            return
         path = Path(path).absolute()
         with self._lock:
             self._path = path
@@ -172,13 +170,8 @@ def _warn_once(text: str) -> None:
     logger.warning("%s", text)
 
 
-KNOWN = Gains()
-
-
-def load(path: str | os.PathLike | None) -> None:
-    """`Gains.load` of what this process knows: a host does it once, before it patches anything. None: no file."""
-    if path is not None:
-        KNOWN.load(path)
+KNOWN = Gains()  # in this process
+load = KNOWN.load
 
 
 def nearest(gains: Iterable[Gain], device: str, dtype: str, height: int, width: int, batch: int) -> Gain | None:
