@@ -10,14 +10,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..engine.clock import Clock
-from ..engine.state import State
 from ..models.unet_blocks import Place, brings_compiled, is_compiled
 from ..models.wrap import is_wrapped_by_others
 from .pays import widths_of
@@ -31,14 +30,11 @@ Timer = Callable[[], float]
 CallUNet = Callable[[torch.Tensor, torch.Tensor], Any]
 
 
-def why_not_now(unet: nn.Module, state: State, is_called: bool, handed: Any = None) -> str:
-    """Why the UNet's calls cannot be timed, and what to do about it; "" if they can.
-
-    is_called: this thread is inside a call of the UNet. handed: see `patch`.
-    """
-    if state.time.is_sampling or is_called:
+def why_not_now(unet: nn.Module, places: Sequence[Place], is_called: bool, handed: Any) -> str:
+    """Why the UNet's calls cannot be timed, and what to do about it; "" if they can. handed: see `patch`."""
+    if is_called:
         return "a sampling goes on; measure before it or after it"
-    if is_compiled(unet, state.adapter.places) or brings_compiled(handed):
+    if is_compiled(unet, places) or brings_compiled(handed):
         return "the UNet is compiled, and compiled calls are not measured; measure before compiling it"
     if is_wrapped_by_others(unet):
         return "somebody else's wrapper lies on the UNet and would take this for steps of a picture; measure before it"

@@ -62,8 +62,8 @@ class Measured(State):
         if not self._places:
             raise RuntimeError("gains are measured of UNets alone; this is a transformer")
         wraps = wraps_on(unet)
-        is_called = wraps is not None and wraps.is_called()
-        problem = why_not_now(unet, self, is_called, self.handed and self.handed())
+        is_called = self.time.is_sampling or (wraps is not None and wraps.is_called())
+        problem = why_not_now(unet, self._places, is_called, self.handed and self.handed())
         if problem:
             raise RuntimeError(problem)
         for name, value, least in (("height", height, PIXELS), ("width", width, PIXELS), ("batch", batch, 1),

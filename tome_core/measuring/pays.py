@@ -26,7 +26,6 @@ from ..settings.schedule import LevelRules
 
 _HOST_BOUND = "the card is so fast at this size that it waits for its host, and merging would not pay; not measured"
 _RESIDUAL = "Res"  # what every host's class of residual blocks begins with
-_MOST = 1024  # kinds of calls that are remembered
 
 Rules = tuple[LevelRules, ...]
 
@@ -53,8 +52,6 @@ class Pays:
         key = (latent.shape, latent.dtype, latent.device, id(rules), why_off)
         found = self._found.get(key)
         if found is None:
-            if len(self._found) >= _MOST:
-                self._found.clear()
             found = self._found[key] = self._decide(rules, why_off, latent, gated)
         rules, why_off, gain = found
         if gain is not None:

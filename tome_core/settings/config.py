@@ -334,12 +334,11 @@ def _early(config: MergeConfig, rule: MergeRule, downsamples: Sequence[int]) -> 
         return []
     cell = next((side for side in _EARLY_CELLS if ratio <= 1 - 1 / side**2), _EARLY_CELLS[-1])
     refines = METHODS[rule.method].compares and rule.is_proportional and ratio >= _REFINED_FROM
-    early = replace(
+    return [replace(
         rule, ratio=ratio, sx=max(rule.sx, cell), sy=max(rule.sy, cell), max_downsample=None, merge_crossattn=False,
         merge_mlp=False, min_timestep=max(config.early_until, rule.min_timestep or 0.0),
         refine=max(rule.refine, _EARLY_REFINE) if refines else rule.refine,
-    )  # fmt: skip
-    return [early]
+    )]  # fmt: skip
 
 
 def describe(config: MergeConfig, rule: MergeRule) -> str:

@@ -69,11 +69,7 @@ def refine_of(cell: int) -> int:
 
 
 def preset(name: str, layout: str = SD) -> MergeConfig:
-    """The settings of a named strength, see `MARKS` and `strength`. Raises ValueError for a name that is none.
-
-    >>> preset("balanced").value("side")
-    'kv'
-    """
+    """The settings of a named strength, see `MARKS` and `strength`. Raises ValueError for a name that is none."""
     if name not in MARKS:
         raise ValueError(f"preset={name!r} is not known; use one of {', '.join(map(repr, PRESETS))}")
     return strength(MARKS[name], layout)
