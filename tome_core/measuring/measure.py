@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -80,44 +80,43 @@ def time_calls(
     """
     clock, pictures = clock or clock_for(latents.device), pictures_in(len(latents))
     picture = steps_of(patch.clock, steps)
-    unmerged: list[float] = []
-    merged: dict[Hashable, list[float]] = {}
+    first: dict[Hashable, float] = {}  # the timestep at which a picture has a kind first
+    for timestep, kind in picture:
+        if kind is not None:
+            first.setdefault(kind, timestep)
+    seconds: dict[Hashable, list[float]] = defaultdict(list)  # of calls of a kind; None: unmerged
 
-    def time_call(timestep: float) -> float:
+    def time_call(kind: Hashable, timestep: float) -> None:
         timesteps = torch.full((len(latents),), timestep, device=latents.device)
         _wait(latents.device)
         start = clock()
         call(latents, timesteps)
         _wait(latents.device)
-        return clock() - start
+        seconds[kind].append(clock() - start)
 
-    def plainly() -> None:
+    def time_unmerged() -> None:
         with patch.unmerged():
-            unmerged.append(time_call(picture[0][0]))
+            time_call(None, _FIRST)
 
-    def one_round() -> None:
-        sampling, seen = object(), set()
-        for timestep, kind in picture:
-            if kind is None or kind in seen:
-                continue
-            if len(seen) % 2 == 0:
-                plainly()
-            seen.add(kind)
+    def time_round() -> None:
+        sampling = object()
+        for number, (kind, timestep) in enumerate(first.items()):
+            if number % 2 == 0:
+                time_unmerged()
             patch.set_time(timestep=timestep, sampling=sampling, pictures=pictures)
-            merged.setdefault(kind, []).append(time_call(timestep))
+            time_call(kind, timestep)
 
-    if latents.device.type == "cpu":
-        plainly()
-    else:  # kernels are chosen or compiled, and memory is taken, at the first call of each kind
-        one_round()
-    unmerged.clear()
-    merged.clear()
+    # kernels of a card are chosen or compiled, and its memory is taken, at the first call of each kind
+    warm_up = time_unmerged if latents.device.type == "cpu" else time_round
+    warm_up()
+    seconds.clear()
     for _ in range(rounds):
-        one_round()
-    plain = statistics.median(unmerged) if unmerged else 0.0
-    share = Counter(kind for _, kind in picture)
-    whole = sum(count * (plain if kind is None else statistics.median(merged[kind])) for kind, count in share.items())
-    return plain, whole / steps, (max(unmerged) - min(unmerged)) / plain if plain else 0.0
+        time_round()
+    if not first:
+        return 0.0, 0.0, 0.0
+    plain, share = statistics.median(seconds[None]), Counter(kind for _, kind in picture)
+    whole = sum(count * statistics.median(seconds[kind]) for kind, count in share.items())
+    return plain, whole / steps, (max(seconds[None]) - min(seconds[None])) / plain if plain else 0.0
 
 
 def clock_for(device: torch.device) -> Timer:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import threading
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache
@@ -100,7 +99,6 @@ class Gains:
     def __init__(self) -> None:
         self._known: dict[Case, Gain] = {}
         self._path: Path | None = None
-        self._lock = threading.Lock()
 
     def load(self, path: str | os.PathLike | None) -> None:
         """From now on keep gains in this JSON file, and know those that it holds already. None: there is no file.
@@ -110,28 +108,22 @@ class Gains:
         """
         if path is None:
             return
-        path = Path(path).absolute()
-        with self._lock:
-            self._path = path
-            self._known.update(_read(path))
+        self._path = Path(path).absolute()
+        self._known = {**self._known, **_read(self._path)}
 
     def remember(self, gain: Gain) -> None:
         """Keep it, in the file as well where there is one. Never fails: what cannot be written is said once."""
-        with self._lock:
-            self._known.pop(gain.case, None)  # so that the latest comes last
-            self._known[gain.case] = gain
-            if self._path is not None:
-                _write(self._path, gain)
+        self._known = {**self._known, gain.case: gain}  # another thread may go through the old one
+        if self._path is not None:
+            _write(self._path, gain)
 
     def of(self, about: tuple[str, ...]) -> tuple[Gain, ...]:
         """All of one model, set of rules, attention and versions: the first fields of their cases."""
-        with self._lock:
-            return tuple(gain for case, gain in self._known.items() if case[: len(about)] == about)
+        return tuple(gain for case, gain in self._known.items() if case[: len(about)] == about)
 
     def forget(self) -> None:
         """Know nothing, and keep nothing in any file from now on."""
-        with self._lock:
-            self._known, self._path = {}, None
+        self._known, self._path = {}, None
 
     def __bool__(self) -> bool:
         return bool(self._known)
