@@ -88,10 +88,8 @@ class PhaseReport(Counted):
         return PhaseReport(self.name, *counts)
 
 
-class _ByName(dict):
-    def __missing__(self, name: str) -> PhaseReport:
-        self[name] = PhaseReport(name)
-        return self[name]
+def _none_yet() -> dict[str, PhaseReport]:
+    return {name: PhaseReport(name) for name in ("", "early", "late")}
 
 
 @dataclass
@@ -103,15 +101,15 @@ class LevelTally(Counted):
 
     downsample: int
     blocks: int
-    by_name: dict[str, PhaseReport] = field(default_factory=_ByName)
+    by_name: dict[str, PhaseReport] = field(default_factory=_none_yet)
     traced: set[str] = field(default_factory=set)
     level: int = 0
     covered: bool = True
 
     @property
     def phases(self) -> tuple[PhaseReport, ...]:
-        """Those of any calls, in the order of their names."""
-        return tuple(self.by_name[name] for name in sorted(self.by_name))
+        """Those of any calls."""
+        return tuple(phase for phase in self.by_name.values() if phase.merged or phase.skipped)
 
 
 class Ledger:
@@ -123,10 +121,10 @@ class Ledger:
         self.calls = 0
 
     def reset(self) -> None:
-        """Count from nothing again; in place."""
+        """Count from nothing again."""
         self.calls = 0
-        for tally in self.levels:
-            tally.by_name.clear()
+        for level in self.levels:
+            level.by_name = _none_yet()
 
     def merge(
         self, call: Any, level: int, part: str, before: tuple[int, int, int], after: tuple[int, int], route: str = ""
