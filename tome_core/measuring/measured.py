@@ -14,7 +14,7 @@ from ..engine.decision import decide
 from ..engine.state import State
 from ..models.unet_blocks import Place, is_compiled
 from ..models.wrap_set import wraps_on
-from ..reporting.gains import KNOWN, PIXELS, Case, Gain, nearest
+from ..reporting.gains import KNOWN, PIXELS, Gain, nearest
 from .measure import ROUNDS, STEPS, CallUNet, Timer, call_of, noise_for, time_calls, whereabouts, why_not_now
 from .pays import Pays, about, device_of, dtype_of, widths_of
 
@@ -87,8 +87,7 @@ class Measured(State):
                 in_force.install()
         if not report.merged_anything:
             raise ValueError(f"nothing merges at {width}x{height}, so there is nothing to measure\n{report}")
-        case = Case(*self._about(), device_of(device), dtype_of(dtype), *x.shape[-2:], batch)
-        gain = Gain(case, *seconds)
+        gain = Gain(*self._about(), device_of(device), dtype_of(dtype), *x.shape[-2:], batch, *seconds)
         KNOWN.remember(gain)
         self.ask_whether_it_pays()
         return gain
@@ -165,7 +164,7 @@ class Measured(State):
         return [] if self.model is None else getattr(self.adapter, "places", [])
 
     def _about(self) -> tuple[str, ...]:
-        """What all cases of this patch have in common: their first fields."""
+        """What all gains of this patch have in common: their first fields."""
         return about(self.model, self._places, self.config, self.attention_function)
 
     def _block_sizes(self) -> tuple[tuple[int, int], ...]:

@@ -74,7 +74,7 @@ class Pays:
 
 
 def about(unet: nn.Module, places: Sequence[Place], config: MergeConfig, function: str) -> tuple[str, ...]:
-    """The first fields of a `Case`: the UNet's shape, what is merged, by what attention, versions of torch and of us.
+    """The first fields of a `Gain`: the UNet's shape, what is merged, by what attention, versions of torch and of us.
 
     The seed, which a host may draw for each picture, costs no time. function: what the attention calls, if its module
     does not tell.

@@ -1,6 +1,6 @@
 """What merging was measured to gain: kept in this process and, where somebody names a file, for those after it.
 
-A gain is a fact of one `Case`, made on request alone (`Patch.measure`), so no clock decides about a picture in silence.
+A gain is made on request alone (`Patch.measure`), so no clock decides about a picture in silence.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 logger = logging.getLogger(__name__)
 MARGIN = 0.02  # merging pays from so much on: medians of a quiet machine differ by 1 % from one measurement to the next
@@ -22,8 +22,12 @@ _FORMAT = 1
 _MOST = 256  # gains in a file, the latest
 
 
-class Case(NamedTuple):
-    """All that decides a gain. model, rules, attention: see `measuring.pays`; height, width: of the latent."""
+class Gain(NamedTuple):
+    """Seconds of an unmerged call, and of a merged one on the average of a picture's steps, and all that decides them.
+
+    model, rules, attention: see `measuring.pays.about`. height, width: of the latent. spread: of the unmerged calls,
+    the slowest less the fastest, as a share of their median.
+    """
 
     model: str
     rules: str
@@ -35,18 +39,14 @@ class Case(NamedTuple):
     height: int
     width: int
     batch: int
-
-
-class Gain(NamedTuple):
-    """Seconds of an unmerged call, and of a merged one on the average of a picture's steps.
-
-    spread: of the unmerged calls, the slowest less the fastest, as a share of their median.
-    """
-
-    case: Case
     unmerged: float
     merged: float
     spread: float = 0.0
+
+    @property
+    def case(self) -> tuple:
+        """What it is a gain of: all but the seconds."""
+        return self[:-3]
 
     @property
     def ratio(self) -> float:
@@ -61,7 +61,7 @@ class Gain(NamedTuple):
     @property
     def size(self) -> str:
         """``1024x1536``, of a picture, width first."""
-        return f"{self.case.width * PIXELS}x{self.case.height * PIXELS}"
+        return f"{self.width * PIXELS}x{self.height * PIXELS}"
 
     @property
     def line(self) -> str:
@@ -72,32 +72,19 @@ class Gain(NamedTuple):
     def why_not(self) -> str:
         """Why merging is off where it does not pay."""
         times = self.merged / self.unmerged
-        return f"measured: a merged call took {times:.2f} times an unmerged one at {self.case.width}x{self.case.height}"
+        return f"measured: a merged call took {times:.2f} times an unmerged one at {self.width}x{self.height}"
 
     def __str__(self) -> str:
-        case = self.case
-        where = f"{case.width}x{case.height}, batch {case.batch}, {case.dtype}, {case.device}"
+        where = f"{self.width}x{self.height}, batch {self.batch}, {self.dtype}, {self.device}"
         busy = ", measured while the machine was busy with something else" if self.spread > _UNEVEN else ""
         return f"{self.ratio:.2f} times as fast as unmerged ({where}){busy}"
-
-    def as_data(self) -> dict[str, Any]:
-        """Everything, for JSON; `from_data` takes it back."""
-        return {**self.case._asdict(), "unmerged": self.unmerged, "merged": self.merged, "spread": self.spread}
-
-
-def from_data(data: Any) -> Gain:
-    """The inverse of `Gain.as_data`. Raises ValueError, KeyError or TypeError for anything else."""
-    gain = Gain(Case(*(data[name] for name in Case._fields)), data["unmerged"], data["merged"], data["spread"])
-    if not (gain.unmerged > 0 and gain.merged > 0):
-        raise ValueError(f"no gain: unmerged={gain.unmerged!r}, merged={gain.merged!r}")
-    return gain
 
 
 class Gains:
     """What is known, and the file where it is kept, if any."""
 
     def __init__(self) -> None:
-        self._known: dict[Case, Gain] = {}
+        self._known: dict[tuple, Gain] = {}
         self._path: Path | None = None
 
     def load(self, path: str | os.PathLike | None) -> None:
@@ -118,7 +105,7 @@ class Gains:
             _write(self._path, gain)
 
     def of(self, about: tuple[str, ...]) -> tuple[Gain, ...]:
-        """All of one model, set of rules, attention and versions: the first fields of their cases."""
+        """All of one model, set of rules, attention and versions: their first fields."""
         return tuple(gain for case, gain in self._known.items() if case[: len(about)] == about)
 
     def forget(self) -> None:
@@ -129,12 +116,15 @@ class Gains:
         return bool(self._known)
 
 
-def _read(path: Path) -> dict[Case, Gain]:
+def _read(path: Path) -> dict[tuple, Gain]:
     try:
         data = json.loads(path.read_bytes())
         if data["format"] != _FORMAT:
             raise ValueError("it is of another version")
-        return {gain.case: gain for gain in map(from_data, data["gains"])}
+        gains = [Gain(**one) for one in data["gains"]]
+        if not all(gain.unmerged > 0 and gain.merged > 0 for gain in gains):
+            raise ValueError("it has times that are none")
+        return {gain.case: gain for gain in gains}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -145,7 +135,7 @@ def _read(path: Path) -> dict[Case, Gain]:
 def _write(path: Path, gain: Gain) -> None:
     """What the file holds by now, and this: another process may have written since. Replaced as a whole."""
     kept = [*(one for one in _read(path).values() if one.case != gain.case), gain][-_MOST:]
-    text = json.dumps({"format": _FORMAT, "gains": [one.as_data() for one in kept]}, indent=1)
+    text = json.dumps({"format": _FORMAT, "gains": [one._asdict() for one in kept]}, indent=1)
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -171,5 +161,6 @@ def nearest(gains: Iterable[Gain], device: str, dtype: str, height: int, width: 
 
     Hosts cut a batch by the memory that happens to be free, on which a picture must not depend.
     """
-    fitting = [gain for gain in gains if gain.case[-5:-1] == (device, dtype, height, width)]
-    return min(fitting, key=lambda gain: (abs(gain.case.batch - batch), gain.case.batch), default=None)
+    asked = (device, dtype, height, width)
+    fitting = [gain for gain in gains if (gain.device, gain.dtype, gain.height, gain.width) == asked]
+    return min(fitting, key=lambda gain: (abs(gain.batch - batch), gain.batch), default=None)

@@ -95,7 +95,7 @@ class Report(Counted):
         """All of it in JSON's own types, with the number of its format; shares from 0 to 1, sizes in latent tokens."""
         return {
             "format": FORMAT, "patched": self.patched, "settings": list(self.settings), "calls": self.calls,
-            "work_saved": self.work_saved, "gains": [{**gain.as_data(), "ratio": gain.ratio} for gain in self.gains],
+            "work_saved": self.work_saved, "gains": [{**gain._asdict(), "ratio": gain.ratio} for gain in self.gains],
             "levels": [_level_data(level) for level in self.levels], "notes": list(self.notes),
         }  # fmt: skip
 

@@ -251,7 +251,7 @@ def test_a_transformer_is_not_measured_and_says_so():
     handle = tome_core.patch(model, "balanced")
     with torch.no_grad():
         tiny_transformers.call(model, arguments)
-    KNOWN.remember(gains.Gain(gains.Case(*("",) * 7, 64, 64, 2), 1.0, 0.5))
+    KNOWN.remember(gains.Gain(*("",) * 7, 64, 64, 2, 1.0, 0.5))
     assert handle.gain_for(512, 512) is None and handle.why_not(512, 512) == ""
     with pytest.raises(RuntimeError, match="of UNets alone"):
         handle.measure()
@@ -329,8 +329,7 @@ def test_a_gate_that_was_measured_shut_costs_what_the_table_costs():
         by_table = watch(lambda: unet(*inputs))  # noqa: B023
         x = inputs[0]
         where = device_of(x.device), dtype_of(x.dtype), *x.shape[-2:], len(x)
-        case = gains.Case(*handle._about(), *where)
-        KNOWN.remember(gains.Gain(case, 1.0, 2.0))
+        KNOWN.remember(gains.Gain(*handle._about(), *where, 1.0, 2.0))
         handle.uninstall()
         handle.install()
         unet(*inputs)

@@ -27,7 +27,7 @@ def card(monkeypatch):
 
 
 def gain(merged, side=64):
-    return gains.Gain(gains.Case(*("",) * 5, "card", "float32", side, side, 2), 1.0, merged)
+    return gains.Gain(*("",) * 5, "card", "float32", side, side, 2, 1.0, merged)
 
 
 def ask(pays, clock, latent=LATENT):

@@ -11,7 +11,6 @@ import pytest
 import tome_core
 from tests.models import BY_NAME, call_case
 from tome_core import Gain, MergeConfig, MergeRule, Report
-from tome_core.reporting.gains import Case
 from tome_core.reporting.ledger import LevelTally, PhaseReport
 from tome_core.reporting.report import MOST_LINES, percent
 
@@ -28,7 +27,7 @@ def reported(config: MergeConfig, *timesteps: float, side: int = 16) -> Report:
 
 
 def gain(ratio: float, side: int = 64) -> Gain:
-    return Gain(Case("model", "rules", "attention", "torch", "ours", "cpu", "float32", side, side, 2), ratio, 1.0)
+    return Gain("model", "rules", "attention", "torch", "ours", "cpu", "float32", side, side, 2, ratio, 1.0)
 
 
 def level(downsample: int = 1, left: int = 25) -> LevelTally:
