@@ -23,5 +23,5 @@ def _range(setting: dict[str, Any]) -> str:
         return ", ".join("automatic" if choice is None else f"`{choice}`" for choice in setting["choices"])
     if "minimum" not in setting:
         return "on, off"
-    end = "" if setting.get("open_ended") else f" to {setting.get('limit', setting['maximum']):.10g}"
+    end = "" if setting["limit"] is None else f" to {setting['limit']:.10g}"
     return f"from {setting['minimum']:.10g}{end}"

@@ -26,6 +26,8 @@ _ENDLESS = 2**53 - 1  # what has no upper limit of its own ends here, before flo
 
 def setting(default: Any, label: str, help: str, **facts: Any) -> Any:
     """A dataclass's field with what a person needs to know of it. facts: see `describe_settings` and `form`."""
+    if "maximum" in facts:
+        facts.setdefault("limit", facts["maximum"])
     return field(default=default, metadata={"label": label, "help": help, **facts})
 
 
@@ -43,14 +45,13 @@ def _check(item: Any, value: Any) -> Any:
         if not isinstance(value, bool):
             raise TypeError(f"{name}={value!r} is {type(value).__name__}; use True or False")
         return value
-    whole, least = isinstance(facts["step"], int), facts["minimum"]
-    most = _ENDLESS if facts.get("open_ended") else facts.get("limit", facts["maximum"])
-    end = "up" if most == _ENDLESS else f"to {most}"
+    whole, least, most = isinstance(facts["step"], int), facts["minimum"], facts["limit"]
+    end = "up" if most is None else f"to {most}"
     remedy = f"use {'a whole number' if whole else 'a number'} from {least} {end}"
     if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
         raise TypeError(f"{name}={value!r} is {type(value).__name__}; {remedy}")
     # compared and not converted: a whole number may be past the largest float; and so that NaN is out of range
-    if not least <= value <= most:
+    if not least <= value <= (_ENDLESS if most is None else most):
         raise ValueError(f"{name}={value!r} is out of range; {remedy}")
     return value if whole else float(value)
 
@@ -117,13 +118,13 @@ class MergeRule:
     min_timestep: float | None = setting(
         None, "Lowest timestep", "The rule holds at timesteps of at least this, below them the next one. Known even on "
         "a bare UNet.",
-        minimum=0.0, maximum=1000.0, step=1.0, unset="no limit", advanced=True, open_ended=True,
+        minimum=0.0, maximum=1000.0, step=1.0, unset="no limit", advanced=True, limit=None,
     )
     min_pixels: int = setting(
         0, "Smallest picture", "Merge only in pictures of at least this many pixels, width times height (512x512 is "
         "262144, 1024x1024 is 1048576), counting a latent's token as 8x8. 0 is every picture. Leaves a first pass "
         "alone and serves the high-resolution one.",
-        minimum=0, maximum=16777216, step=65536, open_ended=True, place=4, beside_strength=True,
+        minimum=0, maximum=16777216, step=65536, limit=None, place=4, beside_strength=True,
     )
     proportional: bool = setting(
         True, "Proportional attention", "Let a merged key of self-attention weigh as much as the tokens it stands for, "
@@ -307,9 +308,9 @@ _OF_A_CONFIG = tuple(item.name for item in fields(MergeConfig)[1:])
 def describe_settings() -> list[dict[str, Any]]:
     """What there is to set: one dict a field of `MergeRule`, then one for each other keyword of `MergeConfig`.
 
-    Keys: name, default, label, help, and where they apply minimum, maximum, step, choices, advanced, unset (what
-    None means, else "automatic"). The maximum is a user interface's and the engine's; where `limit` is given, that is
-    the engine's, and where `open_ended` is, it has none. Others are the form's, see `form`.
+    Keys: name, default, label, help, and where they apply minimum, maximum (of a control), limit (the most that is
+    taken; None: there is none), step, choices, advanced, unset (what None means, else "automatic"). Others are the
+    form's, see `form`.
     """
     return [{"name": item.name, "default": item.default, **item.metadata}
             for item in (*fields(MergeRule), *fields(MergeConfig)[1:])]  # fmt: skip

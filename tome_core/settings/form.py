@@ -70,8 +70,6 @@ def _field_of(described: Mapping[str, Any]) -> Field:
     if meanings:
         choices = described.get("shown", meanings)
         return own._replace(choices=choices, meanings=meanings, default=choices[meanings.index(own.default)])
-    if own.limit is None and not described.get("open_ended"):
-        own = own._replace(limit=own.maximum)
     if own.default is None:
         text = f"{own.help} {UNSET:g} is {described['unset']}."
         own = own._replace(default=UNSET, minimum=UNSET, help=text, may_be_unset=True)
