@@ -111,6 +111,11 @@ class LevelTally(Counted):
         """Those of any calls."""
         return tuple(phase for phase in self.by_name.values() if phase.merged or phase.skipped)
 
+    def __add__(self, other: LevelTally) -> LevelTally:
+        by_name = {name: phase + other.by_name[name] for name, phase in self.by_name.items()}
+        blocks, covered = max(self.blocks, other.blocks), self.covered or other.covered
+        return LevelTally(self.downsample, blocks, by_name, self.traced | other.traced, covered=covered)
+
 
 class Ledger:
     """Keeps the counts of one patch while it runs. call: a `call.Call`, None if it is not known."""

@@ -35,13 +35,14 @@ class Report(Counted):
     def join(cls, reports: Iterable[Report]) -> Report:
         """One on all of them: a picture's passes, its models. Levels are the same where they are down-sampled alike."""
         reports = tuple(reports)
-        levels: dict[int, list[LevelTally]] = {}
+        levels: dict[int, LevelTally] = {}
         for level in (level for report in reports for level in report.levels):
-            levels.setdefault(level.downsample, []).append(level)
+            known = levels.get(level.downsample)
+            levels[level.downsample] = level if known is None else known + level
         return cls(
             any(report.patched for report in reports), _once(report.settings for report in reports),
             sum(report.calls for report in reports),
-            tuple(_join(number, levels[downsample]) for number, downsample in enumerate(sorted(levels))),
+            tuple(replace(levels[downsample], level=number) for number, downsample in enumerate(sorted(levels))),
             _once(report.notes for report in reports), _once(report.gains for report in reports),
         )  # fmt: skip
 
@@ -140,15 +141,6 @@ def percent(share: float) -> str:
 def count(number: int, noun: str) -> str:
     """``1 step``, ``2 steps``."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _join(number: int, levels: Sequence[LevelTally]) -> LevelTally:
-    by_name: dict[str, PhaseReport] = {}
-    for phase in (phase for level in levels for phase in level.phases):
-        by_name[phase.name] = by_name[phase.name] + phase if phase.name in by_name else phase
-    return LevelTally(levels[0].downsample, max(level.blocks for level in levels), by_name,
-                      set().union(*(level.traced for level in levels)), number,
-                      any(level.covered for level in levels))  # fmt: skip
 
 
 def _once(several: Iterable[Iterable[Any]]) -> tuple:

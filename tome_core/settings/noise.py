@@ -84,7 +84,8 @@ def _sigmas(scheduler: Any, values: list[float]) -> list[float] | None:
     # by place only in the schedule that the scheduler has now: another pipeline may draw by one of its own
     count = len(timesteps) if values[: len(timesteps)] == timesteps else 0
     if 0 < count <= len(sigmas):
-        if _is_flow(scheduler, config):  # data and noise are mixed, sigma parts of noise to 1 - sigma of data
+        is_flow = config.get("prediction_type") == "flow_prediction" or config.get("use_flow_sigmas")
+        if is_flow or "FlowMatch" in type(scheduler).__name__:  # sigma parts of noise are mixed with 1 - sigma of data
             found = [sigma / max(1 - sigma, _TINY) for sigma in sigmas[:count]]
         else:
             of_data = config.get("sigma_data") or 1.0  # the deviation to which noise of deviation sigma is added
@@ -102,8 +103,3 @@ def _sigmas(scheduler: Any, values: list[float]) -> list[float] | None:
 def _list(scheduler: Any, name: str) -> list[float]:
     found = getattr(scheduler, name, None)
     return found.tolist() if torch.is_tensor(found) and found.dim() == 1 else []
-
-
-def _is_flow(scheduler: Any, config: Any) -> bool:
-    predicts = config.get("prediction_type") == "flow_prediction"
-    return predicts or bool(config.get("use_flow_sigmas")) or "FlowMatch" in type(scheduler).__name__
