@@ -1,4 +1,4 @@
-"""The pages' tables of measured figures, made from committed results: ``python -m benchmarks.doc_tables --write``.
+"""The pages' tables, made from committed results and the settings: ``python -m benchmarks.doc_tables --write``.
 
 A page holds ``<!-- table NAME: python -m benchmarks.doc_tables --write -->`` and ``<!-- end of table -->``; what stands
 between is made anew. Without ``--write`` the tables are printed. A newer result takes an older one's place by its name
@@ -19,6 +19,7 @@ from benchmarks.quality_figures import Section, at_equal_time, sections
 from benchmarks.quality_rows import TIMES
 from benchmarks.report import markdown, write
 from benchmarks.results import Record
+from benchmarks.settings_table import settings
 from benchmarks.variant_list import APART, FRONT, SKIPPED, TOMA_RATIOS
 from tome_core.settings.presets import MARKS
 
@@ -213,7 +214,7 @@ TABLES = {
     "quality": partial(_methods, QUALITY, METHODS),
     "sdxl": partial(_methods, SDXL, METHODS),
     "transformer": partial(_methods, TRANSFORMER, OF_TRANSFORMERS),
-    **{one.__name__: one for one in (equal_time, front, parts, speed)},
+    **{one.__name__: one for one in (equal_time, front, parts, speed, settings)},
     **{name: partial(_of_report, *one) for name, one in SHOWN.items()},
 }
 

@@ -19,7 +19,7 @@ from benchmarks.speed_costs import Rates, Roofline
 from benchmarks.speed_models import Shape, make_inputs, twin
 from benchmarks.speed_plan import CALL, UNetCase, picture_run
 from benchmarks.speed_variants import VARIANTS, pick_for
-from tome_core.measuring.example_inputs import pictures_in
+from tome_core.measuring.measure import pictures_in
 
 _ENOUGH_SECONDS, _MOST_CALLS = 0.1, 20  # a GPU's quick calls are repeated for so long within a round, so often at most
 _SMALL_PIXELS = 128  # of the call before that whose memory is measured

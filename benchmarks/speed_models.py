@@ -10,7 +10,7 @@ import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
 from torch import nn
 
-from tome_core.measuring.example_inputs import pictures_in
+from tome_core.measuring.measure import pictures_in
 
 _DOWN, _UP, _CROSS = "DownBlock2D", "UpBlock2D", ("CrossAttnDownBlock2D", "CrossAttnUpBlock2D")
 _TEXT_TOKENS = 77

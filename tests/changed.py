@@ -40,6 +40,7 @@ BESIDE = {
     "comfy_nodes/web/*": ("comfy_nodes/pack",),
     "benchmarks/results/*": ("benchmarks/doc_tables",),
     "tome_core/*": ("project/docstrings", "project/troubleshooting"),
+    "tome_core/settings/*": ("benchmarks/doc_tables",),
 }
 
 

@@ -14,9 +14,8 @@ from .reporting import gains
 from .reporting.gains import Gain
 from .reporting.report import Report
 from .settings import form
-from .settings.config import MergeConfig, describe_settings
+from .settings.config import MergeConfig, MergeRule, describe_settings
 from .settings.presets import PRESETS, preset, strength
-from .settings.rule import MergeRule
 from .settings.schedule import NoiseSchedule
 
 __version__ = "0.2.0"

@@ -23,15 +23,12 @@ from .patching import layout_of, patch
 from .patching.handle import Patch
 from .reporting import gains
 from .reporting.gains import Gain
-from .reporting.ledger import LevelTally
-from .reporting.reasons import REPLACED
-from .reporting.report import Report
-from .reporting.report_text import count
+from .reporting.ledger import REPLACED, LevelTally
+from .reporting.report import Report, count
 from .settings import form
-from .settings.config import MergeConfig
+from .settings.config import SEED_LIMIT, MergeConfig
 from .settings.noise import STABLE_DIFFUSION
 from .settings.presets import DEFAULT, LAYOUTS, MARKS, SD, SDXL, TRANSFORMER, preset, strength
-from .settings.rule import SEED_LIMIT
 
 
 def patch_of(model: Any, config: MergeConfig) -> Patch:

@@ -121,7 +121,7 @@ def test_what_a_link_may_bring_stops_no_queue_and_is_named_in_one_line(server, v
 
 
 @pytest.mark.parametrize(("values", "left", "words"), [
-    ({"method": "downsample", "merge_what": "q+k+v"}, "merge_what", "use one of 'k+v'"),
+    ({"method": "downsample", "merge_what": "q+k+v"}, "merge_what", "use merge_what='k+v'"),
     ({"method": "downsample", "merge_crossattn": True}, "merge_crossattn", "keeps every query"),
     ({"method": "downsample", "early_ratio": 0.9}, "early_ratio", "leave it at -1"),
     ({"proportional": False, "refine": 2}, "refine", "refine=2 may leave groups without tokens"),

@@ -18,7 +18,6 @@ from tests.traces import traces
 from tome_core.engine.state import State
 from tome_core.hosting import gains
 from tome_core.measuring import measured
-from tome_core.measuring.measure import Seconds
 
 SIZE = (16, 16)  # 256 tokens, which the table leaves alone
 
@@ -40,9 +39,9 @@ def costs(monkeypatch):
 
     def say(merged):
         def time_calls(*args, clock=None, **more):
-            plain(*args[:4], steps=2, rounds=1, clock=clock or args[6])
+            plain(*args[:3], steps=2, rounds=1, clock=clock or args[5])
             made.append(args)
-            return Seconds(1.0, merged, 0.0)
+            return 1.0, merged, 0.0
 
         monkeypatch.setattr(measured, "time_calls", time_calls)
         return made

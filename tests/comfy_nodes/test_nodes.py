@@ -17,7 +17,7 @@ from comfy_nodes.nodes import RemoveToMe, ToMePreview
 from comfy_nodes.sampling import HostSampling
 from tests.comfy_doubles import BaseModel, DiscreteSampling, Guider, ModelPatcher, apply, checkpoint
 from tests.traces import traces
-from tome_core.reporting.report_text import MOST_LINES
+from tome_core.reporting.report import MOST_LINES
 
 
 def sample(patcher: ModelPatcher, **options) -> torch.Tensor:

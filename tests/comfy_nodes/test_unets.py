@@ -13,7 +13,7 @@ from tests.comfy_attention import CrossAttention
 from tests.comfy_doubles import BaseModel, Guider, ModelPatcher, apply, checkpoint, least_checkpoint
 from tests.comfy_unet import deep_unet
 from tests.models import TEXT
-from tome_core.reporting.reasons import NO_GRID, REPLACED
+from tome_core.reporting.ledger import NO_GRID, REPLACED
 
 EACH = {"level": "up to /8", "use_rand": False}
 

@@ -25,15 +25,15 @@ def flavour(request, monkeypatch, tmp_path):
 @pytest.fixture
 def costs(webui, monkeypatch):
     """Says what a merged call takes, an unmerged one 1; counts the measurements."""
-    measured, measure, made = webui.engine("measuring.measured"), webui.engine("measuring.measure"), []
+    measured, made = webui.engine("measuring.measured"), []
 
     def say(merged):
-        plain = measure.time_calls
+        plain = webui.engine("measuring.measure").time_calls
 
         def time_calls(*args, **more):
-            plain(*args[:4], steps=2, rounds=1)
+            plain(*args[:3], steps=2, rounds=1)
             made.append(args)
-            return measure.Seconds(1.0, merged, 0.0)
+            return 1.0, merged, 0.0
 
         monkeypatch.setattr(measured, "time_calls", time_calls)
         return made
@@ -48,7 +48,9 @@ def test_nothing_is_measured_unasked(webui, costs, tmp_path):
 
 
 def test_a_gain_belongs_to_the_engines_version_whatever_the_webui_calls_its_package(webui):
-    assert webui.engine("measuring.fingerprint").versions()[1] == tome_core.__version__
+    place = types.SimpleNamespace(path="", halvings=0, block=None)
+    config = webui.engine("settings.config").MergeConfig()
+    assert webui.engine("measuring.pays").about(torch.nn.Module(), [place], config, "")[-1] == tome_core.__version__
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 import install
 from tests import release
 from tome_core import Report
-from tome_core.reporting.report import LevelReport, PhaseReport
+from tome_core.reporting.ledger import LevelTally, PhaseReport
 
 yaml = pytest.importorskip("yaml", reason="PyYAML comes with omegaconf: python install.py test")
 ROOT = Path(__file__).parents[2]
@@ -184,8 +185,8 @@ def test_the_form_says_where_the_report_is_and_how_it_looks():
     said = read(FORMS["problem"])["body"][0]["attributes"]["value"]
     assert "tome_core.report(pipe)" in said and "Apply ToMe" in said and '"ToMe: ..."' in said
     example = fields("problem")["report"]["attributes"]["placeholder"]
-    phase = PhaseReport("", {("attn", 4096, 2048, 2048): 100}, {}, {}, 4, 1)
-    real = Report(True, ("bipartite 50% of qkv in attention",), 20, (LevelReport(0, 1, 5, True, (phase,)),))
+    phase = PhaseReport("", Counter({("attn", 4096, 2048, 2048): 100}), work_full=4, work_left=1)
+    real = Report(True, ("bipartite 50% of qkv in attention",), 20, (LevelTally(1, 5, {"": phase}),))
     assert example.splitlines() == str(real).splitlines()[: len(example.splitlines())]
 
 

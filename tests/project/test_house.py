@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from tests.changed import imports
-from tome_core.settings.table import replace_between_markers
 
 ROOT = Path(__file__).parents[2]
 # what each room of the engine may import from the others; read top to bottom, the arrows point up
@@ -159,8 +158,3 @@ def test_importing_the_engine_does_nothing_but_define_and_imports_nothing_option
         "assert not [name for name in set(sys.modules) - known if name.split('.')[-1].startswith('triton')]"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-def test_the_settings_on_their_page_are_those_of_the_code():
-    text = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
-    assert replace_between_markers(text) == text, "run: python -m tome_core.settings.table --write docs/settings.md"

@@ -54,7 +54,7 @@ def possible(setting: dict[str, Any]) -> st.SearchStrategy:
         return st.booleans()
     low, high = setting["minimum"], setting["maximum"]
     if isinstance(setting["step"], int):
-        return st.integers(low, min(high, 16) if "limit" in setting or "open_ended" in setting else high)
+        return st.integers(low, high if setting["limit"] == high else min(high, 16))
     return unset | st.floats(low, high) | st.sampled_from([low, high])
 
 

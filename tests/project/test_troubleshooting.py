@@ -17,7 +17,7 @@ CODE = ("tome_core", "extension", "comfy_nodes")
 # where it is decided that a call, or a part of one, is left alone
 REASONS = (
     *(f"tome_core/{name}.py" for name in (
-        "reporting/reasons", "reporting/ledger", "engine/around", "engine/clock", "engine/decision",
+        "reporting/ledger", "engine/around", "engine/clock", "engine/decision",
         "engine/tensor_checks", "measuring/pays", "attention/by_hand", "models/compiled", "models/intercept",
         "models/sites", "models/transformer_layouts", "models/unet_parts")),
     "comfy_nodes/transformers.py", "comfy_nodes/unets.py", "extension/host.py",

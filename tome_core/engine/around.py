@@ -10,7 +10,7 @@ import torch
 from ..merging.grid import Draw, Grid
 from ..merging.methods import METHODS, MatchOptions
 from ..merging.plan import MergePlan
-from ..reporting.reasons import TOO_SMALL
+from ..reporting.ledger import TOO_SMALL
 from .call import Call
 from .decision import Merging
 from .plans import Plans

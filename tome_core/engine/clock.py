@@ -8,11 +8,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..reporting.ledger import TIME_IS_UNKNOWN
-from ..settings.config import MergeConfig
+from ..settings.config import MergeConfig, MergeRule, early_rules, plain_rules, reaches
 from ..settings.noise import STABLE_DIFFUSION
-from ..settings.phases import early_rules, plain_rules
-from ..settings.rule import MergeRule
-from ..settings.schedule import UNKNOWN, LevelRules, NoiseSchedule, Time, choose, holds_at, reaches, window_of
+from ..settings.schedule import UNKNOWN, LevelRules, NoiseSchedule, Time, choose, holds_at, window_of
 from .size_gate import close_gate, open_gate
 
 # the timestep from which on a pass is a whole picture: schedules with leading spacing begin late (951 for 20 steps), a

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ..merging.methods import METHODS
 from ..merging.plan import MergeMode
-from ..settings.rule import MergeRule
+from ..settings.config import MergeRule
 from ..settings.schedule import LevelRules
 from .size_gate import pays, pays_in_mlp
 

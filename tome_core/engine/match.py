@@ -18,7 +18,7 @@ from ..merging.methods import METHODS, MatchOptions
 from ..merging.methods.bipartite import refine_plan
 from ..merging.metric import BY_DISTANCE, of_unit_spread
 from ..merging.plan import MergePlan
-from ..settings.rule import MergeRule
+from ..settings.config import MergeRule
 
 
 class JoinedPlan(MergePlan):

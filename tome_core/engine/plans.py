@@ -9,7 +9,7 @@ import torch
 
 from ..attention.correction import Correction, Pair
 from ..merging.plan import MergePlan
-from ..settings.rule import MergeRule
+from ..settings.config import MergeRule
 from .plan_cache import Found, Kept, KeptPlans, Shared
 
 

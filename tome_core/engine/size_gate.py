@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import torch
 
-from ..settings.rule import MergeRule
+from ..settings.config import MergeRule
 from ..settings.schedule import LevelRules
 
 # The fewest tokens at which one block was faster merged than not, whatever the preset.

@@ -19,8 +19,7 @@ from ..merging.grid import Draw, Grid
 from ..merging.layout import Layout
 from ..merging.plan import MergePlan
 from ..reporting.gains import PIXELS
-from ..reporting.ledger import Ledger, LevelTally
-from ..reporting.reasons import NO_GRID, OTHER_PARTS, TOO_SMALL
+from ..reporting.ledger import NO_GRID, OTHER_PARTS, TOO_SMALL, Ledger, LevelTally
 from ..reporting.report import Report, make_report
 from ..settings.config import MergeConfig, describe, notes_on
 from ..settings.schedule import NoiseSchedule, ever_merges

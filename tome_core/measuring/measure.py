@@ -1,48 +1,43 @@
 """Unmerged and merged calls of a UNet, timed in turns: what merging gains over the steps of a picture.
 
 Some steps match anew, some use what is kept. So each kind of step is timed a few times, and its median counts as often
-as a picture has it. Nothing is timed in anybody's sampling, so the device may be waited for.
+as a picture has it. Nothing is timed in anybody's sampling, so the device may be waited for, and arguments are made up
+from the UNet's shape.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections import Counter
-from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..engine.clock import Clock
-from ..engine.state import State
-from ..models.unet_blocks import brings_compiled, is_compiled
+from ..models.unet_blocks import Place, brings_compiled, is_compiled
 from ..models.wrap import is_wrapped_by_others
+from .pays import widths_of
 
 ROUNDS, STEPS = 3, 20
 _FIRST = 999.0  # timestep of a picture's first step
+_TEXT_TOKENS = 77
+_TIMES = 6  # sizes and crops that SDXL is told
 
 Timer = Callable[[], float]
+CallUNet = Callable[[torch.Tensor, torch.Tensor], Any]
 
 
-def why_not_now(unet: nn.Module, state: State, is_called: bool, handed: Any = None) -> str:
-    """Why the UNet's calls cannot be timed, and what to do about it; "" if they can.
-
-    is_called: this thread is inside a call of the UNet. handed: see `patch`.
-    """
-    if state.time.is_sampling or is_called:
+def why_not_now(unet: nn.Module, places: Sequence[Place], is_called: bool, handed: Any) -> str:
+    """Why the UNet's calls cannot be timed, and what to do about it; "" if they can. handed: see `patch`."""
+    if is_called:
         return "a sampling goes on; measure before it or after it"
-    if is_compiled(unet, state.adapter.places) or brings_compiled(handed):
+    if is_compiled(unet, places) or brings_compiled(handed):
         return "the UNet is compiled, and compiled calls are not measured; measure before compiling it"
-    # by chance: a host that never trains may leave its UNet in training, in which nothing is dropped
-    if any(isinstance(one, nn.Dropout) and one.training and one.p > 0 for one in unet.modules()):
-        return "the UNet is in training, whose calls draw random numbers; call its eval() first"
     if is_wrapped_by_others(unet):
-        return (
-            "somebody else's wrapper lies on the UNet and would take the measurement for steps of a picture; measure "
-            "before it is put on"
-        )
+        return "somebody else's wrapper lies on the UNet and would take this for steps of a picture; measure before it"
     return ""
 
 
@@ -53,17 +48,11 @@ def whereabouts(unet: nn.Module) -> tuple[torch.device, torch.dtype]:
     return torch.device(weight.device if device is None else device), weight.dtype
 
 
-class TimedStep(NamedTuple):
-    """One step of a picture. kind: steps of one kind take equally long; None where no rule holds."""
+def steps_of(clock: Clock, steps: int) -> list[tuple[float, Hashable]]:
+    """The steps of a picture, evenly spaced, as (timestep, kind): steps of one kind take equally long.
 
-    timestep: float
-    kind: Hashable
-
-
-def steps_of(clock: Clock, steps: int) -> list[TimedStep]:
-    """The steps of a picture, evenly spaced: by which rules they merge, and whether they match anew for it.
-
-    Where rules keep their matches for different times, a step at which any of them matches counts as one that does.
+    A kind is by which rules a step merges, and whether it matches anew for it; None where no rule holds. Where rules
+    keep their matches for different times, a step at which any of them matches counts as one that does.
     """
     found, before, matched = [], None, 0.0
     for number in range(steps):
@@ -77,66 +66,57 @@ def steps_of(clock: Clock, steps: int) -> list[TimedStep]:
             matched, kind = timestep, (id(now), "renewed")
         else:
             kind = (id(now), "kept")
-        found.append(TimedStep(timestep, kind))
+        found.append((timestep, kind))
     return found
 
 
-class Seconds(NamedTuple):
-    """Of an unmerged call, and of a merged one on the average of a picture's steps. spread: see `Gain`."""
-
-    unmerged: float
-    merged: float
-    spread: float
-
-
 def time_calls(
-    patch: Any, call: Callable[[torch.Tensor, torch.Tensor], Any], latents: torch.Tensor, pictures: int,
-    steps: int = STEPS, rounds: int = ROUNDS, clock: Timer | None = None,
-) -> Seconds:  # fmt: skip
-    """Time them. patch: a `Patch` that is installed. call: of (latents ``[B, C, H, W]``, timesteps ``[B]``).
+    patch: Any, call: CallUNet, latents: torch.Tensor, steps: int = STEPS, rounds: int = ROUNDS,
+    clock: Timer | None = None,
+) -> tuple[float, float, float]:  # fmt: skip
+    """Seconds of an unmerged call, and of a merged one on the average of a picture's steps; spread, see `Gain`.
 
-    pictures: as of `Patch.set_time`.
+    patch: a `Patch` that is installed. call: of (latents ``[B, C, H, W]``, timesteps ``[B]``).
     """
-    clock = clock or clock_for(latents.device)
+    clock, pictures = clock or clock_for(latents.device), pictures_in(len(latents))
     picture = steps_of(patch.clock, steps)
-    unmerged: list[float] = []
-    merged: dict[Hashable, list[float]] = {}
+    first: dict[Hashable, float] = {}  # the timestep at which a picture has a kind first
+    for timestep, kind in picture:
+        if kind is not None:
+            first.setdefault(kind, timestep)
+    seconds: dict[Hashable, list[float]] = defaultdict(list)  # of calls of a kind; None: unmerged
 
-    def time_call(timestep: float) -> float:
+    def time_call(kind: Hashable, timestep: float) -> None:
         timesteps = torch.full((len(latents),), timestep, device=latents.device)
-        _wait(latents.device)
+        latents[0, 0, 0, 0].item()  # a device is waited for
         start = clock()
         call(latents, timesteps)
-        _wait(latents.device)
-        return clock() - start
+        latents[0, 0, 0, 0].item()
+        seconds[kind].append(clock() - start)
 
-    def plainly() -> None:
+    def time_unmerged() -> None:
         with patch.unmerged():
-            unmerged.append(time_call(picture[0].timestep))
+            time_call(None, _FIRST)
 
-    def one_round() -> None:
-        sampling, seen = object(), set()
-        for timestep, kind in picture:
-            if kind is None or kind in seen:
-                continue
-            if len(seen) % 2 == 0:
-                plainly()
-            seen.add(kind)
+    def time_round() -> None:
+        sampling = object()
+        for number, (kind, timestep) in enumerate(first.items()):
+            if number % 2 == 0:
+                time_unmerged()
             patch.set_time(timestep=timestep, sampling=sampling, pictures=pictures)
-            merged.setdefault(kind, []).append(time_call(timestep))
+            time_call(kind, timestep)
 
-    if latents.device.type == "cpu":
-        plainly()
-    else:  # kernels are chosen or compiled, and memory is taken, at the first call of each kind
-        one_round()
-    unmerged.clear()
-    merged.clear()
+    # kernels of a card are chosen or compiled, and its memory is taken, at the first call of each kind
+    warm_up = time_unmerged if latents.device.type == "cpu" else time_round
+    warm_up()
+    seconds.clear()
     for _ in range(rounds):
-        one_round()
-    plain = statistics.median(unmerged) if unmerged else 0.0
-    share = Counter(kind for _, kind in picture)
-    whole = sum(count * (plain if kind is None else statistics.median(merged[kind])) for kind, count in share.items())
-    return Seconds(plain, whole / steps, (max(unmerged) - min(unmerged)) / plain if plain else 0.0)
+        time_round()
+    if not first:
+        return 0.0, 0.0, 0.0
+    plain, share = statistics.median(seconds[None]), Counter(kind for _, kind in picture)
+    whole = sum(count * statistics.median(seconds[kind]) for kind, count in share.items())
+    return plain, whole / steps, (max(seconds[None]) - min(seconds[None])) / plain if plain else 0.0
 
 
 def clock_for(device: torch.device) -> Timer:
@@ -144,6 +124,60 @@ def clock_for(device: torch.device) -> Timer:
     return time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
 
 
-def _wait(device: torch.device) -> None:
-    if device.type != "cpu":
-        getattr(torch, device.type).synchronize(device)
+def pictures_in(batch: int) -> int:
+    """An even batch holds every picture twice, as guidance asks for a prompt and a negative one."""
+    return batch // 2 if batch % 2 == 0 else batch
+
+
+def noise_for(unet: nn.Module, batch: int, height: int, width: int) -> torch.Tensor:
+    """Latents ``[B, C, H, W]`` of `pictures_in` the batch, from a generator of their own."""
+    channels = next(one.in_channels for one in unet.modules() if isinstance(one, nn.Conv2d))
+    pictures = pictures_in(batch)
+    noise = torch.randn(pictures, channels, height, width, generator=torch.Generator().manual_seed(0))
+    return noise.repeat(batch // pictures, 1, 1, 1)
+
+
+def call_of(unet: nn.Module, place: Place, latents: torch.Tensor, told: Mapping[str, Any] | None = None) -> CallUNet:
+    """``(latents [B, C, H, W], timesteps [B])`` to whatever the UNet's forward makes of them.
+
+    place: any block of it. told: keywords of its forward, which is called so that others' hooks are told of no step.
+    Raises ValueError for a UNet that wants to be told more than prompts and sizes.
+    """
+    batch, width = len(latents), widths_of(place.block)[1]
+    text = torch.randn(batch, _TEXT_TOKENS, width, generator=torch.Generator().manual_seed(1)).to(latents)
+    if place.family.name == "diffusers":
+        more = {**_added(unet, latents), **(told or {})}
+        return lambda x, timesteps: unet.forward(x, timesteps, encoder_hidden_states=text, **more)
+    classes = {**_classes(unet, latents), **(told or {})}
+    return lambda x, timesteps: unet.forward(x, timesteps, text, **classes)
+
+
+def _added(unet: nn.Module, latents: torch.Tensor) -> dict[str, Any]:
+    """What diffusers' SDXL is told."""
+    config = unet.config
+    kind = getattr(config, "addition_embed_type", None)
+    asks = [name for name in ("class_embed_type", "num_class_embeds", "encoder_hid_dim_type", "time_cond_proj_dim")
+            if getattr(config, name, None) is not None]  # fmt: skip
+    if kind not in (None, "text_time") or "Motion" in type(unet).__name__:
+        asks.append(kind or "frames")
+    if asks:
+        raise ValueError(
+            f"{type(unet).__name__} wants to be told more than a prompt ({', '.join(asks)}): give measure() a call= of "
+            "latents and timesteps that calls the UNet's forward"
+        )
+    if kind is None:
+        return {}
+    width = config.projection_class_embeddings_input_dim - _TIMES * config.addition_time_embed_dim
+    text_embeds, time_ids = (latents.new_zeros(len(latents), one) for one in (width, _TIMES))
+    return {"added_cond_kwargs": {"text_embeds": text_embeds, "time_ids": time_ids}}
+
+
+def _classes(unet: nn.Module, latents: torch.Tensor) -> dict[str, Any]:
+    """SDXL's vector in its original form, or a class's number."""
+    embedding = getattr(unet, "label_emb", None)
+    if embedding is None:
+        return {}
+    first = next((one for one in embedding.modules() if isinstance(one, nn.Linear)), None)
+    if first is None:
+        return {"y": latents.new_zeros(len(latents), dtype=torch.int64)}
+    return {"y": latents.new_zeros(len(latents), first.in_features)}

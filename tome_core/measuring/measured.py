@@ -14,13 +14,9 @@ from ..engine.decision import decide
 from ..engine.state import State
 from ..models.unet_blocks import Place, is_compiled
 from ..models.wrap_set import wraps_on
-from ..reporting.gains import KNOWN, PIXELS, Case, Gain, nearest
-from .example_inputs import CallUNet, call_of, latents, pictures_in
-from .fingerprint import attention_of, device_of, dtype_of, model_of, rules_of, versions, widths_of
-from .measure import ROUNDS, STEPS, Timer, time_calls, whereabouts, why_not_now
-from .pays import Pays
-
-_OF_UNETS = "gains are measured of UNets alone; this is a transformer"
+from ..reporting.gains import KNOWN, PIXELS, Gain, nearest
+from .measure import ROUNDS, STEPS, CallUNet, Timer, call_of, noise_for, time_calls, whereabouts, why_not_now
+from .pays import Pays, about, device_of, dtype_of, widths_of
 
 
 class Measured(State):
@@ -41,42 +37,49 @@ class Measured(State):
     ) -> Gain:  # fmt: skip
         """Time unmerged and merged calls of the UNet, now and with inputs of its own, and remember what was found.
 
-        height, width: of a picture in pixels. batch: of a call, 2 for one picture with guidance. steps: of a picture,
-        in whose proportions merged calls count. rounds: how often each kind of call is timed; their median counts. A
-        round is 6 merged calls of a preset and 3 unmerged ones. call: of (latents ``[B, C, H, W]``, timesteps ``[B]``),
-        for a UNet that wants to be told more than a prompt; told: else more keywords of its forward. dtype, device: of
-        the latents, else the UNet's own. clock: asked around each call, and may end the measurement by an exception.
         Rules that are to merge only where it pays follow it from now on (`tome_core.gains`). What is timed is what the
         number of tokens would let merge, and the finest level in any case. No generator is touched, and none of this
-        patch's counts. Raises RuntimeError inside of a sampling, for a UNet that is compiled, in training, or wrapped
-        by somebody else, whose counters would be fooled; ValueError for sizes that are none, where nothing would merge,
-        and for a UNet that wants to be told more.
+        patch's counts.
+
+        Args:
+            height, width: of a picture, in pixels.
+            batch: of a call, 2 for one picture with guidance.
+            steps: of a picture, in whose proportions merged calls count.
+            rounds: how often each kind of call is timed; their median counts. A round of a preset has 6 merged calls
+                and 3 unmerged ones.
+            call: of (latents ``[B, C, H, W]``, timesteps ``[B]``), for a UNet that wants to be told more than a prompt.
+            told: without a `call`, more keywords of the UNet's forward.
+            dtype, device: of the latents, else the UNet's own.
+            clock: asked around each call, in seconds, and may end the measurement by an exception.
+
+        Raises:
+            RuntimeError: inside of a sampling, and for a UNet that is compiled, or wrapped by others.
+            ValueError: for impossible sizes, where nothing would merge, and for a UNet that wants to be told more.
         """
         unet = self.model
         if unet is None:
             raise RuntimeError("the model that this handle patched is gone; patch the new one")
-        if not hasattr(self.adapter, "places"):
-            raise RuntimeError(_OF_UNETS)
+        if not self._places:
+            raise RuntimeError("gains are measured of UNets alone; this is a transformer")
         wraps = wraps_on(unet)
-        is_called = wraps is not None and wraps.is_called()
-        problem = why_not_now(unet, self, is_called, self.handed and self.handed())
+        is_called = self.time.is_sampling or (wraps is not None and wraps.is_called())
+        problem = why_not_now(unet, self._places, is_called, self.handed and self.handed())
         if problem:
             raise RuntimeError(problem)
-        numbers = {"height": height, "width": width, "batch": batch, "steps": steps, "rounds": rounds}
-        for name, value in numbers.items():
-            least = PIXELS if name in ("height", "width") else 1
+        for name, value, least in (("height", height, PIXELS), ("width", width, PIXELS), ("batch", batch, 1),
+                                   ("steps", steps, 1), ("rounds", rounds, 1)):  # fmt: skip
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name}={value!r} is not possible; use a whole number from {least} up")
-        places, (own_device, own_dtype) = self.adapter.places, whereabouts(unet)
+        own_device, own_dtype = whereabouts(unet)
         device, dtype = torch.device(device or own_device), dtype or own_dtype
-        x = latents(unet, (batch, height // PIXELS, width // PIXELS), device, dtype)
-        call = call or call_of(unet, places[0], batch, device, dtype, told)
+        x = noise_for(unet, batch, height // PIXELS, width // PIXELS).to(device, dtype)
+        call = call or call_of(unet, self._places[0], x, told)
         own, in_force = type(self)([unet], self.config, self.clock.schedule), wraps and wraps.handle
         try:
             own.install()
             own.pays = Pays((), (), always=True)
             with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
-                seconds = time_calls(own, call, x, pictures_in(batch), steps, rounds, clock)
+                seconds = time_calls(own, call, x, steps, rounds, clock)
             report = own.report()
         finally:
             own.remove()
@@ -84,8 +87,7 @@ class Measured(State):
                 in_force.install()
         if not report.merged_anything:
             raise ValueError(f"nothing merges at {width}x{height}, so there is nothing to measure\n{report}")
-        case = Case(*self._about(places), device_of(device), dtype_of(dtype), *x.shape[-2:], batch)
-        gain = Gain(case, *seconds)
+        gain = Gain(*self._about(), device_of(device), dtype_of(dtype), *x.shape[-2:], batch, *seconds)
         KNOWN.remember(gain)
         self.ask_whether_it_pays()
         return gain
@@ -99,7 +101,7 @@ class Measured(State):
         where it was called. brings_weights: the host brings each weight to its layer's call, wherever it lies.
         """
         latest, unet = self.latest, self.model
-        if latest is None or unet is None or self.is_measured:
+        if latest is None or unet is None or self.gain_for(**_like(latest)) is not None:
             return None
         if not brings_weights and whereabouts(unet)[0] != latest.device:
             return None
@@ -107,12 +109,6 @@ class Measured(State):
         if self.pays is not None:
             self.pays.used[gain] = None  # the report is on calls like these
         return gain
-
-    @property
-    def is_measured(self) -> bool:
-        """Has anybody measured calls as the latest was?"""
-        latest = self.latest
-        return latest is not None and self.gain_for(**_like(latest)) is not None
 
     def gain_for(
         self, height: int, width: int, batch: int = 2, dtype: torch.dtype | None = None,
@@ -122,26 +118,22 @@ class Measured(State):
 
         Calls no model. height, width: in pixels; dtype, device: of the latents, else the UNet's own.
         """
-        unet = self.model
-        if unet is None or not KNOWN or not hasattr(self.adapter, "places"):
+        if not KNOWN or not self._places:
             return None
-        own_device, own_dtype = whereabouts(unet)
+        own_device, own_dtype = whereabouts(self.model)
         where = device_of(torch.device(device or own_device)), dtype_of(dtype or own_dtype)
-        return nearest(KNOWN.of(self._about(self.adapter.places)), *where, height // PIXELS, width // PIXELS, batch)
+        return nearest(KNOWN.of(self._about()), *where, height // PIXELS, width // PIXELS, batch)
 
     def why_not(self, height: int, width: int, batch: int = 2) -> str:
         """Why no step of pictures of this size would merge; "" where one would, as far as is known before.
 
         Calls no model. height, width: in pixels.
         """
-        unet = self.model
-        if unet is None:
-            return "the model is gone"
-        if not hasattr(self.adapter, "places"):
+        if not self._places:
             return ""
         if self.pays is None:
             self.ask_whether_it_pays()
-        device, dtype = whereabouts(unet)
+        device, dtype = whereabouts(self.model)
         latent = torch.empty(batch, 1, height // PIXELS, width // PIXELS, device=device, dtype=dtype)
         channels, why = dict(self._block_sizes()), ""
         for one in self.clock.rules:
@@ -158,23 +150,26 @@ class Measured(State):
                 why = why or found.why_not
         return why
 
-    def _about(self, places: list[Place]) -> tuple[str, ...]:
-        """What all cases of this patch have in common: their first fields."""
-        attention = attention_of(places, self.attention_function)
-        return (model_of(self.model, places), rules_of(self.config), attention, *versions())
-
     def ask_whether_it_pays(self) -> None:
         """From now on calls merge as is known at this moment."""
-        unet, self.pays = self.model, None
+        self.pays = None
         asks = any(rule.only_if_it_pays for rule in self.clock.rules)
-        places = getattr(self.adapter, "places", None)
-        if unet is None or places is None or not (asks or KNOWN) or is_compiled(unet, places):
-            return  # a compiled one does not wait for its host
-        self.pays = Pays(KNOWN.of(self._about(places)) if KNOWN else (), self._block_sizes())
+        if self._places and (asks or KNOWN) and not is_compiled(self.model, self._places):
+            # a compiled one does not wait for its host
+            self.pays = Pays(KNOWN.of(self._about()) if KNOWN else (), self._block_sizes())
+
+    @property
+    def _places(self) -> list[Place]:
+        """The blocks of the UNet; none of a transformer, and where the model is gone."""
+        return [] if self.model is None else getattr(self.adapter, "places", [])
+
+    def _about(self) -> tuple[str, ...]:
+        """What all gains of this patch have in common: their first fields."""
+        return about(self.model, self._places, self.config, self.attention_function)
 
     def _block_sizes(self) -> tuple[tuple[int, int], ...]:
         """(down-sampling, channels) of each block."""
-        return tuple((2**place.halvings, widths_of(place.block)[0]) for place in self.adapter.places)
+        return tuple((2**place.halvings, widths_of(place.block)[0]) for place in self._places)
 
 
 def _like(latest: Latents) -> dict[str, Any]:

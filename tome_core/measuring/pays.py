@@ -1,35 +1,33 @@
 """Whether a patch merges in a kind of call: what was measured says so, else what is known of the card.
 
-Asked when the patch is put on, and never again while it stays on: nobody's picture changes half way.
+Asked when the patch is put on, and never again while it stays on: nobody's picture changes half way. What a gain
+belongs to is told in short texts. Weights do not count: another checkpoint or a LoRA of the same shape is as fast.
 """
 
 from __future__ import annotations
 
+import hashlib
+import platform
+import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
+from ..attention.by_hand import full_name
 from ..engine.size_gate import is_host_bound
+from ..models.unet_blocks import Place
 from ..reporting.gains import Gain, nearest
+from ..settings.config import MergeConfig
 from ..settings.schedule import LevelRules
-from .fingerprint import device_of, dtype_of
 
 _HOST_BOUND = "the card is so fast at this size that it waits for its host, and merging would not pay; not measured"
-_MOST = 1024  # kinds of calls that are remembered
+_RESIDUAL = "Res"  # what every host's class of residual blocks begins with
 
 Rules = tuple[LevelRules, ...]
-
-
-class Verdict:
-    """Says whether a kind of call merges.
-
-    opens: None leaves it to the number of tokens. gain: measured of it, where that decided.
-    """
-
-    def __init__(self, opens: bool | None, why_not: str = "", gain: Gain | None = None) -> None:
-        self.opens, self.why_not, self.gain = opens, why_not, gain
-        self.decided: dict[tuple, tuple[Rules, tuple[str, ...]]] = {}
 
 
 class Pays:
@@ -41,7 +39,7 @@ class Pays:
 
     def __init__(self, gains: Sequence[Gain], blocks: Sequence[tuple[int, int]], always: bool = False) -> None:
         self._gains, self._blocks, self._always = tuple(gains), tuple(blocks), always
-        self._found: dict[tuple, Verdict] = {}
+        self._found: dict[tuple, tuple[Rules, tuple[str, ...], Gain | None]] = {}
         self.used: dict[Gain, None] = {}
 
     def apply(
@@ -50,33 +48,68 @@ class Pays:
         """The rules of a call with these latents, and why there are none, by level. gated: see `Clock.apply_gate`."""
         if not torch.is_tensor(latent) or latent.dim() != 4:
             return rules, why_off
-        key = (latent.shape, latent.dtype, latent.device)
-        verdict = self._found.get(key)
-        if verdict is None:
-            verdict = self._find(latent)
-            if len(self._found) >= _MOST:
-                self._found.clear()
-            self._found[key] = verdict
-        if verdict.opens is None:
-            return rules, why_off
-        if verdict.gain is not None:
-            self.used[verdict.gain] = None
-        key = (id(rules), why_off)  # the rules are kept by their clock, so that no other object gets their id
-        if key not in verdict.decided:
-            left = gated(rules, verdict.opens)
-            changed = zip(why_off, rules, left, strict=True)
-            why_not = (why if before == after else verdict.why_not for why, before, after in changed)
-            verdict.decided[key] = left, why_off if verdict.opens else tuple(why_not)
-        return verdict.decided[key]
+        # the rules are kept by their clock, so that no other object gets their id
+        key = (latent.shape, latent.dtype, latent.device, id(rules), why_off)
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = self._decide(rules, why_off, latent, gated)
+        rules, why_off, gain = found
+        if gain is not None:
+            self.used[gain] = None
+        return rules, why_off
 
-    def _find(self, latent: torch.Tensor) -> Verdict:
+    def _decide(
+        self, rules: Rules, why_off: tuple[str, ...], latent: torch.Tensor, gated: Callable[[Rules, bool], Rules]
+    ) -> tuple[Rules, tuple[str, ...], Gain | None]:
+        """As `apply`, and the gain that decided; where nothing does, the number of tokens will."""
         batch, _, height, width = latent.shape
-        if self._always:
-            return Verdict(True)
-        if self._gains:
-            device, dtype = device_of(latent.device), dtype_of(latent.dtype)
-            gain = nearest(self._gains, device, dtype, height, width, batch)
-            if gain is not None:
-                return Verdict(gain.pays, gain.why_not, gain)
-        waits = is_host_bound(self._blocks, batch, height * width, latent.dtype, latent.device)
-        return Verdict(False, _HOST_BOUND) if waits else Verdict(None)
+        gain = nearest(self._gains, device_of(latent.device), dtype_of(latent.dtype), height, width, batch)
+        if self._always or (gain is not None and gain.pays):
+            return gated(rules, True), why_off, gain
+        if gain is None and not is_host_bound(self._blocks, batch, height * width, latent.dtype, latent.device):
+            return rules, why_off, None
+        left, reason = gated(rules, False), _HOST_BOUND if gain is None else gain.why_not
+        changed = zip(why_off, rules, left, strict=True)
+        return left, tuple(why if before == after else reason for why, before, after in changed), gain
+
+
+def about(unet: nn.Module, places: Sequence[Place], config: MergeConfig, function: str) -> tuple[str, ...]:
+    """The first fields of a `Gain`: the UNet's shape, what is merged, by what attention, versions of torch and of us.
+
+    The seed, which a host may draw for each picture, costs no time. function: what the attention calls, if its module
+    does not tell.
+    """
+    blocks = [(one.path, one.halvings, *widths_of(one.block), getattr(getattr(one.block, "attn1", None), "heads", 0))
+              for one in places]  # fmt: skip
+    residual = Counter(name for name in (type(one).__name__ for one in unet.modules()) if name.startswith(_RESIDUAL))
+    model = f"{type(unet).__name__} {_digest(blocks, sorted(residual.items()))}"
+    attention = getattr(places[0].block, "attn1", None)
+    if attention is not None:
+        name, forward = type(getattr(attention, "processor", attention)).__name__, full_name(type(attention).forward)
+        function = " ".join(filter(None, (name, forward, function)))
+    engine = sys.modules[__package__.rpartition(".")[0]]  # whatever it is called here
+    return model, _digest(replace(config, seed=0)), function, torch.__version__, engine.__version__
+
+
+def widths_of(block: nn.Module) -> tuple[int, int]:
+    """Channels of a block's tokens and of the prompt's; 0 where they cannot be told."""
+    return tuple(getattr(getattr(getattr(block, attention, None), projection, None), "in_features", 0)
+                 for attention, projection in (("attn1", "to_q"), ("attn2", "to_k")))  # fmt: skip
+
+
+def device_of(device: torch.device) -> str:
+    """The name of a card; of a processor its kind and how many threads torch runs on it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type == "cpu":
+        return f"{platform.processor() or platform.machine()}, threads {torch.get_num_threads()}"
+    return device.type
+
+
+def dtype_of(dtype: torch.dtype) -> str:
+    """``float16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]

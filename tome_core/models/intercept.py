@@ -26,7 +26,7 @@ from ..compiling import when_traced
 from ..engine.call import Call
 from ..engine.state import State
 from ..merging.layout import Layout
-from ..reporting.reasons import MASKED, NO_GRID
+from ..reporting.ledger import MASKED, NO_GRID
 
 _TORCH = torch._C._nn.scaled_dot_product_attention
 _TAKES_BIAS = ("native", "_native_math", "_native_efficient")  # of diffusers' backends, on every device

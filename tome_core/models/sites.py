@@ -20,7 +20,7 @@ from ..engine.call import Call
 from ..engine.state import State
 from ..merging.grid import Grid
 from ..merging.layout import Layout
-from ..reporting.reasons import MASKED, OF_OTHERS, OTHER_PARTS, REPLACED
+from ..reporting.ledger import MASKED, OF_OTHERS, OTHER_PARTS, REPLACED
 from . import compiled, intercept
 from .arguments import named, pack, tensors_in, unpack
 from .compiled import NumberedSite

@@ -12,8 +12,7 @@ from torch import nn
 from ..compiling import is_tracing
 from ..merging.grid import Grid
 from ..merging.layout import Layout
-from ..reporting.ledger import LevelTally
-from ..reporting.reasons import NO_GRID, REPLACED
+from ..reporting.ledger import NO_GRID, REPLACED, LevelTally
 from .arguments import named
 from .sites import AttentionSite, ModelCall, ModelSite, Shared
 from .unet_blocks import Place, find_blocks

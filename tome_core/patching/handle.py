@@ -16,9 +16,9 @@ from ..models.find import Adapter, adapter_of
 from ..models.pipeline import SamplingScope, SchedulerClock
 from ..models.transformer import PipelineSteps
 from ..models.wrap_set import put_on, take_off, wraps_on
-from ..settings.config import MergeConfig
+from ..settings.config import MergeConfig, reaches
 from ..settings.noise import SchedulerNoise
-from ..settings.schedule import NoiseSchedule, reaches
+from ..settings.schedule import NoiseSchedule
 from .patch_stack import Nested
 
 

@@ -2,97 +2,22 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
-from . import report_text
 from .gains import Gain
-from .ledger import Ledger, LevelTally, Tally
+from .ledger import Counted, Ledger, LevelTally, PhaseReport
 
 FORMAT = 1  # of `Report.as_data`
-
-
-class _Counted:
-    """What is told of the counts of ``phases``: of one, of a level's, or of all levels'."""
-
-    phases: tuple[PhaseReport, ...]
-
-    @property
-    def tokens(self) -> tuple[tuple[int, int, int], ...]:
-        """(before, queries after, keys after) of each kind of merged self-attention call."""
-        return _kinds((n, q, k) for phase in self.phases for part, n, q, k in phase.merged if part == "attn")
-
-    @property
-    def mlp_tokens(self) -> tuple[tuple[int, int], ...]:
-        """(before, after) of each kind of merged call of a feed-forward layer."""
-        return _kinds((n, left) for phase in self.phases for part, n, left, _ in phase.merged if part == "mlp")
-
-    @property
-    def calls_merged(self) -> int:
-        """Calls of blocks' parts."""
-        return sum(sum(phase.merged.values()) for phase in self.phases)
-
-    @property
-    def calls_skipped(self) -> int:
-        """Calls of blocks' parts, or of whole blocks."""
-        return sum(self.reasons.values())
-
-    @property
-    def reasons(self) -> dict[str, int]:
-        """Skipped calls by "part: reason", the most frequent first."""
-        return dict(_sum(phase.skipped for phase in self.phases).most_common())
-
-    @property
-    def routes(self) -> dict[str, int]:
-        """The ways of proportional attention, and calls."""
-        return dict(_sum(phase.sized_by for phase in self.phases).most_common())
-
-    @property
-    def work_saved(self) -> float | None:
-        """Share of the self-attention work (queries times keys) that was saved, None before any call."""
-        full = sum(phase.work_full for phase in self.phases)
-        return 1 - sum(phase.work_left for phase in self.phases) / full if full else None
+MOST_LINES = 10
+_KINDS = 3  # of token counts at a level, of reasons, and of sizes that were measured, that are told
+_NOTHING_WILL = "nothing will merge: "  # how a note begins that says why
 
 
 @dataclass(frozen=True)
-class PhaseReport(_Counted):
-    """A level in one phase. name: "early" or "late"; "" where no rule has an early phase, or the time is not known.
-
-    merged, skipped, sized_by, work_full, work_left: as of `ledger.Tally`, but skipped by "part: reason".
-    """
-
-    name: str
-    merged: Mapping[tuple[str, int, int, int], int]
-    skipped: Mapping[str, int]
-    sized_by: Mapping[str, int]
-    work_full: int
-    work_left: int
-
-    @property
-    def phases(self) -> tuple[PhaseReport, ...]:
-        """Itself."""
-        return (self,)
-
-
-@dataclass(frozen=True)
-class LevelReport(_Counted):
-    """One level, in all phases. level: counted from the finest. covered: can a rule merge here at some time?
-
-    traced: why attentions were compiled without merging, which no call of them counts.
-    """
-
-    level: int
-    downsample: int
-    blocks: int
-    covered: bool
-    phases: tuple[PhaseReport, ...] = ()
-    traced: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Report(_Counted):
+class Report(Counted):
     """What a patch did so far; ``str()`` of it is for people. ``calls``: calls of the UNet that were counted.
 
     Its counts, such as ``work_saved`` and ``reasons``, are those of all levels.
@@ -102,7 +27,7 @@ class Report(_Counted):
     patched: bool
     settings: tuple[str, ...] = ()
     calls: int = 0
-    levels: tuple[LevelReport, ...] = ()
+    levels: tuple[LevelTally, ...] = ()
     notes: tuple[str, ...] = ()
     gains: tuple[Gain, ...] = ()
 
@@ -110,20 +35,21 @@ class Report(_Counted):
     def join(cls, reports: Iterable[Report]) -> Report:
         """One on all of them: a picture's passes, its models. Levels are the same where they are down-sampled alike."""
         reports = tuple(reports)
-        levels: dict[int, list[LevelReport]] = {}
+        levels: dict[int, LevelTally] = {}
         for level in (level for report in reports for level in report.levels):
-            levels.setdefault(level.downsample, []).append(level)
+            known = levels.get(level.downsample)
+            levels[level.downsample] = level if known is None else known + level
         return cls(
             any(report.patched for report in reports), _once(report.settings for report in reports),
             sum(report.calls for report in reports),
-            tuple(_join(number, levels[downsample]) for number, downsample in enumerate(sorted(levels))),
+            tuple(replace(levels[downsample], level=number) for number, downsample in enumerate(sorted(levels))),
             _once(report.notes for report in reports), _once(report.gains for report in reports),
         )  # fmt: skip
 
     @property
     def merged_anything(self) -> bool:
         """True if at least one call was merged."""
-        return any(level.calls_merged for level in self.levels)
+        return self.calls_merged > 0
 
     @property
     def phases(self) -> tuple[PhaseReport, ...]:
@@ -133,17 +59,35 @@ class Report(_Counted):
     @property
     def headline(self) -> str:
         """All in one line, for a log: ``1.42 times as fast (measured), 61 % of attention left out``."""
-        return report_text.headline(self)
+        return ", ".join([*self._speed(), self._outcome()])
 
     def lines(self, title: str = "Token merging", facts: Sequence[str] | None = None, beside: Sequence[str] = ()) \
             -> list[str]:  # fmt: skip
-        """For people, at most `report_text.MOST_LINES` of them; no line ends in a newline.
+        """For people, at most `MOST_LINES` of them; no line ends in a newline.
 
         The gain in time where it was measured, then what was left out where, then each level, early and late apart,
         then why the rest was not merged. facts: the host's own for the first line, in place of the calls of the UNet.
         beside: lines of the host's own, after the first two.
         """
-        return report_text.lines(self, title, facts, beside)
+        if not self.patched and not self.levels:
+            return [f"{title}: not applied to this model."]
+        facts = [count(self.calls, "model call")] if facts is None else facts
+        speed, outcome = self._speed(), self._outcome()
+        places = " and ".join(f"/{level.downsample}" for level in self.levels if level.calls_merged)
+        more = [f"{outcome}, at latent {places}"] if speed else []
+        more += beside
+        more += [f"latent /{level.downsample}{phase.name and ', '}{phase.name}: {_kinds_text(phase)}"
+                 for level in self.levels for phase in level.phases if phase.calls_merged]  # fmt: skip
+        reasons = list(self.reasons.items())[:_KINDS]
+        more += [f"not merged, {count(calls, 'call')}: {_why(reason)}" for reason, calls in reasons]
+        more += [f"compiled without merging, {reason}" for reason in self._traced()]
+        more += [*self.notes, *(f"settings: {one}" for one in self.settings)]
+        more += [f"proportional attention: {route}, {count(calls, 'call')}" for route, calls in self.routes.items()]
+        found = [f"{title}: {', '.join(filter(None, [*facts, *(speed or [outcome])]))}", *(f"  {one}" for one in more)]
+        if len(found) > MOST_LINES:
+            left = len(found) - MOST_LINES + 1
+            found[MOST_LINES - 1 :] = [f"  {left} more lines of detail are in its JSON form"]
+        return found
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
@@ -152,61 +96,31 @@ class Report(_Counted):
         """All of it in JSON's own types, with the number of its format; shares from 0 to 1, sizes in latent tokens."""
         return {
             "format": FORMAT, "patched": self.patched, "settings": list(self.settings), "calls": self.calls,
-            "work_saved": self.work_saved, "gains": [{**gain.as_data(), "ratio": gain.ratio} for gain in self.gains],
+            "work_saved": self.work_saved, "gains": [{**gain._asdict(), "ratio": gain.ratio} for gain in self.gains],
             "levels": [_level_data(level) for level in self.levels], "notes": list(self.notes),
         }  # fmt: skip
 
+    def _traced(self) -> tuple[str, ...]:
+        return _once(sorted(level.traced) for level in self.levels)
 
-def _join(number: int, levels: Sequence[LevelReport]) -> LevelReport:
-    phases: dict[str, list[PhaseReport]] = {}
-    for phase in (phase for level in levels for phase in level.phases):
-        phases.setdefault(phase.name, []).append(phase)
-    return replace(
-        levels[0], level=number, blocks=max(level.blocks for level in levels),
-        covered=any(level.covered for level in levels),
-        phases=tuple(
-            PhaseReport(name, _sum(one.merged for one in same), _sum(one.skipped for one in same),
-                _sum(one.sized_by for one in same), sum(one.work_full for one in same),
-                sum(one.work_left for one in same))
-            for name, same in phases.items()
-        ),
-        traced=_once(level.traced for level in levels),
-    )  # fmt: skip
+    def _speed(self) -> list[str]:
+        """``1.42 times as fast (measured)``, of several sizes each; nothing where that is not known of a picture."""
+        gains = self.gains[-_KINDS:]
+        if not gains or not self.merged_anything:
+            return []
+        if len(gains) == 1:
+            return [f"{gains[0].ratio:.2f} times as fast (measured)"]
+        sizes = [f"{gain.ratio:.2f} times as fast at {gain.size}" if gain.pays else f"no gain at {gain.size}"
+                 for gain in gains]  # fmt: skip
+        return [f"{', '.join(sizes)} (measured)"]
 
-
-def _level_data(level: LevelReport) -> dict[str, Any]:
-    return {
-        "level": level.level, "downsample": level.downsample, "blocks": level.blocks, "covered": level.covered,
-        "work_saved": level.work_saved,
-        "phases": [
-            {"name": phase.name, "work_saved": phase.work_saved, "merged": _merged_data(phase.merged),
-             "skipped": dict(phase.skipped), "sized_by": dict(phase.sized_by)}
-            for phase in level.phases
-        ],
-        "traced": list(level.traced),
-    }  # fmt: skip
-
-
-def _merged_data(kinds: Mapping[tuple[str, int, int, int], int]) -> list[dict[str, Any]]:
-    return [
-        {"part": part, "tokens": tokens, "queries": queries, "keys": keys or None, "calls": calls}
-        for (part, tokens, queries, keys), calls in kinds.items()
-    ]
-
-
-def _kinds(found: Iterable[tuple]) -> tuple:
-    return tuple(sorted(set(found), reverse=True))
-
-
-def _sum(counts: Iterable[Mapping]) -> Counter:
-    whole: Counter = Counter()
-    for one in counts:
-        whole.update(one)
-    return whole
-
-
-def _once(several: Iterable[Iterable[Any]]) -> tuple:
-    return tuple(dict.fromkeys(one for some in several for one in some))
+    def _outcome(self) -> str:
+        if self.merged_anything:
+            return f"{percent(self.work_saved)} of attention left out" if self.work_saved else "attention left whole"
+        why = [*map(_why, self.reasons), *self._traced(),
+               *(note.removeprefix(_NOTHING_WILL) for note in self.notes if note.startswith(_NOTHING_WILL)),
+               "no call counted yet"]  # fmt: skip
+        return f"nothing merged: {why[0]}"
 
 
 def make_report(
@@ -214,18 +128,51 @@ def make_report(
     gains: tuple[Gain, ...] = (),
 ) -> Report:  # fmt: skip
     """The counts so far, as something that no longer changes. notes: beside the ledger's; gains: see `Report`."""
-    levels = tuple(_level(number, tally, covered[number]) for number, tally in enumerate(ledger.levels))
+    levels = tuple(replace(deepcopy(level), level=number, covered=covered[number])
+                   for number, level in enumerate(ledger.levels))  # fmt: skip
     return Report(patched, settings, ledger.calls, levels, (*ledger.notes, *notes), gains)
 
 
-def _level(number: int, tally: LevelTally, covered: bool) -> LevelReport:
-    return LevelReport(
-        number, tally.downsample, tally.blocks, covered,
-        tuple(_phase(name, tally.phases[name]) for name in sorted(tally.phases)),  # "", early, late
-        tuple(sorted(tally.traced)),
-    )  # fmt: skip
+def percent(share: float) -> str:
+    """``61 %``, never 100 where something is left."""
+    return f"{min(share, 0.99 if share < 1 else 1.0):.0%}".replace("%", " %")
 
 
-def _phase(name: str, tally: Tally) -> PhaseReport:
-    skipped = {f"{part}: {reason}": calls for (part, reason), calls in tally.skipped.items()}
-    return PhaseReport(name, dict(tally.merged), skipped, dict(tally.routes), tally.work_full, tally.work_left)
+def count(number: int, noun: str) -> str:
+    """``1 step``, ``2 steps``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _once(several: Iterable[Iterable[Any]]) -> tuple:
+    return tuple(dict.fromkeys(one for some in several for one in some))
+
+
+def _level_data(level: LevelTally) -> dict[str, Any]:
+    phases = [
+        {"name": phase.name, "work_saved": phase.work_saved, "skipped": dict(phase.skipped),
+         "sized_by": dict(phase.sized_by),
+         "merged": [{"part": part, "tokens": tokens, "queries": queries, "keys": keys or None, "calls": calls}
+                    for (part, tokens, queries, keys), calls in phase.merged.items()]}
+        for phase in level.phases
+    ]  # fmt: skip
+    return {"level": level.level, "downsample": level.downsample, "blocks": level.blocks, "covered": level.covered,
+            "work_saved": level.work_saved, "phases": phases, "traced": sorted(level.traced)}  # fmt: skip
+
+
+def _kinds_text(phase: PhaseReport) -> str:
+    """``4096 tokens -> 64 keys, 98 % left out``."""
+    sides: dict[int, list[str]] = {}
+    for tokens, queries, keys in phase.tokens:
+        sides.setdefault(tokens, []).append(str(keys) if queries == keys else f"{keys} keys")
+    kinds = [f"{tokens} tokens -> {' or '.join(left)}" for tokens, left in sides.items()]
+    kinds += [f"MLP {tokens} tokens -> {left}" for tokens, left in phase.mlp_tokens]
+    if len(kinds) > _KINDS:
+        kinds[_KINDS:] = [f"{len(kinds) - _KINDS} other sizes"]
+    saved = f", {percent(phase.work_saved)} left out" if phase.work_saved else ""
+    return f"{'; '.join(kinds) or count(phase.calls_merged, 'call') + ' merged'}{saved}"
+
+
+def _why(reason: str) -> str:
+    """Without the part of a block, unless that is another than its self-attention, which everybody merges."""
+    part, _, why = reason.partition(": ")
+    return why if part in ("attn", "block") else reason

@@ -1,20 +1,220 @@
 """What to merge, where and when: rules, and what holds for all of them; frozen, and checked when it is built.
 
-The form of all hosts and the table of docs/settings.md are made from the fields. What is a setting of the whole,
-`Clock` and `plain_rules` make into what rules can say.
+The form of all hosts and the table of docs/settings.md are made from the fields, so a new setting is written in one
+place. What is a setting of the whole, `Clock` and `plain_rules` make into what rules can say.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from ..merging.methods import METHODS
-from .rule import MergeRule
-from .setting import check, setting
+from ..merging.metric import METRICS
 
-EARLY_CELLS = (2, 4, 8)  # sides, of which an early phase takes the smallest whose cap allows its ratio
-_HIGHEST_EARLY_RATIO = 1 - 1 / EARLY_CELLS[-1] ** 2
+SIDES = ("qkv", "kv")
+DOWNSAMPLES = (1, 2, 4, 8)
+SEED_LIMIT = 2**31 - 1
+_EARLY_CELLS = (2, 4, 8)  # sides, of which an early phase takes the smallest whose cap allows its ratio
+_HIGHEST_EARLY_RATIO = 1 - 1 / _EARLY_CELLS[-1] ** 2
+_REFINED_FROM = 0.9  # from this ratio on a k-means step costs a tenth of a match at 0.5, and halves the error
+_EARLY_REFINE = 2  # of these steps
+_LARGEST_CELL = 64  # more is a slip of the hand: one token is kept of 4096, of a latent of a picture 8192 pixels wide
+_ENDLESS = 2**53 - 1  # what has no upper limit of its own ends here, before floats stop counting
+
+
+def setting(default: Any, label: str, help: str, **facts: Any) -> Any:
+    """A dataclass's field with what a person needs to know of it. facts: see `describe_settings` and `form`."""
+    if "maximum" in facts:
+        facts.setdefault("limit", facts["maximum"])
+    return field(default=default, metadata={"label": label, "help": help, **facts})
+
+
+def _check(item: Any, value: Any) -> Any:
+    """The value in the type of its field, or an error that names the value, the range and the remedy."""
+    facts, name = item.metadata, item.name
+    if value is None and item.default is None:
+        return None
+    if "choices" in facts:
+        # `1 == True` in Python, so types are compared as well
+        if not any(value == choice and type(value) is type(choice) for choice in facts["choices"]):
+            raise ValueError(f"{name}={value!r} is not possible; use one of {', '.join(map(repr, facts['choices']))}")
+        return value
+    if "minimum" not in facts:
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}={value!r} is {type(value).__name__}; use True or False")
+        return value
+    whole, least, most = isinstance(facts["step"], int), facts["minimum"], facts["limit"]
+    end = "up" if most is None else f"to {most}"
+    remedy = f"use {'a whole number' if whole else 'a number'} from {least} {end}"
+    if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
+        raise TypeError(f"{name}={value!r} is {type(value).__name__}; {remedy}")
+    # compared and not converted: a whole number may be past the largest float; and so that NaN is out of range
+    if not least <= value <= (_ENDLESS if most is None else most):
+        raise ValueError(f"{name}={value!r} is out of range; {remedy}")
+    return value if whole else float(value)
+
+
+@dataclass(frozen=True)
+class MergeRule:
+    """One rule: what is merged, in which blocks, at which times. Its times are Stable Diffusion's timesteps.
+
+    >>> MergeRule(ratio=0.9).effective_ratio  # over the cap 1 - 1/(sx*sy) of bipartite matching
+    0.75
+    """
+
+    method: str = setting(
+        "bipartite", "Method",
+        "How tokens are matched: " + "; ".join(f"{m.name}: {m.summary}" for m in METHODS.values()),
+        choices=tuple(METHODS), place=5,
+    )
+    ratio: float = setting(
+        0.5, "Ratio", "Share of tokens that are merged away. 0 is off. Bipartite matching can reach "
+        "1 - 1/(sx*sy); more is clamped and reported. Not used by downsample, where it follows from sx and sy. The "
+        "early ratio counts beside 0 as well.",
+        minimum=0.0, maximum=1.0, step=0.05, place=0,
+    )
+    sx: int = setting(
+        2, "Stride x", "Width in tokens of the cell that keeps one destination; downsample: the factor.",
+        minimum=1, maximum=8, step=1, limit=_LARGEST_CELL, advanced=True, place=9,
+    )
+    sy: int = setting(
+        2, "Stride y", "Height in tokens of the cell that keeps one destination; downsample: the factor.",
+        minimum=1, maximum=8, step=1, limit=_LARGEST_CELL, advanced=True, place=10,
+    )
+    use_rand: bool = setting(
+        True, "Random destinations", "Draw each cell's destination anew at every step (from the seed, so equal "
+        "seeds give equal pictures) instead of always taking the top left token.", advanced=True, place=11,
+    )
+    seed: int = setting(
+        0, "Seed", "What the random destinations are drawn from; nothing else depends on it.",
+        minimum=0, maximum=SEED_LIMIT, step=1, advanced=True, place=12, known_as="merge_seed", beside_strength=True,
+    )
+    merge_attn: bool = setting(
+        True, "Self-attention", "Merge in self-attention, where nearly all of the gain is.", advanced=True
+    )
+    merge_crossattn: bool = setting(
+        False, "Cross-attention", "Merge in the attention to the prompt as well. Rarely worth its damage.",
+        advanced=True, place=7,
+    )
+    merge_mlp: bool = setting(
+        False, "MLP", "Merge in the feed-forward layer as well. Costs much detail in late steps.", advanced=True,
+        place=8,
+    )
+    side: str | None = setting(
+        None, "Merge what", "What of self-attention is merged: q+k+v (queries, keys and values) or k+v (every query is "
+        "kept). Automatic is the method's own: k+v for downsample, else q+k+v.",
+        choices=(None, *SIDES), shown=("automatic", *("+".join(side) for side in SIDES)), advanced=True,
+        place=6, known_as="merge_what",
+    )
+    max_downsample: int | None = setting(
+        None, "Level", "Which resolutions of the UNet merge. Automatic is the finest that has attention: 64x64 tokens "
+        "on SD1.5 at 512 px, 32x32 on SDXL. Up to /2 is every block down-sampled at most twofold from the latent, and "
+        "so on, as in tomesd; up to /1 reaches nothing on SDXL.",
+        choices=(None, *DOWNSAMPLES), shown=("automatic", *(f"up to /{one}" for one in DOWNSAMPLES)), advanced=True,
+        place=1, known_as="level",
+    )
+    min_timestep: float | None = setting(
+        None, "Lowest timestep", "The rule holds at timesteps of at least this, below them the next one. Known even on "
+        "a bare UNet.",
+        minimum=0.0, maximum=1000.0, step=1.0, unset="no limit", advanced=True, limit=None,
+    )
+    min_pixels: int = setting(
+        0, "Smallest picture", "Merge only in pictures of at least this many pixels, width times height (512x512 is "
+        "262144, 1024x1024 is 1048576), counting a latent's token as 8x8. 0 is every picture. Leaves a first pass "
+        "alone and serves the high-resolution one.",
+        minimum=0, maximum=16777216, step=65536, limit=None, place=4, beside_strength=True,
+    )
+    proportional: bool = setting(
+        True, "Proportional attention", "Let a merged key of self-attention weigh as much as the tokens it stands for, "
+        "by adding the logarithm of their number to its logit. Less error at the same cost, and what makes strong "
+        "merging of keys and values possible. Off is tomesd's way.", advanced=True, place=15,
+    )
+    correction: bool = setting(
+        True, "Correction", "Give back what merged keys and values lose: to first order, and what a few exact answers "
+        "tell besides. Made at a match and kept with it; less than half the error at the same work. Where keys and "
+        "values alone are merged, or a match compares them.", advanced=True,
+    )
+    refine: int = setting(
+        0, "Refinement", "k-means steps after the match: every token goes to the nearest of the merged ones. Each "
+        "costs as much as a match; worth it for strong merging of keys and values. Used by bipartite. Where this is "
+        "above 0, a match that has grown too old is renewed by one such step; at 0 it is made anew.",
+        minimum=0, maximum=3, step=1, advanced=True, place=17,
+    )
+    metric: str = setting(
+        "input", "Compare", "What a match compares: input (the block's input, by cosine, as tomesd does), keys, "
+        "or keys+values (by distance). The last is the most exact, and costs two projections. Used by bipartite.",
+        choices=METRICS, advanced=True, place=16,
+    )
+    keep: float = setting(
+        0.0, "Keep a match for", "How many timesteps (of 1000) a block's match goes on serving the following steps. "
+        "With 20 sampling steps one is 50. A kept match serves both halves of guidance, too. 0 matches anew at every "
+        "step. Needs a host or a pipeline that says which steps belong to one picture.",
+        minimum=0.0, maximum=1000.0, step=10.0, advanced=True, place=18,
+    )
+    only_if_it_pays: bool = setting(
+        False, "Only where it pays", "Merge only where that saves time: as measured, where this model, size and device "
+        "were (measure), else as the number of tokens and the kind of device suggest.", advanced=True, place=19,
+    )
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            object.__setattr__(self, item.name, _check(item, getattr(self, item.name)))
+        method = METHODS[self.method]
+        if self.side is not None and self.side not in method.sides:
+            raise ValueError(f"side={self.side!r} is not possible with method={self.method!r}; use "
+                             + " or ".join(f"side={one!r}" for one in method.sides))
+        if method.mode == "pick" and (self.merge_crossattn or self.merge_mlp):
+            raise ValueError(f"method={self.method!r} keeps every query, so it cannot merge_crossattn or merge_mlp; "
+                             "set both to False, or add a second rule with another method")
+        if self.refine and not self.proportional and self.merge_attn:
+            raise ValueError(f"refine={self.refine!r} may leave groups without tokens, which needs proportional "
+                             "attention; set proportional to True, or use refine=0")
+
+    @property
+    def effective_side(self) -> str:
+        """The side that is merged: the one given, else the method's own."""
+        return self.side or METHODS[self.method].sides[0]
+
+    @property
+    def ratio_cap(self) -> float:
+        """The highest ratio the settings allow: ``1 - 1/(sx*sy)`` where every cell keeps a destination."""
+        return 1.0 - 1.0 / (self.sx * self.sy) if METHODS[self.method].keeps_cells else 1.0
+
+    @property
+    def effective_ratio(self) -> float:
+        """The ratio in force: clamped to the cap, or the one that follows from the cell size."""
+        return min(self.ratio, self.ratio_cap) if METHODS[self.method].uses_ratio else self.ratio_cap
+
+    @property
+    def is_off(self) -> bool:
+        """True where the rule can merge nothing."""
+        return self.effective_ratio == 0 or not (self.merge_attn or self.merge_crossattn or self.merge_mlp)
+
+    @property
+    def is_proportional(self) -> bool:
+        """True where merged keys get proportional attention: not where all groups are alike."""
+        return self.proportional and METHODS[self.method].mode == "mean"
+
+    @property
+    def corrects(self) -> bool:
+        """True where merged keys and values get their correction, which needs those of all tokens.
+
+        These are at hand where a match compares them; elsewhere making them pays where every query is kept.
+        """
+        at_hand = self.metric == "keys+values" and METHODS[self.method].compares
+        return self.correction and self.is_proportional and (self.effective_side == "kv" or at_hand)
+
+    @property
+    def uses_time(self) -> bool:
+        """True where the rule does not hold at all times."""
+        return self.min_timestep is not None
+
+
+def reaches(rule: MergeRule, level: int, downsample: int) -> bool:
+    """Does the rule cover blocks of this level, down-sampled this much from the latent?"""
+    return level == 0 if rule.max_downsample is None else downsample <= rule.max_downsample
 
 
 @dataclass(frozen=True, init=False)
@@ -64,9 +264,9 @@ class MergeConfig:
         unknown = set(of_a_rule) - {item.name for item in fields(MergeRule)}
         if unknown:
             known = ", ".join(one["name"] for one in describe_settings())
-            text = f"unknown setting {', '.join(sorted(unknown))}; there are: {known}"
-            strength = "; a strength is `tome_core.strength(0.5)` or `patch(pipe, strength=0.5)`"
-            raise TypeError(text + (strength if "strength" in unknown else ""))
+            more = "; a strength is `tome_core.strength(0.5)` or `patch(pipe, strength=0.5)`"
+            raise TypeError(f"unknown setting {', '.join(sorted(unknown))}; there are: {known}"
+                            + (more if "strength" in unknown else ""))
         if rules is None:
             rules = (MergeRule(**of_a_rule),)
         elif not isinstance(rules, (list, tuple)) or not all(isinstance(rule, MergeRule) for rule in rules):
@@ -77,7 +277,7 @@ class MergeConfig:
             raise ValueError("rules=() merges nothing; give one rule or more, or do without the patch")
         object.__setattr__(self, "rules", tuple(rules))
         for item in fields(self)[1:]:
-            object.__setattr__(self, item.name, check(item, flat.get(item.name, item.default)))
+            object.__setattr__(self, item.name, _check(item, flat.get(item.name, item.default)))
         if self.start_percent > self.end_percent:
             raise ValueError(f"start_percent={self.start_percent!r} lies after end_percent={self.end_percent!r}; "
                              "swap them")
@@ -108,33 +308,58 @@ _OF_A_CONFIG = tuple(item.name for item in fields(MergeConfig)[1:])
 def describe_settings() -> list[dict[str, Any]]:
     """What there is to set: one dict a field of `MergeRule`, then one for each other keyword of `MergeConfig`.
 
-    Keys: name, default, label, help, and where they apply minimum, maximum, step, choices, advanced, unset (what
-    None means, else "automatic"). The maximum is a user interface's and the engine's; where `limit` is given, that is
-    the engine's, and where `open_ended` is, it has none. Others are the form's, see `form`.
+    Keys: name, default, label, help, and where they apply minimum, maximum (of a control), limit (the most that is
+    taken; None: there is none), step, choices, advanced, unset (what None means, else "automatic"). Others are the
+    form's, see `form`.
     """
     return [{"name": item.name, "default": item.default, **item.metadata}
             for item in (*fields(MergeRule), *fields(MergeConfig)[1:])]  # fmt: skip
+
+
+def plain_rules(config: MergeConfig, downsamples: Sequence[int]) -> tuple[MergeRule, ...]:
+    """All that merges, as rules: before each of the config's own its early phase.
+
+    downsamples: of each level, how many times smaller than the latent it is.
+    """
+    return tuple(one for rule in config.rules for one in (*_early(config, rule, downsamples), rule))
+
+
+def early_rules(config: MergeConfig, downsamples: Sequence[int]) -> dict[MergeRule, MergeRule]:
+    """Those of `plain_rules` that are an early phase, each with the rule of the config's own that it precedes."""
+    return {one: rule for rule in config.rules for one in _early(config, rule, downsamples)}
+
+
+def _early(config: MergeConfig, rule: MergeRule, downsamples: Sequence[int]) -> list[MergeRule]:
+    ratio = config.early_ratio
+    if ratio is None or not rule.merge_attn or not reaches(rule, 0, downsamples[0]):
+        return []
+    cell = next((side for side in _EARLY_CELLS if ratio <= 1 - 1 / side**2), _EARLY_CELLS[-1])
+    refines = METHODS[rule.method].compares and rule.is_proportional and ratio >= _REFINED_FROM
+    return [replace(
+        rule, ratio=ratio, sx=max(rule.sx, cell), sy=max(rule.sy, cell), max_downsample=None, merge_crossattn=False,
+        merge_mlp=False, min_timestep=max(config.early_until, rule.min_timestep or 0.0),
+        refine=max(rule.refine, _EARLY_REFINE) if refines else rule.refine,
+    )]  # fmt: skip
 
 
 def describe(config: MergeConfig, rule: MergeRule) -> str:
     """One of the config's rules, with what the config adds to it."""
     if replace(config, rules=(rule,)).is_off:
         return "off"
-    parts = [("attention", rule.merge_attn), ("cross-attention", rule.merge_crossattn), ("MLP", rule.merge_mlp)]
-    where = ", ".join(name for name, on in parts if on)
-    text = f"{rule.method} {rule.effective_ratio:.0%} of {rule.effective_side} in {where}"
+    parts = {"attention": rule.merge_attn, "cross-attention": rule.merge_crossattn, "MLP": rule.merge_mlp}
+    said = [f"{rule.method} {rule.effective_ratio:.0%} of {rule.effective_side} in "
+            + ", ".join(name for name, on in parts.items() if on)]  # fmt: skip
     if rule.merge_attn and rule.is_proportional:
-        text += ", proportional attention"
+        said.append("proportional attention")
     if config.early_ratio is not None:
-        text += f", {config.early_ratio:.0%} down to timestep {config.early_until:g}"
-    limits = []
+        said.append(f"{config.early_ratio:.0%} down to timestep {config.early_until:g}")
     if config.start_percent > 0 or config.end_percent < 1:
-        limits.append(f"{config.start_percent:.0%} to {config.end_percent:.0%} of the schedule")
+        said.append(f"{config.start_percent:.0%} to {config.end_percent:.0%} of the schedule")
     if rule.min_timestep is not None:
-        limits.append(f"timesteps from {rule.min_timestep:g} up")
+        said.append(f"timesteps from {rule.min_timestep:g} up")
     if config.max_beta is not None:
-        limits.append(f"beta below {config.max_beta:g}")
-    return text + (f", {', '.join(limits)}" if limits else "")
+        said.append(f"beta below {config.max_beta:g}")
+    return ", ".join(said)
 
 
 def notes_on(config: MergeConfig, covered: list[bool], downsamples: list[int]) -> tuple[str, ...]:

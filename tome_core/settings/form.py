@@ -64,22 +64,19 @@ class Field(NamedTuple):
 
 
 def _field_of(described: Mapping[str, Any]) -> Field:
-    setting, meanings = described["name"], described.get("choices", ())
-    facts = {name: value for name, value in described.items() if name in Field._fields} | {
-        "name": described.get("known_as", setting), "setting": setting, "meanings": meanings}  # fmt: skip
+    facts = {name: value for name, value in described.items() if name in Field._fields}
+    meanings = facts.get("choices", ())
+    own = Field(**facts | {"name": described.get("known_as", facts["name"]), "setting": facts["name"]})
     if meanings:
         choices = described.get("shown", meanings)
-        return Field(**facts | {"choices": choices, "default": choices[meanings.index(described["default"])]})
-    if "minimum" in facts and "limit" not in facts and not described.get("open_ended"):
-        facts["limit"] = facts["maximum"]
-    if "minimum" in facts and facts["default"] is None:
-        text = f"{facts['help']} {UNSET:g} is {described['unset']}."
-        facts |= {"default": UNSET, "minimum": UNSET, "help": text, "may_be_unset": True}
-    return Field(**facts)
+        return own._replace(choices=choices, meanings=meanings, default=choices[meanings.index(own.default)])
+    if own.default is None:
+        text = f"{own.help} {UNSET:g} is {described['unset']}."
+        own = own._replace(default=UNSET, minimum=UNSET, help=text, may_be_unset=True)
+    return own
 
 
-_PLACED = sorted((one for one in describe_settings() if "place" in one), key=itemgetter("place"))
-FIELDS = tuple(map(_field_of, _PLACED))
+FIELDS = tuple(map(_field_of, sorted((one for one in describe_settings() if "place" in one), key=itemgetter("place"))))
 NAMES = tuple(one.name for one in FIELDS)
 
 
@@ -140,9 +137,4 @@ def _in_the_forms_words(text: str) -> str:
         text = re.sub(rf"\b{one.setting}=", f"{one.name}=", text)
         for choice, meaning in zip(one.choices, one.meanings, strict=True):
             text = text.replace(f"{one.name}={meaning!r}", f"{one.name}={choice!r}")
-    text = text.replace("leave it at None", f"leave it at {UNSET:g}")
-    head, remedy, choices = text.rpartition("; use one of ")
-    refused = next((one for one in FIELDS if remedy and one.choices and head.startswith(f"{one.name}=")), None)
-    for choice, meaning in zip(refused.choices, refused.meanings, strict=True) if refused else ():
-        choices = choices.replace(repr(meaning), repr(choice))
-    return head + remedy + choices
+    return text.replace("leave it at None", f"leave it at {UNSET:g}")

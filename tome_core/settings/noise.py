@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .schedule import NoiseSchedule
+from .schedule import NoiseSchedule, value_at
 
 STABLE_DIFFUSION = NoiseSchedule.stable_diffusion()
 _DIGITS = 1  # of a timestep; float32 schedules are good to a hundredth
@@ -44,18 +44,16 @@ class SchedulerNoise:
         A scheduler that tells nothing of its noise is taken to count as Stable Diffusion does.
         """
         scheduler = self._scheduler()
-        log_snrs = _log_snrs(scheduler, values)
-        if log_snrs is None:
+        sigmas = _sigmas(scheduler, values)
+        if sigmas is None:
             return [by_timestep(value) for value in values]
         own = own_schedule(scheduler) or STABLE_DIFFUSION
-        sigmas = [math.exp(-log_snr / 2) for log_snr in log_snrs]
         return [Step(round(STABLE_DIFFUSION.timestep_of_sigma(sigma), _DIGITS),
                      own.percent_of(round(own.timestep_of_sigma(sigma), _DIGITS))) for sigma in sigmas]  # fmt: skip
 
     def step_of(self, value: float) -> Step:
         """The step of one timestep of the scheduler, found by its value."""
-        steps = getattr(self._scheduler(), "timesteps", None)
-        known = steps.tolist() if torch.is_tensor(steps) and steps.dim() == 1 else []
+        known = _list(self._scheduler(), "timesteps")
         return self.steps_of(known)[known.index(value)] if value in known else by_timestep(value)
 
     def _scheduler(self) -> Any:
@@ -72,61 +70,36 @@ def by_timestep(value: float) -> Step:
 
 def own_schedule(scheduler: Any) -> NoiseSchedule | None:
     """The one that the model was trained with. Betas of a scheduler without ``alphas_cumprod`` are its steps' own."""
-    betas = getattr(scheduler, "betas", None)
+    betas = _list(scheduler, "betas")
     trained = torch.is_tensor(getattr(scheduler, "alphas_cumprod", None))
-    if not trained or not torch.is_tensor(betas) or betas.dim() != 1:
+    return NoiseSchedule(tuple(betas)) if trained and betas else None
+
+
+def _sigmas(scheduler: Any, values: list[float]) -> list[float] | None:
+    """The noise's deviation beside data of unit variance, of each value; None where the scheduler does not tell it."""
+    config = getattr(scheduler, "config", {})
+    timesteps, sigmas, kept, alphas, betas = (
+        _list(scheduler, name) for name in ("timesteps", "sigmas", "alphas_cumprod", "alphas", "betas")
+    )
+    # by place only in the schedule that the scheduler has now: another pipeline may draw by one of its own
+    count = len(timesteps) if values[: len(timesteps)] == timesteps else 0
+    if 0 < count <= len(sigmas):
+        is_flow = config.get("prediction_type") == "flow_prediction" or config.get("use_flow_sigmas")
+        if is_flow or "FlowMatch" in type(scheduler).__name__:  # sigma parts of noise are mixed with 1 - sigma of data
+            found = [sigma / max(1 - sigma, _TINY) for sigma in sigmas[:count]]
+        else:
+            of_data = config.get("sigma_data") or 1.0  # the deviation to which noise of deviation sigma is added
+            found = [sigma / of_data for sigma in sigmas[:count]]
+    elif kept:  # the share of the picture's variance that is left at each training step
+        shares = (value_at(kept, value) for value in values)
+        return [math.sqrt((1 - share) / max(share, _TINY)) for share in shares]
+    elif 0 < count <= min(len(alphas), len(betas)):  # of the step itself, not of training: IPNDM
+        found = [beta / max(alpha, _TINY) for alpha, beta in zip(alphas[:count], betas[:count], strict=True)]
+    else:
         return None
-    return NoiseSchedule(tuple(betas.tolist()))
+    return found + found[-1:] * (len(values) - count)  # its tensor may be the beginning of a longer one
 
 
-def _log_snrs(scheduler: Any, values: list[float]) -> list[float] | None:
-    # by place only in the schedule that the scheduler has now: another pipeline may draw by one of its own. Its tensor
-    # may be the beginning of a longer one.
-    own = _list(scheduler, "timesteps", 1) or []
-    count = len(own) if own and values[: len(own)] == own else 0
-    sigmas = _list(scheduler, "sigmas", count) if count else None
-    if sigmas is not None:
-        sigmas = _draw_out(sigmas[:count], len(values))
-        if _is_flow(scheduler):  # data and noise are mixed, sigma parts of noise to 1 - sigma of data
-            return [2 * math.log(max(1 - sigma, _TINY) / max(sigma, _TINY)) for sigma in sigmas]
-        of_data = _config(scheduler, "sigma_data", 1.0)  # the deviation to which noise of deviation sigma is added
-        return [-2 * math.log(max(sigma, _TINY) / of_data) for sigma in sigmas]
-    kept = _list(scheduler, "alphas_cumprod", 1)
-    if kept is not None:
-        return [_of_kept(kept, value) for value in values]
-    alphas, betas = (_list(scheduler, name, count) if count else None for name in ("alphas", "betas"))
-    if alphas is not None and betas is not None:  # of the step itself, not of training: IPNDM
-        pairs = zip(alphas[:count], betas[:count], strict=True)
-        return _draw_out([2 * math.log(max(alpha, _TINY) / max(beta, _TINY)) for alpha, beta in pairs], len(values))
-    return None
-
-
-def _draw_out(values: list[float], count: int) -> list[float]:
-    """So many of them, the last one again and again."""
-    return values + values[-1:] * (count - len(values))
-
-
-def _of_kept(kept: list[float], timestep: float) -> float:
-    """From the share of the picture's variance that is kept at each training step, linear between them."""
-    place = min(len(kept) - 1.0, max(0.0, timestep))
-    below = int(place)
-    share = kept[below] + (place - below) * (kept[min(below + 1, len(kept) - 1)] - kept[below])
-    return math.log(max(share, _TINY)) - math.log(max(1 - share, _TINY))
-
-
-def _list(scheduler: Any, name: str, least: int) -> list[float] | None:
+def _list(scheduler: Any, name: str) -> list[float]:
     found = getattr(scheduler, name, None)
-    if not torch.is_tensor(found) or found.dim() != 1 or len(found) < least:
-        return None
-    return found.tolist()
-
-
-def _is_flow(scheduler: Any) -> bool:
-    predicts = _config(scheduler, "prediction_type", "") == "flow_prediction"
-    return predicts or bool(_config(scheduler, "use_flow_sigmas", False)) or "FlowMatch" in type(scheduler).__name__
-
-
-def _config(scheduler: Any, name: str, default: Any) -> Any:
-    config = getattr(scheduler, "config", None)
-    value = config.get(name) if hasattr(config, "get") else None
-    return default if value is None else value
+    return found.tolist() if torch.is_tensor(found) and found.dim() == 1 else []

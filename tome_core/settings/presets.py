@@ -1,7 +1,7 @@
 """Strength: one number for how much of the picture may change for how much time, and names for four of them.
 
-It resolves to a `MergeConfig`, as was measured for each layout of models (`strength_table`): UNets that attend at their
-finest level, UNets that do not, as SDXL's, and transformers.
+It resolves to a `MergeConfig`, as was measured for each layout of models: UNets that attend at their finest level,
+UNets that do not, as SDXL's, and transformers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from numbers import Real
 from typing import Any
 
 from .config import MergeConfig
-from .strength_table import CURVES
 
 MARKS = {"quality": 0.25, "balanced": 0.5, "fast": 0.75, "max": 1.0}
 PRESETS = tuple(MARKS)
@@ -20,9 +19,6 @@ DEFAULT = "balanced"
 # not: kept for 100, quality lost 1 to 3 dB of PSNR and max a tenth of the texture
 _ALL: dict[str, Any] = {"side": "kv", "metric": "keys+values", "use_rand": False, "keep": 60.0,
                         "only_if_it_pays": True, "max_downsample": 8}  # fmt: skip
-# Of equally distant strengths from 0 to 1: the share of keys that late steps keep, and the timestep from which on they
-# are early and keep `EARLY_SHARE`.
-Curve = tuple[tuple[float, float], ...]
 SD, SDXL, TRANSFORMER = LAYOUTS = ("sd", "sdxl", "transformer")
 PARTS = 64  # of the tokens: shares of keys are whole numbers of them, which are numbers that kernels like
 EARLY_SHARE = 1 / PARTS  # of the keys, which early steps keep on every curve
@@ -30,6 +26,17 @@ MOST_MERGED = 3 / 4  # share of the keys above which a step is not merged: it wo
 # share of the keys from which on cells of 4x4 serve, which take no k-means step; below it those of 8x8 with three err
 # by two fifths less (benchmarks/results/front-cpu-2026-11-25.md)
 _FINE_CELLS = 5 / PARTS
+# Of equally distant strengths from 0 to 1: the keys that late steps keep, in `PARTS`, and the timestep from which on
+# steps are early and keep `EARLY_SHARE`. Chosen by ``python -m benchmarks.strength`` from what was measured.
+_FROM_65 = ((6, 328), (5, 324), (5, 250), (4, 247), (4, 172), (3, 160), (2, 149), (1, 0))
+CURVES = {
+    "sd": ((64, 1000), (64, 787), (64, 609), (41, 578), (35, 498), (26, 472), (21, 457), (17, 440), (14, 413),
+           (11, 405), (9, 375), (8, 355), (7, 339), *_FROM_65),
+    "sdxl": ((64, 1000), (41, 987), (32, 986), (25, 964), (19, 942), (14, 908), (12, 831), (10, 782), (8, 767),
+             (7, 675), (6, 600), (6, 496), (6, 406), *_FROM_65),
+    "transformer": ((64, 1000), (44, 918), (37, 849), (29, 826), (22, 807), (17, 738), (14, 703), (12, 640), (10, 597),
+                    (8, 578), (7, 500), (6, 496), (6, 406), *_FROM_65),
+}  # fmt: skip
 
 
 def strength(value: float, layout: str = SD) -> MergeConfig:
@@ -62,23 +69,19 @@ def refine_of(cell: int) -> int:
 
 
 def preset(name: str, layout: str = SD) -> MergeConfig:
-    """The settings of a named strength, see `MARKS` and `strength`. Raises ValueError for a name that is none.
-
-    >>> preset("balanced").value("side")
-    'kv'
-    """
+    """The settings of a named strength, see `MARKS` and `strength`. Raises ValueError for a name that is none."""
     if name not in MARKS:
         raise ValueError(f"preset={name!r} is not known; use one of {', '.join(map(repr, PRESETS))}")
     return strength(MARKS[name], layout)
 
 
-def _between(value: float, curve: Curve) -> tuple[float, float]:
-    """The curve's two numbers at a strength: a line between knots, of the share's logarithm."""
+def _between(value: float, curve: tuple[tuple[int, int], ...]) -> tuple[float, int]:
+    """The share of the keys and the timestep at a strength: a line between knots, of the share's logarithm."""
     place = value * (len(curve) - 1)
     low = min(int(place), len(curve) - 2)
     part = place - low
-    (share, until), (less, sooner) = curve[low], curve[low + 1]
-    between = math.exp(math.log(share) * (1 - part) + math.log(less) * part)
+    (keys, until), (fewer, sooner) = curve[low], curve[low + 1]
+    between = math.exp(math.log(keys / PARTS) * (1 - part) + math.log(fewer / PARTS) * part)
     late = math.ceil(between * PARTS - 1e-9) / PARTS
     if late > MOST_MERGED:  # of all keys and the most that are worth merging the nearer: no step of strength is large
         late = MOST_MERGED if between**2 < MOST_MERGED else 1.0

@@ -4,10 +4,8 @@ Rules are limited in timesteps of Stable Diffusion's schedule, a config by a `Wi
 all of one noise schedule of ``T`` training steps (1,000 for Stable Diffusion):
 
 * timestep ``t``: ``T - 1`` is pure noise, 0 the finished picture; what the UNet is called with;
-* percent ``p``: ``t = (1 - p) * (T - 1)``. ComfyUI's ``percent_to_sigma(p)`` is the sigma of that timestep,
-  so ranges given in per cent mean the same there;
-* beta ``beta_t``: the noise that training step ``t`` adds. For Stable Diffusion ("scaled linear")
-  ``sqrt(beta_t) = sqrt(0.00085) + t / (T - 1) * (sqrt(0.012) - sqrt(0.00085))``.
+* percent ``p``: ``t = (1 - p) * (T - 1)``, ComfyUI's scale, whose ``percent_to_sigma(p)`` is that timestep's sigma;
+* beta ``beta_t``: the noise that training step ``t`` adds.
 """
 
 from __future__ import annotations
@@ -17,12 +15,26 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
-from .config import MergeConfig
-from .rule import MergeRule
+from .config import MergeConfig, MergeRule, reaches
 
-_PARTS = ("merge_attn", "merge_crossattn", "merge_mlp")
+
+def value_at(values: Sequence[float], place: float) -> float:
+    """What stands at a place, linear between whole ones; clamped to both ends."""
+    place = min(len(values) - 1.0, max(0.0, place))
+    below, above = int(place), min(int(place) + 1, len(values) - 1)
+    return values[below] + (place - below) * (values[above] - values[below])
+
+
+def _place_of(value: float, ascending: Sequence[float]) -> float:
+    """The inverse of `value_at`."""
+    above = bisect.bisect_left(ascending, value)
+    if above in (0, len(ascending)):
+        return float(min(above, len(ascending) - 1))
+    low, high = ascending[above - 1], ascending[above]
+    return above - 1 + (value - low) / (high - low)
 
 
 @dataclass(frozen=True)
@@ -33,7 +45,7 @@ class NoiseSchedule:
 
     @classmethod
     def stable_diffusion(cls) -> NoiseSchedule:
-        """The schedule of SD1, SD2 and SDXL."""
+        """The schedule of SD1, SD2 and SDXL: the square root of beta is linear ("scaled linear")."""
         first, last, steps = 0.00085**0.5, 0.012**0.5, 1000
         return cls(tuple((first + t / (steps - 1) * (last - first)) ** 2 for t in range(steps)))
 
@@ -51,12 +63,8 @@ class NoiseSchedule:
         return (1.0 - percent) * self.last
 
     def timestep_of_beta(self, beta: float) -> float:
-        """The first timestep with so much noise, linear between whole ones; infinite where none has."""
-        above = bisect.bisect_left(self.betas, beta)
-        if above == 0 or above > self.last:
-            return math.inf if above else 0.0
-        low, high = self.betas[above - 1], self.betas[above]
-        return above - (high - beta) / (high - low)
+        """The first timestep with so much noise, linear between whole ones; the last where none has."""
+        return _place_of(beta, self.betas)
 
     def timestep_of_sigma(self, sigma: float) -> float:
         """The timestep at which the noise has this standard deviation, relative to a picture of unit variance.
@@ -64,28 +72,16 @@ class NoiseSchedule:
         ``sigma_t^2 = 1 / prod(1 - beta) - 1``, linear between whole timesteps in log sigma as in k-diffusion,
         clamped to the schedule's ends.
         """
-        logs = self._log_sigmas
-        wanted = math.log(max(sigma, 1e-12))
-        above = bisect.bisect_left(logs, wanted)
-        if above == 0 or above == len(logs):
-            return float(min(above, self.last))
-        low, high = logs[above - 1], logs[above]
-        return above - 1 + (wanted - low) / (high - low)
+        return _place_of(math.log(max(sigma, 1e-12)), self._log_sigmas)
 
     def sigma_of(self, timestep: float) -> float:
         """The noise's standard deviation at a timestep; the inverse of `timestep_of_sigma`."""
-        logs = self._log_sigmas
-        t = min(float(self.last), max(0.0, timestep))
-        below, above = int(t), min(int(t) + 1, self.last)
-        return math.exp(logs[below] + (t - below) * (logs[above] - logs[below]))
+        return math.exp(value_at(self._log_sigmas, timestep))
 
     @cached_property
     def _log_sigmas(self) -> list[float]:
-        log_kept, logs = 0.0, []
-        for beta in self.betas:
-            log_kept += math.log(max(1.0 - beta, 1e-12))
-            logs.append(0.5 * math.log(max(math.expm1(-log_kept), 1e-24)))
-        return logs
+        logs_kept = accumulate(math.log(max(1.0 - beta, 1e-12)) for beta in self.betas)
+        return [0.5 * math.log(max(math.expm1(-one), 1e-24)) for one in logs_kept]
 
 
 class Time(NamedTuple):
@@ -99,24 +95,25 @@ UNKNOWN = Time()
 
 
 class Window(NamedTuple):
-    """The part of a model's own noise schedule in which a config merges: percent, both ends in it, and past `after`."""
+    """The part of a model's own noise schedule in which a config merges: percent, both ends in it."""
 
-    start: float = 0.0
-    end: float = 1.0
-    after: float = -1.0
+    start: float
+    end: float
 
     def holds(self, time: Time) -> bool:
-        """Is the moment inside? Where it is not known, it is not."""
-        return time.percent is not None and self.start <= time.percent <= self.end and time.percent > self.after
+        """Is the moment inside? An unknown one is not."""
+        return time.percent is not None and self.start <= time.percent <= self.end
 
 
 def window_of(config: MergeConfig, schedule: NoiseSchedule) -> Window | None:
     """The window in which a config merges on this schedule; None where it merges at all times."""
     if not config.uses_percent:
         return None
-    window = Window(config.start_percent, config.end_percent)
-    reached = math.inf if config.max_beta is None else schedule.timestep_of_beta(config.max_beta)
-    return window if reached == math.inf else window._replace(after=schedule.percent_of(reached))
+    start = config.start_percent
+    if config.max_beta is not None and config.max_beta <= schedule.betas[-1]:
+        reached = schedule.percent_of(schedule.timestep_of_beta(config.max_beta))
+        start = max(start, math.nextafter(reached, math.inf))  # below it, and not at it
+    return Window(start, config.end_percent)
 
 
 class LevelRules(NamedTuple):
@@ -132,11 +129,6 @@ def holds_at(rule: MergeRule, time: Time) -> bool:
     return not rule.uses_time or (time.timestep is not None and time.timestep >= rule.min_timestep)
 
 
-def reaches(rule: MergeRule, level: int, downsample: int) -> bool:
-    """Does the rule cover blocks of this level, down-sampled this much from the latent?"""
-    return level == 0 if rule.max_downsample is None else downsample <= rule.max_downsample
-
-
 def choose(rules: Sequence[MergeRule], downsamples: Sequence[int], pixels: int | None = None) -> tuple[LevelRules, ...]:
     """The rules in force: for each level (its down-sampling given) and part, the first of ``rules`` that fits.
 
@@ -144,13 +136,14 @@ def choose(rules: Sequence[MergeRule], downsamples: Sequence[int], pixels: int |
     A rule of ratio 0 fits too: it keeps its blocks and times unmerged whatever later rules say.
     """
     large = [rule for rule in rules if rule.min_pixels <= (pixels or 0)]
-    return tuple(LevelRules(*(_first(large, level, down, part) for part in _PARTS))
-                 for level, down in enumerate(downsamples))  # fmt: skip
 
+    def first(level: int, downsample: int, part: str) -> MergeRule | None:
+        fitting = (rule for rule in large if getattr(rule, f"merge_{part}") and reaches(rule, level, downsample))
+        found = next(fitting, None)
+        return None if found is None or found.is_off else found
 
-def _first(rules: Sequence[MergeRule], level: int, downsample: int, part: str) -> MergeRule | None:
-    found = next((rule for rule in rules if getattr(rule, part) and reaches(rule, level, downsample)), None)
-    return None if found is None or found.is_off else found
+    return tuple(LevelRules(*(first(level, downsample, part) for part in LevelRules._fields))
+                 for level, downsample in enumerate(downsamples))  # fmt: skip
 
 
 def ever_merges(rules: Sequence[MergeRule], level: int, downsample: int) -> bool:

@@ -18,9 +18,8 @@ from tests.models import BY_NAME, call_case, call_unet, inputs, sd15, small
 from tests.most_calls import MOST_CALLS_LEFT_ALONE
 from tome_core import PRESETS, MergeConfig, gains
 from tome_core.measuring import measure
-from tome_core.measuring.fingerprint import device_of, dtype_of
 from tome_core.measuring.measure import steps_of
-from tome_core.measuring.pays import Pays
+from tome_core.measuring.pays import Pays, device_of, dtype_of
 from tome_core.merging.methods import METHODS
 from tome_core.reporting.gains import KNOWN
 
@@ -120,7 +119,7 @@ def test_where_it_is_measured_not_to_pay_it_is_off_and_says_why(price):
 def test_a_gain_is_what_the_clock_says(price):
     gain = measured(tome_core.patch(small(), PLAIN), price(0.5), TABLE_MERGES)
     blocks = 4  # three at the finest level, which merge, and one in the middle
-    assert gain.unmerged == blocks and gain.merged == pytest.approx(1 + 3 * 0.5) and gain.spread == 0
+    assert gain.unmerged == blocks and gain.merged == pytest.approx(1 + 3 * 0.5)
 
 
 def test_rules_that_do_not_ask_merge_whatever_was_measured(price):
@@ -138,12 +137,12 @@ def test_the_kinds_of_steps_are_those_of_a_picture(name):
     handle = tome_core.patch(model, name, host_clock=True)
     told = steps_of(handle.clock, 20)
     x = x[:1].repeat(2, 1, 1, 1)
-    for step in told:
-        handle.set_time(timestep=step.timestep, sampling="picture", pictures=1)
+    for timestep, kind in told:
+        handle.set_time(timestep=timestep, sampling="picture", pictures=1)
         with torch.no_grad():
-            call_unet(model, x, step.timestep, text)
-        made = any(kept.timestep == step.timestep for kept in handle.time._sampling._plans.values())
-        assert made == (step.kind[1] != "kept"), step
+            call_unet(model, x, timestep, text)
+        made = any(kept.timestep == timestep for kept in handle.time._sampling._plans.values())
+        assert made == (kind[1] != "kept"), timestep
     share = Counter(kind for _, kind in told)
     assert share.total() == 20 and sum(n for kind, n in share.items() if kind[1] == "kept") >= 8
 
@@ -153,7 +152,7 @@ def test_kinds_count_as_often_as_a_picture_has_them(price, monkeypatch):
     model = small()
     handle = tome_core.patch(model, PLAIN)
     kinds = [(999.0, "dear"), *[(500.0, "cheap")] * 18, (0.0, None)]
-    monkeypatch.setattr(measure, "steps_of", lambda run, steps: [measure.TimedStep(*kind) for kind in kinds])
+    monkeypatch.setattr(measure, "steps_of", lambda run, steps: kinds)
     clock = price(0.0)
     costs = {999.0: 10.0, 500.0: 1.0}
 
@@ -205,11 +204,13 @@ def test_a_measurement_that_fails_leaves_everything_as_it_was():
     assert not [name for name, module in model.named_modules() if "forward" in vars(module)]
 
 
-def test_a_unet_that_nobody_called_eval_on_is_measured_where_nothing_in_it_is_random(price):
+def test_a_unet_that_nobody_called_eval_on_is_measured_and_draws_from_no_generator_of_others(price):
     model = small()
-    handle = tome_core.patch(model.train(), "balanced", host_clock=True)  # as the Forges have theirs
+    (dropout, *_) = [one for one in model.train().modules() if isinstance(one, torch.nn.Dropout)]
+    dropout.p = 0.1
+    handle, generator = tome_core.patch(model, "balanced", host_clock=True), torch.get_rng_state()
     assert measured(handle, price(0.5), TABLE_MERGES).ratio > 1
-    assert model.training
+    assert model.training and torch.equal(torch.get_rng_state(), generator)
 
 
 def test_a_measurement_is_refused_where_it_would_disturb_or_mislead(price):
@@ -221,11 +222,6 @@ def test_a_measurement_is_refused_where_it_would_disturb_or_mislead(price):
     with pytest.raises(RuntimeError, match="a sampling goes on"):
         handle.measure()
     handle.set_time()
-    (dropout, *_) = [one for one in model.train().modules() if isinstance(one, torch.nn.Dropout)]
-    dropout.p = 0.1
-    with pytest.raises(RuntimeError, match="in training"):
-        handle.measure()
-    model.eval()
     model.forward = lambda *args, **kwargs: type(model).forward(model, *args, **kwargs)  # a step cacher
     with pytest.raises(RuntimeError, match="somebody else's wrapper"):
         handle.measure()
@@ -255,8 +251,8 @@ def test_a_transformer_is_not_measured_and_says_so():
     handle = tome_core.patch(model, "balanced")
     with torch.no_grad():
         tiny_transformers.call(model, arguments)
-    KNOWN.remember(gains.Gain(gains.Case(*("",) * 7, 64, 64, 2), 1.0, 0.5))
-    assert handle.gain_for(512, 512) is None and not handle.is_measured and handle.why_not(512, 512) == ""
+    KNOWN.remember(gains.Gain(*("",) * 7, 64, 64, 2, 1.0, 0.5))
+    assert handle.gain_for(512, 512) is None and handle.why_not(512, 512) == ""
     with pytest.raises(RuntimeError, match="of UNets alone"):
         handle.measure()
 
@@ -333,8 +329,7 @@ def test_a_gate_that_was_measured_shut_costs_what_the_table_costs():
         by_table = watch(lambda: unet(*inputs))  # noqa: B023
         x = inputs[0]
         where = device_of(x.device), dtype_of(x.dtype), *x.shape[-2:], len(x)
-        case = gains.Case(*handle._about(tome_core.models.unet_blocks.find_blocks(unet)), *where)
-        KNOWN.remember(gains.Gain(case, 1.0, 2.0))
+        KNOWN.remember(gains.Gain(*handle._about(), *where, 1.0, 2.0))
         handle.uninstall()
         handle.install()
         unet(*inputs)

@@ -8,7 +8,6 @@ import torch
 import tome_core
 from tests.models import sd15, sdxl, small
 from tome_core import gains
-from tome_core.measuring import fingerprint
 from tome_core.measuring.pays import Pays
 
 LATENT = torch.empty(2, 4, 64, 64)
@@ -28,7 +27,7 @@ def card(monkeypatch):
 
 
 def gain(merged, side=64):
-    return gains.Gain(gains.Case(*("",) * 5, "card", "float32", side, side, 2), 1.0, merged)
+    return gains.Gain(*("",) * 5, "card", "float32", side, side, 2, 1.0, merged)
 
 
 def ask(pays, clock, latent=LATENT):
@@ -78,4 +77,4 @@ def test_the_blocks_of_a_model_are_counted_for_it():
 
 
 def test_an_update_of_torch_or_of_the_engine_makes_old_gains_anothers():
-    assert fingerprint.versions() == (torch.__version__, tome_core.__version__)
+    assert tome_core.patch(small())._about()[-2:] == (torch.__version__, tome_core.__version__)

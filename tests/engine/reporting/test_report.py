@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import Counter
 
 import pytest
 
 import tome_core
 from tests.models import BY_NAME, call_case
 from tome_core import Gain, MergeConfig, MergeRule, Report
-from tome_core.reporting.gains import Case
-from tome_core.reporting.report import LevelReport, PhaseReport
-from tome_core.reporting.report_text import MOST_LINES, percent
+from tome_core.reporting.ledger import LevelTally, PhaseReport
+from tome_core.reporting.report import MOST_LINES, percent
 
 CASE = BY_NAME["ldm_sd1"]
 EARLY = MergeConfig(side="kv", ratio=0.5, early_ratio=0.9, early_until=600.0, max_downsample=8)
@@ -27,12 +27,12 @@ def reported(config: MergeConfig, *timesteps: float, side: int = 16) -> Report:
 
 
 def gain(ratio: float, side: int = 64) -> Gain:
-    return Gain(Case("model", "rules", "attention", "torch", "ours", "cpu", "float32", side, side, 2), ratio, 1.0)
+    return Gain("model", "rules", "attention", "torch", "ours", "cpu", "float32", side, side, 2, ratio, 1.0)
 
 
-def level(downsample: int = 1, keys: int = 64, left: int = 25, **facts) -> LevelReport:
-    phase = PhaseReport("", {("attn", 256, 256, keys): 3}, {}, {}, 100, left)
-    return LevelReport(0, downsample, 3, True, (phase,), **facts)
+def level(downsample: int = 1, left: int = 25) -> LevelTally:
+    phase = PhaseReport("", Counter({("attn", 256, 256, 64): 3}), work_full=100, work_left=left)
+    return LevelTally(downsample, 3, {"": phase})
 
 
 @pytest.mark.slow
@@ -56,10 +56,10 @@ def test_unmeasured_it_begins_with_what_was_left_out_and_says_nothing_of_time():
 
 
 def test_why_not_is_told_without_the_part_unless_it_is_not_self_attention():
-    skipped = {"attn: why": 3, "block: why not": 2, "mlp: never": 1}
-    phase = PhaseReport("", {}, skipped, {"bias": 2}, 100, 100)
-    coarse = LevelReport(1, 2, 3, True, traced=("autocast",))
-    report = Report(True, levels=(LevelReport(0, 1, 3, True, (phase,), traced=("autocast",)), coarse))
+    skipped = Counter({"attn: why": 3, "block: why not": 2, "mlp: never": 1})
+    phase = PhaseReport("", skipped=skipped, sized_by=Counter(bias=2), work_full=100, work_left=100)
+    fine, coarse = LevelTally(1, 3, {"": phase}, {"autocast"}), LevelTally(2, 3, traced={"autocast"}, level=1)
+    report = Report(True, levels=(fine, coarse))
     first, *rest = report.lines()
     assert first.endswith("nothing merged: why")
     assert [line.strip() for line in rest] == [
@@ -70,7 +70,7 @@ def test_why_not_is_told_without_the_part_unless_it_is_not_self_attention():
 
 
 def test_a_gain_is_no_headline_of_a_picture_that_did_not_merge():
-    off = Report(True, levels=(LevelReport(0, 1, 3, True),), gains=(gain(0.9),))
+    off = Report(True, levels=(LevelTally(1, 3),), gains=(gain(0.9),))
     assert "0.90x" not in str(off) and off.headline.startswith("nothing merged")
 
 

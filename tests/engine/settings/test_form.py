@@ -84,7 +84,7 @@ def test_a_change_leaves_the_rest_of_a_config():
     ({"level": "up to /3"}, "level='up to /3' is not possible; use one of automatic, up to /1, up to /2, up to /4, up"),
     ({"level": ["7", 0]}, r"level=['7', 0] is not possible; use one of automatic"),
     ({"method": "downsample", "merge_what": "q+k+v"},
-     "merge_what='q+k+v' is not possible with method='downsample'; use one of 'k+v'"),
+     "merge_what='q+k+v' is not possible with method='downsample'; use merge_what='k+v'"),
     ({"method": "downsample", "early_ratio": 0.5}, "leave it at -1"),
     ({"refine": 1, "proportional": False}, "refine=1 may leave groups without tokens"),
     ({"use_rand": "yes"}, "use_rand='yes' is str; use True or False"),

@@ -19,9 +19,8 @@ FIELD = f'''    gentleness: float = setting(
 
 '''
 BEFORE = {"MergeRule": "    def __post_init__", "MergeConfig": "    def __init__(self, *, rules"}
-SETTINGS, FILES = Path("tome_core", "settings"), {"MergeRule": "rule.py", "MergeConfig": "config.py"}
-PAGE = Path("docs", "settings.md")
-GENERATORS = (("tome_core.settings.table", "--write", str(PAGE)), ("comfy_nodes.nodedefs",))
+CONFIG = Path("tome_core", "settings", "config.py")
+TABLE = Path("benchmarks", "settings_table.py")
 ASKED = '''
 import json
 from tome_core import MergeConfig, form, patch, strength
@@ -51,20 +50,14 @@ def copy(request, tmp_path_factory) -> Path:
     place = tmp_path_factory.mktemp("copy")
     for name in ("tome_core", "comfy_nodes", "locales"):
         shutil.copytree(ROOT / name, place / name, ignore=shutil.ignore_patterns("__pycache__"))
-    (place / PAGE).parent.mkdir()
-    shutil.copy(ROOT / PAGE, place / PAGE)
-    texts = {name: (place / SETTINGS / name).read_text(encoding="utf-8") for name in FILES.values()}
-    name, before = FILES[request.param], BEFORE[request.param]
-    assert texts[name].count(before) == 1
-    field = FIELD % sum(text.count("place=") for text in texts.values())
-    (place / SETTINGS / name).write_text(texts[name].replace(before, field + before), encoding="utf-8")
-    generate(place)
+    (place / TABLE).parent.mkdir()
+    shutil.copy(ROOT / TABLE, place / TABLE)
+    text, before = (place / CONFIG).read_text(encoding="utf-8"), BEFORE[request.param]
+    assert text.count(before) == 1
+    field = FIELD % text.count("place=")
+    (place / CONFIG).write_text(text.replace(before, field + before), encoding="utf-8")
+    call(place, "-m", "comfy_nodes.nodedefs")
     return place
-
-
-def generate(place: Path) -> None:
-    for module, *arguments in GENERATORS:
-        call(place, "-m", module, *arguments)
 
 
 def call(place: Path, *arguments: str) -> str:
@@ -90,7 +83,8 @@ def test_it_is_in_the_form_and_in_the_node(copy):
 
 @pytest.mark.slow
 def test_it_is_in_all_that_is_generated(copy):
-    assert f"| `gentleness` | `0.25` | from 0 to 2 | {HELP} |" in (copy / PAGE).read_text(encoding="utf-8")
+    table = call(copy, "-c", "from benchmarks.settings_table import settings; print(settings())")
+    assert f"| `gentleness` | `0.25` | from 0 to 2 | {HELP} |" in table
     page = (copy / "comfy_nodes" / "web" / "docs" / "ToMeSettings.md").read_text(encoding="utf-8")
     assert f"| gentleness | {HELP} |" in page and 'behind "Show advanced inputs"' in page
     for language in ("en", "zh", "ja"):
@@ -100,9 +94,8 @@ def test_it_is_in_all_that_is_generated(copy):
 
 @pytest.mark.slow
 def test_nothing_of_it_is_left_where_it_is_taken_out_again(copy):
-    for name in FILES.values():
-        shutil.copy(ROOT / SETTINGS / name, copy / SETTINGS)
-    generate(copy)
-    for name in (PAGE, "comfy_nodes/web/docs/ToMeSettings.md", *(f"locales/{one}/nodeDefs.json" for one in
-                                                                 ("en", "zh", "ja"))):  # fmt: skip
+    shutil.copy(ROOT / CONFIG, copy / CONFIG)
+    call(copy, "-m", "comfy_nodes.nodedefs")
+    locales = [f"locales/{one}/nodeDefs.json" for one in ("en", "zh", "ja")]
+    for name in ("comfy_nodes/web/docs/ToMeSettings.md", *locales):
         assert (copy / name).read_bytes() == (ROOT / name).read_bytes()

@@ -13,8 +13,7 @@ from tests.models import BY_NAME, call_case
 from tome_core import MergeConfig, MergeRule, preset, strength
 from tome_core.engine.size_gate import pays, pays_in_mlp
 from tome_core.patching.handle import handle_on
-from tome_core.settings.phases import plain_rules
-from tome_core.settings.schedule import reaches
+from tome_core.settings.config import plain_rules, reaches
 
 CASE = BY_NAME["sd15"]
 

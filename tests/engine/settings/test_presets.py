@@ -13,9 +13,8 @@ from benchmarks.strength import step_time
 from tests import tiny_transformers
 from tests.models import BY_NAME, call_case, on_small, sdxl, small
 from tome_core import preset, strength
-from tome_core.settings.phases import plain_rules
+from tome_core.settings.config import plain_rules, reaches
 from tome_core.settings.presets import LAYOUTS, MARKS, SD, SDXL, TRANSFORMER
-from tome_core.settings.schedule import reaches
 
 FINELY = [number / 200 for number in range(201)]
 of_each = pytest.mark.parametrize("layout", LAYOUTS)

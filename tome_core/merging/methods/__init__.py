@@ -6,7 +6,7 @@ To add one:
 2. describe it at the end of that file as ``METHOD = Method("NAME", "what it does", match)``;
 3. add it to the tuple below;
 4. run ``python install.py test``: the laws in ``tests/engine/merging/test_methods.py`` and the patch contract run over
-   every registered method; ``python -m tome_core.settings.table --write docs/settings.md`` names it there.
+   every registered method; ``python -m benchmarks.doc_tables --write`` names it there.
 """
 
 from . import bipartite, cluster, downsample
