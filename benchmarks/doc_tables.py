@@ -8,6 +8,7 @@ below; prose that links to the older one has to follow.
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Iterable
@@ -42,6 +43,7 @@ SHOWN = {
                  "stacking-wan-cpu-2026-11-25"),
     "unfused": ((0, 1, 2, 4, 6, 8, 9), "unfused-cpu-2026-11-23"),
 }  # fmt: skip
+CARD = "card-h200-2026-11-26"
 MOMENTS = (50, 400, 800)  # of `TIMES`: hardly noisy, half, nearly noise
 TOKENS = 4096  # of the finest level of the scene models
 PEERS = {
@@ -173,6 +175,23 @@ def speed() -> str:
     ))  # fmt: skip
 
 
+def card() -> str:
+    """Calls of whole UNets, and samplings, on a graphics card: by the clock, and how long of it the card worked."""
+    rows = json.loads((results.FOLDER / f"{CARD}.json").read_text(encoding="utf-8"))["rows"]
+    shown = ("unmerged", "tomesd", "renewed", "kept")
+    heads = ("", *(f"{name}, ms (of the card)" for name in shown), "20 steps: unmerged, tomesd, `balanced`, `max`, s")
+    lines = []
+    for row in rows:
+        name, of = row["what"], row["of"]
+        if " call, " in name and "compiled" not in name:
+            whole = next((one["of"] for one in rows if one["what"] == name.replace("call", "sampling of 20 steps")), {})
+            steps = ", ".join(f"{whole[one]['ms'] / 1e3:.2f}" for one in ("unmerged", "tomesd", "balanced", "max")
+                              if one in whole)  # fmt: skip
+            spent = (f"{of[one]['ms']:.0f} ({of[one]['card_ms']:.0f})" for one in shown)
+            lines.append((name.replace("call, ", ""), *spent, steps or _ABSENT))
+    return markdown(heads, lines)
+
+
 def _of_report(columns: tuple[int, ...], *names: str) -> str:
     """Some columns of what `benchmarks.report` writes, without rows whose second cell names a scene model."""
     rows = []
@@ -214,7 +233,7 @@ TABLES = {
     "quality": partial(_methods, QUALITY, METHODS),
     "sdxl": partial(_methods, SDXL, METHODS),
     "transformer": partial(_methods, TRANSFORMER, OF_TRANSFORMERS),
-    **{one.__name__: one for one in (equal_time, front, parts, speed, settings)},
+    **{one.__name__: one for one in (equal_time, front, parts, speed, settings, card)},
     **{name: partial(_of_report, *one) for name, one in SHOWN.items()},
 }
 
