@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from tome_core.models.find import adapter_of, find_models
+from tome_core.models import adapter_of, find_models
 from tome_core.models.unet_parts import BlockSite
 
 

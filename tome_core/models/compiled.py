@@ -11,7 +11,7 @@ import itertools
 import logging
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -26,6 +26,7 @@ _log = logging.getLogger(__name__)
 _NAMESPACE = "tome_core_2"
 # Compilers of older torches were not tried; 2.9's and 2.13's were.
 _TRIED = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 9)
+_OTHER = "?"  # in a form: what no graph can be given
 _MADE: dict[str, Any] = {}  # torch's own operators, from the first number on; compilers read it while they trace
 
 
@@ -128,3 +129,58 @@ def _define(sites: Any) -> torch.library.Library | None:
         _log.debug("compiled models do not merge: %s: %s", type(error).__name__, error)
         return None
     return library
+
+
+def pack(values: Sequence[Any]) -> tuple[str, list[torch.Tensor], list[int]] | None:
+    """Form, tensors and whole numbers of tensors, numbers, None, and lists and tuples of them.
+
+    None if anything else is among them.
+
+    >>> pack([None, 3, [(1, 4)]])
+    ('ni[(ii)]', [], [3, 1, 4])
+    """
+    tensors: list[torch.Tensor] = []
+    numbers: list[int] = []
+    form = "".join([_form(one, tensors, numbers) for one in values])
+    return None if _OTHER in form else (form, tensors, numbers)
+
+
+def _form(value: Any, tensors: list[torch.Tensor], numbers: list[int]) -> str:
+    if torch.is_tensor(value):
+        tensors.append(value)
+        return "t"
+    if value is None:
+        return "n"
+    if isinstance(value, int):
+        numbers.append(value)
+        return "i"
+    if isinstance(value, float):  # as a tensor, so that a graph takes any
+        tensors.append(torch.scalar_tensor(value, dtype=torch.float64))
+        return "t"
+    if isinstance(value, (list, tuple)):
+        inside = "".join([_form(one, tensors, numbers) for one in value])
+        return f"[{inside}]" if isinstance(value, list) else f"({inside})"
+    return _OTHER
+
+
+def unpack(form: str, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> list[Any]:
+    """What was packed.
+
+    >>> unpack("ni[(ii)]", [], [3, 1, 4])
+    [None, 3, [(1, 4)]]
+    """
+    return _unpack(iter(form), iter(tensors), iter(numbers))
+
+
+def _unpack(form: Iterator[str], tensors: Iterator[torch.Tensor], numbers: Iterator[int]) -> list[Any]:
+    """Up to the end of a list."""
+    found: list[Any] = []
+    for kind in form:
+        if kind in ")]":
+            break
+        if kind in "([":
+            inside = _unpack(form, tensors, numbers)
+            found.append(tuple(inside) if kind == "(" else inside)
+        else:
+            found.append({"t": tensors, "i": numbers}[kind].__next__() if kind != "n" else None)
+    return found

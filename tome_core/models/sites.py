@@ -6,12 +6,13 @@ While a compiler traces, each puts an operator of `compiled` into the graph, whi
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten
 
 from ..attention.by_hand import OF_PROCESSORS, ByHand, full_name, known_of
 from ..attention.merged import Attention
@@ -22,11 +23,9 @@ from ..merging.grid import Grid
 from ..merging.layout import Layout
 from ..reporting.reasons import MASKED, OF_OTHERS, OTHER_PARTS, REPLACED
 from . import compiled, intercept
-from .arguments import named, pack, tensors_in, unpack
-from .compiled import NumberedSite
-from .foreign_wrappers import is_own
+from .compiled import NumberedSite, pack, unpack
 from .intercept import MORE, Asked, Watching, Way, answer, way_of
-from .wrap import Wrap
+from .wrap import Wrap, is_own
 
 _MASKS = ("mask", "attention_mask", "attn_mask")
 _CONTEXTS = ("encoder_hidden_states", "context")
@@ -88,8 +87,8 @@ class Shared:
             self._goes_back = now
             torch.autograd.Variable._execution_engine.queue_callback(self._note_end)
 
-        for one in tensors_in(out):
-            if one.requires_grad:
+        for one in tree_flatten(out)[0]:
+            if torch.is_tensor(one) and one.requires_grad:
                 one.register_hook(note)
 
     def _note_end(self) -> None:
@@ -371,3 +370,8 @@ def _description(forward: Any, processor: type) -> ByHand | None:
     """Of an attention that computes by hand; None for every other."""
     known = known_of(forward)
     return known_of(processor.__call__) if known is None and full_name(forward) == OF_PROCESSORS else known
+
+
+def named(kwargs: Mapping[str, Any], names: Sequence[str]) -> Any:
+    """The first of these keywords that is there; None if there is none."""
+    return next((kwargs[name] for name in names if name in kwargs), None)

@@ -1,20 +1,201 @@
-"""diffusers' transformers (Flux, SD3, Qwen-Image, Z-Image, Lumina 2, Wan and others): how their calls are read."""
+"""diffusers' transformers (Flux, SD3, Qwen-Image, Wan and others): which are known, and how their calls are read.
+
+They are known by the names of their classes, and with each the attentions over the picture's tokens, and where those
+lie in its sequences. What is not here is not guessed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatch
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
+from ..compiling import when_traced
+from ..merging.grid import Grid
 from ..merging.layout import Layout
 from ..reporting.ledger import LevelTally
 from ..settings.noise import SchedulerNoise, Step, by_timestep
-from .arguments import arguments_of, pick_arguments
 from .sites import AttentionSite, ModelCall, ModelSite, Shared
-from .transformer_layouts import Tokens, family_of, find_attentions
 from .wrap import Wrap
+
+UNEVEN = "its pictures are of different sizes"
+NO_GRID = "the picture's tokens are no grid"
+
+
+class Tokens(NamedTuple):
+    """The picture's tokens in one call.
+
+    count: the picture's and those behind it that are of its kind, as references are.
+    latent: ``[B, C, (frames,) H, W]``, or a view of as many places; its values are looked at for copies alone.
+    """
+
+    grid: Grid
+    count: int
+    latent: torch.Tensor
+
+
+class Family(NamedTuple):
+    """A family is a class of transformers, and how its calls are read.
+
+    attentions: paths of the modules, with ``*``. tokens: of a call, from its arguments by name; or why not.
+    reads: all arguments that ``tokens`` and ``timestep`` look at. text_first: does the text lie before the picture's
+    tokens? timestep: to Stable Diffusion's, a flow model's sigma times 1000. downsample: latent places a token, a side.
+    """
+
+    attentions: tuple[str, ...]
+    tokens: Callable[[nn.Module, Mapping[str, Any]], Tokens | str]
+    reads: tuple[str, ...]
+    text_first: bool = False
+    timestep: Callable[[Mapping[str, Any]], Any] = lambda given: given["timestep"]
+    downsample: int = 2
+
+
+def _of_latent(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
+    """``[B, C, H, W]`` or ``[B, C, frames, H, W]`` in patches."""
+    latent, config = given["hidden_states"], model.config
+    size = config.patch_size
+    if latent.dim() == 4:
+        frames, (down, right) = 1, (size, size) if isinstance(size, int) else size[-2:]
+    else:
+        along, down, right = (getattr(config, "patch_size_t", 1), size, size) if isinstance(size, int) else size
+        frames = latent.shape[2] // along
+    height, width = latent.shape[-2] // down, latent.shape[-1] // right
+    return Tokens(Grid(frames * height, width, frames), frames * height * width, latent)
+
+
+def _of_ids(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
+    """Flux: ``img_ids [N, 3]``, whose first number is another one for reference pictures; they lie behind."""
+    ids, packed = given["img_ids"], given["hidden_states"]
+    ids = ids[0] if ids.dim() == 3 else ids
+    shape = _grid_of_ids(ids)
+    if shape is None:
+        return NO_GRID
+    places = packed[:, : shape[0] * shape[1]].unflatten(1, shape)
+    latent = places.movedim(3, 1)
+    if packed.shape[2] % 4 == 0 and getattr(model.config, "patch_size", 1) == 1 and packed.shape[2] >= 16:
+        latent = places.unflatten(3, (-1, 2, 2)).permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
+    return Tokens(Grid(*shape), ids.shape[0], latent)
+
+
+_GRIDS: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of tensors of ids: version, and what was found
+
+
+def _grid_of_ids(ids: torch.Tensor) -> tuple[int, int] | None:
+    """Height and width; None where they are no grid. A pipeline gives one tensor at all steps, of which one waits."""
+    if ids.is_inference():  # whether somebody writes into it cannot be told
+        return _grid_read(ids.detach().cpu())
+    version, found = _GRIDS.get(ids, (None, None))
+    if version != ids._version:
+        found = _grid_read(ids.detach().cpu())
+        _GRIDS[ids] = ids._version, found
+    return found
+
+
+def _grid_read(ids: torch.Tensor) -> tuple[int, int] | None:
+    own = int((ids[:, 0] == ids[0, 0]).long().cumprod(0).sum())
+    rows, columns = ids[:own, 1], ids[:own, 2]
+    width = int((rows == rows[0]).long().cumprod(0).sum())
+    if own % width:
+        return None
+    rows, columns = rows.view(-1, width), columns.view(-1, width)
+    regular = bool((rows == rows[:, :1]).all() and (columns == columns[:1]).all())
+    return (own // width, width) if regular else None
+
+
+def _of_shapes(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
+    """Qwen-Image: ``img_shapes``, for each picture ``(frames, height, width)`` of it and of its references."""
+    shapes = given["img_shapes"]
+    if not shapes:
+        return NO_GRID
+    each = [one if isinstance(one, list) else [one] for one in shapes]
+    if any(one != each[0] for one in each):
+        return UNEVEN
+    frames, height, width = each[0][0]
+    packed = given["hidden_states"]
+    places = packed[:, : frames * height * width].unflatten(1, (frames * height, width)).movedim(3, 1)
+    return Tokens(Grid(frames * height, width, frames), packed.shape[1], places)
+
+
+def _of_list(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
+    """Z-Image: a list of latents ``[C, frames, H, W]``."""
+    latents = given["x"]
+    if not all(torch.is_tensor(one) for one in latents):
+        return "references came along"
+    if any(one.shape != latents[0].shape for one in latents):
+        return UNEVEN
+    _, frames, height, width = latents[0].shape
+    size, along = given["patch_size"], given["f_patch_size"]
+    frames, height, width = frames // along, height // size, width // size
+    return Tokens(Grid(frames * height, width, frames), frames * height * width, torch.stack(list(latents)))
+
+
+def _of_film(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
+    """LTX: the film's sizes come along."""
+    frames, height, width = given["num_frames"], given["height"], given["width"]
+    packed = given["hidden_states"]
+    if None in (frames, height, width) or frames * height * width != packed.shape[1]:
+        return NO_GRID
+    latent = packed.unflatten(1, (frames, height, width)).movedim(4, 1)
+    return Tokens(Grid(frames * height, width, frames), packed.shape[1], latent)
+
+
+def _thousandfold(given: Mapping[str, Any]) -> Any:
+    return 1000 * given["timestep"]
+
+
+_LATENT, _IDS = ("hidden_states", "timestep"), ("img_ids", "hidden_states", "timestep")
+_SHAPES, _LIST = ("img_shapes", "hidden_states", "timestep"), ("x", "t", "patch_size", "f_patch_size")
+_FILM = ("num_frames", "height", "width", "hidden_states", "timestep")
+FAMILIES: dict[str, Family] = {
+    "FluxTransformer2DModel": Family(
+        ("transformer_blocks.*.attn", "single_transformer_blocks.*.attn"), _of_ids, _IDS, True, _thousandfold
+    ),
+    "SD3Transformer2DModel": Family(("transformer_blocks.*.attn", "transformer_blocks.*.attn2"), _of_latent, _LATENT),
+    "QwenImageTransformer2DModel": Family(("transformer_blocks.*.attn",), _of_shapes, _SHAPES, True, _thousandfold),
+    "ZImageTransformer2DModel": Family(
+        ("layers.*.attention", "noise_refiner.*.attention"), _of_list, _LIST,
+        timestep=lambda given: 1000 * (1 - given["t"]),
+    ),
+    "Lumina2Transformer2DModel": Family(
+        ("layers.*.attn", "noise_refiner.*.attn"), _of_latent, _LATENT, True,
+        lambda given: 1000 * (1 - given["timestep"]),
+    ),
+    "WanTransformer3DModel": Family(("blocks.*.attn1",), _of_latent, _LATENT),
+    "HunyuanVideoTransformer3DModel": Family(
+        ("transformer_blocks.*.attn", "single_transformer_blocks.*.attn"), _of_latent, _LATENT
+    ),
+    "LTXVideoTransformer3DModel": Family(("transformer_blocks.*.attn1",), _of_film, _FILM, downsample=1),
+    "PixArtTransformer2DModel": Family(("transformer_blocks.*.attn1",), _of_latent, _LATENT),
+}  # fmt: skip
+NAMES = tuple(FAMILIES)
+_IN_PIPELINES = ("transformer", "transformer_2")  # Wan 2.2 has two, for early and for late steps
+
+
+def family_of(model: Any) -> Family | None:
+    """By its class's name, or that of a class it is derived from."""
+    if not isinstance(model, nn.Module):
+        return None
+    names = (kind.__name__ for kind in type(model).__mro__)
+    return next((FAMILIES[name] for name in names if name in FAMILIES), None)
+
+
+def find_transformers(model: Any) -> list[nn.Module]:
+    """The known transformers of a pipeline, or the model itself; none where it is or has no known one."""
+    candidates = [model, *(getattr(model, name, None) for name in _IN_PIPELINES)]
+    inner = [getattr(one, "_orig_mod", one) for one in candidates]  # of a compiled one
+    return [one for one in inner if family_of(one) is not None]
+
+
+def find_attentions(model: nn.Module, family: Family) -> list[tuple[str, nn.Module]]:
+    """Path and module of each attention over the picture's tokens, in order."""
+    return [(path, one) for path, one in model.named_modules() if any(
+        path.count(".") == pattern.count(".") and fnmatch(path, pattern) for pattern in family.attentions)]  # fmt: skip
 
 
 class TransformerAdapter:
@@ -87,3 +268,37 @@ class PipelineSteps(SchedulerNoise):
     def steps_of(self, values: list[float]) -> list[Step]:
         """What the scheduler's ``values``, all that its ``timesteps`` hold, stand for."""
         return [by_timestep(value) for value in values]
+
+
+def arguments_of(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of a call of the model, all of them by name. Raises TypeError where the model would."""
+    bound = _signature(type(model)).bind(model, *args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments
+
+
+@cache
+def _signature(kind: type[nn.Module]) -> inspect.Signature:
+    return inspect.signature(kind.forward)
+
+
+def pick_arguments(model: nn.Module, names: Sequence[str], args: tuple, kwargs: Mapping[str, Any]) -> list[Any]:
+    """Some of them, in a way that a compiler can follow."""
+    return [_argument(type(model), name, args, kwargs) for name in names]
+
+
+def _argument(kind: type[nn.Module], name: str, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    if name in kwargs:
+        return kwargs[name]
+    place = _place(kind, name)
+    return args[place] if place < len(args) else _default(kind, name)
+
+
+@when_traced
+def _place(kind: type[nn.Module], name: str) -> int:
+    return list(_signature(kind).parameters).index(name) - 1
+
+
+@when_traced
+def _default(kind: type[nn.Module], name: str) -> Any:
+    return _signature(kind).parameters[name].default

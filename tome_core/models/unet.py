@@ -14,8 +14,7 @@ from ..merging.grid import Grid
 from ..merging.layout import Layout
 from ..reporting.ledger import LevelTally
 from ..reporting.reasons import NO_GRID, REPLACED
-from .arguments import named
-from .sites import AttentionSite, ModelCall, ModelSite, Shared
+from .sites import AttentionSite, ModelCall, ModelSite, Shared, named
 from .unet_blocks import Place, find_blocks
 from .unet_parts import BlockAttentionSite, BlockSite, PartSite
 from .wrap import Wrap

@@ -124,7 +124,7 @@ def find_blocks(unet: nn.Module) -> list[Place]:
         f"{type(unet).__name__} has no {BLOCK} inside a "
         f"{' or '.join(f.transformer for f in FAMILIES)}, which is what token merging works on; found "
         f"{_inventory(unet)}. Stable Diffusion 1, 2 and XL UNets have it; of transformers those in "
-        "tome_core.models.transformer_layouts.NAMES are known, Flux, SD3 and Wan among them."
+        "tome_core.models.transformer.NAMES are known, Flux, SD3 and Wan among them."
     )
 
 

@@ -16,8 +16,7 @@ from torch import nn
 from ..engine.decision import is_as_tomesd
 from ..merging.grid import Grid
 from ..reporting.reasons import MASKED, NO_GRID, OF_OTHERS
-from .arguments import named
-from .sites import AttentionSite, ModelCall, Shared
+from .sites import AttentionSite, ModelCall, Shared, named
 from .wrap import Wrap
 
 _NAMES = ("hidden_states", "x")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..compiling import is_tracing
 
@@ -19,6 +21,7 @@ _BOUND = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
 _REPLICATE = "_replicate_for_data_parallel"
 _MARK = "_tome_core_wrap"
 _FORWARDS: set[Any] = set()  # the functions that wraps put in place of methods
+_WRAPPERS: dict[str, Callable[[nn.Module, Any], Any]] = {}  # what sees through wrappers that others leave, by name
 patch_lock = threading.RLock()  # held while wraps are put on or taken off: two threads may patch one model
 
 
@@ -104,7 +107,7 @@ class Wrap:
                 wrap.beneath = current
             setattr(self.target, self._slot(), wrap.forward if _BOUND else wrap)
             vars(self.target)[_MARK] = wrap
-            if isinstance(self.target, torch.nn.Module):
+            if isinstance(self.target, nn.Module):
                 vars(self.target)[_REPLICATE] = partial(_replicate_plainly, self.target)
         wrap._placed = True
         wrap._of_class = getattr(type(self.target), self.name)
@@ -194,7 +197,7 @@ def drop_remains(target: Any) -> None:
             vars(target).pop(_REPLICATE, None)
 
 
-def is_wrapped_by_others(module: torch.nn.Module) -> bool:
+def is_wrapped_by_others(module: nn.Module) -> bool:
     """Does anybody but us, and accelerate, stand in for ``module.forward``?"""
     found = Wrap(module)._find()
     ours = wrap_of(found)
@@ -218,7 +221,29 @@ def without_inert(method: Any) -> Any:
     return method
 
 
-def _replicate_plainly(module: torch.nn.Module) -> torch.nn.Module:
+def register_wrapper(name: str, beneath: Callable[[nn.Module, Any], Any]) -> None:
+    """Make somebody's wrappers known.
+
+    beneath: of a module and what stands in place of its ``forward``: what that does nothing but call at this moment;
+    None where it does more, or is another's. A second one of a name replaces the first.
+    """
+    _WRAPPERS[name] = beneath
+
+
+def is_own(module: nn.Module, method: Any) -> bool:
+    """Does the method, in place of the module's ``forward``, come down to the class's? None stands for the class's."""
+    while method is not None:
+        if getattr(method, "__self__", None) is module:
+            return getattr(method, "__func__", None) is type(module).forward
+        found = (beneath(module, method) for beneath in _WRAPPERS.values())
+        method = next((one for one in found if one is not None), None)
+        if method is None:
+            return False
+        method = without_inert(method)  # of ours, which they may have found when they came
+    return True
+
+
+def _replicate_plainly(module: nn.Module) -> nn.Module:
     """What `torch.nn.DataParallel` asks a module for: a copy that shares its attributes, here without our wrap.
 
     The wrap's module is the first one, so a replica would run that one's weights; without it, it merges nothing.

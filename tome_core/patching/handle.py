@@ -12,7 +12,7 @@ from torch import nn
 from ..engine.decision import around_of
 from ..engine.state import State
 from ..measuring.measured import Measured
-from ..models.find import Adapter, adapter_of
+from ..models import Adapter, adapter_of
 from ..models.pipeline import SamplingScope, SchedulerClock
 from ..models.transformer import PipelineSteps
 from ..models.wrap_set import put_on, take_off, wraps_on
