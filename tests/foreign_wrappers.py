@@ -33,7 +33,7 @@ def sites_of(model) -> list[tuple[nn.Module, str]]:
     for one in find_models(model):
         adapter = adapter_of(one)
         levels = set(range(len(adapter.downsamples)))
-        found += adapter.wraps(one, None, levels, levels, _site)
+        found += adapter.wraps(one, levels, levels, _site)
     return found
 
 

@@ -7,7 +7,7 @@ lie in its sequences. What is not here is not guessed.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatch
 from functools import cache
 from typing import Any, NamedTuple
@@ -21,8 +21,9 @@ from ..merging.grid import Grid
 from ..merging.layout import Layout
 from ..reporting.ledger import LevelTally
 from ..settings.noise import SchedulerNoise, Step, by_timestep
-from .sites import AttentionSite, ModelCall, ModelSite, Shared
+from .sites import AttentionSite, ModelSite
 from .wrap import Wrap
+from .wrap_set import ModelCall
 
 UNEVEN = "its pictures are of different sizes"
 NO_GRID = "the picture's tokens are no grid"
@@ -214,20 +215,16 @@ class TransformerAdapter:
         return [LevelTally(self.family.downsample, self._blocks)]
 
     def wraps(
-        self, model: nn.Module, shared: Shared, levels: set[int], around: set[int], make: Callable[..., Wrap]
+        self, model: nn.Module, levels: set[int], around: set[int], make: Callable[..., Wrap]
     ) -> Iterator[Wrap]:
         """What has to be put on the model, the outermost first. make: as of `unet.UNetAdapter.wraps`."""
-        yield make(ModelSite, model, shared)
+        yield make(ModelSite, model)
         for path, module in find_attentions(model, self.family):
-            yield make(AttentionSite, module, path, 0, shared)
-
-    def arguments(self, model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """All arguments of a call, by name."""
-        return arguments_of(model, args, kwargs)
+            yield make(AttentionSite, module, path, 0)
 
     def pick(self, model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> list[Any]:
         """The arguments of `reads`, in a way that a compiler can follow."""
-        return pick_arguments(model, self.reads, args, kwargs)
+        return [_argument(type(model), name, args, kwargs) for name in self.reads]
 
     def read(self, model: nn.Module, given: Mapping[str, Any], time: Any) -> tuple[Any, Any, Any]:
         """Timestep as Stable Diffusion's, latent, and the picture's grid and tokens, or why there are none.
@@ -242,9 +239,9 @@ class TransformerAdapter:
 
     def layout_of(self, now: ModelCall, site: AttentionSite, tokens: int) -> Layout | str:
         """Text may lie before the picture's tokens."""
-        if isinstance(now.tokens, str):
-            return now.tokens
-        grid, count = now.tokens
+        if isinstance(now.facts, str):
+            return now.facts
+        grid, count = now.facts
         return Layout(grid, tokens - count if self.family.text_first else 0)
 
 
@@ -270,35 +267,22 @@ class PipelineSteps(SchedulerNoise):
         return [by_timestep(value) for value in values]
 
 
-def arguments_of(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Of a call of the model, all of them by name. Raises TypeError where the model would."""
-    bound = _signature(type(model)).bind(model, *args, **kwargs)
-    bound.apply_defaults()
-    return bound.arguments
+def _argument(kind: type[nn.Module], name: str, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    """Of a call. Raises TypeError if it is missing."""
+    if name in kwargs:
+        return kwargs[name]
+    place, default = _place_and_default(kind, name)
+    if place >= len(args) and default is inspect.Parameter.empty:
+        raise TypeError(f"{kind.__name__}: argument {name!r} is missing")
+    return args[place] if place < len(args) else default
+
+
+@when_traced
+def _place_and_default(kind: type[nn.Module], name: str) -> tuple[int, Any]:
+    parameters = _parameters(kind)
+    return list(parameters).index(name) - 1, parameters[name].default
 
 
 @cache
-def _signature(kind: type[nn.Module]) -> inspect.Signature:
-    return inspect.signature(kind.forward)
-
-
-def pick_arguments(model: nn.Module, names: Sequence[str], args: tuple, kwargs: Mapping[str, Any]) -> list[Any]:
-    """Some of them, in a way that a compiler can follow."""
-    return [_argument(type(model), name, args, kwargs) for name in names]
-
-
-def _argument(kind: type[nn.Module], name: str, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-    if name in kwargs:
-        return kwargs[name]
-    place = _place(kind, name)
-    return args[place] if place < len(args) else _default(kind, name)
-
-
-@when_traced
-def _place(kind: type[nn.Module], name: str) -> int:
-    return list(_signature(kind).parameters).index(name) - 1
-
-
-@when_traced
-def _default(kind: type[nn.Module], name: str) -> Any:
-    return _signature(kind).parameters[name].default
+def _parameters(kind: type[nn.Module]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(kind.forward).parameters

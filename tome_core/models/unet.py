@@ -14,13 +14,13 @@ from ..merging.grid import Grid
 from ..merging.layout import Layout
 from ..reporting.ledger import LevelTally
 from ..reporting.reasons import NO_GRID, REPLACED
-from .sites import AttentionSite, ModelCall, ModelSite, Shared, named
+from .sites import AttentionSite, ModelSite, named
 from .unet_blocks import Place, find_blocks
-from .unet_parts import BlockAttentionSite, BlockSite, PartSite
+from .unet_parts import LATENTS, BlockAttentionSite, BlockSite, PartSite
 from .wrap import Wrap
+from .wrap_set import ModelCall, WrapSet
 
 _TIMES = ("timesteps", "timestep", "t")
-_LATENTS = ("x", "sample", "hidden_states")
 # parts of a block beside its self-attention, and what they are called there
 _PARTS = (("crossattn", "attn2"), ("mlp", "ff"))
 
@@ -53,7 +53,7 @@ class UNetAdapter:
         return [LevelTally(down, blocks) for down, blocks in zip(self.downsamples, count, strict=True)]
 
     def wraps(
-        self, unet: nn.Module, shared: Shared, levels: set[int], around: set[int], make: Callable[..., Wrap]
+        self, unet: nn.Module, levels: set[int], around: set[int], make: Callable[..., Wrap]
     ) -> Iterator[Wrap]:
         """What has to be put on the UNet, the outermost first.
 
@@ -62,7 +62,7 @@ class UNetAdapter:
             around: those where parts of blocks may be called with merged tokens.
             make: gives a wrap of a class, of its target and what else it takes.
         """
-        yield make(ModelSite, unet, shared)
+        yield make(ModelSite, unet)
         before, places = None, self.places
         for place in places:
             level = self.levels[place.halvings]
@@ -71,45 +71,39 @@ class UNetAdapter:
             if place.transformer is not before:
                 before = place.transformer
                 count = sum(one.transformer is before and hasattr(one.block, "attn1") for one in places)
-                yield make(TransformerSite, before, shared, level, count)
-            yield from self._of_block(place, level, shared, level in around, make)
+                yield make(TransformerSite, before, level, count)
+            yield from self._of_block(place, level, level in around, make)
 
-    def _of_block(
-        self, place: Place, level: int, shared: Shared, around: bool, make: Callable[..., Wrap]
-    ) -> Iterator[Wrap]:
+    def _of_block(self, place: Place, level: int, around: bool, make: Callable[..., Wrap]) -> Iterator[Wrap]:
         path, block = place.path, place.block
         attention = getattr(block, "attn1", None)
         if around:
-            yield make(BlockSite, block, path, level, shared)
+            yield make(BlockSite, block, level)
         if attention is not None:
             kind = BlockAttentionSite if around else AttentionSite
-            yield make(kind, attention, f"{path}.attn1", level, shared, place.halvings)
+            yield make(kind, attention, f"{path}.attn1", level, place.halvings)
         for part, name in _PARTS if around else ():
             module = getattr(block, name, None)
             if module is not None:
-                yield make(PartSite, module, f"{path}.{name}", part, level, shared)
-
-    def arguments(self, unet: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Latent and timestep of a call."""
-        latent = args[0] if args else named(kwargs, _LATENTS)
-        return {"latent": latent, "timestep": args[1] if len(args) > 1 else named(kwargs, _TIMES)}
+                yield make(PartSite, module, path, part, level)
 
     def pick(self, unet: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> list[Any]:
         """The arguments of `reads`, in a way that a compiler can follow."""
-        return list(self.arguments(unet, args, kwargs).values())
+        latent = args[0] if args else named(kwargs, LATENTS)
+        return [latent, args[1] if len(args) > 1 else named(kwargs, _TIMES)]
 
-    def read(self, unet: nn.Module, given: Mapping[str, Any], time: Any) -> tuple[Any, Any, None]:
-        """Timestep and latent."""
-        return given["timestep"], given["latent"], None
+    def read(self, unet: nn.Module, given: Mapping[str, Any], time: Any) -> tuple[Any, Any, Any]:
+        """Timestep, latent, and height and width of it if it is a picture."""
+        latent = given["latent"]
+        is_picture = torch.is_tensor(latent) and latent.dim() >= 4
+        return given["timestep"], latent, latent.shape[-2:] if is_picture else None
 
     def layout_of(self, now: ModelCall, site: AttentionSite, tokens: int) -> Layout | str:
-        """The picture's tokens are all there are."""
-        grid = now.grid or now.grids.get(site.level)
-        if grid is None and now.area is not None:  # a compiled model does not tell where it is
-            grid = Grid(*(-(-side // 2**site.halvings) for side in now.area))
-        if grid is None or grid.height * grid.width != tokens:
+        """The picture's tokens are all there are: those of a model that does not tell where it is, as if compiled."""
+        if now.facts is None:
             return NO_GRID
-        return Layout(grid)
+        grid = Grid(*(-(-side // 2**site.halvings) for side in now.facts))
+        return Layout(grid) if grid.height * grid.width == tokens else NO_GRID
 
 
 class TransformerSite(Wrap):
@@ -118,34 +112,29 @@ class TransformerSite(Wrap):
     level: of its blocks; attentions: how many of them have a wrap.
     """
 
-    def __init__(self, transformer: nn.Module, shared: Shared, level: int, attentions: int) -> None:
+    def __init__(self, transformer: nn.Module, wraps: WrapSet, level: int, attentions: int) -> None:
         super().__init__(transformer)
-        self.shared, self.level, self.attentions = shared, level, attentions
+        self.wraps, self.level, self.attentions = wraps, level, attentions
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The transformer's output, its attentions knowing the grid."""
         if not (isinstance(self, Wrap) and self.active) or (torch.compiler.is_compiling() and is_tracing()):
             return Wrap.forward(self, *args, **kwargs)
-        now, x = self.shared.calls.now, args[0] if args else named(kwargs, _LATENTS)
+        now, x = self.wraps.calls.now, args[0] if args else named(kwargs, LATENTS)
         if now is None or not torch.is_tensor(x) or x.dim() != 4:
             return self.original(*args, **kwargs)
-        before, reached = (now.grid, now.layout), now.reached
-        now.grid = now.grids[self.level] = grid = Grid(*x.shape[2:])
-        now.layout = Layout(grid)
-        try:
-            if self.beneath is None:
-                out = type(self.target).forward(self.target, *args, **kwargs)
-            else:
-                out = self.beneath(*args, **kwargs)
-        finally:
-            now.grid, now.layout = before
+        now.layouts[self.level], reached = Layout(Grid(*x.shape[2:])), now.reached
+        if self.beneath is None:
+            out = type(self.target).forward(self.target, *args, **kwargs)
+        else:
+            out = self.beneath(*args, **kwargs)
         missing = self.attentions - (now.reached - reached)
-        if missing == self.attentions and self.beneath is not None:
+        if missing <= 0 or (missing == self.attentions and self.beneath is not None):
             return out  # another's wrapper gave what it had kept, as DeepCache's does: nothing ran
-        now.reached += max(0, missing)
+        now.reached += missing
         is_traced = bool(now.state.ledger.levels[self.level].traced)  # which says why
-        if missing > 0 and not is_traced and now.call.rules[self.level].attn is not None:
-            tokens = grid.height * grid.width
+        if not is_traced and now.call.rules[self.level].attn is not None:
+            tokens = x.shape[2] * x.shape[3]
             for _ in range(missing):
                 now.state.leave_alone(now.call, self.level, REPLACED, x.shape[0], tokens, tokens)
         return out

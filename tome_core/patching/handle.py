@@ -102,7 +102,7 @@ class Patch(Nested, Measured, State):
     @contextmanager
     def unmerged(self) -> Iterator[Patch]:
         """While in there, this thread's calls of the model merge nothing."""
-        calls = [found.shared.calls for found in map(wraps_on, self._present()) if found is not None]
+        calls = [found.calls for found in map(wraps_on, self._present()) if found is not None]
         for one in calls:
             one.off += 1
         try:
