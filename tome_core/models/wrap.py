@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 import weakref
 from collections.abc import Callable
@@ -20,7 +19,6 @@ from ..compiling import is_tracing
 _BOUND = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
 _REPLICATE = "_replicate_for_data_parallel"
 _MARK = "_tome_core_wrap"
-_FORWARDS: set[Any] = set()  # the functions that wraps put in place of methods
 _WRAPPERS: dict[str, Callable[[nn.Module, Any], Any]] = {}  # what sees through wrappers that others leave, by name
 patch_lock = threading.RLock()  # held while wraps are put on or taken off: two threads may patch one model
 
@@ -32,9 +30,6 @@ class Wrap:
     that later called that wrapper would call itself. Removed, or left underneath another's wrapper, it passes calls
     through for ever. A copy or a pickle of the target gets a wrap that passes calls through to the copy.
     """
-
-    def __init_subclass__(cls) -> None:
-        _FORWARDS.add(cls.forward)
 
     def __init__(self, target: Any, name: str = "forward") -> None:
         self.target = target
@@ -158,29 +153,13 @@ class Wrap:
         own = getattr(method, "__self__", None) is self.target
         return None if own and getattr(method, "__func__", None) is getattr(type(self.target), self.name) else method
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Wrap:
-        return self._passing_through(copy.deepcopy(self.wrapped(), memo), copy.deepcopy(self.beneath, memo))
-
     def __reduce__(self) -> tuple:
-        return _unpickle, (self.name,), (self.wrapped(), self.beneath)
+        return object.__new__, (Wrap,), (self.name, self.wrapped(), self.beneath)
 
-    def __setstate__(self, state: tuple[Any, Any]) -> None:
-        self.target, self.beneath = state
+    def __setstate__(self, state: tuple[str, Any, Any]) -> None:
+        self.name, self.target, self.beneath = state
+        self.active, self._placed, self._resting = False, True, None
         self._of_class = getattr(type(self.target), self.name, None)
-
-    def _passing_through(self, target: Any, beneath: Any) -> Wrap:
-        wrap = _unpickle(self.name)
-        wrap.__setstate__((target, beneath))
-        return wrap
-
-
-_FORWARDS.add(Wrap.forward)
-
-
-def _unpickle(name: str) -> Wrap:
-    wrap = Wrap.__new__(Wrap)
-    wrap.name, wrap.active, wrap._placed, wrap._resting = name, False, True, None
-    return wrap
 
 
 def drop_remains(target: Any) -> None:
