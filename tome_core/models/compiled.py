@@ -11,7 +11,7 @@ import itertools
 import logging
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -141,7 +141,7 @@ def pack(values: Sequence[Any]) -> tuple[str, list[torch.Tensor], list[int]] | N
     """
     tensors: list[torch.Tensor] = []
     numbers: list[int] = []
-    form = "".join([_form(one, tensors, numbers) for one in values])
+    form = _form(list(values), tensors, numbers)[1:-1]
     return None if _OTHER in form else (form, tensors, numbers)
 
 
@@ -169,18 +169,12 @@ def unpack(form: str, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -
     >>> unpack("ni[(ii)]", [], [3, 1, 4])
     [None, 3, [(1, 4)]]
     """
-    return _unpack(iter(form), iter(tensors), iter(numbers))
-
-
-def _unpack(form: Iterator[str], tensors: Iterator[torch.Tensor], numbers: Iterator[int]) -> list[Any]:
-    """Up to the end of a list."""
-    found: list[Any] = []
+    sources = {"t": iter(tensors), "i": iter(numbers), "n": itertools.repeat(None)}
+    open_lists: list[list[Any]] = [[]]
     for kind in form:
-        if kind in ")]":
-            break
         if kind in "([":
-            inside = _unpack(form, tensors, numbers)
-            found.append(tuple(inside) if kind == "(" else inside)
-        else:
-            found.append({"t": tensors, "i": numbers}[kind].__next__() if kind != "n" else None)
-    return found
+            open_lists.append([])
+            continue
+        found = next(sources[kind]) if kind in sources else open_lists.pop()
+        open_lists[-1].append(tuple(found) if kind == ")" else found)
+    return open_lists[0]

@@ -91,6 +91,3 @@ class _Bar:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._bar, name)
-
-    def __len__(self) -> int:
-        return len(self._bar)

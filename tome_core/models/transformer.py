@@ -7,8 +7,8 @@ lie in its sequences. What is not here is not guessed.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping
-from fnmatch import fnmatch
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -44,12 +44,12 @@ class Tokens(NamedTuple):
 class Family(NamedTuple):
     """A family is a class of transformers, and how its calls are read.
 
-    attentions: paths of the modules, with ``*``. tokens: of a call, from its arguments by name; or why not.
+    attentions: what the paths of the modules match. tokens: of a call, from its arguments by name; or why not.
     reads: all arguments that ``tokens`` and ``timestep`` look at. text_first: does the text lie before the picture's
     tokens? timestep: to Stable Diffusion's, a flow model's sigma times 1000. downsample: latent places a token, a side.
     """
 
-    attentions: tuple[str, ...]
+    attentions: str
     tokens: Callable[[nn.Module, Mapping[str, Any]], Tokens | str]
     reads: tuple[str, ...]
     text_first: bool = False
@@ -84,29 +84,29 @@ def _of_ids(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
     return Tokens(Grid(*shape), ids.shape[0], latent)
 
 
+_signature = cache(inspect.signature)
 _GRIDS: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of tensors of ids: version, and what was found
 
 
 def _grid_of_ids(ids: torch.Tensor) -> tuple[int, int] | None:
-    """Height and width; None where they are no grid. A pipeline gives one tensor at all steps, of which one waits."""
+    """Height and width; None if they are no grid. A pipeline gives one tensor at all steps, and one of them waits."""
     if ids.is_inference():  # whether somebody writes into it cannot be told
-        return _grid_read(ids.detach().cpu())
+        return _read_grid(ids.detach().cpu())
     version, found = _GRIDS.get(ids, (None, None))
     if version != ids._version:
-        found = _grid_read(ids.detach().cpu())
+        found = _read_grid(ids.detach().cpu())
         _GRIDS[ids] = ids._version, found
     return found
 
 
-def _grid_read(ids: torch.Tensor) -> tuple[int, int] | None:
-    own = int((ids[:, 0] == ids[0, 0]).long().cumprod(0).sum())
-    rows, columns = ids[:own, 1], ids[:own, 2]
-    width = int((rows == rows[0]).long().cumprod(0).sum())
-    if own % width:
+def _read_grid(ids: torch.Tensor) -> tuple[int, int] | None:
+    own = ids[: int((ids[:, 0] == ids[0, 0]).long().cumprod(0).sum())]
+    width = int((own[:, 1] == own[0, 1]).long().cumprod(0).sum())
+    if len(own) % width:
         return None
-    rows, columns = rows.view(-1, width), columns.view(-1, width)
-    regular = bool((rows == rows[:, :1]).all() and (columns == columns[:1]).all())
-    return (own // width, width) if regular else None
+    places = own.unflatten(0, (-1, width))
+    is_grid = (places[:, :, 1] == places[:, :1, 1]).all() and (places[:, :, 2] == places[:1, :, 2]).all()
+    return (len(own) // width, width) if is_grid else None
 
 
 def _of_shapes(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
@@ -154,26 +154,20 @@ _LATENT, _IDS = ("hidden_states", "timestep"), ("img_ids", "hidden_states", "tim
 _SHAPES, _LIST = ("img_shapes", "hidden_states", "timestep"), ("x", "t", "patch_size", "f_patch_size")
 _FILM = ("num_frames", "height", "width", "hidden_states", "timestep")
 FAMILIES: dict[str, Family] = {
-    "FluxTransformer2DModel": Family(
-        ("transformer_blocks.*.attn", "single_transformer_blocks.*.attn"), _of_ids, _IDS, True, _thousandfold
-    ),
-    "SD3Transformer2DModel": Family(("transformer_blocks.*.attn", "transformer_blocks.*.attn2"), _of_latent, _LATENT),
-    "QwenImageTransformer2DModel": Family(("transformer_blocks.*.attn",), _of_shapes, _SHAPES, True, _thousandfold),
+    "FluxTransformer2DModel": Family(r"(single_)?transformer_blocks\.\d+\.attn", _of_ids, _IDS, True, _thousandfold),
+    "SD3Transformer2DModel": Family(r"transformer_blocks\.\d+\.attn2?", _of_latent, _LATENT),
+    "QwenImageTransformer2DModel": Family(r"transformer_blocks\.\d+\.attn", _of_shapes, _SHAPES, True, _thousandfold),
     "ZImageTransformer2DModel": Family(
-        ("layers.*.attention", "noise_refiner.*.attention"), _of_list, _LIST,
-        timestep=lambda given: 1000 * (1 - given["t"]),
+        r"(layers|noise_refiner)\.\d+\.attention", _of_list, _LIST, timestep=lambda given: 1000 * (1 - given["t"])
     ),
     "Lumina2Transformer2DModel": Family(
-        ("layers.*.attn", "noise_refiner.*.attn"), _of_latent, _LATENT, True,
-        lambda given: 1000 * (1 - given["timestep"]),
+        r"(layers|noise_refiner)\.\d+\.attn", _of_latent, _LATENT, True, lambda given: 1000 * (1 - given["timestep"])
     ),
-    "WanTransformer3DModel": Family(("blocks.*.attn1",), _of_latent, _LATENT),
-    "HunyuanVideoTransformer3DModel": Family(
-        ("transformer_blocks.*.attn", "single_transformer_blocks.*.attn"), _of_latent, _LATENT
-    ),
-    "LTXVideoTransformer3DModel": Family(("transformer_blocks.*.attn1",), _of_film, _FILM, downsample=1),
-    "PixArtTransformer2DModel": Family(("transformer_blocks.*.attn1",), _of_latent, _LATENT),
-}  # fmt: skip
+    "WanTransformer3DModel": Family(r"blocks\.\d+\.attn1", _of_latent, _LATENT),
+    "HunyuanVideoTransformer3DModel": Family(r"(single_)?transformer_blocks\.\d+\.attn", _of_latent, _LATENT),
+    "LTXVideoTransformer3DModel": Family(r"transformer_blocks\.\d+\.attn1", _of_film, _FILM, downsample=1),
+    "PixArtTransformer2DModel": Family(r"transformer_blocks\.\d+\.attn1", _of_latent, _LATENT),
+}
 NAMES = tuple(FAMILIES)
 _IN_PIPELINES = ("transformer", "transformer_2")  # Wan 2.2 has two, for early and for late steps
 
@@ -182,8 +176,7 @@ def family_of(model: Any) -> Family | None:
     """By its class's name, or that of a class it is derived from."""
     if not isinstance(model, nn.Module):
         return None
-    names = (kind.__name__ for kind in type(model).__mro__)
-    return next((FAMILIES[name] for name in names if name in FAMILIES), None)
+    return next((FAMILIES[one.__name__] for one in type(model).__mro__ if one.__name__ in FAMILIES), None)
 
 
 def find_transformers(model: Any) -> list[nn.Module]:
@@ -195,8 +188,7 @@ def find_transformers(model: Any) -> list[nn.Module]:
 
 def find_attentions(model: nn.Module, family: Family) -> list[tuple[str, nn.Module]]:
     """Path and module of each attention over the picture's tokens, in order."""
-    return [(path, one) for path, one in model.named_modules() if any(
-        path.count(".") == pattern.count(".") and fnmatch(path, pattern) for pattern in family.attentions)]  # fmt: skip
+    return [(path, one) for path, one in model.named_modules() if re.fullmatch(family.attentions, path)]
 
 
 class TransformerAdapter:
@@ -214,9 +206,7 @@ class TransformerAdapter:
         """One: all of its attentions are over the same tokens."""
         return [LevelTally(self.family.downsample, self._blocks)]
 
-    def wraps(
-        self, model: nn.Module, levels: set[int], around: set[int], make: Callable[..., Wrap]
-    ) -> Iterator[Wrap]:
+    def wraps(self, model: nn.Module, levels: set[int], around: set[int], make: Callable[..., Wrap]) -> Iterator[Wrap]:
         """What has to be put on the model, the outermost first. make: as of `unet.UNetAdapter.wraps`."""
         yield make(ModelSite, model)
         for path, module in find_attentions(model, self.family):
@@ -279,10 +269,5 @@ def _argument(kind: type[nn.Module], name: str, args: tuple, kwargs: Mapping[str
 
 @when_traced
 def _place_and_default(kind: type[nn.Module], name: str) -> tuple[int, Any]:
-    parameters = _parameters(kind)
+    parameters = _signature(kind.forward).parameters
     return list(parameters).index(name) - 1, parameters[name].default
-
-
-@cache
-def _parameters(kind: type[nn.Module]) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(kind.forward).parameters

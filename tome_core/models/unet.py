@@ -52,9 +52,7 @@ class UNetAdapter:
         count = [sum(place.halvings == depth for place in places) for depth in self.levels]
         return [LevelTally(down, blocks) for down, blocks in zip(self.downsamples, count, strict=True)]
 
-    def wraps(
-        self, unet: nn.Module, levels: set[int], around: set[int], make: Callable[..., Wrap]
-    ) -> Iterator[Wrap]:
+    def wraps(self, unet: nn.Module, levels: set[int], around: set[int], make: Callable[..., Wrap]) -> Iterator[Wrap]:
         """What has to be put on the UNet, the outermost first.
 
         Args:
