@@ -32,9 +32,6 @@ from ..reporting.reasons import MASKED, NO_GRID
 _TORCH = torch._C._nn.scaled_dot_product_attention
 _TAKES_BIAS = ("native", "_native_math", "_native_efficient")  # of diffusers' backends, on every device
 MORE = "it is more than attention (dropout, causal, or over several devices)"
-_NOT_ATTENTION = "the function that it calls is no attention"
-
-Answer = Callable[["Asked"], torch.Tensor]
 
 
 class _Now(threading.local):
@@ -42,7 +39,7 @@ class _Now(threading.local):
 
     def __init__(self) -> None:
         # in each thread's own dictionary, where a graph that was made by a thread's first call looks for it again
-        self.answer: Answer | None = None
+        self.answer: Callable[[Asked], torch.Tensor] | None = None
 
 
 now = _Now()
@@ -54,7 +51,7 @@ class Asked:
     q, k, v: views ``[B, S, H, d]``. mask: as it came along. scale: as it came, None for the function's own. plain: the
     call asks for nothing but attention. by_head: its function takes ``[B, H, S, d]``; gqa, backend: what an operator of
     a compiled graph is told besides. is_flat: heads lie within the batch, until `split`. adds_bias: the function does,
-    if that is known without asking. Subclasses keep the call as it came, in ``_function``, ``_own`` and ``_more``.
+    if that is known without asking. Subclasses keep the call as it came in ``_function``, ``_own`` and ``_more``.
     """
 
     by_head, gqa, backend = False, False, ""
@@ -66,9 +63,6 @@ class Asked:
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    _function: Callable[..., torch.Tensor]
-    _own: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    _more: dict[str, Any]
 
     def split(self, heads: int) -> None:
         """Tell apart heads that lie within the batch, as some hosts hand them over."""
@@ -136,18 +130,15 @@ class _ByDispatch(_ByTorch):
 
     def takes_bias(self) -> bool | None:
         """As of every call; of known backends without a try."""
-        is_torchs = torch.nn.functional.scaled_dot_product_attention is _TORCH
-        return True if is_torchs and self._active() in _TAKES_BIAS else super().takes_bias()
+        _, backend, torchs = self.key()
+        return True if torchs is _TORCH and backend in _TAKES_BIAS else super().takes_bias()
 
     def key(self) -> tuple:
         """With the backend in force."""
-        return self._function, self._active(), torch.nn.functional.scaled_dot_product_attention
-
-    def _active(self) -> str:
-        if self.backend:
-            return self.backend
-        registry = getattr(self._function, "__globals__", {}).get("_AttentionBackendRegistry")
-        return "native" if registry is None else _name_of(registry.get_active_backend()[0])
+        registry, backend = getattr(self._function, "__globals__", {}).get("_AttentionBackendRegistry"), self.backend
+        if not backend:
+            backend = "native" if registry is None else _name_of(registry.get_active_backend()[0])
+        return self._function, backend, torch.nn.functional.scaled_dot_product_attention
 
 
 def _name_of(backend: Any) -> str:
@@ -236,57 +227,48 @@ def answer(
     """
     if asked.is_flat:
         asked.split(heads)
-    q, k, mask, rows, why = asked.q, asked.k, asked.mask, None, ""
+    q, k, v = asked.q, asked.k, asked.v
     is_own = k.shape[:2] == q.shape[:2]
     seen.append(is_own)
     if not is_own:  # to a prompt, or to a picture that an adapter has brought
         return asked.unmerged()
-    if mask is not None:
-        rows = _rows_seen(mask, q)
-        why, rows = (rows, None) if isinstance(rows, str) else ("", rows)
+    rows, why = (None, "") if asked.mask is None else _rows_seen(asked.mask, q)
     tokens = q.shape[1] if rows is None else len(rows)
     if not isinstance(where, Layout):
         where = where(tokens)
-        why = why or (where if isinstance(where, str) else "")
     elif where.grid.height * where.grid.width != tokens:
-        why = why or NO_GRID
-    if not asked.plain:
-        why = why or MORE
+        where = NO_GRID
+    why = why or (where if isinstance(where, str) else "" if asked.plain else MORE)
     takes_bias = asked.adds_bias
     if takes_bias is None and not why:
         takes_bias = asked.takes_bias()
-        why = _NOT_ATTENTION if takes_bias is None else ""
+        why = "the function that it calls is no attention" if takes_bias is None else ""
     if why:
         state.leave_alone(call, level, why, q.shape[0], q.shape[1], k.shape[1])
         return asked.unmerged()
-    scale = q.shape[3] ** -0.5 if asked.scale is None else asked.scale
-    attention = Attention(q, k, asked.v, asked.compute, scale, takes_bias)
     if rows is not None:
-        attention = attention._replace(**{one: getattr(attention, one)[:, rows] for one in "qkv"})
-    out = state.attend(call, name, level, where, attention)
+        q, k, v = q[:, rows], k[:, rows], v[:, rows]
+    scale = q.shape[3] ** -0.5 if asked.scale is None else asked.scale
+    out = state.attend(call, name, level, where, Attention(q, k, v, asked.compute, scale, takes_bias))
     if out is None:
         return asked.unmerged()
-    return asked.give_back(out if rows is None else _spread(out, rows, q.shape[1]))
+    if rows is not None:
+        out = out.new_zeros(out.shape[0], asked.q.shape[1], *out.shape[2:]).index_copy_(1, rows, out)
+    return asked.give_back(out)
 
 
-def _rows_seen(mask: torch.Tensor, q: torch.Tensor) -> torch.Tensor | str | None:
-    """Which tokens a mask leaves, as indices; None for all of them. It waits for the device.
+def _rows_seen(mask: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor | None, str]:
+    """Which tokens a mask leaves, as indices, None for all of them; and why that is not known. It waits for the device.
 
     Tokens that nobody sees are padding, whose own outputs nobody sees either.
     """
     if mask.dtype != torch.bool or mask.shape[-1] != q.shape[1] or mask.numel() != mask.shape[0] * mask.shape[-1]:
-        return MASKED
+        return None, MASKED
     rows = mask.reshape(mask.shape[0], -1)
     if rows.all():
-        return None
-    return rows[0].nonzero()[:, 0] if (rows == rows[:1]).all() else "a mask hides other tokens in each picture"
-
-
-def _spread(out: torch.Tensor, rows: torch.Tensor, tokens: int) -> torch.Tensor:
-    """With zeros for the tokens that were left out."""
-    whole = out.new_zeros(out.shape[0], tokens, *out.shape[2:])
-    whole[:, rows] = out
-    return whole
+        return None, ""
+    is_one = bool((rows == rows[:1]).all())
+    return (rows[0].nonzero()[:, 0], "") if is_one else (None, "a mask hides other tokens in each picture")
 
 
 # --- exchanged functions ----------------------------------------------------------------------------------------------
@@ -308,14 +290,22 @@ class _Exchanged:
     """A host's function, which is asked of `now.answer` first. asked: makes the `Asked` of its arguments."""
 
     def __init__(self, own: dict[str, Any], name: str, asked: Callable[..., Asked]) -> None:
-        self._own, self._name, self._asked = own, name, asked
+        self._own, self._name, self.asked = own, name, asked
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        function = self._own[self._name]  # looked up anew: hosts exchange it
-        return function(*args, **kwargs) if now.answer is None else now.answer(self._asked(function, *args, **kwargs))
+        if now.answer is None:
+            return self._own[self._name](*args, **kwargs)
+        return now.answer(self.asked(self._own[self._name], *args, **kwargs))  # looked up anew: hosts exchange it
+
+    def read(self, *args: Any, **kwargs: Any) -> Asked:
+        """A call of it."""
+        return self.asked(self._own[self._name], *args, **kwargs)
 
 
 _TORCHS = _Exchanged(vars(torch.nn.functional), "scaled_dot_product_attention", _ByTorch)
+_FUNCTIONAL = Like(torch.nn.functional, scaled_dot_product_attention=_TORCHS)
+_NN = Like(torch.nn, functional=_FUNCTIONAL)
+_TORCH_MODULES = {torch.nn.functional: _FUNCTIONAL, torch.nn: _NN, torch: Like(torch, nn=_NN)}
 # by the name under which code finds its function, see `register_name`
 _BY_NAME: dict[str, Callable[..., Asked]] = {"dispatch_attention_fn": _ByDispatch}
 
@@ -337,7 +327,7 @@ class Way:
 
     processor: type | None = None
 
-    def __init__(self, inner: FunctionType, names: list[str], instead: dict[str, Any], again: Callable) -> None:
+    def __init__(self, inner: FunctionType, names: list[str], instead: dict[str, Any], again: _Exchanged) -> None:
         self._own, self.again = inner.__globals__, again
         self.names = [name for name in names if name not in instead]
         # without its module's name, by which a compiler would look there for what is exchanged here
@@ -369,7 +359,7 @@ def _names_in(code: CodeType) -> list[str]:
     return list(dict.fromkeys([*code.co_names, *(name for one in inside for name in _names_in(one))]))
 
 
-def _instead_of(name: str, own: dict[str, Any], names: Sequence[str]) -> tuple[Any, Callable] | None:
+def _instead_of(name: str, own: dict[str, Any], names: Sequence[str]) -> tuple[Any, _Exchanged] | None:
     """What a global name of a code has to mean, and the exchanged function behind it; None for its own meaning."""
     value = own[name]
     if name in _BY_NAME:
@@ -379,11 +369,8 @@ def _instead_of(name: str, own: dict[str, Any], names: Sequence[str]) -> tuple[A
         return _TORCHS, _TORCHS
     if not isinstance(value, ModuleType):
         return None
-    if "scaled_dot_product_attention" in names:
-        functional = Like(torch.nn.functional, scaled_dot_product_attention=_TORCHS)
-        neural = Like(torch.nn, functional=functional)
-        found = {torch.nn.functional: functional, torch.nn: neural, torch: Like(torch, nn=neural)}.get(value)
-        return None if found is None else (found, _TORCHS)
+    if "scaled_dot_product_attention" in names and value in _TORCH_MODULES:
+        return _TORCH_MODULES[value], _TORCHS
     if "memory_efficient_attention" in names and value.__name__ in ("xformers", "xformers.ops"):
         ops = getattr(value, "ops", value)
         exchanged = _Exchanged(vars(ops), "memory_efficient_attention", _ByXformers)
@@ -398,9 +385,12 @@ def _way_of_code(function: Any) -> Way | None:
     if not isinstance(function, FunctionType) or _writes(function.__code__, "GLOBAL"):
         return None
     own, names = function.__globals__, _names_in(function.__code__)
-    found = {name: one for name in names if name in own and (one := _instead_of(name, own, names)) is not None}
-    again = [one for _, one in found.values()]
-    return Way(function, names, {name: one for name, (one, _) in found.items()}, again[-1]) if found else None
+    instead, exchanged = {}, None
+    for name in names:
+        found = _instead_of(name, own, names) if name in own else None
+        if found is not None:
+            instead[name], exchanged = found
+    return None if exchanged is None else Way(function, names, instead, exchanged)
 
 
 @lru_cache(maxsize=256)
@@ -437,10 +427,10 @@ def way_of(module: nn.Module) -> Way | None:
 @when_traced
 def traced(kind: type, method: str) -> type[Like] | None:
     """For a graph: a class of stand-ins, made of an attention or its processor, whose ``__call__`` is this method of
-    the class with another attention function; None if that cannot be.
+    the class with another attention function; None if that cannot be, or if the operator does not know its arguments.
     """
     way = _way_of_code(getattr(kind, method))
-    return None if way is None else way.stand_in
+    return way.stand_in if way is not None and way.again.asked in (_ByTorch, _ByDispatch) else None
 
 
 class Watching(TorchFunctionMode):

@@ -157,12 +157,9 @@ class AttentionSite(NumberedSite):
         more = {"backend": backend} if backend else {}
         if now is not None:
             now.reached += 1
-        before, intercept.now.answer = intercept.now.answer, None if now is None else self._answer(now, [])
-        try:
-            out = way_of(self.target).again(q, k, v, attn_mask=mask, scale=scale, enable_gqa=gqa, **more)
-            return out.transpose(1, 2) if by_head else out
-        finally:
-            intercept.now.answer = before
+        asked = way_of(self.target).again.read(q, k, v, attn_mask=mask, scale=scale, enable_gqa=gqa, **more)
+        out = asked.unmerged() if now is None else self._answer(now, [])(asked)
+        return out.transpose(1, 2) if by_head else out
 
     def _merge_by_hand(self, known: ByHand, now: ModelCall, args: tuple, kwargs: dict[str, Any]) -> Any:
         """An attention without a function: its projections' results, and its own code on a stand-in."""
