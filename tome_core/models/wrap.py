@@ -32,12 +32,9 @@ class Wrap:
     """
 
     def __init__(self, target: Any, name: str = "forward") -> None:
-        self.target = target
-        self.name = name
-        self.active = False
-        self.beneath: Any = None
-        self._placed = False
-        self._resting: weakref.ref[Any] | None = None
+        self.target, self.name, self.beneath = target, name, None
+        self.active = self._placed = False
+        self._resting: Callable[[], Any] = weakref.ref(target)
         self._of_class = getattr(type(target), name)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -52,9 +49,8 @@ class Wrap:
         """What is put in place of ``target.NAME``."""
         if not isinstance(self, Wrap):  # somebody bound this function to the target, to restore "the original"
             wrap, kind = vars(self).get(_MARK), type(self)
-            if wrap is None:
-                return getattr(kind, "_forward", kind.forward)(self, *args, **kwargs)  # see `BlockSite`
-            return wrap.forward(*args, **kwargs)
+            own = partial(getattr(kind, "_forward", kind.forward), self)  # see `BlockSite`
+            return (own if wrap is None else wrap.forward)(*args, **kwargs)
         if not self.active:
             return self.original(*args, **kwargs)
         return (self.trace if torch.compiler.is_compiling() and is_tracing() else self.run)(*args, **kwargs)
@@ -77,8 +73,7 @@ class Wrap:
 
     def wrapped(self) -> Any:
         """The target, also after the wrap was taken off; None once it is gone."""
-        target = self.target
-        return self._resting() if target is None and self._resting is not None else target
+        return self._resting() if self.target is None else self.target
 
     def is_on_top(self) -> bool:
         """Is it this object that ``target.NAME`` calls first (below accelerate's hook, if there is one)?"""
@@ -89,9 +84,7 @@ class Wrap:
 
         Reusing the same object keeps a compiled graph valid; idempotent.
         """
-        if self.target is None:
-            self.target, self._resting = self.wrapped(), None
-        wrap = self
+        wrap, self.target = self, self.wrapped()
         if not self.is_on_top():
             current = self._find()
             if not self._placed:
@@ -126,18 +119,15 @@ class Wrap:
         if self.is_on_top():
             self._leave()
             if self.beneath is None:
-                self._resting, self.target, self._placed = weakref.ref(target), None, False
+                self.target, self._placed = None, False
         if vars(target).get(_MARK) is self:
             del vars(target)[_MARK]
 
     def _leave(self) -> None:
-        slot, beneath = self._slot(), without_inert(self.beneath)
-        if beneath is not None:
-            setattr(self.target, slot, beneath)
-        elif slot == self.name:
-            delattr(self.target, slot)
-        else:
-            setattr(self.target, slot, getattr(type(self.target), self.name).__get__(self.target))
+        slot, method = self._slot(), without_inert(self.beneath)
+        if method is None and slot != self.name:
+            method = getattr(type(self.target), self.name).__get__(self.target)
+        _put(self.target, slot, method)
 
     def _slot(self) -> str:
         """The attribute to stand in.
@@ -158,7 +148,7 @@ class Wrap:
 
     def __setstate__(self, state: tuple[str, Any, Any]) -> None:
         self.name, self.target, self.beneath = state
-        self.active, self._placed, self._resting = False, True, None
+        self.active, self._placed, self._resting = False, True, lambda: None
         self._of_class = getattr(type(self.target), self.name, None)
 
 
@@ -200,6 +190,13 @@ def without_inert(method: Any) -> Any:
     return method
 
 
+def _put(target: Any, slot: str, method: Any) -> None:
+    """Put the method into the slot; None stands for the class's own."""
+    vars(target)[slot] = method
+    if method is None:
+        del vars(target)[slot]
+
+
 def register_wrapper(name: str, beneath: Callable[[nn.Module, Any], Any]) -> None:
     """Make somebody's wrappers known.
 
@@ -214,11 +211,10 @@ def is_own(module: nn.Module, method: Any) -> bool:
     while method is not None:
         if getattr(method, "__self__", None) is module:
             return getattr(method, "__func__", None) is type(module).forward
-        found = (beneath(module, method) for beneath in _WRAPPERS.values())
-        method = next((one for one in found if one is not None), None)
-        if method is None:
+        found = [one for beneath in _WRAPPERS.values() if (one := beneath(module, method)) is not None]
+        if not found:
             return False
-        method = without_inert(method)  # of ours, which they may have found when they came
+        method = without_inert(found[0])  # of ours, which they may have found when they came
     return True
 
 
@@ -231,9 +227,7 @@ def _replicate_plainly(module: nn.Module) -> nn.Module:
     for slot in ("forward", "_forward", "_old_forward"):
         wrap = wrap_of(vars(replica).get(slot))
         if wrap is not None:
-            vars(replica).pop(slot)
-            if wrap.beneath is not None:
-                vars(replica)[slot] = wrap.beneath
+            _put(replica, slot, wrap.beneath)
     for name in (_REPLICATE, _MARK):
         vars(replica).pop(name, None)
     return replica
