@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from tome_core.models import adapter_of, find_models
-from tome_core.models.unet_parts import BlockSite
+from tome_core.models.unet import BlockSite
 
 
 class Foreign:
