@@ -27,18 +27,23 @@ _NAMESPACE = "tome_core_2"
 # Compilers of older torches were not tried; 2.9's and 2.13's were.
 _TRIED = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 9)
 _OTHER = "?"  # in a form: what no graph can be given
-_MADE: dict[str, Any] = {}  # torch's own operators, from the first number on; compilers read it while they trace
+# By name, from the first number on; compilers read them here while they trace.
+# begin: a call of a model begins, with arguments as of `pack`; returns what `attend` is given. attend: a site's
+# attention, in its function's form. begun: of the call, or the site itself if the model's own call is not compiled.
+OPERATORS: dict[str, Any] = {}
 
 
 def number_of(site: Any) -> torch.Tensor:
     """A number by which a graph names the site, int64 ``[1]`` on the CPU: its input, so that it serves other sites."""
     place = f"_{_NAMESPACE}_operators"
-    shared = sys.modules.get(place) or sys.modules.setdefault(place, _nothing_yet(place))
+    shared = sys.modules.setdefault(place, ModuleType(place))
+    if not hasattr(shared, "sites"):
+        shared.sites, shared.numbers, shared.library = weakref.WeakValueDictionary(), itertools.count(), None
     if shared.library is None:
         shared.library = _define(shared.sites)
-    if shared.library is not None and not _MADE:
+    if shared.library is not None and not OPERATORS:
         known = getattr(torch.ops, _NAMESPACE)
-        _MADE.update(begin=known.begin.default, attend=known.attend.default)
+        OPERATORS.update(begin=known.begin.default, attend=known.attend.default)
     number = next(shared.numbers)
     shared.sites[number] = site
     with torch.inference_mode(False):
@@ -58,22 +63,6 @@ class NumberedSite(Wrap):
         return wrap
 
 
-def begin(site: torch.Tensor, form: str, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> torch.Tensor:
-    """In a graph: a call of a model begins, with arguments as of `arguments.pack`. Returns what `attend` is given."""
-    return _MADE["begin"](site, form, list(tensors), list(numbers))
-
-
-def attend(begun: torch.Tensor, site: torch.Tensor, asked: Any) -> torch.Tensor:
-    """In a graph: the site's attention, in its host's form.
-
-    begun: of the call, or the site itself if the model's own call is not compiled. asked: an `intercept.Asked`.
-    """
-    out = _MADE["attend"](
-        begun, site, asked.q, asked.k, asked.v, asked.mask, asked.by_head, asked.scale, asked.gqa, asked.backend
-    )
-    return asked.give_back(out)
-
-
 def why_not_in_graph(state: Any) -> str | None:
     """Why a graph that is being made must not ask, if it must not."""
     if not state.ever_merges:
@@ -82,7 +71,7 @@ def why_not_in_graph(state: Any) -> str | None:
         return "a backward pass may follow a compiled call"
     if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
         return "autocast ends before what a compiled call asks for"
-    if not (_TRIED and _MADE):
+    if not (_TRIED and OPERATORS):
         return "this torch's compiler was not tried with it"
     return "an exported model would need it wherever it runs" if _is_exporting() else None
 
@@ -91,12 +80,6 @@ def why_not_in_graph(state: Any) -> str | None:
 def _is_exporting() -> bool:
     """Asked while it is traced: torch 2.9's compiler believes so of every graph."""
     return torch.compiler.is_exporting()
-
-
-def _nothing_yet(place: str) -> ModuleType:
-    made = ModuleType(place)
-    made.sites, made.numbers, made.library = weakref.WeakValueDictionary(), itertools.count(), None
-    return made
 
 
 def _define(sites: Any) -> torch.library.Library | None:

@@ -25,6 +25,7 @@ from .wrap_set import ModelCall, WrapSet
 
 MASKS = ("mask", "attention_mask", "attn_mask")
 CONTEXTS = ("encoder_hidden_states", "context")
+_UNTOLD = "a compiled call cannot be told such arguments"
 
 
 class ModelSite(NumberedSite):
@@ -72,8 +73,9 @@ class ModelSite(NumberedSite):
             return self.original(*args, **kwargs)
         begun = compiled.why_not_in_graph(state)
         if begun is None:
-            packed = pack(wraps.adapter.pick(self.target, args, kwargs))
-            begun = compiled.begin(self.number, *packed) if packed else "a compiled call cannot be told such arguments"
+            packed, begun = pack(wraps.adapter.pick(self.target, args, kwargs)), _UNTOLD
+            if packed:
+                begun = compiled.OPERATORS["begin"](self.number, *packed)
         before, wraps.begun = wraps.begun, begun
         try:
             return self.original(*args, **kwargs)
@@ -113,10 +115,11 @@ class AttentionSite(NumberedSite):
         no name leads to a function, by watching torch's.
         """
         target, way, seen = self.target, None, []
+        processor, forward = type(getattr(target, "processor", None)), type(target).forward
         if self.beneath is None or is_own(target, self.beneath):
-            kinds = type(target).forward, type(getattr(target, "processor", None))
-            if kinds != self._seen:
-                self._seen, self._way = kinds, _description(*kinds) or way_of(target)
+            if (forward, processor) != self._seen:
+                by_hand = known_of(processor.__call__ if full_name(forward) == OF_PROCESSORS else forward)
+                self._seen, self._way = (forward, processor), by_hand or way_of(target)
             way = self._way
             if isinstance(way, ByHand):
                 return self._merge_by_hand(way, now, args, kwargs)
@@ -130,7 +133,9 @@ class AttentionSite(NumberedSite):
         finally:
             intercept.now.answer = before
         if not any(seen):
-            why = OF_OTHERS if seen else f"{self._function_name()} calls no attention function that is known"
+            method = forward if processor is type(None) else processor.__call__
+            method = method if self.beneath is None else getattr(self.beneath, "__func__", self.beneath)
+            why = OF_OTHERS if seen else f"{full_name(method)} calls no attention function that is known"
             self._leave_alone(now, why, args, kwargs)
         return out
 
@@ -139,12 +144,6 @@ class AttentionSite(NumberedSite):
         where = now.layouts.get(self.level) or partial(self.wraps.adapter.layout_of, now, self)
         heads = getattr(self.target, "heads", 1)
         return partial(answer, now.state, now.call, self.path, self.level, heads, where, seen)
-
-    def _function_name(self) -> str:
-        processor, method = getattr(self.target, "processor", None), self.beneath
-        if method is None:
-            method = type(self.target).forward if processor is None else type(processor).__call__
-        return full_name(getattr(method, "__func__", method))
 
     def answers(
         self, whole: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, by_head: bool,
@@ -228,16 +227,11 @@ class AttentionSite(NumberedSite):
             intercept.now.answer = before
 
     def _ask(self, begun: torch.Tensor, asked: Asked) -> torch.Tensor:
-        if asked.plain:
-            return compiled.attend(begun, self.number, asked)
-        self.wraps.handle.ledger.note_traced(self.level, MORE)
-        return asked.unmerged()
-
-
-def _description(forward: Any, processor: type) -> ByHand | None:
-    """Of an attention that computes by hand; None for every other."""
-    known = known_of(forward)
-    return known_of(processor.__call__) if known is None and full_name(forward) == OF_PROCESSORS else known
+        if not asked.plain:
+            self.wraps.handle.ledger.note_traced(self.level, MORE)
+            return asked.unmerged()
+        more = asked.mask, asked.by_head, asked.scale, asked.gqa, asked.backend
+        return asked.give_back(compiled.OPERATORS["attend"](begun, self.number, asked.q, asked.k, asked.v, *more))
 
 
 def named(kwargs: Mapping[str, Any], names: Sequence[str]) -> Any:

@@ -107,11 +107,11 @@ class UNetAdapter:
         return given["timestep"], latent, latent.shape[-2:] if is_picture else None
 
     def layout_of(self, now: ModelCall, site: AttentionSite, tokens: int) -> Layout | str:
-        """The picture's tokens are all there are: those of a model that does not tell where it is, as if compiled."""
-        if now.facts is None:
-            return NO_GRID
-        grid = Grid(*(-(-side // 2**site.halvings) for side in now.facts))
-        return Layout(grid) if grid.height * grid.width == tokens else NO_GRID
+        """The picture's tokens are all there are."""
+        layout = now.layouts.get(site.level)
+        if layout is None and now.facts is not None:  # a compiled model does not tell where it is
+            layout = Layout(Grid(*(-(-side // 2**site.halvings) for side in now.facts)))
+        return NO_GRID if layout is None or layout.grid.height * layout.grid.width != tokens else layout
 
 
 class TransformerSite(Wrap):
