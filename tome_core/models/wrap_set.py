@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,27 +64,26 @@ class WrapSet:
         self._on: list[Wrap] = []
         self._off: dict[tuple[type, int], Wrap] = {}
 
-    def put_on(self, model: nn.Module, adapter: Any, handle: Any, levels: set[int], around: set[int]) -> None:
-        """Have on what this patch needs, and nothing else, on top of what others have put on the model."""
-        if self.handle is not handle:  # hosts put it on at each step, and a walk over the model takes a while
-            self.adapter, self.handle = adapter, handle
-            self._off |= {(type(one), id(one.target)): one for one in self._on}
-            wraps = list(adapter.wraps(model, levels, around, self._reuse_or_make))
-            for wrap in reversed([one for one in self._on if one not in wraps]):
-                wrap.uninstall()
-            self._off = {key: one for key, one in self._off.items() if one.target is None}  # others hold their module
-            self._on = wraps
-        self._put_back()
-
-    def _put_back(self) -> None:
-        self._on = [wrap.install() for wrap in self._on]
+    def change(self, model: nn.Module, adapter: Any, handle: Any, levels: set[int], around: set[int]) -> None:
+        """Have what this patch needs, and nothing else; it is not put on yet."""
+        self.adapter, self.handle = adapter, handle
+        self._off |= {(type(one), id(one.target)): one for one in self._on}
+        wraps = list(adapter.wraps(model, levels, around, self._reuse_or_make))
+        for wrap in reversed([one for one in self._on if one not in wraps]):
+            wrap.uninstall()
+        self._off = {key: one for key, one in self._off.items() if one.target is None}  # others hold their module
+        self._on = wraps
 
     def _reuse_or_make(self, kind: type[Wrap], module: nn.Module, *facts: Any) -> Wrap:
         found = self._off.pop((kind, id(module)), None)
         return found if found is not None and found.wrapped() is module else kind(module, self, *facts)
 
+    def put_back(self) -> None:
+        """Have all wraps on top of what others have put on the model."""
+        self._on = [wrap.install() for wrap in self._on]
+
     def take_off(self) -> None:
-        """Leave the model as it was found; again, where an interrupt has come in between."""
+        """Leave the model as it was found; again if an interrupt has come in between."""
         for wrap in reversed(self._on):
             target = wrap.target
             wrap.uninstall()
@@ -102,14 +102,11 @@ class WrapSet:
 
         def note(_: torch.Tensor) -> None:
             self._goes_back = now
-            torch.autograd.Variable._execution_engine.queue_callback(self._note_end)
+            torch.autograd.Variable._execution_engine.queue_callback(partial(setattr, self, "_goes_back", None))
 
         for one in tree_flatten(out)[0]:
             if torch.is_tensor(one) and one.requires_grad:
                 one.register_hook(note)
-
-    def _note_end(self) -> None:
-        self._goes_back = None
 
     def resumed(self) -> ModelCall | None:
         """The call of which a part runs by itself: a compiled one that is in several graphs, or one that gradient
@@ -127,7 +124,7 @@ class WrapSet:
         does when it goes. It is put back then, for the next call.
         """
         if self.handle is not None and not self.calls.off and self._on and not self._on[0].is_on_top():
-            self._put_back()
+            self.put_back()
             why = "another program had taken the patch off the model; it is on again"
             self.handle.leave_alone(None, level, why, 0, 0, 0)
 
@@ -148,7 +145,9 @@ def put_on(model: nn.Module, adapter: Any, handle: Any, levels: set[int], around
             found = vars(model)[_MARK] = _RESTING.pop(model, None) or WrapSet()
         before = found.handle
         try:
-            found.put_on(model, adapter, handle, levels, around)
+            if before is not handle:  # hosts put it on at each step, and a walk over the model takes a while
+                found.change(model, adapter, handle, levels, around)
+            found.put_back()
         except BaseException:
             take_off(model, handle)
             raise
