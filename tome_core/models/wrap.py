@@ -192,9 +192,10 @@ def without_inert(method: Any) -> Any:
 
 def _put(target: Any, slot: str, method: Any) -> None:
     """Put the method into the slot; None stands for the class's own."""
-    vars(target)[slot] = method
     if method is None:
         del vars(target)[slot]
+    else:
+        vars(target)[slot] = method
 
 
 def register_wrapper(name: str, beneath: Callable[[nn.Module, Any], Any]) -> None:
