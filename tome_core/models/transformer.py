@@ -9,7 +9,8 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
+from functools import cache, partial
+from operator import mul
 from typing import Any, NamedTuple
 
 import torch
@@ -45,15 +46,15 @@ class Family(NamedTuple):
     """A family is a class of transformers, and how its calls are read.
 
     attentions: what the paths of the modules match. tokens: of a call, from its arguments by name; or why not.
-    reads: all arguments that ``tokens`` and ``timestep`` look at. text_first: does the text lie before the picture's
-    tokens? timestep: to Stable Diffusion's, a flow model's sigma times 1000. downsample: latent places a token, a side.
+    reads: the arguments that are looked at, the time last. text_first: does the text lie before the picture's tokens?
+    timestep: of a time; Stable Diffusion's, a flow model's sigma times 1000. downsample: latent places a token, a side.
     """
 
     attentions: str
     tokens: Callable[[nn.Module, Mapping[str, Any]], Tokens | str]
     reads: tuple[str, ...]
     text_first: bool = False
-    timestep: Callable[[Mapping[str, Any]], Any] = lambda given: given["timestep"]
+    timestep: Callable[[Any], Any] = lambda time: time
     downsample: int = 2
 
 
@@ -90,13 +91,11 @@ _GRIDS: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of tensors of ids: versio
 
 def _grid_of_ids(ids: torch.Tensor) -> tuple[int, int] | None:
     """Height and width; None if they are no grid. A pipeline gives one tensor at all steps, and one of them waits."""
-    if ids.is_inference():  # whether somebody writes into it cannot be told
-        return _read_grid(ids.detach().cpu())
-    version, found = _GRIDS.get(ids, (None, None))
-    if version != ids._version:
-        found = _read_grid(ids.detach().cpu())
-        _GRIDS[ids] = ids._version, found
-    return found
+    version = None if ids.is_inference() else ids._version  # None: whether somebody writes into it cannot be told
+    known = _GRIDS.get(ids)
+    if known is None or version is None or known[0] != version:
+        known = _GRIDS[ids] = version, _read_grid(ids.detach().cpu())
+    return known[1]
 
 
 def _read_grid(ids: torch.Tensor) -> tuple[int, int] | None:
@@ -114,10 +113,9 @@ def _of_shapes(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
     shapes = given["img_shapes"]
     if not shapes:
         return NO_GRID
-    each = [one if isinstance(one, list) else [one] for one in shapes]
-    if any(one != each[0] for one in each):
+    if any(one != shapes[0] for one in shapes):
         return UNEVEN
-    frames, height, width = each[0][0]
+    frames, height, width = shapes[0][0] if isinstance(shapes[0], list) else shapes[0]
     packed = given["hidden_states"]
     places = packed[:, : frames * height * width].unflatten(1, (frames * height, width)).movedim(3, 1)
     return Tokens(Grid(frames * height, width, frames), packed.shape[1], places)
@@ -138,30 +136,26 @@ def _of_list(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
 
 def _of_film(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
     """LTX: the film's sizes come along."""
-    frames, height, width = given["num_frames"], given["height"], given["width"]
-    packed = given["hidden_states"]
+    frames, height, width, packed = (given[name] for name in _FILM[:4])
     if None in (frames, height, width) or frames * height * width != packed.shape[1]:
         return NO_GRID
     latent = packed.unflatten(1, (frames, height, width)).movedim(4, 1)
     return Tokens(Grid(frames * height, width, frames), packed.shape[1], latent)
 
 
-def _thousandfold(given: Mapping[str, Any]) -> Any:
-    return 1000 * given["timestep"]
-
-
+_thousandfold = partial(mul, 1000)
 _LATENT, _IDS = ("hidden_states", "timestep"), ("img_ids", "hidden_states", "timestep")
-_SHAPES, _LIST = ("img_shapes", "hidden_states", "timestep"), ("x", "t", "patch_size", "f_patch_size")
+_SHAPES, _LIST = ("img_shapes", "hidden_states", "timestep"), ("x", "patch_size", "f_patch_size", "t")
 _FILM = ("num_frames", "height", "width", "hidden_states", "timestep")
 FAMILIES: dict[str, Family] = {
     "FluxTransformer2DModel": Family(r"(single_)?transformer_blocks\.\d+\.attn", _of_ids, _IDS, True, _thousandfold),
     "SD3Transformer2DModel": Family(r"transformer_blocks\.\d+\.attn2?", _of_latent, _LATENT),
     "QwenImageTransformer2DModel": Family(r"transformer_blocks\.\d+\.attn", _of_shapes, _SHAPES, True, _thousandfold),
     "ZImageTransformer2DModel": Family(
-        r"(layers|noise_refiner)\.\d+\.attention", _of_list, _LIST, timestep=lambda given: 1000 * (1 - given["t"])
+        r"(layers|noise_refiner)\.\d+\.attention", _of_list, _LIST, timestep=lambda time: 1000 * (1 - time)
     ),
     "Lumina2Transformer2DModel": Family(
-        r"(layers|noise_refiner)\.\d+\.attn", _of_latent, _LATENT, True, lambda given: 1000 * (1 - given["timestep"])
+        r"(layers|noise_refiner)\.\d+\.attn", _of_latent, _LATENT, True, lambda time: 1000 * (1 - time)
     ),
     "WanTransformer3DModel": Family(r"blocks\.\d+\.attn1", _of_latent, _LATENT),
     "HunyuanVideoTransformer3DModel": Family(r"(single_)?transformer_blocks\.\d+\.attn", _of_latent, _LATENT),
@@ -214,18 +208,16 @@ class TransformerAdapter:
 
     def pick(self, model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> list[Any]:
         """The arguments of `reads`, in a way that a compiler can follow."""
-        return [_argument(type(model), name, args, kwargs) for name in self.reads]
+        return [kwargs[name] if name in kwargs else _positional(type(model), name, args) for name in self.reads]
 
     def read(self, model: nn.Module, given: Mapping[str, Any], time: Any) -> tuple[Any, Any, Any]:
-        """Timestep as Stable Diffusion's, latent, and the picture's grid and tokens, or why there are none.
-
-        The timestep is that of the pipeline's step, else from the call's arguments.
-        """
-        tokens = self.family.tokens(model, given)
-        latent = tokens.latent if isinstance(tokens, Tokens) else torch.empty(0)
+        """Timestep as Stable Diffusion's, of the pipeline's step if it is known, latent, and grid and count, or why not."""
         step = time.noise.now() if isinstance(time.noise, PipelineSteps) and time.is_sampling else None
-        timestep = self.family.timestep(given) if step is None else step
-        return timestep, latent, tokens if isinstance(tokens, str) else (tokens.grid, tokens.count)
+        timestep = self.family.timestep(given[self.reads[-1]]) if step is None else step
+        tokens = self.family.tokens(model, given)
+        if isinstance(tokens, str):
+            return timestep, torch.empty(0), tokens
+        return timestep, tokens.latent, (tokens.grid, tokens.count)
 
     def layout_of(self, now: ModelCall, site: AttentionSite, tokens: int) -> Layout | str:
         """Text may lie before the picture's tokens."""
@@ -257,10 +249,8 @@ class PipelineSteps(SchedulerNoise):
         return [by_timestep(value) for value in values]
 
 
-def _argument(kind: type[nn.Module], name: str, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-    """Of a call. Raises TypeError if it is missing."""
-    if name in kwargs:
-        return kwargs[name]
+def _positional(kind: type[nn.Module], name: str, args: tuple) -> Any:
+    """An argument without its name, or its default. Raises TypeError if there is neither."""
     place, default = _place_and_default(kind, name)
     if place >= len(args) and default is inspect.Parameter.empty:
         raise TypeError(f"{kind.__name__}: argument {name!r} is missing")
