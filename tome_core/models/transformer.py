@@ -211,7 +211,7 @@ class TransformerAdapter:
         return [kwargs[name] if name in kwargs else _positional(type(model), name, args) for name in self.reads]
 
     def read(self, model: nn.Module, given: Mapping[str, Any], time: Any) -> tuple[Any, Any, Any]:
-        """Timestep as Stable Diffusion's, of the pipeline's step if it is known, latent, and grid and count, or why not."""
+        """Timestep as Stable Diffusion's, of the pipeline's step if it is known; latent; grid and count, or why not."""
         step = time.noise.now() if isinstance(time.noise, PipelineSteps) and time.is_sampling else None
         timestep = self.family.timestep(given[self.reads[-1]]) if step is None else step
         tokens = self.family.tokens(model, given)

@@ -61,35 +61,27 @@ def find_unet(model: Any) -> nn.Module:
     anything else, UnsupportedModelError (a ValueError) where there are several, and for a pipeline of other networks.
     """
     found = _unwrap(model)
-    for owner, name in (
+    inner = [getattr(owner, name, None) for owner, name in (
         (found, "unet"), (getattr(found, "model", None), "diffusion_model"), (found, "diffusion_model"),
-        (found, "transformer"),
-    ):  # fmt: skip
-        inner = getattr(owner, name, None)
-        if isinstance(inner, nn.Module):
-            return _unet_in(_unwrap(inner))
-    if isinstance(found, nn.Module):
-        return _unet_in(found)
-    if isinstance(getattr(model, "components", None), dict):
-        networks = [type(one).__name__ for one in model.components.values() if isinstance(one, nn.Module)]
-        found = ", ".join(networks) or "no module at all"
-        raise UnsupportedModelError(f"{type(model).__name__} has neither a UNet nor a transformer, but {found}")
-    raise TypeError(
-        f"model is {type(model).__name__}; it has to be a UNet, a diffusers pipeline or an LDM model "
-        "(with .model.diffusion_model)"
-    )
-
-
-def _unet_in(module: nn.Module) -> nn.Module:
-    """The module, or the one UNet in it where it has no stages itself."""
-    if _family_of(module) is not None:
-        return module
-    inside = [one for one in module.modules() if _family_of(one) is not None]
+        (found, "transformer"))]  # fmt: skip
+    found = _unwrap(next((one for one in inner if isinstance(one, nn.Module)), found))
+    kind = type(found).__name__
+    if not isinstance(found, nn.Module):
+        if isinstance(getattr(model, "components", None), dict):
+            networks = [type(one).__name__ for one in model.components.values() if isinstance(one, nn.Module)]
+            others = ", ".join(networks) or "no module at all"
+            raise UnsupportedModelError(f"{kind} has neither a UNet nor a transformer, but {others}")
+        raise TypeError(
+            f"model is {kind}; it has to be a UNet, a diffusers pipeline or an LDM model (with .model.diffusion_model)"
+        )
+    if _family_of(found) is not None:
+        return found
+    inside = [one for one in found.modules() if _family_of(one) is not None]
     outermost = [one for one in inside if not any(one is not other and one in set(other.modules()) for other in inside)]
     if len(outermost) > 1:
         kinds = ", ".join(type(one).__name__ for one in outermost)
-        raise UnsupportedModelError(f"{type(module).__name__} has {len(outermost)} UNets inside ({kinds}); patch each")
-    return _unwrap(outermost[0]) if outermost else module
+        raise UnsupportedModelError(f"{kind} has {len(outermost)} UNets inside ({kinds}); patch each")
+    return _unwrap(outermost[0]) if outermost else found
 
 
 def _family_of(module: nn.Module) -> UNetFamily | None:
@@ -103,20 +95,22 @@ def find_blocks(unet: nn.Module) -> list[Place]:
 
     Raises UnsupportedModelError where there is none, and where there are no stages to tell their sizes by.
     """
-    family = _family_of(unet)
+    family, kind = _family_of(unet), type(unet).__name__
     places = [] if family is None else list(_places_of(unet, family))
     if places:
         return places
     if family is None and any(is_kind(module, BLOCK) for module in unet.modules()):
         known = " or ".join(f"{one.down}, {one.middle}, {one.up}" for one in FAMILIES)
         raise UnsupportedModelError(
-            f"{type(unet).__name__} has transformer blocks, but no stages of a UNet ({known}), without which nobody "
-            "knows their level; if it is a part of a UNet, patch that"
+            f"{kind} has transformer blocks, but no stages of a UNet ({known}), without which nobody knows their "
+            "level; if it is a part of a UNet, patch that"
         )
+    names = Counter(type(module).__name__ for module in unet.modules())
+    telling = Counter({name: n for name, n in names.items() if re.search("Block|Transformer|Attention", name)})
+    found = ", ".join(f"{n} {name}" for name, n in (telling or names).most_common(4))
     raise UnsupportedModelError(
-        f"{type(unet).__name__} has no {BLOCK} inside a "
-        f"{' or '.join(f.transformer for f in FAMILIES)}, which is what token merging works on; found "
-        f"{_inventory(unet)}. Stable Diffusion 1, 2 and XL UNets have it; of transformers those in "
+        f"{kind} has no {BLOCK} inside a {' or '.join(one.transformer for one in FAMILIES)}, which is what token "
+        f"merging works on; found {found}. Stable Diffusion 1, 2 and XL UNets have it; of transformers those in "
         "tome_core.models.transformer.NAMES are known, Flux, SD3 and Wan among them."
     )
 
@@ -175,10 +169,3 @@ def _places_of(unet: nn.Module, family: UNetFamily) -> Iterator[Place]:
                 waiting += reversed(children)
             if name != family.middle:
                 halvings = max(0, halvings + resampling)
-
-
-def _inventory(model: nn.Module) -> str:
-    """The classes that tell most about the model, or else the most frequent ones."""
-    kinds = Counter(type(module).__name__ for module in model.modules())
-    telling = Counter({kind: n for kind, n in kinds.items() if re.search("Block|Transformer|Attention", kind)})
-    return ", ".join(f"{n} {kind}" for kind, n in (telling or kinds).most_common(4))
