@@ -64,9 +64,6 @@ class Asked:
     k: torch.Tensor
     v: torch.Tensor
 
-    def split(self, heads: int) -> None:
-        """Tell apart heads that lie within the batch, as some hosts hand them over."""
-
     def unmerged(self) -> torch.Tensor:
         """What the host's function gives, in its own form."""
         return self._function(*self._own, self.mask, **self._more)
@@ -125,7 +122,7 @@ class _ByDispatch(_ByTorch):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         more = self._more
-        self.backend = _name_of(more.get("backend") or "")
+        self.backend = str(getattr(more.get("backend"), "value", more.get("backend") or ""))
         self.plain = self.plain and not more.get("attention_kwargs") and more.get("parallel_config") is None
 
     def takes_bias(self) -> bool | None:
@@ -135,14 +132,10 @@ class _ByDispatch(_ByTorch):
 
     def key(self) -> tuple:
         """With the backend in force."""
-        registry, backend = getattr(self._function, "__globals__", {}).get("_AttentionBackendRegistry"), self.backend
-        if not backend:
-            backend = "native" if registry is None else _name_of(registry.get_active_backend()[0])
+        registry = getattr(self._function, "__globals__", {}).get("_AttentionBackendRegistry")
+        active = "native" if registry is None else registry.get_active_backend()[0]
+        backend = self.backend or str(getattr(active, "value", active))
         return self._function, backend, torch.nn.functional.scaled_dot_product_attention
-
-
-def _name_of(backend: Any) -> str:
-    return str(getattr(backend, "value", backend))
 
 
 class _ByXformers(Asked):
@@ -158,7 +151,7 @@ class _ByXformers(Asked):
         self.q, self.k, self.v = (one.unsqueeze(-2) if self.is_flat else one for one in self._own)
 
     def split(self, heads: int) -> None:
-        """Each head's tokens by themselves, as the function takes them too."""
+        """Tell apart the heads, as the function takes them too."""
         self.q, self.k, self.v = (one.unflatten(0, (-1, heads)).transpose(1, 2) for one in self._own)
 
     def give_back(self, out: torch.Tensor) -> torch.Tensor:
@@ -267,8 +260,8 @@ def _rows_seen(mask: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor | None
     rows = mask.reshape(mask.shape[0], -1)
     if rows.all():
         return None, ""
-    is_one = bool((rows == rows[:1]).all())
-    return (rows[0].nonzero()[:, 0], "") if is_one else (None, "a mask hides other tokens in each picture")
+    are_equal = bool((rows == rows[:1]).all())
+    return (rows[0].nonzero()[:, 0], "") if are_equal else (None, "a mask hides other tokens in each picture")
 
 
 # --- exchanged functions ----------------------------------------------------------------------------------------------

@@ -80,20 +80,15 @@ class UNetAdapter:
                 before = place.transformer
                 count = sum(one.transformer is before and hasattr(one.block, "attn1") for one in places)
                 yield make(TransformerSite, before, level, count)
-            yield from self._of_block(place, level, level in around, make)
-
-    def _of_block(self, place: Place, level: int, around: bool, make: Callable[..., Wrap]) -> Iterator[Wrap]:
-        path, block = place.path, place.block
-        attention = getattr(block, "attn1", None)
-        if around:
-            yield make(BlockSite, block, level)
-        if attention is not None:
-            kind = BlockAttentionSite if around else AttentionSite
-            yield make(kind, attention, f"{path}.attn1", level, place.halvings)
-        for part, name in _PARTS if around else ():
-            module = getattr(block, name, None)
-            if module is not None:
-                yield make(PartSite, module, path, part, level)
+            kind, parts = AttentionSite, ()
+            if level in around:
+                kind, parts = BlockAttentionSite, _PARTS
+                yield make(BlockSite, place.block, level)
+            if getattr(place.block, "attn1", None) is not None:
+                yield make(kind, place.block.attn1, f"{place.path}.attn1", level, place.halvings)
+            for part, name in parts:
+                if getattr(place.block, name, None) is not None:
+                    yield make(PartSite, getattr(place.block, name), place.path, part, level)
 
     def pick(self, unet: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> list[Any]:
         """The arguments of `reads`, in a way that a compiler can follow."""
@@ -261,13 +256,8 @@ def _problem_of(
             return "an attention mask for single tokens came along"
         if kwargs.get("ip_adapter_masks") is not None:  # cut to the number of queries as if they were a picture
             return "an adapter's mask needs every token"
-    return _kept_by_a_hook(module)
-
-
-def _kept_by_a_hook(module: nn.Module) -> str:
-    """Why the module's ``forward`` may not get merged tokens: a hook of diffusers' with a state (as pyramid attention
-    broadcast's) answers with the output of an earlier step, which would be another match's. "" if there is none.
-    """
+    # a hook of diffusers' with a state, as of pyramid attention broadcast, answers with the output of an earlier step,
+    # which would be another match's
     hooks = getattr(getattr(module, "_diffusers_hook", None), "hooks", None) or {}
     names = [type(hook).__name__ for hook in hooks.values() if getattr(hook, "_is_stateful", False)]
     return f"{' and '.join(names)} keeps outputs for other steps; put on after merging, both work" if names else ""
