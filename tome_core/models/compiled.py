@@ -138,8 +138,7 @@ def _form(value: Any, tensors: list[torch.Tensor], numbers: list[int]) -> str:
         numbers.append(value)
         return "i"
     if isinstance(value, float):  # as a tensor, so that a graph takes any
-        tensors.append(torch.scalar_tensor(value, dtype=torch.float64))
-        return "t"
+        return _form(torch.scalar_tensor(value, dtype=torch.float64), tensors, numbers)
     if isinstance(value, (list, tuple)):
         inside = "".join([_form(one, tensors, numbers) for one in value])
         return f"[{inside}]" if isinstance(value, list) else f"({inside})"
@@ -153,11 +152,11 @@ def unpack(form: str, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -
     [None, 3, [(1, 4)]]
     """
     sources = {"t": iter(tensors), "i": iter(numbers), "n": itertools.repeat(None)}
-    open_lists: list[list[Any]] = [[]]
+    unfinished: list[list[Any]] = [[]]
     for kind in form:
         if kind in "([":
-            open_lists.append([])
-            continue
-        found = next(sources[kind]) if kind in sources else open_lists.pop()
-        open_lists[-1].append(tuple(found) if kind == ")" else found)
-    return open_lists[0]
+            unfinished.append([])
+        else:
+            found = next(sources[kind]) if kind in sources else unfinished.pop()
+            unfinished[-1].append(tuple(found) if kind == ")" else found)
+    return unfinished[0]

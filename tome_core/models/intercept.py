@@ -1,9 +1,9 @@
 """The attention function that a module's code calls, exchanged for one call, and for nobody else.
 
-An attention is known by the function it calls, whatever its class or its processor is called. The very code is run here
-with another function under the name by which it finds its own; neither class nor module is changed, so hooks on
-projections, processors and stores see all tokens, as unmerged. If no name leads there (a wrapper of another extension
-stands in between, or the code calls a helper), torch's own function is watched instead, which is slower.
+An attention is known by the function it calls, whatever its class or its processor is called. The very code is run with
+another function under the name by which it finds its own; neither class nor module is changed, so hooks and processors
+see all tokens. If no name leads there (a wrapper of another extension stands in between, or the code calls a helper),
+torch's own function is watched instead, which is slower.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from ..reporting.reasons import MASKED, NO_GRID
 
 _TORCH = torch._C._nn.scaled_dot_product_attention
 _TAKES_BIAS = ("native", "_native_math", "_native_efficient")  # of diffusers' backends, on every device
+_OPTIONS = ("dropout_p", "is_causal", "scale", "enable_gqa", "attention_kwargs")
 MORE = "it is more than attention (dropout, causal, or over several devices)"
 
 
@@ -98,8 +99,7 @@ class _ByTorch(Asked):
     def __init__(self, function, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None,
                  enable_gqa=False, attention_kwargs=None, **more):  # fmt: skip
         self._function, self._own, self._more = function, (query, key, value), more
-        for name, one in (("dropout_p", dropout_p), ("is_causal", is_causal), ("scale", scale),
-                          ("enable_gqa", enable_gqa), ("attention_kwargs", attention_kwargs)):  # fmt: skip
+        for name, one in zip(_OPTIONS, (dropout_p, is_causal, scale, enable_gqa, attention_kwargs), strict=True):
             if one:  # a replacement may know no more than is asked
                 more[name] = one
         self.mask, self.scale, self.gqa = attn_mask, scale, enable_gqa
@@ -160,20 +160,16 @@ class _ByXformers(Asked):
 
 
 class ByHeads(Asked):
-    """A host's ``function(q, k, v, heads, mask=None, ...)``, flat ``[B, S, H*d]``, or ``[B, H, S, d]`` if it skips the
-    reshape: ComfyUI's, Forge's and reForge's.
-
-    function: already bound to whatever else stands in between.
+    """``function(q, k, v, heads, mask=None, ...)`` of ComfyUI, Forge and reForge: flat ``[B, S, H*d]``, or
+    ``[B, H, S, d]`` if it skips the reshape. It is already bound to whatever else stands in between.
     """
 
     def __init__(self, function, q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False,
                  skip_output_reshape=False, **more):  # fmt: skip
         self._function, self._own, self._heads, self._more = function, (q, k, v), heads, more
         self._in, self._out = skip_reshape, skip_output_reshape
-        for name, value in (("attn_precision", attn_precision), ("skip_reshape", skip_reshape),
-                            ("skip_output_reshape", skip_output_reshape)):  # fmt: skip
-            if value:
-                more[name] = value
+        asked = {"attn_precision": attn_precision, "skip_reshape": skip_reshape, "skip_output_reshape": self._out}
+        more.update((name, value) for name, value in asked.items() if value)
         self.mask, self.scale = mask, more.get("scale")
         if skip_reshape:
             self.q, self.k, self.v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)

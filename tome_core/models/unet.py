@@ -222,22 +222,17 @@ def _run_around(site: Any, now: ModelCall, path: str, part: str, args: tuple, kw
     return site.original(*args, **kwargs) if out is None else out
 
 
-def _call_merged(
-    original: Callable, args: tuple, kwargs: dict[str, Any], tokens: int, merge: Callable[[torch.Tensor], torch.Tensor]
-) -> Any:
-    """The part on merged tokens. tokens: of contexts and values that merge as well; 0 for none."""
+def _call_merged(original: Callable, args: tuple, kwargs: dict[str, Any], tokens: int, merge: Callable) -> Any:
+    """The part on tokens that ``merge`` has merged. tokens: of contexts and values that merge as well; 0 for none."""
 
     def merged(one: Any) -> Any:
         return merge(one) if torch.is_tensor(one) and one.dim() == 3 and one.shape[1] == tokens else one
 
-    more = {name: merged(one) if name in (*CONTEXTS, "value") else one
-            for name, one in kwargs.items()}  # fmt: skip
+    more = {name: merged(one) if name in (*CONTEXTS, "value") else one for name, one in kwargs.items()}
     return original(merge(args[0]), *(merged(one) for one in args[1:2]), *args[2:], **more)
 
 
-def _problem_of(
-    part: str, module: nn.Module, x: torch.Tensor, args: tuple, kwargs: dict[str, Any], context: Any
-) -> str:
+def _problem_of(part: str, module: nn.Module, x: torch.Tensor, args: tuple, kwargs: dict, context: Any) -> str:
     """Why a part cannot be called with merged tokens; "" if it can. x: the block's input."""
     if not args or not torch.is_tensor(args[0]) or args[0].dim() != 3 or (part == "attn" and len(args) > 2):
         return _UNKNOWN_CALL

@@ -96,9 +96,7 @@ class WrapSet:
         return self.calls.now is not None or self.calls.off > 0
 
     def follow_back(self, now: ModelCall | None, out: Any) -> None:
-        """A call has ended, None if it merged nothing. Its backward pass, which begins at its output, says whose it is,
-        because gradient checkpointing runs blocks again there.
-        """
+        """A call has ended, None if it merged nothing. Gradient checkpointing repeats blocks in its backward pass."""
 
         def note(_: torch.Tensor) -> None:
             self._goes_back = now
@@ -109,8 +107,9 @@ class WrapSet:
                 one.register_hook(note)
 
     def resumed(self) -> ModelCall | None:
-        """The call of which a part runs by itself: a compiled one that is in several graphs, or one that gradient
-        checkpointing runs again. Raises RuntimeError if another patch has merged that.
+        """The call of which a part runs by itself: a compiled one in several graphs, or one that checkpointing repeats.
+
+        Raises RuntimeError if another patch has merged that.
         """
         if torch.is_tensor(self.begun):
             return self.calls.in_graph
@@ -120,8 +119,8 @@ class WrapSet:
         return now
 
     def look_after_itself(self, level: int) -> None:
-        """An attention runs outside of any call: perhaps another program has taken the model's wrap off, as DeepCache
-        does when it goes. It is put back then, for the next call.
+        """An attention runs outside of any call: if another program has taken the model's wrap off, as DeepCache does
+        when it goes, it is put back for the next call.
         """
         if self.handle is not None and not self.calls.off and self._on and not self._on[0].is_on_top():
             self.put_back()
