@@ -28,8 +28,8 @@ _NAMESPACE = "tome_core_2"
 _TRIED = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 9)
 _OTHER = "?"  # in a form: what no graph can be given
 # By name, from the first number on; compilers read them here while they trace.
-# begin: a call of a model begins, with arguments as of `pack`; returns what `attend` is given. attend: a site's
-# attention, in its function's form. begun: of the call, or the site itself if the model's own call is not compiled.
+# attend: a site's attention, in its function's form. begun: of the call, or the site itself if the model's own call is
+# not compiled.
 OPERATORS: dict[str, Any] = {}
 
 
@@ -61,6 +61,15 @@ class NumberedSite(Wrap):
         wrap = super()._again()
         wrap.number = number_of(wrap)
         return wrap
+
+
+def begin(site: torch.Tensor, form: str, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> torch.Tensor:
+    """In a graph: a call of a model begins, with arguments as of `pack`. Returns what `attend` is given.
+
+    A function of its own: of a forward that no compiler takes whole, our caller is run as it stands, and the compiler
+    would look into the operator.
+    """
+    return OPERATORS["begin"](site, form, list(tensors), list(numbers))
 
 
 def why_not_in_graph(state: Any) -> str | None:

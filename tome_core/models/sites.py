@@ -73,9 +73,8 @@ class ModelSite(NumberedSite):
             return self.original(*args, **kwargs)
         begun = compiled.why_not_in_graph(state)
         if begun is None:
-            packed, begun = pack(wraps.adapter.pick(self.target, args, kwargs)), _UNTOLD
-            if packed:
-                begun = compiled.OPERATORS["begin"](self.number, *packed)
+            packed = pack(wraps.adapter.pick(self.target, args, kwargs))
+            begun = compiled.begin(self.number, *packed) if packed else _UNTOLD
         before, wraps.begun = wraps.begun, begun
         try:
             return self.original(*args, **kwargs)
