@@ -52,7 +52,7 @@ class WrapSet:
 
     handle: the patch in force. While there is none the wraps rest, holding no module, and the next patch gets the same
     objects: a compiled model knows them. adapter: reads the model's calls. begun: while a compiler traces the model's
-    own call, what `compiled.attend` takes, or why it is left alone.
+    own call, what its attentions are told of it, or why it is left alone.
     """
 
     def __init__(self) -> None:
