@@ -55,9 +55,7 @@ class Asked:
     if that is known without asking. Subclasses keep the call as it came in ``_function``, ``_own`` and ``_more``.
     """
 
-    by_head, gqa, backend = False, False, ""
-    is_flat = False
-    plain = True
+    by_head, gqa, backend, is_flat, plain = False, False, "", False, True
     adds_bias: bool | None = None
     mask: torch.Tensor | None = None
     scale: float | None = None

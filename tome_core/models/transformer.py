@@ -62,11 +62,8 @@ def _of_latent(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
     """``[B, C, H, W]`` or ``[B, C, frames, H, W]`` in patches."""
     latent, config = given["hidden_states"], model.config
     size = config.patch_size
-    if latent.dim() == 4:
-        frames, (down, right) = 1, (size, size) if isinstance(size, int) else size[-2:]
-    else:
-        along, down, right = (getattr(config, "patch_size_t", 1), size, size) if isinstance(size, int) else size
-        frames = latent.shape[2] // along
+    along, down, right = (getattr(config, "patch_size_t", 1), size, size) if isinstance(size, int) else (1, *size)[-3:]
+    frames = 1 if latent.dim() == 4 else latent.shape[2] // along
     height, width = latent.shape[-2] // down, latent.shape[-1] // right
     return Tokens(Grid(frames * height, width, frames), frames * height * width, latent)
 
@@ -175,9 +172,9 @@ def family_of(model: Any) -> Family | None:
 
 def find_transformers(model: Any) -> list[nn.Module]:
     """The known transformers of a pipeline, or the model itself; none where it is or has no known one."""
-    candidates = [model, *(getattr(model, name, None) for name in _IN_PIPELINES)]
-    inner = [getattr(one, "_orig_mod", one) for one in candidates]  # of a compiled one
-    return [one for one in inner if family_of(one) is not None]
+    inner = (model, *(getattr(model, name, None) for name in _IN_PIPELINES))
+    found = (getattr(one, "_orig_mod", one) for one in inner)  # of a compiled one
+    return [one for one in found if family_of(one) is not None]
 
 
 def find_attentions(model: nn.Module, family: Family) -> list[tuple[str, nn.Module]]:
