@@ -19,7 +19,7 @@ from torch import nn
 
 from benchmarks.networks import TRANSFORMER, InPlaceOfAttention, finest_blocks, kind_of, take_apart
 from tome_core.attention.functions import _TOKENS as TRIED
-from tome_core.models.transformer_layouts import family_of, find_attentions
+from tome_core.models.transformer import family_of, find_attentions
 
 BESIDE = 3  # unmerged calls after each picture
 

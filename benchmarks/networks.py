@@ -12,7 +12,7 @@ from diffusers import FirstBlockCacheConfig
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from tome_core.models.transformer_layouts import family_of
+from tome_core.models.transformer import family_of
 from tome_core.models.unet_blocks import Place, find_blocks
 
 UNET, TRANSFORMER = KINDS = ("unet", "transformer")

@@ -21,7 +21,7 @@ from tome_core import MergePlan
 from tome_core.merging.grid import Grid, split_grid
 from tome_core.merging.methods.base import Best
 from tome_core.merging.methods.bipartite import _plan
-from tome_core.models.transformer_layouts import family_of, find_attentions
+from tome_core.models.transformer import family_of, find_attentions
 
 TILES = 8  # a side
 SHARPNESS = 10.0  # of the weights over cosines

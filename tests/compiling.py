@@ -13,8 +13,7 @@ from torch import nn
 
 from tests.families import MODELS, Family
 from tests.models import ModelCase, call_case, call_unet, seeded, unet
-from tome_core.models import compiled
-from tome_core.models.find import find_models
+from tome_core.models import compiled, find_models
 
 TIMES = [torch.tensor(time) for time in range(40, 1000, 48)]
 for_inductor = pytest.mark.skipif(

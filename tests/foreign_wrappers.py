@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from tome_core.models.find import adapter_of, find_models
-from tome_core.models.unet_parts import BlockSite
+from tome_core.models import adapter_of, find_models
+from tome_core.models.unet import BlockSite
 
 
 class Foreign:
@@ -33,7 +33,7 @@ def sites_of(model) -> list[tuple[nn.Module, str]]:
     for one in find_models(model):
         adapter = adapter_of(one)
         levels = set(range(len(adapter.downsamples)))
-        found += adapter.wraps(one, None, levels, levels, _site)
+        found += adapter.wraps(one, levels, levels, _site)
     return found
 
 

@@ -33,5 +33,5 @@ def wraps_of(handle: Any) -> list[Wrap]:
 
 def is_idle(handle: Any) -> bool:
     """Does nothing that belongs to the model hold anything of a call?"""
-    calls = (one.shared.calls for one in map(wraps_on, handle._present()) if one is not None)
-    return all((one.now, one.in_graph, one.block, one.off) == (None, None, None, 0) for one in calls)
+    calls = (one.calls for one in map(wraps_on, handle._present()) if one is not None)
+    return all((one.now, one.in_graph, one.off) == (None, None, 0) for one in calls)

@@ -14,10 +14,10 @@ from .engine.state import State
 from .measuring.measure import clock_for
 from .merging.grid import Grid
 from .merging.layout import Layout
-from .models.find import adapter_of, find_models
-from .models.foreign_wrappers import register_wrapper
+from .models import adapter_of, find_models
 from .models.intercept import ByHeads, answer, register_name
 from .models.unet_blocks import UnsupportedModelError, find_unet, is_kind
+from .models.wrap import register_wrapper
 from .models.wrap_set import forget_all
 from .patching import layout_of, patch
 from .patching.handle import Patch

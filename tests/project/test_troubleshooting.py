@@ -19,7 +19,7 @@ REASONS = (
     *(f"tome_core/{name}.py" for name in (
         "reporting/ledger", "engine/around", "engine/clock", "engine/decision",
         "engine/tensor_checks", "measuring/pays", "attention/by_hand", "models/compiled", "models/intercept",
-        "models/sites", "models/transformer_layouts", "models/unet_parts")),
+        "models/sites", "models/transformer", "models/unet")),
     "comfy_nodes/transformers.py", "comfy_nodes/unets.py", "extension/host.py",
 )  # fmt: skip
 

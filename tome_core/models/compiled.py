@@ -26,18 +26,24 @@ _log = logging.getLogger(__name__)
 _NAMESPACE = "tome_core_2"
 # Compilers of older torches were not tried; 2.9's and 2.13's were.
 _TRIED = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 9)
-_MADE: dict[str, Any] = {}  # torch's own operators, from the first number on; compilers read it while they trace
+_OTHER = "?"  # in a form: what no graph can be given
+# By name, from the first number on; compilers read them here while they trace.
+# attend: a site's attention, in its function's form. begun: of the call, or the site itself if the model's own call is
+# not compiled.
+OPERATORS: dict[str, Any] = {}
 
 
 def number_of(site: Any) -> torch.Tensor:
     """A number by which a graph names the site, int64 ``[1]`` on the CPU: its input, so that it serves other sites."""
     place = f"_{_NAMESPACE}_operators"
-    shared = sys.modules.get(place) or sys.modules.setdefault(place, _nothing_yet(place))
+    shared = sys.modules.setdefault(place, ModuleType(place))
+    if not hasattr(shared, "sites"):
+        shared.sites, shared.numbers, shared.library = weakref.WeakValueDictionary(), itertools.count(), None
     if shared.library is None:
         shared.library = _define(shared.sites)
-    if shared.library is not None and not _MADE:
+    if shared.library is not None and not OPERATORS:
         known = getattr(torch.ops, _NAMESPACE)
-        _MADE.update(begin=known.begin.default, attend=known.attend.default)
+        OPERATORS.update(begin=known.begin.default, attend=known.attend.default)
     number = next(shared.numbers)
     shared.sites[number] = site
     with torch.inference_mode(False):
@@ -58,19 +64,12 @@ class NumberedSite(Wrap):
 
 
 def begin(site: torch.Tensor, form: str, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> torch.Tensor:
-    """In a graph: a call of a model begins, with arguments as of `arguments.pack`. Returns what `attend` is given."""
-    return _MADE["begin"](site, form, list(tensors), list(numbers))
+    """In a graph: a call of a model begins, with arguments as of `pack`. Returns what `attend` is given.
 
-
-def attend(begun: torch.Tensor, site: torch.Tensor, asked: Any) -> torch.Tensor:
-    """In a graph: the site's attention, in its host's form.
-
-    begun: of the call, or the site itself if the model's own call is not compiled. asked: an `intercept.Asked`.
+    A function of its own: of a forward that no compiler takes whole, our caller is run as it stands, and the compiler
+    would look into the operator.
     """
-    out = _MADE["attend"](
-        begun, site, asked.q, asked.k, asked.v, asked.mask, asked.by_head, asked.scale, asked.gqa, asked.backend
-    )
-    return asked.give_back(out)
+    return OPERATORS["begin"](site, form, list(tensors), list(numbers))
 
 
 def why_not_in_graph(state: Any) -> str | None:
@@ -81,7 +80,7 @@ def why_not_in_graph(state: Any) -> str | None:
         return "a backward pass may follow a compiled call"
     if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
         return "autocast ends before what a compiled call asks for"
-    if not (_TRIED and _MADE):
+    if not (_TRIED and OPERATORS):
         return "this torch's compiler was not tried with it"
     return "an exported model would need it wherever it runs" if _is_exporting() else None
 
@@ -90,12 +89,6 @@ def why_not_in_graph(state: Any) -> str | None:
 def _is_exporting() -> bool:
     """Asked while it is traced: torch 2.9's compiler believes so of every graph."""
     return torch.compiler.is_exporting()
-
-
-def _nothing_yet(place: str) -> ModuleType:
-    made = ModuleType(place)
-    made.sites, made.numbers, made.library = weakref.WeakValueDictionary(), itertools.count(), None
-    return made
 
 
 def _define(sites: Any) -> torch.library.Library | None:
@@ -128,3 +121,51 @@ def _define(sites: Any) -> torch.library.Library | None:
         _log.debug("compiled models do not merge: %s: %s", type(error).__name__, error)
         return None
     return library
+
+
+def pack(values: Sequence[Any]) -> tuple[str, list[torch.Tensor], list[int]] | None:
+    """Form, tensors and whole numbers of tensors, numbers, None, and lists and tuples of them.
+
+    None if anything else is among them.
+
+    >>> pack([None, 3, [(1, 4)]])
+    ('ni[(ii)]', [], [3, 1, 4])
+    """
+    tensors: list[torch.Tensor] = []
+    numbers: list[int] = []
+    form = _form(list(values), tensors, numbers)[1:-1]
+    return None if _OTHER in form else (form, tensors, numbers)
+
+
+def _form(value: Any, tensors: list[torch.Tensor], numbers: list[int]) -> str:
+    if torch.is_tensor(value):
+        tensors.append(value)
+        return "t"
+    if value is None:
+        return "n"
+    if isinstance(value, int):
+        numbers.append(value)
+        return "i"
+    if isinstance(value, float):  # as a tensor, so that a graph takes any
+        return _form(torch.scalar_tensor(value, dtype=torch.float64), tensors, numbers)
+    if isinstance(value, (list, tuple)):
+        inside = "".join([_form(one, tensors, numbers) for one in value])
+        return f"[{inside}]" if isinstance(value, list) else f"({inside})"
+    return _OTHER
+
+
+def unpack(form: str, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> list[Any]:
+    """What was packed.
+
+    >>> unpack("ni[(ii)]", [], [3, 1, 4])
+    [None, 3, [(1, 4)]]
+    """
+    sources = {"t": iter(tensors), "i": iter(numbers), "n": itertools.repeat(None)}
+    unfinished: list[list[Any]] = [[]]
+    for kind in form:
+        if kind in "([":
+            unfinished.append([])
+        else:
+            found = next(sources[kind]) if kind in sources else unfinished.pop()
+            unfinished[-1].append(tuple(found) if kind == ")" else found)
+    return unfinished[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
@@ -18,10 +18,7 @@ _GUIDES = ("do_classifier_free_guidance", "do_perturbed_attention_guidance")
 
 
 class SchedulerClock(Wrap):
-    """Around ``scheduler.scale_model_input``, which every pipeline calls with the timestep before the UNet.
-
-    For timesteps that come to the UNet as copies, which would be waited for.
-    """
+    """Around ``scheduler.scale_model_input``, which pipelines call with the timestep; the UNet may get a copy of it."""
 
     def __init__(self, scheduler: Any, time: ModelTime) -> None:
         super().__init__(scheduler, "scale_model_input")
@@ -36,10 +33,7 @@ class SchedulerClock(Wrap):
 
 
 class SamplingScope(Wrap):
-    """Around ``pipeline.progress_bar``, with which every pipeline brackets its loop: one picture, or one batch of them.
-
-    (``pipeline(...)`` itself is looked up on its class, which a wrap of it would have to change.)
-    """
+    """Around ``pipeline.progress_bar``, which brackets every pipeline's loop: one picture, or one batch of them."""
 
     def __init__(self, pipeline: Any, time: ModelTime) -> None:
         super().__init__(pipeline, "progress_bar")
@@ -72,18 +66,14 @@ class _Bar:
     """A progress bar that begins and ends a sampling with itself."""
 
     def __init__(self, bar: Any, sampling: Callable[[], AbstractContextManager[None]]) -> None:
-        self._bar, self._sampling, self._scope = bar, sampling, None
+        self._bar, self._sampling, self._scope = bar, sampling, ExitStack()
 
     def __enter__(self) -> Any:
-        self._scope = self._sampling()
-        self._scope.__enter__()
-        return self._bar.__enter__()
+        self._scope.enter_context(self._sampling())
+        return self._scope.enter_context(self._bar)
 
     def __exit__(self, *error: Any) -> Any:
-        try:
-            return self._bar.__exit__(*error)
-        finally:
-            self._scope.__exit__(None, None, None)
+        return self._scope.__exit__(*error)
 
     def __iter__(self) -> Iterator[Any]:
         with self._sampling():
@@ -91,6 +81,3 @@ class _Bar:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._bar, name)
-
-    def __len__(self) -> int:
-        return len(self._bar)

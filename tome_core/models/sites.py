@@ -5,8 +5,7 @@ While a compiler traces, each puts an operator of `compiled` into the graph, whi
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,289 +15,155 @@ from torch import nn
 from ..attention.by_hand import OF_PROCESSORS, ByHand, full_name, known_of
 from ..attention.merged import Attention
 from ..compiling import is_tracing
-from ..engine.call import Call
 from ..engine.state import State
-from ..merging.grid import Grid
-from ..merging.layout import Layout
 from ..reporting.ledger import MASKED, OF_OTHERS, OTHER_PARTS, REPLACED
 from . import compiled, intercept
-from .arguments import named, pack, tensors_in, unpack
-from .compiled import NumberedSite
-from .foreign_wrappers import is_own
+from .compiled import NumberedSite, pack, unpack
 from .intercept import MORE, Asked, Watching, Way, answer, way_of
-from .wrap import Wrap
+from .wrap import Wrap, is_own
+from .wrap_set import ModelCall, WrapSet
 
-_MASKS = ("mask", "attention_mask", "attn_mask")
-_CONTEXTS = ("encoder_hidden_states", "context")
-_OF_ANOTHER_PATCH = (
-    "gradient checkpointing runs a call again that was merged by another patch: call backward() before a patch is "
-    "put on or taken off, or turn checkpointing off"
-)
-
-
-class ModelCall:
-    """The call of a model that goes on in a thread.
-
-    tokens: of a transformer, the picture's grid and how many tokens are the picture's kind, or why there is no grid.
-    grid, layout: of the part of a UNet that runs now; grids: of each level that has run. area: height and width of the
-    latent. reached: how many attentions were called so far.
-    """
-
-    def __init__(self, state: State, call: Call, latent: Any, tokens: Any = None) -> None:
-        self.state, self.call, self.tokens = state, call, tokens
-        self.grid: Grid | None = None
-        self.grids: dict[int, Grid] = {}
-        self.layout: Layout | None = None
-        self.area = tuple(latent.shape[-2:]) if torch.is_tensor(latent) and latent.dim() >= 4 else None
-        self.reached = 0
-
-
-class Calls(threading.local):
-    """Of one model, in each thread. in_graph: the latest that a graph has begun; off: nothing is to merge; block: the
-    block of a UNet that runs on merged tokens, see `unet_parts`.
-    """
-
-    now: ModelCall | None = None
-    in_graph: ModelCall | None = None
-    block: Any = None
-    off = 0
-
-
-class Shared:
-    """What all wraps of one model share. state: of the patch in force, if any.
-
-    begun: while a compiler traces the model's own call, what `compiled.attend` takes, or why it is left alone.
-    """
-
-    def __init__(self, adapter: Any) -> None:
-        self.adapter = adapter
-        self.state: State | None = None
-        self.begun: torch.Tensor | str | None = None
-        self.calls = Calls()
-        self.root: ModelSite | None = None
-        self.put_back: Callable[[], None] | None = None  # all wraps
-        self._goes_back: ModelCall | None = None  # whose backward pass goes on
-
-    def follow_back(self, now: ModelCall | None, out: Any) -> None:
-        """A call has ended, None if it merged nothing. Its backward pass, which begins at its output, says whose it is,
-        because gradient checkpointing runs blocks again there.
-        """
-
-        def note(_: torch.Tensor) -> None:
-            self._goes_back = now
-            torch.autograd.Variable._execution_engine.queue_callback(self._note_end)
-
-        for one in tensors_in(out):
-            if one.requires_grad:
-                one.register_hook(note)
-
-    def _note_end(self) -> None:
-        self._goes_back = None
-
-    def resumed(self) -> ModelCall | None:
-        """The call of which a part runs by itself: a compiled one that is in several graphs, or one that gradient
-        checkpointing runs again. Raises RuntimeError if another patch has merged that.
-        """
-        if torch.is_tensor(self.begun):
-            return self.calls.in_graph
-        now = self._goes_back
-        if now is not None and now.state is not self.state:
-            raise RuntimeError(_OF_ANOTHER_PATCH)
-        return now
-
-    def look_after_itself(self, level: int) -> None:
-        """An attention runs outside of any call: perhaps another program has taken the model's wrap off, as DeepCache
-        does when it goes. It is put back then, for the next call.
-        """
-        root, state = self.root, self.state
-        if state is not None and not self.calls.off and root is not None and not root.is_on_top():
-            self.put_back()
-            state.leave_alone(None, level, "another program had taken the patch off the model; it is on again", 0, 0, 0)
-
-    def forget(self) -> None:
-        """No patch is in force any more."""
-        self.state, self.root = None, None
+MASKS = ("mask", "attention_mask", "attn_mask")
+CONTEXTS = ("encoder_hidden_states", "context")
+_UNTOLD = "a compiled call cannot be told such arguments"
 
 
 class ModelSite(NumberedSite):
     """Around a model's forward: begins a call, from the arguments that tell its time and its latent."""
 
-    def __init__(self, model: nn.Module, shared: Shared) -> None:
+    def __init__(self, model: nn.Module, wraps: WrapSet) -> None:
         super().__init__(model)
-        self.shared = shared
-
-    def install(self) -> Wrap:
-        """As of every wrap."""
-        self.shared.root = wrap = super().install()
-        return wrap
+        self.wraps = wraps
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """What the model gives."""
-        shared, state = self.shared, self.shared.state
-        calls = shared.calls
+        wraps, calls = self.wraps, self.wraps.calls
         before, now = calls.now, None
-        if state is not None and not calls.off:
-            now = self._open(state, shared.adapter.arguments(self.target, args, kwargs))
+        if wraps.handle is not None and not calls.off:
+            now = self._open(wraps.handle, wraps.adapter.pick(self.target, args, kwargs))
         calls.now = now
         try:
             out = self.original(*args, **kwargs)
         finally:
             calls.now = before
         if now is not None and now.reached == 0:
-            self._note_nothing_reached(now)
+            for level, rules in enumerate(now.call.rules):
+                if rules.attn is not None:
+                    now.state.leave_alone(now.call, level, f"no attention was called: {REPLACED}", 0, 0, 0)
         if torch.is_grad_enabled():
-            shared.follow_back(now, out)
+            wraps.follow_back(now, out)
         return out
 
     def begins(self, form: str, tensors: list[torch.Tensor], numbers: list[int]) -> None:
         """A call of the model, compiled as a whole, begins; its graph says so, with what the adapter reads."""
-        shared, calls = self.shared, self.shared.calls
+        wraps, calls = self.wraps, self.wraps.calls
         calls.in_graph = None
-        if shared.state is not None and not calls.off:
-            given = dict(zip(shared.adapter.reads, unpack(form, tensors, numbers), strict=True))
-            calls.in_graph = self._open(shared.state, given)
+        if wraps.handle is not None and not calls.off:
+            calls.in_graph = self._open(wraps.handle, unpack(form, tensors, numbers))
 
-    def _open(self, state: State, given: Mapping[str, Any]) -> ModelCall:
-        timestep, latent, tokens = self.shared.adapter.read(self.target, given, state.time)
-        return ModelCall(state, state.begin(timestep, latent), latent, tokens)
-
-    def _note_nothing_reached(self, now: ModelCall) -> None:
-        call = now.call
-        for level, rules in enumerate(call.rules):
-            if rules.attn is not None:
-                now.state.leave_alone(call, level, f"no attention was called: {REPLACED}", 0, 0, 0)
+    def _open(self, state: State, read: list[Any]) -> ModelCall:
+        adapter = self.wraps.adapter
+        timestep, latent, facts = adapter.read(self.target, dict(zip(adapter.reads, read, strict=True)), state.time)
+        return ModelCall(state, state.begin(timestep, latent), facts)
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """The same in a graph that is being made."""
-        shared, state = self.shared, self.shared.state
+        wraps, state = self.wraps, self.wraps.handle
         if state is None:
             return self.original(*args, **kwargs)
         begun = compiled.why_not_in_graph(state)
         if begun is None:
-            packed = pack(shared.adapter.pick(self.target, args, kwargs))
-            begun = compiled.begin(self.number, *packed) if packed else "a compiled call cannot be told such arguments"
-        before, shared.begun = shared.begun, begun
+            packed = pack(wraps.adapter.pick(self.target, args, kwargs))
+            begun = compiled.begin(self.number, *packed) if packed else _UNTOLD
+        before, wraps.begun = wraps.begun, begun
         try:
             return self.original(*args, **kwargs)
         finally:
-            shared.begun = before
+            wraps.begun = before
 
 
 class AttentionSite(NumberedSite):
-    """Around a self-attention over the picture's tokens. merges_around: by tomesd's rules, too.
+    """Around a self-attention over the picture's tokens.
 
     path: its name in the model. level: of its tokens, from the finest. halvings: of the latent, on the way to it.
     """
 
-    merges_around = False
-
-    def __init__(self, module: nn.Module, path: str, level: int, shared: Shared, halvings: int = 0) -> None:
+    def __init__(self, module: nn.Module, wraps: WrapSet, path: str, level: int, halvings: int = 0) -> None:
         super().__init__(module)
-        self.path, self.level, self.shared, self.halvings = path, level, shared, halvings
+        self.wraps, self.path, self.level, self.halvings = wraps, path, level, halvings
         self._seen: tuple[Any, Any] | None = None  # forward, and class of processor, of which is known:
-        self._way: Way | None = None
+        self._way: Way | ByHand | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the attention gives."""
         if not (isinstance(self, Wrap) and self.active) or (torch.compiler.is_compiling() and is_tracing()):
             return Wrap.forward(self, *args, **kwargs)
-        now = self.shared.calls.now
+        now = self.wraps.calls.now or self.wraps.resumed()
         if now is None:
-            now = self.shared.resumed()
-            if now is None:
-                self.shared.look_after_itself(self.level)
-                return self.original(*args, **kwargs)
+            self.wraps.look_after_itself(self.level)
+            return self.original(*args, **kwargs)
         now.reached += 1
         rules = now.call.rules[self.level]
-        if rules.attn is None:
-            self._leave_alone(now, OTHER_PARTS if any(rules) else now.call.why_off[self.level], args, kwargs)
-            return self.original(*args, **kwargs)
-        if self.beneath is not None or self.merges_around:
+        if rules.attn is not None:
             return self._merge(now, args, kwargs)
-        target = self.target
-        processor, forward = getattr(target, "processor", None), type(target).forward
-        kind = type(processor)
-        if (forward, kind) != self._seen:
-            known = _description(forward, kind)
-            self._seen, self._way = (forward, kind), way_of(target) if known is None else None
-        way = self._way
-        if way is None:
-            return self._merge(now, args, kwargs)
-        asked: list[bool] = []
-        before, intercept.now.answer = intercept.now.answer, partial(
-            answer, now.state, now.call, self.path, self.level, getattr(target, "heads", 1),
-            now.layout or partial(self.shared.adapter.layout_of, now, self), asked,
-        )  # fmt: skip
+        self._leave_alone(now, OTHER_PARTS if any(rules) else now.call.why_off[self.level], args, kwargs)
+        return self.original(*args, **kwargs)
+
+    def _merge(self, now: ModelCall, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """By the function that its code calls, by its own code on a stand-in, or, if another's wrapper lies beneath or
+        no name leads to a function, by watching torch's.
+        """
+        target, way, seen = self.target, None, []
+        processor, forward = type(getattr(target, "processor", None)), type(target).forward
+        if self.beneath is None or is_own(target, self.beneath):
+            if (forward, processor) != self._seen:
+                by_hand = known_of(processor.__call__ if full_name(forward) == OF_PROCESSORS else forward)
+                self._seen, self._way = (forward, processor), by_hand or way_of(target)
+            way = self._way
+            if isinstance(way, ByHand):
+                return self._merge_by_hand(way, now, args, kwargs)
+        before, intercept.now.answer = intercept.now.answer, self._answer(now, seen)
         try:
-            out = way.run(target, *args, **kwargs)
+            if way is not None:
+                out = way.run(target, *args, **kwargs)
+            else:
+                with Watching():
+                    out = self.original(*args, **kwargs)
         finally:
             intercept.now.answer = before
-        if not any(asked):
-            self._note_unasked(now, bool(asked), args, kwargs)
+        if not any(seen):
+            method = forward if processor is type(None) else processor.__call__
+            method = method if self.beneath is None else getattr(self.beneath, "__func__", self.beneath)
+            why = OF_OTHERS if seen else f"{full_name(method)} calls no attention function that is known"
+            self._leave_alone(now, why, args, kwargs)
         return out
+
+    def _answer(self, now: ModelCall, seen: list[bool]) -> Callable[[Asked], torch.Tensor]:
+        """Answers what the attention asks of its function. seen: as of `answer`."""
+        where = now.layouts.get(self.level) or partial(self.wraps.adapter.layout_of, now, self)
+        heads = getattr(self.target, "heads", 1)
+        return partial(answer, now.state, now.call, self.path, self.level, heads, where, seen)
 
     def answers(
         self, whole: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, by_head: bool,
         scale: float | None, gqa: bool, backend: str,
     ) -> torch.Tensor:  # fmt: skip
         """What a compiled graph asks for in its call, ``[B, S, H, d]``. whole: is the model's own call in the graph?"""
-        calls = self.shared.calls
+        calls = self.wraps.calls
         now = calls.in_graph if whole else calls.now
         q, k, v = (one.transpose(1, 2) for one in (q, k, v)) if by_head else (q, k, v)
         more = {"backend": backend} if backend else {}
         if now is not None:
             now.reached += 1
-        before, intercept.now.answer = intercept.now.answer, None if now is None else self._answer(now, [])
-        try:
-            again = way_of(self.target).code.again
-            out = again(q, k, v, attn_mask=mask, scale=scale, enable_gqa=gqa, **more)
-            return out.transpose(1, 2) if by_head else out
-        finally:
-            intercept.now.answer = before
-
-    def _merge(self, now: ModelCall, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """An attention whose code calls no function that it names, or beneath another's wrapper."""
-        target = self.target
-        if self.beneath is None or is_own(target, self.beneath):
-            by_hand = _description(type(target).forward, type(getattr(target, "processor", None)))
-            if by_hand is not None:
-                return self._merge_by_hand(by_hand, now, args, kwargs)
-            way = way_of(target)
-            run = None if way is None else partial(way.run, target)
-        else:
-            run = None
-        asked: list[bool] = []
-        before, intercept.now.answer = intercept.now.answer, self._answer(now, asked)
-        try:
-            if run is not None:
-                out = run(*args, **kwargs)
-            else:
-                with Watching():
-                    out = self.original(*args, **kwargs)
-        finally:
-            intercept.now.answer = before
-        if not any(asked):
-            self._note_unasked(now, bool(asked), args, kwargs)
-        return out
-
-    def _note_unasked(self, now: ModelCall, is_to_others: bool, args: tuple, kwargs: dict[str, Any]) -> None:
-        processor, method = getattr(self.target, "processor", None), self.beneath
-        if method is None:
-            method = type(self.target).forward if processor is None else type(processor).__call__
-        name = full_name(getattr(method, "__func__", method))
-        why = OF_OTHERS if is_to_others else f"{name} calls no attention function that is known"
-        self._leave_alone(now, why, args, kwargs)
-
-    def _answer(self, now: ModelCall, seen: list[bool]) -> Callable[[Asked], torch.Tensor]:
-        """Answers what the attention asks of its function. seen: as of `answer`."""
-        heads, where = getattr(self.target, "heads", 1), partial(self.shared.adapter.layout_of, now, self)
-        return partial(answer, now.state, now.call, self.path, self.level, heads, where, seen)
+        asked = way_of(self.target).again.read(q, k, v, attn_mask=mask, scale=scale, enable_gqa=gqa, **more)
+        out = asked.unmerged() if now is None else self._answer(now, [])(asked)
+        return out.transpose(1, 2) if by_head else out
 
     def _merge_by_hand(self, known: ByHand, now: ModelCall, args: tuple, kwargs: dict[str, Any]) -> Any:
         """An attention without a function: its projections' results, and its own code on a stand-in."""
         target, heads = self.target, self.target.heads
         x, why = args[0] if args else named(kwargs, ("hidden_states", "x")), ""
-        context = args[1] if len(args) > 1 else named(kwargs, _CONTEXTS)
+        context = args[1] if len(args) > 1 else named(kwargs, CONTEXTS)
         source = x if context is None else context
         value = kwargs.get("value")
         value = source if value is None else value
@@ -306,11 +171,11 @@ class AttentionSite(NumberedSite):
             why = "called in an unknown way"
         elif source.shape[1] != x.shape[1] or value.shape[1] != x.shape[1]:
             why = OF_OTHERS
-        elif any(kwargs.get(name) is not None for name in _MASKS):
+        elif any(kwargs.get(name) is not None for name in MASKS):
             why = MASKED
         else:
             why = known.problem(target, kwargs) or ""
-            layout = self.shared.adapter.layout_of(now, self, x.shape[1])
+            layout = self.wraps.adapter.layout_of(now, self, x.shape[1])
             why = why or (layout if isinstance(layout, str) else "")
         if why:
             self._leave_alone(now, why, args, kwargs)
@@ -336,38 +201,38 @@ class AttentionSite(NumberedSite):
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """The attention in a graph that is being made."""
-        state, begun = self.shared.state, self.shared.begun
+        state, begun = self.wraps.handle, self.wraps.begun
         if state is None:
             return self.original(*args, **kwargs)
         why = compiled.why_not_in_graph(state) if begun is None else begun
         forward, processor = None, None
         if self.beneath is None:
             current = getattr(self.target, "processor", None)
-            forward = intercept.traced_attention(type(self.target))
-            processor = None if forward is not None else intercept.traced_processor(type(current))
+            forward = intercept.traced(type(self.target), "forward")
+            processor = None if forward is not None else intercept.traced(type(current), "__call__")
         if not isinstance(why, str) and forward is None and processor is None:
             why = "its function is not known in a compiled model"
         if isinstance(why, str):
             state.ledger.note_traced(self.level, why)
             return self.original(*args, **kwargs)
-        ask = partial(self._ask, state, self.number if begun is None else begun)
-        before, intercept.now.answer = intercept.now.answer, ask
+        before, intercept.now.answer = intercept.now.answer, partial(self._ask, self.number if begun is None else begun)
         try:
             if forward is not None:
                 return forward(self.target)(*args, **kwargs)
-            stand_in = intercept.TracedAttention(self.target, processor(current))
-            return self._of_class(stand_in, *args, **kwargs)
+            # who asks which arguments a processor takes: a compiler cannot tell of a function that is made here
+            stand_in = processor(current, __call__=current.__call__)
+            return self._of_class(intercept.Like(self.target, processor=stand_in), *args, **kwargs)
         finally:
             intercept.now.answer = before
 
-    def _ask(self, state: State, begun: torch.Tensor, asked: Asked) -> torch.Tensor:
+    def _ask(self, begun: torch.Tensor, asked: Asked) -> torch.Tensor:
         if not asked.plain:
-            state.ledger.note_traced(self.level, MORE)
+            self.wraps.handle.ledger.note_traced(self.level, MORE)
             return asked.unmerged()
-        return compiled.attend(begun, self.number, asked)
+        more = asked.mask, asked.by_head, asked.scale, asked.gqa, asked.backend
+        return asked.give_back(compiled.OPERATORS["attend"](begun, self.number, asked.q, asked.k, asked.v, *more))
 
 
-def _description(forward: Any, processor: type) -> ByHand | None:
-    """Of an attention that computes by hand; None for every other."""
-    known = known_of(forward)
-    return known_of(processor.__call__) if known is None and full_name(forward) == OF_PROCESSORS else known
+def named(kwargs: Mapping[str, Any], names: Sequence[str]) -> Any:
+    """The first of these keywords that is there; None if there is none."""
+    return next((kwargs[name] for name in names if name in kwargs), None)

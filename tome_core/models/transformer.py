@@ -1,20 +1,185 @@
-"""diffusers' transformers (Flux, SD3, Qwen-Image, Z-Image, Lumina 2, Wan and others): how their calls are read."""
+"""diffusers' transformers (Flux, SD3, Qwen-Image, Wan and others): which are known, and how their calls are read.
+
+They are known by the names of their classes, and with each the attentions over the picture's tokens, and where those
+lie in its sequences. What is not here is not guessed.
+"""
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from functools import cache, partial
+from operator import mul
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
+from ..compiling import when_traced
+from ..merging.grid import Grid
 from ..merging.layout import Layout
 from ..reporting.ledger import LevelTally
 from ..settings.noise import SchedulerNoise, Step, by_timestep
-from .arguments import arguments_of, pick_arguments
-from .sites import AttentionSite, ModelCall, ModelSite, Shared
-from .transformer_layouts import Tokens, family_of, find_attentions
+from .sites import AttentionSite, ModelSite
 from .wrap import Wrap
+from .wrap_set import ModelCall
+
+UNEVEN = "its pictures are of different sizes"
+NO_GRID = "the picture's tokens are no grid"
+
+
+class Tokens(NamedTuple):
+    """The picture's tokens in one call.
+
+    count: the picture's and those behind it that are of its kind, as references are.
+    latent: ``[B, C, (frames,) H, W]``, or a view of as many places; its values are looked at for copies alone.
+    """
+
+    grid: Grid
+    count: int
+    latent: torch.Tensor
+
+
+class Family(NamedTuple):
+    """A family is a class of transformers, and how its calls are read.
+
+    attentions: what the paths of the modules match. tokens: of a call, from its arguments by name; or why not.
+    reads: the arguments that are looked at, the time last. text_first: does the text lie before the picture's tokens?
+    timestep: of a time; Stable Diffusion's, a flow model's sigma times 1000. downsample: latent places a token, a side.
+    """
+
+    attentions: str
+    tokens: Callable[[nn.Module, Mapping[str, Any]], Tokens | str]
+    reads: tuple[str, ...]
+    text_first: bool = False
+    timestep: Callable[[Any], Any] = lambda time: time
+    downsample: int = 2
+
+
+def _of_latent(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
+    """``[B, C, H, W]`` or ``[B, C, frames, H, W]`` in patches."""
+    latent, config = given["hidden_states"], model.config
+    size = config.patch_size
+    along, down, right = (getattr(config, "patch_size_t", 1), size, size) if isinstance(size, int) else (1, *size)[-3:]
+    frames = 1 if latent.dim() == 4 else latent.shape[2] // along
+    height, width = latent.shape[-2] // down, latent.shape[-1] // right
+    return Tokens(Grid(frames * height, width, frames), frames * height * width, latent)
+
+
+def _of_ids(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
+    """Flux: ``img_ids [N, 3]``, whose first number is another one for reference pictures; they lie behind."""
+    ids, packed = given["img_ids"], given["hidden_states"]
+    ids = ids[0] if ids.dim() == 3 else ids
+    shape = _grid_of_ids(ids)
+    if shape is None:
+        return NO_GRID
+    places = packed[:, : shape[0] * shape[1]].unflatten(1, shape)
+    latent = places.movedim(3, 1)
+    if packed.shape[2] % 4 == 0 and getattr(model.config, "patch_size", 1) == 1 and packed.shape[2] >= 16:
+        latent = places.unflatten(3, (-1, 2, 2)).permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
+    return Tokens(Grid(*shape), ids.shape[0], latent)
+
+
+_signature = cache(inspect.signature)
+_GRIDS: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of tensors of ids: version, and what was found
+
+
+def _grid_of_ids(ids: torch.Tensor) -> tuple[int, int] | None:
+    """Height and width; None if they are no grid. A pipeline gives one tensor at all steps, and one of them waits."""
+    version = None if ids.is_inference() else ids._version  # None: whether somebody writes into it cannot be told
+    known = _GRIDS.get(ids)
+    if known is None or version is None or known[0] != version:
+        known = _GRIDS[ids] = version, _read_grid(ids.detach().cpu())
+    return known[1]
+
+
+def _read_grid(ids: torch.Tensor) -> tuple[int, int] | None:
+    own = ids[: int((ids[:, 0] == ids[0, 0]).long().cumprod(0).sum())]
+    width = int((own[:, 1] == own[0, 1]).long().cumprod(0).sum())
+    if len(own) % width:
+        return None
+    places = own.unflatten(0, (-1, width))
+    is_grid = (places[:, :, 1] == places[:, :1, 1]).all() and (places[:, :, 2] == places[:1, :, 2]).all()
+    return (len(own) // width, width) if is_grid else None
+
+
+def _of_shapes(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
+    """Qwen-Image: ``img_shapes``, for each picture ``(frames, height, width)`` of it and of its references."""
+    shapes = given["img_shapes"]
+    if not shapes:
+        return NO_GRID
+    if any(one != shapes[0] for one in shapes):
+        return UNEVEN
+    frames, height, width = shapes[0][0] if isinstance(shapes[0], list) else shapes[0]
+    packed = given["hidden_states"]
+    places = packed[:, : frames * height * width].unflatten(1, (frames * height, width)).movedim(3, 1)
+    return Tokens(Grid(frames * height, width, frames), packed.shape[1], places)
+
+
+def _of_list(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
+    """Z-Image: a list of latents ``[C, frames, H, W]``."""
+    latents = given["x"]
+    if not all(torch.is_tensor(one) for one in latents):
+        return "references came along"
+    if any(one.shape != latents[0].shape for one in latents):
+        return UNEVEN
+    _, frames, height, width = latents[0].shape
+    size, along = given["patch_size"], given["f_patch_size"]
+    frames, height, width = frames // along, height // size, width // size
+    return Tokens(Grid(frames * height, width, frames), frames * height * width, torch.stack(list(latents)))
+
+
+def _of_film(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
+    """LTX: the film's sizes come along."""
+    frames, height, width, packed = (given[name] for name in _FILM[:4])
+    if None in (frames, height, width) or frames * height * width != packed.shape[1]:
+        return NO_GRID
+    latent = packed.unflatten(1, (frames, height, width)).movedim(4, 1)
+    return Tokens(Grid(frames * height, width, frames), packed.shape[1], latent)
+
+
+_thousandfold = partial(mul, 1000)
+_LATENT, _IDS = ("hidden_states", "timestep"), ("img_ids", "hidden_states", "timestep")
+_SHAPES, _LIST = ("img_shapes", "hidden_states", "timestep"), ("x", "patch_size", "f_patch_size", "t")
+_FILM = ("num_frames", "height", "width", "hidden_states", "timestep")
+FAMILIES: dict[str, Family] = {
+    "FluxTransformer2DModel": Family(r"(single_)?transformer_blocks\.\d+\.attn", _of_ids, _IDS, True, _thousandfold),
+    "SD3Transformer2DModel": Family(r"transformer_blocks\.\d+\.attn2?", _of_latent, _LATENT),
+    "QwenImageTransformer2DModel": Family(r"transformer_blocks\.\d+\.attn", _of_shapes, _SHAPES, True, _thousandfold),
+    "ZImageTransformer2DModel": Family(
+        r"(layers|noise_refiner)\.\d+\.attention", _of_list, _LIST, timestep=lambda time: 1000 * (1 - time)
+    ),
+    "Lumina2Transformer2DModel": Family(
+        r"(layers|noise_refiner)\.\d+\.attn", _of_latent, _LATENT, True, lambda time: 1000 * (1 - time)
+    ),
+    "WanTransformer3DModel": Family(r"blocks\.\d+\.attn1", _of_latent, _LATENT),
+    "HunyuanVideoTransformer3DModel": Family(r"(single_)?transformer_blocks\.\d+\.attn", _of_latent, _LATENT),
+    "LTXVideoTransformer3DModel": Family(r"transformer_blocks\.\d+\.attn1", _of_film, _FILM, downsample=1),
+    "PixArtTransformer2DModel": Family(r"transformer_blocks\.\d+\.attn1", _of_latent, _LATENT),
+}
+NAMES = tuple(FAMILIES)
+_IN_PIPELINES = ("transformer", "transformer_2")  # Wan 2.2 has two, for early and for late steps
+
+
+def family_of(model: Any) -> Family | None:
+    """By its class's name, or that of a class it is derived from."""
+    if not isinstance(model, nn.Module):
+        return None
+    return next((FAMILIES[one.__name__] for one in type(model).__mro__ if one.__name__ in FAMILIES), None)
+
+
+def find_transformers(model: Any) -> list[nn.Module]:
+    """The known transformers of a pipeline, or the model itself; none where it is or has no known one."""
+    inner = (model, *(getattr(model, name, None) for name in _IN_PIPELINES))
+    found = (getattr(one, "_orig_mod", one) for one in inner)  # of a compiled one
+    return [one for one in found if family_of(one) is not None]
+
+
+def find_attentions(model: nn.Module, family: Family) -> list[tuple[str, nn.Module]]:
+    """Path and module of each attention over the picture's tokens, in order."""
+    return [(path, one) for path, one in model.named_modules() if re.fullmatch(family.attentions, path)]
 
 
 class TransformerAdapter:
@@ -32,38 +197,30 @@ class TransformerAdapter:
         """One: all of its attentions are over the same tokens."""
         return [LevelTally(self.family.downsample, self._blocks)]
 
-    def wraps(
-        self, model: nn.Module, shared: Shared, levels: set[int], around: set[int], make: Callable[..., Wrap]
-    ) -> Iterator[Wrap]:
+    def wraps(self, model: nn.Module, levels: set[int], around: set[int], make: Callable[..., Wrap]) -> Iterator[Wrap]:
         """What has to be put on the model, the outermost first. make: as of `unet.UNetAdapter.wraps`."""
-        yield make(ModelSite, model, shared)
+        yield make(ModelSite, model)
         for path, module in find_attentions(model, self.family):
-            yield make(AttentionSite, module, path, 0, shared)
-
-    def arguments(self, model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """All arguments of a call, by name."""
-        return arguments_of(model, args, kwargs)
+            yield make(AttentionSite, module, path, 0)
 
     def pick(self, model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> list[Any]:
         """The arguments of `reads`, in a way that a compiler can follow."""
-        return pick_arguments(model, self.reads, args, kwargs)
+        return [kwargs[name] if name in kwargs else _positional(type(model), name, args) for name in self.reads]
 
     def read(self, model: nn.Module, given: Mapping[str, Any], time: Any) -> tuple[Any, Any, Any]:
-        """Timestep as Stable Diffusion's, latent, and the picture's grid and tokens, or why there are none.
-
-        The timestep is that of the pipeline's step, else from the call's arguments.
-        """
-        tokens = self.family.tokens(model, given)
-        latent = tokens.latent if isinstance(tokens, Tokens) else torch.empty(0)
+        """Timestep as Stable Diffusion's, of the pipeline's step if it is known; latent; grid and count, or why not."""
         step = time.noise.now() if isinstance(time.noise, PipelineSteps) and time.is_sampling else None
-        timestep = self.family.timestep(given) if step is None else step
-        return timestep, latent, tokens if isinstance(tokens, str) else (tokens.grid, tokens.count)
+        timestep = self.family.timestep(given[self.reads[-1]]) if step is None else step
+        tokens = self.family.tokens(model, given)
+        if isinstance(tokens, str):
+            return timestep, torch.empty(0), tokens
+        return timestep, tokens.latent, (tokens.grid, tokens.count)
 
     def layout_of(self, now: ModelCall, site: AttentionSite, tokens: int) -> Layout | str:
         """Text may lie before the picture's tokens."""
-        if isinstance(now.tokens, str):
-            return now.tokens
-        grid, count = now.tokens
+        if isinstance(now.facts, str):
+            return now.facts
+        grid, count = now.facts
         return Layout(grid, tokens - count if self.family.text_first else 0)
 
 
@@ -87,3 +244,17 @@ class PipelineSteps(SchedulerNoise):
     def steps_of(self, values: list[float]) -> list[Step]:
         """What the scheduler's ``values``, all that its ``timesteps`` hold, stand for."""
         return [by_timestep(value) for value in values]
+
+
+def _positional(kind: type[nn.Module], name: str, args: tuple) -> Any:
+    """An argument without its name, or its default. Raises TypeError if there is neither."""
+    place, default = _place_and_default(kind, name)
+    if place >= len(args) and default is inspect.Parameter.empty:
+        raise TypeError(f"{kind.__name__}: argument {name!r} is missing")
+    return args[place] if place < len(args) else default
+
+
+@when_traced
+def _place_and_default(kind: type[nn.Module], name: str) -> tuple[int, Any]:
+    parameters = _signature(kind.forward).parameters
+    return list(parameters).index(name) - 1, parameters[name].default

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -25,7 +24,6 @@ class UNetFamily(NamedTuple):
     """Names by which one family of UNets calls things.
 
     down, middle, up: attributes of the UNet. transformer: class that turns a picture into tokens.
-    context: the attention's argument for what keys and values are made from.
     """
 
     name: str
@@ -33,13 +31,12 @@ class UNetFamily(NamedTuple):
     middle: str
     up: str
     transformer: str
-    context: str
 
 
 FAMILIES = (
     # CompVis, Stability-AI (ldm and sgm), ComfyUI, Forge, reForge
-    UNetFamily("ldm", "input_blocks", "middle_block", "output_blocks", "SpatialTransformer", "context"),
-    UNetFamily("diffusers", "down_blocks", "mid_block", "up_blocks", "Transformer2DModel", "encoder_hidden_states"),
+    UNetFamily("ldm", "input_blocks", "middle_block", "output_blocks", "SpatialTransformer"),
+    UNetFamily("diffusers", "down_blocks", "mid_block", "up_blocks", "Transformer2DModel"),
 )
 
 _RESAMPLER = re.compile(r"(?:Fir|K)?(Down|Up)sample(?:2D)?")
@@ -64,45 +61,33 @@ def find_unet(model: Any) -> nn.Module:
     anything else, UnsupportedModelError (a ValueError) where there are several, and for a pipeline of other networks.
     """
     found = _unwrap(model)
-    for path in (("unet",), ("model", "diffusion_model"), ("diffusion_model",), ("transformer",)):
-        inner = _follow(found, path)
-        if isinstance(inner, nn.Module):
-            return _unet_in(_unwrap(inner))
-    if isinstance(found, nn.Module):
-        return _unet_in(found)
-    if isinstance(getattr(model, "components", None), dict):
-        kind = type(model).__name__
-        raise UnsupportedModelError(f"{kind} has neither a UNet nor a transformer, but {_networks(model)}")
-    raise TypeError(
-        f"model is {type(model).__name__}; it has to be a UNet, a diffusers pipeline or an LDM model "
-        "(with .model.diffusion_model)"
-    )
-
-
-def _networks(pipeline: Any) -> str:
-    """The classes of a pipeline's modules."""
-    found = (type(one).__name__ for one in pipeline.components.values() if isinstance(one, nn.Module))
-    return ", ".join(found) or "no module at all"
-
-
-def _unet_in(module: nn.Module) -> nn.Module:
-    """The module, or the one UNet in it where it has no stages itself."""
-    if _family_of(module) is not None:
-        return module
-    inside = [one for one in module.modules() if _family_of(one) is not None]
+    inner = [getattr(owner, name, None) for owner, name in (
+        (found, "unet"), (getattr(found, "model", None), "diffusion_model"), (found, "diffusion_model"),
+        (found, "transformer"))]  # fmt: skip
+    found = _unwrap(next((one for one in inner if isinstance(one, nn.Module)), found))
+    kind = type(found).__name__
+    if not isinstance(found, nn.Module):
+        if isinstance(getattr(model, "components", None), dict):
+            networks = [type(one).__name__ for one in model.components.values() if isinstance(one, nn.Module)]
+            others = ", ".join(networks) or "no module at all"
+            raise UnsupportedModelError(f"{kind} has neither a UNet nor a transformer, but {others}")
+        raise TypeError(
+            f"model is {kind}; it has to be a UNet, a diffusers pipeline or an LDM model (with .model.diffusion_model)"
+        )
+    if _family_of(found) is not None:
+        return found
+    inside = [one for one in found.modules() if _family_of(one) is not None]
     outermost = [one for one in inside if not any(one is not other and one in set(other.modules()) for other in inside)]
     if len(outermost) > 1:
         kinds = ", ".join(type(one).__name__ for one in outermost)
-        raise UnsupportedModelError(f"{type(module).__name__} has {len(outermost)} UNets inside ({kinds}); patch each")
-    return _unwrap(outermost[0]) if outermost else module
+        raise UnsupportedModelError(f"{kind} has {len(outermost)} UNets inside ({kinds}); patch each")
+    return _unwrap(outermost[0]) if outermost else found
 
 
 def _family_of(module: nn.Module) -> UNetFamily | None:
     """By its stages: the way down, and what follows it."""
-    for family in FAMILIES:
-        if hasattr(module, family.down) and (hasattr(module, family.middle) or hasattr(module, family.up)):
-            return family
-    return None
+    return next((one for one in FAMILIES if hasattr(module, one.down)
+                 and (hasattr(module, one.middle) or hasattr(module, one.up))), None)  # fmt: skip
 
 
 def find_blocks(unet: nn.Module) -> list[Place]:
@@ -110,21 +95,23 @@ def find_blocks(unet: nn.Module) -> list[Place]:
 
     Raises UnsupportedModelError where there is none, and where there are no stages to tell their sizes by.
     """
-    family = _family_of(unet)
+    family, kind = _family_of(unet), type(unet).__name__
     places = [] if family is None else list(_places_of(unet, family))
     if places:
         return places
     if family is None and any(is_kind(module, BLOCK) for module in unet.modules()):
         known = " or ".join(f"{one.down}, {one.middle}, {one.up}" for one in FAMILIES)
         raise UnsupportedModelError(
-            f"{type(unet).__name__} has transformer blocks, but no stages of a UNet ({known}), without which nobody "
-            "knows their level; if it is a part of a UNet, patch that"
+            f"{kind} has transformer blocks, but no stages of a UNet ({known}), without which nobody knows their "
+            "level; if it is a part of a UNet, patch that"
         )
+    names = Counter(type(module).__name__ for module in unet.modules())
+    telling = Counter({name: n for name, n in names.items() if re.search("Block|Transformer|Attention", name)})
+    found = ", ".join(f"{n} {name}" for name, n in (telling or names).most_common(4))
     raise UnsupportedModelError(
-        f"{type(unet).__name__} has no {BLOCK} inside a "
-        f"{' or '.join(f.transformer for f in FAMILIES)}, which is what token merging works on; found "
-        f"{_inventory(unet)}. Stable Diffusion 1, 2 and XL UNets have it; of transformers those in "
-        "tome_core.models.transformer_layouts.NAMES are known, Flux, SD3 and Wan among them."
+        f"{kind} has no {BLOCK} inside a {' or '.join(one.transformer for one in FAMILIES)}, which is what token "
+        f"merging works on; found {found}. Stable Diffusion 1, 2 and XL UNets have it; of transformers those in "
+        "tome_core.models.transformer.NAMES are known, Flux, SD3 and Wan among them."
     )
 
 
@@ -141,29 +128,16 @@ def brings_compiled(handed: Any) -> bool:
 
 def is_kind(module: Any, name: str) -> bool:
     """Is it of a class of this name, or derived from one? By name, because every host has its own copy."""
-    return name in _names_of(type(module))
-
-
-@lru_cache(maxsize=1024)
-def _names_of(kind: type) -> frozenset[str]:
-    return frozenset(one.__name__ for one in kind.__mro__)
-
-
-def _follow(model: Any, path: tuple[str, ...]) -> Any:
-    for name in path:
-        model = getattr(model, name, None)
-    return model
+    return any(one.__name__ == name for one in type(module).__mro__)
 
 
 def _unwrap(model: Any) -> Any:
     """Without torch.compile's wrapper, and those that call what they wrap ``module``."""
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        if not isinstance(inner, nn.Module):
-            inner = getattr(model, "module", None)
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
+    for name in ("_orig_mod", "module"):
+        inner = getattr(model, name, None)
+        if isinstance(inner, nn.Module):
+            return _unwrap(inner)
+    return model
 
 
 def _places_of(unet: nn.Module, family: UNetFamily) -> Iterator[Place]:
@@ -188,21 +162,10 @@ def _places_of(unet: nn.Module, family: UNetFamily) -> Iterator[Place]:
                         if is_kind(block, BLOCK):
                             yield Place(f"{path}.transformer_blocks.{number}", block, module, halvings, family)
                     continue
-                resampling = resampling or _resampling_of(type(module).__name__)
+                found = _RESAMPLER.fullmatch(type(module).__name__)
+                if found is not None and not resampling:
+                    resampling = 1 if found[1] == "Down" else -1
                 children = [(f"{path}.{key}", one) for key, one in module._modules.items() if one is not None]
                 waiting += reversed(children)
             if name != family.middle:
                 halvings = max(0, halvings + resampling)
-
-
-@lru_cache(maxsize=1024)
-def _resampling_of(kind: str) -> int:
-    match = _RESAMPLER.fullmatch(kind)
-    return 0 if match is None else 1 if match[1] == "Down" else -1
-
-
-def _inventory(model: nn.Module) -> str:
-    kinds = Counter(type(module).__name__ for module in model.modules())
-    telling = [(n, kind) for kind, n in kinds.items() if re.search("Block|Transformer|Attention", kind)]
-    chosen = sorted(telling, reverse=True)[:4] or sorted(((n, kind) for kind, n in kinds.items()), reverse=True)[:4]
-    return ", ".join(f"{n} {kind}" for n, kind in chosen)

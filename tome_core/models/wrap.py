@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..compiling import is_tracing
 
@@ -18,7 +19,7 @@ from ..compiling import is_tracing
 _BOUND = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
 _REPLICATE = "_replicate_for_data_parallel"
 _MARK = "_tome_core_wrap"
-_FORWARDS: set[Any] = set()  # the functions that wraps put in place of methods
+_WRAPPERS: dict[str, Callable[[nn.Module, Any], Any]] = {}  # what sees through wrappers that others leave, by name
 patch_lock = threading.RLock()  # held while wraps are put on or taken off: two threads may patch one model
 
 
@@ -30,16 +31,10 @@ class Wrap:
     through for ever. A copy or a pickle of the target gets a wrap that passes calls through to the copy.
     """
 
-    def __init_subclass__(cls) -> None:
-        _FORWARDS.add(cls.forward)
-
     def __init__(self, target: Any, name: str = "forward") -> None:
-        self.target = target
-        self.name = name
-        self.active = False
-        self.beneath: Any = None
-        self._placed = False
-        self._resting: weakref.ref[Any] | None = None
+        self.target, self.name, self.beneath = target, name, None
+        self.active = self._placed = False
+        self._resting: Callable[[], Any] = weakref.ref(target)
         self._of_class = getattr(type(target), name)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -54,9 +49,8 @@ class Wrap:
         """What is put in place of ``target.NAME``."""
         if not isinstance(self, Wrap):  # somebody bound this function to the target, to restore "the original"
             wrap, kind = vars(self).get(_MARK), type(self)
-            if wrap is None:
-                return getattr(kind, "_forward", kind.forward)(self, *args, **kwargs)  # see `BlockSite`
-            return wrap.forward(*args, **kwargs)
+            own = partial(getattr(kind, "_forward", kind.forward), self)  # see `BlockSite`
+            return (own if wrap is None else wrap.forward)(*args, **kwargs)
         if not self.active:
             return self.original(*args, **kwargs)
         return (self.trace if torch.compiler.is_compiling() and is_tracing() else self.run)(*args, **kwargs)
@@ -79,8 +73,7 @@ class Wrap:
 
     def wrapped(self) -> Any:
         """The target, also after the wrap was taken off; None once it is gone."""
-        target = self.target
-        return self._resting() if target is None and self._resting is not None else target
+        return self._resting() if self.target is None else self.target
 
     def is_on_top(self) -> bool:
         """Is it this object that ``target.NAME`` calls first (below accelerate's hook, if there is one)?"""
@@ -91,9 +84,7 @@ class Wrap:
 
         Reusing the same object keeps a compiled graph valid; idempotent.
         """
-        if self.target is None:
-            self.target, self._resting = self.wrapped(), None
-        wrap = self
+        wrap, self.target = self, self.wrapped()
         if not self.is_on_top():
             current = self._find()
             if not self._placed:
@@ -104,7 +95,7 @@ class Wrap:
                 wrap.beneath = current
             setattr(self.target, self._slot(), wrap.forward if _BOUND else wrap)
             vars(self.target)[_MARK] = wrap
-            if isinstance(self.target, torch.nn.Module):
+            if isinstance(self.target, nn.Module):
                 vars(self.target)[_REPLICATE] = partial(_replicate_plainly, self.target)
         wrap._placed = True
         wrap._of_class = getattr(type(self.target), self.name)
@@ -128,18 +119,15 @@ class Wrap:
         if self.is_on_top():
             self._leave()
             if self.beneath is None:
-                self._resting, self.target, self._placed = weakref.ref(target), None, False
+                self.target, self._placed = None, False
         if vars(target).get(_MARK) is self:
             del vars(target)[_MARK]
 
     def _leave(self) -> None:
-        slot, beneath = self._slot(), without_inert(self.beneath)
-        if beneath is not None:
-            setattr(self.target, slot, beneath)
-        elif slot == self.name:
-            delattr(self.target, slot)
-        else:
-            setattr(self.target, slot, getattr(type(self.target), self.name).__get__(self.target))
+        slot, method = self._slot(), without_inert(self.beneath)
+        if method is None and slot != self.name:
+            method = getattr(type(self.target), self.name).__get__(self.target)
+        _put(self.target, slot, method)
 
     def _slot(self) -> str:
         """The attribute to stand in.
@@ -155,29 +143,13 @@ class Wrap:
         own = getattr(method, "__self__", None) is self.target
         return None if own and getattr(method, "__func__", None) is getattr(type(self.target), self.name) else method
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Wrap:
-        return self._passing_through(copy.deepcopy(self.wrapped(), memo), copy.deepcopy(self.beneath, memo))
-
     def __reduce__(self) -> tuple:
-        return _unpickle, (self.name,), (self.wrapped(), self.beneath)
+        return object.__new__, (Wrap,), (self.name, self.wrapped(), self.beneath)
 
-    def __setstate__(self, state: tuple[Any, Any]) -> None:
-        self.target, self.beneath = state
+    def __setstate__(self, state: tuple[str, Any, Any]) -> None:
+        self.name, self.target, self.beneath = state
+        self.active, self._placed, self._resting = False, True, lambda: None
         self._of_class = getattr(type(self.target), self.name, None)
-
-    def _passing_through(self, target: Any, beneath: Any) -> Wrap:
-        wrap = _unpickle(self.name)
-        wrap.__setstate__((target, beneath))
-        return wrap
-
-
-_FORWARDS.add(Wrap.forward)
-
-
-def _unpickle(name: str) -> Wrap:
-    wrap = Wrap.__new__(Wrap)
-    wrap.name, wrap.active, wrap._placed, wrap._resting = name, False, True, None
-    return wrap
 
 
 def drop_remains(target: Any) -> None:
@@ -194,7 +166,7 @@ def drop_remains(target: Any) -> None:
             vars(target).pop(_REPLICATE, None)
 
 
-def is_wrapped_by_others(module: torch.nn.Module) -> bool:
+def is_wrapped_by_others(module: nn.Module) -> bool:
     """Does anybody but us, and accelerate, stand in for ``module.forward``?"""
     found = Wrap(module)._find()
     ours = wrap_of(found)
@@ -218,7 +190,36 @@ def without_inert(method: Any) -> Any:
     return method
 
 
-def _replicate_plainly(module: torch.nn.Module) -> torch.nn.Module:
+def _put(target: Any, slot: str, method: Any) -> None:
+    """Put the method into the slot; None stands for the class's own."""
+    if method is None:
+        del vars(target)[slot]
+    else:
+        vars(target)[slot] = method
+
+
+def register_wrapper(name: str, beneath: Callable[[nn.Module, Any], Any]) -> None:
+    """Make somebody's wrappers known.
+
+    beneath: of a module and what stands in place of its ``forward``: what that does nothing but call at this moment;
+    None where it does more, or is another's. A second one of a name replaces the first.
+    """
+    _WRAPPERS[name] = beneath
+
+
+def is_own(module: nn.Module, method: Any) -> bool:
+    """Does the method, in place of the module's ``forward``, come down to the class's? None stands for the class's."""
+    while method is not None:
+        if getattr(method, "__self__", None) is module:
+            return getattr(method, "__func__", None) is type(module).forward
+        found = [one for beneath in _WRAPPERS.values() if (one := beneath(module, method)) is not None]
+        if not found:
+            return False
+        method = without_inert(found[0])  # of ours, which they may have found when they came
+    return True
+
+
+def _replicate_plainly(module: nn.Module) -> nn.Module:
     """What `torch.nn.DataParallel` asks a module for: a copy that shares its attributes, here without our wrap.
 
     The wrap's module is the first one, so a replica would run that one's weights; without it, it merges nothing.
@@ -227,9 +228,7 @@ def _replicate_plainly(module: torch.nn.Module) -> torch.nn.Module:
     for slot in ("forward", "_forward", "_old_forward"):
         wrap = wrap_of(vars(replica).get(slot))
         if wrap is not None:
-            vars(replica).pop(slot)
-            if wrap.beneath is not None:
-                vars(replica)[slot] = wrap.beneath
+            _put(replica, slot, wrap.beneath)
     for name in (_REPLICATE, _MARK):
         vars(replica).pop(name, None)
     return replica

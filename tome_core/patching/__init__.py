@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..models.find import adapter_of, find_models
+from ..models import adapter_of, find_models
 from ..models.unet_blocks import UnsupportedModelError
 from ..models.wrap import drop_remains
 from ..models.wrap_set import drop_mark
@@ -34,7 +34,7 @@ def patch(
 
     Args:
         model: a UNet, a compiled one, a diffusers pipeline, an LDM model, or one of diffusers' known transformers
-            (`models.transformer_layouts.NAMES`).
+            (`models.transformer.NAMES`).
         config: settings, or the name of a preset: "quality", "balanced" (None is that), "fast" or "max".
         strength: instead of either, from 0, which is off, to 1; see `tome_core.strength`.
         host_clock: the caller will use `Patch.set_time`, so rules in percent are no reason for a warning.

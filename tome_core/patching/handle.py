@@ -12,7 +12,7 @@ from torch import nn
 from ..engine.decision import around_of
 from ..engine.state import State
 from ..measuring.measured import Measured
-from ..models.find import Adapter, adapter_of
+from ..models import Adapter, adapter_of
 from ..models.pipeline import SamplingScope, SchedulerClock
 from ..models.transformer import PipelineSteps
 from ..models.wrap_set import put_on, take_off, wraps_on
@@ -102,7 +102,7 @@ class Patch(Nested, Measured, State):
     @contextmanager
     def unmerged(self) -> Iterator[Patch]:
         """While in there, this thread's calls of the model merge nothing."""
-        calls = [found.shared.calls for found in map(wraps_on, self._present()) if found is not None]
+        calls = [found.calls for found in map(wraps_on, self._present()) if found is not None]
         for one in calls:
             one.off += 1
         try:

@@ -19,7 +19,7 @@ from tests.models import BY_NAME, ModelCase, call_case
 from tests.thoroughness import some_quick
 from tome_core import MergeConfig
 from tome_core.attention.merged import BIAS, OWN_BIAS
-from tome_core.models.transformer_layouts import family_of, find_attentions
+from tome_core.models.transformer import family_of, find_attentions
 from tome_core.models.unet_blocks import find_blocks, find_unet
 
 QKV = MergeConfig(ratio=0.75, correction=False, use_rand=False, max_downsample=8)

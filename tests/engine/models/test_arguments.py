@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tome_core.models.arguments import pack, tensors_in, unpack
+from tome_core.models.compiled import pack, unpack
 
 
 def test_what_is_packed_is_unpacked():
@@ -18,9 +18,3 @@ def test_what_is_packed_is_unpacked():
 def test_a_fraction_is_a_tensor_so_that_a_graph_takes_any():
     form, tensors, numbers = pack([0.5, 2])
     assert (form, tensors, numbers) == ("ti", [torch.tensor(0.5)], [2])
-
-
-def test_tensors_are_found_in_whatever_a_model_returns():
-    one, other = torch.zeros(1), torch.zeros(2)
-    assert list(tensors_in(([one, None], {"sample": other}, "word"))) == [one, other]
-    assert list(tensors_in(one)) == [one]

@@ -10,6 +10,7 @@ import diffusers
 import pytest
 import torch
 import torch.nn.functional as F
+from diffusers.models import attention_processor
 from diffusers.models.attention_processor import AttnProcessor
 from torch import nn
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
@@ -31,6 +32,7 @@ from tests.compiling import (
     where_compilers_were_tried,
     whole,
 )  # fmt: skip
+from tests.conformance import with_xformers
 from tests.families import Family
 from tests.thoroughness import some_quick
 from tests.threads import at_once
@@ -320,6 +322,21 @@ def test_an_attention_beneath_somebodys_wrapper_and_one_by_hand_are_left_alone_a
         assert 0 < distance(one.call(compiled, timestep=TIMES[0]), eager) < 0.3
         (level,) = handle.report().levels
         assert 0 < level.calls_merged == level.blocks - (2 if one is LEAST else 1)
+        assert "its function is not known in a compiled model" in str(handle.report())
+
+
+@pytest.mark.parametrize("way", some_quick([whole, by_blocks]), ids=lambda way: way.__name__)
+def test_an_attention_by_xformers_is_left_alone_and_told(way: Way, monkeypatch):
+    """The operator knows the arguments of torch's function; this one's are called otherwise."""
+    with_xformers(monkeypatch, attention_processor)
+    model = LEAST.build()
+    for one in attentions_of(model):
+        one.set_processor(attention_processor.XFormersAttnProcessor())
+    plain = LEAST.call(model, timestep=TIMES[0])
+    with tome_core.patch(model, **STRONG) as handle:
+        assert not torch.equal(LEAST.call(model, timestep=TIMES[0]), plain)
+    with tome_core.patch(compiled := way(LEAST, model), **STRONG) as handle:
+        assert torch.equal(LEAST.call(compiled, timestep=TIMES[0]), plain)
         assert "its function is not known in a compiled model" in str(handle.report())
 
 

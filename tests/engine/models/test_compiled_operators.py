@@ -34,7 +34,7 @@ def test_an_attentions_output_lies_as_the_compiler_was_told(build, by_head: bool
     q, k, v = (torch.randn(1, 2, 24, 16) if by_head else torch.randn(1, 24, 2, 16) for _ in range(3))
     with torch.no_grad():
         torch.library.opcheck(
-            compiled._MADE["attend"], (site.number, site.number, q, k, v, None, by_head, None, False, ""),
+            compiled.OPERATORS["attend"], (site.number, site.number, q, k, v, None, by_head, None, False, ""),
             test_utils=("test_schema", "test_faketensor"),
         )  # fmt: skip
 
@@ -44,7 +44,7 @@ def test_the_operator_of_a_call_is_what_a_compiler_was_told():
     (site,) = sites(model, ModelSite)
     with torch.no_grad():
         torch.library.opcheck(
-            compiled._MADE["begin"], (site.number, "tt", [torch.randn(1, 4, 16, 16), torch.tensor(5)], []),
+            compiled.OPERATORS["begin"], (site.number, "tt", [torch.randn(1, 4, 16, 16), torch.tensor(5)], []),
             test_utils=("test_schema", "test_faketensor"),
         )  # fmt: skip
 
@@ -79,9 +79,9 @@ def test_copies_of_the_engine_share_the_operators_and_no_number():
     modules, numbers = [torch.nn.Module() for _ in range(2)], []
     for module in modules:
         another = _copy_of_the_engine()
-        assert not another._MADE
+        assert not another.OPERATORS
         numbers += [int(one.number_of(module)) for one in (another, compiled)]
-        assert another._MADE == compiled._MADE != {}
+        assert another.OPERATORS == compiled.OPERATORS != {}
     assert len(set(numbers)) == 4
 
 
@@ -98,8 +98,8 @@ def test_where_torch_cannot_be_told_of_the_operators_no_graph_merges_until_it_ca
         broken.setattr(torch.library, "register_fake", refuse)
         other.number_of(torch.nn.Module())
         with torch.no_grad():
-            assert not other._MADE and other.why_not_in_graph(state) is not None
+            assert not other.OPERATORS and other.why_not_in_graph(state) is not None
     other.number_of(torch.nn.Module())
     with torch.no_grad():
-        assert other._MADE and other.why_not_in_graph(state) is None
+        assert other.OPERATORS and other.why_not_in_graph(state) is None
     sys.modules.pop("_tome_core_test_operators").library._destroy()

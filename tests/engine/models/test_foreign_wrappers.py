@@ -10,7 +10,7 @@ import torch
 import tome_core
 from tests import least_unet
 from tests.models import ModelCase, call_case, call_ldm, ldm_of_one_level
-from tome_core.models import foreign_wrappers
+from tome_core.models import wrap
 
 KEYS = tome_core.MergeConfig(side="kv", ratio=0.5, use_rand=False)
 # an attention that computes by hand can be merged only if its own code is what runs
@@ -32,8 +32,8 @@ class _Doubling:
 @pytest.fixture
 def wrapped(monkeypatch):
     """Makes a UNet whose attentions have them, known to the engine."""
-    monkeypatch.setattr(foreign_wrappers, "_WRAPPERS", {})
-    foreign_wrappers.register_wrapper("doubling", lambda module, method: method.forward
+    monkeypatch.setattr(wrap, "_WRAPPERS", {})
+    wrap.register_wrapper("doubling", lambda module, method: method.forward
                                       if isinstance(method, _Doubling) and not method.is_on else None)  # fmt: skip
 
     def make(build):
@@ -80,6 +80,6 @@ def test_switched_on_while_the_patch_is_it_works(wrapped, build, call, compiled)
 
 def test_what_is_no_method_of_the_modules_class_is_not_its_own():
     attention = _attentions(least_unet.build())[0]
-    assert foreign_wrappers.is_own(attention, None) and foreign_wrappers.is_own(attention, attention.forward)
+    assert wrap.is_own(attention, None) and wrap.is_own(attention, attention.forward)
     for other in (attention.__hash__, attention.extra_repr, print, object()):  # the first has no function
-        assert not foreign_wrappers.is_own(attention, other)
+        assert not wrap.is_own(attention, other)

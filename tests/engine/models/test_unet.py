@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
+from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 from torch import nn
 
 import tome_core
@@ -27,6 +29,19 @@ def test_the_smallest_picture_is_a_frame_of_a_video(case: ModelCase, least: int,
     level = handle.report().levels[0]
     assert bool(level.calls_merged) == merges != bool(level.calls_skipped)
     assert any("min_pixels" in reason for reason in level.reasons) != merges
+
+
+@pytest.mark.parametrize("processor", [AttnProcessor, AttnProcessor2_0])
+def test_a_transformer_that_is_given_a_smaller_picture_than_the_latent_merges_that(processor: type):
+    """As with Kohya's deep shrink, which halves the picture on its way through the UNet."""
+    model = sd15()
+    model.set_attn_processor(processor())
+    for transformer in {place.transformer for place in find_blocks(model)}:
+        transformer.register_forward_pre_hook(lambda _, args: (F.avg_pool2d(args[0], 2), *args[1:]))
+        transformer.register_forward_hook(lambda _, args, out: (F.interpolate(out[0], scale_factor=2.0),))
+    with tome_core.patch(model, MergeConfig(side="kv", use_rand=False)) as handle:
+        call_case(BY_NAME["sd15"], model)
+    assert handle.report().merged_anything and not handle.report().reasons
 
 
 MLP = {"merge_attn": False, "merge_mlp": True}

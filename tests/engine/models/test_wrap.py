@@ -12,7 +12,7 @@ from tests.families import MODELS, Family, some_models
 from tests.foreign_wrappers import sites_of, unwrap, wrap_everything
 from tests.traces import traces
 from tome_core import MergeConfig
-from tome_core.models.find import find_models
+from tome_core.models import find_models
 
 # one of each way to be called: checkpointed `_forward`, plain LDM names, diffusers, and transformers
 models = some_models("sd15", "ldm_sd1", "sgm_double", "comfy_double", "SD3.5", "Flux")

@@ -19,7 +19,7 @@ from tests.models import BY_NAME, ModelCase, call_case
 from tests.random_stackings.sessions import drop_own_methods
 from tests.traces import traces
 from tome_core import MergeConfig
-from tome_core.models.find import find_models
+from tome_core.models import find_models
 from tome_core.models.wrap import Wrap, drop_remains, wrap_of
 
 of_either_kind = some_models("sd15", "ldm_wrapped", "Flux", "Wan")

@@ -16,7 +16,7 @@ from tests.offloading import CPU, OF_ACCELERATE, OF_DIFFUSERS, offload_as_a_mode
 from tests.thoroughness import some_quick
 from tests.traces import traces
 from tome_core import MergeConfig
-from tome_core.models.find import find_models
+from tome_core.models import find_models
 from tome_core.models.wrap import wrap_of
 
 CONFIG = MergeConfig(ratio=0.5, merge_mlp=True)

@@ -11,7 +11,7 @@ import tome_core
 from tests import tiny_transformers, transformer_pipelines
 from tests.tiny_transformers import PRESENT, STRONG, call, distance
 from tests.transformer_pipelines import draw
-from tome_core.models.transformer_layouts import NAMES
+from tome_core.models.transformer import NAMES
 
 families = pytest.mark.parametrize("name", PRESENT)
 
