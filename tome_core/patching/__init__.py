@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -18,8 +19,7 @@ from ..settings.config import MergeConfig
 from ..settings.noise import STABLE_DIFFUSION, own_schedule
 from ..settings.presets import DEFAULT, TRANSFORMER, config_of
 from ..settings.schedule import NoiseSchedule
-from .handle import Patch, handle_on, take_handed
-from .patch_stack import back_from
+from .handle import OF_HANDED, Patch, back_from, handle_on
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +128,11 @@ def remove_patch(model: Any) -> Any:
         models = find_models(model)
     except (UnsupportedModelError, TypeError):
         models = []
-    for latest in (*map(handle_on, models), *take_handed(model)):
+    found = [handle_on(one) for one in models]
+    with suppress(TypeError):  # nothing that has a hash, or can be referred to weakly
+        handed = OF_HANDED.pop(model, None)
+        found.append(None if handed is None or handed._removed else handed)
+    for latest in found:
         for handle in list(back_from(latest)):
             handle.remove()
     modules = [one for module in models for one in module.modules()]
@@ -142,15 +146,11 @@ def remove_patch(model: Any) -> Any:
 
 def report(model: Any) -> Report:
     """What the model's patch did so far; also for a wrapped model and its inner one."""
-    handle = _handle_of(model)
-    return handle.report() if handle is not None else Report(patched=False)
-
-
-def _handle_of(model: Any) -> Patch | None:
     try:
-        return handle_on(find_models(model)[0])
+        handle = handle_on(find_models(model)[0])
     except (TypeError, UnsupportedModelError):
-        return None
+        handle = None
+    return Report(patched=False) if handle is None else handle.report()
 
 
 def _schedule_of(model: Any) -> NoiseSchedule | None:

@@ -1,4 +1,4 @@
-"""The handle of a patch: on and off, in turn with others, on UNets and transformers alike."""
+"""The handle of a patch: on and off, and what was in force before it, on UNets and transformers alike."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from typing import Any
 from torch import nn
 
 from ..engine.decision import around_of
-from ..engine.state import State
 from ..measuring.measured import Measured
 from ..models.find import Adapter, adapter_of
 from ..models.pipeline import SamplingScope, SchedulerClock
 from ..models.transformer import PipelineSteps
+from ..models.wrap import Wrap
 from ..models.wrap_set import put_on, take_off, wraps_on
 from ..settings.config import MergeConfig
 from ..settings.noise import SchedulerNoise
 from ..settings.schedule import NoiseSchedule, reaches
-from .patch_stack import Nested
 
 
-class Patch(Nested, Measured, State):
+class Patch(Measured):
     """The handle of one patch: a context manager that can also be kept. It does not keep its models alive.
 
         with tome_core.patch(pipe, strength=0.5) as handle:
@@ -41,6 +40,9 @@ class Patch(Nested, Measured, State):
         adapter: of the first model, if it was made already.
     """
 
+    _removed = False
+    _entered = False
+
     def __init__(
         self, models: Sequence[nn.Module], config: MergeConfig, schedule: NoiseSchedule | None = None,
         handed: Any = None, adapter: Adapter | None = None,
@@ -48,13 +50,12 @@ class Patch(Nested, Measured, State):
         self._models = [weakref.ref(one) for one in models]
         self.adapter = adapter or adapter_of(models[0])
         super().__init__(config, self.adapter.tallies(), schedule)
-        downsamples = self.adapter.downsamples
         self._levels = {level for level, covered in enumerate(self._covered) if covered}
         rules = [rule for rule in self.clock.rules if not rule.is_off and around_of(rule)]
-        reached = {level for level in self._levels for rule in rules if reaches(rule, level, downsamples[level])}
-        self._around = reached
-        self._outside = []
-        self.handed = None
+        reached = enumerate(self.adapter.downsamples)
+        self._around = {level for level, down in reached if any(reaches(rule, level, down) for rule in rules)}
+        self._outside: list[Wrap] = []  # of a pipeline and its scheduler; they hold no module
+        self._previous: Patch | None = None  # what leaving this one brings back
         with suppress(TypeError):  # nothing that can be referred to weakly
             self.handed = weakref.ref(handed)
         self._follow(handed)
@@ -67,7 +68,7 @@ class Patch(Nested, Measured, State):
     @property
     def is_installed(self) -> bool:
         """True while the model merges as this handle says."""
-        return any((found := wraps_on(one)) is not None and found.handle is self for one in self._present())
+        return any(handle_on(one) is self for one in self._present())
 
     def install(self) -> Patch:
         """Put the patch on, in place of another of ours if there is one.
@@ -84,9 +85,9 @@ class Patch(Nested, Measured, State):
             before = put_on(model, adapter, self, self._levels, self._around)
             if before is not None and before is not self:
                 before._take_off_outside()
-        self._put_on_outside()
+        self._outside = [wrap.install() for wrap in self._outside if wrap.wrapped() is not None]
         with suppress(TypeError):  # nothing that has a hash, or can be referred to weakly
-            _OF_HANDED[self.handed and self.handed()] = self
+            OF_HANDED[self.handed and self.handed()] = self
         return self
 
     def uninstall(self) -> None:
@@ -94,10 +95,35 @@ class Patch(Nested, Measured, State):
         for model in self._present():
             take_off(model, self)
         self._take_off_outside()
-        handed = self.handed and self.handed()
-        with suppress(TypeError):
-            if _OF_HANDED.get(handed) is self:
-                del _OF_HANDED[handed]
+
+    def remove(self) -> None:
+        """Take it off for good. Idempotent; never fails."""
+        self._removed = True
+        self.uninstall()
+        self.time.forget()
+
+    def take_the_place_of(self, current: Patch | None) -> None:
+        """Remember what leaving this one brings back."""
+        self._previous = current
+        if current is not None and not current._entered:
+            current._previous = None  # nobody will leave it for what was before it; without this, the chain would grow
+
+    def __enter__(self) -> Patch:
+        self._entered = True
+        return self.install()
+
+    def __exit__(self, *error: object) -> None:
+        self._entered = False
+        # patches put on inside this `with` end with it
+        later = list(back_from(handle_on(self.model)))
+        if self not in later:
+            self.remove()
+            return
+        for one in later[: later.index(self) + 1]:
+            one.remove()
+        before = next((one for one in back_from(self._previous) if not one._removed), None)
+        if before is not None:
+            before.install()
 
     @contextmanager
     def unmerged(self) -> Iterator[Patch]:
@@ -116,23 +142,21 @@ class Patch(Nested, Measured, State):
         scheduler, is_unet = getattr(handed, "scheduler", None), self.adapter.layout != "transformer"
         if not self.wants_time or (is_unet and not hasattr(scheduler, "scale_model_input")):
             return
-        has_loop = hasattr(handed, "progress_bar")
         if is_unet:
             self.time.noise = SchedulerNoise(handed)
             self._outside.append(SchedulerClock(scheduler, self.time))
-            has_loop = has_loop and self.time.keeps
-        elif has_loop:
+        if hasattr(handed, "progress_bar") and (self.time.keeps or not is_unet):
             with suppress(TypeError):  # a class that allows no weak references
-                self.time.noise = PipelineSteps(handed)
-        if has_loop:
-            with suppress(TypeError):
+                self.time.noise = self.time.noise or PipelineSteps(handed)
                 self._outside.append(SamplingScope(handed, self.time))
+
+    def _take_off_outside(self) -> None:
+        for wrap in self._outside:
+            if wrap.target is not None:
+                wrap.uninstall()
 
     def _present(self) -> Iterator[nn.Module]:
         return (model for model in (one() for one in self._models) if model is not None)
-
-    def _in_force(self) -> Patch | None:
-        return handle_on(self.model)
 
     def __reduce__(self) -> tuple:
         raise TypeError("a patch belongs to its model and cannot be copied or pickled; patch the copy of the model")
@@ -141,17 +165,16 @@ class Patch(Nested, Measured, State):
         return None  # in whatever holds a patched model
 
 
-_OF_HANDED: weakref.WeakKeyDictionary[Any, Patch] = weakref.WeakKeyDictionary()
+OF_HANDED: weakref.WeakKeyDictionary[Any, Patch] = weakref.WeakKeyDictionary()  # by what was handed to `patch`
 
 
 def handle_on(model: nn.Module | None) -> Patch | None:
     """The handle in force on a UNet or a transformer."""
-    found = wraps_on(model)
-    return None if found is None else found.handle
+    return getattr(wraps_on(model), "handle", None)
 
 
-def take_handed(handed: Any) -> list[Patch]:
-    """The handle that was put on by way of this pipeline or wrapped model; it is no longer remembered."""
-    with suppress(TypeError):
-        return [one for one in [_OF_HANDED.pop(handed, None)] if one is not None]
-    return []
+def back_from(handle: Patch | None) -> Iterator[Patch]:
+    """A handle and those it took the place of, the latest first."""
+    while handle is not None:
+        yield handle
+        handle = handle._previous
