@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from .attention.by_hand import ByHand, ForwardOnStandIn, StandIn, full_name, register
-from .engine.call import Call, MergeMap
+from .engine.decision import Call, MergeMap
 from .engine.state import State
 from .measuring.measure import clock_for
 from .merging.grid import Grid

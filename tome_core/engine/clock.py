@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from ..reporting.ledger import TIME_IS_UNKNOWN
@@ -13,7 +15,6 @@ from ..settings.noise import STABLE_DIFFUSION
 from ..settings.phases import early_rules, plain_rules
 from ..settings.rule import MergeRule
 from ..settings.schedule import UNKNOWN, LevelRules, NoiseSchedule, Time, choose, holds_at, reaches, window_of
-from .size_gate import close_gate, open_gate
 
 # the timestep from which on a pass is a whole picture: schedules with leading spacing begin late (951 for 20 steps), a
 # model with zero terminal SNR at 880 where its sigmas begin at Stable Diffusion's 14.6, as Karras' and AYS' do
@@ -45,7 +46,6 @@ class Clock:
         self.schedule = schedule or STABLE_DIFFUSION
         self._window = window_of(config, self.schedule)
         self.limited = self._window is not None or any(rule.uses_time for rule in self.rules)
-        self.nothing = (LevelRules(),) * len(self.downsamples)
         self._found: dict[tuple, InForce] = {}
         # equal choices are one object: a compiled graph is chosen by what it finds, decisions are kept by it
         self._choices: dict[tuple[LevelRules, ...], tuple[LevelRules, ...]] = {}
@@ -74,37 +74,43 @@ class Clock:
         boundary: of the early phase in this pass, see `boundary_in`.
         """
         within = self._window is None or self._window.holds(time)
-        holds = tuple(self._holds(rule, time, boundary) for rule in self.rules) if self.limited else ()
+        holds = tuple(self._holds(rule, time, boundary) for rule in self.rules)
         key = (within, holds, time == UNKNOWN)
         if key not in self._found:
-            timely = tuple(rule for rule, on in zip(self.rules, holds, strict=True) if on) if holds else self.rules
-            self._found[key] = self._in_force(timely if within else (), time, self._phase(timely, time))
+            timely = tuple(rule for rule, on in zip(self.rules, holds, strict=True) if on)
+            live, phase = timely if within else (), ""
+            if self._early and time != UNKNOWN:  # outside of the window an early step is early, too
+                phase = "early" if any(rule in self._early for rule in timely) else "late"
+            in_large = choose(live, self.downsamples, sys.maxsize)
+            why_off = tuple(self._why_off(level, rules, live, time) for level, rules in enumerate(in_large))
+            self._found[key] = InForce(self.for_pixels(live), live, why_off, phase)
         return self._found[key]
 
-    def for_pixels(self, live: tuple[MergeRule, ...], pixels: int) -> tuple[LevelRules, ...]:
-        """The rules in force in a picture of so many pixels."""
+    def for_pixels(self, live: tuple[MergeRule, ...], pixels: int | None = None) -> tuple[LevelRules, ...]:
+        """The rules in force in a picture of so many pixels, None if that is not known."""
         return self._one_object(choose(live, self.downsamples, pixels))
 
     def apply_gate(self, rules: tuple[LevelRules, ...], opens: bool) -> tuple[LevelRules, ...]:
-        """These rules where merging was found to pay, or not to."""
-        return self._one_object(open_gate(rules) if opens else close_gate(rules))
+        """These rules if merging was found to pay, or not to.
+
+        If it pays, those of the finest level that they reach merge whatever its size; else those that are to merge only
+        if it pays do not.
+        """
+        finest = next((level for level, one in enumerate(rules) if any(one)), None)
+        if not opens:
+            rules = tuple(
+                LevelRules(*(None if rule and rule.only_if_it_pays else rule for rule in one)) for one in rules
+            )
+        elif finest is not None:
+            free = LevelRules(*(rule and _free(rule) for rule in rules[finest]))
+            rules = (*rules[:finest], free, *rules[finest + 1 :])
+        return self._one_object(rules)
 
     def _holds(self, rule: MergeRule, time: Time, boundary: float | None) -> bool:
         late = self._early.get(rule) if boundary is not None else None
         if late is None:
             return holds_at(rule, time)
         return time.timestep is not None and time.timestep >= boundary and holds_at(late, time)
-
-    def _phase(self, timely: tuple[MergeRule, ...], time: Time) -> str:
-        """timely: the rules whose own limits hold. Outside of the window an early step is early, too."""
-        if not self._early or time == UNKNOWN:
-            return ""
-        return "early" if any(rule in self._early for rule in timely) else "late"
-
-    def _in_force(self, live: tuple[MergeRule, ...], time: Time, phase: str) -> InForce:
-        in_large = choose(live, self.downsamples, sys.maxsize)
-        why = tuple(self._why_off(level, in_large[level], live, time) for level in range(len(self.downsamples)))
-        return InForce(self._one_object(choose(live, self.downsamples)), live, why, phase)
 
     def _one_object(self, rules: tuple[LevelRules, ...]) -> tuple[LevelRules, ...]:
         return self._choices.setdefault(rules, rules)
@@ -116,6 +122,12 @@ class Clock:
         if any(rule.is_off and reaches(rule, level, self.downsamples[level]) for rule in live):
             return "a rule of ratio 0 leaves it alone"
         return "outside the rules' time range" if time != UNKNOWN else TIME_IS_UNKNOWN
+
+
+@lru_cache(maxsize=256)
+def _free(rule: MergeRule) -> MergeRule:
+    """One object for a rule: parts that merge by the same one share its match, and steps what is kept of it."""
+    return replace(rule, only_if_it_pays=False)
 
 
 def boundary_in(timesteps: Sequence[float], until: float) -> float | None:

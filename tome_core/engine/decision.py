@@ -1,14 +1,80 @@
-"""What merges in the blocks of one level: decided once for each set of rules, size and device."""
+"""One call of a model, and how the blocks of a level merge in it: by the rules in force, as far as they pay.
+
+Without a measurement, a level with few tokens is left alone, because matching and merging would outweigh the gain. So
+is a whole call on a card that is done before its host has told it what to do: merging makes that host's work longer.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
 
+import torch
+
+from ..merging.grid import Grid
 from ..merging.methods import METHODS
 from ..merging.plan import MergeMode
 from ..settings.rule import MergeRule
 from ..settings.schedule import LevelRules
-from .size_gate import pays, pays_in_mlp
+from .plan_cache import KeptPlans
+
+# The fewest tokens at which a block was faster merged than not, whatever the preset.
+# cpu: measured, an SD1.5 block in float32, batch 2, one thread: at 576 tokens .84 to 1.06 of the unmerged speed if
+# every step matches anew, at 1,024 1.22 to 1.32 over the steps of a picture.
+# others: estimated, from kernels to launch beside what attention of that size takes.
+_LEAST = {"cpu": 1024}
+_LEAST_ELSEWHERE = 4096
+# The MLP's work grows with the square of the channels: estimated, what SDXL has at 1024 px, at either of its levels.
+_LEAST_MLP_ELSEWHERE = 4096 * 640**2
+
+# Modelled, not measured: 10^12 operations a second in half precision that one multiprocessor keeps up over a whole
+# call, by compute capability. A roofline over the counted operators of SD1.5 and SDXL gives an RTX 3060 16.5 in all,
+# an RTX 4090 97 and an H200 317; others in proportion to the dense half-precision figures of their data sheets.
+_PER_PROCESSOR = {(7, 0): 0.7, (7, 5): 0.5, (8, 0): 1.2, (8, 6): 0.6, (8, 9): 0.76, (9, 0): 2.4, (10, 0): 4.0,
+                  (12, 0): 0.8}  # fmt: skip
+_FULL_PRECISION = 1 / 3  # of that in float32
+# An eager call costs its host 20 to 30 ms on SD1.5, which has 16 blocks, and 40 on SDXL, which has 70.
+_HOST_MS, _HOST_MS_A_BLOCK = 18.0, 0.35
+_BEYOND_BLOCKS = 1.6  # operations of a call for each in a transformer block: 1.4 to 2.3, the rest is convolutions
+# By the same model, of 20 steps of `balanced` with the launches that tests/engine/merging/test_kernels_launches.py
+# counts, merging loses where the card needs less than 1.0 (SD1.5 at 512 px) to 1.4 (SDXL at 1024) times its host's
+# time, and gains above. H200: .94 and .88 on SD1.5 at 512 and 1024 px, .88 on SDXL at 1024; 4090: .94 on SD1.5 at
+# 512: matching that cost nothing would be at .95, .92, .90 and .95, because each merged block makes its host's work
+# longer. Left open: 4090 1.52 on SD1.5 at 1024 and 1.02 on SDXL at 1024, 3060 1.14 on SD1.5 at 512, H200 3.2 on SD1.5
+# and 1.20 on SDXL at 2048.
+_HOST_BOUND = 1.5
+
+
+class Call(NamedTuple):
+    """One call of a model.
+
+    stamp: its timestep argument, what draws depend on. rules: those in force, by level. why_off: by level, why there
+    are none. kept: plans of the calls before it in the same sampling; None if nothing is kept. phase: of the report.
+    turns: how often each attention was called in it so far.
+    """
+
+    stamp: Any
+    rules: tuple[LevelRules, ...]
+    why_off: tuple[str, ...]
+    kept: KeptPlans | None
+    phase: str
+    turns: dict[Hashable, int]
+
+
+class Latents(NamedTuple):
+    """What a call of a UNet was given, without its values."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+class MergeMap(NamedTuple):
+    """What one attention merged, to be looked at. group: int64 ``[B or 1, N]`` on the CPU, the group of each token."""
+
+    grid: Grid
+    group: torch.Tensor
+    num_groups: int
 
 
 class Merging(NamedTuple):
@@ -41,26 +107,22 @@ def decide(rules: LevelRules, why_off: str, tokens: int, channels: int, device: 
     Args:
         why_off: the reason if no rule is in force.
         tokens, channels: of the picture in this level.
-        device: its type.
+        device: its type ("cpu", "cuda", ...).
     """
-    attn, crossattn, mlp = rules
-    if attn is None and crossattn is None and mlp is None:
+    if not any(rules):
         return Decision(None, None, None, why_off)
-    attn = attn if pays(attn, tokens, device) else None
-    crossattn = crossattn if pays(crossattn, tokens, device) else None
-    mlp = mlp if pays_in_mlp(mlp, tokens, channels, device) else None
-    if attn is None and crossattn is None and mlp is None:
-        return Decision(None, None, None, "so few tokens that merging would not pay")
-    return Decision(_how(attn), _how(crossattn), _how(mlp))
+    least = _LEAST.get(device, _LEAST_ELSEWHERE)
+    pays = tokens >= least
+    pays_in_mlp = pays if device in _LEAST else tokens * channels**2 >= _LEAST_MLP_ELSEWHERE
+    parts = zip(rules, (pays, pays, pays_in_mlp), strict=True)
+    found = [_how(rule) if rule and (enough or not rule.only_if_it_pays) else None for rule, enough in parts]
+    return Decision(*found, "" if any(found) else "so few tokens that merging would not pay")
 
 
-def _how(rule: MergeRule | None) -> Merging | None:
-    if rule is None:
-        return None
-    queries = rule.effective_side == "qkv"
+def _how(rule: MergeRule) -> Merging:
     method = METHODS[rule.method]
     renews = bool(rule.refine) and method.compares
-    return Merging(rule, queries, method.mode, rule.is_proportional, rule.corrects, renews)
+    return Merging(rule, rule.effective_side == "qkv", method.mode, rule.is_proportional, rule.corrects, renews)
 
 
 def around_of(rule: MergeRule) -> bool:
@@ -71,3 +133,29 @@ def around_of(rule: MergeRule) -> bool:
 def is_as_tomesd(rule: MergeRule) -> bool:
     """Does self-attention merge tomesd's way: queries, keys and values together, without sizes?"""
     return rule.effective_side == "qkv" and not rule.is_proportional
+
+
+def is_host_bound(
+    blocks: Sequence[tuple[int, int]], batch: int, area: int, dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Does a card wait for its host in an eager call? blocks: (down-sampling, channels); area: tokens of a latent.
+
+    False for what is no NVIDIA card, and for one whose kind is not known; also where a tensor only claims to be on one.
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    try:
+        card = torch.cuda.get_device_properties(device)
+        each = _PER_PROCESSOR[card.major, card.minor]
+    except (AssertionError, RuntimeError, KeyError):  # there is none, or none that is known
+        return False
+    rate = each * card.multi_processor_count * (_FULL_PRECISION if dtype == torch.float32 else 1.0)
+    return device_ms(blocks, batch, area, rate) < _HOST_BOUND * (_HOST_MS + _HOST_MS_A_BLOCK * len(blocks))
+
+
+def device_ms(blocks: Sequence[tuple[int, int]], batch: int, area: int, rate: float) -> float:
+    """Milliseconds of a call on a card of this rate, in 10^12 operations a second."""
+    sizes = ((area / downsample**2, channels) for downsample, channels in blocks)
+    # projections of two attentions and the feed-forward layer; queries with keys, and weights with values
+    work = sum(36 * tokens * channels**2 + 4 * tokens**2 * channels for tokens, channels in sizes)
+    return batch * work * _BEYOND_BLOCKS / rate / 1e9

@@ -12,26 +12,26 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
+import torch.overrides
 
+from ..attention.correction import Pair
 from ..attention.merged import Attention, Merge, attend, correction_of
 from ..merging import kernels
 from ..merging.grid import Draw, Grid
 from ..merging.layout import Layout
-from ..merging.plan import MergePlan
+from ..merging.methods import METHODS, MatchOptions
+from ..merging.plan import MergeMode, MergePlan
 from ..reporting.gains import PIXELS
 from ..reporting.ledger import Ledger, LevelTally
 from ..reporting.reasons import NO_GRID, OTHER_PARTS, TOO_SMALL
 from ..reporting.report import Report, make_report
 from ..settings.config import MergeConfig, describe, notes_on
+from ..settings.rule import MergeRule
 from ..settings.schedule import NoiseSchedule, ever_merges
-from .around import merge_around
-from .call import Call, Latents, MergeMap
 from .clock import Clock
-from .decision import Decision, Merging, decide
+from .decision import Call, Decision, Latents, MergeMap, Merging, decide
 from .match import match
-from .plan_cache import Guidance
-from .plans import Plans, Request, match_or_reuse, stamp_of
-from .tensor_checks import foreign_mode, is_mapped
+from .plan_cache import Plans
 from .time import ModelTime
 
 _MAPPED = "torch.vmap maps over the call"
@@ -79,8 +79,8 @@ class State:
             called: what the host calls it by among the calls at its time, such as the names of its conditions; else
                 their order tells them apart.
         """
-        if is_mapped():
-            return Call(timestep, self.clock.nothing, (_MAPPED,) * len(self._covered), None, "", {})
+        if _is_mapped():
+            return Call(timestep, self.clock.for_pixels(()), (_MAPPED,) * len(self._covered), None, "", {})
         self.ledger.calls += 1
         if torch.is_tensor(latent) and latent.dim() == 4:
             self.latest = Latents(latent.shape, latent.dtype, latent.device)
@@ -122,23 +122,21 @@ class State:
         elif layout.first + picture > tokens or attention.k.shape[1] != tokens:
             why = NO_GRID
         elif torch._C._len_torch_function_stack():
-            why = foreign_mode()
+            why = _foreign_mode()
         if why:
             self.ledger.skip(call, level, "attn", why, batch * tokens * tokens)
             return None
-        kept, rule, key = call.kept, merging.rule, ((name, turn), batch, layout, tokens)
-        old = None if kept is None or not rule.keep else kept.plans.get((kept.ordinal, *key))
-        is_own = old is not None and old.rule is rule and old.device == q.device
-        if is_own and abs(old.timestep - kept.timestep) <= rule.keep:
-            plans = old.plans
-        else:
-            plans = self._match(call, key, level, layout, attention, merging)
+        kept, rule, key, merged = call.kept, merging.rule, ((name, turn), batch, layout, tokens), None
+        plans = None if kept is None or not rule.keep else kept.plans.get((kept.ordinal, *key))
+        is_own = plans is not None and plans.rule is rule and plans.device == q.device
+        if not is_own or abs(plans.timestep - kept.timestep) > rule.keep:
+            plans, merged = self._match(call, key, level, layout, attention, merging)
         plan = plans.plan
         if plan is None:
             self.ledger.skip(call, level, "attn", TOO_SMALL, batch * tokens * tokens)
             return None
         how = Merge(plan, merging.mode, merging.proportional, merging.queries, plans.correction)
-        out, way = attend(attention, how, plans.merged)
+        out, way = attend(attention, how, merged)
         left = (plan.num_groups if merging.queries else tokens, plan.num_groups)
         self.ledger.merge(call, level, "attn", (batch, tokens, tokens), left, way if merging.proportional else "")
         if self._maps is not None:
@@ -162,15 +160,18 @@ class State:
             As `attend`.
         """
         decision = self.decide(call, level, grid.height * grid.width, x.shape[2], x.device)
-        merging, why = getattr(decision, part), decision.why_not
+        merging, why, plan = getattr(decision, part), decision.why_not, None
         if merging is None:
-            if why or part == "attn":
-                self.leave_alone(call, level, why or OTHER_PARTS, x.shape[0], x.shape[1], x.shape[1], part)
-            return None
-        draw = self._draw(call, level, merging.rule, x)
-        out, plan, why = merge_around(call, name, grid, x, merging, draw, function, plans)
+            why = why or (OTHER_PARTS if part == "attn" else "")
+        else:
+            key = id(merging.rule)
+            if key not in plans:
+                plans[key] = self._match_input(call, name, level, grid, x, merging.rule)
+            plan = plans[key]
+            out, why = (None, TOO_SMALL) if plan is None else _run_merged(function, x, plan, merging.mode)
         if why:
             self.leave_alone(call, level, why, x.shape[0], x.shape[1], x.shape[1], part)
+        if why or plan is None:
             return None
         left = plan.num_groups
         self.ledger.merge(call, level, part, (x.shape[0], x.shape[1], keys), (left, left if part == "attn" else keys))
@@ -197,26 +198,44 @@ class State:
 
     def _match(
         self, call: Call, key: tuple, level: int, layout: Layout, attention: Attention, merging: Merging
-    ) -> Plans:
-        """A new match, or one renewed, or shared with what guidance has matched."""
-        rule, kept, device = merging.rule, call.kept, attention.q.device
-        name, batch, *where = key
-        keeps = kept is not None and rule.keep
-        old = kept.find(key, rule, device, merging.renews) if keeps else None
+    ) -> tuple[Plans, Pair | None]:
+        """A new match, or one renewed; and merged keys and values ``[B, G, H*d]``, if the correction has made them."""
+        (q, k, v), rule, (name, batch, *where) = attention[:3], merging.rule, key
+        kept = call.kept if rule.keep else None
+        copies, matched, place = (1, 0, None) if kept is None else kept.copies_in(batch)
+        count = batch // copies
 
-        def match_rows(rows: slice | None, before: Plans | None) -> Plans:
-            k, v = (one if rows is None else one[rows] for one in (attention.k, attention.v))
-            return Plans(match(k, v, layout, rule, self._draw(call, level, rule, k), before and before.plan))
+        def match_rows(old: MergePlan | None) -> MergePlan | None:
+            own_k, own_v = (one[matched * count : (matched + 1) * count] for one in (k, v))
+            draw = self._draw(call, level, rule, own_k)
+            return match(own_k, own_v, layout, rule, draw, old if merging.renews else None)
 
-        def correct(plans: Plans) -> Plans:
-            if plans.plan is None or not merging.corrected or attention.v.shape[3] != attention.q.shape[3]:
-                return plans
-            return Plans(plans.plan, *correction_of(attention, plans.plan, layout))
+        if kept is None:
+            found = Plans(match_rows(None), None, rule, q.device)
+        else:
+            found = kept.serve((place, name, count, *where), rule, q.device, match_rows)
+        plan, correction, merged = found.plan and found.plan.repeat(copies), None, None
+        if plan is not None and merging.corrected and v.shape[3] == q.shape[3]:
+            correction, merged = correction_of(attention, plan, layout)
+        found = found._replace(plan=plan, correction=correction)
+        if kept is not None:
+            kept.plans[(kept.ordinal, *key)] = found
+        return found, merged
 
-        request = Request(
-            rule, device, batch, merging.renews, lambda count: (name, count, *where), match_rows, correct
-        )
-        return match_or_reuse(kept, request, old)
+    def _match_input(
+        self, call: Call, name: Hashable, level: int, grid: Grid, x: torch.Tensor, rule: MergeRule
+    ) -> MergePlan | None:
+        """A match of a block's input, or what is kept of an earlier one."""
+        turn = call.turns[name, id(rule)] = call.turns.get((name, id(rule)), -1) + 1
+
+        def match_all(_: MergePlan | None) -> MergePlan | None:
+            options = MatchOptions(rule.effective_ratio, rule.sx, rule.sy, self._draw(call, level, rule, x))
+            return METHODS[rule.method].match(x, grid, options)
+
+        if call.kept is None or not rule.keep:
+            return match_all(None)
+        key = (call.kept.ordinal, name, "around", turn, x.shape[0], grid)
+        return call.kept.serve(key, rule, x.device, match_all).plan
 
     def _keep_map(self, level: int, layout: Layout, plan: MergePlan) -> None:
         """Of a film its first frame's."""
@@ -226,7 +245,7 @@ class State:
 
     @staticmethod
     def _draw(call: Call, level: int, rule: Any, x: torch.Tensor) -> Draw | None:
-        return Draw(rule.seed, level, stamp_of(call.stamp, x)) if rule.use_rand else None
+        return Draw(rule.seed, level, _stamp_of(call.stamp, x)) if rule.use_rand else None
 
     # --- what a host tells, and asks ----------------------------------------------------------------------------------
 
@@ -257,7 +276,7 @@ class State:
         """
         _check_pictures(pictures)
         _check_timesteps(timesteps)
-        with self.time.sample(lambda batch: Guidance(pictures) if pictures else None, timesteps):
+        with self.time.sample(lambda batch: (pictures, 0) if pictures else None, timesteps):
             yield self
 
     def set_time(
@@ -336,3 +355,48 @@ def _check_pictures(value: int | None) -> None:
 def _check_timesteps(values: Sequence[float] | None) -> None:
     for value in () if values is None else values:
         _check_time("timesteps", value)
+
+
+def _stamp_of(time: Any, x: torch.Tensor) -> torch.Tensor | None:
+    """The timestep of each sample of ``x`` as a tensor ``[1]`` or ``[B]``; video models pass one for several frames."""
+    if time is None:
+        return None
+    if not torch.is_tensor(time):
+        return torch.full((1,), float(time), dtype=torch.float32, device=x.device)
+    time = time.detach().reshape(-1)
+    batch, count = x.shape[0], time.shape[0]
+    if count in (1, batch):
+        return time
+    return time.repeat_interleave(batch // count) if batch % count == 0 else time[:1]
+
+
+def _run_merged(
+    function: Callable, x: torch.Tensor, plan: MergePlan, mode: MergeMode
+) -> tuple[torch.Tensor | None, str]:
+    """The output of a part that is called with merged tokens, unmerged; or why it cannot be."""
+    try:
+        out = function(lambda one: plan.merge(one, mode))
+    except (MemoryError, torch.cuda.OutOfMemoryError):
+        raise
+    except Exception:
+        return None, "refuses merged tokens"
+    if not torch.is_tensor(out) or out.dim() != 3 or out.shape[:2] != (x.shape[0], plan.num_groups):
+        return None, "what it returned cannot be unmerged"
+    return plan.unmerge(out), ""
+
+
+def _is_mapped() -> bool:
+    """Are we inside `torch.vmap`? A match there would be one for each of the samples that it maps over."""
+    functorch = torch._C._functorch
+    return functorch.peek_interpreter_stack() is not None and any(
+        one.key() == functorch.TransformType.Vmap for one in functorch.get_interpreter_stack())  # fmt: skip
+
+
+def _foreign_mode() -> str:
+    """Why an attention must see all tokens: a function mode of another program looks at its functions. "" if none does.
+
+    Guidance that perturbs attention acts in one, and gives up if there are fewer keys than queries.
+    """
+    modes = torch.overrides._get_current_function_mode_stack()
+    names = [type(one).__name__ for one in modes if type(one).__module__ != "torch.utils._device"]
+    return f"{' and '.join(names)} looks at its functions" if names else ""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..engine.size_gate import is_host_bound
+from ..engine.decision import is_host_bound
 from ..reporting.gains import Gain, nearest
 from ..settings.schedule import LevelRules
 from .fingerprint import device_of, dtype_of

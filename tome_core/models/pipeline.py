@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from ..engine.plan_cache import Guidance
-from ..engine.time import ModelTime
+from ..engine.time import Guidance, ModelTime
 from .wrap import Wrap
 
 _GUIDES = ("do_classifier_free_guidance", "do_perturbed_attention_guidance")
@@ -65,7 +64,7 @@ def _guidance(pipeline: weakref.ref[Any], batch: torch.Tensor) -> Guidance | Non
     """Where a pipeline says that it guides, its batch is for the negative prompt, the prompt, and the perturbed one."""
     by_prompt, by_perturbing = (bool(getattr(pipeline(), name, False)) for name in _GUIDES)
     copies = 1 + by_prompt + by_perturbing
-    return Guidance(len(batch) // copies, int(by_prompt)) if copies > 1 and len(batch) % copies == 0 else None
+    return (len(batch) // copies, int(by_prompt)) if copies > 1 and len(batch) % copies == 0 else None
 
 
 class _Bar:

@@ -16,7 +16,7 @@ from torch import nn
 from ..attention.by_hand import OF_PROCESSORS, ByHand, full_name, known_of
 from ..attention.merged import Attention
 from ..compiling import is_tracing
-from ..engine.call import Call
+from ..engine.decision import Call
 from ..engine.state import State
 from ..merging.grid import Grid
 from ..merging.layout import Layout

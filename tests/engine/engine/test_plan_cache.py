@@ -128,8 +128,8 @@ def test_another_shape_or_rule_matches_for_itself(work, other):
 def test_a_match_serves_no_other_device(state, work):
     """The model may have been moved between two steps."""
     attend(state, 900)
-    for kept in state.time._sampling._plans.values():
-        kept.device = torch.device("meta")
+    kept = state.time._sampling._plans
+    kept.update({key: plans._replace(device=torch.device("meta")) for key, plans in kept.items()})
     attend(state, 880)
     assert work == ["match"] * 2
 

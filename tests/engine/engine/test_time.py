@@ -17,8 +17,7 @@ from tests.models import BY_NAME
 from tests.samplings import KEPT
 from tests.threads import at_once
 from tome_core.engine.clock import Clock
-from tome_core.engine.sampling import Timesteps
-from tome_core.engine.time import ModelTime
+from tome_core.engine.time import ModelTime, Timesteps
 
 STEPS = 8
 LATE = tome_core.MergeConfig(ratio=0.5, start_percent=0.5)
