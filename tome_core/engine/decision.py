@@ -27,22 +27,13 @@ _LEAST_ELSEWHERE = 4096
 # The MLP's work grows with the square of the channels: estimated, what SDXL has at 1024 px, at either of its levels.
 _LEAST_MLP_ELSEWHERE = 4096 * 640**2
 
-# Modelled, not measured: 10^12 operations a second in half precision that one multiprocessor keeps up over a whole
-# call, by compute capability. A roofline over the counted operators of SD1.5 and SDXL gives an RTX 3060 16.5 in all,
-# an RTX 4090 97 and an H200 317; others in proportion to the dense half-precision figures of their data sheets.
-_PER_PROCESSOR = {(7, 0): 0.7, (7, 5): 0.5, (8, 0): 1.2, (8, 6): 0.6, (8, 9): 0.76, (9, 0): 2.4, (10, 0): 4.0,
-                  (12, 0): 0.8}  # fmt: skip
+# 10^12 operations a second in half precision of one multiprocessor, by compute capability: in proportion to data sheets
+_PER_PROCESSOR = {(8, 0): 1.2, (8, 6): 0.6, (8, 9): 0.76, (9, 0): 2.4, (10, 0): 4.0, (12, 0): 0.8}
 _FULL_PRECISION = 1 / 3  # of that in float32
-# An eager call costs its host 20 to 30 ms on SD1.5, which has 16 blocks, and 40 on SDXL, which has 70.
-_HOST_MS, _HOST_MS_A_BLOCK = 18.0, 0.35
-_BEYOND_BLOCKS = 1.6  # operations of a call for each in a transformer block: 1.4 to 2.3, the rest is convolutions
-# By the same model, of 20 steps of `balanced` with the launches that tests/engine/merging/test_kernels_launches.py
-# counts, merging loses where the card needs less than 1.0 (SD1.5 at 512 px) to 1.4 (SDXL at 1024) times its host's
-# time, and gains above. H200: .94 and .88 on SD1.5 at 512 and 1024 px, .88 on SDXL at 1024; 4090: .94 on SD1.5 at
-# 512: matching that cost nothing would be at .95, .92, .90 and .95, because each merged block makes its host's work
-# longer. Left open: 4090 1.52 on SD1.5 at 1024 and 1.02 on SDXL at 1024, 3060 1.14 on SD1.5 at 512, H200 3.2 on SD1.5
-# and 1.20 on SDXL at 2048.
-_HOST_BOUND = 1.5
+# Measured on an H200, eager calls in half precision, batch 2. At 512 px on SD1.5 and at 1024 on SDXL it worked .41 and
+# .45 of the time (11.9 of 28.9 ms, 41.6 of 91.6), hardly less merged (11.3 and 40.3): at the rate above a block's
+# operations take .14 and .45 ms. On SD1.5 at 1024 px it worked .86 of the time: 1.1 ms.
+_HOST_BOUND_MS = 0.7
 
 
 class Call(NamedTuple):
@@ -138,24 +129,19 @@ def is_as_tomesd(rule: MergeRule) -> bool:
 def is_host_bound(
     blocks: Sequence[tuple[int, int]], batch: int, area: int, dtype: torch.dtype, device: torch.device
 ) -> bool:
-    """Does a card wait for its host in an eager call? blocks: (down-sampling, channels); area: tokens of a latent.
+    """Does a card wait for its host in most of an eager call? blocks: (down-sampling, channels); area: latent tokens.
 
-    False for what is no NVIDIA card, and for one whose kind is not known; also where a tensor only claims to be on one.
+    False for what is no NVIDIA card, and for one whose kind is not known; also if a tensor only claims to be on one.
     """
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     try:
         card = torch.cuda.get_device_properties(device)
-        each = _PER_PROCESSOR[card.major, card.minor]
+        rate = _PER_PROCESSOR[card.major, card.minor] * card.multi_processor_count
     except (AssertionError, RuntimeError, KeyError):  # there is none, or none that is known
         return False
-    rate = each * card.multi_processor_count * (_FULL_PRECISION if dtype == torch.float32 else 1.0)
-    return device_ms(blocks, batch, area, rate) < _HOST_BOUND * (_HOST_MS + _HOST_MS_A_BLOCK * len(blocks))
-
-
-def device_ms(blocks: Sequence[tuple[int, int]], batch: int, area: int, rate: float) -> float:
-    """Milliseconds of a call on a card of this rate, in 10^12 operations a second."""
+    rate *= _FULL_PRECISION if dtype == torch.float32 else 1.0
     sizes = ((area / downsample**2, channels) for downsample, channels in blocks)
     # projections of two attentions and the feed-forward layer; queries with keys, and weights with values
-    work = sum(36 * tokens * channels**2 + 4 * tokens**2 * channels for tokens, channels in sizes)
-    return batch * work * _BEYOND_BLOCKS / rate / 1e9
+    work = batch * sum(36 * tokens * channels**2 + 4 * tokens**2 * channels for tokens, channels in sizes)
+    return work / rate / 1e9 < _HOST_BOUND_MS * len(blocks)

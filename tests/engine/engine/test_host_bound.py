@@ -31,11 +31,11 @@ def card(monkeypatch):
     ("name", "blocks", "pixels", "waits"),
     [("3060", _SD15, 512, False), ("3060", _SDXL, 1024, False),
      ("4090", _SD15, 512, True), ("4090", _SD15, 1024, False), ("4090", _SDXL, 1024, False),
-     ("H200", _SD15, 512, True), ("H200", _SD15, 1024, True), ("H200", _SD15, 2048, False),
+     ("H200", _SD15, 512, True), ("H200", _SD15, 1024, False), ("H200", _SD15, 2048, False),
      ("H200", _SDXL, 1024, True), ("H200", _SDXL, 2048, False), ("a card of tomorrow", _SD15, 512, False)],
 )  # fmt: skip
 def test_cards_that_wait_for_their_host_are_told_from_slow_ones(card, name, blocks, pixels, waits):
-    """As the model says that the constants are from: see `tome_core.engine.decision`."""
+    """H200: as measured. Others as the model says: see `tome_core.engine.decision`."""
     assert is_host_bound(blocks, 2, (pixels // 8) ** 2, torch.float16, card(name)) == waits
 
 
