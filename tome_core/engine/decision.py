@@ -72,15 +72,12 @@ class Merging(NamedTuple):
     """How one part of a block merges by a rule.
 
     queries: they merge with the keys and values. mode: see `MergePlan.merge`. proportional: by proportional attention.
-    corrected: by a correction. renews: a plan that is too old is where the rule's next match begins.
     """
 
     rule: MergeRule
     queries: bool
     mode: MergeMode
     proportional: bool
-    corrected: bool
-    renews: bool
 
 
 class Decision(NamedTuple):
@@ -111,9 +108,7 @@ def decide(rules: LevelRules, why_off: str, tokens: int, channels: int, device: 
 
 
 def _how(rule: MergeRule) -> Merging:
-    method = METHODS[rule.method]
-    renews = bool(rule.refine) and method.compares
-    return Merging(rule, rule.effective_side == "qkv", method.mode, rule.is_proportional, rule.corrects, renews)
+    return Merging(rule, rule.effective_side == "qkv", METHODS[rule.method].mode, rule.is_proportional)
 
 
 def around_of(rule: MergeRule) -> bool:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable
-from functools import partial
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,20 +23,18 @@ class Plans(NamedTuple):
     correction: Correction | None = None
 
 
-Shared = tuple[int, int, int, Hashable]  # see `Sampling.look`
-
-
 class KeptPlans(NamedTuple):
     """What one call of a model finds of earlier ones, and leaves for later ones.
 
     plans: by ordinal and key. ordinal: what its host calls it by, and its number among the calls of that name at its
-    time, several if a host splits a batch or a picture. look: as `Sampling.look`; None if nobody guides.
+    time, several if a host splits a batch or a picture. shared: samples in its batch, copies of the latents in it,
+    which of them is matched, and the name of the calls that see these latents; None if its latents are no copies.
     """
 
     plans: dict[tuple, Plans]
     ordinal: Hashable
     timestep: float
-    look: Callable[[], Shared | None] | None
+    shared: tuple[int, int, int, Hashable] | None
 
     def serve(
         self, key: tuple, rule: MergeRule, device: torch.device, match: Callable[[MergePlan | None], MergePlan | None]
@@ -60,10 +57,9 @@ class KeptPlans(NamedTuple):
         The match of one copy serves all of them, in this call and in others at its time, because guidance multiplies
         how differently merging has changed its two predictions.
         """
-        shared = None if self.look is None else self.look()
-        if shared is None or batch % shared[0] != 0:  # a piece of the call's batch
+        if self.shared is None or batch % self.shared[0] != 0:  # a piece of the call's batch
             return 1, 0, ("alone", self.ordinal)
-        return shared[1:]
+        return self.shared[1:]
 
 
 class Sampling:
@@ -79,7 +75,7 @@ class Sampling:
         self._calls: Counter[Hashable] = Counter()  # at this time, by name
         self._plans: dict[tuple, Plans] = {}
         self._first: tuple[Hashable, torch.Tensor] | None = None  # the first guided call at this time
-        self._shared: dict[tuple, Shared | None] = {}  # by kind of call
+        self._shared: dict[tuple, tuple[int, int, int, Hashable] | None] = {}  # by kind of call
 
     def set(self, name: Hashable, timestep: float | None) -> None:
         """The next calls belong to this sampling, at this time. None as a name, or no time: nothing is kept."""
@@ -111,32 +107,28 @@ class Sampling:
         if self._name is None or self._timestep is None:
             return None
         self._calls[called] += 1
-        ordinal, look = (called, self._calls[called]), None
+        ordinal, shared = (called, self._calls[called]), None
         if guidance is not None and type(batch) is torch.Tensor and not batch.is_meta:
             self._first = self._first or (ordinal, batch)
-            look = partial(self.look, ordinal, guidance, batch, self._first)
-        return KeptPlans(self._plans, ordinal, self._timestep, look)
+            # Hosts cut pictures into tiles, and put more into a step than they say. So each kind of call is looked at,
+            # once in a sampling, because a look waits for the device.
+            kind = (ordinal, guidance, *batch.shape)
+            if kind not in self._shared:
+                self._shared[kind] = _share(batch, guidance, (self._first, (ordinal, batch)))
+            shared = self._shared[kind]
+        return KeptPlans(self._plans, ordinal, self._timestep, shared)
 
-    def look(
-        self, ordinal: Hashable, guidance: tuple[int, int], batch: torch.Tensor, first: tuple[Hashable, torch.Tensor]
-    ) -> Shared | None:
-        """What a call has in common with those that see the same latents at the same time; None if that is nothing.
 
-        Hosts cut pictures into tiles, and put more into a step than they say. So each kind of call is looked at, once
-        in a sampling, at the first step, because a look waits for the device. first: the first call at its time.
-
-        Returns:
-            Samples in its batch, copies of the latents in it, which of them is matched, what those calls are known by.
-        """
-        kind = (ordinal, guidance, *batch.shape)
-        if kind not in self._shared:
-            (pictures, matched), self._shared[kind] = guidance, None
-            copies, rest = divmod(len(batch), pictures)
-            for call, latents in (first, (ordinal, batch)):
-                if rest == 0 and len(latents) >= pictures and _repeats(batch, latents[:pictures]):
-                    self._shared[kind] = len(batch), copies, min(matched, copies - 1), ("shared", call)
-                    break
-        return self._shared[kind]
+def _share(
+    batch: torch.Tensor, guidance: tuple[int, int], calls: Sequence[tuple[Hashable, torch.Tensor]]
+) -> tuple[int, int, int, Hashable] | None:
+    """`KeptPlans.shared` of a call: with the first of these calls of whose latents its batch is made."""
+    pictures, matched = guidance
+    copies, rest = divmod(len(batch), pictures)
+    for ordinal, latents in calls:
+        if rest == 0 and len(latents) >= pictures and _repeats(batch, latents[:pictures]):
+            return len(batch), copies, min(matched, copies - 1), ("shared", ordinal)
+    return None
 
 
 def _repeats(batch: torch.Tensor, latents: torch.Tensor) -> bool:

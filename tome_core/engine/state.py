@@ -65,7 +65,7 @@ class State:
         self._uses_pixels = any(rule.min_pixels for rule in self.clock.rules)
         self.pays: Any = None  # says whether merging pays, see `measuring.pays`
         self.latest: Latents | None = None  # of the calls that were counted
-        self._maps: dict[int, tuple[Grid, MergePlan]] | None = None  # on their device: fetching would wait
+        self._maps: dict[int, MergeMap] | None = None  # on their device: fetching would wait
         self._decisions: dict[tuple, Decision] = {}  # rules are known by their id, and the clock keeps them
 
     # --- the seam -----------------------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ class State:
         left = plan.num_groups
         self.ledger.merge(call, level, part, (x.shape[0], x.shape[1], keys), (left, left if part == "attn" else keys))
         if self._maps is not None:
-            self._maps[level] = grid, plan
+            self._keep_map(level, Layout(grid), plan)
         return out
 
     def decide(self, call: Call, level: int, tokens: int, channels: int, device: torch.device) -> Decision:
@@ -203,19 +203,19 @@ class State:
         (q, k, v), rule, (name, batch, *where) = attention[:3], merging.rule, key
         kept = call.kept if rule.keep else None
         copies, matched, place = (1, 0, None) if kept is None else kept.copies_in(batch)
-        count = batch // copies
+        count, renews = batch // copies, rule.refine and METHODS[rule.method].compares
 
         def match_rows(old: MergePlan | None) -> MergePlan | None:
             own_k, own_v = (one[matched * count : (matched + 1) * count] for one in (k, v))
             draw = self._draw(call, level, rule, own_k)
-            return match(own_k, own_v, layout, rule, draw, old if merging.renews else None)
+            return match(own_k, own_v, layout, rule, draw, old if renews else None)
 
         if kept is None:
             found = Plans(match_rows(None), None, rule, q.device)
         else:
             found = kept.serve((place, name, count, *where), rule, q.device, match_rows)
         plan, correction, merged = found.plan and found.plan.repeat(copies), None, None
-        if plan is not None and merging.corrected and v.shape[3] == q.shape[3]:
+        if plan is not None and rule.corrects and v.shape[3] == q.shape[3]:
             correction, merged = correction_of(attention, plan, layout)
         found = found._replace(plan=plan, correction=correction)
         if kept is not None:
@@ -241,7 +241,7 @@ class State:
         """Of a film its first frame's."""
         grid = Grid(layout.grid.height // layout.grid.frames, layout.grid.width)
         group = plan.group[:, layout.first : layout.first + grid.height * grid.width]
-        self._maps[level] = grid, MergePlan(group, plan.num_groups)
+        self._maps[level] = MergeMap(grid, group, plan.num_groups)
 
     @staticmethod
     def _draw(call: Call, level: int, rule: Any, x: torch.Tensor) -> Draw | None:
@@ -274,8 +274,7 @@ class State:
         Args:
             pictures, timesteps: as of `set_time`; a diffusers pipeline tells them by itself.
         """
-        _check_pictures(pictures)
-        _check_timesteps(timesteps)
+        _check_pass(pictures, timesteps)
         with self.time.sample(lambda batch: (pictures, 0) if pictures else None, timesteps):
             yield self
 
@@ -304,8 +303,7 @@ class State:
         _check_time("percent", percent, 1.0)
         _check_time("timestep", timestep)
         _check_time("sigma", sigma)
-        _check_pictures(pictures)
-        _check_timesteps(timesteps)
+        _check_pass(pictures, timesteps)
         self.time.set(percent, timestep, sigma, sampling, pictures, timesteps)
 
     def keep_maps(self, keep: bool = True) -> None:
@@ -317,8 +315,7 @@ class State:
 
         Brings them to the CPU, which waits for the device.
         """
-        kept = self._maps or {}
-        return {level: MergeMap(grid, plan.group.cpu(), plan.num_groups) for level, (grid, plan) in kept.items()}
+        return {level: one._replace(group=one.group.cpu()) for level, one in (self._maps or {}).items()}
 
     def reset_counts(self) -> None:
         """Begin the report, and the maps, anew: for a host whose users ask about one picture at a time."""
@@ -331,11 +328,7 @@ class State:
         """What was merged so far, where, and what was skipped and why."""
         settings = tuple(describe(self.config, rule) for rule in self.config.rules)
         gains = () if self.pays is None else tuple(self.pays.used)
-        notes = (*kernels.notes(), *self._more_notes())
-        return make_report(self.ledger, self._covered, settings, self.is_installed, notes, gains)
-
-    def _more_notes(self) -> tuple[str, ...]:
-        return ()
+        return make_report(self.ledger, self._covered, settings, self.is_installed, kernels.notes(), gains)
 
 
 def _check_time(name: str, value: float | None, most: float = math.inf) -> None:
@@ -347,13 +340,10 @@ def _check_time(name: str, value: float | None, most: float = math.inf) -> None:
         raise ValueError(f"{name}={value!r} is no time; use a number from 0 {'up' if most == math.inf else 'to 1'}")
 
 
-def _check_pictures(value: int | None) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ValueError(f"pictures={value!r} is no number of pictures; use a whole number from 1 up, or None")
-
-
-def _check_timesteps(values: Sequence[float] | None) -> None:
-    for value in () if values is None else values:
+def _check_pass(pictures: int | None, timesteps: Sequence[float] | None) -> None:
+    if pictures is not None and (isinstance(pictures, bool) or not isinstance(pictures, int) or pictures < 1):
+        raise ValueError(f"pictures={pictures!r} is no number of pictures; use a whole number from 1 up, or None")
+    for value in timesteps or ():
         _check_time("timesteps", value)
 
 
