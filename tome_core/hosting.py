@@ -19,8 +19,7 @@ from .models.foreign_wrappers import register_wrapper
 from .models.intercept import ByHeads, answer, register_name
 from .models.unet_blocks import UnsupportedModelError, find_unet, is_kind
 from .models.wrap_set import forget_all
-from .patching import layout_of, patch
-from .patching.handle import Patch
+from .patching import Patch, layout_of, patch
 from .reporting import gains
 from .reporting.gains import Gain
 from .reporting.ledger import LevelTally

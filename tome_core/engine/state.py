@@ -28,11 +28,10 @@ from ..reporting.report import Report, make_report
 from ..settings.config import MergeConfig, describe, notes_on
 from ..settings.rule import MergeRule
 from ..settings.schedule import NoiseSchedule, ever_merges
-from .clock import Clock
 from .decision import Call, Decision, Latents, MergeMap, Merging, decide
 from .match import match
 from .plan_cache import Plans
-from .time import ModelTime
+from .time import Clock, ModelTime
 
 _MAPPED = "torch.vmap maps over the call"
 _MOST_DECISIONS = 1024  # kept; pictures of ever new sizes must not fill the memory

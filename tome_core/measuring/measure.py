@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..engine.clock import Clock
 from ..engine.state import State
+from ..engine.time import Clock
 from ..models.unet_blocks import brings_compiled, is_compiled
 from ..models.wrap import is_wrapped_by_others
 

@@ -16,8 +16,7 @@ import tome_core
 from tests.models import BY_NAME
 from tests.samplings import KEPT
 from tests.threads import at_once
-from tome_core.engine.clock import Clock
-from tome_core.engine.time import ModelTime, Timesteps
+from tome_core.engine.time import Clock, ModelTime, Timesteps
 
 STEPS = 8
 LATE = tome_core.MergeConfig(ratio=0.5, start_percent=0.5)

@@ -12,7 +12,7 @@ import tome_core
 from tests.models import BY_NAME, call_case
 from tome_core import MergeConfig, MergeRule, preset, strength
 from tome_core.engine.decision import decide
-from tome_core.patching.handle import handle_on
+from tome_core.patching import handle_on
 from tome_core.settings.phases import plain_rules
 from tome_core.settings.schedule import LevelRules, reaches
 
