@@ -111,11 +111,6 @@ def _how(rule: MergeRule) -> Merging:
     return Merging(rule, rule.effective_side == "qkv", METHODS[rule.method].mode, rule.is_proportional)
 
 
-def around_of(rule: MergeRule) -> bool:
-    """Does any part of a block merge tomesd's way by this rule: the whole part called with merged tokens?"""
-    return rule.merge_crossattn or rule.merge_mlp or (rule.merge_attn and is_as_tomesd(rule))
-
-
 def is_as_tomesd(rule: MergeRule) -> bool:
     """Does self-attention merge tomesd's way: queries, keys and values together, without sizes?"""
     return rule.effective_side == "qkv" and not rule.is_proportional

@@ -66,11 +66,12 @@ class Sampling:
     """Which sampling is going on, at which time.
 
     A picture must not depend on the one before. So plans are kept within a sampling that somebody has named, by the
-    call's shape and ordinal: tiles of one size, and the halves of a split batch, look alike otherwise.
+    call's shape and ordinal: tiles of one size, and the halves of a split batch, look alike otherwise. name: None if
+    there is none.
     """
 
     def __init__(self) -> None:
-        self._name: Hashable = None
+        self.name: Hashable = None
         self._timestep: float | None = None
         self._calls: Counter[Hashable] = Counter()  # at this time, by name
         self._plans: dict[tuple, Plans] = {}
@@ -79,18 +80,13 @@ class Sampling:
 
     def set(self, name: Hashable, timestep: float | None) -> None:
         """The next calls belong to this sampling, at this time. None as a name, or no time: nothing is kept."""
-        if name is None or name != self._name:
+        if name is None or name != self.name:
             self._plans.clear()  # which a compiled model's last call still holds
             self._plans, self._shared = {}, {}
         elif timestep == self._timestep:
             return
-        self._name, self._timestep, self._first = name, timestep, None
+        self.name, self._timestep, self._first = name, timestep, None
         self._calls.clear()
-
-    @property
-    def goes_on(self) -> bool:
-        """Has somebody named one?"""
-        return self._name is not None
 
     def next_call(
         self, batch: Any = None, guidance: tuple[int, int] | None = None, called: Hashable = None
@@ -104,7 +100,7 @@ class Sampling:
                 equal at 7.5.)
             called: what its host calls it by, in whatever order calls come.
         """
-        if self._name is None or self._timestep is None:
+        if self.name is None or self._timestep is None:
             return None
         self._calls[called] += 1
         ordinal, shared = (called, self._calls[called]), None
@@ -126,13 +122,8 @@ def _share(
     pictures, matched = guidance
     copies, rest = divmod(len(batch), pictures)
     for ordinal, latents in calls:
-        if rest == 0 and len(latents) >= pictures and _repeats(batch, latents[:pictures]):
+        one = latents[:pictures]
+        comparable = (len(one), one.shape[1:], one.device) == (pictures, batch.shape[1:], batch.device)
+        if rest == 0 and comparable and bool((batch.unflatten(0, (copies, pictures)) == one).all()):
             return len(batch), copies, min(matched, copies - 1), ("shared", ordinal)
     return None
-
-
-def _repeats(batch: torch.Tensor, latents: torch.Tensor) -> bool:
-    """Is it made of copies of these latents ``[P, C, ...]``, one after the other?"""
-    if latents.device != batch.device or latents.shape[1:] != batch.shape[1:]:
-        return False
-    return bool((batch.unflatten(0, (-1, len(latents))) == latents).all())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.overrides
@@ -36,8 +36,6 @@ from .time import Clock, ModelTime
 _MAPPED = "torch.vmap maps over the call"
 _MOST_DECISIONS = 1024  # kept; pictures of ever new sizes must not fill the memory
 
-Own = TypeVar("Own", bound="State")
-
 
 class State:
     """Settings in force on one model. It holds no module.
@@ -58,8 +56,7 @@ class State:
         self.clock = Clock(config, downsamples, schedule)
         self.knows_schedule = schedule is not None
         self._covered = [ever_merges(self.clock.rules, level, down) for level, down in enumerate(downsamples)]
-        self._notes = notes_on(config, self._covered, downsamples)
-        self.ledger = Ledger(list(levels), self._notes)
+        self.ledger = Ledger(list(levels), notes_on(config, self._covered, downsamples))
         self.time = ModelTime(self.clock, any(rule.keep for rule in self.clock.rules))
         self._uses_pixels = any(rule.min_pixels for rule in self.clock.rules)
         self.pays: Any = None  # says whether merging pays, see `measuring.pays`
@@ -206,7 +203,7 @@ class State:
 
         def match_rows(old: MergePlan | None) -> MergePlan | None:
             own_k, own_v = (one[matched * count : (matched + 1) * count] for one in (k, v))
-            draw = self._draw(call, level, rule, own_k)
+            draw = _draw(call, level, rule, own_k)
             return match(own_k, own_v, layout, rule, draw, old if renews else None)
 
         if kept is None:
@@ -228,7 +225,7 @@ class State:
         turn = call.turns[name, id(rule)] = call.turns.get((name, id(rule)), -1) + 1
 
         def match_all(_: MergePlan | None) -> MergePlan | None:
-            options = MatchOptions(rule.effective_ratio, rule.sx, rule.sy, self._draw(call, level, rule, x))
+            options = MatchOptions(rule.effective_ratio, rule.sx, rule.sy, _draw(call, level, rule, x))
             return METHODS[rule.method].match(x, grid, options)
 
         if call.kept is None or not rule.keep:
@@ -241,10 +238,6 @@ class State:
         grid = Grid(layout.grid.height // layout.grid.frames, layout.grid.width)
         group = plan.group[:, layout.first : layout.first + grid.height * grid.width]
         self._maps[level] = MergeMap(grid, group, plan.num_groups)
-
-    @staticmethod
-    def _draw(call: Call, level: int, rule: Any, x: torch.Tensor) -> Draw | None:
-        return Draw(rule.seed, level, _stamp_of(call.stamp, x)) if rule.use_rand else None
 
     # --- what a host tells, and asks ----------------------------------------------------------------------------------
 
@@ -264,7 +257,7 @@ class State:
         return bool(self.time.now.live)
 
     @contextmanager
-    def sampling(self: Own, pictures: int | None = None, timesteps: Sequence[float] | None = None) -> Iterator[Own]:
+    def sampling(self, pictures: int | None = None, timesteps: Sequence[float] | None = None) -> Iterator[State]:
         """While in here, this thread's calls of the model are the steps of one picture, or of one batch.
 
         Matches are kept inside (``keep``) and let go of at the end; outside of any sampling nothing is kept. A
@@ -346,17 +339,18 @@ def _check_pass(pictures: int | None, timesteps: Sequence[float] | None) -> None
         _check_time("timesteps", value)
 
 
-def _stamp_of(time: Any, x: torch.Tensor) -> torch.Tensor | None:
-    """The timestep of each sample of ``x`` as a tensor ``[1]`` or ``[B]``; video models pass one for several frames."""
-    if time is None:
+def _draw(call: Call, level: int, rule: MergeRule, x: torch.Tensor) -> Draw | None:
+    """What a match of these samples draws from. Its time is ``[1]`` or ``[B]``; a film's frames have their sample's."""
+    if not rule.use_rand:
         return None
-    if not torch.is_tensor(time):
-        return torch.full((1,), float(time), dtype=torch.float32, device=x.device)
-    time = time.detach().reshape(-1)
-    batch, count = x.shape[0], time.shape[0]
-    if count in (1, batch):
-        return time
-    return time.repeat_interleave(batch // count) if batch % count == 0 else time[:1]
+    time = call.stamp
+    if torch.is_tensor(time):
+        time = time.detach().reshape(-1)
+        if len(time) > 1:
+            time = time[:1] if len(x) % len(time) else time.repeat_interleave(len(x) // len(time))
+    elif time is not None:
+        time = torch.full((1,), float(time), dtype=torch.float32, device=x.device)
+    return Draw(rule.seed, level, time)
 
 
 def _run_merged(

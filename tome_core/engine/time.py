@@ -191,7 +191,7 @@ class ModelTime:
     @property
     def is_sampling(self) -> bool:
         """Is a picture being made that a host has named, or that this thread has begun?"""
-        return bool(self._mine.scopes) or self._sampling.goes_on
+        return bool(self._mine.scopes) or self._sampling.name is not None
 
     def set(
         self, percent: float | None, timestep: float | None, sigma: float | None, sampling: Hashable = None,
@@ -210,7 +210,7 @@ class ModelTime:
 
     @contextmanager
     def sample(
-        self, guidance_of: Callable[[torch.Tensor], Guidance | None] | None = None,
+        self, guidance_of: Callable[[torch.Tensor], Guidance | None] = lambda batch: None,
         timesteps: Sequence[float] | None = None, continues: bool = False,
     ) -> Iterator[None]:  # fmt: skip
         """While in here, this thread's calls are the steps of one picture.
@@ -263,7 +263,7 @@ class ModelTime:
         if self._is_given:
             return self._guidance
         scope = self._mine.scope
-        return scope.guidance_of(batch) if scope is not None and scope.guidance_of is not None else None
+        return None if scope is None else scope.guidance_of(batch)
 
     def _look_at(self, timestep: Any) -> InForce:
         """The rules at the time of this call, from its arguments, the scheduler, or by waiting for the device."""
@@ -306,12 +306,12 @@ class ModelTime:
 
 @dataclass(eq=False)
 class _Scope:
-    """A sampling that somebody has begun. guidance_of: its calls' guidance; None if nobody tells.
+    """A sampling that somebody has begun. guidance_of: its calls' guidance, from their latents.
 
     boundary: of the early phase in it, see `Clock.boundary_in`. is_known: nothing is to be learned of its steps.
     """
 
-    guidance_of: Callable[[torch.Tensor], Guidance | None] | None
+    guidance_of: Callable[[torch.Tensor], Guidance | None]
     boundary: float | None
     is_known: bool
 

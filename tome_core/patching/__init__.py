@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..engine.decision import around_of
+from ..engine.decision import is_as_tomesd
 from ..measuring.measured import Measured
 from ..models.find import Adapter, adapter_of, find_models
 from ..models.pipeline import SamplingScope, SchedulerClock
@@ -65,7 +65,7 @@ def patch(
             "Merging is limited in percent or beta, which a bare model does not know: call "
             "handle.set_time(percent=...) before each step, patch the pipeline instead, or use min_timestep."
         )
-    for note in handle._notes:
+    for note in handle.ledger.notes:
         logger.warning("%s", note)
     if adapter.layout == TRANSFORMER:
         _warn_once()
@@ -201,9 +201,10 @@ class Patch(Measured):
         self.adapter = adapter or adapter_of(models[0])
         super().__init__(config, self.adapter.tallies(), schedule)
         self._levels = {level for level, covered in enumerate(self._covered) if covered}
-        rules = [rule for rule in self.clock.rules if not rule.is_off and around_of(rule)]
+        around = [rule for rule in self.clock.rules if not rule.is_off and (
+            rule.merge_crossattn or rule.merge_mlp or (rule.merge_attn and is_as_tomesd(rule)))]  # fmt: skip
         reached = enumerate(self.adapter.downsamples)
-        self._around = {level for level, down in reached if any(reaches(rule, level, down) for rule in rules)}
+        self._around = {level for level, down in reached if any(reaches(rule, level, down) for rule in around)}
         self._outside: list[Wrap] = []  # of a pipeline and its scheduler; they hold no module
         self._previous: Patch | None = None  # what leaving this one brings back
         with suppress(TypeError):  # nothing that can be referred to weakly
