@@ -23,6 +23,9 @@ class Plans(NamedTuple):
     correction: Correction | None = None
 
 
+Guidance = tuple[int, int]  # see `Sampling`
+
+
 class KeptPlans(NamedTuple):
     """What one call of a model finds of earlier ones, and leaves for later ones.
 
@@ -66,12 +69,22 @@ class Sampling:
     """Which sampling is going on, at which time.
 
     A picture must not depend on the one before. So plans are kept within a sampling that somebody has named, by the
-    call's shape and ordinal: tiles of one size, and the halves of a split batch, look alike otherwise. name: None if
-    there is none.
+    call's shape and ordinal: tiles of one size, and the halves of a split batch, look alike otherwise.
+
+    Args:
+        guidance_of: the guidance of its calls, from their latents: how many pictures a batch has copies of, in their
+            order, and which copy a match is made from; None if nobody guides. (From the prompt's PSNR was 1 to 3 dB
+            higher at a guidance of 1.5 than from the negative one's, and equal at 7.5.)
+        boundary: of the early phase in it, see `time.Clock.boundary_in`.
+        is_known: nothing is to be learned of its steps.
     """
 
-    def __init__(self) -> None:
-        self.name: Hashable = None
+    def __init__(
+        self, guidance_of: Callable[[torch.Tensor], Guidance | None] = lambda batch: None,
+        boundary: float | None = None, is_known: bool = False,
+    ) -> None:  # fmt: skip
+        self.guidance_of, self.boundary, self.is_known = guidance_of, boundary, is_known
+        self.name: Hashable = None  # if there is none, nothing is kept
         self._timestep: float | None = None
         self._calls: Counter[Hashable] = Counter()  # at this time, by name
         self._plans: dict[tuple, Plans] = {}
@@ -79,7 +92,7 @@ class Sampling:
         self._shared: dict[tuple, tuple[int, int, int, Hashable] | None] = {}  # by kind of call
 
     def set(self, name: Hashable, timestep: float | None) -> None:
-        """The next calls belong to this sampling, at this time. None as a name, or no time: nothing is kept."""
+        """The next calls belong to the sampling of this name, at this time. No name, or no time: nothing is kept."""
         if name is None or name != self.name:
             self._plans.clear()  # which a compiled model's last call still holds
             self._plans, self._shared = {}, {}
@@ -88,23 +101,17 @@ class Sampling:
         self.name, self._timestep, self._first = name, timestep, None
         self._calls.clear()
 
-    def next_call(
-        self, batch: Any = None, guidance: tuple[int, int] | None = None, called: Hashable = None
-    ) -> KeptPlans | None:
+    def next_call(self, batch: Any = None, called: Hashable = None) -> KeptPlans | None:
         """What the call that begins now may use; None if nothing is kept.
 
-        Args:
-            batch: its latents ``[B, C, ...]``.
-            guidance: how many pictures its batch has copies of, in their order, and which copy a match is made from.
-                (From the prompt's PSNR was 1 to 3 dB higher at a guidance of 1.5 than from the negative one's, and
-                equal at 7.5.)
-            called: what its host calls it by, in whatever order calls come.
+        batch: its latents ``[B, C, ...]``. called: what its host calls it by, in whatever order calls come.
         """
         if self.name is None or self._timestep is None:
             return None
         self._calls[called] += 1
         ordinal, shared = (called, self._calls[called]), None
-        if guidance is not None and type(batch) is torch.Tensor and not batch.is_meta:
+        guidance = self._guidance_in(batch)
+        if guidance is not None:
             self._first = self._first or (ordinal, batch)
             # Hosts cut pictures into tiles, and put more into a step than they say. So each kind of call is looked at,
             # once in a sampling, because a look waits for the device.
@@ -114,9 +121,14 @@ class Sampling:
             shared = self._shared[kind]
         return KeptPlans(self._plans, ordinal, self._timestep, shared)
 
+    def _guidance_in(self, batch: Any) -> Guidance | None:
+        if type(batch) is not torch.Tensor or batch.is_meta or batch.dim() < 2:
+            return None
+        return (1, 0) if len(batch) > 1 and batch.stride(0) == 0 else self.guidance_of(batch)  # one latent, expanded
+
 
 def _share(
-    batch: torch.Tensor, guidance: tuple[int, int], calls: Sequence[tuple[Hashable, torch.Tensor]]
+    batch: torch.Tensor, guidance: Guidance, calls: Sequence[tuple[Hashable, torch.Tensor]]
 ) -> tuple[int, int, int, Hashable] | None:
     """`KeptPlans.shared` of a call: with the first of these calls of whose latents its batch is made."""
     pictures, matched = guidance

@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from ..settings.noise import STABLE_DIFFUSION, SchedulerNoise, Step, by_timestep
 from ..settings.phases import early_rules, plain_rules
 from ..settings.rule import MergeRule
 from ..settings.schedule import UNKNOWN, LevelRules, NoiseSchedule, Time, choose, holds_at, reaches, window_of
-from .plan_cache import KeptPlans, Sampling
+from .plan_cache import Guidance, KeptPlans, Sampling
 
 # the timestep from which on a pass is a whole picture: schedules with leading spacing begin late (951 for 20 steps), a
 # model with zero terminal SNR at 880 where its sigmas begin at Stable Diffusion's 14.6, as Karras' and AYS' do
@@ -27,7 +27,6 @@ WHOLE_FROM = 850.0
 FEW = 8  # steps up to which half a step weighs too much to be rounded away
 _ALL = 1000.0  # timesteps of a schedule
 _LONGEST = 4096  # a longer tensor is no schedule
-Guidance = tuple[int, int]  # of a call, see `Sampling.next_call`
 
 
 class InForce(NamedTuple):
@@ -183,15 +182,13 @@ class ModelTime:
         self.now: InForce = clock.at(UNKNOWN)
         self._is_given = False
         self._sampling = Sampling()  # the one that `set` named
-        self._guidance: Guidance | None = None  # in it
         self._timesteps: Sequence[float] | None = None  # of its steps
-        self._boundary: float | None = None  # of its early phase
-        self._mine = _Pictures()
+        self._mine = Pictures()
 
     @property
     def is_sampling(self) -> bool:
         """Is a picture being made that a host has named, or that this thread has begun?"""
-        return bool(self._mine.scopes) or self._sampling.name is not None
+        return bool(self._mine.samplings) or self._sampling.name is not None
 
     def set(
         self, percent: float | None, timestep: float | None, sigma: float | None, sampling: Hashable = None,
@@ -203,31 +200,33 @@ class ModelTime:
             timestep = STABLE_DIFFUSION.timestep_of_sigma(sigma)
         time = self.clock.moment(timestep, percent)
         self._sampling.set(sampling, time.timestep)
-        self._guidance = (pictures, 0) if pictures else None
+        self._sampling.guidance_of = lambda batch: (pictures, 0) if pictures else None
         if timesteps is not self._timesteps:
-            self._timesteps, self._boundary = timesteps, self.clock.boundary_in(timesteps or ())
-        self.now = self.clock.at(time, self._boundary)
+            self._timesteps, self._sampling.boundary = timesteps, self.clock.boundary_in(timesteps or ())
+        self.now = self.clock.at(time, self._sampling.boundary)
 
     @contextmanager
     def sample(
         self, guidance_of: Callable[[torch.Tensor], Guidance | None] = lambda batch: None,
         timesteps: Sequence[float] | None = None, continues: bool = False,
     ) -> Iterator[None]:  # fmt: skip
-        """While in here, this thread's calls are the steps of one picture.
+        """While in here, this thread's calls are the steps of one picture; one that has begun before is forgotten.
 
         Args:
-            guidance_of: the guidance of a call, from its latents.
+            guidance_of: as of `Sampling`.
             timesteps: of all steps; None: a pipeline's are found.
             continues: it goes on with a picture that was begun elsewhere, whose steps belong to a whole one.
         """
-        scope = _Scope(guidance_of, self.clock.boundary_in(timesteps or ()), continues or timesteps is not None)
-        scopes = self._mine.scopes
-        scopes.append(scope)
+        sampling = Sampling(guidance_of, self.clock.boundary_in(timesteps or ()), continues or timesteps is not None)
+        samplings = self._mine.samplings
+        for outer in samplings:
+            outer.set(None, None)
+        samplings.append(sampling)
         try:
             yield
         finally:
-            scopes.remove(scope)
-            self._mine.sampling.set(None, None)
+            samplings.remove(sampling)
+            sampling.set(None, None)
 
     def tell(self, timestep: Any) -> None:
         """The timestep of the next call, from a pipeline's scheduler; `set` outweighs it."""
@@ -244,51 +243,40 @@ class ModelTime:
         now, keeps = self.now, self.keeps and not torch.is_grad_enabled()  # a backward pass would meet later plans
         if self.is_wanted and not self._is_given:
             now = self._look_at(timestep)
-        if not keeps:
-            return now, None
         sampling = self._sampling if self._is_given else self._mine.sampling
-        return now, sampling.next_call(latent, self._guidance_in(latent), called)
+        return now, sampling.next_call(latent, called) if keeps and sampling is not None else None
 
     def forget(self) -> None:
         """Let go of what was kept of pictures."""
-        for one in (self._sampling, self._mine.sampling):
+        for one in (self._sampling, *self._mine.samplings):
             one.set(None, None)
-        self._sampling, self._mine = Sampling(), _Pictures()
-
-    def _guidance_in(self, batch: Any) -> Guidance | None:
-        if not torch.is_tensor(batch) or batch.dim() < 2:
-            return None
-        if batch.shape[0] > 1 and batch.stride(0) == 0:  # one latent, expanded
-            return 1, 0
-        if self._is_given:
-            return self._guidance
-        scope = self._mine.scope
-        return None if scope is None else scope.guidance_of(batch)
+        self._mine = Pictures()
 
     def _look_at(self, timestep: Any) -> InForce:
         """The rules at the time of this call, from its arguments, the scheduler, or by waiting for the device."""
-        mine = self._mine
+        mine, sampling = self._mine, self._mine.sampling
         step = self._look(timestep) or mine.told
         mine.told = None  # a scheduler that is no longer asked must not stop the clock
-        if step is None and (self.clock.limited or (mine.scope is not None and self.keeps)):
+        if step is None and (self.clock.limited or (sampling is not None and self.keeps)):
             step = self._read(timestep)
-        mine.sampling.set(mine.scope, None if step is None else step.timestep)
+        if sampling is not None:
+            sampling.set("begun", None if step is None else step.timestep)
         if self.clock.limited:
             self.now = self.clock.at(UNKNOWN) if step is None else self._at(step)
         return self.now
 
     def _at(self, step: Step) -> InForce:
         """The rules at a step of this thread's sampling."""
-        scope = self._mine.scope
-        return self.clock.at(self.clock.moment(*step), scope and scope.boundary)
+        sampling = self._mine.sampling
+        return self.clock.at(self.clock.moment(*step), sampling and sampling.boundary)
 
     def _look(self, timestep: Any) -> Step | None:
         """An element of the scheduler's timesteps; the first one in a sampling tells which steps it has."""
-        schedule, scope = self._mine.timesteps, self._mine.scope
-        step = None if self.noise is None else schedule.look(timestep, self.noise.steps_of)
-        if step is not None and scope is not None and not scope.is_known:
-            steps = schedule.meanings[timestep.storage_offset() :]
-            scope.boundary, scope.is_known = self.clock.boundary_in([one.timestep for one in steps]), True
+        mine, sampling = self._mine, self._mine.sampling
+        step = None if self.noise is None else mine.look(timestep, self.noise.steps_of)
+        if step is not None and sampling is not None and not sampling.is_known:
+            steps = mine.meanings[timestep.storage_offset() :]
+            sampling.boundary, sampling.is_known = self.clock.boundary_in([one.timestep for one in steps]), True
         return step
 
     def _read(self, timestep: Any) -> Step | None:
@@ -304,43 +292,25 @@ class ModelTime:
         return (by_timestep if self.noise is None else self.noise.step_of)(float(timestep))
 
 
-@dataclass(eq=False)
-class _Scope:
-    """A sampling that somebody has begun. guidance_of: its calls' guidance, from their latents.
+class Pictures(threading.local):
+    """What each thread knows of the picture it makes: pipelines that share a UNet may run at once.
 
-    boundary: of the early phase in it, see `Clock.boundary_in`. is_known: nothing is to be learned of its steps.
+    It tells what a step's timestep stands for without waiting for the device, by its place in the schedule. Pipelines
+    hand around views of their scheduler's timesteps, which are brought to the CPU once for a picture, and held, so that
+    no other tensor comes to lie where they are. meanings: of all of them, in order.
     """
 
-    guidance_of: Callable[[torch.Tensor], Guidance | None]
-    boundary: float | None
-    is_known: bool
-
-
-class _Pictures(threading.local):
-    """What each thread knows of the picture it makes: pipelines that share a UNet may run at once."""
-
     def __init__(self) -> None:
-        self.timesteps, self.sampling = Timesteps(), Sampling()
-        self.scopes: list[_Scope] = []  # samplings, the latest last
+        self.samplings: list[Sampling] = []  # that this thread has begun, the latest last
         self.told: Step | None = None  # the step of the UNet's next call, as the scheduler gave it
-
-    @property
-    def scope(self) -> _Scope | None:
-        """The latest sampling."""
-        return self.scopes[-1] if self.scopes else None
-
-
-class Timesteps:
-    """Tells what a step's timestep stands for without waiting for the device, by its place in the schedule.
-
-    Pipelines hand around views of their scheduler's timesteps, which are brought to the CPU once for a picture, and
-    held, so that no other tensor comes to lie where they are. meanings: of all of them, in order.
-    """
-
-    def __init__(self) -> None:
         self.meanings: list[Any] = []
         self._steps: torch.Tensor | None = None
         self._key: tuple | None = None
+
+    @property
+    def sampling(self) -> Sampling | None:
+        """The latest one."""
+        return self.samplings[-1] if self.samplings else None
 
     def look(self, timestep: Any, meanings: Callable[[list[float]], list[Any]]) -> Any | None:
         """What the step means, by ``meanings`` of its whole schedule, asked once; None for no element of a schedule."""

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from ..engine.time import Guidance, ModelTime
+from ..engine.plan_cache import Guidance
+from ..engine.time import ModelTime
 from .wrap import Wrap
 
 _GUIDES = ("do_classifier_free_guidance", "do_perturbed_attention_guidance")
