@@ -18,10 +18,9 @@ from ..settings.rule import MergeRule
 from ..settings.schedule import LevelRules
 from .plan_cache import KeptPlans
 
-# The fewest tokens at which a block was faster merged than not, whatever the preset.
-# cpu: measured, an SD1.5 block in float32, batch 2, one thread: at 576 tokens .84 to 1.06 of the unmerged speed if
-# every step matches anew, at 1,024 1.22 to 1.32 over the steps of a picture.
-# others: estimated, from kernels to launch beside what attention of that size takes.
+# The fewest tokens at which a block was faster merged than not, whatever the preset. cpu: measured, an SD1.5 block in
+# float32, batch 2, one thread: at 576 tokens .84 to 1.06 of the unmerged speed if every step matches anew, at 1,024
+# 1.22 to 1.32 over the steps of a picture. Others: estimated, from kernels to launch.
 _LEAST = {"cpu": 1024}
 _LEAST_ELSEWHERE = 4096
 # The MLP's work grows with the square of the channels: estimated, what SDXL has at 1024 px, at either of its levels.

@@ -283,8 +283,7 @@ class State:
             sampling: whatever tells this picture's sampling from all others, the same at each of its steps. Matches are
                 kept over steps (``keep``) only if it is given.
             pictures: how many are made, if calls are made of copies of their latents in the same order, in one batch or
-                in several, as guidance makes them for a prompt and a negative one. Copies share their matches then:
-                guidance multiplies how differently its two predictions were changed.
+                in several, as guidance makes them for a prompt and a negative one. Copies share their matches then.
             timesteps: of Stable Diffusion's schedule, of all steps of this sampling, the same object at each of them. A
                 pass that begins late, as image to image and hires passes do, then leaves the share of the work that a
                 whole picture leaves. Give none if it goes on with a picture that another sampling has begun.

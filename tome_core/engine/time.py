@@ -77,7 +77,7 @@ class Clock:
     def at(self, time: Time, boundary: float | None = None) -> InForce:
         """The rules in force at this time; one object for all times at which the same ones hold.
 
-        boundary: of the early phase in this pass, see `boundary_in`.
+        boundary: of the early phase in this pass.
         """
         within = self._window is None or self._window.holds(time)
         holds = tuple(self._holds(rule, time, boundary) for rule in self.rules)
@@ -141,16 +141,13 @@ def boundary_in(timesteps: Sequence[float], until: float) -> float | None:
 
     A mark promises a share of the steps, which a boundary by time does not keep in a pass that begins late (image to
     image, inpainting, a hires pass) or has few steps: of a pass from half of the noise on balanced left .10 of the work
-    in place of .0625, and of four steps one late where 1.5 were promised. There the boundary goes to where the promised
-    share of the pass's own steps is left.
+    in place of .0625. There the pass's own steps have the promised share of late ones, to the nearest step; a half goes
+    to the late ones, which change less.
 
-    timesteps: of the pass's steps, in any order. until: the boundary in a whole picture. The share of late steps is the
-    same in both, to the nearest step; a half goes to the late ones, which change less.
+    timesteps: of the pass's steps, in any order. until: the boundary in a whole picture.
 
-    >>> boundary_in([500, 400, 300, 200, 100], 375)
-    250.0
-    >>> boundary_in([999, 749, 499, 249], 375)
-    624.0
+    >>> boundary_in([500, 400, 300, 200, 100], 375), boundary_in([999, 749, 499, 249], 375)
+    (250.0, 624.0)
     >>> boundary_in([999, 666, 333], 375) is None
     True
     """

@@ -59,7 +59,9 @@ def patch(
     adapter = adapter_of(models[0])
     config = _config_of(config, strength, settings, adapter.layout)
     handle = Patch(models, config, _schedule_of(model), model, adapter)
-    handle.take_the_place_of(handle_on(models[0]))
+    handle._previous = before = handle_on(models[0])
+    if before is not None and not before._entered:
+        before._previous = None  # nobody will leave it for what was before it; without this, the chain would grow
     if not host_clock and config.uses_percent and not handle.knows_schedule:
         logger.warning(
             "Merging is limited in percent or beta, which a bare model does not know: call "
@@ -89,14 +91,12 @@ def _config_of(
     config: MergeConfig | str | None, strength: float | None, settings: dict[str, Any], layout: str
 ) -> MergeConfig:
     """What `patch` is asked for; a strength is that of the model's layout."""
-    if strength is not None:
-        if config is not None:
-            raise ValueError(f"strength={strength!r} and config={config!r} both say what merges; give one of them")
-        config = config_of(strength, layout)
-    elif config is None:
+    if strength is not None and config is not None:
+        raise ValueError(f"strength={strength!r} and config={config!r} both say what merges; give one of them")
+    if strength is None and config is None:
         config = MergeConfig() if settings else config_of(DEFAULT, layout)
-    elif isinstance(config, str):
-        config = config_of(config, layout)
+    elif strength is not None or isinstance(config, str):
+        config = config_of(config if strength is None else strength, layout)
     if not isinstance(config, MergeConfig):
         raise TypeError(f"config is {type(config).__name__}; it has to be a MergeConfig, a preset's name, or None")
     return replace(config, **settings) if settings else config
@@ -109,20 +109,19 @@ def apply_patch(
     """Merge tokens in a model, in place, and return the model. Takes tomesd's arguments and does what tomesd does.
 
     `patch` does more, and by default better: with proportional attention.
-    ratio: share of tokens merged away, 0..1, clamped to ``1 - 1/(sx*sy)``. max_downsample: 1, 2, 4 or 8;
-    None, unlike tomesd, is the finest level that has attention. use_rand: draw destinations from ``seed``
-    and the timestep. Raises ValueError or TypeError for values outside, UnsupportedModelError for a model
-    without LDM-style blocks.
 
-        tome_core.apply_patch(pipe, ratio=0.5)
-        image = pipe("a lake").images[0]
-        tome_core.remove_patch(pipe)
+    Args:
+        ratio: share of tokens merged away, 0..1, clamped to ``1 - 1/(sx*sy)``.
+        max_downsample: 1, 2, 4 or 8; None, unlike tomesd, is the finest level that has attention.
+        use_rand: draw destinations from ``seed`` and the timestep.
+
+    Raises:
+        ValueError, TypeError: for values outside; UnsupportedModelError for a model without LDM-style blocks.
     """
-    config = MergeConfig(
+    patch(model, MergeConfig(
         ratio=ratio, max_downsample=max_downsample, sx=sx, sy=sy, use_rand=use_rand, merge_attn=merge_attn,
         merge_crossattn=merge_crossattn, merge_mlp=merge_mlp, seed=seed, proportional=False,
-    )  # fmt: skip
-    patch(model, config)
+    ))  # fmt: skip
     return model
 
 
@@ -139,9 +138,8 @@ def remove_patch(model: Any) -> Any:
     with suppress(TypeError):  # nothing that has a hash, or can be referred to weakly
         handed = _OF_HANDED.pop(model, None)
         found.append(None if handed is None or handed._removed else handed)
-    for latest in found:
-        for handle in list(_back_from(latest)):
-            handle.remove()
+    for handle in [one for latest in found for one in _back_from(latest)]:
+        handle.remove()
     modules = [one for module in models for one in module.modules()]
     for target in (*modules, model, getattr(model, "scheduler", None)):
         if hasattr(target, "__dict__"):
@@ -252,12 +250,6 @@ class Patch(Measured):
         self._removed = True
         self.uninstall()
         self.time.forget()
-
-    def take_the_place_of(self, current: Patch | None) -> None:
-        """Remember what leaving this one brings back."""
-        self._previous = current
-        if current is not None and not current._entered:
-            current._previous = None  # nobody will leave it for what was before it; without this, the chain would grow
 
     def __enter__(self) -> Patch:
         self._entered = True
