@@ -54,16 +54,6 @@ class KeptPlans(NamedTuple):
             self.plans[key] = found
         return found
 
-    def copies_in(self, batch: int) -> tuple[int, int, Hashable]:
-        """How many copies of the same latents an attention's batch has, which of them is matched, and for which calls.
-
-        The match of one copy serves all of them, in this call and in others at its time, because guidance multiplies
-        how differently merging has changed its two predictions.
-        """
-        if self.shared is None or batch % self.shared[0] != 0:  # a piece of the call's batch
-            return 1, 0, ("alone", self.ordinal)
-        return self.shared[1:]
-
 
 class Sampling:
     """Which sampling is going on, at which time.

@@ -195,10 +195,16 @@ class State:
     def _match(
         self, call: Call, key: tuple, level: int, layout: Layout, attention: Attention, merging: Merging
     ) -> tuple[Plans, Pair | None]:
-        """A new match, or one renewed; and merged keys and values ``[B, G, H*d]``, if the correction has made them."""
+        """A new match, or one renewed; and merged keys and values ``[B, G, H*d]``, if the correction has made them.
+
+        The match of one copy of the latents serves all of them, in this call and in others at its time, because
+        guidance multiplies how differently merging has changed its two predictions.
+        """
         (q, k, v), rule, (name, batch, *where) = attention[:3], merging.rule, key
         kept = call.kept if rule.keep else None
-        copies, matched, place = (1, 0, None) if kept is None else kept.copies_in(batch)
+        copies, matched, place = 1, 0, ("alone", kept and kept.ordinal)
+        if kept is not None and kept.shared is not None and batch % kept.shared[0] == 0:  # not of a piece of the batch
+            copies, matched, place = kept.shared[1:]
         count, renews = batch // copies, rule.refine and METHODS[rule.method].compares
 
         def match_rows(old: MergePlan | None) -> MergePlan | None:
