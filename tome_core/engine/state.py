@@ -33,12 +33,14 @@ from .match import match
 from .plan_cache import Plans
 from .time import Clock, ModelTime
 
-_MAPPED = "torch.vmap maps over the call"
 _MOST_DECISIONS = 1024  # kept; pictures of ever new sizes must not fill the memory
 
 
 class State:
     """Settings in force on one model. It holds no module.
+
+    ever_merges: there is a rule that merges at some time, whatever the picture's size. wants_time: something hangs on
+    the time of a call. latest: what the latest call that was counted was given.
 
     Args:
         config: the settings.
@@ -56,11 +58,13 @@ class State:
         self.clock = Clock(config, downsamples, schedule)
         self.knows_schedule = schedule is not None
         self._covered = [ever_merges(self.clock.rules, level, down) for level, down in enumerate(downsamples)]
+        self.ever_merges = any(self._covered)
         self.ledger = Ledger(list(levels), notes_on(config, self._covered, downsamples))
         self.time = ModelTime(self.clock, any(rule.keep for rule in self.clock.rules))
+        self.wants_time = self.time.is_wanted
         self._uses_pixels = any(rule.min_pixels for rule in self.clock.rules)
         self.pays: Any = None  # says whether merging pays, see `measuring.pays`
-        self.latest: Latents | None = None  # of the calls that were counted
+        self.latest: Latents | None = None
         self._maps: dict[int, MergeMap] | None = None  # on their device: fetching would wait
         self._decisions: dict[tuple, Decision] = {}  # rules are known by their id, and the clock keeps them
 
@@ -76,7 +80,8 @@ class State:
                 their order tells them apart.
         """
         if _is_mapped():
-            return Call(timestep, self.clock.for_pixels(()), (_MAPPED,) * len(self._covered), None, "", {})
+            why_off = ("torch.vmap maps over the call",) * len(self._covered)
+            return Call(timestep, self.clock.for_pixels(()), why_off, None, "", {})
         self.ledger.calls += 1
         if torch.is_tensor(latent) and latent.dim() == 4:
             self.latest = Latents(latent.shape, latent.dtype, latent.device)
@@ -246,16 +251,6 @@ class State:
         self._maps[level] = MergeMap(grid, group, plan.num_groups)
 
     # --- what a host tells, and asks ----------------------------------------------------------------------------------
-
-    @property
-    def ever_merges(self) -> bool:
-        """Is there a rule that merges at some time, whatever the picture's size?"""
-        return any(self._covered)
-
-    @property
-    def wants_time(self) -> bool:
-        """Does anything hang on the time of a call?"""
-        return self.time.is_wanted
 
     @property
     def is_live(self) -> bool:

@@ -207,7 +207,7 @@ class ModelTime:
         self, guidance_of: Callable[[torch.Tensor], Guidance | None] = lambda batch: None,
         timesteps: Sequence[float] | None = None, continues: bool = False,
     ) -> Iterator[None]:  # fmt: skip
-        """While in here, this thread's calls are the steps of one picture; one that has begun before is forgotten.
+        """While in here, this thread's calls are the steps of one picture; matches of one begun before are let go of.
 
         Args:
             guidance_of: as of `Sampling`.
