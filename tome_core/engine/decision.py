@@ -98,8 +98,7 @@ def decide(rules: LevelRules, why_off: str, tokens: int, channels: int, device: 
     """
     if not any(rules):
         return Decision(None, None, None, why_off)
-    least = _LEAST.get(device, _LEAST_ELSEWHERE)
-    pays = tokens >= least
+    pays = tokens >= _LEAST.get(device, _LEAST_ELSEWHERE)
     pays_in_mlp = pays if device in _LEAST else tokens * channels**2 >= _LEAST_MLP_ELSEWHERE
     parts = zip(rules, (pays, pays, pays_in_mlp), strict=True)
     found = [_how(rule) if rule and (enough or not rule.only_if_it_pays) else None for rule, enough in parts]

@@ -33,8 +33,6 @@ from .match import match
 from .plan_cache import Plans
 from .time import Clock, ModelTime
 
-_MOST_DECISIONS = 1024  # kept; pictures of ever new sizes must not fill the memory
-
 
 class State:
     """Settings in force on one model. It holds no module.
@@ -182,14 +180,11 @@ class State:
 
     def decide(self, call: Call, level: int, tokens: int, channels: int, device: torch.device) -> Decision:
         """How the parts of a block merge in this call; tokens: of the picture in this level."""
-        key = (id(call.rules[level]), call.why_off[level], tokens, channels, device)
-        found = self._decisions.get(key)
-        if found is None:
-            if len(self._decisions) >= _MOST_DECISIONS:
-                self._decisions.clear()
-            found = decide(call.rules[level], call.why_off[level], tokens, channels, device.type)
-            self._decisions[key] = found
-        return found
+        rules, why_off = call.rules[level], call.why_off[level]
+        key = (id(rules), why_off, tokens, channels, device)
+        if key not in self._decisions:
+            self._decisions[key] = decide(rules, why_off, tokens, channels, device.type)
+        return self._decisions[key]
 
     def leave_alone(
         self, call: Call | None, level: int, why: str, batch: int, queries: int, keys: int, part: str = "attn"
