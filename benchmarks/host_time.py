@@ -27,7 +27,7 @@ from benchmarks.python_calls import beyond, watch
 from benchmarks.sd_block import as_ldm_model
 from benchmarks.tiny_layouts import BATCH, CHANNELS, LAYOUTS, SIDE, UNetLayout, make_inputs, make_unet
 from tome_core import MergeConfig, patch
-from tome_core.patching.handle import Patch
+from tome_core.patching import Patch
 from tome_core.settings.presets import DEFAULT
 
 _BLOCKS = 16  # of the UNet that is timed: as many as SD1.5 has, one a transformer, but all at the finest level

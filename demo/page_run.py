@@ -22,7 +22,7 @@ from demo.page_code import Wanted
 from demo.page_curve import Point
 from demo.sheet import LARGEST
 from demo.source import Source
-from tome_core.engine.call import MergeMap
+from tome_core.engine.decision import MergeMap
 
 WARMING, PLAIN, MERGED, DONE = "Warming up", "Without merging", "With merging", "Done"
 _TICK = 1 / 64  # s; Windows counts processor time so coarsely, and nothing is made in none

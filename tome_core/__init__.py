@@ -8,8 +8,7 @@ True
 
 from .merging.plan import MergePlan
 from .models.unet_blocks import UnsupportedModelError
-from .patching import apply_patch, patch, remove_patch, report
-from .patching.handle import Patch
+from .patching import Patch, apply_patch, patch, remove_patch, report
 from .reporting import gains
 from .reporting.gains import Gain
 from .reporting.report import Report
@@ -21,22 +20,7 @@ from .settings.schedule import NoiseSchedule
 __version__ = "0.2.0"
 
 __all__ = [
-    "PRESETS",
-    "Gain",
-    "MergeConfig",
-    "MergePlan",
-    "MergeRule",
-    "NoiseSchedule",
-    "Patch",
-    "Report",
-    "UnsupportedModelError",
-    "apply_patch",
-    "describe_settings",
-    "form",
-    "gains",
-    "patch",
-    "preset",
-    "remove_patch",
-    "report",
-    "strength",
-]
+    "PRESETS", "Gain", "MergeConfig", "MergePlan", "MergeRule", "NoiseSchedule", "Patch", "Report",
+    "UnsupportedModelError", "apply_patch", "describe_settings", "form", "gains", "patch", "preset", "remove_patch",
+    "report", "strength",
+]  # fmt: skip

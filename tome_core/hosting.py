@@ -9,26 +9,24 @@ from __future__ import annotations
 from typing import Any
 
 from .attention.by_hand import ByHand, ForwardOnStandIn, StandIn, full_name, register
-from .engine.call import Call, MergeMap
+from .engine.decision import Call
 from .engine.state import State
 from .measuring.measure import clock_for
 from .merging.grid import Grid
 from .merging.layout import Layout
-from .models import adapter_of, find_models
+from .models import find_models
 from .models.intercept import ByHeads, answer, register_name
 from .models.unet_blocks import UnsupportedModelError, find_unet, is_kind
 from .models.wrap import register_wrapper
 from .models.wrap_set import forget_all
-from .patching import layout_of, patch
-from .patching.handle import Patch
+from .patching import Patch, layout_of, patch
 from .reporting import gains
-from .reporting.gains import Gain
 from .reporting.ledger import REPLACED, LevelTally
 from .reporting.report import Report, count
 from .settings import form
 from .settings.config import SEED_LIMIT, MergeConfig
 from .settings.noise import STABLE_DIFFUSION
-from .settings.presets import DEFAULT, LAYOUTS, MARKS, SD, SDXL, TRANSFORMER, preset, strength
+from .settings.presets import DEFAULT, MARKS, SD, SDXL, TRANSFORMER, strength
 
 
 def patch_of(model: Any, config: MergeConfig) -> Patch:
@@ -51,9 +49,9 @@ def state_of(config: MergeConfig, downsample: int, blocks: int = 0) -> State:
 
 
 __all__ = [
-    "DEFAULT", "LAYOUTS", "MARKS", "REPLACED", "SD", "SDXL", "SEED_LIMIT", "STABLE_DIFFUSION", "TRANSFORMER",
-    "ByHand", "ByHeads", "Call", "ForwardOnStandIn", "Gain", "Grid", "Layout", "MergeConfig", "MergeMap",
-    "Patch", "Report", "StandIn", "State", "UnsupportedModelError", "adapter_of", "answer", "clock_for", "count",
-    "find_unet", "forget_all", "form", "full_name", "gains", "is_kind", "layout_of", "patch", "patch_of", "preset",
-    "register", "register_name", "register_wrapper", "state_of", "strength",
+    "DEFAULT", "MARKS", "REPLACED", "SD", "SDXL", "SEED_LIMIT", "STABLE_DIFFUSION", "TRANSFORMER", "ByHand", "ByHeads",
+    "Call", "ForwardOnStandIn", "Grid", "Layout", "MergeConfig", "Patch", "Report", "StandIn", "State",
+    "UnsupportedModelError", "answer", "clock_for", "count", "find_unet", "forget_all", "form", "full_name", "gains",
+    "is_kind", "layout_of", "patch", "patch_of", "register", "register_name", "register_wrapper", "state_of",
+    "strength",
 ]  # fmt: skip

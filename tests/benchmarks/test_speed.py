@@ -19,7 +19,7 @@ from benchmarks.speed_plan import Estimate, UNetCase, row_keys
 from benchmarks.speed_summary import summaries
 from benchmarks.speed_variants import CONTROL, IDEAL, NO_ATTENTION, VARIANTS, pick_for
 from tests.speed_records import synthetic
-from tome_core.engine import size_gate
+from tome_core.engine import decision
 
 LATE = "ours, late new"
 CALLS = ("early new", "early kept", "late new", "late kept", "max new", "max kept")
@@ -43,7 +43,7 @@ def known_rates():
 def tiny_grids_pay():
     """Presets and tiles leave the tiny models' grids alone otherwise."""
     with pytest.MonkeyPatch.context() as patching:
-        patching.setattr(size_gate, "_LEAST", {"cpu": 0})
+        patching.setattr(decision, "_LEAST", {"cpu": 0})
         patching.setattr(speed_variants, "_LEAST_TILE", 2)
         yield
 
@@ -282,7 +282,7 @@ def test_the_ideal_bound_attends_to_half_of_the_tokens():
 @pytest.mark.parametrize("name", [*CALLS, "early renewed", "max renewed"])
 def test_a_timed_call_does_what_its_row_says(name, work, monkeypatch):
     """Whatever has run before, the call of a smaller picture that a peak begins with too."""
-    monkeypatch.setattr(size_gate, "_LEAST", {"cpu": 64})  # the finest level's, so large that something merges
+    monkeypatch.setattr(decision, "_LEAST", {"cpu": 64})  # the finest level's, so large that something merges
     words = {"new": {"match"}, "renewed": {"renew"}, "kept": set()}[name.split()[1]]
     name, shape = f"ours, {name}", TINY_SHAPES["sd15"]
     fleet = Fleet(make_unet(shape, "cpu", torch.float32), [CONTROL, name])

@@ -40,7 +40,7 @@ def test_quick_leaves_out_the_slow_ones_and_says_how_many(tmp_path):
     ("name", "tests"),
     [
         ("tome_core/merging/plan.py", {"tests/engine/merging", *ENGINE}),
-        ("tome_core/patching/handle.py", {"tests/engine/patching", *ENGINE}),
+        ("tome_core/patching/__init__.py", {"tests/engine/patching", *ENGINE}),
         ("comfy_nodes/host.py", {"tests/comfy_nodes", "tests/project/test_house.py"}),
         ("benchmarks/result.py", {"tests/benchmarks", "tests/project/test_house.py"}),  # not test_results.py
         ("extension/infotext.py", {"tests/extension/test_infotext.py", "tests/project/test_house.py"}),

@@ -1,29 +1,82 @@
-"""What merges in the blocks of one level: decided once for each set of rules, size and device."""
+"""One call of a model, and how the blocks of a level merge in it: by the rules in force, as far as they pay.
+
+Without a measurement, a level with few tokens is left alone, because matching and merging would outweigh the gain. So
+is a whole call on a card that is done before its host has told it what to do: merging makes that host's work longer.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
 
+import torch
+
+from ..merging.grid import Grid
 from ..merging.methods import METHODS
 from ..merging.plan import MergeMode
 from ..settings.config import MergeRule
 from ..settings.schedule import LevelRules
-from .size_gate import pays, pays_in_mlp
+from .plan_cache import KeptPlans
+
+# The fewest tokens at which a block was faster merged than not, whatever the preset. cpu: measured, an SD1.5 block in
+# float32, batch 2, one thread: at 576 tokens .84 to 1.06 of the unmerged speed if every step matches anew, at 1,024
+# 1.22 to 1.32 over the steps of a picture. Others: estimated, from kernels to launch.
+_LEAST = {"cpu": 1024}
+_LEAST_ELSEWHERE = 4096
+# The MLP's work grows with the square of the channels: estimated, what SDXL has at 1024 px, at either of its levels.
+_LEAST_MLP_ELSEWHERE = 4096 * 640**2
+
+# 10^12 operations a second in half precision of one multiprocessor, by compute capability: in proportion to data sheets
+_PER_PROCESSOR = {(8, 0): 1.2, (8, 6): 0.6, (8, 9): 0.76, (9, 0): 2.4, (10, 0): 4.0, (12, 0): 0.8}
+_FULL_PRECISION = 1 / 3  # of that in float32
+# Measured on an H200 (docs/gpu.md), eager calls in half precision, batch 2, by what a block's operations take at the
+# rate above. .14 ms (SD1.5 at 512 px), .45 (SDXL at 1024) and 1.1 (SD1.5 at 1024): 20 steps of `balanced` took up to a
+# third longer than unmerged. 2.6 (SDXL at 2048): 1.04 times as fast; 13 (SD1.5 at 2048): twice as fast.
+_HOST_BOUND_MS = 1.3
+
+
+class Call(NamedTuple):
+    """One call of a model.
+
+    stamp: its timestep argument, what draws depend on. rules: those in force, by level. why_off: by level, why there
+    are none. kept: plans of the calls before it in the same sampling; None if nothing is kept. phase: of the report.
+    turns: how often each attention was called in it so far.
+    """
+
+    stamp: Any
+    rules: tuple[LevelRules, ...]
+    why_off: tuple[str, ...]
+    kept: KeptPlans | None
+    phase: str
+    turns: dict[Hashable, int]
+
+
+class Latents(NamedTuple):
+    """What a call of a UNet was given, without its values."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+class MergeMap(NamedTuple):
+    """What one attention merged, to be looked at. group: int64 ``[B or 1, N]`` on the CPU, the group of each token."""
+
+    grid: Grid
+    group: torch.Tensor
+    num_groups: int
 
 
 class Merging(NamedTuple):
     """How one part of a block merges by a rule.
 
     queries: they merge with the keys and values. mode: see `MergePlan.merge`. proportional: by proportional attention.
-    corrected: by a correction. renews: a plan that is too old is where the rule's next match begins.
     """
 
     rule: MergeRule
     queries: bool
     mode: MergeMode
     proportional: bool
-    corrected: bool
-    renews: bool
 
 
 class Decision(NamedTuple):
@@ -41,33 +94,44 @@ def decide(rules: LevelRules, why_off: str, tokens: int, channels: int, device: 
     Args:
         why_off: the reason if no rule is in force.
         tokens, channels: of the picture in this level.
-        device: its type.
+        device: its type ("cpu", "cuda", ...).
     """
-    attn, crossattn, mlp = rules
-    if attn is None and crossattn is None and mlp is None:
+    if not any(rules):
         return Decision(None, None, None, why_off)
-    attn = attn if pays(attn, tokens, device) else None
-    crossattn = crossattn if pays(crossattn, tokens, device) else None
-    mlp = mlp if pays_in_mlp(mlp, tokens, channels, device) else None
-    if attn is None and crossattn is None and mlp is None:
-        return Decision(None, None, None, "so few tokens that merging would not pay")
-    return Decision(_how(attn), _how(crossattn), _how(mlp))
+    pays = tokens >= _LEAST.get(device, _LEAST_ELSEWHERE)
+    pays_in_mlp = pays if device in _LEAST else tokens * channels**2 >= _LEAST_MLP_ELSEWHERE
+    parts = zip(rules, (pays, pays, pays_in_mlp), strict=True)
+    found = [_how(rule) if rule and (enough or not rule.only_if_it_pays) else None for rule, enough in parts]
+    return Decision(*found, "" if any(found) else "so few tokens that merging would not pay")
 
 
-def _how(rule: MergeRule | None) -> Merging | None:
-    if rule is None:
-        return None
-    queries = rule.effective_side == "qkv"
-    method = METHODS[rule.method]
-    renews = bool(rule.refine) and method.compares
-    return Merging(rule, queries, method.mode, rule.is_proportional, rule.corrects, renews)
-
-
-def around_of(rule: MergeRule) -> bool:
-    """Does any part of a block merge tomesd's way by this rule: the whole part called with merged tokens?"""
-    return rule.merge_crossattn or rule.merge_mlp or (rule.merge_attn and is_as_tomesd(rule))
+def _how(rule: MergeRule) -> Merging:
+    return Merging(rule, rule.effective_side == "qkv", METHODS[rule.method].mode, rule.is_proportional)
 
 
 def is_as_tomesd(rule: MergeRule) -> bool:
     """Does self-attention merge tomesd's way: queries, keys and values together, without sizes?"""
     return rule.effective_side == "qkv" and not rule.is_proportional
+
+
+def is_host_bound(
+    blocks: Sequence[tuple[int, int]], batch: int, area: int, dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Is a card so fast that a merged eager call would wait for its host?
+
+    blocks: (down-sampling, channels) each. area: tokens of the latent.
+
+    False for what is no NVIDIA card, and for one whose kind is not known; also if a tensor only claims to be on one.
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    try:
+        card = torch.cuda.get_device_properties(device)
+        rate = _PER_PROCESSOR[card.major, card.minor] * card.multi_processor_count
+    except (AssertionError, RuntimeError, KeyError):  # there is none, or none that is known
+        return False
+    rate *= _FULL_PRECISION if dtype == torch.float32 else 1.0
+    sizes = ((area / downsample**2, channels) for downsample, channels in blocks)
+    # projections of two attentions and the feed-forward layer; queries with keys, and weights with values
+    work = batch * sum(36 * tokens * channels**2 + 4 * tokens**2 * channels for tokens, channels in sizes)
+    return work / rate / 1e9 < _HOST_BOUND_MS * len(blocks)

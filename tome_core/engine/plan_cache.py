@@ -3,85 +3,56 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable
-from functools import partial
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from ..attention.correction import Correction
+from ..merging.plan import MergePlan
+from ..settings.config import MergeRule
 
-class Guidance(NamedTuple):
-    """What somebody says of a call: its batch is made of copies of the latents of so many pictures, in their order.
 
-    As guidance wants them, for a prompt and a negative one. matched: which of the copies a match is made from. (From
-    the prompt's PSNR was 1 to 3 dB higher at a guidance of 1.5 than from the negative one's, and equal at 7.5.)
+class Plans(NamedTuple):
+    """What one match found, at which timestep, by which rule, on which device. plan: None if the grid is too small."""
+
+    plan: MergePlan | None
+    timestep: float | None
+    rule: MergeRule
+    device: torch.device
+    correction: Correction | None = None
+
+
+Guidance = tuple[int, int]  # see `Sampling`
+
+
+class KeptPlans(NamedTuple):
+    """What one call of a model finds of earlier ones, and leaves for later ones.
+
+    plans: by ordinal and key. ordinal: what its host calls it by, and its number among the calls of that name at its
+    time, several if a host splits a batch or a picture. shared: samples in its batch, copies of the latents in it,
+    which of them is matched, and the name of the calls that see these latents; None if its latents are no copies.
     """
 
-    pictures: int
-    matched: int = 0
+    plans: dict[tuple, Plans]
+    ordinal: Hashable
+    timestep: float
+    shared: tuple[int, int, int, Hashable] | None
 
+    def serve(
+        self, key: tuple, rule: MergeRule, device: torch.device, match: Callable[[MergePlan | None], MergePlan | None]
+    ) -> Plans:
+        """What was kept under this key, if it is young enough; else a new match, which is kept.
 
-class Shared(NamedTuple):
-    """What calls have in common that see the same latents at the same time.
-
-    samples: in this call's batch; copies: of the latents, in it; matched: which of them a match is made from; call: the
-    ordinal of the first that saw them.
-    """
-
-    samples: int
-    copies: int
-    matched: int
-    call: Hashable
-
-
-class Kept:
-    """An attention's plans, the timestep they were made at, the rule they were made for, and their device."""
-
-    def __init__(self, plans: Any, timestep: float, rule: Any, device: torch.device) -> None:
-        self.plans, self.timestep, self.rule, self.device = plans, timestep, rule, device
-
-
-class Found(NamedTuple):
-    """What an earlier call has left, and whether it is young enough to be used as it is."""
-
-    kept: Kept
-    is_fresh: bool
-
-
-class KeptPlans:
-    """What one call of the UNet finds of earlier ones, and leaves for later ones.
-
-    plans: by ordinal and key. ordinal: the call's number among those at its time, several if a host splits a batch or
-    a picture; or its name. look: what it has in common with other calls; gives None if that is nothing.
-    """
-
-    def __init__(
-        self, plans: dict[tuple, Kept], ordinal: Hashable, timestep: float, look: Callable[[], Shared | None]
-    ) -> None:
-        self.plans, self.look = plans, look
-        self.ordinal, self.timestep = ordinal, timestep
-
-    def find(
-        self, key: tuple, rule: Any, device: torch.device, renews: bool, shared: Shared | None = None
-    ) -> Found | None:
-        """What was kept by this rule, on this device. renews: use is made of what is too old; shared: by all copies."""
-        old = self.plans.get(self._whole(key, shared))
-        if old is None or old.rule is not rule or old.device != device:
-            return None
-        is_fresh = abs(old.timestep - self.timestep) <= rule.keep
-        return Found(old, is_fresh) if is_fresh or renews else None
-
-    def store(
-        self, key: tuple, plans: Any, rule: Any, device: torch.device, shared: Shared | None = None,
-        since: Kept | None = None,
-    ) -> Kept:  # fmt: skip
-        """Keep plans that were made now, or as long ago as these others."""
-        timestep = self.timestep if since is None else since.timestep
-        found = self.plans[self._whole(key, shared)] = Kept(plans, timestep, rule, device)
+        match: makes it; its argument is the plan of this rule that is too old, or None.
+        """
+        found = self.plans.get(key)
+        if found is not None and (found.rule is not rule or found.device != device):
+            found = None
+        if found is None or abs(found.timestep - self.timestep) > rule.keep:
+            found = Plans(match(found and found.plan), self.timestep, rule, device)
+            self.plans[key] = found
         return found
-
-    def _whole(self, key: tuple, shared: Shared | None) -> tuple:
-        return (self.ordinal if shared is None else ("shared", shared.call), *key)
 
 
 class Sampling:
@@ -89,80 +60,72 @@ class Sampling:
 
     A picture must not depend on the one before. So plans are kept within a sampling that somebody has named, by the
     call's shape and ordinal: tiles of one size, and the halves of a split batch, look alike otherwise.
+
+    Args:
+        guidance_of: the guidance of its calls, from their latents: how many pictures a batch has copies of, in their
+            order, and which copy a match is made from; None if nobody guides. (From the prompt's PSNR was 1 to 3 dB
+            higher at a guidance of 1.5 than from the negative one's, and equal at 7.5.)
+        boundary: of the early phase in it, see `time.Clock.boundary_in`.
+        is_known: nothing is to be learned of its steps.
     """
 
-    def __init__(self) -> None:
-        self._name: Hashable = None
+    def __init__(
+        self, guidance_of: Callable[[torch.Tensor], Guidance | None] = lambda batch: None,
+        boundary: float | None = None, is_known: bool = False,
+    ) -> None:  # fmt: skip
+        self.guidance_of, self.boundary, self.is_known = guidance_of, boundary, is_known
+        self.name: Hashable = None  # if there is none, nothing is kept
         self._timestep: float | None = None
-        self._calls = 0
-        self._named: Counter[Hashable] = Counter()  # calls of each name at this time
-        self._plans: dict[tuple, Kept] = {}
-        self._first: torch.Tensor | None = None  # what the first call at this time is given
-        self._shared: dict[tuple, Shared | None] = {}  # by kind of call
+        self._calls: Counter[Hashable] = Counter()  # at this time, by name
+        self._plans: dict[tuple, Plans] = {}
+        self._first: tuple[Hashable, torch.Tensor] | None = None  # the first guided call at this time
+        self._shared: dict[tuple, tuple[int, int, int, Hashable] | None] = {}  # by kind of call
 
     def set(self, name: Hashable, timestep: float | None) -> None:
-        """The next calls belong to this sampling, at this time. None as a name, or no time: nothing is kept."""
-        if name is None or name != self._name:
+        """The next calls belong to the sampling of this name, at this time. No name, or no time: nothing is kept."""
+        if name is None or name != self.name:
             self._plans.clear()  # which a compiled model's last call still holds
             self._plans, self._shared = {}, {}
         elif timestep == self._timestep:
             return
-        self._name, self._timestep, self._calls, self._first = name, timestep, 0, None
-        self._named.clear()
+        self.name, self._timestep, self._first = name, timestep, None
+        self._calls.clear()
 
-    @property
-    def goes_on(self) -> bool:
-        """Has somebody named one?"""
-        return self._name is not None
-
-    def next_call(
-        self, batch: Any = None, guidance: Guidance | None = None, called: Hashable = None
-    ) -> KeptPlans | None:
-        """What the call that begins now may use; None where nothing is kept.
+    def next_call(self, batch: Any = None, called: Hashable = None) -> KeptPlans | None:
+        """What the call that begins now may use; None if nothing is kept.
 
         batch: its latents ``[B, C, ...]``. called: what its host calls it by, in whatever order calls come.
         """
-        if self._name is None or self._timestep is None:
+        if self.name is None or self._timestep is None:
             return None
-        self._calls += 1
-        ordinal: Hashable = self._calls
-        if called is not None:
-            self._named[called] += 1
-            ordinal = called, self._named[called]
-        if guidance is None or type(batch) is not torch.Tensor or batch.is_meta:
-            return KeptPlans(self._plans, ordinal, self._timestep, lambda: None)
-        if self._calls == 1:
-            self._first = batch
-        look = partial(self._look, ordinal, guidance, batch, self._first)
-        return KeptPlans(self._plans, ordinal, self._timestep, look)
+        self._calls[called] += 1
+        ordinal, shared = (called, self._calls[called]), None
+        guidance = self._guidance_in(batch)
+        if guidance is not None:
+            self._first = self._first or (ordinal, batch)
+            # Hosts cut pictures into tiles, and put more into a step than they say. So each kind of call is looked at,
+            # once in a sampling, because a look waits for the device.
+            kind = (ordinal, guidance, *batch.shape)
+            if kind not in self._shared:
+                self._shared[kind] = _share(batch, guidance, (self._first, (ordinal, batch)))
+            shared = self._shared[kind]
+        return KeptPlans(self._plans, ordinal, self._timestep, shared)
 
-    def _look(
-        self, ordinal: Hashable, guidance: Guidance, batch: torch.Tensor, first: torch.Tensor | None
-    ) -> Shared | None:
-        """Hosts cut pictures into tiles, and put more into a step than they say: so each kind of call is looked at.
-
-        Once in a sampling, at the first step, because a look waits for the device. first: what the time's first saw.
-        """
-        kind = (ordinal, guidance, *batch.shape)
-        if kind not in self._shared:
-            self._shared[kind] = _share(ordinal, guidance, batch, first)
-        return self._shared[kind]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return vars(Sampling())  # a copy's sampling is another
+    def _guidance_in(self, batch: Any) -> Guidance | None:
+        if type(batch) is not torch.Tensor or batch.is_meta or batch.dim() < 2:
+            return None
+        return (1, 0) if len(batch) > 1 and batch.stride(0) == 0 else self.guidance_of(batch)  # one latent, expanded
 
 
-def _share(ordinal: Hashable, guidance: Guidance, batch: torch.Tensor, first: torch.Tensor | None) -> Shared | None:
+def _share(
+    batch: torch.Tensor, guidance: Guidance, calls: Sequence[tuple[Hashable, torch.Tensor]]
+) -> tuple[int, int, int, Hashable] | None:
+    """`KeptPlans.shared` of a call: with the first of these calls of whose latents its batch is made."""
     pictures, matched = guidance
     copies, rest = divmod(len(batch), pictures)
-    for latents, call in ((first, 1), (batch, ordinal)):
-        if rest == 0 and latents is not None and len(latents) >= pictures and _repeats(batch, latents[:pictures]):
-            return Shared(len(batch), copies, min(matched, copies - 1), call)
+    for ordinal, latents in calls:
+        one = latents[:pictures]
+        comparable = (len(one), one.shape[1:], one.device) == (pictures, batch.shape[1:], batch.device)
+        if rest == 0 and comparable and bool((batch.unflatten(0, (copies, pictures)) == one).all()):
+            return len(batch), copies, min(matched, copies - 1), ("shared", ordinal)
     return None
-
-
-def _repeats(batch: torch.Tensor, latents: torch.Tensor) -> bool:
-    """Is it made of copies of these latents ``[P, C, ...]``, one after the other?"""
-    if latents.device != batch.device or latents.shape[1:] != batch.shape[1:]:
-        return False
-    return bool((batch.unflatten(0, (-1, len(latents))) == latents).all())

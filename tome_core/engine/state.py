@@ -9,38 +9,34 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
+import torch.overrides
 
+from ..attention.correction import Pair
 from ..attention.merged import Attention, Merge, attend, correction_of
 from ..merging import kernels
 from ..merging.grid import Draw, Grid
 from ..merging.layout import Layout
-from ..merging.plan import MergePlan
+from ..merging.methods import METHODS, MatchOptions
+from ..merging.plan import MergeMode, MergePlan
 from ..reporting.gains import PIXELS
 from ..reporting.ledger import NO_GRID, OTHER_PARTS, TOO_SMALL, Ledger, LevelTally
 from ..reporting.report import Report, make_report
-from ..settings.config import MergeConfig, describe, notes_on
+from ..settings.config import MergeConfig, MergeRule, describe, notes_on
 from ..settings.schedule import NoiseSchedule, ever_merges
-from .around import merge_around
-from .call import Call, Latents, MergeMap
-from .clock import Clock
-from .decision import Decision, Merging, decide
+from .decision import Call, Decision, Latents, MergeMap, Merging, decide
 from .match import match
-from .plan_cache import Guidance
-from .plans import Plans, Request, match_or_reuse, stamp_of
-from .tensor_checks import foreign_mode, is_mapped
-from .time import ModelTime
-
-_MAPPED = "torch.vmap maps over the call"
-_MOST_DECISIONS = 1024  # kept; pictures of ever new sizes must not fill the memory
-
-Own = TypeVar("Own", bound="State")
+from .plan_cache import Plans
+from .time import Clock, ModelTime
 
 
 class State:
     """Settings in force on one model. It holds no module.
+
+    ever_merges: there is a rule that merges at some time, whatever the picture's size. wants_time: something hangs on
+    the time of a call. latest: what the latest call that was counted was given.
 
     Args:
         config: the settings.
@@ -58,13 +54,14 @@ class State:
         self.clock = Clock(config, downsamples, schedule)
         self.knows_schedule = schedule is not None
         self._covered = [ever_merges(self.clock.rules, level, down) for level, down in enumerate(downsamples)]
-        self._notes = notes_on(config, self._covered, downsamples)
-        self.ledger = Ledger(list(levels), self._notes)
+        self.ever_merges = any(self._covered)
+        self.ledger = Ledger(list(levels), notes_on(config, self._covered, downsamples))
         self.time = ModelTime(self.clock, any(rule.keep for rule in self.clock.rules))
+        self.wants_time = self.time.is_wanted
         self._uses_pixels = any(rule.min_pixels for rule in self.clock.rules)
         self.pays: Any = None  # says whether merging pays, see `measuring.pays`
-        self.latest: Latents | None = None  # of the calls that were counted
-        self._maps: dict[int, tuple[Grid, MergePlan]] | None = None  # on their device: fetching would wait
+        self.latest: Latents | None = None
+        self._maps: dict[int, MergeMap] | None = None  # on their device: fetching would wait
         self._decisions: dict[tuple, Decision] = {}  # rules are known by their id, and the clock keeps them
 
     # --- the seam -----------------------------------------------------------------------------------------------------
@@ -78,8 +75,9 @@ class State:
             called: what the host calls it by among the calls at its time, such as the names of its conditions; else
                 their order tells them apart.
         """
-        if is_mapped():
-            return Call(timestep, self.clock.nothing, (_MAPPED,) * len(self._covered), None, "", {})
+        if _is_mapped():
+            why_off = ("torch.vmap maps over the call",) * len(self._covered)
+            return Call(timestep, self.clock.for_pixels(()), why_off, None, "", {})
         self.ledger.calls += 1
         if torch.is_tensor(latent) and latent.dim() == 4:
             self.latest = Latents(latent.shape, latent.dtype, latent.device)
@@ -121,23 +119,21 @@ class State:
         elif layout.first + picture > tokens or attention.k.shape[1] != tokens:
             why = NO_GRID
         elif torch._C._len_torch_function_stack():
-            why = foreign_mode()
+            why = _foreign_mode()
         if why:
             self.ledger.skip(call, level, "attn", why, batch * tokens * tokens)
             return None
-        kept, rule, key = call.kept, merging.rule, ((name, turn), batch, layout, tokens)
-        old = None if kept is None or not rule.keep else kept.plans.get((kept.ordinal, *key))
-        is_own = old is not None and old.rule is rule and old.device == q.device
-        if is_own and abs(old.timestep - kept.timestep) <= rule.keep:
-            plans = old.plans
-        else:
-            plans = self._match(call, key, level, layout, attention, merging)
+        kept, rule, key, merged = call.kept, merging.rule, ((name, turn), batch, layout, tokens), None
+        plans = None if kept is None or not rule.keep else kept.plans.get((kept.ordinal, *key))
+        is_own = plans is not None and plans.rule is rule and plans.device == q.device
+        if not is_own or abs(plans.timestep - kept.timestep) > rule.keep:
+            plans, merged = self._match(call, key, level, layout, attention, merging)
         plan = plans.plan
         if plan is None:
             self.ledger.skip(call, level, "attn", TOO_SMALL, batch * tokens * tokens)
             return None
         how = Merge(plan, merging.mode, merging.proportional, merging.queries, plans.correction)
-        out, way = attend(attention, how, plans.merged)
+        out, way = attend(attention, how, merged)
         left = (plan.num_groups if merging.queries else tokens, plan.num_groups)
         self.ledger.merge(call, level, "attn", (batch, tokens, tokens), left, way if merging.proportional else "")
         if self._maps is not None:
@@ -161,32 +157,32 @@ class State:
             As `attend`.
         """
         decision = self.decide(call, level, grid.height * grid.width, x.shape[2], x.device)
-        merging, why = getattr(decision, part), decision.why_not
+        merging, why, plan = getattr(decision, part), decision.why_not, None
         if merging is None:
-            if why or part == "attn":
-                self.leave_alone(call, level, why or OTHER_PARTS, x.shape[0], x.shape[1], x.shape[1], part)
-            return None
-        draw = self._draw(call, level, merging.rule, x)
-        out, plan, why = merge_around(call, name, grid, x, merging, draw, function, plans)
+            why = why or (OTHER_PARTS if part == "attn" else "")
+        else:
+            key = id(merging.rule)
+            if key not in plans:
+                plans[key] = self._match_input(call, name, level, grid, x, merging.rule)
+            plan = plans[key]
+            out, why = (None, TOO_SMALL) if plan is None else _run_merged(function, x, plan, merging.mode)
         if why:
             self.leave_alone(call, level, why, x.shape[0], x.shape[1], x.shape[1], part)
+        if why or plan is None:
             return None
         left = plan.num_groups
         self.ledger.merge(call, level, part, (x.shape[0], x.shape[1], keys), (left, left if part == "attn" else keys))
         if self._maps is not None:
-            self._maps[level] = grid, plan
+            self._keep_map(level, Layout(grid), plan)
         return out
 
     def decide(self, call: Call, level: int, tokens: int, channels: int, device: torch.device) -> Decision:
         """How the parts of a block merge in this call; tokens: of the picture in this level."""
-        key = (id(call.rules[level]), call.why_off[level], tokens, channels, device)
-        found = self._decisions.get(key)
-        if found is None:
-            if len(self._decisions) >= _MOST_DECISIONS:
-                self._decisions.clear()
-            found = decide(call.rules[level], call.why_off[level], tokens, channels, device.type)
-            self._decisions[key] = found
-        return found
+        rules, why_off = call.rules[level], call.why_off[level]
+        key = (id(rules), why_off, tokens, channels, device)
+        if key not in self._decisions:
+            self._decisions[key] = decide(rules, why_off, tokens, channels, device.type)
+        return self._decisions[key]
 
     def leave_alone(
         self, call: Call | None, level: int, why: str, batch: int, queries: int, keys: int, part: str = "attn"
@@ -196,48 +192,58 @@ class State:
 
     def _match(
         self, call: Call, key: tuple, level: int, layout: Layout, attention: Attention, merging: Merging
-    ) -> Plans:
-        """A new match, or one renewed, or shared with what guidance has matched."""
-        rule, kept, device = merging.rule, call.kept, attention.q.device
-        name, batch, *where = key
-        keeps = kept is not None and rule.keep
-        old = kept.find(key, rule, device, merging.renews) if keeps else None
+    ) -> tuple[Plans, Pair | None]:
+        """A new match, or one renewed; and merged keys and values ``[B, G, H*d]``, if the correction has made them.
 
-        def match_rows(rows: slice | None, before: Plans | None) -> Plans:
-            k, v = (one if rows is None else one[rows] for one in (attention.k, attention.v))
-            return Plans(match(k, v, layout, rule, self._draw(call, level, rule, k), before and before.plan))
+        The match of one copy of the latents serves all of them, in this call and in others at its time, because
+        guidance multiplies how differently merging has changed its two predictions.
+        """
+        (q, k, v), rule, (name, batch, *where) = attention[:3], merging.rule, key
+        kept = call.kept if rule.keep else None
+        copies, matched, place = 1, 0, ("alone", kept and kept.ordinal)
+        if kept is not None and kept.shared is not None and batch % kept.shared[0] == 0:  # not of a piece of the batch
+            copies, matched, place = kept.shared[1:]
+        count, renews = batch // copies, rule.refine and METHODS[rule.method].compares
 
-        def correct(plans: Plans) -> Plans:
-            if plans.plan is None or not merging.corrected or attention.v.shape[3] != attention.q.shape[3]:
-                return plans
-            return Plans(plans.plan, *correction_of(attention, plans.plan, layout))
+        def match_rows(old: MergePlan | None) -> MergePlan | None:
+            own_k, own_v = (one[matched * count : (matched + 1) * count] for one in (k, v))
+            draw = _draw(call, level, rule, own_k)
+            return match(own_k, own_v, layout, rule, draw, old if renews else None)
 
-        request = Request(
-            rule, device, batch, merging.renews, lambda count: (name, count, *where), match_rows, correct
-        )
-        return match_or_reuse(kept, request, old)
+        if kept is None:
+            found = Plans(match_rows(None), None, rule, q.device)
+        else:
+            found = kept.serve((place, name, count, *where), rule, q.device, match_rows)
+        plan, correction, merged = found.plan and found.plan.repeat(copies), None, None
+        if plan is not None and rule.corrects and v.shape[3] == q.shape[3]:
+            correction, merged = correction_of(attention, plan, layout)
+        found = found._replace(plan=plan, correction=correction)
+        if kept is not None:
+            kept.plans[(kept.ordinal, *key)] = found
+        return found, merged
+
+    def _match_input(
+        self, call: Call, name: Hashable, level: int, grid: Grid, x: torch.Tensor, rule: MergeRule
+    ) -> MergePlan | None:
+        """A match of a block's input, or what is kept of an earlier one."""
+        turn = call.turns[name, id(rule)] = call.turns.get((name, id(rule)), -1) + 1
+
+        def match_all(_: MergePlan | None) -> MergePlan | None:
+            options = MatchOptions(rule.effective_ratio, rule.sx, rule.sy, _draw(call, level, rule, x))
+            return METHODS[rule.method].match(x, grid, options)
+
+        if call.kept is None or not rule.keep:
+            return match_all(None)
+        key = (call.kept.ordinal, name, "around", turn, x.shape[0], grid)
+        return call.kept.serve(key, rule, x.device, match_all).plan
 
     def _keep_map(self, level: int, layout: Layout, plan: MergePlan) -> None:
         """Of a film its first frame's."""
         grid = Grid(layout.grid.height // layout.grid.frames, layout.grid.width)
         group = plan.group[:, layout.first : layout.first + grid.height * grid.width]
-        self._maps[level] = grid, MergePlan(group, plan.num_groups)
-
-    @staticmethod
-    def _draw(call: Call, level: int, rule: Any, x: torch.Tensor) -> Draw | None:
-        return Draw(rule.seed, level, stamp_of(call.stamp, x)) if rule.use_rand else None
+        self._maps[level] = MergeMap(grid, group, plan.num_groups)
 
     # --- what a host tells, and asks ----------------------------------------------------------------------------------
-
-    @property
-    def ever_merges(self) -> bool:
-        """Is there a rule that merges at some time, whatever the picture's size?"""
-        return any(self._covered)
-
-    @property
-    def wants_time(self) -> bool:
-        """Does anything hang on the time of a call?"""
-        return self.time.is_wanted
 
     @property
     def is_live(self) -> bool:
@@ -245,7 +251,7 @@ class State:
         return bool(self.time.now.live)
 
     @contextmanager
-    def sampling(self: Own, pictures: int | None = None, timesteps: Sequence[float] | None = None) -> Iterator[Own]:
+    def sampling(self, pictures: int | None = None, timesteps: Sequence[float] | None = None) -> Iterator[State]:
         """While in here, this thread's calls of the model are the steps of one picture, or of one batch.
 
         Matches are kept inside (``keep``) and let go of at the end; outside of any sampling nothing is kept. A
@@ -254,9 +260,8 @@ class State:
         Args:
             pictures, timesteps: as of `set_time`; a diffusers pipeline tells them by itself.
         """
-        _check_pictures(pictures)
-        _check_timesteps(timesteps)
-        with self.time.sample(lambda batch: Guidance(pictures) if pictures else None, timesteps):
+        _check_pass(pictures, timesteps)
+        with self.time.sample(lambda batch: (pictures, 0) if pictures else None, timesteps):
             yield self
 
     def set_time(
@@ -272,8 +277,7 @@ class State:
             sampling: whatever tells this picture's sampling from all others, the same at each of its steps. Matches are
                 kept over steps (``keep``) only if it is given.
             pictures: how many are made, if calls are made of copies of their latents in the same order, in one batch or
-                in several, as guidance makes them for a prompt and a negative one. Copies share their matches then:
-                guidance multiplies how differently its two predictions were changed.
+                in several, as guidance makes them for a prompt and a negative one. Copies share their matches then.
             timesteps: of Stable Diffusion's schedule, of all steps of this sampling, the same object at each of them. A
                 pass that begins late, as image to image and hires passes do, then leaves the share of the work that a
                 whole picture leaves. Give none if it goes on with a picture that another sampling has begun.
@@ -284,8 +288,7 @@ class State:
         _check_time("percent", percent, 1.0)
         _check_time("timestep", timestep)
         _check_time("sigma", sigma)
-        _check_pictures(pictures)
-        _check_timesteps(timesteps)
+        _check_pass(pictures, timesteps)
         self.time.set(percent, timestep, sigma, sampling, pictures, timesteps)
 
     def keep_maps(self, keep: bool = True) -> None:
@@ -297,8 +300,7 @@ class State:
 
         Brings them to the CPU, which waits for the device.
         """
-        kept = self._maps or {}
-        return {level: MergeMap(grid, plan.group.cpu(), plan.num_groups) for level, (grid, plan) in kept.items()}
+        return {level: one._replace(group=one.group.cpu()) for level, one in (self._maps or {}).items()}
 
     def reset_counts(self) -> None:
         """Begin the report, and the maps, anew: for a host whose users ask about one picture at a time."""
@@ -311,11 +313,7 @@ class State:
         """What was merged so far, where, and what was skipped and why."""
         settings = tuple(describe(self.config, rule) for rule in self.config.rules)
         gains = () if self.pays is None else tuple(self.pays.used)
-        notes = (*kernels.notes(), *self._more_notes())
-        return make_report(self.ledger, self._covered, settings, self.is_installed, notes, gains)
-
-    def _more_notes(self) -> tuple[str, ...]:
-        return ()
+        return make_report(self.ledger, self._covered, settings, self.is_installed, kernels.notes(), gains)
 
 
 def _check_time(name: str, value: float | None, most: float = math.inf) -> None:
@@ -327,11 +325,54 @@ def _check_time(name: str, value: float | None, most: float = math.inf) -> None:
         raise ValueError(f"{name}={value!r} is no time; use a number from 0 {'up' if most == math.inf else 'to 1'}")
 
 
-def _check_pictures(value: int | None) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ValueError(f"pictures={value!r} is no number of pictures; use a whole number from 1 up, or None")
-
-
-def _check_timesteps(values: Sequence[float] | None) -> None:
-    for value in () if values is None else values:
+def _check_pass(pictures: int | None, timesteps: Sequence[float] | None) -> None:
+    if pictures is not None and (isinstance(pictures, bool) or not isinstance(pictures, int) or pictures < 1):
+        raise ValueError(f"pictures={pictures!r} is no number of pictures; use a whole number from 1 up, or None")
+    for value in timesteps or ():
         _check_time("timesteps", value)
+
+
+def _draw(call: Call, level: int, rule: MergeRule, x: torch.Tensor) -> Draw | None:
+    """What a match of these samples draws from. Its time is ``[1]`` or ``[B]``; a film's frames have their sample's."""
+    if not rule.use_rand:
+        return None
+    time = call.stamp
+    if torch.is_tensor(time):
+        time = time.detach().reshape(-1)
+        if len(time) > 1:
+            time = time[:1] if len(x) % len(time) else time.repeat_interleave(len(x) // len(time))
+    elif time is not None:
+        time = torch.full((1,), float(time), dtype=torch.float32, device=x.device)
+    return Draw(rule.seed, level, time)
+
+
+def _run_merged(
+    function: Callable, x: torch.Tensor, plan: MergePlan, mode: MergeMode
+) -> tuple[torch.Tensor | None, str]:
+    """The output of a part that is called with merged tokens, unmerged; or why it cannot be."""
+    try:
+        out = function(lambda one: plan.merge(one, mode))
+    except (MemoryError, torch.cuda.OutOfMemoryError):
+        raise
+    except Exception:
+        return None, "refuses merged tokens"
+    if not torch.is_tensor(out) or out.dim() != 3 or out.shape[:2] != (x.shape[0], plan.num_groups):
+        return None, "what it returned cannot be unmerged"
+    return plan.unmerge(out), ""
+
+
+def _is_mapped() -> bool:
+    """Are we inside `torch.vmap`? A match there would be one for each of the samples that it maps over."""
+    functorch = torch._C._functorch
+    return functorch.peek_interpreter_stack() is not None and any(
+        one.key() == functorch.TransformType.Vmap for one in functorch.get_interpreter_stack())  # fmt: skip
+
+
+def _foreign_mode() -> str:
+    """Why an attention must see all tokens: a function mode of another program looks at its functions. "" if none does.
+
+    Guidance that perturbs attention acts in one, and gives up if there are fewer keys than queries.
+    """
+    modes = torch.overrides._get_current_function_mode_stack()
+    names = [type(one).__name__ for one in modes if type(one).__module__ != "torch.utils._device"]
+    return f"{' and '.join(names)} looks at its functions" if names else ""

@@ -1,19 +1,166 @@
-"""At which step of which picture a model is, and which rules hold there."""
+"""At which step of which picture a model is, and which rules hold there: asked once a step."""
 
 from __future__ import annotations
 
+import math
+import sys
+import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 
+from ..reporting.ledger import TIME_IS_UNKNOWN
+from ..settings.config import MergeConfig, MergeRule, early_rules, plain_rules, reaches
 from ..settings.noise import STABLE_DIFFUSION, SchedulerNoise, Step, by_timestep
-from ..settings.schedule import UNKNOWN
-from .clock import Clock, InForce
+from ..settings.schedule import UNKNOWN, LevelRules, NoiseSchedule, Time, choose, holds_at, window_of
 from .plan_cache import Guidance, KeptPlans, Sampling
-from .sampling import Pictures, Scope
-from .tensor_checks import common_value, is_captured
+
+# the timestep from which on a pass is a whole picture: schedules with leading spacing begin late (951 for 20 steps), a
+# model with zero terminal SNR at 880 where its sigmas begin at Stable Diffusion's 14.6, as Karras' and AYS' do
+WHOLE_FROM = 850.0
+FEW = 8  # steps up to which half a step weighs too much to be rounded away
+_ALL = 1000.0  # timesteps of a schedule
+_LONGEST = 4096  # a longer tensor is no schedule
+
+
+class InForce(NamedTuple):
+    """What holds at a moment. rules: by level, for a picture of unknown size; live: of any level and size, in order.
+
+    why_off: by level, why nothing merges. phase: "early" or "late"; "" of rules without one, or at an unknown time.
+    """
+
+    rules: tuple[LevelRules, ...]
+    live: tuple[MergeRule, ...]
+    why_off: tuple[str, ...]
+    phase: str
+
+
+class Clock:
+    """Tells the rules in force from the time. schedule: the model's own; where it is not known, Stable Diffusion's."""
+
+    def __init__(self, config: MergeConfig, downsamples: Sequence[int], schedule: NoiseSchedule | None = None) -> None:
+        self.rules = plain_rules(config, downsamples)
+        self._early = early_rules(config, downsamples)
+        self._early_until = config.early_until
+        self.downsamples = tuple(downsamples)
+        self.schedule = schedule or STABLE_DIFFUSION
+        self._window = window_of(config, self.schedule)
+        self.limited = self._window is not None or any(rule.uses_time for rule in self.rules)
+        self._found: dict[tuple, InForce] = {}
+        # equal choices are one object: a compiled graph is chosen by what it finds, decisions are kept by it
+        self._choices: dict[tuple[LevelRules, ...], tuple[LevelRules, ...]] = {}
+
+    def moment(self, timestep: float | None, percent: float | None = None) -> Time:
+        """The time on both scales. timestep: of Stable Diffusion's schedule; percent: of the model's own.
+
+        Whichever is given, the schedules supply the other.
+        """
+        own = self.schedule
+        if timestep is None and percent is None:
+            return UNKNOWN
+        if timestep is None:
+            timestep = STABLE_DIFFUSION.timestep_of_sigma(own.sigma_of(own.timestep_of(percent)))
+        if percent is None:
+            percent = own.percent_of(own.timestep_of_sigma(STABLE_DIFFUSION.sigma_of(timestep)))
+        return Time(percent, timestep)
+
+    def boundary_in(self, timesteps: Sequence[float]) -> float | None:
+        """Where the early phase ends in a pass of these steps, for `at`; None where it ends as in a whole picture."""
+        return boundary_in(timesteps, self._early_until) if self._early else None
+
+    def at(self, time: Time, boundary: float | None = None) -> InForce:
+        """The rules in force at this time; one object for all times at which the same ones hold.
+
+        boundary: of the early phase in this pass.
+        """
+        within = self._window is None or self._window.holds(time)
+        holds = tuple(self._holds(rule, time, boundary) for rule in self.rules)
+        key = (within, holds, time == UNKNOWN)
+        if key not in self._found:
+            timely = tuple(rule for rule, on in zip(self.rules, holds, strict=True) if on)
+            live, phase = timely if within else (), ""
+            if self._early and time != UNKNOWN:  # outside of the window an early step is early, too
+                phase = "early" if any(rule in self._early for rule in timely) else "late"
+            in_large = choose(live, self.downsamples, sys.maxsize)
+            why_off = tuple(self._why_off(level, rules, live, time) for level, rules in enumerate(in_large))
+            self._found[key] = InForce(self.for_pixels(live), live, why_off, phase)
+        return self._found[key]
+
+    def for_pixels(self, live: tuple[MergeRule, ...], pixels: int | None = None) -> tuple[LevelRules, ...]:
+        """The rules in force in a picture of so many pixels, None if that is not known."""
+        return self._one_object(choose(live, self.downsamples, pixels))
+
+    def apply_gate(self, rules: tuple[LevelRules, ...], opens: bool) -> tuple[LevelRules, ...]:
+        """These rules if merging was found to pay, or not to.
+
+        If it pays, those of the finest level that they reach merge whatever its size; else those that are to merge only
+        if it pays do not.
+        """
+        finest = next((level for level, one in enumerate(rules) if any(one)), None)
+        if not opens:
+            rules = tuple(
+                LevelRules(*(None if rule and rule.only_if_it_pays else rule for rule in one)) for one in rules
+            )
+        elif finest is not None:
+            free = LevelRules(*(rule and _free(rule) for rule in rules[finest]))
+            rules = (*rules[:finest], free, *rules[finest + 1 :])
+        return self._one_object(rules)
+
+    def _holds(self, rule: MergeRule, time: Time, boundary: float | None) -> bool:
+        late = self._early.get(rule) if boundary is not None else None
+        if late is None:
+            return holds_at(rule, time)
+        return time.timestep is not None and time.timestep >= boundary and holds_at(late, time)
+
+    def _one_object(self, rules: tuple[LevelRules, ...]) -> tuple[LevelRules, ...]:
+        return self._choices.setdefault(rules, rules)
+
+    def _why_off(self, level: int, in_large: LevelRules, live: tuple[MergeRule, ...], time: Time) -> str:
+        """Why a level is left alone where no rule is in force; in_large: its rules in a picture of any size."""
+        if any(in_large):
+            return "the picture is smaller than min_pixels"
+        if any(rule.is_off and reaches(rule, level, self.downsamples[level]) for rule in live):
+            return "a rule of ratio 0 leaves it alone"
+        return "outside the rules' time range" if time != UNKNOWN else TIME_IS_UNKNOWN
+
+
+@cache
+def _free(rule: MergeRule) -> MergeRule:
+    """One object for a rule: parts that merge by the same one share its match, and steps what is kept of it."""
+    return replace(rule, only_if_it_pays=False)
+
+
+def boundary_in(timesteps: Sequence[float], until: float) -> float | None:
+    """The timestep at and above which a step of this pass is early; None where the whole picture's holds.
+
+    A mark promises a share of the steps, which a boundary by time does not keep in a pass that begins late (image to
+    image, inpainting, a hires pass) or has few steps: of a pass from half of the noise on balanced left .10 of the work
+    in place of .0625. There the pass's own steps have the promised share of late ones, to the nearest step; a half goes
+    to the late ones, which change less.
+
+    timesteps: of the pass's steps, in any order. until: the boundary in a whole picture.
+
+    >>> boundary_in([500, 400, 300, 200, 100], 375), boundary_in([999, 749, 499, 249], 375)
+    (250.0, 624.0)
+    >>> boundary_in([999, 666, 333], 375) is None
+    True
+    """
+    steps = sorted(timesteps, reverse=True)
+    if not steps:
+        return None
+    late = math.floor(len(steps) * until / _ALL + 0.5)
+    if steps[0] >= WHOLE_FROM:
+        late = min(late, len(steps) - 1)  # whatever strength is above 0 merges something
+        if len(steps) > FEW or sum(one < until for one in steps) >= late:
+            return None
+    early = len(steps) - late
+    if late == 0 or early == 0:
+        return math.inf if early == 0 else 0.0
+    return (steps[early - 1] + steps[early]) / 2  # between two, because hosts round a time in more ways than one
 
 
 class ModelTime:
@@ -30,15 +177,13 @@ class ModelTime:
         self.now: InForce = clock.at(UNKNOWN)
         self._is_given = False
         self._sampling = Sampling()  # the one that `set` named
-        self._guidance: Guidance | None = None  # in it
         self._timesteps: Sequence[float] | None = None  # of its steps
-        self._boundary: float | None = None  # of its early phase
         self._mine = Pictures()
 
     @property
     def is_sampling(self) -> bool:
         """Is a picture being made that a host has named, or that this thread has begun?"""
-        return bool(self._mine.scopes) or self._sampling.goes_on
+        return bool(self._mine.samplings) or self._sampling.name is not None
 
     def set(
         self, percent: float | None, timestep: float | None, sigma: float | None, sampling: Hashable = None,
@@ -50,40 +195,41 @@ class ModelTime:
             timestep = STABLE_DIFFUSION.timestep_of_sigma(sigma)
         time = self.clock.moment(timestep, percent)
         self._sampling.set(sampling, time.timestep)
-        self._guidance = Guidance(pictures) if pictures else None
+        self._sampling.guidance_of = lambda batch: (pictures, 0) if pictures else None
         if timesteps is not self._timesteps:
-            self._timesteps, self._boundary = timesteps, self.clock.boundary_in(timesteps or ())
-        self.now = self.clock.at(time, self._boundary)
+            self._timesteps, self._sampling.boundary = timesteps, self.clock.boundary_in(timesteps or ())
+        self.now = self.clock.at(time, self._sampling.boundary)
 
     @contextmanager
     def sample(
-        self, guidance_of: Callable[[torch.Tensor], Guidance | None] | None = None,
+        self, guidance_of: Callable[[torch.Tensor], Guidance | None] = lambda batch: None,
         timesteps: Sequence[float] | None = None, continues: bool = False,
     ) -> Iterator[None]:  # fmt: skip
-        """While in here, this thread's calls are the steps of one picture.
+        """While in here, this thread's calls are the steps of one picture; matches of one begun before are let go of.
 
         Args:
-            guidance_of: the guidance of a call, from its latents.
+            guidance_of: as of `Sampling`.
             timesteps: of all steps; None: a pipeline's are found.
             continues: it goes on with a picture that was begun elsewhere, whose steps belong to a whole one.
         """
-        scope = Scope(guidance_of, self.clock.boundary_in(timesteps or ()), continues or timesteps is not None)
-        scopes = self._mine.scopes
-        scopes.append(scope)
+        sampling = Sampling(guidance_of, self.clock.boundary_in(timesteps or ()), continues or timesteps is not None)
+        samplings = self._mine.samplings
+        for outer in samplings:
+            outer.set(None, None)
+        samplings.append(sampling)
         try:
             yield
         finally:
-            scopes.remove(scope)
-            self._mine.sampling.set(None, None)
+            samplings.remove(sampling)
+            sampling.set(None, None)
 
     def tell(self, timestep: Any) -> None:
         """The timestep of the next call, from a pipeline's scheduler; `set` outweighs it."""
         if self._is_given or (torch.is_tensor(timestep) and timestep.numel() != 1):
             return
-        mine = self._mine
-        mine.told = self._look(timestep) or self._read(timestep)
-        if mine.told is not None:
-            self.now = self._at(mine.told)
+        step = self._mine.told = self._look(timestep) or self._read(timestep)
+        if step is not None:
+            self.now = self._at(step)
 
     def next_call(self, timestep: Any, latent: Any, called: Hashable = None) -> tuple[InForce, KeptPlans | None]:
         """What holds in the call that begins now, and what it may use of earlier calls; None if nothing is kept."""
@@ -92,58 +238,90 @@ class ModelTime:
         now, keeps = self.now, self.keeps and not torch.is_grad_enabled()  # a backward pass would meet later plans
         if self.is_wanted and not self._is_given:
             now = self._look_at(timestep)
-        if not keeps:
-            return now, None
         sampling = self._sampling if self._is_given else self._mine.sampling
-        return now, sampling.next_call(latent, self._guidance_in(latent), called)
+        return now, sampling.next_call(latent, called) if keeps and sampling is not None else None
 
     def forget(self) -> None:
         """Let go of what was kept of pictures."""
-        for one in (self._sampling, self._mine.sampling):
+        for one in (self._sampling, *self._mine.samplings):
             one.set(None, None)
-        self._sampling, self._mine = Sampling(), Pictures()
-
-    def _guidance_in(self, batch: Any) -> Guidance | None:
-        if not torch.is_tensor(batch) or batch.dim() < 2:
-            return None
-        if batch.shape[0] > 1 and batch.stride(0) == 0:  # one latent, expanded
-            return Guidance(1)
-        if self._is_given:
-            return self._guidance
-        scopes = self._mine.scopes
-        return scopes[-1].guidance_of(batch) if scopes and scopes[-1].guidance_of is not None else None
+        self._mine = Pictures()
 
     def _look_at(self, timestep: Any) -> InForce:
         """The rules at the time of this call, from its arguments, the scheduler, or by waiting for the device."""
-        mine = self._mine
-        scope = mine.scopes[-1] if mine.scopes else None
+        mine, sampling = self._mine, self._mine.sampling
         step = self._look(timestep) or mine.told
         mine.told = None  # a scheduler that is no longer asked must not stop the clock
-        if step is None and (self.clock.limited or (scope is not None and self.keeps)):
+        if step is None and (self.clock.limited or (sampling is not None and self.keeps)):
             step = self._read(timestep)
-        mine.sampling.set(scope, None if step is None else step.timestep)
+        if sampling is not None:
+            sampling.set("begun", None if step is None else step.timestep)
         if self.clock.limited:
             self.now = self.clock.at(UNKNOWN) if step is None else self._at(step)
         return self.now
 
     def _at(self, step: Step) -> InForce:
         """The rules at a step of this thread's sampling."""
-        scopes = self._mine.scopes
-        return self.clock.at(self.clock.moment(*step), scopes[-1].boundary if scopes else None)
+        sampling = self._mine.sampling
+        return self.clock.at(self.clock.moment(*step), sampling and sampling.boundary)
 
     def _look(self, timestep: Any) -> Step | None:
         """An element of the scheduler's timesteps; the first one in a sampling tells which steps it has."""
-        mine = self._mine
-        step = None if self.noise is None else mine.timesteps.look(timestep, self.noise.steps_of)
-        scope = mine.scopes[-1] if mine.scopes else None
-        if step is not None and scope is not None and not scope.is_known:
-            steps = mine.timesteps.from_here(timestep)
-            scope.boundary, scope.is_known = self.clock.boundary_in([one.timestep for one in steps]), True
+        mine, sampling = self._mine, self._mine.sampling
+        step = None if self.noise is None else mine.look(timestep, self.noise.steps_of)
+        if step is not None and sampling is not None and not sampling.is_known:
+            steps = mine.meanings[timestep.storage_offset() :]
+            sampling.boundary, sampling.is_known = self.clock.boundary_in([one.timestep for one in steps]), True
         return step
 
     def _read(self, timestep: Any) -> Step | None:
-        """A timestep of the caller's own making, which has to be waited for; None if it tells nothing."""
-        value = common_value(timestep)
-        if value is None:
+        """A timestep of the caller's own making, for which a GPU is waited; None if it tells nothing."""
+        if torch.is_tensor(timestep):
+            is_wrapped = type(timestep) is not torch.Tensor or torch._C._functorch.is_functorch_wrapped_tensor(timestep)
+            if timestep.is_meta or is_wrapped:  # by torch.func, vmap or a tracer: without a value
+                return None
+            values = set(timestep.detach().reshape(-1).tolist())
+            timestep = values.pop() if len(values) == 1 else None
+        if timestep is None:
             return None
-        return by_timestep(value) if self.noise is None else self.noise.step_of(value)
+        return (by_timestep if self.noise is None else self.noise.step_of)(float(timestep))
+
+
+class Pictures(threading.local):
+    """What each thread knows of the picture it makes: pipelines that share a UNet may run at once.
+
+    It tells what a step's timestep stands for without waiting for the device, by its place in the schedule. Pipelines
+    hand around views of their scheduler's timesteps, which are brought to the CPU once for a picture, and held, so that
+    no other tensor comes to lie where they are. meanings: of all of them, in order.
+    """
+
+    def __init__(self) -> None:
+        self.samplings: list[Sampling] = []  # that this thread has begun, the latest last
+        self.told: Step | None = None  # the step of the UNet's next call, as the scheduler gave it
+        self.meanings: list[Any] = []
+        self._steps: torch.Tensor | None = None
+        self._key: tuple | None = None
+
+    @property
+    def sampling(self) -> Sampling | None:
+        """The latest one."""
+        return self.samplings[-1] if self.samplings else None
+
+    def look(self, timestep: Any, meanings: Callable[[list[float]], list[Any]]) -> Any | None:
+        """What the step means, by ``meanings`` of its whole schedule, asked once; None for no element of a schedule."""
+        if type(timestep) is not torch.Tensor or timestep.is_meta or (timestep.numel() != 1 and any(timestep.stride())):
+            return None
+        storage = timestep.untyped_storage()
+        if not 1 < storage.nbytes() // timestep.element_size() <= _LONGEST:
+            return None
+        version = None if timestep.is_inference() else timestep._version  # tells whether somebody wrote into it
+        key = storage.data_ptr(), timestep.dtype, timestep.device, version
+        if key != self._key:
+            self._steps = torch.empty(0, dtype=timestep.dtype, device=timestep.device).set_(storage)
+            self.meanings, self._key = meanings(self._steps.tolist()), key
+        return self.meanings[timestep.storage_offset()]
+
+
+def is_captured(x: Any) -> bool:
+    """Are kernels on this tensor being recorded into a CUDA graph? Nothing may wait for them there, or outlive it."""
+    return torch.is_tensor(x) and x.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..engine.clock import Clock
+from ..engine.time import Clock
 from ..models.unet_blocks import Place, brings_compiled, is_compiled
 from ..models.wrap import is_wrapped_by_others
 from .pays import widths_of

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..engine.call import Latents
-from ..engine.decision import decide
+from ..engine.decision import Latents, decide
 from ..engine.state import State
 from ..models.unet_blocks import Place, is_compiled
 from ..models.wrap_set import wraps_on

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ..attention.by_hand import full_name
-from ..engine.size_gate import is_host_bound
+from ..engine.decision import is_host_bound
 from ..models.unet_blocks import Place
 from ..reporting.gains import Gain, nearest
 from ..settings.config import MergeConfig

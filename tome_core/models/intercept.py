@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from ..attention.functions import ADDS_BIAS, NO_ATTENTION, try_once
 from ..attention.merged import Attention
 from ..compiling import when_traced
-from ..engine.call import Call
+from ..engine.decision import Call
 from ..engine.state import State
 from ..merging.layout import Layout
 from ..reporting.ledger import MASKED, NO_GRID

@@ -59,7 +59,7 @@ def _guidance(pipeline: weakref.ref[Any], batch: torch.Tensor) -> Guidance | Non
     """Where a pipeline says that it guides, its batch is for the negative prompt, the prompt, and the perturbed one."""
     by_prompt, by_perturbing = (bool(getattr(pipeline(), name, False)) for name in _GUIDES)
     copies = 1 + by_prompt + by_perturbing
-    return Guidance(len(batch) // copies, int(by_prompt)) if copies > 1 and len(batch) % copies == 0 else None
+    return (len(batch) // copies, int(by_prompt)) if copies > 1 and len(batch) % copies == 0 else None
 
 
 class _Bar:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from ..engine.call import Call
+from ..engine.decision import Call
 from ..engine.state import State
 from ..merging.layout import Layout
 from .wrap import Wrap, patch_lock

@@ -1,27 +1,34 @@
-"""Patching a model in place, and undoing it."""
+"""Patching a model in place, and undoing it: the functions, and the handle of a patch."""
 
 from __future__ import annotations
 
 import logging
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch
+from torch import nn
 
-from ..models import adapter_of, find_models
+from ..engine.decision import is_as_tomesd
+from ..measuring.measured import Measured
+from ..models import Adapter, adapter_of, find_models
+from ..models.pipeline import SamplingScope, SchedulerClock
+from ..models.transformer import PipelineSteps
 from ..models.unet_blocks import UnsupportedModelError
-from ..models.wrap import drop_remains
-from ..models.wrap_set import drop_mark
+from ..models.wrap import Wrap, drop_remains
+from ..models.wrap_set import drop_mark, put_on, take_off, wraps_on
 from ..reporting.report import Report
-from ..settings.config import MergeConfig
-from ..settings.noise import STABLE_DIFFUSION, own_schedule
+from ..settings.config import MergeConfig, reaches
+from ..settings.noise import STABLE_DIFFUSION, SchedulerNoise, own_schedule
 from ..settings.presets import DEFAULT, TRANSFORMER, config_of
 from ..settings.schedule import NoiseSchedule
-from .handle import Patch, handle_on, take_handed
-from .patch_stack import back_from
 
 logger = logging.getLogger(__name__)
+_OF_HANDED: weakref.WeakKeyDictionary[Any, Patch] = weakref.WeakKeyDictionary()  # by what was handed to `patch`
 
 
 def patch(
@@ -52,13 +59,15 @@ def patch(
     adapter = adapter_of(models[0])
     config = _config_of(config, strength, settings, adapter.layout)
     handle = Patch(models, config, _schedule_of(model), model, adapter)
-    handle.take_the_place_of(handle_on(models[0]))
+    handle._previous = before = handle_on(models[0])
+    if before is not None and not before._entered:
+        before._previous = None  # nobody will leave it for what was before it; without this, the chain would grow
     if not host_clock and config.uses_percent and not handle.knows_schedule:
         logger.warning(
             "Merging is limited in percent or beta, which a bare model does not know: call "
             "handle.set_time(percent=...) before each step, patch the pipeline instead, or use min_timestep."
         )
-    for note in handle._notes:
+    for note in handle.ledger.notes:
         logger.warning("%s", note)
     if adapter.layout == TRANSFORMER:
         _warn_once()
@@ -82,14 +91,12 @@ def _config_of(
     config: MergeConfig | str | None, strength: float | None, settings: dict[str, Any], layout: str
 ) -> MergeConfig:
     """What `patch` is asked for; a strength is that of the model's layout."""
-    if strength is not None:
-        if config is not None:
-            raise ValueError(f"strength={strength!r} and config={config!r} both say what merges; give one of them")
-        config = config_of(strength, layout)
-    elif config is None:
+    if strength is not None and config is not None:
+        raise ValueError(f"strength={strength!r} and config={config!r} both say what merges; give one of them")
+    if strength is None and config is None:
         config = MergeConfig() if settings else config_of(DEFAULT, layout)
-    elif isinstance(config, str):
-        config = config_of(config, layout)
+    elif strength is not None or isinstance(config, str):
+        config = config_of(config if strength is None else strength, layout)
     if not isinstance(config, MergeConfig):
         raise TypeError(f"config is {type(config).__name__}; it has to be a MergeConfig, a preset's name, or None")
     return replace(config, **settings) if settings else config
@@ -102,20 +109,19 @@ def apply_patch(
     """Merge tokens in a model, in place, and return the model. Takes tomesd's arguments and does what tomesd does.
 
     `patch` does more, and by default better: with proportional attention.
-    ratio: share of tokens merged away, 0..1, clamped to ``1 - 1/(sx*sy)``. max_downsample: 1, 2, 4 or 8;
-    None, unlike tomesd, is the finest level that has attention. use_rand: draw destinations from ``seed``
-    and the timestep. Raises ValueError or TypeError for values outside, UnsupportedModelError for a model
-    without LDM-style blocks.
 
-        tome_core.apply_patch(pipe, ratio=0.5)
-        image = pipe("a lake").images[0]
-        tome_core.remove_patch(pipe)
+    Args:
+        ratio: share of tokens merged away, 0..1, clamped to ``1 - 1/(sx*sy)``.
+        max_downsample: 1, 2, 4 or 8; None, unlike tomesd, is the finest level that has attention.
+        use_rand: draw destinations from ``seed`` and the timestep.
+
+    Raises:
+        ValueError, TypeError: for values outside; UnsupportedModelError for a model without LDM-style blocks.
     """
-    config = MergeConfig(
+    patch(model, MergeConfig(
         ratio=ratio, max_downsample=max_downsample, sx=sx, sy=sy, use_rand=use_rand, merge_attn=merge_attn,
         merge_crossattn=merge_crossattn, merge_mlp=merge_mlp, seed=seed, proportional=False,
-    )  # fmt: skip
-    patch(model, config)
+    ))  # fmt: skip
     return model
 
 
@@ -128,9 +134,12 @@ def remove_patch(model: Any) -> Any:
         models = find_models(model)
     except (UnsupportedModelError, TypeError):
         models = []
-    for latest in (*map(handle_on, models), *take_handed(model)):
-        for handle in list(back_from(latest)):
-            handle.remove()
+    found = [handle_on(one) for one in models]
+    with suppress(TypeError):  # nothing that has a hash, or can be referred to weakly
+        handed = _OF_HANDED.pop(model, None)
+        found.append(None if handed is None or handed._removed else handed)
+    for handle in [one for latest in found for one in _back_from(latest)]:
+        handle.remove()
     modules = [one for module in models for one in module.modules()]
     for target in (*modules, model, getattr(model, "scheduler", None)):
         if hasattr(target, "__dict__"):
@@ -142,15 +151,11 @@ def remove_patch(model: Any) -> Any:
 
 def report(model: Any) -> Report:
     """What the model's patch did so far; also for a wrapped model and its inner one."""
-    handle = _handle_of(model)
-    return handle.report() if handle is not None else Report(patched=False)
-
-
-def _handle_of(model: Any) -> Patch | None:
     try:
-        return handle_on(find_models(model)[0])
+        handle = handle_on(find_models(model)[0])
     except (TypeError, UnsupportedModelError):
-        return None
+        handle = None
+    return Report(patched=False) if handle is None else handle.report()
 
 
 def _schedule_of(model: Any) -> NoiseSchedule | None:
@@ -162,3 +167,154 @@ def _schedule_of(model: Any) -> NoiseSchedule | None:
     if torch.is_tensor(betas) and betas.dim() == 1:
         return NoiseSchedule(tuple(betas.tolist()))
     return None
+
+
+class Patch(Measured):
+    """The handle of one patch: a context manager that can also be kept. It does not keep its models alive.
+
+        with tome_core.patch(pipe, strength=0.5) as handle:
+            image = pipe("a lake").images[0]
+            print(handle.report())
+
+    It is installed when `patch` returns it. Leaving the ``with`` takes it off and puts back the patch that was
+    there before, if any. Nothing else is left behind: no attribute, hook, class or state-dict key. A copy or a pickle
+    of a patched model merges nothing.
+
+    Args:
+        models: the UNet, or the transformers of one pipeline, all of one family.
+        config: the settings.
+        schedule: the noise schedule of the model, if it is known.
+        handed: what was handed to `patch`: a pipeline, a compiled or wrapped model.
+        adapter: of the first model, if it was made already.
+    """
+
+    _removed = False
+    _entered = False
+
+    def __init__(
+        self, models: Sequence[nn.Module], config: MergeConfig, schedule: NoiseSchedule | None = None,
+        handed: Any = None, adapter: Adapter | None = None,
+    ) -> None:  # fmt: skip
+        self._models = [weakref.ref(one) for one in models]
+        self.adapter = adapter or adapter_of(models[0])
+        super().__init__(config, self.adapter.tallies(), schedule)
+        self._levels = {level for level, covered in enumerate(self._covered) if covered}
+        around = [rule for rule in self.clock.rules if not rule.is_off and (
+            rule.merge_crossattn or rule.merge_mlp or (rule.merge_attn and is_as_tomesd(rule)))]  # fmt: skip
+        reached = enumerate(self.adapter.downsamples)
+        self._around = {level for level, down in reached if any(reaches(rule, level, down) for rule in around)}
+        self._outside: list[Wrap] = []  # of a pipeline and its scheduler; they hold no module
+        self._previous: Patch | None = None  # what leaving this one brings back
+        with suppress(TypeError):  # nothing that can be referred to weakly
+            self.handed = weakref.ref(handed)
+        self._follow(handed)
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The UNet, or the first of the transformers; None once nobody else holds it."""
+        return next(self._present(), None)
+
+    @property
+    def is_installed(self) -> bool:
+        """True while the model merges as this handle says."""
+        return any(handle_on(one) is self for one in self._present())
+
+    def install(self) -> Patch:
+        """Put the patch on, in place of another of ours if there is one.
+
+        Idempotent, and also brings back what another program has overwritten. Raises RuntimeError if the model is gone.
+        """
+        if self.model is None:
+            raise RuntimeError("the model that this handle patched is gone; patch the new one")
+        self._removed = False
+        if not self.is_installed:
+            self.ask_whether_it_pays()
+        for number, model in enumerate(self._present()):
+            adapter = self.adapter if number == 0 else adapter_of(model)
+            before = put_on(model, adapter, self, self._levels, self._around)
+            if before is not None and before is not self:
+                before._take_off_outside()
+        self._outside = [wrap.install() for wrap in self._outside if wrap.wrapped() is not None]
+        with suppress(TypeError):  # nothing that has a hash, or can be referred to weakly
+            _OF_HANDED[self.handed and self.handed()] = self
+        return self
+
+    def uninstall(self) -> None:
+        """Take the patch off, keeping its counts. Idempotent. It waits for no call: one that goes on ends unmerged."""
+        for model in self._present():
+            take_off(model, self)
+        self._take_off_outside()
+
+    def remove(self) -> None:
+        """Take it off for good. Idempotent; never fails."""
+        self._removed = True
+        self.uninstall()
+        self.time.forget()
+
+    def __enter__(self) -> Patch:
+        self._entered = True
+        return self.install()
+
+    def __exit__(self, *error: object) -> None:
+        self._entered = False
+        # patches put on inside this `with` end with it
+        later = list(_back_from(handle_on(self.model)))
+        if self not in later:
+            self.remove()
+            return
+        for one in later[: later.index(self) + 1]:
+            one.remove()
+        before = next((one for one in _back_from(self._previous) if not one._removed), None)
+        if before is not None:
+            before.install()
+
+    @contextmanager
+    def unmerged(self) -> Iterator[Patch]:
+        """While in there, this thread's calls of the model merge nothing."""
+        calls = [found.calls for found in map(wraps_on, self._present()) if found is not None]
+        for one in calls:
+            one.off += 1
+        try:
+            yield self
+        finally:
+            for one in calls:
+                one.off -= 1
+
+    def _follow(self, handed: Any) -> None:
+        """Take the time from a pipeline's scheduler, and its pictures from its loop, if a rule asks for them."""
+        scheduler, is_unet = getattr(handed, "scheduler", None), self.adapter.layout != "transformer"
+        if not self.wants_time or (is_unet and not hasattr(scheduler, "scale_model_input")):
+            return
+        if is_unet:
+            self.time.noise = SchedulerNoise(handed)
+            self._outside.append(SchedulerClock(scheduler, self.time))
+        if hasattr(handed, "progress_bar") and (self.time.keeps or not is_unet):
+            with suppress(TypeError):  # a class that allows no weak references
+                self.time.noise = self.time.noise or PipelineSteps(handed)
+                self._outside.append(SamplingScope(handed, self.time))
+
+    def _take_off_outside(self) -> None:
+        for wrap in self._outside:
+            if wrap.target is not None:
+                wrap.uninstall()
+
+    def _present(self) -> Iterator[nn.Module]:
+        return (model for model in (one() for one in self._models) if model is not None)
+
+    def __reduce__(self) -> tuple:
+        raise TypeError("a patch belongs to its model and cannot be copied or pickled; patch the copy of the model")
+
+    def __deepcopy__(self, memo: dict) -> None:
+        return None  # in whatever holds a patched model
+
+
+def handle_on(model: nn.Module | None) -> Patch | None:
+    """The handle in force on a UNet or a transformer."""
+    return getattr(wraps_on(model), "handle", None)
+
+
+def _back_from(handle: Patch | None) -> Iterator[Patch]:
+    """A handle and those it took the place of, the latest first."""
+    while handle is not None:
+        yield handle
+        handle = handle._previous

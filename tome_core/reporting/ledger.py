@@ -118,7 +118,7 @@ class LevelTally(Counted):
 
 
 class Ledger:
-    """Keeps the counts of one patch while it runs. call: a `call.Call`, None if it is not known."""
+    """Keeps the counts of one patch while it runs. call: a `decision.Call`, None if it is not known."""
 
     def __init__(self, levels: list[LevelTally], notes: tuple[str, ...]) -> None:
         self.levels = levels

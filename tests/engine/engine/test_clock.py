@@ -13,7 +13,7 @@ from diffusers import StableDiffusionImg2ImgPipeline, StableDiffusionXLImg2ImgPi
 import tome_core
 from tests import models, tiny_pipeline
 from tome_core import strength
-from tome_core.engine.clock import FEW, WHOLE_FROM, Clock, boundary_in
+from tome_core.engine.time import FEW, WHOLE_FROM, Clock, boundary_in
 
 HALF = [500.0 - 50 * step for step in range(10)]
 WHOLE = [999.0 - 100 * step for step in range(10)]

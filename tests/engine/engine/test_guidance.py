@@ -124,7 +124,7 @@ def test_a_rule_that_keeps_nothing_shares_nothing(work):
 
 def test_the_first_step_alone_is_looked_at(asked, monkeypatch):
     looked = []
-    monkeypatch.setattr(plan_cache, "_repeats", lambda *args, real=plan_cache._repeats: looked.append(1) or real(*args))
+    monkeypatch.setattr(plan_cache, "_share", lambda *args, real=plan_cache._share: looked.append(1) or real(*args))
     for timestep in (900, 800, 700):
         for halves in ((0,), (1,)):
             asked(halves, timestep)

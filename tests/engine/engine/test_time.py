@@ -16,9 +16,7 @@ import tome_core
 from tests.models import BY_NAME
 from tests.samplings import KEPT
 from tests.threads import at_once
-from tome_core.engine.clock import Clock
-from tome_core.engine.sampling import Timesteps
-from tome_core.engine.time import ModelTime
+from tome_core.engine.time import Clock, ModelTime, Pictures
 
 STEPS = 8
 LATE = tome_core.MergeConfig(ratio=0.5, start_percent=0.5)
@@ -103,7 +101,7 @@ def never(values: list[float]) -> list[float]:
 
 def test_a_timestep_is_looked_up_without_reading_it(pipe, monkeypatch):
     pipe.scheduler.set_timesteps(STEPS)
-    steps, known = pipe.scheduler.timesteps, Timesteps()
+    steps, known = pipe.scheduler.timesteps, Pictures()
     known.look(steps[0], doubled)
     meanings = doubled(steps.tolist())
     monkeypatch.setattr(torch.Tensor, "__float__", lambda self: pytest.fail("the timestep's value was read"))
@@ -113,7 +111,7 @@ def test_a_timestep_is_looked_up_without_reading_it(pipe, monkeypatch):
 
 
 def test_a_timestep_of_somebodys_own_making_is_read(pipe):
-    known = Timesteps()
+    known = Pictures()
     for one in (torch.tensor(123), torch.full((2,), 123), torch.arange(10_000)[123], 123, torch.tensor(1.0).to("meta")):
         assert known.look(one, never) is None
     x, text = torch.randn(2, 4, 16, 16), torch.randn(2, 7, 32)
@@ -144,7 +142,7 @@ def test_a_step_that_is_given_by_its_value_means_what_the_schedulers_own_does(pi
 
 def test_a_schedule_is_asked_once_whatever_the_order_of_its_steps():
     """In what order, and whether for another picture, is nothing that a schedule tells."""
-    known, asked = Timesteps(), Mock(side_effect=doubled)
+    known, asked = Pictures(), Mock(side_effect=doubled)
     steps, others = torch.arange(1000, 0, -100), torch.arange(900, 0, -90)
     for count, order in ((1, [*steps[:4], steps[3], *steps[5:], *steps[:2]]), (2, others)):
         assert [known.look(one, asked) for one in order] == [2 * one.item() for one in order]
@@ -152,7 +150,7 @@ def test_a_schedule_is_asked_once_whatever_the_order_of_its_steps():
 
 
 def test_a_schedule_that_is_written_into_is_asked_again():
-    known, steps = Timesteps(), torch.tensor([500.0, 510.0, 400.0])
+    known, steps = Pictures(), torch.tensor([500.0, 510.0, 400.0])
     assert [known.look(one, doubled) for one in steps] == [1000.0, 1020.0, 800.0]
     steps.mul_(0.5)
     assert known.look(steps[2], doubled) == 400.0

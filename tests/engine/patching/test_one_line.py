@@ -24,7 +24,7 @@ from tests.pipeline_uses import USES
 from tests.pipelines import IMAGE_TIMES, an_image, assert_merged, differ, draw, every_kind, every_preset, merged_alone
 from tests.threads import at_once
 from tests.traces import traces
-from tome_core.patching.handle import handle_on
+from tome_core.patching import handle_on
 
 # --- the line itself -------------------------------------------------------------------------------------------------
 

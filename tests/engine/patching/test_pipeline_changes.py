@@ -20,7 +20,7 @@ from tests.thoroughness import some_quick
 from tests.tiny_transformers import STRONG, distance
 from tests.traces import traces
 from tome_core.models import find_models
-from tome_core.patching.handle import handle_on
+from tome_core.patching import handle_on
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 

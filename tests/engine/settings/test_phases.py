@@ -11,11 +11,17 @@ import pytest
 import tome_core
 from tests.models import BY_NAME, call_case
 from tome_core import MergeConfig, MergeRule, preset, strength
-from tome_core.engine.size_gate import pays, pays_in_mlp
-from tome_core.patching.handle import handle_on
+from tome_core.engine.decision import decide
+from tome_core.patching import handle_on
 from tome_core.settings.config import plain_rules, reaches
+from tome_core.settings.schedule import LevelRules
 
 CASE = BY_NAME["sd15"]
+
+
+def merges(tokens, device, channels=320, **rules):
+    """Does any part of a block?"""
+    return not decide(LevelRules(**rules), "there is no rule", tokens, channels, device).why_not
 
 
 def tokens_at(config, timestep, size=16):
@@ -76,19 +82,19 @@ def test_the_page_on_settings_says_where_presets_merge(family):
     assert not any(rule.merge_mlp or rule.merge_crossattn for rule in rules), "self-attention alone"
     for pixels, cell in zip((512, 1024, 2048), row, strict=True):
         sides = {level: pixels // 8 // down for level, down in enumerate(LEVELS[family])}
-        merges = [
+        found = [
             f"{side}x{side}" for level, side in sides.items()
-            if reaches(rules[-1], level, LEVELS[family][level]) and pays(rules[-1], side * side, "cuda")
+            if reaches(rules[-1], level, LEVELS[family][level]) and merges(side * side, "cuda", attn=rules[-1])
         ]  # fmt: skip
-        assert re.findall(r"\d+x\d+", cell) == merges, (family, pixels)
+        assert re.findall(r"\d+x\d+", cell) == found, (family, pixels)
 
 
 def test_the_mlp_pays_by_its_work():
     mlp = MergeRule(merge_mlp=True, only_if_it_pays=True)
     sizes = ((1024, 1280), (4096, 640), (1024, 640), (4096, 320))
-    assert [pays_in_mlp(mlp, *size, "cuda") for size in sizes] == [True, True, False, False]
-    assert pays_in_mlp(mlp, 1024, 640, "cpu") and not pays_in_mlp(mlp, 576, 1280, "cpu")
-    assert pays_in_mlp(MergeRule(merge_mlp=True), 4, 4, "cuda") and not pays_in_mlp(None, 4096, 640, "cpu")
+    assert [merges(tokens, "cuda", channels, mlp=mlp) for tokens, channels in sizes] == [True, True, False, False]
+    assert merges(1024, "cpu", 640, mlp=mlp) and not merges(576, "cpu", 1280, mlp=mlp)
+    assert merges(4, "cuda", 4, mlp=MergeRule(merge_mlp=True)) and not merges(4096, "cpu", 640)
 
 
 def test_an_early_ratio_beyond_the_largest_cells_is_clamped_and_told():
@@ -118,8 +124,8 @@ def test_flat_settings_make_a_config_or_change_the_one_that_is_asked_for():
 def test_presets_leave_few_tokens_alone_and_merge_many():
     config = preset("balanced")
     assert not tokens_at(config, 100) and tokens_at(config, 100, size=32)
-    assert [pays(preset("fast").rules[0], tokens, "cuda") for tokens in (1024, 4096)] == [False, True]
-    assert pays(MergeRule(), 4, "cpu") and not pays(None, 4096, "cpu")
+    assert [merges(tokens, "cuda", attn=preset("fast").rules[0]) for tokens in (1024, 4096)] == [False, True]
+    assert merges(4, "cpu", attn=MergeRule()) and not merges(4096, "cpu")
     with tome_core.patch(CASE.build(), config) as handle:
         call_case(CASE, handle.model)
     assert "would not pay" in str(handle.report())

@@ -6,7 +6,7 @@ import pytest
 from diffusers import EulerDiscreteScheduler
 
 from tome_core import MergeConfig, MergeRule, NoiseSchedule
-from tome_core.engine.clock import Clock
+from tome_core.engine.time import Clock
 from tome_core.settings.schedule import UNKNOWN, Time, choose, window_of
 
 SD = NoiseSchedule.stable_diffusion()

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tome_core.engine.size_gate import is_host_bound
+from tome_core.engine.decision import is_host_bound
 
 _SD15 = ((1, 320),) * 5 + ((2, 640),) * 5 + ((4, 1280),) * 5 + ((8, 1280),)
 _SDXL = ((2, 640),) * 10 + ((4, 1280),) * 60
@@ -35,7 +35,7 @@ def card(monkeypatch):
      ("H200", _SDXL, 1024, True), ("H200", _SDXL, 2048, False), ("a card of tomorrow", _SD15, 512, False)],
 )  # fmt: skip
 def test_cards_that_wait_for_their_host_are_told_from_slow_ones(card, name, blocks, pixels, waits):
-    """As the model says that the constants are from: see `tome_core.engine.size_gate`."""
+    """H200: as measured. Others as the model says: see `tome_core.engine.decision`."""
     assert is_host_bound(blocks, 2, (pixels // 8) ** 2, torch.float16, card(name)) == waits
 
 
