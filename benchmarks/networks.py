@@ -33,7 +33,10 @@ def finest_blocks(unet: nn.Module) -> list[Place]:
 def timestep_of(network: nn.Module, args: tuple, kwargs: dict[str, Any]) -> float:
     """Of Stable Diffusion's schedule, from the arguments of a call; a transformer's have to be named."""
     family = family_of(network)
-    given = (args[1] if len(args) > 1 else kwargs["timestep"]) if family is None else family.timestep(kwargs)
+    if family is None:
+        given = args[1] if len(args) > 1 else kwargs["timestep"]
+    else:
+        given = family.timestep(kwargs[family.reads[-1]])
     return float(torch.as_tensor(given).reshape(-1)[0])
 
 
