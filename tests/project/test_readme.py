@@ -78,6 +78,7 @@ WAYS = {
     "--output benchmarks/results/stacking-wan-cpu-2026-11-25.json": Way(f"--tiny --rounds 1 {TO}"),
     "python -m benchmarks.unfused": Way(SHORT_UNFUSED),
     "python -m benchmarks.host_time": Way("--repeats 1"),
+    "python -m benchmarks.card card.json": Way("--seconds 1", (("card.json", "{new}/card.json"),)),
     "python -m benchmarks.unfused --pixels 512 1024": Way(SHORT_UNFUSED),
     "python -m demo.samples": Way("--steps 1"),
     "python -m demo.train --minutes 600": Way(SHORT_TRAINING),
