@@ -17,8 +17,7 @@ import torch.overrides
 from ..attention.correction import Pair
 from ..attention.merged import Attention, Merge, attend, correction_of
 from ..merging import kernels
-from ..merging.grid import Draw, Grid
-from ..merging.layout import Layout
+from ..merging.grid import Draw, Grid, Layout
 from ..merging.methods import METHODS, MatchOptions
 from ..merging.plan import MergeMode, MergePlan
 from ..reporting.gains import PIXELS

@@ -18,8 +18,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..compiling import when_traced
-from ..merging.grid import Grid
-from ..merging.layout import Layout
+from ..merging.grid import Grid, Layout
 from ..reporting.ledger import LevelTally
 from ..settings.noise import SchedulerNoise, Step, by_timestep
 from .sites import AttentionSite, ModelSite

@@ -13,8 +13,7 @@ from tests.families import every_family_in_time, largest_difference
 from tests.models import call_case, call_unet, fixed, unet
 from tome_core import PRESETS, MergeConfig, MergeRule
 from tome_core.engine.match import match
-from tome_core.merging.grid import Grid
-from tome_core.merging.layout import Layout
+from tome_core.merging.grid import Grid, Layout
 from tome_core.merging.methods import METHODS, MatchOptions
 from tome_core.merging.methods.bipartite import best_destination, refine_plan
 from tome_core.merging.metric import METRICS, of_unit_spread
