@@ -24,8 +24,8 @@ from .reporting.ledger import REPLACED, LevelTally
 from .reporting.report import Report, count
 from .settings import form
 from .settings.config import SEED_LIMIT, MergeConfig
-from .settings.noise import STABLE_DIFFUSION
 from .settings.presets import DEFAULT, MARKS, SD, SDXL, TRANSFORMER, strength
+from .settings.schedule import STABLE_DIFFUSION
 
 
 def patch_of(model: Any, config: MergeConfig) -> Patch:

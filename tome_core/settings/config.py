@@ -206,10 +206,9 @@ class MergeRule:
         at_hand = self.metric == "keys+values" and METHODS[self.method].compares
         return self.correction and self.is_proportional and (self.effective_side == "kv" or at_hand)
 
-    @property
-    def uses_time(self) -> bool:
-        """True where the rule does not hold at all times."""
-        return self.min_timestep is not None
+    def holds_at(self, timestep: float | None) -> bool:
+        """Is the timestep, of Stable Diffusion's schedule, inside the rule's limit? Unknown, it is inside of none."""
+        return self.min_timestep is None or (timestep is not None and timestep >= self.min_timestep)
 
 
 def reaches(rule: MergeRule, level: int, downsample: int) -> bool:
