@@ -341,24 +341,13 @@ def _early(config: MergeConfig, rule: MergeRule, downsamples: Sequence[int]) -> 
     )]  # fmt: skip
 
 
-def describe(config: MergeConfig, rule: MergeRule) -> str:
-    """One of the config's rules, with what the config adds to it."""
-    if replace(config, rules=(rule,)).is_off:
-        return "off"
-    parts = {"attention": rule.merge_attn, "cross-attention": rule.merge_crossattn, "MLP": rule.merge_mlp}
-    said = [f"{rule.method} {rule.effective_ratio:.0%} of {rule.effective_side} in "
-            + ", ".join(name for name, on in parts.items() if on)]  # fmt: skip
-    if rule.merge_attn and rule.is_proportional:
-        said.append("proportional attention")
-    if config.early_ratio is not None:
-        said.append(f"{config.early_ratio:.0%} down to timestep {config.early_until:g}")
-    if config.start_percent > 0 or config.end_percent < 1:
-        said.append(f"{config.start_percent:.0%} to {config.end_percent:.0%} of the schedule")
-    if rule.min_timestep is not None:
-        said.append(f"timesteps from {rule.min_timestep:g} up")
-    if config.max_beta is not None:
-        said.append(f"beta below {config.max_beta:g}")
-    return ", ".join(said)
+def describe(config: MergeConfig) -> tuple[str, ...]:
+    """The keywords of each rule, then those of the config itself; without what is at its default, but for the ratio."""
+    owners = ((fields(MergeRule), config.rules), (fields(config)[1:], (config,)))
+    said = (", ".join(f"{item.name}={value!r}" for item in items
+                      if (value := getattr(one, item.name)) != item.default or item.name == "ratio")
+            for items, several in owners for one in several)  # fmt: skip
+    return tuple(filter(None, said))
 
 
 def notes_on(config: MergeConfig, covered: list[bool], downsamples: list[int]) -> tuple[str, ...]:
