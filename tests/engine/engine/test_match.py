@@ -12,7 +12,7 @@ from tests.models import call_unet, inputs, small
 from tests.sequences import attention
 from tome_core import MergeConfig, MergeRule
 from tome_core.engine.match import match
-from tome_core.merging import layout as layouts
+from tome_core.merging import grid as layouts
 from tome_core.merging.grid import Grid, Layout, tokens_in, windows
 from tome_core.merging.methods import METHODS
 

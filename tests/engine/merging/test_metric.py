@@ -30,8 +30,8 @@ def test_the_nearest_destination_is_the_one_of_least_distance():
     destinations, sources = torch.arange(0, 64, 4)[None], torch.arange(1, 64, 4)[None]
     found = best_destination(x, sources, destinations, by_distance=True)
     apart = torch.cdist(x[:, sources[0]].double(), x[:, destinations[0]].double())
-    assert torch.equal(found.index, apart.argmin(-1))
-    assert largest_difference(found.score, (-apart.amin(-1) ** 2 / 2).float()) < 1e-4
+    assert torch.equal(found[1], apart.argmin(-1))
+    assert largest_difference(found[0], (-apart.amin(-1) ** 2 / 2).float()) < 1e-4
 
 
 def test_those_merge_whose_partner_is_nearest():
