@@ -19,7 +19,6 @@ from torch import nn
 from benchmarks.networks import InPlaceOfAttention, answer_by, at_each_call, finest_blocks, take_apart, timestep_of
 from tome_core import MergePlan
 from tome_core.merging.grid import Grid, split_grid
-from tome_core.merging.methods.base import Best
 from tome_core.merging.methods.bipartite import _plan
 from tome_core.models.transformer import family_of, find_attentions
 
@@ -63,7 +62,7 @@ class Lots:
         dice = torch.Generator().manual_seed((self.seed * 1_000 + round(self.timestep)) * 100 + number)
         lots = torch.rand(len(x), sources.shape[1], destinations.shape[1], generator=dice).to(x.device)
         removed = min(sources.shape[1], int(x.shape[1] * self.recipe.ratio))
-        return _plan(Best(*lots.max(2)), sources.sort().values, destinations, removed)
+        return _plan(*lots.max(2), sources.sort().values, destinations, removed)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from tome_core import MergePlan
 from tome_core.merging import kernels
 from tome_core.merging.grid import Grid
 from tome_core.merging.methods import METHODS, MatchOptions, bipartite
-from tome_core.merging.methods.base import Best, Rows, best_keys, take_queries
+from tome_core.merging.methods.base import best_keys, take_queries
 from tome_core.merging.metric import keys_of_rows
 
 used = kernel_harness.used  # a fixture, around every test
@@ -30,7 +30,7 @@ def case(shape, dtype=torch.float32):
     batch, tokens, queries, keys, channels = shape
     rows = torch.randint(tokens, (1, queries), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     keys = F.normalize(noise(batch, keys, channels, seed=2), dim=-1)
-    return Rows(noise(batch, tokens, channels, dtype=dtype), rows), keys
+    return (noise(batch, tokens, channels, dtype=dtype), rows), keys
 
 
 def biases(batch, keys):
@@ -40,15 +40,15 @@ def biases(batch, keys):
     return {"no bias": None, "a bias": some, "hidden keys": hidden}
 
 
-def assert_best(found: Best, queries: torch.Tensor, keys: torch.Tensor, bias: torch.Tensor | None) -> None:
+def assert_best(found: tuple, queries: torch.Tensor, keys: torch.Tensor, bias: torch.Tensor | None) -> None:
     """Score and key are the best, compared with the sum in double precision: the key may be another near tie."""
     queries, keys = queries.double(), keys.double()
     scores = queries @ keys.transpose(1, 2) + (0 if bias is None else bias.double()[:, None])
     allowed = 1e-6 * (queries.norm(dim=-1) * keys.norm(dim=-1).amax(-1, keepdim=True) + 1)
     best = scores.amax(-1)
-    assert found.score.dtype == torch.float32 and found.index.dtype == torch.int64
-    assert ((found.score - best).abs() <= allowed).all()
-    assert (best - scores.gather(2, found.index[..., None])[..., 0] <= allowed).all()
+    assert found[0].dtype == torch.float32 and found[1].dtype == torch.int64
+    assert ((found[0] - best).abs() <= allowed).all()
+    assert (best - scores.gather(2, found[1][..., None])[..., 0] <= allowed).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -57,85 +57,84 @@ def assert_best(found: Best, queries: torch.Tensor, keys: torch.Tensor, bias: to
 def test_the_best_key_is_that_of_the_exact_scores(shape, kind, dtype):
     rows, keys = case(shape, dtype)
     bias = biases(shape[0], shape[3])[kind]
-    found = best_keys(rows, shape[2], keys, bias)
-    assert_best(found, take_queries(rows, 0, shape[2]), keys, bias)
+    found = best_keys(*rows, keys, bias)
+    assert_best(found, take_queries(*rows, 0, shape[2]), keys, bias)
     with kernels.without():
-        plain = best_keys(rows, shape[2], keys, bias)
-    assert torch.allclose(found.score, plain.score, atol=1e-5)
+        plain = best_keys(*rows, keys, bias)
+    assert torch.allclose(found[0], plain[0], atol=1e-5)
     keys = keys.to(dtype)  # of the queries' own dtype they are multiplied exactly
-    found, exact = (best_keys(rows, shape[2], one, bias) for one in (keys, keys.float()))
-    assert_best(found, take_queries(rows, 0, shape[2]), keys, bias)
-    assert torch.equal(found.index, exact.index) and torch.equal(found.score, exact.score)
+    found, exact = (best_keys(*rows, one, bias) for one in (keys, keys.float()))
+    assert_best(found, take_queries(*rows, 0, shape[2]), keys, bias)
+    assert torch.equal(found[1], exact[1]) and torch.equal(found[0], exact[0])
 
 
 def test_no_queries_are_no_results(used):
     rows, keys = case((2, 8, 0, 8, 4))
-    found = best_keys(rows, 0, keys)
-    assert found.score.shape == found.index.shape == (2, 0)
+    found = best_keys(*rows, keys)
+    assert found[0].shape == found[1].shape == (2, 0)
 
 
 def test_one_tensor_serves_samples_with_rows_of_their_own():
     x, keys = noise(1, 50, 20), noise(4, 9, 20, seed=1)
-    rows = Rows(x, torch.arange(28, device=DEVICE).view(4, 7))
+    rows = (x, torch.arange(28, device=DEVICE).view(4, 7))
     expected = torch.stack([x[0, 7 * sample + 2 : 7 * sample + 5] for sample in range(4)])
-    assert torch.equal(take_queries(rows, 2, 5), expected)
-    assert_best(best_keys(rows, 7, keys), take_queries(rows, 0, 7), keys, None)
+    assert torch.equal(take_queries(*rows, 2, 5), expected)
+    assert_best(best_keys(*rows, keys), take_queries(*rows, 0, 7), keys, None)
 
 
 def test_any_strides_will_do():
     x, keys = noise(2, 40, 70).transpose(1, 2), noise(1, 33, 80, seed=1)[..., ::2].expand(2, -1, -1)
     bias = noise(66, seed=2)[::2].expand(2, -1)
     rows = torch.arange(69, -1, -1, device=DEVICE)[None, ::2].expand(2, -1)
-    queries = Rows(x, rows)
+    queries = (x, rows)
     assert not x.is_contiguous() and x.shape == (2, 70, 40)
-    assert_best(best_keys(queries, 35, keys, bias), take_queries(queries, 0, 35), keys, bias)
+    assert_best(best_keys(*queries, keys, bias), take_queries(*queries, 0, 35), keys, bias)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_of_equal_scores_the_first_wins(dtype):
     one = noise(1, 90, 16).round().to(dtype)  # whole numbers: sums are equal in whatever order
     twice = torch.cat([one, one], 1).float()  # equal keys in one tile and in two
-    found = best_keys(Rows(one), 90, twice)
+    found = best_keys(one, None, twice)
     with kernels.without():
-        assert torch.equal(found.index, best_keys(Rows(one), 90, one.float()).index)
+        assert torch.equal(found[1], best_keys(one, None, one.float())[1])
 
 
 def test_a_row_of_zeros_takes_the_first_key_that_is_not_hidden():
     keys, bias = noise(1, 70, 8), torch.zeros(1, 70, device=DEVICE)
     bias[:, :66] = -INF
-    zeros = Rows(torch.zeros(1, 3, 8, device=DEVICE))
-    assert best_keys(zeros, 3, keys).index.tolist() == [[0, 0, 0]]
-    found = best_keys(zeros, 3, keys, bias)
-    assert found.index.tolist() == [[66, 66, 66]] and found.score.tolist() == [[0, 0, 0]]
+    zeros = (torch.zeros(1, 3, 8, device=DEVICE), None)
+    assert best_keys(*zeros, keys)[1].tolist() == [[0, 0, 0]]
+    found = best_keys(*zeros, keys, bias)
+    assert found[1].tolist() == [[66, 66, 66]] and found[0].tolist() == [[0, 0, 0]]
 
 
 def test_where_all_keys_are_hidden_the_answer_is_torchs():
     rows, keys = case((1, 9, 3, 70, 8))
     bias = torch.full((1, 70), -INF, device=DEVICE)
-    found = best_keys(rows, 3, keys, bias)
-    assert found.score.tolist() == [[-INF] * 3] and found.index.tolist() == [[0] * 3]
+    found = best_keys(*rows, keys, bias)
+    assert found[0].tolist() == [[-INF] * 3] and found[1].tolist() == [[0] * 3]
 
 
 def test_a_query_that_is_no_number_gets_a_key_there_is_and_harms_no_other():
     rows, keys = case(SHAPES[2])
-    clean = best_keys(rows, 130, keys)
-    rows.x[:, rows.rows[0, 3]] = float("nan")
-    found = best_keys(rows, 130, keys)
-    others = (rows.rows != rows.rows[0, 3]).expand(2, -1)
-    assert ((found.index >= 0) & (found.index < 65)).all()
-    assert torch.equal(found.index[others], clean.index[others])
+    clean = best_keys(*rows, keys)
+    rows[0][:, rows[1][0, 3]] = float("nan")
+    found = best_keys(*rows, keys)
+    others = (rows[1] != rows[1][0, 3]).expand(2, -1)
+    assert ((found[1] >= 0) & (found[1] < 65)).all()
+    assert torch.equal(found[1][others], clean[1][others])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_querys_result_has_the_same_bits_alone_as_among_others(dtype):
     rows, keys = case(SHAPES[2], dtype)
     if kernel_harness.INTERPRETED:  # numpy's sums may depend on a row's place: those of whole numbers do not
-        rows, keys = Rows(rows.x.round(), rows.rows), (keys * 8).round()
-    together, again = best_keys(rows, 130, keys), best_keys(rows, 130, keys)
-    alone = best_keys(Rows(rows.x[1:], rows.rows[:, 70:80]), 10, keys[1:])
-    for name in ("score", "index"):
-        assert torch.equal(getattr(together, name), getattr(again, name))
-        assert torch.equal(getattr(together, name)[1:, 70:80], getattr(alone, name))
+        rows, keys = (rows[0].round(), rows[1]), (keys * 8).round()
+    together, again = best_keys(*rows, keys), best_keys(*rows, keys)
+    alone = best_keys(rows[0][1:], rows[1][:, 70:80], keys[1:])
+    for one, same, few in zip(together, again, alone, strict=True):
+        assert torch.equal(one, same) and torch.equal(one[1:, 70:80], few)
 
 
 @pytest.mark.parametrize("method, more", [("bipartite", {}), ("bipartite", {"refine": 1}), ("cluster", {})])
@@ -206,12 +205,12 @@ def test_counting_gives_what_sorting_gives(rows, tokens, groups, used):
     group = torch.randint(groups, (rows, tokens), generator=torch.Generator().manual_seed(3)).to(DEVICE)
     plan = MergePlan(group, groups)
     found = (*plan._sort(torch.bfloat16), plan.sizes, plan.empty)
-    rounded, logs = plan.logits_in(torch.bfloat16), plan.finite_logits
+    rounded, logs = plan.logits_in(torch.bfloat16), plan.logits_in(torch.float32)
     assert used == ["segments"], "one launch for all of it"
     with kernels.without():
         other = MergePlan(group, groups)
         assert all(map(torch.equal, found, (*other._sort(), other.sizes, other.empty)))
-        torch.testing.assert_close(logs, other.finite_logits, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(logs, other.logits_in(torch.float32), rtol=1e-6, atol=1e-6)
     close(rounded, logs, torch.bfloat16)  # the interpreter cuts digits off where a GPU rounds
 
 
@@ -257,11 +256,11 @@ def test_rows_are_found_as_centres_without_being_copied_first(dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_score_can_know_its_querys_length(dtype):
     rows, keys = case(SHAPES[2], dtype)
-    plain = best_keys(rows, 130, keys)
-    score, index = kernels.best_keys(rows.x, rows.rows, keys, None, lengths=True)
-    lengths = take_queries(rows, 0, 130).square().sum(-1)
-    assert torch.equal(index, plain.index)
-    torch.testing.assert_close(score, plain.score - lengths / 2, rtol=1e-5, atol=1e-5)
+    plain = best_keys(*rows, keys)
+    score, index = kernels.best_keys(*rows, keys, None, lengths=True)
+    lengths = take_queries(*rows, 0, 130).square().sum(-1)
+    assert torch.equal(index, plain[1])
+    torch.testing.assert_close(score, plain[0] - lengths / 2, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("removed", [1, 150, 299])
@@ -272,7 +271,7 @@ def test_tokens_are_placed_as_torch_places_them(removed, samples):
     tokens = torch.stack([torch.randperm(340, generator=torch.Generator().manual_seed(n)) for n in range(samples)])
     sources, destinations = tokens.to(DEVICE).expand(2, -1).split([300, 40], 1)
     index = torch.randint(40, (2, 300), generator=torch.Generator().manual_seed(3)).to(DEVICE)
-    plan = bipartite._plan(Best(score, index), sources, destinations, removed)
+    plan = bipartite._plan(score, index, sources, destinations, removed)
     with kernels.without():
-        plain = bipartite._plan(Best(score, index), sources, destinations, removed)
+        plain = bipartite._plan(score, index, sources, destinations, removed)
     assert torch.equal(plan.group, plain.group) and torch.equal(plan.representative, plain.representative)

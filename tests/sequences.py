@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from tome_core.attention.merged import Attention
-from tome_core.merging.grid import Grid
-from tome_core.merging.layout import Layout
+from tome_core.merging.grid import Grid, Layout
 
 PICTURE, FILM = Layout(Grid(16, 24), first=7), Layout(Grid(6 * 8, 12, frames=6), first=0)
 HEADS, WIDTH = 3, 16

@@ -12,8 +12,7 @@ from .attention.by_hand import ByHand, ForwardOnStandIn, StandIn, full_name, reg
 from .engine.decision import Call
 from .engine.state import State
 from .measuring.measure import clock_for
-from .merging.grid import Grid
-from .merging.layout import Layout
+from .merging.grid import Grid, Layout
 from .models import find_models
 from .models.intercept import ByHeads, answer, register_name
 from .models.unet_blocks import UnsupportedModelError, find_unet, is_kind
@@ -25,8 +24,8 @@ from .reporting.ledger import REPLACED, LevelTally
 from .reporting.report import Report, count
 from .settings import form
 from .settings.config import SEED_LIMIT, MergeConfig
-from .settings.noise import STABLE_DIFFUSION
 from .settings.presets import DEFAULT, MARKS, SD, SDXL, TRANSFORMER, strength
+from .settings.schedule import STABLE_DIFFUSION
 
 
 def patch_of(model: Any, config: MergeConfig) -> Patch:

@@ -17,7 +17,6 @@ from demo import model, transformer
 from tests import tiny_scenes
 from tests.thoroughness import some_quick
 from tome_core.merging.methods import bipartite
-from tome_core.merging.methods.base import Best
 
 SIDE = tiny_scenes.SIDE
 KIND = {"sd": UNET, "flux": TRANSFORMER}
@@ -135,7 +134,7 @@ def test_partners_by_lot_merge_as_the_engine_would_merge_them(layout, first, set
     def by_lot(x, sources, destinations, by_distance):
         dice = rand((3 * 1_000 + 300) * 100 + next(numbers))
         lots = torch.rand(len(x), sources.shape[1], destinations.shape[1], generator=dice)
-        return Best(*lots[:, sources[0].argsort().argsort()].max(2))
+        return tuple(lots[:, sources[0].argsort().argsort()].max(2))
 
     for name in ("best_destination", "_best_anywhere"):
         monkeypatch.setattr(bipartite, name, by_lot)

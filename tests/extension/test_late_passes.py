@@ -8,7 +8,7 @@ from tests import webui_doubles
 from tests.thoroughness import some_quick
 from tests.webui_doubles import FLAVOURS, CFGDenoiserTimesteps, Webui
 from tome_core import form
-from tome_core.settings.noise import STABLE_DIFFUSION
+from tome_core.settings.schedule import STABLE_DIFFUSION
 
 HALF = tuple(500.0 - 50 * step for step in range(10))
 

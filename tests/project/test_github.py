@@ -186,7 +186,7 @@ def test_the_form_says_where_the_report_is_and_how_it_looks():
     assert "tome_core.report(pipe)" in said and "Apply ToMe" in said and '"ToMe: ..."' in said
     example = fields("problem")["report"]["attributes"]["placeholder"]
     phase = PhaseReport("", Counter({("attn", 4096, 2048, 2048): 100}), work_full=4, work_left=1)
-    real = Report(True, ("bipartite 50% of qkv in attention",), 20, (LevelTally(1, 5, {"": phase}),))
+    real = Report(True, ("ratio=0.5",), 20, (LevelTally(1, 5, {"": phase}),))
     assert example.splitlines() == str(real).splitlines()[: len(example.splitlines())]
 
 

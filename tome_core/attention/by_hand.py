@@ -10,7 +10,7 @@ Queries, keys and values are flat in this file, ``[B, N, H*d]``, as projections 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 Kwargs = dict[str, Any]  # what a call was given besides its tokens (``x``, context and value)
+_AS_IT_IS = nn.Sequential(nn.Identity(), nn.Identity())  # a projection and a dropout that do nothing
 
 
 class ByHand:
@@ -41,10 +42,6 @@ class ByHand:
         """What `attend` multiplies ``q k^T`` with. width: of a head."""
         return float(module.scale) if self.by_attribute else width**-0.5
 
-    def takes_bias(self, module: nn.Module) -> bool:
-        """Does `attend` add a bias to the logits, at this moment?"""
-        return self.adds_bias
-
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, kwargs: Kwargs) -> Tensor:
         """``softmax(scale q k^T + bias) v`` by the module's own code. bias: ``[B, 1, G]`` in the dtype of ``q``."""
         raise NotImplementedError
@@ -61,8 +58,8 @@ class StandIn:
 
     def __init__(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> None:
         self._module = module
-        self.to_q, self.to_k, self.to_v = _Given(q), _Given(k), _Given(v)
-        self.to_out = _AsItIs()
+        self.to_q, self.to_k, self.to_v = map(_giving, (q, k, v))
+        self.to_out = _AS_IT_IS
         self.dim_head = q.shape[-1] // module.heads  # what some forwards cut their heads by
 
     def __getattr__(self, name: str) -> Any:
@@ -72,28 +69,8 @@ class StandIn:
         return found
 
 
-class _Given:
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-
-    def __call__(self, *_: Any, **__: Any) -> Tensor:
-        return self._tensor
-
-
-class _AsItIs:
-    """A module, or a sequence of a projection and a dropout, that does nothing."""
-
-    def __call__(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
-        return x
-
-    def __iter__(self) -> Iterator[_AsItIs]:
-        return iter((self, self))
-
-    def __getitem__(self, place: int) -> _AsItIs:
-        return self
-
-    def __len__(self) -> int:
-        return 2
+def _giving(made: Tensor) -> Callable[..., Tensor]:
+    return lambda *_, **__: made
 
 
 class ForwardOnStandIn(ByHand):

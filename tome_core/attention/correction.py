@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..merging import kernels
 from ..merging.grid import Grid
-from ..merging.plan import MergePlan, without_autocast
+from ..merging.plan import MergePlan, to_exact, without_autocast
 
 _TINY = 1e-12
 _SAME = 1e-3  # of its size: what differs by less between samples tells nothing, in half precision by less than rounding
@@ -81,8 +81,8 @@ def fit_correction(q: Tensor, made: Pair, plan: MergePlan, heads: int, scale: fl
             if found:
                 return Correction(*found), tuple(pair)
         asked_for = _by_head(q, heads)
-        merged = _exact(_attend(asked_for, *pair, heads, scale, plan.logits_in(q.dtype)[:, None, None]))
-        left = _exact(_attend(asked_for, keys, values, heads, scale)) - merged
+        merged = to_exact(_attend(asked_for, *pair, heads, scale, plan.logits_in(q.dtype)[:, None, None]))
+        left = to_exact(_attend(asked_for, keys, values, heads, scale)) - merged
         first = _first_order(keys, values, exact, plan, heads, scale) if sums is None else _add_up(sums, heads)
         asked_for = asked_for.to(first.dtype)
         flat = (one.flatten(0, 1) for one in (left, asked_for, first))
@@ -118,8 +118,8 @@ def _sums_by_kernel(
 def _first_order(keys: Tensor, values: Tensor, means: Tensor, plan: MergePlan, heads: int, scale: float) -> Tensor:
     """`first_order` by torch's operators. means: of the groups' values, ``[B, G, H*d]``, float32 at least."""
     # the tokens' distances from their group's value add up to 0, so that of the key need not be taken off
-    spread = _by_head(_exact(values) - plan.unmerge(means), heads)
-    return _by_head(_exact(keys), heads).transpose(2, 3) @ spread * (scale / keys.shape[1])
+    spread = _by_head(to_exact(values) - plan.unmerge(means), heads)
+    return _by_head(to_exact(keys), heads).transpose(2, 3) @ spread * (scale / keys.shape[1])
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, heads: int, scale: float, bias: Tensor | None = None) -> Tensor:
@@ -172,7 +172,3 @@ def _inverse(matrix: Tensor, penalty: float, most: float) -> Tensor:
 def _by_head(flat: Tensor, heads: int) -> Tensor:
     """``[B, N, H*d]`` to ``[B, H, N, d]``."""
     return flat.unflatten(-1, (heads, -1)).transpose(1, 2)
-
-
-def _exact(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()

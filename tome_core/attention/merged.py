@@ -17,8 +17,7 @@ from typing import NamedTuple
 import torch
 
 from ..merging import kernels
-from ..merging.grid import reuse
-from ..merging.layout import Layout, tokens_in
+from ..merging.grid import Layout, reuse, tokens_in
 from ..merging.plan import MergeMode, MergePlan
 from .correction import Correction, Pair, fit_correction, pick_asked
 

@@ -12,8 +12,7 @@ from operator import itemgetter
 
 import torch
 
-from ..merging.grid import Draw
-from ..merging.layout import Layout, cell_of, tokens_in, windows
+from ..merging.grid import Draw, Layout, cell_of, tokens_in, windows
 from ..merging.methods import METHODS, MatchOptions
 from ..merging.methods.bipartite import refine_plan
 from ..merging.metric import BY_DISTANCE, of_unit_spread

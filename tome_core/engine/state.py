@@ -17,8 +17,7 @@ import torch.overrides
 from ..attention.correction import Pair
 from ..attention.merged import Attention, Merge, attend, correction_of
 from ..merging import kernels
-from ..merging.grid import Draw, Grid
-from ..merging.layout import Layout
+from ..merging.grid import Draw, Grid, Layout
 from ..merging.methods import METHODS, MatchOptions
 from ..merging.plan import MergeMode, MergePlan
 from ..reporting.gains import PIXELS
@@ -311,9 +310,8 @@ class State:
 
     def report(self) -> Report:
         """What was merged so far, where, and what was skipped and why."""
-        settings = tuple(describe(self.config, rule) for rule in self.config.rules)
         gains = () if self.pays is None else tuple(self.pays.used)
-        return make_report(self.ledger, self._covered, settings, self.is_installed, kernels.notes(), gains)
+        return make_report(self.ledger, self._covered, describe(self.config), self.is_installed, kernels.notes(), gains)
 
 
 def _check_time(name: str, value: float | None, most: float = math.inf) -> None:

@@ -15,8 +15,7 @@ import torch
 
 from ..reporting.ledger import TIME_IS_UNKNOWN
 from ..settings.config import MergeConfig, MergeRule, early_rules, plain_rules, reaches
-from ..settings.noise import STABLE_DIFFUSION, SchedulerNoise, Step, by_timestep
-from ..settings.schedule import UNKNOWN, LevelRules, NoiseSchedule, Time, choose, holds_at, window_of
+from ..settings.schedule import STABLE_DIFFUSION, UNKNOWN, LevelRules, NoiseSchedule, SchedulerNoise, Time, choose
 from .plan_cache import Guidance, KeptPlans, Sampling
 
 # the timestep from which on a pass is a whole picture: schedules with leading spacing begin late (951 for 20 steps), a
@@ -48,8 +47,8 @@ class Clock:
         self._early_until = config.early_until
         self.downsamples = tuple(downsamples)
         self.schedule = schedule or STABLE_DIFFUSION
-        self._window = window_of(config, self.schedule)
-        self.limited = self._window is not None or any(rule.uses_time for rule in self.rules)
+        self._window = self.schedule.window_of(config)
+        self.limited = self._window is not None or not all(rule.holds_at(None) for rule in self.rules)
         self._found: dict[tuple, InForce] = {}
         # equal choices are one object: a compiled graph is chosen by what it finds, decisions are kept by it
         self._choices: dict[tuple[LevelRules, ...], tuple[LevelRules, ...]] = {}
@@ -66,7 +65,7 @@ class Clock:
             timestep = STABLE_DIFFUSION.timestep_of_sigma(own.sigma_of(own.timestep_of(percent)))
         if percent is None:
             percent = own.percent_of(own.timestep_of_sigma(STABLE_DIFFUSION.sigma_of(timestep)))
-        return Time(percent, timestep)
+        return Time(timestep, percent)
 
     def boundary_in(self, timesteps: Sequence[float]) -> float | None:
         """Where the early phase ends in a pass of these steps, for `at`; None where it ends as in a whole picture."""
@@ -113,8 +112,8 @@ class Clock:
     def _holds(self, rule: MergeRule, time: Time, boundary: float | None) -> bool:
         late = self._early.get(rule) if boundary is not None else None
         if late is None:
-            return holds_at(rule, time)
-        return time.timestep is not None and time.timestep >= boundary and holds_at(late, time)
+            return rule.holds_at(time.timestep)
+        return time.timestep is not None and time.timestep >= boundary and late.holds_at(time.timestep)
 
     def _one_object(self, rules: tuple[LevelRules, ...]) -> tuple[LevelRules, ...]:
         return self._choices.setdefault(rules, rules)
@@ -260,12 +259,12 @@ class ModelTime:
             self.now = self.clock.at(UNKNOWN) if step is None else self._at(step)
         return self.now
 
-    def _at(self, step: Step) -> InForce:
+    def _at(self, step: Time) -> InForce:
         """The rules at a step of this thread's sampling."""
         sampling = self._mine.sampling
-        return self.clock.at(self.clock.moment(*step), sampling and sampling.boundary)
+        return self.clock.at(step, sampling and sampling.boundary)
 
-    def _look(self, timestep: Any) -> Step | None:
+    def _look(self, timestep: Any) -> Time | None:
         """An element of the scheduler's timesteps; the first one in a sampling tells which steps it has."""
         mine, sampling = self._mine, self._mine.sampling
         step = None if self.noise is None else mine.look(timestep, self.noise.steps_of)
@@ -274,7 +273,7 @@ class ModelTime:
             sampling.boundary, sampling.is_known = self.clock.boundary_in([one.timestep for one in steps]), True
         return step
 
-    def _read(self, timestep: Any) -> Step | None:
+    def _read(self, timestep: Any) -> Time | None:
         """A timestep of the caller's own making, for which a GPU is waited; None if it tells nothing."""
         if torch.is_tensor(timestep):
             is_wrapped = type(timestep) is not torch.Tensor or torch._C._functorch.is_functorch_wrapped_tensor(timestep)
@@ -284,7 +283,7 @@ class ModelTime:
             timestep = values.pop() if len(values) == 1 else None
         if timestep is None:
             return None
-        return (by_timestep if self.noise is None else self.noise.step_of)(float(timestep))
+        return (STABLE_DIFFUSION.time_of if self.noise is None else self.noise.step_of)(float(timestep))
 
 
 class Pictures(threading.local):
@@ -297,7 +296,7 @@ class Pictures(threading.local):
 
     def __init__(self) -> None:
         self.samplings: list[Sampling] = []  # that this thread has begun, the latest last
-        self.told: Step | None = None  # the step of the UNet's next call, as the scheduler gave it
+        self.told: Time | None = None  # the step of the UNet's next call, as the scheduler gave it
         self.meanings: list[Any] = []
         self._steps: torch.Tensor | None = None
         self._key: tuple | None = None

@@ -6,6 +6,7 @@ Letters, here and everywhere in this package: ``B`` batch, ``N`` tokens, ``G`` g
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
@@ -25,6 +26,11 @@ def without_autocast(x: torch.Tensor) -> AbstractContextManager[Any]:
     if x.is_meta or not torch.is_autocast_enabled(kind):
         return nullcontext()
     return torch.autocast(kind, enabled=False)
+
+
+def to_exact(x: torch.Tensor) -> torch.Tensor:
+    """In float32, or in the float64 that it has."""
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def take_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -73,14 +79,7 @@ class MergePlan:
         if representative is not None and representative.shape[1] != num_groups:
             raise ValueError(f"representative is {tuple(representative.shape)}; it has to be [B or 1, {num_groups}]")
         self.group, self.num_groups, self.representative = group, num_groups, representative
-        # Derived on first use and kept: one plan merges several tensors of one block.
-        self._rows: torch.Tensor | None = None
-        self._own_segments: tuple[torch.Tensor, torch.Tensor] | None = None  # of the samples that it has rows for
-        self._segments: tuple[torch.Tensor, torch.Tensor] | None = None  # of those that it merged last
-        self._sizes: torch.Tensor | None = None
-        self._logs: torch.Tensor | None = None
-        self._adding: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by batch
-        self.derived: dict[tuple, torch.Tensor] = {}  # what others computed from it, by names of theirs
+        self.derived: dict[tuple, Any] = {}  # kept from its first use: one plan merges several tensors of one block
 
     def repeat(self, times: int) -> MergePlan:
         """The plan for so many copies of its samples, one after the other; itself where it serves any number."""
@@ -113,19 +112,11 @@ class MergePlan:
         """
         return self._count().log()
 
-    @property
-    def finite_logits(self) -> torch.Tensor:
-        """As `key_logits`, with `EMPTY_LOGIT` for an empty group."""
-        if self._logs is None and (self._sizes is not None or not self._count_by_kernel()):
-            self._logs = self.key_logits.clamp(min=EMPTY_LOGIT)
-        return self._logs
-
     def logits_in(self, dtype: torch.dtype) -> torch.Tensor:
-        """`finite_logits` in another dtype: ``[B or 1, G]``, made once."""
-        key = ("logits", dtype)
-        if key not in self.derived:
-            self.derived[key] = self.finite_logits.to(dtype)
-        return self.derived[key]
+        """As `key_logits`, in this dtype, with `EMPTY_LOGIT` for an empty group."""
+        self._count()  # a kernel gives logits with it
+        exact = self._once(("logits", torch.float32), lambda: self.key_logits.clamp(min=EMPTY_LOGIT))
+        return self._once(("logits", dtype), lambda: exact.to(dtype))
 
     def merge(self, x: torch.Tensor, mode: MergeMode = "mean") -> torch.Tensor:
         """Tokens to groups.
@@ -142,39 +133,49 @@ class MergePlan:
             return self._pick(x)
         if mode != "mean":
             raise ValueError(f"mode is {mode!r}; it has to be 'mean' or 'pick'")
-        batch, tokens, channels = x.shape
-        return self._mean(x.reshape(batch * tokens, channels), batch).view(batch, self.num_groups, channels)
+        if x.device.type in kernels.DEVICES:
+            means = self._means_by_kernel(x)
+            if means is not None:
+                return means.mean
+        batch, flat = x.shape[0], x.flatten(0, 1)
+        if x.is_cuda:  # each group is summed by one thread
+            order, offsets = self._flat_segments(batch)
+            found = F.embedding_bag(order, flat, offsets, mode="mean", include_last_offset=True)
+            return found.view(batch, self.num_groups, -1)
+        rows, divisors = self.derived.get(("adding", batch)) or self._once(("adding", batch), lambda: (
+            self._flat_groups(batch), self._count().clamp(min=1).expand(batch, -1).reshape(-1, 1)
+        ))  # fmt: skip
+        exact = flat if flat.dtype == torch.float32 else to_exact(flat)
+        total = exact.new_zeros(batch * self.num_groups, flat.shape[1])
+        if x.device.type in _WITHOUT_INDEX_ADD:
+            total = total.scatter_add(0, rows[:, None].expand_as(exact), exact)
+        else:
+            total.index_add_(0, rows, exact)
+        return total.div_(divisors).to(x.dtype).view(batch, self.num_groups, -1)
 
     def centres(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The means of ``x [B, N, C]``, ``[B, G, C]``, and minus half their squared lengths, float32 ``[B, G]``, minus
         infinity for an empty group. Not differentiable. None where no kernel gives both at once.
         """
-        self._check(x, self.num_tokens, "tokens")
-        batch, tokens, channels = x.shape
-        means = self._means_by_kernel(x.detach().reshape(batch * tokens, channels), bias=True)
-        return None if means is None else (means.mean.view(batch, -1, channels), means.bias.view(batch, -1))
+        means = self._means_by_kernel(x.detach(), bias=True)
+        return None if means is None else (means.mean, means.bias)
 
     def merge_pair(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The means of both ``[B, N, C]``, rounded to their dtype, and of the values as summed, float32 at least."""
-        self._check(keys, self.num_tokens, "tokens")
-        batch, tokens, channels = keys.shape
-        flat = (one.reshape(batch * tokens, channels) for one in (keys, values))
-        means = None if kernels.needs_gradient(keys, values) else self._means_by_kernel(*flat)
+        means = self._means_by_kernel(keys, values)
         if means is not None:
-            return tuple(one.view(batch, -1, channels) for one in (means.mean, means.values, means.exact))
-        of_keys, exact = (self.merge(one if one.dtype == torch.float64 else one.float()) for one in (keys, values))
+            return means.mean, means.values, means.exact
+        of_keys, exact = map(self.merge, map(to_exact, (keys, values)))
         return of_keys.to(keys.dtype), exact.to(values.dtype), exact
 
     def merge_both(
         self, keys: torch.Tensor, values: torch.Tensor, mode: MergeMode = "mean"
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`merge` of two tensors of one shape and dtype, in one launch where there is a kernel."""
-        if mode == "mean" and keys.device.type in kernels.DEVICES and not kernels.needs_gradient(keys, values):
-            batch, tokens, channels = keys.shape
-            flat = (one.reshape(batch * tokens, channels) for one in (keys, values))
-            means = self._means_by_kernel(*flat, exact=False)
+        if mode == "mean" and keys.device.type in kernels.DEVICES:
+            means = self._means_by_kernel(keys, values, exact=False)
             if means is not None:
-                return means.mean.view(batch, -1, channels), means.values.view(batch, -1, channels)
+                return means.mean, means.values
         return self.merge(keys, mode), self.merge(values, mode)
 
     def unmerge(self, y: torch.Tensor) -> torch.Tensor:
@@ -187,56 +188,44 @@ class MergePlan:
         flat = F.embedding(self._flat_groups(batch), y.reshape(batch * groups, channels))
         return flat.view(batch, self.num_tokens, channels)
 
+    def _once(self, key: tuple, make: Callable[[], Any]) -> Any:
+        if key not in self.derived:
+            self.derived[key] = make()
+        return self.derived[key]
+
     def _count(self) -> torch.Tensor:
         """Sizes in float32, in which they are used, exact up to 2**24 tokens. (MPS adds no int64.)"""
-        if self._sizes is None and not self._count_by_kernel():
+        if ("sizes",) not in self.derived and not self._count_by_kernel():
             if self.group.is_cuda:
                 # By sorting: atomics on CUDA are refused under torch.use_deterministic_algorithms.
-                self._sizes = self._sort()[1].diff().view(-1, self.num_groups).float()
+                sizes = self._sort()[1].diff().view(-1, self.num_groups).float()
             else:
                 ones = torch.ones_like(self.group, dtype=torch.float32)
-                self._sizes = ones.new_zeros(len(ones), self.num_groups).scatter_add(1, self.group, ones)
-        return self._sizes
-
-    def _mean(self, flat: torch.Tensor, batch: int) -> torch.Tensor:
-        """``[B * N, C]`` -> ``[B * G, C]``. Equal inputs give equal bits: rows are added in a fixed order."""
-        if flat.device.type in kernels.DEVICES:
-            means = self._means_by_kernel(flat)
-            if means is not None:
-                return means.mean
-        if flat.is_cuda:  # each group is summed by one thread
-            order, offsets = self._flat_segments(batch)
-            return F.embedding_bag(order, flat, offsets, mode="mean", include_last_offset=True)
-        rows, divisors = self._adding.get(batch) or self._prepare_adding(batch)
-        exact = flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
-        total = exact.new_zeros(divisors.shape[0], flat.shape[1])
-        if flat.device.type in _WITHOUT_INDEX_ADD:
-            total = total.scatter_add(0, rows[:, None].expand_as(exact), exact)
-        else:
-            total.index_add_(0, rows, exact)
-        return total.div_(divisors).to(flat.dtype)
-
-    def _prepare_adding(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Group of each row, and sizes as ``[B * G, 1]``, at least 1."""
-        divisors = self._count().clamp(min=1).expand(batch, -1).reshape(-1, 1)
-        found = self._adding[batch] = self._flat_groups(batch), divisors
-        return found
+                sizes = ones.new_zeros(len(ones), self.num_groups).scatter_add(1, self.group, ones)
+            self.derived["sizes",] = sizes
+        return self.derived["sizes",]
 
     def _means_by_kernel(
-        self, flat: torch.Tensor, values: torch.Tensor | None = None, bias: bool = False, exact: bool = True
+        self, x: torch.Tensor, values: torch.Tensor | None = None, bias: bool = False, exact: bool = True
     ) -> kernels.Means | None:
-        """As `kernels.mean_rows`, of ``[B * N, C]``; None where torch's operators have to do."""
-        if kernels.needs_gradient(flat) or not kernels.ready(flat):
+        """As `kernels.mean_rows`, of ``[B, N, C]``; None where torch's operators have to do."""
+        if not kernels.ready(x) or kernels.needs_gradient(*filter(torch.is_tensor, (x, values))):
             return None
-        return kernels.mean_rows(flat, *self._sort(flat.dtype), self.group.numel(), bias, values, exact)
+        self._check(x, self.num_tokens, "tokens")
+        more = None if values is None else values.flatten(0, 1)
+        means = kernels.mean_rows(x.flatten(0, 1), *self._sort(x.dtype), self.group.numel(), bias, more, exact)
+        if means is None:
+            return None
+        return kernels.Means(*(one if one is None else one.unflatten(0, (x.shape[0], self.num_groups))
+                               for one in means))  # fmt: skip
 
     def _count_by_kernel(self, dtype: torch.dtype = torch.float32) -> bool:
         """Order, offsets, sizes and their logarithms, in this dtype too, from one kernel, where there is one."""
         found = kernels.segments(self.group, self.num_groups, EMPTY_LOGIT, dtype)
         if found is None:
             return False
-        self._own_segments, self._sizes, self._logs = found[:2], found.sizes, found.logs
-        self.derived["logits", dtype] = found.rounded
+        self.derived |= {("segments",): found[:2], ("sizes",): found.sizes, ("logits", torch.float32): found.logs,
+                         ("logits", dtype): found.rounded}  # fmt: skip
         return True
 
     def _check(self, x: torch.Tensor, count: int, what: str) -> None:
@@ -246,24 +235,22 @@ class MergePlan:
                              f"expected [{rows if rows > 1 else 'B'}, {count} {what}, C]")
 
     def _flat_groups(self, batch: int) -> torch.Tensor:
-        if self._rows is None or self._rows.shape[0] != batch * self.num_tokens:
-            self._rows = _flat_rows(self.group, batch, self.num_groups)
-        return self._rows
+        return self._once(("rows", batch), lambda: _flat_rows(self.group, batch, self.num_groups))
 
     def _sort(self, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._own_segments is None and not self._count_by_kernel(dtype):
-            self._own_segments = _segments(self.group, self.num_groups)
-        return self._own_segments
+        if ("segments",) not in self.derived and not self._count_by_kernel(dtype):
+            self.derived["segments",] = _segments(self.group, self.num_groups)
+        return self.derived["segments",]
 
     def _flat_segments(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
         """As `_segments`, of so many samples. One row is sorted once, however many samples it serves."""
-        if batch == self.group.shape[0]:
-            return self._sort()
-        if self._segments is None or self._segments[0].shape[0] != batch * self.num_tokens:
-            order, offsets = self._sort()
+        order, offsets = self._sort()
+
+        def shifted() -> tuple[torch.Tensor, torch.Tensor]:
             start = torch.arange(0, batch * self.num_tokens, self.num_tokens, device=order.device)[:, None]
-            self._segments = (order + start).view(-1), torch.cat([offsets[:1], (offsets[1:] + start).view(-1)])
-        return self._segments
+            return (order + start).view(-1), torch.cat([offsets[:1], (offsets[1:] + start).view(-1)])
+
+        return (order, offsets) if batch == self.group.shape[0] else self._once(("segments", batch), shifted)
 
     def _pick(self, x: torch.Tensor) -> torch.Tensor:
         if self.representative is not None:

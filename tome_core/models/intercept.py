@@ -26,7 +26,7 @@ from ..attention.merged import Attention
 from ..compiling import when_traced
 from ..engine.decision import Call
 from ..engine.state import State
-from ..merging.layout import Layout
+from ..merging.grid import Layout
 from ..reporting.ledger import MASKED, NO_GRID
 
 _TORCH = torch._C._nn.scaled_dot_product_attention

@@ -188,7 +188,7 @@ class AttentionSite(NumberedSite):
 
         made = target.to_q(x), *known.keys_and_values(target, source, value, kwargs)
         q, k, v = (one.unflatten(2, (heads, -1)) for one in made)
-        attention = Attention(q, k, v, function, known.scale(target, q.shape[3]), known.takes_bias(target))
+        attention = Attention(q, k, v, function, known.scale(target, q.shape[3]), known.adds_bias)
         out = now.state.attend(now.call, self.path, self.level, layout, attention)
         if out is None:  # projections are not asked twice: they may have hooks
             out = function(q, k, v, None)

@@ -18,10 +18,9 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..compiling import when_traced
-from ..merging.grid import Grid
-from ..merging.layout import Layout
+from ..merging.grid import Grid, Layout
 from ..reporting.ledger import LevelTally
-from ..settings.noise import SchedulerNoise, Step, by_timestep
+from ..settings.schedule import STABLE_DIFFUSION, SchedulerNoise, Time
 from .sites import AttentionSite, ModelSite
 from .wrap import Wrap
 from .wrap_set import ModelCall
@@ -241,9 +240,9 @@ class PipelineSteps(SchedulerNoise):
             index = getattr(scheduler, "begin_index", None) or 0
         return steps[index] if index < len(steps) else None
 
-    def steps_of(self, values: list[float]) -> list[Step]:
+    def steps_of(self, values: list[float]) -> list[Time]:
         """What the scheduler's ``values``, all that its ``timesteps`` hold, stand for."""
-        return [by_timestep(value) for value in values]
+        return [STABLE_DIFFUSION.time_of(value) for value in values]
 
 
 def _positional(kind: type[nn.Module], name: str, args: tuple) -> Any:

@@ -18,8 +18,7 @@ from torch import nn
 
 from ..compiling import is_tracing
 from ..engine.decision import is_as_tomesd
-from ..merging.grid import Grid
-from ..merging.layout import Layout
+from ..merging.grid import Grid, Layout
 from ..reporting.ledger import MASKED, NO_GRID, OF_OTHERS, REPLACED, LevelTally
 from .sites import CONTEXTS, MASKS, AttentionSite, ModelSite, named
 from .unet_blocks import Place, find_blocks

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten
 
 from ..engine.decision import Call
 from ..engine.state import State
-from ..merging.layout import Layout
+from ..merging.grid import Layout
 from .wrap import Wrap, patch_lock
 
 _MARK = "_tome_core_patch"

@@ -23,9 +23,8 @@ from ..models.wrap import Wrap, drop_remains
 from ..models.wrap_set import drop_mark, put_on, take_off, wraps_on
 from ..reporting.report import Report
 from ..settings.config import MergeConfig, reaches
-from ..settings.noise import STABLE_DIFFUSION, SchedulerNoise, own_schedule
 from ..settings.presets import DEFAULT, TRANSFORMER, config_of
-from ..settings.schedule import NoiseSchedule
+from ..settings.schedule import STABLE_DIFFUSION, NoiseSchedule, SchedulerNoise, own_schedule
 
 logger = logging.getLogger(__name__)
 _OF_HANDED: weakref.WeakKeyDictionary[Any, Patch] = weakref.WeakKeyDictionary()  # by what was handed to `patch`

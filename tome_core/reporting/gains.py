@@ -9,7 +9,6 @@ import json
 import logging
 import os
 from collections.abc import Iterable
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -18,8 +17,6 @@ logger = logging.getLogger(__name__)
 MARGIN = 0.02  # merging pays from so much on: medians of a quiet machine differ by 1 % from one measurement to the next
 PIXELS = 8  # of a picture for each side of a latent's token
 _UNEVEN = 0.1
-_FORMAT = 1
-_MOST = 256  # gains in a file, the latest
 
 
 class Gain(NamedTuple):
@@ -88,10 +85,10 @@ class Gains:
         self._path: Path | None = None
 
     def load(self, path: str | os.PathLike | None) -> None:
-        """From now on keep gains in this JSON file, and know those that it holds already. None: there is no file.
+        """From now on keep gains in this file, a line of JSON each, and know those that it holds. None: there is none.
 
-        A host does it once, before it patches anything. The file's folder is made with the first gain. A file that
-        cannot be read, or is of another version, is taken for an empty one and said so once.
+        A host does it once, before it patches anything. The file's folder is made with the first gain. What cannot be
+        read is passed over and said once.
         """
         if path is None:
             return
@@ -101,8 +98,15 @@ class Gains:
     def remember(self, gain: Gain) -> None:
         """Keep it, in the file as well where there is one. Never fails: what cannot be written is said once."""
         self._known = {**self._known, gain.case: gain}  # another thread may go through the old one
-        if self._path is not None:
-            _write(self._path, gain)
+        if self._path is None:
+            return
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a", encoding="utf-8") as file:  # another process may have written since
+                file.write(f"\n{json.dumps(gain._asdict())}")
+        except OSError as error:
+            _warn_once(f"The measured gain could not be kept in {self._path} ({error}); it holds until this process "
+                       "ends.")
 
     def of(self, about: tuple[str, ...]) -> tuple[Gain, ...]:
         """All of one model, set of rules, attention and versions: their first fields."""
@@ -117,34 +121,23 @@ class Gains:
 
 
 def _read(path: Path) -> dict[tuple, Gain]:
+    """The gains of a file, of several of one case the latest."""
+    found: dict[tuple, Gain] = {}
     try:
-        data = json.loads(path.read_bytes())
-        if data["format"] != _FORMAT:
-            raise ValueError("it is of another version")
-        gains = [Gain(**one) for one in data["gains"]]
-        if not all(gain.unmerged > 0 and gain.merged > 0 for gain in gains):
-            raise ValueError("it has times that are none")
-        return {gain.case: gain for gain in gains}
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        _warn_once(f"The measured gains in {path} are not used ({error}); they will be measured anew on request.")
-        return {}
-
-
-def _write(path: Path, gain: Gain) -> None:
-    """What the file holds by now, and this: another process may have written since. Replaced as a whole."""
-    kept = [*(one for one in _read(path).values() if one.case != gain.case), gain][-_MOST:]
-    text = json.dumps({"format": _FORMAT, "gains": [one._asdict() for one in kept]}, indent=1)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
+        return found
     except OSError as error:
-        _warn_once(f"The measured gain could not be kept in {path} ({error}); it holds until this process ends.")
-        with suppress(OSError):
-            temporary.unlink()
+        lines = [str(error)]
+    for line in filter(str.strip, lines):
+        try:
+            gain = Gain(**json.loads(line))
+            if not (gain.unmerged > 0 and gain.merged > 0):
+                raise ValueError("it has times that are none")
+            found[gain.case] = gain
+        except (ValueError, TypeError):
+            _warn_once(f"Not all of {path} is used: not all of it are measured gains. Delete it.")
+    return found
 
 
 @cache

@@ -39,13 +39,8 @@ class Counted:
         return self._sum("merged").total()
 
     @property
-    def calls_skipped(self) -> int:
-        """Calls of blocks' parts, or of whole blocks."""
-        return self._sum("skipped").total()
-
-    @property
     def reasons(self) -> dict[str, int]:
-        """Skipped calls by "part: reason", the most frequent first."""
+        """Skipped calls of blocks' parts, or of whole blocks, by "part: reason", the most frequent first."""
         return dict(self._sum("skipped").most_common())
 
     @property

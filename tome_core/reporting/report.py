@@ -78,11 +78,10 @@ class Report(Counted):
         more += beside
         more += [f"latent /{level.downsample}{phase.name and ', '}{phase.name}: {_kinds_text(phase)}"
                  for level in self.levels for phase in level.phases if phase.calls_merged]  # fmt: skip
-        reasons = list(self.reasons.items())[:_KINDS]
+        reasons = list(self.reasons.items())[not self.merged_anything : _KINDS]  # the first is in the outcome
         more += [f"not merged, {count(calls, 'call')}: {_why(reason)}" for reason, calls in reasons]
         more += [f"compiled without merging, {reason}" for reason in self._traced()]
         more += [*self.notes, *(f"settings: {one}" for one in self.settings)]
-        more += [f"proportional attention: {route}, {count(calls, 'call')}" for route, calls in self.routes.items()]
         found = [f"{title}: {', '.join(filter(None, [*facts, *(speed or [outcome])]))}", *(f"  {one}" for one in more)]
         if len(found) > MOST_LINES:
             left = len(found) - MOST_LINES + 1

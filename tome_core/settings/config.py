@@ -206,10 +206,9 @@ class MergeRule:
         at_hand = self.metric == "keys+values" and METHODS[self.method].compares
         return self.correction and self.is_proportional and (self.effective_side == "kv" or at_hand)
 
-    @property
-    def uses_time(self) -> bool:
-        """True where the rule does not hold at all times."""
-        return self.min_timestep is not None
+    def holds_at(self, timestep: float | None) -> bool:
+        """Is the timestep, of Stable Diffusion's schedule, inside the rule's limit? Unknown, it is inside of none."""
+        return self.min_timestep is None or (timestep is not None and timestep >= self.min_timestep)
 
 
 def reaches(rule: MergeRule, level: int, downsample: int) -> bool:
@@ -342,24 +341,13 @@ def _early(config: MergeConfig, rule: MergeRule, downsamples: Sequence[int]) -> 
     )]  # fmt: skip
 
 
-def describe(config: MergeConfig, rule: MergeRule) -> str:
-    """One of the config's rules, with what the config adds to it."""
-    if replace(config, rules=(rule,)).is_off:
-        return "off"
-    parts = {"attention": rule.merge_attn, "cross-attention": rule.merge_crossattn, "MLP": rule.merge_mlp}
-    said = [f"{rule.method} {rule.effective_ratio:.0%} of {rule.effective_side} in "
-            + ", ".join(name for name, on in parts.items() if on)]  # fmt: skip
-    if rule.merge_attn and rule.is_proportional:
-        said.append("proportional attention")
-    if config.early_ratio is not None:
-        said.append(f"{config.early_ratio:.0%} down to timestep {config.early_until:g}")
-    if config.start_percent > 0 or config.end_percent < 1:
-        said.append(f"{config.start_percent:.0%} to {config.end_percent:.0%} of the schedule")
-    if rule.min_timestep is not None:
-        said.append(f"timesteps from {rule.min_timestep:g} up")
-    if config.max_beta is not None:
-        said.append(f"beta below {config.max_beta:g}")
-    return ", ".join(said)
+def describe(config: MergeConfig) -> tuple[str, ...]:
+    """The keywords of each rule, then those of the config itself; without what is at its default, but for the ratio."""
+    owners = ((fields(MergeRule), config.rules), (fields(config)[1:], (config,)))
+    said = (", ".join(f"{item.name}={value!r}" for item in items
+                      if (value := getattr(one, item.name)) != item.default or item.name == "ratio")
+            for items, several in owners for one in several)  # fmt: skip
+    return tuple(filter(None, said))
 
 
 def notes_on(config: MergeConfig, covered: list[bool], downsamples: list[int]) -> tuple[str, ...]:

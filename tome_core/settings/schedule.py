@@ -1,7 +1,9 @@
 """Which rule holds at which time and level, and how times are converted.
 
-Rules are limited in timesteps of Stable Diffusion's schedule, a config by a `Window` of the model's own. Three scales,
-all of one noise schedule of ``T`` training steps (1,000 for Stable Diffusion):
+Rules are limited in timesteps of Stable Diffusion's schedule, a config by a `Window` of the model's own. Schedulers
+count in training steps, in logarithms of sigma, in angles: each of their steps is read as the timestep at which Stable
+Diffusion's schedule has the same log-SNR. Three scales, all of one schedule of ``T`` training steps (1,000 for Stable
+Diffusion):
 
 * timestep ``t``: ``T - 1`` is pure noise, 0 the finished picture; what the UNet is called with;
 * percent ``p``: ``t = (1 - p) * (T - 1)``, ComfyUI's scale, whose ``percent_to_sigma(p)`` is that timestep's sigma;
@@ -12,13 +14,20 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
 
 from .config import MergeConfig, MergeRule, reaches
+
+_DIGITS = 1  # of a timestep; float32 schedules are good to a hundredth
+_TINY = 1e-12
 
 
 def value_at(values: Sequence[float], place: float) -> float:
@@ -35,6 +44,27 @@ def _place_of(value: float, ascending: Sequence[float]) -> float:
         return float(min(above, len(ascending) - 1))
     low, high = ascending[above - 1], ascending[above]
     return above - 1 + (value - low) / (high - low)
+
+
+class Time(NamedTuple):
+    """A moment: timestep of Stable Diffusion's schedule, percent of the model's own; None where it is not known."""
+
+    timestep: float | None = None
+    percent: float | None = None
+
+
+UNKNOWN = Time()
+
+
+class Window(NamedTuple):
+    """The part of a model's own noise schedule in which a config merges: percent, both ends in it."""
+
+    start: float
+    end: float
+
+    def holds(self, time: Time) -> bool:
+        """Is the moment inside? An unknown one is not."""
+        return time.percent is not None and self.start <= time.percent <= self.end
 
 
 @dataclass(frozen=True)
@@ -72,7 +102,7 @@ class NoiseSchedule:
         ``sigma_t^2 = 1 / prod(1 - beta) - 1``, linear between whole timesteps in log sigma as in k-diffusion,
         clamped to the schedule's ends.
         """
-        return _place_of(math.log(max(sigma, 1e-12)), self._log_sigmas)
+        return _place_of(math.log(max(sigma, _TINY)), self._log_sigmas)
 
     def sigma_of(self, timestep: float) -> float:
         """The noise's standard deviation at a timestep; the inverse of `timestep_of_sigma`."""
@@ -80,40 +110,96 @@ class NoiseSchedule:
 
     @cached_property
     def _log_sigmas(self) -> list[float]:
-        logs_kept = accumulate(math.log(max(1.0 - beta, 1e-12)) for beta in self.betas)
+        logs_kept = accumulate(math.log(max(1.0 - beta, _TINY)) for beta in self.betas)
         return [0.5 * math.log(max(math.expm1(-one), 1e-24)) for one in logs_kept]
 
+    def time_of(self, timestep: float) -> Time:
+        """The moment of a timestep of this schedule, where it is Stable Diffusion's."""
+        return Time(timestep, self.percent_of(timestep))
 
-class Time(NamedTuple):
-    """A moment: percent of the model's own schedule, timestep of Stable Diffusion's; None where it is not known."""
-
-    percent: float | None = None
-    timestep: float | None = None
-
-
-UNKNOWN = Time()
-
-
-class Window(NamedTuple):
-    """The part of a model's own noise schedule in which a config merges: percent, both ends in it."""
-
-    start: float
-    end: float
-
-    def holds(self, time: Time) -> bool:
-        """Is the moment inside? An unknown one is not."""
-        return time.percent is not None and self.start <= time.percent <= self.end
+    def window_of(self, config: MergeConfig) -> Window | None:
+        """The window in which a config merges on this schedule; None where it merges at all times."""
+        if not config.uses_percent:
+            return None
+        start = config.start_percent
+        if config.max_beta is not None and config.max_beta <= self.betas[-1]:
+            reached = self.percent_of(self.timestep_of_beta(config.max_beta))
+            start = max(start, math.nextafter(reached, math.inf))  # below it, and not at it
+        return Window(start, config.end_percent)
 
 
-def window_of(config: MergeConfig, schedule: NoiseSchedule) -> Window | None:
-    """The window in which a config merges on this schedule; None where it merges at all times."""
-    if not config.uses_percent:
+STABLE_DIFFUSION = NoiseSchedule.stable_diffusion()
+
+
+class SchedulerNoise:
+    """What the steps of a pipeline's scheduler stand for. The pipeline is asked anew which scheduler it has."""
+
+    def __init__(self, pipeline: Any) -> None:
+        try:
+            self._pipeline: Callable[[], Any] = weakref.ref(pipeline)
+        except TypeError:  # a class that allows none: its scheduler is the one it has now
+            self._pipeline = partial(SimpleNamespace, scheduler=pipeline.scheduler)
+
+    def steps_of(self, values: list[float]) -> list[Time]:
+        """What the scheduler's own ``values``, all that its ``timesteps`` hold, stand for.
+
+        A scheduler that tells nothing of its noise is taken to count as Stable Diffusion does.
+        """
+        scheduler = self._scheduler()
+        sigmas = _sigmas(scheduler, values)
+        if sigmas is None:
+            return [STABLE_DIFFUSION.time_of(value) for value in values]
+        own = own_schedule(scheduler) or STABLE_DIFFUSION
+        return [Time(round(STABLE_DIFFUSION.timestep_of_sigma(sigma), _DIGITS),
+                     own.percent_of(round(own.timestep_of_sigma(sigma), _DIGITS))) for sigma in sigmas]  # fmt: skip
+
+    def step_of(self, value: float) -> Time:
+        """The time of one timestep of the scheduler, found by its value."""
+        known = _list(self._scheduler(), "timesteps")
+        return self.steps_of(known)[known.index(value)] if value in known else STABLE_DIFFUSION.time_of(value)
+
+    def _scheduler(self) -> Any:
+        return getattr(self._pipeline(), "scheduler", None)
+
+    def __reduce__(self) -> tuple:
+        return type(None), ()  # a copy of the UNet has no pipeline
+
+
+def own_schedule(scheduler: Any) -> NoiseSchedule | None:
+    """The one that the model was trained with. Betas of a scheduler without ``alphas_cumprod`` are its steps' own."""
+    betas = _list(scheduler, "betas")
+    trained = torch.is_tensor(getattr(scheduler, "alphas_cumprod", None))
+    return NoiseSchedule(tuple(betas)) if trained and betas else None
+
+
+def _sigmas(scheduler: Any, values: list[float]) -> list[float] | None:
+    """The noise's deviation beside data of unit variance, of each value; None where the scheduler does not tell it."""
+    config = getattr(scheduler, "config", {})
+    timesteps, sigmas, kept, alphas, betas = (
+        _list(scheduler, name) for name in ("timesteps", "sigmas", "alphas_cumprod", "alphas", "betas")
+    )
+    # by place only in the schedule that the scheduler has now: another pipeline may draw by one of its own
+    count = len(timesteps) if values[: len(timesteps)] == timesteps else 0
+    if 0 < count <= len(sigmas):
+        is_flow = config.get("prediction_type") == "flow_prediction" or config.get("use_flow_sigmas")
+        if is_flow or "FlowMatch" in type(scheduler).__name__:  # sigma parts of noise are mixed with 1 - sigma of data
+            found = [sigma / max(1 - sigma, _TINY) for sigma in sigmas[:count]]
+        else:
+            of_data = config.get("sigma_data") or 1.0  # the deviation to which noise of deviation sigma is added
+            found = [sigma / of_data for sigma in sigmas[:count]]
+    elif kept:  # the share of the picture's variance that is left at each training step
+        shares = (value_at(kept, value) for value in values)
+        return [math.sqrt((1 - share) / max(share, _TINY)) for share in shares]
+    elif 0 < count <= min(len(alphas), len(betas)):  # of the step itself, not of training: IPNDM
+        found = [beta / max(alpha, _TINY) for alpha, beta in zip(alphas[:count], betas[:count], strict=True)]
+    else:
         return None
-    start = config.start_percent
-    if config.max_beta is not None and config.max_beta <= schedule.betas[-1]:
-        reached = schedule.percent_of(schedule.timestep_of_beta(config.max_beta))
-        start = max(start, math.nextafter(reached, math.inf))  # below it, and not at it
-    return Window(start, config.end_percent)
+    return found + found[-1:] * (len(values) - count)  # its tensor may be the beginning of a longer one
+
+
+def _list(scheduler: Any, name: str) -> list[float]:
+    found = getattr(scheduler, name, None)
+    return found.tolist() if torch.is_tensor(found) and found.dim() == 1 else []
 
 
 class LevelRules(NamedTuple):
@@ -122,11 +208,6 @@ class LevelRules(NamedTuple):
     attn: MergeRule | None = None
     crossattn: MergeRule | None = None
     mlp: MergeRule | None = None
-
-
-def holds_at(rule: MergeRule, time: Time) -> bool:
-    """Is the moment inside the rule's limit? Where it is not known, it is in none."""
-    return not rule.uses_time or (time.timestep is not None and time.timestep >= rule.min_timestep)
 
 
 def choose(rules: Sequence[MergeRule], downsamples: Sequence[int], pixels: int | None = None) -> tuple[LevelRules, ...]:

@@ -14,8 +14,7 @@ from tome_core import MergePlan, MergeRule
 from tome_core.attention import merged
 from tome_core.attention.merged import BIAS, OWN_BIAS, UNSIZED, Attention, Merge, attend, correction_of, merge
 from tome_core.engine.match import match
-from tome_core.merging.grid import Grid
-from tome_core.merging.layout import Layout, tokens_in
+from tome_core.merging.grid import Grid, Layout, tokens_in
 
 RULE = MergeRule(side="kv", ratio=0.9375, sx=4, sy=4, metric="keys+values", use_rand=False, refine=1)
 

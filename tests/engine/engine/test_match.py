@@ -12,9 +12,8 @@ from tests.models import call_unet, inputs, small
 from tests.sequences import attention
 from tome_core import MergeConfig, MergeRule
 from tome_core.engine.match import match
-from tome_core.merging import layout as layouts
-from tome_core.merging.grid import Grid
-from tome_core.merging.layout import Layout, tokens_in, windows
+from tome_core.merging import grid as layouts
+from tome_core.merging.grid import Grid, Layout, tokens_in, windows
 from tome_core.merging.methods import METHODS
 
 RULE = MergeRule(side="kv", ratio=0.75, metric="keys+values", use_rand=False)

@@ -22,8 +22,7 @@ from tome_core.engine import time as times
 from tome_core.engine.plan_cache import Sampling
 from tome_core.hosting import state_of
 from tome_core.merging import kernels
-from tome_core.merging.grid import Grid
-from tome_core.merging.layout import Layout
+from tome_core.merging.grid import Grid, Layout
 
 
 def attend(state, timestep, own=None, names=("a",), called=None, sampling="s", layout=PICTURE):

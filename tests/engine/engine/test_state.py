@@ -10,8 +10,7 @@ from tests.models import merge_with_self
 from tests.sequences import FILM, PICTURE, attention, sdpa
 from tome_core import MergeConfig, MergeRule, strength
 from tome_core.hosting import state_of
-from tome_core.merging.grid import Grid
-from tome_core.merging.layout import Layout, tokens_in
+from tome_core.merging.grid import Grid, Layout, tokens_in
 from tome_core.merging.methods import METHODS
 
 STRONG = MergeConfig(side="kv", ratio=0.9375, sx=4, sy=4, metric="keys+values", use_rand=False, refine=1)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tome_core.merging.grid import Grid, cells
-from tome_core.merging.layout import WINDOW, windows
+from tome_core.merging.grid import WINDOW, Grid, cells, windows
 
 
 @pytest.mark.parametrize("grid", [

@@ -13,8 +13,7 @@ from tests.families import every_family_in_time, largest_difference
 from tests.models import call_case, call_unet, fixed, unet
 from tome_core import PRESETS, MergeConfig, MergeRule
 from tome_core.engine.match import match
-from tome_core.merging.grid import Grid
-from tome_core.merging.layout import Layout
+from tome_core.merging.grid import Grid, Layout
 from tome_core.merging.methods import METHODS, MatchOptions
 from tome_core.merging.methods.bipartite import best_destination, refine_plan
 from tome_core.merging.metric import METRICS, of_unit_spread
@@ -31,8 +30,8 @@ def test_the_nearest_destination_is_the_one_of_least_distance():
     destinations, sources = torch.arange(0, 64, 4)[None], torch.arange(1, 64, 4)[None]
     found = best_destination(x, sources, destinations, by_distance=True)
     apart = torch.cdist(x[:, sources[0]].double(), x[:, destinations[0]].double())
-    assert torch.equal(found.index, apart.argmin(-1))
-    assert largest_difference(found.score, (-apart.amin(-1) ** 2 / 2).float()) < 1e-4
+    assert torch.equal(found[1], apart.argmin(-1))
+    assert largest_difference(found[0], (-apart.amin(-1) ** 2 / 2).float()) < 1e-4
 
 
 def test_those_merge_whose_partner_is_nearest():

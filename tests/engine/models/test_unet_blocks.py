@@ -111,7 +111,7 @@ def test_a_report_is_the_same_from_outside_and_inside():
     inner = model.model.diffusion_model
     assert tome_core.report(model) == tome_core.report(inner) == tome_core.report(model.model)
     text = str(tome_core.report(inner))
-    assert "75% of qkv in attention" in text and "over the cap 0.75" in text and "Token merging: 1 model call, " in text
+    assert "settings: ratio=0.9, " in text and "over the cap 0.75" in text and "Token merging: 1 model call, " in text
     tome_core.remove_patch(inner)
     assert not tome_core.report(model).patched
 

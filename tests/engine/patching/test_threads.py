@@ -84,4 +84,4 @@ def test_a_call_keeps_its_rules_when_another_thread_tells_the_time():
         handle.time._look_at = interrupted
         call_case(CASE, model, timestep=100)
         others[0].join()
-    assert handle.report().levels[0].calls_skipped and not handle.report().levels[0].calls_merged
+    assert handle.report().levels[0].reasons and not handle.report().levels[0].calls_merged

@@ -7,7 +7,7 @@ from diffusers import EulerDiscreteScheduler
 
 from tome_core import MergeConfig, MergeRule, NoiseSchedule
 from tome_core.engine.time import Clock
-from tome_core.settings.schedule import UNKNOWN, Time, choose, window_of
+from tome_core.settings.schedule import UNKNOWN, Time, choose
 
 SD = NoiseSchedule.stable_diffusion()
 
@@ -29,14 +29,14 @@ def test_betas_are_those_of_diffusers_and_sigma_and_timestep_agree_with_k_diffus
 
 def test_a_beta_threshold_of_a_fifth_is_always_on_for_stable_diffusion():
     """The document that gives 0.2 says it is about 40 % of the steps; the betas end at 0.012."""
-    always = window_of(MergeConfig(max_beta=0.2), SD)
+    always = SD.window_of(MergeConfig(max_beta=0.2))
     assert all(always.holds(Time(percent=SD.percent_of(t))) for t in range(1000))
     for last in range(1, 1000, 7):
-        window = window_of(MergeConfig(max_beta=SD.betas[last]), SD)
+        window = SD.window_of(MergeConfig(max_beta=SD.betas[last]))
         merging = [t for t in (0, last - 1, last, 999) if window.holds(Time(percent=SD.percent_of(t)))]
         assert merging == [0, last - 1]
     for never in (0.0, SD.betas[0]):
-        assert not any(window_of(MergeConfig(max_beta=never), SD).holds(Time(percent=p)) for p in (0.0, 0.5, 1.0))
+        assert not any(SD.window_of(MergeConfig(max_beta=never)).holds(Time(percent=p)) for p in (0.0, 0.5, 1.0))
 
 
 def test_a_beta_between_two_timesteps_is_reached_between_them():
@@ -48,8 +48,8 @@ def test_a_beta_between_two_timesteps_is_reached_between_them():
     ({"end_percent": 0.5}, Time(percent=0.5), Time(percent=0.51)),
     ({"start_percent": 0.2}, Time(percent=0.2), Time(percent=0.19)),
     ({"min_timestep": 300}, Time(timestep=300), Time(timestep=299)),
-    ({"min_timestep": 300, "end_percent": 0.5}, Time(0.5, 300), Time(0.51, 300)),
-    ({"min_timestep": 300, "end_percent": 0.5}, Time(0.5, 300), Time(0.5, 299)),
+    ({"min_timestep": 300, "end_percent": 0.5}, Time(300, 0.5), Time(300, 0.51)),
+    ({"min_timestep": 300, "end_percent": 0.5}, Time(300, 0.5), Time(299, 0.5)),
 ])  # fmt: skip
 def test_limits_hold_up_to_their_ends_and_not_where_the_time_is_unknown(settings, inside, outside):
     clock = Clock(MergeConfig(**settings), [1])

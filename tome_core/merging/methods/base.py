@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -54,73 +53,55 @@ class Method(NamedTuple):
     compares: bool = False
 
 
-@dataclass(frozen=True)
-class Best:
-    """The best key of every query: ``score`` float32 and ``index`` int64, both ``[B, Q]``."""
-
-    score: torch.Tensor
-    index: torch.Tensor
-
-
-class Rows(NamedTuple):
-    """Queries of `best_keys` that are rows of a tensor: a kernel takes them from where they are, without a copy.
-
-    x: ``[B or 1, N, C]``, any float dtype. rows: int64 ``[B or 1, Q]`` with values in ``0..N-1``, None for all rows.
-    """
-
-    x: torch.Tensor
-    rows: torch.Tensor | None = None
-
-
-def take_queries(source: Rows, start: int, stop: int) -> torch.Tensor:
-    """Queries ``start`` to ``stop`` of every sample: float32 ``[B, stop - start, C]``.
-
-    No method of `Rows`: the compilers of torch 2.4 cannot follow calls of objects that they made themselves.
-    """
-    if source.rows is None:
-        return source.x[:, start:stop].float()
-    rows = source.rows[:, start:stop]
-    if source.x.shape[0] > 1 or rows.shape[0] == 1:
-        return take_rows(source.x, rows).float()
-    return take_rows(source.x, rows.reshape(1, -1)).view(*rows.shape, -1).float()
+def take_queries(x: torch.Tensor, rows: torch.Tensor | None, start: int, stop: int) -> torch.Tensor:
+    """Queries ``start`` to ``stop`` of every sample: float32 ``[B, stop - start, C]``. x, rows: see `best_keys`."""
+    if rows is None:
+        return x[:, start:stop].float()
+    rows = rows[:, start:stop]
+    if x.shape[0] > 1 or rows.shape[0] == 1:
+        return take_rows(x, rows).float()
+    return take_rows(x, rows.reshape(1, -1)).view(*rows.shape, -1).float()
 
 
 # Largest block of scores held at once. 8 MiB stays in a CPU's cache; a GPU wants few, large products.
 _SCORE_BYTES = {"cpu": 8 << 20}
 _SCORE_BYTES_ELSEWHERE = 64 << 20
 
+Best = tuple[torch.Tensor, torch.Tensor]  # of every query: the best key's score, float32, and index, int64: ``[B, Q]``
 
-def best_keys(queries: Rows, count: int, keys: torch.Tensor, bias: torch.Tensor | None = None) -> Best:
-    """The key with the highest dot product for each of ``count`` queries, plus ``bias`` if given.
 
-    keys: ``[B, K, C]``, float32 or as the queries. bias: float32 ``[B, K]``. Not differentiable. The scores never exist
-    as a whole: on a GPU with Triton one kernel keeps them to itself (`kernels`; half precision is multiplied as it is),
-    elsewhere queries are taken slice by slice. Equal up to rounding: near ties may resolve differently.
+def best_keys(x: torch.Tensor, rows: torch.Tensor | None, keys: torch.Tensor, bias: torch.Tensor | None = None) -> Best:
+    """The key with the highest dot product for each query, plus ``bias`` if given. Not differentiable.
+
+    The scores never exist as a whole: on a GPU with Triton one kernel keeps them to itself (`kernels`; half precision
+    is multiplied as it is), elsewhere queries are taken slice by slice. Equal up to rounding: near ties may resolve
+    differently.
+
+    Args:
+        x: ``[B or 1, N, C]``, any float dtype; a kernel takes its rows from where they are, without a copy.
+        rows: int64 ``[B or 1, Q]`` with values in ``0..N-1``, which rows of x are queries; None for all.
+        keys: ``[B, K, C]``, float32 or as x.
+        bias: float32 ``[B, K]``.
     """
-    if kernels.ready(keys) and kernels.ready(queries.x):
-        found = kernels.best_keys(queries.x, queries.rows, keys, bias)
+    if kernels.ready(keys) and kernels.ready(x):
+        found = kernels.best_keys(x, rows, keys, bias)
         if found is not None:
-            return Best(*found)
-    return _best_by_slices(queries, count, keys.float(), bias)
-
-
-def _best_by_slices(queries: Rows, count: int, keys: torch.Tensor, bias: torch.Tensor | None) -> Best:
-    transposed = keys.transpose(1, 2)
+            return found
+    count, transposed = (x if rows is None else rows).shape[1], keys.float().transpose(1, 2)
     budget = _SCORE_BYTES.get(keys.device.type, _SCORE_BYTES_ELSEWHERE)
     step = max(1, budget // (4 * keys.shape[0] * keys.shape[1]))
     if step >= count:
-        return Best(*_scores(queries, 0, count, transposed, bias).max(-1))
+        return _scores(take_queries(x, rows, 0, count), transposed, bias).max(-1)
     # Filled in place: kept results between freed slices tear a CPU's heap apart (4.8 GiB at 65,536 tokens).
-    best_score = keys.new_empty(keys.shape[0], count)
-    best_index = torch.empty(keys.shape[0], count, dtype=torch.int64, device=keys.device)
+    score = transposed.new_empty(keys.shape[0], count)
+    index = torch.empty(keys.shape[0], count, dtype=torch.int64, device=keys.device)
     for start in range(0, count, step):
         stop = min(start + step, count)
-        best = _scores(queries, start, stop, transposed, bias).max(-1)
-        best_score[:, start:stop], best_index[:, start:stop] = best
-    return Best(best_score, best_index)
+        score[:, start:stop], index[:, start:stop] = _scores(
+            take_queries(x, rows, start, stop), transposed, bias
+        ).max(-1)
+    return score, index
 
 
-def _scores(queries: Rows, start: int, stop: int, transposed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """``[B, stop - start, K]``."""
-    rows = take_queries(queries, start, stop)
-    return torch.bmm(rows, transposed) if bias is None else torch.baddbmm(bias[:, None], rows, transposed)
+def _scores(queries: torch.Tensor, transposed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return torch.bmm(queries, transposed) if bias is None else torch.baddbmm(bias[:, None], queries, transposed)

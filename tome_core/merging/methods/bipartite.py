@@ -13,7 +13,7 @@ from .. import kernels
 from ..grid import Grid, split_grid
 from ..metric import directions, keys_of_groups, keys_of_rows, make_comparable
 from ..plan import MergePlan, without_autocast
-from .base import Best, MatchOptions, Method, Rows, best_keys
+from .base import Best, MatchOptions, Method, best_keys
 
 
 def match(x: torch.Tensor, grid: Grid, options: MatchOptions) -> MergePlan | None:
@@ -33,7 +33,7 @@ def match(x: torch.Tensor, grid: Grid, options: MatchOptions) -> MergePlan | Non
             plan = _nearest(x, *keys_of_rows(x, destinations, options.by_distance))
         else:
             best = (best_destination if ranked else _best_anywhere)(x, sources, destinations, options.by_distance)
-            plan = _plan(best, sources, destinations, removed)
+            plan = _plan(*best, sources, destinations, removed)
     return refine_plan(plan, x, options.refine, options.by_distance) if options.refine else plan
 
 
@@ -47,14 +47,13 @@ def best_destination(
     if by_distance and kernels.ready(x):
         found = kernels.best_keys(x, sources, *keys_of_rows(x, destinations, True), lengths=True)
         if found is not None:
-            return Best(*found)
-    best = _best_anywhere(x, sources, destinations, by_distance)
-    return Best(make_comparable(best.score, x, sources, by_distance), best.index)
+            return found
+    score, index = _best_anywhere(x, sources, destinations, by_distance)
+    return make_comparable(score, x, sources, by_distance), index
 
 
 def _best_anywhere(x: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor, by_distance: bool) -> Best:
-    keys, bias = keys_of_rows(x, destinations, by_distance)
-    return best_keys(Rows(x, sources), sources.shape[1], keys, bias)
+    return best_keys(x, sources, *keys_of_rows(x, destinations, by_distance))
 
 
 def refine_plan(plan: MergePlan, x: torch.Tensor, steps: int, by_distance: bool = False) -> MergePlan:
@@ -73,13 +72,15 @@ def refine_plan(plan: MergePlan, x: torch.Tensor, steps: int, by_distance: bool 
 
 def _nearest(x: torch.Tensor, keys: torch.Tensor, bias: torch.Tensor | None) -> MergePlan:
     """Every token of ``x [B, N, C]`` to the centre that is most alike, of `keys_of_rows` or `keys_of_groups`."""
-    return MergePlan(best_keys(Rows(x), x.shape[1], keys, bias).index, keys.shape[1])
+    return MergePlan(best_keys(x, None, keys, bias)[1], keys.shape[1])
 
 
-def _plan(best: Best, sources: torch.Tensor, destinations: torch.Tensor, removed: int) -> MergePlan:
-    batch, count = best.score.shape
+def _plan(
+    score: torch.Tensor, index: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor, removed: int
+) -> MergePlan:
+    batch, count = score.shape
     ranked = removed < count
-    found = kernels.place_tokens(best.score, best.index, sources, destinations, removed) if ranked else None
+    found = kernels.place_tokens(score, index, sources, destinations, removed) if ranked else None
     if found is not None:
         return MergePlan(found[0], found[1].shape[1], found[1])
     num_destinations = destinations.shape[1]
@@ -87,11 +88,11 @@ def _plan(best: Best, sources: torch.Tensor, destinations: torch.Tensor, removed
     tokens = num_destinations + count
     group = torch.empty(batch, tokens, dtype=torch.int64, device=sources.device)
     number = torch.arange(tokens - removed, device=sources.device).expand(batch, -1)
-    own, representative = best.index, destinations  # where all merge, in whatever order
+    own, representative = index, destinations  # where all merge, in whatever order
     if ranked:
-        order = best.score.argsort(dim=1, descending=True, stable=True)
+        order = score.argsort(dim=1, descending=True, stable=True)
         merged, alone = order[:, :removed], order[:, removed:]
-        own = torch.empty_like(sources).scatter(1, merged, best.index.gather(1, merged))
+        own = torch.empty_like(sources).scatter(1, merged, index.gather(1, merged))
         own = own.scatter(1, alone, number[:, num_destinations:])
         representative = torch.cat([destinations, sources.gather(1, alone)], 1)
     group = group.scatter(1, sources, own).scatter(1, destinations, number[:, :num_destinations])

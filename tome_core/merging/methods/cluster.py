@@ -8,12 +8,14 @@ itself does bipartite matching; this is an option beside it. Two readings of tha
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
 from ..grid import Grid
 from ..plan import MergePlan, take_rows, without_autocast
-from .base import MatchOptions, Method, Rows, best_keys
+from .base import MatchOptions, Method, best_keys
 
 ITERATIONS = 4  # a fixed number: stopping at convergence would need a look at the data
 
@@ -30,52 +32,31 @@ def match(x: torch.Tensor, grid: Grid, options: MatchOptions, by_similarity: boo
     if count >= tokens:
         return None
     with torch.no_grad(), without_autocast(x):
-        value = x.float()
+        value = start = x.float()
         if by_similarity:
             value = F.cosine_similarity(value, value.mean(1, keepdim=True), dim=-1)[..., None]
-            group, centre = _cluster_scalars(value, count)
-        else:
-            group, centre = _cluster_tokens(value, count)
+            start = value.sort(dim=1).values
+        centre = take_rows(start, torch.arange(count, device=x.device)[None] * tokens // count)
+        for _ in range(ITERATIONS):
+            group = (_nearest_number if by_similarity else _nearest)(value, centre)
+            plan = MergePlan(group, count)
+            # centres go to the mean of their tokens; one that lost all of them stays where it was
+            centre = torch.where(plan.empty[..., None], centre, plan.merge(value))
+            if by_similarity:
+                centre = centre.sort(dim=1).values
         distance = (value - take_rows(centre, group)).square().sum(-1)
         return MergePlan(_fill_empty(group, distance, count), count)
 
 
-def match_by_similarity(x: torch.Tensor, grid: Grid, options: MatchOptions) -> MergePlan | None:
-    """`match`, of the tokens' cosines to the image's mean."""
-    return match(x, grid, options, by_similarity=True)
+def _nearest(value: torch.Tensor, centre: torch.Tensor) -> torch.Tensor:
+    """``|x - c|^2`` is smallest where ``x.c - |c|^2 / 2`` is largest."""
+    return best_keys(value, None, centre, centre.square().sum(-1) / -2)[1]
 
 
-def _evenly(tokens: int, count: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(count, device=device)[None] * tokens // count
-
-
-def _cluster_tokens(value: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens = value.shape[1]
-    centre = take_rows(value, _evenly(tokens, count, value.device))
-    for _ in range(ITERATIONS):
-        # |x - c|^2 is smallest where x.c - |c|^2 / 2 is largest
-        half_square = centre.square().sum(-1) / -2
-        group = best_keys(Rows(value), tokens, centre, half_square).index
-        centre = _move(centre, value, group)
-    return group, centre
-
-
-def _cluster_scalars(value: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """In one dimension centres stay sorted, so the nearest is found by bisection between the mid-points."""
-    batch, tokens, _ = value.shape
-    ordered = value[..., 0].sort(dim=1).values
-    centre = ordered.gather(1, _evenly(tokens, count, value.device).expand(batch, -1))[..., None]
-    for _ in range(ITERATIONS):
-        middle = (centre[:, 1:, 0] + centre[:, :-1, 0]) / 2
-        group = torch.searchsorted(middle.contiguous(), value[..., 0].contiguous())
-        centre = _move(centre, value, group).sort(dim=1).values
-    return group, centre
-
-
-def _move(centre: torch.Tensor, value: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
-    """Centres at the mean of their tokens; one that lost all of them stays where it was."""
-    plan = MergePlan(group, centre.shape[1])
-    return torch.where(plan.empty[..., None], centre, plan.merge(value))
+def _nearest_number(value: torch.Tensor, centre: torch.Tensor) -> torch.Tensor:
+    """In one dimension centres are sorted, so the nearest is found by bisection between the mid-points."""
+    middle = (centre[:, 1:, 0] + centre[:, :-1, 0]) / 2
+    return torch.searchsorted(middle.contiguous(), value[..., 0].contiguous())
 
 
 def _fill_empty(group: torch.Tensor, distance: torch.Tensor, count: int) -> torch.Tensor:
@@ -102,5 +83,6 @@ def _fill_empty(group: torch.Tensor, distance: torch.Tensor, count: int) -> torc
 
 METHOD = Method("cluster", "k-means on the tokens; every cluster merges", match)
 BY_SIMILARITY = Method(
-    "cluster-similarity", "k-means on the tokens' similarity to the image's mean alone", match_by_similarity
-)
+    "cluster-similarity", "k-means on the tokens' similarity to the image's mean alone",
+    partial(match, by_similarity=True),
+)  # fmt: skip
