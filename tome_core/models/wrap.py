@@ -17,7 +17,6 @@ from ..compiling import is_tracing
 # each block where compile_repeated_blocks needs one for all, and gives up after eight. The compilers of torch 2.4 to
 # 2.6 refuse bound methods in this place; those of 2.8, 2.10 and 2.13 were seen to take them.
 _BOUND = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
-_REPLICATE = "_replicate_for_data_parallel"
 _MARK = "_tome_core_wrap"
 _WRAPPERS: dict[str, Callable[[nn.Module, Any], Any]] = {}  # what sees through wrappers that others leave, by name
 patch_lock = threading.RLock()  # held while wraps are put on or taken off: two threads may patch one model
@@ -95,8 +94,6 @@ class Wrap:
                 wrap.beneath = current
             setattr(self.target, self._slot(), wrap.forward if _BOUND else wrap)
             vars(self.target)[_MARK] = wrap
-            if isinstance(self.target, nn.Module):
-                vars(self.target)[_REPLICATE] = partial(_replicate_plainly, self.target)
         wrap._placed = True
         wrap._of_class = getattr(type(self.target), self.name)
         wrap.active = True
@@ -115,7 +112,6 @@ class Wrap:
         self.active, target = False, self.target
         if target is None:
             return
-        vars(target).pop(_REPLICATE, None)
         if self.is_on_top():
             self._leave()
             if self.beneath is None:
@@ -155,7 +151,7 @@ class Wrap:
 def drop_remains(target: Any) -> None:
     """Take off our wraps that another's has put back on leaving, and those of a copy."""
     with patch_lock:
-        for slot in ("forward", "_forward", "_old_forward", "progress_bar", "scale_model_input"):
+        for slot in ("forward", "_forward", "_old_forward", "progress_bar"):
             wrap = wrap_of(vars(target).get(slot))
             if wrap is None or wrap.active or wrap.wrapped() is not target:
                 continue
@@ -163,7 +159,6 @@ def drop_remains(target: Any) -> None:
             if wrap.is_on_top():
                 wrap._leave()
             vars(target).pop(_MARK, None)
-            vars(target).pop(_REPLICATE, None)
 
 
 def is_wrapped_by_others(module: nn.Module) -> bool:
@@ -217,18 +212,3 @@ def is_own(module: nn.Module, method: Any) -> bool:
             return False
         method = without_inert(found[0])  # of ours, which they may have found when they came
     return True
-
-
-def _replicate_plainly(module: nn.Module) -> nn.Module:
-    """What `torch.nn.DataParallel` asks a module for: a copy that shares its attributes, here without our wrap.
-
-    The wrap's module is the first one, so a replica would run that one's weights; without it, it merges nothing.
-    """
-    replica = type(module)._replicate_for_data_parallel(module)
-    for slot in ("forward", "_forward", "_old_forward"):
-        wrap = wrap_of(vars(replica).get(slot))
-        if wrap is not None:
-            _put(replica, slot, wrap.beneath)
-    for name in (_REPLICATE, _MARK):
-        vars(replica).pop(name, None)
-    return replica
