@@ -1,4 +1,4 @@
-"""What is wrapped of a diffusers pipeline: its scheduler, which tells the time, and the loop that makes a picture."""
+"""What is wrapped of a diffusers pipeline: the loop that makes a picture."""
 
 from __future__ import annotations
 
@@ -15,21 +15,6 @@ from ..engine.time import ModelTime
 from .wrap import Wrap
 
 _GUIDES = ("do_classifier_free_guidance", "do_perturbed_attention_guidance")
-
-
-class SchedulerClock(Wrap):
-    """Around ``scheduler.scale_model_input``, which pipelines call with the timestep; the UNet may get a copy of it."""
-
-    def __init__(self, scheduler: Any, time: ModelTime) -> None:
-        super().__init__(scheduler, "scale_model_input")
-        self.time = time
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """What the scheduler answers, after telling the time."""
-        timestep = args[1] if len(args) > 1 else kwargs.get("timestep")
-        if timestep is not None:
-            self.time.tell(timestep)
-        return self.original(*args, **kwargs)
 
 
 class SamplingScope(Wrap):

@@ -16,7 +16,7 @@ from torch import nn
 from ..engine.decision import is_as_tomesd
 from ..measuring.measured import Measured
 from ..models import Adapter, adapter_of, find_models
-from ..models.pipeline import SamplingScope, SchedulerClock
+from ..models.pipeline import SamplingScope
 from ..models.transformer import PipelineSteps
 from ..models.unet_blocks import UnsupportedModelError
 from ..models.wrap import Wrap, drop_remains
@@ -141,7 +141,7 @@ def remove_patch(model: Any) -> Any:
     for handle in [one for latest in found for one in _back_from(latest)]:
         handle.remove()
     modules = [one for module in models for one in module.modules()]
-    for target in (*modules, model, getattr(model, "scheduler", None)):
+    for target in (*modules, model):
         if hasattr(target, "__dict__"):
             drop_remains(target)
     for module in models:
@@ -203,7 +203,7 @@ class Patch(Measured):
             rule.merge_crossattn or rule.merge_mlp or (rule.merge_attn and is_as_tomesd(rule)))]  # fmt: skip
         reached = enumerate(self.adapter.downsamples)
         self._around = {level for level, down in reached if any(reaches(rule, level, down) for rule in around)}
-        self._outside: list[Wrap] = []  # of a pipeline and its scheduler; they hold no module
+        self._outside: list[Wrap] = []  # of a pipeline; they hold no module
         self._previous: Patch | None = None  # what leaving this one brings back
         with suppress(TypeError):  # nothing that can be referred to weakly
             self.handed = weakref.ref(handed)
@@ -287,7 +287,6 @@ class Patch(Measured):
             return
         if is_unet:
             self.time.noise = SchedulerNoise(handed)
-            self._outside.append(SchedulerClock(scheduler, self.time))
         if hasattr(handed, "progress_bar") and (self.time.keeps or not is_unet):
             with suppress(TypeError):  # a class that allows no weak references
                 self.time.noise = self.time.noise or PipelineSteps(handed)
