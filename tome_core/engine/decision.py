@@ -7,11 +7,13 @@ is a whole call on a card that is done before its host has told it what to do: m
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
 from ..merging.grid import Grid
+from ..merging.layout import Layout
 from ..merging.methods import METHODS
 from ..merging.plan import MergeMode
 from ..settings.config import MergeRule
@@ -35,20 +37,30 @@ _FULL_PRECISION = 1 / 3  # of that in float32
 _HOST_BOUND_MS = 1.3
 
 
-class Call(NamedTuple):
+@dataclass(eq=False)
+class Call:
     """One call of a model.
 
-    stamp: its timestep argument, what draws depend on. rules: those in force, by level. why_off: by level, why there
-    are none. kept: plans of the calls before it in the same sampling; None if nothing is kept. phase: of the report.
-    turns: how often each attention was called in it so far.
+    state: the `State` that began it. stamp: its timestep argument, what draws depend on. rules: those in force, by
+    level. why_off: by level, why there are none. kept: plans of the calls before it in the same sampling; None if
+    nothing is kept. phase: of the report. turns: how often each attention was called in it so far.
+
+    What follows is the adapters'. facts: what was read of it besides. layouts: of each level of a UNet, the latest.
+    block: of tomesd's way, the input of the block that runs, and its plans by rule. reached: how many attentions were
+    called so far.
     """
 
+    state: Any
     stamp: Any
     rules: tuple[LevelRules, ...]
     why_off: tuple[str, ...]
-    kept: KeptPlans | None
-    phase: str
-    turns: dict[Hashable, int]
+    kept: KeptPlans | None = None
+    phase: str = ""
+    turns: dict[Hashable, int] = field(default_factory=dict)
+    facts: Any = None
+    layouts: dict[int, Layout] = field(default_factory=dict)
+    block: tuple[torch.Tensor, dict] | None = None
+    reached: int = 0
 
 
 class Latents(NamedTuple):

@@ -77,7 +77,7 @@ class State:
         """
         if _is_mapped():
             why_off = ("torch.vmap maps over the call",) * len(self._covered)
-            return Call(timestep, self.clock.for_pixels(()), why_off, None, "", {})
+            return Call(self, timestep, self.clock.for_pixels(()), why_off)
         self.ledger.calls += 1
         if torch.is_tensor(latent) and latent.dim() == 4:
             self.latest = Latents(latent.shape, latent.dtype, latent.device)
@@ -88,7 +88,7 @@ class State:
             rules = self.clock.for_pixels(now.live, pixels)
         if self.pays is not None:
             rules, why_off = self.pays.apply(rules, why_off, latent, self.clock.apply_gate)
-        return Call(timestep, rules, why_off, kept, now.phase, {})
+        return Call(self, timestep, rules, why_off, kept, now.phase)
 
     def attend(
         self, call: Call, name: Hashable, level: int, layout: Layout, attention: Attention

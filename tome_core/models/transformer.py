@@ -18,13 +18,13 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..compiling import when_traced
+from ..engine.decision import Call
 from ..merging.grid import Grid
 from ..merging.layout import Layout
 from ..reporting.ledger import LevelTally
 from ..settings.noise import SchedulerNoise, Step, by_timestep
 from .sites import AttentionSite, ModelSite
 from .wrap import Wrap
-from .wrap_set import ModelCall
 
 UNEVEN = "its pictures are of different sizes"
 NO_GRID = "the picture's tokens are no grid"
@@ -216,7 +216,7 @@ class TransformerAdapter:
             return timestep, torch.empty(0), tokens
         return timestep, tokens.latent, (tokens.grid, tokens.count)
 
-    def layout_of(self, now: ModelCall, site: AttentionSite, tokens: int) -> Layout | str:
+    def layout_of(self, now: Call, site: AttentionSite, tokens: int) -> Layout | str:
         """Text may lie before the picture's tokens."""
         if isinstance(now.facts, str):
             return now.facts

@@ -12,8 +12,6 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from ..engine.decision import Call
-from ..engine.state import State
-from ..merging.layout import Layout
 from .wrap import Wrap, patch_lock
 
 _MARK = "_tome_core_patch"
@@ -24,26 +22,11 @@ _OF_ANOTHER_PATCH = (
 )
 
 
-class ModelCall:
-    """The call of a model that goes on in a thread.
-
-    state, call: the patch, and what it said as the call began. facts: what the adapter has read besides. layouts: of
-    each level of a UNet, the latest. block: of tomesd's way, the input of the block that runs, and its plans by rule.
-    reached: how many attentions were called so far.
-    """
-
-    def __init__(self, state: State, call: Call, facts: Any) -> None:
-        self.state, self.call, self.facts = state, call, facts
-        self.layouts: dict[int, Layout] = {}
-        self.block: tuple[torch.Tensor, dict] | None = None
-        self.reached = 0
-
-
 class Calls(threading.local):
     """Of one model, in each thread. in_graph: the latest that a graph has begun; off: nothing is to merge."""
 
-    now: ModelCall | None = None
-    in_graph: ModelCall | None = None
+    now: Call | None = None
+    in_graph: Call | None = None
     off = 0
 
 
@@ -60,7 +43,7 @@ class WrapSet:
         self.handle: Any = None
         self.begun: torch.Tensor | str | None = None
         self.calls = Calls()
-        self._goes_back: ModelCall | None = None  # whose backward pass goes on
+        self._goes_back: Call | None = None  # whose backward pass goes on
         self._on: list[Wrap] = []
         self._off: dict[tuple[type, int], Wrap] = {}
 
@@ -95,7 +78,7 @@ class WrapSet:
         """Is this thread inside a call of the model?"""
         return self.calls.now is not None or self.calls.off > 0
 
-    def follow_back(self, now: ModelCall | None, out: Any) -> None:
+    def follow_back(self, now: Call | None, out: Any) -> None:
         """A call has ended, None if it merged nothing. Gradient checkpointing repeats blocks in its backward pass."""
 
         def note(_: torch.Tensor) -> None:
@@ -106,7 +89,7 @@ class WrapSet:
             if torch.is_tensor(one) and one.requires_grad:
                 one.register_hook(note)
 
-    def resumed(self) -> ModelCall | None:
+    def resumed(self) -> Call | None:
         """The call of which a part runs by itself: a compiled one in several graphs, or one that checkpointing repeats.
 
         Raises RuntimeError if another patch has merged that.
