@@ -25,8 +25,6 @@ from .plan_cache import KeptPlans
 # 1.22 to 1.32 over the steps of a picture. Others: estimated, from kernels to launch.
 _LEAST = {"cpu": 1024}
 _LEAST_ELSEWHERE = 4096
-# The MLP's work grows with the square of the channels: estimated, what SDXL has at 1024 px, at either of its levels.
-_LEAST_MLP_ELSEWHERE = 4096 * 640**2
 
 # 10^12 operations a second in half precision of one multiprocessor, by compute capability: in proportion to data sheets
 _PER_PROCESSOR = {(8, 0): 1.2, (8, 6): 0.6, (8, 9): 0.76, (9, 0): 2.4, (10, 0): 4.0, (12, 0): 0.8}
@@ -100,20 +98,18 @@ class Decision(NamedTuple):
     why_not: str = ""
 
 
-def decide(rules: LevelRules, why_off: str, tokens: int, channels: int, device: str) -> Decision:
+def decide(rules: LevelRules, why_off: str, tokens: int, device: str) -> Decision:
     """Of the rules in force, those that pay at this size.
 
     Args:
         why_off: the reason if no rule is in force.
-        tokens, channels: of the picture in this level.
+        tokens: of the picture in this level.
         device: its type ("cpu", "cuda", ...).
     """
     if not any(rules):
         return Decision(None, None, None, why_off)
     pays = tokens >= _LEAST.get(device, _LEAST_ELSEWHERE)
-    pays_in_mlp = pays if device in _LEAST else tokens * channels**2 >= _LEAST_MLP_ELSEWHERE
-    parts = zip(rules, (pays, pays, pays_in_mlp), strict=True)
-    found = [_how(rule) if rule and (enough or not rule.only_if_it_pays) else None for rule, enough in parts]
+    found = [_how(rule) if rule and (pays or not rule.only_if_it_pays) else None for rule in rules]
     return Decision(*found, "" if any(found) else "so few tokens that merging would not pay")
 
 

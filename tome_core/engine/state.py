@@ -106,13 +106,13 @@ class State:
             ``[B, S, H, d]``; None if it is left alone, which is counted: the host computes it then.
         """
         q = attention.q
-        batch, tokens, heads, width = q.shape
+        batch, tokens = q.shape[:2]
         turn = call.turns[name] = call.turns.get(name, -1) + 1
         grid, rules = layout.grid, call.rules[level]
         picture = grid.height * grid.width
-        decision = self._decisions.get((id(rules), call.why_off[level], picture, heads * width, q.device))
+        decision = self._decisions.get((id(rules), call.why_off[level], picture, q.device))
         if decision is None:
-            decision = self.decide(call, level, picture, heads * width, q.device)
+            decision = self.decide(call, level, picture, q.device)
         merging, why = decision.attn, decision.why_not
         if merging is None:
             why = why or OTHER_PARTS
@@ -156,7 +156,7 @@ class State:
         Returns:
             As `attend`.
         """
-        decision = self.decide(call, level, grid.height * grid.width, x.shape[2], x.device)
+        decision = self.decide(call, level, grid.height * grid.width, x.device)
         merging, why, plan = getattr(decision, part), decision.why_not, None
         if merging is None:
             why = why or (OTHER_PARTS if part == "attn" else "")
@@ -176,12 +176,12 @@ class State:
             self._keep_map(level, Layout(grid), plan)
         return out
 
-    def decide(self, call: Call, level: int, tokens: int, channels: int, device: torch.device) -> Decision:
+    def decide(self, call: Call, level: int, tokens: int, device: torch.device) -> Decision:
         """How the parts of a block merge in this call; tokens: of the picture in this level."""
         rules, why_off = call.rules[level], call.why_off[level]
-        key = (id(rules), why_off, tokens, channels, device)
+        key = (id(rules), why_off, tokens, device)
         if key not in self._decisions:
-            self._decisions[key] = decide(rules, why_off, tokens, channels, device.type)
+            self._decisions[key] = decide(rules, why_off, tokens, device.type)
         return self._decisions[key]
 
     def leave_alone(
