@@ -12,7 +12,7 @@ from torch import nn
 from ..engine.decision import Latents, decide
 from ..engine.state import State
 from ..models.unet_blocks import Place, is_compiled
-from ..models.wrap_set import wraps_on
+from ..models.wrap import wraps_on
 from ..reporting.gains import KNOWN, PIXELS, Gain, nearest
 from .measure import ROUNDS, STEPS, CallUNet, Timer, call_of, noise_for, time_calls, whereabouts, why_not_now
 from .pays import Pays, about, device_of, dtype_of, widths_of

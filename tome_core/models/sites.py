@@ -21,8 +21,7 @@ from ..reporting.ledger import MASKED, OF_OTHERS, OTHER_PARTS, REPLACED
 from . import compiled, intercept
 from .compiled import NumberedSite, pack, unpack
 from .intercept import MORE, Asked, Watching, Way, answer, way_of
-from .wrap import Wrap, is_own
-from .wrap_set import WrapSet
+from .wrap import Wrap, WrapSet, is_own
 
 MASKS = ("mask", "attention_mask", "attn_mask")
 CONTEXTS = ("encoder_hidden_states", "context")

@@ -23,8 +23,7 @@ from ..merging.layout import Layout
 from ..reporting.ledger import MASKED, NO_GRID, OF_OTHERS, REPLACED, LevelTally
 from .sites import CONTEXTS, MASKS, AttentionSite, ModelSite, named
 from .unet_blocks import Place, find_blocks
-from .wrap import Wrap
-from .wrap_set import WrapSet
+from .wrap import Wrap, WrapSet
 
 _TIMES = ("timesteps", "timestep", "t")
 _LATENTS = ("x", "sample", "hidden_states")  # also of what is inside

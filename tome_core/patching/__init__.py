@@ -19,8 +19,7 @@ from ..models import Adapter, adapter_of, find_models
 from ..models.pipeline import SamplingScope
 from ..models.transformer import PipelineSteps
 from ..models.unet_blocks import UnsupportedModelError
-from ..models.wrap import Wrap, drop_remains
-from ..models.wrap_set import drop_mark, put_on, take_off, wraps_on
+from ..models.wrap import Wrap, drop_mark, drop_remains, put_on, take_off, wraps_on
 from ..reporting.report import Report
 from ..settings.config import MergeConfig, reaches
 from ..settings.noise import STABLE_DIFFUSION, SchedulerNoise, own_schedule
