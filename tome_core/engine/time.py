@@ -138,9 +138,8 @@ def boundary_in(timesteps: Sequence[float], until: float) -> float | None:
     """The timestep at and above which a step of this pass is early; None where the whole picture's holds.
 
     A mark promises a share of the steps, which a boundary by time does not keep in a pass that begins late (image to
-    image, inpainting, a hires pass) or has few steps: of a pass from half of the noise on balanced left .10 of the work
-    in place of .0625. There the pass's own steps have the promised share of late ones, to the nearest step; a half goes
-    to the late ones, which change less.
+    image, a hires pass) or has few steps. There the pass's own steps have the promised share of late ones, to the
+    nearest step; a half goes to the late ones, which change less.
 
     timesteps: of the pass's steps, in any order. until: the boundary in a whole picture.
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..engine.decision import is_as_tomesd
+from ..engine.plan_cache import Guidance
+from ..engine.time import ModelTime
 from ..measuring.measured import Measured
 from ..models import Adapter, adapter_of, find_models
-from ..models.pipeline import SamplingScope
 from ..models.transformer import PipelineSteps
 from ..models.unet_blocks import UnsupportedModelError
 from ..models.wrap import Wrap, drop_mark, drop_remains, put_on, take_off, wraps_on
@@ -27,6 +28,7 @@ from ..settings.presets import DEFAULT, TRANSFORMER, config_of
 from ..settings.schedule import NoiseSchedule
 
 logger = logging.getLogger(__name__)
+_GUIDES = ("do_classifier_free_guidance", "do_perturbed_attention_guidance")  # what a pipeline says of itself
 _OF_HANDED: weakref.WeakKeyDictionary[Any, Patch] = weakref.WeakKeyDictionary()  # by what was handed to `patch`
 
 
@@ -293,8 +295,7 @@ class Patch(Measured):
 
     def _take_off_outside(self) -> None:
         for wrap in self._outside:
-            if wrap.target is not None:
-                wrap.uninstall()
+            wrap.uninstall()
 
     def _present(self) -> Iterator[nn.Module]:
         return (model for model in (one() for one in self._models) if model is not None)
@@ -316,3 +317,57 @@ def _back_from(handle: Patch | None) -> Iterator[Patch]:
     while handle is not None:
         yield handle
         handle = handle._previous
+
+
+# --- a pipeline's loop ------------------------------------------------------------------------------------------------
+
+
+class SamplingScope(Wrap):
+    """Around ``pipeline.progress_bar``, which brackets every pipeline's loop: one picture, or one batch of them."""
+
+    def __init__(self, pipeline: Any, time: ModelTime) -> None:
+        super().__init__(pipeline, "progress_bar")
+        self.time = time
+
+    @property
+    def target(self) -> Any:
+        """The pipeline, held weakly, because it holds the UNet; None once it is gone."""
+        return None if self._target is None else self._target()
+
+    @target.setter
+    def target(self, pipeline: Any) -> None:
+        self._target = None if pipeline is None else weakref.ref(pipeline)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """The pipeline's bar, whose ``with`` or iteration is a sampling."""
+        bar = self.original(*args, **kwargs)
+        continues = getattr(self._target(), "denoising_start", None) is not None  # what another pipeline has begun
+        return _Bar(bar, partial(self.time.sample, partial(_guidance, self._target), continues=continues))
+
+
+def _guidance(pipeline: weakref.ref[Any], batch: torch.Tensor) -> Guidance | None:
+    """Where a pipeline says that it guides, its batch is for the negative prompt, the prompt, and the perturbed one."""
+    by_prompt, by_perturbing = (bool(getattr(pipeline(), name, False)) for name in _GUIDES)
+    copies = 1 + by_prompt + by_perturbing
+    return (len(batch) // copies, int(by_prompt)) if copies > 1 and len(batch) % copies == 0 else None
+
+
+class _Bar:
+    """A progress bar that begins and ends a sampling with itself."""
+
+    def __init__(self, bar: Any, sampling: Callable[[], AbstractContextManager[None]]) -> None:
+        self._bar, self._sampling, self._scope = bar, sampling, ExitStack()
+
+    def __enter__(self) -> Any:
+        self._scope.enter_context(self._sampling())
+        return self._scope.enter_context(self._bar)
+
+    def __exit__(self, *error: Any) -> Any:
+        return self._scope.__exit__(*error)
+
+    def __iter__(self) -> Iterator[Any]:
+        with self._sampling():
+            yield from self._bar
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._bar, name)
