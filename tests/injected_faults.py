@@ -14,8 +14,7 @@ from tome_core.models.sites import AttentionSite
 ERRORS = (RuntimeError, KeyboardInterrupt, torch.cuda.OutOfMemoryError)
 MOST_ERRORS = some_quick(ERRORS, 2)  # a full memory is a RuntimeError too
 KINDS = (
-    "ModelSite", "TransformerSite", "BlockSite", "BlockAttentionSite", "AttentionSite", "PartSite", "SchedulerClock",
-    "SamplingScope",
+    "ModelSite", "TransformerSite", "BlockSite", "BlockAttentionSite", "AttentionSite", "PartSite", "SamplingScope",
 )  # fmt: skip
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tome_core.models.wrap import Wrap
-from tome_core.models.wrap_set import wraps_on
+from tome_core.models.wrap import Wrap, wraps_on
 
 
 def traces(model) -> list:

@@ -16,8 +16,7 @@ from .merging.grid import Grid, Layout
 from .models import find_models
 from .models.intercept import ByHeads, answer, register_name
 from .models.unet_blocks import UnsupportedModelError, find_unet, is_kind
-from .models.wrap import register_wrapper
-from .models.wrap_set import forget_all
+from .models.wrap import forget_all, register_wrapper
 from .patching import Patch, layout_of, patch
 from .reporting import gains
 from .reporting.ledger import REPLACED, LevelTally

@@ -22,7 +22,7 @@ from tests.webui_doubles import FLAVOURS, Webui, custom, merges
 from tests.webui_modules import HOOKS, SAMPLING_HOOK
 from tome_core.engine.state import State
 
-MODEL_KINDS = [kind for kind in KINDS if kind not in ("AttentionSite", "SchedulerClock", "SamplingScope")]
+MODEL_KINDS = [kind for kind in KINDS if kind not in ("AttentionSite", "SamplingScope")]
 CALLED_AGAIN = ("PartSite",)  # with all tokens, if it refuses merged ones
 CALLBACKS = (*HOOKS, SAMPLING_HOOK, "postprocess", "cfg_denoiser")
 VALUES = {"level": "up to /8", "end": 0.9}

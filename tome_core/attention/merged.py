@@ -72,7 +72,7 @@ def attend(attention: Attention, how: Merge, made: Pair | None = None) -> tuple[
     if made is None and (k.device.type in kernels.DEVICES or k.numel() * 4 <= _AT_ONCE):
         made = plan.merge_both(k.flatten(2), v.flatten(2), mode)
     if made is not None:
-        k, v = (one.unflatten(2, (heads, -1)) for one in made)
+        k, v = made[0].unflatten(2, (heads, -1)), made[1].unflatten(2, (heads, -1))
     else:
         k, v = merge(k, plan, mode), merge(v, plan, mode)
     if how.queries:

@@ -7,11 +7,12 @@ is a whole call on a card that is done before its host has told it what to do: m
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
-from ..merging.grid import Grid
+from ..merging.grid import Grid, Layout
 from ..merging.methods import METHODS
 from ..merging.plan import MergeMode
 from ..settings.config import MergeRule
@@ -23,8 +24,6 @@ from .plan_cache import KeptPlans
 # 1.22 to 1.32 over the steps of a picture. Others: estimated, from kernels to launch.
 _LEAST = {"cpu": 1024}
 _LEAST_ELSEWHERE = 4096
-# The MLP's work grows with the square of the channels: estimated, what SDXL has at 1024 px, at either of its levels.
-_LEAST_MLP_ELSEWHERE = 4096 * 640**2
 
 # 10^12 operations a second in half precision of one multiprocessor, by compute capability: in proportion to data sheets
 _PER_PROCESSOR = {(8, 0): 1.2, (8, 6): 0.6, (8, 9): 0.76, (9, 0): 2.4, (10, 0): 4.0, (12, 0): 0.8}
@@ -35,20 +34,30 @@ _FULL_PRECISION = 1 / 3  # of that in float32
 _HOST_BOUND_MS = 1.3
 
 
-class Call(NamedTuple):
+@dataclass(eq=False)
+class Call:
     """One call of a model.
 
-    stamp: its timestep argument, what draws depend on. rules: those in force, by level. why_off: by level, why there
-    are none. kept: plans of the calls before it in the same sampling; None if nothing is kept. phase: of the report.
-    turns: how often each attention was called in it so far.
+    state: the `State` that began it. stamp: its timestep argument, what draws depend on. rules: those in force, by
+    level. why_off: by level, why there are none. kept: plans of the calls before it in the same sampling; None if
+    nothing is kept. phase: of the report. turns: how often each attention was called in it so far.
+
+    What follows is the adapters'. facts: what was read of it besides. layouts: of each level of a UNet, the latest.
+    block: of tomesd's way, the input of the block that runs, and its plans by rule. reached: how many attentions were
+    called so far.
     """
 
+    state: Any
     stamp: Any
     rules: tuple[LevelRules, ...]
     why_off: tuple[str, ...]
-    kept: KeptPlans | None
-    phase: str
-    turns: dict[Hashable, int]
+    kept: KeptPlans | None = None
+    phase: str = ""
+    turns: dict[Hashable, int] = field(default_factory=dict)
+    facts: Any = None
+    layouts: dict[int, Layout] = field(default_factory=dict)
+    block: tuple[torch.Tensor, dict] | None = None
+    reached: int = 0
 
 
 class Latents(NamedTuple):
@@ -88,20 +97,18 @@ class Decision(NamedTuple):
     why_not: str = ""
 
 
-def decide(rules: LevelRules, why_off: str, tokens: int, channels: int, device: str) -> Decision:
+def decide(rules: LevelRules, why_off: str, tokens: int, device: str) -> Decision:
     """Of the rules in force, those that pay at this size.
 
     Args:
         why_off: the reason if no rule is in force.
-        tokens, channels: of the picture in this level.
+        tokens: of the picture in this level.
         device: its type ("cpu", "cuda", ...).
     """
     if not any(rules):
         return Decision(None, None, None, why_off)
     pays = tokens >= _LEAST.get(device, _LEAST_ELSEWHERE)
-    pays_in_mlp = pays if device in _LEAST else tokens * channels**2 >= _LEAST_MLP_ELSEWHERE
-    parts = zip(rules, (pays, pays, pays_in_mlp), strict=True)
-    found = [_how(rule) if rule and (enough or not rule.only_if_it_pays) else None for rule, enough in parts]
+    found = [_how(rule) if rule and (pays or not rule.only_if_it_pays) else None for rule in rules]
     return Decision(*found, "" if any(found) else "so few tokens that merging would not pay")
 
 

@@ -76,7 +76,7 @@ class State:
         """
         if _is_mapped():
             why_off = ("torch.vmap maps over the call",) * len(self._covered)
-            return Call(timestep, self.clock.for_pixels(()), why_off, None, "", {})
+            return Call(self, timestep, self.clock.for_pixels(()), why_off)
         self.ledger.calls += 1
         if torch.is_tensor(latent) and latent.dim() == 4:
             self.latest = Latents(latent.shape, latent.dtype, latent.device)
@@ -87,7 +87,7 @@ class State:
             rules = self.clock.for_pixels(now.live, pixels)
         if self.pays is not None:
             rules, why_off = self.pays.apply(rules, why_off, latent, self.clock.apply_gate)
-        return Call(timestep, rules, why_off, kept, now.phase, {})
+        return Call(self, timestep, rules, why_off, kept, now.phase)
 
     def attend(
         self, call: Call, name: Hashable, level: int, layout: Layout, attention: Attention
@@ -105,13 +105,13 @@ class State:
             ``[B, S, H, d]``; None if it is left alone, which is counted: the host computes it then.
         """
         q = attention.q
-        batch, tokens, heads, width = q.shape
+        batch, tokens = q.shape[:2]
         turn = call.turns[name] = call.turns.get(name, -1) + 1
         grid, rules = layout.grid, call.rules[level]
         picture = grid.height * grid.width
-        decision = self._decisions.get((id(rules), call.why_off[level], picture, heads * width, q.device))
+        decision = self._decisions.get((id(rules), call.why_off[level], picture, q.device))
         if decision is None:
-            decision = self.decide(call, level, picture, heads * width, q.device)
+            decision = self.decide(call, level, picture, q.device)
         merging, why = decision.attn, decision.why_not
         if merging is None:
             why = why or OTHER_PARTS
@@ -155,7 +155,7 @@ class State:
         Returns:
             As `attend`.
         """
-        decision = self.decide(call, level, grid.height * grid.width, x.shape[2], x.device)
+        decision = self.decide(call, level, grid.height * grid.width, x.device)
         merging, why, plan = getattr(decision, part), decision.why_not, None
         if merging is None:
             why = why or (OTHER_PARTS if part == "attn" else "")
@@ -175,12 +175,12 @@ class State:
             self._keep_map(level, Layout(grid), plan)
         return out
 
-    def decide(self, call: Call, level: int, tokens: int, channels: int, device: torch.device) -> Decision:
+    def decide(self, call: Call, level: int, tokens: int, device: torch.device) -> Decision:
         """How the parts of a block merge in this call; tokens: of the picture in this level."""
         rules, why_off = call.rules[level], call.why_off[level]
-        key = (id(rules), why_off, tokens, channels, device)
+        key = (id(rules), why_off, tokens, device)
         if key not in self._decisions:
-            self._decisions[key] = decide(rules, why_off, tokens, channels, device.type)
+            self._decisions[key] = decide(rules, why_off, tokens, device.type)
         return self._decisions[key]
 
     def leave_alone(

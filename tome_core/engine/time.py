@@ -137,9 +137,8 @@ def boundary_in(timesteps: Sequence[float], until: float) -> float | None:
     """The timestep at and above which a step of this pass is early; None where the whole picture's holds.
 
     A mark promises a share of the steps, which a boundary by time does not keep in a pass that begins late (image to
-    image, inpainting, a hires pass) or has few steps: of a pass from half of the noise on balanced left .10 of the work
-    in place of .0625. There the pass's own steps have the promised share of late ones, to the nearest step; a half goes
-    to the late ones, which change less.
+    image, a hires pass) or has few steps. There the pass's own steps have the promised share of late ones, to the
+    nearest step; a half goes to the late ones, which change less.
 
     timesteps: of the pass's steps, in any order. until: the boundary in a whole picture.
 
@@ -163,7 +162,7 @@ def boundary_in(timesteps: Sequence[float], until: float) -> float | None:
 
 
 class ModelTime:
-    """Takes the time from a host, a pipeline's scheduler, or the model's own argument, in this order.
+    """Takes the time from a host, else from the model's own argument, as a pipeline's scheduler means it.
 
     clock: tells the rules. keeps: a rule keeps its matches over steps. noise: of a pipeline's scheduler, if there is
     one. now: what was in force at the latest call.
@@ -222,14 +221,6 @@ class ModelTime:
             samplings.remove(sampling)
             sampling.set(None, None)
 
-    def tell(self, timestep: Any) -> None:
-        """The timestep of the next call, from a pipeline's scheduler; `set` outweighs it."""
-        if self._is_given or (torch.is_tensor(timestep) and timestep.numel() != 1):
-            return
-        step = self._mine.told = self._look(timestep) or self._read(timestep)
-        if step is not None:
-            self.now = self._at(step)
-
     def next_call(self, timestep: Any, latent: Any, called: Hashable = None) -> tuple[InForce, KeptPlans | None]:
         """What holds in the call that begins now, and what it may use of earlier calls; None if nothing is kept."""
         if is_captured(latent):  # plans would lie where the next replay writes, and nothing may wait
@@ -247,22 +238,15 @@ class ModelTime:
         self._mine = Pictures()
 
     def _look_at(self, timestep: Any) -> InForce:
-        """The rules at the time of this call, from its arguments, the scheduler, or by waiting for the device."""
-        mine, sampling = self._mine, self._mine.sampling
-        step = self._look(timestep) or mine.told
-        mine.told = None  # a scheduler that is no longer asked must not stop the clock
+        """The rules at the time of this call, from its place in the scheduler's timesteps, or by waiting for it."""
+        sampling, step = self._mine.sampling, self._look(timestep)
         if step is None and (self.clock.limited or (sampling is not None and self.keeps)):
             step = self._read(timestep)
         if sampling is not None:
             sampling.set("begun", None if step is None else step.timestep)
         if self.clock.limited:
-            self.now = self.clock.at(UNKNOWN) if step is None else self._at(step)
+            self.now = self.clock.at(UNKNOWN if step is None else step, sampling and sampling.boundary)
         return self.now
-
-    def _at(self, step: Time) -> InForce:
-        """The rules at a step of this thread's sampling."""
-        sampling = self._mine.sampling
-        return self.clock.at(step, sampling and sampling.boundary)
 
     def _look(self, timestep: Any) -> Time | None:
         """An element of the scheduler's timesteps; the first one in a sampling tells which steps it has."""
@@ -296,7 +280,6 @@ class Pictures(threading.local):
 
     def __init__(self) -> None:
         self.samplings: list[Sampling] = []  # that this thread has begun, the latest last
-        self.told: Time | None = None  # the step of the UNet's next call, as the scheduler gave it
         self.meanings: list[Any] = []
         self._steps: torch.Tensor | None = None
         self._key: tuple | None = None

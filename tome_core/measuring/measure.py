@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ..engine.time import Clock
-from ..models.unet_blocks import Place, brings_compiled, is_compiled
+from ..models.unet_blocks import Place, is_compiled
 from ..models.wrap import is_wrapped_by_others
 from .pays import widths_of
 
@@ -34,7 +34,7 @@ def why_not_now(unet: nn.Module, places: Sequence[Place], is_called: bool, hande
     """Why the UNet's calls cannot be timed, and what to do about it; "" if they can. handed: see `patch`."""
     if is_called:
         return "a sampling goes on; measure before it or after it"
-    if is_compiled(unet, places) or brings_compiled(handed):
+    if is_compiled(unet, places, handed):
         return "the UNet is compiled, and compiled calls are not measured; measure before compiling it"
     if is_wrapped_by_others(unet):
         return "somebody else's wrapper lies on the UNet and would take this for steps of a picture; measure before it"

@@ -12,7 +12,7 @@ from torch import nn
 from ..engine.decision import Latents, decide
 from ..engine.state import State
 from ..models.unet_blocks import Place, is_compiled
-from ..models.wrap_set import wraps_on
+from ..models.wrap import wraps_on
 from ..reporting.gains import KNOWN, PIXELS, Gain, nearest
 from .measure import ROUNDS, STEPS, CallUNet, Timer, call_of, noise_for, time_calls, whereabouts, why_not_now
 from .pays import Pays, about, device_of, dtype_of, widths_of
@@ -134,7 +134,7 @@ class Measured(State):
             self.ask_whether_it_pays()
         device, dtype = whereabouts(self.model)
         latent = torch.empty(batch, 1, height // PIXELS, width // PIXELS, device=device, dtype=dtype)
-        channels, why = dict(self._block_sizes()), ""
+        why = ""
         for one in self.clock.rules:
             downsamples = self.clock.downsamples
             rules = self.clock.for_pixels((one,), height * width)
@@ -143,7 +143,7 @@ class Measured(State):
                 rules, off = self.pays.apply(rules, off, latent, self.clock.apply_gate)
             for level, reach in enumerate(downsamples):
                 tokens = -(-latent.shape[2] // reach) * -(-latent.shape[3] // reach)
-                found = decide(rules[level], off[level], tokens, channels[reach], device.type)
+                found = decide(rules[level], off[level], tokens, device.type)
                 if not found.why_not:
                     return ""
                 why = why or found.why_not

@@ -15,13 +15,13 @@ from torch import nn
 from ..attention.by_hand import OF_PROCESSORS, ByHand, full_name, known_of
 from ..attention.merged import Attention
 from ..compiling import is_tracing
+from ..engine.decision import Call
 from ..engine.state import State
 from ..reporting.ledger import MASKED, OF_OTHERS, OTHER_PARTS, REPLACED
 from . import compiled, intercept
 from .compiled import NumberedSite, pack, unpack
 from .intercept import MORE, Asked, Watching, Way, answer, way_of
-from .wrap import Wrap, is_own
-from .wrap_set import ModelCall, WrapSet
+from .wrap import Wrap, WrapSet, is_own
 
 MASKS = ("mask", "attention_mask", "attn_mask")
 CONTEXTS = ("encoder_hidden_states", "context")
@@ -47,9 +47,9 @@ class ModelSite(NumberedSite):
         finally:
             calls.now = before
         if now is not None and now.reached == 0:
-            for level, rules in enumerate(now.call.rules):
+            for level, rules in enumerate(now.rules):
                 if rules.attn is not None:
-                    now.state.leave_alone(now.call, level, f"no attention was called: {REPLACED}", 0, 0, 0)
+                    now.state.leave_alone(now, level, f"no attention was called: {REPLACED}", 0, 0, 0)
         if torch.is_grad_enabled():
             wraps.follow_back(now, out)
         return out
@@ -61,10 +61,12 @@ class ModelSite(NumberedSite):
         if wraps.handle is not None and not calls.off:
             calls.in_graph = self._open(wraps.handle, unpack(form, tensors, numbers))
 
-    def _open(self, state: State, read: list[Any]) -> ModelCall:
+    def _open(self, state: State, read: list[Any]) -> Call:
         adapter = self.wraps.adapter
         timestep, latent, facts = adapter.read(self.target, dict(zip(adapter.reads, read, strict=True)), state.time)
-        return ModelCall(state, state.begin(timestep, latent), facts)
+        call = state.begin(timestep, latent)
+        call.facts = facts
+        return call
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """The same in a graph that is being made."""
@@ -103,13 +105,13 @@ class AttentionSite(NumberedSite):
             self.wraps.look_after_itself(self.level)
             return self.original(*args, **kwargs)
         now.reached += 1
-        rules = now.call.rules[self.level]
+        rules = now.rules[self.level]
         if rules.attn is not None:
             return self._merge(now, args, kwargs)
-        self._leave_alone(now, OTHER_PARTS if any(rules) else now.call.why_off[self.level], args, kwargs)
+        self._leave_alone(now, OTHER_PARTS if any(rules) else now.why_off[self.level], args, kwargs)
         return self.original(*args, **kwargs)
 
-    def _merge(self, now: ModelCall, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _merge(self, now: Call, args: tuple, kwargs: dict[str, Any]) -> Any:
         """By the function that its code calls, by its own code on a stand-in, or, if another's wrapper lies beneath or
         no name leads to a function, by watching torch's.
         """
@@ -138,11 +140,11 @@ class AttentionSite(NumberedSite):
             self._leave_alone(now, why, args, kwargs)
         return out
 
-    def _answer(self, now: ModelCall, seen: list[bool]) -> Callable[[Asked], torch.Tensor]:
+    def _answer(self, now: Call, seen: list[bool]) -> Callable[[Asked], torch.Tensor]:
         """Answers what the attention asks of its function. seen: as of `answer`."""
         where = now.layouts.get(self.level) or partial(self.wraps.adapter.layout_of, now, self)
         heads = getattr(self.target, "heads", 1)
-        return partial(answer, now.state, now.call, self.path, self.level, heads, where, seen)
+        return partial(answer, now.state, now, self.path, self.level, heads, where, seen)
 
     def answers(
         self, whole: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, by_head: bool,
@@ -159,7 +161,7 @@ class AttentionSite(NumberedSite):
         out = asked.unmerged() if now is None else self._answer(now, [])(asked)
         return out.transpose(1, 2) if by_head else out
 
-    def _merge_by_hand(self, known: ByHand, now: ModelCall, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _merge_by_hand(self, known: ByHand, now: Call, args: tuple, kwargs: dict[str, Any]) -> Any:
         """An attention without a function: its projections' results, and its own code on a stand-in."""
         target, heads = self.target, self.target.heads
         x, why = args[0] if args else named(kwargs, ("hidden_states", "x")), ""
@@ -189,15 +191,15 @@ class AttentionSite(NumberedSite):
         made = target.to_q(x), *known.keys_and_values(target, source, value, kwargs)
         q, k, v = (one.unflatten(2, (heads, -1)) for one in made)
         attention = Attention(q, k, v, function, known.scale(target, q.shape[3]), known.adds_bias)
-        out = now.state.attend(now.call, self.path, self.level, layout, attention)
+        out = now.state.attend(now, self.path, self.level, layout, attention)
         if out is None:  # projections are not asked twice: they may have hooks
             out = function(q, k, v, None)
         return known.finish(target, out.flatten(2))
 
-    def _leave_alone(self, now: ModelCall, why: str, args: tuple, kwargs: Mapping[str, Any]) -> None:
+    def _leave_alone(self, now: Call, why: str, args: tuple, kwargs: Mapping[str, Any]) -> None:
         x = next((one for one in (*args, *kwargs.values()) if torch.is_tensor(one) and one.dim() > 1), None)
         batch, tokens = (0, 0) if x is None else x.shape[:2]
-        now.state.leave_alone(now.call, self.level, why, batch, tokens, tokens)
+        now.state.leave_alone(now, self.level, why, batch, tokens, tokens)
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """The attention in a graph that is being made."""

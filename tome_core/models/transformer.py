@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache, partial
+from functools import partial
 from operator import mul
 from typing import Any, NamedTuple
 
@@ -17,13 +18,12 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..compiling import when_traced
+from ..engine.decision import Call
 from ..merging.grid import Grid, Layout
 from ..reporting.ledger import LevelTally
 from ..settings.schedule import STABLE_DIFFUSION, SchedulerNoise, Time
 from .sites import AttentionSite, ModelSite
 from .wrap import Wrap
-from .wrap_set import ModelCall
 
 UNEVEN = "its pictures are of different sizes"
 NO_GRID = "the picture's tokens are no grid"
@@ -81,7 +81,6 @@ def _of_ids(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
     return Tokens(Grid(*shape), ids.shape[0], latent)
 
 
-_signature = cache(inspect.signature)
 _GRIDS: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of tensors of ids: version, and what was found
 
 
@@ -191,6 +190,10 @@ class TransformerAdapter:
         self.downsamples = [self.family.downsample]
         self.reads = self.family.reads
         self._blocks = len(find_attentions(model, self.family))
+        parameters = inspect.signature(type(model).forward).parameters.values()
+        known = {one.name: (place - 1, one.default) for place, one in enumerate(parameters)}
+        by_name_alone = sys.maxsize, None
+        self._arguments = [(name, *known.get(name, by_name_alone)) for name in self.reads]
 
     def tallies(self) -> list[LevelTally]:
         """One: all of its attentions are over the same tokens."""
@@ -204,7 +207,8 @@ class TransformerAdapter:
 
     def pick(self, model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> list[Any]:
         """The arguments of `reads`, in a way that a compiler can follow."""
-        return [kwargs[name] if name in kwargs else _positional(type(model), name, args) for name in self.reads]
+        return [kwargs[name] if name in kwargs else args[place] if place < len(args) else default
+                for name, place, default in self._arguments]  # fmt: skip
 
     def read(self, model: nn.Module, given: Mapping[str, Any], time: Any) -> tuple[Any, Any, Any]:
         """Timestep as Stable Diffusion's, of the pipeline's step if it is known; latent; grid and count, or why not."""
@@ -215,7 +219,7 @@ class TransformerAdapter:
             return timestep, torch.empty(0), tokens
         return timestep, tokens.latent, (tokens.grid, tokens.count)
 
-    def layout_of(self, now: ModelCall, site: AttentionSite, tokens: int) -> Layout | str:
+    def layout_of(self, now: Call, site: AttentionSite, tokens: int) -> Layout | str:
         """Text may lie before the picture's tokens."""
         if isinstance(now.facts, str):
             return now.facts
@@ -243,17 +247,3 @@ class PipelineSteps(SchedulerNoise):
     def steps_of(self, values: list[float]) -> list[Time]:
         """What the scheduler's ``values``, all that its ``timesteps`` hold, stand for."""
         return [STABLE_DIFFUSION.time_of(value) for value in values]
-
-
-def _positional(kind: type[nn.Module], name: str, args: tuple) -> Any:
-    """An argument without its name, or its default. Raises TypeError if there is neither."""
-    place, default = _place_and_default(kind, name)
-    if place >= len(args) and default is inspect.Parameter.empty:
-        raise TypeError(f"{kind.__name__}: argument {name!r} is missing")
-    return args[place] if place < len(args) else default
-
-
-@when_traced
-def _place_and_default(kind: type[nn.Module], name: str) -> tuple[int, Any]:
-    parameters = _signature(kind.forward).parameters
-    return list(parameters).index(name) - 1, parameters[name].default

@@ -17,13 +17,12 @@ import torch
 from torch import nn
 
 from ..compiling import is_tracing
-from ..engine.decision import is_as_tomesd
+from ..engine.decision import Call, is_as_tomesd
 from ..merging.grid import Grid, Layout
 from ..reporting.ledger import MASKED, NO_GRID, OF_OTHERS, REPLACED, LevelTally
 from .sites import CONTEXTS, MASKS, AttentionSite, ModelSite, named
 from .unet_blocks import Place, find_blocks
-from .wrap import Wrap
-from .wrap_set import ModelCall, WrapSet
+from .wrap import Wrap, WrapSet
 
 _TIMES = ("timesteps", "timestep", "t")
 _LATENTS = ("x", "sample", "hidden_states")  # also of what is inside
@@ -99,7 +98,7 @@ class UNetAdapter:
         is_picture = torch.is_tensor(latent) and latent.dim() >= 4
         return given["timestep"], latent, latent.shape[-2:] if is_picture else None
 
-    def layout_of(self, now: ModelCall, site: AttentionSite, tokens: int) -> Layout | str:
+    def layout_of(self, now: Call, site: AttentionSite, tokens: int) -> Layout | str:
         """The picture's tokens are all there are."""
         layout = now.layouts.get(site.level)
         if layout is None and now.facts is not None:  # a compiled model does not tell where it is
@@ -134,10 +133,10 @@ class TransformerSite(Wrap):
             return out  # another's wrapper gave what it had kept, as DeepCache's does: nothing ran
         now.reached += missing
         is_traced = bool(now.state.ledger.levels[self.level].traced)  # which says why
-        if not is_traced and now.call.rules[self.level].attn is not None:
+        if not is_traced and now.rules[self.level].attn is not None:
             tokens = x.shape[2] * x.shape[3]
             for _ in range(missing):
-                now.state.leave_alone(now.call, self.level, REPLACED, x.shape[0], tokens, tokens)
+                now.state.leave_alone(now, self.level, REPLACED, x.shape[0], tokens, tokens)
         return out
 
 
@@ -160,12 +159,12 @@ class BlockSite(Wrap):
         finally:
             now.block = before
 
-    def _open(self, now: ModelCall, x: Any) -> tuple[torch.Tensor, dict] | None:
+    def _open(self, now: Call, x: Any) -> tuple[torch.Tensor, dict] | None:
         if not torch.is_tensor(x) or x.dim() != 3:
             return None
         layout = now.layouts.get(self.level)
         if layout is None or layout.grid.height * layout.grid.width != x.shape[1]:
-            now.state.leave_alone(now.call, self.level, NO_GRID, x.shape[0], x.shape[1], x.shape[1], "block")
+            now.state.leave_alone(now, self.level, NO_GRID, x.shape[0], x.shape[1], x.shape[1], "block")
             return None
         return x, {}
 
@@ -183,7 +182,7 @@ class PartSite(Wrap):
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """What the part gives."""
         now = self.wraps.calls.now or self.wraps.resumed()
-        if now is None or now.block is None or getattr(now.call.rules[self.level], self.part) is None:
+        if now is None or now.block is None or getattr(now.rules[self.level], self.part) is None:
             return self.original(*args, **kwargs)
         return _run_around(self, now, self.path, self.part, args, kwargs)
 
@@ -198,25 +197,25 @@ class PartSite(Wrap):
 class BlockAttentionSite(AttentionSite):
     """A self-attention of such a block: tomesd's way if the rule in force is tomesd's, else as every other."""
 
-    def _merge(self, now: ModelCall, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if not is_as_tomesd(now.call.rules[self.level].attn):
+    def _merge(self, now: Call, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if not is_as_tomesd(now.rules[self.level].attn):
             return super()._merge(now, args, kwargs)
         if now.block is None:
             return self.original(*args, **kwargs)
         return _run_around(self, now, self.path.removesuffix(".attn1"), "attn", args, kwargs)
 
 
-def _run_around(site: Any, now: ModelCall, path: str, part: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _run_around(site: Any, now: Call, path: str, part: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     """What the part of the block gives, on merged tokens if that can be. path: of the block."""
     (x, plans), level = now.block, site.level
     tokens, context = x.shape[1], args[1] if len(args) > 1 else named(kwargs, CONTEXTS)
     problem, out = _problem_of(part, site.target, x, args, kwargs, context), None
     if problem:
-        now.state.leave_alone(now.call, level, problem, x.shape[0], tokens, tokens, part)
+        now.state.leave_alone(now, level, problem, x.shape[0], tokens, tokens, part)
     else:
         keys = {"attn": tokens, "mlp": 0}.get(part, context.shape[1] if torch.is_tensor(context) else 0)
         function = partial(_call_merged, site.original, args, kwargs, tokens if part == "attn" else 0)
-        out = now.state.around(now.call, path, level, part, now.layouts[level].grid, x, function, plans, keys)
+        out = now.state.around(now, path, level, part, now.layouts[level].grid, x, function, plans, keys)
     return site.original(*args, **kwargs) if out is None else out
 
 

@@ -115,15 +115,11 @@ def find_blocks(unet: nn.Module) -> list[Place]:
     )
 
 
-def is_compiled(unet: nn.Module, places: Sequence[Place]) -> bool:
-    """Is the UNet compiled in place, or a transformer or a block of it?"""
+def is_compiled(unet: nn.Module, places: Sequence[Place], handed: Any = None) -> bool:
+    """Is the UNet compiled in place, or a transformer or a block of it, or what was handed over, or its ``unet``?"""
     parts = (unet, *(part for place in places for part in (place.transformer, place.block)))
-    return any(one._compiled_call_impl is not None for one in parts)
-
-
-def brings_compiled(handed: Any) -> bool:
-    """Is what a user may hand over a UNet in torch.compile's wrapper, or a pipeline that holds one?"""
-    return any(hasattr(one, "_orig_mod") for one in (handed, getattr(handed, "unet", None)))
+    is_wrapped = any(hasattr(one, "_orig_mod") for one in (handed, getattr(handed, "unet", None)))
+    return is_wrapped or any(one._compiled_call_impl is not None for one in parts)
 
 
 def is_kind(module: Any, name: str) -> bool:

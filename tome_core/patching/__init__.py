@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..engine.decision import is_as_tomesd
+from ..engine.plan_cache import Guidance
+from ..engine.time import ModelTime
 from ..measuring.measured import Measured
 from ..models import Adapter, adapter_of, find_models
-from ..models.pipeline import SamplingScope, SchedulerClock
 from ..models.transformer import PipelineSteps
 from ..models.unet_blocks import UnsupportedModelError
-from ..models.wrap import Wrap, drop_remains
-from ..models.wrap_set import drop_mark, put_on, take_off, wraps_on
+from ..models.wrap import Wrap, drop_mark, drop_remains, put_on, take_off, wraps_on
 from ..reporting.report import Report
 from ..settings.config import MergeConfig, reaches
 from ..settings.presets import DEFAULT, TRANSFORMER, config_of
 from ..settings.schedule import STABLE_DIFFUSION, NoiseSchedule, SchedulerNoise, own_schedule
 
 logger = logging.getLogger(__name__)
+_GUIDES = ("do_classifier_free_guidance", "do_perturbed_attention_guidance")  # what a pipeline says of itself
 _OF_HANDED: weakref.WeakKeyDictionary[Any, Patch] = weakref.WeakKeyDictionary()  # by what was handed to `patch`
 
 
@@ -140,7 +141,7 @@ def remove_patch(model: Any) -> Any:
     for handle in [one for latest in found for one in _back_from(latest)]:
         handle.remove()
     modules = [one for module in models for one in module.modules()]
-    for target in (*modules, model, getattr(model, "scheduler", None)):
+    for target in (*modules, model):
         if hasattr(target, "__dict__"):
             drop_remains(target)
     for module in models:
@@ -202,7 +203,7 @@ class Patch(Measured):
             rule.merge_crossattn or rule.merge_mlp or (rule.merge_attn and is_as_tomesd(rule)))]  # fmt: skip
         reached = enumerate(self.adapter.downsamples)
         self._around = {level for level, down in reached if any(reaches(rule, level, down) for rule in around)}
-        self._outside: list[Wrap] = []  # of a pipeline and its scheduler; they hold no module
+        self._outside: list[Wrap] = []  # of a pipeline; they hold no module
         self._previous: Patch | None = None  # what leaving this one brings back
         with suppress(TypeError):  # nothing that can be referred to weakly
             self.handed = weakref.ref(handed)
@@ -286,7 +287,6 @@ class Patch(Measured):
             return
         if is_unet:
             self.time.noise = SchedulerNoise(handed)
-            self._outside.append(SchedulerClock(scheduler, self.time))
         if hasattr(handed, "progress_bar") and (self.time.keeps or not is_unet):
             with suppress(TypeError):  # a class that allows no weak references
                 self.time.noise = self.time.noise or PipelineSteps(handed)
@@ -294,8 +294,7 @@ class Patch(Measured):
 
     def _take_off_outside(self) -> None:
         for wrap in self._outside:
-            if wrap.target is not None:
-                wrap.uninstall()
+            wrap.uninstall()
 
     def _present(self) -> Iterator[nn.Module]:
         return (model for model in (one() for one in self._models) if model is not None)
@@ -317,3 +316,57 @@ def _back_from(handle: Patch | None) -> Iterator[Patch]:
     while handle is not None:
         yield handle
         handle = handle._previous
+
+
+# --- a pipeline's loop ------------------------------------------------------------------------------------------------
+
+
+class SamplingScope(Wrap):
+    """Around ``pipeline.progress_bar``, which brackets every pipeline's loop: one picture, or one batch of them."""
+
+    def __init__(self, pipeline: Any, time: ModelTime) -> None:
+        super().__init__(pipeline, "progress_bar")
+        self.time = time
+
+    @property
+    def target(self) -> Any:
+        """The pipeline, held weakly, because it holds the UNet; None once it is gone."""
+        return None if self._target is None else self._target()
+
+    @target.setter
+    def target(self, pipeline: Any) -> None:
+        self._target = None if pipeline is None else weakref.ref(pipeline)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """The pipeline's bar, whose ``with`` or iteration is a sampling."""
+        bar = self.original(*args, **kwargs)
+        continues = getattr(self._target(), "denoising_start", None) is not None  # what another pipeline has begun
+        return _Bar(bar, partial(self.time.sample, partial(_guidance, self._target), continues=continues))
+
+
+def _guidance(pipeline: weakref.ref[Any], batch: torch.Tensor) -> Guidance | None:
+    """Where a pipeline says that it guides, its batch is for the negative prompt, the prompt, and the perturbed one."""
+    by_prompt, by_perturbing = (bool(getattr(pipeline(), name, False)) for name in _GUIDES)
+    copies = 1 + by_prompt + by_perturbing
+    return (len(batch) // copies, int(by_prompt)) if copies > 1 and len(batch) % copies == 0 else None
+
+
+class _Bar:
+    """A progress bar that begins and ends a sampling with itself."""
+
+    def __init__(self, bar: Any, sampling: Callable[[], AbstractContextManager[None]]) -> None:
+        self._bar, self._sampling, self._scope = bar, sampling, ExitStack()
+
+    def __enter__(self) -> Any:
+        self._scope.enter_context(self._sampling())
+        return self._scope.enter_context(self._bar)
+
+    def __exit__(self, *error: Any) -> Any:
+        return self._scope.__exit__(*error)
+
+    def __iter__(self) -> Iterator[Any]:
+        with self._sampling():
+            yield from self._bar
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._bar, name)

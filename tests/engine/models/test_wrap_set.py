@@ -163,34 +163,3 @@ def test_a_wrap_that_was_put_back_over_another_program_is_of_the_same_kind():
     foreign = Foreign(layer)
     again = wrap.install()
     assert again is not wrap and torch.equal(layer(x), 2 * type(layer).forward(layer, x)) and foreign.calls == 1
-
-
-# --- replicas ---------------------------------------------------------------------------------------------------------
-
-
-def replica(model: nn.Module) -> nn.Module:
-    """What `nn.DataParallel` makes of a module for each device, by torch's own means; here with weights of its own."""
-    made = {module: module._replicate_for_data_parallel() for module in model.modules()}
-    for module, twin in made.items():
-        for name, child in module._modules.items():
-            setattr(twin, name, made[child])
-        for name, weight in module._parameters.items():
-            setattr(twin, name, None if weight is None else (weight * 1.1).detach())
-        for name, buffer in module._buffers.items():
-            setattr(twin, name, buffer)
-    return made[model]
-
-
-def test_a_replica_of_a_patched_unet_calls_its_own_weights():
-    """Merged or not; on another device the original's would be an error."""
-    model, other = CASE.build(), CASE.build()
-    with torch.no_grad():
-        for weight in other.parameters():
-            weight.mul_(1.1)
-    plain = call_case(CASE, other)
-    with tome_core.patch(other, MergeConfig()):
-        merged = call_case(CASE, other)
-    assert torch.equal(call_case(CASE, replica(model)), plain)
-    with tome_core.patch(model, MergeConfig()):
-        found = call_case(CASE, replica(model))
-    assert torch.equal(found, plain) and not torch.equal(found, merged)

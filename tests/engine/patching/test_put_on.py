@@ -25,7 +25,7 @@ from tome_core import MergeConfig
 from tome_core.models.wrap import patch_lock
 
 CASE = BY_NAME["sd15"]
-WRITING = ("wrap.py", "wrap_set.py", "patching/__init__.py")  # whatever writes to a model
+WRITING = ("wrap.py", "patching/__init__.py")  # whatever writes to a model
 LATE = MergeConfig(ratio=0.5, start_percent=0.5)  # asks for the time, so that a scheduler matters
 
 

@@ -76,7 +76,7 @@ def test_a_call_keeps_its_rules_when_another_thread_tells_the_time():
 
         def interrupted(timestep: Any) -> Any:
             now = look(timestep)
-            others.append(threading.Thread(target=lambda: handle.time.tell(900)))
+            others.append(threading.Thread(target=lambda: handle.set_time(timestep=900)))
             others[0].start()
             others[0].join(0.2)  # time enough to do harm
             return now

@@ -19,9 +19,9 @@ from tome_core.settings.schedule import LevelRules
 CASE = BY_NAME["sd15"]
 
 
-def merges(tokens, device, channels=320, **rules):
+def merges(tokens, device, **rules):
     """Does any part of a block?"""
-    return not decide(LevelRules(**rules), "there is no rule", tokens, channels, device).why_not
+    return not decide(LevelRules(**rules), "there is no rule", tokens, device).why_not
 
 
 def tokens_at(config, timestep, size=16):
@@ -89,12 +89,11 @@ def test_the_page_on_settings_says_where_presets_merge(family):
         assert re.findall(r"\d+x\d+", cell) == found, (family, pixels)
 
 
-def test_the_mlp_pays_by_its_work():
+def test_the_mlp_pays_as_attention_does():
     mlp = MergeRule(merge_mlp=True, only_if_it_pays=True)
-    sizes = ((1024, 1280), (4096, 640), (1024, 640), (4096, 320))
-    assert [merges(tokens, "cuda", channels, mlp=mlp) for tokens, channels in sizes] == [True, True, False, False]
-    assert merges(1024, "cpu", 640, mlp=mlp) and not merges(576, "cpu", 1280, mlp=mlp)
-    assert merges(4, "cuda", 4, mlp=MergeRule(merge_mlp=True)) and not merges(4096, "cpu", 640)
+    assert [merges(tokens, "cuda", mlp=mlp) for tokens in (1024, 4095, 4096)] == [False, False, True]
+    assert merges(1024, "cpu", mlp=mlp) and not merges(576, "cpu", mlp=mlp)
+    assert merges(4, "cuda", mlp=MergeRule(merge_mlp=True)) and not merges(4096, "cpu")
 
 
 def test_an_early_ratio_beyond_the_largest_cells_is_clamped_and_told():
