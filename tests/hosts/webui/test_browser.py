@@ -80,7 +80,7 @@ def draw(page):
 
 def ours(text):
     """What an infotext says of us."""
-    return re.findall(r"ToMe: [0-9.]+ v[^,\n]+", text)
+    return re.findall(r"ToMe: [0-9.]+(?=[,;\n]|$)", text)  # and not the report's "ToMe: 3 steps"
 
 
 def paste(page, text):

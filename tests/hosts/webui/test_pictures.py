@@ -26,7 +26,7 @@ def clean(webui):
 def test_the_script_is_there_and_lists_its_arguments(webui):
     found = webui.info_of("token merging (tome)")
     labels = [one["label"] for one in found["args"]]
-    assert found["is_alwayson"] and len(labels) == 27 and labels[:3] == ["Token Merging (ToMe)", "Strength", "Where"]
+    assert found["is_alwayson"] and len(labels) == 25 and labels[:3] == ["Token Merging (ToMe)", "Strength", "Where"]
     assert (found["args"][1]["minimum"], found["args"][1]["maximum"], found["args"][1]["step"]) == (0, 1, 0.01)
     assert found["args"][2]["choices"] == ["everywhere", "first pass", "hires pass"]
     assert "Error loading script: token_merging.py" not in webui.said()
