@@ -240,7 +240,9 @@ def answer(
     if out is None:
         return asked.unmerged()
     if rows is not None:
-        out = out.new_zeros(out.shape[0], asked.q.shape[1], *out.shape[2:]).index_copy_(1, rows, out)
+        whole = out.new_zeros(out.shape[0], asked.q.shape[1], *out.shape[2:])
+        whole[:, rows] = out  # DirectML has no index_copy
+        out = whole
     return asked.give_back(out)
 
 
