@@ -250,12 +250,16 @@ class ModelTime:
 
     def _look(self, timestep: Any) -> Time | None:
         """An element of the scheduler's timesteps; the first one in a sampling tells which steps it has."""
-        mine, sampling = self._mine, self._mine.sampling
-        step = None if self.noise is None else mine.look(timestep, self.noise.steps_of)
-        if step is not None and sampling is not None and not sampling.is_known:
-            steps = mine.meanings[timestep.storage_offset() :]
-            sampling.boundary, sampling.is_known = self.clock.boundary_in([one.timestep for one in steps]), True
+        step = None if self.noise is None else self._mine.look(timestep, self.noise.steps_of)
+        if step is not None:
+            self._note_steps(self._mine.meanings[timestep.storage_offset() :])
         return step
+
+    def _note_steps(self, steps: Sequence[Time]) -> None:
+        """Of this thread's sampling, from its first call on."""
+        sampling = self._mine.sampling
+        if sampling is not None and not sampling.is_known:
+            sampling.boundary, sampling.is_known = self.clock.boundary_in([one.timestep for one in steps]), True
 
     def _read(self, timestep: Any) -> Time | None:
         """A timestep of the caller's own making, for which a GPU is waited; None if it tells nothing."""
@@ -267,7 +271,11 @@ class ModelTime:
             timestep = values.pop() if len(values) == 1 else None
         if timestep is None:
             return None
-        return (STABLE_DIFFUSION.time_of if self.noise is None else self.noise.step_of)(float(timestep))
+        steps = [] if self.noise is None else self.noise.steps_from(float(timestep))
+        if not steps:
+            return STABLE_DIFFUSION.time_of(float(timestep))
+        self._note_steps(steps)  # a copy of its scheduler's, as offloading may make
+        return steps[0]
 
 
 class Pictures(threading.local):

@@ -153,10 +153,10 @@ class SchedulerNoise:
         return [Time(round(STABLE_DIFFUSION.timestep_of_sigma(sigma), _DIGITS),
                      own.percent_of(round(own.timestep_of_sigma(sigma), _DIGITS))) for sigma in sigmas]  # fmt: skip
 
-    def step_of(self, value: float) -> Time:
-        """The time of one timestep of the scheduler, found by its value."""
+    def steps_from(self, value: float) -> list[Time]:
+        """The times of the scheduler's steps from this timestep on, found by its value; none if it has no such step."""
         known = _list(self._scheduler(), "timesteps")
-        return self.steps_of(known)[known.index(value)] if value in known else STABLE_DIFFUSION.time_of(value)
+        return self.steps_of(known)[known.index(value) :] if value in known else []
 
     def _scheduler(self) -> Any:
         return getattr(self._pipeline(), "scheduler", None)
