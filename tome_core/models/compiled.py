@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import itertools
 import logging
+import sys
 import weakref
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,23 +21,31 @@ from ..compiling import when_traced
 from .wrap import Wrap
 
 _log = logging.getLogger(__name__)
+# One namespace for a process, whatever copies of this engine it holds or lets go: torch takes one once. Its number is
+# to be raised with any change of what stands behind the operators.
+_NAMESPACE = "tome_core_2"
 # Compilers of older torches were not tried; 2.9's and 2.13's were.
 _TRIED = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 9)
 _OTHER = "?"  # in a form: what no graph can be given
 # By name, from the first number on; compilers read them here while they trace.
 # attend: a site's attention, in its function's form. begun: of the call, or the site itself if the model's own call is
-# not compiled. library: holds them.
+# not compiled.
 OPERATORS: dict[str, Any] = {}
-_SITES: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by number
-_numbers = itertools.count()
 
 
 def number_of(site: Any) -> torch.Tensor:
     """A number by which a graph names the site, int64 ``[1]`` on the CPU: its input, so that it serves other sites."""
-    if not OPERATORS:
-        _define()
-    number = next(_numbers)
-    _SITES[number] = site
+    place = f"_{_NAMESPACE}_operators"
+    shared = sys.modules.setdefault(place, ModuleType(place))
+    if not hasattr(shared, "sites"):
+        shared.sites, shared.numbers, shared.library = weakref.WeakValueDictionary(), itertools.count(), None
+    if shared.library is None:
+        shared.library = _define(shared.sites)
+    if shared.library is not None and not OPERATORS:
+        known = getattr(torch.ops, _NAMESPACE)
+        OPERATORS.update(begin=known.begin.default, attend=known.attend.default)
+    number = next(shared.numbers)
+    shared.sites[number] = site
     with torch.inference_mode(False):
         return torch.tensor([number], device="cpu")
 
@@ -81,41 +91,36 @@ def _is_exporting() -> bool:
     return torch.compiler.is_exporting()
 
 
-def _run_begin(site: torch.Tensor, form: str, tensors: list[torch.Tensor], numbers: list[int]) -> torch.Tensor:
-    _SITES[int(site)].begins(form, tensors, numbers)
-    return site.clone()
+def _define(sites: Any) -> torch.library.Library | None:
+    """None if torch, which looks through all modules, meets one that raises; the next site tries it again."""
 
+    def run_begin(site: torch.Tensor, form: str, tensors: list[torch.Tensor], numbers: list[int]) -> torch.Tensor:
+        sites[int(site)].begins(form, tensors, numbers)
+        return site.clone()
 
-def _run_attend(begun: torch.Tensor, site: torch.Tensor, *asked: Any) -> torch.Tensor:
-    return _SITES[int(site)].answers(int(begun) != int(site), *asked).contiguous()
+    def run_attend(begun: torch.Tensor, site: torch.Tensor, *asked: Any) -> torch.Tensor:
+        return sites[int(site)].answers(int(begun) != int(site), *asked).contiguous()
 
+    def shape_of_attend(begun: Any, site: Any, q: torch.Tensor, k: Any, v: torch.Tensor, *_: Any) -> torch.Tensor:
+        return q.new_empty(*q.shape[:3], v.shape[-1])
 
-def _shape_of_attend(begun: Any, site: Any, q: torch.Tensor, k: Any, v: torch.Tensor, *_: Any) -> torch.Tensor:
-    return q.new_empty(*q.shape[:3], v.shape[-1])
-
-
-def _define() -> None:
-    """Fill `OPERATORS`. If torch, which looks through all modules, meets one that raises, the next site tries again."""
-    # torch takes a name once, and a process may hold several copies of this engine: the first that nobody has used
-    space = next(name for name in map("tome_core_{}".format, itertools.count()) if name not in vars(torch.ops))
-    library = torch.library.Library(space, "DEF")
+    library = torch.library.Library(_NAMESPACE, "DEF")
     tags = [getattr(torch.Tag, tag) for tag in ("pt2_compliant_tag", "cudagraph_unsafe") if hasattr(torch.Tag, tag)]
     try:
         for name, schema, run, shape in (
-            ("begin", "(Tensor site, str form, Tensor[] tensors, SymInt[] numbers) -> Tensor", _run_begin,
+            ("begin", "(Tensor site, str form, Tensor[] tensors, SymInt[] numbers) -> Tensor", run_begin,
              lambda site, *_: torch.empty_like(site)),
             ("attend", "(Tensor begun, Tensor site, Tensor q, Tensor k, Tensor v, Tensor? mask, bool by_head, "
-             "float? scale, bool gqa, str backend) -> Tensor", _run_attend, _shape_of_attend),
+             "float? scale, bool gqa, str backend) -> Tensor", run_attend, shape_of_attend),
         ):  # fmt: skip
             library.define(name + schema, tags=tags)
             library.impl(name, run, "CompositeExplicitAutograd")
-            torch.library.register_fake(f"{space}::{name}", shape, lib=library)
+            torch.library.register_fake(f"{_NAMESPACE}::{name}", shape, lib=library)
     except Exception as error:
         library._destroy()
         _log.debug("compiled models do not merge: %s: %s", type(error).__name__, error)
-        return
-    known = getattr(torch.ops, space)
-    OPERATORS.update(begin=known.begin.default, attend=known.attend.default, library=library)
+        return None
+    return library
 
 
 def pack(values: Sequence[Any]) -> tuple[str, list[torch.Tensor], list[int]] | None:
