@@ -52,7 +52,7 @@ def test_a_run_gives_both_pictures_as_the_model_makes_them_and_says_how_far_it_i
     assert not np.array_equal(merged.picture, plain)
     ((title, drawn),) = merged.maps
     assert title == "Level 0: 256 tokens became 64" and drawn.ndim == 3
-    assert merged.report.startswith("Token merging: 3 model calls, ") and "bipartite 75%" in merged.report
+    assert merged.report.startswith("Token merging: 3 model calls, ") and "ratio=0.75" in merged.report
 
 
 def test_several_ways_share_one_unmerged_picture_and_each_is_the_one_it_makes_alone(source):
