@@ -97,7 +97,7 @@ class Card:
                 failed[name] = f"{type(error).__name__}: {str(error)[:200]}"
         for _ in range(rounds):
             for name in runs.keys() - failed.keys():
-                clock[name].append(self._milliseconds(runs[name], calls))
+                clock[name].append(self.milliseconds(runs[name], calls))
         found = {name: {"ms": statistics.median(clock[name]), "least": min(clock[name]), "most": max(clock[name]),
                         **self._work(run)} for name, run in runs.items() if name not in failed}  # fmt: skip
         self.record["rows"].append({"what": what, "failed": failed, "of": found})
@@ -105,7 +105,8 @@ class Card:
                 for name, one in found.items())  # fmt: skip
         print(f"{what} [{self._end - time.monotonic():.0f} s left] {'; '.join(told)} {failed or ''}", flush=True)
 
-    def _milliseconds(self, run: Run, calls: int) -> float:
+    def milliseconds(self, run: Run, calls: int) -> float:
+        """Of a call, by the clock: the mean of so many in a row."""
         self.synchronize()
         since = time.perf_counter()
         for _ in range(calls):
@@ -194,12 +195,16 @@ def block(card: Card, side: int) -> None:
     card.compare(f"block of 320 channels, {side}x{side} tokens", runs, *((5, 20) if card.is_real else (1, 1)))
 
 
+def beside_tomesd(card: Card, model: str, pixels: int) -> tuple[Any, Any, tuple, dict]:
+    """A UNet, its twin that tomesd has patched, and what a call of them is given."""
+    plain, rival = card.unet(model), models.twin(card.unet(model))
+    tomesd.apply_patch(rival, ratio=0.5, max_downsample=1 if model == "sd15" else 2)
+    return plain, rival, *models.make_inputs(card.shapes[model], pixels, 2, card.device, card.dtype)
+
+
 def calls(card: Card, model: str, pixels: int) -> None:
     """Calls of a whole UNet."""
-    shape, plain = card.shapes[model], card.unet(model)
-    arguments, named = models.make_inputs(shape, pixels, 2, card.device, card.dtype)
-    rival = models.twin(plain)
-    tomesd.apply_patch(rival, ratio=0.5, max_downsample=1 if model == "sd15" else 2)
+    plain, rival, arguments, named = beside_tomesd(card, model, pixels)
     runs: dict[str, Run] = {"unmerged": lambda: plain(*arguments, **named)}
     runs["tomesd"] = lambda: rival(*arguments, **named)
     for when in WHEN:
@@ -212,10 +217,7 @@ def calls(card: Card, model: str, pixels: int) -> None:
 
 def samplings(card: Card, model: str, pixels: int) -> None:
     """Twenty steps, and nothing else of a picture."""
-    shape, plain = card.shapes[model], card.unet(model)
-    arguments, named = models.make_inputs(shape, pixels, 2, card.device, card.dtype)
-    rival = models.twin(plain)
-    tomesd.apply_patch(rival, ratio=0.5, max_downsample=1 if model == "sd15" else 2)
+    plain, rival, arguments, named = beside_tomesd(card, model, pixels)
     timesteps = [999.0 - 1000 / _STEPS * number for number in range(_STEPS)]
 
     def steps(unet: Any, handle: tome_core.Patch | None = None) -> Run:
@@ -236,7 +238,7 @@ def samplings(card: Card, model: str, pixels: int) -> None:
         run()
     for _ in range(2):
         for name, run in runs.items():
-            clock[name].append(card._milliseconds(run, 1))
+            clock[name].append(card.milliseconds(run, 1))
     found = {name: {"ms": min(spent)} for name, spent in clock.items()}
     card.record["rows"].append({"what": f"{model} sampling of {_STEPS} steps, {pixels} px", "failed": {}, "of": found})
     print(card.record["rows"][-1], flush=True)
