@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+from playwright.sync_api import TimeoutError
+
 
 class Page:
     """The controls whose ids begin with `prefix`."""
@@ -31,12 +33,20 @@ class Page:
         self.at(name, "input[type=range]").press(key)
 
     def click(self, name, told):
-        """Press a button, and give what is told when it has been heard."""
+        """Press a button, and give what is told when it has been heard.
+
+        gradio 4 loses a click now and then on a busy machine; a user presses again, and so does this.
+        """
         before = self.page.locator(f"#{told}_told textarea").input_value()
-        self.page.locator(f"#{name}").click()
         ask = "([id, old]) => {const now = document.querySelector(`#${id}_told textarea`).value;" \
             "return now !== old && now}"  # fmt: skip
-        return json.loads(self.page.wait_for_function(ask, arg=[told, before]).json_value())
+        for last in (False, False, False, True):
+            self.page.locator(f"#{name}").click()
+            try:
+                return json.loads(self.page.wait_for_function(ask, arg=[told, before], timeout=30_000).json_value())
+            except TimeoutError:
+                if last:
+                    raise
 
     def wait_for_number(self, name, value):
         ask = "([id, value]) => document.querySelector(`#${id} input[type=number]`).value == value"
