@@ -1,4 +1,5 @@
-"""Plain code for what the engine has not: attention that gives zeros, stays inside tiles, merges by lot or as ToMA.
+"""Plain code for what the engine has not: attention that gives zeros, stays inside tiles, or merges on a coarser grid,
+by lot, or as ToMA.
 
 For measuring quality, not speed. Grids are square.
 """
@@ -24,6 +25,7 @@ from tome_core.models.transformer import family_of, find_attentions
 
 TILES = 8  # a side
 SHARPNESS = 10.0  # of the weights over cosines
+HALF_TIME = 500  # the timestep at which the schedules of others switch, tomesd's and down-sampling's
 
 
 @dataclass(frozen=True)
@@ -32,14 +34,31 @@ class Recipe:
 
     zero: it gives zeros. tiles: it stays inside tiles, this many a side, and nothing is merged. ratio: this share of
     its keys and values merges, and of its queries where `together`, with partners drawn by lot in cells of
-    ``cell x cell`` tokens; a key's logit gets the logarithm of its group's size.
+    ``cell x cell`` tokens; a key's logit gets the logarithm of its group's size. coarse: of each cell of so many tokens
+    a side the first token alone is key and value; coarse_early: as many a side at the timesteps from `HALF_TIME` on.
     """
 
     zero: bool = False
     tiles: int | None = None
+    coarse: int = 0
+    coarse_early: int = 0
     ratio: float = 0.0
     cell: int = 2
     together: bool = False
+
+
+class Coarse:
+    """Token down-sampling (Smith et al., ToDo, arXiv 2402.13573): of each cell of a square grid the top left token."""
+
+    def __init__(self, x: torch.Tensor, cell: int) -> None:
+        side = square_side(x.shape[1], cell)
+        self.places = torch.arange(x.shape[1], device=x.device).view(side, side)[::cell, ::cell].flatten()
+        self.num_groups = len(self.places)
+        self.key_logits = torch.zeros(len(x), self.num_groups, device=x.device)
+
+    def merge(self, x: torch.Tensor) -> torch.Tensor:
+        """``[B, N, C]`` to ``[B, G, C]``."""
+        return x[:, self.places]
 
 
 class Lots:
@@ -52,11 +71,14 @@ class Lots:
         """The time of a call."""
         self.timestep = timestep
 
-    def plan(self, x: torch.Tensor, number: int) -> MergePlan:
+    def plan(self, x: torch.Tensor, number: int) -> MergePlan | Coarse:
         """For the tokens ``[B, N, C]`` of block `number`, of which only the shape matters.
 
         As the engine's matching, but that who merges and with whom is drawn.
         """
+        if self.recipe.coarse:
+            early = self.recipe.coarse_early and self.timestep >= HALF_TIME
+            return Coarse(x, self.recipe.coarse_early if early else self.recipe.coarse)
         side = square_side(x.shape[1], self.recipe.cell)
         destinations, sources = split_grid(Grid(side, side), self.recipe.cell, self.recipe.cell, None, x)
         dice = torch.Generator().manual_seed((self.seed * 1_000 + round(self.timestep)) * 100 + number)

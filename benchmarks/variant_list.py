@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks import variants
 from benchmarks.networks import TRANSFORMER, UNET
-from benchmarks.reference import Recipe
+from benchmarks.reference import HALF_TIME, Recipe
 from benchmarks.variants import Variant
 from tome_core import PRESETS
 from tome_core.settings.presets import MARKS, refine_of
@@ -30,7 +30,6 @@ BELOW = (1, 2)
 KEYS_BELOW = ((0.9375, 4), (0.984375, 8))
 SKIPPED = (0.05, 0.1, 0.2)  # thresholds of FirstBlockCache, the first is diffusers' default
 TOMA_RATIOS = (0.5, 0.75)
-HALF_TIME = 500  # where the schedules of others switch, tomesd's and down-sampling's
 NOISY = 600  # the timestep from which on merging costs nearly nothing
 
 
@@ -107,8 +106,8 @@ def _plain() -> Iterator[Variant]:
         yield one("cluster kv", str(ratio), method="cluster", ratio=ratio, side="kv")
         yield one("cluster by mean", str(ratio), method="cluster-similarity", ratio=ratio)
     yield one("bipartite kv", "0.9 cells 4", **_kv_rule(0.9, 4))
-    for sx, sy in ((2, 1), (2, 2), (4, 4)):
-        yield one("downsample", f"{sx}x{sy}", method="downsample", sx=sx, sy=sy)
+    for cell in (2, 4):
+        yield Variant("downsample", f"{cell}x{cell}", variants.reference(Recipe(coarse=cell)))
 
 
 def _proportional() -> Iterator[Variant]:
@@ -141,8 +140,8 @@ def _others() -> Iterator[Variant]:
     unets, transformers = {"kinds": (UNET,)}, {"kinds": (TRANSFORMER,)}
     early_and_late = variants.tomesd(0.35, 0.75, HALF_TIME)
     yield Variant("tomesd early and late", "0.75 then 0.35", early_and_late, code="tomesd", **unets)
-    coarse, fine = ({"method": "downsample", "sx": cell, "sy": cell, "proportional": False} for cell in (8, 2))
-    yield _engine("downsample early and late", "8x8 then 2x2", {**coarse, "min_timestep": HALF_TIME}, fine)
+    coarse = variants.reference(Recipe(coarse=2, coarse_early=8))
+    yield Variant("downsample early and late", "8x8 then 2x2", coarse)
     for tiles in (2, 4):
         yield Variant("tiles", f"{tiles}x{tiles}", variants.reference(Recipe(tiles=tiles)), **unets)
     for ratio in TOMA_RATIOS:

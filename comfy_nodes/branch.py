@@ -174,7 +174,7 @@ def _measure(merging: Merging) -> str:
     if state.latest is None:
         return f"{_NOT_MEASURED}: nothing was called that merging is for"
     logger.info("%s: measuring what merging gains here, once for pictures of this size", _TITLE)
-    timed = hosting.clock_for(state.latest.device)
+    timed = hosting.clock_for(state.latest["device"])
 
     def clock() -> float:
         if host.is_interrupted():  # which ends a measurement and no picture: that is done

@@ -68,8 +68,7 @@ def rest(target, dtype):
                                 logs="*fp32", rounded="*bf16", empty="fp32", TOKENS=own._COUNTED_TOKENS,
                                 GROUPS=own._COUNTED_GROUPS)
         made["place_tokens"] = code(own._place, target, score="*fp32", index="*i64", sources="*i64",
-                                    destinations="*i64", group="*i64", representative="*i64", PLACES=own._PLACED,
-                                    OTHERS=own._OTHERS)
+                                    destinations="*i64", group="*i64", PLACES=own._PLACED, OTHERS=own._OTHERS)
         return made
     made["first_order"] = code(more._first_order, target, keys=pointer, values=pointer, group="*i64", means="*fp32",
                                found="*fp32", scale="fp32", keys_channel=1, values_channel=1, width=40,

@@ -102,8 +102,7 @@ def test_attention_in_tiles_sees_each_tile_alone():
 
 @pytest.mark.parametrize(("name", "early", "late"), [
     ("tomesd-early-and-late-0.75-then-0.35", variants.tomesd(0.75), variants.tomesd(0.35)),
-    ("downsample-early-and-late-8x8-then-2x2", variants.engine(
-        {"method": "downsample", "sx": 8, "sy": 8, "proportional": False}), VARIANTS["downsample-2x2"].put_on),
+    ("downsample-early-and-late-8x8-then-2x2", variants.reference(Recipe(coarse=8)), VARIANTS["downsample-2x2"].put_on),
 ])  # fmt: skip
 def test_a_schedule_is_its_early_method_down_to_half_time_and_then_its_late_one(name, early, late):
     unet = small_model("sd").unet

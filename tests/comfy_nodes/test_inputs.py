@@ -121,9 +121,6 @@ def test_what_a_link_may_bring_stops_no_queue_and_is_named_in_one_line(server, v
 
 
 @pytest.mark.parametrize(("values", "left", "words"), [
-    ({"method": "downsample", "merge_what": "q+k+v"}, "merge_what", "use merge_what='k+v'"),
-    ({"method": "downsample", "merge_crossattn": True}, "merge_crossattn", "keeps every query"),
-    ({"method": "downsample", "early_ratio": 0.9}, "early_ratio", "leave it at -1"),
     ({"proportional": False, "refine": 2}, "refine", "refine=2 may leave groups without tokens"),
     ({"sx": 3, "ratio": 1.5}, "ratio", "ratio=1.5 is out of range"),
     ({"sx": 3, "level": ["7", 0]}, "level", "use one of automatic"),
@@ -176,7 +173,7 @@ def test_choices_ranges_defaults_steps_and_tooltips_are_the_engines_and_none_nee
         setting = settings[name]
         if "shown" in setting:
             assert kind == [*setting["shown"]]
-            assert facts["tooltip"] == setting["help"] and facts["default"] == setting["shown"][0] == "automatic"
+            assert facts["tooltip"] == setting["help"] and facts["default"] == setting["shown"][0]
             continue
         if name == "early_ratio":  # a number that can be left open: -1, which is below its range
             assert facts["default"] == facts["min"] == -1 and facts["tooltip"] == f"{setting['help']} -1 is the same."

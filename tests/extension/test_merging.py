@@ -42,7 +42,7 @@ def passes(webui, p):
                  for hires in (False, True))  # fmt: skip
 
 
-ZERO = {"enabled": True, "strength": 0, "method": "downsample", "only_if_it_pays": False}  # whatever is set besides
+ZERO = {"enabled": True, "strength": 0, "method": "cluster", "only_if_it_pays": False}  # whatever is set besides
 NOTHING = [(False,), (ZERO,), (True, 0.0), (True, 0), (custom(0.0),), (True, 9.0)]
 
 

@@ -79,10 +79,9 @@ def test_wrong_arguments_are_told_and_the_picture_is_unmerged(webui, case):
 
 
 def test_what_does_not_go_together_is_left_out_with_a_sentence_and_the_rest_merges(webui):
-    done = webui.job({**FREE, "method": "downsample", "sx": float("inf"), "keep": "long"})
+    done = webui.job({**FREE, "method": "cluster", "sx": float("inf"), "keep": "long"})
     assert "left out: sx=inf" in done.comments and "left out: keep='long'" in done.comments
-    assert "early_ratio" not in done.comments, "nobody asked for that"
-    assert done.infotexts == ["ToMe: 0.5; method=downsample; early_ratio=-1.0; only_if_it_pays=False"]
+    assert done.infotexts == ["ToMe: 0.5; method=cluster; only_if_it_pays=False"]
     both = webui.job({**FREE, "start": 0.8, "end": 0.2})
     assert "left out: start=0.8 lies after end=0.2" in both.comments and report(both)["merged"]
 

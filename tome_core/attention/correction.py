@@ -73,7 +73,7 @@ def fit_correction(q: Tensor, made: Pair, plan: MergePlan, heads: int, scale: fl
     """
     with without_autocast(q):
         keys, values = (one.to(q.dtype) for one in made)
-        *pair, exact = plan.merge_pair(keys, values)
+        *pair, exact = plan.merge_pair(keys, values, exact=True)
         sums = _sums_by_kernel(keys, values, exact, plan, heads, scale)
         if sums is not None and sums.shape[3] <= kernels.RIDGE_WIDEST and not kernels.needs_gradient(q):
             answers = kernels.answer_few(q, keys, values, *pair, plan.logits_in(q.dtype), heads, scale)
@@ -96,7 +96,7 @@ def fit_correction(q: Tensor, made: Pair, plan: MergePlan, heads: int, scale: fl
 
 def first_order(made: Pair, plan: MergePlan, heads: int, scale: float) -> Tensor:
     """``C^T``: ``[B, H, d, d]``, float32 at least. made, scale: as in `fit_correction`."""
-    means = plan.merge_pair(*made)[2]
+    means = plan.merge_pair(*made, exact=True)[2]
     sums = _sums_by_kernel(*made, means, plan, heads, scale)
     return _first_order(*made, means, plan, heads, scale) if sums is None else _add_up(sums, heads)
 

@@ -18,7 +18,7 @@ import torch
 
 from ..merging import kernels
 from ..merging.grid import Layout, reuse, tokens_in
-from ..merging.plan import MergeMode, MergePlan
+from ..merging.plan import MergePlan
 from .correction import Correction, Pair, fit_correction, pick_asked
 
 BIAS, OWN_BIAS, UNSIZED = "bias", "bias, by torch's own function", "without sizes"
@@ -46,11 +46,10 @@ class Attention(NamedTuple):
 class Merge(NamedTuple):
     """How the keys and values of an attention merge.
 
-    proportional: sizes count. mode: see `MergePlan.merge`. queries: they merge by the same plan.
+    proportional: sizes count. queries: they merge by the same plan.
     """
 
     plan: MergePlan
-    mode: MergeMode = "mean"
     proportional: bool = True
     queries: bool = False
     correction: Correction | None = None
@@ -68,15 +67,15 @@ def attend(attention: Attention, how: Merge, made: Pair | None = None) -> tuple[
         The output ``[B, S, H, d]``; `BIAS`, `OWN_BIAS`, or `UNSIZED`.
     """
     q, k, v, function, scale, takes_bias = attention
-    plan, mode, heads = how.plan, how.mode, k.shape[2]
+    plan, batch, heads = how.plan, k.shape[0], k.shape[2]
     if made is None and (k.device.type in kernels.DEVICES or k.numel() * 4 <= _AT_ONCE):
-        made = plan.merge_both(k.flatten(2), v.flatten(2), mode)
+        made = plan.merge_pair(k.flatten(2), v.flatten(2))[:2]
     if made is not None:
-        k, v = made[0].unflatten(2, (heads, -1)), made[1].unflatten(2, (heads, -1))
+        k, v = (one.view(batch, plan.num_groups, heads, -1) for one in made)
     else:
-        k, v = merge(k, plan, mode), merge(v, plan, mode)
+        k, v = merge(k, plan), merge(v, plan)
     if how.queries:
-        q = merge(q, plan, mode)
+        q = merge(q, plan)
     if not how.proportional:
         out, way = function(q, k, v, None), UNSIZED
     else:
@@ -132,9 +131,9 @@ def pick_asked_in(layout: Layout, tokens: int, width: int, device: torch.device)
     return (torch.cat([places[0] + layout.first, others]),)
 
 
-def merge(x: torch.Tensor, plan: MergePlan, mode: MergeMode = "mean") -> torch.Tensor:
+def merge(x: torch.Tensor, plan: MergePlan) -> torch.Tensor:
     """``[B, S, H, d]`` to ``[B, G, H, d]``."""
-    parts = (plan.merge(x[:, :, a:b].flatten(2), mode).unflatten(2, (b - a, -1)) for a, b in _some_heads(x))
+    parts = (plan.merge(x[:, :, a:b].flatten(2)).unflatten(2, (b - a, -1)) for a, b in _some_heads(x))
     return _join(list(parts), 2)
 
 

@@ -13,9 +13,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ..merging.grid import Grid, Layout
-from ..merging.methods import METHODS
-from ..merging.plan import MergeMode
-from ..settings.config import MergeRule
 from ..settings.schedule import LevelRules
 from .plan_cache import KeptPlans
 
@@ -60,14 +57,6 @@ class Call:
     reached: int = 0
 
 
-class Latents(NamedTuple):
-    """What a call of a UNet was given, without its values."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-
 class MergeMap(NamedTuple):
     """What one attention merged, to be looked at. group: int64 ``[B or 1, N]`` on the CPU, the group of each token."""
 
@@ -76,29 +65,8 @@ class MergeMap(NamedTuple):
     num_groups: int
 
 
-class Merging(NamedTuple):
-    """How one part of a block merges by a rule.
-
-    queries: they merge with the keys and values. mode: see `MergePlan.merge`. proportional: by proportional attention.
-    """
-
-    rule: MergeRule
-    queries: bool
-    mode: MergeMode
-    proportional: bool
-
-
-class Decision(NamedTuple):
-    """How each part of a block merges, None if it does not. why_not: if no part does, the reason, else ""."""
-
-    attn: Merging | None
-    crossattn: Merging | None
-    mlp: Merging | None
-    why_not: str = ""
-
-
-def decide(rules: LevelRules, why_off: str, tokens: int, device: str) -> Decision:
-    """Of the rules in force, those that pay at this size.
+def decide(rules: LevelRules, why_off: str, tokens: int, device: str) -> tuple[LevelRules, str]:
+    """Of the rules in force, those that pay at this size; and why there are none, "" if there are.
 
     Args:
         why_off: the reason if no rule is in force.
@@ -106,19 +74,10 @@ def decide(rules: LevelRules, why_off: str, tokens: int, device: str) -> Decisio
         device: its type ("cpu", "cuda", ...).
     """
     if not any(rules):
-        return Decision(None, None, None, why_off)
+        return rules, why_off
     pays = tokens >= _LEAST.get(device, _LEAST_ELSEWHERE)
-    found = [_how(rule) if rule and (pays or not rule.only_if_it_pays) else None for rule in rules]
-    return Decision(*found, "" if any(found) else "so few tokens that merging would not pay")
-
-
-def _how(rule: MergeRule) -> Merging:
-    return Merging(rule, rule.effective_side == "qkv", METHODS[rule.method].mode, rule.is_proportional)
-
-
-def is_as_tomesd(rule: MergeRule) -> bool:
-    """Does self-attention merge tomesd's way: queries, keys and values together, without sizes?"""
-    return rule.effective_side == "qkv" and not rule.is_proportional
+    found = LevelRules(*(rule if rule and (pays or not rule.only_if_it_pays) else None for rule in rules))
+    return found, "" if any(found) else "so few tokens that merging would not pay"
 
 
 def is_host_bound(

@@ -20,20 +20,6 @@ from ..merging.plan import MergePlan
 from ..settings.config import MergeRule
 
 
-class JoinedPlan(MergePlan):
-    """A plan of a whole sequence. counts: the groups of a window, for each run of equal windows, in their order."""
-
-    counts: tuple[int, ...] = ()
-
-    def repeat(self, times: int) -> MergePlan:
-        """As of every plan."""
-        found = super().repeat(times)
-        if found is not self:
-            found = JoinedPlan(found.group, found.num_groups, found.representative)
-            found.counts = self.counts
-        return found
-
-
 def match(
     k: torch.Tensor, v: torch.Tensor, layout: Layout, rule: MergeRule, draw: Draw | None = None,
     old: MergePlan | None = None,
@@ -51,7 +37,7 @@ def match(
     """
     by_distance, method, before = rule.metric in BY_DISTANCE, METHODS[rule.method], layout.first
     tokens, parts, counts = k.shape[1], [], []
-    known = iter(() if old is None else getattr(old, "counts", (old.num_groups,)))
+    known = iter(() if old is None else old.counts or (old.num_groups,))
     for grid, run in groupby(windows(layout.grid), itemgetter(1)):
         starts = [start for start, _ in run]
         times, size = len(starts), grid.height * grid.width
@@ -104,34 +90,23 @@ def _part(old: MergePlan, places: slice, before: int, times: int, groups: int, x
 
 def _side_by_side(plan: MergePlan, times: int) -> MergePlan:
     """One plan of windows that are samples of another."""
-
-    def join(numbers: torch.Tensor, step: int) -> torch.Tensor:
-        rows = numbers.expand(times, -1) if len(numbers) == 1 else numbers
-        return (rows.unflatten(0, (-1, times)) + _offsets(times, step, numbers.device)).flatten(1)
-
-    picked = plan.representative
-    picked = None if picked is None else join(picked, plan.num_tokens)
-    return MergePlan(join(plan.group, plan.num_groups), times * plan.num_groups, picked)
+    group = plan.group.expand(times, -1) if len(plan.group) == 1 else plan.group
+    group = group.unflatten(0, (-1, times)) + _offsets(times, plan.num_groups, group.device)
+    return MergePlan(group.flatten(1), times * plan.num_groups)
 
 
 def _offsets(times: int, step: int, device: torch.device) -> torch.Tensor:
     return torch.arange(0, times * step, step, device=device)[:, None]
 
 
-def _join(parts: list[MergePlan], layout: Layout, tokens: int, counts: tuple[int, ...]) -> JoinedPlan:
+def _join(parts: list[MergePlan], layout: Layout, tokens: int, counts: tuple[int, ...]) -> MergePlan:
     """One plan of the sequence: tokens before the picture, the windows' groups, tokens behind it."""
-    group, rows = parts[0].group, max(part.group.shape[0] for part in parts)
-    numbers = torch.arange(tokens, device=group.device).expand(rows, -1)
-    last = layout.first + tokens_in(layout)
-    picked = all(part.representative is not None for part in parts)
-    groups, chosen = [numbers[:, : layout.first]], [numbers[:, : layout.first]]
-    before, start = layout.first, layout.first
+    first, rows = layout.first, max(len(part.group) for part in parts)
+    last, before = first + tokens_in(layout), first
+    numbers = torch.arange(tokens, device=parts[0].group.device).expand(rows, -1)
+    groups = [numbers[:, :first]]
     for part in parts:
         groups.append((part.group + before).expand(rows, -1))
-        chosen += [(part.representative + start).expand(rows, -1)] if picked else []
-        before, start = before + part.num_groups, start + part.num_tokens
+        before += part.num_groups
     groups.append(numbers[:, last:] - last + before)
-    chosen.append(numbers[:, last:])
-    plan = JoinedPlan(torch.cat(groups, 1), before + tokens - last, torch.cat(chosen, 1) if picked else None)
-    plan.counts = counts
-    return plan
+    return MergePlan(torch.cat(groups, 1), before + tokens - last, counts)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -19,13 +20,13 @@ from ..attention.merged import Attention, Merge, attend, correction_of
 from ..merging import kernels
 from ..merging.grid import Draw, Grid, Layout
 from ..merging.methods import METHODS, MatchOptions
-from ..merging.plan import MergeMode, MergePlan
+from ..merging.plan import MergePlan
 from ..reporting.gains import PIXELS
 from ..reporting.ledger import NO_GRID, OTHER_PARTS, TOO_SMALL, Ledger, LevelTally
-from ..reporting.report import Report, make_report
+from ..reporting.report import Report
 from ..settings.config import MergeConfig, MergeRule, describe, notes_on
-from ..settings.schedule import NoiseSchedule, ever_merges
-from .decision import Call, Decision, Latents, MergeMap, Merging, decide
+from ..settings.schedule import LevelRules, NoiseSchedule, ever_merges
+from .decision import Call, MergeMap, decide
 from .match import match
 from .plan_cache import Plans
 from .time import Clock, ModelTime
@@ -35,7 +36,7 @@ class State:
     """Settings in force on one model. It holds no module.
 
     ever_merges: there is a rule that merges at some time, whatever the picture's size. wants_time: something hangs on
-    the time of a call. latest: what the latest call that was counted was given.
+    the time of a call. latest: of the latest call of a picture, as the arguments of `Measured.measure` for others.
 
     Args:
         config: the settings.
@@ -52,16 +53,18 @@ class State:
         downsamples = [one.downsample for one in levels]
         self.clock = Clock(config, downsamples, schedule)
         self.knows_schedule = schedule is not None
-        self._covered = [ever_merges(self.clock.rules, level, down) for level, down in enumerate(downsamples)]
-        self.ever_merges = any(self._covered)
-        self.ledger = Ledger(list(levels), notes_on(config, self._covered, downsamples))
+        for number, level in enumerate(levels):
+            level.level, level.covered = number, ever_merges(self.clock.rules, number, level.downsample)
+        self.ever_merges = any(level.covered for level in levels)
+        self.ledger = Ledger(list(levels), notes_on(config, self.ever_merges, downsamples))
         self.time = ModelTime(self.clock, any(rule.keep for rule in self.clock.rules))
         self.wants_time = self.time.is_wanted
         self._uses_pixels = any(rule.min_pixels for rule in self.clock.rules)
         self.pays: Any = None  # says whether merging pays, see `measuring.pays`
-        self.latest: Latents | None = None
+        self.latest: dict[str, Any] | None = None
         self._maps: dict[int, MergeMap] | None = None  # on their device: fetching would wait
-        self._decisions: dict[tuple, Decision] = {}  # rules are known by their id, and the clock keeps them
+        # rules that pay, and why there are none; they are known by their id, and the clock keeps them
+        self._decisions: dict[tuple, tuple[LevelRules, str]] = {}
 
     # --- the seam -----------------------------------------------------------------------------------------------------
 
@@ -75,11 +78,13 @@ class State:
                 their order tells them apart.
         """
         if _is_mapped():
-            why_off = ("torch.vmap maps over the call",) * len(self._covered)
+            why_off = ("torch.vmap maps over the call",) * len(self.ledger.levels)
             return Call(self, timestep, self.clock.for_pixels(()), why_off)
         self.ledger.calls += 1
         if torch.is_tensor(latent) and latent.dim() == 4:
-            self.latest = Latents(latent.shape, latent.dtype, latent.device)
+            batch, _, height, width = latent.shape
+            self.latest = {"height": height * PIXELS, "width": width * PIXELS, "batch": batch, "dtype": latent.dtype,
+                           "device": latent.device}  # fmt: skip
         now, kept = self.time.next_call(timestep, latent, called)
         rules, why_off = now.rules, now.why_off
         if self._uses_pixels and torch.is_tensor(latent) and latent.dim() in (4, 5):
@@ -107,13 +112,10 @@ class State:
         q = attention.q
         batch, tokens = q.shape[:2]
         turn = call.turns[name] = call.turns.get(name, -1) + 1
-        grid, rules = layout.grid, call.rules[level]
-        picture = grid.height * grid.width
-        decision = self._decisions.get((id(rules), call.why_off[level], picture, q.device))
-        if decision is None:
-            decision = self.decide(call, level, picture, q.device)
-        merging, why = decision.attn, decision.why_not
-        if merging is None:
+        picture = layout.grid.height * layout.grid.width
+        rules, why = self.decide(call, level, picture, q.device)
+        rule = rules.attn
+        if rule is None:
             why = why or OTHER_PARTS
         elif layout.first + picture > tokens or attention.k.shape[1] != tokens:
             why = NO_GRID
@@ -122,19 +124,19 @@ class State:
         if why:
             self.ledger.skip(call, level, "attn", why, batch * tokens * tokens)
             return None
-        kept, rule, key, merged = call.kept, merging.rule, ((name, turn), batch, layout, tokens), None
+        kept, key, merged = call.kept, ((name, turn), batch, layout, tokens), None
         plans = None if kept is None or not rule.keep else kept.plans.get((kept.ordinal, *key))
         is_own = plans is not None and plans.rule is rule and plans.device == q.device
         if not is_own or abs(plans.timestep - kept.timestep) > rule.keep:
-            plans, merged = self._match(call, key, level, layout, attention, merging)
+            plans, merged = self._match(call, key, level, layout, attention, rule)
         plan = plans.plan
         if plan is None:
             self.ledger.skip(call, level, "attn", TOO_SMALL, batch * tokens * tokens)
             return None
-        how = Merge(plan, merging.mode, merging.proportional, merging.queries, plans.correction)
-        out, way = attend(attention, how, merged)
-        left = (plan.num_groups if merging.queries else tokens, plan.num_groups)
-        self.ledger.merge(call, level, "attn", (batch, tokens, tokens), left, way if merging.proportional else "")
+        queries = rule.side == "qkv"
+        out, way = attend(attention, Merge(plan, rule.proportional, queries, plans.correction), merged)
+        left = (plan.num_groups if queries else tokens, plan.num_groups)
+        self.ledger.merge(call, level, "attn", (batch, tokens, tokens), left, way if rule.proportional else "")
         if self._maps is not None:
             self._keep_map(level, layout, plan)
         return out
@@ -155,16 +157,15 @@ class State:
         Returns:
             As `attend`.
         """
-        decision = self.decide(call, level, grid.height * grid.width, x.device)
-        merging, why, plan = getattr(decision, part), decision.why_not, None
-        if merging is None:
+        rules, why = self.decide(call, level, grid.height * grid.width, x.device)
+        rule, plan = getattr(rules, part), None
+        if rule is None:
             why = why or (OTHER_PARTS if part == "attn" else "")
         else:
-            key = id(merging.rule)
-            if key not in plans:
-                plans[key] = self._match_input(call, name, level, grid, x, merging.rule)
-            plan = plans[key]
-            out, why = (None, TOO_SMALL) if plan is None else _run_merged(function, x, plan, merging.mode)
+            if id(rule) not in plans:
+                plans[id(rule)] = self._match_input(call, name, level, grid, x, rule)
+            plan = plans[id(rule)]
+            out, why = (None, TOO_SMALL) if plan is None else _run_merged(function, x, plan)
         if why:
             self.leave_alone(call, level, why, x.shape[0], x.shape[1], x.shape[1], part)
         if why or plan is None:
@@ -175,13 +176,17 @@ class State:
             self._keep_map(level, Layout(grid), plan)
         return out
 
-    def decide(self, call: Call, level: int, tokens: int, device: torch.device) -> Decision:
-        """How the parts of a block merge in this call; tokens: of the picture in this level."""
+    def decide(self, call: Call, level: int, tokens: int, device: torch.device) -> tuple[LevelRules, str]:
+        """The rules by which the parts of a block merge in this call; and why there are none, "" if there are.
+
+        tokens: of the picture in this level.
+        """
         rules, why_off = call.rules[level], call.why_off[level]
         key = (id(rules), why_off, tokens, device)
-        if key not in self._decisions:
-            self._decisions[key] = decide(rules, why_off, tokens, device.type)
-        return self._decisions[key]
+        found = self._decisions.get(key)
+        if found is None:
+            found = self._decisions[key] = decide(rules, why_off, tokens, device.type)
+        return found
 
     def leave_alone(
         self, call: Call | None, level: int, why: str, batch: int, queries: int, keys: int, part: str = "attn"
@@ -190,14 +195,14 @@ class State:
         self.ledger.skip(call, level, part, why, batch * queries * keys if part == "attn" else 0)
 
     def _match(
-        self, call: Call, key: tuple, level: int, layout: Layout, attention: Attention, merging: Merging
+        self, call: Call, key: tuple, level: int, layout: Layout, attention: Attention, rule: MergeRule
     ) -> tuple[Plans, Pair | None]:
         """A new match, or one renewed; and merged keys and values ``[B, G, H*d]``, if the correction has made them.
 
         The match of one copy of the latents serves all of them, in this call and in others at its time, because
         guidance multiplies how differently merging has changed its two predictions.
         """
-        (q, k, v), rule, (name, batch, *where) = attention[:3], merging.rule, key
+        (q, k, v), (name, batch, *where) = attention[:3], key
         kept = call.kept if rule.keep else None
         copies, matched, place = 1, 0, ("alone", kept and kept.ordinal)
         if kept is not None and kept.shared is not None and batch % kept.shared[0] == 0:  # not of a piece of the batch
@@ -311,7 +316,9 @@ class State:
     def report(self) -> Report:
         """What was merged so far, where, and what was skipped and why."""
         gains = () if self.pays is None else tuple(self.pays.used)
-        return make_report(self.ledger, self._covered, describe(self.config), self.is_installed, kernels.notes(), gains)
+        ledger, notes = self.ledger, (*self.ledger.notes, *kernels.notes())
+        levels = tuple(deepcopy(ledger.levels))
+        return Report(self.is_installed, describe(self.config), ledger.calls, levels, notes, gains)
 
 
 def _check_time(name: str, value: float | None, most: float = math.inf) -> None:
@@ -344,12 +351,10 @@ def _draw(call: Call, level: int, rule: MergeRule, x: torch.Tensor) -> Draw | No
     return Draw(rule.seed, level, time)
 
 
-def _run_merged(
-    function: Callable, x: torch.Tensor, plan: MergePlan, mode: MergeMode
-) -> tuple[torch.Tensor | None, str]:
+def _run_merged(function: Callable, x: torch.Tensor, plan: MergePlan) -> tuple[torch.Tensor | None, str]:
     """The output of a part that is called with merged tokens, unmerged; or why it cannot be."""
     try:
-        out = function(lambda one: plan.merge(one, mode))
+        out = function(plan.merge)
     except (MemoryError, torch.cuda.OutOfMemoryError):
         raise
     except Exception:

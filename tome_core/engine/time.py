@@ -23,7 +23,6 @@ from .plan_cache import Guidance, KeptPlans, Sampling
 WHOLE_FROM = 850.0
 FEW = 8  # steps up to which half a step weighs too much to be rounded away
 _ALL = 1000.0  # timesteps of a schedule
-_LONGEST = 4096  # a longer tensor is no schedule
 
 
 class InForce(NamedTuple):
@@ -176,12 +175,12 @@ class ModelTime:
         self._is_given = False
         self._sampling = Sampling()  # the one that `set` named
         self._timesteps: Sequence[float] | None = None  # of its steps
-        self._mine = Pictures()
+        self._mine = Samplings()
 
     @property
     def is_sampling(self) -> bool:
         """Is a picture being made that a host has named, or that this thread has begun?"""
-        return bool(self._mine.samplings) or self._sampling.name is not None
+        return bool(self._mine.begun) or self._sampling.name is not None
 
     def set(
         self, percent: float | None, timestep: float | None, sigma: float | None, sampling: Hashable = None,
@@ -211,7 +210,7 @@ class ModelTime:
             continues: it goes on with a picture that was begun elsewhere, whose steps belong to a whole one.
         """
         sampling = Sampling(guidance_of, self.clock.boundary_in(timesteps or ()), continues or timesteps is not None)
-        samplings = self._mine.samplings
+        samplings = self._mine.begun
         for outer in samplings:
             outer.set(None, None)
         samplings.append(sampling)
@@ -228,18 +227,18 @@ class ModelTime:
         now, keeps = self.now, self.keeps and not torch.is_grad_enabled()  # a backward pass would meet later plans
         if self.is_wanted and not self._is_given:
             now = self._look_at(timestep)
-        sampling = self._sampling if self._is_given else self._mine.sampling
+        sampling = self._sampling if self._is_given else self._mine.latest
         return now, sampling.next_call(latent, called) if keeps and sampling is not None else None
 
     def forget(self) -> None:
         """Let go of what was kept of pictures."""
-        for one in (self._sampling, *self._mine.samplings):
+        for one in (self._sampling, *self._mine.begun):
             one.set(None, None)
-        self._mine = Pictures()
+        self._mine = Samplings()
 
     def _look_at(self, timestep: Any) -> InForce:
         """The rules at the time of this call, from its place in the scheduler's timesteps, or by waiting for it."""
-        sampling, step = self._mine.sampling, self._look(timestep)
+        sampling, step = self._mine.latest, self._look(timestep)
         if step is None and (self.clock.limited or (sampling is not None and self.keeps)):
             step = self._read(timestep)
         if sampling is not None:
@@ -250,14 +249,14 @@ class ModelTime:
 
     def _look(self, timestep: Any) -> Time | None:
         """An element of the scheduler's timesteps; the first one in a sampling tells which steps it has."""
-        step = None if self.noise is None else self._mine.look(timestep, self.noise.steps_of)
-        if step is not None:
-            self._note_steps(self._mine.meanings[timestep.storage_offset() :])
-        return step
+        steps = [] if self.noise is None else self.noise.look(timestep)
+        if steps:
+            self._note_steps(steps)
+        return steps[0] if steps else None
 
     def _note_steps(self, steps: Sequence[Time]) -> None:
         """Of this thread's sampling, from its first call on."""
-        sampling = self._mine.sampling
+        sampling = self._mine.latest
         if sampling is not None and not sampling.is_known:
             sampling.boundary, sampling.is_known = self.clock.boundary_in([one.timestep for one in steps]), True
 
@@ -278,38 +277,16 @@ class ModelTime:
         return steps[0]
 
 
-class Pictures(threading.local):
-    """What each thread knows of the picture it makes: pipelines that share a UNet may run at once.
-
-    It tells what a step's timestep stands for without waiting for the device, by its place in the schedule. Pipelines
-    hand around views of their scheduler's timesteps, which are brought to the CPU once for a picture, and held, so that
-    no other tensor comes to lie where they are. meanings: of all of them, in order.
-    """
+class Samplings(threading.local):
+    """Those that a thread has begun, the latest last: pipelines that share a UNet may run at once."""
 
     def __init__(self) -> None:
-        self.samplings: list[Sampling] = []  # that this thread has begun, the latest last
-        self.meanings: list[Any] = []
-        self._steps: torch.Tensor | None = None
-        self._key: tuple | None = None
+        self.begun: list[Sampling] = []
 
     @property
-    def sampling(self) -> Sampling | None:
-        """The latest one."""
-        return self.samplings[-1] if self.samplings else None
-
-    def look(self, timestep: Any, meanings: Callable[[list[float]], list[Any]]) -> Any | None:
-        """What the step means, by ``meanings`` of its whole schedule, asked once; None for no element of a schedule."""
-        if type(timestep) is not torch.Tensor or timestep.is_meta or (timestep.numel() != 1 and any(timestep.stride())):
-            return None
-        storage = timestep.untyped_storage()
-        if not 1 < storage.nbytes() // timestep.element_size() <= _LONGEST:
-            return None
-        version = None if timestep.is_inference() else timestep._version  # tells whether somebody wrote into it
-        key = storage.data_ptr(), timestep.dtype, timestep.device, version
-        if key != self._key:
-            self._steps = torch.empty(0, dtype=timestep.dtype, device=timestep.device).set_(storage)
-            self.meanings, self._key = meanings(self._steps.tolist()), key
-        return self.meanings[timestep.storage_offset()]
+    def latest(self) -> Sampling | None:
+        """What this thread's calls belong to."""
+        return self.begun[-1] if self.begun else None
 
 
 def is_captured(x: Any) -> bool:

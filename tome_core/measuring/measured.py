@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..engine.decision import Latents, decide
+from ..engine.decision import decide
 from ..engine.state import State
 from ..models.unet_blocks import Place, is_compiled
 from ..models.wrap import wraps_on
@@ -100,11 +100,11 @@ class Measured(State):
         where it was called. brings_weights: the host brings each weight to its layer's call, wherever it lies.
         """
         latest, unet = self.latest, self.model
-        if latest is None or unet is None or self.gain_for(**_like(latest)) is not None:
+        if latest is None or unet is None or self.gain_for(**latest) is not None:
             return None
-        if not brings_weights and whereabouts(unet)[0] != latest.device:
+        if not brings_weights and whereabouts(unet)[0] != latest["device"]:
             return None
-        gain = self.measure(**_like(latest), clock=clock, told=told)
+        gain = self.measure(**latest, clock=clock, told=told)
         if self.pays is not None:
             self.pays.used[gain] = None  # the report is on calls like these
         return gain
@@ -143,10 +143,10 @@ class Measured(State):
                 rules, off = self.pays.apply(rules, off, latent, self.clock.apply_gate)
             for level, reach in enumerate(downsamples):
                 tokens = -(-latent.shape[2] // reach) * -(-latent.shape[3] // reach)
-                found = decide(rules[level], off[level], tokens, device.type)
-                if not found.why_not:
+                _, why_level = decide(rules[level], off[level], tokens, device.type)
+                if not why_level:
                     return ""
-                why = why or found.why_not
+                why = why or why_level
         return why
 
     def ask_whether_it_pays(self) -> None:
@@ -169,10 +169,3 @@ class Measured(State):
     def _block_sizes(self) -> tuple[tuple[int, int], ...]:
         """(down-sampling, channels) of each block."""
         return tuple((2**place.halvings, widths_of(place.block)[0]) for place in self._places)
-
-
-def _like(latest: Latents) -> dict[str, Any]:
-    """The arguments of `Measured.measure` for calls like this one."""
-    batch, _, height, width = latest.shape
-    return {"height": height * PIXELS, "width": width * PIXELS, "batch": batch, "dtype": latest.dtype,
-            "device": latest.device}  # fmt: skip

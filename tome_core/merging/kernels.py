@@ -157,22 +157,20 @@ def segments(group: torch.Tensor, num_groups: int, empty: float, dtype: torch.dt
 
 def place_tokens(
     score: torch.Tensor, index: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor, removed: int
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Groups ``[B, S + D]`` and representatives ``[B, S + D - removed]``, int64; None if it could not run.
+) -> torch.Tensor | None:
+    """Groups, int64 ``[B, S + D]``; None if it could not run.
 
     score: float32 ``[B, S]``, of the sources; the highest merge, of equal ones the first. index: int64 ``[B, S]``, the
     destination of each source. sources, destinations: their tokens, int64 ``[B or 1, S or D]``. Destinations are
     numbered first, then the sources that stay, from the highest score on. Every score is compared with all others.
     """
-    (batch, count), groups = index.shape, index.shape[1] + destinations.shape[1] - removed
+    batch, count = index.shape
     if count * count > _COMPARED_UP_TO or not available(index.device):
         return None
     group = torch.empty(batch, count + destinations.shape[1], dtype=torch.int64, device=index.device)
-    representative = torch.empty(batch, groups, dtype=torch.int64, device=index.device)
     score, index = score.contiguous(), index.contiguous()
     sources, destinations = (one.contiguous().expand(batch, -1) for one in (sources, destinations))
-    done = launch(index, "place_tokens", score, index, sources, destinations, removed, group, representative)
-    return (group, representative) if done else None
+    return group if launch(index, "place_tokens", score, index, sources, destinations, removed, group) else None
 
 
 def first_order(

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from . import kernels
 
-MergeMode = Literal["mean", "pick"]
 _WITHOUT_INDEX_ADD = ("privateuseone",)  # DirectML, which would add on the CPU; elsewhere scatter_add takes longer
 EMPTY_LOGIT = -1000.0  # of a group without tokens: its weight is 0 after the softmax, and no kernel meets an infinity
 
@@ -60,8 +59,7 @@ class MergePlan:
     group: int64 ``[B or 1, N]``, values in ``0..num_groups-1``; one row serves every sample of a batch.
         The values are not checked, because looking at them would stall a GPU.
     num_groups: number of groups ``G``, at least 1. Static: shapes never depend on the data.
-    representative: int64 ``[B or 1, G]``, the token that stands for each group in ``merge(x, "pick")``.
-        Without it the lowest token index of the group does.
+    counts: of a plan that was matched in windows, the groups of a window, for each run of equal windows in order.
 
     A group may be empty: its mean is 0, its size 0 and its key logit minus infinity.
 
@@ -71,22 +69,19 @@ class MergePlan:
     [2.0, 3.0]
     """
 
-    def __init__(self, group: torch.Tensor, num_groups: int, representative: torch.Tensor | None = None) -> None:
+    def __init__(self, group: torch.Tensor, num_groups: int, counts: tuple[int, ...] = ()) -> None:
         if group.dtype != torch.int64 or group.dim() != 2:
             raise ValueError(f"group is {group.dtype} {tuple(group.shape)}; it has to be int64 [B or 1, N]")
         if num_groups < 1:
             raise ValueError(f"num_groups is {num_groups}; it has to be at least 1")
-        if representative is not None and representative.shape[1] != num_groups:
-            raise ValueError(f"representative is {tuple(representative.shape)}; it has to be [B or 1, {num_groups}]")
-        self.group, self.num_groups, self.representative = group, num_groups, representative
+        self.group, self.num_groups, self.counts = group, num_groups, counts
         self.derived: dict[tuple, Any] = {}  # kept from its first use: one plan merges several tensors of one block
 
     def repeat(self, times: int) -> MergePlan:
         """The plan for so many copies of its samples, one after the other; itself where it serves any number."""
         if times == 1 or self.group.shape[0] == 1:
             return self
-        representative = None if self.representative is None else self.representative.repeat(times, 1)
-        return MergePlan(self.group.repeat(times, 1), self.num_groups, representative)
+        return MergePlan(self.group.repeat(times, 1), self.num_groups, self.counts)
 
     @property
     def num_tokens(self) -> int:
@@ -118,21 +113,16 @@ class MergePlan:
         exact = self._once(("logits", torch.float32), lambda: self.key_logits.clamp(min=EMPTY_LOGIT))
         return self._once(("logits", dtype), lambda: exact.to(dtype))
 
-    def merge(self, x: torch.Tensor, mode: MergeMode = "mean") -> torch.Tensor:
-        """Tokens to groups.
+    def merge(self, x: torch.Tensor) -> torch.Tensor:
+        """Tokens to groups: the mean of each group, summed in float32 (4,096 half precision sums lose three digits).
 
-        x: ``[B, N, C]``, any float dtype. ``mean``: the mean of each group, summed in float32 (4,096 half
-        precision sums lose three digits); ``pick``: the group's representative, unchanged.
-        Returns ``[B, G, C]`` in the dtype of ``x``. Differentiable. Equal inputs give equal bits.
+        x: ``[B, N, C]``, any float dtype. Returns ``[B, G, C]`` in the dtype of ``x``. Differentiable. Equal inputs
+        give equal bits.
         Law: ``merge(unmerge(y)) == y`` on every group that has a token.
         """
         rows, count = self.group.shape
         if x.dim() != 3 or x.shape[1] != count or rows not in (1, x.shape[0]):
             self._check(x, count, "tokens")
-        if mode == "pick":
-            return self._pick(x)
-        if mode != "mean":
-            raise ValueError(f"mode is {mode!r}; it has to be 'mean' or 'pick'")
         if x.device.type in kernels.DEVICES:
             means = self._means_by_kernel(x)
             if means is not None:
@@ -160,23 +150,19 @@ class MergePlan:
         means = self._means_by_kernel(x.detach(), bias=True)
         return None if means is None else (means.mean, means.bias)
 
-    def merge_pair(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The means of both ``[B, N, C]``, rounded to their dtype, and of the values as summed, float32 at least."""
-        means = self._means_by_kernel(keys, values)
-        if means is not None:
-            return means.mean, means.values, means.exact
-        of_keys, exact = map(self.merge, map(to_exact, (keys, values)))
-        return of_keys.to(keys.dtype), exact.to(values.dtype), exact
+    def merge_pair(
+        self, keys: torch.Tensor, values: torch.Tensor, exact: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """`merge` of two tensors of one shape and dtype, in one launch where there is a kernel.
 
-    def merge_both(
-        self, keys: torch.Tensor, values: torch.Tensor, mode: MergeMode = "mean"
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`merge` of two tensors of one shape and dtype, in one launch where there is a kernel."""
-        if mode == "mean" and keys.device.type in kernels.DEVICES:
-            means = self._means_by_kernel(keys, values, exact=False)
-            if means is not None:
-                return means.mean, means.values
-        return self.merge(keys, mode), self.merge(values, mode)
+        exact: the values' means as they were summed, in float32 at least, are the third result.
+        """
+        if keys.device.type in kernels.DEVICES and (means := self._means_by_kernel(keys, values, exact=exact)):
+            return means.mean, means.values, means.exact
+        if not exact:
+            return self.merge(keys), self.merge(values), None
+        means, summed = map(self.merge, map(to_exact, (keys, values)))
+        return means.to(keys.dtype), summed.to(values.dtype), summed
 
     def unmerge(self, y: torch.Tensor) -> torch.Tensor:
         """Groups back to tokens: every token gets its group's row.
@@ -251,13 +237,6 @@ class MergePlan:
             return (order + start).view(-1), torch.cat([offsets[:1], (offsets[1:] + start).view(-1)])
 
         return (order, offsets) if batch == self.group.shape[0] else self._once(("segments", batch), shifted)
-
-    def _pick(self, x: torch.Tensor) -> torch.Tensor:
-        if self.representative is not None:
-            return take_rows(x, self.representative)
-        order, offsets = self._sort()
-        first = order[offsets[:-1].clamp(max=order.shape[0] - 1)].view(-1, self.num_groups) % self.num_tokens
-        return take_rows(x, first).masked_fill(self.empty[..., None], 0)
 
 
 def _segments(group: torch.Tensor, num_groups: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -169,7 +169,7 @@ def _in_order(score):
 
 @triton.jit
 def _place(
-    score, index, sources, destinations, group, representative, count, cells, removed,
+    score, index, sources, destinations, group, count, cells, removed,
     score_sample, index_sample, sources_sample, destinations_sample, PLACES: tl.constexpr, OTHERS: tl.constexpr,
 ):  # fmt: skip
     """One program: some sources, which rank by how many others merge before them, or some destinations.
@@ -178,7 +178,7 @@ def _place(
     """
     sample = tl.program_id(1).to(tl.int64)
     place = tl.program_id(0) * PLACES + tl.arange(0, PLACES)
-    tokens, groups = count + cells, count + cells - removed
+    tokens = count + cells
     is_source = place < count
     own = _in_order(tl.load(score + sample * score_sample + place, mask=is_source, other=0.0))
     before = tl.zeros([PLACES, OTHERS], tl.int32)
@@ -194,12 +194,10 @@ def _place(
     theirs = tl.load(index + sample * index_sample + place, mask=merges, other=0)
     number = tl.where(merges, theirs, cells + rank - removed)
     tl.store(group + sample * tokens + token, number, mask=is_source)
-    tl.store(representative + sample * groups + number, token, mask=is_source & (rank >= removed))
     cell = place - count
     is_cell = (cell >= 0) & (cell < cells)
     token = tl.load(destinations + sample * destinations_sample + cell, mask=is_cell, other=0)
     tl.store(group + sample * tokens + token, cell.to(tl.int64), mask=is_cell)
-    tl.store(representative + sample * groups + cell, token, mask=is_cell)
 
 
 def best_keys(
@@ -249,11 +247,11 @@ def segments(
 
 def place_tokens(
     score: torch.Tensor, index: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor, removed: int,
-    group: torch.Tensor, representative: torch.Tensor,
+    group: torch.Tensor,
 ) -> None:  # fmt: skip
-    """See `kernels.place_tokens`; fills ``group`` and ``representative``."""
+    """See `kernels.place_tokens`; fills ``group``."""
     (batch, count), cells = index.shape, destinations.shape[1]
     _place[(triton.cdiv(count + cells, _PLACED), batch)](
-        score, index, sources, destinations, group, representative, count, cells, removed,
+        score, index, sources, destinations, group, count, cells, removed,
         score.stride(0), index.stride(0), sources.stride(0), destinations.stride(0), PLACES=_PLACED, OTHERS=_OTHERS,
     )  # fmt: skip

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ..compiling import is_tracing
-from ..engine.decision import Call, is_as_tomesd
+from ..engine.decision import Call
 from ..merging.grid import Grid, Layout
 from ..reporting.ledger import MASKED, NO_GRID, OF_OTHERS, REPLACED, LevelTally
 from .sites import CONTEXTS, MASKS, AttentionSite, ModelSite, named
@@ -198,7 +198,7 @@ class BlockAttentionSite(AttentionSite):
     """A self-attention of such a block: tomesd's way if the rule in force is tomesd's, else as every other."""
 
     def _merge(self, now: Call, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if not is_as_tomesd(now.rules[self.level].attn):
+        if not now.rules[self.level].attn.is_as_tomesd:
             return super()._merge(now, args, kwargs)
         if now.block is None:
             return self.original(*args, **kwargs)

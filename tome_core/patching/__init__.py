@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..engine.decision import is_as_tomesd
 from ..engine.plan_cache import Guidance
 from ..engine.time import ModelTime
 from ..measuring.measured import Measured
@@ -198,9 +197,9 @@ class Patch(Measured):
         self._models = [weakref.ref(one) for one in models]
         self.adapter = adapter or adapter_of(models[0])
         super().__init__(config, self.adapter.tallies(), schedule)
-        self._levels = {level for level, covered in enumerate(self._covered) if covered}
+        self._levels = {level.level for level in self.ledger.levels if level.covered}
         around = [rule for rule in self.clock.rules if not rule.is_off and (
-            rule.merge_crossattn or rule.merge_mlp or (rule.merge_attn and is_as_tomesd(rule)))]  # fmt: skip
+            rule.merge_crossattn or rule.merge_mlp or (rule.merge_attn and rule.is_as_tomesd))]  # fmt: skip
         reached = enumerate(self.adapter.downsamples)
         self._around = {level for level, down in reached if any(reaches(rule, level, down) for rule in around)}
         self._outside: list[Wrap] = []  # of a pipeline; they hold no module

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
 from .gains import Gain
-from .ledger import Counted, Ledger, LevelTally, PhaseReport
+from .ledger import Counted, LevelTally, PhaseReport
 
 FORMAT = 1  # of `Report.as_data`
 MOST_LINES = 10
@@ -120,16 +119,6 @@ class Report(Counted):
                *(note.removeprefix(_NOTHING_WILL) for note in self.notes if note.startswith(_NOTHING_WILL)),
                "no call counted yet"]  # fmt: skip
         return f"nothing merged: {why[0]}"
-
-
-def make_report(
-    ledger: Ledger, covered: list[bool], settings: tuple[str, ...], patched: bool, notes: tuple[str, ...] = (),
-    gains: tuple[Gain, ...] = (),
-) -> Report:  # fmt: skip
-    """The counts so far, as something that no longer changes. notes: beside the ledger's; gains: see `Report`."""
-    levels = tuple(replace(deepcopy(level), level=number, covered=covered[number])
-                   for number, level in enumerate(ledger.levels))  # fmt: skip
-    return Report(patched, settings, ledger.calls, levels, (*ledger.notes, *notes), gains)
 
 
 def percent(share: float) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any
 
 from ..merging.methods import METHODS
@@ -71,16 +72,15 @@ class MergeRule:
     )
     ratio: float = setting(
         0.5, "Ratio", "Share of tokens that are merged away. 0 is off. Bipartite matching can reach "
-        "1 - 1/(sx*sy); more is clamped and reported. Not used by downsample, where it follows from sx and sy. The "
-        "early ratio counts beside 0 as well.",
+        "1 - 1/(sx*sy); more is clamped and reported. The early ratio counts beside 0 as well.",
         minimum=0.0, maximum=1.0, step=0.05, place=0,
     )
     sx: int = setting(
-        2, "Stride x", "Width in tokens of the cell that keeps one destination; downsample: the factor.",
+        2, "Stride x", "Width in tokens of the cell that keeps one destination.",
         minimum=1, maximum=8, step=1, limit=_LARGEST_CELL, advanced=True, place=9,
     )
     sy: int = setting(
-        2, "Stride y", "Height in tokens of the cell that keeps one destination; downsample: the factor.",
+        2, "Stride y", "Height in tokens of the cell that keeps one destination.",
         minimum=1, maximum=8, step=1, limit=_LARGEST_CELL, advanced=True, place=10,
     )
     use_rand: bool = setting(
@@ -102,11 +102,9 @@ class MergeRule:
         False, "MLP", "Merge in the feed-forward layer as well. Costs much detail in late steps.", advanced=True,
         place=8,
     )
-    side: str | None = setting(
-        None, "Merge what", "What of self-attention is merged: q+k+v (queries, keys and values) or k+v (every query is "
-        "kept). Automatic is the method's own: k+v for downsample, else q+k+v.",
-        choices=(None, *SIDES), shown=("automatic", *("+".join(side) for side in SIDES)), advanced=True,
-        place=6, known_as="merge_what",
+    side: str = setting(
+        "qkv", "Merge what", "What of self-attention is merged: q+k+v (queries, keys and values) or k+v (all queries "
+        "are kept).", choices=SIDES, shown=tuple(map("+".join, SIDES)), advanced=True, place=6, known_as="merge_what",
     )
     max_downsample: int | None = setting(
         None, "Level", "Which resolutions of the UNet merge. Automatic is the finest that has attention: 64x64 tokens "
@@ -161,21 +159,9 @@ class MergeRule:
     def __post_init__(self) -> None:
         for item in fields(self):
             object.__setattr__(self, item.name, _check(item, getattr(self, item.name)))
-        method = METHODS[self.method]
-        if self.side is not None and self.side not in method.sides:
-            raise ValueError(f"side={self.side!r} is not possible with method={self.method!r}; use "
-                             + " or ".join(f"side={one!r}" for one in method.sides))
-        if method.mode == "pick" and (self.merge_crossattn or self.merge_mlp):
-            raise ValueError(f"method={self.method!r} keeps every query, so it cannot merge_crossattn or merge_mlp; "
-                             "set both to False, or add a second rule with another method")
         if self.refine and not self.proportional and self.merge_attn:
             raise ValueError(f"refine={self.refine!r} may leave groups without tokens, which needs proportional "
                              "attention; set proportional to True, or use refine=0")
-
-    @property
-    def effective_side(self) -> str:
-        """The side that is merged: the one given, else the method's own."""
-        return self.side or METHODS[self.method].sides[0]
 
     @property
     def ratio_cap(self) -> float:
@@ -184,27 +170,27 @@ class MergeRule:
 
     @property
     def effective_ratio(self) -> float:
-        """The ratio in force: clamped to the cap, or the one that follows from the cell size."""
-        return min(self.ratio, self.ratio_cap) if METHODS[self.method].uses_ratio else self.ratio_cap
+        """The ratio in force: clamped to the cap."""
+        return min(self.ratio, self.ratio_cap)
 
     @property
     def is_off(self) -> bool:
         """True where the rule can merge nothing."""
         return self.effective_ratio == 0 or not (self.merge_attn or self.merge_crossattn or self.merge_mlp)
 
-    @property
-    def is_proportional(self) -> bool:
-        """True where merged keys get proportional attention: not where all groups are alike."""
-        return self.proportional and METHODS[self.method].mode == "mean"
+    @cached_property
+    def is_as_tomesd(self) -> bool:
+        """True if self-attention merges tomesd's way: queries, keys and values together, without sizes."""
+        return self.side == "qkv" and not self.proportional
 
-    @property
+    @cached_property
     def corrects(self) -> bool:
         """True where merged keys and values get their correction, which needs those of all tokens.
 
         These are at hand where a match compares them; elsewhere making them pays where every query is kept.
         """
         at_hand = self.metric == "keys+values" and METHODS[self.method].compares
-        return self.correction and self.is_proportional and (self.effective_side == "kv" or at_hand)
+        return self.correction and self.proportional and (self.side == "kv" or at_hand)
 
     def holds_at(self, timestep: float | None) -> bool:
         """Is the timestep, of Stable Diffusion's schedule, inside the rule's limit? Unknown, it is inside of none."""
@@ -280,10 +266,6 @@ class MergeConfig:
         if self.start_percent > self.end_percent:
             raise ValueError(f"start_percent={self.start_percent!r} lies after end_percent={self.end_percent!r}; "
                              "swap them")
-        method = next((rule.method for rule in self.rules if not METHODS[rule.method].uses_ratio), None)
-        if self.early_ratio is not None and method is not None:
-            raise ValueError(f"early_ratio={self.early_ratio!r} is not used by method={method!r}, whose ratio follows "
-                             "from sx and sy; leave it at None")
 
     def value(self, name: str) -> Any:
         """A setting's value; of a rule's, the first one's. Raises AttributeError for what is no setting."""
@@ -333,7 +315,7 @@ def _early(config: MergeConfig, rule: MergeRule, downsamples: Sequence[int]) -> 
     if ratio is None or not rule.merge_attn or not reaches(rule, 0, downsamples[0]):
         return []
     cell = next((side for side in _EARLY_CELLS if ratio <= 1 - 1 / side**2), _EARLY_CELLS[-1])
-    refines = METHODS[rule.method].compares and rule.is_proportional and ratio >= _REFINED_FROM
+    refines = METHODS[rule.method].compares and rule.proportional and ratio >= _REFINED_FROM
     return [replace(
         rule, ratio=ratio, sx=max(rule.sx, cell), sy=max(rule.sy, cell), max_downsample=None, merge_crossattn=False,
         merge_mlp=False, min_timestep=max(config.early_until, rule.min_timestep or 0.0),
@@ -350,14 +332,14 @@ def describe(config: MergeConfig) -> tuple[str, ...]:
     return tuple(filter(None, said))
 
 
-def notes_on(config: MergeConfig, covered: list[bool], downsamples: list[int]) -> tuple[str, ...]:
-    """What is clamped, and that nothing merges. covered: by level, whether any rule merges there at some time."""
+def notes_on(config: MergeConfig, ever_merges: bool, downsamples: list[int]) -> tuple[str, ...]:
+    """What is clamped, and that nothing merges. ever_merges: some rule does, at some level and time."""
     notes = [f"ratio {rule.ratio:g} is over the cap {rule.ratio_cap:g} of cells {rule.sx}x{rule.sy} and was clamped; "
              "larger cells (sx, sy) allow more"
-             for rule in config.rules if METHODS[rule.method].uses_ratio and rule.ratio > rule.ratio_cap]  # fmt: skip
+             for rule in config.rules if rule.ratio > rule.ratio_cap]  # fmt: skip
     if config.early_ratio is not None and config.early_ratio > _HIGHEST_EARLY_RATIO:
         notes.append(f"early_ratio {config.early_ratio:g} is over the cap {_HIGHEST_EARLY_RATIO:g} and was clamped")
-    if not any(covered) and not config.is_off:
+    if not ever_merges and not config.is_off:
         have = ", ".join(f"/{d}" for d in downsamples)
         notes.append(f"nothing will merge: no rule reaches a level of this model, whose attention is at {have} of the "
                      "latent; leave max_downsample at None for the finest of them")

@@ -137,4 +137,4 @@ def _in_the_forms_words(text: str) -> str:
         text = re.sub(rf"\b{one.setting}=", f"{one.name}=", text)
         for choice, meaning in zip(one.choices, one.meanings, strict=True):
             text = text.replace(f"{one.name}={meaning!r}", f"{one.name}={choice!r}")
-    return text.replace("leave it at None", f"leave it at {UNSET:g}")
+    return text

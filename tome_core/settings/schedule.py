@@ -28,6 +28,8 @@ from .config import MergeConfig, MergeRule, reaches
 
 _DIGITS = 1  # of a timestep; float32 schedules are good to a hundredth
 _TINY = 1e-12
+_LONGEST = 4096  # a longer tensor is no schedule
+_MOST = 4  # schedules that are remembered
 
 
 def value_at(values: Sequence[float], place: float) -> float:
@@ -135,6 +137,7 @@ class SchedulerNoise:
     """What the steps of a pipeline's scheduler stand for. The pipeline is asked anew which scheduler it has."""
 
     def __init__(self, pipeline: Any) -> None:
+        self._seen: dict[tuple, tuple[torch.Tensor, list[Time]]] = {}
         try:
             self._pipeline: Callable[[], Any] = weakref.ref(pipeline)
         except TypeError:  # a class that allows none: its scheduler is the one it has now
@@ -152,6 +155,26 @@ class SchedulerNoise:
         own = own_schedule(scheduler) or STABLE_DIFFUSION
         return [Time(round(STABLE_DIFFUSION.timestep_of_sigma(sigma), _DIGITS),
                      own.percent_of(round(own.timestep_of_sigma(sigma), _DIGITS))) for sigma in sigmas]  # fmt: skip
+
+    def look(self, timestep: Any) -> list[Time]:
+        """The times of the steps from this one on; none if it is no element of a schedule.
+
+        By its place there, without waiting for the device. Pipelines hand around views of their scheduler's timesteps,
+        which are brought to the CPU once, and held, so that no other tensor comes to lie where they are.
+        """
+        if type(timestep) is not torch.Tensor or timestep.is_meta or (timestep.numel() != 1 and any(timestep.stride())):
+            return []
+        storage = timestep.untyped_storage()
+        if not 1 < storage.nbytes() // timestep.element_size() <= _LONGEST:
+            return []
+        version = None if timestep.is_inference() else timestep._version  # tells whether somebody wrote into it
+        key = storage.data_ptr(), timestep.dtype, timestep.device, version
+        known = self._seen.get(key)
+        if known is None:
+            steps = torch.empty(0, dtype=timestep.dtype, device=timestep.device).set_(storage)
+            known = steps, self.steps_of(steps.tolist())
+            self._seen = {**dict([*self._seen.items()][1 - _MOST :]), key: known}  # another thread may read the old one
+        return known[1][timestep.storage_offset() :]
 
     def steps_from(self, value: float) -> list[Time]:
         """The times of the scheduler's steps from this timestep on, found by its value; none if it has no such step."""

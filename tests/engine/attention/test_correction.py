@@ -224,7 +224,7 @@ def found(monkeypatch) -> list[Merge]:
     (MergeRule(**KV), True), (MergeRule(**KV, metric="keys+values", refine=1, sx=4, sy=4), True),
     (MergeRule(**KV, method="cluster"), True), (MergeRule(side="qkv", metric="keys+values"), True),
     (MergeRule(), False),
-    (MergeRule(**KV, proportional=False), False), (MergeRule(method="downsample", side="kv"), False),
+    (MergeRule(**KV, proportional=False), False),
     (MergeRule(**KV, correction=False), False),
 ])  # fmt: skip
 def test_it_is_made_where_merged_keys_know_their_sizes(rule: MergeRule, corrects: bool, found):

@@ -70,14 +70,15 @@ def test_each_window_is_renewed_from_its_own_plan(layout, batch):
     assert again.num_groups == plan.num_groups, "and renewed once more"
 
 
-def test_a_films_cells_reach_over_its_frames():
+def test_a_films_cells_reach_over_its_frames(monkeypatch):
     """Of two frames, two rows and four columns, if a rule's are of four by four."""
-    own = attention(FILM)
+    own, seen, plain = attention(FILM), [], METHODS["bipartite"].match
+    note = METHODS["bipartite"]._replace(match=lambda x, *args: seen.append(args) or plain(x, *args))
+    monkeypatch.setitem(METHODS, "bipartite", note)
     plan = match(own.k, own.v, FILM, replace(RULE, sx=4, sy=4, ratio=15 / 16))
-    place = plan.representative[0, FILM.first :] - FILM.first
-    assert len(place) == tokens_in(FILM) // 16
-    frame, row, column = place // 48, place % 48 // 12, place % 12
-    assert not (frame % 2).any() and not (row % 2).any() and not (column % 4).any() and row.any()
+    ((grid, options),) = seen  # windows of two frames, all at once
+    assert grid.frames == 2 and (options.st, options.sy, options.sx) == (2, 2, 4)
+    assert plan.num_groups - (plan.num_tokens - tokens_in(FILM)) == tokens_in(FILM) // 16
 
 
 def test_a_rule_that_removes_no_token_of_a_window_merges_nothing():

@@ -52,7 +52,7 @@ def test_a_match_serves_the_steps_that_are_near_in_time(state, work):
 
 
 @pytest.mark.parametrize(("settings", "second"), [
-    ({"refine": 0}, "match"), ({"method": "downsample", "sx": 2, "sy": 2}, "match"), ({}, "renew"),
+    ({"refine": 0}, "match"), ({"method": "cluster"}, "match"), ({}, "renew"),
 ])  # fmt: skip
 def test_an_old_match_is_renewed_if_the_rule_refines_it(work, settings, second):
     state = state_of(replace(KEPT, **settings), 1)
@@ -199,7 +199,7 @@ def test_a_loop_of_ones_own_says_where_a_picture_begins_and_ends(build, work):
         assert work == each * 2
         call(790)
         assert work == each * 3, "after its end nothing serves"
-        assert handle.time._mine.sampling is None
+        assert handle.time._mine.latest is None
 
 
 @on_either
@@ -222,7 +222,7 @@ def test_a_loop_that_breaks_off_forgets(build, work):
         with pytest.raises(KeyboardInterrupt), handle.sampling():
             call(900)
             raise KeyboardInterrupt
-        assert not handle.time._mine.samplings
+        assert not handle.time._mine.begun
         with handle.sampling():
             call(890)
     assert work == ["match"] * 2 * blocks(handle)
@@ -315,18 +315,18 @@ def test_a_picture_that_is_done_leaves_no_match_behind(pipe):
     counts = []
 
     def note(*_):
-        counts.append(len(handle.time._mine.sampling._plans))
+        counts.append(len(handle.time._mine.latest._plans))
         return {}
 
     with tome_core.patch(pipe, KEPT) as handle:
         for _ in range(2):  # the second with a scheduler that came after the patch
             pipe("a", num_inference_steps=4, output_type="latent", callback_on_step_end=note)
             shared = 2 * blocks(handle)  # what serves both halves, and the plan of the batch of both
-            assert counts == [shared] * 4 and handle.time._mine.sampling is None
+            assert counts == [shared] * 4 and handle.time._mine.latest is None
             counts.clear()
             pipe.scheduler = diffusers.DDIMScheduler.from_config(pipe.scheduler.config)
         pipe.unet(torch.randn(1, 4, 16, 16), torch.tensor(500), torch.randn(1, 7, 32))
-        assert handle.time._mine.sampling is None
+        assert handle.time._mine.latest is None
 
 
 # --- what a kept match costs ------------------------------------------------------------------------------------------

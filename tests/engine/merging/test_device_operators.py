@@ -25,7 +25,6 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ON_THE_CPU = {"cumprod"}  # of a picture's list of positions, which is read there
 OTHERS = {
     "as tomesd": MergeConfig(ratio=0.5, proportional=False, correction=False, merge_mlp=True),
-    "downsample": MergeConfig(method="downsample"),
     "cluster": MergeConfig(method="cluster", ratio=0.9, side="kv"),
 }
 

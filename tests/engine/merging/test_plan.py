@@ -57,24 +57,6 @@ def test_constants_survive_a_merge(case):
     assert torch.allclose(plan.unmerge(plan.merge(constant)), constant, atol=1e-7)
 
 
-@settings(deadline=None, max_examples=60)
-@given(plans())
-def test_pick_keeps_the_lowest_token_of_each_group(case):
-    plan, x = case
-    picked, group = plan.merge(x, "pick"), plan.group.expand(x.shape[0], -1)
-    for sample in range(x.shape[0]):
-        for number in range(plan.num_groups):
-            members = (group[sample] == number).nonzero().flatten().tolist()
-            expected = x[sample, members[0]] if members else torch.zeros(x.shape[2])
-            assert torch.equal(picked[sample, number], expected)
-
-
-def test_pick_prefers_the_named_representative():
-    plan = MergePlan(torch.tensor([[0, 0, 1, 1]]), 2, torch.tensor([[1, 3]]))
-    x = torch.arange(4.0).view(1, 4, 1)
-    assert plan.merge(x, "pick").flatten().tolist() == [1.0, 3.0]
-
-
 def test_an_empty_group_has_mean_zero_size_zero_and_key_logit_minus_infinity():
     plan = MergePlan(torch.tensor([[0, 0, 2]]), 3)
     assert plan.sizes.tolist() == [[2, 0, 1]]
@@ -95,7 +77,6 @@ def test_gradients_of_merge_and_unmerge_are_those_of_the_formula():
     x = torch.randn(2, 5, 3, dtype=torch.float64, requires_grad=True)
     y = torch.randn(2, 4, 3, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(plan.merge, (x,))
-    assert torch.autograd.gradcheck(lambda t: plan.merge(t, "pick"), (x,))
     assert torch.autograd.gradcheck(plan.unmerge, (y,))
 
 
@@ -129,10 +110,9 @@ def test_segments_of_as_many_groups_as_a_short_number_holds(groups):
 
 
 def test_a_plan_for_copies_is_that_of_each():
-    plan = MergePlan(torch.tensor([[0, 1, 1], [1, 0, 0]]), 2, torch.tensor([[0, 1], [2, 0]]))
+    plan = MergePlan(torch.tensor([[0, 1, 1], [1, 0, 0]]), 2)
     x = torch.randn(4, 3, 2)
-    for mode in ("mean", "pick"):
-        assert torch.equal(plan.repeat(2).merge(x, mode), torch.cat([plan.merge(half, mode) for half in x.chunk(2)]))
+    assert torch.equal(plan.repeat(2).merge(x), torch.cat([plan.merge(half) for half in x.chunk(2)]))
     assert plan.repeat(1) is plan
     alone = MergePlan(torch.tensor([[0, 1, 1]]), 2)
     assert alone.repeat(2) is alone, "one row serves any number"
@@ -158,7 +138,6 @@ PLAN, TWO = MergePlan(torch.tensor([[0, 1, 1, 0]]), 2), torch.zeros(2, 4, dtype=
     (lambda: MergePlan(TWO.float(), 2), "int64"), (lambda: MergePlan(TWO[0], 2), "[B or 1, N]"),
     (lambda: MergePlan(TWO, 0), "at least 1"), (lambda: PLAN.merge(torch.zeros(1, 5, 2)), "(1, 5, 2)"),
     (lambda: PLAN.unmerge(torch.zeros(1, 4, 2)), "(1, 4, 2)"),
-    (lambda: PLAN.merge(torch.zeros(1, 4, 2), "sum"), "'sum'"),
     (lambda: MergePlan(TWO, 2).merge(torch.zeros(3, 4, 2)), "(2, 4)"),
 ])  # fmt: skip
 def test_a_mistake_is_named_with_its_shape_or_value(build, telling):

@@ -58,7 +58,7 @@ def test_a_fault_leaves_nothing_patched(expected, kind: str, after: bool, error:
             fault = Fault(places(handle)[kind][number], error, after, at=0 if kind == "SamplingScope" else 1)
             picture(pipe)
         assert fault.gone() and is_idle(handle) and left_behind(pipe) == expected.before
-        assert not handle.time._mine.samplings
+        assert not handle.time._mine.begun
         assert torch.equal(picture(pipe), expected.plain)
         # the same handle, and a new one, merge as on a model that has seen nothing
         with handle:

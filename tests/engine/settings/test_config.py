@@ -10,7 +10,6 @@ import pytest
 
 import tome_core
 from tome_core import MergeConfig, MergeRule, describe_settings
-from tome_core.merging.methods import METHODS
 
 
 @pytest.mark.parametrize(
@@ -63,8 +62,7 @@ def test_a_threshold_has_no_upper_limit():
 
 
 @pytest.mark.parametrize("settings", [
-    {"method": "downsample", "side": "qkv"}, {"method": "downsample", "merge_mlp": True},
-    {"method": "downsample", "early_ratio": 0.5}, {"refine": 1, "proportional": False},
+    {"refine": 1, "proportional": False},
     {"start_percent": 0.8, "end_percent": 0.2},
 ])  # fmt: skip
 def test_settings_that_contradict_each_other_are_refused(settings):
@@ -127,16 +125,10 @@ def test_settings_are_frozen_and_compare_by_value():
 
 @pytest.mark.parametrize(("settings", "expected"), [
     ({"ratio": 0.9}, 0.75), ({"ratio": 0.9, "sx": 4, "sy": 4}, 0.9), ({"ratio": 1.0, "sx": 1, "sy": 1}, 0.0),
-    ({"ratio": 0.9, "method": "cluster"}, 0.9), ({"method": "downsample", "sx": 4, "sy": 2}, 0.875),
+    ({"ratio": 0.9, "method": "cluster"}, 0.9),
 ])  # fmt: skip
 def test_the_ratio_in_force_follows_from_method_and_cell(settings, expected):
     assert MergeRule(**settings).effective_ratio == pytest.approx(expected)
-
-
-def test_downsample_merges_keys_and_values_and_the_others_everything():
-    assert {name: MergeRule(method=name).effective_side for name in METHODS} == {
-        "bipartite": "qkv", "downsample": "kv", "cluster": "qkv", "cluster-similarity": "qkv",
-    }  # fmt: skip
 
 
 def test_every_setting_says_what_it_does():

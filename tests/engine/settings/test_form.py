@@ -83,9 +83,7 @@ def test_a_change_leaves_the_rest_of_a_config():
     ({"start": 0.8, "end": 0.2}, "start=0.8 lies after end=0.2; swap them"),
     ({"level": "up to /3"}, "level='up to /3' is not possible; use one of automatic, up to /1, up to /2, up to /4, up"),
     ({"level": ["7", 0]}, r"level=['7', 0] is not possible; use one of automatic"),
-    ({"method": "downsample", "merge_what": "q+k+v"},
-     "merge_what='q+k+v' is not possible with method='downsample'; use merge_what='k+v'"),
-    ({"method": "downsample", "early_ratio": 0.5}, "leave it at -1"),
+    ({"merge_what": "automatic"}, "merge_what='automatic' is not possible; use one of q+k+v, k+v"),
     ({"refine": 1, "proportional": False}, "refine=1 may leave groups without tokens"),
     ({"use_rand": "yes"}, "use_rand='yes' is str; use True or False"),
     ({"of_tomorrow": 1}, "there is no of_tomorrow to set; there are: ratio, level"),
@@ -99,8 +97,7 @@ def test_refusals_are_in_the_forms_words(values, words):
 
 
 @pytest.mark.parametrize(("values", "left"), [
-    ({"method": "downsample", "merge_what": "q+k+v"}, ["merge_what"]),
-    ({"method": "downsample", "merge_mlp": True, "early_ratio": 0.9}, ["merge_mlp", "early_ratio"]),
+    ({"start": 0.9, "end": 0.2, "merge_mlp": True}, ["end"]),
     ({"sx": 3, "ratio": 1.5}, ["ratio"]), ({"sx": 3, "level": 7}, ["level"]), ({"ratio": 0.3, "of_tomorrow": 1}, []),
 ])  # fmt: skip
 def test_what_does_not_go_together_is_left_out_with_a_sentence_each(values, left):

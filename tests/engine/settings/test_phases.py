@@ -21,7 +21,7 @@ CASE = BY_NAME["sd15"]
 
 def merges(tokens, device, **rules):
     """Does any part of a block?"""
-    return not decide(LevelRules(**rules), "there is no rule", tokens, device).why_not
+    return not decide(LevelRules(**rules), "there is no rule", tokens, device)[1]
 
 
 def tokens_at(config, timestep, size=16):
@@ -108,7 +108,7 @@ def test_every_rule_of_a_config_has_its_own_early_phase():
     rules = plain_rules(config, [2])
     assert [rule.ratio for rule in rules] == [0.75, 0.25, 0.75, 0.5] and (rules[1], rules[3]) == (first, second)
     assert [rule.min_timestep for rule in rules] == [700, 700, 600, None]
-    assert [rule.effective_side for rule in rules] == ["qkv", "qkv", "kv", "kv"]
+    assert [rule.side for rule in rules] == ["qkv", "qkv", "kv", "kv"]
 
 
 def test_flat_settings_make_a_config_or_change_the_one_that_is_asked_for():

@@ -14,7 +14,7 @@ AXES = {
               {"hires": True}),
     "Early ratio": ("0.25, 0.75", [(custom(early_ratio=one),) for one in (0.25, 0.75)], (HALF,), {}),
     "Ratio": ("0, 0.5, 0", [(custom(one),) for one in (0.0, 0.5, 0.0)], (HALF,), {}),
-    "Method": ("bipartite, downsample", [(custom(method=one),) for one in ("bipartite", "downsample")], (HALF,), {}),
+    "Method": ("bipartite, cluster", [(custom(method=one),) for one in ("bipartite", "cluster")], (HALF,), {}),
     "Level": ("automatic, up to /2", [(custom(level=one),) for one in ("automatic", "up to /2")], (HALF,), {}),
     "Start": ("0, 0.5", [(custom(start=one),) for one in (0.0, 0.5)], (HALF,), {}),
     "End": ("1, 0.5", [(custom(end=one),) for one in (1.0, 0.5)], (HALF,), {}),

@@ -9,11 +9,11 @@ To add one:
    every registered method; ``python -m benchmarks.doc_tables --write`` names it there.
 """
 
-from . import bipartite, cluster, downsample
-from .base import MatchOptions, Method, Side
+from . import bipartite, cluster
+from .base import MatchOptions, Method
 
 METHODS: dict[str, Method] = {
-    method.name: method for method in (bipartite.METHOD, downsample.METHOD, cluster.METHOD, cluster.BY_SIMILARITY)
+    method.name: method for method in (bipartite.METHOD, cluster.METHOD, cluster.BY_SIMILARITY)
 }
 
-__all__ = ["METHODS", "MatchOptions", "Method", "Side"]
+__all__ = ["METHODS", "MatchOptions", "Method"]

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from .. import kernels
 from ..grid import Draw, Grid
-from ..plan import MergeMode, MergePlan, take_rows
-
-Side = Literal["qkv", "kv"]
+from ..plan import MergePlan, take_rows
 
 
 class MatchOptions(NamedTuple):
@@ -36,9 +34,6 @@ class Method(NamedTuple):
 
     match: ``(x [B, N, C], grid, options) -> MergePlan``, or None where nothing is to merge. It may look at
         ``x`` only through operators with static shapes, and never synchronises with the device.
-    sides: the sides of attention it can merge, the default first.
-    mode: how its groups become tokens, see `MergePlan.merge`.
-    uses_ratio: False where the ratio follows from the cell size.
     keeps_cells: True where one token of every cell stays, so that the ratio can reach ``1 - 1/(sx*sy)`` at most.
     compares: True where it gets what `metric` names instead of the block's input, and k-means steps improve its plan.
     """
@@ -46,9 +41,6 @@ class Method(NamedTuple):
     name: str
     summary: str
     match: Callable[[torch.Tensor, Grid, MatchOptions], MergePlan | None]
-    sides: tuple[Side, ...] = ("qkv", "kv")
-    mode: MergeMode = "mean"
-    uses_ratio: bool = True
     keeps_cells: bool = False
     compares: bool = False
 

@@ -80,23 +80,22 @@ def _plan(
 ) -> MergePlan:
     batch, count = score.shape
     ranked = removed < count
+    num_destinations = destinations.shape[1]
     found = kernels.place_tokens(score, index, sources, destinations, removed) if ranked else None
     if found is not None:
-        return MergePlan(found[0], found[1].shape[1], found[1])
-    num_destinations = destinations.shape[1]
+        return MergePlan(found, num_destinations + count - removed)
     sources, destinations = sources.expand(batch, -1), destinations.expand(batch, -1)
     tokens = num_destinations + count
     group = torch.empty(batch, tokens, dtype=torch.int64, device=sources.device)
     number = torch.arange(tokens - removed, device=sources.device).expand(batch, -1)
-    own, representative = index, destinations  # where all merge, in whatever order
+    own = index  # if all merge, in whatever order
     if ranked:
         order = score.argsort(dim=1, descending=True, stable=True)
         merged, alone = order[:, :removed], order[:, removed:]
         own = torch.empty_like(sources).scatter(1, merged, index.gather(1, merged))
         own = own.scatter(1, alone, number[:, num_destinations:])
-        representative = torch.cat([destinations, sources.gather(1, alone)], 1)
     group = group.scatter(1, sources, own).scatter(1, destinations, number[:, :num_destinations])
-    return MergePlan(group, tokens - removed, representative)
+    return MergePlan(group, tokens - removed)
 
 
 METHOD = Method(
