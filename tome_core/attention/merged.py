@@ -139,18 +139,18 @@ def merge(x: torch.Tensor, plan: MergePlan) -> torch.Tensor:
 
 def add_correction(out: torch.Tensor, q: torch.Tensor, correction: Correction) -> torch.Tensor:
     """``out + q M1 + out M2 + b`` in each head. out, q: ``[B, N, H, d]``."""
-    matrix, constant = correction
-    alike = out.device.type in kernels.DEVICES and matrix.dtype == out.dtype == q.dtype
-    if alike and kernels.ready_for_halves(out) and not kernels.needs_gradient(out, q, matrix, constant):
+    told, (matrix, constant) = out, correction
+    if not matrix.dtype == out.dtype == q.dtype:  # of another step's autocast
+        told, matrix, constant = (one.to(q.dtype) for one in (out, matrix, constant))
+    elif out.device.type in kernels.DEVICES and kernels.ready_for_halves(out) \
+            and not kernels.needs_gradient(out, q, matrix, constant):  # fmt: skip
         found = kernels.correct(out.flatten(2), q.flatten(2), matrix, constant)
         if found is not None:
             return found.view_as(out)
     batch, tokens, heads, _ = q.shape
-    merged = out.transpose(1, 2)
-    told = torch.cat([q.transpose(1, 2), merged.to(q.dtype)], -1).flatten(0, 1)
-    matrix, constant = matrix.to(q.dtype), constant.to(q.dtype)  # they may be of another step's autocast
+    told = torch.cat([q.transpose(1, 2), told.transpose(1, 2)], -1).flatten(0, 1)
     more = torch.baddbmm(constant, told, matrix).view(batch, heads, tokens, -1)
-    return (merged + more).transpose(1, 2)
+    return out + more.transpose(1, 2)
 
 
 def _by_torch(

@@ -141,7 +141,8 @@ class MergePlan:
             total = total.scatter_add(0, rows[:, None].expand_as(exact), exact)
         else:
             total.index_add_(0, rows, exact)
-        return total.div_(divisors).to(x.dtype).view(batch, self.num_groups, -1)
+        mean = total.div_(divisors).view(batch, self.num_groups, -1)
+        return mean if exact is flat else mean.to(x.dtype)
 
     def centres(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The means of ``x [B, N, C]``, ``[B, G, C]``, and minus half their squared lengths, float32 ``[B, G]``, minus
