@@ -71,7 +71,8 @@ def attend(attention: Attention, how: Merge, made: Pair | None = None) -> tuple[
     if made is None and (k.device.type in kernels.DEVICES or k.numel() * 4 <= _AT_ONCE):
         made = plan.merge_pair(k.flatten(2), v.flatten(2))[:2]
     if made is not None:
-        k, v = (one.view(batch, plan.num_groups, heads, -1) for one in made)
+        shape = batch, plan.num_groups, heads, -1
+        k, v = made[0].view(shape), made[1].view(shape)
     else:
         k, v = merge(k, plan), merge(v, plan)
     if how.queries:

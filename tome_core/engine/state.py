@@ -36,7 +36,7 @@ class State:
     """Settings in force on one model. It holds no module.
 
     ever_merges: there is a rule that merges at some time, whatever the picture's size. wants_time: something hangs on
-    the time of a call. latest: of the latest call of a picture, as the arguments of `Measured.measure` for others.
+    the time of a call. latest: size, batch, dtype and device of the latest call, as `Measured.measure` takes them.
 
     Args:
         config: the settings.
@@ -63,7 +63,7 @@ class State:
         self.pays: Any = None  # says whether merging pays, see `measuring.pays`
         self.latest: dict[str, Any] | None = None
         self._maps: dict[int, MergeMap] | None = None  # on their device: fetching would wait
-        # rules that pay, and why there are none; they are known by their id, and the clock keeps them
+        # of `decide`. Rules stand in its keys by their id, which no others get: the clock keeps them
         self._decisions: dict[tuple, tuple[LevelRules, str]] = {}
 
     # --- the seam -----------------------------------------------------------------------------------------------------
@@ -73,7 +73,7 @@ class State:
 
         Args:
             timestep: a number, or a tensor ``[]`` or ``[B]``; a flow model's is 1000 times its sigma.
-            latent: ``[B, C, (frames,) H, W]``. Its values are compared for copies alone.
+            latent: ``[B, C, (frames,) H, W]``. Its values are looked at only to find copies of one latent in a batch.
             called: what the host calls it by among the calls at its time, such as the names of its conditions; else
                 their order tells them apart.
         """
@@ -113,7 +113,8 @@ class State:
         batch, tokens = q.shape[:2]
         turn = call.turns[name] = call.turns.get(name, -1) + 1
         picture = layout.grid.height * layout.grid.width
-        rules, why = self.decide(call, level, picture, q.device)
+        known = self._decisions.get((id(call.rules[level]), call.why_off[level], picture, q.device))
+        rules, why = known or self.decide(call, level, picture, q.device)
         rule = rules.attn
         if rule is None:
             why = why or OTHER_PARTS
@@ -127,7 +128,7 @@ class State:
         kept, key, merged = call.kept, ((name, turn), batch, layout, tokens), None
         plans = None if kept is None or not rule.keep else kept.plans.get((kept.ordinal, *key))
         is_own = plans is not None and plans.rule is rule and plans.device == q.device
-        if not is_own or abs(plans.timestep - kept.timestep) > rule.keep:
+        if not is_own or abs(plans.timestep - kept.timestep) > rule.keep:  # as in `KeptPlans.serve`
             plans, merged = self._match(call, key, level, layout, attention, rule)
         plan = plans.plan
         if plan is None:
@@ -151,7 +152,7 @@ class State:
             part: "attn", "crossattn" or "mlp".
             x: what the tokens are matched by, ``[B, N, C]``: the block's input.
             function: calls the part; its argument merges a tensor ``[B, N, C]``.
-            plans: of this call of the block, one for each rule; filled in.
+            plans: by the id of a rule, the plans that parts of the block have in this call; a missing one is added.
             keys: how many the unmerged call has, if it is an attention.
 
         Returns:
@@ -183,10 +184,9 @@ class State:
         """
         rules, why_off = call.rules[level], call.why_off[level]
         key = (id(rules), why_off, tokens, device)
-        found = self._decisions.get(key)
-        if found is None:
-            found = self._decisions[key] = decide(rules, why_off, tokens, device.type)
-        return found
+        if key not in self._decisions:
+            self._decisions[key] = decide(rules, why_off, tokens, device.type)
+        return self._decisions[key]
 
     def leave_alone(
         self, call: Call | None, level: int, why: str, batch: int, queries: int, keys: int, part: str = "attn"

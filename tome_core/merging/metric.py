@@ -30,7 +30,7 @@ def of_unit_spread(*parts: torch.Tensor) -> torch.Tensor:
     """
     found = torch.cat(parts, -1)
     found -= found.mean(1, keepdim=True)
-    x, exact = found.unflatten(-1, (len(parts), -1)), torch.promote_types(found.dtype, torch.float32)
+    x, exact = found.unflatten(-1, (len(parts), -1)), torch.float64 if found.dtype == torch.float64 else torch.float32
     # row by row first: a norm over both at once takes a CPU five times as long, and adds up with less care
     length = torch.linalg.vector_norm(torch.linalg.vector_norm(x, dim=3, dtype=exact), dim=1)[:, None, :, None]
     unit = (x.shape[1] * x.shape[3]) ** -0.5
