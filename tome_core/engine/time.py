@@ -75,7 +75,8 @@ class Clock:
 
         boundary: of the early phase in this pass.
         """
-        within = self._window is None or self._window.holds(time)
+        start, end = self._window or (0.0, 1.0)
+        within = self._window is None or (time.percent is not None and start <= time.percent <= end)
         holds = tuple(self._holds(rule, time, boundary) for rule in self.rules)
         key = (within, holds, time == UNKNOWN)
         if key not in self._found:

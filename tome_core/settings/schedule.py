@@ -1,6 +1,6 @@
 """Which rule holds at which time and level, and how times are converted.
 
-Rules are limited in timesteps of Stable Diffusion's schedule, a config by a `Window` of the model's own. Schedulers
+Rules are limited in timesteps of Stable Diffusion's schedule, a config in percent of the model's own. Schedulers
 count in training steps, in logarithms of sigma, in angles: each of their steps is read as the timestep at which Stable
 Diffusion's schedule has the same log-SNR. Three scales, all of one schedule of ``T`` training steps (1,000 for Stable
 Diffusion):
@@ -58,17 +58,6 @@ class Time(NamedTuple):
 UNKNOWN = Time()
 
 
-class Window(NamedTuple):
-    """The part of a model's own noise schedule in which a config merges: percent, both ends in it."""
-
-    start: float
-    end: float
-
-    def holds(self, time: Time) -> bool:
-        """Is the moment inside? An unknown one is not."""
-        return time.percent is not None and self.start <= time.percent <= self.end
-
-
 @dataclass(frozen=True)
 class NoiseSchedule:
     """Betas of all training steps, ascending: what ties timestep, percent and beta together."""
@@ -119,15 +108,15 @@ class NoiseSchedule:
         """The moment of a timestep of this schedule, where it is Stable Diffusion's."""
         return Time(timestep, self.percent_of(timestep))
 
-    def window_of(self, config: MergeConfig) -> Window | None:
-        """The window in which a config merges on this schedule; None where it merges at all times."""
+    def window_of(self, config: MergeConfig) -> tuple[float, float] | None:
+        """From which percent of this schedule to which a config merges, both included; None if at all times."""
         if not config.uses_percent:
             return None
         start = config.start_percent
         if config.max_beta is not None and config.max_beta <= self.betas[-1]:
             reached = self.percent_of(self.timestep_of_beta(config.max_beta))
             start = max(start, math.nextafter(reached, math.inf))  # below it, and not at it
-        return Window(start, config.end_percent)
+        return start, config.end_percent
 
 
 STABLE_DIFFUSION = NoiseSchedule.stable_diffusion()
