@@ -120,7 +120,7 @@ def test_the_node_shows_what_one_sampling_merged_and_its_first_line_says_it_all(
     node, text = server.texts[-1]
     first, *more = text.split("  \n")  # Nodes 2.0 reads it as Markdown, which joins lines that end otherwise
     assert "\n" not in "".join([first, *more]) and not text.endswith(" ")
-    assert node == "5" and re.fullmatch(r"ToMe: 2 steps, \d+ % of attention left out", first)
+    assert node == "5" and re.fullmatch(r"ToMe: 2 steps, \d+% of attention left out", first)
     assert any("256 tokens -> 128" in line for line in more) and len(more) < MOST_LINES
 
 

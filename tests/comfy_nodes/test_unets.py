@@ -13,7 +13,7 @@ from tests.comfy_attention import CrossAttention
 from tests.comfy_doubles import BaseModel, Guider, ModelPatcher, apply, checkpoint, least_checkpoint
 from tests.comfy_unet import deep_unet
 from tests.models import TEXT
-from tome_core.reporting.ledger import NO_GRID, REPLACED
+from tome_core.reporting.ledger import NO_GRID, NOT_REACHED, REPLACED
 
 EACH = {"level": "up to /8", "use_rand": False}
 
@@ -62,11 +62,15 @@ def test_a_host_that_tells_no_shape_is_asked_for_the_latents():
     assert [level.tokens for level in silent.levels] == [level.tokens for level in told.levels]
 
 
-def test_a_level_that_no_rule_reaches_is_not_counted():
-    applied = apply(checkpoint())
-    Guider(applied).sample(steps=1)
-    fine, coarse = host.find_attached(applied).latest.report.levels
-    assert fine.calls_merged and not coarse.covered and not coarse.phases
+def test_a_level_that_no_rule_reaches_is_a_part_of_the_whole():
+    reports = []
+    for values in ({}, {"level": "up to /8"}):
+        applied = apply(checkpoint(), correction=False, **values)
+        Guider(applied).sample(steps=1)
+        reports.append(host.find_attached(applied).latest.report)
+    fine, coarse = reports[0].levels
+    assert fine.calls_merged and not coarse.covered and coarse.reasons == {f"attn: {NOT_REACHED}": coarse.blocks}
+    assert reports[0].work[0] == reports[1].work[0] and reports[0].work_saved < fine.work_saved == 0.75
 
 
 def test_a_prompt_of_as_many_words_as_the_picture_has_tokens_is_no_picture():

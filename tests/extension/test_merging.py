@@ -14,7 +14,7 @@ from tests.thoroughness import some_quick
 from tests.webui_doubles import FLAVOURS, Processing, Webui, custom, merged_tokens, merges
 
 ON = (custom(),)
-SAVED = "75 % of attention left out"
+SAVED = "75% of attention left out"
 pytestmark = pytest.mark.usefixtures("small")
 
 

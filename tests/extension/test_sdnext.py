@@ -161,7 +161,7 @@ def test_each_choice_of_where_and_the_steps_of_each_pass(webui, where, merged):
     plain, *_ = draw(webui, False, enable_hr=True)
     p, _, report, _ = draw(webui, custom(where=where), enable_hr=True)
     assert torch.equal(p.firsts[0], plain.firsts[0]) != merged[0]
-    told = [f"{name}: {STEPS} steps, 75 % of attention left out" if one else f"{name}: left alone"
+    told = [f"{name}: {STEPS} steps, 75% of attention left out" if one else f"{name}: left alone"
             for name, one in zip(("first pass", "hires pass"), merged, strict=True)]  # fmt: skip
     assert report["line"] == "; ".join(told)
 

@@ -100,8 +100,7 @@ def correction_of(attention: Attention, plan: MergePlan, layout: Layout) -> tupl
         the queries.
     """
     q, k, v = attention[:3]
-    (places,) = reuse(pick_asked_in, q, layout, q.shape[1], q.shape[3])
-    asking = q[:, places]
+    asking = q[:, places_asked(attention, layout)]
     shares = q.shape[2] // k.shape[2]
     found: list[tuple[Correction, Pair]] = []
     for first, last in [(0, k.shape[2])] if shares == 1 and kernels.fit_whole(q) else _some_heads(k, shares):
@@ -117,6 +116,11 @@ def correction_of(attention: Attention, plan: MergePlan, layout: Layout) -> tupl
         _join([one[part].unflatten(0, (batch, -1)) for one, _ in found], 1).flatten(0, 1) for part in (0, 1)
     )
     return Correction(matrix, constant), merged
+
+
+def places_asked(attention: Attention, layout: Layout) -> torch.Tensor:
+    """The tokens that `correction_of` answers exactly."""
+    return reuse(pick_asked_in, attention.q, layout, attention.q.shape[1], attention.q.shape[3])[0]
 
 
 def pick_asked_in(layout: Layout, tokens: int, width: int, device: torch.device) -> tuple[torch.Tensor]:

@@ -15,13 +15,13 @@ import torch
 import torch.overrides
 
 from ..attention.correction import Pair
-from ..attention.merged import Attention, Merge, attend, correction_of
+from ..attention.merged import Attention, Merge, attend, correction_of, places_asked
 from ..merging import kernels
 from ..merging.grid import Draw, Grid, Layout
 from ..merging.methods import METHODS, MatchOptions
 from ..merging.plan import MergeMode, MergePlan
 from ..reporting.gains import PIXELS
-from ..reporting.ledger import NO_GRID, OTHER_PARTS, TOO_SMALL, Ledger, LevelTally
+from ..reporting.ledger import NO_GRID, NOT_REACHED, OTHER_PARTS, TOO_SMALL, Ledger, LevelTally
 from ..reporting.report import Report, make_report
 from ..settings.config import MergeConfig, MergeRule, describe, notes_on
 from ..settings.schedule import NoiseSchedule, ever_merges
@@ -54,10 +54,14 @@ class State:
         self.knows_schedule = schedule is not None
         self._covered = [ever_merges(self.clock.rules, level, down) for level, down in enumerate(downsamples)]
         self.ever_merges = any(self._covered)
+        # levels at which nobody asks, whose attention is part of the whole all the same
+        self._bare = [(number, one) for number, (one, covered) in enumerate(zip(levels, self._covered, strict=True))
+                      if not covered and one.blocks] if self.ever_merges else []  # fmt: skip
         self.ledger = Ledger(list(levels), notes_on(config, self._covered, downsamples))
         self.time = ModelTime(self.clock, any(rule.keep for rule in self.clock.rules))
         self.wants_time = self.time.is_wanted
         self._uses_pixels = any(rule.min_pixels for rule in self.clock.rules)
+        self.refused: dict[Hashable, str] = {}  # by attention function, why it is left alone while the patch is on
         self.pays: Any = None  # says whether merging pays, see `measuring.pays`
         self.latest: Latents | None = None
         self._maps: dict[int, MergeMap] | None = None  # on their device: fetching would wait
@@ -87,7 +91,12 @@ class State:
             rules = self.clock.for_pixels(now.live, pixels)
         if self.pays is not None:
             rules, why_off = self.pays.apply(rules, why_off, latent, self.clock.apply_gate)
-        return Call(self, timestep, rules, why_off, kept, now.phase)
+        call = Call(self, timestep, rules, why_off, kept, now.phase)
+        if self._bare and torch.is_tensor(latent) and latent.dim() == 4:
+            for level, one in self._bare:
+                tokens = math.prod(-(-side // one.downsample) for side in latent.shape[2:])
+                self.ledger.skip(call, level, "attn", NOT_REACHED, one.blocks * len(latent) * tokens**2, one.blocks)
+        return call
 
     def attend(
         self, call: Call, name: Hashable, level: int, layout: Layout, attention: Attention
@@ -123,10 +132,12 @@ class State:
             self.ledger.skip(call, level, "attn", why, batch * tokens * tokens)
             return None
         kept, rule, key, merged = call.kept, merging.rule, ((name, turn), batch, layout, tokens), None
+        exact = 0
         plans = None if kept is None or not rule.keep else kept.plans.get((kept.ordinal, *key))
         is_own = plans is not None and plans.rule is rule and plans.device == q.device
         if not is_own or abs(plans.timestep - kept.timestep) > rule.keep:
             plans, merged = self._match(call, key, level, layout, attention, merging)
+            exact = 0 if plans.correction is None else len(places_asked(attention, layout))
         plan = plans.plan
         if plan is None:
             self.ledger.skip(call, level, "attn", TOO_SMALL, batch * tokens * tokens)
@@ -134,7 +145,8 @@ class State:
         how = Merge(plan, merging.mode, merging.proportional, merging.queries, plans.correction)
         out, way = attend(attention, how, merged)
         left = (plan.num_groups if merging.queries else tokens, plan.num_groups)
-        self.ledger.merge(call, level, "attn", (batch, tokens, tokens), left, way if merging.proportional else "")
+        self.ledger.merge(call, level, "attn", (batch, tokens, tokens), left, way if merging.proportional else "",
+                          exact)  # fmt: skip
         if self._maps is not None:
             self._keep_map(level, layout, plan)
         return out
