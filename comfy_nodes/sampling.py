@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,6 +14,24 @@ from .host import hosting
 _KNOWN = ("comfy.k_diffusion.sampling", "comfy.extra_samplers.uni_pc", "comfy_extras.nodes_advanced_samplers")
 _OF_THEIR_OWN = ("sample_dpm_fast", "sample_dpm_adaptive", "sample_ar_video")  # levels
 _PURE_NOISE = 1e6  # relative to the picture; where there is nothing of it, its share is infinite
+
+
+class Steps(NamedTuple):
+    """What became of a sampling's steps. done: as its sampler reported, if it does; planned: 0 if nobody knows."""
+
+    done: int
+    planned: int
+    computed: int
+    stopped: bool
+
+    @property
+    def text(self) -> str:
+        """``20 steps``; ``12 of 20 steps`` if it was stopped; ``20 steps, 13 of them computed``; "" if nobody knows."""
+        count = hosting.count(self.planned, "step")
+        if self.stopped and self.done < self.planned:
+            return f"{self.done} of {count}"
+        is_part = self.done == self.planned and 0 < self.computed < self.planned
+        return f"{count}, {self.computed} of them computed" if is_part else count if self.planned else ""
 
 
 class HostSampling:
@@ -33,7 +51,7 @@ class HostSampling:
         self._follows_list = _follows_list(sampler)
         self._known: dict[tuple, Any] = {}  # what a model's own schedule was asked, each of which may wait
         self.steps_done = 0  # that the sampler has reported so far
-        self.computed: set[int] = set()  # steps; others are those that EasyCache or LazyCache left out
+        self._computed: set[int] = set()  # steps; others are those that EasyCache or LazyCache left out
 
     def hear(self, callback: Callable | None) -> Callable:
         """The sampler's callback, with us listening."""
@@ -45,10 +63,15 @@ class HostSampling:
 
         return heard
 
+    def steps(self, sigmas: Any, stopped: bool) -> Steps:
+        """So far. sigmas: as of ``outer_sample``; stopped: by an exception."""
+        planned = max(0, len(sigmas) - 1) if hasattr(sigmas, "__len__") else 0
+        return Steps(self.steps_done, planned, len(self._computed), stopped)
+
     def note_call(self, options: dict[str, Any]) -> None:
         """A call of the model has been answered, by the model or by EasyCache. options: its transformer_options."""
         if not is_left_out(options):
-            self.computed.add(self.steps_done)
+            self._computed.add(self.steps_done)
 
     def sigma(self, t: Any, options: dict[str, Any]) -> float:
         """The noise level of a call of the model. t: its sigmas, ``[B]``. options: its transformer_options."""
@@ -98,20 +121,6 @@ def is_left_out(options: dict[str, Any]) -> bool:
     """Has EasyCache answered the call of the model with these transformer_options in the model's place?"""
     cache = options.get("easycache")  # LazyCache's has this place too, but answers before the model is called
     return getattr(cache, "name", "") == "EasyCache" and getattr(cache, "skip_current_step", False)
-
-
-def steps_text(done: int, sigmas: Any, stopped: bool, computed: int) -> str:
-    """``20 steps``; ``12 of 20 steps`` if the sampling was stopped; "" if nobody knows.
-
-    done: as its sampler reported, which not all do. computed: with fewer than all ``20 steps, 13 of them computed``.
-    """
-    if not hasattr(sigmas, "__len__") or not len(sigmas):
-        return ""
-    planned = len(sigmas) - 1
-    count = hosting.count(planned, "step")
-    if stopped and done < planned:
-        return f"{done} of {count}"
-    return f"{count}, {computed} of them computed" if done == planned and computed and computed < planned else count
 
 
 def is_flow(model_sampling: Any) -> bool:
