@@ -43,9 +43,8 @@ class ApplyToMe(_Node):
     DISPLAY_NAME = "Apply ToMe (Token Merging)"
     DESCRIPTION = (
         "Merges similar tokens in the model's attentions, so that sampling takes less time: the larger the picture, "
-        "the more. For SD1.x, SD2.x and SDXL, and for transformers of pictures and films such as Flux, SD3, Qwen-Image "
-        "and Wan, where what a strength changes was measured on one small model only. Only samplers behind this node "
-        "are changed. After sampling the node shows what merged."
+        "the more. For SD1.x, SD2.x, SDXL, and transformers such as Flux, SD3, Qwen-Image and Wan. Only samplers "
+        "behind this node are changed. After sampling the node shows what came of it."
     )
     FUNCTION = "apply"
     RETURN_TYPES = ("MODEL",)
@@ -154,7 +153,7 @@ class ToMePreview(_Node):
     SEARCH_ALIASES = [*ALIASES, "merge map", "token map"]  # noqa: RUF012 (never changed)
     FUNCTION = "preview"
     RETURN_TYPES = ("IMAGE", "STRING")
-    RETURN_NAMES = ("IMAGE", "report")
+    RETURN_NAMES = ("image", "report")
     OUTPUT_TOOLTIPS = (
         "The pictures with each group of merged tokens in its mean colour, the levels side by side.",
         "The report on the sampling, as text.",

@@ -17,11 +17,10 @@ from . import host, infotext, measuring, options
 from .wish import ARGUMENTS, DEFAULTS, DIAL, FILLED_FOR, OWN, TITLE, WHERE, base_of, find_filled, read
 
 _TIPS = {
-    "strength": "How much the picture may change to save time: 0 is off, bit for bit; 1 merges the most.",
+    "strength": "Higher is faster and changes the picture more. 0 is off.",
     "where": "Which pass merges. Merging in the hires pass alone leaves the composition as it is.",
     OWN: "Use the settings below. Each of them follows Strength until you change it.",
-    "measure": "Time this model at this size now, with merging and without, which takes seconds. What is found is kept "
-               "for this kind of model, these settings, this size, this card and today's versions.",
+    "measure": "Time this model at this size now, with merging and without. It takes seconds and is remembered.",
 }  # fmt: skip
 _QUIETLY = {"show_progress": False, "queue": False}
 _HIRES = ("hr-checkbox", "hr_scale", "hr_resize_x", "hr_resize_y")
@@ -44,12 +43,22 @@ def note(control: Any, elem_id: str) -> None:
         ours = [panel.made[_SETTINGS[elem_id]] for panel in _panels.values()]
         if ours:
             control.change(fn=lambda value: [value] * len(ours), inputs=[control], outputs=ours, **_QUIETLY)
+        if ours and elem_id == "setting_tome_enabled":  # beside it the others are seen, so that they are what counts
+            others = [panel.made[name] for panel in _panels.values() for name in DIAL[1:]]
+            control.change(fn=_as_quick, inputs=[control], outputs=others, **_QUIETLY)
         return
     tab, _, name = elem_id.partition("_")
     name = _IN_SDNEXT.get(name, name)
     if name in _OF_TAB.get(tab, ()):
         _found[tab][name] = control
         _link(tab)
+
+
+def _as_quick(is_on: bool) -> list[Any]:
+    """For the other controls of the dial: what the quicksettings say as merging is switched on there."""
+    shown = [*host.option("quicksettings_list", []), *host.option("quick_setting_list", [])] if is_on else []
+    return [gr.update(value=options.of_dial(name)) if f"tome_{name}" in shown else gr.update()
+            for _ in _panels for name in DIAL[1:]]  # fmt: skip
 
 
 def _link(tab: str) -> None:
@@ -86,7 +95,7 @@ class Panel:
 
     def paste_fields(self) -> list[tuple[Any, Any]]:
         """(control, what reads its value from an infotext), for the webui."""
-        paste = infotext.Paste()
+        paste = infotext.Paste(for_api=self.controls[0].value is None)
         return [(self.made[name], partial(paste.value, name)) for name in ARGUMENTS]
 
     def _build(self) -> None:
@@ -147,6 +156,7 @@ class Panel:
             control.change(**told).then(**told)
         for name in form.NAMES:
             self.made[name].input(**told)
+            self.made[name].input(fn=lambda: True, inputs=[], outputs=[self.made[OWN]], **_QUIETLY)  # nothing is lost
         self._measure.click(fn=lambda *values: _line(values, measure=True), **asked)
         switch = theirs.get("hr-checkbox")
         if switch is not None:
@@ -190,14 +200,15 @@ def _component(one: form.Field) -> tuple[Any, dict[str, Any]]:
 
 
 def _marks(slider: str) -> str:
-    """The names of four strengths, below their places on the slider; a click sets it."""
+    """The names of five strengths, below their places on the slider; a click sets it."""
     set_it = "const box = document.querySelector('#{id} input[type=number]'); box.value = {value}; " \
         "box.dispatchEvent(new Event('input', {{bubbles: true}}))"  # fmt: skip
-    style = "position:absolute;left:calc(8px + (100% - 16px) * {value});transform:translateX({shift}%);cursor:pointer"
+    style = "position:absolute;left:calc(8px + (100% - 16px) * {value});transform:translateX({shift}%);" \
+        "cursor:pointer;text-decoration:underline"  # fmt: skip
     marks = "".join(
-        f'<a role="button" style="{style.format(value=value, shift=-100 if value == 1 else -50)}" '
+        f'<a role="button" style="{style.format(value=value, shift={0: 0, 1: -100}.get(value, -50))}" '
         f'onclick="{html.escape(set_it.format(id=slider, value=value))}">{name}</a>'
-        for name, value in MARKS.items()
+        for name, value in {"off": 0.0, **MARKS}.items()
     )  # fmt: skip
     return f'<div style="position:relative;height:1.4em;font-size:.85em;opacity:.8">{marks}</div>'
 
@@ -220,7 +231,8 @@ def _line(values: tuple, measure: bool = False) -> str:
     mine, theirs = values[: len(ARGUMENTS)], values[len(ARGUMENTS) :]
     try:
         wish = read((True, *mine[1:]), options.of_dial, layout=host.layout())
-        text = "; ".join([measuring.answer(wish, _sizes(*theirs), measure), *wish.left_out])
+        unused = (f"not used: {one}" for one in wish.left_out)
+        text = "; ".join([measuring.answer(wish, _sizes(*theirs), measure), *unused])
     except (TypeError, ValueError) as error:
         text = str(error)
     return html.escape(text)

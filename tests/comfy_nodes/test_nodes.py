@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from comfy_nodes import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS, host, picture
-from comfy_nodes.nodedefs import inputs_of
 from comfy_nodes.nodes import (
     FROM_CACHE,
     NOT_APPLIED,
@@ -25,6 +24,7 @@ from comfy_nodes.nodes import (
 )  # fmt: skip
 from comfy_nodes.sampling import HostSampling
 from tests.comfy_doubles import BaseModel, DiscreteSampling, Guider, ModelPatcher, apply, checkpoint
+from tests.nodedefs import inputs_of
 from tests.traces import traces
 from tome_core.reporting.report import MOST_LINES
 

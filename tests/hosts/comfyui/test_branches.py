@@ -10,7 +10,8 @@ from tests.hosts.comfyui.graphs import Graph, assert_merged_and_off, bytes_of, n
 
 def test_removed_and_plain_are_the_same_bytes_and_applied_is_not(comfy):
     graph = Graph()
-    assert_merged_and_off(comfy, graph, graph.apply(), "ToMe: own settings, 2 steps, ", "256 tokens -> 128, 75% left out")
+    said = "ToMe: own settings, 2 steps, ", "256 tokens -> 128, 75% left out"
+    assert_merged_and_off(comfy, graph, graph.apply(), *said)
 
 
 def test_a_plain_graph_gives_the_same_bytes_as_the_plain_branch(comfy):
