@@ -146,7 +146,8 @@ def documented(name: str) -> dict[str, bool]:
 def test_the_help_pages_have_a_row_for_every_input_and_the_advanced_ones_in_light_type():
     for name, node in NODE_CLASS_MAPPINGS.items():
         found = documented(name)
-        wanted = {one: not facts.get("advanced", False) for one, (_, facts) in nodedefs.inputs_of(node).items()}
+        wanted = {facts.get("display_name", one): not facts.get("advanced", False)
+                  for one, (_, facts) in nodedefs.inputs_of(node).items()}  # fmt: skip
         assert found in (wanted, {one: bold for one, bold in wanted.items() if one != "model"}), name
 
 

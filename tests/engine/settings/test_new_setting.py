@@ -76,7 +76,7 @@ def test_it_is_in_the_form_and_in_the_node(copy):
         "last of the form": "gentleness", "filled": 0.25, "set": [1.0, 0.5, 0.5],
         "refusal": "gentleness=3 is out of range; use a number from 0.0 to 2.0",
         "left out": ["gentleness=3 is out of range; use a number from 0.0 to 2.0"],
-        "input": ["gentleness", ["FLOAT", {"default": 0.25, "display_name": "Gentleness", "tooltip": HELP,
+        "input": ["gentleness", ["FLOAT", {"default": 0.25, "display_name": "gentleness", "tooltip": HELP,
                                            "advanced": True, "min": 0.0, "max": 2.0, "step": 0.05,
                                            "round": 0.000001}]],
         "elsewhere": False,
