@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from . import host, slot
 from .host import hosting
-from .sampling import HostSampling, Steps, is_flow, timestep_of
+from .sampling import HostSampling, Progress, is_flow, timestep_of
 from .transformers import TransformerMerging, piece_of
 from .unets import UnetMerging
 
@@ -38,7 +38,7 @@ class Asked(NamedTuple):
 class Outcome(NamedTuple):
     """What is left of a sampling. lines: one for whoever drew, and a second where something was not as asked.
 
-    details: all of the report as text, ten lines at most; data: for programs; report: the engine's. maps: level ->
+    details: all of the report as text; data: for programs; report: the engine's. maps: level ->
     (down-sampling, what merged last).
     """
 
@@ -139,7 +139,7 @@ class Sampling:
         self._time.note_call(options)
         return out
 
-    def end(self, asked: Asked, steps: Steps, measures: bool) -> Outcome:
+    def end(self, asked: Asked, steps: Progress, measures: bool) -> Outcome:
         """What is left of it. measures: unless it was stopped."""
         strangers = [why for why in self._models.values() if isinstance(why, str)]
         merged = [one for one in self._models.values() if not isinstance(one, str)]

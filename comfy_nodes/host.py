@@ -92,10 +92,14 @@ def name_in(prompt: Any, node_id: Any) -> str:
     return f" #{node_id}" + (f" {title}" if title and "(Token Merging)" not in title else "")
 
 
+def _server() -> Any:
+    # looked up instead of imported: outside ComfyUI `server` is anybody's module
+    return getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)
+
+
 def queue_id() -> Any:
     """Of what the queue runs now; None where nobody tells."""
-    return getattr(getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None),
-                   "last_prompt_id", None)  # fmt: skip
+    return getattr(_server(), "last_prompt_id", None)
 
 
 def say(text: str, node_id: Any, name: str = "") -> None:
@@ -106,9 +110,7 @@ def say(text: str, node_id: Any, name: str = "") -> None:
 
 def show(text: str, node_id: Any) -> None:
     """In the graph, under the node and the subgraphs around it. Never fails: it runs in mid-queue."""
-    # looked up instead of imported: outside ComfyUI `server` is anybody's module
-    server = getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)
-    send = getattr(server, "send_progress_text", None)
+    send = getattr(_server(), "send_progress_text", None)
     if send is None or node_id is None:
         return
     try:

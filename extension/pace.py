@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from ..tome_core.hosting import STABLE_DIFFUSION
+from ..tome_core.hosting import STABLE_DIFFUSION, Steps
 from . import host
 
 # functions of k-diffusion and their likes in the Forges: they call the model at the sigmas of their list, one after
@@ -35,8 +35,7 @@ class Pace:
     """
 
     def __init__(self, p: Any, asks: bool) -> None:
-        self._times: list[dict[str, float]] = []
-        self._place = 0
+        self._heard = Steps()
         self._timesteps: tuple[float, ...] | None = None
         self._live: dict[int, bool] = {}  # by step: did its first call merge?
         sampler = getattr(p, "sampler", None)
@@ -58,25 +57,21 @@ class Pace:
 
     def note_call(self, is_live: bool) -> None:
         """The model is called; does it merge?"""
-        self._live.setdefault(self._place, is_live)
+        self._live.setdefault(self._heard.done, is_live)
 
     def steps(self, calls: int, live: int) -> tuple[int, int]:
         """How many there were, and how many merged. calls, live: of the model, for a sampler that was not heard."""
-        if not self._place:
-            return calls, live
-        return self._place, self._place if live == calls else min(self._place, sum(self._live.values()))
+        done = self._heard.done
+        return (done, done if live == calls else min(done, sum(self._live.values()))) if done else (calls, live)
 
     def time(self, params: Any) -> dict[str, float]:
         """The time of the step that the denoiser announces, as a keyword for the engine's ``set_time``."""
-        if params.sigma.device.type == "cpu" or not self._times:
-            return host.read_time(params)
-        # a call after the last step is at the last level that has noise
-        return self._times[min(self._place, len(self._times) - 1)]
+        return (None if params.sigma.device.type == "cpu" else self._heard.time) or host.read_time(params)
 
     def timesteps(self, p: Any) -> tuple[float, ...] | None:
         """Of all steps of the pass, for the engine's ``set_time``; None where the sampler's list is not known."""
-        if self._timesteps is None and self._times:
-            times = [host.relative(p, one) for one in self._times]
+        if self._timesteps is None and self._heard.times and self._heard.follows:
+            times = [host.relative(p, one) for one in self._heard.times]
             self._timesteps = tuple(one["timestep"] if "timestep" in one
                                     else STABLE_DIFFUSION.timestep_of_sigma(one["sigma"]) for one in times)  # fmt: skip
         return self._timesteps
@@ -87,7 +82,8 @@ class Pace:
             if kwargs.get(name) is not None and kwargs.get("callback") is not None:
                 listed = kwargs[name].tolist()
                 ordered = listed[:-1] if name == "sigmas" else listed[:0:-1]
-                self._times, self._place, self._timesteps = [{name[:-1]: float(one)} for one in ordered], 0, None
+                self._heard, self._timesteps = Steps(), None
+                self._heard.times = [{name[:-1]: float(one)} for one in ordered]
             return function(*args, **kwargs)
 
         listening.pace = self
@@ -95,9 +91,7 @@ class Pace:
 
     def _hearing(self, callback: Callable) -> Callable:
         def hearing(state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-            if state.get("i") != self._place:
-                self._times = []
-            self._place += 1
+            self._heard.hear(state.get("i"))
             return callback(state, *args, **kwargs)
 
         hearing.pace = self

@@ -26,7 +26,6 @@ from comfy_nodes.sampling import HostSampling
 from tests.comfy_doubles import BaseModel, DiscreteSampling, Guider, ModelPatcher, apply, checkpoint
 from tests.nodedefs import inputs_of
 from tests.traces import traces
-from tome_core.reporting.report import MOST_LINES
 
 
 def sample(patcher: ModelPatcher, **options) -> torch.Tensor:
@@ -133,7 +132,7 @@ def test_the_node_shows_what_one_sampling_merged_and_its_first_line_says_it_all(
     assert "\n" not in "".join([first, *more]) and not text.endswith(" ")
     assert node == "5" and re.fullmatch(r"ToMe: own settings, 2 steps, \d+% of attention left out", first) and not more
     details = host.find_attached(applied).latest.details
-    assert details[0] == first and any("256 tokens -> 128" in line for line in details) and len(details) <= MOST_LINES
+    assert details[0] == first and any("256 tokens -> 128" in line for line in details)
 
 
 def test_a_second_line_is_there_where_something_was_not_as_asked(server):

@@ -11,7 +11,6 @@ from .gains import Gain
 from .ledger import NOT_REACHED, OTHER_PARTS, TOO_SMALL, Counted, Ledger, LevelTally, PhaseReport
 
 FORMAT = 1  # of `Report.as_data`
-MOST_LINES = 10
 _KINDS = 3  # of token counts at a level, of reasons, and of sizes that were measured, that are told
 _COUNTS = 0.05  # a smaller share of attention is worth no line
 _AS_ASKED = ("outside the rules' time range", "so few tokens", "the card is so fast", "measured: ", "a rule of ratio 0",
@@ -77,7 +76,7 @@ class Report(Counted):
 
     def lines(self, title: str = "Token merging", facts: Sequence[str] | None = None, beside: Sequence[str] = ()) \
             -> list[str]:  # fmt: skip
-        """For people, at most `MOST_LINES` of them; no line ends in a newline.
+        """For people; no line ends in a newline.
 
         The gain in time where it was measured, then what was left out where, then each level, early and late apart,
         then why the rest was not merged. facts: the host's own for the first line, in place of the calls of the UNet.
@@ -96,11 +95,7 @@ class Report(Counted):
         more += [f"not merged, {count(calls, 'call')}: {_why(reason)}" for reason, calls in reasons]
         more += [f"compiled without merging, {reason}" for reason in self._traced()]
         more += [*self.notes, *(f"settings: {one}" for one in self.settings)]
-        found = [f"{title}: {', '.join(filter(None, [*facts, *(speed or [outcome])]))}", *(f"  {one}" for one in more)]
-        if len(found) > MOST_LINES:
-            left = len(found) - MOST_LINES + 1
-            found[MOST_LINES - 1 :] = [f"  {left} more lines of detail are in its JSON form"]
-        return found
+        return [f"{title}: {', '.join(filter(None, [*facts, *(speed or [outcome])]))}", *(f"  {one}" for one in more)]
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
