@@ -213,4 +213,4 @@ def test_any_size_and_method_merges_or_steps_aside(server, size, method):
     grown = tuple(2 * side for side in size)  # the small UNet halves once
     applied = apply(checkpoint(), method=method, level="up to /8")
     assert Guider(applied).sample(steps=1, batch=3, size=grown).isfinite().all()
-    assert server.texts[-1][1].startswith("ToMe: 1 step, ")
+    assert server.texts[-1][1].startswith("ToMe: own settings, 1 step, ")
