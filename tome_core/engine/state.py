@@ -21,7 +21,7 @@ from ..merging.grid import Draw, Grid, Layout
 from ..merging.methods import METHODS, MatchOptions
 from ..merging.plan import MergeMode, MergePlan
 from ..reporting.gains import PIXELS
-from ..reporting.ledger import NO_GRID, NOT_REACHED, OTHER_PARTS, TOO_SMALL, Ledger, LevelTally
+from ..reporting.ledger import NO_GRID, OTHER_PARTS, TOO_SMALL, Ledger, LevelTally
 from ..reporting.report import Report, make_report
 from ..settings.config import MergeConfig, MergeRule, describe, notes_on
 from ..settings.schedule import NoiseSchedule, ever_merges
@@ -95,7 +95,7 @@ class State:
         if self._bare and torch.is_tensor(latent) and latent.dim() == 4:
             for level, one in self._bare:
                 tokens = math.prod(-(-side // one.downsample) for side in latent.shape[2:])
-                self.ledger.skip(call, level, "attn", NOT_REACHED, one.blocks * len(latent) * tokens**2, one.blocks)
+                self.ledger.add_whole(call, level, one.blocks * len(latent) * tokens**2)
         return call
 
     def attend(

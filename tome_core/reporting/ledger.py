@@ -16,7 +16,6 @@ REPLACED = "something else runs in its place"
 OTHER_PARTS = "its rule merges other parts"
 OF_OTHERS = "keys and values are not the picture's tokens"
 TIME_IS_UNKNOWN = "the time is not known"
-NOT_REACHED = "no rule reaches this level"
 
 
 class Counted:
@@ -113,7 +112,7 @@ class LevelTally(Counted):
     @property
     def phases(self) -> tuple[PhaseReport, ...]:
         """Those of any calls."""
-        return tuple(phase for phase in self.by_name.values() if phase.merged or phase.skipped)
+        return tuple(phase for phase in self.by_name.values() if phase.merged or phase.skipped or phase.work_full)
 
     def __add__(self, other: LevelTally) -> LevelTally:
         by_name = {name: phase + other.by_name[name] for name, phase in self.by_name.items()}
@@ -153,11 +152,17 @@ class Ledger:
             phase.work_full += batch * queries * keys
             phase.work_left += batch * (after[0] * after[1] + exact * keys)
 
-    def skip(self, call: Any, level: int, part: str, reason: str, work: int = 0, calls: int = 1) -> None:
-        """Calls were left unmerged. work: batch times queries times keys of a self-attention."""
+    def skip(self, call: Any, level: int, part: str, reason: str, work: int = 0) -> None:
+        """A call was left unmerged. work: batch times queries times keys of a self-attention."""
         phase = self.levels[level].by_name[call.phase if call else ""]
-        phase.skipped[f"{part}: {reason}"] += calls
+        phase.skipped[f"{part}: {reason}"] += 1
         phase.lost[f"{part}: {reason}"] += work
+        phase.work_full += work
+        phase.work_left += work
+
+    def add_whole(self, call: Any, level: int, work: int) -> None:
+        """Self-attention at a level at which nobody asks, because no rule reaches it."""
+        phase = self.levels[level].by_name[call.phase]
         phase.work_full += work
         phase.work_left += work
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .gains import Gain
-from .ledger import NOT_REACHED, OTHER_PARTS, TOO_SMALL, Counted, Ledger, LevelTally, PhaseReport
+from .ledger import OTHER_PARTS, TOO_SMALL, Counted, Ledger, LevelTally, PhaseReport
 
 FORMAT = 1  # of `Report.as_data`
 _KINDS = 3  # of token counts at a level, of reasons, and of sizes that were measured, that are told
 _COUNTS = 0.05  # a smaller share of attention is worth no line
 _AS_ASKED = ("outside the rules' time range", "so few tokens", "the card is so fast", "measured: ", "a rule of ratio 0",
-             "the picture is smaller", NOT_REACHED, OTHER_PARTS, TOO_SMALL)  # fmt: skip
+             "the picture is smaller", OTHER_PARTS, TOO_SMALL)  # fmt: skip
 _NOTHING_WILL = "nothing will merge: "  # how a note begins that says why
 
 
