@@ -94,7 +94,7 @@ class ToMeSettings(_Node):
     DISPLAY_NAME = "ToMe Settings (Token Merging)"
     DESCRIPTION = (
         "Every setting of token merging by itself. Connect it to the settings input of Apply ToMe, in place of the "
-        "strength. A setting that does not go together with the others is left out, and the node says which."
+        "strength. A setting that does not go together with the others is not used, and the node says which."
     )
     FUNCTION = "settings"
     RETURN_TYPES = (inputs.SETTINGS_TYPE,)

@@ -29,6 +29,9 @@ _IN_SDNEXT = dict(zip(("enable_hr", "scale", "resize_width", "resize_height"), _
 _SETTINGS = {f"setting_tome_{name}": name for name in DIAL}
 _panels: dict[str, Panel] = {}  # of the latest page, by tab
 _waiting: set[str] = set()  # tabs whose panel does not go by the webui's controls yet
+_BY_FACTOR = "resized by a factor: its size is known when the picture is drawn"
+_BY = {"img2img_tab_resize_to": 0, "img2img_tab_resize_by": 1}
+_tabs: dict[str, Any] = {}  # those of a size and of a factor
 _found: dict[str, dict[str, Any]] = {tab: {} for tab in _OF_TAB}  # the webui's controls that no panel goes by yet
 
 
@@ -47,6 +50,8 @@ def note(control: Any, elem_id: str) -> None:
             others = [panel.made[name] for panel in _panels.values() for name in DIAL[1:]]
             control.change(fn=_as_quick, inputs=[control], outputs=others, **_QUIETLY)
         return
+    if elem_id in _BY:  # the other tab's width and height stay, and mean nothing
+        _tabs[elem_id] = control
     tab, _, name = elem_id.partition("_")
     name = _IN_SDNEXT.get(name, name)
     if name in _OF_TAB.get(tab, ()):
@@ -77,11 +82,13 @@ class Panel:
 
     def __init__(self, is_img2img: bool, elem_id: Any) -> None:
         self._elem_id = elem_id
+        self._by: Any = None  # is img2img's size a factor?
         self.made: dict[str, Any] = {}
         tab = "img2img" if is_img2img else "txt2img"
         with host.accordion(DEFAULTS["enabled"], TITLE, elem_id("enabled")) as enabled:
             self.made["enabled"] = enabled
             self._build()
+            self._by = gr.Number(0, visible=False) if is_img2img else None
         self.controls = [self.made[name] for name in ARGUMENTS]
         if Context.block is Context.root_block:  # the API's, made in bare blocks for the values that they start with
             for one in self.controls:  # so that a call that does not say gets what the settings say
@@ -147,17 +154,26 @@ class Panel:
         # gradio drops an event while its like is unanswered, so behind each answer is asked what came meanwhile
         strength.change(**along).then(**along)
         self.made[OWN].change(**along)  # another model may have come since they were filled in
+        for field in fields:  # what is typed counts
+            field.input(fn=lambda: True, inputs=[], outputs=[self.made[OWN]], **_QUIETLY)
 
     def follow(self, theirs: dict[str, Any]) -> None:
         """Answer in a line, by the webui's own controls of sizes. theirs: those controls, by name."""
         asked = {"inputs": [*self.controls, *theirs.values()], "outputs": [self._line]}
         told = {"fn": lambda *values: _line(values), **asked, **_QUIETLY}
+        if self._by is not None:
+            asked["inputs"].append(self._by)
+            told["fn"] = lambda *values: _BY_FACTOR if values[-1] else _line(values[:-1])
+            for name, tab in _tabs.items():
+                tab.select(fn=lambda by=_BY[name]: by, inputs=[], outputs=[self._by], **_QUIETLY)
+            self._by.change(**told)
         for control in (*(self.made[name] for name in DIAL), self.made[OWN], *theirs.values()):
             control.change(**told).then(**told)
         for name in form.NAMES:
             self.made[name].input(**told)
-            self.made[name].input(fn=lambda: True, inputs=[], outputs=[self.made[OWN]], **_QUIETLY)  # nothing is lost
-        self._measure.click(fn=lambda *values: _line(values, measure=True), **asked)
+        count = len(self.controls) + len(theirs)
+        self._measure.click(fn=lambda *values: _BY_FACTOR if any(values[count:]) else _line(values[:count], measure=True),
+                            **asked)  # fmt: skip
         switch = theirs.get("hr-checkbox")
         if switch is not None:
             where = self.made["where"]

@@ -54,7 +54,7 @@ class Component:
     made: ClassVar[list[Component]] = []
 
     def __init__(self, value=None, **arguments):
-        self.kind, self.value, self.followed = type(self).__name__, value, []
+        self.kind, self.value, self.followed, self.typed = type(self).__name__, value, [], []
         Component.made.append(self)
 
     def __enter__(self):
@@ -72,9 +72,12 @@ class Component:
         return self
 
     def input(self, **arguments):
+        """What a user's own change of it sets off."""
+        self.typed.append(arguments)
         return self
 
-    then = input
+    def then(self, **arguments):
+        return self
 
     def get_config(self):
         """What the page starts with; the API starts with `value`."""

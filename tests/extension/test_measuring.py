@@ -198,3 +198,38 @@ def test_what_gradio_4_makes_anew_for_an_answer_is_no_part_of_a_page(webui, monk
         again = Component(0.5)
         webui.call("after_component", again, elem_id)
         assert not again.followed
+
+
+def followed_by(control):
+    """What a change of it sets, by the functions that answer."""
+    return [(one["fn"], one.get("outputs")) for one in control.followed]
+
+
+def test_what_is_typed_as_an_experts_turns_own_settings_on(webui):
+    controls = dict(zip(webui.part("wish").ARGUMENTS, webui.script.ui(False), strict=True))
+    for name in webui.part("wish").form.NAMES:
+        (turned,) = [one for one in controls[name].typed if one["outputs"] == [controls["own"]]]
+        assert turned["fn"]() is True
+
+
+def test_the_quicksettings_switch_brings_what_stands_beside_it(webui):
+    webui.script.ui(False)
+    switch = Component(False)
+    webui.call("after_component", switch, "setting_tome_enabled")
+    (beside,) = [fn for fn, outputs in followed_by(switch) if len(outputs) == 2]
+    webui.shared.opts.data |= {"tome_strength": 0.7, "quicksettings_list": ["tome_enabled", "tome_strength"]}
+    assert beside(True) == [{"value": 0.7}, {}] and beside(False) == [{}, {}]
+
+
+def test_a_size_by_a_factor_is_not_told_as_the_other_tabs(webui, line, costs):
+    theirs = {name: Component(128) for name in ("width", "height")}
+    tabs = {name: Component() for name in ("img2img_tab_resize_to", "img2img_tab_resize_by")}
+    for name, one in {**{f"img2img_{name}": one for name, one in theirs.items()}, **tabs}.items():
+        one.select = lambda one=one, **arguments: one.followed.append(arguments)
+        webui.call("after_component", one, name)
+    webui.script.ui(True)
+    assert [one.followed[-1]["fn"]() for one in tabs.values()] == [0, 1]
+    told = theirs["width"].followed[0]
+    values = [one.value for one in told["inputs"]]
+    assert told["fn"](*values).startswith("128x128: ")
+    assert told["fn"](*values[:-1], 1) == "resized by a factor: its size is known when the picture is drawn"
