@@ -172,8 +172,8 @@ class Panel:
         for name in form.NAMES:
             self.made[name].input(**told)
         count = len(self.controls) + len(theirs)
-        self._measure.click(fn=lambda *values: _BY_FACTOR if any(values[count:]) else _line(values[:count], measure=True),
-                            **asked)  # fmt: skip
+        measure = partial(_line, measure=True)
+        self._measure.click(fn=lambda *values: _BY_FACTOR if any(values[count:]) else measure(values[:count]), **asked)
         switch = theirs.get("hr-checkbox")
         if switch is not None:
             where = self.made["where"]
