@@ -14,38 +14,53 @@ from typing import Any, NamedTuple
 
 from . import host, slot
 from .host import hosting
-from .sampling import HostSampling, is_flow, steps_text, timestep_of
+from .sampling import HostSampling, Progress, is_flow, timestep_of
 from .transformers import TransformerMerging, piece_of
 from .unets import UnetMerging
 
 logger = logging.getLogger(__name__)
 _TITLE = "ToMe"
 _NOT_MEASURED = "the gain was not measured"
+_PAST_US = "nothing merged: another node calls the model past this one, as DeepCache does; take it off to merge"
+# in transformer_options: what else changes how long a call takes, or stands in for one. A measurement is without it
+_BESIDE = ("patches", "patches_replace", "easycache", "lazycache")
 Merging = UnetMerging | TransformerMerging
 
 
-class Outcome(NamedTuple):
-    """What is left of a sampling. lines: the report for people, ten at most; line: for the log; report: the engine's.
+class Asked(NamedTuple):
+    """What a node was asked for: facts, for programs; line, for people; unknown: what was not understood of it."""
 
-    maps: level -> (down-sampling, what merged last).
+    line: str
+    facts: dict[str, Any]
+    unknown: Sequence[str] = ()
+
+
+class Outcome(NamedTuple):
+    """What is left of a sampling. lines: one for whoever drew, and a second where something was not as asked.
+
+    details: all of the report as text; data: for programs; report: the engine's. maps: level ->
+    (down-sampling, what merged last).
     """
 
-    lines: Sequence[str] = (f"{_TITLE}: the model was not called",)
-    line: str = lines[0]
-    report: Any = hosting.Report(patched=False)
-    maps: dict[int, tuple[int, Any]] = {}  # noqa: RUF012 (never changed)
+    lines: Sequence[str]
+    details: Sequence[str]
+    data: dict[str, Any]
+    report: Any
+    maps: dict[int, tuple[int, Any]]
 
 
 class BranchMerging:
     """The two wrappers of one ApplyToMe: around each sampling, and around each call of the model.
 
-    config: the settings. node_id: where the report is shown. beside: what the report is to say of the node's inputs.
-    measures: is what merging gains to be measured after a sampling? latest: what is left of the sampling before.
+    config: the settings. asked: see `Asked`. node_id, name: where the report is shown, and whose it is in the log.
+    measures: is what merging gains to be measured after a sampling? latest: what is left of the sampling before, if
+    there was one.
     """
 
-    def __init__(self, config: Any, node_id: Any, beside: Sequence[str] = (), measures: bool = False) -> None:
-        self.config, self.latest = config, Outcome()
-        self._node_id, self._beside, self._measures = node_id, tuple(beside), measures
+    def __init__(self, config: Any, asked: Asked, node_id: Any, name: str = "", measures: bool = False) -> None:
+        self.config, self.latest = config, None
+        self._asked, self._node_id, self._name, self._measures = asked, node_id, name, measures
+        self._shown: tuple[Any, list[str]] = (None, [])  # in one queue: two passes may sample with one node
         self._sampling: Sampling | None = None  # the innermost that goes on
 
     def __deepcopy__(self, memo: dict) -> BranchMerging:
@@ -65,6 +80,7 @@ class BranchMerging:
             return executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
 
         sampling = self._sampling or Sampling(self.config)
+        sampling.is_alone = sampling.is_alone and control is None
         return sampling.call(executor.class_obj, x, t, transformer_options or {}, run)
 
     def outer_sample(
@@ -82,9 +98,13 @@ class BranchMerging:
             return out
         finally:
             self._sampling = outer
-            steps = steps_text(time.steps_done, sigmas, stopped, len(time.computed))
-            self.latest = sampling.end(steps, self._beside, stopped, self._measures and outer is None)
-            host.say("\n".join(self.latest.lines), self._node_id, self.latest.line)
+            self.latest = sampling.end(self._asked, time.steps(sigmas, stopped), self._measures and outer is None)
+            queue, shown = host.queue_id(), []
+            if queue is not None and queue == self._shown[0]:
+                shown = self._shown[1]
+            self._shown = queue, [*shown, *self.latest.lines]
+            host.say("\n".join(self.latest.lines), None, self._name)
+            host.show("\n".join(self._shown[1]), self._node_id)
 
 
 class Sampling:
@@ -94,6 +114,8 @@ class Sampling:
         self._config, self._time, self._name = config, time or HostSampling(), time
         self._models: dict[Any, Merging | str] = {}  # or why it steps aside
         self._live: dict[float, bool] = {}  # sigma -> was merging on
+        self._usual: frozenset[str] | None = None  # what the first call's options had
+        self.is_alone = True  # nothing else is known to change how long a call takes
 
     def call(self, model: Any, x: Any, t: Any, options: dict[str, Any], run: Any) -> Any:
         """What ``run(transformer_options)`` gives, a call of the model; merged."""
@@ -105,37 +127,51 @@ class Sampling:
         if merging.state.wants_time:
             self._tell_time(merging, schedule, x, t, options)
         latent, names = host.as_computed(model, x), options.get("uuids")
+        given = frozenset(name for name, one in options.items() if one is not None and one is not False)
+        self._usual = self._usual or given
+        self.is_alone = self.is_alone and not any(_holds(options.get(name)) for name in _BESIDE)
         timestep = 1000.0 * t if merging.flows and is_flow(schedule) else schedule.timestep(t)
         call = merging.state.begin(timestep, latent, tuple(names) if names else None)
+        if given - self._usual:  # guidance that perturbs this call, may shuffle its tokens: no match but its own fits
+            call.kept = None
         with merging.answering(call, latent, options) as ask:
             out = run(slot.fill(options, ask))
         self._time.note_call(options)
         return out
 
-    def end(self, steps: str, beside: Sequence[str], stopped: bool, measures: bool) -> Outcome:
-        """What is left of it. steps: how many, in words; beside: what else is to be said."""
+    def end(self, asked: Asked, steps: Progress, measures: bool) -> Outcome:
+        """What is left of it. measures: unless it was stopped."""
         strangers = [why for why in self._models.values() if isinstance(why, str)]
         merged = [one for one in self._models.values() if not isinstance(one, str)]
-        if not merged:
-            lines = [f"{_TITLE}: {why}" for why in strangers]
-            return Outcome(lines, lines[0]) if lines else Outcome()
         measured = []
         for one in merged:
             one.state.set_time()
-            if measures and not stopped:
+            if measures and not steps.stopped:
                 measured.append(_measure(one))
-        report = replace(hosting.Report.join(one.state.report() for one in merged), patched=True)
+        report = hosting.Report.join(one.state.report() for one in merged)
+        report = replace(report, patched=bool(merged), gains=report.gains if self.is_alone else ())
+        if merged:
+            first, more = report.headline, [report.hindered, *strangers]
+        else:
+            first, *more = strangers or [_PAST_US if steps.done else "the model was not called"]
+        more = [*filter(None, [*more, *measured]), *asked.unknown]
+        line = f"{_TITLE}: {', '.join(filter(None, [asked.line, steps.text, first]))}"
         live = [f"between start and end at {sum(self._live.values())} of {len(self._live)} noise levels"]
-        more = [*filter(None, measured), *(live if self._live else ()), *strangers, *beside]
-        line = f"{_TITLE}: {', '.join(filter(None, [steps, report.headline]))}"
-        first, levels = merged[0].state, merged[0].state.report().levels
-        maps = {level: (levels[level].downsample, one) for level, one in sorted(first.maps().items())}
-        return Outcome(report.lines(_TITLE, [steps], more), line, report, {} if stopped else maps)
+        details = report.lines(_TITLE, [asked.line, steps.text], [*more, *(live if self._live else ())])
+        data = {**asked.facts, "unknown": list(asked.unknown), "line": line, "stepped_aside": strangers,
+                "steps": steps.done, "steps_planned": steps.planned, "steps_computed": steps.computed,
+                **report.as_data()}  # fmt: skip
+        maps = {}
+        if merged and not steps.stopped:
+            found, levels = merged[0].state.maps(), merged[0].state.report().levels
+            maps = {level: (levels[level].downsample, one) for level, one in sorted(found.items())}
+        lines = [line, *(["; ".join(more)] if more else [])]
+        return Outcome(lines, details if merged else lines, data, report, maps)
 
     def _make(self, model: Any, options: dict[str, Any]) -> Merging | str:
         try:
             if host.is_compiled(model, options):
-                return "stepped aside: the model is compiled"
+                return "stepped aside: the model is compiled; take that node off to merge"
             kind = UnetMerging if piece_of(model) is None else TransformerMerging
             merging = kind(model, self._config, options)
         except (hosting.UnsupportedModelError, TypeError) as error:
@@ -173,10 +209,11 @@ def _measure(merging: Merging) -> str:
         return f"{_NOT_MEASURED}: that is done with UNets alone"
     if state.latest is None:
         return f"{_NOT_MEASURED}: nothing was called that merging is for"
-    logger.info("%s: measuring what merging gains here, once for pictures of this size", _TITLE)
-    timed = hosting.clock_for(state.latest["device"])
+    timed, asked = hosting.clock_for(state.latest["device"]), []
 
     def clock() -> float:
+        if not asked:
+            asked.append(logger.info("%s: measuring what merging gains here, once for pictures of this size", _TITLE))
         if host.is_interrupted():  # which ends a measurement and no picture: that is done
             raise RuntimeError("it was cancelled")
         return timed()
@@ -186,3 +223,8 @@ def _measure(merging: Merging) -> str:
     except Exception as error:  # whatever else is on the model; nobody asked for more than a picture
         return f"{_NOT_MEASURED}: {error}"
     return "" if gain is None else f"measured: {gain.line}"
+
+
+def _holds(value: Any) -> bool:
+    """Is there anything in what a key of transformer_options has?"""
+    return any(map(_holds, value.values())) if isinstance(value, dict) else bool(value)

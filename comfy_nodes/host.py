@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 # ComfyUI names a pack by its path with every dot replaced, so a dot means: this is a part of the pack
 hosting = importlib.import_module("..tome_core.hosting" if "." in __package__ else "tome_core.hosting", __package__)
 
+NOTE = "tome_note"  # in a branch's model_options, see `leave_note`
 KEY = "tome"  # of our wrappers; a second ApplyToMe finds and replaces the first by it
 # values of comfy.patcher_extension.WrappersMP, here since December 2024
 APPLY_MODEL, OUTER_SAMPLE = "apply_model", "outer_sample"
@@ -33,8 +34,7 @@ def is_new_enough(patcher: Any) -> bool:
 
 
 def attach(patcher: Any, apply_model: Callable, outer_sample: Callable) -> None:
-    """Put our wrappers on a ModelPatcher, in place of those that are there."""
-    detach(patcher)
+    """Put our wrappers on a ModelPatcher that has none."""
     patcher.add_wrapper_with_key(APPLY_MODEL, KEY, apply_model)
     patcher.add_wrapper_with_key(OUTER_SAMPLE, KEY, outer_sample)
 
@@ -42,6 +42,8 @@ def attach(patcher: Any, apply_model: Callable, outer_sample: Callable) -> None:
 def detach(patcher: Any) -> bool:
     """Take our wrappers off a ModelPatcher, and nothing else. True where there were some."""
     found = find_attached(patcher) is not None
+    if NOTE in patcher.model_options:
+        patcher.model_options = {name: one for name, one in patcher.model_options.items() if name != NOTE}
     for kind in (APPLY_MODEL, OUTER_SAMPLE) if found else ():
         patcher.remove_wrappers_with_key(kind, KEY)
     return found
@@ -76,17 +78,39 @@ def has_built_in_merging(patcher: Any) -> bool:
     return any(getattr(patch, "__qualname__", "").startswith("TomePatchModel.") for patch in patches)
 
 
-def say(text: str, node_id: Any, line: str = "") -> None:
-    """`show` it, and in the log its first line, or what else is to be said there."""
-    logger.info("%s", line or text.partition("\n")[0])
+def leave_note(patcher: Any, text: str) -> None:
+    """Let nodes behind this branch read why it does not merge."""
+    patcher.model_options = {**patcher.model_options, NOTE: text}
+
+
+def name_in(prompt: Any, node_id: Any) -> str:
+    """``#12:5 second pass``: a node's number, and its title where somebody has given it one."""
+    if node_id is None:
+        return ""
+    own = prompt.get(str(node_id)) if isinstance(prompt, dict) else None
+    title = str(((own or {}).get("_meta") or {}).get("title") or "")
+    return f" #{node_id}" + (f" {title}" if title and "(Token Merging)" not in title else "")
+
+
+def _server() -> Any:
+    # looked up instead of imported: outside ComfyUI `server` is anybody's module
+    return getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)
+
+
+def queue_id() -> Any:
+    """Of what the queue runs now; None where nobody tells."""
+    return getattr(_server(), "last_prompt_id", None)
+
+
+def say(text: str, node_id: Any, name: str = "") -> None:
+    """`show` it, and in the log in one line. name: of the node, see `name_in`."""
+    logger.info("%s", text.replace("ToMe", f"ToMe{name}", 1).replace("\n", "; "))
     show(text, node_id)
 
 
 def show(text: str, node_id: Any) -> None:
     """In the graph, under the node and the subgraphs around it. Never fails: it runs in mid-queue."""
-    # looked up instead of imported: outside ComfyUI `server` is anybody's module
-    server = getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)
-    send = getattr(server, "send_progress_text", None)
+    send = getattr(_server(), "send_progress_text", None)
     if send is None or node_id is None:
         return
     try:

@@ -18,28 +18,17 @@ ROUND = 0.000001  # of a typed number: a strength's rule has 0.984375
 TIMES = ("start", "end")  # of ApplyToMe; all other fields are ToMeSettings'
 _NOT_HERE = ("merge_crossattn", "merge_mlp")  # nothing in the slot can merge these parts
 SETTINGS = tuple(name for name in form.NAMES if name not in (*TIMES, *_NOT_HERE))
-STRENGTH_HELP = (
-    "How much the picture may change to save time. 0 is off, bit for bit; "
-    f"{', '.join(f'{value:g} is {name}' for name, value in hosting.MARKS.items())}. "
-    "Not used if settings are connected."
-)
-MEASURE_HELP = (
-    "After the sampling, measure what merging gains on this machine, once for pictures of this size. It takes about as "
-    "long as a second sampling and is remembered: from then on the report and the log say the gain, and a strength "
-    "merges only if that saves time."
-)
-SETTINGS_HELP = (
-    "From a ToMe Settings node: every setting by itself, in place of the strength. Start and end still count. Leave it "
-    "unconnected to use the strength."
-)
+STRENGTH_HELP = "Higher is faster and changes the picture more. 0 is off."
+MEASURE_HELP = "After the sampling, measure once what merging gains at this size. It takes about as long again."
+SETTINGS_HELP = "From ToMe Settings: every setting by itself, in place of the strength."
 
 
 def strength_types() -> dict[str, tuple]:
     """ApplyToMe's inputs beside the model."""
     facts = {"default": STRENGTH, "min": 0.0, "max": 1.0, "step": 0.05, "round": ROUND}
-    strength = ("FLOAT", {**facts, "display_name": "Strength", "tooltip": STRENGTH_HELP})
-    settings = (SETTINGS_TYPE, {"display_name": "Settings", "tooltip": SETTINGS_HELP})
-    measure = ("BOOLEAN", {"default": False, "display_name": "Measure", "tooltip": MEASURE_HELP})
+    strength = ("FLOAT", {**facts, "display_name": "strength", "tooltip": STRENGTH_HELP})
+    settings = (SETTINGS_TYPE, {"display_name": "settings", "tooltip": SETTINGS_HELP})
+    measure = ("BOOLEAN", {"default": False, "display_name": "measure", "tooltip": MEASURE_HELP})
     times = {name: _widget(form.field(name)) for name in TIMES}
     return {"strength": strength, **times, "settings": settings, "measure": measure}
 
@@ -67,7 +56,7 @@ def config_of(strength: Any, start: Any, end: Any, settings: Any = None, layout:
 
 
 def _widget(field: Any) -> tuple:
-    facts = {"default": field.default, "display_name": field.label, "tooltip": field.help}
+    facts = {"default": field.default, "display_name": field.label.lower(), "tooltip": field.help}
     if field.advanced:
         facts["advanced"] = True
     if field.choices:

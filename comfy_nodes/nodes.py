@@ -11,17 +11,21 @@ from typing import Any
 import torch
 
 from . import host, inputs, picture
-from .branch import BranchMerging, layout_of
+from .branch import Asked, BranchMerging, layout_of
 
 ALIASES = ["token merging", "tomesd", "tome", "speed", "faster sampling"]
 HIDDEN = {"unique_id": "UNIQUE_ID"}
 HIDDEN_PROMPT = {**HIDDEN, "prompt": "PROMPT"}
 TOO_OLD = "ToMe: this ComfyUI is older than September 2025; update it to merge. The model is unchanged."
 OFF_TEXT = "ToMe is off, the model is unchanged."
-NO_MAPS = (
-    "No merge map. Either this model has no Apply ToMe, or nothing merged, or the model is compiled, or the sampler's "
-    "result came from the cache: then change the sampler's seed and queue again."
+OFF_BY_SETTINGS = (
+    "ToMe is off, the model is unchanged: these settings merge nothing, because the ratio is 0 or a cell has one token "
+    "(sx=1, sy=1)."
 )
+NOT_APPLIED = "No merge map: there is no Apply ToMe on this model. Connect the model as it went into the sampler."
+NOT_WAITING = "No merge map: connect the sampler's latent, or the decoded image, so that this node waits for it."
+FROM_CACHE = "No merge map: the sampler's result came from the cache. Change its seed and queue again."
+NO_MAPS = "No merge map."
 STRETCHED = (
     " (stretched: the last call was not of this picture's size. It was a tile or an area of it, or the picture was "
     "scaled)"
@@ -39,9 +43,8 @@ class ApplyToMe(_Node):
     DISPLAY_NAME = "Apply ToMe (Token Merging)"
     DESCRIPTION = (
         "Merges similar tokens in the model's attentions, so that sampling takes less time: the larger the picture, "
-        "the more. For SD1.x, SD2.x and SDXL, and for transformers of pictures and films such as Flux, SD3, Qwen-Image "
-        "and Wan, where what a strength changes was measured on one small model only. Only samplers behind this node "
-        "are changed. After sampling the node shows what merged."
+        "the more. For SD1.x, SD2.x, SDXL, and transformers such as Flux, SD3, Qwen-Image and Wan. Only samplers "
+        "behind this node are changed. After sampling the node shows what came of it."
     )
     FUNCTION = "apply"
     RETURN_TYPES = ("MODEL",)
@@ -66,19 +69,22 @@ class ApplyToMe(_Node):
             host.say(TOO_OLD, unique_id)
             return (clone,)
         host.detach(clone)
-        problem = config = None
+        config, text = None, OFF_TEXT if settings is None else OFF_BY_SETTINGS
         try:
             config = inputs.config_of(strength, start, end, settings, layout_of(clone.model))
         except (TypeError, ValueError) as error:  # another model, a start after the end, or a linked value
-            problem = error
-        dropped = _list_dropped(self, prompt, unique_id)
+            text = f"ToMe stepped aside, the model is unchanged: {error}"
+        dropped, name = _list_dropped(self, prompt, unique_id), host.name_in(prompt, unique_id)
         if config is None:
-            text = f"ToMe stepped aside, the model is unchanged: {problem}" if problem else OFF_TEXT
-            host.say("\n".join([text, *dropped]), unique_id)
+            text = "\n".join([text, *dropped])
+            host.leave_note(clone, text)
+            host.say(text, unique_id, name)
             return (clone,)
-        asked = f"strength {strength}" if settings is None else "the settings connected, in the strength's place"
-        merging = BranchMerging(config, unique_id, [asked, *dropped], measure is True)
+        line = "own settings" if settings is not None else f"strength {strength:g}"
+        facts = {"strength": None if settings is not None else strength, "start": start, "end": end}
+        merging = BranchMerging(config, Asked(line, facts, dropped), unique_id, name, measure is True)
         host.attach(clone, merging.apply_model, merging.outer_sample)
+        host.show(f"ToMe: {line}, waits for a sampler behind this node", unique_id)
         return (clone,)
 
 
@@ -88,7 +94,7 @@ class ToMeSettings(_Node):
     DISPLAY_NAME = "ToMe Settings (Token Merging)"
     DESCRIPTION = (
         "Every setting of token merging by itself. Connect it to the settings input of Apply ToMe, in place of the "
-        "strength. A setting that does not go together with the others is left out, and the node says which."
+        "strength. A setting that does not go together with the others is not used, and the node says which."
     )
     FUNCTION = "settings"
     RETURN_TYPES = (inputs.SETTINGS_TYPE,)
@@ -104,7 +110,8 @@ class ToMeSettings(_Node):
         config, left_out = inputs.form.settle(values)
         dropped = _list_dropped(self, prompt, unique_id)
         if left_out or dropped:
-            host.say(f"ToMe Settings, left out: {'. '.join([*left_out, *dropped])}", unique_id)
+            text = f"ToMe Settings, not used: {'. '.join([*left_out, *dropped])}"
+            host.say(text, unique_id, host.name_in(prompt, unique_id))
         return (config,)
 
 
@@ -146,7 +153,7 @@ class ToMePreview(_Node):
     SEARCH_ALIASES = [*ALIASES, "merge map", "token map"]  # noqa: RUF012 (never changed)
     FUNCTION = "preview"
     RETURN_TYPES = ("IMAGE", "STRING")
-    RETURN_NAMES = ("IMAGE", "report")
+    RETURN_NAMES = ("image", "report")
     OUTPUT_TOOLTIPS = (
         "The pictures with each group of merged tokens in its mean colour, the levels side by side.",
         "The report on the sampling, as text.",
@@ -167,15 +174,21 @@ class ToMePreview(_Node):
         """Pictures ``[B, H, W * levels, 3]`` and the report; the latter, and its JSON, for the host's history too."""
         pictures = _background(model, image, latent)
         merging = host.find_attached(model)
-        lines, _, report, maps = ((), "", None, {}) if merging is None else merging.latest
+        latest = None if merging is None else merging.latest
+        maps = {} if latest is None else latest.maps
+        if latest is not None:
+            text, data = "\n".join(latest.details), latest.data
+        else:
+            why = NOT_APPLIED if merging is None else NOT_WAITING if image is None and latent is None else FROM_CACHE
+            text = model.model_options.get(host.NOTE, why)
+            data = {"line": text, "work_saved": None}
         if maps:
             drawn = [_panels(one, number, len(pictures), maps) for number, one in enumerate(pictures)]
         else:
-            drawn = [picture.add_title(one, NO_MAPS) for one in pictures]
-        text = "\n".join([*(() if maps else (NO_MAPS,)), *lines])
-        reports = () if report is None else (report.as_data(),)
+            drawn = [picture.add_title(one, text if latest is None else f"{NO_MAPS} {latest.lines[0]}")
+                     for one in pictures]  # fmt: skip
         host.show(text, unique_id)
-        return {"ui": {"text": (text,), "tome_report": reports}, "result": (torch.stack(drawn), text)}
+        return {"ui": {"text": (text,), "tome_report": (data,)}, "result": (torch.stack(drawn), text)}
 
 
 def _list_dropped(node: Any, prompt: Any, unique_id: Any) -> list[str]:

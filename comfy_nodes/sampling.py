@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,6 +14,24 @@ from .host import hosting
 _KNOWN = ("comfy.k_diffusion.sampling", "comfy.extra_samplers.uni_pc", "comfy_extras.nodes_advanced_samplers")
 _OF_THEIR_OWN = ("sample_dpm_fast", "sample_dpm_adaptive", "sample_ar_video")  # levels
 _PURE_NOISE = 1e6  # relative to the picture; where there is nothing of it, its share is infinite
+
+
+class Progress(NamedTuple):
+    """What became of a sampling's steps. done: as its sampler reported, if it does; planned: 0 if nobody knows."""
+
+    done: int
+    planned: int
+    computed: int
+    stopped: bool
+
+    @property
+    def text(self) -> str:
+        """``20 steps``; ``12 of 20 steps`` if it was stopped; ``20 steps, 13 of them computed``; "" if nobody knows."""
+        count = hosting.count(self.planned, "step")
+        if self.stopped and self.done < self.planned:
+            return f"{self.done} of {count}"
+        is_part = self.done == self.planned and 0 < self.computed < self.planned
+        return f"{count}, {self.computed} of them computed" if is_part else count if self.planned else ""
 
 
 class HostSampling:
@@ -29,32 +47,33 @@ class HostSampling:
         self._continues = torch.is_tensor(noise) and noise.device.type == "cpu" and not noise.any()
         self._pictures = len(noise) if torch.is_tensor(noise) else None
         self._sigmas = sigmas
-        self._levels: list[float] | None = None
-        self._follows_list = _follows_list(sampler)
+        self._heard = hosting.Steps(_follows_list(sampler))
         self._known: dict[tuple, Any] = {}  # what a model's own schedule was asked, each of which may wait
-        self.steps_done = 0  # that the sampler has reported so far
-        self.computed: set[int] = set()  # steps; others are those that EasyCache or LazyCache left out
+        self._computed: set[int] = set()  # steps; others are those that EasyCache or LazyCache left out
 
     def hear(self, callback: Callable | None) -> Callable:
         """The sampler's callback, with us listening."""
 
         def heard(step: Any, *args: Any, **kwargs: Any) -> Any:
-            self._follows_list = self._follows_list and type(step) is int and step == self.steps_done
-            self.steps_done += 1
+            self._heard.hear(step)
             return callback(step, *args, **kwargs) if callback is not None else None
 
         return heard
 
+    def steps(self, sigmas: Any, stopped: bool) -> Progress:
+        """So far. sigmas: as of ``outer_sample``; stopped: by an exception."""
+        planned = max(0, len(sigmas) - 1) if hasattr(sigmas, "__len__") else 0
+        return Progress(self._heard.done, planned, len(self._computed), stopped)
+
     def note_call(self, options: dict[str, Any]) -> None:
         """A call of the model has been answered, by the model or by EasyCache. options: its transformer_options."""
         if not is_left_out(options):
-            self.computed.add(self.steps_done)
+            self._computed.add(self._heard.done)
 
     def sigma(self, t: Any, options: dict[str, Any]) -> float:
         """The noise level of a call of the model. t: its sigmas, ``[B]``. options: its transformer_options."""
         if torch.is_tensor(t) and t.device.type != "cpu" and self._levels_in(options):
-            # a call after the last step is at the last level that has noise
-            return self._levels[min(self.steps_done, len(self._levels) - 1)]
+            return self._heard.time
         return float(t.reshape(-1)[0]) if torch.is_tensor(t) else float(t)
 
     def pictures_in(self, x: Any, options: dict[str, Any]) -> int | None:
@@ -87,31 +106,17 @@ class HostSampling:
 
     def _levels_in(self, options: dict[str, Any]) -> list[float]:
         """Of all steps, from the list that came to the sampler past all other wrappers; empty if it is not followed."""
-        listed = options.get("sample_sigmas", self._sigmas)
-        if self._follows_list and self._levels is None and torch.is_tensor(listed):
-            self._sigmas, self._levels = listed, listed.tolist()[:-1]
-        self._follows_list = self._follows_list and listed is self._sigmas and bool(self._levels)
-        return self._levels if self._follows_list else []
+        listed, heard = options.get("sample_sigmas", self._sigmas), self._heard
+        if heard.follows and not heard.times and torch.is_tensor(listed):
+            self._sigmas, heard.times = listed, listed.tolist()[:-1]
+        heard.follows = heard.follows and listed is self._sigmas and bool(heard.times)
+        return heard.times if heard.follows else []
 
 
 def is_left_out(options: dict[str, Any]) -> bool:
     """Has EasyCache answered the call of the model with these transformer_options in the model's place?"""
     cache = options.get("easycache")  # LazyCache's has this place too, but answers before the model is called
     return getattr(cache, "name", "") == "EasyCache" and getattr(cache, "skip_current_step", False)
-
-
-def steps_text(done: int, sigmas: Any, stopped: bool, computed: int) -> str:
-    """``20 steps``; ``12 of 20 steps`` if the sampling was stopped; "" if nobody knows.
-
-    done: as its sampler reported, which not all do. computed: with fewer than all ``20 steps, 13 of them computed``.
-    """
-    if not hasattr(sigmas, "__len__") or not len(sigmas):
-        return ""
-    planned = len(sigmas) - 1
-    count = hosting.count(planned, "step")
-    if stopped and done < planned:
-        return f"{done} of {count}"
-    return f"{count}, {computed} of them computed" if done == planned and computed and computed < planned else count
 
 
 def is_flow(model_sampling: Any) -> bool:

@@ -66,7 +66,9 @@ def add_option(
         import gradio
 
         made = gradio.Radio if "choices" in arguments else gradio.Slider
-    shared.opts.add_option(key, shared.OptionInfo(default, label, made, arguments or None, section=section).info(help))
+    info = shared.OptionInfo(default, label, made, arguments or None, section=section).info(help)
+    info.category_id = "sd"  # with Optimizations, in A1111 and the Forges
+    shared.opts.add_option(key, info)
     shared.opts.data.setdefault(key, default)
 
 
@@ -294,3 +296,40 @@ def add_message(processed: Any, text: str) -> None:
 def add_fact(processed: Any, facts: Mapping[str, Any]) -> None:
     """Tell API callers, who get no comments: in ``info.extra_generation_params``, not in the picture's infotext."""
     processed.extra_generation_params = {**(getattr(processed, "extra_generation_params", None) or {}), **facts}
+
+
+class Fact(dict):
+    """One for API callers that may lie among a job's own facts: a webui that calls those leaves it out of infotexts.
+
+    jobs: what each told that it is about.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.jobs: list[dict[str, Any]] = []
+
+    def __call__(self, **facts: Any) -> None:
+        """Nothing to write."""
+
+
+def calls_facts() -> bool:
+    """Does an infotext have what a fact returns that can be called?"""
+    write = getattr(sys.modules.get("modules.processing"), "create_infotext", None)
+    return "callable" in getattr(getattr(write, "__code__", None), "co_names", ())
+
+
+def is_of_script(p: Any) -> bool:
+    """Does a script that somebody selected run this job? It goes on with the job's pictures, and makes the result."""
+    arguments = getattr(p, "script_args", None)
+    return bool(arguments and arguments[0])
+
+
+def request_of(p: Any) -> Any:
+    """What all jobs of one request have in common, copies of its first one too."""
+    return getattr(p, "script_args", None)
+
+
+def add_comment(p: Any, text: str) -> None:
+    """Put a line under whatever a script will make of this job."""
+    if hasattr(p, "comment"):
+        p.comment(text)

@@ -15,8 +15,8 @@ from functools import partial
 from typing import Any
 
 from ..tome_core.hosting import form
-from . import host
-from .wish import DIAL, EVERYWHERE, FILLED_FOR, OWN, WHERE, Wish, base_of, wish_of
+from . import host, options
+from .wish import DIAL, EVERYWHERE, FILLED_FOR, OWN, WHERE, Wish, base_of, read, wish_of
 
 logger = logging.getLogger(__name__)
 KEY = "ToMe"
@@ -70,20 +70,24 @@ def _value(one: form.Field, text: str) -> Any:
 
 
 class Paste:
-    """What a pasted infotext sets, read and told of once for all controls of a panel."""
+    """What a pasted infotext sets, read and told of once for all controls of a panel.
 
-    def __init__(self) -> None:
+    for_api: what cannot be read is a wrong value of the job, which is then told.
+    """
+
+    def __init__(self, for_api: bool = False) -> None:
+        self._for_api = for_api
         self._parameters: Mapping[str, Any] | None = None
         self._values: dict[str, Any] = {}
 
     def value(self, name: str, parameters: Mapping[str, Any]) -> Any:
         """For one of `wish.ARGUMENTS`, of an infotext that the webui has read; None leaves a control as it is."""
         if parameters is not self._parameters:
-            self._parameters, self._values = parameters, _values_in(parameters)
+            self._parameters, self._values = parameters, _values_in(parameters, self._for_api)
         return self._values.get(name)
 
 
-def _values_in(parameters: Mapping[str, Any]) -> dict[str, Any]:
+def _values_in(parameters: Mapping[str, Any], for_api: bool) -> dict[str, Any]:
     """What the panel shows: off for a picture without us. What cannot be read is told and sets nothing."""
     key = next((key for key in reversed(KEYS) if key in parameters), None)  # the second first: nobody else uses it
     if key is None:
@@ -93,7 +97,7 @@ def _values_in(parameters: Mapping[str, Any]) -> dict[str, Any]:
         wish = wish_in(parameters[key], layout)
     except (ValueError, TypeError, OverflowError) as error:
         logger.warning("%s: %s in the pasted infotext is ignored: %s", KEY, reprlib.repr(parameters[key]), error)
-        return {}
+        return {"enabled": f"{KEY}: {parameters[key]}"[:99]} if for_api else {}
     for sentence in wish.left_out:
         logger.warning("%s: a part of the pasted infotext is ignored: %s", KEY, sentence)
     dial = {name: getattr(wish, name) for name in DIAL}
@@ -111,6 +115,17 @@ def _apply(name: str, p: Any, value: Any, values: Any) -> None:
     setattr(p, _CHANGES, {**changes_of(p), "enabled": True, name: value})
 
 
+def _confirm(name: str, p: Any, values: list) -> None:
+    """Raises RuntimeError, as the plot's own axes do, for a value that would be drawn unmerged under its label."""
+    for value in values:
+        try:
+            problem = "; ".join(read(({"enabled": True},), options.of_dial, {name: value}, host.layout()).left_out)
+        except (TypeError, ValueError) as error:
+            problem = str(error)
+        if problem:
+            raise RuntimeError(f"[ToMe] {problem}")
+
+
 def add_axes() -> None:
     """Put our axes into the X/Y/Z plot, once: the dial's, and all that an expert sets. When every script is loaded."""
     plot = host.plot_module()
@@ -124,4 +139,5 @@ def add_axes() -> None:
         label = f"[ToMe] {label}"
         if label not in there:
             more = {"choices": lambda choices=choices: list(choices)} if choices else {}
+            more["confirm"] = partial(_confirm, name)
             plot.axis_options.append(plot.AxisOption(label, kind, partial(_apply, name), **more))

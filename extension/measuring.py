@@ -59,6 +59,7 @@ def _answer(hires: bool, width: int, height: int, config: MergeConfig, measure: 
             if stayed:
                 return f"{size}: not measured, {stayed}"
             gain = host.on_the_card(lambda: patch.measure(height, width))
+        why = "" if gain is not None else patch.why_not(height, width)
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:  # of a model that we do not know, or a job
         return f"{size}: {str(error).splitlines()[0]}"
-    return f"{size}: not measured yet" if gain is None else gain.line
+    return gain.line if gain is not None else f"{size}: {f'will not merge, {why}' if why else 'not measured yet'}"

@@ -25,6 +25,7 @@ _ATTRIBUTE = "_tome_core_job"
 class PassRecord:
     """What became of one pass, or of its repetitions over a job's batches. steps_live: inside the time range."""
 
+    calls: int = 0
     steps: int = 0
     steps_live: int = 0
     reports: list[Report] = field(default_factory=list)
@@ -40,7 +41,9 @@ class Job:
         self.p = weakref.ref(p)
         self.wish = wish
         self.error = error
-        self.keeps_maps = False
+        self.keeps_maps = self.is_over = False
+        self.is_inside = False  # another job, or a script, goes on with its pictures
+        self.fact: Any = None  # what API callers are told, of all jobs of one request
         self.merged = False  # something, in the batch that runs
         self.records: defaultdict[bool, PassRecord] = defaultdict(PassRecord)  # by: is it the hires pass
         self._left: dict[bool, str] = {}
@@ -98,6 +101,7 @@ class Armed:
         self.handle: Patch | None = None
         self._tried: Any = None  # weakly, the UNet that the armed pass runs on, patched or left alone
         self._pace: Pace | None = None  # also what tells the pass that is armed from all others
+        self._calls = self._live = 0  # of the model in it
         self._pass = ExitStack()  # in SD.Next, where no denoiser tells of its calls
 
     def arm(self, p: Any, hires: bool) -> None:
@@ -113,7 +117,7 @@ class Armed:
             return
         self.job, self.hires = job, hires
         self._put_on(host.running_unet(p))
-        self._pace = Pace(p if self.handle is not None and self.handle.wants_time else None)
+        self._pace, self._calls, self._live = Pace(p, self.handle is not None and self.handle.wants_time), 0, 0
 
     def step(self, params: Any) -> None:
         """Before each call of the model: the right model patched, for the right job, knowing its time."""
@@ -136,6 +140,9 @@ class Armed:
         self._take_off()
         if self._pace is not None:
             self._pace.take_off()
+            record, (steps, live) = self.job.records[self.hires], self._pace.steps(self._calls, self._live)
+            record.calls, record.steps = record.calls + self._calls, record.steps + steps
+            record.steps_live += live
         self.job = self._pace = None
 
     def _follow(self, unet: Any) -> None:
@@ -165,9 +172,9 @@ class Armed:
             self._pass.enter_context(self.handle.sampling(p.batch_size))  # all calls are one sampling
 
     def _count(self) -> None:
-        record = self.job.records[self.hires]
-        record.steps += 1
-        record.steps_live += self.handle is not None and self.handle.is_live
+        is_live = self.handle is not None and self.handle.is_live
+        self._calls, self._live = self._calls + 1, self._live + is_live
+        self._pace.note_call(is_live)
 
     def _take_off(self) -> None:
         handle, self.handle = self.handle, None

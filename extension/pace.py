@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from ..tome_core.hosting import STABLE_DIFFUSION
+from ..tome_core.hosting import STABLE_DIFFUSION, Steps
 from . import host
 
 # functions of k-diffusion and their likes in the Forges: they call the model at the sigmas of their list, one after
@@ -29,40 +29,49 @@ _TIMESTEP_MODULE = "modules.sd_samplers_timesteps_impl"
 class Pace:
     """Stands in for a sampler's function: reads the list it is given, once, and hears each step that it reports.
 
-    p: of the pass that is about to start, whose sampler is there already; None where nobody will ask. A second-order
-    sampler's middle calls count as the step's end. Of a sampler that is not known, each step's time is read, which
-    waits for the device.
+    p: of the pass that is about to start, whose sampler is there already. asks: will anybody ask for times? A
+    second-order sampler's middle calls count as the step's end. Of a sampler that is not known, each step's time is
+    read, which waits for the device.
     """
 
-    def __init__(self, p: Any) -> None:
-        self._times: list[dict[str, float]] = []
-        self._place = 0
+    def __init__(self, p: Any, asks: bool) -> None:
+        self._heard = Steps()
         self._timesteps: tuple[float, ...] | None = None
+        self._live: dict[int, bool] = {}  # by step: did its first call merge?
         sampler = getattr(p, "sampler", None)
+        self._sampler = (lambda: None) if sampler is None else weakref.ref(sampler)  # an aborted job's must not stay
         self._original = getattr(sampler, "func", None)
-        self._put_on: Callable | None = None
-        name = _list_of(self._original)
+        name, heard = _list_of(self._original) if asks else "", getattr(sampler, "callback_state", None)
         if name:
-            self._sampler = weakref.ref(sampler)  # an aborted job's model must not stay for us
-            self._put_on = sampler.func = self._listening(self._original, name)
+            sampler.func = self._listening(self._original, name)
+        if heard is not None:
+            sampler.callback_state = self._hearing(heard)
 
     def take_off(self) -> None:
-        """Put the sampler's own function back, unless somebody else's is there."""
-        sampler = self._sampler() if self._put_on is not None else None
-        if sampler is not None and sampler.func is self._put_on:
+        """Put the sampler's own functions back, unless somebody else's are there."""
+        sampler = self._sampler()
+        if getattr(getattr(sampler, "func", None), "pace", None) is self:
             sampler.func = self._original
+        if getattr(getattr(sampler, "callback_state", None), "pace", None) is self:
+            del sampler.callback_state
+
+    def note_call(self, is_live: bool) -> None:
+        """The model is called; does it merge?"""
+        self._live.setdefault(self._heard.done, is_live)
+
+    def steps(self, calls: int, live: int) -> tuple[int, int]:
+        """How many there were, and how many merged. calls, live: of the model, for a sampler that was not heard."""
+        done = self._heard.done
+        return (done, done if live == calls else min(done, sum(self._live.values()))) if done else (calls, live)
 
     def time(self, params: Any) -> dict[str, float]:
         """The time of the step that the denoiser announces, as a keyword for the engine's ``set_time``."""
-        if params.sigma.device.type == "cpu" or not self._times:
-            return host.read_time(params)
-        # a call after the last step is at the last level that has noise
-        return self._times[min(self._place, len(self._times) - 1)]
+        return (None if params.sigma.device.type == "cpu" else self._heard.time) or host.read_time(params)
 
     def timesteps(self, p: Any) -> tuple[float, ...] | None:
         """Of all steps of the pass, for the engine's ``set_time``; None where the sampler's list is not known."""
-        if self._timesteps is None and self._times:
-            times = [host.relative(p, one) for one in self._times]
+        if self._timesteps is None and self._heard.times and self._heard.follows:
+            times = [host.relative(p, one) for one in self._heard.times]
             self._timesteps = tuple(one["timestep"] if "timestep" in one
                                     else STABLE_DIFFUSION.timestep_of_sigma(one["sigma"]) for one in times)  # fmt: skip
         return self._timesteps
@@ -70,21 +79,23 @@ class Pace:
     def _listening(self, function: Callable, name: str) -> Callable:
         @functools.wraps(function)  # the webui looks at its parameters
         def listening(*args: Any, **kwargs: Any) -> Any:
-            callback = kwargs.get("callback")
-            if kwargs.get(name) is None or callback is None:
-                return function(*args, **kwargs)
-            listed = kwargs[name].tolist()
-            ordered = listed[:-1] if name == "sigmas" else listed[:0:-1]
-            self._times, self._place, self._timesteps = [{name[:-1]: float(one)} for one in ordered], 0, None
-            return function(*args, **{**kwargs, "callback": lambda state: self._hear(state, callback)})
+            if kwargs.get(name) is not None and kwargs.get("callback") is not None:
+                listed = kwargs[name].tolist()
+                ordered = listed[:-1] if name == "sigmas" else listed[:0:-1]
+                self._heard, self._timesteps = Steps(), None
+                self._heard.times = [{name[:-1]: float(one)} for one in ordered]
+            return function(*args, **kwargs)
 
+        listening.pace = self
         return listening
 
-    def _hear(self, state: dict[str, Any], callback: Callable) -> Any:
-        if state.get("i") != self._place:
-            self._times = []
-        self._place += 1
-        return callback(state)
+    def _hearing(self, callback: Callable) -> Callable:
+        def hearing(state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+            self._heard.hear(state.get("i"))
+            return callback(state, *args, **kwargs)
+
+        hearing.pace = self
+        return hearing
 
 
 def _list_of(function: Any) -> str:

@@ -12,15 +12,20 @@ from typing import Any
 from ..tome_core import hosting
 from . import attentions, host, infotext, measuring, options, sdnext
 from .merging import Job, armed, job_of, set_job
-from .summary import data_of, draw_map, line_of
+from .summary import data_of, draw_map, lines_of
 from .wish import TITLE, Wish, read
 
 logger = logging.getLogger(__name__)
+FACT = "ToMe report"  # for API callers
 PARENT = __package__.rpartition(".")[0]
 
 
 class TokenMerging(host.Script):
     """The panel and the hooks. One object a tab; what belongs to a job hangs on its ``p``."""
+
+    _open: list[Job] = []  # noqa: RUF012 (never changed): jobs that have begun and, unless they broke off, are not over
+    _request: Any = None  # the latest, and what its jobs told
+    _fact: host.Fact
 
     def title(self) -> str:
         """The name API callers use, in lower case."""
@@ -45,6 +50,7 @@ class TokenMerging(host.Script):
         host.restore_built_in(p)
         sdnext.forget_hires(p)
         set_job(p, None)
+        self._open = [one for one in self._open if not one.is_over and one.p() is not None]
         host.silence_built_in(p, lambda p, hires: not _job_of(p, values).why_left(hires))
 
     def process(self, p: Any, *values: Any) -> None:
@@ -52,6 +58,14 @@ class TokenMerging(host.Script):
         job = _job_of(p, values)
         if job.error:
             logger.error("%s", job.error)
+        job.is_inside = bool(self._open) or host.is_of_script(p)
+        self._open.append(job)
+        request = host.request_of(p)
+        if request is None or request is not self._request:
+            self._request, self._fact = request, host.Fact()
+        job.fact = self._fact
+        if (job.error or job.wish.enabled) and host.calls_facts() and p.extra_generation_params is not None:
+            p.extra_generation_params[FACT] = job.fact  # where a script finds it that makes a result of its own
         _write(p, job, job.wish.merges(host.has_hires(p)))
 
     def process_batch(self, p: Any, *values: Any, **facts: Any) -> None:
@@ -89,10 +103,8 @@ class TokenMerging(host.Script):
         job = job_of(p)
         if job is None:
             return
-        if job.error:
-            host.add_message(processed, f"ToMe: {job.error}")
-            host.add_fact(processed, {"ToMe report": data_of(job, job.error)})
-        elif job.wish.enabled:
+        job.is_over = True
+        if job.error or job.wish.enabled:
             _tell(p, job, processed)
 
 
@@ -110,7 +122,9 @@ def _job_of(p: Any, values: tuple) -> Job:
 
 def _write(p: Any, job: Job, merges: bool) -> None:
     """Put our key into the infotext of pictures that merged, or are to; in a new dict, because a plot's cells share."""
-    kept = {key: value for key, value in (p.extra_generation_params or {}).items() if key not in infotext.KEYS}
+    is_told = job.error or job.wish.enabled
+    kept = {key: value for key, value in (p.extra_generation_params or {}).items()
+            if key not in infotext.KEYS and (key != FACT or is_told)}  # fmt: skip
     key = infotext.KEYS[host.has_setting_called(infotext.KEY)]
     p.extra_generation_params = kept | ({key: infotext.text_of(job.wish)} if merges else {})
 
@@ -118,14 +132,23 @@ def _write(p: Any, job: Job, merges: bool) -> None:
 def _tell(p: Any, job: Job, processed: Any) -> None:
     if options.value(options.MEASURE):
         measuring.measure_after(job)
-    line = line_of(job, host.has_hires(p))
-    if options.is_shown(options.CONSOLE):
-        logger.info("%s", line)
-    if options.is_shown(options.PAGE):
-        host.add_message(processed, f"ToMe: {line}")
-    host.add_fact(processed, {"ToMe report": data_of(job, line)})
+    lines = [job.error] if job.error else lines_of(job, host.has_hires(p))
+    if options.is_shown(options.CONSOLE) and not job.error:
+        logger.info("%s", "; ".join(lines))
+    if options.is_shown(options.PAGE) or job.error:
+        for line in lines:  # the first job's comments may become a whole plot's, which are not about all of it
+            if host.is_of_script(p):
+                host.add_comment(p, f"ToMe: {line}")
+            else:
+                host.add_message(processed, f"ToMe: {line}")
+    data = data_of(job, lines)
+    job.fact.jobs.append(data)  # of one request: a plot's cells, a script's pictures
+    job.fact.update({**data, "merged": any(one["merged"] for one in job.fact.jobs)})
+    if len(job.fact.jobs) > 1:
+        job.fact["jobs"] = job.fact.jobs
+    host.add_fact(processed, {FACT: job.fact})
     maps = next((job.records[hires].maps for hires in (True, False) if hires in job.records), {})
-    if maps and processed.images:
+    if maps and processed.images and not job.is_inside:  # else somebody goes on with these pictures
         first = min(getattr(processed, "index_of_first_image", 0), len(processed.images) - 1)
         processed.images.append(draw_map(processed.images[first], maps, host.first_row(p)))
 

@@ -1,39 +1,53 @@
-"""What is told of a job: a line for people, data for API callers, and the merge map."""
+"""What is told of a job: a line or two for people, data for API callers, and the merge map."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from PIL import Image, ImageDraw
 
 from ..tome_core.hosting import Report, count
-from .merging import Job
+from .merging import Job, PassRecord
 from .wish import HIRES, PASSES
 
 _STRENGTH = 0.6  # of the map's colours over the picture
 _GOLDEN = 0.618034  # share of the colour circle from one group to the next, so that neighbours differ
 
 
-def line_of(job: Job, has_hires: bool) -> str:
-    """One line on a job that was on."""
-    told = []
+def lines_of(job: Job, has_hires: bool) -> list[str]:
+    """On a job that was on: a line for whoever drew, and a second where something was not as asked."""
+    told, more = [], []
     for hires in PASSES if has_hires else (False,):
-        parts, ratio = [_outcome(job, hires, has_hires)], job.built_in(hires)
+        record, ratio = job.records.get(hires), job.built_in(hires)
+        where = f"{PASSES[hires]}: " if has_hires else ""
+        told.append(where + _outcome(job, hires, has_hires))
+        if record is not None:
+            whole = _whole(record)
+            why = [*record.refusals, *whole.notes, whole.hindered] if whole.merged_anything else []
+            more += [where + one for one in dict.fromkeys(filter(None, why))]
         if ratio:
             became = "stays on" if job.why_left(hires) else "is off in this pass"
-            parts.append(f"the webui's own merging ({ratio:g}) {became}")
-        told.append((f"{PASSES[hires]}: " if has_hires else "") + ", ".join(parts))
-    return "; ".join([*told, *(f"left out: {sentence}" for sentence in job.wish.left_out)])
+            more.append(f"{where}the webui's own merging ({ratio:g}) {became}")
+    more += [f"not used: {sentence}" for sentence in job.wish.left_out]
+    asked = f"strength {job.wish.strength:g}{', own settings' if job.wish.strength and job.wish.changes else ''}"
+    first = f"{asked}; {'; '.join(told)}" if has_hires else f"{asked}, {told[0]}"
+    return [first, *(["; ".join(more)] if more else [])]
 
 
-def data_of(job: Job, line: str) -> dict[str, Any]:
-    """For programs: the line, merged: did anything; passes: the reports, by pass, of those that ran with us."""
-    reports = {hires: Report.join(record.reports) for hires, record in job.records.items() if record.reports}
+def data_of(job: Job, lines: list[str]) -> dict[str, Any]:
+    """For programs: what was asked for, the lines, merged: did anything; passes: all of those that ran with us."""
+    reports = {hires: _whole(record) for hires, record in job.records.items()}
+    wish = job.wish
     return {
-        "merged": any(one.merged_anything for one in reports.values()), "line": line,
-        "passes": {PASSES[hires]: {"steps": job.records[hires].steps, **one.as_data()}
-                   for hires, one in reports.items()},
+        "merged": any(one.merged_anything for one in reports.values()), "line": "; ".join(lines),
+        "strength": wish.strength, "where": wish.where, "settings": dict(wish.changes),
+        "not_used": list(wish.left_out),
+        "passes": {PASSES[hires]: {
+            "steps": record.steps, "steps_merged": record.steps_live, "calls": record.calls,
+            "stepped_aside": list(dict.fromkeys(record.refusals)), **reports[hires].as_data(),
+        } for hires, record in job.records.items()},
     }  # fmt: skip
 
 
@@ -50,21 +64,23 @@ def draw_map(picture: Image.Image, maps: dict[int, Any], sample: int = 0) -> Ima
     return whole
 
 
+def _whole(record: PassRecord) -> Report:
+    whole = Report.join(record.reports)
+    return replace(whole, calls=record.calls, patched=bool(record.reports))
+
+
 def _outcome(job: Job, hires: bool, has_hires: bool) -> str:
     if job.config(hires) is None:
-        if not job.wish.strength:
-            return "strength 0, left alone"
-        is_missing = job.wish.where == HIRES and not has_hires
+        is_missing = job.wish.strength and job.wish.where == HIRES and not has_hires
         return "left alone, because only the hires pass is to merge, and there is none" if is_missing else "left alone"
     record = job.records.get(hires)
     if record is None:
         return "did not run"
-    whole = Report.join(record.reports)
-    why = list(dict.fromkeys([*record.refusals, *whole.notes]))
+    whole = _whole(record)
     if whole.merged_anything:
-        steps = count(record.steps, "step")
         live = "" if record.steps_live == record.steps else f"{record.steps_live} of "
-        return ", ".join([live + steps, whole.headline, *why])
+        return f"{live}{count(record.steps, 'step')}, {whole.headline}"
+    why = list(dict.fromkeys([*record.refusals, *whole.notes]))
     if why and not whole.reasons:
         return f"nothing merged: {', '.join(why)}"
     return whole.headline if record.reports else "nothing merged: the model was not called"

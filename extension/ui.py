@@ -17,11 +17,10 @@ from . import host, infotext, measuring, options
 from .wish import ARGUMENTS, DEFAULTS, DIAL, FILLED_FOR, OWN, TITLE, WHERE, base_of, find_filled, read
 
 _TIPS = {
-    "strength": "How much the picture may change to save time: 0 is off, bit for bit; 1 merges the most.",
+    "strength": "Higher is faster and changes the picture more. 0 is off.",
     "where": "Which pass merges. Merging in the hires pass alone leaves the composition as it is.",
     OWN: "Use the settings below. Each of them follows Strength until you change it.",
-    "measure": "Time this model at this size now, with merging and without, which takes seconds. What is found is kept "
-               "for this kind of model, these settings, this size, this card and today's versions.",
+    "measure": "Time this model at this size now, with merging and without. It takes seconds and is remembered.",
 }  # fmt: skip
 _QUIETLY = {"show_progress": False, "queue": False}
 _HIRES = ("hr-checkbox", "hr_scale", "hr_resize_x", "hr_resize_y")
@@ -30,6 +29,9 @@ _IN_SDNEXT = dict(zip(("enable_hr", "scale", "resize_width", "resize_height"), _
 _SETTINGS = {f"setting_tome_{name}": name for name in DIAL}
 _panels: dict[str, Panel] = {}  # of the latest page, by tab
 _waiting: set[str] = set()  # tabs whose panel does not go by the webui's controls yet
+_BY_FACTOR = "resized by a factor: its size is known when the picture is drawn"
+_BY = {"img2img_tab_resize_to": 0, "img2img_tab_resize_by": 1}
+_tabs: dict[str, Any] = {}  # those of a size and of a factor
 _found: dict[str, dict[str, Any]] = {tab: {} for tab in _OF_TAB}  # the webui's controls that no panel goes by yet
 
 
@@ -44,12 +46,24 @@ def note(control: Any, elem_id: str) -> None:
         ours = [panel.made[_SETTINGS[elem_id]] for panel in _panels.values()]
         if ours:
             control.change(fn=lambda value: [value] * len(ours), inputs=[control], outputs=ours, **_QUIETLY)
+        if ours and elem_id == "setting_tome_enabled":  # beside it the others are seen, so that they are what counts
+            others = [panel.made[name] for panel in _panels.values() for name in DIAL[1:]]
+            control.change(fn=_as_quick, inputs=[control], outputs=others, **_QUIETLY)
         return
+    if elem_id in _BY:  # the other tab's width and height stay, and mean nothing
+        _tabs[elem_id] = control
     tab, _, name = elem_id.partition("_")
     name = _IN_SDNEXT.get(name, name)
     if name in _OF_TAB.get(tab, ()):
         _found[tab][name] = control
         _link(tab)
+
+
+def _as_quick(is_on: bool) -> list[Any]:
+    """For the other controls of the dial: what the quicksettings say as merging is switched on there."""
+    shown = [*host.option("quicksettings_list", []), *host.option("quick_setting_list", [])] if is_on else []
+    return [gr.update(value=options.of_dial(name)) if f"tome_{name}" in shown else gr.update()
+            for _ in _panels for name in DIAL[1:]]  # fmt: skip
 
 
 def _link(tab: str) -> None:
@@ -68,11 +82,13 @@ class Panel:
 
     def __init__(self, is_img2img: bool, elem_id: Any) -> None:
         self._elem_id = elem_id
+        self._by: Any = None  # is img2img's size a factor?
         self.made: dict[str, Any] = {}
         tab = "img2img" if is_img2img else "txt2img"
         with host.accordion(DEFAULTS["enabled"], TITLE, elem_id("enabled")) as enabled:
             self.made["enabled"] = enabled
             self._build()
+            self._by = gr.Number(0, visible=False) if is_img2img else None
         self.controls = [self.made[name] for name in ARGUMENTS]
         if Context.block is Context.root_block:  # the API's, made in bare blocks for the values that they start with
             for one in self.controls:  # so that a call that does not say gets what the settings say
@@ -86,7 +102,7 @@ class Panel:
 
     def paste_fields(self) -> list[tuple[Any, Any]]:
         """(control, what reads its value from an infotext), for the webui."""
-        paste = infotext.Paste()
+        paste = infotext.Paste(for_api=self.controls[0].value is None)
         return [(self.made[name], partial(paste.value, name)) for name in ARGUMENTS]
 
     def _build(self) -> None:
@@ -138,16 +154,26 @@ class Panel:
         # gradio drops an event while its like is unanswered, so behind each answer is asked what came meanwhile
         strength.change(**along).then(**along)
         self.made[OWN].change(**along)  # another model may have come since they were filled in
+        for field in fields:  # what is typed counts
+            field.input(fn=lambda: True, inputs=[], outputs=[self.made[OWN]], **_QUIETLY)
 
     def follow(self, theirs: dict[str, Any]) -> None:
         """Answer in a line, by the webui's own controls of sizes. theirs: those controls, by name."""
         asked = {"inputs": [*self.controls, *theirs.values()], "outputs": [self._line]}
         told = {"fn": lambda *values: _line(values), **asked, **_QUIETLY}
+        if self._by is not None:
+            asked["inputs"].append(self._by)
+            told["fn"] = lambda *values: _BY_FACTOR if values[-1] else _line(values[:-1])
+            for name, tab in _tabs.items():
+                tab.select(fn=lambda by=_BY[name]: by, inputs=[], outputs=[self._by], **_QUIETLY)
+            self._by.change(**told)
         for control in (*(self.made[name] for name in DIAL), self.made[OWN], *theirs.values()):
             control.change(**told).then(**told)
         for name in form.NAMES:
             self.made[name].input(**told)
-        self._measure.click(fn=lambda *values: _line(values, measure=True), **asked)
+        count = len(self.controls) + len(theirs)
+        measure = partial(_line, measure=True)
+        self._measure.click(fn=lambda *values: _BY_FACTOR if any(values[count:]) else measure(values[:count]), **asked)
         switch = theirs.get("hr-checkbox")
         if switch is not None:
             where = self.made["where"]
@@ -190,14 +216,15 @@ def _component(one: form.Field) -> tuple[Any, dict[str, Any]]:
 
 
 def _marks(slider: str) -> str:
-    """The names of four strengths, below their places on the slider; a click sets it."""
+    """The names of five strengths, below their places on the slider; a click sets it."""
     set_it = "const box = document.querySelector('#{id} input[type=number]'); box.value = {value}; " \
         "box.dispatchEvent(new Event('input', {{bubbles: true}}))"  # fmt: skip
-    style = "position:absolute;left:calc(8px + (100% - 16px) * {value});transform:translateX({shift}%);cursor:pointer"
+    style = "position:absolute;left:calc(8px + (100% - 16px) * {value});transform:translateX({shift}%);" \
+        "cursor:pointer;text-decoration:underline"  # fmt: skip
     marks = "".join(
-        f'<a role="button" style="{style.format(value=value, shift=-100 if value == 1 else -50)}" '
+        f'<a role="button" style="{style.format(value=value, shift={0: 0, 1: -100}.get(value, -50))}" '
         f'onclick="{html.escape(set_it.format(id=slider, value=value))}">{name}</a>'
-        for name, value in MARKS.items()
+        for name, value in {"off": 0.0, **MARKS}.items()
     )  # fmt: skip
     return f'<div style="position:relative;height:1.4em;font-size:.85em;opacity:.8">{marks}</div>'
 
@@ -220,7 +247,8 @@ def _line(values: tuple, measure: bool = False) -> str:
     mine, theirs = values[: len(ARGUMENTS)], values[len(ARGUMENTS) :]
     try:
         wish = read((True, *mine[1:]), options.of_dial, layout=host.layout())
-        text = "; ".join([measuring.answer(wish, _sizes(*theirs), measure), *wish.left_out])
+        unused = (f"not used: {one}" for one in wish.left_out)
+        text = "; ".join([measuring.answer(wish, _sizes(*theirs), measure), *unused])
     except (TypeError, ValueError) as error:
         text = str(error)
     return html.escape(text)

@@ -54,7 +54,7 @@ class Component:
     made: ClassVar[list[Component]] = []
 
     def __init__(self, value=None, **arguments):
-        self.kind, self.value, self.followed = type(self).__name__, value, []
+        self.kind, self.value, self.followed, self.typed = type(self).__name__, value, [], []
         Component.made.append(self)
 
     def __enter__(self):
@@ -72,9 +72,12 @@ class Component:
         return self
 
     def input(self, **arguments):
+        """What a user's own change of it sets off."""
+        self.typed.append(arguments)
         return self
 
-    then = input
+    def then(self, **arguments):
+        return self
 
     def get_config(self):
         """What the page starts with; the API starts with `value`."""
@@ -222,6 +225,8 @@ class Webui(Modules):
         self.context = self.put("gradio.context", Context=types.SimpleNamespace(block="a group", root_block="blocks"))
         accordion = type("InputAccordion", (Component,), {"accordion": Component()})
         self.put("modules.ui_components", InputAccordion=accordion)
+        if flavour not in ("old", "sdnext"):
+            self.put("modules.processing", create_infotext=Webui.infotext)
         self.load(ldm_of_one_level())
 
     # --- models ------------------------------------------------------------------------------------------------
@@ -336,7 +341,11 @@ class Webui(Modules):
 
     def infotext(self, p):
         """create_infotext, the part about us."""
-        pairs = {key: value for key, value in p.extra_generation_params.items() if value is not None}
+        pairs = {}
+        for key, value in p.extra_generation_params.items():
+            written = value() if callable(value) else value
+            if written is not None:
+                pairs[key] = written
         if p.get_token_merging_ratio():
             pairs["Token merging ratio"] = p.get_token_merging_ratio()
         return ", ".join(f"{key}: {value}" for key, value in pairs.items())

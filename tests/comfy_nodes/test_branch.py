@@ -102,7 +102,7 @@ def test_a_branch_inside_itself_draws_what_it_draws_alone():
     assert torch.equal(sample(applied, stop=lambda step: inner.append(sample(applied))), alone)
     assert all(torch.equal(one, alone) for one in inner)
     latest = host.find_attached(applied).latest
-    assert latest.lines[0].startswith("ToMe: 3 steps") and latest.report.calls == 3, "the outer one's"
+    assert latest.lines[0].startswith("ToMe: own settings, 3 steps") and latest.report.calls == 3, "the outer one's"
 
 
 def test_a_call_of_the_model_inside_its_own_call_merges_too():
@@ -170,7 +170,8 @@ def test_a_compiled_model_gets_nothing_of_ours_in_any_order(load, guider, server
     compiled, before = Compiled(plain.model.diffusion_model), guider(plain).sample(steps=2)
     for merged in (with_compile(branch(plain), compiled), branch(with_compile(plain, compiled))):
         assert torch.equal(guider(merged).sample(steps=2), before) and compiled.ours and not any(compiled.ours)
-        assert server.texts[-1] == ("5", "ToMe: stepped aside: the model is compiled")
+        assert server.texts[-1] == ("5", "ToMe: own settings, 2 steps, stepped aside: the model is compiled; take that "
+                                         "node off to merge")  # fmt: skip
     assert not torch.equal(guider(branch(plain)).sample(steps=2), before)
 
 

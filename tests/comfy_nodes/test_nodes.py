@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import re
 import weakref
 
@@ -12,12 +13,19 @@ import torch
 from torch import nn
 
 from comfy_nodes import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS, host, picture
-from comfy_nodes.nodedefs import inputs_of
-from comfy_nodes.nodes import RemoveToMe, ToMePreview
+from comfy_nodes.nodes import (
+    FROM_CACHE,
+    NOT_APPLIED,
+    NOT_WAITING,
+    ApplyToMe,
+    RemoveToMe,
+    ToMePreview,
+    ToMeSettings,
+)  # fmt: skip
 from comfy_nodes.sampling import HostSampling
 from tests.comfy_doubles import BaseModel, DiscreteSampling, Guider, ModelPatcher, apply, checkpoint
+from tests.nodedefs import inputs_of
 from tests.traces import traces
-from tome_core.reporting.report import MOST_LINES
 
 
 def sample(patcher: ModelPatcher, **options) -> torch.Tensor:
@@ -105,9 +113,11 @@ def test_a_range_holds_the_steps_whose_sigma_lies_in_it(start, end):
 
 
 def test_the_range_counts_steps(server):
-    sample(apply(checkpoint(), start=0.5), steps=4)
-    text = server.texts[-1][1]
+    branch = apply(checkpoint(), start=0.5)
+    sample(branch, steps=4)
+    text = "\n".join(host.find_attached(branch).latest.details)
     assert "between start and end at 2 of 4 noise levels" in text and "outside the rules' time range" in text
+    assert "\n" not in server.texts[-1][1], "as it was asked for"
 
 
 # --- what people read ----------------------------------------------------------------------------------------------
@@ -120,20 +130,32 @@ def test_the_node_shows_what_one_sampling_merged_and_its_first_line_says_it_all(
     node, text = server.texts[-1]
     first, *more = text.split("  \n")  # Nodes 2.0 reads it as Markdown, which joins lines that end otherwise
     assert "\n" not in "".join([first, *more]) and not text.endswith(" ")
-    assert node == "5" and re.fullmatch(r"ToMe: 2 steps, \d+ % of attention left out", first)
-    assert any("256 tokens -> 128" in line for line in more) and len(more) < MOST_LINES
+    assert node == "5" and re.fullmatch(r"ToMe: own settings, 2 steps, \d+% of attention left out", first) and not more
+    details = host.find_attached(applied).latest.details
+    assert details[0] == first and any("256 tokens -> 128" in line for line in details)
+
+
+def test_a_second_line_is_there_where_something_was_not_as_asked(server):
+    """And the log has it too."""
+    patcher = checkpoint()
+    replaced = {"attn1": {("input", 1, 0): lambda q, k, v, extra: v}}
+    patcher.model_options["transformer_options"]["patches_replace"] = replaced
+    sample(apply(patcher, level="up to /8"), steps=1)
+    _, second = server.texts[-1][1].split(host.LINE_BREAK)
+    assert re.fullmatch(r"\d+% of attention not merged: something else runs in its place", second)
 
 
 def test_the_log_has_one_line_a_sampling(caplog):
     with caplog.at_level("INFO"):
         sample(apply(checkpoint(), start=0.5), steps=4)
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith("ToMe: 4 steps, ") and "\n" not in line
+    assert line.startswith("ToMe #5: own settings, 4 steps, ") and "\n" not in line
 
 
 def test_where_nothing_merged_the_first_line_says_why(server):
     sample(apply(checkpoint(), min_pixels=10**6), steps=1)
-    assert server.texts[-1][1].startswith("ToMe: 1 step, nothing merged: the picture is smaller than min_pixels")
+    why = "nothing merged: the picture is smaller than min_pixels"
+    assert server.texts[-1][1].startswith(f"ToMe: own settings, 1 step, {why}")
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
@@ -144,13 +166,14 @@ def test_a_stopped_sampling_reports_the_steps_that_it_did(server, error):
 
     with pytest.raises(error):
         sample(apply(checkpoint()), steps=5, stop=stop)
-    assert server.texts[-1][1].startswith("ToMe: 2 of 5 steps, ")
+    assert server.texts[-1][1].startswith("ToMe: own settings, 2 of 5 steps, ")
 
 
 def test_in_a_subgraph_the_report_is_at_the_node_and_at_each_subgraph_around_it(server):
     sample(apply(checkpoint(), node="12:7:5"), steps=1)
-    (text,) = {text for _, text in server.texts}
-    assert [node for node, _ in server.texts] == ["12:7:5", "12:7", "12"] and text.startswith("ToMe: 1 step")
+    (text,) = {text for _, text in server.texts[3:]}
+    assert [node for node, _ in server.texts] == ["12:7:5", "12:7", "12"] * 2
+    assert text.startswith("ToMe: own settings, 1 step")
 
 
 def test_a_server_that_fails_breaks_no_picture(server, monkeypatch):
@@ -248,11 +271,65 @@ def test_the_preview_has_the_report_for_the_history_of_the_queue_as_text_and_for
     shown = ToMePreview().preview(applied, latent={"samples": latent}, unique_id="9")
     (report,) = shown["ui"]["text"]
     assert report == shown["result"][1] and ToMePreview.OUTPUT_NODE
-    assert report.startswith("ToMe: 1 step, ") and "latent /1: 256 tokens -> 128" in report
-    assert shown["ui"]["tome_report"] == (host.find_attached(applied).latest.report.as_data(),)
+    assert report.startswith("ToMe: own settings, 1 step, ") and "latent /1: 256 tokens -> 128" in report
+    (data,) = shown["ui"]["tome_report"]
+    assert {**data, **host.find_attached(applied).latest.report.as_data()} == data == json.loads(json.dumps(data))
+    assert data["patched"] and (data["steps"], data["strength"], data["start"], data["end"]) == (1, None, 0.0, 1.0)
+    assert data["stepped_aside"] == data["unknown"] == [] and data["line"] == report.partition("\n")[0]
     assert server.texts[told:] == [("9", report.replace("\n", host.LINE_BREAK))]
 
 
-def test_the_preview_of_a_plain_model_says_that_there_is_no_map(server):
-    picture = preview(checkpoint(), torch.zeros(1, 4, 16, 16))
-    assert picture.shape == (1, 128, 128, 3) and "No merge map" in server.texts[-1][1]
+def told(server, model, **given) -> str:
+    """What a preview says, and has for programs."""
+    shown = ToMePreview().preview(model, unique_id="9", **given)
+    text, image = shown["ui"]["text"][0], shown["result"][0]
+    assert server.texts[-1] == ("9", text) and "line" in shown["ui"]["tome_report"][0] and image.isfinite().all()
+    return text
+
+
+def test_the_preview_says_why_there_is_no_map_and_what_to_do(server):
+    latent = {"latent": {"samples": torch.zeros(1, 4, 16, 16)}}
+    applied = apply(checkpoint())
+    removed = RemoveToMe().remove(applied)[0]
+    assert told(server, checkpoint(), **latent) == told(server, removed, **latent) == NOT_APPLIED
+    assert told(server, applied) == NOT_WAITING and told(server, applied, **latent) == FROM_CACHE
+    off = apply(checkpoint(), ratio=0.9, sx=1, sy=1)
+    assert "sx=1, sy=1" in told(server, off, **latent) and "sx=1, sy=1" in server.texts[-2][1]
+    aside = apply(checkpoint(), start=0.7, end=0.3)
+    assert "stepped aside" in told(server, aside, **latent) and "lies after end=0.3" in told(server, aside.clone())
+    assert told(server, apply(aside), **latent) == FROM_CACHE
+    assert told(server, RemoveToMe().remove(aside)[0]) == NOT_APPLIED
+
+
+def test_a_model_that_is_called_past_us_is_named(server):
+    """DeepCache's node calls the UNet itself."""
+
+
+    class Past(Guider):
+        def _call(self, pair, now):
+            return self.model.diffusion_model(pair, now.expand(len(pair)), context=self.text, transformer_options={})
+
+    applied = apply(checkpoint())
+    Past(applied).sample(steps=2, callback=lambda *args: None)
+    assert "2 steps, nothing merged: another node calls the model past this one" in server.texts[-1][1]
+
+
+def test_the_log_names_the_node_and_what_was_unknown_to_it(caplog):
+    prompt = {"5": {"inputs": {"preset": 1}, "_meta": {"title": "second pass"}}}
+    (settings,) = ToMeSettings().settings()
+    (applied,) = ApplyToMe().apply(checkpoint(), settings=settings, unique_id="5", prompt=prompt)
+    with caplog.at_level("INFO"):
+        sample(applied, steps=1)
+    line = caplog.records[-1].getMessage()
+    assert line.startswith("ToMe #5 second pass: own settings, 1 step, ") and line.endswith("of the node: preset")
+
+
+def test_of_two_passes_in_one_queue_the_node_shows_both(server, monkeypatch):
+    monkeypatch.setattr(server, "last_prompt_id", "one", raising=False)
+    applied = apply(checkpoint())
+    for steps in (2, 3):
+        sample(applied, steps=steps)
+    assert [line.split(", ")[1] for line in server.texts[-1][1].split(host.LINE_BREAK)] == ["2 steps", "3 steps"]
+    server.last_prompt_id = "two"
+    sample(applied, steps=1)
+    assert [line.split(", ")[1] for line in server.texts[-1][1].split(host.LINE_BREAK)] == ["1 step"]

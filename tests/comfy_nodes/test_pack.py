@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 import install
-from comfy_nodes import NODE_CLASS_MAPPINGS, nodedefs
+from comfy_nodes import NODE_CLASS_MAPPINGS
 from install import COMFYUI
+from tests import nodedefs
 from tests.comfy_doubles import queued
 from tests.comfy_loader import load_pack
 from tests.host_folders import Installed, call_install, make_folder
@@ -85,8 +86,8 @@ def test_the_command_needs_no_torch(comfyui):
 
 def test_the_english_texts_are_those_of_the_nodes():
     written, page = (path.read_text(encoding="utf-8") for path in (nodedefs.PATH, nodedefs.HELP_PAGE))
-    assert written == nodedefs.text(nodedefs.english()), "run: python -m comfy_nodes.nodedefs"
-    assert page == nodedefs.help_page(page), "run: python -m comfy_nodes.nodedefs"
+    assert written == nodedefs.text(nodedefs.english()), "run: python -m tests.nodedefs"
+    assert page == nodedefs.help_page(page), "run: python -m tests.nodedefs"
 
 
 def texts_in(language: str) -> dict:
@@ -145,7 +146,8 @@ def documented(name: str) -> dict[str, bool]:
 def test_the_help_pages_have_a_row_for_every_input_and_the_advanced_ones_in_light_type():
     for name, node in NODE_CLASS_MAPPINGS.items():
         found = documented(name)
-        wanted = {one: not facts.get("advanced", False) for one, (_, facts) in nodedefs.inputs_of(node).items()}
+        wanted = {facts.get("display_name", one): not facts.get("advanced", False)
+                  for one, (_, facts) in nodedefs.inputs_of(node).items()}  # fmt: skip
         assert found in (wanted, {one: bold for one, bold in wanted.items() if one != "model"}), name
 
 

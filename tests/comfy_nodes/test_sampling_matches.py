@@ -66,6 +66,24 @@ def test_both_prompts_have_one_match_however_the_batch_is_cut(work, guider, matc
     assert work == ["match"] * matches * level.blocks
 
 
+class PerturbingGuider(Guider):
+    """Another call of the positive prompt at each step, told by a key of its own to shuffle its tokens."""
+
+    def _call(self, pair: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
+        out, of_one = super()._call(pair, now), slice(1, 2)
+        options = {**self.options, "sigmas": now[None], "cond_or_uncond": [0], "uuids": ["positive"], "tpg": True}
+        self.model.apply_model(pair[of_one], now.expand(1), self.text[of_one], options)
+        return out
+
+
+def test_a_call_that_is_perturbed_has_a_match_of_its_own_at_every_step(work):
+    """Token Perturbation Guidance draws another order of the tokens at each."""
+    patcher = fresh()
+    PerturbingGuider(patcher).sample(steps=3)
+    (level,) = host.find_attached(patcher).latest.report.levels
+    assert work == ["match"] * (1 + 3) * level.blocks
+
+
 def test_a_window_of_a_film_keeps_its_matches_to_itself():
     """A window of some of the frames, for both prompts, is as large a batch as all frames for one."""
     sampling = HostSampling(noise=torch.zeros(4, 4, 8, 8))

@@ -120,6 +120,37 @@ def test_what_does_more_than_attention_in_the_slot_keeps_every_call():
     assert any("the function that it calls is no attention" in one for one in report(merged).reasons)
 
 
+class Strict(Noted):
+    """Wants as many keys as queries in long sequences, as block-sparse kernels do. error: what it raises then."""
+
+    error = RuntimeError("strict kernel: q and k differ")
+
+    def __call__(self, function, q, k, v, heads, mask=None, **kwargs):
+        out = super().__call__(function, q, k, v, heads, mask, **kwargs)
+        if q.shape[1] == 64 and k.shape[1] == 16:
+            raise self.error
+        return out
+
+
+def test_attention_that_refuses_merged_keys_is_asked_once_more_unmerged_and_left_alone_from_then_on():
+    slot = Strict()
+    plain = sample(with_slot(Noted()))
+    merged = apply(with_slot(slot), **KV)
+    assert torch.equal(sample(merged), plain)
+    assert slot.keys.count(16) == 1 and slot.keys.count(64) == 2 * 4 + 2, "once; it was tried twice"
+    assert list(report(merged).reasons) == [
+        "attn: its attention function refuses merged keys (RuntimeError: strict kernel: q and k differ)"]  # fmt: skip
+
+
+@pytest.mark.parametrize("error", [torch.cuda.OutOfMemoryError(), RuntimeError("MPS backend out of memory"),
+                                   MemoryError(), Exception("interrupted")], ids=repr)  # fmt: skip
+def test_a_full_memory_and_an_interrupt_are_no_refusal(error):
+    slot = Strict()
+    slot.error = error
+    with pytest.raises(type(error)):
+        sample(apply(with_slot(slot), **KV))
+
+
 def test_what_is_in_the_slot_is_not_changed_and_ours_does_not_lie_on_ours():
     slot = Noted()
     options = {SLOT: slot, "other": 1}

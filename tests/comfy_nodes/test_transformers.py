@@ -51,7 +51,7 @@ def test_joint_attention_merges_text_is_kept_and_the_rest_is_told():
     (level,) = report(merged).levels
     assert level.downsample == 2 and level.tokens == ((TOKENS, TOKENS, 7 + 12 * 16 // 4),)
     assert level.calls_merged == 3 * 2 and level.work_saved > 0.4
-    assert not report(merged).reasons and len(host.find_attached(merged).latest.lines) <= 10
+    assert not report(merged).reasons and len(host.find_attached(merged).latest.details) <= 10
 
 
 def test_strength_merges_them_too_where_it_pays(server):
@@ -166,7 +166,7 @@ def test_start_and_end_are_of_the_flows_own_schedule():
     merged = apply(transformer(), start=0.2, end=0.6, **KV)
     sample(merged, steps=4)  # at 0, .25, .5, .75
     assert report(merged).levels[0].calls_merged == 2 * 2
-    assert "between start and end at 2 of 4 noise levels" in "\n".join(host.find_attached(merged).latest.lines)
+    assert "between start and end at 2 of 4 noise levels" in "\n".join(host.find_attached(merged).latest.details)
 
 
 def test_the_map_is_of_the_picture_alone():

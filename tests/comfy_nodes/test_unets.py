@@ -62,11 +62,15 @@ def test_a_host_that_tells_no_shape_is_asked_for_the_latents():
     assert [level.tokens for level in silent.levels] == [level.tokens for level in told.levels]
 
 
-def test_a_level_that_no_rule_reaches_is_not_counted():
-    applied = apply(checkpoint())
-    Guider(applied).sample(steps=1)
-    fine, coarse = host.find_attached(applied).latest.report.levels
-    assert fine.calls_merged and not coarse.covered and not coarse.phases
+def test_a_level_that_no_rule_reaches_is_a_part_of_the_whole():
+    reports = []
+    for values in ({}, {"level": "up to /8"}):
+        applied = apply(checkpoint(), correction=False, **values)
+        Guider(applied).sample(steps=1)
+        reports.append(host.find_attached(applied).latest.report)
+    fine, coarse = reports[0].levels
+    assert fine.calls_merged and not coarse.covered and not coarse.reasons and coarse.work_saved == 0
+    assert reports[0].work[0] == reports[1].work[0] and reports[0].work_saved < fine.work_saved == 0.75
 
 
 def test_a_prompt_of_as_many_words_as_the_picture_has_tokens_is_no_picture():
@@ -209,4 +213,4 @@ def test_any_size_and_method_merges_or_steps_aside(server, size, method):
     grown = tuple(2 * side for side in size)  # the small UNet halves once
     applied = apply(checkpoint(), method=method, level="up to /8")
     assert Guider(applied).sample(steps=1, batch=3, size=grown).isfinite().all()
-    assert server.texts[-1][1].startswith("ToMe: 1 step, ")
+    assert server.texts[-1][1].startswith("ToMe: own settings, 1 step, ")

@@ -96,7 +96,7 @@ def test_a_part_that_makes_no_sense_is_ignored_and_the_rest_is_pasted(webui, cap
 
 
 class AxisOption:
-    def __init__(self, label, type, apply, choices=None):
+    def __init__(self, label, type, apply, choices=None, confirm=None):
         self.label, self.type, self.apply, self.choices = label, type, apply, choices
 
 

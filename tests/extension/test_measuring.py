@@ -31,9 +31,9 @@ def costs(webui, monkeypatch):
         plain = webui.engine("measuring.measure").time_calls
 
         def time_calls(*args, **more):
-            plain(*args[:3], steps=2, rounds=1)
+            saved = plain(*args[:3], steps=2, rounds=1)[3]
             made.append(args)
-            return 1.0, merged, 0.0
+            return 1.0, merged, 0.0, saved
 
         monkeypatch.setattr(measured, "time_calls", time_calls)
         return made
@@ -64,7 +64,7 @@ def test_what_pays_merges_from_the_next_picture_on_and_after_a_restart(webui, co
     second, third = webui.job(True, 0.5), webui.job(True, 0.5)
     assert len(made) == 1, "once"
     assert not torch.equal(second.latents, plain) and torch.equal(second.latents, third.latents)
-    assert "2.00 times as fast (measured)" in second.comments
+    assert "about 2.0x faster (measured here)" in second.comments
     (file,) = tmp_path.rglob("*.json")
     assert file.parent.name == "cache"
     webui.reload()
@@ -101,6 +101,7 @@ class Target(types.SimpleNamespace):
         self.hr_upscale_to_y = self.hr_resize_y or int(self.height * self.hr_scale)
 
 
+FEW = "will not merge, so few tokens that merging would not pay"
 THEIRS = {"width": 128, "height": 128, "hr-checkbox": False, "hr_scale": 1.5, "hr_resize_x": 0, "hr_resize_y": 0}
 
 
@@ -132,13 +133,13 @@ BOTH_GRADIOS = pytest.mark.parametrize("flavour", ["a1111", "forge"], indirect=T
 def test_the_line_answers_for_each_pass_and_measures_on_request_alone(webui, line, costs):
     made, hires = costs(0.5), {"hr-checkbox": True}
     before = webui.job().latents
-    assert line() == "128x128: not measured yet" and not made
-    assert line(measure=True) == line() == "128x128: 2.00 times as fast" and len(made) == 1
-    assert line(**hires) == "first pass 128x128: 2.00 times as fast; hires pass 192x192: not measured yet"
-    assert line(**hires, where="hires pass") == "hires pass 192x192: not measured yet"
+    assert line() == f"128x128: {FEW}" and not made
+    assert line(measure=True) == line() == "128x128: about 2.0x faster" and len(made) == 1
+    assert line(**hires) == f"first pass 128x128: about 2.0x faster; hires pass 192x192: {FEW}"
+    assert line(**hires, where="hires pass") == f"hires pass 192x192: {FEW}"
     wide = {**hires, "hr_resize_x": 256, "hr_resize_y": 128, "where": "hires pass"}
-    assert line(**wide) == "hires pass 256x128: not measured yet"
-    assert line(strength=0.9) == "128x128: not measured yet", "another strength is another question"
+    assert line(**wide) == f"hires pass 256x128: {FEW}"
+    assert line(strength=0.9) == f"128x128: {FEW}", "another strength is another question"
     assert not merges(webui.unet) and torch.equal(webui.job().latents, before)
 
 
@@ -153,7 +154,7 @@ def test_the_line_says_what_stands_in_the_way(webui, line, costs, monkeypatch):
     assert line(measure=True) == "128x128: nothing merges, HyperTile is on, whose tiles need every token"
     webui.shared.opts.data["hypertile_enable_unet"] = False
     params = vars(webui.unet)["__webui_hypertile_params"] = types.SimpleNamespace(enabled=True)  # of the last job
-    assert line() == "128x128: not measured yet"
+    assert line() == f"128x128: {FEW}"
     assert line(measure=True) == "128x128: not measured, HyperTile is on, whose tiles need every token"
     params.enabled = False
     lock = threading.Lock()
@@ -175,7 +176,7 @@ def test_forges_main_thread_measures_and_what_it_swallows_is_told(webui, line, c
             function()
 
     webui.put("modules_forge.main_thread", run_and_wait_result=run_and_wait_result)
-    assert line(measure=True) == "128x128: 2.00 times as fast" and len(made) == len(asked) == 1
+    assert line(measure=True) == "128x128: about 2.0x faster" and len(made) == len(asked) == 1
     with pytest.raises(ZeroDivisionError):
         webui.part("host").on_the_card(lambda: 1 / 0)
 
@@ -197,3 +198,38 @@ def test_what_gradio_4_makes_anew_for_an_answer_is_no_part_of_a_page(webui, monk
         again = Component(0.5)
         webui.call("after_component", again, elem_id)
         assert not again.followed
+
+
+def followed_by(control):
+    """What a change of it sets, by the functions that answer."""
+    return [(one["fn"], one.get("outputs")) for one in control.followed]
+
+
+def test_what_is_typed_as_an_experts_turns_own_settings_on(webui):
+    controls = dict(zip(webui.part("wish").ARGUMENTS, webui.script.ui(False), strict=True))
+    for name in webui.part("wish").form.NAMES:
+        (turned,) = [one for one in controls[name].typed if one["outputs"] == [controls["own"]]]
+        assert turned["fn"]() is True
+
+
+def test_the_quicksettings_switch_brings_what_stands_beside_it(webui):
+    webui.script.ui(False)
+    switch = Component(False)
+    webui.call("after_component", switch, "setting_tome_enabled")
+    (beside,) = [fn for fn, outputs in followed_by(switch) if len(outputs) == 2]
+    webui.shared.opts.data |= {"tome_strength": 0.7, "quicksettings_list": ["tome_enabled", "tome_strength"]}
+    assert beside(True) == [{"value": 0.7}, {}] and beside(False) == [{}, {}]
+
+
+def test_a_size_by_a_factor_is_not_told_as_the_other_tabs(webui, line, costs):
+    theirs = {name: Component(128) for name in ("width", "height")}
+    tabs = {name: Component() for name in ("img2img_tab_resize_to", "img2img_tab_resize_by")}
+    for name, one in {**{f"img2img_{name}": one for name, one in theirs.items()}, **tabs}.items():
+        one.select = lambda one=one, **arguments: one.followed.append(arguments)
+        webui.call("after_component", one, name)
+    webui.script.ui(True)
+    assert [one.followed[-1]["fn"]() for one in tabs.values()] == [0, 1]
+    told = theirs["width"].followed[0]
+    values = [one.value for one in told["inputs"]]
+    assert told["fn"](*values).startswith("128x128: ")
+    assert told["fn"](*values[:-1], 1) == "resized by a factor: its size is known when the picture is drawn"

@@ -14,7 +14,8 @@ from tests.thoroughness import some_quick
 from tests.webui_doubles import FLAVOURS, Processing, Webui, custom, merged_tokens, merges
 
 ON = (custom(),)
-SAVED = "75 % of attention left out"
+ASKED = "strength 0.5, own settings"
+SAVED = "75% of attention left out"
 pytestmark = pytest.mark.usefixtures("small")
 
 
@@ -65,7 +66,7 @@ def test_each_choice_of_where(webui, where, merged):
 
 def test_every_step_of_every_batch_merges(webui):
     done = webui.job(*ON, n_iter=3, batch_size=2)
-    assert done.comments == f"ToMe: 12 steps, {SAVED}\n"
+    assert done.comments == f"ToMe: {ASKED}, 12 steps, {SAVED}\n"
     assert merged_tokens(done.extra_generation_params) == [(1, 64, 32, 32)]
 
 
@@ -76,7 +77,7 @@ def test_the_report_says_what_merged_in_the_mlp(webui):
     assert merged_tokens(done.extra_generation_params) == [
         (1, 256, 128, None), (1, 256, 128, 128), (2, 64, 32, None), (2, 64, 32, 32),
     ]  # fmt: skip
-    assert done.comments == f"ToMe: 4 steps, {SAVED}\n"
+    assert done.comments == f"ToMe: {ASKED}, 4 steps, {SAVED}\n"
 
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
@@ -144,7 +145,7 @@ def test_a_copy_of_a_job_does_not_merge_by_the_first_ones_wish(webui):
 def test_the_refiner_is_merged_too(webui):
     first, second = webui.shared.sd_model, ldm_wrapped()
     done = webui.job(*ON, refiner=second)
-    assert done.comments == f"ToMe: 4 steps, {SAVED}\n"
+    assert done.comments == f"ToMe: {ASKED}, 4 steps, 72% of attention left out\n", "it has a level more"
     assert not merges(second)
     webui.shared.sd_model = first
 

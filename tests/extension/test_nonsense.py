@@ -114,7 +114,7 @@ def test_a_dial_of_the_api_that_makes_no_sense_leaves_the_picture_unmerged_and_t
         webui.hook("process", p)
         (sentence,) = log
         assert sentence.startswith("not merged, because a setting is wrong: ") and f"{name}=" in sentence
-        assert not webui.errors and not p.extra_generation_params
+        assert not webui.errors and not webui.infotext(p)
 
 
 def test_a_seed_of_the_webuis_is_cut_to_the_engines_bits_and_a_larger_one_that_is_given_is_left_out(webui):

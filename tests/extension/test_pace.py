@@ -64,7 +64,7 @@ def expected_waits(webui, steps):
 @pytest.mark.parametrize("denoiser", [Denoiser, CFGDenoiserTimesteps])
 def test_a_pass_waits_once_at_most_however_many_steps_it_has(webui, waits, denoiser):
     done = webui.job(*RANGE, denoiser=denoiser)
-    assert "ToMe: 3 of 4 steps, " in done.comments
+    assert "own settings, 3 of 4 steps, " in done.comments
     assert waits == expected_waits(webui, 4)
 
 
@@ -83,12 +83,12 @@ def test_settings_without_a_time_never_wait(webui, waits):
 @pytest.mark.parametrize("function", [of_another_pack, sample_dpm_fast])
 def test_a_sampler_that_is_not_known_is_waited_for_at_each_step(webui, waits, function):
     done = webui.job(*RANGE, sampler_function=function)
-    assert "ToMe: 3 of 4 steps, " in done.comments and waits == ["__float__"] * 4
+    assert "own settings, 3 of 4 steps, " in done.comments and waits == ["__float__"] * 4
 
 
 def test_a_sampler_that_leaves_its_list_is_read_from_then_on(webui, waits):
     done = webui.job(*RANGE, sampler_function=backwards)
-    assert "ToMe: 3 of 4 steps, " in done.comments and waits == ["tolist"] + ["__float__"] * 3
+    assert "own settings, 3 of 4 steps, " in done.comments and waits == ["tolist"] + ["__float__"] * 3
 
 
 @all_webuis

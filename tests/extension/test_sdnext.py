@@ -161,9 +161,9 @@ def test_each_choice_of_where_and_the_steps_of_each_pass(webui, where, merged):
     plain, *_ = draw(webui, False, enable_hr=True)
     p, _, report, _ = draw(webui, custom(where=where), enable_hr=True)
     assert torch.equal(p.firsts[0], plain.firsts[0]) != merged[0]
-    told = [f"{name}: {STEPS} steps, 75 % of attention left out" if one else f"{name}: left alone"
+    told = [f"{name}: {STEPS} steps, 73% of attention left out" if one else f"{name}: left alone"
             for name, one in zip(("first pass", "hires pass"), merged, strict=True)]  # fmt: skip
-    assert report["line"] == "; ".join(told)
+    assert report["line"] == "; ".join(["strength 0.5, own settings", *told])
 
 
 def test_equal_seeds_give_equal_pictures_whatever_ran_before(webui):
@@ -196,8 +196,8 @@ def test_it_steps_aside_for_the_webuis_own_that_is_on(webui, settings, told):
 
 def test_hypertile_of_the_hires_pass_alone_leaves_the_first_to_us(webui):
     webui.shared.opts.data.update({"hypertile_unet_enabled": True, "hypertile_hires_only": True})
-    first, second = draw(webui, *ON, enable_hr=True)[2]["line"].split("; ")
-    assert "75 %" in first and "HyperTile" in second
+    _, first, second = draw(webui, *ON, enable_hr=True)[2]["line"].split("; ")
+    assert "73%" in first and "HyperTile" in second
 
 
 def test_a_model_without_a_unet_is_told_and_drawn(webui):

@@ -29,7 +29,7 @@ def test_a_rival_extension_that_owns_our_names_does_no_harm(webui, monkeypatch, 
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.syspath_prepend(str(tmp_path))
     webui.reload()
-    assert "75 % of attention left out" in webui.job(*ON).comments
+    assert "75% of attention left out" in webui.job(*ON).comments
 
 
 def test_reload_runs_new_code_and_leaves_the_model_clean(webui):
@@ -40,7 +40,7 @@ def test_reload_runs_new_code_and_leaves_the_model_clean(webui):
     webui.reload()
     assert not merges(webui.unet)
     assert webui.part("merging") is not before
-    assert "75 % of attention left out" in webui.job(*ON).comments
+    assert "75% of attention left out" in webui.job(*ON).comments
     assert all(len(listeners) == 1 for listeners in webui.callbacks.values())
 
 
@@ -61,7 +61,7 @@ def test_being_installed_twice_is_said_and_only_one_works(webui, tmp_path, capsy
 def test_the_shim_works_without_the_webuis_settings(webui):
     """Started with --nowebui, no settings tab is ever built."""
     del webui.shared.opts
-    assert "75 % of attention left out" in webui.job(*ON).comments
+    assert "75% of attention left out" in webui.job(*ON).comments
 
 
 def test_an_unloaded_engine_is_let_go_though_the_model_stays():

@@ -23,7 +23,7 @@ def webui(monkeypatch):
 def works(webui, place: Path) -> None:
     """The extension that lies there merges, with the engine that lies there."""
     webui.start(place)
-    assert "75 % of attention left out" in webui.job(custom()).comments and not webui.errors
+    assert "75% of attention left out" in webui.job(custom()).comments and not webui.errors
     assert Path(webui.part("script").__file__).samefile(place / "extension" / "script.py")
     assert Path(webui.engine("hosting").__file__).samefile(place / "tome_core" / "hosting.py")
 

@@ -80,10 +80,10 @@ def test_wrong_arguments_are_told_and_the_picture_is_unmerged(webui, case):
 
 def test_what_does_not_go_together_is_left_out_with_a_sentence_and_the_rest_merges(webui):
     done = webui.job({**FREE, "method": "cluster", "sx": float("inf"), "keep": "long"})
-    assert "left out: sx=inf" in done.comments and "left out: keep='long'" in done.comments
+    assert "not used: sx=inf" in done.comments and "not used: keep='long'" in done.comments
     assert done.infotexts == ["ToMe: 0.5; method=cluster; only_if_it_pays=False"]
     both = webui.job({**FREE, "start": 0.8, "end": 0.2})
-    assert "left out: start=0.8 lies after end=0.2" in both.comments and report(both)["merged"]
+    assert "not used: end=0.2, because start=0.8 lies after end=0.2" in both.comments and report(both)["merged"]
 
 
 def test_the_built_in_merging_is_silent_only_where_ours_merges_and_that_is_told(webui):
@@ -95,12 +95,13 @@ def test_the_built_in_merging_is_silent_only_where_ours_merges_and_that_is_told(
     assert everywhere.comments.count("the webui's own merging (0.5) is off in this pass") == 2
     hires = webui.job({**FREE, "where": "hires pass"}, enable_hr=True)
     assert hires.built_in == [0.5, 0]
-    assert "first pass: left alone, the webui's own merging (0.5) stays on; hires pass: " in hires.comments
+    assert "first pass: left alone; hires pass: " in hires.comments
+    assert "first pass: the webui's own merging (0.5) stays on; hires pass: the webui's own merging" in hires.comments
     assert webui.job({**FREE, "strength": 0}).built_in == [0.5]
     assert webui.job(True, "much").built_in == [0.5], "an error is no reason to take what they had"
     few = webui.job(True, 0.5)
     assert few.built_in == [0.5] and few.infotexts == ["Token merging ratio: 0.5"]
-    assert "so few tokens that merging would not pay, the webui's own merging (0.5) stays on" in few.comments
+    assert "so few tokens that merging would not pay\nToMe: the webui's own merging (0.5) stays on" in few.comments
     assert webui.job().built_in == [0.5]
 
 

@@ -90,7 +90,7 @@ WAYS = {
     "python -m pytest tests/hosts/comfyui": Way(),
     "python -m pytest tests/hosts/webui": Way(),
     "python -m benchmarks.doc_tables --write": Way(),
-    "python -m comfy_nodes.nodedefs": Way(),
+    "python -m tests.nodedefs": Way(),
     "python -m benchmarks.strength benchmarks/results/front-cpu-2026-11-25.json --compare": Way(),
     "python -m benchmarks.strength --compare benchmarks/results/sdxl-front-cpu-2026-11-24.json": Way(),
     "python -m benchmarks.strength --compare benchmarks/results/transformer-front-cpu-2026-11-24.json": Way(),

@@ -42,11 +42,12 @@ Pair = tuple[Tensor, Tensor]  # keys and values, flat
 class Correction(NamedTuple):
     """The correction is a linear map of the query and of the merged answer, to be added to the answer.
 
-    matrix: ``[B*H, 2d, d]``, of both; constant: ``[B*H, 1, d]``.
+    matrix: ``[B*H, 2d, d]``, of both; constant: ``[B*H, 1, d]``. asked: how many tokens were answered exactly for it.
     """
 
     matrix: Tensor
     constant: Tensor
+    asked: int = 0
 
 
 def pick_asked(grid: Grid, width: int, device: torch.device) -> tuple[Tensor]:

@@ -116,7 +116,7 @@ def correction_of(attention: Attention, plan: MergePlan, layout: Layout) -> tupl
     matrix, constant = (
         _join([one[part].unflatten(0, (batch, -1)) for one, _ in found], 1).flatten(0, 1) for part in (0, 1)
     )
-    return Correction(matrix, constant), merged
+    return Correction(matrix, constant, len(places)), merged
 
 
 def pick_asked_in(layout: Layout, tokens: int, width: int, device: torch.device) -> tuple[torch.Tensor]:
@@ -140,7 +140,7 @@ def merge(x: torch.Tensor, plan: MergePlan) -> torch.Tensor:
 
 def add_correction(out: torch.Tensor, q: torch.Tensor, correction: Correction) -> torch.Tensor:
     """``out + q M1 + out M2 + b`` in each head. out, q: ``[B, N, H, d]``."""
-    told, (matrix, constant) = out, correction
+    told, (matrix, constant, _) = out, correction
     if not matrix.dtype == out.dtype == q.dtype:  # of another step's autocast
         told, matrix, constant = (one.to(q.dtype) for one in (out, matrix, constant))
     elif out.device.type in kernels.DEVICES and kernels.ready_for_halves(out) \

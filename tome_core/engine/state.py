@@ -60,6 +60,7 @@ class State:
         self.time = ModelTime(self.clock, any(rule.keep for rule in self.clock.rules))
         self.wants_time = self.time.is_wanted
         self._uses_pixels = any(rule.min_pixels for rule in self.clock.rules)
+        self.refused: dict[Hashable, str] = {}  # by attention function, why it is left alone while the patch is on
         self.pays: Any = None  # says whether merging pays, see `measuring.pays`
         self.latest: dict[str, Any] | None = None
         self._maps: dict[int, MergeMap] | None = None  # on their device: fetching would wait
@@ -92,7 +93,13 @@ class State:
             rules = self.clock.for_pixels(now.live, pixels)
         if self.pays is not None:
             rules, why_off = self.pays.apply(rules, why_off, latent, self.clock.apply_gate)
-        return Call(self, timestep, rules, why_off, kept, now.phase)
+        call = Call(self, timestep, rules, why_off, kept, now.phase)
+        if torch.is_tensor(latent) and latent.dim() == 4 and self.ever_merges:
+            for one in self.ledger.levels:
+                if not one.covered and one.blocks:  # nobody asks there, but its attention is part of the whole
+                    tokens = math.prod(-(-side // one.downsample) for side in latent.shape[2:])
+                    self.ledger.add_whole(call, one.level, one.blocks * len(latent) * tokens**2)
+        return call
 
     def attend(
         self, call: Call, name: Hashable, level: int, layout: Layout, attention: Attention
@@ -126,10 +133,12 @@ class State:
             self.ledger.skip(call, level, "attn", why, batch * tokens * tokens)
             return None
         kept, key, merged = call.kept, ((name, turn), batch, layout, tokens), None
+        exact = 0
         plans = None if kept is None or not rule.keep else kept.plans.get((kept.ordinal, *key))
         is_own = plans is not None and plans.rule is rule and plans.device == q.device
         if not is_own or abs(plans.timestep - kept.timestep) > rule.keep:  # as in `KeptPlans.serve`
             plans, merged = self._match(call, key, level, layout, attention, rule)
+            exact = 0 if plans.correction is None else plans.correction.asked
         plan = plans.plan
         if plan is None:
             self.ledger.skip(call, level, "attn", TOO_SMALL, batch * tokens * tokens)
@@ -137,7 +146,8 @@ class State:
         queries = rule.side == "qkv"
         out, way = attend(attention, Merge(plan, rule.proportional, queries, plans.correction), merged)
         left = (plan.num_groups if queries else tokens, plan.num_groups)
-        self.ledger.merge(call, level, "attn", (batch, tokens, tokens), left, way if rule.proportional else "")
+        way = way if rule.proportional else ""
+        self.ledger.merge(call, level, "attn", (batch, tokens, tokens), left, way, exact)
         if self._maps is not None:
             self._keep_map(level, layout, plan)
         return out

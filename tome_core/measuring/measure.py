@@ -73,8 +73,8 @@ def steps_of(clock: Clock, steps: int) -> list[tuple[float, Hashable]]:
 def time_calls(
     patch: Any, call: CallUNet, latents: torch.Tensor, steps: int = STEPS, rounds: int = ROUNDS,
     clock: Timer | None = None,
-) -> tuple[float, float, float]:  # fmt: skip
-    """Seconds of an unmerged call, and of a merged one on the average of a picture's steps; spread, see `Gain`.
+) -> tuple[float, float, float, float]:  # fmt: skip
+    """Seconds of an unmerged call, and of a merged one on the average of a picture's steps; spread, saved: see `Gain`.
 
     patch: a `Patch` that is installed. call: of (latents ``[B, C, H, W]``, timesteps ``[B]``).
     """
@@ -85,6 +85,7 @@ def time_calls(
         if kind is not None:
             first.setdefault(kind, timestep)
     seconds: dict[Hashable, list[float]] = defaultdict(list)  # of calls of a kind; None: unmerged
+    saved: Counter[Hashable] = Counter()  # by a call of a kind
 
     def time_call(kind: Hashable, timestep: float) -> None:
         timesteps = torch.full((len(latents),), timestep, device=latents.device)
@@ -104,7 +105,10 @@ def time_calls(
             if number % 2 == 0:
                 time_unmerged()
             patch.set_time(timestep=timestep, sampling=sampling, pictures=pictures)
+            full, left = patch.report().work
             time_call(kind, timestep)
+            full, left = (now - before for now, before in zip(patch.report().work, (full, left), strict=True))
+            saved[kind] = 1 - left / full if full else 0.0
 
     # kernels of a card are chosen or compiled, and its memory is taken, at the first call of each kind
     warm_up = time_unmerged if latents.device.type == "cpu" else time_round
@@ -113,10 +117,11 @@ def time_calls(
     for _ in range(rounds):
         time_round()
     if not first:
-        return 0.0, 0.0, 0.0
+        return 0.0, 0.0, 0.0, 0.0
     plain, share = statistics.median(seconds[None]), Counter(kind for _, kind in picture)
     whole = sum(count * statistics.median(seconds[kind]) for kind, count in share.items())
-    return plain, whole / steps, (max(seconds[None]) - min(seconds[None])) / plain if plain else 0.0
+    spread = (max(seconds[None]) - min(seconds[None])) / plain if plain else 0.0
+    return plain, whole / steps, spread, sum(count * saved[kind] for kind, count in share.items()) / steps
 
 
 def clock_for(device: torch.device) -> Timer:

@@ -12,7 +12,7 @@ import dis
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from copy import copy
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -33,6 +33,7 @@ _TORCH = torch._C._nn.scaled_dot_product_attention
 _TAKES_BIAS = ("native", "_native_math", "_native_efficient")  # of diffusers' backends, on every device
 _OPTIONS = ("dropout_p", "is_causal", "scale", "enable_gqa", "attention_kwargs")
 MORE = "it is more than attention (dropout, causal, or over several devices)"
+REFUSES = "its attention function refuses merged keys"
 
 
 class _Now(threading.local):
@@ -226,6 +227,7 @@ def answer(
     elif where.grid.height * where.grid.width != tokens:
         where = NO_GRID
     why = why or (where if isinstance(where, str) else "" if asked.plain else MORE)
+    why = why or (state.refused and state.refused.get(asked.key(), ""))
     takes_bias = asked.adds_bias
     if takes_bias is None and not why:
         takes_bias = asked.takes_bias()
@@ -236,7 +238,13 @@ def answer(
     if rows is not None:
         q, k, v = q[:, rows], k[:, rows], v[:, rows]
     scale = q.shape[3] ** -0.5 if asked.scale is None else asked.scale
-    out = state.attend(call, name, level, where, Attention(q, k, v, asked.compute, scale, takes_bias))
+    try:
+        out = state.attend(call, name, level, where, Attention(q, k, v, partial(_compute, asked), scale, takes_bias))
+    except _RefusedError as error:
+        given = asked.unmerged()  # before it is believed: what fails unmerged too is no refusal
+        why = state.refused[asked.key()] = f"{REFUSES} ({error})"
+        state.leave_alone(call, level, why, q.shape[0], q.shape[1], k.shape[1])
+        return given
     if out is None:
         return asked.unmerged()
     if rows is not None:
@@ -244,6 +252,20 @@ def answer(
         whole[:, rows] = out  # DirectML has no index_copy
         out = whole
     return asked.give_back(out)
+
+
+class _RefusedError(Exception):
+    """An attention function fails with what merging gives it."""
+
+
+def _compute(asked: Asked, *given: torch.Tensor | None) -> torch.Tensor:
+    """As `Asked.compute`. Only these errors: hosts interrupt a picture by exceptions of their own."""
+    try:
+        return asked.compute(*given)
+    except (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, torch.cuda.OutOfMemoryError) or "out of memory" in str(error):
+            raise
+        raise _RefusedError(f"{type(error).__name__}: {' '.join(str(error).split())[:80]}") from error
 
 
 def _rows_seen(mask: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor | None, str]:

@@ -17,13 +17,14 @@ logger = logging.getLogger(__name__)
 MARGIN = 0.02  # merging pays from so much on: medians of a quiet machine differ by 1 % from one measurement to the next
 PIXELS = 8  # of a picture for each side of a latent's token
 _UNEVEN = 0.1
+_ALIKE = 0.15  # by so much may shares differ: samplers place their steps otherwise, which moves the late ones
 
 
 class Gain(NamedTuple):
     """Seconds of an unmerged call, and of a merged one on the average of a picture's steps, and all that decides them.
 
     model, rules, attention: see `measuring.pays.about`. height, width: of the latent. spread: of the unmerged calls,
-    the slowest less the fastest, as a share of their median.
+    the slowest less the fastest, as a share of their median. saved: the share of self-attention that was left out.
     """
 
     model: str
@@ -39,11 +40,12 @@ class Gain(NamedTuple):
     unmerged: float
     merged: float
     spread: float = 0.0
+    saved: float | None = None
 
     @property
     def case(self) -> tuple:
         """What it is a gain of: all but the seconds."""
-        return self[:-3]
+        return self[:-4]
 
     @property
     def ratio(self) -> float:
@@ -55,15 +57,24 @@ class Gain(NamedTuple):
         """Is merging faster by more than `MARGIN`?"""
         return self.ratio >= 1 + MARGIN
 
+    def is_of(self, saved: float | None) -> bool:
+        """Can it be told of calls that left out this share? Something else on the model would have changed that."""
+        return self.saved is not None and saved is not None and abs(saved - self.saved) <= _ALIKE * self.saved
+
     @property
     def size(self) -> str:
         """``1024x1536``, of a picture, width first."""
         return f"{self.width * PIXELS}x{self.height * PIXELS}"
 
     @property
+    def speed(self) -> str:
+        """``about 1.3x faster`` or ``no faster``."""
+        return f"about {self.ratio:.{1 if self.ratio >= 1.1 else 2}f}x faster" if self.pays else "no faster"
+
+    @property
     def line(self) -> str:
-        """``1024x1536: 1.31 times as fast`` or ``512x512: no gain here``."""
-        return f"{self.size}: " + (f"{self.ratio:.2f} times as fast" if self.pays else "no gain here")
+        """``1024x1536: about 1.3x faster`` or ``512x512: no faster``."""
+        return f"{self.size}: {self.speed}"
 
     @property
     def why_not(self) -> str:

@@ -40,8 +40,9 @@ class Counted:
 
     @property
     def reasons(self) -> dict[str, int]:
-        """Skipped calls of blocks' parts, or of whole blocks, by "part: reason", the most frequent first."""
-        return dict(self._sum("skipped").most_common())
+        """Skipped calls of blocks' parts, or of whole blocks, by "part: reason", what cost most attention first."""
+        lost = self._sum("lost")
+        return dict(sorted(self._sum("skipped").items(), key=lambda one: (lost[one[0]], one[1]), reverse=True))
 
     @property
     def routes(self) -> dict[str, int]:
@@ -51,8 +52,13 @@ class Counted:
     @property
     def work_saved(self) -> float | None:
         """Share of the self-attention work (queries times keys) that was saved, None before any call."""
-        full = sum(phase.work_full for phase in self.phases)
-        return 1 - sum(phase.work_left for phase in self.phases) / full if full else None
+        full, left = self.work
+        return 1 - left / full if full else None
+
+    @property
+    def work(self) -> tuple[int, int]:
+        """Of all calls unmerged, and of what was left of it."""
+        return sum(phase.work_full for phase in self.phases), sum(phase.work_left for phase in self.phases)
 
     def _sum(self, name: str) -> Counter:
         return sum((getattr(phase, name) for phase in self.phases), Counter())
@@ -63,7 +69,8 @@ class PhaseReport(Counted):
     """A level in one phase. name: "early" or "late"; "" where no rule has an early phase, or the time is not known.
 
     merged: calls by (part, tokens, queries left, keys left). skipped: calls by "part: reason". sized_by: calls by the
-    way of proportional attention. The attention work of a call is queries times keys times batch.
+    way of proportional attention. lost: work of the skipped. The attention work of a call is queries times keys times
+    batch, with that of the tokens that a correction answers exactly.
     """
 
     name: str
@@ -72,6 +79,7 @@ class PhaseReport(Counted):
     sized_by: Counter = field(default_factory=Counter)
     work_full: int = 0
     work_left: int = 0
+    lost: Counter = field(default_factory=Counter)
 
     @property
     def phases(self) -> tuple[PhaseReport, ...]:
@@ -104,7 +112,7 @@ class LevelTally(Counted):
     @property
     def phases(self) -> tuple[PhaseReport, ...]:
         """Those of any calls."""
-        return tuple(phase for phase in self.by_name.values() if phase.merged or phase.skipped)
+        return tuple(phase for phase in self.by_name.values() if phase.merged or phase.skipped or phase.work_full)
 
     def __add__(self, other: LevelTally) -> LevelTally:
         by_name = {name: phase + other.by_name[name] for name, phase in self.by_name.items()}
@@ -127,11 +135,13 @@ class Ledger:
             level.by_name = _none_yet()
 
     def merge(
-        self, call: Any, level: int, part: str, before: tuple[int, int, int], after: tuple[int, int], route: str = ""
-    ) -> None:
+        self, call: Any, level: int, part: str, before: tuple[int, int, int], after: tuple[int, int], route: str = "",
+        exact: int = 0,
+    ) -> None:  # fmt: skip
         """A call merged. before: (batch, queries, keys) of the unmerged call; after: (queries, keys) left.
 
         route: the way of a self-attention's proportional attention, or that it had none; "" where it was to have none.
+        exact: tokens that were answered from all keys besides.
         """
         batch, queries, keys = before
         phase = self.levels[level].by_name[call.phase if call else ""]
@@ -140,12 +150,19 @@ class Ledger:
         phase.merged[(part, queries, *after)] += 1
         if part == "attn":
             phase.work_full += batch * queries * keys
-            phase.work_left += batch * after[0] * after[1]
+            phase.work_left += batch * (after[0] * after[1] + exact * keys)
 
     def skip(self, call: Any, level: int, part: str, reason: str, work: int = 0) -> None:
         """A call was left unmerged. work: batch times queries times keys of a self-attention."""
         phase = self.levels[level].by_name[call.phase if call else ""]
         phase.skipped[f"{part}: {reason}"] += 1
+        phase.lost[f"{part}: {reason}"] += work
+        phase.work_full += work
+        phase.work_left += work
+
+    def add_whole(self, call: Any, level: int, work: int) -> None:
+        """Self-attention at a level at which nobody asks, because no rule reaches it."""
+        phase = self.levels[level].by_name[call.phase]
         phase.work_full += work
         phase.work_left += work
 

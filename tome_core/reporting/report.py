@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .gains import Gain
-from .ledger import Counted, LevelTally, PhaseReport
+from .ledger import OTHER_PARTS, TOO_SMALL, Counted, LevelTally, PhaseReport
 
 FORMAT = 1  # of `Report.as_data`
-MOST_LINES = 10
 _KINDS = 3  # of token counts at a level, of reasons, and of sizes that were measured, that are told
+_COUNTS = 0.05  # a smaller share of attention is worth no line
+_AS_ASKED = ("outside the rules' time range", "so few tokens", "the card is so fast", "measured: ", "a rule of ratio 0",
+             "the picture is smaller", OTHER_PARTS, TOO_SMALL)  # fmt: skip
 _NOTHING_WILL = "nothing will merge: "  # how a note begins that says why
 
 
@@ -57,12 +59,23 @@ class Report(Counted):
 
     @property
     def headline(self) -> str:
-        """All in one line, for a log: ``1.42 times as fast (measured), 61 % of attention left out``."""
-        return ", ".join([*self._speed(), self._outcome()])
+        """``about 1.4x faster (measured here)``, else ``61% of attention left out``, or why nothing merged."""
+        return (self._speed() or [self._outcome()])[0]
+
+    @property
+    def hindered(self) -> str:
+        """What was to merge and could not, if it is a share that counts: ``9% of attention not merged: ...``; else "".
+
+        What the settings leave alone, or what would not pay, is as it was asked for.
+        """
+        full, lost = self.work[0], self._sum("lost")
+        found = [f"{percent(lost[one] / full)} of attention not merged: {_why(one)}" for one in self.reasons
+                 if full and lost[one] / full >= _COUNTS and not _why(one).startswith(_AS_ASKED)]  # fmt: skip
+        return found[0] if found and self.merged_anything else ""
 
     def lines(self, title: str = "Token merging", facts: Sequence[str] | None = None, beside: Sequence[str] = ()) \
             -> list[str]:  # fmt: skip
-        """For people, at most `MOST_LINES` of them; no line ends in a newline.
+        """For people; no line ends in a newline.
 
         The gain in time where it was measured, then what was left out where, then each level, early and late apart,
         then why the rest was not merged. facts: the host's own for the first line, in place of the calls of the UNet.
@@ -81,11 +94,7 @@ class Report(Counted):
         more += [f"not merged, {count(calls, 'call')}: {_why(reason)}" for reason, calls in reasons]
         more += [f"compiled without merging, {reason}" for reason in self._traced()]
         more += [*self.notes, *(f"settings: {one}" for one in self.settings)]
-        found = [f"{title}: {', '.join(filter(None, [*facts, *(speed or [outcome])]))}", *(f"  {one}" for one in more)]
-        if len(found) > MOST_LINES:
-            left = len(found) - MOST_LINES + 1
-            found[MOST_LINES - 1 :] = [f"  {left} more lines of detail are in its JSON form"]
-        return found
+        return [f"{title}: {', '.join(filter(None, [*facts, *(speed or [outcome])]))}", *(f"  {one}" for one in more)]
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
@@ -102,15 +111,15 @@ class Report(Counted):
         return _once(sorted(level.traced) for level in self.levels)
 
     def _speed(self) -> list[str]:
-        """``1.42 times as fast (measured)``, of several sizes each; nothing where that is not known of a picture."""
-        gains = self.gains[-_KINDS:]
+        """``about 1.4x faster (measured here)``, of several sizes each; nothing where that is not known of a picture.
+
+        What was measured is not told of calls in which something else was left out, see `Gain.is_of`.
+        """
+        gains = [gain for gain in self.gains if gain.is_of(self.work_saved)][-_KINDS:]
         if not gains or not self.merged_anything:
             return []
-        if len(gains) == 1:
-            return [f"{gains[0].ratio:.2f} times as fast (measured)"]
-        sizes = [f"{gain.ratio:.2f} times as fast at {gain.size}" if gain.pays else f"no gain at {gain.size}"
-                 for gain in gains]  # fmt: skip
-        return [f"{', '.join(sizes)} (measured)"]
+        sizes = [gain.speed + (f" at {gain.size}" if len(gains) > 1 else "") for gain in gains]
+        return [f"{', '.join(sizes)} (measured here)"]
 
     def _outcome(self) -> str:
         if self.merged_anything:
@@ -122,8 +131,8 @@ class Report(Counted):
 
 
 def percent(share: float) -> str:
-    """``61 %``, never 100 where something is left."""
-    return f"{min(share, 0.99 if share < 1 else 1.0):.0%}".replace("%", " %")
+    """``61%``, never 100 where something is left."""
+    return f"{min(share, 0.99 if share < 1 else 1.0):.0%}"
 
 
 def count(number: int, noun: str) -> str:
@@ -138,6 +147,7 @@ def _once(several: Iterable[Iterable[Any]]) -> tuple:
 def _level_data(level: LevelTally) -> dict[str, Any]:
     phases = [
         {"name": phase.name, "work_saved": phase.work_saved, "skipped": dict(phase.skipped),
+         "skipped_work": {reason: work / phase.work_full for reason, work in phase.lost.items() if work},
          "sized_by": dict(phase.sized_by),
          "merged": [{"part": part, "tokens": tokens, "queries": queries, "keys": keys or None, "calls": calls}
                     for (part, tokens, queries, keys), calls in phase.merged.items()]}
@@ -148,7 +158,7 @@ def _level_data(level: LevelTally) -> dict[str, Any]:
 
 
 def _kinds_text(phase: PhaseReport) -> str:
-    """``4096 tokens -> 64 keys, 98 % left out``."""
+    """``4096 tokens -> 64 keys, 98% left out``."""
     sides: dict[int, list[str]] = {}
     for tokens, queries, keys in phase.tokens:
         sides.setdefault(tokens, []).append(str(keys) if queries == keys else f"{keys} keys")

@@ -127,7 +127,8 @@ def settle(values: Mapping[str, Any]) -> tuple[MergeConfig, list[str]]:
         try:
             config = change(config, {name: values.get(name)})
         except (TypeError, ValueError) as error:
-            left_out.append(str(error))
+            said = str(error)  # of two that exclude each other it may begin with the one that stays
+            left_out.append(said if said.startswith(f"{name}=") else f"{name}={values[name]!r}, because {said}")
     return config, left_out
 
 

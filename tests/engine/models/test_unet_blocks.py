@@ -96,7 +96,7 @@ def test_sdxl_merges_by_default_and_says_where_it_cannot(caplog):
         tome_core.apply_patch(model)
     assert not caplog.records
     call_case(BY_NAME["sdxl"], model)
-    assert "latent /2: 64 tokens -> 32, 75 % left out" in str(tome_core.report(model))
+    assert "latent /2: 64 tokens -> 32, 75% left out" in str(tome_core.report(model))
     vanilla = call_case(BY_NAME["sdxl"], sdxl())
     with caplog.at_level(logging.WARNING), tome_core.patch(model, MergeConfig(max_downsample=1)) as handle:
         assert torch.equal(call_case(BY_NAME["sdxl"], model), vanilla)

@@ -50,13 +50,15 @@ def copy(request, tmp_path_factory) -> Path:
     place = tmp_path_factory.mktemp("copy")
     for name in ("tome_core", "comfy_nodes", "locales"):
         shutil.copytree(ROOT / name, place / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (place / "tests").mkdir()
+    shutil.copy(ROOT / "tests" / "nodedefs.py", place / "tests")
     (place / TABLE).parent.mkdir()
     shutil.copy(ROOT / TABLE, place / TABLE)
     text, before = (place / CONFIG).read_text(encoding="utf-8"), BEFORE[request.param]
     assert text.count(before) == 1
     field = FIELD % text.count("place=")
     (place / CONFIG).write_text(text.replace(before, field + before), encoding="utf-8")
-    call(place, "-m", "comfy_nodes.nodedefs")
+    call(place, "-m", "tests.nodedefs")
     return place
 
 
@@ -74,7 +76,7 @@ def test_it_is_in_the_form_and_in_the_node(copy):
         "last of the form": "gentleness", "filled": 0.25, "set": [1.0, 0.5, 0.5],
         "refusal": "gentleness=3 is out of range; use a number from 0.0 to 2.0",
         "left out": ["gentleness=3 is out of range; use a number from 0.0 to 2.0"],
-        "input": ["gentleness", ["FLOAT", {"default": 0.25, "display_name": "Gentleness", "tooltip": HELP,
+        "input": ["gentleness", ["FLOAT", {"default": 0.25, "display_name": "gentleness", "tooltip": HELP,
                                            "advanced": True, "min": 0.0, "max": 2.0, "step": 0.05,
                                            "round": 0.000001}]],
         "elsewhere": False,
@@ -89,13 +91,13 @@ def test_it_is_in_all_that_is_generated(copy):
     assert f"| gentleness | {HELP} |" in page and 'behind "Show advanced inputs"' in page
     for language in ("en", "zh", "ja"):
         texts = json.loads((copy / "locales" / language / "nodeDefs.json").read_text(encoding="utf-8"))
-        assert texts["ToMeSettings"]["inputs"]["gentleness"] == {"name": "Gentleness", "tooltip": HELP}
+        assert texts["ToMeSettings"]["inputs"]["gentleness"] == {"name": "gentleness", "tooltip": HELP}
 
 
 @pytest.mark.slow
 def test_nothing_of_it_is_left_where_it_is_taken_out_again(copy):
     shutil.copy(ROOT / CONFIG, copy / CONFIG)
-    call(copy, "-m", "comfy_nodes.nodedefs")
+    call(copy, "-m", "tests.nodedefs")
     locales = [f"locales/{one}/nodeDefs.json" for one in ("en", "zh", "ja")]
     for name in ("comfy_nodes/web/docs/ToMeSettings.md", *locales):
         assert (copy / name).read_bytes() == (ROOT / name).read_bytes()

@@ -102,8 +102,8 @@ def numbers_of(seen: dict, name: str) -> tuple[float, ...]:
 
 
 def reports_of(seen: dict, node: list) -> list[str]:
-    """What a node showed, one after another."""
-    return [text for number, text in seen["texts"] if number == node[0]]
+    """What a node showed after samplings, one after another, with all the details."""
+    return [text for number, text in seen["texts"] if number == node[0] and "waits for a sampler" not in text]
 
 
 def report_of(seen: dict, node: list) -> str:

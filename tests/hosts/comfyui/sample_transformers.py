@@ -98,7 +98,7 @@ def error(found, plain):
 
 def report(model):
     latest = host.find_attached(model).latest
-    return {"lines": latest.lines, **latest.report.as_data()}
+    return {"lines": latest.details, **latest.report.as_data()}
 
 
 def with_slot(model, function):

@@ -103,7 +103,7 @@ def test_a_compiled_branch_is_left_alone_and_says_so(comfy):
         "plain compiled again": graph.add("TestCompile", model=graph.model), "applied again": graph.apply(),
     })  # fmt: skip
     seen = comfy.good(graph.graph)
-    assert report_of(seen, before) == "ToMe: stepped aside: the model is compiled"
+    assert "stepped aside: the model is compiled" in report_of(seen, before)
     for name in ("plain compiled", "compiled after", "compiled before", "plain compiled again"):
         assert bytes_of(seen, name) == bytes_of(seen, "plain"), name
     assert bytes_of(seen, "applied") == bytes_of(seen, "applied again") != bytes_of(seen, "plain")

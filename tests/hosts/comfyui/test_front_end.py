@@ -12,8 +12,6 @@ from tests.hosts.comfyui.workflows import WORKFLOWS, made_small, workflow
 
 # pixels a side; as small as merging pays on a CPU
 SIZES = {"txt2img": 256, "sdxl": 512, "hires_fix": 256, "easycache": 256}
-MERGED = {"txt2img": ": 1024 tokens -> ", "sdxl": "latent /2, ", "hires_fix": ": 9216 tokens -> ",
-          "easycache": ": 1024 tokens -> "}  # fmt: skip
 INTO_A_SUBGRAPH = """
 () => { app.graph.convertToSubgraph(new Set(app.graph.nodes.filter((one) => one.type === "ApplyToMe"))); }
 """
@@ -62,8 +60,7 @@ def test_an_example_workflow_runs_and_shows_its_whole_report(page_of, name, vue)
     page = page_of(vue)
     page.open(made_small(workflow(name), steps=2, size=SIZES[name], seed=int(vue)))  # a cached sampler says nothing
     page.queue()
-    report = whole_report(page)
-    assert MERGED[name] in report and "of attention left out" in report
+    assert "of attention left out" in whole_report(page)
     assert not overlapping(page.nodes())
 
 
@@ -74,7 +71,7 @@ def test_a_node_in_a_subgraph_shows_its_report_at_the_subgraphs_node_while_that_
     page.page.evaluate(INTO_A_SUBGRAPH)
     page.queue()
     (box,) = [node for node in page.nodes() if not node["type"].isalnum()]
-    assert any(str(text).startswith("ToMe: 1 step, ") for text in box["values"].values()), box
+    assert any(str(text).startswith("ToMe: strength 0.5, 1 step, ") for text in box["values"].values()), box
 
 
 def whole_report(page: GraphPage) -> str:

@@ -22,7 +22,7 @@ def test_it_is_measured_once_after_a_sampling_and_the_report_and_a_file_have_it(
     (kept,) = json.loads((base / "user" / "tome_core_gains.json").read_text())["gains"]
     assert "attention" in kept["attention"] and kept["height"] == 32
     assert all(gains[0]["merged"] == kept["merged"] for _, gains in found)
-    assert "times as fast (measured)" in found[1][0] or "nothing merged: measured: " in found[1][0]
+    assert "faster (measured here)" in found[1][0] or "nothing merged: measured: " in found[1][0]
 
 
 def test_a_measurement_changes_no_picture_of_a_branch_beside_it(comfy):

@@ -27,11 +27,11 @@ def test_a_preview_that_is_added_later_shows_the_sampling_that_is_in_the_cache(c
     told = report_of(comfy.good(first.graph), applied)
     again, preview = previewed({"merge_seed": 77}, seed=77)
     seen = comfy.good(again.graph)
-    assert report_of(seen, preview) == told and told.startswith("ToMe: 1 step, ")
+    assert report_of(seen, preview) == told and told.startswith("ToMe: own settings, 1 step, ")
     assert [node for node, _ in seen["texts"]] == [preview[0]], "it was sampled again"
 
 
 def test_where_nothing_was_sampled_there_is_no_map_and_the_node_says_so(comfy):
     graph = Graph(steps=1, batch=2)
     preview = graph.add("ToMePreview", model=graph.apply(merge_seed=78), latent=graph.latent)
-    assert "No merge map" in report_of(comfy.good(graph.graph), preview)
+    assert "Change its seed" in report_of(comfy.good(graph.graph), preview)

@@ -25,7 +25,7 @@ def test_the_report_counts_the_calls_that_were_computed_and_is_in_the_history(co
     seen = comfy.state()
     calls = len(seen["calls"])
     (text,), (data,) = (history["outputs"][preview[0]][name] for name in ("text", "tome_report"))
-    said = f"ToMe: 6 steps, {calls} of them computed, "
+    said = f"ToMe: own settings, 6 steps, {calls} of them computed, "
     assert report_of(seen, applied).startswith(said) and said in text
     finest = data["levels"][0]
     merged = sum(kind["calls"] for phase in finest["phases"] for kind in phase["merged"])

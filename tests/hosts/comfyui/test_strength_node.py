@@ -37,7 +37,8 @@ def test_a_strength_is_its_settings_spelled_out(comfy, strength):
     seen = assert_merged_and_off(comfy, graph, named)
     assert bytes_of(seen, "applied") == bytes_of(seen, "spelled out")
     first, *more = report_of(seen, named).splitlines()
-    assert re.match(r"ToMe: 2 steps, \d+ % of attention left out", first) and any("1024 tokens" in one for one in more)
+    assert re.match(r"ToMe: strength [0-9.]+, 2 steps, \d+% of attention left out", first)
+    assert any("1024 tokens" in one for one in more)
     assert len(more) < 10
 
 

@@ -81,4 +81,4 @@ def test_weights_in_eight_bits(seen):
 def test_compiled_branches_are_plain_whatever_was_compiled_first(seen):
     one = seen["flux"]
     assert max(one["compiled"]) < 1e-5
-    assert one["compiled lines"] == ["ToMe: stepped aside: the model is compiled"]
+    assert "stepped aside: the model is compiled" in one["compiled lines"][0]

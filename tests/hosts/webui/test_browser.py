@@ -110,7 +110,7 @@ def test_unfolding_is_switching_on_and_the_picture_says_what_merged(page):
     small(page)
     shown = draw(page)
     assert ours(shown) == ["ToMe: 0.5"]
-    assert re.search(r"ToMe: 3 steps, (.* measured\), )?\d+ % of attention left out", shown)
+    assert re.search(r"ToMe: 3 steps, (.* measured\), )?\d+% of attention left out", shown)
 
 
 def test_a_clicked_mark_moves_the_panel_and_its_picture_is_the_apis(page, webui):

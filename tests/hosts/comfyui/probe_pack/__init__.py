@@ -6,6 +6,7 @@ What they see is kept here and asked for at /tome_test/state.
 
 import gc
 import json
+import sys
 import time
 
 import comfy.controlnet
@@ -36,7 +37,9 @@ def keep_texts():
     send = server.send_progress_text
 
     def keep(text, node_id, *args, **kwargs):
-        SEEN["texts"].append([str(node_id), text])
+        teller = sys._getframe(2).f_locals.get("self")  # of a sampling it shows a line; the rest is for whoever asks
+        details = getattr(getattr(teller, "latest", None), "details", ())
+        SEEN["texts"].append([str(node_id), "\n".join([text, *details[1:]])])
         return send(text, node_id, *args, **kwargs)
 
     server.send_progress_text = keep

@@ -1,6 +1,6 @@
 """The texts of the nodes as ComfyUI's locales and help pages want them, made from the nodes themselves.
 
-`python -m comfy_nodes.nodedefs` writes `locales/en/nodeDefs.json` and the table of ToMeSettings' help page. The
+`python -m tests.nodedefs` writes `locales/en/nodeDefs.json` and the table of ToMeSettings' help page. The
 translations are written by hand: what they lack it puts in in English, and what no node has any more it takes out.
 """
 
@@ -10,11 +10,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from . import NODE_CLASS_MAPPINGS
+from comfy_nodes import NODE_CLASS_MAPPINGS
 
 LOCALES = Path(__file__).resolve().parents[1] / "locales"
 PATH = LOCALES / "en" / "nodeDefs.json"
-HELP_PAGE = Path(__file__).parent / "web" / "docs" / "ToMeSettings.md"
+HELP_PAGE = LOCALES.parent / "comfy_nodes" / "web" / "docs" / "ToMeSettings.md"
 _HEAD = "| input | what it does |\n|---|---|\n"
 
 
@@ -55,8 +55,9 @@ def complete(translated: Any, wanted: Any) -> Any:
 def help_page(page: str) -> str:
     """ToMeSettings' help page with its table made anew: a row for every input, the advanced ones in light type."""
     before, rest = page.split(_HEAD)
-    rows = [f"| {name if facts.get('advanced') else f'**{name}**'} | {facts['tooltip']} |\n"
-            for name, (_, facts) in inputs_of(NODE_CLASS_MAPPINGS["ToMeSettings"]).items()]  # fmt: skip
+    facts_of_all = [facts for _, facts in inputs_of(NODE_CLASS_MAPPINGS["ToMeSettings"]).values()]
+    rows = ["| {0}{1[display_name]}{0} | {1[tooltip]} |\n".format("" if facts.get("advanced") else "**", facts)
+            for facts in facts_of_all]  # fmt: skip
     _, _, after = rest.partition("\n\n")
     return f"{before}{_HEAD}{''.join(rows)}\n{after}"
 
