@@ -41,6 +41,7 @@ BESIDE = {
     "benchmarks/results/*": ("benchmarks/doc_tables",),
     "tome_core/*": ("project/docstrings", "project/troubleshooting"),
     "tome_core/settings/*": ("benchmarks/doc_tables",),
+    "tome_core/models/*": ("beside/beside",),
 }
 
 

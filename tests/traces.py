@@ -27,7 +27,7 @@ def attributes(model) -> dict[str, dict]:
 def wraps_of(handle: Any) -> list[Wrap]:
     """All wraps that are on the models that the handle patched, and those it put on a pipeline."""
     sets = (wraps_on(model) for model in handle._present())
-    return [*(wrap for one in sets if one is not None for wrap in one._on), *handle._outside]
+    return [*(wrap for one in sets if one is not None for wrap in one.on), *handle._outside]
 
 
 def is_idle(handle: Any) -> bool:

@@ -125,8 +125,13 @@ def known_of(function: Any) -> ByHand | None:
 
 
 def full_name(function: Any) -> str:
-    """Module and qualified name of a function."""
-    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
+    """Module and qualified name of a function, of a decorator's own: what it wraps is another one."""
+    function = function.func if isinstance(function, partial) else function
+    if hasattr(function, "__wrapped__") and hasattr(function, "__code__"):
+        own = f"{function.__globals__['__name__']}.{function.__code__.co_name}"
+        return f"{own} around {full_name(function.__wrapped__)}"
+    function = function if hasattr(function, "__qualname__") else type(function)
+    return f"{getattr(function, '__module__', '')}.{function.__qualname__}"
 
 
 # A class of the same name is no proof, so these are full names. CompVis' attention is einsum, two others call xformers.

@@ -40,8 +40,8 @@ class Call:
     nothing is kept. phase: of the report. turns: how often each attention was called in it so far.
 
     What follows is the adapters'. facts: what was read of it besides. layouts: of each level of a UNet, the latest.
-    block: of tomesd's way, the input of the block that runs, and its plans by rule. reached: how many attentions were
-    called so far.
+    block: of tomesd's way, the input of the block that runs, and its plans by rule. reached: the attentions that were
+    called so far, by name.
     """
 
     state: Any
@@ -54,7 +54,7 @@ class Call:
     facts: Any = None
     layouts: dict[int, Layout] = field(default_factory=dict)
     block: tuple[torch.Tensor, dict] | None = None
-    reached: int = 0
+    reached: list[str] = field(default_factory=list)
 
 
 class MergeMap(NamedTuple):

@@ -18,7 +18,7 @@ from torch import nn
 
 from ..engine.time import Clock
 from ..models.unet_blocks import Place, is_compiled
-from ..models.wrap import is_wrapped_by_others
+from ..models.wrap import others_on
 from .pays import widths_of
 
 ROUNDS, STEPS = 3, 20
@@ -36,7 +36,7 @@ def why_not_now(unet: nn.Module, places: Sequence[Place], is_called: bool, hande
         return "a sampling goes on; measure before it or after it"
     if is_compiled(unet, places, handed):
         return "the UNet is compiled, and compiled calls are not measured; measure before compiling it"
-    if is_wrapped_by_others(unet):
+    if others_on(unet) is not None:
         return "somebody else's wrapper lies on the UNet and would take this for steps of a picture; measure before it"
     return ""
 

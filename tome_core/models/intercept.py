@@ -21,6 +21,7 @@ import torch.nn.functional
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from ..attention.by_hand import full_name
 from ..attention.functions import ADDS_BIAS, NO_ATTENTION, try_once
 from ..attention.merged import Attention
 from ..compiling import when_traced
@@ -231,7 +232,8 @@ def answer(
     takes_bias = asked.adds_bias
     if takes_bias is None and not why:
         takes_bias = asked.takes_bias()
-        why = "the function that it calls is no attention" if takes_bias is None else ""
+        own = full_name([*filter(callable, asked.key())][-1])
+        why = f"the function that it calls is no attention: {own}" if takes_bias is None else ""
     if why:
         state.leave_alone(call, level, why, q.shape[0], q.shape[1], k.shape[1])
         return asked.unmerged()

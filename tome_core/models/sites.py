@@ -17,11 +17,11 @@ from ..attention.merged import Attention
 from ..compiling import is_tracing
 from ..engine.decision import Call
 from ..engine.state import State
-from ..reporting.ledger import MASKED, OF_OTHERS, OTHER_PARTS, REPLACED
+from ..reporting.ledger import MASKED, OF_OTHERS, OTHER_PARTS, REPLACED, TAKEN_OFF
 from . import compiled, intercept
 from .compiled import NumberedSite, pack, unpack
 from .intercept import MORE, Asked, Watching, Way, answer, way_of
-from .wrap import Wrap, WrapSet, is_own
+from .wrap import Wrap, WrapSet, is_own, others_on, why_passed
 
 MASKS = ("mask", "attention_mask", "attn_mask")
 CONTEXTS = ("encoder_hidden_states", "context")
@@ -38,7 +38,7 @@ class ModelSite(NumberedSite):
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """What the model gives."""
         wraps, calls = self.wraps, self.wraps.calls
-        before, now = calls.now, None
+        before, now, calls.passed = calls.now, None, ""
         if wraps.handle is not None and not calls.off:
             now = self._open(wraps.handle, wraps.adapter.pick(self.target, args, kwargs))
         calls.now = now
@@ -46,10 +46,8 @@ class ModelSite(NumberedSite):
             out = self.original(*args, **kwargs)
         finally:
             calls.now = before
-        if now is not None and now.reached == 0:
-            for level, rules in enumerate(now.rules):
-                if rules.attn is not None:
-                    now.state.leave_alone(now, level, f"no attention was called: {REPLACED}", 0, 0, 0)
+        if now is not None:
+            count_missed(wraps, now)
         if torch.is_grad_enabled():
             wraps.follow_back(now, out)
         return out
@@ -104,7 +102,7 @@ class AttentionSite(NumberedSite):
         if now is None:
             self.wraps.look_after_itself(self.level)
             return self.original(*args, **kwargs)
-        now.reached += 1
+        now.reached.append(self.path)
         rules = now.rules[self.level]
         if rules.attn is not None:
             return self._merge(now, args, kwargs)
@@ -134,7 +132,8 @@ class AttentionSite(NumberedSite):
         finally:
             intercept.now.answer = before
         if not any(seen):
-            method = forward if processor is type(None) else processor.__call__
+            # a processor whose scores are known is not what is unknown
+            method = forward if processor is type(None) or known_of(processor.__call__) else processor.__call__
             method = method if self.beneath is None else getattr(self.beneath, "__func__", self.beneath)
             why = OF_OTHERS if seen else f"{full_name(method)} calls no attention function that is known"
             self._leave_alone(now, why, args, kwargs)
@@ -156,7 +155,7 @@ class AttentionSite(NumberedSite):
         q, k, v = (one.transpose(1, 2) for one in (q, k, v)) if by_head else (q, k, v)
         more = {"backend": backend} if backend else {}
         if now is not None:
-            now.reached += 1
+            now.reached.append(self.path)
         asked = way_of(self.target).again.read(q, k, v, attn_mask=mask, scale=scale, enable_gqa=gqa, **more)
         out = asked.unmerged() if now is None else self._answer(now, [])(asked)
         return out.transpose(1, 2) if by_head else out
@@ -233,6 +232,26 @@ class AttentionSite(NumberedSite):
             return asked.unmerged()
         more = asked.mask, asked.by_head, asked.scale, asked.gqa, asked.backend
         return asked.give_back(compiled.OPERATORS["attend"](begun, self.number, asked.q, asked.k, asked.v, *more))
+
+
+def count_missed(wraps: WrapSet, now: Call, names: set[str] | None = None, batch: int = 0, tokens: int = 0) -> None:
+    """Count attentions that a call did not come to, by what stands in the place of each, of its block or, if it came to
+    none, of the model. What was taken off is put back. names: those that it had to come to; None if it may pass some.
+    """
+    model, is_lost = wraps.on[0].target if wraps.on else None, False
+    for site in (one for one in wraps.on if isinstance(one, AttentionSite)):
+        is_missed = site.path not in now.reached if names is None else site.path in names
+        if not is_missed or now.rules[site.level].attn is None or now.state.ledger.levels[site.level].traced:
+            continue
+        block = model.get_submodule(site.path.rpartition(".")[0])
+        places = [] if not site.is_on_top() else [block] if now.reached else [block, model]
+        found = [full_name(one) for one in map(others_on, places) if one is not None]
+        why = f"{REPLACED}: {found[0]}" if found else REPLACED if places else why_passed(site)
+        if names is not None or why != REPLACED or not now.reached:
+            now.state.leave_alone(now, site.level, why, batch, tokens, tokens)
+        is_lost |= why == TAKEN_OFF
+    if is_lost:
+        wraps.put_back()
 
 
 def named(kwargs: Mapping[str, Any], names: Sequence[str]) -> Any:

@@ -19,8 +19,8 @@ from torch import nn
 from ..compiling import is_tracing
 from ..engine.decision import Call
 from ..merging.grid import Grid, Layout
-from ..reporting.ledger import MASKED, NO_GRID, OF_OTHERS, REPLACED, LevelTally
-from .sites import CONTEXTS, MASKS, AttentionSite, ModelSite, named
+from ..reporting.ledger import MASKED, NO_GRID, OF_OTHERS, LevelTally
+from .sites import CONTEXTS, MASKS, AttentionSite, ModelSite, count_missed, named
 from .unet_blocks import Place, find_blocks
 from .wrap import Wrap, WrapSet
 
@@ -75,8 +75,9 @@ class UNetAdapter:
                 continue
             if place.transformer is not before:
                 before = place.transformer
-                count = sum(one.transformer is before and hasattr(one.block, "attn1") for one in places)
-                yield make(TransformerSite, before, level, count)
+                own = (one for one in places if one.transformer is before)
+                names = {f"{one.path}.attn1" for one in own if getattr(one.block, "attn1", None) is not None}
+                yield make(TransformerSite, before, level, names)
             kind, parts = AttentionSite, ()
             if level in around:
                 kind, parts = BlockAttentionSite, _PARTS
@@ -109,10 +110,10 @@ class UNetAdapter:
 class TransformerSite(Wrap):
     """Around a transformer of a UNet: reads the grid from its 4-D input, anew at each call.
 
-    level: of its blocks; attentions: how many of them have a wrap.
+    level: of its blocks; attentions: the names of those that have a wrap.
     """
 
-    def __init__(self, transformer: nn.Module, wraps: WrapSet, level: int, attentions: int) -> None:
+    def __init__(self, transformer: nn.Module, wraps: WrapSet, level: int, attentions: set[str]) -> None:
         super().__init__(transformer)
         self.wraps, self.level, self.attentions = wraps, level, attentions
 
@@ -123,21 +124,16 @@ class TransformerSite(Wrap):
         now, x = self.wraps.calls.now, args[0] if args else named(kwargs, _LATENTS)
         if now is None or not torch.is_tensor(x) or x.dim() != 4:
             return self.original(*args, **kwargs)
-        now.layouts[self.level], reached = Layout(Grid(*x.shape[2:])), now.reached
+        now.layouts[self.level], reached = Layout(Grid(*x.shape[2:])), len(now.reached)
         if self.beneath is None:
             out = type(self.target).forward(self.target, *args, **kwargs)
         else:
             out = self.beneath(*args, **kwargs)
-        missing = self.attentions - (now.reached - reached)
-        if missing <= 0 or (missing == self.attentions and self.beneath is not None):
-            return out  # another's wrapper gave what it had kept, as DeepCache's does: nothing ran
-        now.reached += missing
-        is_traced = bool(now.state.ledger.levels[self.level].traced)  # which says why
-        if not is_traced and now.rules[self.level].attn is not None:
-            tokens = x.shape[2] * x.shape[3]
-            for _ in range(missing):
-                now.state.leave_alone(now, self.level, REPLACED, x.shape[0], tokens, tokens)
-        return out
+        missed = self.attentions - set(now.reached[reached:])
+        if len(missed) < len(self.attentions) or self.beneath is None:
+            count_missed(self.wraps, now, missed, x.shape[0], x.shape[2] * x.shape[3])
+            now.reached += missed
+        return out  # else another's wrapper gave what it had kept, as DeepCache's does: nothing ran
 
 
 class BlockSite(Wrap):

@@ -15,8 +15,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
+from ..attention.by_hand import full_name
 from ..compiling import is_tracing
 from ..engine.decision import Call
+from ..reporting.ledger import REPLACED, TAKEN_OFF
 
 # What is put on: a bound method of the wrap, because with a callable object the compiler makes a graph of its own for
 # each block where compile_repeated_blocks needs one for all, and gives up after eight. The compilers of torch 2.4 to
@@ -174,11 +176,11 @@ def drop_remains(target: Any) -> None:
             vars(target).pop(_MARK, None)
 
 
-def is_wrapped_by_others(module: nn.Module) -> bool:
-    """Does anybody but us, and accelerate, stand in for ``module.forward``?"""
+def others_on(module: nn.Module) -> Any:
+    """What anybody but us, and accelerate, has put in the place of ``module.forward``; None if nothing."""
     found = Wrap(module)._find()
     ours = wrap_of(found)
-    return (found if ours is None else without_inert(ours.beneath)) is not None
+    return found if ours is None else without_inert(ours.beneath)
 
 
 def wrap_of(method: Any) -> Wrap | None:
@@ -196,6 +198,12 @@ def without_inert(method: Any) -> Any:
     while (wrap := wrap_of(method)) is not None and not wrap.active:
         method = wrap.beneath
     return method
+
+
+def why_passed(wrap: Wrap) -> str:
+    """Why calls of a target do not come to its wrap, which is not on top."""
+    found = others_on(wrap.target)
+    return TAKEN_OFF if found is None else f"{REPLACED}: {full_name(found)}"
 
 
 def register_wrapper(name: str, beneath: Callable[[nn.Module, Any], Any]) -> None:
@@ -223,11 +231,13 @@ def is_own(module: nn.Module, method: Any) -> bool:
 
 
 class Calls(threading.local):
-    """Of one model, in each thread. in_graph: the latest that a graph has begun; off: nothing is to merge."""
+    """Of one model, in each thread. in_graph: the latest that a graph has begun; off: nothing is to merge; passed: why
+    the latest was none of ours.
+    """
 
     now: Call | None = None
     in_graph: Call | None = None
-    off = 0
+    off, passed = 0, ""
 
 
 class WrapSet:
@@ -244,18 +254,18 @@ class WrapSet:
         self.begun: torch.Tensor | str | None = None
         self.calls = Calls()
         self._goes_back: Call | None = None  # whose backward pass goes on
-        self._on: list[Wrap] = []
+        self.on: list[Wrap] = []
         self._off: dict[tuple[type, int], Wrap] = {}
 
     def change(self, model: nn.Module, adapter: Any, handle: Any, levels: set[int], around: set[int]) -> None:
         """Have what this patch needs, and nothing else; it is not put on yet."""
         self.adapter, self.handle = adapter, handle
-        self._off |= {(type(one), id(one.target)): one for one in self._on}
+        self._off |= {(type(one), id(one.target)): one for one in self.on}
         wraps = list(adapter.wraps(model, levels, around, self._reuse_or_make))
-        for wrap in reversed([one for one in self._on if one not in wraps]):
+        for wrap in reversed([one for one in self.on if one not in wraps]):
             wrap.uninstall()
         self._off = {key: one for key, one in self._off.items() if one.target is None}  # others hold their module
-        self._on = wraps
+        self.on = wraps
 
     def _reuse_or_make(self, kind: type[Wrap], module: nn.Module, *facts: Any) -> Wrap:
         found = self._off.pop((kind, id(module)), None)
@@ -263,16 +273,16 @@ class WrapSet:
 
     def put_back(self) -> None:
         """Have all wraps on top of what others have put on the model."""
-        self._on = [wrap.install() for wrap in self._on]
+        self.on = [wrap.install() for wrap in self.on]
 
     def take_off(self) -> None:
         """Leave the model as it was found; again if an interrupt has come in between."""
-        for wrap in reversed(self._on):
+        for wrap in reversed(self.on):
             target = wrap.target
             wrap.uninstall()
             if target is not None and wrap.target is None:  # it rests
                 self._off[type(wrap), id(target)] = wrap
-        self._on, self.handle = [], None
+        self.on, self.handle = [], None
 
     def is_called(self) -> bool:
         """Is this thread inside a call of the model?"""
@@ -301,14 +311,21 @@ class WrapSet:
             raise RuntimeError(_OF_ANOTHER_PATCH)
         return now
 
+    def is_lost(self) -> bool:
+        """Has another program taken the model's wrap off, and put nothing in its place?"""
+        return bool(self.on) and not self.on[0].is_on_top() and others_on(self.on[0].target) is None
+
     def look_after_itself(self, level: int) -> None:
         """An attention runs outside of any call: if another program has taken the model's wrap off, as DeepCache does
-        when it goes, it is put back for the next call.
+        when it goes, or runs in its place, it is put on top for the next call.
         """
-        if self.handle is not None and not self.calls.off and self._on and not self._on[0].is_on_top():
+        if self.handle is None or self.calls.off or not self.on:
+            return
+        if not self.on[0].is_on_top():
+            self.calls.passed = why_passed(self.on[0])
             self.put_back()
-            why = "another program had taken the patch off the model; it is on again"
-            self.handle.leave_alone(None, level, why, 0, 0, 0)
+        if self.calls.passed:
+            self.handle.leave_alone(None, level, self.calls.passed, 0, 0, 0)
 
     def __reduce__(self) -> tuple:
         return type(None), ()  # a copy of a patched model merges nothing

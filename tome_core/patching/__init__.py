@@ -215,8 +215,8 @@ class Patch(Measured):
 
     @property
     def is_installed(self) -> bool:
-        """True while the model merges as this handle says."""
-        return any(handle_on(one) is self for one in self._present())
+        """True while the model merges as this handle says, and no other program has taken that off."""
+        return any(handle_on(one) is self and not wraps_on(one).is_lost() for one in self._present())
 
     def install(self) -> Patch:
         """Put the patch on, in place of another of ours if there is one.

@@ -126,7 +126,7 @@ class Report(Counted):
             return f"{percent(self.work_saved)} of attention left out" if self.work_saved else "attention left whole"
         why = [*map(_why, self.reasons), *self._traced(),
                *(note.removeprefix(_NOTHING_WILL) for note in self.notes if note.startswith(_NOTHING_WILL)),
-               "no call counted yet"]  # fmt: skip
+               "no call counted yet" if self.patched else "it is not on the model"]  # fmt: skip
         return f"nothing merged: {why[0]}"
 
 

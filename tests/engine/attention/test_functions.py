@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from diffusers.models import attention_processor
 from diffusers.models.attention_dispatch import dispatch_attention_fn
-from diffusers.models.attention_processor import Attention, AttnProcessor, AttnProcessor2_0
+from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -207,46 +207,6 @@ def test_values_of_another_width_than_keys_merge_without_a_correction():
             found.append(run(unet, tokens(2)))
         assert handle.report().merged_anything
     assert torch.equal(*found)
-
-
-def doubled(function):
-    @functools.wraps(function)
-    def wrapper(*args, **kwargs):
-        return function(*args, **kwargs) * 2
-
-    return wrapper
-
-
-class Doubled(Attention):
-    def forward(self, *args, **kwargs):
-        return super().forward(*args, **kwargs) * 2
-
-
-def test_a_wrapper_in_place_of_forward_is_called():
-    """One from before the patch, and one from after it."""
-    module, plain = attention(), attention()
-    module.forward, plain.__class__ = doubled(module.forward), Doubled
-    assert way(module, plain=plain) == BIAS
-    unet = UNetOf(module)
-    with merging_by(), tome_core.patch(unet, KV) as handle:
-        expected = run(unet, tokens(2))
-        module.forward = doubled(module.forward)
-        assert torch.equal(run(unet, tokens(2)), 2 * expected)
-    assert handle.report().levels[0].calls_merged == 2
-
-
-def test_a_forward_of_a_classes_own_is_called():
-    by_function, by_hand = attention(), attention(AttnProcessor())
-    by_function.__class__ = by_hand.__class__ = Doubled
-    assert way(by_function) == BIAS
-    assert "AttnProcessor.__call__ calls no attention function" in why_left_alone(by_hand)
-
-
-def test_scores_by_hand_behind_a_wrapper_are_left_alone_and_the_wrapper_is_named():
-    module = attention(AttnProcessor())
-    assert way(module) == BIAS
-    module.forward = doubled(module.forward)
-    assert "Attention.forward calls no attention function that is known" in why_left_alone(module)
 
 
 @pytest.mark.parametrize("body", [AttnProcessor.__call__, AttnProcessor2_0.__call__], ids=["by hand", "by function"])

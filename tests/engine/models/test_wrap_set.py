@@ -74,24 +74,6 @@ def test_neither_a_handle_nor_the_engine_keeps_a_model_alive(one: Family, work):
 # --- what others take off ---------------------------------------------------------------------------------------------
 
 
-@of_either_kind
-def test_a_patch_that_another_program_takes_off_as_it_goes_is_back_one_call_later(one: Family):
-    """As DeepCache does that came before the patch."""
-    model = one.build()
-    with tome_core.patch(model, MergeConfig()):
-        merged = one.call(model)
-    root = Foreign(find_models(model)[0])
-    with tome_core.patch(model, MergeConfig()) as handle:
-        assert torch.equal(one.call(model), merged)
-        root.put_back()
-        one.call(model)
-        assert any("taken the patch off" in reason for reason in handle.report().levels[0].reasons)
-        handle.reset_counts()
-        assert torch.equal(one.call(model), merged)
-        report = handle.report()
-        assert report.calls == 1 and report.calls_merged and not report.reasons
-
-
 @few_families
 def test_nothing_stays_where_others_lay_above_and_put_back_what_was_there(case: ModelCase):
     model = case.build()

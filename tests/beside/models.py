@@ -1,0 +1,102 @@
+"""The models beside which foreign things run, and where on them such things are put."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from diffusers.models.attention_processor import AttnProcessor
+from torch import nn
+
+from tests import tiny_transformers
+from tests.models import CASES, ModelCase, call_ldm, call_unet, inputs, ldm_of_one_level, seeded, unet
+from tome_core.models import adapter_of, find_models
+from tome_core.models.sites import AttentionSite
+
+
+@seeded
+def _by_hand() -> nn.Module:
+    made = unet()
+    made.set_attn_processor(AttnProcessor())
+    return made
+
+
+_OWN = ModelCase("ldm", ldm_of_one_level, call_ldm), ModelCase("sd15, by hand", _by_hand, call_unet)
+UNETS = {case.name: case for case in (*_OWN, *CASES)}
+QUICK = ("sd15", "ldm", "Qwen-Image", "Wan")
+SLOW = ("sdxl", "sd2", "sd15, by hand", "ldm_sd2", "sgm_double", "comfy_double", "gligen", "motion", "Flux",
+        "Flux, two pictures", "SD3.5", "Qwen-Image, padded", "Z-Image", "Lumina 2", "PixArt", "LTX",
+        "HunyuanVideo")  # fmt: skip
+MODELS = [name for name in (*QUICK, *SLOW) if name in UNETS or name in tiny_transformers.PRESENT]
+# two steps that have one match, late in a picture
+TIMES = (340, 320)
+_COARSE = 2  # places a side, between which a latent is smooth: merging is good then, and what things do shows
+_SIDES = {"sdxl": 32, "ldm_sd2": 32, "sgm_double": 32, "comfy_double": 32}  # of latents; at 16 they have few tokens
+
+
+class Beside:
+    """One model, and its parts as those see them who put things on it.
+
+    attentions: over the picture's tokens; blocks: what they lie in; around: those, and a UNet's transformers.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.whole = UNETS[name].build() if name in UNETS else tiny_transformers.build(name)
+        (self.model,) = find_models(self.whole)
+        self.attentions, paths = [], {one: path for path, one in self.model.named_modules()}
+        adapter = adapter_of(self.model)
+        every = set(range(len(adapter.downsamples)))
+        for kind, module in adapter.wraps(self.model, every, set(), lambda kind, module, *_: (kind, module)):
+            if kind is AttentionSite:
+                self.attentions.append(module)
+        own = [paths[one].rpartition(".")[0] for one in self.attentions]
+        self.blocks = [self.model.get_submodule(path) for path in dict.fromkeys(own)]
+        outer = {path.rpartition(".transformer_blocks.")[0] for path in own} - {""}
+        self.around = [*map(self.model.get_submodule, sorted(outer)), *self.blocks]
+
+    @property
+    def is_by_hand(self) -> bool:
+        """Does an attention compute its scores itself?"""
+        return self.name in ("ldm", "ldm_sd2", "sd15, by hand")
+
+    @property
+    def has_two_pictures(self) -> bool:
+        """In a batch?"""
+        return self.name in UNETS or self.name in ("Flux, two pictures", "SD3.5", "PixArt")
+
+    def draw(self, model: nn.Module | None = None, times: tuple[int, ...] = TIMES) -> torch.Tensor:
+        """What the model, or a copy of it, gives, one after the other at these times."""
+        whole = self.whole if model is None else model
+        return torch.stack([self._call(whole, time) for time in times])
+
+    @torch.no_grad()
+    def _call(self, model: nn.Module, time: int) -> torch.Tensor:
+        if self.name in UNETS:
+            case, side = UNETS[self.name], _SIDES.get(self.name, 16)
+            x, text = inputs(case.in_channels, 2, side, side, frames=case.frames)
+            return case.call(model, _smooth(x), time, text)
+        given = tiny_transformers.at(tiny_transformers.arguments_of(self.name), time / 500)
+        name = "x" if "x" in given else "hidden_states"
+        return tiny_transformers.call(model, {**given, name: _smooth(given[name])})
+
+    def calls_of_attentions(self, model: nn.Module | None = None) -> int:
+        """How many a `draw` makes."""
+        calls: list[Any] = []
+        hooks = [one.register_forward_pre_hook(lambda *_: calls.append(None)) for one in self.attentions]
+        self.draw(model)
+        for hook in hooks:
+            hook.remove()
+        return len(calls)
+
+
+def _smooth(latent: Any) -> Any:
+    """The same kind of latent, a list of them or packed tokens ``[B, N, C]``, without what lies between few places."""
+    if not torch.is_tensor(latent):
+        return [_smooth(one) for one in latent]
+    if latent.dim() == 3:
+        width = 16 if latent.shape[1] == 3 * 16 * 16 else tiny_transformers.SIDE
+        return _smooth(latent.mT.unflatten(2, (-1, width))).flatten(2).mT.contiguous()
+    coarse = latent[..., :_COARSE, :_COARSE].flatten(0, -3)[None]
+    return F.interpolate(coarse, size=latent.shape[-2:], mode="bicubic").view(latent.shape)

@@ -1,0 +1,163 @@
+"""Whatever stands beside us, on whatever model, whoever came first: the picture is right, or is left alone and said so.
+
+Foreign things (`tests.beside.things`) times models (`tests.beside.models`) times orders: a case is named after all
+three.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from contextlib import ExitStack
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+import tome_core
+from tests.beside.models import MODELS, QUICK, TIMES, Beside
+from tests.beside.things import THINGS
+from tests.models import merge_with_self
+from tests.random_stackings.sessions import drop_own_methods
+from tests.thoroughness import some_quick
+from tests.traces import traces
+
+SETTINGS = {"strength": 0.25, "only_if_it_pays": False}
+# shares of the unmerged picture: what other sums make of it; and of a thing's effect, by which it may differ merged
+EQUAL, SIZE, PLACE = 1e-4, 0.1, 0.5
+
+
+def _cases(quick: tuple[str, ...] = QUICK) -> Any:
+    """What goes together. quick: models that are for every run."""
+    found = []
+    for name in MODELS:
+        beside = Beside(name)
+        for thing, one in THINGS.items():
+            if one.fits(beside):
+                marks = [pytest.mark.slow] * (one.is_slow or name not in quick)
+                found.append(pytest.param(name, thing, marks=marks, id=f"{thing}-{name}"))
+    return pytest.mark.parametrize("name, thing", found)
+
+
+either_order = pytest.mark.parametrize("is_over", [False, True], ids=["it came first", "we came first"])
+
+
+@cache
+def unmerged(name: str, thing: str = "nothing") -> torch.Tensor:
+    beside = Beside(name)
+    with THINGS[thing].on(beside) as model:
+        return beside.draw(model)
+
+
+@cache
+def calls(name: str, thing: str) -> int:
+    """Of attentions, for a picture."""
+    beside = Beside(name)
+    if thing == "compiled blocks":  # of which a hook would make other blocks
+        return beside.calls_of_attentions()
+    with THINGS[thing].on(beside) as model:
+        return beside.calls_of_attentions(model)
+
+
+@cache
+def merged(name: str) -> torch.Tensor:
+    beside = Beside(name)
+    with tome_core.patch(beside.whole, **SETTINGS) as handle, handle.sampling():
+        return beside.draw()
+
+
+def put_on(beside: Beside, thing: str, is_over: bool, ours: ExitStack, its: ExitStack) -> tuple[Any, Any]:
+    """Both. Returns what is called, and our handle."""
+    handle = ours.enter_context(tome_core.patch(beside.whole, **SETTINGS)) if is_over else None
+    model = its.enter_context(THINGS[thing].on(beside)) or beside.whole
+    return model, handle or ours.enter_context(tome_core.patch(model, **SETTINGS))
+
+
+def counted(report: Any) -> tuple[int, dict[str, int]]:
+    """Calls of attentions that merged, and reasons for those that did not."""
+    phases = [phase for level in report.levels for phase in level.phases]
+    on = sum(count for phase in phases for (part, *_), count in phase.merged.items() if part == "attn")
+    off = sum((Counter(level.reasons) for level in report.levels), Counter())
+    for level in report.levels:
+        off.update({f"attn: {why}": report.calls * level.blocks for why in level.traced})
+    return on, {why: count for why, count in off.items() if why.startswith("attn: ")}
+
+
+def assert_counted(report: Any, calls: int) -> None:
+    """As merged, or as left with a reason; unless nothing of us is there any more that could count."""
+    on, off = counted(report)
+    assert on + sum(off.values()) >= calls or not report.patched, (on, off, calls)
+
+
+def far(one: torch.Tensor, other: torch.Tensor, of: torch.Tensor) -> float:
+    assert one.isfinite().all()
+    return ((one - other).norm() / of.norm()).item()
+
+
+@pytest.mark.parametrize("is_over", some_quick([False, True]), ids=["it came first", "we came first"])
+@_cases(quick=("sd15", "ldm"))
+def test_if_every_token_is_its_own_group_the_picture_is_the_unmerged_one(name, thing, is_over, monkeypatch):
+    merge_with_self(monkeypatch)
+    beside, expected = Beside(name), unmerged(name, thing)[:1]
+    with ExitStack() as both:
+        model, _ = put_on(beside, thing, is_over, both, both)
+        assert far(beside.draw(model, TIMES[:1]), expected, expected) < EQUAL
+
+
+@pytest.mark.parametrize("we_leave_first", [False, True], ids=["it leaves first", "we leave first"])
+@either_order
+@_cases(quick=("ldm", "Wan"))
+def test_whoever_leaves_first_nothing_of_merging_stays(name, thing, is_over, we_leave_first):
+    one, plain, plain_with_it, count = THINGS[thing], unmerged(name), unmerged(name, thing), calls(name, "nothing")
+    on_its_own = merged(name)
+    times = TIMES if one.left is None else TIMES[:1]  # what is kept for every second call goes with that
+    beside = Beside(name)
+    with one.on(beside):  # of which something may stay without us as well
+        pass
+    drop_own_methods(beside.model)
+    before = traces(beside.model)
+    with ExitStack() as ours, ExitStack() as its:
+        model, handle = put_on(beside, thing, is_over, ours, its)
+        beside.draw(model, times)
+        if we_leave_first:
+            ours.close()
+            assert torch.equal(beside.draw(model, times), plain_with_it[: len(times)])
+        else:
+            its.close()
+            handle.reset_counts()
+            model = beside.whole if is_over else model
+            beside.draw(model)
+            report = handle.report()
+            assert_counted(report, count)
+            if report.patched:  # by the next call, if it had taken ours with it
+                with handle.sampling():
+                    assert torch.equal(beside.draw(model), on_its_own)
+    tome_core.remove_patch(beside.whole)
+    drop_own_methods(beside.model)
+    assert traces(beside.model) == before and torch.equal(beside.draw(times=TIMES[:1]), plain[:1])
+
+
+@either_order
+@_cases()
+def test_what_it_does_it_does_beside_us_or_the_report_names_it(name, thing, is_over):
+    beside, one = Beside(name), THINGS[thing]
+    with ExitStack() as both:
+        model, handle = put_on(beside, thing, is_over, both, both)
+        with handle.sampling():
+            out, report = beside.draw(model), handle.report()
+    on, off = counted(report)
+    plain, effect = unmerged(name, thing), unmerged(name, thing) - unmerged(name)
+    if is_over and model is not beside.whole:  # a copy of what is patched
+        assert not tome_core.report(model).patched and torch.equal(out, plain)
+        return
+    assert all(re.search(one.found, why) for why in off), off
+    assert_counted(report, calls(name, thing))
+    if one.left is not None:
+        assert bool(off) == ((beside.is_by_hand, is_over) in one.left), f"{on} merged, {off}"
+    if not on:
+        assert torch.equal(out, plain)
+    if not off:
+        found, size = out - merged(name), effect.norm()
+        assert (found - effect).norm() <= max(PLACE * size, EQUAL * plain.norm()), far(found, effect, effect)
+        assert abs(found.norm() - size) <= max(SIZE * size, EQUAL * plain.norm()), found.norm() / size
