@@ -88,11 +88,9 @@ def test_an_experts_values_count_below_their_switch_and_go_along_with_strength(p
     assert page.generate()[1] == {"ToMe": "0.25"}
 
 
-def test_what_is_typed_before_own_settings_is_ticked_counts_from_then_on(page):
+def test_what_is_typed_counts_without_a_tick(page):
     open_expert(page)
     page.number("sx", 2)
-    assert page.generate()[1] == {"ToMe": "0.5"}
-    page.check("own")
     assert page.generate()[1] == {"ToMe": "0.5; sx=2"}
 
 

@@ -39,7 +39,7 @@ def keep_texts():
     def keep(text, node_id, *args, **kwargs):
         teller = sys._getframe(2).f_locals.get("self")  # of a sampling it shows a line; the rest is for whoever asks
         details = getattr(getattr(teller, "latest", None), "details", ())
-        SEEN["texts"].append([str(node_id), "\n".join([text, *details[1:]])])
+        SEEN["texts"].append([str(node_id), "  \n".join([text, *details[1:]])])
         return send(text, node_id, *args, **kwargs)
 
     server.send_progress_text = keep
