@@ -1,8 +1,9 @@
 """How much the long tests do: a little at every change, and all of it with
 
-    TOME_THOROUGH=1 python -m pytest tests -k 'soak or random_arguments or interrupt'
+    TOME_THOROUGH=1 python -m pytest tests -k 'soak or random_arguments or interrupt or beside'
 
-which is 500 generations in each host, 10,000 random arguments for each door, and faults at every single wrap.
+which is 500 generations in each host, 10,000 random arguments for each door, faults at every single wrap, and every
+foreign thing beside every model.
 """
 
 from __future__ import annotations

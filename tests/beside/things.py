@@ -100,7 +100,7 @@ def can_be_fused(beside: Beside) -> bool:
 
 def brings_no_masks(beside: Beside) -> bool:
     """Of its own: without those a picture is none that anybody wants."""
-    return not beside.name.startswith(("Qwen-Image", "HunyuanVideo", "Lumina", "Z-Image"))
+    return not beside.name.startswith(("Qwen-Image", "HunyuanVideo", "LTX", "Lumina", "Z-Image"))
 
 
 def calls_it_by_place(beside: Beside) -> bool:
