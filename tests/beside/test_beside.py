@@ -30,8 +30,8 @@ EQUAL, SIZE, PLACE = 1e-4, 0.1, 0.5
 
 
 def _cases(law: str, quick: tuple[str, ...] = QUICK) -> Any:
-    """What goes together. quick: models that are for every run; of the others every twentieth pair, another for each law,
-    and all of them in a thorough run.
+    """What goes together. quick: models that are for every run; of the others every twentieth pair, others for each
+    law, and all of them in a thorough run.
     """
     found = []
     for name in MODELS:

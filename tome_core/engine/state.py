@@ -78,9 +78,6 @@ class State:
             called: what the host calls it by among the calls at its time, such as the names of its conditions; else
                 their order tells them apart.
         """
-        if _is_mapped():
-            why_off = ("torch.vmap maps over the call",) * len(self.ledger.levels)
-            return Call(self, timestep, self.clock.for_pixels(()), why_off)
         self.ledger.calls += 1
         if torch.is_tensor(latent) and latent.dim() == 4:
             batch, _, height, width = latent.shape
@@ -372,13 +369,6 @@ def _run_merged(function: Callable, x: torch.Tensor, plan: MergePlan) -> tuple[t
     if not torch.is_tensor(out) or out.dim() != 3 or out.shape[:2] != (x.shape[0], plan.num_groups):
         return None, "what it returned cannot be unmerged"
     return plan.unmerge(out), ""
-
-
-def _is_mapped() -> bool:
-    """Are we inside `torch.vmap`? A match there would be one for each of the samples that it maps over."""
-    functorch = torch._C._functorch
-    return functorch.peek_interpreter_stack() is not None and any(
-        one.key() == functorch.TransformType.Vmap for one in functorch.get_interpreter_stack())  # fmt: skip
 
 
 def _foreign_mode() -> str:

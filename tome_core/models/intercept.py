@@ -12,7 +12,7 @@ import dis
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from copy import copy
-from functools import lru_cache, partial
+from functools import lru_cache
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -35,6 +35,8 @@ _TAKES_BIAS = ("native", "_native_math", "_native_efficient")  # of diffusers' b
 _OPTIONS = ("dropout_p", "is_causal", "scale", "enable_gqa", "attention_kwargs")
 MORE = "it is more than attention (dropout, causal, or over several devices)"
 REFUSES = "its attention function refuses merged keys"
+# hosts interrupt a picture by exceptions of their own, which are none of these
+_REFUSALS = (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 class _Now(threading.local):
@@ -241,10 +243,13 @@ def answer(
         q, k, v = q[:, rows], k[:, rows], v[:, rows]
     scale = q.shape[3] ** -0.5 if asked.scale is None else asked.scale
     try:
-        out = state.attend(call, name, level, where, Attention(q, k, v, partial(_compute, asked), scale, takes_bias))
-    except _RefusedError as error:
+        out = state.attend(call, name, level, where, Attention(q, k, v, asked.compute, scale, takes_bias))
+    except _REFUSALS as error:
+        if isinstance(error, torch.cuda.OutOfMemoryError) or "out of memory" in str(error):
+            raise
         given = asked.unmerged()  # before it is believed: what fails unmerged too is no refusal
-        why = state.refused[asked.key()] = f"{REFUSES} ({error})"
+        told = f"{type(error).__name__}: {' '.join(str(error).split())[:80]}"
+        why = state.refused[asked.key()] = f"{REFUSES} ({told})"
         state.leave_alone(call, level, why, q.shape[0], q.shape[1], k.shape[1])
         return given
     if out is None:
@@ -254,20 +259,6 @@ def answer(
         whole[:, rows] = out  # DirectML has no index_copy
         out = whole
     return asked.give_back(out)
-
-
-class _RefusedError(Exception):
-    """An attention function fails with what merging gives it."""
-
-
-def _compute(asked: Asked, *given: torch.Tensor | None) -> torch.Tensor:
-    """As `Asked.compute`. Only these errors: hosts interrupt a picture by exceptions of their own."""
-    try:
-        return asked.compute(*given)
-    except (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        if isinstance(error, torch.cuda.OutOfMemoryError) or "out of memory" in str(error):
-            raise
-        raise _RefusedError(f"{type(error).__name__}: {' '.join(str(error).split())[:80]}") from error
 
 
 def _rows_seen(mask: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor | None, str]:

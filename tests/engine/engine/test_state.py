@@ -92,13 +92,6 @@ def test_a_function_mode_of_another_program_sees_all_tokens():
         assert attend(STRONG, own)[0] is not None
 
 
-def test_a_call_that_is_mapped_over_is_left_alone_and_said():
-    state, calls = state_of(STRONG, 2), []
-    torch.vmap(lambda x: calls.append(state.begin(500, x)) or x)(torch.zeros(2, 2, 4, 16, 24))
-    assert state.attend(calls[0], "a", 0, PICTURE, attention(PICTURE)) is None
-    assert list(state.report().reasons) == ["attn: torch.vmap maps over the call"]
-
-
 @pytest.mark.parametrize(("takes_bias", "proportional", "ways"), [
     (True, True, {"bias": 1}), (False, True, {"bias, by torch's own function": 1}), (True, False, {}),
 ])  # fmt: skip
