@@ -46,7 +46,7 @@ class ModelSite(NumberedSite):
             out = self.original(*args, **kwargs)
         finally:
             calls.now = before
-        if now is not None:
+        if now is not None and not {one.path for one in wraps.on if isinstance(one, AttentionSite)} <= {*now.reached}:
             count_missed(wraps, now)
         if torch.is_grad_enabled():
             wraps.follow_back(now, out)

@@ -130,7 +130,7 @@ class TransformerSite(Wrap):
         else:
             out = self.beneath(*args, **kwargs)
         missed = self.attentions - set(now.reached[reached:])
-        if len(missed) < len(self.attentions) or self.beneath is None:
+        if missed and (len(missed) < len(self.attentions) or self.beneath is None):
             count_missed(self.wraps, now, missed, x.shape[0], x.shape[2] * x.shape[3])
             now.reached += missed
         return out  # else another's wrapper gave what it had kept, as DeepCache's does: nothing ran
