@@ -249,11 +249,18 @@ def answer(
 def _rows_seen(mask: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor | None, str]:
     """Which tokens a mask leaves, as indices, None for all of them; and why that is not known. It waits for the device.
 
-    Tokens that nobody sees are padding, whose own outputs nobody sees either.
+    Tokens that nobody sees are padding, whose own outputs nobody sees either; a mask for each pair of tokens says the
+    same where those that it leaves see all of each other and nothing else.
     """
-    if mask.dtype != torch.bool or mask.shape[-1] != q.shape[1] or mask.numel() != mask.shape[0] * mask.shape[-1]:
+    tokens, masks = q.shape[1], len(mask)
+    is_square = mask.numel() == masks * tokens**2
+    if mask.dtype != torch.bool or mask.shape[-1] != tokens or not (is_square or mask.numel() == masks * tokens):
         return None, MASKED
-    rows = mask.reshape(mask.shape[0], -1)
+    pairs = mask.reshape(masks, -1, tokens)
+    rows = pairs.diagonal(dim1=1, dim2=2) if is_square else pairs[:, 0]
+    seen = rows * rows.sum(1, keepdim=True)
+    if is_square and not ((pairs.sum(1) == seen) & (pairs.sum(2) == seen)).all():
+        return None, MASKED
     if rows.all():
         return None, ""
     are_equal = bool((rows == rows[:1]).all())

@@ -54,6 +54,26 @@ def test_masks_that_differ_within_a_batch_are_left_alone_and_told():
     assert "a mask hides other tokens in each picture" in str(handle.report())
 
 
+def test_a_mask_of_pairs_is_read_where_those_that_it_leaves_see_all_of_each_other():
+    """As HunyuanVideo 1.5's. One that hides more is left alone."""
+    model, arguments = tiny_transformers.make("Flux")
+    tokens = tiny_transformers.WORDS + tiny_transformers.SIDE**2
+    rows = torch.arange(tokens)[None] >= 5
+    pairs = rows[:, None, :, None] & rows[:, None, None, :]
+
+    def merged_with(mask: torch.Tensor) -> tuple[torch.Tensor, tome_core.Report]:
+        with tome_core.patch(model, **STRONG) as handle:
+            return call(model, arguments | {"joint_attention_kwargs": {"attention_mask": mask}}), handle.report()
+
+    by_rows, _ = merged_with(rows[:, None, None])
+    by_pairs, report = merged_with(pairs)
+    assert torch.equal(by_pairs, by_rows) and report.calls_merged == 3
+    for mask in (pairs.tril(), pairs | pairs.roll(1, 2)):
+        plain = call(model, arguments | {"joint_attention_kwargs": {"attention_mask": mask}})
+        merged, report = merged_with(mask)
+        assert torch.equal(merged, plain) and report.reasons == {"attn: an attention mask came along": 3}
+
+
 def test_a_processor_of_somebody_else_and_what_is_put_on_an_attention_before_us_merge_by_the_function_they_call():
     model, arguments = tiny_transformers.make("Flux")
 
