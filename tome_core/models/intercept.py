@@ -264,11 +264,18 @@ def answer(
 def _rows_seen(mask: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor | None, str]:
     """Which tokens a mask leaves, as indices, None for all of them; and why that is not known. It waits for the device.
 
-    Tokens that nobody sees are padding, whose own outputs nobody sees either.
+    Tokens that nobody sees are padding, whose own outputs nobody sees either; a mask for each pair of tokens says the
+    same where those that it leaves see all of each other and nothing else.
     """
-    if mask.dtype != torch.bool or mask.shape[-1] != q.shape[1] or mask.numel() != mask.shape[0] * mask.shape[-1]:
+    tokens, masks = q.shape[1], len(mask)
+    is_square = mask.numel() == masks * tokens**2
+    if mask.dtype != torch.bool or mask.shape[-1] != tokens or not (is_square or mask.numel() == masks * tokens):
         return None, MASKED
-    rows = mask.reshape(mask.shape[0], -1)
+    pairs = mask.reshape(masks, -1, tokens)
+    rows = pairs.diagonal(dim1=1, dim2=2) if is_square else pairs[:, 0]
+    seen = rows * rows.sum(1, keepdim=True)
+    if is_square and not ((pairs.sum(1) == seen) & (pairs.sum(2) == seen)).all():
+        return None, MASKED
     if rows.all():
         return None, ""
     are_equal = bool((rows == rows[:1]).all())
@@ -419,7 +426,7 @@ def _writes(code: CodeType, what: str) -> bool:
         is_first = what == "ATTR" and code.co_varnames[:1] == (target,)
         if one.opname in (f"STORE_{what}", f"DELETE_{what}") and not is_first:
             return True
-        target = one.argval[-1] if isinstance(one.argval, tuple) else one.argval
+        target = one.argval[-1] if isinstance(one.argval, tuple) and one.argval else one.argval
     return any(_writes(one, what) for one in code.co_consts if isinstance(one, CodeType))
 
 
