@@ -210,7 +210,7 @@ def _component(one: form.Field) -> tuple[Any, dict[str, Any]]:
         return gr.Dropdown, {"choices": list(one.choices)}
     if isinstance(one.default, bool):
         return gr.Checkbox, {}
-    if one.may_be_unset or one.name in ("merge_seed", "min_pixels"):
+    if one.may_be_unset or one.name == "merge_seed":
         return gr.Number, {"precision": 0} if isinstance(one.step, int) else {}
     return gr.Slider, {"minimum": one.minimum, "maximum": one.maximum, "step": one.step}
 

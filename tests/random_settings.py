@@ -21,8 +21,6 @@ def any_value(dice: random.Random, setting: dict[str, Any]) -> Any:
     if setting["default"] is None and dice.random() < 0.5:
         return None
     low, high = setting["minimum"], setting["maximum"]
-    if setting["name"] == "min_pixels":
-        return dice.choice([0, 0, 5000, 20000])
     return dice.randint(low, high) if isinstance(setting["step"], int) else dice.uniform(low, high)
 
 

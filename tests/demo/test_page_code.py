@@ -69,7 +69,7 @@ def test_a_strength_counts_and_what_it_leaves_alone_beside_it_until_more_was_set
 @pytest.mark.parametrize(
     ("changes", "names"),
     [
-        ({"sx": 1.5}, ("sx",)), ({"early_ratio": 3}, ("early_ratio",)), ({"min_pixels": None}, ("min_pixels",)),
+        ({"sx": 1.5}, ("sx",)), ({"early_ratio": 3}, ("early_ratio",)), ({"sy": None}, ("sy",)),
         ({"method": "cubist"}, ("method",)), ({"start": 0.8, "end": 0.2}, ("start", "end")),
         ({"strength": float("nan")}, ("strength",)),
     ],

@@ -198,7 +198,7 @@ def test_a_comparison_shows_each_strength_with_what_it_took_and_changed(events, 
 
 @pytest.mark.parametrize("query", [
     {"ratio": "2"}, {"steps": "0"}, {"prompt": "<b>"}, {"nonsense": "1"}, {"strength": "nan"}, {"strength": "1e400"},
-    {"seed": "inf"}, {"seed": "9" * 400}, {"steps": "9" * 5000}, {"sx": "1e400"}, {"min_pixels": "-inf"},
+    {"seed": "inf"}, {"seed": "9" * 400}, {"steps": "9" * 5000}, {"sx": "1e400"}, {"keep": "-inf"},
 ], ids=lambda query: str(query)[:30])  # fmt: skip
 def test_a_wrong_link_is_told_and_not_used(events, query):
     shown = events.opened(query, ADDRESS)

@@ -72,8 +72,9 @@ def test_a_merged_picture_has_one_key_and_one_that_did_not_merge_none(webui):
     p = Processing(webui, (True, 0.7))
     assert webui.process(p).infotexts == [""], "so few tokens"
     assert p.params_txt == "ToMe: 0.7", "of a picture to come it says what was asked"
-    half = webui.job({"enabled": True, "strength": 0.7, "min_pixels": 20000, "only_if_it_pays": False}, enable_hr=True)
-    assert half.infotexts[0].startswith("ToMe: 0.7; min_pixels=20000"), "one pass of it merged"
+    wish = {"enabled": True, "strength": 0.7, "where": "hires pass", "only_if_it_pays": False}
+    half = webui.job(wish, enable_hr=True)
+    assert half.infotexts[0].startswith("ToMe: 0.7; hires pass"), "one pass of it merged"
 
 
 def test_a_picture_without_us_turns_us_off_and_leaves_the_rest_alone(webui):

@@ -59,7 +59,6 @@ class State:
         self.ledger = Ledger(list(levels), notes_on(config, self.ever_merges, downsamples))
         self.time = ModelTime(self.clock, any(rule.keep for rule in self.clock.rules))
         self.wants_time = self.time.is_wanted
-        self._uses_pixels = any(rule.min_pixels for rule in self.clock.rules)
         self.refused: dict[Hashable, str] = {}  # by attention function, why it is left alone while the patch is on
         self.pays: Any = None  # says whether merging pays, see `measuring.pays`
         self.latest: dict[str, Any] | None = None
@@ -85,9 +84,6 @@ class State:
                            "device": latent.device}  # fmt: skip
         now, kept = self.time.next_call(timestep, latent, called)
         rules, why_off = now.rules, now.why_off
-        if self._uses_pixels and torch.is_tensor(latent) and latent.dim() in (4, 5):
-            pixels = latent.shape[-2] * latent.shape[-1] * PIXELS**2
-            rules = self.clock.for_pixels(now.live, pixels)
         if self.pays is not None:
             rules, why_off = self.pays.apply(rules, why_off, latent, self.clock.apply_gate)
         call = Call(self, timestep, rules, why_off, kept, now.phase)

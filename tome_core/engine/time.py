@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +25,7 @@ _ALL = 1000.0  # timesteps of a schedule
 
 
 class InForce(NamedTuple):
-    """What holds at a moment. rules: by level, for a picture of unknown size; live: of any level and size, in order.
+    """What holds at a moment. rules: by level; live: of any level, in order.
 
     why_off: by level, why nothing merges. phase: "early" or "late"; "" of rules without one, or at an unknown time.
     """
@@ -84,14 +83,13 @@ class Clock:
             live, phase = timely if within else (), ""
             if self._early and time != UNKNOWN:  # outside of the window an early step is early, too
                 phase = "early" if any(rule in self._early for rule in timely) else "late"
-            in_large = choose(live, self.downsamples, sys.maxsize)
-            why_off = tuple(self._why_off(level, rules, live, time) for level, rules in enumerate(in_large))
-            self._found[key] = InForce(self.for_pixels(live), live, why_off, phase)
+            why_off = tuple(self._why_off(level, live, time) for level in range(len(self.downsamples)))
+            self._found[key] = InForce(self.choose(live), live, why_off, phase)
         return self._found[key]
 
-    def for_pixels(self, live: tuple[MergeRule, ...], pixels: int | None = None) -> tuple[LevelRules, ...]:
-        """The rules in force in a picture of so many pixels, None if that is not known."""
-        return self._one_object(choose(live, self.downsamples, pixels))
+    def choose(self, live: tuple[MergeRule, ...]) -> tuple[LevelRules, ...]:
+        """The rules in force, by level, of those that hold."""
+        return self._one_object(choose(live, self.downsamples))
 
     def apply_gate(self, rules: tuple[LevelRules, ...], opens: bool) -> tuple[LevelRules, ...]:
         """These rules if merging was found to pay, or not to.
@@ -118,10 +116,8 @@ class Clock:
     def _one_object(self, rules: tuple[LevelRules, ...]) -> tuple[LevelRules, ...]:
         return self._choices.setdefault(rules, rules)
 
-    def _why_off(self, level: int, in_large: LevelRules, live: tuple[MergeRule, ...], time: Time) -> str:
-        """Why a level is left alone where no rule is in force; in_large: its rules in a picture of any size."""
-        if any(in_large):
-            return "the picture is smaller than min_pixels"
+    def _why_off(self, level: int, live: tuple[MergeRule, ...], time: Time) -> str:
+        """Why a level is left alone if no rule is in force there."""
         if any(rule.is_off and reaches(rule, level, self.downsamples[level]) for rule in live):
             return "a rule of ratio 0 leaves it alone"
         return "outside the rules' time range" if time != UNKNOWN else TIME_IS_UNKNOWN

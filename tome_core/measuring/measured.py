@@ -137,7 +137,7 @@ class Measured(State):
         why = ""
         for one in self.clock.rules:
             downsamples = self.clock.downsamples
-            rules = self.clock.for_pixels((one,), height * width)
+            rules = self.clock.choose((one,))
             off: tuple[str, ...] = ("no rule holds for this size",) * len(downsamples)
             if self.pays is not None:
                 rules, off = self.pays.apply(rules, off, latent, self.clock.apply_gate)

@@ -157,23 +157,31 @@ _READERS: dict[tuple[str, ...], Callable[[nn.Module, Mapping[str, Any]], Tokens 
     _FILM: _of_film, _HISTORY: _of_history, ("hidden_states",): _of_latent,
 }  # fmt: skip
 _KINDS = {
-    Family(True, partial(mul, 1000)): "AuraFlowTransformer2DModel ChromaTransformer2DModel Flux2Transformer2DModel "
-    "FluxTransformer2DModel Krea2Transformer2DModel LongCatImageTransformer2DModel OvisImageTransformer2DModel "
-    "QwenImageTransformer2DModel",
-    Family(True): "BriaFiboTransformer2DModel BriaTransformer2DModel CogVideoXTransformer3DModel "
-    "CogView3PlusTransformer2DModel CogView4Transformer2DModel ConsisIDTransformer3DModel",
-    Family(True, lambda time: 1000 * (1 - time)): "Lumina2Transformer2DModel",
-    Family(False, lambda time: 1000 * (1 - time)): "ZImageTransformer2DModel",
-    Family(False, lambda time: 1000 - time): "MochiTransformer3DModel",
-    Family(attentions=r"transformer_blocks\.\d+\.attn2?"): "SD3Transformer2DModel",
-    Family(downsample=1): "HunyuanImageTransformer2DModel HunyuanVideo15Transformer3DModel LTX2VideoTransformer3DModel "
-    "LTXVideoTransformer3DModel",
-    Family(): "AllegroTransformer3DModel ChronoEditTransformer3DModel DiTTransformer2DModel "
-    "HiDreamImageTransformer2DModel HunyuanDiT2DModel HunyuanVideoFramepackTransformer3DModel "
-    "HunyuanVideoTransformer3DModel PixArtTransformer2DModel SkyReelsV2Transformer3DModel "
-    "WanAnimateTransformer3DModel WanTransformer3DModel WanVACETransformer3DModel",
-}
-FAMILIES: dict[str, Family] = {name: family for family, names in _KINDS.items() for name in names.split()}
+    Family(True, partial(mul, 1000)): (
+        "AuraFlowTransformer2DModel", "ChromaTransformer2DModel", "Flux2Transformer2DModel", "FluxTransformer2DModel",
+        "Krea2Transformer2DModel", "LongCatImageTransformer2DModel", "OvisImageTransformer2DModel",
+        "QwenImageTransformer2DModel",
+    ),
+    Family(True): (
+        "BriaFiboTransformer2DModel", "BriaTransformer2DModel", "CogVideoXTransformer3DModel",
+        "CogView3PlusTransformer2DModel", "CogView4Transformer2DModel", "ConsisIDTransformer3DModel",
+    ),
+    Family(True, lambda time: 1000 * (1 - time)): ("Lumina2Transformer2DModel",),
+    Family(False, lambda time: 1000 * (1 - time)): ("ZImageTransformer2DModel",),
+    Family(False, lambda time: 1000 - time): ("MochiTransformer3DModel",),
+    Family(attentions=r"transformer_blocks\.\d+\.attn2?"): ("SD3Transformer2DModel",),
+    Family(downsample=1): (
+        "HunyuanImageTransformer2DModel", "HunyuanVideo15Transformer3DModel", "LTX2VideoTransformer3DModel",
+        "LTXVideoTransformer3DModel",
+    ),
+    Family(): (
+        "AllegroTransformer3DModel", "ChronoEditTransformer3DModel", "DiTTransformer2DModel",
+        "HiDreamImageTransformer2DModel", "HunyuanDiT2DModel", "HunyuanVideoFramepackTransformer3DModel",
+        "HunyuanVideoTransformer3DModel", "PixArtTransformer2DModel", "SkyReelsV2Transformer3DModel",
+        "WanAnimateTransformer3DModel", "WanTransformer3DModel", "WanVACETransformer3DModel",
+    ),
+}  # fmt: skip
+FAMILIES: dict[str, Family] = {name: family for family, names in _KINDS.items() for name in names}
 NAMES = tuple(FAMILIES)
 _IN_PIPELINES = ("transformer", "transformer_2")  # Wan 2.2 has two, for early and for late steps
 

@@ -68,7 +68,7 @@ class MergeRule:
     method: str = setting(
         "bipartite", "Method",
         "How tokens are matched: " + "; ".join(f"{m.name}: {m.summary}" for m in METHODS.values()),
-        choices=tuple(METHODS), place=5,
+        choices=tuple(METHODS), place=4,
     )
     ratio: float = setting(
         0.5, "Ratio", "Share of tokens that are merged away. 0 is off. Bipartite matching can reach "
@@ -77,34 +77,34 @@ class MergeRule:
     )
     sx: int = setting(
         2, "Stride x", "Width in tokens of the cell that keeps one destination.",
-        minimum=1, maximum=8, step=1, limit=_LARGEST_CELL, advanced=True, place=9,
+        minimum=1, maximum=8, step=1, limit=_LARGEST_CELL, advanced=True, place=8,
     )
     sy: int = setting(
         2, "Stride y", "Height in tokens of the cell that keeps one destination.",
-        minimum=1, maximum=8, step=1, limit=_LARGEST_CELL, advanced=True, place=10,
+        minimum=1, maximum=8, step=1, limit=_LARGEST_CELL, advanced=True, place=9,
     )
     use_rand: bool = setting(
         True, "Random destinations", "Draw each cell's destination anew at every step (from the seed, so equal "
-        "seeds give equal pictures) instead of always taking the top left token.", advanced=True, place=11,
+        "seeds give equal pictures) instead of always taking the top left token.", advanced=True, place=10,
     )
     seed: int = setting(
         0, "Seed", "What the random destinations are drawn from; nothing else depends on it.",
-        minimum=0, maximum=SEED_LIMIT, step=1, advanced=True, place=12, known_as="merge_seed", beside_strength=True,
+        minimum=0, maximum=SEED_LIMIT, step=1, advanced=True, place=11, known_as="merge_seed", beside_strength=True,
     )
     merge_attn: bool = setting(
         True, "Self-attention", "Merge in self-attention, where nearly all of the gain is.", advanced=True
     )
     merge_crossattn: bool = setting(
         False, "Cross-attention", "Merge in the attention to the prompt as well. Rarely worth its damage.",
-        advanced=True, place=7,
+        advanced=True, place=6,
     )
     merge_mlp: bool = setting(
         False, "MLP", "Merge in the feed-forward layer as well. Costs much detail in late steps.", advanced=True,
-        place=8,
+        place=7,
     )
     side: str = setting(
         "qkv", "Merge what", "What of self-attention is merged: q+k+v (queries, keys and values) or k+v (all queries "
-        "are kept).", choices=SIDES, shown=tuple(map("+".join, SIDES)), advanced=True, place=6, known_as="merge_what",
+        "are kept).", choices=SIDES, shown=tuple(map("+".join, SIDES)), advanced=True, place=5, known_as="merge_what",
     )
     max_downsample: int | None = setting(
         None, "Level", "Which resolutions of the UNet merge. Automatic is the finest that has attention: 64x64 tokens "
@@ -118,16 +118,10 @@ class MergeRule:
         "a bare UNet.",
         minimum=0.0, maximum=1000.0, step=1.0, unset="no limit", advanced=True, limit=None,
     )
-    min_pixels: int = setting(
-        0, "Smallest picture", "Merge only in pictures of at least this many pixels, width times height (512x512 is "
-        "262144, 1024x1024 is 1048576), counting a latent's token as 8x8. 0 is every picture. Leaves a first pass "
-        "alone and serves the high-resolution one.",
-        minimum=0, maximum=16777216, step=65536, limit=None, place=4, beside_strength=True,
-    )
     proportional: bool = setting(
         True, "Proportional attention", "Let a merged key of self-attention weigh as much as the tokens it stands for, "
         "by adding the logarithm of their number to its logit. Less error at the same cost, and what makes strong "
-        "merging of keys and values possible. Off is tomesd's way.", advanced=True, place=15,
+        "merging of keys and values possible. Off is tomesd's way.", advanced=True, place=14,
     )
     correction: bool = setting(
         True, "Correction", "Give back what merged keys and values lose: to first order, and what a few exact answers "
@@ -138,22 +132,22 @@ class MergeRule:
         0, "Refinement", "k-means steps after the match: every token goes to the nearest of the merged ones. Each "
         "costs as much as a match; worth it for strong merging of keys and values. Used by bipartite. Where this is "
         "above 0, a match that has grown too old is renewed by one such step; at 0 it is made anew.",
-        minimum=0, maximum=3, step=1, advanced=True, place=17,
+        minimum=0, maximum=3, step=1, advanced=True, place=16,
     )
     metric: str = setting(
         "input", "Compare", "What a match compares: input (the block's input, by cosine, as tomesd does), keys, "
         "or keys+values (by distance). The last is the most exact, and costs two projections. Used by bipartite.",
-        choices=METRICS, advanced=True, place=16,
+        choices=METRICS, advanced=True, place=15,
     )
     keep: float = setting(
         0.0, "Keep a match for", "How many timesteps (of 1000) a block's match goes on serving the following steps. "
         "With 20 sampling steps one is 50. A kept match serves both halves of guidance, too. 0 matches anew at every "
         "step. Needs a host or a pipeline that says which steps belong to one picture.",
-        minimum=0.0, maximum=1000.0, step=10.0, advanced=True, place=18,
+        minimum=0.0, maximum=1000.0, step=10.0, advanced=True, place=17,
     )
     only_if_it_pays: bool = setting(
         False, "Only where it pays", "Merge only where that saves time: as measured, where this model, size and device "
-        "were (measure), else as the number of tokens and the kind of device suggest.", advanced=True, place=19,
+        "were (measure), else as the number of tokens and the kind of device suggest.", advanced=True, place=18,
     )
 
     def __post_init__(self) -> None:
@@ -235,13 +229,13 @@ class MergeConfig:
         None, "Early ratio", "Another ratio of self-attention for the early, noisy steps, which bear far more, at the "
         "finest level that merges. Cells are made as large as it needs, up to 8x8, and from 0.9 on the match is "
         "refined.",
-        minimum=0.0, maximum=1.0, step=0.05, unset="the same", place=13,
+        minimum=0.0, maximum=1.0, step=0.05, unset="the same", place=12,
     )
     early_until: float = setting(
         500.0, "Early until timestep", "The early phase is every step at this timestep or a higher one: 1000 is pure "
         "noise, 0 the finished picture. In a pass that begins below 850, such as a hires pass, and in one of at most "
         "8 steps it ends where the same share of the pass's steps is left.", minimum=0.0, maximum=1000.0, step=10.0,
-        advanced=True, place=14,
+        advanced=True, place=13,
     )
 
     def __init__(self, *, rules: tuple[MergeRule, ...] | None = None, **flat: Any) -> None:

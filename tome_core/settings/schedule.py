@@ -222,16 +222,14 @@ class LevelRules(NamedTuple):
     mlp: MergeRule | None = None
 
 
-def choose(rules: Sequence[MergeRule], downsamples: Sequence[int], pixels: int | None = None) -> tuple[LevelRules, ...]:
+def choose(rules: Sequence[MergeRule], downsamples: Sequence[int]) -> tuple[LevelRules, ...]:
     """The rules in force: for each level (its down-sampling given) and part, the first of ``rules`` that fits.
 
-    pixels: of the picture; None where it is not known, and then a rule with a smallest picture does not fit.
     A rule of ratio 0 fits too: it keeps its blocks and times unmerged whatever later rules say.
     """
-    large = [rule for rule in rules if rule.min_pixels <= (pixels or 0)]
 
     def first(level: int, downsample: int, part: str) -> MergeRule | None:
-        fitting = (rule for rule in large if getattr(rule, f"merge_{part}") and reaches(rule, level, downsample))
+        fitting = (rule for rule in rules if getattr(rule, f"merge_{part}") and reaches(rule, level, downsample))
         found = next(fitting, None)
         return None if found is None or found.is_off else found
 

@@ -141,15 +141,8 @@ def test_maps_are_of_the_picture_alone_and_of_a_film_its_first_frame():
     assert not state.maps() and not state.report().calls
 
 
-def test_sizes_of_pictures_decide_which_rule_holds():
-    large = MergeRule(side="kv", ratio=0.75, min_pixels=16 * 24 * 64, use_rand=False)
-    config = MergeConfig(rules=(large, MergeRule(side="kv", ratio=0.25, use_rand=False)))
-    own, found = attention(PICTURE), []
-    state = state_of(config, 1)
-    for latent in (torch.zeros(2, 4, 16, 24), torch.zeros(2, 4, 16, 16), torch.zeros(2, 4, 6, 16, 24)):
-        state.reset_counts()
-        state.attend(state.begin(500, latent), "a", 0, PICTURE, own)
-        ((tokens, _, keys),) = state.report().levels[0].tokens
-        found.append((tokens - keys) / tokens_in(PICTURE))
-    assert found == [0.75, 0.25, 0.75]
-    assert (state.latest["batch"], state.latest["height"]) == (2, 128), "of pictures alone, which can be measured"
+def test_the_latest_call_of_a_picture_is_what_can_be_measured():
+    state = state_of(MergeConfig(), 1)
+    for latent in (torch.zeros(1, 4, 16, 24), torch.zeros(2, 4, 16, 16), torch.zeros(2, 4, 6, 16, 24)):
+        state.begin(500, latent)
+    assert (state.latest["batch"], state.latest["height"], state.latest["width"]) == (2, 128, 128), "no film"

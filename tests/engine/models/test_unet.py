@@ -9,26 +9,12 @@ from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 from torch import nn
 
 import tome_core
-from tests.models import BY_NAME, ModelCase, call_case, inputs, sd15, small
+from tests.models import BY_NAME, call_case, inputs, sd15, small
 from tests.random_stackings.layers import Fussy
 from tome_core import MergeConfig, MergeRule
 from tome_core.models.unet_blocks import find_blocks
 
 SIDE = 16 * 8  # pixels of a frame
-
-
-@pytest.mark.parametrize("case", [BY_NAME["sd15"], BY_NAME["motion"], BY_NAME["motion"]._replace(frames=3)],
-                         ids=["picture", "two frames", "three frames"])  # fmt: skip
-@pytest.mark.parametrize("least, merges", [(SIDE * SIDE, True), (SIDE * SIDE + 1, False)])
-def test_the_smallest_picture_is_a_frame_of_a_video(case: ModelCase, least: int, merges: bool):
-    """A UNetMotionModel's latent is ``[B, C, F, H, W]``. What is too small is as without a patch."""
-    model = case.build()
-    plain = call_case(case, model)
-    with tome_core.patch(model, MergeConfig(min_pixels=least)) as handle:
-        assert torch.equal(call_case(case, model), plain) != merges
-    level = handle.report().levels[0]
-    assert bool(level.calls_merged) == merges != bool(level.reasons)
-    assert any("min_pixels" in reason for reason in level.reasons) != merges
 
 
 @pytest.mark.parametrize("processor", [AttnProcessor, AttnProcessor2_0])

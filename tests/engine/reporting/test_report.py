@@ -234,7 +234,7 @@ def test_attention_that_rests_while_the_mlp_merges_counts_as_work():
 
 def test_a_level_is_told_the_reason_that_is_its_own():
     model = CASE.build()
-    never, coarse = MergeRule(ratio=0.0), MergeRule(min_pixels=1, max_downsample=8)
+    never, coarse = MergeRule(ratio=0.0), MergeRule(max_downsample=8)
     with tome_core.patch(model, MergeConfig(rules=(never, coarse), min_timestep=800.0)) as handle:
         reasons = []
         for timestep in (900, 500):

@@ -15,7 +15,7 @@ DESCRIBED = {one["name"]: one for one in describe_settings()}
 def test_fields_are_in_their_documented_places():
     """Nodes and lists of values know them by position: a new one in their midst would shift those behind it."""
     first = (
-        "ratio", "level", "start", "end", "min_pixels", "method", "merge_what", "merge_crossattn", "merge_mlp", "sx",
+        "ratio", "level", "start", "end", "method", "merge_what", "merge_crossattn", "merge_mlp", "sx",
         "sy", "use_rand", "merge_seed", "early_ratio", "early_until", "proportional", "metric", "refine",
         "keep", "only_if_it_pays",
     )  # fmt: skip
@@ -41,7 +41,7 @@ def test_an_open_number_is_below_its_range_and_its_help_says_what_that_means():
 
 def test_limits_are_those_that_the_engine_takes():
     limits = {one.name: one.limit for one in FIELDS if one.minimum is not None}
-    assert (limits["ratio"], limits["sx"], limits["keep"], limits["min_pixels"]) == (1.0, 64, 1000.0, None)
+    assert (limits["ratio"], limits["sx"], limits["keep"]) == (1.0, 64, 1000.0)
     for name in ("sx", "ratio"):
         assert not settle({name: limits[name]})[1]
         assert settle({name: limits[name] + 1})[1][0].startswith(f"{name}={limits[name] + 1} is out of range")
@@ -60,7 +60,7 @@ def test_the_form_can_say_all_of_a_strength(strength):
 
 
 def test_a_strength_leaves_alone_which_pictures_merge_when_and_by_which_seed():
-    assert set(NAMES) - set(fill(0.5)) == {"start", "end", "min_pixels", "merge_seed"}
+    assert set(NAMES) - set(fill(0.5)) == {"start", "end", "merge_seed"}
     assert fill("fast") == fill(MARKS["fast"])
 
 
@@ -78,7 +78,6 @@ def test_a_change_leaves_the_rest_of_a_config():
     ({"ratio": 1.5}, "ratio=1.5 is out of range; use a number from 0.0 to 1.0"),
     ({"merge_seed": -3}, "merge_seed=-3 is out of range; use a whole number from 0 to 2147483647"),
     ({"sx": 100000}, "sx=100000 is out of range; use a whole number from 1 to 64"), ({"sx": 2.5}, "sx=2.5 is float"),
-    ({"min_pixels": -1}, "min_pixels=-1 is out of range; use a whole number from 0 up"),
     ({"early_ratio": -0.5}, "early_ratio=-0.5 is out of range; use a number from 0.0 to 1.0"),
     ({"start": 0.8, "end": 0.2}, "start=0.8 lies after end=0.2; swap them"),
     ({"level": "up to /3"}, "level='up to /3' is not possible; use one of automatic, up to /1, up to /2, up to /4, up"),

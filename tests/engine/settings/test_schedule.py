@@ -85,9 +85,3 @@ def test_each_part_of_a_block_has_its_own_first_rule():
 def test_levels_count_what_has_attention_and_max_downsample_counts_from_the_latent(rule, downsamples, reached):
     chosen = choose((rule,), downsamples)
     assert [level for level, rules in enumerate(chosen) if rules.attn is rule] == reached
-
-
-def test_a_rule_for_large_pictures_leaves_small_and_unknown_ones_to_the_next():
-    large, any_size = MergeRule(ratio=0.75, min_pixels=1024 * 1024), MergeRule(ratio=0.25)
-    for pixels, expected in ((1024 * 1024, large), (1024 * 1024 - 1, any_size), (None, any_size)):
-        assert choose((large, any_size), (1,), pixels)[0].attn is expected

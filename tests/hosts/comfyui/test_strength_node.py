@@ -78,8 +78,8 @@ def test_kept_matches_do_not_pass_from_one_sampling_to_the_next(comfy):
 
 
 def test_one_node_may_serve_both_passes_of_a_hires_fix(comfy):
-    graph = Graph(size=SIZE, steps=1)
-    applied = graph.apply(**settings_of(0.75) | {"min_pixels": 300 * 300})
+    graph = Graph(size=(248, 248), steps=1)  # of fewer tokens than pay
+    applied = graph.apply(**settings_of(0.75) | {"only_if_it_pays": True})
     first = graph.sample("first", applied)
     graph.sample("first plain")
     larger = graph.add("LatentUpscale", samples=first, upscale_method="nearest-exact", width=320, height=320,
@@ -90,7 +90,7 @@ def test_one_node_may_serve_both_passes_of_a_hires_fix(comfy):
     assert bytes_of(seen, "first") == bytes_of(seen, "first plain")
     assert bytes_of(seen, "second") != bytes_of(seen, "second plain")
     reports = reports_of(seen, applied)
-    assert "nothing merged: the picture is smaller than min_pixels" in reports[0]
+    assert "nothing merged: so few tokens that merging would not pay" in reports[0]
     assert ": 1600 tokens" in reports[1]
 
 
