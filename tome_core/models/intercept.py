@@ -411,7 +411,7 @@ def _writes(code: CodeType, what: str) -> bool:
         is_first = what == "ATTR" and code.co_varnames[:1] == (target,)
         if one.opname in (f"STORE_{what}", f"DELETE_{what}") and not is_first:
             return True
-        target = one.argval[-1] if isinstance(one.argval, tuple) else one.argval
+        target = one.argval[-1] if isinstance(one.argval, tuple) and one.argval else one.argval
     return any(_writes(one, what) for one in code.co_consts if isinstance(one, CodeType))
 
 
