@@ -13,11 +13,17 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from .intercept import way_of
+
 BLOCK = "BasicTransformerBlock"
+_KNOWN = (
+    f"What merges are UNets with a {BLOCK}, as Stable Diffusion's 1, 2 and XL, and the transformers in "
+    "tome_core.models.transformer.NAMES, Flux, SD3 and Wan among them."
+)
 
 
 class UnsupportedModelError(ValueError):
-    """The model has no LDM-style transformer block; says what was looked for and what was found."""
+    """The model is of no kind that is known; says what was found, which question has no answer, and what is known."""
 
 
 class UNetFamily(NamedTuple):
@@ -70,7 +76,7 @@ def find_unet(model: Any) -> nn.Module:
         if isinstance(getattr(model, "components", None), dict):
             networks = [type(one).__name__ for one in model.components.values() if isinstance(one, nn.Module)]
             others = ", ".join(networks) or "no module at all"
-            raise UnsupportedModelError(f"{kind} has neither a UNet nor a transformer, but {others}")
+            raise UnsupportedModelError(f"{kind} has neither a UNet nor a transformer, but {others}. {_KNOWN}")
         raise TypeError(
             f"model is {kind}; it has to be a UNet, a diffusers pipeline or an LDM model (with .model.diffusion_model)"
         )
@@ -93,26 +99,23 @@ def _family_of(module: nn.Module) -> UNetFamily | None:
 def find_blocks(unet: nn.Module) -> list[Place]:
     """Every transformer block of the UNet, in the order of its stages.
 
-    Raises UnsupportedModelError where there is none, and where there are no stages to tell their sizes by.
+    Raises UnsupportedModelError, which says why, where there is none and where no stages tell their sizes.
     """
     family, kind = _family_of(unet), type(unet).__name__
     places = [] if family is None else list(_places_of(unet, family))
     if places:
         return places
-    if family is None and any(is_kind(module, BLOCK) for module in unet.modules()):
-        known = " or ".join(f"{one.down}, {one.middle}, {one.up}" for one in FAMILIES)
-        raise UnsupportedModelError(
-            f"{kind} has transformer blocks, but no stages of a UNet ({known}), without which nobody knows their "
-            "level; if it is a part of a UNet, patch that"
-        )
     names = Counter(type(module).__name__ for module in unet.modules())
     telling = Counter({name: n for name, n in names.items() if re.search("Block|Transformer|Attention", name)})
     found = ", ".join(f"{n} {name}" for name, n in (telling or names).most_common(4))
-    raise UnsupportedModelError(
-        f"{kind} has no {BLOCK} inside a {' or '.join(one.transformer for one in FAMILIES)}, which is what token "
-        f"merging works on; found {found}. Stable Diffusion 1, 2 and XL UNets have it; of transformers those in "
-        "tome_core.models.transformer.NAMES are known, Flux, SD3 and Wan among them."
-    )
+    ways = [(one, way_of(one)) for one in unet.modules()]
+    lost = [type(getattr(one, "processor", one)).__name__ for one, way in ways if way is None and hasattr(one, "to_q")]
+    why = "nobody has told where a picture's tokens lie in its sequences, and what its timestep means"
+    if family is None and any(is_kind(module, one.transformer) for module in unet.modules() for one in FAMILIES):
+        why = "without a UNet's stages nobody knows its blocks' level; if it is a part of a UNet, patch that"
+    elif lost or not any(way for _, way in ways):
+        why = f"no attention function that is known is called {f'by {lost[0]}' if lost else 'in it'}"
+    raise UnsupportedModelError(f"{kind} is not known: {why}; found {found}. {_KNOWN}")
 
 
 def is_compiled(unet: nn.Module, places: Sequence[Place], handed: Any = None) -> bool:

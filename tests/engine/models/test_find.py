@@ -6,9 +6,11 @@ import copy
 from functools import partial
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 from diffusers import UNet2DConditionModel
+from diffusers.models.unets import StableCascadeUNet
 from torch import nn
 
 import tome_core
@@ -127,6 +129,40 @@ class Pipeline:
     def __init__(self, **components: Any) -> None:
         self.components = components
         vars(self).update(components)
+
+
+def cascade() -> diffusers.StableCascadeDecoderPipeline:
+    sizes = {"block_out_channels": (8, 8), "num_attention_heads": (1, 1), "clip_text_pooled_in_channels": 8}
+    counts = dict.fromkeys(("down_num_layers_per_block", "up_num_layers_per_block"), (1, 1))
+    decoder = StableCascadeUNet(in_channels=4, out_channels=4, conditioning_dim=8, **sizes, **counts)
+    return diffusers.StableCascadeDecoderPipeline(decoder, None, None, None, None)
+
+
+def kandinsky_prior() -> diffusers.KandinskyPriorPipeline:
+    prior = diffusers.PriorTransformer(
+        num_attention_heads=2, attention_head_dim=8, num_layers=1, embedding_dim=8, num_embeddings=4
+    )
+    return diffusers.KandinskyPriorPipeline(prior, None, None, None, None, None)
+
+
+def upsampler() -> Any:
+    ltx = pytest.importorskip("diffusers.pipelines.ltx.modeling_latent_upsampler")  # an older diffusers lacks it
+    made = ltx.LTXLatentUpsamplerModel(in_channels=4, mid_channels=32, num_blocks_per_stage=1)
+    return diffusers.LTXLatentUpsamplePipeline(None, made)
+
+
+@pytest.mark.parametrize("make, network", [
+    (cascade, "StableCascadeUNet"), (kandinsky_prior, "PriorTransformer"), (upsampler, "LTXLatentUpsamplerModel"),
+])  # fmt: skip
+def test_a_pipeline_of_another_network_is_refused_with_its_name_and_what_is_known(make: Any, network: str):
+    pipeline = make()
+    inner = next(one for one in pipeline.components.values() if isinstance(one, nn.Module))
+    for one, said in ((pipeline, f"{type(pipeline).__name__} has neither a UNet nor a transformer, but {network}. "),
+                      (inner, f"{network} is not known: ")):  # fmt: skip
+        with pytest.raises(UnsupportedModelError) as caught:
+            tome_core.patch(one)
+        text = str(caught.value)
+        assert text.startswith(said) and "tome_core.models.transformer.NAMES, Flux, SD3 and Wan among them" in text
 
 
 @pytest.mark.parametrize("pipeline, found", [

@@ -8,7 +8,7 @@ import pickle
 
 import pytest
 import torch
-from diffusers import AuraFlowTransformer2DModel, SanaTransformer2DModel
+from diffusers import LatteTransformer3DModel, SanaTransformer2DModel
 from torch import nn
 
 import tome_core
@@ -24,7 +24,8 @@ from tome_core.settings.config import SIDES
 
 EVERYTHING = {"ratio": 0.5, "merge_crossattn": True, "merge_mlp": True}
 ALL_LEVELS = MergeConfig(max_downsample=8, **EVERYTHING)
-PADDED = ("Qwen-Image, padded", "HunyuanVideo")  # tokens that a mask hides are left out before a merge: other sums
+# tokens that a mask hides are left out before a merge: other sums
+PADDED = ("Qwen-Image, padded", "HunyuanVideo", "HunyuanVideo 1.5", "HunyuanImage")
 
 
 # --- on ---------------------------------------------------------------------------------------------------------------
@@ -264,10 +265,12 @@ def test_a_handle_is_not_copied():
 # --- what is no model -------------------------------------------------------------------------------------------------
 
 
-def aura_flow() -> nn.Module:
-    return AuraFlowTransformer2DModel(
-        in_channels=4, out_channels=4, num_mmdit_layers=1, num_single_dit_layers=3, attention_head_dim=16,
-        num_attention_heads=2, joint_attention_dim=32, caption_projection_dim=16, pos_embed_max_size=64,
+def latte() -> nn.Module:
+    """Whose frames lie within its batch."""
+    return LatteTransformer3DModel(
+        in_channels=4, out_channels=4, num_layers=1, attention_head_dim=16, num_attention_heads=2, sample_size=8,
+        patch_size=2, cross_attention_dim=32, caption_channels=32, norm_type="ada_norm_single",
+        num_embeds_ada_norm=1000, video_length=2,
     )  # fmt: skip
 
 
@@ -281,9 +284,10 @@ def sana() -> nn.Module:
 
 
 @pytest.mark.parametrize("build, found", [
-    (aura_flow, "3 AuraFlowSingleTransformerBlock"), (sana, "1 SanaTransformerBlock"),
-    (lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "2 Linear"),
-], ids=["AuraFlow", "Sana", "layers"])  # fmt: skip
+    (latte, "where a picture's tokens lie in its sequences, and what its timestep means; found 3 Attention"),
+    (sana, "no attention function that is known is called by SanaLinearAttnProcessor2_0; found 2 Attention"),
+    (lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "no attention function that is known is called in it"),
+], ids=["Latte", "Sana", "layers"])  # fmt: skip
 def test_a_model_that_is_not_known_is_refused_with_what_was_found(build, found):
     class Pipeline:
         transformer = build()
@@ -292,7 +296,8 @@ def test_a_model_that_is_not_known_is_refused_with_what_was_found(build, found):
         with pytest.raises(tome_core.UnsupportedModelError) as caught:
             tome_core.patch(model)
         text = str(caught.value)
-        assert "BasicTransformerBlock" in text and "Stable Diffusion" in text and found in text
+        assert found in text and all(known in text for known in ("BasicTransformerBlock", "Stable Diffusion", "Flux"))
+        assert text.startswith(f"{type(Pipeline.transformer).__name__} is not known: ")
         assert not tome_core.report(model).patched and tome_core.remove_patch(model) is model
 
 
