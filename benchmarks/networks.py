@@ -12,7 +12,7 @@ from diffusers import FirstBlockCacheConfig
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from tome_core.models.transformer import family_of
+from tome_core.models.transformer import TIMES, family_of
 from tome_core.models.unet_blocks import Place, find_blocks
 
 UNET, TRANSFORMER = KINDS = ("unet", "transformer")
@@ -36,7 +36,7 @@ def timestep_of(network: nn.Module, args: tuple, kwargs: dict[str, Any]) -> floa
     if family is None:
         given = args[1] if len(args) > 1 else kwargs["timestep"]
     else:
-        given = family.timestep(kwargs[family.reads[-1]])
+        given = family.timestep(next(kwargs[name] for name in TIMES if name in kwargs))
     return float(torch.as_tensor(given).reshape(-1)[0])
 
 

@@ -11,7 +11,11 @@ from typing import Any, NamedTuple
 
 import diffusers
 import torch
+import torch.nn.functional as F
+from diffusers.models.embeddings import get_1d_rotary_pos_embed
 from torch import nn
+
+from tome_core.models.transformer import TIMES
 
 HEADS = {"num_attention_heads": 2, "attention_head_dim": 16}
 # settings that merge as hard as a preset's early steps
@@ -21,11 +25,18 @@ Arguments = dict[str, Any]
 
 
 class Tiny(NamedTuple):
-    """kind: the transformer's class; settings: what it is made with; arguments: makes those of a call."""
+    """kind: the transformer's class; settings: what it is made with; arguments: makes those of a call.
+
+    first, count: of the picture's tokens among those of an attention that has others, too. gain: of the weights, where
+    attention would hardly show in what the model gives.
+    """
 
     kind: str
     settings: dict[str, Any]
     arguments: Callable[[], Arguments]
+    first: int = 0
+    count: int = SIDE**2
+    gain: float = 1.0
 
 
 def _text(batch: int = 1) -> torch.Tensor:
@@ -62,14 +73,48 @@ def _qwen(seen: int = WORDS) -> Arguments:
     }  # fmt: skip
 
 
+def _with(arguments: Arguments, without: tuple[str, ...] = (), **more: Any) -> Arguments:
+    return {key: one for key, one in arguments.items() if key not in without} | more
+
+
+def _cogview() -> Arguments:
+    sizes = {name: torch.tensor([[64, 64]]) for name in ("original_size", "target_size", "crop_coords")}
+    return {"hidden_states": torch.randn(1, 4, 64, 64), "encoder_hidden_states": _text(),
+            "timestep": torch.tensor([500.0]), **sizes}  # fmt: skip
+
+
+def _cogvideo() -> Arguments:
+    return {"hidden_states": torch.randn(1, 3, 4, 32, 32), "encoder_hidden_states": _text(),
+            "timestep": torch.tensor([500])}  # fmt: skip
+
+
+def _allegro_rotary(*sides: int) -> tuple:
+    """As its pipeline makes them."""
+    places = torch.cartesian_prod(*(torch.arange(side) for side in sides)).T.contiguous()[:, None]
+    turns = tuple(get_1d_rotary_pos_embed(8, torch.arange(side), use_real=True, repeat_interleave_real=False)
+                  for side in sides)  # fmt: skip
+    return turns, tuple(places)
+
+
+_COGVIEW = {"patch_size": 2, "in_channels": 4, "out_channels": 4, "num_layers": 2, "text_embed_dim": 32,
+            "time_embed_dim": 16, "condition_dim": 8, "pos_embed_max_size": 64, "sample_size": 64, **HEADS}  # fmt: skip
+_COGVIDEO = {"in_channels": 4, "out_channels": 4, "time_embed_dim": 16, "text_embed_dim": 32, "num_layers": 2,
+             "sample_width": 32, "sample_height": 32, "sample_frames": 9, "max_text_seq_length": WORDS,
+             **HEADS}  # fmt: skip
+_WAN = Tiny("WanTransformer3DModel", {
+    "patch_size": (1, 2, 2), "in_channels": 4, "out_channels": 4, "text_dim": 32, "freq_dim": 32, "ffn_dim": 64,
+    "num_layers": 2, "rope_max_seq_len": 64, **HEADS,
+}, lambda: {
+    "hidden_states": torch.randn(1, 4, 3, 32, 32), "encoder_hidden_states": _text(), "timestep": torch.tensor([500.0]),
+}, count=3 * 16 * 16)  # fmt: skip
 _FLUX = Tiny("FluxTransformer2DModel", {
     "patch_size": 1, "in_channels": 16, "num_layers": 1, "num_single_layers": 2, "joint_attention_dim": 32,
     "pooled_projection_dim": 32, "axes_dims_rope": [4, 4, 8], **HEADS,
-}, _flux)  # fmt: skip
+}, _flux, WORDS)  # fmt: skip
 _QWEN = Tiny("QwenImageTransformer2DModel", {
     "patch_size": 2, "in_channels": 16, "out_channels": 4, "num_layers": 2, "joint_attention_dim": 32,
     "axes_dims_rope": (4, 4, 8), **HEADS,
-}, _qwen)  # fmt: skip
+}, _qwen, WORDS)  # fmt: skip
 MODELS = {
     "Flux": _FLUX,
     "Flux, two pictures": _FLUX._replace(arguments=partial(_flux, batch=2)),
@@ -84,13 +129,7 @@ MODELS = {
     }),
     "Qwen-Image": _QWEN,
     "Qwen-Image, padded": _QWEN._replace(arguments=partial(_qwen, 15)),
-    "Wan": Tiny("WanTransformer3DModel", {
-        "patch_size": (1, 2, 2), "in_channels": 4, "out_channels": 4, "text_dim": 32, "freq_dim": 32, "ffn_dim": 64,
-        "num_layers": 2, "rope_max_seq_len": 64, **HEADS,
-    }, lambda: {
-        "hidden_states": torch.randn(1, 4, 3, 32, 32), "encoder_hidden_states": _text(),
-        "timestep": torch.tensor([500.0]),
-    }),
+    "Wan": _WAN,
     "Z-Image": Tiny("ZImageTransformer2DModel", {
         "all_patch_size": (2,), "all_f_patch_size": (1,), "in_channels": 4, "dim": 32, "n_layers": 2,
         "n_refiner_layers": 1, "n_heads": 2, "n_kv_heads": 2, "cap_feat_dim": 32, "axes_dims": [4, 4, 8],
@@ -103,7 +142,7 @@ MODELS = {
     }, lambda: {
         "hidden_states": torch.randn(1, 4, 64, 64), "timestep": torch.tensor([0.5]), "encoder_hidden_states": _text(),
         "encoder_attention_mask": _mask().bool(),
-    }),
+    }, WORDS),
     "HunyuanVideo": Tiny("HunyuanVideoTransformer3DModel", {
         "in_channels": 4, "out_channels": 4, "num_layers": 1, "num_single_layers": 1, "num_refiner_layers": 1,
         "patch_size": 2, "patch_size_t": 1, "text_embed_dim": 32, "pooled_projection_dim": 32,
@@ -112,7 +151,7 @@ MODELS = {
         "hidden_states": torch.randn(1, 4, 3, 32, 32), "timestep": torch.tensor([500]),
         "encoder_hidden_states": _text(), "encoder_attention_mask": _mask(15),
         "pooled_projections": torch.randn(1, 32), "guidance": torch.tensor([1000.0]),
-    }),
+    }, count=3 * 16 * 16),
     "LTX": Tiny("LTXVideoTransformer3DModel", {
         "in_channels": 4, "out_channels": 4, "cross_attention_dim": 32, "num_layers": 2, "caption_channels": 32,
         **HEADS,
@@ -120,7 +159,7 @@ MODELS = {
         "hidden_states": torch.randn(1, 3 * 16 * 16, 4), "encoder_hidden_states": _text(),
         "timestep": torch.tensor([500]), "encoder_attention_mask": torch.ones(1, WORDS), "num_frames": 3, "height": 16,
         "width": 16,
-    }),
+    }, count=3 * 16 * 16),
     "PixArt": Tiny("PixArtTransformer2DModel", {
         "in_channels": 4, "out_channels": 8, "num_layers": 2, "cross_attention_dim": 32, "sample_size": 64,
         "patch_size": 2, "caption_channels": 32, "norm_num_groups": 1, **HEADS,
@@ -128,13 +167,161 @@ MODELS = {
         "hidden_states": torch.randn(2, 4, 64, 64), "encoder_hidden_states": _text(2),
         "timestep": torch.tensor([500, 500]), "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
     }),
+    "Flux.2": Tiny("Flux2Transformer2DModel", {
+        "in_channels": 16, "num_layers": 1, "num_single_layers": 1, "joint_attention_dim": 32,
+        "timestep_guidance_channels": 16, "axes_dims_rope": (4, 4, 4, 4), **HEADS,
+    }, lambda: {
+        "hidden_states": torch.randn(1, SIDE * SIDE, 16), "encoder_hidden_states": _text(),
+        "timestep": torch.tensor([0.5]), "img_ids": F.pad(flux_ids(SIDE, SIDE), (0, 1)),
+        "txt_ids": torch.zeros(WORDS, 4), "guidance": torch.tensor([4.0]),
+    }, WORDS),
+    "Chroma": Tiny("ChromaTransformer2DModel", {
+        "in_channels": 16, "num_layers": 1, "num_single_layers": 1, "joint_attention_dim": 32,
+        "approximator_num_channels": 8, "approximator_hidden_dim": 16, "approximator_layers": 1,
+        "axes_dims_rope": (4, 4, 8), **HEADS,
+    }, lambda: _with(_flux(), without=("pooled_projections",)), WORDS),
+    "Krea 2": Tiny("Krea2Transformer2DModel", {
+        "in_channels": 16, "num_layers": 2, "num_key_value_heads": 1, "intermediate_size": 32,
+        "timestep_embed_dim": 16, "text_hidden_dim": 32, "num_text_layers": 2, "text_num_attention_heads": 2,
+        "text_num_key_value_heads": 1, "text_intermediate_size": 32, "num_layerwise_text_blocks": 1,
+        "num_refiner_text_blocks": 1, "axes_dims_rope": (4, 6, 6), **HEADS,
+    }, lambda: {
+        "hidden_states": torch.randn(1, SIDE * SIDE, 16), "encoder_hidden_states": torch.randn(1, WORDS, 2, 32),
+        "timestep": torch.tensor([0.5]), "encoder_attention_mask": _mask().bool(),
+        "position_ids": torch.cat([torch.zeros(WORDS, 3), flux_ids(SIDE, SIDE)]),
+    }, WORDS),
+    "LongCat": Tiny("LongCatImageTransformer2DModel", {
+        "in_channels": 16, "num_layers": 1, "num_single_layers": 1, "joint_attention_dim": 32,
+        "pooled_projection_dim": 32, "axes_dims_rope": [4, 4, 8], **HEADS,
+    }, lambda: _with(_flux(), without=("pooled_projections",)), WORDS),
+    "Ovis": Tiny("OvisImageTransformer2DModel", {
+        "in_channels": 16, "out_channels": 16, "num_layers": 1, "num_single_layers": 1, "joint_attention_dim": 32,
+        "axes_dims_rope": (4, 4, 8), **HEADS,
+    }, lambda: _with(_flux(), without=("pooled_projections",)), WORDS),
+    "Bria": Tiny("BriaTransformer2DModel", {
+        "in_channels": 16, "num_layers": 1, "num_single_layers": 1, "joint_attention_dim": 32,
+        "pooled_projection_dim": 32, "axes_dims_rope": [4, 4, 8], **HEADS,
+    }, lambda: _with(_flux(), timestep=torch.tensor([500.0])), WORDS),
+    "Bria Fibo": Tiny("BriaFiboTransformer2DModel", {
+        "in_channels": 16, "num_layers": 1, "num_single_layers": 1, "joint_attention_dim": 32, "text_encoder_dim": 32,
+        "pooled_projection_dim": None, "axes_dims_rope": [4, 4, 8], **HEADS,
+    }, lambda: _with(_flux(), timestep=torch.tensor([500.0]), text_encoder_layers=[_text(), _text()],
+                     without=("pooled_projections",)), WORDS),
+    "AuraFlow": Tiny("AuraFlowTransformer2DModel", {
+        "sample_size": 64, "in_channels": 4, "out_channels": 4, "num_mmdit_layers": 1, "num_single_dit_layers": 1,
+        "joint_attention_dim": 32, "caption_projection_dim": 32, "pos_embed_max_size": 1024, **HEADS,
+    }, lambda: {
+        "hidden_states": torch.randn(1, 4, 64, 64), "encoder_hidden_states": _text(), "timestep": torch.tensor([0.5]),
+    }, WORDS + 8, gain=2),
+    "CogView 3": Tiny("CogView3PlusTransformer2DModel", _COGVIEW, _cogview, WORDS),
+    "CogView 4": Tiny("CogView4Transformer2DModel", {**_COGVIEW, "rope_axes_dim": (64, 64)}, _cogview, WORDS),
+    "CogVideoX": Tiny("CogVideoXTransformer3DModel", _COGVIDEO, _cogvideo, WORDS, 3 * 16 * 16),
+    "ConsisID": Tiny("ConsisIDTransformer3DModel", {
+        **_COGVIDEO, "cross_attn_interval": 1, "is_train_face": False,
+    }, _cogvideo, WORDS, 3 * 16 * 16),
+    "Mochi": Tiny("MochiTransformer3DModel", {
+        "patch_size": 2, "num_layers": 2, "pooled_projection_dim": 16, "in_channels": 4, "text_embed_dim": 32,
+        "time_embed_dim": 16, "max_sequence_length": WORDS, **HEADS,
+    }, lambda: {
+        "hidden_states": torch.randn(1, 4, 3, 32, 32), "encoder_hidden_states": _text(),
+        "timestep": torch.tensor([500.0]), "encoder_attention_mask": _mask(15).bool(),
+    }, count=3 * 16 * 16),
+    "HiDream": Tiny("HiDreamImageTransformer2DModel", {
+        "patch_size": 2, "in_channels": 4, "out_channels": 4, "num_layers": 1, "num_single_layers": 1,
+        "caption_channels": [32, 32], "text_emb_dim": 32, "num_routed_experts": 2, "num_activated_experts": 1,
+        "axes_dims_rope": (4, 6, 6), "max_resolution": (64, 64), "llama_layers": (0, 1), "force_inference_output": True,
+        **HEADS,
+    }, lambda: {
+        "hidden_states": torch.randn(1, 4, 64, 48), "timesteps": torch.tensor([500.0]),
+        "encoder_hidden_states_t5": _text(), "encoder_hidden_states_llama3": torch.randn(2, 1, WORDS, 32),
+        "pooled_embeds": torch.randn(1, 32),
+    }, count=3 * 16 * 16),
+    "HunyuanImage": Tiny("HunyuanImageTransformer2DModel", {
+        "in_channels": 4, "out_channels": 4, "num_layers": 1, "num_single_layers": 1, "num_refiner_layers": 1,
+        "patch_size": (1, 1), "text_embed_dim": 32, "text_embed_2_dim": 32, "rope_axes_dim": (8, 8), **HEADS,
+    }, lambda: {
+        "hidden_states": torch.randn(1, 4, SIDE, SIDE), "timestep": torch.tensor([500.0]),
+        "encoder_hidden_states": _text(), "encoder_attention_mask": _mask(15).float(),
+        "encoder_hidden_states_2": _text(), "encoder_attention_mask_2": _mask(10).float(),
+    }),
+    "HunyuanVideo 1.5": Tiny("HunyuanVideo15Transformer3DModel", {
+        "in_channels": 4, "out_channels": 4, "num_layers": 2, "num_refiner_layers": 1, "text_embed_dim": 32,
+        "text_embed_2_dim": 32, "image_embed_dim": 32, "rope_axes_dim": (4, 4, 8), **HEADS,
+    }, lambda: {
+        "hidden_states": torch.randn(1, 4, 3, 16, 16), "timestep": torch.tensor([500.0]),
+        "encoder_hidden_states": _text(), "encoder_attention_mask": _mask(15).float(),
+        "encoder_hidden_states_2": _text(), "encoder_attention_mask_2": _mask(10).float(),
+        "image_embeds": torch.zeros(1, 5, 32),
+    }, count=3 * 16 * 16),
+    "FramePack": Tiny("HunyuanVideoFramepackTransformer3DModel", {
+        "in_channels": 4, "out_channels": 4, "num_layers": 1, "num_single_layers": 1, "num_refiner_layers": 1,
+        "text_embed_dim": 32, "pooled_projection_dim": 32, "rope_axes_dim": (4, 4, 8), "has_image_proj": True,
+        "image_proj_dim": 32, "has_clean_x_embedder": True, **HEADS,
+    }, lambda: {
+        "hidden_states": torch.randn(1, 4, 3, 32, 32), "timestep": torch.tensor([500]),
+        "encoder_hidden_states": _text(), "encoder_attention_mask": _mask(15),
+        "pooled_projections": torch.randn(1, 32), "guidance": torch.tensor([1000.0]),
+        "image_embeds": torch.randn(1, 5, 32), "indices_latents": torch.arange(20, 23),
+        "latents_clean": torch.randn(1, 4, 2, 32, 32), "indices_latents_clean": torch.tensor([0, 19]),
+        "latents_history_2x": torch.randn(1, 4, 2, 32, 32), "indices_latents_history_2x": torch.tensor([17, 18]),
+        "latents_history_4x": torch.randn(1, 4, 16, 32, 32),
+        "indices_latents_history_4x": torch.arange(1, 17),
+    }, 64 + 64 + 512, 3 * 16 * 16),
+    "LTX 2": Tiny("LTX2VideoTransformer3DModel", {
+        "in_channels": 4, "out_channels": 4, "cross_attention_dim": 32, "audio_in_channels": 4,
+        "audio_out_channels": 4, "audio_num_attention_heads": 2, "audio_attention_head_dim": 8,
+        "audio_cross_attention_dim": 16, "num_layers": 2, "caption_channels": 32, **HEADS,
+    }, lambda: {
+        "hidden_states": torch.randn(1, 3 * 16 * 16, 4), "audio_hidden_states": torch.randn(1, 9, 4),
+        "encoder_hidden_states": _text(), "audio_encoder_hidden_states": _text(), "timestep": torch.tensor([500.0]),
+        "num_frames": 3, "height": 16, "width": 16, "audio_num_frames": 9,
+    }, count=3 * 16 * 16),
+    "Allegro": Tiny("AllegroTransformer3DModel", {
+        "in_channels": 4, "out_channels": 4, "num_layers": 2, "cross_attention_dim": 48, "sample_height": 32,
+        "sample_width": 32, "sample_frames": 3, "caption_channels": 32, "num_attention_heads": 2,
+        "attention_head_dim": 24,
+    }, lambda: {
+        "hidden_states": torch.randn(1, 4, 3, 32, 32), "encoder_hidden_states": _text(),
+        "timestep": torch.tensor([500]), "encoder_attention_mask": torch.ones(1, WORDS),
+        "image_rotary_emb": _allegro_rotary(3, 16, 16),
+    }, count=3 * 16 * 16),
+    "HunyuanDiT": Tiny("HunyuanDiT2DModel", {
+        "in_channels": 4, "patch_size": 2, "hidden_size": 32, "num_layers": 2, "cross_attention_dim": 32,
+        "cross_attention_dim_t5": 32, "pooled_projection_dim": 32, "text_len": WORDS, "text_len_t5": WORDS,
+        "sample_size": 64, "use_style_cond_and_image_meta_size": False, **HEADS,
+    }, lambda: {
+        "hidden_states": torch.randn(1, 4, 64, 64), "timestep": torch.tensor([500.0]),
+        "encoder_hidden_states": _text(), "text_embedding_mask": _mask(), "encoder_hidden_states_t5": _text(),
+        "text_embedding_mask_t5": _mask(15), "image_rotary_emb": (torch.ones(SIDE**2, 16), torch.zeros(SIDE**2, 16)),
+    }),
+    "DiT": Tiny("DiTTransformer2DModel", {
+        "in_channels": 4, "out_channels": 8, "num_layers": 2, "sample_size": 64, "norm_num_groups": 1, **HEADS,
+    }, lambda: {
+        "hidden_states": torch.randn(2, 4, 64, 64), "timestep": torch.tensor([500, 500]),
+        "class_labels": torch.tensor([1, 2]),
+    }),
+    "ChronoEdit": _WAN._replace(kind="ChronoEditTransformer3DModel"),
+    "SkyReels": _WAN._replace(kind="SkyReelsV2Transformer3DModel"),
+    "Wan VACE": Tiny("WanVACETransformer3DModel", {
+        **_WAN.settings, "vace_layers": [0, 1], "vace_in_channels": 8,
+    }, lambda: {**_WAN.arguments(), "control_hidden_states": torch.randn(1, 8, 3, 32, 32)}, count=3 * 16 * 16),
+    "Wan Animate": Tiny("WanAnimateTransformer3DModel", {
+        **_WAN.settings, "in_channels": 12, "latent_channels": 4, "image_dim": 32, "motion_encoder_size": 16,
+        "motion_encoder_channel_sizes": {"4": 8, "8": 8, "16": 8}, "motion_style_dim": 8, "motion_dim": 4,
+        "motion_encoder_dim": 8, "face_encoder_hidden_dim": 8, "face_encoder_num_heads": 2,
+        "inject_face_latents_blocks": 2,
+    }, lambda: {
+        **_WAN.arguments(), "hidden_states": torch.randn(1, 12, 4, 32, 32),
+        "encoder_hidden_states_image": torch.randn(1, 5, 32), "pose_hidden_states": torch.randn(1, 4, 3, 32, 32),
+        "face_pixel_values": torch.randn(1, 3, 9, 16, 16),
+    }),
 }  # fmt: skip
 PRESENT = [name for name, one in MODELS.items() if hasattr(diffusers, one.kind)]
 
 
 def make(name: str) -> tuple[nn.Module, Arguments]:
     """The model, ready for inference, and the arguments of a call."""
-    kind, settings, given = MODELS[name]
+    kind, settings, given, *_, gain = MODELS[name]
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model, arguments = getattr(diffusers, kind)(**settings), given()
@@ -142,6 +329,7 @@ def make(name: str) -> tuple[nn.Module, Arguments]:
             for one in model.parameters():  # some start as zeros, behind which nothing of an attention would show
                 if not one.any():
                     one.normal_(std=0.1)
+                one.mul_(gain)
     return model.eval(), arguments
 
 
@@ -170,7 +358,7 @@ def call_at(name: str, model: nn.Module, timestep: float = 500) -> torch.Tensor:
 
 def at(arguments: Arguments, share: float) -> Arguments:
     """The same call at this share of its time."""
-    return {key: one * share if key in ("timestep", "t") else one for key, one in arguments.items()}
+    return {key: one * share if key in TIMES else one for key, one in arguments.items()}
 
 
 def distance(one: torch.Tensor, other: torch.Tensor) -> float:

@@ -1,7 +1,7 @@
 """diffusers' transformers (Flux, SD3, Qwen-Image, Wan and others): which are known, and how their calls are read.
 
-They are known by the names of their classes, and with each the attentions over the picture's tokens, and where those
-lie in its sequences. What is not here is not guessed.
+They are known by the names of their classes, and with each where the picture's tokens lie in its sequences, and what
+its timestep means. The rest its modules and the names of its arguments tell. What is not here is not guessed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from math import prod
 from operator import mul
 from typing import Any, NamedTuple
 
@@ -34,62 +35,70 @@ class Tokens(NamedTuple):
 
     count: the picture's and those behind it that are of its kind, as references are.
     latent: ``[B, C, (frames,) H, W]``, or a view of as many places; its values are looked at for copies alone.
+    first: how many tokens of earlier films lie before them.
     """
 
     grid: Grid
     count: int
     latent: torch.Tensor
+    first: int = 0
 
 
 class Family(NamedTuple):
-    """A family is a class of transformers, and how its calls are read.
+    """A family is what neither a class's calls nor its modules tell, and its name has to.
 
-    attentions: what the paths of the modules match. tokens: of a call, from its arguments by name; or why not.
-    reads: the arguments that are looked at, the time last. text_first: does the text lie before the picture's tokens?
-    timestep: of a time; Stable Diffusion's, a flow model's sigma times 1000. downsample: latent places a token, a side.
+    text_first: does the text lie before the picture's tokens? timestep: of a time; Stable Diffusion's, a flow model's
+    sigma times 1000. downsample: latent places a token, a side. attentions: what the paths of the modules match.
     """
 
-    attentions: str
-    tokens: Callable[[nn.Module, Mapping[str, Any]], Tokens | str]
-    reads: tuple[str, ...]
     text_first: bool = False
     timestep: Callable[[Any], Any] = lambda time: time
     downsample: int = 2
+    attentions: str = r"\w*(blocks|layers|noise_refiner)\.\d+\.(block\.)?(attn1?|attention)"
 
 
 def _of_latent(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
-    """``[B, C, H, W]`` or ``[B, C, frames, H, W]`` in patches."""
+    """``[B, C, H, W]``, ``[B, C, frames, H, W]`` or, in CogVideoX, ``[B, frames, C, H, W]`` in patches."""
     latent, config = given["hidden_states"], model.config
-    size = config.patch_size
-    along, down, right = (getattr(config, "patch_size_t", 1), size, size) if isinstance(size, int) else (1, *size)[-3:]
+    if latent.dim() == 5 and latent.shape[1] != config.in_channels:
+        latent = latent.transpose(1, 2)
+    size, along = config.patch_size, getattr(config, "patch_size_t", None) or 1
+    along, down, right = (along, size, size) if isinstance(size, int) else (1, *size)[-3:]
     frames = 1 if latent.dim() == 4 else latent.shape[2] // along
     height, width = latent.shape[-2] // down, latent.shape[-1] // right
     return Tokens(Grid(frames * height, width, frames), frames * height * width, latent)
 
 
+def _of_history(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
+    """FramePack: films drawn before lie in front of this one, in larger patches the older they are."""
+    older = [(given[name], along) for name, along in zip(_HISTORY, (4, 2, 1), strict=False) if given[name] is not None]
+    patches = [(film.shape[2:], (along, 2 * along, 2 * along)) for film, along in older]
+    before = sum(prod(-(-side // size) for side, size in zip(*one, strict=True)) for one in patches)
+    return _of_latent(model, given)._replace(first=before)
+
+
 def _of_ids(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
-    """Flux: ``img_ids [N, 3]``, whose first number is another one for reference pictures; they lie behind."""
-    ids, packed = given["img_ids"], given["hidden_states"]
-    ids = ids[0] if ids.dim() == 3 else ids
-    shape = _grid_of_ids(ids)
+    """Flux: ``img_ids [N, 3]``, the first another one for reference pictures, which lie behind; Krea 2: text's, too."""
+    packed = given["hidden_states"]
+    shape = _grid_of_ids(given["img_ids"] if "img_ids" in given else given["position_ids"], packed.shape[1])
     if shape is None:
         return NO_GRID
     places = packed[:, : shape[0] * shape[1]].unflatten(1, shape)
     latent = places.movedim(3, 1)
     if packed.shape[2] % 4 == 0 and getattr(model.config, "patch_size", 1) == 1 and packed.shape[2] >= 16:
         latent = places.unflatten(3, (-1, 2, 2)).permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
-    return Tokens(Grid(*shape), ids.shape[0], latent)
+    return Tokens(Grid(*shape), packed.shape[1], latent)
 
 
 _GRIDS: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of tensors of ids: version, and what was found
 
 
-def _grid_of_ids(ids: torch.Tensor) -> tuple[int, int] | None:
+def _grid_of_ids(ids: torch.Tensor, count: int) -> tuple[int, int] | None:
     """Height and width; None if they are no grid. A pipeline gives one tensor at all steps, and one of them waits."""
-    version = None if ids.is_inference() else ids._version  # None: whether somebody writes into it cannot be told
+    version = None if ids.is_inference() else (ids._version, count)  # None: who writes into it cannot be told
     known = _GRIDS.get(ids)
     if known is None or version is None or known[0] != version:
-        known = _GRIDS[ids] = version, _read_grid(ids.detach().cpu())
+        known = _GRIDS[ids] = version, _read_grid(ids.detach().flatten(0, -2)[-count:].cpu())
     return known[1]
 
 
@@ -138,25 +147,33 @@ def _of_film(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
     return Tokens(Grid(frames * height, width, frames), packed.shape[1], latent)
 
 
-_thousandfold = partial(mul, 1000)
-_LATENT, _IDS = ("hidden_states", "timestep"), ("img_ids", "hidden_states", "timestep")
-_SHAPES, _LIST = ("img_shapes", "hidden_states", "timestep"), ("x", "patch_size", "f_patch_size", "t")
-_FILM = ("num_frames", "height", "width", "hidden_states", "timestep")
-FAMILIES: dict[str, Family] = {
-    "FluxTransformer2DModel": Family(r"(single_)?transformer_blocks\.\d+\.attn", _of_ids, _IDS, True, _thousandfold),
-    "SD3Transformer2DModel": Family(r"transformer_blocks\.\d+\.attn2?", _of_latent, _LATENT),
-    "QwenImageTransformer2DModel": Family(r"transformer_blocks\.\d+\.attn", _of_shapes, _SHAPES, True, _thousandfold),
-    "ZImageTransformer2DModel": Family(
-        r"(layers|noise_refiner)\.\d+\.attention", _of_list, _LIST, timestep=lambda time: 1000 * (1 - time)
-    ),
-    "Lumina2Transformer2DModel": Family(
-        r"(layers|noise_refiner)\.\d+\.attn", _of_latent, _LATENT, True, lambda time: 1000 * (1 - time)
-    ),
-    "WanTransformer3DModel": Family(r"blocks\.\d+\.attn1", _of_latent, _LATENT),
-    "HunyuanVideoTransformer3DModel": Family(r"(single_)?transformer_blocks\.\d+\.attn", _of_latent, _LATENT),
-    "LTXVideoTransformer3DModel": Family(r"transformer_blocks\.\d+\.attn1", _of_film, _FILM, downsample=1),
-    "PixArtTransformer2DModel": Family(r"transformer_blocks\.\d+\.attn1", _of_latent, _LATENT),
-}
+_FILM = ("num_frames", "height", "width", "hidden_states")
+_HISTORY = ("latents_history_4x", "latents_history_2x", "latents_clean", "hidden_states")
+TIMES = ("timestep", "timesteps", "t")
+# how a call is read: the first whose arguments its class's forward has
+_READERS: dict[tuple[str, ...], Callable[[nn.Module, Mapping[str, Any]], Tokens | str]] = {
+    ("img_ids", "txt_ids", "hidden_states"): _of_ids, ("position_ids", "hidden_states"): _of_ids,
+    ("img_shapes", "hidden_states"): _of_shapes, ("x", "patch_size", "f_patch_size"): _of_list,
+    _FILM: _of_film, _HISTORY: _of_history, ("hidden_states",): _of_latent,
+}  # fmt: skip
+_KINDS = {
+    Family(True, partial(mul, 1000)): ("AuraFlowTransformer2DModel", "ChromaTransformer2DModel",
+        "Flux2Transformer2DModel", "FluxTransformer2DModel", "Krea2Transformer2DModel",
+        "LongCatImageTransformer2DModel", "OvisImageTransformer2DModel", "QwenImageTransformer2DModel"),
+    Family(True): ("BriaFiboTransformer2DModel", "BriaTransformer2DModel", "CogVideoXTransformer3DModel",
+        "CogView3PlusTransformer2DModel", "CogView4Transformer2DModel", "ConsisIDTransformer3DModel"),
+    Family(True, lambda time: 1000 * (1 - time)): ("Lumina2Transformer2DModel",),
+    Family(False, lambda time: 1000 * (1 - time)): ("ZImageTransformer2DModel",),
+    Family(False, lambda time: 1000 - time): ("MochiTransformer3DModel",),
+    Family(attentions=r"transformer_blocks\.\d+\.attn2?"): ("SD3Transformer2DModel",),
+    Family(downsample=1): ("HunyuanImageTransformer2DModel", "HunyuanVideo15Transformer3DModel",
+        "LTX2VideoTransformer3DModel", "LTXVideoTransformer3DModel"),
+    Family(): ("AllegroTransformer3DModel", "ChronoEditTransformer3DModel", "DiTTransformer2DModel",
+        "HiDreamImageTransformer2DModel", "HunyuanDiT2DModel", "HunyuanVideoFramepackTransformer3DModel",
+        "HunyuanVideoTransformer3DModel", "PixArtTransformer2DModel", "SkyReelsV2Transformer3DModel",
+        "WanAnimateTransformer3DModel", "WanTransformer3DModel", "WanVACETransformer3DModel"),
+}  # fmt: skip
+FAMILIES: dict[str, Family] = {name: family for family, names in _KINDS.items() for name in names}
 NAMES = tuple(FAMILIES)
 _IN_PIPELINES = ("transformer", "transformer_2")  # Wan 2.2 has two, for early and for late steps
 
@@ -188,10 +205,11 @@ class TransformerAdapter:
     def __init__(self, model: nn.Module) -> None:
         self.family = family_of(model)
         self.downsamples = [self.family.downsample]
-        self.reads = self.family.reads
         self._blocks = len(find_attentions(model, self.family))
         parameters = inspect.signature(type(model).forward).parameters.values()
         known = {one.name: (place - 1, one.default) for place, one in enumerate(parameters)}
+        names, self._tokens = next(one for one in _READERS.items() if known.keys() >= {*one[0]})
+        self.reads = (*names, next(name for name in TIMES if name in known))
         by_name_alone = sys.maxsize, None
         self._arguments = [(name, *known.get(name, by_name_alone)) for name in self.reads]
 
@@ -211,20 +229,20 @@ class TransformerAdapter:
                 for name, place, default in self._arguments]  # fmt: skip
 
     def read(self, model: nn.Module, given: Mapping[str, Any], time: Any) -> tuple[Any, Any, Any]:
-        """Timestep as Stable Diffusion's, of the pipeline's step if it is known; latent; grid and count, or why not."""
+        """Timestep as Stable Diffusion's, of the pipeline's step if it is known; latent; its tokens, or why not."""
         step = time.noise.now() if isinstance(time.noise, PipelineSteps) and time.is_sampling else None
         timestep = self.family.timestep(given[self.reads[-1]]) if step is None else step
-        tokens = self.family.tokens(model, given)
+        tokens = self._tokens(model, given)
         if isinstance(tokens, str):
             return timestep, torch.empty(0), tokens
-        return timestep, tokens.latent, (tokens.grid, tokens.count)
+        return timestep, tokens.latent, tokens
 
     def layout_of(self, now: Call, site: AttentionSite, tokens: int) -> Layout | str:
         """Text may lie before the picture's tokens."""
         if isinstance(now.facts, str):
             return now.facts
-        grid, count = now.facts
-        return Layout(grid, tokens - count if self.family.text_first else 0)
+        picture: Tokens = now.facts
+        return Layout(picture.grid, tokens - picture.count if self.family.text_first else picture.first)
 
 
 class PipelineSteps(SchedulerNoise):
@@ -245,5 +263,6 @@ class PipelineSteps(SchedulerNoise):
         return steps[index] if index < len(steps) else None
 
     def steps_of(self, values: list[float]) -> list[Time]:
-        """What the scheduler's ``values``, all that its ``timesteps`` hold, stand for."""
-        return [STABLE_DIFFUSION.time_of(value) for value in values]
+        """What the scheduler's ``values``, all that its ``timesteps`` hold, stand for; Mochi's count from noise."""
+        counts_from_noise = getattr(self._scheduler(), "config", {}).get("invert_sigmas")
+        return [STABLE_DIFFUSION.time_of(1000 - value if counts_from_noise else value) for value in values]

@@ -23,7 +23,6 @@ from tome_core.models.transformer import family_of, find_attentions
 from tome_core.models.unet_blocks import find_blocks, find_unet
 
 QKV = MergeConfig(ratio=0.75, correction=False, use_rand=False, max_downsample=8)
-FILMS, TEXT_FIRST = ("Wan", "HunyuanVideo", "LTX"), ("Flux", "Qwen", "Lumina")
 sides = pytest.mark.parametrize("config", [KV, QKV], ids=["kv", "qkv"])
 
 
@@ -67,11 +66,11 @@ def test_every_self_attention_of_every_transformer_gives_what_repeated_keys_give
     plain, names = copy.deepcopy(model), [path for path, _ in find_attentions(model, family_of(model))]
     with merging_by(), tome_core.patch(model, config) as handle, watched(model, names) as seen:
         tiny_transformers.call(model, arguments)
-    count = 3 * 16 * 16 if name in FILMS else tiny_transformers.SIDE**2
+    *_, before, count, _ = tiny_transformers.MODELS[name]
 
     def exchanged(query, key, value, attn_mask=None, **more):
         tokens = key.shape[2]
-        first = tiny_transformers.WORDS if name.startswith(TEXT_FIRST) and tokens > count else 0
+        first = before if tokens > count else 0
         picture, group = ragged(len(key), count, GROUPS), torch.arange(tokens).repeat(len(key), 1)
         group[:, first : first + count] = picture.group + tokens
         group = group.unique(return_inverse=True)[1]

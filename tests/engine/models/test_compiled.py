@@ -40,7 +40,7 @@ from tests.tiny_transformers import STRONG, distance
 from tests.traces import traces
 from tome_core import MergeConfig, MergeRule
 from tome_core.models import compiled as operators
-from tome_core.models.transformer import FAMILIES
+from tome_core.models import transformer
 
 pytestmark = [pytest.mark.usefixtures("fresh_compiler"), where_compilers_were_tried]
 OTHER = STRONG | {"ratio": 0.5, "metric": "input", "side": "qkv", "use_rand": True}
@@ -275,8 +275,7 @@ def test_arguments_that_no_graph_can_be_given_are_left_alone_and_told(monkeypatc
     one = COMPILED["Flux"]
     model, arguments = tiny_transformers.make("Flux")
     plain, compiled = tiny_transformers.call(model, arguments), whole(one, model)
-    name = type(model).__name__
-    monkeypatch.setitem(FAMILIES, name, FAMILIES[name]._replace(reads=("img_ids", "joint_attention_kwargs")))
+    monkeypatch.setattr(transformer, "_READERS", {("img_ids", "joint_attention_kwargs"): None})
     handle = tome_core.patch(compiled, **STRONG)
     given = arguments | {"joint_attention_kwargs": {}}
     assert torch.equal(tiny_transformers.call(compiled, given), plain)
