@@ -106,6 +106,17 @@ def test_a_mask_of_pairs_is_read_where_those_that_it_leaves_see_all_of_each_othe
         assert torch.equal(merged, plain) and report.reasons == {"attn: an attention mask came along": 3}
 
 
+def test_a_mask_that_is_added_is_left_alone_and_told():
+    """As Chroma's pipeline gives one: ones for what is seen, zeros for padding, in numbers."""
+    model, arguments = tiny_transformers.make("Chroma")
+    seen = torch.arange(tiny_transformers.WORDS + tiny_transformers.SIDE**2)[None] >= 5
+    given = arguments | {"attention_mask": seen.float()}
+    plain = call(model, given)
+    with tome_core.patch(model, **STRONG) as handle:
+        assert torch.equal(call(model, given), plain)
+    assert handle.report().reasons == {"attn: an attention mask came along": 2}
+
+
 def test_a_processor_of_somebody_else_and_what_is_put_on_an_attention_before_us_merge_by_the_function_they_call():
     model, arguments = tiny_transformers.make("Flux")
 
