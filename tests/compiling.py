@@ -29,7 +29,8 @@ LEAST = Family(SMALL.name, SMALL.build, partial(call_case, SMALL))
 MANY = Family("many blocks", seeded(unet, layers_per_block=2, transformer_layers_per_block=2,
                                     block_out_channels=(16, 16), norm_num_groups=4), LEAST.call)  # fmt: skip
 COMPILED = {LEAST.name: LEAST, MANY.name: MANY, **MODELS}
-_BROKEN = ("Lumina 2",)  # no compiler takes its forward whole, with us or without
+# no compiler takes their forwards whole, with us or without
+_BROKEN = ("Lumina 2", "HiDream", "HunyuanImage", "HunyuanVideo 1.5")
 
 
 def whole(one: Family, model: Any, backend: Any = "eager") -> nn.Module:

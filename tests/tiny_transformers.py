@@ -27,7 +27,8 @@ Arguments = dict[str, Any]
 class Tiny(NamedTuple):
     """kind: the transformer's class; settings: what it is made with; arguments: makes those of a call.
 
-    first, count: of the picture's tokens among those of an attention that has others, too.
+    first, count: of the picture's tokens among those of an attention that has others, too. gain: of the weights, where
+    attention would hardly show in what the model gives.
     """
 
     kind: str
@@ -35,6 +36,7 @@ class Tiny(NamedTuple):
     arguments: Callable[[], Arguments]
     first: int = 0
     count: int = SIDE**2
+    gain: float = 1.0
 
 
 def _text(batch: int = 1) -> torch.Tensor:
@@ -210,7 +212,7 @@ MODELS = {
         "joint_attention_dim": 32, "caption_projection_dim": 32, "pos_embed_max_size": 1024, **HEADS,
     }, lambda: {
         "hidden_states": torch.randn(1, 4, 64, 64), "encoder_hidden_states": _text(), "timestep": torch.tensor([0.5]),
-    }, WORDS + 8),
+    }, WORDS + 8, gain=2),
     "CogView 3": Tiny("CogView3PlusTransformer2DModel", _COGVIEW, _cogview, WORDS),
     "CogView 4": Tiny("CogView4Transformer2DModel", {**_COGVIEW, "rope_axes_dim": (64, 64)}, _cogview, WORDS),
     "CogVideoX": Tiny("CogVideoXTransformer3DModel", _COGVIDEO, _cogvideo, WORDS, 3 * 16 * 16),
@@ -319,7 +321,7 @@ PRESENT = [name for name, one in MODELS.items() if hasattr(diffusers, one.kind)]
 
 def make(name: str) -> tuple[nn.Module, Arguments]:
     """The model, ready for inference, and the arguments of a call."""
-    kind, settings, given, *_ = MODELS[name]
+    kind, settings, given, *_, gain = MODELS[name]
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model, arguments = getattr(diffusers, kind)(**settings), given()
@@ -327,6 +329,7 @@ def make(name: str) -> tuple[nn.Module, Arguments]:
             for one in model.parameters():  # some start as zeros, behind which nothing of an attention would show
                 if not one.any():
                     one.normal_(std=0.1)
+                one.mul_(gain)
     return model.eval(), arguments
 
 

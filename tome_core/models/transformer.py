@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..engine.decision import Call
 from ..merging.grid import Grid, Layout
 from ..reporting.ledger import LevelTally
-from ..settings.schedule import STABLE_DIFFUSION, SchedulerNoise, Time
+from ..settings.schedule import PipelineSteps
 from .sites import AttentionSite, ModelSite
 from .wrap import Wrap
 
@@ -157,29 +157,21 @@ _READERS: dict[tuple[str, ...], Callable[[nn.Module, Mapping[str, Any]], Tokens 
     _FILM: _of_film, _HISTORY: _of_history, ("hidden_states",): _of_latent,
 }  # fmt: skip
 _KINDS = {
-    Family(True, partial(mul, 1000)): (
-        "AuraFlowTransformer2DModel", "ChromaTransformer2DModel", "Flux2Transformer2DModel", "FluxTransformer2DModel",
-        "Krea2Transformer2DModel", "LongCatImageTransformer2DModel", "OvisImageTransformer2DModel",
-        "QwenImageTransformer2DModel",
-    ),
-    Family(True): (
-        "BriaFiboTransformer2DModel", "BriaTransformer2DModel", "CogVideoXTransformer3DModel",
-        "CogView3PlusTransformer2DModel", "CogView4Transformer2DModel", "ConsisIDTransformer3DModel",
-    ),
+    Family(True, partial(mul, 1000)): ("AuraFlowTransformer2DModel", "ChromaTransformer2DModel",
+        "Flux2Transformer2DModel", "FluxTransformer2DModel", "Krea2Transformer2DModel",
+        "LongCatImageTransformer2DModel", "OvisImageTransformer2DModel", "QwenImageTransformer2DModel"),
+    Family(True): ("BriaFiboTransformer2DModel", "BriaTransformer2DModel", "CogVideoXTransformer3DModel",
+        "CogView3PlusTransformer2DModel", "CogView4Transformer2DModel", "ConsisIDTransformer3DModel"),
     Family(True, lambda time: 1000 * (1 - time)): ("Lumina2Transformer2DModel",),
     Family(False, lambda time: 1000 * (1 - time)): ("ZImageTransformer2DModel",),
     Family(False, lambda time: 1000 - time): ("MochiTransformer3DModel",),
     Family(attentions=r"transformer_blocks\.\d+\.attn2?"): ("SD3Transformer2DModel",),
-    Family(downsample=1): (
-        "HunyuanImageTransformer2DModel", "HunyuanVideo15Transformer3DModel", "LTX2VideoTransformer3DModel",
-        "LTXVideoTransformer3DModel",
-    ),
-    Family(): (
-        "AllegroTransformer3DModel", "ChronoEditTransformer3DModel", "DiTTransformer2DModel",
+    Family(downsample=1): ("HunyuanImageTransformer2DModel", "HunyuanVideo15Transformer3DModel",
+        "LTX2VideoTransformer3DModel", "LTXVideoTransformer3DModel"),
+    Family(): ("AllegroTransformer3DModel", "ChronoEditTransformer3DModel", "DiTTransformer2DModel",
         "HiDreamImageTransformer2DModel", "HunyuanDiT2DModel", "HunyuanVideoFramepackTransformer3DModel",
         "HunyuanVideoTransformer3DModel", "PixArtTransformer2DModel", "SkyReelsV2Transformer3DModel",
-        "WanAnimateTransformer3DModel", "WanTransformer3DModel", "WanVACETransformer3DModel",
-    ),
+        "WanAnimateTransformer3DModel", "WanTransformer3DModel", "WanVACETransformer3DModel"),
 }  # fmt: skip
 FAMILIES: dict[str, Family] = {name: family for family, names in _KINDS.items() for name in names}
 NAMES = tuple(FAMILIES)
@@ -251,26 +243,3 @@ class TransformerAdapter:
             return now.facts
         picture: Tokens = now.facts
         return Layout(picture.grid, tokens - picture.count if self.family.text_first else picture.first)
-
-
-class PipelineSteps(SchedulerNoise):
-    """At which step a pipeline is, by its scheduler's own count: a timestep among arguments would be waited for.
-
-    A flow model's timesteps are 1000 times its sigma, and stand for Stable Diffusion's of the same number.
-    """
-
-    def now(self) -> torch.Tensor | None:
-        """Of the next call, an element of its scheduler's timesteps; None if the scheduler does not count."""
-        scheduler = self._scheduler()
-        steps = getattr(scheduler, "timesteps", None)
-        if not hasattr(scheduler, "step_index") or not torch.is_tensor(steps) or steps.dim() != 1:
-            return None
-        index = scheduler.step_index
-        if index is None:  # before the first step
-            index = getattr(scheduler, "begin_index", None) or 0
-        return steps[index] if index < len(steps) else None
-
-    def steps_of(self, values: list[float]) -> list[Time]:
-        """What the scheduler's ``values``, all that its ``timesteps`` hold, stand for; Mochi's count from noise."""
-        counts_from_noise = getattr(self._scheduler(), "config", {}).get("invert_sigmas")
-        return [STABLE_DIFFUSION.time_of(1000 - value if counts_from_noise else value) for value in values]

@@ -23,7 +23,7 @@ _KNOWN = (
 
 
 class UnsupportedModelError(ValueError):
-    """The model has no LDM-style transformer block; says what was looked for and what was found."""
+    """The model is of no kind that is known; says what was found, which question has no answer, and what is known."""
 
 
 class UNetFamily(NamedTuple):
@@ -99,7 +99,7 @@ def _family_of(module: nn.Module) -> UNetFamily | None:
 def find_blocks(unet: nn.Module) -> list[Place]:
     """Every transformer block of the UNet, in the order of its stages.
 
-    Raises UnsupportedModelError where there is none, and where there are no stages to tell their sizes by.
+    Raises UnsupportedModelError, which says why, where there is none and where no stages tell their sizes.
     """
     family, kind = _family_of(unet), type(unet).__name__
     places = [] if family is None else list(_places_of(unet, family))

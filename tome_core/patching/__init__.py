@@ -17,13 +17,12 @@ from ..engine.plan_cache import Guidance
 from ..engine.time import ModelTime
 from ..measuring.measured import Measured
 from ..models import Adapter, adapter_of, find_models
-from ..models.transformer import PipelineSteps
 from ..models.unet_blocks import UnsupportedModelError
 from ..models.wrap import Wrap, drop_mark, drop_remains, put_on, take_off, wraps_on
 from ..reporting.report import Report
 from ..settings.config import MergeConfig, reaches
 from ..settings.presets import DEFAULT, TRANSFORMER, config_of
-from ..settings.schedule import STABLE_DIFFUSION, NoiseSchedule, SchedulerNoise, own_schedule
+from ..settings.schedule import STABLE_DIFFUSION, NoiseSchedule, PipelineSteps, SchedulerNoise, own_schedule
 
 logger = logging.getLogger(__name__)
 _GUIDES = ("do_classifier_free_guidance", "do_perturbed_attention_guidance")  # what a pipeline says of itself

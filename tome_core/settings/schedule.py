@@ -177,6 +177,29 @@ class SchedulerNoise:
         return type(None), ()  # a copy of the UNet has no pipeline
 
 
+class PipelineSteps(SchedulerNoise):
+    """At which step a pipeline is, by its scheduler's own count: a timestep among arguments would be waited for.
+
+    A flow model's timesteps are 1000 times its sigma, and stand for Stable Diffusion's of the same number.
+    """
+
+    def now(self) -> torch.Tensor | None:
+        """Of the next call, an element of its scheduler's timesteps; None if the scheduler does not count."""
+        scheduler = self._scheduler()
+        steps = getattr(scheduler, "timesteps", None)
+        if not hasattr(scheduler, "step_index") or not torch.is_tensor(steps) or steps.dim() != 1:
+            return None
+        index = scheduler.step_index
+        if index is None:  # before the first step
+            index = getattr(scheduler, "begin_index", None) or 0
+        return steps[index] if index < len(steps) else None
+
+    def steps_of(self, values: list[float]) -> list[Time]:
+        """What the scheduler's ``values``, all that its ``timesteps`` hold, stand for; Mochi's count from noise."""
+        counts_from_noise = getattr(self._scheduler(), "config", {}).get("invert_sigmas")
+        return [STABLE_DIFFUSION.time_of(1000 - value if counts_from_noise else value) for value in values]
+
+
 def own_schedule(scheduler: Any) -> NoiseSchedule | None:
     """The one that the model was trained with. Betas of a scheduler without ``alphas_cumprod`` are its steps' own."""
     betas = _list(scheduler, "betas")

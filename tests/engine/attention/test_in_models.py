@@ -66,7 +66,7 @@ def test_every_self_attention_of_every_transformer_gives_what_repeated_keys_give
     plain, names = copy.deepcopy(model), [path for path, _ in find_attentions(model, family_of(model))]
     with merging_by(), tome_core.patch(model, config) as handle, watched(model, names) as seen:
         tiny_transformers.call(model, arguments)
-    *_, before, count = tiny_transformers.MODELS[name]
+    *_, before, count, _ = tiny_transformers.MODELS[name]
 
     def exchanged(query, key, value, attn_mask=None, **more):
         tokens = key.shape[2]

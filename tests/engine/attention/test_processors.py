@@ -51,6 +51,15 @@ def test_their_code_is_run_with_another_function_and_not_watched(name):
     assert way_of(attention(made(name))) is not None
 
 
+def test_an_empty_tuple_among_the_constants_of_code_is_read_over():
+    class Mine:
+        def __call__(self, attn, hidden_states, sizes=None):
+            sizes = () if sizes is None else sizes
+            return torch.nn.functional.scaled_dot_product_attention(hidden_states, hidden_states, hidden_states, *sizes)
+
+    assert way_of(attention(Mine())) is not None
+
+
 @pytest.mark.parametrize("name", MERGED)
 def test_queries_may_merge_too(name):
     assert held(name, attention(made(name)), queries=True) == MERGED[name]

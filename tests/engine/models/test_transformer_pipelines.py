@@ -13,7 +13,7 @@ from tests.tiny_transformers import STRONG, distance
 from tests.traces import attributes
 from tests.transformer_pipelines import PRESENT, draw, make, transformers_of
 from tome_core.engine.time import FEW
-from tome_core.models.transformer import PipelineSteps
+from tome_core.settings.schedule import PipelineSteps
 
 WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::masked_select", "aten::is_nonzero"}
 READS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.cpu)
