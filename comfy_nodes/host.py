@@ -12,13 +12,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 logger = logging.getLogger(__name__)
 # ComfyUI names a pack by its path with every dot replaced, so a dot means: this is a part of the pack
 hosting = importlib.import_module("..tome_core.hosting" if "." in __package__ else "tome_core.hosting", __package__)
 
-NOTE = "tome_note"  # in a branch's model_options, see `leave_note`
+NOTE = "tome_note"  # in a branch's model_options: why it does not merge, for nodes behind it
 KEY = "tome"  # of our wrappers; a second ApplyToMe finds and replaces the first by it
 # values of comfy.patcher_extension.WrappersMP, here since December 2024
 APPLY_MODEL, OUTER_SAMPLE = "apply_model", "outer_sample"
@@ -55,11 +53,6 @@ def find_attached(patcher: Any) -> Any | None:
     return getattr(wrappers[-1], "__self__", None) if wrappers else None
 
 
-def as_computed(model: Any, x: torch.Tensor) -> torch.Tensor:
-    """A call's latents in the dtype in which a BaseModel hands them to its model."""
-    return x.to(getattr(model, "manual_cast_dtype", None) or model.get_dtype())
-
-
 def is_compiled(model: Any, options: dict[str, Any]) -> bool:
     """Is a model, or a block of it, under ``torch.compile``: in its place already, or by a wrapper of this call?
 
@@ -76,11 +69,6 @@ def has_built_in_merging(patcher: Any) -> bool:
     options = getattr(patcher, "model_options", {}).get("transformer_options", {})
     patches = options.get("patches", {}).get("attn1_patch", [])
     return any(getattr(patch, "__qualname__", "").startswith("TomePatchModel.") for patch in patches)
-
-
-def leave_note(patcher: Any, text: str) -> None:
-    """Let nodes behind this branch read why it does not merge."""
-    patcher.model_options = {**patcher.model_options, NOTE: text}
 
 
 def name_in(prompt: Any, node_id: Any) -> str:

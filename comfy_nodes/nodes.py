@@ -60,10 +60,7 @@ class ApplyToMe(_Node):
         self, model: Any, strength: Any = inputs.STRENGTH, start: Any = 0.0, end: Any = 1.0, settings: Any = None,
         measure: Any = False, unique_id: Any = None, prompt: Any = None, **unknown: Any,
     ) -> tuple[Any]:  # fmt: skip
-        """A clone of the model that merges; an equal clone where it cannot, and the node says why.
-
-        unknown: linked inputs of another version's node; `prompt` has those as well.
-        """
+        """A clone of the model that merges; an equal one where it cannot. unknown: of another version's node."""
         clone = model.clone()
         if not host.is_new_enough(clone):
             host.say(TOO_OLD, unique_id)
@@ -77,7 +74,7 @@ class ApplyToMe(_Node):
         dropped, name = _list_dropped(self, prompt, unique_id), host.name_in(prompt, unique_id)
         if config is None:
             text = "\n".join([text, *dropped])
-            host.leave_note(clone, text)
+            clone.model_options = {**clone.model_options, host.NOTE: text}
             host.say(text, unique_id, name)
             return (clone,)
         line = "own settings" if settings is not None else f"strength {strength:g}"
@@ -182,11 +179,9 @@ class ToMePreview(_Node):
             why = NOT_APPLIED if merging is None else NOT_WAITING if image is None and latent is None else FROM_CACHE
             text = model.model_options.get(host.NOTE, why)
             data = {"line": text, "work_saved": None}
-        if maps:
-            drawn = [_panels(one, number, len(pictures), maps) for number, one in enumerate(pictures)]
-        else:
-            drawn = [picture.add_title(one, text if latest is None else f"{NO_MAPS} {latest.lines[0]}")
-                     for one in pictures]  # fmt: skip
+        title = text if latest is None else f"{NO_MAPS} {latest.lines[0]}"
+        drawn = [_panels(one, number - len(pictures), maps) if maps else picture.add_title(one, title)
+                 for number, one in enumerate(pictures)]  # fmt: skip
         host.show(text, unique_id)
         return {"ui": {"text": (text,), "tome_report": (data,)}, "result": (torch.stack(drawn), text)}
 
@@ -206,10 +201,11 @@ def _background(model: Any, image: torch.Tensor | None, latent: dict | None) -> 
     return torch.full((1, 512, 512, 3), 0.5)
 
 
-def _panels(one: torch.Tensor, sample: int, batch: int, maps: dict[int, tuple[int, Any]]) -> torch.Tensor:
+def _panels(one: torch.Tensor, row: int, maps: dict[int, tuple[int, Any]]) -> torch.Tensor:
+    """row: from the end, as a call of the model holds the batch once for each prompt, the positive one last."""
     panels = []
     for level, (downsample, found) in maps.items():
-        group = picture.row_of(found.group, sample, batch)
+        group = found.group[max(row, -len(found.group))]
         title = f"level {level} (latent /{downsample}): {len(group)} tokens -> {found.num_groups}"
         token = 8 * downsample  # in pixels along each side
         if any(abs(side * token - pixels) >= token for side, pixels in zip(found.grid[:2], one.shape[:2], strict=True)):
