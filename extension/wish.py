@@ -80,28 +80,26 @@ def read(
     dial |= {name: value for name, value in plot.items() if name in DIAL}
     if dial["enabled"] is False:  # what is not used need not be right
         return Wish()
-    _check_dial(dial)
+    if not isinstance(dial["enabled"], bool):
+        raise TypeError(f"enabled={dial['enabled']!r} is {type(dial['enabled']).__name__}; use true or false")
     own = {name: given[name] for name in form.NAMES if given.get(name) is not None}
     deviating = _deviating(own, given, layout) | {name: value for name, value in plot.items() if name in form.NAMES}
-    return _settle(Wish(True, float(dial["strength"]), dial["where"]), deviating, layout)
+    return wish_of(dial["strength"], dial["where"], deviating, layout)
 
 
 def wish_of(value: float, where: str, changes: Mapping[str, Any], layout: str = SD) -> Wish:
-    """A wish of a strength and what an expert sets besides. Raises as `read` does."""
-    _check_dial({"enabled": True, "strength": value, "where": where})
-    return _settle(Wish(True, float(value), where), changes, layout)
-
-
-def _settle(wish: Wish, changes: Mapping[str, Any], layout: str) -> Wish:
-    """The wish with those changes that are possible and change something."""
-    base = base_of(wish.strength, layout)
+    """A wish of a strength, and of those changes that are possible and change something. Raises as `read` does."""
+    base = base_of(value, layout)
+    if where not in WHERE:
+        raise ValueError(f"where={where!r} is not possible; use one of {', '.join(WHERE)}")
     config, left_out = form.settle(base | dict(changes))
     found = form.values_of(config)
     possible = {name: value for name, value in changes.items() if found[name] == value}
     if len(possible) < len(changes):  # what is refused is as if it had not been said
         found = form.values_of(form.settle(base | possible)[0])
     told = tuple(sentence for sentence in left_out if sentence.partition("=")[0] in changes)
-    return replace(wish, changes={name: value for name, value in found.items() if value != base[name]}, left_out=told)
+    deviations = {name: value for name, value in found.items() if value != base[name]}
+    return Wish(True, float(value), where, deviations, told)
 
 
 def _by_name(values: Sequence[Any]) -> dict[str, Any]:
@@ -115,14 +113,6 @@ def _by_name(values: Sequence[Any]) -> dict[str, Any]:
     if unknown:
         raise ValueError(f"there is no {', '.join(unknown)} to set; there are: {', '.join((*DIAL, *form.NAMES))}")
     return {**named, OWN: True}
-
-
-def _check_dial(dial: Mapping[str, Any]) -> None:
-    if not isinstance(dial["enabled"], bool):
-        raise TypeError(f"enabled={dial['enabled']!r} is {type(dial['enabled']).__name__}; use true or false")
-    strength(dial["strength"])
-    if dial["where"] not in WHERE:
-        raise ValueError(f"where={dial['where']!r} is not possible; use one of {', '.join(WHERE)}")
 
 
 def _deviating(own: Mapping[str, Any], given: Mapping[str, Any], layout: str) -> dict[str, Any]:
