@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 from modules import script_callbacks, scripts, shared
 from torch import nn
 
-from ..tome_core.hosting import SD, find_unet, layout_of
+from ..tome_core.hosting import SD, find_unet, is_kind, layout_of
 from . import sdnext
 
 Script = scripts.Script
@@ -106,24 +106,19 @@ def on_the_card(function: Callable[[], Any]) -> Any:
     lock = getattr(sys.modules.get("modules.call_queue"), "queue_lock", None) or threading.Lock()
     if not lock.acquire(blocking=False):
         raise RuntimeError("a picture is being made; measure when it is done")
-    try:
-        main = sys.modules.get("modules_forge.main_thread")
-        return _in_its_place(function) if main is None else _on_thread(main, lambda: _in_its_place(function))
-    finally:
-        lock.release()
-
-
-def _on_thread(main: Any, function: Callable[[], Any]) -> Any:
-    """Forge's main thread swallows what is raised."""
     done: Future = Future()
 
     def run() -> None:
         try:
-            done.set_result(function())
-        except Exception as error:
+            done.set_result(_in_its_place(function))
+        except Exception as error:  # which Forge's main thread would swallow
             done.set_exception(error)
 
-    main.run_and_wait_result(run)
+    try:
+        main = sys.modules.get("modules_forge.main_thread")
+        run() if main is None else main.run_and_wait_result(run)
+    finally:
+        lock.release()
     return done.result(timeout=0)
 
 
@@ -165,11 +160,9 @@ def read_time(params: Any) -> dict[str, float]:
     """The step's time by name, sigma or timestep. Waits for the device where that has it."""
     value = max(0.0, float(params.sigma.reshape(-1)[0]))  # UniPC's last may be just below
     denoiser = getattr(params, "denoiser", None)
-    kinds = [cls.__name__ for cls in type(denoiser).__mro__]
     # DDIM, PLMS and UniPC count in timesteps, which Forge has turned into sigmas by now
-    if "CFGDenoiserTimesteps" in kinds and not getattr(denoiser, "classic_ddim_eps_estimation", False):
-        return {"timestep": value}
-    return {"sigma": value}
+    counts = is_kind(denoiser, "CFGDenoiserTimesteps") and not getattr(denoiser, "classic_ddim_eps_estimation", False)
+    return {"timestep" if counts else "sigma": value}
 
 
 def relative(p: Any, time: dict[str, float]) -> dict[str, float]:
@@ -186,12 +179,6 @@ def through_hypernetworks(tokens: Any) -> tuple[Any, Any]:
     known = sys.modules.get("modules.hypernetworks.hypernetwork")
     loaded = getattr(shared, "loaded_hypernetworks", None)
     return known.apply_hypernetworks(loaded, tokens) if known is not None and loaded else (tokens, tokens)
-
-
-def first_seed(p: Any) -> int:
-    """The seed of the current batch's first image; 0 where there is none yet."""
-    seeds = getattr(p, "seeds", None) or getattr(p, "all_seeds", None) or [0]
-    return int(seeds[0])
 
 
 def first_row(p: Any) -> int:
@@ -288,18 +275,16 @@ def has_setting_called(key: str) -> bool:
     return any(name == key for name, _ in getattr(sys.modules.get("modules.infotext"), "mapping", ()))
 
 
-def add_message(processed: Any, text: str) -> None:
-    """Put a line under the finished picture."""
-    processed.comments = f"{getattr(processed, 'comments', '') or ''}{text}\n"
-
-
-def add_fact(processed: Any, facts: Mapping[str, Any]) -> None:
-    """Tell API callers, who get no comments: in ``info.extra_generation_params``, not in the picture's infotext."""
-    processed.extra_generation_params = {**(getattr(processed, "extra_generation_params", None) or {}), **facts}
+def add_message(p: Any, processed: Any, text: str) -> None:
+    """Put a line under the finished picture, or under whatever a script that somebody selected makes of this job."""
+    if not is_of_script(p):
+        processed.comments = f"{getattr(processed, 'comments', '') or ''}{text}\n"
+    elif hasattr(p, "comment"):
+        p.comment(text)
 
 
 class Fact(dict):
-    """One for API callers that may lie among a job's own facts: a webui that calls those leaves it out of infotexts.
+    """For API callers, who get no comments. Among a job's own facts it stays out of infotexts where those are called.
 
     jobs: what each told that it is about.
     """
@@ -322,14 +307,3 @@ def is_of_script(p: Any) -> bool:
     """Does a script that somebody selected run this job? It goes on with the job's pictures, and makes the result."""
     arguments = getattr(p, "script_args", None)
     return bool(arguments and arguments[0])
-
-
-def request_of(p: Any) -> Any:
-    """What all jobs of one request have in common, copies of its first one too."""
-    return getattr(p, "script_args", None)
-
-
-def add_comment(p: Any, text: str) -> None:
-    """Put a line under whatever a script will make of this job."""
-    if hasattr(p, "comment"):
-        p.comment(text)

@@ -37,6 +37,7 @@ class Pace:
     def __init__(self, p: Any, asks: bool) -> None:
         self._heard = Steps()
         self._timesteps: tuple[float, ...] | None = None
+        self._calls = self._calls_live = 0  # of the model
         self._live: dict[int, bool] = {}  # by step: did its first call merge?
         sampler = getattr(p, "sampler", None)
         self._sampler = (lambda: None) if sampler is None else weakref.ref(sampler)  # an aborted job's must not stay
@@ -57,12 +58,15 @@ class Pace:
 
     def note_call(self, is_live: bool) -> None:
         """The model is called; does it merge?"""
+        self._calls, self._calls_live = self._calls + 1, self._calls_live + is_live
         self._live.setdefault(self._heard.done, is_live)
 
-    def steps(self, calls: int, live: int) -> tuple[int, int]:
-        """How many there were, and how many merged. calls, live: of the model, for a sampler that was not heard."""
-        done = self._heard.done
-        return (done, done if live == calls else min(done, sum(self._live.values()))) if done else (calls, live)
+    def counts(self) -> dict[str, int]:
+        """How many there were; of a sampler that was not heard each call is a step."""
+        done, calls, live = self._heard.done, self._calls, self._calls_live
+        if done:
+            live = done if live == calls else min(done, sum(self._live.values()))
+        return {"calls": calls, "steps": done or calls, "steps_merged": live}
 
     def time(self, params: Any) -> dict[str, float]:
         """The time of the step that the denoiser announces, as a keyword for the engine's ``set_time``."""

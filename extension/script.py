@@ -60,7 +60,7 @@ class TokenMerging(host.Script):
             logger.error("%s", job.error)
         job.is_inside = bool(self._open) or host.is_of_script(p)
         self._open.append(job)
-        request = host.request_of(p)
+        request = getattr(p, "script_args", None)  # of all jobs of one request, copies of its first one too
         if request is None or request is not self._request:
             self._request, self._fact = request, host.Fact()
         job.fact = self._fact
@@ -137,16 +137,14 @@ def _tell(p: Any, job: Job, processed: Any) -> None:
         logger.info("%s", "; ".join(lines))
     if options.is_shown(options.PAGE) or job.error:
         for line in lines:  # the first job's comments may become a whole plot's, which are not about all of it
-            if host.is_of_script(p):
-                host.add_comment(p, f"ToMe: {line}")
-            else:
-                host.add_message(processed, f"ToMe: {line}")
+            host.add_message(p, processed, f"ToMe: {line}")
     data = data_of(job, lines)
     job.fact.jobs.append(data)  # of one request: a plot's cells, a script's pictures
     job.fact.update({**data, "merged": any(one["merged"] for one in job.fact.jobs)})
     if len(job.fact.jobs) > 1:
         job.fact["jobs"] = job.fact.jobs
-    host.add_fact(processed, {FACT: job.fact})
+    # not in the picture's infotext, which is written already
+    processed.extra_generation_params = {**(getattr(processed, "extra_generation_params", None) or {}), FACT: job.fact}
     maps = next((job.records[hires].maps for hires in (True, False) if hires in job.records), {})
     if maps and processed.images and not job.is_inside:  # else somebody goes on with these pictures
         first = min(getattr(processed, "index_of_first_image", 0), len(processed.images) - 1)
