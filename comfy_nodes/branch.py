@@ -25,14 +25,6 @@ _BESIDE = ("patches", "patches_replace", "easycache", "lazycache")
 Merging = UnetMerging | TransformerMerging
 
 
-class Asked(NamedTuple):
-    """What a node was asked for: facts, for programs; line, for people; unknown: what was not understood of it."""
-
-    line: str
-    facts: dict[str, Any]
-    unknown: Sequence[str] = ()
-
-
 class Outcome(NamedTuple):
     """What is left of a sampling. lines: one for whoever drew, and a second where something was not as asked.
 
@@ -49,13 +41,14 @@ class Outcome(NamedTuple):
 class BranchMerging:
     """The two wrappers of one ApplyToMe: around each sampling, and around each call of the model.
 
-    node_id, name: where the report is shown, and whose it is in the log. measures: is what merging gains to be measured
-    after a sampling? latest: what is left of the sampling before.
+    line, facts: what it was asked for, for people and for programs, with what was "unknown" of it. node_id, name: where
+    the report is shown, and whose it is in the log. measures: after each sampling. latest: what is left of the last.
     """
 
-    def __init__(self, config: Any, asked: Asked, node_id: Any, name: str = "", measures: bool = False) -> None:
-        self.config, self.latest = config, None  # an Outcome
-        self._asked, self._node_id, self._name, self._measures = asked, node_id, name, measures
+    def __init__(self, config: Any, line: str, facts: dict[str, Any], node_id: Any, name: str, measures: bool) -> None:
+        self.config, self._asked, self._measures = config, (line, facts), measures
+        self._node_id, self._name = node_id, name
+        self.latest: Outcome | None = None
         self._shown: tuple[Any, list[str]] = (None, [])  # in one queue: two passes may sample with one node
         self._sampling: Sampling | None = None  # the innermost that goes on
 
@@ -91,7 +84,7 @@ class BranchMerging:
             raise
         finally:
             self._sampling = outer
-            self.latest = sampling.end(self._asked, self._measures and outer is None)
+            self.latest = sampling.end(*self._asked, self._measures and outer is None)
             queue, (last, shown) = host.queue_id(), self._shown
             self._shown = queue, [*(shown if queue is not None and queue == last else ()), *self.latest.lines]
             host.say("\n".join(self.latest.lines), None, self._name)
@@ -132,7 +125,7 @@ class Sampling:
         self._time.note_call(options)
         return out
 
-    def end(self, asked: Asked, measures: bool) -> Outcome:
+    def end(self, asked: str, facts: dict[str, Any], measures: bool) -> Outcome:
         """What is left of it. measures: unless it was stopped."""
         time, measured = self._time, []
         strangers = [why for why in self._models.values() if isinstance(why, str)]
@@ -147,12 +140,11 @@ class Sampling:
             first, more = report.headline, [report.hindered, *strangers]
         else:
             first, *more = strangers or [_PAST_US if time.steps["steps"] else "the model was not called"]
-        more = [*filter(None, [*more, *measured]), *asked.unknown]
-        line = f"{_TITLE}: {', '.join(filter(None, [asked.line, time.text, first]))}"
+        more = [*filter(None, [*more, *measured]), *facts["unknown"]]
+        line = f"{_TITLE}: {', '.join(filter(None, [asked, time.text, first]))}"
         live = [f"between start and end at {sum(self._live.values())} of {len(self._live)} noise levels"]
-        details = report.lines(_TITLE, [asked.line, time.text], [*more, *(live if self._live else ())])
-        data = {**asked.facts, "unknown": list(asked.unknown), "line": line, "stepped_aside": strangers, **time.steps,
-                **report.as_data()}  # fmt: skip
+        details = report.lines(_TITLE, [asked, time.text], [*more, *(live if self._live else ())])
+        data = {**facts, "line": line, "stepped_aside": strangers, **time.steps, **report.as_data()}
         maps = {}
         if merged and not time.stopped:
             found, levels = merged[0].state.maps(), merged[0].state.report().levels

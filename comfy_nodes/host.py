@@ -1,7 +1,4 @@
-"""All that is asked of ComfyUI itself. Each question has an answer if the host is older, a fork, or a test.
-
-And `hosting`, all of the engine that the nodes use: of the pack, else as it is installed.
-"""
+"""All that is asked of ComfyUI, which may be older, a fork, or a test; `hosting` is all that is used of the engine."""
 
 from __future__ import annotations
 
@@ -54,11 +51,7 @@ def find_attached(patcher: Any) -> Any | None:
 
 
 def is_compiled(model: Any, options: dict[str, Any]) -> bool:
-    """Is a model, or a block of it, under ``torch.compile``: in its place already, or by a wrapper of this call?
-
-    ComfyUI has compiled code not look at transformer_options again. What was compiled with our function in them fails
-    in every branch without it, and what was compiled without goes on so.
-    """
+    """Is a model, or a block of it, under ``torch.compile``, whose code does not look at transformer_options again?"""
     if COMPILE_KEY in options.get("wrappers", {}).get(APPLY_MODEL, ()):
         return True
     return any("_orig_mod" in one._modules or one._compiled_call_impl is not None for one in model.modules())

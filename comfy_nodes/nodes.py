@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from . import host, inputs, picture
-from .branch import Asked, BranchMerging, layout_of
+from .branch import BranchMerging, layout_of
 
 ALIASES = ["token merging", "tomesd", "tome", "speed", "faster sampling"]
 HIDDEN = {"unique_id": "UNIQUE_ID"}
@@ -25,7 +25,6 @@ OFF_BY_SETTINGS = (
 NOT_APPLIED = "No merge map: there is no Apply ToMe on this model. Connect the model as it went into the sampler."
 NOT_WAITING = "No merge map: connect the sampler's latent, or the decoded image, so that this node waits for it."
 FROM_CACHE = "No merge map: the sampler's result came from the cache. Change its seed and queue again."
-NO_MAPS = "No merge map."
 STRETCHED = (
     " (stretched: the last call was not of this picture's size. It was a tile or an area of it, or the picture was "
     "scaled)"
@@ -78,8 +77,8 @@ class ApplyToMe(_Node):
             host.say(text, unique_id, name)
             return (clone,)
         line = "own settings" if settings is not None else f"strength {strength:g}"
-        facts = {"strength": None if settings is not None else strength, "start": start, "end": end}
-        merging = BranchMerging(config, Asked(line, facts, dropped), unique_id, name, measure is True)
+        facts = {"strength": strength if settings is None else None, "start": start, "end": end, "unknown": dropped}
+        merging = BranchMerging(config, line, facts, unique_id, name, measure is True)
         host.attach(clone, merging.apply_model, merging.outer_sample)
         host.show(f"ToMe: {line}, waits for a sampler behind this node", unique_id)
         return (clone,)
@@ -168,18 +167,17 @@ class ToMePreview(_Node):
     def preview(
         self, model: Any, image: torch.Tensor | None = None, latent: dict | None = None, unique_id: Any = None
     ) -> dict[str, Any]:
-        """Pictures ``[B, H, W * levels, 3]`` and the report; the latter, and its JSON, for the host's history too."""
+        """Pictures ``[B, H, W * levels, 3]`` and the report, which goes into the host's history as JSON, too."""
         pictures = _background(model, image, latent)
         merging = host.find_attached(model)
         latest = None if merging is None else merging.latest
-        maps = {} if latest is None else latest.maps
         if latest is not None:
-            text, data = "\n".join(latest.details), latest.data
+            text, data, maps = "\n".join(latest.details), latest.data, latest.maps
         else:
             why = NOT_APPLIED if merging is None else NOT_WAITING if image is None and latent is None else FROM_CACHE
             text = model.model_options.get(host.NOTE, why)
-            data = {"line": text, "work_saved": None}
-        title = text if latest is None else f"{NO_MAPS} {latest.lines[0]}"
+            data, maps = {"line": text, "work_saved": None}, {}
+        title = text if latest is None else f"No merge map. {latest.lines[0]}"
         drawn = [_panels(one, number - len(pictures), maps) if maps else picture.add_title(one, title)
                  for number, one in enumerate(pictures)]  # fmt: skip
         host.show(text, unique_id)

@@ -14,7 +14,6 @@ _BORDER = 0.7  # brightness left where two groups meet
 def panel(picture: torch.Tensor, grid: Any, group: torch.Tensor, title: str) -> torch.Tensor:
     """The picture with each group in the mean of its own colours; a token that merged with none keeps the picture.
 
-    So the picture shows through, and is coarse where tokens that differ were merged.
     grid: (height, width) in tokens. group: int64 ``[N]``, the group of each token.
     """
     height, width = picture.shape[:2]

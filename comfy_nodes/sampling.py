@@ -114,13 +114,10 @@ def is_flow(model_sampling: Any) -> bool:
 
 
 def timestep_of(sigma: float, model_sampling: Any, flows: bool) -> float:
-    """Of a noise level, on Stable Diffusion's schedule. flows: a flow model's is the share of the noise, of 1000.
-
-    As a noise's deviation relative to the picture's, half of a film's steps would all be the noisiest there is.
-    """
+    """Of a noise level, on Stable Diffusion's schedule. flows: a flow model's is the share of the noise, of 1000."""
     if not is_flow(model_sampling):  # EDM models see the picture at another deviation than 1
         relative = sigma / getattr(model_sampling, "sigma_data", 1.0)
-    elif flows:
+    elif flows:  # relative to the picture, half of a film's steps would all be the noisiest there is
         return 1000.0 * sigma
     else:  # of the picture it sees 1 - sigma, under sigma of the noise
         noise = sigma * getattr(model_sampling, "noise_scale", 1.0)

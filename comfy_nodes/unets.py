@@ -20,8 +20,7 @@ _OTHER_KEYS = "queries and keys are not of the same tokens"
 class UnetMerging:
     """A UNet in one sampling. state: the engine's; told: see `slot.tell`.
 
-    An attention is known by what transformer_options tell: its block, and its transformer block in there. Raises
-    UnsupportedModelError or TypeError for a model without blocks that are known.
+    An attention is known by its block in transformer_options. Raises as `hosting.patch_of`.
     """
 
     flows = False
