@@ -1,7 +1,4 @@
-"""All that is asked of the webui: the only file here that knows its modules.
-
-Imported by the shim, when the webui runs its scripts; each question has an answer where a webui is older or a fork.
-"""
+"""All that is asked of the webui, which may be older or a fork: the only file here that knows its modules."""
 
 from __future__ import annotations
 
@@ -38,10 +35,7 @@ def set_up_console(name: str) -> None:
 
 
 def listen(**callbacks: Callable) -> None:
-    """Be called back: ``cfg_denoiser=f`` is ``script_callbacks.on_cfg_denoiser(f)``. The webui forgets at a reload.
-
-    What a webui does not tell is not heard: only SD.Next has ``after_process``.
-    """
+    """Be called back: ``cfg_denoiser=f`` is ``script_callbacks.on_cfg_denoiser(f)``, where a webui has that."""
     for name, function in callbacks.items():
         register = getattr(script_callbacks, f"on_{name}", None)
         if register is not None:
@@ -57,10 +51,7 @@ def option(key: str, default: Any) -> Any:
 def add_option(
     key: str, default: Any, label: str, help: str, arguments: dict[str, Any], section: tuple[str, str]
 ) -> None:
-    """Put a setting into the settings tab. arguments: of its radio or slider; none for what suits the default.
-
-    It is saved as it is, for after a request the webuis put back only what was saved once.
-    """
+    """Put a setting into the settings tab. arguments: of its radio or slider; none for what suits the default."""
     made = None
     if arguments:
         import gradio
@@ -69,7 +60,7 @@ def add_option(
     info = shared.OptionInfo(default, label, made, arguments or None, section=section).info(help)
     info.category_id = "sd"  # with Optimizations, in A1111 and the Forges
     shared.opts.add_option(key, info)
-    shared.opts.data.setdefault(key, default)
+    shared.opts.data.setdefault(key, default)  # after a request the webuis put back only what was saved once
 
 
 def running_unet(p: Any) -> Any:
@@ -99,10 +90,7 @@ def layout(unet: Any = None) -> str:
 
 
 def on_the_card(function: Callable[[], Any]) -> Any:
-    """The function's result, run as the webui runs a job: alone, on its thread, with the model where it samples.
-
-    Raises RuntimeError while a job goes on.
-    """
+    """The function's result, run as a job is: alone, on its thread. Raises RuntimeError while a job goes on."""
     lock = getattr(sys.modules.get("modules.call_queue"), "queue_lock", None) or threading.Lock()
     if not lock.acquire(blocking=False):
         raise RuntimeError("a picture is being made; measure when it is done")
@@ -182,11 +170,9 @@ def through_hypernetworks(tokens: Any) -> tuple[Any, Any]:
 
 
 def first_row(p: Any) -> int:
-    """The first picture's row in what the UNet computes in one call, by its prompt; negative counts from the end.
-
-    A1111 computes the prompts and then the negative prompts, the Forges and SD.Next the other way round.
-    """
+    """The first picture's row in what the UNet computes in one call, by its prompt; negative counts from the end."""
     model = _running_model(p)
+    # A1111 computes the prompts first, the Forges and SD.Next the negative prompts
     prompts_first = getattr(model, "forge_objects", None) is None and not sdnext.is_pipeline(model)
     return 0 if prompts_first else -int(p.batch_size)
 
@@ -284,14 +270,7 @@ def add_message(p: Any, processed: Any, text: str) -> None:
 
 
 class Fact(dict):
-    """For API callers, who get no comments. Among a job's own facts it stays out of infotexts where those are called.
-
-    jobs: what each told that it is about.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.jobs: list[dict[str, Any]] = []
+    """For API callers, who get no comments. It may lie among a job's own facts: if called it stays out of infotexts."""
 
     def __call__(self, **facts: Any) -> None:
         """Nothing to write."""

@@ -14,10 +14,9 @@ logger = logging.getLogger(__name__)
 
 
 def answer(wish: Wish, sizes: Mapping[bool, tuple[int, int]], measure: bool = False) -> str:
-    """``1024x1536: 1.31 times as fast``, for each pass that merges.
+    """``1024x1536: about 1.3x faster``, for each pass that merges.
 
-    sizes: width and height in pixels, by: is it the hires pass. measure: what is not known, which takes seconds; else
-    no model is called.
+    sizes: width and height in pixels, by: is it the hires pass. measure: what is not known; else no model is called.
     """
     if not wish.strength:
         return "strength 0: off"

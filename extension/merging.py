@@ -55,10 +55,7 @@ class Job:
         return self.wish.config(hires, int(seeds[0]), layout or host.layout())
 
     def why_left(self, hires: bool) -> str:
-        """Why a pass is left alone, as far as is known before it; "" where it is ours.
-
-        Asked once, so that what is said of a pass is what was done in it.
-        """
+        """Why a pass is left alone, as far as is known before it, and stays so; "" where it is ours."""
         if hires not in self._left:
             self._left[hires] = self._why_left(hires)
         return self._left[hires]

@@ -10,13 +10,8 @@ from typing import Any
 from ..tome_core.hosting import STABLE_DIFFUSION, Steps
 from . import host
 
-# functions of k-diffusion and their likes in the Forges: they call the model at the sigmas of their list, one after
-# another, and say after each step's first call which it was
-_BY_SIGMA = frozenset({
-    "sample_ddpm", "sample_deis", "sample_dpm_2", "sample_dpm_2_ancestral", "sample_dpmpp_2m", "sample_dpmpp_2m_sde",
-    "sample_dpmpp_2s_ancestral", "sample_dpmpp_3m_sde", "sample_dpmpp_sde", "sample_euler", "sample_euler_ancestral",
-    "sample_heun", "sample_heunpp2", "sample_ipndm", "sample_ipndm_v", "sample_lcm", "sample_lms",
-})  # fmt: skip
+# where functions of k-diffusion and their likes in the Forges lie: those that are given a list of sigmas call the model
+# at them, one after another, and say after each step's first call which it was
 _SIGMA_MODULES = (
     "k_diffusion.sampling", "k_diff.k_diffusion.sampling", "ldm_patched.k_diffusion.sampling",
     "modules.sd_samplers_lcm", "backend.modules.k_diffusion_extra",
@@ -105,6 +100,6 @@ class Pace:
 def _list_of(function: Any) -> str:
     """The argument that lists the times a sampler's function calls the model at; "" where that is not known."""
     module, name = getattr(function, "__module__", ""), getattr(function, "__name__", "")
-    if module in _SIGMA_MODULES and name in _BY_SIGMA:
+    if module in _SIGMA_MODULES:
         return "sigmas"
     return "timesteps" if module == _TIMESTEP_MODULE and name in _BY_TIMESTEP else ""

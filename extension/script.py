@@ -138,13 +138,11 @@ def _tell(p: Any, job: Job, processed: Any) -> None:
     if options.is_shown(options.PAGE) or job.error:
         for line in lines:  # the first job's comments may become a whole plot's, which are not about all of it
             host.add_message(p, processed, f"ToMe: {line}")
-    data = data_of(job, lines)
-    job.fact.jobs.append(data)  # of one request: a plot's cells, a script's pictures
-    job.fact.update({**data, "merged": any(one["merged"] for one in job.fact.jobs)})
-    if len(job.fact.jobs) > 1:
-        job.fact["jobs"] = job.fact.jobs
+    data, fact = data_of(job, lines), job.fact
+    jobs = [*fact.get("jobs", [dict(fact)] if fact else []), data]  # of one request: a plot's, a script's
+    fact.update({**data, "merged": any(one["merged"] for one in jobs), **({"jobs": jobs} if len(jobs) > 1 else {})})
     # not in the picture's infotext, which is written already
-    processed.extra_generation_params = {**(getattr(processed, "extra_generation_params", None) or {}), FACT: job.fact}
+    processed.extra_generation_params = {**(getattr(processed, "extra_generation_params", None) or {}), FACT: fact}
     maps = next((job.records[hires].maps for hires in (True, False) if hires in job.records), {})
     if maps and processed.images and not job.is_inside:  # else somebody goes on with these pictures
         first = min(getattr(processed, "index_of_first_image", 0), len(processed.images) - 1)

@@ -1,7 +1,6 @@
 """What SD.Next does otherwise than the other webuis: it runs diffusers' pipelines, and calls no hook between passes.
 
-Asked by `host`, which knows the rest. In SD.Next a job makes new pipelines as it goes (for an image, for guidance of
-another kind), all around one UNet.
+A job makes new pipelines as it goes (for an image, for guidance of another kind), all around one UNet.
 """
 
 from __future__ import annotations

@@ -55,8 +55,7 @@ def data_of(job: Job, lines: list[str]) -> dict[str, Any]:
 def draw_map(picture: Image.Image, maps: dict[int, Any], sample: int = 0) -> Image.Image:
     """The picture once for each level, side by side, each group of merged tokens in a colour of its own.
 
-    maps: level -> what a block merged last (grid, group ``[B or 1, N]``, num_groups). sample: the picture's row of the
-    batch, negative from its end.
+    maps: level -> what a block merged last. sample: the picture's row of the batch, negative from its end.
     """
     panels = [_panel(picture, level, found, sample) for level, found in sorted(maps.items())]
     whole = Image.new("RGB", (sum(one.width for one in panels), picture.height))

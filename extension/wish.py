@@ -23,10 +23,7 @@ DEFAULTS = {"enabled": False, "strength": 0.5, "where": EVERYWHERE}
 
 @dataclass(frozen=True)
 class Wish:
-    """Checked values of one job. changes: what differs from what the strength stands for, by the form's names.
-
-    left_out: a sentence for each value that does not go together with the others.
-    """
+    """Checked values of one job. changes: from what the strength stands for; left_out: a sentence for each refused."""
 
     enabled: bool = False
     strength: float = 0.5
@@ -35,10 +32,7 @@ class Wish:
     left_out: tuple[str, ...] = ()
 
     def config(self, hires: bool, seed: int = 0, layout: str = SD) -> MergeConfig | None:
-        """The engine's settings for a pass; None where it is left alone.
-
-        seed: the image's. layout: of the model that runs, see `strength`.
-        """
+        """The engine's settings for a pass; None where it is left alone. seed: the image's; layout: the model's."""
         if not self.enabled or not self.strength or self.where == PASSES[not hires]:
             return None
         config = form.settle(base_of(self.strength, layout) | dict(self.changes))[0]
@@ -59,8 +53,7 @@ def base_of(value: float, layout: str = SD) -> dict[str, Any]:
 def find_filled(own: Mapping[str, Any], value: float, layout: str) -> dict[str, Any]:
     """What the fields were filled in with for a strength, before an expert set these of them otherwise.
 
-    layout: of the model that is loaded now, which may have been another then, or none: a webui begins with SD's. So it
-    is whichever fewer fields differ from.
+    Another model may have been loaded then, or none: so it is the layout from which the fewest fields differ.
     """
     bases = [base_of(value, one) for one in dict.fromkeys((layout, SD, SDXL))]
     return min(bases, key=lambda base: sum(base[name] != one for name, one in own.items()))
@@ -71,9 +64,8 @@ def read(
 ) -> Wish:
     """What the values ask for, in the order of `ARGUMENTS`, or by their names in a dict in the first place.
 
-    setting: what the settings say of a name of `DIAL`, where a value is None or missing. plot: by name, from an X/Y/Z
-    plot, which outweighs all. layout: of the model, from whose strength the values deviate. Raises ValueError or
-    TypeError, naming the value, the range and the remedy; the webui itself checks nothing that comes through its API.
+    setting: what the settings say of a name of `DIAL`, where a value is None or missing. plot: by name, outweighs all.
+    layout: of the model. Raises ValueError or TypeError, naming the value, the range and the remedy.
     """
     given, plot = _by_name(values), plot or {}
     dial = {name: setting(name) if given.get(name) is None else given[name] for name in DIAL}
