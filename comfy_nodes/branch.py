@@ -61,13 +61,12 @@ class BranchMerging:
         transformer_options: dict[str, Any] | None = None, **kwargs: Any,
     ) -> Any:  # fmt: skip
         """Around BaseModel.apply_model: this call of the model merges, within a sampling and outside of any."""
-
-        def run(options: dict[str, Any]) -> Any:
-            return executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
-
         sampling = self._sampling or Sampling(self.config)
         sampling.is_alone = sampling.is_alone and control is None
-        return sampling.call(executor.class_obj, x, t, transformer_options or {}, run)
+        return sampling.call(
+            executor.class_obj, x, t, transformer_options or {},
+            lambda options: executor(x, t, c_concat, c_crossattn, control, options, **kwargs),
+        )  # fmt: skip
 
     def outer_sample(
         self, executor: Any, noise: Any, latent_image: Any, sampler: Any, sigmas: Any, denoise_mask: Any = None,
@@ -85,7 +84,7 @@ class BranchMerging:
         finally:
             self._sampling = outer
             self.latest = sampling.end(*self._asked, self._measures and outer is None)
-            queue, (last, shown) = host.queue_id(), self._shown
+            queue, (last, shown) = getattr(host.server(), "last_prompt_id", None), self._shown
             self._shown = queue, [*(shown if queue is not None and queue == last else ()), *self.latest.lines]
             host.say("\n".join(self.latest.lines), None, self._name)
             host.show("\n".join(self._shown[1]), self._node_id)

@@ -73,14 +73,9 @@ def name_in(prompt: Any, node_id: Any) -> str:
     return f" #{node_id}" + (f" {title}" if title and "(Token Merging)" not in title else "")
 
 
-def _server() -> Any:
-    # looked up instead of imported: outside ComfyUI `server` is anybody's module
+def server() -> Any:
+    """Of the page. Looked up instead of imported: outside ComfyUI `server` is anybody's module."""
     return getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)
-
-
-def queue_id() -> Any:
-    """Of what the queue runs now; None where nobody tells."""
-    return getattr(_server(), "last_prompt_id", None)
 
 
 def say(text: str, node_id: Any, name: str = "") -> None:
@@ -91,7 +86,7 @@ def say(text: str, node_id: Any, name: str = "") -> None:
 
 def show(text: str, node_id: Any) -> None:
     """In the graph, under the node and the subgraphs around it. Never fails: it runs in mid-queue."""
-    send = getattr(_server(), "send_progress_text", None)
+    send = getattr(server(), "send_progress_text", None)
     if send is None or node_id is None:
         return
     try:

@@ -18,17 +18,11 @@ HIDDEN = {"unique_id": "UNIQUE_ID"}
 HIDDEN_PROMPT = {**HIDDEN, "prompt": "PROMPT"}
 TOO_OLD = "ToMe: this ComfyUI is older than September 2025; update it to merge. The model is unchanged."
 OFF_TEXT = "ToMe is off, the model is unchanged."
-OFF_BY_SETTINGS = (
-    "ToMe is off, the model is unchanged: these settings merge nothing, because the ratio is 0 or a cell has one token "
-    "(sx=1, sy=1)."
-)
+OFF_BY_SETTINGS = f"{OFF_TEXT[:-1]}: these settings merge nothing, with a ratio of 0 or one token a cell (sx=1, sy=1)."
 NOT_APPLIED = "No merge map: there is no Apply ToMe on this model. Connect the model as it went into the sampler."
 NOT_WAITING = "No merge map: connect the sampler's latent, or the decoded image, so that this node waits for it."
 FROM_CACHE = "No merge map: the sampler's result came from the cache. Change its seed and queue again."
-STRETCHED = (
-    " (stretched: the last call was not of this picture's size. It was a tile or an area of it, or the picture was "
-    "scaled)"
-)
+STRETCHED = " (stretched: the last call was not of this picture's size, but of a tile or area, or it was scaled)"
 
 
 class _Node:

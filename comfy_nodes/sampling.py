@@ -32,7 +32,9 @@ class HostSampling:
         self._continues = torch.is_tensor(noise) and noise.device.type == "cpu" and not noise.any()
         self._pictures = len(noise) if torch.is_tensor(noise) else None
         self._sigmas, self.planned = sigmas, max(0, len(sigmas) - 1) if hasattr(sigmas, "__len__") else 0
-        self._heard = hosting.Steps(_follows_list(sampler))
+        function = getattr(sampler, "sampler_function", None)
+        follows = getattr(function, "__module__", "") in _KNOWN and function.__name__ not in _OF_THEIR_OWN
+        self._heard = hosting.Steps(follows)
         self._known: dict[tuple, Any] = {}  # what a model's own schedule was asked, each of which may wait
         self._computed: set[int] = set()  # steps; others are those that EasyCache or LazyCache left out
 
@@ -123,8 +125,3 @@ def timestep_of(sigma: float, model_sampling: Any, flows: bool) -> float:
         noise = sigma * getattr(model_sampling, "noise_scale", 1.0)
         relative = noise / max(1.0 - sigma, noise / _PURE_NOISE) if noise > 0 else 0.0
     return hosting.STABLE_DIFFUSION.timestep_of_sigma(relative)
-
-
-def _follows_list(sampler: Any) -> bool:
-    function = getattr(sampler, "sampler_function", None)
-    return getattr(function, "__module__", "") in _KNOWN and function.__name__ not in _OF_THEIR_OWN
