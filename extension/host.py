@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 from modules import script_callbacks, scripts, shared
@@ -24,6 +25,7 @@ ALWAYS_VISIBLE = scripts.AlwaysVisible
 HAS_SAMPLING_HOOK = hasattr(scripts.Script, "process_before_every_sampling")
 HYPERTILE = "__webui_hypertile_params"  # on each attention that A1111's HyperTile has wrapped, for good
 _BUILT_IN = "get_token_merging_ratio"
+STAND_INS = (_BUILT_IN, sdnext.INIT_HIRES)  # methods of a job that may be ours for the time of it
 
 
 def set_up_console(name: str) -> None:
@@ -52,11 +54,9 @@ def add_option(
     key: str, default: Any, label: str, help: str, arguments: dict[str, Any], section: tuple[str, str]
 ) -> None:
     """Put a setting into the settings tab. arguments: of its radio or slider; none for what suits the default."""
-    made = None
-    if arguments:
-        import gradio
+    import gradio
 
-        made = gradio.Radio if "choices" in arguments else gradio.Slider
+    made = gradio.Radio if "choices" in arguments else gradio.Slider if arguments else None
     info = shared.OptionInfo(default, label, made, arguments or None, section=section).info(help)
     info.category_id = "sd"  # with Optimizations, in A1111 and the Forges
     shared.opts.add_option(key, info)
@@ -205,13 +205,15 @@ def size_of(p: Any, hires: bool) -> tuple[int, int]:
 
 def hires_size(width: int, height: int, scale: float, resize_x: int, resize_y: int) -> tuple[int, int]:
     """What the webui makes of the controls of Hires. fix."""
-    from modules.processing import StableDiffusionProcessingTxt2Img
+    from modules.processing import StableDiffusionProcessingTxt2Img as Job
 
-    if hasattr(StableDiffusionProcessingTxt2Img, "init_hr"):
-        return sdnext.hires_size(StableDiffusionProcessingTxt2Img, width, height, scale, resize_x, resize_y)
-    p = StableDiffusionProcessingTxt2Img(width=width, height=height, enable_hr=True, hr_scale=scale,
-                                         hr_resize_x=resize_x, hr_resize_y=resize_y)  # fmt: skip
-    p.calculate_target_resolution()
+    asked = {"width": width, "height": height, "hr_scale": scale, "hr_resize_x": resize_x, "hr_resize_y": resize_y}
+    if hasattr(Job, sdnext.INIT_HIRES):  # SD.Next's, of which none is made for this
+        p = SimpleNamespace(**asked, hr_upscaler="", hr_sampler_name="")
+        Job.init_hr(p)
+    else:
+        p = Job(**asked, enable_hr=True)
+        p.calculate_target_resolution()
     return size_of(p, hires=True)
 
 
@@ -230,11 +232,6 @@ def silence_built_in(p: Any, silences: Callable[[Any, bool], bool]) -> None:
     setattr(p, _BUILT_IN, ratio)
 
 
-def restore_built_in(p: Any) -> None:
-    """Undo `silence_built_in`, also where a copy of ``p`` (an X/Y/Z plot's) inherited it."""
-    vars(p).pop(_BUILT_IN, None)
-
-
 def built_in_ratio(p: Any, hires: bool) -> float:
     """The ratio of the webui's own token merging in a pass, as if we were not there; 0 is off."""
     own = getattr(type(p), _BUILT_IN, None)
@@ -243,10 +240,8 @@ def built_in_ratio(p: Any, hires: bool) -> float:
 
 def plot_module() -> Any | None:
     """The module of the X/Y/Z plot, which the webui runs anew at each reload."""
-    for data in getattr(scripts, "scripts_data", ()):
-        if data.script_class.__module__ in ("xyz_grid.py", "scripts.xyz_grid"):
-            return data.module
-    return None
+    return next((one.module for one in getattr(scripts, "scripts_data", ())
+                 if one.script_class.__module__ in ("xyz_grid.py", "scripts.xyz_grid")), None)  # fmt: skip
 
 
 def accordion(is_on: bool, label: str, elem_id: str) -> Any:

@@ -26,10 +26,8 @@ _CHANGES = "_tome_core_xyz"
 
 def text_of(wish: Wish) -> str:
     """The key's value for pictures that this wish made."""
-    parts = [f"{wish.strength:.12g}"]
-    if wish.where != EVERYWHERE:
-        parts.append(wish.where)
-    return "; ".join([*parts, *(f"{name}={value}" for name, value in wish.changes.items())])
+    where = () if wish.where == EVERYWHERE else (wish.where,)
+    return "; ".join([f"{wish.strength:.12g}", *where, *(f"{name}={value}" for name, value in wish.changes.items())])
 
 
 def wish_in(text: str, layout: str) -> Wish:

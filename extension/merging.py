@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..tome_core.hosting import MergeConfig, Patch, Report, UnsupportedModelError, patch, patch_of
@@ -18,7 +18,7 @@ from . import host
 from .pace import Pace
 from .wish import Wish
 
-_ATTRIBUTE = "_tome_core_job"
+JOB = "_tome_core_job"  # attribute of a ``p``
 
 
 @dataclass
@@ -32,6 +32,11 @@ class PassRecord:
     refusals: list[str] = field(default_factory=list)
     maps: dict[int, Any] = field(default_factory=dict)
     handle: Patch | None = None  # the last of it, off by now
+
+    @property
+    def report(self) -> Report:
+        """On all of it."""
+        return replace(Report.join(self.reports), calls=self.calls, patched=bool(self.reports))
 
 
 class Job:
@@ -78,13 +83,8 @@ class Job:
 
 def job_of(p: Any) -> Job | None:
     """The job of this very object; a copy of ``p`` inherits the attribute, but not the job."""
-    job = vars(p).get(_ATTRIBUTE)
+    job = vars(p).get(JOB)
     return job if job is not None and job.p() is p else None
-
-
-def set_job(p: Any, job: Job) -> None:
-    """Hang the job on its ``p``."""
-    setattr(p, _ATTRIBUTE, job)
 
 
 class Armed:

@@ -11,9 +11,9 @@ from typing import Any
 
 from ..tome_core import hosting
 from . import attentions, host, infotext, measuring, options, sdnext
-from .merging import Job, armed, job_of, set_job
+from .merging import JOB, Job, armed, job_of
 from .summary import data_of, draw_map, lines_of
-from .wish import TITLE, Wish, read
+from .wish import PASSES, TITLE, Wish, read
 
 logger = logging.getLogger(__name__)
 FACT = "ToMe report"  # for API callers
@@ -47,9 +47,8 @@ class TokenMerging(host.Script):
     def before_process(self, p: Any, *values: Any) -> None:
         """A job begins, its own settings not yet in force. What an aborted one left behind goes first."""
         armed.disarm()
-        host.restore_built_in(p)
-        sdnext.forget_hires(p)
-        set_job(p, None)
+        for name in (JOB, *host.STAND_INS):  # also those that this p, as a copy, inherited
+            vars(p).pop(name, None)
         self._open = [one for one in self._open if not one.is_over and one.p() is not None]
         host.silence_built_in(p, lambda p, hires: not _job_of(p, values).why_left(hires))
 
@@ -66,7 +65,7 @@ class TokenMerging(host.Script):
         job.fact = self._fact
         if (job.error or job.wish.enabled) and host.calls_facts() and p.extra_generation_params is not None:
             p.extra_generation_params[FACT] = job.fact  # where a script finds it that makes a result of its own
-        _write(p, job, job.wish.merges(host.has_hires(p)))
+        _write(p, job, any(job.wish.config(hires) for hires in PASSES if host.has_hires(p) or not hires))
 
     def process_batch(self, p: Any, *values: Any, **facts: Any) -> None:
         """A batch begins; before webui 1.10 this is the last call before its first pass."""
@@ -92,7 +91,7 @@ class TokenMerging(host.Script):
     def postprocess_batch(self, p: Any, *values: Any, **facts: Any) -> None:
         """All passes of a batch are over. Its pictures' infotexts are written next; others' own jobs may follow."""
         armed.disarm()
-        sdnext.forget_hires(p)
+        vars(p).pop(sdnext.INIT_HIRES, None)
         job = job_of(p)
         if job is not None:
             _write(p, job, job.merged)
@@ -116,7 +115,7 @@ def _job_of(p: Any, values: tuple) -> Job:
             job = Job(p, read(values, options.of_dial, infotext.changes_of(p), host.layout()))
         except (ValueError, TypeError) as error:
             job = Job(p, Wish(), f"not merged, because a setting is wrong: {error}")
-        set_job(p, job)
+        setattr(p, JOB, job)
     return job
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from PIL import Image, ImageDraw
 
-from ..tome_core.hosting import Report, count
+from ..tome_core.hosting import count
 from . import host
-from .merging import Job, PassRecord
+from .merging import Job
 from .wish import HIRES, PASSES
 
 _STRENGTH = 0.6  # of the map's colours over the picture
@@ -25,7 +24,7 @@ def lines_of(job: Job, has_hires: bool) -> list[str]:
         where = f"{PASSES[hires]}: " if has_hires else ""
         told.append(where + _outcome(job, hires, has_hires))
         if record is not None:
-            whole = _whole(record)
+            whole = record.report
             why = [*record.refusals, *whole.notes, whole.hindered] if whole.merged_anything else []
             more += [where + one for one in dict.fromkeys(filter(None, why))]
         if ratio:
@@ -39,15 +38,14 @@ def lines_of(job: Job, has_hires: bool) -> list[str]:
 
 def data_of(job: Job, lines: list[str]) -> dict[str, Any]:
     """For programs: what was asked for, the lines, merged: did anything; passes: all of those that ran with us."""
-    reports = {hires: _whole(record) for hires, record in job.records.items()}
     wish = job.wish
     return {
-        "merged": any(one.merged_anything for one in reports.values()), "line": "; ".join(lines),
+        "merged": any(one.report.merged_anything for one in job.records.values()), "line": "; ".join(lines),
         "strength": wish.strength, "where": wish.where, "settings": dict(wish.changes),
         "not_used": list(wish.left_out),
         "passes": {PASSES[hires]: {
             "steps": record.steps, "steps_merged": record.steps_merged, "calls": record.calls,
-            "stepped_aside": list(dict.fromkeys(record.refusals)), **reports[hires].as_data(),
+            "stepped_aside": list(dict.fromkeys(record.refusals)), **record.report.as_data(),
         } for hires, record in job.records.items()},
     }  # fmt: skip
 
@@ -64,11 +62,6 @@ def draw_map(picture: Image.Image, maps: dict[int, Any], sample: int = 0) -> Ima
     return whole
 
 
-def _whole(record: PassRecord) -> Report:
-    whole = Report.join(record.reports)
-    return replace(whole, calls=record.calls, patched=bool(record.reports))
-
-
 def _outcome(job: Job, hires: bool, has_hires: bool) -> str:
     if job.config(hires) is None:
         is_missing = job.wish.strength and job.wish.where == HIRES and not has_hires
@@ -76,7 +69,7 @@ def _outcome(job: Job, hires: bool, has_hires: bool) -> str:
     record = job.records.get(hires)
     if record is None:
         return "did not run"
-    whole = _whole(record)
+    whole = record.report
     if whole.merged_anything:
         live = "" if record.steps_merged == record.steps else f"{record.steps_merged} of "
         return f"{live}{count(record.steps, 'step')}, {whole.headline}"

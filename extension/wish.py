@@ -40,10 +40,6 @@ class Wish:
             return None
         return config if config.value("seed") else replace(config, seed=int(seed) & SEED_LIMIT)
 
-    def merges(self, has_hires: bool) -> bool:
-        """Is there a pass that it does not leave alone?"""
-        return self.config(False) is not None or (has_hires and self.config(True) is not None)
-
 
 def base_of(value: float, layout: str = SD) -> dict[str, Any]:
     """What the form shows for a strength, by name. layout: of the model, see `strength`."""
