@@ -18,7 +18,6 @@ from .transformers import TransformerMerging, piece_of
 from .unets import UnetMerging
 
 _TITLE = "ToMe"
-_NOT_MEASURED = "the gain was not measured"
 _PAST_US = "nothing merged: another node calls the model past this one, as DeepCache does; take it off to merge"
 # in transformer_options: what else changes how long a call takes, or stands in for one. A measurement is without it
 _BESIDE = ("patches", "patches_replace", "easycache", "lazycache")
@@ -132,7 +131,7 @@ class Sampling:
         for one in merged:
             one.state.set_time()
             if measures and not time.stopped:
-                measured.append(_measure(one))
+                measured.append(one.state.measure_latest(one.told, True, host.is_interrupted))
         report = hosting.Report.join(one.state.report() for one in merged)
         report = replace(report, patched=bool(merged), gains=report.gains if self.is_alone else ())
         if merged:
@@ -183,27 +182,6 @@ def layout_of(model: Any) -> str:
     """Whose strengths a model has, see `tome_core.strength`. Raises TypeError or ValueError where it cannot merge."""
     unet = hosting.find_unet(model)
     return hosting.layout_of(unet) if piece_of(unet) is None else hosting.TRANSFORMER
-
-
-def _measure(merging: Merging) -> str:
-    """What merging gains in calls as the sampling's latest, in a sentence; "" if that was known. Never fails."""
-    state = merging.state
-    if not hasattr(state, "measure_latest"):
-        return f"{_NOT_MEASURED}: that is done with UNets alone"
-    if state.latest is None:
-        return f"{_NOT_MEASURED}: nothing was called that merging is for"
-    timed = hosting.clock_for(state.latest["device"])
-
-    def clock() -> float:
-        if host.is_interrupted():  # which ends a measurement and no picture: that is done
-            raise RuntimeError("it was cancelled")
-        return timed()
-
-    try:
-        gain = state.measure_latest(clock=clock, told=merging.told, brings_weights=True)
-    except Exception as error:  # whatever else is on the model; nobody asked for more than a picture
-        return f"{_NOT_MEASURED}: {error}"
-    return "" if gain is None else f"measured: {gain.line}"
 
 
 def _holds(value: Any) -> bool:

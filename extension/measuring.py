@@ -32,18 +32,12 @@ def answer(wish: Wish, sizes: Mapping[bool, tuple[int, int]], measure: bool = Fa
 
 
 def measure_after(job: Job) -> None:
-    """For calls as a job's passes made them, where nobody has yet. Never fails: the pictures are done."""
-    for record in job.records.values():
-        if record.handle is None:
-            continue
-        try:
-            with host.autocast():
-                gain = record.handle.measure_latest()
-        except Exception as error:  # whatever else is on the model; nobody asked for more than a picture
-            logger.warning("whether merging pays was not measured: %s", error)
-            continue
-        if gain is not None:
-            logger.info("measured: %s (%s)", gain.line, gain)
+    """For calls as a job's passes made them, where nobody has yet."""
+    for handle in filter(None, (record.handle for record in job.records.values())):
+        with host.autocast():
+            told = handle.measure_latest()
+        if told:
+            logger.info("%s", told)
 
 
 def _answer(hires: bool, width: int, height: int, config: MergeConfig, measure: bool) -> str:
