@@ -25,10 +25,7 @@ Merging = UnetMerging | TransformerMerging
 
 
 class Outcome(NamedTuple):
-    """What is left of a sampling. lines: one for whoever drew, and a second where something was not as asked.
-
-    details: all of the report as text; data: for programs. maps: level -> (down-sampling, what merged last).
-    """
+    """What is left of a sampling: a line or two, all of it as text, data; maps: (down-sampling, latest), by level."""
 
     lines: Sequence[str]
     details: Sequence[str]

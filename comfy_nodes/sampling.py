@@ -17,21 +17,18 @@ _PURE_NOISE = 1e6  # relative to the picture; where there is nothing of it, its 
 
 
 class HostSampling:
-    """The time of one sampling. sampler, sigmas, noise: those of ``outer_sample``.
+    """The time of one sampling. sampler, sigmas, noise: those of ``outer_sample``. stopped: it ended by an exception.
 
     The levels are read once, at the first call of the model. From the step that the sampler's callback reports follows
     the level of the calls after it: a second-order sampler's middle ones count as the step's end. A sampler of which
     that is not known is waited for at each call.
-    planned: steps, 0 if nobody knows; stopped: it ended by an exception, as an interrupt is.
     """
-
-    stopped = False
 
     def __init__(self, sampler: Any = None, sigmas: Any = None, noise: Any = None) -> None:
         # no noise of its own: it goes on with a picture that another sampling has begun. ComfyUI makes it on the CPU
         self._continues = torch.is_tensor(noise) and noise.device.type == "cpu" and not noise.any()
-        self._pictures = len(noise) if torch.is_tensor(noise) else None
-        self._sigmas, self.planned = sigmas, max(0, len(sigmas) - 1) if hasattr(sigmas, "__len__") else 0
+        self._pictures, self.stopped = len(noise) if torch.is_tensor(noise) else None, False
+        self._sigmas, self._planned = sigmas, max(0, len(sigmas) - 1) if hasattr(sigmas, "__len__") else 0
         function = getattr(sampler, "sampler_function", None)
         follows = getattr(function, "__module__", "") in _KNOWN and function.__name__ not in _OF_THEIR_OWN
         self._heard = hosting.Steps(follows)
@@ -49,8 +46,8 @@ class HostSampling:
 
     @property
     def steps(self) -> dict[str, int]:
-        """How many are done, as the sampler reported, if it does; how many are planned, and were computed."""
-        return {"steps": self._heard.done, "steps_planned": self.planned, "steps_computed": len(self._computed)}
+        """How many are done, as the sampler reported, if it does; planned, 0 if nobody knows; and were computed."""
+        return {"steps": self._heard.done, "steps_planned": self._planned, "steps_computed": len(self._computed)}
 
     @property
     def text(self) -> str:

@@ -18,10 +18,7 @@ _OTHER_KEYS = "queries and keys are not of the same tokens"
 
 
 class UnetMerging:
-    """A UNet in one sampling. state: the engine's; told: see `slot.tell`.
-
-    An attention is known by its block in transformer_options. Raises as `hosting.patch_of`.
-    """
+    """A UNet in one sampling. state: the engine's; told: see `slot.tell`. Raises as `hosting.patch_of` does."""
 
     flows = False
 
