@@ -218,10 +218,7 @@ def hires_size(width: int, height: int, scale: float, resize_x: int, resize_y: i
 
 
 def silence_built_in(p: Any, silences: Callable[[Any, bool], bool]) -> None:
-    """Turn the webui's own token merging, and its infotext, off in some passes of this job. Dies with ``p``.
-
-    silences: of (p, is it the hires pass), asked when the webui asks for the ratio, which is once settings are final.
-    """
+    """Turn the webui's own token merging, and its infotext, off in passes of this job that ``silences(p, hires)``."""
     this = weakref.ref(p)
 
     def ratio(for_hr: bool = False) -> float:

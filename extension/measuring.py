@@ -1,16 +1,12 @@
-"""Whether merging pays here, in a line: before a picture on request, after one where the user asked for it."""
+"""Whether merging pays here, in a line: as is known before a picture, or measured on request."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 
 from ..tome_core.hosting import MergeConfig, patch_of
 from . import host
-from .merging import Job
 from .wish import HIRES, PASSES, Wish
-
-logger = logging.getLogger(__name__)
 
 
 def answer(wish: Wish, sizes: Mapping[bool, tuple[int, int]], measure: bool = False) -> str:
@@ -29,15 +25,6 @@ def answer(wish: Wish, sizes: Mapping[bool, tuple[int, int]], measure: bool = Fa
     if len(sizes) == 1:
         return "".join(told.values())
     return "; ".join(f"{PASSES[hires]} {text}" for hires, text in told.items())
-
-
-def measure_after(job: Job) -> None:
-    """For calls as a job's passes made them, where nobody has yet."""
-    for handle in filter(None, (record.handle for record in job.records.values())):
-        with host.autocast():
-            told = handle.measure_latest()
-        if told:
-            logger.info("%s", told)
 
 
 def _answer(hires: bool, width: int, height: int, config: MergeConfig, measure: bool) -> str:

@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from ..tome_core import hosting
-from . import attentions, host, infotext, measuring, options, sdnext
+from . import attentions, host, infotext, options, sdnext
 from .merging import JOB, Job, armed, job_of
 from .summary import data_of, draw_map, lines_of
 from .wish import PASSES, TITLE, Wish, read
@@ -130,7 +130,11 @@ def _write(p: Any, job: Job, merges: bool) -> None:
 
 def _tell(p: Any, job: Job, processed: Any) -> None:
     if options.value(options.MEASURE):
-        measuring.measure_after(job)
+        for handle in filter(None, (record.handle for record in job.records.values())):
+            with host.autocast():
+                told = handle.measure_latest()
+            if told:
+                logger.info("%s", told)
     lines = [job.error] if job.error else lines_of(job, host.has_hires(p))
     if options.is_shown(options.CONSOLE) and not job.error:
         logger.info("%s", "; ".join(lines))

@@ -76,13 +76,12 @@ class Panel:
 
     def __init__(self, is_img2img: bool, elem_id: Any) -> None:
         self._elem_id = elem_id
-        self._by: Any = None  # is img2img's size a factor?
         self.made: dict[str, Any] = {}
         tab = "img2img" if is_img2img else "txt2img"
         with host.accordion(DEFAULTS["enabled"], TITLE, elem_id("enabled")) as enabled:
             self.made["enabled"] = enabled
             self._build()
-            self._by = gr.Number(0, visible=False) if is_img2img else None
+            self._by = gr.Number(0, visible=False) if is_img2img else None  # is img2img's size a factor?
         self.controls = [self.made[name] for name in ARGUMENTS]
         if Context.block is Context.root_block:  # the API's, made in bare blocks for the values that they start with
             for one in self.controls:  # so that a call that does not say gets what the settings say
