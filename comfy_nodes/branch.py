@@ -6,7 +6,6 @@ model carries a function for its attentions to ask.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,33 +13,19 @@ from typing import Any, NamedTuple
 
 from . import host, slot
 from .host import hosting
-from .sampling import HostSampling, Progress, is_flow, timestep_of
+from .sampling import HostSampling, is_flow, timestep_of
 from .transformers import TransformerMerging, piece_of
 from .unets import UnetMerging
 
-logger = logging.getLogger(__name__)
 _TITLE = "ToMe"
-_NOT_MEASURED = "the gain was not measured"
 _PAST_US = "nothing merged: another node calls the model past this one, as DeepCache does; take it off to merge"
 # in transformer_options: what else changes how long a call takes, or stands in for one. A measurement is without it
 _BESIDE = ("patches", "patches_replace", "easycache", "lazycache")
 Merging = UnetMerging | TransformerMerging
 
 
-class Asked(NamedTuple):
-    """What a node was asked for: facts, for programs; line, for people; unknown: what was not understood of it."""
-
-    line: str
-    facts: dict[str, Any]
-    unknown: Sequence[str] = ()
-
-
 class Outcome(NamedTuple):
-    """What is left of a sampling. lines: one for whoever drew, and a second where something was not as asked.
-
-    details: all of the report as text; data: for programs; report: the engine's. maps: level ->
-    (down-sampling, what merged last).
-    """
+    """What is left of a sampling: a line or two, all of it as text, data; maps: (down-sampling, latest), by level."""
 
     lines: Sequence[str]
     details: Sequence[str]
@@ -52,14 +37,14 @@ class Outcome(NamedTuple):
 class BranchMerging:
     """The two wrappers of one ApplyToMe: around each sampling, and around each call of the model.
 
-    config: the settings. asked: see `Asked`. node_id, name: where the report is shown, and whose it is in the log.
-    measures: is what merging gains to be measured after a sampling? latest: what is left of the sampling before, if
-    there was one.
+    line, facts: what it was asked for, for people and for programs, with what was "unknown" of it. node_id, name: where
+    the report is shown, and whose it is in the log. measures: after each sampling. latest: what is left of the last.
     """
 
-    def __init__(self, config: Any, asked: Asked, node_id: Any, name: str = "", measures: bool = False) -> None:
-        self.config, self.latest = config, None
-        self._asked, self._node_id, self._name, self._measures = asked, node_id, name, measures
+    def __init__(self, config: Any, line: str, facts: dict[str, Any], node_id: Any, name: str, measures: bool) -> None:
+        self.config, self._asked, self._measures = config, (line, facts), measures
+        self._node_id, self._name = node_id, name
+        self.latest: Outcome | None = None
         self._shown: tuple[Any, list[str]] = (None, [])  # in one queue: two passes may sample with one node
         self._sampling: Sampling | None = None  # the innermost that goes on
 
@@ -71,17 +56,13 @@ class BranchMerging:
         self, executor: Any, x: Any, t: Any, c_concat: Any = None, c_crossattn: Any = None, control: Any = None,
         transformer_options: dict[str, Any] | None = None, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """Around BaseModel.apply_model: this call of the model merges, within a sampling and outside of any.
-
-        x: latents; t: a sigma for each of them.
-        """
-
-        def run(options: dict[str, Any]) -> Any:
-            return executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
-
+        """Around BaseModel.apply_model: this call of the model merges, within a sampling and outside of any."""
         sampling = self._sampling or Sampling(self.config)
         sampling.is_alone = sampling.is_alone and control is None
-        return sampling.call(executor.class_obj, x, t, transformer_options or {}, run)
+        return sampling.call(
+            executor.class_obj, x, t, transformer_options or {},
+            lambda options: executor(x, t, c_concat, c_crossattn, control, options, **kwargs),
+        )  # fmt: skip
 
     def outer_sample(
         self, executor: Any, noise: Any, latent_image: Any, sampler: Any, sigmas: Any, denoise_mask: Any = None,
@@ -91,18 +72,16 @@ class BranchMerging:
         time = HostSampling(sampler, sigmas, noise)
         sampling = Sampling(self.config, time)
         outer, self._sampling = self._sampling, sampling
-        stopped = True  # an interrupt is an exception, too
         try:
-            out = executor(noise, latent_image, sampler, sigmas, denoise_mask, time.hear(callback), *args, **kwargs)
-            stopped = False
-            return out
+            return executor(noise, latent_image, sampler, sigmas, denoise_mask, time.hear(callback), *args, **kwargs)
+        except BaseException:
+            time.stopped = True
+            raise
         finally:
             self._sampling = outer
-            self.latest = sampling.end(self._asked, time.steps(sigmas, stopped), self._measures and outer is None)
-            queue, shown = host.queue_id(), []
-            if queue is not None and queue == self._shown[0]:
-                shown = self._shown[1]
-            self._shown = queue, [*shown, *self.latest.lines]
+            self.latest = sampling.end(*self._asked, self._measures and outer is None)
+            queue, (last, shown) = getattr(host.server(), "last_prompt_id", None), self._shown
+            self._shown = queue, [*(shown if queue is not None and queue == last else ()), *self.latest.lines]
             host.say("\n".join(self.latest.lines), None, self._name)
             host.show("\n".join(self._shown[1]), self._node_id)
 
@@ -126,7 +105,9 @@ class Sampling:
             return run(options)
         if merging.state.wants_time:
             self._tell_time(merging, schedule, x, t, options)
-        latent, names = host.as_computed(model, x), options.get("uuids")
+        # in the dtype in which a BaseModel hands them to its model
+        latent = x.to(getattr(model, "manual_cast_dtype", None) or model.get_dtype())
+        names = options.get("uuids")
         given = frozenset(name for name, one in options.items() if one is not None and one is not False)
         self._usual = self._usual or given
         self.is_alone = self.is_alone and not any(_holds(options.get(name)) for name in _BESIDE)
@@ -139,30 +120,28 @@ class Sampling:
         self._time.note_call(options)
         return out
 
-    def end(self, asked: Asked, steps: Progress, measures: bool) -> Outcome:
+    def end(self, asked: str, facts: dict[str, Any], measures: bool) -> Outcome:
         """What is left of it. measures: unless it was stopped."""
+        time, measured = self._time, []
         strangers = [why for why in self._models.values() if isinstance(why, str)]
         merged = [one for one in self._models.values() if not isinstance(one, str)]
-        measured = []
         for one in merged:
             one.state.set_time()
-            if measures and not steps.stopped:
-                measured.append(_measure(one))
+            if measures and not time.stopped:
+                measured.append(one.state.measure_latest(one.told, True, host.is_interrupted))
         report = hosting.Report.join(one.state.report() for one in merged)
         report = replace(report, patched=bool(merged), gains=report.gains if self.is_alone else ())
         if merged:
             first, more = report.headline, [report.hindered, *strangers]
         else:
-            first, *more = strangers or [_PAST_US if steps.done else "the model was not called"]
-        more = [*filter(None, [*more, *measured]), *asked.unknown]
-        line = f"{_TITLE}: {', '.join(filter(None, [asked.line, steps.text, first]))}"
+            first, *more = strangers or [_PAST_US if time.steps["steps"] else "the model was not called"]
+        more = [*filter(None, [*more, *measured]), *facts["unknown"]]
+        line = f"{_TITLE}: {', '.join(filter(None, [asked, time.text, first]))}"
         live = [f"between start and end at {sum(self._live.values())} of {len(self._live)} noise levels"]
-        details = report.lines(_TITLE, [asked.line, steps.text], [*more, *(live if self._live else ())])
-        data = {**asked.facts, "unknown": list(asked.unknown), "line": line, "stepped_aside": strangers,
-                "steps": steps.done, "steps_planned": steps.planned, "steps_computed": steps.computed,
-                **report.as_data()}  # fmt: skip
+        details = report.lines(_TITLE, [asked, time.text], [*more, *(live if self._live else ())])
+        data = {**facts, "line": line, "stepped_aside": strangers, **time.steps, **report.as_data()}
         maps = {}
-        if merged and not steps.stopped:
+        if merged and not time.stopped:
             found, levels = merged[0].state.maps(), merged[0].state.report().levels
             maps = {level: (levels[level].downsample, one) for level, one in sorted(found.items())}
         lines = [line, *(["; ".join(more)] if more else [])]
@@ -200,29 +179,6 @@ def layout_of(model: Any) -> str:
     """Whose strengths a model has, see `tome_core.strength`. Raises TypeError or ValueError where it cannot merge."""
     unet = hosting.find_unet(model)
     return hosting.layout_of(unet) if piece_of(unet) is None else hosting.TRANSFORMER
-
-
-def _measure(merging: Merging) -> str:
-    """What merging gains in calls as the sampling's latest, in a sentence; "" if that was known. Never fails."""
-    state = merging.state
-    if not hasattr(state, "measure_latest"):
-        return f"{_NOT_MEASURED}: that is done with UNets alone"
-    if state.latest is None:
-        return f"{_NOT_MEASURED}: nothing was called that merging is for"
-    timed, asked = hosting.clock_for(state.latest["device"]), []
-
-    def clock() -> float:
-        if not asked:
-            asked.append(logger.info("%s: measuring what merging gains here, once for pictures of this size", _TITLE))
-        if host.is_interrupted():  # which ends a measurement and no picture: that is done
-            raise RuntimeError("it was cancelled")
-        return timed()
-
-    try:
-        gain = state.measure_latest(clock=clock, told=merging.told, brings_weights=True)
-    except Exception as error:  # whatever else is on the model; nobody asked for more than a picture
-        return f"{_NOT_MEASURED}: {error}"
-    return "" if gain is None else f"measured: {gain.line}"
 
 
 def _holds(value: Any) -> bool:

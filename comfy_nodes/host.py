@@ -1,7 +1,4 @@
-"""All that is asked of ComfyUI itself. Each question has an answer if the host is older, a fork, or a test.
-
-And `hosting`, all of the engine that the nodes use: of the pack, else as it is installed.
-"""
+"""All that is asked of ComfyUI, which may be older, a fork, or a test; `hosting` is all that is used of the engine."""
 
 from __future__ import annotations
 
@@ -12,13 +9,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 logger = logging.getLogger(__name__)
 # ComfyUI names a pack by its path with every dot replaced, so a dot means: this is a part of the pack
 hosting = importlib.import_module("..tome_core.hosting" if "." in __package__ else "tome_core.hosting", __package__)
 
-NOTE = "tome_note"  # in a branch's model_options, see `leave_note`
+NOTE = "tome_note"  # in a branch's model_options: why it does not merge, for nodes behind it
 KEY = "tome"  # of our wrappers; a second ApplyToMe finds and replaces the first by it
 # values of comfy.patcher_extension.WrappersMP, here since December 2024
 APPLY_MODEL, OUTER_SAMPLE = "apply_model", "outer_sample"
@@ -55,17 +50,8 @@ def find_attached(patcher: Any) -> Any | None:
     return getattr(wrappers[-1], "__self__", None) if wrappers else None
 
 
-def as_computed(model: Any, x: torch.Tensor) -> torch.Tensor:
-    """A call's latents in the dtype in which a BaseModel hands them to its model."""
-    return x.to(getattr(model, "manual_cast_dtype", None) or model.get_dtype())
-
-
 def is_compiled(model: Any, options: dict[str, Any]) -> bool:
-    """Is a model, or a block of it, under ``torch.compile``: in its place already, or by a wrapper of this call?
-
-    ComfyUI has compiled code not look at transformer_options again. What was compiled with our function in them fails
-    in every branch without it, and what was compiled without goes on so.
-    """
+    """Is a model, or a block of it, under ``torch.compile``, whose code does not look at transformer_options again?"""
     if COMPILE_KEY in options.get("wrappers", {}).get(APPLY_MODEL, ()):
         return True
     return any("_orig_mod" in one._modules or one._compiled_call_impl is not None for one in model.modules())
@@ -78,11 +64,6 @@ def has_built_in_merging(patcher: Any) -> bool:
     return any(getattr(patch, "__qualname__", "").startswith("TomePatchModel.") for patch in patches)
 
 
-def leave_note(patcher: Any, text: str) -> None:
-    """Let nodes behind this branch read why it does not merge."""
-    patcher.model_options = {**patcher.model_options, NOTE: text}
-
-
 def name_in(prompt: Any, node_id: Any) -> str:
     """``#12:5 second pass``: a node's number, and its title where somebody has given it one."""
     if node_id is None:
@@ -92,14 +73,9 @@ def name_in(prompt: Any, node_id: Any) -> str:
     return f" #{node_id}" + (f" {title}" if title and "(Token Merging)" not in title else "")
 
 
-def _server() -> Any:
-    # looked up instead of imported: outside ComfyUI `server` is anybody's module
+def server() -> Any:
+    """Of the page. Looked up instead of imported: outside ComfyUI `server` is anybody's module."""
     return getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)
-
-
-def queue_id() -> Any:
-    """Of what the queue runs now; None where nobody tells."""
-    return getattr(_server(), "last_prompt_id", None)
 
 
 def say(text: str, node_id: Any, name: str = "") -> None:
@@ -110,7 +86,7 @@ def say(text: str, node_id: Any, name: str = "") -> None:
 
 def show(text: str, node_id: Any) -> None:
     """In the graph, under the node and the subgraphs around it. Never fails: it runs in mid-queue."""
-    send = getattr(_server(), "send_progress_text", None)
+    send = getattr(server(), "send_progress_text", None)
     if send is None or node_id is None:
         return
     try:

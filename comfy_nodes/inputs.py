@@ -41,9 +41,7 @@ def settings_types() -> dict[str, tuple]:
 def config_of(strength: Any, start: Any, end: Any, settings: Any = None, layout: str = "sd") -> Any:
     """The MergeConfig of ApplyToMe's values, None where it merges nothing. settings: take the strength's place.
 
-    layout: of the model, see `tome_core.strength`.
-
-    Raises ValueError or TypeError, with value, range and remedy, for what the engine refuses.
+    layout: of the model. Raises ValueError or TypeError, with value, range and remedy, for what the engine refuses.
     """
     if settings is None:
         config = hosting.strength(strength, layout=layout)

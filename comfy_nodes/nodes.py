@@ -11,25 +11,18 @@ from typing import Any
 import torch
 
 from . import host, inputs, picture
-from .branch import Asked, BranchMerging, layout_of
+from .branch import BranchMerging, layout_of
 
 ALIASES = ["token merging", "tomesd", "tome", "speed", "faster sampling"]
 HIDDEN = {"unique_id": "UNIQUE_ID"}
 HIDDEN_PROMPT = {**HIDDEN, "prompt": "PROMPT"}
 TOO_OLD = "ToMe: this ComfyUI is older than September 2025; update it to merge. The model is unchanged."
 OFF_TEXT = "ToMe is off, the model is unchanged."
-OFF_BY_SETTINGS = (
-    "ToMe is off, the model is unchanged: these settings merge nothing, because the ratio is 0 or a cell has one token "
-    "(sx=1, sy=1)."
-)
+OFF_BY_SETTINGS = f"{OFF_TEXT[:-1]}: these settings merge nothing, with a ratio of 0 or one token a cell (sx=1, sy=1)."
 NOT_APPLIED = "No merge map: there is no Apply ToMe on this model. Connect the model as it went into the sampler."
 NOT_WAITING = "No merge map: connect the sampler's latent, or the decoded image, so that this node waits for it."
 FROM_CACHE = "No merge map: the sampler's result came from the cache. Change its seed and queue again."
-NO_MAPS = "No merge map."
-STRETCHED = (
-    " (stretched: the last call was not of this picture's size. It was a tile or an area of it, or the picture was "
-    "scaled)"
-)
+STRETCHED = " (stretched: the last call was not of this picture's size, but of a tile or area, or it was scaled)"
 
 
 class _Node:
@@ -60,10 +53,7 @@ class ApplyToMe(_Node):
         self, model: Any, strength: Any = inputs.STRENGTH, start: Any = 0.0, end: Any = 1.0, settings: Any = None,
         measure: Any = False, unique_id: Any = None, prompt: Any = None, **unknown: Any,
     ) -> tuple[Any]:  # fmt: skip
-        """A clone of the model that merges; an equal clone where it cannot, and the node says why.
-
-        unknown: linked inputs of another version's node; `prompt` has those as well.
-        """
+        """A clone of the model that merges; an equal one where it cannot. unknown: of another version's node."""
         clone = model.clone()
         if not host.is_new_enough(clone):
             host.say(TOO_OLD, unique_id)
@@ -77,12 +67,12 @@ class ApplyToMe(_Node):
         dropped, name = _list_dropped(self, prompt, unique_id), host.name_in(prompt, unique_id)
         if config is None:
             text = "\n".join([text, *dropped])
-            host.leave_note(clone, text)
+            clone.model_options = {**clone.model_options, host.NOTE: text}
             host.say(text, unique_id, name)
             return (clone,)
         line = "own settings" if settings is not None else f"strength {strength:g}"
-        facts = {"strength": None if settings is not None else strength, "start": start, "end": end}
-        merging = BranchMerging(config, Asked(line, facts, dropped), unique_id, name, measure is True)
+        facts = {"strength": strength if settings is None else None, "start": start, "end": end, "unknown": dropped}
+        merging = BranchMerging(config, line, facts, unique_id, name, measure is True)
         host.attach(clone, merging.apply_model, merging.outer_sample)
         host.show(f"ToMe: {line}, waits for a sampler behind this node", unique_id)
         return (clone,)
@@ -171,22 +161,19 @@ class ToMePreview(_Node):
     def preview(
         self, model: Any, image: torch.Tensor | None = None, latent: dict | None = None, unique_id: Any = None
     ) -> dict[str, Any]:
-        """Pictures ``[B, H, W * levels, 3]`` and the report; the latter, and its JSON, for the host's history too."""
+        """Pictures ``[B, H, W * levels, 3]`` and the report, which goes into the host's history as JSON, too."""
         pictures = _background(model, image, latent)
         merging = host.find_attached(model)
         latest = None if merging is None else merging.latest
-        maps = {} if latest is None else latest.maps
         if latest is not None:
-            text, data = "\n".join(latest.details), latest.data
+            text, data, maps = "\n".join(latest.details), latest.data, latest.maps
         else:
             why = NOT_APPLIED if merging is None else NOT_WAITING if image is None and latent is None else FROM_CACHE
             text = model.model_options.get(host.NOTE, why)
-            data = {"line": text, "work_saved": None}
-        if maps:
-            drawn = [_panels(one, number, len(pictures), maps) for number, one in enumerate(pictures)]
-        else:
-            drawn = [picture.add_title(one, text if latest is None else f"{NO_MAPS} {latest.lines[0]}")
-                     for one in pictures]  # fmt: skip
+            data, maps = {"line": text, "work_saved": None}, {}
+        title = text if latest is None else f"No merge map. {latest.lines[0]}"
+        drawn = [_panels(one, number - len(pictures), maps) if maps else picture.add_title(one, title)
+                 for number, one in enumerate(pictures)]  # fmt: skip
         host.show(text, unique_id)
         return {"ui": {"text": (text,), "tome_report": (data,)}, "result": (torch.stack(drawn), text)}
 
@@ -206,10 +193,11 @@ def _background(model: Any, image: torch.Tensor | None, latent: dict | None) -> 
     return torch.full((1, 512, 512, 3), 0.5)
 
 
-def _panels(one: torch.Tensor, sample: int, batch: int, maps: dict[int, tuple[int, Any]]) -> torch.Tensor:
+def _panels(one: torch.Tensor, row: int, maps: dict[int, tuple[int, Any]]) -> torch.Tensor:
+    """row: from the end, as a call of the model holds the batch once for each prompt, the positive one last."""
     panels = []
     for level, (downsample, found) in maps.items():
-        group = picture.row_of(found.group, sample, batch)
+        group = found.group[max(row, -len(found.group))]
         title = f"level {level} (latent /{downsample}): {len(group)} tokens -> {found.num_groups}"
         token = 8 * downsample  # in pixels along each side
         if any(abs(side * token - pixels) >= token for side, pixels in zip(found.grid[:2], one.shape[:2], strict=True)):

@@ -14,7 +14,6 @@ _BORDER = 0.7  # brightness left where two groups meet
 def panel(picture: torch.Tensor, grid: Any, group: torch.Tensor, title: str) -> torch.Tensor:
     """The picture with each group in the mean of its own colours; a token that merged with none keeps the picture.
 
-    So the picture shows through, and is coarse where tokens that differ were merged.
     grid: (height, width) in tokens. group: int64 ``[N]``, the group of each token.
     """
     height, width = picture.shape[:2]
@@ -24,8 +23,10 @@ def panel(picture: torch.Tensor, grid: Any, group: torch.Tensor, title: str) -> 
     merged = (sizes[cells] > 1).unsqueeze(-1)
     pixels = torch.bincount(cells.flatten(), minlength=len(sizes)).clamp(min=1)[:, None]
     means = torch.zeros(len(sizes), 3).index_add_(0, cells.flatten(), picture.reshape(-1, 3)) / pixels
-    drawn = torch.where(merged, means[cells], picture)
-    return add_title(drawn * _borders(cells), title)
+    light = torch.ones(height, width, 1)
+    light[1:][cells[1:] != cells[:-1]] = _BORDER
+    light[:, 1:][cells[:, 1:] != cells[:, :-1]] = _BORDER
+    return add_title(torch.where(merged, means[cells], picture) * light, title)
 
 
 def add_title(picture: torch.Tensor, title: str) -> torch.Tensor:
@@ -42,19 +43,8 @@ def add_title(picture: torch.Tensor, title: str) -> torch.Tensor:
     return pixels.reshape(picture.shape).float() / 255
 
 
-def row_of(group: torch.Tensor, sample: int, batch: int) -> torch.Tensor:
-    """The groups ``[N]`` of one sample of the batch, from a map ``[rows or 1, N]``.
-
-    A call of the model holds the batch once for each prompt, the positive one last.
-    """
-    rows = group.shape[0]
-    first = rows - batch if rows >= batch else 0
-    return group[min(first + sample, rows - 1)]
-
-
 def from_latent(samples: torch.Tensor, latent_format: Any) -> torch.Tensor:
-    """A rough picture ``[B, H, W, 3]`` of latents ``[B, C, h, w]``, eight times their size; grey where the format
-    has no colours to offer."""
+    """A rough picture ``[B, H, W, 3]`` of latents ``[B, C, h, w]``; grey where the format has no colours to offer."""
     samples = samples.detach().float().cpu()
     if samples.dim() == 5:  # video: its first frame
         samples = samples[:, :, 0]
@@ -66,10 +56,3 @@ def from_latent(samples: torch.Tensor, latent_format: Any) -> torch.Tensor:
         mixed = torch.einsum("bchw,cr->brhw", samples, torch.tensor(factors)) + bias[:, None, None]
         rgb = ((mixed + 1) / 2).clamp(0, 1)
     return F.interpolate(rgb, scale_factor=8, mode="nearest").movedim(1, -1)
-
-
-def _borders(cells: torch.Tensor) -> torch.Tensor:
-    light = torch.ones(cells.shape)
-    light[1:][cells[1:] != cells[:-1]] = _BORDER
-    light[:, 1:][cells[:, 1:] != cells[:, :-1]] = _BORDER
-    return light.unsqueeze(-1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -16,38 +16,22 @@ _OF_THEIR_OWN = ("sample_dpm_fast", "sample_dpm_adaptive", "sample_ar_video")  #
 _PURE_NOISE = 1e6  # relative to the picture; where there is nothing of it, its share is infinite
 
 
-class Progress(NamedTuple):
-    """What became of a sampling's steps. done: as its sampler reported, if it does; planned: 0 if nobody knows."""
-
-    done: int
-    planned: int
-    computed: int
-    stopped: bool
-
-    @property
-    def text(self) -> str:
-        """``20 steps``; ``12 of 20 steps`` if it was stopped; ``20 steps, 13 of them computed``; "" if nobody knows."""
-        count = hosting.count(self.planned, "step")
-        if self.stopped and self.done < self.planned:
-            return f"{self.done} of {count}"
-        is_part = self.done == self.planned and 0 < self.computed < self.planned
-        return f"{count}, {self.computed} of them computed" if is_part else count if self.planned else ""
-
-
 class HostSampling:
-    """The time of one sampling.
+    """The time of one sampling. sampler, sigmas, noise: those of ``outer_sample``. stopped: it ended by an exception.
 
-    sampler, sigmas, noise: those of ``outer_sample``. The levels are read once, at the first call of the model. From
-    the step that the sampler's callback reports follows the level of the calls after it: a second-order sampler's
-    middle ones count as the step's end. A sampler of which that is not known is waited for at each call.
+    The levels are read once, at the first call of the model. From the step that the sampler's callback reports follows
+    the level of the calls after it: a second-order sampler's middle ones count as the step's end. A sampler of which
+    that is not known is waited for at each call.
     """
 
     def __init__(self, sampler: Any = None, sigmas: Any = None, noise: Any = None) -> None:
         # no noise of its own: it goes on with a picture that another sampling has begun. ComfyUI makes it on the CPU
         self._continues = torch.is_tensor(noise) and noise.device.type == "cpu" and not noise.any()
-        self._pictures = len(noise) if torch.is_tensor(noise) else None
-        self._sigmas = sigmas
-        self._heard = hosting.Steps(_follows_list(sampler))
+        self._pictures, self.stopped = len(noise) if torch.is_tensor(noise) else None, False
+        self._sigmas, self._planned = sigmas, max(0, len(sigmas) - 1) if hasattr(sigmas, "__len__") else 0
+        function = getattr(sampler, "sampler_function", None)
+        follows = getattr(function, "__module__", "") in _KNOWN and function.__name__ not in _OF_THEIR_OWN
+        self._heard = hosting.Steps(follows)
         self._known: dict[tuple, Any] = {}  # what a model's own schedule was asked, each of which may wait
         self._computed: set[int] = set()  # steps; others are those that EasyCache or LazyCache left out
 
@@ -60,10 +44,20 @@ class HostSampling:
 
         return heard
 
-    def steps(self, sigmas: Any, stopped: bool) -> Progress:
-        """So far. sigmas: as of ``outer_sample``; stopped: by an exception."""
-        planned = max(0, len(sigmas) - 1) if hasattr(sigmas, "__len__") else 0
-        return Progress(self._heard.done, planned, len(self._computed), stopped)
+    @property
+    def steps(self) -> dict[str, int]:
+        """How many are done, as the sampler reported, if it does; planned, 0 if nobody knows; and were computed."""
+        return {"steps": self._heard.done, "steps_planned": self._planned, "steps_computed": len(self._computed)}
+
+    @property
+    def text(self) -> str:
+        """``20 steps``; ``12 of 20 steps`` if it was stopped; ``20 steps, 13 of them computed``; "" if nobody knows."""
+        done, planned, computed = self.steps.values()
+        count = hosting.count(planned, "step")
+        if self.stopped and done < planned:
+            return f"{done} of {count}"
+        is_part = done == planned and 0 < computed < planned
+        return f"{count}, {computed} of them computed" if is_part else count if planned else ""
 
     def note_call(self, options: dict[str, Any]) -> None:
         """A call of the model has been answered, by the model or by EasyCache. options: its transformer_options."""
@@ -77,10 +71,7 @@ class HostSampling:
         return float(t.reshape(-1)[0]) if torch.is_tensor(t) else float(t)
 
     def pictures_in(self, x: Any, options: dict[str, Any]) -> int | None:
-        """How many pictures a call of the model holds all conditions of; None for one that holds some of them alone.
-
-        x: its latents, each picture's once for each condition. A window of a film holds some of the pictures.
-        """
+        """How many pictures a call with these latents holds all conditions of; None for one that holds some alone."""
         conditions = options.get("cond_or_uncond")
         whole = conditions is not None and torch.is_tensor(x) and self._pictures is not None
         return self._pictures if whole and len(x) == len(conditions) * self._pictures else None
@@ -94,10 +85,7 @@ class HostSampling:
         return last <= sigma <= first
 
     def timesteps(self, model_sampling: Any, options: dict[str, Any], flows: bool = False) -> tuple[float, ...] | None:
-        """Of all steps of this sampling; None if that is not known, or if it goes on with another's picture.
-
-        On the scale of `timestep_of`. options: as of `sigma`.
-        """
+        """Of all steps, as of `timestep_of`; None if they are not known, or if it goes on with another's picture."""
         key = id(model_sampling), flows
         if key not in self._known:
             levels = [] if self._continues else self._levels_in(options)
@@ -125,21 +113,12 @@ def is_flow(model_sampling: Any) -> bool:
 
 
 def timestep_of(sigma: float, model_sampling: Any, flows: bool) -> float:
-    """Of a noise level, on Stable Diffusion's schedule. flows: a flow model's is the share of the noise, of 1000.
-
-    As a noise's deviation relative to the picture's, half of a film's steps would all be the noisiest there is.
-    """
+    """Of a noise level, on Stable Diffusion's schedule. flows: a flow model's is the share of the noise, of 1000."""
     if not is_flow(model_sampling):  # EDM models see the picture at another deviation than 1
         relative = sigma / getattr(model_sampling, "sigma_data", 1.0)
-    elif flows:
+    elif flows:  # relative to the picture, half of a film's steps would all be the noisiest there is
         return 1000.0 * sigma
     else:  # of the picture it sees 1 - sigma, under sigma of the noise
         noise = sigma * getattr(model_sampling, "noise_scale", 1.0)
         relative = noise / max(1.0 - sigma, noise / _PURE_NOISE) if noise > 0 else 0.0
     return hosting.STABLE_DIFFUSION.timestep_of_sigma(relative)
-
-
-def _follows_list(sampler: Any) -> bool:
-    function = getattr(sampler, "sampler_function", None)
-    name = getattr(function, "__name__", "")
-    return getattr(function, "__module__", "") in _KNOWN and name not in _OF_THEIR_OWN

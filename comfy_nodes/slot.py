@@ -69,10 +69,7 @@ def name_in_force(function: Any, options: dict[str, Any]) -> str:
 
 
 def _parts(function: Any) -> tuple[Any, ...]:
-    """Functions that may answer a call: one by itself, or a node's, ComfyUI's, and what the node's holds on to.
-
-    ComfyUI's own node for choosing a function puts one there that holds the chosen one.
-    """
+    """Functions that may answer a call: one by itself, or a node's, ComfyUI's, and what the node's has chosen."""
     if not isinstance(function, Through):
         return (function,)
     held = (cell.cell_contents for cell in getattr(function.override, "__closure__", None) or ())

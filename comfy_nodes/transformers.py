@@ -1,7 +1,4 @@
-"""Merging in one of ComfyUI's transformers: in every attention that asks the slot and whose tokens' place is known.
-
-Models are known by names alone, nothing of ComfyUI is imported.
-"""
+"""Merging in one of ComfyUI's transformers: in every attention that asks the slot and whose tokens' place is known."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ import torch
 from . import slot
 from .host import hosting
 
-# transformers whose sequence is text, then the picture, then reference pictures, of which transformer_options tell
+# by name: transformers whose sequence is text, the picture, then reference pictures, of which transformer_options tell
 _TEXT_FIRST = frozenset({
     "Flux", "Chroma", "MMDiT", "MMDIT", "OpenAISignatureMMDITWrapper", "QwenImageTransformer2DModel", "HunyuanVideo",
     "SingleStreamDiT",
@@ -87,13 +84,11 @@ def where_tokens_lie(model: Any, grid: Any, tokens: int, options: dict) -> Any |
         return hosting.Layout(grid)
     if names & _PICTURE_LAST:
         first = beside - -(grid.height * grid.width) % (getattr(model, "pad_tokens_multiple", None) or 1)
-    elif names & _TEXT_FIRST and not _is_picture_first(model):
+    elif names & _TEXT_FIRST:
         first = beside - sum(options.get(_REFERENCES) or ())
+        # an earlier ComfyUI's HunyuanVideo: references lie before its film, of a length that nobody tells
+        if any(getattr(block, "flipped_img_txt", False) for block in getattr(model, "double_blocks", ())):
+            first = -1
     else:
         first = -1
     return hosting.Layout(grid, first) if first >= 0 else f"{beside} {BESIDE}"
-
-
-def _is_picture_first(model: Any) -> bool:
-    """An earlier ComfyUI's HunyuanVideo, whose references lie before its film, of a length that nobody tells."""
-    return any(getattr(block, "flipped_img_txt", False) for block in getattr(model, "double_blocks", ()))

@@ -18,11 +18,7 @@ _OTHER_KEYS = "queries and keys are not of the same tokens"
 
 
 class UnetMerging:
-    """A UNet in one sampling. state: the engine's; told: see `slot.tell`.
-
-    An attention is known by what transformer_options tell: its block, and its transformer block in there. Raises
-    UnsupportedModelError or TypeError for a model without blocks that are known.
-    """
+    """A UNet in one sampling. state: the engine's; told: see `slot.tell`. Raises as `hosting.patch_of` does."""
 
     flows = False
 
@@ -49,7 +45,8 @@ class UnetMerging:
             place = before
             # a block asks for its self-attention, for that to the prompt, and then, in films, for those over time
             level = None if place == last else self._levels.get(place)
-            if level is None or _is_replaced(*place, told):
+            others = told.get("patches_replace", {}).get("attn1", {})  # another node's
+            if level is None or place[0] in others or (*place[0], place[1]) in others:
                 return asked.unmerged()
             missing[level] -= 1
             sides = told["activations_shape"][-2:] if "activations_shape" in told else self._sides(latent, level)
@@ -61,13 +58,10 @@ class UnetMerging:
 
         yield ask
         if not is_left_out(options):
-            self._count(call, latent, missing)
-
-    def _count(self, call: Any, latent: torch.Tensor, missing: Counter) -> None:
-        for level in missing.elements():
-            if call.rules[level].attn is not None:
-                tokens = math.prod(self._sides(latent, level))
-                self.state.leave_alone(call, level, hosting.REPLACED, len(latent), tokens, tokens)
+            for level in missing.elements():
+                if call.rules[level].attn is not None:
+                    tokens = math.prod(self._sides(latent, level))
+                    self.state.leave_alone(call, level, hosting.REPLACED, len(latent), tokens, tokens)
 
     def _sides(self, latent: torch.Tensor, level: int) -> list[int]:
         return [-(-side // self._downsamples[level]) for side in latent.shape[-2:]]
@@ -78,9 +72,3 @@ def _told_of(path: str) -> tuple[tuple[str, int], int]:
     stage, number, *_, index = path.split(".")
     kind = stage.partition("_")[0]
     return (kind, 0 if kind == "middle" else int(number)), int(index)
-
-
-def _is_replaced(block: tuple[str, int], index: int, told: dict[str, Any]) -> bool:
-    """Does another node stand in for this block's self-attention?"""
-    others = told.get("patches_replace", {}).get("attn1", {})
-    return block in others or (*block, index) in others

@@ -1,7 +1,4 @@
-"""All that is asked of the webui: the only file here that knows its modules.
-
-Imported by the shim, when the webui runs its scripts; each question has an answer where a webui is older or a fork.
-"""
+"""All that is asked of the webui, which may be older or a fork: the only file here that knows its modules."""
 
 from __future__ import annotations
 
@@ -10,15 +7,16 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 from modules import script_callbacks, scripts, shared
 from torch import nn
 
-from ..tome_core.hosting import SD, find_unet, layout_of
+from ..tome_core.hosting import SD, find_unet, is_kind, layout_of
 from . import sdnext
 
 Script = scripts.Script
@@ -27,6 +25,7 @@ ALWAYS_VISIBLE = scripts.AlwaysVisible
 HAS_SAMPLING_HOOK = hasattr(scripts.Script, "process_before_every_sampling")
 HYPERTILE = "__webui_hypertile_params"  # on each attention that A1111's HyperTile has wrapped, for good
 _BUILT_IN = "get_token_merging_ratio"
+STAND_INS = (_BUILT_IN, sdnext.INIT_HIRES)  # methods of a job that may be ours for the time of it
 
 
 def set_up_console(name: str) -> None:
@@ -38,10 +37,7 @@ def set_up_console(name: str) -> None:
 
 
 def listen(**callbacks: Callable) -> None:
-    """Be called back: ``cfg_denoiser=f`` is ``script_callbacks.on_cfg_denoiser(f)``. The webui forgets at a reload.
-
-    What a webui does not tell is not heard: only SD.Next has ``after_process``.
-    """
+    """Be called back: ``cfg_denoiser=f`` is ``script_callbacks.on_cfg_denoiser(f)``, where a webui has that."""
     for name, function in callbacks.items():
         register = getattr(script_callbacks, f"on_{name}", None)
         if register is not None:
@@ -57,19 +53,14 @@ def option(key: str, default: Any) -> Any:
 def add_option(
     key: str, default: Any, label: str, help: str, arguments: dict[str, Any], section: tuple[str, str]
 ) -> None:
-    """Put a setting into the settings tab. arguments: of its radio or slider; none for what suits the default.
+    """Put a setting into the settings tab. arguments: of its radio or slider; none for what suits the default."""
+    import gradio
 
-    It is saved as it is, for after a request the webuis put back only what was saved once.
-    """
-    made = None
-    if arguments:
-        import gradio
-
-        made = gradio.Radio if "choices" in arguments else gradio.Slider
+    made = gradio.Radio if "choices" in arguments else gradio.Slider if arguments else None
     info = shared.OptionInfo(default, label, made, arguments or None, section=section).info(help)
     info.category_id = "sd"  # with Optimizations, in A1111 and the Forges
     shared.opts.add_option(key, info)
-    shared.opts.data.setdefault(key, default)
+    shared.opts.data.setdefault(key, default)  # after a request the webuis put back only what was saved once
 
 
 def running_unet(p: Any) -> Any:
@@ -99,31 +90,23 @@ def layout(unet: Any = None) -> str:
 
 
 def on_the_card(function: Callable[[], Any]) -> Any:
-    """The function's result, run as the webui runs a job: alone, on its thread, with the model where it samples.
-
-    Raises RuntimeError while a job goes on.
-    """
+    """The function's result, run as a job is: alone, on its thread. Raises RuntimeError while a job goes on."""
     lock = getattr(sys.modules.get("modules.call_queue"), "queue_lock", None) or threading.Lock()
     if not lock.acquire(blocking=False):
         raise RuntimeError("a picture is being made; measure when it is done")
-    try:
-        main = sys.modules.get("modules_forge.main_thread")
-        return _in_its_place(function) if main is None else _on_thread(main, lambda: _in_its_place(function))
-    finally:
-        lock.release()
-
-
-def _on_thread(main: Any, function: Callable[[], Any]) -> Any:
-    """Forge's main thread swallows what is raised."""
     done: Future = Future()
 
     def run() -> None:
         try:
-            done.set_result(function())
-        except Exception as error:
+            done.set_result(_in_its_place(function))
+        except Exception as error:  # which Forge's main thread would swallow
             done.set_exception(error)
 
-    main.run_and_wait_result(run)
+    try:
+        main = sys.modules.get("modules_forge.main_thread")
+        run() if main is None else main.run_and_wait_result(run)
+    finally:
+        lock.release()
     return done.result(timeout=0)
 
 
@@ -165,11 +148,9 @@ def read_time(params: Any) -> dict[str, float]:
     """The step's time by name, sigma or timestep. Waits for the device where that has it."""
     value = max(0.0, float(params.sigma.reshape(-1)[0]))  # UniPC's last may be just below
     denoiser = getattr(params, "denoiser", None)
-    kinds = [cls.__name__ for cls in type(denoiser).__mro__]
     # DDIM, PLMS and UniPC count in timesteps, which Forge has turned into sigmas by now
-    if "CFGDenoiserTimesteps" in kinds and not getattr(denoiser, "classic_ddim_eps_estimation", False):
-        return {"timestep": value}
-    return {"sigma": value}
+    counts = is_kind(denoiser, "CFGDenoiserTimesteps") and not getattr(denoiser, "classic_ddim_eps_estimation", False)
+    return {"timestep" if counts else "sigma": value}
 
 
 def relative(p: Any, time: dict[str, float]) -> dict[str, float]:
@@ -188,18 +169,10 @@ def through_hypernetworks(tokens: Any) -> tuple[Any, Any]:
     return known.apply_hypernetworks(loaded, tokens) if known is not None and loaded else (tokens, tokens)
 
 
-def first_seed(p: Any) -> int:
-    """The seed of the current batch's first image; 0 where there is none yet."""
-    seeds = getattr(p, "seeds", None) or getattr(p, "all_seeds", None) or [0]
-    return int(seeds[0])
-
-
 def first_row(p: Any) -> int:
-    """The first picture's row in what the UNet computes in one call, by its prompt; negative counts from the end.
-
-    A1111 computes the prompts and then the negative prompts, the Forges and SD.Next the other way round.
-    """
+    """The first picture's row in what the UNet computes in one call, by its prompt; negative counts from the end."""
     model = _running_model(p)
+    # A1111 computes the prompts first, the Forges and SD.Next the negative prompts
     prompts_first = getattr(model, "forge_objects", None) is None and not sdnext.is_pipeline(model)
     return 0 if prompts_first else -int(p.batch_size)
 
@@ -232,21 +205,20 @@ def size_of(p: Any, hires: bool) -> tuple[int, int]:
 
 def hires_size(width: int, height: int, scale: float, resize_x: int, resize_y: int) -> tuple[int, int]:
     """What the webui makes of the controls of Hires. fix."""
-    from modules.processing import StableDiffusionProcessingTxt2Img
+    from modules.processing import StableDiffusionProcessingTxt2Img as Job
 
-    if hasattr(StableDiffusionProcessingTxt2Img, "init_hr"):
-        return sdnext.hires_size(StableDiffusionProcessingTxt2Img, width, height, scale, resize_x, resize_y)
-    p = StableDiffusionProcessingTxt2Img(width=width, height=height, enable_hr=True, hr_scale=scale,
-                                         hr_resize_x=resize_x, hr_resize_y=resize_y)  # fmt: skip
-    p.calculate_target_resolution()
+    asked = {"width": width, "height": height, "hr_scale": scale, "hr_resize_x": resize_x, "hr_resize_y": resize_y}
+    if hasattr(Job, sdnext.INIT_HIRES):  # SD.Next's, of which none is made for this
+        p = SimpleNamespace(**asked, hr_upscaler="", hr_sampler_name="")
+        Job.init_hr(p)
+    else:
+        p = Job(**asked, enable_hr=True)
+        p.calculate_target_resolution()
     return size_of(p, hires=True)
 
 
 def silence_built_in(p: Any, silences: Callable[[Any, bool], bool]) -> None:
-    """Turn the webui's own token merging, and its infotext, off in some passes of this job. Dies with ``p``.
-
-    silences: of (p, is it the hires pass), asked when the webui asks for the ratio, which is once settings are final.
-    """
+    """Turn the webui's own token merging, and its infotext, off in passes of this job that ``silences(p, hires)``."""
     this = weakref.ref(p)
 
     def ratio(for_hr: bool = False) -> float:
@@ -257,11 +229,6 @@ def silence_built_in(p: Any, silences: Callable[[Any, bool], bool]) -> None:
     setattr(p, _BUILT_IN, ratio)
 
 
-def restore_built_in(p: Any) -> None:
-    """Undo `silence_built_in`, also where a copy of ``p`` (an X/Y/Z plot's) inherited it."""
-    vars(p).pop(_BUILT_IN, None)
-
-
 def built_in_ratio(p: Any, hires: bool) -> float:
     """The ratio of the webui's own token merging in a pass, as if we were not there; 0 is off."""
     own = getattr(type(p), _BUILT_IN, None)
@@ -270,10 +237,8 @@ def built_in_ratio(p: Any, hires: bool) -> float:
 
 def plot_module() -> Any | None:
     """The module of the X/Y/Z plot, which the webui runs anew at each reload."""
-    for data in getattr(scripts, "scripts_data", ()):
-        if data.script_class.__module__ in ("xyz_grid.py", "scripts.xyz_grid"):
-            return data.module
-    return None
+    return next((one.module for one in getattr(scripts, "scripts_data", ())
+                 if one.script_class.__module__ in ("xyz_grid.py", "scripts.xyz_grid")), None)  # fmt: skip
 
 
 def accordion(is_on: bool, label: str, elem_id: str) -> Any:
@@ -288,25 +253,16 @@ def has_setting_called(key: str) -> bool:
     return any(name == key for name, _ in getattr(sys.modules.get("modules.infotext"), "mapping", ()))
 
 
-def add_message(processed: Any, text: str) -> None:
-    """Put a line under the finished picture."""
-    processed.comments = f"{getattr(processed, 'comments', '') or ''}{text}\n"
-
-
-def add_fact(processed: Any, facts: Mapping[str, Any]) -> None:
-    """Tell API callers, who get no comments: in ``info.extra_generation_params``, not in the picture's infotext."""
-    processed.extra_generation_params = {**(getattr(processed, "extra_generation_params", None) or {}), **facts}
+def add_message(p: Any, processed: Any, text: str) -> None:
+    """Put a line under the finished picture, or under whatever a script that somebody selected makes of this job."""
+    if not is_of_script(p):
+        processed.comments = f"{getattr(processed, 'comments', '') or ''}{text}\n"
+    elif hasattr(p, "comment"):
+        p.comment(text)
 
 
 class Fact(dict):
-    """One for API callers that may lie among a job's own facts: a webui that calls those leaves it out of infotexts.
-
-    jobs: what each told that it is about.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.jobs: list[dict[str, Any]] = []
+    """For API callers, who get no comments. It may lie among a job's own facts: if called it stays out of infotexts."""
 
     def __call__(self, **facts: Any) -> None:
         """Nothing to write."""
@@ -322,14 +278,3 @@ def is_of_script(p: Any) -> bool:
     """Does a script that somebody selected run this job? It goes on with the job's pictures, and makes the result."""
     arguments = getattr(p, "script_args", None)
     return bool(arguments and arguments[0])
-
-
-def request_of(p: Any) -> Any:
-    """What all jobs of one request have in common, copies of its first one too."""
-    return getattr(p, "script_args", None)
-
-
-def add_comment(p: Any, text: str) -> None:
-    """Put a line under whatever a script will make of this job."""
-    if hasattr(p, "comment"):
-        p.comment(text)

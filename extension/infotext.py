@@ -8,7 +8,6 @@ parser would split.
 from __future__ import annotations
 
 import logging
-import math
 import reprlib
 from collections.abc import Mapping
 from functools import partial
@@ -27,17 +26,12 @@ _CHANGES = "_tome_core_xyz"
 
 def text_of(wish: Wish) -> str:
     """The key's value for pictures that this wish made."""
-    parts = [f"{wish.strength:.12g}"]
-    if wish.where != EVERYWHERE:
-        parts.append(wish.where)
-    return "; ".join([*parts, *(f"{name}={value}" for name, value in wish.changes.items())])
+    where = () if wish.where == EVERYWHERE else (wish.where,)
+    return "; ".join([f"{wish.strength:.12g}", *where, *(f"{name}={value}" for name, value in wish.changes.items())])
 
 
 def wish_in(text: str, layout: str) -> Wish:
-    """The inverse. Raises ValueError for what makes no sense as a whole.
-
-    layout: of the model, see `strength`. A part that makes no sense is left out, and told in `Wish.left_out`.
-    """
+    """The inverse; parts that make no sense are told in `Wish.left_out`. Raises ValueError if the whole makes none."""
     first, *parts = str(text)[:_LONGEST].split("; ")
     try:
         strength = float(first)
@@ -63,17 +57,13 @@ def _value(one: form.Field, text: str) -> Any:
     if isinstance(one.default, bool):
         return {"True": True, "False": False}.get(text, text)
     try:
-        value = float(text)
+        return float(text)
     except ValueError:
         return text
-    return int(value) if math.isfinite(value) and value.is_integer() and isinstance(one.default, int) else value
 
 
 class Paste:
-    """What a pasted infotext sets, read and told of once for all controls of a panel.
-
-    for_api: what cannot be read is a wrong value of the job, which is then told.
-    """
+    """What a pasted infotext sets, read once for all controls. for_api: what cannot be read is a job's wrong value."""
 
     def __init__(self, for_api: bool = False) -> None:
         self._for_api = for_api

@@ -1,23 +1,18 @@
-"""Whether merging pays here, in a line: before a picture on request, after one where the user asked for it."""
+"""Whether merging pays here, in a line: as is known before a picture, or measured on request."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 
 from ..tome_core.hosting import MergeConfig, patch_of
 from . import host
-from .merging import Job
 from .wish import HIRES, PASSES, Wish
-
-logger = logging.getLogger(__name__)
 
 
 def answer(wish: Wish, sizes: Mapping[bool, tuple[int, int]], measure: bool = False) -> str:
-    """``1024x1536: 1.31 times as fast``, for each pass that merges.
+    """``1024x1536: about 1.3x faster``, for each pass that merges.
 
-    sizes: width and height in pixels, by: is it the hires pass. measure: what is not known, which takes seconds; else
-    no model is called.
+    sizes: width and height in pixels, by: is it the hires pass. measure: what is not known; else no model is called.
     """
     if not wish.strength:
         return "strength 0: off"
@@ -30,21 +25,6 @@ def answer(wish: Wish, sizes: Mapping[bool, tuple[int, int]], measure: bool = Fa
     if len(sizes) == 1:
         return "".join(told.values())
     return "; ".join(f"{PASSES[hires]} {text}" for hires, text in told.items())
-
-
-def measure_after(job: Job) -> None:
-    """For calls as a job's passes made them, where nobody has yet. Never fails: the pictures are done."""
-    for record in job.records.values():
-        if record.handle is None:
-            continue
-        try:
-            with host.autocast():
-                gain = record.handle.measure_latest()
-        except Exception as error:  # whatever else is on the model; nobody asked for more than a picture
-            logger.warning("whether merging pays was not measured: %s", error)
-            continue
-        if gain is not None:
-            logger.info("measured: %s (%s)", gain.line, gain)
 
 
 def _answer(hires: bool, width: int, height: int, config: MergeConfig, measure: bool) -> str:

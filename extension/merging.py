@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..tome_core.hosting import MergeConfig, Patch, Report, UnsupportedModelError, patch, patch_of
@@ -18,20 +18,25 @@ from . import host
 from .pace import Pace
 from .wish import Wish
 
-_ATTRIBUTE = "_tome_core_job"
+JOB = "_tome_core_job"  # attribute of a ``p``
 
 
 @dataclass
 class PassRecord:
-    """What became of one pass, or of its repetitions over a job's batches. steps_live: inside the time range."""
+    """What became of one pass, or of its repetitions over a job's batches. steps_merged: inside the time range."""
 
     calls: int = 0
     steps: int = 0
-    steps_live: int = 0
+    steps_merged: int = 0
     reports: list[Report] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
     maps: dict[int, Any] = field(default_factory=dict)
     handle: Patch | None = None  # the last of it, off by now
+
+    @property
+    def report(self) -> Report:
+        """On all of it."""
+        return replace(Report.join(self.reports), calls=self.calls, patched=bool(self.reports))
 
 
 class Job:
@@ -50,13 +55,12 @@ class Job:
 
     def config(self, hires: bool, layout: str | None = None) -> MergeConfig | None:
         """The engine's settings for a pass; None where it is left alone. layout: of the model that runs in it."""
-        return self.wish.config(hires, host.first_seed(self.p()), layout or host.layout())
+        p = self.p()
+        seeds = getattr(p, "seeds", None) or getattr(p, "all_seeds", None) or [0]  # of this batch
+        return self.wish.config(hires, int(seeds[0]), layout or host.layout())
 
     def why_left(self, hires: bool) -> str:
-        """Why a pass is left alone, as far as is known before it; "" where it is ours.
-
-        Asked once, so that what is said of a pass is what was done in it.
-        """
+        """Why a pass is left alone, as far as is known before it, and stays so; "" where it is ours."""
         if hires not in self._left:
             self._left[hires] = self._why_left(hires)
         return self._left[hires]
@@ -76,20 +80,11 @@ class Job:
         except (AttributeError, TypeError, ValueError) as error:  # of a model that we do not know
             return str(error)
 
-    def built_in(self, hires: bool) -> float:
-        """The ratio of the webui's own merging that a pass would have had without us."""
-        return host.built_in_ratio(self.p(), hires)
-
 
 def job_of(p: Any) -> Job | None:
     """The job of this very object; a copy of ``p`` inherits the attribute, but not the job."""
-    job = vars(p).get(_ATTRIBUTE)
+    job = vars(p).get(JOB)
     return job if job is not None and job.p() is p else None
-
-
-def set_job(p: Any, job: Job) -> None:
-    """Hang the job on its ``p``."""
-    setattr(p, _ATTRIBUTE, job)
 
 
 class Armed:
@@ -101,7 +96,6 @@ class Armed:
         self.handle: Patch | None = None
         self._tried: Any = None  # weakly, the UNet that the armed pass runs on, patched or left alone
         self._pace: Pace | None = None  # also what tells the pass that is armed from all others
-        self._calls = self._live = 0  # of the model in it
         self._pass = ExitStack()  # in SD.Next, where no denoiser tells of its calls
 
     def arm(self, p: Any, hires: bool) -> None:
@@ -111,13 +105,13 @@ class Armed:
         if job is None or job.config(hires) is None:
             return
         # in a pass of the webui's own merging only where ours is better than that
-        reason = job.why_left(hires) if job.built_in(hires) else host.reason_to_step_aside(hires)
+        reason = job.why_left(hires) if host.built_in_ratio(p, hires) else host.reason_to_step_aside(hires)
         if reason:
             job.records[hires].refusals.append(reason)
             return
         self.job, self.hires = job, hires
         self._put_on(host.running_unet(p))
-        self._pace, self._calls, self._live = Pace(p, self.handle is not None and self.handle.wants_time), 0, 0
+        self._pace = Pace(p, self.handle is not None and self.handle.wants_time)
 
     def step(self, params: Any) -> None:
         """Before each call of the model: the right model patched, for the right job, knowing its time."""
@@ -133,16 +127,16 @@ class Armed:
         if self.handle is not None and self.handle.wants_time:
             time, timesteps = host.relative(p, self._pace.time(params)), self._pace.timesteps(p)
             self.handle.set_time(**time, sampling=self._pace, pictures=p.batch_size, timesteps=timesteps)
-        self._count()
+        self._note_call()
 
     def disarm(self) -> None:
         """Take the patch off, keeping what it counted. Idempotent."""
         self._take_off()
         if self._pace is not None:
             self._pace.take_off()
-            record, (steps, live) = self.job.records[self.hires], self._pace.steps(self._calls, self._live)
-            record.calls, record.steps = record.calls + self._calls, record.steps + steps
-            record.steps_live += live
+            record = self.job.records[self.hires]
+            for name, count in self._pace.counts().items():
+                setattr(record, name, getattr(record, name) + count)
         self.job = self._pace = None
 
     def _follow(self, unet: Any) -> None:
@@ -168,13 +162,11 @@ class Armed:
         self.handle.keep_maps(self.job.keeps_maps)
         if pipeline is not None:
             self._pipeline = pipeline  # kept, because the engine's own reference to it is weak
-            self._pass.enter_context(pipeline.unet.register_forward_hook(lambda *_: self._count()))
+            self._pass.enter_context(pipeline.unet.register_forward_hook(lambda *_: self._note_call()))
             self._pass.enter_context(self.handle.sampling(p.batch_size))  # all calls are one sampling
 
-    def _count(self) -> None:
-        is_live = self.handle is not None and self.handle.is_live
-        self._calls, self._live = self._calls + 1, self._live + is_live
-        self._pace.note_call(is_live)
+    def _note_call(self) -> None:
+        self._pace.note_call(self.handle is not None and self.handle.is_live)
 
     def _take_off(self) -> None:
         handle, self.handle = self.handle, None

@@ -10,13 +10,8 @@ from typing import Any
 from ..tome_core.hosting import STABLE_DIFFUSION, Steps
 from . import host
 
-# functions of k-diffusion and their likes in the Forges: they call the model at the sigmas of their list, one after
-# another, and say after each step's first call which it was
-_BY_SIGMA = frozenset({
-    "sample_ddpm", "sample_deis", "sample_dpm_2", "sample_dpm_2_ancestral", "sample_dpmpp_2m", "sample_dpmpp_2m_sde",
-    "sample_dpmpp_2s_ancestral", "sample_dpmpp_3m_sde", "sample_dpmpp_sde", "sample_euler", "sample_euler_ancestral",
-    "sample_heun", "sample_heunpp2", "sample_ipndm", "sample_ipndm_v", "sample_lcm", "sample_lms",
-})  # fmt: skip
+# where functions of k-diffusion and their likes in the Forges lie: those that are given a list of sigmas call the model
+# at them, one after another, and say after each step's first call which it was
 _SIGMA_MODULES = (
     "k_diffusion.sampling", "k_diff.k_diffusion.sampling", "ldm_patched.k_diffusion.sampling",
     "modules.sd_samplers_lcm", "backend.modules.k_diffusion_extra",
@@ -37,6 +32,7 @@ class Pace:
     def __init__(self, p: Any, asks: bool) -> None:
         self._heard = Steps()
         self._timesteps: tuple[float, ...] | None = None
+        self._calls = self._calls_live = 0  # of the model
         self._live: dict[int, bool] = {}  # by step: did its first call merge?
         sampler = getattr(p, "sampler", None)
         self._sampler = (lambda: None) if sampler is None else weakref.ref(sampler)  # an aborted job's must not stay
@@ -57,12 +53,15 @@ class Pace:
 
     def note_call(self, is_live: bool) -> None:
         """The model is called; does it merge?"""
+        self._calls, self._calls_live = self._calls + 1, self._calls_live + is_live
         self._live.setdefault(self._heard.done, is_live)
 
-    def steps(self, calls: int, live: int) -> tuple[int, int]:
-        """How many there were, and how many merged. calls, live: of the model, for a sampler that was not heard."""
-        done = self._heard.done
-        return (done, done if live == calls else min(done, sum(self._live.values()))) if done else (calls, live)
+    def counts(self) -> dict[str, int]:
+        """How many there were; of a sampler that was not heard each call is a step."""
+        done, calls, live = self._heard.done, self._calls, self._calls_live
+        if done:
+            live = done if live == calls else min(done, sum(self._live.values()))
+        return {"calls": calls, "steps": done or calls, "steps_merged": live}
 
     def time(self, params: Any) -> dict[str, float]:
         """The time of the step that the denoiser announces, as a keyword for the engine's ``set_time``."""
@@ -101,6 +100,6 @@ class Pace:
 def _list_of(function: Any) -> str:
     """The argument that lists the times a sampler's function calls the model at; "" where that is not known."""
     module, name = getattr(function, "__module__", ""), getattr(function, "__name__", "")
-    if module in _SIGMA_MODULES and name in _BY_SIGMA:
+    if module in _SIGMA_MODULES:
         return "sigmas"
     return "timesteps" if module == _TIMESTEP_MODULE and name in _BY_TIMESTEP else ""

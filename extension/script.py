@@ -10,10 +10,10 @@ import sys
 from typing import Any
 
 from ..tome_core import hosting
-from . import attentions, host, infotext, measuring, options, sdnext
-from .merging import Job, armed, job_of, set_job
+from . import attentions, host, infotext, options, sdnext
+from .merging import JOB, Job, armed, job_of
 from .summary import data_of, draw_map, lines_of
-from .wish import TITLE, Wish, read
+from .wish import PASSES, TITLE, Wish, read
 
 logger = logging.getLogger(__name__)
 FACT = "ToMe report"  # for API callers
@@ -47,9 +47,8 @@ class TokenMerging(host.Script):
     def before_process(self, p: Any, *values: Any) -> None:
         """A job begins, its own settings not yet in force. What an aborted one left behind goes first."""
         armed.disarm()
-        host.restore_built_in(p)
-        sdnext.forget_hires(p)
-        set_job(p, None)
+        for name in (JOB, *host.STAND_INS):  # also those that this p, as a copy, inherited
+            vars(p).pop(name, None)
         self._open = [one for one in self._open if not one.is_over and one.p() is not None]
         host.silence_built_in(p, lambda p, hires: not _job_of(p, values).why_left(hires))
 
@@ -60,13 +59,13 @@ class TokenMerging(host.Script):
             logger.error("%s", job.error)
         job.is_inside = bool(self._open) or host.is_of_script(p)
         self._open.append(job)
-        request = host.request_of(p)
+        request = getattr(p, "script_args", None)  # of all jobs of one request, copies of its first one too
         if request is None or request is not self._request:
             self._request, self._fact = request, host.Fact()
         job.fact = self._fact
         if (job.error or job.wish.enabled) and host.calls_facts() and p.extra_generation_params is not None:
             p.extra_generation_params[FACT] = job.fact  # where a script finds it that makes a result of its own
-        _write(p, job, job.wish.merges(host.has_hires(p)))
+        _write(p, job, any(job.wish.config(hires) for hires in PASSES if host.has_hires(p) or not hires))
 
     def process_batch(self, p: Any, *values: Any, **facts: Any) -> None:
         """A batch begins; before webui 1.10 this is the last call before its first pass."""
@@ -92,7 +91,7 @@ class TokenMerging(host.Script):
     def postprocess_batch(self, p: Any, *values: Any, **facts: Any) -> None:
         """All passes of a batch are over. Its pictures' infotexts are written next; others' own jobs may follow."""
         armed.disarm()
-        sdnext.forget_hires(p)
+        vars(p).pop(sdnext.INIT_HIRES, None)
         job = job_of(p)
         if job is not None:
             _write(p, job, job.merged)
@@ -116,7 +115,7 @@ def _job_of(p: Any, values: tuple) -> Job:
             job = Job(p, read(values, options.of_dial, infotext.changes_of(p), host.layout()))
         except (ValueError, TypeError) as error:
             job = Job(p, Wish(), f"not merged, because a setting is wrong: {error}")
-        set_job(p, job)
+        setattr(p, JOB, job)
     return job
 
 
@@ -131,22 +130,22 @@ def _write(p: Any, job: Job, merges: bool) -> None:
 
 def _tell(p: Any, job: Job, processed: Any) -> None:
     if options.value(options.MEASURE):
-        measuring.measure_after(job)
+        for handle in filter(None, (record.handle for record in job.records.values())):
+            with host.autocast():
+                told = handle.measure_latest()
+            if told:
+                logger.info("%s", told)
     lines = [job.error] if job.error else lines_of(job, host.has_hires(p))
     if options.is_shown(options.CONSOLE) and not job.error:
         logger.info("%s", "; ".join(lines))
     if options.is_shown(options.PAGE) or job.error:
         for line in lines:  # the first job's comments may become a whole plot's, which are not about all of it
-            if host.is_of_script(p):
-                host.add_comment(p, f"ToMe: {line}")
-            else:
-                host.add_message(processed, f"ToMe: {line}")
-    data = data_of(job, lines)
-    job.fact.jobs.append(data)  # of one request: a plot's cells, a script's pictures
-    job.fact.update({**data, "merged": any(one["merged"] for one in job.fact.jobs)})
-    if len(job.fact.jobs) > 1:
-        job.fact["jobs"] = job.fact.jobs
-    host.add_fact(processed, {FACT: job.fact})
+            host.add_message(p, processed, f"ToMe: {line}")
+    data, fact = data_of(job, lines), job.fact
+    jobs = [*fact.get("jobs", [dict(fact)] if fact else []), data]  # of one request: a plot's, a script's
+    fact.update({**data, "merged": any(one["merged"] for one in jobs), **({"jobs": jobs} if len(jobs) > 1 else {})})
+    # not in the picture's infotext, which is written already
+    processed.extra_generation_params = {**(getattr(processed, "extra_generation_params", None) or {}), FACT: fact}
     maps = next((job.records[hires].maps for hires in (True, False) if hires in job.records), {})
     if maps and processed.images and not job.is_inside:  # else somebody goes on with these pictures
         first = min(getattr(processed, "index_of_first_image", 0), len(processed.images) - 1)

@@ -1,17 +1,15 @@
 """What SD.Next does otherwise than the other webuis: it runs diffusers' pipelines, and calls no hook between passes.
 
-Asked by `host`, which knows the rest. In SD.Next a job makes new pipelines as it goes (for an image, for guidance of
-another kind), all around one UNet.
+A job makes new pipelines as it goes (for an image, for guidance of another kind), all around one UNet.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
-_INIT_HIRES = "init_hr"
+INIT_HIRES = "init_hr"
 TILED = "HyperTile is on, whose tiles need every token"
 _RATIOS = {"ToMe": "tome_ratio", "ToDo": "todo_ratio"}  # of its own merging, by method
 
@@ -42,7 +40,7 @@ class RunningPipeline:
 
 def when_hires_begins(p: Any, tell: Callable[[], None]) -> None:
     """Have ``tell`` called once the hires pass of ``p`` knows its size, just before it begins. Dies with ``p``."""
-    if not hasattr(type(p), _INIT_HIRES):
+    if not hasattr(type(p), INIT_HIRES):
         return
     this = weakref.ref(p)
 
@@ -51,20 +49,7 @@ def when_hires_begins(p: Any, tell: Callable[[], None]) -> None:
         type(job).init_hr(job, *args, **kwargs)
         tell()
 
-    setattr(p, _INIT_HIRES, init_hires)
-
-
-def forget_hires(p: Any) -> None:
-    """Undo `when_hires_begins`, also where a copy of ``p`` inherited it."""
-    vars(p).pop(_INIT_HIRES, None)
-
-
-def hires_size(kind: type, width: int, height: int, scale: float, resize_x: int, resize_y: int) -> tuple[int, int]:
-    """What a job of this class makes of the controls of its hires pass, without making such a job."""
-    p = SimpleNamespace(width=width, height=height, hr_scale=scale, hr_resize_x=resize_x, hr_resize_y=resize_y,
-                        hr_upscaler="", hr_sampler_name="")  # fmt: skip
-    kind.init_hr(p)
-    return p.hr_upscale_to_x, p.hr_upscale_to_y
+    setattr(p, INIT_HIRES, init_hires)
 
 
 def reason_to_step_aside(option: Callable[[str, Any], Any], hires: bool) -> str | None:

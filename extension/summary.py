@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from PIL import Image, ImageDraw
 
-from ..tome_core.hosting import Report, count
-from .merging import Job, PassRecord
+from ..tome_core.hosting import count
+from . import host
+from .merging import Job
 from .wish import HIRES, PASSES
 
 _STRENGTH = 0.6  # of the map's colours over the picture
@@ -20,11 +20,11 @@ def lines_of(job: Job, has_hires: bool) -> list[str]:
     """On a job that was on: a line for whoever drew, and a second where something was not as asked."""
     told, more = [], []
     for hires in PASSES if has_hires else (False,):
-        record, ratio = job.records.get(hires), job.built_in(hires)
+        record, ratio = job.records.get(hires), host.built_in_ratio(job.p(), hires)
         where = f"{PASSES[hires]}: " if has_hires else ""
         told.append(where + _outcome(job, hires, has_hires))
         if record is not None:
-            whole = _whole(record)
+            whole = record.report
             why = [*record.refusals, *whole.notes, whole.hindered] if whole.merged_anything else []
             more += [where + one for one in dict.fromkeys(filter(None, why))]
         if ratio:
@@ -38,15 +38,14 @@ def lines_of(job: Job, has_hires: bool) -> list[str]:
 
 def data_of(job: Job, lines: list[str]) -> dict[str, Any]:
     """For programs: what was asked for, the lines, merged: did anything; passes: all of those that ran with us."""
-    reports = {hires: _whole(record) for hires, record in job.records.items()}
     wish = job.wish
     return {
-        "merged": any(one.merged_anything for one in reports.values()), "line": "; ".join(lines),
+        "merged": any(one.report.merged_anything for one in job.records.values()), "line": "; ".join(lines),
         "strength": wish.strength, "where": wish.where, "settings": dict(wish.changes),
         "not_used": list(wish.left_out),
         "passes": {PASSES[hires]: {
-            "steps": record.steps, "steps_merged": record.steps_live, "calls": record.calls,
-            "stepped_aside": list(dict.fromkeys(record.refusals)), **reports[hires].as_data(),
+            "steps": record.steps, "steps_merged": record.steps_merged, "calls": record.calls,
+            "stepped_aside": list(dict.fromkeys(record.refusals)), **record.report.as_data(),
         } for hires, record in job.records.items()},
     }  # fmt: skip
 
@@ -54,19 +53,13 @@ def data_of(job: Job, lines: list[str]) -> dict[str, Any]:
 def draw_map(picture: Image.Image, maps: dict[int, Any], sample: int = 0) -> Image.Image:
     """The picture once for each level, side by side, each group of merged tokens in a colour of its own.
 
-    maps: level -> what a block merged last (grid, group ``[B or 1, N]``, num_groups). sample: the picture's row of the
-    batch, negative from its end.
+    maps: level -> what a block merged last. sample: the picture's row of the batch, negative from its end.
     """
     panels = [_panel(picture, level, found, sample) for level, found in sorted(maps.items())]
     whole = Image.new("RGB", (sum(one.width for one in panels), picture.height))
     for number, one in enumerate(panels):
         whole.paste(one, (number * picture.width, 0))
     return whole
-
-
-def _whole(record: PassRecord) -> Report:
-    whole = Report.join(record.reports)
-    return replace(whole, calls=record.calls, patched=bool(record.reports))
 
 
 def _outcome(job: Job, hires: bool, has_hires: bool) -> str:
@@ -76,9 +69,9 @@ def _outcome(job: Job, hires: bool, has_hires: bool) -> str:
     record = job.records.get(hires)
     if record is None:
         return "did not run"
-    whole = _whole(record)
+    whole = record.report
     if whole.merged_anything:
-        live = "" if record.steps_live == record.steps else f"{record.steps_live} of "
+        live = "" if record.steps_merged == record.steps else f"{record.steps_merged} of "
         return f"{live}{count(record.steps, 'step')}, {whole.headline}"
     why = list(dict.fromkeys([*record.refusals, *whole.notes]))
     if why and not whole.reasons:
@@ -90,19 +83,13 @@ def _panel(picture: Image.Image, level: int, found: Any, sample: int) -> Image.I
     rows = found.group.shape[0]
     group = found.group[max(-rows, min(sample, rows - 1))]
     merged = torch.bincount(group)[group] > 1
-    size = (found.grid.width, found.grid.height)
-    colours = Image.new("HSV", size)
+    size, like = (found.grid.width, found.grid.height), (picture.size, Image.Resampling.NEAREST)
+    colours, mask, drawn = Image.new("HSV", size), Image.new("L", size), picture.convert("RGB")
     colours.putdata([(int(number * _GOLDEN % 1 * 255), 190, 255) for number in group.tolist()])
-    mask = Image.new("L", size)
     mask.putdata([int(one * _STRENGTH * 255) for one in merged.tolist()])
-    drawn = picture.convert("RGB")
-    drawn.paste(_enlarge(colours.convert("RGB"), drawn), (0, 0), _enlarge(mask, drawn))
+    drawn.paste(colours.convert("RGB").resize(*like), (0, 0), mask.resize(*like))
     text = f"ToMe level {level}: {group.shape[0]} -> {found.num_groups} tokens"
     pen = ImageDraw.Draw(drawn)
     pen.rectangle((0, 0, pen.textlength(text) + 8, 16), fill=(0, 0, 0))
     pen.text((4, 2), text, fill=(255, 255, 255))
     return drawn
-
-
-def _enlarge(image: Image.Image, like: Image.Image) -> Image.Image:
-    return image.resize(like.size, Image.Resampling.NEAREST)

@@ -36,11 +36,8 @@ _found: dict[str, dict[str, Any]] = {tab: {} for tab in _OF_TAB}  # the webui's 
 
 
 def note(control: Any, elem_id: str) -> None:
-    """The webui has made a control, maybe such a one; it makes them in an order that its user can change.
-
-    gradio 4 makes a control anew for an answer that changes one, outside of any page.
-    """
-    if Context.root_block is None:
+    """The webui has made a control, maybe such a one; it makes them in an order that its user can change."""
+    if Context.root_block is None:  # gradio 4 makes a control anew for an answer that changes one
         return
     if elem_id in _SETTINGS:
         ours = [panel.made[_SETTINGS[elem_id]] for panel in _panels.values()]
@@ -75,20 +72,16 @@ def _link(tab: str) -> None:
 
 
 class Panel:
-    """The controls of one tab: `made`, by name, and `controls` in the order of `ARGUMENTS`.
-
-    elem_id: makes a name unique to the tab.
-    """
+    """The controls of one tab: `made`, by name, and `controls` in the order of `ARGUMENTS`. elem_id: makes names."""
 
     def __init__(self, is_img2img: bool, elem_id: Any) -> None:
         self._elem_id = elem_id
-        self._by: Any = None  # is img2img's size a factor?
         self.made: dict[str, Any] = {}
         tab = "img2img" if is_img2img else "txt2img"
         with host.accordion(DEFAULTS["enabled"], TITLE, elem_id("enabled")) as enabled:
             self.made["enabled"] = enabled
             self._build()
-            self._by = gr.Number(0, visible=False) if is_img2img else None
+            self._by = gr.Number(0, visible=False) if is_img2img else None  # is img2img's size a factor?
         self.controls = [self.made[name] for name in ARGUMENTS]
         if Context.block is Context.root_block:  # the API's, made in bare blocks for the values that they start with
             for one in self.controls:  # so that a call that does not say gets what the settings say

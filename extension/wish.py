@@ -23,10 +23,7 @@ DEFAULTS = {"enabled": False, "strength": 0.5, "where": EVERYWHERE}
 
 @dataclass(frozen=True)
 class Wish:
-    """Checked values of one job. changes: what differs from what the strength stands for, by the form's names.
-
-    left_out: a sentence for each value that does not go together with the others.
-    """
+    """Checked values of one job. changes: from what the strength stands for; left_out: a sentence for each refused."""
 
     enabled: bool = False
     strength: float = 0.5
@@ -35,20 +32,13 @@ class Wish:
     left_out: tuple[str, ...] = ()
 
     def config(self, hires: bool, seed: int = 0, layout: str = SD) -> MergeConfig | None:
-        """The engine's settings for a pass; None where it is left alone.
-
-        seed: the image's. layout: of the model that runs, see `strength`.
-        """
+        """The engine's settings for a pass; None where it is left alone. seed: the image's; layout: the model's."""
         if not self.enabled or not self.strength or self.where == PASSES[not hires]:
             return None
         config = form.settle(base_of(self.strength, layout) | dict(self.changes))[0]
         if config.is_off:
             return None
         return config if config.value("seed") else replace(config, seed=int(seed) & SEED_LIMIT)
-
-    def merges(self, has_hires: bool) -> bool:
-        """Is there a pass that it does not leave alone?"""
-        return self.config(False) is not None or (has_hires and self.config(True) is not None)
 
 
 def base_of(value: float, layout: str = SD) -> dict[str, Any]:
@@ -59,8 +49,7 @@ def base_of(value: float, layout: str = SD) -> dict[str, Any]:
 def find_filled(own: Mapping[str, Any], value: float, layout: str) -> dict[str, Any]:
     """What the fields were filled in with for a strength, before an expert set these of them otherwise.
 
-    layout: of the model that is loaded now, which may have been another then, or none: a webui begins with SD's. So it
-    is whichever fewer fields differ from.
+    Another model may have been loaded then, or none: so it is the layout from which the fewest fields differ.
     """
     bases = [base_of(value, one) for one in dict.fromkeys((layout, SD, SDXL))]
     return min(bases, key=lambda base: sum(base[name] != one for name, one in own.items()))
@@ -71,37 +60,34 @@ def read(
 ) -> Wish:
     """What the values ask for, in the order of `ARGUMENTS`, or by their names in a dict in the first place.
 
-    setting: what the settings say of a name of `DIAL`, where a value is None or missing. plot: by name, from an X/Y/Z
-    plot, which outweighs all. layout: of the model, from whose strength the values deviate. Raises ValueError or
-    TypeError, naming the value, the range and the remedy; the webui itself checks nothing that comes through its API.
+    setting: what the settings say of a name of `DIAL`, where a value is None or missing. plot: by name, outweighs all.
+    layout: of the model. Raises ValueError or TypeError, naming the value, the range and the remedy.
     """
     given, plot = _by_name(values), plot or {}
     dial = {name: setting(name) if given.get(name) is None else given[name] for name in DIAL}
     dial |= {name: value for name, value in plot.items() if name in DIAL}
     if dial["enabled"] is False:  # what is not used need not be right
         return Wish()
-    _check_dial(dial)
+    if not isinstance(dial["enabled"], bool):
+        raise TypeError(f"enabled={dial['enabled']!r} is {type(dial['enabled']).__name__}; use true or false")
     own = {name: given[name] for name in form.NAMES if given.get(name) is not None}
     deviating = _deviating(own, given, layout) | {name: value for name, value in plot.items() if name in form.NAMES}
-    return _settle(Wish(True, float(dial["strength"]), dial["where"]), deviating, layout)
+    return wish_of(dial["strength"], dial["where"], deviating, layout)
 
 
 def wish_of(value: float, where: str, changes: Mapping[str, Any], layout: str = SD) -> Wish:
-    """A wish of a strength and what an expert sets besides. Raises as `read` does."""
-    _check_dial({"enabled": True, "strength": value, "where": where})
-    return _settle(Wish(True, float(value), where), changes, layout)
-
-
-def _settle(wish: Wish, changes: Mapping[str, Any], layout: str) -> Wish:
-    """The wish with those changes that are possible and change something."""
-    base = base_of(wish.strength, layout)
+    """A wish of a strength, and of those changes that are possible and change something. Raises as `read` does."""
+    base = base_of(value, layout)
+    if where not in WHERE:
+        raise ValueError(f"where={where!r} is not possible; use one of {', '.join(WHERE)}")
     config, left_out = form.settle(base | dict(changes))
     found = form.values_of(config)
     possible = {name: value for name, value in changes.items() if found[name] == value}
     if len(possible) < len(changes):  # what is refused is as if it had not been said
         found = form.values_of(form.settle(base | possible)[0])
     told = tuple(sentence for sentence in left_out if sentence.partition("=")[0] in changes)
-    return replace(wish, changes={name: value for name, value in found.items() if value != base[name]}, left_out=told)
+    deviations = {name: value for name, value in found.items() if value != base[name]}
+    return Wish(True, float(value), where, deviations, told)
 
 
 def _by_name(values: Sequence[Any]) -> dict[str, Any]:
@@ -115,14 +101,6 @@ def _by_name(values: Sequence[Any]) -> dict[str, Any]:
     if unknown:
         raise ValueError(f"there is no {', '.join(unknown)} to set; there are: {', '.join((*DIAL, *form.NAMES))}")
     return {**named, OWN: True}
-
-
-def _check_dial(dial: Mapping[str, Any]) -> None:
-    if not isinstance(dial["enabled"], bool):
-        raise TypeError(f"enabled={dial['enabled']!r} is {type(dial['enabled']).__name__}; use true or false")
-    strength(dial["strength"])
-    if dial["where"] not in WHERE:
-        raise ValueError(f"where={dial['where']!r} is not possible; use one of {', '.join(WHERE)}")
 
 
 def _deviating(own: Mapping[str, Any], given: Mapping[str, Any], layout: str) -> dict[str, Any]:

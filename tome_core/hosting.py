@@ -11,7 +11,6 @@ from typing import Any
 from .attention.by_hand import ByHand, ForwardOnStandIn, StandIn, full_name, register
 from .engine.decision import Call
 from .engine.state import State
-from .measuring.measure import clock_for
 from .merging.grid import Grid, Layout
 from .models import find_models
 from .models.intercept import ByHeads, answer, register_name
@@ -28,28 +27,18 @@ from .settings.schedule import STABLE_DIFFUSION
 
 
 def patch_of(model: Any, config: MergeConfig) -> Patch:
-    """A patch that is not put on: a `State` with the levels of this UNet, which can be asked and measured.
-
-    Raises UnsupportedModelError or TypeError as `patch` does.
-    """
+    """A `State` with the levels of this UNet, which can be asked and measured. Raises as `patch` does."""
     return Patch(find_models(model), config)
 
 
 def state_of(config: MergeConfig, downsample: int, blocks: int = 0) -> State:
-    """A `State` for a transformer of a host's own.
-
-    Args:
-        config: the settings.
-        downsample: latent places for each token, along a side.
-        blocks: how many attentions over the picture's tokens a call has; 0 if that is not known.
-    """
+    """A `State` for a transformer of a host's own. downsample: latent places for each token, along a side."""
     return State(config, [LevelTally(downsample, blocks)])
 
 
 class Steps:
-    """The steps of one sampling, as its sampler reports them to a host.
+    """The steps of one sampling, as its sampler reports them. times: of all, in the host's own terms, if it knows them.
 
-    times: of all of them, in the host's own terms; empty where they are not known. done: how many were reported.
     follows: does the sampler call the model at these times, and report one after another?
     """
 
@@ -71,7 +60,6 @@ class Steps:
 __all__ = [
     "DEFAULT", "MARKS", "REPLACED", "SD", "SDXL", "SEED_LIMIT", "STABLE_DIFFUSION", "TRANSFORMER", "ByHand", "ByHeads",
     "Call", "ForwardOnStandIn", "Grid", "Layout", "MergeConfig", "Patch", "Report", "StandIn", "State", "Steps",
-    "UnsupportedModelError", "answer", "clock_for", "count", "find_unet", "forget_all", "form", "full_name", "gains",
-    "is_kind", "layout_of", "patch", "patch_of", "register", "register_name", "register_wrapper", "state_of",
-    "strength",
+    "UnsupportedModelError", "answer", "count", "find_unet", "forget_all", "form", "full_name", "gains", "is_kind",
+    "layout_of", "patch", "patch_of", "register", "register_name", "register_wrapper", "state_of", "strength",
 ]  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,15 +14,12 @@ from ..engine.state import State
 from ..models.unet_blocks import Place, is_compiled
 from ..models.wrap import wraps_on
 from ..reporting.gains import KNOWN, PIXELS, Gain, nearest
-from .measure import ROUNDS, STEPS, CallUNet, Timer, call_of, noise_for, time_calls, whereabouts, why_not_now
+from .measure import ROUNDS, STEPS, CallUNet, call_of, clock_for, noise_for, time_calls, whereabouts, why_not_now
 from .pays import Pays, about, device_of, dtype_of, widths_of
 
 
 class Measured(State):
-    """What a `Patch` is besides. attention_function: what a host's attention calls, if its module does not tell.
-
-    handed: what was handed to `patch`, a pipeline or a wrapped model.
-    """
+    """What a `Patch` is besides. attention_function: what a host's attention calls; handed: what `patch` was handed."""
 
     adapter: Any
     model: nn.Module | None
@@ -32,7 +29,7 @@ class Measured(State):
     def measure(
         self, height: int = 512, width: int = 512, batch: int = 2, *, steps: int = STEPS, rounds: int = ROUNDS,
         call: CallUNet | None = None, told: Mapping[str, Any] | None = None, dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None, clock: Timer | None = None,
+        device: torch.device | str | None = None, clock: Callable[[], float] | None = None,
     ) -> Gain:  # fmt: skip
         """Time unmerged and merged calls of the UNet, now and with inputs of its own, and remember what was found.
 
@@ -44,8 +41,7 @@ class Measured(State):
             height, width: of a picture, in pixels.
             batch: of a call, 2 for one picture with guidance.
             steps: of a picture, in whose proportions merged calls count.
-            rounds: how often each kind of call is timed; their median counts. A round of a preset has 6 merged calls
-                and 3 unmerged ones.
+            rounds: how often each kind of call is timed; their median counts.
             call: of (latents ``[B, C, H, W]``, timesteps ``[B]``), for a UNet that wants to be told more than a prompt.
             told: without a `call`, more keywords of the UNet's forward.
             dtype, device: of the latents, else the UNet's own.
@@ -92,22 +88,34 @@ class Measured(State):
         return gain
 
     def measure_latest(
-        self, clock: Timer | None = None, told: Mapping[str, Any] | None = None, brings_weights: bool = False
-    ) -> Gain | None:
-        """`measure` for calls as the latest was; for hosts, after a sampling.
+        self, told: Mapping[str, Any] | None = None, brings_weights: bool = False,
+        is_stopped: Callable[[], bool] = lambda: False,
+    ) -> str:  # fmt: skip
+        """`measure` for calls as the latest was, in a sentence; for hosts, after a sampling. Never fails.
 
-        None where somebody has measured such calls, where there was none of a picture, and where the UNet is no longer
-        where it was called. brings_weights: the host brings each weight to its layer's call, wherever it lies.
+        "" where somebody has measured such calls, where there was none of a picture, and where the UNet is no longer
+        where it was called. brings_weights: the host brings each weight to its layer's call. is_stopped: asked at each.
         """
-        latest, unet = self.latest, self.model
-        if latest is None or unet is None or self.gain_for(**latest) is not None:
-            return None
-        if not brings_weights and whereabouts(unet)[0] != latest["device"]:
-            return None
-        gain = self.measure(**latest, clock=clock, told=told)
+        latest = self.latest
+        if not self._places:
+            return super().measure_latest()
+
+        def clock() -> float:
+            if is_stopped():
+                raise RuntimeError("it was cancelled")
+            return clock_for(latest["device"])()
+
+        try:
+            if latest is None or self.gain_for(**latest) is not None:
+                return ""
+            if not brings_weights and whereabouts(self.model)[0] != latest["device"]:
+                return ""
+            gain = self.measure(**latest, clock=clock, told=told)
+        except Exception as error:  # whatever else is on the model; nobody asked for more than a picture
+            return f"the gain was not measured: {error}"
         if self.pays is not None:
             self.pays.used[gain] = None  # the report is on calls like these
-        return gain
+        return f"measured: {gain.line}"
 
     def gain_for(
         self, height: int, width: int, batch: int = 2, dtype: torch.dtype | None = None,

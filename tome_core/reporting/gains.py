@@ -136,10 +136,8 @@ def _read(path: Path) -> dict[tuple, Gain]:
     found: dict[tuple, Gain] = {}
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    except FileNotFoundError:
-        return found
     except OSError as error:
-        lines = [str(error)]
+        lines = [] if isinstance(error, FileNotFoundError) else [str(error)]
     for line in filter(str.strip, lines):
         try:
             gain = Gain(**json.loads(line))
