@@ -171,5 +171,5 @@ def test_a_saved_transformer_is_one_again_and_merges(tmp_path, flux):
     assert torch.allclose(plain, predicted(flux), atol=0.02)
     with tome_core.patch(subject.network, ratio=0.9, side="kv", metric="keys+values", sx=4, sy=4) as merging:
         merged = predicted(subject.model)
-    assert merging.report().work_saved > 0.5
+    assert merging.report().work_saved > 0.25
     assert 0 < (merged - plain).norm() < 0.1 * plain.norm()

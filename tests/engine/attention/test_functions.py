@@ -253,7 +253,7 @@ def test_the_processor_that_is_in_force_at_a_call_decides():
 
 MORE = {
     "dropout": dict(dropout_p=0.1), "causal": dict(is_causal=True), "a bias": dict(attn_mask=torch.zeros(1, SIDE**2)),
-    "a mask of its own": dict(attn_mask=torch.ones(3, 1, SIDE**2, SIDE**2, dtype=torch.bool)),
+    "a mask of its own": dict(attn_mask=torch.ones(3, 1, SIDE**2, SIDE**2).tril().bool()),
 }  # fmt: skip
 
 

@@ -28,7 +28,7 @@ NO_LAUNCH = {
 # What makes several: a sort in segments of up to 4,096, and operators that copy first.
 LAUNCHES = {"sort": 4, "masked_fill": 2, "scatter": 2, "constant_pad_nd": 2}
 # Outputs of kernels that number groups or tokens: they have to be some that there are.
-NUMBERS = {"best_keys": (5,), "segments": (1, 2), "place_tokens": (5, 6)}
+NUMBERS = {"best_keys": (5,), "segments": (1, 2), "place_tokens": (5,)}
 
 
 class Launches(OperatorCounter):
@@ -116,12 +116,12 @@ def made(side: int, heads: int, width: int, depth: int = 1):
 # in one sampling: the first call matches anew, the next is within 60 timesteps of it, the third is not
 EARLY, LATE = (950.0, 940.0, 850.0), (300.0, 299.0, 200.0)
 BOUNDS = {  # two of a sampling's first call are the look whether its batch is two times the same latent
-    ("balanced", EARLY): (25, 2, 17),
-    ("balanced", LATE): (20, 2, 18),
-    ("quality", EARLY): (25, 2, 17),
-    ("quality", LATE): (20, 2, 18),
-    ("fast", LATE): (25, 2, 18),
-    ("max", LATE): (28, 2, 17),
+    ("balanced", EARLY): (26, 2, 18),
+    ("balanced", LATE): (21, 2, 19),
+    ("quality", EARLY): (26, 2, 18),
+    ("quality", LATE): (21, 2, 19),
+    ("fast", LATE): (26, 2, 19),
+    ("max", LATE): (29, 2, 18),
 }
 
 

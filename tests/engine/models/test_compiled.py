@@ -378,7 +378,7 @@ def test_ip_adapters_processors_of_transformers_merge_compiled_too():
     with tome_core.patch(model, **STRONG) as handle:
         expected = tiny_transformers.call(model, arguments)
         assert torch.equal(tiny_transformers.call(whole(COMPILED["Flux"], model), arguments), expected)
-        assert not handle.report().reasons and handle.report().work_saved > 0.85
+        assert not handle.report().reasons and handle.report().work_saved > 0.8
 
 
 @a_quick_way
