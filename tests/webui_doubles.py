@@ -36,7 +36,7 @@ def report(done):
 def merged_tokens(facts, name="first pass"):
     """(down-sampling, tokens, queries, keys) of each kind of call that merged in a pass, by what the API is told."""
     levels = facts["ToMe report"]["passes"].get(name, {"levels": []})["levels"]
-    kinds = [(one["downsample"], kind) for one in levels for phase in one["phases"] for kind in phase["merged"]]
+    kinds = [(one["downsample"], kind) for one in levels for kind in one["merged"]]
     found = {(level, one["tokens"], one["queries"], one["keys"]) for level, one in kinds}
     return sorted(found, key=lambda one: (one[:3], one[3] or 0))  # the MLP has no keys
 

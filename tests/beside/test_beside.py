@@ -80,8 +80,7 @@ def put_on(beside: Beside, thing: str, is_over: bool, ours: ExitStack, its: Exit
 
 def counted(report: Any) -> tuple[int, dict[str, int]]:
     """Calls of attentions that merged, and reasons for those that did not."""
-    phases = [phase for level in report.levels for phase in level.phases]
-    on = sum(count for phase in phases for (part, *_), count in phase.merged.items() if part == "attn")
+    on = sum(count for level in report.levels for (part, *_), count in level.merged.items() if part == "attn")
     off = sum((Counter(level.reasons) for level in report.levels), Counter())
     for level in report.levels:
         off.update({f"attn: {why}": report.calls * level.blocks for why in level.traced})

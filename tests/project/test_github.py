@@ -12,7 +12,7 @@ import pytest
 import install
 from tests import release
 from tome_core import Report
-from tome_core.reporting.ledger import LevelTally, PhaseReport
+from tome_core.reporting.ledger import LevelTally
 
 yaml = pytest.importorskip("yaml", reason="PyYAML comes with omegaconf: python install.py test")
 ROOT = Path(__file__).parents[2]
@@ -185,8 +185,8 @@ def test_the_form_says_where_the_report_is_and_how_it_looks():
     said = read(FORMS["problem"])["body"][0]["attributes"]["value"]
     assert "tome_core.report(pipe)" in said and "Apply ToMe" in said and '"ToMe: ..."' in said
     example = fields("problem")["report"]["attributes"]["placeholder"]
-    phase = PhaseReport("", Counter({("attn", 4096, 2048, 2048): 100}), work_full=4, work_left=1)
-    real = Report(True, ("ratio=0.5",), 20, (LevelTally(1, 5, {"": phase}),))
+    level = LevelTally(1, 5, Counter({("attn", 4096, 2048, 2048): 100}), work_full=4, work_left=1)
+    real = Report(True, ("ratio=0.5",), 20, (level,))
     assert example.splitlines() == str(real).splitlines()[: len(example.splitlines())]
 
 

@@ -37,7 +37,7 @@ class Call:
 
     state: the `State` that began it. stamp: its timestep argument, what draws depend on. rules: those in force, by
     level. why_off: by level, why there are none. kept: plans of the calls before it in the same sampling; None if
-    nothing is kept. phase: of the report. turns: how often each attention was called in it so far.
+    nothing is kept. turns: how often each attention was called in it so far.
 
     What follows is the adapters'. facts: what was read of it besides. layouts: of each level of a UNet, the latest.
     block: of tomesd's way, the input of the block that runs, and its plans by rule. reached: the attentions that were
@@ -49,7 +49,6 @@ class Call:
     rules: tuple[LevelRules, ...]
     why_off: tuple[str, ...]
     kept: KeptPlans | None = None
-    phase: str = ""
     turns: dict[Hashable, int] = field(default_factory=dict)
     facts: Any = None
     layouts: dict[int, Layout] = field(default_factory=dict)

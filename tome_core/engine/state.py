@@ -86,12 +86,12 @@ class State:
         rules, why_off = now.rules, now.why_off
         if self.pays is not None:
             rules, why_off = self.pays.apply(rules, why_off, latent, self.clock.apply_gate)
-        call = Call(self, timestep, rules, why_off, kept, now.phase)
+        call = Call(self, timestep, rules, why_off, kept)
         if torch.is_tensor(latent) and latent.dim() == 4 and self.ever_merges:
             for one in self.ledger.levels:
                 if not one.covered and one.blocks:  # nobody asks there, but its attention is part of the whole
                     tokens = math.prod(-(-side // one.downsample) for side in latent.shape[2:])
-                    self.ledger.add_whole(call, one.level, one.blocks * len(latent) * tokens**2)
+                    self.ledger.add_whole(one.level, one.blocks * len(latent) * tokens**2)
         return call
 
     def attend(
@@ -123,7 +123,7 @@ class State:
         elif torch._C._len_torch_function_stack():
             why = _foreign_mode()
         if why:
-            self.ledger.skip(call, level, "attn", why, batch * tokens * tokens)
+            self.ledger.skip(level, "attn", why, batch * tokens * tokens)
             return None
         kept, key, merged = call.kept, ((name, turn), batch, layout, tokens), None
         exact = 0
@@ -134,13 +134,13 @@ class State:
             exact = 0 if plans.correction is None else plans.correction.asked
         plan = plans.plan
         if plan is None:
-            self.ledger.skip(call, level, "attn", TOO_SMALL, batch * tokens * tokens)
+            self.ledger.skip(level, "attn", TOO_SMALL, batch * tokens * tokens)
             return None
         queries = rule.side == "qkv"
         out, way = attend(attention, Merge(plan, rule.proportional, queries, plans.correction), merged)
         left = (plan.num_groups if queries else tokens, plan.num_groups)
         way = way if rule.proportional else ""
-        self.ledger.merge(call, level, "attn", (batch, tokens, tokens), left, way, exact)
+        self.ledger.merge(level, "attn", (batch, tokens, tokens), left, way, exact)
         if self._maps is not None:
             self._keep_map(level, layout, plan)
         return out
@@ -171,11 +171,11 @@ class State:
             plan = plans[id(rule)]
             out, why = (None, TOO_SMALL) if plan is None else _run_merged(function, x, plan)
         if why:
-            self.leave_alone(call, level, why, x.shape[0], x.shape[1], x.shape[1], part)
+            self.leave_alone(level, why, x.shape[0], x.shape[1], x.shape[1], part)
         if why or plan is None:
             return None
         left = plan.num_groups
-        self.ledger.merge(call, level, part, (x.shape[0], x.shape[1], keys), (left, left if part == "attn" else keys))
+        self.ledger.merge(level, part, (x.shape[0], x.shape[1], keys), (left, left if part == "attn" else keys))
         if self._maps is not None:
             self._keep_map(level, Layout(grid), plan)
         return out
@@ -191,11 +191,9 @@ class State:
             self._decisions[key] = decide(rules, why_off, tokens, device.type)
         return self._decisions[key]
 
-    def leave_alone(
-        self, call: Call | None, level: int, why: str, batch: int, queries: int, keys: int, part: str = "attn"
-    ) -> None:
+    def leave_alone(self, level: int, why: str, batch: int, queries: int, keys: int, part: str = "attn") -> None:
         """Count a part of a block that is not to be merged, or cannot be."""
-        self.ledger.skip(call, level, part, why, batch * queries * keys if part == "attn" else 0)
+        self.ledger.skip(level, part, why, batch * queries * keys if part == "attn" else 0)
 
     def _match(
         self, call: Call, key: tuple, level: int, layout: Layout, attention: Attention, rule: MergeRule

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..reporting.ledger import TIME_IS_UNKNOWN
-from ..settings.config import MergeConfig, MergeRule, early_rules, plain_rules, reaches
+from ..settings.config import MergeConfig, MergeRule, plain_rules, reaches
 from ..settings.schedule import STABLE_DIFFUSION, UNKNOWN, LevelRules, NoiseSchedule, SchedulerNoise, Time, choose
 from .plan_cache import Guidance, KeptPlans, Sampling
 
@@ -27,21 +27,21 @@ _ALL = 1000.0  # timesteps of a schedule
 class InForce(NamedTuple):
     """What holds at a moment. rules: by level; live: of any level, in order.
 
-    why_off: by level, why nothing merges. phase: "early" or "late"; "" of rules without one, or at an unknown time.
+    why_off: by level, why nothing merges.
     """
 
     rules: tuple[LevelRules, ...]
     live: tuple[MergeRule, ...]
     why_off: tuple[str, ...]
-    phase: str
 
 
 class Clock:
     """Tells the rules in force from the time. schedule: the model's own; where it is not known, Stable Diffusion's."""
 
     def __init__(self, config: MergeConfig, downsamples: Sequence[int], schedule: NoiseSchedule | None = None) -> None:
-        self.rules = plain_rules(config, downsamples)
-        self._early = early_rules(config, downsamples)
+        rules = plain_rules(config, downsamples)
+        self.rules = tuple(rules)
+        self._early = {rule: late for rule, late in rules.items() if late}
         self._early_until = config.early_until
         self.downsamples = tuple(downsamples)
         self.schedule = schedule or STABLE_DIFFUSION
@@ -79,12 +79,9 @@ class Clock:
         holds = tuple(self._holds(rule, time, boundary) for rule in self.rules)
         key = (within, holds, time == UNKNOWN)
         if key not in self._found:
-            timely = tuple(rule for rule, on in zip(self.rules, holds, strict=True) if on)
-            live, phase = timely if within else (), ""
-            if self._early and time != UNKNOWN:  # outside of the window an early step is early, too
-                phase = "early" if any(rule in self._early for rule in timely) else "late"
+            live = tuple(rule for rule, on in zip(self.rules, holds, strict=True) if on) if within else ()
             why_off = tuple(self._why_off(level, live, time) for level in range(len(self.downsamples)))
-            self._found[key] = InForce(self.choose(live), live, why_off, phase)
+            self._found[key] = InForce(self.choose(live), live, why_off)
         return self._found[key]
 
     def choose(self, live: tuple[MergeRule, ...]) -> tuple[LevelRules, ...]:

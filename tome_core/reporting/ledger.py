@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
 
 from ..compiling import when_traced
 
@@ -20,9 +19,9 @@ TIME_IS_UNKNOWN = "the time is not known"
 
 
 class Counted:
-    """What is told of the counts of ``phases``: of one, of a level's, or of all levels'."""
+    """What is told of the counts of ``levels``: of one, or of all."""
 
-    phases: tuple[PhaseReport, ...]
+    levels: tuple[LevelTally, ...]
 
     @property
     def tokens(self) -> tuple[tuple[int, int, int], ...]:
@@ -59,70 +58,50 @@ class Counted:
     @property
     def work(self) -> tuple[int, int]:
         """Of all calls unmerged, and of what was left of it."""
-        return sum(phase.work_full for phase in self.phases), sum(phase.work_left for phase in self.phases)
+        return sum(level.work_full for level in self.levels), sum(level.work_left for level in self.levels)
 
     def _sum(self, name: str) -> Counter:
-        return sum((getattr(phase, name) for phase in self.phases), Counter())
+        return sum((getattr(level, name) for level in self.levels), Counter())
 
 
-@dataclass
-class PhaseReport(Counted):
-    """A level in one phase. name: "early" or "late"; "" where no rule has an early phase, or the time is not known.
-
-    merged: calls by (part, tokens, queries left, keys left). skipped: calls by "part: reason". sized_by: calls by the
-    way of proportional attention. lost: work of the skipped. The attention work of a call is queries times keys times
-    batch, with that of the tokens that a correction answers exactly.
-    """
-
-    name: str
-    merged: Counter = field(default_factory=Counter)
-    skipped: Counter = field(default_factory=Counter)
-    sized_by: Counter = field(default_factory=Counter)
-    work_full: int = 0
-    work_left: int = 0
-    lost: Counter = field(default_factory=Counter)
-
-    @property
-    def phases(self) -> tuple[PhaseReport, ...]:
-        """Itself."""
-        return (self,)
-
-    def __add__(self, other: PhaseReport) -> PhaseReport:
-        counts = (getattr(self, one.name) + getattr(other, one.name) for one in fields(self)[1:])
-        return PhaseReport(self.name, *counts)
-
-
-def _none_yet() -> dict[str, PhaseReport]:
-    return {name: PhaseReport(name) for name in ("", "early", "late")}
+_COUNTS = ("merged", "skipped", "lost", "sized_by", "work_full", "work_left")
 
 
 @dataclass
 class LevelTally(Counted):
-    """One level, in all phases. traced: why attentions were compiled without merging, which no call of them counts.
+    """One level of a model.
 
-    level: counted from the finest. covered: can a rule merge here at some time?
+    merged: calls by (part, tokens, queries left, keys left). skipped: calls by "part: reason"; lost: their work.
+    sized_by: calls by the way of proportional attention. The attention work of a call is queries times keys times
+    batch, with that of the tokens that a correction answers exactly. traced: why attentions were compiled without
+    merging, which no call of them counts. level: counted from the finest. covered: can a rule merge here at some time?
     """
 
     downsample: int
     blocks: int
-    by_name: dict[str, PhaseReport] = field(default_factory=_none_yet)
+    merged: Counter = field(default_factory=Counter)
+    skipped: Counter = field(default_factory=Counter)
+    lost: Counter = field(default_factory=Counter)
+    sized_by: Counter = field(default_factory=Counter)
+    work_full: int = 0
+    work_left: int = 0
     traced: set[str] = field(default_factory=set)
     level: int = 0
     covered: bool = True
 
     @property
-    def phases(self) -> tuple[PhaseReport, ...]:
-        """Those of any calls."""
-        return tuple(phase for phase in self.by_name.values() if phase.merged or phase.skipped or phase.work_full)
+    def levels(self) -> tuple[LevelTally, ...]:
+        """Itself."""
+        return (self,)
 
     def __add__(self, other: LevelTally) -> LevelTally:
-        by_name = {name: phase + other.by_name[name] for name, phase in self.by_name.items()}
+        counts = {name: getattr(self, name) + getattr(other, name) for name in _COUNTS}
         blocks, covered = max(self.blocks, other.blocks), self.covered or other.covered
-        return LevelTally(self.downsample, blocks, by_name, self.traced | other.traced, covered=covered)
+        return LevelTally(self.downsample, blocks, **counts, traced=self.traced | other.traced, covered=covered)
 
 
 class Ledger:
-    """Keeps the counts of one patch while it runs. call: a `decision.Call`, None if it is not known."""
+    """Keeps the counts of one patch while it runs."""
 
     def __init__(self, levels: list[LevelTally], notes: tuple[str, ...]) -> None:
         self.levels = levels
@@ -132,11 +111,11 @@ class Ledger:
     def reset(self) -> None:
         """Count from nothing again."""
         self.calls = 0
-        for level in self.levels:
-            level.by_name = _none_yet()
+        self.levels = [LevelTally(one.downsample, one.blocks, traced=one.traced, level=one.level, covered=one.covered)
+                       for one in self.levels]  # fmt: skip
 
     def merge(
-        self, call: Any, level: int, part: str, before: tuple[int, int, int], after: tuple[int, int], route: str = "",
+        self, level: int, part: str, before: tuple[int, int, int], after: tuple[int, int], route: str = "",
         exact: int = 0,
     ) -> None:  # fmt: skip
         """A call merged. before: (batch, queries, keys) of the unmerged call; after: (queries, keys) left.
@@ -145,27 +124,26 @@ class Ledger:
         exact: tokens that were answered from all keys besides.
         """
         batch, queries, keys = before
-        phase = self.levels[level].by_name[call.phase if call else ""]
+        tally = self.levels[level]
         if route:
-            phase.sized_by[route] += 1
-        phase.merged[(part, queries, *after)] += 1
+            tally.sized_by[route] += 1
+        tally.merged[(part, queries, *after)] += 1
         if part == "attn":
-            phase.work_full += batch * queries * keys
-            phase.work_left += batch * (after[0] * after[1] + exact * keys)
+            tally.work_full += batch * queries * keys
+            tally.work_left += batch * (after[0] * after[1] + exact * keys)
 
-    def skip(self, call: Any, level: int, part: str, reason: str, work: int = 0) -> None:
+    def skip(self, level: int, part: str, reason: str, work: int = 0) -> None:
         """A call was left unmerged. work: batch times queries times keys of a self-attention."""
-        phase = self.levels[level].by_name[call.phase if call else ""]
-        phase.skipped[f"{part}: {reason}"] += 1
-        phase.lost[f"{part}: {reason}"] += work
-        phase.work_full += work
-        phase.work_left += work
+        tally = self.levels[level]
+        tally.skipped[f"{part}: {reason}"] += 1
+        tally.lost[f"{part}: {reason}"] += work
+        tally.work_full += work
+        tally.work_left += work
 
-    def add_whole(self, call: Any, level: int, work: int) -> None:
+    def add_whole(self, level: int, work: int) -> None:
         """Self-attention at a level at which nobody asks, because no rule reaches it."""
-        phase = self.levels[level].by_name[call.phase]
-        phase.work_full += work
-        phase.work_left += work
+        self.levels[level].work_full += work
+        self.levels[level].work_left += work
 
     @when_traced
     def note_traced(self, level: int, reason: str) -> int:

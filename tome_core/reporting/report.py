@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .gains import Gain
-from .ledger import OTHER_PARTS, TOO_SMALL, Counted, LevelTally, PhaseReport
+from .ledger import OTHER_PARTS, TOO_SMALL, Counted, LevelTally
 
-FORMAT = 1  # of `Report.as_data`
+FORMAT = 2  # of `Report.as_data`
 _KINDS = 3  # of token counts at a level, of reasons, and of sizes that were measured, that are told
 _COUNTS = 0.05  # a smaller share of attention is worth no line
 _AS_ASKED = ("outside the rules' time range", "so few tokens", "the card is so fast", "measured: ", "a rule of ratio 0",
@@ -53,11 +53,6 @@ class Report(Counted):
         return self.calls_merged > 0
 
     @property
-    def phases(self) -> tuple[PhaseReport, ...]:
-        """Of all levels, the finest first."""
-        return tuple(phase for level in self.levels for phase in level.phases)
-
-    @property
     def headline(self) -> str:
         """``about 1.4x faster (measured here)``, else ``61% of attention left out``, or why nothing merged."""
         return (self._speed() or [self._outcome()])[0]
@@ -77,8 +72,8 @@ class Report(Counted):
             -> list[str]:  # fmt: skip
         """For people; no line ends in a newline.
 
-        The gain in time where it was measured, then what was left out where, then each level, early and late apart,
-        then why the rest was not merged. facts: the host's own for the first line, in place of the calls of the UNet.
+        The gain in time where it was measured, then what was left out where, then each level, then why the rest was
+        not merged. facts: the host's own for the first line, in place of the calls of the UNet.
         beside: lines of the host's own, after the first two.
         """
         if not self.patched and not self.levels:
@@ -88,8 +83,7 @@ class Report(Counted):
         places = " and ".join(f"/{level.downsample}" for level in self.levels if level.calls_merged)
         more = [f"{outcome}, at latent {places}"] if speed else []
         more += beside
-        more += [f"latent /{level.downsample}{phase.name and ', '}{phase.name}: {_kinds_text(phase)}"
-                 for level in self.levels for phase in level.phases if phase.calls_merged]  # fmt: skip
+        more += [f"latent /{level.downsample}: {_kinds_text(level)}" for level in self.levels if level.calls_merged]
         reasons = list(self.reasons.items())[not self.merged_anything : _KINDS]  # the first is in the outcome
         more += [f"not merged, {count(calls, 'call')}: {_why(reason)}" for reason, calls in reasons]
         more += [f"compiled without merging, {reason}" for reason in self._traced()]
@@ -145,29 +139,25 @@ def _once(several: Iterable[Iterable[Any]]) -> tuple:
 
 
 def _level_data(level: LevelTally) -> dict[str, Any]:
-    phases = [
-        {"name": phase.name, "work_saved": phase.work_saved, "skipped": dict(phase.skipped),
-         "skipped_work": {reason: work / phase.work_full for reason, work in phase.lost.items() if work},
-         "sized_by": dict(phase.sized_by),
-         "merged": [{"part": part, "tokens": tokens, "queries": queries, "keys": keys or None, "calls": calls}
-                    for (part, tokens, queries, keys), calls in phase.merged.items()]}
-        for phase in level.phases
-    ]  # fmt: skip
+    merged = [{"part": part, "tokens": tokens, "queries": queries, "keys": keys or None, "calls": calls}
+              for (part, tokens, queries, keys), calls in level.merged.items()]  # fmt: skip
     return {"level": level.level, "downsample": level.downsample, "blocks": level.blocks, "covered": level.covered,
-            "work_saved": level.work_saved, "phases": phases, "traced": sorted(level.traced)}  # fmt: skip
+            "work_saved": level.work_saved, "merged": merged, "sized_by": dict(level.sized_by),
+            "skipped": dict(level.skipped), "traced": sorted(level.traced),
+            "skipped_work": {why: work / level.work_full for why, work in level.lost.items() if work}}  # fmt: skip
 
 
-def _kinds_text(phase: PhaseReport) -> str:
-    """``4096 tokens -> 64 keys, 98% left out``."""
+def _kinds_text(level: LevelTally) -> str:
+    """``4096 tokens -> 64 or 640 keys, 98% left out``."""
     sides: dict[int, list[str]] = {}
-    for tokens, queries, keys in phase.tokens:
+    for tokens, queries, keys in level.tokens:
         sides.setdefault(tokens, []).append(str(keys) if queries == keys else f"{keys} keys")
     kinds = [f"{tokens} tokens -> {' or '.join(left)}" for tokens, left in sides.items()]
-    kinds += [f"MLP {tokens} tokens -> {left}" for tokens, left in phase.mlp_tokens]
+    kinds += [f"MLP {tokens} tokens -> {left}" for tokens, left in level.mlp_tokens]
     if len(kinds) > _KINDS:
         kinds[_KINDS:] = [f"{len(kinds) - _KINDS} other sizes"]
-    saved = f", {percent(phase.work_saved)} left out" if phase.work_saved else ""
-    return f"{'; '.join(kinds) or count(phase.calls_merged, 'call') + ' merged'}{saved}"
+    saved = f", {percent(level.work_saved)} left out" if level.work_saved else ""
+    return f"{'; '.join(kinds) or count(level.calls_merged, 'call') + ' merged'}{saved}"
 
 
 def _why(reason: str) -> str:

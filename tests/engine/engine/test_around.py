@@ -58,8 +58,7 @@ def test_a_part_runs_on_merged_tokens_and_gives_all_of_them(part, matches):
     out = around(state, x, part=part)
     (plan,) = matches
     torch.testing.assert_close(out, plan.unmerge(plan.merge(x) * 2))
-    (phase,) = state.report().levels[0].phases
-    assert phase.merged == {(part, 64, 32, {"attn": 32, "crossattn": 64, "mlp": 64}[part]): 1}
+    assert state.report().levels[0].merged == {(part, 64, 32, {"attn": 32, "crossattn": 64, "mlp": 64}[part]): 1}
 
 
 def test_parts_of_one_call_share_a_match(matches):

@@ -1,4 +1,4 @@
-"""The report: lines for people, the gain first; JSON for programs; early and late apart; one of several passes."""
+"""The report: lines for people, the gain first; JSON for programs; one of several passes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import tome_core
 from tests.models import BY_NAME, call_case
 from tome_core import Gain, MergeConfig, MergeRule, Report
-from tome_core.reporting.ledger import LevelTally, PhaseReport
+from tome_core.reporting.ledger import LevelTally
 from tome_core.reporting.report import percent
 
 CASE = BY_NAME["ldm_sd1"]
@@ -32,19 +32,17 @@ def gain(ratio: float, side: int = 64, saved: float = 0.75) -> Gain:
 
 
 def level(downsample: int = 1, left: int = 25) -> LevelTally:
-    phase = PhaseReport("", Counter({("attn", 256, 256, 64): 3}), work_full=100, work_left=left)
-    return LevelTally(downsample, 3, {"": phase})
+    return LevelTally(downsample, 3, Counter({("attn", 256, 256, 64): 3}), work_full=100, work_left=left)
 
 
 @pytest.mark.slow
-def test_the_first_line_is_the_gain_the_second_what_was_left_out_then_levels_early_and_late():
+def test_the_first_line_is_the_gain_the_second_what_was_left_out_then_levels():
     measured = Report.join([reported(EARLY, 900, 100), Report(True, gains=(gain(1.42, saved=0.6),))])
     first, second, *rest = str(measured).splitlines()
     assert first == "Token merging: 2 model calls, about 1.4x faster (measured here)"
     assert second.startswith(f"  {percent(measured.work_saved)} of attention left out, at latent /1")
-    fine = [line for line in rest if line.startswith("  latent /1")]
-    assert [line.partition(":")[0] for line in fine] == ["  latent /1, early", "  latent /1, late"]
-    assert "256 tokens -> 26 keys, 90% left out" in fine[0] and "256 tokens -> 128 keys, 50% left out" in fine[1]
+    (fine,) = [line for line in rest if line.startswith("  latent /1")]
+    assert fine == "  latent /1: 256 tokens -> 128 keys or 26 keys, 70% left out"
     assert measured.headline == "about 1.4x faster (measured here)"
 
 
@@ -57,8 +55,8 @@ def test_unmeasured_it_begins_with_what_was_left_out_and_says_nothing_of_time():
 
 def test_why_not_is_told_without_the_part_unless_it_is_not_self_attention():
     skipped = Counter({"attn: why": 3, "block: why not": 2, "mlp: never": 1})
-    phase = PhaseReport("", skipped=skipped, sized_by=Counter(bias=2), work_full=100, work_left=100)
-    fine, coarse = LevelTally(1, 3, {"": phase}, {"autocast"}), LevelTally(2, 3, traced={"autocast"}, level=1)
+    fine = LevelTally(1, 3, skipped=skipped, work_full=100, work_left=100, traced={"autocast"})
+    coarse = LevelTally(2, 3, traced={"autocast"}, level=1)
     report = Report(True, levels=(fine, coarse))
     first, *rest = report.lines()
     assert first.endswith("nothing merged: why")
@@ -71,11 +69,10 @@ def test_why_not_is_told_without_the_part_unless_it_is_not_self_attention():
 def test_the_reason_is_the_one_that_cost_most_attention_and_not_the_one_of_most_calls():
     skipped = Counter({"attn: many": 9, "attn: large": 1, "mlp: rest": 99})
     lost = Counter({"attn: many": 9, "attn: large": 90})
-    phase = PhaseReport("", skipped=skipped, lost=lost, work_full=100, work_left=100)
-    report = Report(True, levels=(LevelTally(1, 3, {"": phase}),))
+    report = Report(True, levels=(LevelTally(1, 3, skipped=skipped, lost=lost, work_full=100, work_left=100),))
     assert report.headline == "nothing merged: large"
     assert list(report.reasons) == ["attn: large", "attn: many", "mlp: rest"]
-    assert report.as_data()["levels"][0]["phases"][0]["skipped_work"] == {"attn: many": 0.09, "attn: large": 0.9}
+    assert report.as_data()["levels"][0]["skipped_work"] == {"attn: many": 0.09, "attn: large": 0.9}
 
 
 @pytest.mark.parametrize(("why", "lost", "told"), [
@@ -83,9 +80,9 @@ def test_the_reason_is_the_one_that_cost_most_attention_and_not_the_one_of_most_
     ("an attention mask came along", 2, ""), ("outside the rules' time range", 50, ""),
 ])  # fmt: skip
 def test_what_hindered_merging_is_told_where_it_counts_and_nobody_asked_for_it(why, lost, told):
-    phase = PhaseReport("", Counter({("attn", 256, 256, 64): 3}), Counter({f"attn: {why}": 1}), work_full=100,
-                        work_left=60, lost=Counter({f"attn: {why}": lost}))  # fmt: skip
-    assert Report(True, levels=(LevelTally(1, 3, {"": phase}),)).hindered == told
+    skipped, lost = Counter({f"attn: {why}": 1}), Counter({f"attn: {why}": lost})
+    found = dataclasses.replace(level(left=60), skipped=skipped, lost=lost)
+    assert Report(True, levels=(found,)).hindered == told
 
 
 def test_a_gain_is_told_only_where_as_much_was_left_out_as_when_it_was_measured():
@@ -112,32 +109,19 @@ def test_a_gain_is_no_headline_of_a_picture_that_did_not_merge():
     assert "0.90x" not in str(off) and off.headline.startswith("nothing merged")
 
 
-def test_phases_are_told_apart_only_where_a_rule_has_an_early_one_and_the_time_is_known():
-    names = [{phase.name for phase in reported(config, *times).phases} for config, times in (
-        (EARLY, (900,)), (EARLY, (100,)), (EARLY, (900, 100)),
-        (MergeConfig(ratio=0.5), (900, 100)), (MergeConfig(rules=(MergeRule(min_timestep=500.0),)), (900, 100)),
-    )]  # fmt: skip
-    assert names == [{"early"}, {"late"}, {"early", "late"}, {""}, {""}]
-
-
-def test_each_phase_counts_its_own_work_and_a_level_all_of_it():
-    both = reported(EARLY, 900, 100).levels[0]
-    early, late = both.phases
-    assert (early.name, early.work_saved, late.name, late.work_saved) == ("early", 1 - 26 / 256, "late", 0.5)
+def test_a_level_counts_the_work_of_early_and_late_steps():
+    early, late, both = (reported(EARLY, *times).levels[0] for times in ((900,), (100,), (900, 100)))
+    assert (early.work_saved, late.work_saved) == (1 - 26 / 256, 0.5)
     assert both.work_saved == pytest.approx((early.work_saved + late.work_saved) / 2)
     assert both.calls_merged == early.calls_merged + late.calls_merged == 2 * both.blocks
     assert both.tokens == ((256, 256, 128), (256, 256, 26))
 
 
 @pytest.mark.parametrize("limits", [{"start_percent": 0.3}, {"end_percent": 0.05}, {"max_beta": 0.005}])
-def test_a_phase_is_of_the_time_whether_merging_has_begun_or_not(limits):
-    """What an early step leaves whole is no part of what late ones leave out."""
-    early, late = reported(EARLY, 900).levels[0], reported(EARLY, 100).levels[0]
-    found = reported(dataclasses.replace(EARLY, **limits), 900, 100).levels[0]
-    assert [phase.name for phase in found.phases] == ["early", "late"]
-    assert found.phases[0].work_saved == 0 and found.phases[0].work_full == early.phases[0].work_full
-    late_merges = "end_percent" not in limits
-    assert found.phases[1].work_saved == (late.work_saved if late_merges else 0)
+def test_a_step_that_is_left_whole_counts_as_left_whole(limits):
+    late, whole = (reported(EARLY, 100).levels[0], reported(dataclasses.replace(EARLY, **limits), 900, 100).levels[0])
+    merges = "end_percent" not in limits
+    assert whole.work_full == 2 * late.work_full and whole.work_saved == (late.work_saved / 2 if merges else 0)
 
 
 def test_all_levels_are_weighed_by_their_work():
@@ -153,8 +137,7 @@ def test_reports_of_passes_are_one_with_levels_by_their_down_sampling():
     assert both.calls == 3 and len(both.levels) == len(small.levels)
     one, two = small.levels[0], large.levels[0]
     assert both.levels[0].tokens == tuple(sorted({*one.tokens, *two.tokens}, reverse=True))
-    phases = (*small.phases, *large.phases)
-    full, left = sum(phase.work_full for phase in phases), sum(phase.work_left for phase in phases)
+    full, left = (one + other for one, other in zip(small.work, large.work, strict=True))
     assert both.work_saved == pytest.approx(1 - left / full)
     mixed = Report.join([Report(True, levels=(level(1),)), refiner])
     assert [(one.level, one.downsample) for one in mixed.levels] == [(0, 1), (1, 2)]
@@ -179,15 +162,14 @@ def test_nothing_left_out_is_not_rounded_up_to_everything():
 def test_the_json_form_is_json_and_has_every_count():
     found = Report.join([reported(EARLY, 900, 100), Report(True, gains=(gain(1.42),))])
     data = found.as_data()
-    assert json.loads(json.dumps(data)) == data and data["format"] == 1
+    assert json.loads(json.dumps(data)) == data and data["format"] == 2
     assert data["work_saved"] == found.work_saved and data["gains"][0]["ratio"] == 1.42
-    fine = data["levels"][0]
-    assert [phase["name"] for phase in fine["phases"]] == ["early", "late"]
-    assert fine["phases"][0]["merged"] == [
-        {"part": "attn", "tokens": 256, "queries": 256, "keys": 26, "calls": found.levels[0].blocks}
+    assert data["levels"][0]["merged"] == [
+        {"part": "attn", "tokens": 256, "queries": 256, "keys": keys, "calls": found.levels[0].blocks}
+        for keys in (26, 128)
     ]
-    calls = sum(kind["calls"] for level in data["levels"] for phase in level["phases"] for kind in phase["merged"])
-    skipped = sum(sum(phase["skipped"].values()) for level in data["levels"] for phase in level["phases"])
+    calls = sum(kind["calls"] for level in data["levels"] for kind in level["merged"])
+    skipped = sum(sum(level["skipped"].values()) for level in data["levels"])
     assert (calls, skipped) == (found.calls_merged, sum(found.reasons.values()))
 
 

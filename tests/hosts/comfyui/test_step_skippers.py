@@ -28,7 +28,7 @@ def test_the_report_counts_the_calls_that_were_computed_and_is_in_the_history(co
     said = f"ToMe: own settings, 6 steps, {calls} of them computed, "
     assert report_of(seen, applied).startswith(said) and said in text
     finest = data["levels"][0]
-    merged = sum(kind["calls"] for phase in finest["phases"] for kind in phase["merged"])
+    merged = sum(kind["calls"] for kind in finest["merged"])
     assert 0 < calls < graph.steps and merged == calls * finest["blocks"]
 
 
