@@ -53,7 +53,7 @@ class UnetMerging:
             layout = hosting.Layout(hosting.Grid(*sides))
             out = hosting.answer(self.state, call, place, level, 1, layout, seen, asked)
             if not seen[-1]:
-                self.state.leave_alone(call, level, _OTHER_KEYS, len(asked.q), asked.q.shape[1], asked.k.shape[1])
+                self.state.leave_alone(level, _OTHER_KEYS, len(asked.q), asked.q.shape[1], asked.k.shape[1])
             return out
 
         yield ask
@@ -61,7 +61,7 @@ class UnetMerging:
             for level in missing.elements():
                 if call.rules[level].attn is not None:
                     tokens = math.prod(self._sides(latent, level))
-                    self.state.leave_alone(call, level, hosting.REPLACED, len(latent), tokens, tokens)
+                    self.state.leave_alone(level, hosting.REPLACED, len(latent), tokens, tokens)
 
     def _sides(self, latent: torch.Tensor, level: int) -> list[int]:
         return [-(-side // self._downsamples[level]) for side in latent.shape[-2:]]

@@ -13,7 +13,8 @@ from .engine.decision import Call
 from .engine.state import State
 from .merging.grid import Grid, Layout
 from .models import find_models
-from .models.intercept import ByHeads, answer, register_name
+from .models.asked import ByHeads, answer
+from .models.intercept import register_name
 from .models.unet_blocks import UnsupportedModelError, find_unet, is_kind
 from .models.wrap import forget_all, register_wrapper
 from .patching import Patch, layout_of, patch

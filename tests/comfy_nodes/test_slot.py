@@ -139,7 +139,7 @@ def test_attention_that_refuses_merged_keys_is_asked_once_more_unmerged_and_left
     assert torch.equal(sample(merged), plain)
     assert slot.keys.count(16) == 1 and slot.keys.count(64) == 2 * 4 + 2, "once; it was tried twice"
     assert list(report(merged).reasons) == [
-        "attn: its attention function refuses merged keys (RuntimeError: strict kernel: q and k differ)"]  # fmt: skip
+        "attn: it fails with merged keys (RuntimeError: strict kernel: q and k differ)"]  # fmt: skip
 
 
 @pytest.mark.parametrize("error", [torch.cuda.OutOfMemoryError(), RuntimeError("MPS backend out of memory"),

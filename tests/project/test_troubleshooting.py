@@ -18,7 +18,7 @@ CODE = ("tome_core", "extension", "comfy_nodes")
 REASONS = (
     *(f"tome_core/{name}.py" for name in (
         "reporting/ledger", "engine/decision", "engine/state", "engine/time", "measuring/pays",
-        "attention/by_hand", "models/compiled", "models/intercept", "models/sites", "models/transformer",
+        "attention/by_hand", "models/asked", "models/compiled", "models/sites", "models/transformer",
         "models/unet")),
     "comfy_nodes/transformers.py", "comfy_nodes/unets.py", "extension/host.py",
 )  # fmt: skip

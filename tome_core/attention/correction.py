@@ -11,9 +11,7 @@ is told from the query and from the merged answer by ridge regression:
 
     out += A_q q + A_o out + b,    A_q = C + W_q, A_o = W_o
 
-On trained models C halves the error at equal work, and all but removes it where heads are smooth; where heads are
-sharp it overdoes, which the regression sees. Both together make 64 keys of 4,096 as good as 256 with C alone
-(docs/methods.md, which derives C and names what was tried beside this).
+docs/methods.md derives C, and says what each part gains.
 """
 
 from __future__ import annotations
@@ -84,7 +82,10 @@ def fit_correction(q: Tensor, made: Pair, plan: MergePlan, heads: int, scale: fl
         asked_for = _by_head(q, heads)
         merged = to_exact(_attend(asked_for, *pair, heads, scale, plan.logits_in(q.dtype)[:, None, None]))
         left = to_exact(_attend(asked_for, keys, values, heads, scale)) - merged
-        first = _first_order(keys, values, exact, plan, heads, scale) if sums is None else _add_up(sums, heads)
+        if sums is None:
+            first = _first_order(keys, values, exact, plan, heads, scale)
+        else:
+            first = sums.sum(0).unflatten(0, (-1, heads))
         asked_for = asked_for.to(first.dtype)
         flat = (one.flatten(0, 1) for one in (left, asked_for, first))
         left = torch.baddbmm(*flat, alpha=-1).view_as(left)
@@ -95,29 +96,17 @@ def fit_correction(q: Tensor, made: Pair, plan: MergePlan, heads: int, scale: fl
         return correction, tuple(pair)
 
 
-def first_order(made: Pair, plan: MergePlan, heads: int, scale: float) -> Tensor:
-    """``C^T``: ``[B, H, d, d]``, float32 at least. made, scale: as in `fit_correction`."""
-    means = plan.merge_pair(*made, exact=True)[2]
-    sums = _sums_by_kernel(*made, means, plan, heads, scale)
-    return _first_order(*made, means, plan, heads, scale) if sums is None else _add_up(sums, heads)
-
-
-def _add_up(sums: Tensor, heads: int) -> Tensor:
-    """``[P, B*H, d, d]`` to ``[B, H, d, d]``."""
-    return sums.sum(0).unflatten(0, (-1, heads))
-
-
 def _sums_by_kernel(
     keys: Tensor, values: Tensor, means: Tensor, plan: MergePlan, heads: int, scale: float
 ) -> Tensor | None:
-    """`first_order` in parts, ``[P, B*H, d, d]``; None where torch's operators have to do."""
+    """`_first_order` in parts, ``[P, B*H, d, d]``; None where torch's operators have to do."""
     if kernels.needs_gradient(keys, values) or not kernels.ready_for_halves(keys):
         return None
     return kernels.first_order(keys, values, plan.group, means, heads, scale / keys.shape[1])
 
 
 def _first_order(keys: Tensor, values: Tensor, means: Tensor, plan: MergePlan, heads: int, scale: float) -> Tensor:
-    """`first_order` by torch's operators. means: of the groups' values, ``[B, G, H*d]``, float32 at least."""
+    """``C^T``: ``[B, H, d, d]``. means: of the groups' values, ``[B, G, H*d]``, float32 at least."""
     # the tokens' distances from their group's value add up to 0, so that of the key need not be taken off
     spread = _by_head(to_exact(values) - plan.unmerge(means), heads)
     return _by_head(to_exact(keys), heads).transpose(2, 3) @ spread * (scale / keys.shape[1])

@@ -15,7 +15,7 @@ import torch
 from ..merging.grid import Draw, Layout, cell_of, tokens_in, windows
 from ..merging.methods import METHODS, MatchOptions
 from ..merging.methods.bipartite import refine_plan
-from ..merging.metric import BY_DISTANCE, of_unit_spread
+from ..merging.metric import of_unit_spread
 from ..merging.plan import MergePlan
 from ..settings.config import MergeRule
 
@@ -35,14 +35,16 @@ def match(
     Returns:
         None if the rule removes no token of some window.
     """
-    by_distance, method, before = rule.metric in BY_DISTANCE, METHODS[rule.method], layout.first
+    by_distance, method, before = rule.metric == "keys+values", METHODS[rule.method], layout.first
     tokens, parts, counts = k.shape[1], [], []
     known = iter(() if old is None else old.counts or (old.num_groups,))
     for grid, run in groupby(windows(layout.grid), itemgetter(1)):
         starts = [start for start, _ in run]
         times, size = len(starts), grid.height * grid.width
         places = slice(layout.first + starts[0], layout.first + starts[0] + times * size)
-        x = _tokens_to_compare(_apart(k[:, places], times), _apart(v[:, places], times), rule)
+        x = _apart(k[:, places], times)
+        if by_distance:
+            x = of_unit_spread(x, _apart(v[:, places], times))
         groups = next(known, None)
         if groups is not None:
             # one k-means step from the plan of an earlier time is as good as a new match with several, and cheaper
@@ -65,13 +67,6 @@ def match(
 def _apart(x: torch.Tensor, times: int) -> torch.Tensor:
     """``[B, times*n, H, d]`` to ``[B*times, n, H*d]``: each window is a sample. Without gradient."""
     return x.detach().flatten(2).unflatten(1, (times, -1)).flatten(0, 1)
-
-
-def _tokens_to_compare(k: torch.Tensor, v: torch.Tensor, rule: MergeRule) -> torch.Tensor:
-    """The tokens of windows as their match sees them, ``[B, n, D]``."""
-    if rule.metric == "keys+values":
-        return of_unit_spread(k, v)
-    return of_unit_spread(k) if rule.metric in BY_DISTANCE else k
 
 
 def _for_each(draw: Draw | None, times: int) -> Draw | None:

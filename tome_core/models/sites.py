@@ -19,8 +19,9 @@ from ..engine.decision import Call
 from ..engine.state import State
 from ..reporting.ledger import MASKED, OF_OTHERS, OTHER_PARTS, REPLACED, TAKEN_OFF
 from . import compiled, intercept
+from .asked import MORE, Asked, answer
 from .compiled import NumberedSite, pack, unpack
-from .intercept import MORE, Asked, Watching, Way, answer, way_of
+from .intercept import Watching, Way, way_of
 from .wrap import Wrap, WrapSet, is_own, others_on, why_passed
 
 MASKS = ("mask", "attention_mask", "attn_mask")
@@ -46,7 +47,7 @@ class ModelSite(NumberedSite):
             out = self.original(*args, **kwargs)
         finally:
             calls.now = before
-        if now is not None and not {one.path for one in wraps.on if isinstance(one, AttentionSite)} <= {*now.reached}:
+        if now is not None and not wraps.paths.issubset(now.reached):
             count_missed(wraps, now)
         if torch.is_grad_enabled():
             wraps.follow_back(now, out)
@@ -198,7 +199,7 @@ class AttentionSite(NumberedSite):
     def _leave_alone(self, now: Call, why: str, args: tuple, kwargs: Mapping[str, Any]) -> None:
         x = next((one for one in (*args, *kwargs.values()) if torch.is_tensor(one) and one.dim() > 1), None)
         batch, tokens = (0, 0) if x is None else x.shape[:2]
-        now.state.leave_alone(now, self.level, why, batch, tokens, tokens)
+        now.state.leave_alone(self.level, why, batch, tokens, tokens)
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """The attention in a graph that is being made."""
@@ -239,7 +240,7 @@ def count_missed(wraps: WrapSet, now: Call, names: set[str] | None = None, batch
     none, of the model. What was taken off is put back. names: those that it had to come to; None if it may pass some.
     """
     model, is_lost = wraps.on[0].target if wraps.on else None, False
-    for site in (one for one in wraps.on if isinstance(one, AttentionSite)):
+    for site in (one for one in wraps.on if one.path):
         is_missed = site.path not in now.reached if names is None else site.path in names
         if not is_missed or now.rules[site.level].attn is None or now.state.ledger.levels[site.level].traced:
             continue
@@ -248,7 +249,7 @@ def count_missed(wraps: WrapSet, now: Call, names: set[str] | None = None, batch
         found = [full_name(one) for one in map(others_on, places) if one is not None]
         why = f"{REPLACED}: {found[0]}" if found else REPLACED if places else why_passed(site)
         if names is not None or why != REPLACED or not now.reached:
-            now.state.leave_alone(now, site.level, why, batch, tokens, tokens)
+            now.state.leave_alone(site.level, why, batch, tokens, tokens)
         is_lost |= why == TAKEN_OFF
     if is_lost:
         wraps.put_back()

@@ -160,7 +160,7 @@ class BlockSite(Wrap):
             return None
         layout = now.layouts.get(self.level)
         if layout is None or layout.grid.height * layout.grid.width != x.shape[1]:
-            now.state.leave_alone(now, self.level, NO_GRID, x.shape[0], x.shape[1], x.shape[1], "block")
+            now.state.leave_alone(self.level, NO_GRID, x.shape[0], x.shape[1], x.shape[1], "block")
             return None
         return x, {}
 
@@ -168,19 +168,19 @@ class BlockSite(Wrap):
 class PartSite(Wrap):
     """Around ``attn2`` or ``ff``: merges its input, unmerges its output.
 
-    path: of the block. part: "crossattn" or "mlp".
+    block: its path. part: "crossattn" or "mlp".
     """
 
-    def __init__(self, module: nn.Module, wraps: WrapSet, path: str, part: str, level: int) -> None:
+    def __init__(self, module: nn.Module, wraps: WrapSet, block: str, part: str, level: int) -> None:
         super().__init__(module)
-        self.wraps, self.path, self.part, self.level = wraps, path, part, level
+        self.wraps, self.block, self.part, self.level = wraps, block, part, level
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """What the part gives."""
         now = self.wraps.calls.now or self.wraps.resumed()
         if now is None or now.block is None or getattr(now.rules[self.level], self.part) is None:
             return self.original(*args, **kwargs)
-        return _run_around(self, now, self.path, self.part, args, kwargs)
+        return _run_around(self, now, self.block, self.part, args, kwargs)
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """In a graph nothing merges here."""
@@ -207,7 +207,7 @@ def _run_around(site: Any, now: Call, path: str, part: str, args: tuple, kwargs:
     tokens, context = x.shape[1], args[1] if len(args) > 1 else named(kwargs, CONTEXTS)
     problem, out = _problem_of(part, site.target, x, args, kwargs, context), None
     if problem:
-        now.state.leave_alone(now, level, problem, x.shape[0], tokens, tokens, part)
+        now.state.leave_alone(level, problem, x.shape[0], tokens, tokens, part)
     else:
         keys = {"attn": tokens, "mlp": 0}.get(part, context.shape[1] if torch.is_tensor(context) else 0)
         function = partial(_call_merged, site.original, args, kwargs, tokens if part == "attn" else 0)

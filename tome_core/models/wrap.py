@@ -40,7 +40,11 @@ class Wrap:
     What lies beneath is fixed for life: a foreign wrapper on top may have saved this one as "the original", and a wrap
     that later called that wrapper would call itself. Removed, or left underneath another's wrapper, it passes calls
     through for ever. A copy or a pickle of the target gets a wrap that passes calls through to the copy.
+
+    path: of the attention that it stands around, if it does.
     """
+
+    path = ""
 
     def __init__(self, target: Any, name: str = "forward") -> None:
         self.target, self.name, self.beneath = target, name, None
@@ -245,10 +249,11 @@ class WrapSet:
 
     handle: the patch in force. While there is none the wraps rest, holding no module, and the next patch gets the same
     objects: a compiled model knows them. adapter: reads the model's calls. begun: while a compiler traces the model's
-    own call, what its attentions are told of it, or why it is left alone.
+    own call, what its attentions are told of it, or why it is left alone. paths: of the attentions with a wrap.
     """
 
     def __init__(self) -> None:
+        self.paths: frozenset[str] = frozenset()
         self.adapter: Any = None
         self.handle: Any = None
         self.begun: torch.Tensor | str | None = None
@@ -265,7 +270,7 @@ class WrapSet:
         for wrap in reversed([one for one in self.on if one not in wraps]):
             wrap.uninstall()
         self._off = {key: one for key, one in self._off.items() if one.target is None}  # others hold their module
-        self.on = wraps
+        self.on, self.paths = wraps, frozenset(filter(None, (wrap.path for wrap in wraps)))
 
     def _reuse_or_make(self, kind: type[Wrap], module: nn.Module, *facts: Any) -> Wrap:
         found = self._off.pop((kind, id(module)), None)
@@ -325,7 +330,7 @@ class WrapSet:
             self.calls.passed = why_passed(self.on[0])
             self.put_back()
         if self.calls.passed:
-            self.handle.leave_alone(None, level, self.calls.passed, 0, 0, 0)
+            self.handle.leave_alone(level, self.calls.passed, 0, 0, 0)
 
     def __reduce__(self) -> tuple:
         return type(None), ()  # a copy of a patched model merges nothing

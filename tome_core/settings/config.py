@@ -135,8 +135,8 @@ class MergeRule:
         minimum=0, maximum=3, step=1, advanced=True, place=16,
     )
     metric: str = setting(
-        "input", "Compare", "What a match compares: input (the block's input, by cosine, as tomesd does), keys, "
-        "or keys+values (by distance). The last is the most exact, and costs two projections. Used by bipartite.",
+        "input", "Compare", "What a match compares: input (the block's input, by cosine, as tomesd does) or "
+        "keys+values (by distance), which is more exact. Used by bipartite.",
         choices=METRICS, advanced=True, place=15,
     )
     keep: float = setting(
@@ -291,30 +291,27 @@ def describe_settings() -> list[dict[str, Any]]:
             for item in (*fields(MergeRule), *fields(MergeConfig)[1:])]  # fmt: skip
 
 
-def plain_rules(config: MergeConfig, downsamples: Sequence[int]) -> tuple[MergeRule, ...]:
-    """All that merges, as rules: before each of the config's own its early phase.
+def plain_rules(config: MergeConfig, downsamples: Sequence[int]) -> dict[MergeRule, MergeRule | None]:
+    """All that merges, as rules, in order: before each of the config's own its early phase.
 
-    downsamples: of each level, how many times smaller than the latent it is.
+    downsamples: of each level, how many times smaller than the latent it is. Returns for each rule, if it is an early
+    phase, the rule that it precedes.
     """
-    return tuple(one for rule in config.rules for one in (*_early(config, rule, downsamples), rule))
+    return {one: late for rule in config.rules
+            for one, late in ((_early(config, rule, downsamples), rule), (rule, None)) if one}  # fmt: skip
 
 
-def early_rules(config: MergeConfig, downsamples: Sequence[int]) -> dict[MergeRule, MergeRule]:
-    """Those of `plain_rules` that are an early phase, each with the rule of the config's own that it precedes."""
-    return {one: rule for rule in config.rules for one in _early(config, rule, downsamples)}
-
-
-def _early(config: MergeConfig, rule: MergeRule, downsamples: Sequence[int]) -> list[MergeRule]:
+def _early(config: MergeConfig, rule: MergeRule, downsamples: Sequence[int]) -> MergeRule | None:
     ratio = config.early_ratio
     if ratio is None or not rule.merge_attn or not reaches(rule, 0, downsamples[0]):
-        return []
+        return None
     cell = next((side for side in _EARLY_CELLS if ratio <= 1 - 1 / side**2), _EARLY_CELLS[-1])
     refines = METHODS[rule.method].compares and rule.proportional and ratio >= _REFINED_FROM
-    return [replace(
+    return replace(
         rule, ratio=ratio, sx=max(rule.sx, cell), sy=max(rule.sy, cell), max_downsample=None, merge_crossattn=False,
         merge_mlp=False, min_timestep=max(config.early_until, rule.min_timestep or 0.0),
         refine=max(rule.refine, _EARLY_REFINE) if refines else rule.refine,
-    )]  # fmt: skip
+    )  # fmt: skip
 
 
 def describe(config: MergeConfig) -> tuple[str, ...]:

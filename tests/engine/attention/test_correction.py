@@ -18,7 +18,7 @@ from tests.conformance import ragged
 from tests.models import BY_NAME, call_case, call_unet, four_levels, inputs, on_small, small
 from tests.thoroughness import THOROUGH, some_quick
 from tome_core import MergeConfig, MergePlan, MergeRule
-from tome_core.attention.correction import Correction, _inverse, _ridge, first_order, fit_correction, pick_asked
+from tome_core.attention.correction import Correction, _first_order, _inverse, _ridge, fit_correction, pick_asked
 from tome_core.attention.correction import _by_head as by_head
 from tome_core.attention.merged import Merge, add_correction
 from tome_core.engine import state
@@ -46,6 +46,10 @@ def oracle(k: torch.Tensor, v: torch.Tensor, plan: MergePlan, heads: int, scale:
             keys, values = k[sample, head, group == number], v[sample, head, group == number]
             out[sample, head] += (keys - keys.mean(0)).T @ (values - values.mean(0)) * scale / tokens
     return out
+
+
+def first_order(made: tuple[torch.Tensor, torch.Tensor], plan: MergePlan, heads: int, scale: float) -> torch.Tensor:
+    return _first_order(*made, plan.merge_pair(*made, exact=True)[2], plan, heads, scale)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

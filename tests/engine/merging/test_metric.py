@@ -72,7 +72,7 @@ def test_keys_and_values_count_alike_whatever_their_scale():
 
 def test_distances_are_what_they_were_but_for_one_factor():
     x = tokens(2, 16, 32) * 5 + 2
-    ratio = torch.cdist(of_unit_spread(x), of_unit_spread(x)) / torch.cdist(x, x)
+    ratio = torch.cdist(of_unit_spread(x, x), of_unit_spread(x, x)) / torch.cdist(x, x)
     off = ~torch.eye(16, dtype=torch.bool)
     for sample in ratio:
         assert sample[off].max() / sample[off].min() - 1 < 1e-3
@@ -123,7 +123,7 @@ def test_each_metric_compares_what_it_is_called():
     """Of keys and values; no attention sees the block's input, whose part keys play by cosine."""
     grid, options = Grid(8, 8), {"ratio": 0.75, "side": "kv", "use_rand": False}
     k, v = (tokens(2, 64, 12, seed) + 1 for seed in range(2))
-    compared = {"input": (k, False), "keys": (of_unit_spread(k), True), "keys+values": (of_unit_spread(k, v), True)}
+    compared = {"input": (k, False), "keys+values": (of_unit_spread(k, v), True)}
     for metric in METRICS:
         x, by_distance = compared[metric]
         expected = MATCH(x, grid, MatchOptions(0.75, 2, 2, by_distance=by_distance))

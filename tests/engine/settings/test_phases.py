@@ -38,7 +38,7 @@ def test_an_early_phase_is_what_two_rules_are():
     early, late = plain_rules(one, [1])
     assert (early.sx, early.sy, early.min_timestep, late.min_timestep) == (4, 4, 600.0, None)
     assert (early.refine, late.refine) == (2, 0)
-    assert plain_rules(MergeConfig(rules=(early, late)), [1]) == (early, late)
+    assert [*plain_rules(MergeConfig(rules=(early, late)), [1])] == [early, late]
     early, late = plain_rules(MergeConfig(early_ratio=0.75, merge_mlp=True, merge_crossattn=True), [1])
     assert (early.merge_attn, early.merge_mlp, early.merge_crossattn) == (True, False, False), "self-attention only"
     assert late.merge_mlp and late.merge_crossattn
@@ -48,7 +48,7 @@ def test_an_early_phase_is_what_two_rules_are():
 
 @pytest.mark.parametrize(("ratio", "side"), [(0.5, 2), (0.75, 2), (0.76, 4), (0.9375, 4), (0.95, 8), (1.0, 8)])
 def test_early_cells_are_as_large_as_the_ratio_needs(ratio, side):
-    early = plain_rules(MergeConfig(early_ratio=ratio), [1])[0]
+    early, _ = plain_rules(MergeConfig(early_ratio=ratio), [1])
     assert (early.sx, early.sy) == (side, side)
     assert early.effective_ratio == min(ratio, 1 - 1 / 64)
 
@@ -78,7 +78,7 @@ LEVELS = {"SD1.5, SD2": (1, 2, 4, 8), "SDXL": (2, 4)}
 def test_the_page_on_settings_says_where_presets_merge(family):
     text = (Path(__file__).parents[3] / "docs" / "settings.md").read_text(encoding="utf-8")
     row = next(line for line in text.splitlines() if line.startswith(f"| {family} |")).split(" | ")[1:]
-    rules = plain_rules(preset("balanced"), LEVELS[family])
+    rules = [*plain_rules(preset("balanced"), LEVELS[family])]
     assert not any(rule.merge_mlp or rule.merge_crossattn for rule in rules), "self-attention alone"
     for pixels, cell in zip((512, 1024, 2048), row, strict=True):
         sides = {level: pixels // 8 // down for level, down in enumerate(LEVELS[family])}
@@ -105,7 +105,7 @@ def test_every_rule_of_a_config_has_its_own_early_phase():
     """So that the first rule that holds is the one it was, in an early step as well."""
     first, second = MergeRule(ratio=0.25, min_timestep=700), MergeRule(ratio=0.5, side="kv")
     config = MergeConfig(rules=(first, second), early_ratio=0.75, early_until=600.0)
-    rules = plain_rules(config, [2])
+    rules = [*plain_rules(config, [2])]
     assert [rule.ratio for rule in rules] == [0.75, 0.25, 0.75, 0.5] and (rules[1], rules[3]) == (first, second)
     assert [rule.min_timestep for rule in rules] == [700, 700, 600, None]
     assert [rule.side for rule in rules] == ["qkv", "qkv", "kv", "kv"]
