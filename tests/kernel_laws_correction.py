@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from tests import kernel_harness
 from tests.kernel_harness import DEVICE, DTYPES, close, noise
 from tome_core import MergePlan
-from tome_core.attention.correction import Correction, _attend, _by_head, _first_order, _ridge, fit_correction
+from tome_core.attention.correction import Correction, _attend, _by_head, _ridge, first_order, fit_correction
 from tome_core.attention.merged import add_correction
 from tome_core.merging import kernels
 
@@ -37,7 +37,7 @@ def test_of_first_order_it_is_what_torch_sums(heads, width, tokens, dtype):
     _, _, made, plan = attention(heads, width, tokens, dtype)
     means, scale = plan.merge_pair(*made, exact=True)[2], 0.3 / tokens
     found, again = (kernels.first_order(*made, plan.group, means, heads, scale).sum(0) for _ in range(2))
-    expected = _first_order(*(one.double() for one in made), means.double(), plan, heads, 0.3).flatten(0, 1)
+    expected = first_order(*(one.double() for one in made), means.double(), plan, heads, 0.3).flatten(0, 1)
     assert found.dtype == torch.float32
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
     assert torch.equal(found, again)

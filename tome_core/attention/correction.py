@@ -83,7 +83,7 @@ def fit_correction(q: Tensor, made: Pair, plan: MergePlan, heads: int, scale: fl
         merged = to_exact(_attend(asked_for, *pair, heads, scale, plan.logits_in(q.dtype)[:, None, None]))
         left = to_exact(_attend(asked_for, keys, values, heads, scale)) - merged
         if sums is None:
-            first = _first_order(keys, values, exact, plan, heads, scale)
+            first = first_order(keys, values, exact, plan, heads, scale)
         else:
             first = sums.sum(0).unflatten(0, (-1, heads))
         asked_for = asked_for.to(first.dtype)
@@ -99,13 +99,13 @@ def fit_correction(q: Tensor, made: Pair, plan: MergePlan, heads: int, scale: fl
 def _sums_by_kernel(
     keys: Tensor, values: Tensor, means: Tensor, plan: MergePlan, heads: int, scale: float
 ) -> Tensor | None:
-    """`_first_order` in parts, ``[P, B*H, d, d]``; None where torch's operators have to do."""
+    """`first_order` in parts, ``[P, B*H, d, d]``; None where torch's operators have to do."""
     if kernels.needs_gradient(keys, values) or not kernels.ready_for_halves(keys):
         return None
     return kernels.first_order(keys, values, plan.group, means, heads, scale / keys.shape[1])
 
 
-def _first_order(keys: Tensor, values: Tensor, means: Tensor, plan: MergePlan, heads: int, scale: float) -> Tensor:
+def first_order(keys: Tensor, values: Tensor, means: Tensor, plan: MergePlan, heads: int, scale: float) -> Tensor:
     """``C^T``: ``[B, H, d, d]``. means: of the groups' values, ``[B, G, H*d]``, float32 at least."""
     # the tokens' distances from their group's value add up to 0, so that of the key need not be taken off
     spread = _by_head(to_exact(values) - plan.unmerge(means), heads)

@@ -18,7 +18,7 @@ from tests.conformance import ragged
 from tests.models import BY_NAME, call_case, call_unet, four_levels, inputs, on_small, small
 from tests.thoroughness import THOROUGH, some_quick
 from tome_core import MergeConfig, MergePlan, MergeRule
-from tome_core.attention.correction import Correction, _first_order, _inverse, _ridge, fit_correction, pick_asked
+from tome_core.attention.correction import Correction, _inverse, _ridge, first_order, fit_correction, pick_asked
 from tome_core.attention.correction import _by_head as by_head
 from tome_core.attention.merged import Merge, add_correction
 from tome_core.engine import state
@@ -48,8 +48,8 @@ def oracle(k: torch.Tensor, v: torch.Tensor, plan: MergePlan, heads: int, scale:
     return out
 
 
-def first_order(made: tuple[torch.Tensor, torch.Tensor], plan: MergePlan, heads: int, scale: float) -> torch.Tensor:
-    return _first_order(*made, plan.merge_pair(*made, exact=True)[2], plan, heads, scale)
+def closed_form(made: tuple[torch.Tensor, torch.Tensor], plan: MergePlan, heads: int, scale: float) -> torch.Tensor:
+    return first_order(*made, plan.merge_pair(*made, exact=True)[2], plan, heads, scale)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -58,10 +58,10 @@ def test_groups_of_one_token_are_corrected_by_exactly_nothing(dtype: torch.dtype
     q, k, v = drawn(3, 17, 12, dtype)
     order = torch.stack([torch.randperm(17, generator=torch.Generator().manual_seed(n)) for n in range(3)])
     plan = MergePlan(order[:1] if shared else order, 17)
-    assert not first_order((k, v), plan, 3, 0.5).any()
+    assert not closed_form((k, v), plan, 3, 0.5).any()
     assert not any(one.any() for one in fit_correction(q[:, ::3], (k, v), plan, 3, 0.5)[0][:2])
     pairs = MergePlan(order.div(2, rounding_mode="floor"), 9)
-    assert first_order((k, v), pairs, 3, 0.5).all()
+    assert closed_form((k, v), pairs, 3, 0.5).all()
     assert all(one.all() for one in fit_correction(q[:, ::3], (k, v), pairs, 3, 0.5)[0][:2])
 
 
@@ -74,7 +74,7 @@ def test_it_is_what_its_definition_gives(batch, tokens, groups, heads, width, sh
     """Ragged groups, empty ones, one map for all samples."""
     _, k, v = drawn(batch, tokens, heads * width, torch.float64, seed)
     plan = ragged(1 if shared else batch, tokens, groups, seed)
-    found, exact = first_order((k, v), plan, heads, 0.3), oracle(k, v, plan, heads, 0.3)
+    found, exact = closed_form((k, v), plan, heads, 0.3), oracle(k, v, plan, heads, 0.3)
     torch.testing.assert_close(found, exact, rtol=1e-9, atol=1e-12)
 
 
@@ -83,7 +83,7 @@ def test_it_is_summed_in_float32_whatever_keys_and_values_are(dtype: torch.dtype
     """Of 4,096 tokens half precision would keep hardly a digit, and keys lie far from zero."""
     _, k, v = drawn(1, 4096, 16, dtype)
     plan = ragged(1, 4096, 64)
-    found, exact = first_order((k, v), plan, 2, 0.25), oracle(k, v, plan, 2, 0.25)
+    found, exact = closed_form((k, v), plan, 2, 0.25), oracle(k, v, plan, 2, 0.25)
     assert found.dtype == torch.float32
     assert (found.double() - exact).abs().max() <= 1e-4 * exact.abs().max()
 
@@ -192,7 +192,7 @@ def test_it_leaves_less_of_what_was_asked_than_the_closed_form_alone():
     q, scale = q[:, places], 16**-0.5
     full = attention(q, k, v, heads)
     merged = attention(q, plan.merge(k), plan.merge(v), heads, plan.key_logits)
-    closed = first_order((k, v), plan, heads, scale)
+    closed = closed_form((k, v), plan, heads, scale)
     alone = Correction(torch.cat([closed, torch.zeros_like(closed)], 2).flatten(0, 1), torch.zeros(heads, 1, 16))
     both = fit_correction(q, (k, v), plan, heads, scale)[0]
     left = [(add_flat(merged, q, one, heads) - full).square().mean() for one in (alone, both)]
