@@ -249,7 +249,7 @@ def way(
         left = GROUPS if queries else SIDE**2
         assert level.calls_merged == 1 and level.tokens == ((SIDE**2, left, GROUPS),), handle.report()
         assert_repeated(before, (x,), told, out, plan, tolerance, queries)
-        found |= level.routes.keys()
+        found |= level.sized_by.keys()
     (only,) = found
     return only
 

@@ -45,11 +45,6 @@ class Counted:
         return dict(sorted(self._sum("skipped").items(), key=lambda one: (lost[one[0]], one[1]), reverse=True))
 
     @property
-    def routes(self) -> dict[str, int]:
-        """The ways of proportional attention, and calls."""
-        return dict(self._sum("sized_by").most_common())
-
-    @property
     def work_saved(self) -> float | None:
         """Share of the self-attention work (queries times keys) that was saved, None before any call."""
         full, left = self.work

@@ -245,7 +245,7 @@ def test_the_processor_that_is_in_force_at_a_call_decides():
         torch.testing.assert_close(run(unet, x), expected, rtol=1e-4, atol=1e-5)
         module.set_processor(AttnProcessor2_0())
         assert torch.equal(run(unet, x), expected)
-    assert handle.report().levels[0].routes == {BIAS: 4}
+    assert handle.report().levels[0].sized_by == {BIAS: 4}
 
 
 # --- what is more than attention --------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ def test_every_self_attention_of_every_family_gives_what_repeated_keys_give(case
     levels = handle.report().levels
     assert sum(level.calls_merged for level in levels) == len(names)
     by_hand = case.name.startswith("ldm")
-    assert all(level.routes.keys() == {OWN_BIAS if by_hand else BIAS} for level in levels)
+    assert all(level.sized_by.keys() == {OWN_BIAS if by_hand else BIAS} for level in levels)
 
 
 @pytest.mark.parametrize("name", some_quick(tiny_transformers.PRESENT))
@@ -98,7 +98,7 @@ def test_without_proportional_attention_no_key_weighs_more():
         unsized = call_case(case, model)
     with merging_by(), tome_core.patch(model, KV):
         assert far(call_case(case, model), unsized) > 1e-3
-    assert handle.report().merged_anything and not handle.report().routes
+    assert handle.report().merged_anything and not any(level.sized_by for level in handle.report().levels)
 
 
 def test_patching_draws_from_no_generator_and_leaves_training_on():
@@ -111,7 +111,7 @@ def test_patching_draws_from_no_generator_and_leaves_training_on():
         assert torch.equal(torch.get_rng_state(), state)
         assert all(module.training for module in unet.modules())
         unet(*inputs)
-    assert handle.report().levels[0].routes == {BIAS: 1}
+    assert handle.report().levels[0].sized_by == {BIAS: 1}
 
 
 def test_a_model_that_gets_its_weights_after_the_patch_merges_by_them():
@@ -122,7 +122,7 @@ def test_a_model_that_gets_its_weights_after_the_patch_merges_by_them():
     with torch.no_grad(), tome_core.patch(unet.to("meta"), MergeConfig()) as handle:
         unet.to_empty(device="cpu").load_state_dict(weights)
         assert torch.equal(unet(*inputs), expected)
-    assert handle.report().levels[0].routes == {BIAS: 1}
+    assert handle.report().levels[0].sized_by == {BIAS: 1}
 
 
 # --- what others do to an attention after us --------------------------------------------------------------------------
@@ -164,6 +164,6 @@ def test_what_changes_after_us_is_noticed(change):
     handle.reset_counts()
     change(model)
     assert largest_difference(call_case(case, model), expected) <= 1e-5
-    assert all(level.routes.keys() == {BIAS} for level in handle.report().levels)
+    assert all(level.sized_by.keys() == {BIAS} for level in handle.report().levels)
     handle.remove()
     assert torch.equal(call_case(case, model), vanilla)

@@ -98,7 +98,7 @@ def test_a_function_mode_of_another_program_sees_all_tokens():
 def test_the_way_of_sizes_is_reported(takes_bias, proportional, ways):
     config = MergeConfig(side="kv", ratio=0.5, proportional=proportional, use_rand=False)
     out, report = attend(config, attention(PICTURE, takes_bias=takes_bias))
-    assert out is not None and report.routes == ways
+    assert out is not None and report.levels[0].sized_by == ways
 
 
 def test_a_rule_of_other_parts_leaves_attention_alone():

@@ -51,7 +51,7 @@ def _attentions(unet):
 
 def _merged(unet, call):
     with tome_core.patch(unet, KEYS) as handle:
-        return call(unet), {way for level in handle.report().levels for way in level.routes}
+        return call(unet), {way for level in handle.report().levels for way in level.sized_by}
 
 
 @pytest.mark.parametrize("build, call", [BY_HAND, BY_A_FUNCTION], ids=["by hand", "by a function"])

@@ -56,7 +56,7 @@ def test_rules_of_the_mlp_alone_call_an_attention_as_without_them(rules: str):
         assert [sorted(vars(module)) for module in projections] == before
         call_case(BY_NAME["sd15"], model)
     level = handle.report().levels[1]
-    assert level.mlp_tokens and not level.tokens and not level.routes
+    assert level.mlp_tokens and not level.tokens and not level.sized_by
     assert calls == plain and len(plain) == len(projections)
 
 

@@ -124,7 +124,7 @@ def test_weights_that_are_stored_in_half_precision_merge_as_hard(layerwise: bool
     with torch.no_grad(), tome_core.patch(model, BALANCED) as handle:
         run(model, x, text)
     level = handle.report().levels[0]
-    assert level.tokens == ((256, 256, 36),) and level.routes == {BIAS: 3}
+    assert level.tokens == ((256, 256, 36),) and level.sized_by == {BIAS: 3}
 
 
 # --- transforms of functions -----------------------------------------------------------------------------------------

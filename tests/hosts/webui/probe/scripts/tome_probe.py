@@ -31,7 +31,7 @@ def on_step(params):
     wraps = vars(unet()).get("_tome_core_patch") if unet() is not None else None
     if wraps is not None and wraps.handle is not None:
         report = wraps.handle.report()
-        seen["routes"] = {str(level.downsample): level.routes for level in report.levels if level.routes}
+        seen["routes"] = {str(level.downsample): dict(level.sized_by) for level in report.levels if level.sized_by}
 
 
 def unet():
