@@ -1,4 +1,4 @@
-"""All that is asked of the webui, which may be older or a fork: the only file here that knows its modules."""
+"""All that is asked of the webui, which may be a fork: the only file here that knows its modules."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from . import sdnext
 
 Script = scripts.Script
 ALWAYS_VISIBLE = scripts.AlwaysVisible
-# 1.10 and the Forges; before it, a pass is known by process_batch and before_hr
+# in A1111 from 1.10 on and in the Forges; SD.Next has none, and writes no fact that can be called
 HAS_SAMPLING_HOOK = hasattr(scripts.Script, "process_before_every_sampling")
 HYPERTILE = "__webui_hypertile_params"  # on each attention that A1111's HyperTile has wrapped, for good
 _BUILT_IN = "get_token_merging_ratio"
@@ -266,12 +266,6 @@ class Fact(dict):
 
     def __call__(self, **facts: Any) -> None:
         """Nothing to write."""
-
-
-def calls_facts() -> bool:
-    """Does an infotext have what a fact returns that can be called?"""
-    write = getattr(sys.modules.get("modules.processing"), "create_infotext", None)
-    return "callable" in getattr(getattr(write, "__code__", None), "co_names", ())
 
 
 def is_of_script(p: Any) -> bool:

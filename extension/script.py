@@ -63,12 +63,12 @@ class TokenMerging(host.Script):
         if request is None or request is not self._request:
             self._request, self._fact = request, host.Fact()
         job.fact = self._fact
-        if (job.error or job.wish.enabled) and host.calls_facts() and p.extra_generation_params is not None:
+        if (job.error or job.wish.enabled) and host.HAS_SAMPLING_HOOK and p.extra_generation_params is not None:
             p.extra_generation_params[FACT] = job.fact  # where a script finds it that makes a result of its own
         _write(p, job, any(job.wish.config(hires) for hires in PASSES if host.has_hires(p) or not hires))
 
     def process_batch(self, p: Any, *values: Any, **facts: Any) -> None:
-        """A batch begins; before webui 1.10 this is the last call before its first pass."""
+        """A batch begins; in SD.Next this is the last call before its first pass."""
         armed.disarm()
         job = job_of(p)
         if job is not None:  # the map lies on the first picture; asked now, when a request's own settings are in force
@@ -85,8 +85,6 @@ class TokenMerging(host.Script):
     def before_hr(self, p: Any, *values: Any) -> None:
         """The first pass is over."""
         armed.disarm()
-        if not host.HAS_SAMPLING_HOOK:
-            armed.arm(p, hires=True)
 
     def postprocess_batch(self, p: Any, *values: Any, **facts: Any) -> None:
         """All passes of a batch are over. Its pictures' infotexts are written next; others' own jobs may follow."""

@@ -21,6 +21,7 @@ _TIPS = {
     "where": "Which pass merges. Merging in the hires pass alone leaves the composition as it is.",
     OWN: "Use the settings below. Each of them follows Strength until you change it.",
     "measure": "Time this model at this size now, with merging and without. It takes seconds and is remembered.",
+    **{one.name: one.help for one in form.FIELDS},
 }  # fmt: skip
 _QUIETLY = {"show_progress": False, "queue": False}
 _HIRES = ("hr-checkbox", "hr_scale", "hr_resize_x", "hr_resize_y")
@@ -81,7 +82,7 @@ class Panel:
         with host.accordion(DEFAULTS["enabled"], TITLE, elem_id("enabled")) as enabled:
             self.made["enabled"] = enabled
             self._build()
-            self._by = gr.Number(0, visible=False) if is_img2img else None  # is img2img's size a factor?
+            self._by = gr.Number(0, visible=False)  # is img2img's size a factor?
         self.controls = [self.made[name] for name in ARGUMENTS]
         if Context.block is Context.root_block:  # the API's, made in bare blocks for the values that they start with
             for one in self.controls:  # so that a call that does not say gets what the settings say
@@ -105,23 +106,25 @@ class Panel:
         self._add("where", gr.Radio, label="Where", value=DEFAULTS["where"], choices=list(WHERE), visible=False)
         with gr.Row():
             self._line = gr.HTML("", elem_id=self._elem_id("line"))
-            self._measure = gr.Button("Measure", size="sm", scale=0, min_width=90, elem_id=self._elem_id("measure"))
-            self._measure.webui_tooltip = _TIPS["measure"]
+            self._add("measure", gr.Button, value="Measure", size="sm", scale=0, min_width=90)
         with gr.Accordion("Expert", open=False, elem_id=self._elem_id("expert")):
             self._add(OWN, gr.Checkbox, label="Own settings", value=False)
             self._add(FILLED_FOR, gr.Number, label="Filled for", value=DEFAULTS["strength"], visible=False)
-            values = base_of(DEFAULTS["strength"])
-            for row in _rows():
-                with gr.Row():
-                    for one in row:
-                        kind, facts = _component(one)
-                        self._add(one.name, kind, label=one.label, value=values[one.name], min_width=120, **facts)
-                        self.made[one.name].webui_tooltip = one.help
+            for group in form.GROUPS:
+                gr.HTML(f"<b>{group.capitalize()}</b>")
+                for row in rows_of(group):
+                    with gr.Row():
+                        for one in row:
+                            self._add_field(one)
 
     def _add(self, name: str, kind: Any, **arguments: Any) -> None:
-        made = self.made[name] = kind(elem_id=self._elem_id(name), **arguments)
-        if name in _TIPS:
-            made.webui_tooltip = _TIPS[name]
+        self.made[name] = kind(elem_id=self._elem_id(name), **arguments)
+        self.made[name].webui_tooltip = _TIPS.get(name)
+
+    def _add_field(self, one: form.Field) -> None:
+        kind, facts = _component(one)
+        label, value = f"{one.label} ({one.unit})" if one.unit else one.label, base_of(DEFAULTS["strength"])[one.name]
+        self._add(one.name, kind, label=label, value=value, min_width=120, **facts)
 
     def _begin_as_set(self, enabled: Any) -> None:
         """Let the page start with the settings where the user's own defaults of the panel do not say otherwise."""
@@ -152,26 +155,21 @@ class Panel:
 
     def follow(self, theirs: dict[str, Any]) -> None:
         """Answer in a line, by the webui's own controls of sizes. theirs: those controls, by name."""
-        asked = {"inputs": [*self.controls, *theirs.values()], "outputs": [self._line]}
-        told = {"fn": lambda *values: _line(values), **asked, **_QUIETLY}
-        if self._by is not None:
-            asked["inputs"].append(self._by)
-            told["fn"] = lambda *values: _BY_FACTOR if values[-1] else _line(values[:-1])
-            for name, tab in _tabs.items():
-                tab.select(fn=lambda by=_BY[name]: by, inputs=[], outputs=[self._by], **_QUIETLY)
-            self._by.change(**told)
+        asked = {"inputs": [self._by, *self.controls, *theirs.values()], "outputs": [self._line]}
+        told = {"fn": lambda *values: _line(*values), **asked, **_QUIETLY}
         for control in (*(self.made[name] for name in DIAL), self.made[OWN], *theirs.values()):
             control.change(**told).then(**told)
         for name in form.NAMES:
             self.made[name].input(**told)
-        count = len(self.controls) + len(theirs)
-        measure = partial(_line, measure=True)
-        self._measure.click(fn=lambda *values: _BY_FACTOR if any(values[count:]) else measure(values[:count]), **asked)
-        switch = theirs.get("hr-checkbox")
+        self.made["measure"].click(fn=lambda *values: _line(*values, measure=True), **asked)
+        switch, where = theirs.get("hr-checkbox"), self.made["where"]
         if switch is not None:
-            where = self.made["where"]
             _show(where, "visible", lambda: bool(switch.value))
             switch.change(fn=lambda on: gr.update(visible=bool(on)), inputs=[switch], outputs=[where], **_QUIETLY)
+            return
+        for name, tab in _tabs.items():
+            tab.select(fn=lambda by=_BY[name]: by, inputs=[], outputs=[self._by], **_QUIETLY)
+        self._by.change(**told)
 
 
 def _show(control: Any, key: str, value: Any) -> None:
@@ -189,12 +187,12 @@ def _start(name: str, saved: Any) -> Any:
         return DEFAULTS[name]
 
 
-def _rows() -> list[list[form.Field]]:
-    """The fields in rows: numbers, then choices, then switches, three beside each other."""
-    kinds: dict[Any, list[form.Field]] = {gr.Slider: [], gr.Number: [], gr.Dropdown: [], gr.Checkbox: []}
-    for one in form.FIELDS:
-        kinds[_component(one)[0]].append(one)
-    return [fields[start : start + 3] for fields in kinds.values() for start in range(0, len(fields), 3)]
+def rows_of(group: str) -> list[list[form.Field]]:
+    """A group's fields in rows of three: choices, then numbers, then switches."""
+    kinds = (gr.Dropdown, gr.Slider, gr.Number, gr.Checkbox)
+    fields = [one for one in form.FIELDS if one.group == group]
+    fields.sort(key=lambda one: kinds.index(_component(one)[0]))
+    return [fields[start : start + 3] for start in range(0, len(fields), 3)]
 
 
 def _component(one: form.Field) -> tuple[Any, dict[str, Any]]:
@@ -235,9 +233,11 @@ def moved(strength: float, own: bool, filled_for: float, *values: Any) -> list[A
     return [gr.update(value=strength), *changes]
 
 
-def _line(values: tuple, measure: bool = False) -> str:
+def _line(by_factor: Any, *values: Any, measure: bool = False) -> str:
     """What is known of the picture to come, or measured now. values: of the panel, then of the webui's controls."""
     mine, theirs = values[: len(ARGUMENTS)], values[len(ARGUMENTS) :]
+    if by_factor:
+        return _BY_FACTOR
     try:
         wish = read((True, *mine[1:]), options.of_dial, layout=host.layout())
         unused = (f"not used: {one}" for one in wish.left_out)

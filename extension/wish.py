@@ -18,6 +18,7 @@ DIAL = ("enabled", "strength", "where")
 OWN = "own"  # the switch below which an expert's values count
 FILLED_FOR = "filled_for"  # the strength that the expert's values were last filled in for, out of sight
 ARGUMENTS = (*DIAL, OWN, FILLED_FOR, *form.NAMES)
+_DIGITS = 3  # that are shown: a strength's ratio may be 0.859375
 DEFAULTS = {"enabled": False, "strength": 0.5, "where": EVERYWHERE}
 
 
@@ -35,15 +36,16 @@ class Wish:
         """The engine's settings for a pass; None where it is left alone. seed: the image's; layout: the model's."""
         if not self.enabled or not self.strength or self.where == PASSES[not hires]:
             return None
-        config = form.settle(base_of(self.strength, layout) | dict(self.changes))[0]
+        config = form.settle(form.values_of(strength(self.strength, layout)) | dict(self.changes))[0]
         if config.is_off:
             return None
         return config if config.value("seed") else replace(config, seed=int(seed) & SEED_LIMIT)
 
 
 def base_of(value: float, layout: str = SD) -> dict[str, Any]:
-    """What the form shows for a strength, by name. layout: of the model, see `strength`."""
-    return form.values_of(strength(value, layout))
+    """What the form shows for a strength, by name, rounded. layout: of the model, see `strength`."""
+    exact = form.values_of(strength(value, layout))
+    return {name: round(one, _DIGITS) if isinstance(one, float) else one for name, one in exact.items()}
 
 
 def find_filled(own: Mapping[str, Any], value: float, layout: str) -> dict[str, Any]:
@@ -76,8 +78,12 @@ def read(
 
 
 def wish_of(value: float, where: str, changes: Mapping[str, Any], layout: str = SD) -> Wish:
-    """A wish of a strength, and of those changes that are possible and change something. Raises as `read` does."""
-    base = base_of(value, layout)
+    """A wish of a strength, and of those changes that are possible and change something. Raises as `read` does.
+
+    What the form shows rounded for the strength is no change.
+    """
+    base, shown = form.values_of(strength(value, layout)), base_of(value, layout)
+    changes = {name: one for name, one in changes.items() if one != shown[name]}
     if where not in WHERE:
         raise ValueError(f"where={where!r} is not possible; use one of {', '.join(WHERE)}")
     config, left_out = form.settle(base | dict(changes))

@@ -20,7 +20,7 @@ from tome_core import form
 
 SIGMAS = (14.61, 6.0, 2.0, 0.5)
 TIMESTEPS = (999.0, 800.0, 500.0, 150.0)
-FLAVOURS = ("a1111", "reforge", "forge", "old")  # old: 1.6 to 1.9, without process_before_every_sampling
+FLAVOURS = ("a1111", "reforge", "forge")
 
 
 def custom(ratio=0.5, **values):
@@ -225,8 +225,6 @@ class Webui(Modules):
         self.context = self.put("gradio.context", Context=types.SimpleNamespace(block="a group", root_block="blocks"))
         accordion = type("InputAccordion", (Component,), {"accordion": Component()})
         self.put("modules.ui_components", InputAccordion=accordion)
-        if flavour not in ("old", "sdnext"):
-            self.put("modules.processing", create_infotext=Webui.infotext)
         self.load(ldm_of_one_level())
 
     # --- models ------------------------------------------------------------------------------------------------
@@ -277,7 +275,7 @@ class Webui(Modules):
 
     def _process(self, p):
         latents, infotexts, built_in = [], [], []
-        if self.flavour in ("a1111", "old"):
+        if self.flavour == "a1111":
             p.get_token_merging_ratio()
         self.hook("process", p)
         for n in range(p.n_iter):
@@ -287,8 +285,7 @@ class Webui(Modules):
             built_in.append(p.get_token_merging_ratio())
             p.params_txt = self.infotext(p)
             latents.append(self._sample(p, built_in))
-            if self.flavour != "old":
-                self.hook("post_sample", p)
+            self.hook("post_sample", p)
             self.hook("postprocess_batch", p, images=latents[-1], batch_number=n)
             infotexts += [self.infotext(p)] * p.batch_size
             p.at_step("postprocess_image")
@@ -324,8 +321,7 @@ class Webui(Modules):
         return x
 
     def _before_sampling(self, p):
-        if self.flavour != "old":
-            self.hook(SAMPLING_HOOK, p, x=None, noise=None, c=None, uc=None)
+        self.hook(SAMPLING_HOOK, p, x=None, noise=None, c=None, uc=None)
 
     def _steps(self, p, x):
         # the Forges bring their list to the device, A1111 leaves it on the CPU

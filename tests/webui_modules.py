@@ -98,7 +98,7 @@ class Modules:
             sys.meta_path.insert(0, _Finder)
         self.callbacks = defaultdict(list)
         script = type("Script", (), {"is_img2img": False, "args_from": 0, "elem_id": elem_id})
-        for hook in HOOKS if flavour in ("old", "sdnext") else (*HOOKS, SAMPLING_HOOK):
+        for hook in HOOKS if flavour == "sdnext" else (*HOOKS, SAMPLING_HOOK):
             setattr(script, hook, lambda self, p, *args, **facts: None)
         self.scripts = self.put("modules.scripts", Script=script, AlwaysVisible=object(), scripts_data=[])
         self.shared = self.put("modules.shared", opts=Options(), sd_model=None, OptionInfo=OptionInfo)
@@ -136,7 +136,7 @@ class Modules:
             spec.loader.exec_module(module)
             self.classes += [one for one in vars(module).values()
                              if inspect.isclass(one) and issubclass(one, self.scripts.Script)]  # fmt: skip
-        if self.flavour in ("a1111", "old"):  # the Forges leave every extension's root on the path
+        if self.flavour == "a1111":  # the Forges leave every extension's root on the path
             sys.path[:] = path
         self.call("before_ui")
         self.call("ui_settings")

@@ -120,8 +120,9 @@ def line(request, webui):
     assert told["inputs"] == button.clicked["inputs"] and told["inputs"][-6:] == [*theirs.values()]
 
     def ask(measure=False, **changes):
-        values = dict(zip(webui.part("wish").ARGUMENTS, (one.value for one in told["inputs"]), strict=False)) | THEIRS
-        return (button.clicked if measure else told)["fn"](*(values | changes).values())
+        _, *ours = (one.value for one in told["inputs"])
+        values = dict(zip(webui.part("wish").ARGUMENTS, ours, strict=False)) | THEIRS
+        return (button.clicked if measure else told)["fn"](0, *(values | changes).values())
 
     return ask
 
@@ -232,4 +233,4 @@ def test_a_size_by_a_factor_is_not_told_as_the_other_tabs(webui, line, costs):
     told = theirs["width"].followed[0]
     values = [one.value for one in told["inputs"]]
     assert told["fn"](*values).startswith("128x128: ")
-    assert told["fn"](*values[:-1], 1) == "resized by a factor: its size is known when the picture is drawn"
+    assert told["fn"](1, *values[1:]) == "resized by a factor: its size is known when the picture is drawn"

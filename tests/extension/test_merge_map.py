@@ -44,4 +44,4 @@ def test_it_shows_the_prompt_and_not_the_negative_prompt(webui, monkeypatch):
 
     monkeypatch.setattr(webui.part("script"), "draw_map", draw)
     webui.job(custom(), batch_size=3)
-    assert set(rows) == {0 if webui.flavour in ("a1111", "old") else 3}
+    assert set(rows) == {0 if webui.flavour == "a1111" else 3}

@@ -138,7 +138,7 @@ def test_a_copy_of_a_job_does_not_merge_by_the_first_ones_wish(webui):
     webui.process(p)
     twin = copy.copy(p)
     assert webui.part("merging").job_of(twin) is None
-    webui.hook("process_before_every_sampling" if webui.flavour != "old" else "process_batch", twin)
+    webui.hook("process_before_every_sampling", twin)
     assert not merges(webui.unet)
 
 

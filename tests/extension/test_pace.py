@@ -53,10 +53,8 @@ def far(webui):
 all_webuis = pytest.mark.parametrize("flavour", FLAVOURS)
 
 
-def expected_waits(webui, steps):
-    """Before 1.10 a sampler is made after the last hook, so its steps are read. A1111's list is on the CPU."""
-    if webui.flavour == "old":
-        return ["__float__"] * steps
+def expected_waits(webui):
+    """A1111's list is on the CPU."""
     return ["tolist"] if webui.has_uncond_first else []
 
 
@@ -65,14 +63,13 @@ def expected_waits(webui, steps):
 def test_a_pass_waits_once_at_most_however_many_steps_it_has(webui, waits, denoiser):
     done = webui.job(*RANGE, denoiser=denoiser)
     assert "own settings, 3 of 4 steps, " in done.comments
-    assert waits == expected_waits(webui, 4)
+    assert waits == expected_waits(webui)
 
 
 @all_webuis
 def test_each_pass_of_each_batch_has_its_own_list(webui, waits):
     webui.job(*RANGE, enable_hr=True, n_iter=2)
-    # before 1.10 the first pass's sampler is made after the last hook, the hires pass's before it
-    assert waits == expected_waits(webui, 4) * (2 if webui.flavour == "old" else 4)
+    assert waits == expected_waits(webui) * 4
 
 
 def test_settings_without_a_time_never_wait(webui, waits):
@@ -110,7 +107,7 @@ def test_the_sampler_reports_its_steps_as_ever_and_is_itself_again_afterwards(we
     webui.process(p)
     assert p.sampler.steps == [0, 1, 2, 3] and p.sampler.func is sample_euler
     assert all(one[0] == inspect.signature(sample_euler) for one in seen)
-    assert seen[0][1] is (webui.flavour == "old")
+    assert not seen[0][1]
 
 
 def test_what_somebody_puts_over_the_sampler_stays(webui):

@@ -57,7 +57,8 @@ def test_the_panel_shows_what_strength_stands_for_on_the_model_that_is_loaded(we
     filled_for, *updates = ui.moved(0.25, False, 0.5, *before.values())
     assert filled_for == {"value": 0.25}
     moved = {name: update.get("value", before[name]) for name, update in zip(before, updates, strict=True)}
-    assert moved == now == form.values_of(preset("quality", layout))
+    exact = form.values_of(preset("quality", layout))
+    assert moved == now == {**exact, "ratio": round(exact["ratio"], 3), "early_ratio": 0.984} != exact, "rounded"
 
 
 @each
@@ -67,6 +68,7 @@ def test_what_an_expert_leaves_as_it_was_filled_in_is_no_deviation(webui, layout
     values = (True, 0.25, wish.EVERYWHERE, True, 0.25, *filled.values())
     found = wish.read(values, webui.part("options").of_dial, layout=layout)
     assert dict(found.changes) == {"sx": 2}
+    assert found.config(False, layout=layout).value("ratio") == preset("quality", layout).value("ratio"), "not rounded"
     assert webui.job(*values).infotexts == [""], "so few tokens"
     pasted = webui.part("infotext").wish_in("0.25; sx=2", layout)
     assert pasted == found

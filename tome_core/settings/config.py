@@ -15,6 +15,7 @@ from ..merging.methods import METHODS
 from ..merging.metric import METRICS
 
 SIDES = ("qkv", "kv")
+HOW_MUCH, WHEN, WHERE, HOW = GROUPS = ("how much", "when", "where", "how")  # what a setting is about
 DOWNSAMPLES = (1, 2, 4, 8)
 SEED_LIMIT = 2**31 - 1
 _EARLY_CELLS = (2, 4, 8)  # sides, of which an early phase takes the smallest whose cap allows its ratio
@@ -66,52 +67,50 @@ class MergeRule:
     """
 
     method: str = setting(
-        "bipartite", "Method",
-        "How tokens are matched: " + "; ".join(f"{m.name}: {m.summary}" for m in METHODS.values()),
-        choices=tuple(METHODS), place=4,
+        "bipartite", "Method", "How alike tokens are found: bipartite is tomesd's way, the others are k-means. Those "
+        "cost more.", choices=tuple(METHODS), place=4, group=HOW,
     )
     ratio: float = setting(
-        0.5, "Ratio", "Share of tokens that are merged away. 0 is off. Bipartite matching can reach "
-        "1 - 1/(sx*sy); more is clamped and reported. The early ratio counts beside 0 as well.",
-        minimum=0.0, maximum=1.0, step=0.05, place=0,
+        0.5, "Ratio", "The share of tokens that is merged away; 0 is off. Higher is faster and changes the picture "
+        "more.", minimum=0.0, maximum=1.0, step=0.05, place=0, group=HOW_MUCH, unit="share of tokens",
     )
     sx: int = setting(
-        2, "Stride x", "Width in tokens of the cell that keeps one destination.",
-        minimum=1, maximum=8, step=1, limit=_LARGEST_CELL, advanced=True, place=8,
+        2, "Stride x", "The width of cells of which each keeps one token. Wider ones allow a higher ratio.",
+        minimum=1, maximum=8, step=1, limit=_LARGEST_CELL, advanced=True, place=8, group=HOW, unit="tokens",
     )
     sy: int = setting(
-        2, "Stride y", "Height in tokens of the cell that keeps one destination.",
-        minimum=1, maximum=8, step=1, limit=_LARGEST_CELL, advanced=True, place=9,
+        2, "Stride y", "The height of cells of which each keeps one token. Higher ones allow a higher ratio.",
+        minimum=1, maximum=8, step=1, limit=_LARGEST_CELL, advanced=True, place=9, group=HOW, unit="tokens",
     )
     use_rand: bool = setting(
-        True, "Random destinations", "Draw each cell's destination anew at every step (from the seed, so equal "
-        "seeds give equal pictures) instead of always taking the top left token.", advanced=True, place=10,
+        True, "Random destinations", "Draw by the seed, anew at every step, which token a cell keeps. Off keeps the "
+        "top left.", advanced=True, place=10, group=HOW,
     )
     seed: int = setting(
-        0, "Seed", "What the random destinations are drawn from; nothing else depends on it.",
-        minimum=0, maximum=SEED_LIMIT, step=1, advanced=True, place=11, known_as="merge_seed", beside_strength=True,
+        0, "Seed", "What the random destinations are drawn from. Nothing else depends on it.", minimum=0,
+        maximum=SEED_LIMIT, step=1, advanced=True, place=11, group=HOW, known_as="merge_seed", beside_strength=True,
     )
     merge_attn: bool = setting(
         True, "Self-attention", "Merge in self-attention, where nearly all of the gain is.", advanced=True
     )
     merge_crossattn: bool = setting(
         False, "Cross-attention", "Merge in the attention to the prompt as well. Rarely worth its damage.",
-        advanced=True, place=6,
+        advanced=True, place=6, group=WHERE,
     )
     merge_mlp: bool = setting(
         False, "MLP", "Merge in the feed-forward layer as well. Costs much detail in late steps.", advanced=True,
-        place=7,
+        place=7, group=WHERE,
     )
     side: str = setting(
-        "qkv", "Merge what", "What of self-attention is merged: q+k+v (queries, keys and values) or k+v (all queries "
-        "are kept).", choices=SIDES, shown=tuple(map("+".join, SIDES)), advanced=True, place=5, known_as="merge_what",
+        "qkv", "Merge what", "What of self-attention merges: queries, keys and values, or keys and values alone. The "
+        "latter loses less detail.", choices=SIDES, shown=tuple(map("+".join, SIDES)), advanced=True, place=5,
+        group=WHERE, known_as="merge_what",
     )
     max_downsample: int | None = setting(
-        None, "Level", "Which resolutions of the UNet merge. Automatic is the finest that has attention: 64x64 tokens "
-        "on SD1.5 at 512 px, 32x32 on SDXL. Up to /2 is every block down-sampled at most twofold from the latent, and "
-        "so on, as in tomesd; up to /1 reaches nothing on SDXL.",
+        None, "Level", "Which resolutions of the UNet merge: automatic is the finest that has attention. Up to /2 goes "
+        "down to half of the latent's size, and so on.",
         choices=(None, *DOWNSAMPLES), shown=("automatic", *(f"up to /{one}" for one in DOWNSAMPLES)), advanced=True,
-        place=1, known_as="level",
+        place=1, group=WHERE, known_as="level",
     )
     min_timestep: float | None = setting(
         None, "Lowest timestep", "The rule holds at timesteps of at least this, below them the next one. Known even on "
@@ -119,35 +118,29 @@ class MergeRule:
         minimum=0.0, maximum=1000.0, step=1.0, unset="no limit", advanced=True, limit=None,
     )
     proportional: bool = setting(
-        True, "Proportional attention", "Let a merged key of self-attention weigh as much as the tokens it stands for, "
-        "by adding the logarithm of their number to its logit. Less error at the same cost, and what makes strong "
-        "merging of keys and values possible. Off is tomesd's way.", advanced=True, place=14,
+        True, "Proportional attention", "Let a merged key weigh as much as the tokens it stands for, which costs "
+        "nothing. Off is tomesd's way, with more error.", advanced=True, place=14, group=HOW,
     )
     correction: bool = setting(
-        True, "Correction", "Give back what merged keys and values lose: to first order, and what a few exact answers "
-        "tell besides. Made at a match and kept with it; less than half the error at the same work. Where keys and "
-        "values alone are merged, or a match compares them.", advanced=True,
+        True, "Correction", "Give back part of what merged keys and values lose. Less than half the error at the same "
+        "work.", advanced=True,
     )
     refine: int = setting(
-        0, "Refinement", "k-means steps after the match: every token goes to the nearest of the merged ones. Each "
-        "costs as much as a match; worth it for strong merging of keys and values. Used by bipartite. Where this is "
-        "above 0, a match that has grown too old is renewed by one such step; at 0 it is made anew.",
-        minimum=0, maximum=3, step=1, advanced=True, place=16,
+        0, "Refinement", "Steps of k-means after a bipartite match, each as costly as the match. Worth it at high "
+        "ratios.", minimum=0, maximum=3, step=1, advanced=True, place=16, group=HOW, unit="steps of k-means",
     )
     metric: str = setting(
-        "input", "Compare", "What a match compares: input (the block's input, by cosine, as tomesd does) or "
-        "keys+values (by distance), which is more exact. Used by bipartite.",
-        choices=METRICS, advanced=True, place=15,
+        "input", "Compare", "What a bipartite match compares; input is tomesd's way, keys+values "
+        "is more exact.", choices=METRICS, advanced=True, place=15, group=HOW,
     )
     keep: float = setting(
-        0.0, "Keep a match for", "How many timesteps (of 1000) a block's match goes on serving the following steps. "
-        "With 20 sampling steps one is 50. A kept match serves both halves of guidance, too. 0 matches anew at every "
-        "step. Needs a host or a pipeline that says which steps belong to one picture.",
-        minimum=0.0, maximum=1000.0, step=10.0, advanced=True, place=17,
+        0.0, "Keep a match for", "How long a match serves the steps behind it; 0 matches anew at every step. One of 20 "
+        "steps is 50.",
+        minimum=0.0, maximum=1000.0, step=10.0, advanced=True, place=17, group=HOW, unit="timesteps of 1000",
     )
     only_if_it_pays: bool = setting(
-        False, "Only where it pays", "Merge only where that saves time: as measured, where this model, size and device "
-        "were (measure), else as the number of tokens and the kind of device suggest.", advanced=True, place=18,
+        False, "Only where it pays", "Merge only where that saves time, as measured or else estimated. Off merges "
+        "pictures of any size.", advanced=True, place=18, group=HOW_MUCH,
     )
 
     def __post_init__(self) -> None:
@@ -213,12 +206,14 @@ class MergeConfig:
 
     rules: tuple[MergeRule, ...]
     start_percent: float = setting(
-        0.0, "Start", "When merging starts, as a share of the noise schedule (0 is pure noise, the first step).",
-        minimum=0.0, maximum=1.0, step=0.01, place=2, known_as="start", beside_strength=True,
+        0.0, "Start", "Where on the noise schedule merging starts. 0 is pure noise, the first step.", minimum=0.0,
+        maximum=1.0, step=0.01, place=2, group=WHEN, unit="share of the schedule", known_as="start",
+        beside_strength=True,
     )
     end_percent: float = setting(
-        1.0, "End", "When merging ends, as a share of the noise schedule (1 is the finished picture).",
-        minimum=0.0, maximum=1.0, step=0.01, place=3, known_as="end", beside_strength=True,
+        1.0, "End", "Where on the noise schedule merging ends. 1 is the finished picture.", minimum=0.0,
+        maximum=1.0, step=0.01, place=3, group=WHEN, unit="share of the schedule", known_as="end",
+        beside_strength=True,
     )
     max_beta: float | None = setting(
         None, "Noise threshold", "Merge only while beta_t, the noise added by one training step, is below this. "
@@ -226,16 +221,13 @@ class MergeConfig:
         minimum=0.0, maximum=1.0, step=0.001, unset="no limit", advanced=True,
     )
     early_ratio: float | None = setting(
-        None, "Early ratio", "Another ratio of self-attention for the early, noisy steps, which bear far more, at the "
-        "finest level that merges. Cells are made as large as it needs, up to 8x8, and from 0.9 on the match is "
-        "refined.",
-        minimum=0.0, maximum=1.0, step=0.05, unset="the same", place=12,
+        None, "Early ratio", "Another ratio for the early, noisy steps, which bear far more.", minimum=0.0,
+        maximum=1.0, step=0.05, unset="the same", place=12, group=HOW_MUCH, unit="share of tokens",
     )
     early_until: float = setting(
-        500.0, "Early until timestep", "The early phase is every step at this timestep or a higher one: 1000 is pure "
-        "noise, 0 the finished picture. In a pass that begins below 850, such as a hires pass, and in one of at most "
-        "8 steps it ends where the same share of the pass's steps is left.", minimum=0.0, maximum=1000.0, step=10.0,
-        advanced=True, place=13,
+        500.0, "Early until timestep", "Steps at this timestep or a higher one are early: 1000 is pure noise, 0 the "
+        "finished picture. A pass that begins late has as large a share of early steps.", minimum=0.0, maximum=1000.0,
+        step=10.0, advanced=True, place=13, group=WHEN, unit="of 1000",
     )
 
     def __init__(self, *, rules: tuple[MergeRule, ...] | None = None, **flat: Any) -> None:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from .config import MergeConfig, describe_settings
+from .config import GROUPS, MergeConfig, describe_settings
 from .presets import SD
 from .presets import config_of as config_of_strength
 
@@ -26,7 +26,8 @@ class Field(NamedTuple):
 
     choices, meanings: what people read and what the engine takes for each; empty where anything in a range goes.
     minimum, maximum, step: of a control; a whole step allows whole numbers alone. limit: the most that is taken; None:
-    there is none. may_be_unset: `UNSET` is None. advanced: rarely wanted. beside_strength: a strength leaves it.
+    there is none. may_be_unset: `UNSET` is None. advanced: rarely wanted. beside_strength: a strength leaves it. group:
+    what it is about, of `GROUPS`; unit: of its number.
     """
 
     name: str
@@ -34,6 +35,8 @@ class Field(NamedTuple):
     label: str
     help: str
     default: Any
+    group: str = GROUPS[-1]
+    unit: str = ""
     choices: tuple[str, ...] = ()
     meanings: tuple[Any, ...] = ()
     minimum: float | None = None

@@ -6,7 +6,7 @@ import pytest
 
 import tome_core
 from tome_core import MergeConfig, MergeRule, describe_settings
-from tome_core.settings.form import FIELDS, NAMES, UNSET, change, config_of, field, fill, settle, values_of
+from tome_core.settings.form import FIELDS, GROUPS, NAMES, UNSET, change, config_of, field, fill, settle, values_of
 from tome_core.settings.presets import MARKS
 
 DESCRIBED = {one["name"]: one for one in describe_settings()}
@@ -30,6 +30,13 @@ def test_a_field_is_its_setting_in_words_that_a_person_can_choose():
         assert one.help.startswith(setting["help"]) and one.read(one.default) == setting["default"]
         assert all(type(choice) is str for choice in one.choices) and (not one.choices or one.default in one.choices)
         assert [one.show(one.read(choice)) for choice in one.choices] == list(one.choices)
+
+
+def test_a_help_is_at_most_two_short_sentences_and_each_field_has_its_group():
+    for one in FIELDS:
+        assert one.help.count(". ") <= 1 and one.help.endswith(".") and len(one.help) <= 160, one.help
+        assert one.group in GROUPS
+    assert {one.group for one in FIELDS} == set(GROUPS)
 
 
 def test_an_open_number_is_below_its_range_and_its_help_says_what_that_means():

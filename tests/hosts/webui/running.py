@@ -36,7 +36,8 @@ START = [
 ]  # fmt: skip
 ON_CPU = "WEBUI_FLAGS" not in os.environ
 HALF = custom(0.5)  # of all tokens, as the engine's own defaults have it, however small the picture
-SAVED = "75% of attention left out"  # by that, at the finest level
+SAVED = "70% of attention left out"  # by that: three quarters at the finest level, and nothing below it
+ASKED = "strength 0.5, own settings"  # as what it came to begins
 # a picture with as many tokens as a strength asks for: on a CPU fewer than elsewhere
 PAYING = dict.fromkeys(("width", "height"), 256 if ON_CPU else 512)
 TWICE = {name: 2 * size for name, size in PAYING.items()}  # where a level at half the latent's size pays too

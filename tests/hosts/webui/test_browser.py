@@ -80,7 +80,7 @@ def draw(page):
 
 def ours(text):
     """What an infotext says of us."""
-    return re.findall(r"ToMe: [0-9.]+(?=[,;\n]|$)", text)  # and not the report's "ToMe: 3 steps"
+    return re.findall(r"ToMe: [0-9.]+(?=[,;\n]|$)", text)  # and not the report's "ToMe: strength 0.5"
 
 
 def paste(page, text):
@@ -110,7 +110,7 @@ def test_unfolding_is_switching_on_and_the_picture_says_what_merged(page):
     small(page)
     shown = draw(page)
     assert ours(shown) == ["ToMe: 0.5"]
-    assert re.search(r"ToMe: 3 steps, (.* measured\), )?\d+% of attention left out", shown)
+    assert re.search(r"ToMe: strength 0\.5, 3 steps, \d+% of attention left out", shown)
 
 
 def test_a_clicked_mark_moves_the_panel_and_its_picture_is_the_apis(page, webui):

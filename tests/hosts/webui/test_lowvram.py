@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.hosts.webui.running import HALF, SAVED, kind_of
+from tests.hosts.webui.running import ASKED, HALF, SAVED, kind_of
 from tests.hosts.webui.twins import serve_twins
 
 
@@ -25,5 +25,5 @@ def test_moving_the_model_in_parts(low):
 
 def test_another_checkpoint_for_the_hires_pass(low, other):
     line = low.law(HALF, hires=True, hr_checkpoint_name=other)
-    assert line == f"first pass: 3 steps, {SAVED}; hires pass: 2 steps, {SAVED}"
+    assert line == f"{ASKED}; first pass: 3 steps, {SAVED}; hires pass: 2 steps, {SAVED}"
     assert SAVED in low.law(HALF, override_settings={"sd_model_checkpoint": other})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.hosts.webui.running import HALF, SAVED
+from tests.hosts.webui.running import ASKED, HALF, SAVED
 
 GUIDANCE = {
     "cond and uncond in two calls": {"override_settings": {"batch_cond_uncond": False}},
@@ -35,7 +35,7 @@ def test_hypertile_in_the_hires_pass_alone_leaves_the_first_pass_to_us(twins):
     _needs_hypertile(twins)
     job = {"hires": True, "override_settings": {"hypertile_enable_unet_secondpass": True}}
     line = twins.law(HALF, **job)
-    assert line.startswith(f"first pass: 3 steps, {SAVED}") and "hires pass: nothing merged: HyperTile is on" in line
+    assert line.startswith(f"{ASKED}; first pass: 3 steps, {SAVED}; hires pass: nothing merged: HyperTile is on")
     assert "nothing merged" not in twins.law(HALF)
 
 
@@ -43,14 +43,16 @@ def test_hypertile_that_stays_on_after_the_first_hires_pass_has_the_later_pictur
     _needs_hypertile(twins)
     job = {"hires": True, "n_iter": 2, "override_settings": {"hypertile_enable_unet_secondpass": True}}
     line = twins.law(HALF, **job)
-    assert "HyperTile is on" in line.partition("hires pass")[0], line
+    assert f"; first pass: 3 of 6 steps, {SAVED}; " in line, line
+    assert line.endswith("; first pass: HyperTile is on, whose tiles need every token"), line
     assert "nothing merged" not in twins.law(HALF)
 
 
 def test_hypertile_in_both_passes_leaves_us_nothing(twins):
     _needs_hypertile(twins)
     job = {"override_settings": {"hypertile_enable_unet": True}}
-    assert twins.law(HALF, **job, merges=False) == "nothing merged: HyperTile is on, whose tiles need every token"
+    assert twins.law(HALF, **job, merges=False) == (
+        f"{ASKED}, nothing merged: HyperTile is on, whose tiles need every token")
     assert SAVED in twins.law(HALF)
     twins.webui.draw(HALF)
     ways = {way for level in twins.webui.state()["routes"].values() for way in level}
@@ -75,8 +77,8 @@ def test_a_checkpoint_of_its_own_for_the_hires_pass(twins, other, where):
     plain = twins.without.draw_once(hires=True)
     job = {"hires": True, "hr_checkpoint_name": other}
     assert twins.without.draw_once(**job).pixels != plain.pixels
-    first, _, second = twins.law({**HALF, "where": where}, **job).partition("; ")
-    assert first == "first pass: " + ("left alone" if where == "hires pass" else f"3 steps, {SAVED}")
+    asked, first, second = twins.law({**HALF, "where": where}, **job).split("; ")
+    assert asked == ASKED and first == "first pass: " + ("left alone" if where == "hires pass" else f"3 steps, {SAVED}")
     assert second == "hires pass: " + ("left alone" if where == "first pass" else f"2 steps, {SAVED}")
 
 

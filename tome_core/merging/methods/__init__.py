@@ -3,7 +3,7 @@
 To add one:
 
 1. write ``tome_core/merging/methods/NAME.py`` with ``match(x, grid, options) -> MergePlan | None``;
-2. describe it at the end of that file as ``METHOD = Method("NAME", "what it does", match)``;
+2. describe it at the end of that file as ``METHOD = Method("NAME", match)``;
 3. add it to the tuple below;
 4. run ``python install.py test``: the laws in ``tests/engine/merging/test_methods.py`` and the patch contract run over
    every registered method; ``python -m benchmarks.doc_tables --write`` names it there.

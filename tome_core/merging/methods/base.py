@@ -39,7 +39,6 @@ class Method(NamedTuple):
     """
 
     name: str
-    summary: str
     match: Callable[[torch.Tensor, Grid, MatchOptions], MergePlan | None]
     keeps_cells: bool = False
     compares: bool = False

@@ -98,7 +98,4 @@ def _plan(
     return MergePlan(group, tokens - removed)
 
 
-METHOD = Method(
-    "bipartite", "one destination per cell; the most similar tokens merge into theirs (ToMe, arXiv 2303.17604)", match,
-    keeps_cells=True, compares=True,
-)  # fmt: skip
+METHOD = Method("bipartite", match, keeps_cells=True, compares=True)

@@ -81,8 +81,5 @@ def _fill_empty(group: torch.Tensor, distance: torch.Tensor, count: int) -> torc
     return group.scatter(1, farthest, taken)
 
 
-METHOD = Method("cluster", "k-means on the tokens; every cluster merges", match)
-BY_SIMILARITY = Method(
-    "cluster-similarity", "k-means on the tokens' similarity to the image's mean alone",
-    partial(match, by_similarity=True),
-)  # fmt: skip
+METHOD = Method("cluster", match)
+BY_SIMILARITY = Method("cluster-similarity", partial(match, by_similarity=True))
