@@ -82,10 +82,6 @@ class TokenMerging(host.Script):
         """A pass is about to start. Forge says so twice before the hires pass."""
         armed.arm(p, p.is_hr_pass)
 
-    def before_hr(self, p: Any, *values: Any) -> None:
-        """The first pass is over."""
-        armed.disarm()
-
     def postprocess_batch(self, p: Any, *values: Any, **facts: Any) -> None:
         """All passes of a batch are over. Its pictures' infotexts are written next; others' own jobs may follow."""
         armed.disarm()
@@ -179,6 +175,6 @@ def register() -> type[TokenMerging]:
     hosting.gains.load(host.gains_file())  # what was measured before this start
     host.listen(
         cfg_denoiser=armed.step, ui_settings=options.register, before_ui=infotext.add_axes, script_unloaded=unload,
-        after_component=on_component, after_process=on_end,
+        after_component=on_component, after_process=on_end, infotext_pasted=infotext.note_pasted,
     )  # fmt: skip
     return TokenMerging

@@ -29,7 +29,7 @@ _OF_TAB = {"txt2img": ("width", "height", *_HIRES), "img2img": ("width", "height
 _IN_SDNEXT = dict(zip(("enable_hr", "scale", "resize_width", "resize_height"), _HIRES, strict=True))
 _SETTINGS = {f"setting_tome_{name}": name for name in DIAL}
 _panels: dict[str, Panel] = {}  # of the latest page, by tab
-_waiting: set[str] = set()  # tabs whose panel does not go by the webui's controls yet
+_waiting: dict[str, Panel] = {}  # those of them that do not go by the webui's controls yet
 _BY_FACTOR = "resized by a factor: its size is known when the picture is drawn"
 _BY = {"img2img_tab_resize_to": 0, "img2img_tab_resize_by": 1}
 _tabs: dict[str, Any] = {}  # those of a size and of a factor
@@ -68,8 +68,7 @@ def _link(tab: str) -> None:
     """Let the tab's panel go by the webui's controls, as soon as all of them and the panel are there."""
     theirs = _found[tab]
     if tab in _waiting and len(theirs) == len(_OF_TAB[tab]):
-        _waiting.remove(tab)
-        _panels[tab].follow({name: theirs.pop(name) for name in _OF_TAB[tab]})
+        _waiting.pop(tab).follow({name: theirs.pop(name) for name in _OF_TAB[tab]})
 
 
 class Panel:
@@ -90,13 +89,12 @@ class Panel:
             return
         self._begin_as_set(enabled)
         self._connect()
-        _panels[tab] = self
-        _waiting.add(tab)
+        _panels[tab] = _waiting[tab] = self
         _link(tab)
 
     def paste_fields(self) -> list[tuple[Any, Any]]:
         """(control, what reads its value from an infotext), for the webui."""
-        paste = infotext.Paste(for_api=self.controls[0].value is None)
+        paste = infotext.Paste()
         return [(self.made[name], partial(paste.value, name)) for name in ARGUMENTS]
 
     def _build(self) -> None:
