@@ -130,6 +130,7 @@ def test_what_is_counted(webui):
     """Controls at first sight, settings, infotext keys."""
     assert len(webui.shared.opts.labels) == 6
     assert {one.section for one in webui.shared.opts.labels.values()} == {("tome", "Token Merging (ToMe)")}
+    assert {one.category_id for one in webui.shared.opts.labels.values()} == {"sd"}, "beside Optimizations"
     webui.script.ui(False)
     assert webui.script.paste_field_names == ["ToMe", "ToMe strength"]  # the latter is written by SD.Next alone
     text = (ROOT / "docs" / "webui.md").read_text(encoding="utf-8")
