@@ -67,6 +67,11 @@ class Paste:
 
     on_page: Mapping[str, Any] | None = None
 
+    @classmethod
+    def note(cls, text: str, parameters: Mapping[str, Any]) -> None:
+        """Somebody pastes on a page; its controls are asked next."""
+        cls.on_page = parameters
+
     def __init__(self) -> None:
         self._parameters: Mapping[str, Any] | None = None
         self._values: dict[str, Any] = {}
@@ -76,11 +81,6 @@ class Paste:
         if parameters is not self._parameters:
             self._parameters, self._values = parameters, _values_in(parameters)
         return self._values.get(name)
-
-
-def note_pasted(text: str, parameters: Mapping[str, Any]) -> None:
-    """Somebody pastes on a page; its controls are asked for next."""
-    Paste.on_page = parameters
 
 
 def _values_in(parameters: Mapping[str, Any]) -> dict[str, Any]:

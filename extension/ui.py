@@ -98,8 +98,7 @@ class Panel:
         return [(self.made[name], partial(paste.value, name)) for name in ARGUMENTS]
 
     def _build(self) -> None:
-        dial = {"minimum": 0.0, "maximum": 1.0, "step": 0.01, "value": DEFAULTS["strength"]}
-        self._add("strength", gr.Slider, label="Strength", **dial)
+        self._add("strength", gr.Slider, label="Strength", value=DEFAULTS["strength"], minimum=0, maximum=1, step=0.01)
         gr.HTML(_marks(self._elem_id("strength")))
         self._add("where", gr.Radio, label="Where", value=DEFAULTS["where"], choices=list(WHERE), visible=False)
         with gr.Row():
@@ -142,14 +141,13 @@ class Panel:
 
     def _connect(self) -> None:
         fields = [self.made[name] for name in form.NAMES]
-        refilled = {"outputs": [self.made[FILLED_FOR], *fields], **_QUIETLY}
-        strength = self.made["strength"]
-        along = {"fn": moved, "inputs": [strength, self.made[OWN], self.made[FILLED_FOR], *fields], **refilled}
+        strength, own, filled = (self.made[name] for name in ("strength", OWN, FILLED_FOR))
+        along = {"fn": moved, "inputs": [strength, own, filled, *fields], "outputs": [filled, *fields], **_QUIETLY}
         # gradio drops an event while its like is unanswered, so behind each answer is asked what came meanwhile
         strength.change(**along).then(**along)
-        self.made[OWN].change(**along)  # another model may have come since they were filled in
+        own.change(**along)  # another model may have come since they were filled in
         for field in fields:  # what is typed counts
-            field.input(fn=lambda: True, inputs=[], outputs=[self.made[OWN]], **_QUIETLY)
+            field.input(fn=lambda: True, inputs=[], outputs=[own], **_QUIETLY)
 
     def follow(self, theirs: dict[str, Any]) -> None:
         """Answer in a line, by the webui's own controls of sizes. theirs: those controls, by name."""
@@ -186,11 +184,12 @@ def _start(name: str, saved: Any) -> Any:
 
 
 def rows_of(group: str) -> list[list[form.Field]]:
-    """A group's fields in rows of three: choices, then numbers, then switches."""
-    kinds = (gr.Dropdown, gr.Slider, gr.Number, gr.Checkbox)
-    fields = [one for one in form.FIELDS if one.group == group]
-    fields.sort(key=lambda one: kinds.index(_component(one)[0]))
-    return [fields[start : start + 3] for start in range(0, len(fields), 3)]
+    """A group's fields in rows of at most three: choices, then numbers, then switches."""
+    rows = []
+    for kinds in ((gr.Dropdown,), (gr.Slider, gr.Number), (gr.Checkbox,)):
+        fields = [one for one in form.FIELDS if one.group == group and _component(one)[0] in kinds]
+        rows += [fields[start : start + 3] for start in range(0, len(fields), 3)]
+    return rows
 
 
 def _component(one: form.Field) -> tuple[Any, dict[str, Any]]:

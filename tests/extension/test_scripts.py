@@ -53,8 +53,11 @@ def test_after_a_job_that_broke_off_the_next_one_has_its_map(webui):
     def fail(step):
         raise RuntimeError
 
+    webui.shared.state = types.SimpleNamespace(time_start=1.0)
+    broken = Processing(webui, (custom(),), at_step=fail)  # which lives on in its own cycles
     with pytest.raises(RuntimeError):
-        webui.job(custom(), at_step=fail)
+        webui.process(broken)
+    webui.shared.state.time_start = 2.0  # the next request
     assert len(webui.job(custom()).images) == 2
 
 
