@@ -268,6 +268,11 @@ class Fact(dict):
         """Nothing to write."""
 
 
+def request() -> Any:
+    """What tells a request's jobs from the next one's; None where the webui does not say."""
+    return getattr(getattr(shared, "state", None), "time_start", None) if HAS_SAMPLING_HOOK else None
+
+
 def is_of_script(p: Any) -> bool:
     """Does a script that somebody selected run this job? It goes on with the job's pictures, and makes the result."""
     arguments = getattr(p, "script_args", None)

@@ -63,22 +63,28 @@ def _value(one: form.Field, text: str) -> Any:
 
 
 class Paste:
-    """What a pasted infotext sets, read once for all controls. for_api: what cannot be read is a job's wrong value."""
+    """What a pasted infotext sets, read once for all controls. on_page: the latest of a page; others are the API's."""
 
-    def __init__(self, for_api: bool = False) -> None:
-        self._for_api = for_api
+    on_page: Mapping[str, Any] | None = None
+
+    @classmethod
+    def note(cls, text: str, parameters: Mapping[str, Any]) -> None:
+        """Somebody pastes on a page; its controls are asked next."""
+        cls.on_page = parameters
+
+    def __init__(self) -> None:
         self._parameters: Mapping[str, Any] | None = None
         self._values: dict[str, Any] = {}
 
     def value(self, name: str, parameters: Mapping[str, Any]) -> Any:
         """For one of `wish.ARGUMENTS`, of an infotext that the webui has read; None leaves a control as it is."""
         if parameters is not self._parameters:
-            self._parameters, self._values = parameters, _values_in(parameters, self._for_api)
+            self._parameters, self._values = parameters, _values_in(parameters)
         return self._values.get(name)
 
 
-def _values_in(parameters: Mapping[str, Any], for_api: bool) -> dict[str, Any]:
-    """What the panel shows: off for a picture without us. What cannot be read is told and sets nothing."""
+def _values_in(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """What the panel shows: off for a picture without us. What cannot be read is told; on a page it sets nothing."""
     key = next((key for key in reversed(KEYS) if key in parameters), None)  # the second first: nobody else uses it
     if key is None:
         return {"enabled": False}
@@ -87,7 +93,7 @@ def _values_in(parameters: Mapping[str, Any], for_api: bool) -> dict[str, Any]:
         wish = wish_in(parameters[key], layout)
     except (ValueError, TypeError, OverflowError) as error:
         logger.warning("%s: %s in the pasted infotext is ignored: %s", KEY, reprlib.repr(parameters[key]), error)
-        return {"enabled": f"{KEY}: {parameters[key]}"[:99]} if for_api else {}
+        return {} if parameters is Paste.on_page else {"enabled": True, "strength": float("nan")}
     for sentence in wish.left_out:
         logger.warning("%s: a part of the pasted infotext is ignored: %s", KEY, sentence)
     dial = {name: getattr(wish, name) for name in DIAL}

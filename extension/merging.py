@@ -46,6 +46,7 @@ class Job:
         self.p = weakref.ref(p)
         self.wish = wish
         self.error = error
+        self.request = host.request()
         self.keeps_maps = self.is_over = False
         self.is_inside = False  # another job, or a script, goes on with its pictures
         self.fact: Any = None  # what API callers are told, of all jobs of one request

@@ -49,7 +49,7 @@ class TokenMerging(host.Script):
         armed.disarm()
         for name in (JOB, *host.STAND_INS):  # also those that this p, as a copy, inherited
             vars(p).pop(name, None)
-        self._open = [one for one in self._open if not one.is_over and one.p() is not None]
+        self._open = [one for one in self._open if not one.is_over and one.p() and one.request == host.request()]
         host.silence_built_in(p, lambda p, hires: not _job_of(p, values).why_left(hires))
 
     def process(self, p: Any, *values: Any) -> None:
@@ -81,10 +81,6 @@ class TokenMerging(host.Script):
     def process_before_every_sampling(self, p: Any, *values: Any, **facts: Any) -> None:
         """A pass is about to start. Forge says so twice before the hires pass."""
         armed.arm(p, p.is_hr_pass)
-
-    def before_hr(self, p: Any, *values: Any) -> None:
-        """The first pass is over."""
-        armed.disarm()
 
     def postprocess_batch(self, p: Any, *values: Any, **facts: Any) -> None:
         """All passes of a batch are over. Its pictures' infotexts are written next; others' own jobs may follow."""
@@ -179,6 +175,6 @@ def register() -> type[TokenMerging]:
     hosting.gains.load(host.gains_file())  # what was measured before this start
     host.listen(
         cfg_denoiser=armed.step, ui_settings=options.register, before_ui=infotext.add_axes, script_unloaded=unload,
-        after_component=on_component, after_process=on_end,
+        after_component=on_component, after_process=on_end, infotext_pasted=infotext.Paste.note,
     )  # fmt: skip
     return TokenMerging

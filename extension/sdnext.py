@@ -40,8 +40,6 @@ class RunningPipeline:
 
 def when_hires_begins(p: Any, tell: Callable[[], None]) -> None:
     """Have ``tell`` called once the hires pass of ``p`` knows its size, just before it begins. Dies with ``p``."""
-    if not hasattr(type(p), INIT_HIRES):
-        return
     this = weakref.ref(p)
 
     def init_hires(*args: Any, **kwargs: Any) -> None:

@@ -29,7 +29,7 @@ _OF_TAB = {"txt2img": ("width", "height", *_HIRES), "img2img": ("width", "height
 _IN_SDNEXT = dict(zip(("enable_hr", "scale", "resize_width", "resize_height"), _HIRES, strict=True))
 _SETTINGS = {f"setting_tome_{name}": name for name in DIAL}
 _panels: dict[str, Panel] = {}  # of the latest page, by tab
-_waiting: set[str] = set()  # tabs whose panel does not go by the webui's controls yet
+_waiting: dict[str, Panel] = {}  # those of them that do not go by the webui's controls yet
 _BY_FACTOR = "resized by a factor: its size is known when the picture is drawn"
 _BY = {"img2img_tab_resize_to": 0, "img2img_tab_resize_by": 1}
 _tabs: dict[str, Any] = {}  # those of a size and of a factor
@@ -68,8 +68,7 @@ def _link(tab: str) -> None:
     """Let the tab's panel go by the webui's controls, as soon as all of them and the panel are there."""
     theirs = _found[tab]
     if tab in _waiting and len(theirs) == len(_OF_TAB[tab]):
-        _waiting.remove(tab)
-        _panels[tab].follow({name: theirs.pop(name) for name in _OF_TAB[tab]})
+        _waiting.pop(tab).follow({name: theirs.pop(name) for name in _OF_TAB[tab]})
 
 
 class Panel:
@@ -90,18 +89,16 @@ class Panel:
             return
         self._begin_as_set(enabled)
         self._connect()
-        _panels[tab] = self
-        _waiting.add(tab)
+        _panels[tab] = _waiting[tab] = self
         _link(tab)
 
     def paste_fields(self) -> list[tuple[Any, Any]]:
         """(control, what reads its value from an infotext), for the webui."""
-        paste = infotext.Paste(for_api=self.controls[0].value is None)
+        paste = infotext.Paste()
         return [(self.made[name], partial(paste.value, name)) for name in ARGUMENTS]
 
     def _build(self) -> None:
-        dial = {"minimum": 0.0, "maximum": 1.0, "step": 0.01, "value": DEFAULTS["strength"]}
-        self._add("strength", gr.Slider, label="Strength", **dial)
+        self._add("strength", gr.Slider, label="Strength", value=DEFAULTS["strength"], minimum=0, maximum=1, step=0.01)
         gr.HTML(_marks(self._elem_id("strength")))
         self._add("where", gr.Radio, label="Where", value=DEFAULTS["where"], choices=list(WHERE), visible=False)
         with gr.Row():
@@ -144,14 +141,13 @@ class Panel:
 
     def _connect(self) -> None:
         fields = [self.made[name] for name in form.NAMES]
-        refilled = {"outputs": [self.made[FILLED_FOR], *fields], **_QUIETLY}
-        strength = self.made["strength"]
-        along = {"fn": moved, "inputs": [strength, self.made[OWN], self.made[FILLED_FOR], *fields], **refilled}
+        strength, own, filled = (self.made[name] for name in ("strength", OWN, FILLED_FOR))
+        along = {"fn": moved, "inputs": [strength, own, filled, *fields], "outputs": [filled, *fields], **_QUIETLY}
         # gradio drops an event while its like is unanswered, so behind each answer is asked what came meanwhile
         strength.change(**along).then(**along)
-        self.made[OWN].change(**along)  # another model may have come since they were filled in
+        own.change(**along)  # another model may have come since they were filled in
         for field in fields:  # what is typed counts
-            field.input(fn=lambda: True, inputs=[], outputs=[self.made[OWN]], **_QUIETLY)
+            field.input(fn=lambda: True, inputs=[], outputs=[own], **_QUIETLY)
 
     def follow(self, theirs: dict[str, Any]) -> None:
         """Answer in a line, by the webui's own controls of sizes. theirs: those controls, by name."""
@@ -188,11 +184,12 @@ def _start(name: str, saved: Any) -> Any:
 
 
 def rows_of(group: str) -> list[list[form.Field]]:
-    """A group's fields in rows of three: choices, then numbers, then switches."""
-    kinds = (gr.Dropdown, gr.Slider, gr.Number, gr.Checkbox)
-    fields = [one for one in form.FIELDS if one.group == group]
-    fields.sort(key=lambda one: kinds.index(_component(one)[0]))
-    return [fields[start : start + 3] for start in range(0, len(fields), 3)]
+    """A group's fields in rows of at most three: choices, then numbers, then switches."""
+    rows = []
+    for kinds in ((gr.Dropdown,), (gr.Slider, gr.Number), (gr.Checkbox,)):
+        fields = [one for one in form.FIELDS if one.group == group and _component(one)[0] in kinds]
+        rows += [fields[start : start + 3] for start in range(0, len(fields), 3)]
+    return rows
 
 
 def _component(one: form.Field) -> tuple[Any, dict[str, Any]]:

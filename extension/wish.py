@@ -18,7 +18,6 @@ DIAL = ("enabled", "strength", "where")
 OWN = "own"  # the switch below which an expert's values count
 FILLED_FOR = "filled_for"  # the strength that the expert's values were last filled in for, out of sight
 ARGUMENTS = (*DIAL, OWN, FILLED_FOR, *form.NAMES)
-_DIGITS = 3  # that are shown: a strength's ratio may be 0.859375
 DEFAULTS = {"enabled": False, "strength": 0.5, "where": EVERYWHERE}
 
 
@@ -43,9 +42,9 @@ class Wish:
 
 
 def base_of(value: float, layout: str = SD) -> dict[str, Any]:
-    """What the form shows for a strength, by name, rounded. layout: of the model, see `strength`."""
+    """What the form shows for a strength, by name, 0.859 for 0.859375. layout: of the model, see `strength`."""
     exact = form.values_of(strength(value, layout))
-    return {name: round(one, _DIGITS) if isinstance(one, float) else one for name, one in exact.items()}
+    return {name: round(one, 3) if isinstance(one, float) else one for name, one in exact.items()}
 
 
 def find_filled(own: Mapping[str, Any], value: float, layout: str) -> dict[str, Any]:

@@ -102,7 +102,7 @@ class Modules:
             setattr(script, hook, lambda self, p, *args, **facts: None)
         self.scripts = self.put("modules.scripts", Script=script, AlwaysVisible=object(), scripts_data=[])
         self.shared = self.put("modules.shared", opts=Options(), sd_model=None, OptionInfo=OptionInfo)
-        told = ["cfg_denoiser", "ui_settings", "before_ui", "script_unloaded", "after_component"]
+        told = ["cfg_denoiser", "ui_settings", "before_ui", "script_unloaded", "after_component", "infotext_pasted"]
         if flavour == "sdnext":
             told.append("after_process")
         listeners = {f"on_{name}": self.callbacks[name].append for name in told}

@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from tests.webui_doubles import Processing, custom
+from tests.webui_doubles import Processing, custom, report
 from tests.webui_modules import ROOT
 from tome_core import form
 
@@ -29,10 +29,12 @@ def parsed(text):
     return pairs
 
 
-def pasted(webui, text):
-    """Control values after a paste into a fresh panel, converted as the webui does it."""
+def pasted(webui, text, on_page=True):
+    """Control values after a paste into a fresh panel, converted as the webui does it; the API tells no listener."""
     controls = webui.script.ui(False)
     values, parameters = [one.value for one in controls], parsed(text)
+    if on_page:
+        webui.call("infotext_pasted", text, parameters)
     for control, key in webui.script.infotext_fields:
         value = key(parameters)
         if value is None:
@@ -88,6 +90,12 @@ def test_nonsense_is_ignored_with_a_line_and_leaves_the_panel_alone(webui, caplo
     assert "in the pasted infotext is ignored" in caplog.text
 
 
+@pytest.mark.parametrize("text", NONSENSE[1:])
+def test_over_the_api_it_is_the_jobs_wrong_value_and_told_in_the_answer(webui, text):
+    done = webui.job(*pasted(webui, f"Steps: 3, ToMe: {text}", on_page=False))
+    assert report(done)["merged"] is False and "strength=nan is no number from 0 to 1" in report(done)["line"]
+
+
 def test_a_part_that_makes_no_sense_is_ignored_and_the_rest_is_pasted(webui, caplog):
     text = "Steps: 3, ToMe: 0.7; sx=1e400; level=up to /3; hues=2; hires pass; keep=30"
     wish = wished(webui, *pasted(webui, text))
@@ -122,6 +130,7 @@ def test_what_is_counted(webui):
     """Controls at first sight, settings, infotext keys."""
     assert len(webui.shared.opts.labels) == 6
     assert {one.section for one in webui.shared.opts.labels.values()} == {("tome", "Token Merging (ToMe)")}
+    assert {one.category_id for one in webui.shared.opts.labels.values()} == {"sd"}, "beside Optimizations"
     webui.script.ui(False)
     assert webui.script.paste_field_names == ["ToMe", "ToMe strength"]  # the latter is written by SD.Next alone
     text = (ROOT / "docs" / "webui.md").read_text(encoding="utf-8")

@@ -231,7 +231,7 @@ def test_the_map_is_of_the_prompt_which_comes_last(webui):
 def test_the_page_knows_the_webuis_controls_by_its_own_names(webui):
     webui.script.ui(False)
     told = []
-    webui.part("ui")._panels["txt2img"] = types.SimpleNamespace(follow=told.append)
+    webui.part("ui")._waiting["txt2img"] = types.SimpleNamespace(follow=told.append)
     for name in ("width", "height", "enable_hr", "scale", "resize_width", "resize_height"):
         webui.part("script").on_component(name, elem_id=f"txt2img_{name}")
     assert told == [{"width": "width", "height": "height", "hr-checkbox": "enable_hr", "hr_scale": "scale",

@@ -93,7 +93,7 @@ class Tab:
     """A panel, what a job would get from it, and the pasting of an infotext."""
 
     def __init__(self, webui, is_img2img):
-        self.wish = webui.part("wish")
+        self.webui, self.wish = webui, webui.part("wish")
         self.script = script = type(webui.script)()
         script.is_img2img = is_img2img
         name = "img2img" if is_img2img else "txt2img"
@@ -117,7 +117,9 @@ class Tab:
 
     def paste(self, text):
         """The webui leaves a control alone for which its function gives None."""
-        found = [read(json.loads(text)) for _, read in self.script.infotext_fields]
+        parameters = json.loads(text)
+        self.webui.call("infotext_pasted", text, parameters)
+        found = [read(parameters) for _, read in self.script.infotext_fields]
         return [*(gr.update() if value is None else gr.update(value=value) for value in found), told({})]
 
 

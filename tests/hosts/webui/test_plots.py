@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import urllib.error
+
 import pytest
 
 from tests.hosts.webui.running import HALF, PAYING, ours
@@ -22,7 +24,7 @@ AXES = {
 
 
 def plot(webui, *args, x, y=None, **job):
-    """The cells, row by row, and their infotexts; x, y: (our axis, values as text)."""
+    """The cells, row by row, their infotexts, and the report; x, y: (our axis, values as text)."""
     info = webui.info_of("x/y/z plot")
     choices = next(one["choices"] for one in info["args"] if one["label"] == "X type")
     axes = {"X": x, "Y": y, "Z": None}
@@ -32,13 +34,13 @@ def plot(webui, *args, x, y=None, **job):
                              Use_text_inputs_instead_of_dropdowns=True)  # fmt: skip
     done = webui.draw(*args, script_name="x/y/z plot", script_args=values, **job)
     cells = [one for one in done.all if len(one) == min(map(len, done.all))]
-    return cells, done.facts["infotexts"][-len(cells) :]
+    return cells, done.facts["infotexts"][-len(cells) :], done.report
 
 
 @pytest.mark.parametrize("axis", AXES)
 def test_each_cell_is_the_picture_of_its_settings(twins, axis):
     values, settings, base, job = AXES[axis]
-    cells, texts = plot(twins.webui, *base, x=(axis, values), **job)
+    cells, texts, _ = plot(twins.webui, *base, x=(axis, values), **job)
     alone = [twins.webui.draw(*args, **job) for args in settings]
     assert [cells.index(one.pixels) for one in alone] == [cells.index(one) for one in cells]
     assert len(set(cells)) > 1
@@ -48,8 +50,18 @@ def test_each_cell_is_the_picture_of_its_settings(twins, axis):
 
 
 def test_two_axes_at_once_and_nothing_leaks_from_cell_to_cell(twins):
-    cells, texts = plot(twins.webui, HALF, x=("Ratio", "0, 0.5"), y=("Start", "0, 0.5"))
+    cells, texts, told = plot(twins.webui, HALF, x=("Ratio", "0, 0.5"), y=("Start", "0, 0.5"))
     plain = twins.without.draw_once().pixels
     assert [cell == plain for cell in cells] == [True, False, True, False] and cells[1] != cells[3]
     assert [len(ours(text)) for text in texts] == [0, 1, 0, 1]
+    assert [one["merged"] for one in told["jobs"]] == [False, True, False, True] and told["merged"]
     assert "; start=0.5" not in texts[1] and "; start=0.5" in texts[3]
+
+
+def test_what_would_be_drawn_unmerged_under_its_label_is_refused(twins):
+    start = len(twins.webui.said())
+    with pytest.raises(urllib.error.HTTPError):
+        plot(twins.webui, HALF, x=("Strength", "0.5, 1.5"))
+    assert "[ToMe] strength=1.5 is no number from 0 to 1" in twins.webui.said(start)
+    assert not twins.webui.told(start), "no cell was drawn"
+    assert twins.webui.draw().pixels == twins.without.draw_once().pixels
