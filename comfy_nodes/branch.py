@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from . import host, slot
+from . import asking, host
 from .host import hosting
 from .sampling import HostSampling, is_flow, timestep_of
 from .transformers import TransformerMerging, piece_of
@@ -19,6 +19,7 @@ from .unets import UnetMerging
 
 _TITLE = "ToMe"
 _PAST_US = "nothing merged: another node calls the model past this one, as DeepCache does; take it off to merge"
+_UNTIMED = "not measured: the model is compiled"
 # in transformer_options: what else changes how long a call takes, or stands in for one. A measurement is without it
 _BESIDE = ("patches", "patches_replace", "easycache", "lazycache")
 Merging = UnetMerging | TransformerMerging
@@ -61,7 +62,7 @@ class BranchMerging:
         sampling.is_alone = sampling.is_alone and control is None
         return sampling.call(
             executor.class_obj, x, t, transformer_options or {},
-            lambda options: executor(x, t, c_concat, c_crossattn, control, options, **kwargs),
+            lambda options, **more: executor(x, t, c_concat, c_crossattn, control, options, **kwargs, **more),
         )  # fmt: skip
 
     def outer_sample(
@@ -97,7 +98,7 @@ class Sampling:
         self.is_alone = True  # nothing else is known to change how long a call takes
 
     def call(self, model: Any, x: Any, t: Any, options: dict[str, Any], run: Any) -> Any:
-        """What ``run(transformer_options)`` gives, a call of the model; merged."""
+        """What ``run(transformer_options)`` gives, a call of the model; merged. run: takes more keywords, too."""
         unet, schedule = model.diffusion_model, model.model_sampling
         # several GPUs sample in threads, each with a model of its own
         merging = self._models.get(unet) or self._models.setdefault(unet, self._make(unet, options))
@@ -110,13 +111,14 @@ class Sampling:
         names = options.get("uuids")
         given = frozenset(name for name, one in options.items() if one is not None and one is not False)
         self._usual = self._usual or given
-        self.is_alone = self.is_alone and not any(_holds(options.get(name)) for name in _BESIDE)
+        is_beside = merging.is_compiled or any(_holds(options.get(name)) for name in _BESIDE)
+        self.is_alone = self.is_alone and not is_beside
         timestep = 1000.0 * t if merging.flows and is_flow(schedule) else schedule.timestep(t)
         call = merging.state.begin(timestep, latent, tuple(names) if names else None)
         if given - self._usual:  # guidance that perturbs this call, may shuffle its tokens: no match but its own fits
             call.kept = None
         with merging.answering(call, latent, options) as ask:
-            out = run(slot.fill(options, ask))
+            out = asking.call(run, options, ask, **(asking.GRAPH if merging.is_compiled else {}))
         self._time.note_call(options)
         return out
 
@@ -128,7 +130,8 @@ class Sampling:
         for one in merged:
             one.state.set_time()
             if measures and not time.stopped:
-                measured.append(one.state.measure_latest(one.told, True, host.is_interrupted))
+                timed = not one.is_compiled and one.state.measure_latest(one.told, True, host.is_interrupted)
+                measured.append(_UNTIMED if one.is_compiled else timed)
         report = hosting.Report.join(one.state.report() for one in merged)
         report = replace(report, patched=bool(merged), gains=report.gains if self.is_alone else ())
         if merged:
@@ -149,8 +152,6 @@ class Sampling:
 
     def _make(self, model: Any, options: dict[str, Any]) -> Merging | str:
         try:
-            if host.is_compiled(model, options):
-                return "stepped aside: the model is compiled; take that node off to merge"
             kind = UnetMerging if piece_of(model) is None else TransformerMerging
             merging = kind(model, self._config, options)
         except (hosting.UnsupportedModelError, TypeError) as error:
