@@ -28,19 +28,19 @@ class _Now(threading.local):
     options: dict[str, Any] = {}  # noqa: RUF012 (never changed)
 
     def answers(self, whole: bool, q: Any, k: Any, v: Any, mask: Any, by_head: bool, scale: Any, *rest: Any) -> Any:
-        """What a graph asks for, ``[B, S, H, d]``; the last argument is the text of `_ask_in_graph`."""
-        place, kind, number, index, is_raised = rest[-1].split()
-        more = {"scale": scale, "attn_precision": torch.float32 if is_raised == "True" else None}
-        more = {name: value for name, value in more.items() if value is not None}
+        """What a graph asks for, ``[B, S, H, d]``; the last argument is the text of `_attention`."""
+        place, kind, number, index, precision = rest[-1].split()
         options = {**self.options, "block": (kind, int(number)), "block_index": int(index)}
-        more |= {"transformer_options": options, "_inside_attn_wrapper": True}
-        function, heads = _functions[int(place)], q.shape[2]
-        out = _attention(function, q.flatten(2), k.flatten(2), v.flatten(2), heads, mask, **more)
-        return out.unflatten(-1, (heads, -1))
+        more = {"scale": scale, "attn_precision": torch.float32 if precision != "None" else None}
+        out = _attention(
+            _functions[int(place)], q.flatten(2), k.flatten(2), v.flatten(2), q.shape[2], mask,
+            _inside_attn_wrapper=True, transformer_options=options, **{key: one for key, one in more.items() if one},
+        )  # fmt: skip
+        return out.unflatten(-1, (q.shape[2], -1))
 
 
 _now = _Now()
-_number = torch.zeros(1)  # by which graphs ask, as soon as one does
+_number = hosting.number_of(_now)
 
 
 def call(run: Callable, options: dict[str, Any], ask: Ask, **more: Any) -> Any:
@@ -55,27 +55,16 @@ def call(run: Callable, options: dict[str, Any], ask: Ask, **more: Any) -> Any:
         _now.ask, _now.beneath, _now.options = before
 
 
-def why_no_graph(state: Any) -> str | None:
-    """Why a graph must not ask, if it must not."""
-    global _number
-    if _number.is_floating_point():
-        _number = hosting.number_of(_now)
-    return hosting.why_not_in_graph(state)
-
-
-def _attention(function, q, k, v, heads, *args, **kwargs):
+def _attention(function, q, k, v, heads, mask=None, attn_precision=None, **more):
+    options = more.get("transformer_options") or _now.options
     if torch.compiler.is_compiling() and hosting.is_tracing():
-        return _ask_in_graph(function, q, k, v, heads, *args, **kwargs)
-    asked = HostCall(Through(_now.beneath, function) if _now.beneath else function, q, k, v, heads, *args, **kwargs)
-    return _now.ask(asked, kwargs.get("transformer_options") or _now.options) if _now.ask else asked.unmerged()
-
-
-def _ask_in_graph(function, q, k, v, heads, mask=None, attn_precision=None, **kwargs):
-    asked, options = HostCall(function, q, k, v, heads, mask, **kwargs), kwargs["transformer_options"]
-    block, index = options.get("block", ("none", 0)), options.get("block_index", 0)
-    told = f"{_place_of(function)} {block[0]} {block[1]} {index} {attn_precision is not None}"
-    attend, more = hosting.OPERATORS["attend"], (mask, False, asked.scale, False, told)
-    return asked.give_back(attend(_number, _number, asked.q, asked.k, asked.v, *more))
+        asked, block = HostCall(function, q, k, v, heads, mask, **more), options.get("block", ("none", 0))
+        told = f"{_place_of(function)} {block[0]} {block[1]} {options.get('block_index', 0)} {attn_precision}"
+        attend, rest = hosting.OPERATORS["attend"], (mask, False, asked.scale, False, told)
+        return asked.give_back(attend(_number, _number, asked.q, asked.k, asked.v, *rest))
+    own = Through(_now.beneath, function) if _now.beneath else function
+    asked = HostCall(own, q, k, v, heads, mask, attn_precision, **more)
+    return _now.ask(asked, options) if _now.ask else asked.unmerged()
 
 
 @hosting.when_traced

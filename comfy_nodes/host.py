@@ -54,13 +54,11 @@ def find_attached(patcher: Any) -> Any | None:
 def is_compiled_whole(model: Any, options: dict[str, Any]) -> bool | None:
     """Is the whole model under ``torch.compile``, and no part of it by itself? None if nothing of it is."""
     wrappers = options.get("wrappers", {}).get(APPLY_MODEL, {}).get(COMPILE_KEY, ())
-    held = [cell.cell_contents for one in wrappers for cell in one.__closure__ or ()]
+    held = [cell.cell_contents for one in wrappers for cell in getattr(one, "__closure__", None) or ()]
     inner = getattr(model, "_orig_mod", model)
-    if any("_orig_mod" in one._modules or one._compiled_call_impl is not None for one in inner.modules()):
-        return False
-    if inner is not model or ["diffusion_model"] in [list(one) for one in held if isinstance(one, dict)]:
-        return True
-    return False if wrappers else None
+    is_whole = inner is not model or ["diffusion_model"] in [list(one) for one in held if isinstance(one, dict)]
+    in_part = any("_orig_mod" in one._modules or one._compiled_call_impl is not None for one in inner.modules())
+    return is_whole and not in_part if is_whole or in_part or wrappers else None
 
 
 def has_built_in_merging(patcher: Any) -> bool:

@@ -31,7 +31,7 @@ class UnetMerging:
         self.state.attention_function = slot.name_in_force(function, options)
         if self.is_compiled is None:
             self.state.ask_whether_it_pays()
-        elif not self.is_compiled or asking.why_no_graph(self.state):
+        elif not self.is_compiled or hosting.why_not_in_graph(self.state):
             raise hosting.UnsupportedModelError(host.COMPILED)
         self._downsamples = adapter.downsamples
         levels = {_told_of(place.path): adapter.levels[place.halvings] for place in adapter.places
