@@ -93,7 +93,6 @@ class Sampling:
     def __init__(self, config: Any, time: HostSampling | None = None) -> None:
         self._config, self._time, self._name = config, time or HostSampling(), time
         self._models: dict[Any, Merging | str] = {}  # or why it steps aside
-        self._live: dict[float, bool] = {}  # sigma -> was merging on
         self._usual: frozenset[str] | None = None  # what the first call's options had
         self.is_alone = True  # nothing else is known to change how long a call takes
 
@@ -140,8 +139,7 @@ class Sampling:
             first, *more = strangers or [_PAST_US if time.steps["steps"] else "the model was not called"]
         more = [*filter(None, [*more, *measured]), *facts["unknown"]]
         line = f"{_TITLE}: {', '.join(filter(None, [asked, time.text, first]))}"
-        live = [f"between start and end at {sum(self._live.values())} of {len(self._live)} noise levels"]
-        details = report.lines(_TITLE, [asked, time.text], [*more, *(live if self._live else ())])
+        details = report.lines(_TITLE, [asked, time.text], more)
         data = {**facts, "line": line, "stepped_aside": strangers, **time.steps, **report.as_data()}
         maps = {}
         if merged and not time.stopped:
@@ -172,8 +170,6 @@ class Sampling:
             percent=percent, timestep=timestep_of(sigma, schedule, merging.flows), sampling=self._name,
             pictures=time.pictures_in(x, options), timesteps=time.timesteps(schedule, options, merging.flows),
         )  # fmt: skip
-        if percent is not None:
-            self._live[sigma] = state.is_live
 
 
 def layout_of(model: Any) -> str:
