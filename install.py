@@ -328,7 +328,8 @@ def place(host, arguments):
 
 def target(host, folder):
     """Where in the host's folder the repository goes. Raises Failure for a folder that is not the host."""
-    for candidate in (folder, folder / host.below):
+    above = (folder.absolute().parent,) if folder.name == host.place else ()
+    for candidate in (folder, folder / host.below, *above):
         if any(all((candidate / name).exists() for name in wanted) for wanted in host.looked_for):
             return candidate.resolve() / host.place / NAME
     hint = f"give the folder that holds {host.name}'s {host.looked_for[0][0]}"

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from . import host, slot
+from . import asking, host
 from .host import hosting
 from .sampling import HostSampling, is_flow, timestep_of
 from .transformers import TransformerMerging, piece_of
@@ -19,6 +19,7 @@ from .unets import UnetMerging
 
 _TITLE = "ToMe"
 _PAST_US = "nothing merged: another node calls the model past this one, as DeepCache does; take it off to merge"
+_UNTIMED = "not measured: the model is compiled"
 # in transformer_options: what else changes how long a call takes, or stands in for one. A measurement is without it
 _BESIDE = ("patches", "patches_replace", "easycache", "lazycache")
 Merging = UnetMerging | TransformerMerging
@@ -61,7 +62,7 @@ class BranchMerging:
         sampling.is_alone = sampling.is_alone and control is None
         return sampling.call(
             executor.class_obj, x, t, transformer_options or {},
-            lambda options: executor(x, t, c_concat, c_crossattn, control, options, **kwargs),
+            lambda options, **more: executor(x, t, c_concat, c_crossattn, control, options, **kwargs, **more),
         )  # fmt: skip
 
     def outer_sample(
@@ -92,12 +93,11 @@ class Sampling:
     def __init__(self, config: Any, time: HostSampling | None = None) -> None:
         self._config, self._time, self._name = config, time or HostSampling(), time
         self._models: dict[Any, Merging | str] = {}  # or why it steps aside
-        self._live: dict[float, bool] = {}  # sigma -> was merging on
         self._usual: frozenset[str] | None = None  # what the first call's options had
         self.is_alone = True  # nothing else is known to change how long a call takes
 
     def call(self, model: Any, x: Any, t: Any, options: dict[str, Any], run: Any) -> Any:
-        """What ``run(transformer_options)`` gives, a call of the model; merged."""
+        """What ``run(transformer_options)`` gives, a call of the model; merged. run: takes more keywords, too."""
         unet, schedule = model.diffusion_model, model.model_sampling
         # several GPUs sample in threads, each with a model of its own
         merging = self._models.get(unet) or self._models.setdefault(unet, self._make(unet, options))
@@ -110,13 +110,14 @@ class Sampling:
         names = options.get("uuids")
         given = frozenset(name for name, one in options.items() if one is not None and one is not False)
         self._usual = self._usual or given
-        self.is_alone = self.is_alone and not any(_holds(options.get(name)) for name in _BESIDE)
+        is_beside = merging.is_compiled or any(_holds(options.get(name)) for name in _BESIDE)
+        self.is_alone = self.is_alone and not is_beside
         timestep = 1000.0 * t if merging.flows and is_flow(schedule) else schedule.timestep(t)
         call = merging.state.begin(timestep, latent, tuple(names) if names else None)
         if given - self._usual:  # guidance that perturbs this call, may shuffle its tokens: no match but its own fits
             call.kept = None
         with merging.answering(call, latent, options) as ask:
-            out = run(slot.fill(options, ask))
+            out = asking.call(run, options, ask, **(asking.GRAPH if merging.is_compiled else {}))
         self._time.note_call(options)
         return out
 
@@ -128,7 +129,8 @@ class Sampling:
         for one in merged:
             one.state.set_time()
             if measures and not time.stopped:
-                measured.append(one.state.measure_latest(one.told, True, host.is_interrupted))
+                timed = not one.is_compiled and one.state.measure_latest(one.told, True, host.is_interrupted)
+                measured.append(_UNTIMED if one.is_compiled else timed)
         report = hosting.Report.join(one.state.report() for one in merged)
         report = replace(report, patched=bool(merged), gains=report.gains if self.is_alone else ())
         if merged:
@@ -137,8 +139,7 @@ class Sampling:
             first, *more = strangers or [_PAST_US if time.steps["steps"] else "the model was not called"]
         more = [*filter(None, [*more, *measured]), *facts["unknown"]]
         line = f"{_TITLE}: {', '.join(filter(None, [asked, time.text, first]))}"
-        live = [f"between start and end at {sum(self._live.values())} of {len(self._live)} noise levels"]
-        details = report.lines(_TITLE, [asked, time.text], [*more, *(live if self._live else ())])
+        details = report.lines(_TITLE, [asked, time.text], more)
         data = {**facts, "line": line, "stepped_aside": strangers, **time.steps, **report.as_data()}
         maps = {}
         if merged and not time.stopped:
@@ -149,8 +150,6 @@ class Sampling:
 
     def _make(self, model: Any, options: dict[str, Any]) -> Merging | str:
         try:
-            if host.is_compiled(model, options):
-                return "stepped aside: the model is compiled; take that node off to merge"
             kind = UnetMerging if piece_of(model) is None else TransformerMerging
             merging = kind(model, self._config, options)
         except (hosting.UnsupportedModelError, TypeError) as error:
@@ -171,8 +170,6 @@ class Sampling:
             percent=percent, timestep=timestep_of(sigma, schedule, merging.flows), sampling=self._name,
             pictures=time.pictures_in(x, options), timesteps=time.timesteps(schedule, options, merging.flows),
         )  # fmt: skip
-        if percent is not None:
-            self._live[sigma] = state.is_live
 
 
 def layout_of(model: Any) -> str:

@@ -17,7 +17,8 @@ NOTE = "tome_note"  # in a branch's model_options: why it does not merge, for no
 KEY = "tome"  # of our wrappers; a second ApplyToMe finds and replaces the first by it
 # values of comfy.patcher_extension.WrappersMP, here since December 2024
 APPLY_MODEL, OUTER_SAMPLE = "apply_model", "outer_sample"
-COMPILE_KEY = "torch.compile"  # of the wrapper that TorchCompileModel and others like it put on
+COMPILE_KEY = "torch.compile"  # of a wrapper that holds what it puts in the place of parts of the model, by name
+COMPILED = "the model is compiled; take that node off to merge"
 # Nodes 2.0 (frontend 1.49) reads a node's text as Markdown, which joins lines that end otherwise; the canvas does not
 LINE_BREAK = "  \n"
 
@@ -50,11 +51,14 @@ def find_attached(patcher: Any) -> Any | None:
     return getattr(wrappers[-1], "__self__", None) if wrappers else None
 
 
-def is_compiled(model: Any, options: dict[str, Any]) -> bool:
-    """Is a model, or a block of it, under ``torch.compile``, whose code does not look at transformer_options again?"""
-    if COMPILE_KEY in options.get("wrappers", {}).get(APPLY_MODEL, ()):
-        return True
-    return any("_orig_mod" in one._modules or one._compiled_call_impl is not None for one in model.modules())
+def is_compiled_whole(model: Any, options: dict[str, Any]) -> bool | None:
+    """Is the whole model under ``torch.compile``, and no part of it by itself? None if nothing of it is."""
+    wrappers = options.get("wrappers", {}).get(APPLY_MODEL, {}).get(COMPILE_KEY, ())
+    held = [cell.cell_contents for one in wrappers for cell in getattr(one, "__closure__", None) or ()]
+    inner = getattr(model, "_orig_mod", model)
+    is_whole = inner is not model or ["diffusion_model"] in [list(one) for one in held if isinstance(one, dict)]
+    in_part = any("_orig_mod" in one._modules or one._compiled_call_impl is not None for one in inner.modules())
+    return is_whole and not in_part if is_whole or in_part or wrappers else None
 
 
 def has_built_in_merging(patcher: Any) -> bool:

@@ -22,7 +22,6 @@ OFF_BY_SETTINGS = f"{OFF_TEXT[:-1]}: these settings merge nothing, with a ratio 
 NOT_APPLIED = "No merge map: there is no Apply ToMe on this model. Connect the model as it went into the sampler."
 NOT_WAITING = "No merge map: connect the sampler's latent, or the decoded image, so that this node waits for it."
 FROM_CACHE = "No merge map: the sampler's result came from the cache. Change its seed and queue again."
-STRETCHED = " (stretched: the last call was not of this picture's size, but of a tile or area, or it was scaled)"
 
 
 class _Node:
@@ -199,8 +198,5 @@ def _panels(one: torch.Tensor, row: int, maps: dict[int, tuple[int, Any]]) -> to
     for level, (downsample, found) in maps.items():
         group = found.group[max(row, -len(found.group))]
         title = f"level {level} (latent /{downsample}): {len(group)} tokens -> {found.num_groups}"
-        token = 8 * downsample  # in pixels along each side
-        if any(abs(side * token - pixels) >= token for side, pixels in zip(found.grid[:2], one.shape[:2], strict=True)):
-            title += STRETCHED
         panels.append(picture.panel(one, found.grid[:2], group, title))
     return torch.cat(panels, dim=1)

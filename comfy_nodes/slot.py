@@ -1,4 +1,4 @@
-"""The slot that ComfyUI's attentions ask, filled for one call of the model.
+"""The slot that ComfyUI's attentions ask, and the calls that come to it.
 
 ``transformer_options["optimized_attention_override"]`` is called in the place of ComfyUI's attention function, with
 that function. What another node has put there is called by ours.
@@ -14,15 +14,12 @@ import torch
 from .host import hosting
 
 SLOT = "optimized_attention_override"  # since September 2025
-_BENEATH = "tome_beneath"  # of a function of ours: what was in the slot before
 # globals by which ComfyUI's attentions find their function
 _NAMES = ("optimized_attention", "optimized_attention_masked")
 # ComfyUI's functions that get no bias, though they seem to add one. Flash attention leaves it to torch, and warns at
 # each call. attention_sub_quad, short of memory, takes the maximum first and adds then: a group without tokens may hold
 # the maximum, and all others vanish.
 _UNBIASED = frozenset({"attention_flash", "attention_sub_quad"})
-
-Ask = Callable[["HostCall", dict[str, Any]], torch.Tensor]  # a call, and its transformer_options
 
 
 class Through(NamedTuple):
@@ -42,19 +39,6 @@ class HostCall(hosting.ByHeads):
         """As of every call."""
         found = super().takes_bias()
         return found and not any(getattr(one, "__name__", "") in _UNBIASED for one in _parts(self._function))
-
-
-def fill(options: dict[str, Any], ask: Ask) -> dict[str, Any]:
-    """The transformer_options of a call of the model, with a function in the slot that answers what ``ask`` does."""
-    beneath = options.get(SLOT)
-    beneath = getattr(beneath, _BENEATH, beneath)  # the model is called again inside its own call
-
-    def attention(function, q, k, v, heads, *args, **kwargs):
-        own = function if beneath is None else Through(beneath, function)
-        return ask(HostCall(own, q, k, v, heads, *args, **kwargs), kwargs.get("transformer_options") or options)
-
-    setattr(attention, _BENEATH, beneath)
-    return {**options, SLOT: attention}
 
 
 def tell(options: dict[str, Any]) -> dict[str, Any]:

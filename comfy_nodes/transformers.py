@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import slot
+from . import asking, host, slot
 from .host import hosting
 
 # by name: transformers whose sequence is text, the picture, then reference pictures, of which transformer_options tell
@@ -30,13 +30,15 @@ _NO_GRID = "the latent has no grid that is known"
 class TransformerMerging:
     """A transformer in one sampling. Its attributes are those of `unets.UnetMerging`."""
 
-    flows = True
+    flows, is_compiled = True, False
 
     def __init__(self, model: Any, config: Any, options: dict[str, Any]) -> None:
+        if host.is_compiled_whole(model, options) is not None:
+            raise hosting.UnsupportedModelError(host.COMPILED)
         self.state, self.told, self._model = hosting.state_of(config, piece_of(model)[2]), slot.tell(options), model
 
     @contextmanager
-    def answering(self, call: Any, latent: torch.Tensor, options: dict[str, Any]) -> Iterator[slot.Ask]:
+    def answering(self, call: Any, latent: torch.Tensor, options: dict[str, Any]) -> Iterator[asking.Ask]:
         """What answers the attentions of one call of the model, of these latents."""
         grid = grid_of(self._model, latent)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import slot
+from . import asking, host, slot
 from .host import hosting
 from .sampling import is_left_out
 
@@ -23,19 +23,23 @@ class UnetMerging:
     flows = False
 
     def __init__(self, unet: Any, config: Any, options: dict[str, Any]) -> None:
+        self.is_compiled = host.is_compiled_whole(unet, options)
         self.state, self.told = hosting.patch_of(unet, config), slot.tell(options)
         adapter, covered = self.state.adapter, [one.covered for one in self.state.report().levels]
         first = getattr(adapter.places[0].block, "attn1", None)
         function = getattr(type(first).forward, "__globals__", {}).get("optimized_attention")
         self.state.attention_function = slot.name_in_force(function, options)
-        self.state.ask_whether_it_pays()
+        if self.is_compiled is None:
+            self.state.ask_whether_it_pays()
+        elif not self.is_compiled or hosting.why_not_in_graph(self.state):
+            raise hosting.UnsupportedModelError(host.COMPILED)
         self._downsamples = adapter.downsamples
         levels = {_told_of(place.path): adapter.levels[place.halvings] for place in adapter.places
                   if not getattr(place.block, "disable_self_attn", False)}  # fmt: skip
         self._levels = {place: level for place, level in levels.items() if covered[level]}
 
     @contextmanager
-    def answering(self, call: Any, latent: torch.Tensor, options: dict[str, Any]) -> Iterator[slot.Ask]:
+    def answering(self, call: Any, latent: torch.Tensor, options: dict[str, Any]) -> Iterator[asking.Ask]:
         """What answers the attentions of one call of the UNet, of these latents; those that never ask are counted."""
         missing, seen, before = Counter(self._levels.values()), [], None
 

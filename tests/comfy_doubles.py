@@ -87,10 +87,12 @@ class BaseModel(nn.Module):
         executor = Executor.of("apply_model", transformer_options, self._apply_model, self)
         return executor.execute(x, t, None, c_crossattn, None, transformer_options)
 
-    def _apply_model(self, x: Any, t: Any, concat: Any, context: Any, control: Any, options: dict) -> torch.Tensor:
+    def _apply_model(
+        self, x: Any, t: Any, concat: Any, context: Any, control: Any, options: dict, **more: Any
+    ) -> torch.Tensor:
         # blocks write into the options, and calls of one sampling share what is in these
         timesteps = self.model_sampling.timestep(t).float()
-        return self.diffusion_model(x, timesteps, context=context, transformer_options=dict(options))
+        return self.diffusion_model(x, timesteps, context=context, transformer_options=dict(options), **more)
 
     def get_dtype(self) -> torch.dtype:
         """Of the weights."""
@@ -250,15 +252,19 @@ def noted(patcher: ModelPatcher, look: Any) -> list:
     return seen
 
 
-def with_compile(patcher: ModelPatcher, compiled: Any) -> ModelPatcher:
-    """Behind TorchCompileModel: ``compiled`` takes the model's place during this branch's calls."""
+def with_compile(patcher: ModelPatcher, compiled: Any, name: str = "diffusion_model") -> ModelPatcher:
+    """Behind TorchCompileModel: ``compiled`` takes the place of this part of the model during this branch's calls."""
+    held = {name: compiled}
 
-    def swap(run: Any, *args: Any) -> Any:
-        kept, run.class_obj.diffusion_model = run.class_obj.diffusion_model, compiled
+    def swap(run: Any, *args: Any, **kwargs: Any) -> Any:
+        kept = {one: run.class_obj.get_submodule(one) for one in held}
         try:
-            return run(*args)
+            for one, other in held.items():
+                run.class_obj.set_submodule(one, other)
+            return run(*args, **kwargs)
         finally:
-            run.class_obj.diffusion_model = kept
+            for one, other in kept.items():
+                run.class_obj.set_submodule(one, other)
 
     other = patcher.clone()
     other.add_wrapper_with_key("apply_model", "torch.compile", swap)

@@ -70,8 +70,11 @@ class SpatialTransformer(LdmTransformer):
 class ComfyUnet(UNetModel):
     """Says in which block it is."""
 
-    def forward(self, x, timesteps=None, context=None, y=None, control=None, transformer_options={}):  # noqa: B006
-        """As ComfyUI calls it."""
+    def forward(self, x, timesteps=None, context=None, y=None, control=None, transformer_options={}, **more):  # noqa: B006
+        """As ComfyUI calls it. more: anything, for nothing."""
+        return self._forward(x, timesteps, context, y, control, transformer_options, **more)
+
+    def _forward(self, x, timesteps, context, y, control, transformer_options, **more):
         emb = self.time_embed(timestep_embedding(timesteps, self.model_channels).to(x.dtype))
 
         def run(kind: str, number: int, block: nn.Module, h: torch.Tensor) -> torch.Tensor:

@@ -82,6 +82,14 @@ def work(monkeypatch) -> list[str]:
 
 
 @pytest.fixture
+def fresh_compiler():
+    """For a module that compiles: `pytestmark = pytest.mark.usefixtures("fresh_compiler")`."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def server(monkeypatch):
     """ComfyUI's, to which nodes show their texts."""
     from tests.comfy_doubles import Server

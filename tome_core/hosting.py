@@ -9,11 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 from .attention.by_hand import ByHand, ForwardOnStandIn, StandIn, full_name, register
+from .compiling import is_tracing, when_traced
 from .engine.decision import Call
 from .engine.state import State
 from .merging.grid import Grid, Layout
 from .models import find_models
 from .models.asked import ByHeads, answer
+from .models.compiled import OPERATORS, number_of, why_not_in_graph
 from .models.intercept import register_name
 from .models.unet_blocks import UnsupportedModelError, find_unet, is_kind
 from .models.wrap import forget_all, register_wrapper
@@ -59,8 +61,9 @@ class Steps:
 
 
 __all__ = [
-    "DEFAULT", "MARKS", "REPLACED", "SD", "SDXL", "SEED_LIMIT", "STABLE_DIFFUSION", "TRANSFORMER", "ByHand", "ByHeads",
-    "Call", "ForwardOnStandIn", "Grid", "Layout", "MergeConfig", "Patch", "Report", "StandIn", "State", "Steps",
-    "UnsupportedModelError", "answer", "count", "find_unet", "forget_all", "form", "full_name", "gains", "is_kind",
-    "layout_of", "patch", "patch_of", "register", "register_name", "register_wrapper", "state_of", "strength",
+    "DEFAULT", "MARKS", "OPERATORS", "REPLACED", "SD", "SDXL", "SEED_LIMIT", "STABLE_DIFFUSION", "TRANSFORMER",
+    "ByHand", "ByHeads", "Call", "ForwardOnStandIn", "Grid", "Layout", "MergeConfig", "Patch", "Report", "StandIn",
+    "State", "Steps", "UnsupportedModelError", "answer", "count", "find_unet", "forget_all", "form", "full_name",
+    "gains", "is_kind", "is_tracing", "layout_of", "number_of", "patch", "patch_of", "register", "register_name",
+    "register_wrapper", "state_of", "strength", "when_traced", "why_not_in_graph",
 ]  # fmt: skip

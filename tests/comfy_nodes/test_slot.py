@@ -7,8 +7,8 @@ import functools
 import pytest
 import torch
 
-from comfy_nodes import host
-from comfy_nodes.slot import SLOT, Through, _by_name, fill, name_in_force, tell
+from comfy_nodes import asking, host
+from comfy_nodes.slot import SLOT, Through, _by_name, name_in_force, tell
 from tests import comfy_attention as comfy
 from tests.comfy_doubles import Guider, apply, least_checkpoint
 from tests.comfy_ways import DTYPES, way_of
@@ -154,12 +154,19 @@ def test_a_full_memory_and_an_interrupt_are_no_refusal(error):
 def test_what_is_in_the_slot_is_not_changed_and_ours_does_not_lie_on_ours():
     slot = Noted()
     options = {SLOT: slot, "other": 1}
-    once = fill(options, lambda asked, told: asked.unmerged())
-    twice = fill(once, lambda asked, told: asked.unmerged())
+    asked = []
+
+    def again(told):
+        asking.call(lambda inner: run(inner), told, lambda one, _: one.unmerged())
+
+    def run(told):
+        assert told["other"] == 1 and told[SLOT] is not slot
+        asked.append(comfy.attention_pytorch(x, x, x, 2, transformer_options=told))
+
     x = torch.randn(1, 5, 8)
-    assert options == {SLOT: slot, "other": 1} and twice["other"] == 1
-    out = comfy.attention_pytorch(x, x, x, 2, transformer_options=twice)
-    assert slot.keys == [5] and torch.equal(out, comfy.attention_pytorch(x, x, x, 2))
+    asking.call(again, options, lambda one, _: one.unmerged() * 2)
+    assert options == {SLOT: slot, "other": 1}
+    assert slot.keys == [5] and torch.equal(asked[0], comfy.attention_pytorch(x, x, x, 2))
 
 
 def test_every_attention_in_force_has_a_name_of_its_own():

@@ -7,15 +7,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
-
-
-@pytest.fixture
-def fresh_compiler():
-    """For a module that compiles: `pytestmark = pytest.mark.usefixtures("fresh_compiler")`."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.fixture(scope="module")

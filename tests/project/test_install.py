@@ -151,6 +151,20 @@ def test_a_folder_of_any_name_is_taken_and_told_where_the_output_has_few_letters
     assert (comfyui / "custom_nodes" / install.NAME).exists() and "with spaces \\xfcn\\xef \\u5b57" in done.stdout
 
 
+@pytest.mark.parametrize("host", [install.COMFYUI, install.WEBUI], ids=lambda host: host.name)
+def test_the_hosts_folder_for_extensions_is_taken_as_the_host(host, tmp_path, monkeypatch):
+    for name in host.looked_for[0]:
+        (tmp_path / "host" / name).mkdir(parents=True)
+    expected = install.target(host, tmp_path / "host")
+    assert install.target(host, tmp_path / "host" / host.place) == expected
+    monkeypatch.chdir(tmp_path / "host")
+    assert install.target(host, Path(host.place)) == expected
+    other = tmp_path / "other" / host.place
+    other.mkdir(parents=True)
+    with pytest.raises(install.Failure, match=f"is not a {host.name} folder"):
+        install.target(host, other)
+
+
 def test_a_folder_that_does_not_exist_is_told_from_one_that_is_no_host(tmp_path):
     for folder, sentence in ((tmp_path / "nope", "does not exist; give the folder that holds ComfyUI's main.py"),
                              (tmp_path, "is not a ComfyUI folder")):  # fmt: skip

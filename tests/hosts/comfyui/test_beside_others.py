@@ -90,20 +90,3 @@ def test_what_comes_with_a_prompt_and_merging_both_take_effect(comfy, kind):
     graph.sample("merged", applied)
     seen = assert_merged_and_off(comfy, graph, applied, MERGED, positive=controlled)
     assert bytes_of(seen, "merged")[0] not in (bytes_of(seen, "plain")[0], bytes_of(seen, "applied")[0])
-
-
-def test_a_compiled_branch_is_left_alone_and_says_so(comfy):
-    """In any order, and the branches beside it merge or not as ever."""
-    graph = Graph(steps=2)
-    applied = graph.apply()
-    before = graph.apply(graph.add("TestCompile", model=graph.model))
-    graph.sample_all({
-        "plain": graph.model, "plain compiled": graph.add("TestCompile", model=graph.model), "applied": applied,
-        "compiled after": graph.add("TestCompile", model=applied), "compiled before": before,
-        "plain compiled again": graph.add("TestCompile", model=graph.model), "applied again": graph.apply(),
-    })  # fmt: skip
-    seen = comfy.good(graph.graph)
-    assert "stepped aside: the model is compiled" in report_of(seen, before)
-    for name in ("plain compiled", "compiled after", "compiled before", "plain compiled again"):
-        assert bytes_of(seen, name) == bytes_of(seen, "plain"), name
-    assert bytes_of(seen, "applied") == bytes_of(seen, "applied again") != bytes_of(seen, "plain")

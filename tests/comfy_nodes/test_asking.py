@@ -1,0 +1,90 @@
+"""A compiled UNet merges as it does without a compiler, in any order of the nodes, and beside branches that do not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tests.comfy_attention as comfy
+from comfy_nodes import asking, host
+from comfy_nodes.nodes import ApplyToMe
+from comfy_nodes.slot import SLOT
+from tests.comfy_doubles import Guider, apply, least_checkpoint, with_compile
+from tests.compiling import where_compilers_were_tried
+from tests.traces import traces
+
+pytestmark = [pytest.mark.usefixtures("fresh_compiler"), where_compilers_were_tried]
+HALF = {"ratio": 0.5, "use_rand": False}
+QUARTER = {**HALF, "ratio": 0.25}
+
+
+def compiled(patcher, part="diffusion_model"):
+    """As TorchCompileModel does it, without a compiler: guards take no notice of transformer_options."""
+    skip = {"guard_filter_fn": lambda guards: ["transformer_options" not in guard.name for guard in guards]}
+    inner = patcher.model.get_submodule(part)
+    return with_compile(patcher, torch.compile(inner, backend="eager", options=skip), part)
+
+
+def sample(patcher, **options):
+    return Guider(patcher).sample(**{"steps": 2, "size": (8, 8), **options})
+
+
+def counts(patcher):
+    return host.find_attached(patcher).latest.report.as_data()
+
+
+@pytest.mark.parametrize("is_plain_first", [False, True])
+@pytest.mark.parametrize("function", ["attention_pytorch", "attention_split", "attention_sub_quad"])
+def test_it_merges_as_without_a_compiler_and_what_merged_is_counted(monkeypatch, function, is_plain_first):
+    monkeypatch.setattr(comfy, "optimized_attention", getattr(comfy, function))
+    plain = least_checkpoint()
+    eager, unmerged, before = apply(plain, **HALF), sample(plain), traces(compiled(plain).model)
+    expected = sample(eager)
+    if is_plain_first:
+        assert torch.equal(sample(compiled(plain)), unmerged)
+    for branch in (compiled(apply(plain, **HALF)), apply(compiled(plain), **HALF)):
+        assert torch.equal(sample(branch), expected) and not torch.equal(expected, unmerged)
+        assert counts(branch) == counts(eager) and "left out" in host.find_attached(branch).latest.lines[0]
+    assert torch.equal(sample(compiled(plain)), unmerged) and torch.equal(sample(plain), unmerged)
+    assert traces(plain.model) == before
+
+
+def test_one_graph_serves_all_settings_and_sizes():
+    plain = least_checkpoint()
+    branches = [compiled(apply(plain, **one)) for one in (HALF, QUARTER)]
+    for branch, settings in zip([*branches, branches[0]], (HALF, QUARTER, HALF), strict=True):
+        for size in ((8, 8), (12, 8)):
+            assert torch.equal(sample(branch, size=size), sample(apply(least_checkpoint(), **settings), size=size))
+
+
+def test_another_nodes_attention_in_the_slot_is_asked_from_a_graph_too():
+    def doubled(function, *args, **kwargs):
+        seen.append(kwargs["transformer_options"]["block"])
+        return function(*args, **kwargs)
+
+    plain, seen = least_checkpoint(), []
+    plain.model_options["transformer_options"][SLOT] = doubled
+    expected = sample(apply(plain, **HALF))
+    eager = set(seen)
+    seen.clear()
+    assert torch.equal(sample(compiled(apply(plain, **HALF))), expected) and set(seen) == eager
+
+
+def test_a_model_of_which_a_part_is_compiled_is_left_alone_and_says_so():
+    plain = least_checkpoint()
+    applied = compiled(apply(plain, **HALF), "diffusion_model.out")
+    assert torch.equal(sample(applied), sample(plain))
+    assert "stepped aside: the model is compiled" in host.find_attached(applied).latest.lines[0]
+
+
+def test_a_compiled_model_is_not_measured_and_no_gain_of_another_is_told():
+    applied = compiled(ApplyToMe().apply(least_checkpoint(), measure=True)[0])
+    sample(applied)
+    latest = host.find_attached(applied).latest
+    assert "not measured: the model is compiled" in latest.lines[1] and not latest.report.gains
+
+
+def test_a_call_outside_of_ours_is_answered_by_its_own_function():
+    x = torch.randn(1, 5, 8)
+    out = comfy.attention_pytorch(x, x, x, 2, transformer_options={SLOT: asking._attention})
+    assert torch.equal(out, comfy.attention_pytorch(x, x, x, 2))
