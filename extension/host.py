@@ -153,6 +153,17 @@ def read_time(params: Any) -> dict[str, float]:
     return {"timestep" if counts else "sigma": value}
 
 
+def texts_of(params: Any) -> list[Any]:
+    """The shapes of the texts that a denoiser's call goes by, long prompts' are longer."""
+    texts = (getattr(params, name, None) for name in ("text_cond", "text_uncond"))
+    return [getattr(one.get("crossattn") if isinstance(one, dict) else one, "shape", None) for one in texts]
+
+
+def is_stopped() -> bool:
+    """Has the user ended the job, or skipped this picture?"""
+    return any(getattr(getattr(shared, "state", None), name, False) for name in ("interrupted", "skipped"))
+
+
 def relative(p: Any, time: dict[str, float]) -> dict[str, float]:
     """The same time, its sigma as if pictures varied by 1, which A1111 takes them to do always."""
     unet = getattr(getattr(_running_model(p), "forge_objects", None), "unet", None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..tome_core.hosting import MergeConfig, patch_of
+from ..tome_core.hosting import MergeConfig, patch_of, pictures
 from . import host
 from .wish import HIRES, PASSES, Wish
 
@@ -39,7 +39,10 @@ def _answer(hires: bool, width: int, height: int, config: MergeConfig, measure: 
             if stayed:
                 return f"{size}: not measured, {stayed}"
             gain = host.on_the_card(lambda: patch.measure(height, width))
-        why = "" if gain is not None else patch.why_not(height, width)
+        if gain is not None:
+            return gain.line
+        why = patch.why_not(height, width)
+        own = "" if why else pictures.told(unet, config, height, width)
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:  # of a model that we do not know, or a job
         return f"{size}: {str(error).splitlines()[0]}"
-    return gain.line if gain is not None else f"{size}: {f'will not merge, {why}' if why else 'not measured yet'}"
+    return f"{size}: {f'will not merge, {why}' if why else own or 'not measured yet'}"

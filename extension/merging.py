@@ -32,11 +32,12 @@ class PassRecord:
     refusals: list[str] = field(default_factory=list)
     maps: dict[int, Any] = field(default_factory=dict)
     handle: Patch | None = None  # the last of it, off by now
+    own: str = ""  # what people's own pictures say of it
 
     @property
     def report(self) -> Report:
         """On all of it."""
-        return replace(Report.join(self.reports), calls=self.calls, patched=bool(self.reports))
+        return replace(Report.join(self.reports), calls=self.calls, patched=bool(self.reports), own=self.own)
 
 
 class Job:
@@ -96,18 +97,21 @@ class Armed:
         self.handle: Patch | None = None
         self._tried: Any = None  # weakly, the UNet that the armed pass runs on, patched or left alone
         self._pace: Pace | None = None  # also what tells the pass that is armed from all others
+        self._models = 0  # on which it ran, and who sampled in between
         self._pass = ExitStack()  # in SD.Next, where no denoiser tells of its calls
 
     def arm(self, p: Any, hires: bool) -> None:
-        """From now on the pass that is about to start merges as its job wants. Idempotent."""
+        """From now on the pass that is about to start merges as its job wants, or is timed without. Idempotent."""
         self.disarm()
-        job = job_of(p)
-        if job is None or job.config(hires) is None:
+        job, ratio = job_of(p), host.built_in_ratio(p, hires)
+        if job is None:
             return
+        wants, self._models = job.config(hires) is not None, 0
         # in a pass of the webui's own merging only where ours is better than that
-        reason = job.why_left(hires) if host.built_in_ratio(p, hires) else host.reason_to_step_aside(hires)
-        if reason:
+        reason = job.why_left(hires) if wants and ratio else host.reason_to_step_aside(hires)
+        if reason and wants:
             job.records[hires].refusals.append(reason)
+        if reason or (not wants and (ratio or host.loaded_unet() is None)):
             return
         self.job, self.hires = job, hires
         self._put_on(host.running_unet(p))
@@ -120,6 +124,7 @@ class Armed:
         p = self.job.p()
         running = getattr(getattr(params, "denoiser", None), "p", None)
         if p is None or (running is not None and running is not p):  # somebody samples in between
+            self._models += 1  # and costs time
             if self.handle is not None:
                 self.handle.uninstall()
             return
@@ -127,17 +132,33 @@ class Armed:
         if self.handle is not None and self.handle.wants_time:
             time, timesteps = host.relative(p, self._pace.time(params)), self._pace.timesteps(p)
             self.handle.set_time(**time, sampling=self._pace, pictures=p.batch_size, timesteps=timesteps)
-        self._note_call()
+        self._note_call(params.x, *host.texts_of(params))
 
-    def disarm(self) -> None:
-        """Take the patch off, keeping what it counted. Idempotent."""
+    def disarm(self, is_whole: bool = False) -> None:
+        """Take the patch off, keeping what it counted. Idempotent. is_whole: the pass has come to its end."""
         self._take_off()
         if self._pace is not None:
             self._pace.take_off()
-            record = self.job.records[self.hires]
-            for name, count in self._pace.counts().items():
-                setattr(record, name, getattr(record, name) + count)
+            if is_whole and self._models == 1 and not host.is_stopped():
+                self._remember()
+            if self._config is not None:
+                record = self.job.records[self.hires]
+                for name, count in self._pace.counts().items():
+                    setattr(record, name, getattr(record, name) + count)
         self.job = self._pace = None
+
+    def _remember(self) -> None:
+        """How long the pass took, for what people's own pictures say."""
+        unet, p, saved = self._tried(), self.job.p(), None
+        if self._config is not None:
+            reports = self.job.records[self.hires].reports
+            saved = reports[-1].work_saved if reports and reports[-1].merged_anything else None
+        if unet is None or p is None or (self._config is not None and saved is None):
+            return
+        beside = sorted(one for one in p.extra_generation_params or () if not one.startswith("ToMe"))
+        own = self._pace.heard.remember(unet, self._config, saved, self._pace.sampler_name, *beside)
+        if self._config is not None:
+            self.job.records[self.hires].own = own
 
     def _follow(self, unet: Any) -> None:
         """The refiner, or a hires checkpoint, may have brought another model since the pass began."""
@@ -148,14 +169,16 @@ class Armed:
             self.handle.install()  # cheap where it is on; brings back what somebody else put something in place of
 
     def _put_on(self, unet: Any) -> None:
-        self._tried = weakref.ref(unet)
-        reason, p = host.reason_of_unet(unet), self.job.p()
-        if reason:
+        self._tried, self._models, p = weakref.ref(unet), self._models + 1, self.job.p()
+        self._config = self.job.config(self.hires, host.layout(unet))
+        reason = host.reason_of_unet(unet)
+        if reason and self._config is not None:
             self.job.records[self.hires].refusals.append(reason)
+        if reason or self._config is None:
             return
-        pipeline, config = host.running_pipeline(p), self.job.config(self.hires, host.layout(unet))
+        pipeline = host.running_pipeline(p)
         try:
-            self.handle = patch(pipeline or unet, config, host_clock=True)
+            self.handle = patch(pipeline or unet, self._config, host_clock=True)
         except (UnsupportedModelError, TypeError) as error:
             self.job.records[self.hires].refusals.append(str(error))
             return
@@ -165,8 +188,8 @@ class Armed:
             self._pass.enter_context(pipeline.unet.register_forward_hook(lambda *_: self._note_call()))
             self._pass.enter_context(self.handle.sampling(p.batch_size))  # all calls are one sampling
 
-    def _note_call(self) -> None:
-        self._pace.note_call(self.handle is not None and self.handle.is_live)
+    def _note_call(self, *kind: Any) -> None:
+        self._pace.note_call(self.handle is not None and self.handle.is_live, *kind)
 
     def _take_off(self) -> None:
         handle, self.handle = self.handle, None

@@ -84,13 +84,13 @@ class TokenMerging(host.Script):
 
     def before_hr(self, p: Any, *values: Any) -> None:
         """The first pass is over."""
-        armed.disarm()
+        armed.disarm(is_whole=True)
         if not host.HAS_SAMPLING_HOOK:
             armed.arm(p, hires=True)
 
     def postprocess_batch(self, p: Any, *values: Any, **facts: Any) -> None:
         """All passes of a batch are over. Its pictures' infotexts are written next; others' own jobs may follow."""
-        armed.disarm()
+        armed.disarm(is_whole=True)
         vars(p).pop(sdnext.INIT_HIRES, None)
         job = job_of(p)
         if job is not None:

@@ -1,0 +1,92 @@
+"""What merging gains in people's own pictures: steps are timed as they pass, and nobody waits, asks or goes by it.
+
+A device runs behind its host, but by no more than its queue holds. So of a sampling that ended as it should counts the
+time from its first reported step to its last, for each call of the model. What loads and compiles lies before it.
+Only like is compared with like: the same model, size, sampler, number of calls, and all else that hosts tell.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..attention.by_hand import full_name
+from ..reporting.gains import KNOWN, PIXELS
+from ..settings.config import MergeConfig
+from .pays import device_of, digest, version
+
+_CALLS = 6  # timed: of fewer, what the device is behind by would be too large a part
+
+
+class Steps:
+    """The steps of one sampling, as its sampler reports them. times: of all, in the host's own terms, if it knows them.
+
+    follows: does the sampler call the model at these times, and report one after another? calls: of the model before.
+    """
+
+    clock = staticmethod(time.perf_counter)
+
+    def __init__(self, follows: bool = True, calls: int = 0) -> None:
+        self.times: list[Any] = []
+        self.done, self.follows = 0, follows
+        self.calls, self._kinds = calls, set()  # of the model
+        self._reports: list[tuple[float, int]] = []  # the first and the last: when, after how many calls
+
+    def call(self, latent: Any = None, *more: Any) -> None:
+        """The model is called. latent: ``[B, C, (frames,) H, W]``; more: what else decides how long it takes."""
+        self.calls += 1
+        if torch.is_tensor(latent):
+            self._kinds.add((tuple(latent.shape), latent.dtype, latent.device, *more))
+
+    def hear(self, step: Any) -> None:
+        """A step is done."""
+        self.follows = self.follows and type(step) is int and step == self.done
+        self.done += 1
+        self._reports[1:] = [(self.clock(), self.calls)]
+
+    @property
+    def time(self) -> Any | None:
+        """Of the calls until the next report, the last one's behind all of them; None where it is not known."""
+        return self.times[min(self.done, len(self.times) - 1)] if self.follows and self.times else None
+
+    def remember(self, model: nn.Module, config: MergeConfig | None, saved: float | None, *beside: Any) -> str:
+        """The sampling has ended as it should: keep its time, and say what is known of its like, "" if too little.
+
+        model: as it was called, without a patch. config: by which it merged, None if it did not. saved: the share of
+        self-attention that was left out. beside: what else decides how long a call takes.
+        """
+        (start, before), (end, after) = (*self._reports, (0.0, 0), (0.0, 0))[:2]
+        if after - before < _CALLS or not self._kinds or end <= start:
+            return ""
+        kinds = sorted(str((shape, dtype, device_of(device), more)) for shape, dtype, device, *more in self._kinds)
+        sides = sorted({shape[-2:] for shape, *_ in self._kinds})
+        where, how = _where(model, sides), digest(kinds, self.calls, self.done, beside)
+        KNOWN.add_picture((where, how, *_rules(config, saved)), (end - start) / (after - before))
+        return KNOWN.told(where, _rules(config, saved)) if config else ""
+
+
+def told(model: nn.Module, config: MergeConfig, height: int, width: int) -> str:
+    """What is known of pictures of this size that are drawn as the latest was; "" if too little. In pixels."""
+    return KNOWN.told(_where(model, [(height // PIXELS, width // PIXELS)]), _rules(config, None)[:1])
+
+
+def _where(model: nn.Module, sides: list[tuple[int, int]]) -> str:
+    """A model with all that stands in it, the sides of its latents, and how this process was started."""
+    forwards = Counter((full_name(vars(one).get("forward", type(one).forward)), type(getattr(one, "processor", 0)))
+                       for one in model.modules())  # fmt: skip
+    weights: Counter[str] = Counter()
+    for one in model.parameters():
+        weights[str(one.dtype)] += one.numel()
+    parts = sorted(f"{count} {name} {kind.__name__}" for (name, kind), count in forwards.items())
+    return digest(parts, sorted(weights.items()), sides, torch.__version__, version(), sys.argv[1:])
+
+
+def _rules(config: MergeConfig | None, saved: float | None) -> tuple[str, ...]:
+    """The same rules may leave out another share, beside something else; ``("", "")`` for those that merge nothing."""
+    return ("", "") if config is None else (digest(replace(config, seed=0)), f"{saved or 0.0:.2f}")
