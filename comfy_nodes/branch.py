@@ -37,11 +37,15 @@ class Outcome(NamedTuple):
 class BranchMerging:
     """The two wrappers of one ApplyToMe: around each sampling, and around each call of the model.
 
+    config: None of a node that is off, whose samplings are timed and nothing else.
     line, facts: what it was asked for, for people and for programs, with what was "unknown" of it. node_id, name: where
     the report is shown, and whose it is in the log. measures: after each sampling. latest: what is left of the last.
     """
 
-    def __init__(self, config: Any, line: str, facts: dict[str, Any], node_id: Any, name: str, measures: bool) -> None:
+    def __init__(
+        self, config: Any, line: str = "", facts: Any = None, node_id: Any = None, name: str = "",
+        measures: bool = False,
+    ) -> None:  # fmt: skip
         self.config, self._asked, self._measures = config, (line, facts), measures
         self._node_id, self._name = node_id, name
         self.latest: Outcome | None = None
@@ -79,11 +83,18 @@ class BranchMerging:
             raise
         finally:
             self._sampling = outer
-            self.latest = sampling.end(*self._asked, self._measures and outer is None)
-            queue, (last, shown) = getattr(host.server(), "last_prompt_id", None), self._shown
-            self._shown = queue, [*(shown if queue is not None and queue == last else ()), *self.latest.lines]
-            host.say("\n".join(self.latest.lines), None, self._name)
-            host.show("\n".join(self._shown[1]), self._node_id)
+            if outer is not None:
+                outer.is_timed = False  # this took of its time
+            if self.config is None:
+                sampling.remember()
+            else:
+                self._tell(sampling.end(*self._asked, self._measures and outer is None))
+
+    def _tell(self, outcome: Outcome) -> None:
+        self.latest, queue, (last, shown) = outcome, getattr(host.server(), "last_prompt_id", None), self._shown
+        self._shown = queue, [*(shown if queue is not None and queue == last else ()), *outcome.lines]
+        host.say("\n".join(outcome.lines), None, self._name)
+        host.show("\n".join(self._shown[1]), self._node_id)
 
 
 class Sampling:
@@ -93,14 +104,20 @@ class Sampling:
         self._config, self._time, self._name = config, time or HostSampling(), time
         self._models: dict[Any, Merging | str] = {}  # or why it steps aside
         self._live: dict[float, bool] = {}  # sigma -> was merging on
+        self._attention = ""  # its name
         self._usual: frozenset[str] | None = None  # what the first call's options had
         self.is_alone = True  # nothing else is known to change how long a call takes
+        self.is_timed = True  # no other sampling went on inside of it
 
     def call(self, model: Any, x: Any, t: Any, options: dict[str, Any], run: Any) -> Any:
         """What ``run(transformer_options)`` gives, a call of the model; merged."""
         unet, schedule = model.diffusion_model, model.model_sampling
         # several GPUs sample in threads, each with a model of its own
         merging = self._models.get(unet) or self._models.setdefault(unet, self._make(unet, options))
+        given = frozenset(name for name, one in options.items() if one is not None and one is not False)
+        self.is_alone = self.is_alone and not any(_holds(options.get(name)) for name in _BESIDE)
+        wrappers = (str(key) for kind in options.get("wrappers", {}).values() for key in kind)
+        self._time.heard.call(x, *sorted(given), *sorted(wrappers))
         if isinstance(merging, str):
             return run(options)
         if merging.state.wants_time:
@@ -108,9 +125,7 @@ class Sampling:
         # in the dtype in which a BaseModel hands them to its model
         latent = x.to(getattr(model, "manual_cast_dtype", None) or model.get_dtype())
         names = options.get("uuids")
-        given = frozenset(name for name, one in options.items() if one is not None and one is not False)
         self._usual = self._usual or given
-        self.is_alone = self.is_alone and not any(_holds(options.get(name)) for name in _BESIDE)
         timestep = 1000.0 * t if merging.flows and is_flow(schedule) else schedule.timestep(t)
         call = merging.state.begin(timestep, latent, tuple(names) if names else None)
         if given - self._usual:  # guidance that perturbs this call, may shuffle its tokens: no match but its own fits
@@ -130,7 +145,8 @@ class Sampling:
             if measures and not time.stopped:
                 measured.append(one.state.measure_latest(one.told, True, host.is_interrupted))
         report = hosting.Report.join(one.state.report() for one in merged)
-        report = replace(report, patched=bool(merged), gains=report.gains if self.is_alone else ())
+        own = self.remember(report) if report.merged_anything else ""
+        report = replace(report, patched=bool(merged), gains=report.gains if self.is_alone else (), own=own)
         if merged:
             first, more = report.headline, [report.hindered, *strangers]
         else:
@@ -147,7 +163,17 @@ class Sampling:
         lines = [line, *(["; ".join(more)] if more else [])]
         return Outcome(lines, details if merged else lines, data, report, maps)
 
+    def remember(self, report: Any = None) -> str:
+        """What people's own pictures say, this one among them. report: on what merged in it."""
+        if self._time.stopped or not (self.is_alone and self.is_timed and len(self._models) == 1):
+            return ""
+        (unet,), time = self._models, self._time
+        return time.heard.remember(unet, self._config, report and report.work_saved, time.sampler, self._attention)
+
     def _make(self, model: Any, options: dict[str, Any]) -> Merging | str:
+        self._attention = slot.name_in_force(slot.function_of(model), options)
+        if self._config is None:
+            return "off"
         try:
             if host.is_compiled(model, options):
                 return "stepped aside: the model is compiled; take that node off to merge"

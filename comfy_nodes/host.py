@@ -6,7 +6,6 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Callable
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -28,26 +27,27 @@ def is_new_enough(patcher: Any) -> bool:
     return hasattr(patcher, "remove_wrappers_with_key") and (attention is None or hasattr(attention, "wrap_attn"))
 
 
-def attach(patcher: Any, apply_model: Callable, outer_sample: Callable) -> None:
-    """Put our wrappers on a ModelPatcher that has none."""
-    patcher.add_wrapper_with_key(APPLY_MODEL, KEY, apply_model)
-    patcher.add_wrapper_with_key(OUTER_SAMPLE, KEY, outer_sample)
+def attach(patcher: Any, merging: Any) -> None:
+    """Put the two wrappers of one node on a ModelPatcher that has none."""
+    patcher.add_wrapper_with_key(APPLY_MODEL, KEY, merging.apply_model)
+    patcher.add_wrapper_with_key(OUTER_SAMPLE, KEY, merging.outer_sample)
 
 
 def detach(patcher: Any) -> bool:
     """Take our wrappers off a ModelPatcher, and nothing else. True where there were some."""
-    found = find_attached(patcher) is not None
+    found = find_attached(patcher) is not None  # else maybe what times a branch that is off
     if NOTE in patcher.model_options:
         patcher.model_options = {name: one for name, one in patcher.model_options.items() if name != NOTE}
-    for kind in (APPLY_MODEL, OUTER_SAMPLE) if found else ():
+    for kind in (APPLY_MODEL, OUTER_SAMPLE):
         patcher.remove_wrappers_with_key(kind, KEY)
     return found
 
 
 def find_attached(patcher: Any) -> Any | None:
-    """The object whose methods `attach` put on; None where there is none."""
+    """What `attach` put on, if it merges; else None."""
     wrappers = getattr(patcher, "wrappers", {}).get(APPLY_MODEL, {}).get(KEY, [])
-    return getattr(wrappers[-1], "__self__", None) if wrappers else None
+    found = getattr(wrappers[-1], "__self__", None) if wrappers else None
+    return None if getattr(found, "config", None) is None else found
 
 
 def is_compiled(model: Any, options: dict[str, Any]) -> bool:

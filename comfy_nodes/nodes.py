@@ -69,11 +69,12 @@ class ApplyToMe(_Node):
             text = "\n".join([text, *dropped])
             clone.model_options = {**clone.model_options, host.NOTE: text}
             host.say(text, unique_id, name)
+            if text.startswith(OFF_TEXT[:-1]):  # its samplings are timed, to compare with
+                host.attach(clone, BranchMerging(None))
             return (clone,)
         line = "own settings" if settings is not None else f"strength {strength:g}"
         facts = {"strength": strength if settings is None else None, "start": start, "end": end, "unknown": dropped}
-        merging = BranchMerging(config, line, facts, unique_id, name, measure is True)
-        host.attach(clone, merging.apply_model, merging.outer_sample)
+        host.attach(clone, BranchMerging(config, line, facts, unique_id, name, measure is True))
         host.show(f"ToMe: {line}, waits for a sampler behind this node", unique_id)
         return (clone,)
 
