@@ -84,7 +84,7 @@ class BranchMerging:
         finally:
             self._sampling = outer
             if outer is not None:
-                outer.is_timed = False  # this took of its time
+                outer.is_alone = False
             if self.config is None:
                 sampling.remember()
             else:
@@ -104,10 +104,9 @@ class Sampling:
         self._config, self._time, self._name = config, time or HostSampling(), time
         self._models: dict[Any, Merging | str] = {}  # or why it steps aside
         self._live: dict[float, bool] = {}  # sigma -> was merging on
-        self._attention = ""  # its name
+        self._attention = ""  # another node's in the slot
         self._usual: frozenset[str] | None = None  # what the first call's options had
         self.is_alone = True  # nothing else is known to change how long a call takes
-        self.is_timed = True  # no other sampling went on inside of it
 
     def call(self, model: Any, x: Any, t: Any, options: dict[str, Any], run: Any) -> Any:
         """What ``run(transformer_options)`` gives, a call of the model; merged."""
@@ -143,10 +142,10 @@ class Sampling:
         for one in merged:
             one.state.set_time()
             if measures and not time.stopped:
-                measured.append(one.state.measure_latest(one.told, True, host.is_interrupted))
+                measured.append(one.state.measure_latest(one.told, host.is_interrupted))
         report = hosting.Report.join(one.state.report() for one in merged)
-        own = self.remember(report) if report.merged_anything else ""
-        report = replace(report, patched=bool(merged), gains=report.gains if self.is_alone else (), own=own)
+        gains = report.gains if self.is_alone else ()
+        report = replace(report, patched=bool(merged), gains=gains, own=self.remember(report))
         if merged:
             first, more = report.headline, [report.hindered, *strangers]
         else:
@@ -165,13 +164,13 @@ class Sampling:
 
     def remember(self, report: Any = None) -> str:
         """What people's own pictures say, this one among them. report: on what merged in it."""
-        if self._time.stopped or not (self.is_alone and self.is_timed and len(self._models) == 1):
+        if self._time.stopped or not self.is_alone or len(self._models) != 1:
             return ""
         (unet,), time = self._models, self._time
-        return time.heard.remember(unet, self._config, report and report.work_saved, time.sampler, self._attention)
+        return time.heard.remember(unet, self._config, report, time.sampler, self._attention)
 
     def _make(self, model: Any, options: dict[str, Any]) -> Merging | str:
-        self._attention = slot.name_in_force(slot.function_of(model), options)
+        self._attention = slot.name_in_force(None, options)
         if self._config is None:
             return "off"
         try:

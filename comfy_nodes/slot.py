@@ -62,14 +62,8 @@ def tell(options: dict[str, Any]) -> dict[str, Any]:
     return {"transformer_options": {SLOT: options[SLOT]}} if SLOT in options else {}
 
 
-def function_of(model: Any) -> Any:
-    """ComfyUI's attention function that a model's modules know by its global name; None where none does."""
-    known = (getattr(type(one).forward, "__globals__", {}).get(_NAMES[0]) for one in model.modules())
-    return next(filter(None, known), None)
-
-
 def name_in_force(function: Any, options: dict[str, Any]) -> str:
-    """What tells the attention of a model's calls from all others. function: of `function_of`."""
+    """What tells the attention of a model's calls from all others. function: of ComfyUI's."""
     own = Through(options[SLOT], function) if SLOT in options else function
     return " ".join(hosting.full_name(one) for one in _parts(own) if callable(one))
 

@@ -159,6 +159,17 @@ def texts_of(params: Any) -> list[Any]:
     return [getattr(one.get("crossattn") if isinstance(one, dict) else one, "shape", None) for one in texts]
 
 
+def beside(p: Any) -> list[str]:
+    """Names of what else is in force in a pass, as far as infotexts and the Forges' patchers tell."""
+    options = getattr(_patcher(p), "model_options", {}).get("transformer_options", {})
+    told = sorted(one for one in p.extra_generation_params or () if not one.startswith("ToMe"))
+    return [*told, *sorted(options), *sorted(options.get("patches", ()))]
+
+
+def _patcher(p: Any) -> Any:
+    return getattr(getattr(_running_model(p), "forge_objects", None), "unet", None)
+
+
 def is_stopped() -> bool:
     """Has the user ended the job, or skipped this picture?"""
     return any(getattr(getattr(shared, "state", None), name, False) for name in ("interrupted", "skipped"))
@@ -166,8 +177,7 @@ def is_stopped() -> bool:
 
 def relative(p: Any, time: dict[str, float]) -> dict[str, float]:
     """The same time, its sigma as if pictures varied by 1, which A1111 takes them to do always."""
-    unet = getattr(getattr(_running_model(p), "forge_objects", None), "unet", None)
-    model = getattr(unet, "model", None)
+    model = getattr(_patcher(p), "model", None)
     prediction = getattr(model, "predictor", None) or getattr(model, "model_sampling", None)
     data = getattr(prediction, "sigma_data", 1.0)
     return {name: value / data if name == "sigma" else value for name, value in time.items()}

@@ -31,7 +31,6 @@ class PassRecord:
     reports: list[Report] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
     maps: dict[int, Any] = field(default_factory=dict)
-    handle: Patch | None = None  # the last of it, off by now
     own: str = ""  # what people's own pictures say of it
 
     @property
@@ -97,7 +96,7 @@ class Armed:
         self.handle: Patch | None = None
         self._tried: Any = None  # weakly, the UNet that the armed pass runs on, patched or left alone
         self._pace: Pace | None = None  # also what tells the pass that is armed from all others
-        self._models = 0  # on which it ran, and who sampled in between
+        self._models = 0  # on which it ran, and whatever else makes its time none of theirs
         self._pass = ExitStack()  # in SD.Next, where no denoiser tells of its calls
 
     def arm(self, p: Any, hires: bool) -> None:
@@ -139,26 +138,14 @@ class Armed:
         self._take_off()
         if self._pace is not None:
             self._pace.take_off()
-            if is_whole and self._models == 1 and not host.is_stopped():
-                self._remember()
-            if self._config is not None:
-                record = self.job.records[self.hires]
-                for name, count in self._pace.counts().items():
-                    setattr(record, name, getattr(record, name) + count)
+            record = PassRecord() if self._config is None else self.job.records[self.hires]
+            for name, count in self._pace.counts().items():
+                setattr(record, name, getattr(record, name) + count)
+            unet, p = self._tried(), self.job.p()
+            if is_whole and self._models == 1 and unet is not None and p is not None and not host.is_stopped():
+                report, how = record.reports[-1] if record.reports else None, (self._pace.sampler, *host.beside(p))
+                record.own = self._pace.heard.remember(unet, self._config, report, *how)
         self.job = self._pace = None
-
-    def _remember(self) -> None:
-        """How long the pass took, for what people's own pictures say."""
-        unet, p, saved = self._tried(), self.job.p(), None
-        if self._config is not None:
-            reports = self.job.records[self.hires].reports
-            saved = reports[-1].work_saved if reports and reports[-1].merged_anything else None
-        if unet is None or p is None or (self._config is not None and saved is None):
-            return
-        beside = sorted(one for one in p.extra_generation_params or () if not one.startswith("ToMe"))
-        own = self._pace.heard.remember(unet, self._config, saved, self._pace.sampler_name, *beside)
-        if self._config is not None:
-            self.job.records[self.hires].own = own
 
     def _follow(self, unet: Any) -> None:
         """The refiner, or a hires checkpoint, may have brought another model since the pass began."""
@@ -172,9 +159,11 @@ class Armed:
         self._tried, self._models, p = weakref.ref(unet), self._models + 1, self.job.p()
         self._config = self.job.config(self.hires, host.layout(unet))
         reason = host.reason_of_unet(unet)
-        if reason and self._config is not None:
+        if self._config is None:
+            self._models += bool(reason)
+            return
+        if reason:
             self.job.records[self.hires].refusals.append(reason)
-        if reason or self._config is None:
             return
         pipeline = host.running_pipeline(p)
         try:
@@ -202,7 +191,6 @@ class Armed:
             record = self.job.records[self.hires]
             record.reports.append(report)
             self.job.merged = self.job.merged or report.merged_anything
-            record.handle = handle
             record.maps.update(handle.maps())
 
 

@@ -37,7 +37,7 @@ class Pace:
         sampler = getattr(p, "sampler", None)
         self._sampler = (lambda: None) if sampler is None else weakref.ref(sampler)  # an aborted job's must not stay
         self._original = getattr(sampler, "func", None)
-        self.sampler_name = getattr(self._original, "__qualname__", "")
+        self.sampler = getattr(self._original, "__qualname__", "")
         name, heard = _list_of(self._original) if asks else "", getattr(sampler, "callback_state", None)
         if name:
             sampler.func = self._listening(self._original, name)

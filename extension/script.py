@@ -129,12 +129,6 @@ def _write(p: Any, job: Job, merges: bool) -> None:
 
 
 def _tell(p: Any, job: Job, processed: Any) -> None:
-    if options.value(options.MEASURE):
-        for handle in filter(None, (record.handle for record in job.records.values())):
-            with host.autocast():
-                told = handle.measure_latest()
-            if told:
-                logger.info("%s", told)
     lines = [job.error] if job.error else lines_of(job, host.has_hires(p))
     if options.is_shown(options.CONSOLE) and not job.error:
         logger.info("%s", "; ".join(lines))

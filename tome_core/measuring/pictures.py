@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ..attention.by_hand import full_name
+from ..models.intercept import names_known_to
 from ..reporting.gains import KNOWN, PIXELS
 from ..settings.config import MergeConfig
 from .pays import device_of, digest, version
@@ -55,38 +56,41 @@ class Steps:
         """Of the calls until the next report, the last one's behind all of them; None where it is not known."""
         return self.times[min(self.done, len(self.times) - 1)] if self.follows and self.times else None
 
-    def remember(self, model: nn.Module, config: MergeConfig | None, saved: float | None, *beside: Any) -> str:
+    def remember(self, model: nn.Module, config: MergeConfig | None, report: Any, *beside: Any) -> str:
         """The sampling has ended as it should: keep its time, and say what is known of its like, "" if too little.
 
-        model: as it was called, without a patch. config: by which it merged, None if it did not. saved: the share of
-        self-attention that was left out. beside: what else decides how long a call takes.
+        model: as it was called, without a patch. config: by which it was to merge; report: on what did, None where
+        nothing was to. beside: what else decides how long a call takes.
         """
         (start, before), (end, after) = (*self._reports, (0.0, 0), (0.0, 0))[:2]
-        if after - before < _CALLS or not self._kinds or end <= start:
+        if after - before < _CALLS or not self._kinds or (config and not (report and report.merged_anything)):
             return ""
         kinds = sorted(str((shape, dtype, device_of(device), more)) for shape, dtype, device, *more in self._kinds)
         sides = sorted({shape[-2:] for shape, *_ in self._kinds})
         where, how = _where(model, sides), digest(kinds, self.calls, self.done, beside)
-        KNOWN.add_picture((where, how, *_rules(config, saved)), (end - start) / (after - before))
-        return KNOWN.told(where, _rules(config, saved)) if config else ""
+        # the same rules may leave out another share, beside something else
+        rules = (_rules(config), f"{report.work_saved or 0:.2f}") if config else ("", "")
+        KNOWN.add_picture((where, how, *rules), (end - start) / (after - before))
+        return KNOWN.told(where, *rules) if config else ""
 
 
 def told(model: nn.Module, config: MergeConfig, height: int, width: int) -> str:
     """What is known of pictures of this size that are drawn as the latest was; "" if too little. In pixels."""
-    return KNOWN.told(_where(model, [(height // PIXELS, width // PIXELS)]), _rules(config, None)[:1])
+    return KNOWN.told(_where(model, [(height // PIXELS, width // PIXELS)]), _rules(config))
 
 
 def _where(model: nn.Module, sides: list[tuple[int, int]]) -> str:
     """A model with all that stands in it, the sides of its latents, and how this process was started."""
-    forwards = Counter((full_name(vars(one).get("forward", type(one).forward)), type(getattr(one, "processor", 0)))
-                       for one in model.modules())  # fmt: skip
+    forwards: Counter[tuple[str, ...]] = Counter()
+    for one in model.modules():
+        code = vars(one).get("forward", type(one).forward)
+        forwards[(full_name(code), type(getattr(one, "processor", 0)).__name__, *names_known_to(code))] += 1
     weights: Counter[str] = Counter()
     for one in model.parameters():
         weights[str(one.dtype)] += one.numel()
-    parts = sorted(f"{count} {name} {kind.__name__}" for (name, kind), count in forwards.items())
-    return digest(parts, sorted(weights.items()), sides, torch.__version__, version(), sys.argv[1:])
+    parts = (sorted(one.items()) for one in (forwards, weights))
+    return digest(*parts, sides, torch.__version__, version(), sys.argv[1:])
 
 
-def _rules(config: MergeConfig | None, saved: float | None) -> tuple[str, ...]:
-    """The same rules may leave out another share, beside something else; ``("", "")`` for those that merge nothing."""
-    return ("", "") if config is None else (digest(replace(config, seed=0)), f"{saved or 0.0:.2f}")
+def _rules(config: MergeConfig) -> str:
+    return digest(replace(config, seed=0))

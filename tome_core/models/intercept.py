@@ -328,6 +328,12 @@ def register_name(name: str, asked: Callable[..., Asked] = ByHeads) -> None:
     _way_of_processor.cache_clear()
 
 
+def names_known_to(code: Any) -> list[str]:
+    """Full names of the functions that a function's module has under names that are known to be attention's."""
+    found = getattr(code, "__globals__", {})
+    return [full_name(found[name]) for name in _BY_NAME if name in found]
+
+
 class Way:
     """How an attention's own code is run with another function in the place of its own.
 

@@ -127,6 +127,7 @@ class Gains:
             (where, how, rules, saved), times = line
             if not (times and all(isinstance(one, float) and one > 0 for one in times)):
                 raise ValueError("it has times that are none")
+            self.pictures.pop((where, how, rules, saved), None)  # so that the latest is the last
             self.pictures[where, how, rules, saved] = tuple(times)
             return
         gain = Gain(**line)
@@ -146,11 +147,11 @@ class Gains:
         self.pictures = dict(list(seen.items())[-_CASES:])
         self._write([(case, seen[case])])
 
-    def told(self, where: str, rules: tuple[str, ...]) -> str:
+    def told(self, where: str, *rules: str) -> str:
         """``about 1.5x faster, from your own pictures (12 and 9)``, unmerged and merged, by the latest such case.
 
         "" where one kind alone is known, or too few, or where they vary by more than a part of what there is to tell.
-        where, rules: how the case begins, but for what stands between them, and how it goes on.
+        where, rules: of the case; without a share it is any.
         """
         like = [one for one in self.pictures if one[0] == where and one[2:][: len(rules)] == rules][-1:]
         kinds = [self.pictures.get(case, ()) for one in like for case in ((*one[:2], "", ""), one)] or [()]

@@ -16,6 +16,10 @@ CONFIG = MergeConfig(ratio=0.5)
 LATENT = torch.zeros(2, 4, 8, 16)
 
 
+def report(saved, merged_anything=True):
+    return SimpleNamespace(work_saved=saved, merged_anything=merged_anything)
+
+
 @pytest.fixture(autouse=True)
 def forgotten():
     """What this process knows is as nobody's."""
@@ -47,7 +51,7 @@ def draw(clock):
         for step in range(steps):
             heard.call(latent, *more)
             heard.hear(step)
-        return heard.remember(model, config, saved, *beside)
+        return heard.remember(model, config, report(saved), *beside)
 
     draw.model = model
     return draw
@@ -125,15 +129,24 @@ def test_the_first_step_and_few_steps_count_for_nothing(draw, clock):
         heard.call(LATENT)
         clock.now += 99.0 * (step == 0)  # loads and compiles
         heard.hear(step)
-    assert heard.remember(draw.model, CONFIG, 0.5, "euler") != ""
+    assert heard.remember(draw.model, CONFIG, report(0.5), "euler") != ""
     assert of_both(draw, 3, 3, steps=6) == "" and of_both(draw, 3, 3, steps=7) != ""
+
+
+def test_what_was_to_merge_and_did_not_is_of_neither_kind(draw):
+    heard = Steps()
+    for step in range(9):
+        heard.call(LATENT)
+        heard.hear(step)
+    for told in (None, report(0.0, False)):
+        assert heard.remember(draw.model, CONFIG, told) == "" and not gains.KNOWN.pictures
 
 
 def test_what_reports_no_step_or_is_called_with_no_latent_says_nothing(draw):
     heard = Steps()
     for _ in range(9):
         heard.call(LATENT)
-    assert heard.remember(draw.model, CONFIG, 0.5) == "" and not gains.KNOWN.pictures
+    assert heard.remember(draw.model, CONFIG, report(0.5)) == "" and not gains.KNOWN.pictures
     assert of_both(draw, latent=None) == "" and not gains.KNOWN.pictures
 
 
