@@ -42,10 +42,7 @@ class BranchMerging:
     the report is shown, and whose it is in the log. measures: after each sampling. latest: what is left of the last.
     """
 
-    def __init__(
-        self, config: Any, line: str = "", facts: Any = None, node_id: Any = None, name: str = "",
-        measures: bool = False,
-    ) -> None:  # fmt: skip
+    def __init__(self, config: Any, line: str, facts: dict[str, Any], node_id: Any, name: str, measures: bool) -> None:
         self.config, self._asked, self._measures = config, (line, facts), measures
         self._node_id, self._name = node_id, name
         self.latest: Outcome | None = None
@@ -53,8 +50,7 @@ class BranchMerging:
         self._sampling: Sampling | None = None  # the innermost that goes on
 
     def __deepcopy__(self, memo: dict) -> BranchMerging:
-        # nodes that copy a model's options mean the settings
-        return self
+        return self  # nodes that copy a model's options mean the settings
 
     def apply_model(
         self, executor: Any, x: Any, t: Any, c_concat: Any = None, c_crossattn: Any = None, control: Any = None,
@@ -74,10 +70,10 @@ class BranchMerging:
     ) -> Any:  # fmt: skip
         """Around a whole sampling: counts begin with it, and the report follows."""
         time = HostSampling(sampler, sigmas, noise)
-        sampling = Sampling(self.config, time)
+        sampling, heard = Sampling(self.config, time), time.heard.listening(callback)
         outer, self._sampling = self._sampling, sampling
         try:
-            return executor(noise, latent_image, sampler, sigmas, denoise_mask, time.hear(callback), *args, **kwargs)
+            return executor(noise, latent_image, sampler, sigmas, denoise_mask, heard, *args, **kwargs)
         except BaseException:
             time.stopped = True
             raise
@@ -103,8 +99,6 @@ class Sampling:
     def __init__(self, config: Any, time: HostSampling | None = None) -> None:
         self._config, self._time, self._name = config, time or HostSampling(), time
         self._models: dict[Any, Merging | str] = {}  # or why it steps aside
-        self._live: dict[float, bool] = {}  # sigma -> was merging on
-        self._attention = ""  # another node's in the slot
         self._usual: frozenset[str] | None = None  # what the first call's options had
         self.is_alone = True  # nothing else is known to change how long a call takes
 
@@ -115,8 +109,8 @@ class Sampling:
         merging = self._models.get(unet) or self._models.setdefault(unet, self._make(unet, options))
         given = frozenset(name for name, one in options.items() if one is not None and one is not False)
         self.is_alone = self.is_alone and not any(_holds(options.get(name)) for name in _BESIDE)
-        wrappers = (str(key) for kind in options.get("wrappers", {}).values() for key in kind)
-        self._time.heard.call(x, *sorted(given), *sorted(wrappers))
+        names = {*given, *(str(key) for kind in options.get("wrappers", {}).values() for key in kind)}
+        self._time.heard.call(x, slot.name_in_force(None, options), *sorted(names))
         if isinstance(merging, str):
             return run(options)
         if merging.state.wants_time:
@@ -152,8 +146,7 @@ class Sampling:
             first, *more = strangers or [_PAST_US if time.steps["steps"] else "the model was not called"]
         more = [*filter(None, [*more, *measured]), *facts["unknown"]]
         line = f"{_TITLE}: {', '.join(filter(None, [asked, time.text, first]))}"
-        live = [f"between start and end at {sum(self._live.values())} of {len(self._live)} noise levels"]
-        details = report.lines(_TITLE, [asked, time.text], [*more, *(live if self._live else ())])
+        details = report.lines(_TITLE, [asked, time.text], more)
         data = {**facts, "line": line, "stepped_aside": strangers, **time.steps, **report.as_data()}
         maps = {}
         if merged and not time.stopped:
@@ -167,10 +160,9 @@ class Sampling:
         if self._time.stopped or not self.is_alone or len(self._models) != 1:
             return ""
         (unet,), time = self._models, self._time
-        return time.heard.remember(unet, self._config, report, time.sampler, self._attention)
+        return time.heard.remember(unet, self._config, report, time.sampler)
 
     def _make(self, model: Any, options: dict[str, Any]) -> Merging | str:
-        self._attention = slot.name_in_force(None, options)
         if self._config is None:
             return "off"
         try:
@@ -196,8 +188,6 @@ class Sampling:
             percent=percent, timestep=timestep_of(sigma, schedule, merging.flows), sampling=self._name,
             pictures=time.pictures_in(x, options), timesteps=time.timesteps(schedule, options, merging.flows),
         )  # fmt: skip
-        if percent is not None:
-            self._live[sigma] = state.is_live
 
 
 def layout_of(model: Any) -> str:

@@ -57,13 +57,6 @@ def is_compiled(model: Any, options: dict[str, Any]) -> bool:
     return any("_orig_mod" in one._modules or one._compiled_call_impl is not None for one in model.modules())
 
 
-def has_built_in_merging(patcher: Any) -> bool:
-    """Is ComfyUI's own TomePatchModel on it? It leaves no name behind but that of its patch function."""
-    options = getattr(patcher, "model_options", {}).get("transformer_options", {})
-    patches = options.get("patches", {}).get("attn1_patch", [])
-    return any(getattr(patch, "__qualname__", "").startswith("TomePatchModel.") for patch in patches)
-
-
 def name_in(prompt: Any, node_id: Any) -> str:
     """``#12:5 second pass``: a node's number, and its title where somebody has given it one."""
     if node_id is None:
@@ -90,8 +83,7 @@ def show(text: str, node_id: Any) -> None:
     if send is None or node_id is None:
         return
     try:
-        # ``12:5`` is node 5 in the subgraph that node 12 is. The page shows a text only where its node is in the graph
-        # that is open, which may be the outer one
+        # ``12:5`` is node 5 in the subgraph that node 12 is, and the page shows texts of the graph that is open alone
         parts = str(node_id).split(":")
         for count in range(len(parts), 0, -1):
             send(text.replace("\n", LINE_BREAK), ":".join(parts[:count]))

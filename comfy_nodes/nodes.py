@@ -70,7 +70,7 @@ class ApplyToMe(_Node):
             clone.model_options = {**clone.model_options, host.NOTE: text}
             host.say(text, unique_id, name)
             if text.startswith(OFF_TEXT[:-1]):  # its samplings are timed, to compare with
-                host.attach(clone, BranchMerging(None))
+                host.attach(clone, BranchMerging(None, "", {}, None, "", False))
             return (clone,)
         line = "own settings" if settings is not None else f"strength {strength:g}"
         facts = {"strength": strength if settings is None else None, "start": start, "end": end, "unknown": dropped}
@@ -126,8 +126,6 @@ class RemoveToMe(_Node):
         clone = model.clone()
         removed = host.detach(clone)
         text = "ToMe was removed." if removed else "There was no Apply ToMe on this model."
-        if host.has_built_in_merging(clone):
-            text += " ComfyUI's own TomePatchModel is on it and still merges."
         host.say(text, unique_id)
         return (clone,)
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from .host import hosting
 
-# where sampler functions lie that call the model at the levels of their list, one after another, and say after each
-# step's first call which it was
+# where functions lie that call the model at their list's levels, one after another, and report each step's first call
 _KNOWN = ("comfy.k_diffusion.sampling", "comfy.extra_samplers.uni_pc", "comfy_extras.nodes_advanced_samplers")
 _OF_THEIR_OWN = ("sample_dpm_fast", "sample_dpm_adaptive", "sample_ar_video")  # levels
 _PURE_NOISE = 1e6  # relative to the picture; where there is nothing of it, its share is infinite
@@ -19,9 +17,8 @@ _PURE_NOISE = 1e6  # relative to the picture; where there is nothing of it, its 
 class HostSampling:
     """The time of one sampling. sampler, sigmas, noise: those of ``outer_sample``. stopped: it ended by an exception.
 
-    The levels are read once, at the first call of the model. From the step that the sampler's callback reports follows
-    the level of the calls after it: a second-order sampler's middle ones count as the step's end. A sampler of which
-    that is not known is waited for at each call.
+    The levels are read once, at the first call. From the step that a known sampler reports follows the level of the
+    calls after it: a second-order one's middle calls count as the step's end. Others are waited for at each call.
     """
 
     def __init__(self, sampler: Any = None, sigmas: Any = None, noise: Any = None) -> None:
@@ -34,15 +31,6 @@ class HostSampling:
         self.heard, self.sampler = hosting.Steps(follows), getattr(function, "__qualname__", "")
         self._known: dict[tuple, Any] = {}  # what a model's own schedule was asked, each of which may wait
         self._computed: set[int] = set()  # steps; others are those that EasyCache or LazyCache left out
-
-    def hear(self, callback: Callable | None) -> Callable:
-        """The sampler's callback, with us listening."""
-
-        def heard(step: Any, *args: Any, **kwargs: Any) -> Any:
-            self.heard.hear(step)
-            return callback(step, *args, **kwargs) if callback is not None else None
-
-        return heard
 
     @property
     def steps(self) -> dict[str, int]:

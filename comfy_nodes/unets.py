@@ -25,9 +25,7 @@ class UnetMerging:
     def __init__(self, unet: Any, config: Any, options: dict[str, Any]) -> None:
         self.state, self.told = hosting.patch_of(unet, config), slot.tell(options)
         adapter, covered = self.state.adapter, [one.covered for one in self.state.report().levels]
-        first = getattr(adapter.places[0].block, "attn1", None)
-        function = getattr(type(first).forward, "__globals__", {}).get("optimized_attention")
-        self.state.attention_function = slot.name_in_force(function, options)
+        self.state.attention_function = slot.name_in_force(None, options)
         self.state.ask_whether_it_pays()
         self._downsamples = adapter.downsamples
         levels = {_told_of(place.path): adapter.levels[place.halvings] for place in adapter.places

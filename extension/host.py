@@ -153,17 +153,13 @@ def read_time(params: Any) -> dict[str, float]:
     return {"timestep" if counts else "sigma": value}
 
 
-def texts_of(params: Any) -> list[Any]:
-    """The shapes of the texts that a denoiser's call goes by, long prompts' are longer."""
+def beside(p: Any, params: Any) -> list[Any]:
+    """Shapes of the texts of a denoiser's call, and names of what else infotexts and the Forges' patchers tell of."""
     texts = (getattr(params, name, None) for name in ("text_cond", "text_uncond"))
-    return [getattr(one.get("crossattn") if isinstance(one, dict) else one, "shape", None) for one in texts]
-
-
-def beside(p: Any) -> list[str]:
-    """Names of what else is in force in a pass, as far as infotexts and the Forges' patchers tell."""
+    shapes = [getattr(one.get("crossattn") if isinstance(one, dict) else one, "shape", None) for one in texts]
     options = getattr(_patcher(p), "model_options", {}).get("transformer_options", {})
-    told = sorted(one for one in p.extra_generation_params or () if not one.startswith("ToMe"))
-    return [*told, *sorted(options), *sorted(options.get("patches", ()))]
+    names = {*(p.extra_generation_params or ()), *options, *options.get("patches", ())}
+    return [*shapes, *sorted(one for one in names if not one.startswith("ToMe"))]
 
 
 def _patcher(p: Any) -> Any:

@@ -22,9 +22,7 @@ def answer(wish: Wish, sizes: Mapping[bool, tuple[int, int]], measure: bool = Fa
         return "no model is loaded yet"
     configs = {hires: wish.config(hires, layout=host.layout()) for hires in sizes}
     told = {hires: _answer(hires, *sizes[hires], config, measure) for hires, config in configs.items() if config}
-    if len(sizes) == 1:
-        return "".join(told.values())
-    return "; ".join(f"{PASSES[hires]} {text}" for hires, text in told.items())
+    return "; ".join(f"{PASSES[hires]} {text}" if len(sizes) > 1 else text for hires, text in told.items())
 
 
 def _answer(hires: bool, width: int, height: int, config: MergeConfig, measure: bool) -> str:

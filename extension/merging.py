@@ -1,14 +1,13 @@
 """Merging for exactly the passes of a job: which model is patched when, and what it came to.
 
 A webui calls nothing after an exception, and other extensions start jobs inside jobs, or copies of them. So what a
-job wants hangs on its ``p`` and holds for that object alone, one patch at most is armed at any time, and whoever
-comes next takes it off first.
+job wants hangs on its ``p``, for that object alone; one patch at most is armed, and whoever comes next takes it off.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,9 +24,7 @@ JOB = "_tome_core_job"  # attribute of a ``p``
 class PassRecord:
     """What became of one pass, or of its repetitions over a job's batches. steps_merged: inside the time range."""
 
-    calls: int = 0
-    steps: int = 0
-    steps_merged: int = 0
+    counts: Counter[str] = field(default_factory=lambda: Counter(calls=0, steps=0, steps_merged=0))
     reports: list[Report] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
     maps: dict[int, Any] = field(default_factory=dict)
@@ -36,7 +33,7 @@ class PassRecord:
     @property
     def report(self) -> Report:
         """On all of it."""
-        return replace(Report.join(self.reports), calls=self.calls, patched=bool(self.reports), own=self.own)
+        return replace(Report.join(self.reports), calls=self.counts["calls"], patched=bool(self.reports), own=self.own)
 
 
 class Job:
@@ -131,20 +128,17 @@ class Armed:
         if self.handle is not None and self.handle.wants_time:
             time, timesteps = host.relative(p, self._pace.time(params)), self._pace.timesteps(p)
             self.handle.set_time(**time, sampling=self._pace, pictures=p.batch_size, timesteps=timesteps)
-        self._note_call(params.x, *host.texts_of(params))
+        self._note_call(params.x, *host.beside(p, params))
 
     def disarm(self, is_whole: bool = False) -> None:
         """Take the patch off, keeping what it counted. Idempotent. is_whole: the pass has come to its end."""
-        self._take_off()
+        report = self._take_off()
         if self._pace is not None:
             self._pace.take_off()
             record = PassRecord() if self._config is None else self.job.records[self.hires]
-            for name, count in self._pace.counts().items():
-                setattr(record, name, getattr(record, name) + count)
-            unet, p = self._tried(), self.job.p()
-            if is_whole and self._models == 1 and unet is not None and p is not None and not host.is_stopped():
-                report, how = record.reports[-1] if record.reports else None, (self._pace.sampler, *host.beside(p))
-                record.own = self._pace.heard.remember(unet, self._config, report, *how)
+            record.counts.update(self._pace.counts())
+            if is_whole and self._models == 1 and not host.is_stopped():
+                record.own = self._pace.heard.remember(self._tried(), self._config, report, self._pace.sampler)
         self.job = self._pace = None
 
     def _follow(self, unet: Any) -> None:
@@ -180,11 +174,11 @@ class Armed:
     def _note_call(self, *kind: Any) -> None:
         self._pace.note_call(self.handle is not None and self.handle.is_live, *kind)
 
-    def _take_off(self) -> None:
+    def _take_off(self) -> Report | None:
         handle, self.handle = self.handle, None
         self._pass.close()
         if handle is None:
-            return
+            return None
         handle.remove()
         report = handle.report()
         if report.calls or report.notes:
@@ -192,6 +186,7 @@ class Armed:
             record.reports.append(report)
             self.job.merged = self.job.merged or report.merged_anything
             record.maps.update(handle.maps())
+        return report
 
 
 armed = Armed()

@@ -25,8 +25,7 @@ class Pace:
     """Stands in for a sampler's function: reads the list it is given, once, and hears each step that it reports.
 
     p: of the pass that is about to start, whose sampler is there already. asks: will anybody ask for times? A
-    second-order sampler's middle calls count as the step's end. Of a sampler that is not known, each step's time is
-    read, which waits for the device.
+    second-order sampler's middle calls count as the step's end. A sampler that is not known is waited for at each step.
     """
 
     def __init__(self, p: Any, asks: bool) -> None:
@@ -42,14 +41,14 @@ class Pace:
         if name:
             sampler.func = self._listening(self._original, name)
         if heard is not None:
-            sampler.callback_state = self._hearing(heard)
+            sampler.callback_state = self.heard.listening(heard, lambda state: state.get("i"))
 
     def take_off(self) -> None:
         """Put the sampler's own functions back, unless somebody else's are there."""
         sampler = self._sampler()
         if getattr(getattr(sampler, "func", None), "pace", None) is self:
             sampler.func = self._original
-        if getattr(getattr(sampler, "callback_state", None), "pace", None) is self:
+        if getattr(getattr(sampler, "callback_state", None), "steps", None) is self.heard:
             del sampler.callback_state
 
     def note_call(self, is_live: bool, *kind: Any) -> None:
@@ -83,20 +82,12 @@ class Pace:
             if kwargs.get(name) is not None and kwargs.get("callback") is not None:
                 listed = kwargs[name].tolist()
                 ordered = listed[:-1] if name == "sigmas" else listed[:0:-1]
-                self.heard, self._timesteps = Steps(calls=self.heard.calls), None
-                self.heard.times = [{name[:-1]: float(one)} for one in ordered]
+                self.heard.begin([{name[:-1]: float(one)} for one in ordered])
+                self._timesteps = None
             return function(*args, **kwargs)
 
         listening.pace = self
         return listening
-
-    def _hearing(self, callback: Callable) -> Callable:
-        def hearing(state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-            self.heard.hear(state.get("i"))
-            return callback(state, *args, **kwargs)
-
-        hearing.pace = self
-        return hearing
 
 
 def _list_of(function: Any) -> str:

@@ -149,7 +149,9 @@ def test_other_prompts_and_extensions_are_other_cases(webui):
     webui.job(extra_generation_params={"ControlNet 0": "canny"})
     webui.job(batch_size=2)
     assert len(known(webui)) == 3
+    p = Processing(webui, ())
     params = [SimpleNamespace(text_cond=torch.zeros(1, tokens, 8), text_uncond={"crossattn": torch.zeros(1, 77, 8)})
               for tokens in (77, 154)]  # fmt: skip
-    assert [webui.part("host").texts_of(one) for one in params] == [[(1, 77, 8), (1, 77, 8)], [(1, 154, 8), (1, 77, 8)]]
-    assert webui.part("host").texts_of(SimpleNamespace()) == [None, None]
+    assert [webui.part("host").beside(p, one) for one in params] == [
+        [(1, 77, 8), (1, 77, 8)], [(1, 154, 8), (1, 77, 8)]]
+    assert webui.part("host").beside(p, SimpleNamespace()) == [None, None]

@@ -19,6 +19,7 @@ from torch import nn
 
 from ..attention.by_hand import full_name
 from ..engine.decision import is_host_bound
+from ..models.intercept import names_known_to
 from ..models.unet_blocks import Place
 from ..reporting.gains import Gain, nearest
 from ..settings.config import MergeConfig
@@ -85,8 +86,8 @@ def about(unet: nn.Module, places: Sequence[Place], config: MergeConfig, functio
     model = f"{type(unet).__name__} {digest(blocks, sorted(residual.items()))}"
     attention = getattr(places[0].block, "attn1", None)
     if attention is not None:
-        name, forward = type(getattr(attention, "processor", attention)).__name__, full_name(type(attention).forward)
-        function = " ".join(filter(None, (name, forward, function)))
+        name, code = type(getattr(attention, "processor", attention)).__name__, type(attention).forward
+        function = " ".join(filter(None, (name, full_name(code), *names_known_to(code), function)))
     return model, digest(replace(config, seed=0)), function, torch.__version__, version()
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -28,15 +29,19 @@ _CALLS = 6  # timed: of fewer, what the device is behind by would be too large a
 class Steps:
     """The steps of one sampling, as its sampler reports them. times: of all, in the host's own terms, if it knows them.
 
-    follows: does the sampler call the model at these times, and report one after another? calls: of the model before.
+    follows: does the sampler call the model at these times, and report one after another?
     """
 
     clock = staticmethod(time.perf_counter)
 
-    def __init__(self, follows: bool = True, calls: int = 0) -> None:
-        self.times: list[Any] = []
-        self.done, self.follows = 0, follows
-        self.calls, self._kinds = calls, set()  # of the model
+    def __init__(self, follows: bool = True) -> None:
+        self.begin([])
+        self.follows = follows
+        self.calls, self._kinds = 0, set()  # of the model
+
+    def begin(self, times: list[Any]) -> None:
+        """The sampler's function is called, maybe once more, to call the model at these times."""
+        self.times, self.done, self.follows = times, 0, True
         self._reports: list[tuple[float, int]] = []  # the first and the last: when, after how many calls
 
     def call(self, latent: Any = None, *more: Any) -> None:
@@ -51,19 +56,30 @@ class Steps:
         self.done += 1
         self._reports[1:] = [(self.clock(), self.calls)]
 
+    def listening(self, callback: Callable | None, number_in: Callable = lambda told: told) -> Callable:
+        """A sampler's callback, with us listening. number_in: finds a step's number in what is told first."""
+
+        def heard(told: Any, *args: Any, **kwargs: Any) -> Any:
+            self.hear(number_in(told))
+            return None if callback is None else callback(told, *args, **kwargs)
+
+        heard.steps = self
+        return heard
+
     @property
     def time(self) -> Any | None:
         """Of the calls until the next report, the last one's behind all of them; None where it is not known."""
         return self.times[min(self.done, len(self.times) - 1)] if self.follows and self.times else None
 
-    def remember(self, model: nn.Module, config: MergeConfig | None, report: Any, *beside: Any) -> str:
+    def remember(self, model: nn.Module | None, config: MergeConfig | None, report: Any, *beside: Any) -> str:
         """The sampling has ended as it should: keep its time, and say what is known of its like, "" if too little.
 
         model: as it was called, without a patch. config: by which it was to merge; report: on what did, None where
         nothing was to. beside: what else decides how long a call takes.
         """
         (start, before), (end, after) = (*self._reports, (0.0, 0), (0.0, 0))[:2]
-        if after - before < _CALLS or not self._kinds or (config and not (report and report.merged_anything)):
+        did_not = config is not None and (report is None or not report.merged_anything)
+        if model is None or after - before < _CALLS or not self._kinds or did_not:
             return ""
         kinds = sorted(str((shape, dtype, device_of(device), more)) for shape, dtype, device, *more in self._kinds)
         sides = sorted({shape[-2:] for shape, *_ in self._kinds})
