@@ -109,7 +109,7 @@ class Sampling:
         merging = self._models.get(unet) or self._models.setdefault(unet, self._make(unet, options))
         given = frozenset(name for name, one in options.items() if one is not None and one is not False)
         self.is_alone = self.is_alone and not any(_holds(options.get(name)) for name in _BESIDE)
-        names = {*given, *(str(key) for kind in options.get("wrappers", {}).values() for key in kind)}
+        names = {*map(str, given), *(str(key) for kind in options.get("wrappers", {}).values() for key in kind)}
         self._time.heard.call(x, slot.name_in_force(None, options), *sorted(names))
         if isinstance(merging, str):
             return run(options)

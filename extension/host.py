@@ -158,7 +158,7 @@ def beside(p: Any, params: Any) -> list[Any]:
     texts = (getattr(params, name, None) for name in ("text_cond", "text_uncond"))
     shapes = [getattr(one.get("crossattn") if isinstance(one, dict) else one, "shape", None) for one in texts]
     options = getattr(_patcher(p), "model_options", {}).get("transformer_options", {})
-    names = {*(p.extra_generation_params or ()), *options, *options.get("patches", ())}
+    names = {*map(str, [*(p.extra_generation_params or ()), *options, *options.get("patches", ())])}
     return [*shapes, *sorted(one for one in names if not one.startswith("ToMe"))]
 
 

@@ -128,7 +128,7 @@ class Armed:
         if self.handle is not None and self.handle.wants_time:
             time, timesteps = host.relative(p, self._pace.time(params)), self._pace.timesteps(p)
             self.handle.set_time(**time, sampling=self._pace, pictures=p.batch_size, timesteps=timesteps)
-        self._note_call(params.x, *host.beside(p, params))
+        self._note_call(getattr(params, "x", None), *host.beside(p, params))
 
     def disarm(self, is_whole: bool = False) -> None:
         """Take the patch off, keeping what it counted. Idempotent. is_whole: the pass has come to its end."""
