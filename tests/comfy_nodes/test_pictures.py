@@ -103,14 +103,30 @@ def test_what_stands_beside_is_another_case(drawn, monkeypatch, beside):
     assert (TOLD.replace("3)", "4)") in drawn(True)) == (beside != "patch"), "patches are of any kind"
 
 
+def test_another_function_in_the_slot_is_another_case(drawn):
+    def first(function, *args, **kwargs):
+        return function(*args, **kwargs)
+
+    def second(function, *args, **kwargs):
+        return function(*args, **kwargs)
+
+    options = drawn.patcher.model_options["transformer_options"]
+    options[SLOT] = first
+    drawn(False, 3)
+    options[SLOT] = second
+    assert "own pictures" not in drawn(True, 3)
+    options[SLOT] = first
+    assert TOLD in drawn(True, 3)
+
+
 @pytest.mark.parametrize("is_on", [False, True])
 def test_what_was_stopped_counts_for_nothing(drawn, is_on):
     def stop(step):
-        if step == 6:
+        if step == 7:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        drawn(is_on, steps=8, stop=stop)
+        drawn(is_on, steps=9, stop=stop)
     assert not gains.KNOWN.pictures
     drawn(is_on)
     assert len(gains.KNOWN.pictures) == 1

@@ -74,7 +74,8 @@ def test_a_pass_left_alone_is_an_unmerged_one_and_is_told_nothing(webui):
 
 @pytest.mark.parametrize("flag", ["interrupted", "skipped"])
 @pytest.mark.parametrize("args", [(), ON], ids=["off", "on"])
-def test_what_was_stopped_or_failed_counts_for_nothing(webui, flag, args):
+def test_what_was_stopped_or_failed_counts_for_nothing(webui, monkeypatch, flag, args):
+    monkeypatch.setattr(webui.engine("measuring.pictures"), "_CALLS", 1)
     webui.shared.state = SimpleNamespace(**{flag: True})
     webui.job(*args)
     webui.shared.state = SimpleNamespace(interrupted=False, skipped=False)
@@ -105,13 +106,21 @@ def hypertile_is_on(webui, monkeypatch):
     return {}
 
 
+def hypertile_stays_on(webui, monkeypatch):
+    vars(webui.unet)["__webui_hypertile_params"] = SimpleNamespace(enabled=True)
+    return {}
+
+
 def the_webui_merges(webui, monkeypatch):
     monkeypatch.setattr(webui.part("merging").Job, "why_left", lambda self, hires: "theirs is better")
     webui.shared.opts.data["token_merging_ratio"] = 0.9
     return {}
 
 
-@pytest.mark.parametrize("what", [somebody_samples, a_refiner_goes_on, hypertile_is_on, the_webui_merges])
+WHATEVER = [somebody_samples, a_refiner_goes_on, hypertile_is_on, hypertile_stays_on, the_webui_merges]
+
+
+@pytest.mark.parametrize("what", WHATEVER)
 @pytest.mark.parametrize("args", [(), ON], ids=["off", "on"])
 def test_what_is_not_one_models_own_time_counts_for_nothing(webui, monkeypatch, what, args):
     webui.job(*args, **what(webui, monkeypatch))
