@@ -38,6 +38,7 @@ class Outcome(NamedTuple):
 class BranchMerging:
     """The two wrappers of one ApplyToMe: around each sampling, and around each call of the model.
 
+    config: None of a node that is off, whose samplings are timed and nothing else.
     line, facts: what it was asked for, for people and for programs, with what was "unknown" of it. node_id, name: where
     the report is shown, and whose it is in the log. measures: after each sampling. latest: what is left of the last.
     """
@@ -50,8 +51,7 @@ class BranchMerging:
         self._sampling: Sampling | None = None  # the innermost that goes on
 
     def __deepcopy__(self, memo: dict) -> BranchMerging:
-        # nodes that copy a model's options mean the settings
-        return self
+        return self  # nodes that copy a model's options mean the settings
 
     def apply_model(
         self, executor: Any, x: Any, t: Any, c_concat: Any = None, c_crossattn: Any = None, control: Any = None,
@@ -71,20 +71,27 @@ class BranchMerging:
     ) -> Any:  # fmt: skip
         """Around a whole sampling: counts begin with it, and the report follows."""
         time = HostSampling(sampler, sigmas, noise)
-        sampling = Sampling(self.config, time)
+        sampling, heard = Sampling(self.config, time), time.heard.listening(callback)
         outer, self._sampling = self._sampling, sampling
         try:
-            return executor(noise, latent_image, sampler, sigmas, denoise_mask, time.hear(callback), *args, **kwargs)
+            return executor(noise, latent_image, sampler, sigmas, denoise_mask, heard, *args, **kwargs)
         except BaseException:
             time.stopped = True
             raise
         finally:
             self._sampling = outer
-            self.latest = sampling.end(*self._asked, self._measures and outer is None)
-            queue, (last, shown) = getattr(host.server(), "last_prompt_id", None), self._shown
-            self._shown = queue, [*(shown if queue is not None and queue == last else ()), *self.latest.lines]
-            host.say("\n".join(self.latest.lines), None, self._name)
-            host.show("\n".join(self._shown[1]), self._node_id)
+            if outer is not None:
+                outer.is_alone = False
+            if self.config is None:
+                sampling.remember()
+            else:
+                self._tell(sampling.end(*self._asked, self._measures and outer is None))
+
+    def _tell(self, outcome: Outcome) -> None:
+        self.latest, queue, (last, shown) = outcome, getattr(host.server(), "last_prompt_id", None), self._shown
+        self._shown = queue, [*(shown if queue is not None and queue == last else ()), *outcome.lines]
+        host.say("\n".join(outcome.lines), None, self._name)
+        host.show("\n".join(self._shown[1]), self._node_id)
 
 
 class Sampling:
@@ -101,6 +108,10 @@ class Sampling:
         unet, schedule = model.diffusion_model, model.model_sampling
         # several GPUs sample in threads, each with a model of its own
         merging = self._models.get(unet) or self._models.setdefault(unet, self._make(unet, options))
+        given = frozenset(name for name, one in options.items() if one is not None and one is not False)
+        self.is_alone = self.is_alone and not any(_holds(options.get(name)) for name in _BESIDE)
+        names = {*map(str, given), *(str(key) for kind in options.get("wrappers", {}).values() for key in kind)}
+        self._time.heard.call(x, slot.name_in_force(None, options), *sorted(names))
         if isinstance(merging, str):
             return run(options)
         if merging.state.wants_time:
@@ -108,10 +119,7 @@ class Sampling:
         # in the dtype in which a BaseModel hands them to its model
         latent = x.to(getattr(model, "manual_cast_dtype", None) or model.get_dtype())
         names = options.get("uuids")
-        given = frozenset(name for name, one in options.items() if one is not None and one is not False)
         self._usual = self._usual or given
-        is_beside = merging.is_compiled or any(_holds(options.get(name)) for name in _BESIDE)
-        self.is_alone = self.is_alone and not is_beside
         timestep = 1000.0 * t if merging.flows and is_flow(schedule) else schedule.timestep(t)
         call = merging.state.begin(timestep, latent, tuple(names) if names else None)
         if given - self._usual:  # guidance that perturbs this call, may shuffle its tokens: no match but its own fits
@@ -129,10 +137,11 @@ class Sampling:
         for one in merged:
             one.state.set_time()
             if measures and not time.stopped:
-                timed = not one.is_compiled and one.state.measure_latest(one.told, True, host.is_interrupted)
+                timed = not one.is_compiled and one.state.measure_latest(one.told, host.is_interrupted)
                 measured.append(_UNTIMED if one.is_compiled else timed)
         report = hosting.Report.join(one.state.report() for one in merged)
-        report = replace(report, patched=bool(merged), gains=report.gains if self.is_alone else ())
+        gains = report.gains if self.is_alone and not any(one.is_compiled for one in merged) else ()
+        report = replace(report, patched=bool(merged), gains=gains, own=self.remember(report))
         if merged:
             first, more = report.headline, [report.hindered, *strangers]
         else:
@@ -148,7 +157,16 @@ class Sampling:
         lines = [line, *(["; ".join(more)] if more else [])]
         return Outcome(lines, details if merged else lines, data, report, maps)
 
+    def remember(self, report: Any = None) -> str:
+        """What people's own pictures say, this one among them. report: on what merged in it."""
+        if self._time.stopped or not self.is_alone or len(self._models) != 1:
+            return ""
+        (unet,), time = self._models, self._time
+        return time.heard.remember(unet, self._config, report, time.sampler)
+
     def _make(self, model: Any, options: dict[str, Any]) -> Merging | str:
+        if self._config is None:
+            return "off"
         try:
             kind = UnetMerging if piece_of(model) is None else TransformerMerging
             merging = kind(model, self._config, options)

@@ -6,7 +6,6 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Callable
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -29,26 +28,27 @@ def is_new_enough(patcher: Any) -> bool:
     return hasattr(patcher, "remove_wrappers_with_key") and (attention is None or hasattr(attention, "wrap_attn"))
 
 
-def attach(patcher: Any, apply_model: Callable, outer_sample: Callable) -> None:
-    """Put our wrappers on a ModelPatcher that has none."""
-    patcher.add_wrapper_with_key(APPLY_MODEL, KEY, apply_model)
-    patcher.add_wrapper_with_key(OUTER_SAMPLE, KEY, outer_sample)
+def attach(patcher: Any, merging: Any) -> None:
+    """Put the two wrappers of one node on a ModelPatcher that has none."""
+    patcher.add_wrapper_with_key(APPLY_MODEL, KEY, merging.apply_model)
+    patcher.add_wrapper_with_key(OUTER_SAMPLE, KEY, merging.outer_sample)
 
 
 def detach(patcher: Any) -> bool:
     """Take our wrappers off a ModelPatcher, and nothing else. True where there were some."""
-    found = find_attached(patcher) is not None
+    found = find_attached(patcher) is not None  # else maybe what times a branch that is off
     if NOTE in patcher.model_options:
         patcher.model_options = {name: one for name, one in patcher.model_options.items() if name != NOTE}
-    for kind in (APPLY_MODEL, OUTER_SAMPLE) if found else ():
+    for kind in (APPLY_MODEL, OUTER_SAMPLE):
         patcher.remove_wrappers_with_key(kind, KEY)
     return found
 
 
 def find_attached(patcher: Any) -> Any | None:
-    """The object whose methods `attach` put on; None where there is none."""
+    """What `attach` put on, if it merges; else None."""
     wrappers = getattr(patcher, "wrappers", {}).get(APPLY_MODEL, {}).get(KEY, [])
-    return getattr(wrappers[-1], "__self__", None) if wrappers else None
+    found = getattr(wrappers[-1], "__self__", None) if wrappers else None
+    return None if getattr(found, "config", None) is None else found
 
 
 def is_compiled_whole(model: Any, options: dict[str, Any]) -> bool | None:
@@ -59,13 +59,6 @@ def is_compiled_whole(model: Any, options: dict[str, Any]) -> bool | None:
     is_whole = inner is not model or ["diffusion_model"] in [list(one) for one in held if isinstance(one, dict)]
     in_part = any("_orig_mod" in one._modules or one._compiled_call_impl is not None for one in inner.modules())
     return is_whole and not in_part if is_whole or in_part or wrappers else None
-
-
-def has_built_in_merging(patcher: Any) -> bool:
-    """Is ComfyUI's own TomePatchModel on it? It leaves no name behind but that of its patch function."""
-    options = getattr(patcher, "model_options", {}).get("transformer_options", {})
-    patches = options.get("patches", {}).get("attn1_patch", [])
-    return any(getattr(patch, "__qualname__", "").startswith("TomePatchModel.") for patch in patches)
 
 
 def name_in(prompt: Any, node_id: Any) -> str:
@@ -94,8 +87,7 @@ def show(text: str, node_id: Any) -> None:
     if send is None or node_id is None:
         return
     try:
-        # ``12:5`` is node 5 in the subgraph that node 12 is. The page shows a text only where its node is in the graph
-        # that is open, which may be the outer one
+        # ``12:5`` is node 5 in the subgraph that node 12 is, and the page shows texts of the graph that is open alone
         parts = str(node_id).split(":")
         for count in range(len(parts), 0, -1):
             send(text.replace("\n", LINE_BREAK), ":".join(parts[:count]))

@@ -68,11 +68,12 @@ class ApplyToMe(_Node):
             text = "\n".join([text, *dropped])
             clone.model_options = {**clone.model_options, host.NOTE: text}
             host.say(text, unique_id, name)
+            if text.startswith(OFF_TEXT[:-1]):  # its samplings are timed, to compare with
+                host.attach(clone, BranchMerging(None, "", {}, None, "", False))
             return (clone,)
         line = "own settings" if settings is not None else f"strength {strength:g}"
         facts = {"strength": strength if settings is None else None, "start": start, "end": end, "unknown": dropped}
-        merging = BranchMerging(config, line, facts, unique_id, name, measure is True)
-        host.attach(clone, merging.apply_model, merging.outer_sample)
+        host.attach(clone, BranchMerging(config, line, facts, unique_id, name, measure is True))
         host.show(f"ToMe: {line}, waits for a sampler behind this node", unique_id)
         return (clone,)
 
@@ -124,8 +125,6 @@ class RemoveToMe(_Node):
         clone = model.clone()
         removed = host.detach(clone)
         text = "ToMe was removed." if removed else "There was no Apply ToMe on this model."
-        if host.has_built_in_merging(clone):
-            text += " ComfyUI's own TomePatchModel is on it and still merges."
         host.say(text, unique_id)
         return (clone,)
 

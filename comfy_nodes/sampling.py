@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from .host import hosting
 
-# where sampler functions lie that call the model at the levels of their list, one after another, and say after each
-# step's first call which it was
+# where functions lie that call the model at their list's levels, one after another, and report each step's first call
 _KNOWN = ("comfy.k_diffusion.sampling", "comfy.extra_samplers.uni_pc", "comfy_extras.nodes_advanced_samplers")
 _OF_THEIR_OWN = ("sample_dpm_fast", "sample_dpm_adaptive", "sample_ar_video")  # levels
 _PURE_NOISE = 1e6  # relative to the picture; where there is nothing of it, its share is infinite
@@ -19,9 +17,8 @@ _PURE_NOISE = 1e6  # relative to the picture; where there is nothing of it, its 
 class HostSampling:
     """The time of one sampling. sampler, sigmas, noise: those of ``outer_sample``. stopped: it ended by an exception.
 
-    The levels are read once, at the first call of the model. From the step that the sampler's callback reports follows
-    the level of the calls after it: a second-order sampler's middle ones count as the step's end. A sampler of which
-    that is not known is waited for at each call.
+    The levels are read once, at the first call. From the step that a known sampler reports follows the level of the
+    calls after it: a second-order one's middle calls count as the step's end. Others are waited for at each call.
     """
 
     def __init__(self, sampler: Any = None, sigmas: Any = None, noise: Any = None) -> None:
@@ -31,23 +28,14 @@ class HostSampling:
         self._sigmas, self._planned = sigmas, max(0, len(sigmas) - 1) if hasattr(sigmas, "__len__") else 0
         function = getattr(sampler, "sampler_function", None)
         follows = getattr(function, "__module__", "") in _KNOWN and function.__name__ not in _OF_THEIR_OWN
-        self._heard = hosting.Steps(follows)
+        self.heard, self.sampler = hosting.Steps(follows), getattr(function, "__qualname__", "")
         self._known: dict[tuple, Any] = {}  # what a model's own schedule was asked, each of which may wait
         self._computed: set[int] = set()  # steps; others are those that EasyCache or LazyCache left out
-
-    def hear(self, callback: Callable | None) -> Callable:
-        """The sampler's callback, with us listening."""
-
-        def heard(step: Any, *args: Any, **kwargs: Any) -> Any:
-            self._heard.hear(step)
-            return callback(step, *args, **kwargs) if callback is not None else None
-
-        return heard
 
     @property
     def steps(self) -> dict[str, int]:
         """How many are done, as the sampler reported, if it does; planned, 0 if nobody knows; and were computed."""
-        return {"steps": self._heard.done, "steps_planned": self._planned, "steps_computed": len(self._computed)}
+        return {"steps": self.heard.done, "steps_planned": self._planned, "steps_computed": len(self._computed)}
 
     @property
     def text(self) -> str:
@@ -62,12 +50,12 @@ class HostSampling:
     def note_call(self, options: dict[str, Any]) -> None:
         """A call of the model has been answered, by the model or by EasyCache. options: its transformer_options."""
         if not is_left_out(options):
-            self._computed.add(self._heard.done)
+            self._computed.add(self.heard.done)
 
     def sigma(self, t: Any, options: dict[str, Any]) -> float:
         """The noise level of a call of the model. t: its sigmas, ``[B]``. options: its transformer_options."""
         if torch.is_tensor(t) and t.device.type != "cpu" and self._levels_in(options):
-            return self._heard.time
+            return self.heard.time
         return float(t.reshape(-1)[0]) if torch.is_tensor(t) else float(t)
 
     def pictures_in(self, x: Any, options: dict[str, Any]) -> int | None:
@@ -94,7 +82,7 @@ class HostSampling:
 
     def _levels_in(self, options: dict[str, Any]) -> list[float]:
         """Of all steps, from the list that came to the sampler past all other wrappers; empty if it is not followed."""
-        listed, heard = options.get("sample_sigmas", self._sigmas), self._heard
+        listed, heard = options.get("sample_sigmas", self._sigmas), self.heard
         if heard.follows and not heard.times and torch.is_tensor(listed):
             self._sigmas, heard.times = listed, listed.tolist()[:-1]
         heard.follows = heard.follows and listed is self._sigmas and bool(heard.times)

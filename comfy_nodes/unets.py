@@ -26,9 +26,7 @@ class UnetMerging:
         self.is_compiled = host.is_compiled_whole(unet, options)
         self.state, self.told = hosting.patch_of(unet, config), slot.tell(options)
         adapter, covered = self.state.adapter, [one.covered for one in self.state.report().levels]
-        first = getattr(adapter.places[0].block, "attn1", None)
-        function = getattr(type(first).forward, "__globals__", {}).get("optimized_attention")
-        self.state.attention_function = slot.name_in_force(function, options)
+        self.state.attention_function = slot.name_in_force(None, options)
         if self.is_compiled is None:
             self.state.ask_whether_it_pays()
         elif not self.is_compiled or hosting.why_not_in_graph(self.state):

@@ -153,10 +153,27 @@ def read_time(params: Any) -> dict[str, float]:
     return {"timestep" if counts else "sigma": value}
 
 
+def beside(p: Any, params: Any) -> list[Any]:
+    """Shapes of the texts of a denoiser's call, and names of what else infotexts and the Forges' patchers tell of."""
+    texts = (getattr(params, name, None) for name in ("text_cond", "text_uncond"))
+    shapes = [getattr(one.get("crossattn") if isinstance(one, dict) else one, "shape", None) for one in texts]
+    options = getattr(_patcher(p), "model_options", {}).get("transformer_options", {})
+    names = {*map(str, [*(p.extra_generation_params or ()), *options, *options.get("patches", ())])}
+    return [*shapes, *sorted(one for one in names if not one.startswith("ToMe"))]
+
+
+def _patcher(p: Any) -> Any:
+    return getattr(getattr(_running_model(p), "forge_objects", None), "unet", None)
+
+
+def is_stopped() -> bool:
+    """Has the user ended the job, or skipped this picture?"""
+    return any(getattr(getattr(shared, "state", None), name, False) for name in ("interrupted", "skipped"))
+
+
 def relative(p: Any, time: dict[str, float]) -> dict[str, float]:
     """The same time, its sigma as if pictures varied by 1, which A1111 takes them to do always."""
-    unet = getattr(getattr(_running_model(p), "forge_objects", None), "unet", None)
-    model = getattr(unet, "model", None)
+    model = getattr(_patcher(p), "model", None)
     prediction = getattr(model, "predictor", None) or getattr(model, "model_sampling", None)
     data = getattr(prediction, "sigma_data", 1.0)
     return {name: value / data if name == "sigma" else value for name, value in time.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..tome_core.hosting import MergeConfig, patch_of
+from ..tome_core.hosting import MergeConfig, patch_of, pictures
 from . import host
 from .wish import HIRES, PASSES, Wish
 
@@ -22,9 +22,7 @@ def answer(wish: Wish, sizes: Mapping[bool, tuple[int, int]], measure: bool = Fa
         return "no model is loaded yet"
     configs = {hires: wish.config(hires, layout=host.layout()) for hires in sizes}
     told = {hires: _answer(hires, *sizes[hires], config, measure) for hires, config in configs.items() if config}
-    if len(sizes) == 1:
-        return "".join(told.values())
-    return "; ".join(f"{PASSES[hires]} {text}" for hires, text in told.items())
+    return "; ".join(f"{PASSES[hires]} {text}" if len(sizes) > 1 else text for hires, text in told.items())
 
 
 def _answer(hires: bool, width: int, height: int, config: MergeConfig, measure: bool) -> str:
@@ -39,7 +37,10 @@ def _answer(hires: bool, width: int, height: int, config: MergeConfig, measure: 
             if stayed:
                 return f"{size}: not measured, {stayed}"
             gain = host.on_the_card(lambda: patch.measure(height, width))
-        why = "" if gain is not None else patch.why_not(height, width)
+        if gain is not None:
+            return gain.line
+        why = patch.why_not(height, width)
+        own = "" if why else pictures.told(unet, config, height, width)
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:  # of a model that we do not know, or a job
         return f"{size}: {str(error).splitlines()[0]}"
-    return gain.line if gain is not None else f"{size}: {f'will not merge, {why}' if why else 'not measured yet'}"
+    return f"{size}: {f'will not merge, {why}' if why else own or 'not measured yet'}"

@@ -1,14 +1,13 @@
 """Merging for exactly the passes of a job: which model is patched when, and what it came to.
 
 A webui calls nothing after an exception, and other extensions start jobs inside jobs, or copies of them. So what a
-job wants hangs on its ``p`` and holds for that object alone, one patch at most is armed at any time, and whoever
-comes next takes it off first.
+job wants hangs on its ``p``, for that object alone; one patch at most is armed, and whoever comes next takes it off.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,18 +24,16 @@ JOB = "_tome_core_job"  # attribute of a ``p``
 class PassRecord:
     """What became of one pass, or of its repetitions over a job's batches. steps_merged: inside the time range."""
 
-    calls: int = 0
-    steps: int = 0
-    steps_merged: int = 0
+    counts: Counter[str] = field(default_factory=lambda: Counter(calls=0, steps=0, steps_merged=0))
     reports: list[Report] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
     maps: dict[int, Any] = field(default_factory=dict)
-    handle: Patch | None = None  # the last of it, off by now
+    own: str = ""  # what people's own pictures say of it
 
     @property
     def report(self) -> Report:
         """On all of it."""
-        return replace(Report.join(self.reports), calls=self.calls, patched=bool(self.reports))
+        return replace(Report.join(self.reports), calls=self.counts["calls"], patched=bool(self.reports), own=self.own)
 
 
 class Job:
@@ -97,18 +94,21 @@ class Armed:
         self.handle: Patch | None = None
         self._tried: Any = None  # weakly, the UNet that the armed pass runs on, patched or left alone
         self._pace: Pace | None = None  # also what tells the pass that is armed from all others
+        self._models = 0  # on which it ran, and whatever else makes its time none of theirs
         self._pass = ExitStack()  # in SD.Next, where no denoiser tells of its calls
 
     def arm(self, p: Any, hires: bool) -> None:
-        """From now on the pass that is about to start merges as its job wants. Idempotent."""
+        """From now on the pass that is about to start merges as its job wants, or is timed without. Idempotent."""
         self.disarm()
-        job = job_of(p)
-        if job is None or job.config(hires) is None:
+        job, ratio = job_of(p), host.built_in_ratio(p, hires)
+        if job is None:
             return
+        wants, self._models = job.config(hires) is not None, 0
         # in a pass of the webui's own merging only where ours is better than that
-        reason = job.why_left(hires) if host.built_in_ratio(p, hires) else host.reason_to_step_aside(hires)
-        if reason:
+        reason = job.why_left(hires) if wants and ratio else host.reason_to_step_aside(hires)
+        if reason and wants:
             job.records[hires].refusals.append(reason)
+        if reason or (not wants and (ratio or host.loaded_unet() is None)):
             return
         self.job, self.hires = job, hires
         self._put_on(host.running_unet(p))
@@ -121,6 +121,7 @@ class Armed:
         p = self.job.p()
         running = getattr(getattr(params, "denoiser", None), "p", None)
         if p is None or (running is not None and running is not p):  # somebody samples in between
+            self._models += 1  # and costs time
             if self.handle is not None:
                 self.handle.uninstall()
             return
@@ -128,16 +129,17 @@ class Armed:
         if self.handle is not None and self.handle.wants_time:
             time, timesteps = host.relative(p, self._pace.time(params)), self._pace.timesteps(p)
             self.handle.set_time(**time, sampling=self._pace, pictures=p.batch_size, timesteps=timesteps)
-        self._note_call()
+        self._note_call(getattr(params, "x", None), *host.beside(p, params))
 
-    def disarm(self) -> None:
-        """Take the patch off, keeping what it counted. Idempotent."""
-        self._take_off()
+    def disarm(self, is_whole: bool = False) -> None:
+        """Take the patch off, keeping what it counted. Idempotent. is_whole: the pass has come to its end."""
+        report = self._take_off()
         if self._pace is not None:
             self._pace.take_off()
-            record = self.job.records[self.hires]
-            for name, count in self._pace.counts().items():
-                setattr(record, name, getattr(record, name) + count)
+            record = PassRecord() if self._config is None else self.job.records[self.hires]
+            record.counts.update(self._pace.counts())
+            if is_whole and self._models == 1 and not host.is_stopped():
+                record.own = self._pace.heard.remember(self._tried(), self._config, report, self._pace.sampler)
         self.job = self._pace = None
 
     def _follow(self, unet: Any) -> None:
@@ -149,14 +151,18 @@ class Armed:
             self.handle.install()  # cheap where it is on; brings back what somebody else put something in place of
 
     def _put_on(self, unet: Any) -> None:
-        self._tried = weakref.ref(unet)
-        reason, p = host.reason_of_unet(unet), self.job.p()
+        self._tried, self._models, p = weakref.ref(unet), self._models + 1, self.job.p()
+        self._config = self.job.config(self.hires, host.layout(unet))
+        reason = host.reason_of_unet(unet)
+        if self._config is None:
+            self._models += bool(reason)
+            return
         if reason:
             self.job.records[self.hires].refusals.append(reason)
             return
-        pipeline, config = host.running_pipeline(p), self.job.config(self.hires, host.layout(unet))
+        pipeline = host.running_pipeline(p)
         try:
-            self.handle = patch(pipeline or unet, config, host_clock=True)
+            self.handle = patch(pipeline or unet, self._config, host_clock=True)
         except (UnsupportedModelError, TypeError) as error:
             self.job.records[self.hires].refusals.append(str(error))
             return
@@ -166,22 +172,22 @@ class Armed:
             self._pass.enter_context(pipeline.unet.register_forward_hook(lambda *_: self._note_call()))
             self._pass.enter_context(self.handle.sampling(p.batch_size))  # all calls are one sampling
 
-    def _note_call(self) -> None:
-        self._pace.note_call(self.handle is not None and self.handle.is_live)
+    def _note_call(self, *kind: Any) -> None:
+        self._pace.note_call(self.handle is not None and self.handle.is_live, *kind)
 
-    def _take_off(self) -> None:
+    def _take_off(self) -> Report | None:
         handle, self.handle = self.handle, None
         self._pass.close()
         if handle is None:
-            return
+            return None
         handle.remove()
         report = handle.report()
         if report.calls or report.notes:
             record = self.job.records[self.hires]
             record.reports.append(report)
             self.job.merged = self.job.merged or report.merged_anything
-            record.handle = handle
             record.maps.update(handle.maps())
+        return report
 
 
 armed = Armed()

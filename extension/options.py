@@ -1,4 +1,4 @@
-"""The settings tab: section "Token Merging (ToMe)", six items, readable before, and without, the tab.
+"""The settings tab: section "Token Merging (ToMe)", five items, readable before, and without, the tab.
 
 The first three are what jobs begin with that say nothing of it, which the API's do; among the quicksettings they move
 the panels. So each acts on the next picture, and one in `override_settings` on that job.
@@ -12,7 +12,7 @@ from . import host
 from .wish import DEFAULTS, WHERE
 
 SECTION = ("tome", "Token Merging (ToMe)")
-REPORT, MAP, MEASURE = "tome_report", "tome_map", "tome_measure"
+REPORT, MAP = "tome_report", "tome_map"
 BOTH, CONSOLE, PAGE, NOWHERE = REPORTS = ("console and page", "console", "page", "nowhere")
 _ITEMS = (
     ("tome_enabled", DEFAULTS["enabled"], "Merge tokens",
@@ -24,8 +24,6 @@ _ITEMS = (
      {"choices": list(REPORTS)}),
     (MAP, False, "Draw the merge map beside the result",
      "one more picture in the gallery: what merged into what in the last step", {}),
-    (MEASURE, False, "Measure after each picture whether merging pays",
-     "once for each size and strength, by some 36 calls of the model; the panel's Measure does it at once", {}),
 )  # fmt: skip
 _DEFAULTS = {key: default for key, default, *_ in _ITEMS}
 

@@ -25,52 +25,53 @@ class Pace:
     """Stands in for a sampler's function: reads the list it is given, once, and hears each step that it reports.
 
     p: of the pass that is about to start, whose sampler is there already. asks: will anybody ask for times? A
-    second-order sampler's middle calls count as the step's end. Of a sampler that is not known, each step's time is
-    read, which waits for the device.
+    second-order sampler's middle calls count as the step's end. A sampler that is not known is waited for at each step.
     """
 
     def __init__(self, p: Any, asks: bool) -> None:
-        self._heard = Steps()
+        self.heard = Steps()
         self._timesteps: tuple[float, ...] | None = None
-        self._calls = self._calls_live = 0  # of the model
+        self._calls_live = 0  # of the model
         self._live: dict[int, bool] = {}  # by step: did its first call merge?
         sampler = getattr(p, "sampler", None)
         self._sampler = (lambda: None) if sampler is None else weakref.ref(sampler)  # an aborted job's must not stay
         self._original = getattr(sampler, "func", None)
+        self.sampler = getattr(self._original, "__qualname__", "")
         name, heard = _list_of(self._original) if asks else "", getattr(sampler, "callback_state", None)
         if name:
             sampler.func = self._listening(self._original, name)
         if heard is not None:
-            sampler.callback_state = self._hearing(heard)
+            sampler.callback_state = self.heard.listening(heard, lambda state: state.get("i"))
 
     def take_off(self) -> None:
         """Put the sampler's own functions back, unless somebody else's are there."""
         sampler = self._sampler()
         if getattr(getattr(sampler, "func", None), "pace", None) is self:
             sampler.func = self._original
-        if getattr(getattr(sampler, "callback_state", None), "pace", None) is self:
+        if getattr(getattr(sampler, "callback_state", None), "steps", None) is self.heard:
             del sampler.callback_state
 
-    def note_call(self, is_live: bool) -> None:
-        """The model is called; does it merge?"""
-        self._calls, self._calls_live = self._calls + 1, self._calls_live + is_live
-        self._live.setdefault(self._heard.done, is_live)
+    def note_call(self, is_live: bool, *kind: Any) -> None:
+        """The model is called; does it merge? kind: as of `Steps.call`."""
+        self.heard.call(*kind)
+        self._calls_live += is_live
+        self._live.setdefault(self.heard.done, is_live)
 
     def counts(self) -> dict[str, int]:
         """How many there were; of a sampler that was not heard each call is a step."""
-        done, calls, live = self._heard.done, self._calls, self._calls_live
+        done, calls, live = self.heard.done, self.heard.calls, self._calls_live
         if done:
             live = done if live == calls else min(done, sum(self._live.values()))
         return {"calls": calls, "steps": done or calls, "steps_merged": live}
 
     def time(self, params: Any) -> dict[str, float]:
         """The time of the step that the denoiser announces, as a keyword for the engine's ``set_time``."""
-        return (None if params.sigma.device.type == "cpu" else self._heard.time) or host.read_time(params)
+        return (None if params.sigma.device.type == "cpu" else self.heard.time) or host.read_time(params)
 
     def timesteps(self, p: Any) -> tuple[float, ...] | None:
         """Of all steps of the pass, for the engine's ``set_time``; None where the sampler's list is not known."""
-        if self._timesteps is None and self._heard.times and self._heard.follows:
-            times = [host.relative(p, one) for one in self._heard.times]
+        if self._timesteps is None and self.heard.times and self.heard.follows:
+            times = [host.relative(p, one) for one in self.heard.times]
             self._timesteps = tuple(one["timestep"] if "timestep" in one
                                     else STABLE_DIFFUSION.timestep_of_sigma(one["sigma"]) for one in times)  # fmt: skip
         return self._timesteps
@@ -81,20 +82,12 @@ class Pace:
             if kwargs.get(name) is not None and kwargs.get("callback") is not None:
                 listed = kwargs[name].tolist()
                 ordered = listed[:-1] if name == "sigmas" else listed[:0:-1]
-                self._heard, self._timesteps = Steps(), None
-                self._heard.times = [{name[:-1]: float(one)} for one in ordered]
+                self.heard.begin([{name[:-1]: float(one)} for one in ordered])
+                self._timesteps = None
             return function(*args, **kwargs)
 
         listening.pace = self
         return listening
-
-    def _hearing(self, callback: Callable) -> Callable:
-        def hearing(state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-            self._heard.hear(state.get("i"))
-            return callback(state, *args, **kwargs)
-
-        hearing.pace = self
-        return hearing
 
 
 def _list_of(function: Any) -> str:

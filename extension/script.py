@@ -82,9 +82,13 @@ class TokenMerging(host.Script):
         """A pass is about to start. Forge says so twice before the hires pass."""
         armed.arm(p, p.is_hr_pass)
 
+    def before_hr(self, p: Any, *values: Any) -> None:
+        """The first pass is over."""
+        armed.disarm(is_whole=True)
+
     def postprocess_batch(self, p: Any, *values: Any, **facts: Any) -> None:
         """All passes of a batch are over. Its pictures' infotexts are written next; others' own jobs may follow."""
-        armed.disarm()
+        armed.disarm(is_whole=True)
         vars(p).pop(sdnext.INIT_HIRES, None)
         job = job_of(p)
         if job is not None:
@@ -123,12 +127,6 @@ def _write(p: Any, job: Job, merges: bool) -> None:
 
 
 def _tell(p: Any, job: Job, processed: Any) -> None:
-    if options.value(options.MEASURE):
-        for handle in filter(None, (record.handle for record in job.records.values())):
-            with host.autocast():
-                told = handle.measure_latest()
-            if told:
-                logger.info("%s", told)
     lines = [job.error] if job.error else lines_of(job, host.has_hires(p))
     if options.is_shown(options.CONSOLE) and not job.error:
         logger.info("%s", "; ".join(lines))

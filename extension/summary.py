@@ -44,8 +44,7 @@ def data_of(job: Job, lines: list[str]) -> dict[str, Any]:
         "strength": wish.strength, "where": wish.where, "settings": dict(wish.changes),
         "not_used": list(wish.left_out),
         "passes": {PASSES[hires]: {
-            "steps": record.steps, "steps_merged": record.steps_merged, "calls": record.calls,
-            "stepped_aside": list(dict.fromkeys(record.refusals)), **record.report.as_data(),
+            **record.counts, "stepped_aside": list(dict.fromkeys(record.refusals)), **record.report.as_data(),
         } for hires, record in job.records.items()},
     }  # fmt: skip
 
@@ -71,8 +70,8 @@ def _outcome(job: Job, hires: bool, has_hires: bool) -> str:
         return "did not run"
     whole = record.report
     if whole.merged_anything:
-        live = "" if record.steps_merged == record.steps else f"{record.steps_merged} of "
-        return f"{live}{count(record.steps, 'step')}, {whole.headline}"
+        steps, live = record.counts["steps"], record.counts["steps_merged"]
+        return f"{'' if live == steps else f'{live} of '}{count(steps, 'step')}, {whole.headline}"
     why = list(dict.fromkeys([*record.refusals, *whole.notes]))
     if why and not whole.reasons:
         return f"nothing merged: {', '.join(why)}"

@@ -12,6 +12,8 @@ from .attention.by_hand import ByHand, ForwardOnStandIn, StandIn, full_name, reg
 from .compiling import is_tracing, when_traced
 from .engine.decision import Call
 from .engine.state import State
+from .measuring import pictures
+from .measuring.pictures import Steps
 from .merging.grid import Grid, Layout
 from .models import find_models
 from .models.asked import ByHeads, answer
@@ -39,31 +41,10 @@ def state_of(config: MergeConfig, downsample: int, blocks: int = 0) -> State:
     return State(config, [LevelTally(downsample, blocks)])
 
 
-class Steps:
-    """The steps of one sampling, as its sampler reports them. times: of all, in the host's own terms, if it knows them.
-
-    follows: does the sampler call the model at these times, and report one after another?
-    """
-
-    def __init__(self, follows: bool = True) -> None:
-        self.times: list[Any] = []
-        self.done, self.follows = 0, follows
-
-    def hear(self, step: Any) -> None:
-        """A step is done."""
-        self.follows = self.follows and type(step) is int and step == self.done
-        self.done += 1
-
-    @property
-    def time(self) -> Any | None:
-        """Of the calls until the next report, the last one's behind all of them; None where it is not known."""
-        return self.times[min(self.done, len(self.times) - 1)] if self.follows and self.times else None
-
-
 __all__ = [
     "DEFAULT", "MARKS", "OPERATORS", "REPLACED", "SD", "SDXL", "SEED_LIMIT", "STABLE_DIFFUSION", "TRANSFORMER",
     "ByHand", "ByHeads", "Call", "ForwardOnStandIn", "Grid", "Layout", "MergeConfig", "Patch", "Report", "StandIn",
     "State", "Steps", "UnsupportedModelError", "answer", "count", "find_unet", "forget_all", "form", "full_name",
-    "gains", "is_kind", "is_tracing", "layout_of", "number_of", "patch", "patch_of", "register", "register_name",
-    "register_wrapper", "state_of", "strength", "when_traced", "why_not_in_graph",
+    "gains", "is_kind", "is_tracing", "layout_of", "number_of", "patch", "patch_of", "pictures", "register",
+    "register_name", "register_wrapper", "state_of", "strength", "when_traced", "why_not_in_graph",
 ]  # fmt: skip

@@ -61,16 +61,9 @@ def test_remove_leaves_every_other_patch():
     assert removed.model_options == patcher.model_options
 
 
-def test_remove_says_that_the_built_in_node_is_still_there(server):
-    def patch(q, k, v, extra_options):
-        return q, k, v
-
-    patch.__qualname__ = "TomePatchModel.execute.<locals>.tomesd_m"
-    patcher = checkpoint()
-    patcher.model_options["transformer_options"]["patches"] = {"attn1_patch": [patch]}
-    RemoveToMe().remove(patcher, unique_id="8")
-    assert server.texts == [("8", "There was no Apply ToMe on this model. ComfyUI's own TomePatchModel is on it and "
-                                  "still merges.")]  # fmt: skip
+def test_remove_says_that_there_was_nothing_of_ours(server):
+    RemoveToMe().remove(checkpoint(), unique_id="8")
+    assert server.texts == [("8", "There was no Apply ToMe on this model.")]
 
 
 def test_the_model_of_the_call_is_patched_and_not_the_one_of_the_node():

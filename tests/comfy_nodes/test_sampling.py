@@ -87,7 +87,7 @@ def test_the_list_in_force_is_the_one_behind_all_other_wrappers():
 
 def test_calls_inside_a_step_have_its_end_and_none_has_no_noise():
     sampling = HostSampling(KNOWN, on_device(torch.tensor([9.0, 8.0, 7.0, 0.0])))
-    heard, t, seen = sampling.hear(None), on_device(torch.tensor([1.0])), []
+    heard, t, seen = sampling.heard.listening(None), on_device(torch.tensor([1.0])), []
     for step in range(3):
         seen.append(sampling.sigma(t, {}))  # the step's first call
         heard(step, None, None, 3)

@@ -166,6 +166,7 @@ def test_start_and_end_are_of_the_flows_own_schedule():
     merged = apply(transformer(), start=0.2, end=0.6, **KV)
     sample(merged, steps=4)  # at 0, .25, .5, .75
     assert report(merged).levels[0].calls_merged == 2 * 2
+    assert "outside the rules' time range" in "\n".join(host.find_attached(merged).latest.details)
 
 
 def test_the_map_is_of_the_picture_alone():

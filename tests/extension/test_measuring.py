@@ -1,9 +1,8 @@
-"""Whether merging pays is measured after a picture where the user asked for it, and kept where the webui keeps such."""
+"""Whether merging pays is measured where the user asks for it, and kept where the webui keeps such."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import sys
 import threading
 import types
@@ -53,14 +52,21 @@ def test_a_gain_belongs_to_the_engines_version_whatever_the_webui_calls_its_pack
     assert webui.engine("measuring.pays").about(torch.nn.Module(), [place], config, "")[-1] == tome_core.__version__
 
 
+def measured(webui, *sizes):
+    """What the panel's button says at strength 0.5, of a pass or of both."""
+    webui.script.ui(False)  # imports it
+    wish = webui.part("wish").read((True, 0.5), webui.part("options").of_dial)
+    return webui.part("measuring").answer(wish, dict(enumerate(sizes)), measure=True)
+
+
 @pytest.mark.slow
-def test_what_pays_merges_from_the_next_picture_on_and_after_a_restart(webui, costs, tmp_path, caplog):
-    made = costs(0.5)
+def test_what_pays_merges_from_the_next_picture_on_and_after_a_restart(webui, costs, tmp_path):
+    made, side = costs(0.5), Processing.size * 8
     plain = webui.job().latents
     first = webui.job(True, 0.5)
     assert torch.equal(first.latents, plain) and "so few tokens" in first.comments
-    webui.shared.opts.data["tome_measure"] = True
-    assert torch.equal(webui.job(True, 0.5).latents, plain), "a picture is not changed by what is measured after it"
+    for _ in range(2):
+        assert measured(webui, (side, side)) == f"{side}x{side}: about 2.0x faster"
     second, third = webui.job(True, 0.5), webui.job(True, 0.5)
     assert len(made) == 1, "once"
     assert not torch.equal(second.latents, plain) and torch.equal(second.latents, third.latents)
@@ -72,22 +78,15 @@ def test_what_pays_merges_from_the_next_picture_on_and_after_a_restart(webui, co
 
 
 @pytest.mark.slow
-def test_passes_are_measured_each_and_what_fails_costs_no_picture(webui, costs, monkeypatch):
+def test_passes_are_measured_each_and_what_fails_is_told(webui, costs, monkeypatch):
     made = costs(0.5)
-    webui.shared.opts.data["tome_measure"] = True
-    webui.job(True, 0.5, enable_hr=True)
-    assert len(made) == 2
-    log = logging.getLogger(webui.part("script").__name__)
-    told = []
-    monkeypatch.setattr(log, "info", lambda *text: told.append(text))
+    assert measured(webui, (128, 128), (192, 192)).count("about 2.0x faster") == 2 == len(made)
 
     def fails(*_, **__):
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(webui.engine("measuring.measured"), "time_calls", fails)
-    monkeypatch.setattr(Processing, "size", 12)
-    done = webui.job(True, 0.5)
-    assert told and "out of memory" in str(told) and len(done.images) == 1
+    assert measured(webui, (96, 96)) == "96x96: out of memory"
 
 
 # --- the panel's line -------------------------------------------------------------------------------------------------

@@ -87,14 +87,10 @@ class Measured(State):
         self.ask_whether_it_pays()
         return gain
 
-    def measure_latest(
-        self, told: Mapping[str, Any] | None = None, brings_weights: bool = False,
-        is_stopped: Callable[[], bool] = lambda: False,
-    ) -> str:  # fmt: skip
+    def measure_latest(self, told: Mapping[str, Any], is_stopped: Callable[[], bool]) -> str:
         """`measure` for calls as the latest was, in a sentence; for hosts, after a sampling. Never fails.
 
-        "" where somebody has measured such calls, where there was none of a picture, and where the UNet is no longer
-        where it was called. brings_weights: the host brings each weight to its layer's call. is_stopped: asked at each.
+        "" where somebody has measured such calls, and where there was none of a picture. is_stopped: asked at each.
         """
         latest = self.latest
         if not self._places:
@@ -107,8 +103,6 @@ class Measured(State):
 
         try:
             if latest is None or self.gain_for(**latest) is not None:
-                return ""
-            if not brings_weights and whereabouts(self.model)[0] != latest["device"]:
                 return ""
             gain = self.measure(**latest, clock=clock, told=told)
         except Exception as error:  # whatever else is on the model; nobody asked for more than a picture

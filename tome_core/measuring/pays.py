@@ -19,6 +19,7 @@ from torch import nn
 
 from ..attention.by_hand import full_name
 from ..engine.decision import is_host_bound
+from ..models.intercept import names_known_to
 from ..models.unet_blocks import Place
 from ..reporting.gains import Gain, nearest
 from ..settings.config import MergeConfig
@@ -82,13 +83,12 @@ def about(unet: nn.Module, places: Sequence[Place], config: MergeConfig, functio
     blocks = [(one.path, one.halvings, *widths_of(one.block), getattr(getattr(one.block, "attn1", None), "heads", 0))
               for one in places]  # fmt: skip
     residual = Counter(name for name in (type(one).__name__ for one in unet.modules()) if name.startswith(_RESIDUAL))
-    model = f"{type(unet).__name__} {_digest(blocks, sorted(residual.items()))}"
+    model = f"{type(unet).__name__} {digest(blocks, sorted(residual.items()))}"
     attention = getattr(places[0].block, "attn1", None)
     if attention is not None:
-        name, forward = type(getattr(attention, "processor", attention)).__name__, full_name(type(attention).forward)
-        function = " ".join(filter(None, (name, forward, function)))
-    engine = sys.modules[__package__.rpartition(".")[0]]  # whatever it is called here
-    return model, _digest(replace(config, seed=0)), function, torch.__version__, engine.__version__
+        name, code = type(getattr(attention, "processor", attention)).__name__, type(attention).forward
+        function = " ".join(filter(None, (name, full_name(code), *names_known_to(code), function)))
+    return model, digest(replace(config, seed=0)), function, torch.__version__, version()
 
 
 def widths_of(block: nn.Module) -> tuple[int, int]:
@@ -111,5 +111,11 @@ def dtype_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _digest(*parts: object) -> str:
+def version() -> str:
+    """Of this engine, whatever its package is called here."""
+    return sys.modules[__package__.rpartition(".")[0]].__version__
+
+
+def digest(*parts: object) -> str:
+    """A short name for what is written out alike."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]

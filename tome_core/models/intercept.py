@@ -21,6 +21,7 @@ import torch.nn.functional
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from ..attention.by_hand import full_name
 from ..compiling import when_traced
 from .asked import TORCHS_OWN, Asked, ByDispatch, ByHeads, ByTorch, ByXformers
 
@@ -77,6 +78,12 @@ def register_name(name: str, asked: Callable[..., Asked] = ByHeads) -> None:
     _BY_NAME[name] = asked
     _way_of_code.cache_clear()
     _way_of_processor.cache_clear()
+
+
+def names_known_to(code: Any) -> list[str]:
+    """Full names of the functions that a function's module has under names that are known to be attention's."""
+    found = getattr(code, "__globals__", {})
+    return [full_name(found[name]) for name in _BY_NAME if name in found]
 
 
 class Way:

@@ -1,6 +1,7 @@
 """What merging was measured to gain: kept in this process and, where somebody names a file, for those after it.
 
-A gain is made on request alone (`Patch.measure`), so no clock decides about a picture in silence.
+A gain is made on request alone (`Patch.measure`), so no clock decides about a picture in silence. By the times of
+people's own pictures nothing goes: they are only told.
 """
 
 from __future__ import annotations
@@ -8,15 +9,18 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterable
+import statistics
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 logger = logging.getLogger(__name__)
 MARGIN = 0.02  # merging pays from so much on: medians of a quiet machine differ by 1 % from one measurement to the next
 PIXELS = 8  # of a picture for each side of a latent's token
 _UNEVEN = 0.1
+_LEAST, _MOST, _CASES = 3, 12, 300  # pictures of a case that say something, and are kept; cases
+_SPREAD = 0.25  # of a gain, by which the middle halves of both kinds may vary
 _ALIKE = 0.15  # by so much may shares differ: samplers place their steps otherwise, which moves the late ones
 
 
@@ -69,7 +73,7 @@ class Gain(NamedTuple):
     @property
     def speed(self) -> str:
         """``about 1.3x faster`` or ``no faster``."""
-        return f"about {self.ratio:.{1 if self.ratio >= 1.1 else 2}f}x faster" if self.pays else "no faster"
+        return _speed(self.ratio)
 
     @property
     def line(self) -> str:
@@ -89,10 +93,15 @@ class Gain(NamedTuple):
 
 
 class Gains:
-    """What is known, and the file where it is kept, if any."""
+    """What is known, and the file where it is kept, if any.
+
+    pictures: seconds of a call in people's own, the latest last, by the case: model and size, what else decides, rules
+    and the share that they left out, both "" of unmerged ones.
+    """
 
     def __init__(self) -> None:
         self._known: dict[tuple, Gain] = {}
+        self.pictures: dict[tuple[str, ...], tuple[float, ...]] = {}
         self._path: Path | None = None
 
     def load(self, path: str | os.PathLike | None) -> None:
@@ -104,20 +113,55 @@ class Gains:
         if path is None:
             return
         self._path = Path(path).absolute()
-        self._known = {**self._known, **_read(self._path)}
+        lines = _lines_of(self._path)
+        for line in lines:
+            try:
+                self._take(json.loads(line))
+            except (ValueError, TypeError):
+                _warn_once(f"Not all of {path} is used: not all of it are measured gains. Delete it.")
+        if len(lines) > _CASES + 2 * (len(self._known) + len(self.pictures)):  # most were replaced by later ones
+            self._write([*(gain._asdict() for gain in self._known.values()), *self.pictures.items()], "w")
+
+    def _take(self, line: Any) -> None:
+        if isinstance(line, list):
+            (where, how, rules, saved), times = line
+            if not (times and all(isinstance(one, float) and one > 0 for one in times)):
+                raise ValueError("it has times that are none")
+            self.pictures.pop((where, how, rules, saved), None)  # so that the latest is the last
+            self.pictures[where, how, rules, saved] = tuple(times)
+            return
+        gain = Gain(**line)
+        if not (gain.unmerged > 0 and gain.merged > 0):
+            raise ValueError("it has times that are none")
+        self._known[gain.case] = gain
 
     def remember(self, gain: Gain) -> None:
         """Keep it, in the file as well where there is one. Never fails: what cannot be written is said once."""
         self._known = {**self._known, gain.case: gain}  # another thread may go through the old one
-        if self._path is None:
-            return
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a", encoding="utf-8") as file:  # another process may have written since
-                file.write(f"\n{json.dumps(gain._asdict())}")
-        except OSError as error:
-            _warn_once(f"The measured gain could not be kept in {self._path} ({error}); it holds until this process "
-                       "ends.")
+        self._write([gain._asdict()])
+
+    def add_picture(self, case: tuple[str, ...], seconds: float) -> None:
+        """Keep the time of one more picture, as `remember` does. Old ones, and the oldest cases, are forgotten."""
+        seen = {one: times for one, times in self.pictures.items() if one != case}
+        seen[case] = (*self.pictures.get(case, ()), seconds)[-_MOST:]
+        self.pictures = dict(list(seen.items())[-_CASES:])
+        self._write([(case, seen[case])])
+
+    def told(self, where: str, *rules: str) -> str:
+        """``about 1.5x faster, from your own pictures (12 and 9)``, unmerged and merged, by the latest such case.
+
+        "" where one kind alone is known, or too few, or where they vary by more than a part of what there is to tell.
+        where, rules: of the case; without a share it is any.
+        """
+        like = [one for one in self.pictures if one[0] == where and one[2:][: len(rules)] == rules][-1:]
+        kinds = [self.pictures.get(case, ()) for one in like for case in ((*one[:2], "", ""), one)] or [()]
+        if min(map(len, kinds)) < _LEAST:
+            return ""
+        quarters = [statistics.quantiles(times, method="inclusive") for times in kinds]
+        plain, merged = (middle for _, middle, _ in quarters)
+        if sum(last - first for first, _, last in quarters) > _SPREAD * abs(plain - merged):
+            return ""
+        return f"{_speed(plain / merged)}, from your own pictures ({len(kinds[0])} and {len(kinds[1])})"
 
     def of(self, about: tuple[str, ...]) -> tuple[Gain, ...]:
         """All of one model, set of rules, attention and versions: their first fields."""
@@ -125,28 +169,32 @@ class Gains:
 
     def forget(self) -> None:
         """Know nothing, and keep nothing in any file from now on."""
-        self._known, self._path = {}, None
+        self._known, self.pictures, self._path = {}, {}, None
+
+    def _write(self, lines: Sequence[Any], mode: str = "a") -> None:
+        if self._path is None:
+            return
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open(mode, encoding="utf-8") as file:  # another process may have written since
+                file.write("".join(f"\n{json.dumps(one)}" for one in lines))
+        except OSError as error:
+            _warn_once(f"What was measured could not be kept in {self._path} ({error}); it holds until this process "
+                       "ends.")
 
     def __bool__(self) -> bool:
         return bool(self._known)
 
 
-def _read(path: Path) -> dict[tuple, Gain]:
-    """The gains of a file, of several of one case the latest."""
-    found: dict[tuple, Gain] = {}
+def _speed(ratio: float) -> str:
+    return f"about {ratio:.{1 if ratio >= 1.1 else 2}f}x faster" if ratio >= 1 + MARGIN else "no faster"
+
+
+def _lines_of(path: Path) -> list[str]:
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+        return [*filter(str.strip, path.read_text(encoding="utf-8", errors="replace").split("\n"))]
     except OSError as error:
-        lines = [] if isinstance(error, FileNotFoundError) else [str(error)]
-    for line in filter(str.strip, lines):
-        try:
-            gain = Gain(**json.loads(line))
-            if not (gain.unmerged > 0 and gain.merged > 0):
-                raise ValueError("it has times that are none")
-            found[gain.case] = gain
-        except (ValueError, TypeError):
-            _warn_once(f"Not all of {path} is used: not all of it are measured gains. Delete it.")
-    return found
+        return [] if isinstance(error, FileNotFoundError) else [str(error)]
 
 
 @cache

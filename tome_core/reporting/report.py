@@ -22,7 +22,8 @@ class Report(Counted):
     """What a patch did so far; ``str()`` of it is for people. ``calls``: calls of the UNet that were counted.
 
     Its counts, such as ``work_saved`` and ``reasons``, are those of all levels.
-    gains: measurements of calls of these sizes, by which rules go that are to merge only where it pays.
+    gains: measurements of calls of these sizes, by which rules go that are to merge only where it pays. own: what
+    people's own pictures say, which is told where no measurement is of such calls.
     """
 
     patched: bool
@@ -31,6 +32,7 @@ class Report(Counted):
     levels: tuple[LevelTally, ...] = ()
     notes: tuple[str, ...] = ()
     gains: tuple[Gain, ...] = ()
+    own: str = ""
 
     @classmethod
     def join(cls, reports: Iterable[Report]) -> Report:
@@ -111,7 +113,7 @@ class Report(Counted):
         """
         gains = [gain for gain in self.gains if gain.is_of(self.work_saved)][-_KINDS:]
         if not gains or not self.merged_anything:
-            return []
+            return [self.own] if self.own and self.merged_anything else []
         sizes = [gain.speed + (f" at {gain.size}" if len(gains) > 1 else "") for gain in gains]
         return [f"{', '.join(sizes)} (measured here)"]
 

@@ -65,13 +65,6 @@ def test_before_or_after_makes_no_difference(comfy, kind, other):
         assert bytes_of(seen, "other alone") != bytes_of(seen, "before")
 
 
-def test_remove_says_that_the_built_in_node_still_merges(comfy):
-    graph = Graph()
-    removed = graph.removed(graph.add("TomePatchModel", model=graph.apply(), ratio=0.5))
-    graph.add("TestSink", model=removed)
-    assert "TomePatchModel is on it and still merges" in report_of(comfy.good(graph.graph), removed)
-
-
 def test_area_prompts_merge_each_crop_on_its_own(comfy):
     graph = Graph(size=(256, 192), steps=1)
     area = graph.add("ConditioningSetArea", conditioning=graph.positive, width=96, height=64, x=32, y=64, strength=1.0)

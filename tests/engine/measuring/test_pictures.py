@@ -1,0 +1,201 @@
+"""A gain is told of people's own pictures where there are enough of both kinds, of one kind of call, and alike."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from tome_core.hosting import MergeConfig, Steps, gains, pictures
+from tome_core.reporting.gains import Gains
+
+CONFIG = MergeConfig(ratio=0.5)
+LATENT = torch.zeros(2, 4, 8, 16)
+
+
+def report(saved, merged_anything=True):
+    return SimpleNamespace(work_saved=saved, merged_anything=merged_anything)
+
+
+@pytest.fixture(autouse=True)
+def forgotten():
+    """What this process knows is as nobody's."""
+    gains.KNOWN.forget()
+    yield
+    gains.KNOWN.forget()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Time passes by `step` for each report."""
+    clock = SimpleNamespace(now=0.0, step=1.0)
+
+    def tell():
+        clock.now += clock.step
+        return clock.now
+
+    monkeypatch.setattr(Steps, "clock", staticmethod(tell))
+    return clock
+
+
+@pytest.fixture
+def draw(clock):
+    """A sampling of some steps, each of which takes so long; what is told of it."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+
+    def draw(seconds, config=None, saved=0.5, steps=8, latent=LATENT, model=model, more=(), beside=("euler",)):
+        heard, clock.step = Steps(), seconds
+        for step in range(steps):
+            heard.call(latent, *more)
+            heard.hear(step)
+        return heard.remember(model, config, report(saved), *beside)
+
+    draw.model = model
+    return draw
+
+
+def of_both(draw, unmerged=3, merged=3, seconds=2.0, **more):
+    """What the last of some merged pictures is told, after some unmerged ones."""
+    for _ in range(unmerged):
+        assert draw(seconds, **more) == ""
+    return ["", *(draw(seconds / 2, CONFIG, **more) for _ in range(merged))][-1]
+
+
+def test_three_of_both_kinds_say_it_and_not_one_fewer(draw):
+    assert [of_both(draw, 0, 9), of_both(draw, 2, 1)] == ["", ""], "one kind alone, and two"
+    assert of_both(draw, 1, 1) == "about 2.0x faster, from your own pictures (3 and 11)"
+
+
+def test_what_is_slower_is_said_too_and_the_latest_twelve_count(draw):
+    of_both(draw, 20, 0)
+    assert [draw(3.0, CONFIG) for _ in range(3)][-1] == "no faster, from your own pictures (12 and 3)"
+
+
+@pytest.mark.parametrize("other", [
+    {"latent": LATENT[:1]}, {"latent": LATENT.mT}, {"latent": LATENT.half()}, {"steps": 9}, {"more": ("a patch",)},
+    {"beside": ("euler", "ControlNet 0")}, {"model": nn.Sequential(nn.Linear(2, 2), nn.SiLU())},
+    {"model": nn.Sequential(nn.Linear(2, 3), nn.ReLU())},
+])  # fmt: skip
+def test_another_batch_size_precision_sampling_neighbour_or_model_is_another_case(draw, other):
+    of_both(draw, 3, 0, **other)
+    assert of_both(draw, 0, 3) == "", "there are no unmerged ones like these"
+    assert of_both(draw, 0, 3, **other) != ""
+
+
+@pytest.mark.parametrize("forward", [lambda x: x, SimpleNamespace(__call__=None)])
+def test_what_stands_in_a_modules_place_is_another_case(draw, forward):
+    of_both(draw, 3, 3)
+    vars(draw.model[0])["forward"] = forward
+    assert draw(1.0, CONFIG) == ""
+    del vars(draw.model[0])["forward"]
+    assert draw(1.0, CONFIG) != ""
+
+
+def test_other_rules_or_another_share_left_out_are_another_case_and_another_seed_is_none(draw):
+    told = of_both(draw)
+    for config, saved in ((MergeConfig(ratio=0.6), 0.5), (CONFIG, 0.7)):
+        assert draw(1.0, config, saved) == ""
+    assert draw(1.0, MergeConfig(ratio=0.5, seed=7)) == told.replace("3)", "4)")
+
+
+def test_another_start_of_the_process_is_another_case(draw, monkeypatch):
+    of_both(draw)
+    monkeypatch.setattr("sys.argv", ["main.py", "--lowvram"])
+    assert draw(1.0, CONFIG) == ""
+
+
+def test_where_times_vary_by_more_than_a_part_of_the_gain_nothing_is_said(draw):
+    for seconds in (2.0, 2.2, 2.4):
+        draw(seconds)
+    assert of_both(draw, 0, 3, seconds=2.0) != "", "0.2 of 1.2"
+    for seconds in (1.4, 1.2, 0.8):
+        told = draw(seconds, CONFIG)
+    assert told == ""
+
+
+def test_a_hiccup_or_two_hide_nothing_of_many(draw):
+    of_both(draw, 5, 5)
+    draw(90.0)
+    assert draw(90.0, CONFIG) == "about 2.0x faster, from your own pictures (6 and 6)"
+
+
+def test_the_first_step_and_few_steps_count_for_nothing(draw, clock):
+    of_both(draw, 3, 3)
+    heard, clock.step = Steps(), 1.0
+    for step in range(8):
+        heard.call(LATENT)
+        clock.now += 99.0 * (step == 0)  # loads and compiles
+        heard.hear(step)
+    assert heard.remember(draw.model, CONFIG, report(0.5), "euler") != ""
+    assert of_both(draw, 3, 3, steps=6) == "" and of_both(draw, 3, 3, steps=7) != ""
+
+
+def test_what_was_to_merge_and_did_not_is_of_neither_kind(draw):
+    heard = Steps()
+    for step in range(9):
+        heard.call(LATENT)
+        heard.hear(step)
+    for told in (None, report(0.0, False)):
+        assert heard.remember(draw.model, CONFIG, told) == "" and not gains.KNOWN.pictures
+
+
+def test_what_reports_no_step_or_is_called_with_no_latent_says_nothing(draw):
+    heard = Steps()
+    for _ in range(9):
+        heard.call(LATENT)
+    assert heard.remember(draw.model, CONFIG, report(0.5)) == "" and not gains.KNOWN.pictures
+    assert of_both(draw, latent=None) == "" and not gains.KNOWN.pictures
+
+
+def test_a_panel_is_told_of_the_size_as_the_latest_was_drawn(draw):
+    def told(height, width, config=CONFIG):
+        return pictures.told(draw.model, config, height, width)
+
+    assert told(64, 128) == ""
+    latest = of_both(draw)
+    assert told(64, 128) == latest and told(128, 64) == told(64, 128, MergeConfig(ratio=0.6)) == ""
+    of_both(draw, 0, 1, latent=LATENT[:1])
+    assert told(64, 128) == "", "of its like there is no unmerged one"
+
+
+def test_nothing_goes_by_it(draw):
+    of_both(draw)
+    assert not gains.KNOWN and gains.KNOWN.of(()) == ()
+
+
+# --- the file ---------------------------------------------------------------------------------------------------------
+
+
+def kept_in(path):
+    known = Gains()
+    known.load(path)
+    return known
+
+
+def test_another_process_knows_it_and_the_file_does_not_grow_for_ever(tmp_path):
+    path = tmp_path / "gains.json"
+    known = kept_in(path)
+    for number in range(2000):
+        known.add_picture(("where", "how", "", ""), float(number + 1))
+    assert kept_in(path).pictures == known.pictures and len(known.pictures["where", "how", "", ""]) == 12
+    assert len(path.read_text().splitlines()) < 10
+    for number in range(999):
+        known.add_picture((str(number), "how", "", ""), 1.0)
+    assert len(known.pictures) <= 300 and ("998", "how", "", "") in known.pictures
+    kept_in(path)
+    assert set(kept_in(path).pictures) >= set(known.pictures) and len(path.read_text().splitlines()) < 1400
+
+
+@pytest.mark.parametrize("line", [
+    [], [[], []], [["a", "b", "c", "d"], []], [["a", "b", "c", "d"], ["1"]], [["a", "b", "c", "d"], [0.0]],
+    [["a", "b", "c", "d"], [float("nan")]], [["a", "b", "c", []], [1.0]], [["a", "b", "c"], [1.0]], [1, 2],
+    [["a", "b", "c", "d"], 1.0],
+])  # fmt: skip
+def test_a_broken_line_costs_nothing_but_itself(tmp_path, line):
+    path = tmp_path / "gains.json"
+    kept_in(path).add_picture(("where", "how", "", ""), 1.0)
+    path.write_text(f"{path.read_text()}\n{json.dumps(line)}")
+    assert kept_in(path).pictures == {("where", "how", "", ""): (1.0,)}
