@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from . import asking, host
+from . import asking, host, slot
 from .host import hosting
 from .sampling import HostSampling, is_flow, timestep_of
 from .transformers import TransformerMerging, piece_of
