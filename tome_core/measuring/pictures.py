@@ -97,12 +97,13 @@ def told(model: nn.Module, config: MergeConfig, height: int, width: int) -> str:
 
 def _where(model: nn.Module, sides: list[tuple[int, int]]) -> str:
     """A model with all that stands in it, the sides of its latents, and how this process was started."""
-    codes = ((vars(one).get("forward", type(one).forward), vars(one).get("processor")) for one in model.modules())
-    parts = Counter(f"{full_name(code)} {names_known_to(code)} {type(one).__name__}" for code, one in codes)
-    weights: Counter[str] = Counter()
+    parts: Counter[str] = Counter()
+    for one in model.modules():
+        code, processor = vars(one).get("forward", type(one).forward), type(vars(one).get("processor"))
+        parts[f"{full_name(code)} {names_known_to(code)} {processor.__name__}"] += 1
     for one in model.parameters():
-        weights[str(one.dtype)] += one.numel()
-    return digest(sorted(parts.items()), sorted(weights.items()), sides, torch.__version__, version(), sys.argv[1:])
+        parts[str(one.dtype)] += one.numel()
+    return digest(sorted(parts.items()), sides, torch.__version__, version(), sys.argv[1:])
 
 
 def _rules(config: MergeConfig) -> str:
