@@ -21,8 +21,9 @@ from . import sdnext
 
 Script = scripts.Script
 ALWAYS_VISIBLE = scripts.AlwaysVisible
-# in A1111 from 1.10 on and in the Forges; SD.Next has none, and writes no fact that can be called
-HAS_SAMPLING_HOOK = hasattr(scripts.Script, "process_before_every_sampling")
+HAS_SAMPLING_HOOK = hasattr(scripts.Script, "process_before_every_sampling")  # SD.Next alone has none
+_WRITING = getattr(sys.modules.get("modules.processing"), "create_infotext", None)
+CALLS_FACTS = "callable" in getattr(getattr(_WRITING, "__code__", None), "co_names", ())  # and writes what comes of it
 HYPERTILE = "__webui_hypertile_params"  # on each attention that A1111's HyperTile has wrapped, for good
 _BUILT_IN = "get_token_merging_ratio"
 STAND_INS = (_BUILT_IN, sdnext.INIT_HIRES)  # methods of a job that may be ours for the time of it

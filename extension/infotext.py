@@ -129,11 +129,10 @@ def add_axes() -> None:
         return
     there = {option.label for option in plot.axis_options}
     dial = [("strength", "Strength", float, ()), ("where", "Where", str, WHERE)]
-    expert = [(one.name, one.label, str if isinstance(one.default, bool) else type(one.default), one.choices)
-              for one in form.FIELDS if not isinstance(one.default, bool)]  # fmt: skip
+    expert = [(one.name, one.label, type(one.default), one.choices) for one in form.FIELDS]
     for name, label, kind, choices in (*dial, *expert):
         label = f"[ToMe] {label}"
-        if label not in there:
+        if label not in there and kind is not bool:
             more = {"choices": lambda choices=choices: list(choices)} if choices else {}
             more["confirm"] = partial(_confirm, name)
             plot.axis_options.append(plot.AxisOption(label, kind, partial(_apply, name), **more))

@@ -63,7 +63,7 @@ class TokenMerging(host.Script):
         if request is None or request is not self._request:
             self._request, self._fact = request, host.Fact()
         job.fact = self._fact
-        if (job.error or job.wish.enabled) and host.HAS_SAMPLING_HOOK and p.extra_generation_params is not None:
+        if (job.error or job.wish.enabled) and host.CALLS_FACTS and p.extra_generation_params is not None:
             p.extra_generation_params[FACT] = job.fact  # where a script finds it that makes a result of its own
         _write(p, job, any(job.wish.config(hires) for hires in PASSES if host.has_hires(p) or not hires))
 

@@ -225,6 +225,8 @@ class Webui(Modules):
         self.context = self.put("gradio.context", Context=types.SimpleNamespace(block="a group", root_block="blocks"))
         accordion = type("InputAccordion", (Component,), {"accordion": Component()})
         self.put("modules.ui_components", InputAccordion=accordion)
+        if flavour != "sdnext":
+            self.put("modules.processing", create_infotext=Webui.infotext)
         self.load(ldm_of_one_level())
 
     # --- models ------------------------------------------------------------------------------------------------

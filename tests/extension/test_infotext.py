@@ -137,6 +137,8 @@ def test_what_is_counted(webui):
     rows = re.findall(r"^\| (\d+) \| `(\w+)` \|", text, re.MULTILINE)
     assert rows == [(str(n), name) for n, name in enumerate(webui.part("wish").DIAL)]
     assert all(f"`{key}`" in text for key in webui.shared.opts.labels)
+    (named,) = re.findall(r"`merge_what` is ([^,]*),", text)
+    assert tuple(re.findall(r'"([^"]+)"', named)) == form.field("merge_what").choices
 
 
 def test_a_call_that_says_nothing_is_told_from_one_that_says_the_defaults(webui):

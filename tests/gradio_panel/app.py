@@ -113,7 +113,8 @@ class Tab:
         self.script.before_process(p, *values)
         self.script.process(p, *values)
         found = changed(self.wish, dict(zip(self.wish.ARGUMENTS, values, strict=True)))
-        return told({"changed": found, "infotext": p.extra_generation_params})
+        written = {key: value for key, value in p.extra_generation_params.items() if not callable(value)}
+        return told({"changed": found, "infotext": written})
 
     def paste(self, text):
         """The webui leaves a control alone for which its function gives None."""
