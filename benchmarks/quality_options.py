@@ -70,8 +70,7 @@ def complete(options: argparse.Namespace) -> tuple[Amounts, list[str]]:
     if unknown:
         raise ValueError(f"no variant is called {' or '.join(unknown)}; --list prints the names")
     options.group = options.group or ("choose" if options.purpose == subjects.CHOOSE else "standard")
-    there = [path for path in subjects.SCENE_MODELS if path.exists()]
-    options.model = options.model or there[: 1 if options.group == "smallest" else None]
+    options.model = options.model or list(subjects.SCENE_MODELS[: 1 if options.group == "smallest" else None])
     own = [path for path in options.model if not subjects.is_scene_model(path)]
     for path in own:
         checkpoint.inspect(path)

@@ -25,8 +25,10 @@ from demo.source import UserPipeline
 from demo.training_loss import Scenes
 
 PART_NOISED = 8  # noised pictures in one row of a result; even, because tomesd draws nothing for an odd batch
-# the demo's two, and the oldest, whose heads are smooth: what helps on all three hangs on no one way of looking
-SCENE_MODELS = (*model.CHECKPOINTS, model.WEIGHTS.with_name("scenes128-c.safetensors"))
+# the demo's two, and the oldest, whose heads are smooth: what helps on all three hangs on no one way of looking. A
+# checkout is without it; demo/README.md tells where it is
+_SMOOTH = model.WEIGHTS.with_name("scenes128-c.safetensors")
+SCENE_MODELS = (*model.CHECKPOINTS, _SMOOTH) if _SMOOTH.exists() else model.CHECKPOINTS
 CHOOSE, SHOW = "choose", "show"
 UNIFORM, KARRAS, LATE_HALF, EXPONENTIAL, AYS = "uniform", "karras", "late-half", "exponential", "ays"
 SCHEDULES = (UNIFORM, KARRAS, LATE_HALF, EXPONENTIAL, AYS)

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from demo import eight_bits
 from demo.places import PlacedConv, window_of
 from demo.prompt import VOCABULARY
 from demo.transformer import TRANSFORMER, SceneTransformer
@@ -168,7 +169,7 @@ def load(path: Path = WEIGHTS) -> SceneModel | SceneTransformer:
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
-            weights = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
+            weights = eight_bits.unpack({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
         unet, scheduler = json.loads(metadata["unet_config"]), json.loads(metadata["scheduler"])
         model = make(unet, scheduler, float(metadata["haar_gain"]))
         model.load_state_dict(weights)

@@ -11,6 +11,7 @@ from comfy_nodes.nodes import ApplyToMe
 from comfy_nodes.slot import SLOT
 from tests.comfy_doubles import Guider, apply, least_checkpoint, with_compile
 from tests.compiling import where_compilers_were_tried
+from tests.thoroughness import some_quick
 from tests.traces import traces
 
 pytestmark = [pytest.mark.usefixtures("fresh_compiler"), where_compilers_were_tried]
@@ -34,7 +35,7 @@ def counts(patcher):
 
 
 @pytest.mark.parametrize("is_plain_first", [False, True])
-@pytest.mark.parametrize("function", ["attention_pytorch", "attention_split", "attention_sub_quad"])
+@pytest.mark.parametrize("function", some_quick(["attention_sub_quad", "attention_pytorch", "attention_split"]))
 def test_it_merges_as_without_a_compiler_and_what_merged_is_counted(monkeypatch, function, is_plain_first):
     monkeypatch.setattr(comfy, "optimized_attention", getattr(comfy, function))
     plain = least_checkpoint()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
 
-from demo import model, prompt, sampler, scenes, training_loss
+from demo import eight_bits, model, prompt, sampler, scenes, training_loss
+from demo.eight_bits import SCALE
 from tests.thoroughness import some_quick
 
 
@@ -80,12 +83,36 @@ def test_an_odd_picture_has_no_latent():
 
 
 @pytest.mark.parametrize("weights", model.CHECKPOINTS, ids=lambda path: path.stem)
-def test_the_embedded_weights_are_small_and_half_precision(weights):
-    assert weights.stat().st_size < 10e6
+def test_the_embedded_weights_are_small_and_in_eight_bits(weights):
+    assert weights.stat().st_size < 5e6
     with safe_open(weights, "pt") as file:
         names = set(file.keys())
-        assert {file.get_slice(name).get_dtype() for name in names} == {"F16"}
+        kinds = {name: file.get_slice(name).get_dtype() for name in names}
+    assert set(kinds.values()) == {"I8", "F16"}
+    assert {name for name, kind in kinds.items() if kind == "I8"} == {
+        name.removesuffix(SCALE) for name in names if name.endswith(SCALE)}  # fmt: skip
     assert "emb.weight" in names and all(name.startswith("unet.") for name in names - {"emb.weight"})
+
+
+def test_eight_bits_miss_no_weight_by_more_than_half_a_step():
+    torch.manual_seed(0)
+    rows = torch.tensor([0.0, 1e-9, 1e-3, 1.0, 100.0])[:, None, None, None]
+    weights = {"large": torch.randn(5, 64, 4, 4) * rows, "small": torch.randn(3, 5), "bias": torch.randn(5000)}
+    packed = eight_bits.pack(weights)
+    assert packed["large"].dtype == torch.int8 and set(packed) == {*weights, "large" + SCALE}
+    found = eight_bits.unpack(packed)
+    step = weights["large"].abs().amax((1, 2, 3), keepdim=True) / 127
+    assert ((found["large"] - weights["large"]).abs() <= 0.51 * step.clamp(min=2**-24)).all()
+    assert all(torch.equal(found[name], weights[name].half().float()) for name in ("small", "bias"))
+
+
+def test_packing_a_file_again_changes_no_weight(tmp_path, capsys):
+    path = tmp_path / "model.safetensors"
+    shutil.copy(model.WEIGHTS, path)
+    eight_bits.main([str(path)])
+    first, second = (model.load(one) for one in (model.WEIGHTS, path))
+    assert all(torch.equal(value, second.state_dict()[name]) for name, value in first.state_dict().items())
+    assert second.config == first.config and "model.safetensors" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("weights", some_quick(model.CHECKPOINTS), ids=lambda path: path.stem)
@@ -98,7 +125,8 @@ def test_saving_and_loading_keeps_the_model(tmp_path):
     first = model.load()
     model.save(first, tmp_path / "weights.safetensors")
     second = model.load(tmp_path / "weights.safetensors")
-    assert all(torch.equal(value, second.state_dict()[name]) for name, value in first.state_dict().items())
+    kept = second.state_dict()
+    assert all(torch.equal(value.half().float(), kept[name]) for name, value in first.state_dict().items())
     assert second.scheduler == first.scheduler and second.haar_gain == first.haar_gain
 
 

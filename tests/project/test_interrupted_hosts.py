@@ -11,7 +11,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from comfy_nodes import branch, slot
+from comfy_nodes import asking, branch
 from comfy_nodes.host import hosting
 from tests import webui_doubles
 from tests.comfy_doubles import Guider, ModelPatcher, apply, least_checkpoint
@@ -169,7 +169,7 @@ def test_a_fault_in_a_wrapper_beside_ours_leaves_nothing(comfy, kind, inside, af
 
 # what a call of the model, and a sampling, come by
 OURS = ((branch.Sampling, "call"), (branch.Sampling, "_make"), (branch.Sampling, "_tell_time"), (State, "begin"),
-        (slot, "fill"), (hosting, "answer"), (State, "attend"), (branch.Sampling, "end"))  # fmt: skip
+        (asking, "call"), (hosting, "answer"), (State, "attend"), (branch.Sampling, "end"))  # fmt: skip
 
 
 @pytest.mark.parametrize("error", MOST_ERRORS)

@@ -81,6 +81,7 @@ WAYS = {
     "python -m benchmarks.card card.json": Way("--seconds 1", (("card.json", "{new}/card.json"),)),
     "python -m benchmarks.unfused --pixels 512 1024": Way(SHORT_UNFUSED),
     "python -m demo.samples": Way("--steps 1"),
+    "python -m demo.eight_bits FILE": Way(fill=(("FILE", "{new}/model.safetensors"),)),
     "python -m demo.train --minutes 600": Way(SHORT_TRAINING),
     "python -m demo.train --minutes 30 --device cuda --batch 64": Way(SHORT_TRAINING, needs=GPU),
     "python -m demo.train --minutes 60 --coarse 0 --crops 0 --keep-heads --start demo/scenes128.safetensors --seed 3":
@@ -193,6 +194,7 @@ def new(tmp_path):
     """A folder with what the placeholders stand for."""
     (tmp_path / "prompts.txt").write_text("a cat\n", encoding="utf-8")
     (tmp_path / "front.json").write_bytes((ROOT / FRONT).read_bytes())
+    (tmp_path / "model.safetensors").write_bytes((ROOT / "demo/scenes128.safetensors").read_bytes())
     for name, host in (("webui", install.WEBUI), ("comfyui", install.COMFYUI)):
         for part in host.looked_for[0]:
             (tmp_path / name / part).mkdir(parents=True)

@@ -44,6 +44,14 @@ def copy(tmp_path) -> Path:
     return tmp_path
 
 
+def test_a_checkout_is_small():
+    """Everybody who installs it in a host downloads all of it."""
+    files = tracked()
+    if files is None:
+        pytest.skip("needs git's list of the project's files")
+    assert sum((ROOT / name).stat().st_size for name in files) < 25e6
+
+
 def test_a_new_version_is_written_in_one_place_and_the_rest_follows(copy):
     source = copy / release.SOURCE
     source.write_text(source.read_text(encoding="utf-8").replace(tome_core.__version__, "9.8.7"), encoding="utf-8")
