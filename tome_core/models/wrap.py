@@ -152,7 +152,9 @@ class Wrap:
         """What others have put into the slot; None for the class's own method, which accelerate puts there."""
         method = without_inert(vars(self.target).get(self._slot()))
         own = getattr(method, "__self__", None) is self.target
-        return None if own and getattr(method, "__func__", None) is getattr(type(self.target), self.name) else method
+        # ours, too, if another has bound it to the target after it was taken off: it comes down to the class's
+        classes = getattr(type(self.target), self.name), type(self).forward, Wrap.forward
+        return None if own and getattr(method, "__func__", None) in classes else method
 
     def __reduce__(self) -> tuple:
         return object.__new__, (Wrap,), (self.name, self.wrapped(), self.beneath)
