@@ -1,4 +1,4 @@
-"""``python -m tests.beside --count 3000``: that many random pairs of foreign things beside merging, on random models."""
+"""``python -m tests.beside --count 3000``: that many random pairs of foreign things beside merging."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ from tests.random_stackings.sessions import drop_own_methods
 from tests.thoroughness import THOROUGH, some_quick
 from tests.traces import traces
 
+
 def _cases(law: str, quick: tuple[str, ...] = QUICK) -> Any:
     """What goes together. quick: models that are for every run; of the others every twentieth pair, others for each
     law, and all of them in a thorough run.

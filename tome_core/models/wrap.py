@@ -180,9 +180,17 @@ def drop_remains(target: Any) -> None:
 
 def others_on(module: nn.Module) -> Any:
     """What anybody but us, and accelerate, has put in the place of ``module.forward``; None if nothing."""
-    found = Wrap(module)._find()
+    found = over_hook(module) or Wrap(module)._find()
     ours = wrap_of(found)
     return found if ours is None else without_inert(ours.beneath)
+
+
+def over_hook(module: nn.Module | None) -> Any:
+    """What somebody has put in the place of accelerate's hook, beneath which our wrap is; None if nothing."""
+    own = {} if module is None else vars(module)
+    method = own.get("forward")
+    is_theirs = getattr(getattr(method, "func", None), "__name__", "") == "new_forward"
+    return method if {"_hf_hook", "_old_forward"} <= own.keys() and not is_theirs else None
 
 
 def wrap_of(method: Any) -> Wrap | None:
@@ -323,7 +331,7 @@ class WrapSet:
         """
         if self.handle is None or self.calls.off or not self.on:
             return
-        if not self.on[0].is_on_top():
+        if not self.on[0].is_on_top() or over_hook(self.on[0].target) is not None:
             self.calls.passed = why_passed(self.on[0])
             self.put_back()
         if self.calls.passed:
