@@ -188,9 +188,8 @@ def others_on(module: nn.Module) -> Any:
 def over_hook(module: nn.Module | None) -> Any:
     """What somebody has put in the place of accelerate's hook, beneath which our wrap is; None if nothing."""
     own = {} if module is None else vars(module)
-    method = own.get("forward")
-    is_theirs = getattr(getattr(method, "func", None), "__name__", "") == "new_forward"
-    return method if {"_hf_hook", "_old_forward"} <= own.keys() and not is_theirs else None
+    is_theirs = getattr(getattr(own.get("forward"), "func", None), "__name__", "") == "new_forward"
+    return None if is_theirs or not {"_hf_hook", "_old_forward"} <= own.keys() else own.get("forward")
 
 
 def wrap_of(method: Any) -> Wrap | None:
