@@ -24,7 +24,8 @@ PICTURES = ("image", "control_image", "conditioning_frames", "init_image", "cont
 MASKS = ("mask_image", "control_mask", "mask")
 GIVEN = {"prompt": "a b", "source_prompt": "a", "num_inference_steps": 2, "num_frames": 2, "video_length": 2,
          "token_indices": [1], "gligen_phrases": ["a"], "gligen_boxes": [[0.1, 0.1, 0.6, 0.6]], "control_mode": [0],
-         "class_labels": [1], "height": 64, "width": 64, "processing_resolution": 64}  # fmt: skip
+         "class_labels": [1], "height": 64, "width": 64, "strength": 0.8,
+         "processing_resolution": 64}  # fmt: skip
 PROMPT = {"prompt_embeds": WORDS, "negative_prompt_embeds": WORDS, "prompt_attention_mask": ALL_SEEN,
           "negative_prompt_attention_mask": ALL_SEEN, "pooled_prompt_embeds": POOLED,
           "negative_pooled_prompt_embeds": POOLED}  # fmt: skip

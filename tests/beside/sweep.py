@@ -137,6 +137,8 @@ def pipeline(kind: type) -> str:
     hints = typing.get_type_hints(kind.__init__)
     place = next(one for one in ("transformer", "unet", "prior", "decoder") if one in hints)
     kinds = [one for one in typing.get_args(hints[place]) or [hints[place]] if one is not type(None)]
+    if not issubclass(kinds[0], nn.Module):
+        raise TypeError("its network is none of torch's")
     known = next((one for one in kinds if one.__name__ in small()), None)
     if known is None:
         parts = dict.fromkeys(inspect.signature(kind).parameters)
