@@ -3,7 +3,8 @@
     TOME_THOROUGH=1 python -m pytest tests -k 'soak or random_arguments or interrupt or beside'
 
 which is 500 generations in each host, 10,000 random arguments for each door, faults at every single wrap, and every
-foreign thing beside every model.
+foreign thing beside every model. Pairs of such things are drawn by ``python -m tests.beside``, and every network and
+pipeline of diffusers by ``python -m tests.beside.sweep``.
 """
 
 from __future__ import annotations

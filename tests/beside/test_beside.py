@@ -7,9 +7,7 @@ three.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from contextlib import ExitStack
-from functools import cache
 from typing import Any
 from zlib import crc32
 
@@ -17,16 +15,13 @@ import pytest
 import torch
 
 import tome_core
+from tests.beside.laws import EQUAL, PLACE, SETTINGS, SIZE, assert_counted, calls, counted, far, merged, unmerged
 from tests.beside.models import MODELS, QUICK, TIMES, Beside
 from tests.beside.things import THINGS
 from tests.models import merge_with_self
 from tests.random_stackings.sessions import drop_own_methods
 from tests.thoroughness import THOROUGH, some_quick
 from tests.traces import traces
-
-SETTINGS = {"strength": 0.25, "only_if_it_pays": False}
-# shares of the unmerged picture: what other sums make of it; and of a thing's effect, by which it may differ merged
-EQUAL, SIZE, PLACE = 1e-4, 0.1, 0.5
 
 
 def _cases(law: str, quick: tuple[str, ...] = QUICK) -> Any:
@@ -47,55 +42,11 @@ def _cases(law: str, quick: tuple[str, ...] = QUICK) -> Any:
 either_order = pytest.mark.parametrize("is_over", [False, True], ids=["it came first", "we came first"])
 
 
-@cache
-def unmerged(name: str, thing: str = "nothing") -> torch.Tensor:
-    beside = Beside(name)
-    with THINGS[thing].on(beside) as model:
-        return beside.draw(model)
-
-
-@cache
-def calls(name: str, thing: str) -> int:
-    """Of attentions, for a picture."""
-    beside = Beside(name)
-    if thing == "compiled blocks":  # of which a hook would make other blocks
-        return beside.calls_of_attentions()
-    with THINGS[thing].on(beside) as model:
-        return beside.calls_of_attentions(model)
-
-
-@cache
-def merged(name: str) -> torch.Tensor:
-    beside = Beside(name)
-    with tome_core.patch(beside.whole, **SETTINGS) as handle, handle.sampling():
-        return beside.draw()
-
-
 def put_on(beside: Beside, thing: str, is_over: bool, ours: ExitStack, its: ExitStack) -> tuple[Any, Any]:
     """Both. Returns what is called, and our handle."""
     handle = ours.enter_context(tome_core.patch(beside.whole, **SETTINGS)) if is_over else None
     model = its.enter_context(THINGS[thing].on(beside)) or beside.whole
     return model, handle or ours.enter_context(tome_core.patch(model, **SETTINGS))
-
-
-def counted(report: Any) -> tuple[int, dict[str, int]]:
-    """Calls of attentions that merged, and reasons for those that did not."""
-    on = sum(count for level in report.levels for (part, *_), count in level.merged.items() if part == "attn")
-    off = sum((Counter(level.reasons) for level in report.levels), Counter())
-    for level in report.levels:
-        off.update({f"attn: {why}": report.calls * level.blocks for why in level.traced})
-    return on, {why: count for why, count in off.items() if why.startswith("attn: ")}
-
-
-def assert_counted(report: Any, calls: int) -> None:
-    """As merged, or as left with a reason; unless nothing of us is there any more that could count."""
-    on, off = counted(report)
-    assert on + sum(off.values()) >= calls or not report.patched, (on, off, calls)
-
-
-def far(one: torch.Tensor, other: torch.Tensor, of: torch.Tensor) -> float:
-    assert one.isfinite().all()
-    return ((one - other).norm() / of.norm()).item()
 
 
 @pytest.mark.parametrize("is_over", some_quick([False, True]), ids=["it came first", "we came first"])
@@ -126,6 +77,9 @@ def test_whoever_leaves_first_nothing_of_merging_stays(name, thing, is_over, we_
         if we_leave_first:
             ours.close()
             assert torch.equal(beside.draw(model, times), plain_with_it[: len(times)])
+            its.close()
+            with tome_core.patch(beside.whole, **SETTINGS) as again, again.sampling():
+                assert torch.equal(beside.draw(), on_its_own)
         else:
             its.close()
             handle.reset_counts()

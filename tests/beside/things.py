@@ -26,6 +26,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from tests.attention_packages import sageattn
 from tests.beside.models import Beside
 
 On = Callable[[Beside], AbstractContextManager]
@@ -341,11 +342,6 @@ def refusing_masks(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=F
     return TORCHS(query, key, value, None, dropout_p, is_causal, scale=scale, **kwargs)
 
 
-def sage(q, k, v, tensor_layout="HND", is_causal=False, sm_scale=None, return_lse=False, **kwargs):
-    """SageAttention's signature, which swallows what it does not know."""
-    return TORCHS(q, k, v, is_causal=is_causal, scale=sm_scale)
-
-
 def no_softmax(query, key, value, *args, **kwargs):
     """Linear attention."""
     return query @ (key.mT @ value) / key.shape[-2]
@@ -509,7 +505,7 @@ THINGS = {
     "a cache of the model": Thing(wrapper(model, every_second), None, "every_second"),
     "a function that swallows masks": Thing(replaced(swallowing_masks), fits=brings_no_masks),
     "a function that refuses masks": Thing(replaced(refusing_masks), fits=brings_no_masks),
-    "SageAttention": Thing(replaced(sage), fits=calls_it_by_place),
+    "SageAttention": Thing(replaced(sageattn), fits=calls_it_by_place),
     "a function that is no attention": Thing(
         replaced(no_softmax), BY_FUNCTION, "no_softmax|forward calls no attention function"),
     "a mode around attentions": Thing(in_mode(Looking, attentions), BY_HAND | OVER, "Looking|within"),

@@ -10,6 +10,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,9 @@ from benchmarks.results import save
 from tests.random_stackings.cases import COMMAND, run
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(command: str) -> argparse.ArgumentParser:
     """The options."""
-    made = argparse.ArgumentParser(prog=COMMAND, description="Random models, settings, calls and stackings.")
+    made = argparse.ArgumentParser(prog=command, description="Random models, settings, calls and stackings.")
     made.add_argument("--count", type=int, default=10_000, help="how many (default 10000)")
     made.add_argument("--seed", type=int, default=0, help="what all is drawn from (default 0)")
     made.add_argument("--first", type=int, default=0, help="the first one's number (default 0)")
@@ -41,15 +42,17 @@ def begun(path: Path | None, command: str) -> dict[str, Any]:
     return {**record, "seen": Counter(record["seen"])}
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run; 0 where every case holds, 1 where one does not."""
+def main(
+    arguments: list[str] | None = None, run: Callable[[int, int], Counter] = run, command: str = COMMAND
+) -> int:
+    """Run; 0 where every case holds, 1 where one does not. run: of a seed and a number."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    options = parser().parse_args(arguments)
+    options = parser(command).parse_args(arguments)
     torch.set_num_threads(1)
     logging.disable()
     warnings.simplefilter("ignore")
     shard, shards = (int(part) for part in options.shard.split("/"))
-    record, since = begun(options.output, " ".join([COMMAND, *arguments])), time.monotonic()
+    record, since = begun(options.output, " ".join([command, *arguments])), time.monotonic()
     seen, faults = record["seen"], record["faults"]
     wanted = range(options.first + shard, options.first + options.count, shards)
     numbers = [number for number in wanted if number > record["done"]]
@@ -57,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             seen.update(run(options.seed, number))
         except AssertionError as fault:
-            again = f"{COMMAND} --seed {options.seed} --first {number} --count 1"
+            again = f"{command} --seed {options.seed} --first {number} --count 1"
             print(f"\nFAILED: {fault}\nrepeat: {again}", file=sys.stderr)
             if options.count == 1:
                 traceback.print_exception(fault)

@@ -121,7 +121,7 @@ class State:
         elif layout.first + picture > tokens or attention.k.shape[1] != tokens:
             why = NO_GRID
         elif torch._C._len_torch_function_stack():
-            why = _foreign_mode()
+            why = foreign_mode()
         if why:
             self.ledger.skip(level, "attn", why, batch * tokens * tokens)
             return None
@@ -369,7 +369,7 @@ def _run_merged(function: Callable, x: torch.Tensor, plan: MergePlan) -> tuple[t
     return plan.unmerge(out), ""
 
 
-def _foreign_mode() -> str:
+def foreign_mode() -> str:
     """Why an attention must see all tokens: a function mode of another program looks at its functions. "" if none does.
 
     Guidance that perturbs attention acts in one, and gives up if there are fewer keys than queries.

@@ -16,13 +16,13 @@ from ..attention.by_hand import OF_PROCESSORS, ByHand, full_name, known_of
 from ..attention.merged import Attention
 from ..compiling import is_tracing
 from ..engine.decision import Call
-from ..engine.state import State
+from ..engine.state import State, foreign_mode
 from ..reporting.ledger import MASKED, OF_OTHERS, OTHER_PARTS, REPLACED, TAKEN_OFF
 from . import compiled, intercept
 from .asked import MORE, Asked, answer
 from .compiled import NumberedSite, pack, unpack
 from .intercept import Watching, Way, way_of
-from .wrap import Wrap, WrapSet, is_own, others_on, why_passed
+from .wrap import Wrap, WrapSet, is_own, others_on, over_hook, why_passed
 
 MASKS = ("mask", "attention_mask", "attn_mask")
 CONTEXTS = ("encoder_hidden_states", "context")
@@ -207,6 +207,8 @@ class AttentionSite(NumberedSite):
         if state is None:
             return self.original(*args, **kwargs)
         why = compiled.why_not_in_graph(state) if begun is None else begun
+        if not isinstance(why, str) and torch._C._len_torch_function_stack():
+            why = foreign_mode() or why
         forward, processor = None, None
         if self.beneath is None:
             current = getattr(self.target, "processor", None)
@@ -246,7 +248,7 @@ def count_missed(wraps: WrapSet, now: Call, names: set[str] | None = None, batch
             continue
         block = model.get_submodule(site.path.rpartition(".")[0])
         places = [] if not site.is_on_top() else [block] if now.reached else [block, model]
-        found = [full_name(one) for one in map(others_on, places) if one is not None]
+        found = [full_name(one) for one in (over_hook(site.target), *map(others_on, places)) if one is not None]
         why = f"{REPLACED}: {found[0]}" if found else REPLACED if places else why_passed(site)
         if names is not None or why != REPLACED or not now.reached:
             now.state.leave_alone(site.level, why, batch, tokens, tokens)

@@ -156,7 +156,9 @@ class Wrap:
         """What others have put into the slot; None for the class's own method, which accelerate puts there."""
         method = without_inert(vars(self.target).get(self._slot()))
         own = getattr(method, "__self__", None) is self.target
-        return None if own and getattr(method, "__func__", None) is getattr(type(self.target), self.name) else method
+        # ours, too, if another has bound it to the target after it was taken off: it comes down to the class's
+        classes = getattr(type(self.target), self.name), type(self).forward, Wrap.forward
+        return None if own and getattr(method, "__func__", None) in classes else method
 
     def __reduce__(self) -> tuple:
         return object.__new__, (Wrap,), (self.name, self.wrapped(), self.beneath)
@@ -182,9 +184,16 @@ def drop_remains(target: Any) -> None:
 
 def others_on(module: nn.Module) -> Any:
     """What anybody but us, and accelerate, has put in the place of ``module.forward``; None if nothing."""
-    found = Wrap(module)._find()
+    found = over_hook(module) or Wrap(module)._find()
     ours = wrap_of(found)
     return found if ours is None else without_inert(ours.beneath)
+
+
+def over_hook(module: nn.Module | None) -> Any:
+    """What somebody has put in the place of accelerate's hook, beneath which our wrap is; None if nothing."""
+    own = {} if module is None else vars(module)
+    is_theirs = getattr(getattr(own.get("forward"), "func", None), "__name__", "") == "new_forward"
+    return None if is_theirs or not {"_hf_hook", "_old_forward"} <= own.keys() else own.get("forward")
 
 
 def wrap_of(method: Any) -> Wrap | None:
@@ -326,7 +335,7 @@ class WrapSet:
         """
         if self.handle is None or self.calls.off or not self.on:
             return
-        if not self.on[0].is_on_top():
+        if not self.on[0].is_on_top() or over_hook(self.on[0].target) is not None:
             self.calls.passed = why_passed(self.on[0])
             self.put_back()
         if self.calls.passed:

@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from diffusers.models import attention_processor
+from diffusers.models import attention_dispatch, attention_processor
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 
 import tome_core
+from tests import attention_packages as packages
 from tests import conformance as laws
 from tests.conformance import KV, SIDE, UNetOf, merging_by, run, tokens, way, why_left_alone
 from tests.diffusers_processors import attention
@@ -332,13 +333,37 @@ def test_a_function_that_comes_and_goes_is_noticed_at_each_call(monkeypatch):
         assert way(module) == expected
 
 
-def test_backends_of_diffusers_are_tried_as_functions_are():
-    """By the dispatcher, whose backend is looked up at each call."""
-    from diffusers.models import attention_dispatch
+@pytest.mark.parametrize("caller", [AttnProcessor2_0, ByAHelper])
+@pytest.mark.parametrize("function", [packages.sageattn1, packages.sageattn, packages.sageattn3_blackwell])
+def test_each_of_sageattentions_signatures_in_place_of_torchs_leaves_merged_keys_to_torch(
+    function, caller, monkeypatch
+):
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", function)
+    assert way(attention(caller())) == OWN_BIAS
 
-    module = attention(ByDispatch())
-    with attention_dispatch.attention_backend("_native_math"):
-        assert way(module) == BIAS
+
+def test_a_call_that_asks_for_the_logarithms_as_well_is_left_alone(monkeypatch):
+    class WithLogarithms(ByModule):
+        def __call__(self, attn, x, *_, **__):
+            return flat(F.scaled_dot_product_attention(*parts(attn, x), return_lse=True)[0])
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", packages.sageattn)
+    assert "no attention: tests.attention_packages.sageattn" in why_left_alone(attention(WithLogarithms()))
+
+
+# which way each backend of diffusers' dispatcher takes: those that add a bias do, and torch's own function answers
+# for the merged keys of the others
+ADDING = ("native", "_native_cudnn", "_native_efficient", "_native_math", "flex", "xformers")
+BACKENDS = [one.value for one in attention_dispatch._AttentionBackendRegistry.list_backends()]
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_every_backend_of_diffusers_is_tried_as_a_function_is(name, monkeypatch):
+    """By the dispatcher, whose backend is looked up at each call."""
+    packages.put_into_diffusers(monkeypatch, attention_dispatch)
+    registry, chosen = attention_dispatch._AttentionBackendRegistry, attention_dispatch.AttentionBackendName(name)
+    monkeypatch.setattr(registry, "_active_backend", chosen)
+    assert way(attention(ByDispatch())) == (BIAS if name in ADDING else OWN_BIAS)
 
 
 # --- trying -----------------------------------------------------------------------------------------------------------
@@ -358,6 +383,8 @@ LIKE = torch.zeros(1, 4, 2, 16)
     (by_products, ADDS_BIAS),
     (lambda q, k, v, bias: by_products(q, k, v), PLAIN),
     (lambda q, k, v, bias: by_products(q, k, v, None if bias is None else bias * 0.5), PLAIN),
+    (lambda q, k, v, bias: by_products(q, k, v, None if bias is None else (bias == 0) * -1e4), PLAIN),  # yes or no
+    (lambda q, k, v, bias: by_products(q, k, v, None if bias is None else (bias != 0) * -1e4), PLAIN),  # no or yes
     (lambda q, k, v, bias: by_products(q, k, v, bias, 0.3), NO_ATTENTION),
     (lambda q, k, v, bias: by_products(q, k, v, bias)[:, :1], NO_ATTENTION),
     (lambda q, k, v, bias: q * float("nan"), NO_ATTENTION),

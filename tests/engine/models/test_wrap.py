@@ -20,36 +20,6 @@ BY_HAND = ("ldm_sd1",)  # its attention calls no function, so nothing of it can 
 
 
 @models
-@pytest.mark.parametrize("ours_is_on_top", [True, False])
-@pytest.mark.parametrize("ours_leaves_first", [True, False])
-def test_ours_and_theirs_leave_in_either_order(one: Family, ours_is_on_top: bool, ours_leaves_first: bool):
-    model = one.build()
-    vanilla = one.call(model)
-    if ours_is_on_top:
-        foreign = wrap_everything(model)
-        tome_core.apply_patch(model)
-    else:
-        tome_core.apply_patch(model)
-        foreign = wrap_everything(model)
-    merged = one.call(model)
-    assert not torch.equal(merged, vanilla) and all(each.calls == 1 for each in foreign)
-    if ours_leaves_first:
-        tome_core.remove_patch(model)
-        assert torch.equal(one.call(model), vanilla) and all(each.calls == 2 for each in foreign)
-        unwrap(foreign)
-    else:
-        unwrap(foreign)
-        one.call(model)
-        tome_core.remove_patch(model)
-    assert torch.equal(one.call(model), vanilla)
-    assert not tome_core.report(model).patched
-    tome_core.apply_patch(model)
-    assert torch.equal(one.call(model), merged)
-    tome_core.remove_patch(model)
-    assert torch.equal(one.call(model), vanilla)
-
-
-@models
 def test_a_wrap_that_comes_and_goes_at_every_picture_builds_no_chain(one: Family):
     model = one.build()
     vanilla = one.call(model)

@@ -14,10 +14,8 @@ from torch import nn
 
 import tome_core
 from tests.families import Family, some_models
-from tests.foreign_wrappers import Foreign, sites_of, unwrap, wrap_everything
+from tests.foreign_wrappers import Foreign, sites_of, wrap_everything
 from tests.models import BY_NAME, ModelCase, call_case
-from tests.random_stackings.sessions import drop_own_methods
-from tests.traces import traces
 from tome_core import MergeConfig
 from tome_core.models import find_models
 from tome_core.models.wrap import Wrap, drop_remains, wrap_of
@@ -72,21 +70,6 @@ def test_neither_a_handle_nor_the_engine_keeps_a_model_alive(one: Family, work):
 
 
 # --- what others take off ---------------------------------------------------------------------------------------------
-
-
-@few_families
-def test_nothing_stays_where_others_lay_above_and_put_back_what_was_there(case: ModelCase):
-    model = case.build()
-    before = traces(model)
-    tome_core.apply_patch(model)
-    foreign = wrap_everything(model)
-    handle = tome_core.patch(model, ratio=0.25)
-    call_case(case, model)
-    handle.remove()
-    unwrap(foreign)
-    tome_core.remove_patch(model)
-    drop_own_methods(model)
-    assert traces(model) == before
 
 
 @few_families

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
-import pickle
 
 import pytest
 import torch
@@ -13,7 +11,7 @@ from torch import nn
 
 import tome_core
 from tests.families import Family, every_family, every_family_in_time, every_model, largest_difference
-from tests.models import ModelCase, call_case, inputs, merge_with_self, sd15
+from tests.models import ModelCase, call_case, inputs, merge_with_self
 from tests.thoroughness import some_quick
 from tests.traces import attributes, is_idle, traces
 from tome_core import MergeConfig
@@ -226,40 +224,6 @@ def test_an_exception_in_mid_forward_leaves_the_patch_usable(one: Family):
 
 def _raise(*_):
     raise RuntimeError("interrupted")
-
-
-# --- copies -----------------------------------------------------------------------------------------------------------
-
-
-@every_model
-def test_a_deep_copy_and_a_pickle_of_a_patched_model_merge_nothing(one: Family):
-    model = one.build()
-    vanilla = one.call(model)
-    handle = tome_core.patch(model, MergeConfig(**EVERYTHING))
-    merged = one.call(model)
-    others = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
-    for other in others:
-        assert torch.equal(one.call(other), vanilla) and not tome_core.report(other).patched
-        tome_core.remove_patch(other)
-        assert torch.equal(one.call(other), vanilla) and traces(other) == traces(one.build())
-        with tome_core.patch(other, MergeConfig(**EVERYTHING)):
-            assert torch.equal(one.call(other), merged)
-    assert torch.equal(one.call(model), merged) and handle.report().calls == 2
-    other = copy.deepcopy(model)
-    handle.remove()
-    del model
-    assert torch.equal(one.call(other), vanilla)
-    with tome_core.patch(other, MergeConfig(**EVERYTHING)):  # over what the copy has brought along
-        assert torch.equal(one.call(other), merged)
-    for parameter in other.parameters():
-        parameter.data.mul_(1.5)
-    assert largest_difference(one.call(other), vanilla) > 1e-3
-
-
-def test_a_handle_is_not_copied():
-    handle = tome_core.patch(sd15(), MergeConfig())
-    with pytest.raises(TypeError, match="patch the copy of the model"):
-        pickle.dumps(handle)
 
 
 # --- what is no model -------------------------------------------------------------------------------------------------

@@ -1,0 +1,207 @@
+"""``python -m tests.beside.sweep``: every network and every pipeline of the installed diffusers, one line each.
+
+They are found by walking its modules, so that a new diffusers shows what is new. Of each network that is known here a
+small one is drawn with, and so is each pipeline around one: if every token is its own group the picture is the unmerged
+one, merged it is finite, removed it is the same bits, nobody has drawn from the random generator, nothing is left. What
+is not known is made without memory and has to be refused with its name. What cannot be made or drawn with says why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import json
+import logging
+import pkgutil
+import sys
+import time
+import typing
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import diffusers
+import pytest
+import torch
+from torch import nn
+
+import tome_core
+from benchmarks.results import save
+from tests import models, tiny_transformers
+from tests.beside.any_pipeline import draw, makers
+from tests.families import MODELS, Family
+from tests.traces import traces
+from tome_core.models import find_models
+
+SETTINGS = {"side": "kv", "ratio": 0.75, "max_downsample": 8, "only_if_it_pays": False}
+TAKEN = "taken, and drawn in its pipelines alone"
+OUTCOMES = ("FAULT", "refused", "not drawn", "not made", "merges nothing", "merges", "taken")
+NEAR = 1e-3  # other sums, and UNets that amplify them; of the unmerged picture
+
+
+class Fault(Exception):
+    """A law is broken."""
+
+
+def expect(holds: bool, law: str) -> None:
+    if not holds:
+        raise Fault(law)
+
+
+def classes(base: type, pattern: str = "") -> list[type]:
+    """diffusers' own that derive from it, each by its name; modules that lack a package are passed over."""
+    for one in pkgutil.walk_packages(diffusers.__path__, "diffusers."):
+        if one.name.startswith(("diffusers.models.", "diffusers.pipelines.")):
+            try:
+                importlib.import_module(one.name)
+            except (ImportError, RuntimeError):
+                continue
+
+    def below(kind: type) -> Iterator[type]:
+        for one in kind.__subclasses__():
+            yield one
+            yield from below(one)
+
+    found = {one.__name__: one for one in below(base) if one.__module__.startswith("diffusers.")}
+    return [found[name] for name in sorted(found) if any(part in name for part in pattern.split("|"))]
+
+
+def hold(target: object, draw: Callable[[], torch.Tensor]) -> str:
+    """Whether the laws hold, and what merged."""
+    own = find_models(target)
+
+    def drawn() -> tuple[torch.Tensor, torch.Tensor]:
+        torch.manual_seed(0)
+        return draw(), torch.get_rng_state()
+
+    (plain, state), before = drawn(), [traces(one) for one in own]
+    with pytest.MonkeyPatch.context() as patches, tome_core.patch(target, **SETTINGS):
+        models.merge_with_self(patches)
+        equal, after = drawn()
+    far = ((equal - plain).norm() / plain.norm()).item()
+    expect(far < NEAR, f"every token its own group: off by {far:.1e}")
+    expect(torch.equal(after, state), "the random generator was used")
+    with tome_core.patch(target, **SETTINGS) as handle:
+        merged, after = drawn()
+    told = handle.report()
+    expect(merged.shape == plain.shape and bool(merged.isfinite().all()), "merged: not finite")
+    expect(torch.equal(after, state), "merged: the random generator was used")
+    expect(told.merged_anything != torch.equal(merged, plain), "the report does not say what the picture does")
+    expect(torch.equal(drawn()[0], plain), "removed: other bits")
+    expect([traces(one) for one in own] == before, "removed: something is left")
+    why = ", ".join(sorted({why for level in told.levels for why in level.reasons}))
+    return ("merges" if told.merged_anything else "merges nothing") + (f"; left alone: {why}" if why else "")
+
+
+@cache
+def small() -> dict[str, list[Family]]:
+    """The small models of the tests, by the names of their networks' classes."""
+    found: dict[str, list[Family]] = {}
+    for name, one in MODELS.items():
+        tiny = tiny_transformers.MODELS.get(name)
+        kind = tiny.kind if tiny else type(find_models(one.build())[0]).__name__
+        found.setdefault(kind, []).append(one)
+    return found
+
+
+def network(kind: type) -> str:
+    """What becomes of its small ones, or of itself."""
+    found = []
+    for one in small().get(kind.__name__, ()):
+        model = one.build()
+        found.append(f"{one.name} {hold(model, lambda: one.call(model))}")  # noqa: B023, called at once
+    return "; ".join(found) or refused(kind, on_meta(kind))
+
+
+def on_meta(kind: type) -> nn.Module:
+    """As large as it is, without memory."""
+    with torch.device("meta"):
+        return kind()
+
+
+def refused(kind: type, target: object) -> str:
+    """It has to be, with the name of the network."""
+    try:
+        tome_core.patch(target).remove()
+    except tome_core.UnsupportedModelError as error:
+        expect(kind.__name__ in str(error), f"refused without its name: {error}")
+        return f"refused: {str(error).partition('. ')[0][:120]}"
+    return TAKEN
+
+
+def pipeline(kind: type) -> str:
+    """What becomes of it around a small network, or without memory."""
+    hints = typing.get_type_hints(kind.__init__)
+    place = next(one for one in ("transformer", "unet", "prior", "decoder") if one in hints)
+    kinds = [one for one in typing.get_args(hints[place]) or [hints[place]] if one is not type(None)]
+    if not issubclass(kinds[0], nn.Module):
+        raise TypeError("its network is none of torch's")
+    known = next((one for one in kinds if one.__name__ in small()), None)
+    if known is None:
+        parts = dict.fromkeys(inspect.signature(kind).parameters)
+        told = refused(kinds[0], kind(**{**parts, place: on_meta(kinds[0])}))
+        if told != TAKEN:
+            return told
+    failed = "no call of it is known"
+    for make in makers(kind, known or kinds[0]):
+        try:
+            with torch.random.fork_rng():
+                torch.manual_seed(0)
+                pipe, call = make()
+            is_drawn = bool(draw(pipe, call).isfinite().all())
+        except Exception as error:  # unmerged: it is another kind of call, or of parts
+            failed = said(error)
+            continue
+        if is_drawn:
+            return hold(pipe, lambda: draw(pipe, call))  # noqa: B023, called at once
+        failed = "what it gives is not finite"
+    return f"not drawn: {failed}"
+
+
+def said(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
+
+
+# --- the run ----------------------------------------------------------------------------------------------------------
+
+
+def line_of(kind: type, ask: Callable[[type], str]) -> str:
+    """What becomes of a class."""
+    try:
+        return ask(kind)
+    except Fault as fault:
+        return f"FAULT: {fault}"
+    except Exception as error:
+        return f"not made: {said(error)}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run; 1 where a law is broken."""
+    parser = argparse.ArgumentParser(prog="python -m tests.beside.sweep", description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", default="", help="classes whose names have this in them")
+    parser.add_argument("--output", type=Path, metavar="JSON", help="what was found; the same file is gone on with")
+    options = parser.parse_args(arguments)
+    logging.disable()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    found = json.loads(options.output.read_text("utf-8")) if options.output and options.output.exists() else {}
+    wanted = [(one, network) for one in classes(diffusers.ModelMixin, "UNet|Transformer|DiT")]
+    wanted += [(one, pipeline) for one in classes(diffusers.DiffusionPipeline)]
+    wanted, since = [one for one in wanted if options.only in one[0].__name__], time.monotonic()
+    for place, (kind, ask) in enumerate(wanted, 1):
+        if kind.__name__ not in found:
+            found[kind.__name__] = line_of(kind, ask)
+            print(f"{place}/{len(wanted)} {kind.__name__}: {found[kind.__name__]}", flush=True)
+            if options.output:
+                save(found, options.output)
+    counts = Counter(next(what for what in OUTCOMES if what in found[kind.__name__]) for kind, _ in wanted)
+    told = ", ".join(f"{counts[what]} {what}" for what in OUTCOMES)
+    print(f"{len(wanted)} classes in {time.monotonic() - since:.0f} s: {told}")
+    return int(counts["FAULT"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
