@@ -18,7 +18,7 @@ from ..engine.time import ModelTime
 from ..measuring.measured import Measured
 from ..models import Adapter, adapter_of, find_models
 from ..models.unet_blocks import UnsupportedModelError
-from ..models.wrap import Wrap, drop_mark, drop_remains, put_on, take_off, wraps_on
+from ..models.wrap import Wrap, drop_mark, drop_remains, put_on, take_off, why_passed, wraps_on
 from ..reporting.report import Report
 from ..settings.config import MergeConfig, reaches
 from ..settings.presets import DEFAULT, TRANSFORMER, config_of
@@ -265,6 +265,14 @@ class Patch(Measured):
         before = next((one for one in _back_from(self._previous) if not one._removed), None)
         if before is not None:
             before.install()
+
+    def report(self) -> Report:
+        """What was merged so far, where, and what was skipped and why; if no call came here, what lies over it."""
+        found = super().report()
+        sets = () if found.calls else (one for one in map(wraps_on, self._present()) if one is not None and one.on)
+        over = [f"nothing will merge: no call counted yet; {why_passed(one.on[0])}" for one in sets
+                if one.handle is self and not one.on[0].is_on_top()]  # fmt: skip
+        return replace(found, notes=(*found.notes, *over))
 
     @contextmanager
     def unmerged(self) -> Iterator[Patch]:

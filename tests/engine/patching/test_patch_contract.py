@@ -17,6 +17,7 @@ from tests.traces import attributes, is_idle, traces
 from tome_core import MergeConfig
 from tome_core.merging.grid import split_grid
 from tome_core.merging.methods import METHODS, bipartite
+from tome_core.models import find_models
 from tome_core.models.unet_blocks import find_unet
 from tome_core.settings.config import SIDES
 
@@ -42,6 +43,26 @@ def test_merging_changes_the_picture_and_says_so(case: ModelCase, batch: int):
     level = report.levels[0]
     assert report.calls == 1 and level.calls_merged == level.blocks and not level.reasons
     assert level.work_saved == pytest.approx(0.75)
+
+
+@every_model
+def test_what_lies_over_a_model_is_named_before_and_after_a_call_that_never_came_to_us(one: Family):
+    model = one.build()
+    plain = one.call(model)
+    (network,) = find_models(model)
+    with tome_core.patch(model, **EVERYTHING) as handle:
+        ours = network.forward
+
+        def kept(*args, **kwargs):
+            return one.call(one.build())
+
+        network.forward = kept
+        for _ in range(2):
+            assert f"no call counted yet; something else runs in its place: {__name__}" in handle.report().headline
+            assert torch.equal(network(), plain)
+        network.forward = ours
+        one.call(model)
+    assert handle.report().merged_anything and "counted yet" not in str(handle.report())
 
 
 @every_model
