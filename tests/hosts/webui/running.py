@@ -36,7 +36,9 @@ START = [
 ]  # fmt: skip
 ON_CPU = "WEBUI_FLAGS" not in os.environ
 HALF = custom(0.5)  # of all tokens, as the engine's own defaults have it, however small the picture
-SAVED = "70% of attention left out"  # by that: three quarters at the finest level, and nothing below it
+_FORGE = (Path(os.environ.get("WEBUI_DIR", HERE)) / "backend").exists()
+# by that: three quarters at the finest level, and nothing below it, where Forge has an attention more
+SAVED = f"{69 if _FORGE else 70}% of attention left out"
 ASKED = "strength 0.5, own settings"  # as what it came to begins
 # a picture with as many tokens as a strength asks for: on a CPU fewer than elsewhere
 PAYING = dict.fromkeys(("width", "height"), 256 if ON_CPU else 512)
