@@ -51,15 +51,15 @@ def test_on_sdxl_a_strength_is_that_of_its_layout(comfy):
 
 
 @pytest.mark.parametrize(("model", "said"), [
-    ("sd1", ("latent /1, early: 4096 tokens -> ", "latent /1, late: 4096 tokens -> ", "/2, late: 1024 tokens -> ")),
-    ("sdxl", ("latent /2, early: 1024 tokens -> ", "latent /2, late: 1024 tokens -> ")),
+    ("sd1", r"latent /1: 4096 tokens -> \d+ keys or \d+ keys,.*\n.*latent /2: 1024 tokens -> \d+ keys,"),
+    ("sdxl", r"latent /2: 1024 tokens -> \d+ keys or \d+ keys,"),
 ])  # fmt: skip
-def test_where_the_latent_is_halved_a_strength_merges_late(comfy, model, said):
+def test_a_strength_merges_early_steps_most_at_the_finest_level(comfy, model, said):
     graph = Graph(model, size=(512, 512), steps=2)  # one step of the early phase and one behind it
     named = graph.strength()
     graph.sample("named", named)
     report = report_of(comfy.good(graph.graph), named)
-    assert all(one in report for one in said), report
+    assert re.search(said, report), report
 
 
 def test_kept_matches_do_not_pass_from_one_sampling_to_the_next(comfy):
