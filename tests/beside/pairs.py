@@ -24,6 +24,7 @@ from tests.random_stackings.sessions import drop_own_methods
 from tests.traces import traces
 
 COMMAND = "python -m tests.beside"
+_OF_CLASSES = ("another method of the class", "another class of attentions")
 PAIR, NO_PAIR = "pairs", "pairs that fail without merging"
 
 
@@ -81,8 +82,8 @@ def drawn(dice: random.Random) -> tuple[Pair, Beside]:
     """The pair of these dice."""
     beside = Beside(dice.choice(MODELS))
     fitting = [name for name, one in THINGS.items() if name != "nothing" and one.fits(beside)]
-    # who has saved a method does not see that its class gets another one then; through us it would
-    things = sorted(dice.sample(fitting, 2), key=lambda name: name != "another method of the class")
+    # who has saved a method does not see that it, or its object's class, is another one then; through us it would
+    things = sorted(dice.sample(fitting, 2), key=lambda name: name not in _OF_CLASSES)
     return Pair(beside.name, tuple(things), dice.randrange(3), dice.randrange(3)), beside
 
 

@@ -20,7 +20,7 @@ from tome_core.settings.presets import MARKS
 
 PROMPT = "night snow peaks right blue cone"
 # a value of each field that a strength of 0.5 does not have
-OTHER = {"method": "cluster", "merge_what": "q+k+v", "level": "up to /4", "metric": "keys+values", "ratio": 0.3,
+OTHER = {"method": "cluster", "merge_what": "q+k+v", "level": "up to /4", "metric": "input", "ratio": 0.3,
          "sx": 3, "sy": 5, "early_ratio": 0.8, "end": 0.4, "refine": 2}  # fmt: skip
 
 

@@ -37,14 +37,14 @@ def test_a_case_that_fails_says_how_to_repeat_it_and_the_run_goes_on(monkeypatch
         return cases.Counter()
 
     monkeypatch.setattr(cases, "KINDS", {broken: 1})
-    monkeypatch.setattr(command, "run", lambda seed, one: numbers.append(one) or plain(seed, one))
+    run = lambda seed, one: numbers.append(one) or plain(seed, one)  # noqa: E731
     arguments = ["--count", "6", "--seed", "5", "--output", str(tmp_path / "seen.json")]
-    assert command.main(arguments) == 1 and numbers == list(range(6))
+    assert command.main(arguments, run) == 1 and numbers == list(range(6))
     again = "python -m tests.random_stackings --seed 5 --first 3 --count 1"
     assert again in capsys.readouterr().err
     kept = json.loads((tmp_path / "seen.json").read_text())
     assert kept["done"] == 5 and kept["faults"] == [{"number": 3, "fault": "by the test", "repeat": again}]
-    assert command.main(arguments) == 1 and len(numbers) == 6, "what was done is not done again"
+    assert command.main(arguments, run) == 1 and len(numbers) == 6, "what was done is not done again"
 
 
 def test_a_fault_of_the_engine_is_found(monkeypatch):
