@@ -1,4 +1,5 @@
-"""The wraps of one model: around its forward, where a call begins, and around each self-attention of its picture.
+"""The wraps of one model: around its forward, where a call begins, and around each self-attention of its picture; in a
+UNet around each transformer as well, which tells the grid.
 
 While a compiler traces, each puts an operator of `compiled` into the graph, which asks it again when the graph runs.
 """
@@ -17,6 +18,7 @@ from ..attention.merged import Attention
 from ..compiling import is_tracing
 from ..engine.decision import Call
 from ..engine.state import State, foreign_mode
+from ..merging.grid import Grid, Layout
 from ..reporting.ledger import MASKED, OF_OTHERS, OTHER_PARTS, REPLACED, TAKEN_OFF
 from . import compiled, intercept
 from .asked import MORE, Asked, answer
@@ -26,6 +28,7 @@ from .wrap import Wrap, WrapSet, is_own, others_on, over_hook, why_passed
 
 MASKS = ("mask", "attention_mask", "attn_mask")
 CONTEXTS = ("encoder_hidden_states", "context")
+LATENTS = ("x", "sample", "hidden_states")  # of a UNet, and what is inside
 _UNTOLD = "a compiled call cannot be told such arguments"
 
 
@@ -81,6 +84,35 @@ class ModelSite(NumberedSite):
             return self.original(*args, **kwargs)
         finally:
             wraps.begun = before
+
+
+class TransformerSite(Wrap):
+    """Around a transformer of a UNet: reads the grid from its 4-D input, anew at each call.
+
+    level: of its blocks; attentions: the names of those that have a wrap.
+    """
+
+    def __init__(self, transformer: nn.Module, wraps: WrapSet, level: int, attentions: set[str]) -> None:
+        super().__init__(transformer)
+        self.wraps, self.level, self.attentions = wraps, level, attentions
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The transformer's output, its attentions knowing the grid."""
+        if not (isinstance(self, Wrap) and self.active) or (torch.compiler.is_compiling() and is_tracing()):
+            return Wrap.forward(self, *args, **kwargs)
+        now, x = self.wraps.calls.now, args[0] if args else named(kwargs, LATENTS)
+        if now is None or not torch.is_tensor(x) or x.dim() != 4:
+            return self.original(*args, **kwargs)
+        now.layouts[self.level], reached = Layout(Grid(*x.shape[2:])), len(now.reached)
+        if self.beneath is None:
+            out = type(self.target).forward(self.target, *args, **kwargs)
+        else:
+            out = self.beneath(*args, **kwargs)
+        missed = self.attentions - set(now.reached[reached:])
+        if missed and (len(missed) < len(self.attentions) or self.beneath is None):
+            count_missed(self.wraps, now, missed, x.shape[0], x.shape[2] * x.shape[3])
+            now.reached += missed
+        return out  # else another's wrapper gave what it had kept, as DeepCache's does: nothing ran
 
 
 class AttentionSite(NumberedSite):

@@ -16,16 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..compiling import is_tracing
 from ..engine.decision import Call
 from ..merging.grid import Grid, Layout
 from ..reporting.ledger import MASKED, NO_GRID, OF_OTHERS, LevelTally
-from .sites import CONTEXTS, MASKS, AttentionSite, ModelSite, count_missed, named
+from .sites import CONTEXTS, LATENTS, MASKS, AttentionSite, ModelSite, TransformerSite, named
 from .unet_blocks import Place, find_blocks
 from .wrap import Wrap, WrapSet
 
 _TIMES = ("timesteps", "timestep", "t")
-_LATENTS = ("x", "sample", "hidden_states")  # also of what is inside
 _IN_GRAPH = "its parts merge by a rule that compiled blocks do not follow"
 _UNKNOWN_CALL = "called in an unknown way"
 # parts of a block beside its self-attention, and what they are called there
@@ -90,7 +88,7 @@ class UNetAdapter:
 
     def pick(self, unet: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> list[Any]:
         """The arguments of `reads`, in a way that a compiler can follow."""
-        latent = args[0] if args else named(kwargs, _LATENTS)
+        latent = args[0] if args else named(kwargs, LATENTS)
         return [latent, args[1] if len(args) > 1 else named(kwargs, _TIMES)]
 
     def read(self, unet: nn.Module, given: Mapping[str, Any], time: Any) -> tuple[Any, Any, Any]:
@@ -107,35 +105,6 @@ class UNetAdapter:
         return NO_GRID if layout is None or layout.grid.height * layout.grid.width != tokens else layout
 
 
-class TransformerSite(Wrap):
-    """Around a transformer of a UNet: reads the grid from its 4-D input, anew at each call.
-
-    level: of its blocks; attentions: the names of those that have a wrap.
-    """
-
-    def __init__(self, transformer: nn.Module, wraps: WrapSet, level: int, attentions: set[str]) -> None:
-        super().__init__(transformer)
-        self.wraps, self.level, self.attentions = wraps, level, attentions
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The transformer's output, its attentions knowing the grid."""
-        if not (isinstance(self, Wrap) and self.active) or (torch.compiler.is_compiling() and is_tracing()):
-            return Wrap.forward(self, *args, **kwargs)
-        now, x = self.wraps.calls.now, args[0] if args else named(kwargs, _LATENTS)
-        if now is None or not torch.is_tensor(x) or x.dim() != 4:
-            return self.original(*args, **kwargs)
-        now.layouts[self.level], reached = Layout(Grid(*x.shape[2:])), len(now.reached)
-        if self.beneath is None:
-            out = type(self.target).forward(self.target, *args, **kwargs)
-        else:
-            out = self.beneath(*args, **kwargs)
-        missed = self.attentions - set(now.reached[reached:])
-        if missed and (len(missed) < len(self.attentions) or self.beneath is None):
-            count_missed(self.wraps, now, missed, x.shape[0], x.shape[2] * x.shape[3])
-            now.reached += missed
-        return out  # else another's wrapper gave what it had kept, as DeepCache's does: nothing ran
-
-
 class BlockSite(Wrap):
     """Around a block: holds its input while its parts run."""
 
@@ -146,7 +115,7 @@ class BlockSite(Wrap):
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The block's output, its parts able to merge."""
-        now, x = self.wraps.calls.now or self.wraps.resumed(), args[0] if args else named(kwargs, _LATENTS)
+        now, x = self.wraps.calls.now or self.wraps.resumed(), args[0] if args else named(kwargs, LATENTS)
         if now is None:
             return self.original(*args, **kwargs)
         before, now.block = now.block, self._open(now, x)
