@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from comfy_nodes import host
 from comfy_nodes.nodes import OFF_BY_SETTINGS, OFF_TEXT, ApplyToMe, RemoveToMe, ToMePreview
 from comfy_nodes.slot import SLOT
-from tests import comfy_attention
+from tests import comfy_attention, step_clock
 from tests.comfy_doubles import Guider, apply, least_checkpoint, sampler_of
 from tests.comfy_transformer import FlowGuider, transformer
 from tests.traces import traces
-from tome_core.hosting import Steps, gains
+from tome_core.hosting import gains
 
 TOLD = "about 2.0x faster, from your own pictures (3 and 3)"
 
@@ -22,15 +20,8 @@ TOLD = "about 2.0x faster, from your own pictures (3 and 3)"
 @pytest.fixture(autouse=True)
 def clock(monkeypatch):
     """Every step takes `step` seconds."""
-    clock = SimpleNamespace(now=0.0, step=1.0)
-
-    def tell():
-        clock.now += clock.step
-        return clock.now
-
-    monkeypatch.setattr(Steps, "clock", staticmethod(tell))
     gains.KNOWN.forget()
-    yield clock
+    yield step_clock.put_on(monkeypatch)
     gains.KNOWN.forget()
 
 

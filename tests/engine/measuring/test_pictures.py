@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests import step_clock
 from tome_core.hosting import MergeConfig, Steps, gains, pictures
 from tome_core.reporting.gains import Gains
 
@@ -31,14 +32,7 @@ def forgotten():
 @pytest.fixture
 def clock(monkeypatch):
     """Time passes by `step` for each report."""
-    clock = SimpleNamespace(now=0.0, step=1.0)
-
-    def tell():
-        clock.now += clock.step
-        return clock.now
-
-    monkeypatch.setattr(Steps, "clock", staticmethod(tell))
-    return clock
+    return step_clock.put_on(monkeypatch)
 
 
 @pytest.fixture

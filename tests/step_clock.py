@@ -1,0 +1,19 @@
+"""A clock for the steps of samplings, so that no test depends on how fast it runs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from tome_core.hosting import Steps
+
+
+def put_on(monkeypatch, step: float = 1.0) -> SimpleNamespace:
+    """Let ``now`` pass by `step` seconds whenever a step is reported; a test may change either."""
+    clock = SimpleNamespace(now=0.0, step=step)
+
+    def tell():
+        clock.now += clock.step
+        return clock.now
+
+    monkeypatch.setattr(Steps, "clock", staticmethod(tell))
+    return clock
