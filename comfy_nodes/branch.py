@@ -18,9 +18,8 @@ from .transformers import TransformerMerging, piece_of
 from .unets import UnetMerging
 
 _TITLE = "ToMe"
-_PAST_US = "nothing merged: another node calls the model past this one, as DeepCache does; take it off to merge"
-_UNTIMED = "not measured: the model is compiled"
-# in transformer_options: what else changes how long a call takes, or stands in for one. A measurement is without it
+_PAST_US = "nothing merged: another node (DeepCache is one) calls the model past this one; take that node off to merge"
+# in transformer_options: what else changes how long a call takes, or stands in for one
 _BESIDE = ("patches", "patches_replace", "easycache", "lazycache")
 Merging = UnetMerging | TransformerMerging
 
@@ -40,11 +39,11 @@ class BranchMerging:
 
     config: None of a node that is off, whose samplings are timed and nothing else.
     line, facts: what it was asked for, for people and for programs, with what was "unknown" of it. node_id, name: where
-    the report is shown, and whose it is in the log. measures: after each sampling. latest: what is left of the last.
+    the report is shown, and whose it is in the log. latest: what is left of the last sampling.
     """
 
-    def __init__(self, config: Any, line: str, facts: dict[str, Any], node_id: Any, name: str, measures: bool) -> None:
-        self.config, self._asked, self._measures = config, (line, facts), measures
+    def __init__(self, config: Any, line: str, facts: dict[str, Any], node_id: Any, name: str) -> None:
+        self.config, self._asked = config, (line, facts)
         self._node_id, self._name = node_id, name
         self.latest: Outcome | None = None
         self._shown: tuple[Any, list[str]] = (None, [])  # in one queue: two passes may sample with one node
@@ -85,7 +84,7 @@ class BranchMerging:
             if self.config is None:
                 sampling.remember()
             else:
-                self._tell(sampling.end(*self._asked, self._measures and outer is None))
+                self._tell(sampling.end(*self._asked))
 
     def _tell(self, outcome: Outcome) -> None:
         self.latest, queue, (last, shown) = outcome, getattr(host.server(), "last_prompt_id", None), self._shown
@@ -111,7 +110,7 @@ class Sampling:
         given = frozenset(name for name, one in options.items() if one is not None and one is not False)
         self.is_alone = self.is_alone and not any(_holds(options.get(name)) for name in _BESIDE)
         names = {*map(str, given), *(str(key) for kind in options.get("wrappers", {}).values() for key in kind)}
-        self._time.heard.call(x, slot.name_in_force(None, options), *sorted(names))
+        self._time.heard.call(x, slot.name_in_force(options), *sorted(names))
         if isinstance(merging, str):
             return run(options)
         if merging.state.wants_time:
@@ -129,24 +128,20 @@ class Sampling:
         self._time.note_call(options)
         return out
 
-    def end(self, asked: str, facts: dict[str, Any], measures: bool) -> Outcome:
-        """What is left of it. measures: unless it was stopped."""
-        time, measured = self._time, []
+    def end(self, asked: str, facts: dict[str, Any]) -> Outcome:
+        """What is left of it."""
+        time = self._time
         strangers = [why for why in self._models.values() if isinstance(why, str)]
         merged = [one for one in self._models.values() if not isinstance(one, str)]
         for one in merged:
             one.state.set_time()
-            if measures and not time.stopped:
-                timed = not one.is_compiled and one.state.measure_latest(one.told, host.is_interrupted)
-                measured.append(_UNTIMED if one.is_compiled else timed)
         report = hosting.Report.join(one.state.report() for one in merged)
-        gains = report.gains if self.is_alone and not any(one.is_compiled for one in merged) else ()
-        report = replace(report, patched=bool(merged), gains=gains, own=self.remember(report))
+        report = replace(report, patched=bool(merged), own=self.remember(report))
         if merged:
             first, more = report.headline, [report.hindered, *strangers]
         else:
             first, *more = strangers or [_PAST_US if time.steps["steps"] else "the model was not called"]
-        more = [*filter(None, [*more, *measured]), *facts["unknown"]]
+        more = [*filter(None, more), *facts["unknown"]]
         line = f"{_TITLE}: {', '.join(filter(None, [asked, time.text, first]))}"
         details = report.lines(_TITLE, [asked, time.text], more)
         data = {**facts, "line": line, "stepped_aside": strangers, **time.steps, **report.as_data()}

@@ -99,9 +99,3 @@ def gains_file() -> str | None:
     """For what was measured, in ComfyUI's folder for what belongs to its user; None outside of ComfyUI."""
     folder = getattr(sys.modules.get("folder_paths"), "get_user_directory", None)
     return None if folder is None else os.path.join(folder(), "tome_core_gains.json")
-
-
-def is_interrupted() -> bool:
-    """Has the user asked ComfyUI to stop what it does?"""
-    asked = getattr(sys.modules.get("comfy.model_management"), "processing_interrupted", None)
-    return asked is not None and asked()

@@ -19,7 +19,6 @@ TIMES = ("start", "end")  # of ApplyToMe; all other fields are ToMeSettings'
 _NOT_HERE = ("merge_crossattn", "merge_mlp")  # nothing in the slot can merge these parts
 SETTINGS = tuple(name for name in form.NAMES if name not in (*TIMES, *_NOT_HERE))
 STRENGTH_HELP = "Higher is faster and changes the picture more. 0 is off."
-MEASURE_HELP = "After the sampling, measure once what merging gains at this size. It takes about as long again."
 SETTINGS_HELP = "From ToMe Settings: every setting by itself, in place of the strength."
 
 
@@ -28,9 +27,8 @@ def strength_types() -> dict[str, tuple]:
     facts = {"default": STRENGTH, "min": 0.0, "max": 1.0, "step": 0.05, "round": ROUND}
     strength = ("FLOAT", {**facts, "display_name": "strength", "tooltip": STRENGTH_HELP})
     settings = (SETTINGS_TYPE, {"display_name": "settings", "tooltip": SETTINGS_HELP})
-    measure = ("BOOLEAN", {"default": False, "display_name": "measure", "tooltip": MEASURE_HELP})
     times = {name: _widget(form.field(name)) for name in TIMES}
-    return {"strength": strength, **times, "settings": settings, "measure": measure}
+    return {"strength": strength, **times, "settings": settings}
 
 
 def settings_types() -> dict[str, tuple]:

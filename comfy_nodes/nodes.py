@@ -50,7 +50,7 @@ class ApplyToMe(_Node):
 
     def apply(
         self, model: Any, strength: Any = inputs.STRENGTH, start: Any = 0.0, end: Any = 1.0, settings: Any = None,
-        measure: Any = False, unique_id: Any = None, prompt: Any = None, **unknown: Any,
+        unique_id: Any = None, prompt: Any = None, **unknown: Any,
     ) -> tuple[Any]:  # fmt: skip
         """A clone of the model that merges; an equal one where it cannot. unknown: of another version's node."""
         clone = model.clone()
@@ -69,11 +69,11 @@ class ApplyToMe(_Node):
             clone.model_options = {**clone.model_options, host.NOTE: text}
             host.say(text, unique_id, name)
             if text.startswith(OFF_TEXT[:-1]):  # its samplings are timed, to compare with
-                host.attach(clone, BranchMerging(None, "", {}, None, "", False))
+                host.attach(clone, BranchMerging(None, "", {}, None, ""))
             return (clone,)
         line = "own settings" if settings is not None else f"strength {strength:g}"
         facts = {"strength": strength if settings is None else None, "start": start, "end": end, "unknown": dropped}
-        host.attach(clone, BranchMerging(config, line, facts, unique_id, name, measure is True))
+        host.attach(clone, BranchMerging(config, line, facts, unique_id, name))
         host.show(f"ToMe: {line}, waits for a sampler behind this node", unique_id)
         return (clone,)
 

@@ -14,8 +14,6 @@ import torch
 from .host import hosting
 
 SLOT = "optimized_attention_override"  # since September 2025
-# globals by which ComfyUI's attentions find their function
-_NAMES = ("optimized_attention", "optimized_attention_masked")
 # ComfyUI's functions that get no bias, though they seem to add one. Flash attention leaves it to torch, and warns at
 # each call. attention_sub_quad, short of memory, takes the maximum first and adds then: a group without tokens may hold
 # the maximum, and all others vanish.
@@ -41,15 +39,9 @@ class HostCall(hosting.ByHeads):
         return found and not any(getattr(one, "__name__", "") in _UNBIASED for one in _parts(self._function))
 
 
-def tell(options: dict[str, Any]) -> dict[str, Any]:
-    """What of a call's transformer_options decides its attention, as a keyword of the model's forward."""
-    return {"transformer_options": {SLOT: options[SLOT]}} if SLOT in options else {}
-
-
-def name_in_force(function: Any, options: dict[str, Any]) -> str:
-    """What tells the attention of a model's calls from all others. function: of ComfyUI's."""
-    own = Through(options[SLOT], function) if SLOT in options else function
-    return " ".join(hosting.full_name(one) for one in _parts(own) if callable(one))
+def name_in_force(options: dict[str, Any]) -> str:
+    """What another node has put into the slot: it changes how long a call takes."""
+    return " ".join(hosting.full_name(one) for one in _parts(Through(options.get(SLOT), None)) if callable(one))
 
 
 def _parts(function: Any) -> tuple[Any, ...]:
@@ -58,17 +50,3 @@ def _parts(function: Any) -> tuple[Any, ...]:
         return (function,)
     held = (cell.cell_contents for cell in getattr(function.override, "__closure__", None) or ())
     return (*function, *held)
-
-
-def _by_name(function: Callable, *args: Any, **kwargs: Any) -> HostCall:
-    """A call of the function behind a global name, which would ask the slot."""
-    override = (kwargs.get("transformer_options") or {}).get(SLOT)
-    if override is None:
-        return HostCall(function, *args, **kwargs)
-    return HostCall(Through(override, function), *args, _inside_attn_wrapper=True, **kwargs)
-
-
-def register() -> None:
-    """Make the names of ComfyUI's functions known to the engine, for what it measures."""
-    for name in _NAMES:
-        hosting.register_name(name, _by_name)

@@ -35,7 +35,7 @@ class TransformerMerging:
     def __init__(self, model: Any, config: Any, options: dict[str, Any]) -> None:
         if host.is_compiled_whole(model, options) is not None:
             raise hosting.UnsupportedModelError(host.COMPILED)
-        self.state, self.told, self._model = hosting.state_of(config, piece_of(model)[2]), slot.tell(options), model
+        self.state, self._model = hosting.state_of(config, piece_of(model)[2]), model
 
     @contextmanager
     def answering(self, call: Any, latent: torch.Tensor, options: dict[str, Any]) -> Iterator[asking.Ask]:

@@ -18,15 +18,14 @@ _OTHER_KEYS = "queries and keys are not of the same tokens"
 
 
 class UnetMerging:
-    """A UNet in one sampling. state: the engine's; told: see `slot.tell`. Raises as `hosting.patch_of` does."""
+    """A UNet in one sampling. state: the engine's. Raises as `hosting.patch_of` does."""
 
     flows = False
 
     def __init__(self, unet: Any, config: Any, options: dict[str, Any]) -> None:
         self.is_compiled = host.is_compiled_whole(unet, options)
-        self.state, self.told = hosting.patch_of(unet, config), slot.tell(options)
+        self.state = hosting.patch_of(unet, config)
         adapter, covered = self.state.adapter, [one.covered for one in self.state.report().levels]
-        self.state.attention_function = slot.name_in_force(None, options)
         if self.is_compiled is None:
             self.state.ask_whether_it_pays()
         elif not self.is_compiled or hosting.why_not_in_graph(self.state):

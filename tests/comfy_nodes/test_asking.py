@@ -7,7 +7,6 @@ import torch
 
 import tests.comfy_attention as comfy
 from comfy_nodes import asking, host
-from comfy_nodes.nodes import ApplyToMe
 from comfy_nodes.slot import SLOT
 from tests.comfy_doubles import Guider, apply, least_checkpoint, with_compile
 from tests.compiling import where_compilers_were_tried
@@ -76,13 +75,6 @@ def test_a_model_of_which_a_part_is_compiled_is_left_alone_and_says_so():
     applied = compiled(apply(plain, **HALF), "diffusion_model.out")
     assert torch.equal(sample(applied), sample(plain))
     assert "stepped aside: the model is compiled" in host.find_attached(applied).latest.lines[0]
-
-
-def test_a_compiled_model_is_not_measured_and_no_gain_of_another_is_told():
-    applied = compiled(ApplyToMe().apply(least_checkpoint(), measure=True)[0])
-    sample(applied)
-    latest = host.find_attached(applied).latest
-    assert "not measured: the model is compiled" in latest.lines[1] and not latest.report.gains
 
 
 def test_a_call_outside_of_ours_is_answered_by_its_own_function():

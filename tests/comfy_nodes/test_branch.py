@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from tests.comfy_transformer import FlowGuider, transformer
 from tests.models import inputs
 from tests.threads import at_once
 from tests.traces import traces
+from tome_core.engine.state import State
 
 HALF = {"ratio": 0.5, "use_rand": False}
 QUARTER = {**HALF, "ratio": 0.25}
@@ -169,3 +173,21 @@ def test_a_model_is_known_as_compiled_as_a_whole_and_by_a_block():
     block[0].compile()
     model[1] = torch.compile(model[1])  # as packs do that compile by block
     assert host.is_compiled_whole(model, {}) is False and host.is_compiled_whole(block, {}) is False
+
+
+@pytest.mark.parametrize(("weights", "casts"), [(torch.float16, None), (torch.uint8, torch.float16)])
+def test_a_call_is_told_of_in_the_precision_in_which_the_model_computes(monkeypatch, weights, casts):
+    """The host samples in another, and may compute in another than that of the weights."""
+    seen, begin, patcher = [], State.begin, least_checkpoint()
+    monkeypatch.setattr(State, "begin", lambda self, t, latent, *more: seen.append(latent.dtype) or begin(
+        self, t, latent, *more))  # fmt: skip
+    patcher.model.get_dtype, patcher.model.manual_cast_dtype = lambda: weights, casts
+    sample(branch(patcher))
+    assert seen == [torch.float16] * 3
+
+
+def test_times_are_kept_in_comfyuis_folder_and_outside_of_it_in_no_file(monkeypatch):
+    monkeypatch.delitem(sys.modules, "folder_paths", raising=False)
+    assert host.gains_file() is None
+    monkeypatch.setitem(sys.modules, "folder_paths", SimpleNamespace(get_user_directory=lambda: "user"))
+    assert host.gains_file() == os.path.join("user", "tome_core_gains.json")

@@ -27,12 +27,12 @@ def apply_strength(patcher: ModelPatcher, **values) -> ModelPatcher:
 # --- ApplyToMe -------------------------------------------------------------------------------------------------------
 
 
-def test_the_node_has_five_inputs_beside_the_model_four_of_them_widgets():
+def test_the_node_has_four_inputs_beside_the_model_three_of_them_widgets():
     types = ApplyToMe.INPUT_TYPES()
     assert [*types["required"]] == ["model"]
-    assert [*types["optional"]] == ["strength", "start", "end", "settings", "measure"]
+    assert [*types["optional"]] == ["strength", "start", "end", "settings"]
     kinds = [kind for kind, _ in types["optional"].values()]
-    assert kinds == ["FLOAT"] * 3 + [*ToMeSettings.RETURN_TYPES] + ["BOOLEAN"]
+    assert kinds == ["FLOAT"] * 3 + [*ToMeSettings.RETURN_TYPES]
     json.dumps(types)
 
 

@@ -14,7 +14,7 @@ from tests.comfy_transformer import FlowGuider, transformer
 from tests.traces import traces
 from tome_core.hosting import gains
 
-TOLD = "about 2.0x faster, from your own pictures (3 and 3)"
+TOLD = "about 2.0x faster, from your own pictures (3 with merging, 3 without)"
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +73,7 @@ def test_another_sampling_is_another_case(drawn, other):
     drawn(False, 3)
     assert "own pictures" not in drawn(True, 3, **other)
     drawn(False, 3, **other)
-    assert TOLD.replace("3)", "4)") in drawn(True, **other)
+    assert TOLD.replace("3 with ", "4 with ") in drawn(True, **other)
 
 
 @pytest.mark.parametrize("beside", ["attention", "slot", "wrapper", "patch"])
@@ -91,7 +91,7 @@ def test_what_stands_beside_is_another_case(drawn, monkeypatch, beside):
         options["patches"] = {"attn1_patch": [lambda q, k, v, extra: (q, k, v)]}
     assert "own pictures" not in drawn(True, 3)
     drawn(False, 3)
-    assert (TOLD.replace("3)", "4)") in drawn(True)) == (beside != "patch"), "patches are of any kind"
+    assert (TOLD.replace("3 with ", "4 with ") in drawn(True)) == (beside != "patch"), "patches are of any kind"
 
 
 def test_another_function_in_the_slot_is_another_case(drawn):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from comfy_nodes import asking, host
-from comfy_nodes.slot import SLOT, Through, _by_name, name_in_force, tell
+from comfy_nodes.slot import SLOT, Through, name_in_force
 from tests import comfy_attention as comfy
 from tests.comfy_doubles import Guider, apply, least_checkpoint
 from tests.comfy_ways import DTYPES, way_of
@@ -170,24 +170,6 @@ def test_what_is_in_the_slot_is_not_changed_and_ours_does_not_lie_on_ours():
 
 
 def test_every_attention_in_force_has_a_name_of_its_own():
-    names = []
-    for name in (*ADDING, *UNBIASED):
-        names.append(name_in_force(getattr(comfy, name), {}))
-        names.append(name_in_force(comfy.attention_pytorch, {SLOT: comfy.chosen(getattr(comfy, name))}))
-    names.append(name_in_force(comfy.attention_pytorch, {SLOT: sample}))
-    assert len(set(names)) == len(names) and all(names)
-
-
-def test_a_measurement_is_told_of_the_slot_alone():
-    assert tell({"sigmas": 1}) == {}
-    assert tell({SLOT: sample, "sigmas": 1}) == {"transformer_options": {SLOT: sample}}
-
-
-def test_a_function_that_is_found_by_its_name_is_asked_through_the_slot_and_once():
-    """As a measurement finds it, which runs the attention's own code."""
-    x = torch.randn(1, 5, 8)
-    for slot, takes in ((Noted(), True), (Noted(more=2.0), None), (Noted(drops=True), False)):
-        asked = _by_name(comfy.attention_pytorch, x, x, x, 2, transformer_options={SLOT: slot})
-        assert asked.takes_bias() is takes
-        slot.keys.clear()
-        assert torch.equal(asked.unmerged(), comfy.attention_pytorch(x, x, x, 2) * slot.more) and slot.keys == [5]
+    names = [name_in_force({SLOT: comfy.chosen(getattr(comfy, name))}) for name in (*ADDING, *UNBIASED)]
+    names += [name_in_force({SLOT: sample}), name_in_force({})]
+    assert len(set(names)) == len(names) and names[-1] == ""

@@ -31,7 +31,7 @@ def known(webui):
     return webui.engine("hosting").gains.KNOWN.pictures
 
 
-TOLD = "about 2.0x faster, from your own pictures (3 and 3)"
+TOLD = "about 2.0x faster, from your own pictures (3 with merging, 3 without)"
 
 
 @pytest.mark.parametrize("flavour", ["a1111", "reforge", "forge"], indirect=True)

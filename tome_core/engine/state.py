@@ -21,7 +21,6 @@ from ..merging import kernels
 from ..merging.grid import Draw, Grid, Layout
 from ..merging.methods import METHODS, MatchOptions
 from ..merging.plan import MergePlan
-from ..reporting.gains import PIXELS
 from ..reporting.ledger import NO_GRID, OTHER_PARTS, TOO_SMALL, Ledger, LevelTally
 from ..reporting.report import Report
 from ..settings.config import MergeConfig, MergeRule, describe, notes_on
@@ -36,7 +35,7 @@ class State:
     """Settings in force on one model. It holds no module.
 
     ever_merges: there is a rule that merges at some time, whatever the picture's size. wants_time: something hangs on
-    the time of a call. latest: size, batch, dtype and device of the latest call, as `Measured.measure` takes them.
+    the time of a call.
 
     Args:
         config: the settings.
@@ -61,7 +60,6 @@ class State:
         self.wants_time = self.time.is_wanted
         self.refused: dict[Hashable, str] = {}  # by attention function, why it is left alone while the patch is on
         self.pays: Any = None  # says whether merging pays, see `measuring.pays`
-        self.latest: dict[str, Any] | None = None
         self._maps: dict[int, MergeMap] | None = None  # on their device: fetching would wait
         # of `decide`. Rules stand in its keys by their id, which no others get: the clock keeps them
         self._decisions: dict[tuple, tuple[LevelRules, str]] = {}
@@ -78,10 +76,6 @@ class State:
                 their order tells them apart.
         """
         self.ledger.calls += 1
-        if torch.is_tensor(latent) and latent.dim() == 4:
-            batch, _, height, width = latent.shape
-            self.latest = {"height": height * PIXELS, "width": width * PIXELS, "batch": batch, "dtype": latent.dtype,
-                           "device": latent.device}  # fmt: skip
         now, kept = self.time.next_call(timestep, latent, called)
         rules, why_off = now.rules, now.why_off
         if self.pays is not None:
@@ -306,10 +300,6 @@ class State:
         Brings them to the CPU, which waits for the device.
         """
         return {level: one._replace(group=one.group.cpu()) for level, one in (self._maps or {}).items()}
-
-    def measure_latest(self, *_: Any) -> str:
-        """What merging gains in calls as the latest was, in a sentence: of a UNet, whose patch knows more."""
-        return "the gain was not measured: that is done with UNets alone"
 
     def reset_counts(self) -> None:
         """Begin the report, and the maps, anew: for a host whose users ask about one picture at a time."""

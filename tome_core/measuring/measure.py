@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -71,14 +71,13 @@ def steps_of(clock: Clock, steps: int) -> list[tuple[float, Hashable]]:
 
 
 def time_calls(
-    patch: Any, call: CallUNet, latents: torch.Tensor, steps: int = STEPS, rounds: int = ROUNDS,
-    clock: Timer | None = None,
+    patch: Any, call: CallUNet, latents: torch.Tensor, steps: int = STEPS, rounds: int = ROUNDS
 ) -> tuple[float, float, float, float]:  # fmt: skip
     """Seconds of an unmerged call, and of a merged one on the average of a picture's steps; spread, saved: see `Gain`.
 
     patch: a `Patch` that is installed. call: of (latents ``[B, C, H, W]``, timesteps ``[B]``).
     """
-    clock, pictures = clock or clock_for(latents.device), pictures_in(len(latents))
+    clock, pictures = clock_for(latents.device), pictures_in(len(latents))
     picture = steps_of(patch.clock, steps)
     first: dict[Hashable, float] = {}  # the timestep at which a picture has a kind first
     for timestep, kind in picture:
@@ -142,18 +141,18 @@ def noise_for(unet: nn.Module, batch: int, height: int, width: int) -> torch.Ten
     return noise.repeat(batch // pictures, 1, 1, 1)
 
 
-def call_of(unet: nn.Module, place: Place, latents: torch.Tensor, told: Mapping[str, Any] | None = None) -> CallUNet:
+def call_of(unet: nn.Module, place: Place, latents: torch.Tensor) -> CallUNet:
     """``(latents [B, C, H, W], timesteps [B])`` to whatever the UNet's forward makes of them.
 
-    place: any block of it. told: keywords of its forward, which is called so that others' hooks are told of no step.
+    place: any block of it. Its forward is called, so that others' hooks are told of no step.
     Raises ValueError for a UNet that wants to be told more than prompts and sizes.
     """
     batch, width = len(latents), widths_of(place.block)[1]
     text = torch.randn(batch, _TEXT_TOKENS, width, generator=torch.Generator().manual_seed(1)).to(latents)
     if place.family.name == "diffusers":
-        more = {**_added(unet, latents), **(told or {})}
+        more = _added(unet, latents)
         return lambda x, timesteps: unet.forward(x, timesteps, encoder_hidden_states=text, **more)
-    classes = {**_classes(unet, latents), **(told or {})}
+    classes = _classes(unet, latents)
     return lambda x, timesteps: unet.forward(x, timesteps, text, **classes)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from ..engine.state import State
 from ..models.unet_blocks import Place, is_compiled
 from ..models.wrap import wraps_on
 from ..reporting.gains import KNOWN, PIXELS, Gain, nearest
-from .measure import ROUNDS, STEPS, CallUNet, call_of, clock_for, noise_for, time_calls, whereabouts, why_not_now
+from .measure import ROUNDS, STEPS, CallUNet, call_of, noise_for, time_calls, whereabouts, why_not_now
 from .pays import Pays, about, device_of, dtype_of, widths_of
 
 
@@ -28,8 +27,7 @@ class Measured(State):
 
     def measure(
         self, height: int = 512, width: int = 512, batch: int = 2, *, steps: int = STEPS, rounds: int = ROUNDS,
-        call: CallUNet | None = None, told: Mapping[str, Any] | None = None, dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None, clock: Callable[[], float] | None = None,
+        call: CallUNet | None = None,
     ) -> Gain:  # fmt: skip
         """Time unmerged and merged calls of the UNet, now and with inputs of its own, and remember what was found.
 
@@ -43,9 +41,6 @@ class Measured(State):
             steps: of a picture, in whose proportions merged calls count.
             rounds: how often each kind of call is timed; their median counts.
             call: of (latents ``[B, C, H, W]``, timesteps ``[B]``), for a UNet that wants to be told more than a prompt.
-            told: without a `call`, more keywords of the UNet's forward.
-            dtype, device: of the latents, else the UNet's own.
-            clock: asked around each call, in seconds, and may end the measurement by an exception.
 
         Raises:
             RuntimeError: inside of a sampling, and for a UNet that is compiled, or wrapped by others.
@@ -65,16 +60,15 @@ class Measured(State):
                                    ("steps", steps, 1), ("rounds", rounds, 1)):  # fmt: skip
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name}={value!r} is not possible; use a whole number from {least} up")
-        own_device, own_dtype = whereabouts(unet)
-        device, dtype = torch.device(device or own_device), dtype or own_dtype
+        device, dtype = whereabouts(unet)
         x = noise_for(unet, batch, height // PIXELS, width // PIXELS).to(device, dtype)
-        call = call or call_of(unet, self._places[0], x, told)
+        call = call or call_of(unet, self._places[0], x)
         own, in_force = type(self)([unet], self.config, self.clock.schedule), wraps and wraps.handle
         try:
             own.install()
             own.pays = Pays((), (), always=True)
             with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
-                seconds = time_calls(own, call, x, steps, rounds, clock)
+                seconds = time_calls(own, call, x, steps, rounds)
             report = own.report()
         finally:
             own.remove()
@@ -87,42 +81,15 @@ class Measured(State):
         self.ask_whether_it_pays()
         return gain
 
-    def measure_latest(self, told: Mapping[str, Any], is_stopped: Callable[[], bool]) -> str:
-        """`measure` for calls as the latest was, in a sentence; for hosts, after a sampling. Never fails.
-
-        "" where somebody has measured such calls, and where there was none of a picture. is_stopped: asked at each.
-        """
-        latest = self.latest
-        if not self._places:
-            return super().measure_latest()
-
-        def clock() -> float:
-            if is_stopped():
-                raise RuntimeError("it was cancelled")
-            return clock_for(latest["device"])()
-
-        try:
-            if latest is None or self.gain_for(**latest) is not None:
-                return ""
-            gain = self.measure(**latest, clock=clock, told=told)
-        except Exception as error:  # whatever else is on the model; nobody asked for more than a picture
-            return f"the gain was not measured: {error}"
-        if self.pays is not None:
-            self.pays.used[gain] = None  # the report is on calls like these
-        return f"measured: {gain.line}"
-
-    def gain_for(
-        self, height: int, width: int, batch: int = 2, dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> Gain | None:  # fmt: skip
+    def gain_for(self, height: int, width: int, batch: int = 2) -> Gain | None:
         """What was measured for pictures of this size, here or in an earlier process; None where nothing was.
 
-        Calls no model. height, width: in pixels; dtype, device: of the latents, else the UNet's own.
+        Calls no model. height, width: in pixels.
         """
         if not KNOWN or not self._places:
             return None
-        own_device, own_dtype = whereabouts(self.model)
-        where = device_of(torch.device(device or own_device)), dtype_of(dtype or own_dtype)
+        device, dtype = whereabouts(self.model)
+        where = device_of(device), dtype_of(dtype)
         return nearest(KNOWN.of(self._about()), *where, height // PIXELS, width // PIXELS, batch)
 
     def why_not(self, height: int, width: int, batch: int = 2) -> str:

@@ -148,7 +148,7 @@ class Gains:
         self._write([(case, seen[case])])
 
     def told(self, where: str, *rules: str) -> str:
-        """``about 1.5x faster, from your own pictures (12 and 9)``, unmerged and merged, by the latest such case.
+        """``about 1.5x faster, from your own pictures (9 with merging, 12 without)``, by the latest such case.
 
         "" where one kind alone is known, or too few, or where they vary by more than a part of what there is to tell.
         where, rules: of the case; without a share it is any.
@@ -161,7 +161,8 @@ class Gains:
         plain, merged = (middle for _, middle, _ in quarters)
         if sum(last - first for first, _, last in quarters) > _SPREAD * abs(plain - merged):
             return ""
-        return f"{_speed(plain / merged)}, from your own pictures ({len(kinds[0])} and {len(kinds[1])})"
+        without, own = map(len, kinds)
+        return f"{_speed(plain / merged)}, from your own pictures ({own} with merging, {without} without)"
 
     def of(self, about: tuple[str, ...]) -> tuple[Gain, ...]:
         """All of one model, set of rules, attention and versions: their first fields."""

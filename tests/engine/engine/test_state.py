@@ -139,10 +139,3 @@ def test_maps_are_of_the_picture_alone_and_of_a_film_its_first_frame():
     assert tuple(found.grid[:2]) == (8, 12) and found.group.shape == (2, 8 * 12)
     state.reset_counts()
     assert not state.maps() and not state.report().calls
-
-
-def test_the_latest_call_of_a_picture_is_what_can_be_measured():
-    state = state_of(MergeConfig(), 1)
-    for latent in (torch.zeros(1, 4, 16, 24), torch.zeros(2, 4, 16, 16), torch.zeros(2, 4, 6, 16, 24)):
-        state.begin(500, latent)
-    assert (state.latest["batch"], state.latest["height"], state.latest["width"]) == (2, 128, 128), "no film"

@@ -60,12 +60,12 @@ def of_both(draw, unmerged=3, merged=3, seconds=2.0, **more):
 
 def test_three_of_both_kinds_say_it_and_not_one_fewer(draw):
     assert [of_both(draw, 0, 9), of_both(draw, 2, 1)] == ["", ""], "one kind alone, and two"
-    assert of_both(draw, 1, 1) == "about 2.0x faster, from your own pictures (3 and 11)"
+    assert of_both(draw, 1, 1) == "about 2.0x faster, from your own pictures (11 with merging, 3 without)"
 
 
 def test_what_is_slower_is_said_too_and_the_latest_twelve_count(draw):
     of_both(draw, 20, 0)
-    assert [draw(3.0, CONFIG) for _ in range(3)][-1] == "no faster, from your own pictures (12 and 3)"
+    assert [draw(3.0, CONFIG) for _ in range(3)][-1] == "no faster, from your own pictures (3 with merging, 12 without)"
 
 
 @pytest.mark.parametrize("other", [
@@ -92,7 +92,7 @@ def test_other_rules_or_another_share_left_out_are_another_case_and_another_seed
     told = of_both(draw)
     for config, saved in ((MergeConfig(ratio=0.6), 0.5), (CONFIG, 0.7)):
         assert draw(1.0, config, saved) == ""
-    assert draw(1.0, MergeConfig(ratio=0.5, seed=7)) == told.replace("3)", "4)")
+    assert draw(1.0, MergeConfig(ratio=0.5, seed=7)) == told.replace("3 with ", "4 with ")
 
 
 def test_another_start_of_the_process_is_another_case(draw, monkeypatch):
@@ -113,7 +113,7 @@ def test_where_times_vary_by_more_than_a_part_of_the_gain_nothing_is_said(draw):
 def test_a_hiccup_or_two_hide_nothing_of_many(draw):
     of_both(draw, 5, 5)
     draw(90.0)
-    assert draw(90.0, CONFIG) == "about 2.0x faster, from your own pictures (6 and 6)"
+    assert draw(90.0, CONFIG) == "about 2.0x faster, from your own pictures (6 with merging, 6 without)"
 
 
 def test_the_first_step_and_few_steps_count_for_nothing(draw, clock):

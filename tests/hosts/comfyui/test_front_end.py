@@ -52,7 +52,7 @@ def test_an_example_workflow_opens_without_nodes_over_one_another_and_with_its_v
     page.open(workflow(name))
     assert not overlapping(page.nodes())
     (applied,) = page.nodes("ApplyToMe")
-    assert applied["values"] == {"strength": 0.5, "start": 0, "end": 1, "measure": False}
+    assert applied["values"] == {"strength": 0.5, "start": 0, "end": 1}
 
 
 @pytest.mark.parametrize(("name", "vue"), [*((name, False) for name in WORKFLOWS), (WORKFLOWS[0], True)])

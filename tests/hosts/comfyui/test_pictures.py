@@ -24,7 +24,7 @@ def test_three_samplings_of_both_kinds_say_it_or_keep_silent_where_they_vary(com
     assert off[:2] == on[:2] and off[2:] == ("", "") != on[2:], "alike but for what merged"
     told = known.told(on[0], *on[2:])
     assert (told or "of attention left out") in report_of(seen, applied)
-    assert not told or told.endswith("from your own pictures (4 and 4)")
+    assert not told or told.endswith("from your own pictures (4 with merging, 4 without)")
     for model in ("off", "plain"):
         graph = Graph(size=(128, 128), steps=7)
         graph.sample(model, graph.strength(strength=0.0) if model == "off" else graph.model, seed=3)

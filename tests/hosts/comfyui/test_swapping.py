@@ -135,16 +135,13 @@ def test_a_model_of_wan_video_wrapper_cannot_be_connected(host):
         host.queue(graph.graph)
 
 
-def test_a_unet_whose_layers_are_elsewhere_is_measured_where_it_computes(host):
+def test_a_unet_whose_layers_are_elsewhere_merges_as_any_other(host):
     """As on a card, where ComfyUI leaves weights in main memory and brings each to its layer's call."""
     graph = Graph(size=(256, 256))
     swapped = graph.add("TestSwap", model=graph.model, of="layers")
-    applied = graph.strength(swapped, strength=0.8, measure=True)
+    applied = graph.strength(swapped, strength=0.8)
     graph.sample("merged", applied)
     graph.sample_all({"plain": graph.model, "swapped": swapped, "never swapped": graph.strength(strength=0.8)})
     seen = host.good(graph.graph)
-    report = report_of(seen, applied)
-    print(report)
-    assert "measured: 256x256: " in report
     assert bytes_of(seen, "plain") == bytes_of(seen, "swapped")
     assert bytes_of(seen, "merged") == bytes_of(seen, "never swapped") != bytes_of(seen, "plain")

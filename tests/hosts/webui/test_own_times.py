@@ -20,4 +20,4 @@ def test_three_pictures_of_both_kinds_say_it_or_keep_silent_where_they_vary(webu
     assert plain[:2] == merged[:2] and plain[2:] == ("", "") != merged[2:], "alike but for what merged"
     told = known.told(merged[0], *merged[2:])
     assert (told or "of attention left out") in webui.told(start)[-1]
-    assert not told or told.endswith("from your own pictures (4 and 4)")
+    assert not told or told.endswith("from your own pictures (4 with merging, 4 without)")
