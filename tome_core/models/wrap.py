@@ -109,7 +109,7 @@ class Wrap:
                 wrap = self._again()
                 wrap.beneath = current
             setattr(self.target, self._slot(), wrap.forward if _BOUND else wrap)
-            vars(self.target)[_MARK] = wrap
+            vars(self.target).setdefault(_MARK, wrap)  # the first: it is what others have saved, and may bind anew
         wrap._placed = True
         wrap._of_class = getattr(type(self.target), self.name)
         wrap.active = True
@@ -132,8 +132,7 @@ class Wrap:
             self._leave()
             if self.beneath is None:
                 self.target, self._placed = None, False
-        if vars(target).get(_MARK) is self:
-            del vars(target)[_MARK]
+        vars(target).pop(_MARK, None)
 
     def _leave(self) -> None:
         slot, method = self._slot(), without_inert(self.beneath)
