@@ -26,7 +26,6 @@ from ..settings.schedule import STABLE_DIFFUSION, NoiseSchedule, PipelineSteps, 
 
 logger = logging.getLogger(__name__)
 _GUIDES = ("do_classifier_free_guidance", "do_perturbed_attention_guidance")  # what a pipeline says of itself
-_OF_HANDED: weakref.WeakKeyDictionary[Any, Patch] = weakref.WeakKeyDictionary()  # by what was handed to `patch`
 
 
 def patch(
@@ -124,19 +123,12 @@ def apply_patch(
 
 
 def remove_patch(model: Any) -> Any:
-    """Take our merging off a model and return the model. Does nothing, and never fails, where there is none.
-
-    Of a pipeline whose UNet was exchanged since, it is taken off the old one.
-    """
+    """Take our merging off a model and return the model. Does nothing, and never fails, where there is none."""
     try:
         models = find_models(model)
     except (UnsupportedModelError, TypeError):
         models = []
-    found = [handle_on(one) for one in models]
-    with suppress(TypeError):  # nothing that has a hash, or can be referred to weakly
-        handed = _OF_HANDED.pop(model, None)
-        found.append(None if handed is None or handed._removed else handed)
-    for handle in [one for latest in found for one in _back_from(latest)]:
+    for handle in filter(None, map(handle_on, models)):
         handle.remove()
     modules = [one for module in models for one in module.modules()]
     for target in (*modules, model):
@@ -233,8 +225,6 @@ class Patch(Measured):
             if before is not None and before is not self:
                 before._take_off_outside()
         self._outside = [wrap.install() for wrap in self._outside if wrap.wrapped() is not None]
-        with suppress(TypeError):  # nothing that has a hash, or can be referred to weakly
-            _OF_HANDED[self.handed and self.handed()] = self
         return self
 
     def uninstall(self) -> None:
@@ -255,15 +245,12 @@ class Patch(Measured):
 
     def __exit__(self, *error: object) -> None:
         self._entered = False
-        # patches put on inside this `with` end with it
-        later = list(_back_from(handle_on(self.model)))
-        if self not in later:
-            self.remove()
+        latest, before = None if self._removed else handle_on(self.model), self._previous
+        self.remove()
+        if latest is None:  # somebody has taken all of it off
             return
-        for one in later[: later.index(self) + 1]:
-            one.remove()
-        before = next((one for one in _back_from(self._previous) if not one._removed), None)
-        if before is not None:
+        latest.remove()  # a patch put on inside this `with` ends with it
+        if before is not None and not before._removed:
             before.install()
 
     def report(self) -> Report:
@@ -315,13 +302,6 @@ class Patch(Measured):
 def handle_on(model: nn.Module | None) -> Patch | None:
     """The handle in force on a UNet or a transformer."""
     return getattr(wraps_on(model), "handle", None)
-
-
-def _back_from(handle: Patch | None) -> Iterator[Patch]:
-    """A handle and those it took the place of, the latest first."""
-    while handle is not None:
-        yield handle
-        handle = handle._previous
 
 
 # --- a pipeline's loop ------------------------------------------------------------------------------------------------
