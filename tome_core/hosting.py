@@ -3,6 +3,7 @@
 A host either patches a model (`patch`, `Patch`), which puts wraps on it, or stands where its attentions are called:
 then it takes a `State`, opens each call of the model with `begin`, and hands each attention to `answer`.
 """
+# ruff: noqa: F401 (imported for hosts)
 
 from __future__ import annotations
 
@@ -39,12 +40,3 @@ def patch_of(model: Any, config: MergeConfig) -> Patch:
 def state_of(config: MergeConfig, downsample: int, blocks: int = 0) -> State:
     """A `State` for a transformer of a host's own. downsample: latent places for each token, along a side."""
     return State(config, [LevelTally(downsample, blocks)])
-
-
-__all__ = [
-    "DEFAULT", "MARKS", "OPERATORS", "REPLACED", "SD", "SDXL", "SEED_LIMIT", "STABLE_DIFFUSION", "TRANSFORMER",
-    "ByHand", "ByHeads", "Call", "ForwardOnStandIn", "Grid", "Layout", "MergeConfig", "Patch", "Report", "StandIn",
-    "State", "Steps", "UnsupportedModelError", "answer", "count", "find_unet", "forget_all", "form", "full_name",
-    "gains", "is_kind", "is_tracing", "layout_of", "number_of", "patch", "patch_of", "pictures", "register",
-    "register_name", "register_wrapper", "state_of", "strength", "when_traced", "why_not_in_graph",
-]  # fmt: skip

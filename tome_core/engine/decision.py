@@ -31,12 +31,15 @@ _FULL_PRECISION = 1 / 3  # of that in float32
 _HOST_BOUND_MS = 1.3
 
 
+Gate = bool | str | None  # see `decide`
+
+
 @dataclass(eq=False)
 class Call:
     """One call of a model.
 
     state: the `State` that began it. stamp: its timestep argument, what draws depend on. rules: those in force, by
-    level. why_off: by level, why there are none. kept: plans of the calls before it in the same sampling; None if
+    level. why_off: by level, why there are none. gates: by level, as of `decide`. kept: plans of the calls before it in the same sampling; None if
     nothing is kept. turns: how often each attention was called in it so far.
 
     What follows is the adapters'. facts: what was read of it besides. layouts: of each level of a UNet, the latest.
@@ -48,6 +51,7 @@ class Call:
     stamp: Any
     rules: tuple[LevelRules, ...]
     why_off: tuple[str, ...]
+    gates: tuple[Gate, ...]
     kept: KeptPlans | None = None
     turns: dict[Hashable, int] = field(default_factory=dict)
     facts: Any = None
@@ -64,19 +68,21 @@ class MergeMap(NamedTuple):
     num_groups: int
 
 
-def decide(rules: LevelRules, why_off: str, tokens: int, device: str) -> tuple[LevelRules, str]:
+def decide(rules: LevelRules, why_off: str, tokens: int, device: str, gate: Gate = None) -> tuple[LevelRules, str]:
     """Of the rules in force, those that pay at this size; and why there are none, "" if there are.
 
     Args:
         why_off: the reason if no rule is in force.
         tokens: of the picture in this level.
         device: its type ("cpu", "cuda", ...).
+        gate: of the rules that merge only if it pays. True: they merge; a reason: they do not; None: as the number of
+            tokens says.
     """
     if not any(rules):
         return rules, why_off
-    pays = tokens >= _LEAST.get(device, _LEAST_ELSEWHERE)
+    pays = tokens >= _LEAST.get(device, _LEAST_ELSEWHERE) if gate is None else gate is True
     found = LevelRules(*(rule if rule and (pays or not rule.only_if_it_pays) else None for rule in rules))
-    return found, "" if any(found) else "so few tokens that merging would not pay"
+    return found, "" if any(found) else gate or "so few tokens that merging would not pay"
 
 
 def is_host_bound(

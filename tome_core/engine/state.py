@@ -59,7 +59,8 @@ class State:
         self.time = ModelTime(self.clock, any(rule.keep for rule in self.clock.rules))
         self.wants_time = self.time.is_wanted
         self.refused: dict[Hashable, str] = {}  # by attention function, why it is left alone while the patch is on
-        self.pays: Any = None  # says whether merging pays, see `measuring.pays`
+        self.pays: Any = None  # says whether merging pays, see `measuring.pays`; else the number of tokens does
+        self._by_tokens = (None,) * len(levels)
         self._maps: dict[int, MergeMap] | None = None  # on their device: fetching would wait
         # of `decide`. Rules stand in its keys by their id, which no others get: the clock keeps them
         self._decisions: dict[tuple, tuple[LevelRules, str]] = {}
@@ -77,10 +78,8 @@ class State:
         """
         self.ledger.calls += 1
         now, kept = self.time.next_call(timestep, latent, called)
-        rules, why_off = now.rules, now.why_off
-        if self.pays is not None:
-            rules, why_off = self.pays.apply(rules, why_off, latent, self.clock.apply_gate)
-        call = Call(self, timestep, rules, why_off, kept)
+        gates = self._by_tokens if self.pays is None else self.pays.gates(now.rules, latent)
+        call = Call(self, timestep, now.rules, now.why_off, gates, kept)
         if torch.is_tensor(latent) and latent.dim() == 4 and self.ever_merges:
             for one in self.ledger.levels:
                 if not one.covered and one.blocks:  # nobody asks there, but its attention is part of the whole
@@ -107,7 +106,7 @@ class State:
         batch, tokens = q.shape[:2]
         turn = call.turns[name] = call.turns.get(name, -1) + 1
         picture = layout.grid.height * layout.grid.width
-        known = self._decisions.get((id(call.rules[level]), call.why_off[level], picture, q.device))
+        known = self._decisions.get((id(call.rules[level]), call.why_off[level], call.gates[level], picture, q.device))
         rules, why = known or self.decide(call, level, picture, q.device)
         rule = rules.attn
         if rule is None:
@@ -179,10 +178,10 @@ class State:
 
         tokens: of the picture in this level.
         """
-        rules, why_off = call.rules[level], call.why_off[level]
-        key = (id(rules), why_off, tokens, device)
+        rules, why_off, gate = call.rules[level], call.why_off[level], call.gates[level]
+        key = (id(rules), why_off, gate, tokens, device)
         if key not in self._decisions:
-            self._decisions[key] = decide(rules, why_off, tokens, device.type)
+            self._decisions[key] = decide(rules, why_off, tokens, device.type, gate)
         return self._decisions[key]
 
     def leave_alone(self, level: int, why: str, batch: int, queries: int, keys: int, part: str = "attn") -> None:

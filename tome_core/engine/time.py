@@ -6,8 +6,6 @@ import math
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -81,28 +79,9 @@ class Clock:
         if key not in self._found:
             live = tuple(rule for rule, on in zip(self.rules, holds, strict=True) if on) if within else ()
             why_off = tuple(self._why_off(level, live, time) for level in range(len(self.downsamples)))
-            self._found[key] = InForce(self.choose(live), live, why_off)
+            rules = choose(live, self.downsamples)
+            self._found[key] = InForce(self._choices.setdefault(rules, rules), live, why_off)
         return self._found[key]
-
-    def choose(self, live: tuple[MergeRule, ...]) -> tuple[LevelRules, ...]:
-        """The rules in force, by level, of those that hold."""
-        return self._one_object(choose(live, self.downsamples))
-
-    def apply_gate(self, rules: tuple[LevelRules, ...], opens: bool) -> tuple[LevelRules, ...]:
-        """These rules if merging was found to pay, or not to.
-
-        If it pays, those of the finest level that they reach merge whatever its size; else those that are to merge only
-        if it pays do not.
-        """
-        finest = next((level for level, one in enumerate(rules) if any(one)), None)
-        if not opens:
-            rules = tuple(
-                LevelRules(*(None if rule and rule.only_if_it_pays else rule for rule in one)) for one in rules
-            )
-        elif finest is not None:
-            free = LevelRules(*(rule and _free(rule) for rule in rules[finest]))
-            rules = (*rules[:finest], free, *rules[finest + 1 :])
-        return self._one_object(rules)
 
     def _holds(self, rule: MergeRule, time: Time, boundary: float | None) -> bool:
         late = self._early.get(rule) if boundary is not None else None
@@ -110,20 +89,11 @@ class Clock:
             return rule.holds_at(time.timestep)
         return time.timestep is not None and time.timestep >= boundary and late.holds_at(time.timestep)
 
-    def _one_object(self, rules: tuple[LevelRules, ...]) -> tuple[LevelRules, ...]:
-        return self._choices.setdefault(rules, rules)
-
     def _why_off(self, level: int, live: tuple[MergeRule, ...], time: Time) -> str:
         """Why a level is left alone if no rule is in force there."""
         if any(rule.is_off and reaches(rule, level, self.downsamples[level]) for rule in live):
             return "a rule of ratio 0 leaves it alone"
         return "outside the rules' time range" if time != UNKNOWN else TIME_IS_UNKNOWN
-
-
-@cache
-def _free(rule: MergeRule) -> MergeRule:
-    """One object for a rule: parts that merge by the same one share its match, and steps what is kept of it."""
-    return replace(rule, only_if_it_pays=False)
 
 
 def boundary_in(timesteps: Sequence[float], until: float) -> float | None:

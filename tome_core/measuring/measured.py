@@ -13,6 +13,7 @@ from ..engine.state import State
 from ..models.unet_blocks import Place, is_compiled
 from ..models.wrap import wraps_on
 from ..reporting.gains import KNOWN, PIXELS, Gain, nearest
+from ..settings.schedule import choose
 from .measure import ROUNDS, STEPS, CallUNet, call_of, noise_for, time_calls, whereabouts, why_not_now
 from .pays import Pays, about, device_of, dtype_of, widths_of
 
@@ -103,20 +104,14 @@ class Measured(State):
             self.ask_whether_it_pays()
         device, dtype = whereabouts(self.model)
         latent = torch.empty(batch, 1, height // PIXELS, width // PIXELS, device=device, dtype=dtype)
-        why = ""
+        reasons, downsamples = [], self.clock.downsamples
         for one in self.clock.rules:
-            downsamples = self.clock.downsamples
-            rules = self.clock.choose((one,))
-            off: tuple[str, ...] = ("no rule holds for this size",) * len(downsamples)
-            if self.pays is not None:
-                rules, off = self.pays.apply(rules, off, latent, self.clock.apply_gate)
-            for level, reach in enumerate(downsamples):
+            rules = choose((one,), downsamples)
+            gates = (None,) * len(rules) if self.pays is None else self.pays.gates(rules, latent)
+            for own, gate, reach in zip(rules, gates, downsamples, strict=True):
                 tokens = -(-latent.shape[2] // reach) * -(-latent.shape[3] // reach)
-                _, why_level = decide(rules[level], off[level], tokens, device.type)
-                if not why_level:
-                    return ""
-                why = why or why_level
-        return why
+                reasons.append(decide(own, "no rule holds for this size", tokens, device.type, gate)[1])
+        return reasons[0] if all(reasons) else ""
 
     def ask_whether_it_pays(self) -> None:
         """From now on calls merge as is known at this moment."""

@@ -10,7 +10,7 @@ import hashlib
 import platform
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ..attention.by_hand import full_name
-from ..engine.decision import is_host_bound
+from ..engine.decision import Gate, is_host_bound
 from ..models.intercept import names_known_to
 from ..models.unet_blocks import Place
 from ..reporting.gains import Gain, nearest
@@ -28,11 +28,9 @@ from ..settings.schedule import LevelRules
 _HOST_BOUND = "the card is so fast at this size that it waits for its host, and merging would not pay; not measured"
 _RESIDUAL = "Res"  # what every host's class of residual blocks begins with
 
-Rules = tuple[LevelRules, ...]
-
 
 class Pays:
-    """Opens and closes the gate for each kind of call, by what merging was measured to gain.
+    """The gate of each kind of call, by what merging was measured to gain.
 
     gains: of this model and these rules; used: those that decided, in order. blocks: (down-sampling, channels) each.
     always: merge in calls of every kind, without asking: that is what a measurement is made of.
@@ -40,38 +38,32 @@ class Pays:
 
     def __init__(self, gains: Sequence[Gain], blocks: Sequence[tuple[int, int]], always: bool = False) -> None:
         self._gains, self._blocks, self._always = tuple(gains), tuple(blocks), always
-        self._found: dict[tuple, tuple[Rules, tuple[str, ...], Gain | None]] = {}
+        self._found: dict[tuple, tuple[Gate, Gain | None]] = {}
         self.used: dict[Gain, None] = {}
 
-    def apply(
-        self, rules: Rules, why_off: tuple[str, ...], latent: Any, gated: Callable[[Rules, bool], Rules]
-    ) -> tuple[Rules, tuple[str, ...]]:
-        """The rules of a call with these latents, and why there are none, by level. gated: see `Clock.apply_gate`."""
+    def gates(self, rules: Sequence[LevelRules], latent: Any) -> tuple[Gate, ...]:
+        """By level, for `engine.decision.decide`. rules: those in force, by level; latent: of the call.
+
+        If merging pays, the finest level that they reach merges whatever its size.
+        """
         if not torch.is_tensor(latent) or latent.dim() != 4:
-            return rules, why_off
-        # the rules are kept by their clock, so that no other object gets their id
-        key = (latent.shape, latent.dtype, latent.device, id(rules), why_off)
-        found = self._found.get(key)
-        if found is None:
-            found = self._found[key] = self._decide(rules, why_off, latent, gated)
-        rules, why_off, gain = found
+            return (None,) * len(rules)
+        key = latent.shape, latent.dtype, latent.device
+        if key not in self._found:
+            self._found[key] = self._ask(latent)
+        gate, gain = self._found[key]
         if gain is not None:
             self.used[gain] = None
-        return rules, why_off
+        finest = next((level for level, one in enumerate(rules) if any(one)), 0)
+        return tuple(gate if gate is not True or level == finest else None for level in range(len(rules)))
 
-    def _decide(
-        self, rules: Rules, why_off: tuple[str, ...], latent: torch.Tensor, gated: Callable[[Rules, bool], Rules]
-    ) -> tuple[Rules, tuple[str, ...], Gain | None]:
-        """As `apply`, and the gain that decided; where nothing does, the number of tokens will."""
+    def _ask(self, latent: torch.Tensor) -> tuple[Gate, Gain | None]:
         batch, _, height, width = latent.shape
         gain = nearest(self._gains, device_of(latent.device), dtype_of(latent.dtype), height, width, batch)
-        if self._always or (gain is not None and gain.pays):
-            return gated(rules, True), why_off, gain
-        if gain is None and not is_host_bound(self._blocks, batch, height * width, latent.dtype, latent.device):
-            return rules, why_off, None
-        left, reason = gated(rules, False), _HOST_BOUND if gain is None else gain.why_not
-        changed = zip(why_off, rules, left, strict=True)
-        return left, tuple(why if before == after else reason for why, before, after in changed), gain
+        if gain is not None or self._always:
+            return self._always or gain.pays or gain.why_not, gain
+        is_bound = is_host_bound(self._blocks, batch, height * width, latent.dtype, latent.device)
+        return _HOST_BOUND if is_bound else None, None
 
 
 def about(unet: nn.Module, places: Sequence[Place], config: MergeConfig, function: str) -> tuple[str, ...]:

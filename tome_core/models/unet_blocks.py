@@ -62,9 +62,9 @@ def find_unet(model: Any) -> nn.Module:
     """The UNet inside what a user may hand over.
 
     model: a UNet, a compiled one, a diffusers pipeline (``.unet``), an LDM model (``.model.diffusion_model``) or its
-    wrapper (``.diffusion_model``), or any module with one UNet inside (``DataParallel``'s and its like). Of a pipeline
-    without a UNet it is the ``.transformer``, so that `find_blocks` can say what was found. Raises TypeError for
-    anything else, UnsupportedModelError (a ValueError) where there are several, and for a pipeline of other networks.
+    wrapper (``.diffusion_model``), or ``DataParallel``'s and its like. Of a pipeline without a UNet it is the
+    ``.transformer``, so that `find_blocks` can say what was found. Raises TypeError for anything else,
+    UnsupportedModelError (a ValueError) for a pipeline of other networks.
     """
     found = _unwrap(model)
     inner = [getattr(owner, name, None) for owner, name in (
@@ -80,14 +80,7 @@ def find_unet(model: Any) -> nn.Module:
         raise TypeError(
             f"model is {kind}; it has to be a UNet, a diffusers pipeline or an LDM model (with .model.diffusion_model)"
         )
-    if _family_of(found) is not None:
-        return found
-    inside = [one for one in found.modules() if _family_of(one) is not None]
-    outermost = [one for one in inside if not any(one is not other and one in set(other.modules()) for other in inside)]
-    if len(outermost) > 1:
-        kinds = ", ".join(type(one).__name__ for one in outermost)
-        raise UnsupportedModelError(f"{kind} has {len(outermost)} UNets inside ({kinds}); patch each")
-    return _unwrap(outermost[0]) if outermost else found
+    return found
 
 
 def _family_of(module: nn.Module) -> UNetFamily | None:
