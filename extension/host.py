@@ -187,14 +187,6 @@ def through_hypernetworks(tokens: Any) -> tuple[Any, Any]:
     return known.apply_hypernetworks(loaded, tokens) if known is not None and loaded else (tokens, tokens)
 
 
-def first_row(p: Any) -> int:
-    """The first picture's row in what the UNet computes in one call, by its prompt; negative counts from the end."""
-    model = _running_model(p)
-    # A1111 computes the prompts first, the Forges and SD.Next the negative prompts
-    prompts_first = getattr(model, "forge_objects", None) is None and not sdnext.is_pipeline(model)
-    return 0 if prompts_first else -int(p.batch_size)
-
-
 def gains_file() -> str | None:
     """For what was measured, where the webui keeps what it can do without; None where it tells of no such place."""
     data = getattr(sys.modules.get("modules.paths_internal"), "data_path", None)
@@ -284,11 +276,6 @@ class Fact(dict):
 
     def __call__(self, **facts: Any) -> None:
         """Nothing to write."""
-
-
-def request() -> Any:
-    """What tells a request's jobs from the next one's; None where the webui does not say."""
-    return getattr(getattr(shared, "state", None), "time_start", None) if HAS_SAMPLING_HOOK else None
 
 
 def is_of_script(p: Any) -> bool:

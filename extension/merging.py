@@ -27,7 +27,6 @@ class PassRecord:
     counts: Counter[str] = field(default_factory=lambda: Counter(calls=0, steps=0, steps_merged=0))
     reports: list[Report] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
-    maps: dict[int, Any] = field(default_factory=dict)
     own: str = ""  # what people's own pictures say of it
 
     @property
@@ -43,9 +42,6 @@ class Job:
         self.p = weakref.ref(p)
         self.wish = wish
         self.error = error
-        self.request = host.request()
-        self.keeps_maps = self.is_over = False
-        self.is_inside = False  # another job, or a script, goes on with its pictures
         self.fact: Any = None  # what API callers are told, of all jobs of one request
         self.merged = False  # something, in the batch that runs
         self.records: defaultdict[bool, PassRecord] = defaultdict(PassRecord)  # by: is it the hires pass
@@ -166,7 +162,6 @@ class Armed:
         except (UnsupportedModelError, TypeError) as error:
             self.job.records[self.hires].refusals.append(str(error))
             return
-        self.handle.keep_maps(self.job.keeps_maps)
         if pipeline is not None:
             self._pipeline = pipeline  # kept, because the engine's own reference to it is weak
             self._pass.enter_context(pipeline.unet.register_forward_hook(lambda *_: self._note_call()))
@@ -186,7 +181,6 @@ class Armed:
             record = self.job.records[self.hires]
             record.reports.append(report)
             self.job.merged = self.job.merged or report.merged_anything
-            record.maps.update(handle.maps())
         return report
 
 

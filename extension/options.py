@@ -1,4 +1,4 @@
-"""The settings tab: section "Token Merging (ToMe)", five items, readable before, and without, the tab.
+"""The settings tab: section "Token Merging (ToMe)", four items, readable before, and without, the tab.
 
 The first three are what jobs begin with that say nothing of it, which the API's do; among the quicksettings they move
 the panels. So each acts on the next picture, and one in `override_settings` on that job.
@@ -12,7 +12,7 @@ from . import host
 from .wish import DEFAULTS, WHERE
 
 SECTION = ("tome", "Token Merging (ToMe)")
-REPORT, MAP = "tome_report", "tome_map"
+REPORT = "tome_report"
 BOTH, CONSOLE, PAGE, NOWHERE = REPORTS = ("console and page", "console", "page", "nowhere")
 _ITEMS = (
     ("tome_enabled", DEFAULTS["enabled"], "Merge tokens",
@@ -22,8 +22,6 @@ _ITEMS = (
     ("tome_where", DEFAULTS["where"], "Where to merge", "in pictures with Hires. fix", {"choices": list(WHERE)}),
     (REPORT, BOTH, "Show the report in", "a line after each job; API calls get it in any case",
      {"choices": list(REPORTS)}),
-    (MAP, False, "Draw the merge map beside the result",
-     "one more picture in the gallery: what merged into what in the last step", {}),
 )  # fmt: skip
 _DEFAULTS = {key: default for key, default, *_ in _ITEMS}
 

@@ -12,7 +12,7 @@ from typing import Any
 from ..tome_core import hosting
 from . import attentions, host, infotext, options, sdnext
 from .merging import JOB, Job, armed, job_of
-from .summary import data_of, draw_map, lines_of
+from .summary import data_of, lines_of
 from .wish import PASSES, TITLE, Wish, read
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,6 @@ PARENT = __package__.rpartition(".")[0]
 class TokenMerging(host.Script):
     """The panel and the hooks. One object a tab; what belongs to a job hangs on its ``p``."""
 
-    _open: list[Job] = []  # noqa: RUF012 (never changed): jobs that have begun and, unless they broke off, are not over
     _request: Any = None  # the latest, and what its jobs told
     _fact: host.Fact
 
@@ -49,7 +48,6 @@ class TokenMerging(host.Script):
         armed.disarm()
         for name in (JOB, *host.STAND_INS):  # also those that this p, as a copy, inherited
             vars(p).pop(name, None)
-        self._open = [one for one in self._open if not one.is_over and one.p() and one.request == host.request()]
         host.silence_built_in(p, lambda p, hires: not _job_of(p, values).why_left(hires))
 
     def process(self, p: Any, *values: Any) -> None:
@@ -57,8 +55,6 @@ class TokenMerging(host.Script):
         job = _job_of(p, values)
         if job.error:
             logger.error("%s", job.error)
-        job.is_inside = bool(self._open) or host.is_of_script(p)
-        self._open.append(job)
         request = getattr(p, "script_args", None)  # of all jobs of one request, copies of its first one too
         if request is None or request is not self._request:
             self._request, self._fact = request, host.Fact()
@@ -71,8 +67,7 @@ class TokenMerging(host.Script):
         """A batch begins; in SD.Next this is the last call before its first pass."""
         armed.disarm()
         job = job_of(p)
-        if job is not None:  # the map lies on the first picture; asked now, when a request's own settings are in force
-            job.keeps_maps = bool(options.value(options.MAP)) and not facts.get("batch_number", 0)
+        if job is not None:
             job.merged = False
         if not host.HAS_SAMPLING_HOOK:
             armed.arm(p, hires=False)
@@ -98,10 +93,7 @@ class TokenMerging(host.Script):
         """The job is over. Not called after an exception."""
         armed.disarm()
         job = job_of(p)
-        if job is None:
-            return
-        job.is_over = True
-        if job.error or job.wish.enabled:
+        if job is not None and (job.error or job.wish.enabled):
             _tell(p, job, processed)
 
 
@@ -138,10 +130,6 @@ def _tell(p: Any, job: Job, processed: Any) -> None:
     fact.update({**data, "merged": any(one["merged"] for one in jobs), **({"jobs": jobs} if len(jobs) > 1 else {})})
     # not in the picture's infotext, which is written already
     processed.extra_generation_params = {**(getattr(processed, "extra_generation_params", None) or {}), FACT: fact}
-    maps = next((job.records[hires].maps for hires in (True, False) if hires in job.records), {})
-    if maps and processed.images and not job.is_inside:  # else somebody goes on with these pictures
-        first = min(getattr(processed, "index_of_first_image", 0), len(processed.images) - 1)
-        processed.images.append(draw_map(processed.images[first], maps, host.first_row(p)))
 
 
 def on_end(p: Any) -> None:

@@ -1,19 +1,13 @@
-"""What is told of a job: a line or two for people, data for API callers, and the merge map."""
+"""What is told of a job: a line or two for people, and data for API callers."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
-from PIL import Image, ImageDraw
-
 from ..tome_core.hosting import count
 from . import host
 from .merging import Job
 from .wish import HIRES, PASSES
-
-_STRENGTH = 0.6  # of the map's colours over the picture
-_GOLDEN = 0.618034  # share of the colour circle from one group to the next, so that neighbours differ
 
 
 def lines_of(job: Job, has_hires: bool) -> list[str]:
@@ -49,18 +43,6 @@ def data_of(job: Job, lines: list[str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def draw_map(picture: Image.Image, maps: dict[int, Any], sample: int = 0) -> Image.Image:
-    """The picture once for each level, side by side, each group of merged tokens in a colour of its own.
-
-    maps: level -> what a block merged last. sample: the picture's row of the batch, negative from its end.
-    """
-    panels = [_panel(picture, level, found, sample) for level, found in sorted(maps.items())]
-    whole = Image.new("RGB", (sum(one.width for one in panels), picture.height))
-    for number, one in enumerate(panels):
-        whole.paste(one, (number * picture.width, 0))
-    return whole
-
-
 def _outcome(job: Job, hires: bool, has_hires: bool) -> str:
     if job.config(hires) is None:
         is_missing = job.wish.strength and job.wish.where == HIRES and not has_hires
@@ -76,19 +58,3 @@ def _outcome(job: Job, hires: bool, has_hires: bool) -> str:
     if why and not whole.reasons:
         return f"nothing merged: {', '.join(why)}"
     return whole.headline if record.reports else "nothing merged: the model was not called"
-
-
-def _panel(picture: Image.Image, level: int, found: Any, sample: int) -> Image.Image:
-    rows = found.group.shape[0]
-    group = found.group[max(-rows, min(sample, rows - 1))]
-    merged = torch.bincount(group)[group] > 1
-    size, like = (found.grid.width, found.grid.height), (picture.size, Image.Resampling.NEAREST)
-    colours, mask, drawn = Image.new("HSV", size), Image.new("L", size), picture.convert("RGB")
-    colours.putdata([(int(number * _GOLDEN % 1 * 255), 190, 255) for number in group.tolist()])
-    mask.putdata([int(one * _STRENGTH * 255) for one in merged.tolist()])
-    drawn.paste(colours.convert("RGB").resize(*like), (0, 0), mask.resize(*like))
-    text = f"ToMe level {level}: {group.shape[0]} -> {found.num_groups} tokens"
-    pen = ImageDraw.Draw(drawn)
-    pen.rectangle((0, 0, pen.textlength(text) + 8, 16), fill=(0, 0, 0))
-    pen.text((4, 2), text, fill=(255, 255, 255))
-    return drawn

@@ -30,35 +30,10 @@ class OfScript(Processing):
         self.comments[text] = 1
 
 
-@pytest.fixture(autouse=True)
-def with_map(webui):
-    webui.shared.opts.data["tome_map"] = True
-
-
-def test_a_script_gets_the_pictures_that_it_would_get_without_a_map(webui):
+def test_a_script_gets_the_pictures_that_it_would_get_without_us(webui):
     """SD upscale pastes them together, Prompt matrix counts them."""
-    assert len(webui.job(custom()).images) == 2
-    assert len(webui.process(OfScript(webui, (custom(),))).images) == 1
-    inner = []
-
-    def detail(step):
-        if step == "postprocess_image":
-            inner.append(webui.job(custom()))
-
-    outer = webui.job(custom(), at_step=detail)
-    assert [len(one.images) for one in (*inner, outer)] == [1, 2]
-
-
-def test_after_a_job_that_broke_off_the_next_one_has_its_map(webui):
-    def fail(step):
-        raise RuntimeError
-
-    webui.shared.state = types.SimpleNamespace(time_start=1.0)
-    broken = Processing(webui, (custom(),), at_step=fail)  # which lives on in its own cycles
-    with pytest.raises(RuntimeError):
-        webui.process(broken)
-    webui.shared.state.time_start = 2.0  # the next request
-    assert len(webui.job(custom()).images) == 2
+    for p in (Processing(webui, (custom(),)), OfScript(webui, (custom(),))):
+        assert len(webui.process(p).images) == 1
 
 
 def test_a_result_that_a_script_makes_of_several_jobs_has_the_report_of_each(webui):

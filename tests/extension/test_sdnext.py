@@ -224,10 +224,6 @@ def test_the_infotext_does_not_take_the_name_of_its_own_setting(webui):
     assert value("enabled", {"ToMe": "0.5"}) is True, "of another webui"
 
 
-def test_the_map_is_of_the_prompt_which_comes_last(webui):
-    assert webui.part("host").first_row(Processing(webui, (), batch_size=2)) == -2
-
-
 def test_the_page_knows_the_webuis_controls_by_its_own_names(webui):
     webui.script.ui(False)
     told = []

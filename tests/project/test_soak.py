@@ -210,7 +210,6 @@ def test_a_webui_model_is_as_it_was_after_all_generations(capsys, monkeypatch):
         raise RuntimeError("by the test")
 
     def generate(number: int) -> None:
-        webui.shared.opts.data[options.MAP] = dice.random() < 0.3
         given = {"enabled": dice.random() < 0.9, "strength": dice.random(), "where": dice.choice(wish.WHERE)}
         args = [given | {one.name: field_value(dice, one) for one in form.FIELDS if dice.random() < 0.25}]
         facts = {"enable_hr": dice.random() < 0.7, "n_iter": dice.randint(1, 2), "seed": dice.randint(0, 2**32)}

@@ -10,14 +10,12 @@ import torch
 _TOKENS = 64
 _LIKE = 0.1  # share by which the fast functions of half and less precision miss a small attention
 _MOST = 64  # answers that are remembered
-_TRIED: OrderedDict[Hashable, tuple[str, tuple]] = OrderedDict()
+_TRIED: OrderedDict[Hashable, str] = OrderedDict()
 
 ADDS_BIAS, PLAIN, NO_ATTENTION = "adds a bias", "adds no bias", ""
 
 
-def try_once(
-    key: Hashable, function: Callable[..., torch.Tensor], scale: float, like: torch.Tensor, holds: tuple = ()
-) -> str:
+def try_once(key: Hashable, function: Callable[..., torch.Tensor], scale: float, like: torch.Tensor) -> str:
     """What a function does: `ADDS_BIAS`, `PLAIN` for attention that ignores or refuses a bias, or `NO_ATTENTION`.
 
     Args:
@@ -25,14 +23,13 @@ def try_once(
         function: ``(q, k, v, bias) -> out``, as of `merged.Attention`.
         scale: what it multiplies the logits by.
         like: ``[B, S, H, d]``, of the device and dtype that the function is to serve.
-        holds: objects whose ids are in the key, so that no other object gets such an id.
     """
     key = (key, *like.shape[2:], like.dtype, like.device)
     if key not in _TRIED:
         if len(_TRIED) >= _MOST:
             _TRIED.popitem(last=False)
-        _TRIED[key] = _try(function, scale, like), holds
-    return _TRIED[key][0]
+        _TRIED[key] = _try(function, scale, like)
+    return _TRIED[key]
 
 
 @torch.no_grad()

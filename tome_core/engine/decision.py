@@ -39,8 +39,8 @@ class Call:
     """One call of a model.
 
     state: the `State` that began it. stamp: its timestep argument, what draws depend on. rules: those in force, by
-    level. why_off: by level, why there are none. gates: by level, as of `decide`. kept: plans of the calls before it in the same sampling; None if
-    nothing is kept. turns: how often each attention was called in it so far.
+    level. why_off: by level, why there are none. gates: by level, as of `decide`. kept: plans of the calls before it in
+    the same sampling; None if nothing is kept. turns: how often each attention was called in it so far.
 
     What follows is the adapters'. facts: what was read of it besides. layouts: of each level of a UNet, the latest.
     block: of tomesd's way, the input of the block that runs, and its plans by rule. reached: the attentions that were

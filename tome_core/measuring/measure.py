@@ -72,8 +72,8 @@ def steps_of(clock: Clock, steps: int) -> list[tuple[float, Hashable]]:
 
 def time_calls(
     patch: Any, call: CallUNet, latents: torch.Tensor, steps: int = STEPS, rounds: int = ROUNDS
-) -> tuple[float, float, float, float]:  # fmt: skip
-    """Seconds of an unmerged call, and of a merged one on the average of a picture's steps; spread, saved: see `Gain`.
+) -> tuple[float, float, float]:
+    """Seconds of an unmerged call, and of a merged one on the average of a picture's steps; saved: see `Gain`.
 
     patch: a `Patch` that is installed. call: of (latents ``[B, C, H, W]``, timesteps ``[B]``).
     """
@@ -116,11 +116,10 @@ def time_calls(
     for _ in range(rounds):
         time_round()
     if not first:
-        return 0.0, 0.0, 0.0, 0.0
+        return 0.0, 0.0, 0.0
     plain, share = statistics.median(seconds[None]), Counter(kind for _, kind in picture)
     whole = sum(count * statistics.median(seconds[kind]) for kind, count in share.items())
-    spread = (max(seconds[None]) - min(seconds[None])) / plain if plain else 0.0
-    return plain, whole / steps, spread, sum(count * saved[kind] for kind, count in share.items()) / steps
+    return plain, whole / steps, sum(count * saved[kind] for kind, count in share.items()) / steps
 
 
 def clock_for(device: torch.device) -> Timer:

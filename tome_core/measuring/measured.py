@@ -19,11 +19,10 @@ from .pays import Pays, about, device_of, dtype_of, widths_of
 
 
 class Measured(State):
-    """What a `Patch` is besides. attention_function: what a host's attention calls; handed: what `patch` was handed."""
+    """What a `Patch` is besides. handed: what `patch` was handed."""
 
     adapter: Any
     model: nn.Module | None
-    attention_function = ""
     handed: weakref.ref[Any] | None = None
 
     def measure(
@@ -128,7 +127,7 @@ class Measured(State):
 
     def _about(self) -> tuple[str, ...]:
         """What all gains of this patch have in common: their first fields."""
-        return about(self.model, self._places, self.config, self.attention_function)
+        return about(self.model, self._places, self.config)
 
     def _block_sizes(self) -> tuple[tuple[int, int], ...]:
         """(down-sampling, channels) of each block."""

@@ -66,20 +66,19 @@ class Pays:
         return _HOST_BOUND if is_bound else None, None
 
 
-def about(unet: nn.Module, places: Sequence[Place], config: MergeConfig, function: str) -> tuple[str, ...]:
+def about(unet: nn.Module, places: Sequence[Place], config: MergeConfig) -> tuple[str, ...]:
     """The first fields of a `Gain`: the UNet's shape, what is merged, by what attention, versions of torch and of us.
 
-    The seed, which a host may draw for each picture, costs no time. function: what the attention calls, if its module
-    does not tell.
+    The seed, which a host may draw for each picture, costs no time.
     """
     blocks = [(one.path, one.halvings, *widths_of(one.block), getattr(getattr(one.block, "attn1", None), "heads", 0))
               for one in places]  # fmt: skip
     residual = Counter(name for name in (type(one).__name__ for one in unet.modules()) if name.startswith(_RESIDUAL))
     model = f"{type(unet).__name__} {digest(blocks, sorted(residual.items()))}"
-    attention = getattr(places[0].block, "attn1", None)
+    attention, function = getattr(places[0].block, "attn1", None), ""
     if attention is not None:
         name, code = type(getattr(attention, "processor", attention)).__name__, type(attention).forward
-        function = " ".join(filter(None, (name, full_name(code), *names_known_to(code), function)))
+        function = " ".join((name, full_name(code), *names_known_to(code)))
     return model, digest(replace(config, seed=0)), function, torch.__version__, version()
 
 

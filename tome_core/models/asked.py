@@ -16,7 +16,6 @@ from ..merging.grid import Layout
 from ..reporting.ledger import MASKED, NO_GRID
 
 TORCHS_OWN = torch._C._nn.scaled_dot_product_attention
-_TAKES_BIAS = ("native", "_native_math", "_native_efficient")  # of diffusers' backends, on every device
 _OPTIONS = ("dropout_p", "is_causal", "scale", "enable_gqa", "attention_kwargs")
 MORE = "it is more than attention (dropout, causal, or over several devices)"
 _FAILS = "it fails with merged keys"
@@ -59,7 +58,7 @@ class Asked:
     def takes_bias(self) -> bool | None:
         """Does the function add a bias? None if it is no attention."""
         scale = self.q.shape[-1] ** -0.5 if self.scale is None else self.scale
-        found = try_once(self.key(), self.compute, scale, self.q, self.key())
+        found = try_once(self.key(), self.compute, scale, self.q)
         return None if found == NO_ATTENTION else found == ADDS_BIAS
 
     def key(self) -> tuple:
@@ -100,11 +99,6 @@ class ByDispatch(ByTorch):
         more = self._more
         self.backend = str(getattr(more.get("backend"), "value", more.get("backend") or ""))
         self.plain = self.plain and not more.get("attention_kwargs") and more.get("parallel_config") is None
-
-    def takes_bias(self) -> bool | None:
-        """As of every call; of known backends without a try."""
-        _, backend, torchs = self.key()
-        return True if torchs is TORCHS_OWN and backend in _TAKES_BIAS else super().takes_bias()
 
     def key(self) -> tuple:
         """With the backend in force."""

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 logger = logging.getLogger(__name__)
 MARGIN = 0.02  # merging pays from so much on: medians of a quiet machine differ by 1 % from one measurement to the next
 PIXELS = 8  # of a picture for each side of a latent's token
-_UNEVEN = 0.1
 _LEAST, _MOST, _CASES = 3, 12, 300  # pictures of a case that say something, and are kept; cases
 _SPREAD = 0.25  # of a gain, by which the middle halves of both kinds may vary
 _ALIKE = 0.15  # by so much may shares differ: samplers place their steps otherwise, which moves the late ones
@@ -27,8 +26,8 @@ _ALIKE = 0.15  # by so much may shares differ: samplers place their steps otherw
 class Gain(NamedTuple):
     """Seconds of an unmerged call, and of a merged one on the average of a picture's steps, and all that decides them.
 
-    model, rules, attention: see `measuring.pays.about`. height, width: of the latent. spread: of the unmerged calls,
-    the slowest less the fastest, as a share of their median. saved: the share of self-attention that was left out.
+    model, rules, attention: see `measuring.pays.about`. height, width: of the latent. saved: the share of
+    self-attention that was left out.
     """
 
     model: str
@@ -43,13 +42,12 @@ class Gain(NamedTuple):
     batch: int
     unmerged: float
     merged: float
-    spread: float = 0.0
     saved: float | None = None
 
     @property
     def case(self) -> tuple:
         """What it is a gain of: all but the seconds."""
-        return self[:-4]
+        return self[:-3]
 
     @property
     def ratio(self) -> float:
@@ -88,8 +86,7 @@ class Gain(NamedTuple):
 
     def __str__(self) -> str:
         where = f"{self.width}x{self.height}, batch {self.batch}, {self.dtype}, {self.device}"
-        busy = ", measured while the machine was busy with something else" if self.spread > _UNEVEN else ""
-        return f"{self.ratio:.2f} times as fast as unmerged ({where}){busy}"
+        return f"{self.ratio:.2f} times as fast as unmerged ({where})"
 
 
 class Gains:

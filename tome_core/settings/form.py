@@ -15,8 +15,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from .config import GROUPS, MergeConfig, describe_settings
-from .presets import SD
-from .presets import config_of as config_of_strength
+from .presets import SD, config_of
 
 UNSET = -1.0  # a number's way to say None, which neither a slider nor an infotext can
 
@@ -95,7 +94,7 @@ def values_of(config: MergeConfig) -> dict[str, Any]:
 
 def fill(strength: str | float, layout: str = SD) -> dict[str, Any]:
     """What a strength, or a preset's name, fills in on this layout, by name: all but what is `beside_strength`."""
-    values = values_of(config_of_strength(strength, layout))
+    values = values_of(config_of(strength, layout))
     return {one.name: values[one.name] for one in FIELDS if not one.beside_strength}
 
 
@@ -112,11 +111,6 @@ def change(config: MergeConfig, values: Mapping[str, Any]) -> MergeConfig:
         return replace(config, **asked)
     except (TypeError, ValueError) as error:
         raise type(error)(_in_the_forms_words(str(error))) from None
-
-
-def config_of(values: Mapping[str, Any]) -> MergeConfig:
-    """The config of values by the form's names; what is missing, or None, is the default. Raises as `change` does."""
-    return change(MergeConfig(), values)
 
 
 def settle(values: Mapping[str, Any]) -> tuple[MergeConfig, list[str]]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 import tome_core
 from tome_core import MergeConfig, MergeRule, describe_settings
-from tome_core.settings.form import FIELDS, GROUPS, NAMES, UNSET, change, config_of, field, fill, settle, values_of
+from tome_core.settings.form import FIELDS, GROUPS, NAMES, UNSET, change, field, fill, settle, values_of
 from tome_core.settings.presets import MARKS
 
 DESCRIBED = {one["name"]: one for one in describe_settings()}
+config_of = partial(change, MergeConfig())
 
 
 def test_fields_are_in_their_documented_places():

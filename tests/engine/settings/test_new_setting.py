@@ -28,14 +28,14 @@ from comfy_nodes.nodes import ApplyToMe, ToMeSettings
 
 def refusal(values):
     try:
-        form.config_of(values)
+        form.change(MergeConfig(), values)
     except ValueError as error:
         return str(error)
 
 (settled,) = ToMeSettings().settings(gentleness=0.5)
 print(json.dumps({
     "last of the form": form.NAMES[-1], "filled": form.fill(0.5)["gentleness"],
-    "set": [form.config_of({"gentleness": 1}).value("gentleness"), settled.value("gentleness"),
+    "set": [form.change(MergeConfig(), {"gentleness": 1}).value("gentleness"), settled.value("gentleness"),
             MergeConfig(gentleness=0.5).value("gentleness")],
     "refusal": refusal({"gentleness": 3}), "left out": form.settle({"gentleness": 3})[1],
     "input": list(ToMeSettings.INPUT_TYPES()["optional"].items())[-1],

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.hosts.webui.running import HALF, PAYING
+from tests.hosts.webui.running import PAYING
 from tome_core import form
 from tome_core.settings.presets import MARKS
 
@@ -227,11 +227,6 @@ def test_switching_on_among_the_quicksettings_draws_with_the_strength_beside_it(
 
 
 def test_a_quicksetting_of_ours_counts_at_once_and_moves_the_panel(page, webui):
-    box = page.locator("#quicksettings #setting_tome_map input[type=checkbox]")
-    for is_on in (True, False):
-        box.click()
-        wait_for(page, webui, "tome_map", is_on)
-        assert len(webui.draw(HALF).all) == 1 + is_on
     unfold(page)
     for value in (0.3, 0.5):
         set_number(page, "#quicksettings #setting_tome_strength", value)

@@ -198,9 +198,3 @@ def test_skipping_and_interrupting_from_outside(webui, without):
         webui.ask(f"/sdapi/v1/{path}", {})
         worker.join()
     assert webui.draw().pixels == without.draw_once().pixels
-
-
-def test_the_merge_map_is_one_more_picture(webui, without):
-    done = webui.draw(HALF, override_settings={"tome_map": True})
-    assert len(done.all) == 2 and done.all[0] == webui.draw(HALF).pixels
-    assert len(webui.draw(override_settings={"tome_map": True}).all) == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from tests.hosts.webui.running import ASKED, HALF, SAVED
 
@@ -80,28 +79,3 @@ def test_a_checkpoint_of_its_own_for_the_hires_pass(twins, other, where):
     asked, first, second = twins.law({**HALF, "where": where}, **job).split("; ")
     assert asked == ASKED and first == "first pass: " + ("left alone" if where == "hires pass" else f"3 steps, {SAVED}")
     assert second == "hires pass: " + ("left alone" if where == "first pass" else f"2 steps, {SAVED}")
-
-
-def test_the_map_of_several_pictures_is_the_first_ones(twins):
-    alone = _map_of(twins)
-    assert _alike(_map_of(twins, n_iter=2), alone)
-    assert _alike(_map_of(twins, batch_size=2), alone)
-    assert not _alike(_map_of(twins, seed=43), alone)
-
-
-def test_the_map_shows_what_the_prompt_merged_and_not_the_negative_prompt(twins):
-    job = {"prompt": "a lake " * 30, "negative_prompt": "boats, sails, a harbour, " * 9, "steps": 1}
-    assert _alike(_map_of(twins, **job), _map_of(twins, **job, cfg_scale=1))
-
-
-def _map_of(twins, **job):
-    """The colours of the map without the picture and the label; 0 where nothing merged."""
-    done = twins.webui.draw(HALF, **job, override_settings={"tome_map": True}).all
-    first, *_, drawn = (torch.frombuffer(bytearray(one), dtype=torch.uint8).float()
-                        for one in done if len(one) == len(done[-1]))  # fmt: skip
-    colours = ((drawn - 0.4 * first) / 0.6).where(drawn != first, 0)
-    return colours.reshape(128, 128, 3)[20:]
-
-
-def _alike(left, right):
-    return ((left - right).abs() < 12).float().mean() > 0.9
