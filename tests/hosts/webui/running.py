@@ -28,7 +28,7 @@ QUIET = {"live_previews_enable": False, "show_progressbar": False, "samples_save
 OVERRIDDEN = {"token_merging_ratio": 0.0, "batch_cond_uncond": True, "skip_early_cond": 0.0,
               "hypertile_enable_unet": False, "hypertile_enable_unet_secondpass": False,
               "ad_script_names": ""}  # fmt: skip
-QUICK = {name: ["sd_model_checkpoint", "tome_map", "tome_enabled", "tome_strength"]
+QUICK = {name: ["sd_model_checkpoint", "tome_enabled", "tome_strength"]
          for name in ("quicksettings_list", "quick_setting_list")}  # fmt: skip  # the second in Forge
 START = [
     "--skip-torch-cuda-test", "--do-not-download-clip", "--no-download-sd-model", "--skip-version-check",
