@@ -128,7 +128,7 @@ def test_the_plots_axes_reach_the_job_and_are_added_once(webui):
 
 def test_what_is_counted(webui):
     """Controls at first sight, settings, infotext keys."""
-    assert len(webui.shared.opts.labels) == 5
+    assert len(webui.shared.opts.labels) == 4
     assert {one.section for one in webui.shared.opts.labels.values()} == {("tome", "Token Merging (ToMe)")}
     assert {one.category_id for one in webui.shared.opts.labels.values()} == {"sd"}, "beside Optimizations"
     webui.script.ui(False)

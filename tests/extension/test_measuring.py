@@ -49,7 +49,7 @@ def test_nothing_is_measured_unasked(webui, costs, tmp_path):
 def test_a_gain_belongs_to_the_engines_version_whatever_the_webui_calls_its_package(webui):
     place = types.SimpleNamespace(path="", halvings=0, block=None)
     config = webui.engine("settings.config").MergeConfig()
-    assert webui.engine("measuring.pays").about(torch.nn.Module(), [place], config, "")[-1] == tome_core.__version__
+    assert webui.engine("measuring.pays").about(torch.nn.Module(), [place], config)[-1] == tome_core.__version__
 
 
 def measured(webui, *sizes):

@@ -28,7 +28,7 @@ def reported(config: MergeConfig, *timesteps: float, side: int = 16) -> Report:
 
 
 def gain(ratio: float, side: int = 64, saved: float = 0.75) -> Gain:
-    return Gain("model", "rules", "attention", "torch", "ours", "cpu", "float32", side, side, 2, ratio, 1.0, 0.0, saved)
+    return Gain("model", "rules", "attention", "torch", "ours", "cpu", "float32", side, side, 2, ratio, 1.0, saved)
 
 
 def level(downsample: int = 1, left: int = 25) -> LevelTally:
