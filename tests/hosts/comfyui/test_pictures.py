@@ -15,7 +15,7 @@ def test_three_samplings_of_both_kinds_say_it_or_keep_silent_where_they_vary(com
             applied = graph.strength(settings=settings)
             graph.sample("drawn", applied, cfg=1.0)
             seen = comfy.good(graph.graph)
-        print(report_of(seen, applied) if strength else "")
+            print(report_of(seen, applied).splitlines()[:1] if strength else "")
     known = Gains()
     known.load(base / "user" / "tome_core_gains.json")
     cases = [case for case, times in known.pictures.items() if len(times) == 4]

@@ -15,7 +15,7 @@ def test_three_pictures_of_both_kinds_say_it_or_keep_silent_where_they_vary(webu
         webui.draw(HALF, **job)
     known = Gains()
     known.load(webui.log.parent / "cache" / "tome_core_gains.json")
-    print(known.pictures, webui.told(start)[-1])
+    print(known.pictures, *webui.told(start), sep="\n")
     plain, merged = sorted((case for case, times in known.pictures.items() if len(times) == 4), key=lambda one: one[2])
     assert plain[:2] == merged[:2] and plain[2:] == ("", "") != merged[2:], "alike but for what merged"
     told = known.told(merged[0], *merged[2:])
