@@ -24,6 +24,7 @@ from torch import nn
 
 from benchmarks.stack_arms import OURS_FIRST, WITH_MERGING, WITH_OTHER, Drawn, summarize
 from benchmarks.stack_nodes import NODES
+from demo import eight_bits
 from demo.places import PlacedConv
 
 _PLENTY = 64 * 2**30  # bytes that are said to be free: how ComfyUI cuts a batch must not depend on who else runs
@@ -87,7 +88,7 @@ def scenes(path: str) -> tuple[Any, torch.Tensor]:
     """ComfyUI's patcher around a scene model of this file, and its prompt embedding ``[V, D]``."""
     with safe_open(path, "pt") as file:
         told = file.metadata()
-        weights = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
+        weights = eight_bits.unpack({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
     unet, scheduler = json.loads(told["unet_config"]), json.loads(told["scheduler"])
     levels, blocks = len(unet["block_out_channels"]), unet["layers_per_block"]
     config = {
