@@ -30,12 +30,12 @@ MANY = Family("many blocks", seeded(unet, layers_per_block=2, transformer_layers
                                     block_out_channels=(16, 16), norm_num_groups=4), LEAST.call)  # fmt: skip
 COMPILED = {LEAST.name: LEAST, MANY.name: MANY, **MODELS}
 # no compiler takes their forwards whole, with us or without
-_BROKEN = ("Lumina 2", "HiDream", "HunyuanImage", "HunyuanVideo 1.5")
+WITH_BREAKS = ("Lumina 2", "HiDream", "HunyuanImage", "HunyuanVideo 1.5")
 
 
 def whole(one: Family, model: Any, backend: Any = "eager") -> nn.Module:
     """The model, to be called in its place; an LDM model has it inside."""
-    made = partial(torch.compile, backend=backend, fullgraph=one.name not in _BROKEN)
+    made = partial(torch.compile, backend=backend, fullgraph=one.name not in WITH_BREAKS)
     if not hasattr(model, "model"):
         return made(model)
     model.model.diffusion_model = made(model.model.diffusion_model)
@@ -43,7 +43,7 @@ def whole(one: Family, model: Any, backend: Any = "eager") -> nn.Module:
 
 
 def in_place(one: Family, model: Any, backend: Any = "eager") -> nn.Module:
-    find_models(model)[0].compile(backend=backend, fullgraph=one.name not in _BROKEN)
+    find_models(model)[0].compile(backend=backend, fullgraph=one.name not in WITH_BREAKS)
     return model
 
 

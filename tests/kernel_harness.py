@@ -5,6 +5,7 @@ Where ``TRITON_INTERPRET=1`` Triton's interpreter runs the kernels on the CPU, e
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import pytest
@@ -19,6 +20,14 @@ INF = float("inf")
 NAMES = (
     "answer_few", "best_keys", "correct", "first_order", "mean_rows", "place_tokens", "ridge", "segments",
 )  # fmt: skip
+
+
+def together(*axes):
+    """All that go together on a GPU; in the interpreter, which is slow, each value of each axis at least once."""
+    if not INTERPRETED:
+        return list(itertools.product(*axes))
+    longest = max(map(len, axes))
+    return list(zip(*(itertools.islice(itertools.cycle(one), longest) for one in axes), strict=True))
 
 
 def _why_not() -> str:

@@ -5,14 +5,12 @@ Run by test_kernels.py and test_on_cuda.py.
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 from tests import kernel_harness
-from tests.kernel_harness import DEVICE, DTYPES, INF, close, noise
+from tests.kernel_harness import DEVICE, DTYPES, INF, close, noise, together
 from tome_core import MergePlan
 from tome_core.merging import kernels
 from tome_core.merging.grid import Grid
@@ -51,9 +49,7 @@ def assert_best(found: tuple, queries: torch.Tensor, keys: torch.Tensor, bias: t
     assert (best - scores.gather(2, found[1][..., None])[..., 0] <= allowed).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", ["no bias", "a bias", "hidden keys"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape, kind, dtype", together(SHAPES, ["no bias", "a bias", "hidden keys"], DTYPES), ids=str)
 def test_the_best_key_is_that_of_the_exact_scores(shape, kind, dtype):
     rows, keys = case(shape, dtype)
     bias = biases(shape[0], shape[3])[kind]
@@ -159,7 +155,7 @@ GROUPS = {
 
 @pytest.mark.parametrize(
     "groups, dtype, channels",
-    [*itertools.product(GROUPS, DTYPES, [40]), ("random", torch.float16, 1), ("random", torch.float16, 300)],
+    [*together(list(GROUPS), DTYPES, [40]), ("random", torch.float16, 1), ("random", torch.float16, 300)],
 )
 def test_means_are_those_of_torchs_operators(groups, dtype, channels):
     plan, x = MergePlan(GROUPS[groups]().to(DEVICE), 40), noise(2, 150, channels, dtype=dtype)
@@ -221,8 +217,7 @@ def test_beyond_its_bound_counting_leaves_it_to_sorting(monkeypatch, used):
     assert used == ["mean_rows"]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("channels", [5, 1100])
+@pytest.mark.parametrize("dtype, channels", together(DTYPES, [5, 1100]), ids=str)
 def test_centres_know_their_lengths_and_which_are_empty(dtype, channels):
     plan, x = MergePlan(GROUPS["one map for all"]().to(DEVICE), 40), noise(3, 150, channels, dtype=dtype)
     mean, bias = plan.centres(x)
@@ -232,8 +227,7 @@ def test_centres_know_their_lengths_and_which_are_empty(dtype, channels):
                                rtol=1e-5, atol=1e-6)  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("channels", [5, 300])
+@pytest.mark.parametrize("dtype, channels", together(DTYPES, [5, 300]), ids=str)
 def test_keys_and_values_are_merged_at_once_as_each_alone(dtype, channels, used):
     plan, both = MergePlan(GROUPS["random"]().to(DEVICE), 40), noise(2, 150, 2 * channels, dtype=dtype)
     keys, values = both.chunk(2, -1)

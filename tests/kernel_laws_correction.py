@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from tests import kernel_harness
-from tests.kernel_harness import DEVICE, DTYPES, close, noise
+from tests.kernel_harness import DEVICE, DTYPES, close, noise, together
 from tome_core import MergePlan
 from tome_core.attention.correction import Correction, _attend, _by_head, _ridge, first_order, fit_correction
 from tome_core.attention.merged import add_correction
@@ -29,11 +29,12 @@ def attention(heads, width, tokens, dtype):
 
 
 HEADS = [(1, 3, 40), (2, 16, 70), (3, 40, 130), (1, 64, 1100)]  # heads, width, tokens: one span of them, and three
+every_size = pytest.mark.parametrize("dtype, size", together(DTYPES[1:], HEADS), ids=str)
 
 
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-@pytest.mark.parametrize("heads, width, tokens", HEADS)
-def test_of_first_order_it_is_what_torch_sums(heads, width, tokens, dtype):
+@every_size
+def test_of_first_order_it_is_what_torch_sums(size, dtype):
+    heads, width, tokens = size
     _, _, made, plan = attention(heads, width, tokens, dtype)
     means, scale = plan.merge_pair(*made, exact=True)[2], 0.3 / tokens
     found, again = (kernels.first_order(*made, plan.group, means, heads, scale).sum(0) for _ in range(2))
@@ -50,10 +51,10 @@ def answers(q, keys, values, heads, bias=0):
     return (scores.softmax(-1) @ values).flatten(0, 1), scores.logsumexp(-1).flatten(0, 1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-@pytest.mark.parametrize("heads, width, tokens", HEADS)
-def test_queries_are_answered_as_attention_answers_them(heads, width, tokens, dtype):
+@every_size
+def test_queries_are_answered_as_attention_answers_them(size, dtype):
     """By spans of all keys, and by merged keys of which some are empty."""
+    heads, width, tokens = size
     q, rows, made, plan = attention(heads, width, tokens, dtype)
     *pair, _ = plan.merge_pair(*made)
     bias, asked = plan.logits_in(dtype), q[:, rows[0]]
@@ -70,13 +71,13 @@ def test_queries_are_answered_as_attention_answers_them(heads, width, tokens, dt
         assert (one - other).abs().max() <= allowed * torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-@pytest.mark.parametrize("heads, width, tokens", HEADS)
-def test_a_correction_is_that_of_float64(heads, width, tokens, dtype, used):
+@every_size
+def test_a_correction_is_that_of_float64(size, dtype, used):
     """What it predicts, to a share of all that a prediction adds up: its matrix cannot be stored more exactly.
 
     The sums themselves are smaller: bfloat16's 8 bits leave a prediction of 128 terms a fifth off, whoever solves.
     """
+    heads, width, tokens = size
     q, rows, made, plan = attention(heads, width, tokens, dtype)
     (correction, merged), scale = fit_correction(q[:, rows[0]], made, plan, heads, width**-0.5), width**-0.5
     assert {"first_order", "answer_few", "ridge"} <= set(used)
@@ -115,9 +116,9 @@ def test_the_equations_are_solved_as_torch_solves_them(count, dtype):
         assert not one[1].any()
 
 
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-@pytest.mark.parametrize("heads, width, tokens", HEADS)
-def test_it_is_added_as_torch_adds_it(heads, width, tokens, dtype, used):
+@every_size
+def test_it_is_added_as_torch_adds_it(size, dtype, used):
+    heads, width, tokens = size
     q, out = (noise(2, tokens, heads, width, seed=seed, dtype=dtype) for seed in (0, 1))
     matrix, constant = (noise(2 * heads, rows, width, seed=rows, dtype=dtype) * 0.2 for rows in (2 * width, 1))
     found = add_correction(out, q, Correction(matrix, constant))

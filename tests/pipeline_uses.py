@@ -7,7 +7,6 @@ from typing import Any
 import diffusers
 import torch
 
-from tests.image_prompts import load_image_prompts
 from tests.models import fixed
 from tests.pipelines import IMAGE_TIMES, an_image
 
@@ -30,19 +29,12 @@ def _inpainting(pipe: Any, load: Any) -> tuple[Any, dict[str, Any]]:
     return made, {"image": image, "mask_image": mask, "strength": 0.8, "timesteps": IMAGE_TIMES}
 
 
-def _scaled_lora(pipe: Any, load: Any) -> tuple[Any, dict[str, Any]]:
-    load(pipe, "one")
-    return pipe, {"cross_attention_kwargs": {"scale": 0.4}}
-
-
 USES = {
     "controlnet": _controlnet, "guessing controlnet": _guessing_controlnet, "inpainting": _inpainting,
-    "scaled lora": _scaled_lora,
     "callback": lambda pipe, load: (pipe, {
         "callback_on_step_end": lambda *given: {"latents": given[-1]["latents"] * 0.9},
         "callback_on_step_end_tensor_inputs": ["latents"],
     }),
-    "image prompt": lambda pipe, load: (pipe, load_image_prompts(pipe)),
     "without guidance": lambda pipe, load: (pipe, {"guidance_scale": 1.0}),
     "three pictures": lambda pipe, load: (pipe, {"num_images_per_prompt": 3}),
     "scale": lambda pipe, load: (pipe, {"cross_attention_kwargs": {"scale": 0.4}}),

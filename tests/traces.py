@@ -34,3 +34,11 @@ def is_idle(handle: Any) -> bool:
     """Does nothing that belongs to the model hold anything of a call?"""
     calls = (one.calls for one in map(wraps_on, handle._present()) if one is not None)
     return all((one.now, one.in_graph, one.off) == (None, None, 0) for one in calls)
+
+
+def drop_own_methods(model) -> None:
+    """Those who put back what they found put back a method of the class as well, also one that it had for a time."""
+    for module in model.modules():
+        for name in ("forward", "_forward"):
+            if getattr(vars(module).get(name), "__self__", None) is module:
+                delattr(module, name)

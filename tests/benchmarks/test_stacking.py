@@ -1,4 +1,4 @@
-"""Merging beside what others do to a diffusers UNet: both orders, off again bit for bit, the report true, all said."""
+"""Merging beside what others do to a diffusers UNet's steps; what they do to its parts is `tests/beside`'s."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ from tome_core import MergeConfig, preset
 from tome_core.models.unet_blocks import find_blocks
 
 STEPS = [901, 851, 401, 351]
-TRUE_IN_BOTH_ORDERS = ("DeepCache", "FreeU", "PAG")  # and equal
-PUT_ON = ("DeepCache", "PyramidAttentionBroadcast", "HyperTile", "down-sampling", "FreeU")
 
 
 class Pipelines(RandomPipelines):
@@ -93,20 +91,14 @@ def alone(pipelines: Pipelines, name: str) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TRUE_IN_BOTH_ORDERS)
-def test_either_order_gives_the_same_bits_and_merges(pipelines, name):
+@pytest.mark.parametrize("name", ["DeepCache", "PyramidAttentionBroadcast"])
+def test_either_order_gives_the_same_bits_and_who_came_first_may_leave_first(pipelines, name):
     first, told, _ = both(pipelines, name, True, balanced())
     second, again, _ = both(pipelines, name, False, balanced())
-    assert torch.equal(first, second) and told.levels == again.levels
-    assert told.merged_anything and not torch.equal(first, alone(pipelines, name))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PUT_ON)
-def test_all_of_it_off_again_is_bit_exact_where_what_came_first_leaves_first(pipelines, name):
-    pipe = pipelines.make()
-    plain, expected = pipelines.draw(pipe), alone(pipelines, name)
-    handle = tome_core.patch(pipe, balanced())
+    pipe, expected = pipelines.make(), alone(pipelines, name)
+    assert torch.equal(first, second) and not torch.equal(first, expected)
+    assert told.levels == again.levels or name != "DeepCache"
+    plain, handle = pipelines.draw(pipe), tome_core.patch(pipe, balanced())
     with named(name).put_on(pipe):
         handle.remove()
         assert torch.equal(pipelines.draw(pipe), expected)
@@ -131,32 +123,6 @@ def test_broadcast_attention_merges_where_it_is_computed_in_either_order(pipelin
         for level, ran in zip(told.levels, runs, strict=True):
             assert 0 < level.calls_merged < ran, "some steps take another's output"
             assert level.calls_merged + sum(level.reasons.values()) == ran
-
-
-@pytest.mark.parametrize("ours_first", [True, False], ids=["ours first", "theirs first"])
-@pytest.mark.parametrize("name, why", [
-    ("HyperTile", "the tokens are not the picture's grid"),
-    ("down-sampling", "keys and values are not the picture's tokens"),
-], ids=["HyperTile", "down-sampling"])  # fmt: skip
-def test_a_processor_that_cuts_its_tokens_by_the_grid_is_left_whole_and_said(pipelines, name, why, ours_first):
-    found, told, _ = both(pipelines, name, ours_first, balanced(max_downsample=None))
-    assert torch.equal(found, alone(pipelines, name))
-    assert why in str(told) and not told.merged_anything
-
-
-def test_a_processor_that_fails_by_itself_fails_as_without_us(pipelines):
-    class Broken:
-        def __call__(self, *_: Any, **__: Any) -> None:
-            raise KeyError("its own")
-
-    pipe = pipelines.make()
-    attention = find_blocks(pipe.unet)[0].block.attn1
-    before, attention.processor = attention.processor, Broken()
-    try:
-        with tome_core.patch(pipe, balanced()), pytest.raises(KeyError, match="its own"):
-            pipelines.draw(pipe)
-    finally:
-        attention.processor = before
 
 
 def test_perturbed_layers_merge_where_they_attend(pipelines):

@@ -20,8 +20,7 @@ from tests.beside.laws import EQUAL, PLACE, SETTINGS, SIZE, assert_counted, coun
 from tests.beside.models import MODELS, TIMES, Beside
 from tests.beside.things import THINGS
 from tests.models import merge_with_self
-from tests.random_stackings.sessions import drop_own_methods
-from tests.traces import traces
+from tests.traces import drop_own_methods, traces
 
 COMMAND = "python -m tests.beside"
 _OF_CLASSES = ("another method of the class", "another class of attentions")

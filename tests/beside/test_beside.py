@@ -19,9 +19,8 @@ from tests.beside.laws import EQUAL, PLACE, SETTINGS, SIZE, assert_counted, call
 from tests.beside.models import MODELS, QUICK, TIMES, Beside
 from tests.beside.things import THINGS
 from tests.models import merge_with_self
-from tests.random_stackings.sessions import drop_own_methods
 from tests.thoroughness import THOROUGH, some_quick
-from tests.traces import traces
+from tests.traces import drop_own_methods, traces
 
 
 def _cases(law: str, quick: tuple[str, ...] = QUICK) -> Any:
@@ -43,8 +42,11 @@ either_order = pytest.mark.parametrize("is_over", [False, True], ids=["it came f
 
 
 def put_on(beside: Beside, thing: str, is_over: bool, ours: ExitStack, its: ExitStack) -> tuple[Any, Any]:
-    """Both. Returns what is called, and our handle."""
+    """Both, the second after a call beside the first. Returns what is called, and our handle."""
     handle = ours.enter_context(tome_core.patch(beside.whole, **SETTINGS)) if is_over else None
+    if handle is not None:
+        beside.draw(times=TIMES[:1])
+        handle.reset_counts()
     model = its.enter_context(THINGS[thing].on(beside)) or beside.whole
     return model, handle or ours.enter_context(tome_core.patch(model, **SETTINGS))
 
@@ -68,7 +70,8 @@ def test_whoever_leaves_first_nothing_of_merging_stays(name, thing, is_over, we_
     times = TIMES if one.left is None else TIMES[:1]  # what is kept for every second call goes with that
     beside = Beside(name)
     with one.on(beside):  # of which something may stay without us as well
-        pass
+        beside.draw(times=times)
+        with_it = str(traces(beside.model))
     drop_own_methods(beside.model)
     before = traces(beside.model)
     with ExitStack() as ours, ExitStack() as its:
@@ -76,6 +79,7 @@ def test_whoever_leaves_first_nothing_of_merging_stays(name, thing, is_over, we_
         beside.draw(model, times)
         if we_leave_first:
             ours.close()
+            assert str(traces(beside.model)) == with_it
             assert torch.equal(beside.draw(model, times), plain_with_it[: len(times)])
             its.close()
             with tome_core.patch(beside.whole, **SETTINGS) as again, again.sampling():
@@ -87,7 +91,8 @@ def test_whoever_leaves_first_nothing_of_merging_stays(name, thing, is_over, we_
             beside.draw(model)
             report = handle.report()
             assert_counted(report, count)
-            if report.patched:  # by the next call, if it had taken ours with it
+            assert report.patched or one.takes_us
+            if report.patched:
                 with handle.sampling():
                     assert torch.equal(beside.draw(model), on_its_own)
     tome_core.remove_patch(beside.whole)

@@ -1,89 +1,43 @@
-"""What people put on a model beside merging, each as its makers do it. Nothing here knows of merging.
+"""What people put on a model beside merging, one a row; how each is put on stands in `tests.beside.ways`.
 
 A thing is a context manager that takes itself off again; one that gives something back gives what is called instead of
-the model. Most of them change what they see a little, and each place by another share, so that it shows what they do.
+the model.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
-import pickle
-import types
-from collections.abc import Callable, Iterator, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Set
+from contextlib import nullcontext
 from operator import attrgetter
-from typing import Any, NamedTuple
-from unittest import mock
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
-from accelerate.hooks import ModelHook as AcceleratesHook
-from accelerate.hooks import add_hook_to_module, remove_hook_from_module
-from diffusers.hooks.hooks import HookRegistry, ModelHook
+from diffusers import UNet2DConditionModel
 from diffusers.hooks.layer_skip import AttentionScoreSkipFunctionMode as PAG
-from torch import nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
+from diffusers.models.attention_processor import AttnProcessor
 
+from tests import offloading
 from tests.attention_packages import sageattn
+from tests.beside import ways
 from tests.beside.models import Beside
-
-On = Callable[[Beside], AbstractContextManager]
-TORCHS = F.scaled_dot_product_attention
 
 
 class Thing(NamedTuple):
     """on: puts it on. left: where attentions have to be left alone for it (are scores computed by hand, did it come
     last); None where it may be so or not. found: what the reasons name then, as a pattern. fits: on which models it can
-    be. is_slow: takes seconds.
+    be. is_slow: takes seconds. takes_us: if it leaves before us, with what stands on top of it.
     """
 
-    on: On
+    on: ways.On
     left: Set[tuple[bool, bool]] | None = frozenset()
     found: str = "nothing"
     fits: Callable[[Beside], bool] = lambda beside: True
     is_slow: bool = False
+    takes_us: bool = False
 
 
-def changed(value: Any) -> Any:
-    """By up to a fifth, each place along the second dimension by another share."""
-
-    def change(one: Any) -> Any:
-        if not torch.is_tensor(one) or one.dim() < 2 or not one.is_floating_point():
-            return one
-        share = torch.linspace(0.9, 1.1, one.shape[1], dtype=one.dtype)
-        return one * share.view(-1, *[1] * (one.dim() - 2))
-
-    return tree_map(change, value)
-
-
-def _changed_input(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Of the tokens, or the latent."""
-    if args:
-        return (changed(args[0]), *args[1:]), kwargs
-    name = next(one for one in ("hidden_states", "x", "sample") if one in kwargs)
-    return args, {**kwargs, name: changed(kwargs[name])}
-
-
-# --- places -----------------------------------------------------------------------------------------------------------
-
-Places = Callable[[Beside], list[nn.Module]]
-
-
-attentions, blocks, around = attrgetter("attentions"), attrgetter("blocks"), attrgetter("around")
-
-
-def first_attention(beside: Beside) -> list[nn.Module]:
-    return beside.attentions[:1]
-
-
-def model(beside: Beside) -> list[nn.Module]:
-    return [beside.model]
-
-
-def layers(name: str) -> Places:
-    return lambda beside: [getattr(one, name) for one in beside.attentions]
+# --- on which models --------------------------------------------------------------------------------------------------
 
 
 def has_processors(beside: Beside) -> bool:
@@ -110,357 +64,27 @@ def calls_it_by_place(beside: Beside) -> bool:
     return "dispatch_attention_fn" not in getattr(getattr(code, "__code__", None), "co_names", ())
 
 
-# --- hooks ------------------------------------------------------------------------------------------------------------
+def is_of_layers(beside: Beside) -> bool:
+    """Such as a LoRA is known for."""
+    return hasattr(beside.model, "add_adapter") and beside.name not in ("gligen",)
 
 
-def _hooked(places: Places, register: str, hook: Callable, **more: Any) -> On:
-    @contextmanager
-    def on(beside: Beside) -> Iterator[None]:
-        handles = [getattr(one, register)(hook, **more) for one in places(beside)]
-        yield
-        for handle in handles:
-            handle.remove()
+def is_stable_diffusion(beside: Beside) -> bool:
+    """A UNet of diffusers' that takes pictures."""
+    return type(beside.model) is UNet2DConditionModel
 
-    return on
 
+def has_parts_alone(beside: Beside) -> bool:
+    """And no weights beside them."""
+    return not beside.model._parameters
 
-def hooks(places: Places) -> On:
-    """torch's, on what a module gives."""
-    return _hooked(places, "register_forward_hook", lambda module, args, out: changed(out))
 
+def takes_an_image(beside: Beside) -> bool:
+    return beside.name in ("sd15", "sd2", "sdxl")
 
-def pre_hooks(places: Places) -> On:
-    """torch's, on what a module is given."""
-    return _hooked(places, "register_forward_pre_hook", lambda module, *given: _changed_input(*given), with_kwargs=True)
 
-
-@contextmanager
-def feature_store(beside: Beside) -> Iterator[None]:
-    """Keeps what each layer gives, which has to come once a call and with all tokens; it complains where not."""
-    names = ("to_q", "to_k", "to_v")
-    open_calls: list[list] = []
-
-    def begin(module: nn.Module, *_: Any) -> None:
-        open_calls.append([])
-
-    def keep(module: nn.Module, args: tuple, out: torch.Tensor) -> None:
-        open_calls[-1].append((id(module), out.shape[1]))
-
-    def end(module: nn.Module, *_: Any) -> None:
-        kept = open_calls.pop()
-        if len({one for one, _ in kept}) != len(kept) or len({tokens for _, tokens in kept}) > 1 or len(kept) != 3:
-            raise RuntimeError(f"layers gave {kept}")
-
-    handles = []
-    for one in beside.attentions:
-        handles += [one.register_forward_pre_hook(begin), one.register_forward_hook(end)]
-        handles += [getattr(one, name).register_forward_hook(keep) for name in names]
-    yield
-    for handle in handles:
-        handle.remove()
-
-
-class _AcceleratesChanging(AcceleratesHook):
-    def post_forward(self, module: nn.Module, output: Any) -> Any:
-        return changed(output)
-
-
-class _DiffusersChanging(ModelHook):
-    def post_forward(self, module: nn.Module, output: Any) -> Any:
-        return changed(output)
-
-
-@contextmanager
-def accelerates_hooks(beside: Beside) -> Iterator[None]:
-    for one in (beside.model, *beside.attentions):
-        add_hook_to_module(one, _AcceleratesChanging())
-    yield
-    for one in (beside.model, *beside.attentions):
-        remove_hook_from_module(one)
-
-
-@contextmanager
-def diffusers_hooks(beside: Beside) -> Iterator[None]:
-    for one in (beside.model, *beside.attentions):
-        HookRegistry.check_if_exists_or_initialize(one).register_hook(_DiffusersChanging(), "changing")
-    yield
-    for one in (beside.model, *beside.attentions):
-        one._diffusers_hook.remove_hook("changing", recurse=False)
-        del one._diffusers_hook
-
-
-# --- in the place of forward ------------------------------------------------------------------------------------------
-
-
-def changing(module: nn.Module, saved: Callable) -> Callable:
-    def changing(*args: Any, **kwargs: Any) -> Any:
-        return changed(saved(*args, **kwargs))
-
-    return changing
-
-
-def twice(module: nn.Module, saved: Callable) -> Callable:
-    """As a guidance that asks an attention again for other tokens."""
-
-    def twice(*args: Any, **kwargs: Any) -> Any:
-        again, more = _changed_input(args, kwargs)
-        first, second = saved(*args, **kwargs), saved(*again, **more)
-        if torch.is_tensor(first):
-            return first * 0.75 + second * 0.25
-        return tuple(a * 0.75 + b * 0.25 for a, b in zip(first, second, strict=True))
-
-    return twice
-
-
-def in_pieces(module: nn.Module, saved: Callable) -> Callable:
-    """One picture of the batch after the other, as where memory is short."""
-
-    def in_pieces(*args: Any, **kwargs: Any) -> Any:
-        batch = next(one for one in (*args, *kwargs.values()) if torch.is_tensor(one)).shape[0]
-
-        def cut(number: int, value: Any) -> Any:
-            is_cut = torch.is_tensor(value) and value.dim() > 1 and value.shape[0] == batch
-            return value[number : number + 1] if is_cut else value
-
-        outs = []
-        for number in range(batch):
-            own, more = tree_map(functools.partial(cut, number), (args, kwargs))
-            outs.append(saved(*own, **more))
-        return tree_map(lambda *ones: torch.cat(ones) if torch.is_tensor(ones[0]) else ones[0], *outs)
-
-    return in_pieces
-
-
-def every_second(module: nn.Module, saved: Callable) -> Callable:
-    """A cache: the second call is answered with what the first one gave."""
-    kept: list[Any] = []
-
-    def every_second(*args: Any, **kwargs: Any) -> Any:
-        if kept:
-            return kept.pop()
-        kept.append(saved(*args, **kwargs))
-        return kept[0]
-
-    return every_second
-
-
-def wrapper(places: Places, make: Callable[[nn.Module, Callable], Callable] = changing, rebinds: bool = False) -> On:
-    """Saves what is there, calls it, and puts it back on the instance, as accelerate and ControlNet do. rebinds: as a
-    bound method of the module, as a cache library does.
-    """
-
-    @contextmanager
-    def on(beside: Beside) -> Iterator[None]:
-        saved = [(one, one.forward) for one in places(beside)]
-        for one, forward in saved:
-            one.forward = make(one, forward)
-        yield
-        for one, forward in reversed(saved):
-            one.forward = types.MethodType(getattr(forward, "__func__", forward), one) if rebinds else forward
-
-    return on
-
-
-def own_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Somebody's own, which asks nobody what was there."""
-    return changed(type(self).forward(self, *args, **kwargs))
-
-
-def exchanged(places: Places, bind: Callable = types.MethodType) -> On:
-    """A whole forward of somebody's own, taken off with what stood on top of it."""
-
-    @contextmanager
-    def on(beside: Beside) -> Iterator[None]:
-        saved = [(one, vars(one).get("forward")) for one in places(beside)]
-        for one, _ in saved:
-            one.forward = bind(own_forward, one)
-        yield
-        for one, forward in saved:
-            if forward is None:
-                vars(one).pop("forward", None)
-            else:
-                one.forward = forward
-
-    return on
-
-
-@contextmanager
-def another_class(beside: Beside) -> Iterator[None]:
-    """As ToMe and HyperTile do it."""
-
-    def another(kind: type) -> type:
-        def of_another_class(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return changed(kind.forward(self, *args, **kwargs))
-
-        return type(f"Another{kind.__name__}", (kind,), {"forward": of_another_class})
-
-    for one in beside.attentions:
-        one.__class__ = another(type(one))
-    yield
-    for one in beside.attentions:
-        one.__class__ = type(one).__mro__[1]
-
-
-@contextmanager
-def method_of_the_class(beside: Beside) -> Iterator[None]:
-    """As hosts that exchange it for everybody."""
-    kinds = {type(one): type(one).forward for one in beside.attentions}
-    for kind, forward in kinds.items():
-        @functools.wraps(forward)
-        def of_the_class(self: nn.Module, *args: Any, forward: Callable = forward, **kwargs: Any) -> Any:
-            return changed(forward(self, *args, **kwargs))
-
-        kind.forward = of_the_class
-    try:
-        yield
-    finally:
-        for kind, forward in kinds.items():
-            kind.forward = forward
-
-
-# --- functions, and modes that look at them ---------------------------------------------------------------------------
-
-
-def replaced(function: Callable) -> On:
-    """torch's attention function is another one, as a package's README has it."""
-
-    @contextmanager
-    def on(beside: Beside) -> Iterator[None]:
-        with mock.patch.object(F, "scaled_dot_product_attention", function):
-            yield
-
-    return on
-
-
-def swallowing_masks(query, key, value, attn_mask=None, *args, **kwargs):
-    return TORCHS(query, key, value, None, *args, **kwargs)
-
-
-def refusing_masks(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, **kwargs):
-    if attn_mask is not None:
-        raise NotImplementedError("masks")
-    return TORCHS(query, key, value, None, dropout_p, is_causal, scale=scale, **kwargs)
-
-
-def no_softmax(query, key, value, *args, **kwargs):
-    """Linear attention."""
-    return query @ (key.mT @ value) / key.shape[-2]
-
-
-class Looking(TorchFunctionMode):
-    """Looks at every function and changes none."""
-
-    def __torch_function__(self, func: Any, kinds: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-def in_mode(make: Callable[[], Any], places: Places) -> On:
-    """While a module runs."""
-
-    def within(module: nn.Module, saved: Callable) -> Callable:
-        def within(*args: Any, **kwargs: Any) -> Any:
-            with make():
-                return saved(*args, **kwargs)
-
-        return within
-
-    return wrapper(places, within)
-
-
-# --- processors and layers --------------------------------------------------------------------------------------------
-
-
-class Delegating:
-    """Somebody's own class around the processor that was there. more: what it does besides."""
-
-    def __init__(self, inner: Any, more: Callable[[Any], Any] = lambda out: out) -> None:
-        self.inner, self.more = inner, more
-
-    def __call__(self, attn: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return self.more(self.inner(attn, *args, **kwargs))
-
-
-class ByProducts:
-    """Plain attention by products, as adapters bring it for diffusers' UNets."""
-
-    def __init__(self, before: Any) -> None:
-        pass
-
-    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, temb=None, **kwargs):
-        context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
-        q, k, v = (attn.head_to_batch_dim(one) for one in (
-            attn.to_q(hidden_states), attn.to_k(context), attn.to_v(context)))  # fmt: skip
-        out = torch.bmm(attn.get_attention_scores(q, k, attention_mask), v)
-        return attn.to_out[1](attn.to_out[0](attn.batch_to_head_dim(out)))
-
-
-def exchanged_in(names: tuple[str, ...], make: Callable[[Any], Any]) -> On:
-    """What an attention holds. make: of what was there."""
-
-    @contextmanager
-    def on(beside: Beside) -> Iterator[None]:
-        found = [(one, name, getattr(one, name)) for one in beside.attentions for name in names]
-        for one, name, before in found:
-            setattr(one, name, make(before))
-        yield
-        for one, name, before in found:
-            setattr(one, name, before)
-
-    return on
-
-
-def processors(make: Callable[[Any], Any]) -> On:
-    return exchanged_in(("processor",), make)
-
-
-def derived(before: Any) -> Any:
-    """A class of somebody's own with the same code."""
-    made = copy.copy(before)
-    made.__class__ = type("Derived", (type(before),), {})
-    return made
-
-
-class Adapted(nn.Module):
-    """A layer in the place of another, as LoRAs have it."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x) * 1.1
-
-
-
-@contextmanager
-def fused(beside: Beside) -> Iterator[None]:
-    beside.model.fuse_qkv_projections()
-    yield
-    beside.model.unfuse_qkv_projections()
-
-
-# --- copies and compilers ---------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def deep_copy(beside: Beside) -> Iterator[nn.Module]:
-    yield copy.deepcopy(beside.whole)
-
-
-@contextmanager
-def pickled(beside: Beside) -> Iterator[nn.Module]:
-    yield pickle.loads(pickle.dumps(beside.whole))
-
-
-@contextmanager
-def compiled_blocks(beside: Beside) -> Iterator[None]:
-    torch._dynamo.reset()
-    for one in blocks(beside):
-        one.compile(backend="eager")
-    yield
-    for one in blocks(beside):
-        one._compiled_call_impl = None
-    torch._dynamo.reset()
+def knows_first_blocks(beside: Beside) -> bool:
+    return beside.name.startswith(("Wan", "Flux", "Qwen-Image"))
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
@@ -474,52 +98,73 @@ BY_FUNCTION = {(False, False), (False, True)}
 ANYWHERE = BY_HAND | BY_FUNCTION
 THINGS = {
     "nothing": Thing(lambda beside: nullcontext()),
-    "hooks on attentions": Thing(hooks(attentions)),
-    "pre-hooks on attentions": Thing(pre_hooks(attentions)),
-    "hooks on to_q": Thing(hooks(layers("to_q"))),
-    "hooks on to_k": Thing(hooks(layers("to_k"))),
-    "hooks on to_v": Thing(hooks(layers("to_v"))),
-    "a feature store": Thing(feature_store),
-    "hooks on blocks": Thing(hooks(around)),
-    "hooks on the model": Thing(hooks(model)),
-    "pre-hooks on the model": Thing(pre_hooks(model)),
-    "accelerate's hooks": Thing(accelerates_hooks),
-    "diffusers' hooks": Thing(diffusers_hooks, BENEATH, "new_forward"),
-    "wrappers of attentions": Thing(wrapper(attentions), BENEATH, "changing"),
-    "wrappers of blocks": Thing(wrapper(around)),
-    "a wrapper of the model": Thing(wrapper(model)),
-    "attentions, put back as bound methods": Thing(wrapper(attentions, rebinds=True), BENEATH, "changing"),
-    "blocks, put back as bound methods": Thing(wrapper(around, rebinds=True)),
-    "a model, put back as a bound method": Thing(wrapper(model, rebinds=True)),
-    "attentions' own forward": Thing(exchanged(attentions), BY_HAND | OVER, "own_forward"),
-    "one attention's own forward": Thing(exchanged(first_attention), BY_HAND | OVER, "own_forward"),
-    "attentions' own forward, partial": Thing(exchanged(attentions, functools.partial), BY_HAND | OVER, "own_forward"),
-    "blocks' own forward": Thing(exchanged(around)),
-    "the model's own forward": Thing(exchanged(model), OVER, "own_forward"),
-    "another class of attentions": Thing(another_class, BY_HAND, "of_another_class"),
-    "another method of the class": Thing(method_of_the_class, BY_HAND, "of_the_class"),
-    "attentions called twice": Thing(wrapper(attentions, twice), BENEATH, "twice"),
-    "attentions in pieces": Thing(wrapper(attentions, in_pieces), BENEATH, "in_pieces", attrgetter("has_two_pictures")),
-    "blocks in pieces": Thing(wrapper(around, in_pieces), fits=attrgetter("has_two_pictures")),
-    "a cache of blocks": Thing(wrapper(blocks, every_second), None, "every_second"),
-    "a cache of the model": Thing(wrapper(model, every_second), None, "every_second"),
-    "a function that swallows masks": Thing(replaced(swallowing_masks), fits=brings_no_masks),
-    "a function that refuses masks": Thing(replaced(refusing_masks), fits=brings_no_masks),
-    "SageAttention": Thing(replaced(sageattn), fits=calls_it_by_place),
+    "hooks on attentions": Thing(ways.hooks(ways.attentions)),
+    "pre-hooks on attentions": Thing(ways.pre_hooks(ways.attentions)),
+    "hooks on to_q": Thing(ways.hooks(ways.layers("to_q"))),
+    "hooks on to_k": Thing(ways.hooks(ways.layers("to_k"))),
+    "hooks on to_v": Thing(ways.hooks(ways.layers("to_v"))),
+    "a feature store": Thing(ways.feature_store),
+    "hooks on blocks": Thing(ways.hooks(ways.around)),
+    "hooks on the model": Thing(ways.hooks(ways.model)),
+    "pre-hooks on the model": Thing(ways.pre_hooks(ways.model)),
+    "accelerate's hooks": Thing(ways.accelerates_hooks),
+    "diffusers' hooks": Thing(ways.diffusers_hooks, BENEATH, "new_forward", takes_us=True),
+    "wrappers of attentions": Thing(ways.wrapper(ways.attentions), BENEATH, "changing"),
+    "wrappers of blocks": Thing(ways.wrapper(ways.around)),
+    "a wrapper of the model": Thing(ways.wrapper(ways.model)),
+    "attentions, put back as bound methods": Thing(ways.wrapper(ways.attentions, rebinds=True), BENEATH, "changing"),
+    "blocks, put back as bound methods": Thing(ways.wrapper(ways.around, rebinds=True)),
+    "a model, put back as a bound method": Thing(ways.wrapper(ways.model, rebinds=True)),
+    "attentions' own forward": Thing(ways.exchanged(ways.attentions), BY_HAND | OVER, "own_forward"),
+    "one attention's own forward": Thing(ways.exchanged(ways.first_attention), BY_HAND | OVER, "own_forward"),
+    "attentions' own forward, partial": Thing(
+        ways.exchanged(ways.attentions, functools.partial), BY_HAND | OVER, "own_forward"),
+    "blocks' own forward": Thing(ways.exchanged(ways.around)),
+    "the model's own forward": Thing(ways.exchanged(ways.model), OVER, "own_forward"),
+    "another class of attentions": Thing(ways.another_class, BY_HAND, "of_another_class"),
+    "another method of the class": Thing(ways.method_of_the_class, BY_HAND, "of_the_class"),
+    "attentions called twice": Thing(ways.wrapper(ways.attentions, ways.twice), BENEATH, "twice"),
+    "attentions in pieces": Thing(
+        ways.wrapper(ways.attentions, ways.in_pieces), BENEATH, "in_pieces", attrgetter("has_two_pictures")),
+    "blocks in pieces": Thing(ways.wrapper(ways.around, ways.in_pieces), fits=attrgetter("has_two_pictures")),
+    "a cache of blocks": Thing(ways.wrapper(ways.blocks, ways.every_second), None, "every_second"),
+    "a cache of the model": Thing(ways.wrapper(ways.model, ways.every_second), None, "every_second"),
+    "a function that swallows masks": Thing(ways.replaced(ways.swallowing_masks), fits=brings_no_masks),
+    "a function that refuses masks": Thing(ways.replaced(ways.refusing_masks), fits=brings_no_masks),
+    "SageAttention": Thing(ways.replaced(sageattn), fits=calls_it_by_place),
     "a function that is no attention": Thing(
-        replaced(no_softmax), BY_FUNCTION, "no_softmax|forward calls no attention function"),
-    "a mode around attentions": Thing(in_mode(Looking, attentions), BY_HAND | OVER, "Looking|within"),
-    "a mode around the model": Thing(in_mode(Looking, model), ANYWHERE, "Looking"),
-    "PAG's guider": Thing(in_mode(PAG, first_attention), ANYWHERE, "AttentionScoreSkipFunctionMode|within"),
-    "a device for what is made": Thing(in_mode(lambda: torch.device("cpu"), model)),
-    "a derived processor": Thing(processors(derived), fits=has_processors),
-    "a processor of one's own": Thing(processors(Delegating), BY_HAND, "Delegating", has_processors),
+        ways.replaced(ways.no_softmax), BY_FUNCTION, "no_softmax|forward calls no attention function"),
+    "a mode around attentions": Thing(ways.in_mode(ways.Looking, ways.attentions), BY_HAND | OVER, "Looking|within"),
+    "a mode around the model": Thing(ways.in_mode(ways.Looking, ways.model), ANYWHERE, "Looking"),
+    "PAG's guider": Thing(ways.in_mode(PAG, ways.first_attention), ANYWHERE, "AttentionScoreSkipFunctionMode|within"),
+    "a device for what is made": Thing(ways.in_mode(lambda: torch.device("cpu"), ways.model)),
+    "a derived processor": Thing(ways.processors(ways.derived), fits=has_processors),
+    "a processor of one's own": Thing(ways.processors(ways.Delegating), BY_HAND, "Delegating", has_processors),
     "a processor that does more": Thing(
-        processors(functools.partial(Delegating, more=changed)), BY_HAND, "Delegating", has_processors),
-    "a processor by products": Thing(processors(ByProducts), ANYWHERE, "ByProducts", has_processors_of_unets),
-    "layers in the place of layers": Thing(exchanged_in(("to_q", "to_k", "to_v"), Adapted)),
-    "fused projections": Thing(fused, fits=can_be_fused),
-    "a deep copy": Thing(deep_copy),
-    "a pickle": Thing(pickled),
-    "compiled blocks": Thing(compiled_blocks, BY_HAND, "not known in a compiled model", is_slow=True),
+        ways.processors(functools.partial(ways.Delegating, more=ways.changed)), BY_HAND, "Delegating", has_processors),
+    "a processor by products": Thing(ways.processors(ways.ByProducts), ANYWHERE, "ByProducts", has_processors_of_unets),
+    "layers in the place of layers": Thing(ways.exchanged_in(("to_q", "to_k", "to_v"), ways.Adapted)),
+    "fused projections": Thing(ways.fused, fits=can_be_fused),
+    "wrappers of to_q": Thing(ways.wrapper(ways.layers("to_q"))),
+    "a LoRA": Thing(ways.lora, fits=is_of_layers),
+    "other weights": Thing(ways.other_weights),
+    "an image prompt": Thing(ways.image_prompt, fits=takes_an_image),
+    "scores by hand": Thing(ways.processors(lambda before: AttnProcessor()), fits=has_processors_of_unets),
+    "a processor that attends to nothing": Thing(
+        ways.processors(ways.OfValues), ANYWHERE, "OfValues", has_processors_of_unets),
+    "weights that come for each layer": Thing(ways.offloaded(offloading.sequentially)),
+    "weights that come for each call": Thing(ways.offloaded(offloading.as_a_model)),
+    "dispatched parts": Thing(ways.offloaded(offloading.dispatched)),
+    "a hook on every module": Thing(ways.offloaded(offloading.hooked_everywhere)),
+    "offloaded blocks": Thing(ways.offloaded(offloading.in_groups_of_blocks)),
+    "offloaded leaves": Thing(ways.offloaded(offloading.in_groups_of_leaves)),
+    "SD.Next's offloading": Thing(ways.offloaded(ways.as_sdnext_offloads), fits=has_parts_alone),
+    "FreeU": Thing(ways.measured("FreeU"), fits=is_stable_diffusion),
+    "HyperTile": Thing(ways.measured("HyperTile"), ANYWHERE, "the picture's grid", is_stable_diffusion),
+    "down-sampled keys": Thing(
+        ways.measured("down-sampling"), ANYWHERE, "not the picture's tokens", is_stable_diffusion),
+    "FirstBlockCache": Thing(ways.first_block, fits=knows_first_blocks),
+    "a deep copy": Thing(ways.deep_copy),
+    "a pickle": Thing(ways.pickled),
+    "compiled blocks": Thing(ways.compiled_blocks, BY_HAND, "not known in a compiled model", is_slow=True),
 }  # fmt: skip

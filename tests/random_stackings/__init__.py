@@ -1,4 +1,4 @@
-"""Random models, settings, calls and stackings, ComfyUI graphs and webui jobs: a picture, or a sentence.
+"""Random models, settings, calls and patches over patches, ComfyUI graphs and webui jobs: a picture, or a sentence.
 
 ``python -m tests.random_stackings --count 10000`` draws as many cases. Laws: what raises raises without merging too, or
 says with its value what is wrong; pictures have their shape and are finite; once all is off again the model draws the

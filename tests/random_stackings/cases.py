@@ -6,12 +6,12 @@ import random
 from collections import Counter
 from collections.abc import Callable
 
-from tests.random_stackings import comfy_graphs, laws, pipelines, webui_jobs
+from tests.random_stackings import comfy_graphs, laws, webui_jobs
 from tests.random_stackings.drawing import weighted
 
 COMMAND = "python -m tests.random_stackings"
 KINDS: dict[Callable[[random.Random, bool], Counter], int] = {
-    laws.hold: 14, comfy_graphs.hold: 3, webui_jobs.hold: 1, pipelines.hold: 2}  # fmt: skip
+    laws.hold: 14, comfy_graphs.hold: 3, webui_jobs.hold: 1}  # fmt: skip
 
 
 def run(seed: int, number: int) -> Counter:

@@ -1,6 +1,7 @@
-"""A session with one UNet: merging and what others do comes, calls are made, all of it goes, in any order.
+"""A session with one UNet: patches come, calls are made, patches go, in any order.
 
-The steps are drawn first, then run; a control runs the same steps, and nothing of ours is put on.
+The steps are drawn first, then run; a control runs the same steps, and nothing of ours is put on. What others put on a
+model beside us is drawn in `tests.beside.pairs`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import nn
 
 import tome_core
 from tests.models import ModelCase
-from tests.random_stackings import calling, drawing, layers
+from tests.random_stackings import calling, drawing
 from tests.random_stackings.drawing import Call, Wish, a_call, a_wish, as_text, pristine, probed, weighted
 from tests.traces import traces
 from tome_core.models.unet_blocks import find_unet
@@ -55,19 +56,17 @@ class Session(NamedTuple):
                                                                enumerate(self.steps))])  # fmt: skip
 
 
-EVENTS = {"call": 40, "merge": 8, "unmerge": 6, "again": 3, "on": 7, "off": 6, "tell": 4, "begin": 5, "end": 3,
-          "throw": 3, "copied": 3, "look": 3, "compile": 0.08}  # fmt: skip
+EVENTS = {"call": 40, "merge": 8, "unmerge": 6, "again": 3, "tell": 4, "begin": 5, "end": 3, "throw": 3, "copied": 3,
+          "look": 3, "compile": 0.08}  # fmt: skip
 
 
 def drawn(dice: random.Random) -> Session:
     """The session of these dice."""
     family, dtype = dice.choice(tuple(drawing.FAMILIES)), weighted(dice, drawing.DTYPES)
     model = pristine(family, dtype).model
-    fitting, takes_more = layers.fitting(model), isinstance(model, UNet2DConditionModel)
-    steps = [Step("merge", a_wish(dice)), *([Step("on", _a_layer(dice, fitting))] if dice.random() < 0.5 else [])]
-    dice.shuffle(steps)
+    takes_more = isinstance(model, UNet2DConditionModel)
     call = a_call(dice, takes_more)
-    steps.append(Step("call", call))
+    steps = [Step("merge", a_wish(dice)), Step("call", call)]
     for _ in range(dice.randint(1, 5)):
         kind = weighted(dice, EVENTS)
         what: Any = dice.randrange(8)
@@ -75,8 +74,6 @@ def drawn(dice: random.Random) -> Session:
             what = call = a_call(dice, takes_more, call)
         elif kind == "merge":
             what = a_wish(dice)
-        elif kind == "on":
-            what = _a_layer(dice, fitting)
         elif kind == "tell":
             what = _a_time(dice)
         elif kind == "begin":
@@ -87,10 +84,6 @@ def drawn(dice: random.Random) -> Session:
             what = (what, call)
         steps.append(Step(kind, what))
     return Session(family, next(model.parameters()).dtype, (*steps, Step("leave", dice.randrange(2**32))))
-
-
-def _a_layer(dice: random.Random, fitting: dict[str, int]) -> tuple[str, int]:
-    return weighted(dice, fitting), dice.randrange(2**32)
 
 
 def _a_time(dice: random.Random) -> dict[str, Any]:
@@ -109,7 +102,6 @@ class Stage:
         self.case: ModelCase = drawing.FAMILIES[session.family]
         self.session, self.model, self.merges = session, model, merges
         self.handles: list[Any] = []
-        self.on: list[Any] = []
         self.scopes: list[Any] = []
         self.outcomes: list[torch.Tensor | BaseException] = []
         self.refusals = self.pictures_merged = 0
@@ -156,14 +148,6 @@ class Stage:
         handle = self._pick(self.handles, number)
         if handle is not None:
             handle.install()
-
-    def _on(self, layer: tuple[str, int]) -> None:
-        name, seed = layer
-        self.on.append(layers.put_on(name, self.model, seed))
-
-    def _off(self, number: int) -> None:
-        if self.on:
-            self.on.pop(number % len(self.on)).__exit__(None, None, None)
 
     def _tell(self, time: dict[str, Any]) -> None:
         for handle in self.handles[-1:]:
@@ -214,7 +198,7 @@ class Stage:
             tome_core.remove_patch(twin)
             remains = [f"{name} of {where!r}" for where, module in find_unet(twin).named_modules()
                        for name, value in vars(module).items() if "tome_core" in f"{name} {_home(value)}"]  # fmt: skip
-            if remains and not self.on:
+            if remains:
                 raise Fault(f"the copy keeps {remains}")
 
     def _look(self, number: int) -> None:
@@ -232,42 +216,23 @@ class Stage:
         torch._dynamo.reset()
 
     def _leave(self, seed: int) -> None:
-        """Everything goes, in any order; then the model is held against what it was."""
-        dice = random.Random(seed)
+        """All patches go, in any order; then the model is held against what it was."""
         self.pictures_merged = sum(handle.report().merged_anything for handle in self.handles)
         while self.scopes:
             self._end()
-        going = dice.sample(self.on, len(self.on))  # an order that has to be the same one in the control
-        handles = dice.sample(self.handles, len(self.handles))
-        for one in going:
-            while handles and dice.random() < 0.5:
-                handles.pop().remove()
-            one.__exit__(None, None, None)
-        for handle in handles:
+        for handle in random.Random(seed).sample(self.handles, len(self.handles)):
             handle.remove()
         if self.merges:
             tome_core.remove_patch(self.model)
 
-    def left(self) -> tuple[list, torch.Tensor | Exception]:
-        """What lies on the model, and a picture of it, or what it raises: two that put back each other's processors."""
-        drop_own_methods(self.model)
-        try:
-            return traces(self.model), probed(self.case, self.model, self.session.dtype)
-        except Exception as error:
-            return traces(self.model), error
+    def left(self) -> tuple[list, torch.Tensor]:
+        """What lies on the model, and a picture of it."""
+        return traces(self.model), probed(self.case, self.model, self.session.dtype)
 
 
 def _home(value: Any) -> str:
     """The module of who owns a method."""
     return type(getattr(value, "__self__", value)).__module__
-
-
-def drop_own_methods(model: nn.Module) -> None:
-    """Those who put back what they found put back a method of the class as well, also one that it had for a time."""
-    for module in model.modules():
-        for name in ("forward", "_forward"):
-            if getattr(vars(module).get(name), "__self__", None) is module:
-                delattr(module, name)
 
 
 def alike(one: Any, other: Any) -> bool:

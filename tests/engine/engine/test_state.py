@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 
 from tests.models import merge_with_self
 from tests.sequences import FILM, PICTURE, attention, sdpa
@@ -77,19 +76,6 @@ def test_keys_of_other_tokens_are_left_alone():
     own = attention(PICTURE, behind=4)
     out, report = attend(STRONG, own._replace(k=own.k[:, :-4], v=own.v[:, :-4]))
     assert out is None and any("not the picture's grid" in reason for reason in report.reasons)
-
-
-def test_a_function_mode_of_another_program_sees_all_tokens():
-    class Guider(TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            return func(*args, **(kwargs or {}))
-
-    own = attention(PICTURE)
-    with Guider():
-        out, report = attend(STRONG, own)
-    assert out is None and list(report.reasons) == ["attn: Guider looks at its functions"]
-    with torch.device("cpu"):  # a mode of torch's own
-        assert attend(STRONG, own)[0] is not None
 
 
 @pytest.mark.parametrize(("takes_bias", "proportional", "ways"), [

@@ -24,6 +24,7 @@ from tests.compiling import (
     LEAST,
     MANY,
     TIMES,
+    WITH_BREAKS,
     Way,
     by_attentions,
     by_blocks,
@@ -56,7 +57,11 @@ def _all(names) -> Any:
     )  # fmt: skip
 
 
-every = _all(NAMES)
+# attentions are called alike in both ways: where a compiler takes a model as a whole, that has its blocks in it
+_BOTH = (*_QUICK, MANY.name, *WITH_BREAKS)
+every = pytest.mark.parametrize("one, way", [
+    pytest.param(COMPILED[name], way, marks=[pytest.mark.slow] * (name not in _QUICK), id=f"{name}-{way.__name__}")
+    for name in NAMES for way in ((whole, by_blocks) if name in _BOTH else (whole,))])  # fmt: skip
 either = _all((LEAST.name, "Flux"))
 ways = pytest.mark.parametrize("way", [whole, by_blocks], ids=lambda way: way.__name__)
 a_quick_way = pytest.mark.parametrize("way", some_quick([whole, by_blocks]), ids=lambda way: way.__name__)
@@ -70,7 +75,6 @@ def merged_eagerly(one: Family, settings: dict[str, Any], times=TIMES[:1]) -> li
 # --- as without a compiler --------------------------------------------------------------------------------------------
 
 
-@ways
 @every
 def test_merges_and_counts_as_without_a_compiler_in_one_graph_for_all_times(one: Family, way: Way):
     """Compiled before it is patched; off again it leaves the same bits."""

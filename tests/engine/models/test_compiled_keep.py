@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 
+import diffusers
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
 import tome_core
-from tests import transformer_pipelines
+from tests import pipelines, transformer_pipelines
 from tests.compiling import where_compilers_were_tried
 from tests.least_unet import FEW, KEPT, TIMES, WAYS, build, call, draw, same
 from tests.models import on_small
@@ -17,6 +18,8 @@ from tests.samplings import pipeline_of
 from tests.thoroughness import some_quick
 from tests.tiny_transformers import STRONG
 from tome_core import PRESETS, MergeConfig, MergePlan
+from tome_core.models import find_models
+from tome_core.patching import handle_on
 
 pytestmark = [pytest.mark.usefixtures("fresh_compiler"), where_compilers_were_tried]
 
@@ -163,3 +166,32 @@ def test_an_engine_reads_the_time_of_compiled_calls_itself(work):
         for time in FEW:
             call(model, time=time)
     assert len(work) == 2 * sum(time >= 500 for time in FEW) and handle.report().calls == len(FEW)
+
+
+# --- one graph for both phases of a preset ----------------------------------------------------------------------------
+
+
+def _whole(pipe, backend):
+    pipe.unet = torch.compile(pipe.unet, backend=backend, fullgraph=True)
+
+
+def _by_blocks(pipe, backend):
+    if not hasattr(pipe.unet, "compile_repeated_blocks"):
+        pytest.skip(f"diffusers {diffusers.__version__} has no compile_repeated_blocks")
+    pipe.unet.compile_repeated_blocks(backend=backend, fullgraph=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("patch_first", [True, False])
+@pytest.mark.parametrize("compiles, levels", [(_whole, 1), (_by_blocks, 2)])
+def test_a_pipeline_that_diffusers_compiles_has_one_graph_for_both_phases(words, patch_first: bool, compiles, levels):
+    pipe, backend = pipelines.make(words), CompileCounter()
+    plain, merged = pipelines.draw(pipe), pipelines.merged_alone(pipelines.make(words))
+    for is_patch in (patch_first, not patch_first):
+        tome_core.patch(pipe) if is_patch else compiles(pipe, backend)
+    for _ in range(2):
+        assert torch.equal(pipelines.draw(pipe), merged)
+    assert backend.frame_count == levels
+    pipelines.assert_merged(handle_on(find_models(pipe)[0]))
+    tome_core.remove_patch(pipe)
+    assert torch.equal(pipelines.draw(pipe), plain)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import diffusers
 import pytest
 import torch
-from diffusers.hooks import FirstBlockCacheConfig, apply_first_block_cache
 
 import tome_core
 from tests import tiny_transformers, transformer_pipelines
@@ -117,36 +116,6 @@ def test_a_mask_that_is_added_is_left_alone_and_told():
     assert handle.report().reasons == {"attn: an attention mask came along": 2}
 
 
-def test_a_processor_of_somebody_else_and_what_is_put_on_an_attention_before_us_merge_by_the_function_they_call():
-    model, arguments = tiny_transformers.make("Flux")
-
-    class Mine(type(model.transformer_blocks[0].attn.processor)):
-        """The same under another name."""
-
-    model.single_transformer_blocks[0].attn.processor = Mine()
-    attention = model.single_transformer_blocks[1].attn
-    attention.forward = lambda *args, **kwargs: 2 * type(attention).forward(attention, *args, **kwargs)
-    plain = call(model, arguments)
-    with tome_core.patch(model, **STRONG) as handle:
-        assert 0 < distance(call(model, arguments), plain) < 0.05
-    assert not handle.report().reasons and handle.report().work_saved > 0.78
-    assert torch.equal(call(model, arguments), plain)
-
-
-def test_what_calls_no_attention_function_is_left_alone_and_named():
-    model, arguments = tiny_transformers.make("Flux")
-
-    class Linear:
-        def __call__(self, attn, hidden_states, *args, **kwargs):
-            return attn.to_v(hidden_states).cumsum(1)
-
-    model.single_transformer_blocks[0].attn.processor = Linear()
-    with tome_core.patch(model, **STRONG) as handle:
-        call(model, arguments)
-    assert "Linear.__call__ calls no attention function that is known" in str(handle.report())
-    assert handle.report().calls_merged == 2, "the others merge"
-
-
 def test_grids_that_are_none_are_left_alone_and_told():
     model, arguments = tiny_transformers.make("Flux")
     arguments["img_ids"] = arguments["img_ids"].flip(0).roll(5, 0)
@@ -166,17 +135,3 @@ def test_kept_matches_save_matches(work):
         return len(work)
 
     assert 0 < matches_of(400.0) < matches_of(0.0)
-
-
-@pytest.mark.parametrize("ours_first", [True, False])
-def test_beside_first_block_cache(ours_first):
-    (pipe, words), (other, _) = (transformer_pipelines.make("Flux") for _ in range(2))
-    if not ours_first:
-        apply_first_block_cache(pipe.transformer, FirstBlockCacheConfig(threshold=0.0))
-    with tome_core.patch(pipe, **STRONG) as handle:
-        if ours_first:
-            apply_first_block_cache(pipe.transformer, FirstBlockCacheConfig(threshold=0.0))
-        both = draw(pipe, words)
-    with tome_core.patch(other, **STRONG):
-        torch.testing.assert_close(both, draw(other, words))
-    assert handle.report().work_saved > 0.78

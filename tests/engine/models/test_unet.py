@@ -9,8 +9,8 @@ from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 from torch import nn
 
 import tome_core
+from tests.beside.ways import ByProducts
 from tests.models import BY_NAME, call_case, inputs, sd15, small
-from tests.random_stackings.layers import Fussy
 from tome_core import MergeConfig, MergeRule
 from tome_core.models.unet_blocks import find_blocks
 
@@ -60,11 +60,21 @@ def test_rules_of_the_mlp_alone_call_an_attention_as_without_them(rules: str):
     assert calls == plain and len(plain) == len(projections)
 
 
+class Fussy(ByProducts):
+    """Refuses numbers of tokens that it did not expect, in its own way."""
+
+    def __call__(self, attention, hidden_states, *args, **more):
+        side = round(hidden_states.shape[1] ** 0.5)
+        if side * side != hidden_states.shape[1]:
+            raise KeyError(f"{hidden_states.shape[1]} tokens are no square")
+        return super().__call__(attention, hidden_states, *args, **more)
+
+
 def fussy() -> nn.Module:
     """Its processors refuse merged tokens."""
     model = sd15()
     for place in find_blocks(model):
-        place.block.attn1.processor = Fussy()
+        place.block.attn1.processor = Fussy(None)
     return model
 
 

@@ -61,27 +61,6 @@ def test_an_old_wrap_put_back_over_a_new_patch_is_harmless(one: Family):
 
 
 @models
-@pytest.mark.parametrize("again", [False, True], ids=["on top", "as the original"])
-def test_a_wrap_that_was_saved_and_is_bound_to_the_model_anew_is_itself(one: Family, again: bool):
-    """As a cache library restores what it took for a method of the model."""
-    model = one.build()
-    vanilla = one.call(model)
-    handle = tome_core.patch(model, MergeConfig(ratio=0.5))
-    merged = one.call(model)
-    for module, name in sites_of(model):
-        saved = getattr(module, name)
-        setattr(module, name, lambda *args, saved=saved, **kwargs: saved(*args, **kwargs))
-        if again:
-            setattr(module, name, MethodType(getattr(saved, "__func__", saved), module))
-    assert torch.equal(one.call(model), merged) and handle.is_installed
-    handle.remove()
-    assert torch.equal(one.call(model), vanilla)
-    with tome_core.patch(model, MergeConfig(ratio=0.5)):
-        assert torch.equal(one.call(model), merged) or (one.name in BY_HAND and not again)
-    assert torch.equal(one.call(model), vanilla)
-
-
-@models
 def test_a_patch_taken_back_over_somebody_elses_wrapper_merges_again(one: Family):
     model = one.build()
     vanilla, before = one.call(model), traces(model)

@@ -1,11 +1,13 @@
 """What steers a picture beside its prompt, changed while a patch is on: ControlNets, IP-Adapters, LoRAs.
 
-Real pipelines with random weights; that such calls merge and repeat at all is `test_one_line.py`'s to hold.
+Real pipelines with random weights. That such calls merge and repeat at all is `test_one_line.py`'s to hold, and that a
+LoRA or an image prompt may come and go at any time `tests/beside`'s.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from tests.image_prompts import load_image_prompts
 from tests.pipeline_uses import USES
 from tests.pipelines import TIMES, assert_merged, differ, draw, latents, merged_alone
 from tests.traces import traces
+from tome_core import preset
 
 CHANGE_AFTER = 1  # steps of `TIMES`: in the middle of what a preset keeps a match for
 
@@ -49,32 +52,52 @@ def test_a_controlnet_is_left_alone_where_it_is_not(build, load):
 # --- IP-Adapter ------------------------------------------------------------------------------------------------------
 
 
-def test_an_image_prompts_scale_may_change_between_pictures(build, load):
-    (pipe, call), (other, _) = (USES["image prompt"](build(), load) for _ in range(2))
+def halves(pipe: Any) -> dict[str, Any]:
+    """A mask for each of two adapters: the left half of the picture, and the right one."""
+    side = pipe.unet.config.sample_size * pipe.vae_scale_factor
+    left = torch.zeros(1, 1, side, side)
+    left[..., : side // 2] = 1
+    return {"cross_attention_kwargs": {"ip_adapter_masks": [left, 1 - left]}}
+
+
+def test_where_the_attention_to_the_prompt_merges_too_a_mask_is_the_reason_to_leave_that_alone(build):
+    """A mask is laid over a grid, which merged tokens are not; without one they read the image as they read words."""
+    pipe = build()
+    call, config = load_image_prompts(pipe, 2), replace(preset("balanced"), merge_crossattn=True)
+    plain, masked = draw(pipe, **call), {**call, **halves(pipe)}
+    with tome_core.patch(pipe, config) as handle:
+        unmasked = draw(pipe, **call)
+        assert "adapter's mask" not in str(handle.report())
+        by_region = draw(pipe, **masked)
+        assert "crossattn: an adapter's mask needs every token" in str(handle.report())
+        assert torch.equal(draw(pipe, **call), unmasked)
+    assert torch.equal(by_region, merged_alone(pipe, **masked))
+    assert differ(plain, unmasked, by_region, merged_alone(pipe, **call)) and torch.equal(draw(pipe, **call), plain)
+
+
+# --- LoRAs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_each_picture_is_its_adapters_own(build, load):
+    """A match that one adapter's keys found must not serve another's."""
+    pipe, other = build(), build()
     handle = tome_core.patch(pipe)
+    load(pipe, "one", "two")
+    load(other, "one", "two")
     pictures = []
-    for scale in (1.0, 0.3, 0.0, 1.0):
+    for adapters, weights in (("one", 1.0), ("two", 1.0), (["one", "two"], [0.3, 0.7]), ("one", 0.5), ("one", 1.0)):
         for each in (pipe, other):
-            each.set_ip_adapter_scale(scale)
-        pictures.append(draw(pipe, **call))
-        assert torch.equal(pictures[-1], merged_alone(other, **call))
-    assert differ(*pictures[:3]) and torch.equal(pictures[0], pictures[3])
+            each.set_adapters(adapters, weights)
+        pictures.append(draw(pipe))
+        assert torch.equal(pictures[-1], merged_alone(other))
+    pipe.disable_lora()
+    assert torch.equal(draw(pipe), merged_alone(build()))
+    assert differ(*pictures[:4]) and torch.equal(pictures[0], pictures[4])
     assert_merged(handle)
 
 
-def test_an_image_prompt_may_come_and_go_while_a_patch_is_on(build, load):
-    pipe, merged = build(), merged_alone(build())
-    other, call = USES["image prompt"](build(), load)
-    handle = tome_core.patch(pipe)
-    assert torch.equal(draw(pipe), merged)
-    USES["image prompt"](pipe, load)
-    assert torch.equal(draw(pipe, **call), merged_alone(other, **call))
-    pipe.unload_ip_adapter()
-    assert torch.equal(draw(pipe), merged)
-    assert_merged(handle)
-
-
-# --- within a picture; between pictures LoRAs change in `test_pipeline_changes.py` -----------------------------------
+# --- within a picture ------------------------------------------------------------------------------------------------
 
 
 def _lora(pipe: Any, load: Any) -> tuple[dict[str, Any], Callable[[bool], None]]:
@@ -88,7 +111,7 @@ def _image_prompt(pipe: Any, load: Any) -> tuple[dict[str, Any], Callable[[bool]
     return call, lambda changed: pipe.set_ip_adapter_scale(0.0 if changed else 1.0)
 
 
-@pytest.mark.parametrize("kind, steers", [("sd15", _lora), ("sd15", _image_prompt), ("sdxl", _image_prompt)])
+@pytest.mark.parametrize("kind, steers", [("sd15", _lora), ("sdxl", _image_prompt)])
 def test_what_changes_within_a_picture_acts_from_there_on_and_no_further(build, load, kind: str, steers: Any):
     pipe = build(kind)
     call, steer = steers(pipe, load)

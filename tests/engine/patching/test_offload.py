@@ -12,40 +12,13 @@ from accelerate.hooks import remove_hook_from_module
 
 import tome_core
 from tests.families import Family, some_models
-from tests.offloading import CPU, OF_ACCELERATE, OF_DIFFUSERS, offload_as_a_model, take_off
-from tests.thoroughness import some_quick
+from tests.offloading import CPU, as_a_model
 from tests.traces import traces
 from tome_core import MergeConfig
-from tome_core.models import find_models
 from tome_core.models.wrap import wrap_of
 
 CONFIG = MergeConfig(ratio=0.5, merge_mlp=True)
-models = some_models("sd15", "ldm_wrapped", "sdxl", "sgm_double", "Flux", "SD3.5", "Wan")
 either = some_models("sd15", "Flux")
-
-
-@models
-@pytest.mark.parametrize("offload", [*OF_ACCELERATE, *OF_DIFFUSERS], ids=lambda way: way.__name__.strip("_"))
-@pytest.mark.parametrize("patch_first", [True, False])
-@pytest.mark.parametrize("unpatch_first", some_quick([True, False]))
-def test_offloading_and_merging_come_and_go_in_any_order(one: Family, offload, patch_first: bool, unpatch_first: bool):
-    model = one.build()
-    inner, vanilla = find_models(model)[0], one.call(model)
-    with tome_core.patch(model, CONFIG):
-        merged = one.call(model)
-    for is_patch in (patch_first, not patch_first):
-        tome_core.patch(model, CONFIG) if is_patch else offload(inner)
-    for _ in range(2):
-        assert torch.equal(one.call(model), merged)
-    report = tome_core.report(model)
-    assert report.merged_anything and not report.reasons
-    for is_patch in (unpatch_first, not unpatch_first):
-        tome_core.remove_patch(model) if is_patch else take_off(inner)
-        if is_patch or unpatch_first:
-            assert torch.equal(one.call(model), vanilla)
-        elif offload in OF_ACCELERATE:  # hooks of diffusers that leave first take what stands above them along
-            assert torch.equal(one.call(model), merged)
-    assert torch.equal(one.call(model), vanilla)
 
 
 @either
@@ -57,14 +30,14 @@ def test_a_hook_that_is_renewed_after_every_picture_does_not_cost_the_patch(one:
     tome_core.patch(plain, config)
     if patch_first:
         tome_core.patch(model, config)
-    offload_as_a_model(model)
+    as_a_model(model)
     if not patch_first:
         tome_core.patch(model, config)
     for _ in range(3):
         for time in (900, 500):
             assert torch.equal(one.call(model, timestep=time), one.call(plain, timestep=time))
         remove_hook_from_module(model, recurse=True)
-        offload_as_a_model(model)
+        as_a_model(model)
     assert tome_core.report(model).calls == 6 and tome_core.report(model).merged_anything
     tome_core.remove_patch(model)
     remove_hook_from_module(model, recurse=True)
