@@ -257,6 +257,7 @@ class AttentionSite(NumberedSite):
                 return forward(self.target)(*args, **kwargs)
             # who asks which arguments a processor takes: a compiler cannot tell of a function that is made here
             stand_in = processor(current, __call__=current.__call__)
+            self.ask_class()
             return self._of_class(intercept.Like(self.target, processor=stand_in), *args, **kwargs)
         finally:
             intercept.now.answer = before

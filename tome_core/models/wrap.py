@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from ..attention.by_hand import full_name
-from ..compiling import is_tracing
+from ..compiling import is_tracing, when_traced
 from ..engine.decision import Call
 from ..reporting.ledger import REPLACED, TAKEN_OFF
 
@@ -50,7 +50,6 @@ class Wrap:
         self.target, self.name, self.beneath = target, name, None
         self.active = self._placed = False
         self._resting: Callable[[], Any] = weakref.ref(target)
-        self._of_class = getattr(type(target), name)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """What callers of ``target.NAME`` get while the wrap is active."""
@@ -76,15 +75,21 @@ class Wrap:
     def original(self, *args: Any, **kwargs: Any) -> Any:
         """What ``target.NAME`` did before: another's replacement, else the class's method.
 
-        The class is asked at every call, because hosts replace methods of classes, and classes of objects. A
-        compiler cannot follow that question for every class, so it gets the answer of the last `install`.
+        The class is asked at every call, because hosts replace methods of classes, and classes of objects.
         """
         if self.beneath is not None:
             return self.beneath(*args, **kwargs)
         if torch.compiler.is_compiling() and is_tracing():
+            self.ask_class()
             return self._of_class(self.target, *args, **kwargs)
         target = self.wrapped()
         return getattr(type(target), self.name)(target, *args, **kwargs)
+
+    @when_traced
+    def ask_class(self) -> int:
+        """Note the class's method, because a compiler cannot follow that question for every class."""
+        self._of_class = getattr(type(self.target), self.name)
+        return 0
 
     def wrapped(self) -> Any:
         """The target, also after the wrap was taken off; None once it is gone."""
@@ -111,7 +116,6 @@ class Wrap:
             setattr(self.target, self._slot(), wrap.forward if _BOUND else wrap)
             vars(self.target).setdefault(_MARK, wrap)  # the first: it is what others have saved, and may bind anew
         wrap._placed = True
-        wrap._of_class = getattr(type(self.target), self.name)
         wrap.active = True
         return wrap
 
@@ -165,7 +169,6 @@ class Wrap:
     def __setstate__(self, state: tuple[str, Any, Any]) -> None:
         self.name, self.target, self.beneath = state
         self.active, self._placed, self._resting = False, True, lambda: None
-        self._of_class = getattr(type(self.target), self.name, None)
 
 
 def drop_remains(target: Any) -> None:
