@@ -24,7 +24,7 @@ from . import compiled, intercept
 from .asked import MORE, Asked, answer
 from .compiled import NumberedSite, pack, unpack
 from .intercept import Watching, Way, way_of
-from .wrap import Wrap, WrapSet, is_own, others_on, over_hook, why_passed
+from .wrap import Wrap, WrapSet, calling, is_own, others_on, over_hook, why_passed
 
 MASKS = ("mask", "attention_mask", "attn_mask")
 CONTEXTS = ("encoder_hidden_states", "context")
@@ -257,8 +257,8 @@ class AttentionSite(NumberedSite):
                 return forward(self.target)(*args, **kwargs)
             # who asks which arguments a processor takes: a compiler cannot tell of a function that is made here
             stand_in = processor(current, __call__=current.__call__)
-            self.ask_class()
-            return self._of_class(intercept.Like(self.target, processor=stand_in), *args, **kwargs)
+            like = intercept.Like(self.target, processor=stand_in)
+            return calling(type(self.target), "forward")()(like, *args, **kwargs)
         finally:
             intercept.now.answer = before
 

@@ -80,16 +80,9 @@ class Wrap:
         if self.beneath is not None:
             return self.beneath(*args, **kwargs)
         if torch.compiler.is_compiling() and is_tracing():
-            self.ask_class()
-            return self._of_class(self.target, *args, **kwargs)
+            return calling(type(self.target), self.name)()(self.target, *args, **kwargs)
         target = self.wrapped()
         return getattr(type(target), self.name)(target, *args, **kwargs)
-
-    @when_traced
-    def ask_class(self) -> int:
-        """Note the class's method, because a compiler cannot follow that question for every class."""
-        self._of_class = getattr(type(self.target), self.name)
-        return 0
 
     def wrapped(self) -> Any:
         """The target, also after the wrap was taken off; None once it is gone."""
@@ -169,6 +162,13 @@ class Wrap:
     def __setstate__(self, state: tuple[str, Any, Any]) -> None:
         self.name, self.target, self.beneath = state
         self.active, self._placed, self._resting = False, True, lambda: None
+
+
+@when_traced
+def calling(kind: type, name: str) -> type:
+    """A class of what calls a class's method, because a compiler cannot follow that question for every class."""
+    method = getattr(kind, name)
+    return type(name, (), {"__call__": lambda self, *args, **kwargs: method(*args, **kwargs)})
 
 
 def drop_remains(target: Any) -> None:
