@@ -3,7 +3,10 @@
 They are found by walking its modules, so that a new diffusers shows what is new. Of each network that is known here a
 small one is drawn with, and so is each pipeline around one: if every token is its own group the picture is the unmerged
 one, merged it is finite, removed it is the same bits, nobody has drawn from the random generator, nothing is left. What
-is not known is made without memory and has to be refused with its name. What cannot be made or drawn with says why.
+is not known has to be refused with its name. What cannot be made or drawn with says why.
+
+With ``--diffusers CHECKOUT [OLDER ...]`` pipelines are made of the parts that diffusers' own tests have, and called as
+these do: all of them in about ten minutes. Without it those that these tests make are drawn, and the others left out.
 """
 
 from __future__ import annotations
