@@ -45,7 +45,7 @@ Make = Callable[[], own_parts.Made]
 Ways = dict[str, list[Make]]  # by the names of pipelines
 SETTINGS = {"side": "kv", "ratio": 0.75, "max_downsample": 8, "only_if_it_pays": False}
 TAKEN = "taken, and drawn in its pipelines alone"
-SMALL, LARGER = {"height": 64, "width": 64}, {"height": 128, "width": 128}
+LARGER = {"height": 128, "width": 128}
 OUTCOMES = ("FAULT", "merges nothing", "merges", "refused", "not drawn", "not made", "taken", "left out")
 NEAR = 1e-3  # other sums, and UNets that amplify them; of the unmerged picture
 
@@ -192,26 +192,6 @@ def ways_of(checkouts: list[Path]) -> Ways:
     return found
 
 
-def ways_for(kind: type, kinds: list[type], ways: Ways) -> list[Make]:
-    """Its own ways, else of parts of the pipeline that is called most like it, of those that have the same parts."""
-
-    def names(asks: Callable[..., Any]) -> set[str]:
-        return {*inspect.signature(asks).parameters}
-
-    alike = [one for one in kinds if one.__name__ in ways and names(one) == names(kind)]
-    if kind.__name__ in ways or not alike:
-        return ways.get(kind.__name__, [])
-    nearest = max(alike, key=lambda one: len(names(one.__call__) & names(kind.__call__)))
-
-    def make() -> own_parts.Made:
-        pipe, call = ways[nearest.__name__][0]()
-        pipe = kind.from_pipe(pipe)
-        pipe.set_progress_bar_config(disable=True)
-        return pipe, {name: one for name, one in {**SMALL, **call}.items() if name in names(kind.__call__)}
-
-    return [make]
-
-
 def _tiny(make: Callable[[Path], Any]) -> own_parts.Made:
     with torch.random.fork_rng(), TemporaryDirectory() as folder:
         return make(Path(folder)), {"prompt": "a b", "num_inference_steps": 2}
@@ -249,7 +229,7 @@ def main(arguments: list[str] | None = None) -> int:
     found = json.loads(options.output.read_text("utf-8")) if options.output and options.output.exists() else {}
     wanted = [(one, partial(network, one)) for one in classes(diffusers.ModelMixin, "UNet|Transformer|DiT")]
     ways, kinds = ways_of(options.diffusers), classes(diffusers.DiffusionPipeline)
-    wanted += [(one, partial(pipeline, ways_for(one, kinds, ways))) for one in kinds]
+    wanted += [(one, partial(pipeline, ways.get(one.__name__, []))) for one in kinds]
     wanted, since = [one for one in wanted if options.only in one[0].__name__], time.monotonic()
     for place, (kind, ask) in enumerate(wanted, 1):
         if kind.__name__ not in found:
