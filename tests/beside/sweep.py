@@ -6,7 +6,7 @@ one, merged it is finite, removed it is the same bits, nobody has drawn from the
 is not known has to be refused with its name. What cannot be made or drawn with says why.
 
 With ``--diffusers CHECKOUT [OLDER ...]`` pipelines are made of the parts that diffusers' own tests have, and called as
-these do: all of them in about ten minutes. Without it those that these tests make are drawn, and the others left out.
+these do: ten minutes of one processor. Without it those that these tests make are drawn, and the others left out.
 """
 
 from __future__ import annotations
