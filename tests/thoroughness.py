@@ -4,7 +4,7 @@
 
 which is 500 generations in each host, 10,000 random arguments for each door, faults at every single wrap, and every
 foreign thing beside every model. Pairs of such things are drawn by ``python -m tests.beside``, and every network and
-pipeline of diffusers by ``python -m tests.beside.sweep``.
+pipeline of diffusers by ``python -m tests.beside.sweep --diffusers CHECKOUT``, a checkout of its repository.
 """
 
 from __future__ import annotations
