@@ -54,7 +54,11 @@ class Coarse:
         side = square_side(x.shape[1], cell)
         self.places = torch.arange(x.shape[1], device=x.device).view(side, side)[::cell, ::cell].flatten()
         self.num_groups = len(self.places)
-        self.key_logits = torch.zeros(len(x), self.num_groups, device=x.device)
+        self._logits = torch.zeros(len(x), self.num_groups, device=x.device)
+
+    def logits_in(self, dtype: torch.dtype) -> torch.Tensor:
+        """Every token stands for as many."""
+        return self._logits.to(dtype)
 
     def merge(self, x: torch.Tensor) -> torch.Tensor:
         """``[B, N, C]`` to ``[B, G, C]``."""
@@ -107,7 +111,7 @@ def _attend(
     if recipe.tiles:
         return join(own(in_tiles(x, recipe.tiles), **more), recipe.tiles)
     plan = lots.plan(x, number)
-    keys, sizes = plan.merge(x), plan.key_logits.to(x.dtype)[:, None]
+    keys, sizes = plan.merge(x), plan.logits_in(x.dtype)[:, None]
     return plan.unmerge(own(keys, keys, sizes, **more)) if recipe.together else own(x, keys, sizes, **more)
 
 
@@ -137,7 +141,7 @@ class SequenceReference(InPlaceOfAttention):
             return torch.zeros_like(q)
         plan = self._lots.plan(k[:, 0, -self._picture :], self._block)
         k, v = (_change(one, plan.merge, self._picture) for one in (k, v))
-        more["attn_mask"] = F.pad(plan.key_logits, (k.shape[2] - plan.num_groups, 0)).to(q.dtype)[:, None, None]
+        more["attn_mask"] = F.pad(plan.logits_in(q.dtype), (k.shape[2] - plan.num_groups, 0))[:, None, None]
         if not self._recipe.together:
             return self.own(q, k, v, **more)
         return _change(self.own(_change(q, plan.merge, self._picture), k, v, **more), plan.unmerge, plan.num_groups)

@@ -18,7 +18,7 @@ from comfy_nodes.inputs import TIMES
 from tests.comfy_unet import unet, unet_of_one_level
 from tests.models import inputs
 from tests.on_device import on_device, plain
-from tome_core import NoiseSchedule
+from tome_core.settings.schedule import STABLE_DIFFUSION
 
 
 class Executor:
@@ -49,7 +49,7 @@ class DiscreteSampling:
     """Stable Diffusion's sigmas, with ComfyUI's sentinels beyond both ends of the scale."""
 
     def __init__(self) -> None:
-        betas = torch.tensor(NoiseSchedule.stable_diffusion().betas, dtype=torch.float64)
+        betas = torch.tensor(STABLE_DIFFUSION.betas, dtype=torch.float64)
         kept = torch.cumprod(1 - betas, 0)
         self.sigmas = ((1 - kept) / kept).sqrt().float()
         self.asked = 0  # how often for a sigma of a percent

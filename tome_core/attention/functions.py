@@ -10,13 +10,11 @@ import torch
 _TOKENS = 64
 _LIKE = 0.1  # share by which the fast functions of half and less precision miss a small attention
 _MOST = 64  # answers that are remembered
-_TRIED: OrderedDict[Hashable, str] = OrderedDict()
-
-ADDS_BIAS, PLAIN, NO_ATTENTION = "adds a bias", "adds no bias", ""
+_TRIED: OrderedDict[Hashable, bool | None] = OrderedDict()
 
 
-def try_once(key: Hashable, function: Callable[..., torch.Tensor], scale: float, like: torch.Tensor) -> str:
-    """What a function does: `ADDS_BIAS`, `PLAIN` for attention that ignores or refuses a bias, or `NO_ATTENTION`.
+def try_once(key: Hashable, function: Callable[..., torch.Tensor], scale: float, like: torch.Tensor) -> bool | None:
+    """Does the function add a bias? False if it ignores or refuses one; None if it is no attention.
 
     Args:
         key: what tells this function from all others; with the heads, the device and the dtype an answer is remembered.
@@ -33,13 +31,13 @@ def try_once(key: Hashable, function: Callable[..., torch.Tensor], scale: float,
 
 
 @torch.no_grad()
-def _try(function: Callable[..., torch.Tensor], scale: float, like: torch.Tensor) -> str:
+def _try(function: Callable[..., torch.Tensor], scale: float, like: torch.Tensor) -> bool | None:
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 1, _TOKENS, *like.shape[2:], generator=generator).to(like)
     bias = (4.0 * (torch.arange(_TOKENS) % 3 - 1)).view(1, 1, 1, -1).to(like)  # two values may be read as yes and no
-    by_head, found = [one.transpose(1, 2) for one in (q, k, v)], NO_ATTENTION
+    by_head, found = [one.transpose(1, 2) for one in (q, k, v)], None
     try:
-        for mask, next_found in ((None, PLAIN), (bias, ADDS_BIAS)):
+        for mask, next_found in ((None, False), (bias, True)):
             exact = torch._C._nn.scaled_dot_product_attention(*by_head, mask, scale=scale).transpose(1, 2)
             out = function(q, k, v, mask)
             if out.shape != exact.shape or not (out - exact).norm() < _LIKE * exact.norm():

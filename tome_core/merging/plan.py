@@ -61,7 +61,7 @@ class MergePlan:
     num_groups: number of groups ``G``, at least 1. Static: shapes never depend on the data.
     counts: of a plan that was matched in windows, the groups of a window, for each run of equal windows in order.
 
-    A group may be empty: its mean is 0, its size 0 and its key logit minus infinity.
+    A group may be empty: its mean is 0, its size 0.
 
     >>> import torch
     >>> plan = MergePlan(torch.tensor([[0, 1, 0, 1]]), num_groups=2)
@@ -98,19 +98,13 @@ class MergePlan:
         """Which groups have no tokens: bool ``[B or 1, G]``."""
         return self._count() == 0
 
-    @property
-    def key_logits(self) -> torch.Tensor:
-        """What a merged key adds to its logit so as to weigh as much as its tokens did: log of the size.
-
-        float32 ``[B or 1, G]``, minus infinity for an empty group. (Proportional attention: ToMe for ViTs,
-        arXiv 2210.09461, section 3.)
-        """
-        return self._count().log()
-
     def logits_in(self, dtype: torch.dtype) -> torch.Tensor:
-        """As `key_logits`, in this dtype, with `EMPTY_LOGIT` for an empty group."""
+        """What merged keys add to their logits so as to weigh as much as their tokens did: log of the sizes.
+
+        ``[B or 1, G]``, `EMPTY_LOGIT` for an empty group. (Proportional attention: ToMe, arXiv 2210.09461, section 3.)
+        """
         self._count()  # a kernel gives logits with it
-        exact = self._once(("logits", torch.float32), lambda: self.key_logits.clamp(min=EMPTY_LOGIT))
+        exact = self._once(("logits", torch.float32), lambda: self._count().log().clamp(min=EMPTY_LOGIT))
         return self._once(("logits", dtype), lambda: exact.to(dtype))
 
     def merge(self, x: torch.Tensor) -> torch.Tensor:

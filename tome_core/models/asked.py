@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional
 
 from ..attention.by_hand import full_name
-from ..attention.functions import ADDS_BIAS, NO_ATTENTION, try_once
+from ..attention.functions import try_once
 from ..attention.merged import Attention
 from ..engine.decision import Call
 from ..engine.state import State
@@ -58,8 +58,7 @@ class Asked:
     def takes_bias(self) -> bool | None:
         """Does the function add a bias? None if it is no attention."""
         scale = self.q.shape[-1] ** -0.5 if self.scale is None else self.scale
-        found = try_once(self.key(), self.compute, scale, self.q)
-        return None if found == NO_ATTENTION else found == ADDS_BIAS
+        return try_once(self.key(), self.compute, scale, self.q)
 
     def key(self) -> tuple:
         """What tells the function from all others."""

@@ -64,12 +64,6 @@ class NoiseSchedule:
 
     betas: tuple[float, ...]
 
-    @classmethod
-    def stable_diffusion(cls) -> NoiseSchedule:
-        """The schedule of SD1, SD2 and SDXL: the square root of beta is linear ("scaled linear")."""
-        first, last, steps = 0.00085**0.5, 0.012**0.5, 1000
-        return cls(tuple((first + t / (steps - 1) * (last - first)) ** 2 for t in range(steps)))
-
     @property
     def last(self) -> int:
         """The highest timestep, ``T - 1``."""
@@ -119,7 +113,9 @@ class NoiseSchedule:
         return start, config.end_percent
 
 
-STABLE_DIFFUSION = NoiseSchedule.stable_diffusion()
+# of SD1, SD2 and SDXL: the square root of beta is linear ("scaled linear")
+_FIRST, _LAST = 0.00085**0.5, 0.012**0.5
+STABLE_DIFFUSION = NoiseSchedule(tuple((_FIRST + t / 999 * (_LAST - _FIRST)) ** 2 for t in range(1000)))
 
 
 class SchedulerNoise:

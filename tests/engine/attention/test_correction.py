@@ -191,7 +191,7 @@ def test_it_leaves_less_of_what_was_asked_than_the_closed_form_alone():
     places = pick_asked(Grid(64, 64), 16, q.device)[0][0]
     q, scale = q[:, places], 16**-0.5
     full = attention(q, k, v, heads)
-    merged = attention(q, plan.merge(k), plan.merge(v), heads, plan.key_logits)
+    merged = attention(q, plan.merge(k), plan.merge(v), heads, plan.sizes.log())
     closed = closed_form((k, v), plan, heads, scale)
     alone = Correction(torch.cat([closed, torch.zeros_like(closed)], 2).flatten(0, 1), torch.zeros(heads, 1, 16))
     both = fit_correction(q, (k, v), plan, heads, scale)[0]

@@ -22,7 +22,7 @@ from tests.conformance import KV, SIDE, UNetOf, merging_by, run, tokens, way, wh
 from tests.diffusers_processors import attention
 from tests.doubles import attend, of_heads
 from tome_core.attention import functions
-from tome_core.attention.functions import ADDS_BIAS, NO_ATTENTION, PLAIN, try_once
+from tome_core.attention.functions import try_once
 from tome_core.attention.merged import BIAS, OWN_BIAS
 
 TORCHS = torch.nn.functional.scaled_dot_product_attention
@@ -380,18 +380,18 @@ LIKE = torch.zeros(1, 4, 2, 16)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("function", "expected"), [
-    (by_products, ADDS_BIAS),
-    (lambda q, k, v, bias: by_products(q, k, v), PLAIN),
-    (lambda q, k, v, bias: by_products(q, k, v, None if bias is None else bias * 0.5), PLAIN),
-    (lambda q, k, v, bias: by_products(q, k, v, None if bias is None else (bias == 0) * -1e4), PLAIN),  # yes or no
-    (lambda q, k, v, bias: by_products(q, k, v, None if bias is None else (bias != 0) * -1e4), PLAIN),  # no or yes
-    (lambda q, k, v, bias: by_products(q, k, v, bias, 0.3), NO_ATTENTION),
-    (lambda q, k, v, bias: by_products(q, k, v, bias)[:, :1], NO_ATTENTION),
-    (lambda q, k, v, bias: q * float("nan"), NO_ATTENTION),
-    (lambda q, k, v, bias: 1 / 0, NO_ATTENTION),
+    (by_products, True),
+    (lambda q, k, v, bias: by_products(q, k, v), False),
+    (lambda q, k, v, bias: by_products(q, k, v, None if bias is None else bias * 0.5), False),
+    (lambda q, k, v, bias: by_products(q, k, v, None if bias is None else (bias == 0) * -1e4), False),  # yes or no
+    (lambda q, k, v, bias: by_products(q, k, v, None if bias is None else (bias != 0) * -1e4), False),  # no or yes
+    (lambda q, k, v, bias: by_products(q, k, v, bias, 0.3), None),
+    (lambda q, k, v, bias: by_products(q, k, v, bias)[:, :1], None),
+    (lambda q, k, v, bias: q * float("nan"), None),
+    (lambda q, k, v, bias: 1 / 0, None),
 ])  # fmt: skip
 def test_what_a_function_does_is_found_on_a_few_tokens(function, expected, dtype):
-    assert try_once("one", function, 0.25, LIKE.to(dtype)) == expected
+    assert try_once("one", function, 0.25, LIKE.to(dtype)) is expected
 
 
 def test_a_function_is_tried_once_for_its_heads_and_dtype_and_draws_from_no_generator():

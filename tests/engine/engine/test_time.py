@@ -16,7 +16,7 @@ from tests.models import BY_NAME
 from tests.samplings import KEPT
 from tests.threads import at_once
 from tome_core.engine.time import Clock, ModelTime
-from tome_core.settings.schedule import SchedulerNoise
+from tome_core.settings.schedule import STABLE_DIFFUSION, SchedulerNoise
 
 STEPS = 8
 LATE = tome_core.MergeConfig(ratio=0.5, start_percent=0.5)
@@ -238,7 +238,7 @@ def test_nothing_is_left_on_a_scheduler_even_if_two_pipelines_share_it(pipe, tur
 
 def test_an_ldm_model_knows_its_own_schedule():
     model = BY_NAME["ldm_wrapped"].build()
-    model.betas = torch.tensor(tome_core.NoiseSchedule.stable_diffusion().betas)
+    model.betas = torch.tensor(STABLE_DIFFUSION.betas)
     with tome_core.patch(model, LATE) as handle:
         assert handle.knows_schedule
 

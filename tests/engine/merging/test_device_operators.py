@@ -15,9 +15,10 @@ from tests.families import every_family_in_time
 from tests.models import BY_NAME, call_case
 from tests.operators import DIRECTML, OperatorRecorder, directml_has, lacking, mps_has
 from tests.thoroughness import some_quick
-from tome_core import MergeConfig, NoiseSchedule
+from tome_core import MergeConfig
 from tome_core.merging import plan
 from tome_core.settings.presets import PRESETS
+from tome_core.settings.schedule import STABLE_DIFFUSION
 
 # a match that is new, one that is kept, one that is renewed, early and late
 TIMES = (900.0, 890.0, 800.0, 200.0, 190.0, 100.0)
@@ -93,7 +94,7 @@ def _adds_only_what_devices_have(model, call, monkeypatch):
 
 def test_patching_an_ldm_model_reads_its_noise_schedule_without_float64():
     model = BY_NAME["ldm_wrapped"].build()
-    model.betas = torch.tensor(NoiseSchedule.stable_diffusion().betas)
+    model.betas = torch.tensor(STABLE_DIFFUSION.betas)
     with OperatorRecorder() as used:
         tome_core.patch(model, MergeConfig(max_beta=0.5)).remove()
     assert not used.doubles

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.oracles import mean_by_group
 from tome_core import MergePlan
-from tome_core.merging.plan import _segments
+from tome_core.merging.plan import EMPTY_LOGIT, _segments
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -61,8 +61,8 @@ def test_an_empty_group_has_mean_zero_size_zero_and_key_logit_minus_infinity():
     plan = MergePlan(torch.tensor([[0, 0, 2]]), 3)
     assert plan.sizes.tolist() == [[2, 0, 1]]
     assert plan.merge(torch.ones(1, 3, 2))[0, 1].tolist() == [0.0, 0.0]
-    assert plan.key_logits[0, 1].item() == float("-inf")
-    assert plan.key_logits[0, 2].item() == 0.0
+    assert plan.logits_in(torch.float32)[0, 1].item() == EMPTY_LOGIT
+    assert plan.logits_in(torch.float32)[0, 2].item() == 0.0
 
 
 def test_merge_sums_half_precision_in_float32():

@@ -7,9 +7,9 @@ from diffusers import EulerDiscreteScheduler
 
 from tome_core import MergeConfig, MergeRule, NoiseSchedule
 from tome_core.engine.time import Clock
-from tome_core.settings.schedule import UNKNOWN, Time, choose
+from tome_core.settings.schedule import STABLE_DIFFUSION, UNKNOWN, Time, choose
 
-SD = NoiseSchedule.stable_diffusion()
+SD = STABLE_DIFFUSION
 
 
 def test_percent_and_timestep_are_each_others_inverse():
