@@ -86,7 +86,7 @@ def grouped(
     def exchange(role: str, is_last: bool, out: torch.Tensor) -> torch.Tensor:
         if not is_last or (role == "q" and not queries):
             return out
-        by_head = out.dim() == 4 and out.shape[1] != plan.num_tokens
+        by_head = out.dim() == 4 and out.shape[1] != plan.group.shape[1]
         found = means(out.transpose(1, 2) if by_head else out, own, even if evenly and role != "q" else own)
         return found.transpose(1, 2) if by_head else found
 

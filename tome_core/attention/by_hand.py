@@ -10,7 +10,6 @@ Queries, keys and values are flat in this file, ``[B, N, H*d]``, as projections 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -58,7 +57,7 @@ class StandIn:
 
     def __init__(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> None:
         self._module = module
-        self.to_q, self.to_k, self.to_v = map(_giving, (q, k, v))
+        self.to_q, self.to_k, self.to_v = (lambda *_, made=made, **__: made for made in (q, k, v))
         self.to_out = _AS_IT_IS
         self.dim_head = q.shape[-1] // module.heads  # what some forwards cut their heads by
 
@@ -67,10 +66,6 @@ class StandIn:
         if isinstance(found, MethodType) and found.__self__ is self._module:
             return partial(found.__func__, self)
         return found
-
-
-def _giving(made: Tensor) -> Callable[..., Tensor]:
-    return lambda *_, **__: made
 
 
 class ForwardOnStandIn(ByHand):

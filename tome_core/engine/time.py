@@ -46,8 +46,6 @@ class Clock:
         self._window = self.schedule.window_of(config)
         self.limited = self._window is not None or not all(rule.holds_at(None) for rule in self.rules)
         self._found: dict[tuple, InForce] = {}
-        # equal choices are one object: a compiled graph is chosen by what it finds, decisions are kept by it
-        self._choices: dict[tuple[LevelRules, ...], tuple[LevelRules, ...]] = {}
 
     def moment(self, timestep: float | None, percent: float | None = None) -> Time:
         """The time on both scales. timestep: of Stable Diffusion's schedule; percent: of the model's own.
@@ -79,8 +77,7 @@ class Clock:
         if key not in self._found:
             live = tuple(rule for rule, on in zip(self.rules, holds, strict=True) if on) if within else ()
             why_off = tuple(self._why_off(level, live, time) for level in range(len(self.downsamples)))
-            rules = choose(live, self.downsamples)
-            self._found[key] = InForce(self._choices.setdefault(rules, rules), live, why_off)
+            self._found[key] = InForce(choose(live, self.downsamples), live, why_off)
         return self._found[key]
 
     def _holds(self, rule: MergeRule, time: Time, boundary: float | None) -> bool:

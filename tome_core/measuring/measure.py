@@ -26,7 +26,6 @@ _FIRST = 999.0  # timestep of a picture's first step
 _TEXT_TOKENS = 77
 _TIMES = 6  # sizes and crops that SDXL is told
 
-Timer = Callable[[], float]
 CallUNet = Callable[[torch.Tensor, torch.Tensor], Any]
 
 
@@ -122,7 +121,7 @@ def time_calls(
     return plain, whole / steps, sum(count * saved[kind] for kind, count in share.items()) / steps
 
 
-def clock_for(device: torch.device) -> Timer:
+def clock_for(device: torch.device) -> Callable[[], float]:
     """On one thread of a CPU the process's own time, which another program's load costs its evenness, not its value."""
     return time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
 

@@ -84,11 +84,6 @@ class MergePlan:
         return MergePlan(self.group.repeat(times, 1), self.num_groups, self.counts)
 
     @property
-    def num_tokens(self) -> int:
-        """Number of tokens ``N``."""
-        return self.group.shape[1]
-
-    @property
     def sizes(self) -> torch.Tensor:
         """Tokens in each group: int64 ``[B or 1, G]``; every row sums to ``N``."""
         return self._count().to(torch.int64)
@@ -167,7 +162,7 @@ class MergePlan:
         self._check(y, self.num_groups, "groups")
         batch, groups, channels = y.shape
         flat = F.embedding(self._flat_groups(batch), y.reshape(batch * groups, channels))
-        return flat.view(batch, self.num_tokens, channels)
+        return flat.view(batch, self.group.shape[1], channels)
 
     def _once(self, key: tuple, make: Callable[[], Any]) -> Any:
         if key not in self.derived:
@@ -192,7 +187,7 @@ class MergePlan:
         """As `kernels.mean_rows`, of ``[B, N, C]``; None where torch's operators have to do."""
         if not kernels.ready(x) or kernels.needs_gradient(*filter(torch.is_tensor, (x, values))):
             return None
-        self._check(x, self.num_tokens, "tokens")
+        self._check(x, self.group.shape[1], "tokens")
         more = None if values is None else values.flatten(0, 1)
         means = kernels.mean_rows(x.flatten(0, 1), *self._sort(x.dtype), self.group.numel(), bias, more, exact)
         if means is None:
@@ -228,7 +223,7 @@ class MergePlan:
         order, offsets = self._sort()
 
         def shifted() -> tuple[torch.Tensor, torch.Tensor]:
-            start = torch.arange(0, batch * self.num_tokens, self.num_tokens, device=order.device)[:, None]
+            start = torch.arange(0, batch * self.group.shape[1], self.group.shape[1], device=order.device)[:, None]
             return (order + start).view(-1), torch.cat([offsets[:1], (offsets[1:] + start).view(-1)])
 
         return (order, offsets) if batch == self.group.shape[0] else self._once(("segments", batch), shifted)

@@ -21,13 +21,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..engine.decision import Call
 from ..merging.grid import Grid, Layout
-from ..reporting.ledger import LevelTally
+from ..reporting.ledger import NO_GRID, LevelTally
 from ..settings.schedule import PipelineSteps
 from .sites import AttentionSite, ModelSite
 from .wrap import Wrap
 
 UNEVEN = "its pictures are of different sizes"
-NO_GRID = "the picture's tokens are no grid"
 
 
 class Tokens(NamedTuple):

@@ -170,12 +170,8 @@ class Patch(Measured):
     there before, if any. Nothing else is left behind: no attribute, hook, class or state-dict key. A copy or a pickle
     of a patched model merges nothing.
 
-    Args:
-        models: the UNet, or the transformers of one pipeline, all of one family.
-        config: the settings.
-        schedule: the noise schedule of the model, if it is known.
-        handed: what was handed to `patch`: a pipeline, a compiled or wrapped model.
-        adapter: of the first model, if it was made already.
+    models: the UNet, or the transformers of one pipeline, all of one family. schedule: of the model's noise, if it is
+    known. handed: what was handed to `patch`. adapter: of the first model, if it was made already.
     """
 
     _removed = False
@@ -278,10 +274,10 @@ class Patch(Measured):
         scheduler, is_unet = getattr(handed, "scheduler", None), self.adapter.layout != "transformer"
         if not self.wants_time or (is_unet and not hasattr(scheduler, "scale_model_input")):
             return
-        if is_unet:
-            self.time.noise = SchedulerNoise(handed)
-        if hasattr(handed, "progress_bar") and (self.time.keeps or not is_unet):
-            with suppress(TypeError):  # a class that allows no weak references
+        with suppress(TypeError):  # a class that allows no weak references
+            if is_unet:
+                self.time.noise = SchedulerNoise(handed)
+            if hasattr(handed, "progress_bar") and (self.time.keeps or not is_unet):
                 self.time.noise = self.time.noise or PipelineSteps(handed)
                 self._outside.append(SamplingScope(handed, self.time))
 

@@ -15,11 +15,10 @@ from __future__ import annotations
 import bisect
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import accumulate
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -123,10 +122,7 @@ class SchedulerNoise:
 
     def __init__(self, pipeline: Any) -> None:
         self._seen: dict[tuple, tuple[torch.Tensor, list[Time]]] = {}
-        try:
-            self._pipeline: Callable[[], Any] = weakref.ref(pipeline)
-        except TypeError:  # a class that allows none: its scheduler is the one it has now
-            self._pipeline = partial(SimpleNamespace, scheduler=pipeline.scheduler)
+        self._pipeline = weakref.ref(pipeline)
 
     def steps_of(self, values: list[float]) -> list[Time]:
         """What the scheduler's own ``values``, all that its ``timesteps`` hold, stand for.

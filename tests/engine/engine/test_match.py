@@ -78,7 +78,7 @@ def test_a_films_cells_reach_over_its_frames(monkeypatch):
     plan = match(own.k, own.v, FILM, replace(RULE, sx=4, sy=4, ratio=15 / 16))
     ((grid, options),) = seen  # windows of two frames, all at once
     assert grid.frames == 2 and (options.st, options.sy, options.sx) == (2, 2, 4)
-    assert plan.num_groups - (plan.num_tokens - tokens_in(FILM)) == tokens_in(FILM) // 16
+    assert plan.num_groups - (plan.group.shape[1] - tokens_in(FILM)) == tokens_in(FILM) // 16
 
 
 def test_a_rule_that_removes_no_token_of_a_window_merges_nothing():

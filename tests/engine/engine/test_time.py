@@ -97,7 +97,7 @@ class Doubled(SchedulerNoise):
     asked = 0
 
     def __init__(self):
-        super().__init__(SimpleNamespace(scheduler=None))
+        super().__init__(torch.nn.Module())
 
     def steps_of(self, values):
         self.asked += 1
