@@ -234,7 +234,7 @@ def test_a_quicksetting_of_ours_counts_at_once_and_moves_the_panel(page, webui):
         wait_for(page, webui, "tome_strength", value)  # else the first may be set after the second
 
 
-def test_the_settings_tab_has_six_of_ours(page):
+def test_the_settings_tab_has_five_of_ours(page):
     found = page.evaluate("[...document.querySelectorAll('#settings_tome [id^=setting_tome_]')].map(one => one.id)")
     # those among the quicksettings are not there a second time
-    assert set(found) == {f"setting_tome_{name}" for name in ("where", "report", "measure")}
+    assert set(found) == {f"setting_tome_{name}" for name in ("where", "report")}
