@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 import diffusers
 import pytest
@@ -126,7 +125,8 @@ def test_steps_that_are_told_outweigh_a_schedulers():
     scheduler.set_timesteps(20)
     rest, model, seen = scheduler.timesteps[10:], models.small(), []
     x, text = models.inputs(4, 1, 8, 8)
-    with tome_core.patch(SimpleNamespace(unet=model, scheduler=scheduler), models.on_small("balanced")) as handle:
+    pipe = type("Pipeline", (), {"unet": model, "scheduler": scheduler})()
+    with tome_core.patch(pipe, models.on_small("balanced")) as handle:
         for told in (None, scheduler.timesteps.tolist()):
             with handle.sampling(timesteps=told), torch.no_grad():
                 for timestep in rest:
