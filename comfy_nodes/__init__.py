@@ -7,6 +7,8 @@ NODE_CLASS_MAPPINGS = {node.__name__: node for node in (ApplyToMe, ToMeSettings,
 NODE_DISPLAY_NAME_MAPPINGS = {name: node.DISPLAY_NAME for name, node in NODE_CLASS_MAPPINGS.items()}
 WEB_DIRECTORY = "./web"
 
+for name in ("optimized_attention", "optimized_attention_masked"):  # by which pictures' times know the attention
+    host.hosting.register_name(name)
 host.hosting.gains.load(host.gains_file())
 
 __all__ = ["NODE_CLASS_MAPPINGS", "NODE_DISPLAY_NAME_MAPPINGS", "WEB_DIRECTORY"]

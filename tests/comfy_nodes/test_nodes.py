@@ -291,7 +291,7 @@ def test_a_model_that_is_called_past_us_is_named(server):
 
     applied = apply(checkpoint())
     Past(applied).sample(steps=2, callback=lambda *args: None)
-    assert "2 steps, nothing merged: another node calls the model past this one" in server.texts[-1][1]
+    assert "2 steps, nothing merged: another node (DeepCache is one) calls the model past this one" in server.texts[-1][1]
 
 
 def test_the_log_names_the_node_and_what_was_unknown_to_it(caplog):

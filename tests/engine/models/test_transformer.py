@@ -12,6 +12,7 @@ from tests.tiny_transformers import PRESENT, STRONG, call, distance
 from tests.transformer_pipelines import draw
 from tome_core.engine.state import State
 from tome_core.models.transformer import NAMES
+from tome_core.reporting.ledger import NO_GRID
 
 families = pytest.mark.parametrize("name", PRESENT)
 
@@ -122,7 +123,7 @@ def test_grids_that_are_none_are_left_alone_and_told():
     plain = call(model, arguments)
     with tome_core.patch(model, **STRONG) as handle:
         assert torch.equal(call(model, arguments), plain)
-    assert "no grid" in str(handle.report())
+    assert NO_GRID in str(handle.report())
 
 
 def test_kept_matches_save_matches(work):
