@@ -284,14 +284,13 @@ def test_the_preview_says_why_there_is_no_map_and_what_to_do(server):
 def test_a_model_that_is_called_past_us_is_named(server):
     """DeepCache's node calls the UNet itself."""
 
-
     class Past(Guider):
         def _call(self, pair, now):
             return self.model.diffusion_model(pair, now.expand(len(pair)), context=self.text, transformer_options={})
 
     applied = apply(checkpoint())
     Past(applied).sample(steps=2, callback=lambda *args: None)
-    assert "2 steps, nothing merged: another node (DeepCache is one) calls the model past this one" in server.texts[-1][1]
+    assert "2 steps, nothing merged: another node (DeepCache is one) calls the model past" in server.texts[-1][1]
 
 
 def test_the_log_names_the_node_and_what_was_unknown_to_it(caplog):
