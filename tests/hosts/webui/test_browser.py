@@ -228,7 +228,7 @@ def test_switching_on_among_the_quicksettings_draws_with_the_strength_beside_it(
     finally:
         box.click()
         wait_for(page, webui, "tome_enabled", False)
-    assert not is_on(page)
+    page.wait_for_function(f"!document.querySelector('{PANEL}enabled-visible-checkbox').checked")
 
 
 def test_a_quicksetting_of_ours_counts_at_once_and_moves_the_panel(page, webui):
