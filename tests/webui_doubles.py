@@ -294,7 +294,6 @@ class Webui(Modules):
         done = types.SimpleNamespace(
             latents=torch.cat(latents), images=[Image.new("RGB", (64, 64))] * p.n_iter, infotexts=infotexts,
             comments="", extra_generation_params=p.extra_generation_params, built_in=built_in,
-            index_of_first_image=0,
         )  # fmt: skip
         self.hook("postprocess", p, done)
         return done

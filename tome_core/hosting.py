@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .attention.by_hand import ByHand, ForwardOnStandIn, StandIn, full_name, register
+from .attention.by_hand import ForwardOnStandIn, StandIn, full_name, register
 from .compiling import is_tracing, when_traced
-from .engine.decision import Call
 from .engine.state import State
 from .measuring import pictures
 from .measuring.pictures import Steps

@@ -122,7 +122,7 @@ def network(kind: type) -> str:
     for one in small().get(kind.__name__, ()):
         model = one.build()
         found.append(f"{one.name} {hold(model, lambda: one.call(model))}")  # noqa: B023, called at once
-    return "; ".join(found) or refused(kind, on_meta(kind))
+    return "; ".join(found) or refused([kind.__name__], on_meta(kind))
 
 
 def on_meta(kind: type) -> nn.Module:
@@ -131,12 +131,13 @@ def on_meta(kind: type) -> nn.Module:
         return kind()
 
 
-def refused(kind: type, target: object) -> str:
-    """It has to be, with the name of the network."""
+def refused(networks: list[str], target: object) -> str:
+    """It may be, with the name of one of its networks, if none of them is known; else `TAKEN`."""
     try:
         tome_core.patch(target).remove()
     except tome_core.UnsupportedModelError as error:
-        expect(kind.__name__ in str(error), f"refused without its name: {error}")
+        expect(any(one in str(error) for one in networks), f"refused without its name: {error}")
+        expect(not {*networks} & {*NAMES}, f"it is known, and refused: {error}")
         return f"refused: {str(error).partition('. ')[0][:120]}"
     return TAKEN
 
@@ -150,13 +151,9 @@ def pipeline(ways: list[Make]) -> str:
 
 def pipeline_of(pipe: Any, call: dict[str, Any]) -> str:
     """It merges, or what it is around is told."""
-    networks = [type(one).__name__ for one in pipe.components.values() if isinstance(one, nn.Module)]
-    try:
-        tome_core.patch(pipe).remove()
-    except tome_core.UnsupportedModelError as error:
-        expect(any(one in str(error) for one in networks), f"refused without its name: {error}")
-        expect(not {*networks} & {*NAMES}, f"it is known, and refused: {error}")
-        return f"refused: {str(error).partition('. ')[0][:120]}"
+    told = refused([type(one).__name__ for one in pipe.components.values() if isinstance(one, nn.Module)], pipe)
+    if told != TAKEN:
+        return told
     for more in ({"output_type": "latent"}, {}):
         try:
             plain = own_parts.draw(pipe, {**call, **more})
