@@ -31,7 +31,7 @@ def unmerged(name: str, thing: str = "nothing") -> torch.Tensor:
 def calls(name: str, thing: str) -> int:
     """Of attentions, for a picture."""
     beside = Beside(name)
-    if thing == "compiled blocks":  # of which a hook would make other blocks
+    if thing.startswith("compiled blocks"):  # of which a hook would make other blocks
         return beside.calls_of_attentions()
     with THINGS[thing].on(beside) as model:
         return beside.calls_of_attentions(model)

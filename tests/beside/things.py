@@ -87,6 +87,11 @@ def knows_first_blocks(beside: Beside) -> bool:
     return beside.name.startswith(("Wan", "Flux", "Qwen-Image"))
 
 
+def stops_compilers(beside: Beside) -> bool:
+    """Within its attentions, if a mode is in force."""
+    return beside.name.startswith(("Wan", "Qwen-Image", "LTX"))
+
+
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
@@ -96,6 +101,7 @@ BY_HAND = BENEATH | {(True, True)}
 OVER = {(False, True), (True, True)}  # it asks nobody what was there
 BY_FUNCTION = {(False, False), (False, True)}
 ANYWHERE = BY_HAND | BY_FUNCTION
+COMPILED = "not known in a compiled model"
 THINGS = {
     "nothing": Thing(lambda beside: nullcontext()),
     "hooks on attentions": Thing(ways.hooks(ways.attentions)),
@@ -160,11 +166,12 @@ THINGS = {
     "offloaded leaves": Thing(ways.offloaded(offloading.in_groups_of_leaves)),
     "SD.Next's offloading": Thing(ways.offloaded(ways.as_sdnext_offloads), fits=has_parts_alone),
     "FreeU": Thing(ways.measured("FreeU"), fits=is_stable_diffusion),
-    "HyperTile": Thing(ways.measured("HyperTile"), ANYWHERE, "the picture's grid", is_stable_diffusion),
+    "HyperTile": Thing(ways.measured("HyperTile"), ANYWHERE, "the picture's grid|_InTiles", is_stable_diffusion),
     "down-sampled keys": Thing(
-        ways.measured("down-sampling"), ANYWHERE, "not the picture's tokens", is_stable_diffusion),
+        ways.measured("down-sampling"), ANYWHERE, "not the picture's tokens|_OnCoarserKeys", is_stable_diffusion),
     "FirstBlockCache": Thing(ways.first_block, fits=knows_first_blocks),
     "a deep copy": Thing(ways.deep_copy),
     "a pickle": Thing(ways.pickled),
-    "compiled blocks": Thing(ways.compiled_blocks, BY_HAND, "not known in a compiled model", is_slow=True),
+    "compiled blocks": Thing(ways.compiled_blocks, BY_HAND, COMPILED, is_slow=True),
+    "compiled blocks in pieces": Thing(ways.compiled_in_pieces, BY_HAND, COMPILED, stops_compilers, is_slow=True),
 }  # fmt: skip

@@ -408,7 +408,6 @@ class Adapted(nn.Module):
         return self.inner(x) * 1.1
 
 
-
 @contextmanager
 def fused(beside: Beside) -> Iterator[None]:
     beside.model.fuse_qkv_projections()
@@ -529,3 +528,10 @@ def compiled_blocks(beside: Beside) -> Iterator[None]:
     for one in blocks(beside):
         one._compiled_call_impl = None
     torch._dynamo.reset()
+
+
+@contextmanager
+def compiled_in_pieces(beside: Beside) -> Iterator[None]:
+    """A compiler stops within attentions then, at what it reads otherwise."""
+    with in_mode(lambda: torch.device("cpu"), model)(beside), compiled_blocks(beside):
+        yield

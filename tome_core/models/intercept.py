@@ -101,7 +101,8 @@ class Way:
         self.names = [name for name in names if name not in instead]
         # without its module's name, by which a compiler would look there for what is exchanged here
         self._globals = {name: one for name, one in self._own.items() if name != "__name__"} | instead
-        made = FunctionType(inner.__code__, self._globals, inner.__name__, inner.__defaults__, inner.__closure__)
+        code = _copy_of(inner.__code__)
+        made = FunctionType(code, self._globals, inner.__name__, inner.__defaults__, inner.__closure__)
         made.__kwdefaults__, made.__annotations__ = inner.__kwdefaults__, inner.__annotations__
         self.function = made
         self.stand_in = type(inner.__name__, (Like,), {"__call__": made})
@@ -120,6 +121,14 @@ class Way:
         vars(one).update(vars(module))
         vars(one)["processor"] = processor
         return type(module).forward(one, *args, **kwargs)
+
+
+def _copy_of(code: CodeType) -> CodeType:
+    """With copies of the functions inside it. A compiler keeps what it makes by code, with names in its globals; and
+    equal codes are one to it, hence one more constant.
+    """
+    inside = (_copy_of(one) if isinstance(one, CodeType) else one for one in code.co_consts)
+    return code.replace(co_consts=(*inside, __name__))
 
 
 def _names_in(code: CodeType) -> list[str]:
