@@ -12,7 +12,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from tome_core.merging import triton_kernels, triton_kernels_correction
+from tome_core.merging.kernels import triton_kernels, triton_kernels_correction
 
 TYPES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
 # Ampere (A100), Ada (RTX 40), Hopper (H100, H200), AMD's MI300 and RX 7900

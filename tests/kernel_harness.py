@@ -61,12 +61,13 @@ def used(monkeypatch):
         launch = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, launch=launch, name=name: (calls.append(name), launch(*a)))
     monkeypatch.setattr(kernels, "_give_up", _fail)
+    monkeypatch.setattr(kernels, "_proven", set())
     yield calls
     assert calls
 
 
-def _fail(error):
-    raise error
+def _fail(name, why):
+    raise AssertionError(f"{name}: {why}")
 
 
 def _repair_the_interpreter(monkeypatch):

@@ -125,7 +125,7 @@ def skip_without_kernels():
 def test_the_kernels_keep_their_laws_on_this_gpu():
     skip_without_kernels()
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    command += ["tests/kernel_laws.py", "tests/kernel_laws_correction.py"]
+    command += ["tests/kernel_laws.py", "tests/kernel_laws_correction.py", "tests/kernel_faults.py"]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     root = Path(__file__).parents[2]
     done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment)

@@ -30,7 +30,7 @@ MAY_IMPORT = {
 DOORS = ("hosting", "__init__")  # what is used of the rooms from outside
 BELOW_ALL = "compiling"  # what all of them may import, and what imports none
 # what a module may import beside torch and the standard library: its one importer does without it where it is missing
-OPTIONAL = {f"merging/triton_kernels{which}": {"triton"} for which in ("", "_correction", "_groups")}
+OPTIONAL = {f"merging/kernels/triton_kernels{which}": {"triton"} for which in ("", "_correction")}
 # which hosts a host may import beside itself: benchmarks measure the demo's models
 HOSTS = {"extension": set(), "comfy_nodes": set(), "demo": set(), "benchmarks": {"demo"}}
 # what a file asks for by name in a host's own Python, as the host's extension does

@@ -17,11 +17,10 @@ from tests import tiny_transformers
 from tests.models import call_case
 from tests.samplings import CASE, KEPT, blocks
 from tests.sequences import FILM, PICTURE, attention
-from tome_core import MergeConfig
+from tome_core import MergeConfig, kernels
 from tome_core.engine import time as times
 from tome_core.engine.plan_cache import Sampling
 from tome_core.hosting import state_of
-from tome_core.merging import kernels
 from tome_core.merging.grid import Grid, Layout
 
 

@@ -9,6 +9,7 @@ import os
 import platform
 import subprocess
 import sys
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -63,7 +64,7 @@ def _put_triton_into(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("laws", ["kernel_laws.py", "kernel_laws_correction.py"])
+@pytest.mark.parametrize("laws", ["kernel_laws.py", "kernel_laws_correction.py", "kernel_faults.py"])
 def test_in_tritons_interpreter_the_kernels_keep_their_laws(laws, run_with_triton):
     command = ["-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", f"tests/{laws}"]
     assert_done(run_with_triton(*command, TRITON_INTERPRET="1"))
@@ -83,10 +84,11 @@ def assert_done(done: subprocess.CompletedProcess) -> None:
 @pytest.fixture
 def unasked(monkeypatch):
     """As at the first tensor of a process, and this machine's CPU taken for a device with kernels."""
-    for name, value in {"DEVICES": ("cpu",), "_asked": False, "_kernels": None, "_why_off": ""}.items():
+    values = {"DEVICES": ("cpu",), "_asked": False, "_kernels": None, "_why_off": "", "_off": {}, "_proven": set()}
+    for name, value in values.items():
         monkeypatch.setattr(kernels, name, value)
-    monkeypatch.delitem(sys.modules, "tome_core.merging.triton_kernels", raising=False)
-    monkeypatch.delattr("tome_core.merging.triton_kernels", raising=False)
+    monkeypatch.delitem(sys.modules, "tome_core.merging.kernels.triton_kernels", raising=False)
+    monkeypatch.delattr("tome_core.merging.kernels.triton_kernels", raising=False)
     monkeypatch.delenv("TOME_CORE_TRITON", raising=False)
 
 
@@ -119,9 +121,9 @@ def test_without_triton_torchs_operators_do_the_same_and_it_is_said_once(unasked
         monkeypatch.setitem(sys.modules, "triton", None if why == "it is missing" else SimpleNamespace())
     with caplog.at_level(logging.DEBUG, "tome_core.merging.kernels"):
         assert all(torch.equal(plain, given) for plain, given in results())
-    assert len(caplog.records) == (why != "it is not wanted")
+    assert len(caplog.records) == (0 if why == "it is not wanted" else launch.call_count or 1)
     assert all(record.levelno == logging.DEBUG for record in caplog.records)
-    assert launch.call_count == (why == "it cannot launch")
+    assert launch.call_count == len(kernels._off) == (3 if why == "it cannot launch" else 0)
 
 
 def test_a_lack_of_memory_passes(unasked, monkeypatch):
@@ -138,7 +140,7 @@ def test_the_report_says_once_that_the_kernels_are_off_and_why(unasked, monkeypa
     results()
     with tome_core.patch(small()) as handle:
         told = str(handle.report())
-    assert told.count("no C compiler") == 1 and "Triton's kernels are off" in told
+    assert told.count("no C compiler") == 1 and "kernels best_keys, segments, mean_rows are off" in told
 
 
 @pytest.mark.filterwarnings("ignore")  # torch.jit's, of being old and of sizes that become constants
@@ -159,3 +161,15 @@ def test_a_tracer_sees_torchs_operators(unasked, monkeypatch):
 def test_other_dtypes_go_to_torchs_operators(unasked, monkeypatch, dtype):
     put_in_place(monkeypatch, lambda *_: pytest.fail("launched"))
     assert not kernels.ready(torch.zeros(1, 2, 3, dtype=dtype))
+
+
+def test_while_a_graph_is_recorded_only_what_has_been_proven_is_launched(unasked, monkeypatch):
+    launch = Mock()
+    put_in_place(monkeypatch, launch)
+    monkeypatch.setattr(kernels, "find_fault", lambda *_: "")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    x = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float16)
+    monkeypatch.setattr(torch.cuda, "device_of", lambda x: nullcontext())
+    assert not kernels.launch(x, ("correct", 40)) and not launch.called
+    kernels._proven.add(("correct", 40, x.device, x.dtype))
+    assert kernels.launch(x, ("correct", 40)) and launch.called

@@ -3,6 +3,9 @@
 Optional: Triton is asked for when the first tensor on a GPU comes by. Where it is missing, fails, or is not wanted
 (``TOME_CORE_TRITON=0`` in the environment), and while torch.compile traces, torch's operators do the same, equal up to
 the order in which numbers are added.
+
+A kernel proves itself where it runs: its first result on a device, for each set of constants that it is compiled for,
+is compared with that of torch's operators (`proof`). A kernel that differs, or cannot run, is off for the process.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
+
+from .proof import find_fault
 
 _log = logging.getLogger(__name__)
 DEVICES = ("cuda", "xpu")  # torch calls AMD's GPUs cuda too
@@ -31,11 +36,16 @@ RIDGE_WIDEST, WIDEST_HEAD = 64, 128
 _asked = False
 _kernels: ModuleType | None = None
 _why_off = ""
+_off: dict[str, str] = {}  # kernels that are not used any more, by name, and why
+_proven: set[tuple] = set()  # names, devices, and what else a kernel is compiled for
 
 
 def notes() -> tuple[str, ...]:
-    """For the report: that there are no kernels where there could be, and why."""
-    return (f"Triton's kernels are off, torch's operators do the same: {_why_off}",) if _why_off else ()
+    """For the report: that there are no kernels where there could be, or which are off, and why."""
+    why = {**({"": _why_off} if _why_off else {}), **_off}
+    names = {reason: ", ".join(name for name in why if why[name] == reason) for reason in why.values()}
+    return tuple(f"Triton's kernels {name + ' ' if name else ''}are off, torch's operators do the same: {reason}"
+                 for reason, name in names.items())  # fmt: skip
 
 
 def ready(x: torch.Tensor) -> bool:
@@ -89,7 +99,8 @@ def best_keys(
     batch, count = keys.shape[0], x.shape[1] if rows is None else rows.shape[1]
     score, index = (torch.empty(batch, count, dtype=kind, device=keys.device) for kind in (torch.float32, torch.int64))
     x, rows = x.expand(batch, -1, -1), None if rows is None else rows.expand(batch, -1)
-    return (score, index) if launch(x, "best_keys", x, rows, keys, bias, score, index, lengths) else None
+    which = "best_keys", keys.dtype, rows is None, bias is None, lengths
+    return (score, index) if launch(x, which, x, rows, keys, bias, score, index, lengths) else None
 
 
 class Means(NamedTuple):
@@ -121,7 +132,8 @@ def mean_rows(
         torch.empty(shape, dtype=torch.float32, device=x.device) if both and exact else None,
     )
     filled = means.mean, means.values, means.exact, means.bias
-    return means if launch(x, "mean_rows", x, values, order, offsets, tokens, *filled) else None
+    which = "mean_rows", x.shape[1], both, bias, exact
+    return means if launch(x, which, x, values, order, offsets, tokens, *filled) else None
 
 
 class Segments(NamedTuple):
@@ -152,7 +164,7 @@ def segments(group: torch.Tensor, num_groups: int, empty: float, dtype: torch.dt
               for kind in (torch.float32, torch.float32, dtype))  # fmt: skip
     found = Segments(*lists, *tables)
     group = group.contiguous()
-    return found if launch(group, "segments", group, *found, empty) else None
+    return found if launch(group, ("segments", dtype), group, *found, empty) else None
 
 
 def place_tokens(
@@ -170,7 +182,7 @@ def place_tokens(
     group = torch.empty(batch, count + destinations.shape[1], dtype=torch.int64, device=index.device)
     score, index = score.contiguous(), index.contiguous()
     sources, destinations = (one.contiguous().expand(batch, -1) for one in (sources, destinations))
-    return group if launch(index, "place_tokens", score, index, sources, destinations, removed, group) else None
+    return group if launch(index, ("place_tokens",), score, index, sources, destinations, removed, group) else None
 
 
 def first_order(
@@ -188,7 +200,7 @@ def first_order(
         return None
     found = torch.empty(-(-tokens // span), batch * heads, width, width, dtype=torch.float32, device=keys.device)
     group = group.contiguous().expand(batch, -1)
-    return found if launch(keys, "first_order", keys, values, group, means, span, scale, found) else None
+    return found if launch(keys, ("first_order", width), keys, values, group, means, span, scale, found) else None
 
 
 class Answers(NamedTuple):
@@ -217,7 +229,7 @@ def answer_few(
     full = torch.empty(-(-tokens // span), batch * heads, count, width, **real)
     found = Answers(torch.empty(full.shape[1:], **real), full, torch.empty(full.shape[:3], **real))
     made = q, keys, values, merged_keys, merged_values, bias.contiguous().expand(batch, -1)
-    return found if launch(q, "answer_few", *made, span, scale, *found) else None
+    return found if launch(q, ("answer_few", width), *made, span, scale, *found) else None
 
 
 def _span(tokens: int) -> int:
@@ -234,7 +246,7 @@ def ridge(q: torch.Tensor, answers: Answers, first: torch.Tensor) -> tuple[torch
     width = first.shape[2]
     matrix = torch.empty(first.shape[1], 2 * width, width, dtype=q.dtype, device=q.device)
     constant = torch.empty(first.shape[1], 1, width, dtype=q.dtype, device=q.device)
-    return (matrix, constant) if launch(q, "ridge", q, *answers, first, matrix, constant) else None
+    return (matrix, constant) if launch(q, ("ridge", width, len(first)), q, *answers, first, matrix, constant) else None
 
 
 def correct(out: torch.Tensor, q: torch.Tensor, matrix: torch.Tensor, constant: torch.Tensor) -> torch.Tensor | None:
@@ -243,10 +255,11 @@ def correct(out: torch.Tensor, q: torch.Tensor, matrix: torch.Tensor, constant: 
     out, q: ``[B, N, H*d]``, half precision. matrix: ``[B*H, 2d, d]``, constant: ``[B*H, 1, d]``, contiguous. All of one
     dtype.
     """
-    if matrix.shape[2] > WIDEST_HEAD:
+    width = matrix.shape[2]
+    if width > WIDEST_HEAD:
         return None
     to = torch.empty(out.shape, dtype=out.dtype, device=out.device)
-    return to if launch(out, "correct", out, q, matrix, constant, to) else None
+    return to if launch(out, ("correct", width), out, q, matrix, constant, to) else None
 
 
 @contextlib.contextmanager
@@ -271,28 +284,50 @@ def _module() -> ModuleType | None:
     try:
         from . import triton_kernels as _kernels
     except Exception as error:  # a Triton that does not fit this Python or driver raises anything
-        _give_up(error)
+        _why_off = f"{type(error).__name__}: {error}"
+        _log.debug("no Triton kernels here, torch's operators do the same: %s", _why_off)
     return _kernels
 
 
-def launch(x: torch.Tensor, name: str, *arguments: Any) -> bool:
-    """Launch a kernel on the tensor's device; what cannot be compiled or launched here is not tried again."""
-    kernels = _module()
-    if kernels is None:
+def launch(x: torch.Tensor, which: tuple[Any, ...], *arguments: Any) -> bool:
+    """Launch a kernel on the tensor's device, where it has been proven, or proves itself now.
+
+    Args:
+        x: what the kernel is compiled for the dtype of.
+        which: its name, and what else it is compiled for.
+        arguments: of the function of this name in `triton_kernels`.
+
+    Returns:
+        Whether its outputs can be used. What cannot be compiled or launched, or is wrong, is not tried again.
+    """
+    kernels, name = _module(), which[0]
+    if kernels is None or name in _off:
         return False
+    key = (*which, x.device, x.dtype)
+    is_proven = key in _proven
+    if not is_proven and x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return False  # a graph that is recorded can wait for nothing
     backend = torch.xpu if x.device.type == "xpu" else torch.cuda
     try:
         with backend.device_of(x):  # Triton launches on the current device, whatever the tensors' is
             getattr(kernels, name)(*arguments)
-        return True
+        return is_proven or _proves_itself(key, arguments)
     except (torch.cuda.OutOfMemoryError, MemoryError):  # passes: torch's operators may find some, or say that none is
         return False
     except Exception as error:  # no C compiler, too old a GPU, too little shared memory: each its own type
-        _give_up(error)
+        _give_up(name, f"{type(error).__name__}: {error}")
         return False
 
 
-def _give_up(error: Exception) -> None:
-    global _kernels, _why_off
-    _kernels, _why_off = None, f"{type(error).__name__}: {error}"
-    _log.debug("no Triton kernels here, torch's operators do the same: %s", _why_off)
+def _proves_itself(key: tuple, arguments: tuple[Any, ...]) -> bool:
+    fault = find_fault(key[0], arguments)
+    if fault == "":
+        _proven.add(key)
+    elif fault:
+        _give_up(key[0], f"on {key[-2]} in {key[-1]} {fault}")
+    return fault == ""
+
+
+def _give_up(name: str, why: str) -> None:
+    _off[name] = why
+    _log.debug("Triton's kernel %s is off, torch's operators do the same: %s", name, why)

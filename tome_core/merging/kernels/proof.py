@@ -1,0 +1,231 @@
+"""Is what a kernel gave what it has to give? Each one's law, by torch's operators in float64 on the same tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_TINY = 1e-12
+_SCORES_AT_ONCE, _CHANNELS, _TOKENS = 2**23, 64, 4096  # so that no float64 of a large picture takes much memory
+
+
+class Output(NamedTuple):
+    """One output, or a part of it: what was found and expected, and by how much they may differ, element by element."""
+
+    name: str
+    found: Tensor
+    expected: Tensor
+    allowed: Tensor | float
+
+
+def find_fault(name: str, arguments: tuple[Any, ...]) -> str | None:
+    """Compare all outputs of a launch with what they have to be. Waits for the device once.
+
+    Args:
+        name: of the kernel.
+        arguments: of its launch, outputs among them.
+
+    Returns:
+        What is wrong, in words; "" if nothing is; None if what the kernel was given is not finite, which tells nothing.
+    """
+    law = _LAWS[name]
+    outputs = list(law.outputs(*arguments))
+    is_finite = torch.stack([one.isfinite().all() for one in arguments[: law.finite] if torch.is_tensor(one)]).all()
+    worst = torch.stack([is_finite.to(torch.float64), *map(_excess, outputs)]).tolist()
+    if not worst[0]:
+        return None
+    for output, excess in zip(outputs, worst[1:], strict=True):
+        if excess > 1:
+            return _words(output)
+    return ""
+
+
+def _excess(output: Output) -> Tensor:
+    """The largest difference, as a multiple of what is allowed."""
+    if not output.found.numel():
+        return torch.zeros((), dtype=torch.float64, device=output.found.device)
+    return _shares(output).max()
+
+
+def _shares(output: Output) -> Tensor:
+    found, expected = output.found.double(), output.expected.double()
+    share = (found - expected).abs() / (output.allowed + torch.zeros_like(expected))
+    share = torch.where(share.isnan(), torch.inf, share)  # also of two infinities, and of 0 / 0
+    return torch.where(found == expected, 0.0, share)
+
+
+def _words(output: Output) -> str:
+    place = int(_shares(output).argmax())
+    found, expected = (one.flatten()[place].item() for one in (output.found, output.expected.expand_as(output.found)))
+    return f"its {output.name} has {found:.6g} where torch's operators have {expected:.6g}"
+
+
+def _eps(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps
+
+
+def _rounding(exact: Tensor, dtype: torch.dtype) -> Tensor:
+    return _eps(dtype) * (exact.abs() + torch.finfo(dtype).tiny)
+
+
+def _by_head(flat: Tensor, width: int) -> Tensor:
+    """``[B, N, H*d]`` to ``[B*H, N, d]``, float64."""
+    return flat.double().unflatten(2, (-1, width)).transpose(1, 2).flatten(0, 1)
+
+
+# --- the laws; for arguments see the functions of the same names beside this file -------------------------------------
+
+
+def best_keys(x, rows, keys, bias, score, index, lengths) -> Iterator[Output]:
+    """Of near ties another key may have won."""
+    keys, count = keys.double(), keys.shape[1]
+    longest = keys.norm(dim=2).amax(1)[:, None]
+    yield Output("number of a key", index, index.clamp(0, count - 1), 0.0)
+    step = max(1, _SCORES_AT_ONCE // (len(keys) * count))
+    for start in range(0, index.shape[1], step):
+        at = slice(start, start + step)
+        if rows is None:
+            queries = x[:, at].double()
+        else:
+            queries = x.gather(1, rows[:, at, None].expand(-1, -1, x.shape[2])).double()
+        scores = queries @ keys.mT
+        length, allowed = queries.norm(dim=2), 4e-6 * (queries.norm(dim=2) * longest + 1)
+        if bias is not None:
+            scores += bias.double()[:, None]
+            allowed = allowed + 4e-6 * bias.double().abs().masked_fill(bias.isinf(), 0).amax(1)[:, None]
+        if lengths:
+            scores -= length[..., None].square() / 2
+            allowed = allowed + 4e-6 * length.square()
+        best, chosen = scores.amax(2), scores.gather(2, index[:, at, None].clamp(0, count - 1))[..., 0]
+        yield Output("best score", score[:, at], best, allowed)
+        yield Output("best key's score", chosen, best, allowed)
+
+
+def mean_rows(x, values, order, offsets, tokens, mean, mean_values, exact, bias) -> Iterator[Output]:
+    """Sums of many rows may round as often."""
+    sizes, copies = offsets.diff(), len(x) // tokens
+    group = torch.repeat_interleave(sizes, output_size=len(order))
+    row, group = ((one + torch.arange(copies, device=x.device)[:, None] * step).flatten()
+                  for one, step in ((order, tokens), (group, len(sizes))))  # fmt: skip
+    divisor = sizes.clamp(min=1).repeat(copies)[:, None]
+
+    def means_of(rows: Tensor) -> Tensor:
+        total = torch.zeros(len(mean), rows.shape[1], dtype=torch.float64, device=x.device)
+        return total.index_add_(0, group, rows[row].double()) / divisor
+
+    all_means = ("means", x, mean), ("values' means", values, mean_values), ("exact means", values, exact)
+    for name, given, means in all_means:
+        parts = () if means is None else zip(given.split(_CHANNELS, 1), means.split(_CHANNELS, 1), strict=True)
+        for rows, found in parts:
+            expected = means_of(rows)
+            yield Output(name, found, expected, 2e-5 * means_of(rows.abs()) + _rounding(expected, found.dtype))
+    if bias is not None:
+        expected = mean.double().square().sum(1) / -2
+        allowed = 4e-6 * (1 - expected)
+        yield Output("half lengths", bias, expected.masked_fill((sizes == 0).repeat(copies), -torch.inf), allowed)
+
+
+def segments(group, order, offsets, sizes, logs, rounded, empty) -> Iterator[Output]:
+    """A sort's."""
+    rows, groups = sizes.shape
+    ordered, places = (group + torch.arange(rows, device=group.device)[:, None] * groups).flatten().sort(stable=True)
+    starts = torch.searchsorted(ordered, torch.arange(rows * groups + 1, device=group.device))
+    counted = starts.diff().view_as(sizes).double()
+    expected = counted.log().clamp(min=empty)
+    yield Output("order", order, places, 0.0)
+    yield Output("starts of groups", offsets, starts, 0.0)
+    yield Output("sizes", sizes, counted, 0.0)
+    yield Output("logarithms", logs, expected, 1e-6 * (1 + expected.abs()))
+    yield Output("rounded logarithms", rounded, expected, 1e-6 + _eps(rounded.dtype) * expected.abs())
+
+
+def place_tokens(score, index, sources, destinations, removed, group) -> Iterator[Output]:
+    """A stable sort's, from the highest score on."""
+    order, cells = score.argsort(dim=1, descending=True, stable=True), destinations.shape[1]
+    merged, alone = order[:, :removed], order[:, removed:]
+    own = torch.empty_like(index).scatter_(1, merged, index.gather(1, merged))
+    own.scatter_(1, alone, torch.arange(alone.shape[1], device=index.device).expand_as(alone) + cells)
+    cell = torch.arange(cells, device=index.device).expand_as(destinations)
+    expected = torch.empty_like(group).scatter_(1, sources, own).scatter_(1, destinations, cell)
+    yield Output("groups", group, expected, 0.0)
+
+
+def first_order(keys, values, group, means, span, scale, found) -> Iterator[Output]:
+    """Differences are as exact as float32's."""
+    width = found.shape[2]
+    spans = zip(*(one.split(span, 1) for one in (keys, values, group)), strict=True)
+    for number, (some, of, which) in enumerate(spans):
+        spread = of.double() - means.double().gather(1, which[..., None].expand(-1, -1, means.shape[2]))
+        some, spread = _by_head(some, width), _by_head(spread, width)
+        allowed = 4e-5 * (some.abs().mT @ spread.abs() * scale)
+        yield Output("sums", found[number], some.mT @ spread * scale, allowed + _TINY)
+
+
+def answer_few(
+    q, keys, values, merged_keys, merged_values, bias, span, scale, merged, full, logs
+) -> Iterator[Output]:
+    """Weights are rounded to be multiplied; what they add up to is not."""
+    width, eps = merged.shape[2], _eps(q.dtype)
+    q, heads = _by_head(q, width), merged.shape[0] // len(q)
+
+    def answers(keys: Tensor, values: Tensor, more: Tensor | float) -> tuple[Tensor, Tensor, Tensor]:
+        scores, values = q @ _by_head(keys, width).mT * scale + more, _by_head(values, width)
+        weights = scores.softmax(2)
+        return weights @ values, scores.logsumexp(2), 4 * eps * (weights @ values.abs())
+
+    expected, _, allowed = answers(merged_keys, merged_values, bias.double().repeat_interleave(heads, 0)[:, None])
+    yield Output("answers from merged keys", merged, expected, allowed)
+    for number, part in enumerate(zip(keys.split(span, 1), values.split(span, 1), strict=True)):
+        expected, summed, allowed = answers(*part, 0.0)
+        yield Output("answers from all keys", full[number], expected, allowed)
+        yield Output("sums of weights", logs[number], summed, 1e-5 * (1 + summed.abs()))
+
+
+def ridge(q, merged, full, logs, first, matrix, constant) -> Iterator[Output]:
+    """What it predicts for these queries, to a share of all that a prediction adds up."""
+    width, eps = merged.shape[2], _eps(q.dtype)
+    asked, merged = _by_head(q, width), merged.double()
+    told = torch.cat([asked, merged], 2)
+    known = first.double().sum(0).to(matrix.dtype).double()
+    left = (logs.double().softmax(0)[..., None] * full).sum(0) - merged - asked @ known
+    x = told - told.mean(1, keepdim=True)
+    normal, cross, unknowns = x.mT @ x, x.mT @ left, 2 * width
+    energy = normal.diagonal(dim1=1, dim2=2).unflatten(1, (2, -1)).mean(2, keepdim=True).clamp(min=_TINY)
+    unit = energy.rsqrt().expand(-1, -1, width).flatten(1)[..., None]
+    penalty = torch.eye(unknowns, dtype=x.dtype, device=x.device) * unknowns / x.shape[1]
+    weights = unit * torch.linalg.solve(normal * unit * unit.mT + penalty, unit * cross)
+    shift = left.mean(1, keepdim=True) - told.mean(1, keepdim=True) @ weights
+    lost = known.flatten(1).any(1)[:, None, None]
+    weights, shift = weights * lost, shift * lost
+    weights[:, :width] += known
+    allowed = 8 * eps * (told.abs() @ weights.abs() + shift.abs() + left.abs().amax((1, 2), keepdim=True) * lost)
+    yield Output("correction", told @ matrix.double() + constant, told @ weights + shift, allowed + _TINY)
+
+
+def correct(out, q, matrix, constant, to) -> Iterator[Output]:
+    """Rounded once at its end."""
+    width = matrix.shape[2]
+    matrix, constant = matrix.double(), constant.double()
+    for parts in zip(*(one.split(_TOKENS, 1) for one in (q, out, to)), strict=True):
+        asked, given, found = (_by_head(one, width) for one in parts)
+        told = torch.cat([asked, given], 2)
+        summed = given.abs() + told.abs() @ matrix.abs() + constant.abs()
+        expected = given + told @ matrix + constant
+        yield Output("output", found, expected, _rounding(expected, to.dtype) + 1e-5 * summed)
+
+
+class _Law(NamedTuple):
+    """outputs: of a launch's arguments. finite: how many of these, from the first on, have to be finite."""
+
+    outputs: Callable[..., Iterator[Output]]
+    finite: int
+
+
+_LAWS = {
+    "best_keys": _Law(best_keys, 3), "mean_rows": _Law(mean_rows, 2), "segments": _Law(segments, 1),
+    "place_tokens": _Law(place_tokens, 1), "first_order": _Law(first_order, 4), "answer_few": _Law(answer_few, 5),
+    "ridge": _Law(ridge, 5), "correct": _Law(correct, 4),
+}  # fmt: skip
