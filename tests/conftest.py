@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import sys
+from collections import Counter
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -50,6 +51,14 @@ def pytest_collection_modifyitems(config, items):
         left_out = set(slow)
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=slow)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """What was skipped, a line a reason."""
+    reasons = Counter(one.longrepr[2].removeprefix("Skipped: ") for one in terminalreporter.stats.get("skipped", ())
+                      if isinstance(one.longrepr, tuple))  # fmt: skip
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"skipped {count}: {reason}")
 
 
 def pytest_collection_finish():
