@@ -1,10 +1,10 @@
 """How much the long tests do: a little at every change, and all of it with
 
-    TOME_THOROUGH=1 python -m pytest tests -k 'soak or random_arguments or interrupt or beside'
+    TOME_THOROUGH=1 python -m pytest tests -k 'soak or interrupt or beside'
 
-which is 500 generations in each host, 10,000 random arguments for each door, faults at every single wrap, and every
-foreign thing beside every model. Pairs of such things are drawn by ``python -m tests.beside``, and every network and
-pipeline of diffusers by ``python -m tests.beside.sweep --diffusers CHECKOUT``, a checkout of its repository.
+which is 500 generations in each host, faults at every single wrap, and every foreign thing beside every model. Pairs of
+such things are drawn by ``python -m tests.beside``, and every network and pipeline of diffusers by ``python -m
+tests.beside.sweep --diffusers CHECKOUT``, a checkout of its repository.
 """
 
 from __future__ import annotations
@@ -13,17 +13,9 @@ import os
 from collections.abc import Iterable
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 THOROUGH = os.environ.get("TOME_THOROUGH") == "1"
 GENERATIONS = 500 if THOROUGH else 60
-# equal cases at every small run, so that nobody's change is red for what another's would be; new ones at a long one
-settings.register_profile("small", max_examples=150, deadline=None, derandomize=True, database=None)
-settings.register_profile("thorough", max_examples=10_000, deadline=None)
-PROFILE = settings(
-    settings.get_profile("thorough" if THOROUGH else "small"),
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)
 
 
 def some_quick(values: Iterable, quick: int = 1) -> list:

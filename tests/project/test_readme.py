@@ -96,7 +96,6 @@ WAYS = {
     "python -m benchmarks.strength --compare benchmarks/results/sdxl-front-cpu-2026-11-24.json": Way(),
     "python -m benchmarks.strength --compare benchmarks/results/transformer-front-cpu-2026-11-24.json": Way(),
     "python -m tests.release --write": Way(),
-    "python -m tests.changed": Way("nothing.txt"),
 }
 TRAINING = "tests/demo/test_train.py"
 JUDGED = ("tests/benchmarks/test_quality_transformers.py", "test_the_command_judges_a_transformer")
