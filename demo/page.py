@@ -1,4 +1,6 @@
-"""The page's entry: `python install.py page`. It listens on this machine alone and asks nobody else for anything."""
+"""`python install.py page`: the same picture without merging and with it, in a browser. It listens on this machine
+alone and asks nobody else for anything.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,11 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 if not __package__:
     # Started as a file, its own folder is on the path; the package around it is wanted instead.
@@ -20,6 +25,313 @@ from demo import command
 HOST = "127.0.0.1"
 QUIET = {"GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1",
          "NO_PROXY": HOST, "no_proxy": HOST}  # fmt: skip
+SCRIPT = '''\
+import torch
+import tome_core
+from diffusers import AutoPipelineForText2Image
+
+pipe = AutoPipelineForText2Image.from_pretrained({model!r})
+with tome_core.patch(pipe, {how}) as merging:
+    generator = torch.Generator().manual_seed({seed})
+    image = pipe({prompt!r}, num_inference_steps={steps}, generator=generator).images[0]
+    print(merging.report())
+image.save("merged.png")
+'''
+# fonts that are there: no other machine is asked for one
+FONTS = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}
+DEFAULT_MODEL = "stable-diffusion-v1-5/stable-diffusion-v1-5"
+_TICK = 1 / 64  # s; Windows counts processor time so coarsely
+
+
+class Stopped(Exception):
+    """Nobody waits for the picture any more."""
+
+
+class Wanted(NamedTuple):
+    """What the controls ask for. how: what `tome_core.patch` is given, a strength or settings by name."""
+
+    prompt: str
+    seed: int
+    steps: int
+    how: dict[str, Any]
+
+
+class Drawn(NamedTuple):
+    """A picture without merging and one with it, uint8 ``[H, W, 3]``, and how long each took, in seconds.
+
+    maps: for each level that merged, what is left of the picture if the tokens of a group have one colour.
+    """
+
+    plain: Any
+    merged: Any
+    seconds: tuple[float, float]
+    report: str
+    maps: list[tuple[Any, str]]
+
+
+class Studio:
+    """Draws pictures with one model, one at a time.
+
+    Args:
+        source: the model.
+    """
+
+    def __init__(self, source: Any) -> None:
+        self.source, self.ends = source, threading.Event()
+        self._free, self._stop = threading.Lock(), threading.Event()
+
+    def stop(self) -> None:
+        """End the picture that is being drawn with its step."""
+        self._stop.set()
+
+    def draw(self, wanted: Wanted, tell: Callable[[float, str], None]) -> Drawn:
+        """Draw the picture twice.
+
+        Args:
+            wanted: the picture.
+            tell: is called after each step with the share of all that is done, 0 to 1, and what is being done.
+
+        Raises:
+            Stopped: if `stop` was called meanwhile. The model is left as it was.
+        """
+        import tome_core
+
+        done = 0
+
+        def on_step(doing: str) -> None:
+            nonlocal done
+            done += 1
+            tell(min(1.0, done / (2 * wanted.steps + 2)), doing)
+            if self._stop.is_set() or self.ends.is_set():
+                raise Stopped
+
+        with self._free:
+            self._stop.clear()
+            one_step = wanted._replace(steps=1)
+            self._picture(one_step, lambda: on_step("warming up"))
+            plain, unmerged = self._picture(wanted, lambda: on_step("without merging"))
+            with tome_core.patch(self.source.target, host_clock=True, **wanted.how) as merging:
+                merging.keep_maps()
+                self._picture(one_step, lambda: on_step("warming up"), merging)
+                merging.reset_counts()
+                merged, seconds = self._picture(wanted, lambda: on_step("with merging"), merging)
+                maps = self._maps(merged, merging)
+                return Drawn(plain, merged, (unmerged, seconds), str(merging.report()), maps)
+
+    def _picture(self, wanted: Wanted, on_step: Callable[[], None], merging: Any = None) -> tuple[Any, float]:
+        from demo.clock import tell_times
+
+        heard = on_step if merging is None else tell_times(self.source, wanted.steps, merging, on_step)
+        # a CPU is shared with other programs, which hardly disturb processor time
+        clock = time.process_time if self.source.device.type == "cpu" else time.perf_counter
+        began = clock()
+        picture = self.source.picture(wanted.prompt, wanted.seed, wanted.steps, heard)
+        return picture, max(clock() - began, _TICK)
+
+    def _maps(self, picture: Any, merging: Any) -> list[tuple[Any, str]]:
+        found, row = [], self.source.prompt_row
+        for level, one in sorted(merging.maps().items()):
+            group = one.group[row if len(one.group) > 1 else 0].cpu().numpy()
+            title = f"Level {level}: {len(group)} tokens became {one.num_groups}"
+            found.append((mosaic(picture, one.grid[:2], group), title))
+        return found
+
+
+def mosaic(picture: Any, grid: tuple[int, int], group: Any) -> Any:
+    """What is left of a picture if the tokens of a group have one colour, the mean of theirs.
+
+    Args:
+        picture: uint8 ``[H, W, 3]``.
+        grid: height and width in tokens.
+        group: the group of each token, whole numbers from 0 up ``[height * width]``.
+    """
+    import numpy as np
+
+    (height, width), (down, across) = picture.shape[:2], grid
+    rows, columns = np.arange(height) * down // height, np.arange(width) * across // width
+    cells = group.reshape(grid)[rows][:, columns]
+    count = np.maximum(np.bincount(cells.ravel()), 1)
+    means = np.stack([np.bincount(cells.ravel(), picture[..., one].ravel()) / count for one in range(3)], -1)
+    return means[cells].round().astype(np.uint8)
+
+
+def enlarge(picture: Any) -> Any:
+    """The picture as the page shows it: small ones by whole multiples, large ones as they are."""
+    from demo.sheet import LARGEST
+
+    times = max(1, LARGEST // max(picture.shape[:2]))
+    return picture.repeat(times, 0).repeat(times, 1)
+
+
+def figures(drawn: Drawn, on_cpu: bool) -> str:
+    """Speed-up, PSNR and detail beside the unmerged picture, in a sentence."""
+    from demo.likeness import gradient_energy, psnr
+
+    plain, merged = drawn.seconds
+    of = " of processor time" * on_cpu
+    told = f"{plain:.2f} s{of} without merging, {merged:.2f} s with it: {plain / merged:.2f} times as fast"
+    if (drawn.plain == drawn.merged).all():
+        return f"{told}; the same picture, bit for bit."
+    energy = gradient_energy(drawn.plain)
+    detail = f", {gradient_energy(drawn.merged) / energy:.0%} of the detail" if energy else ""
+    return f"{told}; PSNR {psnr(drawn.plain, drawn.merged):.1f} dB{detail}."
+
+
+def read(values: dict[str, Any], layout: str, checks_prompt: bool) -> Wanted:
+    """What the controls' values ask for.
+
+    Args:
+        values: by the control's name.
+        layout: of the model, for which a strength is read.
+        checks_prompt: whether the model knows few words.
+
+    Raises:
+        ValueError: for a value that is not possible, with the sentence to read.
+    """
+    import tome_core
+    from demo import prompt
+    from tome_core import form
+
+    if checks_prompt:
+        prompt.parse(values["prompt"])
+    try:
+        seed, steps = command.SEED(f"{values['seed']:g}"), command.STEPS(f"{values['steps']:g}")
+    except (argparse.ArgumentTypeError, TypeError, ValueError) as error:
+        raise ValueError(f"Seed and steps: {error}") from None
+    of_strength = tome_core.strength(values["strength"], layout=layout)
+    if not values["own"]:
+        return Wanted(values["prompt"], seed, steps, {"strength": values["strength"]})
+    config = form.change(of_strength, {name: values[name] for name in form.NAMES})
+    return Wanted(values["prompt"], seed, steps, {"config": config})
+
+
+def script(wanted: Wanted, model: str = DEFAULT_MODEL) -> str:
+    """A Python program that draws the picture with diffusers. model: a diffusers folder or a model's name."""
+    import tome_core
+    from tome_core import form
+
+    if "strength" in wanted.how:
+        how = f"strength={wanted.how['strength']!r}"
+    else:
+        values, default = form.values_of(wanted.how["config"]), form.values_of(tome_core.MergeConfig())
+        lines = [f"{one.setting}={one.read(values[one.name])!r}" for one in form.FIELDS
+                 if values[one.name] != default[one.name]]  # fmt: skip
+        how = f"tome_core.MergeConfig({', '.join(lines)})"
+    return SCRIPT.format(model=model, how=how, prompt=wanted.prompt, seed=wanted.seed, steps=wanted.steps)
+
+
+def component(field: Any, value: Any) -> Any:
+    """The gradio component that shows a field of `tome_core.form` with this value."""
+    import gradio as gr
+
+    told = {"value": value, "label": field.label, "info": field.help, "elem_id": field.name, "interactive": True}
+    if field.choices:
+        return gr.Dropdown(choices=list(field.choices), **told)
+    if isinstance(field.default, bool):
+        return gr.Checkbox(**told)
+    if field.may_be_unset or field.limit != field.maximum:
+        return gr.Number(step=field.step, **told)  # no bounds: what is outside is told in the form's words
+    return gr.Slider(field.minimum, field.maximum, step=field.step, **told)
+
+
+def make_page(studio: Studio, strength: float, model: str | None = None) -> Any:
+    """The page, as gradio's Blocks.
+
+    Args:
+        studio: what draws.
+        strength: what the page starts with.
+        model: what the script to copy names; None for the embedded model's page.
+    """
+    import gradio as gr
+
+    import tome_core
+    from demo.prompt import known_words
+    from demo.sheet import difference
+    from tome_core import form
+    from tome_core.patching import layout_of
+    from tome_core.settings.presets import MARKS
+
+    layout = layout_of(studio.source.target)
+    shown = form.values_of(tome_core.strength(strength, layout=layout))
+    marks = ", ".join(f"{value:g} is `{name}`" for name, value in MARKS.items())
+    with gr.Blocks(title="Token merging", analytics_enabled=False, delete_cache=(600, 600)) as blocks:
+        gr.Markdown(f"# Token merging\nThe same picture without it and with it: {studio.source.name}.")
+        with gr.Row():
+            with gr.Column(min_width=300):
+                parts = {
+                    "strength": gr.Slider(0, 1, strength, step=0.05, label="Strength", elem_id="strength",
+                                          info=f"0 is off; more saves more time and changes more. {marks}."),
+                    "prompt": gr.Textbox(studio.source.prompts[0], label="Prompt", elem_id="prompt",
+                                         info=f"The embedded model knows {known_words()}." if model is None else None),
+                    "seed": gr.Number(0, label="Seed", elem_id="seed"),
+                    "steps": gr.Number(20, label="Steps", elem_id="steps"),
+                }  # fmt: skip
+                with gr.Row():
+                    generate = gr.Button("Generate", variant="primary", elem_id="generate")
+                    stop = gr.Button("Stop", elem_id="stop")
+                with gr.Accordion("Own settings", open=False):
+                    parts["own"] = gr.Checkbox(label="Use these instead of the strength", elem_id="own")
+                    parts |= {one.name: component(one, shown[one.name]) for one in form.FIELDS}
+            with gr.Column(min_width=300, scale=2):
+                slider = gr.ImageSlider(label="Without merging | with it", interactive=False, elem_id="slider")
+                said = gr.Markdown(elem_id="figures")
+                gallery = gr.Gallery(label="What differs, eight times as strong, and what merged, in one colour",
+                                     columns=2, height="auto", interactive=False, elem_id="gallery")  # fmt: skip
+                with gr.Accordion("Report, and the same with diffusers", open=False):
+                    report = gr.Textbox(label="Report", lines=8, elem_id="report")
+                    code = gr.Code(language="python", label="With diffusers", interactive=False, elem_id="script")
+
+        def drawn(*given: Any, progress: Any = gr.Progress()) -> tuple:  # noqa: B008 - how gradio asks for it
+            try:
+                wanted = read(dict(zip(parts, given, strict=True)), layout, model is None)
+                found = studio.draw(wanted, lambda share, doing: progress(share, desc=doing))
+            except (TypeError, ValueError) as error:
+                raise gr.Error(str(error), print_exception=False) from None
+            except Stopped:
+                raise gr.Error("Stopped.", print_exception=False) from None
+            pictures = enlarge(found.plain), enlarge(found.merged)
+            shown = [(difference(*pictures), "What differs"), *((enlarge(one), told) for one, told in found.maps)]
+            told = figures(found, studio.source.device.type == "cpu")
+            return pictures, told, shown, found.report, script(wanted, model or DEFAULT_MODEL)
+
+        def filled(value: float) -> list:
+            return list(form.fill(value, layout).values())
+
+        gr.on([generate.click, parts["prompt"].submit], drawn, list(parts.values()),
+              [slider, said, gallery, report, code], concurrency_limit=1)  # fmt: skip
+        stop.click(studio.stop, queue=False)
+        parts["strength"].release(filled, parts["strength"], [parts[name] for name in form.fill(strength, layout)],
+                                  show_progress="hidden")  # fmt: skip
+    return blocks
+
+
+def serve(blocks: Any, studio: Studio, port: int | None, opens_browser: bool) -> None:
+    """Serve the page until an interrupt; then nothing of it runs any more.
+
+    Raises:
+        OSError: if the port is taken.
+    """
+    import gradio as gr
+    from starlette.middleware import Middleware
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
+
+    # gradio's own grey of the help texts is hard to read
+    theme = gr.themes.Default(**FONTS).set(
+        block_info_text_color="*neutral_600", block_info_text_color_dark="*neutral_300")  # fmt: skip
+    # another site's page cannot reach this one under a name of its own that leads here
+    stacked = [Middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])]
+    try:
+        blocks.launch(
+            server_name=HOST, server_port=port, share=False, inbrowser=opens_browser, ssr_mode=False, footer_links=[],
+            enable_monitoring=False, mcp_server=False, pwa=False, max_file_size=1, strict_cors=True,
+            app_kwargs={"middleware": stacked}, prevent_thread_lock=True, theme=theme,
+            num_workers=0,  # of gradio's, which would take uploads at ports of their own, from any site
+        )  # fmt: skip
+        while blocks.is_running:
+            time.sleep(0.1)
+    finally:
+        studio.ends.set()  # first, because the server waits a while for those who wait for a picture
+        blocks.close(verbose=False)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -37,51 +349,11 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def make_page(options: argparse.Namespace):
-    """The page for the model that the options ask for. Raises ValueError or OSError with the sentence to read."""
-    user = command.check_model(options)
-    source = command.source_of(options, user)
-    from demo.page_code import Wanted
-    from demo.page_events import Events
-    from demo.page_layout import Page
-    from demo.page_run import Studio
-    from tome_core.patching import layout_of
-
-    start = Wanted.of_strength(source.prompts[0], 0, 20, options.strength, layout_of(source.target))
-    own = str(options.model) if user and not user.is_embedded else None
-    return Page(Events(Studio(source), start, own))
-
-
-def serve(page, options: argparse.Namespace) -> None:
-    """Serve the page until an interrupt; then nothing of it runs any more. Raises OSError where the port is taken."""
-    from starlette.middleware import Middleware
-    from starlette.middleware.trustedhost import TrustedHostMiddleware
-
-    from demo import page_guards as guards
-    from demo.page_layout import CSS, THEME
-
-    # another site's page cannot reach this one under a name of its own that leads here, nor by this one's own
-    stacked = [Middleware(guards.Closed), Middleware(TrustedHostMiddleware, allowed_hosts=list(guards.NAMES)),
-               Middleware(guards.Own), Middleware(guards.Finite)]  # fmt: skip
-    try:
-        page.blocks.launch(
-            server_name=HOST, server_port=options.port, share=False, inbrowser=not options.no_browser, ssr_mode=False,
-            theme=THEME, css=CSS, footer_links=[], run_history=False, enable_monitoring=False, mcp_server=False,
-            pwa=False, app_kwargs={"middleware": stacked}, prevent_thread_lock=True,
-            num_workers=0,  # of gradio's, which would take uploads at ports of their own, from any site
-        )  # fmt: skip
-        while page.blocks.is_running:
-            time.sleep(0.1)
-    finally:
-        page.events.end()  # first, because the server waits a while for those who wait for a picture
-        page.blocks.close(verbose=False)
-
-
-def end_in_order() -> None:
+def _end_in_order() -> None:
     """SIGTERM interrupts as Ctrl-C does. Once: what is then put in order is not interrupted again."""
     signals = (signal.SIGINT, signal.SIGTERM)
 
-    def interrupt(*_) -> None:
+    def interrupt(*_: Any) -> None:
         for one in signals:
             signal.signal(one, signal.SIG_IGN)
         raise KeyboardInterrupt
@@ -91,15 +363,18 @@ def end_in_order() -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Gives the exit code: 0 stopped by Ctrl-C or SIGTERM, 2 wrong options (one sentence says which)."""
+    """Serve. Returns the exit code: 0 stopped by Ctrl-C or SIGTERM, 2 wrong options (one sentence says which)."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     os.environ.update(QUIET)
     options = parser().parse_args(arguments)
     try:
-        end_in_order()
+        _end_in_order()
         with tempfile.TemporaryDirectory(prefix="tome_page_") as folder:
             os.environ["GRADIO_TEMP_DIR"] = folder  # its pictures go with it
-            serve(make_page(options), options)
+            user = command.check_model(options)
+            studio = Studio(command.source_of(options, user))
+            own = str(options.model) if user and not user.is_embedded else None
+            serve(make_page(studio, options.strength, own), studio, options.port, not options.no_browser)
     except KeyboardInterrupt:
         print("page: stopped.", file=sys.stderr)
     except (ValueError, OSError) as error:

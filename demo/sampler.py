@@ -34,14 +34,13 @@ def solver(model: SceneModel, steps: int, timesteps: Sequence[int] | None = None
 def sample(
     model: SceneModel, tokens: list[int], seed: int, *, steps: int = 20, guidance: float = GUIDANCE,
     timesteps: Sequence[int] | None = None, start: torch.Tensor | None = None,
-    on_step: Callable[[], None] | None = None, on_picture: Callable[[np.ndarray], None] | None = None,
+    on_step: Callable[[], None] | None = None,
 ) -> np.ndarray:
     """One picture, uint8 [H, W, 3], of six `tokens`.
 
     The start noise is drawn on the CPU from `seed` alone, so it does not depend on the device, on other pictures
     or on the global random state. timesteps: see `solver`. start: a latent [1, C, h, w] to begin with instead of
-    noise alone; it gets as much of that noise as the first step expects. `on_step` is called after every solver step,
-    and before it `on_picture` with the picture as far as it is.
+    noise alone; it gets as much of that noise as the first step expects. `on_step` is called after every solver step.
     """
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
@@ -55,8 +54,6 @@ def sample(
         with_prompt, without = model(latent.expand(2, -1, -1, -1), timestep.to(device), pair).chunk(2)
         velocity = without + guidance * (with_prompt - without)
         latent = scheduler.step(velocity, timestep, latent).prev_sample
-        if on_picture:
-            on_picture(to_bytes(decode(latent, model.haar_gain))[0])
         if on_step:
             on_step()
     return to_bytes(decode(latent, model.haar_gain))[0]

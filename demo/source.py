@@ -23,7 +23,6 @@ LONG_PROMPTS = (
     "a bowl of fruit on a wooden table, still life, morning light",
 )
 OnStep = Callable[[], None]
-OnPicture = Callable[[np.ndarray], None]  # gets the unfinished picture after a step
 
 
 class Embedded:
@@ -39,13 +38,13 @@ class Embedded:
     def timesteps(self, steps: int) -> list[float]:
         return sampler.solver(self.model, steps).timesteps.tolist()
 
-    def picture(self, text: str, seed: int, steps: int, on_step: OnStep, on_picture: OnPicture | None = None):
+    def picture(self, text: str, seed: int, steps: int, on_step: OnStep):
         tokens = prompt.tokens(text)
-        return sampler.sample(self.model, tokens, seed, steps=steps, on_step=on_step, on_picture=on_picture)
+        return sampler.sample(self.model, tokens, seed, steps=steps, on_step=on_step)
 
 
 class UserPipeline:
-    """A diffusers pipeline made from the user's files, .safetensors weights only; it shows no unfinished pictures."""
+    """A diffusers pipeline made from the user's files, .safetensors weights only."""
 
     prompt_row, prompts = -1, LONG_PROMPTS
 
@@ -67,7 +66,7 @@ class UserPipeline:
     def timesteps(self, steps: int) -> None:
         return None  # a patched pipeline follows its own scheduler
 
-    def picture(self, text: str, seed: int, steps: int, on_step: OnStep, on_picture: OnPicture | None = None):
+    def picture(self, text: str, seed: int, steps: int, on_step: OnStep):
         def after_step(pipe, step, timestep, tensors):
             on_step()
             return tensors

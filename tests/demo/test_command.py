@@ -146,12 +146,12 @@ def test_a_strength_is_told_the_time_as_on_the_page(whole_run, tmp_path):
     """Both in a process of their own, with as many threads: the bits depend on these."""
     _, path = whole_run
     code = (
-        "import sys, threading, numpy, torch, tome_core; from demo.source import Embedded;"
-        "from demo.page_code import Wanted; from demo.page_run import Studio; source = Embedded(torch.device('cpu'));"
-        f"wanted = Wanted.of_strength(source.prompts[0], 5, {STEPS}, 0.5);"
-        "*_, last = Studio(source).make(wanted, threading.Event()); tome_core.patch(source.target, 'balanced');"
+        "import sys, numpy, torch, tome_core; from demo.source import Embedded; from demo.page import Studio, Wanted;"
+        "source = Embedded(torch.device('cpu'));"
+        f"wanted = Wanted(source.prompts[0], 5, {STEPS}, {{'strength': 0.5}});"
+        "drawn = Studio(source).draw(wanted, lambda *_: None); tome_core.patch(source.target, 'balanced');"
         f"untold = source.picture(source.prompts[0], 5, {STEPS}, lambda: None);"
-        "numpy.save(sys.argv[1], [last.merged[0].picture, untold])"
+        "numpy.save(sys.argv[1], [drawn.merged, untold])"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "merged.npy")], cwd=ROOT, check=True)
     page, untold = np.load(tmp_path / "merged.npy")

@@ -34,8 +34,6 @@ ALLOWED = {
         "a single file of the user's has weights only; diffusers has its configuration, or fetches those text files",
     ("demo/source.py", "from_pretrained without local_files_only=True"):
         "given in a dict of options, which the law below reads",
-    ("demo/page_code.py", "imports urllib.parse"): "writes a link's query, which is text and opens nothing",
-    ("demo/page_code.py", "imports urllib.parse.urlencode"): "the same import, by its name",
 }  # fmt: skip
 # other programs that our code starts, each with its reason
 STARTS_PROGRAMS = {
