@@ -25,7 +25,7 @@ from benchmarks.attention_work import one_thread
 from benchmarks.case_pictures import CASES, PictureCase, PictureOrder, draw, timesteps
 from benchmarks.subjects import PURPOSES, SCENE_MODELS, SHOW, SceneSubject
 from demo import prompt
-from demo.likeness import gradient_energy, squared_error
+from demo.metrics import gradient_energy, squared_error
 from tome_core.settings.presets import MARKS
 
 _DRAWN_BESIDE = tuple(MARKS)[::2]  # before which the unmerged pictures are drawn anew

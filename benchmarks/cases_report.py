@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.results import Record
-from demo.likeness import decibels
+from demo.metrics import decibels
 from tome_core import preset
 
 Row = dict[str, Any]

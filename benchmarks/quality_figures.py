@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.results import Record
 from benchmarks.variant_list import PLAIN
-from demo.likeness import decibels
+from demo.metrics import decibels
 
 _NO_DETAIL = 1e-6  # the energy of a picture without any, in squared steps of 255
 ROLES = ("tomesd", "method", "control", "yardstick")

@@ -21,7 +21,7 @@ from benchmarks.networks import UNET
 from benchmarks.subjects import PART_NOISED, SceneSubject, Subject
 from benchmarks.variant_list import PLAIN, VARIANTS
 from benchmarks.variants import Variant
-from demo.likeness import gradient_energy, squared_error, ssim
+from demo.metrics import gradient_energy, squared_error, ssim
 
 TIMES = (50, 200, 400, 600, 800, 950)
 PART_PICTURES = {True: 4, False: 1}  # pictures in one row: of a scene model, of a user's model, which takes minutes

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from contextlib import suppress
 from pathlib import Path
 
-from demo import checkpoint, cores, prompt
+from demo import checkpoint, prompt
 
 OUTPUT = Path(__file__).resolve().parents[1] / "demo-output" / "comparison.png"
 PICTURES = 1  # within a minute of a CPU
@@ -116,6 +117,15 @@ def _check_output(path: Path) -> None:
         raise ValueError(f"--output {path} cannot be written ({error.strerror}); give another place") from error
 
 
+def wait_passively() -> None:
+    """Let waiting OpenMP threads sleep. Call before torch is imported; a user's own setting wins.
+
+    By default they spin. On two cores shared with other work that made one picture of 20 steps take 18-75 s
+    instead of 4-6 s, and counted the spinning as CPU time, so that nothing could be compared.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
 def device_of(name: str | None):
     import torch
 
@@ -132,7 +142,7 @@ def device_of(name: str | None):
 
 def source_of(options: argparse.Namespace, user: checkpoint.Checkpoint | None):
     """The model that the options ask for. Raises ValueError where it does not load, or cannot be merged in."""
-    cores.wait_passively()
+    wait_passively()
     print("Loading the model ...", file=sys.stderr)
     import tome_core
     from demo.model import WEIGHTS
@@ -150,18 +160,18 @@ def source_of(options: argparse.Namespace, user: checkpoint.Checkpoint | None):
 def _run(options: argparse.Namespace, source) -> None:
     from tqdm import tqdm
 
-    from demo import picture, sheet, table
+    from demo import comparison, comparison_sheet, comparison_table
 
     texts = options.prompt or source.prompts
-    wanted = [picture.Order(texts[i % len(texts)], options.seed + i) for i in range(options.pictures)]
-    strengths = (None, *dict.fromkeys(options.strength or picture.STRENGTHS))
+    wanted = [comparison.Order(texts[i % len(texts)], options.seed + i) for i in range(options.pictures)]
+    strengths = (None, *dict.fromkeys(options.strength or comparison.STRENGTHS))
     with tqdm(total=options.steps * len(wanted) * len(strengths), unit="step") as bar:
-        columns = picture.compare(source, wanted, options.steps, strengths, bar.update, bar.set_description)
+        columns = comparison.compare(source, wanted, options.steps, strengths, bar.update, bar.set_description)
         bar.set_description("done")
     title = f"Token merging, {source.name}, {options.steps} steps on {source.device}"
-    verdict = table.verdict(columns, on_cpu=source.device.type == "cpu")
-    sheet.write(sheet.draw(columns, wanted, title, verdict), options.output)
-    print(f"{title}, {len(wanted)} picture{'s' * (len(wanted) > 1)} each\n\n{table.table(columns)}\n")
+    verdict = comparison_table.verdict(columns, on_cpu=source.device.type == "cpu")
+    comparison_sheet.write(comparison_sheet.draw(columns, wanted, title, verdict), options.output)
+    print(f"{title}, {len(wanted)} picture{'s' * (len(wanted) > 1)} each\n\n{comparison_table.table(columns)}\n")
     for column in columns[1:] if options.report else ():
         print(f"{column.name}: {column.report}\n")
     print(verdict)

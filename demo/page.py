@@ -119,7 +119,7 @@ class Studio:
                 return Drawn(plain, merged, (unmerged, seconds), str(merging.report()), maps)
 
     def _picture(self, wanted: Wanted, on_step: Callable[[], None], merging: Any = None) -> tuple[Any, float]:
-        from demo.clock import tell_times
+        from demo.source import tell_times
 
         heard = on_step if merging is None else tell_times(self.source, wanted.steps, merging, on_step)
         # a CPU is shared with other programs, which hardly disturb processor time
@@ -157,7 +157,7 @@ def mosaic(picture: Any, grid: tuple[int, int], group: Any) -> Any:
 
 def enlarge(picture: Any) -> Any:
     """The picture as the page shows it: small ones by whole multiples, large ones as they are."""
-    from demo.sheet import LARGEST
+    from demo.comparison_sheet import LARGEST
 
     times = max(1, LARGEST // max(picture.shape[:2]))
     return picture.repeat(times, 0).repeat(times, 1)
@@ -165,7 +165,7 @@ def enlarge(picture: Any) -> Any:
 
 def figures(drawn: Drawn, on_cpu: bool) -> str:
     """Speed-up, PSNR and detail beside the unmerged picture, in a sentence."""
-    from demo.likeness import gradient_energy, psnr
+    from demo.metrics import gradient_energy, psnr
 
     plain, merged = drawn.seconds
     of = " of processor time" * on_cpu
@@ -245,8 +245,8 @@ def make_page(studio: Studio, strength: float, model: str | None = None) -> Any:
     import gradio as gr
 
     import tome_core
+    from demo.comparison_sheet import difference
     from demo.prompt import known_words
-    from demo.sheet import difference
     from tome_core import form
     from tome_core.patching import layout_of
     from tome_core.settings.presets import MARKS

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from demo import comparison_sheet, prompt, sampler
 from demo import model as scene_model
-from demo import prompt, sampler, sheet
 
 SHEET = Path(__file__).with_name("samples.png")
 MORE_PROMPTS = ("dawn sea peaks right", "night sea hills right white ball", "day desert peaks")
@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=SHEET, help="the PNG (default %(default)s)")
     options = parser.parse_args(arguments)
     try:
-        sheet.write(Image.fromarray(grid(options.checkpoints, options.steps)), options.output)
+        comparison_sheet.write(Image.fromarray(grid(options.checkpoints, options.steps)), options.output)
     except (ValueError, OSError) as error:
         print(f"demo.samples: {error}", file=sys.stderr)
         return 2

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from demo import landscape, thing, wall
-from demo.canvas import Canvas
+from demo import scene_background, scene_object, scene_wall
 from demo.prompt import ATTRIBUTES, SIZES
+from demo.scene_canvas import Canvas
 
 CHUNK = 64  # pictures painted at once
 
@@ -36,10 +36,10 @@ def render(
         raise ValueError(f"attributes run from {attributes.min()} to {attributes.max()}; allowed are 0 up to "
                          f"{[s - 1 for s in SIZES]} for {list(ATTRIBUTES)}")
     canvas = Canvas(dict(zip(ATTRIBUTES, attributes.T, strict=True)), generator, size)
-    setting = landscape.paint(canvas)
+    setting = scene_background.paint(canvas)
     if walls:
-        wall.paint(canvas, setting)
-    thing.paint(canvas, setting)
+        scene_wall.paint(canvas, setting)
+    scene_object.paint(canvas, setting)
     return canvas.image.clip(0, 1).permute(0, 3, 1, 2) * 2 - 1
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+import tome_core
 from demo import model, prompt, sampler
 from demo.checkpoint import Checkpoint
 
@@ -97,3 +98,19 @@ def _load_file(checkpoint: Checkpoint, config: Path | None):
 
 
 Source = Embedded | UserPipeline
+
+
+def tell_times(source: Source, steps: int, merging: tome_core.Patch, on_step: OnStep) -> OnStep:
+    """An `on_step` for one picture that tells a merging model how late each step is, then calls the given one."""
+    times, sampling = iter(source.timesteps(steps) or ()), object()
+
+    def tell() -> None:
+        if (timestep := next(times, None)) is not None:
+            merging.set_time(timestep=timestep, sampling=sampling)
+
+    def stepped() -> None:
+        tell()
+        on_step()
+
+    tell()
+    return stepped

@@ -9,9 +9,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from demo import cores
+from demo import command
 
-cores.wait_passively()
+command.wait_passively()
 
 import torch  # noqa: E402
 

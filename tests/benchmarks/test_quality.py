@@ -17,7 +17,7 @@ from benchmarks.quality_figures import Mean, sections
 from benchmarks.quality_rows import Amounts, QualityBench, Row, rows
 from benchmarks.subjects import CHOOSE, PURPOSES, SHOW, SceneSubject
 from benchmarks.variant_list import ALWAYS, GROUPS, PLAIN, VARIANTS
-from demo import model, wall
+from demo import model
 from tests import tiny_pipeline
 
 ROOT = Path(__file__).parents[2]
@@ -227,7 +227,7 @@ def test_scenes_that_are_painted_otherwise_are_other_settings(monkeypatch):
     before = subjects.held_out_fingerprint(PURPOSES[SHOW], 32)
     assert subjects.held_out_fingerprint(PURPOSES[SHOW], 32) == before
     assert subjects.held_out_fingerprint(PURPOSES[CHOOSE], 32) != before
-    monkeypatch.setattr(wall, "paint", lambda canvas, setting: None)
+    monkeypatch.setattr(scene_wall, "paint", lambda canvas, setting: None)
     assert subjects.held_out_fingerprint(PURPOSES[SHOW], 32) != before
 
 

@@ -15,7 +15,7 @@ from benchmarks.quality_figures import Mean, NoiseMeans, PictureMeans, Point, Se
 from benchmarks.subjects import PURPOSES, SHOW, SceneSubject
 from benchmarks.variant_list import PLAIN
 from demo import model, prompt, sampler
-from demo.likeness import gradient_energy
+from demo.metrics import gradient_energy
 from demo.training_loss import Scenes
 from tests import tiny_pipeline, tiny_scenes
 

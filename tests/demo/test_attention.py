@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from demo import attention, landscape, model, training_loss, wall
-from demo.canvas import Canvas
+from demo import attention, model, scene_background, scene_wall, training_loss
+from demo.scene_canvas import Canvas
 
 
 def uniform(made):
@@ -94,11 +94,11 @@ def test_gates_say_what_was_missed():
 
 def test_a_wall_shows_a_few_colours_again_and_again():
     canvas = Canvas({"sky": torch.zeros(20, dtype=torch.int64)}, torch.Generator().manual_seed(0), 128)
-    wall.paint(canvas, landscape.Setting(None, torch.ones(1, 1, 1, 3), None))
+    scene_wall.paint(canvas, scene_background.Setting(None, torch.ones(1, 1, 1, 3), None))
     colours = [torch.unique(picture.flatten(0, 1), dim=0) for picture in canvas.image]
     with_wall = [len(found) - 1 for found in colours if len(found) > 1]  # one colour is the bare canvas
     assert len(with_wall) in range(2, 14)
-    assert all(2 < count <= wall.SHADES for count in with_wall)
+    assert all(2 < count <= scene_wall.SHADES for count in with_wall)
 
 
 @pytest.mark.slow

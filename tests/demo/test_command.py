@@ -12,31 +12,32 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from demo import command, likeness, picture, sheet, table
+from demo import command, comparison, comparison_sheet, comparison_table, metrics
 from tests import tiny_pipeline
 
 ROOT = Path(__file__).parents[2]
 STEPS = 2
-NAMES = [picture.heading(strength) for strength in (None, *picture.STRENGTHS)]
+NAMES = [comparison.heading(strength) for strength in (None, *comparison.STRENGTHS)]
 
 
 def test_equal_pictures_are_infinitely_alike_and_a_known_difference_has_its_psnr():
     a = np.random.default_rng(0).integers(0, 200, (16, 16, 3), np.uint8)
-    assert likeness.psnr(a, a) == np.inf and likeness.ssim(a, a) == pytest.approx(1)
-    assert likeness.psnr(a, a + np.uint8(51)) == pytest.approx(20 * np.log10(5))
+    assert metrics.psnr(a, a) == np.inf and metrics.ssim(a, a) == pytest.approx(1)
+    assert metrics.psnr(a, a + np.uint8(51)) == pytest.approx(20 * np.log10(5))
 
 
 def columns_with(plain, merged):
     blank = [np.zeros((8, 8, 3), np.uint8)] * len(plain)
-    return [picture.Column(strength, blank, seconds, seconds) for strength, seconds in ((None, plain), (0.5, merged))]
+    both = (None, plain), (0.5, merged)
+    return [comparison.Column(strength, blank, seconds, seconds) for strength, seconds in both]
 
 
 def test_a_loss_is_called_a_loss():
-    assert "gains nothing" in table.verdict(columns_with([1.0, 1.0], [1.2, 1.3]), on_cpu=True)
+    assert "gains nothing" in comparison_table.verdict(columns_with([1.0, 1.0], [1.2, 1.3]), on_cpu=True)
 
 
 def test_a_gain_is_told_with_its_size_and_where_it_was_measured():
-    text = table.verdict(columns_with([2.0, 2.0, 2.0], [1.0, 1.0, 9.0]), on_cpu=False)
+    text = comparison_table.verdict(columns_with([2.0, 2.0, 2.0], [1.0, 1.0, 9.0]), on_cpu=False)
     assert "2.00 times as fast" in text and "gains nothing" not in text
 
 
@@ -44,10 +45,10 @@ def test_the_change_is_judged_by_how_far_the_pictures_are_apart_and_detail_by_it
     columns = columns_with([2.0], [1.0])
     rough = np.random.default_rng(0).integers(0, 256, (8, 8, 3), np.uint8)
     columns[0].pictures, columns[1].pictures = [rough], [rough]
-    said = table.verdict(columns, on_cpu=False)
+    said = comparison_table.verdict(columns, on_cpu=False)
     assert "not to be seen" in said and "100% of" in said
     columns[1].pictures = [np.full_like(rough, 128)]
-    said = table.verdict(columns, on_cpu=False)
+    said = comparison_table.verdict(columns, on_cpu=False)
     assert "large" in said and " 0% of" in said
 
 
@@ -55,9 +56,9 @@ def test_a_difference_map_is_black_where_pictures_agree_and_eightfold_elsewhere(
     a = np.zeros((4, 4, 3), np.uint8)
     b = a.copy()
     b[0, 0], b[1, 1] = 3, 200
-    assert sheet.difference(a, b)[0, 0].tolist() == [24] * 3
-    assert sheet.difference(b, a)[1, 1].tolist() == [255] * 3
-    assert sheet.difference(a, b).sum() == 3 * (24 + 255)
+    assert comparison_sheet.difference(a, b)[0, 0].tolist() == [24] * 3
+    assert comparison_sheet.difference(b, a)[1, 1].tolist() == [255] * 3
+    assert comparison_sheet.difference(a, b).sum() == 3 * (24 + 255)
 
 
 def run_demo(*arguments):
@@ -75,7 +76,7 @@ def whole_run(tmp_path_factory):
 def shown(path, row, column):
     """The picture in a cell of the sheet, at its own 128 px."""
     with Image.open(path) as image:
-        return np.array(image.crop(sheet.cell(row, column, (256, 256))))[::2, ::2]
+        return np.array(image.crop(comparison_sheet.cell(row, column, (256, 256))))[::2, ::2]
 
 
 def test_the_demo_ends_well_and_says_how_far_it_is_and_where_the_picture_is(whole_run):
@@ -102,27 +103,28 @@ def test_the_sheet_has_a_label_on_every_row_and_column_and_the_judgement_below(w
     with Image.open(path) as image:
         assert image.format == "PNG"
         pixels = np.array(image.convert("L"))
-    right, bottom = sheet.cell(3, 3, (256, 256))[2:]
-    assert pixels.shape[1] == right + sheet.GAP
+    right, bottom = comparison_sheet.cell(3, 3, (256, 256))[2:]
+    assert pixels.shape[1] == right + comparison_sheet.GAP
     assert (pixels[bottom:] < 128).sum() > 200 and (pixels[-4:] > 200).all(), "no judgement, or one cut off"
     for column in range(4):
-        left, top = sheet.cell(0, column, (256, 256))[:2]
-        head = pixels[top - sheet.HEAD : top, left : left + 256]
+        left, top = comparison_sheet.cell(0, column, (256, 256))[:2]
+        head = pixels[top - comparison_sheet.HEAD : top, left : left + 256]
         assert 200 < (head < 128).sum() < head.size / 4, f"no readable heading over column {column}"
     for row in (1, 3):
-        left, top, right, bottom = sheet.cell(row, 0, (256, 256))
+        left, top, right, bottom = comparison_sheet.cell(row, 0, (256, 256))
         label = pixels[top:bottom, left:right]
         assert 200 < (label < 128).sum() < label.size / 4, f"no readable prompt in row {row}"
-        assert (pixels[top:bottom, right : right + sheet.GAP] > 200).all(), f"the prompt of row {row} runs on"
+        beside = pixels[top:bottom, right : right + comparison_sheet.GAP]
+        assert (beside > 200).all(), f"the prompt of row {row} runs on"
 
 
 def test_the_readme_shows_the_sheet_of_the_demo_as_it_is():
     """A new layout asks for a new picture: python install.py demo --output demo/demo.png"""
     first = ROOT / re.search(r"!\[.*?\]\((.*?)\)", (ROOT / "README.md").read_text(encoding="utf-8"))[1]
     with Image.open(first) as image:
-        assert image.width == sheet.cell(0, len(NAMES), (256, 256))[0]
+        assert image.width == comparison_sheet.cell(0, len(NAMES), (256, 256))[0]
     for column in range(1, len(NAMES)):
-        differs = sheet.difference(shown(first, 0, 0), shown(first, 0, column))
+        differs = comparison_sheet.difference(shown(first, 0, 0), shown(first, 0, column))
         assert differs.any() and np.array_equal(shown(first, 1, column), differs)
     assert first.stat().st_size < 1e6
 
@@ -166,7 +168,7 @@ def test_merged_columns_differ_and_their_difference_maps_are_theirs(whole_run):
         for column in (1, 2, 3):
             merged = shown(path, 2 * row, column)
             assert not np.array_equal(merged, plain)
-            assert np.array_equal(shown(path, 2 * row + 1, column), sheet.difference(plain, merged))
+            assert np.array_equal(shown(path, 2 * row + 1, column), comparison_sheet.difference(plain, merged))
 
 
 def test_the_demo_starts_from_another_folder_that_has_a_demo_of_its_own(tmp_path):
@@ -187,7 +189,7 @@ def test_a_diffusers_folder_is_compared_like_the_embedded_model(tmp_path, tiny_f
     assert re.search(r"strength 0\.3: Token merging", text)
     assert re.search(r"strength 0  .* inf dB  1\.000 +100%\n", text), "strength 0 is off"
     with Image.open(path) as image:
-        assert image.size[0] == sheet.cell(3, 2, (256, 256))[2] + sheet.GAP
+        assert image.size[0] == comparison_sheet.cell(3, 2, (256, 256))[2] + comparison_sheet.GAP
 
 
 @pytest.mark.slow

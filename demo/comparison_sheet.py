@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from demo.picture import Column, Order, detail, nearness, speed_up
+from demo.comparison import Column, Order, detail, nearness, speed_up
 
 SMALLEST, LARGEST = 256, 512  # px of a picture on the sheet; smaller ones are enlarged by whole pixels
 GAP, TITLE, HEAD, LINE = 8, 44, 82, 26

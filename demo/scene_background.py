@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import tensor
 
-from demo.canvas import Canvas, smooth
+from demo.scene_canvas import Canvas, smooth
 
 # One row for each sky: day, sunset, night, dawn, storm.
 SKY_TOP = tensor([[0.20, 0.45, 0.85], [0.22, 0.18, 0.45], [0.02, 0.03, 0.12], [0.45, 0.60, 0.85], [0.25, 0.27, 0.32]])

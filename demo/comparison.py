@@ -10,9 +10,8 @@ from statistics import mean, median
 import numpy as np
 
 import tome_core
-from demo.clock import tell_times
-from demo.likeness import gradient_energy, psnr
-from demo.source import OnStep, Source
+from demo.metrics import gradient_energy, psnr
+from demo.source import OnStep, Source, tell_times
 from tome_core.settings.presets import DEFAULT, MARKS
 
 STRENGTHS = (MARKS["quality"], MARKS[DEFAULT], MARKS["max"])

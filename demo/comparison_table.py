@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from statistics import mean, median
 
-from demo.likeness import ssim
-from demo.picture import Column, detail, nearness, speed_up
+from demo.comparison import Column, detail, nearness, speed_up
+from demo.metrics import ssim
 
 GAIN = 1.05  # below five per cent nobody notices, and a busy machine's noise is as large
 # of PSNR in dB: about 40 is where people stop to tell pictures apart side by side

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import tensor
 
-from demo.canvas import Canvas
-from demo.landscape import Setting
+from demo.scene_background import Setting
+from demo.scene_canvas import Canvas
 
 # One row for each stone: brick, sandstone, slate, granite, clay.
 STONE = tensor([[0.72, 0.30, 0.20], [0.85, 0.70, 0.45], [0.38, 0.46, 0.58], [0.66, 0.64, 0.62], [0.58, 0.42, 0.32]])
