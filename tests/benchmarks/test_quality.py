@@ -17,7 +17,7 @@ from benchmarks.quality_figures import Mean, sections
 from benchmarks.quality_rows import Amounts, QualityBench, Row, rows
 from benchmarks.subjects import CHOOSE, PURPOSES, SHOW, SceneSubject
 from benchmarks.variant_list import ALWAYS, GROUPS, PLAIN, VARIANTS
-from demo import model
+from demo import model, scene_wall
 from tests import tiny_pipeline
 
 ROOT = Path(__file__).parents[2]
